@@ -24,6 +24,8 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     """Seconds of each part of `load_seconds`, in order."""
     advice: str | None = None
     """One line: what keeps the device from its full speed, and the remedy."""
+    weights: str | None = None
+    """What the option `weights` does, in words; None if it changes nothing."""
     is_asynchronous: bool = False
     """Whether the device computes by itself, on none of the host's cores."""
     step_costs: tuple[tuple[int, float], ...] = ()

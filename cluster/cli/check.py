@@ -25,10 +25,11 @@ from cluster.text.chat_template import ChatTemplates, TemplateError
 from cluster.text.tokenizer import Tokenizer
 from cluster.text.tokenizer_files import TokenizerError, read_chat_templates, read_json, resolve_folder, special_tokens
 from structured.logits_processors import LogitsProcessorError, LogitsProcessorRegistry
-from workers.checkpoints.memory import num_parameters, plan_kv_cache, plan_max_model_len
+from workers.checkpoints.memory import num_parameters, plan_kv_cache, plan_max_model_len, weight_bytes
 from workers.checkpoints.model_folder import load_model_config, resolve_model_folder
 from workers.host import free_memory, num_cores
-from workers.models.model_config import DTYPE_BYTES, ModelConfig, ModelError
+from workers.kept_weights import check_weights, describe_kept
+from workers.models.model_config import ModelConfig, ModelError
 from workers.parallel.split import check_num_ranks
 from workers.torch_worker.trial import Trial, TrialResult, try_one_layer
 
@@ -45,6 +46,8 @@ class CheckReport(msgspec.Struct, frozen=True, kw_only=True):
     device: str
     num_threads: int
     weight_bytes: int
+    weights: str | None
+    """As in `ModelInfo`."""
     kv_cache_bytes: int
     kv_bytes_per_token: int
     kv_cache_tokens: int
@@ -114,14 +117,17 @@ def check_machine(engine: EngineConfig) -> None:
     a dtype of GPUs.
     """
     with in_one_sentence():
+        if engine.device in ("cuda", "tpu"):
+            check_weights(engine.weights, engine.device)
         if engine.device == "tpu":
             _check_tpu()
         elif engine.device == "cuda" or engine.dtype == "float16":
             _check_gpu(engine)
         elif _runs_on_cpu(engine):
             folder = resolve_model_folder(engine.model)
-            dtype = load_model_config(folder).dtype if engine.dtype == "auto" else engine.dtype
-            _check_memory(num_parameters(folder) * DTYPE_BYTES[dtype], engine.kv_cache_bytes or 0, dtype, free_memory())
+            model = load_model_config(folder)
+            dtype = model.dtype if engine.dtype == "auto" else engine.dtype
+            _check_memory(weight_bytes(folder, dtype, model, engine.weights), engine.kv_cache_bytes or 0, dtype, free_memory())
 
 
 def _check_tpu() -> None:
@@ -202,6 +208,7 @@ def check_model(engine: EngineConfig) -> CheckReport:
     Raises `ModelError`.
     """
     if engine.device == "tpu":
+        check_weights(engine.weights, "tpu")
         return _check_on_tpu(engine)
     from workers.platforms import choose_platform
     from workers.torch_worker.loader import check_tensors
@@ -209,8 +216,6 @@ def check_model(engine: EngineConfig) -> CheckReport:
     folder = resolve_model_folder(engine.model)
     model = load_model_config(folder)
     _check_ranks(engine, model)
-    parameters = num_parameters(folder)
-    draft, draft_parameters = _draft(engine)
     tokenizer = _check_tokenizer(engine, folder)
     _check_templates(tokenizer.folder)
     _check_vocabulary(tokenizer, model)
@@ -221,15 +226,17 @@ def check_model(engine: EngineConfig) -> CheckReport:
         dtype = platform.resolve_dtype(engine.dtype, model.dtype)
     except ValueError as error:
         raise ModelError(str(error)) from error
-    weights, free = (parameters + draft_parameters) * DTYPE_BYTES[dtype], platform.free_memory(lambda: None)
+    check_weights(engine.weights, platform.name)
+    own_weights = weight_bytes(folder, dtype, model, engine.weights)
+    weights, free = own_weights + _draft_bytes(engine, dtype), platform.free_memory(lambda: None)
     _check_memory(weights, 0, dtype, free)
     kv_bytes, num_blocks = plan_kv_cache(
         model,
         dtype,
         engine,
         free_bytes=free - weights,
-        weight_bytes=parameters * DTYPE_BYTES[dtype],
-        draft=draft,
+        weight_bytes=own_weights,
+        draft=_draft_config(engine),
         shares_memory=platform.shares_memory,
         most_of_free=platform.kv_share,
     )
@@ -245,9 +252,10 @@ def check_model(engine: EngineConfig) -> CheckReport:
         folder=str(folder),
         architecture=model.architecture,
         native=model.native,
-        num_parameters=parameters,
+        num_parameters=num_parameters(folder),
         checkpoint_dtype=model.dtype,
         dtype=dtype,
+        weights=describe_kept(engine.weights),
         device=platform.name,
         num_threads=engine.num_threads or num_cores(),
         weight_bytes=weights,
@@ -282,6 +290,7 @@ def _check_on_tpu(engine: EngineConfig) -> CheckReport:
         num_parameters=num_parameters(folder),
         checkpoint_dtype=model.dtype,
         dtype=trial.dtype,
+        weights=None,
         device=f"{trial.devices} (figures are those of each device)",
         num_threads=engine.num_threads or num_cores(),
         weight_bytes=trial.weight_bytes,
@@ -309,18 +318,27 @@ def _try_step(engine: EngineConfig, folder: pathlib.Path, dtype: str) -> TrialRe
             dtype=dtype,
             device=engine.device,
             num_threads=engine.num_threads,
+            weights=engine.weights,
             block_size=engine.block_size,
         )
         result = try_one_layer(trial)
     return result
 
 
-def _draft(engine: EngineConfig) -> tuple[ModelConfig | None, int]:
-    """The draft model's configuration and parameters; (None, 0) without one."""
+def _draft_folder(engine: EngineConfig) -> pathlib.Path | None:
     if engine.speculative is None or engine.speculative.draft_model is None:
-        return None, 0
-    folder = resolve_model_folder(engine.speculative.draft_model)
-    return load_model_config(folder), num_parameters(folder)
+        return None
+    return resolve_model_folder(engine.speculative.draft_model)
+
+
+def _draft_config(engine: EngineConfig) -> ModelConfig | None:
+    folder = _draft_folder(engine)
+    return None if folder is None else load_model_config(folder)
+
+
+def _draft_bytes(engine: EngineConfig, dtype: str) -> int:
+    folder = _draft_folder(engine)
+    return 0 if folder is None else weight_bytes(folder, dtype, load_model_config(folder), engine.weights)
 
 
 def _render(report: CheckReport) -> str:
@@ -330,7 +348,7 @@ def _render(report: CheckReport) -> str:
         "architecture": f"{report.architecture}, run {how}; {report.num_parameters / 1e6:,.1f} M parameters",
         "dtype": f"{report.dtype} (the checkpoint's is {report.checkpoint_dtype})",
         "device": f"{report.device}, {report.num_threads} threads, {_gib(report.free_bytes)} of memory free",
-        "weights": _gib(report.weight_bytes),
+        "weights": _gib(report.weight_bytes) + (f": {report.weights}" if report.weights else ""),
         "KV cache": (
             f"{_gib(report.kv_cache_bytes)}: holds {report.kv_cache_tokens:,} tokens "
             f"of {report.kv_bytes_per_token:,} bytes"

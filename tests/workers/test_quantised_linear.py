@@ -195,10 +195,10 @@ def test_headers_are_checked_by_the_scheme(tmp_path: pathlib.Path) -> None:
         check_tensors(folder, load_model_config(folder))
 
 
-def test_a_platform_without_integer_kernels_computes_what_the_integers_stand_for(tmp_path: pathlib.Path) -> None:
+def test_dense_weights_compute_what_the_integers_stand_for(tmp_path: pathlib.Path) -> None:
     folder = make_checkpoint("llama", tmp_path)
     quantise(folder, "_proj")
-    dense = load_model(folder, int8_config(folder), "float32", CpuPlatform(None))
+    dense = load_model(folder, int8_config(folder), "float32", CpuPlatform(None), weights="dense")
     assert isinstance(dense, Decoder)
     torch.testing.assert_close(
         logits_of(folder, dense), logits_of(folder, load_int8(folder, "float32")), atol=3e-4, rtol=1e-4

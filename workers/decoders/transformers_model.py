@@ -17,6 +17,7 @@ import transformers
 from torch import nn
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
+from workers.kept_weights import KEPT_BITS, KeptBits
 from workers.kernels.attention_metadata import AttentionMetadata
 from workers.kernels.protocol import Forward, KVCaches
 from workers.kernels.query_tokens import QueryTokens
@@ -71,13 +72,15 @@ class TransformersModel:
 
     compiled: Forward | None = None
 
-    def __init__(self, folder: str | pathlib.Path, config: ModelConfig, dtype: torch.dtype, platform: Platform) -> None:
+    def __init__(
+        self, folder: str | pathlib.Path, config: ModelConfig, dtype: torch.dtype, platform: Platform, kept: KeptBits = KEPT_BITS["auto"]
+    ) -> None:
         self.config = config
         self._platform = platform
         self._metadata: AttentionMetadata | None = None
         self._kv_caches: KVCaches = []
         self._num_attended = 0
-        causal_model = self._load(folder, dtype, platform)
+        causal_model = self._load(folder, dtype, platform, kept)
         expected = _own_logits(causal_model, platform)
         prefix = causal_model.base_model_prefix
         self._transformer = getattr(causal_model, prefix)
@@ -86,7 +89,7 @@ class TransformersModel:
         self._head = causal_model
         self._check(expected, dtype)
 
-    def _load(self, folder: str | pathlib.Path, dtype: torch.dtype, platform: Platform) -> Any:
+    def _load(self, folder: str | pathlib.Path, dtype: torch.dtype, platform: Platform, kept: KeptBits) -> Any:
         transformers.AttentionInterface.register(_ATTENTION_NAME, _attend)
         transformers.utils.logging.disable_progress_bar()
         loaded: Any = transformers.AutoModelForCausalLM.from_pretrained(
@@ -105,11 +108,12 @@ class TransformersModel:
             if report[kind]:
                 raise ModelError(f"{folder}: {kind.replace('_keys', '')} tensors {sorted(map(str, report[kind]))[:5]}")
         model.eval().to(platform.device)
+        head = model.get_output_embeddings()
         for name, module in model.named_modules():
             if hasattr(module, "layer_idx"):
                 module.manta_model = self
             if type(module) is nn.Linear:
-                _pack(name, module, dtype, platform)
+                _pack(name, module, dtype, platform, kept.head if module is head else kept.layers)
         return model
 
     def _check(self, expected: list[torch.Tensor], dtype: torch.dtype) -> None:
@@ -247,8 +251,8 @@ def _own_logits(model: Any, platform: Platform) -> list[torch.Tensor]:
     return logits
 
 
-def _pack(name: str, module: Any, dtype: torch.dtype, platform: Platform) -> None:
+def _pack(name: str, module: Any, dtype: torch.dtype, platform: Platform, bits: int | None) -> None:
     """Replaces the weight of an `nn.Linear` by the platform's packed form, and frees it if nothing shares it."""
-    weight = LinearWeight(name, module.weight.detach(), module.bias, dtype)
+    weight = LinearWeight(name, module.weight.detach(), module.bias, dtype, rounded_to=bits)
     module.forward = platform.make_linear(weight).forward
     module.weight = nn.Parameter(module.weight.new_empty(0), requires_grad=False)
