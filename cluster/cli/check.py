@@ -127,7 +127,9 @@ def check_machine(engine: EngineConfig) -> None:
             folder = resolve_model_folder(engine.model)
             model = load_model_config(folder)
             dtype = model.dtype if engine.dtype == "auto" else engine.dtype
-            _check_memory(weight_bytes(folder, dtype, model, engine.weights), engine.kv_cache_bytes or 0, dtype, free_memory())
+            _check_memory(
+                weight_bytes(folder, dtype, model, engine.weights), engine.kv_cache_bytes or 0, dtype, free_memory()
+            )
 
 
 def _check_tpu() -> None:

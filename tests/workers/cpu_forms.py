@@ -14,7 +14,16 @@ import torch
 
 from tests.workers import emulated
 from workers import host
-from workers.kernels import build, cpu, cpu_decoder, cpu_linear, cpu_quantized_linear, cpu_sampler, processor, shared_weights
+from workers.kernels import (
+    build,
+    cpu,
+    cpu_decoder,
+    cpu_linear,
+    cpu_quantized_linear,
+    cpu_sampler,
+    processor,
+    shared_weights,
+)
 
 QUANTIZED = [form.name for form in processor.lower_forms(processor.best_form())]
 """Every form that differs for quantised linears."""

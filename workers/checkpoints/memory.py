@@ -120,7 +120,8 @@ def _loaded_bytes(entry: TensorEntry, dtype: str, bits: int | None) -> int:
         return entry.end - entry.start
     if bits is None:
         return math.prod(entry.shape) * DTYPE_BYTES[dtype]
-    return kept_bytes(*entry.shape, bits)
+    out_features, in_features = entry.shape
+    return kept_bytes(out_features, in_features, bits)
 
 
 def _rounded_bits(entries: Mapping[str, TensorEntry], config: ModelConfig, kept: KeptBits) -> dict[str, int]:

@@ -73,7 +73,12 @@ class TransformersModel:
     compiled: Forward | None = None
 
     def __init__(
-        self, folder: str | pathlib.Path, config: ModelConfig, dtype: torch.dtype, platform: Platform, kept: KeptBits = KEPT_BITS["auto"]
+        self,
+        folder: str | pathlib.Path,
+        config: ModelConfig,
+        dtype: torch.dtype,
+        platform: Platform,
+        kept: KeptBits = KEPT_BITS["auto"],
     ) -> None:
         self.config = config
         self._platform = platform

@@ -151,8 +151,8 @@ def pack(
     """A linear with a packed copy of `weight`, for activations in `dtype`; None if nothing can be compiled, or if the
     kernels do not support the dtype or size.
 
-    With `fill`, only the shapes of `weight` are looked at, and `fill` returns the weight when its values are needed: not
-    at all where `place` finds that another process has packed them.
+    With `fill`, only the shapes of `weight` are looked at, and `fill` returns the weight when its values are needed. If
+    `place` finds that another process has packed them, that is never.
     """
     if dtype not in DTYPES or (library := _library()) is None or (gated and not gates_fit(weight.values.shape[0])):
         return None

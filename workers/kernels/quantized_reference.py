@@ -11,12 +11,13 @@ from typing import NamedTuple
 
 import torch
 
+from workers.kept_weights import GROUPS
 from workers.kernels.attention_metadata import AttentionMetadata
 from workers.kernels.quantized_weight import QuantizedWeight
 
-INPUT_GROUP = 64
-"""Inputs whose activations share a scale where all groups of the weight have the same one and the checkpoint does not
-ask for one scale a row. Groups of 32 cost 4% more time, and groups of 128 are less exact.
+INPUT_GROUP = GROUPS[8]
+"""Inputs whose activations share a scale where all inputs of the weight do and the checkpoint does not ask for one
+scale a row. It is the group of weights that are rounded to 8 bits, so that one group alone is no other case.
 """
 LEAST_LARGEST = 1e-30
 """Activations whose group has no larger magnitude are taken for zero, so that `127 / largest` is finite."""
@@ -59,7 +60,8 @@ def round_activations(x: torch.Tensor, group: int, one_scale: bool) -> RoundedAc
     """Rounds x [num_rows, in_features] to int8, each group by its largest magnitude, or with `one_scale` each row."""
     num_rows, in_features = x.shape
     num_groups = -(-in_features // group)
-    grouped = torch.nn.functional.pad(x.float(), (0, num_groups * group - in_features)).view(num_rows, num_groups, group)
+    padded = torch.nn.functional.pad(x.float(), (0, num_groups * group - in_features))
+    grouped = padded.view(num_rows, num_groups, group)
     largest = grouped.abs().amax(-1)
     if one_scale:
         largest = largest.amax(-1, keepdim=True).expand(-1, num_groups)

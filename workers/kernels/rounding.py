@@ -74,5 +74,6 @@ def _round_to_4(groups: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         else:
             is_better = error < best_error
             best, best_scales = torch.where(is_better, rounded, best), torch.where(is_better, scales, best_scales)
-    assert best is not None and best_scales is not None
+    assert best is not None
+    assert best_scales is not None
     return best, best_scales

@@ -55,7 +55,8 @@ def load_model(
     this one's share, which computes together with the others'.
 
     Raises `ModelError` naming a tensor that is missing, misshapen, or unexpected; and if the model cannot be split over
-    so many ranks. `weights` is the option of this name. If `whole` is False, `config` may have fewer layers than the checkpoint: the others are not read.
+    so many ranks. `weights` is the option of this name. If `whole` is False, `config` may have fewer layers than the
+    checkpoint: the others are not read.
     """
     if group is not None and group.num_ranks > 1:
         return _load_share(folder, config, dtype, platform, group, weights)
