@@ -193,9 +193,10 @@ def _has_chat(config: ServeConfig) -> bool:
 def model_message(model: ModelInfo) -> str:
     """A paragraph: what was loaded, how much it holds at a time, and what would make it faster."""
     kept = f", weights {model.weights}," if model.weights else ""
+    form = f"{model.platform} (kernels: {model.kernels})"
     tokens = model.num_blocks * model.block_size
     text = (
-        f"Loaded in {model.load_seconds:.1f} s as {model.dtype}{kept} on {model.platform} (kernels: {model.kernels}). The "
+        f"Loaded in {model.load_seconds:.1f} s as {model.dtype}{kept} on {form}. The "
         f"KV cache takes up to {model.kv_cache_bytes / 2**30:.2f} GiB ({tokens:,} tokens) as it fills; "
         "--set engine.kv_cache_bytes=... changes that. "
         f"The longest sequence is {model.max_model_len:,} tokens."
