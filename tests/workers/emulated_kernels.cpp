@@ -23,6 +23,7 @@ void manta_linear(int, const void*, const void*, const void*, void*, int, int, i
 void manta_set_num_threads(int);
 int manta_quantized_layout(int);
 int64_t manta_quantized_bytes(int, int, int, int, int, int, int);
+void manta_round_weight(int, const void*, int, int, int, int, void*, void*);
 void manta_pack_quantized(const void*, const void*, const void*, void*, int, int, int, int, int, int, int);
 void manta_quantized_linear(int, const void*, const void*, const void*, const void*, void*, int, int, int, int, int, int,
                             int, int, int, int);
@@ -98,6 +99,7 @@ int64_t call(const std::string& name, const std::vector<Argument>& arguments) {
     KERNEL(manta_quantized_layout);
     KERNEL(manta_quantized_bytes);
     KERNEL(manta_pack_quantized);
+    KERNEL(manta_round_weight);
     KERNEL(manta_quantized_linear);
     exit(3);
 }

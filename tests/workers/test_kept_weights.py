@@ -167,7 +167,7 @@ def test_processes_share_rounded_weights(weights: str, tmp_path: pathlib.Path, m
     first = load(folder, weights)
     assert len(files() - before) == 1
     monkeypatch.setattr(PackedQuantizedLinear, "_pack", lambda *_: pytest.fail("it is packed again"))
-    monkeypatch.setattr("workers.platforms.cpu_linears.round_weight", lambda *_: pytest.fail("it is rounded again"))
+    monkeypatch.setattr(cpu_quantized_linear, "round_weight", lambda *_: pytest.fail("it is rounded again"))
     second = load(folder, weights)
     assert torch.equal(logits_of(folder, first), logits_of(folder, second))
     assert len(files() - before) == 1

@@ -2,7 +2,8 @@
 
 Eight bits: the scale is the group's largest magnitude / 127. Four bits: the largest magnitude becomes -8, as in
 llama.cpp's Q4_0, or -8 / 0.9; then the scale becomes the one of least squared error for the rounded values, and the
-better of the two is kept. Scales are rounded to float16 before values are. `workers/platforms/cpu_linears.py` calls it.
+better of the two is kept. Scales are rounded to float16 before values are. `native/rounding.cpp` computes the same
+numbers; this is for CPUs without a compiler.
 """
 
 from __future__ import annotations
@@ -47,12 +48,13 @@ def round_weight(weight: torch.Tensor, bits: int) -> QuantizedWeight:
 
 
 def _half(scales: torch.Tensor) -> torch.Tensor:
-    return scales.half().float()
+    return scales.float().half().float()
 
 
 def _round(groups: torch.Tensor, scales: torch.Tensor, least: int, most: int) -> torch.Tensor:
     """Whole numbers. A scale of zero, of a group that is zero or too small for float16, gives zeros."""
-    return (groups / scales).nan_to_num_(0.0, 0.0, 0.0).round_().clamp_(least, most)
+    is_scale = scales.isfinite() & (scales != 0)
+    return torch.where(is_scale, groups / scales, 0.0).clamp_(least, most).round_()
 
 
 def _round_to_8(groups: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -61,19 +63,19 @@ def _round_to_8(groups: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _round_to_4(groups: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    largest = groups.gather(-1, groups.abs().argmax(-1, keepdim=True)) / -8
-    best = best_scales = best_error = None
-    for start in _FOUR_BIT_STARTS:
-        rounded = _round(groups, _half(largest * start), -8, 7)
-        fitted = (groups * rounded).sum(-1, keepdim=True) / rounded.square().sum(-1, keepdim=True)
-        scales = _half(torch.where(fitted.isnan(), largest, fitted))
-        rounded = _round(groups, scales, -8, 7)
-        error = (rounded * scales - groups).square_().sum(-1, keepdim=True)
-        if best is None or best_scales is None or best_error is None:
-            best, best_scales, best_error = rounded, scales, error
-        else:
-            is_better = error < best_error
-            best, best_scales = torch.where(is_better, rounded, best), torch.where(is_better, scales, best_scales)
-    assert best is not None
-    assert best_scales is not None
-    return best, best_scales
+    most, least = groups.amax(-1, keepdim=True), groups.amin(-1, keepdim=True)
+    first = torch.where(most >= -least, most, least) / -8
+    (rounded, scales, errors), other = (_search(groups, first, start) for start in _FOUR_BIT_STARTS)
+    is_better = other[2] < errors
+    return torch.where(is_better, other[0], rounded), torch.where(is_better, other[1], scales)
+
+
+def _search(groups: torch.Tensor, first: torch.Tensor, start: float) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Rounded values, their scale of least squared error, and that error; sums are of float64."""
+    rounded = _round(groups, _half(first * start), -8, 7).double()
+    squares = rounded.square().sum(-1, keepdim=True)
+    fitted = (groups.double() * rounded).sum(-1, keepdim=True) / squares
+    scales = _half(torch.where(squares > 0, fitted.float(), first))
+    rounded_again = _round(groups, scales, -8, 7)
+    errors = (rounded_again.double() * scales - groups).square_().sum(-1, keepdim=True)
+    return rounded_again, scales, errors

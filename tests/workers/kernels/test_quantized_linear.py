@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 
 from tests.workers.cpu_forms import EMULATED, QUANTIZED, in_form, threads
-from workers.kernels import cpu_quantized_linear
+from workers.kernels import cpu_quantized_linear, rounding
 from workers.kernels.cpu_quantized_linear import PackedQuantizedLinear
 from workers.kernels.quantized_reference import TorchQuantizedLinear, input_group, round_activations
 from workers.kernels.quantized_weight import QuantizedWeight
@@ -173,6 +173,22 @@ def test_a_batch_with_leading_dimensions_and_strides(form: str) -> None:
         x = torch.randn(2, 5, 128).bfloat16()[..., ::2]
         torch.testing.assert_close(linear.forward(x), linear.forward(x.reshape(10, 64)).view(2, 5, 96))
         assert linear.forward(x[:0]).shape == (0, 5, 96)
+
+
+@FORMS
+def test_weights_are_rounded_to_the_bits_of_torch(form: str) -> None:
+    """Small weights too, whose scales are subnormal in float16 or zero, and values that are not finite."""
+    with in_form(form):
+        for bits in (8, 4):
+            for in_features in (1, 7, 40, 96, 128, 896):
+                weight = random_rows(in_features, 24, in_features, torch.float32) * 1e-4
+                weight[3], weight[4, 0], weight[5, 0] = 0, float("nan"), float("inf")
+                for dtype in DTYPES:
+                    expected = rounding.round_weight(weight.to(dtype), bits)
+                    found = cpu_quantized_linear.round_weight(weight.to(dtype), bits)
+                    assert torch.equal(found.values, expected.values)
+                    assert torch.equal(found.scales.nan_to_num(-1), expected.scales.nan_to_num(-1))
+                    assert found.has_half_scales
 
 
 @pytest.mark.parametrize("form", QUANTIZED)
