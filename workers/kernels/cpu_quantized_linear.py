@@ -82,7 +82,7 @@ class PackedQuantizedLinear:
             self._has_one_scale,
         )
         self.packed = place(size, torch.uint8, lambda packed: self._pack(fill(), packed))
-        self.bias = gated_bias(bias) if gated else bias
+        self.bias = gated_bias(bias) if gated or bias is None else bias.contiguous()
 
     def _pack(self, weight: QuantizedWeight, packed: torch.Tensor) -> None:
         values, scales = weight.values.contiguous(), weight.scales.contiguous()

@@ -30,6 +30,10 @@ constexpr int MOST_ROWS = 4, VECTORS_AT_A_TIME = 2;  // 8 of 16
 #define MANTA_UNROLL _Pragma("GCC unroll 8")
 #endif
 
+MANTA_INLINE Floats load_scales(bool are_half, const char* scales, int first) {
+    return are_half ? load_half((const uint16_t*)scales + first) : load((const float*)scales + first);
+}
+
 struct WeightLayout {
     int bits, out_features;
     Groups groups;
@@ -47,7 +51,7 @@ struct WeightLayout {
         return has_one_scale ? groups.groups * group_bytes() : group * group_bytes() + value_bytes();
     }
     MANTA_INLINE Floats load_scales(const char* scales, int first) const {
-        return has_half_scales ? load_half((const uint16_t*)scales + first) : load((const float*)scales + first);
+        return ::load_scales(has_half_scales, scales, first);
     }
 };
 
@@ -157,6 +161,55 @@ struct QuantizedProduct {
         }
     }
 
+    // All groups of one or two rows, whose float sums stay in registers between groups: 1.5 times as fast as `pass` with
+    // one row and 4 bits in groups of 32, and 1.1 times with 8 bits in groups of 128, on one thread in the cache.
+    template <int BITS, int ROWS>
+    __attribute__((noinline)) void pass_all_groups(int panel, const char* weights, float* to) const {
+        Floats totals[ROWS][VECTORS_AT_A_TIME] = {};
+        const int zero = BITS == 8 ? BYTE_ZERO : NIBBLE_ZERO, num_groups = layout.groups.groups;
+        const bool has_half_scales = layout.has_half_scales, has_offsets = layout.has_offsets;
+        for (int g = 0; g < num_groups; g++) {
+            const char* const values = weights + g * layout.group_bytes();
+            const char* const of_group = weights + layout.scales_at(g);
+            const Chunk chunk{panel, g, 0, layout.groups.padded, (const uint8_t*)values, of_group, false, true, true};
+            const int64_t at = (int64_t)g * rows.num_rows;
+            Ints sums[ROWS][VECTORS_AT_A_TIME];
+            MANTA_UNROLL for (int i = 0; i < ROWS; i++) {
+                const Ints start = splat_int(-zero * rows.totals[at + i]);
+                MANTA_UNROLL for (int c = 0; c < VECTORS_AT_A_TIME; c++) sums[i][c] = start;
+            }
+            add_products<BITS, ROWS, true>(chunk, 0, 0, sums);
+            MANTA_UNROLL for (int c = 0; c < VECTORS_AT_A_TIME; c++) {
+                const Floats scales = load_scales(has_half_scales, of_group, c * LANES);
+                MANTA_UNROLL for (int i = 0; i < ROWS; i++)
+                    totals[i][c] += product(product(to_floats(sums[i][c]), scales), splat(rows.scales[at + i]));
+            }
+            if (!has_offsets) continue;
+            MANTA_UNROLL for (int c = 0; c < VECTORS_AT_A_TIME; c++) {
+                const Floats offsets = load_scales(has_half_scales, of_group + layout.scale_bytes(), c * LANES);
+                MANTA_UNROLL for (int i = 0; i < ROWS; i++)
+                    totals[i][c] += product(offsets, splat(rows.sums[at + i]));
+            }
+        }
+        MANTA_UNROLL for (int i = 0; i < ROWS; i++)
+            MANTA_UNROLL for (int c = 0; c < VECTORS_AT_A_TIME; c++) store(to + i * PANEL + c * LANES, totals[i][c]);
+    }
+
+    // Whether `pass_all_groups` takes these rows.
+    bool are_few() const {
+        constexpr bool IS_ONE_PASS = VECTORS_AT_A_TIME * LANES == PANEL;
+        return IS_ONE_PASS && rows.num_rows <= 2 && layout.groups.padded <= CHUNK_INPUTS;
+    }
+
+    void multiply_few_rows(int panel, const char* weights) const {
+        alignas(64) float sums[2 * PANEL];
+        if (layout.bits == 8)
+            rows.num_rows == 1 ? pass_all_groups<8, 1>(panel, weights, sums) : pass_all_groups<8, 2>(panel, weights, sums);
+        else
+            rows.num_rows == 1 ? pass_all_groups<4, 1>(panel, weights, sums) : pass_all_groups<4, 2>(panel, weights, sums);
+        for (int row = 0; row < rows.num_rows; row++) write(row, panel, sums + row * PANEL);
+    }
+
     template <int BITS, bool FETCHES>
     void pass(int count, const Chunk& chunk, int row, int place, int column, const Sums& to) const {
         switch (count) {
@@ -204,6 +257,7 @@ struct QuantizedProduct {
         alignas(64) int32_t ints[BLOCK_ROWS * PANEL];
         alignas(64) uint8_t unpacked[CHUNK_INPUTS * PANEL];
         const char* const weights = packed + panel * layout.panel_bytes();
+        if (are_few()) return multiply_few_rows(panel, weights);
         const int blocks = (rows.num_rows + BLOCK_ROWS - 1) / BLOCK_ROWS;
         for (int b = 0; b < blocks; b++) {
             const int first = (int64_t)rows.num_rows * b / blocks, last = (int64_t)rows.num_rows * (b + 1) / blocks;
