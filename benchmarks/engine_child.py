@@ -55,6 +55,7 @@ class MantaEngine:
             max_model_len=options["max_model_len"],
             kv_cache_bytes=options["kv_cache_bytes"],
             max_num_sequences=options["max_num_sequences"],
+            weights=options["weights"],
         )
         self.steps = StepLog()
         self.llm.engine.step = self.steps.watch(self.llm.engine.step, lambda updates: updates)

@@ -9,118 +9,28 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
-import os
-import pathlib
 import statistics
-import subprocess
 import sys
 from collections.abc import Sequence
-from typing import NamedTuple
 
 from benchmarks.checkpoints import benchmark_checkpoint
+from benchmarks.floors import (
+    MANY_WHOLE,
+    TOKEN_LIMIT,
+    Figure,
+    floor_of,
+    measure_floors,
+    shape_of,
+    turn,
+    whole_turn,
+)
+from benchmarks.formats import compare_formats
 from benchmarks.processes import BenchmarkError, EngineProcess, Setup
 from benchmarks.report import bootstrap_interval, machine
 from benchmarks.workloads import PromptSource, step_seconds
 from workers.kernels import build, processor
 
 LARGE, TINY = "qwen2.5-0.5b", "tiny-llama"
-TOKEN_LIMIT = 30_000
-ISA = {"avx2": "AVX2", "avx512": "AVX512_CORE", "avx512_bf16": "AVX512_CORE"}
-"""What oneDNN and MKL are held to; other forms leave torch free."""
-
-FLOORS = """
-import json, time, torch
-def best(run, bound=1.0):
-    run(); times = []; stop = time.perf_counter() + bound
-    while time.perf_counter() < stop or len(times) < 3:
-        start = time.perf_counter(); run(); times.append(time.perf_counter() - start)
-    return min(times)
-left, right = torch.randn(2, 2048, 2048)
-rate = 2 * 2048**3 / best(lambda: left @ right)
-del left, right
-data = torch.ones(2**27)
-print(json.dumps({"rate": rate, "bandwidth": data.nbytes / best(data.sum)}))
-"""
-
-
-class Floors(NamedTuple):
-    rate: float
-    """Operations a second."""
-    bandwidth: float
-    """Bytes a second."""
-
-
-class Shape(NamedTuple):
-    """What one token costs a model in bfloat16."""
-
-    layer_elements: int
-    head_elements: int
-
-    def step_seconds(self, rows: int, floors: Floors) -> float:
-        elements = self.layer_elements + self.head_elements
-        return max(2 * elements / floors.bandwidth, 2 * rows * elements / floors.rate)
-
-    def prefill_seconds(self, prompts: int, tokens: int, floors: Floors) -> float:
-        return 2 * (prompts * tokens * self.layer_elements + prompts * self.head_elements) / floors.rate
-
-
-def shape_of(folder: str) -> Shape:
-    config = json.loads((pathlib.Path(folder) / "config.json").read_text())
-    hidden, width = config["hidden_size"], config["intermediate_size"]
-    heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
-    head_dim = hidden // heads
-    layer = hidden * (heads + 2 * kv_heads) * head_dim + heads * head_dim * hidden + 3 * hidden * width
-    return Shape(config["num_hidden_layers"] * layer, config["vocab_size"] * hidden)
-
-
-def measure_floors(form: str) -> Floors:
-    limit = {"ONEDNN_MAX_CPU_ISA": ISA[form], "MKL_ENABLE_INSTRUCTIONS": ISA[form][:6]} if form in ISA else {}
-    done = subprocess.run(
-        [sys.executable, "-c", FLOORS], env={**os.environ, **limit}, capture_output=True, text=True, check=True
-    )
-    return Floors(**json.loads(done.stdout))
-
-
-class Figure(NamedTuple):
-    name: str
-    unit: str
-    higher_is_better: bool = True
-
-
-ONE = Figure("one row, 32 in, 96 out: decode step", "ms", False)
-ONE_WHOLE = Figure("one row, 32 in, 96 out: output", "tok/s")
-MANY = Figure("32 rows: decode step around context 192", "ms", False)
-MANY_WHOLE = Figure("32 x (128 in, 64 out): output", "tok/s")
-PREFILL = Figure("prefill, 16 x 128", "tok/s")
-
-
-def turn(engine: EngineProcess, prompts: PromptSource) -> dict[Figure, float]:
-    """One turn of an engine; steps are told by Manta only."""
-    values = {}
-    one = engine.generate(prompts(1, 32), 96)
-    values[ONE_WHOLE] = one.num_tokens / one.seconds
-    prefill = engine.generate(prompts(16, 128), 1)
-    values[PREFILL] = 16 * 128 / prefill.seconds
-    if one.steps:
-        values[ONE] = step_seconds([one], 1) * 1e3
-        values[MANY] = step_seconds([engine.generate(prompts.fixed(32, 176, 1), 32)], 32) * 1e3
-    return values
-
-
-def whole_turn(engine: EngineProcess, prompts: PromptSource) -> float:
-    timing = engine.generate(prompts(32, 128), 64)
-    return timing.num_tokens / timing.seconds
-
-
-def floor_of(figure: Figure, shape: Shape, floors: Floors) -> float | None:
-    if figure is ONE:
-        return shape.step_seconds(1, floors) * 1e3
-    if figure is MANY:
-        return shape.step_seconds(32, floors) * 1e3
-    if figure is PREFILL:
-        return 16 * 128 / shape.prefill_seconds(16, 128, floors)
-    return None
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -131,16 +41,25 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--tiny", action="store_true", help="a step of the tiny model, in this form and in another")
     parser.add_argument("--against", choices=forms, default=forms[0], help="the other form (default: the best)")
     parser.add_argument("--turns", type=int, default=10)
+    parser.add_argument("--formats", action="store_true", help="weights in bfloat16, int8 and int4, in turns")
+    parser.add_argument("--model", metavar="FOLDER", help="for --formats; default: the shape of Qwen2.5-0.5B")
     parser.add_argument("--llamacpp-python", metavar="PATH", help="Python of an environment with xllamacpp")
-    parser.add_argument("--gguf", metavar="FILE", help="the same model for llama.cpp")
+    parser.add_argument(
+        "--gguf",
+        metavar="FILE",
+        action="append",
+        help="the same model for llama.cpp; with --formats NAME=FILE",
+    )
     options = parser.parse_args(arguments)
     if bool(options.gguf) != bool(options.llamacpp_python):
         parser.error("--llamacpp-python and --gguf belong together")
+    if not options.formats and len(options.gguf or []) > 1:
+        parser.error("several --gguf are for --formats")
     if build.find_compiler() is None:
         parser.error(f"there is no compiler: {build.REMEDY}")
     print(f"{machine()}, form {options.form}", file=sys.stderr)
     try:
-        (tiny if options.tiny else large)(options)
+        (formats if options.formats else tiny if options.tiny else large)(options)
     except BenchmarkError as error:
         print(f"manta bench: {error}", file=sys.stderr)
         return 1
@@ -161,7 +80,7 @@ def large(options: argparse.Namespace) -> None:
     peer: dict[Figure, list[float]] = {}
     with contextlib.ExitStack() as stack:
         manta = _engine(stack, "manta", folder, setup)
-        llama = _engine(stack, "llamacpp", options.gguf, setup, 32) if options.gguf else None
+        llama = _engine(stack, "llamacpp", options.gguf[0], setup, 32) if options.gguf else None
         with contextlib.suppress(KeyboardInterrupt):  # what is cut off shows what it has
             for number in range(options.turns + 1):
                 measured = measure_floors(options.form)
@@ -206,6 +125,16 @@ def _against(figure: Figure, values: list[float], others: list[float] | None, in
         low, high = bootstrap_interval(ratios)
         text += f"  [{low:.2f}, {high:.2f}]  "
     return text
+
+
+def formats(options: argparse.Namespace) -> None:
+    folder = str(options.model or benchmark_checkpoint(LARGE))
+    setup = Setup(
+        kv_cache_bytes=1 << 30,
+        environment={processor.VARIABLE: options.form},
+        llamacpp_python=options.llamacpp_python,
+    )
+    compare_formats(folder, setup, dict(each.split("=", 1) for each in options.gguf or []), options.turns)
 
 
 def tiny(options: argparse.Namespace) -> None:

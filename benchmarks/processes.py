@@ -53,6 +53,8 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True):
     peer_checkout: str | None = None
     """Where the second Manta's code is; None for this one's."""
     llamacpp_python: str | None = None
+    weights: str = "auto"
+    """Manta's option of this name."""
 
 
 class Timing(NamedTuple):
@@ -239,6 +241,7 @@ class EngineProcess(Child):
             "max_model_len": setup.max_model_len,
             "kv_cache_bytes": setup.kv_cache_bytes,
             "max_num_sequences": max_num_sequences,
+            "weights": setup.weights,
         }
         root = pathlib.Path(setup.peer_checkout or ROOT) if engine == PEER else ROOT
         name = "manta" if engine == PEER else engine

@@ -24,6 +24,8 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     """Seconds of each part of `load_seconds`, in order."""
     advice: str | None = None
     """One line that says what slows the device down, and the remedy; None if nothing does."""
+    weights: str | None = None
+    """Effect of the option `weights`, in words; None if it changes nothing."""
     is_asynchronous: bool = False
     """Whether the device computes asynchronously, without the host's cores."""
     step_costs: tuple[tuple[int, float], ...] = ()

@@ -34,7 +34,8 @@ from workers.checkpoints.memory import (
 )
 from workers.checkpoints.model_folder import load_model_config, resolve_model_folder
 from workers.host import free_memory, num_cores
-from workers.models.model_config import DTYPE_BYTES, ModelConfig, ModelError
+from workers.kept_weights import check_weights, describe_kept
+from workers.models.model_config import ModelConfig, ModelError
 from workers.parallel.split import check_num_ranks
 from workers.torch_worker.trial import Trial, TrialResult, try_one_layer
 
@@ -56,6 +57,8 @@ class CheckReport(msgspec.Struct, frozen=True, kw_only=True):
     device: str
     num_threads: int
     weight_bytes: int
+    weights: str | None
+    """As in `ModelInfo`."""
     kv_cache_bytes: int
     kv_bytes_per_token: int
     kv_cache_tokens: int
@@ -125,14 +128,19 @@ def check_machine(engine: EngineConfig) -> None:
     "cuda" or `dtype` "float16".
     """
     with in_one_sentence():
+        if engine.device in ("cuda", "tpu"):
+            check_weights(engine.weights, engine.device)
         if engine.device == "tpu":
             _check_tpu()
         elif engine.device == "cuda" or engine.dtype == "float16":
             _check_gpu(engine)
         elif _runs_on_cpu(engine):
             folder = resolve_model_folder(engine.model)
-            dtype = load_model_config(folder).dtype if engine.dtype == "auto" else engine.dtype
-            _check_memory(weight_bytes(folder, dtype), engine.kv_cache_bytes or 0, dtype, free_memory())
+            model = load_model_config(folder)
+            dtype = model.dtype if engine.dtype == "auto" else engine.dtype
+            _check_memory(
+                weight_bytes(folder, dtype, model, engine.weights), engine.kv_cache_bytes or 0, dtype, free_memory()
+            )
 
 
 def _check_tpu() -> None:
@@ -216,6 +224,7 @@ def check_model(engine: EngineConfig) -> CheckReport:
     Raises `ModelError`.
     """
     if engine.device == "tpu":
+        check_weights(engine.weights, "tpu")
         return _check_on_tpu(engine)
     from workers.platforms import choose_platform
     from workers.torch_worker.loader import check_tensors
@@ -233,11 +242,12 @@ def check_model(engine: EngineConfig) -> CheckReport:
         dtype = platform.resolve_dtype(engine.dtype, model.dtype)
     except ValueError as error:
         raise ModelError(str(error)) from error
-    own_bytes = parameters * DTYPE_BYTES[dtype]
+    check_weights(engine.weights, platform.name)
+    keeps_integers = platform.keeps_integers and engine.weights != "dense"
+    own_bytes = weight_bytes(folder, dtype, model, engine.weights)
     if tally is not None and model.quantization is not None:
-        own_bytes = tally.num_bytes(dtype, platform.keeps_integers)
-    draft, draft_bytes = _draft(engine, dtype)
-    weights, free = own_bytes + draft_bytes, platform.free_memory(lambda: None)
+        own_bytes = tally.num_bytes(dtype, keeps_integers)
+    weights, free = own_bytes + _draft_bytes(engine, dtype), platform.free_memory(lambda: None)
     _check_memory(weights, 0, dtype, free)
     kv_bytes, num_blocks = plan_kv_cache(
         model,
@@ -245,7 +255,7 @@ def check_model(engine: EngineConfig) -> CheckReport:
         engine,
         free_bytes=free - weights,
         weight_bytes=own_bytes,
-        draft=draft,
+        draft=_draft_config(engine),
         shares_memory=platform.shares_memory,
         most_of_free=platform.kv_share,
     )
@@ -263,8 +273,9 @@ def check_model(engine: EngineConfig) -> CheckReport:
         native=model.native,
         num_parameters=parameters,
         checkpoint_dtype=model.dtype,
-        quantized=None if tally is None else _quantized(model, tally, dtype, platform.keeps_integers),
+        quantized=None if tally is None else _quantized(model, tally, dtype, keeps_integers),
         dtype=dtype,
+        weights=describe_kept(engine.weights),
         device=platform.name,
         num_threads=engine.num_threads or num_cores(),
         weight_bytes=weights,
@@ -299,6 +310,7 @@ def _check_on_tpu(engine: EngineConfig) -> CheckReport:
         num_parameters=num_parameters(folder, model),
         checkpoint_dtype=model.dtype,
         dtype=trial.dtype,
+        weights=None,
         device=f"{trial.devices} (figures are those of each device)",
         num_threads=engine.num_threads or num_cores(),
         weight_bytes=trial.weight_bytes,
@@ -328,6 +340,7 @@ def _try_step(engine: EngineConfig, folder: pathlib.Path, dtype: str) -> TrialRe
             dtype=dtype,
             device=engine.device,
             num_threads=engine.num_threads,
+            weights=engine.weights,
             block_size=engine.block_size,
         )
         result = try_one_layer(trial)
@@ -345,13 +358,20 @@ def _quantized(model: ModelConfig, tally: WeightTally, dtype: str, keeps_integer
     return f"{model.quantization.method}: {linears}, {_gib(tally.integer_bytes)} as integers; kept {kept}"
 
 
-def _draft(engine: EngineConfig, dtype: str) -> tuple[ModelConfig | None, int]:
-    """Returns the draft model's configuration and the bytes of its weights in `dtype`; (None, 0) without one."""
+def _draft_folder(engine: EngineConfig) -> pathlib.Path | None:
     if engine.speculative is None or engine.speculative.draft_model is None:
-        return None, 0
-    folder = resolve_model_folder(engine.speculative.draft_model)
-    draft = load_model_config(folder)
-    return draft, num_parameters(folder, draft) * DTYPE_BYTES[dtype]
+        return None
+    return resolve_model_folder(engine.speculative.draft_model)
+
+
+def _draft_config(engine: EngineConfig) -> ModelConfig | None:
+    folder = _draft_folder(engine)
+    return None if folder is None else load_model_config(folder)
+
+
+def _draft_bytes(engine: EngineConfig, dtype: str) -> int:
+    folder = _draft_folder(engine)
+    return 0 if folder is None else weight_bytes(folder, dtype, load_model_config(folder), engine.weights)
 
 
 def _render(report: CheckReport) -> str:
@@ -361,7 +381,7 @@ def _render(report: CheckReport) -> str:
         "architecture": f"{report.architecture}, run {how}; {report.num_parameters / 1e6:,.1f} M parameters",
         "dtype": f"{report.dtype} (the checkpoint's is {report.checkpoint_dtype})",
         "device": f"{report.device}, {report.num_threads} threads, {_gib(report.free_bytes)} of memory free",
-        "weights": _gib(report.weight_bytes),
+        "weights": _gib(report.weight_bytes) + (f": {report.weights}" if report.weights else ""),
         "KV cache": (
             f"{_gib(report.kv_cache_bytes)}: holds {report.kv_cache_tokens:,} tokens "
             f"of {report.kv_bytes_per_token:,} bytes"

@@ -166,6 +166,7 @@ def test_each_part_of_what_drafts_save_runs(capsys: pytest.CaptureFixture[str], 
         ("same_tokens", ["--peer-checkout", str(ROOT), "--families", "llama", "--settings", "plain"], "all tokens are"),
         pytest.param("faults", ["--tokens", "8", "--rounds", "1", "--forms", "threads"], "| all |", marks=PROVE),
         pytest.param("forms", ["--tiny", "--turns", "1"], "step, 32 rows", marks=PROVE),
+        pytest.param("forms", ["--formats", "--turns", "1"], "int4", marks=PROVE),
         pytest.param("cluster", ["--parts", "transport,own-ray", "--rounds", "1", "--tokens", "8"], "", marks=PROVE),
     ],
 )
@@ -173,7 +174,7 @@ def test_a_benchmark_runs_at_its_smallest_size(
     name: str, arguments: list[str], words: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sys, "path", [*sys.path])
-    if name == "faults":
+    if name == "faults" or "--formats" in arguments:
         arguments += ["--model", str(checkpoint("llama"))]
     assert importlib.import_module(f"benchmarks.{name}").main(arguments) == 0
     assert words in capsys.readouterr().out

@@ -498,6 +498,7 @@ COMMANDS: dict[str, Callable[[str, Manual], None]] = {
     "OTEL_EXPORTER_OTLP_ENDPOINT=http://localhost:4318 OTEL_SERVICE_NAME=chat manta serve": starts_a_server,
     "manta serve demo --set engine.kv_cache_bytes=1GB": starts_a_server,
     "manta serve --set engine.max_num_sequences=64 --set port=8001": starts_a_server,
+    "manta serve demo --set engine.weights=int8": starts_a_server,
     "manta serve --quiet": is_named,
     "manta serve demo --max-model-len 512": starts_a_server,
     "manta serve --help": is_helped,

@@ -14,27 +14,39 @@ import torch
 
 from tests.workers import emulated
 from workers import host
-from workers.kernels import build, cpu, cpu_decoder, cpu_linear, cpu_sampler, processor, shared_weights
+from workers.kernels import (
+    build,
+    cpu,
+    cpu_decoder,
+    cpu_linear,
+    cpu_quantized_linear,
+    cpu_sampler,
+    processor,
+    shared_weights,
+)
 
-COMPILED = [form.name for form in processor.lower_forms(processor.best_form())]
+QUANTIZED = [form.name for form in processor.lower_forms(processor.best_form())]
+"""Every form that differs for quantised linears."""
+COMPILED = [name for name in QUANTIZED if name not in ("avx512_vnni", "avx_vnni", "neon_dot")]
+"""Every form that differs for all other kernels."""
 TORCH = "torch"
 """No compiler: torch alone."""
 FORMS = [*COMPILED, TORCH]
-EMULATED = [pytest.param(name, marks=pytest.mark.prove) for name in emulated.FORMS if name not in COMPILED]
+EMULATED = [pytest.param(name, marks=pytest.mark.prove) for name in emulated.FORMS if name not in QUANTIZED]
 """Of another processor: kernels only, no decoder in one call and no sampler."""
 
 
 def forget_libraries() -> None:
     """What has been loaded is looked for anew."""
     build._load.cache_clear()
-    for module in (cpu, cpu_decoder, cpu_linear, cpu_sampler, shared_weights):
+    for module in (cpu, cpu_decoder, cpu_linear, cpu_quantized_linear, cpu_sampler, shared_weights):
         module._library.cache_clear()
 
 
 @contextlib.contextmanager
 def in_form(name: str) -> Iterator[None]:
     """This process's kernels are of the form `name`; skips if there is no compiler for it."""
-    if name in emulated.FORMS and name not in COMPILED:
+    if name in emulated.FORMS and name not in QUANTIZED:
         with emulated.emulated(name) as library, pytest.MonkeyPatch.context() as patch:
             patch.setattr(build, "load_library", lambda: library)
             forget_libraries()

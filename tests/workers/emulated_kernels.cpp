@@ -21,6 +21,12 @@ int manta_linear_layout(int);
 void manta_pack_linear(int, const void*, void*, int, int, int);
 void manta_linear(int, const void*, const void*, const void*, void*, int, int, int, int);
 void manta_set_num_threads(int);
+int manta_quantized_layout(int);
+int64_t manta_quantized_bytes(int, int, int, int, int, int, int);
+void manta_round_weight(int, const void*, int, int, int, int, void*, void*);
+void manta_pack_quantized(const void*, const void*, const void*, void*, int, int, int, int, int, int, int);
+void manta_quantized_linear(int, const void*, const void*, const void*, const void*, void*, int, int, int, int, int, int,
+                            int, int, int, int);
 }
 
 namespace {
@@ -90,6 +96,11 @@ int64_t call(const std::string& name, const std::vector<Argument>& arguments) {
     KERNEL(manta_pack_linear);
     KERNEL(manta_linear);
     KERNEL(manta_set_num_threads);
+    KERNEL(manta_quantized_layout);
+    KERNEL(manta_quantized_bytes);
+    KERNEL(manta_pack_quantized);
+    KERNEL(manta_round_weight);
+    KERNEL(manta_quantized_linear);
     exit(3);
 }
 

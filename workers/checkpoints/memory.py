@@ -9,9 +9,11 @@ from __future__ import annotations
 import json
 import math
 import pathlib
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from workers.checkpoints.folder_kinds import lfs_pointer, why_no_weights
+from workers.kept_weights import KEPT_BITS, KeptBits, kept_bytes
 from workers.model_options import ModelOptions
 from workers.models.families import describe
 from workers.models.model_config import DTYPE_BYTES, ModelConfig, ModelError
@@ -113,15 +115,39 @@ def num_elements(folder: pathlib.Path) -> int:
     return sum(math.prod(entry.shape) for _, entries in weight_headers(folder) for entry in entries.values())
 
 
-def weight_bytes(folder: pathlib.Path, dtype: str) -> int:
-    """Bytes of all weights once they are loaded, if the device keeps quantised ones as they are stored: floating-point
-    tensors are in `dtype` then. Raises `ModelError` as `num_parameters` does.
+def weight_bytes(folder: pathlib.Path, dtype: str, config: ModelConfig | None = None, weights: str = "auto") -> int:
+    """Returns the bytes of all weights once they are loaded: floating-point tensors are in `dtype` then, quantised ones
+    as they are stored. Linears of the model are rounded as the option `weights` says.
+
+    Raises `ModelError` as `num_parameters` does.
     """
-    entries = [entry for _, entries in weight_headers(folder) for entry in entries.values()]
-    return sum(
-        math.prod(entry.shape) * DTYPE_BYTES[dtype] if entry.dtype in _FLOATING else entry.end - entry.start
-        for entry in entries
-    )
+    entries = {name: entry for _, found in weight_headers(folder) for name, entry in found.items()}
+    bits = {} if config is None else _rounded_bits(entries, config, KEPT_BITS[weights])
+    return sum(_loaded_bytes(entry, dtype, bits.get(name)) for name, entry in entries.items())
+
+
+def _loaded_bytes(entry: TensorEntry, dtype: str, bits: int | None) -> int:
+    if entry.dtype not in _FLOATING:
+        return entry.end - entry.start
+    if bits is None:
+        return math.prod(entry.shape) * DTYPE_BYTES[dtype]
+    out_features, in_features = entry.shape
+    return kept_bytes(out_features, in_features, bits)
+
+
+def _rounded_bits(entries: Mapping[str, TensorEntry], config: ModelConfig, kept: KeptBits) -> dict[str, int]:
+    """Returns the bits of each tensor that is rounded. The linears of a model that transformers runs are not described:
+    its matrices count as linears, and those with a row for each token as embeddings.
+    """
+    if kept.layers is None or kept.head is None:
+        return {}
+    if not config.native:
+        matrices = [name for name, entry in entries.items() if len(entry.shape) == 2]
+        return {name: kept.layers for name in matrices if entries[name].shape[0] < config.vocab_size}
+    spec = describe(config)
+    layers = {part.name for linear in spec.linears() if linear is not spec.head for part in linear.parts}
+    head = {part.name for part in spec.head.parts}
+    return {f"{name}.weight": kept.layers for name in layers} | {f"{name}.weight": kept.head for name in head}
 
 
 def weight_headers(folder: pathlib.Path) -> list[tuple[pathlib.Path, dict[str, TensorEntry]]]:

@@ -21,6 +21,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 from workers.checkpoints.transformers_support import OWN_ATTENTION, uses_alibi
 from workers.decoders.alibi import Alibi
 from workers.decoders.own_attention import alibi_bias, is_linear, replace_attention
+from workers.kept_weights import KEPT_BITS, KeptBits
 from workers.kernels.attention_metadata import AttentionMetadata
 from workers.kernels.protocol import Forward, KVCaches
 from workers.kernels.query_tokens import QueryTokens
@@ -75,13 +76,20 @@ class TransformersModel:
 
     compiled: Forward | None = None
 
-    def __init__(self, folder: str | pathlib.Path, config: ModelConfig, dtype: torch.dtype, platform: Platform) -> None:
+    def __init__(
+        self,
+        folder: str | pathlib.Path,
+        config: ModelConfig,
+        dtype: torch.dtype,
+        platform: Platform,
+        kept: KeptBits = KEPT_BITS["auto"],
+    ) -> None:
         self.config = config
         self._platform = platform
         self._metadata: AttentionMetadata | None = None
         self._kv_caches: KVCaches = []
         self._num_attended = 0
-        causal_model = self._load(folder, dtype, platform)
+        causal_model = self._load(folder, dtype, platform, kept)
         self._has_own_attention = causal_model.config.model_type in OWN_ATTENTION
         self._alibi = None
         if uses_alibi(causal_model.config):
@@ -95,7 +103,7 @@ class TransformersModel:
         self._head = causal_model
         self._check(expected, dtype)
 
-    def _load(self, folder: str | pathlib.Path, dtype: torch.dtype, platform: Platform) -> Any:
+    def _load(self, folder: str | pathlib.Path, dtype: torch.dtype, platform: Platform, kept: KeptBits) -> Any:
         transformers.AttentionInterface.register(_ATTENTION_NAME, _attend)
         transformers.utils.logging.disable_progress_bar()
         config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False)
@@ -114,11 +122,12 @@ class TransformersModel:
             if report[kind]:
                 raise ModelError(f"{folder}: {kind.replace('_keys', '')} tensors {sorted(map(str, report[kind]))[:5]}")
         model.eval().to(platform.device)
+        head = model.get_output_embeddings()
         for name, module in model.named_modules():
             if hasattr(module, "layer_idx"):
                 module.manta_model = self
             if is_linear(module):
-                _pack(name, module, dtype, platform)
+                _pack(name, module, dtype, platform, kept.head if module is head else kept.layers)
         return model
 
     @torch.inference_mode()
@@ -267,8 +276,8 @@ def _first_layers(config: Any, num_layers: int) -> Any:
     return config
 
 
-def _pack(name: str, module: Any, dtype: torch.dtype, platform: Platform) -> None:
+def _pack(name: str, module: Any, dtype: torch.dtype, platform: Platform, bits: int | None) -> None:
     """Replaces the weight of an `nn.Linear` by the platform's packed form, and frees it if nothing shares it."""
-    weight = LinearWeight(name, module.weight.detach(), module.bias, dtype)
+    weight = LinearWeight(name, module.weight.detach(), module.bias, dtype, rounded_to=bits)
     module.forward = platform.make_linear(weight).forward
     module.weight = nn.Parameter(module.weight.new_empty(0), requires_grad=False)

@@ -27,6 +27,7 @@ from workers.jax_worker.planning import native_config, plan, resolve_dtype
 from workers.jax_worker.programs import Compiler, keep_compiled_programs
 from workers.jax_worker.runner import JaxRunner
 from workers.jax_worker.step_times import measure_steps
+from workers.kept_weights import check_weights
 from workers.model_info import ModelInfo
 from workers.model_options import ModelOptions
 from workers.models.model_config import ModelError
@@ -55,6 +56,7 @@ class JaxWorker:
         max_draft_tokens: int = 0,
         draft_folder: pathlib.Path | None = None,
     ) -> None:
+        check_weights(config.weights, "tpu")
         phases = Phases()
         draws, num_hosts = place.rank == 0, config.num_ranks
         keep_compiled_programs()

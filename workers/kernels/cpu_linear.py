@@ -48,6 +48,7 @@ def _library() -> ctypes.CDLL | None:
     if library is not None:
         sizes = {"a PackedLinear's size": ctypes.sizeof(_PackedLinear)}
         layout.check("linear.cpp", library.manta_linear_layout, sizes)
+        layout.check("linear.cpp", lambda _: library.manta_linear_layout(3), {"GATES": GATES})
         library.manta_pack_linear.argtypes = [c_int, c_void_p, c_void_p, c_int, c_int, c_int]
         library.manta_linear.argtypes = [c_int, *[c_void_p] * 4, *[c_int] * 4]
         library.manta_pack_linear.restype = library.manta_linear.restype = None
@@ -65,6 +66,20 @@ def place_alone(size: int, dtype: torch.dtype, fill: Fill) -> torch.Tensor:
     packed = torch.empty(size, dtype=dtype)
     fill(packed)
     return packed
+
+
+GATES = 16
+"""Outputs of a gate that lie together in packed weights, followed by as many of what it lets through."""
+
+
+def gates_fit(out_features: int) -> bool:
+    """Whether the kernels take gates and what they let through, `out_features` together."""
+    return out_features % (2 * GATES) == 0
+
+
+def gated_bias(bias: torch.Tensor | None) -> torch.Tensor | None:
+    """Returns a bias [out_features] of gates, then of what they let through, in the order of packed weights."""
+    return None if bias is None else bias.view(2, -1, GATES).transpose(0, 1).reshape(-1)
 
 
 class PackedLinear:
@@ -95,7 +110,7 @@ class PackedLinear:
         gated: bool = False,
         place: Place = place_alone,
     ) -> None:
-        panel, step, gates = (library.manta_linear_layout(which) for which in (1, 2, 3))
+        panel, step = (library.manta_linear_layout(which) for which in (1, 2))
         self.out_features, self.in_features = weight.shape
         self.width = self.out_features // 2 if gated else self.out_features
         self.gated = gated
@@ -108,7 +123,7 @@ class PackedLinear:
         self.packed = place(size, self.dtype, lambda packed: self._pack(weight.contiguous(), packed))
         self.bias = bias
         if bias is not None:
-            self.bias = bias.view(2, -1, gates).transpose(0, 1).reshape(-1) if gated else bias.contiguous()
+            self.bias = gated_bias(bias) if gated else bias.contiguous()
 
     def _pack(self, weight: torch.Tensor, packed: torch.Tensor) -> None:
         self._library.manta_pack_linear(
@@ -152,9 +167,6 @@ def pack(
     """A linear with a packed copy of `weight`; None if nothing can be compiled, or if the kernels do not support the
     dtype or size.
     """
-    if weight.dtype not in DTYPES or (library := _library()) is None:
-        return None
-    gates = library.manta_linear_layout(3)
-    if gated and weight.shape[0] % (2 * gates):
+    if weight.dtype not in DTYPES or (library := _library()) is None or (gated and not gates_fit(weight.shape[0])):
         return None
     return PackedLinear(library, weight, bias, gated, place)

@@ -30,15 +30,17 @@ class Form(NamedTuple):
     """
 
     def below(self, other: Form) -> bool:
-        """Whether a processor of the form `other` can run this one."""
+        """Whether it is no better than the form `other`, on the same kind of processor."""
         return FORMS.index(self) >= FORMS.index(other) and self.machine in (None, other.machine)
 
 
-_AVX2 = ("-mavx2", "-mfma")
+_AVX2 = ("-mavx2", "-mfma", "-mf16c")  # every processor with AVX2 has F16C
 _AVX512 = (*_AVX2, "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq")
+_VNNI = (*_AVX512, "-mavx512vnni")
 _AVX2_NEEDS = frozenset({"avx2", "fma3"})
 _AVX512_NEEDS = _AVX2_NEEDS | {"avx512_f", "avx512_bw", "avx512_vl", "avx512_dq"}
-_BF16_NEEDS = _AVX512_NEEDS | {"avx512_bf16"}
+_VNNI_NEEDS = _AVX512_NEEDS | {"avx512_vnni"}
+_BF16_NEEDS = _VNNI_NEEDS | {"avx512_bf16"}
 _X86, _ARM = "x86_64", "aarch64"
 
 FORMS = (
@@ -46,13 +48,16 @@ FORMS = (
         "amx",
         _X86,
         _BF16_NEEDS | {"amx_tile", "amx_bf16"},
-        (*_AVX512, "-mavx512bf16", "-mamx-tile", "-mamx-bf16"),
+        (*_VNNI, "-mavx512bf16", "-mamx-tile", "-mamx-bf16"),
         has_bfloat16=True,
     ),
-    Form("avx512_bf16", _X86, _BF16_NEEDS, (*_AVX512, "-mavx512bf16"), has_bfloat16=True),
+    Form("avx512_bf16", _X86, _BF16_NEEDS, (*_VNNI, "-mavx512bf16"), has_bfloat16=True),
+    Form("avx512_vnni", _X86, _VNNI_NEEDS, _VNNI),
     Form("avx512", _X86, _AVX512_NEEDS, _AVX512),
+    Form("avx_vnni", _X86, _AVX2_NEEDS | {"avx_vnni"}, (*_AVX2, "-mavxvnni")),
     Form("avx2", _X86, _AVX2_NEEDS, _AVX2),
     Form("neon_bf16", _ARM, frozenset({"bf16", "dot"}), ("-march=armv8.2-a+bf16+dotprod",), has_bfloat16=True),
+    Form("neon_dot", _ARM, frozenset({"dot"}), ("-march=armv8.2-a+dotprod",)),
     Form("neon", _ARM, frozenset(), ()),
     Form("plain", None, frozenset(), ()),
 )
@@ -99,5 +104,6 @@ def form() -> Form:
 
 
 def lower_forms(than: Form) -> list[Form]:
-    """All forms that a processor of the form `than` can run, from that form down."""
-    return [each for each in FORMS if each.below(than)]
+    """All forms that this processor, of the form `than`, can run: from that form down."""
+    able = capabilities() | than.needs
+    return [each for each in FORMS if each.below(than) and each.needs <= able]

@@ -31,6 +31,8 @@ class QuantizedWeight:
     """int64 [in_features], a permutation: column i multiplies input `input_order[i]` (GPTQ's act-order). None: in
     order.
     """
+    has_half_scales: bool = False
+    """Scales and offsets are numbers of float16, without a rounding error: a kernel may keep them in two bytes."""
     has_int8_activations: bool = False
     """The checkpoint was made for activations that are rounded to int8, each row by its largest value (W8A8)."""
 

@@ -37,6 +37,8 @@ class LinearWeight:
     """
     quantized: QuantizedWeight | None = None
     """The weight as integers, if the checkpoint stores it so."""
+    rounded_to: int | None = None
+    """Bits of the integers to which the platform rounds `weight` when it makes the linear; None keeps its dtype."""
 
     def dense(self) -> torch.Tensor:
         """Returns the weight [out_features, in_features] in `dtype`, computed anew if it is quantised."""

@@ -57,6 +57,10 @@ class Group(Protocol):
         """Returns the minimum of all ranks' values, for plans that must hold on every rank."""
         ...
 
+    def barrier(self) -> None:
+        """Returns when every rank has called it."""
+        ...
+
     def row_parallel(self, linear: Linear, out_features: int, dtype: torch.dtype) -> Linear:
         """Returns a layer that applies `linear` to this rank's share of the inputs, then sums over ranks, in
         `dtype`.
@@ -112,6 +116,9 @@ class OneRank:
     def least(self, value: int) -> int:
         return value
 
+    def barrier(self) -> None:
+        pass
+
     def row_parallel(self, linear: Linear, out_features: int, dtype: torch.dtype) -> Linear:
         return linear
 
@@ -153,6 +160,9 @@ class CollectiveGroup:
 
     def least(self, value: int) -> int:
         return min(self._all(value))
+
+    def barrier(self) -> None:
+        self._all(0)
 
     def row_parallel(self, linear: Linear, out_features: int, dtype: torch.dtype) -> Linear:
         return SummedLinear(linear, self.all_reduce)

@@ -18,20 +18,20 @@ from workers.kernels.shared_weights import shared_weights
 from workers.kernels.weights import DecoderWeights, SharedLinears
 from workers.models.model_config import ModelConfig
 from workers.platforms.cpu_group import CpuGroup
-from workers.platforms.cpu_linears import CpuSharedLinears, make_dense_linear
+from workers.platforms.cpu_linears import CpuSharedLinears, make_linear
 
 
 class CpuPlatform:
     name = "cpu"
     kernels: Kernels = cpu
     sampler: SamplerKernels = cpu_sampler
-    make_linear = staticmethod(make_dense_linear)
+    make_linear = staticmethod(make_linear)
     build_metadata = staticmethod(AttentionMetadata.build)
     place = staticmethod(torch.from_numpy)
     runs_ahead = False
     shares_memory = True
     kv_share = MOST_OF_FREE
-    keeps_integers = False
+    keeps_integers = True
     splits_mlp = True
 
     def __init__(self, num_threads: int | None) -> None:

@@ -6,12 +6,17 @@ weight in turn.
 
 from __future__ import annotations
 
+import functools
+
 import torch
 
-from workers.kernels import cpu, cpu_linear, processor
+from workers.kernels import cpu, cpu_linear, cpu_quantized_linear, processor
 from workers.kernels.attention_metadata import AttentionMetadata
 from workers.kernels.cpu_linear import Place, place_alone
 from workers.kernels.linears import GatedLinear, TorchLinear
+from workers.kernels.quantized_reference import TorchQuantizedLinear
+from workers.kernels.quantized_weight import QuantizedWeight
+from workers.kernels.rounding import rounded_shape
 from workers.kernels.shared_weights import SharedWeights
 from workers.kernels.weights import Linear, LinearWeight
 
@@ -29,6 +34,37 @@ def make_dense_linear(weight: LinearWeight, place: Place = place_alone) -> Linea
     return make(weight.dense(), weight.bias, place)
 
 
+def make_linear(weight: LinearWeight, place: Place = place_alone) -> Linear:
+    if weight.quantized is None and weight.rounded_to is None:
+        return make_dense_linear(weight, place)
+    return make_quantized_linear(weight, place)
+
+
+def make_quantized_linear(weight: LinearWeight, place: Place = place_alone) -> Linear:
+    """A linear that keeps its weight as integers and rounds activations to int8: of each row by its largest magnitude
+    if the checkpoint was made for that, else of each group of inputs that has a scale of its own.
+    """
+
+    def read() -> QuantizedWeight:
+        if weight.quantized is not None:
+            return weight.quantized
+        assert weight.rounded_to is not None
+        return cpu_quantized_linear.round_weight(weight.weight, weight.rounded_to)
+
+    shape = weight.quantized
+    if shape is None:
+        assert weight.rounded_to is not None
+        shape = rounded_shape(weight.weight, weight.rounded_to)
+    pack = functools.partial(cpu_quantized_linear.pack, shape, weight.bias, weight.dtype, place=place, fill=read)
+    linear = pack(gated=weight.gated)
+    if linear is not None:
+        return linear
+    ungated = pack() if weight.gated else None  # gates of a size that the kernel does not take
+    if ungated is not None:
+        return GatedLinear(ungated, cpu.silu_and_mul)
+    return TorchQuantizedLinear(read(), weight.bias, weight.gated)
+
+
 class CpuSharedLinears:
     """Makes linears whose packed weights processes share."""
 
@@ -40,7 +76,7 @@ class CpuSharedLinears:
         return self._weights.is_whole
 
     def make_linear(self, weight: LinearWeight) -> Linear:
-        return make_dense_linear(weight, self._weights.place)
+        return make_linear(weight, self._weights.place)
 
 
 def make_cpu_linear(weight: torch.Tensor, bias: torch.Tensor | None, place: Place = place_alone) -> Linear:

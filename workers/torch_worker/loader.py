@@ -21,6 +21,7 @@ from workers.checkpoints.memory import weight_files
 from workers.checkpoints.schemes import GGUF, LinearSource, read_linear, read_quantized
 from workers.checkpoints.weight_tally import WeightTally
 from workers.decoders.decoder import Decoder
+from workers.kept_weights import KEPT_BITS
 from workers.kernels.linears import TorchLinear
 from workers.kernels.model_protocol import Model
 from workers.kernels.quantized_weight import QuantizedWeight
@@ -51,46 +52,57 @@ def load_model(
     platform: Platform,
     whole: bool = True,
     group: Group | None = None,
+    weights: str = "auto",
 ) -> Model:
     """The model of a checkpoint in `bfloat16`, `float16` or `float32`, on the platform's device; of a `group` of ranks
     this one's share, which computes together with the others'.
 
     Raises `ModelError` naming a tensor that is missing, misshapen, or unexpected; and if the model cannot be split over
-    so many ranks. If `whole` is False, `config` may have fewer layers than the checkpoint: the others are not read.
+    so many ranks. `weights` is the option of this name. If `whole` is False, `config` may have fewer layers than the
+    checkpoint: the others are not read.
     """
     if group is not None and group.num_ranks > 1:
-        return _load_share(folder, config, dtype, platform, group)
+        return _load_share(folder, config, dtype, platform, group, weights)
     if not config.native:
         from workers.decoders.transformers_model import TransformersModel  # seconds to import, and rarely needed
 
-        return TransformersModel(folder, config, platform.torch_dtype(dtype), platform)
+        return TransformersModel(folder, config, platform.torch_dtype(dtype), platform, KEPT_BITS[weights])
     checkpoint = Checkpoint(folder)
-    with _shared_linears(folder, config, dtype, platform) as shared:
-        weights = _WeightReader(checkpoint, config, platform.torch_dtype(dtype), platform, shared).read()
+    with _shared_linears(folder, config, dtype, platform, weights) as shared:
+        reader = _WeightReader(checkpoint, config, platform.torch_dtype(dtype), platform, shared, weights=weights)
+        decoder_weights = reader.read()
     if whole:
         _check_all_used(checkpoint, config)
-    return Decoder(config, weights, platform)
+    return Decoder(config, decoder_weights, platform)
 
 
-def _load_share(folder: str | pathlib.Path, config: ModelConfig, dtype: str, platform: Platform, group: Group) -> Model:
+def _load_share(
+    folder: str | pathlib.Path, config: ModelConfig, dtype: str, platform: Platform, group: Group, weights: str
+) -> Model:
     share = shard_config(config, group.num_ranks)
     checkpoint = CheckpointShard(Checkpoint(folder, read_ahead=False), config, group.rank, group.num_ranks)
-    with _shared_linears(folder, config, dtype, platform, group) as shared:
-        weights = _WeightReader(checkpoint, share, platform.torch_dtype(dtype), platform, shared, group).read()
+    with _shared_linears(folder, config, dtype, platform, weights, group) as shared:
+        reader = _WeightReader(checkpoint, share, platform.torch_dtype(dtype), platform, shared, group, weights)
+        own = reader.read()
     _check_all_used(checkpoint, config)
-    embedding = VocabularyParallelEmbedding(weights.embedding, group, share.vocab_size)
-    head = GatheredHead(weights.head, group, config.vocab_size)
-    return Decoder(share, dataclasses.replace(weights, embedding=embedding, head=head), platform)
+    embedding = VocabularyParallelEmbedding(own.embedding, group, share.vocab_size)
+    head = GatheredHead(own.head, group, config.vocab_size)
+    return Decoder(share, dataclasses.replace(own, embedding=embedding, head=head), platform)
 
 
 def _shared_linears(
-    folder: str | pathlib.Path, config: ModelConfig, dtype: str, platform: Platform, group: Group | None = None
+    folder: str | pathlib.Path,
+    config: ModelConfig,
+    dtype: str,
+    platform: Platform,
+    weights: str,
+    group: Group | None = None,
 ) -> AbstractContextManager[SharedLinears | None]:
     """By all that packed weights depend on beside the platform. A file that is written to gets another change time."""
     files = [path.stat() for path in weight_files(pathlib.Path(folder))]
     identities = [(file.st_dev, file.st_ino, file.st_size, file.st_ctime_ns) for file in files]
     rank = "whole" if group is None else f"{group.rank} of {group.num_ranks}"
-    return platform.shared_linears(f"{identities} {config} {dtype} {rank}")
+    return platform.shared_linears(f"{identities} {config} {dtype} {weights} {rank}")
 
 
 def check_tensors(folder: str | pathlib.Path, config: ModelConfig) -> WeightTally:
@@ -183,6 +195,7 @@ class _WeightReader:
         platform: _WeightPlatform,
         shared: SharedLinears | None = None,
         group: Group | None = None,
+        weights: str = "auto",
     ) -> None:
         self.checkpoint = checkpoint
         self.config = config
@@ -190,6 +203,7 @@ class _WeightReader:
         self.platform = platform
         self._shared = shared
         self._group = group
+        self._weights = weights
         self._scratch = torch.empty(0, dtype=torch.uint8)
         self._unreleased: list[str] = []
         """Tensors that the linear under way has read."""
@@ -198,7 +212,7 @@ class _WeightReader:
         spec = describe(self.config)
         embedding, tied_head = self._embedding(spec.embedding)
         # The head before the layers: it is the largest weight, and is held twice while it is packed.
-        head = (tied_head if spec.is_tied else None) or self._linear(spec.head)
+        head = (tied_head if spec.is_tied else None) or self._linear(spec.head, is_head=True)
         layers = [self._layer(layer) for layer in spec.layers]
         return DecoderWeights(embedding, layers, self._norm(spec.final_norm), head)
 
@@ -240,9 +254,10 @@ class _WeightReader:
             k_norm=None if spec.k_norm is None else self._norm(spec.k_norm),
         )
 
-    def _linear(self, spec: LinearSpec) -> Linear:
+    def _linear(self, spec: LinearSpec, is_head: bool = False) -> Linear:
         """The parts packed as one linear."""
-        linear = (self._shared or self.platform).make_linear(read_linear(self._source(spec)))
+        weight = self._kept(read_linear(self._source(spec)), is_head)
+        linear = (self._shared or self.platform).make_linear(weight)
         self._release()
         if spec.splits_inputs and self._group is not None:
             linear = self._group.row_parallel(linear, spec.out_features, self.dtype)
@@ -254,6 +269,14 @@ class _WeightReader:
     def _release(self) -> None:
         self.checkpoint.release(self._unreleased)
         self._unreleased.clear()
+
+    def _kept(self, weight: LinearWeight, is_head: bool) -> LinearWeight:
+        """As the option `weights` says. What the checkpoint stores as integers stays as it is, unless it is `dense`."""
+        if weight.quantized is not None:
+            dense = self._weights == "dense"
+            return dataclasses.replace(weight, weight=weight.dense(), quantized=None) if dense else weight
+        bits = KEPT_BITS[self._weights]
+        return dataclasses.replace(weight, rounded_to=bits.head if is_head else bits.layers)
 
     def _norm(self, spec: NormSpec) -> torch.Tensor:
         """A copy in the model's dtype."""

@@ -19,6 +19,7 @@ from structured.logits_processors import LogitsProcessorFactory, LogitsProcessor
 from structured.masks import MaskBatch
 from workers.checkpoints.memory import plan_kv_cache, plan_max_model_len, weight_bytes
 from workers.checkpoints.model_folder import load_model_config, resolve_model_folder
+from workers.kept_weights import check_weights, describe_kept
 from workers.kernels.model_protocol import LoadedModel
 from workers.kernels.protocol import DecodeLimits
 from workers.model_info import ModelInfo
@@ -62,6 +63,7 @@ class TorchWorker:
         phases = Phases()
         self.processors = LogitsProcessorRegistry(config.logits_processors if rank == 0 else {})
         platform = choose_platform(config.device, config.num_threads)
+        check_weights(config.weights, platform.name)
         folder = resolve_model_folder(config.model)
         model_config = load_model_config(folder)
         draft_config = None if draft_folder is None else load_model_config(draft_folder)
@@ -70,12 +72,12 @@ class TorchWorker:
         self.group = _open_group(place, num_ranks, platform)
         phases.end("config")
         dtype = _COMMON_DTYPES[self.group.least(_COMMON_DTYPES.index(dtype))]
-        model = load_model(folder, model_config, dtype, platform, group=self.group)
+        model = load_model(folder, model_config, dtype, platform, group=self.group, weights=config.weights)
         draft: LoadedModel | None = None
         if draft_folder is not None and draft_config is not None:
-            draft_model = load_model(draft_folder, draft_config, dtype, platform)
+            draft_model = load_model(draft_folder, draft_config, dtype, platform, weights=config.weights)
             draft = LoadedModel(draft_config, draft_model, platform.torch_dtype(dtype))
-        self.group.least(0)  # a barrier: every rank loads its weights before any measures free memory
+        self.group.barrier()  # every rank loads its weights before any measures free memory
         phases.end("weights")
         loaded = LoadedModel(share, model, platform.torch_dtype(dtype))
         largest_steps = functools.partial(
@@ -86,7 +88,7 @@ class TorchWorker:
             dtype,
             config,
             free_bytes=_free_memory(platform, largest_steps) // self.group.num_sharing_memory,
-            weight_bytes=_weight_bytes(folder, model_config, dtype, platform) // num_ranks,
+            weight_bytes=_weight_bytes(folder, model_config, dtype, platform, config.weights) // num_ranks,
             draft=draft_config,
             shares_memory=platform.shares_memory,
             most_of_free=platform.kv_share,
@@ -131,6 +133,7 @@ class TorchWorker:
             load_seconds=sum(phases.seconds.values()),
             load_phases=phases.seconds,
             advice=platform.advice,
+            weights=describe_kept(config.weights),
             is_asynchronous=platform.runs_ahead,
         )
         _log_start(self.info)
@@ -200,11 +203,12 @@ without bfloat16 supports only float32.
 
 def _log_start(info: ModelInfo) -> None:
     logger.info(
-        "loaded %s in %.1f s (%s, %s, kernels %s); KV cache: %d blocks of %d tokens, %.2f GiB; "
+        "loaded %s in %.1f s (%s, weights %s, %s, kernels %s); KV cache: %d blocks of %d tokens, %.2f GiB; "
         "longest sequence %d tokens",
         info.folder,
         info.load_seconds,
         info.dtype,
+        info.weights or "as stored",
         info.platform,
         info.kernels,
         info.num_blocks,
@@ -248,13 +252,13 @@ def _run_largest_steps(
         run_largest_step(draft, platform, *sizes, config.max_num_sequences, draws=True)
 
 
-def _weight_bytes(folder: pathlib.Path, model: ModelConfig, dtype: str, platform: Platform) -> int:
+def _weight_bytes(folder: pathlib.Path, model: ModelConfig, dtype: str, platform: Platform, weights: str) -> int:
     """Returns the bytes of the weights; 0 for older formats that transformers reads, whose size is not known before
     loading.
     """
     if model.quantization is not None:
-        return check_tensors(folder, model).num_bytes(dtype, platform.keeps_integers)
+        return check_tensors(folder, model).num_bytes(dtype, platform.keeps_integers and weights != "dense")
     try:
-        return weight_bytes(folder, dtype)
+        return weight_bytes(folder, dtype, model, weights)
     except ModelError:
         return 0

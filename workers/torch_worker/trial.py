@@ -44,6 +44,7 @@ class Trial(msgspec.Struct, frozen=True, kw_only=True):
     """The resolved dtype: `bfloat16`, `float16` or `float32`."""
     device: str
     num_threads: int | None
+    weights: str
     block_size: int
 
 
@@ -97,7 +98,7 @@ def _run(trial: Trial) -> TrialResult:
     config = load_model_config(trial.folder).first_layers(1)
     platform = choose_platform(trial.device, trial.num_threads)
     dtype = platform.torch_dtype(trial.dtype)
-    model = load_model(trial.folder, config, trial.dtype, platform, whole=False)
+    model = load_model(trial.folder, config, trial.dtype, platform, whole=False, weights=trial.weights)
     prompt_len = max(1, min(PROMPT_TOKENS, config.max_position_embeddings - DECODE_STEPS - 1))
     num_blocks = -(-(prompt_len + DECODE_STEPS) // trial.block_size)
     kv_cache = platform.allocate_kv(config, len(_PARAMS) * num_blocks, trial.block_size, dtype)

@@ -1,0 +1,117 @@
+"""What `manta bench forms` measures of an engine in one turn, and what the hardware allows: the floors of its figures.
+
+Floors are the bandwidth at which memory is read and the rate of torch's own matrix products, in a process of their own.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import pathlib
+import subprocess
+import sys
+from typing import NamedTuple
+
+from benchmarks.processes import EngineProcess
+from benchmarks.workloads import PromptSource, step_seconds
+
+TOKEN_LIMIT = 30_000
+ISA = {"avx2": "AVX2", "avx512": "AVX512_CORE", "avx512_bf16": "AVX512_CORE"}
+"""What oneDNN and MKL are held to; other forms leave torch free."""
+
+FLOORS = """
+import json, time, torch
+def best(run, bound=1.0):
+    run(); times = []; stop = time.perf_counter() + bound
+    while time.perf_counter() < stop or len(times) < 3:
+        start = time.perf_counter(); run(); times.append(time.perf_counter() - start)
+    return min(times)
+left, right = torch.randn(2, 2048, 2048)
+rate = 2 * 2048**3 / best(lambda: left @ right)
+del left, right
+data = torch.ones(2**27)
+print(json.dumps({"rate": rate, "bandwidth": data.nbytes / best(data.sum)}))
+"""
+
+
+class Floors(NamedTuple):
+    rate: float
+    """Operations a second."""
+    bandwidth: float
+    """Bytes a second."""
+
+
+class Shape(NamedTuple):
+    """What one token costs a model."""
+
+    layer_elements: int
+    head_elements: int
+    layer_bytes: float = 2.0
+    """Bytes of an element, scales included: 2 in bfloat16. As is `head_bytes`."""
+    head_bytes: float = 2.0
+
+    def step_seconds(self, rows: int, floors: Floors) -> float:
+        elements = self.layer_elements + self.head_elements
+        num_bytes = self.layer_elements * self.layer_bytes + self.head_elements * self.head_bytes
+        return max(num_bytes / floors.bandwidth, 2 * rows * elements / floors.rate)
+
+    def prefill_seconds(self, prompts: int, tokens: int, floors: Floors) -> float:
+        return 2 * (prompts * tokens * self.layer_elements + prompts * self.head_elements) / floors.rate
+
+
+def shape_of(folder: str) -> Shape:
+    config = json.loads((pathlib.Path(folder) / "config.json").read_text())
+    hidden, width = config["hidden_size"], config["intermediate_size"]
+    heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
+    head_dim = hidden // heads
+    layer = hidden * (heads + 2 * kv_heads) * head_dim + heads * head_dim * hidden + 3 * hidden * width
+    return Shape(config["num_hidden_layers"] * layer, config["vocab_size"] * hidden)
+
+
+def measure_floors(form: str) -> Floors:
+    limit = {"ONEDNN_MAX_CPU_ISA": ISA[form], "MKL_ENABLE_INSTRUCTIONS": ISA[form][:6]} if form in ISA else {}
+    done = subprocess.run(
+        [sys.executable, "-c", FLOORS], env={**os.environ, **limit}, capture_output=True, text=True, check=True
+    )
+    return Floors(**json.loads(done.stdout))
+
+
+class Figure(NamedTuple):
+    name: str
+    unit: str
+    higher_is_better: bool = True
+
+
+ONE = Figure("one row, 32 in, 96 out: decode step", "ms", False)
+ONE_WHOLE = Figure("one row, 32 in, 96 out: output", "tok/s")
+MANY = Figure("32 rows: decode step around context 192", "ms", False)
+MANY_WHOLE = Figure("32 x (128 in, 64 out): output", "tok/s")
+PREFILL = Figure("prefill, 16 x 128", "tok/s")
+
+
+def turn(engine: EngineProcess, prompts: PromptSource) -> dict[Figure, float]:
+    """One turn of an engine; steps are told by Manta only."""
+    values = {}
+    one = engine.generate(prompts(1, 32), 96)
+    values[ONE_WHOLE] = one.num_tokens / one.seconds
+    prefill = engine.generate(prompts(16, 128), 1)
+    values[PREFILL] = 16 * 128 / prefill.seconds
+    if one.steps:
+        values[ONE] = step_seconds([one], 1) * 1e3
+        values[MANY] = step_seconds([engine.generate(prompts.fixed(32, 176, 1), 32)], 32) * 1e3
+    return values
+
+
+def whole_turn(engine: EngineProcess, prompts: PromptSource) -> float:
+    timing = engine.generate(prompts(32, 128), 64)
+    return timing.num_tokens / timing.seconds
+
+
+def floor_of(figure: Figure, shape: Shape, floors: Floors) -> float | None:
+    if figure is ONE:
+        return shape.step_seconds(1, floors) * 1e3
+    if figure is MANY:
+        return shape.step_seconds(32, floors) * 1e3
+    if figure is PREFILL:
+        return 16 * 128 / shape.prefill_seconds(16, 128, floors)
+    return None

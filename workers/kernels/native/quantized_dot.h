@@ -1,0 +1,105 @@
+// Sums of products of int8, four inputs of an output at a time: what each processor has for them. All forms give the
+// same integers, because no sum is rounded or cut off. Knows nothing of linears; included by quantized_linear.h.
+//
+// A vector of weights holds LANES outputs of four inputs each. Weights of 4 bits are unsigned in every form. Weights of
+// 8 bits are unsigned where the processor multiplies unsigned by signed bytes (x86-64), and signed elsewhere.
+#pragma once
+
+#include "simd.h"
+
+#if defined(__SSE2__)
+constexpr int BYTE_ZERO = 128;  // packed bytes are this much larger than the values of 8 bits
+#else
+constexpr int BYTE_ZERO = 0;
+#endif
+constexpr int NIBBLE_ZERO = 8;  // the same for values of 4 bits
+
+MANTA_INLINE Ints low_nibbles(Ints packed) {
+    return packed & splat_int(0x0f0f0f0f);
+}
+
+MANTA_INLINE Ints high_nibbles(Ints packed) {
+    return (Ints)((Words)packed >> 4) & splat_int(0x0f0f0f0f);
+}
+
+#if defined(__SSE2__)
+MANTA_INLINE Ints add_pairs(Ints a, Ints b) {  // int16 pairs: a0 * b0 + a1 * b1
+#if MANTA_LANES == 16
+    return (Ints)_mm512_madd_epi16((__m512i)a, (__m512i)b);
+#elif defined(__AVX2__)
+    return (Ints)_mm256_madd_epi16((__m256i)a, (__m256i)b);
+#else
+    return (Ints)_mm_madd_epi16((__m128i)a, (__m128i)b);
+#endif
+}
+
+// The bytes at even or odd places of each int16, with the sign or without.
+typedef int16_t Shorts __attribute__((vector_size(MANTA_LANES * 4)));
+typedef uint16_t UnsignedShorts __attribute__((vector_size(MANTA_LANES * 4)));
+MANTA_INLINE Ints signed_even(Ints bytes) {
+    return (Ints)((Shorts)((UnsignedShorts)bytes << 8) >> 8);
+}
+MANTA_INLINE Ints signed_odd(Ints bytes) {
+    return (Ints)((Shorts)bytes >> 8);
+}
+MANTA_INLINE Ints unsigned_even(Ints bytes) {
+    return bytes & splat_int(0x00ff00ff);
+}
+MANTA_INLINE Ints unsigned_odd(Ints bytes) {
+    return (Ints)((UnsignedShorts)bytes >> 8);
+}
+#endif
+
+// sums + the products of each output's four weights with four inputs. BITS is the range of the weights: 8, or 4 if none
+// exceeds 15.
+template <int BITS>
+MANTA_INLINE Ints add_dot(Ints sums, Ints weights, Ints inputs) {
+#if defined(__AVX512VNNI__) && MANTA_LANES == 16
+    return (Ints)_mm512_dpbusd_epi32((__m512i)sums, (__m512i)weights, (__m512i)inputs);
+#elif defined(__AVXVNNI__)
+    return (Ints)_mm256_dpbusd_avx_epi32((__m256i)sums, (__m256i)weights, (__m256i)inputs);
+#elif defined(__SSE2__)
+    // Pairs of 8-bit products may exceed int16, where the instruction for bytes would cut them off: so bytes are
+    // widened first. Pairs of 15 * 127 do not.
+#if MANTA_LANES == 16
+    if (BITS == 4) {
+        const __m512i pairs = _mm512_maddubs_epi16((__m512i)weights, (__m512i)inputs);
+        return sums + (Ints)_mm512_madd_epi16(pairs, _mm512_set1_epi16(1));
+    }
+#elif defined(__AVX2__)
+    if (BITS == 4) {
+        const __m256i pairs = _mm256_maddubs_epi16((__m256i)weights, (__m256i)inputs);
+        return sums + (Ints)_mm256_madd_epi16(pairs, _mm256_set1_epi16(1));
+    }
+#endif
+    sums += add_pairs(unsigned_even(weights), signed_even(inputs));
+    return sums + add_pairs(unsigned_odd(weights), signed_odd(inputs));
+#elif defined(__ARM_FEATURE_DOTPROD)
+    return (Ints)vdotq_s32((int32x4_t)sums, (int8x16_t)weights, (int8x16_t)inputs);
+#elif defined(__aarch64__)
+    const int16x8_t low = vmull_s8(vget_low_s8((int8x16_t)weights), vget_low_s8((int8x16_t)inputs));
+    const int16x8_t high = vmull_high_s8((int8x16_t)weights, (int8x16_t)inputs);
+    return sums + (Ints)vpaddq_s32(vpaddlq_s16(low), vpaddlq_s16(high));
+#else
+    int8_t a[LANES * 4], b[LANES * 4];
+    memcpy(a, &weights, sizeof(a));
+    memcpy(b, &inputs, sizeof(b));
+    for (int i = 0; i < LANES * 4; i++) sums[i / 4] += a[i] * b[i];
+    return sums;
+#endif
+}
+
+// LANES numbers of float16, exactly. Neither infinite nor NaN.
+MANTA_INLINE Floats load_half(const uint16_t* from) {
+#if MANTA_LANES == 16
+    return (Floats)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)from));
+#elif defined(__F16C__)
+    return (Floats)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)from));
+#else
+    Halves bits;
+    memcpy(&bits, from, sizeof(bits));
+    const Words words = __builtin_convertvector(bits, Words);
+    const Floats magnitude = (Floats)((words & 0x7fff) << 13) * 0x1p112f;  // moves the exponent to float's bias
+    return (Floats)((Words)magnitude | (words & 0x8000) << 16);
+#endif
+}

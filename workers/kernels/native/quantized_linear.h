@@ -1,0 +1,300 @@
+// A product of activations in int8 with weights of 8 or 4 bits in groups: y = x @ weight.T + bias. Integer sums inside a
+// group are exact. A group's sum becomes float, times the weight's scale, times the activation's; groups are added in
+// order. Each of these operations is rounded by itself (quantized_floats.h), so y depends neither on the other rows nor
+// on threads nor on the processor.
+//
+// Weights lie in panels of 64 outputs, a panel's groups one after another. A group is its values, then its 64 scales and
+// offsets, so a thread reads one stretch of memory from begin to end. Values of 8 bits are [inputs / 4][64][4]. Of 4
+// bits they are [inputs / 8][64][4 bytes]: low nibbles are the first four inputs, high nibbles the next four. If all
+// groups have one scale, it stands at the end of the panel.
+#pragma once
+
+#include "quantized_dot.h"
+#include "quantized_rows.h"
+
+constexpr int CHUNK_INPUTS = 256;  // weights of a panel that stay in the first-level cache while a block of rows passes
+constexpr int BLOCK_ROWS = 96;     // rows whose sums stay in the first-level cache
+constexpr int UNPACKED_ROWS = 8;   // with more rows, 4 bits become 8 once for all of them
+constexpr int64_t AHEAD_BYTES = 6 << 10;  // from the weights in use to those that are fetched
+#if MANTA_LANES == 16
+constexpr int MOST_ROWS = 6, VECTORS_AT_A_TIME = 4;  // sums in registers: 24 of 32
+#elif MANTA_LANES == 4 && defined(__aarch64__)
+constexpr int MOST_ROWS = 4, VECTORS_AT_A_TIME = 4;
+#else
+constexpr int MOST_ROWS = 4, VECTORS_AT_A_TIME = 2;  // 8 of 16
+#endif
+
+#if defined(__clang__)
+#define MANTA_UNROLL _Pragma("clang loop unroll(full)")
+#else
+#define MANTA_UNROLL _Pragma("GCC unroll 8")
+#endif
+
+MANTA_INLINE Floats load_scales(bool are_half, const char* scales, int first) {
+    return are_half ? load_half((const uint16_t*)scales + first) : load((const float*)scales + first);
+}
+
+struct WeightLayout {
+    int bits, out_features;
+    Groups groups;
+    bool has_half_scales, has_offsets;
+    bool has_one_scale;  // of an output for all of its groups
+
+    int panels() const { return (out_features + PANEL - 1) / PANEL; }
+    int64_t value_bytes() const { return (int64_t)groups.padded * PANEL * bits / 8; }
+    int64_t scale_bytes() const { return PANEL * (has_half_scales ? 2 : 4); }
+    int64_t scales_bytes() const { return scale_bytes() * (1 + has_offsets); }
+    int64_t group_bytes() const { return value_bytes() + (has_one_scale ? 0 : scales_bytes()); }
+    int64_t panel_bytes() const { return groups.groups * group_bytes() + (has_one_scale ? scales_bytes() : 0); }
+
+    int64_t scales_at(int group) const {
+        return has_one_scale ? groups.groups * group_bytes() : group * group_bytes() + value_bytes();
+    }
+    MANTA_INLINE Floats load_scales(const char* scales, int first) const {
+        return ::load_scales(has_half_scales, scales, first);
+    }
+};
+
+template <class T>
+struct QuantizedProduct {
+    WeightLayout layout;
+    const char* packed;
+    const T* bias;  // in the order of packing, or null
+    T* y;
+    QuantizedRows rows;
+    bool gated;  // 16 outputs of `gate` and 16 of `up` alternate; y is half as wide as the sums
+
+    // What is done in one pass over a chunk of a group.
+    struct Chunk {
+        int panel, group, first, end;  // inputs of the group
+        const uint8_t* weights;        // of the chunk
+        const char* scales;            // of the group
+        bool unpacked;                 // weights of 4 bits lie as those of 8
+        bool begins, ends;             // it is the first or the last of the group
+    };
+
+    struct Sums {
+        float* floats;  // [BLOCK_ROWS][PANEL], over groups
+        int32_t* ints;  // [BLOCK_ROWS][PANEL], over chunks of a group
+    };
+
+    // Adds a chunk's products to the sums of ROWS rows and of some vectors of outputs, from output `column` on.
+    template <int BITS, int ROWS, bool FETCHES>
+    MANTA_INLINE void add_products(const Chunk& chunk, int row, int column, Ints (&sums)[ROWS][VECTORS_AT_A_TIME]) const {
+        const int64_t stride = layout.groups.padded;
+        const int8_t* const inputs = rows.values + ((int64_t)chunk.group * rows.num_rows + row) * stride + chunk.first;
+        const uint8_t* weights = chunk.weights + column * 4;
+        constexpr int INPUTS = 32 / BITS;  // in a unit of 4 bytes
+        for (int k = 0; k < chunk.end - chunk.first; k += INPUTS, weights += PANEL * 4) {
+            Ints columns[VECTORS_AT_A_TIME];
+            MANTA_UNROLL for (int c = 0; c < VECTORS_AT_A_TIME; c++) {
+                columns[c] = load_ints(weights + c * LANES * 4);
+                if (FETCHES && c * LANES % 16 == 0) __builtin_prefetch(weights + c * LANES * 4 + AHEAD_BYTES, 0, 3);
+            }
+            MANTA_UNROLL for (int i = 0; i < ROWS; i++) {
+                int32_t four;
+                memcpy(&four, inputs + i * stride + k, 4);
+                const Ints first = splat_int(four);
+                MANTA_UNROLL for (int c = 0; c < VECTORS_AT_A_TIME; c++)
+                    sums[i][c] = add_dot<BITS>(sums[i][c], BITS == 8 ? columns[c] : low_nibbles(columns[c]), first);
+            }
+            if constexpr (BITS == 4)
+                MANTA_UNROLL for (int i = 0; i < ROWS; i++) {
+                    int32_t four;
+                    memcpy(&four, inputs + i * stride + k + 4, 4);
+                    const Ints second = splat_int(four);
+                    MANTA_UNROLL for (int c = 0; c < VECTORS_AT_A_TIME; c++)
+                        sums[i][c] = add_dot<BITS>(sums[i][c], high_nibbles(columns[c]), second);
+                }
+        }
+    }
+
+    // `row` counts from the first of all rows, `place` from that of the block. Loops are unrolled so that sums stay in
+    // registers.
+    template <int BITS, int ROWS, bool FETCHES>
+    __attribute__((noinline)) void pass(const Chunk& chunk, int row, int place, int column, const Sums& to) const {
+        const int64_t at = (int64_t)chunk.group * rows.num_rows + row;
+        int32_t* const ints = to.ints + place * PANEL + column;
+        float* const floats = to.floats + place * PANEL + column;
+        Ints sums[ROWS][VECTORS_AT_A_TIME];
+        if (chunk.begins) {
+            const int zero = layout.bits == 8 ? BYTE_ZERO : NIBBLE_ZERO;
+            MANTA_UNROLL for (int i = 0; i < ROWS; i++) {
+                const Ints start = splat_int(-zero * rows.totals[at + i]);
+                MANTA_UNROLL for (int c = 0; c < VECTORS_AT_A_TIME; c++) sums[i][c] = start;
+            }
+        } else {
+            MANTA_UNROLL for (int i = 0; i < ROWS; i++)
+                MANTA_UNROLL for (int c = 0; c < VECTORS_AT_A_TIME; c++)
+                    sums[i][c] = load_ints(ints + i * PANEL + c * LANES);
+        }
+        add_products<BITS, ROWS, FETCHES>(chunk, row, column, sums);
+        if (!chunk.ends) {
+            MANTA_UNROLL for (int i = 0; i < ROWS; i++)
+                MANTA_UNROLL for (int c = 0; c < VECTORS_AT_A_TIME; c++)
+                    memcpy(ints + i * PANEL + c * LANES, &sums[i][c], sizeof(Ints));
+            return;
+        }
+        Floats scales[VECTORS_AT_A_TIME];
+        MANTA_UNROLL for (int c = 0; c < VECTORS_AT_A_TIME; c++)
+            scales[c] = layout.load_scales(chunk.scales, column + c * LANES);
+        const float* const input_scales = rows.scales + at;
+        MANTA_UNROLL for (int i = 0; i < ROWS; i++) {
+            const Floats input_scale = splat(input_scales[i]);
+            MANTA_UNROLL for (int c = 0; c < VECTORS_AT_A_TIME; c++) {
+                const Floats scaled = product(product(to_floats(sums[i][c]), scales[c]), input_scale);
+                float* const sum = floats + i * PANEL + c * LANES;
+                store(sum, load(sum) + scaled);
+            }
+        }
+        if (layout.has_offsets) add_offsets<ROWS>(chunk, rows.sums + at, column, floats);
+    }
+
+    template <int ROWS>
+    MANTA_INLINE void add_offsets(const Chunk& chunk, const float* input_sums, int column, float* floats) const {
+        for (int c = 0; c < VECTORS_AT_A_TIME; c++) {
+            const Floats offsets = layout.load_scales(chunk.scales + layout.scale_bytes(), column + c * LANES);
+            for (int i = 0; i < ROWS; i++) {
+                float* const sum = floats + i * PANEL + c * LANES;
+                store(sum, load(sum) + product(offsets, splat(input_sums[i])));
+            }
+        }
+    }
+
+    // All groups of one or two rows, whose float sums stay in registers between groups: 1.5 times as fast as `pass` with
+    // one row and 4 bits in groups of 32, and 1.1 times with 8 bits in groups of 128, on one thread in the cache.
+    template <int BITS, int ROWS>
+    __attribute__((noinline)) void pass_all_groups(int panel, const char* weights, float* to) const {
+        Floats totals[ROWS][VECTORS_AT_A_TIME] = {};
+        const int zero = BITS == 8 ? BYTE_ZERO : NIBBLE_ZERO, num_groups = layout.groups.groups;
+        const bool has_half_scales = layout.has_half_scales, has_offsets = layout.has_offsets;
+        for (int g = 0; g < num_groups; g++) {
+            const char* const values = weights + g * layout.group_bytes();
+            const char* const of_group = weights + layout.scales_at(g);
+            const Chunk chunk{panel, g, 0, layout.groups.padded, (const uint8_t*)values, of_group, false, true, true};
+            const int64_t at = (int64_t)g * rows.num_rows;
+            Ints sums[ROWS][VECTORS_AT_A_TIME];
+            MANTA_UNROLL for (int i = 0; i < ROWS; i++) {
+                const Ints start = splat_int(-zero * rows.totals[at + i]);
+                MANTA_UNROLL for (int c = 0; c < VECTORS_AT_A_TIME; c++) sums[i][c] = start;
+            }
+            add_products<BITS, ROWS, true>(chunk, 0, 0, sums);
+            MANTA_UNROLL for (int c = 0; c < VECTORS_AT_A_TIME; c++) {
+                const Floats scales = load_scales(has_half_scales, of_group, c * LANES);
+                MANTA_UNROLL for (int i = 0; i < ROWS; i++)
+                    totals[i][c] += product(product(to_floats(sums[i][c]), scales), splat(rows.scales[at + i]));
+            }
+            if (!has_offsets) continue;
+            MANTA_UNROLL for (int c = 0; c < VECTORS_AT_A_TIME; c++) {
+                const Floats offsets = load_scales(has_half_scales, of_group + layout.scale_bytes(), c * LANES);
+                MANTA_UNROLL for (int i = 0; i < ROWS; i++)
+                    totals[i][c] += product(offsets, splat(rows.sums[at + i]));
+            }
+        }
+        MANTA_UNROLL for (int i = 0; i < ROWS; i++)
+            MANTA_UNROLL for (int c = 0; c < VECTORS_AT_A_TIME; c++) store(to + i * PANEL + c * LANES, totals[i][c]);
+    }
+
+    // Whether `pass_all_groups` takes these rows.
+    bool are_few() const {
+        constexpr bool IS_ONE_PASS = VECTORS_AT_A_TIME * LANES == PANEL;
+        return IS_ONE_PASS && rows.num_rows <= 2 && layout.groups.padded <= CHUNK_INPUTS;
+    }
+
+    void multiply_few_rows(int panel, const char* weights) const {
+        alignas(64) float sums[2 * PANEL];
+        if (layout.bits == 8)
+            rows.num_rows == 1 ? pass_all_groups<8, 1>(panel, weights, sums) : pass_all_groups<8, 2>(panel, weights, sums);
+        else
+            rows.num_rows == 1 ? pass_all_groups<4, 1>(panel, weights, sums) : pass_all_groups<4, 2>(panel, weights, sums);
+        for (int row = 0; row < rows.num_rows; row++) write(row, panel, sums + row * PANEL);
+    }
+
+    template <int BITS, bool FETCHES>
+    void pass(int count, const Chunk& chunk, int row, int place, int column, const Sums& to) const {
+        switch (count) {
+            case 1: return pass<BITS, 1, FETCHES>(chunk, row, place, column, to);
+            case 2: return pass<BITS, 2, FETCHES>(chunk, row, place, column, to);
+            case 3: return pass<BITS, 3, FETCHES>(chunk, row, place, column, to);
+            case 4: return pass<BITS, 4, FETCHES>(chunk, row, place, column, to);
+#if MANTA_LANES == 16
+            case 5: return pass<BITS, 5, FETCHES>(chunk, row, place, column, to);
+            case 6: return pass<BITS, 6, FETCHES>(chunk, row, place, column, to);
+#endif
+        }
+    }
+
+    // All rows of a block: in tiles of about equal size. The first tile fetches weights for later.
+    void pass_by_rows(const Chunk& chunk, int first, int last, const Sums& to) const {
+        const int count = last - first, tiles = (count + MOST_ROWS - 1) / MOST_ROWS;
+        for (int column = 0; column < PANEL; column += VECTORS_AT_A_TIME * LANES)
+            for (int tile = 0; tile < tiles; tile++) {
+                const int place = count * tile / tiles, rows = count * (tile + 1) / tiles - place;
+                if (layout.bits == 8 || chunk.unpacked) {
+                    const bool fetches = tile == 0 && layout.bits == 8;
+                    fetches ? pass<8, true>(rows, chunk, first + place, place, column, to)
+                            : pass<8, false>(rows, chunk, first + place, place, column, to);
+                } else {
+                    tile == 0 ? pass<4, true>(rows, chunk, first + place, place, column, to)
+                              : pass<4, false>(rows, chunk, first + place, place, column, to);
+                }
+            }
+    }
+
+    // Weights of 4 bits [inputs / 8][PANEL][4] as bytes [inputs / 4][PANEL][4], in which no value exceeds 15.
+    static void unpack(const uint8_t* from, int inputs, uint8_t* to) {
+        for (int k = 0; k < inputs; k += 8, from += PANEL * 4, to += 2 * PANEL * 4)
+            for (int i = 0; i < PANEL * 4; i += (int)sizeof(Ints)) {
+                const Ints packed = load_ints(from + i), low = low_nibbles(packed), high = high_nibbles(packed);
+                memcpy(to + i, &low, sizeof(low));
+                memcpy(to + PANEL * 4 + i, &high, sizeof(high));
+                __builtin_prefetch(from + i + AHEAD_BYTES, 0, 3);
+            }
+    }
+
+    void multiply_panel(int panel) const {
+        alignas(64) float floats[BLOCK_ROWS * PANEL];
+        alignas(64) int32_t ints[BLOCK_ROWS * PANEL];
+        alignas(64) uint8_t unpacked[CHUNK_INPUTS * PANEL];
+        const char* const weights = packed + panel * layout.panel_bytes();
+        if (are_few()) return multiply_few_rows(panel, weights);
+        const int blocks = (rows.num_rows + BLOCK_ROWS - 1) / BLOCK_ROWS;
+        for (int b = 0; b < blocks; b++) {
+            const int first = (int64_t)rows.num_rows * b / blocks, last = (int64_t)rows.num_rows * (b + 1) / blocks;
+            std::fill_n(floats, (last - first) * PANEL, 0.0f);
+            for (int g = 0; g < layout.groups.groups; g++)
+                for (int k = 0; k < layout.groups.padded; k += CHUNK_INPUTS) {
+                    const int end = std::min(k + CHUNK_INPUTS, layout.groups.padded);
+                    const char* const values = weights + g * layout.group_bytes() + (int64_t)k * PANEL * layout.bits / 8;
+                    Chunk chunk{panel, g, k, end, (const uint8_t*)values, weights + layout.scales_at(g),
+                                layout.bits == 4 && last - first > UNPACKED_ROWS, k == 0,
+                                end == layout.groups.padded};
+                    if (chunk.unpacked) {
+                        unpack(chunk.weights, end - k, unpacked);
+                        chunk.weights = unpacked;
+                    }
+                    pass_by_rows(chunk, first, last, {floats, ints});
+                }
+            for (int row = first; row < last; row++) write(row, panel, floats + (row - first) * PANEL);
+        }
+    }
+
+    // Writes the outputs of a row and a panel, given their sums.
+    void write(int row, int panel, float* sums) const {
+        const int column = panel * PANEL, left = layout.out_features - column;
+        if (bias)
+            for (int i = 0; i < PANEL; i += LANES) store(sums + i, load(sums + i) + load_upto(bias + column + i, left - i));
+        if (!gated) {
+            T* const to = y + (int64_t)row * layout.out_features + column;
+            for (int i = 0; i < PANEL; i += LANES) store_rounded_upto(to + i, load(sums + i), left - i);
+            return;
+        }
+        const int width = layout.out_features / 2;
+        T* const to = y + (int64_t)row * width + column / 2;
+        for (int i = 0; i < PANEL / 2; i += LANES) {
+            const float* const gate = sums + i / 16 * 32 + i % 16;
+            const Floats value = product(separate_silu(load(gate)), load(gate + 16));
+            store_rounded_upto(to + i, value, left / 2 - i);
+        }
+    }
+};
