@@ -15,7 +15,7 @@ def test_a_gguf_file_is_served_by_its_path(tmp_path: pathlib.Path) -> None:
     original = checkpoint("qwen2", hidden_size=256, intermediate_size=256, num_hidden_layers=2)
     path = write_gguf(original, tmp_path / "pens.gguf", lambda name: "Q6_K" if "ffn_down" in name else "Q4_K")
     expected = reference_greedy(dequantized(path, original, tmp_path / "dense"), PROMPT, 16)
-    server = Server(folder=path)
+    server = Server("engine.weights=dense", folder=path)
     try:
         body = {"model": "pens", "prompt": PROMPT, "max_tokens": 16, "temperature": 0, "ignore_eos": True}
         status, _, answer = server.post("/v1/completions", body | {"return_token_ids": True})

@@ -119,7 +119,7 @@ def test_text_becomes_the_same_tokens_and_chats_the_same(tmp_path: pathlib.Path)
     messages = [{"role": "user", "content": "Where does the river end?"}]
     dense = dequantized(path, folder, tmp_path / "dense")
     answers = [
-        LLM(str(each), dtype="float32", num_threads=1, kv_cache_bytes="4MiB")
+        LLM(str(each), dtype="float32", num_threads=1, kv_cache_bytes="4MiB", weights="dense")
         .chat(messages, SamplingParams(temperature=0, max_tokens=8, ignore_eos=True), use_tqdm=False)[0]
         .outputs[0]
         .text

@@ -30,9 +30,10 @@ from tests.quantised_checkpoints import (
     scheme,
 )
 from workers.checkpoints.model_folder import load_model_config
+from workers.kernels.quantized_reference import TorchQuantizedLinear
 from workers.kernels.weights import Linear, LinearWeight
 from workers.platforms.cpu import CpuPlatform
-from workers.platforms.cpu_linears import make_dense_linear
+from workers.platforms.cpu_linears import make_dense_linear, make_linear
 from workers.torch_worker.loader import check_tensors, load_model
 
 PROMPTS = ([5, 77, 130, 9, 41, 200, 18, 33, 250, 64], list(range(20, 60)), [300, 7])
@@ -101,8 +102,9 @@ FAMILIES = ("llama", "qwen2", "qwen3")
 SIZES = {"hidden_size": 128, "intermediate_size": 192, "num_hidden_layers": 3}
 
 
-def greedy(folder: pathlib.Path, **options: Any) -> list[list[int]]:
-    llm = LLM(str(folder), dtype="float32", num_threads=1, kv_cache_bytes="4MiB", **options)
+def greedy(folder: pathlib.Path, weights: str = "dense", **options: Any) -> list[list[int]]:
+    """`weights` is the option of this name: by default activations are not rounded, as in transformers."""
+    llm = LLM(str(folder), dtype="float32", num_threads=1, kv_cache_bytes="4MiB", weights=weights, **options)
     params = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True)
     return [list(output.outputs[0].token_ids) for output in llm.generate(list(PROMPTS), params, use_tqdm=False)]
 
@@ -148,6 +150,20 @@ class Recorder(CpuPlatform):
 
     def shared_linears(self, content: str) -> nullcontext[None]:  # type: ignore[override]
         return nullcontext()
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_kernels_compute_what_torch_does_with_the_same_integers(name: str, tmp_path: pathlib.Path) -> None:
+    """Bit for bit, with activations that are rounded as the format asks."""
+    folder, _ = quantised_pair(checkpoint("qwen2", **SIZES), tmp_path, FORMATS[name].quantise, FORMATS[name].config)
+    platform = Recorder()
+    load_model(folder, load_model_config(folder), "float32", platform)
+    for linear in platform.linears:
+        if linear.quantized is None:
+            continue
+        x = torch.randn(5, linear.weight.shape[1], generator=torch.Generator().manual_seed(1))
+        expected = TorchQuantizedLinear(linear.quantized, linear.bias, linear.gated).forward(x)
+        assert torch.equal(make_linear(linear).forward(x), expected)
 
 
 @pytest.mark.parametrize("name", FORMATS)

@@ -166,7 +166,7 @@ def test_headers_say_what_is_quantised_and_what_it_takes(tmp_path: pathlib.Path)
 
 def test_a_platform_without_integer_kernels_computes_what_the_integers_stand_for(tmp_path: pathlib.Path) -> None:
     folder, _ = quantised(checkpoint("llama"), tmp_path, "_proj")
-    dense = load_model(folder, load_model_config(folder), "float32", CpuPlatform(None))
+    dense = load_model(folder, load_model_config(folder), "float32", CpuPlatform(None), weights="dense")
     assert isinstance(dense, Decoder)
     torch.testing.assert_close(
         logits_of(folder, dense), logits_of(folder, load_int8(folder, "float32")), atol=3e-4, rtol=1e-4

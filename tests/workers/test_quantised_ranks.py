@@ -47,7 +47,7 @@ def logits_of_ranks(folder: pathlib.Path, num_ranks: int) -> torch.Tensor:
 
     def run(group: ThreadGroup) -> torch.Tensor:
         try:
-            model = load_model(folder, config, "float32", CpuPlatform(1), group=group)
+            model = load_model(folder, config, "float32", CpuPlatform(1), group=group, weights="dense")
             assert isinstance(model, Decoder)
             return logits_of(folder, model)
         except Exception:
@@ -59,7 +59,7 @@ def logits_of_ranks(folder: pathlib.Path, num_ranks: int) -> torch.Tensor:
 
 
 def logits_alone(folder: pathlib.Path) -> torch.Tensor:
-    model = load_model(folder, load_model_config(folder), "float32", CpuPlatform(1))
+    model = load_model(folder, load_model_config(folder), "float32", CpuPlatform(1), weights="dense")
     assert isinstance(model, Decoder)
     return logits_of(folder, model)
 

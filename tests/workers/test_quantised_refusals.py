@@ -181,7 +181,9 @@ def test_check_answers_for_a_file_and_a_folder(tmp_path: pathlib.Path, capsys: p
 def test_check_counts_the_parameters_that_the_numbers_stand_for(tmp_path: pathlib.Path) -> None:
     """And the memory of what is kept: here all weights in bfloat16."""
     folder, dense = quantised_pair(checkpoint("llama"), tmp_path, of_layers(awq), AWQ_CONFIG)
-    report, plain = (check_model(EngineConfig(model=str(each), dtype="bfloat16")) for each in (folder, dense))
+    report, plain = (
+        check_model(EngineConfig(model=str(each), dtype="bfloat16", weights="dense")) for each in (folder, dense)
+    )
     assert report.num_parameters == plain.num_parameters
     assert report.quantized is not None
     assert plain.quantized is None

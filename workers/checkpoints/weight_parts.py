@@ -84,7 +84,7 @@ def stack(parts: Sequence[QuantizedWeight | torch.Tensor], dtype: torch.dtype) -
         max(part.bits for part in fine),
         offsets,
         fine[0].input_order,
-        all(part.has_int8_activations for part in fine),
+        has_int8_activations=all(part.has_int8_activations for part in fine),
     )
 
 

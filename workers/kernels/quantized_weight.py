@@ -32,9 +32,9 @@ class QuantizedWeight:
     order.
     """
     has_half_scales: bool = False
-    """Scales and offsets are numbers of float16, without a rounding error: a kernel may keep them in two bytes."""
+    """Whether scales and offsets are exact in float16, so that a kernel may keep each in two bytes."""
     has_int8_activations: bool = False
-    """The checkpoint was made for activations that are rounded to int8, each row by its largest value (W8A8)."""
+    """Whether the checkpoint was made for activations that are rounded to int8, with one scale for each row (W8A8)."""
 
     @property
     def group_size(self) -> int:

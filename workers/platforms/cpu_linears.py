@@ -6,6 +6,7 @@ weight in turn.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 
 import torch
@@ -35,23 +36,27 @@ def make_dense_linear(weight: LinearWeight, place: Place = place_alone) -> Linea
 
 
 def make_linear(weight: LinearWeight, place: Place = place_alone) -> Linear:
+    """Makes a linear of any weight, with what it packs in memory from `place`."""
     if weight.quantized is None and weight.rounded_to is None:
         return make_dense_linear(weight, place)
     return make_quantized_linear(weight, place)
 
 
 def make_quantized_linear(weight: LinearWeight, place: Place = place_alone) -> Linear:
-    """A linear that keeps its weight as integers and rounds activations to int8: of each row by its largest magnitude
-    if the checkpoint was made for that, else of each group of inputs that has a scale of its own.
+    """Makes a linear that keeps its weight as integers and rounds activations to int8.
+
+    A row of activations has one scale if the checkpoint was made for that, else one for each group of inputs.
     """
 
+    stored = None if weight.quantized is None else _with_half_scales(weight.quantized)
+
     def read() -> QuantizedWeight:
-        if weight.quantized is not None:
-            return weight.quantized
+        if stored is not None:
+            return stored
         assert weight.rounded_to is not None
         return cpu_quantized_linear.round_weight(weight.weight, weight.rounded_to)
 
-    shape = weight.quantized
+    shape = stored
     if shape is None:
         assert weight.rounded_to is not None
         shape = rounded_shape(weight.weight, weight.rounded_to)
@@ -63,6 +68,13 @@ def make_quantized_linear(weight: LinearWeight, place: Place = place_alone) -> L
     if ungated is not None:
         return GatedLinear(ungated, cpu.silu_and_mul)
     return TorchQuantizedLinear(read(), weight.bias, weight.gated)
+
+
+def _with_half_scales(weight: QuantizedWeight) -> QuantizedWeight:
+    """Returns the weight with `has_half_scales` set if its scales and offsets are exact in float16."""
+    numbers = [each for each in (weight.scales, weight.offsets) if each is not None]
+    is_exact = all(torch.equal(each.half().float(), each) for each in numbers)
+    return dataclasses.replace(weight, has_half_scales=is_exact)
 
 
 class CpuSharedLinears:

@@ -84,5 +84,5 @@ def in_groups(
         part.format.bits,
         None if offsets is None else offsets.contiguous(),
         order,
-        part.format.has_int8_activations,
+        has_int8_activations=part.format.has_int8_activations,
     )
