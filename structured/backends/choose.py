@@ -8,10 +8,13 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import json
+from typing import Any
 
 import msgspec
 
 from structured.backend import Backend, make_backend
+from structured.backends.lark_schemas import embedded_schemas, with_replaced
 from structured.constraint import ConstraintError, ConstraintSpec, Resolved, Unsupported
 from structured.vocabulary import Vocabulary
 
@@ -42,7 +45,7 @@ class Backends:
         """Raises `ConstraintError` if no backend enforces the constraint."""
         if spec.backend != "auto":
             return self._compile(spec, spec.backend)
-        strict = msgspec.structs.replace(spec, loose=False)
+        strict = _strict(spec)
         reasons: list[str] = []
         for attempt in (strict, spec) if spec.loose else (strict,):
             for name in AUTO:
@@ -68,3 +71,20 @@ class Backends:
         if name not in self._made:
             self._made[name] = make_backend(name, self._vocabulary)
         return self._made[name]
+
+
+def _strict(spec: ConstraintSpec) -> ConstraintSpec:
+    """Returns the constraint without leave to enforce less, in the schemas of a Lark grammar too."""
+    if not spec.loose:
+        return spec
+    text = spec.text
+    if spec.kind == "lark":
+        found = embedded_schemas(text)
+        text = with_replaced(text, found, [f"%json {json.dumps(_without_leave(each.schema))}" for each in found])
+    return msgspec.structs.replace(spec, loose=False, text=text)
+
+
+def _without_leave(schema: Any) -> Any:
+    if not isinstance(schema, dict) or "x-guidance" not in schema:
+        return schema
+    return {**schema, "x-guidance": {**schema["x-guidance"], "lenient": False}}

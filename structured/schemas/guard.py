@@ -114,7 +114,7 @@ def finite_domain(logic: Logic, flat: list[dict[str, Any]]) -> list[Any] | None:
         return None
     low = max(largest(flat, "minimum", -math.inf), largest(flat, "exclusiveMinimum", -math.inf))
     high = min(smallest(flat, "maximum", math.inf), smallest(flat, "exclusiveMaximum", math.inf))
-    if not high - low <= MAX_DOMAIN:
+    if -math.inf in (low, high) or math.inf in (low, high) or high - low > MAX_DOMAIN:
         return None
     numbers = range(math.ceil(low), math.floor(high) + 1)
     return [number for number in numbers if logic.judge.is_valid(number, flat)]

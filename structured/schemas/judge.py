@@ -7,6 +7,7 @@ import operator
 import re
 from typing import Any
 
+from structured.constraint import Unsupported
 from structured.schemas.documents import GUARD, Document
 from structured.schemas.formats import REGULAR
 
@@ -98,7 +99,7 @@ def _satisfies(value: Any, schema: dict[str, Any]) -> bool:
         return False
     if isinstance(value, str):
         return schema.get("minLength", 0) <= len(value) <= schema.get("maxLength", math.inf) and (
-            "pattern" not in schema or re.search(schema["pattern"], value) is not None
+            "pattern" not in schema or _finds(schema["pattern"], value)
         )
     if isinstance(value, bool) or not isinstance(value, int | float):
         return True
@@ -122,3 +123,11 @@ def json_key(value: Any) -> Any:
     if isinstance(value, dict):
         return ("object", frozenset((name, json_key(item)) for name, item in value.items()))
     return value
+
+
+def _finds(pattern: str, text: str) -> bool:
+    """Returns whether the pattern is found in the text. Raises `Unsupported` if Python does not read the pattern."""
+    try:
+        return re.search(pattern, text) is not None
+    except re.error as error:
+        raise Unsupported(f"the pattern {pattern[:80]!r} cannot be checked: {error}") from error

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from cluster.protocol.constraint_refusals import in_words
 from cluster.text.tokenizer import Tokenizer
 from tests.checkpoints import reference_logits
 from tests.patience import PATIENCE_S
@@ -200,25 +201,17 @@ def _asking(way: str, schema: dict[str, Any], is_loose: bool) -> dict[str, Any]:
     return {"structured_outputs": {"json": schema, "loose": is_loose}}
 
 
-GUARDED = {"type": "array", "unevaluatedItems": False, "contains": {"const": 1}, "minContains": 2}
-"""Keywords that are not enforced within a grammar, where the arguments of tools are."""
-LOOKS_AROUND = {"type": "object", "patternProperties": {"a(?!b)c": {"type": "integer"}}}
+UNNAMED = {"$dynamicRef": "#nowhere"}
+"""A reference that names nothing, so that nothing can be enforced."""
 
 
-@pytest.mark.parametrize(
-    ("way", "field", "words"),
-    [
-        ("response_format", LOOKS_AROUND, ["look-around", 'send "strict": false in response_format.json_schema']),
-        ("structured_outputs", LOOKS_AROUND, ["look-around", 'send "loose": true in structured_outputs']),
-        ("tools", GUARDED, ["the keyword ", " at #/properties/a", 'send "strict": false in that function']),
-    ],
-)
-def test_what_cannot_be_enforced_is_named_with_the_way_out(way: str, field: dict[str, Any], words: list[str]) -> None:
-    schema = {"type": "object", "properties": {"a": field}, "required": ["a"]}
+@pytest.mark.parametrize("way", ["response_format", "structured_outputs", "tools"])
+def test_what_cannot_be_enforced_is_named_and_may_be_left_out(way: str) -> None:
+    schema = {"type": "object", "properties": {"a": UNNAMED}, "required": ["a"]}
     body = {"messages": MESSAGES[:1], "max_tokens": 1}
     refused, message = refusal("/v1/chat/completions", **body, **_asking(way, schema, False))
     assert refused.startswith(way)
-    for word in (*words, " to enforce the rest"):
+    for word in ("#/properties/a/$dynamicRef: '#nowhere' names nothing in the schema", "put what it names into $defs"):
         assert word in message
     for backend in ("llguidance", "xgrammar", "Unimplemented", "lark"):
         assert backend not in message
@@ -240,3 +233,17 @@ def test_a_wrong_choice_lists_the_right_ones(body: dict[str, Any], words: list[s
     _, message = refusal("/v1/chat/completions", messages=MESSAGES, **body)
     for word in words:
         assert word in message
+
+
+@pytest.mark.parametrize(
+    ("field", "way_out"),
+    [
+        ("response_format.json_schema.schema", 'send "strict": false in response_format.json_schema'),
+        ("tools[0].function.parameters", 'send "strict": false in that function'),
+        ("structured_outputs.json", 'send "loose": true in structured_outputs'),
+    ],
+)
+def test_a_keyword_that_a_backend_lacks_is_refused_with_the_way_out(field: str, way_out: str) -> None:
+    reason = 'json_schema: #/items: Unimplemented keys: ["a"]; json_schema: xgrammar is not proven to enforce a'
+    message = in_words(field, f"{reason}; change it, or ask for loose enforcement")
+    assert message == f'the keyword "a" at #/items cannot be enforced; change it, or {way_out} to enforce the rest'
