@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pathlib
 
+import pytest
+
 from tests.checkpoints import checkpoint, reference_greedy
 from tests.gguf_files import dequantized, write_gguf
 from tests.server import Server
@@ -11,6 +13,7 @@ from tests.server import Server
 PROMPT = [5, 6, 7, 90, 12]
 
 
+@pytest.mark.prove
 def test_a_gguf_file_is_served_by_its_path(tmp_path: pathlib.Path) -> None:
     original = checkpoint("qwen2", hidden_size=256, intermediate_size=256, num_hidden_layers=2)
     path = write_gguf(original, tmp_path / "pens.gguf", lambda name: "Q6_K" if "ffn_down" in name else "Q4_K")
