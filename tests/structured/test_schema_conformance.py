@@ -336,13 +336,18 @@ def test_a_strict_request_is_refused_what_llguidance_would_ignore() -> None:
 
 
 def test_a_loose_schema_within_a_grammar_leaves_out_what_cannot_be_enforced() -> None:
-    """As the arguments of a tool with `"strict": false`, whose strict form fails before the loose one is tried."""
-    schema = '{"type": "array", "contains": {"const": 3}, "x-guidance": {"lenient": true}}'
-    grammar = f'start: "x" arguments\narguments: %json {schema}'
-    loose = backends().resolve(ConstraintSpec(kind="lark", text=grammar, loose=True))
-    assert any("contains" in keyword for keyword in loose.not_enforced)
-    with pytest.raises(ConstraintError, match="contains"):
-        backends().resolve(ConstraintSpec(kind="lark", text=grammar))
+    """As the arguments of a tool with `"strict": false`, whose strict form is tried before the loose one."""
+
+    def spec(schema: str, **options: bool) -> ConstraintSpec:
+        return ConstraintSpec(kind="lark", text=f'start: "x" arguments\narguments: %json {schema}', **options)
+
+    unnamed = '{"$dynamicRef": "#nowhere", "x-guidance": {"lenient": true}}'
+    loose = backends().resolve(spec(unnamed, loose=True))
+    assert any("dynamicRef" in keyword for keyword in loose.not_enforced)
+    with pytest.raises(ConstraintError, match="dynamicRef"):
+        backends().resolve(spec(unnamed))
+    whole = '{"type": "array", "contains": {"const": 3}, "x-guidance": {"lenient": true}}'
+    assert backends().resolve(spec(whole, loose=True)).not_enforced == []
     with pytest.raises(ConstraintError, match="nowhere"):
         backends().resolve(ConstraintSpec(kind="lark", text="start: nowhere", loose=True))
 

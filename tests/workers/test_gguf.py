@@ -19,7 +19,7 @@ from cluster.text.tokenizer import Tokenizer
 from manta import LLM, SamplingParams
 from tests.checkpoints import CORPUS, checkpoint
 from tests.gguf_files import dequantized, write_gguf
-from tests.workers.test_quantised_formats import Recorder, expected_of, greedy
+from tests.workers.test_quantised_formats import Recorder, expected_of, greedy, in_turns
 from tests.workers.test_quantised_ranks import logits_alone
 from workers.checkpoints.model_folder import load_model_config, resolve_model_folder
 from workers.models.model_config import ModelConfig, ModelError
@@ -44,8 +44,7 @@ def mixed(name: str) -> str:
     return "Q6_K" if "attn_v" in name or "ffn_down" in name or name == "output.weight" else "Q4_K"
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("kind", [*KINDS, "mixed"])
+@pytest.mark.parametrize(("kind", "family"), in_turns([*KINDS, "mixed"], list(FAMILIES)))
 def test_greedy_tokens_are_those_of_the_dequantised_weights(kind: str, family: str, tmp_path: pathlib.Path) -> None:
     path = write_gguf(original(family), tmp_path / "model.gguf", mixed if kind == "mixed" else lambda name: kind)
     dense = dequantized(path, original(family), tmp_path / "dense")

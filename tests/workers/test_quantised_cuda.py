@@ -23,7 +23,8 @@ def made(kind: str, at: pathlib.Path) -> tuple[pathlib.Path, pathlib.Path]:
     return quantised_pair(checkpoint("llama"), at, of_layers(gptq(4, True, act_order=3)), gptq_config(4, True, True))
 
 
-@pytest.mark.parametrize("kind", ["gptq", pytest.param("gguf", marks=pytest.mark.prove)])
+@pytest.mark.prove
+@pytest.mark.parametrize("kind", ["gptq", "gguf"])
 def test_the_tokens_are_those_of_the_dequantised_weights(
     kind: str, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

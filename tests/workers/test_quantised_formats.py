@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import dataclasses
 import pathlib
+from collections.abc import Iterable, Sequence
 from contextlib import nullcontext
 from typing import Any, NamedTuple
 
@@ -116,8 +117,16 @@ def expected_of(dense: pathlib.Path) -> list[list[int]]:
     return expected
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("name", FORMATS)
+def in_turns(formats: Iterable[str], families: Sequence[str]) -> list[Any]:
+    """All pairs as parameters of a test. Without `make prove` each format has one family, in turns."""
+    return [
+        pytest.param(each, family, marks=[] if number % len(families) == place else [pytest.mark.prove])
+        for number, each in enumerate(formats)
+        for place, family in enumerate(families)
+    ]
+
+
+@pytest.mark.parametrize(("name", "family"), in_turns(FORMATS, FAMILIES))
 def test_greedy_tokens_are_those_of_the_dequantised_weights(name: str, family: str, tmp_path: pathlib.Path) -> None:
     format_ = FORMATS[name]
     folder = checkpoint(family, **SIZES)
