@@ -46,7 +46,7 @@ OPTIONS: dict[str, Any] = {
     ),
 }
 HOLD_S = 15.0
-"""For so long a load is held after the engines are as many as they should be."""
+"""Seconds for which a load continues after the number of engines is right."""
 LIMIT_S = 120.0
 """For the engines to become as many as they should."""
 SAMPLE_S = 0.25

@@ -1,4 +1,4 @@
-"""What `manta bench forms` measures of an engine in one turn, and what the hardware allows: the floors of its figures.
+"""Measures an engine for one turn of `manta bench forms`, and the floors of its figures that the hardware sets.
 
 Floors are the bandwidth at which memory is read and the rate of torch's own matrix products, in a process of their own.
 """
@@ -17,7 +17,7 @@ from benchmarks.workloads import PromptSource, step_seconds
 
 TOKEN_LIMIT = 30_000
 ISA = {"avx2": "AVX2", "avx512": "AVX512_CORE", "avx512_bf16": "AVX512_CORE"}
-"""What oneDNN and MKL are held to; other forms leave torch free."""
+"""Instruction sets to which oneDNN and MKL are limited, by form; other forms do not limit them."""
 
 FLOORS = """
 import json, time, torch
@@ -42,13 +42,14 @@ class Floors(NamedTuple):
 
 
 class Shape(NamedTuple):
-    """What one token costs a model."""
+    """Numbers of elements of a model's weights, and the bytes of each element."""
 
     layer_elements: int
     head_elements: int
     layer_bytes: float = 2.0
-    """Bytes of an element, scales included: 2 in bfloat16. As is `head_bytes`."""
+    """Bytes of an element of the layers, scales included: 2 in bfloat16."""
     head_bytes: float = 2.0
+    """Bytes of an element of the head, scales included."""
 
     def step_seconds(self, rows: int, floors: Floors) -> float:
         elements = self.layer_elements + self.head_elements
