@@ -67,8 +67,8 @@ def describe_kept(weights: str) -> str | None:
 
 def check_weights(weights: str, device: str) -> None:
     """Raises `ModelError` if the device `cpu`, `cuda` or `tpu` has no kernels for what `weights` asks for."""
-    if KEPT_BITS[weights].layers is not None and device != "cpu":
+    if KEPT_BITS[weights].layers is not None and device == "tpu":
         raise ModelError(
-            f"weights {weights} is for CPUs, and {device} has no kernels for integer weights; leave weights out, or "
-            "set device to cpu"
+            f"weights {weights} is for CPUs and CUDA GPUs, and a TPU has no kernels for integer weights; leave weights "
+            "out, or set device to cpu or cuda"
         )

@@ -22,6 +22,7 @@ from workers.kernels import (
     cpu_quantized_linear,
     cpu_sampler,
     processor,
+    rounding,
     shared_weights,
 )
 
@@ -39,7 +40,7 @@ EMULATED = [pytest.param(name, marks=pytest.mark.prove) for name in emulated.FOR
 def forget_libraries() -> None:
     """What has been loaded is looked for anew."""
     build._load.cache_clear()
-    for module in (cpu, cpu_decoder, cpu_linear, cpu_quantized_linear, cpu_sampler, shared_weights):
+    for module in (cpu, cpu_decoder, cpu_linear, cpu_quantized_linear, cpu_sampler, rounding, shared_weights):
         module._library.cache_clear()
 
 

@@ -17,7 +17,7 @@ from workers.kernels.cpu_linear import Place, place_alone
 from workers.kernels.linears import GatedLinear, TorchLinear
 from workers.kernels.quantized_reference import TorchQuantizedLinear
 from workers.kernels.quantized_weight import QuantizedWeight
-from workers.kernels.rounding import rounded_shape
+from workers.kernels.rounding import round_weight, rounded_shape
 from workers.kernels.shared_weights import SharedWeights
 from workers.kernels.weights import Linear, LinearWeight
 
@@ -54,7 +54,7 @@ def make_quantized_linear(weight: LinearWeight, place: Place = place_alone) -> L
         if stored is not None:
             return stored
         assert weight.rounded_to is not None
-        return cpu_quantized_linear.round_weight(weight.weight, weight.rounded_to)
+        return round_weight(weight.weight, weight.rounded_to)
 
     shape = stored
     if shape is None:

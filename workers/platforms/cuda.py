@@ -1,4 +1,4 @@
-"""A CUDA GPU: torch's linears (cuBLAS) and the Triton kernels of `workers/kernels/triton/`.
+"""A CUDA GPU: torch's linears (cuBLAS); quantised linears and all other kernels in Triton (`workers/kernels/triton/`).
 
 Weights go to the device one by one as they are read, so that the host never holds the model. Nothing here waits for the
 device but `free_memory`.
@@ -20,10 +20,12 @@ from workers.kernels.linears import GatedLinear, TorchLinear
 from workers.kernels.model_protocol import Model
 from workers.kernels.protocol import DecodeLimits, Forward, Kernels, KVCaches, SamplerKernels
 from workers.kernels.query_tokens import QueryTokens
+from workers.kernels.rounding import round_weight
 from workers.kernels.transfer import place
 from workers.kernels.triton import launch, layers, sampler
 from workers.kernels.triton.graphs import GraphedLayers, compile_prompts, layouts_to_capture, padded_to, record
 from workers.kernels.triton.metadata import DeviceMetadata, Layout, build_metadata
+from workers.kernels.triton.quantized_linear import TritonQuantizedLinear
 from workers.kernels.triton.work import WorkShape
 from workers.kernels.weights import DecoderWeights, Linear, LinearWeight
 from workers.models.model_config import ModelConfig
@@ -40,7 +42,7 @@ class CudaPlatform:
     shares_memory = False
     kv_share = 0.9
     """The rest is for what a step's tensors lose to fragments, and for graphs."""
-    keeps_integers = False
+    keeps_integers = True
     splits_mlp = False
 
     def __init__(self, device: torch.device) -> None:
@@ -56,8 +58,13 @@ class CudaPlatform:
         """Of the attention of the first model that was loaded. A draft model's is cut alike, which costs it little."""
 
     def make_linear(self, weight: LinearWeight) -> Linear:
-        """A quantised weight is kept in the dtype of the activations."""
-        linear = TorchLinear(self.place_weight(weight.dense(), weight.dtype), weight.bias)
+        """A weight that is quantised, or that the option `weights` rounds, stays integers; activations become int8."""
+        quantized = weight.quantized
+        if weight.rounded_to is not None:
+            quantized = round_weight(weight.weight, weight.rounded_to)
+        if quantized is not None:
+            return TritonQuantizedLinear(quantized, weight.bias, self.device, weight.gated)
+        linear = TorchLinear(self.place_weight(weight.weight, weight.dtype), weight.bias)
         return GatedLinear(linear, layers.silu_and_mul) if weight.gated else linear
 
     def shared_linears(self, content: str) -> nullcontext[None]:
