@@ -19,8 +19,8 @@ class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
 
     proposers: tuple[ProposerName, ...] = ("prediction", "forced", "ngram")
     """Proposers in order: a sequence gets the drafts of the first one that has any. `prediction` proposes the text that
-    the request's `prediction` expects. `forced` proposes tokens that a constraint leaves no choice about. `ngram` proposes what followed an earlier occurrence of the last tokens. `draft`
-    proposes what `draft_model` draws.
+    the request's `prediction` expects. `forced` proposes tokens that a constraint leaves no choice about. `ngram`
+    proposes what followed an earlier occurrence of the last tokens. `draft` proposes what `draft_model` draws.
     """
     draft_model: str | None = None
     """Folder or hub id of a small model with the same tokenizer, for the proposer `draft`. Its weights and its KV

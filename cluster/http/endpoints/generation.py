@@ -51,22 +51,20 @@ async def chat(
     kept = num_kept_tokens(request.truncate_prompt_tokens, params, model.max_model_len)
     prompt = await encode(state.tokenizer, plan.prompt, False, model.max_model_len, "messages", kept)
     check_num_logprobs(state.config.body, plan.params, [prompt], model.max_model_len, bool(request.stream))
-    predicted = await _predicted(state, request, model.max_model_len)
-    if predicted:
-        plan = msgspec.structs.replace(
-            plan, params=msgspec.structs.replace(plan.params, prediction_token_ids=predicted)
-        )
+    params = await _with_prediction(state, request, plan.params, model.max_model_len)
     answer = answer_with(request, _new_id("chatcmpl"), state.model_name, state.tokenizer, plan, prompt)
-    await generate(state, exchange, [prompt], plan.params, request, answer, plan.shown_ids, plan.not_enforced)
+    await generate(state, exchange, [prompt], params, request, answer, plan.shown_ids, plan.not_enforced)
 
 
-async def _predicted(state: AppState, request: ChatCompletionRequest, max_model_len: int) -> tuple[int, ...]:
-    """Returns the tokens of the prediction; none if no engine makes drafts of them."""
+async def _with_prediction(
+    state: AppState, request: ChatCompletionRequest, params: SamplingParams, max_model_len: int
+) -> SamplingParams:
+    """Returns `params` with the tokens of the prediction, if the engine makes drafts of them."""
     speculative, text = state.config.engine.speculative, request.predicted_text()
     if not text or speculative is None or "prediction" not in speculative.proposers:
-        return ()
+        return params
     token_ids = await encode(state.tokenizer, text, False, max_model_len, "prediction")
-    return tuple(token_ids[:max_model_len])
+    return msgspec.structs.replace(params, prediction_token_ids=tuple(token_ids[:max_model_len]))
 
 
 async def completions(state: AppState, exchange: GenerationExchange, request: CompletionRequest) -> None:
