@@ -167,6 +167,11 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     `ignore_eos`; `stop_token_ids` may be drawn only where the grammar lets the text end.
     """
 
+    prediction_token_ids: tuple[int, ...] = ()
+    """Text that the output is expected to repeat in large part: drafts, if the engine speculates. It never changes the
+    output.
+    """
+
     output_kind: OutputKind = OutputKind.CUMULATIVE
     """The form of the results of `LLM.step` and `LLM.stream`."""
 
@@ -182,7 +187,13 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             raise ValueError(f"stop has {len(self.stop)} strings; at most {MAX_STOP_STRINGS} are allowed")
         if "" in self.stop:
             raise ValueError("stop contains an empty string, which would end every output at once; remove it")
-        if self.logit_bias or self.stop_token_ids or self.allowed_token_ids or self.bad_words_token_ids:
+        if (
+            self.logit_bias
+            or self.stop_token_ids
+            or self.allowed_token_ids
+            or self.bad_words_token_ids
+            or self.prediction_token_ids
+        ):
             self._check_token_ids()
         if self.allowed_token_ids is not None and not self.allowed_token_ids:
             raise ValueError("allowed_token_ids is empty, which allows no token; leave it out to allow all")
@@ -224,14 +235,15 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             "stop_token_ids": self.stop_token_ids,
             "allowed_token_ids": self.allowed_token_ids or (),
             "bad_words_token_ids": [token_id for ids in self.bad_words_token_ids for token_id in ids],
+            "prediction_token_ids": self.prediction_token_ids,
         }
 
     def validate_vocabulary(self, vocab_size: int) -> None:
         """Raises `ValueError` naming the field if a token id is outside `[0, vocab_size)`."""
         for name, ids in self.token_ids().items():
-            for token_id in ids:
-                if not 0 <= token_id < vocab_size:
-                    raise ValueError(f"{name}: token id {token_id} is outside the vocabulary [0, {vocab_size})")
+            if ids and not 0 <= min(ids) <= max(ids) < vocab_size:
+                token_id = next(each for each in ids if not 0 <= each < vocab_size)
+                raise ValueError(f"{name}: token id {token_id} is outside the vocabulary [0, {vocab_size})")
 
 
 _TEXT_FIELDS: dict[str, Any] = {

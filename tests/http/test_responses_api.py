@@ -58,6 +58,7 @@ def test_an_answer_is_that_of_the_chat_as_items() -> None:
     assert answer.usage.input_tokens == expected["usage"]["prompt_tokens"]
     assert answer.usage.output_tokens == expected["usage"]["completion_tokens"]
     assert (answer.object, answer.store, answer.metadata) == ("response", False, {"a": "b"})
+    assert (answer.text.format.type, answer.text.verbosity) == ("text", "medium")
 
 
 def test_a_stream_carries_the_same_as_the_whole_answer() -> None:
@@ -99,7 +100,7 @@ def test_a_stream_carries_the_same_as_the_whole_answer() -> None:
     ids=["required", "named", "allowed"],
 )
 def test_a_call_that_must_come_fits_its_schema(stream: bool, choice: Any) -> None:
-    other = {**TOOL, "name": "other"}
+    other = {"type": "function", "name": "other", "parameters": SCHEMA}
     tools = [TOOL] if choice == "required" else [other, TOOL]
     given: Any = {"tools": tools, "tool_choice": choice, "max_output_tokens": 400, "temperature": 1}
     given |= {"parallel_tool_calls": False}
@@ -108,6 +109,7 @@ def test_a_call_that_must_come_fits_its_schema(stream: bool, choice: Any) -> Non
         answer = last.response
     else:
         answer = create(**given)
+    assert [(tool.name, tool.strict) for tool in answer.tools] == [(tool["name"], True) for tool in tools]
     (call,) = answer.output
     assert (call.type, call.name, call.status) == ("function_call", "weather", "completed")
     assert call.call_id.startswith("call_")

@@ -62,6 +62,12 @@ def tools_field(*tools: Tool) -> list[Any]:
 # ---- requests ------------------------------------------------------------------------------------------------------
 
 
+def allowing(mode: str, *names: str) -> dict[str, Any]:
+    """Returns the tool choice that allows these functions only."""
+    tools = [{"type": "function", "function": {"name": name}} for name in names]
+    return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": tools}}
+
+
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
@@ -78,6 +84,8 @@ def tools_field(*tools: Tool) -> list[Any]:
         ({"tool_choice": {"type": "function", "function": {"name": "f"}}}, "tool_choice"),
         ({"tools": tools_field(), "tool_choice": "sometimes"}, "tool_choice"),
         ({"tools": tools_field(), "tool_choice": {"type": "function"}}, "tool_choice.function"),
+        ({"tools": tools_field(), "tool_choice": allowing("required", "get_weather_2", "f")}, "tool_choice"),
+        ({"tools": tools_field(), "tool_choice": allowing("auto")}, "tool_choice"),
         ({"tools": tools_field(), "structured_outputs": {"regex": "a"}}, "structured_outputs"),
     ],
 )
@@ -300,7 +308,10 @@ def plan(tokenizer: Tokenizer, **fields: Any) -> Any:
 
 def test_the_choice_decides_the_constraint(tokenizer: Tokenizer) -> None:
     named = {"type": "function", "function": {"name": "get_weather_2"}}
+    allowed = ("get_weather_2",)
     for choice, calls, starts in [
+        (allowing("auto", *allowed), 1, "start: TEXT?"),
+        (allowing("required", *allowed), 1, "start: SPACE?"),
         (None, 2, "start: TEXT?"),
         ("auto", 2, "start: TEXT?"),
         ("required", 2, "start: SPACE?"),
@@ -314,6 +325,13 @@ def test_the_choice_decides_the_constraint(tokenizer: Tokenizer) -> None:
     assert plan(tokenizer, tools=tools_field(), tool_choice="none").params.constraint is None
     assert plan(tokenizer, tools=tools_field(), tool_choice="none").tool_format is None
     assert plan(tokenizer, tools=tools_field(Tool(Function("f", strict=False)))).params.constraint.loose
+
+
+def test_the_prompt_shows_tools_that_may_not_be_called_now() -> None:
+    request = body(tools=tools_field(), tool_choice=allowing("auto", "get_weather_2"))
+    assert len(request.shown_tools()) == len(tools_field())
+    assert [tool.function.name for tool in request.callable_tools()] == ["get_weather_2"]
+    assert [field for field, _ in request.tool_constraints()] == ["tools[1].function.parameters"]
 
 
 def test_a_template_without_tools_refuses_them() -> None:
