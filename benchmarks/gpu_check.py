@@ -50,7 +50,7 @@ STEPS = {
     4: ("llama-3.1-8b",),
     5: ("sanitizer", "qwen2.5-0.5b", "speculation"),
 }
-"""For a machine that is lent for minutes, and ends every command after ten: what tells most comes first."""
+"""Parts of each step, the most telling first, for a machine that ends every command after ten minutes."""
 STEP_SECONDS = 570.0
 PART_SECONDS = 540.0
 """The longest that a part may take."""

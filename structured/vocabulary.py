@@ -1,7 +1,7 @@
-"""What a grammar backend needs of a tokenizer, read from `tokenizer.json`: plain data that can be sent to processes.
+"""The part of a tokenizer that grammar backends need, read from `tokenizer.json`: which bytes a token stands for.
 
-Imports neither torch nor transformers. `cluster/text/tokenizer.py` encodes and decodes text; this module only says
-which bytes a token stands for.
+Plain data that can be sent to processes. Imports neither torch nor transformers. `cluster/text/tokenizer.py` encodes
+and decodes text.
 """
 
 from __future__ import annotations

@@ -36,7 +36,7 @@ def client(server: ThreadedServer) -> OpenAI:
     return OpenAI(base_url=f"{server.url}/v1", api_key="none")
 
 
-def test_answers_are_those_without_drafts_and_usage_counts_them(server: ThreadedServer, client: OpenAI) -> None:
+def test_drafts_change_no_answer_and_are_counted(server: ThreadedServer, client: OpenAI) -> None:
     samples = [held_out("order", 1, seed=index)[0] for index in range(3)]
     plain = LLM("demo", dtype="float32", kv_cache_bytes=2**26)
     prompts = [plain.tokenizer.apply_chat_template(list(each.messages)) for each in samples]

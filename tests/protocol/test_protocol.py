@@ -270,14 +270,14 @@ COMPLETION_MISTAKES: list[tuple[dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("fields", "param"), CHAT_MISTAKES)
-def test_a_mistake_in_a_chat_body_names_its_field(fields: dict[str, Any], param: str) -> None:
+def test_a_chat_body_error_names_its_field(fields: dict[str, Any], param: str) -> None:
     error = refused(lambda: chat(**fields).sampling_params())
     assert error.param == param
     assert param.split(".")[0].split("[")[0] in error.message
 
 
 @pytest.mark.parametrize(("fields", "param"), COMPLETION_MISTAKES)
-def test_a_mistake_in_a_completion_body_names_its_field(fields: dict[str, Any], param: str) -> None:
+def test_a_completion_body_error_names_its_field(fields: dict[str, Any], param: str) -> None:
     error = refused(lambda: completion(**fields).sampling_params())
     assert error.param == param
     assert "prompt" in error.message or param in error.message
@@ -328,13 +328,13 @@ def outcome(call: Any) -> SamplingParams | RequestRefused:
 
 
 @given(st.dictionaries(st.sampled_from(chat_fields), json_values, max_size=4))
-def test_any_chat_body_is_taken_or_refused_by_name(fields: dict[str, Any]) -> None:
+def test_any_chat_body_is_taken_or_refused(fields: dict[str, Any]) -> None:
     result = outcome(lambda: chat(**fields))
     assert isinstance(result, SamplingParams) or result.param.split(".")[0].split("[")[0] in fields
 
 
 @given(st.dictionaries(st.sampled_from(completion_fields), json_values, max_size=4))
-def test_any_completion_body_is_taken_or_refused_by_name(fields: dict[str, Any]) -> None:
+def test_any_completion_body_is_taken_or_refused(fields: dict[str, Any]) -> None:
     result = outcome(lambda: completion(**fields))
     assert isinstance(result, SamplingParams) or result.param.split(".")[0].split("[")[0] in fields
 

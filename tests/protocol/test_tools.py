@@ -95,7 +95,7 @@ def test_a_mistake_in_tools_names_its_field(fields: dict[str, Any], param: str) 
     assert caught.value.param == param
 
 
-def test_calls_and_their_results_reach_the_template_as_it_expects_them() -> None:
+def test_calls_and_results_reach_the_template() -> None:
     call = {"id": "call_1", "type": "function", "function": {"name": "f", "arguments": '{"b": 1, "a": [2]}'}}
     messages = [
         {"role": "user", "content": "x"},
@@ -163,7 +163,7 @@ layouts = st.sampled_from([{}, {"indent": 1}, {"separators": (",", ":")}, {"ensu
 
 @pytest.mark.parametrize("form", FORMATS, ids=lambda form: form.name)
 @given(data=st.data())
-def test_calls_come_back_as_they_were_made_however_the_text_is_cut(form: ToolFormat, data: Any) -> None:
+def test_calls_survive_any_cutting_of_the_text(form: ToolFormat, data: Any) -> None:
     calls, layout = data.draw(calls_made), data.draw(layouts)
     if form.is_bare:
         calls = calls[:1]
@@ -199,7 +199,7 @@ fragments = st.lists(st.sampled_from([*FRAGMENTS.split(), " ", "\n"]), max_size=
 
 @pytest.mark.parametrize("form", FORMATS, ids=lambda form: form.name)
 @given(text=fragments, data=st.data())
-def test_any_text_parses_the_same_however_it_is_cut(form: ToolFormat, text: str, data: Any) -> None:
+def test_text_parses_alike_however_it_is_cut(form: ToolFormat, text: str, data: Any) -> None:
     whole = parse(form, [text])
     assert parse(form, data.draw(chunked(st.just(text)))) == whole
     assert parse(form, list(text)) == whole
@@ -261,7 +261,7 @@ def random_walk(vocabulary: tuple[Any, Any], grammar: str, wish: str, seed: int)
 @pytest.mark.parametrize("parallel", [False, True])
 @pytest.mark.parametrize("required", [False, True])
 @pytest.mark.parametrize("form", FORMATS, ids=lambda form: form.name)
-def test_every_text_of_the_grammar_parses_into_valid_calls(
+def test_grammar_texts_parse_into_valid_calls(
     demo_vocabulary: Any, form: ToolFormat, required: bool, parallel: bool
 ) -> None:
     token_id = demo_vocabulary[0].token_to_id

@@ -34,7 +34,7 @@ TORCH = "torch"
 """No compiler: torch alone."""
 FORMS = [*COMPILED, TORCH]
 EMULATED = [pytest.param(name, marks=pytest.mark.prove) for name in emulated.FORMS if name not in QUANTIZED]
-"""Of another processor: kernels only, no decoder in one call and no sampler."""
+"""Forms of other processors: kernels only, no decoder in one call and no sampler."""
 
 
 def forget_libraries() -> None:

@@ -54,7 +54,7 @@ OPTIONS = ("num_warps", "num_stages", "enable_fp_fusion")
 MOST_SPILLED = {H100: 16, 89: 64}
 """Bytes a thread: the compiler may put a few scalars aside so that one program more is resident. Not to be raised."""
 REGISTERS, WARPS, PROGRAMS = 65_536, {90: 64, 89: 48}, {90: 32, 89: 24}
-"""Of a multiprocessor, by compute capability."""
+"""Resources of a multiprocessor, by compute capability."""
 SHARED_RESERVED = 1 << 10
 """Bytes that the system takes of a multiprocessor's shared memory for each program, and at least one."""
 COLUMNS = (
