@@ -169,6 +169,10 @@ class MaskBuffer:
         """What `set_error` stored last."""
         return self.errors[slot].tobytes().rstrip(b"\0").decode("utf-8", "replace")
 
+    def allows_one(self, slot: int) -> bool:
+        """Whether the row leaves a single token."""
+        return int(np.bitwise_count(self.rows[slot].view(np.uint32)).sum()) == 1
+
     def adjustments(self, slot: int) -> tuple[np.ndarray, np.ndarray]:
         """Token ids int32 [n] and what is added to their logits, float32 [n]; views."""
         count = self.num_adjustments[slot]

@@ -14,6 +14,7 @@ from cluster.http.endpoints import (
     models,
     ollama,
     pages,
+    playground,
     responses_api,
     status,
     tokens,
@@ -224,5 +225,14 @@ ROUTES = (
     Route("GET", "/metrics", status.metrics, "Prometheus metrics", media_type="text/plain", errors=(503,), public=True),
     Route("GET", "/openapi.json", status.openapi, "This document", answer=dict, public=True),
     Route("GET", "/", pages.home, "What is served here", answer=pages.Home, media_type=HTML, public=True),
+    Route(
+        "GET",
+        "/playground/{asset}",
+        playground.asset,
+        "A file of the page that browsers get at /",
+        media_type="text/javascript",
+        errors=(404,),
+        public=True,
+    ),
     Route("GET", "/docs", pages.docs, "The endpoints and their fields, to read", media_type=HTML, public=True),
 )
