@@ -32,6 +32,7 @@ export class Strip {
 
   /** Returns a sentence about the answer. `usage` is the server's count, or null if the stream was cut. */
   end(usage) {
+    this.#poll();
     if (this.first === null) return "";
     this.count = usage?.completion_tokens ?? this.count;
     const rate = this.#rate(performance.now());

@@ -67,7 +67,7 @@ export class TokenList {
 
 const percent = (logprob) => {
   const share = 100 * Math.exp(logprob);
-  return share >= 99.95 ? "100%" : share >= 0.1 ? `${share.toPrecision(2)}%` : "<0.1%";
+  return share >= 0.1 ? `${share.toFixed(share < 10 ? 1 : 0)}%` : "<0.1%";
 };
 const visible = (text) => text.replaceAll("\n", "⏎").replaceAll("\t", "⇥") || "∅";
 const withSpaces = (text) => visible(text).replaceAll(" ", "␣");
