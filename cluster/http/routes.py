@@ -39,6 +39,7 @@ EVENTS = "text/event-stream"
 LINES = "application/x-ndjson"
 HTML = "text/html"
 BINARY = "application/octet-stream"
+SEVERAL_TYPES = "*/*"
 GENERATION_ERRORS = (404, 408, 429, 503)
 
 ROUTES = (
@@ -230,7 +231,7 @@ ROUTES = (
         "/playground/{asset}",
         playground.asset,
         "A file of the page that browsers get at /",
-        media_type="text/javascript",
+        media_type=SEVERAL_TYPES,
         errors=(404,),
         public=True,
     ),

@@ -33,7 +33,7 @@ from tests.server import Client
 
 KEY = "a-key-of-the-playground"
 HEADERS = {"authorization": f"Bearer {KEY}"}
-DESKTOP, PHONE = {"width": 1280, "height": 800}, {"width": 360, "height": 740}
+DESKTOP, PHONE = {"width": 1120, "height": 700}, {"width": 360, "height": 740}
 QUESTION, SCHEMA, TOOL, TOKENS = range(4)
 """The examples on the page."""
 CONTROLS = {"model", "new_chat", "open_code", "open_key", "toggle_theme", "toggle_settings", "prompt", "send", "system"}
@@ -291,7 +291,7 @@ def test_the_request_as_code_gives_the_same_answer(playground: Playground, monke
     playground.open()
     playground.example(SCHEMA)
     (text,) = playground.texts(".choice > .text")
-    playground.page.fill("#system", "Don't be \"shy\" \\ about it.")
+    playground.page.fill("#system", 'Don\'t be "shy" \\ about it.')
     playground.page.fill("#top_k", "40")
     playground.page.fill("#prompt", "Extract the order as JSON: Mona's shop in Perth wants 7 mugs.")
     playground.page.click("#open_code")
@@ -374,9 +374,8 @@ def test_it_is_accessible_and_fits(playground: Playground, request: pytest.Fixtu
     look("welcome")
     playground.example(TOOL)
     look("tool")
-    page.click("#new_chat")
-    playground.page.click("#examples li:nth-child(4) button")
-    playground.answered()
+    playground.example(TOKENS)
+    page.hover(".choice:last-child .token:last-child")
     look("tokens")
     if name.startswith("phone"):
         page.click("#toggle_settings")

@@ -15,6 +15,7 @@ export class Strip {
     this.begun = performance.now();
     this.first = null;
     this.count = 0;
+    for (const id of ["speed", "ttft"]) $(id).textContent = "–";
   }
 
   /** Counts tokens that have just arrived. */

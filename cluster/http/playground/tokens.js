@@ -93,9 +93,9 @@ function show(token, entry) {
   card.hidden = false;
   const at = token.getBoundingClientRect();
   const size = card.getBoundingClientRect();
-  const above = at.top - size.height - 8;
+  const below = at.bottom + 8;
   card.style.left = `${Math.max(8, Math.min(at.left, innerWidth - size.width - 8))}px`;
-  card.style.top = `${above > 8 ? above : at.bottom + 8}px`;
+  card.style.top = `${below + size.height < innerHeight ? below : Math.max(8, at.top - size.height - 8)}px`;
 }
 
 export function hide() {
