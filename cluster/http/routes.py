@@ -14,6 +14,7 @@ from cluster.http.endpoints import (
     models,
     ollama,
     pages,
+    playground,
     responses_api,
     status,
     tokens,
@@ -38,6 +39,7 @@ EVENTS = "text/event-stream"
 LINES = "application/x-ndjson"
 HTML = "text/html"
 BINARY = "application/octet-stream"
+SEVERAL_TYPES = "*/*"
 GENERATION_ERRORS = (404, 408, 429, 503)
 
 ROUTES = (
@@ -224,5 +226,14 @@ ROUTES = (
     Route("GET", "/metrics", status.metrics, "Prometheus metrics", media_type="text/plain", errors=(503,), public=True),
     Route("GET", "/openapi.json", status.openapi, "This document", answer=dict, public=True),
     Route("GET", "/", pages.home, "What is served here", answer=pages.Home, media_type=HTML, public=True),
+    Route(
+        "GET",
+        "/playground/{asset}",
+        playground.asset,
+        "A file of the page that browsers get at /",
+        media_type=SEVERAL_TYPES,
+        errors=(404,),
+        public=True,
+    ),
     Route("GET", "/docs", pages.docs, "The endpoints and their fields, to read", media_type=HTML, public=True),
 )

@@ -90,7 +90,7 @@ class ChatAnswer:
             token_ids[event.index] += event.token_ids
             messages[event.index].add(self._readers[event.index].feed(event.text, event.finish is not None))
             if event.logprobs:
-                logprobs[event.index].content += chat_logprobs(self._tokenizer, event.logprobs).content
+                logprobs[event.index].content += self._logprobs(event.logprobs).content
             prompt_entries += event.prompt_logprobs or []
             if event.finish is not None:
                 endings[event.index] = event
@@ -136,7 +136,7 @@ class ChatAnswer:
                 for choice in range(len(self._readers)):
                     yield self._chunk(choice, responses.ChatDelta(role="assistant", content=""))
                 begun = True
-            logprobs = chat_logprobs(self._tokenizer, event.logprobs) if event.logprobs else None
+            logprobs = self._logprobs(event.logprobs) if event.logprobs else None
             deltas = self._readers[index].feed(event.text, event.finish is not None)
             token_ids: Any = event.token_ids if self._request.return_token_ids and event.token_ids else UNSET
             if (logprobs or token_ids is not UNSET) and not deltas:
@@ -158,6 +158,9 @@ class ChatAnswer:
                 )
             )
         yield SSE_DONE
+
+    def _logprobs(self, entries: list[TokenLogprobs]) -> responses.ChatLogprobs:
+        return chat_logprobs(self._tokenizer, entries, self._request.return_token_origins)
 
     def _finish_reason(self, ending: Event) -> str:
         assert ending.finish is not None

@@ -390,11 +390,11 @@ class Exchange:
             await self._send({"type": "http.response.body", "body": piece, "more_body": True})
         await self._send({"type": "http.response.body", "body": b"", "more_body": False})
 
-    async def send_empty(self, headers: list[tuple[bytes, bytes]]) -> None:
-        """Sends an answer without a body, with status 204."""
-        self.status = 204
+    async def send_empty(self, headers: list[tuple[bytes, bytes]], status: int = 204) -> None:
+        """Sends an answer without a body."""
+        self.status = status
         headers = [*self._id_header, *self.headers_always, *headers]
-        await self._send({"type": "http.response.start", "status": 204, "headers": headers})
+        await self._send({"type": "http.response.start", "status": status, "headers": headers})
         await self._send({"type": "http.response.body", "body": b"", "more_body": False})
 
     async def fail(self, error: ApiError) -> None:
