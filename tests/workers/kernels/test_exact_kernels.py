@@ -96,7 +96,8 @@ def test_rotary_embedding(form: str, dtype: torch.dtype) -> None:
     caches = [torch.zeros(num_blocks, 16, 2, 48, dtype=dtype) for _ in range(2)]
     qkv = numbers(5, metadata.num_tokens, 10 * 48, dtype=dtype)
     weights = numbers(6, 48, dtype=dtype), numbers(7, 48, dtype=dtype)
-    cpu.rope_and_cache(qkv, cos_sin, metadata, *caches, HEADS, *weights)
+    k_cache, v_cache = caches
+    cpu.rope_and_cache(qkv, cos_sin, metadata, k_cache, v_cache, HEADS, weights[0], weights[1])
     check("rotary", dtype, qkv[:, : 6 * 48], *caches)
 
 
@@ -106,7 +107,7 @@ LENGTH, CHUNK = 640, 301
 def attended(
     metadata: AttentionMetadata, caches: list[torch.Tensor], qkv: torch.Tensor, window: int | None
 ) -> torch.Tensor:
-    return cpu.paged_attention(qkv, *caches, metadata, HEADS, window, exact=True)
+    return cpu.paged_attention(qkv, caches[0], caches[1], metadata, HEADS, window, exact=True)
 
 
 @DTYPES
