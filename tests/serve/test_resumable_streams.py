@@ -1,0 +1,178 @@
+"""Streams outlive their client's socket and the ingress that runs them: every client gets each byte once.
+
+Two ingresses and two engines in this process, over real sockets. `tests/serve/test_stream_histories.py` kills processes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import threading
+import urllib.request
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from benchmarks.processes import free_port
+from cluster.config import EngineConfig, ServeConfig, StreamLimits
+from cluster.http.access.prefix_scope import new_secret
+from cluster.serve.engine_deployment import EngineReplica
+from cluster.serve.ingress import ListeningIngress
+from tests.checkpoints import checkpoint
+from tests.local_server import Handle
+from tests.patience import PATIENCE_S, wait_until
+from tests.serve.fault_streams import Stream, bodies
+from tests.serve.resuming_client import ResumingClient, check, read_all
+
+KEYS = ("ann:key-of-ann-0123456789", "ben:key-of-ben-0123456789")
+ANN, BEN = (key.partition(":")[2] for key in KEYS)
+NUM_EVENTS = 20
+"""After so many events at most a connection is broken."""
+
+
+class TwoIngresses:
+    """Two ingresses before two engines, of which the first one gets all requests. Both engines keep recordings."""
+
+    def __init__(self) -> None:
+        engine = EngineConfig(
+            model=str(checkpoint("llama")), dtype="float32", kv_cache_bytes=8 << 20, num_threads=1, max_num_sequences=64
+        )
+        self.config = ServeConfig(
+            engine=engine, api_keys=KEYS, log_requests=False, streams=StreamLimits(max_client_bytes=1 << 20)
+        )
+        self.ports: list[int] = []
+        self.ingresses: list[ListeningIngress] = []
+        self._secret = new_secret()
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever)
+        self._thread.start()
+        self.replicas = [EngineReplica(engine) for _ in range(2)]
+        for _ in range(2):
+            self.add()
+
+    def run(self, coroutine: Any) -> Any:
+        return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result(PATIENCE_S)
+
+    def add(self) -> None:
+        self.run(self._add())
+
+    async def _add(self) -> None:
+        port = free_port()
+        config = ServeConfig(
+            engine=self.config.engine, api_keys=KEYS, log_requests=False, streams=self.config.streams, port=port
+        )
+        ingress = ListeningIngress(config, Handle(*self.replicas), self._secret)
+        await ingress.check_health()
+        await ingress._client.until_greeted()
+        self.ports.append(port)
+        self.ingresses.append(ingress)
+
+    def kill(self) -> None:
+        """Ends the first ingress as if its process had died: it says no goodbye to anybody."""
+        self.run(self._kill())
+
+    async def _kill(self) -> None:
+        ingress = self.ingresses.pop(0)
+        self.ports.pop(0)
+        client = ingress._client
+        streams, receiver = client.streams, client._receiver
+        for task in streams._tasks:
+            task.cancel()
+        streams._own.clear()
+        for server in ingress._listener.servers:
+            server.close()
+        for connection in list(ingress._listener.server_state.connections):
+            connection.transport.abort()
+        ingress._listener.should_exit = ingress._listener.force_exit = True
+        assert receiver._server is not None
+        receiver._server.close()
+        for opened in receiver._connections:
+            opened._writer.transport.abort()
+        assert ingress._listener._serving is not None
+        await ingress._listener._serving
+
+    @property
+    def num_kept(self) -> int:
+        return sum(replica._keeper.num_streams for replica in self.replicas)
+
+    def close(self) -> None:
+        while self.ingresses:
+            self.kill()
+        self.run(asyncio.sleep(0.2))
+        for replica in self.replicas:
+            replica.close()
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+
+
+@pytest.fixture(scope="module")
+def two() -> Iterator[TwoIngresses]:
+    found = TwoIngresses()
+    yield found
+    found.close()
+
+
+def requests() -> list[tuple[str, dict[str, Any]]]:
+    """Streams of every API: plain, constrained, with tools, n > 1, stop strings and log-probabilities."""
+    model = checkpoint("llama").name
+    given = bodies(model)[:6]
+    text = {"model": model, "stream": True, "temperature": 1}
+    message = [{"role": "user", "content": "Count."}]
+    return [
+        *given,
+        ("/v1/responses", {**text, "input": "Count.", "max_output_tokens": 90}),
+        ("/v1/messages", {**text, "messages": message, "max_tokens": 90}),
+        (
+            "/v1/completions",
+            {**text, "prompt": [[5, 6], [7, 8, 9]], "max_tokens": 60, "stream_options": {"include_usage": True}},
+        ),
+    ]
+
+
+def undisturbed(two: TwoIngresses, path: str, body: dict[str, Any]) -> Stream:
+    stream = Stream()
+    headers = {"Content-Type": "application/json", "Authorization": f"Bearer {ANN}"}
+    request = urllib.request.Request(f"http://127.0.0.1:{two.ports[0]}{path}", json.dumps(body).encode(), headers)
+    with urllib.request.urlopen(request, timeout=PATIENCE_S) as response:
+        for line in response:
+            if line.startswith(b"data: {"):
+                stream.add(json.loads(line.removeprefix(b"data: ")))
+    return stream
+
+
+def whole(two: TwoIngresses, stream_id: str) -> bytes:
+    """All events of a stream, as the last ingress writes them."""
+    url = f"http://127.0.0.1:{two.ports[-1]}/v1/streams/{stream_id}"
+    request = urllib.request.Request(url, headers={"Authorization": f"Bearer {ANN}"})
+    with urllib.request.urlopen(request, timeout=PATIENCE_S) as response:
+        return response.read()
+
+
+def test_clients_and_an_ingress_are_lost_and_every_byte_comes_once(two: TwoIngresses) -> None:
+    asked = [
+        (
+            path,
+            {**body, "seed": number}
+            if path != "/v1/messages" and path != "/v1/responses"
+            else {**body, "temperature": 0},
+        )
+        for number, (path, body) in enumerate(requests())
+    ]
+    expected = [undisturbed(two, path, body) for path, body in asked]
+    clients = [ResumingClient(two.ports, path, body, number, ANN) for number, (path, body) in enumerate(asked)]
+    killer = threading.Thread(
+        target=lambda: (wait_until(lambda: all(len(c.history.events) > 8 for c in clients)), two.add(), two.kill())
+    )
+    killer.start()
+    histories = read_all(clients, lambda chooser: chooser.randrange(1, NUM_EVENTS))
+    killer.join()
+    verdict = check(histories, expected)
+    assert verdict.is_good, "\n".join([*verdict.lost, *verdict.twice, *verdict.different])
+    assert min(history.num_connections for history in histories) > 1
+    for history in histories:
+        seen = b"".join(
+            b"id: %s:%d\n%s" % (history.stream_id.encode(), event.number, event.content) for event in history.events
+        )
+        assert whole(two, history.stream_id) == seen
