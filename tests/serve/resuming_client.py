@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import http.client
+import itertools
 import json
 import random
 import threading
@@ -52,7 +53,7 @@ class History:
     @property
     def pauses_s(self) -> list[float]:
         times = [event.at for event in self.events]
-        return [later - earlier for earlier, later in zip(times, times[1:], strict=False)]
+        return [later - earlier for earlier, later in itertools.pairwise(times)]
 
 
 class ResumingClient:
@@ -64,6 +65,7 @@ class ResumingClient:
         self._chooser = random.Random(seed)
         self._headers = {"Content-Type": "application/json", **({"Authorization": f"Bearer {key}"} if key else {})}
         self._connection: http.client.HTTPConnection | None = None
+        self.unread_s = UNREAD_S
         self._deadline = time.monotonic() + PATIENCE_S
 
     def drop(self) -> None:
@@ -76,13 +78,18 @@ class ResumingClient:
         """Reads to the end. `cut` says after how many events each connection is broken."""
         while not self.history.has_ended and not self.history.problems and time.monotonic() < self._deadline:
             try:
-                self._read_once(cut(self._chooser))
+                self.read_once(cut(self._chooser))
             except (OSError, http.client.HTTPException, ValueError, AttributeError):
                 time.sleep(0.01)  # the connection broke, or a socket was closed under its reader
-            finally:
-                if self._connection is not None:
-                    self._connection.close()
         return self.history
+
+    def read_once(self, num_events: int) -> None:
+        """Reads at most so many events over one connection."""
+        try:
+            self._read_once(num_events)
+        finally:
+            if self._connection is not None:
+                self._connection.close()
 
     def _read_once(self, num_events: int) -> None:
         history = self.history
@@ -90,7 +97,7 @@ class ResumingClient:
         port = self._chooser.choice(self._ports)
         self._connection = http.client.HTTPConnection("127.0.0.1", port, timeout=PATIENCE_S)
         if not history.stream_id:
-            headers = {**self._headers, "X-Resumable-S": f"{UNREAD_S:g}"}
+            headers = {**self._headers, "X-Resumable-S": f"{self.unread_s:g}"}
             self._connection.request("POST", history.path, json.dumps(history.body), headers)
         else:
             last = history.events[-1].number if history.events else -1
@@ -173,7 +180,7 @@ def check(histories: Sequence[History], undisturbed: Sequence[Stream]) -> Verdic
 
 
 def _gaps(numbers: list[int]) -> list[tuple[int, int]]:
-    return [(a, b) for a, b in zip(numbers, numbers[1:], strict=False) if b != a + 1]
+    return [(a, b) for a, b in itertools.pairwise(numbers) if b != a + 1]
 
 
 def as_stream(history: History) -> Stream:

@@ -1,14 +1,14 @@
 """Streams outlive their client's socket and the ingress that runs them: every client gets each byte once.
 
-Two ingresses and two engines in this process, over real sockets. `tests/serve/test_stream_histories.py` kills processes.
+Two ingresses and two engines in this process, over real sockets. `tests/serve/test_resume.py` kills processes.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
-import random
 import threading
+import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from typing import Any
@@ -176,3 +176,92 @@ def test_clients_and_an_ingress_are_lost_and_every_byte_comes_once(two: TwoIngre
             b"id: %s:%d\n%s" % (history.stream_id.encode(), event.number, event.content) for event in history.events
         )
         assert whole(two, history.stream_id) == seen
+
+
+def ask(
+    two: TwoIngresses, method: str, path: str, body: Any = None, **headers: str
+) -> tuple[int, dict[str, str], bytes]:
+    """(status, headers in lower case, body) from the last ingress."""
+    data = None if body is None else json.dumps(body).encode()
+    given = {"Content-Type": "application/json", "Authorization": f"Bearer {ANN}", **headers}
+    request = urllib.request.Request(f"http://127.0.0.1:{two.ports[-1]}{path}", data, given, method=method)
+    try:
+        response = urllib.request.urlopen(request, timeout=PATIENCE_S)
+    except urllib.error.HTTPError as error:
+        response = error
+    with response:
+        return response.status, {key.lower(): value for key, value in response.headers.items()}, response.read()
+
+
+def completion(**fields: Any) -> dict[str, Any]:
+    return {"model": checkpoint("llama").name, "prompt": [5, 9, 17], "ignore_eos": True, "stream": True, **fields}
+
+
+def test_only_the_key_that_asked_finds_a_stream(two: TwoIngresses) -> None:
+    status, headers, body = ask(two, "POST", "/v1/completions", completion(max_tokens=5), **{"X-Resumable-S": "30"})
+    stream_id = headers["x-stream-id"]
+    assert (status, body.count(b"id: strm_")) == (200, 6)
+    path = f"/v1/streams/{stream_id}"
+    assert ask(two, "GET", path)[2] == body
+    status, _, repeated = ask(two, "POST", "/v1/completions", completion(), **{"Last-Event-ID": f"{stream_id}:2"})
+    assert (status, repeated) == (200, body[body.index(f"id: {stream_id}:3".encode()) :])
+    as_ben = {"Authorization": f"Bearer {BEN}"}
+    unknown = f"/v1/streams/strm_{'0' * 38}"
+    for method in ("GET", "DELETE"):
+        status, _, refusal = ask(two, method, path, **as_ben)
+        assert status == 404
+        assert refusal.replace(stream_id.encode(), b"strm_" + b"0" * 38) == ask(two, method, unknown, **as_ben)[2]
+        assert ask(two, method, path, Authorization="Bearer nobody")[0] == 401
+    assert ask(two, "GET", path)[2] == body
+
+
+@pytest.mark.parametrize(
+    ("value", "fields", "words"),
+    [
+        ("soon", {}, "is 'soon' and must be a number of seconds from 0 to 3600 (streams.max_unread_s)"),
+        ("3601", {}, "must be a number of seconds from 0 to 3600"),
+        ("nan", {}, "must be a number of seconds"),
+        ("5", {"stream": False}, "is for streams; send stream: true"),
+    ],
+)
+def test_a_wrong_header_is_refused(two: TwoIngresses, value: str, fields: dict[str, Any], words: str) -> None:
+    body = completion(max_tokens=2, **fields)
+    status, _, answer = ask(two, "POST", "/v1/completions", body, **{"X-Resumable-S": value})
+    assert status == 400
+    error = json.loads(answer)["error"]
+    assert (error["param"], words in error["message"]) == ("x-resumable-s", True)
+
+
+def test_a_stream_that_nobody_reads_is_aborted_and_forgotten(two: TwoIngresses) -> None:
+    wait_until(lambda: not any(ingress._client.runs for ingress in two.ingresses))
+    kept, client = (
+        two.num_kept,
+        ResumingClient(two.ports[-1:], "/v1/completions", completion(max_tokens=400, n=8), 0, ANN),
+    )
+    client.unread_s = 0.0
+    client.read_once(3)
+    assert len(client.history.events) == 3
+    stream_id = client.history.stream_id
+    wait_until(lambda: ask(two, "GET", f"/v1/streams/{stream_id}")[0] == 404)
+    wait_until(lambda: two.num_kept <= kept and two.replicas[0].engine.stats().num_running == 0)
+
+
+def test_a_client_with_too_many_recordings_is_refused(two: TwoIngresses) -> None:
+    body, answers = completion(prompt=[7] * 200, max_tokens=1), []
+    for _ in range(300):
+        answers.append(ask(two, "POST", "/v1/completions", body, **{"X-Resumable-S": "3"}))
+        if answers[-1][0] != 200:
+            break
+    status, _, answer = answers[-1]
+    assert (status, json.loads(answer)["error"]["code"]) == (429, "too_many_streams"), len(answers)
+    assert "streams.max_client_bytes" in json.loads(answer)["error"]["message"]
+    assert ask(two, "POST", "/v1/completions", completion(max_tokens=1))[0] == 200
+    wait_until(lambda: ask(two, "POST", "/v1/completions", body, **{"X-Resumable-S": "0"})[0] == 200)
+
+
+def test_a_deleted_stream_ends_and_says_so(two: TwoIngresses) -> None:
+    client = ResumingClient(two.ports[-1:], "/v1/completions", completion(max_tokens=400, n=8), 0, ANN)
+    client.read_once(3)
+    path = f"/v1/streams/{client.history.stream_id}"
+    assert json.loads(ask(two, "DELETE", path)[2])["deleted"]
+    assert b"the stream was cancelled" in ask(two, "GET", path)[2]

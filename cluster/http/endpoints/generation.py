@@ -17,7 +17,7 @@ from cluster.http.exchange.answers import Answer, ChatAnswer, CompletionAnswer
 from cluster.http.exchange.engines import GenerationRequest
 from cluster.http.exchange.exchange import GenerationExchange
 from cluster.http.exchange.prompts import aside, encode, encode_all, num_kept_tokens
-from cluster.http.exchange.recording import record
+from cluster.http.exchange.recording import check_resumable, record
 from cluster.http.exchange.state import AppState
 from cluster.protocol.body_limits import check_counts, check_echo, check_num_logprobs
 from cluster.protocol.constraint_refusals import in_words
@@ -113,6 +113,7 @@ async def generate(
             generation = state.streams.read(replay.recording)
         else:
             params = await _enforceable(state, exchange, params, not_carried)
+            check_resumable(exchange, bool(request.stream), answer.form)
             asked = _engines_request(state, exchange, prompts, params, request, shown_ids)
             if exchange.span is not None:
                 stream, chats = bool(request.stream), asked.chat

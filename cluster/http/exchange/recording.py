@@ -5,6 +5,7 @@ from __future__ import annotations
 import secrets
 
 from cluster.errors import refuse
+from cluster.http.exchange.codec import LINES, StreamForm
 from cluster.http.exchange.engines import Generation, GenerationRequest
 from cluster.http.exchange.exchange import Exchange, GenerationExchange
 from cluster.http.exchange.identity import Identity, new_stream_id
@@ -31,6 +32,15 @@ def make_resumable(exchange: Exchange, body: bytes, max_unread_s: float) -> None
         refuse(RESUMABLE, f"{message} (streams.max_unread_s)")
     exchange.identity = Identity(new_stream_id())
     exchange.resumable = Resumable(body, unread_s)
+
+
+def check_resumable(exchange: GenerationExchange, streams: bool, form: StreamForm) -> None:
+    """Raises `RequestRefused` if an answer that is not a stream of events is to be resumable."""
+    if exchange.resumable is None or exchange.resumable.is_detached:
+        return
+    if not streams or form is LINES:
+        what = "server-sent events; use another endpoint" if streams else "streams; send stream: true"
+        refuse(RESUMABLE, f"{RESUMABLE} is for {what}, or leave the header out")
 
 
 def record(
