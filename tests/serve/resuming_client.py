@@ -189,6 +189,7 @@ def as_stream(history: History) -> Stream:
         for line in event.content.splitlines():
             if line.startswith(b"data: {"):
                 stream.add(json.loads(line.removeprefix(b"data: ")))
+    stream.times = [event.at for event in history.events]
     return stream
 
 
