@@ -22,6 +22,8 @@ UNREAD_S = 60.0
 ENDS = (b"data: [DONE]", b"event: response.completed", b"event: response.incomplete", b"event: message_stop")
 """Beginnings of last events."""
 REFUSAL_PAUSE_S = 0.1
+PROXYS_ERROR = b"Internal Server Error"
+"""Answer of Serve's proxy where an ingress died over a request."""
 
 
 class Seen(NamedTuple):
@@ -109,12 +111,12 @@ class ResumingClient:
                 path = f"/v1/streams/{history.stream_id}?starting_after={last}"
                 self._connection.request("GET", path, headers=headers)
         response = self._connection.getresponse()
-        if response.status in (429, 502, 503):
-            response.read()
+        content = response.read() if response.status != 200 else b""
+        if response.status in (429, 502, 503) or content == PROXYS_ERROR:
             time.sleep(REFUSAL_PAUSE_S)
             return
         if response.status != 200:
-            history.problems.append(f"{response.status}: {response.read()!r}")
+            history.problems.append(f"{response.status}: {content!r}")
             return
         history.stream_id = response.headers.get("x-stream-id") or history.stream_id
         self._read_events(response, num_events)

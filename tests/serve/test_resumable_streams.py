@@ -275,3 +275,33 @@ def test_a_deleted_stream_ends_and_says_so(two: TwoIngresses) -> None:
     path = f"/v1/streams/{client.history.stream_id}"
     assert json.loads(ask(two, "DELETE", path)[2])["deleted"]
     assert b"the stream was cancelled" in ask(two, "GET", path)[2]
+
+
+def test_the_three_apis_carry_the_same_tokens_streamed_and_whole(two: TwoIngresses) -> None:
+    """The APIs of responses and messages have no seed, so that the tokens are those of temperature 0."""
+    shared = {"model": checkpoint("llama").name, "temperature": 0}
+    messages = [{"role": "user", "content": "Count."}]
+    bodies_of = {
+        "/v1/chat/completions": {**shared, "messages": messages, "max_tokens": 24},
+        "/v1/responses": {**shared, "input": "Count.", "max_output_tokens": 24},
+        "/v1/messages": {**shared, "messages": messages, "max_tokens": 24},
+    }
+    texts, numbers = set(), set()
+    for path, body in bodies_of.items():
+        whole_answer = json.loads(ask(two, "POST", path, body)[2])
+        usage = {"stream_options": {"include_usage": True}} if path.endswith("completions") else {}
+        stream = undisturbed(two, path, {**body, "stream": True, **usage})
+        texts |= {_text_of(whole_answer), stream.texts[0]}
+        numbers |= {stream.num_tokens, _num_tokens_of(whole_answer["usage"])}
+    assert len(texts) == len(numbers) == 1, (texts, numbers)
+
+
+def _text_of(answer: dict[str, Any]) -> str:
+    if "choices" in answer:
+        return answer["choices"][0]["message"]["content"]
+    (item,) = answer.get("output") or [answer]
+    return item["content"][0]["text"]
+
+
+def _num_tokens_of(usage: dict[str, Any]) -> int:
+    return usage.get("completion_tokens") or usage["output_tokens"]
