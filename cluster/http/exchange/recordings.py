@@ -206,7 +206,9 @@ class Streams(Protocol):
         ...
 
     async def find(self, stream_id: str, owner: str) -> Recording | None:
-        """Returns a recording of `owner`, from whichever process has it; None if there is none."""
+        """Returns a recording of `owner`, from whichever process has it; None if there is none. Raises `Unavailable` if
+        a process that might have it does not answer.
+        """
         ...
 
     def read(self, recording: Recording) -> Generation:

@@ -10,13 +10,18 @@ import time
 from collections.abc import Callable, Iterable
 from typing import Literal, NamedTuple
 
+from cluster.errors import Unavailable
 from cluster.serve.streams.keeping import Ask, Copy, FromKeeper, Keep, Kept, Notice, Write
 from cluster.serve.streams.token_channel import Connection
 
 ANSWER_S = 1.0
 """Seconds that a keeper gets to answer. One that does not is avoided, because its process hangs or is overloaded."""
+LOOK_UP_S = 5.0
+"""Seconds that a keeper gets to say whether it has a stream that a client asks for."""
 AVOID_S = 5.0
 """Seconds for which a keeper that did not answer gets no recordings."""
+
+What = Literal["read", "claim", "cancel"]
 
 
 class Found(NamedTuple):
@@ -110,10 +115,17 @@ class Copies:
         self,
         connections: Iterable[Connection],
         stream_id: str,
-        what: Literal["read", "claim", "cancel"],
+        what: What,
         first: int = 0,
     ) -> Found | None:
         """Asks keepers about a stream, and returns the newest copy; None if none of them answers that it has one."""
+        found, _ = await self._ask(connections, stream_id, what, first, ANSWER_S)
+        return found
+
+    async def _ask(
+        self, connections: Iterable[Connection], stream_id: str, what: What, first: int, seconds: float
+    ) -> tuple[Found | None, bool]:
+        """Returns the newest copy, and whether every keeper has answered within `seconds`."""
         asked: dict[asyncio.Future[Copy], Connection] = {}
         numbers = []
         for connection in connections:
@@ -124,14 +136,23 @@ class Copies:
             asked[answer] = connection
             connection.send(Ask(self._number, stream_id, what, first))
         if not asked:
-            return None
+            return None, False
         try:
-            done, _ = await asyncio.wait(asked, timeout=ANSWER_S)
+            done, silent = await asyncio.wait(asked, timeout=seconds)
         finally:
             for number in numbers:
                 self._asked.pop(number, None)
         found = [Found(answer.result(), asked[answer]) for answer in done if answer.result().epoch >= 0]
-        return max(found, key=_newness, default=None)
+        return max(found, key=_newness, default=None), not silent
+
+    async def look_up(self, stream_id: str) -> Found | None:
+        """Returns the newest copy; None if no keeper has one. Raises `Unavailable` if a keeper that might have one does
+        not answer.
+        """
+        found, is_certain = await self._ask(list(self._connections), stream_id, "read", 0, LOOK_UP_S)
+        if found is None and not is_certain:
+            raise Unavailable("not every engine says now whether it has a copy of this stream; retry")
+        return found
 
     async def ask_all(self, stream_id: str, what: Literal["read", "cancel"], first: int = 0) -> Found | None:
         return await self.ask(list(self._connections), stream_id, what, first)

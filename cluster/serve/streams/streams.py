@@ -85,10 +85,8 @@ class RecordedStreams:
     async def find(self, stream_id: str, owner: str) -> Recording | None:
         recording = self._known(stream_id)
         if recording is None:
-            found = await self.copies.ask_all(stream_id, "read")
-            if found is None:
-                await self._client.until_greeted()
-                found = await self.copies.ask_all(stream_id, "read")
+            await self._client.until_greeted()
+            found = await self.copies.look_up(stream_id)
             recording = self._known(stream_id) or (None if found is None else self._follow(found))
         return None if recording is None or recording.opening.owner != owner else recording
 
