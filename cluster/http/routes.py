@@ -17,6 +17,7 @@ from cluster.http.endpoints import (
     playground,
     responses_api,
     status,
+    streams,
     tokens,
 )
 from cluster.http.exchange.routing import Route
@@ -98,6 +99,17 @@ ROUTES = (
         errors=(404,),
         error_body=anthropic.error_body,
     ),
+    Route(
+        "GET",
+        "/v1/streams/{stream_id}",
+        streams.resume,
+        "The rest of a stream",
+        query=streams.StreamQuery,
+        media_type=EVENTS,
+        errors=GENERATION_ERRORS,
+        logged=True,
+    ),
+    Route("DELETE", "/v1/streams/{stream_id}", streams.delete, "End it", answer=streams.StreamDeleted, errors=(404,)),
     Route("GET", "/v1/models", models.list_models, "The models served", answer=models.ModelList),
     Route("GET", "/v1/models/{model}", models.one_model, "One model", answer=models.ModelCard, errors=(404,)),
     Route(

@@ -6,7 +6,6 @@ An answer knows the options of one body (echo, logprobs, usage) and nothing of s
 
 from __future__ import annotations
 
-import time
 from collections.abc import AsyncIterator, Callable
 from typing import Any, Protocol, TypeVar
 
@@ -16,6 +15,7 @@ from cluster.chat.plan import ChatPlan
 from cluster.chat.reader import ChatReader, MessageBuilder
 from cluster.http.exchange.codec import EVENTS, SSE_DONE, StreamForm, encode, sse_event
 from cluster.http.exchange.engines import Event, Generation
+from cluster.http.exchange.identity import Identity
 from cluster.http.exchange.logprobs import CompletionLogprobText, chat_logprobs, prompt_logprobs
 from cluster.http.exchange.prompts import aside
 from cluster.http.exchange.scoring import Scored
@@ -63,7 +63,7 @@ class ChatAnswer:
     def __init__(
         self,
         request: ChatCompletionRequest,
-        answer_id: str,
+        identity: Identity,
         model: str,
         tokenizer: Tokenizer,
         plan: ChatPlan,
@@ -72,11 +72,11 @@ class ChatAnswer:
         self._request = request
         self._prompt_ids: Any = prompt if request.return_token_ids else UNSET
         self._service_tier: Any = responses.SERVICE_TIER if request.service_tier is not None else UNSET
-        self._readers = [ChatReader(plan) for _ in range(request.num_choices)]
-        self._id = answer_id
+        self._readers = [ChatReader(plan, identity.source) for _ in range(request.num_choices)]
+        self._id = identity.new_id("chatcmpl-")
         self._model = model
         self._tokenizer = tokenizer
-        self._created = int(time.time())
+        self._created = identity.created
 
     async def whole(self, generation: Generation) -> bytes:
         messages = [MessageBuilder() for _ in self._readers]
@@ -204,17 +204,17 @@ class CompletionAnswer:
     def __init__(
         self,
         request: CompletionRequest,
-        answer_id: str,
+        identity: Identity,
         model: str,
         tokenizer: Tokenizer,
         given: list[str | list[int]],
         prompts: list[list[int]],
     ) -> None:
         self._request = request
-        self._id = answer_id
+        self._id = identity.new_id("cmpl-")
         self._model = model
         self._tokenizer = tokenizer
-        self._created = int(time.time())
+        self._created = identity.created
         self._prompts = prompts
         self._echoes = [self._echo(prompt) for prompt in given] if request.echo else [""] * len(given)
         self._prompt_entries: list[list[TokenLogprobs]] = [[] for _ in prompts]
