@@ -19,10 +19,17 @@ def rope_table(rope: RopeConfig, head_dim: int, num_positions: int) -> np.ndarra
     """Cosines then sines of every position's angles, float32 [num_positions, head_dim]."""
     inv_freq, attention_factor = _inverse_frequencies(rope, head_dim)
     # The angles are rounded to float32, as in transformers. Their cosines are computed in float64 and rounded once.
-    angles = np.outer(np.arange(num_positions, dtype=np.float32), inv_freq).astype(np.float64)
-    return (np.concatenate(_cos_and_sin(angles), axis=-1) * attention_factor).astype(np.float32)
+    angles = np.outer(np.arange(num_positions, dtype=np.float32), inv_freq)
+    table = np.empty((num_positions, head_dim), dtype=np.float32)
+    for first in range(0, num_positions, _CHUNK_POSITIONS):
+        chunk = slice(first, first + _CHUNK_POSITIONS)
+        cos_and_sin = np.concatenate(_cos_and_sin(angles[chunk].astype(np.float64)), axis=-1)
+        table[chunk] = cos_and_sin * attention_factor
+    return table
 
 
+_CHUNK_POSITIONS = 128
+"""Positions computed at a time, so that what lies between two operations stays in the processor's cache."""
 _HALF_PI = (float.fromhex("0x1.921fb544p+0"), float.fromhex("0x1.0b4611a6p-34"), float.fromhex("0x1.3198a2e037073p-69"))
 """Pi / 2 in three parts. The first two have 33 and 32 bits, so that their products with a quadrant below 2^20 are
 exact.
