@@ -214,6 +214,14 @@ def test_answers_are_held_to_the_schema_and_the_page_says_what_it_does_not_check
     notes = playground.texts(":nth-match(.answer, 2) .note")
     assert notes[0] == "Satisfies the schema"
     assert notes[1] == "This page does not check format, unevaluatedItems"
+    unnamed = {"type": "object", "properties": {"a": {"$dynamicRef": "#nowhere"}}, "required": ["a"]}
+    playground.page.fill("#schema", json.dumps(unnamed))
+    playground.page.fill("#max_tokens", "30")
+    playground.page.fill("#prompt", "Say more.")
+    playground.page.keyboard.press("Enter")
+    playground.answered(3)
+    said = "".join(playground.texts(":nth-match(.answer, 3) .note"))
+    assert re.search(r"The server does not enforce .*\$dynamicRef", said)
     playground.page.fill("#schema", '{"type": ')
     playground.page.fill("#prompt", "Go on.")
     playground.page.keyboard.press("Enter")
