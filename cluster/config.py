@@ -34,8 +34,8 @@ class EngineConfig(ModelOptions, frozen=True, kw_only=True, forbid_unknown_field
     while another engine does not.
     """
     placement_strategy: Literal["STRICT_PACK", "PACK", "SPREAD", "STRICT_SPREAD"] = "STRICT_PACK"
-    """Where Ray places the ranks of one engine: all on one node, on as few nodes as possible, spread over the nodes, or
-    each rank on a node of its own. The names are those of Ray's placement groups.
+    """Strategy by which Ray places the ranks of one engine: all on one node, on as few nodes as possible, spread over
+    the nodes, or each rank on a node of its own. The names are those of Ray's placement groups.
     """
     max_num_waiting: Annotated[int, Meta(ge=0)] = 2048
     """Requests that may wait for a place in the batch. The engine refuses the next one (HTTP 429). A client with no
@@ -46,14 +46,13 @@ class EngineConfig(ModelOptions, frozen=True, kw_only=True, forbid_unknown_field
     constraints: ConstraintLimits = ConstraintLimits()
     """Limits on what one constraint may cost."""
     grammar_pool: PoolConfig = PoolConfig()
-    """Where grammar workers fill masks, and how long they may take."""
+    """Place of the grammar workers, and the time that they may take to fill masks."""
     overlap: Literal["auto", "on", "off"] = "auto"
     """Whether the engine does its own work while the device computes a step. The tokens stay the same. `auto` overlaps
     on devices that compute by themselves (GPUs); `on` does so on CPUs too.
     """
     speculative: SpeculativeConfig | None = None
-    """Which proposers draft tokens that the model then verifies, several in one step. None generates one token a step.
-    """
+    """Proposers of drafts: tokens that the model verifies, several in one step. None generates one token a step."""
 
 
 class ListenerLimits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -201,7 +200,7 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     streams: StreamLimits = StreamLimits()
     """Limits on streams that can be resumed."""
     batch_storage: str | None = None
-    """Where `/v1/files` and `/v1/batches` keep files: a folder, or the URL of an object store (`s3://bucket/folder`)
+    """Storage of `/v1/files` and `/v1/batches`: a folder, or the URL of an object store (`s3://bucket/folder`)
     whose fsspec package is installed. All nodes must reach the same place. None refuses both endpoints (HTTP 404).
     """
     host: str = "127.0.0.1"
@@ -224,8 +223,8 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     num_standby_replicas: Annotated[int, Meta(ge=0)] = 0
     """Engines that are loaded and warm, and get requests only while no other engine can take one."""
     http_server: Literal["auto", "listener", "proxy"] = "auto"
-    """What accepts the connections: each ingress replica itself (`listener`), or Serve's proxies (`proxy`), through
-    which tokens arrive later. `auto` is the listener under `manta serve` and the proxy under Serve's own configuration
+    """Acceptor of connections: each ingress replica itself (`listener`), or Serve's proxies (`proxy`), through which
+    tokens arrive later. `auto` is the listener under `manta serve` and the proxy under Serve's own configuration
     files. There the listener needs `proxy_location: Disabled`.
     """
     num_ingress_replicas: Count | None = None

@@ -62,7 +62,7 @@ class MaskBatch(NamedTuple):
     rows: np.ndarray
     """int32 [slots, words]: bit `t % 32` of word `t // 32` is 1 if token `t` is allowed."""
     adjustments: dict[int, tuple[np.ndarray, np.ndarray]]
-    """For each sample point: token ids int32 [n], and the values to add to their logits, float32 [n]."""
+    """Additions to logits, by sample point: token ids int32 [n], and the values to add, float32 [n]."""
 
     def packed(self) -> MaskBatch:
         """A copy that holds only the rows in use, each once: int32 [used rows, words]."""

@@ -22,8 +22,8 @@ class ToolFormat(msgspec.Struct, frozen=True, kw_only=True):
     """Another text that opens them, for models that differ in this alone."""
     end: str = ""
     calls: Literal["each", "list", "section", "one"] = "each"
-    """How several calls are written: each with its own `begin` and `end`; in one `[...]`, with commas between them; in
-    one section, one after the other; or only one at all.
+    """Form of several calls: `each` has its own `begin` and `end`; a `list` is one `[...]` with commas; a `section` has
+    them one after the other; `one` allows a single call.
     """
     call: str = ""
     """One call, with `{name}` and `{arguments}`, and `{index}` or `{id}` where the model counts or names its calls. If
@@ -36,7 +36,7 @@ class ToolFormat(msgspec.Struct, frozen=True, kw_only=True):
     argument: str = ""
     """One argument, with `{key}` and `{value}`; if empty, the arguments are one JSON object."""
     values: Literal["json", "raw", "python"] = "json"
-    """How `{value}` is written: strings as they are and all else as JSON, or as literals of Python."""
+    """Form of `{value}`: JSON, strings as they are and all else as JSON (`raw`), or literals of Python."""
     call_id: str = ""
     """The id that a client gets for a call, of the placeholders in `call`; if empty, a new one."""
     has_short_ids: bool = False

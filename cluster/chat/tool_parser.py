@@ -24,7 +24,7 @@ class Piece(msgspec.Struct, frozen=True):
     call: int | None = None
     name: str | None = None
     call_id: str | None = None
-    """Beside `name`: the id that the model gave the call; None if it gave none, or one that is taken."""
+    """The id that the model gave the call, set with `name`; None if it gave none, or one that is taken."""
     arguments: str = ""
 
 
@@ -40,7 +40,7 @@ class ToolCallParser:
         self._at_start = True
         self._reader: CallReader | None = None
         self._between: list[str] | None = None
-        """After a call: the marks that may come, in this order; None elsewhere."""
+        """Marks that may follow a call, in this order; None if the text does not follow one."""
         self._ids: set[str] = set()
         self.num_calls = 0
 

@@ -59,7 +59,7 @@ class CheckReport(msgspec.Struct, frozen=True, kw_only=True):
     num_threads: int
     weight_bytes: int
     weights: str | None
-    """As in `ModelInfo`."""
+    """Form of the linears' weights, as in `ModelInfo`."""
     kv_cache_bytes: int
     kv_bytes_per_token: int
     kv_cache_tokens: int

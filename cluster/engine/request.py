@@ -24,7 +24,7 @@ class FinishStatus(enum.StrEnum):
     FINISHED_ABORTED = "abort"
     """The client disconnected, the deadline passed, or the caller aborted."""
     FINISHED_INTERNAL_ERROR = "error"
-    """This sequence failed; the others go on."""
+    """The sequence failed; the others go on."""
 
 
 class Usage(msgspec.Struct, array_like=True):
@@ -55,7 +55,7 @@ class ContinuedChoice(msgspec.Struct, array_like=True):
 
     index: int
     token_ids: list[int]
-    """Its output so far."""
+    """Output of the choice so far."""
     usage: Usage
     """The counts that the other engine reported; this engine adds to them."""
 

@@ -24,7 +24,7 @@ class TextDelta(msgspec.Struct, array_like=True, gc=False):
     stop_string: str | None = None
     """Stop string that ended the text; nothing may be appended afterwards."""
     num_kept_tokens: int = 0
-    """With `stop_string`, the number of output tokens that make the kept text; otherwise that of all tokens so far."""
+    """Output tokens that make the kept text if a `stop_string` was found; otherwise all output tokens so far."""
 
 
 class SequenceText:

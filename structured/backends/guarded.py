@@ -21,7 +21,7 @@ _ENDS = b",]} \t\r\nel"
 _COMPLETING = frozenset(b"]}el0123456789")
 """Bytes that complete a value outside of strings."""
 _BEGINNING = _COMPLETING | frozenset(b'"[{tfn-')
-"""Those, and bytes that begin one."""
+"""Bytes that complete a value or begin one."""
 
 
 class TokenClasses:

@@ -45,7 +45,7 @@ class Part(NamedTuple):
     """A guarded schema."""
 
     matcher: Matcher
-    """At the beginning. Sessions copy it."""
+    """Matcher at the beginning of the part. Sessions copy it."""
     striker: Striker
 
 
@@ -53,7 +53,7 @@ class Parts(NamedTuple):
     """What all sessions of a grammar share."""
 
     frame: Matcher
-    """At the beginning. Sessions copy it."""
+    """Matcher of the text around the parts, at its beginning. Sessions copy it."""
     num_parts: int
     part: Callable[[int], Part]
     """Makes a part when it is first reached: of many tools a request calls few."""
@@ -88,7 +88,7 @@ class Accepted(NamedTuple):
     """What takes back one token."""
 
     readings: list[Reading]
-    """Before it."""
+    """Readings before the token."""
     consumed: list[Matcher]
     """The matchers that have moved on by one, once for each time."""
     length: int
@@ -105,7 +105,7 @@ class GuardedPartsSession:
         self._vocabulary = vocabulary
         self._text = bytearray()
         self._consumed: list[Matcher] = []
-        """Since the last token was accepted."""
+        """Matchers that have moved on since the last token was accepted."""
         self._accepted: list[Accepted] = []
         self._readings = self._closed([Reading(parts.frame.deep_copy())])
 

@@ -15,7 +15,7 @@ _LEXEMES = re.compile(
     """,
     re.VERBOSE | re.DOTALL,
 )
-"""What may hold `%json`; only the first means it."""
+"""Parts of a grammar that may hold `%json`; only in the first is it a schema."""
 _TOKEN_IDS = re.compile(r"<\[([^\]<>]*)\]>")
 _UNKNOWN_LENGTH = re.compile(r"\bmax_tokens\s*=|<\[\s*[*^]")
 """A bound on tokens, and references to all tokens or to all but some."""

@@ -43,7 +43,7 @@ _UNSATISFIABLE = re.compile(r"Unsatisfiable schema|nothing satisfies")
 MATCHER_BYTES = 32 * 2**10
 """No matcher holds less. Most hold 35 to 200 KB, one with `\\w` in it 0.5 MB, whatever the length of the text."""
 UNMEASURED_BYTES = 2**20
-"""What a matcher is assumed to hold if memory cannot be measured."""
+"""Bytes that a matcher is assumed to hold if memory cannot be measured."""
 AUTOMATA_FACTOR = 2
 """Automata are built as sessions need them and stay with the grammar. Soon they hold as much as the matcher did at
 first, which is why its bytes are counted twice.
@@ -51,7 +51,7 @@ first, which is why its bytes are counted twice.
 GUARD_FACTOR = 20
 """A guard holds about this many bytes for each of its schema's text: parsed, and with its places."""
 ROW_BYTES = 2000
-"""What one row adds to the automata if every row finds new states, as with `(a|b)*a(a|b){20}`."""
+"""Bytes that one row adds to the automata if every row finds new states, as with `(a|b)*a(a|b){20}`."""
 
 
 class Compiled(msgspec.Struct, array_like=True):

@@ -35,7 +35,7 @@ NUM_MARKERS = 1024
 
 
 Way = Literal["proved", "guarded", "loosened", "apart"]
-"""How schemas become grammars, from the one that leaves least to the guard: rewritten with proofs; rewritten without;
+"""Ways in which schemas become grammars. The first leaves least to the guard: rewritten with proofs; rewritten without;
 loosened; and loosened so that no two schemas apply to one value.
 """
 SIMPLER_WAYS: tuple[Way, ...] = ("guarded", "loosened", "apart")

@@ -30,7 +30,7 @@ _MAX_HOSTNAME = 253
 _OLD_DRAFTS = re.compile(r"json-schema\.org/(draft-0|draft/2019)")
 _ESCAPED_CHARACTER = re.compile(r"(?<!\\)(?:\\\\)*\\[<>]")
 _ESCAPED_CONTROL = re.compile(r"\\u00[01]|\x7f")
-"""What a control character without a short escape is in JSON text of ASCII characters."""
+"""Escape of a control character without a short one, in JSON text of ASCII characters."""
 _CONTROL = re.compile(r"[\x00-\x07\x0b\x0e-\x1f\x7f]")
 
 

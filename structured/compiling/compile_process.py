@@ -44,7 +44,7 @@ IDLE_SECONDS = 0.2
 run at all if steps keep every core busy.
 """
 WALL_FACTOR = 3
-"""By the clock a compilation may take this many times its budget: a busy machine gives it less than a core."""
+"""Most wall-clock time of a compilation, as a multiple of its budget: a busy machine gives it less than a core."""
 GRACE_SECONDS = 5
 """The parent kills the process when the budget is over. If the parent is gone, the process ends itself this much later.
 """
@@ -53,9 +53,9 @@ START_SECONDS = 120.0
 LEAST_WAIT_SECONDS = 0.01
 """Least time between two looks at how long a process has computed."""
 WANTED_LOOK_SECONDS = 0.25
-"""How often the parent looks whether somebody still waits for what a process compiles."""
+"""Interval at which the parent checks whether somebody still waits for what a process compiles."""
 MEMORY_LOOK_SECONDS = 0.05
-"""If the system does not limit a process's memory, the memory is measured this often."""
+"""Interval at which the parent measures a process's memory, if the system does not limit it."""
 
 MAX_ERROR_LENGTH = 2000
 """Most characters of an error; a backend may quote the whole constraint, and more than once."""

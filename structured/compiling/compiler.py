@@ -32,11 +32,11 @@ CACHE_BYTES = 32 * 2**20
 REFUSAL_BYTES = 4 * 2**20
 """Most bytes of refusals that are remembered; that is room for 7,000."""
 ENTRY_BYTES = 600
-"""What an entry of either cache holds besides its texts: structs, digests, lengths, hash tables."""
+"""Bytes that an entry of either cache holds besides its texts: structs, digests, lengths, hash tables."""
 REFUSAL_SECONDS = 60.0
-"""How long a refusal is remembered."""
+"""Lifetime of a remembered refusal."""
 RETRY_SECONDS = 10.0
-"""If a process did not start, another start is tried after this time, even if no constraint asks for it."""
+"""Delay before another start if a process did not start, even if no constraint asks for it."""
 
 
 class CompilerBusy(RuntimeError):
@@ -116,7 +116,7 @@ class Compiler:
         self._lock = threading.Lock()
         self._queue: FairQueue[_Job] = FairQueue(num_processes, limits.max_waiting)
         self._jobs: dict[bytes, _Job] = {}
-        """Those that wait or are being compiled. The keys of all three tables are from `_key`."""
+        """Constraints that wait or are being compiled. `_key` makes the keys of all three tables."""
         self.cache: ByteLRU[bytes, Resolved] = ByteLRU(CACHE_BYTES)
         self._refusals: ByteLRU[bytes, _Refusal] = ByteLRU(REFUSAL_BYTES)
         self.num_compiled = 0

@@ -48,7 +48,7 @@ class Position(NamedTuple):
     is_start: bool
     runs: frozenset[Run]
     behind: tuple[frozenset[Run], ...]
-    """For each lookbehind, the runs that began at any position so far."""
+    """Runs of each lookbehind that began at any position so far."""
 
 
 _NONE: frozenset[Obligation] = frozenset()

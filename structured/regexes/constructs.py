@@ -10,7 +10,7 @@ from typing import NamedTuple
 class Construct(NamedTuple):
     name: str
     text: str
-    """How the construct begins."""
+    """Beginning of the construct."""
     position: int
     """Characters of the pattern in front of it."""
 

@@ -22,7 +22,7 @@ MAX_NAMES = 1000
 """Most properties of one object whose places are remembered."""
 
 VALUE, FIRST_ITEM, FIRST_KEY, KEY, COLON, AFTER, STRING, KEY_STRING, SCALAR, DONE = range(10)
-"""What the next byte belongs to."""
+"""Kinds of what the next byte belongs to."""
 _SPACE = b" \t\r\n"
 _LITERALS = (b"true", b"false", b"null")
 _OPENING = frozenset(["$ref", "allOf", "patternProperties", "additionalProperties", "propertyNames"])
@@ -127,7 +127,7 @@ class Frame(NamedTuple):
     place: Place
     is_array: bool
     start: int
-    """Where its text begins, in bytes."""
+    """Byte at which its text begins."""
     num_items: int
     """Items that are complete."""
     key: str
@@ -135,7 +135,7 @@ class Frame(NamedTuple):
     seen: frozenset[Any]
     """The items so far, if they must differ."""
     texts: frozenset[bytes]
-    """Their texts, if the items' domain is known."""
+    """Texts of the items, if their domain is known."""
 
 
 class State(NamedTuple):
@@ -144,7 +144,7 @@ class State(NamedTuple):
     frame: Frame | None
     mode: int
     start: int
-    """Where the string, number or literal that is being written begins."""
+    """Byte at which the string, number or literal begins that is being written."""
     escaped: bool
     length: int
     """Bytes of the text so far."""

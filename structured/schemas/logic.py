@@ -31,7 +31,7 @@ class Alternative(NamedTuple):
 
     schema: Any
     reason: str = ""
-    """If not empty, no schema says this exactly: `schema` allows more, and this names the keyword and why."""
+    """Keyword that no schema says exactly, and why; `schema` then allows more. Empty if `schema` is exact."""
 
 
 def atoms(value: Any) -> frozenset[str]:

@@ -19,8 +19,8 @@ from workers.models.families import describe
 from workers.models.model_config import DTYPE_BYTES, ModelConfig, ModelError
 
 WEIGHTS_MULTIPLE = 4
-"""By default the KV cache takes this many times the weights' memory. A model of half a billion parameters then has room
-for 1,250 tokens of each of 256 sequences. A tiny model does not fill a laptop's memory with old prompts.
+"""Default size of the KV cache, as a multiple of the weights' memory. A model of half a billion parameters then has
+room for 1,250 tokens of each of 256 sequences. A tiny model does not fill a laptop's memory with old prompts.
 """
 LEAST_SEQUENCE_TOKENS = 512
 """Tokens of each of `max_num_sequences` sequences for which the default cache has room, even if that takes more than

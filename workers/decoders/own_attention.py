@@ -138,4 +138,4 @@ FORWARDS: dict[type[nn.Module], Callable[..., Attended]] = {
     modeling_gpt_neo.GPTNeoSelfAttention: _gpt_neo,
     modeling_xglm.XGLMAttention: _xglm,
 }
-"""What takes the place of the `forward` of each class of attention modules."""
+"""Functions that replace the `forward` of each class of attention modules."""

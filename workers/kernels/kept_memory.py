@@ -15,11 +15,11 @@ import numpy as np
 import torch
 
 SMALL_BYTES = 1 << 20
-"""Of less malloc has enough."""
+"""Smaller tensors are left to malloc, which reuses their pages."""
 
 
 class KeptMemory:
-    """Of one tensor at a time. If it still lives when the next one is wanted, the next one has memory of its own."""
+    """Memory of one tensor at a time. While that tensor lives, the next one gets memory of its own."""
 
     def __init__(self) -> None:
         self._memory = np.empty(0, np.uint8)

@@ -15,7 +15,7 @@ class Model(Protocol):
     """`workers/decoders/decoder.py` and `workers/decoders/transformers_model.py`."""
 
     compiled: Forward | None
-    """What the platform made of its layers (`Platform.compile_decoder`); None if it made nothing."""
+    """The layers as the platform compiled them (`Platform.compile_decoder`); None if it did not."""
 
     def forward(self, token_ids: torch.Tensor, metadata: AttentionMetadata, kv_caches: KVCaches) -> torch.Tensor:
         """Final hidden states [num_tokens, hidden] of int64 token_ids [num_tokens]; fills the layers' KV caches."""
@@ -28,7 +28,7 @@ class Model(Protocol):
 
 class LoadedModel(NamedTuple):
     config: ModelConfig
-    """Of what this rank holds of it."""
+    """Configuration of this rank's share of the model."""
     model: Model
     dtype: torch.dtype
-    """Of its activations, keys and values."""
+    """Dtype of activations, keys and values."""

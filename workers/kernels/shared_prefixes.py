@@ -102,11 +102,11 @@ class _Level:
     rows: list[int] = dataclasses.field(default_factory=list)
     inner: list[_Level] = dataclasses.field(default_factory=list)
     prices: list[int] = dataclasses.field(default_factory=list)
-    """What a group of the enclosing level saves for each member; 0 if it does not pay."""
+    """Saving of a group of the enclosing level for each member; 0 if it does not pay."""
     saved: list[int] = dataclasses.field(default_factory=list)
     """The most that rows of this level can save, in groups of it and its inner levels or in the enclosing group."""
     num_joining: list[int] = dataclasses.field(default_factory=list)
-    """How many rows of this level then join the enclosing group."""
+    """Rows of this level that then join the enclosing group."""
     is_group: list[bool] = dataclasses.field(default_factory=list)
     """Whether this level is then a group of its own."""
 

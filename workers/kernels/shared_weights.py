@@ -37,7 +37,7 @@ _CACHE_LINE = 64
 and one of 32 rows 2%: measured, not explained. What malloc gives to a process begins there too.
 """
 PATIENCE_S = 120.0
-"""With another process that packs the same. Who has waited for so long packs a copy."""
+"""Longest wait for another process that packs the same weights. After it, a process packs a copy of its own."""
 _SEALS = 0x0001 | 0x0002 | 0x0004 | 0x0008
 """F_SEAL_SEAL, F_SEAL_SHRINK, F_SEAL_GROW and F_SEAL_WRITE: names that Python has on Linux alone."""
 _LOCKS = "weights.lock"

@@ -71,8 +71,8 @@ class SharedLinears(Protocol):
 
 
 MLP_BYTES = 32 << 20
-"""On a CPU the widest activations are made for as many rows at a time as fit: the C library gives larger buffers back
-at once, and the system would zero new pages for the next ones.
+"""Largest buffer of the widest activations on a CPU, which are made for as many rows at a time as fit. The C library
+gives larger buffers back at once, and the system would zero new pages for the next ones.
 """
 
 
