@@ -20,6 +20,7 @@ import llguidance
 import numpy as np
 from tokenizers import Tokenizer
 
+from benchmarks.property_order import in_order
 from structured.backend import DeadEnd, Session
 from structured.backends.choose import Backends
 from structured.backends.llguidance import Compiled, LLGuidanceGrammar, tokenizer_of
@@ -174,13 +175,13 @@ class Trial:
             return {"refused": f"{type(error).__name__}: {error}"[:300]}
         seconds = time.perf_counter() - started
         found: dict[str, Any] = {"compile_ms": seconds * 1e3, "mask_us": [], "valid": 0, "forbidden": 0, "wrong": 0}
-        found |= {"walks": 0, "dead_ends": 0, "rows_struck": 0, "rows": 0}
+        found |= {"out_of_order": 0, "walks": 0, "dead_ends": 0, "rows_struck": 0, "rows": 0}
         kind = jsonschema.validators.validator_for(data["schema"], default=jsonschema.Draft202012Validator)
         judge = kind(data["schema"], format_checker=kind.FORMAT_CHECKER)
         found["failed"] = 0
         for case in data["tests"][:num_tests]:
             with self._counted(found):
-                self._instance(matcher(), case, judge, found)
+                self._instance(matcher, case, judge, found)
         for index in range(num_walks):
             with self._counted(found):
                 self._walk(matcher(), random.Random(f"{pathlib.Path(file).name}{index}"), judge, found)
@@ -194,14 +195,23 @@ class Trial:
         except Exception:  # each engine has its own kinds
             found["failed"] += 1
 
-    def _instance(self, matcher: Matcher, case: dict[str, Any], judge: Any, found: dict[str, Any]) -> None:
-        token_ids = self._tokenizer.encode(json.dumps(case["data"], ensure_ascii=False)).ids
+    def _instance(self, new: Callable[[], Matcher], case: dict[str, Any], judge: Any, found: dict[str, Any]) -> None:
+        token_ids = self._token_ids(case["data"])
         if len(token_ids) > MAX_TOKENS:
             return
-        accepted = all(self._follows(matcher, token_id, found) for token_id in token_ids) and matcher.is_accepting()
+        accepted = self._writes(new(), token_ids, found)
+        if case["valid"] and not accepted:
+            ordered = self._writes(new(), self._token_ids(in_order(case["data"], judge.schema)), found)
+            found["out_of_order" if ordered else "forbidden"] += 1
         found["valid"] += case["valid"]
-        found["forbidden"] += case["valid"] and not accepted
         found["wrong"] += accepted and not case["valid"] and not judge.is_valid(case["data"])
+
+    def _token_ids(self, instance: Any) -> list[int]:
+        return list(self._tokenizer.encode(json.dumps(instance, ensure_ascii=False)).ids)
+
+    def _writes(self, matcher: Matcher, token_ids: list[int], found: dict[str, Any]) -> bool:
+        """Returns whether the engine lets a model write these tokens and end."""
+        return all(self._follows(matcher, token_id, found) for token_id in token_ids) and matcher.is_accepting()
 
     def _follows(self, matcher: Matcher, token_id: int, found: dict[str, Any]) -> bool:
         try:

@@ -2,7 +2,8 @@
 
     accepted, refused    schemas that an engine compiles, or does not, in the time that it has
     wrong                texts that an engine lets a model write to the end, and that the schema rejects
-    forbidden            valid instances that an engine does not let a model write
+    forbidden            valid instances that an engine does not let a model write in the schema's order of properties
+    other order          valid instances that it lets a model write in that order only
     failed               texts on which an engine gives up with an error
     dead ends            texts after which no token is allowed
     struck               rows from which Manta's guard took a token
@@ -34,7 +35,7 @@ NEEDS = {"outlines-core": "outlines_core", "llama.cpp": "xllamacpp", "xgrammar":
 DEMO = pathlib.Path(__file__).parents[1] / "configs" / "demo" / "target"
 DEMO_VOCAB_SIZE, DEMO_EOS = 4160, 2
 COLUMNS = (
-    *("engine", "accepted", "refused", "wrong", "forbidden", "failed", "dead ends"),
+    *("engine", "accepted", "refused", "wrong", "forbidden", "other order", "failed", "dead ends"),
     *("compile p50", "p99", "mask mean", "p99", "max", "struck"),
 )
 
@@ -177,6 +178,7 @@ def summary(name: str, found: list[dict[str, Any]]) -> dict[str, Any]:
         "wrong": sum(each["wrong"] > 0 for each in accepted),
         "valid": total("valid"),
         "forbidden": total("forbidden"),
+        "out_of_order": total("out_of_order"),
         "walks": total("walks"),
         "failed": total("failed"),
         "dead_ends": total("dead_ends"),
@@ -205,6 +207,7 @@ def line_of(row: dict[str, Any]) -> str:
         f"{row['refused']} ({100 * row['refused'] / count:.2f}%)",
         f"{row['wrong']} schemas",
         f"{row['forbidden']} of {row['valid']}",
+        row["out_of_order"],
         row["failed"],
         f"{row['dead_ends']} of {row['walks']} walks" if row["walks"] else row["dead_ends"],
         *(_number(row[name], "ms") for name in ("compile_ms_p50", "compile_ms_p99")),

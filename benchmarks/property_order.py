@@ -1,0 +1,76 @@
+"""Orders the properties of an instance as its schema names them: the order in which engines have them written."""
+
+from __future__ import annotations
+
+from typing import Any
+from urllib.parse import unquote
+
+APPLICATORS = ("allOf", "anyOf", "oneOf")
+"""Keywords whose schemas apply to the same value."""
+BRANCHES = ("if", "then", "else")
+
+
+def in_order(instance: Any, schema: Any) -> Any:
+    """Returns the instance with the properties of every object in the order of the schemas that apply to it; unnamed
+    ones come last, as they are. References must be JSON pointers into `schema` (`#/...`, RFC 6901); others are ignored.
+    """
+    return _ordered(instance, [schema], schema)
+
+
+def _ordered(value: Any, schemas: list[Any], root: Any) -> Any:
+    applied = _applied(schemas, root)
+    if isinstance(value, dict):
+        named = [name for schema in applied for name in schema.get("properties", {})]
+        names = dict.fromkeys([*(name for name in named if name in value), *value])
+        return {name: _ordered(value[name], _of_property(applied, name), root) for name in names}
+    if isinstance(value, list):
+        return [_ordered(item, _of_item(applied, index), root) for index, item in enumerate(value)]
+    return value
+
+
+def _applied(schemas: list[Any], root: Any) -> list[dict[str, Any]]:
+    """Returns the schemas and all that they apply to the same value, each once."""
+    found: list[dict[str, Any]] = []
+    waiting = list(schemas)
+    while waiting:
+        schema = waiting.pop(0)
+        if not isinstance(schema, dict) or any(schema is each for each in found):
+            continue
+        found.append(schema)
+        inner = [each for keyword in APPLICATORS for each in schema.get(keyword, ())]
+        inner += [schema[keyword] for keyword in BRANCHES if keyword in schema]
+        if isinstance(schema.get("$ref"), str):
+            inner.append(_target(schema["$ref"], root))
+        waiting = inner + waiting
+    return found
+
+
+def _of_property(applied: list[dict[str, Any]], name: str) -> list[Any]:
+    named = [schema["properties"][name] for schema in applied if name in schema.get("properties", {})]
+    return named or [schema["additionalProperties"] for schema in applied if "additionalProperties" in schema]
+
+
+def _of_item(applied: list[dict[str, Any]], index: int) -> list[Any]:
+    found = []
+    for schema in applied:
+        items = schema.get("items")
+        first = items if isinstance(items, list) else schema.get("prefixItems", [])
+        rest = schema.get("additionalItems") if isinstance(items, list) else items
+        found.append(first[index] if index < len(first) else rest)
+    return found
+
+
+def _target(reference: str, root: Any) -> Any:
+    """Returns the schema at a JSON pointer within `root`; None if there is none."""
+    if not reference.startswith("#"):
+        return None
+    target = root
+    for part in unquote(reference[1:]).split("/")[1:]:
+        key = part.replace("~1", "/").replace("~0", "~")
+        if isinstance(target, list) and key.isdigit() and int(key) < len(target):
+            target = target[int(key)]
+        elif isinstance(target, dict) and key in target:
+            target = target[key]
+        else:
+            return None
+    return target
