@@ -44,7 +44,7 @@ def forced(**fields: Any) -> SamplingParams:
 def test_every_number_of_the_parameters_has_a_bound() -> None:
     hints = typing.get_type_hints(SamplingParams)
     numbers = {name for name, hint in hints.items() if {int, float} & ({hint} | set(typing.get_args(hint)))}
-    collections = {"logit_bias", "stop_token_ids", "allowed_token_ids"}
+    collections = {"logit_bias", "stop_token_ids", "allowed_token_ids", "prediction_token_ids"}
     assert numbers - collections == set(BOUNDS)
 
 
@@ -63,6 +63,7 @@ def test_numbers_outside_their_bounds_are_refused_by_name(name: str) -> None:
     [
         ("stop_token_ids", {"stop_token_ids": (2**70,)}),
         ("allowed_token_ids", {"allowed_token_ids": (1, -(10**400))}),
+        ("prediction_token_ids", {"prediction_token_ids": (-1,)}),
         ("bad_words_token_ids", {"bad_words_token_ids": ((1, 2**31),)}),
         ("logit_bias", {"logit_bias": {10**400: 1.0}}),
         ("logit_bias", {"logit_bias": {1: 1e308}}),

@@ -161,7 +161,7 @@ def test_the_smoke_part_compares_graphs_kernels_and_cpu(monkeypatch: pytest.Monk
     monkeypatch.setattr(
         torch_worker,
         "choose_platform",
-        lambda device, threads: CudaPlatform(torch.device("cpu")) if device == "cuda" else choose(device, threads),
+        lambda device, *rest: CudaPlatform(torch.device("cpu")) if device == "cuda" else choose(device, *rest),
     )
     monkeypatch.setattr("workers.kernels.triton.graphs.MIXED_TOKENS", (12,))
     figures = list(smoke_figures(str(checkpoint("llama", num_hidden_layers=1)), [5, 6, 7], 3))
