@@ -48,7 +48,7 @@ OPTIONS: dict[str, Any] = {
 HOLD_S = 15.0
 """Seconds for which a load continues after the number of engines is right."""
 LIMIT_S = 120.0
-"""For the engines to become as many as they should."""
+"""Seconds within which the number of engines must be right."""
 SAMPLE_S = 0.25
 RESULTS = ROOT / "benchmarks" / "results"
 WIDTH, PANEL, MARGIN = 900, 130, 50
@@ -61,7 +61,7 @@ class Sample(NamedTuple):
     at: float
     """Seconds since the trace began."""
     num_requests: int
-    """Under way, as their clients know."""
+    """Requests under way, as their clients count them."""
     num_running: int
     """Engines; next those that start."""
     num_starting: int
@@ -71,11 +71,11 @@ class Answer(NamedTuple):
     """What one client got."""
 
     at: float
-    """When it asked."""
+    """Time of its request, in seconds since the trace began."""
     ttft_s: float
     seconds: float
     longest_gap_s: float
-    """Between two of its events."""
+    """Longest time between two of its events."""
     problem: str | None
 
 
@@ -83,7 +83,7 @@ class Trace(NamedTuple):
     samples: list[Sample]
     answers: list[Answer]
     marks: list[tuple[float, str]]
-    """What changed when."""
+    """Times and names of changes."""
     starts: list[dict[str, float]]
     """Seconds of each phase of each engine's start, in the order in which engines were seen."""
 
@@ -191,7 +191,7 @@ class Clients:
         self._url = url
         self._num_tokens = num_tokens
         self._texts: dict[int, str] = {}
-        """What each client's prompt got first."""
+        """The first answer to each client's prompt."""
         self._lock = threading.Lock()
         self._threads: dict[int, threading.Thread] = {}
 
@@ -270,7 +270,7 @@ class Watch:
     def __init__(self, url: str, clients: Clients) -> None:
         self.samples: list[Sample] = []
         self.starts: dict[str, dict[str, float]] = {}
-        """By engine."""
+        """Phases of each engine's start."""
         self._url = url
         self._clients = clients
         self._stop = threading.Event()

@@ -1,8 +1,11 @@
-"""`manta bench` (and `make bench`): speed, start-up time and memory, alone or in turns with a peer in the same sitting.
+"""`manta bench` (and `make bench`): speed, start-up time and memory, alone or in turns with a peer.
 
-Reads the command line, starts engines and servers, runs the workloads on them and prints a row as soon as it is known.
-What a workload is and how turns are taken stands in `benchmarks/workloads.py`, how processes are started and weighed in
-`benchmarks/processes.py`, what is printed in `benchmarks/report.py`, and how to read it in `benchmarks/README.md`.
+Reads the command line, starts engines and servers, runs the workloads, and prints each row at once. Beside it:
+
+- `benchmarks/workloads.py`: the workloads, and how engines take turns.
+- `benchmarks/processes.py`: how processes are started and measured.
+- `benchmarks/report.py`: what is printed.
+- `benchmarks/README.md`: how to read it.
 """
 
 from __future__ import annotations

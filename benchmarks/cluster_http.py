@@ -1,16 +1,16 @@
-"""HTTP on a cluster: `manta bench cluster --parts http`.
+"""`manta bench cluster --parts http`: HTTP on a cluster.
 
-The same requests, in turns, to one server for each way in which connections reach an engine, and to `LLM.generate`:
+The same requests go in turns to `LLM.generate` and to one server for each way from a connection to an engine:
 
     own Ray       `manta serve` on a Ray of its own: its ingress listens
-    joined        on a cluster that runs already: an ingress on each node listens
+    joined        on a running cluster: an ingress on each node listens
     2 ingresses   the same, two at one port
     proxy         the same cluster, through Serve's proxies (`http_server: proxy`)
-    HAProxy       through Serve's HAProxy, which sends to the ingress what the proxies' processes would carry
+    HAProxy       through Serve's HAProxy, which connects to the ingress directly
     TLS           as own Ray, over HTTPS
 
-The clusters run here, started as a person would (`ray start --head`), but for their workers' niceness: the clients run
-here too, and on a cluster they would not come before the engines. A ratio is to own Ray in the same round.
+The clusters run here and start as a person would start them (`ray start --head`). Only their workers' niceness differs,
+because the clients run here too and would come before the engines. A ratio is to own Ray in the same round.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ from workers.model_options import DEMO_MODEL
 STREAMS = (1, 16, 64, 256)
 PROMPT = 32
 BAR = 0.95
-"""Of own Ray's events a second, for the joined cluster."""
+"""Least ratio of the joined cluster's events a second to own Ray's."""
 OWN, JOINED, OFFLINE = "own Ray", "joined", "LLM.generate"
 START_S = 60.0
 SETTLE_S = 1.0
-"""After a server's rest. What Ray's processes and Serve have put off meanwhile they do at once."""
+"""Seconds after a server's rest, in which Ray and Serve do what they have deferred."""
 
 COLUMNS = (
     "model",
@@ -60,7 +60,7 @@ COLUMNS = (
 )
 
 HAPROXY = {"RAY_SERVE_ENABLE_HA_PROXY": "1", "RAY_SERVE_THROUGHPUT_OPTIMIZED": "1"}
-"""As Ray's documentation switches it on."""
+"""HAProxy's switches, as in Ray's documentation."""
 
 
 class Way(NamedTuple):

@@ -27,9 +27,9 @@ PAGE, LARGE_PAGE = 16, 256
 LEAST_BYTES = 256 << 20
 """Keys and values of a case: several times what the device's cache holds."""
 MOST_DIFFERENCE = 0.02
-"""Norm of the difference of two results over theirs: roundings of bfloat16 come to a fifth of it."""
+"""Largest relative difference of two results (norm). bfloat16's rounding makes about a fifth of it."""
 WORKSPACE_BYTES = 128 << 20
-"""That flashinfer asks for."""
+"""Bytes of workspace that flashinfer needs."""
 SHAPES = {"llama-3.1-8b": (32, 8, 128), "qwen2.5-0.5b": (14, 2, 64)}
 """Heads, KV heads and head size."""
 BATCHES = {
@@ -45,7 +45,7 @@ BATCHES = {
 
 
 Calls = list[Callable[[], torch.Tensor]]
-"""What computes a case, layer by layer."""
+"""Calls that compute a case, layer by layer."""
 
 
 class Case:

@@ -35,25 +35,26 @@ ROOT = pathlib.Path(__file__).resolve().parents[1]
 TESTS = {
     "kernels": "tests/workers/kernels/test_triton_kernels.py",
     "sampler": "tests/workers/kernels/test_triton_sampler.py",
+    "quantised": "tests/workers/kernels/test_triton_quantized_linear.py",
     "engine": "tests/workers/test_cuda_platform.py",
 }
 MEASURED = (
-    "smoke", "device", "attention", "profile", "qwen2.5-0.5b", "llama-3.1-8b", "transformers", "speculation",
-    "sanitizer",
+    "smoke", "device", "attention", "linears", "profile", "qwen2.5-0.5b", "llama-3.1-8b", "transformers",
+    "speculation", "sanitizer",
 )  # fmt: skip
 PARTS = (*TESTS, *MEASURED)
 STEPS = {
     1: ("smoke", "device", "engine"),
-    2: ("kernels", "sampler"),
-    3: ("attention", "profile"),
+    2: ("kernels", "sampler", "quantised"),
+    3: ("attention", "linears", "profile"),
     4: ("llama-3.1-8b",),
     5: ("sanitizer", "qwen2.5-0.5b", "speculation"),
 }
-"""For a machine that is lent for minutes, and ends every command after ten: what tells most comes first."""
+"""Parts of each step, the most telling first, for a machine that ends every command after ten minutes."""
 STEP_SECONDS = 570.0
 PART_SECONDS = 540.0
 """The longest that a part may take."""
-PARALLEL = {"kernels": 8, "sampler": 4}
+PARALLEL = {"kernels": 8, "sampler": 4, "quantised": 4}
 """Processes of the tests that compile many kernels, if pytest-xdist is there."""
 SHOWN_FAILURES = 8
 

@@ -18,9 +18,9 @@ class Device(NamedTuple):
     """Measured here and now."""
 
     bytes_per_second: float
-    """Of a copy, read and written bytes together."""
+    """Rate of a copy, with read and written bytes counted."""
     operations_per_second: float
-    """Of a bfloat16 product of two `LARGE` matrices."""
+    """Rate of a bfloat16 product of two `LARGE` matrices."""
 
 
 @functools.cache

@@ -13,11 +13,13 @@ from typing import NamedTuple
 from workers.models.model_config import HeadShape
 
 COPY_SHARE, PRODUCT_SHARE = 0.90, 0.72
-"""Of the nominal figures, as others report them for H100: a large copy, and bfloat16 products of cuBLAS."""
+"""Attainable shares of an H100's nominal figures, as others report them: a large copy, and cuBLAS products in
+bfloat16.
+"""
 GAP_S = 1.5e-6
-"""From the end of one kernel of a CUDA graph to the beginning of the next."""
+"""Seconds between the end of one kernel of a CUDA graph and the start of the next."""
 LAUNCH_S = 25e-6
-"""One launch of a Triton kernel or a linear from Python."""
+"""Seconds of one launch of a Triton kernel or a linear from Python."""
 KERNELS_OF_LAYER, LINEARS_OF_LAYER = 6, 4
 """`tests/workers/kernels/test_triton_launches.py` holds the first. The linears are: query, key and value; output; gate
 and up; down.

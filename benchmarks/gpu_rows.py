@@ -17,4 +17,4 @@ class Figure(NamedTuple):
     what: str
     value: str
     bar: str = ""
-    """What is asked for, where something is."""
+    """The required value, if there is one."""

@@ -21,7 +21,7 @@ from cluster.llm import LLM, SamplingParams
 QUESTION = "The capital of France is"
 SHOWN_KERNELS = 14
 SANITIZER_SECONDS = 240.0
-"""For one tool of compute-sanitizer, which runs every kernel some ten times slower."""
+"""Seconds for each tool of compute-sanitizer, under which kernels are about ten times slower."""
 GENERATE = "from benchmarks.gpu_smoke import generate_eagerly; generate_eagerly()"
 
 

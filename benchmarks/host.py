@@ -42,7 +42,7 @@ ARRIVALS = (256, 1024, 4096)
 PROMPT = 8
 WARM_UP_STEPS = 4
 PHASES = ("schedule", "masks", "execute", "sample", "update")
-"""Of a step, in their order; `execute` and `sample` are the runner's."""
+"""Phases of a step, in order. `execute` and `sample` are the runner's."""
 BAR_ROWS, BAR_MS = 256, 1.5
 LOOP_ROWS = (1, 32, 256)
 PARTS = ("step", "admission", "loops")

@@ -40,7 +40,7 @@ HEAD_SHAPE = HeadShape(HEADS, KV_HEADS, HEAD_DIM, SCALE)
 LINEARS = {"qkv": (1152, HIDDEN), "output": (HIDDEN, HIDDEN), "down": (HIDDEN, INTERMEDIATE), "head": (151_936, HIDDEN)}
 """Outputs and inputs."""
 COLD_BYTES = 1 << 27
-"""Of weights used in turn, so that no cache holds them."""
+"""Bytes of weights that are used in turn, so that no cache holds them."""
 
 
 def alternate(kernel: Callable[[], object], torch_ops: Callable[[], object], seconds: float) -> tuple[float, float]:

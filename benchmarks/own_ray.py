@@ -16,7 +16,7 @@ from benchmarks.processes import Child
 from cluster import own_ray
 
 IDLE_S = 10.0
-"""For so long its processes are watched while nothing is asked of them."""
+"""Seconds for which the idle processes are watched."""
 SETTLE_S = 3.0
 
 CHILD = """

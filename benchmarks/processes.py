@@ -51,7 +51,7 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True):
     vllm_preload: tuple[str, ...] = ()
     vllm_environment: dict[str, str] = {}
     peer_checkout: str | None = None
-    """Where the second Manta's code is; None for this one's."""
+    """Checkout of the second Manta; None uses this one."""
     llamacpp_python: str | None = None
     weights: str = "auto"
     """Manta's option of this name."""

@@ -24,7 +24,7 @@ from benchmarks.workloads import Row
 from workers.host import num_cores
 
 HIGHER_IS_BETTER = {"tok/s": True, "x": True, "s": False, "ms": False, "GiB": False}
-"""By unit; figures in other units, as the load generator's cores, are told and not compared."""
+"""Direction of each unit. Figures in other units, such as the load generator's cores, are printed and not compared."""
 MIN_PAIRS_FOR_INTERVAL = 5
 MIN_PAIRS_FOR_VERDICT = 30
 TOLERANCE = 0.02
@@ -72,7 +72,7 @@ class Result(NamedTuple):
     """Median over repetitions."""
     repetitions: int
     against: str | None = None
-    """What it is compared with."""
+    """Name of the peer."""
     peer: float | None = None
     ratio: float | None = None
     """Median of the ratios of repetitions that followed each other."""

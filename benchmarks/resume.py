@@ -1,12 +1,10 @@
-"""What streams that can go on elsewhere cost while nothing fails: `manta bench cluster --parts resume`.
+"""`manta bench cluster --parts resume`: the cost of streams that can continue elsewhere, while nothing fails.
 
-As throughput: the same processes serve the same load with what a resumption needs and without it, in turns. Without it
-an ingress keeps no tokens and watches no engine, and an engine gives no signs of life; only the benchmark can ask for
-that. The model is the tiny one, beside whose steps all this weighs most.
-
-And directly, for the throughput of a turn wanders by more than that: what an ingress adds to each frame (it keeps the
-tokens) and several times a second (it looks who was heard), and what an engine adds (signs of life), as a share of a
-step with as many streams.
+- As throughput: the same processes serve the same load with and without what a continuation needs, in turns. Without
+  it, an ingress keeps no tokens and watches no engine, and an engine sends no signs of life. Only the benchmark can
+  ask for that. The tiny model has the shortest steps, so the cost weighs most beside it.
+- Directly, because throughput varies by more than that: what an ingress adds to each frame and several times a second,
+  and what an engine adds, as shares of a step with as many streams.
 """
 
 from __future__ import annotations
@@ -39,13 +37,15 @@ NUM_STREAMS = 32
 PROMPT, TOKEN_LIMIT = 16, 30_000
 """Tokens of each prompt, and of the tiny model's vocabulary those that are drawn for prompts."""
 REQUESTS = 5
-"""Of each stream in a turn, one after the other: with fewer a turn is over within half a second."""
+"""Number of requests of each stream in a turn. With fewer, a turn ends within half a second."""
 PAIRS_A_ROUND = 3
 BAR = 0.99
-"""Of the throughput without."""
+"""Least ratio of the throughput to that without."""
 NUM_STEPS = 2000
 STEP_S = 0.025
-"""Of so many streams of the 0.5B shape on two cores it takes twice as long, so that the share is told too high."""
+"""Assumed seconds of a step. On two cores the 0.5B shape takes twice as long, so the printed share is an upper
+bound.
+"""
 
 
 # ---- as throughput ---------------------------------------------------------------------------------------------------

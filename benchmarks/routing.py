@@ -43,9 +43,9 @@ NUM_ENGINES = 4
 NUM_STREAMS, NUM_SYSTEM_PROMPTS, NUM_CHATS_OF_PROMPT, NUM_TURNS = 8, 4, 12, 6
 SYSTEM_TOKENS, TURN_TOKENS, OUTPUT_TOKENS = 512, 96, 16
 KV_TOKENS = 16_384
-"""Of each engine: room for a quarter of all chats of a round, and for the system prompts."""
+"""KV cache of each engine: room for a quarter of a round's chats, and for the system prompts."""
 LOOKED_UP_AND_FOUND = "prefix_cache_queries_total", "prefix_cache_hits_total"
-"""Prompt tokens."""
+"""Metrics that count prompt tokens."""
 FLOOD, NUM_ASKED = 500, 30
 KEYS = {"flood": "flood-0123456789abcdef", "other": "other-0123456789abcdef"}
 
@@ -180,7 +180,7 @@ class Asked(NamedTuple):
 
     ttft: float
     step: float
-    """Between two of its later tokens, in the mean."""
+    """Mean seconds between two of its later tokens."""
 
 
 async def _ask(port: int, model: str, prompt: list[int], max_tokens: int, client: str) -> Asked:

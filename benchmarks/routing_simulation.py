@@ -31,7 +31,7 @@ BLOCK_SIZE = 16
 GROUP = "engine"
 PREFILL_TOKENS_PER_S = 20_000
 STEP_S, STEP_S_PER_SEQUENCE = 0.02, 0.0002
-"""Of one decode step: a model of some 8 billion parameters on a GPU of today."""
+"""Seconds of a decode step, as of a model of 8 billion parameters on a current GPU."""
 ONE_CHOICE = SamplingParams()
 
 
@@ -41,11 +41,11 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True):
     num_replicas: int = 1000
     num_ingresses: int = 4
     num_blocks: int = 2000
-    """Of each replica's KV cache."""
+    """Blocks of each replica's KV cache."""
     seconds: float = 24.0
-    """Of simulated time in which prompts are sent."""
+    """Seconds of simulated time in which prompts are sent."""
     chats_per_s: float = 1.5
-    """For each replica."""
+    """New chats a second for each replica."""
     num_system_prompts: int = 100
     seed: int = 1
 
@@ -57,11 +57,13 @@ class Outcome(NamedTuple):
     best_hit_rate: float
     """The same if each request had gone to the replica that had most of it at that moment, however busy."""
     ttft: list[float]
-    """Seconds."""
+    """Seconds to the first token of each prompt."""
     loads: list[float]
-    """Of each replica: its choices, running or waiting, on average over the second half of the time. They are what
-    slows its steps and fills its cache. At a moment they differ by chance, since chats return when they like; over
-    12 s, in which some thirty choices end at a replica, what is left is the router's doing.
+    """Mean number of choices, running or waiting, of each replica over the second half of the time. They slow its steps
+    and fill its cache.
+
+    Momentary loads also differ by chance, because chats return when they like. Over 12 s, in which about thirty choices
+    end at a replica, the rest is the router's doing.
     """
     decision_s: list[float]
     num_index_blocks: int
@@ -72,7 +74,7 @@ class _Turn(NamedTuple):
     """Tokens."""
     num_answered: int
     pause_s: float
-    """Until the next turn."""
+    """Seconds until the next turn."""
 
 
 class _Chat:
@@ -282,7 +284,7 @@ class Simulation:
         self.now = 0.0
         self.has_reports = router.hears_reports
         self.index = PrefixIndex(1 << 60)
-        """What is true now."""
+        """The true contents of all caches."""
         self.replicas = [_Replica(number, self) for number in range(workload.num_replicas)]
         self.routers = [router(workload, self, number) for number in range(workload.num_ingresses)]
         self.num_hits = self.num_best_hits = self.num_prompt_tokens = 0
@@ -295,7 +297,7 @@ class Simulation:
         self._everybody = (1 << workload.num_replicas) - 1
         self.num_sequences = 0
         self.by_load = [self._everybody] + [0] * workload.num_blocks
-        """By number of sequences: the replicas that have so many."""
+        """Replicas by their number of sequences, as bit sets."""
 
     def at(self, delay: float, event: Callable[[], None]) -> None:
         heapq.heappush(self._events, (self.now + delay, next(self._numbers), event))

@@ -19,7 +19,7 @@ CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 MAX_TOKENS = 48
 PREFIX_WORDS = 80
 REQUESTS_PER_PREFIX = 40
-"""After so many the client goes on with another prefix, so that the cache must evict."""
+"""Number of requests after which a client takes another prefix, so that the cache must evict."""
 KEPT_COMPLAINTS = 20
 WORDS = (
     *("amber", "basil", "cedar", "delta", "ember", "fjord", "grove", "heron", "ivory", "jade", "karst", "lemon"),
@@ -31,7 +31,7 @@ class Gap(NamedTuple):
     """Time between two events with text of one plain stream."""
 
     at: float
-    """Of the second one: seconds since the load began."""
+    """Time of the second event, in seconds since the load began."""
     seconds: float
 
 
@@ -142,7 +142,7 @@ class Clients:
 
 
 KINDS = ("plain",) * 4 + ("parallel",) * 2 + ("constrained",) * 3 + ("tools", "leaving", "prefixed")
-"""Of each client."""
+"""Kinds of requests, which each client sends in turn."""
 
 
 async def _all(pieces: AsyncIterator[bytes]) -> bytes:

@@ -13,15 +13,17 @@ from benchmarks.soak_load import Observed
 
 MIB = 2**20
 WARM_UP_S = 300.0
-"""Caches fill; nothing is judged before. A short soak takes its first half."""
+"""Seconds in which caches fill and nothing is judged. A short soak takes its first half."""
 GROWTH_BAR = 0.01
-"""Of the plateau, a minute."""
+"""Highest growth of memory a minute, as a share of the plateau."""
 GAP_BAR = 1.5
-"""The last third's p99 of the time between tokens, over the first third's."""
+"""Highest ratio of the p99 time between tokens: the last third over the first."""
 NUM_WINDOWS = 15
-"""Of the time after warming up. Each has a p99, of which medians count: the machine is not always quiet."""
+"""Number of windows after the warm-up. Each has a p99, and medians of these are compared, because machines are
+noisy.
+"""
 ALL = "all"
-"""Stands for every role together."""
+"""Name for all roles together."""
 SHADES = "▁▂▃▄▅▆▇█"
 WIDTH, HEIGHT, MARGIN = 900, 320, 60
 COLOURS = ("#1b6ca8", "#c0392b", "#2e8b57", "#8e44ad", "#d68910", "#16a085", "#7f8c8d", "#34495e", "#a04000")

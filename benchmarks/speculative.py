@@ -1,13 +1,13 @@
-"""`manta bench speculative`: what drafts save, against the same engine without them.
+"""`manta bench speculative`: the gain from drafts, against the same engine without them.
 
     demo      the demo model with its draft, with n-grams, and with both in a chain, over its own tasks
     h         n-grams in the large shape, on prompts that repeat 32 tokens 8 times
-    json      what the grammar forces, in the large shape, under a schema whose text is mostly fixed, T = 1
-    coupling  drafts that the demo model would accept at T = 1: with the same noise, and by rejection sampling
+    json      forced tokens, in the large shape, under a schema whose text is mostly fixed, T = 1
+    coupling  acceptance at T = 1 in the demo model: with shared noise, and by rejection sampling
 
 Engines without drafts, with adaptive and with fixed lengths take turns of a few seconds in one process, with the same
-requests, at each number of sequences. Ratios are to the engine without drafts. Under each stand the tokens that a
-sequence gained a step, and the share of drafts that were accepted, by place behind the last token.
+requests, at each number of sequences. Ratios are to the engine without drafts. Each row also has the tokens that a
+sequence gained per step, and the acceptance rate by place after the last token.
 """
 
 from __future__ import annotations

@@ -1,17 +1,17 @@
-"""`manta bench start`: what the seconds of `manta serve` go to, from the command to the first answer.
+"""`manta bench start`: the phases of `manta serve`, from the command to the first answer.
 
-    imports       Python, and what the command imports and checks, until Ray's first process begins
+    imports       Python, and the command's imports and checks, until Ray's first process begins
     Ray           until the process of Serve's controller begins
     Serve         until the engine's process begins
-    process       until the command says that it is ready, less the model: that process's Python, Ray's worker and
-                  torch, and Serve's word that it is healthy
+    process       until the command is ready, less the model: the engine's Python, Ray's worker and torch, and Serve's
+                  report that it is healthy
     model         making the engine, loading the model and warming up
     first answer  one token of a completion
 
 Each start is a new process. The first start of each checkout warms the files and is not counted; after it, the two
-checkouts take turns. The moments are the system's start times of processes (in hundredths of a second), what the
-engine says of its own phases in `/status` but for the first, which older commits mistake by up to a second, and when
-the command's line arrives. So an older commit is measured the same way.
+checkouts take turns. Times come from the system's start times of processes (in hundredths of a second), the engine's
+phases in `/status`, and the command's ready line, so older commits are measured the same way. The engine's first phase
+is not used, because older commits misstate it by up to a second.
 """
 
 from __future__ import annotations

@@ -1,14 +1,13 @@
-"""The offline workloads, by letter: what is generated, in which blocks, and which figures come of it.
+"""The offline workloads, by letter: their generations, blocks and figures.
 
     a  32 requests of 128 tokens in and 128 out       b  one request, 32 in and 96 out
     c  64 choices of one 512-token prompt, 64 out, temperature 1, against 64 requests of one token in
     d  16 requests of 1,024 shared and 32 own tokens in, 32 out, with the shared part unseen, and seen
     g  the tiny model, one row and 32 rows: what a step costs besides the model
 
-Everything else is greedy, and all runs past end-of-sequence tokens; prompts are random token ids, fresh for every block
-unless said, so that the prefix cache helps only where a workload shares a prefix. Engines are measured in turns with
-the same prompts, because a shared machine is faster in one minute than in the next; so a block, the turn of one engine,
-takes about 2 s in the large shape.
+All others are greedy, and all continue past end-of-sequence tokens. Prompts are random token ids, fresh for every block
+unless noted, so that the prefix cache helps only where a workload shares a prefix. A shared machine's speed varies
+within minutes, so engines take turns with the same prompts. A block is one engine's turn, about 2 s in the large shape.
 """
 
 from __future__ import annotations
@@ -61,7 +60,7 @@ class Generation(NamedTuple):
 
 
 Block = list[Generation]
-"""What one engine does in one turn."""
+"""The work of one engine in one turn."""
 
 
 class Workload(NamedTuple):
@@ -70,9 +69,9 @@ class Workload(NamedTuple):
     letter: str
     blocks: Callable[[PromptSource], list[Block]]
     figures: Callable[[list[list[Timing]]], list[Row]]
-    """From the timings by block and generation."""
+    """Makes the figures from the timings by block and generation."""
     max_repetitions: int | None = None
-    """For blocks that are too long to be repeated as often as the others."""
+    """Most repetitions of a workload whose blocks take long; None for the usual number."""
 
 
 def step_seconds(timings: Sequence[Timing], rows: int) -> float:

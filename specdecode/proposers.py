@@ -24,7 +24,7 @@ from workers.step import StepInput, StepOutput
 
 logger = logging.getLogger(__name__)
 
-PRIORS = {"ngram": 0.5, "draft": 0.7}
+PRIORS = {"prediction": 0.8, "ngram": 0.5, "draft": 0.7}
 """Prior acceptance probability of a draft, by proposer name."""
 
 
@@ -42,7 +42,9 @@ class DraftRequest:
 
 
 class Proposer(Protocol):
-    """A proposer on a rank: `NgramProposer` or `specdecode.draft_model.DraftModel`."""
+    """A proposer on a rank: `NgramProposer`, `specdecode.prediction.PredictionProposer` or
+    `specdecode.draft_model.DraftModel`.
+    """
 
     name: str
     """One of `specdecode.speculative_config.PROPOSERS`; it marks the proposer's drafts."""
@@ -113,6 +115,10 @@ class ProposerChain:
         """Sequences for which each proposer raised, by its name."""
         self._plain: set[int] = set()
         """Sequences that take no drafts (`SequenceStart.speculates` is False)."""
+        self._predicted: set[int] = set()
+        """Sequences whose request has a prediction. Drafting does not rest while there are any: the acceptance of each
+        limits what a wrong prediction costs.
+        """
         self._untried: dict[int, tuple[str, int]] = {}
         """Sequence ids with (proposer name, token) of a draft that was not worth verifying. The next step shows whether
         it was right, and the acceptance record counts it.
@@ -136,6 +142,9 @@ class ProposerChain:
             self._forget(step.finished)
         if step.started:
             self._plain.update(start.sequence_id for start in step.started if not start.speculates)
+            self._predicted.update(start.sequence_id for start in step.started if start.params.prediction_token_ids)
+        if self._predicted:
+            self._predicted.update(fork.sequence_id for fork in step.forked if fork.parent_id in self._predicted)
 
     def _forget(self, sequence_ids: Sequence[int]) -> None:
         for name, record in self._records.items():
@@ -144,6 +153,7 @@ class ProposerChain:
         for sequence_id in sequence_ids:
             self._untried.pop(sequence_id, None)
         self._plain.difference_update(sequence_ids)
+        self._predicted.difference_update(sequence_ids)
 
     @property
     def observes(self) -> bool:
@@ -175,7 +185,7 @@ class ProposerChain:
             self._propose(step, output)
             return
         started = time.perf_counter()
-        self._looked = not self._steps_to_rest and bool(self._proposers)
+        self._looked = bool(self._proposers) and (not self._steps_to_rest or bool(self._predicted))
         if self._looked:
             self._learn(step, output)
             self._propose(step, output)
@@ -309,3 +319,4 @@ class ProposerChain:
             self._asked[proposer.name].clear()
         self._untried.clear()
         self._plain.clear()
+        self._predicted.clear()

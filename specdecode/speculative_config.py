@@ -7,8 +7,8 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
-ProposerName = Literal["forced", "ngram", "draft"]
-PROPOSERS: tuple[ProposerName, ...] = ("forced", "ngram", "draft")
+ProposerName = Literal["prediction", "forced", "ngram", "draft"]
+PROPOSERS: tuple[ProposerName, ...] = ("prediction", "forced", "ngram", "draft")
 
 
 class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -17,10 +17,10 @@ class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     Raises `ValueError` if options contradict each other.
     """
 
-    proposers: tuple[ProposerName, ...] = ("forced", "ngram")
-    """Proposers in order: a sequence gets the drafts of the first one that has any. `forced` proposes tokens that a
-    constraint leaves no choice about. `ngram` proposes what followed an earlier occurrence of the last tokens. `draft`
-    proposes what `draft_model` draws.
+    proposers: tuple[ProposerName, ...] = ("prediction", "forced", "ngram")
+    """Proposers in order: a sequence gets the drafts of the first one that has any. `prediction` proposes the text that
+    the request's `prediction` expects. `forced` proposes tokens that a constraint leaves no choice about. `ngram`
+    proposes what followed an earlier occurrence of the last tokens. `draft` proposes what `draft_model` draws.
     """
     draft_model: str | None = None
     """Folder or hub id of a small model with the same tokenizer, for the proposer `draft`. Its weights and its KV
@@ -29,7 +29,9 @@ class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     max_draft_tokens: Annotated[int, Meta(ge=1, le=64)] = 8
     """Drafts of one sequence in one step, at most."""
     ngram_min: Annotated[int, Meta(ge=1, le=16)] = 2
-    """Tokens that must have occurred before, in the same order, for `ngram` to propose."""
+    """Tokens that must have occurred before, in the same order, for `ngram` to propose, and for `prediction` after the
+    output has left the predicted text.
+    """
     ngram_max: Annotated[int, Meta(ge=1, le=64)] = 8
     """Tokens that `ngram` compares at most, to find the longest of several matches."""
     adaptive: bool = True

@@ -14,6 +14,7 @@ import msgspec
 
 from specdecode.draft_model import DraftModel
 from specdecode.lengths import Costs, StepCost
+from specdecode.prediction import PredictionProposer
 from specdecode.proposers import NgramProposer, Proposer, ProposerChain
 from specdecode.speculative_config import SpeculativeConfig
 from structured.logits_processors import LogitsProcessorFactory
@@ -36,7 +37,9 @@ class SpeculativeWorker:
         self._cost: StepCost | None = None
         proposers: list[Proposer] = []
         for name in speculative.rank_proposers:
-            if name == "ngram":
+            if name == "prediction":
+                proposers.append(PredictionProposer(speculative.ngram_min))
+            elif name == "ngram":
                 proposers.append(NgramProposer(speculative.ngram_min, speculative.ngram_max))
             elif target.draft is not None:
                 proposers.append(DraftModel(target.draft, sequences, max_num_batched_tokens))

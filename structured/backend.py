@@ -1,8 +1,8 @@
 """The protocol of a grammar backend, and the registry that finds one by name.
 
-A backend turns a `ConstraintSpec` into a grammar, and a grammar into sessions, one for each sequence. Built in:
-llguidance and xgrammar (`structured/backends/`). Others register a class under the entry point group
-`manta.grammar_backends`. Backends run in processes that import neither torch nor transformers.
+A backend compiles a `ConstraintSpec` to a grammar, which makes one session for each sequence. llguidance and xgrammar
+are built in (`structured/backends/`); packages register others under the entry point group `manta.grammar_backends`.
+Backends run in processes that import neither torch nor transformers.
 """
 
 from __future__ import annotations
@@ -25,38 +25,40 @@ _BUILT_IN = {
 
 
 class DeadEnd(Exception):
-    """No token may follow, and the text may not end: what was written so far cannot be completed. A sampler could not
-    have known, so the sequence ends as one that reaches `max_tokens` does.
+    """No token may follow and the text may not end. A sampler cannot foresee this, so the sequence ends like one that
+    reaches `max_tokens`.
     """
 
 
 class Session(Protocol):
-    """The state of one sequence under a grammar: a function of the output tokens that it accepted. Not thread-safe."""
+    """The state of one sequence's constraint, a function of the tokens that it accepted. Not thread-safe."""
 
     def accept(self, token_id: int) -> bool:
-        """Advances by one sampled token. Returns False and leaves the state unchanged if the grammar refuses it.
+        """Advances by one sampled token. Returns False and keeps the state if the grammar refuses the token.
 
-        Never called with an end-of-sequence token: the sequence has ended by then.
+        Never called with an end-of-sequence token.
         """
 
     def fill(self, row: np.ndarray) -> None:
-        """Writes which tokens may come next: int32 `[ceil(width / 32)]`, token `t` is bit `t % 32` of word `t // 32`,
-        1 allows. Writes every word. Padding beyond the vocabulary is 0; end-of-sequence bits are 1 if and only if
-        `is_accepting()`. May raise `DeadEnd`, and is not asked again then.
+        """Writes every word of the next token's mask: int32 `[ceil(width / 32)]`, bit `t % 32` of word `t // 32` is 1
+        if token `t` is allowed.
+
+        Padding beyond the vocabulary is 0. End-of-sequence bits are 1 if and only if `is_accepting()`. May raise
+        `DeadEnd`, which ends the sequence.
         """
 
     def rollback(self, num_tokens: int) -> None:
-        """Takes back the last `num_tokens` accepted tokens. The caller never asks for more than were accepted."""
+        """Takes back the last `num_tokens` accepted tokens, which exist."""
 
     def fork(self) -> Session:
         """An independent copy."""
 
     def forced_tokens(self) -> list[int]:
-        """The tokens of the text that the grammar forces next, tokenised as the model would tokenise it. May be empty
-        even if text is forced.
+        """Tokens of the text that the grammar forces next, split as the model's tokenizer would. May be empty even if
+        text is forced.
 
-        The tokens are proposals: the model still draws each one under its mask. If it splits the text in another way,
-        that costs time and nothing else. Called after every row, so it must be quick if nothing is forced.
+        They are proposals: the model draws each one under its mask, so another split only costs time. Called after
+        every row, so it must be quick when nothing is forced.
         """
 
     def is_accepting(self) -> bool:
@@ -67,43 +69,42 @@ class Session(Protocol):
 
 
 class Grammar(Protocol):
-    """A compiled constraint; makes any number of sessions."""
+    """A compiled constraint, from which any number of sessions start."""
 
     @property
     def num_bytes(self) -> int:
-        """An upper bound of the memory that it holds; caches add these up. It may grow while sessions run. If it has
-        grown too much, the grammar is loaded anew for the next session.
+        """Upper bound of its memory, for caches. It may grow while sessions run; a grammar that has grown too much is
+        loaded anew for the next session.
         """
 
     def session(self) -> Session: ...
 
 
 class AdjustingSession(Session, Protocol):
-    """A session that also changes logits, beyond allowing and refusing."""
+    """A session that also adjusts logits."""
 
     def adjustments(self) -> tuple[list[int], list[float]]:
-        """For the next token: token ids, and the finite values that are added to their logits. At most
-        `structured.masks.MAX_ADJUSTMENTS` of them.
+        """Token ids, and the finite values to add to their logits for the next token: at most
+        `structured.masks.MAX_ADJUSTMENTS`.
         """
 
 
 class Backend(Protocol):
-    """Made once in each process: `Backend(vocabulary)`."""
+    """Made once in each process, as `Backend(vocabulary)`."""
 
     name: str
 
     def compile(self, spec: ConstraintSpec) -> bytes:
-        """Does all the slow work. Runs in a process that can be killed; the bytes that it returns are sent to the
-        processes that fill masks. Raises `Unsupported` if this backend does not enforce the constraint, and
-        `ConstraintError` if the constraint is wrong.
+        """Does all the slow work, in a process that can be killed. Returns what `load` needs in other processes. Raises
+        `Unsupported` if this backend does not enforce the constraint, and `ConstraintError` if the constraint is wrong.
         """
 
     def load(self, spec: ConstraintSpec, compiled: bytes) -> Grammar:
-        """Builds the grammar from what `compile` returned, perhaps in another process. Cheap."""
+        """Builds the grammar from the result of `compile`, perhaps in another process. Fast."""
 
     def not_enforced(self, spec: ConstraintSpec) -> list[str]:
-        """Keywords of the constraint that this backend does not enforce: for a loose request whatever it lacks, for
-        others only what the specification calls annotations. They are reported to the client.
+        """Keywords that this backend does not enforce, which the client is told. Only a loose request may have others
+        than the specification's annotations.
         """
 
 

@@ -1,7 +1,7 @@
-"""What a constrained request asks for (plain, immutable data, a field of `SamplingParams`), and the limits on it.
+"""`ConstraintSpec`, the constraint of a request as plain immutable data, and the limits on it.
 
-The ingress or the caller of `cluster.llm.LLM` makes a `ConstraintSpec`; `structured/compiling/compiler.py` compiles it
-and says which backend serves it. Imports neither torch nor a backend.
+The ingress or `cluster.llm.LLM` makes a spec; `structured/compiling/compiler.py` compiles it and chooses the backend.
+Imports neither torch nor a backend.
 """
 
 from __future__ import annotations
@@ -16,67 +16,72 @@ Kind = Literal["json_schema", "json_object", "regex", "choice", "lark", "ebnf", 
 
 
 class ConstraintError(ValueError):
-    """A constraint that cannot be served: HTTP 400. The message names the place, the value or bound, and a remedy."""
+    """The constraint cannot be served (HTTP 400). The message names the place, the value or bound, and a remedy."""
 
 
 class Unsupported(ConstraintError):
-    """This backend does not enforce the constraint (it names the keyword); another one may."""
+    """This backend does not enforce the named keyword; another one may."""
 
 
 class ConstraintSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
-    """A constraint on one sequence's output. Equal specs share one compiled grammar."""
+    """A constraint on the output of one sequence. Equal specs share one compiled grammar."""
 
     kind: Kind
     text: str = ""
-    """`json_schema`, `structural_tag`: JSON text; `choice`: a JSON array of strings; `regex`, `lark`, `ebnf` (GBNF
-    dialect, rule `root`): the expression itself; `json_object`: empty.
+    """The constraint in the language of its `kind`:
+
+    - `json_schema`, `structural_tag`: JSON.
+    - `choice`: a JSON array of strings.
+    - `regex`, `lark`, `ebnf` (GBNF, rule `root`): the expression or grammar.
+    - `json_object`: empty.
     """
     backend: str = "auto"
-    """`auto`, `llguidance`, `xgrammar`, or the name of a registered backend. Compiling resolves `auto`, so that a
+    """`auto`, `llguidance`, `xgrammar`, or the name of a registered backend. Compiling replaces `auto`, so that a
     rebuilt session has the same backend.
     """
     loose: bool = False
-    """Accept a backend that does not enforce every keyword; what it leaves out is reported, never silent."""
+    """Accept a backend that does not enforce every keyword; the client is told which."""
     any_whitespace: bool = True
-    """JSON: allow whitespace between tokens as RFC 8259 does; False fixes `", "` and `": "` without line breaks."""
+    """JSON: allow whitespace between tokens, as RFC 8259 does. False fixes `", "` and `": "` without line breaks."""
     begin_after: tuple[int, ...] = ()
-    """The constraint begins after the first occurrence of these token ids in the output (the end of a thinking
-    section); if empty, it begins at once.
+    """Token ids, such as the end of a thinking section, after whose first occurrence the constraint begins. Empty: it
+    begins at once.
     """
 
 
 class ConstraintLimits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Limits on what one constraint may cost. They are checked before compilation; the two `compile_` budgets hold
-    during it.
+    """Limits on the cost of one constraint. The two `compile_` budgets apply while it is compiled, the others
+    before.
     """
 
     max_bytes: int = 1_000_000
     """Length of the schema, expression or grammar, in bytes of UTF-8."""
     max_nesting: int = 128
-    """Levels of JSON objects and arrays, or of brackets in an expression or grammar."""
+    """Depth of JSON objects and arrays, or of brackets in an expression or grammar."""
     max_alternatives: int = 10_000
-    """Entries of one `enum`, `anyOf`, `oneOf`, `allOf`, `properties`, or of a choice."""
+    """Number of entries in a choice or in one `enum`, `anyOf`, `oneOf`, `allOf` or `properties`."""
     max_rules: int = 1000
-    """Rules of one Lark or EBNF grammar. A parser may recurse through all of them, and its stack is bounded."""
+    """Number of rules in one Lark or EBNF grammar. A parser may recurse through all of them on a bounded stack."""
     compile_seconds: float = 10.0
-    """Processor seconds of one compilation. It may take three times as long by the clock. Then its process is killed.
+    """Processor seconds of one compilation. Its process is killed when they are spent, or after three times as long by
+    the clock.
     """
     compile_memory_bytes: int = 2**31
-    """Address space that one compilation may add."""
+    """Bytes of address space that one compilation may add."""
     max_waiting: int = 128
-    """Constraints of HTTP requests that may wait for compilation, at most half of them of one client. The next one is
-    refused (HTTP 429).
+    """Number of constraints from HTTP requests that may wait for compilation, at most half of them from one client.
+    More are refused (HTTP 429).
     """
 
 
 class Resolved(msgspec.Struct, frozen=True, kw_only=True):
-    """A constraint that is proven to compile."""
+    """A constraint that compiles."""
 
     spec: ConstraintSpec
-    """As requested, with the name of the backend that serves it instead of `auto`."""
+    """The requested spec, with `auto` replaced by the chosen backend."""
     compiled: bytes
     not_enforced: list[str] = []
-    """Keywords that are not enforced; annotations alone unless the request is loose."""
+    """Keywords that are not enforced. Only a loose request has others than annotations."""
 
 
 def check_form(spec: ConstraintSpec) -> None:
@@ -108,12 +113,12 @@ _RULE = {
     "lark": re.compile(r"^[ \t]*[?!]?\w[\w.]*(?:\[[^\]\n]*\]|\{[^}\n]*\})?[ \t]*:", re.MULTILINE),
     "ebnf": re.compile("::="),
 }
-"""For each kind of grammar, how one of its rules begins."""
+"""The beginning of a rule, by kind of grammar."""
 
 
 def check_limits(spec: ConstraintSpec, limits: ConstraintLimits) -> None:
-    """Raises `ConstraintError` if nesting, rules or alternatives exceed their bound, or if JSON is malformed. Takes
-    time linear in the length of the text.
+    """Raises `ConstraintError` for malformed JSON, or if nesting, rules or alternatives exceed their bound. Takes time
+    linear in the text's length.
     """
     depth = _nesting(spec.text)
     if depth > limits.max_nesting:
@@ -133,9 +138,7 @@ _OTHER_BYTES = bytes(byte for byte in range(256) if byte not in b"()[]{}")
 
 
 def _nesting(text: str) -> int:
-    """Deepest level of brackets. For JSON it is an upper bound of the nesting, because strings may hold brackets
-    too.
-    """
+    """Depth of brackets. Brackets in JSON strings count too, so it is an upper bound."""
     depth = deepest = 0
     for byte in text.encode().translate(None, _OTHER_BYTES):
         if byte in b"([{":
@@ -150,7 +153,7 @@ def _check_json(spec: ConstraintSpec, limits: ConstraintLimits) -> None:
     try:
         value = json.loads(spec.text)
         if "\\u" in spec.text:
-            json.dumps(value, ensure_ascii=False).encode()  # only an escape can write half of a surrogate pair
+            json.dumps(value, ensure_ascii=False).encode()  # only an escape can write a lone surrogate
     except UnicodeEncodeError as error:
         raise _half_a_pair(error) from error
     except ValueError as error:
@@ -169,7 +172,7 @@ _COUNTED = ("enum", "anyOf", "oneOf", "allOf", "properties", "patternProperties"
 
 
 def _check_counts(value: Any, path: str, limits: ConstraintLimits) -> None:
-    """Calls itself for what `value` holds; `check_limits` has bounded the depth before."""
+    """Recurses; `check_limits` has bounded the depth."""
     if isinstance(value, dict):
         for name, item in value.items():
             if name in _COUNTED and isinstance(item, dict | list):

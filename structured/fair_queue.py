@@ -1,7 +1,7 @@
-"""A queue that several clients share: takers serve one client after another, and no client has all takers.
+"""A bounded queue that is shared fairly by several clients: takers serve one client after another.
 
-What a client put first is taken first. The client "" stands for a caller who shares with nobody, and no bound holds it
-back. Any thread may call.
+Each client's items leave in the order in which they came. The client "" is a caller without competitors; no bound
+applies to it. Thread-safe.
 """
 
 from __future__ import annotations
@@ -14,19 +14,19 @@ Item = TypeVar("Item")
 
 
 class QueueFullError(RuntimeError):
-    """As many items wait as may wait; the message says how many, and what the bound is."""
+    """The queue is full, for this client or for all of them."""
 
 
 class FairQueue(Generic[Item]):
-    """If there are several takers, a client has at most `num_takers - 1` of them at a time. At most `max_waiting` items
-    wait, and half as many of one client.
+    """With several takers, one client occupies at most `num_takers - 1` of them. At most `max_waiting` items wait, and
+    at most half of them are of one client.
     """
 
     def __init__(self, num_takers: int, max_waiting: int) -> None:
         self._max_taken = max(1, num_takers - 1)
         self._max_waiting = max_waiting
         self._waiting: OrderedDict[str, deque[Item]] = OrderedDict()
-        """By client; first the one whose turn is next."""
+        """Each client's items; the next client to serve is first."""
         self._num_taken: Counter[str] = Counter()
         self._changed = threading.Condition()
         self._closed = False
@@ -35,7 +35,7 @@ class FairQueue(Generic[Item]):
         return sum(map(len, self._waiting.values()))
 
     def put(self, client: str, item: Item) -> None:
-        """Raises `QueueFullError` if the client, or all together, have as many items waiting as they may."""
+        """Raises `QueueFullError` if the client or the whole queue is at its bound."""
         with self._changed:
             own = self._waiting.get(client, ())
             if client and len(own) >= max(1, self._max_waiting // 2):
@@ -46,8 +46,8 @@ class FairQueue(Generic[Item]):
             self._changed.notify()
 
     def take(self, timeout_s: float | None = None) -> tuple[str, Item] | None:
-        """The next item and its client; the taker later calls `done(client)`. None once the queue is closed and empty.
-        Raises `TimeoutError` if nothing can be taken within `timeout_s`.
+        """Returns the next item and its client, or None once the queue is closed and empty. The taker must call
+        `done(client)` when it has finished. Raises `TimeoutError` after `timeout_s`.
         """
         with self._changed:
             if not self._changed.wait_for(lambda: self._next_client() is not None or self._closed, timeout_s):
@@ -64,7 +64,7 @@ class FairQueue(Generic[Item]):
             return client, item
 
     def done(self, client: str) -> None:
-        """The taker of one of the client's items is free again."""
+        """Reports that a taker has finished an item of this client."""
         with self._changed:
             self._num_taken[client] -= 1
             if not self._num_taken[client]:
@@ -72,13 +72,13 @@ class FairQueue(Generic[Item]):
             self._changed.notify()
 
     def close(self) -> None:
-        """Takers still get what waits, then None."""
+        """Refuses nothing that waits: takers get it, then None."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
 
     def _next_client(self) -> str | None:
-        """The first client with a waiting item and a taker left to it; None if there is none."""
+        """The first client that has an item and may occupy another taker."""
         for client in self._waiting:
             if not client or self._num_taken[client] < self._max_taken:
                 return client

@@ -1,4 +1,4 @@
-"""Messages over the pipes and sockets between processes: each is sent as a frame, its length and then its bytes."""
+"""Framed messages over pipes and sockets: the length, then the bytes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Writable(Protocol):
 
 
 _HEAD = struct.Struct("<I")
-"""A frame's first four bytes: how many bytes follow."""
+"""A frame's head: the number of bytes that follow."""
 
 
 def frame(data: bytes) -> bytes:
@@ -30,7 +30,7 @@ def write_frame(stream: Writable, data: bytes) -> None:
 
 
 def read_frame(stream: Readable) -> bytes | None:
-    """The next message; None at the end of the stream, also if it ends within a message because the writer died."""
+    """Returns the next message, or None at the end of the stream, also if the writer died within a message."""
     head = stream.read(_HEAD.size)
     if len(head) < _HEAD.size:
         return None
@@ -40,8 +40,8 @@ def read_frame(stream: Readable) -> bytes | None:
 
 
 async def receive_frame(stream: asyncio.StreamReader, limit: int) -> bytes:
-    """The next message. Raises `asyncio.IncompleteReadError` or `OSError` at the end of the stream, and
-    `ConnectionError` if the message has more than `limit` bytes.
+    """Returns the next message. Raises `asyncio.IncompleteReadError` or `OSError` at the end of the stream, and
+    `ConnectionError` if the message exceeds `limit` bytes.
     """
     (length,) = _HEAD.unpack(await stream.readexactly(_HEAD.size))
     if length > limit:

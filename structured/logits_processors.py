@@ -1,10 +1,11 @@
-"""Logits processors that users bring: what a request names, what a factory makes, and the registry that connects them.
+"""Logits processors of users: the spec in a request, the protocols, and the registry of factories.
 
-A request holds names and arguments (`LogitsProcessorSpec`): plain data, which any number of requests may share. A name
-stands for a factory, which makes an instance for each sequence. A factory is registered by the operator's
-configuration, by an installed package under the entry point group `manta.logits_processors`, or from Python with
-`LLM.register_logits_processor`. The engine checks the specs at admission; `workers/sampling/logits_processors.py` keeps
-the instances. Factories and instances are trusted code: if one hangs, its engine hangs. Imports no torch.
+A request holds names and arguments (`LogitsProcessorSpec`), which are plain data. A name stands for a factory, which
+makes one instance for each sequence. Three ways register a factory: the operator's configuration, the entry point group
+`manta.logits_processors`, and `LLM.register_logits_processor`.
+
+The engine checks the specs at admission; `workers/sampling/logits_processors.py` keeps the instances. Factories are
+trusted code: one that hangs also hangs its engine. Imports no torch.
 """
 
 from __future__ import annotations
@@ -21,40 +22,37 @@ import numpy as np
 ENTRY_POINT_GROUP = "manta.logits_processors"
 
 MAX_LOGITS_PROCESSORS = 16
-"""Most processors of one request."""
+"""Maximum number of processors of one request."""
 
 MAX_ARGUMENT_BYTES = 65_536
-"""Most bytes of one processor's arguments as JSON; they are sent with every `SequenceStart`."""
+"""Maximum size of one processor's arguments as JSON, in bytes, because each `SequenceStart` carries them."""
 
 
 class LogitsProcessorError(ValueError):
-    """A request asks for a processor that cannot be used like that: HTTP 400. The message names the processor, the
-    bound and a remedy.
-    """
+    """The request's processor cannot be used (HTTP 400). The message names the processor, the bound and a remedy."""
 
 
 class LogitsProcessor(Protocol):
-    """The state of one sequence: a function of its tokens. One thread calls it.
+    """The state of one sequence, a function of its tokens. Called by one thread.
 
-    Two methods are optional. `clone()` returns an independent copy for a fork of the sequence; without it the fork's
-    instance is made from the fork's tokens. `close()` is called once, when the sequence has ended or the instance is
-    replaced.
+    Two methods are optional. `clone()` returns an independent copy for a fork; without it the factory makes the fork's
+    instance from its tokens. `close()` is called once, when the sequence ends or the instance is replaced.
     """
 
     def __call__(self, output_token_ids: np.ndarray, logits: Any) -> Any:
         """Changes the logits of the next token: in place, returning None, or by returning a new tensor.
 
-        `output_token_ids` is the output so far, int32 [n], read-only: the tokens that the factory or the last call got,
-        followed by those sampled since. `logits` is a torch tensor, float32 [vocab_size], on the model's device; -inf
-        forbids a token. If it raises, or returns NaN or +inf, this sequence alone ends, with FINISHED_INTERNAL_ERROR.
+        `output_token_ids` is the output so far, int32 [n], read-only. `logits` is a torch tensor, float32 [vocab_size],
+        on the model's device; -inf forbids a token. If the call raises, or gives NaN or +inf, only this sequence ends,
+        with FINISHED_INTERNAL_ERROR.
         """
 
 
 class LogitsProcessorFactory(Protocol):
-    """Makes the instance of one sequence; a class whose constructor takes these arguments is a factory.
+    """Makes the instance of one sequence. A class whose constructor takes these arguments is a factory.
 
-    It may have a method `check(arguments, vocab_size)`, which raises `ValueError` for arguments that it cannot take,
-    naming the bound and a remedy. The request is then refused (HTTP 400) before it runs.
+    Its optional method `check(arguments, vocab_size)` raises `ValueError` with bound and remedy for wrong arguments.
+    The request is then refused (HTTP 400) before it runs.
     """
 
     def __call__(
@@ -64,13 +62,13 @@ class LogitsProcessorFactory(Protocol):
         output_token_ids: np.ndarray,
         vocab_size: int,
     ) -> LogitsProcessor:
-        """Token ids are int32 and read-only. `output_token_ids` is empty for a new sequence and holds the output so
-        far after preemption, failover or a fork. `arguments` are the instance's own copy.
+        """Token ids are int32 and read-only. `output_token_ids` is empty for a new sequence; after preemption, failover
+        or a fork it is the output so far. `arguments` is a copy of the instance's own.
         """
 
 
 class LogitsProcessorSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
-    """A processor by name, with its arguments. Raises `ValueError` if they are not plain JSON or too long."""
+    """The name and arguments of a processor. Raises `ValueError` if the arguments are not plain JSON or too long."""
 
     name: str
     arguments: dict[str, Any] = {}
@@ -80,7 +78,7 @@ class LogitsProcessorSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unkn
             return
         try:
             text = json.dumps(self.arguments, allow_nan=False)
-            msgspec.msgpack.encode(self.arguments)  # as they travel to the ranks
+            msgspec.msgpack.encode(self.arguments)  # they travel to the ranks in this form
         except (TypeError, ValueError, RecursionError, OverflowError) as error:
             raise ValueError(
                 f"logits_processors: the arguments of {self.name!r} are not plain JSON: {error}; give objects, lists, "
@@ -91,12 +89,12 @@ class LogitsProcessorSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unkn
                 f"logits_processors: the arguments of {self.name!r} have {len(text)} bytes as JSON and the limit is "
                 f"{MAX_ARGUMENT_BYTES}; shorten them"
             )
-        msgspec.structs.force_setattr(self, "arguments", json.loads(text))  # a copy that no caller can change
+        msgspec.structs.force_setattr(self, "arguments", json.loads(text))  # a copy that the caller cannot change
 
 
 class LogitsProcessorRegistry:
-    """Factories by name. `configured` maps the operator's names to `module:attribute`, or to None for the entry point
-    of that name.
+    """Factories by name. `configured` maps each of the operator's names to `module:attribute`, or to None for the entry
+    point of that name.
 
     Raises `LogitsProcessorError` if a configured factory cannot be loaded.
     """
@@ -107,7 +105,7 @@ class LogitsProcessorRegistry:
             self._factories[name] = self.factory(name) if path is None else _imported(name, path)
 
     def register(self, name: str, factory: LogitsProcessorFactory) -> None:
-        """Raises `LogitsProcessorError` if the name is taken or the factory cannot be called."""
+        """Raises `LogitsProcessorError` if the name is taken or `factory` is not callable."""
         if not callable(factory):
             raise LogitsProcessorError(f"logits processor {name!r}: a {type(factory).__name__} is no factory")
         if name in self._factories:
@@ -122,7 +120,7 @@ class LogitsProcessorRegistry:
         return sorted({*self._factories, *(entry.name for entry in entry_points(group=ENTRY_POINT_GROUP))})
 
     def factory(self, name: str) -> LogitsProcessorFactory:
-        """Raises `LogitsProcessorError` if the name is unknown; the message lists the known names."""
+        """Raises `LogitsProcessorError` with the known names if `name` is unknown."""
         if name not in self._factories:
             found = list(entry_points(group=ENTRY_POINT_GROUP, name=name))
             if not found:
@@ -132,7 +130,7 @@ class LogitsProcessorRegistry:
         return self._factories[name]
 
     def check(self, specs: Sequence[LogitsProcessorSpec], vocab_size: int) -> None:
-        """Raises `LogitsProcessorError` for an unknown name, and for arguments that the factory's `check` refuses."""
+        """Raises `LogitsProcessorError` for an unknown name or arguments that the factory's `check` refuses."""
         for index, spec in enumerate(specs):
             check = getattr(self.factory(spec.name), "check", None)
             if check is None:
@@ -145,12 +143,12 @@ class LogitsProcessorRegistry:
 
 
 def own_arguments(spec: LogitsProcessorSpec) -> dict[str, Any]:
-    """A copy of the arguments, which its receiver may change."""
+    """Returns a copy of the arguments, which the receiver may change."""
     return json.loads(json.dumps(spec.arguments)) if spec.arguments else {}
 
 
 def _imported(name: str, path: str) -> LogitsProcessorFactory:
-    """The factory at `path`, `module:attribute`. Raises `LogitsProcessorError` if it cannot be loaded."""
+    """Returns the factory at `module:attribute`. Raises `LogitsProcessorError` if it cannot be loaded."""
     module, _, attribute = path.partition(":")
     try:
         factory: Any = importlib.import_module(module)

@@ -1,4 +1,4 @@
-"""A cache with a bound in bytes; the least recently used entry is dropped first."""
+"""A cache bounded in bytes, which evicts the least recently used entry."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ Value = TypeVar("Value")
 
 
 class ByteLRU(Generic[Key, Value]):
-    """Keeps values whose sizes add up to at most `max_bytes`; a larger value is not kept. Not thread-safe."""
+    """Keeps values of at most `max_bytes` in total. Not thread-safe."""
 
     def __init__(self, max_bytes: int) -> None:
         self.max_bytes = max_bytes
@@ -22,7 +22,7 @@ class ByteLRU(Generic[Key, Value]):
         return len(self._entries)
 
     def get(self, key: Key) -> Value | None:
-        """The value, which counts as used now; None if there is none."""
+        """Returns the value and marks it as used, or None."""
         entry = self._entries.get(key)
         if entry is None:
             return None
@@ -30,7 +30,9 @@ class ByteLRU(Generic[Key, Value]):
         return entry[0]
 
     def put(self, key: Key, value: Value, num_bytes: int) -> None:
-        """Replaces the key's value. `num_bytes` is the memory that key and value hold together."""
+        """Sets the key's value. `num_bytes` is the memory of key and value together. A value above the bound empties
+        the cache.
+        """
         self.forget(key)
         self._entries[key] = (value, num_bytes)
         self.num_bytes += num_bytes
@@ -39,7 +41,7 @@ class ByteLRU(Generic[Key, Value]):
             self.num_bytes -= oldest_bytes
 
     def forget(self, key: Key) -> None:
-        """Drops a key's value; an unknown key is no error."""
+        """Drops a key's value, if there is one."""
         entry = self._entries.pop(key, None)
         if entry is not None:
             self.num_bytes -= entry[1]

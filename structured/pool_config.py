@@ -12,13 +12,12 @@ class PoolConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     """The pool of workers that fill grammar masks."""
 
     form: Literal["auto", "threads", "actors"] = "auto"
-    """Whether grammar workers are threads of the engine's process or Ray actors on the same machine. `auto` takes
-    threads: on two cores they were quicker from 1 to 128 rows (`benchmarks/results/`).
+    """Whether grammar workers are threads of the engine's process or Ray actors on its machine. `auto` takes threads,
+    which were faster from 1 to 128 rows on two cores (`manta bench structured`).
     """
     num_workers: Annotated[int, Meta(ge=1, le=16)] = 2
-    """Grammar workers that share the sessions. With actors there is one more, a warm spare."""
+    """Number of grammar workers that share the sessions. Actors have one warm spare in addition."""
     migrate_seconds: Annotated[float, Meta(gt=0)] = 0.02
     """Seconds that a row waits for a busy worker before its session moves to another one."""
     mask_seconds: Annotated[float, Meta(gt=0)] = 5.0
-    """Seconds in which a worker must fill one row. A session that takes longer fails, and the pool replaces the worker.
-    """
+    """Seconds in which a worker must fill one row. A session that takes longer fails, and its worker is replaced."""

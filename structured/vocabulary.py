@@ -1,7 +1,7 @@
-"""What a grammar backend needs of a tokenizer, read from `tokenizer.json`: plain data that can be sent to processes.
+"""The part of a tokenizer that grammar backends need, read from `tokenizer.json`: which bytes a token stands for.
 
-Imports neither torch nor transformers. `cluster/text/tokenizer.py` encodes and decodes text; this module only says
-which bytes a token stands for.
+Plain data that can be sent to processes. Imports neither torch nor transformers. `cluster/text/tokenizer.py` encodes
+and decodes text.
 """
 
 from __future__ import annotations
@@ -53,12 +53,7 @@ class Vocabulary(msgspec.Struct, frozen=True, array_like=True):
 
     def byte_token_ids(self) -> list[int]:
         """The token of each byte, 256 of them. Raises `ConstraintError` if a byte has none."""
-        special = frozenset(self.special_token_ids)
-        found = {token[0]: i for i, token in enumerate(self.tokens) if len(token) == 1 and i not in special}
-        missing = [byte for byte in range(256) if byte not in found]
-        if missing:
-            raise ConstraintError(f"the tokenizer has no token for the byte {missing[0]}, which a guard needs")
-        return [found[byte] for byte in range(256)]
+        return _byte_token_ids(self.tokenizer_json)
 
     def forbid_padding(self, row: np.ndarray) -> None:
         """Clears the bits of unused ids at the end of a packed row of int32."""
@@ -100,6 +95,17 @@ def _tables(tokenizer_json: str) -> tuple[list[bytes], list[int]]:
     for index, entry in added.items():
         tokens[index] = entry["content"].encode()
     return tokens, sorted(index for index, entry in added.items() if entry.get("special"))
+
+
+@functools.lru_cache(maxsize=4)
+def _byte_token_ids(tokenizer_json: str) -> list[int]:
+    tokens, special = _tables(tokenizer_json)
+    is_special = frozenset(special)
+    found = {token[0]: i for i, token in enumerate(tokens) if len(token) == 1 and i not in is_special}
+    missing = [byte for byte in range(256) if byte not in found]
+    if missing:
+        raise ConstraintError(f"the tokenizer has no token for the byte {missing[0]}, which a guard needs")
+    return [found[byte] for byte in range(256)]
 
 
 def _byte_level(name: str) -> bytes:

@@ -30,9 +30,9 @@ class RayCluster:
         self.environment = {**os.environ, "PATH": path, "HOME": str(folder), "RAY_AUTH_MODE": "token"}
         self.environment["RAY_worker_niceness"] = "0"  # else all else that runs on this machine comes before replicas
         self.port = free_port()
-        """Of its head: what `RAY_ADDRESS` names."""
+        """Port of the head, which `RAY_ADDRESS` names."""
         self.address = f"http://127.0.0.1:{free_port()}"
-        """Of the dashboard."""
+        """URL of the dashboard."""
 
     def run(self, *command: object) -> subprocess.CompletedProcess[str]:
         """A command with its arguments."""

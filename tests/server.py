@@ -21,7 +21,7 @@ from tests.processes import running_below
 from tests.sharing import shared
 
 SETTINGS = ("engine.dtype=float32", "engine.kv_cache_bytes=8388608", "engine.num_threads=1")
-"""Of every server of the tests; later ones count."""
+"""Settings of every server of the tests. Later settings override them."""
 
 
 class Client:

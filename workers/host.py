@@ -1,7 +1,7 @@
-"""The cores and the memory of the machine that this process may use, within its container's limits.
+"""The cores and memory that this process may use, within its container's limits.
 
-The CPU platform, the deployment of engines and `manta check` all plan with these figures. A limit that the system does
-not report counts as none; Linux reports most.
+The CPU platform, the deployment of engines and `manta check` plan with them. A limit that the system does not report
+counts as none.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ GROUPS = pathlib.Path("/sys/fs/cgroup")
 def num_cores() -> int:
     """Returns the number of cores on which threads of this process may run at a time, at least 1.
 
-    A container's quota is rounded down, so half a core gets no thread: the threads of a step wait for each other, and
-    all would wait for the one whose quota is exhausted. The half core serves the processes other than the engine.
+    A container's quota is rounded down: the threads of a step wait for each other, so one with half a core would delay
+    all. The rest of the quota serves other processes than the engine.
     """
     if hasattr(os, "sched_getaffinity"):
         cores = len(os.sched_getaffinity(0))
@@ -43,18 +43,14 @@ def free_memory() -> int:
 
 
 def identity() -> int:
-    """Returns a 63-bit number that all processes of one machine or container share, and that differs
-    between machines.
-    """
+    """Returns a 63-bit number that is the same for all processes of one machine or container."""
     boot = _read(pathlib.Path("/proc/sys/kernel/random/boot_id")) or str(psutil.boot_time())
     digest = hashlib.sha256(f"{boot} {socket.gethostname()}".encode()).digest()
     return int.from_bytes(digest[:8], "little") >> 1
 
 
 def _performance_cores() -> int | None:
-    """Returns the number of performance cores on Apple silicon, else None. Its other cores would slow
-    every step down.
-    """
+    """Returns the number of performance cores on Apple silicon, else None. Slower cores would delay every step."""
     if sys.platform != "darwin":
         return None
     command = ["sysctl", "-n", "hw.perflevel0.physicalcpu"]
@@ -66,10 +62,9 @@ def _performance_cores() -> int | None:
 
 
 def _groups(controller: str) -> Iterator[pathlib.Path]:
-    """Yields the folders of this process's control group and its ancestors, each of which may set a limit (cgroups v1
-    and v2).
+    """Yields the cgroup folders of this process and of its ancestors, each of which may set a limit (v1 and v2).
 
-    Inside a container the path may be the host's, whose folders do not exist there; the topmost folder is then the
+    Inside a container the path may be the host's, whose folders do not exist there. The topmost folder is then the
     container's own.
     """
     for line in (_read(PROCESS_GROUPS) or "").splitlines():

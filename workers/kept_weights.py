@@ -1,7 +1,6 @@
-"""The option `weights`: in how many bits linears keep their weights, and how many bytes that takes.
+"""The option `weights`: the number of bits of a linear's weights, and the bytes that they take.
 
-Plain arithmetic, read by the memory plan, the loader and `manta check`. `workers/kernels/rounding.py` rounds the
-weights.
+Plain arithmetic for the memory plan, the loader and `manta check`. `workers/kernels/rounding.py` rounds the weights.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ WeightsOption = Literal["auto", "dense", "int8", "int4"]
 
 
 class KeptBits(NamedTuple):
-    """Bits of the integers to which floating-point weights are rounded; None keeps them in the model's dtype."""
+    """Number of bits of the integers to which floating-point weights are rounded. None keeps the model's dtype."""
 
     layers: int | None
     head: int | None
@@ -26,21 +25,20 @@ KEPT_BITS: dict[str, KeptBits] = {
     "int8": KeptBits(8, 8),
     "int4": KeptBits(4, 8),
 }
-"""The head decides between tokens, so its weights keep 8 bits beside layers of 4. Embeddings and norms stay as they
-are.
-"""
+"""The head chooses between tokens, so it keeps 8 bits beside layers of 4. Embeddings and norms are not rounded."""
 GROUPS = {8: 128, 4: 32}
-"""Inputs with one scale, by bits. Relative error (L2 norm) of weights that are normally distributed: 0.65% with 8 bits,
-8.3% with 4. Other sizes of groups were measured too: 8 bits have 0.53% in groups of 32, and many rows then take 1.4
-times as long; 4 bits have 9.7% in groups of 128.
+"""Number of inputs that share a scale, by bits.
+
+The relative error (L2 norm) of normally distributed weights is 0.65% with 8 bits and 8.3% with 4. Groups of 32 with 8
+bits have 0.53%, but many rows take 1.4 times as long. Groups of 128 with 4 bits have 9.7%.
 """
 SCALE_BYTES = 2
 _LEAST_GROUP = 8
 
 
 def group_of(in_features: int, bits: int) -> int:
-    """Returns the inputs that share a scale: as in `GROUPS`, or the largest half, quarter, ... that divides
-    `in_features`; all inputs if no group of 8 or more does.
+    """Returns the number of inputs that share a scale: the value in `GROUPS`, or its largest half, quarter, ... that
+    divides `in_features`. All inputs share one if no group of 8 or more divides them.
     """
     group = GROUPS[bits]
     while group >= _LEAST_GROUP:
@@ -57,7 +55,7 @@ def kept_bytes(out_features: int, in_features: int, bits: int) -> int:
 
 
 def describe_kept(weights: str) -> str | None:
-    """Returns what `weights` does, in words; None if it changes nothing."""
+    """Describes the effect of `weights`; None if it has none."""
     bits = KEPT_BITS[weights]
     if bits.layers is None or bits.head is None:
         return "in the model's dtype, whatever the checkpoint stores" if weights == "dense" else None
@@ -67,8 +65,8 @@ def describe_kept(weights: str) -> str | None:
 
 def check_weights(weights: str, device: str) -> None:
     """Raises `ModelError` if the device `cpu`, `cuda` or `tpu` has no kernels for what `weights` asks for."""
-    if KEPT_BITS[weights].layers is not None and device != "cpu":
+    if KEPT_BITS[weights].layers is not None and device == "tpu":
         raise ModelError(
-            f"weights {weights} is for CPUs, and {device} has no kernels for integer weights; leave weights out, or "
-            "set device to cpu"
+            f"weights {weights} is for CPUs and CUDA GPUs, and a TPU has no kernels for integer weights; leave weights "
+            "out, or set device to cpu or cuda"
         )

@@ -1,4 +1,4 @@
-"""The description of a loaded model that a rank sends to the driver. Plain data, so that readers need no torch."""
+"""The description of a loaded model that a rank sends to the driver, as plain data."""
 
 from __future__ import annotations
 
@@ -6,8 +6,6 @@ import msgspec
 
 
 class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """The facts about the loaded model that the driver needs."""
-
     folder: str
     vocab_size: int
     max_model_len: int

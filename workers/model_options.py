@@ -33,15 +33,17 @@ class ModelOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     error.
     """
     weights: WeightsOption = "auto"
-    """How linears keep their weights. `auto`: as the checkpoint stores them. `int8` and `int4` round those that are
-    stored in floating point to integers at load, on CPUs: with `int8` a step of one sequence is nearly twice as fast as
-    in bfloat16; `int4` is faster still and loses quality. `dense` keeps all in `dtype`, integers of a quantised
-    checkpoint too, and activations are not rounded then.
+    """Form of the weights of linears.
+
+    `auto` keeps the checkpoint's. `int8` and `int4` round floating-point weights at load, on CPUs and GPUs. On a CPU a
+    step of one sequence is nearly twice as fast with `int8` as in bfloat16, and faster still with `int4`, which loses
+    quality.
+    `dense` keeps all weights in `dtype`, also those of a quantised checkpoint, and rounds no activations.
     """
     device: Literal["auto", "cpu", "cuda", "tpu"] = "auto"
     """Device of the model. `auto` takes CUDA GPUs if the cluster has any when the application starts, else CPUs. With
-    `cuda` each engine, or each of its ranks, claims one GPU from Ray. With `tpu` each engine has one process for each
-    host, which claims all chips of that host.
+    `cuda`, Ray reserves one GPU for each rank. With `tpu`, an engine has one process for each host, which claims all
+    its chips.
     """
     num_threads: Count | None = None
     """CPU threads of the model, for each rank. Ray counts them as claimed CPUs. None takes every core that the process

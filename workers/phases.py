@@ -6,8 +6,8 @@ import time
 
 
 class Phases:
-    """Measures phases, the first of which begins at construction. `seconds` has the time of each ended phase, in order,
-    after the phases in `before`, which another process measured.
+    """Measures consecutive phases, the first of which begins at construction. `seconds` has the time of each ended
+    phase in order, after the phases in `before`, which another process measured.
     """
 
     def __init__(self, **before: float) -> None:

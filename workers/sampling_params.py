@@ -1,7 +1,7 @@
 """Sampling parameters of one request: plain, immutable data that every room may read.
 
-The ingress or the caller of `cluster.llm.LLM` fills them in, and the sampler of a rank reads them. They hold neither
-state nor code. Imports no torch. Field names follow the OpenAI API, and vLLM's extensions where it has none.
+The ingress or `cluster.llm.LLM` fills them in, and the sampler of a rank reads them. Imports no torch. Field names
+follow the OpenAI API, and vLLM's extensions where it has none.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ BOUNDS = {
 """Range of every number in `SamplingParams`, so that each fits the ranks' tables and the messages to them."""
 
 _bounded_values = operator.attrgetter(*BOUNDS)
-"""Reads the values of the fields in `BOUNDS`, in its order, in one call: every request is checked several times."""
+"""Reads all fields of `BOUNDS` in one call, because every request is checked several times."""
 _BOUNDS = tuple(BOUNDS.values())
 
 LOGIT_BIAS = Bound(-100, 100)
@@ -101,9 +101,8 @@ def child_seed(seed: int, index: int) -> int:
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
     """Sampling parameters of one request.
 
-    Raises `ValueError` (decoding: `msgspec.ValidationError`) naming the value and the bound if a field is out of
-    range. Bounds that need the model (vocabulary size, context length) are checked by `validate_vocabulary` and the
-    scheduler.
+    Raises `ValueError` (decoding: `msgspec.ValidationError`) with value and bound if a field is out of range.
+    `validate_vocabulary` and the scheduler check the bounds that depend on the model.
     """
 
     n: int = 1
@@ -167,6 +166,11 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     `ignore_eos`; `stop_token_ids` may be drawn only where the grammar lets the text end.
     """
 
+    prediction_token_ids: tuple[int, ...] = ()
+    """Text that the output is expected to repeat in large part: drafts, if the engine speculates. It never changes the
+    output.
+    """
+
     output_kind: OutputKind = OutputKind.CUMULATIVE
     """The form of the results of `LLM.step` and `LLM.stream`."""
 
@@ -182,7 +186,13 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             raise ValueError(f"stop has {len(self.stop)} strings; at most {MAX_STOP_STRINGS} are allowed")
         if "" in self.stop:
             raise ValueError("stop contains an empty string, which would end every output at once; remove it")
-        if self.logit_bias or self.stop_token_ids or self.allowed_token_ids or self.bad_words_token_ids:
+        if (
+            self.logit_bias
+            or self.stop_token_ids
+            or self.allowed_token_ids
+            or self.bad_words_token_ids
+            or self.prediction_token_ids
+        ):
             self._check_token_ids()
         if self.allowed_token_ids is not None and not self.allowed_token_ids:
             raise ValueError("allowed_token_ids is empty, which allows no token; leave it out to allow all")
@@ -210,9 +220,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
                 _TOKEN_ID.check(f"{name}: token id", max(ids))
 
     def without_text(self) -> SamplingParams:
-        """Returns the same parameters without those that only the text side reads, so that they are not sent to the
-        ranks.
-        """
+        """Returns the parameters without the fields that only the text side reads, for messages to ranks."""
         if _text_values(self) == _TEXT_DEFAULTS:
             return self
         return msgspec.structs.replace(self, **_TEXT_FIELDS)
@@ -224,20 +232,21 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             "stop_token_ids": self.stop_token_ids,
             "allowed_token_ids": self.allowed_token_ids or (),
             "bad_words_token_ids": [token_id for ids in self.bad_words_token_ids for token_id in ids],
+            "prediction_token_ids": self.prediction_token_ids,
         }
 
     def validate_vocabulary(self, vocab_size: int) -> None:
         """Raises `ValueError` naming the field if a token id is outside `[0, vocab_size)`."""
         for name, ids in self.token_ids().items():
-            for token_id in ids:
-                if not 0 <= token_id < vocab_size:
-                    raise ValueError(f"{name}: token id {token_id} is outside the vocabulary [0, {vocab_size})")
+            if ids and not 0 <= min(ids) <= max(ids) < vocab_size:
+                token_id = next(each for each in ids if not 0 <= each < vocab_size)
+                raise ValueError(f"{name}: token id {token_id} is outside the vocabulary [0, {vocab_size})")
 
 
 _TEXT_FIELDS: dict[str, Any] = {
     name: getattr(SamplingParams(), name)
     for name in ("stop", "include_stop_str_in_output", "skip_special_tokens", "bad_words", "output_kind")
 }
-"""Fields that no rank reads, with their defaults. Ranks read `bad_words_token_ids` instead of `bad_words`."""
+"""The fields that no rank reads, with their defaults. Ranks read `bad_words_token_ids` instead of `bad_words`."""
 _text_values = operator.attrgetter(*_TEXT_FIELDS)
 _TEXT_DEFAULTS = tuple(_TEXT_FIELDS.values())

@@ -36,10 +36,9 @@ class StepOutOfMemory(RuntimeError):
 
 
 class SequenceStart(msgspec.Struct, array_like=True):
-    """All that a rank needs to build or rebuild one sequence: its state is a function of its tokens.
+    """All that a rank needs to build one sequence, whose state is a function of its tokens.
 
-    The driver sends it with the first step of a sequence, and again after preemption, failover or a rebuild of the
-    ranks.
+    The driver sends it with the sequence's first step, and again after preemption, failover or a rebuild of the ranks.
     """
 
     sequence_id: int
@@ -66,8 +65,8 @@ class SequenceFork(msgspec.Struct, array_like=True):
 class ScheduledSequence(msgspec.Struct, array_like=True, gc=False):
     """The tokens of one sequence that this step computes: positions `[start, start + num_tokens)`.
 
-    The rank already knows their ids from `SequenceStart` and from its own draws, so a drawn token need not reach the
-    driver first. Only drafts are sent: the last `len(draft_token_ids)` of these tokens, which this step verifies.
+    The rank knows their ids from `SequenceStart` and its own draws. Only drafts are sent: they are the last
+    `len(draft_token_ids)` of these tokens, and this step verifies them.
     """
 
     sequence_id: int
@@ -156,17 +155,14 @@ class StepOutput(msgspec.Struct, array_like=True):
     errors: dict[int, RowError] = {}
     """Sequence ids with the failure of their row."""
     digest: int = 0
-    """A checksum of the step's tokens and blocks, and on torch of the hidden states at its sample points, with several
-    ranks.
-
-    Ranks whose digests differ have diverged. 0 if there is no checksum.
+    """Checksum of the step's tokens and blocks, if there are several ranks; else 0. On torch it includes the hidden
+    states at the sample points. Ranks with different digests have diverged.
     """
 
     @property
     def adopted(self) -> dict[int, list[int]]:
-        """The drawn tokens by sequence id, as the other ranks get them before their next `execute`
-        (`RankWorker.adopt`).
+        """The drawn tokens by sequence id, for the other ranks (`RankWorker.adopt`).
 
-        A failed row keeps token 0 on the rank that draws, because the next step may already be planned with it.
+        A failed row counts as token 0, because the next step may already be planned with it.
         """
         return {**{sequence_id: [0] for sequence_id in self.errors}, **self.token_ids}

@@ -51,7 +51,7 @@ texts of one length are of few tasks.
 CHUNK = 1024
 """Samples that are sorted by length together."""
 WRITTEN = re.compile(r"(?<=<\|im_start\|>assistant\n)(.*?<\|im_end\|>)", re.DOTALL)
-"""What the assistant wrote in a rendered conversation."""
+"""Finds the assistant's text in a rendered conversation."""
 LENGTH_MULTIPLE = 16
 """Batches are padded to this, so that the CPU's kernels meet few shapes."""
 PEAK_LR = 3e-3

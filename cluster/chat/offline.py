@@ -68,7 +68,7 @@ def plan_offline(
                 raise RequestRefused("response_format and the parameters' constraint exclude each other", "constraint")
             constraint, _ = requested_constraint(request.response_format, None)
             params = msgspec.structs.replace(params, constraint=constraint)
-        text = render(tokenizer, request, template_tools(request.callable_tools()))
+        text = render(tokenizer, request, template_tools(request.shown_tools()))
         plan = plan_chat(request, params, tokenizer, text)
         return Chat(prompt=tokenizer.encode(plan.prompt, add_special_tokens=False), plan=plan)
     except msgspec.ValidationError as error:

@@ -22,7 +22,7 @@ from cluster.chat.tool_grammar import FormatRefused, calls_grammar
 from cluster.errors import RequestRefused, refuse
 from cluster.protocol.constraint_fields import json_text
 from cluster.protocol.requests import ChatCompletionRequest
-from cluster.protocol.tools import NamedToolChoice, Tool, arguments_schema
+from cluster.protocol.tools import NamedToolChoice, Tool, arguments_schema, must_call
 from cluster.text.chat_template import TemplateError
 from cluster.text.tokenizer import Tokenizer
 from structured.constraint import ConstraintSpec
@@ -178,7 +178,7 @@ def _tool_constraint(
             tools,
             tokenizer.token_to_id,
             parallel=request.parallel_tool_calls is not False and not isinstance(choice, NamedToolChoice),
-            required=choice not in (None, "auto"),
+            required=must_call(choice),
             answer_schema=answer_schema,
             left_out=left_out,
         )
@@ -191,5 +191,5 @@ def _tool_constraint(
 def _refuse_tool(request: ChatCompletionRequest, tools: list[Tool], error: FormatRefused) -> NoReturn:
     if error.tool is None:
         refuse("tools", f"tools: {error}; leave them out")
-    field = f"tools[{request.callable_tools().index(tools[error.tool])}].function.parameters"
+    field = f"tools[{request.shown_tools().index(tools[error.tool])}].function.parameters"
     refuse(field, f'{field}: {error}; change it, or send "strict": false in that function to enforce the rest')

@@ -354,7 +354,7 @@ def _quantized(model: ModelConfig, tally: WeightTally, dtype: str, keeps_integer
     if not tally.kinds:
         return f"{model.quantization.method}, no linear of it as integers: kept in {dtype}"
     linears = ", ".join(f"{count} linears of {kind}" for kind, count in sorted(tally.kinds.items()))
-    kept = "as integers" if keeps_integers else f"in {dtype}, because this device has no kernels for integers"
+    kept = "as integers" if keeps_integers else f"in {dtype}, as `engine.weights: dense` asks"
     return f"{model.quantization.method}: {linears}, {_gib(tally.integer_bytes)} as integers; kept {kept}"
 
 

@@ -26,6 +26,11 @@ MAX_BAD_WORD_CHARACTERS = 20_000
 MAX_CHOICES = 128
 """Largest `n`, as in OpenAI's API. An engine with a smaller `max_num_sequences` refuses earlier."""
 
+MAX_METADATA = 16
+"""Most pairs of `metadata`; this bound and the next two are those of OpenAI's API."""
+MAX_METADATA_KEY_CHARACTERS = 64
+MAX_METADATA_VALUE_CHARACTERS = 512
+
 _TOKEN_ID_LISTS = ("logit_bias", "allowed_token_ids", "stop_token_ids")
 
 
@@ -82,6 +87,20 @@ def _num_parts(messages: Sequence[Any]) -> int:
 
 def _num_prompts(prompt: Any) -> int:
     return len(prompt) if isinstance(prompt, list) and prompt and not isinstance(prompt[0], int) else 1
+
+
+def check_metadata(metadata: dict[str, str] | None) -> None:
+    if not metadata:
+        return
+    if len(metadata) > MAX_METADATA:
+        refuse("metadata", f"metadata has {len(metadata)} pairs and the limit is {MAX_METADATA}; leave some out")
+    longest_key, longest_value = max(map(len, metadata)), max(map(len, metadata.values()))
+    for what, length, limit in (
+        ("key", longest_key, MAX_METADATA_KEY_CHARACTERS),
+        ("value", longest_value, MAX_METADATA_VALUE_CHARACTERS),
+    ):
+        if length > limit:
+            refuse("metadata", f"metadata has a {what} of {length} characters and the limit is {limit}; shorten it")
 
 
 def check_n(n: int) -> None:

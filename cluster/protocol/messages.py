@@ -80,8 +80,7 @@ def template_message(message: ChatMessage, path: str) -> dict[str, Any]:
         if not message.tool_calls:
             refuse(f"{path}.content", f"{path}.content is missing; give a string or a list of text parts")
         content = ""
-    if isinstance(content, list):
-        content = "\n".join(_part_text(part, f"{path}.content[{index}]") for index, part in enumerate(content))
+    content = content_text(content, f"{path}.content")
     result: dict[str, Any] = {"role": "system" if message.role == "developer" else message.role, "content": content}
     if message.name is not None:
         result["name"] = message.name
@@ -122,6 +121,13 @@ def _template_call(call: MessageToolCall, path: str) -> dict[str, Any]:
         arguments = Arguments(arguments)
     result: dict[str, Any] = {"type": "function", "function": {"name": call.function.name, "arguments": arguments}}
     return result if call.id is None else {"id": call.id, **result}
+
+
+def content_text(content: str | list[dict[str, Any]], path: str) -> str:
+    """Returns a content as one text; its parts become lines. Raises `RequestRefused` for a part that is no text."""
+    if isinstance(content, str):
+        return content
+    return "\n".join(_part_text(part, f"{path}[{index}]") for index, part in enumerate(content))
 
 
 def _part_text(part: dict[str, Any], path: str) -> str:

@@ -6,16 +6,22 @@ mistake. `sampling_params` turns a body into one `SamplingParams`. Knows neither
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import msgspec
 
 from cluster.errors import refuse
-from cluster.protocol.body_limits import check_n
+from cluster.protocol.body_limits import check_metadata, check_n
 from cluster.protocol.constraint_fields import ResponseFormat, StructuredOutputs, requested_constraint
-from cluster.protocol.messages import ChatMessage, check_continuation, check_template_kwargs, template_message
+from cluster.protocol.messages import (
+    ChatMessage,
+    check_continuation,
+    check_template_kwargs,
+    content_text,
+    template_message,
+)
 from cluster.protocol.shape_errors import bound_error
-from cluster.protocol.tools import Tool, ToolChoice, arguments_constraint, check_tools
+from cluster.protocol.tools import AllowedToolsChoice, Tool, ToolChoice, arguments_constraint, check_tools
 from structured.constraint import ConstraintSpec
 from structured.logits_processors import LogitsProcessorSpec
 from workers.sampling_params import SamplingParams
@@ -36,6 +42,13 @@ OLDER_NAMES: dict[str, str] = {
     ),
 }
 """Fields that older clients of vLLM send, each with its replacement."""
+
+
+class Prediction(msgspec.Struct, forbid_unknown_fields=True):
+    """Text that the answer is expected to repeat in large part."""
+
+    content: str | list[dict[str, Any]]
+    type: Literal["content"] = "content"
 
 
 class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
@@ -89,8 +102,10 @@ class _SamplingFields(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     extension).
     """
     user: str | None = None
-    metadata: dict[str, Any] | None = None
+    metadata: dict[str, str] | None = None
+    """Accepted within OpenAI's bounds; nothing is kept that it could label."""
     service_tier: str | None = None
+    """Accepted; the answer says "default", the only tier."""
     structured_outputs: StructuredOutputs | None = None
     response_format: ResponseFormat | None = None
 
@@ -105,6 +120,7 @@ class _SamplingFields(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
 
     def _check_common(self) -> None:
         check_n(self.num_choices)
+        check_metadata(self.metadata)
         if self.use_beam_search:
             refuse(
                 "use_beam_search", "use_beam_search is not supported; leave it out, and choose n for several answers"
@@ -175,7 +191,9 @@ class ChatCompletionRequest(_SamplingFields, kw_only=True):
     """`POST /v1/chat/completions`."""
 
     fields_elsewhere: ClassVar[dict[str, str]] = OLDER_NAMES | {
-        "prompt": 'belongs to /v1/completions; a chat has messages: [{"role": "user", "content": ...}]'
+        "prompt": 'belongs to /v1/completions; a chat has messages: [{"role": "user", "content": ...}]',
+        "tools.custom": "belongs to a custom tool, whose input is free text; give functions",
+        "messages.tool_calls.custom": "belongs to the call of a custom tool; only functions are served",
     }
 
     messages: list[ChatMessage]
@@ -205,12 +223,14 @@ class ChatCompletionRequest(_SamplingFields, kw_only=True):
     prompt_cache_options: Any = None
     verbosity: str | None = None
     store: bool | None = None
+    """Accepted without effect, because OpenAI keeps such answers for its own evaluation tools."""
+    prediction: Prediction | None = None
+    """Drafts for an engine that speculates; otherwise without effect."""
 
     functions: Any = None
     function_call: Any = None
     modalities: Any = None
     audio: Any = None
-    prediction: Any = None
     web_search_options: Any = None
     moderation: Any = None
 
@@ -224,8 +244,6 @@ class ChatCompletionRequest(_SamplingFields, kw_only=True):
         if not self.messages:
             refuse("messages", "messages is empty; give at least one message")
         check_continuation(self.messages, self.continue_final_message, bool(self.add_generation_prompt))
-        if self.store:
-            refuse("store", "store = true is not supported: nothing is kept; leave it out or send false")
         if self.functions not in (None, []):
             refuse("functions", "functions is not supported; use tools")
         if self.function_call not in (None, "none", "auto"):
@@ -236,21 +254,34 @@ class ChatCompletionRequest(_SamplingFields, kw_only=True):
             refuse("structured_outputs", message)
         if self.modalities not in (None, ["text"]):
             refuse("modalities", 'only modalities ["text"] is supported')
-        for name in ("audio", "prediction", "web_search_options", "moderation"):
+        for name in ("audio", "web_search_options", "moderation"):
             _only(self, name, None, f"{name} is not supported; leave it out")
         if self.top_logprobs is not None and not self.logprobs:
             refuse("top_logprobs", "top_logprobs is only allowed with logprobs = true")
         check_template_kwargs(self.chat_template_kwargs)
         self.template_messages()
+        self.predicted_text()
+
+    def predicted_text(self) -> str:
+        """Returns the text of `prediction`; empty without one. Raises `RequestRefused` for a part that is no text."""
+        return "" if self.prediction is None else content_text(self.prediction.content, "prediction.content")
+
+    def shown_tools(self) -> list[Tool]:
+        """Returns the tools that the prompt shows."""
+        return [] if self.tool_choice == "none" else self.tools or []
 
     def callable_tools(self) -> list[Tool]:
         """Returns the tools that the answer may call."""
-        return [] if self.tool_choice == "none" else self.tools or []
+        if not isinstance(self.tool_choice, AllowedToolsChoice):
+            return self.shown_tools()
+        allowed = self.tool_choice.allowed_tools.names
+        return [tool for tool in self.shown_tools() if tool.function.name in allowed]
 
     def tool_constraints(self) -> list[tuple[str, ConstraintSpec]]:
         return [
             (f"tools[{index}].function.parameters", arguments_constraint(tool))
-            for index, tool in enumerate(self.callable_tools())
+            for index, tool in enumerate(self.shown_tools())
+            if tool in self.callable_tools()
         ]
 
     def field_of(self, param: str) -> str:
@@ -288,7 +319,8 @@ class CompletionRequest(_SamplingFields, kw_only=True):
         "messages": "belong to /v1/chat/completions; here the text to continue is the prompt"
     }
 
-    prompt: str | list[str | int | list[int]]
+    prompt: str | list[str | int | list[int]] | None
+    """Text or token ids. OpenAI's null, a text out of nothing, is refused."""
     echo: bool | None = None
     logprobs: int | None = None
     add_special_tokens: bool = True

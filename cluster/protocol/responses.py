@@ -11,6 +11,9 @@ from msgspec import UNSET, UnsetType
 
 from cluster.protocol.usage import UsageInfo
 
+SERVICE_TIER = "default"
+"""The one service tier, in OpenAI's words."""
+
 
 class TopLogprob(msgspec.Struct):
     token: str
@@ -96,6 +99,8 @@ class ChatCompletion(msgspec.Struct, kw_only=True):
     model: str
     choices: list[ChatChoice]
     usage: UsageInfo
+    service_tier: str | UnsetType = UNSET
+    """`SERVICE_TIER`, if the request names a tier."""
     system_fingerprint: str | None = None
     prompt_logprobs: PromptLogprobs | UnsetType = UNSET
     prompt_token_ids: list[int] | UnsetType = UNSET
@@ -126,6 +131,7 @@ class ChatCompletionChunk(msgspec.Struct, kw_only=True):
     model: str
     choices: list[ChatChunkChoice]
     usage: UsageInfo | UnsetType | None = UNSET
+    service_tier: str | UnsetType = UNSET
     system_fingerprint: str | None = None
     prompt_token_ids: list[int] | UnsetType = UNSET
     """Token ids of the prompt, in the first chunk, if the request asks for them."""

@@ -244,6 +244,18 @@ def _response_format(form: dict[str, Any] | None) -> dict[str, Any] | None:
     return {"type": "json_schema", "json_schema": schema}
 
 
+def shown_tools(body: ResponsesRequest) -> list[dict[str, Any]]:
+    """Returns the tools as an answer repeats them: with all fields, and `strict` as it was enforced."""
+    given = ({name: value for name, value in tool.items() if value is not None} for tool in body.tools or [])
+    return [{"description": None, "parameters": None, "strict": True, **tool} for tool in given]
+
+
+def shown_text(body: ResponsesRequest) -> TextOptions:
+    """Returns the text options as an answer repeats them, with OpenAI's defaults."""
+    text = body.text or TextOptions()
+    return TextOptions(format=text.format or {"type": "text"}, verbosity=text.verbosity or "medium")
+
+
 # ---- answers -----------------------------------------------------------------------------------------------------
 
 

@@ -18,7 +18,8 @@ _MISSING_FIELD = re.compile(r"Object missing required field `(.*)`", re.DOTALL)
 def shape_error(message: str, kind: Any = None) -> RequestRefused:
     """Returns msgspec's `Expected ..., got ... - at `$.path`` as an error that names the field.
 
-    `kind` is the struct of the body. Its `fields_elsewhere`, if any, holds advice about fields of other bodies.
+    `kind` is the struct of the body. Its `fields_elsewhere`, if any, holds advice about fields of other bodies, under
+    their paths without indices.
     """
     known, elsewhere = getattr(kind, "__struct_fields__", ()), getattr(kind, "fields_elsewhere", None)
     text, _, place = message.partition(" - at ")
@@ -30,8 +31,9 @@ def shape_error(message: str, kind: Any = None) -> RequestRefused:
         match = pattern.fullmatch(text)
         if match:
             param = f"{path}.{match[1]}" if path else match[1]
-            if pattern is _UNKNOWN_FIELD and not path:
-                what = (elsewhere or {}).get(param) or _meant(param, known) or what
+            if pattern is _UNKNOWN_FIELD:
+                advice = (elsewhere or {}).get(re.sub(r"\[\d+\]", "", param))
+                what = advice or (None if path else _meant(param, known)) or what
             return RequestRefused(f"{param} {what}", param, code)
     prefix = f"{path}: " if path else "the body: "
     is_choice = text.startswith(("Invalid enum value", "Invalid value"))

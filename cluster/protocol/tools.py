@@ -30,14 +30,33 @@ class FunctionName(msgspec.Struct, forbid_unknown_fields=True):
     name: str
 
 
-class NamedToolChoice(msgspec.Struct, forbid_unknown_fields=True):
+class NamedToolChoice(msgspec.Struct, tag_field="type", tag="function", forbid_unknown_fields=True):
     """Call this function, once."""
 
+    function: FunctionName
+
+
+class AllowedTool(msgspec.Struct, forbid_unknown_fields=True):
     function: FunctionName
     type: Literal["function"] = "function"
 
 
-ToolChoice = Literal["none", "auto", "required"] | NamedToolChoice
+class AllowedTools(msgspec.Struct, forbid_unknown_fields=True):
+    mode: Literal["auto", "required"]
+    tools: list[AllowedTool]
+
+    @property
+    def names(self) -> set[str]:
+        return {tool.function.name for tool in self.tools}
+
+
+class AllowedToolsChoice(msgspec.Struct, tag_field="type", tag="allowed_tools", forbid_unknown_fields=True):
+    """Call some of the tools. The prompt still shows all of them, so that it stays in the prefix cache."""
+
+    allowed_tools: AllowedTools
+
+
+ToolChoice = Literal["none", "auto", "required"] | NamedToolChoice | AllowedToolsChoice
 
 _NAME = re.compile(r"[a-zA-Z0-9_-]{1,64}\Z")
 
@@ -55,10 +74,26 @@ def check_tools(tools: list[Tool], choice: ToolChoice | None) -> None:
         names.add(name)
         if parameters and parameters.get("type", "object") != "object":
             refuse(f"{path}.parameters", f'{path}.parameters must describe an object: {{"type": "object", ...}}')
-    if isinstance(choice, NamedToolChoice) and choice.function.name not in names:
-        refuse("tool_choice", f"tool_choice names {choice.function.name!r}, which is not in tools; add it")
+    for name in sorted(_chosen(choice) - names):
+        refuse("tool_choice", f"tool_choice names {name!r}, which is not in tools; add it")
     if choice == "required" and not tools:
         refuse("tool_choice", 'tool_choice "required" needs tools; add some')
+    if isinstance(choice, AllowedToolsChoice) and not choice.allowed_tools.tools:
+        refuse("tool_choice", 'tool_choice allows no tool; name some, or send "none"')
+
+
+def _chosen(choice: ToolChoice | None) -> set[str]:
+    """Returns the functions that a choice names."""
+    if isinstance(choice, NamedToolChoice):
+        return {choice.function.name}
+    return choice.allowed_tools.names if isinstance(choice, AllowedToolsChoice) else set()
+
+
+def must_call(choice: ToolChoice | None) -> bool:
+    """Returns whether the answer has at least one call."""
+    if isinstance(choice, AllowedToolsChoice):
+        return choice.allowed_tools.mode == "required"
+    return choice not in (None, "auto", "none")
 
 
 def template_tools(tools: list[Tool]) -> list[dict[str, Any]]:

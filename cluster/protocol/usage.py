@@ -15,7 +15,9 @@ class PromptTokensDetails(msgspec.Struct):
 
 class CompletionTokensDetails(msgspec.Struct):
     accepted_prediction_tokens: int
+    """Drafts that the model drew itself, from any proposer; they are part of `completion_tokens`."""
     rejected_prediction_tokens: int
+    """Drafts that the model did not draw. They are not part of `completion_tokens`."""
 
 
 class UsageInfo(msgspec.Struct):

@@ -88,6 +88,7 @@ class LLGuidanceBackend:
     def __init__(self, vocabulary: Vocabulary) -> None:
         self._vocabulary = vocabulary
         self._tokenizer = tokenizer_of(vocabulary)
+        self._special_texts = [vocabulary.tokens[token_id].decode() for token_id in vocabulary.special_token_ids]
 
     def compile(self, spec: ConstraintSpec) -> bytes:
         """Schemas whose exact grammar llguidance refuses are tried with simpler grammars and a guard."""
@@ -102,18 +103,18 @@ class LLGuidanceBackend:
             raise
 
     def compiled_by(self, spec: ConstraintSpec, way: Way = "proved") -> bytes:
+        """Compiles in one `way` alone. Builds the grammar's matcher once, because that takes most of the time."""
         translation = self._translation_of(spec, way)
-        failed, messages = llguidance.LLMatcher.validate_grammar_with_warnings(translation.grammar, self._tokenizer)
-        if failed or (messages and not spec.loose):
-            message = "; ".join(messages).strip()
-            if spec.kind != "json_schema":
-                raise ConstraintError(f"{spec.kind}: {located_within(message, schemas_within(spec))}")
-            error = Unsupported if _UNSUPPORTED.search(message) else ConstraintError
-            raise error(f"json_schema: {located(message, json.loads(spec.text))}")
+        try:
+            grammar, num_bytes = self._measured(translation)
+        except ConstraintError as error:
+            self._raise_invalid(spec, translation)
+            raise ConstraintError(f"{spec.kind}: {error}") from error
+        if not spec.loose and (warnings := grammar.warnings()):
+            raise _refusal(spec, warnings)
         row = np.zeros(row_words(self._vocabulary.vocab_size), dtype=np.int32)
         try:
-            loaded = LLGuidanceGrammar(self._tokenizer, Compiled(translation, 0), self._vocabulary)
-            session = loaded.session()
+            session = grammar.session()
             session.fill(row)
             check_next_row(session, row)
         except ConstraintError as error:
@@ -122,19 +123,29 @@ class LLGuidanceBackend:
             raise ConstraintError(f"{spec.kind}: {NOTHING}") from error
         if not row.any() and not session.is_finished():
             raise ConstraintError(f"{spec.kind}: {NOTHING}")
-        # `session` still lives, so the matcher that is measured must allocate memory of its own.
-        return msgspec.msgpack.encode(Compiled(translation, self._matcher_bytes(translation)))
+        return msgspec.msgpack.encode(Compiled(translation, num_bytes))
 
-    def _matcher_bytes(self, translation: Translation) -> int:
-        """Memory that the matchers hold, measured; only an estimate if other threads allocate at the same time. The
-        length of the text does not tell it: a matcher may hold 20 or 5,000 times as much.
+    def _raise_invalid(self, spec: ConstraintSpec, translation: Translation) -> None:
+        """Raises llguidance's reason, with its place, if the grammar itself is invalid. Otherwise a limit was exceeded
+        or a part of the grammar failed.
         """
-        grammars = [translation.grammar, translation.frame, *(grammar for grammar, _ in translation.parts)]
+        failed, messages = llguidance.LLMatcher.validate_grammar_with_warnings(translation.grammar, self._tokenizer)
+        if failed:
+            raise _refusal(spec, messages)
+
+    def _measured(self, translation: Translation) -> tuple[LLGuidanceGrammar, int]:
+        """The grammar, and the memory that its matchers and those of all its parts hold. The memory is measured. It is
+        only an estimate if other threads allocate at the same time. The length of the text does not tell it: a matcher
+        may hold 20 or 5,000 times as much.
+        """
         before = heap_bytes()
-        matchers = [llguidance.LLMatcher(self._tokenizer, grammar, log_level=0) for grammar in grammars if grammar]
+        grammar = LLGuidanceGrammar(self._tokenizer, Compiled(translation, 0), self._vocabulary)
+        parts = [llguidance.LLMatcher(self._tokenizer, part, log_level=0) for part, _ in translation.parts]
         after = heap_bytes()
-        del matchers
-        return UNMEASURED_BYTES if before is None or after is None else max(after - before, MATCHER_BYTES)
+        del parts
+        if before is None or after is None:
+            return grammar, UNMEASURED_BYTES
+        return grammar, max(after - before, MATCHER_BYTES)
 
     def load(self, spec: ConstraintSpec, compiled: bytes) -> LLGuidanceGrammar:
         return LLGuidanceGrammar(self._tokenizer, msgspec.msgpack.decode(compiled, type=Compiled), self._vocabulary)
@@ -153,8 +164,7 @@ class LLGuidanceBackend:
     def _translation_of(self, spec: ConstraintSpec, way: Way = "proved") -> Translation:
         """The grammar is without forced tokens if the constraint's text names a special token."""
         translation = translated(spec, way, self._vocabulary.vocab_size)
-        special = (self._vocabulary.tokens[token_id].decode() for token_id in self._vocabulary.special_token_ids)
-        if any(text in spec.text for text in special):
+        if any(text in spec.text for text in self._special_texts):
             translation.grammar = without_forcing(translation.grammar)
         return translation
 
@@ -174,6 +184,10 @@ class LLGuidanceGrammar:
         self._made: dict[int, Part] = {}
         self._parts = self._parts_of(translation.frame) if translation.parts else None
         self._first_bytes = AUTOMATA_FACTOR * compiled.num_bytes + GUARD_FACTOR * translation.guard_bytes
+
+    def warnings(self) -> list[str]:
+        """What llguidance says that it ignores."""
+        return list(self._matcher.get_grammar_warnings())
 
     def _matcher_of(self, grammar: str) -> llguidance.LLMatcher:
         matcher = llguidance.LLMatcher(self._tokenizer, grammar, log_level=0)
@@ -252,6 +266,15 @@ class LLGuidanceSession:
 
     def is_finished(self) -> bool:
         return self._matcher.is_stopped() and not self._matcher.is_error()
+
+
+def _refusal(spec: ConstraintSpec, messages: list[str]) -> ConstraintError:
+    """The error for what llguidance says of a constraint's grammar, with the place of the keyword that it is about."""
+    message = "; ".join(messages).strip()
+    if spec.kind != "json_schema":
+        return ConstraintError(f"{spec.kind}: {located_within(message, schemas_within(spec))}")
+    error = Unsupported if _UNSUPPORTED.search(message) else ConstraintError
+    return error(f"json_schema: {located(message, json.loads(spec.text))}")
 
 
 def check_matcher(matcher: llguidance.LLMatcher) -> None:

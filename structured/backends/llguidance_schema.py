@@ -7,6 +7,7 @@ random walks.
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterator
 from typing import Any
@@ -28,7 +29,9 @@ _LIMITS = (2**63 - 1, -(2**63))
 _MAX_HOSTNAME = 253
 _OLD_DRAFTS = re.compile(r"json-schema\.org/(draft-0|draft/2019)")
 _ESCAPED_CHARACTER = re.compile(r"(?<!\\)(?:\\\\)*\\[<>]")
-_SHORT_ESCAPES = frozenset("\b\f\n\r\t")
+_ESCAPED_CONTROL = re.compile(r"\\u00[01]|\x7f")
+"""What a control character without a short escape is in JSON text of ASCII characters."""
+_CONTROL = re.compile(r"[\x00-\x07\x0b\x0e-\x1f\x7f]")
 
 
 def departures(schema: Any) -> list[str]:
@@ -84,13 +87,23 @@ def _has_set_operation(pattern: str) -> bool:
     return any(re.search(r"\[|&&|--|~~", body) for body in re.findall(r"\[\^?(\]?[^\]]*)\]", plain))
 
 
-def has_control_characters(value: Any) -> bool:
-    """Whether any string of a JSON value holds one that JSON writes as `\\u00XX`."""
+def has_control_characters(schema: Any) -> bool:
+    """Whether any string of a JSON value holds a character that JSON writes as `\\u00XX`, or the character DEL."""
+    is_possible = _ESCAPED_CONTROL.search(json.dumps(schema)) is not None  # an escaped backslash may stand before it
+    return is_possible and any(_CONTROL.search(text) for text in _strings(schema))
+
+
+def _strings(value: Any) -> Iterator[str]:
+    """The names and strings of a JSON value."""
     if isinstance(value, str):
-        return any((character < " " and character not in _SHORT_ESCAPES) or character == "\x7f" for character in value)
-    if isinstance(value, dict):
-        return any(has_control_characters(key) or has_control_characters(item) for key, item in value.items())
-    return isinstance(value, list) and any(map(has_control_characters, value))
+        yield value
+    elif isinstance(value, dict):
+        yield from value
+        for item in value.values():
+            yield from _strings(item)
+    elif isinstance(value, list):
+        for item in value:
+            yield from _strings(item)
 
 
 def mended(schema: Any) -> Any:

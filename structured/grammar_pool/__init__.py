@@ -1,1 +1,1 @@
-"""Workers, threads or actors, that hold grammar sessions and fill their masks beside the forward pass."""
+"""Grammar workers, as threads or actors: they hold sessions and fill masks during the forward pass."""

@@ -1,7 +1,7 @@
-"""The grammar worker: fills mask rows, in a thread of the engine's process or in a Ray actor of the pool.
+"""The grammar worker: fills mask rows, in a thread of the engine's process or in a Ray actor.
 
-It knows sessions by id, their output tokens by count and jobs by number, so that a message that comes twice, late or
-out of order does no harm. It answers only through the `MaskBuffer`. Imports neither torch nor transformers.
+It identifies sessions by id, output tokens by position and jobs by number, so a message that arrives twice, late or out
+of order does no harm. It answers only through the `MaskBuffer`. Imports neither torch nor transformers.
 """
 
 from __future__ import annotations
@@ -23,60 +23,59 @@ from structured.masks import DEAD_END, FAILED, FINISHED, MAX_ADJUSTMENTS, MAX_CH
 from structured.vocabulary import Vocabulary
 
 GRAMMAR_CACHE_BYTES = 64 * 2**20
-"""Most bytes of grammars that one worker keeps."""
+"""Maximum memory of the grammars that one worker caches."""
 MAX_GROWTH_BYTES = 16 * 2**20
-"""If sessions make a grammar grow by more than this, it is built anew for the next session, in a millisecond or so."""
+"""A grammar that grows by more than this is rebuilt for the next session, which takes about a millisecond."""
 ENTRY_BYTES = 1000
-"""What a cache entry holds besides the grammar and the constraint's text."""
+"""Memory of a cache entry besides the grammar and the constraint's text."""
 
 _NO_ADJUSTMENTS = (np.empty(0, np.int32), np.empty(0, np.float32))
 
 
 class SessionStart(msgspec.Struct, frozen=True, array_like=True):
-    """What a grammar worker builds a session from."""
+    """The data from which a grammar worker builds a session."""
 
     spec: ConstraintSpec
     compiled: bytes
     end_token_ids: tuple[int, ...]
-    """Tokens that end the sequence: they are allowed if and only if the grammar lets the text end."""
+    """Tokens that end the sequence. They are allowed if and only if the grammar lets the text end."""
 
 
 class Job(msgspec.Struct, frozen=True, array_like=True):
-    """The request to fill rows of one session: the mask of the token after output tokens `[0, first +
-    len(token_ids))`, and of the token after each of the drafts that follow them.
+    """A request to fill rows of one session: the mask of the token after `first + len(token_ids)` output tokens, and of
+    the token after each draft that follows them.
     """
 
     session_id: int
     number: int
-    """Unique: filled rows are marked with it."""
+    """Unique number, which marks the filled rows."""
     slot: int
     first: int
     token_ids: list[int]
-    """Output tokens from `first` on; the worker holds those before."""
+    """Output tokens from position `first` on; the worker holds the earlier ones."""
     draft_token_ids: list[int] = []
     draft_slots: list[int] = []
-    """Entry `i` is for the row after `draft_token_ids[: i + 1]`; the entries of the last drafts may be missing."""
+    """Entry `i` is the slot of the row after `draft_token_ids[: i + 1]`. The last drafts may have none."""
     wants_row: bool = True
-    """False if the row of `slot` was asked for before, so that only the drafts' rows are wanted."""
+    """False if the row of `slot` was requested before and only the drafts' rows are missing."""
     num_forced: int = 0
-    """Most forced tokens to look for after the last output token, and after the last draft."""
+    """Maximum number of forced tokens to look for after the last output token and after the last draft."""
     start: SessionStart | None = None
-    """For a session that this worker does not hold."""
+    """Set if the worker does not hold this session yet."""
 
 
 class Message(msgspec.Struct, frozen=True, array_like=True):
-    """What the pool sends to one worker, at most once in each step."""
+    """The pool's message to one worker, at most once a step."""
 
     number: int
     jobs: list[Job]
     ended: list[int]
-    """Sessions to forget before the jobs are done."""
+    """Sessions to forget before doing the jobs."""
 
 
 class TrackedSession:
-    """A session and the output tokens that it has accepted, of which it is a function.
-
-    Drafts count as output tokens until `advance` takes them back.
+    """A session and the output tokens that it has accepted. Drafts count as output tokens until `advance` takes them
+    back.
     """
 
     def __init__(self, start: SessionStart, grammar: Grammar, vocabulary: Vocabulary) -> None:
@@ -89,17 +88,17 @@ class TrackedSession:
         """Number of output tokens before the constraint begins."""
         self.tokens: list[int] = []
         self.seconds = 0.0
-        """Time that the last row took."""
+        """Seconds that the last row took."""
         self._looks_past_choices = True
         self._num_fruitless = 0
-        """Looks past a choice, in a row, that found nothing forced."""
+        """Number of consecutive looks past a choice that found nothing forced."""
         self._num_to_skip = 0
-        """Rows that `look_ahead` lets pass before it looks past a choice again."""
+        """Number of rows to skip before `look_ahead` looks past a choice again."""
         if not start.spec.begin_after:
             self._session = grammar.session()
 
     def advance(self, first: int, token_ids: Sequence[int]) -> None:
-        """Makes the output `tokens[:first] + token_ids`. Raises `ValueError` if tokens are missing or refused."""
+        """Sets the output to `tokens[:first] + token_ids`. Raises `ValueError` if tokens are missing or refused."""
         if first > len(self.tokens):
             raise ValueError(f"output tokens {len(self.tokens)} to {first} are missing")
         kept = first
@@ -124,8 +123,8 @@ class TrackedSession:
             self._session = self._grammar.session()
 
     def accept_draft(self, token_id: int) -> bool:
-        """Advances by a token that the sequence may never get. Returns False and leaves the state unchanged if the
-        grammar refuses the token or it would end the sequence.
+        """Advances by a draft. Returns False and keeps the state if the grammar refuses the token or it would end the
+        sequence.
         """
         if token_id in self._start.end_token_ids:
             return False
@@ -138,7 +137,7 @@ class TrackedSession:
         return accepted
 
     def rebuilt(self, length: int) -> TrackedSession:
-        """A new session that has accepted the first `length` tokens, and does not look past choices."""
+        """Returns a new session over the first `length` tokens, which does not look past choices."""
         fresh = TrackedSession(self._start, self._grammar, self._vocabulary)
         fresh.advance(0, self.tokens[:length])
         fresh._looks_past_choices = False
@@ -157,9 +156,7 @@ class TrackedSession:
         return FINISHED if self._session is not None and self._session.is_finished() else 0
 
     def fill(self, row: np.ndarray) -> None:
-        """Writes the row for the next token. Before the constraint begins, all tokens are allowed but the end
-        tokens.
-        """
+        """Writes the next token's row. Before the constraint begins, every token but the end tokens is allowed."""
         accepting = False
         if self._session is None:
             row[:] = -1
@@ -172,8 +169,8 @@ class TrackedSession:
             raise ValueError(f"the grammar allows no token at output position {len(self.tokens)}")
 
     def adjustments(self) -> tuple[np.ndarray, np.ndarray]:
-        """Token ids int32 [n] and the values that are added to their logits, float32 [n]. Raises `ValueError` if a
-        sampler could not add them.
+        """Token ids int32 [n] and the values to add to their logits, float32 [n]. Raises `ValueError` if they are out
+        of range.
         """
         adjust = getattr(self._session, "adjustments", None)
         if adjust is None:
@@ -191,10 +188,9 @@ class TrackedSession:
         return np.array(ids, np.int32), added
 
     def look_ahead(self, row: np.ndarray, num_tokens: int) -> list[list[int]]:
-        """The continuations that `MaskBuffer.forced` returns for a row, with at most `num_tokens` tokens each. The
-        state is unchanged.
+        """The continuations behind a row (`MaskBuffer.forced`), each of at most `num_tokens` tokens. Keeps the state.
 
-        Looking past a choice costs a little. Each time it finds nothing, more rows pass before the next look.
+        Looking past a choice costs time, so each fruitless look lengthens the pause before the next one.
         """
         session = self._session
         if session is None:
@@ -215,7 +211,7 @@ class TrackedSession:
         return [forced, *found]
 
     def _forced_after(self, session: Session, token_id: int) -> list[int]:
-        """The tokens that are forced if `token_id` comes next. The state is unchanged."""
+        """The tokens that `token_id` forces. Keeps the state."""
         if token_id in self._start.end_token_ids or not session.accept(token_id):
             return []
         forced = session.forced_tokens()
@@ -224,7 +220,7 @@ class TrackedSession:
 
 
 def _allowed_tokens(row: np.ndarray) -> list[int]:
-    """The tokens that a packed row allows."""
+    """The ids of the tokens that a packed row allows."""
     words = np.flatnonzero(row)
     bits = np.flatnonzero(np.unpackbits(row[words].view(np.uint8), bitorder="little"))
     return (32 * words[bits // 32] + bits % 32).tolist()
@@ -233,11 +229,11 @@ def _allowed_tokens(row: np.ndarray) -> list[int]:
 class _Loaded(NamedTuple):
     grammar: Grammar
     max_bytes: int
-    """If the grammar grows beyond this, it is not kept."""
+    """A grammar that grows beyond this leaves the cache."""
 
 
 class GrammarWorker:
-    """Owns the sessions that the pool gave it. Only one thread at a time calls `handle`."""
+    """Holds the sessions that the pool assigned to it. One thread at a time calls `handle`."""
 
     def __init__(self, vocabulary: Vocabulary, buffer: MaskBuffer, index: int) -> None:
         self._vocabulary = vocabulary
@@ -248,18 +244,19 @@ class GrammarWorker:
         self._grammars: ByteLRU[ConstraintSpec, _Loaded] = ByteLRU(GRAMMAR_CACHE_BYTES)
         self._sessions: dict[int, TrackedSession] = {}
         self.stopped = False
-        """The pool sets it when it gives this worker up: the worker then publishes nothing more and begins no job."""
+        """Set by the pool when it gives this worker up. The worker then publishes nothing and begins no job."""
 
     def warm_up(self) -> None:
-        """Makes the backend that most sessions will ask for. If that fails, the error comes back, with its reason, when
-        a session asks for it.
-        """
+        """Loads the most common backend. A failure is reported when a session needs the backend."""
         with contextlib.suppress(Exception):
             self._backends.get(AUTO[0])
 
     def handle(self, message: Message) -> None:
-        """First every session accepts its tokens, so that a finished one is reported early. Then the rows are filled,
-        beginning with the sessions that were quick last time. Drafts and forced tokens come last.
+        """Does the jobs in three rounds:
+
+        1. Every session accepts its tokens, so that finished ones are reported early.
+        2. Rows are filled, the quickest sessions of the last time first.
+        3. Drafts and forced tokens are looked for.
         """
         for session_id in message.ended:
             self._sessions.pop(session_id, None)
@@ -274,10 +271,10 @@ class GrammarWorker:
         self._buffer.acknowledged[self._index] = message.number
 
     def _attempt(self, job: Job, work: Callable[[Job], bool]) -> bool:
-        """Does one part of a job; returns False if nothing is left to do for it. Whatever a backend raises, even
-        `SystemExit` or the panic of a Rust library, ends one sequence and never the worker.
+        """Does one part of a job; returns False if nothing is left of it. Any exception of a backend, even `SystemExit`
+        or the panic of a Rust library, fails one session and never the worker.
         """
-        # The order matters: the pool sets `stopped`, then reads `current` to know where this worker may still write.
+        # The pool sets `stopped` and then reads `current`, to know where this worker may still write.
         self._buffer.current[self._index] = job.session_id + 1
         if self.stopped or self._buffer.cancelled[job.slot]:
             return False
@@ -287,14 +284,14 @@ class GrammarWorker:
             tracked = self._sessions.pop(job.session_id, None)
             for source in (tracked, job.start):
                 if source is not None:
-                    self._grammars.forget(source.spec)  # what broke may be a part that all its sessions share
+                    self._grammars.forget(source.spec)  # its sessions may share the broken part
             if job.wants_row:
                 self._buffer.set_error(job.slot, f"{type(error).__name__}: {error}")
                 self._publish(job, job.slot, FAILED)
             return False
 
     def _advance(self, job: Job) -> bool:
-        """Gives the session its tokens; returns False if only the end may follow, which is then published."""
+        """Gives the session its tokens. If only the end may follow, publishes that and returns False."""
         if job.start is not None:
             self._sessions[job.session_id] = TrackedSession(job.start, self._grammar(job.start), self._vocabulary)
         tracked = self._sessions.get(job.session_id)
@@ -307,7 +304,7 @@ class GrammarWorker:
         return not flags
 
     def _fill(self, job: Job) -> bool:
-        """Fills the wanted row; returns whether there is anything to look ahead for."""
+        """Fills the wanted row. Returns whether drafts or forced tokens are wanted too."""
         if job.wants_row:
             try:
                 self._fill_row(job, job.slot)
@@ -317,9 +314,8 @@ class GrammarWorker:
         return bool(job.draft_slots or job.num_forced)
 
     def _look_ahead(self, job: Job) -> bool:
-        """Fills the drafts' rows and finds forced tokens; no step waits for them. If the grammar fails at a draft,
-        which may never be drawn, the session goes back to its state before; if the draft is drawn, the session fails
-        then.
+        """Fills the drafts' rows and finds forced tokens, for which no step waits. A grammar that fails at a draft gets
+        its earlier state back, because the draft may never be drawn. If it is drawn, the session fails then.
         """
         num_known, num_rows, flags = job.first + len(job.token_ids), 0, 0
         tracked = self._sessions[job.session_id]
@@ -352,7 +348,7 @@ class GrammarWorker:
                 self._buffer.set_forced(slot, job.number, continuations)
 
     def _fill_row(self, job: Job, slot: int) -> None:
-        """Writes the mask and the adjustments of the token after those that the session has accepted."""
+        """Writes the mask and adjustments of the session's next token."""
         tracked, buffer = self._sessions[job.session_id], self._buffer
         started = time.perf_counter()
         tracked.fill(buffer.rows[slot])
@@ -365,7 +361,7 @@ class GrammarWorker:
         self._reweigh(tracked.spec)
 
     def _publish(self, job: Job, slot: int, flags: int, num_adjustments: int = 0) -> None:
-        """Marks a slot as done, after all that belongs to it was written."""
+        """Marks a slot as done, after everything else in it was written."""
         if not self.stopped:
             buffer = self._buffer
             buffer.num_adjustments[slot] = num_adjustments
@@ -385,7 +381,7 @@ class GrammarWorker:
         self._grammars.put(spec, loaded, num_bytes)
 
     def _reweigh(self, spec: ConstraintSpec) -> None:
-        """Updates the cache's count of a grammar's bytes; drops the grammar if it has grown too much."""
+        """Updates the grammar's size in the cache, or drops a grammar that has grown too much."""
         loaded = self._grammars.get(spec)
         if loaded is None:
             return

@@ -1,11 +1,11 @@
-"""The engine's pool of grammar workers: `prepare` asks for masks and returns at once, `wait` says which are ready.
+"""The engine's pool of grammar workers: `prepare` requests masks and returns at once, `wait` says which are missing.
 
-A session's state is a function of its tokens, so no worker is needed to keep it: if a worker dies, hangs or is late,
-the pool moves its sessions to other workers, which rebuild them from their tokens. Only the session that a worker hangs
-on fails, and only once its budget is spent. The same messages also ask for the rows that follow drafts. Nothing depends
-on those: a row that is not ready in time is not used. One thread, the engine's, calls the pool; the workers run in
-threads or Ray actors (`structured/grammar_pool/transport.py`). In `structured/` a worker is a grammar worker and a slot
-is a mask slot.
+A session is a function of its tokens. If a worker dies, hangs or is late, other workers rebuild its sessions from their
+tokens. A session fails only if its own row takes longer than its budget. The pool also requests the rows after drafts;
+nothing waits for them.
+
+Only the engine's thread calls the pool. Workers run as threads or Ray actors (`structured/grammar_pool/transport.py`).
+In `structured/`, a worker is a grammar worker and a slot is a mask slot.
 """
 
 from __future__ import annotations
@@ -25,24 +25,24 @@ from structured.vocabulary import Vocabulary
 logger = logging.getLogger(__name__)
 
 MAX_ATTEMPTS = 3
-"""If this many workers die while a session waits for them, the session counts as the cause and fails."""
+"""Number of workers that may die over a session's row before the session counts as the cause and fails."""
 
 MAX_WORKERS = 64
-"""Most workers that may exist at a time, counting those that were given up and may not be dead yet."""
+"""Maximum number of workers, counting abandoned ones that may still run."""
 
 START_SECONDS = 60.0
-"""A worker process that has not started after this many seconds is replaced."""
+"""Seconds after which a worker process that has not started is replaced."""
 
 WAIT_SLICE_S = 0.0001
-"""How long `wait` sleeps between two looks at the rows."""
+"""Seconds that `wait` sleeps between two looks at the rows."""
 
 
 class GrammarPool:
-    """Not thread-safe.
+    """Not thread-safe. The bounds:
 
-    `num_sessions` is the most sessions that are open at a time, `num_drafts` the most drafts of a session that have
-    rows, and `num_forced` the most forced tokens that are looked for after a row (at most
-    `structured.masks.MAX_FORCED`).
+    - `num_sessions`: sessions that are open at a time.
+    - `num_drafts`: drafts of one session that have rows.
+    - `num_forced`: forced tokens to look for after a row, at most `structured.masks.MAX_FORCED`.
     """
 
     def __init__(
@@ -55,8 +55,8 @@ class GrammarPool:
         num_forced: int = 0,
     ) -> None:
         self.config = config
-        # The slot of a moved session stays in use until its old worker acknowledges that; a thread that hangs keeps
-        # one.
+        # A moved session's slot stays in use until its old worker acknowledges the move. A thread that hangs never
+        # does.
         self.num_session_slots = 2 * num_sessions + MAX_WORKERS
         self._slots = MaskSlots(self.num_session_slots, num_sessions * num_drafts)
         shape = BufferShape(self._slots.num_slots, row_words(vocabulary.vocab_size), MAX_WORKERS)
@@ -69,9 +69,9 @@ class GrammarPool:
         self._free_indices = list(range(MAX_WORKERS - 1, -1, -1))
         self._sessions: dict[int, PoolSession] = {}
         self._waiting: dict[int, PoolSession] = {}
-        """Sessions whose wanted row was not ready when the pool last looked."""
+        """Sessions whose wanted row was not ready at the pool's last look."""
         self._given_up: list[PoolWorker] = []
-        """Replaced workers that are not known to be dead: they may still write to their slots."""
+        """Replaced workers that may still run, and so may still write to their slots."""
         self.workers: list[PoolWorker] = []
         self._spare = self._start_worker() if actors else None
         self._start_missing()
@@ -91,35 +91,35 @@ class GrammarPool:
 
     @property
     def num_session_slots_in_use(self) -> int:
-        """Slots for wanted rows (drafts have others) that are not known to be free."""
+        """Number of slots for wanted rows that are in use or may still be written."""
         return self._slots.num_sessions_in_use
 
     @property
     def num_given_up(self) -> int:
-        """Replaced workers that are not known to be dead."""
+        """Number of replaced workers that may still run."""
         return len(self._given_up)
 
     @property
     def num_lost_slots(self) -> int:
-        """Slots that are not free although no session and no worker has them: more than 0 is a leak."""
+        """Number of slots in use that belong to no session and no worker: above 0 is a leak."""
         num_retired = sum(len(worker.retired) for worker in [*self.workers, *self._given_up])
         held = [session for session in self._sessions.values() if session.worker is not None]
         return self._slots.num_in_use - num_retired - sum(1 + len(session.draft_slots) for session in held)
 
     @property
     def num_slots_in_use(self) -> int:
-        """Slots of open sessions, and slots that a worker may still write to. If it is not 0 once every session has
-        ended, slots have leaked.
+        """Number of slots that a session has or a worker may still write. It is 0 some time after all sessions have
+        ended.
         """
         self._collect_slots()
         return self._slots.num_in_use
 
     def start(self, session_id: int, start: SessionStart) -> None:
-        """Opens a session; it reaches a worker with its first `prepare`."""
+        """Opens a session. The first `prepare` sends it to a worker."""
         self._sessions[session_id] = PoolSession(session_id, start)
 
     def end(self, session_id: int) -> None:
-        """Forgets a session; an unknown id is no error."""
+        """Closes a session, if it exists."""
         session = self._sessions.pop(session_id, None)
         if session is not None:
             self._waiting.pop(session_id, None)
@@ -131,17 +131,13 @@ class GrammarPool:
     def prepare(
         self, wanted: Iterable[tuple[int, Sequence[int]]], drafts: Mapping[int, Sequence[int]] | None = None
     ) -> None:
-        """Asks for the mask of the token after each session's output tokens, and after each of its `drafts`.
-
-        Sends at most one message to each worker and returns at once.
-        """
         now = time.monotonic()
         for session_id, tokens in wanted:
             session = self._sessions[session_id]
             common = _num_common(session.tokens, tokens)
             proposed = list(drafts.get(session_id, ())) if drafts and session.takes_drafts else []
             if session.is_wanted and common == len(session.tokens) == len(tokens):
-                # asked before: the row is late, or ready already
+                # requested before: the row is late, or ready already
                 if proposed != session.drafts:
                     session.drafts = proposed
                     self._ask(session, is_new=False)
@@ -156,7 +152,7 @@ class GrammarPool:
         self._flush()
 
     def is_ready(self, session_id: int) -> bool:
-        """Whether the wanted row is there, or will never come because the session failed (`error`)."""
+        """Whether the wanted row is there, or the session has failed (`error`)."""
         return self._is_ready(self._sessions[session_id])
 
     def _is_ready(self, session: PoolSession) -> bool:
@@ -165,13 +161,11 @@ class GrammarPool:
         return session.worker is not None and self.buffer.done[session.slot] == session.number
 
     def is_complete(self, session_id: int) -> bool:
-        """Whether there is nothing left to wait for: the wanted row is ready, and so are the drafts' rows, if any will
-        come.
-        """
+        """Whether the wanted row is ready, and all drafts' rows that will come."""
         session = self._sessions[session_id]
         if not self._is_ready(session):
             return False
-        slots = session.draft_slots[: len(session.drafts)]  # filled in this order
+        slots = session.draft_slots[: len(session.drafts)]  # workers fill them in this order
         if session.error is not None or not slots or self.buffer.flags[session.slot]:
             return True
         return self.buffer.done[slots[-1]] == session.drafts_number
@@ -183,10 +177,11 @@ class GrammarPool:
         enough: Callable[[int], bool],
         is_there: Callable[[int], bool] | None = None,
     ) -> list[int]:
-        """Waits until `enough(number of sessions missing)` is true or `seconds` have passed.
+        """Waits until `enough(number of missing sessions)` is true or `seconds` have passed. Returns the missing
+        sessions.
 
-        A session is missing while `is_there` (by default `is_ready`) is False for it. Returns those missing now: also a
-        session whose row was there when the wait began, if its worker has died since.
+        A session is missing while `is_there`, by default `is_ready`, is False for it. A row that was there may be
+        missing again after its worker's death.
         """
         is_there = is_there or self.is_ready
         deadline = time.monotonic() + seconds
@@ -199,20 +194,20 @@ class GrammarPool:
         return missing
 
     def slot(self, session_id: int) -> int:
-        """Index in `buffer.rows` of the wanted row."""
+        """Index of the wanted row in `buffer.rows`."""
         return self._sessions[session_id].slot
 
     def error(self, session_id: int) -> str | None:
-        """Why the session failed; None if it has not. Call it once the row is ready."""
+        """Why the session failed, or None. Call it once the row is ready."""
         session = self._sessions[session_id]
         if session.error is None and self.buffer.flags[session.slot] & FAILED:
             session.error = self.buffer.error(session.slot)
         return session.error
 
     def draft_rows(self, session_id: int) -> tuple[list[int], bool]:
-        """Indices in `buffer.rows` of the masks after the first draft, the second and so on. The list ends before the
-        first row that is not there, or whose draft the grammar refuses or finishes with. The bool is True if it ended
-        because after that draft only the end may follow. Call it once the wanted row is ready.
+        """Indices in `buffer.rows` of the masks after the first draft, the second and so on, as far as they are there
+        and the grammar allows the draft. The bool is True if only the end may follow the last of these drafts. Call it
+        once the wanted row is ready.
         """
         session, buffer = self._sessions[session_id], self.buffer
         rows: list[int] = []
@@ -225,15 +220,15 @@ class GrammarPool:
         return rows, False
 
     def forced(self, session_id: int, tokens: Sequence[int]) -> list[int]:
-        """Tokens that the grammar forces after output `tokens`, as far as a worker has found them. `tokens` are those
-        of the last `prepare`, followed by what the sequence has gained since. Never waits.
+        """Tokens that the grammar forces after output `tokens`, as far as a worker has found them. `tokens` continues
+        the output of the last `prepare`. Never waits.
         """
         session = self._sessions[session_id]
         known = len(session.tokens)
         gained = list(tokens[known:])
         if list(tokens[:known]) != session.tokens or not self._is_ready(session) or session.error is not None:
             return []
-        for num_drafts in (len(gained), len(gained) - 1, 0):  # workers look after the tokens, and after all drafts
+        for num_drafts in (len(gained), len(gained) - 1, 0):  # looked for after the output, and after all drafts
             if 0 <= num_drafts <= len(session.drafts) and session.drafts[:num_drafts] == gained[:num_drafts]:
                 forced = forced_after(gained[num_drafts:], self._continuations(session, num_drafts))
                 if forced:
@@ -241,7 +236,9 @@ class GrammarPool:
         return []
 
     def _continuations(self, session: PoolSession, num_drafts: int) -> list[list[int]]:
-        """What `MaskBuffer.forced` says of the row after the output tokens and the first drafts, if it is filled."""
+        """The continuations (`MaskBuffer.forced`) after the output tokens and `num_drafts` drafts, if they were
+        found.
+        """
         slot, number = session.slot, session.number
         if num_drafts:
             if num_drafts > len(session.draft_slots):
@@ -252,8 +249,8 @@ class GrammarPool:
     # ---- asking --------------------------------------------------------------------------------------------------
 
     def _ask(self, session: PoolSession, target: PoolWorker | None = None, is_new: bool = True) -> None:
-        """Puts a job into the next message to the session's worker. A session without one is given to `target`, or to
-        the worker with the least load. `is_new` is False if only the drafts have changed.
+        """Adds a job to the next message of the session's worker. A session without a worker goes to `target`, or to
+        the one with the least load. `is_new` is False if only the drafts have changed.
         """
         if session.error is not None:
             return
@@ -290,11 +287,11 @@ class GrammarPool:
         session.num_held = len(session.tokens)
 
     def _load(self, worker: PoolWorker) -> tuple[bool, bool, int]:
-        """Sort key: first the workers with the fewest sessions; late workers after all others, starting ones last."""
+        """Sort key: started workers first, late ones after the others, then by number of sessions."""
         return not worker.transport.is_ready(), self._is_late(worker), len(worker.sessions)
 
     def _is_late(self, worker: PoolWorker) -> bool:
-        """Whether a row or a message waits longer than it should, even if the session that it was for has left."""
+        """Whether a row or a message is overdue, even if its session has left."""
         now, patience = time.monotonic(), self.config.migrate_seconds
         if self._longest_under_way(worker, now) > patience:
             return True
@@ -306,14 +303,14 @@ class GrammarPool:
         return (session for session in worker.sessions.values() if session.session_id in self._waiting)
 
     def _longest_under_way(self, worker: PoolWorker, now: float) -> float:
-        """Seconds since the pool sent the oldest message that the worker has not acknowledged; 0 if there is none."""
+        """Seconds since the oldest unacknowledged message was sent; 0 if there is none."""
         acknowledged = self.buffer.acknowledged[worker.index]
         while worker.under_way and worker.under_way[0][0] <= acknowledged:
             worker.under_way.popleft()
         return now - worker.under_way[0][1] if worker.under_way else 0.0
 
     def _flush(self) -> None:
-        """Sends each worker its next message, if there is something to say."""
+        """Sends each worker its next message, unless it is empty."""
         for worker in self.workers:
             if worker.jobs or worker.ended:
                 worker.num_sent += 1
@@ -324,9 +321,7 @@ class GrammarPool:
     # ---- supervision ---------------------------------------------------------------------------------------------
 
     def supervise(self) -> None:
-        """Moves sessions that another session's slow row holds up, fails sessions whose budget is spent and replaces
-        dead workers.
-        """
+        """Moves sessions off late workers, fails sessions whose budget is spent, and replaces dead workers."""
         for session_id in [key for key, session in self._waiting.items() if self._is_ready(session)]:
             del self._waiting[session_id]
         if not self._waiting and not any(worker.under_way for worker in self.workers):
@@ -338,7 +333,7 @@ class GrammarPool:
         for worker in [worker for worker in self.workers if self._is_late(worker)]:
             if not worker.transport.is_alive():
                 self._replace(worker)
-            elif not worker.transport.is_ready():  # budgets are for masks, not for the start of a process
+            elif not worker.transport.is_ready():  # a budget is for a mask, not for a process's start
                 worker.under_way = deque((number, now) for number, _ in worker.under_way)
                 for session in worker.sessions.values():
                     session.moved_at = now
@@ -349,8 +344,8 @@ class GrammarPool:
         self._flush()
 
     def _relieve(self, worker: PoolWorker, now: float) -> None:
-        """Moves the sessions that wait for a late worker to another one, but not the one that the worker is busy with:
-        once its budget is spent it fails, and the worker is replaced.
+        """Moves the sessions that wait for a late worker, except the one that it is busy with. When that one's budget
+        is spent, it fails and the worker is replaced.
         """
         busy_with = int(self.buffer.current[worker.index]) - 1
         if busy_with != worker.busy_with:
@@ -358,7 +353,7 @@ class GrammarPool:
         session = self._waiting.get(busy_with)
         if session is not None and session.worker is worker:
             seconds = now - max(session.asked_at, worker.busy_since)
-        else:  # idle although it has a message, or busy with a draft or with a session that has left
+        else:  # idle although it has a message, or busy with a draft or a departed session
             session = None
             seconds = min(now - worker.busy_since, self._longest_under_way(worker, now))
         if seconds > self.config.mask_seconds:
@@ -381,8 +376,8 @@ class GrammarPool:
                 self._ask(session, target)
 
     def _other_worker(self, source: PoolWorker) -> PoolWorker | None:
-        """Another worker that is started and not late. If there is none, one more is started, as long as there are
-        fewer than twice `num_workers`; else None.
+        """Another worker that has started and is not late. Otherwise a new one, while there are fewer than twice
+        `num_workers`; else None.
         """
         others = [worker for worker in self.workers if worker is not source]
         best = min(others, key=self._load, default=None)
@@ -394,7 +389,7 @@ class GrammarPool:
         return added
 
     def _replace(self, worker: PoolWorker) -> None:
-        """Gives a worker up; other workers rebuild its sessions."""
+        """Abandons a worker; other workers rebuild its sessions."""
         logger.warning("grammar worker %d is replaced; %d sessions move", worker.index, len(worker.sessions))
         worker.transport.kill()
         self.num_replaced += 1
@@ -402,7 +397,7 @@ class GrammarPool:
         self.workers[position : position + 1] = [] if replacement is None else [replacement]
         self._given_up.append(worker)
         sessions, worker.sessions = list(worker.sessions.values()), {}
-        # Looks again: the worker may have written the wanted row and then died over a draft.
+        # The worker may have written the wanted row before it died over a draft.
         missing = {session.session_id for session in sessions if not self._is_ready(session)}
         busy_with = int(self.buffer.current[worker.index]) - 1
         suspects = missing & {busy_with} if busy_with >= 0 else missing
@@ -420,7 +415,9 @@ class GrammarPool:
                 self._ask_again(session)
 
     def _ask_again(self, session: PoolSession) -> None:
-        """After the death of its worker; the session fails if `MAX_ATTEMPTS` workers died over it."""
+        """Requests a session's row after its worker's death. The session fails if `MAX_ATTEMPTS` workers died
+        over it.
+        """
         session.moved_at = time.monotonic()
         if session.attempts < MAX_ATTEMPTS:
             self._ask(session)
@@ -431,17 +428,17 @@ class GrammarPool:
     # ---- workers and slots ---------------------------------------------------------------------------------------
 
     def _start_missing(self) -> None:
-        """Fills the pool up, also after workers that hung kept it short."""
+        """Fills the pool up, also after hanging workers kept it short."""
         while len(self.workers) < self.config.num_workers and (worker := self._next_worker()) is not None:
             self.workers.append(worker)
 
     def _has_workers_again(self) -> bool:
-        """Called if all workers hung and were given up: if one has died since, another can be started."""
+        """Whether another worker could be started in place of one that has died."""
         self._collect_slots()
         return bool(self.workers)
 
     def _next_worker(self) -> PoolWorker | None:
-        """The spare worker, or a new one; None if there are `MAX_WORKERS`, most of which hang."""
+        """Returns the spare worker or a new one; None at `MAX_WORKERS`."""
         if self._spare is None:
             return self._start_worker()
         worker, self._spare = self._spare, self._start_worker()
@@ -456,8 +453,8 @@ class GrammarPool:
         return PoolWorker(make(self._vocabulary, self.buffer, index), index)
 
     def _find_worker(self, session: PoolSession, target: PoolWorker | None) -> bool:
-        """Gives a session to `target`, or to the worker with the least load. False if there is no worker, and then the
-        session fails; or if no slot is free, and then `supervise` asks again.
+        """Gives a session to `target`, or to the worker with the least load. Returns False if there is no worker, which
+        fails the session, or no slot, for which `supervise` tries again.
         """
         if not self.workers and not self._has_workers_again():
             session.error = f"all {MAX_WORKERS} grammar workers hang; simplify the constraints that are in use"
@@ -469,7 +466,7 @@ class GrammarPool:
         return has_entered
 
     def _enter(self, session: PoolSession, worker: PoolWorker) -> bool:
-        """Gives a session to a worker; False if no slot is free."""
+        """Gives a session to a worker. Returns False if no slot is free."""
         slot = self._slots.take()
         if slot is None:
             return False
@@ -480,7 +477,7 @@ class GrammarPool:
         return True
 
     def _leave(self, session: PoolSession) -> None:
-        """Takes a session from its worker. Its slots are free once the worker has acknowledged all that was sent."""
+        """Takes a session from its worker. Its slots become free when the worker has acknowledged every message."""
         worker, session.worker = session.worker, None
         if worker is None:
             return
@@ -497,7 +494,7 @@ class GrammarPool:
         worker.retired += [RetiredSlot(number, slot, session.session_id) for slot in slots]
 
     def _collect_slots(self) -> None:
-        """Frees the slots to which no worker writes any more, and forgets workers that have died."""
+        """Frees slots that no worker writes any more, and forgets workers that have died."""
         for worker in self.workers:
             if worker.retired:
                 acknowledged = int(self.buffer.acknowledged[worker.index])
@@ -514,13 +511,12 @@ class GrammarPool:
         for worker in [*self.workers, *([self._spare] if self._spare else [])]:
             worker.transport.kill()
         self.workers, self._spare = [], None
-        self._free_indices = []  # and none is started in its place
+        self._free_indices = []  # so that no worker is started in their place
         self.buffer.close()
 
 
 def _num_common(old: list[int], new: Sequence[int]) -> int:
-    """Length of the common prefix."""
-    if new[: len(old)] == old:  # output normally grows by its end, and is a list
+    if new[: len(old)] == old:  # a list that usually grows at its end
         return len(old)
     pairs = enumerate(zip(old, new, strict=False))
     return next((index for index, pair in pairs if pair[0] != pair[1]), min(len(old), len(new)))

@@ -1,7 +1,7 @@
-"""How messages reach a grammar worker: a thread of this process, or a Ray actor on this machine.
+"""Two transports of messages to a grammar worker: a thread of this process, or a Ray actor on this machine.
 
-Both run the same worker over the same memory. A grammar actor maps the engine's mask buffer, so it must run on the
-engine's machine: a pool spreads over processes, and only engine replicas spread over machines.
+Both run the same worker. An actor maps the engine's mask buffer, so a pool spreads over processes but never over
+machines.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ from structured.masks import BufferShape, MaskBuffer
 from structured.vocabulary import Vocabulary
 
 SEND_SECONDS = 1.0
-"""If an actor's connection does not take a message within this time, the actor hangs and the message is lost."""
+"""Seconds after which a message that an actor does not take is dropped; the actor counts as hanging."""
 _PID = struct.Struct("i")
-"""Layout of an actor's first message: its process id."""
+"""Layout of an actor's first message, its process id."""
 
 
 class Transport(Protocol):
-    """One worker, as the pool sees it."""
+    """One worker, from the pool's side."""
 
     pid: int | None
-    """Id of the worker's process, once it is known; None for a thread. For tests and benchmarks, which kill it."""
+    """Process id of the worker, once known; None for a thread. Tests and benchmarks kill it."""
     stops_between_sessions: bool
-    """True if after `kill` the worker may write only for the session that it is busy with (`MaskBuffer.current`); False
-    if it may write for any of its sessions until it is dead.
+    """Whether a killed worker writes only for the session that it is busy with (`MaskBuffer.current`). If False, it may
+    write for any of its sessions until it is dead.
     """
 
     def send(self, message: Message) -> None:
@@ -45,14 +45,14 @@ class Transport(Protocol):
         """Whether the worker has started."""
 
     def is_alive(self) -> bool:
-        """Whether it may still answer. The call costs a little, so the pool makes it only if something is late."""
+        """Whether the worker may still answer. The call costs time, so the pool makes it only if something is late."""
 
     def kill(self) -> None:
-        """Ends the worker. A thread that is inside a backend cannot be ended, but it publishes nothing more."""
+        """Ends the worker. A thread inside a backend cannot be ended, but it publishes nothing more."""
 
 
 class ThreadTransport:
-    """A daemon thread. A backend that hangs cannot be interrupted: the pool abandons its thread and starts another."""
+    """A daemon thread. If its backend hangs, the pool abandons the thread and starts another."""
 
     pid: int | None = None
     stops_between_sessions = True
@@ -85,8 +85,8 @@ class ThreadTransport:
 class GrammarActor:
     """The body of the Ray actor. Ray places, starts and ends it; messages come over a local socket.
 
-    A call through Ray takes processor time at both ends, which the engine's steps need: row e of `manta bench
-    structured` was 0.90 with calls and is 0.98 with the socket, in two sittings (`benchmarks/results/2026-11-21.md`).
+    A call through Ray would take processor time that the engine's steps need: row e of `manta bench structured` was
+    0.90 with calls and is 0.98 with the socket.
     """
 
     def __init__(self, vocabulary: bytes, shape: bytes, index: int, address: str) -> None:
@@ -96,23 +96,21 @@ class GrammarActor:
         self._decoder = msgspec.msgpack.Decoder(Message)
         self._connection = socket.socket(socket.AF_UNIX)
         self._connection.connect(address)
-        self._connection.sendall(_PID.pack(os.getpid()))  # not every system tells which process has connected
+        self._connection.sendall(_PID.pack(os.getpid()))  # because not every system tells which process has connected
         threading.Thread(target=self._run, daemon=True).start()
 
     def _run(self) -> None:
-        """When this loop ends, for whatever reason, the connection closes and the pool replaces the actor."""
+        """When this loop ends, the connection closes and the pool replaces the actor."""
         with contextlib.suppress(ConnectionError), self._connection, self._connection.makefile("rb") as stream:
             while (message := read_frame(stream)) is not None:
                 self._worker.handle(self._decoder.decode(message))
 
     def started(self) -> None:
-        """Returns, or raises what the constructor raised."""
+        """Returns once the constructor has succeeded, or raises its error."""
 
 
 class ActorTransport:
-    """A Ray actor with `num_cpus=0` on this node. Ray must be initialised before: by `ray.init`, or in a Serve
-    replica.
-    """
+    """A Ray actor with `num_cpus=0` on this node. Ray must be initialised."""
 
     stops_between_sessions = False
 
@@ -125,7 +123,7 @@ class ActorTransport:
         self._encoder = msgspec.msgpack.Encoder()
         self._connection: socket.socket | None = None
         self._unsent = b""
-        """Messages that wait for the connection."""
+        """Frames that wait for the connection."""
         self._folder = tempfile.TemporaryDirectory(prefix="manta-")  # only this user may enter it
         address = f"{self._folder.name}/{index}"
         self._listener = socket.socket(socket.AF_UNIX)
@@ -140,8 +138,8 @@ class ActorTransport:
         self._started: Any = self._actor.started.remote()
 
     def send(self, message: Message) -> None:
-        """May wait `SEND_SECONDS` for an actor that does not read. The message is then lost, and the pool finds out by
-        `is_alive` or because a budget is spent.
+        """Waits up to `SEND_SECONDS` for an actor that does not read. The message is then lost, and `is_alive` or a
+        spent budget tells the pool.
         """
         self._unsent += frame(self._encoder.encode(message))
         self._flush()
@@ -151,7 +149,7 @@ class ActorTransport:
             assert self._connection is not None
             unsent, self._unsent = self._unsent, b""
             self._connection.settimeout(SEND_SECONDS)
-            with contextlib.suppress(OSError):  # it is dead or hangs
+            with contextlib.suppress(OSError):  # the actor is dead or hangs
                 self._connection.sendall(unsent)
             self._connection.setblocking(False)
 
@@ -167,15 +165,15 @@ class ActorTransport:
         return self._connection is not None
 
     def _read_pid(self) -> None:
-        """Reads the actor's first message, once it is there: on a busy machine it may come long after the connection,
-        and unread it would hide the connection's end from `is_alive`.
+        """Reads the actor's first message when it has come. Unread, it would hide the connection's end from
+        `is_alive`.
         """
         if self.pid is None and self._connection is not None:
-            with contextlib.suppress(OSError, struct.error):  # it has not come, or the actor died before it
+            with contextlib.suppress(OSError, struct.error):  # it has not come, or the actor died first
                 self.pid = _PID.unpack(self._connection.recv(_PID.size))[0]
 
     def is_alive(self) -> bool:
-        """Once there is a connection, its closed end tells that the process died; before that, Ray tells."""
+        """A closed connection tells that the process died; before there is one, Ray tells."""
         if self._connection is None and not self.is_ready():
             done, _ = self._ray.wait([self._started], timeout=0)
             if done:
@@ -194,8 +192,8 @@ class ActorTransport:
             return False
 
     def kill(self) -> None:
-        """The connection stays open, because its end tells that the process is gone. If Ray has ended, so has the
-        actor, and a call would start another Ray.
+        """Ends the actor. The connection stays open, because its end tells that the process is gone. If Ray has ended,
+        so has the actor, and a call would start another Ray.
         """
         if self._ray.is_initialized():
             with contextlib.suppress(self._ray.exceptions.ActorHandleNotFoundError):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import operator
 import re
@@ -49,15 +50,23 @@ class Judge:
             return False
 
     def _validator(self) -> Any:
-        import jsonschema
-
-        checker = jsonschema.FormatChecker(formats=())
-        for name, pattern in REGULAR.items():
-            checker.checks(name)(_matcher(pattern))
-        kind: Any = jsonschema.Draft4Validator if self._document.draft == 4 else jsonschema.Draft202012Validator
-        types = kind.TYPE_CHECKER.redefine("fraction", _is_fraction)
-        made = jsonschema.validators.extend(jsonschema.Draft202012Validator, type_checker=types)
+        made, checker = _validators(self._document.draft == 4)
         return made({"$defs": self._document.definitions}, format_checker=checker)
+
+
+@functools.cache
+def _validators(is_draft_4: bool) -> tuple[Any, Any]:
+    """The class of validators, whose types are those of draft 4 or of later drafts, and the checker of formats. One for
+    the process, because making them takes a millisecond.
+    """
+    import jsonschema
+
+    checker = jsonschema.FormatChecker(formats=())
+    for name, pattern in REGULAR.items():
+        checker.checks(name)(_matcher(pattern))
+    kind: Any = jsonschema.Draft4Validator if is_draft_4 else jsonschema.Draft202012Validator
+    types = kind.TYPE_CHECKER.redefine("fraction", _is_fraction)
+    return jsonschema.validators.extend(jsonschema.Draft202012Validator, type_checker=types), checker
 
 
 def _is_fraction(checker: Any, value: Any) -> bool:

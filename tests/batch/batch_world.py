@@ -27,7 +27,7 @@ EPOCH_S = 1_800_000_000.0
 CLAIMED = {"finalizing": Finalizing, "result": BatchOutcome, "ended": Batch}
 """Objects of a batch that never change once they can be decoded."""
 AIMED = 0.3
-"""How often a fault that is aimed at certain objects strikes there, as the probability of one operation."""
+"""Probability that a fault aimed at certain objects strikes in one operation."""
 
 
 class Killed(BaseException):
@@ -162,7 +162,7 @@ class Faults(msgspec.Struct, frozen=True):
     """How often the storage does what, as probabilities of one operation."""
 
     fails: float = 0.0
-    """It raises; a write may have happened all the same."""
+    """An operation raises. A write may have happened all the same."""
     tears: float = 0.0
     """A write that raises leaves a part of its content."""
     repeats: float = 0.0
@@ -191,7 +191,7 @@ class World:
         self.has_atomic_claims = has_atomic_claims
         self.objects: dict[str, bytes] = {}
         self.changed_at: dict[str, float] = {}
-        """When an object was created or removed last."""
+        """Time of each object's last creation or removal."""
         self.faults = CALM
         self.violations: list[str] = []
         self.num_operations = 0

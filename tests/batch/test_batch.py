@@ -86,13 +86,13 @@ def test_a_line_that_is_no_request_says_why(text: str, message: str, custom_id: 
     assert caught.value.custom_id == custom_id
 
 
-def test_lines_are_numbered_and_long_ones_are_not_held() -> None:
+def test_lines_are_numbered_and_long_ones_not_held() -> None:
     text = b"first\n\n" + b"x" * 100_000 + b"\n  \nlast"
     lines = list(read_lines(io.BytesIO(text), 20))
     assert [(each.key.number, each.text) for each in lines] == [(0, b"first\n"), (2, None), (4, b"last")]
 
 
-def test_a_journal_goes_on_after_a_line_that_was_cut_off(tmp_path: pathlib.Path) -> None:
+def test_a_journal_continues_after_a_truncated_line(tmp_path: pathlib.Path) -> None:
     path = tmp_path / "out.jsonl"
     keys = [LineKey.of(number, b"text") for number in (0, 7)]
     for key in keys:
@@ -192,9 +192,7 @@ def test_every_line_gets_one_result(tmp_path: pathlib.Path, monkeypatch: pytest.
             count_lines(io.BytesIO(b"one"), MAX_BYTES, journal)
 
 
-def test_an_input_that_lost_its_last_lines_is_refused(
-    tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_input_without_its_last_lines_is_refused(tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:
     lines = [json.dumps({"custom_id": str(n), "url": "/v1/completions", "body": {}}).encode() for n in range(3)]
     with Journal(tmp_path / "out.jsonl") as journal:
         for number, line in enumerate(lines):
@@ -214,7 +212,7 @@ def test_lines_with_a_common_prefix_run_together(tmp_path: pathlib.Path) -> None
     assert echo.asked == sorted(prompts)
 
 
-def test_no_more_lines_are_read_than_a_window_has(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_a_windows_lines_are_read(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(batch_job, "WINDOW_LINES", 3)
     source = write_lines(tmp_path / "in.jsonl", [line(i, prompt=f"{9 - i}") for i in range(9)])
     echo = Echo({})
@@ -250,7 +248,7 @@ def events_of(
     return found
 
 
-def test_an_answer_that_comes_in_fewer_pieces_is_the_same() -> None:
+def test_an_answer_in_fewer_pieces_is_the_same() -> None:
     """With choices that end apart, log-probabilities, and several tokens at once."""
     params = SamplingParams(n=2, logprobs=0, prompt_logprobs=0)
     entry = [TokenLogprobs(7, -1.0, 1, [], [])]
@@ -284,7 +282,7 @@ def test_an_answer_that_comes_in_fewer_pieces_is_the_same() -> None:
     assert whole(at_once) == whole(one_by_one)
 
 
-def test_what_came_before_a_failure_is_read_before_it() -> None:
+def test_results_before_a_failure_are_read_first() -> None:
     outputs = [SequenceOutput("r", 0, [20]), SequenceOutput("r", 0, [21])]
     outputs.append(SequenceOutput("r", 0, [], finish=FinishStatus.FINISHED_INTERNAL_ERROR, error="x"))
     for copies in (copy.deepcopy(outputs), [joined(joined(*copy.deepcopy(outputs[:2])), copy.deepcopy(outputs[2]))]):
@@ -346,7 +344,7 @@ BODIES: list[tuple[str, dict[str, Any]]] = [
 ]
 
 
-def test_a_line_means_what_its_body_means_over_http(new_replica: Replicas) -> None:
+def test_a_line_means_the_same_as_over_http(new_replica: Replicas) -> None:
     model = checkpoint("llama")
     # Without a cache neither reads what the other one has computed.
     config = ServeConfig(engine=EngineConfig(model=str(model), enable_prefix_caching=False, **OPTIONS))
@@ -377,7 +375,7 @@ def test_a_line_means_what_its_body_means_over_http(new_replica: Replicas) -> No
     assert asyncio.run(scenario()) == [200] * 5 + [400] * 4 + [404] + [200] * 4 + [400]
 
 
-def test_lines_of_a_call_that_fails_go_on_one_by_one(new_replica: Replicas) -> None:
+def test_a_failed_calls_lines_continue_one_by_one(new_replica: Replicas) -> None:
     """The first call ends with its engine's death and the second one in an unknown way."""
     config = ServeConfig(engine=EngineConfig(model=str(checkpoint("llama")), **OPTIONS))
     failures: list[Exception] = [RayActorError(), ValueError("unknown")]
@@ -405,9 +403,7 @@ def test_lines_of_a_call_that_fails_go_on_one_by_one(new_replica: Replicas) -> N
     asyncio.run(scenario())
 
 
-def test_lines_share_calls_and_each_is_answered_or_left_by_itself(
-    monkeypatch: pytest.MonkeyPatch, new_replica: Replicas
-) -> None:
+def test_lines_share_calls_but_not_failures(monkeypatch: pytest.MonkeyPatch, new_replica: Replicas) -> None:
     """Of 60 lines 20 are refused, and 8 of those that take long are left: their engine ends them, and no other."""
     monkeypatch.setattr(batch_client, "GROUP_SHARE", 4)
     model = checkpoint("llama")
@@ -558,7 +554,7 @@ class KilledBatch:
             assert bodies[f"request-{number}"]["choices"][0]["text"] == output.outputs[0].text
 
 
-def test_a_batch_that_is_killed_goes_on_where_it_was(tmp_path: pathlib.Path, record_property) -> None:
+def test_a_killed_batch_resumes_where_it_was(tmp_path: pathlib.Path, record_property) -> None:
     batch = KilledBatch(tmp_path, NUM_LINES)
     for number in range(NUM_KILLS):
         batch.kill(number, NUM_KILLS)

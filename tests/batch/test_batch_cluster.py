@@ -72,7 +72,7 @@ def test_a_batch_outlives_its_kills_and_a_node(nodes: Any, tmp_path: pathlib.Pat
     batch.finish()
 
 
-def test_a_server_that_was_killed_goes_on_with_its_batches(tmp_path: pathlib.Path, record_property) -> None:
+def test_a_killed_server_resumes_its_batches(tmp_path: pathlib.Path, record_property) -> None:
     """Whatever runs at a kill: every process of the server gets SIGKILL, five times, and interactive requests come
     before the lines.
     """

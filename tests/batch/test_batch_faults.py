@@ -29,7 +29,7 @@ from tests.patience import PATIENCE_S
 
 _DAMAGES = {"empty": b"", "zeros": b"\x00" * 64, "torn": b'{"id": "batc'}
 DAMAGED = [pytest.param(content, id=name) for name, content in _DAMAGES.items()]
-"""What a power failure leaves of an object."""
+"""Contents of an object after a power failure."""
 
 
 @pytest.fixture(autouse=True)
@@ -68,9 +68,7 @@ def numbers(found: list[dict]) -> list[int]:
 # ---- a write that is interrupted -------------------------------------------------------------------------------------
 
 
-def test_a_part_that_a_full_disk_cut_off_does_not_hold_up_its_batch(
-    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_part_truncated_by_full_disk_is_survived(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def cut_off(source: str) -> None:
         os.truncate(source, os.path.getsize(source) // 2)
         raise OSError(errno.ENOSPC, "no space left on device")
@@ -112,7 +110,7 @@ def test_lines_of_a_torn_part_are_asked_again(name: str, cut_off: int, tmp_path:
     asyncio.run(main())
 
 
-def test_a_write_is_on_disk_before_it_is_seen(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_write_is_durable_before_it_is_visible(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     events: list[tuple[str, int]] = []
     sync, replace, link = os.fsync, os.replace, os.link
 
@@ -158,7 +156,7 @@ def test_only_partial_files_without_a_writer_are_removed(
     assert list(storage.sizes("a")) == ["b"]
 
 
-def test_of_many_claims_one_wins_and_no_write_meets_another(tmp_path: pathlib.Path) -> None:
+def test_exactly_one_of_many_claims_wins(tmp_path: pathlib.Path) -> None:
     storage, found, barrier = Storage(str(tmp_path)), [], threading.Barrier(8)
 
     def claim(name: bytes) -> None:
@@ -186,7 +184,7 @@ def test_a_claim_works_without_hard_links(tmp_path: pathlib.Path, monkeypatch: p
     assert (storage.claim("a/b", b"one"), storage.claim("a/b", b"two")) == (b"one", b"one")
 
 
-def test_an_upload_that_its_client_left_is_not_there(tmp_path: pathlib.Path) -> None:
+def test_an_upload_abandoned_by_its_client_is_absent(tmp_path: pathlib.Path) -> None:
     records = Records(Storage(str(tmp_path)), BatchLimits())
     left = records.begin_upload("one", 100)
     left.write(b"x")
@@ -205,7 +203,7 @@ def test_an_upload_that_its_client_left_is_not_there(tmp_path: pathlib.Path) -> 
 
 @pytest.mark.parametrize("damaged", DAMAGED)
 @pytest.mark.parametrize("pattern", ["batches/*/*/state", "batches/*/*/asked", "open/*.cancel", "batches/*/*/lease/*"])
-def test_an_object_that_cannot_be_decoded_stops_no_batch(pattern: str, damaged: bytes, tmp_path: pathlib.Path) -> None:
+def test_an_undecodable_object_stops_no_batch(pattern: str, damaged: bytes, tmp_path: pathlib.Path) -> None:
     async def main() -> None:
         async with serving(str(tmp_path)) as service:
             one, two = service.client(KEYS[0]), service.client(KEYS[1])
@@ -232,7 +230,7 @@ def test_an_object_that_cannot_be_decoded_stops_no_batch(pattern: str, damaged: 
 
 
 @pytest.mark.parametrize("damaged", DAMAGED)
-def test_a_batch_of_which_nothing_can_be_decoded_fails(
+def test_a_batch_without_a_decodable_object_fails(
     damaged: bytes, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(batch_run, "UNREADABLE_GRACE_S", 0.0)
@@ -252,7 +250,7 @@ def test_a_batch_of_which_nothing_can_be_decoded_fails(
 
 
 @pytest.mark.parametrize("damaged", DAMAGED)
-def test_a_file_that_cannot_be_decoded_hides_no_other(
+def test_an_undecodable_file_hides_no_other(
     damaged: bytes, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def main() -> None:
@@ -272,9 +270,7 @@ def test_a_file_that_cannot_be_decoded_hides_no_other(
     asyncio.run(main())
 
 
-def test_a_batch_that_cannot_be_read_is_left_out_of_the_list(
-    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_list_leaves_unreadable_batches_out(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async def main() -> None:
         async with serving(str(tmp_path)) as service:
             client = service.client()
@@ -296,7 +292,7 @@ def test_a_batch_that_cannot_be_read_is_left_out_of_the_list(
 
 
 @pytest.mark.parametrize("status", ["cancelled", "expired"])
-def test_an_ending_that_is_interrupted_goes_on_as_the_same(
+def test_an_interrupted_ending_continues_with_the_same_outcome(
     status: str, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def main() -> None:
@@ -371,7 +367,7 @@ def test_a_cancel_while_another_ones_mark_goes_succeeds(
     assert not records.storage.sizes("open")
 
 
-def test_a_flush_that_fails_while_its_batch_is_cancelled_loses_no_answer(
+def test_a_failed_flush_during_cancellation_loses_no_answer(
     tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     is_flushing, is_cancelled = threading.Event(), threading.Event()
@@ -424,7 +420,7 @@ def short_leases(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(batch_run, "RENEW_S", 0.05)
 
 
-def test_a_runner_that_was_thought_dead_does_not_undo_a_finished_batch(
+def test_a_runner_believed_dead_cannot_undo_a_batch(
     short_leases: None, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The first runner stops for long before it saves; the second one finishes the batch meanwhile."""
@@ -465,7 +461,7 @@ def test_a_runner_that_was_thought_dead_does_not_undo_a_finished_batch(
     asyncio.run(main())
 
 
-def test_two_servers_share_a_storage_and_answer_each_line_once(tmp_path: pathlib.Path) -> None:
+def test_two_servers_on_one_storage_answer_lines_once(tmp_path: pathlib.Path) -> None:
     async def main() -> None:
         async with serving(str(tmp_path)) as first, serving(str(tmp_path)) as second:
             clients = [first.client(key) for key in KEYS]
@@ -485,7 +481,7 @@ def test_two_servers_share_a_storage_and_answer_each_line_once(tmp_path: pathlib
     asyncio.run(main())
 
 
-def test_a_state_that_is_lost_is_no_missing_input(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_lost_state_is_no_missing_input(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def lost(source: str) -> None:
         raise FileNotFoundError(errno.ENOENT, "no such file", source)
 
@@ -500,7 +496,7 @@ def test_a_state_that_is_lost_is_no_missing_input(tmp_path: pathlib.Path, monkey
     asyncio.run(main())
 
 
-def test_removing_what_expired_leaves_what_another_runner_is_finishing(
+def test_expiry_leaves_what_another_runner_is_finishing(
     tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A batch that was created days ago ends now, while another runner removes old files."""
@@ -570,7 +566,7 @@ def test_a_lease_is_fenced_off_by_its_successor(tmp_path: pathlib.Path, monkeypa
     assert isinstance(acquire(storage, "lease", "three"), Lease)
 
 
-def test_of_runners_that_take_a_lease_at_once_one_has_it(tmp_path: pathlib.Path) -> None:
+def test_one_of_several_runners_gets_the_lease(tmp_path: pathlib.Path) -> None:
     storage, found, barrier = Storage(str(tmp_path)), [], threading.Barrier(8)
 
     def take(name: str) -> None:

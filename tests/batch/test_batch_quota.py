@@ -64,7 +64,7 @@ def test_an_upload_that_is_refused_keeps_no_reservation(tmp_path: pathlib.Path) 
     asyncio.run(main())
 
 
-def test_the_number_of_batches_that_are_kept_is_bounded(tmp_path: pathlib.Path) -> None:
+def test_the_number_of_kept_batches_is_bounded(tmp_path: pathlib.Path) -> None:
     async def main() -> None:
         async with serving(str(tmp_path), max_batches=2) as service:
             service.engines.gate.set()
@@ -77,7 +77,7 @@ def test_the_number_of_batches_that_are_kept_is_bounded(tmp_path: pathlib.Path) 
     asyncio.run(main())
 
 
-def test_batches_that_are_created_at_one_time_share_one_bound(tmp_path: pathlib.Path) -> None:
+def test_batches_created_concurrently_share_one_bound(tmp_path: pathlib.Path) -> None:
     async def main() -> None:
         async with serving(str(tmp_path), max_open_batches=3) as service:
             client = service.client()
@@ -91,7 +91,7 @@ def test_batches_that_are_created_at_one_time_share_one_bound(tmp_path: pathlib.
     asyncio.run(main())
 
 
-def test_a_batch_whose_results_have_no_room_fails_with_those_that_it_has(tmp_path: pathlib.Path) -> None:
+def test_a_batch_without_room_for_results_fails(tmp_path: pathlib.Path) -> None:
     content = requests(40)
 
     async def main() -> None:
@@ -118,9 +118,7 @@ def test_a_batch_whose_results_have_no_room_fails_with_those_that_it_has(tmp_pat
     asyncio.run(main())
 
 
-def test_reservations_of_a_process_that_died_end_after_an_hour(
-    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_reservations_of_a_dead_process_expire(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     records = Records(Storage(str(tmp_path)), BatchLimits(max_stored_bytes=1000))
     left = records.begin_upload("one", 900)
     left.write(b"x" * 100)

@@ -296,9 +296,7 @@ def rate(*values: float) -> st.SearchStrategy[float]:
     ),
     st.integers(0, 15),
 )
-def test_batches_end_once_whatever_the_storage_and_the_runners_do(
-    seed: int, faults: Faults, num_disturbances: int
-) -> None:
+def test_batches_end_once_despite_storage_and_runner_faults(seed: int, faults: Faults, num_disturbances: int) -> None:
     run_schedule(seed, faults, num_disturbances)
 
 
@@ -308,8 +306,6 @@ def test_batches_end_once_whatever_the_storage_and_the_runners_do(
     st.builds(Faults, fails=rate(0.01, 0.1), tears=rate(0.02), lists_late=rate(0.3), kills=rate(0.002, 0.01)),
     st.integers(0, 15),
 )
-def test_so_they_do_in_a_store_without_atomic_claims_that_answers_soon(
-    seed: int, faults: Faults, num_disturbances: int
-) -> None:
+def test_batches_end_once_without_atomic_claims(seed: int, faults: Faults, num_disturbances: int) -> None:
     """No write takes longer than `lease.SETTLE_S` here."""
     run_schedule(seed, faults, num_disturbances, has_atomic_claims=False)

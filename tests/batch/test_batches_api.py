@@ -201,7 +201,7 @@ def test_openais_client_runs_a_batch(form: str, tmp_path: pathlib.Path) -> None:
     asyncio.run(main())
 
 
-def test_a_server_that_was_killed_neither_loses_nor_repeats_a_line(tmp_path: pathlib.Path) -> None:
+def test_a_killed_server_neither_loses_nor_repeats_lines(tmp_path: pathlib.Path) -> None:
     async def main() -> None:
         async with serving(str(tmp_path), max_in_flight=2) as service:
             client, engines = service.client(), service.engines
@@ -275,7 +275,7 @@ def test_an_input_without_a_line_fails(tmp_path: pathlib.Path) -> None:
     asyncio.run(main())
 
 
-def test_a_client_sees_its_own_only_and_clients_take_turns(tmp_path: pathlib.Path) -> None:
+def test_clients_see_only_their_own_and_take_turns(tmp_path: pathlib.Path) -> None:
     async def main() -> None:
         async with serving(str(tmp_path), max_in_flight=1) as service:
             one, two = service.client(KEYS[0]), service.client(KEYS[1])
@@ -404,7 +404,7 @@ def test_a_wrong_upload_is_refused(content_type: str, body: bytes, message: str,
     asyncio.run(main())
 
 
-def test_uploads_together_hold_up_the_event_loop_for_one_piece_at_a_time(
+def test_concurrent_uploads_block_the_event_loop_only_briefly(
     tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Content that looks like boundaries costs the parser most."""
@@ -473,7 +473,7 @@ def test_a_storage_that_cannot_be_used_is_refused(url: str, message: str) -> Non
         with_storage(ServeConfig(batch_storage=url))
 
 
-def test_a_storage_that_cannot_be_written_to_is_refused_before_the_start(tmp_path: pathlib.Path) -> None:
+def test_unwritable_storage_is_refused_before_the_start(tmp_path: pathlib.Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(ValueError, match=r"file/below cannot be written to \(NotADirectoryError"):
         check_storage(str(tmp_path / "file" / "below"))

@@ -64,9 +64,7 @@ def test_a_draft_model_runs_its_step_too(tmp_path: pathlib.Path) -> None:
         check_model(config(checkpoint("llama"), speculative=speculative))
 
 
-def test_a_first_layer_that_gives_no_numbers_is_a_no(
-    tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_first_layer_without_finite_numbers_fails(tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:
     name = "model.layers.0.input_layernorm.weight"
     folder = with_tensor(checkpoint("llama"), tmp_path / "nan", name, float("nan"))
     assert main(["check", str(folder)]) == 1
@@ -80,7 +78,7 @@ def test_the_other_layers_are_not_run(tmp_path: pathlib.Path) -> None:
     assert check_model(config(with_tensor(checkpoint("llama"), tmp_path / "nan", name, float("nan")))).step_seconds > 0
 
 
-def test_a_model_that_does_not_attend_causally_is_a_no(tmp_path: pathlib.Path) -> None:
+def test_a_model_without_causal_attention_fails(tmp_path: pathlib.Path) -> None:
     """Its configuration does not tell; only a run does."""
     options = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}
     bert = transformers.BertConfig(vocab_size=320, **options)
@@ -90,7 +88,7 @@ def test_a_model_that_does_not_attend_causally_is_a_no(tmp_path: pathlib.Path) -
         check_model(config(tmp_path))
 
 
-def test_what_transformers_raises_while_it_runs_is_a_no(tmp_path: pathlib.Path) -> None:
+def test_an_exception_of_transformers_fails(tmp_path: pathlib.Path) -> None:
     folder = tmp_path / "activation"
     shutil.copytree(checkpoint("gpt_neox"), folder)
     path = folder / "config.json"
@@ -99,13 +97,13 @@ def test_what_transformers_raises_while_it_runs_is_a_no(tmp_path: pathlib.Path) 
         check_model(config(folder))
 
 
-def test_a_step_that_ends_the_process_is_a_no(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_that_ends_the_process_fails(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "torch.py").write_text("import os, signal\nos.kill(os.getpid(), signal.SIGILL)\n")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     with pytest.raises(ModelError, match=r"one step of its first layer ended the process \(SIGILL\) on .* in float32"):
         check_model(config(checkpoint("llama")))
 
 
-def test_a_logits_processor_that_cannot_be_loaded_is_a_no() -> None:
+def test_an_unloadable_logits_processor_fails() -> None:
     with pytest.raises(ModelError, match="'nowhere:nothing' cannot be imported"):
         check_model(config(checkpoint("llama"), logits_processors={"nothing": "nowhere:nothing"}))

@@ -73,7 +73,7 @@ def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, 
         (["chat", "--port", "9"], ["no server answers at http://127.0.0.1:9"]),
     ],
 )
-def test_a_slip_of_the_command_line_is_answered_with_what_was_meant(
+def test_command_line_typos_are_answered_with_a_suggestion(
     arguments: list[str], words: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     if arguments[0] == "serve":
@@ -84,7 +84,7 @@ def test_a_slip_of_the_command_line_is_answered_with_what_was_meant(
         assert word in error
 
 
-def test_the_version_and_the_parts_of_bench_are_told(capsys: pytest.CaptureFixture[str]) -> None:
+def test_version_and_parts_of_bench_are_printed(capsys: pytest.CaptureFixture[str]) -> None:
     code, out, _ = run(capsys, "--version")
     assert (code, re.fullmatch(r"manta \d\S*( \([0-9a-f]{12}(-dirty)?\))?\n", out) is not None) == (0, True)
     code, out, _ = run(capsys, "bench", "--help")
@@ -94,9 +94,7 @@ def test_the_version_and_the_parts_of_bench_are_told(capsys: pytest.CaptureFixtu
     assert "--workloads" in out
 
 
-def test_what_is_printed_pastes_whether_or_not_manta_is_on_the_path(
-    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_printed_commands_paste_with_and_without_path(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     message = ready_message(ServeConfig(port=8123))
     pasted = re.search(r"or in another terminal: (.+) chat --port 8123", message)
@@ -108,7 +106,7 @@ def test_what_is_printed_pastes_whether_or_not_manta_is_on_the_path(
     assert "or in another terminal: manta chat --port 8123" in ready_message(ServeConfig(port=8123))
 
 
-def test_make_names_its_own_variable_for_a_port_that_is_taken() -> None:
+def test_make_names_its_variable_for_a_taken_port() -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
@@ -141,7 +139,7 @@ def test_make_names_its_own_variable_for_a_port_that_is_taken() -> None:
         ),
     ],
 )
-def test_a_slip_in_a_configuration_is_answered_with_what_was_meant(
+def test_configuration_typos_are_answered_with_a_suggestion(
     text: str, words: list[str], tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "config.yaml"
@@ -153,7 +151,7 @@ def test_a_slip_in_a_configuration_is_answered_with_what_was_meant(
         assert word in error
 
 
-def test_a_model_may_stand_at_the_top_of_a_configuration(tmp_path: pathlib.Path) -> None:
+def test_a_configuration_may_name_the_model_on_top(tmp_path: pathlib.Path) -> None:
     path = tmp_path / "config.yaml"
     path.write_text("model: mine\nport: 8001\n")
     assert load_config(path) == ServeConfig(engine=EngineConfig(model="mine"), port=8001)
@@ -161,9 +159,7 @@ def test_a_model_may_stand_at_the_top_of_a_configuration(tmp_path: pathlib.Path)
     assert load_config(None, {"model": "mine"}).engine.model == "mine"
 
 
-def test_broken_yaml_is_shown_with_its_line_and_a_mark_below_the_place(
-    tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_broken_yaml_is_shown_with_line_and_mark(tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "config.yaml"
     path.write_text("engine:\n  model: [demo\nport: 8000\n")
     assert main(["serve", "--config", str(path)]) == 2
@@ -244,7 +240,7 @@ def _parent(at: pathlib.Path) -> pathlib.Path:
         (_parent, ["1 of its folders do; give one, such as ", "models/llama"]),
     ],
 )
-def test_what_is_no_model_folder_is_named_for_what_it_is(
+def test_a_wrong_model_folder_is_described(
     make: Any, words: list[str], tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = str(make(tmp_path))
@@ -289,7 +285,7 @@ def test_no_quantisation_may_be_written_out(tmp_path: pathlib.Path) -> None:
         ("eos_token_id", {"a": [1]}),
     ],
 )
-def test_a_value_that_nobody_expected_is_named_with_its_file(
+def test_an_unexpected_value_is_named_with_its_file(
     key: str, value: object, tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = _with_config(tmp_path, **{key: value})
@@ -317,7 +313,7 @@ def test_a_tokenizer_that_nobody_expected_is_one_sentence(
         ("{% for x in %}", "is no valid Jinja: "),
     ],
 )
-def test_a_chat_template_that_never_works_is_a_no(
+def test_a_chat_template_that_always_fails_is_refused(
     template: str, words: str, tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = _with_config(tmp_path)
@@ -328,7 +324,7 @@ def test_a_chat_template_that_never_works_is_a_no(
         assert words in error
 
 
-def test_a_template_that_takes_content_in_parts_alone_is_served(
+def test_a_template_for_content_parts_only_is_served(
     tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = _with_config(tmp_path)
@@ -364,9 +360,7 @@ def test_what_transformers_says_at_length_is_one_sentence(
     assert "does not know it; a newer one may (pip install --upgrade transformers)" in error
 
 
-def test_a_base_model_without_a_chat_template_is_offered_for_completions(
-    tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_base_model_is_offered_for_completions(tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = pathlib.Path(_with_config(tmp_path, quantization_config=None))
     (folder / "chat_template.jinja").unlink(missing_ok=True)
     path = folder / "tokenizer_config.json"
@@ -420,7 +414,7 @@ def test_the_endpoints_can_be_read_in_a_browser() -> None:
     assert "messages: list of ChatMessage (required)" in page
 
 
-def test_an_endpoint_that_is_not_served_says_which_are() -> None:
+def test_an_unknown_endpoint_lists_the_served_ones() -> None:
     status, _, body = _get("/v1/embeddings")
     message = json.loads(body)["error"]["message"]
     assert status == 404
@@ -436,7 +430,7 @@ def test_an_endpoint_that_is_not_served_says_which_are() -> None:
         ("/v1/completions", {"prompt": "x", "max_token": 3}, ["did you mean max_tokens?"]),
     ],
 )
-def test_a_field_of_another_body_is_told_where_it_belongs(path: str, body: dict[str, Any], words: list[str]) -> None:
+def test_a_field_of_another_body_names_that_body(path: str, body: dict[str, Any], words: list[str]) -> None:
     server = shared_server()
     status, _, answer = server.post(path, {"model": server.model, **body})
     assert status == 400
@@ -444,7 +438,7 @@ def test_a_field_of_another_body_is_told_where_it_belongs(path: str, body: dict[
         assert word in answer["error"]["message"]
 
 
-def test_a_quiet_server_prints_no_line_for_a_request() -> None:
+def test_quiet_omits_request_lines() -> None:
     """`tests/serve/test_serve_command.py` has one that is not quiet."""
     server = shared_server()
     server.post("/v1/completions", {"model": server.model, "prompt": "x", "max_tokens": 1})
@@ -525,7 +519,7 @@ class Terminal:
         os.close(self._terminal)
 
 
-def test_pasted_lines_are_one_message_and_thoughts_are_dim(replies: http.server.ThreadingHTTPServer) -> None:
+def test_pasted_lines_are_one_message_and_thoughts_dim(replies: http.server.ThreadingHTTPServer) -> None:
     Replies.deltas = [{"reasoning_content": "hmm"}, {"content": "Yes."}]
     terminal = Terminal(replies.server_port)
     terminal.wait_for("> ")
@@ -556,7 +550,7 @@ def test_without_a_terminal_there_are_answers_only(replies: http.server.Threadin
     assert "/system TEXT sets" in notes
 
 
-def test_a_message_may_go_on_over_lines_and_a_cut_reply_says_so(replies: http.server.ThreadingHTTPServer) -> None:
+def test_multiline_messages_work_and_truncated_replies_say_so(replies: http.server.ThreadingHTTPServer) -> None:
     Replies.ending = "length"
     code, printed, notes = _chat(replies.server_port, 'one \\\ntwo\n"""\nthree\n\nfour\n"""\n/exit\n')
     assert Replies.asked == ["one \ntwo", "three\n\nfour"]
@@ -564,7 +558,7 @@ def test_a_message_may_go_on_over_lines_and_a_cut_reply_says_so(replies: http.se
     assert "(cut here: the conversation fills the model's context; /reset starts again)" in notes
 
 
-def test_at_the_end_of_the_context_a_chat_says_how_to_start_again() -> None:
+def test_a_full_context_says_how_to_restart_chat() -> None:
     server = shared_server()
     code, printed, notes = _chat(server.port, f"{'word ' * 2000}\n/exit\n")
     assert (code, printed) == (1, "")

@@ -67,7 +67,7 @@ def test_flags_of_other_servers_set_options(
         (["check", "--quantization", "awq"], ["how a checkpoint is quantised is read from it"]),
     ],
 )
-def test_what_is_no_flag_here_is_answered_with_what_serves(
+def test_an_unknown_flag_is_answered_with_an_alternative(
     arguments: list[str], words: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     code, _, error = run(capsys, *arguments)

@@ -28,7 +28,7 @@ class Options(msgspec.Struct):
 ROWS = dict(re.findall(r"(?m)^\| `([\w.]+)` \| (.*) \|$", page()))
 
 
-def test_the_page_of_the_manual_is_up_to_date() -> None:
+def test_the_options_page_is_up_to_date() -> None:
     again = "python -m cluster.cli.options_page > docs/options.md"
     assert (ROOT / "docs" / "options.md").read_text() == page(), again
 
@@ -43,7 +43,7 @@ def test_every_option_has_a_row_with_a_meaning() -> None:
 
 
 @pytest.mark.parametrize("key", [key for key in ROWS if "NAME" not in key])
-def test_a_key_of_the_page_is_an_option_with_that_default(key: str) -> None:
+def test_each_key_of_the_page_has_that_default(key: str) -> None:
     """The default is read as a user would give it, and changes nothing."""
     shown = ROWS[key].split(" | ")[1].strip("`").replace(",", "" if "[" not in ROWS[key] else ",")
     group, _, name = key.rpartition(".")

@@ -17,7 +17,7 @@ def title(application: str) -> str:
     return f":job_id:01000000\n:actor_name:ServeReplica:{application}:ingress\n"
 
 
-def test_requests_of_earlier_servers_and_of_other_applications_are_left_out(tmp_path: pathlib.Path) -> None:
+def test_requests_of_other_servers_are_left_out(tmp_path: pathlib.Path) -> None:
     """The logs of all servers of a Ray session lie in one folder. An earlier server had the same name."""
     earlier, idle = tmp_path / "worker-earlier.out", tmp_path / "worker-idle.out"
     earlier.write_text(title("manta") + entry("/earlier"))

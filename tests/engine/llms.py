@@ -9,7 +9,7 @@ from tests.checkpoints import checkpoint
 from workers.checkpoints.model_folder import load_model_config
 
 BLOCK_TOKENS = 16
-"""How many tokens a KV block holds."""
+"""Tokens of a KV block."""
 
 
 def make_llm(num_blocks: int = 256, **options: Any) -> LLM:

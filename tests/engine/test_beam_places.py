@@ -81,7 +81,7 @@ arrivals = st.tuples(
     slots=st.integers(4, 6),
     seed=st.integers(0, 10**6),
 )
-def test_every_search_ends_and_nobody_runs_without_a_place(load, num_blocks, budget, slots, seed) -> None:
+def test_every_search_ends_and_nobody_exceeds_places(load, num_blocks, budget, slots, seed) -> None:
     harness, chooser = BeamHarness(num_blocks, budget, slots), random.Random(seed)
     for kind, (length, size, rounds, priority), num_steps in load:
         if kind == "search":
@@ -99,7 +99,7 @@ def test_every_search_ends_and_nobody_runs_without_a_place(load, num_blocks, bud
     assert all(end.finish is FinishStatus.FINISHED_LENGTH for end in harness.ends.values())
 
 
-def test_searches_that_lost_places_to_each_other_go_on() -> None:
+def test_searches_that_lost_places_go_on() -> None:
     """Children of a running beam find the places of the queued ones taken, and who waits for a place finds it held by a
     beam that waits itself.
     """

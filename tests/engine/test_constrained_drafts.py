@@ -183,7 +183,7 @@ def test_fixed_text_takes_fewer_steps(plain: LLM, drafting: LLM, backend: str) -
         ([(1, 1.0), (101, 101.0)], 0.2),  # as much as every other token: nothing is to be gained but by probing
     ],
 )
-def test_forced_tokens_that_are_spelled_otherwise_are_proposed_less(
+def test_differently_spelled_forced_tokens_are_proposed_less(
     plain: LLM, drafting: LLM, cost: list[tuple[int, float]], most: float
 ) -> None:
     one = spec("json_schema", LONG_KEYS, any_whitespace=False, backend="xgrammar")
@@ -295,7 +295,7 @@ def test_preempted_forked_and_cut_sequences_with_drafts(plain: LLM) -> None:
 
 
 @pytest.mark.parametrize("how", ["raise", "hang"])
-def test_a_backend_that_fails_over_a_draft_costs_its_own_sequence(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_backend_failure_on_drafts_is_isolated(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
     llm = make_llm(speculative={"proposers": ["forced"]}, grammar_pool={"mask_seconds": 1.5})
     good = [constrained(spec("regex", "[a-f]{20}ghijklmnop[a-f]{9}"), temperature=1.0, seed=seed) for seed in range(4)]
     good += [SamplingParams(temperature=1.0, seed=10 + seed, max_tokens=30, ignore_eos=True) for seed in range(3)]
@@ -316,7 +316,7 @@ def test_a_backend_that_fails_over_a_draft_costs_its_own_sequence(how: str, monk
 
 
 @pytest.mark.parametrize("allowed", [range(20, 60), range(30, 34)], ids=["many choices", "few choices"])
-def test_a_token_over_which_the_grammar_raises_harms_nobody_unless_it_is_drawn(
+def test_a_raising_draft_token_harms_nobody_unless_drawn(
     plain: LLM, drafting: LLM, monkeypatch: pytest.MonkeyPatch, allowed: range
 ) -> None:
     """Proposed, or, if there are few choices, tried for what it forces."""

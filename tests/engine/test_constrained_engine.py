@@ -126,7 +126,7 @@ def test_plain_rows_are_untouched_by_constrained_ones(llm: LLM) -> None:
     settled(llm)
 
 
-def test_same_tokens_alone_in_a_batch_and_after_preemption() -> None:
+def test_tokens_do_not_depend_on_batch_or_preemption() -> None:
     constraints = [spec("json_schema", ORDER, any_whitespace=False), spec("regex", "(ab|c[0-9]){30}"), None]
     params = [
         SamplingParams(constraint=constraints[index % 3], seed=index, temperature=1.2, max_tokens=60)
@@ -142,14 +142,14 @@ def test_same_tokens_alone_in_a_batch_and_after_preemption() -> None:
     settled(tight)
 
 
-def test_a_finished_grammar_ends_the_text_whatever_else_is_asked(llm: LLM) -> None:
+def test_a_finished_grammar_always_ends_the_text(llm: LLM) -> None:
     for fields in ({"min_tokens": 50}, {"ignore_eos": True}, {"stop_token_ids": (40,)}, {}):
         output = llm.generate([[7]], constrained(spec("regex", "ab?c"), **fields), use_tqdm=False)[0]
         assert whole(output)
         assert output.outputs[0].text in ("abc", "ac")
 
 
-def test_end_tokens_come_only_where_the_grammar_lets_the_text_end(llm: LLM) -> None:
+def test_end_tokens_appear_only_where_text_may_end(llm: LLM) -> None:
     """With a strong bias towards them, the text ends at the first place where it may."""
     bias = {2: 100.0, 40: 90.0}
     for stop_token_ids in ((), (40,)):
@@ -219,7 +219,7 @@ def test_bad_constraints_are_refused_before_anything_runs(llm: LLM, constraint: 
     settled(llm)
 
 
-def test_a_compilation_that_never_ends_is_killed_and_others_go_on() -> None:
+def test_an_endless_compilation_is_killed_others_go_on() -> None:
     llm = make_llm(constraints={"compile_seconds": 2.0})
     endless = llm.engine.resolve(example(at={"compile": "hang"}))
     quick = llm.generate([[7]], constrained(spec("regex", "abc")), use_tqdm=False)[0]
@@ -259,7 +259,7 @@ def test_a_backend_that_misbehaves_costs_its_own_sequence(how: str | float) -> N
     settled(llm)
 
 
-def test_a_backend_from_outside_changes_logits_beyond_its_mask(llm: LLM) -> None:
+def test_an_external_backend_adjusts_logits(llm: LLM) -> None:
     params = constrained(example(length=12, favour={"33": 200.0}), temperature=0.5)
     assert llm.generate([[7]], params, use_tqdm=False)[0].outputs[0].token_ids == [33] * 12
 

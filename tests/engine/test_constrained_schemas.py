@@ -80,7 +80,7 @@ def test_guarded_schemas(llm: LLM) -> None:
     assert counts["FINISHED_STOPPED"] > len(GUARDED) / 2
 
 
-def test_a_text_that_cannot_be_completed_ends_as_one_that_is_too_long(llm: LLM) -> None:
+def test_an_uncompletable_text_ends_like_a_long_one(llm: LLM) -> None:
     before = llm.engine.stats().num_dead_ends
     schema = {"type": "string", "maxLength": 1, "pattern": "^[ab](?<!a)"}
     spec = ConstraintSpec(kind="json_schema", text=json.dumps(schema))

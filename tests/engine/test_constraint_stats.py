@@ -33,7 +33,7 @@ def gauge(text: str, name: str) -> float:
     return float(text.partition(f'\nmanta:constraint_{name}{{model_name="m"}} ')[2].partition("\n")[0])
 
 
-def test_an_engine_counts_its_compilers_and_what_its_caches_hold() -> None:
+def test_the_engine_counts_compilers_and_caches() -> None:
     llm = LLM(str(checkpoint("llama", dtype="float32")), grammar_pool={"num_workers": 1})
     assert llm.engine.stats().constraints == ConstraintStats()
     for regex in ("[0-9]{3}", "[a-f]{4}"):
@@ -106,7 +106,7 @@ class FailingClient:
         raise RayTaskError("generate", "a whole traceback", self._error).as_instanceof_cause()
 
 
-def test_a_client_reads_why_the_engine_failed_and_no_traceback() -> None:
+def test_a_client_reads_the_reason_and_no_traceback() -> None:
     client: Any = FailingClient(CompilerFailed("the grammar compiler does not start"))
 
     async def read() -> None:

@@ -34,7 +34,7 @@ def test_the_worker_is_the_one_in_numpy() -> None:
     "module",
     ["workers.models.families", "workers.ranks.rank_worker", "specdecode.speculative_worker", "cluster.engine.engine"],
 )
-def test_the_seam_and_what_is_above_it_import_no_framework(module: str) -> None:
+def test_the_seam_and_above_import_no_framework(module: str) -> None:
     code = f"import sys, {module}; print([name for name in ('torch', 'jax', 'ray') if name in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"

@@ -85,7 +85,7 @@ def test_greedy_tokens_equal_transformers(family: str, options: dict) -> None:
         assert engine.stats().prefix_cache_hits > hits + 64
 
 
-def test_seeded_tokens_are_equal_alone_batched_and_after_preemption() -> None:
+def test_seeded_tokens_do_not_depend_on_batch() -> None:
     prompts = make_prompts()
     params = [
         SamplingParams(temperature=0.9, top_p=0.9, seed=7, max_tokens=40, ignore_eos=True, presence_penalty=0.5),
@@ -110,7 +110,7 @@ def test_seeded_tokens_are_equal_alone_batched_and_after_preemption() -> None:
         assert engine.stats().num_preemptions > 0
 
 
-def test_stop_tokens_eos_and_min_tokens_end_a_sequence_where_they_should() -> None:
+def test_stop_tokens_eos_and_min_tokens_end_sequences() -> None:
     prompt = make_prompts()[1]
     free = run(make_engine("llama"), [prompt], GREEDY)[0]
     stop = free[5]
@@ -134,7 +134,7 @@ def test_stop_tokens_eos_and_min_tokens_end_a_sequence_where_they_should() -> No
     assert len(masked) >= 20
 
 
-def test_a_nan_row_ends_alone_and_its_blocks_leave_the_cache() -> None:
+def test_a_nan_row_ends_alone_without_its_blocks() -> None:
     prompts = make_prompts()
     expected = run(make_engine("llama"), prompts, GREEDY)
     engine = make_engine("llama")
@@ -159,7 +159,7 @@ def test_a_nan_row_ends_alone_and_its_blocks_leave_the_cache() -> None:
     assert run(engine, prompts, GREEDY) == expected, "a poisoned block was read again"
 
 
-def test_a_failed_step_is_recomputed_once_and_then_the_engine_says_so() -> None:
+def test_a_failed_step_is_recomputed_once_then_unhealthy() -> None:
     prompts = make_prompts()
     expected = run(make_engine("llama"), prompts, GREEDY)
     engine = make_engine("llama")
@@ -198,14 +198,14 @@ def test_a_failed_step_is_recomputed_once_and_then_the_engine_says_so() -> None:
         ([5] * 10, SamplingParams(logit_bias={VOCAB_SIZE: 1.0}), "logit_bias: token id"),
     ],
 )
-def test_requests_that_can_never_be_served_are_refused_at_once(prompt, params, words) -> None:
+def test_unservable_requests_are_refused_at_once(prompt, params, words) -> None:
     engine = make_engine("llama")
     with pytest.raises(RequestRefused, match=words):
         engine.add_request(EngineRequest(request_id="a", prompt_token_ids=prompt, params=params))
     assert not engine.has_unfinished
 
 
-def test_a_full_queue_refuses_and_deadlines_and_aborts_free_everything() -> None:
+def test_full_queues_deadlines_and_aborts_free_everything() -> None:
     engine = make_engine("llama", max_num_sequences=1, max_num_waiting=1)
     prompt = make_prompts()[0]
     engine.add_request(EngineRequest(request_id="a", prompt_token_ids=prompt, params=GREEDY))
@@ -223,7 +223,7 @@ def test_a_full_queue_refuses_and_deadlines_and_aborts_free_everything() -> None
     assert engine.stats().num_free_blocks == engine.stats().num_blocks
 
 
-def test_prompt_logprobs_and_logprobs_are_those_of_the_reference() -> None:
+def test_logprobs_equal_the_reference() -> None:
     import torch
 
     from tests.checkpoints import reference_logits
@@ -247,7 +247,7 @@ def test_prompt_logprobs_and_logprobs_are_those_of_the_reference() -> None:
         assert entry.top_logprobs == pytest.approx(top.values.tolist(), abs=1e-3)
 
 
-def test_what_only_the_text_side_reads_does_not_travel_to_the_ranks() -> None:
+def test_text_only_parameters_are_not_sent_to_ranks() -> None:
     engine = make_engine("llama")
     params = SamplingParams(
         temperature=0, max_tokens=2, stop=("x" * 100,), bad_words=("y",), bad_words_token_ids=((9,),), top_k=5

@@ -27,7 +27,7 @@ class PicklingExecutor(SynchronousExecutor):
     def __init__(self, config: EngineConfig) -> None:
         self._inner = InProcessExecutor(config)
         self.most_rows = 0
-        """Of the masks of a step."""
+        """Largest number of rows in the masks of a step."""
 
     @property
     def model(self) -> ModelInfo:
@@ -56,7 +56,7 @@ def _sent(message: Any) -> Any:
     return pickle.loads(pickle.dumps(message))
 
 
-def test_a_step_that_travels_as_bytes_draws_the_same_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_serialised_step_draws_the_same_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     """Drafts and constraints included. Of the masks' memory the rows of the step travel, each once."""
     params = mixed_params(max_tokens=40)[::3]
     expected = answers(make_llm(), params)

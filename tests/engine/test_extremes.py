@@ -68,7 +68,7 @@ def test_numbers_outside_their_bounds_are_refused_by_name(name: str) -> None:
         ("logit_bias", {"logit_bias": {1: 1e308}}),
     ],
 )
-def test_token_ids_of_no_vocabulary_are_refused_by_name(field: str, fields: dict[str, Any]) -> None:
+def test_token_ids_outside_the_vocabulary_are_refused(field: str, fields: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=f"^{field}"):
         SamplingParams(**fields)
 
@@ -104,7 +104,7 @@ async def _refusal(case: str) -> tuple[int, dict[str, Any], bool]:
 
 
 @pytest.mark.parametrize("case", EXTREME_BODIES)
-def test_extreme_numbers_are_refused_over_http_and_the_engine_goes_on(case: str) -> None:
+def test_extreme_numbers_over_http_are_refused(case: str) -> None:
     status, answer, goes_on = asyncio.run(_refusal(case))
     assert status == 400, answer
     assert str(answer["error"]["param"]).startswith(EXTREME_BODIES[case][0])
@@ -116,7 +116,7 @@ def test_extreme_numbers_are_refused_over_http_and_the_engine_goes_on(case: str)
     [("logit_bias", {1: 2**70}), ("stop", ("\ud800",)), ("min_tokens", 10_000)],
     ids=["a number", "half a character", "a count"],
 )
-def test_what_cannot_reach_the_ranks_is_refused_at_admission(field: str, value: Any) -> None:
+def test_parameters_that_cannot_be_encoded_are_refused(field: str, value: Any) -> None:
     engine = make_plain_engine("llama")
     request = EngineRequest(
         request_id="a", prompt_token_ids=PROMPT, params=forced(**{"max_tokens": None, field: value})
@@ -176,7 +176,7 @@ def tokens_of(outputs: list[SequenceOutput], request_id: str) -> list[int]:
 # ---- logits that overflow ------------------------------------------------------------------------------------------
 
 
-def test_an_overflow_after_edits_leaves_the_shared_prefix_cached() -> None:
+def test_an_overflow_after_edits_keeps_the_prefix_cached() -> None:
     """The model's logits were valid, so the blocks that the request read and wrote stay."""
     engine = make_plain_engine("llama")
     prompt = PROMPT * 4
@@ -218,7 +218,7 @@ class NoneAllowed:
         (NONE_ALLOWED, 500, "internal_error"),
     ],
 )
-def test_parameters_that_leave_no_token_are_the_clients_fault(
+def test_parameters_without_any_allowed_token_are_client_errors(
     stream: bool, fields: dict[str, Any], status: int, code: str
 ) -> None:
     """As the fuzzer found: the grammar and the allowed tokens have none in common.

@@ -37,9 +37,9 @@ FAMILY = "llama"
 class Case(NamedTuple):
     schema: dict[str, Any]
     values: list[Any]
-    """What the grammar allows, written as JSON; the guard forbids those that jsonschema rejects."""
+    """Values that the grammar allows, written as JSON. The guard forbids those that jsonschema rejects."""
     looks_ahead: bool
-    """Whether the guard also forbids every beginning of which nothing right can come."""
+    """Whether the guard also forbids every beginning that cannot end well."""
 
 
 _TWO = [list(items) for count in range(3) for items in itertools.product(("a", "b"), repeat=count)]
@@ -163,7 +163,7 @@ def test_guarded_draws_have_the_exact_distribution(name: str, llm: LLM) -> None:
         assert sum(sum(counts) for counts in accepted.values()) > 0
 
 
-def test_the_test_sees_a_distribution_that_is_a_little_off() -> None:
+def test_the_test_detects_a_slightly_wrong_distribution() -> None:
     """An eighth of the draws, moved from the likeliest outcome to another, is noticed."""
     probabilities = {(index,): share for index, share in enumerate((0.5, 0.3, 0.2))}
     exact = collections.Counter({key: round(share * NUM_DRAWS) for key, share in probabilities.items()})

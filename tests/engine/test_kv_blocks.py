@@ -158,7 +158,7 @@ def test_without_prefix_caching_nothing_is_found() -> None:
     blocks.check_integrity([])
 
 
-def test_the_integrity_check_sees_a_leak_and_a_double_count() -> None:
+def test_the_integrity_check_finds_leaks_and_double_counts() -> None:
     blocks = KVBlocks(3, BLOCK_SIZE)
     table = blocks.allocate(2)
     blocks.check_integrity([table])
@@ -182,7 +182,7 @@ def test_a_blocks_hash_covers_all_tokens_before_it() -> None:
     assert hashes([5, 6, 7, 8], 1)[0] not in one, "the same tokens elsewhere have other keys and values"
 
 
-def test_hashes_made_as_the_output_grows_equal_those_made_at_once() -> None:
+def test_incremental_hashes_equal_those_made_at_once() -> None:
     sequence = Sequence(0, "a", [1, 2, 3, 4, 5], SamplingParams(), 0)
     sequence.hash_blocks(1, BLOCK_SIZE)
     sequence.token_ids += [6, 7, 8]

@@ -63,7 +63,7 @@ def some_prompts(count: int) -> list[list[int]]:
     return [[chooser.randrange(5, VOCAB_SIZE) for _ in range(chooser.randrange(1, 50))] for _ in range(count)]
 
 
-def test_an_automaton_shared_by_32_streams_of_3_choices_in_a_tiny_pool() -> None:
+def test_many_streams_share_an_automaton() -> None:
     llm = make_llm(num_blocks=16)
     prompts = some_prompts(32)
     params = automaton(n=3)
@@ -95,7 +95,7 @@ def test_an_automaton_shared_by_32_streams_of_3_choices_in_a_tiny_pool() -> None
     llm.engine.check_integrity()
 
 
-def test_same_tokens_alone_in_a_tiny_pool_and_after_a_failed_step() -> None:
+def test_tokens_do_not_depend_on_pool_or_failures() -> None:
     prompts = some_prompts(8)
     each = [
         automaton(seed=index, n=2) if index % 2 else SamplingParams(seed=index, max_tokens=24) for index in range(8)
@@ -125,7 +125,7 @@ def test_same_tokens_alone_in_a_tiny_pool_and_after_a_failed_step() -> None:
     assert all(follows(prompts[i], output) for i in range(1, 8, 2) for output in alone[i])
 
 
-def test_a_failure_ends_its_sequence_alone_and_says_why() -> None:
+def test_a_failure_ends_its_sequence_with_the_reason() -> None:
     llm = make_llm()
 
     class Late:
@@ -163,7 +163,7 @@ def test_a_failure_ends_its_sequence_alone_and_says_why() -> None:
     llm.engine.check_integrity()
 
 
-def test_aborted_and_stopped_sequences_release_their_instances_at_once() -> None:
+def test_ended_sequences_release_their_instances_at_once() -> None:
     llm = make_llm()
     free = llm.generate([9, 8, 7], automaton(seed=1, n=2), use_tqdm=False)[0].outputs
     with all_released():
@@ -177,7 +177,7 @@ def test_aborted_and_stopped_sequences_release_their_instances_at_once() -> None
         assert all(len(output.token_ids) < 24 for output in outputs)
 
 
-def test_requests_that_name_what_is_not_there_are_refused() -> None:
+def test_requests_naming_unknown_processors_are_refused() -> None:
     llm = make_llm()
     llm.register_logits_processor("identity", identity)
     message = r"logits_processors: 'nobody' is unknown; use one of: .*automaton"
@@ -194,7 +194,7 @@ def test_requests_that_name_what_is_not_there_are_refused() -> None:
         make_llm(logits_processors={"wrong": "nowhere:A"})
 
 
-def test_a_factory_from_python_survives_the_way_to_a_ray_worker() -> None:
+def test_a_python_factory_reaches_a_ray_worker() -> None:
     left_out = 12
 
     class Local:
@@ -215,7 +215,7 @@ def test_a_factory_from_python_survives_the_way_to_a_ray_worker() -> None:
 # ---- HTTP ----------------------------------------------------------------------------------------------------------
 
 
-def test_http_may_use_what_the_operator_registered_and_nothing_else(plugin: None) -> None:
+def test_http_may_only_use_registered_processors(plugin: None) -> None:
     server = ThreadedServer("engine.logits_processors.mine=manta_example_processor:Automaton")
     prompt = [20, 30, 40]
     body = {"model": server.model, "prompt": prompt, "max_tokens": 12, "ignore_eos": True, "seed": 4, "n": 3}

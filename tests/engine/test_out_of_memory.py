@@ -69,7 +69,7 @@ def test_every_token_stays_the_same(
 
 
 @pytest.mark.parametrize(("method", "steps"), [("_forward", {4}), ("_logits", {1, 2, 3}), ("_logits", {4})], ids=str)
-def test_a_device_that_works_by_itself_may_lack_memory_too(
+def test_an_asynchronous_device_may_run_out_of_memory(
     method: str, steps: set[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """There the loop draws in two parts: what the first one raises comes with the second."""
@@ -106,7 +106,7 @@ def num_steps_until(budget: StepBudget, num_tokens: int) -> int:
     raise AssertionError(f"the budget stays at {budget.num_tokens}")
 
 
-def test_a_step_grows_again_after_full_steps_and_later_each_time() -> None:
+def test_a_step_grows_again_with_increasing_delay() -> None:
     budget = StepBudget(100)
     for failure in range(12):
         budget.shrink(50)
@@ -123,7 +123,7 @@ def test_a_step_grows_again_after_full_steps_and_later_each_time() -> None:
     assert budget.num_tokens == 1
 
 
-def test_a_step_of_one_token_that_has_no_memory_is_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_one_token_step_without_memory_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     llm = make_llm()
     fail_at(monkeypatch, "_forward", set(range(100)))
     with pytest.raises(EngineDead, match="StepOutOfMemory"):

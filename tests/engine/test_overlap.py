@@ -132,7 +132,7 @@ requests = st.builds(
 Answer = tuple[list[int], FinishStatus | None, int | None]
 """Tokens, finish and stop token of a choice."""
 Answers = dict[tuple[str, int], Answer]
-"""By request and index."""
+"""Answers by request and index."""
 
 
 class Run:
@@ -240,7 +240,7 @@ def drain(one: Engine) -> dict[str, list[int]]:
     return tokens
 
 
-def test_a_step_is_launched_before_the_tokens_of_the_last_one_are_known(monkeypatch) -> None:
+def test_a_step_launches_before_previous_tokens_are_known(monkeypatch) -> None:
     """The device gives no tokens away before the next step lies behind it: the plain loop would wait for ever."""
     one = engine(ROOMY, "on")
     device, submit, sample = device_of(one), one.executor.submit, device_of(one).sample
@@ -276,7 +276,7 @@ def test_what_is_drawn_after_the_end_is_dropped() -> None:
         assert tokens == free[0][: free[0].index(stop) + 1]
 
 
-def test_rows_without_a_constraint_do_not_wait_for_a_mask(monkeypatch) -> None:
+def test_unconstrained_rows_do_not_wait_for_masks(monkeypatch) -> None:
     one = engine(ROOMY, "on")
     pool = one.masks.pool
     assert pool is not None
@@ -293,7 +293,7 @@ def test_rows_without_a_constraint_do_not_wait_for_a_mask(monkeypatch) -> None:
 
 
 @pytest.mark.parametrize("overlap", ["on", "device"])
-def test_a_step_that_fails_voids_the_one_behind_it_and_all_is_computed_again(overlap, monkeypatch) -> None:
+def test_a_failed_step_voids_the_next_one_too(overlap, monkeypatch) -> None:
     one = engine(ROOMY, overlap)
     add(one)
     expected = drain(one)
@@ -325,7 +325,7 @@ def test_two_failures_in_a_row_end_the_engine() -> None:
         drain(one)
 
 
-def test_with_drafts_the_caller_delivers_tokens_while_the_next_step_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_with_drafts_tokens_are_delivered_during_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     """The device ends none of the first steps before the call that launched it has returned."""
     one = engine(ROOMY, "drafts")
     sample = device_of(one).sample
@@ -354,7 +354,7 @@ def greedy(max_tokens: int) -> SamplingParams:
     return SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
 
 
-def test_a_device_that_computes_by_itself_is_overlapped_unless_the_option_says_off(
+def test_asynchronous_devices_overlap_unless_the_option_forbids(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(CpuPlatform, "runs_ahead", True)
@@ -372,7 +372,7 @@ def test_a_device_that_computes_by_itself_is_overlapped_unless_the_option_says_o
         assert (type(executor), executor.depth) == (kind, depth)
 
 
-def test_the_loop_is_the_plain_one_unless_it_is_asked_for_or_the_device_gains() -> None:
+def test_the_plain_loop_is_the_default_on_cpus() -> None:
     for overlap, kind in (("on", ThreadExecutor), ("device", InProcessExecutor), ("drafts", ThreadExecutor)):
         executor = engine(ROOMY, overlap).executor
         assert isinstance(executor, kind)

@@ -76,7 +76,7 @@ def test_the_prompt_is_computed_once() -> None:
     assert {point.row for point in step.sample_points} == {len(PROMPTS[2]) - 1}
 
 
-def test_full_prompt_blocks_are_stored_once_with_a_reference_for_each_choice() -> None:
+def test_choices_share_full_prompt_blocks() -> None:
     engine = make_engine(FAMILY)
     engine.add_request(EngineRequest(request_id="a", prompt_token_ids=PROMPTS[2], params=sampled(1, 6)))
     engine.step()
@@ -92,7 +92,7 @@ def test_full_prompt_blocks_are_stored_once_with_a_reference_for_each_choice() -
     assert engine.stats().num_free_blocks == engine.stats().num_blocks
 
 
-def test_seeds_beside_each_other_share_no_child_and_unseeded_choices_differ() -> None:
+def test_neighbouring_seeds_share_no_child_seed() -> None:
     seeds = [child_seed(seed, index) for seed in (7, 8, -1) for index in range(200)]
     assert len(set(seeds)) == len(seeds)
     engine = make_engine(FAMILY)
@@ -147,7 +147,7 @@ def test_constrained_choices_have_sessions_of_their_own() -> None:
     assert len({tuple(output) for output in together}) == 5
 
 
-def test_one_choice_ends_alone_and_an_abort_ends_all() -> None:
+def test_one_choice_ends_alone_an_abort_ends_all() -> None:
     engine = make_engine(FAMILY)
     engine.add_request(EngineRequest(request_id="a", prompt_token_ids=PROMPTS[1], params=sampled(1, 4)))
     engine.step()
@@ -162,7 +162,7 @@ def test_one_choice_ends_alone_and_an_abort_ends_all() -> None:
     assert engine.stats().num_free_blocks == engine.stats().num_blocks
 
 
-def test_an_abort_before_the_prompt_is_computed_ends_every_choice() -> None:
+def test_an_abort_during_prefill_ends_every_choice() -> None:
     engine = make_engine(FAMILY, max_num_batched_tokens=6)
     engine.add_request(EngineRequest(request_id="a", prompt_token_ids=PROMPTS[2], params=sampled(1, 4)))
     engine.step()
@@ -170,7 +170,7 @@ def test_an_abort_before_the_prompt_is_computed_ends_every_choice() -> None:
     engine.check_integrity()
 
 
-def test_a_deadline_before_the_prompt_is_computed_ends_every_choice() -> None:
+def test_a_deadline_during_prefill_ends_every_choice() -> None:
     engine = make_engine(FAMILY)
     request = EngineRequest(request_id="a", prompt_token_ids=PROMPTS[2], params=sampled(1, 4), deadline_s=1e-9)
     engine.add_request(request)
@@ -223,6 +223,6 @@ def test_prompt_logprobs_are_reported_once() -> None:
     assert all(delta.logprobs for delta in deltas if delta.token_ids)
 
 
-def test_sequences_of_a_request_stand_together_in_the_order_of_choices() -> None:
+def test_sequences_of_a_request_stay_in_choice_order() -> None:
     first, second = (Sequence(index, "a", [1], SamplingParams(), 0, index=index) for index in range(2))
     assert first.order < second.order

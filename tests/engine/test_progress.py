@@ -25,7 +25,7 @@ from tests.serve.test_engine_deployment import Ingress, until
 pytestmark = pytest.mark.usefixtures("plugin")
 
 SLOW_S = 2.0
-"""What a slow mask takes; all that is said to happen meanwhile takes milliseconds."""
+"""Seconds of a slow mask. Everything that must happen meanwhile takes milliseconds."""
 
 
 def slow(**fields: Any) -> SamplingParams:
@@ -72,7 +72,7 @@ def test_constrained_requests_of_rising_priority_all_finish(num_sequences: int) 
 # ---- standing still ------------------------------------------------------------------------------------------------
 
 
-def test_a_standstill_is_counted_shows_its_age_and_does_not_spin() -> None:
+def test_a_standstill_is_counted_and_does_not_spin() -> None:
     """The one place is taken by a sequence that waits for its mask, and another request waits for the place."""
     llm = make_llm(max_num_sequences=1)
     llm.generate([[7]], constrained(example(length=1)), use_tqdm=False)  # the pool has started
@@ -99,7 +99,7 @@ def test_a_standstill_is_counted_shows_its_age_and_does_not_spin() -> None:
     settled(llm)
 
 
-def test_steps_that_bring_tokens_or_compute_prompts_are_no_idle_ones() -> None:
+def test_productive_steps_are_not_counted_as_idle() -> None:
     llm = make_llm(max_num_batched_tokens=8)
     llm.generate([[7] * 60, [8] * 30], plain(), use_tqdm=False)
     stats = llm.engine.stats()
@@ -110,7 +110,7 @@ def test_steps_that_bring_tokens_or_compute_prompts_are_no_idle_ones() -> None:
 # ---- slow masks ----------------------------------------------------------------------------------------------------
 
 
-def test_a_request_that_arrives_while_every_row_waits_for_its_mask_is_served_at_once() -> None:
+def test_a_request_arriving_among_waiting_rows_is_served() -> None:
     llm = make_llm()
     llm.add_request("slow", [7], slow())
     llm.step()
@@ -119,7 +119,7 @@ def test_a_request_that_arrives_while_every_row_waits_for_its_mask_is_served_at_
     settled(llm)
 
 
-def test_a_deadline_that_passes_while_every_row_waits_for_its_mask_ends_its_request() -> None:
+def test_a_deadline_among_waiting_rows_ends_its_request() -> None:
     llm = make_llm()
     params = slow()
     assert params.constraint is not None
@@ -136,9 +136,7 @@ def test_a_deadline_that_passes_while_every_row_waits_for_its_mask_ends_its_requ
     settled(llm)
 
 
-def test_a_message_ends_the_wait_of_a_replica_that_has_nothing_to_compute(
-    monkeypatch: pytest.MonkeyPatch, new_replica: Replicas
-) -> None:
+def test_a_message_wakes_an_idle_replica(monkeypatch: pytest.MonkeyPatch, new_replica: Replicas) -> None:
     monkeypatch.setattr(engine, "IDLE_WAIT_S", 60.0)
 
     async def scenario() -> None:

@@ -165,7 +165,7 @@ def test_two_nodes_draw_the_tokens_of_one_process(llm: LLM, expected: list[Any])
 
 
 @pytest.mark.parametrize("ranks", [[1, 0, 1, 0] * 5 if PROVE else [0]], ids=str)
-def test_ranks_that_are_killed_one_after_another_cost_no_token(llm: LLM, expected: list[Any], ranks: list[int]) -> None:
+def test_killing_ranks_one_by_one_costs_no_token(llm: LLM, expected: list[Any], ranks: list[int]) -> None:
     """Each is killed in the middle of a run. The engine serves from one death to the next, with the blocks that its
     scheduler knows of, however much memory is free then.
     """
@@ -207,9 +207,7 @@ def overlapped(llm: LLM) -> Iterator[LLM]:
 
 
 @pytest.mark.parametrize("num_deaths", [20 if PROVE else 0])
-def test_the_overlapped_loop_draws_the_tokens_of_the_plain_one(
-    overlapped: LLM, expected: list[Any], num_deaths: int
-) -> None:
+def test_the_overlapped_loop_draws_the_same_tokens(overlapped: LLM, expected: list[Any], num_deaths: int) -> None:
     """Also where a rank dies while the next step is under way behind the one that runs."""
     assert finish(overlapped, submit(overlapped)) == expected
     num_rebuilds = overlapped.engine.stats().num_rank_rebuilds
@@ -224,7 +222,7 @@ def test_the_overlapped_loop_draws_the_tokens_of_the_plain_one(
     assert stats.num_rank_disagreements == 0
 
 
-def test_a_sequence_that_no_rank_can_start_costs_no_step(llm: LLM, expected: list[Any]) -> None:
+def test_an_unstartable_sequence_costs_no_step(llm: LLM, expected: list[Any]) -> None:
     """Its seed overflows a table of every rank. The ranks are not rebuilt."""
     before = llm.engine.stats().num_rank_rebuilds
     ids = submit(llm)
@@ -238,7 +236,7 @@ def test_a_sequence_that_no_rank_can_start_costs_no_step(llm: LLM, expected: lis
     assert llm.engine.stats().num_rank_rebuilds == before
 
 
-def test_masks_have_as_long_as_the_forward_pass_takes(llm: LLM) -> None:
+def test_masks_may_take_the_forward_passs_time(llm: LLM) -> None:
     """A rank that stands still computes; the others wait for it."""
     ranks, scheduler = executor(llm), llm.engine.scheduler
     llm.add_request("masks", [5, 6, 7], SamplingParams(temperature=0, max_tokens=1))
@@ -271,7 +269,7 @@ def test_a_rank_that_hangs_is_given_up(llm: LLM, expected: list[Any], monkeypatc
 
 
 @pytest.mark.prove
-def test_ranks_that_died_while_nothing_ran_are_there_for_the_next_request(llm: LLM, expected: list[Any]) -> None:
+def test_ranks_that_died_idle_are_rebuilt(llm: LLM, expected: list[Any]) -> None:
     """What is registered meanwhile is known to the new ones, as what was before."""
     for pid in executor(llm)._ranks.pids:
         os.kill(pid, signal.SIGKILL)
@@ -286,7 +284,7 @@ def test_ranks_that_died_while_nothing_ran_are_there_for_the_next_request(llm: L
 @pytest.mark.parametrize(
     ("ranks", "num_rebuilds"), [([0, 1], 0), ([1], 1), pytest.param([0], 1, marks=pytest.mark.prove)]
 )
-def test_a_step_that_raises_on_ranks_costs_no_token(
+def test_an_exception_on_ranks_costs_no_token(
     llm: LLM, expected: list[Any], ranks: list[int], num_rebuilds: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Where all raise, their processes stay. Where one does, others wait for it in vain."""
@@ -308,7 +306,7 @@ def test_a_step_that_raises_on_ranks_costs_no_token(
     assert llm.engine.stats().num_rank_rebuilds == before + num_rebuilds
 
 
-def test_ranks_that_find_no_place_are_told_in_a_sentence(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unplaceable_ranks_are_explained_in_a_sentence(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rank_group, "PLACEMENT_S", 1.0)
     words = (
         "2 ranks with 2 CPUs each find no place as STRICT_PACK: the cluster's nodes have 2, 1 CPUs, of which 1 are free"
@@ -317,7 +315,7 @@ def test_ranks_that_find_no_place_are_told_in_a_sentence(llm: LLM, monkeypatch: 
         LLM(str(checkpoint("llama")), **OPTIONS | {"num_threads": 2}, tensor_parallel_size=2)
 
 
-def test_what_is_wrong_with_the_model_is_told_as_without_ranks(llm: LLM, tmp_path: pathlib.Path) -> None:
+def test_model_errors_are_reported_as_without_ranks(llm: LLM, tmp_path: pathlib.Path) -> None:
     """The group of the engine at hand tries to load another model once a rank has died. An engine that cannot be
     rebuilt says so, and its ranks leave.
     """
@@ -390,7 +388,7 @@ def test_no_rank_outlives_its_engine(nodes: Any, end: str) -> None:
 
 
 @pytest.mark.prove
-def test_the_ranks_of_a_node_that_goes_find_another_place(nodes: Any, expected: list[Any]) -> None:
+def test_ranks_of_a_lost_node_move_elsewhere(nodes: Any, expected: list[Any]) -> None:
     """The last test of these nodes, for one of them is no more."""
     wait_until(lambda: ray.available_resources().get("CPU") == 3, poll_s=0.1)
     llm = make_llm(tensor_parallel_size=2, placement_strategy="SPREAD")
@@ -481,7 +479,7 @@ def test_strangers_do_not_become_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     assert connection.getpeername() == rank.getsockname()
 
 
-def test_strangers_who_drip_or_are_many_hold_up_no_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_slow_or_many_strangers_block_no_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     """A hello has one deadline as a whole, and the oldest of too many strangers goes."""
     monkeypatch.setattr(rank_channel, "HELLO_S", 0.5)
     monkeypatch.setattr(rank_channel, "MAX_UNPROVEN", 8)
@@ -511,7 +509,7 @@ def test_strangers_who_drip_or_are_many_hold_up_no_rank(monkeypatch: pytest.Monk
         stranger.close()
 
 
-def test_of_the_answers_that_a_rank_owes_the_last_one_counts() -> None:
+def test_the_latest_answer_of_a_rank_counts() -> None:
     """However many of them come at once."""
     listener = Listener("127.0.0.1")
     rank = connect(listener.address, 0)
@@ -530,7 +528,7 @@ def test_of_the_answers_that_a_rank_owes_the_last_one_counts() -> None:
     ranks.close()
 
 
-def test_a_rank_that_reads_nothing_is_lost_and_holds_nobody_up() -> None:
+def test_a_rank_that_reads_nothing_blocks_nobody() -> None:
     """A message larger than what the system keeps for it is sent as far as it goes."""
     listener = Listener("127.0.0.1")
     rank = connect(listener.address, 0)

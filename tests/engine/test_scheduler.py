@@ -326,7 +326,7 @@ actions = st.lists(
     slots=st.integers(1, 6),
     caching=st.booleans(),
 )
-def test_every_request_gets_its_tokens_whatever_happens_to_the_others(
+def test_every_request_gets_its_tokens_despite_the_others(
     ahead, first, actions, num_blocks, budget, slots, caching
 ) -> None:
     """Also if each step is planned before it is known what the one before it drew: what ends has a row too many then,
@@ -378,7 +378,7 @@ def test_every_request_gets_its_tokens_whatever_happens_to_the_others(
 
 @settings(max_examples=EXAMPLES // 3, deadline=None)
 @given(batch=st.lists(st.tuples(prompts, st.integers(1, 20)), min_size=1, max_size=6), budget=st.integers(4, 40))
-def test_drafts_change_the_number_of_steps_and_never_the_tokens(batch, budget) -> None:
+def test_drafts_change_the_steps_never_the_tokens(batch, budget) -> None:
     harness = Harness(num_blocks=24, budget=budget, slots=4)
     for prompt, max_tokens in batch:
         harness.add(prompt, SamplingParams(max_tokens=max_tokens))
@@ -398,7 +398,7 @@ def test_good_drafts_are_accepted_several_a_step() -> None:
     assert len(harness.gained["1"]) - before >= 3
 
 
-def test_a_prefix_is_shared_between_requests_of_the_same_step_and_computed_once() -> None:
+def test_a_prefix_within_one_step_is_computed_once() -> None:
     harness = Harness(num_blocks=24, budget=100, slots=8)
     prefix = [1, 2] * 8
     for last in range(3, 7):
@@ -412,7 +412,7 @@ def test_a_prefix_is_shared_between_requests_of_the_same_step_and_computed_once(
     assert [harness.num_cached_tokens(name) for name in "0123"] == [0, 16, 16, 16]
 
 
-def test_a_request_with_prompt_logprobs_reads_no_cached_prefix() -> None:
+def test_prompt_logprobs_bypass_the_prefix_cache() -> None:
     harness = Harness(num_blocks=24, budget=100, slots=8)
     harness.add([1, 2] * 8, SamplingParams(max_tokens=1))
     harness.drain()
@@ -421,7 +421,7 @@ def test_a_request_with_prompt_logprobs_reads_no_cached_prefix() -> None:
     assert harness.num_cached_tokens("1") == 0
 
 
-def test_an_urgent_request_takes_the_place_of_a_patient_one() -> None:
+def test_an_urgent_request_preempts_a_patient_one() -> None:
     harness = Harness(num_blocks=8, budget=100, slots=1)
     harness.add([1] * 8, SamplingParams(max_tokens=16, ignore_eos=True), priority=1)
     harness.step()
@@ -433,7 +433,7 @@ def test_an_urgent_request_takes_the_place_of_a_patient_one() -> None:
     assert harness.scheduler.num_preemptions == 1
 
 
-def test_a_request_that_cannot_fit_is_refused_with_value_bound_and_remedy() -> None:
+def test_oversized_requests_name_value_bound_and_remedy() -> None:
     scheduler = Harness(num_blocks=4, budget=8, slots=1).scheduler
     with pytest.raises(RequestRefused, match="max_tokens 12 exceeds the 6 left after a 10-token prompt"):
         scheduler.add(Sequence(0, "a", [1] * 10, SamplingParams(max_tokens=12), 0))
@@ -442,7 +442,7 @@ def test_a_request_that_cannot_fit_is_refused_with_value_bound_and_remedy() -> N
     assert not scheduler.has_unfinished
 
 
-def test_what_a_failed_row_wrote_is_read_by_nobody() -> None:
+def test_nobody_reads_blocks_of_a_failed_row() -> None:
     harness = Harness(num_blocks=24, budget=100, slots=4)
     prefix = [1, 2] * 6
     harness.add([*prefix, 3], SamplingParams(max_tokens=3))
@@ -459,7 +459,7 @@ def test_what_a_failed_row_wrote_is_read_by_nobody() -> None:
         assert harness.gained[name] == continuation(prompt, sequence.params)
 
 
-def test_answers_to_a_step_before_a_preemption_do_not_count() -> None:
+def test_answers_from_before_a_preemption_are_ignored() -> None:
     """The second one reads what the failed row wrote, also in the step that was launched before the failure was known.
     It runs again by the time in which that step's answer comes.
     """
@@ -475,7 +475,7 @@ def test_answers_to_a_step_before_a_preemption_do_not_count() -> None:
     assert harness.gained["1"] == continuation([*prefix, 4], harness.sequences[1].params)
 
 
-def test_what_was_computed_on_a_failed_rows_blocks_is_read_by_nobody() -> None:
+def test_nobody_reads_results_based_on_failed_blocks() -> None:
     harness = Harness(num_blocks=32, budget=21, slots=4)
     prefix = [1, 2] * 6
     tail = [2, 1, 1, 2] * 4
@@ -488,7 +488,7 @@ def test_what_was_computed_on_a_failed_rows_blocks_is_read_by_nobody() -> None:
     assert [end.finish is FinishStatus.FINISHED_INTERNAL_ERROR for end in harness.ends.values()] == [True, False, False]
 
 
-def test_a_prefix_that_makes_rows_fail_is_computed_again() -> None:
+def test_a_prefix_that_fails_rows_is_recomputed() -> None:
     """A chunk goes bad unnoticed and its request is aborted: one reader pays, not all to come."""
     harness = Harness(num_blocks=32, budget=8, slots=1)
     prompt = [1, 2] * 8
@@ -523,7 +523,7 @@ def test_a_refusal_names_the_limit_that_is_short() -> None:
         Harness(num_blocks=4, budget=8, slots=1).scheduler.add(Sequence(0, "a", [1] * 16, params, 0))
 
 
-def test_an_urgent_request_with_a_cached_prefix_displaces_nobody_it_need_not() -> None:
+def test_an_urgent_cached_request_preempts_only_as_needed() -> None:
     harness = Harness(num_blocks=8, budget=100, slots=4)
     prefix = [1, 2] * 8
     harness.add([*prefix, 3], SamplingParams(max_tokens=8, ignore_eos=True), priority=1)

@@ -29,12 +29,12 @@ def order_of(clients: str, n: int = 1, slots: int = 1) -> str:
     return "".join(by_request[name] or " " for name in ends)
 
 
-def test_another_clients_only_request_goes_before_all_but_the_next_of_many() -> None:
+def test_a_single_request_overtakes_many_of_another_client() -> None:
     assert order_of("aaaaaab") == "abaaaaa"
     assert order_of("aaabbbc") == "abcabab"
 
 
-def test_one_client_alone_and_who_shares_with_nobody_are_served_in_their_order() -> None:
+def test_requests_without_competition_keep_their_order() -> None:
     assert order_of("aaaa") == "aaaa"
     assert order_of("    ") == "    "
 
@@ -50,7 +50,7 @@ def test_every_choice_takes_a_turn() -> None:
     assert [sequence.turn for sequence in other] == [0, 1, 2, 3]
 
 
-def test_who_was_away_has_saved_nothing_up_and_is_forgotten() -> None:
+def test_absent_clients_save_up_no_turns() -> None:
     turns = Turns()
     for number in range(3 * KEPT_CLIENTS):
         sequence = Sequence(number, str(number), [1], SHORT, 0, client=f"client-{number}")
@@ -63,7 +63,7 @@ def test_who_was_away_has_saved_nothing_up_and_is_forgotten() -> None:
     assert late.turn == 3 * KEPT_CLIENTS - 1
 
 
-def test_a_queue_that_others_filled_takes_one_request_of_whoever_has_none_there() -> None:
+def test_a_full_queue_still_takes_a_newcomers_request() -> None:
     config = EngineConfig(
         model=str(checkpoint("llama")), dtype="float32", kv_cache_bytes=8 << 20, max_num_sequences=1, max_num_waiting=2
     )
@@ -88,7 +88,7 @@ def test_a_queue_that_others_filled_takes_one_request_of_whoever_has_none_there(
 
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
-def test_a_keys_weight_and_the_session_that_a_client_names_go_with_its_request(path: str) -> None:
+def test_a_requests_weight_and_session_travel_with_it(path: str) -> None:
     app = App(client_weights={"boss": 3}, api_keys=("boss:a-secret-of-the-test", "team:another-secret-of-it"))
     prompt = {"prompt": "a"} if path == "/v1/completions" else {"messages": [{"role": "user", "content": "a"}]}
     body = {"model": "demo", **prompt}
@@ -162,9 +162,7 @@ def steps_to_first_token(harness: Harness) -> int:
 
 @pytest.mark.parametrize(("slots", "budget"), [(4, 12), (16, 40)])
 @pytest.mark.parametrize("weight", [1.0, 100.0])
-def test_beside_a_flood_a_first_token_takes_twice_as_long_as_alone_and_a_step_at_most(
-    slots: int, budget: int, weight: float
-) -> None:
+def test_a_flood_at_most_doubles_the_first_token(slots: int, budget: int, weight: float) -> None:
     """However long the flood's answers are and whatever its weight: nobody's end is waited for."""
     alone = steps_to_first_token(Harness(num_blocks=64, budget=budget, slots=slots))
     harness = flooded(10, length=40, slots=slots, budget=budget, prompt_length=20, weight=weight)
@@ -178,7 +176,7 @@ def test_beside_a_flood_a_first_token_takes_twice_as_long_as_alone_and_a_step_at
     assert harness.scheduler.num_waiting > 400
 
 
-def test_whoever_gave_way_goes_on_with_the_same_tokens() -> None:
+def test_a_displaced_request_continues_with_the_same_tokens() -> None:
     harness, alone = (flooded(10, length=30, slots=4, budget=12, prompt_length=20) for _ in range(2))
     while len(ended := [name for name in harness.ends if int(name) < 500]) < 6:
         steps_to_first_token(harness)
@@ -188,7 +186,7 @@ def test_whoever_gave_way_goes_on_with_the_same_tokens() -> None:
     assert [harness.gained[name] for name in ended] == [alone.gained[name] for name in ended]
 
 
-def test_a_client_gives_way_to_no_more_than_one_request_of_another_and_keeps_a_place() -> None:
+def test_each_client_displaces_one_and_the_flood_stays() -> None:
     harness = flooded(20, length=40, slots=4, budget=40, prompt_length=4)
     for client in "bcdef":
         assert harness.add([60, 3], SamplingParams(max_tokens=30, ignore_eos=True), client=client)

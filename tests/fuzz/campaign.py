@@ -19,7 +19,7 @@ from tests.fuzz.shrink import shrink
 from workers.sampling_params import SamplingParams
 
 FOLDER = pathlib.Path(__file__).parents[2] / ".fuzz"
-"""Where failing cases go."""
+"""Folder of failing cases."""
 SHRINK_SECONDS = 300.0
 PROGRESS_EVERY = 20
 """Cases a line."""
@@ -38,7 +38,7 @@ FEATURES = (
     *("priorities", "pool of threads", "steps overlapped by a thread", "steps overlapped by a device"),
     *(f"param {name}" for name in SamplingParams.__struct_fields__),
 )
-"""What must occur in a campaign of some length, or it proves nothing about it."""
+"""Features that must occur in a long campaign, which would otherwise prove nothing about them."""
 
 
 class Report(NamedTuple):
@@ -73,7 +73,7 @@ class Campaign:
         self._generate = generate
         self._shrink_seconds = shrink_seconds
         self._command = command
-        """How a case is run again."""
+        """The command that runs a case again."""
         self.counts: collections.Counter[str] = collections.Counter()
         self.failed: list[int] = []
         """Seeds."""

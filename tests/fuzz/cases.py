@@ -22,7 +22,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """The engine under test. The defaults are those of a roomy engine without speculation."""
 
     family: str = "llama"
-    """Of `tests.checkpoints.FAMILIES`; its weights are float32."""
+    """One of `tests.checkpoints.FAMILIES`, with float32 weights."""
     num_blocks: int = 256
     block_size: int = 16
     max_model_len: int = 256
@@ -59,7 +59,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     params: SamplingParams = SamplingParams()
     """Drawn tokens always have a `seed`: the tokens are then a function of the request."""
     step: int = 0
-    """When it arrives."""
+    """Step at which it arrives."""
     priority: int = 0
     deadline: int | None = None
     """Steps after its arrival."""
@@ -75,7 +75,7 @@ class Fault(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     kind: RowFault | MaskFault
     step: int
     target: int = 0
-    """Which of those that it could hit, modulo their number."""
+    """Index of the target among the possible ones, modulo their number."""
     duration: int = 1
     """`no_slots`: requests for a place that are denied; `late_masks`: questions after a mask that hear no."""
 
@@ -84,7 +84,7 @@ class Case(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     """What one run of the fuzzer does."""
 
     seed: int
-    """That it was generated from; a shrunk case keeps its own for the record."""
+    """Seed of the generated case. A shrunk case keeps it for the record."""
     settings: Settings = Settings()
     requests: tuple[Request, ...] = ()
     faults: tuple[Fault, ...] = ()

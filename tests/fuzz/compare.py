@@ -23,7 +23,7 @@ from tests.fuzz.outcomes import Choice, Outcome
 from workers.step import TokenLogprobs
 
 TOLERANCE = 2e-4
-"""Of a log-probability, and of a beam's score."""
+"""Largest difference of a log-probability or of a beam's score."""
 
 
 def differences(run: Run) -> list[str]:

@@ -33,9 +33,9 @@ from workers.checkpoints.model_folder import load_model_config
 from workers.platforms.cpu import CpuPlatform
 
 IDLE_STALL_S = 6.0
-"""Where rows wait for masks, beyond three times the budget of a mask: nothing has moved for this long."""
+"""Seconds without progress after which an engine stalls while rows wait for masks, beyond three budgets of a mask."""
 STARTING_STALL_S = 90.0
-"""The same while worker processes start."""
+"""Seconds without progress while worker processes start."""
 DEVICE = "auto"
 """The device of the engines under test; the plain engine that they are compared with runs on the CPU."""
 MIN_STALLED_STEPS = 200
@@ -106,7 +106,7 @@ class Run:
         self.aborted: set[str] = set()
         """Requests that their caller gave up before they had ended."""
         self.counts: collections.Counter[str] = collections.Counter()
-        """How often what occurred."""
+        """Number of times that each feature occurred."""
         self.problem: str | None = None
         self.num_steps = 0
         self._arrivals = sorted(case.requests, key=lambda request: request.step)

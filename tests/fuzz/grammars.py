@@ -77,4 +77,4 @@ CATALOGUE: tuple[ConstraintSpec, ...] = (
 )
 
 HANGING = example(at={"3": "hang"})
-"""Its worker is replaced when the mask's budget is over: seconds, so it is rare."""
+"""A grammar that hangs. Its worker is replaced after the mask's budget, which takes seconds, so it is rare."""

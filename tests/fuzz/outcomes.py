@@ -33,7 +33,7 @@ class Outcome:
     failed: str | None = None
     """Why a beam search ended without beams."""
     problems: list[str] = dataclasses.field(default_factory=list)
-    """What is wrong whatever the reference says."""
+    """Faults that need no reference to be seen."""
 
     @property
     def has_ended(self) -> bool:

@@ -61,4 +61,4 @@ class CloningWatcher(Watcher):
 
 
 FACTORIES = {"watcher": Watcher, "cloning_watcher": CloningWatcher}
-"""By the names that requests use."""
+"""Factories by the names in requests."""

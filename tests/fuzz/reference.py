@@ -23,7 +23,7 @@ from workers.sampling_params import OutputKind, SamplingParams, child_seed
 
 KV_CACHE_BYTES = 2**24
 COMPILE_SECONDS = 60.0
-"""For a machine that has much else to do."""
+"""Budget of a compilation, for a busy machine."""
 ROUNDING = 3e-5
 """Standard deviation of the noise by which a perturbed reference's logits differ: a few times what the order of
 additions in float32 makes of these models' logits.

@@ -130,4 +130,4 @@ def _with_params(case: Case, index: int, **changes: Any) -> Case:
 
 
 _STEPS = (_fewer_requests, _all_plainer, _fewer_faults, _fewer_events, _plainer_settings, _plainer_requests)
-"""From the largest to the smallest."""
+"""Reductions, the largest first."""

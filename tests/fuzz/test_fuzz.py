@@ -21,10 +21,10 @@ from tests.fuzz.shrink import shrink
 pytestmark = pytest.mark.usefixtures("plugin", "quiet")
 
 NUM_SEEDS = 24
-"""Of the whole suite, in groups small enough for a slow machine."""
+"""Number of seeds in the suite, in groups small enough for a slow machine."""
 GROUP = 6
 SHRINK_SECONDS = 30.0
-"""Of each failure: the test's own time is limited, and `make fuzz SEED=... ARGS="--count 1"` takes longer."""
+"""Seconds for shrinking each failure. `make fuzz SEED=... ARGS="--count 1"` takes longer."""
 NUM_PROVEN = 50
 """Seeds within which every feature must occur."""
 FIRST_LONG_SEED = 1_000_000
@@ -71,7 +71,7 @@ def test_an_hour_of_random_cases(part: int, record_property) -> None:
         record_property(name, campaign.counts[name])
 
 
-def test_a_case_is_a_function_of_its_seed_and_survives_its_file(tmp_path) -> None:
+def test_a_case_is_reproduced_by_seed_and_file(tmp_path) -> None:
     for seed in range(200):
         case = generate(seed)
         assert generate(seed) == case
@@ -80,7 +80,7 @@ def test_a_case_is_a_function_of_its_seed_and_survives_its_file(tmp_path) -> Non
     assert len({msgspec.json.encode(generate(seed)) for seed in range(200)}) == 200
 
 
-def test_shrinking_leaves_what_the_failure_needs_and_nothing_else() -> None:
+def test_shrinking_keeps_only_what_the_failure_needs() -> None:
     case = next(case for case in map(generate, range(1000)) if any(is_guilty(each) for each in case.requests))
 
     def fails(candidate: Case) -> bool:

@@ -45,7 +45,7 @@ def fuzz(server: Server, seed: int, seconds: float, num_examples: int) -> HttpCa
     return campaign
 
 
-def test_clients_of_all_kinds_get_what_is_documented_and_what_they_get_alone() -> None:
+def test_all_kinds_of_clients_get_documented_answers() -> None:
     campaign = fuzz(shared_server(), seed=1, seconds=SECONDS, num_examples=5)
     assert campaign.world.counts["equal answers"] > 0
 
@@ -118,7 +118,7 @@ async def extremes_beside_a_stream(server: LocalServer, asked: list[tuple[str, b
 
 @pytest.mark.usefixtures("plugin")
 @async_test
-async def test_extreme_numbers_in_every_field_cost_nobody_else_anything() -> None:
+async def test_extreme_field_values_cost_nobody_else_anything() -> None:
     """Each alone; every 25th unless all are to be proved."""
     processors = {"automaton": "manta_example_processor:Automaton"}
     async with local_server(engine_options={"logits_processors": processors}) as server:
@@ -181,7 +181,7 @@ def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("hasty")
 @async_test
-async def test_a_failure_inside_is_found_and_told_with_its_transcript(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_internal_failure_is_reported_with_its_transcript(monkeypatch: pytest.MonkeyPatch) -> None:
     is_armed: list[bool] = []
     response = tokens.TokenizeResponse
 
@@ -201,7 +201,7 @@ async def test_a_failure_inside_is_found_and_told_with_its_transcript(monkeypatc
 
 @pytest.mark.usefixtures("hasty")
 @async_test
-async def test_an_answer_that_is_not_as_it_was_alone_is_found() -> None:
+async def test_an_answer_unlike_its_solitary_one_is_found() -> None:
     def spoil(world: World) -> None:
         for alone in world.alone.values():
             alone["changed"] = True
@@ -227,7 +227,7 @@ async def test_a_request_that_stays_behind_is_found() -> None:
         assert ["num_requests_running is 1" in failure.problem for failure in campaign.failures] == [True]
 
 
-def test_parts_of_a_stream_add_up_to_the_whole_answer() -> None:
+def test_stream_parts_add_up_to_the_answer() -> None:
     def answer(*bodies: dict[str, Any], kind: str = "application/json") -> Answer:
         text = [json.dumps(body).encode() for body in bodies]
         stream = b"".join(b"data: " + part + b"\n\n" for part in [*text, b"[DONE]"])

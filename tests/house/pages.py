@@ -17,7 +17,7 @@ class Block(NamedTuple):
     """Empty for what is no program."""
     text: str
     line: int
-    """Of its first line, from 1."""
+    """Number of its first line, from 1."""
 
 
 def blocks(page: str) -> list[Block]:

@@ -23,7 +23,6 @@ MINIMAL: dict[Any, dict[str, Any]] = {
 }
 WITH_EFFECT = {
     "use_beam_search": True,
-    "store": True,
     "functions": [{"name": "f"}],
     "function_call": {"name": "f"},
     "modalities": ["audio"],

@@ -38,7 +38,7 @@ from workers.sampling_params import SamplingParams
 PROVE = pytest.mark.prove
 
 
-def test_streams_that_cannot_go_on_elsewhere_end_all_the_same() -> None:
+def test_streams_without_continuation_still_end() -> None:
     """What `manta bench cluster --parts resume` compares with keeps nothing."""
     ended = SequenceOutput("a", 0, [6], finish=FinishStatus.FINISHED_LENGTH)
     for resumes, kept in ((True, 2), (False, 0)):
@@ -73,7 +73,7 @@ time.sleep(600)
 """
 
 
-def test_a_benchmark_that_is_told_to_end_takes_its_servers_along() -> None:
+def test_a_terminated_benchmark_ends_its_servers() -> None:
     """One that does nothing about it itself: its servers are sessions of their own, with processes that are too."""
     command = [sys.executable, "-c", BENCHMARK.format(server=SERVER)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT) as benchmark:
@@ -91,7 +91,7 @@ def test_a_benchmark_that_is_told_to_end_takes_its_servers_along() -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_every_part_of_manta_bench_unwinds_when_it_is_told_to_end(
+def test_every_part_of_bench_unwinds_when_terminated(
     number: signal.Signals, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     ended = []
@@ -121,7 +121,7 @@ def test_what_resumable_streams_cost_is_measured(capsys: pytest.CaptureFixture[s
     assert "bar 0.99" in throughput
 
 
-def test_a_token_that_differs_between_two_checkouts_is_found() -> None:
+def test_a_token_difference_between_checkouts_is_found() -> None:
     ours = same_tokens.generate({"model": str(checkpoint("llama"))})
     assert all(len(prompts) == 8 for prompts in ours.values())
     assert {len(choices) for choices in ours["choices"]} == {3}
@@ -180,7 +180,7 @@ def test_a_benchmark_runs_at_its_smallest_size(
     assert words in capsys.readouterr().out
 
 
-def test_a_benchmark_with_actors_that_is_told_to_end_prints_no_stack() -> None:
+def test_a_terminated_benchmark_with_actors_prints_no_stack() -> None:
     command = [sys.executable, "-m", "cluster.cli", "bench", "structured", "--parts", "e", "--forms", "actors"]
     command += ["--model", str(checkpoint("llama", max_position_embeddings=512)), "--pairs", "100000"]
     with subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.PIPE, cwd=ROOT) as benchmark:
@@ -197,7 +197,7 @@ def test_a_benchmark_with_actors_that_is_told_to_end_prints_no_stack() -> None:
     assert printed.decode().rstrip().endswith("manta bench: interrupted")
 
 
-def test_a_ratio_above_one_means_better_whatever_the_unit() -> None:
+def test_a_ratio_above_one_always_means_better() -> None:
     manta = [[Row("a", "output", 300.0, "tok/s"), Row("a", "step", 40.0, "ms")]]
     peer = [[Row("a", "output", 200.0, "tok/s"), Row("a", "step", 60.0, "ms")]]
     assert [result.ratio for result in combine(manta, peer)] == [1.5, 1.5]
@@ -214,7 +214,7 @@ def test_the_ratio_is_paired_and_not_of_medians() -> None:
     assert "1.200" in table_line(result, compared=True)
 
 
-def test_a_bar_is_met_where_the_interval_ends_above_it_less_the_tolerance() -> None:
+def test_a_bar_is_met_within_the_tolerance() -> None:
     def verdict(low: float, pairs: int = 30, against: str = "vllm") -> str:
         return Result("b", "output, 1 row", "tok/s", 50.0, pairs, against, 49.0, low, (low, low + 0.01)).verdict()
 
@@ -234,7 +234,7 @@ def test_lines_stand_under_the_header() -> None:
         assert title.index(name) + len(name) == line.index(text) + len(text)
 
 
-def test_the_interval_covers_the_true_median_about_95_times_in_100() -> None:
+def test_the_interval_covers_the_median_in_95_percent() -> None:
     generator = random.Random(1)
     covered = 0
     for _ in range(100):
@@ -297,7 +297,7 @@ def test_workload_c_draws_choices_of_one_prompt() -> None:
     assert [(len(batch), len(batch[0])) for batch in engine.prompts[:2]] == [(1, 512), (64, 1)]
 
 
-def test_prompts_are_fresh_and_the_same_for_both_engines() -> None:
+def test_prompts_are_fresh_and_equal_for_both_engines() -> None:
     engines = [FakeEngine(), FakeEngine()]
     (workload,) = WORKLOADS["b"]
     run_workload(workload, engines, PromptSource(1000), 3, heard_nothing)  # type: ignore[arg-type]
@@ -307,7 +307,7 @@ def test_prompts_are_fresh_and_the_same_for_both_engines() -> None:
     assert len(set(seen)) == 4, "a prompt came twice, which a prefix cache would answer"
 
 
-def test_workload_d_shares_a_prefix_where_it_says_so() -> None:
+def test_workload_d_shares_its_prefix() -> None:
     engine = FakeEngine()
     (workload,) = WORKLOADS["d"]
     run_workload(workload, [engine], PromptSource(1000), 1, heard_nothing)  # type: ignore[list-item]
@@ -318,7 +318,7 @@ def test_workload_d_shares_a_prefix_where_it_says_so() -> None:
     assert warm_up[0][0][:1024] != cold[0][:1024], "the second repetition's prefix has been seen"
 
 
-def test_turns_alternate_in_reversed_order_and_the_others_rest() -> None:
+def test_turns_alternate_while_the_others_rest() -> None:
     diary: list[str] = []
     engines = [FakeEngine("A", diary), FakeEngine("B", diary)]
 
@@ -352,7 +352,7 @@ class Spinner(Child):
         super().__init__([sys.executable, "-S", "-c", script], {})
 
 
-def test_a_child_that_spins_is_paused_while_it_rests_and_stopped_with_what_it_started() -> None:
+def test_a_resting_child_is_paused_and_fully_stopped() -> None:
     spinner = Spinner()
     try:
         wait_until(lambda: len(spinner.processes()) == 2)
@@ -436,7 +436,7 @@ def server() -> Iterator[_Server]:
     started.stop()
 
 
-def test_the_load_generator_keeps_each_stream_busy_and_counts_tokens(server: _Server) -> None:
+def test_the_load_generator_keeps_streams_busy(server: _Server) -> None:
     result = run_load(server.port, "m", [[1, 2, 3]] * 8, 5, num_streams=2)
     assert result.num_tokens == 8 * 5
     assert server.most_running == 2

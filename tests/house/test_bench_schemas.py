@@ -35,7 +35,7 @@ def folder(tmp_path: pathlib.Path) -> pathlib.Path:
     return tmp_path
 
 
-def test_engines_are_compared_on_the_schemas_of_a_half(folder: pathlib.Path, capsys: pytest.CaptureFixture) -> None:
+def test_engines_are_compared_on_one_half(folder: pathlib.Path, capsys: pytest.CaptureFixture) -> None:
     rows = folder / "rows.jsonl"
     names = "manta,llguidance,xgrammar,outlines-core"
     found = schemas.main(["--data", str(folder), "--engines", names, "--json", str(rows), "--sample", "0"])
@@ -57,13 +57,13 @@ def test_engines_are_compared_on_the_schemas_of_a_half(folder: pathlib.Path, cap
     assert "wrong.json" in "".join(results["manta"]["refused_files"])
 
 
-def test_a_sample_of_a_half_is_always_the_same(folder: pathlib.Path) -> None:
+def test_a_sample_of_a_half_is_deterministic(folder: pathlib.Path) -> None:
     assert len(schemas.files_of(folder, 1, 0)) == 4
     assert schemas.files_of(folder, 1, 2) == schemas.files_of(folder, 1, 2)
     assert len(schemas.files_of(folder, 2, 0)) == 1
 
 
-def test_an_engine_that_takes_too_long_costs_one_schema(folder: pathlib.Path) -> None:
+def test_a_slow_engine_loses_one_schema(folder: pathlib.Path) -> None:
     options = schemas.argparse.Namespace(tokenizer=str(schemas.DEMO), vocab_size=4160, eos=2, seconds=PATIENCE_S)
     job = {"file": str(schemas.files_of(folder, 1, 0)[0]), "tests": 1, "walks": 0}
     child = schemas.Child("llguidance", options)

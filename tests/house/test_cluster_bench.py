@@ -72,9 +72,7 @@ def test_routers_of_a_simulated_cluster() -> None:
 
 
 @pytest.mark.prove
-def test_processes_that_a_ray_of_our_own_leaves_out(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_processes_that_own_ray_leaves_out(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     small(monkeypatch, own_ray, IDLE_S=0.2, SETTLE_S=0.0)
     rows, said = printed_by("own-ray", capsys)
     assert rows[:2] == ["a Ray of our own", "as Manta starts it"]

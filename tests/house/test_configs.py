@@ -83,7 +83,7 @@ def check_serve(config: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("path", **named(SERVE))
-def test_serve_takes_the_file_and_builds_what_it_says(path: pathlib.Path) -> None:
+def test_serve_builds_what_the_file_says(path: pathlib.Path) -> None:
     check_serve(read(path))
 
 
@@ -128,7 +128,7 @@ DEPLOYED = ("autoscaling", "replicas", "tensor-parallel", "one-machine")
 
 
 @pytest.mark.prove
-def test_serve_deploys_one_file_after_the_other_and_each_serves(tmp_path: pathlib.Path) -> None:
+def test_serve_deploys_each_file_in_turn(tmp_path: pathlib.Path) -> None:
     """On a cluster whose port 8000 is another one; `multi-node.yaml` needs more nodes. The engine that takes all cores
     comes last: Serve starts what an update adds before it stops what that replaces.
     """
@@ -200,7 +200,7 @@ def check_kuberay(service: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("path", **named(KUBERAY))
-def test_kuberay_takes_the_file_and_serve_what_is_in_it(path: pathlib.Path) -> None:
+def test_kuberay_and_serve_accept_the_file(path: pathlib.Path) -> None:
     check_kuberay(read(path))
 
 
@@ -216,7 +216,7 @@ def test_an_engine_finds_room_on_a_worker(path: pathlib.Path) -> None:
 
 
 @pytest.mark.parametrize("path", **named(KUBERAY))
-def test_a_file_for_a_device_that_does_not_serve_yet_says_so(path: pathlib.Path) -> None:
+def test_a_file_for_an_unavailable_device_says_so(path: pathlib.Path) -> None:
     """And says it no longer once the engine takes the device."""
     (application,) = yaml.safe_load(read(path)["spec"]["serveConfigV2"])["applications"]
     refusal = ""
@@ -251,7 +251,7 @@ KUBERAY_MISTAKES: dict[str, Edit] = {
 
 
 @pytest.mark.parametrize("edit", KUBERAY_MISTAKES.values(), ids=KUBERAY_MISTAKES.keys())
-def test_a_mistake_in_a_service_of_kuberay_is_found(edit: Edit) -> None:
+def test_a_mistake_in_a_kuberay_service_is_found(edit: Edit) -> None:
     service = copy.deepcopy(read(CONFIGS / "kuberay" / "rayservice.yaml"))
     edit(service)
     with pytest.raises((ValueError, jsonschema.ValidationError)):
@@ -271,7 +271,7 @@ def test_the_launcher_takes_the_file(path: pathlib.Path) -> None:
     check_launcher(read(path))
 
 
-def test_ray_demands_its_token_wherever_a_file_starts_it() -> None:
+def test_ray_demands_its_token_in_every_file() -> None:
     for path in KUBERAY:
         assert read(path)["spec"]["rayClusterConfig"]["authOptions"] == {"mode": "token"}
     for path in LAUNCHER:
@@ -323,7 +323,7 @@ def copied() -> list[str]:
     return [name for line in re.findall(r"(?m)^COPY (.*) \S+$", DOCKERFILE) for name in line.split()]
 
 
-def test_the_image_has_every_package_and_every_file_that_they_need() -> None:
+def test_the_image_has_every_needed_package_and_file() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
     rooms = {name.removesuffix("*") for name in project["tool"]["setuptools"]["packages"]["find"]["include"]}
     files = {"configs/demo", "configs/image", "pyproject.toml", project["project"]["readme"]}
@@ -350,7 +350,7 @@ def test_the_image_asks_its_index_for_torch_alone(tmp_path: pathlib.Path) -> Non
     assert done.stdout.splitlines() == [name for name in wanted if re.match(r"torch\b", name)] != [], done.stderr
 
 
-def test_everything_else_in_the_image_has_a_version_and_its_hashes() -> None:
+def test_every_other_image_content_is_pinned_and_hashed() -> None:
     """configs/image/uv.toml says how the file is made. It must follow pyproject.toml, and pip must check the hashes."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     wanted = [Requirement(each) for each in (*project["dependencies"], *project["optional-dependencies"]["otel"])]
@@ -373,7 +373,7 @@ def test_everything_else_in_the_image_has_a_version_and_its_hashes() -> None:
 
 
 @pytest.mark.prove
-def test_what_the_image_has_is_enough_to_install_and_to_run_a_model(tmp_path: pathlib.Path) -> None:
+def test_the_images_contents_run_a_model(tmp_path: pathlib.Path) -> None:
     """As the last lines of the Dockerfile do it, without a container."""
     tree, installed = tmp_path / "tree", tmp_path / "installed"
     for name in copied():
@@ -399,7 +399,7 @@ def test_every_file_of_a_folder_is_looked_at() -> None:
 
 
 @pytest.mark.parametrize("path", **named([*KUBERAY, *LAUNCHER]))
-def test_ray_in_the_image_is_the_ray_of_the_file(path: pathlib.Path) -> None:
+def test_the_image_has_the_files_ray_version(path: pathlib.Path) -> None:
     """KubeRay asks for the version of Ray, and the image gets what pyproject.toml names."""
     (wanted,) = re.findall(r'"ray\[serve\]~=([\d.]+)"', (ROOT / "pyproject.toml").read_text())
     assert all(version == wanted for version in re.findall(r"rayVersion: (\S+)", path.read_text()))

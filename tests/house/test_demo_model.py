@@ -33,7 +33,7 @@ def test_the_data_is_a_function_of_the_seed() -> None:
 @pytest.mark.parametrize(
     "field", [name for name in TRAIN._fields if name not in ("invent", "order_asks", "contact_asks")]
 )
-def test_held_out_words_and_phrasings_are_not_in_training(field) -> None:
+def test_held_out_phrasings_are_not_in_training(field) -> None:
     assert not set(getattr(TRAIN, field)) & set(getattr(HELD_OUT, field))
 
 
@@ -50,7 +50,7 @@ def test_a_result_is_told_in_words(result: str, words: str) -> None:
     assert told(result) == words
 
 
-def test_training_learns_what_the_assistant_wrote_and_nothing_else() -> None:
+def test_training_learns_only_the_assistants_text() -> None:
     tokenizer = PreTrainedTokenizerFast.from_pretrained(DEMO / "target")
     (sample,) = held_out("tool_answer", 1)
     ids, is_written = encode(tokenizer, sample)

@@ -57,7 +57,7 @@ PRINTS = {
     "docs/options.md": [],
     "docs/design.md": [],
 }
-"""What a page's Python shows, among other things. A `text` block is all that the Python before it prints."""
+"""Texts that a page's Python prints. A `text` block is all that the Python before it prints."""
 
 PROVE = os.environ.get("MANTA_PROVE") == "1"
 
@@ -100,7 +100,7 @@ def test_what_a_page_links_to_is_there(page: str) -> None:
         assert not anchor or anchor in anchors(target), f"{page} links to {link}; there is {sorted(anchors(target))}"
 
 
-def test_each_cell_of_the_threat_model_names_its_tests_or_is_open() -> None:
+def test_each_threat_names_its_tests_or_is_open() -> None:
     rows = re.findall(r"^\| (?!who |---)(.*) \|$", (ROOT / "docs/security.md").read_text(), re.MULTILINE)
     assert len(rows) >= 8
     for row in rows:
@@ -128,7 +128,7 @@ def test_the_recording_shows_what_is_printed_today(monkeypatch: pytest.MonkeyPat
     assert chat.HELP in recorded
 
 
-def test_every_page_of_the_manual_says_what_its_python_prints() -> None:
+def test_every_page_shows_its_pythons_output() -> None:
     assert set(PRINTS) == set(PAGES) - {"CONTRIBUTING.md"}
 
 
@@ -155,7 +155,7 @@ class Manual(NamedTuple):
     """Where commands run: with the package of docs/extend.md installed, and models where the documents say."""
 
     home: pathlib.Path
-    """What `~` is."""
+    """The home folder, `~`."""
     package: pathlib.Path
     server: Callable[[], Server]
     """Started when it is first asked for."""
@@ -507,7 +507,7 @@ COMMANDS: dict[str, Callable[[str, Manual], None]] = {
     "manta bench cluster --parts batch": measures,
     "manta --version": tells_its_version,
     "manta serve --set 'engine.logits_processors={never-twice: null}'": starts_a_server,
-    "manta serve --set 'engine.speculative={proposers: [forced, ngram]}'": starts_a_server,
+    "manta serve --set 'engine.speculative={proposers: [prediction, forced, ngram]}'": starts_a_server,
     "manta serve --set 'engine.speculative={proposers: [forced, ngram, draft], draft_model: configs/demo/draft}'": (
         starts_a_server
     ),
@@ -550,8 +550,8 @@ COMMANDS: dict[str, Callable[[str, Manual], None]] = {
     "make package": builds_a_package,
     "make clean": cleans,
 }
-"""How each is run here; whatever begins with `curl` is asked of the server. What starts a server goes as far as Ray,
-what takes minutes as far as its flags, and with `MANTA_PROVE=1` (`make prove`) further, with smaller arguments.
+"""How each command is run here. `curl` commands go to the server. A command that starts a server runs until Ray, and
+one that takes minutes until its flags. With `MANTA_PROVE=1` (`make prove`) both run further, with smaller arguments.
 """
 
 
@@ -562,7 +562,7 @@ def test_a_command_of_the_documents_runs(command: str, manual: Manual) -> None:
     run(command, manual)
 
 
-def test_each_row_of_the_table_stands_in_a_document() -> None:
+def test_each_row_of_the_table_is_documented() -> None:
     assert set(COMMANDS) <= set(ALL_COMMANDS)
 
 
@@ -592,6 +592,6 @@ def test_a_configuration_on_a_page_is_one() -> None:
         assert msgspec.convert(yaml.safe_load(text), ServeConfig) != ServeConfig()
 
 
-def test_every_block_is_of_a_kind_that_is_looked_at() -> None:
+def test_every_block_has_a_known_kind() -> None:
     found = {block.language for page in PAGES for block in blocks(page)}
     assert found == {"", "bash", "console", "json", "python", "text", "toml", "yaml"}

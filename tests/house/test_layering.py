@@ -91,7 +91,7 @@ RAY_USERS = (
     "cluster.engine.ranks",
     "structured.grammar_pool.transport",
 )
-"""Who may import Ray: the HTTP application, and an engine that has one rank, run without it."""
+"""Modules that may import Ray. The HTTP application and an engine with one rank run without it."""
 
 
 SHARED_NAMES = {
@@ -178,7 +178,7 @@ def test_folders_import_downwards_only(room: str) -> None:
 
 
 @pytest.mark.parametrize("room", ROOMS)
-def test_files_of_a_folder_import_each_other_without_a_circle(room: str) -> None:
+def test_files_of_a_folder_import_without_cycles(room: str) -> None:
     graph = {
         module: {other for other in imports(module, tree) if other != module and folder(other) == folder(module)}
         for module, tree in modules(room).items()
@@ -186,13 +186,13 @@ def test_files_of_a_folder_import_each_other_without_a_circle(room: str) -> None
     graphlib.TopologicalSorter(graph).prepare()  # raises CycleError
 
 
-def test_every_folder_has_a_place_and_every_place_is_there() -> None:
+def test_every_folder_has_its_place() -> None:
     folders = {name for room in ROOMS for name in modules(room) if ROOT.joinpath(*name.split(".")).is_dir()}
     assert folders == {name for name in FOLDERS if name != "cluster.llm"}
     assert "cluster.llm" in ALL
 
 
-def test_no_file_is_longer_than_a_reader_can_hold() -> None:
+def test_no_file_is_too_long_to_read() -> None:
     places = (*ROOMS, "tests", "benchmarks")
     lengths = {
         str(path.relative_to(ROOT)): len(path.read_text().splitlines())
@@ -203,14 +203,14 @@ def test_no_file_is_longer_than_a_reader_can_hold() -> None:
     assert not {path: length for path, length in lengths.items() if length > MAX_LINES}
 
 
-def test_names_of_modules_are_unique_or_tell_their_folder() -> None:
+def test_module_names_are_unique_or_name_their_folder() -> None:
     files = [name for name in ALL if not ROOT.joinpath(*name.split(".")).is_dir() and not name.startswith(REPEATING)]
     names = collections.Counter(name.rpartition(".")[2] for name in files)
     assert {name for name, count in names.items() if count > 1} - {"__main__"} == set(SHARED_NAMES)
 
 
 @pytest.mark.parametrize("owned", OWNED)
-def test_a_devices_modules_are_imported_by_their_owners_only(owned: str) -> None:
+def test_device_modules_are_imported_by_their_owners_only(owned: str) -> None:
     others = [
         f"{module} imports {other}"
         for room in ROOMS
@@ -231,7 +231,7 @@ def test_ray_is_imported_by_its_users_only() -> None:
     assert not others
 
 
-def test_nobody_but_kernels_asks_which_device_a_tensor_is_on() -> None:
+def test_only_kernels_ask_for_a_tensors_device() -> None:
     asking = [
         f"{module} line {node.lineno}"
         for room in ("workers", "specdecode")
@@ -244,7 +244,7 @@ def test_nobody_but_kernels_asks_which_device_a_tensor_is_on() -> None:
     assert not asking
 
 
-def test_one_module_alone_copies_to_and_from_a_device_without_waiting() -> None:
+def test_one_module_alone_copies_asynchronously() -> None:
     """What looks like a copy that does not wait may wait for the whole stream, if the host's memory is not pinned."""
     copying = [
         f"{module} line {node.value.lineno}"

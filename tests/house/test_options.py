@@ -91,7 +91,7 @@ def test_a_bound_of_constraints_is_the_operators(schema: str, limits: Constraint
         check_limits(spec, limits)
 
 
-def test_a_prompt_lookup_compares_at_most_ngram_max_tokens() -> None:
+def test_prompt_lookup_compares_at_most_ngram_max_tokens() -> None:
     """The earlier of two places matches four tokens, and the later one two."""
     text = [1, 2, 3, 4, 50, 9, 9, 3, 4, 60, 8, 8, 1, 2, 3, 4]
     for ngram_max, expected in ((8, 50), (2, 60)):
@@ -102,7 +102,7 @@ def test_a_prompt_lookup_compares_at_most_ngram_max_tokens() -> None:
         SpeculativeConfig(ngram_min=5, ngram_max=4)
 
 
-def test_a_file_of_a_batch_is_kept_as_long_as_the_operator_says(tmp_path: pathlib.Path) -> None:
+def test_batch_files_are_kept_as_long_as_configured(tmp_path: pathlib.Path) -> None:
     records = Records(Storage(str(tmp_path)), BatchLimits(keep_s=100))
     before = int(time.time())
     for asked in (None, 1000.0):
@@ -113,7 +113,7 @@ def test_a_file_of_a_batch_is_kept_as_long_as_the_operator_says(tmp_path: pathli
         assert file.created_at >= before
 
 
-def test_autoscaling_has_the_targets_and_delays_of_its_options() -> None:
+def test_autoscaling_uses_its_configured_targets_and_delays() -> None:
     config = autoscaling_config(
         AutoscalingOptions(
             min_replicas=0, target_waiting_tokens=7, target_ttft_s=0.5, target_kv_usage=0.3, to_zero_delay_s=11
@@ -125,6 +125,6 @@ def test_autoscaling_has_the_targets_and_delays_of_its_options() -> None:
     assert config.downscale_to_zero_delay_s == 11
 
 
-def test_an_ingress_that_goes_has_the_time_of_both_its_options() -> None:
+def test_a_leaving_ingress_has_both_configured_times() -> None:
     config = ServeConfig(http_server="listener", drain_notice_s=3, drain_timeout_s=40)
     assert ingress_deployment(config, 1)._deployment_config.graceful_shutdown_timeout_s == 43

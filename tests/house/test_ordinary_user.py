@@ -41,7 +41,7 @@ compiler.close()
 """
 
 
-def test_long_prompts_and_constraints_get_their_time_at_the_niceness_of_rays_workers() -> None:
+def test_long_work_gets_time_at_ray_workers_niceness() -> None:
     """A thread may not be set to a niceness below that; a process at idle priority would stay there for good."""
     folder = ROOT / "configs" / "demo" / "target"
     command = [*NOT_ROOT, sys.executable, "-c", AT_RAYS_NICENESS, str(folder)]

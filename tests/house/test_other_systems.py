@@ -55,7 +55,7 @@ def other_system(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("form", ["threads", pytest.param("actors", marks=pytest.mark.prove)])
-def test_an_engine_writes_the_same_with_masks_from_threads_or_actors(other_system: None, form: str) -> None:
+def test_thread_and_actor_masks_give_the_same_text(other_system: None, form: str) -> None:
     folder = str(checkpoint("llama"))
     arguments = json.dumps([folder, OPTIONS, REGEX, form])
     done = subprocess.run([sys.executable, "-c", WORK, arguments], capture_output=True, text=True, timeout=PATIENCE_S)
@@ -108,9 +108,7 @@ def compile_processes() -> list[psutil.Process]:
     return running_below(None, "compile")
 
 
-def test_without_forks_each_compile_process_is_started_and_replaced_by_itself(
-    others: list[psutil.Process], compiler: Compiler
-) -> None:
+def test_without_forks_compile_processes_start_individually(others: list[psutil.Process], compiler: Compiler) -> None:
     compile_regex(compiler, "a")
     (first,) = set(compile_processes()) - set(others)
     assert first.ppid() == os.getpid()
@@ -126,7 +124,7 @@ def test_without_forks_each_compile_process_is_started_and_replaced_by_itself(
         time.sleep(0.01)
 
 
-def test_a_compilation_whose_memory_the_system_does_not_limit_is_watched(compiler: Compiler) -> None:
+def test_an_unlimited_compilations_memory_is_watched(compiler: Compiler) -> None:
     compile_regex(compiler, "a")
     with pytest.raises(ConstraintError, match=f"needs more than {2**26} bytes"):
         compile_regex(compiler, json.dumps({"at": {"compile": "grow"}}), backend="example")
@@ -137,9 +135,7 @@ def test_a_compilation_whose_memory_the_system_does_not_limit_is_watched(compile
 
 
 @pytest.mark.parametrize("lacks", ["memfd_create", "its permission"])
-def test_without_nameless_memory_masks_are_shared_by_a_file_that_is_gone_in_the_end(
-    lacks: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_memfd_masks_are_shared_by_file(lacks: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(name: str) -> int:
         raise PermissionError(name)
 

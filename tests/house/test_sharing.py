@@ -20,14 +20,14 @@ def items(*names: str) -> list[Any]:
     return [types.SimpleNamespace(path=path, number=number) for path in paths for number in range(2)]
 
 
-def test_files_that_share_something_follow_the_first_of_them() -> None:
+def test_files_that_share_follow_the_first_one() -> None:
     found = items("faults", "kernels", "serve", "grammar_pool", "linear", "status")
     sharing.put_together(found)
     expected = items("faults", "grammar_pool", "kernels", "serve", "status", "linear")
     assert [(each.path, each.number) for each in found] == [(each.path, each.number) for each in expected]
 
 
-def test_what_runs_ends_behind_the_last_of_its_files_and_starts_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_shared_resource_ends_with_its_last_file(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sharing, "_running", {})
     told: list[str] = []
 

@@ -63,13 +63,13 @@ def test_what_is_wrong_is_not_passed(soak: Soak, words: list[str]) -> None:
         assert f"- not met: {soak.problems()[0]}" in soak.markdown()
 
 
-def test_growth_is_measured_after_warming_up_and_one_jump_is_no_trend() -> None:
+def test_growth_ignores_warm_up_and_one_jump() -> None:
     assert abs(made().memories()[1].growth) < 0.001
     assert made(growth=0.005).problems() == []
     assert made(step=0.05).problems() == []
 
 
-def test_a_leak_of_a_small_process_is_found_beside_large_ones() -> None:
+def test_a_small_processs_leak_is_found() -> None:
     samples = [Sample(at, {"engine": 400 * MIB, "raylet": int((16 + 0.3 * at / 60) * MIB)}) for at in range(0, 1800, 5)]
     assert [problem.split(" ")[0] for problem in Soak(1800.0, samples, made().observed).problems()] == ["raylet"]
 
@@ -85,7 +85,7 @@ def test_the_files_have_every_sample(tmp_path: pathlib.Path) -> None:
     assert sparkline([0, 5, 10]) == "▁▅█"
 
 
-def test_a_few_seconds_see_every_process_and_every_kind_of_client() -> None:
+def test_a_short_soak_sees_every_process_and_client() -> None:
     server = shared_server()
     found = soak(server.port, server.model, server.process.pid, seconds=6.0, sample_every_s=1.0)
     assert found.num_bad_answers() == 0, found.observed.complaints

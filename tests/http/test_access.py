@@ -59,7 +59,7 @@ def asked(app: App, **headers: str) -> int:
         ({"host": "localhost:8000", "origin": "http://localhost:8000", "sec_fetch_site": "same-origin"}, 200),
     ],
 )
-def test_on_a_loopback_address_other_names_and_pages_are_refused(headers: dict[str, str], status: int) -> None:
+def test_foreign_names_and_pages_are_refused_on_loopback(headers: dict[str, str], status: int) -> None:
     assert asked(App(), **headers) == status
 
 
@@ -90,7 +90,7 @@ HOSTNAME = socket.gethostname()
         (f"{HOSTNAME.partition('.')[0]}.local:8000", 200),
     ],
 )
-def test_without_keys_a_server_that_others_reach_answers_to_names_that_no_page_can_have(host: str, status: int) -> None:
+def test_without_keys_only_unforgeable_host_names_are_answered(host: str, status: int) -> None:
     """A page whose name points here (DNS rebinding) would count as a page of this server."""
     assert asked(App(host="0.0.0.0"), host=host, origin=f"http://{host}") == status
     app = App(host="0.0.0.0", api_keys=("a-secret-of-the-test",))
@@ -220,7 +220,7 @@ def test_a_digest_stands_for_its_key(tmp_path: pathlib.Path) -> None:
     assert [asked(app, authorization=f"Bearer {each}") for each in (key, digest)] == [200, 401]
 
 
-def test_keys_come_from_the_configuration_a_file_and_the_environment(
+def test_keys_come_from_configuration_file_and_environment(
     tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file = tmp_path / "keys"
@@ -252,14 +252,14 @@ def test_keys_come_from_the_configuration_a_file_and_the_environment(
         ({"client_weights": {"team": 2}, "api_keys": ()}, "client_weights: .* there are no API keys"),
     ],
 )
-def test_options_about_keys_that_there_are_not_are_refused(options: dict[str, Any], message: str) -> None:
+def test_key_options_without_keys_are_refused(options: dict[str, Any], message: str) -> None:
     keys = ("team:sixteen-characters", "other-sixteen-characters")
     given = {"api_keys": keys, "client_weights": {"team": 3}, "priority_clients": ("*", "key-2"), **options}
     with pytest.raises(ValueError, match=message):
         with_api_keys(ServeConfig(**{**given, "api_keys": given["api_keys"] or None}))
 
 
-def test_null_from_a_variable_that_is_not_set_opens_nothing(tmp_path: pathlib.Path) -> None:
+def test_null_from_an_unset_variable_opens_nothing(tmp_path: pathlib.Path) -> None:
     file = tmp_path / "serve.yaml"
     file.write_text("api_keys:\n")
     with pytest.raises(ValueError, match="api_keys is empty"):
@@ -281,13 +281,13 @@ def test_chat_takes_its_key_from_the_environment(monkeypatch: pytest.MonkeyPatch
     assert asked == [("u", None, "a-secret-of-the-test")]
 
 
-def test_an_open_server_on_a_public_address_is_warned_of() -> None:
+def test_an_open_public_server_is_warned_of() -> None:
     assert openness(ServeConfig()) is None
     assert openness(ServeConfig(host="0.0.0.0", api_keys=("a-secret-of-the-test",))) is None
     assert "may use this server" in (openness(ServeConfig(host="0.0.0.0")) or "")
 
 
-def test_the_name_of_a_key_is_logged_and_counted_and_the_key_is_not() -> None:
+def test_key_names_are_logged_and_keys_are_not() -> None:
     lines: list[str] = []
 
     class Handler(logging.Handler):
@@ -319,7 +319,7 @@ def test_the_name_of_a_key_is_logged_and_counted_and_the_key_is_not() -> None:
 
 
 @pytest.mark.parametrize("name", ["a\rX-Evil: 1", "a\r\nb", "\x00\x7f", "é\u2028", "x" * 10_000])
-def test_a_name_of_a_property_is_escaped_in_a_header_and_cut(name: str) -> None:
+def test_property_names_are_escaped_and_cut_in_headers(name: str) -> None:
     value = _header_value([f"{name}: uniqueItems", "other"])
     assert HEADER_VALUE_RE.search(value) is None
     assert len(value) < 4100
@@ -346,7 +346,7 @@ def test_no_code_of_a_checkpoint_runs(tmp_path: pathlib.Path, capfd: pytest.Capt
         ("ebnf", "\n".join(f'r{i} ::= "a"' for i in range(1001))),
     ],
 )
-def test_a_grammar_of_many_rules_is_refused_before_it_is_compiled(kind: Kind, text: str) -> None:
+def test_a_grammar_of_many_rules_is_refused_early(kind: Kind, text: str) -> None:
     with pytest.raises(ConstraintError, match=r"rules exceed the limit of 1000; use fewer or raise max_rules"):
         check_limits(ConstraintSpec(kind=kind, text=text), ConstraintLimits())
     check_limits(ConstraintSpec(kind=kind, text=text), ConstraintLimits(max_rules=1002))

@@ -61,7 +61,7 @@ def test_a_message_is_answered_as_openais() -> None:
     assert usage.output_tokens == expected["usage"]["completion_tokens"]
 
 
-def test_a_stream_carries_the_same_as_the_whole_answer() -> None:
+def test_a_stream_carries_the_whole_answer() -> None:
     whole = create(max_tokens=20)
     given: Any = {"model": shared_server().model, "messages": MESSAGES, "max_tokens": 20}
     given["extra_body"] = {"temperature": 0}
@@ -96,7 +96,7 @@ def test_a_call_that_must_come_fits_its_schema(stream: bool) -> None:
     jsonschema.validate(call.input, SCHEMA)
 
 
-def test_a_conversation_with_calls_becomes_the_prompt_of_the_same_chat() -> None:
+def test_a_conversation_with_calls_becomes_the_same_prompt() -> None:
     """The number of its tokens tells, and the answer."""
     call = {"type": "tool_use", "id": "toolu_1", "name": "weather", "input": {"city": "Rome", "days": 2}}
     result = {"type": "tool_result", "tool_use_id": "toolu_1", "content": [{"type": "text", "text": "sun"}]}
@@ -119,7 +119,7 @@ def test_a_conversation_with_calls_becomes_the_prompt_of_the_same_chat() -> None
     assert counted.input_tokens == expected["usage"]["prompt_tokens"]
 
 
-def test_the_changing_note_of_an_agent_does_not_reach_the_prompt() -> None:
+def test_an_agents_changing_note_does_not_reach_prompts() -> None:
     """It would keep the conversation out of the prefix cache."""
     stable = [{"type": "text", "text": "Be brief.", "cache_control": {"type": "ephemeral"}}]
     counts = {
@@ -137,7 +137,7 @@ def test_the_last_message_of_the_assistant_is_continued() -> None:
     assert create(messages=begun).content[0].text == continued["choices"][0]["message"]["content"]
 
 
-def test_a_stop_sequence_is_named_and_a_schema_holds() -> None:
+def test_stop_sequences_are_named_and_schemas_hold() -> None:
     text = create(max_tokens=30).content[0].text
     stop = text[len(text) // 2 :][:3]
     answer = create(max_tokens=30, stop_sequences=[stop])
@@ -172,7 +172,7 @@ def test_refusals_have_anthropics_shape_and_its_fields(body: dict[str, Any], wor
     assert words in error["error"]["message"]
 
 
-def test_a_model_that_is_not_there_and_a_wrong_key() -> None:
+def test_unknown_models_and_wrong_keys_are_refused() -> None:
     with pytest.raises(anthropic.NotFoundError) as caught:
         create(model="claude-9")
     assert caught.value.body["error"]["type"] == "not_found_error"  # type: ignore[index]
@@ -194,7 +194,7 @@ def application(engines: Any, **options: Any) -> httpx2.AsyncClient:
 
 @pytest.mark.parametrize("stream", [False, True])
 @async_test
-async def test_text_and_a_call_are_blocks_of_their_own(stream: bool) -> None:
+async def test_text_and_calls_are_separate_blocks(stream: bool) -> None:
     add: Any = {"name": "add", "input_schema": {"type": "object", "properties": {"a": {}, "b": {}}}}
     given: Any = {"model": "demo", "messages": MESSAGES, "max_tokens": 50, "tools": [add]}
     async with application(CallingEngines()) as transport:

@@ -56,7 +56,7 @@ QUESTIONS: dict[str, tuple[str, dict[str, Any]]] = {
     "a place in an engine": ("generate", {}),
     "a place in an engine, streamed": ("generate", {"stream": True}),
 }
-"""What a completion awaits of an engine: the replica's method, and the fields that make a request call it."""
+"""Calls to an engine that a completion waits for: the replica's method, and the fields that make a request call it."""
 
 
 def silence(server: LocalServer, method: str, patch: pytest.MonkeyPatch) -> Unanswered:
@@ -75,7 +75,7 @@ def run(test: Callable[[], Coroutine[Any, Any, None]]) -> None:
 
 
 @pytest.mark.parametrize("what", QUESTIONS)
-def test_a_client_that_leaves_is_waited_for_no_more(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nobody_waits_for_a_departed_client(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
     method, fields = QUESTIONS[what]
 
     async def test() -> None:
@@ -138,7 +138,7 @@ def test_no_more_than_the_limit_wait(what: str, monkeypatch: pytest.MonkeyPatch)
     run(test)
 
 
-def test_one_question_for_the_model_answers_all_and_is_asked_again_after_a_failure(
+def test_one_question_about_the_model_serves_all(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     async def test() -> None:
@@ -168,9 +168,7 @@ def test_one_question_for_the_model_answers_all_and_is_asked_again_after_a_failu
 
 
 @pytest.mark.parametrize("code", [errno.EHOSTUNREACH, errno.EMFILE, errno.ECONNREFUSED, errno.ETIMEDOUT, None])
-def test_an_engine_that_cannot_connect_back_is_called_less_and_less_until_the_deadline(
-    code: int | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_engine_that_cannot_connect_is_called_less(code: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
     error = TimeoutError() if code is None else OSError(code, "cannot connect")
     monkeypatch.setattr(prompt_run, "GRACE_S", 0.0)
 
@@ -193,7 +191,7 @@ def test_an_engine_that_cannot_connect_back_is_called_less_and_less_until_the_de
     run(test)
 
 
-def test_a_request_goes_on_when_the_engine_can_connect_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_request_continues_after_the_engine_reconnects(monkeypatch: pytest.MonkeyPatch) -> None:
     async def test() -> None:
         async with local_server() as server:
             expected = (await server.post(max_tokens=5))[1]
@@ -214,7 +212,7 @@ def test_a_request_goes_on_when_the_engine_can_connect_again(monkeypatch: pytest
     run(test)
 
 
-def test_a_request_that_comes_over_a_breaking_connection_goes_on_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_request_on_a_breaking_connection_continues(monkeypatch: pytest.MonkeyPatch) -> None:
     """The engine takes it, and says so into a connection that is broken already. Nobody waits for lost frames."""
     monkeypatch.setattr(prompt_run, "LAST_FRAME_TIMEOUT_S", 3600.0)
 
@@ -235,7 +233,7 @@ def test_a_request_that_comes_over_a_breaking_connection_goes_on_at_once(monkeyp
     run(test)
 
 
-def test_nothing_is_kept_of_a_request_whose_refusal_overtakes_the_word_that_it_was_taken() -> None:
+def test_a_refused_request_leaves_nothing_behind() -> None:
     async def test() -> None:
         async with local_server() as server:
             client, routed = server.ingress._client, server.ingress._client._replicas.routed
@@ -253,9 +251,7 @@ def test_nothing_is_kept_of_a_request_whose_refusal_overtakes_the_word_that_it_w
 
 
 @pytest.mark.parametrize("count", [3])
-def test_texts_that_wait_for_the_tokeniser_leave_with_their_clients(
-    count: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_texts_awaiting_the_tokeniser_leave_with_clients(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
     async def test() -> None:
         async with local_server() as server:
             unanswered = Unanswered()
@@ -277,13 +273,13 @@ def test_texts_that_wait_for_the_tokeniser_leave_with_their_clients(
 
 PLAIN_ROUTES = [route for route in ROUTES if route.form is None]
 """An upload is received by its handler, under the deadlines of a body (`tests/http/test_slow_clients.py`), into a
-storage that has the request's time (`test_a_storage_that_does_not_answer_ends_an_upload`).
+storage that has the request's time (`test_an_unresponsive_storage_ends_an_upload`).
 """
 
 
 @pytest.mark.parametrize("end", ["leaves", "waits"])
 @pytest.mark.parametrize("route", PLAIN_ROUTES, ids=lambda route: f"{route.method} {route.path}")
-def test_a_handler_that_waits_for_ever_ends_with_its_client_or_its_deadline(route: Route, end: str) -> None:
+def test_an_endless_handler_ends_with_client_or_deadline(route: Route, end: str) -> None:
     """Whatever a handler awaits: here it is nothing that ever comes."""
 
     async def test() -> None:
@@ -325,7 +321,7 @@ def test_a_handler_that_waits_for_ever_ends_with_its_client_or_its_deadline(rout
 
 
 @pytest.mark.parametrize("method", ["begin_upload", "commit"])
-def test_a_storage_that_does_not_answer_ends_an_upload(
+def test_an_unresponsive_storage_ends_an_upload(
     method: str, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     answers = threading.Event()

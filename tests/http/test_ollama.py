@@ -52,7 +52,7 @@ def test_a_chat_is_answered_as_openais() -> None:
     assert parts[-1].eval_count == answer.eval_count
 
 
-def test_a_prompt_is_answered_through_the_chat_template_or_as_it_is() -> None:
+def test_a_prompt_is_templated_or_raw() -> None:
     model = shared_server().model
     system = [{"role": "system", "content": "Be brief."}]
     expected = by_openai(messages=system + MESSAGES)["choices"][0]["message"]["content"]
@@ -90,7 +90,7 @@ def test_the_model_is_listed_and_shown() -> None:
     assert version == httpx.get(f"{server.url}/version", trust_env=False).json()
 
 
-def test_an_empty_request_says_that_the_model_is_there() -> None:
+def test_an_empty_request_confirms_the_model() -> None:
     model = shared_server().model
     assert client().generate(model=model, keep_alive="5m").done_reason == "load"
     assert client().chat(model=model, messages=[]).done_reason == "load"
@@ -148,7 +148,7 @@ def add(a: int, b: int) -> int:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_tool_is_called_and_its_answer_goes_back(stream: bool) -> None:
+def test_a_tool_call_and_its_answer_round_trip(stream: bool) -> None:
     engines = CallingEngines()
     app: Any = HttpApp(ServeConfig(), Tokenizer("demo"), engines, Metrics("demo"))
 

@@ -103,7 +103,7 @@ def narrow() -> Iterator[Documented]:
     server.stop()
 
 
-def test_the_document_is_valid_and_says_that_errors_have_one_schema(shared: Documented) -> None:
+def test_the_document_is_valid_with_one_error_schema(shared: Documented) -> None:
     schemas = set()
     for path, methods in shared.document["paths"].items():
         for operation in methods.values():
@@ -148,7 +148,7 @@ def test_wrong_methods_models_and_token_ids_are_documented(shared: Documented) -
             assert shared.ask(path, {"model": shared.server.model, **BODIES[path], **constrained}) == 400
 
 
-def test_a_missing_key_is_documented_where_one_is_needed(narrow: Documented) -> None:
+def test_a_missing_key_is_documented_where_required(narrow: Documented) -> None:
     for path in [*BODIES, *GETS]:
         body = {"model": narrow.server.model, **BODIES[path]} if path in BODIES else None
         assert narrow.ask(path, body, authorization="Bearer wrong") == (200 if path in OPEN else 401)
@@ -156,7 +156,7 @@ def test_a_missing_key_is_documented_where_one_is_needed(narrow: Documented) -> 
         assert ("401" in entry["responses"]) == (path not in OPEN)
 
 
-def test_time_limits_full_queues_and_failures_inside_are_documented(narrow: Documented) -> None:
+def test_timeouts_full_queues_and_internal_errors_are_documented(narrow: Documented) -> None:
     model = narrow.server.model
     slow = {"max_tokens": 450, "ignore_eos": True, "logits_processors": [{"name": "slow"}]}  # 9 s
     for path in GENERATING:

@@ -42,7 +42,7 @@ from workers.sampling_params import child_seed
 MESSAGES = [{"role": "user", "content": "Hello"}]
 PROMPTS = ["The quick brown fox", "A scheduler decides which requests run"]
 EXAMPLE_TOKENS = list(range(20, 60))
-"""What the example backend allows: one printable character each."""
+"""Tokens that the example backend allows: one printable character each."""
 
 
 @pytest.fixture(scope="module")
@@ -102,7 +102,7 @@ def counts(usage: Any) -> tuple[int, int, int]:
     return usage.prompt_tokens, usage.completion_tokens, usage.total_tokens
 
 
-def test_eight_streamed_choices_are_whole_and_those_of_the_seed(client: openai.OpenAI, server: Server) -> None:
+def test_eight_streamed_choices_match_their_seed(client: openai.OpenAI, server: Server) -> None:
     fields: dict[str, Any] = {"model": server.model, "messages": MESSAGES, "max_tokens": 24}
     whole = client.chat.completions.create(**fields, seed=5, n=8)
     assert [choice.index for choice in whole.choices] == list(range(8))
@@ -166,7 +166,7 @@ def test_two_prompts_times_three_choices(client: openai.OpenAI, server: Server) 
     assert usage.completion_tokens == sum(single.usage.completion_tokens for single in singles)
 
 
-def test_prompt_logprobs_come_with_every_choice_of_their_prompt(server: Server) -> None:
+def test_every_choice_has_its_prompts_logprobs(server: Server) -> None:
     body = {"model": server.model, "prompt": PROMPTS, "n": 2, "max_tokens": 2, "prompt_logprobs": 0}
     _, _, answer = server.post("/v1/completions", body)
     found = [choice["prompt_logprobs"] for choice in answer["choices"]]
@@ -234,7 +234,7 @@ def test_choices_begin_in_order_whoever_speaks_first() -> None:
     assert [(choice.index, choice.message.content) for choice in whole.choices] == [(0, "a"), (1, "bb"), (2, "c")]
 
 
-def test_a_stop_string_ends_the_choice_that_has_it(client: openai.OpenAI, server: Server) -> None:
+def test_a_stop_string_ends_only_its_choice(client: openai.OpenAI, server: Server) -> None:
     fields: dict[str, Any] = {
         "model": server.model,
         "prompt": PROMPTS[0],
@@ -310,9 +310,7 @@ def test_when_all_choices_fail_the_request_fails(server: Server, n: int) -> None
 
 
 @pytest.mark.parametrize("n", [1, 3])
-def test_when_all_choices_fail_late_the_stream_ends_with_an_error(
-    client: openai.OpenAI, server: Server, n: int
-) -> None:
+def test_when_all_choices_fail_the_stream_errs(client: openai.OpenAI, server: Server, n: int) -> None:
     stream = client.completions.create(
         model=server.model, prompt="Hello", n=n, stream=True, extra_body=example(at={"4": "raise"})
     )
@@ -422,7 +420,7 @@ def until_nothing_is_left(server: Server, before: dict[str, float]) -> None:
         time.sleep(0.1)
 
 
-def test_one_call_stays_open_until_the_last_choice_has_ended(new_replica: Replicas) -> None:
+def test_one_call_lasts_until_the_last_choice(new_replica: Replicas) -> None:
     async def scenario() -> None:
         replica, ingress = new_replica(), Ingress()
         address = await ingress.receiver.start()
@@ -501,7 +499,7 @@ def content(output: RequestOutput) -> tuple[Any, ...]:
 
 
 @pytest.mark.parametrize("with_stops", [False, True])
-def test_output_kinds_differ_in_when_they_tell_and_not_in_what(llm: LLM, with_stops: bool) -> None:
+def test_output_kinds_differ_in_timing_not_content(llm: LLM, with_stops: bool) -> None:
     params = SamplingParams(n=3, seed=6, max_tokens=24, logprobs=1, prompt_logprobs=0, ignore_eos=True)
     free = llm.generate(PROMPTS[0], params, use_tqdm=False)[0]
     if with_stops:
@@ -536,7 +534,7 @@ def test_output_kinds_differ_in_when_they_tell_and_not_in_what(llm: LLM, with_st
         assert (single.text, single.token_ids) == (choice.text, choice.token_ids)
 
 
-def test_stepping_tells_of_a_request_once_a_step_and_abort_ends_all_its_choices(llm: LLM) -> None:
+def test_stepping_reports_once_and_abort_ends_choices(llm: LLM) -> None:
     params = SamplingParams(n=4, seed=1, max_tokens=10, ignore_eos=True)
     for kind in OutputKind:
         llm.add_request(kind, PROMPTS[0], changed(params, output_kind=kind))

@@ -57,7 +57,7 @@ async def test_the_operator_may_share_prefixes_between_keys(is_shared: bool) -> 
 
 
 @async_test
-async def test_a_salt_separates_requests_of_one_client_and_is_bounded() -> None:
+async def test_a_salt_separates_requests_and_is_bounded() -> None:
     async with serving() as server:
         assert await cached_tokens(server, None, PROMPT) == 0
         assert await cached_tokens(server, None, PROMPT, cache_salt="mine") == 0
@@ -84,7 +84,7 @@ def test_a_root_depends_on_secret_owner_and_salt() -> None:
     )
 
 
-def test_a_continued_stream_registers_its_blocks_under_the_same_root() -> None:
+def test_a_continued_stream_keeps_its_cache_root() -> None:
     """An engine that goes on with a stream of another engine registers its blocks under the same root."""
     engine = make_engine("llama")
     size, root = engine.scheduler.blocks.block_size, b"r" * 16
@@ -104,7 +104,7 @@ def test_a_continued_stream_registers_its_blocks_under_the_same_root() -> None:
     assert not find(hash_blocks(tokens, 2, size))
 
 
-def test_within_one_key_as_much_is_found_as_without_keys() -> None:
+def test_one_key_finds_as_much_as_none() -> None:
     """Chats under four system prompts, in a cache that holds a part of them: the same hits and the same tokens."""
 
     def served(root: bytes) -> tuple[int, int, list[list[int]]]:

@@ -49,7 +49,7 @@ def test_requests_refill_evenly_over_a_minute() -> None:
         use.admit(10)
 
 
-def test_output_counts_when_it_has_ended_and_may_leave_a_debt() -> None:
+def test_ended_output_counts_and_may_leave_debt() -> None:
     clock = Clock()
     use = limited(clock, tokens_per_minute=600).of("team")
     assert use is not None
@@ -77,9 +77,7 @@ def test_output_counts_when_it_has_ended_and_may_leave_a_debt() -> None:
     st.lists(st.tuples(st.integers(0, 2), st.integers(1, 50), st.floats(0.0, 20.0)), max_size=60),
     st.integers(50, 200),
 )
-def test_ingresses_that_tell_each_other_admit_no_more_than_one_would(
-    events: list[tuple[int, int, float]], limit: int
-) -> None:
+def test_communicating_ingresses_admit_no_more_than_one(events: list[tuple[int, int, float]], limit: int) -> None:
     """After each request all know of it: then what is admitted in any time fits one bucket."""
     clock = Clock()
     ingresses = [limited(clock, tokens_per_minute=limit) for _ in range(3)]
@@ -105,7 +103,7 @@ def test_ingresses_that_tell_each_other_admit_no_more_than_one_would(
                 ingress.note_peer(str(which), ingresses[which].taken())
 
 
-def test_what_an_ingress_took_before_it_was_first_asked_does_not_count() -> None:
+def test_what_was_taken_before_asking_does_not_count() -> None:
     limits = limited(Clock(), requests_per_minute=10)
     limits.note_peer("other", {"team": (1000, 0)})
     use = limits.of("team")
@@ -130,7 +128,7 @@ async def ask(server: LocalServer, key: str, **fields: Any) -> tuple[int, dict[s
 
 
 @async_test
-async def test_a_key_that_has_used_its_minute_is_refused_and_others_go_on() -> None:
+async def test_an_exhausted_key_is_refused_others_go_on() -> None:
     """4 prompt tokens and 6 of output leave 90 of 100."""
     limits = {"team": KeyLimits(tokens_per_minute=100, requests_per_minute=1000)}
     async with local_server(api_keys=KEYS, key_limits=limits) as server:
@@ -150,7 +148,7 @@ async def test_a_key_that_has_used_its_minute_is_refused_and_others_go_on() -> N
         await server.until_idle()
 
 
-def test_limits_are_read_from_the_configuration_and_name_known_keys() -> None:
+def test_limits_are_configured_for_known_keys() -> None:
     given = {"api_keys": list(KEYS), "key_limits": {"*": {"tokens_per_minute": 10}, "boss": {}}}
     limits = RateLimits(load_config(None, given).key_limits)
     team, boss = limits.of("team"), limits.of("boss")

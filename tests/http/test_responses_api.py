@@ -46,7 +46,7 @@ def by_chat(*messages: dict[str, Any], max_tokens: int = 12) -> dict[str, Any]:
     return answer
 
 
-def test_an_answer_is_that_of_the_chat_as_items() -> None:
+def test_an_answer_equals_the_chats_as_items() -> None:
     expected = by_chat({"role": "system", "content": "Be brief."}, {"role": "user", "content": "Count."})
     answer = create(instructions="Be brief.", metadata={"a": "b"})
     (choice,) = expected["choices"]
@@ -58,9 +58,10 @@ def test_an_answer_is_that_of_the_chat_as_items() -> None:
     assert answer.usage.input_tokens == expected["usage"]["prompt_tokens"]
     assert answer.usage.output_tokens == expected["usage"]["completion_tokens"]
     assert (answer.object, answer.store, answer.metadata) == ("response", False, {"a": "b"})
+    assert (answer.text.format.type, answer.text.verbosity) == ("text", "medium")
 
 
-def test_a_stream_carries_the_same_as_the_whole_answer() -> None:
+def test_a_stream_carries_the_whole_answer() -> None:
     whole = create(max_output_tokens=20)
     given: Any = {"model": shared_server().model, "input": "Count.", "max_output_tokens": 20, "temperature": 0}
     with client().responses.stream(**given) as stream:
@@ -99,7 +100,7 @@ def test_a_stream_carries_the_same_as_the_whole_answer() -> None:
     ids=["required", "named", "allowed"],
 )
 def test_a_call_that_must_come_fits_its_schema(stream: bool, choice: Any) -> None:
-    other = {**TOOL, "name": "other"}
+    other = {"type": "function", "name": "other", "parameters": SCHEMA}
     tools = [TOOL] if choice == "required" else [other, TOOL]
     given: Any = {"tools": tools, "tool_choice": choice, "max_output_tokens": 400, "temperature": 1}
     given |= {"parallel_tool_calls": False}
@@ -108,6 +109,7 @@ def test_a_call_that_must_come_fits_its_schema(stream: bool, choice: Any) -> Non
         answer = last.response
     else:
         answer = create(**given)
+    assert [(tool.name, tool.strict) for tool in answer.tools] == [(tool["name"], True) for tool in tools]
     (call,) = answer.output
     assert (call.type, call.name, call.status) == ("function_call", "weather", "completed")
     assert call.call_id.startswith("call_")
@@ -142,7 +144,7 @@ def test_a_conversation_of_items_becomes_the_same_chat() -> None:
     assert answer.usage.input_tokens == expected["usage"]["prompt_tokens"]
 
 
-def test_the_output_of_one_answer_is_input_of_the_next() -> None:
+def test_one_answers_output_is_the_next_ones_input() -> None:
     first = create()
     followed = [{"role": "user", "content": "Count."}, *first.output, {"role": "user", "content": "On."}]
     expected = by_chat(
@@ -205,7 +207,7 @@ class CallingEngines(RepeatingEngines):
 
 @pytest.mark.parametrize("stream", [False, True])
 @async_test
-async def test_text_and_a_call_are_items_of_their_own(stream: bool) -> None:
+async def test_text_and_calls_are_separate_items(stream: bool) -> None:
     import httpx2
 
     app: Any = HttpApp(ServeConfig(), Tokenizer("demo"), CallingEngines(), Metrics("demo"))

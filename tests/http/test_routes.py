@@ -191,7 +191,7 @@ def test_it_is_documented() -> None:
         jsonschema.Draft202012Validator(schema).validate(value)
 
 
-def test_it_asks_for_the_key_and_public_routes_do_not() -> None:
+def test_public_routes_need_no_key_others_do() -> None:
     app = App(api_keys=("team:a-secret-of-the-test",))
     assert app.ask("POST", "/v1/count/x", {"text": "a"}).status_code == 401
     assert app.ask("POST", "/v1/count/x", {"text": "a"}, **KEY).status_code == 200
@@ -217,7 +217,7 @@ def test_health_says_what_the_engines_do(path: str, monkeypatch: pytest.MonkeyPa
     ]
 
 
-def test_it_is_logged_and_routes_that_do_not_say_so_are_not() -> None:
+def test_only_marked_routes_are_logged() -> None:
     lines: list[str] = []
 
     class Handler(logging.Handler):
@@ -240,7 +240,7 @@ def test_it_is_logged_and_routes_that_do_not_say_so_are_not() -> None:
 
 
 @pytest.mark.parametrize("given", ["/two", "/two/", "/v1"])
-def test_below_a_prefix_every_path_is_one_below_it(given: str) -> None:
+def test_every_path_works_below_a_prefix(given: str) -> None:
     """As Serve's proxies tell an application with a `route_prefix`, and any ASGI server one that is mounted."""
     app, root = App(root_path=given), given.rstrip("/")
     body = {"model": "demo", "prompt": "a"}
@@ -276,7 +276,7 @@ def test_below_a_prefix_every_link_leads_below_it() -> None:
     assert "POST /two/v1/completions" in text
 
 
-def test_a_server_that_takes_the_prefix_away_itself_is_understood() -> None:
+def test_a_proxy_that_strips_the_prefix_is_understood() -> None:
     answered = []
 
     async def ask() -> None:

@@ -38,7 +38,7 @@ def events(body: bytes) -> list[dict]:
 
 
 @async_test
-async def test_a_client_that_reads_late_gets_every_prompt_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_late_reader_gets_every_prompt_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     """The first prompt has ended long before its last frame is read, and the others still run."""
     monkeypatch.setattr(prompt_run, "LAST_FRAME_TIMEOUT_S", 0.05)
 
@@ -60,7 +60,7 @@ async def test_a_client_that_reads_late_gets_every_prompt_whole(monkeypatch: pyt
 
 
 @async_test
-async def test_a_stream_that_waits_for_its_client_is_aborted_at_a_size() -> None:
+async def test_a_stream_with_a_full_buffer_is_aborted() -> None:
     async with local_server(client_buffer_bytes=20_000) as server:
         reader, writer = await server.connect_without_reading()
         writer.write(post(server.body(prompt=PROMPTS, max_tokens=500, n=2, temperature=1, stream=True)))
@@ -78,7 +78,7 @@ async def test_a_stream_that_waits_for_its_client_is_aborted_at_a_size() -> None
 
 
 @async_test
-async def test_events_that_come_at_once_make_no_slow_client() -> None:
+async def test_simultaneous_events_make_no_slow_client() -> None:
     """Each step brings more than the buffer may hold."""
     async with local_server(client_buffer_bytes=1000) as server:
         status, body = await server.post(prompt=PROMPTS, max_tokens=50, n=8, temperature=1, stream=True)
@@ -89,7 +89,7 @@ async def test_events_that_come_at_once_make_no_slow_client() -> None:
 
 @pytest.mark.parametrize("stream", [True, False])
 @async_test
-async def test_a_client_that_never_reads_is_gone_after_a_time(stream: bool) -> None:
+async def test_a_client_that_never_reads_is_dropped(stream: bool) -> None:
     async with local_server(client_timeout_s=0.5) as server:
         _, writer = await server.connect_without_reading()
         fields = {"max_tokens": 500, "logprobs": 5, "prompt": PROMPTS * (20 if stream else 1)}
@@ -102,7 +102,7 @@ async def test_a_client_that_never_reads_is_gone_after_a_time(stream: bool) -> N
 
 
 @async_test
-async def test_a_client_that_reads_steadily_is_not_too_slow() -> None:
+async def test_a_steady_reader_is_not_too_slow() -> None:
     """Its answer takes it many times as long as it may take nothing at all."""
     async with local_server(client_timeout_s=0.5) as server:
         reader, writer = await server.connect_without_reading()
@@ -119,7 +119,7 @@ async def test_a_client_that_reads_steadily_is_not_too_slow() -> None:
 
 
 @async_test
-async def test_a_request_that_does_not_come_whole_in_time_is_ended() -> None:
+async def test_an_incomplete_request_is_ended_in_time() -> None:
     async with local_server(client_timeout_s=0.5, listener=QUICK_HEADS) as server:
         whole = post(server.body(max_tokens=2))
         head = whole.index(b"\r\n\r\n") + 4
@@ -140,7 +140,7 @@ async def test_a_request_that_does_not_come_whole_in_time_is_ended() -> None:
         await until(lambda: server.num_connections == 0)
 
 
-def test_a_head_that_never_ends_does_not_gain_time_by_every_byte() -> None:
+def test_an_endless_head_gains_no_time_per_byte() -> None:
     async def run() -> None:
         async with local_server(listener=QUICK_HEADS) as server:
             reader, writer = await server.connect()
@@ -199,7 +199,7 @@ async def test_bodies_of_slow_senders_together_have_a_bound() -> None:
 
 
 @async_test
-async def test_a_body_byte_by_byte_is_served_and_one_without_end_is_refused() -> None:
+async def test_slow_bodies_are_served_and_endless_ones_refused() -> None:
     async with local_server(max_body_bytes=1000, client_timeout_s=5) as server:
         reader, writer = await server.connect()
         for byte in post(server.body(max_tokens=2)):
@@ -235,7 +235,7 @@ async def leave(server: LocalServer, num_bytes: int, stream: bool) -> None:
 
 
 @async_test
-async def test_whoever_leaves_at_any_point_of_a_stream_leaves_nothing_behind() -> None:
+async def test_leaving_a_stream_anywhere_leaves_nothing_behind() -> None:
     async with local_server() as server:
         for num_bytes in (0, 1, 300, 1000, 5000, 20_000, 80_000):
             await leave(server, num_bytes, stream=True)
@@ -262,7 +262,7 @@ async def test_a_client_that_closes_its_half_has_left(stream: bool) -> None:
 
 
 @async_test
-async def test_requests_sent_ahead_are_answered_in_turn_and_end_with_their_connection() -> None:
+async def test_pipelined_requests_are_answered_in_turn() -> None:
     async with local_server() as server:
         reader, writer = await server.connect()
         ahead = post(server.body(max_tokens=2), connection="keep-alive")

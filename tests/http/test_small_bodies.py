@@ -55,7 +55,7 @@ TOO_MUCH = [
 
 
 @pytest.mark.parametrize(("body", "param", "words"), TOO_MUCH, ids=[f"{case[1]}-{case[2]}" for case in TOO_MUCH])
-def test_what_is_too_much_is_refused_with_value_bound_and_remedy(body: dict, param: str, words: str) -> None:
+def test_excess_is_refused_with_value_bound_and_remedy(body: dict, param: str, words: str) -> None:
     encoded = json.dumps(body).encode()
     assert len(encoded) < 100_000
     with pytest.raises(RequestRefused, match=words) as caught:
@@ -68,7 +68,7 @@ def test_what_is_just_enough_is_decoded() -> None:
     assert len(decode(CompletionRequest, json.dumps(enough).encode()).prompts()) == 1024
 
 
-def test_prompts_times_n_are_bounded_before_anything_is_made_of_them() -> None:
+def test_prompts_times_n_are_bounded_early() -> None:
     server = shared_server()
     limit = ServeConfig().max_choices_per_request
     body = {"model": server.model, "prompt": ["a"] * 1024, "n": 128, "max_tokens": 1}
@@ -99,7 +99,7 @@ class Handle:
             self.turn += 1
 
 
-def test_a_body_of_many_prompts_leaves_the_event_loop_to_others_between_its_calls(new_replica: Replicas) -> None:
+def test_many_prompts_leave_the_event_loop_free(new_replica: Replicas) -> None:
     async def scenario() -> None:
         replica = new_replica()
         handle = Handle(replica)
@@ -121,7 +121,7 @@ def test_a_body_of_many_prompts_leaves_the_event_loop_to_others_between_its_call
     asyncio.run(scenario())
 
 
-def test_other_threads_run_while_a_long_text_is_tokenised() -> None:
+def test_other_threads_run_while_long_text_is_tokenised() -> None:
     tokenizer = Tokenizer("demo")
     text = "a " * 200_000
     encoding = threading.Thread(target=tokenizer.encode_batch, args=([text],))
@@ -144,7 +144,7 @@ class Counting(Tokenizer):
         return super().encode_batch(texts, add_special_tokens)
 
 
-def test_a_text_that_is_far_too_long_is_refused_before_it_is_tokenised() -> None:
+def test_overlong_text_is_refused_before_tokenising() -> None:
     tokenizer = Counting("demo")
     with pytest.raises(RequestRefused, match="a text of 4000000 characters has more than") as caught:
         asyncio.run(encode(tokenizer, "some " * 800_000, False, 1000, "messages"))
@@ -173,7 +173,7 @@ def test_texts_of_two_bodies_are_tokenised_in_turns() -> None:
     assert order == list("ab" * 6)
 
 
-def test_the_values_of_a_body_are_counted_before_it_is_decoded() -> None:
+def test_a_bodys_values_are_counted_before_decoding() -> None:
     body = json.dumps(completion(metadata={"a": [[]] * 100})).encode()
     with pytest.raises(RequestRefused, match="the limit is 100 "):
         decode(CompletionRequest, body, BodyLimits(max_values=100))
@@ -189,9 +189,7 @@ PRODUCTS: tuple[tuple[dict, str, str], ...] = (
 
 
 @pytest.mark.parametrize(("body", "field", "value"), PRODUCTS, ids=[f"{each[1]}-{each[2]}" for each in PRODUCTS])
-def test_products_of_bounded_numbers_are_bounded_before_anything_is_submitted(
-    body: dict, field: str, value: str
-) -> None:
+def test_products_of_bounded_numbers_are_bounded(body: dict, field: str, value: str) -> None:
     app = App(body=BodyLimits(max_logprobs=250_000))
     answer = app.ask("POST", "/v1/completions", body | {"model": "demo"})
     error = answer.json()["error"]
@@ -200,7 +198,7 @@ def test_products_of_bounded_numbers_are_bounded_before_anything_is_submitted(
     assert "or raise" in error["message"]
 
 
-def test_a_stream_sends_what_a_whole_answer_may_not_hold() -> None:
+def test_a_stream_may_exceed_a_whole_answers_limit() -> None:
     body = completion(prompt=[[5]] * 16, n=128, logprobs=4, max_tokens=27, model="demo")
     app = App(body=BodyLimits(max_logprobs=250_000))
     assert app.ask("POST", "/v1/completions", body).status_code == 400

@@ -16,7 +16,7 @@ from workers.checkpoints.model_folder import resolve_model_folder
 
 TARGET = resolve_model_folder("demo")
 SPECULATIVE = {
-    "proposers": ["forced", "ngram", "draft"],
+    "proposers": ["prediction", "forced", "ngram", "draft"],
     "draft_model": str(TARGET.parent / "draft"),
     "adaptive": False,  # else it depends on the processor who proposes, and whether anybody does
 }
@@ -36,7 +36,7 @@ def client(server: ThreadedServer) -> OpenAI:
     return OpenAI(base_url=f"{server.url}/v1", api_key="none")
 
 
-def test_answers_are_those_without_drafts_and_usage_counts_them(server: ThreadedServer, client: OpenAI) -> None:
+def test_drafts_change_no_answer_and_are_counted(server: ThreadedServer, client: OpenAI) -> None:
     samples = [held_out("order", 1, seed=index)[0] for index in range(3)]
     plain = LLM("demo", dtype="float32", kv_cache_bytes=2**26)
     prompts = [plain.tokenizer.apply_chat_template(list(each.messages)) for each in samples]
@@ -74,6 +74,19 @@ def test_streamed_json_has_usage_too(server: ThreadedServer, client: OpenAI) -> 
     assert usage is not None
     assert usage.completion_tokens_details is not None
     assert usage.completion_tokens_details.accepted_prediction_tokens
+
+
+def test_a_prediction_becomes_drafts_and_never_changes_the_answer(server: ThreadedServer, client: OpenAI) -> None:
+    (sample,) = held_out("order", 1, seed=5)
+    given: dict = {"model": server.model, "messages": list(sample.messages), "temperature": 0, "max_tokens": 96}
+    plain = client.chat.completions.create(**given)
+    text, expected = plain.choices[0].message.content, plain.usage.completion_tokens
+    for predicted in (text, text.replace('"', "'", 1), [{"type": "text", "text": text}], "nothing of it", ""):
+        answer = client.chat.completions.create(**given, prediction={"type": "content", "content": predicted})
+        assert answer.choices[0].message.content == text
+        assert answer.usage.completion_tokens == expected
+    found = re.findall(r'^manta:spec_decode_num_accepted.*proposer="prediction"\} (\S+)$', server.get("/metrics"), re.M)
+    assert sum(map(float, found)) > 2 * expected
 
 
 def test_counters_name_proposer_and_place(server: ThreadedServer) -> None:

@@ -355,7 +355,7 @@ def test_constraints_and_calls_come_behind_the_reasoning(thinking: ThreadedServe
     assert called.content is None
 
 
-def test_a_call_that_the_model_begins_by_itself_is_completed_by_the_grammar(thinking: ThreadedServer) -> None:
+def test_a_spontaneous_call_is_completed_by_the_grammar(thinking: ThreadedServer) -> None:
     client = openai.OpenAI(base_url=thinking.url + "/v1", api_key="none", max_retries=0)
     begin = 5  # <tool_call>
     for seed in range(3):

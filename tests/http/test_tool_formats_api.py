@@ -54,7 +54,7 @@ def test_streamed_calls_are_the_whole_ones_and_fit(server: ThreadedServer) -> No
     assert num_calls > 0
 
 
-def test_what_the_format_cannot_carry_is_a_400_or_in_the_header(server: ThreadedServer) -> None:
+def test_what_formats_cannot_carry_is_refused_or_reported(server: ThreadedServer) -> None:
     schema = {
         "type": "object",
         "properties": {"a": {"type": "integer"}},

@@ -43,7 +43,7 @@ def events(path: str, **body: Any) -> list[dict[str, Any]]:
 # ---- continue_final_message ----------------------------------------------------------------------------------------
 
 
-def test_an_answer_goes_on_where_the_last_message_ends() -> None:
+def test_an_answer_continues_the_last_message() -> None:
     tokenizer = Tokenizer(shared_server().folder)
     whole = tokenizer.render_chat_template(MESSAGES, add_generation_prompt=False)
     prompt = whole[: whole.rindex("one, two") + len("one, two")]
@@ -71,7 +71,7 @@ def test_only_a_text_of_the_assistant_is_continued(body: dict[str, Any], words: 
 # ---- truncate_prompt_tokens ----------------------------------------------------------------------------------------
 
 
-def test_only_the_last_tokens_of_a_prompt_are_used() -> None:
+def test_only_a_prompts_last_tokens_are_used() -> None:
     ids = list(range(3, 60))
     kept = ask("/v1/completions", prompt=ids[-7:], max_tokens=5, ignore_eos=True)
     cut = ask("/v1/completions", prompt=ids, truncate_prompt_tokens=7, max_tokens=5, ignore_eos=True, echo=True)
@@ -206,7 +206,7 @@ UNNAMED = {"$dynamicRef": "#nowhere"}
 
 
 @pytest.mark.parametrize("way", ["response_format", "structured_outputs", "tools"])
-def test_what_cannot_be_enforced_is_named_and_may_be_left_out(way: str) -> None:
+def test_unenforceable_keywords_are_named_and_may_be_dropped(way: str) -> None:
     schema = {"type": "object", "properties": {"a": UNNAMED}, "required": ["a"]}
     body = {"messages": MESSAGES[:1], "max_tokens": 1}
     refused, message = refusal("/v1/chat/completions", **body, **_asking(way, schema, False))
@@ -243,7 +243,7 @@ def test_a_wrong_choice_lists_the_right_ones(body: dict[str, Any], words: list[s
         ("structured_outputs.json", 'send "loose": true in structured_outputs'),
     ],
 )
-def test_a_keyword_that_a_backend_lacks_is_refused_with_the_way_out(field: str, way_out: str) -> None:
+def test_an_unsupported_keyword_is_refused_with_a_remedy(field: str, way_out: str) -> None:
     reason = 'json_schema: #/items: Unimplemented keys: ["a"]; json_schema: xgrammar is not proven to enforce a'
     message = in_words(field, f"{reason}; change it, or ask for loose enforcement")
     assert message == f'the keyword "a" at #/items cannot be enforced; change it, or {way_out} to enforce the rest'

@@ -41,7 +41,7 @@ def test_text_and_tokens_equal_transformers(llm, reference_tokenizer) -> None:
         assert (output.usage.num_prompt_tokens, output.usage.num_output_tokens) == (len(ids), 24)
 
 
-def test_one_prompt_of_token_ids_and_a_list_of_them_are_both_understood(llm) -> None:
+def test_a_prompt_may_be_token_ids(llm) -> None:
     ids = llm.tokenizer.encode(PROMPTS[0])
     single = llm.generate(ids, GREEDY, use_tqdm=False)
     pair = llm.generate([ids, ids], [GREEDY, SamplingParams(temperature=0, max_tokens=3)], use_tqdm=False)
@@ -50,7 +50,7 @@ def test_one_prompt_of_token_ids_and_a_list_of_them_are_both_understood(llm) -> 
     assert len(pair[1].outputs[0].token_ids) <= 3
 
 
-def test_a_stop_string_ends_the_text_and_only_kept_tokens_count(llm) -> None:
+def test_a_stop_string_ends_text_and_kept_tokens(llm) -> None:
     free = llm.generate(PROMPTS[0], GREEDY, use_tqdm=False)[0].outputs[0]
     stop = free.text[10:13]
     params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True, stop=(stop,))
@@ -62,7 +62,7 @@ def test_a_stop_string_ends_the_text_and_only_kept_tokens_count(llm) -> None:
     assert llm.engine.stats().num_free_blocks == llm.engine.stats().num_blocks
 
 
-def test_stepping_by_hand_gives_the_same_tokens_and_abort_frees_the_request(llm) -> None:
+def test_stepping_by_hand_and_abort_work(llm) -> None:
     expected = llm.generate(PROMPTS, GREEDY, use_tqdm=False)
     for index, prompt in enumerate(PROMPTS):
         llm.add_request(f"hand-{index}", prompt, GREEDY)
@@ -78,7 +78,7 @@ def test_stepping_by_hand_gives_the_same_tokens_and_abort_frees_the_request(llm)
     assert "gone" not in finished
 
 
-def test_streams_run_side_by_side_and_leaving_one_aborts_it(llm) -> None:
+def test_leaving_one_of_several_streams_aborts_it(llm) -> None:
     expected = [output.outputs[0].text for output in llm.generate(PROMPTS, GREEDY, use_tqdm=False)]
 
     async def read(prompt: str) -> list[str]:
@@ -118,7 +118,7 @@ def test_a_batch_may_be_longer_than_the_queue() -> None:
         llm.add_request("one more", [5], GREEDY)
 
 
-def test_a_refused_prompt_refuses_the_batch_and_leaves_nothing_behind(llm) -> None:
+def test_a_refused_prompt_refuses_the_whole_batch(llm) -> None:
     with pytest.raises(RequestRefused, match="outside the vocabulary"):
         llm.generate([[5, 6], [10**6]], GREEDY, use_tqdm=False)
     assert not llm.engine.has_unfinished
@@ -133,7 +133,7 @@ def test_a_wrong_option_is_named(options, words) -> None:
         LLM(str(checkpoint("llama")), **options)
 
 
-def test_importing_the_driver_side_needs_neither_torch_nor_ray() -> None:
+def test_the_driver_side_imports_neither_torch_nor_ray() -> None:
     code = (
         "import sys, cluster.engine.scheduler, cluster.engine.request, cluster.config\n"
         "import workers.step, workers.sampling_params\n"

@@ -29,7 +29,7 @@ def asked(text: str) -> list[dict[str, Any]]:
     return [{"role": "user", "content": text}]
 
 
-def test_a_chat_is_the_template_and_its_answer_the_next_message(llm: LLM) -> None:
+def test_chats_use_the_template_and_append_answers(llm: LLM) -> None:
     (output,) = llm.chat(asked(QUESTIONS[0]), GREEDY, use_tqdm=False)
     assert output.prompt_token_ids == llm.tokenizer.apply_chat_template(asked(QUESTIONS[0]))
     (plain,) = llm.generate(output.prompt_token_ids, GREEDY, use_tqdm=False)
@@ -56,7 +56,7 @@ def test_a_response_format_holds(llm: LLM) -> None:
     assert set(json.loads(output.outputs[0].message["content"])) == {"minutes"}
 
 
-def test_a_tool_is_called_and_the_model_is_shown_its_call_and_its_result(llm: LLM) -> None:
+def test_the_model_sees_tool_calls_and_results(llm: LLM) -> None:
     (sample,) = held_out("tool_call", 1)
     messages = list(sample.messages)
     (output,) = llm.chat(messages, GREEDY, use_tqdm=False, tools=sample.tools)
@@ -87,7 +87,7 @@ def test_a_loop_of_tools_ends_in_words(llm: LLM) -> None:
 
 
 @pytest.mark.parametrize("name", ["target", "draft"])
-def test_the_templates_of_the_demo_models_render_alike_in_transformers(llm: LLM, name: str) -> None:
+def test_demo_templates_render_alike_in_transformers(llm: LLM, name: str) -> None:
     reference = transformers.AutoTokenizer.from_pretrained(resolve_model_folder("demo").parent / name)
     for task in TASKS:
         (sample,) = held_out(task, 1)
@@ -130,7 +130,7 @@ def test_a_mistake_is_named_by_its_field(
     assert refused.value.param == param
 
 
-def test_options_of_the_engine_are_read_as_in_a_configuration() -> None:
+def test_engine_options_are_read_like_a_configuration() -> None:
     with pytest.raises(ValueError, match=r"`max_num_sequence`; did you mean `max_num_sequences`\?"):
         LLM("demo", max_num_sequence=8)
 
@@ -143,7 +143,7 @@ def test_options_of_the_engine_are_read_as_in_a_configuration() -> None:
         ({"kv_cache_bytes": 2**16}, r"shorten the prompt, or enlarge the KV cache \(kv_cache_bytes\)"),
     ],
 )
-def test_what_is_too_long_gets_a_remedy_that_there_is(options: dict[str, Any], remedy: str) -> None:
+def test_overlong_input_gets_an_applicable_remedy(options: dict[str, Any], remedy: str) -> None:
     llm = LLM(str(checkpoint("llama")), **{"kv_cache_bytes": 2**22, **options})
     with pytest.raises(RequestRefused, match=f"{remedy}$"):
         llm.generate([[5] * 600], use_tqdm=False)

@@ -124,7 +124,7 @@ def processed(name: str, **fields: Any) -> SamplingParams:
     ],
     ids=["surrogate", "refused", "no-ids"],
 )
-def test_a_prompt_that_cannot_be_taken_ends_the_whole_batch(
+def test_an_unacceptable_prompt_ends_the_whole_batch(
     llm: LLM, prompts: list, exception: type[Exception], words: str
 ) -> None:
     with pytest.raises(exception, match=words):
@@ -135,9 +135,7 @@ def test_a_prompt_that_cannot_be_taken_ends_the_whole_batch(
     ("name", "exception"),
     [("interrupts", KeyboardInterrupt), ("exits", SystemExit), ("ctrl-c", KeyboardInterrupt)],
 )
-def test_generate_that_is_interrupted_within_a_step_aborts_what_it_began(
-    llm: LLM, name: str, exception: type[BaseException]
-) -> None:
+def test_generate_interrupted_in_a_step_aborts_all(llm: LLM, name: str, exception: type[BaseException]) -> None:
     prompts = [[*range(200, 240), 5 + number] for number in range(20)]
     each = [GREEDY] * (len(prompts) - 1) + [processed(name)]
     with pytest.raises(exception):
@@ -147,7 +145,7 @@ def test_generate_that_is_interrupted_within_a_step_aborts_what_it_began(
     assert tokens(llm.generate(prompts, GREEDY, use_tqdm=False)) == fresh
 
 
-def test_generate_aborts_what_it_began_where_the_bar_is_interrupted(llm: LLM, monkeypatch) -> None:
+def test_generate_interrupted_by_the_bar_aborts_all(llm: LLM, monkeypatch) -> None:
     steps = 0
 
     def step() -> list[RequestOutput]:
@@ -163,7 +161,7 @@ def test_generate_aborts_what_it_began_where_the_bar_is_interrupted(llm: LLM, mo
     monkeypatch.undo()
 
 
-def test_what_a_factory_or_a_processor_raises_ends_its_own_sequence(llm: LLM, expected: list[list[int]]) -> None:
+def test_a_raising_processor_ends_its_own_sequence(llm: LLM, expected: list[list[int]]) -> None:
     each = [processed("raises"), GREEDY, processed("no-instance")]
     failed, good, refused = llm.generate(PROMPTS, each, use_tqdm=False)
     assert good.outputs[0].token_ids == expected[1]
@@ -172,7 +170,7 @@ def test_what_a_factory_or_a_processor_raises_ends_its_own_sequence(llm: LLM, ex
         assert words in str(output.outputs[0].error)
 
 
-def test_ctrl_c_waits_for_the_end_of_a_step_and_a_second_one_does_not() -> None:
+def test_ctrl_c_waits_for_the_step_once() -> None:
     done = []
 
     def step(num_signals: int) -> None:
@@ -190,7 +188,7 @@ def test_ctrl_c_waits_for_the_end_of_a_step_and_a_second_one_does_not() -> None:
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
-def test_the_engine_hears_what_streams_ask_of_it_between_steps() -> None:
+def test_the_engine_hears_streams_between_steps() -> None:
     llm = make_llm()
 
     async def ask() -> None:
@@ -207,7 +205,7 @@ def test_the_engine_hears_what_streams_ask_of_it_between_steps() -> None:
 
 
 @pytest.mark.parametrize("bad", [TOO_LONG, LONE_SURROGATE, []], ids=["long", "surrogate", "empty"])
-def test_a_refused_prompt_leaves_no_beams_of_the_others_behind(bad: Any, expected: list[list[int]]) -> None:
+def test_a_refused_prompt_leaves_no_beams_behind(bad: Any, expected: list[list[int]]) -> None:
     llm = make_llm(max_num_sequences=12)
     for _ in range(5):  # four times the places of three beams for one prompt
         with pytest.raises(RequestRefused):
@@ -216,7 +214,7 @@ def test_a_refused_prompt_leaves_no_beams_of_the_others_behind(bad: Any, expecte
     whole(llm, expected)
 
 
-def test_a_batch_of_beam_searches_may_be_longer_than_the_queue(expected: list[list[int]]) -> None:
+def test_beam_searches_may_exceed_the_queue(expected: list[list[int]]) -> None:
     llm = make_llm(max_num_sequences=3, max_num_waiting=2)
     alone = [llm.beam_search(prompt, BEAMS)[0] for prompt in PROMPTS]
     found = llm.beam_search(PROMPTS * 4, BEAMS)
@@ -302,7 +300,7 @@ def test_a_bad_request_ends_its_own_stream_alone(llm: LLM, expected: list[list[i
         assert words in str(error)
 
 
-def test_a_stream_that_is_cancelled_before_its_first_step_never_runs(llm: LLM, expected: list[list[int]]) -> None:
+def test_a_stream_cancelled_before_its_start_never_runs(llm: LLM, expected: list[list[int]]) -> None:
     async def main() -> None:
         other = asyncio.ensure_future(read(llm, PROMPTS[0]))
         tasks = [asyncio.ensure_future(read(llm, PROMPTS[1], LONG)) for _ in range(4)]
@@ -333,7 +331,7 @@ def test_a_stream_may_be_closed_from_another_task(llm: LLM, expected: list[list[
     asyncio.run(main())
 
 
-def test_an_event_loop_that_ends_takes_its_streams_along(llm: LLM) -> None:
+def test_an_ending_event_loop_ends_its_streams(llm: LLM) -> None:
     left: list[Any] = []  # nobody closes or awaits them
 
     async def main() -> None:
@@ -348,7 +346,7 @@ def test_an_event_loop_that_ends_takes_its_streams_along(llm: LLM) -> None:
     assert not llm.engine.has_unfinished
 
 
-def test_an_event_loop_that_is_closed_over_its_streams_holds_up_no_other(llm: LLM, expected: list[list[int]]) -> None:
+def test_a_closed_event_loop_blocks_no_other(llm: LLM, expected: list[list[int]]) -> None:
     streams = []
 
     async def begin() -> None:

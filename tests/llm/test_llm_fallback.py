@@ -46,7 +46,7 @@ def test_greedy_tokens_through_transformers_are_its_own(family: str, options: di
 
 
 @pytest.mark.parametrize("family", OWN_ATTENTION)
-def test_replaced_attention_gives_the_same_tokens_in_chunks_and_after_preemption(family: str) -> None:
+def test_replaced_attention_gives_transformers_tokens(family: str) -> None:
     """Prompts of which two share their first blocks, in a cache that does not hold them all to their ends."""
     folder = checkpoint(family)
     kv_cache_bytes = 16 * 12 * load_model_config(folder).kv_bytes_per_token("float32")

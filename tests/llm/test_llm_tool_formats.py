@@ -62,7 +62,7 @@ def test_a_random_model_makes_calls_that_fit(llm: LLM, form: ToolFormat) -> None
 
 
 @pytest.mark.parametrize("form", WRITERS, ids=lambda form: form.name)
-def test_the_next_prompt_holds_a_call_with_its_id(llm: LLM, form: ToolFormat) -> None:
+def test_the_next_prompt_has_the_calls_id(llm: LLM, form: ToolFormat) -> None:
     speak(llm, form)
     (call, *_), *_ = calls_of(llm, tool_choice="required")
     given = call["function"]
@@ -81,7 +81,7 @@ def test_the_next_prompt_holds_a_call_with_its_id(llm: LLM, form: ToolFormat) ->
     assert f"{call['id']} {given['name']} " in prompt
 
 
-def test_what_a_format_cannot_carry_is_refused_or_left_out(llm: LLM) -> None:
+def test_what_formats_cannot_carry_is_refused_or_dropped(llm: LLM) -> None:
     speak(llm, QWEN3_CODER)
     parameters: dict[str, Any] = {"type": "object", "properties": {"a": {"type": "string"}}, "minProperties": 1}
     tool = {"type": "function", "function": {"name": "f", "parameters": parameters}}

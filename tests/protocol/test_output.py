@@ -282,7 +282,7 @@ def test_streamed_text_is_the_whole_text(kind: str, skip: bool) -> None:
 
 
 @given(st.lists(st.integers(0, 330), max_size=30), st.lists(st.integers(1, 5), max_size=30), st.booleans())
-def test_any_tokens_in_any_deltas_give_the_library_s_text(ids: list[int], sizes: list[int], skip: bool) -> None:
+def test_any_deltas_give_the_library_s_text(ids: list[int], sizes: list[int], skip: bool) -> None:
     """Invalid UTF-8 and ids without a token included."""
     params = SamplingParams(skip_special_tokens=skip)
     expected = reference_of("bytelevel").decode(ids, skip_special_tokens=skip) if ids else ""
@@ -359,7 +359,7 @@ def test_stop_strings_wherever_tokens_and_deltas_end(
     assert num_kept == fewest_tokens("bytelevel", ids, kept)
 
 
-def test_text_that_cannot_become_a_stop_string_goes_out_at_once() -> None:
+def test_text_outside_stop_strings_is_sent_at_once() -> None:
     ids = reference_of("bytelevel").encode("say STop or STOP now")
     text = SequenceText(tokenizer_of("bytelevel"), SamplingParams(stop=("STOP",)))
     out = ""
@@ -430,7 +430,7 @@ def test_completion_logprobs_point_into_the_text() -> None:
     assert all(len(top) == 2 for top in result.top_logprobs[1:] if top is not None)
 
 
-def test_prompt_logprobs_begin_with_none_and_minus_infinity_is_a_number() -> None:
+def test_prompt_logprobs_begin_with_none() -> None:
     entry = TokenLogprobs(40, float("-inf"), 320, [41], [-0.1])
     first, second = prompt_logprobs(tokenizer_of("bytelevel"), [entry])
     assert first is None

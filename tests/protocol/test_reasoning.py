@@ -62,7 +62,7 @@ pieces = st.lists(
 
 @pytest.mark.parametrize("form", FORMATS, ids=lambda form: form.begin)
 @given(pieces, st.booleans(), st.booleans(), st.integers(1, 5))
-def test_any_text_is_cut_the_same_however_it_arrives(
+def test_text_is_split_alike_however_it_arrives(
     form: ReasoningFormat, parts: list[str], inside: bool, strip: bool, size: int
 ) -> None:
     text = "".join(parts)

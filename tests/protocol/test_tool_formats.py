@@ -95,7 +95,7 @@ def test_a_template_shows_its_format(form: ToolFormat) -> None:
 
 @pytest.mark.parametrize("form", WRITERS, ids=lambda form: form.name)
 @given(data=st.data())
-def test_calls_come_back_as_they_were_written_however_the_text_is_cut(form: ToolFormat, data: Any) -> None:
+def test_calls_survive_any_cutting_of_the_text(form: ToolFormat, data: Any) -> None:
     calls = data.draw(CALLS)[: 1 if form.calls == "one" else 3]
     before = "" if form.is_bare else data.draw(st.sampled_from(["", "Let me see.", "a < b [1] {", "<tool", "<|"]))
     text = before + WRITERS[form](in_quotes(form, calls))
@@ -122,7 +122,7 @@ fragments = st.lists(st.sampled_from([*FRAGMENTS.split(), " ", "\n"]), max_size=
 
 @pytest.mark.parametrize("form", WRITERS, ids=lambda form: form.name)
 @given(text=fragments, data=st.data())
-def test_any_text_reads_the_same_however_it_is_cut(form: ToolFormat, text: str, data: Any) -> None:
+def test_text_reads_alike_however_it_is_cut(form: ToolFormat, text: str, data: Any) -> None:
     whole = parse(form, [text])
     assert parse(form, chunks_of(text, data)) == whole == parse(form, list(text))
     begins = (*form.begins, "[" if form.calls == "list" else "{")
@@ -150,7 +150,7 @@ def test_any_text_reads_the_same_however_it_is_cut(form: ToolFormat, text: str, 
         (formats.COHERE, '<|START_ACTION|>[{"tool_name": "nobody", "parameters": {}}]'),
     ],
 )
-def test_text_that_only_looks_like_a_call_stays_text(form: ToolFormat, text: str) -> None:
+def test_text_resembling_a_call_stays_text(form: ToolFormat, text: str) -> None:
     assert parse(form, [text]) == (text, [])
 
 
@@ -192,7 +192,7 @@ CANNOT = [
 
 
 @pytest.mark.parametrize(("schema", "what"), CANNOT, ids=[what for _, what in CANNOT])
-def test_what_raw_strings_cannot_carry_is_refused_and_left_out_if_loose(schema: dict[str, Any], what: str) -> None:
+def test_unrepresentable_raw_strings_are_refused_unless_loose(schema: dict[str, Any], what: str) -> None:
     def grammar(form: ToolFormat, strict: bool | None) -> str:
         tools = [Tool(Function("f", parameters=schema, strict=strict))]
         return calls_grammar(form, tools, world(True).tokenizer.token_to_id, parallel=False, required=True)
@@ -218,9 +218,7 @@ MIXED: list[tuple[dict[str, Any], dict[str, bool]]] = [
 
 @pytest.mark.parametrize("form", [formats.QWEN3_CODER, formats.GLM], ids=lambda form: form.name)
 @pytest.mark.parametrize(("schema", "texts"), MIXED)
-def test_a_raw_text_is_taken_if_what_is_read_of_it_fits(
-    form: ToolFormat, schema: dict[str, Any], texts: dict[str, bool]
-) -> None:
+def test_raw_text_is_taken_if_its_value_fits(form: ToolFormat, schema: dict[str, Any], texts: dict[str, bool]) -> None:
     here = world(True)
     whole = {"type": "object", "properties": {"a": schema}, "required": ["a"], "additionalProperties": False}
     tools = [{"type": "function", "function": {"name": "f", "parameters": whole}}]
@@ -293,7 +291,7 @@ def test_channels_do_not_depend_on_cuts(text: str, data: Any) -> None:
     assert split([text]) == split(chunks_of(text, data)) == split(list(text))
 
 
-def test_a_constraint_of_the_answer_begins_behind_its_header() -> None:
+def test_a_constraint_begins_after_the_answers_header() -> None:
     here = world(True)
     plan = here.plan(formats.GPT_OSS, tools=None, response_format={"type": "json_object"})
     assert plan.params.constraint.begin_after == tuple(

@@ -164,7 +164,7 @@ def test_random_calls_parse_and_fit_their_schemas(form: ToolFormat, has_marks: b
     record_property("cut answers", num_cut)
 
 
-def test_formats_differ_in_what_they_make_of_one_call() -> None:
+def test_formats_write_one_call_differently() -> None:
     texts = {writer([("log", {"text": "x", "level": 2, "when": None})]) for writer in WRITERS.values()}
     assert len(texts) == len(WRITERS)
     assert PYTHONIC in WRITERS

@@ -62,6 +62,12 @@ def tools_field(*tools: Tool) -> list[Any]:
 # ---- requests ------------------------------------------------------------------------------------------------------
 
 
+def allowing(mode: str, *names: str) -> dict[str, Any]:
+    """Returns the tool choice that allows these functions only."""
+    tools = [{"type": "function", "function": {"name": name}} for name in names]
+    return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": tools}}
+
+
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
@@ -78,6 +84,8 @@ def tools_field(*tools: Tool) -> list[Any]:
         ({"tool_choice": {"type": "function", "function": {"name": "f"}}}, "tool_choice"),
         ({"tools": tools_field(), "tool_choice": "sometimes"}, "tool_choice"),
         ({"tools": tools_field(), "tool_choice": {"type": "function"}}, "tool_choice.function"),
+        ({"tools": tools_field(), "tool_choice": allowing("required", "get_weather_2", "f")}, "tool_choice"),
+        ({"tools": tools_field(), "tool_choice": allowing("auto")}, "tool_choice"),
         ({"tools": tools_field(), "structured_outputs": {"regex": "a"}}, "structured_outputs"),
     ],
 )
@@ -87,7 +95,7 @@ def test_a_mistake_in_tools_names_its_field(fields: dict[str, Any], param: str) 
     assert caught.value.param == param
 
 
-def test_calls_and_their_results_reach_the_template_as_it_expects_them() -> None:
+def test_calls_and_results_reach_the_template() -> None:
     call = {"id": "call_1", "type": "function", "function": {"name": "f", "arguments": '{"b": 1, "a": [2]}'}}
     messages = [
         {"role": "user", "content": "x"},
@@ -155,7 +163,7 @@ layouts = st.sampled_from([{}, {"indent": 1}, {"separators": (",", ":")}, {"ensu
 
 @pytest.mark.parametrize("form", FORMATS, ids=lambda form: form.name)
 @given(data=st.data())
-def test_calls_come_back_as_they_were_made_however_the_text_is_cut(form: ToolFormat, data: Any) -> None:
+def test_calls_survive_any_cutting_of_the_text(form: ToolFormat, data: Any) -> None:
     calls, layout = data.draw(calls_made), data.draw(layouts)
     if form.is_bare:
         calls = calls[:1]
@@ -191,7 +199,7 @@ fragments = st.lists(st.sampled_from([*FRAGMENTS.split(), " ", "\n"]), max_size=
 
 @pytest.mark.parametrize("form", FORMATS, ids=lambda form: form.name)
 @given(text=fragments, data=st.data())
-def test_any_text_parses_the_same_however_it_is_cut(form: ToolFormat, text: str, data: Any) -> None:
+def test_text_parses_alike_however_it_is_cut(form: ToolFormat, text: str, data: Any) -> None:
     whole = parse(form, [text])
     assert parse(form, data.draw(chunked(st.just(text)))) == whole
     assert parse(form, list(text)) == whole
@@ -253,7 +261,7 @@ def random_walk(vocabulary: tuple[Any, Any], grammar: str, wish: str, seed: int)
 @pytest.mark.parametrize("parallel", [False, True])
 @pytest.mark.parametrize("required", [False, True])
 @pytest.mark.parametrize("form", FORMATS, ids=lambda form: form.name)
-def test_every_text_of_the_grammar_parses_into_valid_calls(
+def test_grammar_texts_parse_into_valid_calls(
     demo_vocabulary: Any, form: ToolFormat, required: bool, parallel: bool
 ) -> None:
     token_id = demo_vocabulary[0].token_to_id
@@ -300,7 +308,10 @@ def plan(tokenizer: Tokenizer, **fields: Any) -> Any:
 
 def test_the_choice_decides_the_constraint(tokenizer: Tokenizer) -> None:
     named = {"type": "function", "function": {"name": "get_weather_2"}}
+    allowed = ("get_weather_2",)
     for choice, calls, starts in [
+        (allowing("auto", *allowed), 1, "start: TEXT?"),
+        (allowing("required", *allowed), 1, "start: SPACE?"),
         (None, 2, "start: TEXT?"),
         ("auto", 2, "start: TEXT?"),
         ("required", 2, "start: SPACE?"),
@@ -314,6 +325,13 @@ def test_the_choice_decides_the_constraint(tokenizer: Tokenizer) -> None:
     assert plan(tokenizer, tools=tools_field(), tool_choice="none").params.constraint is None
     assert plan(tokenizer, tools=tools_field(), tool_choice="none").tool_format is None
     assert plan(tokenizer, tools=tools_field(Tool(Function("f", strict=False)))).params.constraint.loose
+
+
+def test_the_prompt_shows_tools_that_may_not_be_called_now() -> None:
+    request = body(tools=tools_field(), tool_choice=allowing("auto", "get_weather_2"))
+    assert len(request.shown_tools()) == len(tools_field())
+    assert [tool.function.name for tool in request.callable_tools()] == ["get_weather_2"]
+    assert [field for field, _ in request.tool_constraints()] == ["tools[1].function.parameters"]
 
 
 def test_a_template_without_tools_refuses_them() -> None:

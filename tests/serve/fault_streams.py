@@ -29,7 +29,7 @@ APP = "faults"
 """Not that of the servers of other tests, whose engines run under this process too."""
 ENGINE, INGRESS = f"ray::ServeReplica:{APP}:engine", f"ray::ServeReplica:{APP}:ingress"
 RANK, GRAMMAR_ACTOR, CONTROLLER = "ray::RankActor", "ray::GrammarActor", "ray::ServeController"
-"""How the processes' titles begin."""
+"""Beginnings of the processes' titles."""
 WORDS = {"type": "array", "items": {"enum": ["ab", "cde", "f"]}, "minItems": 60, "maxItems": 70}
 TOOL = {
     "type": "function",
@@ -70,15 +70,15 @@ class Stream:
     """What one client read."""
 
     texts: dict[int, str] = dataclasses.field(default_factory=dict)
-    """Of each choice: text, or arguments of tools."""
+    """Text of each choice, or arguments of tools."""
     logprobs: list[str] = dataclasses.field(default_factory=list)
-    """Their tokens."""
+    """Tokens of the log-probabilities."""
     finish: dict[int, str] = dataclasses.field(default_factory=dict)
     num_tokens: int | None = None
-    """As `usage` says."""
+    """Number of tokens in `usage`."""
     error: str | None = None
     times: list[float] = dataclasses.field(default_factory=list)
-    """When events came, on `time.monotonic`'s clock."""
+    """Times of the events, by `time.monotonic`."""
 
     @property
     def is_complete(self) -> bool:
@@ -156,9 +156,9 @@ class Setup(msgspec.Struct, frozen=True):
     num_standbys: int = 0
     version: str = "1"
     options: dict[str, Any] = {}
-    """Of the engines, beside those that all have."""
+    """Options of the engines besides those that all have."""
     resources: dict[str, float] = {}
-    """Of Ray, that an engine claims: where it may run."""
+    """Ray's resources that an engine claims, which decide its node."""
 
 
 class Application:

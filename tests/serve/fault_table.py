@@ -21,11 +21,11 @@ from tests.serve.fault_streams import ENGINE, INGRESS, RANK, Application, Setup,
 
 NUM_REPETITIONS = 20 if PROVE else 1
 MOST_TRIES = 5
-"""On a busy machine the streams that a fault was meant for may have ended before."""
+"""Number of attempts. On a busy machine the streams may have ended before the fault."""
 NUM_EVENTS = 5
-"""That every stream has had before the fault."""
+"""Number of events of every stream before the fault."""
 ANOTHER_S, ANEW_S = 1.0, 10.0
-"""Half of the pauses must be shorter: where another engine is there, and where one, or its ranks, must be started."""
+"""Median pause in seconds: where another engine is there, and where one, or its ranks, must start."""
 BUSY = 3.0
 """A machine with other work may take so many times as long."""
 

@@ -119,7 +119,7 @@ async def test_requests_that_find_no_descriptor_fail_alone() -> None:
 
 
 @async_test
-async def test_of_too_many_strangers_the_oldest_goes_and_engines_connect(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_oldest_stranger_is_dropped_and_engines_connect(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(token_channel, "MAX_UNPROVEN", 4)
 
     ends = Ends()
@@ -136,7 +136,7 @@ async def test_of_too_many_strangers_the_oldest_goes_and_engines_connect(monkeyp
 
 
 @async_test
-async def test_one_failed_connect_does_not_forget_a_later_connection() -> None:
+async def test_one_failed_connect_keeps_later_connections() -> None:
     ends = Ends()
     with socket.socket() as closed:
         closed.bind(("127.0.0.1", 0))
@@ -160,7 +160,7 @@ async def test_one_failed_connect_does_not_forget_a_later_connection() -> None:
 
 @pytest.mark.parametrize("number", [errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ECONNRESET])
 @async_test
-async def test_a_connection_that_ends_by_any_error_is_lost_and_made_again(number: int) -> None:
+async def test_any_connection_error_causes_a_new_connection(number: int) -> None:
     ends = Ends()
     address = await ends.receiver.start()
     await ends.sender.connect(address)
@@ -174,7 +174,7 @@ async def test_a_connection_that_ends_by_any_error_is_lost_and_made_again(number
 
 
 @async_test
-async def test_a_stream_whose_engine_is_lost_goes_on_and_fails_where_a_third_one_is_lost_over_it_alone(
+async def test_a_stream_continues_twice_then_fails(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     async with local_server() as server:
@@ -228,7 +228,7 @@ def _texts(stream: bytes) -> list[str]:
 
 
 @async_test
-async def test_what_a_call_to_an_engine_raises_is_told_in_a_line(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_engine_calls_exception_becomes_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     async with local_server() as server:
 
         async def failing(*_: object) -> None:
@@ -261,7 +261,7 @@ async def test_a_call_that_reaches_no_engine_is_repeated(error: Exception, monke
         await server.until_idle()
 
 
-def test_a_request_whose_engine_is_stuck_ends_after_its_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stuck_engines_request_ends_after_its_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prompt_run, "OVERDUE_S", 0.2)
     goes_on = threading.Event()
 
@@ -288,7 +288,7 @@ def test_a_request_whose_engine_is_stuck_ends_after_its_deadline(monkeypatch: py
 
 
 @async_test
-async def test_a_client_with_many_requests_at_once_holds_up_no_other_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_client_with_many_requests_blocks_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
     async with local_server() as server:
         begun: list[str] = []
 
@@ -308,7 +308,7 @@ async def test_a_client_with_many_requests_at_once_holds_up_no_other_ones(monkey
         assert not client._call_locks
 
 
-def test_what_an_engine_runs_that_starts_its_ranks_anew_goes_on_where_another_one_is(
+def test_requests_of_restarting_ranks_move_elsewhere(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     are_there = threading.Event()

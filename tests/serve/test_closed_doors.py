@@ -32,7 +32,7 @@ PROVE = os.environ.get("MANTA_PROVE") == "1"
 
 VICTIM, ATTACKER = "the-key-of-the-victim", "the-key-of-the-attacker"
 MAX_GROWTH_BYTES = 100 * 2**20
-"""Of any process."""
+"""Largest growth of any process."""
 STANDSTILL_S = 3.0
 """A longer gap in a stream is compared with gaps while nobody attacks; what is looked for held streams up for many
 seconds.
@@ -68,7 +68,7 @@ class Stream:
         arguments = [str(server.port), VICTIM, server.model]
         self.process = subprocess.Popen([sys.executable, "-c", READER, *arguments], stdout=subprocess.PIPE, text=True)
         self.gaps: list[tuple[float, float]] = []
-        """When an event came, and seconds since the one before."""
+        """Time of each event, and seconds since the one before."""
         threading.Thread(target=self._read, daemon=True).start()
 
     def _read(self) -> None:

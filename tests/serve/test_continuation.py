@@ -64,7 +64,7 @@ KINDS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "drafts": ({"seed": 8, "n": 2, "allowed_token_ids": (9, 11), "ignore_eos": True}, DRAFTS),
     "prompt-logprobs": ({"seed": 6, "n": 2, "prompt_logprobs": 1, "logprobs": 1, "ignore_eos": True}, {}),
 }
-"""What a request asks for, and options of the engine. Prompts take several steps."""
+"""Requests, and options of the engine. Prompts take several steps."""
 
 
 def make_engine(**options: Any) -> Engine:
@@ -143,7 +143,7 @@ def run(engine: Engine, request: EngineRequest, answer: Answer, progress: Progre
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_request_cut_at_any_token_ends_as_if_nothing_had_happened(kind: str) -> None:
+def test_a_request_cut_anywhere_ends_unchanged(kind: str) -> None:
     fields, options = KINDS[kind]
     chooser = random.Random(kind)
     prompt = [chooser.randrange(5, VOCAB_SIZE) for _ in range(40)]
@@ -165,7 +165,7 @@ def test_a_request_cut_at_any_token_ends_as_if_nothing_had_happened(kind: str) -
         answer.check(expected, "speculative" in options)
 
 
-def test_the_first_engine_counts_the_cached_prompt_and_the_second_counts_it_no_more() -> None:
+def test_only_the_first_engine_counts_cached_prompts() -> None:
     engine = make_engine()
     prompt = list(range(5, 69))
     request = EngineRequest(request_id="a", prompt_token_ids=prompt, params=SamplingParams(max_tokens=20, seed=1))
@@ -178,7 +178,7 @@ def test_the_first_engine_counts_the_cached_prompt_and_the_second_counts_it_no_m
     assert engine.stats().prefix_cache_queries == queries
 
 
-def test_a_continuation_is_refused_where_it_cannot_fit_and_not_for_a_full_queue() -> None:
+def test_a_continuation_ignores_full_queues_not_limits() -> None:
     engine = make_engine(max_model_len=64, max_num_waiting=0, max_num_sequences=1)
 
     def request(name: str, continued: list[ContinuedChoice] | None) -> EngineRequest:

@@ -66,7 +66,7 @@ def deploy(name: str = "manta") -> bool:
     return deployed.deploy(None, name, "/", None, "llama on port 8000")  # type: ignore[arg-type]
 
 
-def test_a_name_that_is_taken_is_refused_and_nothing_is_deleted(cluster: Cluster) -> None:
+def test_a_taken_name_is_refused_without_deletion(cluster: Cluster) -> None:
     deploy()
     cluster.another_command()
     with pytest.raises(StartFailed) as refusal:
@@ -91,7 +91,7 @@ def test_a_command_deletes_what_it_deployed(cluster: Cluster) -> None:
 
 
 @pytest.mark.parametrize("how", ["another command", "serve deploy"])
-def test_what_another_one_put_in_its_place_is_not_deleted(
+def test_another_applications_replacement_is_not_deleted(
     cluster: Cluster, how: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     deploy()
@@ -110,7 +110,7 @@ def test_what_another_one_put_in_its_place_is_not_deleted(
 
 
 @pytest.mark.parametrize("runs", [False, True])
-def test_an_update_that_fails_leaves_what_it_was_to_replace(
+def test_a_failed_update_keeps_the_old_application(
     cluster: Cluster, runs: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     deploy()

@@ -85,7 +85,7 @@ async def is_refused(server: LocalServer) -> bool:
 
 
 @async_test
-async def test_readiness_fails_while_requests_are_still_taken_and_streams_end_whole(peers: Peers) -> None:
+async def test_readiness_fails_while_streams_finish(peers: Peers) -> None:
     async with local_server(drain_notice_s=600) as server:
         assert await server.get("/-/healthz") == (200, b"success")
         assert (await server.get("/health"))[0] == 200
@@ -122,9 +122,7 @@ async def test_the_notice_ends_when_nobody_needs_it(peers: Peers, reason: str) -
 
 
 @async_test
-async def test_streams_of_an_application_that_was_deleted_end_in_time(
-    peers: Peers, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_streams_of_a_deleted_application_end_in_time(peers: Peers, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ingress_module, "REMOVED_S", 0.2)
     peers.is_removed = True
 
@@ -137,7 +135,7 @@ async def test_streams_of_an_application_that_was_deleted_end_in_time(
 
 
 @async_test
-async def test_who_finds_no_engine_is_answered_when_the_application_ends(
+async def test_requests_without_an_engine_are_answered_at_shutdown(
     peers: Peers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Serve tells engines and ingresses to go at once, and would let what comes meanwhile wait for an engine."""

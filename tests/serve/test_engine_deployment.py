@@ -70,7 +70,7 @@ async def until_idle(replica: EngineReplica) -> None:
 
 
 @pytest.mark.parametrize("hold_s", [60.0, 0.0])
-def test_while_requests_wait_the_ends_of_others_that_are_read_whole_are_held(
+def test_ends_of_whole_answers_are_batched_under_load(
     hold_s: float, monkeypatch: pytest.MonkeyPatch, new_replica: Replicas
 ) -> None:
     """Two of 12 run at a time; what is held comes once the last two have places."""
@@ -90,9 +90,7 @@ def test_while_requests_wait_the_ends_of_others_that_are_read_whole_are_held(
     assert num_frames <= 6 if hold_s else num_frames >= 12
 
 
-def test_the_start_of_a_replica_counts_the_age_of_its_process_where_it_has_one_of_its_own(
-    monkeypatch: pytest.MonkeyPatch, new_replica: Replicas
-) -> None:
+def test_a_replicas_start_counts_its_processs_age(monkeypatch: pytest.MonkeyPatch, new_replica: Replicas) -> None:
     """What a start takes decides which requests are held for the next one."""
     began = time.time()
     replica = new_replica()
@@ -101,7 +99,7 @@ def test_the_start_of_a_replica_counts_the_age_of_its_process_where_it_has_one_o
     assert DeployedEngine.seconds_before() == pytest.approx(age_s, abs=5.0)  # the boot's time is known to a second
 
 
-def test_what_is_held_is_told_before_an_engine_ends(monkeypatch: pytest.MonkeyPatch, new_replica: Replicas) -> None:
+def test_held_results_are_sent_before_shutdown(monkeypatch: pytest.MonkeyPatch, new_replica: Replicas) -> None:
     monkeypatch.setattr(engine_deployment, "HOLD_S", 60.0)
 
     async def scenario() -> None:
@@ -129,7 +127,7 @@ def test_what_is_held_is_told_before_an_engine_ends(monkeypatch: pytest.MonkeyPa
     asyncio.run(scenario())
 
 
-def test_tokens_travel_on_the_channel_and_the_call_answers_with_the_result(new_replica: Replicas) -> None:
+def test_tokens_use_the_channel_results_the_call(new_replica: Replicas) -> None:
     async def scenario() -> None:
         replica, ingress = new_replica(), Ingress()
         address = await ingress.receiver.start()
@@ -146,7 +144,7 @@ def test_tokens_travel_on_the_channel_and_the_call_answers_with_the_result(new_r
     asyncio.run(scenario())
 
 
-def test_what_a_constraint_takes_is_time_of_its_request(monkeypatch, new_replica: Replicas) -> None:
+def test_a_constraints_time_counts_against_its_request(monkeypatch, new_replica: Replicas) -> None:
     async def scenario() -> None:
         replica, ingress = new_replica(), Ingress()
         address = await ingress.receiver.start()
@@ -167,7 +165,7 @@ def test_what_a_constraint_takes_is_time_of_its_request(monkeypatch, new_replica
     asyncio.run(scenario())
 
 
-def test_a_burst_is_prefilled_together_where_a_step_is_worth_waiting_for(monkeypatch, new_replica: Replicas) -> None:
+def test_a_burst_is_prefilled_together(monkeypatch, new_replica: Replicas) -> None:
     """The first request of a burst wakes the engine; those that follow while it waits share its first step."""
     monkeypatch.setattr(burst, "LIMIT_S", 5.0)
 
@@ -207,7 +205,7 @@ def test_a_burst_is_prefilled_together_where_a_step_is_worth_waiting_for(monkeyp
     asyncio.run(scenario())
 
 
-def test_cancelling_the_call_a_stop_string_and_a_lost_ingress_each_free_the_request(new_replica: Replicas) -> None:
+def test_every_kind_of_end_frees_the_request(new_replica: Replicas) -> None:
     async def scenario() -> None:
         replica, ingress = new_replica(), Ingress()
         address = await ingress.receiver.start()
@@ -237,9 +235,7 @@ def test_cancelling_the_call_a_stop_string_and_a_lost_ingress_each_free_the_requ
     asyncio.run(scenario())
 
 
-def test_a_dead_step_loop_fails_open_and_later_calls_and_is_reported_unhealthy(
-    monkeypatch, new_replica: Replicas
-) -> None:
+def test_a_dead_step_loop_reports_unhealthy(monkeypatch, new_replica: Replicas) -> None:
     async def scenario() -> None:
         replica, ingress = new_replica(), Ingress()
         address = await ingress.receiver.start()
@@ -294,7 +290,7 @@ def test_the_wait_for_a_burst_is_learned() -> None:
     assert [wake(0, 0) for _ in range(4)] == [0.004, 0.002, 0.001, 0.001]  # lone requests
 
 
-def test_a_choice_that_fails_leaves_the_request_to_serve(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_failed_routing_choice_is_left_to_serve(caplog: pytest.LogCaptureFixture) -> None:
     """Serve drops a request for which a router raises, and its caller would wait until the deadline."""
     router = EngineRouter.__new__(EngineRouter)
     router._deployment, router._listed, router._by_name = "engine", [], {}

@@ -110,7 +110,7 @@ def short_folder() -> Iterator[pathlib.Path]:
     shutil.rmtree(folder, ignore_errors=True)
 
 
-def test_a_start_that_is_interrupted_at_any_moment_leaves_nothing(short_folder: pathlib.Path) -> None:
+def test_an_interrupted_start_leaves_nothing(short_folder: pathlib.Path) -> None:
     whole = Start(short_folder)
     seconds = whole.seconds_until_ready()
     assert whole.interrupt(signal.SIGINT, 0, whole_group=True)[0] == 0, "it has served"
@@ -175,7 +175,7 @@ def test_a_first_start_says_what_takes_long(short_folder: pathlib.Path) -> None:
     assert start.left() == []
 
 
-def test_a_batch_that_is_interrupted_while_it_starts_leaves_nothing(short_folder: pathlib.Path) -> None:
+def test_an_interrupted_batch_start_leaves_nothing(short_folder: pathlib.Path) -> None:
     (short_folder / "in.jsonl").write_text('{"custom_id": "1", "url": "/v1/completions", "body": {}}\n')
     start = Start(short_folder, "batch", str(short_folder / "in.jsonl"), str(short_folder / "out.jsonl"))
     while not any("raylet" in process.name() for process in start.left()):

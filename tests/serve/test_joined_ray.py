@@ -33,7 +33,7 @@ from tests.serve.test_start_failures import refusal, serve
 
 RAY = str(pathlib.Path(sys.executable).parent / "ray")
 SOON_S = 10.0
-"""From the command to its refusal, on a machine that has nothing else to do."""
+"""Seconds from the command to its refusal, on an idle machine."""
 
 
 class Cluster:
@@ -88,7 +88,7 @@ def joining(
         ({"RAY_AUTH_MODE": "disabled"}, ["unset RAY_AUTH_MODE"]),
     ],
 )
-def test_a_cluster_that_cannot_be_joined_is_told_in_a_sentence(
+def test_an_unjoinable_cluster_is_explained_in_a_sentence(
     cluster: Cluster, environment: dict[str, str], words: list[str]
 ) -> None:
     started = time.monotonic()
@@ -106,7 +106,7 @@ def test_a_cluster_that_cannot_be_joined_is_told_in_a_sentence(
         ("nonsense", ["nonsense", "host:port"]),
     ],
 )
-def test_an_address_of_no_cluster_is_told_in_a_sentence(address: str, words: list[str]) -> None:
+def test_an_address_without_cluster_is_explained(address: str, words: list[str]) -> None:
     with pytest.raises(StartFailed) as failure:
         joined_ray.start(address)
     for word in words:
@@ -114,7 +114,7 @@ def test_an_address_of_no_cluster_is_told_in_a_sentence(address: str, words: lis
 
 
 @pytest.mark.prove
-def test_an_engine_that_cannot_start_on_a_joined_cluster_is_told(cluster: Cluster, tmp_path: pathlib.Path) -> None:
+def test_an_engines_failed_start_is_reported(cluster: Cluster, tmp_path: pathlib.Path) -> None:
     folder = tmp_path / "four-layers"
     shutil.copytree(checkpoint("llama"), folder)
     config = json.loads((folder / "config.json").read_text())
@@ -159,7 +159,7 @@ def test_more_threads_than_any_node_has_are_refused(cluster: Cluster) -> None:
 
 
 @pytest.mark.prove
-def test_an_engine_that_waits_for_cpus_that_others_hold_says_so(cluster: Cluster) -> None:
+def test_an_engine_waiting_for_cpus_says_so(cluster: Cluster) -> None:
     environment = {**os.environ, "HOME": str(cluster.home), "RAY_ADDRESS": cluster.address, "RAY_AUTH_MODE": "token"}
     holder = subprocess.Popen([sys.executable, "-c", HOLD], stdout=subprocess.PIPE, text=True, env=environment)
     assert holder.stdout is not None
@@ -220,7 +220,7 @@ def test_ingresses_of_one_node_share_its_port(cluster: Cluster) -> None:
 
 
 @pytest.mark.prove
-def test_a_new_version_of_the_only_ingress_takes_over_without_a_gap(cluster: Cluster) -> None:
+def test_a_new_ingress_version_takes_over_without_gap(cluster: Cluster) -> None:
     port = free_port()
     settings = ("num_engine_replicas=2",)
     ended = threading.Event()

@@ -66,7 +66,7 @@ async def answer(port: int) -> str:
         return (await client.get(f"http://127.0.0.1:{port}/here")).text
 
 
-def test_a_port_is_taken_again_while_old_connections_linger() -> None:
+def test_a_port_with_lingering_connections_is_taken_again() -> None:
     port = port_with_a_connection_that_its_server_closed()
     with socket.socket() as plain, pytest.raises(OSError, match="in use"):
         plain.bind(("127.0.0.1", port))
@@ -79,7 +79,7 @@ def test_a_port_is_taken_again_while_old_connections_linger() -> None:
 
 
 @async_test
-async def test_a_port_of_another_is_refused_and_an_end_is_noticed() -> None:
+async def test_a_taken_port_is_refused_and_closing_noticed() -> None:
     port = port_with_a_connection_that_its_server_closed()
     listener = await listening(port)
     with pytest.raises(OSError, match="in use"):
@@ -91,15 +91,13 @@ async def test_a_port_of_another_is_refused_and_an_end_is_noticed() -> None:
         await listener.ensure_listening()
 
 
-def test_a_listener_that_is_told_to_go_before_it_serves_ends() -> None:
+def test_a_listener_stopped_before_serving_ends() -> None:
     asyncio.run(Listener(app, ServeConfig(port=free_port())).close())
 
 
 @pytest.mark.parametrize("num_turns", [0, 2, 3])
 @async_test
-async def test_who_was_connected_when_the_port_closed_is_answered(
-    num_turns: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_clients_connected_before_closing_are_answered(num_turns: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Connected in that turn of the event loop, before or after a listener begins to close in the first."""
     monkeypatch.setattr(listener_module, "TICK_S", 0.05)
 
@@ -228,7 +226,7 @@ async def test_requests_sent_ahead_have_a_bound() -> None:
 
 
 @async_test
-async def test_half_sent_requests_give_way_and_nobody_is_shut_out() -> None:
+async def test_half_sent_requests_make_room_for_others() -> None:
     async with limited(ListenerLimits(max_connections=20, max_connections_per_address=10)) as port:
         held = []
         for _ in range(60):
@@ -312,7 +310,7 @@ async def test_peers_share_a_port_and_whoever_stays_answers(locks: None) -> None
     await asyncio.wait_for(asyncio.gather(second.close(), third.close()), PATIENCE_S)
 
 
-def test_a_port_is_not_shared_with_strangers_who_would_share_it(locks: None) -> None:
+def test_a_port_is_not_shared_with_strangers(locks: None) -> None:
     """Serve's proxies listen with SO_REUSEPORT, and so do the ingresses of another cluster."""
     with bound("127.0.0.1", free_port(), shared=True) as proxy:
         proxy.listen()
@@ -326,9 +324,7 @@ def test_a_port_is_not_shared_with_strangers_who_would_share_it(locks: None) -> 
             Port("127.0.0.1", number).take()
 
 
-def test_a_folder_of_locks_that_another_user_made_first_is_not_used(
-    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_another_users_lock_folder_is_not_used(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     places = [tmp_path / "tmp", tmp_path / "runtime"]
     for place in places:
         place.mkdir()
@@ -345,7 +341,7 @@ def test_a_folder_of_locks_that_another_user_made_first_is_not_used(
     assert not list((places[0] / name).iterdir())
 
 
-def test_a_port_is_free_again_after_its_last_peer(locks: None) -> None:
+def test_a_port_is_free_after_its_last_peer(locks: None) -> None:
     number = free_port()
     for peers in ("one", "other"):
         port = Port("127.0.0.1", number, peers)
@@ -353,7 +349,7 @@ def test_a_port_is_free_again_after_its_last_peer(locks: None) -> None:
         port.give_back()
 
 
-def test_folders_of_locks_that_others_may_write_are_refused(
+def test_lock_folders_writable_by_others_are_refused(
     tmp_path: pathlib.Path, locks: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(port_module, "OTHER_PLACES", ())

@@ -34,7 +34,7 @@ EVERYTHING = (
         pytest.param((*EVERYTHING, "http_server=proxy"), id="proxies", marks=pytest.mark.prove),
     ],
 )
-def test_nothing_that_a_server_starts_listens_beyond_this_machine(
+def test_a_server_listens_on_loopback_only(
     settings: tuple[str, ...], tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Ray would start without its token here, and Serve's replicas would listen everywhere."""
@@ -53,7 +53,7 @@ def test_nothing_that_a_server_starts_listens_beyond_this_machine(
         server.stop()
 
 
-def test_the_store_of_several_machines_listens_at_one_address() -> None:
+def test_the_multi_machine_store_listens_at_one_address() -> None:
     store, address = open_store("127.0.0.1")
     host, port = address.rsplit(":", 1)
     assert ipaddress.ip_address(host).is_loopback
@@ -63,7 +63,7 @@ def test_the_store_of_several_machines_listens_at_one_address() -> None:
     assert store.get("a") == b"b"
 
 
-def test_the_store_of_one_machine_is_a_file_that_nobody_else_can_reach() -> None:
+def test_the_single_machine_store_is_a_private_file() -> None:
     folder = PrivateFolder()
     try:
         num_sockets = len(psutil.Process().net_connections())

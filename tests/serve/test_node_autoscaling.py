@@ -32,7 +32,7 @@ def numbers(url: str) -> tuple[int, int, int]:
     return running["engine"], running["ingress"], sum(node["alive"] for node in status["nodes"])
 
 
-def test_a_node_comes_and_goes_with_the_engine_that_needs_it() -> None:
+def test_a_node_starts_and_stops_with_its_engine() -> None:
     port = free_port()
     url, ended = f"http://127.0.0.1:{port}", threading.Event()
     body = {"model": checkpoint("llama").name, "prompt": [5, 6, 7], "max_tokens": 200, "ignore_eos": True}

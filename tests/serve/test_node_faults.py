@@ -27,10 +27,10 @@ pytestmark = [pytest.mark.prove, pytest.mark.timeout(3600)]
 
 ROOT = str(pathlib.Path(__file__).resolve().parents[2])
 PLACE = {"engine": 1}
-"""What a node has and an engine claims."""
+"""The resource that a node has and an engine claims."""
 TWO, ONE = Setup(resources=PLACE), Setup(num_engines=1, resources=PLACE)
 GCS_RESTART_S = 2.0
-"""What whoever looks after the head takes to start its GCS anew."""
+"""Seconds until the head's GCS is restarted by its supervisor."""
 
 
 class Nodes:

@@ -81,7 +81,7 @@ def engine() -> OutputSender:
 
 
 @pytest.mark.parametrize("is_secured", [True, False])
-def test_nobody_on_the_wire_reads_tokens_or_the_secret(
+def test_the_wire_shows_neither_tokens_nor_secret(
     is_secured: bool, run: Run, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if is_secured:
@@ -102,7 +102,7 @@ def test_nobody_on_the_wire_reads_tokens_or_the_secret(
     run(main())
 
 
-def test_who_has_no_certificate_of_the_nodes_authority_is_no_engine(
+def test_engines_without_the_nodes_certificate_are_rejected(
     run: Run, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Neither a node of another authority, nor one without TLS, even if it knows the secret."""
@@ -132,7 +132,7 @@ def test_who_has_no_certificate_of_the_nodes_authority_is_no_engine(
     run(main())
 
 
-def test_an_engine_that_expects_tls_does_not_talk_to_an_ingress_without(
+def test_a_tls_engine_refuses_a_plain_ingress(
     run: Run, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     node = Node(tmp_path / "node", trustme.CA())

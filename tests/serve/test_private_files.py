@@ -64,14 +64,14 @@ print(not own_ray._has_raylet())
 """
 
 
-def test_a_ray_that_registers_late_is_waited_for_while_its_raylet_lives() -> None:
+def test_a_slow_ray_is_awaited_while_alive() -> None:
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     command = [sys.executable, "-c", WAITS]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=PATIENCE_S)
     assert done.stdout.split() == ["True"] * 5, done.stderr
 
 
-def test_a_ray_of_our_own_is_this_users_alone(tmp_path: pathlib.Path) -> None:
+def test_own_ray_is_private_to_this_user(tmp_path: pathlib.Path) -> None:
     """Its folder, what it listens on, its token and its logs; nothing is left of it."""
     (tmp_path / ".ray").mkdir()
     (tmp_path / ".ray" / "auth_token").write_text("0" * 64)
@@ -89,9 +89,7 @@ def test_a_ray_of_our_own_is_this_users_alone(tmp_path: pathlib.Path) -> None:
     assert len(done.stdout.splitlines()) == 5
 
 
-def test_what_a_killed_process_left_is_removed_and_what_is_used_is_not(
-    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_leftovers_of_killed_processes_are_removed(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     short = pathlib.Path(tempfile.mkdtemp(prefix="t", dir="/tmp"))
     monkeypatch.setattr(tempfile, "tempdir", str(short))
     code = "import os; from cluster.private_folder import PrivateFolder; print(PrivateFolder().path, flush=True)"
@@ -132,7 +130,7 @@ def test_the_logs_of_the_last_failed_starts_stay(monkeypatch: pytest.MonkeyPatch
     shutil.rmtree(short)
 
 
-def test_a_long_path_for_files_of_a_while_is_not_taken(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> None:
+def test_an_overlong_temporary_path_is_not_used(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> None:
     long = tmp_path / ("x" * 60)
     long.mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(long))
@@ -161,7 +159,7 @@ def library() -> pathlib.Path:
     return build.library_for(processor.form(), ("true",))
 
 
-def test_a_library_that_others_could_have_written_is_compiled_again(compiled: list[pathlib.Path]) -> None:
+def test_a_library_writable_by_others_is_recompiled(compiled: list[pathlib.Path]) -> None:
     path = library()
     assert (library(), len(compiled)) == (path, 1), "it is found in the cache"
     path.write_text("of somebody else")
@@ -176,7 +174,7 @@ def test_a_library_that_others_could_have_written_is_compiled_again(compiled: li
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="gives files to another user")
-def test_a_library_and_a_folder_of_another_user_are_not_loaded(compiled: list[pathlib.Path]) -> None:
+def test_another_users_library_is_not_loaded(compiled: list[pathlib.Path]) -> None:
     path = library()
     try:
         os.chown(path, 12345, 12345)
@@ -189,7 +187,7 @@ def test_a_library_and_a_folder_of_another_user_are_not_loaded(compiled: list[pa
         library()
 
 
-def test_a_cache_below_a_folder_that_others_may_change_is_not_used(
+def test_a_cache_below_a_shared_folder_is_unused(
     compiled: list[pathlib.Path], tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Who may write to a folder may put another one under the name of what is in it."""
@@ -202,7 +200,7 @@ def test_a_cache_below_a_folder_that_others_may_change_is_not_used(
     assert library().is_file(), "as in /tmp nobody can replace what another user has made"
 
 
-def test_the_file_that_is_loaded_is_the_one_that_was_checked(tmp_path: pathlib.Path) -> None:
+def test_the_loaded_file_is_the_checked_one(tmp_path: pathlib.Path) -> None:
     file = build.library_for(processor.form(), build.find_compiler() or ("c++",))
     loaded = build.load_checked(file)
     assert loaded._name == str(file)

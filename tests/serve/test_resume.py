@@ -131,7 +131,7 @@ def num_cached(two: Client, prompt: list[int], **headers: str) -> int:
     return answer["usage"]["prompt_tokens_details"]["cached_tokens"]
 
 
-def test_a_conversation_goes_back_to_the_engine_that_has_it(two: Client) -> None:
+def test_a_conversation_returns_to_its_engine(two: Client) -> None:
     for number in range(8):  # by chance all would with probability 2^-8
         prompt = [30 + number] * 96
         assert num_cached(two, prompt) == 0
@@ -139,7 +139,7 @@ def test_a_conversation_goes_back_to_the_engine_that_has_it(two: Client) -> None
         assert num_cached(two, [*prompt, *PROMPT, *PROMPT]) == 112
 
 
-def test_several_prompts_and_choices_of_one_body_are_answered_as_one_by_one(two: Client) -> None:
+def test_prompts_and_choices_together_equal_single_ones(two: Client) -> None:
     prompts = [[60] * 40 + [5 + number] for number in range(5)]
     body = {"model": two.model, "max_tokens": 6, "ignore_eos": True, "seed": 1}
     together = two.post("/v1/completions", {**body, "prompt": prompts, "n": 2})[2]["choices"]
@@ -148,7 +148,7 @@ def test_several_prompts_and_choices_of_one_body_are_answered_as_one_by_one(two:
 
 
 @pytest.mark.parametrize("name", [*ROWS, *(pytest.param(name, marks=pytest.mark.prove) for name in LONG_ROWS)])
-def test_every_stream_ends_as_if_nothing_had_happened_where(
+def test_every_stream_ends_as_without_the_fault(
     application: Application, undisturbed: list[Stream], name: str, record_property: Callable[[str, object], None]
 ) -> None:
     hold((ROWS | LONG_ROWS)[name], application, undisturbed, record_property)

@@ -133,7 +133,7 @@ class ReportMachine(RuleBasedStateMachine):
         self.ingresses = [Placement(random_seed=number) for number in range(2)]
         self.num_made = 3
         self.known: list[dict[str, set[int]]] = [collections.defaultdict(set) for _ in self.ingresses]
-        """By ingress and replica: its keys at the last report."""
+        """The keys at the last report, by ingress and replica."""
         self.show_replicas()
 
     def show_replicas(self) -> None:
@@ -228,7 +228,7 @@ def some_replicas(count: int) -> tuple[Placement, list[str]]:
     return made, names
 
 
-def test_a_prompt_goes_where_most_of_it_is_and_new_tokens_are_those_that_are_not() -> None:
+def test_a_prompt_goes_to_its_longest_cached_prefix() -> None:
     some, names = some_replicas(50)
     some.report(names[7], report(prompt("", 1)))
     some.report(names[31], report(prompt("", 1, 2)))
@@ -239,7 +239,7 @@ def test_a_prompt_goes_where_most_of_it_is_and_new_tokens_are_those_that_are_not
     assert some.place(prompt("c", 1, 2), "engine") == (names[31], 1), "the last token is always computed"
 
 
-def test_a_hot_prefix_spreads_when_its_replica_is_loaded() -> None:
+def test_a_hot_prefix_spreads_under_load() -> None:
     some, names = some_replicas(4)
     some.report(names[0], report(prompt("", 1, num_blocks=64)))
     chosen = [some.place(prompt(str(number), 1, 100 + number, num_blocks=64), "engine")[0] for number in range(40)]
@@ -249,7 +249,7 @@ def test_a_hot_prefix_spreads_when_its_replica_is_loaded() -> None:
     assert len(counts) == 4
 
 
-def test_prompts_of_one_body_go_to_one_replica_before_it_has_reported_anything() -> None:
+def test_prompts_of_one_body_share_a_replica() -> None:
     some, _ = some_replicas(20)
     # Each brings a block of its own after 100 that all share.
     chosen = [some.place(prompt(str(number), *([1] * 100), 2 + number, num_blocks=1), "engine") for number in range(4)]
@@ -272,7 +272,7 @@ def test_what_other_ingresses_have_there_counts(kind: str) -> None:
     assert some.place(prompt("b", 1, 2, num_blocks=10), "engine")[0] == names[0]
 
 
-def test_a_session_stays_where_it_was_until_much_more_waits_there() -> None:
+def test_a_session_stays_until_its_replica_is_overloaded() -> None:
     some, names = some_replicas(30)
     (home, _) = some.place(prompt("a", 1, session="s", client="me"), "engine")
     some.end("a")
@@ -299,7 +299,7 @@ def test_sessions_that_are_remembered_are_bounded(monkeypatch: pytest.MonkeyPatc
     assert len(some._sessions) == 10
 
 
-def test_avoided_replicas_get_nothing_while_there_is_another_one() -> None:
+def test_avoided_replicas_get_nothing_while_others_exist() -> None:
     some, names = some_replicas(10)
     some.report(names[3], report(prompt("", 1)))
     home = some.place(prompt("a", 1, session="s"), "engine")[0]
@@ -321,7 +321,7 @@ def test_unknown_prompts_are_spread_by_load() -> None:
     assert max(counts.values()) <= 13, "one choice at random would give 20 to some"
 
 
-def test_another_clients_flood_keeps_no_conversation_from_its_cache() -> None:
+def test_another_clients_flood_keeps_conversations_cached() -> None:
     some, names = some_replicas(2)
     mine = prompt("", 1, num_blocks=64)
     for number in range(200):
@@ -365,7 +365,7 @@ def test_what_has_ended_leaves_nothing(events: list[tuple[str, int, int]]) -> No
     assert (sum(slots), sum(some._by_load._classes)) == (some._by_load._classes[0],) * 2, "all have the least load"
 
 
-def test_an_engine_tells_each_ingress_of_the_others_work() -> None:
+def test_an_engine_reports_the_others_work_to_ingresses() -> None:
     reporter = Engine().reporter
     params = SamplingParams(n=3)
     one = EngineRequest(request_id="a", prompt_token_ids=[1] * 50, params=params, num_new_tokens=18)
@@ -419,7 +419,7 @@ def test_of_equally_busy_replicas_each_is_drawn() -> None:
     assert max(drawn.values()) < 2 * 3000 / 64
 
 
-def test_a_report_comes_with_the_first_and_last_tokens_and_else_no_more_often_than_it_must() -> None:
+def test_reports_come_with_first_and_last_tokens() -> None:
     engine = Engine()
     reporter, now = CacheReporter(lambda: 0, lambda: 0.001), prompt("a", 1)
     request = EngineRequest(request_id="a", prompt_token_ids=[1] * now.num_tokens, params=SamplingParams())
@@ -439,7 +439,7 @@ def test_a_report_comes_with_the_first_and_last_tokens_and_else_no_more_often_th
     assert len(last.added) == 2 * 8
 
 
-def test_an_engine_forgets_lost_blocks_once_every_ingress_was_told() -> None:
+def test_lost_blocks_are_forgotten_after_every_ingress_knows() -> None:
     reporter = CacheReporter(lambda: 0, itertools.count().__next__)
     told: dict[str, set[int]] = {"often": set(), "seldom": set()}
 

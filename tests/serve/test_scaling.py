@@ -248,7 +248,7 @@ def test_first_tokens_and_what_waits_for_one() -> None:
     assert meter.ttft_s == 0  # long ago
 
 
-def test_retry_after_is_when_half_of_the_queue_is_served() -> None:
+def test_retry_after_is_half_the_queues_time() -> None:
     clock = Clock()
     meter = LoadMeter(clock)
     assert meter.retry_after_s(100) is None
@@ -297,7 +297,7 @@ async def test_requests_are_held_while_an_engine_starts() -> None:
 
 
 @async_test
-async def test_a_request_that_cannot_wait_is_told_when_to_come_again() -> None:
+async def test_an_unplaceable_request_gets_a_retry_time() -> None:
     bed = Bed()
     with pytest.raises(Unavailable, match="the one that starts needs 60 s more") as caught:
         await bed.waker.wait(30.0)
@@ -327,7 +327,7 @@ async def test_so_many_are_held_and_no_more() -> None:
 
 
 @async_test
-async def test_an_engine_that_dies_at_once_is_waited_for_again(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_engine_that_dies_early_is_awaited_again(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("cluster.serve.scaling.waking.RETRY_PAUSE_S", 0.01)
 
     asleep, answers = True, [RuntimeError("it died"), 3.0]
@@ -349,7 +349,7 @@ async def test_an_engine_that_dies_at_once_is_waited_for_again(monkeypatch: pyte
 
 
 @async_test
-async def test_a_full_queue_says_when_it_will_have_room(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_full_queue_predicts_its_room(monkeypatch: pytest.MonkeyPatch) -> None:
     """One prompt of a body that finds no place is enough, and nothing of it stays."""
     async with local_server(max_num_sequences=1) as server:
         assert (await server.post(max_tokens=2))[0] == 200

@@ -37,7 +37,7 @@ def greedy_text(tokenizer, prompt_ids: list[int], num_tokens: int) -> str:
     return tokenizer.decode(reference_greedy(checkpoint("llama"), prompt_ids, num_tokens), skip_special_tokens=True)
 
 
-def test_chat_is_the_models_answer_to_the_rendered_template(client, server, tokenizer) -> None:
+def test_chat_answers_the_rendered_template(client, server, tokenizer) -> None:
     ids = tokenizer.apply_chat_template(MESSAGES, add_generation_prompt=True, return_dict=False)
     reply = client.chat.completions.create(model=server.model, messages=MESSAGES, max_tokens=20, **GREEDY)
     assert reply.choices[0].message.content == greedy_text(tokenizer, ids, 20)
@@ -62,7 +62,7 @@ def test_completions_take_strings_tokens_and_lists_of_both(client, server, token
     assert complete(ids) == expected
 
 
-def test_streams_add_up_to_the_whole_answer_even_where_characters_span_tokens(client, server) -> None:
+def test_streams_equal_whole_answers_across_split_characters(client, server) -> None:
     whole = client.chat.completions.create(
         model=server.model, messages=MESSAGES, max_tokens=60, seed=11, extra_body={"ignore_eos": True}
     )
@@ -99,7 +99,7 @@ def test_streams_add_up_to_the_whole_answer_even_where_characters_span_tokens(cl
     assert sorted(ended) == [0, 1]
 
 
-def test_a_stop_string_across_tokens_ends_the_text_and_frees_the_request(client, server) -> None:
+def test_a_stop_string_across_tokens_ends_text(client, server) -> None:
     free = client.completions.create(model=server.model, prompt="The quick", max_tokens=40, **GREEDY).choices[0].text
     stop = free[7:11]
     for stream in (False, True):
@@ -119,7 +119,7 @@ def test_a_stop_string_across_tokens_ends_the_text_and_frees_the_request(client,
     assert server.metrics()["manta:kv_cache_usage_perc"] == 0
 
 
-def test_the_stop_reason_is_what_the_client_asked_to_stop_at(client, server, tokenizer) -> None:
+def test_the_stop_reason_is_the_clients_stop(client, server, tokenizer) -> None:
     def ending(**fields) -> tuple[str, str | int | None]:
         reply = client.completions.create(model=server.model, prompt="The quick", max_tokens=9, temperature=0, **fields)
         return reply.choices[0].finish_reason, reply.choices[0].stop_reason
@@ -211,7 +211,7 @@ BAD_REQUESTS = [
 
 
 @pytest.mark.parametrize(("path", "body", "status", "param"), BAD_REQUESTS)
-def test_bad_input_is_answered_in_openais_shape_and_disturbs_nobody(server, path, body, status, param) -> None:
+def test_bad_input_gets_openai_errors_and_disturbs_nobody(server, path, body, status, param) -> None:
     if isinstance(body, dict) and path.startswith("/v1/"):
         body = {"model": server.model, **body}
     got, _, answer = server.post(path, body)
@@ -225,7 +225,7 @@ def test_bad_input_is_answered_in_openais_shape_and_disturbs_nobody(server, path
     assert answer["usage"]["completion_tokens"] <= 2
 
 
-def test_a_body_of_50_mb_is_refused_and_the_next_request_served(server) -> None:
+def test_a_50_mb_body_is_refused_harmlessly(server) -> None:
     body = {"model": server.model, "prompt": "a" * 50_000_000}
     status, _, answer = server.post("/v1/completions", body)
     assert status == 413

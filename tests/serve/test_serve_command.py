@@ -29,9 +29,9 @@ from tests.patience import PATIENCE_S, wait_until
 from tests.processes import kill_tree, running_below
 
 COMES_BACK_S = 6.0
-"""From an ingress's death to the first answer of the next one, on a machine that has nothing else to do."""
+"""Seconds from an ingress's death to the first answer of the next one, on an idle machine."""
 LINGER_S = 120.0
-"""A process that was told to end may need up to this long on a machine that has much to do."""
+"""Seconds that a process may take to end on a busy machine."""
 REQUEST_LINE = r"^\d\d:\d\d:\d\d  200  /v1/chat/completions  [\d,]+ \+ [\d,]+ tokens in [\d.]+ s, [\d,]+ tokens/s$"
 
 
@@ -157,7 +157,7 @@ def client(serve: Serve) -> httpx.Client:
     return httpx.Client(base_url=serve.url, verify=False, trust_env=False, timeout=PATIENCE_S)
 
 
-def test_an_ingress_that_is_killed_comes_back_on_its_port(running: Serve, record_property: Any) -> None:
+def test_a_killed_ingress_returns_on_its_port(running: Serve, record_property: Any) -> None:
     http = client(running)
 
     def answers() -> bool:
@@ -179,7 +179,7 @@ def test_an_ingress_that_is_killed_comes_back_on_its_port(running: Serve, record
     assert not PROVE or seconds < COMES_BACK_S
 
 
-def test_what_is_said_while_an_engine_is_dead_is_documented(running: Serve) -> None:
+def test_answers_during_an_engines_death_are_documented(running: Serve) -> None:
     """Until Serve has replaced it. Each body fits the schema of its status in `/openapi.json`."""
     http = client(running)
     judge = Document(http.get("/openapi.json").json())
@@ -233,7 +233,7 @@ print(model_message(llm.engine.model))
 """
 
 
-def test_without_a_compiler_an_engine_runs_and_serve_would_say_what_is_lost_and_the_remedy(
+def test_without_a_compiler_an_engine_warns_with_remedy(
     without_a_compiler: dict[str, str],
 ) -> None:
     command = [sys.executable, "-c", ENGINE, str(checkpoint("llama", dtype="bfloat16"))]
@@ -244,7 +244,7 @@ def test_without_a_compiler_an_engine_runs_and_serve_would_say_what_is_lost_and_
 
 
 @pytest.mark.prove
-def test_without_a_compiler_it_serves_and_says_what_is_lost_and_the_remedy(
+def test_without_a_compiler_it_serves_and_warns(
     without_a_compiler: dict[str, str],
 ) -> None:
     serve = Serve(checkpoint("llama", dtype="bfloat16"), free_port(), **without_a_compiler)

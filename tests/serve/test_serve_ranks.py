@@ -38,7 +38,7 @@ def expected() -> tuple[str, list[int]]:
     return output.outputs[0].text, output.outputs[0].token_ids
 
 
-def test_a_served_model_on_two_ranks_survives_them_and_its_engine() -> None:
+def test_a_model_on_two_ranks_survives_their_death() -> None:
     text, _ = expected()
     server = Server("engine.tensor_parallel_size=2")
 
@@ -66,7 +66,7 @@ def test_a_served_model_on_two_ranks_survives_them_and_its_engine() -> None:
         server.stop()
 
 
-def test_four_ranks_on_a_ray_of_their_own_draw_the_tokens_of_one_process() -> None:
+def test_four_ranks_draw_one_processs_tokens() -> None:
     """They may have more threads than this machine has cores."""
     root = str(pathlib.Path(__file__).resolve().parents[2])
     environment = {**os.environ, "PYTHONPATH": root}

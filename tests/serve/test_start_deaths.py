@@ -112,7 +112,7 @@ def starting(tmp_path: pathlib.Path) -> Iterator[Starting]:
             started.process.kill()
 
 
-def test_an_engine_that_dies_after_the_first_answer_is_replaced_and_the_start_goes_on(starting: Starting) -> None:
+def test_an_engine_dying_after_its_answer_is_replaced(starting: Starting) -> None:
     body = {"model": checkpoint("llama").name, "prompt": [5, 9, 17], "max_tokens": 380, "ignore_eos": True}
     body |= {"stream": True, "stream_options": {"include_usage": True}}
     streams = Streams(starting.url, [("/v1/completions", body)] * 8)
@@ -126,8 +126,8 @@ def test_an_engine_that_dies_after_the_first_answer_is_replaced_and_the_start_go
 
 
 @pytest.mark.prove
-def test_an_engine_that_cannot_start_beside_one_that_answers_is_a_warning(starting: Starting) -> None:
-    """`test_the_failure_of_a_replica_beside_one_that_answers_is_logged_once` looks at the same without engines."""
+def test_a_failed_start_beside_a_ready_engine_warns(starting: Starting) -> None:
+    """`test_a_replica_failure_is_logged_once` looks at the same without engines."""
     (starting.starts / "broken").touch()
     (starting.starts / "open").touch()
     starting.is_ready()
@@ -179,7 +179,7 @@ def test_a_start_fails_only_before_anything_has_served(looks: list[Any], outcome
     assert found == outcome
 
 
-def test_ready_replicas_of_the_version_before_do_not_hide_that_an_update_fails() -> None:
+def test_old_replicas_do_not_hide_a_failed_update() -> None:
     ready_but_failing = (*CANNOT[:3], 1)
     assert Start(updates=True).look(seen("DEPLOYING", engine=ready_but_failing, ingress=READY))[0] == FAILED
     assert Start().look(seen("DEPLOYING", engine=ready_but_failing, ingress=READY))[0] == RUNS
@@ -188,9 +188,7 @@ def test_ready_replicas_of_the_version_before_do_not_hide_that_an_update_fails()
     assert updated.look(seen("DEPLOY_FAILED", engine=STOPPED, ingress=READY))[0] == FAILED
 
 
-def test_the_failure_of_a_replica_beside_one_that_answers_is_logged_once(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_replica_failure_is_logged_once(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     """The start ends well all the same, once Serve says that it goes on trying."""
     looks = iter([(STARTING, STARTING), (CANNOT_AGAIN, STARTING), (CANNOT_AGAIN, READY)])
 

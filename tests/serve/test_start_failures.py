@@ -28,9 +28,7 @@ from tests.local_server import Handle
 from tests.patience import PATIENCE_S
 
 SOON_S = 10.0
-"""From the failure to the end of the command, with everything that it started stopped, on a machine that has nothing
-else to do.
-"""
+"""Seconds from the failure to the end of the command and of all its processes, on an idle machine."""
 
 FAILING_MODULE = """
 import ctypes, os, signal, sys, time
@@ -90,9 +88,7 @@ def log_named_in(said: str) -> pathlib.Path:
         pytest.param("crash", ["its process crashed (SIGSEGV)"], marks=pytest.mark.prove),
     ],
 )
-def test_whatever_ends_the_constructor_of_an_engine_is_told_after_one_try(
-    how: str, words: list[str], tmp_path: pathlib.Path
-) -> None:
+def test_constructor_failures_are_reported_after_one_try(how: str, words: list[str], tmp_path: pathlib.Path) -> None:
     (tmp_path / "failing.py").write_text(FAILING_MODULE)
     attempts = tmp_path / "attempts"
     process = serve(
@@ -119,7 +115,7 @@ def test_whatever_ends_the_constructor_of_an_engine_is_told_after_one_try(
 
 
 @pytest.mark.prove
-def test_memory_that_runs_out_while_an_engine_starts_is_named(tmp_path: pathlib.Path) -> None:
+def test_running_out_of_memory_at_start_is_named(tmp_path: pathlib.Path) -> None:
     (tmp_path / "failing.py").write_text(FAILING_MODULE)
     memory = psutil.virtual_memory()
     process = serve(
@@ -146,7 +142,7 @@ def test_a_tensor_that_is_missing_is_named(tmp_path: pathlib.Path) -> None:
     assert "the engine did not start: tensor model.layers.3.input_layernorm.weight of shape [64] is missing" in said
 
 
-def test_an_ingress_whose_port_is_taken_says_so_at_its_first_check() -> None:
+def test_a_taken_ingress_port_is_reported_at_once() -> None:
     """Serve takes that for a start that failed, as the next test shows."""
 
     async def check(port: int) -> None:
@@ -162,7 +158,7 @@ def test_an_ingress_whose_port_is_taken_says_so_at_its_first_check() -> None:
 
 
 @pytest.mark.prove
-def test_a_port_that_is_taken_while_ray_starts_is_named() -> None:
+def test_a_port_taken_during_rays_start_is_named() -> None:
     port = free_port()
     process = serve(f"engine.model={checkpoint('llama')}", f"port={port}")
     assert process.stdout is not None

@@ -70,7 +70,7 @@ def test_a_live_server_says_what_runs_where(server: Server, capsys: pytest.Captu
     assert "process" in shown
 
 
-def test_the_age_of_a_process_is_right_to_a_hundredth_of_a_second() -> None:
+def test_a_processs_age_is_exact_to_hundredths() -> None:
     """Linux says in whole seconds only when it booted; the start of an engine was told by up to that too long."""
     before = time.monotonic()
     process = subprocess.Popen(["sleep", "600"])

@@ -72,7 +72,7 @@ def serial(writer: asyncio.StreamWriter) -> str:
     return str(writer.get_extra_info("peercert")["serialNumber"])
 
 
-def test_answers_and_streams_over_https_are_those_over_http(run: Run, authority: Authority) -> None:
+def test_https_answers_equal_http_answers(run: Run, authority: Authority) -> None:
     async def main() -> None:
         async with local_server() as plain, local_server(**authority.options) as server:
             for fields in ({"max_tokens": 9}, {"max_tokens": 40, "stream": True}, {"max_tokens": 3, "n": 4, "seed": 1}):
@@ -107,7 +107,7 @@ def texts(sent: bytes) -> list[str]:
     return ["".join(choice["text"] for line in lines for choice in json.loads(line)["choices"])]
 
 
-def test_a_renewed_certificate_is_shown_to_new_connections_and_no_stream_ends(
+def test_a_renewed_certificate_ends_no_stream(
     run: Run, authority: Authority, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(listener_module, "TICK_S", 0.02)
@@ -151,7 +151,7 @@ async def shown(server: LocalServer, authority: Authority) -> str:
         writer.close()
 
 
-def test_connections_that_do_not_shake_hands_count_and_give_way(run: Run, authority: Authority) -> None:
+def test_connections_without_handshake_count_and_yield(run: Run, authority: Authority) -> None:
     limits = ListenerLimits(max_connections=6, header_timeout_s=600)
 
     async def main() -> None:
@@ -166,7 +166,7 @@ def test_connections_that_do_not_shake_hands_count_and_give_way(run: Run, author
     run(main())
 
 
-def test_a_handshake_has_a_deadline_and_nonsense_ends_it(run: Run, authority: Authority) -> None:
+def test_handshakes_have_a_deadline_and_reject_nonsense(run: Run, authority: Authority) -> None:
     limits = ListenerLimits(header_timeout_s=0.3)
 
     async def main() -> None:
@@ -193,7 +193,7 @@ def test_a_handshake_has_a_deadline_and_nonsense_ends_it(run: Run, authority: Au
         (lambda authority: authority.issue(writes_key=False), "key.pem is not the key of tls_certificate"),
     ],
 )
-def test_a_certificate_that_cannot_be_used_is_refused_in_words(
+def test_an_unusable_certificate_is_refused_in_words(
     spoil: Callable[[Authority], object], message: str, authority: Authority
 ) -> None:
     config = load_config(None, authority.options)
@@ -208,9 +208,7 @@ def test_a_certificate_that_cannot_be_used_is_refused_in_words(
         build(dict(authority.options))
 
 
-def test_a_command_says_which_certificate_it_does_not_trust(
-    authority: Authority, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_command_names_the_untrusted_certificate(authority: Authority, monkeypatch: pytest.MonkeyPatch) -> None:
     async def main() -> None:
         async with local_server(**authority.options) as server:
             url = f"https://localhost:{server.port}"

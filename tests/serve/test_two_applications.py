@@ -91,7 +91,7 @@ class Command:
 
 
 @pytest.mark.prove
-def test_two_models_serve_side_by_side_and_nobody_ends_another_ones(cluster: RayCluster) -> None:
+def test_two_models_serve_side_by_side(cluster: RayCluster) -> None:
     port = free_port()
     first = Command(cluster, "llama", port).is_ready()
     second = Command(cluster, "qwen2", free_port(), "--name", "second").is_ready()
@@ -135,7 +135,7 @@ def test_two_models_serve_side_by_side_and_nobody_ends_another_ones(cluster: Ray
 
 
 @pytest.mark.prove
-def test_an_update_that_fails_deletes_nothing_and_the_next_one_takes_over(cluster: RayCluster) -> None:
+def test_a_failed_update_deletes_nothing(cluster: RayCluster) -> None:
     port = free_port()
     first = Command(cluster, "llama", port).is_ready()
     wrong = ("--replace", "--set", "engine.logits_processors={wrong: nowhere:A}")
@@ -190,7 +190,7 @@ def start_engines(cluster: RayCluster, patience_s: float) -> tuple[subprocess.Po
     return process, said
 
 
-def test_engines_of_a_batch_are_taken_over_from_a_command_that_was_killed_and_from_no_other(
+def test_only_a_killed_commands_batch_engines_are_reused(
     cluster: RayCluster,
 ) -> None:
     first, said = start_engines(cluster, 60)
@@ -215,9 +215,7 @@ def statuses(cluster: RayCluster) -> dict[str, str]:
 
 
 @pytest.mark.prove
-def test_two_models_serve_behind_serves_proxies_each_below_its_prefix(
-    cluster: RayCluster, tmp_path: pathlib.Path
-) -> None:
+def test_two_models_serve_behind_proxies_with_prefixes(cluster: RayCluster, tmp_path: pathlib.Path) -> None:
     cluster.run("serve", "shutdown", "--yes", "--address", cluster.address)  # one that has no proxies gets none
     config = yaml.safe_load(CONFIG.read_text())
     url = f"http://127.0.0.1:{free_port()}"

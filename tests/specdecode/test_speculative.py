@@ -93,7 +93,7 @@ def test_the_index_proposes_what_followed_the_longest_match() -> None:
     assert index.propose(7) == [6, 4, 5, 6, 4, 5, 6], "a repetition goes on past its end"
 
 
-def test_the_index_grown_token_by_token_equals_a_search() -> None:
+def test_the_incremental_index_equals_a_search() -> None:
     generator = random.Random(0)
     tokens = [generator.randrange(3) for _ in range(300)]
     index = NgramIndex(3, 6)
@@ -166,7 +166,7 @@ def ask_oracle(engine: Engine, texts: list[list[int]], every: int = 7) -> None:
     proposer.propose = Oracle(texts, every).propose
 
 
-def test_stop_tokens_eos_and_max_tokens_end_a_sequence_inside_a_draft() -> None:
+def test_stop_conditions_inside_a_draft_end_sequences() -> None:
     prompt = make_prompts()[1]
     free = reference_greedy(checkpoint("llama"), prompt, 60)
     plain, engine = make_engine("llama"), make_engine("llama", speculative=NGRAM)
@@ -229,7 +229,7 @@ def sampled(engine: Engine, prompts: list[list[int]]) -> list[tuple]:
 
 @pytest.mark.parametrize("options", [{}, {"num_blocks": POOL_BLOCKS, "max_num_batched_tokens": 11}])
 @pytest.mark.parametrize("proposer", ["ngram", "oracle", "draft", "far draft"])
-def test_seeded_outputs_are_equal_with_speculation_on_and_off(proposer: str, options: dict) -> None:
+def test_speculation_keeps_seeded_outputs(proposer: str, options: dict) -> None:
     prompts = make_prompts()
     expected = sampled(make_engine("llama"), prompts)
     speculative = {"draft": drafting("llama"), "far draft": drafting("qwen3")}.get(proposer, NGRAM)
@@ -260,7 +260,7 @@ def test_choices_of_one_request_speculate_each_for_itself() -> None:
     assert len({tuple(choice) for choice in outputs[0]}) == 5
 
 
-def test_mixed_batches_of_fresh_and_running_sequences_keep_their_tokens() -> None:
+def test_mixed_batches_keep_their_tokens() -> None:
     prompts = [prompt for seed in range(4) for prompt in make_prompts(seed)]
     params = [greedy(max_tokens=10 + index % 23) for index in range(len(prompts))]
     expected = run(make_engine("llama"), prompts, params)
@@ -268,7 +268,7 @@ def test_mixed_batches_of_fresh_and_running_sequences_keep_their_tokens() -> Non
     assert run(engine, prompts, params) == expected
 
 
-def test_a_proposer_that_raises_is_left_out_and_its_requests_go_on() -> None:
+def test_a_raising_proposer_is_left_out() -> None:
     prompts = make_prompts()
     expected = run(make_engine("llama"), prompts, greedy())
     engine = make_engine("llama", speculative=NGRAM)
@@ -288,7 +288,7 @@ def test_a_proposer_that_raises_is_left_out_and_its_requests_go_on() -> None:
     assert len(calls) > 4, "new requests speculate again"
 
 
-def test_a_draft_that_raises_between_two_tokens_leaves_no_trace() -> None:
+def test_a_draft_raising_between_tokens_leaves_no_trace() -> None:
     prompts = make_prompts()
     expected = sampled(make_engine("llama"), prompts)
     engine = make_engine("llama", speculative=drafting("llama"))
@@ -310,7 +310,7 @@ def test_a_draft_that_raises_between_two_tokens_leaves_no_trace() -> None:
     assert counts["accepted"] > 0.95 * counts["drafted"] > 50, "new requests speculate again, and nothing is stale"
 
 
-def test_the_draft_reads_cached_blocks_only_where_it_wrote_them() -> None:
+def test_the_draft_reads_only_blocks_it_wrote() -> None:
     """Blocks that were filled while the draft did not run are computed again; acceptance shows that they are right."""
     prompt = make_prompts()[3]
     engine = make_engine("llama", speculative=drafting("llama"))
@@ -334,7 +334,7 @@ def test_the_draft_reads_cached_blocks_only_where_it_wrote_them() -> None:
     assert counts["accepted"] == counts["drafted"]
 
 
-def test_a_draft_beside_a_model_shares_its_memory_and_is_checked_at_the_start(tmp_path) -> None:
+def test_a_draft_shares_memory_and_is_checked(tmp_path) -> None:
     plain, engine = make_engine("llama"), make_engine("llama", speculative=drafting("llama"))
     assert engine.model.num_blocks == plain.model.num_blocks // 2
     assert engine.model.kv_cache_bytes == plain.model.kv_cache_bytes

@@ -46,7 +46,7 @@ def test_chosen_lengths_are_the_best_of_all(slope: float, draft_cost: StepCost |
         assert chosen.any() == (best > 1.02 * rate(np.zeros(2, int), means, cost, draft_cost))
 
 
-def test_a_full_batch_speculates_less_and_a_bound_one_not_at_all() -> None:
+def test_full_batches_speculate_less_and_bound_ones_never() -> None:
     cost = StepCost([(1, 1.0), (16, 1.1), (32, 1.6), (64, 3.0), (128, 6.0)])
     drafted = []
     for rows in (1, 8, 16, 32, 64):
@@ -60,7 +60,7 @@ def test_a_full_batch_speculates_less_and_a_bound_one_not_at_all() -> None:
     assert choose_lengths(np.array([0.8]), np.array([8]), Load(1, 1), FLAT, StepCost([(1, 3.0)])).sum() == 0
 
 
-def test_acceptance_follows_the_latest_trials_and_new_sequences_start_where_the_others_are() -> None:
+def test_acceptance_follows_recent_trials() -> None:
     own = Acceptance(0.5)
     assert own.mean == 0.5
     for _ in range(20):
@@ -84,13 +84,11 @@ def test_acceptance_follows_the_latest_trials_and_new_sequences_start_where_the_
     ("drafts", "drawn", "count"),
     [([5, 6, 7], [5, 6, 7, 8], 3), ([5, 6, 7], [5, 9], 1), ([5, 6, 7], [5, 6], 2), ([5], [], 0), ([], [5], 0)],
 )
-def test_accepted_drafts_are_those_before_the_first_that_was_not_drawn(
-    drafts: list[int], drawn: list[int], count: int
-) -> None:
+def test_only_drafts_before_the_first_mismatch_count(drafts: list[int], drawn: list[int], count: int) -> None:
     assert num_accepted(drafts, drawn) == count
 
 
-def test_drafts_that_nothing_was_drawn_for_say_nothing_of_acceptance() -> None:
+def test_drafts_without_a_draw_say_nothing() -> None:
     for is_alike in (True, False):
         late, whole = AcceptanceRecord(0.5, is_alike), AcceptanceRecord(0.5, is_alike)
         late.learn(1, [5, 6, 7], [5])
@@ -100,7 +98,7 @@ def test_drafts_that_nothing_was_drawn_for_say_nothing_of_acceptance() -> None:
         assert (whole.means([2])[0] > 0.5) == is_alike
 
 
-def test_costs_learn_what_steps_take_beyond_the_table_and_probes_are_rare() -> None:
+def test_costs_are_learned_and_probes_are_rare() -> None:
     cost = StepCost([(1, 1.0), (2, 1.2)])
     assert cost.seconds(4) == pytest.approx(1.6)
     for _ in range(200):
@@ -143,7 +141,7 @@ def test_drafting_that_the_clock_finds_slower_rests(num_sequences: int) -> None:
         assert relative > 0.95 * speed
 
 
-def test_drafting_is_tried_again_when_it_has_become_faster() -> None:
+def test_drafting_is_retried_when_it_got_faster() -> None:
     noise = np.random.default_rng(7)
     pace = Pace()
     _, share = run_pace(pace, 16, [0.6] * 2000, noise)
@@ -155,7 +153,7 @@ def test_drafting_is_tried_again_when_it_has_become_faster() -> None:
     assert share < 0.2
 
 
-def test_an_adaptive_engine_uses_good_drafts_and_leaves_bad_ones() -> None:
+def test_an_adaptive_engine_keeps_only_good_drafts() -> None:
     prompts = make_prompts()[:3]
     plain = make_engine("llama")
     texts, shares = [], []

@@ -27,7 +27,7 @@ from structured.lru import ByteLRU
 from structured.masks import FINISHED
 
 MARGIN_BYTES = 2 * 2**20
-"""What a process grows by besides the cache."""
+"""Growth of a process besides the cache."""
 
 
 def word(seed: int, length: int = 6) -> str:
@@ -61,7 +61,7 @@ NUMBERS: dict[str, dict[str, int]] = {
     "xgrammar": {"repeated": 25, "regex": 50, "choice": 150, "lark": 150},
     "compiler": {"regex": 20_000, "schema": 20_000},
 }
-"""How many of each kind fill each cache."""
+"""Number of each kind that fill each cache."""
 
 
 def resident_bytes() -> int:
@@ -135,9 +135,7 @@ def test_a_cache_holds_about_what_it_counts(cache: str) -> None:
 
 
 @hypothesis.given(st.lists(st.tuples(st.integers(0, 5), st.integers(0, 12), st.booleans())), st.integers(0, 20))
-def test_a_cache_keeps_to_its_bound_and_forgets_what_was_used_least_recently(
-    actions: list[tuple[int, int, bool]], max_bytes: int
-) -> None:
+def test_a_cache_keeps_its_bound_by_lru_eviction(actions: list[tuple[int, int, bool]], max_bytes: int) -> None:
     cache: ByteLRU[int, int] = ByteLRU(max_bytes)
     kept: dict[int, int] = {}  # in the order of their use
     for key, size, is_put in actions:

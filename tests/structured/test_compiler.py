@@ -70,7 +70,7 @@ def kill(pid: int) -> None:
 
 
 @forked
-def test_a_process_that_is_killed_is_forked_anew_and_nothing_is_refused(compiler: Compiler) -> None:
+def test_a_killed_process_is_forked_anew(compiler: Compiler) -> None:
     compile_regex(compiler, "a")
     server, (first,) = process_tree()
     kill(first)
@@ -80,7 +80,7 @@ def test_a_process_that_is_killed_is_forked_anew_and_nothing_is_refused(compiler
 
 
 @forked
-def test_the_process_that_forks_is_replaced_where_it_is_needed_again(compiler: Compiler) -> None:
+def test_the_forking_process_is_replaced_when_needed(compiler: Compiler) -> None:
     compile_regex(compiler, "a")
     server, (first,) = process_tree()
     kill(server)
@@ -105,7 +105,7 @@ def test_processes_run_below_everybody(compiler: Compiler) -> None:
 
 
 @forked
-def test_time_that_a_busy_machine_gives_to_others_is_not_the_constraints(demo_vocabulary: Vocabulary) -> None:
+def test_waiting_on_a_busy_machine_is_not_counted(demo_vocabulary: Vocabulary) -> None:
     compiler = Compiler(demo_vocabulary, ConstraintLimits(compile_seconds=1.5), num_processes=1)
     compile_regex(compiler, "a")
     pid = process_tree()[1][0]
@@ -118,9 +118,7 @@ def test_time_that_a_busy_machine_gives_to_others_is_not_the_constraints(demo_vo
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the system limits no memory")
-def test_a_compilation_that_needs_too_much_memory_is_refused_and_the_next_one_is_not(
-    plugin: None, demo_vocabulary: Vocabulary
-) -> None:
+def test_a_compilation_exceeding_its_memory_is_refused(plugin: None, demo_vocabulary: Vocabulary) -> None:
     compiler = Compiler(demo_vocabulary, ConstraintLimits(compile_memory_bytes=2**27), num_processes=1)
     spec = ConstraintSpec(kind="regex", text='{"at": {"compile": "grow"}}', backend="example")
     with pytest.raises(ConstraintError, match=f"needs more than {2**27} bytes"):
@@ -149,7 +147,7 @@ def misbehaving(how: str) -> ConstraintSpec:
     return ConstraintSpec(kind="regex", text=json.dumps({"at": {"compile": how}}), backend="example")
 
 
-def test_a_message_that_breaks_off_is_the_end_of_the_stream() -> None:
+def test_a_truncated_message_ends_the_stream() -> None:
     message = frame(b"abcdef")
     assert read_frame(io.BytesIO(message)) == b"abcdef"
     assert all(read_frame(io.BytesIO(message[:length])) is None for length in range(len(message)))
@@ -164,7 +162,7 @@ def test_a_message_that_breaks_off_is_the_end_of_the_stream() -> None:
         ("quit", ConstraintError, "compiling it ended the compiler"),
     ],
 )
-def test_a_process_that_answers_badly_is_replaced_and_the_next_constraint_is_compiled(
+def test_a_misbehaving_process_is_replaced(
     plugin: None, demo_vocabulary: Vocabulary, how: str, error: type[Exception], message: str
 ) -> None:
     limits = ConstraintLimits(compile_seconds=1.0 if how == "stall" else PATIENCE_S)
@@ -204,7 +202,7 @@ def with_halves() -> Iterator[ConstraintSpec]:
 
 
 @forked
-def test_half_of_a_surrogate_pair_is_refused_and_ends_no_process(compiler: Compiler) -> None:
+def test_a_lone_surrogate_is_refused_and_harmless(compiler: Compiler) -> None:
     compile_regex(compiler, "a")
     before = process_tree()
     for spec in with_halves():
@@ -230,7 +228,7 @@ def test_half_of_a_surrogate_pair_is_refused_and_ends_no_process(compiler: Compi
         {"kind": "json_schema", "text": "[" * 100_000},
     ],
 )
-def test_what_is_no_constraint_is_refused_and_ends_no_process(compiler: Compiler, fields: dict[str, Any]) -> None:
+def test_an_invalid_constraint_is_refused_and_harmless(compiler: Compiler, fields: dict[str, Any]) -> None:
     compile_regex(compiler, "a")
     before = process_tree()
     with pytest.raises(ConstraintError):
@@ -247,7 +245,7 @@ def test_null_characters_are_text(compiler: Compiler) -> None:
 
 
 @forked
-def test_an_interrupt_from_the_terminal_is_not_for_them(compiler: Compiler) -> None:
+def test_terminal_interrupts_do_not_reach_compilers(compiler: Compiler) -> None:
     compile_regex(compiler, "a")
     before = server, processes = process_tree()
     for pid in (server, *processes):
@@ -256,7 +254,7 @@ def test_an_interrupt_from_the_terminal_is_not_for_them(compiler: Compiler) -> N
     assert process_tree() == before
 
 
-def test_a_compiler_that_does_not_start_says_so_and_is_tried_again(
+def test_a_compiler_that_fails_to_start_is_retried(
     demo_vocabulary: Vocabulary, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("structured.compiling.compiler.RETRY_SECONDS", 0.1)
@@ -296,7 +294,7 @@ def slow(number: int) -> ConstraintSpec:
     )
 
 
-def test_what_nobody_waits_for_is_not_compiled_any_longer(plugin: None, demo_vocabulary: Vocabulary) -> None:
+def test_abandoned_constraints_are_not_compiled(plugin: None, demo_vocabulary: Vocabulary) -> None:
     """Neither what waits nor what is under way: those would take hours here."""
     compiler = Compiler(demo_vocabulary, ConstraintLimits(compile_seconds=3600.0), num_processes=1)
     try:
@@ -311,7 +309,7 @@ def test_what_nobody_waits_for_is_not_compiled_any_longer(plugin: None, demo_voc
         compiler.close()
 
 
-def test_who_leaves_takes_nothing_from_who_waits_for_the_same(plugin: None, demo_vocabulary: Vocabulary) -> None:
+def test_leaving_takes_nothing_from_other_waiters(plugin: None, demo_vocabulary: Vocabulary) -> None:
     compiler = Compiler(demo_vocabulary, ConstraintLimits(compile_seconds=1.0), num_processes=1)
     try:
         leaving, staying = compiler.resolve(slow(0)), compiler.resolve(slow(0))
@@ -322,7 +320,7 @@ def test_who_leaves_takes_nothing_from_who_waits_for_the_same(plugin: None, demo
         compiler.close()
 
 
-def test_one_client_neither_holds_every_process_nor_fills_the_queue(plugin: None, demo_vocabulary: Vocabulary) -> None:
+def test_one_client_cannot_occupy_everything(plugin: None, demo_vocabulary: Vocabulary) -> None:
     compiler = Compiler(demo_vocabulary, ConstraintLimits(compile_seconds=3600.0, max_waiting=8), num_processes=2)
     try:
         crowd = [compiler.resolve(slow(number), "crowd") for number in range(7)]

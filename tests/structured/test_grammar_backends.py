@@ -157,7 +157,7 @@ def test_equal_tokenizers_are_one_object() -> None:
     assert one.tokens is other.tokens
 
 
-def test_forced_tokens_are_the_only_text_that_may_follow() -> None:
+def test_only_forced_tokens_may_follow() -> None:
     session = grammar("llguidance", "json_schema").session()
     forced = session.forced_tokens()
     text = b"".join(vocabulary().tokens[token_id] for token_id in forced)
@@ -168,7 +168,7 @@ def test_forced_tokens_are_the_only_text_that_may_follow() -> None:
 
 @pytest.mark.parametrize("tokenizer", ["bytelevel", "bytefallback"])
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_forced_tokens_are_those_that_every_continuation_begins_with(backend: str, tokenizer: str) -> None:
+def test_forced_tokens_begin_every_continuation(backend: str, tokenizer: str) -> None:
     """The tokenizer itself says how whole texts are spelled."""
     judge = Tokenizer.from_str(vocabulary(tokenizer).tokenizer_json)
     made = make_backend(backend, vocabulary(tokenizer))
@@ -188,7 +188,7 @@ def test_forced_tokens_are_those_that_every_continuation_begins_with(backend: st
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_forced_tokens_may_be_asked_for_within_a_character(backend: str) -> None:
+def test_forced_tokens_work_within_a_character(backend: str) -> None:
     made = make_backend(backend, vocabulary())
     spec = ConstraintSpec(kind="choice", text='["aaüb", "aaöb"]')
     single = {token: index for index, token in reversed(list(enumerate(vocabulary().tokens)))}
@@ -202,7 +202,7 @@ def test_forced_tokens_may_be_asked_for_within_a_character(backend: str) -> None
 
 @pytest.mark.parametrize("text", ["<think>", "<|im_end|>", "a<tool_call>b"])
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_the_text_of_a_special_token_is_text_in_a_grammar(backend: str, text: str) -> None:
+def test_a_special_tokens_text_is_ordinary_text(backend: str, text: str) -> None:
     made = make_backend(backend, vocabulary())
     spec = ConstraintSpec(kind="choice", text=json.dumps([text]))
     session, output = made.load(spec, made.compile(spec)).session(), b""
@@ -240,7 +240,7 @@ def test_structural_tags_constrain_behind_their_trigger() -> None:
         made.compile(ConstraintSpec(kind="structural_tag", text=json.dumps({**TRIGGERED, "triggers": ["<x"]})))
 
 
-def test_xgrammar_serves_its_own_structural_tags_with_proven_schemas_only() -> None:
+def test_xgrammar_serves_only_tags_with_proven_schemas() -> None:
     made = make_backend("xgrammar", vocabulary())
 
     def tag(schema: Any) -> ConstraintSpec:
@@ -283,6 +283,6 @@ def test_unknown_backends_are_named() -> None:
     assert set(BACKENDS) <= set(backend_names())
 
 
-def test_a_folder_without_a_fast_tokenizer_says_what_to_do(tmp_path: pathlib.Path) -> None:
+def test_a_folder_without_fast_tokenizer_is_explained(tmp_path: pathlib.Path) -> None:
     with pytest.raises(ConstraintError, match=r"tokenizer\.json cannot be read.*fast format"):
         Vocabulary.load(str(tmp_path), 100, (1,))

@@ -51,7 +51,7 @@ def test_rows_arrive_and_follow_the_tokens(make_pool: MakePool) -> None:
     end_all(pool)
 
 
-def test_end_tokens_are_allowed_exactly_where_the_text_may_end(make_pool: MakePool, vocabulary: Vocabulary) -> None:
+def test_end_tokens_are_allowed_where_text_may_end(make_pool: MakePool, vocabulary: Vocabulary) -> None:
     pool = make_pool()
     start = llguidance("1+2?")
     one, two = (next(i for i, token in enumerate(vocabulary.tokens) if token == text) for text in (b"1", b"2"))
@@ -66,7 +66,7 @@ def test_end_tokens_are_allowed_exactly_where_the_text_may_end(make_pool: MakePo
     assert pool.buffer.flags[pool.slot(0)] == FINISHED
 
 
-def test_a_refused_token_or_a_raising_backend_fails_its_session_alone(make_pool: MakePool) -> None:
+def test_a_refused_token_fails_its_session_alone(make_pool: MakePool) -> None:
     pool = make_pool()
     pool.start(0, example())
     pool.start(1, example())
@@ -100,9 +100,7 @@ def test_adjustments_reach_the_buffer(make_pool: MakePool) -> None:
         ({str(2**40): 1.0}, f"must be in [0, {VOCAB_SIZE})"),
     ],
 )
-def test_adjustments_that_no_sampler_could_add_fail_their_session(
-    vocabulary: Vocabulary, favour: dict[str, float], error: str
-) -> None:
+def test_unusable_adjustments_fail_their_session(vocabulary: Vocabulary, favour: dict[str, float], error: str) -> None:
     pool = GrammarPool(PoolConfig(num_workers=1), vocabulary, 4, actors=False)
     pool.start(0, example(favour=favour))
     pool.prepare([(0, [])])
@@ -112,7 +110,7 @@ def test_adjustments_that_no_sampler_could_add_fail_their_session(
 
 
 @pytest.mark.parametrize("how", ["quit", "half a pair", "out of memory", "too deep"])
-def test_whatever_a_backend_raises_costs_its_session_and_no_worker(make_pool: MakePool, how: str) -> None:
+def test_any_backend_exception_costs_only_its_session(make_pool: MakePool, how: str) -> None:
     pool = make_pool(num_workers=1)
     pool.start(0, example(at={"0": how}))
     pool.start(1, example())
@@ -123,7 +121,7 @@ def test_whatever_a_backend_raises_costs_its_session_and_no_worker(make_pool: Ma
     assert pool.num_replaced == 0
 
 
-def test_what_was_compiled_and_does_not_load_fails_its_session_alone(vocabulary: Vocabulary) -> None:
+def test_an_unloadable_grammar_fails_its_session_alone(vocabulary: Vocabulary) -> None:
     pool = GrammarPool(PoolConfig(num_workers=1), vocabulary, 8, actors=False)
     for session_id, backend in enumerate(("llguidance", "xgrammar", "nowhere", "\ud800")):
         spec = ConstraintSpec(kind="regex", text="a", backend=backend)
@@ -142,7 +140,7 @@ def serve(worker: GrammarWorker, start: SessionStart, number: int) -> None:
     worker.handle(Message(0, [Job(0, number, 0, 0, [], start=start)], []))
 
 
-def test_a_grammar_that_failed_or_grew_is_built_anew(vocabulary: Vocabulary, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_or_grown_grammar_is_rebuilt(vocabulary: Vocabulary, monkeypatch: pytest.MonkeyPatch) -> None:
     """Sessions share automata: those that have reached a limit would fail every later session too."""
     loads: list[str] = []
     load = LLGuidanceBackend.load
@@ -206,7 +204,7 @@ def test_sessions_behind_a_slow_one_move(make_pool: MakePool) -> None:
     end_all(pool)
 
 
-def test_a_worker_that_hangs_on_a_session_that_has_left_is_replaced(make_pool: MakePool) -> None:
+def test_a_worker_hanging_without_its_session_is_replaced(make_pool: MakePool) -> None:
     pool = make_pool(num_workers=1, mask_seconds=1.0)
     pool.start(0, example(at={"0": "hang"}))
     pool.prepare([(0, [])])
@@ -223,7 +221,7 @@ def test_a_worker_that_hangs_on_a_session_that_has_left_is_replaced(make_pool: M
         wait_until(lambda: pool.num_slots_in_use == 0)
 
 
-def test_a_thread_that_hangs_keeps_the_slot_of_its_session_alone(vocabulary: Vocabulary) -> None:
+def test_a_hanging_thread_keeps_only_its_slot(vocabulary: Vocabulary) -> None:
     """The slots of the worker's other sessions are free at once; else a few workers that hang would leave none."""
     pool = GrammarPool(PoolConfig(num_workers=1, mask_seconds=0.2), vocabulary, 4, actors=False)
     others = [1, 2, 3]
@@ -244,9 +242,7 @@ def test_a_thread_that_hangs_keeps_the_slot_of_its_session_alone(vocabulary: Voc
     assert [allowed(pool, session_id) for session_id in others] == [[5, 6, 7]] * 3
 
 
-def test_when_every_worker_hangs_sessions_fail_until_one_has_ended(
-    vocabulary: Vocabulary, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_when_every_worker_hangs_sessions_fail(vocabulary: Vocabulary, monkeypatch: pytest.MonkeyPatch) -> None:
     """Threads that hang cannot be ended. The pool goes on with those that it has left, be it none."""
     monkeypatch.setattr("structured.grammar_pool.pool.MAX_WORKERS", 3)
     pool = GrammarPool(PoolConfig(num_workers=1, mask_seconds=0.2), vocabulary, 4, actors=False)
@@ -271,7 +267,7 @@ def test_when_every_worker_hangs_sessions_fail_until_one_has_ended(
 
 
 @ACTORS
-def test_a_killed_actor_is_replaced_and_its_sessions_are_replayed(make_pool: MakePool) -> None:
+def test_a_killed_actors_sessions_are_replayed(make_pool: MakePool) -> None:
     pool = make_pool()
     for session_id in range(8):
         pool.start(session_id, example(allowed=[10 + session_id, 50 + session_id]))
@@ -323,7 +319,7 @@ def test_grammar_actors_import_neither_torch_nor_transformers(make_pool: MakePoo
     assert not {"torch", "transformers"} & set(modules)
 
 
-def test_the_constraint_begins_after_the_marker_and_a_rollback_undoes_it(vocabulary: Vocabulary) -> None:
+def test_the_constraint_begins_after_the_marker(vocabulary: Vocabulary) -> None:
     start = llguidance("1+", begin_after=(30, 31))
     grammar = LLGuidanceBackend(vocabulary).load(start.spec, start.compiled)
     tracked = TrackedSession(start, grammar, vocabulary)
@@ -347,7 +343,7 @@ def test_the_constraint_begins_after_the_marker_and_a_rollback_undoes_it(vocabul
     assert allowed_now() == masked
 
 
-def test_messages_that_come_twice_or_late_do_no_harm(vocabulary: Vocabulary) -> None:
+def test_duplicate_or_late_messages_do_no_harm(vocabulary: Vocabulary) -> None:
     start = llguidance("[0-9]{12}")
     grammar = LLGuidanceBackend(vocabulary).load(start.spec, start.compiled)
     digits = [index for index, token in enumerate(vocabulary.tokens) if len(token) == 1 and token.isdigit()]
@@ -372,7 +368,7 @@ def test_messages_that_come_twice_or_late_do_no_harm(vocabulary: Vocabulary) -> 
 # ---- drafts --------------------------------------------------------------------------------------------------------
 
 
-def test_the_death_of_an_actor_shows_although_its_first_message_came_late() -> None:
+def test_an_actors_death_shows_despite_unread_messages() -> None:
     """As on a machine that gives the actor no time between its connection and that message."""
     transport = ActorTransport.__new__(ActorTransport)
     transport.pid, transport._connection, transport._unsent = None, None, b""

@@ -37,9 +37,7 @@ pytestmark = pytest.mark.usefixtures("plugin")
 
 
 @pytest.mark.parametrize("backend", ["llguidance", "xgrammar"])
-def test_each_draft_has_a_row_up_to_the_first_that_is_refused(
-    make_pool: MakePool, vocabulary: Vocabulary, backend: str
-) -> None:
+def test_drafts_have_rows_up_to_the_first_refusal(make_pool: MakePool, vocabulary: Vocabulary, backend: str) -> None:
     pool = make_pool(num_drafts=4)
     start = regex_of(backend, "[0-9]{3}(ab|cd)?!")
     pool.start(0, start)
@@ -61,7 +59,7 @@ def test_each_draft_has_a_row_up_to_the_first_that_is_refused(
     end_all(pool)
 
 
-def test_an_end_token_among_drafts_has_no_row_behind_it(make_pool: MakePool, vocabulary: Vocabulary) -> None:
+def test_no_row_follows_an_end_token_among_drafts(make_pool: MakePool, vocabulary: Vocabulary) -> None:
     pool = make_pool(num_drafts=4)
     one = spelled(vocabulary, "1")
     pool.start(0, llguidance("1+"))
@@ -73,9 +71,7 @@ def test_an_end_token_among_drafts_has_no_row_behind_it(make_pool: MakePool, voc
         assert EOS in bits(pool.buffer.rows[rows[0]])
 
 
-def test_drafts_beyond_the_slots_have_no_rows_and_sessions_lose_none(
-    make_pool: MakePool, vocabulary: Vocabulary
-) -> None:
+def test_drafts_without_slots_have_no_rows(make_pool: MakePool, vocabulary: Vocabulary) -> None:
     # One worker, and patience: a session that moves would leave slots behind.
     pool = make_pool(num_sessions=2, num_drafts=3, num_workers=1, migrate_seconds=30.0)
     ones = spelled(vocabulary, "11111")
@@ -94,7 +90,7 @@ def test_drafts_beyond_the_slots_have_no_rows_and_sessions_lose_none(
 
 
 @pytest.mark.parametrize("how", ["raise", "exit", "hang"])
-def test_what_fails_over_a_draft_costs_its_own_session_only(make_pool: MakePool, how: str) -> None:
+def test_a_failure_on_a_draft_costs_its_session(make_pool: MakePool, how: str) -> None:
     # A budget that a busy machine may spend would replace workers besides those that die, and a session that moves from
     # a slow one may end both.
     patience = {"mask_seconds": 1.0} if how == "hang" else {"mask_seconds": 30.0, "migrate_seconds": 0.5}
@@ -130,7 +126,7 @@ def test_what_fails_over_a_draft_costs_its_own_session_only(make_pool: MakePool,
         end_all(pool)
 
 
-def test_a_draft_over_which_the_grammar_raises_leaves_the_session_as_it_was(make_pool: MakePool) -> None:
+def test_a_raising_draft_leaves_the_session_unchanged(make_pool: MakePool) -> None:
     pool = make_pool(num_drafts=4)
     pool.start(0, example(on={"6": "raise"}))
     for length in range(4):
@@ -161,9 +157,7 @@ def test_a_session_that_moves_takes_its_drafts_along(make_pool: MakePool, vocabu
 
 
 @pytest.mark.parametrize("backend", ["llguidance", "xgrammar"])
-def test_forced_tokens_come_with_the_row_and_are_followed(
-    make_pool: MakePool, vocabulary: Vocabulary, backend: str
-) -> None:
+def test_forced_tokens_come_with_the_row(make_pool: MakePool, vocabulary: Vocabulary, backend: str) -> None:
     pool = make_pool(num_drafts=4, num_forced=5)
     pool.start(0, regex_of(backend, "[0-9]customer identification and more: (yes|no)"))
     (one,) = spelled(vocabulary, "1")
@@ -188,9 +182,7 @@ def test_forced_tokens_come_with_the_row_and_are_followed(
 
 
 @pytest.mark.parametrize("backend", ["llguidance", "xgrammar"])
-def test_what_a_choice_forces_is_known_before_it_is_made(
-    make_pool: MakePool, vocabulary: Vocabulary, backend: str
-) -> None:
+def test_tokens_forced_by_a_choice_are_known_early(make_pool: MakePool, vocabulary: Vocabulary, backend: str) -> None:
     pool = make_pool(num_drafts=4, num_forced=9)
     start = regex_of(backend, "(yes, and customer|no, the order)!")
     pool.start(0, start)
@@ -216,7 +208,7 @@ def test_what_a_choice_forces_is_known_before_it_is_made(
     assert allowed(pool, 0) == before, "looking ahead leaves no trace"
 
 
-def test_a_session_looks_past_choices_less_often_if_nothing_is_forced(vocabulary: Vocabulary) -> None:
+def test_fruitless_looks_past_choices_become_rarer(vocabulary: Vocabulary) -> None:
     start = llguidance("[xz]{60}")
     tracked = TrackedSession(start, make_grammar(start, vocabulary), vocabulary)
     session = tracked._session
@@ -238,7 +230,7 @@ def test_a_session_looks_past_choices_less_often_if_nothing_is_forced(vocabulary
     assert 0 < num_accepts < 20 * len(choices)
 
 
-def test_forced_tokens_are_not_looked_for_where_nobody_asks(make_pool: MakePool) -> None:
+def test_forced_tokens_are_found_only_on_request(make_pool: MakePool) -> None:
     pool = make_pool(num_drafts=4)
     pool.start(0, llguidance("customer identification"))
     pool.prepare([(0, [])])
@@ -246,7 +238,7 @@ def test_forced_tokens_are_not_looked_for_where_nobody_asks(make_pool: MakePool)
     assert pool.forced(0, []) == []
 
 
-def test_jobs_with_drafts_that_come_twice_late_or_in_another_order_do_no_harm(vocabulary: Vocabulary) -> None:
+def test_duplicate_or_reordered_draft_jobs_do_no_harm(vocabulary: Vocabulary) -> None:
     """One worker without a pool: whatever came before, a job's rows are those of its own tokens."""
     start = llguidance("[0-9]{12}")
     chooser = random.Random(7)

@@ -155,7 +155,7 @@ def grammar(name: str) -> Any:
 
 
 @cases
-def test_what_is_right_can_be_written_and_nothing_else(name: str) -> None:
+def test_exactly_the_valid_texts_can_be_written(name: str) -> None:
     case = CASES[name]
     assert all(map(case.is_right, case.right))
     assert not any(map(case.is_right, case.wrong))
@@ -178,7 +178,7 @@ def test_walks_at_random_end_in_right_texts(name: str) -> None:
 
 
 @cases
-def test_a_mask_allows_a_token_if_its_bytes_may_follow_one_by_one(name: str) -> None:
+def test_a_mask_equals_checking_bytes_one_by_one(name: str) -> None:
     rng, tokens = random.Random(name), vocabulary().tokens
     single = vocabulary().byte_token_ids()
     for text in CASES[name].right:
@@ -276,7 +276,7 @@ def test_a_structural_tag_is_guarded() -> None:
     assert not accepts_text(found, "text <f>[1, 1]</f> text")
 
 
-def test_a_mark_that_is_an_ordinary_token_is_taken_as_itself() -> None:
+def test_a_mark_may_be_an_ordinary_token() -> None:
     data = json.loads(vocabulary().tokenizer_json)
     size = len(vocabulary().tokens)
     data["added_tokens"].append(data["added_tokens"][0] | {"id": size, "content": "<go>", "special": False})
@@ -291,12 +291,12 @@ def test_a_mark_that_is_an_ordinary_token_is_taken_as_itself() -> None:
         assert all(session.accept(single[byte]) for byte in text.encode()) == is_right
 
 
-def test_what_depends_on_the_number_of_tokens_is_refused() -> None:
+def test_constraints_that_count_tokens_are_refused() -> None:
     with pytest.raises(Unsupported, match=r"uniqueItems cannot be enforced beside max_tokens"):
         compiled(f"start: a {_json(UNIQUE)}\na[max_tokens=3]: /[a-z]+/")
 
 
-def test_schemas_are_found_where_a_grammar_has_them_and_nowhere_else() -> None:
+def test_schemas_are_found_only_where_grammars_have_them() -> None:
     lark = 'start: "%json {" /[^"]%json {/ b // %json {"c": 1}\nb:%json{"a": "%json {}"} | %json  {"b": 1} # %json 1\n'
     found = embedded_schemas(lark)
     assert [each.schema for each in found] == [{"a": "%json {}"}, {"b": 1}]
@@ -304,13 +304,13 @@ def test_schemas_are_found_where_a_grammar_has_them_and_nowhere_else() -> None:
     assert named_token_ids("a: <[5]> <[7-9,12]> <eos>") == {5, 7, 8, 9, 12}
 
 
-def test_what_llguidance_would_ignore_is_refused_within_a_grammar_too() -> None:
+def test_what_llguidance_ignores_is_refused_in_grammars() -> None:
     for schema, keyword in (({"type": "integer", "minimum": 2**60}, "minimum"), ({"$ref": "other.json"}, "other")):
         with pytest.raises(ConstraintError, match=keyword):
             compiled(f"start: {_json(schema)}")
 
 
-def test_xgrammar_takes_the_schemas_of_a_grammar_only_if_it_is_proven_to_enforce_them() -> None:
+def test_xgrammar_takes_only_proven_schemas_in_grammars() -> None:
     chosen = Backends(vocabulary())
     proven = f'start: "a" %json {json.dumps({"type": "boolean"})}'
     assert chosen.resolve(ConstraintSpec(kind="lark", text=proven, backend="xgrammar"))

@@ -141,7 +141,7 @@ def test_constructs_are_found_where_they_stand(pattern: str, found: list[tuple[s
         (r"(?=(.*a.{9}))(?=(.*b.{9}))\w+", "the lookahead (?= at position 0 cannot be enforced, because"),
     ],
 )
-def test_what_has_no_plain_expression_is_refused_by_name_and_place(pattern: str, words: str) -> None:
+def test_inexpressible_constructs_are_refused_by_name_and_place(pattern: str, words: str) -> None:
     with pytest.raises(ConstraintError) as caught:
         without_looks(pattern)
     assert words in str(caught.value)

@@ -303,7 +303,7 @@ def proven() -> list[str]:
     return sorted(right - wrong)
 
 
-def test_the_list_of_what_xgrammar_enforces_is_what_it_enforces() -> None:
+def test_xgrammar_enforces_exactly_its_list() -> None:
     listed, found = json.loads(ENFORCED_FILE.read_text()), proven()
     assert set(listed) - set(found) == set(), "listed and not enforced: remove it"
     assert set(found) - set(listed) == set(), (
@@ -311,7 +311,7 @@ def test_the_list_of_what_xgrammar_enforces_is_what_it_enforces() -> None:
     )
 
 
-def test_what_neither_backend_enforces_is_refused_by_name_and_served_loosely() -> None:
+def test_unenforced_keywords_are_refused_or_served_loosely() -> None:
     old = "http://json-schema.org/draft-07/schema#"
     schema = {"$schema": old, "type": "array", "prefixItems": [{"type": "integer"}]}
     with pytest.raises(ConstraintError, match=r"#/prefixItems.*loose"):
@@ -321,21 +321,21 @@ def test_what_neither_backend_enforces_is_refused_by_name_and_served_loosely() -
     assert any("prefixItems" in keyword for keyword in resolved.not_enforced)
 
 
-def test_a_format_that_no_specification_defines_is_an_annotation_and_reported() -> None:
+def test_an_undefined_format_is_a_reported_annotation() -> None:
     schema = {"type": "object", "properties": {"color": {"type": "string", "format": "color"}}}
     resolved = backends().resolve(ConstraintSpec(kind="json_schema", text=json.dumps(schema)))
     assert resolved.not_enforced == ["#/properties/color/format: 'color' is no format of JSON Schema"]
     assert accepts(grammar_of(schema, any_whitespace=False), {"color": "no color at all"})
 
 
-def test_a_strict_request_is_refused_what_llguidance_would_ignore() -> None:
+def test_strict_requests_are_refused_what_llguidance_ignores() -> None:
     """With a control character in the schema, "\\u0061" spells the name of another property."""
     schema = {"properties": {"a": {"type": "integer"}, "b": {"enum": ["\x01"]}}, "type": "object"}
     with pytest.raises(ConstraintError, match="names are not kept apart"):
         grammar_of(schema)
 
 
-def test_a_loose_schema_within_a_grammar_leaves_out_what_cannot_be_enforced() -> None:
+def test_loose_schemas_in_grammars_drop_unenforceable_parts() -> None:
     """As the arguments of a tool with `"strict": false`, whose strict form is tried before the loose one."""
 
     def spec(schema: str, **options: bool) -> ConstraintSpec:

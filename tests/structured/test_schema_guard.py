@@ -80,7 +80,7 @@ def grammar(schema: Any) -> Any:
 
 
 @cases
-def test_what_is_valid_can_be_written_and_nothing_else(schema: Any, valid: list[Any], invalid: list[Any]) -> None:
+def test_exactly_the_valid_texts_can_be_written(schema: Any, valid: list[Any], invalid: list[Any]) -> None:
     judge = jsonschema.Draft202012Validator(schema)
     assert all(map(judge.is_valid, valid))
     assert not any(map(judge.is_valid, invalid))
@@ -102,7 +102,7 @@ def test_walks_at_random_end_in_valid_instances(schema: Any, valid: list[Any], i
 
 
 @cases
-def test_a_mask_allows_a_token_if_its_bytes_may_follow_one_by_one(schema: Any, valid: list[Any], invalid: Any) -> None:
+def test_a_mask_equals_checking_bytes_one_by_one(schema: Any, valid: list[Any], invalid: Any) -> None:
     """Single bytes are judged at every byte, so they are what a longer token is compared with."""
     rng = random.Random(json.dumps(schema))
     tokens = vocabulary().tokens
@@ -157,7 +157,7 @@ def test_rolled_back_forked_and_replayed_sessions_are_equal(schema: Any, valid: 
         assert session.forced_tokens() == again.forced_tokens()
 
 
-def test_a_dead_end_is_told_apart_from_a_failure() -> None:
+def test_a_dead_end_is_no_failure() -> None:
     session = grammar({"type": "array", "items": _INT, "maxItems": 1, "contains": {"const": 3}}).session()
     single = {token: index for index, token in enumerate(vocabulary().tokens)}
     assert session.accept(single[b"["])
@@ -194,7 +194,7 @@ def _all_texts(session: Session) -> set[bytes]:
     "items",
     [{"enum": ["a", "ab", "b"]}, {"type": "integer", "minimum": 8, "maximum": 11}, {"enum": [1, None, True, "x"]}],
 )
-def test_an_array_over_few_values_is_never_led_into_a_dead_end(items: Any) -> None:
+def test_arrays_over_few_values_avoid_dead_ends(items: Any) -> None:
     schema = {"type": "array", "items": items, "uniqueItems": True}
     found = _all_texts(grammar(schema).session())
     values = items.get("enum", list(range(8, 12)))
@@ -212,7 +212,7 @@ def test_a_name_that_comes_twice_counts_once() -> None:
     assert accepts_text(grammar(schema), '{"a": 1, "b": 1, "a": 1, "c": 1}')
 
 
-def test_schemas_within_a_grammar_are_rewritten_where_that_is_exact() -> None:
+def test_schemas_in_grammars_are_rewritten_exactly() -> None:
     options = {"x-guidance": {"whitespace_flexible": False}}
     schema = {"type": "object", "properties": {"a": {"type": "string", "format": "date"}, "b": {}, "c": {}}} | options
     either = schema | {"additionalProperties": False, "oneOf": [{"required": ["b"]}, {"required": ["c"]}]}

@@ -97,7 +97,7 @@ def test_walks_at_random_end_in_valid_instances(schema: Any, valid: list[Any], i
 
 
 @cases
-def test_a_mask_allows_a_token_if_its_bytes_may_follow_one_by_one(schema: Any, valid: list[Any], invalid: Any) -> None:
+def test_a_mask_equals_checking_bytes_one_by_one(schema: Any, valid: list[Any], invalid: Any) -> None:
     rng, tokens = random.Random(json.dumps(schema)), vocabulary().tokens
     single = vocabulary().byte_token_ids()
     for value in valid:
@@ -118,7 +118,7 @@ def test_a_mask_allows_a_token_if_its_bytes_may_follow_one_by_one(schema: Any, v
 
 @pytest.mark.parametrize("way", ["guarded", "loosened", "apart"])
 @pytest.mark.parametrize("case", CASES, ids=lambda case: json.dumps(case.schema, ensure_ascii=False)[:60])
-def test_whatever_is_left_to_the_guard_the_instances_are_the_same(case: Case, way: Way) -> None:
+def test_guards_do_not_change_the_instances(case: Case, way: Way) -> None:
     backend = make_backend_once("llguidance")
     spec = ConstraintSpec(kind="json_schema", text=json.dumps(case.schema), any_whitespace=False)
     try:
@@ -136,7 +136,7 @@ def test_whatever_is_left_to_the_guard_the_instances_are_the_same(case: Case, wa
         assert check.is_valid(json.loads(text_of(token_ids, vocabulary())))
 
 
-def test_what_an_older_draft_does_not_know_is_not_loosened() -> None:
+def test_older_drafts_keywords_are_not_loosened() -> None:
     schema = {"$schema": "http://json-schema.org/draft-04/schema#", "oneOf": [{"const": 1}, {"type": "integer"}]}
     with pytest.raises(ConstraintError, match="const: no keyword of the draft"):
         loosened(schema, joins=True)

@@ -37,9 +37,9 @@ class Exposed(NamedTuple):
 
     model: str
     labels: dict[str, list[dict[str, str]]]
-    """Of each series."""
+    """Labels of each series."""
     grows: dict[str, bool]
-    """Whether it counts."""
+    """Whether each metric is a counter."""
 
 
 @pytest.fixture(scope="module")
@@ -120,7 +120,7 @@ def check(query: str, exposed: Exposed) -> None:
 
 
 @pytest.mark.parametrize(("place", "query"), QUERIES, ids=[place for place, _ in QUERIES])
-def test_every_query_of_a_dashboard_selects_what_a_server_exposes(place: str, query: str, exposed: Exposed) -> None:
+def test_every_dashboard_query_selects_exposed_series(place: str, query: str, exposed: Exposed) -> None:
     assert 'model_name="$model"' in query
     check(query, exposed)
 

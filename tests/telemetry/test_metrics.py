@@ -88,7 +88,7 @@ def test_each_of_several_ingresses_answers_for_all(stats: EngineStats) -> None:
     ]
 
 
-def test_every_number_of_the_configuration_is_shown_and_no_secret() -> None:
+def test_every_configured_number_is_shown_no_secret() -> None:
     config = ServeConfig(api_keys=("hidden-from-everybody",), client_timeout_s=7)
     found = dict(numbers(config))
     assert found["client_timeout_s"] == 7
@@ -102,7 +102,7 @@ def test_every_number_of_the_configuration_is_shown_and_no_secret() -> None:
 
 
 @async_test
-async def test_limits_and_sizes_over_http_while_many_ask_at_once() -> None:
+async def test_limits_and_sizes_hold_under_load() -> None:
     async with local_server(request_timeout_s=33) as server:
         prompt = list(range(5, 69))  # 4 blocks of 16 tokens
 
@@ -125,7 +125,7 @@ async def test_limits_and_sizes_over_http_while_many_ask_at_once() -> None:
         assert all(math.isfinite(value) for value in found.values())
 
 
-def test_a_counter_does_not_fall_where_an_engine_restarts() -> None:
+def test_counters_do_not_fall_at_engine_restarts() -> None:
     one, other = make_engine("llama").stats(), make_engine("llama").stats()
     assert one.engine_id != other.engine_id
     metrics = Metrics("m")

@@ -115,7 +115,7 @@ async def test_a_trace_shows_each_stage_of_a_request(receiver: Receiver, monkeyp
 
 
 @async_test
-async def test_what_a_client_does_not_sample_or_leaves_is_traced_so_far(receiver: Receiver) -> None:
+async def test_unsampled_and_abandoned_requests_are_traced_correctly(receiver: Receiver) -> None:
     async with local_server() as server:
         silent, leaving, wrong = Client(flags="00"), Client(), Client()
         await server.post(silent.headers, max_tokens=2)
@@ -228,7 +228,7 @@ def request_log() -> Iterator[list[dict[str, Any]]]:
 
 
 @async_test
-async def test_the_engine_logs_whom_it_preempted_and_who_failed() -> None:
+async def test_the_engine_logs_preemptions_and_failures() -> None:
     processors = {"raises": f"{__name__}:Raises"}
 
     # 9 blocks of 16 tokens, for the three choices of one request, which need about 5 each and run side by side.
@@ -251,7 +251,7 @@ async def test_the_engine_logs_whom_it_preempted_and_who_failed() -> None:
 
 
 @async_test
-async def test_ingress_and_engine_log_under_the_id_that_the_client_sent() -> None:
+async def test_logs_carry_the_clients_request_id() -> None:
     """Both are in this process."""
     async with local_server() as server:
         leaving, moved = Client(), Client()
@@ -286,7 +286,7 @@ def block_bytes() -> int:
     return load_model_config(checkpoint("llama")).kv_bytes_per_token("float32") * 16
 
 
-def test_the_id_of_an_engines_request_is_that_of_its_client() -> None:
+def test_an_engine_requests_id_names_its_client() -> None:
     assert request_id_of("req-0011-aabbccdd-0") == "req-0011"
     assert request_id_of("a/b-1-aabbccdd-12/3") == "a/b-1"
     assert request_id_of("line 7") == "line 7"
@@ -296,7 +296,7 @@ def test_the_id_of_an_engines_request_is_that_of_its_client() -> None:
 
 
 @pytest.mark.prove
-def test_ingress_and_engine_of_a_server_send_their_spans(receiver: Receiver) -> None:
+def test_ingress_and_engine_send_their_spans(receiver: Receiver) -> None:
     server = Server(folder=checkpoint("llama"))
     try:
         client = Client()

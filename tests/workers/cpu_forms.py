@@ -22,6 +22,7 @@ from workers.kernels import (
     cpu_quantized_linear,
     cpu_sampler,
     processor,
+    rounding,
     shared_weights,
 )
 
@@ -33,13 +34,13 @@ TORCH = "torch"
 """No compiler: torch alone."""
 FORMS = [*COMPILED, TORCH]
 EMULATED = [pytest.param(name, marks=pytest.mark.prove) for name in emulated.FORMS if name not in QUANTIZED]
-"""Of another processor: kernels only, no decoder in one call and no sampler."""
+"""Forms of other processors: kernels only, no decoder in one call and no sampler."""
 
 
 def forget_libraries() -> None:
     """What has been loaded is looked for anew."""
     build._load.cache_clear()
-    for module in (cpu, cpu_decoder, cpu_linear, cpu_quantized_linear, cpu_sampler, shared_weights):
+    for module in (cpu, cpu_decoder, cpu_linear, cpu_quantized_linear, cpu_sampler, rounding, shared_weights):
         module._library.cache_clear()
 
 

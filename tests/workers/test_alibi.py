@@ -9,7 +9,7 @@ from workers.decoders.alibi import Alibi
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_products_of_widened_heads_are_scaled_products_and_the_bias(dtype: torch.dtype) -> None:
+def test_widened_heads_give_scaled_products_and_bias(dtype: torch.dtype) -> None:
     """At the longest context of any published model with ALiBi, and with slopes that bfloat16 cannot hold."""
     num_heads, head_dim, width, scale = 6, 40, 48, 40**-0.5
     slopes = 2.0 ** -torch.arange(0.3, num_heads)

@@ -58,7 +58,7 @@ def decodes(*sizes: int) -> tuple[Layout, ...]:
     return tuple(Layout(1, size) for size in sizes)
 
 
-def test_a_decode_step_is_padded_to_the_next_size_that_is_captured() -> None:
+def test_a_decode_step_is_padded_to_captured_sizes() -> None:
     layouts = graphs.layouts_to_capture(200)
     assert layouts == decodes(1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 160, 192, 200)
     assert graphs.layouts_to_capture(1) == decodes(1)
@@ -70,7 +70,7 @@ def test_a_decode_step_is_padded_to_the_next_size_that_is_captured() -> None:
     assert graphs.padded_to((), np.ones(1)) is None
 
 
-def test_a_step_with_prompts_is_padded_to_the_next_number_of_tokens() -> None:
+def test_a_prompt_step_is_padded_to_captured_sizes() -> None:
     layouts = graphs.layouts_to_capture(200, 8, max_num_tokens=200)
     sizes = [Layout(tokens, 200, tokens) for tokens in (64, 128, 192, 256)]
     assert layouts == (*graphs.layouts_to_capture(200, 8), *sizes)
@@ -80,7 +80,7 @@ def test_a_step_with_prompts_is_padded_to_the_next_number_of_tokens() -> None:
     assert graphs.padded_to(layouts, np.array([9])) == Layout(9, 1)
 
 
-def test_a_step_that_verifies_drafts_is_padded_to_the_most_of_each_sequence() -> None:
+def test_a_verification_step_is_padded_per_sequence() -> None:
     layouts = graphs.layouts_to_capture(200, max_draft_tokens=8)
     assert layouts[-4:] == (Layout(9, 1), Layout(9, 2), Layout(9, 4), Layout(9, 8))
     assert layouts[:-4] == graphs.layouts_to_capture(200)
@@ -109,7 +109,7 @@ class NoLayers:
         return self.layers(torch.zeros(len(token_ids), 4), torch.empty(0), metadata, self._caches)
 
 
-def test_large_batches_are_captured_first_and_what_takes_too_long_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_large_batches_are_captured_first(monkeypatch: pytest.MonkeyPatch) -> None:
     model, (one, two, four), verify = NoLayers(), decodes(1, 2, 4), Layout(3, 2)
     mixed = Layout(64, 4, 64)
     layouts, device = (one, two, four, verify, mixed), torch.device("cpu")
@@ -148,9 +148,7 @@ def test_attention_over_prompts_is_compiled_before_any_comes() -> None:
     assert steps == [(2, 1, False), (2, 2, False)]
 
 
-def test_ranks_keep_only_what_all_of_them_have_captured(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_ranks_keep_what_all_have_captured(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     """In threads: the second rank cannot run one layout, so that neither keeps it; both go on with smaller ones. The
     first does not take part in sums over ranks for which it would wait in vain.
     """
@@ -191,7 +189,7 @@ def test_ranks_keep_only_what_all_of_them_have_captured(
     assert caplog.text.count("kernel by kernel") == 1
 
 
-def test_where_steps_cannot_be_captured_they_run_kernel_by_kernel(caplog: pytest.LogCaptureFixture) -> None:
+def test_uncapturable_steps_run_kernel_by_kernel(caplog: pytest.LogCaptureFixture) -> None:
     def forward(token_ids: torch.Tensor, metadata: DeviceMetadata, *caches: object) -> torch.Tensor:
         if metadata.layout is None:
             return model.forward(token_ids, metadata)
@@ -208,7 +206,7 @@ def test_where_steps_cannot_be_captured_they_run_kernel_by_kernel(caplog: pytest
     assert model.forward(torch.zeros(1, dtype=torch.int64), metadata).tolist() == [[1.0] * 4]
 
 
-def test_a_rank_that_is_measured_alone_replays_no_sums_over_ranks() -> None:
+def test_a_lone_measured_rank_replays_no_sums() -> None:
     platform = CudaPlatform(torch.device("cpu"))
     platform.graph_layouts = decodes(1)
     tokens = QueryTokens(np.array([3]), np.ones(1, dtype=np.int64), np.zeros((1, 1), np.int32), 8)
@@ -220,7 +218,7 @@ def test_a_rank_that_is_measured_alone_replays_no_sums_over_ranks() -> None:
 
 
 @pytest.mark.parametrize(("family", "count"), [("qwen2", 1), ("llama", 2)])
-def test_a_tied_head_and_its_embedding_are_one_tensor_on_the_device(family: str, count: int) -> None:
+def test_a_tied_head_shares_its_embeddings_tensor(family: str, count: int) -> None:
     sizes = []
 
     class Counting(CudaPlatform):
@@ -240,7 +238,7 @@ def test_a_tied_head_and_its_embedding_are_one_tensor_on_the_device(family: str,
 
 @pytest.mark.parametrize("num_sequences", range(1, 6))
 @pytest.mark.parametrize("layout", [None, Layout(1, 7), Layout(3, 7)])
-def test_every_array_of_a_step_begins_where_a_kernel_reads_16_bytes(num_sequences: int, layout: Layout | None) -> None:
+def test_step_arrays_are_aligned_to_16_bytes(num_sequences: int, layout: Layout | None) -> None:
     """Else kernels would be compiled anew for steps of other sizes."""
     starts = np.full(num_sequences, 1030)
     tables = np.arange(num_sequences * 17, dtype=np.int32).reshape(num_sequences, 17)
@@ -260,7 +258,7 @@ def test_every_array_of_a_step_begins_where_a_kernel_reads_16_bytes(num_sequence
 
 
 @pytest.mark.parametrize("family", ["qwen3", "mistral"] if THOROUGH else ["qwen3"])
-def test_tokens_are_those_of_transformers_and_of_the_cpu(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tokens_equal_transformers_and_the_cpus(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = checkpoint(family) if THOROUGH else checkpoint(family, num_hidden_layers=1)
     generator = np.random.default_rng(0)
     prompts = [generator.integers(3, VOCAB_SIZE, length).tolist() for length in (5, 37 if THOROUGH else 20)]
@@ -289,7 +287,7 @@ def test_tokens_are_those_of_transformers_and_of_the_cpu(family: str, monkeypatc
         assert own.logprob == pytest.approx(other.logprob, abs=1e-3)
 
 
-def test_in_float16_log_probabilities_stay_near_those_of_float32(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_float16_log_probabilities_stay_near_float32(monkeypatch: pytest.MonkeyPatch) -> None:
     folder = str(checkpoint("qwen3") if THOROUGH else checkpoint("qwen3", num_hidden_layers=1))
     prompt = np.random.default_rng(1).integers(3, VOCAB_SIZE, 20).tolist()
     params = SamplingParams(temperature=0, max_tokens=2, prompt_logprobs=0)
@@ -312,7 +310,7 @@ def test_a_cpu_refuses_float16() -> None:
         LLM("demo", device="cpu", dtype="float16")
 
 
-def test_drafts_are_verified_by_graphs_and_by_kernels_alike(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_graphs_and_kernels_verify_drafts_alike(monkeypatch: pytest.MonkeyPatch) -> None:
     """With a draft model, whose own steps that compute what it lacks replay graphs too."""
     folder = checkpoint("llama") if THOROUGH else checkpoint("llama", num_hidden_layers=1)
     prompt = np.random.default_rng(2).integers(3, VOCAB_SIZE, 9).tolist()
@@ -395,7 +393,7 @@ def test_two_ranks_replay_graphs_with_their_sums() -> None:
 
 
 @NEEDS_GPU
-def test_the_demo_model_is_greedy_equal_to_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_demo_model_equals_the_cpus_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     """In float32, with every kind of batch: chunked prompts, shared prefixes, and decodes beside them."""
     conversations = [
         [{"role": "user", "content": text}] for text in ("What is Manta?", "What can you do?", "Hello")
@@ -411,7 +409,7 @@ def test_the_demo_model_is_greedy_equal_to_the_cpu(monkeypatch: pytest.MonkeyPat
 
 
 @NEEDS_GPU
-def test_a_step_is_launched_and_drawn_without_waiting_for_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_never_waits_for_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
     """By torch's own watch over calls that wait: with edits, filters and log-probabilities."""
     llm = make_llm(monkeypatch, "demo", max_model_len=None, max_num_sequences=8, kv_cache_bytes=1 << 26)
     stream, waits = device_of(llm.engine), []
@@ -442,7 +440,7 @@ def test_a_step_is_launched_and_drawn_without_waiting_for_the_device(monkeypatch
 
 @NEEDS_GPU
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_the_kv_cache_fills_what_a_step_leaves_free(dtype: str) -> None:
+def test_the_kv_cache_fills_the_remaining_memory(dtype: str) -> None:
     llm = LLM("demo", device="cuda", dtype=dtype, kv_cache_fraction=0.5)
     assert llm.engine.model.kv_cache_bytes > 0.3 * torch.cuda.get_device_properties(0).total_memory
 
@@ -459,7 +457,7 @@ def test_an_older_gpu_has_no_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
-def test_an_engine_on_cuda_claims_a_gpu_of_ray(num_ranks: int) -> None:
+def test_a_cuda_engine_claims_a_ray_gpu(num_ranks: int) -> None:
     """One for itself, or one for each rank, whose placement group claims it."""
     pytest.importorskip("ray")
     from cluster.config import EngineConfig

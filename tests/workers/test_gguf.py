@@ -107,7 +107,7 @@ def test_a_sliding_window_is_mistrals(tmp_path: pathlib.Path) -> None:
     assert config.sliding_windows == (24, 24)
 
 
-def test_text_becomes_the_same_tokens_and_chats_the_same(tmp_path: pathlib.Path) -> None:
+def test_text_and_chats_become_the_same_tokens(tmp_path: pathlib.Path) -> None:
     folder = original("qwen2")
     path = write_gguf(folder, tmp_path / "model.gguf", lambda name: "Q8_0")
     found, expected = Tokenizer(path), transformers.AutoTokenizer.from_pretrained(folder)
@@ -143,7 +143,7 @@ def test_a_sentencepiece_vocabulary_begins_with_bos(tmp_path: pathlib.Path) -> N
     assert [tokens[token] for token in tokenizer.encode("é", add_special_tokens=False)] == ["▁", "<0xC3>", "<0xA9>"]
 
 
-def test_weights_stay_in_the_file_and_its_folder_is_made_once(tmp_path: pathlib.Path) -> None:
+def test_weights_stay_in_the_file(tmp_path: pathlib.Path) -> None:
     path = write_gguf(original("llama"), tmp_path / "model.gguf", lambda name: "Q8_0")
     folder = resolve_model_folder(str(path))
     assert not list(folder.glob("*.safetensors"))
@@ -214,7 +214,7 @@ def test_what_is_not_served_is_named(metadata: dict, words: str, tmp_path: pathl
         resolve_model_folder(str(path))
 
 
-def test_types_and_shapes_that_do_not_fit_are_named(tmp_path: pathlib.Path) -> None:
+def test_unfitting_types_and_shapes_are_named(tmp_path: pathlib.Path) -> None:
     def two_bits(name: str) -> str:
         return "Q2_K" if name == "blk.1.ffn_up.weight" else "Q8_0"
 
@@ -234,7 +234,7 @@ def test_without_the_package_the_remedy_is_named(tmp_path: pathlib.Path, monkeyp
         resolve_model_folder(str(path))
 
 
-def test_a_window_that_only_some_layers_may_have_is_refused(tmp_path: pathlib.Path) -> None:
+def test_a_window_for_some_layers_is_refused(tmp_path: pathlib.Path) -> None:
     path = write_gguf(
         original("qwen2"), tmp_path / "model.gguf", lambda name: "F32", qwen2__attention__sliding_window=8
     )
@@ -259,7 +259,7 @@ def test_linears_are_kept_as_integers_in_their_range(kind: str, tmp_path: pathli
         torch.testing.assert_close(weight.dequantized(torch.float32), plain.weight, atol=1e-6, rtol=1e-5)
 
 
-def test_the_writer_of_these_tests_stores_what_it_is_told(tmp_path: pathlib.Path) -> None:
+def test_the_tests_writer_stores_its_input(tmp_path: pathlib.Path) -> None:
     path = write_gguf(original("llama"), tmp_path / "model.gguf", mixed)
     kinds = {tensor.name: tensor.tensor_type.name for tensor in gguf.GGUFReader(path).tensors}
     assert kinds["blk.0.attn_v.weight"] == "Q6_K"

@@ -59,7 +59,7 @@ def test_the_tightest_group_above_the_process_counts(groups: pathlib.Path) -> No
     assert host.free_memory() == 5 * GIB
 
 
-def test_limits_of_version_1_count_wherever_the_container_sees_them(groups: pathlib.Path) -> None:
+def test_cgroup_v1_limits_count_wherever_seen(groups: pathlib.Path) -> None:
     """The path is the host's; the container's own group is at the top."""
     belongs_to(groups, "7:memory:/docker/abc\n3:cpu,cpuacct:/docker/abc\n1:name=systemd:/docker/abc\n0::/\n")
     write(groups / "cpu", cpu__cfs_quota_us=250000, cpu__cfs_period_us=100000)
@@ -98,7 +98,7 @@ def test_of_apple_silicon_the_performance_cores_count(
     assert host.num_cores() == expected
 
 
-def test_an_engine_writes_the_same_without_affinity_and_advice_on_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_engine_works_without_affinity_and_madvise(monkeypatch: pytest.MonkeyPatch) -> None:
     def write_some() -> list[int]:
         llm = LLM(str(checkpoint("llama")), dtype="float32", kv_cache_bytes=2**22)
         return llm.generate(["one two three"], SamplingParams(temperature=0, max_tokens=12))[0].outputs[0].token_ids

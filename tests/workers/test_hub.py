@@ -112,7 +112,7 @@ def test_a_model_is_downloaded_once_and_served(hub: http.server.ThreadingHTTPSer
     assert json.loads(second.stdout.splitlines()[-1]) == expected
 
 
-def test_a_revision_is_what_the_hub_is_asked_for(hub: http.server.ThreadingHTTPServer, tmp_path: pathlib.Path) -> None:
+def test_the_hub_is_asked_for_the_revision(hub: http.server.ThreadingHTTPServer, tmp_path: pathlib.Path) -> None:
     answer = run(["-m", "cluster.cli", "check", f"{HUB_ID}@v1.2"], hub, tmp_path)
     assert answer.returncode == 0, answer.stdout + answer.stderr
     assert set(Hub.revisions) == {"v1.2"}

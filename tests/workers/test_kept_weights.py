@@ -33,7 +33,7 @@ from workers.kernels.quantized_reference import TorchQuantizedLinear
 from workers.kernels.rounding import round_weight
 from workers.kernels.weights import LinearWeight
 from workers.models.model_config import ModelError
-from workers.platforms import choose_platform
+from workers.platforms import choose_platform, cpu_linears
 from workers.platforms.cpu import CpuPlatform
 from workers.torch_worker.loader import load_model
 from workers.torch_worker.torch_worker import TorchWorker
@@ -85,7 +85,7 @@ def test_weights_that_are_zero_tiny_or_not_finite(bits: int) -> None:
     assert rounded[3].isnan().any()
 
 
-def test_groups_divide_the_inputs_or_are_all_of_them() -> None:
+def test_groups_divide_the_inputs_or_hold_all() -> None:
     assert [group_of(inputs, 8) for inputs in (896, 4864, 96, 40, 8, 7, 1)] == [128, 128, 32, 8, 8, 7, 1]
     assert [group_of(inputs, 4) for inputs in (896, 4864, 96, 40, 8, 7, 1)] == [32, 32, 32, 8, 8, 7, 1]
 
@@ -94,9 +94,7 @@ def test_groups_divide_the_inputs_or_are_all_of_them() -> None:
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("weights", ROUNDED)
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
-def test_the_kernels_give_the_bits_of_torch_in_a_whole_model(
-    family: str, weights: str, dtype: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_whole_models_give_torchs_bits(family: str, weights: str, dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = checkpoint(family, attention_bias=True) if family == "llama" else checkpoint(family)
     model = load(folder, weights, dtype)
     assert all(isinstance(linear, PackedQuantizedLinear) for linear in linears(model))
@@ -130,7 +128,7 @@ def test_logits_stay_near_those_of_floating_point(weights: str, bound: float) ->
 
 
 @needs_kernels
-def test_weights_take_a_half_and_a_quarter_of_the_memory_of_bfloat16() -> None:
+def test_weights_take_half_and_quarter_of_bfloat16() -> None:
     """By the packed bytes, and by the plan: 1.02 bytes a weight, or 0.57 with a scale in each group of 32."""
     sizes = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2, "vocab_size": 4096}
     folder = checkpoint("llama", dtype="bfloat16", **sizes)
@@ -152,7 +150,7 @@ def test_weights_take_a_half_and_a_quarter_of_the_memory_of_bfloat16() -> None:
 
 
 @pytest.mark.parametrize("weights", ROUNDED)
-def test_a_tied_head_is_rounded_and_its_embedding_is_not(weights: str) -> None:
+def test_a_tied_head_is_rounded_alone(weights: str) -> None:
     folder = checkpoint("qwen2")
     tokens = torch.arange(5, 25)
     embedded = [load(folder, kept)._weights.embedding(tokens) for kept in ("auto", weights)]
@@ -167,7 +165,7 @@ def test_processes_share_rounded_weights(weights: str, tmp_path: pathlib.Path, m
     first = load(folder, weights)
     assert len(files() - before) == 1
     monkeypatch.setattr(PackedQuantizedLinear, "_pack", lambda *_: pytest.fail("it is packed again"))
-    monkeypatch.setattr(cpu_quantized_linear, "round_weight", lambda *_: pytest.fail("it is rounded again"))
+    monkeypatch.setattr(cpu_linears, "round_weight", lambda *_: pytest.fail("it is rounded again"))
     second = load(folder, weights)
     assert torch.equal(logits_of(folder, first), logits_of(folder, second))
     assert len(files() - before) == 1
@@ -178,7 +176,7 @@ def test_processes_share_rounded_weights(weights: str, tmp_path: pathlib.Path, m
 
 
 @pytest.mark.parametrize("weights", ROUNDED)
-def test_two_ranks_hold_half_each_and_compute_the_model_of_one(weights: str) -> None:
+def test_two_ranks_compute_the_model_of_one(weights: str) -> None:
     """The groups of a rank's share are the model's, because the width of a share is a multiple of theirs."""
     folder = checkpoint("llama", intermediate_size=256, hidden_size=256)
     config = load_model_config(folder)
@@ -196,7 +194,7 @@ def test_two_ranks_hold_half_each_and_compute_the_model_of_one(weights: str) -> 
 
 
 @pytest.mark.parametrize("weights", ROUNDED)
-def test_a_draft_model_is_rounded_too_and_the_tokens_stay_those_of_the_target(weights: str) -> None:
+def test_a_rounded_draft_keeps_the_targets_tokens(weights: str) -> None:
     speculative = {"proposers": ["draft"], "draft_model": str(checkpoint("qwen3")), "adaptive": False}
     folder = checkpoint("llama")
     assert greedy(folder, weights=weights, speculative=speculative, dtype="float32") == greedy(
@@ -235,14 +233,13 @@ def test_a_wrong_value_is_refused_in_a_sentence() -> None:
         load_config(None, {"engine.weights": "int2"})
 
 
-@pytest.mark.parametrize("device", ["cuda", "tpu"])
-def test_a_device_without_such_kernels_refuses(device: str) -> None:
-    engine = EngineConfig(model=str(checkpoint("llama")), device=device, weights="int8")  # type: ignore[arg-type]
-    with pytest.raises(ModelError, match=f"weights int8 is for CPUs, and {device} has no kernels for integer weights"):
+def test_a_device_without_such_kernels_refuses() -> None:
+    engine = EngineConfig(model=str(checkpoint("llama")), device="tpu", weights="int8")
+    with pytest.raises(ModelError, match="weights int8 is for CPUs and CUDA GPUs, and a TPU has no kernels"):
         check_machine(engine)
 
 
-def test_a_gate_of_a_size_that_the_kernel_does_not_take_is_a_linear_of_its_own() -> None:
+def test_an_odd_gate_is_a_separate_linear() -> None:
     weight = LinearWeight("gate", torch.randn(80, 64), None, torch.float32, gated=True)
     x = torch.randn(7, 64)
     exact = CpuPlatform(None).make_linear(weight).forward(x)

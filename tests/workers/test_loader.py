@@ -64,7 +64,7 @@ def change_tensors(folder: pathlib.Path, **changes: torch.Tensor | None) -> None
 # ---- configurations --------------------------------------------------------------------------------------------------
 
 
-def test_old_and_new_spellings_of_rope_and_dtype_mean_the_same(tmp_path: pathlib.Path) -> None:
+def test_old_and_new_config_spellings_agree(tmp_path: pathlib.Path) -> None:
     llama3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 128}
     old = config_of(tmp_path, rope_theta=500000.0, rope_scaling=llama3 | {"type": "llama3"})
     new = config_of(
@@ -104,7 +104,7 @@ def test_sliding_windows_follow_each_familys_rules(tmp_path: pathlib.Path) -> No
     assert windows == (8, None, 8, None)
 
 
-def test_kv_bytes_per_token_counts_keys_and_values_of_every_layer(tmp_path: pathlib.Path) -> None:
+def test_kv_bytes_per_token_counts_every_layer(tmp_path: pathlib.Path) -> None:
     config = config_of(tmp_path, head_dim=32)
     assert config.kv_bytes_per_token("bfloat16") == 2 * 4 * 2 * 32 * 2
     assert config.kv_bytes_per_token("float32") == 2 * config.kv_bytes_per_token("bfloat16")
@@ -131,7 +131,7 @@ def test_unsupported_configurations_are_named(changes: dict[str, Any], message: 
         config_of(tmp_path, **changes)
 
 
-def test_a_broken_config_json_is_an_error_that_names_it(tmp_path: pathlib.Path) -> None:
+def test_a_broken_config_json_is_named(tmp_path: pathlib.Path) -> None:
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(ModelError, match=r"config\.json is not valid JSON"):
         load_model_config(tmp_path)
@@ -177,7 +177,7 @@ def test_tensors_that_the_architecture_lacks_are_named(folder: pathlib.Path) -> 
         load(folder)
 
 
-def test_stored_buffers_and_a_tied_models_copied_head_are_ignored(folder: pathlib.Path) -> None:
+def test_stored_buffers_and_copied_heads_are_ignored(folder: pathlib.Path) -> None:
     rows = torch.randn(2, 64)
     expected = load(folder).compute_logits(rows)
     change_tensors(
@@ -246,6 +246,6 @@ def test_loading_leaves_the_file_out_of_memory(tmp_path: pathlib.Path) -> None:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA GPU on this machine")
-def test_a_device_that_is_not_there_is_refused_with_a_remedy() -> None:
+def test_a_missing_device_is_refused_with_remedy() -> None:
     with pytest.raises(ModelError, match=r"device 'cuda' is not .*set device to cpu or auto"):
         choose_platform("cuda", None)

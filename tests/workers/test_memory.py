@@ -45,24 +45,24 @@ def plan(
     return num_bytes, num_blocks * 16
 
 
-def test_the_demo_model_takes_half_a_gibibyte_on_any_machine() -> None:
+def test_the_demo_model_takes_half_a_gibibyte() -> None:
     for free in (4, 20, 500):
         assert plan(DEMO, weight_bytes=8_000_000, free_bytes=free * GIB) == (GIB // 2, 256 * 512)
 
 
-def test_half_a_billion_parameters_keep_256_sequences_of_1024_tokens() -> None:
+def test_half_a_billion_parameters_keep_256_sequences() -> None:
     num_bytes, tokens = plan(QWEN_05B)
     assert tokens >= 256 * 1024
     assert num_bytes < 4 * WEIGHTS_05B + 1
 
 
-def test_a_large_model_takes_no_more_than_its_share_of_what_is_free() -> None:
+def test_a_large_model_takes_only_its_share() -> None:
     num_bytes, tokens = plan(QWEN_7B, weight_bytes=WEIGHTS_7B, free_bytes=48 * GIB)
     assert 0.399 * 48 * GIB < num_bytes <= 0.4 * 48 * GIB
     assert tokens >= 256 * 1024
 
 
-def test_on_a_device_of_its_own_the_cache_takes_its_share_of_the_memory() -> None:
+def test_an_exclusive_devices_cache_takes_its_share() -> None:
     """The weights of 8 billion parameters are a seventh of it; by four times the weights half would lie idle."""
     options = ModelOptions()
     free = {"free_bytes": 120 * GIB, "weight_bytes": WEIGHTS_7B, "most_of_free": 0.9}
@@ -74,14 +74,14 @@ def test_on_a_device_of_its_own_the_cache_takes_its_share_of_the_memory() -> Non
     assert few == plan(DEMO, max_num_sequences=1, weight_bytes=8_000_000)[0], "no more than sequences can fill"
 
 
-def test_few_sequences_take_what_they_can_use_and_some_for_the_past() -> None:
+def test_few_sequences_take_what_they_can_use() -> None:
     assert plan(QWEN_05B, max_num_sequences=1, max_model_len=4096)[1] == 4 * 4096
     assert plan(DEMO, max_num_sequences=1, weight_bytes=8_000_000)[1] == 4 * 1024
 
 
 @pytest.mark.parametrize("length", [1, 15, 17, 1000, 131072])
 @pytest.mark.parametrize("max_num_sequences", [1, 2, 256])
-def test_the_longest_sequence_always_has_room_where_memory_has(length: int, max_num_sequences: int) -> None:
+def test_the_longest_sequence_has_room_where_possible(length: int, max_num_sequences: int) -> None:
     model = shape(1, 1, 16, length)
     options = {"weight_bytes": 1000, "max_num_sequences": max_num_sequences}
     assert plan(model, **options)[1] >= length

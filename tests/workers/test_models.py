@@ -190,9 +190,7 @@ def test_bfloat16_stays_near_the_float32_logits(form: str, name: str) -> None:
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("name", ["llama tied, sharded, with biases", "mistral, window of 24", "qwen2, tied", "qwen3"])
-def test_all_layers_in_one_call_give_the_bits_of_the_loop(
-    form: str, name: str, dtype: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_one_call_gives_the_loops_bits(form: str, name: str, dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Prefill, chunks and decodes in one step, groups over a shared prefix, an MLP in parts."""
     family, options = NATIVE[name]
     folder = checkpoint(family, dtype=dtype, **options)
@@ -217,7 +215,7 @@ def test_all_layers_in_one_call_give_the_bits_of_the_loop(
     assert logits[0].isfinite().all()
 
 
-def test_an_mlp_too_wide_for_one_buffer_runs_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wide_mlp_runs_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     folder = checkpoint("llama")
     tokens = random_tokens(100)
     expected = Cache(folder).run((0, tokens))[0]
@@ -234,7 +232,7 @@ def test_rotary_table_grows_with_the_context(monkeypatch: pytest.MonkeyPatch) ->
     torch.testing.assert_close(logits, reference_logits(folder, tokens), atol=3e-4, rtol=1e-4)
 
 
-def test_rotary_table_holds_cosines_and_sines_of_the_positions() -> None:
+def test_the_rotary_table_holds_cosines_and_sines() -> None:
     table = rope_table(RopeConfig(theta=100.0), head_dim=4, num_positions=3)
     angles = np.array([[0.0, 0.0], [1.0, 0.1], [2.0, 0.2]])
     np.testing.assert_allclose(table, np.hstack((np.cos(angles), np.sin(angles))), atol=1e-6)
@@ -273,7 +271,7 @@ def test_what_cannot_run_is_refused_with_its_reason(
     assert config.architectures[0] in str(caught.value)
 
 
-def test_mpt_is_known_by_the_name_that_its_own_checkpoints_give_it(tmp_path: pathlib.Path) -> None:
+def test_mpt_is_known_by_its_own_name(tmp_path: pathlib.Path) -> None:
     transformers.MptConfig(architectures=["MPTForCausalLM"], max_seq_len=300).save_pretrained(tmp_path)
     assert load_model_config(tmp_path).max_position_embeddings == 300
 
@@ -284,7 +282,7 @@ def test_an_architecture_unknown_to_transformers_is_named(tmp_path: pathlib.Path
         load_model_config(tmp_path)
 
 
-def test_a_model_that_does_not_attend_causally_is_refused_at_load(tmp_path: pathlib.Path) -> None:
+def test_a_non_causal_model_is_refused_at_load(tmp_path: pathlib.Path) -> None:
     config = transformers.BertConfig(
         vocab_size=64, hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=32
     )

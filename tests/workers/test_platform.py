@@ -80,7 +80,7 @@ class OtherPlatform:
         self.num_inputs = 0
         self.num_weights = 0
         self.num_weights_at_plan = 0
-        """When the KV cache was planned."""
+        """Number of placed weights when the KV cache was planned."""
         self._compiles = compiles
 
     def make_linear(self, weight: LinearWeight) -> Linear:
@@ -189,13 +189,13 @@ def run(platform: OtherPlatform, family: str, monkeypatch: pytest.MonkeyPatch, *
 
 
 @pytest.mark.parametrize("family", ["qwen3", "mistral"])
-def test_a_platform_alone_brings_a_model_to_another_device(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_platform_alone_moves_models_to_devices(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     platform = OtherPlatform(compiles=False)
     run(platform, family, monkeypatch)
     assert platform.num_caches == 2  # one for the largest step, which is run to see what it takes
 
 
-def test_what_a_platform_compiles_runs_in_the_place_of_the_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compiled_decoders_replace_the_layers(monkeypatch: pytest.MonkeyPatch) -> None:
     platform = OtherPlatform(compiles=True)
     run(platform, "qwen2", monkeypatch)
     assert platform.num_compiled_calls == len(platform.placed) > 0
@@ -207,7 +207,7 @@ def test_models_of_transformers_ask_the_platform_too(monkeypatch: pytest.MonkeyP
     assert platform.num_caches == 3  # one for the probe at load, and one for the largest step
 
 
-def test_where_the_largest_step_does_not_fit_the_remedy_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_oversized_largest_step_names_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
     def draw(*arguments: object) -> None:
         raise torch.OutOfMemoryError("tried to allocate 2 GiB")
 
@@ -217,7 +217,7 @@ def test_where_the_largest_step_does_not_fit_the_remedy_is_named(monkeypatch: py
         run(platform, "llama", monkeypatch)
 
 
-def test_a_draft_model_is_on_the_platform_before_the_kv_cache_is_planned(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_draft_is_placed_before_kv_planning(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of what its weights and its largest step leave free; that step also draws under everything a request may ask."""
     platform = OtherPlatform(compiles=False)
     speculative = {"proposers": ["draft"], "draft_model": str(checkpoint("llama"))}

@@ -45,7 +45,7 @@ class Format(NamedTuple):
     quantise: Quantise
     config: dict[str, Any]
     kind: str | None
-    """What `manta check` calls its linears; None if they are kept as floating-point numbers."""
+    """Form of the linears by `manta check`; None for floating-point weights."""
 
 
 def _compressed(name: str, kind: str | None, ignore: tuple[str, ...] = ("lm_head",), **arguments: Any) -> Format:
@@ -162,7 +162,7 @@ class Recorder(CpuPlatform):
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_kernels_compute_what_torch_does_with_the_same_integers(name: str, tmp_path: pathlib.Path) -> None:
+def test_kernels_equal_torch_on_the_same_integers(name: str, tmp_path: pathlib.Path) -> None:
     """Bit for bit, with activations that are rounded as the format asks."""
     folder, _ = quantised_pair(checkpoint("qwen2", **SIZES), tmp_path, FORMATS[name].quantise, FORMATS[name].config)
     platform = Recorder()

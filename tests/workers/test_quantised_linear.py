@@ -88,9 +88,7 @@ PARTS = {
 
 @needs_kernels
 @pytest.mark.parametrize("parts", PARTS)
-def test_an_int8_linear_computes_what_its_weight_stands_for_and_the_others_stay_one_call(
-    parts: str, tmp_path: pathlib.Path
-) -> None:
+def test_an_int8_linear_keeps_the_single_call(parts: str, tmp_path: pathlib.Path) -> None:
     folder, expected_folder = quantised(checkpoint("llama", attention_bias=True), tmp_path, *PARTS[parts])
     model = load_int8(folder, "float32")
     expected = load_model(expected_folder, load_model_config(expected_folder), "float32", CpuPlatform(None))
@@ -106,7 +104,7 @@ def test_an_int8_linear_computes_what_its_weight_stands_for_and_the_others_stay_
 
 @needs_kernels
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_mixed_kinds_in_one_call_give_the_bits_of_the_loop(dtype: str, tmp_path: pathlib.Path) -> None:
+def test_mixed_kinds_give_the_loops_bits(dtype: str, tmp_path: pathlib.Path) -> None:
     folder, _ = quantised(checkpoint("qwen3", dtype=dtype), tmp_path, "down_proj", "o_proj")
     model = load_int8(folder, dtype)
     together = logits_of(folder, model, dtype)
@@ -116,7 +114,7 @@ def test_mixed_kinds_in_one_call_give_the_bits_of_the_loop(dtype: str, tmp_path:
 
 
 @needs_kernels
-def test_a_gate_of_a_size_that_the_kernel_does_not_take_leaves_the_rest_in_one_call() -> None:
+def test_an_odd_gate_keeps_the_single_call() -> None:
     folder = checkpoint("llama", intermediate_size=40)
     model = load_model(folder, load_model_config(folder), "float32", CpuPlatform(None))
     assert isinstance(model, Decoder)
@@ -127,7 +125,7 @@ def test_a_gate_of_a_size_that_the_kernel_does_not_take_leaves_the_rest_in_one_c
 
 
 @needs_kernels
-def test_what_a_linear_raises_comes_out_of_the_one_call(tmp_path: pathlib.Path) -> None:
+def test_a_linears_exception_leaves_the_single_call(tmp_path: pathlib.Path) -> None:
     folder, _ = quantised(checkpoint("llama", num_hidden_layers=2), tmp_path, "down_proj")
 
     class Broken(Int8Linear):
@@ -151,7 +149,7 @@ def test_without_a_compiler_the_loop_runs_it_too(tmp_path: pathlib.Path) -> None
     torch.testing.assert_close(by_torch, logits_of(folder, load_int8(folder, "float32")), atol=3e-4, rtol=1e-4)
 
 
-def test_headers_say_what_is_quantised_and_what_it_takes(tmp_path: pathlib.Path) -> None:
+def test_headers_tell_quantisation_and_memory(tmp_path: pathlib.Path) -> None:
     folder, dense = quantised(checkpoint("llama"), tmp_path, "down_proj")
     plain = check_tensors(dense, load_model_config(dense))
     tally = check_tensors(folder, load_model_config(folder))
@@ -164,7 +162,7 @@ def test_headers_say_what_is_quantised_and_what_it_takes(tmp_path: pathlib.Path)
     assert plain.num_bytes("float32", True) - tally.num_bytes("float32", True) == saved
 
 
-def test_a_platform_without_integer_kernels_computes_what_the_integers_stand_for(tmp_path: pathlib.Path) -> None:
+def test_without_integer_kernels_the_result_is_equal(tmp_path: pathlib.Path) -> None:
     folder, _ = quantised(checkpoint("llama"), tmp_path, "_proj")
     dense = load_model(folder, load_model_config(folder), "float32", CpuPlatform(None), weights="dense")
     assert isinstance(dense, Decoder)

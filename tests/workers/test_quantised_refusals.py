@@ -142,7 +142,7 @@ def test_a_tensor_that_does_not_fit_is_named(name: str, tmp_path: pathlib.Path) 
         LLM(str(folder), kv_cache_bytes="4MiB", num_threads=1)
 
 
-def test_zeros_as_a_bias_that_nobody_adds_are_read_over(tmp_path: pathlib.Path) -> None:
+def test_unused_zero_biases_are_ignored(tmp_path: pathlib.Path) -> None:
     """Older tools stored one for every linear."""
     folder, _ = quantised_pair(checkpoint("llama"), tmp_path, *DAMAGED["gptq"])
     path = folder / "model.safetensors"
@@ -178,7 +178,7 @@ def test_check_answers_for_a_file_and_a_folder(tmp_path: pathlib.Path, capsys: p
     assert report.num_parameters == plain.num_parameters
 
 
-def test_check_counts_the_parameters_that_the_numbers_stand_for(tmp_path: pathlib.Path) -> None:
+def test_check_counts_represented_parameters(tmp_path: pathlib.Path) -> None:
     """And the memory of what is kept: here all weights in bfloat16."""
     folder, dense = quantised_pair(checkpoint("llama"), tmp_path, of_layers(awq), AWQ_CONFIG)
     report, plain = (

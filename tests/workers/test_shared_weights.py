@@ -101,7 +101,7 @@ def folder(tmp_path: pathlib.Path) -> pathlib.Path:
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("form", [name for name in FORMS if name != "torch"])
-def test_who_comes_after_reads_what_the_first_one_packed(folder: pathlib.Path, form: str, dtype: str) -> None:
+def test_later_processes_read_the_first_ones_weights(folder: pathlib.Path, form: str, dtype: str) -> None:
     with in_form(form):
         alone = load(folder, dtype)
         with pytest.MonkeyPatch.context() as patch:
@@ -157,9 +157,7 @@ sys.stdin.read()
 """
 
 
-def test_nobody_waits_for_ever_for_another_one_to_pack(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_nobody_waits_forever_for_packing(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.setattr(shared_weights, "PATIENCE_S", 0.1)
     arguments = [str(build.private_folder() / shared_weights._LOCKS), str(shared_weights._byte(_name("slow")))]
     packer = subprocess.Popen([sys.executable, "-c", LOCK, *arguments], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
@@ -219,7 +217,7 @@ def holders(large: pathlib.Path) -> Iterator[list[Holder]]:
         holder.kill()
 
 
-def test_two_processes_hold_one_copy_and_either_may_be_killed(large: pathlib.Path, holders: list[Holder]) -> None:
+def test_two_processes_share_one_copy(large: pathlib.Path, holders: list[Holder]) -> None:
     """They start together."""
     first, second = holders
     assert first.answer() == second.answer()

@@ -161,7 +161,7 @@ def test_whatever_is_asked_of_the_overlapped_loop(two: RankProcesses, what: str)
     assert_same(two, ask, str(checkpoint("llama", dtype="float32")), overlap="on", **options)
 
 
-def test_a_row_that_fails_costs_the_others_nothing_in_the_overlapped_loop(two: RankProcesses) -> None:
+def test_a_failed_row_costs_the_others_nothing(two: RankProcesses) -> None:
     """The next step was planned with it: ranks that draw nothing must have the token that stands in its place."""
 
     def ask(llm: LLM) -> Any:
@@ -192,11 +192,11 @@ def test_four_ranks_hold_two_kv_heads_twice(four: RankProcesses, what: str) -> N
     ],
     ids=", ".join,
 )
-def test_biases_count_once_and_odd_sizes_are_filled_up(two: RankProcesses, options: dict[str, Any]) -> None:
+def test_biases_count_once_and_sizes_are_padded(two: RankProcesses, options: dict[str, Any]) -> None:
     assert_same(two, ALL_GREEDY, str(checkpoint("llama", **options)))
 
 
-def test_ranks_that_share_no_memory_draw_the_same_tokens_over_tcp(two: RankProcesses) -> None:
+def test_ranks_without_shared_memory_use_tcp(two: RankProcesses) -> None:
     two.call_all(rank_child.share_memory, False)
     try:
         assert_same(two, generated(*SAMPLED), str(checkpoint("llama", dtype="float32")))
@@ -213,7 +213,7 @@ def test_the_layers_of_a_rank_are_one_call(two: RankProcesses) -> None:
 
 @needs_kernels
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_sums_have_the_same_bits_on_all_ranks_and_are_rounded_once(four: RankProcesses, dtype: torch.dtype) -> None:
+def test_sums_are_identical_and_rounded_once(four: RankProcesses, dtype: torch.dtype) -> None:
     """Sizes that fill no vector, one slot and several."""
     four.make_workers(EngineConfig(model=str(checkpoint("llama")), dtype="float32"))
     assert all(four.call_all(rank_child.shares_memory))
@@ -232,7 +232,7 @@ def test_sums_have_the_same_bits_on_all_ranks_and_are_rounded_once(four: RankPro
         assert all(torch.equal(found, part) for found, part in zip(gathered, parts, strict=True))
 
 
-def test_the_least_memory_of_all_ranks_is_planned_with(two: RankProcesses) -> None:
+def test_the_least_memory_of_all_ranks_counts(two: RankProcesses) -> None:
     config = EngineConfig(model=str(checkpoint("llama")), dtype="float32")
     block_bytes = config.block_size * shard_config(load_model_config(config.model), 2).kv_bytes_per_token("float32")
     address = two.call(0, rank_child.open_address)
@@ -259,7 +259,7 @@ def test_a_rank_that_takes_another_token_is_noticed(two: RankProcesses) -> None:
     assert executor.num_disagreements == 1
 
 
-def test_a_step_that_fails_on_every_rank_is_recomputed(two: RankProcesses) -> None:
+def test_a_step_failing_on_every_rank_is_recomputed(two: RankProcesses) -> None:
     ask = generated(*SAMPLED)
     folder = str(checkpoint("llama"))
     expected = ask(LLM(folder, dtype="float32", num_threads=1))
@@ -273,7 +273,7 @@ def test_a_step_that_fails_on_every_rank_is_recomputed(two: RankProcesses) -> No
     assert executors[0].num_disagreements == 0
 
 
-def test_a_rank_that_waits_for_a_dead_one_says_so() -> None:
+def test_a_rank_waiting_for_a_dead_one_says() -> None:
     """In the middle of a step: the one call for all layers returns, and Python raises."""
     ranks = RankProcesses(2)
     try:
@@ -307,9 +307,7 @@ def test_a_rank_that_waits_for_a_dead_one_says_so() -> None:
         ({"intermediate_size": 98}, 4, "the intermediate size 98 .* to one of 1, 2$"),
     ],
 )
-def test_sizes_that_cannot_be_split_are_refused_before_weights_are_read(
-    sizes: dict[str, int], num_ranks: int, words: str
-) -> None:
+def test_unsplittable_sizes_are_refused_early(sizes: dict[str, int], num_ranks: int, words: str) -> None:
     folder = checkpoint("llama", **sizes)
     with pytest.raises(ModelError, match=words):
         make_worker(str(folder), num_ranks)

@@ -1,1 +1,1 @@
-"""Folders of checkpoints: configuration, tensors, schemes of weights, and the memory that they take."""
+"""Checkpoint folders: configuration, tensors, formats of weights, and the memory that they take."""

@@ -1,4 +1,4 @@
-"""The tensors of a checkpoint as torch's: views of its mapped files. Called by the loader."""
+"""The tensors of a checkpoint as torch tensors: views of its mapped files, for the loader."""
 
 from __future__ import annotations
 
@@ -28,16 +28,13 @@ _COMPUTED = (torch.float32, torch.bfloat16, torch.float16)
 
 
 class Checkpoint(TensorFiles):
-    """The tensors of a folder's weight files, mapped but not read.
-
-    It is the `StoredTensors` of `workers/checkpoints/formats/stored_part.py`.
-    """
+    """The tensors of a folder's weight files, mapped but not read. Implements `StoredTensors`."""
 
     def view(self, name: str, shape: tuple[int, ...], kind: torch.dtype = torch.float32) -> torch.Tensor:
         """Returns the tensor as a view of the file, in the checkpoint's dtype. If `kind` is a dtype to compute in, the
-        tensor's may be any of those; else it must be `kind`.
+        tensor may have any of these; otherwise it must have `kind`.
 
-        Raises `ModelError` as `find` does.
+        Raises `ModelError` like `find`.
         """
         readable = {
             stored: dtype.itemsize
@@ -52,7 +49,7 @@ class Checkpoint(TensorFiles):
         return Checkpoint.view(self, name, shape, kind)
 
     def blocks(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
-        """Returns a tensor of a GGUF type, whose weight has this shape: uint8 [out_features, bytes of a row]."""
+        """Returns a tensor of a GGUF type whose weight has this shape: uint8 [out_features, bytes of a row]."""
         mapped, entry = self.find_blocks(name, shape)
         flat = torch.frombuffer(mapped, dtype=torch.uint8, count=entry.end - entry.start, offset=entry.start)
         return _in_order(flat.view(shape[0], -1), entry)
@@ -62,16 +59,16 @@ class Checkpoint(TensorFiles):
         return name in self and self.kind_of(name) in BLOCK_TYPES
 
     def whole_shape(self, name: str, shape: tuple[int, int]) -> tuple[int, int]:
-        """Returns the shape of the whole weight of a part, of which a rank holds `shape`."""
+        """Returns the shape of a part's whole weight, of which this rank holds `shape`."""
         return shape
 
     def cut(self, name: str, weight: QuantizedWeight | torch.Tensor) -> QuantizedWeight | torch.Tensor:
-        """Returns what a rank holds of the whole weight of a part."""
+        """Returns this rank's share of a part's whole weight."""
         return weight
 
 
 def _in_order(rows: torch.Tensor, entry: TensorEntry) -> torch.Tensor:
-    """Rows in Hugging Face's order: the two halves of each head one after the other, not interleaved."""
+    """Returns the rows in Hugging Face's order, in which the halves of each head are not interleaved."""
     if not entry.interleaved_head_dim:
         return rows
     heads = torch.arange(rows.shape[0]).view(-1, entry.interleaved_head_dim // 2, 2)

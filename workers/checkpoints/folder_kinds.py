@@ -1,7 +1,6 @@
-"""What a path is that was given as a model and holds none: its kind in words, and what to give instead.
+"""Explains what a path is that was given as a model but holds none, and what to give instead.
 
-Reads names, and the first bytes of files. Called by `workers/checkpoints/model_folder.py` before it reads a
-configuration, and by `workers/checkpoints/memory.py` before it reads weights.
+Reads names and the first bytes of files.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ _OTHER_WEIGHTS = {"*.bin": "PyTorch's own format", "*.gguf": "GGUF, llama.cpp's 
 
 
 def why_no_folder(path: pathlib.Path) -> str | None:
-    """What a file is that was given instead of a folder; None if there is no file."""
+    """Describes a file that was given instead of a folder; None if there is no file."""
     if not path.is_file():
         return None
     if path.name == "config.json" or path.suffix in (".safetensors", ".json"):
@@ -23,7 +22,7 @@ def why_no_folder(path: pathlib.Path) -> str | None:
 
 
 def why_no_checkpoint(folder: pathlib.Path) -> str:
-    """What a folder without `config.json` is."""
+    """Describes a folder without `config.json`."""
     adapter = folder / "adapter_config.json"
     if adapter.is_file():
         return (
@@ -43,7 +42,7 @@ def why_no_checkpoint(folder: pathlib.Path) -> str:
 
 
 def why_no_weights(folder: pathlib.Path) -> str:
-    """What a folder without `model.safetensors` holds instead."""
+    """Describes a folder without `model.safetensors`."""
     for pattern, name in _OTHER_WEIGHTS.items():
         if any(folder.glob(pattern)):
             return f"{folder} holds no model.safetensors, and weights in {name} only; save them as safetensors"
@@ -51,7 +50,7 @@ def why_no_weights(folder: pathlib.Path) -> str:
 
 
 def lfs_pointer(path: pathlib.Path) -> str | None:
-    """What to do if a file is not here but in Git LFS; None if it is here."""
+    """Returns the remedy if a file is only a Git LFS pointer, else None."""
     with path.open("rb") as file:
         if file.read(len(_LFS_POINTER)) != _LFS_POINTER:
             return None
@@ -59,7 +58,7 @@ def lfs_pointer(path: pathlib.Path) -> str | None:
 
 
 def _with_config(folder: pathlib.Path) -> list[pathlib.Path]:
-    """Its folders that hold a model, the newest last."""
+    """Returns the subfolders that hold a model, the newest last."""
     found = [path.parent for path in folder.glob("*/config.json")]
     return sorted(found, key=lambda path: (path.stat().st_mtime, path))
 

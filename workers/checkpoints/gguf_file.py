@@ -1,8 +1,7 @@
-"""A GGUF file as a checkpoint: writes a folder in the cache that stands for it, once for each version of the file.
+"""Serves a GGUF file as a checkpoint: writes a folder in the cache that stands for this version of the file.
 
-The folder has what a checkpoint in Hugging Face's format has (`config.json`, the tokenizer with its chat template), and
-instead of weights an index of the tensors in the file, which stays where it is. transformers makes the tokenizer. The
-meaning of the keys: https://github.com/ggml-org/ggml, `docs/gguf.md`.
+The folder has `config.json` and the tokenizer, which transformers makes, in Hugging Face's format. In place of weights
+it has an index of the tensors in the file. The keys: https://github.com/ggml-org/ggml, `docs/gguf.md`.
 """
 
 from __future__ import annotations
@@ -26,15 +25,15 @@ from workers.models.model_config import ModelError
 logger = logging.getLogger(__name__)
 
 _LAYOUT = 1
-"""Raised with each change of what a folder holds, so that old ones are not used."""
+"""Version of the folder's contents. Folders of another version are not used."""
 _ARCHITECTURES = {
-    "llama": "LlamaForCausalLM",  # Mistral's files say so too
+    "llama": "LlamaForCausalLM",  # Mistral's files name this architecture too
     "mistral": "LlamaForCausalLM",
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
 }
 _INTERLEAVED = ("llama", "mistral")
-"""Architectures of which llama.cpp stores the two halves of each query and key head interleaved."""
+"""Architectures whose query and key heads llama.cpp stores with their two halves interleaved."""
 _TENSORS = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 _LAYER_TENSORS = {
     "attn_norm": "input_layernorm",
@@ -55,9 +54,9 @@ _IGNORED = (_ROPE_DIVISORS,)
 
 
 def gguf_folder(path: pathlib.Path) -> pathlib.Path:
-    """Returns the folder that stands for a GGUF file; writes it if this version of the file has none.
+    """Returns the folder that stands for a GGUF file, and writes it if it does not exist.
 
-    Raises `ModelError` if the file is damaged, or if its architecture or a type of its tensors is not served.
+    Raises `ModelError` if the file is damaged, or if its architecture or a tensor's type is not served.
     """
     path = path.resolve()
     stat = path.stat()
@@ -74,7 +73,7 @@ def gguf_folder(path: pathlib.Path) -> pathlib.Path:
         try:
             _write(_GgufFile(path, *read_gguf_header(path)), new)
             _forget_gone(folder.parent)
-            with contextlib.suppress(FileExistsError):  # another process has made it meanwhile
+            with contextlib.suppress(FileExistsError):  # another process has written it
                 _rename(new, folder)
         finally:
             shutil.rmtree(new, ignore_errors=True)
@@ -84,7 +83,7 @@ def gguf_folder(path: pathlib.Path) -> pathlib.Path:
 
 
 def _forget_gone(parent: pathlib.Path) -> None:
-    """Removes the folders of files that are no longer there."""
+    """Removes the folders of files that no longer exist."""
     for index in parent.glob(f"*/{GGUF_INDEX}"):
         with contextlib.suppress(OSError, ValueError, KeyError):  # another process removes it too
             if not pathlib.Path(json.loads(index.read_text())["file"]).exists():
@@ -92,7 +91,7 @@ def _forget_gone(parent: pathlib.Path) -> None:
 
 
 def _rename(new: pathlib.Path, folder: pathlib.Path) -> None:
-    """Raises `FileExistsError` if the folder is there."""
+    """Renames a folder. Raises `FileExistsError` if `folder` exists."""
     try:
         new.rename(folder)
     except OSError:
@@ -107,7 +106,7 @@ class _GgufFile(NamedTuple):
     tensors: dict[str, GgufTensor]
 
     def get(self, key: str, default: Any = None) -> Any:
-        """A value of the architecture's own."""
+        """Returns a value under the architecture's prefix."""
         return self.values.get(f"{self.values['general.architecture']}.{key}", default)
 
     def number(self, key: str) -> Any:
@@ -155,7 +154,7 @@ def _check(file: _GgufFile) -> None:
 
 
 def _config(file: _GgufFile) -> dict[str, Any]:
-    """A `config.json` in Hugging Face's spelling."""
+    """Returns the content of `config.json`, in Hugging Face's terms."""
     embedding = file.tensors.get("token_embd.weight")
     if embedding is None:
         raise ModelError(f"{file.path} has no tensor token_embd.weight")
@@ -210,7 +209,7 @@ def _rope(file: _GgufFile) -> dict[str, Any]:
 
 
 def _floats(file: _GgufFile, name: str) -> list[float]:
-    """A small tensor of float32."""
+    """Returns the values of a small float32 tensor."""
     kind, shape, start, num_bytes = file.tensors[name]
     if kind != "F32":
         raise ModelError(f"{file.path}: {name} is of type {kind}; it must be F32")
@@ -220,7 +219,7 @@ def _floats(file: _GgufFile, name: str) -> list[float]:
 
 
 def _dtype(kinds: set[str]) -> str:
-    """The dtype to compute in: norms are float32 in every file."""
+    """Returns the dtype to compute in. Norms are float32 in every file, so they do not decide it."""
     if kinds == {"F32"}:
         return "float32"
     return "float16" if kinds <= {"F32", "F16"} else "bfloat16"
@@ -238,7 +237,7 @@ def _index(file: _GgufFile, interleaved_head_dim: int) -> dict[str, Any]:
 
 
 def _name(name: str) -> str:
-    """Hugging Face's name of a tensor; its own if there is none, so that it is found unused."""
+    """Returns Hugging Face's name of a tensor. An unknown tensor keeps its name, so that it is reported as unused."""
     base, _, suffix = name.rpartition(".")
     if base in _TENSORS:
         return f"{_TENSORS[base]}.{suffix}"
@@ -250,11 +249,11 @@ def _name(name: str) -> str:
 
 
 def _write_tokenizer(path: pathlib.Path, folder: pathlib.Path) -> None:
-    """Without one, the model can be served with the option `tokenizer`, so the reason is only logged."""
-    import transformers  # seconds to import, once for each file
+    """Writes the tokenizer. A failure is only logged, because the option `tokenizer` can name another one."""
+    import transformers  # takes seconds to import, once for each file
 
     try:
         tokenizer = transformers.PreTrainedTokenizerFast.from_pretrained(str(path.parent), gguf_file=path.name)
         tokenizer.save_pretrained(folder)
-    except Exception as error:  # transformers raises whatever an unexpected vocabulary leads to
+    except Exception as error:  # transformers raises any exception for an unexpected vocabulary
         logger.warning("transformers makes no tokenizer of %s: %s: %s", path, type(error).__name__, error)

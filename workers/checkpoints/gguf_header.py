@@ -1,7 +1,7 @@
-"""The header of a GGUF file: its metadata, and where each tensor lies. Called by `workers/checkpoints/gguf_file.py`.
+"""Reads the header of a GGUF file: the metadata and the place of each tensor.
 
-Vocabularies are skipped: the reader of the package `gguf`, whose table of types is used here, takes 0.5 GiB and many
-seconds for one of 150,000 tokens. The format: https://github.com/ggml-org/ggml, `docs/gguf.md`.
+Vocabularies are skipped. The reader of the package `gguf` takes 0.5 GiB and many seconds for one of 150,000 tokens, so
+only its table of types is used. Format: https://github.com/ggml-org/ggml, `docs/gguf.md`.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from workers.models.model_config import ModelError
 
 _VERSIONS = (2, 3)
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
-"""The types of numbers and their spelling for `struct`."""
+"""The `struct` code of each type of numbers."""
 _STRING, _ARRAY = 8, 9
 _DEFAULT_ALIGNMENT = 32
 
 
 class GgufTensor(NamedTuple):
     kind: str
-    """ggml's name of its type."""
+    """Name of the type in ggml."""
     shape: tuple[int, ...]
     """[out_features, in_features], as in torch."""
     start: int
@@ -33,12 +33,14 @@ class GgufTensor(NamedTuple):
 
 class GgufHeader(NamedTuple):
     values: dict[str, Any]
-    """The metadata: numbers and strings. Of an array it says only how many elements it has, as text."""
+    """The metadata's numbers and strings. An array is replaced by a text with its length."""
     tensors: dict[str, GgufTensor]
 
 
 def read_gguf_header(path: pathlib.Path) -> GgufHeader:
-    """Raises `ModelError` if the package `gguf` is missing, or if the file is damaged or no GGUF file."""
+    """Reads the header. Raises `ModelError` if the package `gguf` is missing, or if the file is damaged or no GGUF
+    file.
+    """
     try:
         from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
     except ImportError as error:
@@ -64,14 +66,14 @@ def read_gguf_header(path: pathlib.Path) -> GgufHeader:
 
 
 class _Cursor:
-    """Reads a file's header from its beginning. Raises `ValueError` or `struct.error` where it is damaged."""
+    """Reads a header from its beginning. Raises `ValueError` or `struct.error` if it is damaged."""
 
     def __init__(self, mapped: mmap.mmap) -> None:
         self._mapped = mapped
         self.position = 0
 
     def counts(self) -> tuple[int, int]:
-        """The numbers of tensors and of metadata's entries, after the file's magic and version."""
+        """Reads magic and version; returns the numbers of tensors and of metadata entries."""
         magic = self._mapped[:4]
         if magic != b"GGUF":
             raise ValueError(f"it begins with {magic!r} and not with b'GGUF'")
@@ -82,11 +84,11 @@ class _Cursor:
         return self._number("Q"), self._number("Q")
 
     def value(self) -> tuple[str, Any]:
-        """An entry of the metadata: its name and value."""
+        """Reads a metadata entry; returns its name and value."""
         return self._string(), self._value(self._number("I"))
 
     def tensor(self) -> tuple[str, tuple[int, ...], int, int]:
-        """A tensor's name, shape, type and offset."""
+        """Reads a tensor's name, shape, type and offset."""
         name, num_dims = self._string(), self._number("I")
         sizes = [self._number("Q") for _ in range(num_dims)]
         return name, tuple(reversed(sizes)), self._number("I"), self._number("Q")

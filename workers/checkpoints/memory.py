@@ -1,7 +1,7 @@
-"""How much memory a model takes: counts its weights by the checkpoint's headers, and plans the KV cache in a budget.
+"""The memory of a model: counts its weights by the checkpoint's headers, and plans the KV cache.
 
-Plain arithmetic over `ModelConfig`; reads no weights and imports no torch. The worker plans with it after loading;
-`manta check` does so without loading.
+Plain arithmetic over `ModelConfig`, without weights and torch. The worker plans after loading; `manta check` plans
+without loading.
 """
 
 from __future__ import annotations
@@ -19,23 +19,24 @@ from workers.models.families import describe
 from workers.models.model_config import DTYPE_BYTES, ModelConfig, ModelError
 
 WEIGHTS_MULTIPLE = 4
-"""If no option sets its size, the KV cache takes this many times the memory of the weights. A model of half a billion
-parameters then has room for 1,250 tokens of each of 256 sequences, and a tiny model does not fill a laptop's memory
-with old prompts.
+"""By default the KV cache takes this many times the weights' memory. A model of half a billion parameters then has room
+for 1,250 tokens of each of 256 sequences. A tiny model does not fill a laptop's memory with old prompts.
 """
 LEAST_SEQUENCE_TOKENS = 512
-"""The cache takes more if `max_num_sequences` sequences of this many tokens would not fit, ..."""
+"""Tokens of each of `max_num_sequences` sequences for which the default cache has room, even if that takes more than
+`WEIGHTS_MULTIPLE`.
+"""
 LEAST_WHOLE_SEQUENCES = 2
-"""... or if this many sequences of the longest possible length would not fit."""
+"""Number of sequences of the longest possible length for which the default cache has room."""
 MOST_WHOLE_SEQUENCES = 4
-"""The cache takes no more than this many times `max_num_sequences` sequences of the longest possible length, ..."""
+"""Upper bound of the default cache, as a multiple of `max_num_sequences` sequences of the longest possible length."""
 MOST_OF_FREE = 0.4
-"""... and on a CPU no more than this share of the free memory, because other programs and engines need some."""
+"""Upper bound of a CPU's default cache, as a share of the free memory, because other programs and engines need some."""
 
 _FLOATING = ("F32", "BF16", "F16")
 """Dtypes that a linear may be loaded in."""
 GGUF_INDEX = "gguf_tensors.json"
-"""The file of a folder that stands for a GGUF file: where that is, and its tensors."""
+"""The index in a folder that stands for a GGUF file: the path of the file, and its tensors."""
 
 
 def plan_kv_cache(
@@ -49,12 +50,14 @@ def plan_kv_cache(
     shares_memory: bool = True,
     most_of_free: float = MOST_OF_FREE,
 ) -> tuple[int, int]:
-    """Returns (bytes, blocks) of the KV cache.
+    """Returns the bytes and the number of blocks of the KV cache. The first rule that applies decides its size:
 
-    Its size is `kv_cache_bytes`, if given; else `kv_cache_fraction` of `free_bytes` (what is free after the weights are
-    loaded), if given; else `most_of_free` of `free_bytes`, but no more than the longest sequences can fill. Where other
-    programs share the memory, it is also no more than the constants above say for a model of `weight_bytes`. The keys
-    and values of a `draft` model lie in blocks with the same ids, so the bytes of a block are the sum of both models'.
+    1. `kv_cache_bytes`.
+    2. `kv_cache_fraction` of `free_bytes`, the memory that is free after loading the weights.
+    3. `most_of_free` of `free_bytes`, but no more than the longest sequences can fill. With `shares_memory`, other
+       programs need memory too, and the constants above bound the size.
+
+    A block holds the keys and values of the `draft` model too.
 
     Raises `ModelError` if the cache would not hold a single block.
     """
@@ -82,7 +85,7 @@ def plan_kv_cache(
 
 
 def plan_max_model_len(model: ModelConfig, requested: int | None, capacity: int) -> int:
-    """Longest sequence in tokens, given the `capacity` of the KV cache in tokens.
+    """Returns the longest sequence in tokens, given the `capacity` of the KV cache in tokens.
 
     Raises `ModelError` if the requested length exceeds the model's or the cache's.
     """
@@ -101,25 +104,25 @@ def plan_max_model_len(model: ModelConfig, requested: int | None, capacity: int)
 
 
 def num_parameters(folder: pathlib.Path, model: ModelConfig) -> int:
-    """Weights of a model: those of its description if it is quantised, else the elements of all tensors, read from the
-    headers alone.
+    """Returns the number of weights: of its description if the model is quantised, otherwise by the headers of its
+    files.
 
-    Raises `ModelError` naming a file that is missing, truncated or no safetensors file.
+    Raises `ModelError` naming a file that is missing, truncated or not safetensors.
     """
     elements = num_elements(folder)
     return elements if model.quantization is None else describe(model).num_parameters()
 
 
 def num_elements(folder: pathlib.Path) -> int:
-    """Elements of all tensors of a checkpoint. Raises `ModelError` as `num_parameters` does."""
+    """Returns the number of elements of all tensors. Raises `ModelError` like `num_parameters`."""
     return sum(math.prod(entry.shape) for _, entries in weight_headers(folder) for entry in entries.values())
 
 
 def weight_bytes(folder: pathlib.Path, dtype: str, config: ModelConfig | None = None, weights: str = "auto") -> int:
-    """Returns the bytes of all weights once they are loaded: floating-point tensors are in `dtype` then, quantised ones
-    as they are stored. Linears of the model are rounded as the option `weights` says.
+    """Returns the bytes of all weights after loading. Floating-point tensors are then in `dtype` or rounded as the
+    option `weights` says; quantised ones stay as stored.
 
-    Raises `ModelError` as `num_parameters` does.
+    Raises `ModelError` like `num_parameters`.
     """
     entries = {name: entry for _, found in weight_headers(folder) for name, entry in found.items()}
     bits = {} if config is None else _rounded_bits(entries, config, KEPT_BITS[weights])
@@ -136,8 +139,8 @@ def _loaded_bytes(entry: TensorEntry, dtype: str, bits: int | None) -> int:
 
 
 def _rounded_bits(entries: Mapping[str, TensorEntry], config: ModelConfig, kept: KeptBits) -> dict[str, int]:
-    """Returns the bits of each tensor that is rounded. The linears of a model that transformers runs are not described:
-    its matrices count as linears, and those with a row for each token as embeddings.
+    """Returns the bits of each tensor that is rounded. A model that transformers runs has no description: its matrices
+    count as linears, except those with a row for each token.
     """
     if kept.layers is None or kept.head is None:
         return {}
@@ -151,9 +154,9 @@ def _rounded_bits(entries: Mapping[str, TensorEntry], config: ModelConfig, kept:
 
 
 def weight_headers(folder: pathlib.Path) -> list[tuple[pathlib.Path, dict[str, TensorEntry]]]:
-    """The files with a checkpoint's weights, and the tensors of each by Hugging Face's names.
+    """Returns the files with a checkpoint's weights, and the tensors of each by Hugging Face's names.
 
-    Raises `ModelError` as `weight_files` and `read_header` do.
+    Raises `ModelError` like `weight_files` and `read_header`.
     """
     if (folder / GGUF_INDEX).is_file():
         return [read_gguf_index(folder)]
@@ -161,9 +164,9 @@ def weight_headers(folder: pathlib.Path) -> list[tuple[pathlib.Path, dict[str, T
 
 
 def read_gguf_index(folder: pathlib.Path) -> tuple[pathlib.Path, dict[str, TensorEntry]]:
-    """The GGUF file that a folder stands for (`workers/checkpoints/gguf_file.py`), and its tensors.
+    """Returns the GGUF file that a folder stands for, and its tensors.
 
-    Raises `ModelError` if the file is gone or has changed.
+    Raises `ModelError` if the file has gone or changed.
     """
     index = json.loads((folder / GGUF_INDEX).read_text())
     path = pathlib.Path(index["file"])
@@ -173,9 +176,7 @@ def read_gguf_index(folder: pathlib.Path) -> tuple[pathlib.Path, dict[str, Tenso
 
 
 def weight_files(folder: pathlib.Path) -> list[pathlib.Path]:
-    """The safetensors files of a checkpoint, single or sharded, or its GGUF file. Raises `ModelError` naming one that
-    is missing.
-    """
+    """Returns the safetensors files of a checkpoint, or its GGUF file. Raises `ModelError` naming a missing file."""
     if (folder / GGUF_INDEX).is_file():
         return [read_gguf_index(folder)[0]]
     index = folder / "model.safetensors.index.json"
@@ -198,23 +199,21 @@ def weight_files(folder: pathlib.Path) -> list[pathlib.Path]:
 
 
 class TensorEntry(NamedTuple):
-    """What a file's header says of one tensor."""
+    """One tensor in a file's header."""
 
     dtype: str
-    """safetensors' spelling of a dtype, or ggml's name of a type."""
+    """Dtype in safetensors' spelling, or name of a type in ggml."""
     shape: tuple[int, ...]
     start: int
     """Byte offset in the file."""
     end: int
     interleaved_head_dim: int = 0
-    """If not 0, the rows of each so many are those of a head with its two halves interleaved, as llama.cpp rotates
-    them.
-    """
+    """Width of a head whose two halves are interleaved in the rows, as llama.cpp stores them; 0 if they are not."""
 
 
 def read_header(path: pathlib.Path) -> dict[str, TensorEntry]:
-    """The tensors of a safetensors file by name. The format: the header's length (8 bytes, little-endian), a JSON
-    header, then the data. Offsets in the header count from the start of the data.
+    """Returns the tensors of a safetensors file by name. The file has the length of its header (8 bytes,
+    little-endian), a JSON header, and the data, from whose start the header's offsets count.
 
     Raises `ModelError` if the file is not safetensors or not whole.
     """

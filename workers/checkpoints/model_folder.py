@@ -1,7 +1,7 @@
-"""Finds the folder of a checkpoint by path, by name or by hub id, or that of a GGUF file, and reads its `config.json`.
+"""Finds the folder of a checkpoint by path, name or hub id, and reads its `config.json`.
 
-What Manta cannot run is refused here, by name, before a weight is read. Reads no weights and imports no torch; the
-workers and `manta check` call it. How a native family is read is said in `workers/models/`.
+Refuses what Manta cannot run, by name, before a weight is read. The workers and `manta check` call it. Imports no
+torch. `workers/models/` reads the configuration of native families.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from workers.models.quantization import read_quantization
 from workers.models.raw_config import RawConfig, checkpoint_dtype
 
 _DEMO_FOLDER = (pathlib.Path(__file__).parents[2] / "manta" / "configs" / "demo" / "target").resolve()
-"""The packages lie side by side, in a checkout as in an installation; in a checkout `manta/configs` is a link."""
+"""The packages lie side by side, in a checkout as in an installation. In a checkout, `manta/configs` is a link."""
 _HUB_FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
 
 
 def resolve_model_folder(name: str) -> pathlib.Path:
-    """Returns the folder of a checkpoint given as a folder, as a GGUF file, as `demo`, or as a hub id.
+    """Returns the folder of a model that is given as a folder, a GGUF file, `demo`, or a hub id.
 
-    A hub id is downloaded, or found in its cache. `ID@REVISION` names a commit, tag or branch of it; a commit never
-    changes. Raises `ModelError` if there is no such folder, if it holds no `config.json`, or if the hub cannot be read.
+    A hub id is found in the hub's cache or downloaded. `ID@REVISION` names its commit, tag or branch; only a commit
+    never changes. Raises `ModelError` if there is no such folder or `config.json`, or if the hub cannot be read.
     """
     folder = _DEMO_FOLDER if name == DEMO_MODEL else pathlib.Path(name).expanduser()
     if name == DEMO_MODEL or folder.is_dir():
@@ -75,9 +75,9 @@ def _download(name: str) -> pathlib.Path:
 
 
 def load_model_config(folder: str | pathlib.Path) -> ModelConfig:
-    """Reads `config.json` and `generation_config.json` of a checkpoint, in transformers 4's and 5's spellings.
+    """Reads `config.json` and `generation_config.json`, in the spellings of transformers 4 and 5.
 
-    Raises `ModelError` naming what is unsupported: architecture, activation, rope type, quantisation.
+    Raises `ModelError` naming the unsupported architecture, activation, rope type or quantisation.
     """
     folder = pathlib.Path(folder)
     raw = RawConfig(_read_json(folder / "config.json"))
@@ -85,7 +85,7 @@ def load_model_config(folder: str | pathlib.Path) -> ModelConfig:
         return _read_config(folder, raw)
     except ModelError:
         raise
-    except Exception as error:  # whatever an unexpected type of value leads to
+    except Exception as error:  # a value of an unexpected type may raise anything
         value = json.dumps(raw.get(raw.last_key))[:80]
         raise ModelError(
             f"{folder / 'config.json'}: {raw.last_key!r} cannot be {value} ({type(error).__name__}: {error})"
@@ -100,7 +100,7 @@ def _read_config(folder: pathlib.Path, raw: RawConfig) -> ModelConfig:
     if architecture is None:
         raise ModelError(f"{folder / 'config.json'} names no architecture; add its `architectures` entry")
     stored = raw.get("quantization_config")
-    quantization = read_quantization(stored) if stored else None  # tools that never quantised write null and {}
+    quantization = read_quantization(stored) if stored else None  # tools write null or {} for unquantised models
     family = FAMILIES.get(architecture)
     if family is None and quantization is not None:
         raise ModelError(
@@ -112,8 +112,8 @@ def _read_config(folder: pathlib.Path, raw: RawConfig) -> ModelConfig:
 
 
 def _transformers_config(folder: pathlib.Path, architecture: str) -> ModelConfig:
-    """The config of a model that transformers runs; fields that only native families have are neutral."""
-    from workers.checkpoints import transformers_support  # takes seconds to import, and only these need it
+    """Returns the configuration of a model that transformers runs. Fields that only native families use are neutral."""
+    from workers.checkpoints import transformers_support  # takes seconds to import, and only these models need it
 
     try:
         config = transformers_support.read_config(folder)
@@ -143,7 +143,7 @@ def _transformers_config(folder: pathlib.Path, architecture: str) -> ModelConfig
 
 
 def _eos_token_ids(configs: dict[str, dict[str, Any]]) -> tuple[int, ...]:
-    """Of all files, by their names."""
+    """Returns the distinct token ids in all files. `configs` maps file names to their contents."""
     ids: dict[int, None] = {}
     for name, config in configs.items():
         value = config.get("eos_token_id")

@@ -1,7 +1,7 @@
-"""Reads the weight of a linear, however the checkpoint stores it: unquantised, or by a reader of `formats/`.
+"""Reads the weight of a linear in any form: unquantised, or by one of the readers in `formats/`.
 
-To add a format: let `workers/models/quantization.py` accept its `quantization_config`, and add its reader to `READERS`.
-Readers of integers make a `QuantizedWeight`, which every platform takes.
+To add a format, let `workers/models/quantization.py` accept its `quantization_config` and add its reader to `READERS`.
+Readers of integers return a `QuantizedWeight`, which every platform takes.
 """
 
 from __future__ import annotations
@@ -31,28 +31,28 @@ READERS: dict[str, Reader] = {
     "awq": read_awq,
     "gguf": read_gguf,
 }
-"""The reader of each kind of `WeightFormat`."""
+"""The reader for each kind of `WeightFormat`."""
 GGUF = WeightFormat(reader="gguf")
-"""The format of every tensor that has one of GGUF's types."""
+"""The format of every tensor with a GGUF type."""
 _MARKS = ("weight_scale", "weight_scale_inv", "weight_packed", "qweight")
-"""The tensors that only a quantised linear has: every one has one of them."""
+"""Suffixes of tensors that only a quantised linear has. Each one has at least one of them."""
 
 
 class Tensors(StoredTensors, Protocol):
     """A reader's access to the tensors `PART.SUFFIX` of a linear's parts."""
 
     def stacked(self, linear: LinearSpec, suffix: str, row_shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """Returns those of all parts, concatenated by rows: [out_features, *row_shape] in `dtype`, valid until the next
-        large tensor is read. One part may be a view of the file; several lie in memory that the next call reuses.
+        """Returns the tensors of all parts, concatenated by rows: [out_features, *row_shape] in `dtype`. The result is
+        valid until the next large tensor is read: it may view the file, or memory that the next call reuses.
         """
         ...
 
     def copied(self, linear: LinearSpec, suffix: str, row_shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """The same for small tensors: a copy on the device, which belongs to the caller."""
+        """Returns small tensors like `stacked`, as a copy on the device that belongs to the caller."""
         ...
 
     def part(self, part: Part, in_features: int) -> torch.Tensor:
-        """Returns the `weight` of one unquantised part, a view of the file: [out_features, in_features]."""
+        """Returns the `weight` of an unquantised part as a view of the file: [out_features, in_features]."""
         ...
 
     def has_blocks(self, name: str) -> bool:
@@ -60,11 +60,11 @@ class Tensors(StoredTensors, Protocol):
         ...
 
     def whole_shape(self, name: str, shape: tuple[int, int]) -> tuple[int, int]:
-        """Returns the shape of the whole weight of a part, of which a rank holds `shape`."""
+        """Returns the shape of a part's whole weight, of which this rank holds `shape`."""
         ...
 
     def cut(self, name: str, weight: QuantizedWeight | torch.Tensor) -> QuantizedWeight | torch.Tensor:
-        """Returns what a rank holds of the whole weight of a part."""
+        """Returns this rank's share of a part's whole weight."""
         ...
 
 
@@ -74,14 +74,14 @@ class LinearSource(NamedTuple):
     spec: LinearSpec
     quantization: Quantization | None
     dtype: torch.dtype
-    """The dtype of the activations."""
+    """Dtype of the activations."""
     tensors: Tensors
 
     def bias(self) -> torch.Tensor | None:
         return self.tensors.copied(self.spec, "bias", (), self.dtype) if self.spec.has_bias else None
 
     def format_of(self, part: Part) -> WeightFormat | None:
-        """Returns how a part is stored; None: unquantised.
+        """Returns the format of a part; None if it is not quantised.
 
         Raises `ModelError` if configuration and tensors disagree.
         """
@@ -100,7 +100,7 @@ class LinearSource(NamedTuple):
 
 
 def read_linear(source: LinearSource) -> LinearWeight:
-    """Raises `ModelError` naming a tensor that is missing or does not fit."""
+    """Returns the weight of a linear. Raises `ModelError` naming a tensor that is missing or does not fit."""
     spec = source.spec
     formats = [source.format_of(part) for part in spec.parts]
     if not any(formats):
@@ -118,7 +118,7 @@ def read_linear(source: LinearSource) -> LinearWeight:
 
 
 def read_quantized(source: LinearSource, part: Part, format_: WeightFormat) -> QuantizedWeight | torch.Tensor:
-    """Reads a whole part and returns the rank's share of it. Raises `ModelError` as `read_linear` does."""
+    """Reads a whole part and returns this rank's share. Raises `ModelError` like `read_linear`."""
     shape = source.tensors.whole_shape(part.name, (part.out_features, source.spec.in_features))
     stored = StoredPart(part.name, *shape, format_, source.dtype, source.tensors)
     weight = READERS[format_.reader](stored)

@@ -1,7 +1,7 @@
-"""The safetensors files of a checkpoint, or its GGUF file, mapped into memory: only tensors in use are read.
+"""Maps a checkpoint's safetensors or GGUF file into memory, so that only the tensors in use are read.
 
-Imports no framework. `Checkpoint` and the readers of other frameworks make arrays of what this module finds. Once a
-tensor is copied its pages are given back, so loading takes at most about as much memory as the packed weights.
+Imports no framework; the readers of each framework make arrays of the mapped tensors. Pages of a copied tensor are
+given back, so loading takes about as much memory as the packed weights.
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ from workers.checkpoints.memory import TensorEntry, weight_headers
 from workers.models.model_config import ModelError
 
 _IGNORED_SUFFIXES = (".rotary_emb.inv_freq", ".k_scale", ".v_scale", ".q_scale")
-"""Buffers that old checkpoints store and every implementation computes, and the scales of a quantised KV cache, which
-here is not quantised.
+"""Tensors that are not used: buffers that old checkpoints store but implementations compute, and the scales of a
+quantised KV cache, which Manta does not have.
 """
 
 
 class TensorFiles:
     """The tensors of a folder's weight files, mapped but not read.
 
-    Raises `ModelError` if there are none, or if a file is truncated or not safetensors.
+    Raises `ModelError` if there are no files, or if one is truncated or not safetensors.
     """
 
     def __init__(self, folder: str | pathlib.Path, read_ahead: bool = True) -> None:
-        """With `read_ahead` the system starts to read all of a cold file while the first weights are packed."""
+        """With `read_ahead`, the system reads all of a cold file while the first weights are packed."""
         self.folder = pathlib.Path(folder)
         self._read_ahead = read_ahead
         self._entries: dict[str, tuple[mmap.mmap, TensorEntry]] = {}
@@ -49,7 +49,7 @@ class TensorFiles:
         return name in self._entries
 
     def entry(self, name: str) -> TensorEntry:
-        """Raises `ModelError` if the tensor is missing."""
+        """Returns a tensor's header. Raises `ModelError` if it is missing."""
         if name not in self._entries:
             raise ModelError(f"tensor {name} is missing from {self.folder}")
         return self._entries[name][1]
@@ -62,10 +62,10 @@ class TensorFiles:
         return self.entry(name).dtype
 
     def find(self, name: str, shape: tuple[int, ...], item_bytes: Mapping[str, int]) -> tuple[mmap.mmap, TensorEntry]:
-        """Returns the mapped file of a tensor and its place there. `item_bytes` has the dtypes that the caller reads,
-        in safetensors' spelling, and the bytes of an element of each.
+        """Returns the mapped file of a tensor and the tensor's place in it. `item_bytes` maps the dtypes that the
+        caller reads, in safetensors' spelling, to the bytes of an element.
 
-        Raises `ModelError` naming the tensor if it is missing, not of `shape`, or of another dtype.
+        Raises `ModelError` naming the tensor if it is missing or has another shape or dtype.
         """
         if name not in self._entries:
             raise ModelError(f"tensor {name} of shape {list(shape)} is missing from {self.folder}")
@@ -80,7 +80,7 @@ class TensorFiles:
         return mapped, entry
 
     def find_blocks(self, name: str, shape: tuple[int, ...]) -> tuple[mmap.mmap, TensorEntry]:
-        """As `find`, for a tensor of a GGUF type, whose elements are stored in blocks."""
+        """Finds a tensor of a GGUF type like `find`. Its elements are stored in blocks."""
         mapped, entry = self._entries[name]
         if entry.shape != shape:
             raise ModelError(f"tensor {name} has shape {list(entry.shape)}; its configuration asks for {list(shape)}")
@@ -88,9 +88,7 @@ class TensorFiles:
         return mapped, entry
 
     def release(self, names: Iterable[str]) -> None:
-        """Gives back the memory of tensors that were copied. Their views stay valid; reading one reads the file
-        again.
-        """
+        """Gives back the memory of copied tensors. Their views stay valid, but reading one reads the file again."""
         for name in names:
             mapped, entry = self._entries[name]
             start = -(-entry.start // mmap.PAGESIZE) * mmap.PAGESIZE
@@ -99,7 +97,9 @@ class TensorFiles:
                 _advise(mapped, "MADV_DONTNEED", start, length)
 
     def check_all_used(self, but: Iterable[str] = ()) -> None:
-        """Raises `ModelError` naming tensors that were never asked for: the model would silently run without them."""
+        """Raises `ModelError` naming tensors that were never read, because the model would silently run without
+        them.
+        """
         left = [name for name in self._entries.keys() - self._taken - set(but) if not name.endswith(_IGNORED_SUFFIXES)]
         if left:
             shown = ", ".join(sorted(left)[:5])
@@ -107,7 +107,7 @@ class TensorFiles:
 
 
 def _advise(mapped: mmap.mmap, name: str, *part: int) -> None:
-    """Advises the system about pages. If it does not know the advice, or refuses it, only speed or memory is lost."""
+    """Advises the system about pages. Refused or unknown advice costs only speed or memory."""
     if hasattr(mmap, name):
         with contextlib.suppress(OSError):
             mapped.madvise(getattr(mmap, name), *part)

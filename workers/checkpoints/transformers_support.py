@@ -1,6 +1,6 @@
-"""What transformers says about an architecture that has no native form, and whether it can run over a paged cache.
+"""Decides whether an architecture without a native form can run over a paged cache, by transformers' configuration.
 
-Reads a configuration and no weights. Imported only if such a model is asked for: importing transformers takes seconds.
+Reads no weights. Imported only for such a model, because importing transformers takes seconds.
 """
 
 from __future__ import annotations
@@ -15,29 +15,25 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 _LAYER_TYPES = {"full_attention", "sliding_attention"}
 _STATIC_ROPE_TYPES = {"default", "linear", "llama3", "yarn", "proportional", None}
-"""Rope types whose angles depend on the position alone. Those of `dynamic` and `longrope` also depend on the longest
-sequence of the batch.
+"""Rope types whose angles depend on the position alone. `dynamic` and `longrope` also depend on the longest sequence of
+the batch.
 """
 OWN_ATTENTION = {"falcon", "bloom", "mpt", "gpt_neo", "xglm"}
-"""Model types that attend in code of their own, and that `workers/decoders/own_attention.py` knows."""
+"""Model types with attention code of their own, which `workers/decoders/own_attention.py` replaces."""
 ALIBI_COLUMNS = 3
-"""Columns that ALiBi adds to a cached key: its bias, in three parts that bfloat16 holds exactly."""
+"""Number of columns that ALiBi adds to a cached key: the bias in three parts that bfloat16 holds exactly."""
 _HEAD_DIM_MULTIPLE = 16
-"""A widened key is widened on to a multiple of this, for which the attention kernels are made."""
+"""A key with added columns is padded to a multiple of this width, which the attention kernels need."""
 _BLOOM_POSITIONS = 2048
-"""Positions that Bloom was trained on. Its configuration may name them, as `seq_length`, and sets no other bound."""
+"""Number of positions that Bloom was trained on. Its configuration may name another in `seq_length`."""
 _MPT_COMPUTED = {"alibi": True, "alibi_bias_max": 8, "prefix_lm": False, "qk_ln": False}
-"""Options of MPT's attention, and the only values with which transformers computes what they say."""
+"""The options of MPT's attention with the only values that transformers implements."""
 _WITH_SINKS = {"GptOssForCausalLM"}
-"""Architectures with attention sinks that the configuration does not show. The probe finds others, but only after
-loading.
-"""
+"""Architectures with attention sinks that their configuration does not show. The probe after loading finds others."""
 
 
 def read_config(folder: pathlib.Path) -> Any:
-    """transformers' own configuration object. If it cannot read one, raises `ValueError` naming transformers'
-    version.
-    """
+    """Returns transformers' configuration. Raises `ValueError` naming transformers' version if it cannot read it."""
     try:
         return transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False)
     except (ValueError, KeyError, OSError, ImportError) as error:
@@ -49,13 +45,13 @@ def read_config(folder: pathlib.Path) -> Any:
 
 
 def first_sentence(error: Exception) -> str:
-    """The beginning of what transformers says at length, on one line."""
+    """Returns the first sentence of an error's message, on one line."""
     sentence = " ".join(str(error).split()).partition(". ")[0].rstrip(".:")
     return sentence or type(error).__name__
 
 
 def why_unsupported(config: Any, architecture: str) -> str | None:
-    """Why a model cannot run over the paged cache; None if its configuration shows no reason."""
+    """Returns why a model cannot run over the paged cache; None if its configuration shows no reason."""
     if getattr(config, "is_encoder_decoder", False):
         return "encoder-decoder models have no single token stream to batch"
     if config.get_text_config() is not config:
@@ -81,7 +77,7 @@ def why_unsupported(config: Any, architecture: str) -> str | None:
 
 
 def num_kv_heads(config: Any) -> int:
-    """KV heads of a layer: all heads share one with `multi_query`, which Falcon's newer form overrides."""
+    """Returns the number of KV heads of a layer: one with `multi_query`, which Falcon's newer form overrides."""
     if getattr(config, "new_decoder_architecture", False):
         return config.num_kv_heads
     if getattr(config, "multi_query", False):
@@ -90,12 +86,12 @@ def num_kv_heads(config: Any) -> int:
 
 
 def uses_alibi(config: Any) -> bool:
-    """Whether the positions reach the model as a bias on its attention (ALiBi; Press et al., 2022)."""
+    """Returns whether positions enter as a bias of the attention (ALiBi; Press et al., 2022)."""
     return config.model_type in ("bloom", "mpt") or (config.model_type == "falcon" and config.alibi)
 
 
 def cached_head_dim(config: Any) -> int:
-    """Width of a cached key and value: that of a head, and with ALiBi the columns of its bias besides."""
+    """Returns the width of a cached key and value: a head, with ALiBi also the columns of its bias."""
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     if not uses_alibi(config):
         return head_dim
@@ -103,15 +99,15 @@ def cached_head_dim(config: Any) -> int:
 
 
 def longest_context(config: Any) -> int:
-    """Positions of the model."""
+    """Returns the number of positions of the model."""
     if config.model_type == "bloom":
         return getattr(config, "seq_length", None) or _BLOOM_POSITIONS
     return config.max_seq_len if config.model_type == "mpt" else config.max_position_embeddings
 
 
 def _has_replaceable_attention(model_class: Any) -> bool:
-    """Whether the attention of a model goes through transformers' attention interface. Some models do without saying so
-    in `_supports_attention_backend`; that they compute the same is found out at load.
+    """Returns whether a model's attention goes through transformers' attention interface. Some models use it without
+    setting `_supports_attention_backend`; the probe after loading checks that the results agree.
     """
     return "ALL_ATTENTION_FUNCTIONS" in inspect.getsource(sys.modules[model_class.__module__])
 

@@ -1,6 +1,7 @@
-"""Cuts whole weights into the shares of ranks, and stacks the parts of one linear: integers in groups, or plain.
+"""Cuts whole weights into the shares of ranks, and stacks the parts of one linear. Weights are plain or integers in
+groups.
 
-Both are exact: groups are cut where a share ends, and scales repeated.
+Both operations are exact: a share's end cuts its group, and the scale is repeated.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from workers.models.model_config import ModelError
 
 
 def take_rows(weight: QuantizedWeight | torch.Tensor, start: int, stop: int) -> QuantizedWeight | torch.Tensor:
-    """Returns some outputs; those after the weight's last are zeros."""
+    """Returns outputs `start` to `stop`. Those after the weight's last are zeros."""
     if isinstance(weight, torch.Tensor):
         return _rows(weight, start, stop)
     return dataclasses.replace(
@@ -36,7 +37,7 @@ def _rows(tensor: torch.Tensor, start: int, stop: int) -> torch.Tensor:
 def take_inputs(
     name: str, weight: QuantizedWeight | torch.Tensor, start: int, stop: int
 ) -> QuantizedWeight | torch.Tensor:
-    """Returns some inputs. Raises `ModelError` for those of a weight with act-order."""
+    """Returns inputs `start` to `stop`. Raises `ModelError` for a weight with act-order."""
     if isinstance(weight, torch.Tensor):
         return weight[:, start:stop]
     if weight.input_order is not None:
@@ -55,7 +56,7 @@ def take_inputs(
 
 
 def in_groups_of(weight: QuantizedWeight, size: int) -> QuantizedWeight:
-    """Returns the same weight with groups of `size` inputs, which divides the present size."""
+    """Returns the same weight with groups of `size` inputs, a divisor of the present size."""
     repeats = weight.group_size // size
     if repeats == 1:
         return weight
@@ -65,8 +66,8 @@ def in_groups_of(weight: QuantizedWeight, size: int) -> QuantizedWeight:
 
 
 def stack(parts: Sequence[QuantizedWeight | torch.Tensor], dtype: torch.dtype) -> QuantizedWeight | torch.Tensor:
-    """Returns one weight with the outputs of all parts. Where they have no common form (one is not quantised, or their
-    act-orders differ) it is the weight that they stand for, in `dtype`.
+    """Returns one weight with the outputs of all parts. Parts without a common form become a plain weight in `dtype`:
+    one is not quantised, or their act-orders differ.
     """
     if len(parts) == 1:
         return parts[0]

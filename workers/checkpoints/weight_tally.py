@@ -1,4 +1,4 @@
-"""Counts the weights of a model: how many linears are quantised, how, and the bytes of all weights once loaded."""
+"""Counts the weights of a model: the quantised linears by kind, and the bytes of all weights after loading."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from workers.models.model_config import DTYPE_BYTES
 
 @dataclasses.dataclass
 class WeightTally:
-    """What has been counted so far."""
-
     num_floats: int = 0
-    """Elements of norms, biases, unquantised linears and embeddings."""
+    """Number of elements of norms, biases, unquantised linears and embeddings."""
     num_integers: int = 0
-    """Elements of quantised linears."""
+    """Number of elements of quantised linears."""
     integer_bytes: int = 0
-    """The bytes of those elements as integers, with their scales and offsets."""
+    """Bytes of those elements as integers, with scales and offsets."""
     other_bytes: int = 0
-    """The bytes of tensors that are kept in a dtype of their own: a quantised embedding."""
+    """Bytes of tensors that keep a dtype of their own, such as a quantised embedding."""
     kinds: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
-    """Linears by how they are stored, such as `4 bits in groups of 128`."""
+    """Number of linears by kind, such as `4 bits in groups of 128`."""
 
     def add(self, tensor: torch.Tensor, is_in_dtype: bool) -> None:
-        """Counts a tensor other than the weight of a linear: in the dtype of the activations, or in its own."""
+        """Counts a tensor that is not the weight of a linear. `is_in_dtype` says whether it has the dtype of the
+        activations.
+        """
         if is_in_dtype:
             self.num_floats += tensor.numel()
         else:

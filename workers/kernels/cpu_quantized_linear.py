@@ -14,8 +14,7 @@ from typing import Any
 
 import torch
 
-from workers.kept_weights import group_of
-from workers.kernels import build, layout, rounding
+from workers.kernels import build, layout
 from workers.kernels.attention_metadata import AttentionMetadata
 from workers.kernels.cpu_linear import DTYPES, NativeLinear, Place, gated_bias, gates_fit, place_alone
 from workers.kernels.kept_memory import KeptMemory
@@ -36,8 +35,6 @@ def _library() -> ctypes.CDLL | None:
         library.manta_quantized_bytes.restype = c_int64
         library.manta_pack_quantized.argtypes = [*[c_void_p] * 4, *[c_int] * 7]
         library.manta_quantized_linear.argtypes = [c_int, *[c_void_p] * 5, *[c_int] * 10]
-        library.manta_round_weight.argtypes = [c_int, c_void_p, *[c_int] * 4, c_void_p, c_void_p]
-        library.manta_round_weight.restype = None
         library.manta_pack_quantized.restype = library.manta_quantized_linear.restype = None
     return library
 
@@ -141,21 +138,6 @@ class PackedQuantizedLinear:
 
 def _address(tensor: torch.Tensor | None) -> int | None:
     return None if tensor is None else tensor.data_ptr()
-
-
-def round_weight(weight: torch.Tensor, bits: int) -> QuantizedWeight:
-    """`rounding.round_weight`, by the kernel if there is one: same arguments, same bits."""
-    library = _library()
-    if library is None or weight.dtype not in DTYPES:
-        return rounding.round_weight(weight, bits)
-    weight = weight.contiguous()
-    out_features, in_features = weight.shape
-    group = group_of(in_features, bits)
-    values = torch.empty(out_features, in_features, dtype=torch.int8)
-    scales = torch.empty(out_features, in_features // group)
-    sizes = bits, out_features, in_features, group
-    library.manta_round_weight(DTYPES[weight.dtype], weight.data_ptr(), *sizes, values.data_ptr(), scales.data_ptr())
-    return QuantizedWeight(values, scales, bits, has_half_scales=True)
 
 
 def pack(

@@ -23,7 +23,7 @@ LEAST_LARGEST = 1e-30
 """Activations whose group has no larger magnitude are taken for zero, so that `127 / largest` is finite."""
 _EXACT_INPUTS = 1024
 """A float32 holds the sum of this many products of int8 exactly; a float64 holds any."""
-_EXP2 = (
+EXP2 = (
     0.00967554133065924,
     0.055507132749638484,
     0.24022119723934343,
@@ -31,8 +31,9 @@ _EXP2 = (
     1.0000000716546553,
 )
 """The kernels' polynomial of 2^fraction, after its leading coefficient."""
-_EXP2_FIRST = 0.0013276471518576605
-_LOG2_E = 1.44269504088896340736
+EXP2_FIRST = 0.0013276471518576605
+"""The polynomial's leading coefficient."""
+LOG2_E = 1.44269504088896340736
 
 
 class RoundedActivations(NamedTuple):
@@ -110,11 +111,11 @@ class TorchQuantizedLinear:
 
 def _silu(x: torch.Tensor) -> torch.Tensor:
     """x * sigmoid(x) by the kernels' operations. NaN stays NaN."""
-    exponent = -(x * _LOG2_E).clamp(-126.0, 126.0)
+    exponent = -(x * LOG2_E).clamp(-126.0, 126.0)
     whole = exponent.round()
     fraction = exponent - whole
-    result = torch.full_like(x, _EXP2_FIRST)
-    for coefficient in _EXP2:
+    result = torch.full_like(x, EXP2_FIRST)
+    for coefficient in EXP2:
         result = result * fraction + coefficient
     power = ((whole.nan_to_num().int() + 127) << 23).view(torch.float32)
     return x / (1.0 + result * power)

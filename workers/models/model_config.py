@@ -36,34 +36,34 @@ class RopeConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class WeightFormat(msgspec.Struct, frozen=True, kw_only=True):
-    """How the weight of one quantised linear is stored."""
+    """The stored form of a quantised linear's weight."""
 
     reader: str
     """A key of `workers.checkpoints.schemes.READERS`."""
     bits: int = 8
     group_size: int | None = None
-    """Inputs that share a scale; None: all inputs of an output do."""
+    """Number of inputs that share a scale. None: all inputs of an output share one."""
     block: tuple[int, int] | None = None
-    """Outputs and inputs that share a scale, instead of groups."""
+    """Numbers of outputs and inputs of a block that shares a scale, instead of groups."""
     is_symmetric: bool = True
     """Whether all zero points are in the middle of the range."""
     zero_point_shift: int = 0
-    """What must be added to the zero points that are stored."""
+    """Number to add to the stored zero points."""
     has_int8_activations: bool = False
-    """Whether the checkpoint was made for activations that are rounded to int8."""
+    """Whether the checkpoint was made for activations rounded to int8."""
 
 
 class QuantizationRule(msgspec.Struct, frozen=True, kw_only=True):
-    """Linears whose names match are stored in this format."""
+    """The format of the linears whose names match a pattern."""
 
     pattern: str
-    """A regular expression that is searched for in the linear's name."""
+    """Regular expression to search for in the linear's name."""
     format: WeightFormat | None = None
-    """None: unquantised."""
+    """None means unquantised."""
 
 
 class Quantization(msgspec.Struct, frozen=True, kw_only=True):
-    """How the linears of a checkpoint are stored: the first rule that matches a name decides."""
+    """The formats of a checkpoint's linears. The first rule whose pattern matches a name decides."""
 
     method: str
     rules: tuple[QuantizationRule, ...] = ()

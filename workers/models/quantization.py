@@ -1,7 +1,7 @@
-"""How a checkpoint says that its linears are quantised: `quantization_config` as one rule for each kind of layer.
+"""Reads `quantization_config`: the formats of a checkpoint's linears as rules.
 
-Plain data; imports no framework. Which tensors a layer has is decided by the checkpoint too: a layer of which only a
-floating-point `weight` is stored is unquantised, whatever the rules say.
+Plain data; imports no framework. The checkpoint's tensors have the last word: a linear that has only a floating-point
+`weight` is unquantised, whatever the rules say.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import msgspec
 from workers.models.model_config import ModelError, Quantization, QuantizationRule, WeightFormat
 
 EVERYTHING = ""
-"""The pattern that every name has in it."""
+"""The pattern that matches every name."""
 _SERVED = "compressed-tensors, fp8, gptq and awq checkpoints are served, GGUF files, and unquantised checkpoints"
 _EXPERTS_ONLY = "mxfp4 is used for experts only, and experts are not served yet; use another checkpoint of the model"
 _COMPRESSED = {
@@ -25,7 +25,7 @@ _COMPRESSED = {
     "float-quantized": "float8",
     "mxfp4-pack-quantized": "mxfp4",
 }
-"""Formats of compressed-tensors, and the readers of their tensors."""
+"""The reader for each format of compressed-tensors."""
 
 
 def read_quantization(raw: dict[str, Any]) -> Quantization:
@@ -94,7 +94,7 @@ def _compressed_format(group: dict[str, Any], name: str) -> WeightFormat:
 
 
 def _target(name: str) -> str:
-    """The pattern of a target: `re:EXPRESSION`, the class of all linears, or the name of one."""
+    """Returns the pattern of a target: `re:EXPRESSION`, the class of all linears, or the name of one."""
     if name.startswith("re:"):
         return f"^(?:{name[3:]})"
     return EVERYTHING if name in ("Linear", "LinearBase") else f"^{re.escape(name)}$"
@@ -149,7 +149,7 @@ def _read_gptq(raw: dict[str, Any]) -> list[QuantizationRule]:
 
 
 def _read_gguf(raw: dict[str, Any]) -> list[QuantizationRule]:
-    """Each tensor of a GGUF file has a type of its own, so there is nothing to say here."""
+    """Returns no rules, because each tensor of a GGUF file has a type of its own."""
     return []
 
 
@@ -163,7 +163,7 @@ _METHODS: dict[str, Callable[[dict[str, Any]], list[QuantizationRule]]] = {
 
 
 def _unconverted(raw: dict[str, Any]) -> list[QuantizationRule]:
-    """Rules for the layers of `modules_to_not_convert`: names, or some of the parts of names between dots."""
+    """Returns the rules for the layers in `modules_to_not_convert`, each a name or consecutive parts of names."""
     names = raw.get("modules_to_not_convert") or raw.get("ignored_layers") or []
     return [QuantizationRule(pattern=rf"(?:^|\.){re.escape(name.strip('.'))}(?:\.|$)") for name in names]
 
@@ -175,7 +175,7 @@ def _bits(method: str, bits: Any, served: tuple[int, ...]) -> int:
 
 
 def _group_size(size: Any) -> int | None:
-    """Inputs that share a scale; None where all inputs of an output do (-1)."""
+    """Returns the number of inputs that share a scale; None if all inputs of an output do (-1)."""
     if size in (-1, None):
         return None
     if not isinstance(size, int) or size < 1:

@@ -1,4 +1,6 @@
-"""What differs between devices: memory, dtypes, linears, kernels and sampler. One `Platform` is chosen at the start."""
+"""The differences between devices: memory, dtypes, linears, kernels and sampler. A rank chooses one `Platform` at its
+start.
+"""
 
 from __future__ import annotations
 
@@ -22,31 +24,32 @@ if TYPE_CHECKING:
 
 
 class Platform(Protocol):
-    """A kind of device. Runner, loader, models and draft models call its methods, and never ask which kind it is.
+    """A kind of device. Runner, loader, models and draft models call its methods and never ask which kind it is.
 
-    To add a kind, write a module like `workers/platforms/cpu.py` and its kernels, and add a line to `choose_platform`.
+    To add one, write a module like `workers/platforms/cpu.py` with its kernels, and add a line to `choose_platform`.
     """
 
     name: str
     device: torch.device
     """The device of all tensors."""
     kernel_form: str
-    """The form of the kernels in use, for people to read."""
+    """Form of the kernels in use, for display."""
     runs_ahead: bool
-    """Whether calls return before the device is done, which then does what it was told in order."""
+    """Whether calls return before the device is done. Such a device works in order."""
     shares_memory: bool
-    """Whether other programs need the device's memory too: the KV cache then takes no more than the model can use."""
+    """Whether other programs need the device's memory too. The KV cache then takes no more than the model can use."""
     kv_share: float
-    """The KV cache takes no more than this share of the free memory, unless it is configured."""
+    """Maximum share of the free memory that the KV cache takes, unless it is configured."""
     keeps_integers: bool
-    """Whether linears of quantised weights keep them as integers; else they are kept in the dtype of the activations.
-    """
+    """Whether linears keep quantised weights as integers, and not in the activations' dtype."""
     splits_mlp: bool
-    """Whether the widest activations are made for `max_mlp_rows` rows at a time (`workers/kernels/weights.py`)."""
+    """Whether the widest activations are made for at most `max_mlp_rows` rows at a time
+    (`workers/kernels/weights.py`).
+    """
 
     @property
     def advice(self) -> str | None:
-        """One line: what keeps the device from its full speed, and the remedy. None if nothing does."""
+        """One line that says what slows the device down, and the remedy. None if nothing does."""
         ...
 
     @property
@@ -56,20 +59,20 @@ class Platform(Protocol):
     def sampler(self) -> SamplerKernels: ...
 
     def make_linear(self, weight: LinearWeight) -> Linear:
-        """A linear with this weight, perhaps repacked. A platform without kernels for integers keeps a quantised one as
+        """Returns a linear with this weight, perhaps repacked. A platform without integer kernels uses
         `weight.dense()`.
         """
         ...
 
     def shared_linears(self, content: str) -> AbstractContextManager[SharedLinears | None]:
-        """While the weights of a model are read that `content` says in full: what makes its linears, instead of
-        `make_linear`, in memory that processes share. None if the device shares none.
+        """Within this context, the result makes linears in memory that processes share; use it instead of
+        `make_linear`. It is None if the device shares no memory. `content` identifies the weights.
         """
         ...
 
     def compile_decoder(self, weights: DecoderWeights, config: ModelConfig, run_layers: Forward) -> Forward | None:
-        """A function that runs all layers in one call, perhaps one that it records of `run_layers`, which calls kernels
-        and linears one by one; None if that is to be called.
+        """Returns a function that runs all layers in one call, or None to call `run_layers`, which calls kernels and
+        linears one by one. The result may record `run_layers`.
         """
         ...
 
@@ -80,62 +83,68 @@ class Platform(Protocol):
         limits: DecodeLimits,
         agree: Callable[[int], int] = int,
     ) -> None:
-        """Called for each model once its KV cache is there, before the first step: time for what makes decode steps
-        faster. `agree` is the least of what all ranks give it that share the model.
+        """Prepares fast decode steps. Called once for each model, after its KV cache is allocated and before the first
+        step. `agree` returns the minimum of its argument over the ranks that share the model.
         """
         ...
 
     def resolve_dtype(self, requested: str, checkpoint: str) -> str:
-        """`bfloat16`, `float16` or `float32`. Raises `ValueError` for a dtype that the device cannot compute in."""
+        """Returns `bfloat16`, `float16` or `float32`. Raises `ValueError` for a dtype in which the device cannot
+        compute.
+        """
         ...
 
     def torch_dtype(self, dtype: str) -> torch.dtype: ...
 
     def place(self, array: np.ndarray) -> torch.Tensor:
-        """A step's input on the device. The caller does not change the array while the result is in use."""
+        """Copies a step's input to the device. The caller keeps the array unchanged while the result is in use."""
         ...
 
     def place_weight(self, view: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """A copy of a small weight on the device. The file that `view` maps may be closed afterwards."""
+        """Copies a small weight to the device. The file that `view` maps may be closed afterwards."""
         ...
 
     def place_embedding(self, view: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """The lookup table on the device: in `dtype`, or `view` itself if the device reads the host's memory."""
+        """Returns the lookup table on the device, in `dtype`; or `view` itself if the device reads the host's
+        memory.
+        """
         ...
 
     def tied_head(self, table: torch.Tensor) -> Linear | None:
-        """A head that multiplies by what `place_embedding` returned; None if the device wants a packed copy of it."""
+        """Returns a head that multiplies by the result of `place_embedding`; None if the device needs a packed copy."""
         ...
 
     def build_metadata(self, tokens: QueryTokens) -> AttentionMetadata:
-        """Returns a step's metadata on the device. Kernels that have no use for groups of shared prefixes get none."""
+        """Returns a step's metadata on the device, with groups of shared prefixes if the kernels use them."""
         ...
 
     def allocate_kv(self, config: ModelConfig, num_blocks: int, block_size: int, dtype: torch.dtype) -> torch.Tensor:
-        """The KV cache of a model, uninitialised: [num_layers, 2 (k, v), num_blocks, block_size, num_kv_heads,
+        """Allocates a model's KV cache, uninitialised: [num_layers, 2 (k, v), num_blocks, block_size, num_kv_heads,
         head_dim].
         """
         ...
 
     def free_memory(self, largest_step: Callable[[], object]) -> int:
-        """Bytes free for the KV cache; called after the weights are loaded. If a step's own tensors come out of
-        the same memory, `largest_step`, which makes as many as a step can, is run, and they do not count as free.
+        """Returns the bytes that are free for the KV cache after the weights are loaded. If a step's own tensors come
+        out of the same memory, this runs `largest_step` and leaves room for them.
         """
         ...
 
     def record_event(self) -> torch.Event | None:
-        """Comes when the device has done all that it was told. None if calls return when their work is done."""
+        """Returns an event that comes when the device has done all its work so far. None if calls wait for their
+        work.
+        """
         ...
 
     def open_group(self, rank: int, num_ranks: int, address: str) -> Group:
-        """Waits for the other ranks; `address` is that of rank 0's store, "host:port"."""
+        """Joins the other ranks; `address` is rank 0's store, "host:port"."""
         ...
 
 
 def choose_platform(device: str, num_threads: int | None) -> Platform:
-    """Returns the platform for `auto`, `cpu` or `cuda`; `auto` is a CUDA GPU if there is one, else the CPU.
+    """Returns the platform for `auto`, `cpu` or `cuda`. `auto` takes a CUDA GPU if there is one, else the CPU.
 
-    Raises `ModelError` for one that is not there.
+    Raises `ModelError` if the device is missing.
     """
     import torch
 

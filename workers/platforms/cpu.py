@@ -1,4 +1,4 @@
-"""The CPU: packed linears and the kernels of `workers/kernels/`, on every core this process may use."""
+"""The CPU: packed linears and the kernels of `workers/kernels/`, on every core that this process may use."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class CpuPlatform:
 
     def __init__(self, num_threads: int | None) -> None:
         self.device = torch.device("cpu")
-        # Ray sets OMP_NUM_THREADS to an actor's num_cpus (1 by default), which would leave the other cores idle.
+        # Ray sets OMP_NUM_THREADS to an actor's num_cpus, by default 1, which would leave the other cores idle.
         num_threads = num_threads or host.num_cores()
         torch.set_num_threads(num_threads)
         self.kernel_form = build.form_in_use()
@@ -63,7 +63,7 @@ class CpuPlatform:
             raise ValueError("dtype float16 needs a CUDA GPU, and this is a CPU; set dtype to bfloat16 or float32")
         if requested != "auto":
             return requested
-        # On a processor without instructions for bfloat16, torch alone takes several times as long as in float32
+        # Without instructions for bfloat16, torch alone is several times slower in it than in float32
         is_slow = build.load_library() is None and not processor.form().has_bfloat16
         return "float32" if checkpoint == "float32" or is_slow else "bfloat16"
 
@@ -74,13 +74,11 @@ class CpuPlatform:
         return view.to(dtype, copy=True)
 
     def place_embedding(self, view: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """Stays a view of the file, of which only the rows in use are read, even if the head holds a packed copy
-        too.
-        """
+        """Returns the view of the file, of which only the rows in use are read. The head may hold a packed copy too."""
         return view
 
     def tied_head(self, table: torch.Tensor) -> None:
-        """Its kernels read packed weights."""
+        """Returns None, because the kernels read packed weights."""
 
     def allocate_kv(self, config: ModelConfig, num_blocks: int, block_size: int, dtype: torch.dtype) -> torch.Tensor:
         return allocate_kv(config.num_layers, num_blocks, block_size, config.num_kv_heads, config.head_dim, dtype)
@@ -89,7 +87,7 @@ class CpuPlatform:
         return host.free_memory()
 
     def record_event(self) -> None:
-        """There is nothing to wait for."""
+        """Returns None, because calls wait for their work."""
 
     def open_group(self, rank: int, num_ranks: int, address: str) -> CpuGroup:
         return CpuGroup(rank, num_ranks, address)

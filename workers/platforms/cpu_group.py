@@ -1,7 +1,4 @@
-"""The ranks of a model on CPUs: shared memory on one machine, gloo on several.
-
-Called by `workers/platforms/cpu.py`.
-"""
+"""The ranks of a model on CPUs: shared memory on one machine, gloo across machines."""
 
 from __future__ import annotations
 
@@ -23,12 +20,12 @@ class CpuGroup(GlooGroup):
     def __init__(self, rank: int, num_ranks: int, address: str) -> None:
         super().__init__(rank, num_ranks, address)
         self.shared = self._share_memory()
-        """None if the ranks share no memory, or nothing can be compiled; then gloo serves."""
+        """None if the ranks share no memory or nothing can be compiled. Gloo then serves."""
 
     def _share_memory(self) -> SharedGroup | None:
-        """Rank 0 makes a file and tells its path through the store. A rank that cannot map it keeps all to gloo.
+        """Rank 0 creates a file and shares its path through the store. If one rank cannot map it, all ranks use gloo.
 
-        A store that others can write to could name any file, so ranks of several machines share no memory.
+        Ranks of several machines share no memory, because whoever can write to their store could name any file.
         """
         if not self.is_private:
             return None
@@ -44,7 +41,7 @@ class CpuGroup(GlooGroup):
             have_all = self.least(int(shared is not None))
         finally:
             if self.rank == 0 and created is not None:
-                os.unlink(created)  # nothing is left of it, however the ranks end
+                os.unlink(created)  # so that no file is left, however the ranks end
         return shared if have_all else None
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:

@@ -1,7 +1,6 @@
 """Chooses the form of a linear on the CPU: the packed kernels, else oneDNN's blocked layout, else torch's own.
 
-A linear is no `nn.Module`, so that a step does not pay for its calls. `workers/platforms/cpu.py` calls this with each
-weight in turn.
+A linear is no `nn.Module`, which would add the cost of its calls to each step.
 """
 
 from __future__ import annotations
@@ -17,33 +16,31 @@ from workers.kernels.cpu_linear import Place, place_alone
 from workers.kernels.linears import GatedLinear, TorchLinear
 from workers.kernels.quantized_reference import TorchQuantizedLinear
 from workers.kernels.quantized_weight import QuantizedWeight
-from workers.kernels.rounding import rounded_shape
+from workers.kernels.rounding import round_weight, rounded_shape
 from workers.kernels.shared_weights import SharedWeights
 from workers.kernels.weights import Linear, LinearWeight
 
 _reorder = torch.ops.mkldnn._reorder_linear_weight
 _apply = torch.ops.mkldnn._linear_pointwise.default
 _PACK_ROWS = 32
-"""The batch size for which oneDNN chooses a weight's layout; layouts for 1 to 1024 rows were equally fast within
-noise.
-"""
+"""The batch size for which oneDNN chooses a layout. Layouts for 1 to 1024 rows were equally fast within noise."""
 
 
 def make_dense_linear(weight: LinearWeight, place: Place = place_alone) -> Linear:
-    """A linear that keeps the weight in the dtype of the activations, however the checkpoint stores it."""
+    """Returns a linear that keeps its weight in the activations' dtype, however the checkpoint stores it."""
     make = make_cpu_gated_linear if weight.gated else make_cpu_linear
     return make(weight.dense(), weight.bias, place)
 
 
 def make_linear(weight: LinearWeight, place: Place = place_alone) -> Linear:
-    """Makes a linear of any weight, with what it packs in memory from `place`."""
+    """Returns a linear for any weight. Packed copies lie in memory from `place`."""
     if weight.quantized is None and weight.rounded_to is None:
         return make_dense_linear(weight, place)
     return make_quantized_linear(weight, place)
 
 
 def make_quantized_linear(weight: LinearWeight, place: Place = place_alone) -> Linear:
-    """Makes a linear that keeps its weight as integers and rounds activations to int8.
+    """Returns a linear that keeps its weight as integers and rounds activations to int8.
 
     A row of activations has one scale if the checkpoint was made for that, else one for each group of inputs.
     """
@@ -54,7 +51,7 @@ def make_quantized_linear(weight: LinearWeight, place: Place = place_alone) -> L
         if stored is not None:
             return stored
         assert weight.rounded_to is not None
-        return cpu_quantized_linear.round_weight(weight.weight, weight.rounded_to)
+        return round_weight(weight.weight, weight.rounded_to)
 
     shape = stored
     if shape is None:
@@ -64,7 +61,7 @@ def make_quantized_linear(weight: LinearWeight, place: Place = place_alone) -> L
     linear = pack(gated=weight.gated)
     if linear is not None:
         return linear
-    ungated = pack() if weight.gated else None  # gates of a size that the kernel does not take
+    ungated = pack() if weight.gated else None  # the kernel does not take gates of this size
     if ungated is not None:
         return GatedLinear(ungated, cpu.silu_and_mul)
     return TorchQuantizedLinear(read(), weight.bias, weight.gated)
@@ -78,7 +75,7 @@ def _with_half_scales(weight: QuantizedWeight) -> QuantizedWeight:
 
 
 class CpuSharedLinears:
-    """Makes linears whose packed weights processes share."""
+    """Makes linears with packed weights in shared memory."""
 
     def __init__(self, weights: SharedWeights) -> None:
         self._weights = weights
@@ -92,19 +89,18 @@ class CpuSharedLinears:
 
 
 def make_cpu_linear(weight: torch.Tensor, bias: torch.Tensor | None, place: Place = place_alone) -> Linear:
-    """`x @ weight.T + bias`, with a packed copy of the weight [out_features, in_features]; does not keep the weight
-    itself.
+    """Returns a linear `x @ weight.T + bias` with a packed copy of the weight [out_features, in_features].
 
-    `kernels/native/linear.cpp` computes it and avoids oneDNN's 20 us for each call: as fast as oneDNN on large weights,
-    1.3 to 2.5 times faster on small ones. Without a compiler, oneDNN's blocked layout is up to 1.6 times faster than
+    `kernels/native/linear.cpp` avoids oneDNN's 20 us for each call: it is as fast as oneDNN on large weights and 1.3 to
+    2.5 times faster on small ones. Without a compiler, oneDNN's blocked layout is up to 1.6 times faster than
     `F.linear`.
     """
     linear = cpu_linear.pack(weight, bias, place=place)
     if linear is not None:
         return linear
-    has_layout = weight.dtype == torch.float32 or processor.form().has_bfloat16  # oneDNN refuses the others
+    has_layout = weight.dtype == torch.float32 or processor.form().has_bfloat16  # oneDNN refuses other dtypes
     if not torch.backends.mkldnn.is_available() or not has_layout:
-        weight = weight.clone()  # the caller may unmap what it handed over
+        weight = weight.clone()  # the caller may unmap its memory
         return TorchLinear(weight, bias)
     return OneDnnLinear(weight, bias)
 
@@ -122,10 +118,11 @@ class OneDnnLinear:
 
 
 def make_cpu_gated_linear(weight: torch.Tensor, bias: torch.Tensor | None, place: Place = place_alone) -> Linear:
-    """`silu(x @ gate.T) * (x @ up.T)` (SwiGLU, Shazeer, 2020); the weight holds the rows of gate, then those of up.
+    """Returns `silu(x @ gate.T) * (x @ up.T)` (SwiGLU, Shazeer, 2020). The weight has the rows of gate, then those of
+    up.
 
-    In bfloat16 one kernel does all, so that the products do not go through memory: at 2,048 rows those of Qwen2.5-0.5B
-    are 40 MB.
+    In bfloat16 one kernel computes it, which keeps the products out of memory: at 2,048 rows, those of Qwen2.5-0.5B are
+    40 MB.
     """
     gated = cpu_linear.pack(weight, bias, gated=True, place=place)
     if gated is not None:

@@ -1,7 +1,7 @@
-"""A CUDA GPU: torch's linears (cuBLAS) and the Triton kernels of `workers/kernels/triton/`.
+"""A CUDA GPU: torch's linears (cuBLAS); quantised linears and all other kernels in Triton (`workers/kernels/triton/`).
 
-Weights go to the device one by one as they are read, so that the host never holds the model. Nothing here waits for the
-device but `free_memory`.
+Each weight goes to the device as it is read, so the host never holds the model. Only `free_memory` waits for the
+device.
 """
 
 from __future__ import annotations
@@ -20,10 +20,12 @@ from workers.kernels.linears import GatedLinear, TorchLinear
 from workers.kernels.model_protocol import Model
 from workers.kernels.protocol import DecodeLimits, Forward, Kernels, KVCaches, SamplerKernels
 from workers.kernels.query_tokens import QueryTokens
+from workers.kernels.rounding import round_weight
 from workers.kernels.transfer import place
 from workers.kernels.triton import launch, layers, sampler
 from workers.kernels.triton.graphs import GraphedLayers, compile_prompts, layouts_to_capture, padded_to, record
 from workers.kernels.triton.metadata import DeviceMetadata, Layout, build_metadata
+from workers.kernels.triton.quantized_linear import TritonQuantizedLinear
 from workers.kernels.triton.work import WorkShape
 from workers.kernels.weights import DecoderWeights, Linear, LinearWeight
 from workers.models.model_config import ModelConfig
@@ -39,25 +41,30 @@ class CudaPlatform:
     runs_ahead = True
     shares_memory = False
     kv_share = 0.9
-    """The rest is for what a step's tensors lose to fragments, and for graphs."""
-    keeps_integers = False
+    """Graphs and fragmentation of a step's tensors take the rest."""
+    keeps_integers = True
     splits_mlp = False
 
     def __init__(self, device: torch.device) -> None:
         """`device` is a CUDA GPU, or the CPU where Triton's interpreter runs the kernels."""
-        launch.free_garbage(device)  # of an engine that this process had before
+        launch.free_garbage(device)  # left by an earlier engine of this process
         self.device = device
         self.kernel_form = f"triton {triton.__version__}"
         self.advice = None
         self._group: NcclGroup | None = None
         self.graph_layouts: tuple[Layout, ...] = ()
-        """Layouts in which steps are captured, ascending."""
+        """Layouts of captured steps, ascending."""
         self._work_shape: WorkShape | None = None
-        """Of the attention of the first model that was loaded. A draft model's is cut alike, which costs it little."""
+        """Shape of the work of the first loaded model's attention. A draft model uses it too, at little cost."""
 
     def make_linear(self, weight: LinearWeight) -> Linear:
-        """A quantised weight is kept in the dtype of the activations."""
-        linear = TorchLinear(self.place_weight(weight.dense(), weight.dtype), weight.bias)
+        """A weight that is quantised, or that the option `weights` rounds, stays integers; activations become int8."""
+        quantized = weight.quantized
+        if weight.rounded_to is not None:
+            quantized = round_weight(weight.weight, weight.rounded_to)
+        if quantized is not None:
+            return TritonQuantizedLinear(quantized, weight.bias, self.device, weight.gated)
+        linear = TorchLinear(self.place_weight(weight.weight, weight.dtype), weight.bias)
         return GatedLinear(linear, layers.silu_and_mul) if weight.gated else linear
 
     def shared_linears(self, content: str) -> nullcontext[None]:
@@ -70,7 +77,9 @@ class CudaPlatform:
     def record_decodes(
         self, model: Model, kv_caches: KVCaches, limits: DecodeLimits, agree: Callable[[int], int] = int
     ) -> None:
-        """Where a step cannot be captured, it runs kernel by kernel, and the log says why."""
+        """Captures decode steps as graphs. A step that cannot be captured runs kernel by kernel, and the log says
+        why.
+        """
         layers = model.compiled
         if not isinstance(layers, GraphedLayers):
             return
@@ -83,7 +92,7 @@ class CudaPlatform:
         alone = nullcontext if self._group is None else self._group.alone
         with alone():
             compile_prompts(forward, limits, shape, self.device)
-        # A draft model's are those of its model
+        # A draft model uses its target's layouts.
         sizes = limits.max_num_sequences, limits.max_draft_tokens, limits.max_num_tokens
         layouts = self.graph_layouts or layouts_to_capture(*sizes)
         captured = record(layers, forward, layouts, limits, shape, self.device, agree, alone)
@@ -123,7 +132,7 @@ class CudaPlatform:
         return TorchLinear(table)
 
     def build_metadata(self, tokens: QueryTokens) -> DeviceMetadata:
-        # A graph has the sums over ranks in it, and none of them may be left out while this rank is measured alone
+        # A graph includes the sums over ranks, so a rank that is measured alone runs without graphs.
         is_alone = self._group is not None and self._group.is_alone
         layout = None if is_alone else padded_to(self.graph_layouts, tokens.lens)
         return build_metadata(tokens, self.device, layout, self._work_shape)

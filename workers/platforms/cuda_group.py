@@ -1,4 +1,4 @@
-"""The ranks of a model on CUDA GPUs: NCCL, by the same calls as gloo's. Called by `workers/platforms/cuda.py`."""
+"""The ranks of a model on CUDA GPUs, joined by NCCL."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from workers.parallel.group import LONGEST_WAIT, CollectiveGroup, join_store
 
 
 class NcclGroup(CollectiveGroup):
-    """A call returns when it is queued: the device's stream waits for the other ranks, not the host."""
+    """A call returns when it is queued. The device's stream waits for the other ranks, the host does not."""
 
     def __init__(self, rank: int, num_ranks: int, address: str, device: torch.device) -> None:
         store = join_store(address, num_ranks)

@@ -1,7 +1,7 @@
-"""The state of a rank's sequences on every kind of device: block tables, tokens and parameters.
+"""The state of a rank's sequences on any device: block tables, tokens and parameters, in numpy.
 
-Plain numpy: the worker of each framework keeps one `RankSequences`, applies every step to it before the forward pass,
-and reads its inputs from it. Knows no model, no logits and no device.
+The worker of each framework applies every step to its `RankSequences` before the forward pass, and reads its inputs
+from it.
 """
 
 from __future__ import annotations
@@ -36,9 +36,8 @@ class PromptTargets(NamedTuple):
 class RankSequences:
     """The sequences of a rank. Not thread-safe.
 
-    There are at most `max_num_sequences` sequences of at most `max_model_len` tokens, in blocks of `block_size` tokens.
-    `registry` has the factories of logits processors. On a rank that does not draw (`draws` is False), sequences have
-    none.
+    There are at most `max_num_sequences` sequences of at most `max_model_len` tokens, in blocks of `block_size`.
+    `registry` has the factories of logits processors, which only a rank that draws uses.
     """
 
     def __init__(
@@ -74,8 +73,7 @@ class RankSequences:
     def begin(self, step: StepInput) -> None:
         """Applies a step's changes: sequences end, start and fork, and block tables grow.
 
-        An error caused by a sequence's own parameters fails its row only. Other errors of starting a sequence are
-        raised.
+        A sequence that cannot be started fails alone.
         """
         for sequence_id in step.finished:
             self._forget(sequence_id)
@@ -91,9 +89,8 @@ class RankSequences:
                 self._append_blocks(self._rows[item.sequence_id], item.new_block_ids)
 
     def _start(self, sequence: SequenceStart) -> None:
-        """Starts one sequence. If its parameters make that fail, steps report an error for it alone.
-
-        Until it ends it then has default parameters, because every rank computes the tokens that were scheduled.
+        """Starts one sequence. If that fails, its steps report the error, and it runs with default parameters until it
+        ends: every rank must compute the tokens that were scheduled.
         """
         if not self._draws and sequence.params.logits_processors:
             params = msgspec.structs.replace(sequence.params, logits_processors=())
@@ -129,8 +126,8 @@ class RankSequences:
         return int(self._num_blocks[self._rows[sequence_id]])
 
     def block_tables(self, sequence_ids: Sequence[int]) -> np.ndarray:
-        """Returns a copy of the block tables, int32 [n, most blocks of one]. Entries after a sequence's last block are
-        undefined.
+        """Returns a copy of the block tables, int32 [n, number of blocks of the longest]. Entries after a sequence's
+        last block are undefined.
         """
         rows = [self._rows[sequence_id] for sequence_id in sequence_ids]
         return self._block_tables[rows, : self._num_blocks[rows].max()]

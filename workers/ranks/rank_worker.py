@@ -83,9 +83,9 @@ class RankWorker(Protocol):
         ...
 
     def adopt(self, token_ids: Mapping[int, list[int]]) -> None:
-        """Gives a rank that does not draw the tokens that rank 0 drew in the previous step, by sequence id.
+        """Tells a rank that does not draw the tokens of the previous step, by sequence id.
 
-        It is called before `execute`. The `sample` of such a rank gets no masks, computes its part of the logits and
+        Called before `execute`. The `sample` of such a rank computes its part of the logits; it gets no masks and
         returns no tokens.
         """
         ...
@@ -173,11 +173,11 @@ class SpeculationTarget(RankWorker, Protocol):
 
 
 def open_group(device: str, folder: pathlib.Path, host: str | None) -> tuple[object, str]:
-    """Opens on rank 0 the rendezvous of a replica's ranks. Returns an object to keep alive as long as the group, and
+    """Opens the rendezvous of a replica's ranks on rank 0. Returns an object to keep alive as long as the group, and
     the address.
 
-    `host` is this machine's address, or None if one machine has all ranks. In that case the rendezvous may use
-    `folder`, which only this user can access.
+    `host` is this machine's address, or None if all ranks are on it. The rendezvous may then use `folder`, which only
+    this user can access.
     """
     opened: tuple[object, str] = pkgutil.resolve_name(GROUPS[device])(folder, host)
     return opened

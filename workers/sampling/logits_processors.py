@@ -1,9 +1,8 @@
-"""The logits processors of one rank: keeps an instance of each processor for each sequence, and runs them.
+"""The logits processors of one rank: makes an instance of each processor for each sequence, and runs them.
 
-`sampling_state.py` keeps a `SequenceProcessors` for every sequence with processors, and the samplers run them. An
-instance is made when its sequence first draws a token, so only on the rank that draws. Its state is a function of the
-tokens, so it is made again from them after preemption, failover or a fork. User code runs only here, and its errors
-become `ProcessorFailed`. Imports no torch.
+An instance is made when its sequence first draws, so only the rank that draws has any. Its state is a function of the
+tokens: after preemption, failover or a fork it is made again. An error of user code becomes `ProcessorFailed`. Imports
+no torch.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ class ProcessorFailed(Exception):
 
 
 class SequenceProcessors:
-    """The instances of one sequence, in the order of its parameters; they are made by the first `run`."""
+    """The instances of one sequence, in the order of its parameters. The first `run` makes them."""
 
     def __init__(
         self, specs: tuple[LogitsProcessorSpec, ...], registry: LogitsProcessorRegistry, vocab_size: int
@@ -41,8 +40,8 @@ class SequenceProcessors:
         self._vocab_size = vocab_size
         self._instances: list[LogitsProcessor | None] = [None] * len(specs)
         self._position = -1
-        """Position of the last run. If the next run is not later, the instances have seen rejected drafts and are made
-        again.
+        """Position of the last run. An earlier or equal position means that the instances have seen rejected drafts and
+        must be made again.
         """
 
     @property
@@ -52,10 +51,10 @@ class SequenceProcessors:
     def run(
         self, tokens: np.ndarray, num_prompt_tokens: int, position: int, logits: torch.Tensor
     ) -> list[tuple[str, torch.Tensor]]:
-        """Changes `logits` in place, float32 [vocab_size]: those of the token after `tokens[:position]`.
+        """Edits `logits`, float32 [vocab_size], of the token after `tokens[:position]` in place.
 
-        Returns for each processor its name and a bool tensor on the logits' device: whether all logits are valid,
-        neither NaN nor +inf. Raises `ProcessorFailed` naming the processor.
+        Returns for each processor its name and a bool tensor on the logits' device, which is False if a logit is NaN or
+        +inf. Raises `ProcessorFailed` with the processor's name.
         """
         tokens = tokens[:position]
         tokens.flags.writeable = False  # protects this view only
@@ -69,7 +68,7 @@ class SequenceProcessors:
             if instance is None:
                 instance = self._instances[index] = self._make(spec, prompt, output)
             _call(spec, instance, output, logits)
-            checks.append((spec.name, logits.max() < float("inf")))  # if one logit is NaN, so is the largest
+            checks.append((spec.name, logits.max() < float("inf")))  # the maximum is NaN if one logit is
         return checks
 
     def _make(self, spec: LogitsProcessorSpec, prompt: np.ndarray, output: np.ndarray) -> LogitsProcessor:
@@ -79,8 +78,8 @@ class SequenceProcessors:
             raise _failed(f"the factory of logits processor {spec.name!r}", error) from error
 
     def fork(self) -> SequenceProcessors:
-        """Returns processors for a sequence with the same tokens: clones of instances that have `clone`. The first
-        `run` makes the others.
+        """Returns processors for a sequence with the same tokens. Instances without a `clone` are made by its first
+        `run`.
         """
         child = SequenceProcessors(self.specs, self._registry, self._vocab_size)
         child._position = self._position

@@ -37,8 +37,7 @@ LARGEST_V = 1.0 - 2.0**-24
 
 
 def noise_keys(seeds: np.ndarray, positions: np.ndarray) -> np.ndarray:
-    """Keys of the noise at `positions` of sequences with `seeds`: int64 [n] each, to uint32 [n, 2] (low half, high
-    half)."""
+    """Returns the noise keys of each seed and position, int64 [n] each, as uint32 [n, 2]: low half, high half."""
     key = _mix64_array(seeds.astype(np.uint64) + np.uint64(GOLDEN))
     key = _mix64_array(key + (positions.astype(np.uint64) + np.uint64(1)) * np.uint64(GOLDEN))
     return np.stack([key & np.uint64(0xFFFFFFFF), key >> np.uint64(32)], axis=1).astype(np.uint32)

@@ -1,7 +1,7 @@
 """The tokens of a step between their draw on the device and their arrival on the host.
 
-In between the next step may be executed, which computes on tokens that are on the device only. The runner of each
-framework makes a `PendingDraw` for each step. Imports no framework.
+Meanwhile the next step may run on tokens that only the device knows. The runner of each framework makes a `PendingDraw`
+for each step. Imports no framework.
 """
 
 from __future__ import annotations
@@ -18,11 +18,10 @@ ReadSample = Callable[[], HostSample]
 
 
 class PendingDraw:
-    """The pending draw of a step.
+    """The pending draw of one step.
 
-    `output` holds the results that are already known. `points` are the sample points that the device draws, in the
-    order of its arrays. `send` starts the copy to the host and returns a function that reads it; None if the device
-    draws nothing.
+    `output` holds the known results. `points` are the sample points that the device draws, in the order of its arrays.
+    `send` starts the copy to the host and returns a function that reads it; None if nothing is drawn.
     """
 
     def __init__(
@@ -58,7 +57,7 @@ class PendingDraw:
         self._read = self._send()
 
     def places(self, step: StepInput) -> tuple[list[int], list[int]]:
-        """Returns the rows of a step's flat batch whose token is on the device only, and the index of each token in the
+        """Returns the rows of a step's flat batch whose token only the device knows, and the index of each token in the
         device's array.
         """
         rows: list[int] = []
@@ -91,7 +90,7 @@ class PendingDraw:
             self._state.replace_each(gained, {point.sequence_id: point.position for point in points})
         else:
             self._state.append_each(gained)
-        for index, error in drawn.errors.items():  # its token stays 0: the next step may be planned with it
+        for index, error in drawn.errors.items():  # the token stays 0, because the next step may be planned with it
             output.errors.setdefault(points[index].sequence_id, error)
         for sequence_id, token_id in gained.items():
             if sequence_id not in output.errors:

@@ -20,9 +20,7 @@ _DEFAULTS = SamplingParams()
 
 
 def row_error(status: int, position: int, params: SamplingParams, processors: str = "") -> RowError:
-    """Returns the error of a row whose status is neither `OK` nor `LATE`. `processors` names its logits processors, if
-    any.
-    """
+    """Returns the error of a row whose status is neither `OK` nor `LATE`. `processors` names its logits processors."""
     if status == NAN:
         return RowError(f"the model produced NaN logits at position {position}", is_corrupt=True)
     if status == INFINITE:
@@ -45,7 +43,7 @@ def row_error(status: int, position: int, params: SamplingParams, processors: st
 
 
 def _is_restricted(params: SamplingParams) -> bool:
-    """Returns whether parameters of the request other than logits processors mask tokens.
+    """Returns whether request parameters other than logits processors mask tokens.
 
     A logits processor that masks every token by itself is the operator's fault. A request that combines it with such
     parameters chose both.

@@ -1,8 +1,8 @@
-"""The state of each sequence that a rank samples from: its tokens, and its parameters in arrays.
+"""The tokens and parameters of each sequence that a rank samples from, laid out for the kernels.
 
-It is a function of the sequence's `SequenceStart` and the tokens appended since, so `start` rebuilds it after
-preemption, failover or a fork. Penalties read the tokens (`kernels/native/sampler.cpp`), about a nanosecond each, so no
-counts are kept. The model runner calls it and the samplers read it; it never touches logits.
+They are a function of the sequence's `SequenceStart` and the tokens appended since, so `start` rebuilds them after
+preemption, failover or a fork. Penalties read the tokens themselves (`kernels/native/sampler.cpp`), about a nanosecond
+each, so no counts are kept.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from workers.sampling_params import SamplingParams
 from workers.step import SequenceStart
 
 GREEDY_TEMPERATURE = 1e-5
-"""Temperature below which a sequence is greedy: dividing by it could overflow, and noise of at most 22.9 would rarely
+"""Temperature below which a sequence is greedy. Division by it could overflow, and noise of at most 22.9 would rarely
 change a token.
 """
 
@@ -62,8 +62,8 @@ float32 arrays.
 
 
 class SequenceState:
-    """The state of one sequence; `tokens[:num_tokens]` are its prompt and output. Addresses in its table row point to
-    arrays of this object, which must stay alive.
+    """The state of one sequence; `tokens[:num_tokens]` are its prompt and output. Its table row has addresses of this
+    object's arrays, so the object must stay alive.
     """
 
     __slots__ = (
@@ -108,9 +108,7 @@ class SequenceState:
 
 
 class SamplingState:
-    """The sampling state of all sequences on a rank. Not thread-safe. `registry` has the factories of logits
-    processors.
-    """
+    """The sampling state of all sequences on a rank. Not thread-safe."""
 
     def __init__(self, vocab_size: int, registry: LogitsProcessorRegistry | None = None) -> None:
         self.vocab_size = vocab_size
@@ -119,11 +117,11 @@ class SamplingState:
         self.table_address = self.table.ctypes.data
         self.sequences: dict[int, SequenceState] = {}
         self.num_wanting_logprobs = 0
-        """Number of sequences that requested log-probabilities of their output. While it is 0, steps skip them; the
-        next two counts serve the same way.
-        """
+        """Number of sequences that requested log-probabilities of their output; while it is 0, steps skip that work."""
         self.num_wanting_prompt_logprobs = 0
+        """Number of sequences that requested log-probabilities of their prompt."""
         self.num_with_processors = 0
+        """Number of sequences with logits processors."""
         self._last_tokens = np.zeros(FIRST_CAPACITY, dtype=np.int64)
         self._free_rows = list(range(FIRST_CAPACITY - 1, -1, -1))
 
@@ -137,7 +135,7 @@ class SamplingState:
         if not self._free_rows:
             self._grow()
         state = SequenceState(sequence, self._free_rows[-1])
-        self._free_rows.pop()  # only now, so that a failed start does not lose the row
+        self._free_rows.pop()  # only now, so that a failed start keeps the row
         self.sequences[sequence.sequence_id] = state
         self.num_wanting_logprobs += state.params.logprobs is not None
         self.num_wanting_prompt_logprobs += state.params.prompt_logprobs is not None
@@ -191,8 +189,8 @@ class SamplingState:
             state.num_tokens = position + 1
 
     def replace_each(self, token_ids: Mapping[int, int], positions: Mapping[int, int]) -> None:
-        """Replaces the newest token of each sequence, by sequence id, if it is at the position in `positions`. A
-        sequence that was restarted in the meantime has no such token.
+        """Replaces the newest token of each sequence if it is at the position in `positions`. A sequence that was
+        restarted in the meantime has no such token.
         """
         for sequence_id, token_id in token_ids.items():
             state = self.sequences.get(sequence_id)
@@ -200,8 +198,8 @@ class SamplingState:
                 state.tokens[positions[sequence_id]] = self._last_tokens[state.row] = token_id
 
     def truncate(self, sequence_id: int, num_tokens: int) -> None:
-        """Removes all tokens after the first `num_tokens` (at least 1). A draft model appends each draft to draw the
-        next one, then removes the drafts.
+        """Keeps the first `num_tokens` tokens, at least 1. A draft model appends drafts to draw the next one, then
+        removes them.
         """
         state = self.sequences[sequence_id]
         state.num_tokens = num_tokens
@@ -285,7 +283,7 @@ class SamplingState:
         row["repetition_penalty"] = params.repetition_penalty
         row["presence_penalty"] = params.presence_penalty
         row["frequency_penalty"] = params.frequency_penalty
-        if state.processors is not None:  # edits before the processors are applied before the kernel gets the row
+        if state.processors is not None:  # the processors run before the kernel, and these edits before the processors
             for name in ("num_allowed_ids", "num_bad_words", "num_biases", "min_tokens"):
                 row[name] = 0
             row["repetition_penalty"], row["presence_penalty"], row["frequency_penalty"] = 1, 0, 0

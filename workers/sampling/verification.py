@@ -1,9 +1,8 @@
 """Verifies drafts: decides which tokens of a step each sequence keeps. Plain Python, on the host.
 
-A step that verifies drafts draws at every point as if all drafts were tokens of the sequence. The sequence keeps the
-tokens up to and including the first that differs from its draft, because each was drawn after tokens that the sequence
-has. The noise of `workers/sampling/noise.py` is a function of the position, so the kept tokens are those that the
-sequence would draw one at a time. The workers of all frameworks call it.
+A step draws at every point as if all drafts were tokens of the sequence. A sequence keeps its draws up to and including
+the first that differs from its draft, because each of these was drawn after the right tokens. The noise
+(`workers/sampling/noise.py`) is a function of the position, so they are the tokens of a run without drafts.
 """
 
 from __future__ import annotations
@@ -40,10 +39,10 @@ def keep_verified(
     state: SamplingState,
     output: StepOutput,
 ) -> None:
-    """Gives each sequence its tokens by position, up to and including the first that differs from its draft. Puts
+    """Gives each sequence its draws, by position, up to and including the first that differs from its draft. Puts
     tokens, log-probabilities and errors into `output`.
 
-    If a point after kept tokens is late or fails, the kept tokens stay, and the next step draws at that point again.
+    If a later point is late or fails, the kept tokens stay, and the next step draws at that point again.
     """
     settled = set(output.errors)
     for index in sorted(range(len(points)), key=lambda index: points[index].position):
@@ -69,6 +68,6 @@ def keep_verified(
 
 
 def _is_draft(drafts: list[int], kept: list[int]) -> bool:
-    """Returns whether the last token that was kept is the draft at its place, so that the next draw counts too."""
+    """Returns whether the last kept token equals its draft, so that the next draw counts too."""
     place = len(kept) - 1
     return place < len(drafts) and drafts[place] == kept[-1]

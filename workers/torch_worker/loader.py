@@ -222,7 +222,8 @@ class _WeightReader:
             return self._quantized_embedding(part), None
         view = self.checkpoint.view(f"{part.name}.weight", (part.out_features, self.config.hidden_size))
         table = self.platform.place_embedding(view, self.dtype)
-        return functools.partial(_embed, table, self.dtype), self.platform.tied_head(table)
+        is_rounded = KEPT_BITS[self._weights].head is not None
+        return functools.partial(_embed, table, self.dtype), None if is_rounded else self.platform.tied_head(table)
 
     def _quantized_embedding(self, part: Part) -> Embedding:
         """Keeps the integers, of which a lookup dequantises its rows."""

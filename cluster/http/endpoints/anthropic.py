@@ -88,7 +88,7 @@ async def count_tokens(state: AppState, exchange: Exchange, body: CountTokensReq
     state.check_model(request.model)
     try:
         params = await generation.sampling_params(state, request)
-        conversation = render(state.tokenizer, request, template_tools(request.callable_tools()))
+        conversation = render(state.tokenizer, request, template_tools(request.shown_tools()))
         plan = plan_chat(request, params, state.tokenizer, conversation)
         limit = (await state.model_info()).max_model_len
         return TokenCount(len(await encode_prompt(state.tokenizer, plan.prompt, False, limit, "messages")))

@@ -45,14 +45,26 @@ async def chat(
     _check_priority(state, exchange, request.priority)
     check_counts(state.config, 1, request.num_choices)
     params = await sampling_params(state, request)
-    conversation = render(state.tokenizer, request, template_tools(request.callable_tools()))
+    conversation = render(state.tokenizer, request, template_tools(request.shown_tools()))
     plan = plan_chat(request, params, state.tokenizer, conversation)
     model = await state.model_info()
     kept = num_kept_tokens(request.truncate_prompt_tokens, params, model.max_model_len)
     prompt = await encode(state.tokenizer, plan.prompt, False, model.max_model_len, "messages", kept)
     check_num_logprobs(state.config.body, plan.params, [prompt], model.max_model_len, bool(request.stream))
+    params = await _with_prediction(state, request, plan.params, model.max_model_len)
     answer = answer_with(request, _new_id("chatcmpl"), state.model_name, state.tokenizer, plan, prompt)
-    await generate(state, exchange, [prompt], plan.params, request, answer, plan.shown_ids, plan.not_enforced)
+    await generate(state, exchange, [prompt], params, request, answer, plan.shown_ids, plan.not_enforced)
+
+
+async def _with_prediction(
+    state: AppState, request: ChatCompletionRequest, params: SamplingParams, max_model_len: int
+) -> SamplingParams:
+    """Returns `params` with the tokens of the prediction, if the engine makes drafts of them."""
+    speculative, text = state.config.engine.speculative, request.predicted_text()
+    if not text or speculative is None or "prediction" not in speculative.proposers:
+        return params
+    token_ids = await encode(state.tokenizer, text, False, max_model_len, "prediction")
+    return msgspec.structs.replace(params, prediction_token_ids=tuple(token_ids[:max_model_len]))
 
 
 async def completions(state: AppState, exchange: GenerationExchange, request: CompletionRequest) -> None:

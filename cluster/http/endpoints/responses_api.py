@@ -32,7 +32,8 @@ from cluster.protocol.responses_api import (
     ResponseObject,
     ResponsesRequest,
     ResponsesUsage,
-    TextOptions,
+    shown_text,
+    shown_tools,
 )
 from cluster.protocol.translated import renamed
 
@@ -71,9 +72,9 @@ class ResponsesAnswer:
             parallel_tool_calls=body.parallel_tool_calls is not False,
             reasoning=body.reasoning or Reasoning(),
             temperature=params.temperature,
-            text=body.text or TextOptions(format={"type": "text"}),
+            text=shown_text(body),
             tool_choice=body.tool_choice or "auto",
-            tools=body.tools or [],
+            tools=shown_tools(body),
             top_p=params.top_p,
             user=body.user,
             safety_identifier=body.safety_identifier,

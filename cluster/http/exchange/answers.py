@@ -71,6 +71,7 @@ class ChatAnswer:
     ) -> None:
         self._request = request
         self._prompt_ids: Any = prompt if request.return_token_ids else UNSET
+        self._service_tier: Any = responses.SERVICE_TIER if request.service_tier is not None else UNSET
         self._readers = [ChatReader(plan) for _ in range(request.num_choices)]
         self._id = answer_id
         self._model = model
@@ -117,6 +118,7 @@ class ChatAnswer:
                 model=self._model,
                 choices=choices,
                 usage=usage,
+                service_tier=self._service_tier,
                 prompt_logprobs=(
                     UNSET if self._request.prompt_logprobs is None else prompt_logprobs(self._tokenizer, prompt_entries)
                 ),
@@ -152,6 +154,7 @@ class ChatAnswer:
                     model=self._model,
                     choices=[],
                     usage=usage_info(generation.usages),
+                    service_tier=self._service_tier,
                 )
             )
         yield SSE_DONE
@@ -184,6 +187,7 @@ class ChatAnswer:
                 model=self._model,
                 choices=[choice],
                 usage=None if self._request.include_usage else UNSET,
+                service_tier=self._service_tier,
                 prompt_token_ids=prompt_ids,
             )
         )

@@ -43,7 +43,7 @@ _WRONG: tuple[Any, ...] = (
     *([1] * 3000, ["a"] * 200, {str(number): 1 for number in range(300)}),
 )
 MOST_TOKENS, MOST_CHOICES = 16, 4
-"""Of a drawn body, mostly: the fuzzer is after what is wrong, and not after much."""
+"""Usual bounds of a drawn body. The fuzzer looks for wrong input, not for long answers."""
 
 
 def changed(fields: dict[str, Any], generator: random.Random) -> bytes:

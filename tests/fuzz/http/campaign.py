@@ -22,9 +22,9 @@ NUM_CLIENTS = 12
 NUM_EXAMPLES = 100
 """A hundred take a quarter of a minute to draw."""
 MAX_FAILURES = 5
-"""After so many the campaign ends."""
+"""Number of failures that end the campaign."""
 SETTLE_S = 600.0
-"""Within which the server must be idle after the last client."""
+"""Seconds within which the server must be idle after the last client."""
 SPARE_FDS = 8
 """File descriptors that a process may have gained without having lost any of the clients' sockets."""
 SHOWN_LINES = 40

@@ -20,7 +20,7 @@ from tests.fuzz.http.connection import Answer, Closed, Connection, chunked, conn
 from tests.fuzz.http.good import CATALOGUE, COMPLETIONS, Good, essence
 
 HUGE_BYTES = 9 * 2**20
-"""Above the default `max_body_bytes`."""
+"""Length of a body above the default `max_body_bytes`."""
 GARBAGE = (
     b"\r\n\r\n\r\n",
     b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03",

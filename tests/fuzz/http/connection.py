@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 ANSWER_S = 300.0
 """An answer that takes longer is missing: half the time that a request has by default (`request_timeout_s`)."""
 SHOWN_BYTES = 600
-"""Of each thing sent or received, in the transcript."""
+"""Bytes that the transcript shows of each message."""
 SLOW_BUFFER = 4096
 """Bytes that a slow reader's system keeps for it, about."""
 

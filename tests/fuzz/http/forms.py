@@ -31,7 +31,7 @@ class Form(NamedTuple):
     content_type: str
     body: bytes
     content: bytes | None
-    """What must be stored if the upload is taken; None for a form that must be refused, or may be."""
+    """Content to be stored if the upload is taken; None if the form may or must be refused."""
 
 
 def good(generator: random.Random) -> Form:

@@ -61,7 +61,7 @@ def test_tokens_equal_the_cpu_platforms_on_every_mesh(family: str, num_devices: 
     assert tokens_of(llm.generate(prompts(), params())) == expected(family)
 
 
-def test_each_device_holds_its_share_of_weights_and_cache() -> None:
+def test_devices_hold_shares_of_weights_and_cache() -> None:
     llm = LLM(str(folder_of("llama")), device="tpu", tensor_parallel_size=8, **SMALL)
     worker: Any = llm.engine.executor
     model = worker._worker.runner.model
@@ -87,7 +87,7 @@ def test_what_cannot_run_is_refused_in_words(options: dict[str, Any], words: str
         LLM(str(folder), device="tpu", tpu_chips_per_host=32, **{**SMALL, **options})
 
 
-def test_without_a_tpu_the_error_says_how_to_simulate_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_tpu_error_explains_simulation(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("JAX_PLATFORMS")
     with pytest.raises(
         ModelError, match="JAX finds no TPU here, only cpu; to simulate a mesh on CPUs set JAX_PLATFORMS"

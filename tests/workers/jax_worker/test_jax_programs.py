@@ -108,7 +108,7 @@ def test_the_cache_is_updated_in_place() -> None:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_step_needs_no_memory_in_proportion_to_the_cache(dtype: str) -> None:
+def test_a_steps_memory_does_not_grow_with_cache(dtype: str) -> None:
     sizes = []
     for num_bytes in (1 << 18, 1 << 22):
         options = ModelOptions(
@@ -120,7 +120,7 @@ def test_a_step_needs_no_memory_in_proportion_to_the_cache(dtype: str) -> None:
     assert sizes[1] <= sizes[0] + (1 << 16)
 
 
-def test_a_failed_step_that_took_the_cache_away_is_survived() -> None:
+def test_a_failed_step_that_deleted_caches_is_survived() -> None:
     llm = LLM(str(checkpoint("llama")), device="tpu", dtype="float32", max_num_sequences=8, max_num_batched_tokens=16)
     executor: Any = llm.engine.executor
     model = executor._worker.runner.model
@@ -147,7 +147,7 @@ def test_sizes_double_up_to_the_limit() -> None:
     assert size_for(9, [8, 16, 32]) == 16
 
 
-def test_the_worker_imports_no_torch_and_nobody_else_imports_jax() -> None:
+def test_only_the_jax_worker_imports_jax() -> None:
     code = "import sys, workers.jax_worker.jax_worker; print('torch' in sys.modules, 'ray' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "False False"

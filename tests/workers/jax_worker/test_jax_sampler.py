@@ -68,14 +68,14 @@ def test_the_noise_is_that_of_every_sampler(seed: int) -> None:
 
 @pytest.mark.parametrize("spread", [0.3, 1.0, 4.0])
 @pytest.mark.parametrize("vocab_size", [37, 600, 5003])
-def test_every_parameter_draws_the_same_tokens_in_a_mixed_batch(vocab_size: int, spread: float) -> None:
+def test_every_parameter_works_in_a_mixed_batch(vocab_size: int, spread: float) -> None:
     names = [name for name in CASES if vocab_size >= 37]
     logits = some_logits(vocab_size, vocab_size, spread=spread, rows=len(names))
     assert set(compare(logits, starts_of(names, vocab_size))) == {OK}
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_masks_adjustments_and_late_rows_go_to_their_points(seed: int) -> None:
+def test_masks_adjustments_and_late_rows_match_points(seed: int) -> None:
     random = np.random.default_rng(seed)
     count, vocab_size = 24, 333
     starts = [
@@ -118,7 +118,7 @@ def test_rows_that_cannot_be_drawn_say_why() -> None:
     assert compare(logits, starts, masks) == [NAN, INFINITE, OVERFLOW, MASKED, LATE_STATUS]
 
 
-def test_log_probabilities_are_those_of_torch_with_ties_by_id() -> None:
+def test_log_probabilities_equal_torchs_with_ties() -> None:
     logits = some_logits(301, 3, rows=8)
     logits[:, 7], logits[:, 200] = 0.0, -0.0
     logits[0, 50:60] = 9.0

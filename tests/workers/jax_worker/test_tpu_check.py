@@ -8,7 +8,7 @@ import pytest
 from cluster.cli.__main__ import main
 
 
-def test_check_runs_a_layer_on_the_mesh_and_plans_each_device(capsys: pytest.CaptureFixture[str]) -> None:
+def test_check_runs_a_layer_and_plans_devices(capsys: pytest.CaptureFixture[str]) -> None:
     options = ["--set", "engine.device=tpu", "--set", "engine.tensor_parallel_size=4"]
     assert main(["check", "demo", *options]) == 0
     printed = capsys.readouterr().out

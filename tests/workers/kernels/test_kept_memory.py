@@ -11,7 +11,7 @@ from workers.kernels.kept_memory import SMALL_BYTES, KeptMemory
 ROWS = SMALL_BYTES // 4 // 1024
 
 
-def test_it_is_used_again_when_the_tensor_and_its_views_are_gone() -> None:
+def test_memory_is_reused_when_all_views_are_gone() -> None:
     memory = KeptMemory()
     first = memory.empty((ROWS, 1024), torch.float32)
     address, row = first.data_ptr(), first[3]
@@ -25,7 +25,7 @@ def test_it_is_used_again_when_the_tensor_and_its_views_are_gone() -> None:
     larger.fill_(1.0)
 
 
-def test_a_linear_does_not_overwrite_what_it_returned_before() -> None:
+def test_a_linear_keeps_its_earlier_results() -> None:
     linear = cpu_linear.pack(torch.randn(1024, 64), None)
     if linear is None:
         pytest.skip("no C++ compiler")

@@ -83,7 +83,7 @@ MIXES = {
 @DTYPES
 @pytest.mark.parametrize("window", [None, 1, 40], ids=["full", "window 1", "window 40"])
 @pytest.mark.parametrize("mix", MIXES)
-def test_attention_agrees_on_every_mix_of_prefill_chunks_and_decodes(kernels, mix, window, dtype):
+def test_attention_agrees_on_every_mixed_batch(kernels, mix, window, dtype):
     torch.manual_seed(0)
     check_attention(kernels, MIXES[mix], 6, 2, 64, 16, dtype, window)
 
@@ -118,7 +118,7 @@ def check_attention(kernels, lengths, num_heads, num_kv_heads, head_dim, block_s
     assert_close(kernels.paged_attention(*arguments), reference.paged_attention(*arguments))
 
 
-def test_attention_of_a_row_does_not_depend_on_its_batchmates(kernels):
+def test_a_rows_attention_ignores_its_batchmates(kernels):
     torch.manual_seed(2)
     metadata, num_blocks = make_metadata([(1100, 1), (0, 50), (90, 20), (5, 1)] * 4, 16)
     caches = random_cache(num_blocks, 16, 2, 64, torch.float32)
@@ -180,7 +180,7 @@ SHARED = {
 @DTYPES
 @pytest.mark.parametrize("num_threads", [1, 2, 8])
 @pytest.mark.parametrize("case", SHARED)
-def test_a_shared_prefix_read_once_gives_the_same_bits(kernels, case, num_threads, dtype):
+def test_a_shared_prefix_gives_the_same_bits(kernels, case, num_threads, dtype):
     torch.manual_seed(10)
     num_members, blocks, shape, block_size = SHARED[case]
     members = [(OWN_KEYS[i % len(OWN_KEYS)], 1 + (i % 7 == 3)) for i in range(num_members)]
@@ -213,14 +213,14 @@ def shared_batches(draw: st.DrawFn):
 
 @hypothesis.given(batch=shared_batches())
 @hypothesis.settings(max_examples=hypothesis.settings().max_examples // 2)
-def test_random_batches_with_shared_prefixes_give_the_same_bits(batch):
+def test_random_shared_prefixes_give_the_same_bits(batch):
     if cpu._library() is None:
         pytest.skip("no C++ compiler")
     torch.manual_seed(11)
     check_shared_prefixes(cpu, *batch)
 
 
-def test_a_nan_in_one_query_of_a_group_stays_in_it(kernels):
+def test_a_nan_query_stays_in_its_row(kernels):
     torch.manual_seed(12)
     tables = np.array([[0, 1, 2], [0, 1, 3], [0, 1, 4]], dtype=np.int32)
     metadata = AttentionMetadata.build(QueryTokens(np.array([130, 140, 150]), np.ones(3, dtype=np.int64), tables, 64))
@@ -233,7 +233,7 @@ def test_a_nan_in_one_query_of_a_group_stays_in_it(kernels):
     assert not output[[0, 2]].isnan().any()
 
 
-def test_a_sliding_window_takes_no_notice_of_shared_prefixes(kernels):
+def test_a_sliding_window_ignores_shared_prefixes(kernels):
     torch.manual_seed(13)
     tables = np.array([[0, 1, 2], [0, 1, 3]], dtype=np.int32)
     metadata = AttentionMetadata.build(QueryTokens(np.array([130, 140]), np.ones(2, dtype=np.int64), tables, 64))
@@ -254,7 +254,7 @@ def test_attention_keeps_huge_and_tiny_scores_finite(kernels):
 
 @DTYPES
 @pytest.mark.parametrize("rise", [-3.0, 0.5, 3.0, 7.5, 9.0])
-def test_attention_follows_scores_that_rise_from_key_block_to_key_block(kernels, rise, dtype):
+def test_attention_follows_scores_rising_between_key_blocks(kernels, rise, dtype):
     """By powers of two a block of 64 keys: the softmax moves its reference only where scores exceed it by much."""
     torch.manual_seed(5)
     metadata, num_blocks = make_metadata([(700, 1), (130, 40), (64, 1)], 16)
@@ -324,7 +324,7 @@ def test_rope_and_cache_agrees(kernels, with_norm, head_dim, dtype):
     assert_close(qkv[:, :width], qkv_expected[:, :width])
 
 
-def test_the_reference_norm_and_rope_are_those_of_transformers():
+def test_reference_norm_and_rope_equal_transformers():
     torch.manual_seed(8)
     norm = LlamaRMSNorm(48, eps=1e-5)
     norm.weight.data.uniform_()
@@ -389,7 +389,7 @@ def test_the_kernels_of_this_processor_compile() -> None:
         (cpu_sampler, "CONSTRAINT", np.dtype([("mask", np.uint64)]), "a Constraint's size is 32 in sampler.cpp and 8"),
     ],
 )
-def test_a_library_that_disagrees_about_a_size_is_not_loaded(module, name, value, message, monkeypatch):
+def test_a_library_with_another_size_is_not_loaded(module, name, value, message, monkeypatch):
     monkeypatch.setattr(module, name, value)
     forget_libraries()
     try:
@@ -406,7 +406,7 @@ def test_without_a_compiler_the_reference_serves():
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="no C++ compiler")
-def test_a_compiler_older_than_the_processor_builds_a_lower_form(tmp_path, monkeypatch):
+def test_an_old_compiler_builds_a_lower_form(tmp_path, monkeypatch):
     compiler = tmp_path / "old-g++"
     compiler.write_text(
         '#!/bin/sh\ncase "$*" in *avx512*) echo "unrecognized option" >&2; exit 1;; esac\nexec g++ "$@" -O0\n'
@@ -424,7 +424,7 @@ def test_a_compiler_older_than_the_processor_builds_a_lower_form(tmp_path, monke
         forget_libraries()
 
 
-def test_a_form_that_the_processor_cannot_run_is_refused(monkeypatch):
+def test_an_unsupported_form_is_refused(monkeypatch):
     monkeypatch.setattr(processor, "capabilities", lambda: frozenset({"avx2", "fma3"}))
     monkeypatch.setattr(processor.platform, "machine", lambda: "x86_64")
     assert [form.name for form in processor.lower_forms(processor.best_form())] == ["avx2", "plain"]

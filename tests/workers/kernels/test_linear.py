@@ -126,7 +126,7 @@ def test_gated_products_of_any_number_of_rows(
 
 
 @pytest.mark.parametrize("name", COMPILED)
-def test_a_row_of_float32_does_not_depend_on_the_rows_beside_it(name: str) -> None:
+def test_a_float32_row_ignores_the_other_rows(name: str) -> None:
     with in_form(name):
         linear = make_cpu_linear(torch.randn(200, 500), torch.randn(200))
         x = torch.randn(600, 500)
@@ -136,7 +136,7 @@ def test_a_row_of_float32_does_not_depend_on_the_rows_beside_it(name: str) -> No
 
 
 @pytest.mark.parametrize("name", [name for name in COMPILED if name != "amx"])
-def test_without_tiles_a_row_of_bfloat16_does_not_either(name: str) -> None:
+def test_a_bfloat16_row_without_tiles_does_too(name: str) -> None:
     with in_form(name):
         linear = make_cpu_linear(torch.randn(200, 512).bfloat16(), None)
         x = torch.randn(600, 512).bfloat16()
@@ -159,7 +159,7 @@ def test_any_number_of_threads_gives_the_same_bits(name: str) -> None:
                 assert all(torch.equal(results[0], each) for each in results)
 
 
-def test_a_gate_far_from_zero_is_finite_and_not_a_number_stays_in_its_row(form: str) -> None:
+def test_extreme_gates_are_finite_and_nan_stays(form: str) -> None:
     gated = make_cpu_gated_linear(torch.randn(64, 32).bfloat16(), None)
     for num_rows in (3, 20, 40):
         x = torch.randn(num_rows, 32).bfloat16()
@@ -195,7 +195,7 @@ def test_not_a_number_stays_in_its_row(form: str) -> None:
         assert failed.tolist() == [row == 1 for row in range(num_rows)]
 
 
-def test_what_the_kernel_does_not_take_is_left_to_torch() -> None:
+def test_other_shapes_are_left_to_torch() -> None:
     assert cpu_linear.pack(torch.zeros(64, 40, dtype=torch.float16), None) is None
     assert cpu_linear.pack(torch.zeros(80, 64), None, gated=True) is None
 
@@ -216,7 +216,7 @@ def without_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(processor, "capabilities", lambda: frozenset({"avx2", "fma3"}))
 
 
-def test_where_onednn_refuses_bfloat16_torch_serves_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_torch_serves_where_onednn_refuses_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
     with in_form(TORCH):
         without_bfloat16(monkeypatch)
         weight = torch.randn(96, 64).bfloat16()
@@ -226,7 +226,7 @@ def test_where_onednn_refuses_bfloat16_torch_serves_all_the_same(monkeypatch: py
         assert_rounded(y, exact(x, weight, None), 64)
 
 
-def test_torch_alone_serves_in_the_dtype_that_is_fast_there(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_torch_alone_uses_its_fast_dtype(monkeypatch: pytest.MonkeyPatch) -> None:
     with in_form(TORCH):
         without_bfloat16(monkeypatch)
         platform = CpuPlatform(None)

@@ -76,7 +76,7 @@ weights = st.builds(
 
 
 @FORMS
-def test_any_weight_gives_the_bits_of_torch_and_the_product_of_what_the_integers_stand_for(form: str) -> None:
+def test_any_weight_gives_torchs_bits_and_the_product(form: str) -> None:
     @hypothesis.settings(max_examples=hypothesis.settings().max_examples if form in QUANTIZED else 40)
     @hypothesis.given(
         weights, st.integers(1, 120), st.sampled_from(DTYPES), st.booleans(), st.booleans(), st.integers()
@@ -116,7 +116,7 @@ def test_any_weight_gives_the_bits_of_torch_and_the_product_of_what_the_integers
 
 @pytest.mark.parametrize("bits", [8, 4])
 @FORMS
-def test_a_row_depends_neither_on_the_rows_beside_it_nor_on_threads(form: str, bits: int) -> None:
+def test_a_row_ignores_other_rows_and_threads(form: str, bits: int) -> None:
     with in_form(form):
         for dtype in DTYPES:
             linear = pack(random_weight(0, 500, 5, 64, bits, has_offsets=True), dtype)
@@ -143,7 +143,7 @@ def test_the_largest_sums_are_not_cut_off(form: str, bits: int) -> None:
 
 
 @FORMS
-def test_values_that_are_not_finite_fail_their_row_alone(form: str) -> None:
+def test_non_finite_values_fail_their_row_alone(form: str) -> None:
     with in_form(form):
         for gated in (False, True):
             linear = pack(random_weight(0, 64, 3, 32), torch.bfloat16, gated=gated)
@@ -184,8 +184,8 @@ def test_weights_are_rounded_to_the_bits_of_torch(form: str) -> None:
                 weight = random_rows(in_features, 24, in_features, torch.float32) * 1e-4
                 weight[3], weight[4, 0], weight[5, 0] = 0, float("nan"), float("inf")
                 for dtype in DTYPES:
-                    expected = rounding.round_weight(weight.to(dtype), bits)
-                    found = cpu_quantized_linear.round_weight(weight.to(dtype), bits)
+                    expected = rounding.round_by_torch(weight.to(dtype), bits)
+                    found = rounding.round_weight(weight.to(dtype), bits)
                     assert torch.equal(found.values, expected.values)
                     assert torch.equal(found.scales.nan_to_num(-1), expected.scales.nan_to_num(-1))
                     assert found.has_half_scales
@@ -200,12 +200,12 @@ def test_packed_weights_are_as_small_as_their_bits(form: str, bits: int, bound: 
         assert linear.packed.nbytes <= bound * 640 * 7 * 128
 
 
-def test_what_the_kernel_does_not_take_is_left_to_others() -> None:
+def test_unsupported_shapes_are_left_to_others() -> None:
     assert cpu_quantized_linear.pack(random_weight(0, 64, 1, 40), None, torch.float16) is None
     assert cpu_quantized_linear.pack(random_weight(0, 80, 1, 64), None, torch.bfloat16, gated=True) is None
 
 
-def test_smaller_groups_of_activations_are_closer_to_the_exact_ones() -> None:
+def test_smaller_activation_groups_are_more_exact() -> None:
     """Groups of activations hold an outlier's damage to its own group."""
     x = random_rows(0, 50, 512, torch.float32)
     errors = {}

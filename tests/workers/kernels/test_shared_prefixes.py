@@ -75,7 +75,7 @@ def batches(draw: st.DrawFn, max_sequences: int) -> QueryTokens:
 
 
 @given(batch=batches(60))
-def test_members_share_what_their_group_says_and_see_all_of_it(batch):
+def test_members_see_and_share_their_whole_group(batch):
     starts, query_lens, tables, block_size, _ = batch
     groups = groups_of(find_shared_prefixes(batch))
     taken = [member for members, _ in groups for member in members]
@@ -115,11 +115,11 @@ def test_members_need_not_be_neighbours():
     assert find([150] * 5, tables) == [([0, 2, 4], 128)]
 
 
-def test_a_group_ends_before_the_first_query_of_any_member():
+def test_a_group_ends_before_its_members_queries():
     assert find([640, 639], [[*range(10), 30], [*range(10), 31]]) == [([0, 1], 576)]
 
 
-def test_the_level_of_nesting_that_saves_most_is_taken():
+def test_the_most_saving_level_is_taken():
     system = [1, 2, 3, 4]
     few_deep = [[*system, *range(10, 20), 30 + i] for i in range(2)]
     others = [[*system, *range(100 * i, 100 * i + 11)] for i in range(1, 5)]
@@ -130,7 +130,7 @@ def test_the_level_of_nesting_that_saves_most_is_taken():
     assert sorted(find([900] * 4, two_pairs)) == [([0, 1], 896), ([2, 3], 896)]
 
 
-def test_ever_longer_beginnings_nest_as_deep_as_there_are_sequences():
+def test_growing_prefixes_nest_as_deep_as_sequences():
     """Each sequence goes on where the one before ends; the best groups of such a chain are runs of neighbours."""
     num_sequences = 1100
     width = num_sequences + 1
@@ -143,7 +143,7 @@ def test_ever_longer_beginnings_nest_as_deep_as_there_are_sequences():
     assert sum(saving(len(members), prefix_len) for members, prefix_len in groups) == best[-1]
 
 
-def test_nothing_is_grouped_without_a_shared_block_or_where_little_is_shared():
+def test_nothing_is_grouped_where_little_is_shared():
     assert find([600, 600], [[1, 2], [3, 4]]) == []
     assert find([63, 63], [[1], [1]]) == []
     assert find([600, 600], [[1, 2] + [0] * 8, [1, 2] + [0] * 8], [1, 9]) == []

@@ -81,7 +81,7 @@ def check_attention(
 
 @DTYPES
 @pytest.mark.parametrize("mix", MIXES if THOROUGH else ["one token", "mix"])
-def test_attention_agrees_on_every_mix_of_prefill_chunks_and_decodes(mix: str, dtype: torch.dtype) -> None:
+def test_attention_agrees_on_every_mixed_batch(mix: str, dtype: torch.dtype) -> None:
     check_attention(MIXES[mix], (2, 1, 64), 16, dtype)
 
 
@@ -115,25 +115,25 @@ RAGGED = {
 
 
 @pytest.mark.parametrize("case", RAGGED)
-def test_long_contexts_are_split_by_their_length_and_merged(case: str) -> None:
+def test_long_contexts_are_split_and_merged(case: str) -> None:
     for shape in (WorkShape(16, 8), WorkShape(4, 40)):
         check_attention(RAGGED[case], (4, 2, 64), 16, torch.float32, shape_of_work=shape)
     check_attention(RAGGED[case], (2, 1, 64), 16, torch.bfloat16, 300, shape_of_work=WorkShape(8, 8))
 
 
-def test_a_token_with_more_splits_than_are_merged_at_a_time() -> None:
+def test_a_token_with_many_splits_is_merged() -> None:
     lengths, shape = [(6000, 1)], WorkShape(1, 100)
     assert work_of(lengths, shape).num_slots > attention.SPLITS_AT_A_TIME
     check_attention(lengths, (2, 1, 64), 16, torch.float32, shape_of_work=shape)
 
 
-def test_a_padded_step_with_one_long_row_gives_the_same_rows() -> None:
+def test_a_padded_step_keeps_one_long_row() -> None:
     shape = WorkShape(16, 8)
     check_attention([(1500, 1), (3, 1)], (2, 1, 64), 16, torch.float32, layout=Layout(1, 4), shape_of_work=shape)
     check_attention([(1500, 3), (3, 5)], (2, 1, 64), 16, torch.float32, layout=Layout(5, 4), shape_of_work=shape)
 
 
-def test_a_padded_step_with_prompts_gives_the_same_rows() -> None:
+def test_a_padded_step_with_prompts_keeps_rows() -> None:
     lengths = [(0, 41), (700, 1), (33, 10), (2, 1)]
     for dtype in (torch.float32, torch.bfloat16):
         check_attention(lengths, (4, 2, 64), 16, dtype, layout=Layout(64, 8, 64), shape_of_work=WorkShape(16, 8))
@@ -149,7 +149,7 @@ def work_of(lengths: list[tuple[int, int]], shape: WorkShape, item_tokens: int |
     return plan_work(starts, counts, np.zeros(len(lengths), dtype=np.int64), tokens, shape.num_programs)
 
 
-def test_the_long_row_gets_the_programs_and_the_short_ones_one_each() -> None:
+def test_the_long_row_gets_most_programs() -> None:
     """31 rows of 1k and one of 100k: by the number of rows alone each would have one program a KV head."""
     work = work_of([(1000, 1)] * 31 + [(100_000, 1)], WorkShape(16, 33))
     counts = np.bincount(work.items[:, 0])
@@ -166,7 +166,7 @@ def test_the_long_row_gets_the_programs_and_the_short_ones_one_each() -> None:
     num_programs=st.integers(1, 264),
     read_before=st.integers(0, 3),
 )
-def test_every_query_token_sees_every_key_of_its_own_once(
+def test_every_query_sees_each_key_once(
     lengths: list[tuple[int, int]], item_tokens: int, num_programs: int, read_before: int
 ) -> None:
     if item_tokens == 1:
@@ -253,14 +253,14 @@ def test_a_padded_decode_step_gives_the_same_rows(case: str) -> None:
     assert check_attention(lengths, (2, 1, 64), 16, torch.float32, tables=tables, layout=Layout(1, 16))
 
 
-def test_a_padded_step_that_verifies_drafts_gives_the_same_rows() -> None:
+def test_a_padded_verification_step_keeps_rows() -> None:
     lengths, tables = shared_batch("drafts", 16)
     assert check_attention(lengths, (2, 1, 64), 16, torch.float32, tables=tables, layout=Layout(5, 8))
     check_attention([(100, 5), (17, 1), (63, 3)], (14, 2, 64), 16, torch.float32, layout=Layout(9, 4))
 
 
 @pytest.mark.skipif(DEVICE.type != "cpu", reason="the host gives memory that nobody touches for nothing")
-def test_blocks_beyond_2_31_elements_are_where_they_should_be() -> None:
+def test_blocks_beyond_2_31_elements_are_addressed() -> None:
     """An address that is computed in 32 bits would wrap around: to another block, or outside the cache."""
     torch.manual_seed(6)
     block_size, head_dim = 16, 64
@@ -394,7 +394,7 @@ def test_attention_agrees_on_random_batches(seed: int) -> None:
 
 
 @pytest.mark.prove
-def test_every_kernel_compiles_for_an_h100_and_none_spills_registers(tmp_path: pathlib.Path) -> None:
+def test_every_kernel_compiles_for_h100_without_spills(tmp_path: pathlib.Path) -> None:
     """Without one: in the interpreter anything goes that NumPy can do."""
     environment = os.environ | {"TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)}
     done = subprocess.run(

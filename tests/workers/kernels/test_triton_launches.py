@@ -136,7 +136,7 @@ def test_nothing_is_compiled_while_requests_are_served(dtype: str, monkeypatch: 
     assert not launches.forms - at_start
 
 
-def test_a_layer_of_a_decode_step_is_six_kernels_beside_its_linears(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_decode_layer_is_six_kernels_beside_linears(monkeypatch: pytest.MonkeyPatch) -> None:
     """Norm, rotation with the cache, attention with its merge, norm, activation. The figure may fall and not rise."""
     launches, totals = Launches(monkeypatch), []
     for num_layers in (1, 2):
@@ -176,7 +176,7 @@ def test_a_graph_keeps_all_that_it_reads(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 @pytest.mark.usefixtures("cheap_groups")
-def test_a_graph_launches_what_the_step_would_launch_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_graph_launches_the_same_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     """A replay launches the grids and numbers of the capture, whose step was empty and as long as a step can be. So
     none of them may follow from what the host knows of a step.
     """
@@ -271,7 +271,7 @@ class Event:
 
 
 @pytest.mark.usefixtures("plugin", "cheap_groups")
-def test_each_step_is_drawn_before_the_next_is_launched_and_nothing_is_read_before_its_event(
+def test_steps_are_launched_and_read_in_order(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def answers() -> list[Any]:

@@ -120,7 +120,7 @@ def edited_by_reference(
 
 
 @pytest.mark.parametrize("seed", range(BATCHES * 6))
-def test_rows_are_edited_as_the_reference_edits_them_one_by_one(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_edited_rows_equal_the_reference(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """To the last bit: sequences without output, with long ones, at two positions, and rows of -inf."""
     random = np.random.default_rng(seed)
     vocab_size = int(random.choice([37, 700, 4099, 151_669 if THOROUGH else 9001]))
@@ -179,7 +179,7 @@ def test_an_edited_row_takes_four_bytes_a_token() -> None:
     assert 12 * vocab_size <= sum(made.sizes.values()) < 16 * vocab_size
 
 
-def test_log_probabilities_of_many_rows_are_computed_in_parts() -> None:
+def test_many_rows_log_probabilities_come_in_parts() -> None:
     vocab_size, num_rows = 50, 3 * torch_sampler.LOGPROB_ROWS + 1
     logits, token_ids = some_logits(vocab_size, 1, rows=num_rows), torch.arange(num_rows) % vocab_size
     with Allocations() as made:
@@ -203,14 +203,14 @@ def test_a_step_without_edits_copies_no_row() -> None:
 
 @pytest.mark.parametrize("seed", range(BATCHES))
 @pytest.mark.parametrize(("vocab_size", "dtype"), [(37, torch.float32), (700, torch.bfloat16)])
-def test_a_batch_of_every_kind_of_row_draws_the_same_tokens(vocab_size: int, dtype: torch.dtype, seed: int) -> None:
+def test_mixed_rows_draw_the_same_tokens(vocab_size: int, dtype: torch.dtype, seed: int) -> None:
     names = list(CASES)
     starts = starts_of(names, seed)
     logits = some_logits(vocab_size + 5, seed, spread=2.0, rows=len(names)).to(dtype)
     compare(logits, starts, random_masks(len(names), vocab_size, seed) if dtype == torch.bfloat16 else None)
 
 
-def test_a_vocabulary_of_several_chunks_draws_the_same_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_several_chunks_draw_the_same_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("CHUNK", "SEARCH_CHUNK"):
         monkeypatch.setattr(sampler, name, 128)
     names = ["greedy", "temperature", "top_k", "top_k_top_p_min_p", "logit_bias"]
@@ -227,7 +227,7 @@ def test_a_row_of_invalid_logits_fails_alone(name: str) -> None:
     assert compare(logits, starts) == [0, NAN, INFINITE, MASKED, 0]
 
 
-def test_edits_that_overflow_are_told_from_the_models_infinite_logits() -> None:
+def test_overflowing_edits_differ_from_infinite_logits() -> None:
     starts = starts_of(["repetition", "reward_repetition", "logit_bias", "reward_repetition"], 1)
     logits = some_logits(205, 1, rows=4)
     logits[:, : starts_vocabulary(logits, None)] *= 1e37
@@ -238,7 +238,7 @@ def test_edits_that_overflow_are_told_from_the_models_infinite_logits() -> None:
     assert compare(logits, starts) == compare(logits, starts, masks) == [0, OVERFLOW, 0, INFINITE]
 
 
-def test_a_mask_that_forbids_all_and_a_late_one_are_told_apart() -> None:
+def test_empty_masks_and_late_rows_are_distinguished() -> None:
     starts = starts_of(["temperature"] * 4, 2)
     rows = np.zeros((2, row_words(200)), dtype=np.int32)
     rows[1, 3] = 4

@@ -25,8 +25,9 @@ from triton.compiler import ASTSource
 
 from structured.masks import MaskBatch, row_words
 from tests.workers.sampling.test_sampler import CASES, EOS, state_of
+from workers.kernels.quantized_weight import QuantizedWeight
 from workers.kernels.query_tokens import QueryTokens
-from workers.kernels.triton import attention, edits, launch, rope, rows, sampler
+from workers.kernels.triton import attention, edits, launch, quantized_linear, rope, rows, sampler
 from workers.kernels.triton.metadata import build_metadata
 from workers.models.model_config import HeadShape
 from workers.sampling_params import SamplingParams
@@ -42,17 +43,18 @@ POINTERS = {
     torch.int32: "*i32",
     torch.int64: "*i64",
     torch.uint8: "*u8",
+    torch.int8: "*i8",
 }
 LAUNCHED = (
     "_attend", "_merge", "_rope_and", "_rms", "_silu", "_find_", "_choose", "_count", "_compute", "_edit_rows",
-    "_replace", "_add",
+    "_replace", "_add", "_round_rows", "_multiply",
 )  # fmt: skip
 """Beginnings of the names of kernels that the host launches; the others are called by these."""
 OPTIONS = ("num_warps", "num_stages", "enable_fp_fusion")
 MOST_SPILLED = {H100: 16, 89: 64}
 """Bytes a thread: the compiler may put a few scalars aside so that one program more is resident. Not to be raised."""
 REGISTERS, WARPS, PROGRAMS = 65_536, {90: 64, 89: 48}, {90: 32, 89: 24}
-"""Of a multiprocessor, by compute capability."""
+"""Resources of a multiprocessor, by compute capability."""
 SHARED_RESERVED = 1 << 10
 """Bytes that the system takes of a multiprocessor's shared memory for each program, and at least one."""
 COLUMNS = (
@@ -141,6 +143,8 @@ def check_instructions(
         assert widest_load(ptx) >= WIDE_LOADS[name], (
             f"{form} reads no more than {widest_load(ptx)} bytes a thread at a time"
         )
+    if name == "_multiply":
+        assert re.search(r"(mma|wgmma)\S*\.s32\.s8", ptx), f"{form} does not multiply int8 on tensor cores"
     if name in ("_attend", "_attend_prefix"):
         assert re.search(r"cp\.async\.c[ag]\.shared\.global .*, 0x10", ptx), f"{form} copies less than 16 bytes"
         is_large = constants["TILE_ROWS"] >= 64 and signature["qkv"] != POINTERS[torch.float32]
@@ -178,12 +182,13 @@ def num_resident(capability: int, registers: int, shared: int, warps: int) -> in
 
 def stand_in() -> None:
     """Puts `Compiled` in the place of every kernel that the host launches."""
-    for module in (attention, edits, rope, rows, sampler):
+    for module in (attention, edits, quantized_linear, rope, rows, sampler):
         for name, value in list(vars(module).items()):
             is_own = isinstance(value, triton.runtime.jit.JITFunction) and value.__module__ == module.__name__
             if is_own and name.startswith(LAUNCHED):
                 setattr(module, name, Compiled(value))
     attention.num_processors = lambda device: 132  # type: ignore[assignment]
+    quantized_linear.num_processors = lambda device: 132  # type: ignore[assignment]
     attention.shared_bytes = lambda device: SHARED_BYTES[Compiled.capability]  # type: ignore[assignment]
 
 
@@ -200,6 +205,24 @@ def attend(lengths: list[tuple[int, int]], shape: tuple[int, int, int], dtype: t
     attention.paged_attention(qkv, kv[0], kv[1], metadata, heads, case.get("window"))
     weight = torch.zeros(head_dim, dtype=dtype) if "window" in case else None
     rope.rope_and_cache(qkv, torch.zeros(16, head_dim), metadata, kv[0], kv[1], heads, weight, weight)
+
+
+def multiply(bits: int, group: int, num_rows: int, dtype: torch.dtype, gated: bool = False) -> None:
+    """A linear of 4,096 inputs; one scale an output, and a row of activations, if the group has all of them."""
+    out_features, in_features = 4096, 4096
+    values = torch.zeros(out_features, in_features, dtype=torch.int8)
+    scales = torch.zeros(out_features, in_features // group)
+    weight = QuantizedWeight(
+        values,
+        scales,
+        bits,
+        offsets=scales if bits == 4 else None,
+        has_half_scales=bits == 4,
+        has_int8_activations=group == in_features,
+    )
+    quantized_linear.TritonQuantizedLinear(weight, None, CPU, gated).forward(
+        torch.zeros(num_rows, in_features, dtype=dtype)
+    )
 
 
 def draw(names: list[str], dtype: torch.dtype) -> None:
@@ -229,6 +252,9 @@ def main() -> None:
         rows.rms_norm(x, weight, 1e-5)
         rows.add_rms_norm(x, x.clone(), weight, 1e-5)
         rows.silu_and_mul(torch.zeros(3, 28_672, dtype=dtype))
+        for num_rows in (1, 40, 2048):
+            for bits, group in ((8, 128), (8, 4096), (4, 32), (4, 128)):
+                multiply(bits, group, num_rows, dtype, gated=num_rows > 1)
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
         for names in (["greedy"], ["temperature", "top_p"], ["logit_bias", "top_k_top_p_min_p"], ["everything"]):
             draw(names, dtype)

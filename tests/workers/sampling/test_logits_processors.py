@@ -96,7 +96,7 @@ def draw_rows(
 @pytest.mark.usefixtures("implementation")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize("name", CASES)
-def test_it_stands_behind_the_penalties_and_before_the_temperature(name: str, dtype: torch.dtype) -> None:
+def test_it_runs_between_penalties_and_temperature(name: str, dtype: torch.dtype) -> None:
     chooser = random.Random(name)
     decided = 0
     for case, vocab_size in enumerate([16, 37, 600, 5003] * 3):
@@ -124,7 +124,7 @@ def test_it_stands_behind_the_penalties_and_before_the_temperature(name: str, dt
 
 @pytest.mark.usefixtures("implementation")
 @pytest.mark.parametrize("name", CASES)
-def test_one_that_does_nothing_changes_nothing_and_reports_agree(name: str) -> None:
+def test_a_no_op_changes_nothing(name: str) -> None:
     logits = some_logits(600, 3, rows=2)
     row = logits[:1].expand(2, -1)
     fields = {"logprobs": 3, **CASES[name]}
@@ -165,7 +165,7 @@ def test_several_run_in_the_order_given() -> None:
 
 
 @pytest.mark.usefixtures("implementation")
-def test_the_constraints_mask_has_the_last_word_and_adjustments_add() -> None:
+def test_the_mask_comes_last_and_adjustments_add() -> None:
     allowed = np.zeros((1, 64), dtype=bool)
     allowed[0, [5, 6]] = True
     params = [SamplingParams(temperature=0), named("favour", temperature=0), named("favour", temperature=0)]
@@ -178,7 +178,7 @@ def test_the_constraints_mask_has_the_last_word_and_adjustments_add() -> None:
 
 
 @pytest.mark.usefixtures("implementation")
-def test_a_late_row_is_not_processed_and_the_others_keep_their_masks() -> None:
+def test_late_rows_are_not_processed() -> None:
     recorded = Recorded()
     allowed = np.zeros((2, 64), dtype=bool)
     allowed[0, 40], allowed[1, 50] = True, True
@@ -226,7 +226,7 @@ def test_one_that_fails_ends_its_own_row(case: str, fields: dict[str, Any]) -> N
 
 
 @pytest.mark.usefixtures("implementation")
-def test_the_models_own_nan_is_not_blamed_on_a_processor() -> None:
+def test_a_models_nan_is_not_blamed_on_processors() -> None:
     logits = some_logits(300, 2, rows=3)
     logits[0, 7], logits[1, 7], logits[2, 7] = torch.nan, torch.inf, torch.nan
     hide = forbid(7)
@@ -326,7 +326,7 @@ def fork_in_the_middle(kind: type[Follower]) -> tuple[list[str], SamplingState]:
     return kind.events, state
 
 
-def test_a_fork_clones_or_makes_anew_and_every_instance_is_closed_once() -> None:
+def test_forks_clone_and_every_instance_is_closed() -> None:
     made_anew = ["new []", "new [10, 10]"]
     for kind, begin in ((Follower, made_anew), (CloningFollower, ["new []", "clone [10]"]), (BadCloner, made_anew)):
         events, state = fork_in_the_middle(kind)
@@ -339,7 +339,7 @@ def test_a_fork_clones_or_makes_anew_and_every_instance_is_closed_once() -> None
         assert state.num_with_processors == 0
 
 
-def test_tokens_that_were_taken_back_make_a_new_instance() -> None:
+def test_rejected_tokens_make_a_new_instance() -> None:
     """What verifying drafts needs: positions ascend within a step, and the next step may begin before their end."""
     Follower.events = []
     tokens = [1, 2, 3, 4]
@@ -371,7 +371,7 @@ def test_one_that_cannot_be_closed_harms_nobody() -> None:
 # ---- specs and names -----------------------------------------------------------------------------------------------
 
 
-def test_wrong_specs_are_refused_with_name_bound_and_remedy() -> None:
+def test_wrong_specs_name_bound_and_remedy() -> None:
     circular: dict[str, Any] = {}
     circular["self"] = circular
     for arguments in ({"a": {1, 2}}, {"a": float("nan")}, {"a": object()}, circular):

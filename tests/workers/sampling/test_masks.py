@@ -50,7 +50,7 @@ def test_a_mask_is_minus_infinity_where_it_forbids(name: str, dtype: torch.dtype
         assert found.errors == expected.errors
 
 
-def test_each_row_gets_its_own_mask_wherever_it_stands() -> None:
+def test_each_row_gets_its_own_mask() -> None:
     """Row `i` allows one token alone; every order of rows and slots gives each row its own."""
     num_rows, vocab_size = 12, 999
     logits = some_logits(vocab_size, 5, rows=num_rows)
@@ -79,7 +79,7 @@ def test_unconstrained_and_late_rows_beside_constrained_ones() -> None:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_each_point_of_one_sequence_has_its_own_mask(name: str) -> None:
+def test_each_point_of_a_sequence_has_its_mask(name: str) -> None:
     """As drafts have: a point is drawn as if the sequence ended there, and one after a refused draft is not drawn."""
     logits = some_logits(600, 8, rows=4)
     params = SamplingParams(**CASES[name])
@@ -108,7 +108,7 @@ def test_adjustments_are_added_before_the_mask() -> None:
     assert draw(logits, params, masks).token_ids == [11, draw(logits, params).token_ids[1]]
 
 
-def test_a_row_that_allows_nothing_fails_alone_and_nan_does_not_hide() -> None:
+def test_an_empty_row_fails_alone_and_shows_nan() -> None:
     logits = some_logits(100, 4, rows=3)
     logits[2, 50] = torch.nan
     allowed = np.zeros((2, 100), dtype=bool)
@@ -120,7 +120,7 @@ def test_a_row_that_allows_nothing_fails_alone_and_nan_does_not_hide() -> None:
     assert "NaN" in found.errors[2].reason
 
 
-def test_a_pickled_batch_holds_the_rows_that_are_used_and_draws_the_same() -> None:
+def test_a_pickled_batch_holds_used_rows_only() -> None:
     logits = some_logits(600, 5, rows=5)
     allowed = np.random.default_rng(9).random((500, 600)) < 0.3
     allowed[:, 2] = True

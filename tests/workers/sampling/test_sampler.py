@@ -155,7 +155,7 @@ def test_same_tokens_after_a_rebuild_from_tokens() -> None:
     assert {key: first[key] + rest[key] for key in whole} == whole
 
 
-def test_a_point_before_the_newest_token_ignores_the_tokens_behind_it() -> None:
+def test_an_earlier_point_ignores_later_tokens() -> None:
     """What verifying drafts needs: they are appended first, then each position draws as if it were the last."""
     tokens = [1, 2, 3, 9, 9, 9, 4]
     logits = some_logits(300, 5, spread=0.5)
@@ -183,7 +183,7 @@ def test_a_row_of_invalid_logits_fails_alone(case: str, value: str) -> None:
     assert (drawn.token_ids[0], drawn.token_ids[2]) == (good.token_ids[0], good.token_ids[2])
 
 
-def test_a_row_whose_tokens_are_all_masked_fails_with_the_reason() -> None:
+def test_a_fully_masked_row_fails_with_the_reason() -> None:
     params = SamplingParams(allowed_token_ids=(4, EOS), bad_words_token_ids=((4,),), min_tokens=2)
     assert "every token is masked at position 1" in draw_one(torch.zeros(50), params).errors[0].reason
     greedy = SamplingParams(temperature=0.0, allowed_token_ids=(EOS,), min_tokens=2)
@@ -316,7 +316,7 @@ def test_noise_and_state_import_no_torch() -> None:
         ({"repetition_penalty": 0.5, "logit_bias": {2: 1.0}, "temperature": 0}, "logit_bias and repetition_penalty"),
     ],
 )
-def test_edits_that_overflow_name_the_parameters_and_spare_the_cache(params: dict[str, Any], named: str) -> None:
+def test_overflowing_edits_name_parameters_and_spare_caches(params: dict[str, Any], named: str) -> None:
     logits = some_logits(40, 1)[0]
     logits[7] = 3e38
     drawn = draw_one(logits, SamplingParams(**params), [7, 7])

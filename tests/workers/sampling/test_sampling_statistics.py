@@ -92,7 +92,7 @@ def test_draws_of_successive_seeds_follow_the_softmax(implementation: str) -> No
     assert p_value(drawn.token_ids.numpy(), softmax_of_kept(logits, SamplingParams())) > ALPHA
 
 
-def test_draws_of_the_children_of_one_seed_follow_the_softmax(implementation: str) -> None:
+def test_child_draws_follow_the_softmax(implementation: str) -> None:
     num_draws = NUM_DRAWS // 4
     state = SamplingState(VOCAB_SIZE)
     for index in range(num_draws):
@@ -155,7 +155,7 @@ def test_noise_is_finite_and_has_a_fine_tail() -> None:
 
 
 @pytest.mark.parametrize("shift", [1, 2, 16, 1024])
-def test_noise_of_neighbouring_ids_positions_and_seeds_is_independent(shift: int) -> None:
+def test_neighbouring_noise_is_independent(shift: int) -> None:
     size = NUM_DRAWS // 16
     by_id = uniforms([7], range(16), size + shift)
     assert independence_p_value(by_id[:, :-shift], by_id[:, shift:]) > ALPHA
@@ -173,7 +173,7 @@ def test_noise_of_seeds_7_and_8_is_independent() -> None:
     assert independence_p_value(seven[1:], eight[:-1]) > ALPHA  # nor is one the other, moved by a position
 
 
-def test_keys_that_differ_in_one_bit_give_independent_noise() -> None:
+def test_one_bit_key_changes_give_independent_noise() -> None:
     """The mixer must stand alone: real keys are hashes already, these are not."""
     base = torch.tensor([[0x12345678, 0x0BADCAFE]], dtype=torch.int32)
     ids = torch.arange(4 * NUM_DRAWS // 10)
@@ -188,7 +188,7 @@ def test_keys_that_differ_in_one_bit_give_independent_noise() -> None:
     assert min(p_values) > ALPHA / len(p_values)
 
 
-def test_child_seeds_are_public_distinct_and_not_shared_by_neighbours() -> None:
+def test_child_seeds_are_public_and_distinct() -> None:
     for seed, index in [(0, 0), (7, 0), (7, 63), (-3, 2)]:
         digest = hashlib.blake2b(struct.pack("<qq", seed, index), digest_size=8).digest()
         assert (child_seed(seed, index),) == struct.unpack("<q", digest)

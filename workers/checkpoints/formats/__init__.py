@@ -1,1 +1,1 @@
-"""Readers of quantised weights, one module for each family of formats: tensors as stored -> integers in groups."""
+"""Readers of quantised weights, one module for each family of formats. They return integers in groups."""

@@ -1,6 +1,6 @@
-"""AWQ's layout (Lin et al., 2023) of the version `gemm`.
+"""Reads AWQ's layout (Lin et al., 2023), version `gemm`.
 
-https://github.com/casper-hansen/AutoAWQ, `modules/linear/gemm.py`.
+Source: https://github.com/casper-hansen/AutoAWQ, `modules/linear/gemm.py`.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from workers.checkpoints.formats.stored_part import StoredPart
 from workers.kernels.quantized_weight import QuantizedWeight
 
 _ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
-"""The output, of eight in a word, that each four bits of it belong to."""
+"""The place among a word's eight outputs of each of its 4-bit numbers, lowest bits first."""
 
 
 def read_awq(part: StoredPart) -> QuantizedWeight:
-    """`qweight` int32 [in, words of all outputs], `qzeros` int32 [num_groups, words of all outputs], `scales`
+    """Reads `qweight` int32 [in, words of all outputs], `qzeros` int32 [num_groups, words of all outputs] and `scales`
     [num_groups, out].
     """
     bits, out_features = part.format.bits, part.out_features

@@ -1,4 +1,4 @@
-"""compressed-tensors' formats of integers and of 4-bit floating-point numbers.
+"""Reads compressed-tensors' formats of integers and of 4-bit floating-point numbers.
 
 Layouts: https://github.com/vllm-project/compressed-tensors, `compressors/`, and OCP's Microscaling Formats 1.0.
 """
@@ -15,11 +15,11 @@ from workers.kernels.quantized_weight import QuantizedWeight
 
 _ACTIVATION_TENSORS = ("input_scale", "input_zero_point", "input_global_scale", "output_scale", "output_zero_point")
 _FP4_DOUBLED = (0, 1, 2, 3, 4, 6, 8, 12)
-"""Twice the numbers that three bits of E2M1 stand for."""
+"""Twice the magnitude of each 3-bit E2M1 number."""
 
 
 def read_int(part: StoredPart) -> QuantizedWeight:
-    """`weight` int8 [out, in], `weight_scale`, and if asymmetric `weight_zero_point` int8."""
+    """Reads `weight` int8 [out, in], `weight_scale`, and `weight_zero_point` int8 if it is asymmetric."""
     values = part.stored("weight", (part.out_features, part.in_features), torch.int8)
     zero_points = part.grouped("weight_zero_point", torch.int8) if part.has("weight_zero_point") else None
     part.skip(*_ACTIVATION_TENSORS)
@@ -27,8 +27,8 @@ def read_int(part: StoredPart) -> QuantizedWeight:
 
 
 def read_packed(part: StoredPart) -> QuantizedWeight:
-    """`weight_packed` int32 [out, words of a row], `weight_scale`, and if asymmetric `weight_zero_point`, int32 [words
-    of all outputs, num_groups].
+    """Reads `weight_packed` int32 [out, words of a row], `weight_scale`, and `weight_zero_point` int32 [words of all
+    outputs, num_groups] if it is asymmetric.
     """
     bits, out_features, in_features = part.format.bits, part.out_features, part.in_features
     words = part.stored("weight_packed", (out_features, num_words(in_features, bits)), torch.int32)
@@ -43,9 +43,10 @@ def read_packed(part: StoredPart) -> QuantizedWeight:
 
 
 def read_mxfp4(part: StoredPart) -> QuantizedWeight:
-    """`weight_packed` uint8 [out, in / 2], two E2M1 numbers a byte; `weight_scale` uint8, powers of two with bias 127.
+    """Reads `weight_packed` uint8 [out, in / 2], two E2M1 numbers a byte, and `weight_scale` uint8, powers of two with
+    bias 127.
 
-    Twice an E2M1 number is a whole number, so the weight is exact as int8.
+    Twice an E2M1 number is an integer, so int8 holds the weight exactly.
     """
     packed = part.stored("weight_packed", (part.out_features, part.in_features // 2), torch.uint8)
     table = torch.tensor(_FP4_DOUBLED + tuple(-number for number in _FP4_DOUBLED), dtype=torch.int8)

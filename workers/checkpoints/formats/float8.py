@@ -1,5 +1,5 @@
-"""8-bit floating-point weights (E4M3), scaled by tensor, by output or by block. They are no integers, so they are kept
-in the dtype of the activations.
+"""Reads E4M3 weights with a scale for each tensor, output or block. The result has the activations' dtype, because they
+are not integers.
 """
 
 from __future__ import annotations
@@ -9,12 +9,12 @@ import torch
 from workers.checkpoints.formats.stored_part import StoredPart
 
 _ROWS_AT_A_TIME = 1024
-"""Rows that are float32 at a time."""
+"""Number of rows that are converted to float32 at a time."""
 
 
 def read_float8(part: StoredPart) -> torch.Tensor:
-    """`weight` float8 [out, in], and `weight_scale` or `weight_scale_inv`, by which it is multiplied: one number, one
-    for each output, or one for each block of outputs and inputs.
+    """Reads `weight` float8 [out, in] and multiplies it by `weight_scale` or `weight_scale_inv`: one number, one for
+    each output, or one for each block of outputs and inputs.
     """
     stored = part.stored("weight", (part.out_features, part.in_features), torch.float8_e4m3fn)
     scales = _scales(part)
@@ -38,7 +38,7 @@ def _scales(part: StoredPart) -> torch.Tensor:
 
 
 def _spread(scales: torch.Tensor, part: StoredPart, rows: slice) -> torch.Tensor:
-    """The scales of some rows, [num_rows, in_features] or [num_rows, 1]."""
+    """Returns the scales of some rows, [num_rows, in_features] or [num_rows, 1]."""
     if part.format.block is None:
         return scales[rows].float()
     outputs, inputs = part.format.block

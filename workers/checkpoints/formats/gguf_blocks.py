@@ -1,6 +1,6 @@
-"""GGUF's types of quantised tensors: blocks of 32 or 256 inputs with their scales among them.
+"""Reads GGUF's types of quantised tensors: blocks of 32 or 256 inputs that hold their scales.
 
-The layouts are those of ggml (https://github.com/ggml-org/llama.cpp, `ggml/src/ggml-common.h` and `gguf-py`).
+Layouts: https://github.com/ggml-org/llama.cpp, `ggml/src/ggml-common.h` and `gguf-py`.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from workers.models.model_config import ModelError
 
 
 class _Integers(NamedTuple):
-    """The integers of some blocks, each tensor with the outputs and blocks first."""
+    """The integers of some blocks."""
 
     values: torch.Tensor
-    """int8 [out, blocks, inputs of a block]"""
+    """int8 [out, blocks, inputs of a block]."""
     scales: torch.Tensor
-    """float32 [out, blocks, groups of a block], as are offsets."""
+    """float32 [out, blocks, groups of a block], like `offsets`."""
     offsets: torch.Tensor | None = None
 
 
@@ -34,7 +34,7 @@ class _BlockType(NamedTuple):
 
 
 def read_gguf(part: StoredPart) -> QuantizedWeight:
-    """A `weight` of a type of `BLOCK_TYPES`."""
+    """Reads a `weight` of a type in `BLOCK_TYPES`."""
     name = f"{part.name}.weight"
     kind = BLOCK_TYPES[part.tensors.kind_of(name)]
     stored = part.tensors.blocks(name, (part.out_features, part.in_features))
@@ -49,17 +49,17 @@ def read_gguf(part: StoredPart) -> QuantizedWeight:
 
 
 def _half(blocks: torch.Tensor, start: int) -> torch.Tensor:
-    """The float16 that begins at this byte of each block, float32 [out, blocks, 1]."""
+    """Returns the float16 at byte `start` of each block, float32 [out, blocks, 1]."""
     return blocks[..., start : start + 2].contiguous().view(torch.float16).float()
 
 
 def _nibbles(packed: torch.Tensor) -> torch.Tensor:
-    """Low halves of all bytes, then the high halves: uint8 [..., 2 * bytes]."""
+    """Returns the low halves of all bytes, then the high halves: uint8 [..., 2 * bytes]."""
     return torch.cat((packed & 15, packed >> 4), dim=-1)
 
 
 def _fifth_bits(packed: torch.Tensor) -> torch.Tensor:
-    """The 32 bits of four bytes, as the fifth bit of a number each: uint8 [..., 32]."""
+    """Returns the 32 bits of four bytes, each as the fifth bit of a number: uint8 [..., 32]."""
     shifts = torch.arange(8, dtype=torch.uint8, device=packed.device)
     return ((packed[..., None] >> shifts) & 1).flatten(-2) << 4
 
@@ -92,8 +92,8 @@ def _q5_1(blocks: torch.Tensor) -> _Integers:
 
 
 def _k_scales(blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Scales and offsets of the eight groups of a Q4_K or Q5_K block, float32 [out, blocks, 8] each, from 6-bit numbers
-    that lie in twelve bytes after the block's two factors.
+    """Returns scales and offsets of the eight groups of a Q4_K or Q5_K block, float32 [out, blocks, 8] each. Twelve
+    bytes after the block's two factors hold them as 6-bit numbers.
     """
     first, second, third = blocks[..., 4:8], blocks[..., 8:12], blocks[..., 12:16]
     scales = torch.cat((first & 63, (third & 15) | (first >> 6 << 4)), dim=-1)
@@ -102,7 +102,9 @@ def _k_scales(blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _k_nibbles(packed: torch.Tensor) -> torch.Tensor:
-    """128 bytes to 256 numbers: each 32 bytes hold 32 numbers in their low halves, and the next 32 in the high ones."""
+    """Returns the 256 numbers in 128 bytes. Each 32 bytes hold 32 numbers in their low halves and the next 32 in the
+    high ones.
+    """
     return _nibbles(packed.unflatten(-1, (4, 32))).flatten(-2)
 
 
@@ -112,14 +114,14 @@ def _q4_k(blocks: torch.Tensor) -> _Integers:
 
 
 def _q5_k(blocks: torch.Tensor) -> _Integers:
-    """Bit i of each of 32 bytes is the fifth bit of a number in group i."""
+    """Unpacks a block in which bit i of each of 32 bytes is the fifth bit of a number in group i."""
     shifts = torch.arange(8, dtype=torch.uint8, device=blocks.device)[:, None]
     fifth = ((blocks[..., None, 16:48] >> shifts) & 1).flatten(-2) << 4
     return _Integers(_middle(_k_nibbles(blocks[..., 48:]) | fifth, 0), *_k_scales(blocks))
 
 
 def _q6_k(blocks: torch.Tensor) -> _Integers:
-    """Each half of a block is four rows of 32 numbers, with four bits in 64 bytes and two in 32."""
+    """Unpacks a block of two halves, each four rows of 32 numbers: four bits of them are in 64 bytes and two in 32."""
     low, high = blocks[..., :128].unflatten(-1, (2, 64)), blocks[..., 128:192].unflatten(-1, (2, 1, 32))
     shifts = torch.arange(0, 8, 2, dtype=torch.uint8, device=blocks.device)[:, None]
     upper = ((high >> shifts) & 3).flatten(-2) << 4
@@ -138,4 +140,4 @@ _SERVED = (
     _BlockType("Q6_K", 256, 210, 8, _q6_k),
 )
 BLOCK_TYPES = {kind.name: kind for kind in _SERVED}
-"""The types that are served, by ggml's names."""
+"""The supported types, by ggml's names."""

@@ -1,6 +1,6 @@
-"""GPTQ's layout (Frantar et al., 2022) as AutoGPTQ and GPTQModel store it, with or without act-order.
+"""Reads GPTQ's layout (Frantar et al., 2022) as AutoGPTQ and GPTQModel store it, with or without act-order.
 
-https://github.com/ModelCloud/GPTQModel, `nn_modules/qlinear/`.
+Source: https://github.com/ModelCloud/GPTQModel, `nn_modules/qlinear/`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from workers.kernels.quantized_weight import QuantizedWeight
 
 
 def read_gptq(part: StoredPart) -> QuantizedWeight:
-    """`qweight` int32 [words of all inputs, out], `qzeros` int32 [num_groups, words of all outputs], `scales`
+    """Reads `qweight` int32 [words of all inputs, out], `qzeros` int32 [num_groups, words of all outputs], `scales`
     [num_groups, out], and `g_idx` int32 [in], the group of each input.
     """
     bits, out_features, in_features = part.format.bits, part.out_features, part.in_features
@@ -26,8 +26,8 @@ def read_gptq(part: StoredPart) -> QuantizedWeight:
 
 
 def _shifted(qzeros: torch.Tensor, part: StoredPart) -> torch.Tensor:
-    """Adds to each zero point what the format subtracted from it. Its tools subtract from whole words, with borrows
-    between the numbers of one, so they are added to words too.
+    """Adds what the format subtracted from each zero point. Its tools subtract from whole words, with borrows between
+    numbers, so this adds to whole words.
     """
     bits = part.format.bits
     ones = sum(1 << place for place in range(0, 32, bits))
@@ -35,7 +35,7 @@ def _shifted(qzeros: torch.Tensor, part: StoredPart) -> torch.Tensor:
 
 
 def _unless_zero(zero_points: torch.Tensor, part: StoredPart) -> torch.Tensor | None:
-    """Returns None if all are zero, as those of a symmetric weight are: in the middle of the range."""
+    """Returns None if all zero points are zero, as in a symmetric weight."""
     if zero_points.is_meta:
         return None if part.format.is_symmetric else zero_points
     return zero_points if zero_points.any() else None

@@ -1,4 +1,4 @@
-"""What readers of integers share: bits in words, groups of inputs, zero points and act-order."""
+"""Helpers of the integer readers: bits in words, groups of inputs, zero points and act-order."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ IN_ORDER = (0, 1, 2, 3, 4, 5, 6, 7)
 
 
 def unpack(words: torch.Tensor, bits: int, count: int, order: tuple[int, ...] = IN_ORDER) -> torch.Tensor:
-    """Returns the unsigned numbers of `bits` bits in int32 [rows, num_words] as int16 [rows, count], lowest bits first.
+    """Unpacks unsigned numbers of `bits` bits from int32 [rows, num_words], lowest bits first, to int16 [rows, count].
 
-    `order` says to which place of each word's numbers each of them belongs.
+    `order[i]` is the place of a word's i-th number among the numbers of that word.
     """
     per_word = 32 // bits
     numbers = torch.empty((words.shape[0], words.shape[1] * per_word), dtype=torch.int16, device=words.device)
@@ -26,23 +26,23 @@ def unpack(words: torch.Tensor, bits: int, count: int, order: tuple[int, ...] = 
 
 
 def signed(numbers: torch.Tensor, bits: int) -> torch.Tensor:
-    """Returns unsigned numbers, moved to the range of QuantizedWeight's values: int8 of the same shape."""
+    """Moves unsigned numbers to the range of `QuantizedWeight.values`, int8."""
     return (numbers - (1 << (bits - 1))).to(torch.int8)
 
 
 def num_words(count: int, bits: int) -> int:
-    """int32 words that hold so many numbers."""
+    """Returns how many int32 words hold `count` numbers."""
     return -(-count * bits // 32)
 
 
 def group_index(part: StoredPart, name: str) -> torch.Tensor | None:
-    """Returns the group of each input, int32 [in_features], from the part's tensor of this name; None if inputs are in
-    order. Raises `ModelError` for groups that are not there or not of one size.
+    """Returns the group of each input, int32 [in_features], from the tensor `name`; None if the inputs are in order.
+    Raises `ModelError` for groups that do not exist or differ in size.
     """
     if not part.has(name):
         return None
     index = part.stored(name, (part.in_features,), torch.int32)
-    if index.is_meta or bool((index == -1).all()):  # written where the order was never set
+    if index.is_meta or bool((index == -1).all()):  # tools write -1 where the order was never set
         return None
     size = part.format.group_size or part.in_features
     if torch.equal(index, torch.arange(part.in_features, dtype=torch.int32) // size):
@@ -64,8 +64,8 @@ def in_groups(
     zero_points: torch.Tensor | None,
     index: torch.Tensor | None = None,
 ) -> QuantizedWeight:
-    """Returns the weight of int8 values [out_features, in_features], and scales and zero points [out_features,
-    num_groups]. `index` has the group of each input, if they are not in order.
+    """Returns a `QuantizedWeight` of int8 values [out_features, in_features], and scales and zero points [out_features,
+    num_groups]. `index` has the group of each input if they are not in order.
     """
     scales = scales.float()
     offsets = None if zero_points is None else -scales * zero_points.float()
@@ -74,7 +74,7 @@ def in_groups(
         order = index.argsort(stable=True)
         values = values[:, order]
     size = part.format.group_size or part.in_features
-    common = math.gcd(size, part.in_features)  # the last group may be smaller: then all are cut into parts of one size
+    common = math.gcd(size, part.in_features)  # a smaller last group cuts all groups into parts of one size
     if common != size:
         groups = torch.arange(part.in_features // common, device=scales.device) * common // size
         scales, offsets = scales[:, groups], None if offsets is None else offsets[:, groups]

@@ -1,6 +1,6 @@
-"""One part of a quantised linear as a checkpoint stores it: what the readers of formats read from.
+"""One part of a quantised linear as stored in a checkpoint, from which the readers read.
 
-Gives whole tensors, views of the file. Ranks cut the weight that a reader makes of them, never the tensors.
+Its tensors are whole views of the file. Ranks cut the reader's result, never the tensors.
 """
 
 from __future__ import annotations
@@ -26,26 +26,26 @@ class StoredTensors(Protocol):
         ...
 
     def stored(self, name: str, shape: tuple[int, ...], kind: torch.dtype) -> torch.Tensor:
-        """Returns a whole tensor. If `kind` is float32, the tensor's dtype may be any floating-point dtype.
+        """Returns a whole tensor. With `kind` float32 it may have any floating-point dtype.
 
-        Raises `ModelError` naming a tensor that is missing, or of another shape or dtype.
+        Raises `ModelError` naming a tensor that is missing or has another shape or dtype.
         """
         ...
 
     def blocks(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
-        """Returns a tensor of a GGUF type, whose weight has this shape: uint8 [out_features, bytes of a row]."""
+        """Returns a tensor of a GGUF type whose weight has this shape: uint8 [out_features, bytes of a row]."""
         ...
 
 
 class StoredPart(NamedTuple):
-    """The whole weight `scales * values + offsets` [out_features, in_features] of one part."""
+    """The stored form of a part, whose whole weight is `scales * values + offsets` [out_features, in_features]."""
 
     name: str
     out_features: int
     in_features: int
     format: WeightFormat
     dtype: torch.dtype
-    """The dtype of the activations, in which weights that are no integers are kept."""
+    """Dtype of the activations, which weights other than integers get."""
     tensors: StoredTensors
 
     def has(self, suffix: str) -> bool:
@@ -55,7 +55,7 @@ class StoredPart(NamedTuple):
         return self.tensors.stored(f"{self.name}.{suffix}", shape, kind)
 
     def skip(self, *suffixes: str) -> None:
-        """Counts tensors as read that say nothing of the weight."""
+        """Marks tensors as read that do not describe the weight."""
         for suffix in suffixes:
             if self.has(suffix):
                 name = f"{self.name}.{suffix}"
@@ -64,12 +64,12 @@ class StoredPart(NamedTuple):
 
     @property
     def num_groups(self) -> int:
-        """Groups of inputs by the configuration; the last may be smaller than the others."""
+        """Number of groups of inputs by the configuration. The last group may be smaller."""
         return -(-self.in_features // (self.format.group_size or self.in_features))
 
     def grouped(self, suffix: str, kind: torch.dtype = torch.float32) -> torch.Tensor:
-        """Returns a tensor with one element for each output and group, or for each output, or for the whole weight, as
-        [out_features, num_groups] in its dtype.
+        """Returns a tensor with one element for each output and group, each output, or the whole weight, as
+        [out_features, num_groups].
         """
         name = f"{self.name}.{suffix}"
         shape = self.tensors.shape_of(name) if name in self.tensors else ()
@@ -81,7 +81,9 @@ class StoredPart(NamedTuple):
         return self.stored(suffix, expected, kind)
 
     def no_bias(self) -> None:
-        """Reads the zeros that some tools store as the bias of a linear that has none."""
+        """Accepts the zeros that some tools store as the bias of a linear without one. Raises `ModelError` if the bias
+        is not zero.
+        """
         name = f"{self.name}.bias"
         bias = self.tensors.stored(name, (self.out_features,), torch.float32)
         if not bias.is_meta and bias.any():
@@ -89,7 +91,7 @@ class StoredPart(NamedTuple):
 
 
 Reader = Callable[[StoredPart], "QuantizedWeight | torch.Tensor"]
-"""Reads one part: integers in groups; or, of a format that has none, the weight itself in the activations' dtype.
+"""Reads one part: integers in groups, or a plain weight in the activations' dtype.
 
 Raises `ModelError` naming a tensor that is missing or does not fit.
 """

@@ -1,0 +1,98 @@
+"""Every field that the types of the `openai` package know is served, or refused with a sentence about that field.
+
+A newer package may bring a field or a value that nobody has decided about. Then a test here fails.
+"""
+
+from __future__ import annotations
+
+import collections.abc
+import json
+import re
+import typing
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import typing_extensions
+from openai.types import completion_create_params as completions
+from openai.types.chat import completion_create_params as chats
+from openai.types.responses import response_create_params as responses
+
+from cluster.errors import RequestRefused
+from cluster.http.exchange.codec import decode
+from cluster.protocol.requests import ChatCompletionRequest, CompletionRequest
+from cluster.protocol.responses_api import ResponsesRequest
+
+BODIES: dict[Any, tuple[Any, dict[str, Any]]] = {
+    ChatCompletionRequest: (
+        chats.CompletionCreateParamsStreaming,
+        {"model": "m", "messages": [{"role": "user", "content": "x"}]},
+    ),
+    CompletionRequest: (completions.CompletionCreateParamsStreaming, {"model": "m", "prompt": "x"}),
+    ResponsesRequest: (responses.ResponseCreateParamsStreaming, {"model": "m", "input": "x"}),
+}
+"""Each body with OpenAI's type of it, and its least example."""
+UNDECIDED = re.compile("is unknown; remove it|expected `")
+"""What a refusal says about a field or a type that no code expects."""
+
+
+def fields(kind: Any) -> dict[str, Any]:
+    """Returns the types of a TypedDict's keys; that of a required one is `Required[...]`."""
+    return typing.get_type_hints(kind, include_extras=True)
+
+
+def values(kind: Any, depth: int = 0) -> Iterator[Any]:
+    """Yields values of a type, at least one for each alternative, for each value of an enumeration and for each key of
+    a dictionary.
+    """
+    origin, arguments = typing.get_origin(kind), typing.get_args(kind)
+    if typing_extensions.is_typeddict(kind):
+        yield from dictionaries(kind, depth)
+    elif origin is typing.Literal:
+        yield from arguments
+    elif origin is typing.Union:
+        for each in arguments:
+            yield from values(each, depth)
+    elif origin in (typing.Required, typing.NotRequired):
+        yield from values(arguments[0], depth)
+    elif origin in (list, collections.abc.Iterable, collections.abc.Sequence):
+        yield from ([each] for each in values(arguments[0], depth))
+    elif origin is dict:
+        yield from ({"1": each} for each in values(arguments[1], depth) if arguments[1] is not object)
+        yield {}
+    else:
+        yield {str: "x", int: 1, float: 1.0, bool: True, type(None): None}.get(kind, {})
+
+
+def dictionaries(kind: Any, depth: int) -> Iterator[dict[str, Any]]:
+    """Yields the least value of a TypedDict, then one with each value of each of its keys."""
+    hints = fields(kind)
+    required = (name for name in hints if typing.get_origin(hints[name]) is typing.Required)
+    least = {name: next(values(hints[name], depth + 1)) for name in required}
+    yield least
+    for name, hint in hints.items() if depth < 6 else ():
+        yield from (least | {name: value} for value in values(hint, depth + 1))
+
+
+def refusal(body: Any, given: dict[str, Any]) -> RequestRefused | None:
+    try:
+        decode(body, json.dumps(given).encode())
+    except RequestRefused as error:
+        return error
+    return None
+
+
+CASES = [(body, name) for body, (kind, _) in BODIES.items() for name in fields(kind)]
+
+
+@pytest.mark.parametrize(("body", "name"), CASES, ids=[f"{body.__name__}-{name}" for body, name in CASES])
+def test_each_field_is_served_or_refused_in_a_sentence(body: Any, name: str) -> None:
+    kind, least = BODIES[body]
+    for value in values(fields(kind)[name]):
+        given = least | {name: value}
+        if name == "stream_options":
+            given["stream"] = True
+        error = refusal(body, given)
+        if error is not None:
+            assert not UNDECIDED.search(error.message), (value, error.message)
+            assert (error.param or "").startswith(name), (value, error.message)
