@@ -41,7 +41,8 @@ _AVX2_NEEDS = frozenset({"avx2", "fma3"})
 _AVX512_NEEDS = _AVX2_NEEDS | {"avx512_f", "avx512_bw", "avx512_vl", "avx512_dq"}
 _VNNI_NEEDS = _AVX512_NEEDS | {"avx512_vnni"}
 _BF16_NEEDS = _VNNI_NEEDS | {"avx512_bf16"}
-_AMX_NEEDS = frozenset({"amx_tile", "amx_bf16", "amx_int8"})  # no processor has one without the others
+_AMX_NEEDS = frozenset({"amx_tile", "amx_bf16", "amx_int8"})
+"""Every processor with AMX has int8 and bfloat16, from the first one (Sapphire Rapids) on."""
 _X86, _ARM = "x86_64", "aarch64"
 
 FORMS = (
