@@ -41,14 +41,16 @@ _AVX2_NEEDS = frozenset({"avx2", "fma3"})
 _AVX512_NEEDS = _AVX2_NEEDS | {"avx512_f", "avx512_bw", "avx512_vl", "avx512_dq"}
 _VNNI_NEEDS = _AVX512_NEEDS | {"avx512_vnni"}
 _BF16_NEEDS = _VNNI_NEEDS | {"avx512_bf16"}
+_AMX_NEEDS = frozenset({"amx_tile", "amx_bf16", "amx_int8"})
+"""Every processor with AMX has int8 and bfloat16, from the first one (Sapphire Rapids) on."""
 _X86, _ARM = "x86_64", "aarch64"
 
 FORMS = (
     Form(
         "amx",
         _X86,
-        _BF16_NEEDS | {"amx_tile", "amx_bf16"},
-        (*_VNNI, "-mavx512bf16", "-mamx-tile", "-mamx-bf16"),
+        _BF16_NEEDS | _AMX_NEEDS,
+        (*_VNNI, "-mavx512bf16", "-mamx-tile", "-mamx-bf16", "-mamx-int8"),
         has_bfloat16=True,
     ),
     Form("avx512_bf16", _X86, _BF16_NEEDS, (*_VNNI, "-mavx512bf16"), has_bfloat16=True),
@@ -76,7 +78,7 @@ def capabilities() -> frozenset[str]:
         (_AVX2_NEEDS, "_is_avx2_supported"),
         (_AVX512_NEEDS, "_is_avx512_supported"),
         (_BF16_NEEDS, "_is_avx512_bf16_supported"),
-        (frozenset({"amx_tile", "amx_bf16"}), "_is_amx_tile_supported"),
+        (_AMX_NEEDS, "_is_amx_tile_supported"),
     ):
         if getattr(torch.cpu, ask, lambda: False)():
             found |= needs

@@ -129,6 +129,36 @@ def test_a_row_ignores_other_rows_and_threads(form: str, bits: int) -> None:
                     assert torch.equal(linear.forward(x), together)
 
 
+@pytest.mark.parametrize("form", QUANTIZED)
+def test_more_inputs_than_a_cache_holds_give_torchs_bits(form: str) -> None:
+    """Their rows are multiplied in several blocks (`INPUT_BLOCK_BYTES` in quantized_linear.cpp)."""
+    with in_form(form):
+        weight, bias = random_weight(0, 150, 38, 128, has_half_scales=True), torch.randn(150).bfloat16()
+        x = random_rows(1, 300, 4864, torch.bfloat16)
+        linear, expected = pack(weight, torch.bfloat16, bias), TorchQuantizedLinear(weight, bias).forward(x)
+        for num_threads in (1, 2, 5):
+            with threads(num_threads):
+                assert torch.equal(linear.forward(x), expected)
+
+
+@FORMS
+def test_outputs_are_rounded_to_the_nearest_bfloat16(form: str) -> None:
+    """Ties to even, subnormal numbers, overflow and what is not finite, in vectors of their own and in mixed ones."""
+    ties = (torch.arange(16) << 15) + 0x3F800000  # every other one lies between two numbers of bfloat16
+    subnormal = torch.arange(16) * 0x7800 + 0x40
+    special = [0x7F800000, 0xFF800000, 0x7FC00000, 0x7F800001, 0x7F7FFFFF, 0xFF7F8000, 0x7F7F7FFF, 0x00800000]
+    words = torch.cat([ties, ties + 1, ties - 1, subnormal, torch.tensor(special * 2), torch.tensor(special)])
+    mixed = words[torch.randperm(len(words), generator=torch.Generator().manual_seed(0))]
+    outputs = torch.cat([words, mixed]).to(torch.int32).view(torch.float32)
+    values = torch.tensor([[0, 1]], dtype=torch.int8).expand(len(outputs), 2).contiguous()
+    with in_form(form):
+        # Activations are rounded to 127 and 1 with a scale of one, so each output is its weight's scale.
+        linear = pack(QuantizedWeight(values, outputs[:, None], 8, has_int8_activations=True), torch.bfloat16)
+        for num_rows in (1, 9):
+            y = linear.forward(torch.tensor([[127.0, 1.0]]).expand(num_rows, 2).bfloat16())
+            torch.testing.assert_close(y, outputs.bfloat16().expand(num_rows, -1), rtol=0, atol=0, equal_nan=True)
+
+
 @pytest.mark.parametrize("bits", [8, 4])
 @FORMS
 def test_the_largest_sums_are_not_cut_off(form: str, bits: int) -> None:

@@ -2,17 +2,35 @@
 // same integers, because no sum is rounded or cut off. Knows nothing of linears; included by quantized_linear.h.
 //
 // A vector of weights holds LANES outputs of four inputs each. Weights of 4 bits are unsigned in every form. Weights of
-// 8 bits are unsigned where the processor multiplies unsigned by signed bytes (x86-64), and signed elsewhere.
+// 8 bits are unsigned where the processor multiplies unsigned by signed bytes (x86-64), and signed elsewhere. In memory
+// they are signed too where AMX's tiles multiply signed bytes.
 #pragma once
 
 #include "simd.h"
 
 #if defined(__SSE2__)
-constexpr int BYTE_ZERO = 128;  // packed bytes are this much larger than the values of 8 bits
+constexpr int BYTE_ZERO = 128;  // `add_dot` takes bytes this much larger than the values of 8 bits
 #else
 constexpr int BYTE_ZERO = 0;
 #endif
-constexpr int NIBBLE_ZERO = 8;  // the same for values of 4 bits
+#if MANTA_AMX
+constexpr int PACKED_BYTE_ZERO = 0;  // bytes in memory are this much larger than the values of 8 bits
+#else
+constexpr int PACKED_BYTE_ZERO = BYTE_ZERO;
+#endif
+constexpr int NIBBLE_ZERO = 8;  // both for values of 4 bits
+
+typedef int8_t FourBytes __attribute__((vector_size(MANTA_LANES * 4)));
+
+// Packed values of 8 bits as `add_dot` takes them.
+MANTA_INLINE Ints as_dot_bytes(Ints packed) {
+    return PACKED_BYTE_ZERO == BYTE_ZERO ? packed : packed ^ splat_int(int32_t(0x80808080));
+}
+
+// Values of 4 bits, one in a byte, as packed values of 8 bits.
+MANTA_INLINE Ints as_packed_bytes(Ints nibbles) {
+    return (Ints)((FourBytes)nibbles + (int8_t)(PACKED_BYTE_ZERO - NIBBLE_ZERO));
+}
 
 MANTA_INLINE Ints low_nibbles(Ints packed) {
     return packed & splat_int(0x0f0f0f0f);

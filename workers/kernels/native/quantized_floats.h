@@ -53,6 +53,13 @@ MANTA_INLINE void store_rounded(float* to, Floats value) {
 
 // To nearest even, subnormal numbers too, which AVX-512's own instruction takes for zero.
 MANTA_INLINE void store_rounded(bf16* to, Floats value) {
+#if defined(__AVX512BF16__)
+    if (!_mm512_fpclass_ps_mask((__m512)value, 0x20)) {  // none is subnormal
+        const __m256bh nearest = _mm512_cvtneps_pbh((__m512)value);
+        memcpy(to, &nearest, sizeof(nearest));
+        return;
+    }
+#endif
     const Words word = (Words)value;
     const Words rounded = (word + 0x7fff + ((word >> 16) & 1)) >> 16;
     const Halves bits = __builtin_convertvector(value == value ? rounded : (word >> 16) | 0x40, Halves);

@@ -3,10 +3,12 @@
 #include <atomic>
 
 #include "quantized_linear.h"
+#include "quantized_tiles.h"
 
 namespace {
 
 constexpr int64_t SERIAL_PRODUCTS = 64 * 1024;  // below this, waking the other threads costs more than it saves
+constexpr int LEAST_ROWS_OF_TILES = 8;          // from so many rows on, tiles beat dot products
 constexpr int64_t SERIAL_INPUTS = 16 * 1024;    // the same for rounding activations
 
 // A quantised linear, for decoder.cpp, which runs all layers in one call; mirrored in cpu_quantized_linear.py.
@@ -26,7 +28,7 @@ int64_t packed_row(const WeightLayout& layout, int place, bool gated) {
 
 // One group of a panel: rows[64] of int8 values, null where there is none.
 void pack_values(const WeightLayout& layout, const int8_t* const* rows, int first, int count, uint8_t* to) {
-    const int zero = layout.bits == 8 ? BYTE_ZERO : NIBBLE_ZERO;
+    const int zero = layout.bits == 8 ? PACKED_BYTE_ZERO : NIBBLE_ZERO;
     for (int k = 0; k < layout.groups.padded; k += 4)
         for (int n = 0; n < PANEL; n++)
             for (int i = 0; i < 4; i++) {
@@ -92,12 +94,33 @@ void quantize_rows(const QuantizedLinear& linear, const T* x, const Groups& grou
     });
 }
 
+#if MANTA_AMX
+template <class T>
+void multiply_by_tiles(const QuantizedProduct<T>& product, int threads, Shares& shares) {
+    const int num_rows = product.rows.num_rows;
+    const int64_t row_bytes = (int64_t)product.layout.groups.groups * product.layout.groups.padded;
+    const int blocks = 1 + num_rows * row_bytes / (INPUT_BLOCK_BYTES + 1);
+    parallel(threads, [&](int thread) {
+        QuantizedTiles<T> tiles(product);
+        Share share{shares, thread};
+        if (blocks == 1) {
+            while (share.take(1)) tiles.multiply_panel(share.first, 0, num_rows);
+        } else if (share.take_own()) {
+            for (int block = 0; block < blocks; block++)
+                for (int panel = share.first; panel < share.last; panel++)
+                    tiles.multiply_panel(panel, (int64_t)num_rows * block / blocks,
+                                         (int64_t)num_rows * (block + 1) / blocks);
+        }
+    });
+}
+#endif
+
 template <class T>
 void run(const QuantizedLinear& linear, const T* x, T* y, int num_rows) {
     const WeightLayout layout = linear.layout();
     const int64_t count = (int64_t)num_rows * layout.groups.groups;
     float* const floats = of_thread<float, 3>(3 * count);
-    const QuantizedRows rows{num_rows, of_thread<int8_t, 4>(count * layout.groups.padded), floats,
+    const QuantizedRows rows{num_rows, of_thread<int8_t, 4>((count + SPARE_ROWS) * layout.groups.padded), floats,
                              (int32_t*)floats + count, floats + 2 * count};
     quantize_rows(linear, x, layout.groups, rows);
     const QuantizedProduct<T> product{layout, (const char*)linear.packed, (const T*)linear.bias, y, rows,
@@ -105,6 +128,9 @@ void run(const QuantizedLinear& linear, const T* x, T* y, int num_rows) {
     const bool serial = (int64_t)num_rows * linear.in_features * linear.out_features < SERIAL_PRODUCTS;
     const int threads = serial ? 1 : max_threads();
     Shares shares(layout.panels(), threads);
+#if MANTA_AMX
+    if (num_rows >= LEAST_ROWS_OF_TILES && tiles_granted()) return multiply_by_tiles(product, threads, shares);
+#endif
     parallel(threads, [&](int thread) {
         Share share{shares, thread};
         while (share.take(1))

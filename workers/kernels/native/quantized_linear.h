@@ -78,7 +78,8 @@ struct QuantizedProduct {
         int32_t* ints;  // [BLOCK_ROWS][PANEL], over chunks of a group
     };
 
-    // Adds a chunk's products to the sums of ROWS rows and of some vectors of outputs, from output `column` on.
+    // Adds a chunk's products to the sums of ROWS rows and of some vectors of outputs, from output `column` on. BITS is
+    // how the chunk's weights lie.
     template <int BITS, int ROWS, bool FETCHES>
     MANTA_INLINE void add_products(const Chunk& chunk, int row, int column, Ints (&sums)[ROWS][VECTORS_AT_A_TIME]) const {
         const int64_t stride = layout.groups.padded;
@@ -89,6 +90,7 @@ struct QuantizedProduct {
             Ints columns[VECTORS_AT_A_TIME];
             MANTA_UNROLL for (int c = 0; c < VECTORS_AT_A_TIME; c++) {
                 columns[c] = load_ints(weights + c * LANES * 4);
+                if (BITS == 8) columns[c] = as_dot_bytes(columns[c]);
                 if (FETCHES && c * LANES % 16 == 0) __builtin_prefetch(weights + c * LANES * 4 + AHEAD_BYTES, 0, 3);
             }
             MANTA_UNROLL for (int i = 0; i < ROWS; i++) {
@@ -118,7 +120,7 @@ struct QuantizedProduct {
         float* const floats = to.floats + place * PANEL + column;
         Ints sums[ROWS][VECTORS_AT_A_TIME];
         if (chunk.begins) {
-            const int zero = layout.bits == 8 ? BYTE_ZERO : NIBBLE_ZERO;
+            constexpr int zero = BITS == 8 ? BYTE_ZERO : NIBBLE_ZERO;
             MANTA_UNROLL for (int i = 0; i < ROWS; i++) {
                 const Ints start = splat_int(-zero * rows.totals[at + i]);
                 MANTA_UNROLL for (int c = 0; c < VECTORS_AT_A_TIME; c++) sums[i][c] = start;
@@ -166,7 +168,8 @@ struct QuantizedProduct {
     template <int BITS, int ROWS>
     __attribute__((noinline)) void pass_all_groups(int panel, const char* weights, float* to) const {
         Floats totals[ROWS][VECTORS_AT_A_TIME] = {};
-        const int zero = BITS == 8 ? BYTE_ZERO : NIBBLE_ZERO, num_groups = layout.groups.groups;
+        constexpr int zero = BITS == 8 ? BYTE_ZERO : NIBBLE_ZERO;
+        const int num_groups = layout.groups.groups;
         const bool has_half_scales = layout.has_half_scales, has_offsets = layout.has_offsets;
         for (int g = 0; g < num_groups; g++) {
             const char* const values = weights + g * layout.group_bytes();
@@ -241,11 +244,12 @@ struct QuantizedProduct {
             }
     }
 
-    // Weights of 4 bits [inputs / 8][PANEL][4] as bytes [inputs / 4][PANEL][4], in which no value exceeds 15.
+    // Weights of 4 bits [inputs / 8][PANEL][4] as those of 8 bits [inputs / 4][PANEL][4].
     static void unpack(const uint8_t* from, int inputs, uint8_t* to) {
         for (int k = 0; k < inputs; k += 8, from += PANEL * 4, to += 2 * PANEL * 4)
             for (int i = 0; i < PANEL * 4; i += (int)sizeof(Ints)) {
-                const Ints packed = load_ints(from + i), low = low_nibbles(packed), high = high_nibbles(packed);
+                const Ints packed = load_ints(from + i);
+                const Ints low = as_packed_bytes(low_nibbles(packed)), high = as_packed_bytes(high_nibbles(packed));
                 memcpy(to + i, &low, sizeof(low));
                 memcpy(to + PANEL * 4 + i, &high, sizeof(high));
                 __builtin_prefetch(from + i + AHEAD_BYTES, 0, 3);

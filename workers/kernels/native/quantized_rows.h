@@ -6,6 +6,7 @@
 #include "quantized_floats.h"
 
 constexpr int GROUP_STEP = 16;  // inputs of a group are padded to a multiple of it, with zeros
+constexpr int SPARE_ROWS = 15;  // memory after the last row, which tiles may read
 constexpr float LEAST_LARGEST = 1e-30f;  // a group whose values are all smaller is zero: 127 / largest stays finite
 
 // Groups of inputs: `groups` of `group` inputs each, the last perhaps of fewer.

@@ -21,6 +21,9 @@
 #else
 #define MANTA_LANES 4
 #endif
+#if defined(__AMX_BF16__) && defined(__AMX_INT8__) && defined(__AMX_TILE__) && defined(__linux__)
+#define MANTA_AMX 1
+#endif
 #define MANTA_INLINE inline __attribute__((always_inline))
 
 constexpr int LANES = MANTA_LANES;

@@ -8,8 +8,7 @@
 
 #include "simd.h"
 
-#if defined(__AMX_BF16__) && defined(__AMX_TILE__) && defined(__linux__)
-#define MANTA_AMX 1
+#if MANTA_AMX
 #include <sys/syscall.h>
 #include <unistd.h>
 #endif
