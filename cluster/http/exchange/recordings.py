@@ -40,13 +40,9 @@ class Opening(msgspec.Struct, kw_only=True, frozen=True):
     """Time of creation, in seconds since 1970."""
     unread_s: float
     """Seconds for which the stream goes on, and is kept, while nobody reads it."""
-    is_detached: bool = False
-    """Whether the request goes on until its end even if nobody reads it."""
     generation: GenerationRequest
     seeds: list[int]
     """Seed of each prompt."""
-    extra: bytes = b""
-    """What the endpoint needs beside `body` to write the answer again."""
 
 
 class Failure(msgspec.Struct, array_like=True, frozen=True):
@@ -256,8 +252,6 @@ class Resumable(msgspec.Struct):
 
     body: bytes
     unread_s: float
-    is_detached: bool = False
-    extra: bytes = b""
     """See `Opening`."""
 
 
