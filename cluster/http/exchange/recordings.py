@@ -122,7 +122,6 @@ class Recording:
         """Entries that another process has too, or that need not be anywhere else; readers get only these."""
         self.is_ended = False
         """Whether `entries` is complete."""
-        self.is_cancelled = False
         self.num_readers = 0
         self.last_read = time.monotonic()
         self.lost: ServingError | None = None
