@@ -6,6 +6,7 @@ A row of the table is a test, which calls `hold`; `make prove` repeats each row 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import random
 import statistics
 import threading
@@ -239,12 +240,12 @@ class Disturbance(NamedTuple):
 def disturb(
     application: Application, setup: Setup, undisturbed: list[Stream], num_clients: int, seconds: float
 ) -> Disturbance:
-    """Kills something at random every few seconds under `num_clients` clients, whose connections break at random too.
-    The next fault waits until the application has recovered from the one before.
+    """Kills a process every few seconds, of each kind in turn, under `num_clients` clients. Their connections break at
+    random too. The next fault waits until the application has recovered from the one before.
     """
     chooser, until = random.Random(1), time.monotonic() + seconds
     titles = {"ingress": INGRESS, "engine": ENGINE, "grammar actor": GRAMMAR_ACTOR}
-    num_faults = dict.fromkeys(titles, 0)
+    num_faults, kinds = dict.fromkeys(titles, 0), itertools.cycle(titles)
     histories: list[list[History]] = [[] for _ in range(num_clients)]
 
     def keep_reading(number: int) -> None:
@@ -259,11 +260,9 @@ def disturb(
     while time.monotonic() < until:
         time.sleep(chooser.uniform(1, 5))
         application.until_running(setup.num_engines, setup.num_ingresses)
-        name = chooser.choice(list(titles))
-        victims = application.processes(titles[name])
-        if victims:
-            chooser.choice(victims).kill()
-            num_faults[name] += 1
+        name = next(kinds)
+        chooser.choice(named(titles[name], of=1)(application)).kill()
+        num_faults[name] += 1
     for thread in threads:
         thread.join()
     application.until_running(setup.num_engines, setup.num_ingresses)

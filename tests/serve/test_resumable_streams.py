@@ -207,6 +207,39 @@ def completion(**fields: Any) -> dict[str, Any]:
     }
 
 
+def test_a_second_offer_of_a_claimed_stream_leaves_its_only_copy(two: TwoIngresses) -> None:
+    """The keeper offers an orphan to one ingress after another. The second one answers when the first one has it."""
+    client = ResumingClient(two.ports[:1], "/v1/completions", completion(max_tokens=300, n=4), 0, ANN)
+    client.read_once(3)
+    stream_id = client.history.stream_id
+    streams = two.ingresses[1]._client.streams
+
+    async def offer() -> None:
+        for connection in list(streams.copies._connections):
+            await streams._adopt(stream_id, connection)
+
+    two.run(offer())
+    two.run(offer())
+    path = f"/v1/streams/{stream_id}"
+    assert ask(two, "GET", path)[0] == 200
+    client.read()
+    assert [event.number for event in client.history.events] == list(range(len(client.history.events)))
+    assert client.history.has_ended
+
+
+def test_a_stream_is_unknown_only_if_every_running_engine_says_so(two: TwoIngresses) -> None:
+    """An ingress that has just started may not be connected to the engine that has the only copy."""
+    replicas, path = two.ingresses[-1]._client._replicas, f"/v1/streams/strm_{'0' * 38}"
+    before = dict(replicas.running)
+    replicas.running["engine"] = frozenset({"one that is not connected yet"})
+    try:
+        assert ask(two, "GET", path)[0] == 503
+    finally:
+        replicas.running.clear()
+        replicas.running.update(before)
+    assert ask(two, "GET", path)[0] == 404
+
+
 def test_only_the_key_that_asked_finds_a_stream(two: TwoIngresses) -> None:
     status, headers, body = ask(two, "POST", "/v1/completions", completion(max_tokens=5), **{"X-Resumable-S": "30"})
     stream_id = headers["x-stream-id"]

@@ -36,7 +36,7 @@ def make_resumable(exchange: Exchange, body: bytes, max_unread_s: float) -> None
 
 def check_resumable(exchange: GenerationExchange, streams: bool, form: StreamForm) -> None:
     """Raises `RequestRefused` if an answer that is not a stream of events is to be resumable."""
-    if exchange.resumable is None or exchange.resumable.is_detached:
+    if exchange.resumable is None:
         return
     if not streams or form is LINES:
         what = "server-sent events; use another endpoint" if streams else "streams; send stream: true"
@@ -58,10 +58,8 @@ def record(
         body=resumable.body,
         created=identity.created,
         unread_s=resumable.unread_s,
-        is_detached=resumable.is_detached,
         generation=request,
         seeds=seeds,
-        extra=resumable.extra,
     )
     exchange.headers_out.append((STREAM_ID, identity.stream_id.encode()))
     return state.streams.read(state.streams.begin(opening))

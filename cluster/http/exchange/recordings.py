@@ -40,13 +40,9 @@ class Opening(msgspec.Struct, kw_only=True, frozen=True):
     """Time of creation, in seconds since 1970."""
     unread_s: float
     """Seconds for which the stream goes on, and is kept, while nobody reads it."""
-    is_detached: bool = False
-    """Whether the request goes on until its end even if nobody reads it."""
     generation: GenerationRequest
     seeds: list[int]
     """Seed of each prompt."""
-    extra: bytes = b""
-    """What the endpoint needs beside `body` to write the answer again."""
 
 
 class Failure(msgspec.Struct, array_like=True, frozen=True):
@@ -126,7 +122,6 @@ class Recording:
         """Entries that another process has too, or that need not be anywhere else; readers get only these."""
         self.is_ended = False
         """Whether `entries` is complete."""
-        self.is_cancelled = False
         self.num_readers = 0
         self.last_read = time.monotonic()
         self.lost: ServingError | None = None
@@ -256,8 +251,6 @@ class Resumable(msgspec.Struct):
 
     body: bytes
     unread_s: float
-    is_detached: bool = False
-    extra: bytes = b""
     """See `Opening`."""
 
 

@@ -16,10 +16,12 @@ from cluster.serve.streams.token_channel import Connection
 
 ANSWER_S = 1.0
 """Seconds that a keeper gets to answer. One that does not is avoided, because its process hangs or is overloaded."""
+NUM_LOOKS = 4
+"""Number of times within `ANSWER_S` at which an answer is looked for. So a pause of this process counts as one look."""
 LOOK_UP_S = 5.0
 """Seconds that a keeper gets to say whether it has a stream that a client asks for."""
 AVOID_S = 5.0
-"""Seconds for which a keeper that did not answer gets no recordings."""
+"""Seconds for which a keeper that did not answer gets no recordings while another one can."""
 
 What = Literal["read", "claim", "cancel"]
 
@@ -57,7 +59,7 @@ class Copies:
         self._number = 0
         self._unkept: dict[int, list[tuple[str, int]]] = {}
         """Writes without an answer, by number: each stream with its number of entries then."""
-        self._asked: dict[int, asyncio.Future[Copy]] = {}
+        self._asked: dict[int, tuple[asyncio.Future[Copy], Connection]] = {}
 
     def connected(self, connection: Connection) -> None:
         self._connections.add(connection)
@@ -67,13 +69,23 @@ class Copies:
     def lost(self, connection: Connection) -> None:
         self._connections.discard(connection)
         self._avoided.pop(connection, None)
+        for answer, keeper in self._asked.values():
+            if keeper is connection:
+                answer.cancel()
         if self.keeper is connection:
+            self.keeper = None
             self._choose()
 
     def _choose(self) -> None:
+        """Chooses a keeper that is not avoided. If all are, the present one stays, because an entry that no keeper has
+        would be lost with this process.
+        """
         now = time.monotonic()
-        free = [each for each in self._connections if self._avoided.get(each, 0.0) <= now]
-        self.keeper = min(free, key=lambda each: (each.peer_host == self._host, each.replica), default=None)
+        free = {each for each in self._connections if self._avoided.get(each, 0.0) <= now}
+        if self.keeper is not None and not free:
+            return
+        choice = free or self._connections
+        self.keeper = min(choice, key=lambda each: (each.peer_host == self._host, each.replica), default=None)
         self._unkept.clear()
         self._on_keeper()
 
@@ -83,19 +95,21 @@ class Copies:
         self._number += 1
         self._unkept[self._number] = counts
         self.keeper.send(Keep(self._number, writes))
-        asyncio.get_running_loop().call_later(ANSWER_S, self._check, self._number)
+        self._check_later(self._number, NUM_LOOKS)
 
-    def _check(self, number: int) -> None:
-        """Leaves the keeper if it has not answered the write."""
-        if number in self._unkept and self.keeper is not None:
+    def _check_later(self, number: int, num_looks: int) -> None:
+        asyncio.get_running_loop().call_later(ANSWER_S / NUM_LOOKS, self._check, number, num_looks - 1)
+
+    def _check(self, number: int, num_looks: int) -> None:
+        """Leaves the keeper if it has not answered the write by the last look."""
+        if number not in self._unkept:
+            return
+        if not num_looks:
+            assert self.keeper is not None
             self._avoided[self.keeper] = time.monotonic() + AVOID_S
             self._choose()
-            if self.keeper is None:
-                asyncio.get_running_loop().call_later(AVOID_S, self._choose_again)
-
-    def _choose_again(self) -> None:
-        if self.keeper is None and self._connections:
-            self._choose()
+        if number in self._unkept:
+            self._check_later(number, num_looks or NUM_LOOKS)
 
     def receive(self, message: FromKeeper, connection: Connection) -> None:
         if isinstance(message, Kept):
@@ -103,59 +117,58 @@ class Copies:
             if counts is not None:
                 self._on_kept(counts, message.refused)
         elif isinstance(message, Copy):
-            asked = self._asked.pop(message.number, None)
-            if asked is not None and not asked.done():
-                asked.set_result(message)
+            answer, _ = self._asked.pop(message.number, (None, None))
+            if answer is not None and not answer.done():
+                answer.set_result(message)
         else:
             self._on_notice(message, connection)
 
     # ---- questions -------------------------------------------------------------------------------------------------
 
-    async def ask(
-        self,
-        connections: Iterable[Connection],
-        stream_id: str,
-        what: What,
-        first: int = 0,
-    ) -> Found | None:
-        """Asks keepers about a stream, and returns the newest copy; None if none of them answers that it has one."""
-        found, _ = await self._ask(connections, stream_id, what, first, ANSWER_S)
-        return found
+    async def ask_all(self, stream_id: str, what: Literal["read", "cancel"], first: int = 0) -> Found | None:
+        """Asks every keeper about a stream. Returns the newest copy; None if none of them answers that it has one."""
+        return _newest(await self._ask(self._connections, stream_id, what, first, ANSWER_S))
 
-    async def _ask(
-        self, connections: Iterable[Connection], stream_id: str, what: What, first: int, seconds: float
-    ) -> tuple[Found | None, bool]:
-        """Returns the newest copy, and whether every keeper has answered within `seconds`."""
-        asked: dict[asyncio.Future[Copy], Connection] = {}
-        numbers = []
-        for connection in connections:
-            self._number += 1
-            numbers.append(self._number)
-            answer: asyncio.Future[Copy] = asyncio.get_running_loop().create_future()
-            self._asked[self._number] = answer
-            asked[answer] = connection
-            connection.send(Ask(self._number, stream_id, what, first))
-        if not asked:
-            return None, False
-        try:
-            done, silent = await asyncio.wait(asked, timeout=seconds)
-        finally:
-            for number in numbers:
-                self._asked.pop(number, None)
-        found = [Found(answer.result(), asked[answer]) for answer in done if answer.result().epoch >= 0]
-        return max(found, key=_newness, default=None), not silent
+    async def claim(self, stream_id: str, connection: Connection) -> Copy | None:
+        """Claims an orphan at one keeper. Returns the copy; None if the connection breaks.
 
-    async def look_up(self, stream_id: str) -> Found | None:
-        """Returns the newest copy; None if no keeper has one. Raises `Unavailable` if a keeper that might have one does
-        not answer.
+        There is no other limit: a claim that is granted after the claimer gave up would leave the stream to nobody.
         """
-        found, is_certain = await self._ask(list(self._connections), stream_id, "read", 0, LOOK_UP_S)
-        if found is None and not is_certain:
+        found = await self._ask([connection], stream_id, "claim", 0, None)
+        return found[0].copy if found else None
+
+    async def look_up(self, stream_id: str, replicas: Iterable[str]) -> Found | None:
+        """Returns the newest copy; None if no keeper has one. `replicas` are the names of all running engines.
+
+        Raises `Unavailable` if a keeper that might have a copy is not connected or does not answer.
+        """
+        connected = list(self._connections)
+        answers = await self._ask(connected, stream_id, "read", 0, LOOK_UP_S)
+        found = _newest(answers)
+        unheard = set(replicas) - {each.connection.replica for each in answers}
+        if found is None and (unheard or not answers or len(answers) < len(connected)):
             raise Unavailable("not every engine says now whether it has a copy of this stream; retry")
         return found
 
-    async def ask_all(self, stream_id: str, what: Literal["read", "cancel"], first: int = 0) -> Found | None:
-        return await self.ask(list(self._connections), stream_id, what, first)
+    async def _ask(
+        self, connections: Iterable[Connection], stream_id: str, what: What, first: int, seconds: float | None
+    ) -> list[Found]:
+        """Returns the answers that come within `seconds`. `None` waits as long as the connections last."""
+        numbers: list[int] = []
+        for connection in list(connections):
+            self._number += 1
+            numbers.append(self._number)
+            self._asked[self._number] = asyncio.get_running_loop().create_future(), connection
+            connection.send(Ask(self._number, stream_id, what, first))
+        if not numbers:
+            return []
+        asked = dict(self._asked[number] for number in numbers)
+        try:
+            done, _ = await asyncio.wait(asked, timeout=seconds)
+        finally:
+            for number in numbers:
+                self._asked.pop(number, None)
+        return [Found(answer.result(), asked[answer]) for answer in done if not answer.cancelled()]
 
     def drop(self, stream_id: str, epoch: int, connection: Connection | None = None) -> None:
         """Removes the copies that are no newer than `epoch`, of one keeper or of all."""
@@ -163,6 +176,11 @@ class Copies:
             each.send(Ask(0, stream_id, "drop", epoch=epoch))
 
 
-def _newness(found: Found) -> tuple[int, bool, bool, int]:
+def _newest(answers: list[Found]) -> Found | None:
+    """Returns the newest of the copies. Ownership counts last, because a keeper may not have noticed a lost owner."""
+    return max((found for found in answers if found.copy.epoch >= 0), key=_newness, default=None)
+
+
+def _newness(found: Found) -> tuple[int, bool, int, bool]:
     copy = found.copy
-    return copy.epoch, copy.is_ended, copy.is_owned, copy.num_entries
+    return copy.epoch, copy.is_ended, copy.num_entries, copy.is_owned

@@ -147,6 +147,11 @@ class EngineClient:
         """Number of nodes that run engines, as far as Serve has told."""
         return len(frozenset().union(*self._replicas.nodes.values()))
 
+    @property
+    def replicas_running(self) -> frozenset[str]:
+        """Names of the engine replicas that run, as far as Serve has told."""
+        return frozenset().union(*self._replicas.running.values())
+
     def _is_asleep(self) -> bool:
         """Returns whether Serve has said that no engine runs."""
         return ENGINE in self._replicas.running and not any(self._replicas.running.values())

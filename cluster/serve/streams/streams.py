@@ -24,7 +24,7 @@ from cluster.http.exchange.recordings import (
     encode_opening,
 )
 from cluster.serve.streams.copies import Copies, Found
-from cluster.serve.streams.keeping import Notice, Write
+from cluster.serve.streams.keeping import Copy, Notice, Write
 from cluster.serve.streams.recorder import Reader, Recorder
 from cluster.serve.streams.token_channel import Connection
 from cluster.telemetry.request_log import log_event
@@ -86,7 +86,7 @@ class RecordedStreams:
         recording = self._known(stream_id)
         if recording is None:
             await self._client.until_greeted()
-            found = await self.copies.look_up(stream_id)
+            found = await self.copies.look_up(stream_id, self._client.replicas_running)
             recording = self._known(stream_id) or (None if found is None else self._follow(found))
         return None if recording is None or recording.opening.owner != owner else recording
 
@@ -158,7 +158,8 @@ class RecordedStreams:
         unwritten, self._unwritten = self._unwritten, {}
         if self.copies.keeper is None:
             for own in unwritten.values():
-                own.recording.make_safe(len(own.recording.entries))
+                if own.recording.is_ended:  # no engine is there, and its client must be told why
+                    own.recording.make_safe(len(own.recording.entries))
             return
         writes, counts = [], []
         for stream_id, own in unwritten.items():
@@ -232,9 +233,6 @@ class RecordedStreams:
         recording = own.recording
         if recording.num_readers:
             return  # the last reader's end sets the timer again
-        goes_on = recording.opening.is_detached and not recording.is_ended
-        if goes_on:
-            recording.last_read = time.monotonic()
         unread_s = time.monotonic() - recording.last_read
         if unread_s < recording.opening.unread_s and not _is_refusal(recording):
             self._expire_later(own)
@@ -248,7 +246,7 @@ class RecordedStreams:
 
     def _follow(self, found: Found) -> Recording:
         recording = Recording(decode_opening(found.copy.opening), self._on_unread)
-        _add(recording, found)
+        _add(recording, found.copy)
         self._follow_on(recording)
         return recording
 
@@ -268,7 +266,7 @@ class RecordedStreams:
                 return
             if found is not None:
                 heard = time.monotonic()
-                _add(recording, found)
+                _add(recording, found.copy)
             elif time.monotonic() > heard + LOST_S:
                 recording.lost = Unavailable("every copy of this stream is gone; ask again", code="stream_lost")
                 recording.changed()
@@ -299,20 +297,20 @@ class RecordedStreams:
             if found is None:
                 return
             if found.copy.is_owned:
-                self.copies.drop(stream_id, found.copy.epoch, connection)
+                if found.connection is not connection:  # else another ingress has claimed it since the offer
+                    self.copies.drop(stream_id, found.copy.epoch, connection)
                 return
-            claimed = await self.copies.ask([found.connection], stream_id, "claim")
-            if claimed is not None and claimed.copy.is_yours:
+            claimed = await self.copies.claim(stream_id, found.connection)
+            if claimed is not None and claimed.is_yours:
                 self._take_over(claimed)
         finally:
             self._adopting.discard(stream_id)
 
-    def _take_over(self, claimed: Found) -> None:
-        copy = claimed.copy
+    def _take_over(self, copy: Copy) -> None:
         opening = decode_opening(copy.opening)
         recording = self._followed.pop(copy.stream_id, None) or Recording(opening, self._on_unread)
         recording.last_read = time.monotonic()
-        _add(recording, claimed)
+        _add(recording, copy)
         own = _Own(recording, copy.epoch, copy.opening)
         log_event("adopted", copy.stream_id, entries=copy.num_entries)
         if not recording.is_ended:
@@ -329,9 +327,8 @@ class RecordedStreams:
         return task
 
 
-def _add(recording: Recording, found: Found) -> None:
+def _add(recording: Recording, copy: Copy) -> None:
     """Adds the entries of a copy that the recording lacks."""
-    copy = found.copy
     first = copy.num_entries - len(copy.entries)
     num_known = len(recording.entries)
     if copy.num_entries > num_known:
