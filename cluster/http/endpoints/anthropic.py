@@ -23,6 +23,7 @@ from cluster.http.exchange.exchange import Exchange
 from cluster.http.exchange.prompts import encode as encode_prompt
 from cluster.http.exchange.state import AppState
 from cluster.protocol.anthropic import (
+    THREAD_UNSUPPORTED,
     Block,
     BlockDelta,
     BlockStart,
@@ -66,7 +67,9 @@ _ERROR_TYPES = {
 def error_body(error: ApiError) -> bytes:
     """Returns an error in Anthropic's shape. `param` and `code` are additions."""
     kind = _ERROR_TYPES.get(error.status, "invalid_request_error")
-    fields = {"type": kind, "message": error.message, "param": error.param, "code": error.code}
+    fields: dict[str, Any] = {"type": kind, "message": error.message, "param": error.param, "code": error.code}
+    if error.code == THREAD_UNSUPPORTED:
+        fields["details"] = {"error_code": error.code, "unsupported": [error.param]}
     return encode(MessagesError(error=fields))
 
 
