@@ -182,7 +182,12 @@ def test_the_tool_runner_goes_on_without_a_thread() -> None:
         """Looks at a thing."""
         return f"seen {name}"
 
-    fields: Any = {"model": shared_server().model, "max_tokens": 200, "messages": MESSAGES, "temperature": 0}
+    fields: Any = {
+        "model": shared_server().model,
+        "max_tokens": 200,
+        "messages": MESSAGES,
+        "extra_body": {"temperature": 0},
+    }
     runner = client().beta.messages.tool_runner(tools=[look], tool_choice={"type": "tool", "name": "look"}, **fields)
     assert next(iter(runner)).stop_reason == "tool_use"
 
