@@ -163,6 +163,21 @@ class BatchLimits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """
 
 
+class StreamLimits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Limits on streams that can be resumed. A client is an API key; without keys all clients are one."""
+
+    max_unread_s: Seconds = 3600.0
+    """Longest time for which a stream goes on, and is kept, while nobody reads it. A request that asks for more is
+    refused (HTTP 400). An hour is enough for a laptop that was closed and a phone without a network.
+    """
+    max_client_bytes: Bytes = 128 * 2**20
+    """Size of one client's recordings in one ingress: requests and tokens. Above it the next resumable request is
+    refused (HTTP 429). About 10,000 short streams.
+    """
+    max_bytes: Bytes = 512 * 2**20
+    """Size of all recordings in one ingress. The engine that keeps the copies needs about half of it too."""
+
+
 class KeyLimits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Rates of one API key. A request beyond them is refused (HTTP 429). All ingresses count together."""
 
@@ -183,6 +198,8 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """Limits on one request's body."""
     batches: BatchLimits = BatchLimits()
     """Limits on files and batches."""
+    streams: StreamLimits = StreamLimits()
+    """Limits on streams that can be resumed."""
     batch_storage: str | None = None
     """Where `/v1/files` and `/v1/batches` keep files: a folder, or the URL of an object store (`s3://bucket/folder`)
     whose fsspec package is installed. All nodes must reach the same place. None refuses both endpoints (HTTP 404).

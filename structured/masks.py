@@ -175,6 +175,10 @@ class MaskBuffer:
         """The message that `set_error` stored."""
         return self.errors[slot].tobytes().rstrip(b"\0").decode("utf-8", "replace")
 
+    def allows_one(self, slot: int) -> bool:
+        """Whether the row leaves a single token."""
+        return int(np.bitwise_count(self.rows[slot].view(np.uint32)).sum()) == 1
+
     def adjustments(self, slot: int) -> tuple[np.ndarray, np.ndarray]:
         """Views of the token ids, int32 [n], and of the values to add to their logits, float32 [n]."""
         count = self.num_adjustments[slot]

@@ -19,6 +19,7 @@ from benchmarks.processes import free_port
 from tests.patience import PATIENCE_S
 
 QUESTION = "What is Manta?"
+PAGE_TITLE = "<title>Manta</title>"
 ANSWER = "Manta serves language models on a Ray cluster"
 OFFLINE = f"""
 import pathlib, sys
@@ -87,8 +88,11 @@ class Installation:
                 printed += line
             assert ANSWER in self.run("manta", "chat", "--port", port, QUESTION)
             assert "engine" in self.run("manta", "status", "--port", port)
-            with urllib.request.urlopen(f"http://127.0.0.1:{port}/docs", timeout=PATIENCE_S) as page:
-                assert page.status == 200
+            for path in ("", "docs", "playground/app.js"):
+                asked = urllib.request.Request(f"http://127.0.0.1:{port}/{path}", headers={"accept": "text/html,*/*"})
+                with urllib.request.urlopen(asked, timeout=PATIENCE_S) as page:
+                    assert page.status == 200
+                    assert path or PAGE_TITLE in page.read().decode()
         finally:
             server.send_signal(signal.SIGINT)
             server.communicate(timeout=PATIENCE_S)

@@ -40,6 +40,11 @@ class ModelOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     quality.
     `dense` keeps all weights in `dtype`, also those of a quantised checkpoint, and rounds no activations.
     """
+    exact: bool = False
+    """Whether a request with a seed, or a greedy one, gets the same tokens on every machine with CPU kernels, in any
+    batch, with any number of threads and with or without drafts and prefix cache. It needs `weights` `int8` or `int4`,
+    a CPU with a C++ compiler, and one rank. Processors with instructions for bfloat16 then do attention in float32.
+    """
     device: Literal["auto", "cpu", "cuda", "tpu"] = "auto"
     """Device of the model. `auto` takes CUDA GPUs if the cluster has any when the application starts, else CPUs. With
     `cuda`, Ray reserves one GPU for each rank. With `tpu`, an engine has one process for each host, which claims all

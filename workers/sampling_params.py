@@ -147,6 +147,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     """Whether the text leaves out special tokens."""
     logprobs: int | None = None
     """Alternatives reported with each output token (0: only the token's own); None reports nothing."""
+    token_origins: bool = False
+    """Whether each entry of `logprobs` says where its token came from (`TokenLogprobs.origin`)."""
     prompt_logprobs: int | None = None
     """The same for prompt tokens. Such a request reads no cached prefix."""
     logit_bias: dict[int, float] = {}

@@ -126,6 +126,10 @@ class TokenLogprobs(msgspec.Struct, array_like=True, gc=False):
     """1 for the most probable token of the vocabulary."""
     top_token_ids: list[int]
     top_logprobs: list[float]
+    origin: str = ""
+    """`forced` if the constraint left no choice about the token, else the proposer whose draft it was. Empty if the
+    model drew it by itself, or if `SamplingParams.token_origins` is not set. The engine sets it.
+    """
 
 
 class RowError(msgspec.Struct, array_like=True):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import secrets
 import string
 
@@ -15,13 +16,17 @@ from cluster.engine.request import FinishStatus
 from cluster.protocol.responses import ChatDelta, ChatResponseMessage, FunctionDelta, ToolCallDelta
 
 _LETTERS_AND_DIGITS = string.ascii_letters + string.digits
+UNPREDICTABLE = secrets.SystemRandom()
 
 
 class ChatReader:
-    """Splits the text of one answer, as it grows, into reasoning, content and tool calls."""
+    """Splits the text of one answer, as it grows, into reasoning, content and tool calls. Ids of calls are drawn from
+    `ids`.
+    """
 
-    def __init__(self, plan: ChatPlan) -> None:
+    def __init__(self, plan: ChatPlan, ids: random.Random = UNPREDICTABLE) -> None:
         self._plan = plan
+        self._ids = ids
         self._splitter: ReasoningSplitter | ChannelSplitter | None = None
         if plan.reasoning is not None and plan.reasoning.is_channel:
             self._splitter = ChannelSplitter()
@@ -74,8 +79,8 @@ class ChatReader:
     def _new_id(self) -> str:
         form = self._plan.tool_format
         if form is not None and form.has_short_ids:
-            return "".join(secrets.choice(_LETTERS_AND_DIGITS) for _ in range(9))
-        return f"call_{secrets.token_hex(12)}"
+            return "".join(self._ids.choices(_LETTERS_AND_DIGITS, k=9))
+        return f"call_{self._ids.randbytes(12).hex()}"
 
 
 class MessageBuilder:

@@ -33,6 +33,7 @@ from workers.checkpoints.memory import (
     weight_bytes,
 )
 from workers.checkpoints.model_folder import load_model_config, resolve_model_folder
+from workers.exact import check_exact
 from workers.host import free_memory, num_cores
 from workers.kept_weights import check_weights, describe_kept
 from workers.models.model_config import ModelConfig, ModelError
@@ -115,6 +116,7 @@ def _check_quickly(engine: EngineConfig) -> None:
     folder = resolve_model_folder(engine.model)
     model = load_model_config(folder)
     _check_ranks(engine, model)
+    check_exact(engine, "cpu" if engine.device == "auto" else engine.device, model)
     num_elements(folder)  # raises unless every file is there and complete
     _check_templates(folder if engine.tokenizer is None else resolve_folder(engine.tokenizer))
     if engine.max_model_len is not None:
@@ -225,6 +227,7 @@ def check_model(engine: EngineConfig) -> CheckReport:
     """
     if engine.device == "tpu":
         check_weights(engine.weights, "tpu")
+        check_exact(engine, "tpu")
         return _check_on_tpu(engine)
     from workers.platforms import choose_platform
     from workers.torch_worker.loader import check_tensors
@@ -238,11 +241,12 @@ def check_model(engine: EngineConfig) -> CheckReport:
     _check_vocabulary(tokenizer, model)
     tally = check_tensors(folder, model) if model.native else None
     try:
-        platform = choose_platform(engine.device, engine.num_threads)
+        platform = choose_platform(engine.device, engine.num_threads, engine.exact)
         dtype = platform.resolve_dtype(engine.dtype, model.dtype)
     except ValueError as error:
         raise ModelError(str(error)) from error
     check_weights(engine.weights, platform.name)
+    check_exact(engine, platform.name, model, platform.advice)
     keeps_integers = platform.keeps_integers and engine.weights != "dense"
     own_bytes = weight_bytes(folder, dtype, model, engine.weights)
     if tally is not None and model.quantization is not None:
@@ -341,6 +345,7 @@ def _try_step(engine: EngineConfig, folder: pathlib.Path, dtype: str) -> TrialRe
             device=engine.device,
             num_threads=engine.num_threads,
             weights=engine.weights,
+            exact=engine.exact,
             block_size=engine.block_size,
         )
         result = try_one_layer(trial)

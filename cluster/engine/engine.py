@@ -195,6 +195,7 @@ class Engine:
             output = self._ask(step, call.result)
             if step.scheduled:
                 self._step_went_well(step)
+            masks.mark_forced(output)
             gained = self.scheduler.update(step, output)
             if not self._plans_ahead:  # otherwise the grammar workers already prepare the next step's masks
                 gained += masks.settle()

@@ -57,6 +57,9 @@ def advance(
         draft_counts.add(proposer, len(drafts), count)
         sequence.num_accepted_drafts += count
         sequence.num_rejected_drafts += len(drafts) - count
+        if sequence.params.token_origins and logprobs is not None:
+            for entry in logprobs[:count]:
+                entry.origin = entry.origin or proposer
     change = _change(sequence, gained, None if logprobs is None else logprobs[: len(gained)], prompt_logprobs)
     if finish is not None or drafts or sequence.num_output_tokens == len(gained):
         change.usage = sequence.usage

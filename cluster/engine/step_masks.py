@@ -27,7 +27,7 @@ from specdecode.lengths import Load
 from structured.grammar_pool.grammar_worker import SessionStart
 from structured.grammar_pool.pool import GrammarPool
 from structured.masks import DEAD_END, FINISHED, LATE, NO_MASK, MaskBatch
-from workers.step import StepInput
+from workers.step import StepInput, StepOutput
 
 PATIENCE = 0.25
 """Share of a step's time that ready rows wait for late ones if every row of the step is constrained."""
@@ -71,6 +71,8 @@ class StepMasks:
         self._finished: list[tuple[Sequence, list[int], FinishStatus]] = []
         """(sequence, output, finish): the sequence ends with `finish` if the step leaves it with this output."""
         self._failed: dict[int, str] = {}
+        self._allows_one: dict[int, list[bool]] = {}
+        """Ids of sequences that report origins, with whether each sample point's mask leaves a single token."""
         self.num_late = 0
         """Sequences that draw nothing in this step because their masks are late."""
         self.num_dead_ends = 0
@@ -136,7 +138,10 @@ class StepMasks:
                 self._scheduler.wait_for_mask(sequence)
                 self.num_late += 1
                 continue
-            for index, slot in zip(points, self._rows(pool, sequence), strict=False):  # points without a row stay late
+            rows = self._rows(pool, sequence)
+            if sequence.params.token_origins:
+                self._allows_one[sequence_id] = [pool.buffer.allows_one(slot) for slot in rows]
+            for index, slot in zip(points, rows, strict=False):  # points without a row stay late
                 self._slots[index] = slot
                 if pool.buffer.num_adjustments[slot]:
                     adjustments[index] = pool.buffer.adjustments(slot)
@@ -180,6 +185,12 @@ class StepMasks:
                 output = _output(sequence) + self._drafts[sequence_id][: len(rows)]
                 self._finished.append((sequence, output, FinishStatus.FINISHED_STOPPED))
         return rows
+
+    def mark_forced(self, output: StepOutput) -> None:
+        """Notes in the log-probabilities which tokens were the only ones that their masks left."""
+        for sequence_id, allows_one in self._allows_one.items():
+            for entry, is_forced in zip(output.logprobs.get(sequence_id, ()), allows_one, strict=False):
+                entry.origin = "forced" if is_forced else ""
 
     def end_sequences(self) -> list[SequenceOutput]:
         """Ends the sequences that the step's masks end, and those whose constraint failed."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from prometheus_client.metrics_core import Metric
 
@@ -19,11 +19,14 @@ from cluster.http.access.keys import ApiKeys
 from cluster.http.access.origins import Origins
 from cluster.http.access.prefix_scope import new_secret
 from cluster.http.access.rate_limits import RateLimits
-from cluster.http.exchange.codec import decode, encode
+from cluster.http.endpoints import streams as stream_endpoints
+from cluster.http.exchange.codec import Body, decode, encode
 from cluster.http.exchange.engines import Engines
 from cluster.http.exchange.exchange import BodyRoom, ClientGone, Exchange, Receive, Scope, Send
 from cluster.http.exchange.metrics import Metrics
 from cluster.http.exchange.preparation import Preparing
+from cluster.http.exchange.recording import make_resumable
+from cluster.http.exchange.recordings import Recording, Streams, last_event
 from cluster.http.exchange.routing import Route, Router
 from cluster.http.exchange.state import AppState, ClusterState, DeploymentState, NodeState, OtherMetrics
 from cluster.http.openapi import openapi_document
@@ -51,6 +54,7 @@ class HttpApp:
 
     - `returns_request_id` says whether answers have an x-request-id; otherwise a proxy in front sets one.
     - `spans` makes a span for each POST request; None for no spans.
+    - `streams` records streams that can be resumed; None records none.
     - `prefix_secret` must be the same for all applications with the same engines, or they share no cached prefixes.
       None draws one.
     """
@@ -68,12 +72,17 @@ class HttpApp:
         returns_request_id: bool = True,
         spans: ServerSpans | None = None,
         prefix_secret: bytes | None = None,
+        streams: Streams | None = None,
     ) -> None:
         routes = tuple(routes)
         self._config = config
         document = openapi_document(routes)
         secret = prefix_secret or new_secret()
         self._state = AppState(config, tokenizer, engines, metrics, other_metrics, cluster, document, secret)
+        if streams is not None:
+            self._state.streams = streams
+            streams.on_end = self._on_stream_end
+        self._state.routes = {route.path: route for route in routes if route.body is not None}
         self._router = Router(routes)
         self._room = BodyRoom(config.max_bodies_bytes)
         self._preparing = Preparing(config)
@@ -95,6 +104,13 @@ class HttpApp:
             else:
                 with self._spans.span(exchange):
                     await self._answer(exchange)
+
+    def _on_stream_end(self, recording: Recording) -> None:
+        """Charges the output of a recorded stream to the key that asked for it."""
+        client = recording.opening.generation.client
+        use = self.rate_limits.of(client) if self._config.api_keys else None
+        if use is not None:
+            use.charge_output(recording.num_tokens)
 
     def begin_drain(self) -> None:
         """Makes readiness probes fail from now on, and closes each connection after its answer."""
@@ -134,11 +150,21 @@ class HttpApp:
         if route.form is not None:  # its handler reads the body, with a bound and a deadline of its own
             answer = await route.handler(self._state, exchange, None)
         else:
-            body = None if route.body is None else decode(route.body, await exchange.body(), self._config.body)
+            body = None if route.body is None else await self._body(route.body, exchange)
+            resumed = last_event(exchange.headers) if route.body is not None else None
             async with self._preparing.one(is_counted=not route.public) as exchange.preparation:
+                if resumed is not None:
+                    await exchange.unless_gone(stream_endpoints.read_on(self._state, exchange, *resumed))
+                    return
                 answer = await exchange.unless_gone(route.handler(self._state, exchange, body))
         if answer is not None:
             await exchange.send_json(encode(answer))
+
+    async def _body(self, kind: type[Body], exchange: Exchange) -> Any:
+        """Returns the decoded body of type `kind`."""
+        content = await exchange.body()
+        make_resumable(exchange, content, self._config.streams.max_unread_s)
+        return decode(kind, content, self._config.body)
 
     def _check_key(self, exchange: Exchange) -> None:
         if not self._config.api_keys:

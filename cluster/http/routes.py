@@ -14,8 +14,10 @@ from cluster.http.endpoints import (
     models,
     ollama,
     pages,
+    playground,
     responses_api,
     status,
+    streams,
     tokens,
 )
 from cluster.http.exchange.routing import Route
@@ -38,6 +40,7 @@ EVENTS = "text/event-stream"
 LINES = "application/x-ndjson"
 HTML = "text/html"
 BINARY = "application/octet-stream"
+SEVERAL_TYPES = "*/*"
 GENERATION_ERRORS = (404, 408, 429, 503)
 
 ROUTES = (
@@ -96,6 +99,17 @@ ROUTES = (
         errors=(404,),
         error_body=anthropic.error_body,
     ),
+    Route(
+        "GET",
+        "/v1/streams/{stream_id}",
+        streams.resume,
+        "The rest of a stream",
+        query=streams.StreamQuery,
+        media_type=EVENTS,
+        errors=GENERATION_ERRORS,
+        logged=True,
+    ),
+    Route("DELETE", "/v1/streams/{stream_id}", streams.delete, "End it", answer=streams.StreamDeleted, errors=(404,)),
     Route("GET", "/v1/models", models.list_models, "The models served", answer=models.ModelList),
     Route("GET", "/v1/models/{model}", models.one_model, "One model", answer=models.ModelCard, errors=(404,)),
     Route(
@@ -224,5 +238,14 @@ ROUTES = (
     Route("GET", "/metrics", status.metrics, "Prometheus metrics", media_type="text/plain", errors=(503,), public=True),
     Route("GET", "/openapi.json", status.openapi, "This document", answer=dict, public=True),
     Route("GET", "/", pages.home, "What is served here", answer=pages.Home, media_type=HTML, public=True),
+    Route(
+        "GET",
+        "/playground/{asset}",
+        playground.asset,
+        "A file of the page that browsers get at /",
+        media_type=SEVERAL_TYPES,
+        errors=(404,),
+        public=True,
+    ),
     Route("GET", "/docs", pages.docs, "The endpoints and their fields, to read", media_type=HTML, public=True),
 )

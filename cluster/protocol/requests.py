@@ -201,6 +201,8 @@ class ChatCompletionRequest(_SamplingFields, kw_only=True):
     """Newer name of `max_tokens`, which wins if both are given."""
     logprobs: bool | None = None
     top_logprobs: int | None = None
+    return_token_origins: bool | None = None
+    """Whether each entry of `logprobs` says where its token came from (Manta's extension)."""
     add_generation_prompt: bool | None = None
     """Whether the prompt ends with the beginning of an answer. None means true unless the last message is continued."""
     continue_final_message: bool = False
@@ -258,6 +260,8 @@ class ChatCompletionRequest(_SamplingFields, kw_only=True):
             _only(self, name, None, f"{name} is not supported; leave it out")
         if self.top_logprobs is not None and not self.logprobs:
             refuse("top_logprobs", "top_logprobs is only allowed with logprobs = true")
+        if self.return_token_origins and not self.logprobs:
+            refuse("return_token_origins", "return_token_origins is only allowed with logprobs = true")
         check_template_kwargs(self.chat_template_kwargs)
         self.template_messages()
         self.predicted_text()
@@ -309,6 +313,7 @@ class ChatCompletionRequest(_SamplingFields, kw_only=True):
             names,
             max_tokens=self.max_completion_tokens,
             logprobs=(self.top_logprobs or 0) if self.logprobs else None,
+            token_origins=self.return_token_origins,
         )
 
 

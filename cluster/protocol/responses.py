@@ -26,6 +26,10 @@ class ChatTokenLogprob(msgspec.Struct):
     logprob: float
     bytes: list[int]
     top_logprobs: list[TopLogprob]
+    origin: Literal["model", "forced", "prediction", "ngram", "draft"] | UnsetType = UNSET
+    """Where the token came from, if the request asks for it (Manta's extension): `forced` if the constraint left no
+    choice, `prediction`, `ngram` or `draft` if it was an accepted draft of that proposer, else `model`.
+    """
 
 
 class ChatLogprobs(msgspec.Struct):

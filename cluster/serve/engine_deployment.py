@@ -37,6 +37,7 @@ from cluster.serve.starting.replica_process import REPLICA_ENVIRONMENT, ReplicaP
 from cluster.serve.starting.start_failure import told_in_words
 from cluster.serve.streams.burst import Burst
 from cluster.serve.streams.gathering import Gathering
+from cluster.serve.streams.keeper import Keeper
 from cluster.serve.streams.packed import Packed
 from cluster.serve.streams.token_channel import BEAT_S, Address, Control, EngineFailed, OutputSender, RequestResult
 from cluster.telemetry.engine_watch import EngineWatch
@@ -144,7 +145,9 @@ class EngineReplica:
             self._on_lost_ingress,
             self._reporter.take,
             is_away=lambda: self.engine.is_rebuilding,
+            on_keep=lambda address, message: self._keeper.receive(address, message),
         )
+        self._keeper = Keeper(self._sender.send_kept, lambda: self._sender.ingresses)
         self._calls: set[_Call] = set()
         """Calls of `generate` and `generate_group` that have not returned. Only the event loop uses it."""
         self._beating: asyncio.Task[None] | None = None
@@ -321,6 +324,7 @@ class EngineReplica:
         wait in vain for frames that were sent into the broken connection.
         """
         self._reporter.forget(address)
+        self._keeper.lose(address)
         for call in self._calls:
             if call.address == address and not call.ended.done():
                 call.ended.set_exception(ConnectionError("the connection to the ingress broke"))

@@ -84,6 +84,7 @@ class Ingress:
             standby,
             max_held=config.engine.max_num_waiting,
             is_removed=is_removed,
+            streams=config.streams,
         )
         self._app = HttpApp(
             config,
@@ -95,6 +96,7 @@ class Ingress:
             returns_request_id=self.returns_request_id,
             spans=open_server_spans(),
             prefix_secret=prefix_secret,
+            streams=self._client.streams,
         )
         self._sharing_limits: asyncio.Task[None] | None = None
 

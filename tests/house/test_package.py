@@ -67,6 +67,8 @@ def test_the_wheel_holds_exactly_packages_and_data(wheel: pathlib.Path) -> None:
         assert f"{package}/py.typed" in names
         assert files_in(package, {".py", ".cpp", ".h"}) <= names
     assert files_in("structured", {".json"}) <= names
+    assert "cluster/http/playground/index.html" in names
+    assert files_in("cluster", {".html", ".css", ".js", ".svg"}) <= names
     kinds = {".yaml", ".yml", ".json", ".safetensors", ".jinja"}
     configurations = {f"manta/{name}" for name in files_in("configs", kinds)}
     assert configurations <= names

@@ -29,6 +29,7 @@ from cluster.engine.request import EngineRequest, FinishStatus, Usage
 from cluster.http.exchange.answers import ChatAnswer
 from cluster.http.exchange.codec import SSE_DONE
 from cluster.http.exchange.engines import Event
+from cluster.http.exchange.identity import Identity
 from cluster.llm import LLM, CompletionOutput, ConstraintSpec, OutputKind, RequestOutput, SamplingParams
 from cluster.protocol.requests import ChatCompletionRequest
 from cluster.serve.streams.token_channel import Control
@@ -220,7 +221,7 @@ def test_choices_begin_in_order_whoever_speaks_first() -> None:
     async def stream() -> list[ChatCompletionChunk]:
         body: Any = {"model": "m", "messages": MESSAGES, "n": 3, "stream": True}
         request = msgspec.convert(body, ChatCompletionRequest)
-        answer: Any = ChatAnswer(request, "chatcmpl-1", "m", None, ChatPlan(prompt="", params=SamplingParams(n=3)), [1])
+        answer: Any = ChatAnswer(request, Identity(), "m", None, ChatPlan(prompt="", params=SamplingParams(n=3)), [1])
         events = [event async for event in answer.stream(Events())]
         assert events.pop() == SSE_DONE
         return [ChatCompletionChunk.model_validate_json(event.removeprefix(b"data: ")) for event in events]

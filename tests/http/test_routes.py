@@ -52,6 +52,8 @@ MODEL = ModelInfo(
 class Repeating:
     """Answers each prompt with `text`, twice."""
 
+    ended_at = 1
+
     def __init__(self, prompts: list[list[int]], text: str) -> None:
         self.num_choices = len(prompts)
         self.usages = [Usage(len(prompt), 2, 0) for prompt in prompts]

@@ -11,7 +11,12 @@ from openai import OpenAI
 
 from benchmarks.demo_model.data import ORDER_SCHEMA, held_out
 from cluster.llm import LLM, SamplingParams
+from structured.backend import make_backend
+from structured.constraint import ConstraintSpec
+from structured.vocabulary import Vocabulary
+from tests.grammar_pools import EOS, VOCAB_SIZE
 from tests.local_server import ThreadedServer
+from tests.structured.grammar_walk import allowed_tokens
 from workers.checkpoints.model_folder import resolve_model_folder
 
 TARGET = resolve_model_folder("demo")
@@ -95,3 +100,36 @@ def test_counters_name_proposer_and_place(server: ThreadedServer) -> None:
     assert any(value > 0 for _, _, value in drafts), found
     for proposer in ("forced", "draft"):
         assert any(f'proposer="{proposer}"' in labels and value > 0 for _, labels, value in drafts), drafts
+
+
+def test_origins_say_which_tokens_had_no_choice_or_were_drafts(server: ThreadedServer) -> None:
+    """Without drafts, exactly the tokens whose mask leaves one are forced; an independent session says which."""
+    (sample,) = held_out("order", 1, seed=4)
+    schema = {"type": "json_schema", "json_schema": {"name": "order", "schema": ORDER_SCHEMA}}
+    plain = LLM("demo", dtype="float32", kv_cache_bytes=2**26)
+    prompt = plain.tokenizer.apply_chat_template(list(sample.messages))
+    constraint = ConstraintSpec(kind="json_schema", text=json.dumps(ORDER_SCHEMA), backend="llguidance")
+    params = SamplingParams(temperature=0, max_tokens=160, logprobs=0, token_origins=True, constraint=constraint)
+    output = plain.generate([prompt], params, use_tqdm=False)[0].outputs[0]
+    vocabulary = Vocabulary.load(str(TARGET), VOCAB_SIZE, (EOS,))
+    backend = make_backend("llguidance", vocabulary)
+    session = backend.load(constraint, backend.compile(constraint)).session()
+    has_no_choice = []
+    for token_id in output.token_ids:
+        has_no_choice.append(len(allowed_tokens(session, vocabulary)) == 1)
+        assert session.accept(token_id)
+    assert [entry.origin == "forced" for entry in output.logprobs] == has_no_choice
+    assert {entry.origin for entry in output.logprobs} == {"", "forced"}
+    body = {"model": server.model, "messages": list(sample.messages), "temperature": 0, "response_format": schema}
+    _, _, answer = server.post("/v1/chat/completions", {**body, "logprobs": True, "return_token_origins": True})
+    entries = answer["choices"][0]["logprobs"]["content"]
+    assert [entry["bytes"] for entry in entries] == [list(vocabulary.tokens[each]) for each in output.token_ids]
+    origins = [entry["origin"] for entry in entries]
+    assert set(origins) <= {"model", "forced", "ngram", "draft"}
+    assert all(origin == "forced" for origin, forced in zip(origins, has_no_choice, strict=True) if forced)
+    accepted = answer["usage"]["completion_tokens_details"]["accepted_prediction_tokens"]
+    assert 0 < accepted <= len(origins) - origins.count("model")
+    _, _, without = server.post("/v1/chat/completions", {**body, "logprobs": True})
+    assert all("origin" not in entry for entry in without["choices"][0]["logprobs"]["content"])
+    status, _, refused = server.post("/v1/chat/completions", {**body, "return_token_origins": True})
+    assert (status, refused["error"]["param"]) == (400, "return_token_origins")

@@ -101,16 +101,20 @@ class Stream:
             with urllib.request.urlopen(request, timeout=PATIENCE_S) as response:
                 for line in response:
                     if line.startswith(b"data: {"):
-                        self._add(json.loads(line.removeprefix(b"data: ")))
+                        self.add(json.loads(line.removeprefix(b"data: ")))
             if not self.is_complete:
                 self.error = self.error or "it broke off"
         except Exception as error:
             self.error = repr(error)
 
-    def _add(self, event: dict[str, Any]) -> None:
+    def add(self, event: dict[str, Any]) -> None:
+        """Adds an event of any of the APIs."""
         self.times.append(time.monotonic())
         if "error" in event:
             self.error = event["error"]["message"]
+            return
+        if "choices" not in event:
+            self._add_typed(event)
             return
         if event.get("usage"):
             self.num_tokens = event["usage"]["completion_tokens"]
@@ -124,6 +128,20 @@ class Stream:
             self.logprobs += (choice.get("logprobs") or {}).get("tokens") or []
             if choice["finish_reason"]:
                 self.finish[index] = choice["finish_reason"]
+
+    def _add_typed(self, event: dict[str, Any]) -> None:
+        """Adds an event of /v1/responses or /v1/messages."""
+        kind, delta = event["type"], event.get("delta", "")
+        if isinstance(delta, dict):
+            delta = delta.get("text") or delta.get("thinking") or delta.get("partial_json") or ""
+        if kind.endswith("delta"):
+            self.texts[0] = self.texts.get(0, "") + delta
+        if kind in ("response.completed", "response.incomplete"):
+            self.num_tokens = event["response"]["usage"]["output_tokens"]
+            self.finish[0] = event["response"]["status"]
+        if kind == "message_delta":
+            self.num_tokens = event["usage"]["output_tokens"]
+            self.finish[0] = event["delta"]["stop_reason"]
 
 
 class Streams:

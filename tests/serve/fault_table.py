@@ -6,6 +6,7 @@ A row of the table is a test, which calls `hold`; `make prove` repeats each row 
 from __future__ import annotations
 
 import contextlib
+import random
 import statistics
 import threading
 import time
@@ -17,7 +18,8 @@ import psutil
 
 from tests.conftest import PROVE
 from tests.patience import PATIENCE_S, wait_until
-from tests.serve.fault_streams import ENGINE, INGRESS, RANK, Application, Setup, Stream, Streams
+from tests.serve.fault_streams import ENGINE, GRAMMAR_ACTOR, INGRESS, RANK, Application, Setup, Stream, Streams
+from tests.serve.resuming_client import History, ResumingClient, Verdict, as_stream, check, read_all
 
 NUM_REPETITIONS = 20 if PROVE else 1
 MOST_TRIES = 5
@@ -201,6 +203,72 @@ def kill_ingress(application: Application) -> list[Stream]:
     for stream, earlier in zip(found, first.streams, strict=True):
         stream.times[:0] = earlier.times
     return found
+
+
+def resume_after(*victims: Victims) -> Act:
+    """Kills processes under streams that can be resumed. Their clients read on."""
+
+    def act(application: Application) -> list[Stream]:
+        found = [process for find in victims for process in find(application)]
+        clients = [ResumingClient([application.port], *asked, seed) for seed, asked in enumerate(application.requests)]
+        killer = threading.Thread(target=_kill_under, args=[clients, found])
+        killer.start()
+        histories = read_all(clients, lambda _: 1 << 30)
+        killer.join()
+        streams = [as_stream(history) for history in histories]
+        verdict = check(histories, streams)
+        assert verdict.is_good, [*verdict.lost, *verdict.twice]
+        return streams
+
+    return act
+
+
+def _kill_under(clients: list[ResumingClient], victims: list[psutil.Process]) -> None:
+    wait_until(lambda: all(len(client.history.events) >= NUM_EVENTS for client in clients))
+    for victim in victims:
+        victim.kill()
+
+
+class Disturbance(NamedTuple):
+    """What came of streams under random faults."""
+
+    verdict: Verdict
+    num_faults: dict[str, int]
+
+
+def disturb(
+    application: Application, setup: Setup, undisturbed: list[Stream], num_clients: int, seconds: float
+) -> Disturbance:
+    """Kills something at random every few seconds under `num_clients` clients, whose connections break at random too.
+    The next fault waits until the application has recovered from the one before.
+    """
+    chooser, until = random.Random(1), time.monotonic() + seconds
+    titles = {"ingress": INGRESS, "engine": ENGINE, "grammar actor": GRAMMAR_ACTOR}
+    num_faults = dict.fromkeys(titles, 0)
+    histories: list[list[History]] = [[] for _ in range(num_clients)]
+
+    def keep_reading(number: int) -> None:
+        request = application.requests[number % len(application.requests)]
+        while time.monotonic() < until:
+            client = ResumingClient([application.port], *request, number + 1000 * len(histories[number]))
+            histories[number].append(client.read(lambda each: each.randrange(1, 400)))
+
+    threads = [threading.Thread(target=keep_reading, args=[number]) for number in range(num_clients)]
+    for thread in threads:
+        thread.start()
+    while time.monotonic() < until:
+        time.sleep(chooser.uniform(1, 5))
+        application.until_running(setup.num_engines, setup.num_ingresses)
+        name = chooser.choice(list(titles))
+        victims = application.processes(titles[name])
+        if victims:
+            chooser.choice(victims).kill()
+            num_faults[name] += 1
+    for thread in threads:
+        thread.join()
+    application.until_running(setup.num_engines, setup.num_ingresses)
+    expected = [undisturbed[number % len(undisturbed)] for number, read in enumerate(histories) for _ in read]
+    return Disturbance(check([history for read in histories for history in read], expected), num_faults)
 
 
 def undisturbed_streams(application: Application) -> list[Stream]:

@@ -6,6 +6,7 @@ ends as if nothing had. What may happen to nodes is in `tests/serve/test_node_fa
 from __future__ import annotations
 
 import concurrent.futures
+import os
 import subprocess
 from collections.abc import Callable, Iterator
 
@@ -20,6 +21,7 @@ from tests.serve.fault_table import (
     ANOTHER_S,
     Row,
     deploy,
+    disturb,
     grammar_workers_replaced,
     hang,
     hold,
@@ -29,6 +31,7 @@ from tests.serve.fault_table import (
     poison,
     rank,
     rank_rebuilds,
+    resume_after,
     started,
     undisturbed_streams,
 )
@@ -37,6 +40,9 @@ from tests.telemetry.test_metrics import Series, series
 from tests.workers.test_shared_weights import files, needs_shared_weights
 
 pytestmark = pytest.mark.timeout(3600)
+
+HISTORY_S = float(os.environ.get("MANTA_HISTORY_S", "1200"))
+"""Seconds of random faults under 64 clients."""
 
 
 @pytest.fixture(scope="module")
@@ -63,6 +69,7 @@ TWO, ONE, STANDBY = Setup(), Setup(num_engines=1), Setup(num_engines=1, num_stan
 RANKS = Setup(num_engines=1, options={"tensor_parallel_size": 2})
 RANKS_STANDBY = msgspec.structs.replace(RANKS, num_standbys=1)
 ACTORS = Setup(num_engines=1, options={"grammar_pool": {"form": "actors"}})
+PAIRS = Setup(num_ingresses=2, options={"grammar_pool": {"form": "actors"}})
 ENGINES, FIRST = named(ENGINE), named(ENGINE, slice(1))
 
 ROWS = {
@@ -70,6 +77,9 @@ ROWS = {
     "one of two hangs": Row(TWO, hang(FIRST), ANOTHER_S),
     "one of two is told to go": Row(TWO, deploy(ONE), ANOTHER_S),
     "the only one is killed": Row(ONE, kill(ENGINES)),
+    "an ingress is killed, and clients read on": Row(
+        PAIRS, resume_after(named(INGRESS, slice(1))), witness=started(INGRESS)
+    ),
 }
 LONG_ROWS = {
     "both are killed": Row(TWO, kill(ENGINES)),
@@ -152,6 +162,20 @@ def test_every_stream_ends_as_without_the_fault(
     application: Application, undisturbed: list[Stream], name: str, record_property: Callable[[str, object], None]
 ) -> None:
     hold((ROWS | LONG_ROWS)[name], application, undisturbed, record_property)
+
+
+@pytest.mark.prove
+def test_64_clients_get_every_byte_once_for_20_minutes_of_random_faults(
+    application: Application, undisturbed: list[Stream], record_property: Callable[[str, object], None]
+) -> None:
+    application.deploy(PAIRS)
+    verdict, num_faults = disturb(application, PAIRS, undisturbed, 64, HISTORY_S)
+    p50_s, p99_s = (verdict.pauses_s[int(share * len(verdict.pauses_s))] for share in (0.5, 0.99))
+    record_property("faults", num_faults)
+    record_property("streams, events, bytes", f"{verdict.num_streams}, {verdict.num_events}, {verdict.num_bytes}")
+    record_property("lost, twice, different", f"{len(verdict.lost)}, {len(verdict.twice)}, {len(verdict.different)}")
+    record_property("pause p50, p99, max, s", f"{p50_s:.4f}, {p99_s:.3f}, {verdict.pauses_s[-1]:.1f}")
+    assert verdict.is_good, "\n".join([*verdict.lost, *verdict.twice, *verdict.different])
 
 
 def test_any_ingress_shows_what_all_of_them_counted(application: Application) -> None:

@@ -15,7 +15,7 @@ void manta_rope_and_cache(int, void*, const float*, const int64_t*, const int64_
                           const void*, int, int, int, int, float);
 void manta_paged_attention(int, const void*, int64_t, const void*, const void*, void*, const int32_t*, const int32_t*,
                            const int32_t*, const int32_t*, const int32_t*, const int32_t*, int, int, int, int, int, int,
-                           int, int, float);
+                           int, int, float, int);
 int manta_attention_layout(int);
 int manta_linear_layout(int);
 void manta_pack_linear(int, const void*, void*, int, int, int);

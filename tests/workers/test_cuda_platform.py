@@ -45,7 +45,7 @@ NUM_TOKENS = 12 if THOROUGH else 3
 def make_llm(monkeypatch: pytest.MonkeyPatch, model: str, **options: Any) -> LLM:
     """Over the CUDA platform, on whichever device Triton's kernels run here."""
     with monkeypatch.context() as patch:
-        patch.setattr(torch_worker, "choose_platform", lambda device, num_threads: CudaPlatform(DEVICE))
+        patch.setattr(torch_worker, "choose_platform", lambda *arguments: CudaPlatform(DEVICE))
         if not THOROUGH:
             patch.setattr(graphs, "MIXED_TOKENS", (12,))  # the interpreter takes its time for rows that pad
         limits = {"kv_cache_bytes": 1 << 20, "max_num_batched_tokens": 32, "max_model_len": 96, "max_num_sequences": 2}
@@ -354,7 +354,7 @@ def generate_as_rank(rank: int, address: str, folder: str) -> tuple[list[int], i
 
     launch.GraphCapture.capture = counted  # type: ignore[method-assign]
     cuda.NcclGroup = lambda rank, num_ranks, address, device: GlooGroup(rank, num_ranks, address)  # type: ignore
-    torch_worker.choose_platform = lambda device, num_threads: CudaPlatform(DEVICE)  # type: ignore[assignment]
+    torch_worker.choose_platform = lambda *arguments: CudaPlatform(DEVICE)  # type: ignore[assignment]
     limits = {"max_model_len": 32, "block_size": 32, "kv_cache_bytes": 1 << 18, "max_num_sequences": 1}
     options = ModelOptions(
         model=folder, dtype="float32", device="cuda", tensor_parallel_size=2, max_num_batched_tokens=32, **limits

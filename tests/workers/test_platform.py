@@ -169,7 +169,7 @@ def no_cpu_kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 def run(platform: OtherPlatform, family: str, monkeypatch: pytest.MonkeyPatch, **options) -> None:
     """Greedy tokens of a small batch are transformers' own; seeded ones, log-probabilities and penalties are drawn."""
-    monkeypatch.setattr(torch_worker, "choose_platform", lambda device, num_threads: platform)
+    monkeypatch.setattr(torch_worker, "choose_platform", lambda *arguments: platform)
     folder = checkpoint(family)
     llm = LLM(str(folder), kv_cache_bytes=1 << 22, **options)
     assert llm.engine.model.platform == "other"

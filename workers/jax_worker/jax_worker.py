@@ -19,6 +19,7 @@ from structured.masks import MaskBatch
 from workers import host
 from workers.checkpoints.memory import plan_max_model_len, weight_bytes
 from workers.checkpoints.model_folder import resolve_model_folder
+from workers.exact import check_exact
 from workers.jax_worker.draft_runner import JaxDraftRunner
 from workers.jax_worker.mesh import is_tpu, open_mesh
 from workers.jax_worker.model_state import Limits, ModelState
@@ -57,6 +58,7 @@ class JaxWorker:
         draft_folder: pathlib.Path | None = None,
     ) -> None:
         check_weights(config.weights, "tpu")
+        check_exact(config, "tpu")
         phases = Phases()
         draws, num_hosts = place.rank == 0, config.num_ranks
         keep_compiled_programs()

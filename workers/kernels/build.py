@@ -25,8 +25,9 @@ import tempfile
 from workers.cache_folder import cache_folder
 from workers.kernels import processor
 
-FLAGS = ("-O3", "-fno-math-errno", "-fno-trapping-math", "-ffp-contract=fast", "-std=c++17", "-fPIC", "-pthread", "-w")
-# Not -ffast-math: infinities mark masked logits and NaN marks a failed row, and linking with it would flush denormals
+FLAGS = ("-O3", "-fno-math-errno", "-fno-trapping-math", "-ffp-contract=off", "-std=c++17", "-fPIC", "-pthread", "-w")
+# Not -ffast-math: infinities mark masked logits and NaN marks a failed row, and linking with it would flush denormals.
+# No contraction: whether a compiler fuses a product with a sum would show in the last bit (`simd.h`).
 
 REMEDY = f"install one: apt install g++, or {shlex.quote(sys.executable)} -m pip install ziglang"
 SOURCES = pathlib.Path(__file__).parent / "native"

@@ -39,7 +39,7 @@ def _library() -> ctypes.CDLL | None:
         "manta_rms_norm": [c_int, c_void_p, c_void_p, c_void_p, c_void_p, c_int, c_int, c_float],
         "manta_silu_and_mul": [c_int, c_void_p, c_void_p, c_int, c_int],
         "manta_rope_and_cache": [c_int, *[c_void_p] * 8, *[c_int] * 4, c_float],
-        "manta_paged_attention": [c_int, c_void_p, c_int64, *[c_void_p] * 9, *[c_int] * 8, c_float],
+        "manta_paged_attention": [c_int, c_void_p, c_int64, *[c_void_p] * 9, *[c_int] * 8, c_float, c_int],
     }
     for name, argtypes in signatures.items():
         function = getattr(library, name)
@@ -125,7 +125,11 @@ def paged_attention(
     metadata: AttentionMetadata,
     heads: HeadShape,
     sliding_window: int | None = None,
+    exact: bool = False,
 ) -> torch.Tensor:
+    """With `exact` the compiled kernels give the same bits on every processor. Where they multiply bfloat16 by
+    instructions for it, they then widen keys and values to float32 instead.
+    """
     library = _library()
     if library is None or heads.head_dim % HEAD_DIM_MULTIPLE:
         return reference.paged_attention(qkv, k_cache, v_cache, metadata, heads, sliding_window)
@@ -155,5 +159,6 @@ def paged_attention(
         heads.head_dim,
         NO_WINDOW if sliding_window is None else sliding_window,
         heads.scale,
+        exact,
     )
     return output

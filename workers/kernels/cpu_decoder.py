@@ -25,7 +25,7 @@ from workers.kernels.weights import DecoderWeights, Linear, max_mlp_rows
 from workers.models.model_config import ModelConfig
 
 _Linear = structure("_Linear", "run state")
-_Shape = structure("_Shape", "", "dtype hidden num_heads num_kv_heads head_dim", "eps scale")
+_Shape = structure("_Shape", "", "dtype hidden num_heads num_kv_heads head_dim exact", "eps scale")
 _Step = structure(
     "_Step",
     "positions slots query_start context_lens block_tables group_start members prefix_lens cos_sin",
@@ -109,12 +109,12 @@ class FusedLayers:
     those of several kinds and precisions go together.
     """
 
-    def __init__(self, weights: DecoderWeights, config: ModelConfig) -> None:
+    def __init__(self, weights: DecoderWeights, config: ModelConfig, exact: bool) -> None:
         self._weights = weights  # their memory is pointed to
         self._dtype = weights.dtype
         self._mlp_rows = max_mlp_rows(config, self._dtype)
         heads, hidden = config.heads, config.hidden_size
-        self._shape = _Shape(DTYPES[self._dtype], hidden, *heads[:3], config.rms_norm_eps, heads.scale)
+        self._shape = _Shape(DTYPES[self._dtype], hidden, *heads[:3], exact, config.rms_norm_eps, heads.scale)
         qkv_width = (heads.num_heads + 2 * heads.num_kv_heads) * heads.head_dim
         attended_width = heads.num_heads * heads.head_dim
         self._widths = (hidden, qkv_width, attended_width, config.intermediate_size)
@@ -217,11 +217,13 @@ class FusedLayers:
         return _Buffers(*addresses, mlp_rows), memory
 
 
-def compile_decoder(weights: DecoderWeights, config: ModelConfig) -> FusedLayers | None:
-    """None if there are no kernels, or if they do not support the dtype or the size of the heads."""
+def compile_decoder(weights: DecoderWeights, config: ModelConfig, exact: bool = False) -> FusedLayers | None:
+    """None if there are no kernels, or if they do not support the dtype or the size of the heads. `exact` is that of
+    `cpu.paged_attention`.
+    """
     if _library() is None or weights.dtype not in DTYPES or config.head_dim % HEAD_DIM_MULTIPLE:
         return None
-    return FusedLayers(weights, config)
+    return FusedLayers(weights, config, exact)
 
 
 def _address(tensor: torch.Tensor | None) -> int | None:

@@ -141,10 +141,10 @@ class Platform(Protocol):
         ...
 
 
-def choose_platform(device: str, num_threads: int | None) -> Platform:
+def choose_platform(device: str, num_threads: int | None, exact: bool = False) -> Platform:
     """Returns the platform for `auto`, `cpu` or `cuda`. `auto` takes a CUDA GPU if there is one, else the CPU.
 
-    Raises `ModelError` if the device is missing.
+    With `exact` the CPU's kernels give the same bits on every processor. Raises `ModelError` if the device is missing.
     """
     import torch
 
@@ -155,7 +155,7 @@ def choose_platform(device: str, num_threads: int | None) -> Platform:
         return CudaPlatform(torch.device("cuda", torch.cuda.current_device()))
     from workers.platforms.cpu import CpuPlatform
 
-    return CpuPlatform(num_threads)
+    return CpuPlatform(num_threads, exact)
 
 
 def check_cuda() -> None:

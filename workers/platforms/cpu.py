@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator
 
 import torch
@@ -21,9 +22,18 @@ from workers.platforms.cpu_group import CpuGroup
 from workers.platforms.cpu_linears import CpuSharedLinears, make_linear
 
 
+class _ExactKernels:
+    """The kernels with attention that gives the same bits on every processor. The others do in any case."""
+
+    rms_norm = staticmethod(cpu.rms_norm)
+    add_rms_norm = staticmethod(cpu.add_rms_norm)
+    silu_and_mul = staticmethod(cpu.silu_and_mul)
+    rope_and_cache = staticmethod(cpu.rope_and_cache)
+    paged_attention = staticmethod(functools.partial(cpu.paged_attention, exact=True))
+
+
 class CpuPlatform:
     name = "cpu"
-    kernels: Kernels = cpu
     sampler: SamplerKernels = cpu_sampler
     make_linear = staticmethod(make_linear)
     build_metadata = staticmethod(AttentionMetadata.build)
@@ -34,7 +44,9 @@ class CpuPlatform:
     keeps_integers = True
     splits_mlp = True
 
-    def __init__(self, num_threads: int | None) -> None:
+    def __init__(self, num_threads: int | None, exact: bool = False) -> None:
+        self.kernels: Kernels = _ExactKernels() if exact else cpu
+        self._exact = exact
         self.device = torch.device("cpu")
         # Ray sets OMP_NUM_THREADS to an actor's num_cpus, by default 1, which would leave the other cores idle.
         num_threads = num_threads or host.num_cores()
@@ -51,7 +63,7 @@ class CpuPlatform:
             yield None if weights is None else CpuSharedLinears(weights)
 
     def compile_decoder(self, weights: DecoderWeights, config: ModelConfig, run_layers: Forward) -> Forward | None:
-        return cpu_decoder.compile_decoder(weights, config)
+        return cpu_decoder.compile_decoder(weights, config, self._exact)
 
     def record_decodes(
         self, model: Model, kv_caches: KVCaches, limits: DecodeLimits, agree: Callable[[int], int] = int

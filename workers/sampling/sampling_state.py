@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from decimal import Decimal
 
 import numpy as np
 
@@ -279,7 +280,8 @@ class SamplingState:
         row["top_k"] = 0 if params.top_k >= self.vocab_size else max(params.top_k, 0)
         row["inverse_temperature"] = 1 / params.temperature if params.temperature >= GREEDY_TEMPERATURE else 0.0
         row["top_p"] = params.top_p
-        row["log_min_p"] = math.log(params.min_p) if params.min_p > 0 else -math.inf
+        # By `decimal`, which has the same digits on every machine
+        row["log_min_p"] = float(Decimal(params.min_p).ln()) if params.min_p > 0 else -math.inf
         row["repetition_penalty"] = params.repetition_penalty
         row["presence_penalty"] = params.presence_penalty
         row["frequency_penalty"] = params.frequency_penalty

@@ -19,6 +19,7 @@ from structured.logits_processors import LogitsProcessorFactory, LogitsProcessor
 from structured.masks import MaskBatch
 from workers.checkpoints.memory import plan_kv_cache, plan_max_model_len, weight_bytes
 from workers.checkpoints.model_folder import load_model_config, resolve_model_folder
+from workers.exact import check_exact
 from workers.kept_weights import check_weights, describe_kept
 from workers.kernels.model_protocol import LoadedModel
 from workers.kernels.protocol import DecodeLimits
@@ -62,10 +63,11 @@ class TorchWorker:
         rank, num_ranks = place.rank, config.tensor_parallel_size
         phases = Phases()
         self.processors = LogitsProcessorRegistry(config.logits_processors if rank == 0 else {})
-        platform = choose_platform(config.device, config.num_threads)
+        platform = choose_platform(config.device, config.num_threads, config.exact)
         check_weights(config.weights, platform.name)
         folder = resolve_model_folder(config.model)
         model_config = load_model_config(folder)
+        check_exact(config, platform.name, model_config, platform.advice)
         draft_config = None if draft_folder is None else load_model_config(draft_folder)
         share = shard_config(model_config, num_ranks)
         dtype = platform.resolve_dtype(config.dtype, model_config.dtype)

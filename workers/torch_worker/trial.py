@@ -45,6 +45,7 @@ class Trial(msgspec.Struct, frozen=True, kw_only=True):
     device: str
     num_threads: int | None
     weights: str
+    exact: bool
     block_size: int
 
 
@@ -96,7 +97,7 @@ def _run(trial: Trial) -> TrialResult:
     from workers.torch_worker.model_runner import ModelRunner
 
     config = load_model_config(trial.folder).first_layers(1)
-    platform = choose_platform(trial.device, trial.num_threads)
+    platform = choose_platform(trial.device, trial.num_threads, trial.exact)
     dtype = platform.torch_dtype(trial.dtype)
     model = load_model(trial.folder, config, trial.dtype, platform, whole=False, weights=trial.weights)
     prompt_len = max(1, min(PROMPT_TOKENS, config.max_position_embeddings - DECODE_STEPS - 1))

@@ -21,7 +21,9 @@ from cluster.http.app import no_cluster, no_other_metrics
 from cluster.http.endpoints import generation
 from cluster.http.exchange.codec import EVENTS, StreamForm, decode
 from cluster.http.exchange.engines import Engines, Generation
+from cluster.http.exchange.identity import Identity
 from cluster.http.exchange.metrics import Metrics
+from cluster.http.exchange.recordings import Replay, Resumable
 from cluster.http.exchange.state import AppState
 from cluster.protocol.api_errors import ApiError, api_error
 from cluster.protocol.requests import ChatCompletionRequest, CompletionRequest
@@ -92,6 +94,10 @@ class LineExchange:
         self.remaining_s = timeout_s
         self.headers: dict[str, str] = {}
         self.headers_out: list[tuple[bytes, bytes]] = []
+        self.identity = Identity()
+        self.resumable: Resumable | None = None
+        self.replay: Replay | None = None
+        self.route = ""
         self.answer = b""
 
     def hand_over(self) -> None:

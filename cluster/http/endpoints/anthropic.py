@@ -7,7 +7,6 @@ fields and in its shape of errors.
 from __future__ import annotations
 
 import json
-import secrets
 from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
@@ -20,6 +19,7 @@ from cluster.http.endpoints import generation
 from cluster.http.exchange.codec import NAMED_EVENTS, encode
 from cluster.http.exchange.engines import Event, Generation
 from cluster.http.exchange.exchange import Exchange
+from cluster.http.exchange.identity import Identity
 from cluster.http.exchange.prompts import encode as encode_prompt
 from cluster.http.exchange.state import AppState
 from cluster.protocol.anthropic import (
@@ -75,9 +75,9 @@ def error_body(error: ApiError) -> bytes:
 
 async def messages(state: AppState, exchange: Exchange, body: MessagesRequest) -> None:
     def answer_with(
-        request: Any, answer_id: str, model: str, tokenizer: Any, plan: ChatPlan, prompt: list[int]
+        request: Any, identity: Identity, model: str, tokenizer: Any, plan: ChatPlan, prompt: list[int]
     ) -> MessagesAnswer:
-        return MessagesAnswer(model, plan, len(prompt))
+        return MessagesAnswer(identity, model, plan, len(prompt))
 
     try:
         await generation.chat(state, exchange, body.as_openai(), answer_with)
@@ -104,10 +104,10 @@ class MessagesAnswer:
 
     form = NAMED_EVENTS
 
-    def __init__(self, model: str, plan: ChatPlan, num_prompt_tokens: int) -> None:
-        self._id = f"msg_{secrets.token_hex(12)}"
+    def __init__(self, identity: Identity, model: str, plan: ChatPlan, num_prompt_tokens: int) -> None:
+        self._id = identity.new_id("msg_")
         self._model = model
-        self._reader = ChatReader(plan)
+        self._reader = ChatReader(plan, identity.source)
         self._num_prompt_tokens = num_prompt_tokens
 
     async def whole(self, generation: Generation) -> bytes:

@@ -17,6 +17,7 @@ from cluster.http.exchange.answers import Answer, ChatAnswer, CompletionAnswer
 from cluster.http.exchange.engines import GenerationRequest
 from cluster.http.exchange.exchange import GenerationExchange
 from cluster.http.exchange.prompts import aside, encode, encode_all, num_kept_tokens
+from cluster.http.exchange.recording import check_resumable, record
 from cluster.http.exchange.state import AppState
 from cluster.protocol.body_limits import check_counts, check_echo, check_num_logprobs
 from cluster.protocol.constraint_refusals import in_words
@@ -52,7 +53,7 @@ async def chat(
     prompt = await encode(state.tokenizer, plan.prompt, False, model.max_model_len, "messages", kept)
     check_num_logprobs(state.config.body, plan.params, [prompt], model.max_model_len, bool(request.stream))
     params = await _with_prediction(state, request, plan.params, model.max_model_len)
-    answer = answer_with(request, _new_id("chatcmpl"), state.model_name, state.tokenizer, plan, prompt)
+    answer = answer_with(request, exchange.identity, state.model_name, state.tokenizer, plan, prompt)
     await generate(state, exchange, [prompt], params, request, answer, plan.shown_ids, plan.not_enforced)
 
 
@@ -81,7 +82,7 @@ async def completions(state: AppState, exchange: GenerationExchange, request: Co
     prompts = await encode_all(state.tokenizer, given, adds, model.max_model_len, "prompt", kept)
     given = given if kept is None else [*prompts]  # echo repeats what was used
     check_num_logprobs(state.config.body, params, prompts, model.max_model_len, bool(request.stream))
-    answer = CompletionAnswer(request, _new_id("cmpl"), state.model_name, state.tokenizer, given, prompts)
+    answer = CompletionAnswer(request, exchange.identity, state.model_name, state.tokenizer, given, prompts)
     await generate(state, exchange, prompts, params, request, answer)
 
 
@@ -119,31 +120,22 @@ async def generate(
     included. Raises `ServingError` naming the field of `request` if the engine refuses one of `params`.
     """
     try:
-        params = await _enforceable(state, exchange, params, not_carried)
-        chats = isinstance(request, ChatCompletionRequest)
-        if exchange.span is not None:
-            name, stream = state.model_name, bool(request.stream)
-            exchange.span.set_attributes(generation_attributes(name, params, chat=chats, stream=stream))
-        exchange.admit(sum(map(len, prompts)))
-        generation = state.engines.submit(
-            GenerationRequest(
-                request_id=f"{exchange.request_id}-{secrets.token_hex(4)}",
-                prompts=prompts,
-                params=params,
-                timeout_s=exchange.remaining_s,
-                chat=chats,
-                shown_ids=shown_ids,
-                priority=request.priority,
-                client=exchange.sharer,
-                weight=state.config.client_weights.get(exchange.sharer, 1.0),
-                session=_session(exchange),
-                traceparent=exchange.traceparent,
-                cache_root=state.prefix_scope.root(exchange.owner, request.cache_salt),
-            )
-        )
+        replay = exchange.replay
+        if replay is not None:
+            generation = state.streams.read(replay.recording)
+        else:
+            params = await _enforceable(state, exchange, params, not_carried)
+            check_resumable(exchange, bool(request.stream), answer.form)
+            asked = _engines_request(state, exchange, prompts, params, request, shown_ids)
+            if exchange.span is not None:
+                stream, chats = bool(request.stream), asked.chat
+                exchange.span.set_attributes(generation_attributes(state.model_name, params, chat=chats, stream=stream))
+            exchange.admit(sum(map(len, prompts)))
+            recorded = exchange.resumable
+            generation = state.engines.submit(asked) if recorded is None else record(state, exchange, recorded, asked)
         exchange.hand_over()
         try:
-            if request.stream:
+            if request.stream if replay is None else replay.streams:
                 await exchange.stream(answer.stream(generation), generation, answer.form)
             else:
                 await exchange.send_json(await answer.whole(generation))
@@ -161,6 +153,30 @@ async def generate(
             message = in_words(field, message)
         message = f"{field}{message}" if message != error.message else f"{field}: {message}"
         raise type(error)(message, field, error.code) from error
+
+
+def _engines_request(
+    state: AppState,
+    exchange: GenerationExchange,
+    prompts: list[list[int]],
+    params: SamplingParams,
+    request: ChatCompletionRequest | CompletionRequest,
+    shown_ids: frozenset[int],
+) -> GenerationRequest:
+    return GenerationRequest(
+        request_id=f"{exchange.request_id}-{secrets.token_hex(4)}",
+        prompts=prompts,
+        params=params,
+        timeout_s=exchange.remaining_s,
+        chat=isinstance(request, ChatCompletionRequest),
+        shown_ids=shown_ids,
+        priority=request.priority,
+        client=exchange.sharer,
+        weight=state.config.client_weights.get(exchange.sharer, 1.0),
+        session=_session(exchange),
+        traceparent=exchange.traceparent,
+        cache_root=state.prefix_scope.root(exchange.owner, request.cache_salt),
+    )
 
 
 async def _field_at_fault(
@@ -211,7 +227,3 @@ def _header_value(names: list[str]) -> bytes:
     """Returns a list as a header value: ASCII without control characters, cut at `MAX_HEADER_CHARACTERS`."""
     value = ", ".join(name.encode("unicode_escape").decode() for name in names)
     return (value if len(value) <= MAX_HEADER_CHARACTERS else f"{value[:MAX_HEADER_CHARACTERS]} ...").encode()
-
-
-def _new_id(prefix: str) -> str:
-    return f"{prefix}-{secrets.token_hex(12)}"

@@ -68,7 +68,7 @@ async def generate(state: AppState, exchange: Exchange, body: OllamaGenerateRequ
 
 
 async def _chat(state: AppState, exchange: Exchange, body: Any, request: Any, write: Write) -> None:
-    def answer_with(_: Any, answer_id: str, model: str, tokenizer: Any, plan: ChatPlan, prompt: Any) -> OllamaAnswer:
+    def answer_with(_: Any, identity: Any, model: str, tokenizer: Any, plan: ChatPlan, prompt: Any) -> OllamaAnswer:
         return OllamaAnswer(body.model, plan, write)
 
     try:

@@ -1,7 +1,7 @@
-"""`GET /` and `GET /docs`: the pages that a browser, or a client of the bare address, sees first.
+"""`GET /` and `GET /docs`: what a browser, or a client of the bare address, sees first.
 
-Both are derived from the route table and the OpenAPI document, and load nothing from elsewhere. Links and paths include
-the application's prefix if a proxy in front serves it below one.
+A browser gets the playground at `/`. The rest is derived from the route table and the OpenAPI document, and loads
+nothing from elsewhere. Links and paths include the application's prefix if a proxy in front serves it below one.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from typing import Any
 
 import msgspec
 
+from cluster.http.endpoints.playground import send_playground
 from cluster.http.exchange.example import curl
 from cluster.http.exchange.exchange import Exchange
 from cluster.http.exchange.state import AppState
@@ -34,17 +35,10 @@ class Home(msgspec.Struct, kw_only=True):
 
 
 async def home(state: AppState, exchange: Exchange, _: None) -> Home | None:
-    """Returns JSON, or sends a page to a client that accepts HTML."""
-    page, root = _home(state, exchange), html.escape(exchange.root_path)
+    """Returns JSON, or sends the playground to a client that accepts HTML."""
     if "text/html" not in exchange.headers.get("accept", ""):
-        return page
-    what = f"serves <b>{html.escape(page.model)}</b>" if page.model else "is running; it asks for an API key"
-    links = "".join(
-        f'<li><a href="{path}">{path}</a>'
-        for path in (f"{root}/{name}" for name in ("docs", "openapi.json", "health", "status", "metrics"))
-    )
-    body = f"<p>Manta {html.escape(page.version)} {what}.</p><pre>{html.escape(page.example)}</pre><ul>{links}</ul>"
-    await _send_page(exchange, "Manta", body)
+        return _home(state, exchange)
+    await send_playground(exchange)
     return None
 
 

@@ -6,8 +6,6 @@ API's fields.
 
 from __future__ import annotations
 
-import secrets
-import time
 from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
@@ -19,6 +17,7 @@ from cluster.http.endpoints import generation
 from cluster.http.exchange.codec import NAMED_EVENTS, encode
 from cluster.http.exchange.engines import Event, Generation
 from cluster.http.exchange.exchange import Exchange
+from cluster.http.exchange.identity import Identity
 from cluster.http.exchange.state import AppState
 from cluster.protocol.responses import ChatDelta
 from cluster.protocol.responses_api import (
@@ -40,9 +39,9 @@ from cluster.protocol.translated import renamed
 
 async def create(state: AppState, exchange: Exchange, body: ResponsesRequest) -> None:
     def answer_with(
-        request: Any, answer_id: str, model: str, tokenizer: Any, plan: ChatPlan, prompt: list[int]
+        request: Any, identity: Identity, model: str, tokenizer: Any, plan: ChatPlan, prompt: list[int]
     ) -> ResponsesAnswer:
-        return ResponsesAnswer(body, model, plan)
+        return ResponsesAnswer(body, identity, model, plan)
 
     try:
         await generation.chat(state, exchange, body.as_openai(), answer_with)
@@ -55,15 +54,15 @@ class ResponsesAnswer:
 
     form = NAMED_EVENTS
 
-    def __init__(self, body: ResponsesRequest, model: str, plan: ChatPlan) -> None:
-        self._reader = ChatReader(plan)
-        self._items = ItemWriter()
+    def __init__(self, body: ResponsesRequest, identity: Identity, model: str, plan: ChatPlan) -> None:
+        self._reader = ChatReader(plan, identity.source)
+        self._items = ItemWriter(identity)
         self._num_events = 0
         self._num_reasoning_tokens = 0
         params = plan.params
         self._response = ResponseObject(
-            id=f"resp_{secrets.token_hex(16)}",
-            created_at=int(time.time()),
+            id=identity.new_id("resp_", 16),
+            created_at=identity.created,
             model=model,
             instructions=body.instructions,
             max_output_tokens=body.max_output_tokens,
@@ -117,7 +116,7 @@ class ResponsesAnswer:
         response = self._response
         response.output = self._items.items
         response.status = _status(last)
-        response.completed_at = int(time.time())
+        response.completed_at = generation.ended_at
         if response.status == "incomplete":
             response.incomplete_details = {"reason": "max_output_tokens"}
         response.usage = ResponsesUsage(
@@ -144,7 +143,8 @@ class ItemWriter:
     Its methods return events, each a name and its fields, and put the same into `items`.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, identity: Identity) -> None:
+        self._identity = identity
         self.items: list[OutputItem] = []
         self.open: OutputItem | None = None
         self._text: list[str] = []
@@ -153,15 +153,17 @@ class ItemWriter:
     def write(self, delta: ChatDelta) -> Iterator[tuple[str, dict[str, Any]]]:
         if delta.reasoning_content:
             if not isinstance(self.open, ReasoningItem):
-                yield from self._add(ReasoningItem(id=_new_id("rs")), ReasoningText(""))
+                yield from self._add(ReasoningItem(id=self._new_id("rs")), ReasoningText(""))
             yield self._grow("response.reasoning_text.delta", delta.reasoning_content)
         if delta.content:
             if not isinstance(self.open, MessageItem):
-                yield from self._add(MessageItem(id=_new_id("msg")), OutputText(""))
+                yield from self._add(MessageItem(id=self._new_id("msg")), OutputText(""))
             yield self._grow("response.output_text.delta", delta.content, logprobs=[])
         for call in delta.tool_calls or []:
             if call.id is not None:
-                yield from self._add(FunctionCallItem(id=_new_id("fc"), call_id=call.id, name=call.function.name or ""))
+                yield from self._add(
+                    FunctionCallItem(id=self._new_id("fc"), call_id=call.id, name=call.function.name or "")
+                )
             if call.function.arguments:
                 yield self._grow("response.function_call_arguments.delta", call.function.arguments)
 
@@ -201,6 +203,5 @@ class ItemWriter:
         assert self.open is not None
         return event, {"item_id": self.open.id, "output_index": len(self.items), **fields}
 
-
-def _new_id(prefix: str) -> str:
-    return f"{prefix}_{secrets.token_hex(16)}"
+    def _new_id(self, prefix: str) -> str:
+        return self._identity.new_id(f"{prefix}_", 16)

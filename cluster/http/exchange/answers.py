@@ -6,7 +6,6 @@ An answer knows the options of one body (echo, logprobs, usage) and nothing of s
 
 from __future__ import annotations
 
-import time
 from collections.abc import AsyncIterator, Callable
 from typing import Any, Protocol, TypeVar
 
@@ -16,6 +15,7 @@ from cluster.chat.plan import ChatPlan
 from cluster.chat.reader import ChatReader, MessageBuilder
 from cluster.http.exchange.codec import EVENTS, SSE_DONE, StreamForm, encode, sse_event
 from cluster.http.exchange.engines import Event, Generation
+from cluster.http.exchange.identity import Identity
 from cluster.http.exchange.logprobs import CompletionLogprobText, chat_logprobs, prompt_logprobs
 from cluster.http.exchange.prompts import aside
 from cluster.http.exchange.scoring import Scored
@@ -63,7 +63,7 @@ class ChatAnswer:
     def __init__(
         self,
         request: ChatCompletionRequest,
-        answer_id: str,
+        identity: Identity,
         model: str,
         tokenizer: Tokenizer,
         plan: ChatPlan,
@@ -72,11 +72,11 @@ class ChatAnswer:
         self._request = request
         self._prompt_ids: Any = prompt if request.return_token_ids else UNSET
         self._service_tier: Any = responses.SERVICE_TIER if request.service_tier is not None else UNSET
-        self._readers = [ChatReader(plan) for _ in range(request.num_choices)]
-        self._id = answer_id
+        self._readers = [ChatReader(plan, identity.source) for _ in range(request.num_choices)]
+        self._id = identity.new_id("chatcmpl-")
         self._model = model
         self._tokenizer = tokenizer
-        self._created = int(time.time())
+        self._created = identity.created
 
     async def whole(self, generation: Generation) -> bytes:
         messages = [MessageBuilder() for _ in self._readers]
@@ -90,7 +90,7 @@ class ChatAnswer:
             token_ids[event.index] += event.token_ids
             messages[event.index].add(self._readers[event.index].feed(event.text, event.finish is not None))
             if event.logprobs:
-                logprobs[event.index].content += chat_logprobs(self._tokenizer, event.logprobs).content
+                logprobs[event.index].content += self._logprobs(event.logprobs).content
             prompt_entries += event.prompt_logprobs or []
             if event.finish is not None:
                 endings[event.index] = event
@@ -136,7 +136,7 @@ class ChatAnswer:
                 for choice in range(len(self._readers)):
                     yield self._chunk(choice, responses.ChatDelta(role="assistant", content=""))
                 begun = True
-            logprobs = chat_logprobs(self._tokenizer, event.logprobs) if event.logprobs else None
+            logprobs = self._logprobs(event.logprobs) if event.logprobs else None
             deltas = self._readers[index].feed(event.text, event.finish is not None)
             token_ids: Any = event.token_ids if self._request.return_token_ids and event.token_ids else UNSET
             if (logprobs or token_ids is not UNSET) and not deltas:
@@ -158,6 +158,9 @@ class ChatAnswer:
                 )
             )
         yield SSE_DONE
+
+    def _logprobs(self, entries: list[TokenLogprobs]) -> responses.ChatLogprobs:
+        return chat_logprobs(self._tokenizer, entries, self._request.return_token_origins)
 
     def _finish_reason(self, ending: Event) -> str:
         assert ending.finish is not None
@@ -201,17 +204,17 @@ class CompletionAnswer:
     def __init__(
         self,
         request: CompletionRequest,
-        answer_id: str,
+        identity: Identity,
         model: str,
         tokenizer: Tokenizer,
         given: list[str | list[int]],
         prompts: list[list[int]],
     ) -> None:
         self._request = request
-        self._id = answer_id
+        self._id = identity.new_id("cmpl-")
         self._model = model
         self._tokenizer = tokenizer
-        self._created = int(time.time())
+        self._created = identity.created
         self._prompts = prompts
         self._echoes = [self._echo(prompt) for prompt in given] if request.echo else [""] * len(given)
         self._prompt_entries: list[list[TokenLogprobs]] = [[] for _ in prompts]

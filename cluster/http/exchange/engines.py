@@ -90,6 +90,11 @@ class Generation(Protocol):
         """Usage of each prompt that has output."""
         ...
 
+    @property
+    def ended_at(self) -> int:
+        """Time of the last event, in seconds since 1970; once all events were read."""
+        ...
+
     def __aiter__(self) -> AsyncIterator[Event]: ...
 
     def close(self) -> None:

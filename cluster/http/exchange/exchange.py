@@ -24,7 +24,9 @@ from cluster.http.access.addresses import network_of
 from cluster.http.access.rate_limits import KeyUse
 from cluster.http.exchange.codec import EVENTS, StreamForm
 from cluster.http.exchange.engines import Generation
+from cluster.http.exchange.identity import Identity
 from cluster.http.exchange.preparation import Preparation
+from cluster.http.exchange.recordings import Replay, Resumable, event_id
 from cluster.protocol.api_errors import RETRIED_STATUSES, ApiError, api_error
 from cluster.telemetry.exporting import traceparent_of
 
@@ -51,10 +53,14 @@ class ClientGone(Exception):
 
 
 class StreamBuffer:
-    """Bytes of a stream that its connection has not taken yet. One task fills the buffer, another one empties it."""
+    """Bytes of a stream that its connection has not taken yet. One task fills the buffer, another one empties it. With
+    `waits` the task that fills it may wait, because the stream is recorded.
+    """
 
-    def __init__(self, limit: int) -> None:
+    def __init__(self, limit: int, waits: bool = False) -> None:
         self._limit = limit
+        self._waits = waits
+        self._taken = asyncio.Event()
         self._bytes = bytearray()
         self._changed = asyncio.Event()
         self._ended = False
@@ -62,8 +68,11 @@ class StreamBuffer:
 
     async def put(self, event: bytes) -> None:
         """Appends an event. Raises `ApiError` if more than the limit waits already, so that a single event always
-        fits.
+        fits. With `waits` it waits for the client instead.
         """
+        while self._waits and len(self._bytes) > self._limit:
+            self._taken.clear()
+            await self._taken.wait()
         if len(self._bytes) > self._limit:
             await asyncio.sleep(0)  # many events may have come in one turn, before the first could be sent
         if len(self._bytes) > self._limit:
@@ -91,6 +100,7 @@ class StreamBuffer:
             raise self._error
         taken = bytes(self._bytes[:SEND_BYTES])
         del self._bytes[:SEND_BYTES]
+        self._taken.set()
         return taken
 
 
@@ -124,6 +134,14 @@ class GenerationExchange(Protocol):
     request_id: str
     headers_out: list[tuple[bytes, bytes]]
     span: Span | None
+    route: str
+    """Path of the route, as in the table of routes."""
+    identity: Identity
+    """Source of the answer's ids."""
+    resumable: Resumable | None
+    """Set if the output is to be recorded, which needs an `identity` with a stream's id."""
+    replay: Replay | None
+    """Set if the answer is written from a recording instead of being generated."""
 
     @property
     def headers(self) -> Mapping[str, str]: ...
@@ -211,6 +229,9 @@ class Exchange:
         """Function that writes an error in the shape of the route."""
         self.span: Span | None = None
         """Span of the request; None if it is not traced."""
+        self.identity = Identity()
+        self.resumable: Resumable | None = None
+        self.replay: Replay | None = None
         self.preparation: Preparation | None = None
         """Place among the requests that are prepared; set before the handler is called."""
 
@@ -347,9 +368,13 @@ class Exchange:
     async def stream(self, events: AsyncIterator[bytes], generation: Generation, form: StreamForm = EVENTS) -> None:
         """Sends the parts of a stream in their `form`; an error after the first part becomes a part of its own.
 
-        Events are taken from the engine as they come, whether or not the client reads.
+        Events are taken from the engine as they come, whether or not the client reads; those of a recording as the
+        client reads them.
         """
-        buffer = StreamBuffer(self._config.client_buffer_bytes)
+        stream_id = self.identity.stream_id
+        if stream_id:
+            events = _numbered(events, stream_id, -1 if self.replay is None else self.replay.after)
+        buffer = StreamBuffer(self._config.client_buffer_bytes, waits=bool(stream_id))
         filling = asyncio.ensure_future(_fill(buffer, events, generation))
         try:
             await self._send_stream(buffer, form)
@@ -390,11 +415,11 @@ class Exchange:
             await self._send({"type": "http.response.body", "body": piece, "more_body": True})
         await self._send({"type": "http.response.body", "body": b"", "more_body": False})
 
-    async def send_empty(self, headers: list[tuple[bytes, bytes]]) -> None:
-        """Sends an answer without a body, with status 204."""
-        self.status = 204
+    async def send_empty(self, headers: list[tuple[bytes, bytes]], status: int = 204) -> None:
+        """Sends an answer without a body."""
+        self.status = status
         headers = [*self._id_header, *self.headers_always, *headers]
-        await self._send({"type": "http.response.start", "status": 204, "headers": headers})
+        await self._send({"type": "http.response.start", "status": status, "headers": headers})
         await self._send({"type": "http.response.body", "body": b"", "more_body": False})
 
     async def fail(self, error: ApiError) -> None:
@@ -426,7 +451,7 @@ class Exchange:
     def note(self, generation: Generation) -> None:
         """Adds the token counts of a generation to the log line, and its output tokens to the key's rate limit."""
         usages = generation.usages
-        if self.use is not None:
+        if self.use is not None and not self.identity.stream_id:  # a recorded stream is charged when it ends
             self.use.charge_output(sum(usage.num_output_tokens for usage in usages))
         self.notes = {
             "choices": generation.num_choices,
@@ -464,6 +489,15 @@ def _too_large(num_bytes: int, limit: int, more: bool, option: str) -> ApiError:
         f"{option}",
         code="body_too_large",
     )
+
+
+async def _numbered(events: AsyncIterator[bytes], stream_id: str, after: int) -> AsyncIterator[bytes]:
+    """Gives each event its id, and leaves out those up to number `after`, which the client has."""
+    number = 0
+    async for event in events:
+        if number > after:
+            yield event_id(stream_id, number) + event
+        number += 1
 
 
 async def _fill(buffer: StreamBuffer, events: AsyncIterator[bytes], generation: Generation) -> None:

@@ -6,6 +6,9 @@ from __future__ import annotations
 
 import codecs
 from collections.abc import Sequence
+from typing import Any
+
+from msgspec import UNSET
 
 from cluster.protocol.responses import (
     ChatLogprobs,
@@ -22,8 +25,12 @@ MIN_LOGPROB = -9999.0
 """Value for minus infinity, which JSON cannot express (vLLM's convention)."""
 
 
-def chat_logprobs(tokenizer: Tokenizer, entries: Sequence[TokenLogprobs]) -> ChatLogprobs:
-    """Returns the `logprobs` of a chat choice: for each token its text, bytes and alternatives, most probable first."""
+def chat_logprobs(
+    tokenizer: Tokenizer, entries: Sequence[TokenLogprobs], with_origins: bool | None = False
+) -> ChatLogprobs:
+    """Returns the `logprobs` of a chat choice: for each token its text, bytes and alternatives, most probable first;
+    if asked, where it came from.
+    """
     content = []
     for entry in entries:
         top = [
@@ -31,7 +38,8 @@ def chat_logprobs(tokenizer: Tokenizer, entries: Sequence[TokenLogprobs]) -> Cha
             for token_id, logprob in zip(entry.top_token_ids, entry.top_logprobs, strict=True)
         ]
         token, data = tokenizer.token_text(entry.token_id), tokenizer.token_bytes(entry.token_id)
-        content.append(ChatTokenLogprob(token, _finite(entry.logprob), list(data), top))
+        origin: Any = (entry.origin or "model") if with_origins else UNSET
+        content.append(ChatTokenLogprob(token, _finite(entry.logprob), list(data), top, origin))
     return ChatLogprobs(content)
 
 

@@ -25,6 +25,10 @@ class Scored:
         nothing = {"num_output_tokens": 0, "num_accepted_drafts": 0, "num_rejected_drafts": 0}
         return [msgspec.structs.replace(usage, **nothing) for usage in self._generation.usages]
 
+    @property
+    def ended_at(self) -> int:
+        return self._generation.ended_at
+
     async def __aiter__(self) -> AsyncIterator[Event]:
         async for event in self._generation:
             is_stop = event.finish is FinishStatus.FINISHED_STOPPED

@@ -16,6 +16,7 @@ from cluster.config import ServeConfig
 from cluster.http.access.prefix_scope import PrefixScope
 from cluster.http.exchange.engines import Engines
 from cluster.http.exchange.metrics import Metrics
+from cluster.http.exchange.recordings import NoStreams, Streams
 from cluster.protocol.api_errors import ApiError
 from cluster.text.tokenizer import Tokenizer
 from workers.model_info import ModelInfo
@@ -77,6 +78,10 @@ class AppState:
         """Whether an engine has answered a question about its health here."""
         self.document = document
         self.prefix_scope = PrefixScope(prefix_secret, config.share_prefix_cache)
+        self.streams: Streams = NoStreams()
+        """The recorded streams. `cluster/http/app.py` sets it."""
+        self.routes: dict[str, Any] = {}
+        """Routes by path, for answers that are written again. `cluster/http/app.py` sets it."""
         self.drains = False
         """Whether Serve has told this replica to stop. It still answers the requests that reach it."""
         self.records = None if config.batch_storage is None else Records(Storage(config.batch_storage), config.batches)

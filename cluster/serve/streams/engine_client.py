@@ -16,7 +16,7 @@ from typing import Any
 
 import msgspec
 
-from cluster.config import EngineConfig
+from cluster.config import EngineConfig, StreamLimits
 from cluster.engine.request import EngineRequest, SequenceOutput
 from cluster.engine.stats import EngineStats
 from cluster.errors import QueueFull, RequestRefused, ServingError, Unavailable
@@ -27,6 +27,7 @@ from cluster.serve.routing.reports import Report
 from cluster.serve.scaling.waking import Waker
 from cluster.serve.starting.start_failure import in_words
 from cluster.serve.streams.prompt_run import Call, PromptRun
+from cluster.serve.streams.streams import RecordedStreams
 from cluster.serve.streams.submission import Submission
 from cluster.serve.streams.token_channel import BEAT_S, Address, Connection, Control, OutputReceiver, RequestResult
 from cluster.text.tokenizer import Tokenizer
@@ -63,7 +64,8 @@ class EngineClient:
 
     `engine` is the handle of the engine deployment, `host` the address at which engines reach this machine. `standby`
     is the handle of engines that serve while no other engine can. Up to `max_held` requests wait for an engine to start
-    if none runs. `is_removed` finds out whether the engines are gone for good; then no request waits.
+    if none runs. `is_removed` finds out whether the engines are gone for good; then no request waits. `streams` limits
+    the recordings.
     """
 
     def __init__(
@@ -75,6 +77,7 @@ class EngineClient:
         standby: Any = None,
         max_held: int = EngineConfig().max_num_waiting,
         is_removed: Callable[[], Awaitable[bool]] = _never,
+        streams: StreamLimits | None = None,
     ) -> None:
         self._handles = {ENGINE: engine} if standby is None else {ENGINE: engine, STANDBY: standby}
         self._greeting: asyncio.Task[None] | None = None
@@ -84,7 +87,11 @@ class EngineClient:
         self.metrics = metrics
         self.runs: dict[str, PromptRun] = {}
         self._replicas = replicas.known_replicas()
-        self._receiver = OutputReceiver(host, self._on_outputs, self._on_lost, self._on_report)
+        self.streams = RecordedStreams(self, streams or StreamLimits(), host)
+        copies = self.streams.copies
+        self._receiver = OutputReceiver(
+            host, self._on_outputs, self._on_lost, self._on_report, copies.receive, copies.connected
+        )
         self._ending: set[asyncio.Task[None]] = set()
         self._call_locks: weakref.WeakValueDictionary[str, asyncio.Lock] = weakref.WeakValueDictionary()
         """Locks of clients whose calls are being started."""
@@ -105,6 +112,12 @@ class EngineClient:
         address = await self._listen()
         if self._greeting is None or (self._greeting.done() and self._greeted != self._replicas.running):
             self._greeting = asyncio.ensure_future(self._greet(address))
+
+    async def until_greeted(self) -> None:
+        """Waits until every replica that answers has connected."""
+        await self.check_reachable()
+        if self._greeting is not None:
+            await asyncio.shield(self._greeting)
 
     async def close(self) -> None:
         """Closes the connections to the engines, after the calls of ended requests have returned. For a process that
@@ -272,6 +285,7 @@ class EngineClient:
         self._replicas.placement.report(connection.replica, report)
 
     def _on_lost(self, connection: Connection) -> None:
+        self.streams.copies.lost(connection)
         self._replicas.avoid(connection.replica)
         self._replicas.placement.lose(connection.replica)
         for run in list(self.runs.values()):

@@ -149,6 +149,10 @@ class PromptRun:
     def start(self) -> None:
         self._send(self._request)
 
+    def recall(self, output: SequenceOutput) -> None:
+        """Adds an output that another process received, before `go_on` continues the request from there."""
+        self._progress.add(output)
+
     def _send(self, request: EngineRequest, pause_s: float = 0.0) -> None:
         self._client.runs[request.request_id] = self
         remaining_s = max(0.0, self._deadline - time.monotonic())

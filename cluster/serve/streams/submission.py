@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import time
 from collections.abc import AsyncIterator, Iterator
 
 import msgspec
@@ -101,6 +102,11 @@ class Submission:
         """Usage of each prompt that has output."""
         return [usage for prompt in self._prompts if (usage := prompt.usage) is not None]
 
+    @property
+    def ended_at(self) -> int:
+        """Time of the last event, in seconds since 1970; once all events were read."""
+        return int(time.time())
+
     def start(self) -> None:
         """Sends every prompt to an engine."""
         for number, prompt in enumerate(self._prompts):
@@ -124,7 +130,7 @@ class Submission:
         # status.
         failed: list[Event] | None = []
         while remaining:
-            for event in self._events(*await self._news.get()):
+            for event in self._events(*await self._next()):
                 remaining -= event.finish is not None
                 if failed is not None and event.finish is FinishStatus.FINISHED_INTERNAL_ERROR:
                     failed.append(event)
@@ -134,17 +140,17 @@ class Submission:
                 failed = None
                 yield event
 
+    async def _next(self) -> tuple[Prompt, Choice | RequestResult | Exception]:
+        """Returns the next item of `_news`."""
+        return await self._news.get()
+
     def _events(self, prompt: Prompt, item: Choice | RequestResult | Exception) -> Iterator[Event]:
         """Yields the unread output of a choice; nothing if the choice has ended at a stop string.
 
         Raises `ServingError` for an item that ends the submission.
         """
-        if isinstance(item, ServingError):
-            raise item
-        if isinstance(item, Exception):
-            raise GenerationFailed(f"the engine failed: {in_words(getattr(item, 'cause', None) or item)}") from item
-        if isinstance(item, RequestResult):
-            raise _refusal(item)
+        if not isinstance(item, Choice):
+            raise failure_of(item)
         unread, item.unread = item.unread, None
         for output in failure_apart(unread) if unread is not None else []:
             if not item.finished:
@@ -219,6 +225,17 @@ class Submission:
                 if not choice.finished:
                     prompt.metrics.ended(FinishStatus.FINISHED_ABORTED, None)
             del prompt.run  # the run refers to this submission, and the cycle would wait for the garbage collector
+
+
+def failure_of(item: RequestResult | Exception) -> ServingError:
+    """Returns the error for the reader of an answer that ends with `item`."""
+    if isinstance(item, RequestResult):
+        return _refusal(item)
+    if isinstance(item, ServingError):
+        return item
+    error = GenerationFailed(f"the engine failed: {in_words(getattr(item, 'cause', None) or item)}")
+    error.__cause__ = item
+    return error
 
 
 def _refusal(result: RequestResult) -> ServingError:

@@ -22,6 +22,7 @@ import msgspec
 
 from cluster.engine.request import FinishStatus, SequenceOutput, Usage
 from cluster.serve.routing.reports import Report
+from cluster.serve.streams.keeping import FromKeeper, ToKeeper
 from cluster.serve.streams.node_tls import client_context, server_context
 from structured.frames import frame, receive_frame
 
@@ -69,9 +70,11 @@ class Frame(msgspec.Struct, array_like=True):
     report: Report | None = None
     is_away: bool = False
     """Whether the engine is rebuilding its ranks. Its requests should continue on another engine, if there is one."""
+    kept: list[FromKeeper] = []
+    """Messages of the keeper of recordings in the engine's process."""
 
 
-class Control(msgspec.Struct, array_like=True):
+class Control(msgspec.Struct, array_like=True, tag="control"):
     """A message from ingress to engine: end a choice at a stop string or, with `index` None, abort the request."""
 
     request_id: str
@@ -102,7 +105,7 @@ class EngineFailed(RuntimeError):
 
 _hello_decoder = msgspec.msgpack.Decoder(Hello)
 _frame_decoder = msgspec.msgpack.Decoder(Frame)
-_control_decoder = msgspec.msgpack.Decoder(Control)
+_to_engine_decoder: msgspec.msgpack.Decoder[Control | ToKeeper] = msgspec.msgpack.Decoder(Control | ToKeeper)
 _encoder = msgspec.msgpack.Encoder()
 
 
@@ -116,6 +119,8 @@ class Connection:
         """Whether the engine at the other end last said that it is rebuilding its ranks."""
         self.has_sent = False
         """Whether a frame was sent since the last `OutputSender.beat`."""
+        self.peer_host = str((writer.get_extra_info("peername") or ("",))[0])
+        """Address of the machine at the other end."""
         self._reader = reader
         self._writer = writer
         connection = writer.get_extra_info("socket")
@@ -155,8 +160,8 @@ class Connection:
 
 
 class OutputReceiver:
-    """The ingress's end. It passes each frame's report to `on_report`, then its outputs to `on_outputs`, both with the
-    connection.
+    """The ingress's end. It passes each frame's report to `on_report`, then its keeper's messages to `on_kept`, then
+    its outputs to `on_outputs`, all with the connection.
     """
 
     def __init__(
@@ -165,10 +170,14 @@ class OutputReceiver:
         on_outputs: Callable[[list[SequenceOutput], Connection], None],
         on_lost: Callable[[Connection], None],
         on_report: Callable[[Report, Connection], None] = lambda _report, _connection: None,
+        on_kept: Callable[[FromKeeper, Connection], None] = lambda _message, _connection: None,
+        on_connected: Callable[[Connection], None] = lambda _connection: None,
     ) -> None:
         self._host = host
         self._on_outputs = on_outputs
         self._on_report = on_report
+        self._on_kept = on_kept
+        self._on_connected = on_connected
         self._on_lost = on_lost
         self._secret = secrets.token_hex(16)
         self._server: asyncio.Server | None = None
@@ -197,11 +206,14 @@ class OutputReceiver:
         self._connections.add(connection)
         try:
             connection.replica = await self._replica_of(connection)
+            self._on_connected(connection)
             while True:
                 message = _frame_decoder.decode(await connection.receive())
                 connection.is_away = message.is_away
                 if message.report is not None:
                     self._on_report(message.report, connection)
+                for kept in message.kept:
+                    self._on_kept(kept, connection)
                 self._on_outputs(message.outputs, connection)
         except (asyncio.IncompleteReadError, OSError):
             pass
@@ -246,7 +258,7 @@ class OutputSender:
     """The engine's end, with one connection per ingress, opened at the ingress's first request or before.
 
     `replica` is the engine's name. `take_report` returns the report that an ingress gets beside its outputs. `is_away`
-    says whether the engine is rebuilding its ranks.
+    says whether the engine is rebuilding its ranks. `on_keep` gets the messages for the keeper of recordings.
     """
 
     def __init__(
@@ -256,12 +268,14 @@ class OutputSender:
         on_lost: Callable[[Address], None],
         take_report: Callable[[Address], Report | None] = lambda _address: None,
         is_away: Callable[[], bool] = lambda: False,
+        on_keep: Callable[[Address, ToKeeper], None] = lambda _address, _message: None,
     ) -> None:
         self._replica = replica
         self._on_control = on_control
         self._on_lost = on_lost
         self._take_report = take_report
         self._is_away = is_away
+        self._on_keep = on_keep
         self._connections: dict[Address, asyncio.Task[Connection]] = {}
         self._readers: set[asyncio.Task[None]] = set()
 
@@ -298,7 +312,11 @@ class OutputSender:
     async def _read(self, address: Address, connection: Connection) -> None:
         try:
             while True:
-                self._on_control(_control_decoder.decode(await connection.receive()))
+                message = _to_engine_decoder.decode(await connection.receive())
+                if isinstance(message, Control):
+                    self._on_control(message)
+                else:
+                    self._on_keep(address, message)
         except (asyncio.IncompleteReadError, OSError):
             pass
         finally:
@@ -311,6 +329,17 @@ class OutputSender:
         task = self._connections.get(address)
         if task is not None and _is_open(task):
             task.result().send(Frame(outputs, self._take_report(address), self._is_away()))
+
+    def send_kept(self, address: Address, message: FromKeeper) -> None:
+        """Sends a message of the keeper, or drops it if the ingress is gone."""
+        task = self._connections.get(address)
+        if task is not None and _is_open(task):
+            task.result().send(Frame([], None, self._is_away(), [message]))
+
+    @property
+    def ingresses(self) -> list[Address]:
+        """The ingresses that are connected."""
+        return [address for address, task in self._connections.items() if _is_open(task)]
 
     def beat(self) -> None:
         """Sends an empty frame on each connection that had no frame since the last call or has a report due."""

@@ -4,7 +4,10 @@
 // The rows of a task are the (token, query head) pairs that share a KV head, so grouped-query attention reads each key
 // and value once. For each block of KEY_BLOCK keys: pack the keys, multiply them with the queries, exponentiate the
 // scores, multiply with the packed values. Splits and blocks begin at fixed positions of a sequence, so a row's result
-// does not depend on the rest of the batch.
+// does not depend on the rest of the batch, nor on whether its query is a whole prompt or one token.
+//
+// With packed operands in float every form gives the same bits: each product is one sum over the head's dimensions or
+// over the keys in their order, rounded once a term, and the sum of a row's probabilities runs in SUM_LANES lanes.
 #pragma once
 
 #include <algorithm>
@@ -14,6 +17,7 @@
 
 #include "attention_plan.h"
 #include "parallel.h"
+#include "quantized_floats.h"
 
 constexpr int64_t PARALLEL_COST = 3'000'000;  // with fewer row-key-dimension products one thread is faster
 constexpr int ROW_BLOCK = 96;  // rows multiplied at a time: their scores and probabilities stay in the L1 cache
@@ -51,6 +55,32 @@ class Scratch {
     size_t capacity_ = 0;
 };
 
+// One row's state after a split of its keys, or after several of them
+struct RowState {
+    float* values;  // [width]: probabilities times values, still to be divided by `sum`
+    float maximum;  // probabilities are relative to it
+    float sum;  // of probabilities; 0 if no key was visible yet
+};
+
+// Adds a later split to a row's state
+inline void fold(RowState& to, const RowState& split, int width) {
+    if (split.sum == 0) return;
+    if (to.sum == 0) {
+        memcpy(to.values, split.values, width * sizeof(float));
+        to.maximum = split.maximum;
+        to.sum = split.sum;
+        return;
+    }
+    const float maximum_now = std::max(to.maximum, split.maximum);
+    const Floats left = exp2_of<false>(splat(to.maximum - maximum_now));
+    const Floats right = exp2_of<false>(splat(split.maximum - maximum_now));
+    for (int i = 0; i < width; i += LANES) {
+        store(to.values + i, load(to.values + i) * left + load(split.values + i) * right);
+    }
+    to.maximum = maximum_now;
+    to.sum = to.sum * left[0] + split.sum * right[0];
+}
+
 // One row of softmax over `vectors` * LANES scores, of which [low, high) are visible. Turns scores into probabilities
 // relative to the row's running maximum. If that maximum grows, rescales what the row has gathered. It need not be the
 // exact maximum: a score that exceeds it by less than SLACK costs no precision, so most blocks need not change it.
@@ -72,27 +102,32 @@ MANTA_INLINE void softmax_row(
         }
         best = maximum(best, logits[i]);
     }
-    Floats sum = load(running_sum);
+    LaneSums sums;
+    memcpy(&sums, running_sum, sizeof(sums));
     if (any_greater(best * factor, splat(running_max + SLACK))) {
         const float maximum_now = reduce_max(best) * factor;
         if (running_max > LOWEST) {
             const Floats shrink = exp2_of<false>(splat(running_max - maximum_now));
             for (int i = 0; i < width; i += LANES) store(gathered + i, load(gathered + i) * shrink);
-            sum *= shrink;
+            for (Floats& sum : sums) sum *= shrink;
         }
         running_max = maximum_now;
     }
-    for (int i = 0; i < vectors; i++) {
-        Floats probability = exp2_of<coarse>(logits[i] * factor - running_max);
-        if (MASKED) probability = visible[i] ? probability : splat(0);
-        sum += probability;
-        store(probabilities + i * LANES, probability);
+    for (int first = 0; first < vectors; first += SUM_VECTORS) {
+        for (int v = 0; v < SUM_VECTORS; v++) {
+            const int i = first + v;
+            Floats probability = exp2_of<coarse>(logits[i] * factor - running_max);
+            if (MASKED) probability = visible[i] ? probability : splat(0);
+            sums[v] += probability;
+            store(probabilities + i * LANES, probability);
+        }
     }
-    store(running_sum, sum);
+    memcpy(running_sum, &sums, sizeof(sums));
 }
 
-// Runs units of work; E is the element of the packed operands (bf16 or float)
-template <class T, class E>
+// Runs units of work; E is the element of the packed operands (bf16 or float). EMULATES_FUSED: products are rounded as if
+// the processor fused them with sums.
+template <class T, class E, bool EMULATES_FUSED>
 class AttentionWorker {
   public:
     AttentionWorker(const Attention<T>& call, Plan& plan, float* results)
@@ -139,7 +174,7 @@ class AttentionWorker {
 
   private:
     static constexpr bool PAIRS = !std::is_same<E, float>::value;
-    static constexpr int GRANULE = PAIRS ? 32 : LANES;  // head_dim and keys are padded to a multiple
+    static constexpr int GRANULE = PAIRS ? 32 : SUM_LANES;  // head_dim and keys are padded to a multiple
 
     // Computes the shared keys for the rows of all members, then continues each member's rows with its first own split
     void run_members(const Task& task, const Task* next_task, int next_split, Scratch& member_scratch) {
@@ -161,11 +196,11 @@ class AttentionWorker {
             if (!is_fresh) {
                 is_fresh_ = false;
                 memcpy(gathered_, gathered, rows_ * width_ * sizeof(float));
-                memcpy(sums_, sums, rows_ * LANES * sizeof(float));
+                memcpy(sums_, sums, rows_ * SUM_LANES * sizeof(float));
                 memcpy(maxima_, maxima, rows_ * sizeof(float));
             }
             gathered += rows_ * width_;
-            sums += rows_ * LANES;
+            sums += rows_ * SUM_LANES;
             maxima += rows_;
             if (i < task.num_members) {
                 attend_split(own, 0, &plan_.member_task(call_.members[task.first_member + i], task.first_head), 0);
@@ -181,6 +216,7 @@ class AttentionWorker {
         KeyBlock blocks[2];
         locate(task, range.first, range.end, blocks[0]);
         for (int key = range.first, i = 0; key < range.end; key += KEY_BLOCK, i ^= 1) {
+            if (key > range.first && key % SPLIT_KEYS == 0) fold_rows(task);
             KeyBlock& next = blocks[i ^ 1];
             const Task* owner = &task;
             if (key + KEY_BLOCK < range.end) {
@@ -202,12 +238,34 @@ class AttentionWorker {
         reserve(task, scratch);
         load_queries(task);
         clear_rows(task);
+        memset(folded_sums_, 0, size_t(task.num_heads) * padded_rows_ * sizeof(float));
+    }
+
+    // A unit goes on from one split to the next
+    void fold_rows(const Task& task) {
+        for (int head = 0; head < task.num_heads; head++) {
+            for (int row = 0; row < rows_; row++) fold_row(size_t(head) * padded_rows_ + row);
+        }
+        clear_rows(task);
+    }
+
+    RowState fold_row(size_t state) {
+        RowState folded = {folded_ + state * width_, folded_maxima_[state], folded_sums_[state]};
+        fold(folded, row_state(state), width_);
+        folded_maxima_[state] = folded.maximum;
+        folded_sums_[state] = folded.sum;
+        return folded;
+    }
+
+    // What a row has gathered in the split under way
+    RowState row_state(size_t state) const {
+        return {gathered_ + state * width_, maxima_[state], total_of(sums_ + state * SUM_LANES)};
     }
 
     void clear_rows(const Task& task) {
         const size_t rows = size_t(task.num_heads) * padded_rows_;
         is_fresh_ = true;
-        memset(sums_, 0, rows * LANES * sizeof(float));
+        memset(sums_, 0, rows * SUM_LANES * sizeof(float));
         std::fill(maxima_, maxima_ + rows, LOWEST);
     }
 
@@ -219,16 +277,19 @@ class AttentionWorker {
             size_t(std::min(padded_rows_, ROW_BLOCK)) * KEY_BLOCK * sizeof(E),
             size_t(width_) * KEY_BLOCK * sizeof(E) * 2,
             heads * padded_rows_ * width_ * sizeof(float),
-            heads * padded_rows_ * LANES * sizeof(float),
+            heads * padded_rows_ * SUM_LANES * sizeof(float),
             heads * padded_rows_ * sizeof(float),
             call_.head_dim * sizeof(T),
             width_ * sizeof(float),
+            heads * padded_rows_ * width_ * sizeof(float),
+            heads * padded_rows_ * sizeof(float),
+            heads * padded_rows_ * sizeof(float),
         };
-        char* starts[9];
+        char* starts[12];
         size_t total = 0;
         for (size_t size : sizes) total += (size + 63) / 64 * 64;
         char* next = scratch.reserve(total);
-        for (int i = 0; i < 9; i++) {
+        for (int i = 0; i < 12; i++) {
             starts[i] = next;
             next += (sizes[i] + 63) / 64 * 64;
         }
@@ -241,6 +302,9 @@ class AttentionWorker {
         maxima_ = reinterpret_cast<float*>(starts[6]);
         zeros_ = reinterpret_cast<T*>(starts[7]);
         merged_ = reinterpret_cast<float*>(starts[8]);
+        folded_ = reinterpret_cast<float*>(starts[9]);
+        folded_maxima_ = reinterpret_cast<float*>(starts[10]);
+        folded_sums_ = reinterpret_cast<float*>(starts[11]);
         memset(zeros_, 0, sizes[7]);
     }
 
@@ -342,6 +406,9 @@ class AttentionWorker {
             }
         }
 #endif
+        if constexpr (EMULATES_FUSED) {
+            return multiply_exactly(a, lda, b, depth, c, ldc, rows, panels, adds);
+        }
         const auto multiply_rows = adds ? multiply<true, E> : multiply<false, E>;
         multiply_rows(a, lda, b, depth, c, ldc, rows, panels);
     }
@@ -363,7 +430,7 @@ class AttentionWorker {
             const size_t state = size_t(head) * padded_rows_ + row;
             const float* scores = scores_ + (row - first_row) * KEY_BLOCK;
             E* probabilities = probabilities_ + (row - first_row) * KEY_BLOCK;
-            float* sum = sums_ + state * LANES;
+            float* sum = sums_ + state * SUM_LANES;
             float* gathered = gathered_ + state * width_;
             float& best = maxima_[state];
             if (high <= low) {
@@ -387,22 +454,24 @@ class AttentionWorker {
     void store_output(const Task& task) {
         for (int head = 0; head < task.num_heads; head++) {
             for (int row = 0; row < rows_; row++) {
-                const size_t state = size_t(head) * padded_rows_ + row;
-                const float inverse = 1.0f / reduce_add(load(sums_ + state * LANES));
-                const float* gathered = gathered_ + state * width_;
-                T* to = output_row(task, head, row);
-                for (int dim = 0; dim < call_.head_dim; dim += LANES) {
-                    store(to + dim, output_columns<E>(gathered, dim) * inverse);
-                }
+                store_row(fold_row(size_t(head) * padded_rows_ + row), output_row(task, head, row));
             }
+        }
+    }
+
+    void store_row(const RowState& row, T* to) const {
+        const float inverse = 1.0f / row.sum;
+        for (int dim = 0; dim < call_.head_dim; dim += LANES) {
+            store_rounded(to + dim, output_columns<E>(row.values, dim) * inverse);
         }
     }
 
     void store_partial(size_t first_state, int rows, float* to) const {
         for (size_t state = first_state; state < first_state + rows; state++, to += width_ + 2) {
-            memcpy(to, gathered_ + state * width_, width_ * sizeof(float));
-            to[width_] = maxima_[state];
-            to[width_ + 1] = reduce_add(load(sums_ + state * LANES));
+            const RowState row = row_state(state);
+            memcpy(to, row.values, width_ * sizeof(float));
+            to[width_] = row.maximum;
+            to[width_ + 1] = row.sum;
         }
     }
 
@@ -436,27 +505,15 @@ class AttentionWorker {
         const int rows = task.num_tokens * group_;
         const size_t stride = partial_size(task);
         for (int row = 0; row < task.num_heads * rows; row++) {
-            const float* first = results_ + task.partial + size_t(row) * (width_ + 2);
-            const size_t state = own < 0 ? 0 : size_t(row / rows) * padded_rows_ + row % rows;
-            const auto values = [&](int i) { return i == own ? gathered_ + state * width_ : first + i * stride; };
-            const auto maximum = [&](int i) { return i == own ? maxima_[state] : first[i * stride + width_]; };
-            const float own_sum = own < 0 ? 0 : reduce_add(load(sums_ + state * LANES));
-            float best = LOWEST;
-            for (int i = 0; i < task.num_splits; i++) best = std::max(best, maximum(i));
-            float total = 0;
-            for (int dim = 0; dim < width_; dim += LANES) store(merged_ + dim, splat(0));
+            float* const first = results_ + task.partial + size_t(row) * (width_ + 2);
+            RowState merged = {merged_, LOWEST, 0};
             for (int i = 0; i < task.num_splits; i++) {
-                const float weight = exp2f(maximum(i) - best);
-                total += (i == own ? own_sum : first[i * stride + width_ + 1]) * weight;
-                for (int dim = 0; dim < width_; dim += LANES) {
-                    store(merged_ + dim, load(merged_ + dim) + load(values(i) + dim) * weight);
-                }
+                float* const part = first + i * stride;
+                const bool is_own = i == own;
+                fold(merged, is_own ? row_state(size_t(row / rows) * padded_rows_ + row % rows)
+                                    : RowState{part, part[width_], part[width_ + 1]}, width_);
             }
-            const float inverse = 1.0f / total;
-            T* to = output_row(task, row / rows, row % rows);
-            for (int dim = 0; dim < call_.head_dim; dim += LANES) {
-                store(to + dim, output_columns<E>(merged_, dim) * inverse);
-            }
+            store_row(merged, output_row(task, row / rows, row % rows));
         }
     }
 
@@ -478,18 +535,21 @@ class AttentionWorker {
     E* probabilities_ = nullptr;  // [ROW_BLOCK][KEY_BLOCK]
     E* packed_ = nullptr;  // keys, then values, of one block and head; in separate memory if later rows need both again
     float* gathered_ = nullptr;  // [heads][padded_rows][width]: probabilities times values, still to be divided
-    float* sums_ = nullptr;  // [heads][padded_rows][LANES]
+    float* sums_ = nullptr;  // [heads][padded_rows][SUM_LANES]
     float* maxima_ = nullptr;  // [heads][padded_rows]
     float* merged_ = nullptr;  // [width]: a row of merged splits
+    float* folded_ = nullptr;  // [heads][padded_rows][width]: values of the unit's earlier splits
+    float* folded_maxima_ = nullptr;  // [heads][padded_rows]
+    float* folded_sums_ = nullptr;  // [heads][padded_rows]
     T* zeros_ = nullptr;  // read instead of keys past the end of a context
 };
 
-template <class T, class E>
+template <class T, class E, bool EMULATES_FUSED = false>
 void attend_all(const Attention<T>& call) {
     static thread_local Plan plan_memory;
     static thread_local Scratch result_memory;
     Plan& plan = plan_memory;  // in the parallel region the thread-local name would mean each thread's own plan
-    plan.make(call, AttentionWorker<T, E>::width_of(call.head_dim), max_threads());
+    plan.make(call, AttentionWorker<T, E, EMULATES_FUSED>::width_of(call.head_dim), max_threads());
     float* results = reinterpret_cast<float*>(result_memory.reserve(plan.floats * sizeof(float)));
     const int num_units = int(plan.units.size());
     const int threads = plan.cost > PARALLEL_COST ? std::min(num_units, max_threads()) : 1;
@@ -498,7 +558,7 @@ void attend_all(const Attention<T>& call) {
     parallel(threads, [&](int thread) {
         static thread_local Scratch scratch;
         static thread_local Scratch member_scratch;
-        AttentionWorker<T, E> worker(call, plan, results);
+        AttentionWorker<T, E, EMULATES_FUSED> worker(call, plan, results);
         worker.begin();
         int i = thread;
         while (i < num_units) {

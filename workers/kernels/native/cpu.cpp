@@ -6,6 +6,7 @@
 
 #include "attention.h"
 #include "parallel.h"
+#include "quantized_floats.h"
 
 namespace {
 
@@ -14,22 +15,34 @@ constexpr int HEAD_DIM_MULTIPLE = 16;  // head sizes that attention supports are
 
 enum DType { FLOAT32 = 0, BFLOAT16 = 1 };
 
+// Two sums in each lane, so that one addition need not wait for the last
+template <class T>
+MANTA_INLINE float sum_of_squares(const T* x, int count) {
+    LaneSums even = {}, odd = {};
+    for (int i = 0; i < count; i += 2 * SUM_LANES) {
+        for (int v = 0; v < SUM_VECTORS; v++) {
+            const int at = i + v * LANES;
+            const Floats first = load_upto(x + at, count - at);
+            const Floats second = load_upto(x + at + SUM_LANES, count - at - SUM_LANES);
+            even[v] += first * first;
+            odd[v] += second * second;
+        }
+    }
+    for (int v = 0; v < SUM_VECTORS; v++) even[v] += odd[v];
+    return total_of(even);
+}
+
 template <class T>
 void normalise_row(const T* x, T* residual, const T* weight, T* output, int hidden, float eps) {
-    Floats squares[2] = {};
-    for (int i = 0; i < hidden; i += LANES) {
-        Floats value = load_upto(x + i, hidden - i);
-        if (residual) {
-            store_upto(residual + i, value + load_upto(residual + i, hidden - i), hidden - i);
-            value = load_upto(residual + i, hidden - i);
-        }
-        squares[i / LANES & 1] += value * value;
+    for (int i = 0; residual && i < hidden; i += LANES) {
+        const Floats sum = load_upto(x + i, hidden - i) + load_upto(residual + i, hidden - i);
+        store_rounded_upto(residual + i, sum, hidden - i);
     }
-    const float inverse = 1.0f / std::sqrt(reduce_add(squares[0] + squares[1]) / hidden + eps);
     const T* source = residual ? residual : x;
+    const float inverse = 1.0f / std::sqrt(sum_of_squares(source, hidden) / hidden + eps);
     for (int i = 0; i < hidden; i += LANES) {
         const Floats value = load_upto(source + i, hidden - i) * inverse * load_upto(weight + i, hidden - i);
-        store_upto(output + i, value, hidden - i);
+        store_rounded_upto(output + i, value, hidden - i);
     }
 }
 
@@ -53,7 +66,7 @@ void silu_and_mul_all(const T* gate_up, T* output, int rows, int intermediate) {
         for (int i = first; i < last; i += LANES) {
             const Floats gate = load_upto(gates + i, last - i);
             const Floats up = load_upto(gates + intermediate + i, last - i);
-            store_upto(output + row * intermediate + i, silu_of<false>(gate) * up, last - i);
+            store_rounded_upto(output + row * intermediate + i, silu_of<false>(gate) * up, last - i);
         }
     });
 }
@@ -73,12 +86,7 @@ MANTA_INLINE void rotate_head(const T* from, T* to, const float* cos, const T* w
     const float* sin = cos + half;
     float inverse = 1.0f;
     if (weight) {
-        Floats squares = {};
-        for (int i = 0; i < head_dim; i += LANES) {
-            const Floats value = load_upto(from + i, head_dim - i);
-            squares += value * value;
-        }
-        inverse = 1.0f / std::sqrt(reduce_add(squares) / head_dim + eps);
+        inverse = 1.0f / std::sqrt(sum_of_squares(from, head_dim) / head_dim + eps);
     }
     for (int i = 0; i < half; i += LANES) {
         const int count = half - i;
@@ -90,8 +98,8 @@ MANTA_INLINE void rotate_head(const T* from, T* to, const float* cos, const T* w
         }
         const Floats c = load_upto(cos + i, count);
         const Floats s = load_upto(sin + i, count);
-        store_upto(to + i, low * c - high * s, count);
-        store_upto(to + half + i, high * c + low * s, count);
+        store_rounded_upto(to + i, low * c - high * s, count);
+        store_rounded_upto(to + half + i, high * c + low * s, count);
     }
 }
 
@@ -164,30 +172,31 @@ void manta_rope_and_cache(
     }
 }
 
-// head_dim must be a multiple of HEAD_DIM_MULTIPLE; a window of INT32_MAX means none. `Attention` explains the groups
+// head_dim must be a multiple of HEAD_DIM_MULTIPLE; a window of INT32_MAX means none. `Attention` explains the groups.
+// With `exact` every form gives the same bits, whatever its products of bfloat16 are
 void manta_paged_attention(
     int dtype, const void* qkv, int64_t qkv_stride, const void* k_cache, const void* v_cache, void* output,
     const int32_t* query_start, const int32_t* context_lens, const int32_t* block_tables, const int32_t* group_start,
     const int32_t* members, const int32_t* prefix_lens, int num_sequences, int num_groups, int max_blocks,
-    int block_size, int num_heads, int num_kv_heads, int head_dim, int window, float scale
+    int block_size, int num_heads, int num_kv_heads, int head_dim, int window, float scale, int exact
 ) {
-    if (dtype == BFLOAT16) {
 #if MANTA_DOT
-        using Packed = bf16;
+    using Packed = bf16;
 #else
-        using Packed = float;
+    using Packed = float;
 #endif
-        attend_all<bf16, Packed>(
-            {(const bf16*)qkv, (const bf16*)k_cache, (const bf16*)v_cache, (bf16*)output, query_start, context_lens,
-             block_tables, group_start, members, prefix_lens, qkv_stride, num_sequences, num_groups, max_blocks,
-             block_size, num_heads, num_kv_heads, head_dim, window, scale}
-        );
+    const auto attend_in = [&](auto element, const auto attend) {
+        using T = decltype(element);
+        attend(Attention<T>{
+            (const T*)qkv, (const T*)k_cache, (const T*)v_cache, (T*)output, query_start, context_lens, block_tables,
+            group_start, members, prefix_lens, qkv_stride, num_sequences, num_groups, max_blocks, block_size, num_heads,
+            num_kv_heads, head_dim, window, scale
+        });
+    };
+    if (dtype == BFLOAT16) {
+        attend_in(bf16{}, exact ? attend_all<bf16, float, !MANTA_FUSES> : attend_all<bf16, Packed>);
     } else {
-        attend_all<float, float>(
-            {(const float*)qkv, (const float*)k_cache, (const float*)v_cache, (float*)output, query_start, context_lens,
-             block_tables, group_start, members, prefix_lens, qkv_stride, num_sequences, num_groups, max_blocks,
-             block_size, num_heads, num_kv_heads, head_dim, window, scale}
-        );
+        attend_in(float{}, exact ? attend_all<float, float, !MANTA_FUSES> : attend_all<float, float>);
     }
 }
 }

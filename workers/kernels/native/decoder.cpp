@@ -15,7 +15,8 @@ void manta_paged_attention(int dtype, const void* qkv, int64_t qkv_stride, const
                            void* output, const int32_t* query_start, const int32_t* context_lens,
                            const int32_t* block_tables, const int32_t* group_start, const int32_t* members,
                            const int32_t* prefix_lens, int num_sequences, int num_groups, int max_blocks,
-                           int block_size, int num_heads, int num_kv_heads, int head_dim, int window, float scale);
+                           int block_size, int num_heads, int num_kv_heads, int head_dim, int window, float scale,
+                           int exact);
 }
 
 namespace {
@@ -38,6 +39,7 @@ struct Layer {
 
 struct Shape {
     int dtype, hidden, num_heads, num_kv_heads, head_dim;
+    int exact;  // attention gives the same bits in every form
     float eps, scale;
 };
 
@@ -89,7 +91,8 @@ extern "C" void manta_decoder(const Shape* shape, const Layer* layers, int num_l
         manta_paged_attention(s.dtype, b.qkv, qkv_width, layer.k_cache, layer.v_cache, b.attended,
                               step->query_start, step->context_lens, step->block_tables, step->group_start,
                               step->members, step->prefix_lens, step->num_sequences, num_groups, step->max_blocks,
-                              step->block_size, s.num_heads, s.num_kv_heads, s.head_dim, layer.window, s.scale);
+                              step->block_size, s.num_heads, s.num_kv_heads, s.head_dim, layer.window, s.scale,
+                              s.exact);
         linear(layer.attention_output, b.attended, b.update, rows);
         norm(b.update, b.residual, layer.mlp_norm, b.normed);
         const int64_t row_bytes = s.hidden * (s.dtype == BFLOAT16 ? 2 : 4);

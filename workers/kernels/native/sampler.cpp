@@ -3,12 +3,14 @@
 // A grammar's mask and adjustments are applied first: one pass copies the row, writes -inf for tokens that the mask
 // forbids, and finds every NaN. Called through workers/kernels/cpu_sampler.py; the results are those of its reference,
 // workers/kernels/torch_sampler.py. Noise is the function of (seed, position, token id) that workers/sampling/noise.py
-// documents.
+// documents. Every form gives the same bits: sums run in lanes of a fixed number and in the order of tokens, and the
+// logarithms are logarithms.h's.
 #include <algorithm>
 #include <cmath>
 #include <limits>
 #include <vector>
 
+#include "logarithms.h"
 #include "parallel.h"
 #include "simd.h"
 
@@ -19,6 +21,7 @@ constexpr float LOG2E = 1.44269504088896341f;
 constexpr float LN2 = 0.693147180559945309f;
 constexpr float LARGEST_V = 0x1.fffffep-1f;  // 1 - 2^-24
 constexpr float LARGEST_NOISE = 22.9f;       // -log(2^-33), rounded up
+constexpr int SUMMED_TOKENS = 4096;  // whose weights are summed in float: rounding errors stay near 1e-7
 enum Status : uint8_t { OK, NOT_A_NUMBER, INFINITE, MASKED, LATE, OVERFLOWED };  // workers/kernels/protocol.py
 
 // One sequence's parameters: workers/sampling/sampling_state.py, ROW
@@ -200,7 +203,7 @@ MANTA_INLINE Words hash(Words token_ids, uint64_t key) {
 
 float gumbel(uint32_t word) {
     float v = std::min((float(word) + 0.5f) * 0x1p-32f, LARGEST_V);
-    return float(-std::log(-std::log1p(-double(v))));
+    return float(-log_of(-log1p_of(-double(v))));
 }
 
 struct Drawn {
@@ -285,15 +288,21 @@ struct Before {
 template <bool KEEP, class Tokens>
 Before before(const Tokens& tokens, float logit, int32_t id, float scale, float shift, Scratch& scratch) {
     Before result = {0, 0, 0};
-    Floats mass = splat(0);
-    Floats total = splat(0);
+    LaneSums mass = {}, total = {};
     const float scale2 = scale * LOG2E;
+    const auto add_up = [&] {
+        result.mass += total_of(mass);
+        result.total += total_of(total);
+        for (int v = 0; v < SUM_VECTORS; v++) mass[v] = total[v] = Floats{};
+    };
     for_each_vector(tokens, [&](int i, Floats logits) __attribute__((always_inline)) {
+        if (i > 0 && i % SUMMED_TOKENS == 0) add_up();
         Ints ids = tokens.ids(i);
         Floats weight = exp2_of<false>((logits - shift) * scale2);
         Ints is_before = (logits > logit) | ((logits == logit) & (ids < id));
-        total += weight;
-        mass += (Floats)((Ints)weight & is_before);
+        const int v = i / LANES % SUM_VECTORS;
+        total[v] += weight;
+        mass[v] += (Floats)((Ints)weight & is_before);
         uint32_t mask = bits_of(is_before);
         if (mask) {
             float* values_to = scratch.values.data() + result.count;
@@ -301,15 +310,8 @@ Before before(const Tokens& tokens, float logit, int32_t id, float scale, float 
             if (KEEP) compress(mask, logits, ids, values_to, ids_to);
             result.count += __builtin_popcount(mask);
         }
-        if ((i & 4095) == 0) {  // keeps the float sums short, so that their rounding error stays near 1e-7
-            result.mass += reduce_add(mass);
-            result.total += reduce_add(total);
-            mass = splat(0);
-            total = splat(0);
-        }
     });
-    result.mass += reduce_add(mass);
-    result.total += reduce_add(total);
+    add_up();
     return result;
 }
 
@@ -339,7 +341,7 @@ float reached_by(const Dense<T>& tokens, int k, Scratch& scratch) {
     return maxima[k - 1];
 }
 
-// The k tokens that come first in the order; in the scratch, unsorted
+// The k tokens that come first in the order; in the scratch, by ascending id
 template <class T>
 Listed first_tokens(const Dense<T>& tokens, int k, Scratch& scratch) {
     float enough = reached_by(tokens, k, scratch);
@@ -356,12 +358,13 @@ Listed first_tokens(const Dense<T>& tokens, int k, Scratch& scratch) {
     keys.resize(count);
     for (int i = 0; i < count; i++) keys[i] = sort_key(result.logits[i], result.token_ids[i]);
     std::nth_element(keys.begin(), keys.begin() + k - 1, keys.end(), std::greater<uint64_t>());
-    for (int i = 0; i < k; i++) {
-        int32_t id = ~uint32_t(keys[i]);
-        result.token_ids[i] = id;
-        result.logits[i] = tokens.logit(id);
+    const uint64_t least = keys[k - 1];
+    result.size = 0;
+    for (int i = 0; i < count; i++) {
+        if (sort_key(result.logits[i], result.token_ids[i]) < least) continue;
+        result.logits[result.size] = result.logits[i];
+        result.token_ids[result.size++] = result.token_ids[i];
     }
-    result.size = k;
     return result;
 }
 
@@ -545,7 +548,7 @@ void logprobs(const T* logits, int64_t stride, int num_rows, int vocab_size, con
         float shift = largest(row).value;
         float logit = row.logit(token_ids[i]);
         Before ahead = before<false>(row, logit, token_ids[i], 1, shift, scratch);
-        float log_total = float(shift + std::log(ahead.total));
+        float log_total = float(shift + log_of(ahead.total));
         own[i] = logit - log_total;
         ranks[i] = ahead.count + 1;
         if (num_top == 0) return;

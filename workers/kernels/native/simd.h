@@ -1,6 +1,9 @@
-// Vectors of the processor's natural width, conversions between bfloat16 and float, and exp2.
+// Vectors of the processor's natural width, conversions between bfloat16 and float, sums, and exp2.
 // Written in the vector extensions of GCC and Clang, so that the same source serves AVX-512, AVX2 and NEON; intrinsics
 // are used only if the extensions do badly. Knows nothing of models; included by every CPU kernel.
+//
+// The compiler fuses no product with a sum (-ffp-contract=off), so an expression means the same in every form. Where
+// fusing pays, the source says so: `add_product`, `add_product_exactly`.
 #pragma once
 
 #include <cstdint>
@@ -113,9 +116,44 @@ MANTA_INLINE Ints load_ints(const void* from) {
     return value;
 }
 
-// sum + a * b; for pairs, sum + even * even + odd * odd in one instruction
+#if defined(__FMA__) || defined(__aarch64__)
+#define MANTA_FUSES 1  // the processor rounds sum + a * b once
+#else
+#define MANTA_FUSES 0
+#endif
+
+// sum + a * b, rounded once if the processor can; for pairs, sum + even * even + odd * odd in one instruction
 MANTA_INLINE Floats add_product(Floats sum, Floats a, Floats b) {
+#if MANTA_LANES == 16
+    return (Floats)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)sum);
+#elif defined(__FMA__)
+    return (Floats)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)sum);
+#elif defined(__aarch64__)
+    return (Floats)vfmaq_f32((float32x4_t)sum, (float32x4_t)a, (float32x4_t)b);
+#else
     return sum + a * b;
+#endif
+}
+
+// sum + a * b, rounded once by every processor. One without the instruction takes some twenty times as long: the product
+// is exact in double, and the sum is rounded to odd, so that rounding it again to float is right (Boldo and Melquiond,
+// 2008).
+MANTA_INLINE Floats add_product_exactly(Floats sum, Floats a, Floats b) {
+#if MANTA_FUSES
+    return add_product(sum, a, b);
+#else
+    typedef double Doubles __attribute__((vector_size(MANTA_LANES * 8)));
+    typedef int64_t Longs __attribute__((vector_size(MANTA_LANES * 8)));
+    const Doubles product = __builtin_convertvector(a, Doubles) * __builtin_convertvector(b, Doubles);
+    const Doubles addend = __builtin_convertvector(sum, Doubles);
+    const Doubles total = product + addend;
+    const Doubles part = total - product;
+    const Doubles error = (product - (total - part)) + (addend - part);  // TwoSum: exact, NaN if the total is not finite
+    const Longs is_inexact = (error > 0.0) | (error < 0.0), is_even = ((Longs)total & 1) == 0;
+    const Longs is_short = (error > 0.0) == (total > 0.0);  // the exact sum is farther from zero: the next odd one is too
+    const Longs step = is_short ? Longs{} + 1 : Longs{} - 1;
+    return __builtin_convertvector((Doubles)((Longs)total + (is_inexact & is_even & step)), Floats);
+#endif
 }
 
 #if defined(__AVX512BF16__) && defined(__AVX512BW__) && defined(__AVX512VL__)
@@ -179,14 +217,23 @@ MANTA_INLINE Floats maximum(Floats a, Floats b) {
 #endif
 }
 
-MANTA_INLINE float reduce_add(Floats value) {
-#if MANTA_LANES == 16
-    return _mm512_reduce_add_ps((__m512)value);
-#else
-    float sum = 0;
-    for (int i = 0; i < LANES; i++) sum += value[i];
-    return sum;
-#endif
+// Long sums run in SUM_LANES lanes in every form: element i of a row is added to lane i % SUM_LANES.
+constexpr int SUM_LANES = 16;
+constexpr int SUM_VECTORS = SUM_LANES / LANES;
+typedef Floats LaneSums[SUM_VECTORS];
+
+// Adds the upper half of the lanes to the lower, then a quarter to a quarter, and so on
+MANTA_INLINE float total_of(const float* lanes) {
+    float sums[SUM_LANES];
+    memcpy(sums, lanes, sizeof(sums));
+    for (int half = SUM_LANES / 2; half > 0; half /= 2) {
+        for (int i = 0; i < half; i++) sums[i] += sums[i + half];
+    }
+    return sums[0];
+}
+
+MANTA_INLINE float total_of(const LaneSums& lanes) {
+    return total_of((const float*)lanes);
 }
 
 MANTA_INLINE float reduce_max(Floats value) {
@@ -208,51 +255,39 @@ MANTA_INLINE bool any_greater(Floats a, Floats b) {
 #endif
 }
 
-// 2^x for x <= 127, to a relative error of 8e-5 (coarse: below bfloat16's 4e-3) or 1e-7. For x below -126 the result
-// may be 2^-126 although it should be smaller; NaN stays NaN. A minimax polynomial of the fraction, times the power of
-// two.
+// A polynomial of x, from the leading coefficient down. COARSE fuses products with sums where the processor can
+template <bool COARSE, int COUNT>
+MANTA_INLINE Floats polynomial(const float (&coefficients)[COUNT], Floats x) {
+    Floats result = splat(coefficients[0]);
+    for (int i = 1; i < COUNT; i++) {
+        const Floats next = splat(coefficients[i]);
+        result = COARSE ? add_product(next, result, x) : result * x + next;
+    }
+    return result;
+}
+
+// 2^x for x <= 127, to a relative error of 8e-5 (COARSE: below bfloat16's 4e-3) or 2e-7, then with the same bits in
+// every form. For x below -126 the result may be 2^-126 although it should be smaller; NaN stays NaN. A minimax
+// polynomial of the fraction, times the power of two.
 template <bool COARSE>
 MANTA_INLINE Floats exp2_of(Floats x) {
 #if defined(__AVX512DQ__)
-    // The processor splits x into floor and fraction, and scales: two instructions instead of the six below
-    Floats fraction = (Floats)_mm512_reduce_ps((__m512)x, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC);
-    Floats result;
-    if (COARSE) {
-        result = splat(0.078024520038022f);
-        result = result * fraction + 0.22606715913192713f;
-        result = result * fraction + 0.6958335392225105f;
-        result = result * fraction + 0.9999252186225541f;
-    } else {
-        result = splat(0.0018775766454080928f);
-        result = result * fraction + 0.008989340162585097f;
-        result = result * fraction + 0.055826317992787554f;
-        result = result * fraction + 0.24015361706481936f;
-        result = result * fraction + 0.6931530731978024f;
-        result = result * fraction + 0.9999999250635676f;
+    if (COARSE) {  // the processor splits x into floor and fraction, and scales: two instructions instead of six
+        const Floats fraction = (Floats)_mm512_reduce_ps((__m512)x, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC);
+        constexpr float coefficients[] = {0.078024520038022f, 0.22606715913192713f, 0.6958335392225105f,
+                                          0.9999252186225541f};
+        return (Floats)_mm512_scalef_ps((__m512)polynomial<true>(coefficients, fraction), (__m512)x);
     }
-    return (Floats)_mm512_scalef_ps((__m512)result, (__m512)x);
-#else
+#endif
+    constexpr float coarse[] = {0.05517166492415716f, 0.2426111218766865f, 0.6932609862236714f, 0.9999280735783665f};
+    constexpr float fine[] = {0.0013276471518576605f, 0.00967554133065924f, 0.055507132749638484f,
+                              0.24022119723934343f, 0.6931469670638635f, 1.0000000716546553f};
     x = maximum(splat(-126.0f), x);
     const Floats shift = splat(12582912.0f);  // 1.5 * 2^23: adding it leaves the rounded integer in the low bits
-    Floats shifted = x + shift;
-    Floats fraction = x - (shifted - shift);
-    Floats result;
-    if (COARSE) {
-        result = splat(0.05517166492415716f);
-        result = result * fraction + 0.2426111218766865f;
-        result = result * fraction + 0.6932609862236714f;
-        result = result * fraction + 0.9999280735783665f;
-    } else {
-        result = splat(0.0013276471518576605f);
-        result = result * fraction + 0.00967554133065924f;
-        result = result * fraction + 0.055507132749638484f;
-        result = result * fraction + 0.24022119723934343f;
-        result = result * fraction + 0.6931469670638635f;
-        result = result * fraction + 1.0000000716546553f;
-    }
-    Ints exponent = ((Ints)shifted + 127) << 23;
-    return result * (Floats)exponent;
-#endif
+    const Floats shifted = x + shift;
+    const Floats fraction = x - (shifted - shift);
+    const Floats result = COARSE ? polynomial<true>(coarse, fraction) : polynomial<false>(fine, fraction);
+    return result * (Floats)(((Ints)shifted + 127) << 23);
 }
 
 // x * sigmoid(x); COARSE as in `exp2_of`

@@ -228,6 +228,23 @@ inline void multiply(const E* a, int lda, const E* b, int depth, float* c, int l
     }
 }
 
+// Like `multiply` in the float form, with the bits of a processor that fuses products with sums
+inline void multiply_exactly(
+    const float* a, int lda, const float* b, int depth, float* c, int ldc, int rows, int panels, bool adds
+) {
+    for (int panel = 0; panel < panels; panel++) {
+        const float* columns = b + int64_t(panel) * depth * LANES;
+        for (int row = 0; row < rows; row++) {
+            float* to = c + row * ldc + panel * LANES;
+            Floats sum = adds ? load(to) : splat(0);
+            for (int k = 0; k < depth; k++) {
+                sum = add_product_exactly(sum, splat(a[int64_t(row) * lda + k]), load(columns + k * LANES));
+            }
+            store(to, sum);
+        }
+    }
+}
+
 // ------------------------------------------------------------------------------------------------------------ AMX form
 
 #if MANTA_AMX

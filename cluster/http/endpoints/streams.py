@@ -1,0 +1,69 @@
+"""Streams that a client reads on after it lost its connection: `GET /v1/streams/ID`, and `Last-Event-ID` anywhere.
+
+The handler that answered the request writes the answer again, from the recorded output instead of the engines'. Events
+that the client has are left out.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import msgspec
+
+from cluster.http.exchange.codec import decode, decode_query
+from cluster.http.exchange.exchange import Exchange
+from cluster.http.exchange.identity import Identity
+from cluster.http.exchange.recordings import Recording, Replay, last_event
+from cluster.http.exchange.state import AppState
+from cluster.protocol.api_errors import ApiError
+
+
+class StreamQuery(msgspec.Struct):
+    starting_after: Annotated[int, msgspec.Meta(ge=-1)] | None = None
+    """Number of the last event that the client has. -1 begins with the first event."""
+
+
+class StreamDeleted(msgspec.Struct):
+    id: str
+    object: str = "stream"
+    deleted: bool = True
+
+
+async def resume(state: AppState, exchange: Exchange, _: None) -> None:
+    """Sends the events of a stream after the one that `starting_after` or `Last-Event-ID` names, and then the rest."""
+    after = decode_query(StreamQuery, exchange.query).starting_after
+    last = last_event(exchange.headers)
+    if after is None:
+        after = last[1] if last is not None and last[0] == exchange.path_parameter else -1
+    await read_on(state, exchange, exchange.path_parameter, after)
+
+
+async def delete(state: AppState, exchange: Exchange, _: None) -> StreamDeleted:
+    """Ends a stream. What was recorded can be read until its time is over."""
+    recording = await found(state, exchange, exchange.path_parameter)
+    await state.streams.cancel(recording)
+    return StreamDeleted(exchange.path_parameter)
+
+
+async def read_on(state: AppState, exchange: Exchange, stream_id: str, after: int) -> None:
+    recording = await found(state, exchange, stream_id)
+    await write_again(state, exchange, Replay(recording, after))
+
+
+async def found(state: AppState, exchange: Exchange, stream_id: str) -> Recording:
+    """Returns a stream of the client. Raises `ApiError` 404 with the same words for a stream of another client."""
+    recording = await state.streams.find(stream_id, exchange.owner)
+    if recording is None:
+        message = f"there is no stream {stream_id[:80]!r} of yours; it may have ended, or nobody read it for too long"
+        raise ApiError(404, message, code="stream_not_found")
+    return recording
+
+
+async def write_again(state: AppState, exchange: Exchange, replay: Replay) -> None:
+    opening = replay.recording.opening
+    route = state.routes[opening.path]
+    assert route.body is not None
+    exchange.replay = replay
+    exchange.identity = Identity(opening.stream_id, opening.created)
+    exchange.error_body = route.error_body
+    await route.handler(state, exchange, decode(route.body, opening.body, state.config.body))

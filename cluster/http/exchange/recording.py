@@ -1,0 +1,67 @@
+"""Begins recorded streams, and writes the answer of a recorded stream again for a client that came back."""
+
+from __future__ import annotations
+
+import secrets
+
+from cluster.errors import refuse
+from cluster.http.exchange.codec import LINES, StreamForm
+from cluster.http.exchange.engines import Generation, GenerationRequest
+from cluster.http.exchange.exchange import Exchange, GenerationExchange
+from cluster.http.exchange.identity import Identity, new_stream_id
+from cluster.http.exchange.recordings import Opening, Resumable
+from cluster.http.exchange.state import AppState
+
+RESUMABLE = "x-resumable-s"
+"""Header of a request for a stream that can be resumed: the seconds for which it goes on while nobody reads it."""
+STREAM_ID = b"x-stream-id"
+"""Header of the answer, with the stream's id."""
+
+
+def make_resumable(exchange: Exchange, body: bytes, max_unread_s: float) -> None:
+    """Has the output of a request recorded if its header asks for it. Raises `RequestRefused` for a wrong value."""
+    given = exchange.headers.get(RESUMABLE)
+    if given is None:
+        return
+    try:
+        unread_s = float(given)
+    except ValueError:
+        unread_s = -1.0
+    if not 0 <= unread_s <= max_unread_s:
+        message = f"{RESUMABLE} is {given[:40]!r} and must be a number of seconds from 0 to {max_unread_s:g}"
+        refuse(RESUMABLE, f"{message} (streams.max_unread_s)")
+    exchange.identity = Identity(new_stream_id())
+    exchange.resumable = Resumable(body, unread_s)
+
+
+def check_resumable(exchange: GenerationExchange, streams: bool, form: StreamForm) -> None:
+    """Raises `RequestRefused` if an answer that is not a stream of events is to be resumable."""
+    if exchange.resumable is None or exchange.resumable.is_detached:
+        return
+    if not streams or form is LINES:
+        what = "server-sent events; use another endpoint" if streams else "streams; send stream: true"
+        refuse(RESUMABLE, f"{RESUMABLE} is for {what}, or leave the header out")
+
+
+def record(
+    state: AppState, exchange: GenerationExchange, resumable: Resumable, request: GenerationRequest
+) -> Generation:
+    """Begins a recorded stream and returns its answer. Raises `QueueFull` if there is no room for its recording."""
+    identity = exchange.identity
+    seeds = [secrets.randbits(63) for _ in request.prompts]
+    if request.params.seed is not None:
+        seeds = [request.params.seed] * len(request.prompts)
+    opening = Opening(
+        stream_id=identity.stream_id,
+        owner=exchange.owner,
+        path=exchange.route,
+        body=resumable.body,
+        created=identity.created,
+        unread_s=resumable.unread_s,
+        is_detached=resumable.is_detached,
+        generation=request,
+        seeds=seeds,
+        extra=resumable.extra,
+    )
+    exchange.headers_out.append((STREAM_ID, identity.stream_id.encode()))
+    return state.streams.read(state.streams.begin(opening))

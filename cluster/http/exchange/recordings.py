@@ -1,0 +1,275 @@
+"""Recorded streams: what was asked, and what the engines put out, in order. A client that lost its connection reads on.
+
+The events of an answer are a function of its `Opening` and its entries. So an event's number means the same wherever
+and however often the answer is written. `cluster/serve/streams/streams.py` keeps recordings and runs their requests.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import time
+from collections.abc import Callable, Mapping
+from typing import Protocol
+
+import msgspec
+
+from cluster.engine.request import SequenceOutput
+from cluster.errors import GenerationFailed, Overdue, QueueFull, RequestRefused, ServingError, Unavailable
+from cluster.http.exchange.engines import Generation, GenerationRequest
+
+OVERHEAD_BYTES, ENTRY_BYTES = 8192, 40
+"""Bytes that a recording counts beside its content, and that each entry does: what Python needs for the objects."""
+
+_FAILURES: dict[str, type[ServingError]] = {
+    kind.__name__: kind for kind in (RequestRefused, QueueFull, Overdue, Unavailable, GenerationFailed)
+}
+
+
+class Opening(msgspec.Struct, kw_only=True, frozen=True):
+    """Everything from which a stream can be continued and its answer be written again, apart from the output."""
+
+    stream_id: str
+    owner: str
+    """Owner of the API key that asked; nobody else finds the stream."""
+    path: str
+    """Path of the route that answers `body`."""
+    body: bytes
+    """Body as the client sent it."""
+    created: int
+    """Time of creation, in seconds since 1970."""
+    unread_s: float
+    """Seconds for which the stream goes on, and is kept, while nobody reads it."""
+    is_detached: bool = False
+    """Whether the request goes on until its end even if nobody reads it."""
+    generation: GenerationRequest
+    seeds: list[int]
+    """Seed of each prompt."""
+    extra: bytes = b""
+    """What the endpoint needs beside `body` to write the answer again."""
+
+
+class Failure(msgspec.Struct, array_like=True, frozen=True):
+    """The reason why a whole answer ended early."""
+
+    kind: str
+    message: str
+    param: str | None = None
+    code: str | None = None
+    retry_after_s: float | None = None
+
+    @classmethod
+    def of(cls, error: ServingError) -> Failure:
+        kind = next(name for name, kind in _FAILURES.items() if isinstance(error, kind))
+        return cls(kind, error.message, error.param, error.code, error.retry_after_s)
+
+    def error(self) -> ServingError:
+        return _FAILURES[self.kind](self.message, self.param, self.code, self.retry_after_s)
+
+
+class Entry(msgspec.Struct, array_like=True):
+    """The output that one message of an engine added to one prompt, or the failure that ended the answer."""
+
+    prompt: int
+    """Index of the prompt in the body."""
+    item: SequenceOutput | Failure
+    at: int
+    """Time in seconds since 1970."""
+
+
+class _StoredEntry(msgspec.Struct, array_like=True):
+    """An `Entry` as it is encoded: one of `output` and `failure` is None."""
+
+    prompt: int
+    at: int
+    output: SequenceOutput | None
+    failure: Failure | None = None
+
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder = msgspec.msgpack.Decoder(_StoredEntry)
+_opening_decoder = msgspec.msgpack.Decoder(Opening)
+
+
+def encode_entry(prompt: int, item: SequenceOutput | Failure) -> bytes:
+    """Returns an entry of now. The engine's request id is left out, because it is long and nobody needs it."""
+    at = int(time.time())
+    if isinstance(item, Failure):
+        return _encoder.encode(_StoredEntry(prompt, at, None, item))
+    return _encoder.encode(_StoredEntry(prompt, at, msgspec.structs.replace(item, request_id="")))
+
+
+def decode_entry(data: bytes) -> Entry:
+    stored = _decoder.decode(data)
+    item = stored.output if stored.output is not None else stored.failure
+    assert item is not None
+    return Entry(stored.prompt, item, stored.at)
+
+
+def encode_opening(opening: Opening) -> bytes:
+    return _encoder.encode(opening)
+
+
+def decode_opening(data: bytes) -> Opening:
+    return _opening_decoder.decode(data)
+
+
+class Recording:
+    """A stream's opening and its entries, as far as this process has them. `on_unread` is called when the last reader
+    leaves.
+    """
+
+    def __init__(self, opening: Opening, on_unread: Callable[[Recording], None] = lambda _: None) -> None:
+        self.opening = opening
+        self.entries: list[bytes] = []
+        self.num_safe = 0
+        """Entries that another process has too, or that need not be anywhere else; readers get only these."""
+        self.is_ended = False
+        """Whether `entries` is complete."""
+        self.is_cancelled = False
+        self.num_readers = 0
+        self.last_read = time.monotonic()
+        self.lost: ServingError | None = None
+        """Reason why no further entries will come although the stream has not ended."""
+        self.num_bytes = OVERHEAD_BYTES + 2 * len(opening.body) + 8 * sum(map(len, opening.generation.prompts))
+        """Bytes that count against the limits."""
+        self._on_unread = on_unread
+        self._waiting: set[asyncio.Future[None]] = set()
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether readers can get all of it."""
+        return self.is_ended and self.num_safe == len(self.entries)
+
+    @property
+    def num_tokens(self) -> int:
+        """Output tokens of all choices, counted anew each time."""
+        items = (decode_entry(entry).item for entry in self.entries)
+        return sum(len(item.token_ids) for item in items if isinstance(item, SequenceOutput))
+
+    def append(self, entry: bytes) -> None:
+        self.entries.append(entry)
+        self.num_bytes += len(entry) + ENTRY_BYTES
+        self.changed()
+
+    def make_safe(self, num_entries: int) -> None:
+        if num_entries > self.num_safe:
+            self.num_safe = num_entries
+            self.changed()
+
+    def changed(self) -> None:
+        """Wakes everybody who waits in `entry` or `until_complete`."""
+        for waiting in self._waiting:
+            if not waiting.done():
+                waiting.set_result(None)
+
+    async def entry(self, number: int, only_safe: bool = True) -> Entry:
+        """Returns an entry once it is there. Raises `ServingError` if it will not come."""
+        while number >= (self.num_safe if only_safe else len(self.entries)):
+            if self.lost is not None:
+                raise self.lost
+            await self._next_change()
+        return decode_entry(self.entries[number])
+
+    async def until_complete(self) -> None:
+        """Waits for the end. Raises `ServingError` if it will not come."""
+        while not self.is_complete:
+            if self.lost is not None:
+                raise self.lost
+            await self._next_change()
+
+    async def _next_change(self) -> None:
+        waiting = asyncio.get_running_loop().create_future()
+        self._waiting.add(waiting)
+        try:
+            await waiting
+        finally:
+            self._waiting.discard(waiting)
+
+    def begin_reading(self) -> None:
+        self.num_readers += 1
+
+    def end_reading(self) -> None:
+        self.num_readers -= 1
+        self.last_read = time.monotonic()
+        if not self.num_readers:
+            self._on_unread(self)
+
+
+class Streams(Protocol):
+    """The recorded streams of all ingresses, as the HTTP application sees them."""
+
+    def begin(self, opening: Opening) -> Recording:
+        """Sends the request to the engines and records its output. Raises `QueueFull` if the client, or all clients
+        together, have too many bytes of recordings.
+        """
+        ...
+
+    async def find(self, stream_id: str, owner: str) -> Recording | None:
+        """Returns a recording of `owner`, from whichever process has it; None if there is none. Raises `Unavailable` if
+        a process that might have it does not answer.
+        """
+        ...
+
+    def read(self, recording: Recording) -> Generation:
+        """Returns the answer from its beginning, each entry an event of its own."""
+        ...
+
+    async def cancel(self, recording: Recording) -> None:
+        """Ends a stream, wherever it runs."""
+        ...
+
+    on_end: Callable[[Recording], None]
+    """Called in the process that ran the request, when it has ended."""
+
+
+class NoStreams:
+    """In place of `Streams` for an application that records nothing."""
+
+    def __init__(self) -> None:
+        self.on_end: Callable[[Recording], None] = lambda _: None
+
+    def begin(self, opening: Opening) -> Recording:
+        raise RequestRefused("streams cannot be resumed here; send the request without x-resumable-s")
+
+    async def find(self, stream_id: str, owner: str) -> Recording | None:
+        return None
+
+    def read(self, recording: Recording) -> Generation:
+        raise AssertionError("there are no recordings")
+
+    async def cancel(self, recording: Recording) -> None: ...
+
+
+class Replay(msgspec.Struct):
+    """An answer that is written again from its recording instead of being generated."""
+
+    recording: Recording
+    after: int = -1
+    """Number of the last event that the client has."""
+    streams: bool = True
+    """Whether the answer is written as a stream, whatever the body asks for."""
+
+
+class Resumable(msgspec.Struct):
+    """A request whose output is to be recorded, apart from what every request has."""
+
+    body: bytes
+    unread_s: float
+    is_detached: bool = False
+    extra: bytes = b""
+    """See `Opening`."""
+
+
+_EVENT_ID = re.compile(r"(strm_[0-9a-f]{38}):(\d{1,15})")
+
+
+def event_id(stream_id: str, number: int) -> bytes:
+    """Returns the SSE field that names an event."""
+    return f"id: {stream_id}:{number}\n".encode()
+
+
+def last_event(headers: Mapping[str, str]) -> tuple[str, int] | None:
+    """Returns the stream and the number of the event in `Last-Event-ID`; None if it names none."""
+    found = _EVENT_ID.fullmatch(headers.get("last-event-id", ""))
+    return None if found is None else (found[1], int(found[2]))

@@ -1,0 +1,143 @@
+"""Copies of recordings in an engine's process, so that a stream survives the death of the ingress that runs it.
+
+An ingress writes each recording to one keeper, and shows its readers only what the keeper has acknowledged. When the
+connection to that ingress breaks, its streams are orphans: the keeper offers each to another ingress, which claims and
+continues it. The keeper decides who owns its copy: a claim raises the copy's epoch, and writes of an earlier epoch are
+refused. All messages travel over the token channel. A keeper knows nothing of the engine in whose process it is.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+
+import msgspec
+
+from cluster.serve.streams.keeping import Ask, Copy, FromKeeper, Keep, Kept, Notice, ToKeeper, Write
+from cluster.serve.streams.token_channel import Address
+
+logger = logging.getLogger(__name__)
+
+GRACE_S = 0.3
+"""Seconds after a connection broke at which its streams are offered. An ingress that lives writes them elsewhere
+meanwhile.
+"""
+OFFER_S = 1.0
+"""Seconds between two offers of orphans that nobody has claimed, and between two notices that a stream is read."""
+
+
+class _Stream(msgspec.Struct):
+    """The copy of one recording."""
+
+    epoch: int
+    owner: Address | None
+    opening: bytes
+    keep_s: float
+    entries: list[bytes] = []
+    is_ended: bool = False
+    orphan_since: float = 0.0
+    """Time at which the owner was lost, on `time.monotonic`'s clock."""
+    told_at: float = 0.0
+    """Time at which the owner was last told that somebody reads."""
+
+    def is_owned_by_another(self, epoch: int, address: Address) -> bool:
+        return self.epoch == epoch and self.owner not in (None, address)
+
+
+class Keeper:
+    """The copies of one engine process. `send` sends an answer to an ingress, and `ingresses` returns those that are
+    connected. Only the event loop uses it.
+    """
+
+    def __init__(self, send: Callable[[Address, FromKeeper], None], ingresses: Callable[[], list[Address]]) -> None:
+        self._send = send
+        self._ingresses = ingresses
+        self._streams: dict[str, _Stream] = {}
+        self._num_offers = 0
+        self._offering: asyncio.TimerHandle | None = None
+
+    @property
+    def num_streams(self) -> int:
+        return len(self._streams)
+
+    def receive(self, address: Address, message: ToKeeper) -> None:
+        if isinstance(message, Keep):
+            refused = [write.stream_id for write in message.writes if not self._write(address, write)]
+            self._send(address, Kept(message.number, refused))
+        elif message.what == "drop":
+            stream = self._streams.get(message.stream_id)
+            if stream is not None and stream.epoch <= message.epoch:
+                del self._streams[message.stream_id]
+        else:
+            self._answer(address, message)
+
+    def lose(self, address: Address) -> None:
+        """Makes orphans of the streams of an ingress whose connection broke."""
+        now = time.monotonic()
+        for stream in self._streams.values():
+            if stream.owner == address:
+                stream.owner, stream.orphan_since = None, now
+                self._offer_in(GRACE_S)
+
+    def _write(self, address: Address, write: Write) -> bool:
+        """Returns whether the sender owns the stream, so that its entries were stored."""
+        stream = self._streams.get(write.stream_id)
+        if stream is not None and (stream.epoch > write.epoch or stream.is_owned_by_another(write.epoch, address)):
+            return False
+        if write.first == 0:
+            stream = _Stream(write.epoch, address, write.opening, write.keep_s)
+            self._streams[write.stream_id] = stream
+        if stream is None or stream.owner != address or write.first > len(stream.entries):
+            return False
+        stream.entries[write.first :] = write.entries
+        stream.is_ended = write.is_ended
+        return True
+
+    def _answer(self, address: Address, ask: Ask) -> None:
+        stream = self._streams.get(ask.stream_id)
+        if stream is None:
+            self._send(address, Copy(ask.number, ask.stream_id))
+            return
+        if ask.what == "claim" and stream.owner is None:
+            stream.owner, stream.epoch = address, stream.epoch + 1
+        elif ask.what == "cancel" and stream.owner is not None:
+            self._send(stream.owner, Notice(ask.stream_id, "cancel"))
+        elif stream.owner not in (None, address) and time.monotonic() >= stream.told_at + OFFER_S:
+            stream.told_at = time.monotonic()
+            assert stream.owner is not None
+            self._send(stream.owner, Notice(ask.stream_id, "read"))
+        copy = Copy(
+            ask.number,
+            ask.stream_id,
+            stream.epoch,
+            len(stream.entries),
+            stream.entries[ask.first :],
+            b"" if ask.first else stream.opening,
+            stream.is_ended,
+            stream.owner is not None,
+            stream.owner == address,
+        )
+        self._send(address, copy)
+
+    # ---- orphans ---------------------------------------------------------------------------------------------------
+
+    def _offer_in(self, seconds: float) -> None:
+        if self._offering is None:
+            self._offering = asyncio.get_running_loop().call_later(seconds, self._offer)
+
+    def _offer(self) -> None:
+        """Offers each orphan to one of the ingresses, in turn, and removes those that nobody took in time."""
+        self._offering = None
+        now, ingresses = time.monotonic(), self._ingresses()
+        orphans = [(stream_id, stream) for stream_id, stream in self._streams.items() if stream.owner is None]
+        for stream_id, stream in orphans:
+            if now > stream.orphan_since + stream.keep_s:
+                logger.warning("stream %s is dropped: no ingress has claimed it for %g s", stream_id, stream.keep_s)
+                del self._streams[stream_id]
+            elif ingresses:
+                self._num_offers += 1
+                self._send(ingresses[self._num_offers % len(ingresses)], Notice(stream_id, "orphan"))
+        if orphans:
+            self._offer_in(OFFER_S)

@@ -1,0 +1,84 @@
+"""Messages between an ingress and the keepers of its recordings (`keeper.py`), which travel over the token channel."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+
+class Write(msgspec.Struct, array_like=True):
+    """New entries of one recording."""
+
+    stream_id: str
+    epoch: int
+    first: int
+    """Number of the first of `entries`; 0 replaces the whole copy."""
+    entries: list[bytes]
+    opening: bytes = b""
+    """The encoded `Opening`; with `first` 0 only."""
+    keep_s: float = 0.0
+    """Seconds for which an orphan is kept that nobody claims; with `first` 0 only."""
+    is_ended: bool = False
+
+
+class Keep(msgspec.Struct, array_like=True, tag="keep"):
+    """Asks a keeper to store `writes`. It answers with a `Kept` of the same number."""
+
+    number: int
+    writes: list[Write]
+
+
+class Ask(msgspec.Struct, array_like=True, tag="ask"):
+    """Asks a keeper about one stream. It answers with a `Copy` of the same number.
+
+    - `read`: returns the entries from `first` on, and tells the owner that somebody reads.
+    - `claim`: makes the sender its owner if it is an orphan, and returns all of it.
+    - `cancel`: asks its owner to end it.
+    - `drop`: removes the copy, if it is no newer than `epoch`. There is no answer.
+    """
+
+    number: int
+    stream_id: str
+    what: Literal["read", "claim", "cancel", "drop"]
+    first: int = 0
+    epoch: int = 0
+
+
+class Kept(msgspec.Struct, array_like=True, tag="kept"):
+    """The writes of one `Keep` are stored, except those of streams that have another owner now."""
+
+    number: int
+    refused: list[str] = []
+
+
+class Copy(msgspec.Struct, array_like=True, tag="copy"):
+    """One stream as a keeper has it; `epoch` is -1 if it has none."""
+
+    number: int
+    stream_id: str
+    epoch: int = -1
+    num_entries: int = 0
+    entries: list[bytes] = []
+    """Entries from the number on that was asked for."""
+    opening: bytes = b""
+    is_ended: bool = False
+    is_owned: bool = False
+    """Whether some ingress runs it, or has claimed it."""
+    is_yours: bool = False
+
+
+class Notice(msgspec.Struct, array_like=True, tag="notice"):
+    """Tells an ingress something that it did not ask for.
+
+    - `orphan`: the stream has no owner.
+    - `read`: another ingress has a reader of the stream.
+    - `cancel`: another ingress was asked to end the stream.
+    """
+
+    stream_id: str
+    what: Literal["orphan", "read", "cancel"]
+
+
+ToKeeper = Keep | Ask
+FromKeeper = Kept | Copy | Notice

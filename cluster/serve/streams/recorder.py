@@ -1,0 +1,153 @@
+"""Runs a request whose outputs are recorded, and reads recordings as any other answer is read.
+
+Both are submissions whose items come from a recording. So stop strings, failures and usage mean the same for the
+process that runs a request, for a reader anywhere, and for a process that continues what another one began.
+"""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Callable
+from typing import Any, NamedTuple, cast
+
+import msgspec
+
+from cluster.engine.request import EngineRequest, SequenceOutput
+from cluster.errors import ServingError
+from cluster.http.exchange.metrics import RequestMetrics, Unmeasured
+from cluster.http.exchange.recordings import Entry, Failure, Opening, Recording, encode_entry
+from cluster.serve.streams.prompt_run import Caller, PromptRun
+from cluster.serve.streams.submission import Choice, Prompt, Submission, failure_of
+from cluster.serve.streams.token_channel import RequestResult
+from cluster.text.tokenizer import Tokenizer
+
+_UNMEASURED = Unmeasured()
+
+
+class _Unmeasured(NamedTuple):
+    """What a submission needs of its ingress while it only reads."""
+
+    tokenizer: Tokenizer
+
+    def measure(self, num_choices: int) -> RequestMetrics:
+        return _UNMEASURED
+
+
+class _NoRun:
+    """In place of a `PromptRun` where another process runs the request, or nobody any more."""
+
+    def stop(self, index: int, num_kept_tokens: int) -> None: ...
+
+    def release(self) -> None: ...
+
+    def leave(self) -> None: ...
+
+
+class Recorded(Submission):
+    """The answers of a recording. Each entry becomes an event of its own, so that the events do not depend on time."""
+
+    only_safe = True
+    """Whether entries count only when they are safe (`Recording.num_safe`)."""
+
+    def __init__(self, tokenizer: Tokenizer, recording: Recording) -> None:
+        super().__init__(cast(Any, _Unmeasured(tokenizer)), recording.opening.generation)
+        self.recording = recording
+        self.num_read = 0
+        self._last_at = recording.opening.created
+        for prompt in self._prompts:
+            prompt.run = cast(Any, _NoRun())
+
+    @property
+    def ended_at(self) -> int:
+        """Time of the last entry that was read, in seconds since 1970."""
+        return self._last_at
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether every choice of what was read has ended."""
+        return all(prompt.finished for prompt in self._prompts)
+
+    async def _next(self) -> tuple[Prompt, Choice | RequestResult | Exception]:
+        entry = await self.recording.entry(self.num_read, self.only_safe)
+        self.num_read += 1
+        self._last_at = entry.at
+        self._tell(self._prompts[entry.prompt], _item(entry))
+        return self._news.get_nowait()
+
+
+class Reader(Recorded):
+    """The answers of a recording, for one client. While there is a reader, the stream does not count as unread."""
+
+    def __init__(self, tokenizer: Tokenizer, recording: Recording) -> None:
+        super().__init__(tokenizer, recording)
+        recording.begin_reading()
+
+    def close(self) -> None:
+        if not self._closed:
+            self.recording.end_reading()
+        super().close()
+
+
+class Recorder(Recorded):
+    """Runs the request of a recording, from its last entry on, and appends the output. `epoch` is the number of
+    processes that ran it before. `on_entry` is called after each entry.
+    """
+
+    only_safe = False
+
+    def __init__(self, client: Caller, recording: Recording, epoch: int, on_entry: Callable[[], None]) -> None:
+        super().__init__(client.tokenizer, recording)
+        self._client = client
+        self._on_entry = on_entry
+        for number, prompt in enumerate(self._prompts):
+            run = PromptRun(client, _request(recording.opening, number, epoch), functools.partial(self._record, number))
+            prompt.run = run
+
+    def _record(self, number: int, item: SequenceOutput | RequestResult | Exception) -> None:
+        if self._closed:
+            return
+        recorded = item if isinstance(item, SequenceOutput) else Failure.of(failure_of(item))
+        self.recording.append(encode_entry(number, recorded))
+        self._on_entry()
+
+    async def run(self) -> None:
+        """Runs the request to its end. A cancelled call aborts it."""
+        num_before = len(self.recording.entries)
+        try:
+            while self.num_read < num_before and not self.is_finished:
+                await self._take(recalls=True)
+            for prompt in self._prompts:
+                if not prompt.finished:
+                    prompt.metrics = self._client.measure(len(prompt.choices))
+                    prompt.run.go_on() if num_before else prompt.run.start()
+            while not self.is_finished:
+                await self._take(recalls=False)
+        except ServingError:
+            pass  # it is recorded
+        finally:
+            self.close()
+
+    async def _take(self, recalls: bool) -> None:
+        """Takes the next entry, so that stop strings are found. With `recalls` it came before this run."""
+        prompt, item = await self._next()
+        if recalls and isinstance(item, Choice) and item.unread is not None:
+            prompt.run.recall(item.unread)
+        for _ in self._events(prompt, item):
+            pass
+
+
+def _item(entry: Entry) -> SequenceOutput | ServingError:
+    return entry.item.error() if isinstance(entry.item, Failure) else entry.item
+
+
+def _request(opening: Opening, number: int, epoch: int) -> EngineRequest:
+    """Returns the request to an engine for one prompt, with the seed and the time that are left."""
+    request = opening.generation.of_prompt(number)
+    left_s = opening.created + opening.generation.timeout_s - time.time()
+    return msgspec.structs.replace(
+        request,
+        request_id=f"{request.request_id}~{epoch}" if epoch else request.request_id,
+        params=msgspec.structs.replace(request.params, seed=opening.seeds[number]),
+        deadline_s=max(0.0, min(left_s, opening.generation.timeout_s)),
+    )

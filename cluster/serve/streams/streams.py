@@ -1,0 +1,351 @@
+"""The recorded streams of one ingress: it runs some, reads others through their keepers, and adopts orphans.
+
+A stream has one owner, the ingress that runs its request. The owner writes every entry to a keeper (`keeper.py`) before
+a client sees it. So whoever continues the stream has all that any client has seen. Implements
+`cluster.http.exchange.recordings.Streams`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from typing import Any
+
+from cluster.config import StreamLimits
+from cluster.errors import GenerationFailed, QueueFull, RequestRefused, Unavailable
+from cluster.http.exchange.recordings import (
+    Failure,
+    Opening,
+    Recording,
+    decode_entry,
+    decode_opening,
+    encode_entry,
+    encode_opening,
+)
+from cluster.serve.streams.copies import Copies, Found
+from cluster.serve.streams.keeping import Notice, Write
+from cluster.serve.streams.recorder import Reader, Recorder
+from cluster.serve.streams.token_channel import Connection
+from cluster.telemetry.request_log import log_event
+
+POLL_S = 0.05
+"""Seconds between two looks at a stream that another ingress runs, while somebody reads it here."""
+LOST_S = 15.0
+"""Seconds without any copy after which a stream counts as lost. An ingress that has just started may have to connect to
+the keepers first.
+"""
+
+
+class _Own:
+    """A stream that this ingress runs, or ran."""
+
+    def __init__(self, recording: Recording, epoch: int, opening: bytes) -> None:
+        self.recording = recording
+        self.epoch = epoch
+        self.opening = opening
+        self.num_sent = 0
+        """Entries that the present keeper was sent."""
+        self.num_counted = 0
+        """Bytes that count against the limits now."""
+        self.task: asyncio.Task[None] | None = None
+        self.expiry: asyncio.TimerHandle | None = None
+
+
+class RecordedStreams:
+    """Owns the recordings of one ingress. `client` is its `EngineClient`."""
+
+    def __init__(self, client: Any, limits: StreamLimits, host: str) -> None:
+        self._client = client
+        self._limits = limits
+        self.copies = Copies(host, self._on_kept, self._write_all, self._on_notice)
+        self._own: dict[str, _Own] = {}
+        self._followed: dict[str, Recording] = {}
+        """Streams of other ingresses that somebody reads here."""
+        self._adopting: set[str] = set()
+        self._tasks: set[asyncio.Task[Any]] = set()
+        self._unwritten: dict[str, _Own] = {}
+        """Streams with entries that no keeper was sent."""
+        self._bytes: dict[str, int] = {}
+        """Bytes of recordings by owner."""
+        self.on_end: Callable[[Recording], None] = lambda _: None
+
+    # ---- what the HTTP application asks ----------------------------------------------------------------------------
+
+    def begin(self, opening: Opening) -> Recording:
+        self._check_room(opening.owner)
+        try:
+            encoded = encode_opening(opening)
+        except (OverflowError, ValueError) as error:
+            raise RequestRefused(f"this request cannot be recorded: {error}; send it without x-resumable-s") from error
+        recording = Recording(opening, self._on_unread)
+        self._run(_Own(recording, 0, encoded))
+        return recording
+
+    async def find(self, stream_id: str, owner: str) -> Recording | None:
+        recording = self._known(stream_id)
+        if recording is None:
+            await self._client.until_greeted()
+            found = await self.copies.look_up(stream_id)
+            recording = self._known(stream_id) or (None if found is None else self._follow(found))
+        return None if recording is None or recording.opening.owner != owner else recording
+
+    def read(self, recording: Recording) -> Reader:
+        return Reader(self._client.tokenizer, recording)
+
+    async def cancel(self, recording: Recording) -> None:
+        own = self._own.get(recording.opening.stream_id)
+        if own is None:
+            await self.copies.ask_all(recording.opening.stream_id, "cancel")
+        else:
+            self._cancel(own)
+
+    def _known(self, stream_id: str) -> Recording | None:
+        own = self._own.get(stream_id)
+        return self._followed.get(stream_id) if own is None else own.recording
+
+    def _check_room(self, owner: str) -> None:
+        limits, of_owner = self._limits, self._bytes.get(owner, 0)
+        for num_bytes, option in ((of_owner, "max_client_bytes"), (sum(self._bytes.values()), "max_bytes")):
+            if num_bytes >= getattr(limits, option):
+                whose = "your" if option == "max_client_bytes" else "all clients'"
+                raise QueueFull(
+                    f"{num_bytes} bytes of {whose} streams are kept here and the limit is {getattr(limits, option)} "
+                    f"(streams.{option}); retry when some have ended, or send no x-resumable-s",
+                    code="too_many_streams",
+                )
+
+    # ---- own streams -----------------------------------------------------------------------------------------------
+
+    def _run(self, own: _Own) -> None:
+        stream_id = own.recording.opening.stream_id
+        self._own[stream_id] = own
+        recorder = Recorder(self._client, own.recording, own.epoch, lambda: self._note(own))
+        own.task = self._start(self._record(own, recorder))
+        self._note(own)
+        self._expire_later(own)
+
+    async def _record(self, own: _Own, recorder: Recorder) -> None:
+        await recorder.run()
+        self._end(own)
+
+    def _end(self, own: _Own) -> None:
+        own.recording.is_ended = True
+        own.recording.changed()
+        self._note(own)
+        self.on_end(own.recording)
+
+    def _cancel(self, own: _Own) -> None:
+        if own.recording.is_ended:
+            return
+        assert own.task is not None
+        own.task.cancel()
+        error = GenerationFailed("the stream was cancelled", code="cancelled")
+        own.recording.append(encode_entry(0, Failure.of(error)))
+        self._end(own)
+
+    def _note(self, own: _Own) -> None:
+        """Has new entries, or the end, written with those of other streams of this turn of the event loop."""
+        recording = own.recording
+        owner, num_new = recording.opening.owner, recording.num_bytes - own.num_counted
+        self._bytes[owner] = self._bytes.get(owner, 0) + num_new
+        own.num_counted = recording.num_bytes
+        if not self._unwritten:
+            asyncio.get_running_loop().call_soon(self._write)
+        self._unwritten[recording.opening.stream_id] = own
+
+    def _write(self) -> None:
+        unwritten, self._unwritten = self._unwritten, {}
+        if self.copies.keeper is None:
+            for own in unwritten.values():
+                own.recording.make_safe(len(own.recording.entries))
+            return
+        writes, counts = [], []
+        for stream_id, own in unwritten.items():
+            recording, first = own.recording, own.num_sent
+            write = Write(stream_id, own.epoch, first, recording.entries[first:], is_ended=recording.is_ended)
+            if first == 0:
+                write.opening, write.keep_s = own.opening, recording.opening.unread_s
+            own.num_sent = len(recording.entries)
+            writes.append(write)
+            counts.append((stream_id, own.num_sent))
+        if writes:
+            self.copies.write(writes, counts)
+
+    def _write_all(self) -> None:
+        """Writes every stream as a whole, because another keeper was chosen, or shows what waited for the lost one."""
+        for own in self._own.values():
+            own.num_sent = 0
+        if self._own:
+            self._unwritten = {**self._own}
+            self._write()
+
+    def _on_kept(self, counts: list[tuple[str, int]], refused: list[str]) -> None:
+        for stream_id, num_entries in counts:
+            own = self._own.get(stream_id)
+            if own is not None and stream_id in refused:
+                self._give_up(own)
+            elif own is not None:
+                own.recording.make_safe(num_entries)
+
+    def _give_up(self, own: _Own) -> None:
+        """Stops running a stream that another ingress has adopted. Readers here read what that one writes."""
+        recording = own.recording
+        self._forget(own)
+        del recording.entries[recording.num_safe :]
+        recording.is_ended = False
+        if recording.num_readers:
+            self._follow_on(recording)
+
+    def _forget(self, own: _Own) -> None:
+        stream_id, owner = own.recording.opening.stream_id, own.recording.opening.owner
+        del self._own[stream_id]
+        self._unwritten.pop(stream_id, None)
+        self._bytes[owner] -= own.num_counted
+        if not self._bytes[owner]:
+            del self._bytes[owner]
+        if own.task is not None:
+            own.task.cancel()
+        if own.expiry is not None:
+            own.expiry.cancel()
+
+    # ---- streams that nobody reads ---------------------------------------------------------------------------------
+
+    def _on_unread(self, recording: Recording) -> None:
+        stream_id = recording.opening.stream_id
+        own = self._own.get(stream_id)
+        if own is not None:
+            self._expire_later(own)
+        else:
+            self._followed.pop(stream_id, None)
+
+    def _expire_later(self, own: _Own) -> None:
+        if own.expiry is not None:
+            own.expiry.cancel()
+        recording = own.recording
+        seconds = 0.0 if _is_refusal(recording) else recording.opening.unread_s
+        left_s = recording.last_read + seconds - time.monotonic()
+        own.expiry = asyncio.get_running_loop().call_later(left_s, self._expire, own)
+
+    def _expire(self, own: _Own) -> None:
+        """Drops a stream that nobody has read for long enough, and aborts its request."""
+        recording = own.recording
+        if recording.num_readers:
+            return  # the last reader's end sets the timer again
+        goes_on = recording.opening.is_detached and not recording.is_ended
+        if goes_on:
+            recording.last_read = time.monotonic()
+        unread_s = time.monotonic() - recording.last_read
+        if unread_s < recording.opening.unread_s and not _is_refusal(recording):
+            self._expire_later(own)
+            return
+        if not recording.is_ended:
+            log_event("unread", recording.opening.stream_id, seconds=round(unread_s, 1))
+        self._forget(own)
+        self.copies.drop(recording.opening.stream_id, own.epoch)
+
+    # ---- streams of others -----------------------------------------------------------------------------------------
+
+    def _follow(self, found: Found) -> Recording:
+        recording = Recording(decode_opening(found.copy.opening), self._on_unread)
+        _add(recording, found)
+        self._follow_on(recording)
+        return recording
+
+    def _follow_on(self, recording: Recording) -> None:
+        self._followed[recording.opening.stream_id] = recording
+        self._start(self._poll(recording))
+
+    async def _poll(self, recording: Recording) -> None:
+        """Reads on through the keepers until the stream has ended, nobody reads it any more, or it is adopted here."""
+        stream_id, heard = recording.opening.stream_id, time.monotonic()
+        while not recording.is_complete:
+            await asyncio.sleep(POLL_S)
+            if self._followed.get(stream_id) is not recording:
+                return
+            found = await self.copies.ask_all(stream_id, "read", len(recording.entries))
+            if self._followed.get(stream_id) is not recording:
+                return
+            if found is not None:
+                heard = time.monotonic()
+                _add(recording, found)
+            elif time.monotonic() > heard + LOST_S:
+                recording.lost = Unavailable("every copy of this stream is gone; ask again", code="stream_lost")
+                recording.changed()
+                self._followed.pop(stream_id, None)
+                return
+
+    def _on_notice(self, notice: Notice, connection: Connection) -> None:
+        own = self._own.get(notice.stream_id)
+        if notice.what == "orphan":
+            self._start(self._adopt(notice.stream_id, connection))
+        elif own is not None and notice.what == "read":
+            own.recording.last_read = time.monotonic()
+        elif own is not None:
+            self._cancel(own)
+
+    async def _adopt(self, stream_id: str, connection: Connection) -> None:
+        """Claims an orphan at `connection` and continues it, unless there is a better copy or it is already ours."""
+        own = self._own.get(stream_id)
+        if own is not None:
+            if self.copies.keeper is not connection:
+                self.copies.drop(stream_id, own.epoch, connection)
+            return
+        if stream_id in self._adopting:
+            return
+        self._adopting.add(stream_id)
+        try:
+            found = await self.copies.ask_all(stream_id, "read")
+            if found is None:
+                return
+            if found.copy.is_owned:
+                self.copies.drop(stream_id, found.copy.epoch, connection)
+                return
+            claimed = await self.copies.ask([found.connection], stream_id, "claim")
+            if claimed is not None and claimed.copy.is_yours:
+                self._take_over(claimed)
+        finally:
+            self._adopting.discard(stream_id)
+
+    def _take_over(self, claimed: Found) -> None:
+        copy = claimed.copy
+        opening = decode_opening(copy.opening)
+        recording = self._followed.pop(copy.stream_id, None) or Recording(opening, self._on_unread)
+        recording.last_read = time.monotonic()
+        _add(recording, claimed)
+        own = _Own(recording, copy.epoch, copy.opening)
+        log_event("adopted", copy.stream_id, entries=copy.num_entries)
+        if not recording.is_ended:
+            self._run(own)
+            return
+        self._own[copy.stream_id] = own
+        self._end(own)
+        self._expire_later(own)
+
+    def _start(self, work: Any) -> asyncio.Task[Any]:
+        task: asyncio.Task[Any] = asyncio.ensure_future(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+
+def _add(recording: Recording, found: Found) -> None:
+    """Adds the entries of a copy that the recording lacks."""
+    copy = found.copy
+    first = copy.num_entries - len(copy.entries)
+    num_known = len(recording.entries)
+    if copy.num_entries > num_known:
+        for entry in copy.entries[num_known - first :]:
+            recording.append(entry)
+    recording.is_ended = copy.is_ended and copy.num_entries == len(recording.entries)
+    recording.make_safe(len(recording.entries))
+    recording.changed()
+
+
+def _is_refusal(recording: Recording) -> bool:
+    """Returns whether the request was refused before it had any output, which its client was told."""
+    return (
+        recording.is_ended
+        and len(recording.entries) == 1
+        and isinstance(decode_entry(recording.entries[0]).item, Failure)
+    )

@@ -1,0 +1,307 @@
+"""Streams outlive their client's socket and the ingress that runs them: every client gets each byte once.
+
+Two ingresses and two engines in this process, over real sockets. `tests/serve/test_resume.py` kills processes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from benchmarks.processes import free_port
+from cluster.config import EngineConfig, ServeConfig, StreamLimits
+from cluster.http.access.prefix_scope import new_secret
+from cluster.serve.engine_deployment import EngineReplica
+from cluster.serve.ingress import ListeningIngress
+from tests.checkpoints import checkpoint
+from tests.local_server import Handle
+from tests.patience import PATIENCE_S, wait_until
+from tests.serve.fault_streams import Stream, bodies
+from tests.serve.resuming_client import ResumingClient, check, read_all
+
+KEYS = ("ann:key-of-ann-0123456789", "ben:key-of-ben-0123456789")
+ANN, BEN = (key.partition(":")[2] for key in KEYS)
+NUM_EVENTS = 20
+"""After so many events at most a connection is broken."""
+
+
+class TwoIngresses:
+    """Two ingresses before two engines, of which the first one gets all requests. Both engines keep recordings."""
+
+    def __init__(self) -> None:
+        engine = EngineConfig(
+            model=str(checkpoint("llama")), dtype="float32", kv_cache_bytes=8 << 20, num_threads=1, max_num_sequences=64
+        )
+        self.config = ServeConfig(
+            engine=engine,
+            api_keys=KEYS,
+            log_requests=False,
+            streams=StreamLimits(max_client_bytes=1 << 20, max_bytes=2 << 20, max_unread_s=600.0),
+        )
+        self.ports: list[int] = []
+        self.ingresses: list[ListeningIngress] = []
+        self._secret = new_secret()
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever)
+        self._thread.start()
+        self.replicas = [EngineReplica(engine) for _ in range(2)]
+        for _ in range(2):
+            self.add()
+
+    def run(self, coroutine: Any) -> Any:
+        return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result(PATIENCE_S)
+
+    def add(self) -> None:
+        self.run(self._add())
+
+    async def _add(self) -> None:
+        port = free_port()
+        config = ServeConfig(
+            engine=self.config.engine, api_keys=KEYS, log_requests=False, streams=self.config.streams, port=port
+        )
+        ingress = ListeningIngress(config, Handle(*self.replicas), self._secret)
+        await ingress.check_health()
+        await ingress._client.until_greeted()
+        self.ports.append(port)
+        self.ingresses.append(ingress)
+
+    def kill(self) -> None:
+        """Ends the first ingress as if its process had died: it says no goodbye to anybody."""
+        self.run(self._kill())
+
+    async def _kill(self) -> None:
+        ingress = self.ingresses.pop(0)
+        self.ports.pop(0)
+        client = ingress._client
+        streams, receiver = client.streams, client._receiver
+        for task in streams._tasks:
+            task.cancel()
+        streams._own.clear()
+        for server in ingress._listener.servers:
+            server.close()
+        for connection in list(ingress._listener.server_state.connections):
+            connection.transport.abort()
+        ingress._listener.should_exit = ingress._listener.force_exit = True
+        assert receiver._server is not None
+        receiver._server.close()
+        for opened in receiver._connections:
+            opened._writer.transport.abort()
+        assert ingress._listener._serving is not None
+        await ingress._listener._serving
+
+    @property
+    def num_kept(self) -> int:
+        return sum(replica._keeper.num_streams for replica in self.replicas)
+
+    def close(self) -> None:
+        while self.ingresses:
+            self.kill()
+        self.run(asyncio.sleep(0.2))
+        for replica in self.replicas:
+            replica.close()
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+
+
+@pytest.fixture(scope="module")
+def two() -> Iterator[TwoIngresses]:
+    found = TwoIngresses()
+    yield found
+    found.close()
+
+
+def requests() -> list[tuple[str, dict[str, Any]]]:
+    """Streams of every API: plain, constrained, with tools, n > 1, stop strings and log-probabilities."""
+    model = checkpoint("llama").name
+    given = bodies(model)[:6]
+    text = {"model": model, "stream": True, "temperature": 1}
+    message = [{"role": "user", "content": "Count."}]
+    return [
+        *given,
+        ("/v1/responses", {**text, "input": "Count.", "max_output_tokens": 90}),
+        ("/v1/messages", {**text, "messages": message, "max_tokens": 90}),
+        (
+            "/v1/completions",
+            {**text, "prompt": [[5, 6], [7, 8, 9]], "max_tokens": 60, "stream_options": {"include_usage": True}},
+        ),
+    ]
+
+
+def undisturbed(two: TwoIngresses, path: str, body: dict[str, Any]) -> Stream:
+    stream = Stream()
+    headers = {"Content-Type": "application/json", "Authorization": f"Bearer {ANN}"}
+    request = urllib.request.Request(f"http://127.0.0.1:{two.ports[0]}{path}", json.dumps(body).encode(), headers)
+    with urllib.request.urlopen(request, timeout=PATIENCE_S) as response:
+        for line in response:
+            if line.startswith(b"data: {"):
+                stream.add(json.loads(line.removeprefix(b"data: ")))
+    return stream
+
+
+def whole(two: TwoIngresses, stream_id: str) -> bytes:
+    """All events of a stream, as the last ingress writes them."""
+    url = f"http://127.0.0.1:{two.ports[-1]}/v1/streams/{stream_id}"
+    request = urllib.request.Request(url, headers={"Authorization": f"Bearer {ANN}"})
+    with urllib.request.urlopen(request, timeout=PATIENCE_S) as response:
+        return response.read()
+
+
+def test_clients_and_an_ingress_are_lost_and_every_byte_comes_once(two: TwoIngresses) -> None:
+    asked = [
+        (
+            path,
+            {**body, "seed": number}
+            if path != "/v1/messages" and path != "/v1/responses"
+            else {**body, "temperature": 0},
+        )
+        for number, (path, body) in enumerate(requests())
+    ]
+    expected = [undisturbed(two, path, body) for path, body in asked]
+    clients = [ResumingClient(two.ports, path, body, number, ANN) for number, (path, body) in enumerate(asked)]
+    killer = threading.Thread(
+        target=lambda: (wait_until(lambda: all(len(c.history.events) > 8 for c in clients)), two.add(), two.kill())
+    )
+    killer.start()
+    histories = read_all(clients, lambda chooser: chooser.randrange(1, NUM_EVENTS))
+    killer.join()
+    verdict = check(histories, expected)
+    assert verdict.is_good, "\n".join([*verdict.lost, *verdict.twice, *verdict.different])
+    assert min(history.num_connections for history in histories) > 1
+    for history in histories:
+        seen = b"".join(
+            b"id: %s:%d\n%s" % (history.stream_id.encode(), event.number, event.content) for event in history.events
+        )
+        assert whole(two, history.stream_id) == seen
+
+
+def ask(
+    two: TwoIngresses, method: str, path: str, body: Any = None, **headers: str
+) -> tuple[int, dict[str, str], bytes]:
+    """(status, headers in lower case, body) from the last ingress."""
+    data = None if body is None else json.dumps(body).encode()
+    given = {"Content-Type": "application/json", "Authorization": f"Bearer {ANN}", **headers}
+    request = urllib.request.Request(f"http://127.0.0.1:{two.ports[-1]}{path}", data, given, method=method)
+    try:
+        response = urllib.request.urlopen(request, timeout=PATIENCE_S)
+    except urllib.error.HTTPError as error:
+        response = error
+    with response:
+        return response.status, {key.lower(): value for key, value in response.headers.items()}, response.read()
+
+
+def completion(**fields: Any) -> dict[str, Any]:
+    return {
+        "model": checkpoint("llama").name,
+        "prompt": [5, 9, 17],
+        "ignore_eos": True,
+        "stream": True,
+        "return_token_ids": True,
+        **fields,
+    }
+
+
+def test_only_the_key_that_asked_finds_a_stream(two: TwoIngresses) -> None:
+    status, headers, body = ask(two, "POST", "/v1/completions", completion(max_tokens=5), **{"X-Resumable-S": "30"})
+    stream_id = headers["x-stream-id"]
+    assert (status, body.count(b"id: strm_")) == (200, 6)
+    path = f"/v1/streams/{stream_id}"
+    assert ask(two, "GET", path)[2] == body
+    status, _, repeated = ask(two, "POST", "/v1/completions", completion(), **{"Last-Event-ID": f"{stream_id}:2"})
+    assert (status, repeated) == (200, body[body.index(f"id: {stream_id}:3".encode()) :])
+    as_ben = {"Authorization": f"Bearer {BEN}"}
+    unknown = f"/v1/streams/strm_{'0' * 38}"
+    for method in ("GET", "DELETE"):
+        status, _, refusal = ask(two, method, path, **as_ben)
+        assert status == 404
+        assert refusal.replace(stream_id.encode(), b"strm_" + b"0" * 38) == ask(two, method, unknown, **as_ben)[2]
+        assert ask(two, method, path, Authorization="Bearer nobody")[0] == 401
+    assert ask(two, "GET", path)[2] == body
+
+
+@pytest.mark.parametrize(
+    ("value", "fields", "words"),
+    [
+        ("soon", {}, "is 'soon' and must be a number of seconds from 0 to 600 (streams.max_unread_s)"),
+        ("601", {}, "must be a number of seconds from 0 to 600"),
+        ("nan", {}, "must be a number of seconds"),
+        ("5", {"stream": False}, "is for streams; send stream: true"),
+    ],
+)
+def test_a_wrong_header_is_refused(two: TwoIngresses, value: str, fields: dict[str, Any], words: str) -> None:
+    body = completion(max_tokens=2, **fields)
+    status, _, answer = ask(two, "POST", "/v1/completions", body, **{"X-Resumable-S": value})
+    assert status == 400
+    error = json.loads(answer)["error"]
+    assert (error["param"], words in error["message"]) == ("x-resumable-s", True)
+
+
+def test_a_stream_that_nobody_reads_is_aborted_and_forgotten(two: TwoIngresses) -> None:
+    wait_until(lambda: not any(ingress._client.runs for ingress in two.ingresses))
+    kept, client = (
+        two.num_kept,
+        ResumingClient(two.ports[-1:], "/v1/completions", completion(max_tokens=400, n=8), 0, ANN),
+    )
+    client.unread_s = 0.0
+    client.read_once(3)
+    assert len(client.history.events) == 3
+    stream_id = client.history.stream_id
+    wait_until(lambda: ask(two, "GET", f"/v1/streams/{stream_id}")[0] == 404)
+    wait_until(lambda: two.num_kept <= kept and two.replicas[0].engine.stats().num_running == 0)
+
+
+def test_a_client_with_too_many_recordings_is_refused(two: TwoIngresses) -> None:
+    body, answers = completion(prompt=[7] * 200, max_tokens=1), []
+    for _ in range(300):
+        answers.append(ask(two, "POST", "/v1/completions", body, **{"X-Resumable-S": "3"}))
+        if answers[-1][0] != 200:
+            break
+    status, _, answer = answers[-1]
+    assert (status, json.loads(answer)["error"]["code"]) == (429, "too_many_streams"), len(answers)
+    assert "streams.max_client_bytes" in json.loads(answer)["error"]["message"]
+    assert ask(two, "POST", "/v1/completions", completion(max_tokens=1))[0] == 200
+    wait_until(lambda: ask(two, "POST", "/v1/completions", body, **{"X-Resumable-S": "0"})[0] == 200)
+
+
+def test_a_deleted_stream_ends_and_says_so(two: TwoIngresses) -> None:
+    client = ResumingClient(two.ports[-1:], "/v1/completions", completion(max_tokens=400, n=8), 0, ANN)
+    client.read_once(3)
+    path = f"/v1/streams/{client.history.stream_id}"
+    assert json.loads(ask(two, "DELETE", path)[2])["deleted"]
+    assert b"the stream was cancelled" in ask(two, "GET", path)[2]
+
+
+def test_the_three_apis_carry_the_same_tokens_streamed_and_whole(two: TwoIngresses) -> None:
+    """The APIs of responses and messages have no seed, so that the tokens are those of temperature 0."""
+    shared = {"model": checkpoint("llama").name, "temperature": 0}
+    messages = [{"role": "user", "content": "Count."}]
+    bodies_of = {
+        "/v1/chat/completions": {**shared, "messages": messages, "max_tokens": 24},
+        "/v1/responses": {**shared, "input": "Count.", "max_output_tokens": 24},
+        "/v1/messages": {**shared, "messages": messages, "max_tokens": 24},
+    }
+    texts, numbers = set(), set()
+    for path, body in bodies_of.items():
+        whole_answer = json.loads(ask(two, "POST", path, body)[2])
+        usage = {"stream_options": {"include_usage": True}} if path.endswith("completions") else {}
+        stream = undisturbed(two, path, {**body, "stream": True, **usage})
+        texts |= {_text_of(whole_answer), stream.texts[0]}
+        numbers |= {stream.num_tokens, _num_tokens_of(whole_answer["usage"])}
+    assert len(texts) == len(numbers) == 1, (texts, numbers)
+
+
+def _text_of(answer: dict[str, Any]) -> str:
+    if "choices" in answer:
+        return answer["choices"][0]["message"]["content"]
+    (item,) = answer.get("output") or [answer]
+    return item["content"][0]["text"]
+
+
+def _num_tokens_of(usage: dict[str, Any]) -> int:
+    return usage.get("completion_tokens") or usage["output_tokens"]
