@@ -90,7 +90,7 @@ def test_a_call_that_must_come_fits_its_schema(stream: bool) -> None:
     else:
         answer = client().messages.create(**given)
     (call,) = answer.content
-    assert call.type == "tool_use"
+    assert call.type == answer.stop_reason == "tool_use"
     assert call.name == "weather"
     assert call.id.startswith("toolu_")
     jsonschema.validate(call.input, SCHEMA)

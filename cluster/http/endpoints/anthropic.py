@@ -50,7 +50,7 @@ from cluster.protocol.responses import ChatDelta
 from cluster.protocol.tools import template_tools
 from cluster.protocol.translated import renamed
 
-STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
+STOP_REASONS = {"stop": "end_turn", "length": "max_tokens"}
 """Anthropic's reasons for an end, by OpenAI's."""
 _ERROR_TYPES = {
     401: "authentication_error",
@@ -153,8 +153,9 @@ class MessagesAnswer:
         assert last.finish is not None
         if isinstance(last.stop_reason, str):
             return MessageEnding("stop_sequence", last.stop_reason)
-        reason = self._reader.finish_reason(last.finish)
-        return MessageEnding(STOP_REASONS.get(reason, reason), None)
+        if self._reader.ends_with_call(last.finish):
+            return MessageEnding("tool_use", None)
+        return MessageEnding(STOP_REASONS.get(last.finish.value, last.finish.value), None)
 
     def _message(
         self, content: list[Block], stop_reason: str | None, stop_sequence: str | None, usage: MessagesUsage
