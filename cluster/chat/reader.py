@@ -46,10 +46,14 @@ class ChatReader:
                 deltas += map(self._delta, self._parser.finish())
         return deltas
 
+    def ends_with_call(self, finish: FinishStatus) -> bool:
+        """Returns whether the model stopped after a call."""
+        has_called = self._parser is not None and self._parser.num_calls > 0
+        return has_called and finish is FinishStatus.FINISHED_STOPPED
+
     def finish_reason(self, finish: FinishStatus) -> str:
         """OpenAI's finish reason: "tool_calls" if the model stopped after a call that the request did not name."""
-        called = self._parser is not None and self._parser.num_calls > 0 and not self._plan.is_named
-        return "tool_calls" if called and finish is FinishStatus.FINISHED_STOPPED else finish.value
+        return "tool_calls" if self.ends_with_call(finish) and not self._plan.is_named else finish.value
 
     def _read(self, text: str) -> list[ChatDelta]:
         return self._answer(*(("", text) if self._splitter is None else self._splitter.feed(text)))

@@ -5,18 +5,22 @@ Exit codes:
 - 0: done,
 - 1: the answer is no (`check`), or the start failed (`serve`, `batch`),
 - 2: something that the user can fix,
-- 128 plus a signal's number: the signal ended the command.
+- 128 plus a signal's number: the signal ended the command,
+- 141: the reader of standard output closed it, as `manta check | head` may.
 
 Everything is imported where Ctrl-C is caught.
 """
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Sequence
 
 _RAY_USERS = ("serve", "batch")
 """Subcommands that start Ray in this process."""
+_OUTPUT_CLOSED = 141
+"""Exit code of a shell for a command that SIGPIPE (13) ends."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -34,16 +38,26 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _guarded(argv: list[str]) -> int:
     try:
-        from cluster.cli.commands import run
-        from cluster.cli.refusal import Refusal, paragraph
-
         try:
-            return run(argv)
-        except Refusal as error:
-            print(paragraph(f"manta: {error}"), file=sys.stderr)
-            return error.exit_code
+            return _run(argv)
+        finally:
+            sys.stdout.flush()  # here, because Python's own flush at exit would print a traceback
     except KeyboardInterrupt:
         return 130
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is still buffered has no reader
+        return _OUTPUT_CLOSED
+
+
+def _run(argv: list[str]) -> int:
+    from cluster.cli.commands import run
+    from cluster.cli.refusal import Refusal, paragraph
+
+    try:
+        return run(argv)
+    except Refusal as error:
+        print(paragraph(f"manta: {error}"), file=sys.stderr)
+        return error.exit_code
 
 
 if __name__ == "__main__":

@@ -22,6 +22,17 @@ every request, so it would keep all that follows out of the prefix cache. It nev
 """
 _RENAMED = {"stop": "stop_sequences", "user": "metadata.user_id", "response_format": "output_config.format"}
 """Fields of OpenAI's body whose name here is another one."""
+_UNSUPPORTED = (
+    "billing_policy",
+    "compaction",
+    "context_management",
+    "fallback_credit_token",
+    "fallbacks",
+    "mcp_servers",
+)
+"""Fields that ask Anthropic's service to act. Only null, or an empty value, is accepted."""
+THREAD_UNSUPPORTED = "thread_unsupported_request"
+"""The error code after which Anthropic's client sends the whole conversation, without `thread`."""
 
 
 class TextBlock(msgspec.Struct, tag_field="type", tag="text", omit_defaults=True):
@@ -62,6 +73,15 @@ Block = TextBlock | ToolUseBlock | ToolResultBlock | ThinkingBlock | RedactedThi
 class Message(msgspec.Struct, forbid_unknown_fields=True):
     role: Literal["user", "assistant", "system"]
     content: str | list[Block]
+    clear_at: Any = None
+    output_config: Any = None
+
+    def check(self, path: str) -> None:
+        """Raises `RequestRefused` naming a field below `path` that is not supported."""
+        if self.clear_at not in (None, "never"):
+            refuse(f"{path}.clear_at", f"{path}.clear_at {self.clear_at!r} is not supported; give 'never' or remove it")
+        if self.output_config:
+            refuse(f"{path}.output_config", f"{path}.output_config is not supported; give output_config to the request")
 
 
 class MessagesTool(msgspec.Struct, kw_only=True):
@@ -113,6 +133,11 @@ class _Prompt(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
     cache_control: Any = None
+    speed: str | None = None
+    user_profile_id: str | None = None
+    workspace_id: str | None = None
+    billing_policy: Any = None
+    compaction: Any = None
     context_management: Any = None
     mcp_servers: Any = None
 
@@ -120,8 +145,10 @@ class _Prompt(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
         """Raises `RequestRefused` naming the field of the first mistake."""
         if not self.messages:
             refuse("messages", "messages is empty; give at least one message")
-        for name in ("context_management", "mcp_servers"):
-            if getattr(self, name):
+        for index, message in enumerate(self.messages):
+            message.check(f"messages[{index}]")
+        for name in _UNSUPPORTED:
+            if getattr(self, name, None):
                 refuse(name, f"{name} is not supported; leave it out")
         for index, tool in enumerate(self.tools or []):
             if tool.type not in (None, "custom") or tool.input_schema is None:
@@ -190,12 +217,19 @@ class MessagesRequest(_Prompt, kw_only=True):
     top_k: int | None = None
     metadata: Metadata | None = None
     service_tier: str | None = None
-    speed: str | None = None
     container: Any = None
     diagnostics: Any = None
     inference_geo: Any = None
-    user_profile_id: str | None = None
-    workspace_id: str | None = None
+    fallbacks: Any = None
+    fallback_credit_token: Any = None
+    thread: Any = None
+
+    def check(self) -> None:
+        """Raises `RequestRefused` naming the field of the first mistake."""
+        if self.thread:
+            message = "thread is not supported, because the server stores no conversation; send all messages without it"
+            refuse("thread", message, THREAD_UNSUPPORTED)
+        super().check()
 
     def as_openai(self) -> ChatCompletionRequest:
         """Returns OpenAI's body that asks the same. Raises `RequestRefused` naming the field of this one."""
@@ -363,4 +397,4 @@ class MessageStop(msgspec.Struct, tag_field="type", tag="message_stop"):
 
 class MessagesError(msgspec.Struct, kw_only=True):
     type: Literal["error"] = "error"
-    error: dict[str, str | None]
+    error: dict[str, Any]

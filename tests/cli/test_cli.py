@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import pathlib
 import shutil
 import socket
@@ -17,6 +18,7 @@ from cluster.cli.invocation import program
 from cluster.cli.serve import ready_message
 from cluster.config import EngineConfig, ServeConfig
 from tests.checkpoints import checkpoint
+from tests.patience import PATIENCE_S
 
 
 def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
@@ -172,6 +174,18 @@ def test_check_says_why_a_checkpoint_cannot_be_served(
     assert "max_model_len 513" in refused(good, "--set", "engine.max_model_len=513")
     assert "memory" in refused(good, "--set", f"engine.kv_cache_bytes={2**60}")
     assert "cuda" in refused(good, "--set", "engine.device=cuda")
+
+
+@pytest.mark.parametrize("arguments", ["--version", "check MODEL"])
+def test_output_that_is_closed_early_ends_a_command_silently(arguments: str) -> None:
+    """As `| head` does it: nothing on standard error, and the exit code that a shell gives for SIGPIPE."""
+    words = arguments.replace("MODEL", str(checkpoint("llama"))).split()
+    reader, writer = os.pipe()
+    os.close(reader)
+    command = [sys.executable, "-m", "cluster.cli", *words]
+    ended = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, text=True, timeout=PATIENCE_S)
+    os.close(writer)
+    assert (ended.returncode, ended.stderr) == (141, "")
 
 
 def test_the_command_line_loads_nothing_heavy() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from typing import Any
+from typing import Any, Literal
 
 import anthropic
 import httpx2
@@ -90,7 +90,7 @@ def test_a_call_that_must_come_fits_its_schema(stream: bool) -> None:
     else:
         answer = client().messages.create(**given)
     (call,) = answer.content
-    assert call.type == "tool_use"
+    assert call.type == answer.stop_reason == "tool_use"
     assert call.name == "weather"
     assert call.id.startswith("toolu_")
     jsonschema.validate(call.input, SCHEMA)
@@ -160,6 +160,8 @@ def test_stop_sequences_are_named_and_schemas_hold() -> None:
         ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "tools[0] is of type"),
         ({"tools": [{**TOOL, "input_schema": {"type": "object", "$ref": "#/nowhere"}}]}, "tools[0].input_schema"),
         ({"mcp_servers": [{"url": "http://localhost"}]}, "mcp_servers is not supported"),
+        ({"messages": [{**MESSAGES[0], "clear_at": "next_user_message"}]}, "messages[0].clear_at 'next_user_message'"),
+        ({"messages": [{**MESSAGES[0], "output_config": {"effort": "low"}}]}, "messages[0].output_config is not"),
     ],
 )
 @pytest.mark.parametrize("stream", [False, True])
@@ -170,6 +172,24 @@ def test_refusals_have_anthropics_shape_and_its_fields(body: dict[str, Any], wor
     assert error["type"] == "error"
     assert error["error"]["type"] == "invalid_request_error"
     assert words in error["error"]["message"]
+
+
+def test_the_tool_runner_goes_on_without_a_thread() -> None:
+    """It asks for a thread first. After the refusal it sends the same request without one."""
+
+    @anthropic.beta_tool
+    def look(name: Literal["Rome", "Oslo"]) -> str:
+        """Looks at a thing."""
+        return f"seen {name}"
+
+    fields: Any = {
+        "model": shared_server().model,
+        "max_tokens": 200,
+        "messages": MESSAGES,
+        "extra_body": {"temperature": 0},
+    }
+    runner = client().beta.messages.tool_runner(tools=[look], tool_choice={"type": "tool", "name": "look"}, **fields)
+    assert next(iter(runner)).stop_reason == "tool_use"
 
 
 def test_unknown_models_and_wrong_keys_are_refused() -> None:

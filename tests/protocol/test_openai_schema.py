@@ -1,4 +1,4 @@
-"""Every field that the types of the `openai` package know is served, or refused with a sentence about that field.
+"""Every field that the types of `openai` and `anthropic` know is served, or refused with a sentence about that field.
 
 A newer package may bring a field or a value that nobody has decided about. Then a test here fails.
 """
@@ -14,24 +14,33 @@ from typing import Any
 
 import pytest
 import typing_extensions
+from anthropic.types import message_count_tokens_params as counts
+from anthropic.types import message_create_params as messages
+from anthropic.types.beta import message_count_tokens_params as beta_counts
+from anthropic.types.beta import message_create_params as beta_messages
 from openai.types import completion_create_params as completions
 from openai.types.chat import completion_create_params as chats
 from openai.types.responses import response_create_params as responses
 
 from cluster.errors import RequestRefused
 from cluster.http.exchange.codec import decode
+from cluster.protocol.anthropic import CountTokensRequest, MessagesRequest
 from cluster.protocol.requests import ChatCompletionRequest, CompletionRequest
 from cluster.protocol.responses_api import ResponsesRequest
 
-BODIES: dict[Any, tuple[Any, dict[str, Any]]] = {
-    ChatCompletionRequest: (
-        chats.CompletionCreateParamsStreaming,
-        {"model": "m", "messages": [{"role": "user", "content": "x"}]},
-    ),
-    CompletionRequest: (completions.CompletionCreateParamsStreaming, {"model": "m", "prompt": "x"}),
-    ResponsesRequest: (responses.ResponseCreateParamsStreaming, {"model": "m", "input": "x"}),
+CHAT = {"model": "m", "messages": [{"role": "user", "content": "x"}]}
+BODIES: dict[str, tuple[Any, Any, dict[str, Any]]] = {
+    "chat": (ChatCompletionRequest, chats.CompletionCreateParamsStreaming, CHAT),
+    "completion": (CompletionRequest, completions.CompletionCreateParamsStreaming, {"model": "m", "prompt": "x"}),
+    "response": (ResponsesRequest, responses.ResponseCreateParamsStreaming, {"model": "m", "input": "x"}),
+    "message": (MessagesRequest, messages.MessageCreateParamsStreaming, CHAT | {"max_tokens": 1}),
+    "beta-message": (MessagesRequest, beta_messages.MessageCreateParamsStreaming, CHAT | {"max_tokens": 1}),
+    "count": (CountTokensRequest, counts.MessageCountTokensParams, CHAT),
+    "beta-count": (CountTokensRequest, beta_counts.MessageCountTokensParams, CHAT),
 }
-"""Each body with OpenAI's type of it, and its least example."""
+"""Each body with the type that its client's package has of it, and its least example."""
+HEADERS = {"betas"}
+"""Keys of these types that the clients send as headers."""
 UNDECIDED = re.compile("is unknown; remove it|expected `")
 """What a refusal says about a field or a type that no code expects."""
 
@@ -82,17 +91,17 @@ def refusal(body: Any, given: dict[str, Any]) -> RequestRefused | None:
     return None
 
 
-CASES = [(body, name) for body, (kind, _) in BODIES.items() for name in fields(kind)]
+CASES = [(body, name) for body, (_, kind, _) in BODIES.items() for name in fields(kind) if name not in HEADERS]
 
 
-@pytest.mark.parametrize(("body", "name"), CASES, ids=[f"{body.__name__}-{name}" for body, name in CASES])
-def test_each_field_is_served_or_refused_in_a_sentence(body: Any, name: str) -> None:
-    kind, least = BODIES[body]
+@pytest.mark.parametrize(("body", "name"), CASES, ids=[f"{body}-{name}" for body, name in CASES])
+def test_each_field_is_served_or_refused_in_a_sentence(body: str, name: str) -> None:
+    decoded, kind, least = BODIES[body]
     for value in values(fields(kind)[name]):
         given = least | {name: value}
         if name == "stream_options":
             given["stream"] = True
-        error = refusal(body, given)
+        error = refusal(decoded, given)
         if error is not None:
             assert not UNDECIDED.search(error.message), (value, error.message)
             assert (error.param or "").startswith(name), (value, error.message)

@@ -23,6 +23,7 @@ from cluster.http.exchange.identity import Identity
 from cluster.http.exchange.prompts import encode as encode_prompt
 from cluster.http.exchange.state import AppState
 from cluster.protocol.anthropic import (
+    THREAD_UNSUPPORTED,
     Block,
     BlockDelta,
     BlockStart,
@@ -49,7 +50,7 @@ from cluster.protocol.responses import ChatDelta
 from cluster.protocol.tools import template_tools
 from cluster.protocol.translated import renamed
 
-STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
+STOP_REASONS = {"stop": "end_turn", "length": "max_tokens"}
 """Anthropic's reasons for an end, by OpenAI's."""
 _ERROR_TYPES = {
     401: "authentication_error",
@@ -66,7 +67,9 @@ _ERROR_TYPES = {
 def error_body(error: ApiError) -> bytes:
     """Returns an error in Anthropic's shape. `param` and `code` are additions."""
     kind = _ERROR_TYPES.get(error.status, "invalid_request_error")
-    fields = {"type": kind, "message": error.message, "param": error.param, "code": error.code}
+    fields: dict[str, Any] = {"type": kind, "message": error.message, "param": error.param, "code": error.code}
+    if error.code == THREAD_UNSUPPORTED:
+        fields["details"] = {"error_code": error.code, "unsupported": [error.param]}
     return encode(MessagesError(error=fields))
 
 
@@ -150,8 +153,9 @@ class MessagesAnswer:
         assert last.finish is not None
         if isinstance(last.stop_reason, str):
             return MessageEnding("stop_sequence", last.stop_reason)
-        reason = self._reader.finish_reason(last.finish)
-        return MessageEnding(STOP_REASONS.get(reason, reason), None)
+        if self._reader.ends_with_call(last.finish):
+            return MessageEnding("tool_use", None)
+        return MessageEnding(STOP_REASONS.get(last.finish.value, last.finish.value), None)
 
     def _message(
         self, content: list[Block], stop_reason: str | None, stop_sequence: str | None, usage: MessagesUsage
