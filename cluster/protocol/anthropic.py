@@ -152,8 +152,8 @@ class _Prompt(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
                 refuse(name, f"{name} is not supported; leave it out")
         for index, tool in enumerate(self.tools or []):
             if tool.type not in (None, "custom") or tool.input_schema is None:
-                message = f"tools[{index}] is of type {tool.type!r}, which the server would have to run"
-                refuse(f"tools[{index}].type", f"{message}; give tools of your own with name and input_schema")
+                reason = f"tools[{index}] is of type {tool.type!r}, which the server would have to run"
+                refuse(f"tools[{index}].type", f"{reason}; give tools of your own with name and input_schema")
         choice = self.tool_choice
         if choice is not None and choice.type == "tool" and choice.name is None:
             refuse("tool_choice.name", "tool_choice.name is missing; name the tool that is to be called")
