@@ -20,6 +20,7 @@ import tomllib
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
+import httpx
 import msgspec
 import pytest
 import yaml
@@ -38,6 +39,7 @@ from cluster.config import ServeConfig
 from tests.fuzz.__main__ import main as fuzz
 from tests.gguf_files import write_gguf
 from tests.house.pages import PAGES, ROOT, blocks, commands, prose
+from tests.patience import PATIENCE_S
 from tests.server import Server
 from workers.checkpoints.model_folder import resolve_model_folder
 
@@ -240,9 +242,21 @@ def manual(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Manual]:
 
 def asks_the_server(command: str, manual: Manual) -> None:
     """A `curl`; an answer that is an error fails."""
-    text = manual.shell(command.replace("localhost:8000", f"127.0.0.1:{manual.server().port}"))
+    address = f"127.0.0.1:{manual.server().port}"
+    if "STREAM_ID" in command:
+        command = command.replace("STREAM_ID", _stream_id(address))
+    text = manual.shell(command.replace("localhost:8000", address))
     assert text
     assert '"error"' not in text
+
+
+def _stream_id(address: str) -> str:
+    """The id of a stream that can be resumed."""
+    body = {"model": "demo", "messages": [{"role": "user", "content": "What is Manta?"}], "stream": True}
+    answer = httpx.post(
+        f"http://{address}/v1/chat/completions", json=body, headers={"X-Resumable-S": "60"}, timeout=PATIENCE_S
+    )
+    return str(answer.headers["x-stream-id"])
 
 
 def talks(command: str, manual: Manual) -> None:
