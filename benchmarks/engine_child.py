@@ -56,6 +56,7 @@ class MantaEngine:
             kv_cache_bytes=options["kv_cache_bytes"],
             max_num_sequences=options["max_num_sequences"],
             weights=options["weights"],
+            exact=options["exact"],
         )
         self.steps = StepLog()
         self.llm.engine.step = self.steps.watch(self.llm.engine.step, lambda updates: updates)

@@ -1,4 +1,5 @@
-"""`manta bench forms --formats`: weights in bfloat16, int8 and int4 in turns, against floors and llama.cpp's formats.
+"""`manta bench forms --formats`: weights in bfloat16, int8, int8 with `exact` and int4 in turns, against floors and
+llama.cpp's formats.
 
 The floor of a decode step is the time to read the weights at the measured bandwidth, or to multiply them at the
 measured rate if that takes longer. Rates are those of torch's own products of bfloat16 and int8 (oneDNN). A ratio to
@@ -31,9 +32,11 @@ from benchmarks.report import bootstrap_interval
 from benchmarks.workloads import PromptSource
 from workers.kept_weights import GROUPS, KEPT_BITS, SCALE_BYTES
 
-FORMATS = {"bfloat16": "auto", "int8": "int8", "int4": "int4"}
+FORMATS = {"bfloat16": "auto", "int8": "int8", "int8 exact": "int8", "int4": "int4"}
 """Names of formats, and the option `weights` that makes them of a checkpoint in bfloat16."""
-PEERS_OF = {"bfloat16": ("bf16",), "int8": ("Q8_0",), "int4": ("Q4_0", "Q4_K")}
+EXACT = {"int8 exact": "int8"}
+"""Formats with the option `exact`, and the same without it."""
+PEERS_OF = {"bfloat16": ("bf16",), "int8": ("Q8_0",), "int8 exact": (), "int4": ("Q4_0", "Q4_K")}
 """Names of llama.cpp's formats that a format is compared with, as given in `--gguf NAME=FILE`."""
 
 RATES = """
@@ -78,7 +81,9 @@ def compare_formats(folder: str, setup: Setup, ggufs: dict[str, str], turns: int
     with contextlib.ExitStack() as stack:
         engines: dict[str, EngineProcess] = {}
         for name, weights in FORMATS.items():
-            engines[name] = EngineProcess("manta", folder, msgspec.structs.replace(setup, weights=weights))
+            engines[name] = EngineProcess(
+                "manta", folder, msgspec.structs.replace(setup, weights=weights, exact=name in EXACT)
+            )
             stack.callback(engines[name].stop)
         for name, file in ggufs.items():
             engines[name] = EngineProcess("llamacpp", file, setup, 32)
@@ -114,14 +119,16 @@ def compare_formats(folder: str, setup: Setup, ggufs: dict[str, str], turns: int
 
 
 def _print(values: dict[str, dict[Figure, list[float]]], floors: dict[str, dict[Figure, list[float]]]) -> None:
-    print(f"{'':40}{'weights':>10}{'':>17}{'of floor':>10}{'to bfloat16':>26}   to llama.cpp")
+    print(f"{'':40}{'weights':>11}{'':>17}{'of floor':>10}{'to bfloat16':>26}   to llama.cpp")
     for figure in values["bfloat16"]:
         for name in FORMATS:
             own = values[name][figure]
-            line = f"{figure.name:40}{name:>10}{statistics.median(own):11.2f} {figure.unit:5}"
+            line = f"{figure.name:40}{name:>11}{statistics.median(own):11.2f} {figure.unit:5}"
             floor = floors[name].get(figure)
             line += "          " if floor is None else f"{_ratio(figure, own, floor)[0]:10.2f}"
             line += _told(figure, own, values["bfloat16"][figure])
+            if name in EXACT:
+                line += f"   {EXACT[name]}" + _told(figure, own, values[EXACT[name]][figure]).rstrip()
             for peer in PEERS_OF[name]:
                 if figure in values.get(peer, {}):
                     line += f"   {peer} {statistics.median(values[peer][figure]):.1f}"

@@ -55,6 +55,8 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True):
     llamacpp_python: str | None = None
     weights: str = "auto"
     """Manta's option of this name."""
+    exact: bool = False
+    """Manta's option of this name."""
 
 
 class Timing(NamedTuple):
@@ -242,6 +244,7 @@ class EngineProcess(Child):
             "kv_cache_bytes": setup.kv_cache_bytes,
             "max_num_sequences": max_num_sequences,
             "weights": setup.weights,
+            "exact": setup.exact,
         }
         root = pathlib.Path(setup.peer_checkout or ROOT) if engine == PEER else ROOT
         name = "manta" if engine == PEER else engine
