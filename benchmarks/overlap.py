@@ -53,7 +53,7 @@ class PacedDevice(FreeExecutor):
 
     def __init__(self, config: EngineConfig) -> None:
         super().__init__(config)
-        self.depth = 1 if config.overlap == "on" and config.speculative is None else 0
+        self.depth = 1 if config.overlap == "on" else 0
         self._done_at = 0.0
 
     def execute(self, step: StepInput) -> None:

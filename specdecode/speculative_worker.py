@@ -1,14 +1,16 @@
 """A rank that speculates: the model's worker, and proposers that draft its next tokens after each step.
 
 `SpeculativeWorker` is a `RankWorker` around another one. Drafts travel to the driver with the step's output and come
-back in the next step, where the model's worker verifies them. Imports no framework, because it uses the target only as
-a `SpeculationTarget`.
+back in the next step, where the model's worker verifies them. On an asynchronous device `draw` returns at once, and
+`Drawn.result` waits for the tokens and proposes. Imports no framework, because it uses the target only as a
+`SpeculationTarget`.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Mapping
+from typing import cast
 
 import msgspec
 
@@ -20,7 +22,7 @@ from specdecode.speculative_config import SpeculativeConfig
 from structured.logits_processors import LogitsProcessorFactory
 from structured.masks import MaskBatch
 from workers.model_info import ModelInfo
-from workers.ranks.rank_worker import SpeculationTarget
+from workers.ranks.rank_worker import Drawn, RunAheadWorker, SpeculationTarget
 from workers.step import StepInput, StepOutput
 
 
@@ -31,8 +33,6 @@ class SpeculativeWorker:
 
     def __init__(self, target: SpeculationTarget, speculative: SpeculativeConfig, max_num_batched_tokens: int) -> None:
         self.target = target
-        self.runs_ahead = False
-        """False, because proposers need the drawn tokens on the host."""
         sequences = target.sequences
         self._cost: StepCost | None = None
         proposers: list[Proposer] = []
@@ -51,8 +51,14 @@ class SpeculativeWorker:
             proposers, sequences.sampling, speculative.max_draft_tokens, self.info.max_model_len, costs
         )
         self._step: StepInput | None = None
+        """The last executed step."""
         self._seconds = 0.0
+        """Seconds that this step has taken so far."""
         self._last_end = 0.0
+
+    @property
+    def runs_ahead(self) -> bool:
+        return self.target.runs_ahead
 
     @property
     def info(self) -> ModelInfo:
@@ -71,24 +77,44 @@ class SpeculativeWorker:
         self.chain.begin(step)
         self.target.execute(step)
         self._step = step
-        self._seconds = time.perf_counter() - started
+        self._seconds = 0.0
+        self._count(started)
+
+    def _count(self, started: float) -> None:
+        """Adds the time since `started` to the step's. The caller's work since the last call counts too, unless it took
+        longer than the calls: that is a pause.
+        """
+        now = time.perf_counter()
+        self._seconds += now - started
         waited = started - self._last_end
-        if waited < self._seconds:  # count the driver's work between two steps; a longer wait is a pause
+        if waited < self._seconds:
             self._seconds += waited
+        self._last_end = now
 
     def is_computing(self) -> bool:
         return self.target.is_computing()
 
     def sample(self, masks: MaskBatch | None = None) -> StepOutput:
         started = time.perf_counter()
-        output = self.target.sample(masks)
+        return self._with_drafts(started, self.target.sample(masks))
+
+    def draw(self, masks: MaskBatch | None = None) -> Drawn:
+        """Draws like `sample`, without waiting for the device. Requires a target that `runs_ahead`."""
+        started = time.perf_counter()
+        drawn = cast(RunAheadWorker, self.target).draw(masks)
+        self._count(started)
+        return _SpeculativeDraw(self, drawn)
+
+    def _with_drafts(self, started: float, output: StepOutput) -> StepOutput:
+        """Adds drafts for the next step to the output of the last one, which arrived in a call that began at `started`.
+        """
         step = self._step
         assert step is not None, "the target's worker would have raised"
+        self._count(started)
         is_decode = step.scheduled and step.num_tokens == len(step.sample_points)
         if self._cost is not None and is_decode and self.chain.observes:
-            seconds = self._seconds + time.perf_counter() - started
-            self._cost.learn(step.num_tokens, seconds)
-            self.chain.observe(step, output, seconds)
+            self._cost.learn(step.num_tokens, self._seconds)
+            self.chain.observe(step, output, self._seconds)
         self.chain.propose(step, output)
         self._last_end = time.perf_counter()
         return output
@@ -96,3 +122,15 @@ class SpeculativeWorker:
     def reset(self) -> None:
         self.target.reset()
         self.chain.reset()
+
+
+class _SpeculativeDraw:
+    """The drawn tokens of a step. `result` waits for them and proposes the next drafts."""
+
+    def __init__(self, worker: SpeculativeWorker, drawn: Drawn) -> None:
+        self._worker = worker
+        self._drawn = drawn
+
+    def result(self) -> StepOutput:
+        started = time.perf_counter()
+        return self._worker._with_drafts(started, self._drawn.result())

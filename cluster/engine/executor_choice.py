@@ -27,8 +27,8 @@ def with_depth(executor: SynchronousExecutor, config: EngineConfig) -> Executor:
     """Returns the given executor, or a wrapper that keeps a step under way while the engine does its own work.
 
     `overlap: auto` overlaps on a device that computes asynchronously. On a CPU the model uses every core, and the
-    engine's work beside it would take one of them. Workers that cannot run ahead of the host are called by a thread:
-    ranks, and rank 0 when it proposes drafts.
+    engine's work beside it would take one of them. A thread calls workers that cannot run ahead of the host, such as
+    ranks.
     """
     gains = config.overlap == "on" or (config.overlap == "auto" and executor.model.is_asynchronous)
     deeper = ThreadExecutor(executor) if gains and not executor.depth else executor

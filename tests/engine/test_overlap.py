@@ -362,7 +362,7 @@ def test_asynchronous_devices_overlap_unless_the_option_forbids(
     drafts = SpeculativeConfig(proposers=("ngram",), adaptive=False)
     for overlap, speculative, kind, depth in (
         ("auto", None, InProcessExecutor, 1),
-        ("auto", drafts, ThreadExecutor, 1),
+        ("auto", drafts, InProcessExecutor, 1),
         ("off", None, InProcessExecutor, 0),
         ("off", drafts, InProcessExecutor, 0),
     ):

@@ -131,7 +131,8 @@ class JaxRunner:
     def draw(self, masks: MaskBatch | None = None) -> PendingDraw:
         """Draws a token at each sample point of the last executed step, under the step's masks.
 
-        It waits for the devices only to report prompt log-probabilities, to verify drafts and to run logits processors.
+        It waits for the devices only to report prompt log-probabilities, to run logits processors, and if there are
+        more points than one call of the sampler takes. `PendingDraw.result` verifies drafts.
         """
         step = self._step
         if step is None:
@@ -147,13 +148,14 @@ class JaxRunner:
         if not self.draws:
             for first in range(0, len(points), self.model.limits.max_points):
                 self._logits(points[first : first + self.model.limits.max_points])
-        elif drafts or len(points) > self.model.limits.max_points:
+        elif len(points) > self.model.limits.max_points:
             with drafts_as_tokens(drafts, self.state):
                 sample = self._draw_all(points, masks)
             keep_verified(points, drafts, sample, self.state, output)
         elif points:
-            self._drawn = self._draw(points, masks)
-            self._pending = PendingDraw(output, self.state, points, masks, self._drawn.send)
+            with drafts_as_tokens(drafts, self.state):
+                self._drawn = self._draw(points, masks)
+            self._pending = PendingDraw(output, self.state, points, masks, self._drawn.send, drafts)
         return self._pending
 
     def _draw_all(self, points: list[SamplePoint], masks: MaskBatch | None) -> HostSample:

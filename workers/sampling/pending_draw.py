@@ -1,16 +1,17 @@
 """The tokens of a step between their draw on the device and their arrival on the host.
 
-Meanwhile the next step may run on tokens that only the device knows. The runner of each framework makes a `PendingDraw`
-for each step. Imports no framework.
+Meanwhile the next step may run on tokens that only the device knows, unless this step verifies drafts. The runner of
+each framework makes a `PendingDraw` for each step. Imports no framework.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from structured.masks import LATE, MaskBatch
 from workers.sampling.host_sample import HostSample
 from workers.sampling.sampling_state import SamplingState
+from workers.sampling.verification import keep_verified
 from workers.step import SamplePoint, StepInput, StepOutput
 
 ReadSample = Callable[[], HostSample]
@@ -21,7 +22,8 @@ class PendingDraw:
     """The pending draw of one step.
 
     `output` holds the known results. `points` are the sample points that the device draws, in the order of its arrays.
-    `send` starts the copy to the host and returns a function that reads it; None if nothing is drawn.
+    `send` starts the copy to the host and returns a function that reads it; None if nothing is drawn. `drafts` are
+    those that the step verifies, by sequence id. With drafts, `result` comes before the next step is executed.
     """
 
     def __init__(
@@ -31,12 +33,14 @@ class PendingDraw:
         points: Sequence[SamplePoint] = (),
         masks: MaskBatch | None = None,
         send: Callable[[], ReadSample] | None = None,
+        drafts: Mapping[int, list[int]] | None = None,
     ) -> None:
         self._output = output
         self._state = state
         self._points = points
         self._slots = None if masks is None else masks.slots
         self._send = send
+        self._drafts = drafts
         self._read: ReadSample | None = None
         """Reads the copy; None before the copy has started."""
         self._indices: dict[int, int] = {}
@@ -48,6 +52,8 @@ class PendingDraw:
         """
         if self._send is None or self._read is not None:
             return
+        if self._drafts:
+            raise RuntimeError("the drafts of the last step are not verified yet; call result() first")
         self._indices = {
             point.sequence_id: index
             for index, point in enumerate(self._points)
@@ -81,6 +87,9 @@ class PendingDraw:
             return output
         drawn = (self._read or send())()
         points = self._points
+        if self._drafts:
+            keep_verified(points, self._drafts, drawn, self._state, output)
+            return output
         gained = {
             point.sequence_id: token_id
             for point, token_id in zip(points, drawn.token_ids, strict=True)

@@ -7,7 +7,7 @@ the first that differs from its draft, because each of these was drawn after the
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 from workers.sampling.host_sample import HostSample
@@ -33,8 +33,8 @@ def drafts_as_tokens(drafts: dict[int, list[int]], state: SamplingState) -> Iter
 
 
 def keep_verified(
-    points: list[SamplePoint],
-    drafts: dict[int, list[int]],
+    points: Sequence[SamplePoint],
+    drafts: Mapping[int, list[int]],
     drawn: HostSample,
     state: SamplingState,
     output: StepOutput,

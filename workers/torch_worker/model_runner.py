@@ -22,7 +22,7 @@ from workers.platforms import Platform
 from workers.ranks.rank_sequences import RankSequences
 from workers.sampling.host_sample import HostSample
 from workers.sampling.pending_draw import PendingDraw, ReadSample
-from workers.sampling.verification import drafts_as_tokens, drafts_of, keep_verified
+from workers.sampling.verification import drafts_as_tokens, drafts_of
 from workers.step import SamplePoint, StepInput, StepOutput, TokenLogprobs
 from workers.torch_worker.sampler import Sampled, prompt_logprobs, sample
 
@@ -115,7 +115,8 @@ class ModelRunner:
         """Draws like `sample`, but the caller waits for the device in `PendingDraw.result`, which must come before the
         next draw.
 
-        The call itself waits for the device only to report prompt log-probabilities and to verify drafts.
+        The call itself waits for the device only to report prompt log-probabilities. At points after drafts it draws as
+        if all drafts were tokens of the sequence; `PendingDraw.result` verifies them.
         """
         step, hidden = self._step, self._hidden
         if step is None:
@@ -128,11 +129,13 @@ class ModelRunner:
         if self.state.num_wanting_prompt_logprobs:
             self._prompt_logprobs(step, hidden, output)
         if step.sample_points:
-            sampled = self._draw(step, hidden, output, masks)
+            drafts = drafts_of(step)
+            with drafts_as_tokens(drafts, self.state):
+                sampled = self._draw(step.sample_points, hidden, masks)
             if sampled is not None:
                 self._drawn = sampled.token_ids
                 send = functools.partial(self._send, sampled)
-                self._pending = PendingDraw(output, self.state, step.sample_points, masks, send)
+                self._pending = PendingDraw(output, self.state, step.sample_points, masks, send, drafts)
         return self._pending
 
     def _send(self, sampled: Sampled) -> ReadSample:
@@ -152,19 +155,7 @@ class ModelRunner:
         """Returns whether the forward pass of the last step still runs."""
         return self._computed is not None and not self._computed.query()
 
-    def _draw(
-        self, step: StepInput, hidden: torch.Tensor, output: StepOutput, masks: MaskBatch | None
-    ) -> Sampled | None:
-        """Draws at every point; at points after drafts, as if all drafts were tokens of the sequence."""
-        points, drafts = step.sample_points, drafts_of(step)
-        if not drafts:
-            return self._draw_points(points, hidden, masks)
-        with drafts_as_tokens(drafts, self.state):
-            drawn = self._draw_points(points, hidden, masks).to_host()
-        keep_verified(points, drafts, drawn, self.state, output)
-        return None
-
-    def _draw_points(self, points: list[SamplePoint], hidden: torch.Tensor, masks: MaskBatch | None) -> Sampled:
+    def _draw(self, points: list[SamplePoint], hidden: torch.Tensor, masks: MaskBatch | None) -> Sampled | None:
         logits = self._logits(hidden, [point.row for point in points])
         return sample(self.platform.sampler, logits, points, self.state, masks)
 

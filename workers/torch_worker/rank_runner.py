@@ -14,7 +14,7 @@ import torch
 
 from structured.masks import MaskBatch
 from workers.kernels.transfer import to_host
-from workers.step import StepInput, StepOutput, TokenLogprobs
+from workers.step import SamplePoint, StepInput, StepOutput, TokenLogprobs
 from workers.torch_worker.model_runner import PROMPT_LOGPROB_ROWS, ModelRunner
 
 
@@ -58,9 +58,9 @@ class FollowerRunner(RankRunner):
             if gained:
                 self.state.append(sequence_id, gained)
 
-    def _draw(self, step: StepInput, hidden: torch.Tensor, output: StepOutput, masks: MaskBatch | None) -> None:
+    def _draw(self, points: list[SamplePoint], hidden: torch.Tensor, masks: MaskBatch | None) -> None:
         """Computes this rank's part of the logits, which rank 0 gathers."""
-        self._logits(hidden, [point.row for point in step.sample_points])
+        self._logits(hidden, [point.row for point in points])
 
     def _prompt_logprobs(self, step: StepInput, hidden: torch.Tensor, output: StepOutput) -> None:
         super()._prompt_logprobs(step, hidden, output)
