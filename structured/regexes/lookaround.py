@@ -16,7 +16,7 @@ import msgspec
 from structured.constraint import ConstraintError, ConstraintSpec
 from structured.regexes.assertions import Pattern, Unknown, class_ranges
 from structured.regexes.constructs import LAZY, LOOKS, Construct, constructs
-from structured.schemas.automata import ANY, MAX_STATES, Dfa, Ranges, TooLarge, complement, ranges_of
+from structured.schemas.automata import ANY, Dfa, Ranges, TooLarge, complement, ranges_of
 
 _FIRST_SYMBOL = 0xE000
 """Symbols are written as characters for private use until the expression is made."""
@@ -79,23 +79,14 @@ def _rewritten(pattern: str, look: Construct) -> str:
 
 
 def _dfa(automaton: Pattern) -> Dfa:
-    numbers = {automaton.start(): 0}
-    targets: list[list[int]] = []
-    pending = list(numbers)
-    for position in pending:  # grows
-        row = []
-        for symbol in range(len(automaton.symbols)):
-            reached = automaton.after(position, symbol)
-            if reached not in numbers:
-                numbers[reached] = len(numbers)
-                pending.append(reached)
-            row.append(numbers[reached])
-        targets.append(row)
-        if len(numbers) > MAX_STATES:
-            raise TooLarge
-    accepting = {number for position, number in numbers.items() if automaton.accepts(position)}
-    edges = [0, *range(_FIRST_SYMBOL + 1, _FIRST_SYMBOL + len(automaton.symbols))]
-    return Dfa(edges, targets, accepting)
+    symbols = range(len(automaton.symbols))
+    edges = [0, *range(_FIRST_SYMBOL + 1, _FIRST_SYMBOL + len(symbols))]
+    return Dfa.explored(
+        edges,
+        automaton.start(),
+        lambda position: (automaton.after(position, symbol) for symbol in symbols),
+        automaton.accepts,
+    )
 
 
 # ---- classes of characters -------------------------------------------------------------------------------------------

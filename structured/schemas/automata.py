@@ -7,8 +7,8 @@ construction, `Dfa.expression` goes back by state elimination (Hopcroft and Ullm
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Callable, Hashable, Iterable, Iterator
+from typing import Any, TypeVar
 
 MAX_CHARACTER = 0x10FFFF
 MAX_STATES = 250
@@ -20,6 +20,8 @@ Ranges = tuple[tuple[int, int], ...]
 """Sorted, apart from each other, inclusive."""
 ANY: Ranges = ((0, MAX_CHARACTER),)
 
+State = TypeVar("State", bound=Hashable)
+"""A state while its automaton is explored."""
 Tree = tuple[Any, ...]
 """`("set", ranges)`, `("cat", trees)`, `("alt", trees)` or `("repeat", tree, low, high or None)`."""
 EMPTY: Tree = ("cat", ())
@@ -142,21 +144,36 @@ class Dfa:
         for low, high in (pair for steps in nfa.steps for ranges, _ in steps for pair in ranges):
             cuts |= {low, high + 1}
         edges = sorted(cut for cut in cuts if cut <= MAX_CHARACTER)
-        numbers = {nfa.closure(frozenset([first])): 0}
+        start = nfa.closure(frozenset([first]))
+        return cls.explored(
+            edges, start, lambda states: map(nfa.closure, nfa.moves(states, edges)), lambda states: last in states
+        )
+
+    @classmethod
+    def explored(
+        cls,
+        edges: list[int],
+        start: State,
+        successors: Callable[[State], Iterable[State]],
+        accepts: Callable[[State], bool],
+    ) -> Dfa:
+        """The automaton of the states that are reached from `start`. `successors` gives a state's target for each
+        class of characters. Raises `TooLarge` for more than `MAX_STATES`.
+        """
+        numbers = {start: 0}
         targets: list[list[int]] = []
-        pending = list(numbers)
-        for states in pending:  # grows
+        pending = [start]
+        for state in pending:  # grows
             row = []
-            for reached in nfa.moves(states, edges):
-                closed = nfa.closure(reached)
-                if closed not in numbers:
-                    numbers[closed] = len(numbers)
-                    pending.append(closed)
-                row.append(numbers[closed])
+            for reached in successors(state):
+                if reached not in numbers:
+                    numbers[reached] = len(numbers)
+                    pending.append(reached)
+                row.append(numbers[reached])
             targets.append(row)
             if len(numbers) > MAX_STATES:
                 raise TooLarge
-        return cls(edges, targets, {number for states, number in numbers.items() if last in states})
+        return cls(edges, targets, {number for state, number in numbers.items() if accepts(state)})
 
     def complement(self) -> Dfa:
         return Dfa(self.edges, self.targets, set(range(len(self.targets))) - self.accepting)
@@ -164,22 +181,14 @@ class Dfa:
     def and_(self, other: Dfa) -> Dfa:
         edges = sorted({*self.edges, *other.edges})
         mine, theirs = (_positions(edges, each.edges) for each in (self, other))
-        numbers = {(0, 0): 0}
-        targets: list[list[int]] = []
-        pending = list(numbers)
-        for one, two in pending:  # grows
-            row = []
-            for left, right in zip(mine, theirs, strict=True):
-                pair = (self.targets[one][left], other.targets[two][right])
-                if pair not in numbers:
-                    numbers[pair] = len(numbers)
-                    pending.append(pair)
-                row.append(numbers[pair])
-            targets.append(row)
-            if len(numbers) > MAX_STATES:
-                raise TooLarge
-        accepting = {n for (a, b), n in numbers.items() if a in self.accepting and b in other.accepting}
-        return Dfa(edges, targets, accepting)
+
+        def successors(pair: tuple[int, int]) -> Iterator[tuple[int, int]]:
+            one, two = self.targets[pair[0]], other.targets[pair[1]]
+            return ((one[left], two[right]) for left, right in zip(mine, theirs, strict=True))
+
+        return Dfa.explored(
+            edges, (0, 0), successors, lambda pair: pair[0] in self.accepting and pair[1] in other.accepting
+        )
 
     def is_empty(self) -> bool:
         found, pending = {0}, [0]

@@ -38,6 +38,8 @@ NUM_CALLS = 100_000 if PROVE else 60
 MAX_TOKENS = 300
 TEMPERATURE = 2.0
 NUM_NOISES = 64
+WISH_PROBABILITY, LATE_WISH_PROBABILITY, LATE_TOKENS = 0.15, 0.5, 100
+"""How often a wish is begun, and how often behind so many tokens, so that few answers are cut."""
 SCHEMAS = {tool["function"]["name"]: tool["function"].get("parameters", {}) for tool in TOOLS}
 VALIDATORS = {
     name: jsonschema.Draft202012Validator(schema, format_checker=jsonschema.FormatChecker())
@@ -79,8 +81,11 @@ class Sampler:
         generator = np.random.default_rng(seed)
         gumbel = generator.gumbel(size=(NUM_NOISES, VOCAB_SIZE)).astype(np.float32)
         logits = generator.normal(0, 1, size=(NUM_NOISES, VOCAB_SIZE)).astype(np.float32)
-        self.scores = logits / TEMPERATURE + gumbel
+        scores = logits / TEMPERATURE + gumbel
+        self.scores = np.tile(scores - scores.min() + 1, 2)
+        """Positive float32 [noises, 2 * vocabulary]: a window that begins anywhere is another order of the tokens."""
         self.row = np.zeros(row_words(VOCAB_SIZE), dtype=np.int32)
+        self.row_bytes = self.row.view(np.uint8)
         written = WRITERS[form]([("log", {"text": "x", "level": 2, "when": None})])
         ends = [after for after in (form.argument_marks()[2], form.end) if after]
         if form.is_channel:
@@ -98,24 +103,34 @@ class Sampler:
         wished = [] if is_required else list(self.opening)
         for _ in range(MAX_TOKENS):
             session.fill(self.row)
-            allowed = np.unpackbits(self.row.view(np.uint8), bitorder="little")[:VOCAB_SIZE].astype(bool)
-            assert allowed.any(), "no token may follow"
-            if not wished and self.rng.random() < 0.15:
+            may_end = self._allows(EOS)
+            probability = WISH_PROBABILITY if len(tokens) < LATE_TOKENS else LATE_WISH_PROBABILITY
+            if not wished and self.rng.random() < probability:
                 wished = list(self.rng.choice(self.wishes))
-            if wished and allowed[wished[0]]:
+            if wished and self._allows(wished[0]):
                 token = wished.pop(0)
             else:
                 wished = []
-                offset = self.rng.randrange(VOCAB_SIZE)
-                scores = np.roll(self.scores[self.rng.randrange(NUM_NOISES)], offset)
-                token = int(np.argmax(np.where(allowed, scores, -np.inf)))
-            if allowed[EOS] and (token == EOS or self.rng.random() < 0.5):
+                token = self._drawn()
+            if may_end and (token == EOS or self.rng.random() < 0.5):
                 return tokens
             assert session.accept(token)
             tokens.append(token)
             if session.is_finished():
                 return tokens
         return None
+
+    def _allows(self, token_id: int) -> int:
+        return int(self.row_bytes[token_id >> 3]) >> (token_id & 7) & 1
+
+    def _drawn(self) -> int:
+        """The token with the highest score of those that the row allows; the others have the score 0."""
+        bits = np.unpackbits(self.row_bytes, count=VOCAB_SIZE, bitorder="little")
+        offset = int(self.rng.random() * VOCAB_SIZE)
+        noise = self.scores[int(self.rng.random() * NUM_NOISES)]
+        token = int((bits * noise[offset : offset + VOCAB_SIZE]).argmax())
+        assert bits[token], "no token may follow"
+        return token
 
 
 def read(sampler: Sampler, plan: ChatPlan, tokens: list[int]) -> dict[str, Any]:
