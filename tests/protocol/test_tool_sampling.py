@@ -38,8 +38,11 @@ NUM_CALLS = 100_000 if PROVE else 60
 MAX_TOKENS = 300
 TEMPERATURE = 2.0
 NUM_NOISES = 64
-WISH_PROBABILITY, LATE_WISH_PROBABILITY, LATE_TOKENS = 0.15, 0.5, 100
-"""How often a wish is begun, and how often behind so many tokens, so that few answers are cut."""
+WISH_PROBABILITY = 0.15
+"""Probability that an answer begins to write one of its wishes, such as the end of a call, at a token."""
+LATE_WISH_PROBABILITY = 0.5
+"""The same after `LATE_TOKENS` tokens. It is higher so that `MAX_TOKENS` cuts few answers."""
+LATE_TOKENS = 100
 SCHEMAS = {tool["function"]["name"]: tool["function"].get("parameters", {}) for tool in TOOLS}
 VALIDATORS = {
     name: jsonschema.Draft202012Validator(schema, format_checker=jsonschema.FormatChecker())
