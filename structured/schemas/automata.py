@@ -157,7 +157,7 @@ class Dfa:
         successors: Callable[[State], Iterable[State]],
         accepts: Callable[[State], bool],
     ) -> Dfa:
-        """Returns the automaton of the states that are reached from `start`. `successors` gives a state's target for each
+        """Returns the automaton of the states reached from `start`. `successors` gives a state's target for each
         class of characters. Raises `TooLarge` for more than `MAX_STATES`.
         """
         numbers = {start: 0}
