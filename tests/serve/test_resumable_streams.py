@@ -258,6 +258,18 @@ def test_only_the_key_that_asked_finds_a_stream(two: TwoIngresses) -> None:
     assert ask(two, "GET", path)[2] == body
 
 
+def test_an_ingress_follows_a_stream_of_another_one_only_while_somebody_reads_it(two: TwoIngresses) -> None:
+    client = ResumingClient(two.ports[:1], "/v1/completions", completion(max_tokens=400, n=8), 0, ANN)
+    client.read_once(3)
+    path, followed = f"/v1/streams/{client.history.stream_id}", two.ingresses[1]._client.streams._followed
+    assert ask(two, "GET", path, Authorization=f"Bearer {BEN}")[0] == 404
+    assert not followed, "another key's request must not keep a stream going"
+    assert ask(two, "DELETE", path)[0] == 200
+    assert not followed
+    assert b"the stream was cancelled" in ask(two, "GET", path)[2]
+    wait_until(lambda: not followed)
+
+
 @pytest.mark.parametrize(
     ("value", "fields", "words"),
     [

@@ -87,11 +87,14 @@ class RecordedStreams:
         if recording is None:
             await self._client.until_greeted()
             found = await self.copies.look_up(stream_id, self._client.replicas_running)
-            recording = self._known(stream_id) or (None if found is None else self._follow(found))
+            recording = self._known(stream_id) or (None if found is None else self._copy_of(found))
         return None if recording is None or recording.opening.owner != owner else recording
 
     def read(self, recording: Recording) -> Reader:
-        return Reader(self._client.tokenizer, recording)
+        known = self._known(recording.opening.stream_id)
+        if known is None:
+            self._follow_on(recording)
+        return Reader(self._client.tokenizer, known or recording)
 
     async def cancel(self, recording: Recording) -> None:
         own = self._own.get(recording.opening.stream_id)
@@ -244,10 +247,10 @@ class RecordedStreams:
 
     # ---- streams of others -----------------------------------------------------------------------------------------
 
-    def _follow(self, found: Found) -> Recording:
+    def _copy_of(self, found: Found) -> Recording:
+        """Returns a recording that is not followed before somebody reads it, because following counts as reading."""
         recording = Recording(decode_opening(found.copy.opening), self._on_unread)
         _add(recording, found.copy)
-        self._follow_on(recording)
         return recording
 
     def _follow_on(self, recording: Recording) -> None:
