@@ -106,7 +106,7 @@ class SpeculativeWorker:
         return _SpeculativeDraw(self, drawn)
 
     def _with_drafts(self, started: float, output: StepOutput) -> StepOutput:
-        """Adds drafts for the next step to the output of the last one, which arrived in a call that began at `started`."""
+        """Adds the next drafts to the output of the last step, which came in a call that began at `started`."""
         step = self._step
         assert step is not None, "the target's worker would have raised"
         self._count(started)
