@@ -30,6 +30,7 @@ from tests.engine_parts import device_of, worker_of
 from tests.patience import PATIENCE_S
 from workers.checkpoints.model_folder import load_model_config
 from workers.platforms.cpu import CpuPlatform
+from workers.ranks.rank_worker import Drawn
 from workers.sampling_params import SamplingParams
 from workers.step import StepInput, StepOutput
 
@@ -53,12 +54,12 @@ PROMPTS = ([5, 9, 11] * 11, [7] * 3, list(range(20, 60)), [5, 9, 11] * 11 + [80,
 def engine(num_blocks: int, overlap: str) -> Engine:
     """One for all examples, so that each finds what the ones before it left in the prefix cache. `device` is the
     overlapped loop as on a device that works by itself: the host hears of tokens only when it asks. `drafts` is the
-    overlapped loop of an engine that speculates.
+    overlapped loop of an engine that speculates, and `device drafts` is that on such a device.
     """
-    if overlap == "device":
+    if overlap.startswith("device"):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(CpuPlatform, "runs_ahead", True)
-            return engine.__wrapped__(num_blocks, "on")
+            return engine.__wrapped__(num_blocks, overlap.removeprefix("device").strip() or "on")
     folder = checkpoint("llama", dtype="float32")
     one = Engine(
         EngineConfig(
@@ -199,7 +200,7 @@ class Run:
 @given(workload=st.lists(requests, min_size=1, max_size=7), num_blocks=st.sampled_from([ROOMY, TIGHT, TIGHT]))
 def test_both_loops_give_the_same_tokens(workload: list[Request], num_blocks: int) -> None:
     plain = Run(engine(num_blocks, "off"), workload).answers
-    for overlap in ("on", "device", "drafts"):
+    for overlap in ("on", "device", "drafts", "device drafts"):
         compare(plain, Run(engine(num_blocks, overlap), workload).answers)
 
 
@@ -350,6 +351,42 @@ def test_with_drafts_tokens_are_delivered_during_steps(monkeypatch: pytest.Monke
     assert sum(one.stats().drafts.accepted.get("ngram", ())) > 0
 
 
+def test_on_a_device_drafts_are_verified_when_tokens_are_read() -> None:
+    """A step that verifies drafts does not wait for its tokens, and no step is launched before they are read."""
+    one = engine(ROOMY, "device drafts")
+    draw, submit = device_of(one).draw, one.executor.submit
+    unread: list[object] = []
+
+    def watched_draw(masks: MaskBatch | None = None) -> Drawn:
+        drawn = draw(masks)
+        unread.append(drawn)
+        result = drawn.result
+
+        def read() -> StepOutput:
+            unread.remove(drawn)
+            return result()
+
+        drawn.result = read  # type: ignore[method-assign]
+        return drawn
+
+    def watched_submit(step: StepInput) -> StepCall:
+        assert not unread
+        return submit(step)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(device_of(one), "draw", watched_draw)
+        patch.setattr(one.executor, "submit", watched_submit)
+        add(one, max_tokens=30)
+        tokens: list[int] = []
+        num_unread = 0
+        while one.has_unfinished:
+            for output in one.step():
+                tokens += output.token_ids
+            num_unread += len(unread)
+    assert num_unread > 10, "each call of `step` waited for its own tokens"
+    assert tokens == Run(engine(ROOMY, "off"), [Request(0, greedy(30), 0)]).answers["0", 0][0]
+
+
 def greedy(max_tokens: int) -> SamplingParams:
     return SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
 
@@ -373,7 +410,12 @@ def test_asynchronous_devices_overlap_unless_the_option_forbids(
 
 
 def test_the_plain_loop_is_the_default_on_cpus() -> None:
-    for overlap, kind in (("on", ThreadExecutor), ("device", InProcessExecutor), ("drafts", ThreadExecutor)):
+    for overlap, kind in (
+        ("on", ThreadExecutor),
+        ("device", InProcessExecutor),
+        ("drafts", ThreadExecutor),
+        ("device drafts", InProcessExecutor),
+    ):
         executor = engine(ROOMY, overlap).executor
         assert isinstance(executor, kind)
         assert executor.depth == 1

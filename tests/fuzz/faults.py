@@ -54,7 +54,7 @@ class Injector:
     def _watch_steps(self) -> None:
         executor = device_of(self._engine)
         model = worker_of(self._engine).runner.model
-        execute, sample, forward = executor.execute, executor.sample, model.forward
+        execute, forward = executor.execute, model.forward
 
         def watched_forward(*arguments: Any) -> Any:
             self._raise_if_told("raise_in_forward")
@@ -64,13 +64,18 @@ class Injector:
             execute(step)
             self._raise_if_told("raise_after_forward")
 
-        def watched_sample(masks: Any = None) -> Any:
-            output = sample(masks)
-            self._raise_if_told("raise_after_sample")
-            self._good_steps += 1
-            return output
+        def watched(draw: Callable[[Any], Any]) -> Callable[[Any], Any]:
+            def watched_draw(masks: Any = None) -> Any:
+                drawn = draw(masks)
+                self._raise_if_told("raise_after_sample")
+                self._good_steps += 1
+                return drawn
 
-        model.forward, executor.execute, executor.sample = watched_forward, watched_execute, watched_sample
+            return watched_draw
+
+        model.forward, executor.execute, executor.sample = watched_forward, watched_execute, watched(executor.sample)
+        if hasattr(executor, "draw"):  # an executor of a device that works by itself calls this one instead
+            executor.draw = watched(executor.draw)
 
     def _raise_if_told(self, place: str) -> None:
         if self._raise_at == place:

@@ -8,15 +8,16 @@ import shutil
 import pytest
 
 from cluster.engine.engine import Engine
-from cluster.engine.request import EngineRequest, FinishStatus
+from cluster.engine.request import EngineRequest, FinishStatus, SequenceOutput
 from specdecode.ngram import NgramIndex
 from specdecode.speculative_config import SpeculativeConfig
 from tests.checkpoints import VOCAB_SIZE, checkpoint, reference_greedy
 from tests.engine.test_engine import POOL_BLOCKS, drain, make_engine, run
-from tests.engine_parts import device_of, speculative_worker_of
+from tests.engine_parts import speculative_worker_of
 from workers.checkpoints.model_folder import load_model_config
 from workers.models.model_config import ModelError
 from workers.sampling_params import SamplingParams
+from workers.step import StepInput, StepOutput
 
 NUM_TOKENS = 40
 NGRAM = SpeculativeConfig(proposers=("ngram",), ngram_min=1, adaptive=False)
@@ -57,25 +58,18 @@ def greedy(**fields) -> SamplingParams:
 def watch(engine: Engine) -> dict[str, int]:
     """Counts what the ranks are asked to verify and what came of it."""
     counts = {"drafted": 0, "accepted": 0, "most": 0}
-    executor = device_of(engine)
-    sample, execute = executor.sample, executor.execute
-    steps = []
+    update = engine.scheduler.update
 
-    def watched_execute(step):
-        steps.append(step)
-        execute(step)
-
-    def watched_sample(masks=None):
-        output = sample(masks)
-        for item in steps[-1].scheduled:
+    def watched_update(step: StepInput, output: StepOutput) -> list[SequenceOutput]:
+        for item in step.scheduled:
             if item.draft_token_ids and item.sequence_id in output.token_ids:
                 accepted = len(output.token_ids[item.sequence_id]) - 1
                 counts["drafted"] += len(item.draft_token_ids)
                 counts["accepted"] += accepted
                 counts["most"] = max(counts["most"], accepted)
-        return output
+        return update(step, output)
 
-    executor.execute, executor.sample = watched_execute, watched_sample
+    engine.scheduler.update = watched_update
     return counts
 
 

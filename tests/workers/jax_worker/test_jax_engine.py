@@ -1,4 +1,7 @@
-"""The engine on the JAX worker: its suites again, with `JaxWorker` in the place of torch's worker."""
+"""The engine on the JAX worker: its suites again, with `JaxWorker` in the place of torch's worker.
+
+Each engine compiles its programs, so `make test` runs one case of each kind here, and `make prove` runs all.
+"""
 
 from __future__ import annotations
 
@@ -12,14 +15,27 @@ from tests.engine_parts import worker_of
 from tests.specdecode.test_speculative import *  # noqa: F403
 from workers.ranks import rank_worker
 
+QUICK = {
+    "test_greedy_tokens_equal_transformers": ("[llama-None-chunked]", "[llama-llama-preempted]"),
+    "test_speculation_keeps_seeded_outputs": ("[draft-options0]", "[ngram-options1]"),
+}
+"""Cases that `make test` runs of the tests with many cases."""
+ON_ANY_WORKER = {
+    "test_unservable_requests_are_refused_at_once",
+    "test_text_only_parameters_are_not_sent_to_ranks",
+    "test_full_queues_deadlines_and_aborts_free_everything",
+    "test_a_draft_shares_memory_and_is_checked",
+}
+"""Tests of what happens before a worker gets a step; `make test` runs them on torch's worker only."""
+
 
 @pytest.fixture(autouse=True)
 def jax_worker(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
-    """`make test` runs one family here, because each engine compiles its programs; `test_jax_model.py` has them all."""
-    if not PROVE and getattr(request.node, "callspec", None) is not None:
-        parameters = request.node.callspec.params
-        if request.node.originalname == "test_greedy_tokens_equal_transformers" and parameters["family"] != "llama":
-            pytest.skip("make prove runs every family")
+    if not PROVE:
+        name = request.node.originalname
+        cases = QUICK.get(name)
+        if name in ON_ANY_WORKER or (cases is not None and not request.node.name.endswith(cases)):
+            pytest.skip("make prove runs it")
     for device in rank_worker.WORKERS:
         monkeypatch.setitem(rank_worker.WORKERS, device, "workers.jax_worker.jax_worker:JaxWorker")
     monkeypatch.setitem(LIMITS, "max_num_batched_tokens", 256)
