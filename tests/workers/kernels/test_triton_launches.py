@@ -119,6 +119,27 @@ def requests(seed: int) -> tuple[list[list[int]], list[SamplingParams]]:
     return prompts, [SamplingParams(**{"max_tokens": 3, "seed": seed, **kind}) for kind in kinds]
 
 
+def answers(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Tokens and log-probabilities of `requests` on the overlapped loop."""
+    llm = make_llm(
+        monkeypatch,
+        str(checkpoint("llama", num_hidden_layers=1)),
+        max_num_sequences=4,
+        logits_processors={"automaton": None},
+    )
+    assert llm.engine.executor.depth == 1
+    outputs = llm.generate(*requests(2), use_tqdm=False)
+    choices = [choice for output in outputs for choice in output.outputs]
+    assert all(choice.error is None for choice in choices)
+    return [(choice.token_ids, choice.logprobs) for choice in choices] + [o.prompt_logprobs for o in outputs]
+
+
+@pytest.fixture(scope="module")
+def expected(plugin: None, cheap_groups: None) -> list[Any]:
+    with pytest.MonkeyPatch.context() as patch:
+        return answers(patch)
+
+
 @pytest.mark.usefixtures("plugin", "cheap_groups")
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"] if PROVE else ["bfloat16"])
 def test_nothing_is_compiled_while_requests_are_served(dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -271,29 +292,12 @@ class Event:
 
 
 @pytest.mark.usefixtures("plugin", "cheap_groups")
-def test_steps_are_launched_and_read_in_order(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    def answers() -> list[Any]:
-        llm = make_llm(
-            monkeypatch,
-            str(checkpoint("llama", num_hidden_layers=1)),
-            max_num_sequences=4,
-            logits_processors={"automaton": None},
-        )
-        assert llm.engine.executor.depth == 1
-        order.clear()
-        outputs = llm.generate(*requests(4), use_tqdm=False)
-        choices = [choice for output in outputs for choice in output.outputs]
-        assert all(choice.error is None for choice in choices)
-        return [(choice.token_ids, choice.logprobs) for choice in choices] + [o.prompt_logprobs for o in outputs]
-
+def test_steps_are_launched_and_read_in_order(monkeypatch: pytest.MonkeyPatch, expected: list[Any]) -> None:
     order: list[str] = []
-    expected = answers()
     copies = Copies()
     monkeypatch.setattr(torch_sampling, "to_host", copies.to_host)
     monkeypatch.setattr(launch, "record_event", copies.record_event)
-    forward, draw = ModelRunner._forward, ModelRunner._draw_points
+    forward, draw = ModelRunner._forward, ModelRunner._draw
 
     def watched_forward(self: ModelRunner, step: StepInput) -> torch.Tensor:
         order.append("forward")
@@ -306,8 +310,8 @@ def test_steps_are_launched_and_read_in_order(
         return draw(self, *arguments)
 
     monkeypatch.setattr(ModelRunner, "_forward", watched_forward)
-    monkeypatch.setattr(ModelRunner, "_draw_points", watched_draw)
-    assert answers() == expected
+    monkeypatch.setattr(ModelRunner, "_draw", watched_draw)
+    assert answers(monkeypatch) == expected
     assert copies.num_filled > 20
     drawing = [index for index, what in enumerate(order) if what == "to draw"]
     assert len(drawing) > 5
@@ -315,22 +319,8 @@ def test_steps_are_launched_and_read_in_order(
 
 
 @pytest.mark.usefixtures("plugin", "cheap_groups")
-def test_no_kernel_reads_memory_that_nobody_wrote(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_kernel_reads_memory_that_nobody_wrote(monkeypatch: pytest.MonkeyPatch, expected: list[Any]) -> None:
     """New memory holds NaN and the smallest integers, and all tokens and log-probabilities stay the same."""
-
-    def answers() -> list[Any]:
-        llm = make_llm(
-            monkeypatch,
-            str(checkpoint("llama", num_hidden_layers=1)),
-            max_num_sequences=4,
-            logits_processors={"automaton": None},
-        )
-        outputs = llm.generate(*requests(2), use_tqdm=False)
-        choices = [choice for output in outputs for choice in output.outputs]
-        assert all(choice.error is None for choice in choices)
-        return [(choice.token_ids, choice.logprobs) for choice in choices] + [o.prompt_logprobs for o in outputs]
-
-    expected = answers()
     poisoned = 0
 
     def poisoning(make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
@@ -347,5 +337,5 @@ def test_no_kernel_reads_memory_that_nobody_wrote(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(torch, "empty", poisoning(torch.empty))
     monkeypatch.setattr(torch, "empty_like", poisoning(torch.empty_like))
     monkeypatch.setattr(torch.Tensor, "new_empty", poisoning(torch.Tensor.new_empty))
-    assert answers() == expected
+    assert answers(monkeypatch) == expected
     assert poisoned > 100
