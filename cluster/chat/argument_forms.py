@@ -55,7 +55,9 @@ class ArgumentForms(msgspec.Struct, frozen=True):
 
 
 def argument_forms(schema: dict[str, Any]) -> ArgumentForms:
-    """The forms of the arguments of a tool. Never raises: what is unclear may have any type."""
+    """Returns how each argument of a tool with this schema is written, by the JSON types that it may have. An argument
+    whose types are unclear may have any, so this never raises.
+    """
     root = resolved(schema, schema)
     properties = root.get("properties")
     named = properties if isinstance(properties, dict) else {}

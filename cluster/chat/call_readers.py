@@ -126,6 +126,9 @@ class ObjectReader(CallReader):
             raise NotACall
 
     def _close(self, character: str) -> None:
+        """Reads a closing bracket. One closer left means that the bracket ends a value of the call's own object; none
+        left, that it ends the call.
+        """
         if character != self._closers.pop():
             raise NotACall
         if self._closers:

@@ -140,7 +140,7 @@ class HttpApp:
             logging.getLogger(__name__).exception("request %s failed", exchange.request_id)
             await exchange.fail(api_error(error))
         finally:
-            logged = exchange.method == "POST" if route is None else route.logged
+            logged = route.logged if route is not None else exchange.method == "POST"
             if self._log is not None and logged:
                 self._log.info(exchange.log_line())
 

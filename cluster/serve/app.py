@@ -154,19 +154,19 @@ def start_engines(config: ServeConfig, name: str) -> tuple[Any, str]:
     """Starts Ray, Serve and the engines, without an endpoint in front of them. Returns what an `EngineClient` needs:
     the handle of the engine deployment, and the address at which engines reach this machine.
 
-    A killed command may have left the application `name` on a joined cluster; its engines are then adopted. Engines of
-    the same family with other options are ended, because they hold the resources. Raises `StartFailed` as `start` does,
-    and if the command that started these engines still runs.
+    A command that was killed may have left engines on a cluster that this process joined. Those under `name` have the
+    same options and are adopted. Others of its family (see `engines_name`) are ended, because they hold the resources.
+    Raises `StartFailed` as `start` does, and if the command that started the other engines still runs.
     """
     with _told_on_failure():
         nodes = _connect(config)
         serve.start(ProxyLocation.Disabled, logging_config=_LOGGING)
-        left = _left_engines(name)
-        for other in sorted(left):
-            deployed.wait_until_left(other)
+        abandoned = _abandoned_engines(name)
+        for other in sorted(abandoned):
+            deployed.wait_until_abandoned(other)
             if other != name:
                 serve.delete(other)
-        if name in left:
+        if name in abandoned:
             deployed.adopt(name, config.engine.model)
             wait_until_running(name)
         else:
@@ -184,7 +184,7 @@ def engines_name(family: str, config: ServeConfig) -> str:
     return f"{family}-{hashlib.blake2b(options, digest_size=4).hexdigest()}"
 
 
-def _left_engines(name: str) -> set[str]:
+def _abandoned_engines(name: str) -> set[str]:
     """Returns the applications of `name`'s family that a killed command left."""
     family = name.rpartition("-")[0]
     return {other for other in deployed.applications() if other.rpartition("-")[0] == family}

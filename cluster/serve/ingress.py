@@ -113,8 +113,8 @@ class Ingress:
         return self._app
 
     async def own_rates(self) -> tuple[str, dict[str, tuple[float, float]]]:
-        """Returns this replica's name and the requests and tokens counted against each rate limit. The other ingresses
-        call it.
+        """Returns this replica's name, and by API key the requests and tokens that it has counted since it started. The
+        other ingresses call it, to count them against the key's rate limits too.
         """
         return _replica_id(), {
             name: (taken.requests, taken.tokens) for name, taken in self._app.rate_limits.taken().items()

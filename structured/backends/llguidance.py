@@ -285,10 +285,12 @@ def check_matcher(matcher: llguidance.LLMatcher) -> None:
 
 
 def check_next_row(session: Session, row: np.ndarray) -> None:
-    """Accepts the first token that `row` allows and fills the next row; `row` itself stays as it is.
+    """Takes one step in `session`, to find out early whether the grammar exceeds llguidance's limits. `row` is the
+    session's first bitmask, and stays as it is.
 
-    Automata are built lazily, so only rows prove that they stay within llguidance's limits. A long text that the
-    grammar forces is walked through at the first token. Raises `ConstraintError` where a limit is exceeded.
+    llguidance builds its automata when it fills a bitmask, so compiling a grammar does not show an exceeded limit. If
+    the grammar forces a long text, llguidance walks through all of it at the first token. States behind the second
+    bitmask are not checked. Raises `ConstraintError` where a limit is exceeded.
     """
     allowed = np.flatnonzero(np.unpackbits(row.view(np.uint8), bitorder="little"))
     if len(allowed) and session.accept(int(allowed[0])) and not session.is_finished():

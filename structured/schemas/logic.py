@@ -140,7 +140,9 @@ class Logic:
         return found
 
     def possible_names(self, flat: list[dict[str, Any]]) -> list[str] | None:
-        """The properties that an object may have, in order; None if they are not limited."""
+        """Returns the names of all properties that an object may have, in the order of the schema; None if the schemas
+        do not list them. All schemas of `flat` apply to the object.
+        """
         for schema in flat:
             if schema.get("additionalProperties") is False and not schema.get("patternProperties"):
                 names = [name for name, value in schema.get("properties", {}).items() if value is not False]

@@ -18,7 +18,7 @@ from workers.models.model_config import ModelError
 
 
 def take_rows(weight: QuantizedWeight | torch.Tensor, start: int, stop: int) -> QuantizedWeight | torch.Tensor:
-    """Returns outputs `start` to `stop`. Those after the weight's last are zeros."""
+    """Returns rows `start` to `stop` of a weight, one for each output feature. Rows past its end are zeros."""
     if isinstance(weight, torch.Tensor):
         return _rows(weight, start, stop)
     return dataclasses.replace(

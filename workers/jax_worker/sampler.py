@@ -156,14 +156,18 @@ def _first_by_count(order: jax.Array, count: jax.Array) -> jax.Array:
 
 
 def _first_by_mass(order: jax.Array, weights: jax.Array, target: jax.Array) -> jax.Array:
-    """Returns whether the entries before each one, in descending order, have less than `target` [P, 1] of the
-    `weights`.
+    """Returns a mask [P, V] of the highest entries of each row. An entry is kept while the `weights` [P, V] of all
+    entries that rank before it sum to less than `target` [P, 1].
+
+    `order` [P, V] holds uint32 keys. A higher key ranks first, and equal keys rank by token id. With probabilities as
+    weights this is top-p.
     """
 
     def mass_above(cut: jax.Array) -> jax.Array:
         return jnp.where(order > cut, weights, 0.0).sum(1, keepdims=True)
 
-    # Above the largest cut with enough mass above it lie the kept entries; equal ones are kept in order of id.
+    # Find the largest key such that the entries with higher keys reach the target. These entries are kept, except for
+    # some ties at their lowest key. If no key qualifies, every entry is kept.
     cut = _largest_true(lambda cut: mass_above(cut) >= target, order)
     is_kept = (mass_above(cut) < target) | (order > cut)
     last = jnp.min(jnp.where(is_kept, order, jnp.uint32(0xFFFFFFFF)), axis=1, keepdims=True)

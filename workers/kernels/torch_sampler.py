@@ -65,8 +65,8 @@ def draw(
 
 
 def apply(logits: torch.Tensor, masks: MaskBatch) -> torch.Tensor:
-    """A new tensor: `logits` [P, V] with each constrained row's adjustments added, and -inf for tokens that its mask
-    forbids.
+    """Returns a copy of `logits` [num_points, vocab_size] with the adjustments of `masks` added, and -inf for tokens
+    that a row's bitmask forbids. Only rows with a slot of 0 or more have a bitmask, and only they have adjustments.
     """
     device = logits.device
     slots = np.array(masks.slots)

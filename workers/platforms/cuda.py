@@ -58,7 +58,10 @@ class CudaPlatform:
         """Shape of the work of the first loaded model's attention. A draft model uses it too, at little cost."""
 
     def make_linear(self, weight: LinearWeight) -> Linear:
-        """A weight that is quantised, or that the option `weights` rounds, stays integers; activations become int8."""
+        """Returns the layer of a weight. Integers of the checkpoint stay integers, and a weight with `rounded_to` (the
+        option `weights`) is rounded to integers here. Their kernel rounds its inputs to int8 in each call. Other
+        weights become a linear of torch.
+        """
         quantized = weight.quantized
         if weight.rounded_to is not None:
             quantized = round_weight(weight.weight, weight.rounded_to)

@@ -106,9 +106,11 @@ def _shared_linears(
 
 
 def check_tensors(folder: str | pathlib.Path, config: ModelConfig) -> WeightTally:
-    """Looks in the headers for every tensor that `load_model` would read from a native checkpoint, and reads none.
+    """Checks from the file headers that a checkpoint has every tensor that `load_model` needs, and no other. Reads no
+    tensor's data.
 
-    Returns what the weights take. Raises `ModelError` as `load_model` does.
+    For checkpoints that Manta reads itself. Returns the memory that the weights take. Raises `ModelError` as
+    `load_model` does.
     """
     checkpoint, tally = CheckpointHeaders(folder), WeightTally()
     _WeightReader(checkpoint, config, _COUNTED, _Counting(tally)).read()

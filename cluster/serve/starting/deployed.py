@@ -114,7 +114,7 @@ def adopt(name: str, what: str) -> None:
     _note(name, what, updates=False)
 
 
-def wait_until_left(name: str) -> None:
+def wait_until_abandoned(name: str) -> None:
     """Returns when no running command has deployed or adopted the application `name`. Raises `StartFailed` if one still
     has after `OWNER_PATIENCE_S`.
     """

@@ -224,6 +224,9 @@ class RecordedStreams:
             self._followed.pop(stream_id, None)
 
     def _expire_later(self, own: _Own) -> None:
+        """Starts the timer that forgets a stream when nobody has read it for `unread_s` seconds. A refused request is
+        forgotten at once.
+        """
         if own.expiry is not None:
             own.expiry.cancel()
         recording = own.recording

@@ -29,18 +29,21 @@ def read_float8(part: StoredPart) -> torch.Tensor:
 
 
 def _scales(part: StoredPart) -> torch.Tensor:
+    """Returns the scales, float32 [out_features, 1], or for blocks [num_blocks_of_rows, num_blocks_of_columns].
+    The weight is multiplied by them under either name.
+    """
     suffix = "weight_scale_inv" if part.has("weight_scale_inv") else "weight_scale"
     if part.format.block is None:
         return part.grouped(suffix)
-    outputs, inputs = part.format.block
-    shape = (-(-part.out_features // outputs), -(-part.in_features // inputs))
+    height, width = part.format.block
+    shape = (-(-part.out_features // height), -(-part.in_features // width))
     return part.stored(suffix, shape, torch.float32)
 
 
 def _spread(scales: torch.Tensor, part: StoredPart, rows: slice) -> torch.Tensor:
-    """Returns the scales of some rows, [num_rows, in_features] or [num_rows, 1]."""
+    """Returns the scales of some rows, float32 [num_rows, 1], or for blocks [num_rows, in_features]."""
     if part.format.block is None:
         return scales[rows].float()
-    outputs, inputs = part.format.block
-    by_row = scales[torch.arange(rows.start, rows.stop) // outputs].float()
-    return by_row.repeat_interleave(inputs, dim=1)[:, : part.in_features]
+    height, width = part.format.block
+    by_row = scales[torch.arange(rows.start, rows.stop) // height].float()
+    return by_row.repeat_interleave(width, dim=1)[:, : part.in_features]
