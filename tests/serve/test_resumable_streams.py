@@ -10,13 +10,14 @@ import json
 import threading
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
+import msgspec
 import pytest
 
 from benchmarks.processes import free_port
-from cluster.config import EngineConfig, ServeConfig, StreamLimits
+from cluster.config import EngineConfig, KeyLimits, ServeConfig, StreamLimits
 from cluster.http.access.prefix_scope import new_secret
 from cluster.serve.engine_deployment import EngineReplica
 from cluster.serve.ingress import ListeningIngress
@@ -42,6 +43,7 @@ class TwoIngresses:
         self.config = ServeConfig(
             engine=engine,
             api_keys=KEYS,
+            key_limits={"*": KeyLimits(tokens_per_minute=10**9)},
             log_requests=False,
             streams=StreamLimits(max_client_bytes=1 << 20, max_bytes=2 << 20, max_unread_s=600.0),
         )
@@ -63,9 +65,7 @@ class TwoIngresses:
 
     async def _add(self) -> None:
         port = free_port()
-        config = ServeConfig(
-            engine=self.config.engine, api_keys=KEYS, log_requests=False, streams=self.config.streams, port=port
-        )
+        config = msgspec.structs.replace(self.config, port=port)
         ingress = ListeningIngress(config, Handle(*self.replicas), self._secret)
         await ingress.check_health()
         await ingress._client.until_greeted()
@@ -196,6 +196,12 @@ def ask(
         return response.status, {key.lower(): value for key, value in response.headers.items()}, response.read()
 
 
+def charged(ingresses: Sequence[ListeningIngress]) -> float:
+    """Tokens that these ingresses have charged to Ann's key."""
+    taken = [ingress._app.rate_limits.taken() for ingress in ingresses]
+    return sum(each["ann"].tokens for each in taken if "ann" in each)
+
+
 def completion(**fields: Any) -> dict[str, Any]:
     return {
         "model": checkpoint("llama").name,
@@ -294,10 +300,12 @@ def test_a_stream_that_nobody_reads_is_aborted_and_forgotten(two: TwoIngresses) 
         ResumingClient(two.ports[-1:], "/v1/completions", completion(max_tokens=400, n=8), 0, ANN),
     )
     client.unread_s = 0.0
+    before = charged(two.ingresses[-1:])
     client.read_once(3)
     assert len(client.history.events) == 3
     stream_id = client.history.stream_id
     wait_until(lambda: ask(two, "GET", f"/v1/streams/{stream_id}")[0] == 404)
+    assert charged(two.ingresses[-1:]) >= before + 3 + 3, "the prompt and what was read"
     wait_until(lambda: two.num_kept <= kept and two.replicas[0].engine.stats().num_running == 0)
 
 

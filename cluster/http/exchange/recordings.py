@@ -215,7 +215,7 @@ class Streams(Protocol):
         ...
 
     on_end: Callable[[Recording], None]
-    """Called in the process that ran the request, when it has ended."""
+    """Called in the process that ran the request, when it has ended or was aborted because nobody read it."""
 
 
 class NoStreams:

@@ -242,6 +242,7 @@ class RecordedStreams:
             return
         if not recording.is_ended:
             log_event("unread", recording.opening.stream_id, seconds=round(unread_s, 1))
+            self.on_end(recording)
         self._forget(own)
         self.copies.drop(recording.opening.stream_id, own.epoch)
 
