@@ -233,6 +233,20 @@ def test_a_second_offer_of_a_claimed_stream_leaves_its_only_copy(two: TwoIngress
     assert client.history.has_ended
 
 
+def test_an_ended_stream_that_is_adopted_is_not_charged_again(two: TwoIngresses) -> None:
+    client = ResumingClient(two.ports[:1], "/v1/completions", completion(max_tokens=5), 0, ANN)
+    client.read()
+    two.add()
+    others = two.ingresses[1:]
+    before = charged(others)
+    assert charged(two.ingresses[:1]) >= 3 + 5
+    two.kill()
+    wait_until(lambda: any(client.history.stream_id in each._client.streams._own for each in others))
+    two.run(asyncio.sleep(0))
+    assert charged(others) == before
+    assert ask(two, "GET", f"/v1/streams/{client.history.stream_id}")[0] == 200
+
+
 def test_a_stream_is_unknown_only_if_every_running_engine_says_so(two: TwoIngresses) -> None:
     """An ingress that has just started may not be connected to the engine that has the only copy."""
     replicas, path = two.ingresses[-1]._client._replicas, f"/v1/streams/strm_{'0' * 38}"

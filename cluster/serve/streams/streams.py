@@ -321,7 +321,7 @@ class RecordedStreams:
             self._run(own)
             return
         self._own[copy.stream_id] = own
-        self._end(own)
+        self._note(own)  # no `on_end`: the ingress that ended it has called it
         self._expire_later(own)
 
     def _start(self, work: Any) -> asyncio.Task[Any]:
