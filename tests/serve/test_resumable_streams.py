@@ -18,6 +18,7 @@ import pytest
 
 from benchmarks.processes import free_port
 from cluster.config import EngineConfig, KeyLimits, ServeConfig, StreamLimits
+from cluster.engine.request import SequenceOutput
 from cluster.http.access.prefix_scope import new_secret
 from cluster.serve.engine_deployment import EngineReplica
 from cluster.serve.ingress import ListeningIngress
@@ -321,6 +322,33 @@ def test_a_stream_that_nobody_reads_is_aborted_and_forgotten(two: TwoIngresses) 
     wait_until(lambda: ask(two, "GET", f"/v1/streams/{stream_id}")[0] == 404)
     assert charged(two.ingresses[-1:]) >= before + 3 + 3, "the prompt and what was read"
     wait_until(lambda: two.num_kept <= kept and two.replicas[0].engine.stats().num_running == 0)
+
+
+@pytest.mark.parametrize("how", ["cancelled", "given up"])
+def test_a_stream_takes_no_output_once_it_is_cancelled_or_given_up(two: TwoIngresses, how: str) -> None:
+    client = ResumingClient(two.ports[-1:], "/v1/completions", completion(max_tokens=400, n=8), 0, ANN)
+    client.read_once(3)
+    stream_id, engine_client = client.history.stream_id, two.ingresses[-1]._client
+    streams = engine_client.streams
+
+    async def end_before_an_output() -> None:
+        own = streams._own[stream_id]
+        recording = own.recording
+        num_bytes = streams._bytes[recording.opening.owner] - own.num_counted
+        request_id = f"{recording.opening.generation.request_id}-0"
+        connection = engine_client.runs[request_id].connection
+        if how == "cancelled":
+            streams._cancel(own)
+            num_bytes += own.num_counted
+        else:
+            streams._on_kept([(stream_id, recording.num_safe)], [stream_id])
+        entries = [*recording.entries]
+        engine_client._on_outputs([SequenceOutput(request_id, 0, [7])], connection)
+        assert recording.entries == entries
+        assert streams._bytes.get(recording.opening.owner, 0) == num_bytes
+        streams.copies.drop(stream_id, own.epoch)
+
+    two.run(end_before_an_output())
 
 
 def test_a_client_with_too_many_recordings_is_refused(two: TwoIngresses) -> None:

@@ -48,8 +48,15 @@ class _Own:
         """Entries that the present keeper was sent."""
         self.num_counted = 0
         """Bytes that count against the limits now."""
+        self.recorder: Recorder | None = None
         self.task: asyncio.Task[None] | None = None
         self.expiry: asyncio.TimerHandle | None = None
+
+    def stop(self) -> None:
+        """Aborts the request at once, so that no output is appended any more. The task alone would end a turn later."""
+        if self.recorder is not None and self.task is not None:
+            self.recorder.close()
+            self.task.cancel()
 
 
 class RecordedStreams:
@@ -123,8 +130,8 @@ class RecordedStreams:
     def _run(self, own: _Own) -> None:
         stream_id = own.recording.opening.stream_id
         self._own[stream_id] = own
-        recorder = Recorder(self._client, own.recording, own.epoch, lambda: self._note(own))
-        own.task = self._start(self._record(own, recorder))
+        own.recorder = Recorder(self._client, own.recording, own.epoch, lambda: self._note(own))
+        own.task = self._start(self._record(own, own.recorder))
         self._note(own)
         self._expire_later(own)
 
@@ -141,8 +148,7 @@ class RecordedStreams:
     def _cancel(self, own: _Own) -> None:
         if own.recording.is_ended:
             return
-        assert own.task is not None
-        own.task.cancel()
+        own.stop()
         error = GenerationFailed("the stream was cancelled", code="cancelled")
         own.recording.append(encode_entry(0, Failure.of(error)))
         self._end(own)
@@ -208,8 +214,7 @@ class RecordedStreams:
         self._bytes[owner] -= own.num_counted
         if not self._bytes[owner]:
             del self._bytes[owner]
-        if own.task is not None:
-            own.task.cancel()
+        own.stop()
         if own.expiry is not None:
             own.expiry.cancel()
 
