@@ -324,6 +324,29 @@ def test_a_stream_that_nobody_reads_is_aborted_and_forgotten(two: TwoIngresses) 
     wait_until(lambda: two.num_kept <= kept and two.replicas[0].engine.stats().num_running == 0)
 
 
+def test_who_reads_a_long_stream_from_its_beginning_lets_others_run(two: TwoIngresses) -> None:
+    client = ResumingClient(two.ports[-1:], "/v1/completions", completion(max_tokens=60, n=8), 0, ANN)
+    client.read()
+    streams, num_turns = two.ingresses[-1]._client.streams, 0
+
+    async def others() -> None:
+        nonlocal num_turns
+        while True:
+            await asyncio.sleep(0)
+            num_turns += 1
+
+    async def read_again() -> int:
+        recording = streams._own[client.history.stream_id].recording
+        reader, other = streams.read(recording), asyncio.ensure_future(others())
+        num_events = len([event async for event in reader])
+        other.cancel()
+        reader.close()
+        return num_events
+
+    assert two.run(read_again()) >= 300
+    assert num_turns >= 3
+
+
 @pytest.mark.parametrize("how", ["cancelled", "given up"])
 def test_a_stream_takes_no_output_once_it_is_cancelled_or_given_up(two: TwoIngresses, how: str) -> None:
     client = ResumingClient(two.ports[-1:], "/v1/completions", completion(max_tokens=400, n=8), 0, ANN)
