@@ -22,6 +22,7 @@ from cluster.engine.request import SequenceOutput
 from cluster.http.access.prefix_scope import new_secret
 from cluster.serve.engine_deployment import EngineReplica
 from cluster.serve.ingress import ListeningIngress
+from cluster.serve.streams import keeper, streams
 from tests.checkpoints import checkpoint
 from tests.local_server import Handle
 from tests.patience import PATIENCE_S, wait_until
@@ -393,6 +394,29 @@ def test_a_deleted_stream_ends_and_says_so(two: TwoIngresses) -> None:
     path = f"/v1/streams/{client.history.stream_id}"
     assert json.loads(ask(two, "DELETE", path)[2])["deleted"]
     assert b"the stream was cancelled" in ask(two, "GET", path)[2]
+
+
+def test_an_orphan_that_is_deleted_ends(two: TwoIngresses, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The keeper has no owner to tell, and would offer the stream only later."""
+    monkeypatch.setattr(keeper, "GRACE_S", 5.0)
+    client = ResumingClient(two.ports[:1], "/v1/completions", completion(max_tokens=400, n=8), 0, ANN)
+    client.read_once(3)
+    two.add()
+    two.kill()
+    stream_id = client.history.stream_id
+    copies = [each for replica in two.replicas if (each := replica._keeper._streams.get(stream_id)) is not None]
+    wait_until(lambda: all(copy.owner is None for copy in copies))
+    path = f"/v1/streams/{stream_id}"
+    assert json.loads(ask(two, "DELETE", path)[2])["deleted"]
+    assert b"the stream was cancelled" in ask(two, "GET", path)[2]
+
+
+def test_a_delete_that_nobody_carries_out_is_not_called_done(two: TwoIngresses, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(streams, "CANCEL_S", 0.2)
+    monkeypatch.setattr(two.ingresses[0]._client.streams, "_cancel", lambda own: None)
+    client = ResumingClient(two.ports[:1], "/v1/completions", completion(max_tokens=400, n=8), 0, ANN)
+    client.read_once(3)
+    assert ask(two, "DELETE", f"/v1/streams/{client.history.stream_id}")[0] == 503
 
 
 def test_the_three_apis_carry_the_same_tokens_streamed_and_whole(two: TwoIngresses) -> None:

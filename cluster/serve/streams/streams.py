@@ -31,6 +31,8 @@ from cluster.telemetry.request_log import log_event
 
 POLL_S = 0.05
 """Seconds between two looks at a stream that another ingress runs, while somebody reads it here."""
+CANCEL_S = 5.0
+"""Seconds after which a cancellation that has not ended its stream fails."""
 LOST_S = 15.0
 """Seconds without any copy after which a stream counts as lost. An ingress that has just started may have to connect to
 the keepers first.
@@ -104,11 +106,27 @@ class RecordedStreams:
         return Reader(self._client.tokenizer, known or recording)
 
     async def cancel(self, recording: Recording) -> None:
-        own = self._own.get(recording.opening.stream_id)
-        if own is None:
-            await self.copies.ask_all(recording.opening.stream_id, "cancel")
-        else:
+        deadline = time.monotonic() + CANCEL_S
+        while not await self._has_cancelled(recording):
+            if time.monotonic() > deadline:
+                raise Unavailable(f"the stream has not ended within {CANCEL_S:g} s of its cancellation; repeat it")
+            await asyncio.sleep(POLL_S)
+
+    async def _has_cancelled(self, recording: Recording) -> bool:
+        """Cancels a stream here or at its owner, and adopts it if it has none. Returns whether it has ended."""
+        stream_id = recording.opening.stream_id
+        own = self._own.get(stream_id)
+        if own is not None:
             self._cancel(own)
+            return own.recording.is_complete  # otherwise another ingress may have adopted it
+        found = await self.copies.ask_all(stream_id, "cancel", len(recording.entries))
+        if found is None:
+            found = await self.copies.look_up(stream_id, self._client.replicas_running)
+        if found is None or found.copy.is_ended:
+            return True
+        if not found.copy.is_owned:
+            await self._adopt(stream_id, found.connection)
+        return False
 
     def _known(self, stream_id: str) -> Recording | None:
         own = self._own.get(stream_id)
