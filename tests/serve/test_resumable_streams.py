@@ -20,6 +20,7 @@ from benchmarks.processes import free_port
 from cluster.config import EngineConfig, KeyLimits, ServeConfig, StreamLimits
 from cluster.engine.request import SequenceOutput
 from cluster.http.access.prefix_scope import new_secret
+from cluster.http.exchange.exchange import Exchange
 from cluster.serve.engine_deployment import EngineReplica
 from cluster.serve.ingress import ListeningIngress
 from cluster.serve.streams import keeper, streams
@@ -86,10 +87,10 @@ class TwoIngresses:
         for task in streams._tasks:
             task.cancel()
         streams._own.clear()
+        ingress._app._answer = Exchange._gone  # it answers no request that it has accepted just now
         for server in ingress._listener.servers:
             server.close()
-        for connection in list(ingress._listener.server_state.connections):
-            connection.transport.abort()
+        self._abort(ingress)
         ingress._listener.should_exit = ingress._listener.force_exit = True
         assert receiver._server is not None
         receiver._server.close()
@@ -97,6 +98,11 @@ class TwoIngresses:
             opened._writer.transport.abort()
         assert ingress._listener._serving is not None
         await ingress._listener._serving
+        self._abort(ingress)
+
+    def _abort(self, ingress: ListeningIngress) -> None:
+        for connection in list(ingress._listener.server_state.connections):
+            connection.transport.abort()
 
     @property
     def num_kept(self) -> int:
@@ -411,7 +417,9 @@ def test_an_orphan_that_is_deleted_ends(two: TwoIngresses, monkeypatch: pytest.M
     assert b"the stream was cancelled" in ask(two, "GET", path)[2]
 
 
-def test_a_delete_that_nobody_carries_out_is_not_called_done(two: TwoIngresses, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_delete_that_nobody_carries_out_is_not_called_done(
+    two: TwoIngresses, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(streams, "CANCEL_S", 0.2)
     monkeypatch.setattr(two.ingresses[0]._client.streams, "_cancel", lambda own: None)
     client = ResumingClient(two.ports[:1], "/v1/completions", completion(max_tokens=400, n=8), 0, ANN)

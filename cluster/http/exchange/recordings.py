@@ -211,7 +211,9 @@ class Streams(Protocol):
         ...
 
     async def cancel(self, recording: Recording) -> None:
-        """Ends a stream, wherever it runs, and returns when it has ended. Raises `Unavailable` if it does not end now."""
+        """Ends a stream, wherever it runs, and returns when it has ended. Raises `Unavailable` if it does not end
+        soon.
+        """
         ...
 
     on_end: Callable[[Recording], None]
