@@ -24,6 +24,7 @@ from cluster.http.exchange.exchange import Exchange
 from cluster.serve.engine_deployment import EngineReplica
 from cluster.serve.ingress import ListeningIngress
 from cluster.serve.streams import keeper, streams
+from cluster.serve.streams.recorder import Recorder
 from tests.checkpoints import checkpoint
 from tests.local_server import Handle
 from tests.patience import PATIENCE_S, wait_until
@@ -425,6 +426,34 @@ def test_a_delete_that_nobody_carries_out_is_not_called_done(
     client = ResumingClient(two.ports[:1], "/v1/completions", completion(max_tokens=400, n=8), 0, ANN)
     client.read_once(3)
     assert ask(two, "DELETE", f"/v1/streams/{client.history.stream_id}")[0] == 503
+
+
+def test_a_stream_whose_recorder_fails_ends_with_the_failure(
+    two: TwoIngresses, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def broken(recorder: Recorder, recalls: bool) -> None:
+        raise RuntimeError("a broken recorder")
+
+    monkeypatch.setattr(Recorder, "_take", broken)
+    status, _, answer = ask(two, "POST", "/v1/completions", completion(), **{"X-Resumable-S": "30"})
+    assert (status, b"a broken recorder" in answer) == (500, True)
+    assert "RuntimeError: a broken recorder" in caplog.text
+
+
+def test_an_adopted_stream_that_cannot_be_continued_ends_with_the_failure(
+    two: TwoIngresses, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    client = ResumingClient(two.ports[:1], "/v1/completions", completion(max_tokens=400, n=8), 0, ANN)
+    client.read_once(3)
+    two.add()
+
+    def broken(*_: Any) -> Recorder:
+        raise RuntimeError("a broken start")
+
+    monkeypatch.setattr(streams, "Recorder", broken)
+    two.kill()
+    assert b"a broken start" in whole(two, client.history.stream_id)
+    assert "RuntimeError: a broken start" in caplog.text
 
 
 def test_the_three_apis_carry_the_same_tokens_streamed_and_whole(two: TwoIngresses) -> None:
