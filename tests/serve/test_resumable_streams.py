@@ -10,16 +10,21 @@ import json
 import threading
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
+import msgspec
 import pytest
 
 from benchmarks.processes import free_port
-from cluster.config import EngineConfig, ServeConfig, StreamLimits
+from cluster.config import EngineConfig, KeyLimits, ServeConfig, StreamLimits
+from cluster.engine.request import SequenceOutput
 from cluster.http.access.prefix_scope import new_secret
+from cluster.http.exchange.exchange import Exchange
 from cluster.serve.engine_deployment import EngineReplica
 from cluster.serve.ingress import ListeningIngress
+from cluster.serve.streams import keeper, streams
+from cluster.serve.streams.recorder import Recorder
 from tests.checkpoints import checkpoint
 from tests.local_server import Handle
 from tests.patience import PATIENCE_S, wait_until
@@ -42,6 +47,7 @@ class TwoIngresses:
         self.config = ServeConfig(
             engine=engine,
             api_keys=KEYS,
+            key_limits={"*": KeyLimits(tokens_per_minute=10**9)},
             log_requests=False,
             streams=StreamLimits(max_client_bytes=1 << 20, max_bytes=2 << 20, max_unread_s=600.0),
         )
@@ -63,9 +69,7 @@ class TwoIngresses:
 
     async def _add(self) -> None:
         port = free_port()
-        config = ServeConfig(
-            engine=self.config.engine, api_keys=KEYS, log_requests=False, streams=self.config.streams, port=port
-        )
+        config = msgspec.structs.replace(self.config, port=port)
         ingress = ListeningIngress(config, Handle(*self.replicas), self._secret)
         await ingress.check_health()
         await ingress._client.until_greeted()
@@ -84,10 +88,10 @@ class TwoIngresses:
         for task in streams._tasks:
             task.cancel()
         streams._own.clear()
+        ingress._app._answer = Exchange._gone  # it answers no request that it has accepted just now
         for server in ingress._listener.servers:
             server.close()
-        for connection in list(ingress._listener.server_state.connections):
-            connection.transport.abort()
+        self._abort(ingress)
         ingress._listener.should_exit = ingress._listener.force_exit = True
         assert receiver._server is not None
         receiver._server.close()
@@ -95,6 +99,11 @@ class TwoIngresses:
             opened._writer.transport.abort()
         assert ingress._listener._serving is not None
         await ingress._listener._serving
+        self._abort(ingress)
+
+    def _abort(self, ingress: ListeningIngress) -> None:
+        for connection in list(ingress._listener.server_state.connections):
+            connection.transport.abort()
 
     @property
     def num_kept(self) -> int:
@@ -196,6 +205,12 @@ def ask(
         return response.status, {key.lower(): value for key, value in response.headers.items()}, response.read()
 
 
+def charged(ingresses: Sequence[ListeningIngress]) -> float:
+    """Tokens that these ingresses have charged to Ann's key."""
+    taken = [ingress._app.rate_limits.taken() for ingress in ingresses]
+    return sum(each["ann"].tokens for each in taken if "ann" in each)
+
+
 def completion(**fields: Any) -> dict[str, Any]:
     return {
         "model": checkpoint("llama").name,
@@ -225,6 +240,20 @@ def test_a_second_offer_of_a_claimed_stream_leaves_its_only_copy(two: TwoIngress
     client.read()
     assert [event.number for event in client.history.events] == list(range(len(client.history.events)))
     assert client.history.has_ended
+
+
+def test_an_ended_stream_that_is_adopted_is_not_charged_again(two: TwoIngresses) -> None:
+    client = ResumingClient(two.ports[:1], "/v1/completions", completion(max_tokens=5), 0, ANN)
+    client.read()
+    two.add()
+    others = two.ingresses[1:]
+    before = charged(others)
+    assert charged(two.ingresses[:1]) >= 3 + 5
+    two.kill()
+    wait_until(lambda: any(client.history.stream_id in each._client.streams._own for each in others))
+    two.run(asyncio.sleep(0))
+    assert charged(others) == before
+    assert ask(two, "GET", f"/v1/streams/{client.history.stream_id}")[0] == 200
 
 
 def test_a_stream_is_unknown_only_if_every_running_engine_says_so(two: TwoIngresses) -> None:
@@ -294,11 +323,63 @@ def test_a_stream_that_nobody_reads_is_aborted_and_forgotten(two: TwoIngresses) 
         ResumingClient(two.ports[-1:], "/v1/completions", completion(max_tokens=400, n=8), 0, ANN),
     )
     client.unread_s = 0.0
+    before = charged(two.ingresses[-1:])
     client.read_once(3)
     assert len(client.history.events) == 3
     stream_id = client.history.stream_id
     wait_until(lambda: ask(two, "GET", f"/v1/streams/{stream_id}")[0] == 404)
+    assert charged(two.ingresses[-1:]) >= before + 3 + 3, "the prompt and what was read"
     wait_until(lambda: two.num_kept <= kept and two.replicas[0].engine.stats().num_running == 0)
+
+
+def test_who_reads_a_long_stream_from_its_beginning_lets_others_run(two: TwoIngresses) -> None:
+    client = ResumingClient(two.ports[-1:], "/v1/completions", completion(max_tokens=60, n=8), 0, ANN)
+    client.read()
+    streams, num_turns = two.ingresses[-1]._client.streams, 0
+
+    async def others() -> None:
+        nonlocal num_turns
+        while True:
+            await asyncio.sleep(0)
+            num_turns += 1
+
+    async def read_again() -> int:
+        recording = streams._own[client.history.stream_id].recording
+        reader, other = streams.read(recording), asyncio.ensure_future(others())
+        num_events = len([event async for event in reader])
+        other.cancel()
+        reader.close()
+        return num_events
+
+    assert two.run(read_again()) >= 300
+    assert num_turns >= 3
+
+
+@pytest.mark.parametrize("how", ["cancelled", "given up"])
+def test_a_stream_takes_no_output_once_it_is_cancelled_or_given_up(two: TwoIngresses, how: str) -> None:
+    client = ResumingClient(two.ports[-1:], "/v1/completions", completion(max_tokens=400, n=8), 0, ANN)
+    client.read_once(3)
+    stream_id, engine_client = client.history.stream_id, two.ingresses[-1]._client
+    streams = engine_client.streams
+
+    async def end_before_an_output() -> None:
+        own = streams._own[stream_id]
+        recording = own.recording
+        num_bytes = streams._bytes[recording.opening.owner] - own.num_counted
+        request_id = f"{recording.opening.generation.request_id}-0"
+        connection = engine_client.runs[request_id].connection
+        if how == "cancelled":
+            streams._cancel(own)
+            num_bytes += own.num_counted
+        else:
+            streams._on_kept([(stream_id, recording.num_safe)], [stream_id])
+        entries = [*recording.entries]
+        engine_client._on_outputs([SequenceOutput(request_id, 0, [7])], connection)
+        assert recording.entries == entries
+        assert streams._bytes.get(recording.opening.owner, 0) == num_bytes
+        streams.copies.drop(stream_id, own.epoch)
+
+    two.run(end_before_an_output())
 
 
 def test_a_client_with_too_many_recordings_is_refused(two: TwoIngresses) -> None:
@@ -320,6 +401,59 @@ def test_a_deleted_stream_ends_and_says_so(two: TwoIngresses) -> None:
     path = f"/v1/streams/{client.history.stream_id}"
     assert json.loads(ask(two, "DELETE", path)[2])["deleted"]
     assert b"the stream was cancelled" in ask(two, "GET", path)[2]
+
+
+def test_an_orphan_that_is_deleted_ends(two: TwoIngresses, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The keeper has no owner to tell, and would offer the stream only later."""
+    monkeypatch.setattr(keeper, "GRACE_S", 5.0)
+    client = ResumingClient(two.ports[:1], "/v1/completions", completion(max_tokens=400, n=8), 0, ANN)
+    client.read_once(3)
+    two.add()
+    two.kill()
+    stream_id = client.history.stream_id
+    copies = [each for replica in two.replicas if (each := replica._keeper._streams.get(stream_id)) is not None]
+    wait_until(lambda: all(copy.owner is None for copy in copies))
+    path = f"/v1/streams/{stream_id}"
+    assert json.loads(ask(two, "DELETE", path)[2])["deleted"]
+    assert b"the stream was cancelled" in ask(two, "GET", path)[2]
+
+
+def test_a_delete_that_nobody_carries_out_is_not_called_done(
+    two: TwoIngresses, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(streams, "CANCEL_S", 0.2)
+    monkeypatch.setattr(two.ingresses[0]._client.streams, "_cancel", lambda own: None)
+    client = ResumingClient(two.ports[:1], "/v1/completions", completion(max_tokens=400, n=8), 0, ANN)
+    client.read_once(3)
+    assert ask(two, "DELETE", f"/v1/streams/{client.history.stream_id}")[0] == 503
+
+
+def test_a_stream_whose_recorder_fails_ends_with_the_failure(
+    two: TwoIngresses, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def broken(recorder: Recorder, recalls: bool) -> None:
+        raise RuntimeError("a broken recorder")
+
+    monkeypatch.setattr(Recorder, "_take", broken)
+    status, _, answer = ask(two, "POST", "/v1/completions", completion(), **{"X-Resumable-S": "30"})
+    assert (status, b"a broken recorder" in answer) == (500, True)
+    assert "RuntimeError: a broken recorder" in caplog.text
+
+
+def test_an_adopted_stream_that_cannot_be_continued_ends_with_the_failure(
+    two: TwoIngresses, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    client = ResumingClient(two.ports[:1], "/v1/completions", completion(max_tokens=400, n=8), 0, ANN)
+    client.read_once(3)
+    two.add()
+
+    def broken(*_: Any) -> Recorder:
+        raise RuntimeError("a broken start")
+
+    monkeypatch.setattr(streams, "Recorder", broken)
+    two.kill()
+    assert b"a broken start" in whole(two, client.history.stream_id)
+    assert "RuntimeError: a broken start" in caplog.text
 
 
 def test_the_three_apis_carry_the_same_tokens_streamed_and_whole(two: TwoIngresses) -> None:

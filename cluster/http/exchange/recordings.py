@@ -211,11 +211,13 @@ class Streams(Protocol):
         ...
 
     async def cancel(self, recording: Recording) -> None:
-        """Ends a stream, wherever it runs."""
+        """Ends a stream, wherever it runs, and returns when it has ended. Raises `Unavailable` if it does not end
+        soon.
+        """
         ...
 
     on_end: Callable[[Recording], None]
-    """Called in the process that ran the request, when it has ended."""
+    """Called in the process that ran the request, when it has ended or was aborted because nobody read it."""
 
 
 class NoStreams:

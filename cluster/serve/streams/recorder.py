@@ -6,6 +6,7 @@ process that runs a request, for a reader anywhere, and for a process that conti
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import time
 from collections.abc import Callable
@@ -21,6 +22,9 @@ from cluster.serve.streams.prompt_run import Caller, PromptRun
 from cluster.serve.streams.submission import Choice, Prompt, Submission, failure_of
 from cluster.serve.streams.token_channel import RequestResult
 from cluster.text.tokenizer import Tokenizer
+
+ENTRIES_PER_TURN = 64
+"""Entries that are read before others get a turn of the event loop. All of a long recording may be at hand at once."""
 
 _UNMEASURED = Unmeasured()
 
@@ -69,6 +73,8 @@ class Recorded(Submission):
         return all(prompt.finished for prompt in self._prompts)
 
     async def _next(self) -> tuple[Prompt, Choice | RequestResult | Exception]:
+        if self.num_read % ENTRIES_PER_TURN == ENTRIES_PER_TURN - 1:
+            await asyncio.sleep(0)
         entry = await self.recording.entry(self.num_read, self.only_safe)
         self.num_read += 1
         self._last_at = entry.at

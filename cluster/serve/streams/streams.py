@@ -8,12 +8,13 @@ a client sees it. So whoever continues the stream has all that any client has se
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import Callable
 from typing import Any
 
 from cluster.config import StreamLimits
-from cluster.errors import GenerationFailed, QueueFull, RequestRefused, Unavailable
+from cluster.errors import GenerationFailed, QueueFull, RequestRefused, ServingError, Unavailable
 from cluster.http.exchange.recordings import (
     Failure,
     Opening,
@@ -23,14 +24,19 @@ from cluster.http.exchange.recordings import (
     encode_entry,
     encode_opening,
 )
+from cluster.serve.starting.start_failure import in_words
 from cluster.serve.streams.copies import Copies, Found
 from cluster.serve.streams.keeping import Copy, Notice, Write
 from cluster.serve.streams.recorder import Reader, Recorder
 from cluster.serve.streams.token_channel import Connection
 from cluster.telemetry.request_log import log_event
 
+logger = logging.getLogger(__name__)
+
 POLL_S = 0.05
 """Seconds between two looks at a stream that another ingress runs, while somebody reads it here."""
+CANCEL_S = 5.0
+"""Seconds after which a cancellation that has not ended its stream fails."""
 LOST_S = 15.0
 """Seconds without any copy after which a stream counts as lost. An ingress that has just started may have to connect to
 the keepers first.
@@ -48,8 +54,15 @@ class _Own:
         """Entries that the present keeper was sent."""
         self.num_counted = 0
         """Bytes that count against the limits now."""
+        self.recorder: Recorder | None = None
         self.task: asyncio.Task[None] | None = None
         self.expiry: asyncio.TimerHandle | None = None
+
+    def stop(self) -> None:
+        """Aborts the request at once, so that no output is appended any more. The task alone would end a turn later."""
+        if self.recorder is not None and self.task is not None:
+            self.recorder.close()
+            self.task.cancel()
 
 
 class RecordedStreams:
@@ -79,7 +92,9 @@ class RecordedStreams:
         except (OverflowError, ValueError) as error:
             raise RequestRefused(f"this request cannot be recorded: {error}; send it without x-resumable-s") from error
         recording = Recording(opening, self._on_unread)
-        self._run(_Own(recording, 0, encoded))
+        own = _Own(recording, 0, encoded)
+        self._run(own)
+        self._hold(own)
         return recording
 
     async def find(self, stream_id: str, owner: str) -> Recording | None:
@@ -97,11 +112,27 @@ class RecordedStreams:
         return Reader(self._client.tokenizer, known or recording)
 
     async def cancel(self, recording: Recording) -> None:
-        own = self._own.get(recording.opening.stream_id)
-        if own is None:
-            await self.copies.ask_all(recording.opening.stream_id, "cancel")
-        else:
+        deadline = time.monotonic() + CANCEL_S
+        while not await self._has_cancelled(recording):
+            if time.monotonic() > deadline:
+                raise Unavailable(f"the stream has not ended within {CANCEL_S:g} s of its cancellation; repeat it")
+            await asyncio.sleep(POLL_S)
+
+    async def _has_cancelled(self, recording: Recording) -> bool:
+        """Cancels a stream here or at its owner, and adopts it if it has none. Returns whether it has ended."""
+        stream_id = recording.opening.stream_id
+        own = self._own.get(stream_id)
+        if own is not None:
             self._cancel(own)
+            return own.recording.is_complete  # otherwise another ingress may have adopted it
+        found = await self.copies.ask_all(stream_id, "cancel", len(recording.entries))
+        if found is None:
+            found = await self.copies.look_up(stream_id, self._client.replicas_running)
+        if found is None or found.copy.is_ended:
+            return True
+        if not found.copy.is_owned:
+            await self._adopt(stream_id, found.connection)
+        return False
 
     def _known(self, stream_id: str) -> Recording | None:
         own = self._own.get(stream_id)
@@ -121,15 +152,31 @@ class RecordedStreams:
     # ---- own streams -----------------------------------------------------------------------------------------------
 
     def _run(self, own: _Own) -> None:
-        stream_id = own.recording.opening.stream_id
-        self._own[stream_id] = own
-        recorder = Recorder(self._client, own.recording, own.epoch, lambda: self._note(own))
-        own.task = self._start(self._record(own, recorder))
+        own.recorder = Recorder(self._client, own.recording, own.epoch, lambda: self._note(own))
+        own.task = self._start(self._record(own, own.recorder))
+
+    def _hold(self, own: _Own) -> None:
+        """Keeps a stream, with a copy at the keeper, until nobody has read it for long enough."""
+        self._own[own.recording.opening.stream_id] = own
         self._note(own)
         self._expire_later(own)
 
     async def _record(self, own: _Own, recorder: Recorder) -> None:
-        await recorder.run()
+        try:
+            await recorder.run()
+        except Exception as error:
+            self._fail(own, error)
+        else:
+            self._end(own)
+
+    def _fail(self, own: _Own, error: Exception) -> None:
+        """Ends a stream whose output cannot be recorded, because of a bug."""
+        logger.error("stream %s failed", own.recording.opening.stream_id, exc_info=error)
+        reason = GenerationFailed(f"the stream cannot go on: {in_words(error)}", code="internal_error")
+        self._end_with(own, reason)
+
+    def _end_with(self, own: _Own, reason: ServingError) -> None:
+        own.recording.append(encode_entry(0, Failure.of(reason)))
         self._end(own)
 
     def _end(self, own: _Own) -> None:
@@ -141,11 +188,8 @@ class RecordedStreams:
     def _cancel(self, own: _Own) -> None:
         if own.recording.is_ended:
             return
-        assert own.task is not None
-        own.task.cancel()
-        error = GenerationFailed("the stream was cancelled", code="cancelled")
-        own.recording.append(encode_entry(0, Failure.of(error)))
-        self._end(own)
+        own.stop()
+        self._end_with(own, GenerationFailed("the stream was cancelled", code="cancelled"))
 
     def _note(self, own: _Own) -> None:
         """Has new entries, or the end, written with those of other streams of this turn of the event loop."""
@@ -208,8 +252,7 @@ class RecordedStreams:
         self._bytes[owner] -= own.num_counted
         if not self._bytes[owner]:
             del self._bytes[owner]
-        if own.task is not None:
-            own.task.cancel()
+        own.stop()
         if own.expiry is not None:
             own.expiry.cancel()
 
@@ -245,6 +288,7 @@ class RecordedStreams:
             return
         if not recording.is_ended:
             log_event("unread", recording.opening.stream_id, seconds=round(unread_s, 1))
+            self.on_end(recording)
         self._forget(own)
         self.copies.drop(recording.opening.stream_id, own.epoch)
 
@@ -306,25 +350,26 @@ class RecordedStreams:
                 if found.connection is not connection:  # else another ingress has claimed it since the offer
                     self.copies.drop(stream_id, found.copy.epoch, connection)
                 return
+            opening = decode_opening(found.copy.opening)  # before the claim, because it may be of another version
             claimed = await self.copies.claim(stream_id, found.connection)
             if claimed is not None and claimed.is_yours:
-                self._take_over(claimed)
+                self._take_over(claimed, opening)
         finally:
             self._adopting.discard(stream_id)
 
-    def _take_over(self, copy: Copy) -> None:
-        opening = decode_opening(copy.opening)
+    def _take_over(self, copy: Copy, opening: Opening) -> None:
         recording = self._followed.pop(copy.stream_id, None) or Recording(opening, self._on_unread)
         recording.last_read = time.monotonic()
         _add(recording, copy)
         own = _Own(recording, copy.epoch, copy.opening)
         log_event("adopted", copy.stream_id, entries=copy.num_entries)
-        if not recording.is_ended:
+        self._hold(own)
+        if recording.is_ended:
+            return  # the ingress that ended it has called `on_end`
+        try:
             self._run(own)
-            return
-        self._own[copy.stream_id] = own
-        self._end(own)
-        self._expire_later(own)
+        except Exception as error:
+            self._fail(own, error)
 
     def _start(self, work: Any) -> asyncio.Task[Any]:
         task: asyncio.Task[Any] = asyncio.ensure_future(work)
