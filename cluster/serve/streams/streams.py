@@ -15,6 +15,7 @@ from typing import Any
 from cluster.config import StreamLimits
 from cluster.errors import GenerationFailed, QueueFull, RequestRefused, Unavailable
 from cluster.http.exchange.recordings import (
+    CANCELLED,
     Failure,
     Opening,
     Recording,
@@ -140,7 +141,7 @@ class RecordedStreams:
             return
         assert own.task is not None
         own.task.cancel()
-        error = GenerationFailed("the stream was cancelled", code="cancelled")
+        error = GenerationFailed("the stream was cancelled", code=CANCELLED)
         own.recording.append(encode_entry(0, Failure.of(error)))
         self._end(own)
 
