@@ -50,6 +50,12 @@ recording may be on its way from one engine to another.
 """
 CANCEL_TIMEOUT_S = 10.0
 """Seconds within which the process that runs a cancelled response must have ended it."""
+_WITHOUT_STORAGE = {
+    "previous_response_id": "send the whole conversation as input",
+    "background": "leave it out",
+    "store": "leave it out or send false",
+}
+"""Fields that need a storage, and what to do without one."""
 
 
 class ResponseQuery(msgspec.Struct):
@@ -159,10 +165,10 @@ async def prepared(
 
 def _check_storage(state: AppState, body: ResponsesRequest) -> None:
     if state.responses is None:
-        given = {"store": body.store, "background": body.background, "previous_response_id": body.previous_response_id}
-        for name in (name for name, value in given.items() if value):
-            message = f"{name} needs stored responses, and this server keeps none; leave it out"
-            refuse(name, f"{message}, or ask whoever operates it to set batch_storage to a folder")
+        for name, remedy in _WITHOUT_STORAGE.items():
+            if getattr(body, name):
+                message = f"{name} needs stored responses, and this server keeps none; {remedy}"
+                refuse(name, f"{message}, or ask whoever operates it to set batch_storage to a folder")
     if body.background and body.store is False:
         refuse("background", "background needs a stored response; leave store out, or send store: true")
 
