@@ -177,6 +177,19 @@ class StreamLimits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """Size of all recordings in one ingress. The engine that keeps the copies needs about half of it too."""
 
 
+class ResponseLimits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Limits on stored responses of `/v1/responses`. A client is an API key; without keys all clients are one."""
+
+    keep_s: Seconds = 30 * 86_400.0
+    """Seconds after which a response is removed. The default is OpenAI's."""
+    max_responses: Count = 10_000
+    """Responses of one client that are kept. Above it the oldest are removed."""
+    max_stored_bytes: Bytes = 2**30
+    """Size of one client's responses. Above it the oldest are removed. Each response holds its whole conversation, so
+    that a conversation outlives its first turns.
+    """
+
+
 class KeyLimits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Rates of one API key. A request beyond them is refused (HTTP 429). All ingresses count together."""
 
@@ -199,9 +212,12 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """Limits on files and batches."""
     streams: StreamLimits = StreamLimits()
     """Limits on streams that can be resumed."""
+    responses: ResponseLimits = ResponseLimits()
+    """Limits on stored responses."""
     batch_storage: str | None = None
-    """Storage of `/v1/files` and `/v1/batches`: a folder, or the URL of an object store (`s3://bucket/folder`)
-    whose fsspec package is installed. All nodes must reach the same place. None refuses both endpoints (HTTP 404).
+    """Storage of `/v1/files`, `/v1/batches` and stored responses: a folder, or the URL of an object store
+    (`s3://bucket/folder`) whose fsspec package is installed. All nodes must reach the same place. With None, files and
+    batches are refused (HTTP 404) and no responses are kept.
     """
     host: str = "127.0.0.1"
     """Address to listen on."""

@@ -20,6 +20,7 @@ from cluster.http.access.origins import Origins
 from cluster.http.access.prefix_scope import new_secret
 from cluster.http.access.rate_limits import RateLimits
 from cluster.http.endpoints import streams as stream_endpoints
+from cluster.http.endpoints.stored_responses import keep_ended
 from cluster.http.exchange.codec import Body, decode, encode
 from cluster.http.exchange.engines import Engines
 from cluster.http.exchange.exchange import BodyRoom, ClientGone, Exchange, Receive, Scope, Send
@@ -106,11 +107,12 @@ class HttpApp:
                     await self._answer(exchange)
 
     def _on_stream_end(self, recording: Recording) -> None:
-        """Charges the output of a recorded stream to the key that asked for it."""
+        """Charges the output of a recorded stream to the key that asked for it, and stores a response that is kept."""
         client = recording.opening.generation.client
         use = self.rate_limits.of(client) if self._config.api_keys else None
         if use is not None:
             use.charge_output(recording.num_tokens)
+        keep_ended(self._state, recording)
 
     def begin_drain(self) -> None:
         """Makes readiness probes fail from now on, and closes each connection after its answer."""

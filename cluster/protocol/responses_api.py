@@ -1,12 +1,12 @@
 """The request and response bodies of OpenAI's Responses API, and the chat body that asks the same.
 
-Source: https://platform.openai.com/docs/api-reference/responses. A request carries its whole conversation, because
-nothing is kept between two requests. Items and tools that need more than text and functions are refused by name.
-`cluster/http/endpoints/responses_api.py` answers.
+Source: https://platform.openai.com/docs/api-reference/responses. Items and tools that need more than text and functions
+are refused by name. `cluster/http/endpoints/responses_api.py` answers; `stored_responses.py` beside it keeps answers.
 """
 
 from __future__ import annotations
 
+import secrets
 from typing import Any, ClassVar, Literal
 
 import msgspec
@@ -15,12 +15,8 @@ from cluster.errors import refuse
 from cluster.protocol.requests import ChatCompletionRequest
 from cluster.protocol.translated import as_openai
 
-_NOT_KEPT = "nothing is kept between two requests; send the whole conversation as input"
 _REFUSED = {
-    "background": _NOT_KEPT,
-    "conversation": _NOT_KEPT,
-    "previous_response_id": _NOT_KEPT,
-    "store": "nothing is kept; leave it out or send false",
+    "conversation": "there are no conversation objects; send previous_response_id, or the whole conversation as input",
     "prompt": "there are no stored prompts; send instructions and input",
     "context_management": "leave it out",
     "moderation": "leave it out",
@@ -28,6 +24,8 @@ _REFUSED = {
 }
 """Fields that may be null, false or 0 only, and what to do instead."""
 _TEXT_PARTS = ("input_text", "output_text", "text")
+_ID_PREFIXES = {"message": "msg", "reasoning": "rs", "function_call": "fc", "function_call_output": "fco"}
+"""Beginnings of the ids of items, by type."""
 _RENAMED = {
     "max_tokens": "max_output_tokens",
     "reasoning_effort": "reasoning.effort",
@@ -86,10 +84,13 @@ class ResponsesRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True)
     prompt_cache_retention: str | None = None
     prompt_cache_options: Any = None
 
-    background: Any = None
+    background: bool | None = None
+    """Whether the answer is generated without a reader."""
+    previous_response_id: str | None = None
+    """Stored response whose conversation this one continues."""
+    store: bool | None = None
+    """Whether the response is kept. None keeps it if the server has a storage."""
     conversation: Any = None
-    previous_response_id: Any = None
-    store: Any = None
     prompt: Any = None
     context_management: Any = None
     moderation: Any = None
@@ -206,6 +207,22 @@ def _text(item: dict[str, Any], field: str, path: str) -> str:
     return value
 
 
+def input_items(body: ResponsesRequest) -> list[dict[str, Any]]:
+    """Returns the input as items with ids, as `GET /v1/responses/{response_id}/input_items` shows them."""
+    items = [{"role": "user", "content": body.input}] if isinstance(body.input, str) else body.input
+    return [_with_id(item) for item in items]
+
+
+def _with_id(item: dict[str, Any]) -> dict[str, Any]:
+    kind = item.get("type", "message")
+    shown = {"id": f"{_ID_PREFIXES[kind]}_{secrets.token_hex(16)}", "type": kind, "status": "completed"}
+    shown |= {name: value for name, value in item.items() if value is not None}
+    if kind == "message" and isinstance(shown["content"], str):
+        part = {"type": "output_text", "annotations": []} if shown["role"] == "assistant" else {"type": "input_text"}
+        shown["content"] = [part | {"text": shown["content"]}]
+    return shown
+
+
 # ---- tools and formats -------------------------------------------------------------------------------------------
 
 
@@ -303,6 +320,13 @@ class ResponsesUsage(msgspec.Struct, kw_only=True):
     total_tokens: int
 
 
+class ResponseError(msgspec.Struct):
+    """The reason why a background response failed."""
+
+    code: str
+    message: str
+
+
 class ResponseObject(msgspec.Struct, kw_only=True):
     """An answer, and in a stream what there is of it."""
 
@@ -311,9 +335,9 @@ class ResponseObject(msgspec.Struct, kw_only=True):
     created_at: int
     completed_at: int | None = None
     status: str = "in_progress"
-    """`in_progress`, `completed` or `incomplete`."""
+    """`in_progress`, `completed` or `incomplete`; in the background also `queued`, `failed` or `cancelled`."""
     incomplete_details: dict[str, str] | None = None
-    error: None = None
+    error: ResponseError | None = None
     model: str
     output: list[OutputItem] = []
     usage: ResponsesUsage | None = None
@@ -322,10 +346,10 @@ class ResponseObject(msgspec.Struct, kw_only=True):
     max_tool_calls: int | None
     metadata: dict[str, Any]
     parallel_tool_calls: bool
-    previous_response_id: None = None
+    previous_response_id: str | None
     reasoning: Reasoning
-    background: bool = False
-    store: bool = False
+    background: bool
+    store: bool
     service_tier: str = "default"
     temperature: float
     text: TextOptions

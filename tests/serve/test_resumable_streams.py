@@ -14,6 +14,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import msgspec
+import openai
 import pytest
 
 from benchmarks.processes import free_port
@@ -40,7 +41,7 @@ NUM_EVENTS = 20
 class TwoIngresses:
     """Two ingresses before two engines, of which the first one gets all requests. Both engines keep recordings."""
 
-    def __init__(self) -> None:
+    def __init__(self, storage: str) -> None:
         engine = EngineConfig(
             model=str(checkpoint("llama")), dtype="float32", kv_cache_bytes=8 << 20, num_threads=1, max_num_sequences=64
         )
@@ -50,6 +51,7 @@ class TwoIngresses:
             key_limits={"*": KeyLimits(tokens_per_minute=10**9)},
             log_requests=False,
             streams=StreamLimits(max_client_bytes=1 << 20, max_bytes=2 << 20, max_unread_s=600.0),
+            batch_storage=storage,
         )
         self.ports: list[int] = []
         self.ingresses: list[ListeningIngress] = []
@@ -120,8 +122,8 @@ class TwoIngresses:
 
 
 @pytest.fixture(scope="module")
-def two() -> Iterator[TwoIngresses]:
-    found = TwoIngresses()
+def two(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TwoIngresses]:
+    found = TwoIngresses(str(tmp_path_factory.mktemp("storage")))
     yield found
     found.close()
 
@@ -454,6 +456,30 @@ def test_an_adopted_stream_that_cannot_be_continued_ends_with_the_failure(
     two.kill()
     assert b"a broken start" in whole(two, client.history.stream_id)
     assert "RuntimeError: a broken start" in caplog.text
+
+
+def test_background_responses_are_known_everywhere_and_survive_their_ingress(two: TwoIngresses) -> None:
+    if len(two.ingresses) < 2:
+        two.add()
+    first, last = (
+        openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key=ANN, max_retries=0)
+        for port in (two.ports[0], two.ports[-1])
+    )
+    given: Any = {"model": checkpoint("llama").name, "input": "Count.", "temperature": 0, "max_output_tokens": 300}
+    expected = last.responses.create(**given)
+    begun = [first.responses.create(background=True, **given) for _ in range(8)]
+    first.responses.delete(begun.pop().id)
+    cancelled = last.responses.cancel(begun.pop().id)
+    assert cancelled.status in ("cancelled", expected.status)
+    assert first.responses.retrieve(cancelled.id).status == cancelled.status
+    live = [event.sequence_number for event in last.responses.retrieve(begun[0].id, stream=True, starting_after=3)]
+    assert live == list(range(4, 4 + len(live)))
+    begun += [first.responses.create(background=True, **given) for _ in range(8)]
+    two.kill()
+    for each in begun:
+        wait_until(lambda each=each: last.responses.retrieve(each.id).status == expected.status)  # type: ignore[misc]
+        found = last.responses.retrieve(each.id)
+        assert (found.output_text, found.usage) == (expected.output_text, expected.usage)
 
 
 def test_the_three_apis_carry_the_same_tokens_streamed_and_whole(two: TwoIngresses) -> None:

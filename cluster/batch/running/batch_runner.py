@@ -12,6 +12,7 @@ import logging
 import time
 from typing import NamedTuple
 
+from cluster.batch.kept_responses import KeptResponses
 from cluster.batch.lease import LeaseLost, new_holder
 from cluster.batch.records import OpenBatch, Records
 from cluster.batch.retention import remove_expired
@@ -41,10 +42,20 @@ class _Backoff(NamedTuple):
 
 
 class Runner:
-    """Runs batches of a storage. `answer` answers lines, `max_in_flight` of them at a time."""
+    """Runs batches of a storage. `answer` answers lines, `max_in_flight` of them at a time. Also removes what has
+    expired from the storage, stored `responses` included.
+    """
 
-    def __init__(self, records: Records, answer: Answer, max_in_flight: int, max_line_bytes: int) -> None:
+    def __init__(
+        self,
+        records: Records,
+        answer: Answer,
+        max_in_flight: int,
+        max_line_bytes: int,
+        responses: KeptResponses | None = None,
+    ) -> None:
         self._records = records
+        self._responses = responses
         self._places = asyncio.Semaphore(max_in_flight)
         self._answering = Answering(answer, self._places, max_line_bytes)
         self._holder = new_holder()
@@ -144,5 +155,7 @@ class Runner:
     async def _clean(self) -> None:
         try:
             await asyncio.to_thread(remove_expired, self._records)
+            if self._responses is not None:
+                await asyncio.to_thread(self._responses.remove_expired)
         except Exception:
             logger.exception("what has expired was not removed; it is tried again in %g s", CLEAN_S)

@@ -8,8 +8,6 @@ clients.
 from __future__ import annotations
 
 import logging
-from collections.abc import AsyncIterator
-from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -19,18 +17,14 @@ from cluster.errors import ServingError
 from cluster.http.access.prefix_scope import new_secret
 from cluster.http.app import no_cluster, no_other_metrics
 from cluster.http.endpoints import generation
-from cluster.http.exchange.codec import EVENTS, StreamForm, decode
-from cluster.http.exchange.engines import Engines, Generation
-from cluster.http.exchange.identity import Identity
+from cluster.http.exchange.codec import decode
+from cluster.http.exchange.engines import Engines
 from cluster.http.exchange.metrics import Metrics
-from cluster.http.exchange.recordings import Replay, Resumable
 from cluster.http.exchange.state import AppState
+from cluster.http.exchange.whole_exchange import WholeExchange
 from cluster.protocol.api_errors import ApiError, api_error
 from cluster.protocol.requests import ChatCompletionRequest, CompletionRequest
 from cluster.text.tokenizer import Tokenizer
-
-if TYPE_CHECKING:
-    from opentelemetry.trace import Span
 
 
 def sharer_of(owner: str) -> str:
@@ -57,7 +51,8 @@ class Endpoints:
 
         If the call is cancelled, the engines abort the line.
         """
-        exchange = LineExchange(request_id, owner, self.state.config.request_timeout_s)
+        sharer = sharer_of(owner) if owner else ""
+        exchange = WholeExchange(request_id, owner, sharer, self.state.config.request_timeout_s)
         try:
             await self._handle(request, exchange)
         except (ApiError, ServingError) as error:
@@ -67,7 +62,7 @@ class Endpoints:
             return _failed(request_id, api_error(error))
         return BatchResponse(200, request_id, msgspec.Raw(exchange.answer))
 
-    async def _handle(self, request: BatchRequest, exchange: LineExchange) -> None:
+    async def _handle(self, request: BatchRequest, exchange: WholeExchange) -> None:
         body, limits = bytes(request.body), self.state.config.body
         if request.url == "/v1/completions":
             await generation.completions(self.state, exchange, decode(CompletionRequest, body, limits))
@@ -77,40 +72,3 @@ class Endpoints:
 
 def _failed(request_id: str, error: ApiError) -> BatchResponse:
     return BatchResponse(error.status, request_id, msgspec.Raw(error.body()))
-
-
-class LineExchange:
-    """A `GenerationExchange` that keeps the answer. It has no headers, and no client that may leave."""
-
-    client = ""
-    """Empty, because a line brings no API key; the server checked the key when the batch was created."""
-    traceparent = ""
-    span: Span | None = None
-
-    def __init__(self, request_id: str, owner: str, timeout_s: float) -> None:
-        self.request_id = request_id
-        self.owner = owner
-        self.sharer = sharer_of(owner) if owner else ""
-        self.remaining_s = timeout_s
-        self.headers: dict[str, str] = {}
-        self.headers_out: list[tuple[bytes, bytes]] = []
-        self.identity = Identity()
-        self.resumable: Resumable | None = None
-        self.replay: Replay | None = None
-        self.route = ""
-        self.answer = b""
-
-    def hand_over(self) -> None:
-        pass
-
-    async def send_json(self, body: bytes) -> None:
-        self.answer = body
-
-    async def stream(self, events: AsyncIterator[bytes], generation: Generation, form: StreamForm = EVENTS) -> None:
-        raise AssertionError("a batch has no streams")
-
-    def admit(self, num_prompt_tokens: int) -> None:
-        """Admits every line: batches have no rate limit, because they run after all other requests."""
-
-    def note(self, generation: Generation) -> None:
-        pass

@@ -132,7 +132,10 @@ async def generate(
                 exchange.span.set_attributes(generation_attributes(state.model_name, params, chat=chats, stream=stream))
             exchange.admit(sum(map(len, prompts)))
             recorded = exchange.resumable
-            generation = state.engines.submit(asked) if recorded is None else record(state, exchange, recorded, asked)
+            if recorded is None:
+                generation = state.engines.submit(asked)
+            else:
+                generation = await record(state, exchange, recorded, asked)
         exchange.hand_over()
         try:
             if request.stream if replay is None else replay.streams:

@@ -6,18 +6,21 @@ API's fields.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
 from cluster.chat.plan import ChatPlan
 from cluster.chat.reader import ChatReader
 from cluster.engine.request import FinishStatus
-from cluster.errors import RequestRefused
+from cluster.errors import QueueFull, RequestRefused, ServingError
 from cluster.http.endpoints import generation
+from cluster.http.endpoints.stored_responses import Keeping, prepared, response_id
 from cluster.http.exchange.codec import NAMED_EVENTS, encode
 from cluster.http.exchange.engines import Event, Generation
-from cluster.http.exchange.exchange import Exchange
+from cluster.http.exchange.exchange import GenerationExchange
 from cluster.http.exchange.identity import Identity
+from cluster.http.exchange.recordings import CANCELLED
 from cluster.http.exchange.state import AppState
 from cluster.protocol.responses import ChatDelta
 from cluster.protocol.responses_api import (
@@ -28,6 +31,7 @@ from cluster.protocol.responses_api import (
     Reasoning,
     ReasoningItem,
     ReasoningText,
+    ResponseError,
     ResponseObject,
     ResponsesRequest,
     ResponsesUsage,
@@ -36,33 +40,66 @@ from cluster.protocol.responses_api import (
 )
 from cluster.protocol.translated import renamed
 
+_ERROR_CODES: dict[type[ServingError], str] = {RequestRefused: "invalid_prompt", QueueFull: "rate_limit_exceeded"}
+"""OpenAI's codes of failed responses; of other errors it is `server_error`."""
 
-async def create(state: AppState, exchange: Exchange, body: ResponsesRequest) -> None:
+
+async def create(state: AppState, exchange: GenerationExchange, body: ResponsesRequest) -> None:
+    body, keeping = await prepared(state, exchange, body)
+    in_background = bool(body.background) and exchange.replay is None
+
     def answer_with(
         request: Any, identity: Identity, model: str, tokenizer: Any, plan: ChatPlan, prompt: list[int]
     ) -> ResponsesAnswer:
-        return ResponsesAnswer(body, identity, model, plan)
+        answer = ResponsesAnswer(body, identity, model, plan, keeping, in_background)
+        if in_background:
+            assert exchange.resumable is not None
+            assert keeping is not None
+            exchange.resumable.before = functools.partial(keeping.begin, answer.response)
+        return answer
 
     try:
         await generation.chat(state, exchange, body.as_openai(), answer_with)
-    except RequestRefused as error:
-        raise renamed(error, body) from error
+    except ServingError as error:
+        if in_background:
+            assert keeping is not None
+            await keeping.undo()
+        if isinstance(error, RequestRefused):
+            raise renamed(error, body) from error
+        raise
 
 
 class ResponsesAnswer:
-    """An answer of `/v1/responses`, whole or as a stream of named and numbered events."""
+    """An answer of `/v1/responses`, whole or as a stream of named and numbered events.
+
+    `keeping` stores it; None keeps nothing. With `is_begun_only` a whole answer is the response as it was created.
+    """
 
     form = NAMED_EVENTS
 
-    def __init__(self, body: ResponsesRequest, identity: Identity, model: str, plan: ChatPlan) -> None:
+    def __init__(
+        self,
+        body: ResponsesRequest,
+        identity: Identity,
+        model: str,
+        plan: ChatPlan,
+        keeping: Keeping | None,
+        is_begun_only: bool,
+    ) -> None:
+        self._keeping = keeping
+        self._is_begun_only = is_begun_only
         self._reader = ChatReader(plan, identity.source)
         self._items = ItemWriter(identity)
         self._num_events = 0
         self._num_reasoning_tokens = 0
         params = plan.params
-        self._response = ResponseObject(
-            id=identity.new_id("resp_", 16),
+        self.response = ResponseObject(
+            id=response_id(identity),
             created_at=identity.created,
+            status="queued" if body.background else "in_progress",
+            background=bool(body.background),
+            store=keeping is not None,
+            previous_response_id=body.previous_response_id,
             model=model,
             instructions=body.instructions,
             max_output_tokens=body.max_output_tokens,
@@ -81,29 +118,45 @@ class ResponsesAnswer:
         )
 
     async def whole(self, generation: Generation) -> bytes:
-        async for event in generation:
-            for _ in self._read(event):
+        if not self._is_begun_only:
+            async for _ in self._events(generation):
                 pass
-            last = event
-        for _ in self._items.close(_status(last)):
-            pass
-        self._end(last, generation)
-        return encode(self._response)
+        return encode(self.response)
 
     async def stream(self, generation: Generation) -> AsyncIterator[bytes]:
-        begun = False
-        async for event in generation:
-            if not begun:
-                yield self._event("response.created", response=self._response)
-                yield self._event("response.in_progress", response=self._response)
-                begun = True
-            for name, fields in self._read(event):
-                yield self._event(name, **fields)
-            last = event
-        for name, fields in self._items.close(_status(last)):
+        async for name, fields in self._events(generation):
             yield self._event(name, **fields)
-        self._end(last, generation)
-        yield self._event(f"response.{self._response.status}", response=self._response)
+
+    async def _events(self, generation: Generation) -> AsyncIterator[tuple[str, dict[str, Any]]]:
+        """Yields the names and fields of the stream's events. After the last one `response` is complete."""
+        response, last = self.response, None
+        if response.background:
+            yield "response.created", {"response": response}
+            yield "response.queued", {"response": response}
+        try:
+            async for event in generation:
+                if last is None:
+                    response.status = "in_progress"
+                    if not response.background:
+                        yield "response.created", {"response": response}
+                    yield "response.in_progress", {"response": response}
+                for each in self._read(event):
+                    yield each
+                last = event
+        except ServingError as error:
+            if not response.background:
+                raise
+            self._fail(error)
+        else:
+            assert last is not None
+            self._end(last, generation)
+        for each in self._items.close("completed" if response.status == "completed" else "incomplete"):
+            yield each
+        response.output = self._items.items
+        if self._keeping is not None:
+            await self._keeping.end(response)
+        name = "failed" if response.status == "cancelled" else response.status
+        yield f"response.{name}", {"response": response}
 
     def _read(self, event: Event) -> Iterator[tuple[str, dict[str, Any]]]:
         for delta in self._reader.feed(event.text, event.finish is not None):
@@ -113,9 +166,8 @@ class ResponsesAnswer:
 
     def _end(self, last: Event, generation: Generation) -> None:
         (usage,) = generation.usages
-        response = self._response
-        response.output = self._items.items
-        response.status = _status(last)
+        response = self.response
+        response.status = "incomplete" if last.finish is FinishStatus.FINISHED_LENGTH else "completed"
         response.completed_at = generation.ended_at
         if response.status == "incomplete":
             response.incomplete_details = {"reason": "max_output_tokens"}
@@ -127,14 +179,18 @@ class ResponsesAnswer:
             total_tokens=usage.num_prompt_tokens + usage.num_output_tokens,
         )
 
+    def _fail(self, error: ServingError) -> None:
+        if error.code == CANCELLED:
+            self.response.status = "cancelled"
+            return
+        self.response.status = "failed"
+        code = next((code for kind, code in _ERROR_CODES.items() if isinstance(error, kind)), "server_error")
+        self.response.error = ResponseError(code, error.message)
+
     def _event(self, event: str, **fields: Any) -> bytes:
         body = encode({"type": event, "sequence_number": self._num_events, **fields})
         self._num_events += 1
         return b"event: " + event.encode() + b"\ndata: " + body + b"\n\n"
-
-
-def _status(last: Event) -> str:
-    return "incomplete" if last.finish is FinishStatus.FINISHED_LENGTH else "completed"
 
 
 class ItemWriter:

@@ -128,7 +128,7 @@ class BodyRoom:
 
 class GenerationExchange(Protocol):
     """The part of an exchange that a generation needs. Lines of batches have another implementation
-    (`cluster/batch/running/line_endpoints.py`).
+    (`cluster/http/exchange/whole_exchange.py`).
     """
 
     request_id: str

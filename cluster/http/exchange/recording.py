@@ -36,14 +36,14 @@ def make_resumable(exchange: Exchange, body: bytes, max_unread_s: float) -> None
 
 def check_resumable(exchange: GenerationExchange, streams: bool, form: StreamForm) -> None:
     """Raises `RequestRefused` if an answer that is not a stream of events is to be resumable."""
-    if exchange.resumable is None:
+    if exchange.resumable is None or exchange.resumable.before is not None:
         return
     if not streams or form is LINES:
         what = "server-sent events; use another endpoint" if streams else "streams; send stream: true"
         refuse(RESUMABLE, f"{RESUMABLE} is for {what}, or leave the header out")
 
 
-def record(
+async def record(
     state: AppState, exchange: GenerationExchange, resumable: Resumable, request: GenerationRequest
 ) -> Generation:
     """Begins a recorded stream and returns its answer. Raises `QueueFull` if there is no room for its recording."""
@@ -61,5 +61,7 @@ def record(
         generation=request,
         seeds=seeds,
     )
+    if resumable.before is not None:
+        await resumable.before(opening)
     exchange.headers_out.append((STREAM_ID, identity.stream_id.encode()))
     return state.streams.read(state.streams.begin(opening))

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import re
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Protocol
 
 import msgspec
@@ -20,6 +20,9 @@ from cluster.http.exchange.engines import Generation, GenerationRequest
 
 OVERHEAD_BYTES, ENTRY_BYTES = 8192, 40
 """Bytes that a recording counts beside its content, and that each entry does: what Python needs for the objects."""
+
+CANCELLED = "cancelled"
+"""Code of the failure that ends a stream because its client cancelled it."""
 
 _FAILURES: dict[str, type[ServingError]] = {
     kind.__name__: kind for kind in (RequestRefused, QueueFull, Overdue, Unavailable, GenerationFailed)
@@ -254,6 +257,8 @@ class Resumable(msgspec.Struct):
     body: bytes
     unread_s: float
     """See `Opening`."""
+    before: Callable[[Opening], Awaitable[None]] | None = None
+    """Called before the request begins. Set for an answer in the background, which need not be a stream."""
 
 
 _EVENT_ID = re.compile(r"(strm_[0-9a-f]{38}):(\d{1,15})")

@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 from prometheus_client.metrics_core import Metric
 
+from cluster.batch.kept_responses import KeptResponses
 from cluster.batch.records import Records
 from cluster.batch.storage import Storage
 from cluster.config import ServeConfig
@@ -84,8 +85,13 @@ class AppState:
         """Routes by path, for answers that are written again. `cluster/http/app.py` sets it."""
         self.drains = False
         """Whether Serve has told this replica to stop. It still answers the requests that reach it."""
-        self.records = None if config.batch_storage is None else Records(Storage(config.batch_storage), config.batches)
+        storage = None if config.batch_storage is None else Storage(config.batch_storage)
+        self.records = None if storage is None else Records(storage, config.batches)
         """Files and batches; None if the server has no `batch_storage`."""
+        self.responses = None if storage is None else KeptResponses(storage, config.responses)
+        """Stored responses; None if the server has no `batch_storage`."""
+        self.storing: set[asyncio.Task[None]] = set()
+        """Tasks that store responses whose streams have ended."""
         self.parsing = asyncio.Lock()
         """Lock for parsing a piece of an upload, which allows one piece per turn of the event loop."""
         self.created = int(time.time())

@@ -11,6 +11,7 @@ from typing import Any
 import ray
 from ray import serve
 
+from cluster.batch.kept_responses import KeptResponses
 from cluster.batch.records import Records
 from cluster.batch.running.batch_runner import Runner
 from cluster.batch.storage import Storage
@@ -31,11 +32,13 @@ class BatchRunner:
             host = ray.util.get_node_ip_address()
             endpoints, self._client = batch_endpoints(config, engine, host, standby, prefix_secret=prefix_secret)
             num_places = config.max_engines * config.engine.max_num_sequences
+            storage = Storage(config.batch_storage)
             self._runner = Runner(
-                Records(Storage(config.batch_storage), config.batches),
+                Records(storage, config.batches),
                 endpoints.answer,
                 config.batches.max_in_flight or max(1, num_places // 2),
                 config.max_body_bytes,
+                KeptResponses(storage, config.responses),
             )
         self._serving: asyncio.Task[None] | None = None
 

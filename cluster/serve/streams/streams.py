@@ -16,6 +16,7 @@ from typing import Any
 from cluster.config import StreamLimits
 from cluster.errors import GenerationFailed, QueueFull, RequestRefused, ServingError, Unavailable
 from cluster.http.exchange.recordings import (
+    CANCELLED,
     Failure,
     Opening,
     Recording,
@@ -189,7 +190,7 @@ class RecordedStreams:
         if own.recording.is_ended:
             return
         own.stop()
-        self._end_with(own, GenerationFailed("the stream was cancelled", code="cancelled"))
+        self._end_with(own, GenerationFailed("the stream was cancelled", code=CANCELLED))
 
     def _note(self, own: _Own) -> None:
         """Has new entries, or the end, written with those of other streams of this turn of the event loop."""

@@ -1,0 +1,135 @@
+"""Responses of `/v1/responses` in a storage, for clients that continue or fetch them.
+
+    responses/OWNER/ID          a `StoredResponse`; without it the response does not exist
+    responses/OWNER/ID.ended    claimed: the `EndedResponse` of a background response
+
+Ids begin with the time, so an object's name tells its age. Ingresses write without a lock: an object is created once,
+and the first of several writers wins. Each ingress counts what it has written for a client, and lists the client's
+objects after a sixteenth of a bound. So one ingress keeps the bounds, and each further one may exceed them by a
+sixteenth. `cluster/http/endpoints/stored_responses.py` decides what is kept.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any, TypeVar
+
+import msgspec
+
+from cluster.batch.quota import TooMuch
+from cluster.batch.records import age_s
+from cluster.batch.storage import Storage
+from cluster.config import ResponseLimits
+from cluster.protocol.responses_api import ResponseObject
+
+_ID = re.compile(r"resp_[0-9a-f]{38}")
+_ENDED = ".ended"
+_SLACK = 16
+"""The part of a bound, as a divisor, that is written between two listings."""
+
+Kept = TypeVar("Kept", "StoredResponse", "EndedResponse")
+
+
+class StoredResponse(msgspec.Struct):
+    response: ResponseObject
+    """The response as it ended; a background response as it was created."""
+    items: list[dict[str, Any]]
+    """The conversation that it answers, earlier turns included."""
+    opening: bytes | None = None
+    """The encoded opening of the recorded stream, from which a background response can be run again; else None."""
+
+
+class EndedResponse(msgspec.Struct):
+    """The end of a background response."""
+
+    response: ResponseObject
+    entries: list[bytes]
+    """The encoded entries of its recorded stream, from which its events are written again."""
+
+
+class KeptResponses:
+    """The responses of every client of one storage. Every method may wait for the storage."""
+
+    def __init__(self, storage: Storage, limits: ResponseLimits) -> None:
+        self._storage = storage
+        self._limits = limits
+        self._unlisted: dict[str, tuple[int, int]] = {}
+        """Responses and bytes written since an owner's objects were last listed."""
+
+    def create(self, owner: str, stored: StoredResponse) -> None:
+        """Stores a response unless it is stored. Raises `TooMuch` if it alone exceeds a bound."""
+        path, content = _path(owner, stored.response.id), msgspec.json.encode(stored)
+        if not self._storage.has(path):
+            self._make_room(owner, 1, len(content))
+            self._storage.claim(path, content)
+
+    def end(self, owner: str, ended: EndedResponse) -> None:
+        """Stores the end of a background response, unless it has one or the response was removed."""
+        path = _path(owner, ended.response.id)
+        if not self._storage.has(path) or self._storage.has(f"{path}{_ENDED}"):
+            return
+        content = msgspec.json.encode(ended)
+        self._make_room(owner, 0, len(content))
+        self._storage.claim(f"{path}{_ENDED}", content)
+        if not self._storage.has(path):
+            self._storage.remove(f"{path}{_ENDED}")
+
+    def find(self, owner: str, response_id: str) -> StoredResponse | None:
+        """Returns a response; None if there is none, if it has expired or if it belongs to another client."""
+        if not _ID.fullmatch(response_id) or age_s(response_id) > self._limits.keep_s:
+            return None
+        return _decoded(self._storage.read(_path(owner, response_id)), StoredResponse)
+
+    def ended(self, owner: str, response_id: str) -> EndedResponse | None:
+        """Returns the end of a background response; None while it has none."""
+        return _decoded(self._storage.read(f"{_path(owner, response_id)}{_ENDED}"), EndedResponse)
+
+    def remove(self, owner: str, response_id: str) -> None:
+        path = _path(owner, response_id)
+        self._storage.remove(path)
+        self._storage.remove(f"{path}{_ENDED}")
+
+    def remove_expired(self) -> None:
+        """Removes every client's expired responses."""
+        for owner in self._storage.sizes("responses"):
+            for name in self._storage.sizes(f"responses/{owner}"):
+                if age_s(name) > self._limits.keep_s:
+                    self._storage.remove(f"responses/{owner}/{name}")
+
+    def _make_room(self, owner: str, num_responses: int, num_bytes: int) -> None:
+        """Removes an owner's oldest responses until so many more responses and bytes fit."""
+        max_responses, max_bytes = self._limits.max_responses, self._limits.max_stored_bytes
+        if num_bytes > max_bytes:
+            raise TooMuch(
+                f"the response and its conversation have {num_bytes} bytes and the limit is {max_bytes} "
+                "(responses.max_stored_bytes); send store: false, or begin a new conversation"
+            )
+        new_responses, new_bytes = self._unlisted.get(owner, (max_responses, max_bytes))
+        new_responses, new_bytes = new_responses + num_responses, new_bytes + num_bytes
+        self._unlisted[owner] = new_responses, new_bytes
+        if new_responses * _SLACK < max_responses and new_bytes * _SLACK < max_bytes:
+            return
+        sizes: dict[str, int] = {}
+        for name, size in self._storage.sizes(f"responses/{owner}").items():
+            response_id = name.removesuffix(_ENDED)
+            sizes[response_id] = sizes.get(response_id, 0) + size
+        total = sum(sizes.values())
+        most_responses = max_responses - max_responses // _SLACK
+        most_bytes = max(max_bytes - max_bytes // _SLACK, num_bytes)
+        while sizes and (len(sizes) + num_responses > most_responses or total + num_bytes > most_bytes):
+            oldest = min(sizes)
+            self.remove(owner, oldest)
+            total -= sizes.pop(oldest)
+        self._unlisted[owner] = num_responses, num_bytes
+
+
+def _path(owner: str, response_id: str) -> str:
+    return f"responses/{owner}/{response_id}"
+
+
+def _decoded(content: bytes | None, kind: type[Kept]) -> Kept | None:
+    """Returns the decoded object; None if it does not exist or cannot be decoded."""
+    try:
+        return None if content is None else msgspec.json.decode(content, type=kind)
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        return None

@@ -1,0 +1,365 @@
+"""Stored responses: what `POST /v1/responses` keeps, the endpoints that fetch it, and responses in the background.
+
+A background response is a recorded stream that nobody need read. It is stored twice: before it begins with everything
+from which it can be run again, and with its recording when it has ended. The process that ran it stores its end. If all
+processes died before that, whoever asks for it next runs it again, with the same seed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import Iterator
+from typing import Annotated, Any, Literal, cast
+
+import msgspec
+from msgspec import Meta
+
+from cluster.batch.kept_responses import EndedResponse, KeptResponses, StoredResponse
+from cluster.batch.quota import TooMuch
+from cluster.errors import ServingError, Unavailable, refuse
+from cluster.http.endpoints.streams import write_again
+from cluster.http.exchange.codec import decode, decode_query, encode
+from cluster.http.exchange.exchange import Exchange, GenerationExchange
+from cluster.http.exchange.identity import Identity, new_stream_id
+from cluster.http.exchange.recordings import (
+    Opening,
+    Recording,
+    Replay,
+    Resumable,
+    decode_opening,
+    encode_opening,
+)
+from cluster.http.exchange.state import AppState
+from cluster.http.exchange.whole_exchange import WholeExchange
+from cluster.protocol.api_errors import ApiError
+from cluster.protocol.responses_api import ResponseObject, ResponsesRequest, input_items
+
+logger = logging.getLogger(__name__)
+
+PATH = "/v1/responses"
+STORE_TIMEOUT_S = 10.0
+"""Seconds that storing an end may take before the answer goes out without it."""
+STORE_MARGIN_S = 60.0
+"""Seconds for which a background response is kept in memory beyond its deadline, so that its end can be stored."""
+LOOKS, LOOK_PAUSE_S = 3, 0.5
+"""Number of looks for a background response's run before it counts as lost, and the seconds between two looks. Its
+recording may be on its way from one engine to another.
+"""
+CANCEL_TIMEOUT_S = 10.0
+"""Seconds within which the process that runs a cancelled response must have ended it."""
+_WITHOUT_STORAGE = {
+    "previous_response_id": "send the whole conversation as input",
+    "background": "leave it out",
+    "store": "leave it out or send false",
+}
+"""Fields that need a storage, and what to do without one."""
+
+
+class ResponseQuery(msgspec.Struct):
+    """The query of `GET /v1/responses/{response_id}`."""
+
+    stream: bool = False
+    starting_after: Annotated[int, Meta(ge=-1)] = -1
+    """Sequence number of the last event that the client has. -1 begins with the first event."""
+
+
+class ItemQuery(msgspec.Struct):
+    """The query of `GET /v1/responses/{response_id}/input_items`."""
+
+    after: str | None = None
+    limit: Annotated[int, Meta(ge=1, le=100)] = 20
+    order: Literal["asc", "desc"] = "desc"
+
+
+class ItemList(msgspec.Struct):
+    data: list[dict[str, Any]]
+    has_more: bool
+    first_id: str | None
+    last_id: str | None
+    object: Literal["list"] = "list"
+
+
+class ResponseDeleted(msgspec.Struct):
+    id: str
+    object: Literal["response"] = "response"
+    deleted: bool = True
+
+
+def response_id(identity: Identity) -> str:
+    """Returns the id of a response. It is that of its stream, so that whoever has the one finds the other."""
+    return f"resp_{(identity.stream_id or new_stream_id()).removeprefix('strm_')}"
+
+
+# ---- what a request keeps ------------------------------------------------------------------------------------------
+
+
+class Keeping:
+    """Stores the response of one request. `items` is the conversation that it answers."""
+
+    def __init__(
+        self, state: AppState, kept: KeptResponses, exchange: GenerationExchange, items: list[dict[str, Any]]
+    ) -> None:
+        self._state = state
+        self._kept = kept
+        self._exchange = exchange
+        self._items = items
+
+    async def begin(self, response: ResponseObject, opening: Opening) -> None:
+        """Stores a background response before it begins. Raises `RequestRefused` if it is too large."""
+        stored = StoredResponse(response, self._items, encode_opening(opening))
+        try:
+            await asyncio.to_thread(self._kept.create, opening.owner, stored)
+        except TooMuch as error:
+            refuse("input", f"input: {error}")
+
+    async def undo(self) -> None:
+        """Removes a background response that was refused after it had been stored."""
+        exchange = self._exchange
+        await asyncio.to_thread(self._kept.remove, exchange.owner, response_id(exchange.identity))
+
+    async def end(self, response: ResponseObject) -> None:
+        """Stores a response that has ended. If that fails, the answer says `store: false` and the log says why."""
+        try:
+            async with asyncio.timeout(STORE_TIMEOUT_S):
+                await self._end(response)
+        except Exception:
+            logger.exception("response %s is not stored", response.id)
+            response.store = response.background  # whoever asks for a background response stores it again
+
+    async def _end(self, response: ResponseObject) -> None:
+        exchange = self._exchange
+        if not response.background:
+            await asyncio.to_thread(self._kept.create, exchange.owner, StoredResponse(response, self._items))
+            return
+        recording = None if exchange.replay is None else exchange.replay.recording
+        recording = recording or await self._state.streams.find(exchange.identity.stream_id, exchange.owner)
+        if recording is not None:
+            ended = EndedResponse(response, [*recording.entries])
+            await asyncio.to_thread(self._kept.end, exchange.owner, ended)
+
+
+async def prepared(
+    state: AppState, exchange: GenerationExchange, body: ResponsesRequest
+) -> tuple[ResponsesRequest, Keeping | None]:
+    """Returns the body with the whole conversation as its input, and what keeps its response; None if nothing does.
+
+    Raises `RequestRefused` if the body asks for something to be kept that this server cannot keep.
+    """
+    kept = state.responses
+    if exchange.replay is not None:  # the recorded body is prepared
+        assert not isinstance(body.input, str)
+        return body, Keeping(state, kept, exchange, body.input) if body.store and kept is not None else None
+    _check_storage(state, body)
+    stores = kept is not None and body.store is not False
+    items = input_items(body)
+    if body.previous_response_id is not None:
+        items = [*await _earlier(state, exchange.owner, body.previous_response_id), *items]
+    if body.previous_response_id is not None or body.background or exchange.resumable is not None:
+        body = msgspec.structs.replace(body, input=items, store=stores)
+        _record(state, exchange, body)
+    return body, Keeping(state, kept, exchange, items) if stores and kept is not None else None
+
+
+def _check_storage(state: AppState, body: ResponsesRequest) -> None:
+    if state.responses is None:
+        for name, remedy in _WITHOUT_STORAGE.items():
+            if getattr(body, name):
+                message = f"{name} needs stored responses, and this server keeps none; {remedy}"
+                refuse(name, f"{message}, or ask whoever operates it to set batch_storage to a folder")
+    if body.background and body.store is False:
+        refuse("background", "background needs a stored response; leave store out, or send store: true")
+
+
+def _record(state: AppState, exchange: GenerationExchange, body: ResponsesRequest) -> None:
+    """Checks a body with its whole conversation, and has its stream recorded with that body if it is recorded."""
+    encoded, limit = encode(body), state.config.max_body_bytes
+    if len(encoded) > limit:
+        message = f"the conversation has {len(encoded)} bytes with its earlier turns and the limit is {limit}"
+        refuse("input", f"input: {message} (max_body_bytes); begin a new one")
+    decode(ResponsesRequest, encoded, state.config.body)
+    if body.background:
+        exchange.identity = Identity(new_stream_id())
+        exchange.resumable = Resumable(encoded, state.config.request_timeout_s + STORE_MARGIN_S)
+    elif exchange.resumable is not None:
+        exchange.resumable.body = encoded
+
+
+async def _earlier(state: AppState, owner: str, previous: str) -> list[dict[str, Any]]:
+    """Returns the conversation up to a stored response, its output included."""
+    assert state.responses is not None
+    stored = await asyncio.to_thread(state.responses.find, owner, previous)
+    if stored is None:
+        message = f"previous_response_id {previous[:80]!r} is no stored response of yours; it may have expired"
+        refuse("previous_response_id", f"{message}; send the whole conversation", "previous_response_not_found")
+    response = await _current(state, owner, stored)
+    if response.status not in ("completed", "incomplete"):
+        message = f"previous_response_id {previous} is {response.status}; only an answered response can be continued"
+        refuse("previous_response_id", message)
+    return [*stored.items, *msgspec.to_builtins(response.output)]
+
+
+def keep_ended(state: AppState, recording: Recording) -> None:
+    """Stores the response of a recorded stream that has ended in this process, unless it is not to be kept. A stream that
+    was aborted because nobody read it has no response.
+    """
+    if state.responses is None or recording.opening.path != PATH or not recording.is_ended:
+        return
+    if decode(ResponsesRequest, recording.opening.body, state.config.body).store:
+        task = asyncio.ensure_future(_keep(state, recording))
+        state.storing.add(task)
+        task.add_done_callback(state.storing.discard)
+
+
+async def _keep(state: AppState, recording: Recording) -> None:
+    try:
+        await _written(state, recording)
+    except (ApiError, ServingError):
+        pass  # it failed, and only background responses are kept then
+    except Exception:
+        logger.exception("the response of stream %s is not stored", recording.opening.stream_id)
+
+
+async def _written(state: AppState, recording: Recording) -> ResponseObject:
+    """Returns the response of a recording that has ended. Writing it stores it."""
+    opening = recording.opening
+    exchange = WholeExchange(opening.stream_id, opening.owner, opening.generation.client, opening.generation.timeout_s)
+    await write_again(state, cast(Exchange, exchange), Replay(recording, streams=False))
+    return msgspec.json.decode(exchange.answer, type=ResponseObject)
+
+
+# ---- endpoints -----------------------------------------------------------------------------------------------------
+
+
+async def retrieve(state: AppState, exchange: Exchange, _: None) -> ResponseObject | None:
+    """Returns a response as it is now, or sends the events of a background response from a number on."""
+    query = decode_query(ResponseQuery, exchange.query)
+    kept, stored = await _found(state, exchange)
+    if not query.stream:
+        return await _current(state, exchange.owner, stored)
+    opening = _opening_of(stored, "its events can be read again")
+    ended = await asyncio.to_thread(kept.ended, exchange.owner, stored.response.id)
+    if ended is None:
+        recording = await _running(state, opening)
+    else:
+        recording = Recording(opening)
+        recording.entries, recording.is_ended = ended.entries, True
+        recording.make_safe(len(ended.entries))
+    await write_again(state, exchange, Replay(recording, query.starting_after))
+    return None
+
+
+async def list_items(state: AppState, exchange: Exchange, _: None) -> ItemList:
+    query = decode_query(ItemQuery, exchange.query)
+    _kept, stored = await _found(state, exchange)
+    items = stored.items if query.order == "asc" else stored.items[::-1]
+    if query.after is not None:
+        ids = [item["id"] for item in items]
+        if query.after not in ids:
+            refuse("after", f"after {query.after[:80]!r} is no item of this response; give the last_id of a page")
+        items = items[ids.index(query.after) + 1 :]
+    page = items[: query.limit]
+    first_id, last_id = (page[0]["id"], page[-1]["id"]) if page else (None, None)
+    return ItemList(page, len(items) > query.limit, first_id, last_id)
+
+
+async def delete(state: AppState, exchange: Exchange, _: None) -> ResponseDeleted:
+    """Removes a response, and ends it if it runs in the background."""
+    kept, stored = await _found(state, exchange)
+    has_ended = stored.opening is None
+    has_ended = has_ended or await asyncio.to_thread(kept.ended, exchange.owner, stored.response.id) is not None
+    await asyncio.to_thread(kept.remove, exchange.owner, stored.response.id)
+    if not has_ended:
+        assert stored.opening is not None
+        with contextlib.suppress(ServingError):  # a run that cannot be reached ends by its deadline, and is not kept
+            recording = await state.streams.find(decode_opening(stored.opening).stream_id, exchange.owner)
+            if recording is not None:
+                with _held(recording):
+                    await state.streams.cancel(recording)
+    return ResponseDeleted(stored.response.id)
+
+
+async def cancel(state: AppState, exchange: Exchange, _: None) -> ResponseObject:
+    """Ends a background response, and returns it with what it has. One that has ended is returned as it is."""
+    _kept, stored = await _found(state, exchange)
+    opening = _opening_of(stored, "it can be cancelled")
+    response = await _current(state, exchange.owner, stored)
+    if response.status not in ("queued", "in_progress"):
+        return response
+    recording = await _running(state, opening)
+    with _held(recording):
+        await state.streams.cancel(recording)
+        try:
+            async with asyncio.timeout(CANCEL_TIMEOUT_S):
+                await recording.until_complete()
+        except TimeoutError as error:
+            message = f"response {response.id} has not ended {CANCEL_TIMEOUT_S:g} s after it was told to; ask again"
+            raise Unavailable(message) from error
+        return await _written(state, recording)
+
+
+async def _found(state: AppState, exchange: Exchange) -> tuple[KeptResponses, StoredResponse]:
+    """Returns the response that the path names. Raises `ApiError` 404 with the same words for one that never was, has
+    expired, was deleted or belongs to another key.
+    """
+    kept = state.responses
+    if kept is None:
+        message = "this server keeps no responses; whoever operates it can set batch_storage to a folder"
+        raise ApiError(404, message, code="no_batch_storage")
+    stored = await asyncio.to_thread(kept.find, exchange.owner, exchange.path_parameter)
+    if stored is None:
+        message = f"there is no stored response {exchange.path_parameter[:80]!r} of yours; it may have expired"
+        raise ApiError(404, message, code="response_not_found")
+    return kept, stored
+
+
+def _opening_of(stored: StoredResponse, what: str) -> Opening:
+    if stored.opening is None:
+        raise ApiError(400, f"response {stored.response.id} was not created with background: true, so {what} not")
+    return decode_opening(stored.opening)
+
+
+# ---- the present state of a response -------------------------------------------------------------------------------
+
+
+async def _current(state: AppState, owner: str, stored: StoredResponse) -> ResponseObject:
+    """Returns a response as it is now. A background response whose run is lost is run again."""
+    response = stored.response
+    if stored.opening is None:
+        return response
+    assert state.responses is not None
+    ended = await asyncio.to_thread(state.responses.ended, owner, response.id)
+    if ended is not None:
+        return ended.response
+    recording = await _running(state, decode_opening(stored.opening))
+    with _held(recording):
+        if recording.is_complete:
+            return await _written(state, recording)
+        response.status = "in_progress" if recording.entries else "queued"
+        return response
+
+
+async def _running(state: AppState, opening: Opening) -> Recording:
+    """Returns the recording of a background response. If no process has it, begins it again, with a new deadline."""
+    for look in range(LOOKS):
+        if look:
+            await asyncio.sleep(LOOK_PAUSE_S)
+        recording = await state.streams.find(opening.stream_id, opening.owner)
+        if recording is not None:
+            return recording
+    logger.warning("response of stream %s was lost while it ran; it is run again", opening.stream_id)
+    timeout_s = time.time() - opening.created + state.config.request_timeout_s
+    request = msgspec.structs.replace(opening.generation, timeout_s=timeout_s)
+    return state.streams.begin(msgspec.structs.replace(opening, generation=request))
+
+
+@contextlib.contextmanager
+def _held(recording: Recording) -> Iterator[None]:
+    """Keeps a recording that another process writes up to date in the body of the `with`."""
+    recording.begin_reading()
+    try:
+        yield
+    finally:
+        recording.end_reading()

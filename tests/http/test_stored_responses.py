@@ -1,0 +1,320 @@
+"""OpenAI's Python client against responses that a live server keeps: conversations, background runs and restarts."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import pathlib
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from cluster.batch.kept_responses import EndedResponse, KeptResponses, StoredResponse
+from cluster.batch.quota import TooMuch
+from cluster.batch.storage import Storage
+from cluster.config import ResponseLimits
+from cluster.http.access.keys import ApiKeys
+from cluster.protocol.responses_api import Reasoning, ResponseObject, TextOptions
+from tests.local_server import ThreadedServer
+from tests.patience import PATIENCE_S
+
+KEYS = ("mine:a-secret-of-the-test", "other:another-secret-of-it")
+OWNER = ApiKeys(KEYS).owner_of("mine")
+
+
+def serving(storage: pathlib.Path, *settings: str) -> ThreadedServer:
+    return ThreadedServer(f"batch_storage={storage}", f"api_keys={json.dumps(KEYS)}", *settings)
+
+
+@pytest.fixture(scope="module")
+def storage(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
+    return tmp_path_factory.mktemp("responses")
+
+
+@pytest.fixture(scope="module")
+def server(storage: pathlib.Path) -> Iterator[ThreadedServer]:
+    started = serving(storage)
+    yield started
+    started.stop()
+
+
+def client(server: ThreadedServer, key: str = KEYS[0]) -> openai.OpenAI:
+    return openai.OpenAI(base_url=f"{server.url}/v1", api_key=key.partition(":")[2], max_retries=0)
+
+
+def create(server: ThreadedServer, **body: Any) -> Any:
+    given = {"model": server.model, "input": "Count.", "max_output_tokens": 8, "temperature": 0, **body}
+    return client(server).responses.create(**given)
+
+
+def ended(server: ThreadedServer, response_id: str) -> Any:
+    """Polls a background response until it has ended."""
+    until = time.monotonic() + PATIENCE_S
+    while time.monotonic() < until:
+        response = client(server).responses.retrieve(response_id)
+        if response.status not in ("queued", "in_progress"):
+            return response
+        time.sleep(0.02)
+    raise AssertionError(f"{response_id} is still {response.status}")
+
+
+def endless(server: ThreadedServer, **body: Any) -> Any:
+    """Returns a background response that goes on for long: the format cannot be completed in a few tokens."""
+    schema = {"type": "string", "minLength": 100_000}
+    form = {"format": {"type": "json_schema", "name": "long", "schema": schema, "strict": True}}
+    return create(server, background=True, text=form, max_output_tokens=100, **body)
+
+
+# ---- conversations -------------------------------------------------------------------------------------------------
+
+
+def test_a_conversation_continues_by_id_as_if_it_were_sent(server: ThreadedServer) -> None:
+    first = create(server, instructions="Be brief.")
+    assert first.store is True
+    second = create(server, input="On.", previous_response_id=first.id)
+    third = create(server, input=[{"role": "user", "content": "Stop."}], previous_response_id=second.id)
+    assert third.previous_response_id == second.id
+    turns: Any = [{"role": "user", "content": "Count."}, *first.output, {"role": "user", "content": "On."}]
+    same = create(server, input=turns, store=False)
+    assert (same.output_text, same.usage.input_tokens) == (second.output_text, second.usage.input_tokens)
+    turns += [*second.output, {"role": "user", "content": "Stop."}]
+    same = create(server, input=turns, store=False)
+    assert (same.output_text, same.usage.input_tokens) == (third.output_text, third.usage.input_tokens)
+
+    client(server).responses.delete(first.id)  # what follows has its conversation with it
+    assert create(server, input="Stop.", previous_response_id=second.id).output_text == third.output_text
+
+
+def test_a_stored_response_is_the_one_that_was_answered(server: ThreadedServer) -> None:
+    answer = create(server, metadata={"a": "b"})
+    assert client(server).responses.retrieve(answer.id).model_dump() == answer.model_dump()
+    *_, last = create(server, stream=True)
+    assert client(server).responses.retrieve(last.response.id).model_dump() == last.response.model_dump()
+
+
+def test_input_items_come_in_pages(server: ThreadedServer) -> None:
+    first = create(server, input=[{"role": "user", "content": text} for text in ("a", "b", "c")])
+    second = create(server, input="d", previous_response_id=first.id)
+    items = client(server).responses.input_items
+    answered = first.output_text
+    texts = [item.content[0].text for item in items.list(second.id, order="asc", limit=2)]  # type: ignore[union-attr]
+    assert texts == ["a", "b", "c", answered, "d"]
+    page = items.list(second.id, limit=2)
+    assert [item.content[0].text for item in page.data] == ["d", answered]  # type: ignore[union-attr]
+    assert page.has_more
+    rest = items.list(second.id, after=page.data[-1].id or "")
+    assert [item.content[0].text for item in rest.data] == ["c", "b", "a"]  # type: ignore[union-attr]
+    with pytest.raises(openai.BadRequestError, match="no item of this response"):
+        items.list(second.id, after="msg_1")
+
+
+def test_deleted_foreign_expired_and_unknown_are_the_same(server: ThreadedServer, storage: pathlib.Path) -> None:
+    kept, deleted = create(server), create(server)
+    client(server).responses.delete(deleted.id)
+    expired = f"resp_{0:014x}{kept.id[-24:]}"
+    folder = storage / "responses" / OWNER
+    (folder / expired).write_bytes((folder / kept.id).read_bytes())
+    names = {kept.id: KEYS[1], deleted.id: KEYS[0], expired: KEYS[0], "resp_1": KEYS[0], "../files": KEYS[0]}
+    for name, key in names.items():
+        asked = client(server, key).responses
+        calls: list[Any] = [asked.retrieve, asked.delete, asked.cancel, asked.input_items.list]
+        for call in calls:
+            with pytest.raises(openai.NotFoundError) as caught:
+                call(name)
+            assert caught.value.code in ("response_not_found", "unknown_url")
+        with pytest.raises(openai.BadRequestError) as refused:
+            asked.create(model=server.model, input="a", previous_response_id=name)
+        assert (refused.value.code, refused.value.param) == ("previous_response_not_found", "previous_response_id")
+    assert client(server).responses.retrieve(kept.id).id == kept.id
+
+
+def test_nothing_is_kept_of_what_is_not_to_be_stored(server: ThreadedServer) -> None:
+    answer = create(server, store=False)
+    assert answer.store is False
+    with pytest.raises(openai.NotFoundError):
+        client(server).responses.retrieve(answer.id)
+    with pytest.raises(openai.BadRequestError, match="background needs a stored response"):
+        create(server, store=False, background=True)
+    with pytest.raises(openai.BadRequestError, match="max_body_bytes"):
+        create(server, input="a" * (server_limit(server) - 100), background=True)
+
+
+def server_limit(server: ThreadedServer) -> int:
+    from cluster.config import ServeConfig
+
+    return ServeConfig().max_body_bytes
+
+
+def test_a_resumable_stream_is_stored_when_its_reader_has_left(server: ThreadedServer) -> None:
+    body = {"model": server.model, "input": "Count.", "max_output_tokens": 40, "temperature": 0, "stream": True}
+    headers = {"authorization": f"Bearer {KEYS[0].partition(':')[2]}", "x-resumable-s": "60"}
+    with httpx.stream("POST", f"{server.url}/v1/responses", json=body, headers=headers) as answer:
+        stream_id = answer.headers["x-stream-id"]
+    until, found = time.monotonic() + PATIENCE_S, None
+    while found is None and time.monotonic() < until:
+        with contextlib.suppress(openai.NotFoundError):
+            found = client(server).responses.retrieve(stream_id.replace("strm_", "resp_"))
+    assert found is not None
+    assert found.output_text == create(server, max_output_tokens=40).output_text
+
+
+# ---- background ----------------------------------------------------------------------------------------------------
+
+
+def test_a_background_response_runs_without_a_reader(server: ThreadedServer) -> None:
+    begun = create(server, background=True)
+    assert (begun.status, begun.output, begun.background) == ("queued", [], True)
+    found = ended(server, begun.id)
+    expected = create(server)
+    assert (found.output_text, found.status) == (expected.output_text, expected.status)
+    assert found.usage == expected.usage
+    continued = create(server, input="On.", previous_response_id=begun.id)
+    assert continued.output_text == create(server, input="On.", previous_response_id=expected.id).output_text
+    assert client(server).responses.cancel(begun.id).status == found.status
+
+
+def test_its_events_are_read_from_any_number_live_and_afterwards(server: ThreadedServer) -> None:
+    live = list(create(server, background=True, stream=True, max_output_tokens=20))
+    assert [event.type for event in live[:3]] == ["response.created", "response.queued", "response.in_progress"]
+    assert [event.sequence_number for event in live] == list(range(len(live)))
+    response_id = live[0].response.id
+    final = ended(server, response_id)
+    assert live[-1].response.model_dump() == final.model_dump()
+    asked = client(server).responses
+    for after in (0, 5, len(live) - 2):
+        rest = list(asked.retrieve(response_id, stream=True, starting_after=after))
+        assert [event.model_dump() for event in rest] == [event.model_dump() for event in live[after + 1 :]]
+    assert len(list(asked.retrieve(response_id, stream=True))) == len(live)
+
+    begun = endless(server)
+    text = ""
+    for event in asked.retrieve(begun.id, stream=True):
+        text += event.delta if event.type == "response.output_text.delta" else ""
+    assert ended(server, begun.id).output_text == text
+
+
+def test_a_background_response_is_cancelled_and_deleted(server: ThreadedServer) -> None:
+    begun = endless(server)
+    cancelled = client(server).responses.cancel(begun.id)
+    assert cancelled.status in ("cancelled", "incomplete")  # it may have ended just before
+    assert ended(server, begun.id).status == cancelled.status
+    *_, last = client(server).responses.retrieve(begun.id, stream=True)
+    assert last.response.status == cancelled.status  # type: ignore[union-attr]
+
+    begun = endless(server)
+    client(server).responses.delete(begun.id)
+    with pytest.raises(openai.NotFoundError):
+        client(server).responses.retrieve(begun.id)
+    plain = create(server)
+    with pytest.raises(openai.BadRequestError, match="background: true"):
+        client(server).responses.cancel(plain.id)
+    with pytest.raises(openai.BadRequestError, match="background: true"):
+        client(server).responses.retrieve(plain.id, stream=True)
+
+
+def test_a_refused_background_response_is_not_stored(server: ThreadedServer, storage: pathlib.Path) -> None:
+    folder = storage / "responses" / OWNER
+    create(server)
+    before = {each.name for each in folder.iterdir()}
+    with pytest.raises(openai.BadRequestError):
+        create(server, background=True, temperature=9)
+    assert {each.name for each in folder.iterdir()} == before
+
+
+def test_a_restart_loses_no_response(tmp_path: pathlib.Path) -> None:
+    """What ran in the background when everything ended is run again with the same seed."""
+    first = serving(tmp_path)
+    try:
+        plain = create(first)
+        done = create(first, background=True, temperature=1, max_output_tokens=20)
+        expected = ended(first, done.id)
+        folder = tmp_path / "responses" / OWNER
+    finally:
+        first.stop()
+    (folder / f"{done.id}.ended").unlink()  # as if it had ended with the server, before it was answered
+    second = serving(
+        tmp_path, "responses.keep_s=1000", "responses.max_responses=3", "responses.max_stored_bytes=100000"
+    )
+    try:
+        assert client(second).responses.retrieve(plain.id).model_dump() == plain.model_dump()
+        again = client(second).responses.retrieve(done.id)
+        assert again.status in ("queued", "in_progress", expected.status)
+        found = ended(second, done.id)
+        assert (found.output_text, found.status) == (expected.output_text, expected.status)
+        assert [item.id for item in found.output] == [item.id for item in expected.output]
+        kept = [create(second) for _ in range(3)]
+        assert {each.name for each in folder.iterdir()} == {each.id for each in kept}
+    finally:
+        second.stop()
+
+
+# ---- bounds --------------------------------------------------------------------------------------------------------
+
+
+def response(number: int, age_s: float = 0.0) -> ResponseObject:
+    """Returns a response with a greater id for a greater number."""
+    at = int((time.time() - age_s) * 1e6) + number
+    return ResponseObject(
+        id=f"resp_{at:014x}{number:024x}",
+        created_at=0,
+        model="m",
+        instructions=None,
+        max_output_tokens=None,
+        max_tool_calls=None,
+        metadata={},
+        parallel_tool_calls=True,
+        previous_response_id=None,
+        reasoning=Reasoning(),
+        background=True,
+        store=True,
+        temperature=1.0,
+        text=TextOptions(),
+        tool_choice="auto",
+        tools=[],
+        top_p=1.0,
+        user=None,
+        safety_identifier=None,
+        prompt_cache_key=None,
+    )
+
+
+def test_the_oldest_responses_make_room(tmp_path: pathlib.Path) -> None:
+    kept = KeptResponses(Storage(str(tmp_path)), ResponseLimits(max_responses=100, max_stored_bytes=200_000))
+    given = [response(number) for number in range(300)]
+    items = [{"type": "message", "role": "user", "content": "a" * 2000}]
+    folder = tmp_path / "responses" / "me"
+    for each in given:
+        kept.create("me", StoredResponse(each, items))
+        assert sum(path.stat().st_size for path in folder.iterdir()) <= 200_000
+        assert len(list(folder.iterdir())) <= 100
+    names = sorted(path.name for path in folder.iterdir())
+    assert names == [each.id for each in given[-len(names) :]]
+    assert len(names) > 50
+    kept.create("another", StoredResponse(given[0], items))  # has room of its own
+    assert kept.find("another", given[0].id) is not None
+    with pytest.raises(TooMuch, match="max_stored_bytes"):
+        kept.create("me", StoredResponse(response(301), [{"content": "a" * 200_000}]))
+
+
+def test_expired_responses_are_removed(tmp_path: pathlib.Path) -> None:
+    kept = KeptResponses(Storage(str(tmp_path)), ResponseLimits(keep_s=3600))
+    old, new = response(1, age_s=4000), response(2, age_s=3000)
+    for each in (old, new):
+        kept.create("me", StoredResponse(each, [], b"opening"))
+        kept.end("me", EndedResponse(each, []))
+    assert kept.find("me", old.id) is None
+    kept.remove_expired()
+    assert sorted(path.name for path in (tmp_path / "responses" / "me").iterdir()) == [new.id, f"{new.id}.ended"]
+
+
+def test_a_late_end_does_not_bring_a_deleted_response_back(tmp_path: pathlib.Path) -> None:
+    kept = KeptResponses(Storage(str(tmp_path)), ResponseLimits())
+    begun = response(1)
+    kept.create("me", StoredResponse(begun, [], b"opening"))
+    kept.remove("me", begun.id)
+    kept.end("me", EndedResponse(begun, []))
+    assert not list((tmp_path / "responses" / "me").iterdir())
