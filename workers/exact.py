@@ -1,6 +1,7 @@
 """The option `exact`: the same tokens on every machine. What it needs, and sentences for what cannot have it.
 
-Plain checks, called by the workers and by `manta check`; `docs/design.md` says why the rest is exact.
+Plain checks, called by the workers and by `manta check`; `workers/parallel/split.py` checks the number of ranks, and
+`docs/design.md` says why the rest is exact.
 """
 
 from __future__ import annotations
@@ -27,11 +28,6 @@ def check_exact(
         raise ModelError(
             f"exact needs linears of integers, and weights is {options.weights}; set weights to int8 or int4 (layers "
             f"that the checkpoint stores as integers stay as they are), {_OR}"
-        )
-    if options.tensor_parallel_size > 1:
-        raise ModelError(
-            f"exact needs one rank, because sums over {options.tensor_parallel_size} ranks are rounded; set "
-            f"tensor_parallel_size to 1, {_OR}"
         )
     if why_slow is not None:
         raise ModelError(f"exact needs the compiled kernels: {why_slow}; {_OR}")

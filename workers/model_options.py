@@ -42,8 +42,8 @@ class ModelOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """
     exact: bool = False
     """Whether a request with a seed, or a greedy one, gets the same tokens on every machine with CPU kernels, in any
-    batch, with any number of threads and with or without drafts and prefix cache. It needs `weights` `int8` or `int4`,
-    a CPU with a C++ compiler, and one rank. Processors with instructions for bfloat16 then do attention in float32.
+    batch, with any number of threads and ranks, and with or without drafts and prefix cache. It needs `weights` `int8`
+    or `int4`, and a CPU with a C++ compiler. Processors with instructions for bfloat16 then do attention in float32.
     """
     device: Literal["auto", "cpu", "cuda", "tpu"] = "auto"
     """Device of the model. `auto` takes CUDA GPUs if the cluster has any when the application starts, else CPUs. With

@@ -195,7 +195,7 @@ def _check_templates(folder: pathlib.Path) -> None:
 
 def _check_ranks(engine: EngineConfig, model: ModelConfig) -> None:
     if engine.tensor_parallel_size > 1:
-        check_num_ranks(model, engine.tensor_parallel_size)
+        check_num_ranks(model, engine.tensor_parallel_size, engine.exact)
 
 
 def _check_tokenizer(engine: EngineConfig, folder: pathlib.Path) -> Tokenizer:

@@ -17,6 +17,7 @@ from workers import host
 from workers.kernels import (
     build,
     cpu,
+    cpu_all_reduce,
     cpu_decoder,
     cpu_linear,
     cpu_quantized_linear,
@@ -35,12 +36,22 @@ TORCH = "torch"
 FORMS = [*COMPILED, TORCH]
 EMULATED = [pytest.param(name, marks=pytest.mark.prove) for name in emulated.FORMS if name not in QUANTIZED]
 """Forms of other processors: kernels only, no decoder in one call and no sampler."""
+_WITH_LIBRARIES = (
+    cpu,
+    cpu_all_reduce,
+    cpu_decoder,
+    cpu_linear,
+    cpu_quantized_linear,
+    cpu_sampler,
+    rounding,
+    shared_weights,
+)
 
 
 def forget_libraries() -> None:
     """What has been loaded is looked for anew."""
     build._load.cache_clear()
-    for module in (cpu, cpu_decoder, cpu_linear, cpu_quantized_linear, cpu_sampler, rounding, shared_weights):
+    for module in _WITH_LIBRARIES:
         module._library.cache_clear()
 
 

@@ -18,7 +18,8 @@ from cluster.config import EngineConfig
 from cluster.engine.executors import worker_factory
 from structured.logits_processors import LogitsProcessorFactory
 from structured.masks import MaskBatch
-from workers.kernels import cpu_all_reduce, shared_prefixes
+from tests.workers.cpu_forms import forget_libraries
+from workers.kernels import cpu_all_reduce, processor, shared_prefixes
 from workers.model_info import ModelInfo
 from workers.parallel.group import GlooGroup, private_address
 from workers.step import StepInput, StepOutput
@@ -97,6 +98,19 @@ def share_memory(holder: Holder, allowed: bool) -> None:
 _CREATE_FILE = cpu_all_reduce.create_file
 
 
+def use_form(holder: Holder, name: str | None) -> None:
+    """Of the kernels, for workers that are made from now on; None is the one that the process began with."""
+    holder.worker = None
+    if name is None and _FIRST_FORM is None:
+        os.environ.pop(processor.VARIABLE, None)
+    else:
+        os.environ[processor.VARIABLE] = name or _FIRST_FORM or ""
+    forget_libraries()
+
+
+_FIRST_FORM = os.environ.get(processor.VARIABLE)
+
+
 def shares_memory(holder: Holder) -> bool:
     return holder.worker.group.shared is not None
 
@@ -125,3 +139,9 @@ def all_reduce_over_tcp(holder: Holder, parts: list[torch.Tensor]) -> torch.Tens
 def gather(holder: Holder, parts: list[torch.Tensor]) -> list[torch.Tensor] | None:
     group = holder.worker.group
     return group.gather(parts[group.rank])
+
+
+def all_gather(holder: Holder, parts: list[torch.Tensor]) -> torch.Tensor:
+    """Of every rank's part, side by side."""
+    group = holder.worker.group
+    return group.shared.all_gather(parts[group.rank])

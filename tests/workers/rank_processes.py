@@ -10,7 +10,7 @@ import contextlib
 import copy
 import multiprocessing
 import pickle
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -144,6 +144,17 @@ class PipeExecutor(SynchronousExecutor):
         self.num_rebuilt += 1
         self.gained = {}
         self._ranks.call_all(rank_child.reset)
+
+
+@contextlib.contextmanager
+def in_forms(ranks: RankProcesses, names: Sequence[str]) -> Iterator[None]:
+    """Workers made within it have kernels of these forms, which ranks take in turn."""
+    try:
+        for rank in range(ranks.num_ranks):
+            ranks.call(rank, rank_child.use_form, names[rank % len(names)])
+        yield
+    finally:
+        ranks.call_all(rank_child.use_form, None)
 
 
 @contextlib.contextmanager

@@ -22,7 +22,7 @@ from tests.quantised_checkpoints import (
     quantised_pair,
 )
 from tests.workers.test_quantised_formats import FORMATS, NUM_TOKENS, PROMPTS, greedy
-from tests.workers.test_quantised_linear import logits_of
+from tests.workers.test_quantised_linear import logits_of, needs_kernels
 from tests.workers.thread_group import ThreadGroup
 from workers.checkpoints.model_folder import load_model_config, resolve_model_folder
 from workers.checkpoints.weight_parts import stack, take_inputs
@@ -42,12 +42,13 @@ SPLIT = {
 }
 
 
-def logits_of_ranks(folder: pathlib.Path, num_ranks: int) -> torch.Tensor:
+def logits_of_ranks(folder: pathlib.Path, num_ranks: int, weights: str = "dense", exact: bool = False) -> torch.Tensor:
     config = load_model_config(folder)
 
     def run(group: ThreadGroup) -> torch.Tensor:
         try:
-            model = load_model(folder, config, "float32", CpuPlatform(1), group=group, weights="dense")
+            platform = CpuPlatform(1, exact)
+            model = load_model(folder, config, "float32", platform, group=group, weights=weights, exact=exact)
             assert isinstance(model, Decoder)
             return logits_of(folder, model)
         except Exception:
@@ -58,8 +59,8 @@ def logits_of_ranks(folder: pathlib.Path, num_ranks: int) -> torch.Tensor:
         return next(iter(pool.map(run, ThreadGroup.of(num_ranks))))
 
 
-def logits_alone(folder: pathlib.Path) -> torch.Tensor:
-    model = load_model(folder, load_model_config(folder), "float32", CpuPlatform(1), weights="dense")
+def logits_alone(folder: pathlib.Path, weights: str = "dense", exact: bool = False) -> torch.Tensor:
+    model = load_model(folder, load_model_config(folder), "float32", CpuPlatform(1, exact), weights=weights)
     assert isinstance(model, Decoder)
     return logits_of(folder, model)
 
@@ -73,6 +74,19 @@ def test_ranks_compute_what_one_does(name: str, num_ranks: int, tmp_path: pathli
     expected = logits_alone(dense)
     torch.testing.assert_close(logits_alone(quantised), expected, atol=3e-4, rtol=1e-4)
     torch.testing.assert_close(logits_of_ranks(quantised, num_ranks), expected, atol=3e-4, rtol=1e-4)
+
+
+EXACT = ("W8A8", "W4A16, act-order, asymmetric", "mxfp4")
+
+
+@needs_kernels
+@pytest.mark.parametrize("name", EXACT)
+def test_exact_ranks_give_the_bits_of_one(name: str, tmp_path: pathlib.Path) -> None:
+    """No rank divides the inputs of a linear, so act-order does not hinder."""
+    sizes = {"attention_bias": True, "mlp_bias": True, "intermediate_size": 192}
+    quantised, _ = quantised_pair(checkpoint("llama", **sizes), tmp_path, FORMATS[name].quantise, FORMATS[name].config)
+    expected = logits_alone(quantised, "int8", exact=True)
+    assert torch.equal(logits_of_ranks(quantised, 4, "int8", exact=True), expected)
 
 
 @pytest.mark.parametrize("num_ranks", [2, 4])

@@ -21,7 +21,8 @@ from tests.checkpoints import VOCAB_SIZE, checkpoint
 from tests.engine.test_constrained_drafts import mixed_params
 from tests.specdecode.test_speculative import SAMPLED
 from tests.workers import rank_child
-from tests.workers.rank_processes import RankFailed, RankProcesses, over_ranks
+from tests.workers.cpu_forms import COMPILED
+from tests.workers.rank_processes import RankFailed, RankProcesses, in_forms, over_ranks
 from workers.checkpoints.checkpoint import Checkpoint
 from workers.checkpoints.model_folder import load_model_config
 from workers.kernels import build
@@ -211,6 +212,69 @@ def test_the_layers_of_a_rank_are_one_call(two: RankProcesses) -> None:
     assert two.call_all(rank_child.num_called_back) == [0, 0]
 
 
+EXACT_SIZES: dict[str, Any] = {"intermediate_size": 192, "attention_bias": True, "mlp_bias": True}
+"""A share of the MLP is 48 wide on four ranks, and one of the attention 16: inside the groups of a scale."""
+
+
+def bits(folder: str, **options: Any) -> Any:
+    """Every token and log-probability of an exact engine, to the last bit."""
+    defaults = {"dtype": "bfloat16", "exact": True, "num_threads": 1, "kv_cache_bytes": 8 << 20}
+    llm = LLM(folder, **(defaults | options))
+    outputs = llm.generate(prompts(), [greedy(logprobs=3), *SAMPLED[:5]], use_tqdm=False)
+    choices = [choice for output in outputs for choice in output.outputs]
+    assert all(choice.error is None for choice in choices)
+    return [
+        (choice.token_ids, [(entry.logprob, entry.top_logprobs) for entry in choice.logprobs or []])
+        for choice in choices
+    ]
+
+
+@needs_kernels
+@pytest.mark.parametrize("weights", ["int8", "int4"])
+def test_exact_ranks_of_unlike_forms_give_the_bits_of_one(
+    two: RankProcesses, four: RankProcesses, weights: str
+) -> None:
+    folder = str(checkpoint("llama", **EXACT_SIZES))
+    expected = bits(folder, weights=weights)
+    for ranks in (two, four):
+        with in_forms(ranks, COMPILED[::-1]), over_ranks(ranks) as executors:
+            assert bits(folder, weights=weights) == expected
+            assert ranks.call_all(rank_child.num_called_back) == [0] * ranks.num_ranks
+        assert executors[0].num_disagreements == 0
+
+
+@needs_kernels
+def test_exact_ranks_over_tcp_give_the_bits_of_one(two: RankProcesses) -> None:
+    folder = str(checkpoint("llama", **EXACT_SIZES))
+    expected = bits(folder, weights="int8")
+    two.call_all(rank_child.share_memory, False)
+    try:
+        with over_ranks(two):
+            assert bits(folder, weights="int8") == expected
+    finally:
+        two.call_all(rank_child.share_memory, True)
+
+
+@needs_kernels
+@pytest.mark.parametrize(
+    ("sizes", "words"),
+    [
+        (
+            {},
+            "4 ranks cannot split the 6 blocks of 16 gates, which exact keeps whole, of .* to one of 1, 2, or set ex",
+        ),
+        (
+            {"hidden_size": 66, "head_dim": 16},
+            "4 ranks cannot split the hidden size 66 of .* to one of 1, 2, or set ex",
+        ),
+        ({"intermediate_size": 98}, "4 ranks cannot split the intermediate size 98 of .* to one of 1, 2$"),
+    ],
+)
+def test_sizes_that_ranks_cannot_split_exactly_are_refused(sizes: dict[str, int], words: str) -> None:
+    with pytest.raises(ModelError, match=words):
+        make_worker(str(checkpoint("qwen3", **sizes)), 4, weights="int8", exact=True)
+
+
 @needs_kernels
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_sums_are_identical_and_rounded_once(four: RankProcesses, dtype: torch.dtype) -> None:
@@ -230,6 +294,9 @@ def test_sums_are_identical_and_rounded_once(four: RankProcesses, dtype: torch.d
         gathered, *nothing = four.call_all(rank_child.gather, parts)
         assert nothing == [None] * 3
         assert all(torch.equal(found, part) for found, part in zip(gathered, parts, strict=True))
+        if len(shape) == 2:
+            side_by_side = torch.cat(parts, dim=1)
+            assert all(torch.equal(found, side_by_side) for found in four.call_all(rank_child.all_gather, parts))
 
 
 def test_the_least_memory_of_all_ranks_counts(two: RankProcesses) -> None:
@@ -320,9 +387,9 @@ def test_a_model_that_runs_through_transformers_is_refused(family: str, name: st
         make_worker(str(checkpoint(family)), 2)
 
 
-def make_worker(folder: str, num_ranks: int) -> TorchWorker:
+def make_worker(folder: str, num_ranks: int, **options: Any) -> TorchWorker:
     """Without a group: what is refused later than the configuration is read would raise for its lack."""
-    options = {"dtype": "float32", "device": "cpu", "num_threads": 1, "max_num_sequences": 4}
+    options = {"dtype": "float32", "device": "cpu", "num_threads": 1, "max_num_sequences": 4, **options}
     return TorchWorker(ModelOptions(model=folder, tensor_parallel_size=num_ranks, **options))
 
 

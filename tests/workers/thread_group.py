@@ -7,7 +7,7 @@ import threading
 import torch
 
 from tests.patience import PATIENCE_S
-from workers.kernels.linears import SummedLinear
+from workers.kernels.linears import GatheringLinear, SummedLinear
 from workers.kernels.weights import Linear
 from workers.parallel.group import OneRank
 
@@ -46,3 +46,6 @@ class ThreadGroup(OneRank):
 
     def row_parallel(self, linear: Linear, out_features: int, dtype: torch.dtype) -> Linear:
         return SummedLinear(linear, self.all_reduce)
+
+    def column_parallel(self, linear: Linear, in_features: int, out_features: int, dtype: torch.dtype) -> Linear:
+        return GatheringLinear(linear, lambda x: torch.cat(self._all(x), dim=1))

@@ -23,11 +23,12 @@ import torch
 
 from workers.kernels import build, layout
 from workers.kernels.cpu_linear import DTYPES, HasNative, NativeLinear
-from workers.kernels.linears import SummedLinear
+from workers.kernels.linears import GatheringLinear, SummedLinear
 from workers.kernels.weights import Linear
 
 _SharedGroup = layout.structure("_SharedGroup", "memory", "file rank num_ranks round dead alone")
 _RowParallel = layout.structure("_RowParallel", "run state group", "dtype out_features")
+_ColumnParallel = layout.structure("_ColumnParallel", "run state group", "in_bytes out_bytes")
 _MEMORY = pathlib.Path("/dev/shm")
 """A file here is memory and nothing else; one elsewhere is also written to a disk."""
 
@@ -36,23 +37,25 @@ _MEMORY = pathlib.Path("/dev/shm")
 def _library() -> ctypes.CDLL | None:
     library = build.load_library()
     if library is not None:
-        sizes = {f"the size of {each.__name__[1:]}": ctypes.sizeof(each) for each in (_SharedGroup, _RowParallel)}
+        structures = (_SharedGroup, _RowParallel, _ColumnParallel)
+        sizes = {f"the size of {each.__name__[1:]}": ctypes.sizeof(each) for each in structures}
         layout.check("all_reduce.cpp", library.manta_all_reduce_layout, sizes)
         library.manta_all_reduce.argtypes = [POINTER(_SharedGroup), c_int, c_void_p, c_int64]
         library.manta_gather.argtypes = [POINTER(_SharedGroup), c_void_p, c_void_p, c_int64]
-        library.manta_all_reduce.restype = library.manta_gather.restype = None
+        library.manta_all_gather.argtypes = [POINTER(_SharedGroup), c_void_p, c_void_p, c_int64, c_int64]
+        library.manta_all_reduce.restype = library.manta_gather.restype = library.manta_all_gather.restype = None
     return library
 
 
 def create_file(num_ranks: int) -> str | None:
     """The path of a file for all ranks to map; None if there are no kernels, too many ranks or too little memory."""
     library = _library()
-    if library is None or num_ranks > library.manta_all_reduce_layout(4):
+    if library is None or num_ranks > library.manta_all_reduce_layout(5):
         return None
     folder = _MEMORY if _MEMORY.is_dir() else None
     file, path = tempfile.mkstemp(prefix="manta-ranks-", dir=folder)
     try:
-        header, slot = (library.manta_all_reduce_layout(which) for which in (2, 3))
+        header, slot = (library.manta_all_reduce_layout(which) for which in (3, 4))
         size = header + 2 * num_ranks * slot
         os.truncate(file, size)
         if hasattr(os, "posix_fallocate"):  # else what is missing would end the process when it is written to
@@ -100,11 +103,26 @@ class SharedGroup:
         self.raise_error()
         return None if parts is None else list(parts)
 
+    def all_gather(self, x: torch.Tensor) -> torch.Tensor:
+        """All ranks' x [num_rows, width] side by side, [num_rows, num_ranks * width]."""
+        x = x.contiguous()
+        num_rows, width = x.shape
+        gathered = x.new_empty(num_rows, self.state.num_ranks * width)
+        self._library.manta_all_gather(self.state, x.data_ptr(), gathered.data_ptr(), num_rows, width * x.itemsize)
+        self.raise_error()
+        return gathered
+
     def row_parallel(self, linear: Linear, out_features: int, dtype: torch.dtype) -> Linear:
         """`linear`, followed by the sum over ranks. If C++ can call `linear`, it can call this too."""
         if isinstance(linear, HasNative):
             return _RowParallelLinear(linear, out_features, dtype, self)
         return SummedLinear(linear, self.all_reduce)
+
+    def column_parallel(self, linear: Linear, in_features: int, out_features: int, dtype: torch.dtype) -> Linear:
+        """`linear` between two gathers. If C++ can call `linear`, it can call this too."""
+        if isinstance(linear, HasNative):
+            return _ColumnParallelLinear(linear, in_features, out_features, dtype, self)
+        return GatheringLinear(linear, self.all_gather)
 
     @contextlib.contextmanager
     def alone(self) -> Iterator[None]:
@@ -134,6 +152,29 @@ class _RowParallelLinear(SummedLinear):
     def native(self) -> NativeLinear:
         inner = self._native_linear.native()
         self._state = _RowParallel(inner.run, inner.state, ctypes.addressof(self._group.state), *self._sizes)
-        run = ctypes.cast(self._group._library.manta_run_row_parallel, c_void_p).value
-        assert run is not None
-        return NativeLinear(run, ctypes.addressof(self._state), self._group.raise_error)
+        return _native(self._group._library.manta_run_row_parallel, self._state, self._group)
+
+
+class _ColumnParallelLinear(GatheringLinear):
+    """A linear between two gathers over ranks that C++ can call."""
+
+    def __init__(
+        self, linear: Any, in_features: int, out_features: int, dtype: torch.dtype, group: SharedGroup
+    ) -> None:
+        super().__init__(linear, group.all_gather)
+        self._native_linear: HasNative = linear
+        self._row_bytes = in_features * dtype.itemsize, out_features * dtype.itemsize
+        self._group = group
+        self._state: Any = None
+
+    def native(self) -> NativeLinear:
+        inner = self._native_linear.native()
+        self._state = _ColumnParallel(inner.run, inner.state, ctypes.addressof(self._group.state), *self._row_bytes)
+        return _native(self._group._library.manta_run_column_parallel, self._state, self._group)
+
+
+def _native(function: Any, state: Any, group: SharedGroup) -> NativeLinear:
+    """The call of `function` with `state`, which the caller keeps alive."""
+    run = ctypes.cast(function, c_void_p).value
+    assert run is not None
+    return NativeLinear(run, ctypes.addressof(state), group.raise_error)

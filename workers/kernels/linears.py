@@ -42,3 +42,17 @@ class SummedLinear:
 
     def forward(self, x: torch.Tensor, step: AttentionMetadata | None = None) -> torch.Tensor:
         return self._all_reduce(self._linear.forward(x, step))
+
+
+class GatheringLinear:
+    """The outputs of all ranks, each of which computes some of them from the inputs of all ranks.
+
+    `all_gather` takes a rank's [num_rows, width] and returns all ranks' [num_rows, num_ranks * width].
+    """
+
+    def __init__(self, linear: Linear, all_gather: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        self._linear = linear
+        self._all_gather = all_gather
+
+    def forward(self, x: torch.Tensor, step: AttentionMetadata | None = None) -> torch.Tensor:
+        return self._all_gather(self._linear.forward(self._all_gather(x), step))

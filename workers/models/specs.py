@@ -23,6 +23,8 @@ class Split(enum.Enum):
     """The inner width of the MLP."""
     VOCABULARY = enum.auto()
     """Rows of the vocabulary, padded with zeros on the last ranks."""
+    OUTPUTS = enum.auto()
+    """Outputs without a structure, where ranks do not split the inputs and sum (`workers/parallel/split.py`)."""
 
 
 class NormSpec(NamedTuple):
@@ -59,6 +61,11 @@ class LinearSpec(NamedTuple):
     def out_features(self) -> int:
         """Rows of the weight."""
         return sum(part.out_features for part in self.parts)
+
+    @property
+    def gathers(self) -> bool:
+        """Whether ranks gather the inputs before and the outputs after."""
+        return any(part.split is Split.OUTPUTS for part in self.parts)
 
 
 class AttentionSpec(NamedTuple):

@@ -22,7 +22,7 @@ import torch
 from torch import distributed
 
 from workers import host
-from workers.kernels.linears import SummedLinear
+from workers.kernels.linears import GatheringLinear, SummedLinear
 from workers.kernels.weights import Linear
 
 LONGEST_WAIT = datetime.timedelta(minutes=30)
@@ -64,6 +64,12 @@ class Group(Protocol):
     def row_parallel(self, linear: Linear, out_features: int, dtype: torch.dtype) -> Linear:
         """Returns a layer that applies `linear` to this rank's share of the inputs, then sums over ranks, in
         `dtype`.
+        """
+        ...
+
+    def column_parallel(self, linear: Linear, in_features: int, out_features: int, dtype: torch.dtype) -> Linear:
+        """Returns a layer that gathers all ranks' inputs, applies `linear`, which has this rank's outputs, and gathers
+        all ranks' outputs. A rank has `in_features` of the inputs and `out_features` of the outputs, in `dtype`.
         """
         ...
 
@@ -122,6 +128,9 @@ class OneRank:
     def row_parallel(self, linear: Linear, out_features: int, dtype: torch.dtype) -> Linear:
         return linear
 
+    def column_parallel(self, linear: Linear, in_features: int, out_features: int, dtype: torch.dtype) -> Linear:
+        return linear
+
     def alone(self) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext()
 
@@ -166,6 +175,18 @@ class CollectiveGroup:
 
     def row_parallel(self, linear: Linear, out_features: int, dtype: torch.dtype) -> Linear:
         return SummedLinear(linear, self.all_reduce)
+
+    def column_parallel(self, linear: Linear, in_features: int, out_features: int, dtype: torch.dtype) -> Linear:
+        return GatheringLinear(linear, self._all_gather)
+
+    def _all_gather(self, x: torch.Tensor) -> torch.Tensor:
+        """Returns all ranks' x [num_rows, width] side by side, [num_rows, num_ranks * width]."""
+        if self.is_alone:
+            return torch.cat([x] * self.num_ranks, dim=1)
+        x = x.contiguous()
+        parts = [torch.empty_like(x) for _ in range(self.num_ranks)]
+        self._backend.allgather([parts], [x]).wait()
+        return torch.cat(parts, dim=1)
 
     @contextlib.contextmanager
     def alone(self) -> Iterator[None]:

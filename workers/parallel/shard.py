@@ -1,7 +1,7 @@
 """One rank's shard of a checkpoint: its slice of each tensor.
 
-The descriptions in `workers/models/` say how each tensor is split: by heads, by the MLP's inner width, or by rows of
-the vocabulary. Other tensors are whole on every rank. Computes nothing.
+The descriptions in `workers/models/` say how each tensor is split: by heads, by the MLP's inner width, by outputs, or
+by rows of the vocabulary. Other tensors are whole on every rank. Computes nothing.
 """
 
 from __future__ import annotations
@@ -17,6 +17,10 @@ from workers.kernels.quantized_weight import QuantizedWeight
 from workers.models.families import describe
 from workers.models.model_config import ModelConfig
 from workers.models.specs import Split
+from workers.parallel.split import split_outputs
+
+_EVEN = (Split.QUERY_HEADS, Split.INNER, Split.OUTPUTS)
+"""Splits that give each rank a part of the outputs of its own, all of one size."""
 
 
 class CheckpointShard:
@@ -24,13 +28,15 @@ class CheckpointShard:
     are views of the mapped files, so only they are read.
     """
 
-    def __init__(self, checkpoint: Checkpoint, config: ModelConfig, rank: int, num_ranks: int) -> None:
-        """Takes the configuration of the whole model, not of the shard."""
+    def __init__(
+        self, checkpoint: Checkpoint, config: ModelConfig, rank: int, num_ranks: int, exact: bool = False
+    ) -> None:
+        """Takes the configuration of the whole model, not of the shard. With `exact` no inputs are split."""
         self._checkpoint = checkpoint
         self._config = config
         self._rank = rank
         self._num_ranks = num_ranks
-        spec = describe(config)
+        spec = split_outputs(describe(config), 1) if exact else describe(config)
         self._splits = {spec.embedding.name: (spec.embedding.split, False)}
         self._shapes = {spec.embedding.name: (spec.embedding.out_features, config.hidden_size)}
         for linear in spec.linears():
@@ -43,7 +49,7 @@ class CheckpointShard:
     def view(self, name: str, shape: tuple[int, ...], kind: torch.dtype = torch.float32) -> torch.Tensor:
         """Returns the rank's slice of a tensor, and raises `ModelError` as `Checkpoint.view` does."""
         split, splits_inputs = self._splits.get(name.rpartition(".")[0], (Split.NOTHING, False))
-        if split in (Split.QUERY_HEADS, Split.INNER):
+        if split in _EVEN:
             return self._slice(name, shape, kind, 0, self._rank, self._num_ranks)
         if split is Split.KV_HEADS:
             num_heads = self._config.num_kv_heads
@@ -98,7 +104,7 @@ class CheckpointShard:
         """
         split, splits_inputs = self._splits[name]
         out_features, in_features = self._shapes[name]
-        if split in (Split.QUERY_HEADS, Split.INNER):
+        if split in _EVEN:
             return take_rows(weight, *_share(out_features, self._rank, self._num_ranks))
         if split is Split.KV_HEADS:
             num_parts = min(self._config.num_kv_heads, self._num_ranks)

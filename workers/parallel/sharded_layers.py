@@ -1,6 +1,7 @@
 """The layers of a model that end in a sum or a gather over ranks, around a rank's embedding and head.
 
-`Group.row_parallel` sums after the attention's output and the MLP's `down`. Called by the loader.
+`Group.row_parallel` sums after the attention's output and the MLP's `down`; `Group.column_parallel` gathers around
+them instead. Called by the loader.
 """
 
 from __future__ import annotations

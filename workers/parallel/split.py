@@ -8,10 +8,16 @@ from __future__ import annotations
 import msgspec
 
 from workers.models.model_config import ModelConfig, ModelError
+from workers.models.specs import DecoderSpec, LayerSpec, LinearSpec, Split
+
+EXACT_GATES = 16
+"""Gates that the CPU's kernels take together. Others are computed apart, and the product is rounded once more."""
 
 
-def check_num_ranks(config: ModelConfig, num_ranks: int) -> None:
-    """Raises `ModelError` if the model cannot be split over `num_ranks` ranks."""
+def check_num_ranks(config: ModelConfig, num_ranks: int, exact: bool = False) -> None:
+    """Raises `ModelError` if the model cannot be split over `num_ranks` ranks; with `exact`, if these could not give
+    the bits of one.
+    """
     if num_ranks == 1:
         return
     if not config.native:
@@ -19,16 +25,17 @@ def check_num_ranks(config: ModelConfig, num_ranks: int) -> None:
             f"{config.architecture} runs through transformers, which is not split over {num_ranks} ranks; "
             "set tensor_parallel_size to 1"
         )
-    possible = [count for count in range(1, config.num_heads + 1) if _why_not(config, count) is None]
-    reason = _why_not(config, num_ranks)
+    possible = [count for count in range(1, config.num_heads + 1) if _why_not(config, count, exact) is None]
+    reason = _why_not(config, num_ranks, exact)
     if reason is not None:
+        or_inexact = ", or set exact to false" if _why_not(config, num_ranks) is None else ""
         raise ModelError(
             f"{num_ranks} ranks cannot split {reason} of this {config.architecture} evenly; "
-            f"set tensor_parallel_size to one of {', '.join(map(str, possible))}"
+            f"set tensor_parallel_size to one of {', '.join(map(str, possible))}{or_inexact}"
         )
 
 
-def _why_not(config: ModelConfig, num_ranks: int) -> str | None:
+def _why_not(config: ModelConfig, num_ranks: int, exact: bool = False) -> str | None:
     """Returns the part of the model that cannot be split evenly, for an error message; None if all can."""
     if config.num_heads % num_ranks:
         return f"the {config.num_heads} attention heads"
@@ -36,6 +43,13 @@ def _why_not(config: ModelConfig, num_ranks: int) -> str | None:
         return f"the {config.num_kv_heads} KV heads"
     if config.intermediate_size % num_ranks:
         return f"the intermediate size {config.intermediate_size}"
+    if not exact:
+        return None
+    if config.hidden_size % num_ranks:
+        return f"the hidden size {config.hidden_size}"
+    num_gate_blocks, rest = divmod(config.intermediate_size, EXACT_GATES)
+    if not rest and num_gate_blocks % num_ranks:
+        return f"the {num_gate_blocks} blocks of {EXACT_GATES} gates, which exact keeps whole,"
     return None
 
 
@@ -53,3 +67,25 @@ def shard_config(config: ModelConfig, num_ranks: int) -> ModelConfig:
         intermediate_size=config.intermediate_size // num_ranks,
         vocab_size=-(-config.vocab_size // num_ranks),
     )
+
+
+def split_outputs(spec: DecoderSpec, num_ranks: int) -> DecoderSpec:
+    """Returns the description of a rank's share in which linears that would split their inputs split their outputs, so
+    that no sum is split. With `num_ranks` 1, it returns that of the whole model with the same splits.
+    """
+    return spec._replace(layers=[_split_outputs_of_layer(layer, num_ranks) for layer in spec.layers])
+
+
+def _split_outputs_of_layer(layer: LayerSpec, num_ranks: int) -> LayerSpec:
+    attention, mlp = layer.attention, layer.mlp
+    return layer._replace(
+        attention=attention._replace(output=_split_outputs_of_linear(attention.output, num_ranks)),
+        mlp=mlp._replace(down=_split_outputs_of_linear(mlp.down, num_ranks)),
+    )
+
+
+def _split_outputs_of_linear(linear: LinearSpec, num_ranks: int) -> LinearSpec:
+    parts = tuple(
+        part._replace(out_features=part.out_features // num_ranks, split=Split.OUTPUTS) for part in linear.parts
+    )
+    return linear._replace(parts=parts, in_features=linear.in_features * num_ranks, splits_inputs=False)

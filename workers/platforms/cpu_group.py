@@ -15,7 +15,7 @@ from workers.parallel.group import GlooGroup
 
 
 class CpuGroup(GlooGroup):
-    """Sums through shared memory if all ranks can map one file, else through gloo."""
+    """Sums and gathers through shared memory if all ranks can map one file, else through gloo."""
 
     def __init__(self, rank: int, num_ranks: int, address: str) -> None:
         super().__init__(rank, num_ranks, address)
@@ -56,6 +56,11 @@ class CpuGroup(GlooGroup):
         if self.shared is None:
             return super().row_parallel(linear, out_features, dtype)
         return self.shared.row_parallel(linear, out_features, dtype)
+
+    def column_parallel(self, linear: Linear, in_features: int, out_features: int, dtype: torch.dtype) -> Linear:
+        if self.shared is None:
+            return super().column_parallel(linear, in_features, out_features, dtype)
+        return self.shared.column_parallel(linear, in_features, out_features, dtype)
 
     @contextlib.contextmanager
     def alone(self) -> Iterator[None]:

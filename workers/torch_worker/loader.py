@@ -41,7 +41,7 @@ from workers.models.specs import AttentionSpec, LayerSpec, LinearSpec, NormSpec,
 from workers.parallel.group import Group
 from workers.parallel.shard import CheckpointShard
 from workers.parallel.sharded_layers import GatheredHead, VocabularyParallelEmbedding
-from workers.parallel.split import shard_config
+from workers.parallel.split import shard_config, split_outputs
 from workers.platforms import Platform
 
 
@@ -53,16 +53,17 @@ def load_model(
     whole: bool = True,
     group: Group | None = None,
     weights: str = "auto",
+    exact: bool = False,
 ) -> Model:
     """The model of a checkpoint in `bfloat16`, `float16` or `float32`, on the platform's device; of a `group` of ranks
     this one's share, which computes together with the others'.
 
     Raises `ModelError` naming a tensor that is missing, misshapen, or unexpected; and if the model cannot be split over
     so many ranks. `weights` is the option of this name. If `whole` is False, `config` may have fewer layers than the
-    checkpoint: the others are not read.
+    checkpoint: the others are not read. With `exact` ranks split no sums.
     """
     if group is not None and group.num_ranks > 1:
-        return _load_share(folder, config, dtype, platform, group, weights)
+        return _load_share(folder, config, dtype, platform, group, weights, exact)
     if not config.native:
         from workers.decoders.transformers_model import TransformersModel  # seconds to import, and rarely needed
 
@@ -77,12 +78,19 @@ def load_model(
 
 
 def _load_share(
-    folder: str | pathlib.Path, config: ModelConfig, dtype: str, platform: Platform, group: Group, weights: str
+    folder: str | pathlib.Path,
+    config: ModelConfig,
+    dtype: str,
+    platform: Platform,
+    group: Group,
+    weights: str,
+    exact: bool,
 ) -> Model:
     share = shard_config(config, group.num_ranks)
-    checkpoint = CheckpointShard(Checkpoint(folder, read_ahead=False), config, group.rank, group.num_ranks)
-    with _shared_linears(folder, config, dtype, platform, weights, group) as shared:
-        reader = _WeightReader(checkpoint, share, platform.torch_dtype(dtype), platform, shared, group, weights)
+    whole = Checkpoint(folder, read_ahead=False)
+    checkpoint = CheckpointShard(whole, config, group.rank, group.num_ranks, exact)
+    with _shared_linears(folder, config, dtype, platform, weights, group, exact) as shared:
+        reader = _WeightReader(checkpoint, share, platform.torch_dtype(dtype), platform, shared, group, weights, exact)
         own = reader.read()
     _check_all_used(checkpoint, config)
     embedding = VocabularyParallelEmbedding(own.embedding, group, share.vocab_size)
@@ -97,12 +105,14 @@ def _shared_linears(
     platform: Platform,
     weights: str,
     group: Group | None = None,
+    exact: bool = False,
 ) -> AbstractContextManager[SharedLinears | None]:
     """By all that packed weights depend on beside the platform. A file that is written to gets another change time."""
     files = [path.stat() for path in weight_files(pathlib.Path(folder))]
     identities = [(file.st_dev, file.st_ino, file.st_size, file.st_ctime_ns) for file in files]
     rank = "whole" if group is None else f"{group.rank} of {group.num_ranks}"
-    return platform.shared_linears(f"{identities} {config} {dtype} {weights} {rank}")
+    split = "outputs" if exact else "inputs"
+    return platform.shared_linears(f"{identities} {config} {dtype} {weights} {rank} {split}")
 
 
 def check_tensors(folder: str | pathlib.Path, config: ModelConfig) -> WeightTally:
@@ -187,7 +197,9 @@ class _Counting:
 
 
 class _WeightReader:
-    """Reads the weights that a family describes. Of a `group`, linears whose inputs are split end in a sum over it."""
+    """Reads the weights that a family describes. Of a `group`, linears whose inputs are split end in a sum over it;
+    with `exact` none are, and linears gather over it.
+    """
 
     def __init__(
         self,
@@ -198,6 +210,7 @@ class _WeightReader:
         shared: SharedLinears | None = None,
         group: Group | None = None,
         weights: str = "auto",
+        exact: bool = False,
     ) -> None:
         self.checkpoint = checkpoint
         self.config = config
@@ -206,12 +219,15 @@ class _WeightReader:
         self._shared = shared
         self._group = group
         self._weights = weights
+        self._exact = exact
         self._scratch = torch.empty(0, dtype=torch.uint8)
         self._unreleased: list[str] = []
         """Tensors that the linear under way has read."""
 
     def read(self) -> DecoderWeights:
         spec = describe(self.config)
+        if self._group is not None and self._exact:
+            spec = split_outputs(spec, self._group.num_ranks)
         embedding, tied_head = self._embedding(spec.embedding)
         # The head before the layers: it is the largest weight, and is held twice while it is packed.
         head = (tied_head if spec.is_tied else None) or self._linear(spec.head, is_head=True)
@@ -264,6 +280,9 @@ class _WeightReader:
         self._release()
         if spec.splits_inputs and self._group is not None:
             linear = self._group.row_parallel(linear, spec.out_features, self.dtype)
+        if spec.gathers and self._group is not None:
+            in_features = spec.in_features // self._group.num_ranks
+            linear = self._group.column_parallel(linear, in_features, spec.out_features, self.dtype)
         return linear
 
     def _source(self, spec: LinearSpec) -> LinearSource:

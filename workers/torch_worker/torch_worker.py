@@ -27,7 +27,7 @@ from workers.model_info import ModelInfo
 from workers.model_options import ModelOptions
 from workers.models.model_config import ModelConfig, ModelError
 from workers.parallel.group import Group, OneRank
-from workers.parallel.split import shard_config
+from workers.parallel.split import check_num_ranks, shard_config
 from workers.phases import Phases
 from workers.platforms import Platform, choose_platform
 from workers.ranks.rank_sequences import RankSequences
@@ -69,12 +69,15 @@ class TorchWorker:
         model_config = load_model_config(folder)
         check_exact(config, platform.name, model_config, platform.advice)
         draft_config = None if draft_folder is None else load_model_config(draft_folder)
+        check_num_ranks(model_config, num_ranks, config.exact)
         share = shard_config(model_config, num_ranks)
         dtype = platform.resolve_dtype(config.dtype, model_config.dtype)
         self.group = _open_group(place, num_ranks, platform)
         phases.end("config")
         dtype = _COMMON_DTYPES[self.group.least(_COMMON_DTYPES.index(dtype))]
-        model = load_model(folder, model_config, dtype, platform, group=self.group, weights=config.weights)
+        model = load_model(
+            folder, model_config, dtype, platform, group=self.group, weights=config.weights, exact=config.exact
+        )
         draft: LoadedModel | None = None
         if draft_folder is not None and draft_config is not None:
             draft_model = load_model(draft_folder, draft_config, dtype, platform, weights=config.weights)

@@ -1,7 +1,7 @@
 // Sums and gathers between the ranks of one machine, through memory that they share: each rank copies its part into a
 // slot of its own, says so, and reads the slots of all ranks once all have said so. Sums run in the order of ranks, in float32,
-// and are rounded once, so that every rank has the same bits. Called by cpu_all_reduce.py and, after a row-parallel
-// linear, by decoder.cpp.
+// and are rounded once, so that every rank has the same bits. Called by cpu_all_reduce.py and, around the linears that
+// end in a sum or a gather, by decoder.cpp.
 #include <algorithm>
 #include <atomic>
 #include <cstdint>
@@ -17,6 +17,7 @@
 #include <sys/syscall.h>
 #endif
 
+#include "linear.h"
 #include "parallel.h"
 #include "simd.h"
 
@@ -148,6 +149,26 @@ void all_reduce(SharedGroup& group, T* x, int64_t count) {
     }
 }
 
+// Every rank's x [num_rows, width] side by side: to [num_rows, num_ranks * width]. Widths are in bytes.
+void all_gather(SharedGroup& group, const char* x, char* to, int64_t num_rows, int64_t width) {
+    const int64_t end = num_rows * width;
+    const auto place = [&](int rank, const char* from, int64_t first, int64_t size) {
+        for (int64_t done = 0, count; done < size; done += count) {
+            const int64_t row = (first + done) / width, column = (first + done) % width;
+            count = std::min(width - column, size - done);
+            memcpy(to + (row * group.num_ranks + rank) * width + column, from + done, count);
+        }
+    };
+    for (int rank = 0; group.alone && rank < group.num_ranks; rank++) place(rank, x, 0, end);
+    for (int64_t first = 0; first < end && !group.is_over(); first += SLOT_BYTES) {
+        const int64_t size = std::min(SLOT_BYTES, end - first);
+        group.round++;
+        memcpy(group.slot(group.rank), x + first, size);
+        if (!meet(group)) return;
+        for (int rank = 0; rank < group.num_ranks; rank++) place(rank, group.slot(rank), first, size);
+    }
+}
+
 // A linear that holds some of a product's inputs: what is left to do is the sum over ranks.
 struct RowParallel {
     void (*run)(const void* self, const void* x, void* y, int num_rows);
@@ -156,13 +177,23 @@ struct RowParallel {
     int dtype, out_features;
 };
 
+// A linear that holds some of a product's outputs and needs all of its inputs, of which a rank has some: both are
+// gathered. The widths are those of a rank's part of a row, in bytes.
+struct ColumnParallel {
+    void (*run)(const void* self, const void* x, void* y, int num_rows);
+    const void* self;
+    SharedGroup* group;
+    int in_bytes, out_bytes;
+};
+
 }  // namespace
 
 extern "C" int manta_all_reduce_layout(int which) {
     return which == 0   ? sizeof(SharedGroup)
            : which == 1 ? sizeof(RowParallel)
-           : which == 2 ? sizeof(Header)
-           : which == 3 ? SLOT_BYTES
+           : which == 2 ? sizeof(ColumnParallel)
+           : which == 3 ? sizeof(Header)
+           : which == 4 ? SLOT_BYTES
                         : MAX_RANKS;
 }
 
@@ -191,4 +222,19 @@ extern "C" void manta_run_row_parallel(const void* linear, const void* x, void* 
     const RowParallel& l = *(const RowParallel*)linear;
     l.run(l.self, x, y, num_rows);
     manta_all_reduce(l.group, l.dtype, y, (int64_t)num_rows * l.out_features);
+}
+
+// Every rank's x [num_rows, width] side by side: to [num_rows, num_ranks * width]. `width` is in bytes.
+extern "C" void manta_all_gather(SharedGroup* group, const char* x, char* to, int64_t num_rows, int64_t width) {
+    all_gather(*group, x, to, num_rows, width);
+}
+
+// As manta_run_row_parallel; `linear` is a ColumnParallel. x is the rank's part of the inputs, y all outputs.
+extern "C" void manta_run_column_parallel(const void* linear, const void* x, void* y, int num_rows) {
+    const ColumnParallel& l = *(const ColumnParallel*)linear;
+    char* const inputs = of_thread<char, 6>((int64_t)num_rows * l.in_bytes * l.group->num_ranks);
+    char* const outputs = of_thread<char, 7>((int64_t)num_rows * l.out_bytes);
+    all_gather(*l.group, (const char*)x, inputs, num_rows, l.in_bytes);
+    l.run(l.self, inputs, outputs, num_rows);
+    all_gather(*l.group, outputs, (char*)y, num_rows, l.out_bytes);
 }
