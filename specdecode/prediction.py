@@ -12,8 +12,13 @@ import dataclasses
 import weakref
 from collections.abc import Sequence
 
+import numpy as np
+
 from specdecode.proposers import DraftRequest
 from workers.step import StepInput
+
+Tokens = Sequence[int] | np.ndarray
+"""Token ids; an array is a view of the sequence's own, because a copy in each step would be quadratic."""
 
 
 class PredictedText:
@@ -27,7 +32,7 @@ class PredictedText:
         for end in range(size, len(token_ids) + 1):
             self._ends.setdefault(token_ids[end - size : end], []).append(end)
 
-    def find(self, output: Sequence[int], lost_at: int) -> int | None:
+    def find(self, output: Tokens, lost_at: int) -> int | None:
         """Returns the index of the token that should follow `output`: the first one from `lost_at` onward, else the
         last one before it. None if the last tokens of `output` are not in the prediction.
         """
@@ -48,8 +53,8 @@ class Follower:
     """Index of the predicted token that should come next, or should have come when the output left the prediction."""
     is_lost: bool = False
 
-    def propose(self, output: Sequence[int], count: int) -> list[int]:
-        """Returns at most `count` predicted tokens that should follow `output`."""
+    def propose(self, output: Tokens, count: int) -> list[int]:
+        """Returns at most `count` predicted tokens that should follow `output`, of which only new tokens are read."""
         predicted = self.text.token_ids
         for token_id in output[self.num_read :]:
             if self.is_lost or self.place == len(predicted) or predicted[self.place] != token_id:
@@ -82,7 +87,7 @@ class PredictionProposer:
             state = each.state
             if not state.params.prediction_token_ids:
                 continue
-            output = state.tokens[state.num_prompt_tokens : state.num_tokens].tolist()
+            output = state.tokens[state.num_prompt_tokens : state.num_tokens]
             if drafts := self._follower(each).propose(output, each.count):
                 proposals[each.sequence_id] = drafts
         return proposals

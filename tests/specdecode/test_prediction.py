@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import tracemalloc
+import types
+
+import numpy as np
 import pytest
 
-from specdecode.prediction import Follower, PredictedText
+from specdecode.prediction import Follower, PredictedText, PredictionProposer
+from specdecode.proposers import DraftRequest
 from specdecode.speculative_config import SpeculativeConfig
 from tests.engine.test_engine import make_engine, run
 from tests.engine_parts import device_of
@@ -38,6 +43,23 @@ def test_a_lost_place_is_found_again_behind_the_change_first() -> None:
     assert (
         proposed(following, "the cow sat; the dog sat; the end. A hat") == "; th"
     )  # only before it: the last of three
+
+
+def test_a_step_copies_only_the_new_tokens() -> None:
+    output = np.arange(100_000, dtype=np.int32)
+    params = SamplingParams(prediction_token_ids=tuple(range(100_100)))
+    state = types.SimpleNamespace(params=params, tokens=output, num_prompt_tokens=0, num_tokens=len(output) - 1)
+    proposer = PredictionProposer(2)
+    proposer.propose([DraftRequest(1, state, 3)])
+    state.num_tokens += 1
+    tracemalloc.start()
+    try:
+        drafts = proposer.propose([DraftRequest(1, state, 3)])
+        _, peak_bytes = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert drafts == {1: [100_000, 100_001, 100_002]}
+    assert peak_bytes < 100_000
 
 
 def num_steps(engine) -> list[int]:
