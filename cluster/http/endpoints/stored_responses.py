@@ -202,8 +202,8 @@ async def _earlier(state: AppState, owner: str, previous: str) -> list[dict[str,
 
 
 def keep_ended(state: AppState, recording: Recording) -> None:
-    """Stores the response of a recorded stream that has ended in this process, unless it is not to be kept. A stream that
-    was aborted because nobody read it has no response.
+    """Stores the response of a recorded stream that has ended in this process, unless it is not to be kept. A stream
+    that was aborted because nobody read it has no response.
     """
     if state.responses is None or recording.opening.path != PATH or not recording.is_ended:
         return
