@@ -276,8 +276,7 @@ async def delete(state: AppState, exchange: Exchange, _: None) -> ResponseDelete
         with contextlib.suppress(ServingError):  # a run that cannot be reached ends by its deadline, and is not kept
             recording = await state.streams.find(decode_opening(stored.opening).stream_id, exchange.owner)
             if recording is not None:
-                with _held(recording):
-                    await state.streams.cancel(recording)
+                await state.streams.cancel(recording)
     return ResponseDeleted(stored.response.id)
 
 
@@ -289,7 +288,7 @@ async def cancel(state: AppState, exchange: Exchange, _: None) -> ResponseObject
     if response.status not in ("queued", "in_progress"):
         return response
     recording = await _running(state, opening)
-    with _held(recording):
+    with _followed(state, recording) as recording:
         await state.streams.cancel(recording)
         try:
             async with asyncio.timeout(CANCEL_TIMEOUT_S):
@@ -334,7 +333,7 @@ async def _current(state: AppState, owner: str, stored: StoredResponse) -> Respo
     if ended is not None:
         return ended.response
     recording = await _running(state, decode_opening(stored.opening))
-    with _held(recording):
+    with _followed(state, recording) as recording:
         if recording.is_complete:
             return await _written(state, recording)
         response.status = "in_progress" if recording.entries else "queued"
@@ -356,10 +355,11 @@ async def _running(state: AppState, opening: Opening) -> Recording:
 
 
 @contextlib.contextmanager
-def _held(recording: Recording) -> Iterator[None]:
-    """Keeps a recording that another process writes up to date in the body of the `with`."""
+def _followed(state: AppState, recording: Recording) -> Iterator[Recording]:
+    """Yields a recording that is kept up to date within the `with`, also if another process runs its request."""
+    recording = state.streams.follow(recording)
     recording.begin_reading()
     try:
-        yield
+        yield recording
     finally:
         recording.end_reading()

@@ -209,6 +209,12 @@ class Streams(Protocol):
         """
         ...
 
+    def follow(self, recording: Recording) -> Recording:
+        """Returns the recording of this stream that is kept up to date here. The caller calls `begin_reading` on it at
+        once, and the recording is followed until `end_reading`.
+        """
+        ...
+
     def read(self, recording: Recording) -> Generation:
         """Returns the answer from its beginning, each entry an event of its own."""
         ...
@@ -234,6 +240,9 @@ class NoStreams:
 
     async def find(self, stream_id: str, owner: str) -> Recording | None:
         return None
+
+    def follow(self, recording: Recording) -> Recording:
+        raise AssertionError("there are no recordings")
 
     def read(self, recording: Recording) -> Generation:
         raise AssertionError("there are no recordings")

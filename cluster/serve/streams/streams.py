@@ -106,11 +106,14 @@ class RecordedStreams:
             recording = self._known(stream_id) or (None if found is None else self._copy_of(found))
         return None if recording is None or recording.opening.owner != owner else recording
 
-    def read(self, recording: Recording) -> Reader:
+    def follow(self, recording: Recording) -> Recording:
         known = self._known(recording.opening.stream_id)
-        if known is None:
+        if known is None and not recording.is_complete:
             self._follow_on(recording)
-        return Reader(self._client.tokenizer, known or recording)
+        return known or recording
+
+    def read(self, recording: Recording) -> Reader:
+        return Reader(self._client.tokenizer, self.follow(recording))
 
     async def cancel(self, recording: Recording) -> None:
         deadline = time.monotonic() + CANCEL_S
