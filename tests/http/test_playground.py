@@ -155,6 +155,22 @@ def test_the_key_is_asked_for_and_stays_in_the_tab(playground: Playground) -> No
     assert playground.page.evaluate("() => sessionStorage.length") == 0
 
 
+def test_a_key_that_two_requests_ask_for_at_once_is_kept(playground: Playground) -> None:
+    """The list of models is refused while the reader already types the key that a question was refused for."""
+    page, held = playground.page, []
+    page.route("**/v1/models", lambda route: route.continue_() if held else held.append(route))
+    playground.open(key="")
+    page.click("#examples li:first-child button")
+    page.fill("#key_dialog[open] #key", KEY)
+    held[0].continue_()
+    page.wait_for_function("() => document.getElementById('key_reason').textContent.startsWith('This server asks')")
+    assert page.input_value("#key") == KEY
+    page.keyboard.press("Enter")
+    playground.answered()
+    assert page.evaluate("() => sessionStorage.getItem('manta-key')") == KEY
+    assert page.locator("#key_dialog[open]").count() == 0
+
+
 class Gate:
     """Holds the engine from its third step with tokens on, until it is opened."""
 
@@ -261,6 +277,28 @@ def test_a_tool_is_called_and_its_result_told(playground: Playground) -> None:
         "content": "It is 21 degrees and sunny.",
     }
     assert playground.texts(".choice > .text")[1] == playground.asked()["choices"][0]["message"]["content"]
+
+
+def test_what_an_earlier_answer_offered_cannot_begin_a_second_one(playground: Playground) -> None:
+    page = playground.page
+
+    def fail() -> None:
+        page.route("**/v1/chat/completions", lambda route: route.abort(), times=1)
+        page.fill("#prompt", "What is Manta?")
+        page.keyboard.press("Enter")
+        page.wait_for_selector(".failure button")
+
+    playground.open()
+    playground.example(TOOL)
+    fail()
+    assert page.locator(".results").count() == 0, "the conversation has gone on without the tool's result"
+    page.click("#new_chat")
+    fail()
+    page.fill("#prompt", "Who are you?")
+    page.keyboard.press("Enter")
+    playground.answered()
+    assert page.locator(".failure").count() == 1
+    assert page.locator(".failure button").count() == 0
 
 
 def test_choices_are_side_by_side_and_tokens_show_their_alternatives(playground: Playground) -> None:

@@ -40,6 +40,7 @@ async function ask() {
   answer.onDraw = keepInView();
   stopping = new AbortController();
   document.querySelectorAll(".pick").forEach((button) => (button.disabled = true));
+  document.querySelectorAll(".failure button, .results").forEach((offer) => offer.remove()); // they would ask beside this
   show(answer.element);
   setBusy(true);
   strip.begin();
@@ -74,7 +75,11 @@ async function fail(answer, error, response) {
   setBusy(false);
   if (response === null) answer.element.remove();
   else answer.end("error", null, strip.end(null));
-  if (error.status === 401 && (await askForKey(error.message))) return ask();
+  const conversation = turns;
+  if (error.status === 401 && (await askForKey(error.message))) {
+    if (stopping || conversation !== turns) return; // the reader has asked something else meanwhile
+    return ask();
+  }
   const again = make("button", { type: "button", className: "quiet" }, "Try again");
   const shown = make("li", { className: "turn failure", role: "alert" }, make("p", {}, error.message), again);
   again.addEventListener("click", () => {
@@ -185,21 +190,28 @@ function openSettings(isOpen) {
 
 // ---- key, models, theme, code --------------------------------------------------------------------------------------
 
-/** Asks for the API key. Returns whether one was given. */
+/** What `askForKey` returned while the dialog is open; null while it is not. */
+let asking = null;
+
+/** Asks for the API key. Returns whether one was given. Who asks while the dialog is open gets the same answer. */
 function askForKey(why) {
-  const dialog = $("key_dialog");
   $("key_reason").textContent = why;
-  $("key").value = key();
-  dialog.returnValue = "";
-  if (!dialog.open) dialog.showModal();
-  return new Promise((resolve) =>
-    dialog.addEventListener("close", () => {
-      if (dialog.returnValue) setKey(dialog.returnValue === "forget" ? "" : $("key").value.trim());
+  asking ??= new Promise((resolve) => {
+    const dialog = $("key_dialog");
+    $("key").value = key();
+    dialog.returnValue = "";
+    dialog.showModal();
+    dialog.addEventListener("close", async () => {
+      asking = null;
+      const choice = dialog.returnValue;
+      if (choice) setKey(choice === "forget" ? "" : $("key").value.trim());
       $("key").value = "";
-      resolve(dialog.returnValue === "save" && key() !== "");
-      if (dialog.returnValue) loadModels();
-    }, { once: true }),
-  );
+      const isGiven = choice === "save" && key() !== "";
+      if (choice) await loadModels(); // a question that waits for the key needs a model
+      resolve(isGiven);
+    }, { once: true });
+  });
+  return asking;
 }
 
 async function loadModels() {
