@@ -87,6 +87,8 @@ class TwoIngresses:
         streams._own.clear()
         for server in ingress._listener.servers:
             server.close()
+        for _ in range(3):  # until connections that were just accepted are known
+            await asyncio.sleep(0)
         for connection in list(ingress._listener.server_state.connections):
             connection.transport.abort()
         ingress._listener.should_exit = ingress._listener.force_exit = True
