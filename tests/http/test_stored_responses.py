@@ -6,19 +6,28 @@ import contextlib
 import json
 import pathlib
 import time
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import AsyncIterator, Iterator
+from typing import Any, cast
 
 import httpx
+import httpx2
 import openai
 import pytest
 
 from cluster.batch.kept_responses import EndedResponse, KeptResponses, StoredResponse
 from cluster.batch.quota import TooMuch
 from cluster.batch.storage import Storage
-from cluster.config import ResponseLimits
+from cluster.config import EngineConfig, ResponseLimits, ServeConfig
+from cluster.errors import GenerationFailed
 from cluster.http.access.keys import ApiKeys
+from cluster.http.app import HttpApp
+from cluster.http.exchange.engines import Event, Generation
+from cluster.http.exchange.metrics import Metrics
+from cluster.http.exchange.recordings import NoStreams, Opening, Recording
 from cluster.protocol.responses_api import Reasoning, ResponseObject, TextOptions
+from cluster.text.tokenizer import Tokenizer
+from tests.async_tests import async_test
+from tests.http.test_routes import RepeatingEngines
 from tests.local_server import ThreadedServer
 from tests.patience import PATIENCE_S
 
@@ -140,13 +149,7 @@ def test_nothing_is_kept_of_what_is_not_to_be_stored(server: ThreadedServer) -> 
     with pytest.raises(openai.BadRequestError, match="background needs a stored response"):
         create(server, store=False, background=True)
     with pytest.raises(openai.BadRequestError, match="max_body_bytes"):
-        create(server, input="a" * (server_limit(server) - 100), background=True)
-
-
-def server_limit(server: ThreadedServer) -> int:
-    from cluster.config import ServeConfig
-
-    return ServeConfig().max_body_bytes
+        create(server, input="a" * (ServeConfig().max_body_bytes - 300), background=True)
 
 
 def test_a_resumable_stream_is_stored_when_its_reader_has_left(server: ThreadedServer) -> None:
@@ -222,23 +225,23 @@ def test_a_refused_background_response_is_not_stored(server: ThreadedServer, sto
     before = {each.name for each in folder.iterdir()}
     with pytest.raises(openai.BadRequestError):
         create(server, background=True, temperature=9)
+    schema = {"type": "json_schema", "name": "a", "schema": {"$ref": "#/nowhere"}}
+    with pytest.raises(openai.BadRequestError, match="nowhere"):
+        create(server, background=True, text={"format": schema})
     assert {each.name for each in folder.iterdir()} == before
 
 
-def test_a_restart_loses_no_response(tmp_path: pathlib.Path) -> None:
-    """What ran in the background when everything ended is run again with the same seed."""
-    first = serving(tmp_path)
-    try:
-        plain = create(first)
-        done = create(first, background=True, temperature=1, max_output_tokens=20)
-        expected = ended(first, done.id)
-        folder = tmp_path / "responses" / OWNER
-    finally:
-        first.stop()
-    (folder / f"{done.id}.ended").unlink()  # as if it had ended with the server, before it was answered
-    second = serving(
-        tmp_path, "responses.keep_s=1000", "responses.max_responses=3", "responses.max_stored_bytes=100000"
-    )
+def test_another_server_knows_every_response_and_runs_a_lost_one_again(
+    server: ThreadedServer, storage: pathlib.Path
+) -> None:
+    """It has the storage and no recordings, like a server after a restart."""
+    folder = storage / "responses" / OWNER
+    plain = create(server)
+    done = create(server, background=True, temperature=1, max_output_tokens=20)
+    expected = ended(server, done.id)
+    (folder / f"{done.id}.ended").unlink()  # as if the first server had been killed before it ended
+    limits = ("responses.keep_s=1000", "responses.max_responses=3", "responses.max_stored_bytes=100000")
+    second = serving(storage, *limits, "streams.max_client_bytes=1")
     try:
         assert client(second).responses.retrieve(plain.id).model_dump() == plain.model_dump()
         again = client(second).responses.retrieve(done.id)
@@ -246,10 +249,59 @@ def test_a_restart_loses_no_response(tmp_path: pathlib.Path) -> None:
         found = ended(second, done.id)
         assert (found.output_text, found.status) == (expected.output_text, expected.status)
         assert [item.id for item in found.output] == [item.id for item in expected.output]
+        with pytest.raises(openai.RateLimitError):  # the recording of the other one takes all the room
+            create(second, background=True)
         kept = [create(second) for _ in range(3)]
         assert {each.name for each in folder.iterdir()} == {each.id for each in kept}
     finally:
         second.stop()
+
+
+class Failing:
+    """A generation that ends in an error after its first event."""
+
+    num_choices, usages, ended_at = 1, (), 1
+
+    async def __aiter__(self) -> AsyncIterator[Event]:
+        yield Event(index=0, text="abc", token_ids=[1])
+        raise GenerationFailed("the engine failed twice")
+
+    def close(self) -> None:
+        pass
+
+
+class FailingStreams(NoStreams):
+    """Recorded streams that have failed as soon as they begin."""
+
+    def begin(self, opening: Opening) -> Recording:
+        self.recording = Recording(opening)
+        self.recording.is_ended = True
+        return self.recording
+
+    async def find(self, stream_id: str, owner: str) -> Recording | None:
+        return self.recording
+
+    def read(self, recording: Recording) -> Generation:
+        return cast(Generation, Failing())
+
+
+@async_test
+async def test_a_background_response_that_fails_says_why(tmp_path: pathlib.Path) -> None:
+    config = ServeConfig(engine=EngineConfig(model="demo"), batch_storage=str(tmp_path))
+    app = HttpApp(config, Tokenizer("demo"), RepeatingEngines(), Metrics("demo"), streams=FailingStreams())
+    http = httpx2.AsyncClient(transport=httpx2.ASGITransport(cast(Any, app)), trust_env=False)
+    asked = openai.AsyncOpenAI(base_url="http://localhost/v1", api_key="none", http_client=http, max_retries=0)
+    begun = await asked.responses.create(model="demo", input="Count.", background=True)
+    assert begun.status == "queued"
+    for _ in range(2):  # the second time from the storage
+        found = await asked.responses.retrieve(begun.id)
+        assert (found.status, found.output_text) == ("failed", "abc")
+        assert found.error is not None
+        assert (found.error.code, found.error.message) == ("server_error", "the engine failed twice")
+        names = [event.type async for event in await asked.responses.retrieve(begun.id, stream=True)]
+        assert (names[0], names[-1]) == ("response.created", "response.failed")
+    with pytest.raises(openai.BadRequestError, match="is failed"):
+        await asked.responses.create(model="demo", input="On.", previous_response_id=begun.id)
 
 
 # ---- bounds --------------------------------------------------------------------------------------------------------
@@ -283,21 +335,21 @@ def response(number: int, age_s: float = 0.0) -> ResponseObject:
 
 
 def test_the_oldest_responses_make_room(tmp_path: pathlib.Path) -> None:
-    kept = KeptResponses(Storage(str(tmp_path)), ResponseLimits(max_responses=100, max_stored_bytes=200_000))
-    given = [response(number) for number in range(300)]
+    kept = KeptResponses(Storage(str(tmp_path)), ResponseLimits(max_responses=40, max_stored_bytes=80_000))
+    given = [response(number) for number in range(100)]
     items = [{"type": "message", "role": "user", "content": "a" * 2000}]
     folder = tmp_path / "responses" / "me"
     for each in given:
         kept.create("me", StoredResponse(each, items))
-        assert sum(path.stat().st_size for path in folder.iterdir()) <= 200_000
-        assert len(list(folder.iterdir())) <= 100
+        assert sum(path.stat().st_size for path in folder.iterdir()) <= 80_000
+        assert len(list(folder.iterdir())) <= 40
     names = sorted(path.name for path in folder.iterdir())
     assert names == [each.id for each in given[-len(names) :]]
-    assert len(names) > 50
+    assert len(names) > 20
     kept.create("another", StoredResponse(given[0], items))  # has room of its own
     assert kept.find("another", given[0].id) is not None
     with pytest.raises(TooMuch, match="max_stored_bytes"):
-        kept.create("me", StoredResponse(response(301), [{"content": "a" * 200_000}]))
+        kept.create("me", StoredResponse(response(101), [{"content": "a" * 80_000}]))
 
 
 def test_expired_responses_are_removed(tmp_path: pathlib.Path) -> None:

@@ -150,8 +150,7 @@ async def prepared(
     """
     kept = state.responses
     if exchange.replay is not None:  # the recorded body is prepared
-        assert not isinstance(body.input, str)
-        return body, Keeping(state, kept, exchange, body.input) if body.store and kept is not None else None
+        return body, Keeping(state, kept, exchange, input_items(body)) if body.store and kept is not None else None
     _check_storage(state, body)
     stores = kept is not None and body.store is not False
     items = input_items(body)

@@ -36,7 +36,7 @@ def make_resumable(exchange: Exchange, body: bytes, max_unread_s: float) -> None
 
 def check_resumable(exchange: GenerationExchange, streams: bool, form: StreamForm) -> None:
     """Raises `RequestRefused` if an answer that is not a stream of events is to be resumable."""
-    if exchange.resumable is None or exchange.resumable.before is not None:
+    if exchange.resumable is None or exchange.resumable.is_in_background:
         return
     if not streams or form is LINES:
         what = "server-sent events; use another endpoint" if streams else "streams; send stream: true"

@@ -269,6 +269,10 @@ class Resumable(msgspec.Struct):
     before: Callable[[Opening], Awaitable[None]] | None = None
     """Called before the request begins. Set for an answer in the background, which need not be a stream."""
 
+    @property
+    def is_in_background(self) -> bool:
+        return self.before is not None
+
 
 _EVENT_ID = re.compile(r"(strm_[0-9a-f]{38}):(\d{1,15})")
 
