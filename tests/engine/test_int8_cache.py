@@ -14,7 +14,7 @@ import transformers
 from cluster.cli.check import check_model
 from cluster.config import EngineConfig
 from cluster.llm import LLM, SamplingParams
-from tests.checkpoints import checkpoint, on_one_thread, reference_logits, reference_model
+from tests.checkpoints import checkpoint, on_one_thread, reference_model
 from tests.engine.test_exact import SCHEDULES
 from tests.workers.cpu_forms import FORMS, TORCH, in_form
 from workers.checkpoints.memory import plan_kv_cache
@@ -120,22 +120,9 @@ def test_preemption_and_forks_change_no_token() -> None:
 
 def test_a_draft_model_has_such_a_cache_too() -> None:
     folder, draft = checkpoint("llama"), checkpoint("llama", num_hidden_layers=1)
-    llm = make(folder, speculative={"proposers": ["draft_model"], "draft_model": str(draft), "adaptive": False})
+    llm = make(folder, speculative={"proposers": ["draft"], "draft_model": str(draft), "adaptive": False})
     assert greedy(llm) == [generated(folder, prompt) for prompt in prompts()]
-    assert llm.engine.stats().drafts.num_drafted, "something was drafted"
-
-
-def test_logits_stay_close_to_those_of_the_unrounded_model() -> None:
-    folder = checkpoint("llama")
-    prompt = prompts()[2]
-    params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0)
-    (output,) = make(folder).generate([prompt], params, use_tqdm=False)
-    assert output.prompt_logprobs is not None
-    own = [entry.logprob for entry in output.prompt_logprobs if entry is not None]
-    logprobs = reference_logits(folder, prompt).log_softmax(-1)
-    expected = [logprobs[i, token].item() for i, token in enumerate(prompt[1:])]
-    error = np.abs(np.array(own) - np.array(expected))
-    assert 0 < error.mean() < 0.05
+    assert llm.engine.stats().drafts.accepted["draft"]
 
 
 def test_blocks_take_a_byte_an_element_and_four_a_head() -> None:
@@ -146,7 +133,7 @@ def test_blocks_take_a_byte_an_element_and_four_a_head() -> None:
         plan_kv_cache(config, "bfloat16", ModelOptions(**options), free_bytes=1 << 30, weight_bytes=1 << 20)
         for options in ({"kv_cache_bytes": 1 << 20, "kv_cache_dtype": kind} for kind in ("auto", "int8"))
     ]
-    assert plans[1][1] == plans[0][1] * 32 // 20
+    assert [num_blocks for _, num_blocks in plans] == [(1 << 20) // (16 * each) for each in (384, 240)]
     info = make(folder, kv_cache_bytes=1 << 20).engine.model
     assert (info.kv_cache_dtype, info.num_blocks) == ("int8", plans[1][1])
 
