@@ -25,12 +25,12 @@ from workers.kernels.query_tokens import QueryTokens
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
 
-from workers.kernels import cpu
+from workers.kernels import cpu, kv_cache
 from workers.kernels.attention_metadata import AttentionMetadata
 from workers.kernels.cpu_kv_cache import allocate_kv
 from workers.kernels.linears import GatedLinear
 from workers.kernels.weights import Linear
-from workers.models.model_config import HeadShape
+from workers.models.model_config import KV_SCALE_BYTES, HeadShape
 from workers.platforms.cpu_linears import OneDnnLinear, make_cpu_gated_linear, make_cpu_linear
 
 HEADS, KV_HEADS, HEAD_DIM, BLOCK_SIZE = 14, 2, 64, 16
@@ -81,20 +81,26 @@ def product_rate() -> float:
 
 
 class AttentionCase:
-    """Random queries over a paged bfloat16 cache with shuffled blocks; many layers, so that no cache helps."""
+    """Random queries over a paged cache with shuffled blocks; many layers, so that no cache helps."""
 
-    def __init__(self, starts: list[int], query_lens: list[int]) -> None:
+    def __init__(self, starts: list[int], query_lens: list[int], dtype: torch.dtype = torch.bfloat16) -> None:
+        """`dtype` is that of the cache: bfloat16, or int8 with scales."""
         contexts = np.array(starts) + np.array(query_lens)
         max_blocks = -(-int(contexts.max()) // BLOCK_SIZE)
         num_blocks = len(starts) * max_blocks
         tables = np.random.default_rng(0).permutation(num_blocks).astype(np.int32).reshape(len(starts), max_blocks)
         self.metadata = AttentionMetadata.build(QueryTokens(np.array(starts), np.array(query_lens), tables, BLOCK_SIZE))
-        layer_bytes = 4 * num_blocks * BLOCK_SIZE * KV_HEADS * HEAD_DIM
+        head_bytes = HEAD_DIM + KV_SCALE_BYTES if dtype == torch.int8 else 2 * HEAD_DIM
+        layer_bytes = 2 * num_blocks * BLOCK_SIZE * KV_HEADS * head_bytes
         num_layers = max(1, min(32, 2**30 // layer_bytes))
-        kv = allocate_kv(num_layers, num_blocks, BLOCK_SIZE, KV_HEADS, HEAD_DIM, torch.bfloat16).normal_()
+        kv = allocate_kv(num_layers, num_blocks, BLOCK_SIZE, KV_HEADS, HEAD_DIM, dtype)
         self.layers = [(layer[0], layer[1]) for layer in kv]
+        slots = torch.arange(num_blocks * BLOCK_SIZE)
+        for cache in self.layers[0]:
+            kv_cache.write(cache, slots, torch.randn(len(slots), KV_HEADS, HEAD_DIM), BLOCK_SIZE)
+        kv[1:] = kv[0]
         self.qkv = torch.randn(self.metadata.num_tokens, (HEADS + 2 * KV_HEADS) * HEAD_DIM).bfloat16()
-        self.kv_bytes = 4 * int(contexts.sum()) * KV_HEADS * HEAD_DIM
+        self.kv_bytes = 2 * int(contexts.sum()) * KV_HEADS * head_bytes
         self.layer = 0
 
     def next_layer(self) -> tuple[torch.Tensor, torch.Tensor]:
@@ -167,6 +173,18 @@ def attention_rows(seconds: float) -> None:
         report(f"prefill attention {length}", alternate(case.kernel, case.torch_prefill, seconds))
 
 
+def cache_rows(seconds: float) -> None:
+    """Decode attention over a cache of int8, with one of bfloat16 in the place of torch."""
+    bandwidth = read_bandwidth()
+    print(f"read bandwidth {bandwidth / 1e9:.0f} GB/s, {torch.get_num_threads()} threads")
+    print(f"{'':36}{'int8 ms':>10}{'bf16 ms':>10}{'ratio':>8}{'of floor':>9}")
+    for batch, context in [(1, 1024), (1, 8192), (32, 1024), (32, 4096)]:
+        shape = [context - 1] * batch, [1] * batch
+        rounded, plain = AttentionCase(*shape, torch.int8), AttentionCase(*shape)
+        times = alternate(rounded.kernel, plain.kernel, seconds)
+        report(f"int8 cache, decode {batch} x {context}", times, rounded.kv_bytes / bandwidth)
+
+
 def onednn_gated_linear(weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
     return GatedLinear(OneDnnLinear(weight, bias), torch_silu_and_mul)
 
@@ -219,9 +237,13 @@ def elementwise_rows(seconds: float) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seconds", type=float, default=1.0, help="time of each line")
+    parser.add_argument("--caches", action="store_true", help="only int8 caches against those in bfloat16")
     options = parser.parse_args()
     torch.manual_seed(0)
     with torch.inference_mode():
+        cache_rows(options.seconds)
+        if options.caches:
+            return
         attention_rows(options.seconds)
         linear_rows(options.seconds)
         elementwise_rows(options.seconds)

@@ -13,6 +13,7 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     num_blocks: int
     block_size: int
     kv_cache_bytes: int
+    kv_cache_dtype: str
     dtype: str
     platform: str
     kernels: str

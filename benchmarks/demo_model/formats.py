@@ -1,4 +1,4 @@
-"""Scores the demo model with weights in each format, on held-out conversations; prints a table.
+"""Scores the demo model with weights, and a KV cache, in each format, on held-out conversations; prints a table.
 
 `python -m benchmarks.demo_model.formats [--count 100] [--seed 10000]`. Perplexity is that of the right answers' tokens,
 given the conversation before them.
@@ -8,13 +8,20 @@ from __future__ import annotations
 
 import argparse
 import math
+from typing import Any
 
 from benchmarks.demo_model.data import TASKS, Sample, held_out
 from benchmarks.demo_model.evaluate import answers
 from cluster.llm import LLM, SamplingParams
 
-FORMATS = ("auto", "int8", "int4")
-"""Values of the option `weights`; `auto` is the checkpoint's dtype."""
+FORMATS: dict[str, dict[str, Any]] = {
+    "auto": {},
+    "int8": {"weights": "int8"},
+    "int4": {"weights": "int4"},
+    "auto, KV cache int8": {"kv_cache_dtype": "int8"},
+    "int8, KV cache int8": {"weights": "int8", "kv_cache_dtype": "int8"},
+}
+"""Names of formats, and the options of the engine that make them; `auto` is the checkpoint's dtype."""
 
 
 def perplexity(llm: LLM, samples: list[Sample]) -> float:
@@ -40,13 +47,13 @@ def main() -> None:
     samples = {task: held_out(task, options.count, options.seed) for task in TASKS}
     print(f"| weights | perplexity | as auto | {' | '.join(TASKS)} |\n{'| --- ' * (3 + len(TASKS))}|")
     reference: list[str] = []
-    for weights in FORMATS:
-        llm = LLM("demo", weights=weights, kv_cache_bytes=2**28)
+    for name, formats in FORMATS.items():
+        llm = LLM("demo", kv_cache_bytes=2**28, **formats)
         everything = [sample for each in samples.values() for sample in each]
         found = [text for _, _, text in answers(llm, everything)]
         reference = reference or found
         same = sum(a == b for a, b in zip(found, reference, strict=True)) / len(found)
-        cells = [weights, f"{perplexity(llm, everything):.4f}", f"{same:.1%}"]
+        cells = [name, f"{perplexity(llm, everything):.4f}", f"{same:.1%}"]
         for number in range(len(TASKS)):
             part = slice(number * options.count, (number + 1) * options.count)
             right = sum(text == sample.answer for text, sample in zip(found[part], everything[part], strict=True))

@@ -36,6 +36,7 @@ from workers.checkpoints.model_folder import load_model_config, resolve_model_fo
 from workers.exact import check_exact
 from workers.host import free_memory, num_cores
 from workers.kept_weights import check_weights, describe_kept
+from workers.kv_cache_dtype import check_kv_cache, kv_dtype
 from workers.models.model_config import ModelConfig, ModelError
 from workers.parallel.split import check_num_ranks
 from workers.torch_worker.trial import Trial, TrialResult, try_one_layer
@@ -61,6 +62,7 @@ class CheckReport(msgspec.Struct, frozen=True, kw_only=True):
     weights: str | None
     """Form of the linears' weights, as in `ModelInfo`."""
     kv_cache_bytes: int
+    kv_cache_dtype: str
     kv_bytes_per_token: int
     kv_cache_tokens: int
     has_chat_template: bool
@@ -116,7 +118,9 @@ def _check_quickly(engine: EngineConfig) -> None:
     folder = resolve_model_folder(engine.model)
     model = load_model_config(folder)
     _check_ranks(engine, model)
-    check_exact(engine, "cpu" if engine.device == "auto" else engine.device, model)
+    device = "cpu" if engine.device == "auto" else engine.device
+    check_exact(engine, device, model)
+    check_kv_cache(engine, device, model)
     num_elements(folder)  # raises unless every file is there and complete
     _check_templates(folder if engine.tokenizer is None else resolve_folder(engine.tokenizer))
     if engine.max_model_len is not None:
@@ -228,6 +232,7 @@ def check_model(engine: EngineConfig) -> CheckReport:
     if engine.device == "tpu":
         check_weights(engine.weights, "tpu")
         check_exact(engine, "tpu")
+        check_kv_cache(engine, "tpu")
         return _check_on_tpu(engine)
     from workers.platforms import choose_platform
     from workers.torch_worker.loader import check_tensors
@@ -247,6 +252,8 @@ def check_model(engine: EngineConfig) -> CheckReport:
         raise ModelError(str(error)) from error
     check_weights(engine.weights, platform.name)
     check_exact(engine, platform.name, model, platform.advice)
+    for each in (model, _draft_config(engine)):
+        check_kv_cache(engine, platform.name, each)
     keeps_integers = platform.keeps_integers and engine.weights != "dense"
     own_bytes = weight_bytes(folder, dtype, model, engine.weights)
     if tally is not None and model.quantization is not None:
@@ -284,6 +291,7 @@ def check_model(engine: EngineConfig) -> CheckReport:
         num_threads=engine.num_threads or num_cores(),
         weight_bytes=weights,
         kv_cache_bytes=kv_bytes,
+        kv_cache_dtype=kv_dtype(engine, dtype),
         kv_bytes_per_token=kv_bytes // capacity,
         kv_cache_tokens=capacity,
         has_chat_template=tokenizer.has_chat_template,
@@ -319,6 +327,7 @@ def _check_on_tpu(engine: EngineConfig) -> CheckReport:
         num_threads=engine.num_threads or num_cores(),
         weight_bytes=trial.weight_bytes,
         kv_cache_bytes=trial.kv_cache_bytes,
+        kv_cache_dtype=trial.dtype,
         kv_bytes_per_token=trial.kv_cache_bytes // capacity,
         kv_cache_tokens=capacity,
         has_chat_template=tokenizer.has_chat_template,
@@ -346,6 +355,7 @@ def _try_step(engine: EngineConfig, folder: pathlib.Path, dtype: str) -> TrialRe
             num_threads=engine.num_threads,
             weights=engine.weights,
             exact=engine.exact,
+            kv_cache_dtype=kv_dtype(engine, dtype),
             block_size=engine.block_size,
         )
         result = try_one_layer(trial)
@@ -389,7 +399,7 @@ def _render(report: CheckReport) -> str:
         "weights": _gib(report.weight_bytes) + (f": {report.weights}" if report.weights else ""),
         "KV cache": (
             f"{_gib(report.kv_cache_bytes)}: holds {report.kv_cache_tokens:,} tokens "
-            f"of {report.kv_bytes_per_token:,} bytes"
+            f"of {report.kv_bytes_per_token:,} bytes in {report.kv_cache_dtype}"
         ),
         "step": f"ran one layer and the head in {report.step_seconds * 1000:.3g} ms (kernels: {report.kernels})",
         "longest": f"{report.max_model_len:,} tokens a sequence (the model allows {report.model_positions:,})",

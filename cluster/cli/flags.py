@@ -20,6 +20,7 @@ FLAGS = {
     "--served-model-name": "served_model_name",
     "--tokenizer": "engine.tokenizer",
     "--dtype": "engine.dtype",
+    "--kv-cache-dtype": "engine.kv_cache_dtype",
     "--device": "engine.device",
     "--max-model-len": "engine.max_model_len",
     "--tensor-parallel-size": "engine.tensor_parallel_size",
@@ -35,7 +36,6 @@ KEYS_ARE_SEEN = "keys on a command line are seen by whoever lists this machine's
 _NOT_SERVED = "that is not served here"
 ANSWERS = {
     "--api-key": f"{KEYS_ARE_SEEN}; put them into MANTA_API_KEYS, or into a file: --set api_keys_file=FILE",
-    "--kv-cache-dtype": "the KV cache has the dtype of the model; --set engine.kv_cache_bytes=... sets its size",
     "--gpu-memory-utilization": "--set engine.kv_cache_fraction=0.5 is the share of the memory that is free after "
     "loading which the KV cache takes, or --set engine.kv_cache_bytes=8GB its size",
     "--kv-cache-memory-bytes": "write --set engine.kv_cache_bytes=8GB",

@@ -63,7 +63,7 @@ def test_flags_of_other_servers_set_options(
         (["serve", "--api-key", "secret"], ["there is no --api-key: keys on a command line", "MANTA_API_KEYS"]),
         (["chat", "--api-key=secret"], ["there is no --api-key: put the key into MANTA_API_KEY"]),
         (["serve", "--gpu-memory-utilization", "0.9"], ["engine.kv_cache_fraction"]),
-        (["serve", "--kv-cache-dtype", "fp8"], ["the KV cache has the dtype of the model"]),
+        (["serve", "--kv-cache-dtype", "fp8"], ["`engine.kv_cache_dtype` cannot be 'fp8'", "auto, int8"]),
         (["check", "--quantization", "awq"], ["how a checkpoint is quantised is read from it"]),
     ],
 )

@@ -263,6 +263,7 @@ class NumpyWorker:
             num_blocks=num_blocks,
             block_size=options.block_size,
             kv_cache_bytes=num_bytes,
+            kv_cache_dtype="float32",
             dtype="float32",
             platform="cpu",
             kernels="numpy",

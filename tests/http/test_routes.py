@@ -42,6 +42,7 @@ MODEL = ModelInfo(
     num_blocks=1,
     block_size=16,
     kv_cache_bytes=1,
+    kv_cache_dtype="float32",
     dtype="float32",
     platform="none",
     kernels="none",

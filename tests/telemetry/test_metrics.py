@@ -117,6 +117,7 @@ async def test_limits_and_sizes_hold_under_load() -> None:
         found = await ask()
         info = server.replica.engine.model
         assert found["manta:option", (("option", "request_timeout_s"),)] == 33
+        assert found["manta:cache_config_info", (("block_size", "16"), ("cache_dtype", "auto"))] == 1
         assert found["manta:option", (("option", "engine.max_num_sequences"),)] == 256
         assert found["manta:kv_cache_bytes", ()] == info.kv_cache_bytes
         assert found["manta:kv_cache_blocks", ()] == found["manta:kv_cache_free_blocks", ()] == info.num_blocks

@@ -11,9 +11,9 @@
 extern "C" {
 void manta_rms_norm(int, const void*, void*, const void*, void*, int, int, float);
 void manta_silu_and_mul(int, const void*, void*, int, int);
-void manta_rope_and_cache(int, void*, const float*, const int64_t*, const int64_t*, void*, void*, const void*,
-                          const void*, int, int, int, int, float);
-void manta_paged_attention(int, const void*, int64_t, const void*, const void*, void*, const int32_t*, const int32_t*,
+void manta_rope_and_cache(int, int, void*, const float*, const int64_t*, const int64_t*, void*, void*, const void*,
+                          const void*, int, int, int, int, int, float);
+void manta_paged_attention(int, int, const void*, int64_t, const void*, const void*, void*, const int32_t*, const int32_t*,
                            const int32_t*, const int32_t*, const int32_t*, const int32_t*, int, int, int, int, int, int,
                            int, int, float, int);
 int manta_attention_layout(int);

@@ -134,6 +134,7 @@ REQUESTS: dict[str, tuple[Ask, dict[str, Any]]] = {
     "n-grams": (generated(*SAMPLED), drafting("ngram")),
     "n-grams under constraints": (CONSTRAINED, drafting("ngram")),
     "n-grams, adaptive": (ALL_GREEDY, drafting("ngram", adaptive=True)),
+    "a KV cache of int8": (ALL_GREEDY, {"kv_cache_dtype": "int8"}),
     "a draft model": (generated(*SAMPLED), drafting("draft", draft_model=str(checkpoint("qwen3")))),
     "a draft model, adaptive": (
         ALL_GREEDY,

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 from workers.checkpoints.folder_kinds import lfs_pointer, why_no_weights
 from workers.kept_weights import KEPT_BITS, KeptBits, kept_bytes
+from workers.kv_cache_dtype import kv_dtype
 from workers.model_options import ModelOptions
 from workers.models.families import describe
 from workers.models.model_config import DTYPE_BYTES, ModelConfig, ModelError
@@ -62,7 +63,8 @@ def plan_kv_cache(
     Raises `ModelError` if the cache would not hold a single block.
     """
     block_size, kv_cache_bytes = options.block_size, options.kv_cache_bytes
-    block_bytes = sum(each.kv_bytes_per_token(dtype) for each in (model, draft) if each is not None) * block_size
+    cached = kv_dtype(options, dtype)
+    block_bytes = sum(each.kv_bytes_per_token(cached) for each in (model, draft) if each is not None) * block_size
     if kv_cache_bytes is not None:
         budget = kv_cache_bytes
     elif options.kv_cache_fraction is not None:

@@ -132,6 +132,7 @@ def _transformers_config(folder: pathlib.Path, architecture: str) -> ModelConfig
         num_heads=num_heads,
         num_kv_heads=transformers_support.num_kv_heads(config),
         head_dim=transformers_support.cached_head_dim(config),
+        has_alibi=transformers_support.uses_alibi(config),
         intermediate_size=getattr(config, "intermediate_size", None) or 4 * config.hidden_size,
         rms_norm_eps=0.0,
         rope=RopeConfig(),

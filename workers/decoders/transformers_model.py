@@ -22,6 +22,7 @@ from workers.checkpoints.transformers_support import OWN_ATTENTION, uses_alibi
 from workers.decoders.alibi import Alibi
 from workers.decoders.own_attention import alibi_bias, is_linear, replace_attention
 from workers.kept_weights import KEPT_BITS, KeptBits
+from workers.kernels import kv_cache
 from workers.kernels.attention_metadata import AttentionMetadata
 from workers.kernels.protocol import Forward, KVCaches
 from workers.kernels.query_tokens import QueryTokens
@@ -232,7 +233,7 @@ class TransformersModel:
             )
         k_cache, v_cache = self._kv_caches[layer]
         for cache, new in ((k_cache, key), (v_cache, value)):
-            cache.view(-1, *cache.shape[2:])[metadata.slot_mapping] = new[0].transpose(0, 1)
+            kv_cache.write(cache, metadata.slot_mapping, new[0].transpose(0, 1), metadata.block_size)
         heads = HeadShape(num_heads, self.config.num_kv_heads, head_dim, scale)
         attended = self._platform.kernels.paged_attention(
             query[0].transpose(0, 1).reshape(num_tokens, num_heads * head_dim).contiguous(),

@@ -29,6 +29,7 @@ from workers.jax_worker.programs import Compiler, keep_compiled_programs
 from workers.jax_worker.runner import JaxRunner
 from workers.jax_worker.step_times import measure_steps
 from workers.kept_weights import check_weights
+from workers.kv_cache_dtype import check_kv_cache
 from workers.model_info import ModelInfo
 from workers.model_options import ModelOptions
 from workers.models.model_config import ModelError
@@ -59,6 +60,7 @@ class JaxWorker:
     ) -> None:
         check_weights(config.weights, "tpu")
         check_exact(config, "tpu")
+        check_kv_cache(config, "tpu")
         phases = Phases()
         draws, num_hosts = place.rank == 0, config.num_ranks
         keep_compiled_programs()
@@ -112,6 +114,7 @@ class JaxWorker:
             num_blocks=num_blocks,
             block_size=config.block_size,
             kv_cache_bytes=num_bytes,
+            kv_cache_dtype=dtype,
             dtype=dtype,
             platform="tpu" if is_tpu(mesh) else "cpu",
             kernels=f"{'pallas' if is_tpu(mesh) else 'xla'}, {mesh.size} devices",

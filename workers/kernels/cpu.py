@@ -1,7 +1,7 @@
 """A decoder layer's kernels on the CPU: thin ctypes calls into `cpu.cpp`, or the torch reference without a compiler.
 
-Same functions and meanings as `workers/kernels/reference.py`; float32 and bfloat16, weights and caches in the dtype of
-the activations. Nothing is compiled or loaded before the first call.
+Same functions and meanings as `workers/kernels/reference.py`; float32 and bfloat16, weights in the dtype of the
+activations, caches in it too or in int8. Nothing is compiled or loaded before the first call.
 """
 
 from __future__ import annotations
@@ -19,6 +19,8 @@ from workers.kernels.shared_prefixes import MAX_QUERY_LEN, PREFIX_MULTIPLE
 from workers.models.model_config import HeadShape
 
 NO_WINDOW = 2**31 - 1
+CACHE_DTYPES = {**DTYPES, torch.int8: 2}
+"""Numbers that the C++ has for a cache's dtype."""
 HEAD_DIM_MULTIPLE = 16
 """Head sizes the C++ attention takes; the reference serves others."""
 
@@ -38,8 +40,8 @@ def _library() -> ctypes.CDLL | None:
     signatures = {
         "manta_rms_norm": [c_int, c_void_p, c_void_p, c_void_p, c_void_p, c_int, c_int, c_float],
         "manta_silu_and_mul": [c_int, c_void_p, c_void_p, c_int, c_int],
-        "manta_rope_and_cache": [c_int, *[c_void_p] * 8, *[c_int] * 4, c_float],
-        "manta_paged_attention": [c_int, c_void_p, c_int64, *[c_void_p] * 9, *[c_int] * 8, c_float, c_int],
+        "manta_rope_and_cache": [c_int, c_int, *[c_void_p] * 8, *[c_int] * 5, c_float],
+        "manta_paged_attention": [c_int, c_int, c_void_p, c_int64, *[c_void_p] * 9, *[c_int] * 8, c_float, c_int],
     }
     for name, argtypes in signatures.items():
         function = getattr(library, name)
@@ -97,11 +99,13 @@ def rope_and_cache(
     eps: float = 1e-6,
 ) -> None:
     library = _library()
-    if library is None or not qkv.is_contiguous():
+    is_refused = k_cache.dtype == torch.int8 and heads.head_dim % HEAD_DIM_MULTIPLE
+    if library is None or is_refused or not qkv.is_contiguous():
         reference.rope_and_cache(qkv, cos_sin, metadata, k_cache, v_cache, heads, q_norm_weight, k_norm_weight, eps)
         return
     library.manta_rope_and_cache(
         DTYPES[qkv.dtype],
+        CACHE_DTYPES[k_cache.dtype],
         qkv.data_ptr(),
         cos_sin.data_ptr(),
         metadata.positions.data_ptr(),
@@ -111,6 +115,7 @@ def rope_and_cache(
         None if q_norm_weight is None else q_norm_weight.data_ptr(),
         None if k_norm_weight is None else k_norm_weight.data_ptr(),
         qkv.shape[0],
+        metadata.block_size,
         heads.num_heads,
         heads.num_kv_heads,
         heads.head_dim,
@@ -139,6 +144,7 @@ def paged_attention(
     groups = metadata.shared_prefixes if sliding_window is None else None
     library.manta_paged_attention(
         DTYPES[qkv.dtype],
+        CACHE_DTYPES[k_cache.dtype],
         qkv.data_ptr(),
         stride,
         k_cache.data_ptr(),

@@ -16,7 +16,7 @@ import torch
 
 from workers.kernels import build
 from workers.kernels.attention_metadata import AttentionMetadata
-from workers.kernels.cpu import HEAD_DIM_MULTIPLE, NO_WINDOW
+from workers.kernels.cpu import CACHE_DTYPES, HEAD_DIM_MULTIPLE, NO_WINDOW
 from workers.kernels.cpu_linear import DTYPES, HasNative, NativeLinear
 from workers.kernels.kept_memory import KeptMemory
 from workers.kernels.layout import check, structure
@@ -25,7 +25,7 @@ from workers.kernels.weights import DecoderWeights, Linear, max_mlp_rows
 from workers.models.model_config import ModelConfig
 
 _Linear = structure("_Linear", "run state")
-_Shape = structure("_Shape", "", "dtype hidden num_heads num_kv_heads head_dim exact", "eps scale")
+_Shape = structure("_Shape", "", "dtype cache_dtype hidden num_heads num_kv_heads head_dim exact", "eps scale")
 _Step = structure(
     "_Step",
     "positions slots query_start context_lens block_tables group_start members prefix_lens cos_sin",
@@ -114,7 +114,8 @@ class FusedLayers:
         self._dtype = weights.dtype
         self._mlp_rows = max_mlp_rows(config, self._dtype)
         heads, hidden = config.heads, config.hidden_size
-        self._shape = _Shape(DTYPES[self._dtype], hidden, *heads[:3], exact, config.rms_norm_eps, heads.scale)
+        dtype = DTYPES[self._dtype]
+        self._shape = _Shape(dtype, dtype, hidden, *heads[:3], exact, config.rms_norm_eps, heads.scale)
         qkv_width = (heads.num_heads + 2 * heads.num_kv_heads) * heads.head_dim
         attended_width = heads.num_heads * heads.head_dim
         self._widths = (hidden, qkv_width, attended_width, config.intermediate_size)
@@ -158,6 +159,7 @@ class FusedLayers:
         """Hidden states after the last norm, [num_tokens, hidden]; `residual`, of the same shape, is overwritten."""
         if kv_caches is not self._kv_caches:
             self._kv_caches = kv_caches
+            self._shape.cache_dtype = CACHE_DTYPES[kv_caches[0][0].dtype]
             for layer, (k_cache, v_cache) in zip(self._layers, kv_caches, strict=True):
                 layer.k_cache, layer.v_cache = k_cache.data_ptr(), v_cache.data_ptr()
         groups = metadata.shared_prefixes

@@ -8,16 +8,18 @@ import mmap
 
 import torch
 
+from workers.kernels.kv_cache import layer_shape
+
 
 def allocate_kv(
     num_layers: int, num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype
 ) -> torch.Tensor:
-    """The uninitialised KV cache: [num_layers, 2 (k, v), num_blocks, block_size, num_kv_heads, head_dim].
+    """The uninitialised KV cache: [num_layers, 2 (k, v), *shape of a layer's keys], which `kv_cache.py` explains.
 
     A layer's caches are `k_cache, v_cache = kv[layer]`. In the order [KV slot, kv_head, dim] one token's heads are
     adjacent, so a kernel that serves all KV heads of a sequence reads whole blocks in a row.
     """
-    shape = (num_layers, 2, num_blocks, block_size, num_kv_heads, head_dim)
+    shape = [num_layers, 2, *layer_shape(dtype, num_blocks, block_size, num_kv_heads, head_dim)]
     return _huge_page_buffer(math.prod(shape) * dtype.itemsize).view(dtype).view(shape)
 
 

@@ -31,4 +31,6 @@ class LoadedModel(NamedTuple):
     """Configuration of this rank's share of the model."""
     model: Model
     dtype: torch.dtype
-    """Dtype of activations, keys and values."""
+    """Dtype of activations."""
+    kv_dtype: torch.dtype
+    """Dtype of cached keys and values."""

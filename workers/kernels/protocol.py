@@ -16,7 +16,7 @@ from workers.models.model_config import HeadShape
 from workers.sampling.sampling_state import SamplingState, SequenceState
 
 KVCaches = list[tuple[torch.Tensor, torch.Tensor]]
-"""(k_cache, v_cache) of each layer, [num_blocks, block_size, num_kv_heads, head_dim]."""
+"""(k_cache, v_cache) of each layer; `workers/kernels/kv_cache.py` has their shapes."""
 
 
 class DecodeLimits(NamedTuple):

@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
+from workers.kernels import kv_cache
 from workers.kernels.attention_metadata import AttentionMetadata
 from workers.models.model_config import HeadShape
 
@@ -48,15 +49,16 @@ def rope_and_cache(
     qkv is [num_tokens, (num_heads + 2 * num_kv_heads) * head_dim]; afterwards its key part is undefined. `cos_sin` is
     float32 [max_position, head_dim], cosines then sines, for rotary embedding (Su et al., 2021) in the half-split order
     of GPT-NeoX and Hugging Face. If norm weights [head_dim] are given, each query and key head is RMS-normalised before
-    the rotation (Qwen3).
+    the rotation (Qwen3). A cache of int8 gets keys and values rounded from the dtype of qkv.
     """
     num_heads, num_kv_heads, head_dim, _ = heads
     by_head = qkv.view(qkv.shape[0], num_heads + 2 * num_kv_heads, head_dim)
     query, key, value = by_head.split((num_heads, num_kv_heads, num_kv_heads), dim=1)
     cos, sin = cos_sin[metadata.positions].unsqueeze(1).chunk(2, dim=-1)
     query.copy_(_rotate(query, cos, sin, q_norm_weight, eps))
-    k_cache.view(-1, num_kv_heads, head_dim)[metadata.slot_mapping] = _rotate(key, cos, sin, k_norm_weight, eps)
-    v_cache.view(-1, num_kv_heads, head_dim)[metadata.slot_mapping] = value
+    rotated = _rotate(key, cos, sin, k_norm_weight, eps)
+    kv_cache.write(k_cache, metadata.slot_mapping, rotated, metadata.block_size)
+    kv_cache.write(v_cache, metadata.slot_mapping, value, metadata.block_size)
 
 
 def _rotate(
@@ -90,15 +92,15 @@ def paged_attention(
         first, last = query_start[sequence], query_start[sequence + 1]
         num_blocks = -(-context_len // metadata.block_size)
         blocks = metadata.block_tables[sequence, :num_blocks].long()
-        key = k_cache[blocks].view(-1, num_kv_heads, head_dim)[:context_len]
-        value = v_cache[blocks].view(-1, num_kv_heads, head_dim)[:context_len]
+        key = kv_cache.read(k_cache, blocks, metadata.block_size, heads)[:context_len]
+        value = kv_cache.read(v_cache, blocks, metadata.block_size, heads)[:context_len]
         distance = torch.arange(context_len - (last - first), context_len, device=qkv.device).unsqueeze(1)
         distance = distance - torch.arange(context_len, device=qkv.device)
         visible = distance >= 0
         if sliding_window is not None:
             visible &= distance < sliding_window
         attended = F.scaled_dot_product_attention(
-            query[first:last].transpose(0, 1).unsqueeze(0),
+            query[first:last].to(key.dtype).transpose(0, 1).unsqueeze(0),
             key.transpose(0, 1).unsqueeze(0),
             value.transpose(0, 1).unsqueeze(0),
             attn_mask=visible,

@@ -8,6 +8,8 @@ from typing import NamedTuple
 import msgspec
 
 DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
+KV_SCALE_BYTES = 4
+"""Bytes of the scale that a KV cache of int8 has for each token and KV head, of its key and of its value."""
 
 
 class ModelError(ValueError):
@@ -112,6 +114,8 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     dtype: str
     """The checkpoint's dtype: `bfloat16`, `float16` or `float32`."""
     eos_token_ids: tuple[int, ...] = ()
+    has_alibi: bool = False
+    """Whether cached keys hold the bias of their position too (ALiBi; `workers/decoders/alibi.py`)."""
     quantization: Quantization | None = None
     """Storage formats of the linears' weights; None if all are floating-point numbers."""
 
@@ -125,5 +129,6 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
         return msgspec.structs.replace(self, num_layers=num_layers, sliding_windows=windows)
 
     def kv_bytes_per_token(self, dtype: str) -> int:
-        """Returns the bytes of KV cache that one token takes over all layers, in a dtype of `DTYPE_BYTES`."""
-        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * DTYPE_BYTES[dtype]
+        """Returns the bytes of KV cache that one token takes over all layers, in a dtype of `DTYPE_BYTES` or `int8`."""
+        head_bytes = self.head_dim + KV_SCALE_BYTES if dtype == "int8" else self.head_dim * DTYPE_BYTES[dtype]
+        return 2 * self.num_layers * self.num_kv_heads * head_bytes

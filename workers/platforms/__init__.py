@@ -119,8 +119,8 @@ class Platform(Protocol):
         ...
 
     def allocate_kv(self, config: ModelConfig, num_blocks: int, block_size: int, dtype: torch.dtype) -> torch.Tensor:
-        """Allocates a model's KV cache, uninitialised: [num_layers, 2 (k, v), num_blocks, block_size, num_kv_heads,
-        head_dim].
+        """Allocates a model's KV cache, uninitialised: [num_layers, 2 (k, v), num_blocks, ...], with the shapes of
+        `workers/kernels/kv_cache.py`. The dtype is the model's, or int8 where `check_kv_cache` allows it.
         """
         ...
 

@@ -34,10 +34,10 @@ def run_largest_step(
     Computes the logits of `num_rows` rows. If this rank `draws`, also draws one row under every combination of edits,
     filters and a mask, and all rows under all of them.
     """
-    config, model, dtype = loaded
+    config, model, _, kv_dtype = loaded
     num_tokens = min(num_tokens, config.max_position_embeddings)
     num_blocks = -(-num_tokens // block_size)
-    kv_cache = platform.allocate_kv(config, num_blocks, block_size, dtype)
+    kv_cache = platform.allocate_kv(config, num_blocks, block_size, kv_dtype)
     tables = np.arange(num_blocks, dtype=np.int32)[None]
     metadata = platform.build_metadata(QueryTokens(np.array([0]), np.array([num_tokens]), tables, block_size))
     token_ids = platform.place(np.zeros(num_tokens, dtype=np.int64))

@@ -23,6 +23,7 @@ from workers.exact import check_exact
 from workers.kept_weights import check_weights, describe_kept
 from workers.kernels.model_protocol import LoadedModel
 from workers.kernels.protocol import DecodeLimits
+from workers.kv_cache_dtype import check_kv_cache, kv_dtype
 from workers.model_info import ModelInfo
 from workers.model_options import ModelOptions
 from workers.models.model_config import ModelConfig, ModelError
@@ -68,23 +69,27 @@ class TorchWorker:
         folder = resolve_model_folder(config.model)
         model_config = load_model_config(folder)
         check_exact(config, platform.name, model_config, platform.advice)
+        check_kv_cache(config, platform.name, model_config)
         draft_config = None if draft_folder is None else load_model_config(draft_folder)
+        check_kv_cache(config, platform.name, draft_config)
         check_num_ranks(model_config, num_ranks, config.exact)
         share = shard_config(model_config, num_ranks)
         dtype = platform.resolve_dtype(config.dtype, model_config.dtype)
         self.group = _open_group(place, num_ranks, platform)
         phases.end("config")
         dtype = _COMMON_DTYPES[self.group.least(_COMMON_DTYPES.index(dtype))]
+        cached = kv_dtype(config, dtype)
+        dtypes = platform.torch_dtype(dtype), torch.int8 if cached == "int8" else platform.torch_dtype(dtype)
         model = load_model(
             folder, model_config, dtype, platform, group=self.group, weights=config.weights, exact=config.exact
         )
         draft: LoadedModel | None = None
         if draft_folder is not None and draft_config is not None:
             draft_model = load_model(draft_folder, draft_config, dtype, platform, weights=config.weights)
-            draft = LoadedModel(draft_config, draft_model, platform.torch_dtype(dtype))
+            draft = LoadedModel(draft_config, draft_model, *dtypes)
         self.group.barrier()  # every rank loads its weights before any measures free memory
         phases.end("weights")
-        loaded = LoadedModel(share, model, platform.torch_dtype(dtype))
+        loaded = LoadedModel(share, model, *dtypes)
         largest_steps = functools.partial(
             _run_largest_steps, loaded, draft, platform, config, max_draft_tokens, draws=rank == 0
         )
@@ -101,7 +106,7 @@ class TorchWorker:
         block_bytes = kv_bytes // num_blocks
         num_blocks = self.group.least(num_blocks)
         max_model_len = plan_max_model_len(model_config, config.max_model_len, num_blocks * config.block_size)
-        kv_cache = platform.allocate_kv(share, num_blocks, config.block_size, platform.torch_dtype(dtype))
+        kv_cache = platform.allocate_kv(share, num_blocks, config.block_size, loaded.kv_dtype)
         phases.end("kv_cache")
         make_runner = ModelRunner if num_ranks == 1 else RankRunner if rank == 0 else FollowerRunner
         self.runner = make_runner(
@@ -132,6 +137,7 @@ class TorchWorker:
             num_blocks=num_blocks,
             block_size=config.block_size,
             kv_cache_bytes=num_blocks * block_bytes,
+            kv_cache_dtype=cached,
             dtype=dtype,
             platform=platform.name,
             kernels=platform.kernel_form,
@@ -208,7 +214,7 @@ without bfloat16 supports only float32.
 
 def _log_start(info: ModelInfo) -> None:
     logger.info(
-        "loaded %s in %.1f s (%s, weights %s, %s, kernels %s); KV cache: %d blocks of %d tokens, %.2f GiB; "
+        "loaded %s in %.1f s (%s, weights %s, %s, kernels %s); KV cache: %d blocks of %d tokens in %s, %.2f GiB; "
         "longest sequence %d tokens",
         info.folder,
         info.load_seconds,
@@ -218,6 +224,7 @@ def _log_start(info: ModelInfo) -> None:
         info.kernels,
         info.num_blocks,
         info.block_size,
+        info.kv_cache_dtype,
         info.kv_cache_bytes / 2**30,
         info.max_model_len,
     )

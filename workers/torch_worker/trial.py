@@ -46,6 +46,8 @@ class Trial(msgspec.Struct, frozen=True, kw_only=True):
     num_threads: int | None
     weights: str
     exact: bool
+    kv_cache_dtype: str
+    """The dtype of cached keys and values: `int8`, or that of the activations."""
     block_size: int
 
 
@@ -92,17 +94,19 @@ def run(trial: Trial) -> TrialResult:
 
 
 def _run(trial: Trial) -> TrialResult:
+    import torch
+
     from workers.platforms import choose_platform
     from workers.torch_worker.loader import load_model
     from workers.torch_worker.model_runner import ModelRunner
 
     config = load_model_config(trial.folder).first_layers(1)
     platform = choose_platform(trial.device, trial.num_threads, trial.exact)
-    dtype = platform.torch_dtype(trial.dtype)
     model = load_model(trial.folder, config, trial.dtype, platform, whole=False, weights=trial.weights)
     prompt_len = max(1, min(PROMPT_TOKENS, config.max_position_embeddings - DECODE_STEPS - 1))
     num_blocks = -(-(prompt_len + DECODE_STEPS) // trial.block_size)
-    kv_cache = platform.allocate_kv(config, len(_PARAMS) * num_blocks, trial.block_size, dtype)
+    kv_dtype = torch.int8 if trial.kv_cache_dtype == "int8" else platform.torch_dtype(trial.dtype)
+    kv_cache = platform.allocate_kv(config, len(_PARAMS) * num_blocks, trial.block_size, kv_dtype)
     runner = ModelRunner(model, platform, kv_cache, config, trial.block_size, len(_PARAMS), prompt_len + DECODE_STEPS)
     prompt = [token % config.vocab_size for token in range(prompt_len)]
     prefill = StepInput(

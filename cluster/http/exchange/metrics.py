@@ -153,9 +153,17 @@ class Metrics:
         self._options = Gauge(
             "manta:option", "Numbers of the configuration.", ["model_name", "option"], registry=self._of_engines
         )
+        self._cache_config = Gauge(
+            "manta:cache_config_info",
+            "Always 1; its labels describe the KV cache.",
+            ["model_name", "cache_dtype", "block_size"],
+            registry=self._of_engines,
+        )
 
     def show_options(self, config: ServeConfig) -> None:
-        """Shows every number of the configuration under its dotted name."""
+        """Shows every number of the configuration under its dotted name, and the form of the KV cache."""
+        engine = config.engine
+        self._cache_config.labels(self._model, engine.kv_cache_dtype, str(engine.block_size)).set(1)
         for name, value in numbers(config):
             self._options.labels(self._model, name).set(value)
 

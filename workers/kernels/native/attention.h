@@ -12,12 +12,12 @@
 
 #include <algorithm>
 #include <cmath>
-#include <cstdlib>
 #include <type_traits>
 
 #include "attention_plan.h"
 #include "parallel.h"
 #include "quantized_floats.h"
+#include "scratch.h"
 
 constexpr int64_t PARALLEL_COST = 3'000'000;  // with fewer row-key-dimension products one thread is faster
 constexpr int ROW_BLOCK = 96;  // rows multiplied at a time: their scores and probabilities stay in the L1 cache
@@ -31,28 +31,9 @@ struct KeyRange {
 
 // Offsets of a block's keys (and values) into the caches
 struct KeyBlock {
+    int first;  // position of the first key
     int num_keys;
     size_t offsets[KEY_BLOCK];
-};
-
-// Memory that one thread reuses from call to call
-class Scratch {
-  public:
-    ~Scratch() {
-        free(memory_);
-    }
-    char* reserve(size_t bytes) {
-        if (bytes > capacity_) {
-            free(memory_);
-            capacity_ = (bytes * 3 / 2 + 4095) / 4096 * 4096;
-            memory_ = static_cast<char*>(aligned_alloc(4096, capacity_));
-        }
-        return memory_;
-    }
-
-  private:
-    char* memory_ = nullptr;
-    size_t capacity_ = 0;
 };
 
 // One row's state after a split of its keys, or after several of them
@@ -84,10 +65,12 @@ inline void fold(RowState& to, const RowState& split, int width) {
 // One row of softmax over `vectors` * LANES scores, of which [low, high) are visible. Turns scores into probabilities
 // relative to the row's running maximum. If that maximum grows, rescales what the row has gathered. It need not be the
 // exact maximum: a score that exceeds it by less than SLACK costs no precision, so most blocks need not change it.
-template <bool MASKED, class E>
+//
+// With SCALED a score is to be multiplied by its key's scale first, and a probability by its value's scale last.
+template <bool MASKED, bool SCALED, class E>
 MANTA_INLINE void softmax_row(
     const float* scores, E* probabilities, int vectors, int low, int high, float factor, float& running_max,
-    float* running_sum, float* gathered, int width
+    float* running_sum, float* gathered, int width, const float* key_scales, const float* value_scales
 ) {
     constexpr bool coarse = !std::is_same<E, float>::value;
     Floats logits[KEY_BLOCK / LANES];
@@ -95,6 +78,7 @@ MANTA_INLINE void softmax_row(
     Floats best = splat(LOWEST);
     for (int i = 0; i < vectors; i++) {
         logits[i] = load(scores + i * LANES);
+        if (SCALED) logits[i] *= load(key_scales + i * LANES);
         if (MASKED) {
             const Ints key = lane_index() + i * LANES;
             visible[i] = (key >= low) & (key < high);
@@ -119,18 +103,23 @@ MANTA_INLINE void softmax_row(
             Floats probability = exp2_of<coarse>(logits[i] * factor - running_max);
             if (MASKED) probability = visible[i] ? probability : splat(0);
             sums[v] += probability;
+            if (SCALED) {
+                probability *= load(value_scales + i * LANES);
+                if (MASKED) probability = visible[i] ? probability : splat(0);  // a scale may be NaN
+            }
             store(probabilities + i * LANES, probability);
         }
     }
     memcpy(running_sum, &sums, sizeof(sums));
 }
 
-// Runs units of work; E is the element of the packed operands (bf16 or float). EMULATES_FUSED: products are rounded as if
+// Runs units of work; T and C as in `Attention`, E is the element of the packed operands (bf16 or float). Packed int8 stay
+// whole numbers: scales are applied to scores and probabilities, of which there are fewer. EMULATES_FUSED: products are rounded as if
 // the processor fused them with sums.
-template <class T, class E, bool EMULATES_FUSED>
+template <class T, class C, class E, bool EMULATES_FUSED>
 class AttentionWorker {
   public:
-    AttentionWorker(const Attention<T>& call, Plan& plan, float* results)
+    AttentionWorker(const Attention<T, C>& call, Plan& plan, float* results)
         : call_(call),
           plan_(plan),
           results_(results),
@@ -279,7 +268,7 @@ class AttentionWorker {
             heads * padded_rows_ * width_ * sizeof(float),
             heads * padded_rows_ * SUM_LANES * sizeof(float),
             heads * padded_rows_ * sizeof(float),
-            call_.head_dim * sizeof(T),
+            call_.head_dim * sizeof(C),
             width_ * sizeof(float),
             heads * padded_rows_ * width_ * sizeof(float),
             heads * padded_rows_ * sizeof(float),
@@ -300,7 +289,7 @@ class AttentionWorker {
         gathered_ = reinterpret_cast<float*>(starts[4]);
         sums_ = reinterpret_cast<float*>(starts[5]);
         maxima_ = reinterpret_cast<float*>(starts[6]);
-        zeros_ = reinterpret_cast<T*>(starts[7]);
+        zeros_ = reinterpret_cast<C*>(starts[7]);
         merged_ = reinterpret_cast<float*>(starts[8]);
         folded_ = reinterpret_cast<float*>(starts[9]);
         folded_maxima_ = reinterpret_cast<float*>(starts[10]);
@@ -346,35 +335,58 @@ class AttentionWorker {
         }
         const int num_rows = 2 * block.num_keys;
         const int packs = KEY_BLOCK / LANES * (width_ / GRANULE) * num_heads;
-        return {rows, num_rows, int(task.num_heads * call_.head_dim * sizeof(T)), num_rows / 3 / packs + 1};
+        return {rows, num_rows, int(task.num_heads * call_.head_dim * sizeof(C)), num_rows / 3 / packs + 1};
     }
 
     // Finds where the keys [key, key + KEY_BLOCK) before `end` lie
     void locate(const Task& task, int key, int end, KeyBlock& block) const {
         const int32_t* table = call_.block_tables + size_t(task.sequence) * call_.max_blocks;
-        const size_t slot_size = size_t(call_.num_kv_heads) * call_.head_dim;
+        const CacheLayout<C>& cache = call_.cache;
+        block.first = key;
         block.num_keys = std::max(0, std::min(KEY_BLOCK, end - key));
         for (int i = 0; i < block.num_keys;) {
-            const int offset = (key + i) % call_.block_size;
-            const size_t slot = size_t(table[(key + i) / call_.block_size]) * call_.block_size + offset;
-            const int run = std::min(call_.block_size - offset, block.num_keys - i);
-            for (int j = 0; j < run; j++) block.offsets[i + j] = (slot + j) * slot_size;
+            const int offset = (key + i) % cache.block_size;
+            const size_t token = cache.token(table[(key + i) / cache.block_size], offset);
+            const int run = std::min(cache.block_size - offset, block.num_keys - i);
+            for (int j = 0; j < run; j++) block.offsets[i + j] = token + j * cache.slot_size();
+            if (CacheLayout<C>::HAS_SCALES) {
+                for (int head = 0; head < task.num_heads; head++) {
+                    const size_t scale = cache.scale(token, offset, task.first_head + head);
+                    __builtin_prefetch(call_.k_cache + scale, 0, 2);
+                    __builtin_prefetch(call_.v_cache + scale, 0, 2);
+                }
+            }
+            i += run;
+        }
+    }
+
+    // Copies the scales of a block's keys or values of one head; those past its last key stay undefined
+    void load_scales(const C* from, const KeyBlock& block, int head, float* to) const {
+        const CacheLayout<C>& cache = call_.cache;
+        for (int i = 0; i < block.num_keys;) {
+            const int offset = (block.first + i) % cache.block_size;
+            const int run = std::min(cache.block_size - offset, block.num_keys - i);
+            memcpy(to + i, from + cache.scale(block.offsets[i], offset, head), run * sizeof(float));
             i += run;
         }
     }
 
     // Pointers to the first `span` rows of a block; after its last key, to zeros
-    void point(const T* cache, const KeyBlock& block, int span, const T** rows) const {
+    void point(const C* cache, const KeyBlock& block, int span, const C** rows) const {
         for (int i = 0; i < block.num_keys; i++) rows[i] = cache + block.offsets[i];
         for (int i = block.num_keys; i < span; i++) rows[i] = zeros_;
     }
 
     void attend(const Task& task, int key, const KeyBlock& block, Prefetcher& prefetcher) {
         const int span = round_up(block.num_keys, GRANULE);
-        const T* rows[KEY_BLOCK];
+        const C* rows[KEY_BLOCK];
         E* packed_values = rows_ > ROW_BLOCK ? packed_ + size_t(width_) * KEY_BLOCK : packed_;
         for (int head = 0; head < task.num_heads; head++) {
             const size_t base = size_t(task.first_head + head) * call_.head_dim;
+            if (CacheLayout<C>::HAS_SCALES) {
+                load_scales(call_.k_cache, block, task.first_head + head, key_scales_);
+                load_scales(call_.v_cache, block, task.first_head + head, value_scales_);
+            }
             point(call_.k_cache + base, block, span, rows);
             for (int i = 0; i < span; i += LANES) pack_keys(rows + i, call_.head_dim, packed_ + i * width_, prefetcher);
             for (int row = 0; row < rows_; row += ROW_BLOCK) {
@@ -433,14 +445,21 @@ class AttentionWorker {
             float* sum = sums_ + state * SUM_LANES;
             float* gathered = gathered_ + state * width_;
             float& best = maxima_[state];
+            constexpr bool scaled = CacheLayout<C>::HAS_SCALES;
+            const auto run = [&](auto masked, int vectors) {
+                softmax_row<decltype(masked)::value, scaled>(
+                    scores, probabilities, vectors, low, high, factor, best, sum, gathered, width_, key_scales_,
+                    value_scales_
+                );
+            };
             if (high <= low) {
                 memset(static_cast<void*>(probabilities), 0, span * sizeof(E));
             } else if (low == 0 && high == KEY_BLOCK) {
-                softmax_row<false>(scores, probabilities, full, low, high, factor, best, sum, gathered, width_);
+                run(std::false_type{}, full);
             } else if (span == KEY_BLOCK) {
-                softmax_row<true>(scores, probabilities, full, low, high, factor, best, sum, gathered, width_);
+                run(std::true_type{}, full);
             } else {
-                softmax_row<true>(scores, probabilities, span / LANES, low, high, factor, best, sum, gathered, width_);
+                run(std::true_type{}, span / LANES);
             }
         }
     }
@@ -522,7 +541,7 @@ class AttentionWorker {
         return size_t(task.num_heads) * task.num_tokens * group_ * (width_ + 2);
     }
 
-    const Attention<T>& call_;
+    const Attention<T, C>& call_;
     Plan& plan_;
     float* results_;  // of splits, at the offsets that the plan gives
     const int group_;  // query heads of a KV head
@@ -541,15 +560,17 @@ class AttentionWorker {
     float* folded_ = nullptr;  // [heads][padded_rows][width]: values of the unit's earlier splits
     float* folded_maxima_ = nullptr;  // [heads][padded_rows]
     float* folded_sums_ = nullptr;  // [heads][padded_rows]
-    T* zeros_ = nullptr;  // read instead of keys past the end of a context
+    float key_scales_[KEY_BLOCK];  // of the block and head under way, if the cache has scales
+    float value_scales_[KEY_BLOCK];
+    C* zeros_ = nullptr;  // read instead of keys past the end of a context
 };
 
-template <class T, class E, bool EMULATES_FUSED = false>
-void attend_all(const Attention<T>& call) {
+template <class T, class C, class E, bool EMULATES_FUSED = false>
+void attend_all(const Attention<T, C>& call) {
     static thread_local Plan plan_memory;
     static thread_local Scratch result_memory;
     Plan& plan = plan_memory;  // in the parallel region the thread-local name would mean each thread's own plan
-    plan.make(call, AttentionWorker<T, E, EMULATES_FUSED>::width_of(call.head_dim), max_threads());
+    plan.make(call, AttentionWorker<T, C, E, EMULATES_FUSED>::width_of(call.head_dim), max_threads());
     float* results = reinterpret_cast<float*>(result_memory.reserve(plan.floats * sizeof(float)));
     const int num_units = int(plan.units.size());
     const int threads = plan.cost > PARALLEL_COST ? std::min(num_units, max_threads()) : 1;
@@ -558,7 +579,7 @@ void attend_all(const Attention<T>& call) {
     parallel(threads, [&](int thread) {
         static thread_local Scratch scratch;
         static thread_local Scratch member_scratch;
-        AttentionWorker<T, E, EMULATES_FUSED> worker(call, plan, results);
+        AttentionWorker<T, C, E, EMULATES_FUSED> worker(call, plan, results);
         worker.begin();
         int i = thread;
         while (i < num_units) {

@@ -11,13 +11,16 @@
 #include <cstdint>
 #include <vector>
 
+#include "kv_cache.h"
 #include "tiles.h"
 
-template <class T>
+// T is the dtype of queries and results, C that of the cache
+template <class T, class C>
 struct Attention {
     const T* qkv;  // [num_tokens, qkv_stride], of which the first num_heads * head_dim are the queries
-    const T* k_cache;  // [slots, num_kv_heads, head_dim]
-    const T* v_cache;
+    const C* k_cache;
+    const C* v_cache;
+    CacheLayout<C> cache;
     T* output;  // [num_tokens, num_heads * head_dim]
     const int32_t* query_start;
     const int32_t* context_lens;
@@ -29,7 +32,6 @@ struct Attention {
     int num_sequences;
     int num_groups;
     int max_blocks;
-    int block_size;
     int num_heads;
     int num_kv_heads;
     int head_dim;
@@ -91,8 +93,8 @@ class Plan {
         return tasks[first_tasks_[sequence] + head];
     }
 
-    template <class T>
-    void make(const Attention<T>& call, int width, int threads) {
+    template <class Call>
+    void make(const Call& call, int width, int threads) {
         group_ = call.num_heads / call.num_kv_heads;
         width_ = width;
         tasks.clear();
@@ -113,7 +115,7 @@ class Plan {
         // A token's heads lie together and are best read together, unless that leaves threads without work
         int64_t num_splits = 0;
         for (int i = 0; i < call.num_sequences; i++) num_splits += splits_of(prefixes_[i], call.context_lens[i]);
-        const int run_heads = std::max(1, KV_RUN_BYTES / int(call.head_dim * sizeof(T)));
+        const int run_heads = std::max(1, KV_RUN_BYTES / int(call.head_dim * sizeof(*call.k_cache)));
         heads_together_ = num_splits >= 2 * threads ? std::min(run_heads, call.num_kv_heads) : 1;
         bool uneven = call.num_groups > 0;
         for (int sequence = 0; sequence < call.num_sequences; sequence++) {
@@ -128,8 +130,8 @@ class Plan {
     }
 
   private:
-    template <class T>
-    void add_sequence(const Attention<T>& call, int sequence, int length) {
+    template <class Call>
+    void add_sequence(const Call& call, int sequence, int length) {
         const int start = call.context_lens[sequence] - length;
         const bool is_short = length <= SHORT_QUERY;
         const int tile = is_short ? length : std::max(1, TILE_QUERY_ROWS / group_);
@@ -175,8 +177,8 @@ class Plan {
 
     // If the rows suffice to keep all threads busy with many rows each, a unit computes the whole prefix and continues
     // with the members' own keys, so that its sums stay in one core. If they do not, the prefix is split over threads.
-    template <class T>
-    GroupShape shape_of(const Attention<T>& call, int index, int threads) const {
+    template <class Call>
+    GroupShape shape_of(const Call& call, int index, int threads) const {
         GroupShape shape = {0, 0, 0, 0};
         for (int i = call.group_start[index]; i < call.group_start[index + 1]; i++) {
             shape.rows += tokens_of(call, call.members[i]) * group_;
@@ -189,8 +191,8 @@ class Plan {
         return shape;
     }
 
-    template <class T>
-    void add_group(const Attention<T>& call, int index) {
+    template <class Call>
+    void add_group(const Call& call, int index) {
         const GroupShape& shape = shapes_[index];
         const int apart_keys = shape.apart * SPLIT_KEYS;
         if (shape.apart) add_tiles(call, index, shape.wide_tiles, 0, apart_keys, false);
@@ -198,8 +200,8 @@ class Plan {
     }
 
     // Tiles of a group's members, one KV head each, for the shared keys [first_key, end_key)
-    template <class T>
-    void add_tiles(const Attention<T>& call, int index, int num_tiles, int first_key, int end_key, bool goes_on) {
+    template <class Call>
+    void add_tiles(const Call& call, int index, int num_tiles, int first_key, int end_key, bool goes_on) {
         const int end = call.group_start[index + 1];
         const int tile_rows = (shapes_[index].rows - 1) / num_tiles + 1;
         for (int member = call.group_start[index]; member < end;) {
@@ -231,8 +233,8 @@ class Plan {
         }
     }
 
-    template <class T>
-    static int tokens_of(const Attention<T>& call, int sequence) {
+    template <class Call>
+    static int tokens_of(const Call& call, int sequence) {
         return call.query_start[sequence + 1] - call.query_start[sequence];
     }
 

@@ -7,13 +7,14 @@
 #include "attention.h"
 #include "parallel.h"
 #include "quantized_floats.h"
+#include "quantized_rows.h"
 
 namespace {
 
 constexpr int64_t PARALLEL_ELEMENTS = 32768;
 constexpr int HEAD_DIM_MULTIPLE = 16;  // head sizes that attention supports are multiples of it
 
-enum DType { FLOAT32 = 0, BFLOAT16 = 1 };
+enum DType { FLOAT32 = 0, BFLOAT16 = 1, INT8 = 2 };  // int8: of caches only
 
 // Two sums in each lane, so that one addition need not wait for the last
 template <class T>
@@ -103,27 +104,59 @@ MANTA_INLINE void rotate_head(const T* from, T* to, const float* cos, const T* w
     }
 }
 
+// Rounds a token's rotated keys, or its values, to int8: a head at a time, by its largest magnitude
 template <class T>
+void cache_rounded(const T* heads, int8_t* cache, const CacheLayout<int8_t>& layout, size_t token, int offset) {
+    const int head_dim = layout.head_dim;
+    for (int head = 0; head < layout.num_kv_heads; head++) {
+        const T* from = heads + head * head_dim;
+        int32_t total;
+        const float scale =
+            quantize(from, head_dim, largest_bits(from, head_dim), cache + token + head * head_dim, head_dim, total);
+        memcpy(cache + layout.scale(token, offset, head), &scale, sizeof(scale));
+    }
+}
+
+template <class T, class C>
 void rope_and_cache_all(
-    T* qkv, const float* cos_sin, const int64_t* positions, const int64_t* slots, T* k_cache, T* v_cache,
-    const T* q_weight, const T* k_weight, const RopeShape& shape
+    T* qkv, const float* cos_sin, const int64_t* positions, const int64_t* slots, C* k_cache, C* v_cache,
+    const T* q_weight, const T* k_weight, const RopeShape& shape, const CacheLayout<C>& layout
 ) {
     const int head_dim = shape.head_dim;
     const int64_t width = int64_t(shape.num_heads + 2 * shape.num_kv_heads) * head_dim;
     const int64_t kv_width = int64_t(shape.num_kv_heads) * head_dim;
     parallel_for(shape.num_tokens, shape.num_tokens * width <= PARALLEL_ELEMENTS, [&](int64_t token) {
         T* query = qkv + token * width;
-        const T* key = query + int64_t(shape.num_heads) * head_dim;
+        T* key = query + int64_t(shape.num_heads) * head_dim;
         const float* cos = cos_sin + positions[token] * head_dim;
-        T* cached_key = k_cache + slots[token] * kv_width;
         for (int i = 0; i < shape.num_heads * head_dim; i += head_dim) {
             rotate_head(query + i, query + i, cos, q_weight, head_dim, shape.eps);
         }
-        for (int i = 0; i < kv_width; i += head_dim) {
-            rotate_head(key + i, cached_key + i, cos, k_weight, head_dim, shape.eps);
+        const int offset = int(slots[token] % layout.block_size);
+        const size_t at = layout.token(slots[token] / layout.block_size, offset);
+        if constexpr (CacheLayout<C>::HAS_SCALES) {
+            for (int i = 0; i < kv_width; i += head_dim) {
+                rotate_head(key + i, key + i, cos, k_weight, head_dim, shape.eps);
+            }
+            cache_rounded(key, k_cache, layout, at, offset);
+            cache_rounded(key + kv_width, v_cache, layout, at, offset);
+        } else {
+            for (int i = 0; i < kv_width; i += head_dim) {
+                rotate_head(key + i, k_cache + at + i, cos, k_weight, head_dim, shape.eps);
+            }
+            memcpy(v_cache + at, key + kv_width, kv_width * sizeof(T));
         }
-        memcpy(v_cache + slots[token] * kv_width, key + kv_width, kv_width * sizeof(T));
     });
+}
+
+// Calls `run` with an element of the dtype and one of the cache's, which is the same or int8
+template <class Run>
+void in_dtypes(int dtype, int cache_dtype, const Run& run) {
+    if (dtype == BFLOAT16) {
+        cache_dtype == INT8 ? run(bf16{}, int8_t{}) : run(bf16{}, bf16{});
+    } else {
+        cache_dtype == INT8 ? run(float{}, int8_t{}) : run(float{}, float{});
+    }
 }
 
 }  // namespace
@@ -153,29 +186,27 @@ void manta_silu_and_mul(int dtype, const void* gate_up, void* output, int rows, 
     }
 }
 
+// `cache_dtype` is `dtype`, or INT8 if head_dim is a multiple of HEAD_DIM_MULTIPLE
 void manta_rope_and_cache(
-    int dtype, void* qkv, const float* cos_sin, const int64_t* positions, const int64_t* slots, void* k_cache,
-    void* v_cache, const void* q_weight, const void* k_weight, int num_tokens, int num_heads, int num_kv_heads,
-    int head_dim, float eps
+    int dtype, int cache_dtype, void* qkv, const float* cos_sin, const int64_t* positions, const int64_t* slots,
+    void* k_cache, void* v_cache, const void* q_weight, const void* k_weight, int num_tokens, int block_size,
+    int num_heads, int num_kv_heads, int head_dim, float eps
 ) {
     const RopeShape shape = {num_tokens, num_heads, num_kv_heads, head_dim, eps};
-    if (dtype == BFLOAT16) {
+    in_dtypes(dtype, cache_dtype, [&](auto element, auto cached) {
+        using T = decltype(element);
+        using C = decltype(cached);
         rope_and_cache_all(
-            (bf16*)qkv, cos_sin, positions, slots, (bf16*)k_cache, (bf16*)v_cache, (const bf16*)q_weight,
-            (const bf16*)k_weight, shape
+            (T*)qkv, cos_sin, positions, slots, (C*)k_cache, (C*)v_cache, (const T*)q_weight, (const T*)k_weight, shape,
+            CacheLayout<C>{block_size, num_kv_heads, head_dim}
         );
-    } else {
-        rope_and_cache_all(
-            (float*)qkv, cos_sin, positions, slots, (float*)k_cache, (float*)v_cache, (const float*)q_weight,
-            (const float*)k_weight, shape
-        );
-    }
+    });
 }
 
 // head_dim must be a multiple of HEAD_DIM_MULTIPLE; a window of INT32_MAX means none. `Attention` explains the groups.
 // With `exact` every form gives the same bits, whatever its products of bfloat16 are
 void manta_paged_attention(
-    int dtype, const void* qkv, int64_t qkv_stride, const void* k_cache, const void* v_cache, void* output,
+    int dtype, int cache_dtype, const void* qkv, int64_t qkv_stride, const void* k_cache, const void* v_cache, void* output,
     const int32_t* query_start, const int32_t* context_lens, const int32_t* block_tables, const int32_t* group_start,
     const int32_t* members, const int32_t* prefix_lens, int num_sequences, int num_groups, int max_blocks,
     int block_size, int num_heads, int num_kv_heads, int head_dim, int window, float scale, int exact
@@ -185,18 +216,16 @@ void manta_paged_attention(
 #else
     using Packed = float;
 #endif
-    const auto attend_in = [&](auto element, const auto attend) {
+    in_dtypes(dtype, cache_dtype, [&](auto element, auto cached) {
         using T = decltype(element);
-        attend(Attention<T>{
-            (const T*)qkv, (const T*)k_cache, (const T*)v_cache, (T*)output, query_start, context_lens, block_tables,
-            group_start, members, prefix_lens, qkv_stride, num_sequences, num_groups, max_blocks, block_size, num_heads,
-            num_kv_heads, head_dim, window, scale
-        });
-    };
-    if (dtype == BFLOAT16) {
-        attend_in(bf16{}, exact ? attend_all<bf16, float, !MANTA_FUSES> : attend_all<bf16, Packed>);
-    } else {
-        attend_in(float{}, exact ? attend_all<float, float, !MANTA_FUSES> : attend_all<float, float>);
-    }
+        using C = decltype(cached);
+        using E = std::conditional_t<std::is_same<T, bf16>::value, Packed, float>;
+        const Attention<T, C> call = {
+            (const T*)qkv, (const C*)k_cache, (const C*)v_cache, {block_size, num_kv_heads, head_dim}, (T*)output,
+            query_start, context_lens, block_tables, group_start, members, prefix_lens, qkv_stride, num_sequences,
+            num_groups, max_blocks, num_heads, num_kv_heads, head_dim, window, scale
+        };
+        exact ? attend_all<T, C, float, !MANTA_FUSES>(call) : attend_all<T, C, E>(call);
+    });
 }
 }

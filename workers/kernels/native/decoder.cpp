@@ -8,11 +8,12 @@
 extern "C" {
 void manta_rms_norm(int dtype, const void* x, void* residual, const void* weight, void* output, int rows, int hidden,
                     float eps);
-void manta_rope_and_cache(int dtype, void* qkv, const float* cos_sin, const int64_t* positions, const int64_t* slots,
-                          void* k_cache, void* v_cache, const void* q_weight, const void* k_weight, int num_tokens,
-                          int num_heads, int num_kv_heads, int head_dim, float eps);
-void manta_paged_attention(int dtype, const void* qkv, int64_t qkv_stride, const void* k_cache, const void* v_cache,
-                           void* output, const int32_t* query_start, const int32_t* context_lens,
+void manta_rope_and_cache(int dtype, int cache_dtype, void* qkv, const float* cos_sin, const int64_t* positions,
+                          const int64_t* slots, void* k_cache, void* v_cache, const void* q_weight,
+                          const void* k_weight, int num_tokens, int block_size, int num_heads, int num_kv_heads,
+                          int head_dim, float eps);
+void manta_paged_attention(int dtype, int cache_dtype, const void* qkv, int64_t qkv_stride, const void* k_cache,
+                           const void* v_cache, void* output, const int32_t* query_start, const int32_t* context_lens,
                            const int32_t* block_tables, const int32_t* group_start, const int32_t* members,
                            const int32_t* prefix_lens, int num_sequences, int num_groups, int max_blocks,
                            int block_size, int num_heads, int num_kv_heads, int head_dim, int window, float scale,
@@ -38,7 +39,7 @@ struct Layer {
 };
 
 struct Shape {
-    int dtype, hidden, num_heads, num_kv_heads, head_dim;
+    int dtype, cache_dtype, hidden, num_heads, num_kv_heads, head_dim;
     int exact;  // attention gives the same bits in every form
     float eps, scale;
 };
@@ -85,10 +86,11 @@ extern "C" void manta_decoder(const Shape* shape, const Layer* layers, int num_l
         else
             norm(b.update, b.residual, layer.input_norm, b.normed);
         linear(layer.qkv, b.normed, b.qkv, rows);
-        manta_rope_and_cache(s.dtype, b.qkv, step->cos_sin, step->positions, step->slots, layer.k_cache, layer.v_cache,
-                             layer.q_norm, layer.k_norm, rows, s.num_heads, s.num_kv_heads, s.head_dim, s.eps);
+        manta_rope_and_cache(s.dtype, s.cache_dtype, b.qkv, step->cos_sin, step->positions, step->slots, layer.k_cache,
+                             layer.v_cache, layer.q_norm, layer.k_norm, rows, step->block_size, s.num_heads,
+                             s.num_kv_heads, s.head_dim, s.eps);
         const int num_groups = layer.window == INT32_MAX ? step->num_groups : 0;  // a window may end inside a prefix
-        manta_paged_attention(s.dtype, b.qkv, qkv_width, layer.k_cache, layer.v_cache, b.attended,
+        manta_paged_attention(s.dtype, s.cache_dtype, b.qkv, qkv_width, layer.k_cache, layer.v_cache, b.attended,
                               step->query_start, step->context_lens, step->block_tables, step->group_start,
                               step->members, step->prefix_lens, step->num_sequences, num_groups, step->max_blocks,
                               step->block_size, s.num_heads, s.num_kv_heads, s.head_dim, layer.window, s.scale,

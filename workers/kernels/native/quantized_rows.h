@@ -44,32 +44,38 @@ MANTA_INLINE int32_t largest_bits(const T* x, int count) {
     return largest;
 }
 
+// Rounds `count` numbers whose largest magnitude has the bits `largest`, padded with zeros. Returns their scale: NaN if one
+// of them is not finite. `total` gets the sum of the values.
 template <class T>
-MANTA_INLINE void quantize_group(const T* x, int count, int32_t largest, QuantizedRows to, int64_t at, int padded) {
+MANTA_INLINE float quantize(const T* x, int count, int32_t largest, int8_t* values, int padded, int32_t& total) {
     float magnitude;
     memcpy(&magnitude, &largest, sizeof(magnitude));
-    int8_t* const values = to.values + at * padded;
     const bool is_finite = largest < 0x7f800000;
     if (!is_finite || magnitude < LEAST_LARGEST) {
         memset(values, 0, padded);
-        to.totals[at] = 0;
-        to.scales[at] = to.sums[at] = is_finite ? 0.0f : __builtin_nanf("");  // fails the row
-        return;
+        total = 0;
+        return is_finite ? 0.0f : __builtin_nanf("");
     }
     const Floats inverse = splat(127.0f / magnitude), shift = splat(12582912.0f);
-    Ints total = Ints{};
+    Ints totals = Ints{};
     for (int i = 0; i < padded; i += LANES) {
         const Floats shifted = product(load_upto(x + i, count - i), inverse) + shift;  // rounds to nearest even
         const Ints rounded = (Ints)shifted - splat_int(0x4b400000);
-        total += rounded;
+        totals += rounded;
         const Bytes bytes = __builtin_convertvector(rounded, Bytes);
         memcpy(values + i, &bytes, sizeof(bytes));
     }
     int32_t sum = 0;
-    for (int lane = 0; lane < LANES; lane++) sum += total[lane];
-    to.scales[at] = magnitude / 127.0f;
-    to.totals[at] = sum;
-    to.sums[at] = to.scales[at] * (float)sum;
+    for (int lane = 0; lane < LANES; lane++) sum += totals[lane];
+    total = sum;
+    return magnitude / 127.0f;
+}
+
+template <class T>
+MANTA_INLINE void quantize_group(const T* x, int count, int32_t largest, QuantizedRows to, int64_t at, int padded) {
+    const float scale = quantize(x, count, largest, to.values + at * padded, padded, to.totals[at]);
+    to.scales[at] = scale;  // NaN fails the row
+    to.sums[at] = scale * (float)to.totals[at];
 }
 
 // One row of x.

@@ -73,6 +73,19 @@ MANTA_INLINE Floats load(const bf16* from) {
 #endif
 }
 
+MANTA_INLINE Floats load(const int8_t* from) {
+#if defined(__AVX512F__)
+    return (Floats)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)from)));
+#elif defined(__AVX2__)
+    return (Floats)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)from)));
+#else
+    typedef int8_t Bytes __attribute__((vector_size(MANTA_LANES)));
+    Bytes bytes;
+    memcpy(&bytes, from, sizeof(bytes));
+    return __builtin_convertvector(__builtin_convertvector(bytes, Ints), Floats);
+#endif
+}
+
 MANTA_INLINE void store(float* to, Floats value) {
     memcpy(to, &value, sizeof(value));
 }

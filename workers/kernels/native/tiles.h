@@ -147,8 +147,16 @@ MANTA_INLINE __m512i load_group(const bf16* from, int dim, int head_dim) {
     return _mm512_zextsi256_si512(_mm256_loadu_si256((const __m256i*)(from + dim)));
 }
 
+// The same of int8, widened: bfloat16 holds them exactly
+MANTA_INLINE __m512i load_group(const int8_t* from, int dim, int head_dim) {
+    const Floats first = load(from + dim);
+    const Floats second = dim + 32 <= head_dim ? load(from + dim + 16) : splat(0);
+    return (__m512i)_mm512_cvtne2ps_pbh((__m512)second, (__m512)first);
+}
+
 // Transposes 16 rows of keys, as pairs, into a panel [head_dim / 2][16][2]
-MANTA_INLINE void pack_keys(const bf16* const* keys, int head_dim, bf16* panel, Prefetcher& prefetcher) {
+template <class C>
+MANTA_INLINE void pack_keys(const C* const* keys, int head_dim, bf16* panel, Prefetcher& prefetcher) {
     for (int dim = 0; dim < head_dim; dim += 32) {
         Ints rows[16];
         for (int i = 0; i < 16; i++) rows[i] = (Ints)load_group(keys[i], dim, head_dim);
@@ -161,8 +169,9 @@ MANTA_INLINE void pack_keys(const bf16* const* keys, int head_dim, bf16* panel, 
 // Interleaves neighbouring keys' values into panels [head_dim / 16][num_keys / 2][16][2]. One unpack for each vector
 // leaves each 32 columns in another order, which `output_columns` undoes once for each row: cheaper than a full
 // permute.
+template <class C>
 MANTA_INLINE void pack_values(
-    const bf16* const* values, int num_keys, int head_dim, bf16* packed, Prefetcher& prefetcher
+    const C* const* values, int num_keys, int head_dim, bf16* packed, Prefetcher& prefetcher
 ) {
     for (int key = 0; key < num_keys; key += 2) {
         for (int dim = 0; dim < head_dim; dim += 32) {

@@ -1,0 +1,34 @@
+// How the keys, or the values, of a layer lie in its KV cache. Used by attention and by what writes the cache.
+//
+// In the model's dtype a block is [block_size][num_kv_heads][head_dim]. With int8 a block is such an array of bytes, then
+// [num_kv_heads][block_size] float scales: a number is its byte times the scale of its token and head. A head's scales of
+// a block are neighbours, and a block of 16 tokens begins and ends at a cache line.
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+#include <type_traits>
+
+template <class C>
+struct CacheLayout {
+    static constexpr bool HAS_SCALES = std::is_same<C, int8_t>::value;
+
+    int block_size, num_kv_heads, head_dim;
+
+    // Elements from a token to the next one of its block
+    size_t slot_size() const {
+        return size_t(num_kv_heads) * head_dim;
+    }
+
+    // The element at which a token begins
+    size_t token(int64_t block, int offset) const {
+        const size_t scale_bytes = HAS_SCALES ? num_kv_heads * sizeof(float) : 0;
+        return size_t(block) * block_size * (slot_size() + scale_bytes) + offset * slot_size();
+    }
+
+    // The byte at which a token's scale of a head lies, given the element at which the token begins
+    size_t scale(size_t token, int offset, int head) const {
+        const size_t end_of_values = token + (block_size - offset) * slot_size();
+        return end_of_values + (size_t(head) * block_size + offset) * sizeof(float);
+    }
+};

@@ -1,0 +1,32 @@
+"""The option `kv_cache_dtype`: in which dtype keys and values are cached, and sentences for what cannot have int8.
+
+Plain checks, called by the workers and by `manta check`.
+"""
+
+from __future__ import annotations
+
+from workers.model_options import ModelOptions
+from workers.models.model_config import ModelConfig, ModelError
+
+_REMEDY = "leave kv_cache_dtype out"
+
+
+def kv_dtype(options: ModelOptions, dtype: str) -> str:
+    """Returns the dtype of the KV cache of a model that computes in `dtype`."""
+    return dtype if options.kv_cache_dtype == "auto" else options.kv_cache_dtype
+
+
+def check_kv_cache(options: ModelOptions, device: str, model: ModelConfig | None = None) -> None:
+    """Raises `ModelError` if the device `cpu`, `cuda` or `tpu`, or the model, cannot have the configured KV cache."""
+    if options.kv_cache_dtype == "auto":
+        return
+    if device != "cpu":
+        raise ModelError(
+            f"kv_cache_dtype {options.kv_cache_dtype} is for CPUs, and the device is {device}; set device to cpu, or "
+            f"{_REMEDY}"
+        )
+    if model is not None and model.has_alibi:
+        raise ModelError(
+            f"kv_cache_dtype {options.kv_cache_dtype} is not for {model.architecture}, whose cached keys hold the "
+            f"biases of their positions (ALiBi) too, and 8 bits are too few for these; {_REMEDY}"
+        )
