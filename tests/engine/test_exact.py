@@ -23,13 +23,19 @@ from safetensors.torch import load_file, save_file
 from cluster.llm import LLM, SamplingParams
 from tests.checkpoints import VOCAB_SIZE, make_checkpoint
 from tests.conftest import PROVE
-from tests.workers.cpu_forms import COMPILED, QUANTIZED, TORCH, in_form
+from tests.workers.cpu_forms import COMPILED, EMULATED, QUANTIZED, TORCH, in_form
 from tests.workers.rank_processes import RankProcesses, in_forms, over_ranks
+from tests.workers.test_quantised_linear import logits_of
 from workers.checkpoints.model_folder import load_model_config
+from workers.decoders.decoder import Decoder
+from workers.kernels.protocol import Forward
+from workers.kernels.weights import DecoderWeights
 from workers.model_options import ModelOptions
-from workers.models.model_config import ModelError
+from workers.models.model_config import ModelConfig, ModelError
 from workers.parallel.split import shard_config
+from workers.platforms.cpu import CpuPlatform
 from workers.step import TokenLogprobs
+from workers.torch_worker.loader import load_model
 from workers.torch_worker.torch_worker import TorchWorker
 
 NUM_REQUESTS = 200 if PROVE else 24
@@ -126,6 +132,32 @@ def test_preemption_changes_nothing(folder: str) -> None:
     llm = make(folder, kv_cache_bytes=50 * 16 * 768)
     assert answers(llm) == DIGESTS[NUM_REQUESTS]
     assert llm.engine.stats().num_preemptions > 0
+
+
+class _Loop(CpuPlatform):
+    """A CPU that calls kernels one by one, without structures or memory that other processes read."""
+
+    def compile_decoder(self, weights: DecoderWeights, config: ModelConfig, run_layers: Forward) -> None:
+        """Returns None, so that the loop in Python serves."""
+
+    def shared_linears(self, content: str) -> contextlib.AbstractContextManager[None]:  # type: ignore[override]
+        return contextlib.nullcontext()
+
+
+def logits_by(platform: CpuPlatform, folder: pathlib.Path, weights: str) -> torch.Tensor:
+    model = load_model(folder, load_model_config(folder), "bfloat16", platform, weights=weights)
+    assert isinstance(model, Decoder)
+    return logits_of(folder, model, "bfloat16")
+
+
+@pytest.mark.parametrize("form", EMULATED)
+def test_an_emulated_processor_gives_the_same_logits(form: str, folder: str) -> None:
+    path, platform = pathlib.Path(folder), _Loop(1, exact=True)
+    kinds = ("int8", "int4")
+    expected = {weights: logits_by(CpuPlatform(1, exact=True), path, weights) for weights in kinds}
+    with in_form(form):
+        for weights in kinds:
+            assert torch.equal(logits_by(platform, path, weights), expected[weights])
 
 
 class Setting(NamedTuple):
