@@ -1,12 +1,18 @@
-"""`engine.exact`: the same tokens and log-probabilities in every form of the kernels and under every schedule.
+"""`engine.exact`: the same tokens and log-probabilities in every form of the kernels, under every schedule and on any
+number of ranks.
 
 Digests are written down here, so that each kind of machine checks itself against the one that computed them.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
-from typing import Any
+import itertools
+import pathlib
+import random
+from collections.abc import Iterator
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
@@ -17,10 +23,19 @@ from safetensors.torch import load_file, save_file
 from cluster.llm import LLM, SamplingParams
 from tests.checkpoints import VOCAB_SIZE, make_checkpoint
 from tests.conftest import PROVE
-from tests.workers.cpu_forms import COMPILED, QUANTIZED, TORCH, in_form
+from tests.workers.cpu_forms import COMPILED, EMULATED, QUANTIZED, TORCH, in_form
+from tests.workers.rank_processes import RankProcesses, in_forms, over_ranks
+from tests.workers.test_quantised_linear import logits_of
+from workers.checkpoints.model_folder import load_model_config
+from workers.decoders.decoder import Decoder
+from workers.kernels.protocol import Forward
+from workers.kernels.weights import DecoderWeights
 from workers.model_options import ModelOptions
-from workers.models.model_config import ModelError
+from workers.models.model_config import ModelConfig, ModelError
+from workers.parallel.split import shard_config
+from workers.platforms.cpu import CpuPlatform
 from workers.step import TokenLogprobs
+from workers.torch_worker.loader import load_model
 from workers.torch_worker.torch_worker import TorchWorker
 
 NUM_REQUESTS = 200 if PROVE else 24
@@ -38,8 +53,12 @@ SAMPLING: list[dict[str, Any]] = [
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return whole_numbers(tmp_path_factory.mktemp("exact"))
+
+
+def whole_numbers(at: pathlib.Path, **sizes: int) -> str:
     """A tiny Qwen3 in bfloat16. Its weights are whole numbers of PCG64 times powers of two: no library's rounding."""
-    path = make_checkpoint("qwen3", tmp_path_factory.mktemp("exact"), dtype="bfloat16", max_position_embeddings=2048)
+    path = make_checkpoint("qwen3", at, dtype="bfloat16", max_position_embeddings=2048, **sizes)
     generator = np.random.default_rng(7)
     weights = {}
     for name, tensor in sorted(load_file(path / "model.safetensors").items()):
@@ -113,6 +132,105 @@ def test_preemption_changes_nothing(folder: str) -> None:
     llm = make(folder, kv_cache_bytes=50 * 16 * 768)
     assert answers(llm) == DIGESTS[NUM_REQUESTS]
     assert llm.engine.stats().num_preemptions > 0
+
+
+class _Loop(CpuPlatform):
+    """A CPU that calls kernels one by one, without structures or memory that other processes read."""
+
+    def compile_decoder(self, weights: DecoderWeights, config: ModelConfig, run_layers: Forward) -> None:
+        """Returns None, so that the loop in Python serves."""
+
+    def shared_linears(self, content: str) -> contextlib.AbstractContextManager[None]:  # type: ignore[override]
+        return contextlib.nullcontext()
+
+
+def logits_by(platform: CpuPlatform, folder: pathlib.Path, weights: str) -> torch.Tensor:
+    model = load_model(folder, load_model_config(folder), "bfloat16", platform, weights=weights)
+    assert isinstance(model, Decoder)
+    return logits_of(folder, model, "bfloat16")
+
+
+@pytest.mark.parametrize("form", EMULATED)
+def test_an_emulated_processor_gives_the_same_logits(form: str, folder: str) -> None:
+    path, platform = pathlib.Path(folder), _Loop(1, exact=True)
+    kinds = ("int8", "int4")
+    expected = {weights: logits_by(CpuPlatform(1, exact=True), path, weights) for weights in kinds}
+    with in_form(form):
+        for weights in kinds:
+            assert torch.equal(logits_by(platform, path, weights), expected[weights])
+
+
+class Setting(NamedTuple):
+    """One way to compute the answers. Ranks take turns with the form named and those after it."""
+
+    form: str
+    num_ranks: int
+    num_threads: int
+    max_num_sequences: int
+    max_num_batched_tokens: int
+    preempts: bool
+    drafts: bool
+
+
+def settings() -> list[Setting]:
+    """Some of all combinations, so that each value meets each value of every other field."""
+    fields = (QUANTIZED, (1, 2, 4), (1, 2), (1, 16, 64), (7, 100, 2048), (False, True), (False, True))
+    combinations = [Setting(*values) for values in itertools.product(*fields)]  # type: ignore[arg-type]
+    random.Random(5).shuffle(combinations)
+    seen: set[Any] = set()
+    chosen = []
+    for setting in combinations:
+        pairs = set(itertools.combinations(enumerate(setting), 2))
+        if not pairs <= seen:
+            chosen.append(setting)
+            seen |= pairs
+    return chosen
+
+
+@pytest.fixture(scope="module")
+def four() -> Iterator[RankProcesses]:
+    ranks = RankProcesses(4)
+    yield ranks
+    ranks.close()
+
+
+@pytest.fixture(scope="module")
+def wide_folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A model whose gates four ranks divide in blocks of 16."""
+    return whole_numbers(tmp_path_factory.mktemp("wide"), intermediate_size=192)
+
+
+@pytest.fixture(scope="module")
+def wide_answers(wide_folder: str) -> str:
+    """The answers of one rank, in this machine's best form and with the options of `make`."""
+    return answers(make(wide_folder))
+
+
+@pytest.mark.prove
+@pytest.mark.parametrize("setting", settings(), ids=lambda setting: "-".join(map(str, setting)))
+def test_every_pair_of_settings_gives_the_same_answers(
+    setting: Setting, wide_folder: str, wide_answers: str, four: RankProcesses
+) -> None:
+    share = shard_config(load_model_config(wide_folder), setting.num_ranks)
+    options = {
+        "num_threads": setting.num_threads,
+        "max_num_sequences": setting.max_num_sequences,
+        "max_num_batched_tokens": max(setting.max_num_batched_tokens, setting.max_num_sequences),
+        "kv_cache_bytes": (50 if setting.preempts else 2000) * 16 * share.kv_bytes_per_token("bfloat16"),
+        "speculative": {"proposers": ["ngram"], "ngram_min": 1, "adaptive": False} if setting.drafts else None,
+    }
+    first = QUANTIZED.index(setting.form)
+    with contextlib.ExitStack() as stack:
+        if setting.num_ranks == 1:
+            stack.enter_context(in_form(setting.form))
+        else:
+            ranks = four.first(setting.num_ranks)
+            stack.enter_context(in_forms(ranks, QUANTIZED[first:] + QUANTIZED[:first]))
+            stack.enter_context(over_ranks(ranks))
+        llm = make(wide_folder, **options)
+        assert answers(llm) == wide_answers
+    if setting.preempts and setting.max_num_sequences > 1:
+        assert llm.engine.stats().num_preemptions > 0
 
 
 def test_what_cannot_be_exact_is_refused(folder: str) -> None:

@@ -33,6 +33,7 @@ class EmulatedLibrary:
     """Has the functions that tests call; structures with addresses in them cannot pass."""
 
     def __init__(self, program: pathlib.Path) -> None:
+        self._name = str(program)
         self._process = subprocess.Popen(
             [EMULATOR, "-cpu", "max", str(program)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
         )

@@ -56,7 +56,7 @@ def open_address(holder: Holder) -> str:
 
 def make_worker(holder: Holder, config: EngineConfig, rank: int, num_ranks: int, address: str) -> ModelInfo:
     holder.worker = None  # what it held is free before the next one loads
-    config = msgspec.structs.replace(config, num_threads=1, tensor_parallel_size=num_ranks)
+    config = msgspec.structs.replace(config, num_threads=config.num_threads or 1, tensor_parallel_size=num_ranks)
     holder.worker = worker_factory.make_worker(config, rank, address)
     return holder.worker.info
 
