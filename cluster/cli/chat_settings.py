@@ -49,7 +49,7 @@ class ChatSettings:
             return f"{name} is the server's default"
         value = _number(name, given.strip())
         try:
-            SamplingParams(**{**self._sampling, name: value})
+            msgspec.convert({**self._sampling, name: value}, SamplingParams)
         except ValueError as error:
             raise Refusal(str(error)) from error
         self._sampling[name] = value

@@ -53,7 +53,10 @@ def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, 
     [
         (["serve", "--prot", "9000"], ["usage: manta serve", "--quiet", "there is no --prot (did you mean --port?)"]),
         (["chat", "--modle=x"], ["usage: manta chat", "--url", "there is no --modle (did you mean --model?)"]),
-        (["srve"], ["there is no command 'srve' (did you mean serve?)", "serve, chat, status, batch, check, bench"]),
+        (
+            ["srve"],
+            ["there is no command 'srve' (did you mean serve?)", "serve, chat, status, top, batch, check, bench"],
+        ),
         (["bench", "speculativ"], ["there is no part 'speculativ' (did you mean speculative?)"]),
         (["serve", "demo", "--model", "other"], ["two models, demo and --model other"]),
         (

@@ -195,7 +195,7 @@ def langchain(server: ThreadedServer, kind: str) -> None:
 
     def model(max_tokens: int) -> Any:
         given: Any = {"model": server.model, "base_url": f"{server.url}/v1", "api_key": "none", "max_retries": 0}
-        return ChatOpenAI(**given, temperature=0, max_tokens=max_tokens)
+        return ChatOpenAI(**given, temperature=0, max_tokens=max_tokens)  # type: ignore[call-arg]
 
     text = MESSAGES[0]["content"]
     if kind == "plain":
