@@ -6,7 +6,6 @@ A cell is a function `CLIENT_KIND`. It raises if the client's answer is not what
 from __future__ import annotations
 
 import asyncio
-import os
 import re
 from collections.abc import Callable, Iterator
 from typing import Any, Literal
@@ -16,12 +15,10 @@ import instructor
 import openai
 import pydantic
 import pytest
+from instructor.core.exceptions import InstructorRetryException
 
 from tests.house.pages import ROOT
 from tests.local_server import ThreadedServer
-
-os.environ["LITELLM_LOCAL_MODEL_COST_MAP"] = "True"  # these two fetch a file, and send traces, without being asked
-os.environ["OPENAI_AGENTS_DISABLE_TRACING"] = "1"
 
 KINDS = ("plain", "stream", "tools", "schema", "errors")
 PAGE = "docs/clients.md"
@@ -46,6 +43,15 @@ def book(city: Literal["Rome", "Oslo"], days: Literal[1, 2, 3]) -> str:
 
 TOOL: Any = {"type": "function", "function": {"name": "book", "parameters": Trip.model_json_schema()}}
 FORMAT: Any = {"type": "json_schema", "json_schema": {"name": "Trip", "schema": Trip.model_json_schema()}}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def nothing_is_sent() -> Iterator[None]:
+    """Two libraries fetch a file, or send traces, without being asked."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("LITELLM_LOCAL_MODEL_COST_MAP", "True")
+        patch.setenv("OPENAI_AGENTS_DISABLE_TRACING", "1")
+        yield
 
 
 @pytest.fixture(scope="module")
@@ -255,7 +261,7 @@ def instructor_client(server: ThreadedServer, kind: str) -> None:
         assert Trip.model_validate(last.model_dump())
     else:
         given["max_tokens"] = TOO_MANY
-        refused(lambda: asked.create(**given, response_model=Trip), Exception)
+        refused(lambda: asked.create(**given, response_model=Trip), InstructorRetryException)
 
 
 def openai_agents(server: ThreadedServer, kind: str) -> None:
@@ -305,7 +311,16 @@ CLIENTS: dict[str, Callable[[ThreadedServer, str], None]] = {
     "instructor": instructor_client,
     "openai-agents": openai_agents,
 }
-NO_CELL = {("openai: completions", "tools"): "OpenAI's API has none"}
+NO_CELL = {
+    ("openai: completions", "tools"): "OpenAI's API has none",
+    **{("openai: batches", kind): "\u2013" for kind in ("stream", "tools", "schema")},
+}
+BATCH_TESTS = "tests/batch/test_batches_api.py"
+CELLS_ELSEWHERE = {
+    ("openai: batches", "plain"): ("client.files.create(", "client.batches.create(", "client.files.content("),
+    ("openai: batches", "errors"): ("pytest.raises(openai.",),
+}
+"""Texts of `BATCH_TESTS`, by cell. A batch takes a storage and a runner, which the server of this module lacks."""
 CELLS = [(client, kind) for client in CLIENTS for kind in KINDS if (client, kind) not in NO_CELL]
 
 
@@ -317,4 +332,12 @@ def test_a_client_gets_what_it_asks_for(server: ThreadedServer, client: str, kin
 def test_the_page_shows_these_cells() -> None:
     rows = [re.split(r" *\| *", line.strip("| ")) for line in (ROOT / PAGE).read_text().splitlines() if "|" in line]
     shown = {(row[0], kind): cell for row in rows[2:] for kind, cell in zip(rows[0][1:], row[1:], strict=True)}
-    assert shown == dict.fromkeys(CELLS, "yes") | NO_CELL
+    elsewhere = dict.fromkeys(CELLS_ELSEWHERE, f"[yes](../{BATCH_TESTS})")
+    assert shown == dict.fromkeys(CELLS, "yes") | NO_CELL | elsewhere
+
+
+@pytest.mark.parametrize("cell", CELLS_ELSEWHERE)
+def test_a_cell_of_another_file_is_tested_there(cell: tuple[str, str]) -> None:
+    text = (ROOT / BATCH_TESTS).read_text()
+    for call in CELLS_ELSEWHERE[cell]:
+        assert call in text
