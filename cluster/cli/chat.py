@@ -1,24 +1,29 @@
 """`manta chat`: a terminal conversation over the HTTP API, streamed, with the history kept by the client.
 
 It works with any server that has OpenAI's chat completions. Ctrl-C closes the connection during a reply, which makes
-the server abort it. `cluster/cli/chat_input.py` reads the user's input.
+the server abort it. `cluster/cli/chat_input.py` reads the user's input, and `cluster/cli/chat_settings.py` keeps what
+`/set` and `/json` set.
 """
 
 from __future__ import annotations
 
 import json
 import sys
+import time
 from collections.abc import Generator
 from typing import NamedTuple
 
 import httpx
 
 from cluster.cli.chat_input import is_interactive, read_message
+from cluster.cli.chat_settings import ChatSettings
 from cluster.cli.refusal import Refusal
+from cluster.cli.request_lines import speed
 from cluster.cli.server import connect, no_server
 
 HELP = (
-    "/help says this again, /reset forgets the conversation, /system TEXT sets the system message, /exit leaves; "
+    "/help says this again, /reset forgets the conversation, /system TEXT sets the system message, /set NAME VALUE "
+    "sets a sampling parameter, /set lists what is set, /json FILE holds answers to a JSON schema, /exit leaves; "
     'Ctrl-C stops a reply. A \\ at a line\'s end, or """ around several lines, continues a message.'
 )
 _DIM, _PLAIN = "\x1b[2m", "\x1b[0m"
@@ -43,8 +48,13 @@ class Conversation:
         self.model = model
         self.system: str | None = None
         self.messages: list[dict[str, str]] = []
+        self.settings = ChatSettings()
         self.is_cut = False
         """Whether the last reply was cut because it reached a length limit."""
+        self.num_tokens: int | None = None
+        """Tokens of the last reply as the server counts them; None if it did not say, or the reply was stopped."""
+        self.seconds = 0.0
+        """Seconds from the last request to the end of its reply."""
 
     def reset(self) -> None:
         self.messages.clear()
@@ -57,7 +67,8 @@ class Conversation:
         """
         self.messages.append({"role": "user", "content": text})
         received: list[str] = []
-        self.is_cut, begun = False, False
+        self.is_cut, self.num_tokens, begun = False, None, False
+        asked = time.monotonic()
         try:
             for piece in self._stream():
                 begun = True
@@ -65,6 +76,7 @@ class Conversation:
                     received.append(piece.text)
                 yield piece
         finally:
+            self.seconds = time.monotonic() - asked
             if begun:
                 self.messages.append({"role": "assistant", "content": "".join(received)})
             else:
@@ -72,7 +84,13 @@ class Conversation:
 
     def _stream(self) -> Generator[Piece, None, None]:
         system = [{"role": "system", "content": self.system}] if self.system else []
-        body = {"model": self.model, "messages": system + self.messages, "stream": True}
+        body = {
+            "model": self.model,
+            "messages": system + self.messages,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+            **self.settings.fields(),
+        }
         with self.client.stream("POST", "/v1/chat/completions", json=body) as response:
             if response.status_code != 200:
                 response.read()
@@ -83,6 +101,8 @@ class Conversation:
                 event = json.loads(line.removeprefix("data: "))
                 if "error" in event:
                     raise Refusal(f"the server ended the reply: {event['error'].get('message')}")
+                if usage := event.get("usage"):
+                    self.num_tokens = usage.get("completion_tokens")
                 for choice in event.get("choices", []):
                     self.is_cut = self.is_cut or choice.get("finish_reason") == "length"
                     for key in ("reasoning_content", "content"):
@@ -131,7 +151,7 @@ def _note(text: str) -> None:
 
 
 def _handle(conversation: Conversation, message: str, base: str) -> bool:
-    """Handles a command or a message. Returns False if a message got no answer."""
+    """Handles a command or a message. Returns False if a message got no answer, or a setting was refused."""
     command, _, rest = message.partition(" ")
     if command == "/help":
         _note(HELP)
@@ -141,6 +161,8 @@ def _handle(conversation: Conversation, message: str, base: str) -> bool:
     elif command == "/system":
         conversation.system = rest.strip() or None
         _note("(system message set)" if conversation.system else "(system message removed)")
+    elif command in ("/set", "/json"):
+        return _change(conversation.settings, command, rest.strip())
     elif message.startswith("/"):
         _note(f"({command} is unknown. {HELP})")
     elif message:
@@ -148,13 +170,24 @@ def _handle(conversation: Conversation, message: str, base: str) -> bool:
     return True
 
 
+def _change(settings: ChatSettings, command: str, text: str) -> bool:
+    try:
+        _note(f"({settings.set(text) if command == '/set' else settings.hold_to(text)})")
+        return True
+    except Refusal as error:
+        _note(f"({error})")
+        return False
+
+
 def _print_reply(conversation: Conversation, message: str, base: str) -> bool:
     """Prints the reply to a message. Returns whether an answer came."""
     reply = conversation.reply(message)
     try:
         _print_pieces(reply)
+        if sys.stdout.isatty() and conversation.num_tokens is not None:
+            print(f"{_DIM}({speed(conversation.num_tokens, conversation.seconds)}){_PLAIN}")
         if conversation.is_cut:
-            _note("(cut here: the conversation fills the model's context; /reset starts again)")
+            _note(f"(cut here: {_cut_by(conversation)})")
         return True
     except KeyboardInterrupt:
         _note(" (stopped)")
@@ -167,6 +200,14 @@ def _print_reply(conversation: Conversation, message: str, base: str) -> bool:
     finally:
         reply.close()
     return False
+
+
+def _cut_by(conversation: Conversation) -> str:
+    """Returns which limit cut the last reply, and what the user can do."""
+    allowed = conversation.settings.fields().get("max_tokens")
+    if allowed is not None and conversation.num_tokens in (allowed, None):
+        return f"max_tokens is {allowed}; /set max_tokens puts the default back"
+    return "the conversation fills the model's context; /reset starts again"
 
 
 def _print_pieces(reply: Generator[Piece, None, None]) -> None:

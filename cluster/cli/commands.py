@@ -69,6 +69,11 @@ def command_parser() -> tuple[argparse.ArgumentParser, list[str]]:
     status.add_argument("--json", action="store_true", dest="as_json", help="print the answer of /status as it is")
     status.set_defaults(run=_status)
 
+    top = commands.add_parser("top", help="watch a running server's engines, queue and speed in the terminal")
+    _add_where(top)
+    top.add_argument("--interval", type=float, default=2.0, help="seconds between two frames (default: 2)")
+    top.set_defaults(run=_top)
+
     batch = commands.add_parser("batch", help="answer the requests of a file in OpenAI's batch format")
     batch.add_argument("input", metavar="IN.jsonl", help="one request a line: custom_id, method, url, body")
     batch.add_argument("output", metavar="OUT.jsonl", help="one answer a line, as they come; what it has is not redone")
@@ -157,6 +162,12 @@ def _status(options: argparse.Namespace) -> int:
     from cluster.cli.status import run_status
 
     return run_status(_url(options), options.as_json)
+
+
+def _top(options: argparse.Namespace) -> int:
+    from cluster.cli.top import run_top
+
+    return run_top(_url(options), options.interval)
 
 
 def _batch(options: argparse.Namespace) -> int:

@@ -75,9 +75,12 @@ class RequestLog:
 def request_line(entry: dict[str, Any]) -> str:
     """Returns an entry of the request log as a line: time, status, path, tokens, seconds and tokens per second."""
     seconds, output = float(entry["seconds"]), entry.get("output_tokens")
-    took = f"{seconds:.2f} s"
-    if output is not None:
-        rate = f", {output / seconds:,.0f} tokens/s" if seconds > 0 else ""
-        took = f"{entry['prompt_tokens']:,} + {output:,} tokens in {took}{rate}"
+    took = f"{seconds:.2f} s" if output is None else f"{entry['prompt_tokens']:,} + {speed(output, seconds)}"
     clock = datetime.fromisoformat(entry["time"]).astimezone()
     return f"{clock:%H:%M:%S}  {entry['status']}  {entry['path']}  {took}"
+
+
+def speed(num_tokens: int, seconds: float) -> str:
+    """Returns for example `36 tokens in 0.12 s, 300 tokens/s`."""
+    rate = f", {num_tokens / seconds:,.0f} tokens/s" if seconds > 0 else ""
+    return f"{num_tokens:,} tokens in {seconds:.2f} s{rate}"

@@ -26,24 +26,31 @@ def run_status(url: str, as_json: bool) -> int:
     """Prints the status. Raises `Refusal` if no server answers, or if the answer is not from Manta."""
     client, base = connect(url, read_timeout_s=ANSWER_S)
     with client:
-        try:
-            response = client.get("/status")
-        except (httpx.HTTPError, httpx.InvalidURL) as error:
-            raise no_server(base, error) from error
+        status, text = read_status(client, base)
+    print(text if as_json else "\n".join(lines(status, base)))
+    return 0
+
+
+def read_status(client: httpx.Client, base: str) -> tuple[Status, str]:
+    """Returns the status, and the answer as it came. Raises `Refusal` if no server answers, or if the answer is not
+    from Manta.
+    """
     try:
-        status = msgspec.json.decode(response.content, type=Status)
+        response = client.get("/status")
+    except (httpx.HTTPError, httpx.InvalidURL) as error:
+        raise no_server(base, error) from error
+    try:
+        return msgspec.json.decode(response.content, type=Status), response.text
     except msgspec.DecodeError as error:
         raise Refusal(
             f"what answers at {base} (HTTP {response.status_code}) is no Manta that knows /status; say with --url "
             "where it listens"
         ) from error
-    print(response.text if as_json else "\n".join(lines(status, base)))
-    return 0
 
 
 def lines(status: Status, base: str) -> Iterator[str]:
     """Yields the status as readable lines."""
-    yield f"Manta {status.version} at {base}, for {_duration(status.uptime_s)}"
+    yield f"Manta {status.version} at {base}, for {duration(status.uptime_s)}"
     if status.num_held:
         yield f"{status.num_held} requests wait here for an engine to start"
     yield ""
@@ -52,7 +59,7 @@ def lines(status: Status, base: str) -> Iterator[str]:
     elif not status.engines:
         yield "No engine runs; a request starts one."
     else:
-        yield from table([ENGINES, *map(_engine, status.engines)])
+        yield from table([ENGINES, *map(engine_row, status.engines)])
     if status.deployments:
         yield ""
         yield from table([("deployment", "status", "replicas"), *map(_deployment, status.deployments)])
@@ -68,7 +75,8 @@ def table(rows: Sequence[Sequence[str]]) -> Iterator[str]:
         yield "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
 
 
-def _engine(engine: EngineState) -> tuple[str, ...]:
+def engine_row(engine: EngineState) -> tuple[str, ...]:
+    """Returns a cell for each column of `ENGINES`."""
     return (
         engine.replica,
         engine.node,
@@ -101,7 +109,8 @@ def _node(node: NodeState) -> tuple[str, ...]:
     return node.address, "alive" if node.alive else "gone", ", ".join(resources)
 
 
-def _duration(seconds: float) -> str:
+def duration(seconds: float) -> str:
+    """Returns for example `1 h 5 min`, `5 min 3 s` or `3 s`."""
     minutes = int(seconds) // 60
     if minutes >= 60:
         return f"{minutes // 60} h {minutes % 60} min"

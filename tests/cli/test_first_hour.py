@@ -4,22 +4,18 @@ sentence that says what is meant or what to do.
 
 from __future__ import annotations
 
-import http.server
 import json
 import os
 import pathlib
-import pty
 import re
 import select
 import shutil
 import socket
 import subprocess
 import sys
-import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -57,7 +53,10 @@ def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, 
     [
         (["serve", "--prot", "9000"], ["usage: manta serve", "--quiet", "there is no --prot (did you mean --port?)"]),
         (["chat", "--modle=x"], ["usage: manta chat", "--url", "there is no --modle (did you mean --model?)"]),
-        (["srve"], ["there is no command 'srve' (did you mean serve?)", "serve, chat, status, batch, check, bench"]),
+        (
+            ["srve"],
+            ["there is no command 'srve' (did you mean serve?)", "serve, chat, status, top, batch, check, bench"],
+        ),
         (["bench", "speculativ"], ["there is no part 'speculativ' (did you mean speculative?)"]),
         (["serve", "demo", "--model", "other"], ["two models, demo and --model other"]),
         (
@@ -448,122 +447,6 @@ def test_quiet_omits_request_lines() -> None:
     while select.select([file], [], [], 0)[0]:
         printed += os.read(file, 65536)
     assert b"/v1/completions" not in printed, printed
-
-
-# ---- manta chat --------------------------------------------------------------------------------------------------
-
-
-class Replies(http.server.BaseHTTPRequestHandler):
-    """Says what it was told to, and keeps what it was asked."""
-
-    asked: list[str]
-    deltas: list[dict[str, str]]
-    ending: str
-
-    def do_GET(self) -> None:
-        self._send(json.dumps({"data": [{"id": "thinker"}]}).encode())
-
-    def do_POST(self) -> None:
-        body = json.loads(self.rfile.read(int(self.headers["content-length"])))
-        self.asked.append(body["messages"][-1]["content"])
-        choices = [{"delta": delta, "finish_reason": None} for delta in self.deltas]
-        choices.append({"delta": {}, "finish_reason": self.ending})
-        events = "".join(f"data: {json.dumps({'choices': [choice]})}\n\n" for choice in choices)
-        self._send(f"{events}data: [DONE]\n\n".encode())
-
-    def _send(self, data: bytes) -> None:
-        self.send_response(200)
-        self.send_header("Content-Length", str(len(data)))
-        self.end_headers()
-        self.wfile.write(data)
-
-    def log_message(self, *_: object) -> None:
-        """A test prints nothing."""
-
-
-@pytest.fixture
-def replies() -> Iterator[http.server.ThreadingHTTPServer]:
-    Replies.asked, Replies.deltas, Replies.ending = [], [{"content": "Yes."}], "stop"
-    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Replies)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    yield server
-    server.shutdown()
-    server.server_close()
-
-
-class Terminal:
-    """`manta chat` in a terminal, with whoever types there."""
-
-    def __init__(self, port: int) -> None:
-        self.printed = ""
-        self._terminal, theirs = pty.openpty()
-        command = [sys.executable, "-m", "cluster.cli", "chat", "--port", str(port)]
-        self.process = subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=theirs, start_new_session=True)
-        os.close(theirs)
-
-    def type(self, text: str) -> None:
-        os.write(self._terminal, text.encode())
-
-    def wait_for(self, text: str, seconds: float = PATIENCE_S) -> None:
-        """Until it was printed since the last call."""
-        deadline = time.monotonic() + seconds
-        while text not in self.printed:
-            assert time.monotonic() < deadline, f"{text!r} did not come: {self.printed!r}"
-            if select.select([self._terminal], [], [], 0.1)[0]:
-                self.printed += os.read(self._terminal, 65536).decode(errors="replace")
-        self.printed = self.printed.partition(text)[2]
-
-    def end(self) -> None:
-        self.type("/exit\n")
-        assert self.process.wait(PATIENCE_S) == 0
-        os.close(self._terminal)
-
-
-def test_pasted_lines_are_one_message_and_thoughts_dim(replies: http.server.ThreadingHTTPServer) -> None:
-    Replies.deltas = [{"reasoning_content": "hmm"}, {"content": "Yes."}]
-    terminal = Terminal(replies.server_port)
-    terminal.wait_for("> ")
-    terminal.type("def f():\n    return 1\n\nWhat is it?\n")
-    terminal.wait_for("\x1b[2mhmm\x1b[0m")
-    terminal.wait_for("Yes.")
-    terminal.wait_for("> ")
-    terminal.type("and now?\n")
-    terminal.wait_for("Yes.")
-    terminal.wait_for("> ")
-    terminal.end()
-    assert Replies.asked == ["def f():\n    return 1\n\nWhat is it?", "and now?"]
-
-
-def _chat(port: int, typed: str, *words: str) -> tuple[int, str, str]:
-    """Exit code, standard output and standard error of `manta chat` without a terminal."""
-    command = [sys.executable, "-m", "cluster.cli", "chat", "--port", str(port), *words]
-    done = subprocess.run(command, input=typed, capture_output=True, text=True, timeout=PATIENCE_S)
-    return done.returncode, done.stdout, done.stderr
-
-
-def test_without_a_terminal_there_are_answers_only(replies: http.server.ThreadingHTTPServer) -> None:
-    assert _chat(replies.server_port, "Is it?\nReally?\n") == (0, "Yes.\nYes.\n", "")
-    assert _chat(replies.server_port, "", "Is it?") == (0, "Yes.\n", "")
-    assert Replies.asked == ["Is it?", "Really?", "Is it?"]
-    code, printed, notes = _chat(replies.server_port, "/help\n")
-    assert (code, printed) == (0, "")
-    assert "/system TEXT sets" in notes
-
-
-def test_multiline_messages_work_and_truncated_replies_say_so(replies: http.server.ThreadingHTTPServer) -> None:
-    Replies.ending = "length"
-    code, printed, notes = _chat(replies.server_port, 'one \\\ntwo\n"""\nthree\n\nfour\n"""\n/exit\n')
-    assert Replies.asked == ["one \ntwo", "three\n\nfour"]
-    assert (code, printed) == (0, "Yes.\nYes.\n")
-    assert "(cut here: the conversation fills the model's context; /reset starts again)" in notes
-
-
-def test_a_full_context_says_how_to_restart_chat() -> None:
-    server = shared_server()
-    code, printed, notes = _chat(server.port, f"{'word ' * 2000}\n/exit\n")
-    assert (code, printed) == (1, "")
-    assert "(the conversation is longer than the model's context; /reset starts again)" in notes
-    assert "max_model_len" not in notes
 
 
 # ---- import manta ------------------------------------------------------------------------------------------------

@@ -243,6 +243,12 @@ def tells_its_status(command: str, manual: Manual) -> None:
         assert "1 running" in printed.getvalue()
 
 
+def draws_a_frame(command: str, manual: Manual) -> None:
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        assert main([*manual.manta(command), "--url", manual.server().url, "--interval", "0.2"]) == 0
+    assert "tokens/s" in printed.getvalue()
+
+
 def takes_its_flags(command: str, main: Callable[[list[str]], object], words: list[str]) -> None:
     """Whether `main` reads the words up to a `--help` at their end, which names every flag of the command."""
     with contextlib.redirect_stdout(io.StringIO()) as printed, pytest.raises(SystemExit) as ended:
@@ -415,6 +421,7 @@ COMMANDS: dict[str, Callable[[str, Manual], None]] = {
     'manta chat "What is Manta?"': talks,
     "manta status": tells_its_status,
     "manta status --json": tells_its_status,
+    "manta top": draws_a_frame,
     "manta serve --set 'autoscaling={min_replicas: 1, max_replicas: 4}'": starts_a_server,
     "make bench": measures_a_little,
     'make bench ARGS="--workloads a,b,g --compare manta --peer-checkout PATH"': measures,

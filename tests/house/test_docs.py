@@ -37,6 +37,7 @@ PRINTS = {
     "docs/security.md": [],
     "docs/options.md": [],
     "docs/design.md": [],
+    "docs/clients.md": [],
 }
 """Texts that a page's Python prints. A `text` block is all that the Python before it prints."""
 
