@@ -281,6 +281,9 @@ class FailingStreams(NoStreams):
     async def find(self, stream_id: str, owner: str) -> Recording | None:
         return self.recording
 
+    def follow(self, recording: Recording) -> Recording:
+        return recording
+
     def read(self, recording: Recording) -> Generation:
         return cast(Generation, Failing())
 
