@@ -63,7 +63,7 @@ class Manual(NamedTuple):
     """Started when it is first asked for."""
 
     def shell(self, command: str) -> str:
-        """What bash prints of it. Fails if it does."""
+        """Returns what bash prints for a command. Fails if the command fails."""
         command = f"set -o pipefail; {command.replace('~/', f'{self.home}/')}"
         # Under `make test` a `make` would take that one's flags and variables, and tell which folder it is in.
         given = re.findall(r"(\w+)=", os.environ.get("MAKEFLAGS", ""))
@@ -84,7 +84,7 @@ class Manual(NamedTuple):
         return words[1:]
 
     def recipe(self, command: str) -> list[str]:
-        """What `make` would run, line by line, perhaps after an installation."""
+        """Returns the lines that `make` would run, perhaps after an installation."""
         return self.shell(f"{command} --dry-run").strip().splitlines()
 
     def run(self, line: str) -> str:
@@ -196,7 +196,7 @@ def deploys(command: str, manual: Manual) -> None:
 
 
 def names_files(command: str, manual: Manual) -> None:
-    """Of programs that the tests do not have: its files are there, and the arguments that a build takes."""
+    """Checks a command of a program that the tests do not have: its files exist, and so do a build's arguments."""
     for name in re.findall(r"configs/[\w./-]+", command):
         assert (ROOT / name).exists(), f"{command}: there is no {name}"
     for name in re.findall(r"--build-arg (\w+)=", command):

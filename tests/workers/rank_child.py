@@ -142,6 +142,6 @@ def gather(holder: Holder, parts: list[torch.Tensor]) -> list[torch.Tensor] | No
 
 
 def all_gather(holder: Holder, parts: list[torch.Tensor]) -> torch.Tensor:
-    """Of every rank's part, side by side."""
+    """Returns every rank's part, side by side."""
     group = holder.worker.group
     return group.shared.all_gather(parts[group.rank])
