@@ -99,7 +99,7 @@ _CREATE_FILE = cpu_all_reduce.create_file
 
 
 def use_form(holder: Holder, name: str | None) -> None:
-    """Of the kernels, for workers that are made from now on; None is the one that the process began with."""
+    """Sets the form of the kernels for later workers; None is the form that the process began with."""
     holder.worker = None
     if name is None and _FIRST_FORM is None:
         os.environ.pop(processor.VARIABLE, None)

@@ -25,11 +25,11 @@ from tests.workers.cpu_forms import COMPILED
 from tests.workers.rank_processes import RankFailed, RankProcesses, in_forms, over_ranks
 from workers.checkpoints.checkpoint import Checkpoint
 from workers.checkpoints.model_folder import load_model_config
-from workers.kernels import build
+from workers.kernels import build, cpu_linear
 from workers.model_options import ModelOptions
 from workers.models.model_config import ModelConfig, ModelError
 from workers.parallel.shard import CheckpointShard
-from workers.parallel.split import check_num_ranks, shard_config
+from workers.parallel.split import EXACT_GATES, check_num_ranks, shard_config
 from workers.step import ScheduledSequence, SequenceStart, StepInput
 from workers.torch_worker.torch_worker import TorchWorker
 
@@ -432,3 +432,7 @@ class _InMemory(Checkpoint):
         tensor = self._tensors[name]
         assert tensor.shape == shape
         return tensor
+
+
+def test_exact_keeps_the_kernels_gates_whole() -> None:
+    assert EXACT_GATES == cpu_linear.GATES

@@ -1,4 +1,4 @@
-"""What a layer's KV cache holds, in torch. The kernels write and read the same bits (`native/kv_cache.h`).
+"""Reads and writes the KV cache of a layer in torch. The kernels write and read the same bits (`native/kv_cache.h`).
 
 A cache in the model's dtype is [num_blocks, block_size, num_kv_heads, head_dim]. A cache of int8 is [num_blocks,
 block_bytes]: in each block the values [block_size, num_kv_heads, head_dim], then float32 scales [num_kv_heads,
