@@ -137,8 +137,7 @@ class Run:
                     self.counts["exceptions"] += 1
                     self.problem += _place(error)
             finally:
-                if self.llm.engine.masks.pool is not None:
-                    self.llm.engine.masks.pool.close()
+                self.llm.engine.constraints.close()  # what was injected into the pool holds the engine until then
                 del self.llm
                 gc.collect(1)
 
