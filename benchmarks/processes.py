@@ -71,6 +71,9 @@ class Timing(NamedTuple):
 _running: list[Child] = []
 """The children that were started and not stopped yet."""
 
+_claims: list[socket.socket] = []
+"""UDP sockets with the numbers of the ports that `free_port` has returned: one that is bound claims its port."""
+
 
 @atexit.register
 def _stop_running() -> None:
@@ -376,11 +379,17 @@ def interrupted_once() -> Iterator[None]:
 
 
 def free_port() -> int:
-    """One that systems do not choose for outgoing connections, and Ray not for its workers: free now, it stays so."""
+    """One that systems do not choose for outgoing connections, and Ray not for its workers: free now, it stays so.
+    While this process lives, no other call returns it, here or in another process.
+    """
     for port in random.sample(range(20_000, 30_000), 100):
+        claim = socket.socket(type=socket.SOCK_DGRAM)
         with socket.socket() as probe, contextlib.suppress(OSError):
+            claim.bind(("127.0.0.1", port))
             probe.bind(("127.0.0.1", port))
+            _claims.append(claim)
             return port
+        claim.close()
     raise BenchmarkError("of 100 ports between 20000 and 30000 none is free")
 
 

@@ -16,7 +16,7 @@ import psutil
 
 from benchmarks.processes import free_port
 from tests.checkpoints import checkpoint
-from tests.patience import PATIENCE_S
+from tests.patience import PATIENCE_S, wait_until
 from tests.processes import running_below
 from tests.sharing import shared
 
@@ -45,6 +45,16 @@ class Client:
             if not line.startswith("#") and name.count("=") == 1:
                 found[name.partition("{")[0]] = float(value)
         return found
+
+    def until_idle(self) -> None:
+        """Returns when nothing runs or waits and every block is free. What an earlier test asked for may still run."""
+
+        def is_idle() -> bool:
+            metrics = self.metrics()
+            names = ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc")
+            return all(metrics[f"manta:{name}"] == 0 for name in names)
+
+        wait_until(is_idle, poll_s=0.05)
 
     def post(self, path: str, body: bytes | dict, headers: dict[str, str] | None = None) -> tuple[int, dict, dict]:
         """(status, headers in lower case, decoded body)."""

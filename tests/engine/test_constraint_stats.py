@@ -37,7 +37,8 @@ def test_the_engine_counts_compilers_and_caches() -> None:
     llm = LLM(str(checkpoint("llama", dtype="float32")), grammar_pool={"num_workers": 1})
     assert llm.engine.stats().constraints == ConstraintStats()
     for regex in ("[0-9]{3}", "[a-f]{4}"):
-        llm.generate(["a"], SamplingParams(constraint=ConstraintSpec(kind="regex", text=regex), max_tokens=8))
+        params = SamplingParams(constraint=ConstraintSpec(kind="regex", text=regex), temperature=0, max_tokens=8)
+        llm.generate(["a"], params)
     wait_until(lambda: llm.engine.stats().constraints.num_grammars >= 2)  # counted after the rows are there
     stats = llm.engine.stats()
     found = stats.constraints

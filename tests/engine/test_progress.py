@@ -6,8 +6,8 @@ Slow masks are those of the example backend (`tests/plugin`); steps and orders a
 from __future__ import annotations
 
 import asyncio
+import pathlib
 import time
-from typing import Any
 
 import pytest
 
@@ -16,6 +16,7 @@ from cluster.engine import engine
 from cluster.engine.request import EngineRequest, FinishStatus, SequenceOutput
 from cluster.http.exchange.metrics import Metrics
 from cluster.llm import LLM, SamplingParams
+from structured.pool_config import PoolConfig
 from tests.checkpoints import checkpoint
 from tests.engine.test_constrained_engine import constrained, example, make_llm, settled, spec
 from tests.patience import PATIENCE_S
@@ -24,13 +25,19 @@ from tests.serve.test_engine_deployment import Ingress, until
 
 pytestmark = pytest.mark.usefixtures("plugin")
 
-SLOW_S = 2.0
-"""Seconds of a slow mask. Everything that must happen meanwhile takes milliseconds."""
+PATIENT = {"mask_seconds": PATIENCE_S}
+"""Options of a grammar pool that waits for slow masks."""
 
 
-def slow(**fields: Any) -> SamplingParams:
-    """Four tokens, of which the first waits for its mask."""
-    return constrained(example(length=4, at={"0": SLOW_S}), **fields)
+@pytest.fixture
+def gate(tmp_path: pathlib.Path) -> pathlib.Path:
+    """A file that slow masks wait for."""
+    return tmp_path / "gate"
+
+
+def slow(gate: pathlib.Path) -> SamplingParams:
+    """Four tokens, of which the first waits for its mask, which comes when `gate` exists."""
+    return constrained(example(length=4, at={"0": f"until {gate}"}))
 
 
 def plain(num_tokens: int = 3) -> SamplingParams:
@@ -72,11 +79,11 @@ def test_constrained_requests_of_rising_priority_all_finish(num_sequences: int) 
 # ---- standing still ------------------------------------------------------------------------------------------------
 
 
-def test_a_standstill_is_counted_and_does_not_spin() -> None:
+def test_a_standstill_is_counted_and_does_not_spin(gate: pathlib.Path) -> None:
     """The one place is taken by a sequence that waits for its mask, and another request waits for the place."""
-    llm = make_llm(max_num_sequences=1)
+    llm = make_llm(max_num_sequences=1, grammar_pool=PATIENT)
     llm.generate([[7]], constrained(example(length=1)), use_tqdm=False)  # the pool has started
-    llm.add_request("slow", [7], slow())
+    llm.add_request("slow", [7], slow(gate))
     llm.add_request("behind", [7], plain())
     while not llm.engine.stats().num_late_rows:
         llm.step()
@@ -92,6 +99,7 @@ def test_a_standstill_is_counted_and_does_not_spin() -> None:
     metrics = Metrics("m").render([stats]).decode()
     assert f'manta:seconds_since_progress{{model_name="m"}} {stats.seconds_since_progress}' in metrics
     assert 'manta:grammar_sessions{model_name="m"} 1.0' in metrics
+    gate.touch()
     assert ends_in_order(llm) == ["slow", "behind"]
     stats = llm.engine.stats()
     assert stats.seconds_since_progress == 0.0
@@ -110,21 +118,25 @@ def test_productive_steps_are_not_counted_as_idle() -> None:
 # ---- slow masks ----------------------------------------------------------------------------------------------------
 
 
-def test_a_request_arriving_among_waiting_rows_is_served() -> None:
-    llm = make_llm()
-    llm.add_request("slow", [7], slow())
+def test_a_request_arriving_among_waiting_rows_is_served(gate: pathlib.Path) -> None:
+    llm = make_llm(grammar_pool=PATIENT)
+    llm.add_request("slow", [7], slow(gate))
     llm.step()
     llm.add_request("plain", [8], plain(8))
-    assert ends_in_order(llm) == ["plain", "slow"]
+    while not (ended := [output.request_id for output in llm.step() if output.finished]):
+        pass
+    assert ended == ["plain"]
+    gate.touch()
+    assert ends_in_order(llm) == ["slow"]
     settled(llm)
 
 
-def test_a_deadline_among_waiting_rows_ends_its_request() -> None:
-    llm = make_llm()
-    params = slow()
+def test_a_deadline_among_waiting_rows_ends_its_request(gate: pathlib.Path) -> None:
+    llm = make_llm(grammar_pool=PATIENT)
+    params = slow(gate)
     assert params.constraint is not None
     resolved = llm.engine.resolve(params.constraint).result()
-    request = EngineRequest(request_id="slow", prompt_token_ids=[7], params=params, deadline_s=SLOW_S / 4)
+    request = EngineRequest(request_id="slow", prompt_token_ids=[7], params=params, deadline_s=0.5)
     llm.engine.add_request(request, resolved)
     outputs: list[SequenceOutput] = []
     while llm.engine.has_unfinished:
@@ -133,24 +145,30 @@ def test_a_deadline_among_waiting_rows_ends_its_request() -> None:
     assert end.finish is FinishStatus.FINISHED_ABORTED
     assert end.usage is not None
     assert end.usage.num_output_tokens == 0
+    gate.touch()
     settled(llm)
 
 
-def test_a_message_wakes_an_idle_replica(monkeypatch: pytest.MonkeyPatch, new_replica: Replicas) -> None:
+def test_a_message_wakes_an_idle_replica(
+    monkeypatch: pytest.MonkeyPatch, new_replica: Replicas, gate: pathlib.Path
+) -> None:
     monkeypatch.setattr(engine, "IDLE_WAIT_S", 60.0)
 
     async def scenario() -> None:
         folder = str(checkpoint("llama", dtype="float32"))
-        replica, ingress = new_replica(EngineConfig(model=folder, kv_cache_bytes=8 << 20)), Ingress()
+        pool = PoolConfig(mask_seconds=PATIENCE_S)
+        replica = new_replica(EngineConfig(model=folder, kv_cache_bytes=8 << 20, grammar_pool=pool))
+        ingress = Ingress()
         address = await ingress.receiver.start()
         slow_one = asyncio.ensure_future(
-            replica.generate(EngineRequest(request_id="slow", prompt_token_ids=[7], params=slow()), address)
+            replica.generate(EngineRequest(request_id="slow", prompt_token_ids=[7], params=slow(gate)), address)
         )
         await until(lambda: replica.engine.stats().num_late_rows == 1)
         request = EngineRequest(request_id="plain", prompt_token_ids=[8], params=plain())
         result = await asyncio.wait_for(replica.generate(request, address), PATIENCE_S)
         assert result.finish is FinishStatus.FINISHED_LENGTH
         assert not slow_one.done()
+        gate.touch()
         assert (await asyncio.wait_for(slow_one, PATIENCE_S)).finish is FinishStatus.FINISHED_STOPPED
 
     asyncio.run(scenario())

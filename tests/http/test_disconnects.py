@@ -5,10 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 import random
-import time
 
 from cluster.llm import LLM, SamplingParams
-from tests.patience import PATIENCE_S
 from tests.server import Server, shared_server
 
 NUM_REQUESTS = 120
@@ -65,12 +63,5 @@ def test_nothing_is_left_of_clients_that_disconnect() -> None:
         await asyncio.gather(*(send(server, number, after) for number, after in enumerate(leaving)))
 
     asyncio.run(crowd())
-    deadline = time.monotonic() + PATIENCE_S
-    while True:
-        metrics = server.metrics()
-        left = [metrics[f"manta:{name}"] for name in ("num_requests_running", "num_requests_waiting")]
-        if left == [0, 0] and metrics["manta:kv_cache_usage_perc"] == 0:
-            break
-        assert time.monotonic() < deadline, f"requests stay behind: {metrics}"
-        time.sleep(0.2)
+    server.until_idle()
     assert answers(server) == fresh_answers(server)

@@ -20,7 +20,7 @@ import torch
 from tests.checkpoints import VOCAB_SIZE
 from tests.documented import Document
 from tests.local_server import ThreadedServer
-from tests.patience import PATIENCE_S
+from tests.patience import PATIENCE_S, wait_until
 from tests.server import Client, shared_server
 
 HELLO = {"messages": [{"role": "user", "content": "hello"}]}
@@ -160,7 +160,9 @@ def test_timeouts_full_queues_and_internal_errors_are_documented(narrow: Documen
     model = narrow.server.model
     slow = {"max_tokens": 450, "ignore_eos": True, "logits_processors": [{"name": "slow"}]}  # 9 s
     for path in GENERATING:
-        assert narrow.ask(path, {"model": model, **BODIES[path], "logits_processors": [{"name": "failing"}]}) == 500
+        failing = {"model": model, **BODIES[path], "logits_processors": [{"name": "failing"}]}
+        # On a busy machine its deadline may come first.
+        wait_until(lambda failing=failing, path=path: narrow.ask(path, failing) == 500)
         occupying = {"model": model, **BODIES[path], **slow}
         statuses: list[int] = []
 

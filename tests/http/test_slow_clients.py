@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 
 import pytest
 
@@ -156,24 +157,34 @@ def test_an_endless_head_gains_no_time_per_byte() -> None:
     asyncio.run(asyncio.wait_for(run(), PATIENCE_S))
 
 
+async def whole_answer(reader: asyncio.StreamReader) -> tuple[int, bytes]:
+    """(status, body) as soon as both have come: behind them the connection may break."""
+    head = await reader.readuntil(b"\r\n\r\n")
+    length = re.search(rb"content-length: (\d+)", head.lower())
+    assert length is not None
+    return int(head.split()[1]), await reader.readexactly(int(length[1]))
+
+
 @async_test
 async def test_a_body_that_comes_too_slowly_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(exchange, "SLOW_START_S", 0.3)
 
     async with local_server(min_body_bytes_per_s=100) as server:
-        whole = post(server.body(max_tokens=2, user="x" * 400))
+        whole = post(server.body(max_tokens=2, user="x" * 1000))
         head = whole.index(b"\r\n\r\n") + 4
-        for num_bytes, expected in ((60, 200), (2, 408)):  # each tenth of a second
+        # The first bytes of the good one pay for 9 s. Then so many come each tenth of a second.
+        for num_first, num_bytes, expected in ((900, 40, 200), (0, 2, 408)):
             reader, writer = await server.connect()
-            writer.write(whole[:head])
-            received = asyncio.ensure_future(answer(reader, writer))
-            for begin in range(head, len(whole), num_bytes):
+            writer.write(whole[: head + num_first])
+            received = asyncio.ensure_future(whole_answer(reader))
+            for begin in range(head + num_first, len(whole), num_bytes):
                 writer.write(whole[begin : begin + num_bytes])
                 await asyncio.sleep(0.1)
                 if received.done():
                     break
             status, body = await received
             assert status == expected
+            writer.close()
         assert "lower min_body_bytes_per_s, which is 100" in json.loads(body)["error"]["message"]
 
 

@@ -2,9 +2,9 @@
 
 Its constraint is JSON in a spec of kind `regex`: `allowed` token ids, `length` of the output in tokens, `favour`: what
 is added to logits by token id (beyond a bitmask), `at`: what to do at an output position (or in `compile`): `raise`,
-`hang`, `exit`, another way to fail or a number of seconds to take, and `on`: the same behind an output token. In
-`compile` also what the process does with its answer: write `half` of it and end, `stall` behind that half, or write
-`garbage`.
+`hang`, `exit`, another way to fail, a number of seconds to take, or `until FILE`, which hangs until that file is there,
+and `on`: the same behind an output token. In `compile` also what the process does with its answer: write `half` of it
+and end, `stall` behind that half, or write `garbage`.
 """
 
 from __future__ import annotations
@@ -59,6 +59,10 @@ def _misbehave(how: str | float | None) -> None:
         while True:
             hoard.append(b"x" * 2**20)
             time.sleep(0.001)
+    if isinstance(how, str) and how.startswith("until "):
+        while not os.path.exists(how.removeprefix("until ")):
+            time.sleep(0.01)
+        return
     if how is not None:
         time.sleep(float(how))
 

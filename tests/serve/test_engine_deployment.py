@@ -194,7 +194,7 @@ def test_a_burst_is_prefilled_together(monkeypatch, new_replica: Replicas) -> No
 
         monkeypatch.setattr(replica.engine, "step", watched)
         await replica.generate(request("before", 2), address)
-        assert await asyncio.to_thread(idle.wait, 30.0)
+        assert await asyncio.to_thread(idle.wait, PATIENCE_S)
         steps.clear()
         replica._burst = Burst(1.0)
         started = time.monotonic()

@@ -28,7 +28,7 @@ from tests.processes import kill_all
 from workers.kernels import build
 
 MARK = "MANTA_TEST_START"
-NUM_MOMENTS = 60 if PROVE else 3
+NUM_MOMENTS = 60 if PROVE else 2
 
 
 class Start:

@@ -49,6 +49,7 @@ class Cluster:
         self.address = f"127.0.0.1:{port}"
         command = [RAY, "start", "--head", f"--port={port}", f"--ray-client-server-port={free_port()}", "--block"]
         command += ["--include-dashboard=false", "--num-cpus=2", f"--temp-dir={folder}"]
+        command += [f"--dashboard-agent-listen-port={free_port()}"]  # another Ray's has the usual one
         self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=environment)
         assert self.process.stdout is not None
         for line in self.process.stdout:

@@ -33,9 +33,9 @@ from tests.patience import PATIENCE_S
 def port_with_a_connection_that_its_server_closed() -> int:
     with socket.socket() as listener:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind(("127.0.0.1", 0))
+        port = free_port()
+        listener.bind(("127.0.0.1", port))
         listener.listen()
-        port = listener.getsockname()[1]
         with socket.create_connection(("127.0.0.1", port)) as client:
             listener.accept()[0].close()
             assert client.recv(1) == b""

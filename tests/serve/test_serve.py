@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 
 import openai
 import pytest
@@ -11,7 +10,7 @@ import transformers
 
 from tests.checkpoints import EOS_TOKEN_ID, VOCAB_SIZE, checkpoint, reference_greedy
 from tests.local_server import ThreadedServer
-from tests.patience import PATIENCE_S
+from tests.patience import wait_until
 from tests.server import Server, shared_server
 
 GREEDY = {"temperature": 0, "extra_body": {"ignore_eos": True}}
@@ -112,11 +111,7 @@ def test_a_stop_string_across_tokens_ends_text(client, server) -> None:
         assert choices[-1].stop_reason == stop
         if not stream:
             assert reply.usage.completion_tokens < 40
-    deadline = time.monotonic() + PATIENCE_S  # the engine learns of the stop string between two steps
-    while server.metrics()["manta:num_requests_running"] and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert server.metrics()["manta:num_requests_running"] == 0
-    assert server.metrics()["manta:kv_cache_usage_perc"] == 0
+    server.until_idle()  # the engine learns of the stop string between two steps
 
 
 def test_the_stop_reason_is_the_clients_stop(client, server, tokenizer) -> None:
@@ -266,6 +261,7 @@ def test_limits_that_the_operator_sets(monkeypatch: pytest.MonkeyPatch) -> None:
         status, _, answer = server.post("/v1/completions", slow, key)
         assert status == 408, answer
         assert "request_timeout_s" in answer["error"]["message"]
-        assert server.post("/v1/completions", {**long, "max_tokens": 2}, key)[0] == 200
+        # On a busy machine even a short request may take longer than its deadline.
+        wait_until(lambda: server.post("/v1/completions", {**long, "max_tokens": 2}, key)[0] == 200)
     finally:
         server.stop()

@@ -35,6 +35,7 @@ def test_a_live_server_says_what_runs_where(server: Server, capsys: pytest.Captu
     body = {"model": server.model, "prompt": [5] * 40, "max_tokens": 4, "temperature": 0}
     for _ in range(2):
         assert server.post("/v1/completions", body)[0] == 200
+    server.until_idle()
     assert command_line.main(["status", "--url", server.url, "--json"]) == 0
     status = msgspec.json.decode(capsys.readouterr().out, type=Status)
     (engine,) = status.engines

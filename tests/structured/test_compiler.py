@@ -361,13 +361,13 @@ def test_refusals_of_long_constraints_take_little_memory(demo_vocabulary: Vocabu
     """What is remembered is bounded: neither their texts nor messages that repeat them."""
     compiler = Compiler(demo_vocabulary, ConstraintLimits(), num_processes=1)
     try:
-        for number in range(5):
+        for number in range(2):
             text = "(" + "a" * 500_000 + str(number)
             with pytest.raises(ConstraintError) as caught:
                 compiler.resolve(ConstraintSpec(kind="regex", text=text)).result(timeout=PATIENCE_S)
             assert len(str(caught.value)) <= 2000
-        assert len(compiler._refusals) == 5
-        assert compiler._refusals.num_bytes < 5 * 4000
+        assert len(compiler._refusals) == 2
+        assert compiler._refusals.num_bytes < 2 * 4000
         assert not [key for key in compiler._refusals._entries if len(key) > 32]
     finally:
         compiler.close()

@@ -7,6 +7,7 @@ The same tests run over threads and over Ray actors. The example backend (`tests
 from __future__ import annotations
 
 import os
+import pathlib
 import random
 import signal
 import socket
@@ -186,9 +187,9 @@ def test_a_hanging_session_fails_alone_within_its_budget(make_pool: MakePool) ->
         assert all(pool.error(session_id) is None for session_id in others)
 
 
-def test_sessions_behind_a_slow_one_move(make_pool: MakePool) -> None:
+def test_sessions_behind_a_slow_one_move(make_pool: MakePool, tmp_path: pathlib.Path) -> None:
     pool = make_pool(num_workers=1, mask_seconds=PATIENCE_S)
-    pool.start(0, example(at={"1": 3.0}))
+    pool.start(0, example(at={"1": f"until {tmp_path}/gate"}))
     for session_id in range(1, 4):
         pool.start(session_id, example())
     pool.prepare([(session_id, []) for session_id in range(4)])
@@ -198,6 +199,7 @@ def test_sessions_behind_a_slow_one_move(make_pool: MakePool) -> None:
     pool.prepare([(session_id, [5]) for session_id in range(1, 4)])
     finish(pool, [1, 2, 3])
     assert not pool.is_ready(0), "the slow row should still be under way"
+    (tmp_path / "gate").touch()
     finish(pool, [0])
     assert [pool.error(session_id) for session_id in range(4)] == [None] * 4
     assert pool.num_replaced == 0
@@ -221,7 +223,7 @@ def test_a_worker_hanging_without_its_session_is_replaced(make_pool: MakePool) -
         wait_until(lambda: pool.num_slots_in_use == 0)
 
 
-def test_a_hanging_thread_keeps_only_its_slot(vocabulary: Vocabulary) -> None:
+def test_a_hanging_thread_keeps_only_its_slot(vocabulary: Vocabulary, tmp_path: pathlib.Path) -> None:
     """The slots of the worker's other sessions are free at once; else a few workers that hang would leave none."""
     pool = GrammarPool(PoolConfig(num_workers=1, mask_seconds=0.2), vocabulary, 4, actors=False)
     others = [1, 2, 3]
@@ -231,7 +233,7 @@ def test_a_hanging_thread_keeps_only_its_slot(vocabulary: Vocabulary) -> None:
         pool.prepare([(session_id, [5] * num_hanging) for session_id in others])
         finish(pool, others)
         hanging = 10 * num_hanging
-        pool.start(hanging, example(at={"0": 20.0}))
+        pool.start(hanging, example(at={"0": f"until {tmp_path}/gate"}))
         pool.prepare([(hanging, [])])
         finish(pool, [hanging])
         assert "was not there after 0.2 s" in (pool.error(hanging) or "")
@@ -240,14 +242,17 @@ def test_a_hanging_thread_keeps_only_its_slot(vocabulary: Vocabulary) -> None:
         assert pool.num_slots_in_use == len(others) + num_hanging
         assert (pool.num_given_up, pool.num_lost_slots) == (num_hanging, 0)
     assert [allowed(pool, session_id) for session_id in others] == [[5, 6, 7]] * 3
+    (tmp_path / "gate").touch()
 
 
-def test_when_every_worker_hangs_sessions_fail(vocabulary: Vocabulary, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_when_every_worker_hangs_sessions_fail(
+    vocabulary: Vocabulary, monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path
+) -> None:
     """Threads that hang cannot be ended. The pool goes on with those that it has left, be it none."""
     monkeypatch.setattr("structured.grammar_pool.pool.MAX_WORKERS", 3)
     pool = GrammarPool(PoolConfig(num_workers=1, mask_seconds=0.2), vocabulary, 4, actors=False)
     for hanging in range(3):
-        pool.start(hanging, example(at={"0": 5.0}))
+        pool.start(hanging, example(at={"0": f"until {tmp_path}/gate"}))
         pool.prepare([(hanging, [])])
         finish(pool, [hanging])
         assert "was not there after 0.2 s" in (pool.error(hanging) or "")
@@ -257,6 +262,7 @@ def test_when_every_worker_hangs_sessions_fail(vocabulary: Vocabulary, monkeypat
     pool.prepare([(7, [])])
     assert pool.error(7) == "all 3 grammar workers hang; simplify the constraints that are in use"
     pool.end(7)
+    (tmp_path / "gate").touch()
     wait_until(lambda: not any(worker.transport.is_alive() for worker in pool._given_up))
     pool.start(8, example())
     pool.prepare([(8, [])])
@@ -275,9 +281,10 @@ def test_a_killed_actors_sessions_are_replayed(make_pool: MakePool) -> None:
     for step in range(12):
         pool.prepare(outputs.items())
         if step in (3, 8):
-            pid = max(pool.workers, key=lambda worker: len(worker.sessions)).transport.pid
-            assert pid is not None
-            os.kill(pid, signal.SIGKILL)
+            victim = max(pool.workers, key=lambda worker: len(worker.sessions)).transport
+            while victim.pid is None:  # it may be the one that replaces the first victim, and still start
+                wait_until(victim.is_ready)
+            os.kill(victim.pid, signal.SIGKILL)
         finish(pool, list(outputs))
         for session_id, output in outputs.items():
             assert pool.error(session_id) is None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tests.workers.jax_worker.devices  # isort: skip  # noqa: F401
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +14,7 @@ from jax.experimental.pallas.ops.tpu.ragged_paged_attention import ref_ragged_pa
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 from tests.checkpoints import checkpoint
+from tests.conftest import PROVE
 from workers.checkpoints.model_folder import load_model_config
 from workers.jax_worker.attention import AttentionForm, attend, attend_by_chunks, page_head_dim
 from workers.jax_worker.batch import Batch, BatchShape, pack
@@ -32,8 +34,11 @@ def random_batch(random: np.random.Generator, num_tokens: int, max_blocks: int) 
     return shape, pack(shape, random.integers(0, 9, lens.sum()), starts, lens, blocks)
 
 
-@pytest.mark.parametrize("window", [None, 8, 24])
-@pytest.mark.parametrize("heads", [(4, 2), (6, 1), (3, 3)])
+FORMS = list(itertools.product([(4, 2), (6, 1), (3, 3)], [None, 8, 24]))
+"""Numbers of heads, and a window. `make test` runs each of both once."""
+
+
+@pytest.mark.parametrize(("heads", "window"), FORMS if PROVE else FORMS[::4])
 def test_the_loop_computes_what_the_kernels_reference_does(heads: tuple[int, int], window: int | None) -> None:
     random = np.random.default_rng(sum(heads))
     shape, packed = random_batch(random, 32, 7)

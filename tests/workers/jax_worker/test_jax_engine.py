@@ -17,16 +17,17 @@ from workers.ranks import rank_worker
 
 QUICK = {
     "test_greedy_tokens_equal_transformers": ("[llama-None-chunked]", "[llama-llama-preempted]"),
-    "test_speculation_keeps_seeded_outputs": ("[draft-options0]", "[ngram-options1]"),
+    "test_speculation_keeps_seeded_outputs": ("[draft-options0]",),
 }
 """Cases that `make test` runs of the tests with many cases."""
 ON_ANY_WORKER = {
+    "test_a_raising_proposer_is_left_out",
     "test_unservable_requests_are_refused_at_once",
     "test_text_only_parameters_are_not_sent_to_ranks",
     "test_full_queues_deadlines_and_aborts_free_everything",
     "test_a_draft_shares_memory_and_is_checked",
 }
-"""Tests of what happens before a worker gets a step; `make test` runs them on torch's worker only."""
+"""Tests of what happens before a worker gets a step or drafts; `make test` runs them on torch's worker only."""
 
 
 @pytest.fixture(autouse=True)
