@@ -7,7 +7,6 @@ random walks.
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterator
 from typing import Any
@@ -22,6 +21,9 @@ _NOT_ENFORCED = frozenset(
     ]
 )
 _NUMBERS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf", "const", "enum")
+_EXAMINED = frozenset([*_NUMBERS, "prefixItems", "minProperties", "pattern", "patternProperties", "format"])
+"""Keywords that `_departures_of` looks at in every schema."""
+_NAMED = frozenset(["properties", "patternProperties", "required"])
 _EXACT = 2**53
 """llguidance keeps numbers as 64-bit floats, which round integers beyond this."""
 _LIMITS = (2**63 - 1, -(2**63))
@@ -29,21 +31,22 @@ _LIMITS = (2**63 - 1, -(2**63))
 _MAX_HOSTNAME = 253
 _OLD_DRAFTS = re.compile(r"json-schema\.org/(draft-0|draft/2019)")
 _ESCAPED_CHARACTER = re.compile(r"(?<!\\)(?:\\\\)*\\[<>]")
-_ESCAPED_CONTROL = re.compile(r"\\u00[01]|\x7f")
-"""Escape of a control character without a short one, in JSON text of ASCII characters."""
 _CONTROL = re.compile(r"[\x00-\x07\x0b\x0e-\x1f\x7f]")
 
 
-def departures(schema: Any) -> list[str]:
-    """What llguidance would silently not enforce, each as `#/path/keyword: why`."""
+def departures(schema: Any, has_controls: bool) -> list[str]:
+    """What llguidance would silently not enforce, each as `#/path/keyword: why`. `has_controls` is what
+    `has_control_characters` says of the schema.
+    """
     is_old = isinstance(schema, dict) and bool(_OLD_DRAFTS.search(str(schema.get("$schema", ""))))
-    names_matter = has_control_characters(schema)
+    examined = _EXAMINED | _NAMED if has_controls else _EXAMINED
     found = []
     for path, subschema in subschemas(schema):
-        for name in subschema:
-            if name in _NOT_ENFORCED and subschema[name] is not False:
-                found.append(f"{path}/{name} is not enforced")
-        found += [f"{path}/{reason}" for reason in _departures_of(subschema, is_old, names_matter)]
+        if not _NOT_ENFORCED.isdisjoint(subschema):
+            ignored = [name for name in subschema if name in _NOT_ENFORCED and subschema[name] is not False]
+            found += [f"{path}/{name} is not enforced" for name in ignored]
+        if not examined.isdisjoint(subschema):
+            found += [f"{path}/{reason}" for reason in _departures_of(subschema, is_old, has_controls)]
     return found
 
 
@@ -61,7 +64,7 @@ def _departures_of(schema: dict[str, Any], is_old: bool, has_controls: bool) -> 
             yield f"pattern: {pattern!r} means something else there: escape the characters within [ ]"
     if schema.get("format") == "unknown":
         yield "format: 'unknown' is not enforced"
-    if has_controls and ("properties" in schema or "patternProperties" in schema or "required" in schema):
+    if has_controls and not _NAMED.isdisjoint(schema):
         yield "properties: names are not kept apart if the schema holds control characters"
 
 
@@ -87,10 +90,12 @@ def _has_set_operation(pattern: str) -> bool:
     return any(re.search(r"\[|&&|--|~~", body) for body in re.findall(r"\[\^?(\]?[^\]]*)\]", plain))
 
 
-def has_control_characters(schema: Any) -> bool:
-    """Whether any string of a JSON value holds a character that JSON writes as `\\u00XX`, or the character DEL."""
-    is_possible = _ESCAPED_CONTROL.search(json.dumps(schema)) is not None  # an escaped backslash may stand before it
-    return is_possible and any(_CONTROL.search(text) for text in _strings(schema))
+def has_control_characters(schema: Any, text: str) -> bool:
+    """Whether any string of a JSON value holds a character that JSON writes as `\\u00XX`, or the character DEL. `text`
+    is the value as `json.dumps` writes it.
+    """
+    is_possible = "\\u00" in text or "\x7f" in text  # what is escaped may be a backslash or another character
+    return is_possible and any(_CONTROL.search(each) for each in _strings(schema))
 
 
 def _strings(value: Any) -> Iterator[str]:

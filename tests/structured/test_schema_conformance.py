@@ -326,6 +326,8 @@ def test_an_undefined_format_is_a_reported_annotation() -> None:
     resolved = backends().resolve(ConstraintSpec(kind="json_schema", text=json.dumps(schema)))
     assert resolved.not_enforced == ["#/properties/color/format: 'color' is no format of JSON Schema"]
     assert accepts(grammar_of(schema, any_whitespace=False), {"color": "no color at all"})
+    spelled = ConstraintSpec(kind="json_schema", text=json.dumps(schema).replace('"format"', '"\\u0066ormat"'))
+    assert backends().resolve(spelled).not_enforced == resolved.not_enforced
 
 
 def test_strict_requests_are_refused_what_llguidance_ignores() -> None:
