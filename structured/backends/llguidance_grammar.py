@@ -18,6 +18,7 @@ from structured.backends.keywords import subschemas
 from structured.backends.lark_schemas import EmbeddedSchema, counts_tokens, embedded_schemas, with_replaced
 from structured.backends.llguidance_schema import departures, has_control_characters, located, mended
 from structured.constraint import ConstraintError, ConstraintSpec, Unsupported
+from structured.schemas.documents import is_too_old
 from structured.schemas.formats import is_annotation, with_exact_formats
 from structured.schemas.guard import Guard
 from structured.schemas.loosening import loosened
@@ -223,6 +224,8 @@ def _mended(schema: Any, guard: str = "") -> _Prepared:
 def _prepared(schema: Any, kind: str, way: Way) -> _Prepared:
     """Rewritten or loosened, and mended. Raises `Unsupported` for what llguidance would ignore."""
     guard = ""
+    if is_too_old(schema):
+        raise ConstraintError(f"{kind}: #/$schema: drafts before 4 are not enforced; write the schema in a later one")
     if way in ("loosened", "apart"):
         schema, guard = loosened(schema, joins=way == "loosened")
     elif way == "guarded" or needs_rewriting(schema):

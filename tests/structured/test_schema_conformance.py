@@ -330,13 +330,6 @@ def test_an_undefined_format_is_a_reported_annotation() -> None:
     assert backends().resolve(spelled).not_enforced == resolved.not_enforced
 
 
-def test_strict_requests_are_refused_what_llguidance_ignores() -> None:
-    """With a control character in the schema, "\\u0061" spells the name of another property."""
-    schema = {"properties": {"a": {"type": "integer"}, "b": {"enum": ["\x01"]}}, "type": "object"}
-    with pytest.raises(ConstraintError, match="names are not kept apart"):
-        grammar_of(schema)
-
-
 def test_loose_schemas_in_grammars_drop_unenforceable_parts() -> None:
     """As the arguments of a tool with `"strict": false`, whose strict form is tried before the loose one."""
 
