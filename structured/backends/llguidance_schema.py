@@ -31,6 +31,9 @@ _LIMITS = (2**63 - 1, -(2**63))
 _MAX_HOSTNAME = 253
 _OLD_DRAFTS = re.compile(r"json-schema\.org/(draft-0|draft/2019)")
 _ESCAPED_CHARACTER = re.compile(r"(?<!\\)(?:\\\\)*\\[<>]")
+_IN_CLASS = {character: f"\\{character}" for character in "[&~-"}
+"""What stands for a character in a class of llguidance's dialect, if it is not the character."""
+_CLASS_ESCAPES = frozenset(["\\d", "\\D", "\\w", "\\W", "\\s", "\\S", "\\p", "\\P"])
 _CONTROL = re.compile(r"[\x00-\x07\x0b\x0e-\x1f\x7f]")
 
 
@@ -90,6 +93,32 @@ def _has_set_operation(pattern: str) -> bool:
     return any(re.search(r"\[|&&|--|~~", body) for body in re.findall(r"\[\^?(\]?[^\]]*)\]", plain))
 
 
+def _with_plain_classes(pattern: str) -> str:
+    """The pattern with `[`, `&`, `~` and literal `-` escaped within its character classes, where ECMA-262 and Python read
+    them as characters. A class that begins with `]`, or a range from or to a class, is left to be refused.
+    """
+    result: list[str] = []
+    rest = re.findall(r"\\.|.", pattern, re.DOTALL)
+    while rest:
+        result.append(rest.pop(0))
+        if result[-1] != "[" or "]" not in rest:
+            continue
+        if rest[0] == "^":
+            result.append(rest.pop(0))
+        if rest[0] == "]":
+            return pattern
+        end = rest.index("]")
+        members, rest = rest[:end], rest[end:]
+        while members:
+            is_range = len(members) > 2 and members[1] == "-"
+            if is_range and not _CLASS_ESCAPES.isdisjoint((members[0], members[2])):
+                return pattern
+            low, *high = (_IN_CLASS.get(each, each) for each in (members[:3:2] if is_range else members[:1]))
+            result += [low, "-", *high] if is_range else [low]
+            del members[: 3 if is_range else 1]
+    return "".join(result)
+
+
 def has_control_characters(schema: Any, text: str) -> bool:
     """Whether any string of a JSON value holds a character that JSON writes as `\\u00XX`, or the character DEL. `text`
     is the value as `json.dumps` writes it.
@@ -119,6 +148,8 @@ def mended(schema: Any) -> Any:
         return schema
     result = {name: item if name in ("const", "enum") else mended(item) for name, item in schema.items()}
     if isinstance(result.get("pattern"), str):
+        if _has_set_operation(result["pattern"]):
+            result["pattern"] = _with_plain_classes(result["pattern"])
         result["pattern"] = _ESCAPED_CHARACTER.sub(lambda found: found[0][:-2] + found[0][-1], result["pattern"])
     if result.get("uniqueItems") is False:
         del result["uniqueItems"]
