@@ -94,8 +94,9 @@ def _has_set_operation(pattern: str) -> bool:
 
 
 def _with_plain_classes(pattern: str) -> str:
-    """The pattern with `[`, `&`, `~` and literal `-` escaped within its character classes, where ECMA-262 and Python read
-    them as characters. A class that begins with `]`, or a range from or to a class, is left to be refused.
+    """The pattern with `[`, `&`, `~` and literal `-` escaped within its character classes, where ECMA-262 and Python
+    read them as characters. A pattern stays as it is if a class begins with `]`, or if a range begins or ends with a
+    class such as `\\d`.
     """
     result: list[str] = []
     rest = re.findall(r"\\.|.", pattern, re.DOTALL)
