@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 from urllib.parse import unquote
 
@@ -47,7 +48,16 @@ def _applied(schemas: list[Any], root: Any) -> list[dict[str, Any]]:
 
 def _of_property(applied: list[dict[str, Any]], name: str) -> list[Any]:
     named = [schema["properties"][name] for schema in applied if name in schema.get("properties", {})]
+    for schema in applied:
+        named += [each for pattern, each in schema.get("patternProperties", {}).items() if _finds(pattern, name)]
     return named or [schema["additionalProperties"] for schema in applied if "additionalProperties" in schema]
+
+
+def _finds(pattern: str, name: str) -> bool:
+    try:
+        return re.search(pattern, name) is not None
+    except re.error:  # of another dialect
+        return False
 
 
 def _of_item(applied: list[dict[str, Any]], index: int) -> list[Any]:

@@ -43,6 +43,8 @@ CASES = [
     Case({"type": "number", "exclusiveMinimum": 0}, [0.5, 3], [-1, -0.5]),
     Case({"type": "integer", "multipleOf": 3}, [0, 3, 21], [1, 20]),
     Case({"type": "string", "minLength": 2, "maxLength": 3}, ["ab", "abc", "üü"], ["a", "abcd", ""]),
+    Case({"type": "string", "pattern": "^[%--x]+$"}, ["%", "+-x"], ["a", ".", "y"]),
+    Case({"type": "string", "pattern": "^[^[&&~~-]+$"}, ["a]"], ["[", "a&", "~", "-"]),
     Case({"type": "string", "minLength": 2}, ["ab", "abcdef"], ["a", ""]),
     Case({"type": "string", "maxLength": 2}, ["", "ab"], ["abc"]),
     Case({"type": "string", "pattern": "^[a-z]{2}[0-9]$"}, ["ab1"], ["a1", "ab12", "AB1"]),

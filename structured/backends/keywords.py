@@ -25,27 +25,30 @@ _SCHEMAS = frozenset(
 _SCHEMA_LISTS = frozenset(("anyOf", "oneOf", "allOf", "prefixItems", "items"))
 _SCHEMA_MAPS = frozenset(("properties", "patternProperties", "$defs", "definitions", "dependentSchemas"))
 """Keywords whose value is a schema, a list of schemas, or schemas by name."""
+_HOLDERS = _SCHEMAS | _SCHEMA_LISTS | _SCHEMA_MAPS
 
 
-def subschemas(schema: Any, path: str = "#") -> Iterator[tuple[str, dict[str, Any]]]:
+def subschemas(schema: Any) -> Iterator[tuple[str, dict[str, Any]]]:
     """Each schema object in `schema` with its JSON pointer, outer ones first. Values that are not schemas are
     skipped.
     """
-    if not isinstance(schema, dict):
-        return
-    yield path, schema
-    for name, value in schema.items():
-        if name in _SCHEMA_MAPS and isinstance(value, dict):
-            children = list(value.items())
-        elif name in _SCHEMA_LISTS and isinstance(value, list):
-            children = [(str(index), child) for index, child in enumerate(value)]
-        elif name in _SCHEMAS:
-            yield from subschemas(value, f"{path}/{name}")
+    pending = [("#", schema)]
+    while pending:
+        path, schema = pending.pop()
+        if not isinstance(schema, dict):
             continue
-        else:
-            continue
-        for key, child in children:
-            yield from subschemas(child, f"{path}/{name}/{escaped(key)}")
+        yield path, schema
+        inner: list[tuple[str, Any]] = []
+        for name, value in schema.items():
+            if name not in _HOLDERS:
+                continue
+            if name in _SCHEMA_MAPS and isinstance(value, dict):
+                inner += [(f"{path}/{name}/{escaped(key)}", child) for key, child in value.items()]
+            elif name in _SCHEMA_LISTS and isinstance(value, list):
+                inner += [(f"{path}/{name}/{index}", child) for index, child in enumerate(value)]
+            elif name in _SCHEMAS:
+                inner.append((f"{path}/{name}", value))
+        pending += reversed(inner)
 
 
 def escaped(key: str) -> str:

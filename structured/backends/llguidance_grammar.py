@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator
-from typing import Any, Literal, cast
+from typing import Any, Literal, NamedTuple, cast
 
 import llguidance
 import msgspec
@@ -18,6 +18,7 @@ from structured.backends.keywords import subschemas
 from structured.backends.lark_schemas import EmbeddedSchema, counts_tokens, embedded_schemas, with_replaced
 from structured.backends.llguidance_schema import departures, has_control_characters, located, mended
 from structured.constraint import ConstraintError, ConstraintSpec, Unsupported
+from structured.schemas.documents import is_too_old
 from structured.schemas.formats import is_annotation, with_exact_formats
 from structured.schemas.guard import Guard
 from structured.schemas.loosening import loosened
@@ -179,47 +180,63 @@ def _embedded(each: EmbeddedSchema, kind: str, way: Way) -> tuple[Any, str]:
     schema = each.schema
     if not isinstance(schema, dict) or schema.get("x-guidance", {}).get("lenient"):
         return schema, ""
-    prepared, guard = _prepared(schema, kind, way)
+    prepared = _prepared(schema, kind, way)
     options = schema.get("x-guidance", {})
-    if not has_control_characters(prepared):
+    if not prepared.has_controls:
         options = {"json_allowed_escapes": _SHORT_ESCAPES, **options}
-    return {**prepared, "x-guidance": options}, guard
+    return {**prepared.schema, "x-guidance": options}, prepared.guard
 
 
 # ---- one schema ------------------------------------------------------------------------------------------------------
 
 
 def _schema_grammar(spec: ConstraintSpec, way: Way) -> Translation:
-    schema, guard = json.loads(spec.text) if spec.kind == "json_schema" else {"type": "object"}, ""
-    if spec.loose:
-        schema = {} if schema is True else with_exact_formats(mended(schema))
-    else:
-        schema, guard = _prepared(schema, "json_schema", way)
+    schema = json.loads(spec.text) if spec.kind == "json_schema" else {"type": "object"}
+    prepared = _mended(schema) if spec.loose else _prepared(schema, "json_schema", way)
     options: dict[str, Any] = {"lenient": spec.loose}
     if spec.any_whitespace:
         options |= {"whitespace_flexible": True, "whitespace_pattern": WHITESPACE}
     else:
         options |= {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-    if not has_control_characters(schema):
+    if not prepared.has_controls:
         options["json_allowed_escapes"] = _SHORT_ESCAPES
-    grammar = llguidance.LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides=cast(Any, options))
-    return Translation(grammar, guard)
+    grammar = llguidance.LLMatcher.grammar_from_json_schema(prepared.text, overrides=cast(Any, options))
+    return Translation(grammar, prepared.guard)
 
 
-def _prepared(schema: Any, kind: str, way: Way) -> tuple[Any, str]:
-    """The schema as llguidance can serve it, and its guard. Raises `Unsupported` for what it would ignore."""
+class _Prepared(NamedTuple):
+    """A schema as llguidance can serve it."""
+
+    schema: Any
+    text: str
+    """The schema in JSON."""
+    has_controls: bool
+    """Whether its strings hold control characters."""
+    guard: str
+
+
+def _mended(schema: Any, guard: str = "") -> _Prepared:
+    schema = {} if schema is True else with_exact_formats(mended(schema))
+    text = json.dumps(schema)
+    return _Prepared(schema, text, has_control_characters(schema, text), guard)
+
+
+def _prepared(schema: Any, kind: str, way: Way) -> _Prepared:
+    """Rewritten or loosened, and mended. Raises `Unsupported` for what llguidance would ignore."""
     guard = ""
+    if is_too_old(schema):
+        raise ConstraintError(f"{kind}: #/$schema: drafts before 4 are not enforced; write the schema in a later one")
     if way in ("loosened", "apart"):
         schema, guard = loosened(schema, joins=way == "loosened")
     elif way == "guarded" or needs_rewriting(schema):
         schema, guard = rewritten(schema, proves=way == "proved")
     if schema is False:
         raise ConstraintError(f"{kind}: {NOTHING}")
-    schema = {} if schema is True else with_exact_formats(mended(schema))
-    ignored = departures(schema)
+    prepared = _mended(schema, guard)
+    ignored = departures(prepared.schema, prepared.has_controls)
     if ignored:
         raise Unsupported(f"{kind}: {'; '.join(ignored)}")
-    return schema, guard
+    return prepared
 
 
 def _tag_grammar(tag: dict[str, Any]) -> str:

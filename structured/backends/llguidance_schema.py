@@ -7,7 +7,6 @@ random walks.
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterator
 from typing import Any
@@ -22,6 +21,9 @@ _NOT_ENFORCED = frozenset(
     ]
 )
 _NUMBERS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf", "const", "enum")
+_EXAMINED = frozenset([*_NUMBERS, "prefixItems", "minProperties", "pattern", "patternProperties", "format"])
+"""Keywords that `_departures_of` looks at in every schema."""
+_NAMED = frozenset(["properties", "patternProperties", "required"])
 _EXACT = 2**53
 """llguidance keeps numbers as 64-bit floats, which round integers beyond this."""
 _LIMITS = (2**63 - 1, -(2**63))
@@ -29,21 +31,25 @@ _LIMITS = (2**63 - 1, -(2**63))
 _MAX_HOSTNAME = 253
 _OLD_DRAFTS = re.compile(r"json-schema\.org/(draft-0|draft/2019)")
 _ESCAPED_CHARACTER = re.compile(r"(?<!\\)(?:\\\\)*\\[<>]")
-_ESCAPED_CONTROL = re.compile(r"\\u00[01]|\x7f")
-"""Escape of a control character without a short one, in JSON text of ASCII characters."""
+_IN_CLASS = {character: f"\\{character}" for character in "[&~-"}
+"""What stands for a character in a class of llguidance's dialect, if it is not the character."""
+_CLASS_ESCAPES = frozenset(["\\d", "\\D", "\\w", "\\W", "\\s", "\\S", "\\p", "\\P"])
 _CONTROL = re.compile(r"[\x00-\x07\x0b\x0e-\x1f\x7f]")
 
 
-def departures(schema: Any) -> list[str]:
-    """What llguidance would silently not enforce, each as `#/path/keyword: why`."""
+def departures(schema: Any, has_controls: bool) -> list[str]:
+    """What llguidance would silently not enforce, each as `#/path/keyword: why`. `has_controls` is what
+    `has_control_characters` says of the schema.
+    """
     is_old = isinstance(schema, dict) and bool(_OLD_DRAFTS.search(str(schema.get("$schema", ""))))
-    names_matter = has_control_characters(schema)
+    examined = _EXAMINED | _NAMED if has_controls else _EXAMINED
     found = []
     for path, subschema in subschemas(schema):
-        for name in subschema:
-            if name in _NOT_ENFORCED and subschema[name] is not False:
-                found.append(f"{path}/{name} is not enforced")
-        found += [f"{path}/{reason}" for reason in _departures_of(subschema, is_old, names_matter)]
+        if not _NOT_ENFORCED.isdisjoint(subschema):
+            ignored = [name for name in subschema if name in _NOT_ENFORCED and subschema[name] is not False]
+            found += [f"{path}/{name} is not enforced" for name in ignored]
+        if not examined.isdisjoint(subschema):
+            found += [f"{path}/{reason}" for reason in _departures_of(subschema, is_old, has_controls)]
     return found
 
 
@@ -61,7 +67,7 @@ def _departures_of(schema: dict[str, Any], is_old: bool, has_controls: bool) -> 
             yield f"pattern: {pattern!r} means something else there: escape the characters within [ ]"
     if schema.get("format") == "unknown":
         yield "format: 'unknown' is not enforced"
-    if has_controls and ("properties" in schema or "patternProperties" in schema or "required" in schema):
+    if has_controls and not _NAMED.isdisjoint(schema):
         yield "properties: names are not kept apart if the schema holds control characters"
 
 
@@ -87,10 +93,39 @@ def _has_set_operation(pattern: str) -> bool:
     return any(re.search(r"\[|&&|--|~~", body) for body in re.findall(r"\[\^?(\]?[^\]]*)\]", plain))
 
 
-def has_control_characters(schema: Any) -> bool:
-    """Whether any string of a JSON value holds a character that JSON writes as `\\u00XX`, or the character DEL."""
-    is_possible = _ESCAPED_CONTROL.search(json.dumps(schema)) is not None  # an escaped backslash may stand before it
-    return is_possible and any(_CONTROL.search(text) for text in _strings(schema))
+def _with_plain_classes(pattern: str) -> str:
+    """The pattern with `[`, `&`, `~` and literal `-` escaped within its character classes, where ECMA-262 and Python
+    read them as characters. A pattern stays as it is if a class begins with `]`, or if a range begins or ends with a
+    class such as `\\d`.
+    """
+    result: list[str] = []
+    rest = re.findall(r"\\.|.", pattern, re.DOTALL)
+    while rest:
+        result.append(rest.pop(0))
+        if result[-1] != "[" or "]" not in rest:
+            continue
+        if rest[0] == "^":
+            result.append(rest.pop(0))
+        if rest[0] == "]":
+            return pattern
+        end = rest.index("]")
+        members, rest = rest[:end], rest[end:]
+        while members:
+            is_range = len(members) > 2 and members[1] == "-"
+            if is_range and not _CLASS_ESCAPES.isdisjoint((members[0], members[2])):
+                return pattern
+            low, *high = (_IN_CLASS.get(each, each) for each in (members[:3:2] if is_range else members[:1]))
+            result += [low, "-", *high] if is_range else [low]
+            del members[: 3 if is_range else 1]
+    return "".join(result)
+
+
+def has_control_characters(schema: Any, text: str) -> bool:
+    """Whether any string of a JSON value holds a character that JSON writes as `\\u00XX`, or the character DEL. `text`
+    is the value as `json.dumps` writes it.
+    """
+    is_possible = "\\u00" in text or "\x7f" in text  # what is escaped may be a backslash or another character
+    return is_possible and any(_CONTROL.search(each) for each in _strings(schema))
 
 
 def _strings(value: Any) -> Iterator[str]:
@@ -114,6 +149,8 @@ def mended(schema: Any) -> Any:
         return schema
     result = {name: item if name in ("const", "enum") else mended(item) for name, item in schema.items()}
     if isinstance(result.get("pattern"), str):
+        if _has_set_operation(result["pattern"]):
+            result["pattern"] = _with_plain_classes(result["pattern"])
         result["pattern"] = _ESCAPED_CHARACTER.sub(lambda found: found[0][:-2] + found[0][-1], result["pattern"])
     if result.get("uniqueItems") is False:
         del result["uniqueItems"]

@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from typing import Any
 from urllib.parse import unquote
@@ -19,6 +20,7 @@ DRAFTS = {
     "https://json-schema.org/draft/2019-09/schema": 2019,
     "https://json-schema.org/draft/2020-12/schema": 2020,
 }
+_TOO_OLD = re.compile(r"https?://json-schema\.org/draft-0[0-3]/")
 _META_SCHEMAS = {draft: uri for uri, draft in DRAFTS.items()}
 
 SCHEMA = frozenset(
@@ -137,6 +139,12 @@ def draft_of(schema: Any) -> int:
     """The draft that `$schema` names; 2020 if it names none that is known."""
     uri = schema.get("$schema") if isinstance(schema, dict) else None
     return DRAFTS.get(uri.rstrip("#"), 2020) if isinstance(uri, str) else 2020
+
+
+def is_too_old(schema: Any) -> bool:
+    """Whether `$schema` names a draft before 4, whose keywords mean other things or are gone."""
+    uri = schema.get("$schema") if isinstance(schema, dict) else None
+    return isinstance(uri, str) and _TOO_OLD.match(uri) is not None
 
 
 class _Reader:

@@ -15,7 +15,7 @@ from typing import Any
 
 from structured.constraint import Unsupported
 from structured.schemas import negation, patterns
-from structured.schemas.documents import SCHEMA, SCHEMA_LIST, SCHEMA_MAP, Document, read
+from structured.schemas.documents import KEYWORDS, SCHEMA, SCHEMA_LIST, SCHEMA_MAP, Document, draft_of, read
 from structured.schemas.formats import is_annotation
 from structured.schemas.guard import encoded, finite_domain
 from structured.schemas.logic import ATOMS, MAX_ALTERNATIVES, Alternative, Logic, item_schemas, type_names
@@ -30,18 +30,22 @@ _WANTED = frozenset(
         *("$dynamicRef", "$recursiveRef", "minProperties", "maxProperties"),
     ]
 )
+_ASSERTIONS = KEYWORDS - {"$ref"}
 
 
 def needs_rewriting(schema: Any) -> bool:
-    """Whether a keyword occurs, or seems to, that a rewrite removes."""
+    """Whether a keyword occurs, or seems to, that a rewrite removes or that its draft ignores."""
     pending = [schema]
+    hides_neighbours = draft_of(schema) <= 7
     while pending:
         value = pending.pop()
         if isinstance(value, dict):
             if not _WANTED.isdisjoint(value):
                 return True
-            ref, pattern, rules = (value.get(name) for name in ("$ref", "pattern", "patternProperties"))
+            ref, pattern, rules = value.get("$ref"), value.get("pattern"), value.get("patternProperties")
             if isinstance(ref, str) and not ref.startswith("#"):
+                return True
+            if isinstance(ref, str) and hides_neighbours and not _ASSERTIONS.isdisjoint(value):
                 return True
             if isinstance(pattern, str) and looks_around(pattern):
                 return True

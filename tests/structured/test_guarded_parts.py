@@ -10,20 +10,19 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jsonschema
-import numpy as np
 import pytest
 
 from cluster.chat.tool_formats import HERMES, LLAMA3, MISTRAL, ToolFormat
 from cluster.chat.tool_grammar import calls_grammar
 from cluster.protocol.tools import Function, Tool
-from structured.backend import DeadEnd, Session, make_backend
+from structured.backend import DeadEnd, make_backend
 from structured.backends.choose import Backends
 from structured.backends.guarded_parts import GuardedPartsSession
 from structured.backends.lark_schemas import embedded_schemas, named_token_ids, with_replaced
 from structured.constraint import ConstraintError, ConstraintSpec, Unsupported
-from structured.masks import row_words
 from structured.vocabulary import Vocabulary
-from tests.structured.grammar_walk import allowed_tokens, text_of, walk
+from tests.structured.grammar_walk import text_of, walk
+from tests.structured.session_checks import check_mask_byte_by_byte, check_state_is_that_of_its_tokens
 from tests.structured.test_schema_conformance import EOS, VOCAB_SIZE, accepts_text, vocabulary
 
 UNIQUE = {"type": "array", "items": {"type": "integer"}, "uniqueItems": True}
@@ -179,57 +178,18 @@ def test_walks_at_random_end_in_right_texts(name: str) -> None:
 
 @cases
 def test_a_mask_equals_checking_bytes_one_by_one(name: str) -> None:
-    rng, tokens = random.Random(name), vocabulary().tokens
-    single = vocabulary().byte_token_ids()
+    rng, single = random.Random(name), vocabulary().byte_token_ids()
     for text in CASES[name].right:
         data = text.encode()
         for cut in range(len(data) + 1):
             session = grammar(name).session()
             assert all(session.accept(single[byte]) for byte in data[:cut])
-            allowed = set(allowed_tokens(session, vocabulary()).tolist())
-            wider = set(allowed_tokens(session.unguarded, vocabulary()).tolist())
-            assert allowed <= wider
-            for token_id in rng.sample(sorted(wider - {EOS}), min(len(wider - {EOS}), 150)):
-                other = session.fork()
-                one_by_one = all(other.accept(single[byte]) for byte in tokens[token_id])
-                assert (token_id in allowed) == one_by_one, (text[:cut], tokens[token_id])
-                assert session.fork().accept(token_id) == one_by_one
-
-
-def _mask(session: Session) -> bytes:
-    row = np.full(row_words(VOCAB_SIZE), 0x5A5A5A5A, dtype=np.int32)
-    session.fill(row)
-    return row.tobytes()
+            check_mask_byte_by_byte(session, vocabulary(), rng, 150)
 
 
 @cases
 def test_rolled_back_forked_and_replayed_sessions_are_equal(name: str) -> None:
-    rng = random.Random(name)
-    session, taken = grammar(name).session(), []
-    for _ in range(60):
-        action = rng.choice(["accept", "accept", "accept", "rollback", "fork", "refused"])
-        if action == "accept":
-            allowed = [token_id for token_id in allowed_tokens(session, vocabulary()).tolist() if token_id != EOS]
-            if not allowed:
-                continue
-            taken.append(min(rng.sample(allowed, min(6, len(allowed))), key=lambda t: len(vocabulary().tokens[t])))
-            assert session.accept(taken[-1])
-        elif action == "rollback" and taken:
-            count = rng.randint(1, min(4, len(taken)))
-            session.rollback(count)
-            del taken[-count:]
-        elif action == "fork":
-            other = session.fork()
-            session.accept(rng.choice(allowed_tokens(session, vocabulary()).tolist()))
-            session = other
-        elif action == "refused":
-            session.accept(rng.randrange(VOCAB_SIZE - 64)) and session.rollback(1)
-        again = grammar(name).session()
-        assert all(again.accept(token_id) for token_id in taken)
-        assert _mask(session) == _mask(again)
-        assert session.is_accepting() == again.is_accepting()
-        assert session.is_finished() == again.is_finished()
-        assert session.forced_tokens() == again.forced_tokens()
+    check_state_is_that_of_its_tokens(grammar(name).session, vocabulary(), random.Random(name), 60, 6, 4)
 
 
 def _tokenised(text: str) -> list[int]:

@@ -118,6 +118,7 @@ def wild_output(session: Session, chooser: random.Random) -> str | None:
 # ---- hand-written cases ----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.filterwarnings("ignore:Possible :FutureWarning")  # of Python, for `--` and the like in a class
 @pytest.mark.parametrize("case", CASES, ids=lambda case: json.dumps(case.schema, ensure_ascii=False)[:60])
 def test_a_schema_is_enforced_or_refused(case: Case) -> None:
     check = validator(case.schema)
@@ -326,13 +327,8 @@ def test_an_undefined_format_is_a_reported_annotation() -> None:
     resolved = backends().resolve(ConstraintSpec(kind="json_schema", text=json.dumps(schema)))
     assert resolved.not_enforced == ["#/properties/color/format: 'color' is no format of JSON Schema"]
     assert accepts(grammar_of(schema, any_whitespace=False), {"color": "no color at all"})
-
-
-def test_strict_requests_are_refused_what_llguidance_ignores() -> None:
-    """With a control character in the schema, "\\u0061" spells the name of another property."""
-    schema = {"properties": {"a": {"type": "integer"}, "b": {"enum": ["\x01"]}}, "type": "object"}
-    with pytest.raises(ConstraintError, match="names are not kept apart"):
-        grammar_of(schema)
+    spelled = ConstraintSpec(kind="json_schema", text=json.dumps(schema).replace('"format"', '"\\u0066ormat"'))
+    assert backends().resolve(spelled).not_enforced == resolved.not_enforced
 
 
 def test_loose_schemas_in_grammars_drop_unenforceable_parts() -> None:

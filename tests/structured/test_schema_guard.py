@@ -17,6 +17,7 @@ from structured.constraint import ConstraintSpec
 from structured.masks import row_words
 from structured.schemas.rewriting import rewritten
 from tests.structured.grammar_walk import allowed_tokens, walk
+from tests.structured.session_checks import check_mask_byte_by_byte, check_state_is_that_of_its_tokens
 from tests.structured.test_schema_conformance import EOS, VOCAB_SIZE, accepts, accepts_text, grammar_of, vocabulary
 
 _INT = {"type": "integer"}
@@ -103,58 +104,17 @@ def test_walks_at_random_end_in_valid_instances(schema: Any, valid: list[Any], i
 
 @cases
 def test_a_mask_equals_checking_bytes_one_by_one(schema: Any, valid: list[Any], invalid: Any) -> None:
-    """Single bytes are judged at every byte, so they are what a longer token is compared with."""
-    rng = random.Random(json.dumps(schema))
-    tokens = vocabulary().tokens
-    single = {token[0]: index for index, token in enumerate(tokens) if len(token) == 1}
+    rng, single = random.Random(json.dumps(schema)), vocabulary().byte_token_ids()
     for value in valid:
         session = grammar(schema).session()
         text = json.dumps(value).encode()
-        for byte in text[: rng.randint(0, len(text))]:
-            assert session.accept(single[byte])
-        allowed = set(allowed_tokens(session, vocabulary()).tolist())
-        wider = set(allowed_tokens(session.unguarded, vocabulary()).tolist())
-        assert allowed <= wider
-        for token_id in rng.sample(sorted(wider - {EOS}), min(len(wider - {EOS}), 300)):
-            other = session.fork()
-            one_by_one = all(other.accept(single[byte]) for byte in tokens[token_id])
-            assert (token_id in allowed) == one_by_one, (value, tokens[token_id])
-
-
-def _mask(session: Session) -> bytes:
-    row = np.full(row_words(VOCAB_SIZE), 0x5A5A5A5A, dtype=np.int32)
-    session.fill(row)
-    return row.tobytes()
+        assert all(session.accept(single[byte]) for byte in text[: rng.randint(0, len(text))])
+        check_mask_byte_by_byte(session, vocabulary(), rng, 300)
 
 
 @cases
 def test_rolled_back_forked_and_replayed_sessions_are_equal(schema: Any, valid: Any, invalid: Any) -> None:
-    rng = random.Random(json.dumps(schema))
-    session, taken = grammar(schema).session(), []
-    for _ in range(25):
-        action = rng.choice(["accept", "accept", "accept", "rollback", "fork", "refused"])
-        if action == "accept":
-            allowed = [token_id for token_id in allowed_tokens(session, vocabulary()).tolist() if token_id != EOS]
-            if not allowed:
-                continue
-            taken.append(rng.choice(allowed))
-            assert session.accept(taken[-1])
-        elif action == "rollback" and taken:
-            count = rng.randint(1, len(taken))
-            session.rollback(count)
-            del taken[-count:]
-        elif action == "fork":
-            other = session.fork()
-            session.accept(rng.choice(allowed_tokens(session, vocabulary()).tolist()))
-            session = other
-        elif action == "refused":
-            session.accept(rng.randrange(VOCAB_SIZE - 64)) and session.rollback(1)
-        again = grammar(schema).session()
-        assert all(again.accept(token_id) for token_id in taken)
-        assert _mask(session) == _mask(again)
-        assert session.is_accepting() == again.is_accepting()
-        assert session.is_finished() == again.is_finished()
-        assert session.forced_tokens() == again.forced_tokens()
+    check_state_is_that_of_its_tokens(grammar(schema).session, vocabulary(), random.Random(json.dumps(schema)), 25)
 
 
 def test_a_dead_end_is_no_failure() -> None:
