@@ -34,9 +34,9 @@ class EngineConfig(ModelOptions, frozen=True, kw_only=True, forbid_unknown_field
     while another engine does not.
     """
     placement_strategy: Literal["STRICT_PACK", "PACK", "SPREAD", "STRICT_SPREAD"] = "STRICT_PACK"
-    """Strategy by which Ray places the ranks of one engine, by the names of Ray's placement groups. `STRICT_PACK`: all on
-    one node. `PACK`: on as few nodes as possible. `SPREAD`: over the nodes. `STRICT_SPREAD`: each rank on a node of its
-    own.
+    """Strategy by which Ray places the ranks of one engine, by the names of Ray's placement groups. `STRICT_PACK`: all
+    on one node. `PACK`: on as few nodes as possible. `SPREAD`: over the nodes. `STRICT_SPREAD`: each rank on a node of
+    its own.
     """
     max_num_waiting: Annotated[int, Meta(ge=0)] = 2048
     """Requests that may wait for a place in the batch. The engine refuses the next one (HTTP 429). A client with no
