@@ -25,7 +25,7 @@ _BEGINNING = _COMPLETING | frozenset(b'"[{tfn-')
 
 
 class TokenClasses:
-    """Which tokens can complete a value, by what they continue: packed rows, int32 `[ceil(width / 32)]`."""
+    """The tokens that can complete a value, by what they continue: packed rows, int32 `[ceil(width / 32)]`."""
 
     def __init__(self, vocabulary: Vocabulary) -> None:
         quoted, twice, beyond, ending, ready = [], [], [], [], []

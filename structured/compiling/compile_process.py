@@ -276,7 +276,7 @@ def _end(process: subprocess.Popen[bytes], connection: socket.socket) -> None:
 
 
 class _Unwanted(Exception):
-    """Nobody waits for the answer."""
+    """The answer has no reader any more."""
 
 
 class CompileProcess:

@@ -199,7 +199,7 @@ class Pattern:
         return len(looks) - 1
 
     def _no_more(self, start: int) -> int:
-        """After `start`, if no character follows."""
+        """Returns the state that is reached from `start` if no character follows."""
         first, end = self._state(), self._state()
         self._ahead.append((first, self._end_of(self._set(ANY, first))))
         self._moves[start].append(("ahead", len(self._ahead) - 1, True, end))

@@ -43,7 +43,7 @@ _BEGUN = {
 
 
 class Place:
-    """What applies to one value, by its position alone: all schemas that hold there whichever branches are taken."""
+    """The schemas of one value by its position alone: all that hold there whichever branches are taken."""
 
     def __init__(self, guard: Guard, schemas: list[Any], is_open: bool) -> None:
         self.schemas = schemas
@@ -139,7 +139,7 @@ class Frame(NamedTuple):
 
 
 class State(NamedTuple):
-    """How far the text has come."""
+    """The place that the text has reached."""
 
     frame: Frame | None
     mode: int
@@ -166,7 +166,7 @@ class Guard:
 
     @classmethod
     def of(cls, text: str) -> Guard:
-        """From what `encoded` returned."""
+        """Makes a guard from what `encoded` returned."""
         draft, root, definitions = json.loads(text)
         document = Document(draft)
         document.root, document.definitions = root, definitions

@@ -1,4 +1,4 @@
-"""Which replica gets a prompt: the one where it costs least, with cached blocks weighed against load.
+"""Placement of prompts: each goes to the replica where it costs least, with cached blocks weighed against load.
 
 `Placement` makes the whole decision and holds everything that one ingress knows for it: the cached blocks and load that
 engines report (`reports.py`), the ingress's own requests, and the last replica of each session. Serve's router calls it
