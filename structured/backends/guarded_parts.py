@@ -2,9 +2,9 @@
 
 Three kinds of llguidance's matchers follow the text:
 
-- one of the whole grammar, whose schemas allow too much; its mask allows all that is right, and more;
-- one of the *frame*: the grammar in which each guarded schema is replaced by a marker, a token that no model has;
-- one for each guarded part, of its schema alone, beside which a guard follows the part's text.
+- One of the whole grammar, whose schemas allow too much. Its mask allows all that is right, and more.
+- One of the *frame*: the grammar in which each guarded schema is replaced by a marker, a token that no model has.
+- One for each guarded part, of its schema alone, beside which a guard follows the part's text.
 
 A *reading* says where parts begin and end in the text so far. Readings branch where a part may begin, and where one
 may end. They go byte by byte, because a token may lie across the border of a part. A token is allowed if the whole

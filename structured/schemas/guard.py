@@ -335,8 +335,8 @@ class Guard:
         return state._replace(frame=frame._replace(num_items=frame.num_items + 1), mode=AFTER)
 
     def _leads_on(self, state: State, text: bytes | bytearray, data: bytes) -> bool:
-        """Whether a value that is being written can still become one that may stand there: of few, where the grammar
-        allows any, or one that its array does not hold yet.
+        """Whether a value that is being written can still become one that may stand there. The place may allow few
+        values where the grammar allows any, or only values that the array does not hold yet.
         """
         frame = state.frame
         if state.mode == SCALAR and not self._may_grow(self.place_of(state), (bytes(text) + data)[state.start :]):

@@ -132,7 +132,7 @@ def _make(name: str) -> int:
 @functools.cache
 def _has_huge_pages() -> bool:
     """Whether the system has some for files (Linux 6.1). With small pages a decode step of one row takes up to a third
-    longer: each process has a copy of its own then, which it can have on huge pages.
+    longer. So each process then has a copy of its own, which it can have on huge pages.
     """
     library = _library()
     assert library is not None
