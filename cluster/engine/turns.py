@@ -66,7 +66,7 @@ class Turns:
         self._reached = max(self._reached, sequence.turn)
 
     def promote_next(self, running: SequenceQueue, waiting: SequenceQueue) -> Sequence | None:
-        """Returns the next sequence to admit, or None. It is the first of `waiting` that is not paused, or one promoted.
+        """Returns the next sequence to admit, or None. It is the first in `waiting` not paused, or one promoted.
 
         If the client of that sequence runs already, another client's only request goes before it and moves to the front
         of `waiting`. It must have the same priority, its client must run nothing, and it must not have lost its place
