@@ -34,8 +34,9 @@ class EngineConfig(ModelOptions, frozen=True, kw_only=True, forbid_unknown_field
     while another engine does not.
     """
     placement_strategy: Literal["STRICT_PACK", "PACK", "SPREAD", "STRICT_SPREAD"] = "STRICT_PACK"
-    """Strategy by which Ray places the ranks of one engine: all on one node, on as few nodes as possible, spread over
-    the nodes, or each rank on a node of its own. The names are those of Ray's placement groups.
+    """Strategy by which Ray places the ranks of one engine, by the names of Ray's placement groups. `STRICT_PACK`: all
+    on one node. `PACK`: on as few nodes as possible. `SPREAD`: over the nodes. `STRICT_SPREAD`: each rank on a node of
+    its own.
     """
     max_num_waiting: Annotated[int, Meta(ge=0)] = 2048
     """Requests that may wait for a place in the batch. The engine refuses the next one (HTTP 429). A client with no
@@ -359,7 +360,7 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
     @property
     def model_name(self) -> str:
-        """The model's name in the API: the configured one, else the last part of its folder or hub id, without a
+        """The model's name in the API: the configured one. Else it is the last part of its folder or hub id without a
         revision, or the name of its GGUF file without the suffix.
         """
         model = pathlib.Path(self.engine.model)
@@ -385,8 +386,8 @@ def ray_address() -> str | None:
 def load_config(path: str | pathlib.Path | None, overrides: dict[str, Any] | None = None) -> ServeConfig:
     """Reads a YAML file into a `ServeConfig` and applies dotted `overrides` such as `{"engine.model": "..."}`.
 
-    Raises `ValueError` naming the key and the bound for an unknown key, a wrong type or a value out of range; for what
-    is no YAML, the line with a mark below the place.
+    Raises `ValueError` for an unknown key, a wrong type or a value out of range, naming the key and the bound. If the
+    file is no YAML, the message shows the line with a mark below the place.
     """
     data = {} if path is None else _read_yaml(pathlib.Path(path))
     where = f" {path}" if path else ""

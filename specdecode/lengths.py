@@ -23,8 +23,8 @@ PROBE_SHARE = 0.01
 
 
 class StepCost:
-    """The time of a call by the number of tokens that each of its steps computes, in seconds: a measured table, plus
-    the mean time that real calls take in addition.
+    """The time of a call in seconds, by the number of tokens that each of its steps computes. It is a measured table
+    plus the mean time that real calls take in addition.
     """
 
     def __init__(self, table: Sequence[tuple[int, float]]) -> None:

@@ -20,7 +20,7 @@ class ConstraintError(ValueError):
 
 
 class Unsupported(ConstraintError):
-    """This backend does not enforce the named keyword; another one may."""
+    """The backend does not enforce the named keyword; another one may."""
 
 
 class ConstraintSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):

@@ -18,8 +18,8 @@ class QueueFullError(RuntimeError):
 
 
 class FairQueue(Generic[Item]):
-    """With several takers, one client occupies at most `num_takers - 1` of them. At most `max_waiting` items wait, and
-    at most half of them are of one client.
+    """A queue in which clients take turns. Of several takers one client occupies at most `num_takers - 1`. At most
+    `max_waiting` items wait, and at most half of them are of one client.
     """
 
     def __init__(self, num_takers: int, max_waiting: int) -> None:

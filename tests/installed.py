@@ -6,17 +6,20 @@ an environment of its own: `python -m tests.installed VENV`.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import pathlib
+import shlex
 import signal
 import subprocess
 import sys
 import tempfile
 import urllib.request
+from collections.abc import Iterator
 
 from benchmarks.processes import free_port
-from tests.patience import PATIENCE_S
+from tests.patience import PATIENCE_S, wait_until
 
 QUESTION = "What is Manta?"
 PAGE_TITLE = "<title>Manta</title>"
@@ -38,8 +41,18 @@ BATCH_LINE = {
 }
 
 
+SERVE_FILE = """
+applications:
+  - name: manta
+    route_prefix: /
+    import_path: cluster.serve.app:build
+    args: {num_ingress_replicas: 1, num_engine_replicas: 1, engine: {model: demo, num_threads: 1}}
+http_options: {host: 127.0.0.1, port: %d}
+"""
+
+
 class Installation:
-    """The environment in `venv`, used from the folder `empty`."""
+    """The environment in `venv`, used from the folder `empty`. It prints each command and what that command prints."""
 
     def __init__(self, venv: pathlib.Path, empty: pathlib.Path) -> None:
         self._bin = venv.resolve() / "bin"
@@ -49,6 +62,7 @@ class Installation:
 
     def run(self, program: str, *arguments: str) -> str:
         """Returns what a program of the environment prints. Raises `AssertionError` if it fails."""
+        print(f"$ {shlex.join([program, *arguments])}", flush=True)
         done = subprocess.run(
             [self._bin / program, *arguments],
             cwd=self._empty,
@@ -58,7 +72,34 @@ class Installation:
             timeout=PATIENCE_S,
         )
         assert done.returncode == 0, f"{program} {arguments}: {done.stdout}\n{done.stderr}"
+        print(done.stdout, end="", flush=True)
         return done.stdout
+
+    @contextlib.contextmanager
+    def serving(self, ready: str, *command: str) -> Iterator[None]:
+        """Within this context a server runs, which has printed `ready`. Ctrl-C ends it, with exit code 0."""
+        print(f"$ {shlex.join(command)} &", flush=True)
+        server = subprocess.Popen(
+            [self._bin / command[0], *command[1:]],
+            cwd=self._empty,
+            env=self._environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        try:
+            assert server.stdout is not None
+            printed = ""
+            while ready not in printed:
+                line = server.stdout.readline()
+                assert line, f"the server ended: {printed}"
+                printed += line
+            print(printed, end="", flush=True)
+            yield
+        finally:
+            server.send_signal(signal.SIGINT)
+            server.communicate(timeout=PATIENCE_S)
+        assert server.returncode == 0
 
     def check_offline(self) -> None:
         """The version, the check of the demo model, and `LLM()`."""
@@ -67,25 +108,12 @@ class Installation:
         assert ANSWER in self.run("python", "-c", OFFLINE)
 
     def check_commands(self) -> None:
-        """`manta batch`, then `manta serve` with `manta chat` and `manta status` beside it."""
+        """`manta batch`, `manta serve` with `manta chat` and `manta status` beside it, and Serve's own command."""
         (self._empty / "in.jsonl").write_text(json.dumps(BATCH_LINE) + "\n")
         self.run("manta", "batch", "in.jsonl", "out.jsonl")
         assert ANSWER in (self._empty / "out.jsonl").read_text()
         port = str(free_port())
-        server = subprocess.Popen(
-            [self._bin / "manta", "serve", "--port", port],
-            cwd=self._empty,
-            env=self._environment,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        try:
-            assert server.stdout is not None
-            printed = ""
-            while "Ctrl-C stops it." not in printed:
-                line = server.stdout.readline()
-                assert line, f"the server ended: {printed}"
-                printed += line
+        with self.serving("Ctrl-C stops it.", "manta", "serve", "--port", port):
             assert ANSWER in self.run("manta", "chat", "--port", port, QUESTION)
             assert "engine" in self.run("manta", "status", "--port", port)
             for path in ("", "docs", "playground/app.js"):
@@ -93,10 +121,22 @@ class Installation:
                 with urllib.request.urlopen(asked, timeout=PATIENCE_S) as page:
                     assert page.status == 200
                     assert path or PAGE_TITLE in page.read().decode()
-        finally:
-            server.send_signal(signal.SIGINT)
-            server.communicate(timeout=PATIENCE_S)
-        assert server.returncode == 0
+        self.check_import_path()
+
+    def check_import_path(self) -> None:
+        """Ray Serve's own command deploys the application from a configuration file."""
+        port = free_port()
+        (self._empty / "serve.yaml").write_text(SERVE_FILE % port)
+        with self.serving("Submitted deploy config", "serve", "run", "--address", "local", "serve.yaml"):
+            wait_until(lambda: is_ready(port), poll_s=0.5)
+            assert ANSWER in self.run("manta", "chat", "--port", str(port), QUESTION)
+
+
+def is_ready(port: int) -> bool:
+    """Whether an engine answers behind a port of this machine."""
+    with contextlib.suppress(OSError):  # nobody listens yet, or the answer is a 503
+        return bool(urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=PATIENCE_S).status == 200)
+    return False
 
 
 def main(venv: str) -> None:
@@ -106,7 +146,7 @@ def main(venv: str) -> None:
         installation.check_offline()
         print("installed: `manta --version`, `manta check` and `LLM()` work in an empty folder", flush=True)
         installation.check_commands()
-        print("installed: `manta batch`, `manta serve`, `manta chat` and `manta status` work", flush=True)
+        print("installed: `manta batch`, `manta serve`, `manta chat`, `manta status` and `serve run` work", flush=True)
 
 
 if __name__ == "__main__":

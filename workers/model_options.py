@@ -41,8 +41,8 @@ class ModelOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     `dense` keeps all weights in `dtype`, also those of a quantised checkpoint, and rounds no activations.
     """
     exact: bool = False
-    """Whether a request with a seed, or a greedy one, gets the same tokens on every machine with CPU kernels, in any
-    batch, with any number of threads and ranks, and with or without drafts and prefix cache. It needs `weights` `int8`
+    """Whether a request with a seed, or a greedy one, gets the same tokens on every machine with CPU kernels. Batch,
+    threads, ranks, drafts and prefix cache then change no token. It needs `weights` `int8`
     or `int4`, and a CPU with a C++ compiler. Processors with instructions for bfloat16 then do attention in float32.
     """
     device: Literal["auto", "cpu", "cuda", "tpu"] = "auto"

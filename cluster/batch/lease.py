@@ -11,8 +11,8 @@ This guarantees:
 - Elsewhere two overlapping claims may both seem to win. Each claimant waits `SETTLE_S` and reads the lease back, so two
   holders remain only if a write takes longer than that; the next check ends one of them.
 - No store lets a save depend on the lease atomically. A runner that stops between a check and a save for longer than
-  the lease lasts still saves. Therefore no save can undo the work of a successor: parts have names of their own, the
-  outcome of a batch is claimed and never rewritten, and only counts may go back (`records.py`).
+  the lease lasts still saves. Therefore no save can undo the work of a successor (`records.py`). Parts have names of
+  their own, the outcome of a batch is claimed and never rewritten, and only counts may go back.
 
 Expiry compares the clocks of two machines. A clock that is wrong by more than a lease costs repeated work, not results.
 """

@@ -1,4 +1,4 @@
-"""How a format without JSON objects writes each argument: which texts are strings, and which are JSON.
+"""The form of each argument in a format without JSON objects: which texts are strings, and which are JSON.
 
 The grammar (`cluster/chat/argument_grammar.py`) and the parser (`cluster/chat/argument_readers.py`) of a tool's calls
 take the form of each argument from here, so that what one allows the other reads as the same value.
@@ -23,7 +23,7 @@ OF_STRINGS = frozenset(["pattern", "minLength", "maxLength", "format"])
 
 
 class ArgumentForm(msgspec.Struct, frozen=True):
-    """How the values of one argument are written in a format whose strings are raw."""
+    """The form of the values of one argument, in a format whose strings are raw."""
 
     types: frozenset[str]
     """The types of JSON that the schema may allow; `integer` counts as `number`."""

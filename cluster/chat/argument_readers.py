@@ -20,7 +20,7 @@ _LITERAL_PREFIX = re.compile(r"-?[0-9]*(\.[0-9]*)?([eE][-+]?[0-9]*)?|n(u(ll?)?)?
 
 
 class NotACall(ValueError):
-    """This text is no call of a known tool."""
+    """The text is no call of a known tool."""
 
 
 class ArgumentsReader(Protocol):
@@ -160,7 +160,7 @@ class _Value:
     """One value as JSON: a raw string, or JSON itself, as the argument's form says."""
 
     def __init__(self, form: ArgumentForm, has_lines: bool) -> None:
-        """With `has_lines` one line break at each end is no part of the value."""
+        """If `has_lines`, one line break at each end is no part of the value."""
         self._form = form
         self._has_lines = has_lines
         self._at_start = True

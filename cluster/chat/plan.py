@@ -1,4 +1,4 @@
-"""How a chat is put to the model: the conversation as its prompt, and what holds for the text of its answer.
+"""Plans of chats: the conversation as a prompt, and what holds for the text of the answer.
 
 `plan_chat` decides once a request; `cluster/chat/reader.py` reads the answer by its plan.
 """
@@ -48,7 +48,7 @@ class Conversation(Protocol):
 
 
 class ChatPlan(msgspec.Struct, frozen=True, kw_only=True):
-    """How one chat request is put to the model, and how its answer is read."""
+    """The prompt of one chat request, and the way to read its answer."""
 
     prompt: str
     params: SamplingParams

@@ -58,7 +58,7 @@ class ReasoningSplitter:
         """Whether reasoning was given out."""
 
     def feed(self, text: str) -> tuple[str, str]:
-        """What is certain now."""
+        """Returns the reasoning and content that are certain now."""
         self._held += text
         reasoning = ""
         if self._state == "start":
@@ -76,7 +76,7 @@ class ReasoningSplitter:
         return reasoning, answer
 
     def finish(self) -> tuple[str, str]:
-        """What was held back: the end of a section that was cut off, or a beginning that was none."""
+        """Returns what was held back: the end of a section that was cut off, or a beginning that was none."""
         rest, self._held = self._held, ""
         if self._state == "inside":
             return rest.rstrip("\n") if self._begun else rest.strip("\n"), ""
@@ -106,7 +106,7 @@ class ReasoningSplitter:
 
 
 def certain_length(text: str, mark: str) -> int:
-    """Where the longest end of `text` starts that is the beginning of `mark`."""
+    """Returns where the longest end of `text` starts that is the beginning of `mark`."""
     for length in range(min(len(mark) - 1, len(text)), 0, -1):
         if text.endswith(mark[:length]):
             return len(text) - length

@@ -1,4 +1,4 @@
-"""How models write their tool calls, as data. Which format a model uses its chat template shows.
+"""The formats in which models write tool calls, as data. A model's chat template shows which one it uses.
 
 `cluster/chat/tool_parser.py` reads a format, and the grammar of `cluster/chat/tool_grammar.py` enforces it. The formats
 are those of the models' own chat templates; where a template leaves one open, as vLLM's and SGLang's parsers read it.
@@ -13,7 +13,7 @@ import msgspec
 
 
 class ToolFormat(msgspec.Struct, frozen=True, kw_only=True):
-    """How a model writes calls: `begin`, one call or more, `end`."""
+    """The format of a model's calls: `begin`, one call or more, `end`."""
 
     name: str
     begin: str

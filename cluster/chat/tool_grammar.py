@@ -1,7 +1,7 @@
 """The grammar that holds a model's calls to the tools of a request.
 
-It fixes the marks of the model's format (`cluster/chat/tool_formats.py`) and each tool's name, and lets the tool's JSON
-schema rule the arguments, so that `cluster/chat/tool_parser.py` can parse every call of a response.
+It fixes the marks of the model's format (`cluster/chat/tool_formats.py`) and each tool's name. The tool's JSON schema
+rules the arguments. So `cluster/chat/tool_parser.py` can parse every call of a response.
 """
 
 from __future__ import annotations

@@ -76,7 +76,7 @@ def command_parser() -> tuple[argparse.ArgumentParser, list[str]]:
 
     batch = commands.add_parser("batch", help="answer the requests of a file in OpenAI's batch format")
     batch.add_argument("input", metavar="IN.jsonl", help="one request a line: custom_id, method, url, body")
-    batch.add_argument("output", metavar="OUT.jsonl", help="one answer a line, as they come; what it has is not redone")
+    batch.add_argument("output", metavar="OUT.jsonl", help="one answer a line, in no order; answered lines are skipped")
     batch.add_argument("--model", help=MODEL_HELP)
     _add_config_flags(batch)
     batch.set_defaults(run=_batch)

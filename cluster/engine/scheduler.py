@@ -236,7 +236,7 @@ class Scheduler:
         """Preempts running sequences for the first waiting one if its turn allows it. Called before anything is
         scheduled.
         """
-        first = self._turns.first(self.running, self.waiting)
+        first = self._turns.promote_next(self.running, self.waiting)
         while first is not None and (victim := self._turns.who_gives_way(self.running, first)) is not None:
             has_places = self._num_places_taken() + first.num_places <= self.max_num_sequences
             if has_places and self._cache.fits(first, self._cache.find_prefix(first)):

@@ -1,10 +1,10 @@
 """The order of sequences in the queues: by priority, and by fair turns of clients among equal priorities.
 
-Start-time fair queueing (Goyal, Vin and Cheng, 1996): each request of a client gets a turn number, which starts at the
-turn reached now or after the client's last request, and the lowest number runs first. A client with a thousand waiting
-requests has a thousand numbers, so another client's only request runs before all but the next of them. Requests of one
-client keep their order. Numbers of a client with weight 2 are half as far apart: while all clients have requests
-waiting, each starts choices in proportion to its weight.
+Start-time fair queueing (Goyal, Vin and Cheng, 1996): each request of a client gets a turn number. The number is the
+turn reached now, or the turn after the client's last request if that is later. The lowest number runs first. A client
+with a thousand waiting requests has a thousand numbers, so another client's only request runs before all but the next
+of them. Requests of one client keep their order. Numbers of a client with weight 2 are half as far apart: while all
+clients have requests waiting, each starts choices in proportion to its weight.
 
 A client with one request at a time does not wait for others to end: its request goes first, and the client with the
 most places loses one. A sequence that lost its place so waits for its turn and takes nobody's place; otherwise two
@@ -65,8 +65,8 @@ class Turns:
         """Notes that the sequence begins to run."""
         self._reached = max(self._reached, sequence.turn)
 
-    def first(self, running: SequenceQueue, waiting: SequenceQueue) -> Sequence | None:
-        """Returns the next sequence to admit, or None: the first of `waiting` that is not paused.
+    def promote_next(self, running: SequenceQueue, waiting: SequenceQueue) -> Sequence | None:
+        """Returns the next sequence to admit, or None. It is the first in `waiting` not paused, or one promoted.
 
         If the client of that sequence runs already, another client's only request goes before it and moves to the front
         of `waiting`. It must have the same priority, its client must run nothing, and it must not have lost its place

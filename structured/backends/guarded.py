@@ -1,8 +1,8 @@
 """A session whose grammar allows more than its schema, and whose guard strikes from each mask what the schema forbids.
 
-A value can only become wrong at the token that completes it. So where something under a mark may be completed, each
-token that the grammar allows and that could complete a value is tried on the guard's state, and struck if it fails:
-the mask is exact, and no token is ever taken back.
+A value can only become wrong at the token that completes it. So where something under a mark may be completed, the
+session tries each token that the grammar allows and that could complete a value on the guard's state. It strikes the
+tokens that fail. The mask is exact, and no token is ever taken back.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _BEGINNING = _COMPLETING | frozenset(b'"[{tfn-')
 
 
 class TokenClasses:
-    """Which tokens can complete a value, by what they continue: packed rows, int32 `[ceil(width / 32)]`."""
+    """The tokens that can complete a value, by what they continue: packed rows, int32 `[ceil(width / 32)]`."""
 
     def __init__(self, vocabulary: Vocabulary) -> None:
         quoted, twice, beyond, ending, ready = [], [], [], [], []

@@ -2,9 +2,9 @@
 
 Three kinds of llguidance's matchers follow the text:
 
-- one of the whole grammar, whose schemas allow too much; its mask allows all that is right, and more;
-- one of the *frame*: the grammar in which each guarded schema is replaced by a marker, a token that no model has;
-- one for each guarded part, of its schema alone, beside which a guard follows the part's text.
+- One of the whole grammar, whose schemas allow too much. Its mask allows all that is right, and more.
+- One of the *frame*: the grammar in which each guarded schema is replaced by a marker, a token that no model has.
+- One for each guarded part, of its schema alone, beside which a guard follows the part's text.
 
 A *reading* says where parts begin and end in the text so far. Readings branch where a part may begin, and where one
 may end. They go byte by byte, because a token may lie across the border of a part. A token is allowed if the whole
@@ -30,7 +30,7 @@ MAX_READINGS = 64
 
 
 class Matcher(Protocol):
-    """What is used of `llguidance.LLMatcher`."""
+    """The methods of `llguidance.LLMatcher` that are used here."""
 
     def try_consume_tokens(self, tokens: list[int]) -> int: ...
     def rollback(self, num_tokens: int) -> bool: ...
@@ -50,7 +50,7 @@ class Part(NamedTuple):
 
 
 class Parts(NamedTuple):
-    """What all sessions of a grammar share."""
+    """The parts of a grammar that all its sessions share."""
 
     frame: Matcher
     """Matcher of the text around the parts, at its beginning. Sessions copy it."""
@@ -85,7 +85,7 @@ class Reading(NamedTuple):
 
 
 class Accepted(NamedTuple):
-    """What takes back one token."""
+    """The state before an accepted token, to which a rollback returns."""
 
     readings: list[Reading]
     """Readings before the token."""
@@ -112,7 +112,7 @@ class GuardedPartsSession:
     # ---- readings ----------------------------------------------------------------------------------------------------
 
     def _closed(self, readings: list[Reading]) -> list[Reading]:
-        """With those in which a part ends here, and those in which one begins here."""
+        """Adds the readings in which a part ends here, and those in which one begins here."""
         found: list[Reading] = []
         for reading in readings:
             if reading.matcher is None:

@@ -1,5 +1,5 @@
-"""How much memory this process has allocated, in any language: asked before and after an object is made, it tells the
-object's size.
+"""The memory that this process has allocated, in any language. The difference before and after an object is made is
+the object's size.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Where the keywords of a JSON schema stand, and which combinations of them it uses.
+"""The places of keywords in a JSON schema, and the combinations of keywords that it uses.
 
 A combination is the sorted list of the assertions in one schema object, with the values of `type` and `format`, such as
 `maxLength+type:string`; annotations do not count. A backend must be proven to enforce each combination by itself.

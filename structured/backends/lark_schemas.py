@@ -32,7 +32,7 @@ class EmbeddedSchema(NamedTuple):
 
 
 def embedded_schemas(grammar: str) -> list[EmbeddedSchema]:
-    """Those of a Lark grammar in order. Raises `ValueError` if the text behind a `%json` is no JSON."""
+    """Returns the schemas of a Lark grammar in order. Raises `ValueError` if the text behind a `%json` is no JSON."""
     found: list[EmbeddedSchema] = []
     at, decoder = 0, json.JSONDecoder()
     while (match := _LEXEMES.search(grammar, at)) is not None:

@@ -61,7 +61,7 @@ ROW_BYTES = 2000
 
 
 class Compiled(msgspec.Struct, array_like=True):
-    """What `compile` returns, in msgpack."""
+    """The result of `compile`, in msgpack."""
 
     translation: Translation
     num_bytes: int
@@ -196,7 +196,7 @@ class LLGuidanceGrammar:
         self._first_bytes = AUTOMATA_FACTOR * compiled.num_bytes + GUARD_FACTOR * translation.guard_bytes
 
     def warnings(self) -> list[str]:
-        """What llguidance says that it ignores."""
+        """Returns what llguidance says that it ignores."""
         return list(self._matcher.get_grammar_warnings())
 
     def _matcher_of(self, grammar: str) -> llguidance.LLMatcher:

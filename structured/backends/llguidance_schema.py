@@ -1,4 +1,4 @@
-"""Where llguidance departs from JSON Schema, so that a schema is refused or mended before it compiles.
+"""The departures of llguidance from JSON Schema, for which a schema is refused or mended before it compiles.
 
 llguidance reports most keywords that it does not enforce. Those that it ignores silently are listed here; each entry is
 a case of `tests/structured/test_schema_conformance.py`. Sources of the list: its `docs/json_schema.md`, its parser,
@@ -38,7 +38,7 @@ _CONTROL = re.compile(r"[\x00-\x07\x0b\x0e-\x1f\x7f]")
 
 
 def departures(schema: Any, has_controls: bool) -> list[str]:
-    """What llguidance would silently not enforce, each as `#/path/keyword: why`. `has_controls` is what
+    """Returns what llguidance would silently not enforce, each as `#/path/keyword: why`. `has_controls` is what
     `has_control_characters` says of the schema.
     """
     is_old = isinstance(schema, dict) and bool(_OLD_DRAFTS.search(str(schema.get("$schema", ""))))

@@ -2,7 +2,7 @@
 Both ends are here: the process, and what its parent, `structured/compiling/compiler.py`, talks to it by.
 
 `python -m structured.compiling.compile_process` is a server that loads the backends once and forks the compile
-processes, so that the replacement of a killed one need not load them again while the engine's steps run. The parent
+processes. So a process that replaces a killed one need not load them again while the engine's steps run. The parent
 sends the server a `Setup` over the socket that is its standard input, then one socket for each process to fork. A
 compile process speaks length-prefixed msgpack frames over its socket: it sends `Started`, then receives each
 `ConstraintSpec` and sends an `Answer`. All of them end when the parent does. On a system that cannot fork well there is
@@ -166,8 +166,8 @@ def _compile(backends: Backends, spec: ConstraintSpec, limits: ConstraintLimits)
 
 
 def _lower_priority() -> None:
-    """Runs only in time that no other process wants, so that a step never waits for a compilation, if it may have other
-    time again: of ordinary users Linux takes that right for good (sched(7)). Else its niceness remains.
+    """Makes this process run only in time that no other process wants, so that a step never waits for a compilation.
+    Linux takes the right to other time for good from ordinary users (sched(7)). Then the niceness alone remains.
     """
     may_come_back: list[bool] = []
 
@@ -276,7 +276,7 @@ def _end(process: subprocess.Popen[bytes], connection: socket.socket) -> None:
 
 
 class _Unwanted(Exception):
-    """Nobody waits for the answer."""
+    """The answer has no reader any more."""
 
 
 class CompileProcess:

@@ -251,5 +251,5 @@ def _key(spec: ConstraintSpec) -> bytes:
 
 
 def _num_bytes(resolved: Resolved) -> int:
-    """What an entry of the cache holds."""
+    """Returns the memory of a cache entry, in bytes."""
     return ENTRY_BYTES + sum(map(sys.getsizeof, (resolved.spec.text, resolved.compiled, *resolved.not_enforced)))

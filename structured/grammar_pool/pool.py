@@ -198,7 +198,7 @@ class GrammarPool:
         return self._sessions[session_id].slot
 
     def error(self, session_id: int) -> str | None:
-        """Why the session failed, or None. Call it once the row is ready."""
+        """Returns why the session failed, or None. Call it once the row is ready."""
         session = self._sessions[session_id]
         if session.error is None and self.buffer.flags[session.slot] & FAILED:
             session.error = self.buffer.error(session.slot)

@@ -100,7 +100,7 @@ class GrammarActor:
         threading.Thread(target=self._run, daemon=True).start()
 
     def _run(self) -> None:
-        """When this loop ends, the connection closes and the pool replaces the actor."""
+        """Serves the connection. When the loop ends, the connection closes and the pool replaces the actor."""
         with contextlib.suppress(ConnectionError), self._connection, self._connection.makefile("rb") as stream:
             while (message := read_frame(stream)) is not None:
                 self._worker.handle(self._decoder.decode(message))

@@ -1,10 +1,10 @@
 """Automata of regular expressions that look around: read from left to right, they know at the end of a text whether the
 whole text matches.
 
-What a lookahead demands of the rest of the text goes with the run that passed it, as an obligation: runs of the
-lookahead's own expression, one of which must succeed, or none of which may. What a lookbehind demands is known, because
-its own runs begin at every position. A state of the automaton is the set of runs, so the construction is that of
-subsets (Hopcroft and Ullman, section 2.3) over alternating runs (Chandra, Kozen and Stockmeyer 1981).
+What a lookahead demands of the rest of the text goes with the run that passed it, as an obligation. An obligation is
+runs of the lookahead's own expression, one of which must succeed, or none of which may. What a lookbehind demands is
+known, because its own runs begin at every position. A state of the automaton is the set of runs, so the construction is
+that of subsets (Hopcroft and Ullman, section 2.3) over alternating runs (Chandra, Kozen and Stockmeyer 1981).
 """
 
 from __future__ import annotations
@@ -199,7 +199,7 @@ class Pattern:
         return len(looks) - 1
 
     def _no_more(self, start: int) -> int:
-        """After `start`, if no character follows."""
+        """Returns the state that is reached from `start` if no character follows."""
         first, end = self._state(), self._state()
         self._ahead.append((first, self._end_of(self._set(ANY, first))))
         self._moves[start].append(("ahead", len(self._ahead) - 1, True, end))

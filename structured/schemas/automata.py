@@ -237,7 +237,7 @@ class Dfa:
         return arrows[start].get(end)
 
     def _arrows(self) -> dict[int, dict[int, str]]:
-        """For each state, the expressions by which it reaches others."""
+        """Returns the expressions by which each state reaches others."""
         ends = [*(edge - 1 for edge in self.edges[1:]), MAX_CHARACTER]
         arrows: dict[int, dict[int, str]] = {}
         for state, row in enumerate(self.targets):
@@ -249,7 +249,7 @@ class Dfa:
 
 
 def _positions(edges: list[int], own: list[int]) -> list[int]:
-    """For each class of the finer partition `edges`, the class of `own` that holds it."""
+    """Returns the class of `own` that holds each class of the finer partition `edges`."""
     found, index = [], 0
     for edge in edges:
         while index + 1 < len(own) and own[index + 1] <= edge:

@@ -240,7 +240,7 @@ class _Reader:
         return f"#/$defs/{self._names[key]}"
 
     def _lookup(self, ref: str, resolver: Any, where: str) -> tuple[Any, Any, str]:
-        """What a reference names, the resolver in force there, and its path."""
+        """Returns what a reference names, the resolver in force there, and its path."""
         if resolver is None and not self._has_scopes and (ref in ("#", "") or ref.startswith("#/")):
             found = _at(self._root, ref)
             if found is not _ABSENT:
@@ -304,7 +304,7 @@ def _id_of(schema: dict[str, Any]) -> str | None:
 
 
 def _count_ids(value: Any, is_root: bool = True) -> int:
-    """How many schemas below the root have an id of their own."""
+    """Counts the schemas below the root that have an id of their own."""
     if isinstance(value, list):
         return sum(_count_ids(item, False) for item in value)
     if not isinstance(value, dict):
@@ -314,7 +314,7 @@ def _count_ids(value: Any, is_root: bool = True) -> int:
 
 
 def references(value: Any) -> Iterator[str]:
-    """Those in a schema and in what it holds."""
+    """Yields the references in a schema and in what it holds."""
     if isinstance(value, dict):
         if isinstance(value.get("$ref"), str):
             yield value["$ref"]
@@ -332,7 +332,7 @@ def _identities(value: Any) -> Iterator[int]:
 
 
 def _at(root: Any, ref: str) -> Any:
-    """What a JSON pointer names, as a fragment of a URI."""
+    """Returns what a JSON pointer names, given as a fragment of a URI."""
     value = root
     for part in unquote(ref).split("/")[1:]:
         part = part.replace("~1", "/").replace("~0", "~")

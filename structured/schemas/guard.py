@@ -43,7 +43,7 @@ _BEGUN = {
 
 
 class Place:
-    """What applies to one value, by its position alone: all schemas that hold there whichever branches are taken."""
+    """The schemas of one value by its position alone: all that hold there whichever branches are taken."""
 
     def __init__(self, guard: Guard, schemas: list[Any], is_open: bool) -> None:
         self.schemas = schemas
@@ -139,7 +139,7 @@ class Frame(NamedTuple):
 
 
 class State(NamedTuple):
-    """How far the text has come."""
+    """The place that the text has reached."""
 
     frame: Frame | None
     mode: int
@@ -166,7 +166,7 @@ class Guard:
 
     @classmethod
     def of(cls, text: str) -> Guard:
-        """From what `encoded` returned."""
+        """Makes a guard from what `encoded` returned."""
         draft, root, definitions = json.loads(text)
         document = Document(draft)
         document.root, document.definitions = root, definitions
@@ -335,8 +335,8 @@ class Guard:
         return state._replace(frame=frame._replace(num_items=frame.num_items + 1), mode=AFTER)
 
     def _leads_on(self, state: State, text: bytes | bytearray, data: bytes) -> bool:
-        """Whether a value that is being written can still become one that may stand there: of few, where the grammar
-        allows any, or one that its array does not hold yet.
+        """Whether a value that is being written can still become one that may stand there. The place may allow few
+        values where the grammar allows any, or only values that the array does not hold yet.
         """
         frame = state.frame
         if state.mode == SCALAR and not self._may_grow(self.place_of(state), (bytes(text) + data)[state.start :]):

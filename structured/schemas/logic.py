@@ -1,4 +1,4 @@
-"""What can be proved of schemas without looking at an instance: that nothing satisfies several at once.
+"""Proofs about schemas without an instance: that nothing satisfies several at once.
 
 `Logic.is_empty` is sound and not complete: True is a proof, False may mean that none was found. The rewrites beside
 this module rest on it: branches that exclude each other, and alternatives that may be left out.
@@ -125,7 +125,7 @@ class Logic:
         return [value for value in min(lists, key=len) if self.judge.is_valid(value, flat)]
 
     def property_schemas(self, flat: list[dict[str, Any]], name: str) -> list[Any]:
-        """What applies to the value of property `name`."""
+        """Returns the schemas that apply to the value of property `name`."""
         found: list[Any] = []
         for schema in flat:
             if not schema.keys() & _NAMED:
@@ -170,7 +170,7 @@ def types_of(flat: list[dict[str, Any]]) -> frozenset[str]:
 
 
 def item_schemas(flat: list[dict[str, Any]], index: int) -> list[Any]:
-    """What applies to the item at `index`."""
+    """Returns the schemas that apply to the item at `index`."""
     found = []
     for schema in flat:
         prefix = schema.get("prefixItems", ())

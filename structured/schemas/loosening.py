@@ -95,7 +95,7 @@ class _Loosener:
         result["anyOf"] = [self.loose(each) for each in branches]
 
     def _listed(self, schema: dict[str, Any]) -> Any:
-        """Those of the listed values that satisfy the schema."""
+        """Keeps the listed values that satisfy the schema."""
         values = schema["enum"] if "enum" in schema else [schema["const"]]
         if not _is_exact(values):
             self._document.mark(schema, "enum" if "enum" in schema else "const")

@@ -1,5 +1,5 @@
-"""What a schema's negation allows: `alternatives(logic, schema, context)` are schemas of which one holds if and only if
-`schema` does not, for instances that satisfy `context`.
+"""Negation of schemas: `alternatives(logic, schema, context)` are schemas of which one holds if and only if `schema`
+does not, for instances that satisfy `context`.
 
 Each function here negates one keyword and gives the proof in its docstring; De Morgan does the rest: a schema is the
 conjunction of its keywords, so its negation is the union of theirs. A keyword says something about one type only, so
@@ -33,7 +33,7 @@ MAX_ITEMS = 8
 
 
 def alternatives(logic: Logic, schema: Any, context: Context) -> list[Alternative]:
-    """Those that the context leaves possible."""
+    """Returns the alternatives that the context leaves possible."""
     if isinstance(schema, bool):
         return [] if schema else [Alternative({})]
     if not logic.proves:

@@ -91,7 +91,7 @@ def without_look_ahead(pattern: str) -> str | None:
 
 
 def _group_end(text: str) -> int:
-    """Where the group that `text` begins with is closed."""
+    """Returns where the group that `text` begins with is closed."""
     depth, index, in_class = 0, 0, False
     while index < len(text):
         character = text[index]

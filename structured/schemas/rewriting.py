@@ -103,7 +103,7 @@ class _Rewriter:
         return self._joined(plain, branches, schema)
 
     def _definition(self, ref: str) -> Any:
-        """What a reference names, rewritten; None while that is under way."""
+        """Returns what a reference names, rewritten; None while that is under way."""
         name = ref.removeprefix("#/$defs/")
         if name not in self._done:
             self._done[name] = None
@@ -130,7 +130,7 @@ class _Rewriter:
         return {"$ref": f"#/$defs/{self._joint[id(schema)]}"}
 
     def _opened(self, schema: Any) -> Any:
-        """What a reference in a loop names, in place of the reference."""
+        """Puts what a reference in a loop names in place of the reference."""
         if isinstance(schema, bool) or schema.get("$ref") not in self.document.loops():
             return schema
         rest = {key: value for key, value in schema.items() if key != "$ref"}
@@ -397,8 +397,8 @@ class _Rewriter:
             schema["additionalProperties"] = False
 
     def _counted(self, schema: dict[str, Any]) -> Any:
-        """How many of the optional properties there are, as a choice of those that are required or absent: at least k
-        of n are there if and only if some k are, at most k if and only if some n - k are absent.
+        """Writes a count of optional properties as a choice of those that are required or absent. At least k of n are
+        there if and only if some k are; at most k are there if and only if some n - k are absent.
         """
         least, most = schema.get("minProperties", 0), schema.get("maxProperties")
         if (not least and most is None) or "properties" not in schema or not self.logic.proves:
@@ -432,8 +432,8 @@ class _Rewriter:
         return self.rewrite(all_of(*parts))
 
     def _uncounted(self, schema: dict[str, Any]) -> dict[str, Any]:
-        """Without a count that a grammar does not keep: it counts a name that comes twice as two, and cannot choose
-        among optional properties.
+        """Drops a count that a grammar does not keep. A grammar counts a name that comes twice as two, and cannot
+        choose among optional properties.
         """
         if not schema.keys() & {"minProperties", "maxProperties"}:
             return schema

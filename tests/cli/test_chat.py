@@ -177,7 +177,7 @@ def test_wrong_settings_are_named_and_change_nothing(tmp_path: pathlib.Path) -> 
     assert settings.fields() == {"min_tokens": 5}
 
 
-def test_a_refused_setting_is_an_exit_code_in_pipes(replies: http.server.ThreadingHTTPServer) -> None:
+def test_a_refused_setting_ends_a_pipe(replies: http.server.ThreadingHTTPServer) -> None:
     code, printed, notes = _chat(replies.server_port, "/set temperature 3\nIs it?\n")
     assert (code, printed) == (1, "Yes.\n")
     assert notes == "(temperature 3.0 must be between 0 and 2; 0 is greedy)\n"

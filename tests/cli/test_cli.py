@@ -177,7 +177,7 @@ def test_check_says_why_a_checkpoint_cannot_be_served(
 
 
 @pytest.mark.parametrize("arguments", ["--version", "check MODEL"])
-def test_output_that_is_closed_early_ends_a_command_silently(arguments: str) -> None:
+def test_a_closed_output_ends_a_command_silently(arguments: str) -> None:
     """As `| head` does it: nothing on standard error, and the exit code that a shell gives for SIGPIPE."""
     words = arguments.replace("MODEL", str(checkpoint("llama"))).split()
     reader, writer = os.pipe()

@@ -38,7 +38,7 @@ def rows(text: str) -> dict[str, str]:
     return found
 
 
-def test_a_pipe_gets_one_frame_of_a_live_server(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_pipe_gets_one_frame(capsys: pytest.CaptureFixture[str]) -> None:
     server = shared_server()
     choice = {"structured_outputs": {"choice": ["manta ray", "sting ray"]}}
     stopped = threading.Event()
@@ -92,7 +92,7 @@ def stop(relay: http.server.ThreadingHTTPServer) -> None:
     relay.server_close()
 
 
-def test_a_terminal_is_redrawn_while_the_server_goes_and_comes_back() -> None:
+def test_the_terminal_outlives_a_restart_of_the_server() -> None:
     """A relay before the live server goes, because a start takes many seconds."""
     port = free_port()
     relay = started_relay(port)
@@ -121,14 +121,14 @@ def test_a_terminal_is_redrawn_while_the_server_goes_and_comes_back() -> None:
         (["--interval", "nan"], "--interval nan is not between"),
     ],
 )
-def test_wrong_flags_and_no_server_at_first_are_refused(
+def test_wrong_flags_and_missing_servers_are_refused(
     flags: list[str], words: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert command_line.main(["top", *flags]) == 2
     assert words in " ".join(capsys.readouterr().err.split())
 
 
-def test_the_figures_are_sums_and_rates_over_engines_and_ingresses() -> None:
+def test_figures_sum_engines_and_ingresses() -> None:
     """Two ingresses and two engines, read twice within 2 s."""
     idle = make_engine("llama").stats()
     ingresses = [Metrics("m", name) for name in "xy"]

@@ -89,7 +89,7 @@ def greedy(llm: LLM, **sampling: Any) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_tokens_are_those_of_transformers_over_rounded_keys_and_values(form: str, name: str) -> None:
+def test_tokens_equal_transformers_with_rounded_keys(form: str, name: str) -> None:
     family, options = MODELS[name]
     folder = checkpoint(family, **options)
     assert greedy(make(folder)) == [generated(folder, prompt) for prompt in prompts()]
@@ -125,7 +125,7 @@ def test_a_draft_model_has_such_a_cache_too() -> None:
     assert llm.engine.stats().drafts.accepted["draft"]
 
 
-def test_blocks_take_a_byte_an_element_and_four_a_head() -> None:
+def test_blocks_take_a_byte_for_each_element() -> None:
     folder = checkpoint("llama")
     config = load_model_config(folder)
     assert config.kv_bytes_per_token("int8") == 2 * 3 * 2 * (16 + 4)

@@ -351,7 +351,7 @@ def test_with_drafts_tokens_are_delivered_during_steps(monkeypatch: pytest.Monke
     assert sum(one.stats().drafts.accepted.get("ngram", ())) > 0
 
 
-def test_on_a_device_drafts_are_verified_when_tokens_are_read() -> None:
+def test_devices_verify_drafts_when_tokens_are_read() -> None:
     """A step that verifies drafts does not wait for its tokens, and no step is launched before they are read."""
     one = engine(ROOMY, "device drafts")
     draw, submit = device_of(one).draw, one.executor.submit

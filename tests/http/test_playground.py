@@ -122,7 +122,7 @@ def playground(request: pytest.FixtureRequest, chromium: Any, server: ThreadedSe
 # ---- what the server sends -----------------------------------------------------------------------------------------
 
 
-def test_browsers_get_the_page_and_other_clients_what_they_got(server: ThreadedServer) -> None:
+def test_only_browsers_get_the_page(server: ThreadedServer) -> None:
     with httpx.Client(base_url=server.url, trust_env=False) as client:
         assert client.get("/").json()["name"] == "Manta"
         page = client.get("/", headers={"accept": "text/html,*/*;q=0.8"})
@@ -141,7 +141,7 @@ def test_browsers_get_the_page_and_other_clients_what_they_got(server: ThreadedS
 # ---- what a reader does --------------------------------------------------------------------------------------------
 
 
-def test_the_key_is_asked_for_and_stays_in_the_tab(playground: Playground) -> None:
+def test_the_key_stays_in_the_tab(playground: Playground) -> None:
     playground.open(key="")
     playground.give_key("a-wrong-key-of-nobody")
     playground.page.wait_for_selector("#model:not(:has(option))", state="attached")
@@ -155,7 +155,7 @@ def test_the_key_is_asked_for_and_stays_in_the_tab(playground: Playground) -> No
     assert playground.page.evaluate("() => sessionStorage.length") == 0
 
 
-def test_a_key_that_two_requests_ask_for_at_once_is_kept(playground: Playground) -> None:
+def test_two_requests_ask_for_one_key(playground: Playground) -> None:
     """The list of models is refused while the reader already types the key that a question was refused for."""
     page, held = playground.page, []
     page.route("**/v1/models", lambda route: route.continue_() if held else held.append(route))
@@ -190,7 +190,7 @@ class Gate:
         self._opened.set()
 
 
-def test_a_question_is_answered_in_a_stream_that_can_be_stopped(
+def test_a_streamed_answer_can_be_stopped(
     playground: Playground, server: ThreadedServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     playground.open()
@@ -215,7 +215,7 @@ def test_a_question_is_answered_in_a_stream_that_can_be_stopped(
     assert roles == ["user", "assistant", "user", "assistant", "user"], "what was stopped is part of the conversation"
 
 
-def test_answers_are_held_to_the_schema_and_the_page_says_what_it_does_not_check(playground: Playground) -> None:
+def test_the_page_checks_answers_against_the_schema(playground: Playground) -> None:
     playground.open()
     playground.example(SCHEMA)
     schema = playground.sent[-1]["response_format"]["json_schema"]["schema"]
@@ -279,7 +279,7 @@ def test_a_tool_is_called_and_its_result_told(playground: Playground) -> None:
     assert playground.texts(".choice > .text")[1] == playground.asked()["choices"][0]["message"]["content"]
 
 
-def test_what_an_earlier_answer_offered_cannot_begin_a_second_one(playground: Playground) -> None:
+def test_an_earlier_offer_begins_no_second_answer(playground: Playground) -> None:
     page = playground.page
 
     def fail() -> None:
@@ -301,7 +301,7 @@ def test_what_an_earlier_answer_offered_cannot_begin_a_second_one(playground: Pl
     assert page.locator(".failure button").count() == 0
 
 
-def test_choices_are_side_by_side_and_tokens_show_their_alternatives(playground: Playground) -> None:
+def test_choices_stand_side_by_side_with_alternatives(playground: Playground) -> None:
     playground.open()
     playground.page.fill("#seed", "5")
     playground.example(TOKENS)

@@ -81,7 +81,7 @@ def test_streamed_json_has_usage_too(server: ThreadedServer, client: OpenAI) -> 
     assert usage.completion_tokens_details.accepted_prediction_tokens
 
 
-def test_a_prediction_becomes_drafts_and_never_changes_the_answer(server: ThreadedServer, client: OpenAI) -> None:
+def test_predictions_become_drafts_without_changing_answers(server: ThreadedServer, client: OpenAI) -> None:
     (sample,) = held_out("order", 1, seed=5)
     given: dict = {"model": server.model, "messages": list(sample.messages), "temperature": 0, "max_tokens": 96}
     plain = client.chat.completions.create(**given)
@@ -102,7 +102,7 @@ def test_counters_name_proposer_and_place(server: ThreadedServer) -> None:
         assert any(f'proposer="{proposer}"' in labels and value > 0 for _, labels, value in drafts), drafts
 
 
-def test_origins_say_which_tokens_had_no_choice_or_were_drafts(server: ThreadedServer) -> None:
+def test_origins_name_forced_tokens_and_drafts(server: ThreadedServer) -> None:
     """Without drafts, exactly the tokens whose mask leaves one are forced; an independent session says which."""
     (sample,) = held_out("order", 1, seed=4)
     schema = {"type": "json_schema", "json_schema": {"name": "order", "schema": ORDER_SCHEMA}}

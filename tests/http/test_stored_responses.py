@@ -81,7 +81,7 @@ def endless(server: ThreadedServer, **body: Any) -> Any:
 # ---- conversations -------------------------------------------------------------------------------------------------
 
 
-def test_a_conversation_continues_by_id_as_if_it_were_sent(server: ThreadedServer) -> None:
+def test_a_conversation_continues_by_id(server: ThreadedServer) -> None:
     first = create(server, instructions="Be brief.")
     assert first.store is True
     second = create(server, input="On.", previous_response_id=first.id)
@@ -98,7 +98,7 @@ def test_a_conversation_continues_by_id_as_if_it_were_sent(server: ThreadedServe
     assert create(server, input="Stop.", previous_response_id=second.id).output_text == third.output_text
 
 
-def test_a_stored_response_is_the_one_that_was_answered(server: ThreadedServer) -> None:
+def test_a_stored_response_equals_the_answer(server: ThreadedServer) -> None:
     answer = create(server, metadata={"a": "b"})
     assert client(server).responses.retrieve(answer.id).model_dump() == answer.model_dump()
     *_, last = create(server, stream=True)
@@ -141,7 +141,7 @@ def test_deleted_foreign_expired_and_unknown_are_the_same(server: ThreadedServer
     assert client(server).responses.retrieve(kept.id).id == kept.id
 
 
-def test_nothing_is_kept_of_what_is_not_to_be_stored(server: ThreadedServer) -> None:
+def test_unstored_responses_leave_nothing_behind(server: ThreadedServer) -> None:
     answer = create(server, store=False)
     assert answer.store is False
     with pytest.raises(openai.NotFoundError):
@@ -152,7 +152,7 @@ def test_nothing_is_kept_of_what_is_not_to_be_stored(server: ThreadedServer) -> 
         create(server, input="a" * (ServeConfig().max_body_bytes - 300), background=True)
 
 
-def test_a_resumable_stream_is_stored_when_its_reader_has_left(server: ThreadedServer) -> None:
+def test_a_resumable_stream_is_stored_without_its_reader(server: ThreadedServer) -> None:
     body = {"model": server.model, "input": "Count.", "max_output_tokens": 40, "temperature": 0, "stream": True}
     headers = {"authorization": f"Bearer {KEYS[0].partition(':')[2]}", "x-resumable-s": "60"}
     with httpx.stream("POST", f"{server.url}/v1/responses", json=body, headers=headers) as answer:
@@ -180,7 +180,7 @@ def test_a_background_response_runs_without_a_reader(server: ThreadedServer) -> 
     assert client(server).responses.cancel(begun.id).status == found.status
 
 
-def test_its_events_are_read_from_any_number_live_and_afterwards(server: ThreadedServer) -> None:
+def test_background_events_are_read_from_any_number(server: ThreadedServer) -> None:
     live = list(create(server, background=True, stream=True, max_output_tokens=20))
     assert [event.type for event in live[:3]] == ["response.created", "response.queued", "response.in_progress"]
     assert [event.sequence_number for event in live] == list(range(len(live)))
@@ -231,9 +231,7 @@ def test_a_refused_background_response_is_not_stored(server: ThreadedServer, sto
     assert {each.name for each in folder.iterdir()} == before
 
 
-def test_another_server_knows_every_response_and_runs_a_lost_one_again(
-    server: ThreadedServer, storage: pathlib.Path
-) -> None:
+def test_another_server_runs_lost_responses_again(server: ThreadedServer, storage: pathlib.Path) -> None:
     """It has the storage and no recordings, like a server after a restart."""
     folder = storage / "responses" / OWNER
     plain = create(server)
@@ -366,7 +364,7 @@ def test_expired_responses_are_removed(tmp_path: pathlib.Path) -> None:
     assert sorted(path.name for path in (tmp_path / "responses" / "me").iterdir()) == [new.id, f"{new.id}.ended"]
 
 
-def test_a_late_end_does_not_bring_a_deleted_response_back(tmp_path: pathlib.Path) -> None:
+def test_a_late_end_restores_no_deleted_response(tmp_path: pathlib.Path) -> None:
     kept = KeptResponses(Storage(str(tmp_path)), ResponseLimits())
     begun = response(1)
     kept.create("me", StoredResponse(begun, [], b"opening"))

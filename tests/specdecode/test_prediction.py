@@ -27,14 +27,14 @@ def proposed(follower: Follower, output: str, count: int = 4) -> str:
     return "".join(map(chr, follower.propose([*map(ord, output)], count)))
 
 
-def test_drafts_follow_the_output_and_end_with_the_prediction() -> None:
+def test_drafts_end_with_the_prediction() -> None:
     following = follower("abcdef")
     assert proposed(following, "a") == "bcde"
     assert proposed(following, "abcd") == "ef"
     assert proposed(following, "abcdef") == ""
 
 
-def test_a_lost_place_is_found_again_behind_the_change_first() -> None:
+def test_a_lost_place_is_found_behind_the_change() -> None:
     following = follower("the cat sat; the dog sat; the end")
     assert proposed(following, "the c") == "at s"
     assert proposed(following, "the cow") == ""
@@ -76,7 +76,7 @@ def num_steps(engine) -> list[int]:
 
 
 @pytest.mark.parametrize("n", [1, 3])
-def test_a_right_prediction_saves_steps_and_a_wrong_one_changes_nothing(n: int) -> None:
+def test_only_right_predictions_save_steps(n: int) -> None:
     prompt = make_prompts()[2]
     fields = {"temperature": 1, "seed": 4, "n": n} if n > 1 else {"temperature": 0}
     plain_engine = make_engine("llama")
@@ -93,7 +93,7 @@ def test_a_right_prediction_saves_steps_and_a_wrong_one_changes_nothing(n: int) 
         assert n > 1 or steps[0] <= at_most * plain_steps[0] + 1
 
 
-def test_token_ids_of_a_prediction_are_checked_like_others() -> None:
+def test_token_ids_of_a_prediction_are_checked() -> None:
     with pytest.raises(ValueError, match="prediction_token_ids: token id -1"):
         SamplingParams(prediction_token_ids=(-1,))
     with pytest.raises(ValueError, match=r"prediction_token_ids: token id 99 is outside the vocabulary \[0, 99\)"):

@@ -31,7 +31,7 @@ def made(kind: str, at: pathlib.Path) -> tuple[pathlib.Path, pathlib.Path]:
 
 @pytest.mark.prove
 @pytest.mark.parametrize("kind", ["gptq", "gguf"])
-def test_integers_give_the_cpus_tokens_and_dense_weights_transformers(
+def test_integers_and_dense_weights_give_reference_tokens(
     kind: str, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model, dense = made(kind, tmp_path)

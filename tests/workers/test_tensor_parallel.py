@@ -232,9 +232,7 @@ def bits(folder: str, **options: Any) -> Any:
 
 @needs_kernels
 @pytest.mark.parametrize("weights", ["int8", "int4"])
-def test_exact_ranks_of_unlike_forms_give_the_bits_of_one(
-    two: RankProcesses, four: RankProcesses, weights: str
-) -> None:
+def test_exact_ranks_of_unlike_forms_agree(two: RankProcesses, four: RankProcesses, weights: str) -> None:
     folder = str(checkpoint("llama", **EXACT_SIZES))
     expected = bits(folder, weights=weights)
     for ranks in (two, four):
@@ -245,7 +243,7 @@ def test_exact_ranks_of_unlike_forms_give_the_bits_of_one(
 
 
 @needs_kernels
-def test_exact_ranks_over_tcp_give_the_bits_of_one(two: RankProcesses) -> None:
+def test_exact_ranks_over_tcp_give_equal_bits(two: RankProcesses) -> None:
     folder = str(checkpoint("llama", **EXACT_SIZES))
     expected = bits(folder, weights="int8")
     two.call_all(rank_child.share_memory, False)

@@ -28,7 +28,7 @@ class TensorFiles:
     """
 
     def __init__(self, folder: str | pathlib.Path, read_ahead: bool = True) -> None:
-        """With `read_ahead`, the system reads all of a cold file while the first weights are packed."""
+        """If `read_ahead`, the system reads all of a cold file while the first weights are packed."""
         self.folder = pathlib.Path(folder)
         self._read_ahead = read_ahead
         self._entries: dict[str, tuple[mmap.mmap, TensorEntry]] = {}

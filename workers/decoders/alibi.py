@@ -1,9 +1,9 @@
 """ALiBi (Press et al., 2022) for attention kernels that know nothing of it: the bias of a key is part of the key.
 
 A head's bias depends on the key's position alone, up to what all keys of a query have in common. So each key gets
-further columns that hold its bias, each query the same constant in them, and each value zeros: a product of query and
-key is then the old one plus the bias. The cache grows by those columns, and shared prefixes, windows and every kernel
-work as they are.
+further columns that hold its bias. Each query has the same constant in these columns, and each value zeros. A product
+of query and key is then the old one plus the bias. The cache grows by those columns, and shared prefixes, windows and
+every kernel work as they are.
 """
 
 from __future__ import annotations

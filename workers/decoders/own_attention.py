@@ -61,9 +61,9 @@ def is_linear(module: nn.Module) -> bool:
 
 
 def alibi_bias(model: Any, num_positions: int) -> torch.Tensor:
-    """What a model with ALiBi (Press et al., 2022) adds to the scaled product of any query with the key at a position:
-    float32 [num_heads, num_positions], each head's slope times the position. That differs from the paper's slope times
-    the distance by the same amount for all keys of a query, so the probabilities are the same.
+    """Returns what a model with ALiBi (Press et al., 2022) adds to a scaled product of a query and the key at each
+    position: float32 [num_heads, num_positions], each head's slope times the position. That differs from the paper's
+    slope times the distance by the same amount for all keys of a query, so the probabilities are the same.
     """
     config = model.config
     num_heads = config.num_attention_heads
@@ -112,7 +112,7 @@ def _mpt(module: Any, attend: Attend, hidden: torch.Tensor, **_: Any) -> Attende
 
 
 def _gpt_neo(module: Any, attend: Attend, hidden: torch.Tensor, **_: Any) -> Attended:
-    """Its products are not scaled, and a token of a local layer sees the last `window_size` positions."""
+    """GPT-Neo does not scale products, and a token of a local layer sees the last `window_size` positions."""
     window = module.config.window_size if module.attention_type == "local" else None
     projected = (module.q_proj(hidden), module.k_proj(hidden), module.v_proj(hidden))
     query, key, value = (_by_head(each, module) for each in projected)

@@ -1,7 +1,7 @@
 """The table of rotary cosines and sines, computed from a checkpoint's configuration.
 
 Plain arithmetic in numpy, for the workers of all frameworks. Only operations that IEEE 754 or `decimal` defines to the
-last bit are used, so that every machine has the same table: the cosines and powers of C libraries and of numpy's vector
+last bit are used, so that every machine has the same table. The cosines and powers of C libraries and of numpy's vector
 code differ between processors.
 """
 

@@ -1,8 +1,8 @@
 """Compiles the CPU kernels at first use and caches the shared library. Calls go through ctypes: no torch headers
 needed.
 
-The cache's key is the source, the compiler and the flags, which depend on the processor's form (`processor.py`), so
-after an upgrade or on another machine the library is compiled again. Without a C++ compiler `load_library` returns None
+The cache's key is the source, the compiler and the flags, which depend on the processor's form (`processor.py`). So the
+library is compiled again after an upgrade or on another machine. Without a C++ compiler `load_library` returns None
 and callers use their torch reference.
 """
 

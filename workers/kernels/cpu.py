@@ -132,8 +132,8 @@ def paged_attention(
     sliding_window: int | None = None,
     exact: bool = False,
 ) -> torch.Tensor:
-    """With `exact` the compiled kernels give the same bits on every processor. Where they multiply bfloat16 by
-    instructions for it, they then widen keys and values to float32 instead.
+    """Attention over the paged cache, as in `reference.py`. If `exact`, the compiled kernels give the same bits on
+    every processor: they widen keys and values to float32 where they would multiply bfloat16 by instructions for it.
     """
     library = _library()
     if library is None or heads.head_dim % HEAD_DIM_MULTIPLE:

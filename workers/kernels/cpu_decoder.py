@@ -206,7 +206,7 @@ class FusedLayers:
         return called_back.native()
 
     def _buffers(self, residual: torch.Tensor) -> tuple[Any, torch.Tensor]:
-        """Where they lie, and the memory that they lie in."""
+        """Returns the addresses of the buffers, and the memory that holds them."""
         hidden, qkv, attended, gated = self._widths
         rows = residual.shape[0]
         mlp_rows = -(-rows // -(-rows // self._mlp_rows))  # as few parts as possible, of about equal size

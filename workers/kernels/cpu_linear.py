@@ -25,7 +25,7 @@ _PackedLinear = layout.structure("_PackedLinear", "packed bias", "dtype in_featu
 
 
 class NativeLinear(NamedTuple):
-    """What C++ calls to run a linear: `run(state, x, y, num_rows)`."""
+    """The function that C++ calls to run a linear: `run(state, x, y, num_rows)`."""
 
     run: int
     """Address of the function."""
@@ -62,7 +62,7 @@ Place = Callable[[int, torch.dtype, Fill], torch.Tensor]
 
 
 def place_alone(size: int, dtype: torch.dtype, fill: Fill) -> torch.Tensor:
-    """In memory of this process."""
+    """Returns the filled tensor in memory of this process alone."""
     packed = torch.empty(size, dtype=dtype)
     fill(packed)
     return packed

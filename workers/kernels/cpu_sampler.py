@@ -51,7 +51,7 @@ def draw(
     state: SamplingState,
     masks: MaskBatch | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """As `torch_sampler.draw`; the kernel reads the packed rows in place, where the grammar workers wrote them."""
+    """Does what `torch_sampler.draw` does, and reads packed masks in place, where the grammar workers wrote them."""
     library = _library()
     if library is None:
         return torch_sampler.draw(logits, sequences, positions, state, masks)
@@ -95,7 +95,7 @@ def _constraints(masks: MaskBatch) -> np.ndarray:
 def logprobs(
     logits: torch.Tensor, token_ids: torch.Tensor, num_top: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """As `torch_sampler.logprobs`."""
+    """Does what `torch_sampler.logprobs` does."""
     library = _library()
     if library is None:
         return torch_sampler.logprobs(logits, token_ids, num_top)

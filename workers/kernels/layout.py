@@ -1,4 +1,4 @@
-"""What C++ and Python must agree on: structures in ctypes, and the sizes and constants that a library exports."""
+"""The agreement of C++ and Python: structures in ctypes, and the sizes and constants that a library exports."""
 
 from __future__ import annotations
 

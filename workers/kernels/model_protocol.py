@@ -1,4 +1,4 @@
-"""What the model runner needs of a model, however it is implemented."""
+"""The protocol of a model: all that the model runner needs of any implementation."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What this machine's processor can do: here alone the form of all CPU kernels, and the flags to build it, are chosen.
+"""The abilities of this machine's processor. This module alone chooses the form of the CPU kernels and its build flags.
 
 A form is a set of instructions. All forms are compiled from the same source, whose macros use what the form's flags
 allow. The environment variable `MANTA_CPU_FORM` names a lower form than the processor's best, for tests and
@@ -69,7 +69,7 @@ _BY_NAME = {form.name: form for form in FORMS}
 
 
 def capabilities() -> frozenset[str]:
-    """What the processor can do, by torch's names."""
+    """Returns the abilities of the processor, by torch's names."""
     get = getattr(torch.cpu, "get_capabilities", None)
     if get is not None:
         return frozenset(name for name, value in get().items() if value is True)

@@ -20,7 +20,7 @@ KVCaches = list[tuple[torch.Tensor, torch.Tensor]]
 
 
 class DecodeLimits(NamedTuple):
-    """How large the steps of a model can be."""
+    """The largest steps of a model."""
 
     max_num_sequences: int
     max_model_len: int
@@ -35,7 +35,7 @@ class DecodeLimits(NamedTuple):
 
 
 class Kernels(Protocol):
-    """What a decoder layer computes besides its linears; `workers/kernels/reference.py` documents each function."""
+    """The parts of a decoder layer besides its linears; `workers/kernels/reference.py` documents each function."""
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor: ...
 

@@ -1,8 +1,8 @@
 """Rounds floating-point weights to integers in groups at load, without calibration data.
 
 Eight bits: the scale is the group's largest magnitude / 127. Four bits: the largest magnitude becomes -8, as in
-llama.cpp's Q4_0, or -8 / 0.9; then the scale becomes the one of least squared error for the rounded values, and the
-better of the two is kept. Scales are rounded to float16 before values are. The host rounds the weights of every
+llama.cpp's Q4_0, or -8 / 0.9. Then the scale becomes the one of least squared error for the rounded values. The better
+of the two is kept. Scales are rounded to float16 before values are. The host rounds the weights of every
 platform: `native/rounding.cpp`, or torch, which computes the same numbers, where nothing can be compiled.
 """
 

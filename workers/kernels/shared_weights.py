@@ -104,8 +104,8 @@ def _up_to(size: int, unit: int) -> int:
 
 @contextlib.contextmanager
 def shared_weights(content: str) -> Iterator[SharedWeights | None]:
-    """For the tensors that `content` says in full, beside the kernels that they are packed for: those of a process that
-    has them, or new ones that are lent after the end of the context. None if memory cannot be shared here.
+    """Gives the shared weights that `content` and the kernels name in full. They are those of a process that has them,
+    else new ones that are lent after the end of the context. None if memory cannot be shared here.
     """
     library = _library()
     if library is None or not hasattr(os, "memfd_create"):
@@ -132,7 +132,7 @@ def _make(name: str) -> int:
 @functools.cache
 def _has_huge_pages() -> bool:
     """Whether the system has some for files (Linux 6.1). With small pages a decode step of one row takes up to a third
-    longer: each process has a copy of its own then, which it can have on huge pages.
+    longer. So each process then has a copy of its own, which it can have on huge pages.
     """
     library = _library()
     assert library is not None
@@ -158,7 +158,7 @@ def _find(name: str) -> int | None:
 
 
 def _open_files() -> Iterator[str]:
-    """Of all processes that this one may look into."""
+    """Yields the open files of all processes that this one may look into."""
     for process in filter(str.isdigit, os.listdir("/proc")):
         folder = f"/proc/{process}/fd"
         with contextlib.suppress(OSError):  # somebody else's, or it has ended
@@ -190,7 +190,7 @@ def _alone(name: str) -> Iterator[None]:
 
 
 def _byte(name: str) -> int:
-    """Of the file of locks, which need not be so long."""
+    """Returns the byte of a name's lock in the file of locks, which need not be that long."""
     return int(name[-15:], 16)
 
 

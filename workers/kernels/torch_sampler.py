@@ -147,7 +147,7 @@ def _draw_random(logits: torch.Tensor, rows: np.ndarray, positions: np.ndarray) 
 
 
 def kept_tokens(logits: torch.Tensor, rows: np.ndarray) -> torch.Tensor:
-    """Which tokens top_k, then top_p, then min_p keep: processed logits float32 [R, V] to bool [R, V].
+    """Marks the tokens that top_k, then top_p, then min_p keep: processed logits float32 [R, V] to bool [R, V].
 
     All three keep a prefix of the tokens in order of logit, equal ones in order of id. So the result is given by a
     threshold, and by how many of the tokens equal to it are kept.
@@ -170,7 +170,7 @@ def kept_tokens(logits: torch.Tensor, rows: np.ndarray) -> torch.Tensor:
 
 
 def _num_kept(logits: torch.Tensor, ordered: torch.Tensor, rows: np.ndarray) -> torch.Tensor:
-    """How many of the descending `ordered` [R, C] are kept, at least 1, int64 [R]. If it is C, more may be kept."""
+    """Counts the kept ones of the descending `ordered` [R, C]: at least 1, int64 [R]. If it is C, more may be kept."""
 
     def column(values: np.ndarray) -> torch.Tensor:
         return place(values, logits.device)[:, None]

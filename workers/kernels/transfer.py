@@ -1,4 +1,4 @@
-"""How arrays get to the device and back, without waiting for what the device does."""
+"""Copies of arrays to the device and back, without waiting for what the device does."""
 
 from __future__ import annotations
 

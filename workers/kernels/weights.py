@@ -19,7 +19,7 @@ from workers.models.model_config import ModelConfig
 
 @dataclasses.dataclass(slots=True, frozen=True)
 class LinearWeight:
-    """What a checkpoint says of a linear, from which a platform makes the `Linear`."""
+    """A linear as the checkpoint has it, from which a platform makes the `Linear`."""
 
     name: str
     """The names of its parts in the checkpoint, for messages."""
@@ -112,7 +112,7 @@ class DecoderWeights:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the activations: whatever the linears keep their weights in, norms are in this one."""
+        """The dtype of the activations and norms. Linears may keep their weights in another one."""
         return self.final_norm.dtype
 
 

@@ -65,8 +65,8 @@ class Platform(Protocol):
         ...
 
     def shared_linears(self, content: str) -> AbstractContextManager[SharedLinears | None]:
-        """Within this context, the result makes linears in memory that processes share; use it instead of
-        `make_linear`. It is None if the device shares no memory. `content` identifies the weights.
+        """Gives what makes linears in memory that processes share, to be used instead of `make_linear` in this context.
+        None if the device shares no memory. `content` identifies the weights.
         """
         ...
 

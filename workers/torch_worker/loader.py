@@ -107,7 +107,7 @@ def _shared_linears(
     group: Group | None = None,
     exact: bool = False,
 ) -> AbstractContextManager[SharedLinears | None]:
-    """By all that packed weights depend on beside the platform. A file that is written to gets another change time."""
+    """Shares linears under a name of all that packed weights depend on, files and their change times included."""
     files = [path.stat() for path in weight_files(pathlib.Path(folder))]
     identities = [(file.st_dev, file.st_ino, file.st_size, file.st_ctime_ns) for file in files]
     rank = "whole" if group is None else f"{group.rank} of {group.num_ranks}"
@@ -193,7 +193,7 @@ class _Counting:
     place_embedding = place_weight
 
     def tied_head(self, table: torch.Tensor) -> None:
-        """So that it is read like any other linear."""
+        """Gives no head, so that a tied one is read like any other linear."""
 
 
 class _WeightReader:
@@ -293,7 +293,7 @@ class _WeightReader:
         self._unreleased.clear()
 
     def _kept(self, weight: LinearWeight, is_head: bool) -> LinearWeight:
-        """As the option `weights` says. What the checkpoint stores as integers stays as it is, unless it is `dense`."""
+        """Applies the option `weights`. What the checkpoint stores as integers stays as it is, unless it is `dense`."""
         if weight.quantized is not None:
             dense = self._weights == "dense"
             return dataclasses.replace(weight, weight=weight.dense(), quantized=None) if dense else weight
@@ -340,8 +340,8 @@ class _WeightReader:
         return self.checkpoint.cut(name, weight)
 
     def stacked(self, linear: LinearSpec, suffix: str, row_shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """Of several parts in memory that the next call reuses: fresh pages would double the time. Shapes alone where
-        another process has packed the values.
+        """Stacks the parts of a linear in memory that the next call reuses: fresh pages would double the time. If
+        another process has packed the values, the result has a shape only.
         """
         views = self._views(linear, suffix, row_shape, dtype)
         if self._shared is not None and self._shared.are_packed:

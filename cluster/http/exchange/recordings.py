@@ -230,7 +230,7 @@ class Streams(Protocol):
 
 
 class NoStreams:
-    """In place of `Streams` for an application that records nothing."""
+    """Stands for `Streams` in an application that records nothing."""
 
     def __init__(self) -> None:
         self.on_end: Callable[[Recording], None] = lambda _: None

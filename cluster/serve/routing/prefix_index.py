@@ -1,4 +1,4 @@
-"""Which replicas hold which blocks of prompts: an index from a block's key to the set of replicas that hold it.
+"""The prefix index: from the key of a block of a prompt to the set of replicas that hold the block.
 
 A replica is a small number here, its slot. A set of replicas is an int with one bit per slot, so one look-up answers
 for a thousand replicas at once. `placement.py` assigns the slots. Imports neither torch nor ray.

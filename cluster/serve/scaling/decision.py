@@ -1,4 +1,4 @@
-"""How many engines and ingresses there should be: pure functions of what these report, called by Serve.
+"""The numbers of engines and ingresses to run: pure functions of what these report, called by Serve.
 
 Serve copies this module to its controller, which may run where Manta is not installed, so it imports only the standard
 library. Serve itself applies the delays, the bounds and the first step from zero (`ray.serve.config.AutoscalingConfig`,

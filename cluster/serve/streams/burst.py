@@ -1,4 +1,4 @@
-"""How long an idle engine waits for the rest of a burst of requests before it prefills the first one.
+"""The time that an idle engine waits for the rest of a burst of requests before it prefills the first one.
 
 Without a wait, the first request of a burst is prefilled alone while the others queue. A lone request should not wait
 in vain, so the wait is learned. Only the engine's thread uses this module.

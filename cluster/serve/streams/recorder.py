@@ -30,7 +30,7 @@ _UNMEASURED = Unmeasured()
 
 
 class _Unmeasured(NamedTuple):
-    """What a submission needs of its ingress while it only reads."""
+    """The part of an ingress that a submission needs while it only reads."""
 
     tokenizer: Tokenizer
 
@@ -39,7 +39,7 @@ class _Unmeasured(NamedTuple):
 
 
 class _NoRun:
-    """In place of a `PromptRun` where another process runs the request, or nobody any more."""
+    """Stands for a `PromptRun` where another process runs the request, or none any more."""
 
     def stop(self, index: int, num_kept_tokens: int) -> None: ...
 

@@ -112,7 +112,7 @@ def attended(
 
 @DTYPES
 @pytest.mark.parametrize("window", [None, 300], ids=["full", "window"])
-def test_attention_of_a_whole_prompt_is_that_of_its_parts(form: str, dtype: torch.dtype, window: int | None) -> None:
+def test_attention_of_prompts_equals_their_parts(form: str, dtype: torch.dtype, window: int | None) -> None:
     """A prompt of two splits at once, in chunks, and token by token beside other sequences."""
     tables = np.random.default_rng(8).permutation(2 * LENGTH // 16).astype(np.int32).reshape(2, -1)
     caches = [numbers(seed, tables.size, 16, 2, 48, dtype=dtype) for seed in (9, 10)]

@@ -127,7 +127,7 @@ def test_attention_agrees_on_random_batches(
 @DTYPES
 @pytest.mark.parametrize("head_dim", [32, 80])
 @pytest.mark.parametrize("with_norm", [False, True], ids=["plain", "qk-norm"])
-def test_what_is_written_is_the_nearest_of_255_steps(
+def test_numbers_become_the_nearest_of_255_steps(
     kernels: ModuleType, with_norm: bool, head_dim: int, dtype: torch.dtype
 ) -> None:
     """Compared with what a cache in the model's dtype gets of the same tokens."""
@@ -181,7 +181,7 @@ def test_a_shared_prefix_gives_the_same_bits(kernels: ModuleType, num_threads: i
 
 @pytest.mark.parametrize("number", [float("nan"), float("inf")])
 @pytest.mark.parametrize("part", [0, 1], ids=["key", "value"])
-def test_a_number_that_is_not_finite_fails_its_sequence_only(kernels: ModuleType, part: int, number: float) -> None:
+def test_an_infinite_number_fails_only_its_sequence(kernels: ModuleType, part: int, number: float) -> None:
     torch.manual_seed(5)
     heads = heads_of(2, 1, 64)
     metadata, num_blocks = make_metadata([(40, 1), (70, 1)], 16)
@@ -194,7 +194,7 @@ def test_a_number_that_is_not_finite_fails_its_sequence_only(kernels: ModuleType
     assert not output[1].isnan().any()
 
 
-def test_exact_attention_has_the_same_bits_in_every_form_and_schedule(kernels: ModuleType) -> None:
+def test_exact_attention_has_equal_bits_everywhere(kernels: ModuleType) -> None:
     heads = heads_of(6, 2, 48)
     tables = np.random.default_rng(8).permutation(40).astype(np.int32)[None]
     kv = allocate_kv(1, 40, 16, 2, 48, torch.int8).zero_()[0]

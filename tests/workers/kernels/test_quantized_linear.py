@@ -131,7 +131,7 @@ def test_a_row_ignores_other_rows_and_threads(form: str, bits: int) -> None:
 
 
 @pytest.mark.parametrize("form", QUANTIZED)
-def test_more_inputs_than_a_cache_holds_give_torchs_bits(form: str) -> None:
+def test_inputs_beyond_the_cache_give_torchs_bits(form: str) -> None:
     """Their rows are multiplied in several blocks (`INPUT_BLOCK_BYTES` in quantized_linear.cpp)."""
     with in_form(form):
         weight, bias = random_weight(0, 150, 38, 128, has_half_scales=True), torch.randn(150).bfloat16()

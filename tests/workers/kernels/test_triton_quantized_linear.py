@@ -42,7 +42,7 @@ def test_any_weight_gives_the_bits_of_torch(
 
 @pytest.mark.parametrize("num_rows", [17, 130])
 @pytest.mark.parametrize("bits", [8, 4])
-def test_rows_do_not_depend_on_the_size_of_the_block(bits: int, num_rows: int) -> None:
+def test_rows_do_not_depend_on_block_size(bits: int, num_rows: int) -> None:
     weight = random_weight(0, 160, 5, 64, bits, has_offsets=True)
     x = random_rows(1, num_rows, 320, torch.bfloat16)
     together = check(weight, x, gated=True)
@@ -53,7 +53,7 @@ def test_rows_do_not_depend_on_the_size_of_the_block(bits: int, num_rows: int) -
 
 
 @pytest.mark.parametrize("one_scale", [True, False])
-def test_a_value_that_is_not_finite_fails_its_row_alone(one_scale: bool) -> None:
+def test_an_infinite_value_fails_its_row_alone(one_scale: bool) -> None:
     weight = random_weight(0, 64, 3, 32, has_int8_activations=one_scale)
     for strange in (float("nan"), float("inf")):
         x = random_rows(2, 5, 96, torch.float32)
@@ -63,6 +63,6 @@ def test_a_value_that_is_not_finite_fails_its_row_alone(one_scale: bool) -> None
         assert y[[0, 1, 2, 4]].isfinite().all()
 
 
-def test_a_weight_of_four_bits_takes_half_a_byte() -> None:
+def test_a_weight_takes_half_a_byte() -> None:
     linear = TritonQuantizedLinear(random_weight(0, 64, 4, 32, bits=4, has_half_scales=True), None, DEVICE)
     assert linear.num_bytes == 64 * 128 // 2 + 64 * 4 * 2

@@ -3,8 +3,8 @@ penalties, and a constraint's adjustments.
 
 `torch_sampler.edit` defines the result, row by row. Here the host gathers all edits into one transfer, and at most five
 kernels write float32 copies of the edited rows, 4 bytes for each token. The edits are not part of the pass that draws,
-because filters read each row a dozen times or more: each time that pass reads 4 bytes for each token of an edited copy
-instead of logits, counts and biases, and rows without edits cost nothing.
+because filters read each row a dozen times or more. Each time that pass reads 4 bytes for each token of an edited copy
+instead of logits, counts and biases. Rows without edits cost nothing.
 
 The copies are a function of the tokens that the host knows when it draws. Each row's tokens are counted again in the
 memory of its copy, before logits replace the counts. No counts stay on the device, so drafts, preemption and forks need

@@ -1,6 +1,6 @@
 """Quantised linears on a GPU: activations in int8 times weights of 8 or 4 bits in groups.
 
-The results are those of `workers/kernels/quantized_reference.py`, bit for bit, as on a CPU: sums within a group are
+The results are those of `workers/kernels/quantized_reference.py`, bit for bit, as on a CPU. Sums within a group are
 integers and exact, groups are added in order, and every float operation is rounded by itself. So they depend neither on
 the sizes of the blocks nor on the other rows. `workers/platforms/cuda.py` makes these linears.
 
