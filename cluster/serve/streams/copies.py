@@ -38,6 +38,7 @@ class Copies:
 
     - `on_kept` is called with what was passed to `write`, once it is stored, and with the refused streams.
     - `on_keeper` is called when another keeper was chosen, or none is left; everything must be written again.
+    - `on_connected` is called with a keeper that connects and gets no recordings.
     - `on_notice` is called with notices and the connection on which they came.
     """
 
@@ -46,12 +47,14 @@ class Copies:
         host: str,
         on_kept: Callable[[list[tuple[str, int]], list[str]], None],
         on_keeper: Callable[[], None],
+        on_connected: Callable[[Connection], None],
         on_notice: Callable[[Notice, Connection], None],
     ) -> None:
         self.keeper: Connection | None = None
         self._host = host
         self._on_kept = on_kept
         self._on_keeper = on_keeper
+        self._on_connected = on_connected
         self._on_notice = on_notice
         self._connections: set[Connection] = set()
         self._avoided: dict[Connection, float] = {}
@@ -65,6 +68,8 @@ class Copies:
         self._connections.add(connection)
         if self.keeper is None:
             self._choose()
+        else:
+            self._on_connected(connection)
 
     def lost(self, connection: Connection) -> None:
         self._connections.discard(connection)
@@ -125,9 +130,13 @@ class Copies:
 
     # ---- questions -------------------------------------------------------------------------------------------------
 
-    async def ask_all(self, stream_id: str, what: Literal["read", "cancel"], first: int = 0) -> Found | None:
-        """Asks every keeper about a stream. Returns the newest copy; None if none of them answers that it has one."""
-        return _newest(await self._ask(self._connections, stream_id, what, first, ANSWER_S))
+    async def ask_all(
+        self, stream_id: str, what: Literal["read", "cancel"], first: int = 0, seconds: float = ANSWER_S
+    ) -> Found | None:
+        """Asks every keeper about a stream. Returns the newest copy; None if none of them answers within `seconds` that
+        it has one.
+        """
+        return _newest(await self._ask(self._connections, stream_id, what, first, seconds))
 
     async def claim(self, stream_id: str, connection: Connection) -> Copy | None:
         """Claims an orphan at one keeper. Returns the copy; None if the connection breaks.
@@ -174,6 +183,11 @@ class Copies:
         """Removes the copies that are no newer than `epoch`, of one keeper or of all."""
         for each in [connection] if connection is not None else self._connections:
             each.send(Ask(0, stream_id, "drop", epoch=epoch))
+
+    def drop_elsewhere(self, stream_id: str, epoch: int) -> None:
+        """Removes the copies that are no newer than `epoch` of all keepers but the present one."""
+        for each in self._connections - {self.keeper}:
+            self.drop(stream_id, epoch, each)
 
 
 def _newest(answers: list[Found]) -> Found | None:

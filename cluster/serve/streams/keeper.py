@@ -15,7 +15,7 @@ from collections.abc import Callable
 
 import msgspec
 
-from cluster.serve.streams.keeping import Ask, Copy, FromKeeper, Keep, Kept, Notice, ToKeeper, Write
+from cluster.serve.streams.keeping import Ask, Copy, FromKeeper, Keep, Kept, Notice, ToKeeper, Write, next_epoch
 from cluster.serve.streams.token_channel import Address
 
 logger = logging.getLogger(__name__)
@@ -67,9 +67,7 @@ class Keeper:
             refused = [write.stream_id for write in message.writes if not self._write(address, write)]
             self._send(address, Kept(message.number, refused))
         elif message.what == "drop":
-            stream = self._streams.get(message.stream_id)
-            if stream is not None and stream.epoch <= message.epoch:
-                del self._streams[message.stream_id]
+            self._drop(address, message)
         else:
             self._answer(address, message)
 
@@ -95,13 +93,25 @@ class Keeper:
         stream.is_ended = write.is_ended
         return True
 
+    def _drop(self, address: Address, ask: Ask) -> None:
+        stream = self._streams.get(ask.stream_id)
+        if stream is None:
+            return
+        if stream.epoch > ask.epoch:
+            self._send(address, Notice(ask.stream_id, "taken", stream.epoch))
+            return
+        del self._streams[ask.stream_id]
+        if stream.owner not in (None, address):
+            assert stream.owner is not None
+            self._send(stream.owner, Notice(ask.stream_id, "taken", ask.epoch))
+
     def _answer(self, address: Address, ask: Ask) -> None:
         stream = self._streams.get(ask.stream_id)
         if stream is None:
             self._send(address, Copy(ask.number, ask.stream_id))
             return
         if ask.what == "claim" and stream.owner is None:
-            stream.owner, stream.epoch = address, stream.epoch + 1
+            stream.owner, stream.epoch = address, next_epoch(stream.epoch)
         elif ask.what == "cancel" and stream.owner is not None:
             self._send(stream.owner, Notice(ask.stream_id, "cancel"))
         elif stream.owner not in (None, address) and time.monotonic() >= stream.told_at + OFFER_S:

@@ -1,7 +1,9 @@
 """The recorded streams of one ingress: it runs some, reads others through their keepers, and adopts orphans.
 
 A stream has one owner, the ingress that runs its request. The owner writes every entry to a keeper (`keeper.py`) before
-a client sees it. So whoever continues the stream has all that any client has seen. Implements
+a client sees it. So whoever continues the stream has all that any client has seen. An owner that was not the first one,
+or changed its keeper, then has all other copies dropped: nobody may continue an old one. Of two owners, which each took
+a stream that the other could not see, the one with the lower epoch gives up. Implements
 `cluster.http.exchange.recordings.Streams`.
 """
 
@@ -26,8 +28,8 @@ from cluster.http.exchange.recordings import (
     encode_opening,
 )
 from cluster.serve.starting.start_failure import in_words
-from cluster.serve.streams.copies import Copies, Found
-from cluster.serve.streams.keeping import Copy, Notice, Write
+from cluster.serve.streams.copies import LOOK_UP_S, Copies, Found
+from cluster.serve.streams.keeping import Copy, Notice, Write, next_epoch
 from cluster.serve.streams.recorder import Reader, Recorder
 from cluster.serve.streams.token_channel import Connection
 from cluster.telemetry.request_log import log_event
@@ -53,6 +55,8 @@ class _Own:
         self.opening = opening
         self.num_sent = 0
         """Entries that the present keeper was sent."""
+        self.has_one_copy = False
+        """Whether the present keeper has all of it, and the others were told to drop their copies."""
         self.num_counted = 0
         """Bytes that count against the limits now."""
         self.recorder: Recorder | None = None
@@ -72,7 +76,7 @@ class RecordedStreams:
     def __init__(self, client: Any, limits: StreamLimits, host: str) -> None:
         self._client = client
         self._limits = limits
-        self.copies = Copies(host, self._on_kept, self._write_all, self._on_notice)
+        self.copies = Copies(host, self._on_kept, self._write_all, self._on_connected, self._on_notice)
         self._own: dict[str, _Own] = {}
         self._followed: dict[str, Recording] = {}
         """Streams of other ingresses that somebody reads here."""
@@ -86,14 +90,15 @@ class RecordedStreams:
 
     # ---- what the HTTP application asks ----------------------------------------------------------------------------
 
-    def begin(self, opening: Opening) -> Recording:
+    def begin(self, opening: Opening, is_repeated: bool = False) -> Recording:
         self._check_room(opening.owner)
         try:
             encoded = encode_opening(opening)
         except (OverflowError, ValueError) as error:
             raise RequestRefused(f"this request cannot be recorded: {error}; send it without x-resumable-s") from error
         recording = Recording(opening, self._on_unread)
-        own = _Own(recording, 0, encoded)
+        own = _Own(recording, next_epoch(0) if is_repeated else 0, encoded)
+        own.has_one_copy = not is_repeated
         self._run(own)
         self._hold(own)
         return recording
@@ -227,7 +232,7 @@ class RecordedStreams:
     def _write_all(self) -> None:
         """Writes every stream as a whole, because another keeper was chosen, or shows what waited for the lost one."""
         for own in self._own.values():
-            own.num_sent = 0
+            own.num_sent, own.has_one_copy = 0, False
         if self._own:
             self._unwritten = {**self._own}
             self._write()
@@ -239,6 +244,15 @@ class RecordedStreams:
                 self._give_up(own)
             elif own is not None:
                 own.recording.make_safe(num_entries)
+                if not own.has_one_copy:
+                    own.has_one_copy = True
+                    self.copies.drop_elsewhere(stream_id, own.epoch)
+
+    def _on_connected(self, connection: Connection) -> None:
+        """Has a keeper drop what it has of streams that were taken from another owner, which may still write there."""
+        for stream_id, own in self._own.items():
+            if own.epoch and own.has_one_copy:
+                self.copies.drop(stream_id, own.epoch, connection)
 
     def _give_up(self, own: _Own) -> None:
         """Stops running a stream that another ingress has adopted. Readers here read what that one writes."""
@@ -333,6 +347,9 @@ class RecordedStreams:
             self._start(self._adopt(notice.stream_id, connection))
         elif own is not None and notice.what == "read":
             own.recording.last_read = time.monotonic()
+        elif own is not None and notice.what == "taken":
+            if notice.epoch > own.epoch:
+                self._give_up(own)
         elif own is not None:
             self._cancel(own)
 
@@ -340,14 +357,15 @@ class RecordedStreams:
         """Claims an orphan at `connection` and continues it, unless there is a better copy or it is already ours."""
         own = self._own.get(stream_id)
         if own is not None:
-            if self.copies.keeper is not connection:
+            if own.has_one_copy and self.copies.keeper is not connection:
                 self.copies.drop(stream_id, own.epoch, connection)
             return
         if stream_id in self._adopting:
             return
         self._adopting.add(stream_id)
         try:
-            found = await self.copies.ask_all(stream_id, "read")
+            # A keeper that answers late may have the newest copy, so each gets longer than for other questions.
+            found = await self.copies.ask_all(stream_id, "read", seconds=LOOK_UP_S)
             if found is None:
                 return
             if found.copy.is_owned:
