@@ -109,7 +109,7 @@ class KeeperProcess:
 class Ingress:
     """The streams of one ingress, and what makes their tokens: it implements `Caller`."""
 
-    def __init__(self, world: World, number: int) -> None:
+    def __init__(self, world: World, number: int, limits: StreamLimits) -> None:
         self.address = Address("127.0.0.1", 1000 + number, "secret")
         self.tokenizer = world.tokenizer
         self.metrics = Metrics("model")
@@ -118,7 +118,7 @@ class Ingress:
         self.num_generated = 0
         self.replicas_running: frozenset[str] = frozenset()
         self._world = world
-        self.streams = RecordedStreams(self, StreamLimits(), "this machine")
+        self.streams = RecordedStreams(self, limits, "this machine")
 
     def owns(self, stream_id: str) -> bool:
         return stream_id in self.streams._own
@@ -172,22 +172,24 @@ class Ingress:
 class World:
     """Some ingresses, each connected to each of some keepers."""
 
-    def __init__(self, num_ingresses: int, num_keepers: int) -> None:
+    def __init__(self, num_ingresses: int, num_keepers: int, limits: StreamLimits | None = None) -> None:
         self.tokenizer = Tokenizer(checkpoint("llama"))
         self.requests: set[str] = set()
         """Ids of the requests that engines run."""
         self.keepers = [KeeperProcess(f"keeper {number}") for number in range(num_keepers)]
         self.ingresses: list[Ingress] = []
+        self._limits = limits or StreamLimits()
         self._num_added = 0
         self._tokens = asyncio.Semaphore(0)
         for _ in range(num_ingresses):
             self.add()
 
-    def add(self) -> Ingress:
-        ingress = Ingress(self, self._num_added)
+    def add(self, *keepers: KeeperProcess) -> Ingress:
+        """Adds an ingress that is connected to these keepers, or to all."""
+        ingress = Ingress(self, self._num_added, self._limits)
         self._num_added += 1
         self.ingresses.append(ingress)
-        for keeping in self.keepers:
+        for keeping in keepers or self.keepers:
             self.connect(ingress, keeping)
         return ingress
 
@@ -246,16 +248,16 @@ class World:
                 keeping.keeper._offering.cancel()
 
 
-def opening(num_tokens: int, seed: int = 3, unread_s: float = 60.0) -> Opening:
+def opening(num_tokens: int, seed: int = 3, owner: str = OWNER) -> Opening:
     stream_id = new_stream_id()
     params = SamplingParams(max_tokens=num_tokens, ignore_eos=True)
     return Opening(
         stream_id=stream_id,
-        owner=OWNER,
+        owner=owner,
         path="/v1/completions",
         body=b"{}",
         created=int(time.time()),
-        unread_s=unread_s,
+        unread_s=60.0,
         generation=GenerationRequest(
             request_id=f"{stream_id}-00000000", prompts=[[5, 6, 7]], params=params, timeout_s=600.0
         ),

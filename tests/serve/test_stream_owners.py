@@ -4,7 +4,13 @@ from __future__ import annotations
 
 import pytest
 
+from cluster.config import StreamLimits
+from cluster.errors import QueueFull
+from cluster.http.exchange.recording import MIN_UNREAD_S
+from cluster.http.exchange.recordings import OVERHEAD_BYTES
 from cluster.serve.streams import copies, keeper, streams
+from cluster.serve.streams.keeping import Ask, FromKeeper, Keep, Notice, Write
+from cluster.serve.streams.token_channel import Address
 from tests.async_tests import async_test
 from tests.patience import until
 from tests.serve.stream_world import OWNER, Ingress, KeeperProcess, World, opening, read, tokens_of
@@ -152,9 +158,7 @@ async def test_an_owner_learns_that_its_stream_was_taken_when_its_keeper_is_reac
     await until(lambda: len(world.copies(stream_id)) == 1)
     broken = next(each for each in world.keepers if stream_id in each.keeper._streams)
     other = next(each for each in world.keepers if each is not broken)
-    taker = Ingress(world, 7)
-    world.ingresses.append(taker)
-    world.connect(taker, broken)
+    taker = world.add(broken)
     link = broken.links.pop(first.address)
     link.cut()
     broken.keeper.lose(first.address)
@@ -170,3 +174,40 @@ async def test_an_owner_learns_that_its_stream_was_taken_when_its_keeper_is_reac
     assert first.num_generated == 0
     world.connect(first, broken)
     world.close()
+
+
+@async_test
+async def test_streams_that_grow_beyond_twice_the_limit_end_with_an_error() -> None:
+    """A client may begin a stream below the limit. Others' streams are none of its business."""
+    limits = StreamLimits(max_client_bytes=2 * OVERHEAD_BYTES, max_bytes=100 * OVERHEAD_BYTES)
+    world = World(1, 1, limits)
+    (ingress,) = world.ingresses
+    long, short = (ingress.streams.begin(opening(1000, owner=owner)) for owner in ("ann", "ben"))
+    world.run_engines(2000)
+    with pytest.raises(QueueFull, match=rf"your streams .* limit is {4 * OVERHEAD_BYTES} \(2 times ") as caught:
+        await read(ingress, long)
+    assert caught.value.code == "too_many_streams"
+    assert 4 * OVERHEAD_BYTES <= ingress.streams._bytes["ann"] < 4 * OVERHEAD_BYTES + 1000
+    assert long.num_tokens > 100, "what came before is still there"
+    with pytest.raises(QueueFull, match=r"streams\.max_client_bytes"):
+        ingress.streams.begin(opening(5, owner="ann"))
+    await until(lambda: short.num_tokens > long.num_tokens or short.is_complete)
+    world.close()
+
+
+def test_an_owner_hears_soon_enough_that_its_stream_is_read_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise a stream with the shortest time would be dropped under its reader."""
+    now, told = 100.0, [100.0]
+    monkeypatch.setattr(keeper.time, "monotonic", lambda: now)
+    owner, reader = (Address("127.0.0.1", port, "secret") for port in (1, 2))
+
+    def send(address: Address, message: FromKeeper) -> None:
+        if address == owner and isinstance(message, Notice):
+            told.append(now)
+
+    kept = keeper.Keeper(send, lambda: [owner, reader])
+    kept.receive(owner, Keep(1, [Write("strm", 0, 0, [b"entry"])]))
+    while now < 103.0:
+        kept.receive(reader, Ask(2, "strm", "read"))
+        now += streams.POLL_S
+    assert max(later - earlier for earlier, later in zip(told, [*told[1:], now], strict=True)) <= MIN_UNREAD_S / 2

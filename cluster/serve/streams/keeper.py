@@ -25,7 +25,9 @@ GRACE_S = 0.3
 meanwhile.
 """
 OFFER_S = 1.0
-"""Seconds between two offers of orphans that nobody has claimed, and between two notices that a stream is read."""
+"""Seconds between two offers of orphans that nobody has claimed."""
+READ_S = 0.25
+"""Seconds between two notices that a stream is read. An owner may drop a stream after a second without one."""
 
 
 class _Stream(msgspec.Struct):
@@ -114,7 +116,7 @@ class Keeper:
             stream.owner, stream.epoch = address, next_epoch(stream.epoch)
         elif ask.what == "cancel" and stream.owner is not None:
             self._send(stream.owner, Notice(ask.stream_id, "cancel"))
-        elif stream.owner not in (None, address) and time.monotonic() >= stream.told_at + OFFER_S:
+        elif stream.owner not in (None, address) and time.monotonic() >= stream.told_at + READ_S:
             stream.told_at = time.monotonic()
             assert stream.owner is not None
             self._send(stream.owner, Notice(ask.stream_id, "read"))

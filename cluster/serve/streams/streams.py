@@ -40,6 +40,8 @@ POLL_S = 0.05
 """Seconds between two looks at a stream that another ingress runs, while somebody reads it here."""
 CANCEL_S = 5.0
 """Seconds after which a cancellation that has not ended its stream fails."""
+GROWTH = 2
+"""Multiple of the byte limits at which running streams end. At the limits themselves, requests are refused."""
 LOST_S = 15.0
 """Seconds without any copy after which a stream counts as lost. An ingress that has just started may have to connect to
 the keepers first.
@@ -86,12 +88,15 @@ class RecordedStreams:
         """Streams with entries that no keeper was sent."""
         self._bytes: dict[str, int] = {}
         """Bytes of recordings by owner."""
+        self._num_bytes = 0
+        """Bytes of all recordings."""
         self.on_end: Callable[[Recording], None] = lambda _: None
 
     # ---- what the HTTP application asks ----------------------------------------------------------------------------
 
     def begin(self, opening: Opening, is_repeated: bool = False) -> Recording:
-        self._check_room(opening.owner)
+        if (refusal := self._too_many(opening.owner)) is not None:
+            raise refusal
         try:
             encoded = encode_opening(opening)
         except (OverflowError, ValueError) as error:
@@ -147,21 +152,26 @@ class RecordedStreams:
         own = self._own.get(stream_id)
         return self._followed.get(stream_id) if own is None else own.recording
 
-    def _check_room(self, owner: str) -> None:
-        limits, of_owner = self._limits, self._bytes.get(owner, 0)
-        for num_bytes, option in ((of_owner, "max_client_bytes"), (sum(self._bytes.values()), "max_bytes")):
-            if num_bytes >= getattr(limits, option):
-                whose = "your" if option == "max_client_bytes" else "all clients'"
-                raise QueueFull(
-                    f"{num_bytes} bytes of {whose} streams are kept here and the limit is {getattr(limits, option)} "
-                    f"(streams.{option}); retry when some have ended, or send no x-resumable-s",
+    def _too_many(self, owner: str, growth: int = 1) -> QueueFull | None:
+        """Returns the error if recordings have more bytes than `growth` times a limit."""
+        for num_bytes, option, whose in (
+            (self._bytes.get(owner, 0), "max_client_bytes", "your"),
+            (self._num_bytes, "max_bytes", "all clients'"),
+        ):
+            limit = growth * getattr(self._limits, option)
+            if num_bytes >= limit:
+                multiple = "" if growth == 1 else f"{growth} times "
+                return QueueFull(
+                    f"{num_bytes} bytes of {whose} streams are kept here and the limit is {limit} ({multiple}"
+                    f"streams.{option}); retry when some are forgotten, or send no x-resumable-s",
                     code="too_many_streams",
                 )
+        return None
 
     # ---- own streams -----------------------------------------------------------------------------------------------
 
     def _run(self, own: _Own) -> None:
-        own.recorder = Recorder(self._client, own.recording, own.epoch, lambda: self._note(own))
+        own.recorder = Recorder(self._client, own.recording, own.epoch, lambda: self._on_entry(own))
         own.task = self._start(self._record(own, own.recorder))
 
     def _hold(self, own: _Own) -> None:
@@ -200,11 +210,20 @@ class RecordedStreams:
         own.stop()
         self._end_with(own, GenerationFailed("the stream was cancelled", code=CANCELLED))
 
+    def _on_entry(self, own: _Own) -> None:
+        """Notes a new entry. A stream that has grown beyond the limits ends with an error."""
+        self._note(own)
+        refusal = self._too_many(own.recording.opening.owner, GROWTH)
+        if refusal is not None:
+            own.stop()
+            self._end_with(own, refusal)
+
     def _note(self, own: _Own) -> None:
         """Has new entries, or the end, written with those of other streams of this turn of the event loop."""
         recording = own.recording
         owner, num_new = recording.opening.owner, recording.num_bytes - own.num_counted
         self._bytes[owner] = self._bytes.get(owner, 0) + num_new
+        self._num_bytes += num_new
         own.num_counted = recording.num_bytes
         if not self._unwritten:
             asyncio.get_running_loop().call_soon(self._write)
@@ -268,6 +287,7 @@ class RecordedStreams:
         del self._own[stream_id]
         self._unwritten.pop(stream_id, None)
         self._bytes[owner] -= own.num_counted
+        self._num_bytes -= own.num_counted
         if not self._bytes[owner]:
             del self._bytes[owner]
         own.stop()
