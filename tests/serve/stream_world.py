@@ -8,6 +8,7 @@ seed and position, as an engine's are.
 from __future__ import annotations
 
 import asyncio
+import collections
 import time
 from typing import Any
 
@@ -71,11 +72,14 @@ class Link:
     def __init__(self, ingress: Ingress, keeping: KeeperProcess) -> None:
         self.replica = keeping.name
         self.ingress, self.keeping = ingress, keeping
+        self.num_sent: collections.Counter[type] = collections.Counter()
+        """Messages to the keeper by type."""
         self._there = _Pipe(lambda message: keeping.keeper.receive(ingress.address, message), ToKeeper)
         self._back = _Pipe(lambda message: ingress.streams.copies.receive(message, self), FromKeeper)
 
     def send(self, message: Any) -> None:
         """Sends to the keeper. An engine's messages have no receiver here."""
+        self.num_sent[type(message)] += 1
         if isinstance(message, ToKeeper):
             self._there.put(message)
 

@@ -232,7 +232,7 @@ def test_a_second_offer_of_a_claimed_stream_leaves_its_only_copy(two: TwoIngress
     streams = two.ingresses[1]._client.streams
 
     async def offer() -> None:
-        for connection in list(streams.copies._connections):
+        for connection in list(streams.copies.connections):
             await streams._adopt(stream_id, connection)
 
     two.run(offer())
@@ -292,7 +292,7 @@ def test_only_the_key_that_asked_finds_a_stream(two: TwoIngresses) -> None:
 def test_an_ingress_follows_a_stream_of_another_one_only_while_somebody_reads_it(two: TwoIngresses) -> None:
     client = ResumingClient(two.ports[:1], "/v1/completions", completion(max_tokens=400, n=8), 0, ANN)
     client.read_once(3)
-    path, followed = f"/v1/streams/{client.history.stream_id}", two.ingresses[1]._client.streams._followed
+    path, followed = f"/v1/streams/{client.history.stream_id}", two.ingresses[1]._client.streams._following
     assert ask(two, "GET", path, Authorization=f"Bearer {BEN}")[0] == 404
     assert not followed, "another key's request must not keep a stream going"
     assert ask(two, "DELETE", path)[0] == 200

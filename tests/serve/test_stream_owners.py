@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import pytest
 
 from cluster.config import StreamLimits
-from cluster.errors import QueueFull
+from cluster.errors import QueueFull, Unavailable
 from cluster.http.exchange.recording import MIN_UNREAD_S
 from cluster.http.exchange.recordings import OVERHEAD_BYTES
-from cluster.serve.streams import copies, keeper, streams
-from cluster.serve.streams.keeping import Ask, FromKeeper, Keep, Notice, Write
+from cluster.serve.streams import copies, following, keeper, streams
+from cluster.serve.streams.keeping import Ask, FromKeeper, Keep, Look, Notice, Write
 from cluster.serve.streams.token_channel import Address
 from tests.async_tests import async_test
 from tests.patience import until
@@ -209,5 +211,53 @@ def test_an_owner_hears_soon_enough_that_its_stream_is_read_elsewhere(monkeypatc
     kept.receive(owner, Keep(1, [Write("strm", 0, 0, [b"entry"])]))
     while now < 103.0:
         kept.receive(reader, Ask(2, "strm", "read"))
-        now += streams.POLL_S
+        now += following.POLL_S
     assert max(later - earlier for earlier, later in zip(told, [*told[1:], now], strict=True)) <= MIN_UNREAD_S / 2
+
+
+async def read_elsewhere(ingress: Ingress, stream_id: str) -> list[int]:
+    found = await ingress.streams.find(stream_id, OWNER)
+    assert found is not None
+    return await read(ingress, found)
+
+
+@async_test
+async def test_one_message_asks_a_keeper_about_all_streams_that_are_read() -> None:
+    """Meanwhile the owner changes its keeper, so that the readers must find the streams again."""
+    world = World(2, 2)
+    owner, reader = world.ingresses
+    begun = [owner.streams.begin(opening(NUM_TOKENS, seed)).opening for seed in range(50)]
+    await until(lambda: sum(len(each.keeper._streams) for each in world.keepers) == 50)
+    reading = [asyncio.ensure_future(read_elsewhere(reader, each.stream_id)) for each in begun]
+    await until(lambda: len(reader.streams._following) == 50)
+    links = [world.link(reader, each) for each in world.keepers]
+    for link in links:
+        link.num_sent.clear()
+    num_before = reader.streams._following._num_looks
+    world.run_engines(50 * 10)
+    await leave_its_keeper(world, owner)
+    world.run_engines(50 * NUM_TOKENS)
+    assert await asyncio.gather(*reading) == [tokens_of(seed, NUM_TOKENS) for seed in range(50)]
+    num_looks = reader.streams._following._num_looks - num_before
+    for link in links:
+        assert link.num_sent[Look] <= num_looks
+        assert link.num_sent[Ask] == 0
+    await until(lambda: len(reader.streams._following) == 0)
+    world.close()
+
+
+@async_test
+async def test_a_reader_is_told_when_every_copy_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(following, "LOST_S", 0.3)
+    world = World(2, 2)
+    owner, reader = world.ingresses
+    begun = owner.streams.begin(opening(NUM_TOKENS))
+    await until(lambda: len(world.copies(begun.opening.stream_id)) == 1)
+    reading = asyncio.ensure_future(read_elsewhere(reader, begun.opening.stream_id))
+    await until(lambda: len(reader.streams._following) == 1)
+    for keeping in world.keepers:
+        keeping.keeper._streams.clear()
+    world.kill_ingress(owner)
+    with pytest.raises(Unavailable, match="every copy of this stream is gone"):
+        await reading
+    world.close()

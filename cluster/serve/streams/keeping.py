@@ -60,6 +60,14 @@ class Ask(msgspec.Struct, array_like=True, tag="ask"):
     epoch: int = 0
 
 
+class Look(msgspec.Struct, array_like=True, tag="look"):
+    """Asks a keeper for news of streams that somebody reads, and tells their owners so. It answers with `News`."""
+
+    stream_ids: list[str]
+    num_known: list[int]
+    """Number of entries of each stream that the sender has."""
+
+
 class Kept(msgspec.Struct, array_like=True, tag="kept"):
     """The writes of one `Keep` are stored, except those of streams that have another owner now."""
 
@@ -83,6 +91,15 @@ class Copy(msgspec.Struct, array_like=True, tag="copy"):
     is_yours: bool = False
 
 
+class News(msgspec.Struct, array_like=True, tag="news"):
+    """The answer to a `Look`."""
+
+    copies: list[Copy]
+    """Streams with further entries, or that have ended, without their openings."""
+    unknown: list[str]
+    """Streams that the keeper does not have."""
+
+
 class Notice(msgspec.Struct, array_like=True, tag="notice"):
     """Tells an ingress something that it did not ask for.
 
@@ -97,5 +114,5 @@ class Notice(msgspec.Struct, array_like=True, tag="notice"):
     epoch: int = 0
 
 
-ToKeeper = Keep | Ask
-FromKeeper = Kept | Copy | Notice
+ToKeeper = Keep | Ask | Look
+FromKeeper = Kept | Copy | News | Notice

@@ -29,6 +29,7 @@ from cluster.http.exchange.recordings import (
 )
 from cluster.serve.starting.start_failure import in_words
 from cluster.serve.streams.copies import LOOK_UP_S, Copies, Found
+from cluster.serve.streams.following import POLL_S, Following, add_copy
 from cluster.serve.streams.keeping import Copy, Notice, Write, next_epoch
 from cluster.serve.streams.recorder import Reader, Recorder
 from cluster.serve.streams.token_channel import Connection
@@ -36,16 +37,10 @@ from cluster.telemetry.request_log import log_event
 
 logger = logging.getLogger(__name__)
 
-POLL_S = 0.05
-"""Seconds between two looks at a stream that another ingress runs, while somebody reads it here."""
 CANCEL_S = 5.0
 """Seconds after which a cancellation that has not ended its stream fails."""
 GROWTH = 2
 """Multiple of the byte limits at which running streams end. At the limits themselves, requests are refused."""
-LOST_S = 15.0
-"""Seconds without any copy after which a stream counts as lost. An ingress that has just started may have to connect to
-the keepers first.
-"""
 
 
 class _Own:
@@ -78,10 +73,17 @@ class RecordedStreams:
     def __init__(self, client: Any, limits: StreamLimits, host: str) -> None:
         self._client = client
         self._limits = limits
-        self.copies = Copies(host, self._on_kept, self._write_all, self._on_connected, self._on_notice)
+        self.copies = Copies(
+            host,
+            self._on_kept,
+            self._write_all,
+            self._on_connected,
+            lambda connection: self._following.lost(connection),
+            lambda news, connection: self._following.receive(news, connection),
+            self._on_notice,
+        )
+        self._following = Following(self.copies)
         self._own: dict[str, _Own] = {}
-        self._followed: dict[str, Recording] = {}
-        """Streams of other ingresses that somebody reads here."""
         self._adopting: set[str] = set()
         self._tasks: set[asyncio.Task[Any]] = set()
         self._unwritten: dict[str, _Own] = {}
@@ -119,7 +121,7 @@ class RecordedStreams:
     def follow(self, recording: Recording) -> Recording:
         known = self._known(recording.opening.stream_id)
         if known is None and not recording.is_complete:
-            self._follow_on(recording)
+            self._following.add(recording)
         return known or recording
 
     def read(self, recording: Recording) -> Reader:
@@ -150,7 +152,7 @@ class RecordedStreams:
 
     def _known(self, stream_id: str) -> Recording | None:
         own = self._own.get(stream_id)
-        return self._followed.get(stream_id) if own is None else own.recording
+        return self._following.get(stream_id) if own is None else own.recording
 
     def _too_many(self, owner: str, growth: int = 1) -> QueueFull | None:
         """Returns the error if recordings have more bytes than `growth` times a limit."""
@@ -280,7 +282,7 @@ class RecordedStreams:
         del recording.entries[recording.num_safe :]
         recording.is_ended = False
         if recording.num_readers:
-            self._follow_on(recording)
+            self._following.add(recording)
 
     def _forget(self, own: _Own) -> None:
         stream_id, owner = own.recording.opening.stream_id, own.recording.opening.owner
@@ -302,7 +304,7 @@ class RecordedStreams:
         if own is not None:
             self._expire_later(own)
         else:
-            self._followed.pop(stream_id, None)
+            self._following.pop(stream_id)
 
     def _expire_later(self, own: _Own) -> None:
         """Starts the timer that forgets a stream when nobody has read it for `unread_s` seconds. A refused request is
@@ -335,31 +337,8 @@ class RecordedStreams:
     def _copy_of(self, found: Found) -> Recording:
         """Returns a recording that is not followed before somebody reads it, because following counts as reading."""
         recording = Recording(decode_opening(found.copy.opening), self._on_unread)
-        _add(recording, found.copy)
+        add_copy(recording, found.copy)
         return recording
-
-    def _follow_on(self, recording: Recording) -> None:
-        self._followed[recording.opening.stream_id] = recording
-        self._start(self._poll(recording))
-
-    async def _poll(self, recording: Recording) -> None:
-        """Reads on through the keepers until the stream has ended, nobody reads it any more, or it is adopted here."""
-        stream_id, heard = recording.opening.stream_id, time.monotonic()
-        while not recording.is_complete:
-            await asyncio.sleep(POLL_S)
-            if self._followed.get(stream_id) is not recording:
-                return
-            found = await self.copies.ask_all(stream_id, "read", len(recording.entries))
-            if self._followed.get(stream_id) is not recording:
-                return
-            if found is not None:
-                heard = time.monotonic()
-                _add(recording, found.copy)
-            elif time.monotonic() > heard + LOST_S:
-                recording.lost = Unavailable("every copy of this stream is gone; ask again", code="stream_lost")
-                recording.changed()
-                self._followed.pop(stream_id, None)
-                return
 
     def _on_notice(self, notice: Notice, connection: Connection) -> None:
         own = self._own.get(notice.stream_id)
@@ -400,9 +379,9 @@ class RecordedStreams:
             self._adopting.discard(stream_id)
 
     def _take_over(self, copy: Copy, opening: Opening) -> None:
-        recording = self._followed.pop(copy.stream_id, None) or Recording(opening, self._on_unread)
+        recording = self._following.pop(copy.stream_id) or Recording(opening, self._on_unread)
         recording.last_read = time.monotonic()
-        _add(recording, copy)
+        add_copy(recording, copy)
         own = _Own(recording, copy.epoch, copy.opening)
         log_event("adopted", copy.stream_id, entries=copy.num_entries)
         self._hold(own)
@@ -418,18 +397,6 @@ class RecordedStreams:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         return task
-
-
-def _add(recording: Recording, copy: Copy) -> None:
-    """Adds the entries of a copy that the recording lacks."""
-    first = copy.num_entries - len(copy.entries)
-    num_known = len(recording.entries)
-    if copy.num_entries > num_known:
-        for entry in copy.entries[num_known - first :]:
-            recording.append(entry)
-    recording.is_ended = copy.is_ended and copy.num_entries == len(recording.entries)
-    recording.make_safe(len(recording.entries))
-    recording.changed()
 
 
 def _is_refusal(recording: Recording) -> bool:
