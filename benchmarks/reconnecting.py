@@ -41,14 +41,17 @@ PROMPT, TOKEN_LIMIT = 16, 30_000
 """Tokens of each prompt, and of the tiny model's vocabulary those that are drawn for prompts."""
 READ_AGAIN = 50
 """One of so many streams is read a second time as a whole, and must have the same bytes."""
-WARM_UP = 64
-"""Streams before the memory is weighed."""
+WARM_UP = 2 * AT_A_TIME
+"""Streams before the memory is weighed, so that the engine has touched all of `KV_BYTES`."""
+KV_BYTES = 1 << 27
+"""Size of the KV cache: enough for `AT_A_TIME` streams. Without a prefix cache, each stream takes blocks of its own."""
 PATIENCE_S = 600.0
 
 OPTIONS: dict[str, Any] = {
     "num_ingress_replicas": 2,
     "log_requests": False,
     "engine.dtype": "float32",
+    "engine.enable_prefix_caching": False,
     "engine.max_num_sequences": AT_A_TIME,
     "streams.max_client_bytes": 1 << 36,
     "streams.max_bytes": 1 << 36,
@@ -208,7 +211,7 @@ async def _measure(server: ServerProcess, resumes: bool, num_streams: int) -> Ou
 
 def measure(resumes: bool, num_streams: int) -> Outcome:
     """Starts a server, and returns what became of the streams."""
-    setup = Setup(kv_cache_bytes=1 << 28, max_model_len=128)
+    setup = Setup(kv_cache_bytes=KV_BYTES, max_model_len=128)
     server = ServerProcess("manta", str(benchmark_checkpoint("tiny-llama")), setup, free_port(), OPTIONS)
     try:
         return asyncio.run(_measure(server, resumes, num_streams))

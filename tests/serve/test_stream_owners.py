@@ -48,7 +48,7 @@ def prefer(world: World, ingress: Ingress, keeping: KeeperProcess) -> None:
 
 
 @async_test
-async def test_a_copy_from_before_a_takeover_is_not_run_again() -> None:
+async def test_no_copy_from_before_a_takeover_runs_again() -> None:
     """A stream ends at its second owner, whose keeper is not the first one's. Then both the owner and its keeper go."""
     world = World(3, 2)
     first, second, third = world.ingresses
@@ -77,7 +77,7 @@ async def test_a_copy_from_before_a_takeover_is_not_run_again() -> None:
 
 
 @async_test
-async def test_a_copy_at_a_keeper_that_was_left_is_not_run_again() -> None:
+async def test_no_copy_at_a_left_keeper_runs_again() -> None:
     """The stream has ended and was read. Then its owner and the only keeper that knows of the end are gone."""
     world = World(2, 2)
     first, second = world.ingresses
@@ -97,7 +97,7 @@ async def test_a_copy_at_a_keeper_that_was_left_is_not_run_again() -> None:
 
 
 @async_test
-async def test_of_two_that_take_over_one_stream_one_goes_on() -> None:
+async def test_one_of_two_that_claim_goes_on() -> None:
     """Two keepers have copies of an orphan, and each offers its own to an ingress that hears nothing of the other."""
     world = World(1, 2)
     (first,) = world.ingresses
@@ -134,7 +134,7 @@ async def test_of_two_that_take_over_one_stream_one_goes_on() -> None:
 
 
 @async_test
-async def test_of_two_that_run_a_lost_response_again_one_goes_on() -> None:
+async def test_one_of_two_repeated_runs_goes_on() -> None:
     world = World(2, 2)
     asked = opening(NUM_TOKENS)
     for taker, keeping in zip(world.ingresses, world.keepers, strict=True):
@@ -149,7 +149,7 @@ async def test_of_two_that_run_a_lost_response_again_one_goes_on() -> None:
 
 
 @async_test
-async def test_an_owner_learns_that_its_stream_was_taken_when_its_keeper_is_reached() -> None:
+async def test_an_owner_learns_that_another_took_its_stream() -> None:
     """The owner lives, but lost its connection to one keeper. The ingress that takes over from there cannot reach the
     keeper to which the owner writes now.
     """
@@ -179,7 +179,7 @@ async def test_an_owner_learns_that_its_stream_was_taken_when_its_keeper_is_reac
 
 
 @async_test
-async def test_streams_that_grow_beyond_twice_the_limit_end_with_an_error() -> None:
+async def test_streams_beyond_twice_the_limit_end() -> None:
     """A client may begin a stream below the limit. Others' streams are none of its business."""
     limits = StreamLimits(max_client_bytes=2 * OVERHEAD_BYTES, max_bytes=100 * OVERHEAD_BYTES)
     world = World(1, 1, limits)
@@ -197,7 +197,7 @@ async def test_streams_that_grow_beyond_twice_the_limit_end_with_an_error() -> N
     world.close()
 
 
-def test_an_owner_hears_soon_enough_that_its_stream_is_read_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_owner_hears_of_readers_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
     """Otherwise a stream with the shortest time would be dropped under its reader."""
     now, told = 100.0, [100.0]
     monkeypatch.setattr(keeper.time, "monotonic", lambda: now)
@@ -222,7 +222,7 @@ async def read_elsewhere(ingress: Ingress, stream_id: str) -> list[int]:
 
 
 @async_test
-async def test_one_message_asks_a_keeper_about_all_streams_that_are_read() -> None:
+async def test_one_message_asks_about_all_read_streams() -> None:
     """Meanwhile the owner changes its keeper, so that the readers must find the streams again."""
     world = World(2, 2)
     owner, reader = world.ingresses
@@ -247,7 +247,7 @@ async def test_one_message_asks_a_keeper_about_all_streams_that_are_read() -> No
 
 
 @async_test
-async def test_a_reader_is_told_when_every_copy_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_reader_hears_that_every_copy_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(following, "LOST_S", 0.3)
     world = World(2, 2)
     owner, reader = world.ingresses
