@@ -8,6 +8,8 @@
     autoscaling engines that come and go with the load, none to three and back (`benchmarks/autoscaling.py`)
     batch       `manta batch` over `LLM.generate`, the same prompts (`benchmarks/batch.py`)
     resume      what streams that can go on elsewhere cost while nothing fails (`benchmarks/resume.py`)
+    reconnecting  many resumable streams whose clients lose connections: their bytes, pauses and memory
+                (`benchmarks/reconnecting.py`)
     own-ray     what a Ray of our own saves by leaving processes out (`benchmarks/own_ray.py`)
     http        what lies between clients and engines: listeners or Serve's proxies (`benchmarks/cluster_http.py`)
     routing     which engine gets which chat, in a simulation of a thousand and with four real ones, and what a client
@@ -37,6 +39,7 @@ from benchmarks.checkpoints import benchmark_checkpoint
 from benchmarks.cluster_http import ALL_WAYS, STREAMS, http
 from benchmarks.overlap import llm_on
 from benchmarks.own_ray import own_ray_extras
+from benchmarks.reconnecting import NUM_STREAMS, reconnecting
 from benchmarks.report import machine, turns
 from benchmarks.resume import resume
 from benchmarks.tensor_parallel import print_tables
@@ -194,6 +197,7 @@ PARTS: dict[str, Callable[[argparse.Namespace], None]] = {
     "transport": lambda options: transport(options.rounds, options.tokens),
     "tp": lambda options: tensor_parallel(options.rounds, options.tokens),
     "resume": lambda options: resume(options.rounds, options.tokens),
+    "reconnecting": lambda options: reconnecting(options.kept),
     "own-ray": lambda options: own_ray_extras(options.rounds),
     "http": lambda options: http(
         options.starts,
@@ -222,6 +226,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--tokens", type=int, default=100, help="steps of a block (default: 100)")
     parser.add_argument("--streams", default=",".join(map(str, STREAMS)), help="http: how many at a time")
+    parser.add_argument(
+        "--kept", type=int, default=NUM_STREAMS, help=f"reconnecting: how many streams (default: {NUM_STREAMS})"
+    )
     parser.add_argument("--ways", default=",".join(ALL_WAYS), help="http: some of these, compared with own Ray")
     parser.add_argument("--starts", type=int, default=3, help="http: times that all servers start anew (default: 3)")
     options = parser.parse_args(arguments)

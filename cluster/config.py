@@ -166,16 +166,19 @@ class BatchLimits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 class StreamLimits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Limits on streams that can be resumed. A client is an API key; without keys all clients are one."""
 
-    max_unread_s: Seconds = 3600.0
-    """Longest time for which a stream goes on, and is kept, while nobody reads it. A request that asks for more is
-    refused (HTTP 400). An hour is enough for a laptop that was closed and a phone without a network.
+    max_unread_s: Annotated[float, Meta(ge=1)] = 3600.0
+    """Longest time, in seconds, for which a stream goes on, and is kept, while nobody reads it. A request that asks for
+    more is refused (HTTP 400). An hour is enough for a laptop that was closed and a phone without a network.
     """
     max_client_bytes: Bytes = 128 * 2**20
     """Size of one client's recordings in one ingress: requests and tokens. Above it the next resumable request is
-    refused (HTTP 429). About 10,000 short streams.
+    refused (HTTP 429). Above twice the size, running streams end with an error at their next token: an ingress may have
+    to take over as much as it has. About 10,000 short streams.
     """
     max_bytes: Bytes = 512 * 2**20
-    """Size of all recordings in one ingress. The engine that keeps the copies needs about half of it too."""
+    """Size of all recordings in one ingress, with the same consequences. The engine that keeps the copies needs about
+    half of it too.
+    """
 
 
 class ResponseLimits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks import autoscaling, batch, cluster, own_ray, resume, routing, start, tensor_parallel
+from benchmarks import autoscaling, batch, cluster, own_ray, reconnecting, resume, routing, start, tensor_parallel
 from benchmarks.processes import ROOT
 from benchmarks.routing_simulation import Workload
 
@@ -97,6 +97,15 @@ def test_engines_that_come_and_go(
     assert "none, 0 clients, until 0 engines run" in said
     (plot,) = tmp_path.iterdir()
     assert plot.read_text().startswith("<svg")
+
+
+@pytest.mark.prove
+def test_streams_whose_clients_reconnect(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    small(monkeypatch, reconnecting, WARM_UP=4, NUM_PROMPTS=4)
+    rows, said = printed_by("reconnecting", capsys, "--kept", "1000")
+    assert rows[0] == "1,000 streams of 32 tokens, at most 100/s"
+    assert "events lost, twice; streams different" in rows
+    assert said.count("1000 of 1000 streams have begun") == 2
 
 
 @pytest.mark.prove

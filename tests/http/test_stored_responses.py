@@ -239,7 +239,7 @@ def test_another_server_runs_lost_responses_again(server: ThreadedServer, storag
     expected = ended(server, done.id)
     (folder / f"{done.id}.ended").unlink()  # as if the first server had been killed before it ended
     limits = ("responses.keep_s=1000", "responses.max_responses=3", "responses.max_stored_bytes=100000")
-    second = serving(storage, *limits, "streams.max_client_bytes=1")
+    second = serving(storage, *limits, "streams.max_client_bytes=8000")
     try:
         assert client(second).responses.retrieve(plain.id).model_dump() == plain.model_dump()
         again = client(second).responses.retrieve(done.id)

@@ -244,7 +244,7 @@ def disturb(
     random too. The next fault waits until the application has recovered from the one before.
     """
     chooser, until = random.Random(1), time.monotonic() + seconds
-    titles = {"ingress": INGRESS, "engine": ENGINE, "grammar actor": GRAMMAR_ACTOR}
+    titles = {"ingress": INGRESS, "engine": ENGINE, "grammar actor": GRAMMAR_ACTOR, "rank": RANK}
     num_faults, kinds = dict.fromkeys(titles, 0), itertools.cycle(titles)
     histories: list[list[History]] = [[] for _ in range(num_clients)]
 

@@ -232,7 +232,7 @@ def test_a_second_offer_of_a_claimed_stream_leaves_its_only_copy(two: TwoIngress
     streams = two.ingresses[1]._client.streams
 
     async def offer() -> None:
-        for connection in list(streams.copies._connections):
+        for connection in list(streams.copies.connections):
             await streams._adopt(stream_id, connection)
 
     two.run(offer())
@@ -292,7 +292,7 @@ def test_only_the_key_that_asked_finds_a_stream(two: TwoIngresses) -> None:
 def test_an_ingress_follows_a_stream_of_another_one_only_while_somebody_reads_it(two: TwoIngresses) -> None:
     client = ResumingClient(two.ports[:1], "/v1/completions", completion(max_tokens=400, n=8), 0, ANN)
     client.read_once(3)
-    path, followed = f"/v1/streams/{client.history.stream_id}", two.ingresses[1]._client.streams._followed
+    path, followed = f"/v1/streams/{client.history.stream_id}", two.ingresses[1]._client.streams._following
     assert ask(two, "GET", path, Authorization=f"Bearer {BEN}")[0] == 404
     assert not followed, "another key's request must not keep a stream going"
     assert ask(two, "DELETE", path)[0] == 200
@@ -304,9 +304,11 @@ def test_an_ingress_follows_a_stream_of_another_one_only_while_somebody_reads_it
 @pytest.mark.parametrize(
     ("value", "fields", "words"),
     [
-        ("soon", {}, "is 'soon' and must be a number of seconds from 0 to 600 (streams.max_unread_s)"),
-        ("601", {}, "must be a number of seconds from 0 to 600"),
+        ("soon", {}, "is 'soon' and must be a number of seconds from 1 to 600 (streams.max_unread_s)"),
+        ("601", {}, "must be a number of seconds from 1 to 600"),
+        ("0.9", {}, "must be a number of seconds from 1 to 600"),
         ("nan", {}, "must be a number of seconds"),
+        ("1_0", {}, "must be a number of seconds"),
         ("5", {"stream": False}, "is for streams; send stream: true"),
     ],
 )
@@ -324,12 +326,13 @@ def test_a_stream_that_nobody_reads_is_aborted_and_forgotten(two: TwoIngresses) 
         two.num_kept,
         ResumingClient(two.ports[-1:], "/v1/completions", completion(max_tokens=400, n=8), 0, ANN),
     )
-    client.unread_s = 0.0
+    client.unread_s = 1.0
     before = charged(two.ingresses[-1:])
     client.read_once(3)
     assert len(client.history.events) == 3
     stream_id = client.history.stream_id
-    wait_until(lambda: ask(two, "GET", f"/v1/streams/{stream_id}")[0] == 404)
+    wait_until(lambda: stream_id not in two.ingresses[-1]._client.streams._own)  # to ask for it would be to read it
+    assert ask(two, "GET", f"/v1/streams/{stream_id}")[0] == 404
     assert charged(two.ingresses[-1:]) >= before + 3 + 3, "the prompt and what was read"
     wait_until(lambda: two.num_kept <= kept and two.replicas[0].engine.stats().num_running == 0)
 
@@ -394,7 +397,8 @@ def test_a_client_with_too_many_recordings_is_refused(two: TwoIngresses) -> None
     assert (status, json.loads(answer)["error"]["code"]) == (429, "too_many_streams"), len(answers)
     assert "streams.max_client_bytes" in json.loads(answer)["error"]["message"]
     assert ask(two, "POST", "/v1/completions", completion(max_tokens=1))[0] == 200
-    wait_until(lambda: ask(two, "POST", "/v1/completions", body, **{"X-Resumable-S": "0"})[0] == 200)
+    wait_until(lambda: two.ingresses[-1]._client.streams._num_bytes < two.config.streams.max_client_bytes // 2)
+    assert ask(two, "POST", "/v1/completions", body, **{"X-Resumable-S": "1"})[0] == 200
 
 
 def test_a_deleted_stream_ends_and_says_so(two: TwoIngresses) -> None:

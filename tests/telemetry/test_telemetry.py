@@ -289,6 +289,7 @@ def block_bytes() -> int:
 def test_an_engine_requests_id_names_its_client() -> None:
     assert request_id_of("req-0011-aabbccdd-0") == "req-0011"
     assert request_id_of("a/b-1-aabbccdd-12/3") == "a/b-1"
+    assert request_id_of("req-0011-aabbccdd-0~4294967296/1") == "req-0011"
     assert request_id_of("line 7") == "line 7"
 
 

@@ -350,7 +350,7 @@ async def _running(state: AppState, opening: Opening) -> Recording:
     logger.warning("response of stream %s was lost while it ran; it is run again", opening.stream_id)
     timeout_s = time.time() - opening.created + state.config.request_timeout_s
     request = msgspec.structs.replace(opening.generation, timeout_s=timeout_s)
-    return state.streams.begin(msgspec.structs.replace(opening, generation=request))
+    return state.streams.begin(msgspec.structs.replace(opening, generation=request), is_repeated=True)
 
 
 @contextlib.contextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import secrets
 
 from cluster.errors import refuse
@@ -14,6 +15,10 @@ from cluster.http.exchange.state import AppState
 
 RESUMABLE = "x-resumable-s"
 """Header of a request for a stream that can be resumed: the seconds for which it goes on while nobody reads it."""
+MIN_UNREAD_S = 1.0
+"""Least value of that header. Ingresses tell each other less often than several times a second that a stream is read.
+"""
+_SECONDS = re.compile(r"[0-9]{1,9}(\.[0-9]{1,9})?")
 STREAM_ID = b"x-stream-id"
 """Header of the answer, with the stream's id."""
 
@@ -23,13 +28,10 @@ def make_resumable(exchange: Exchange, body: bytes, max_unread_s: float) -> None
     given = exchange.headers.get(RESUMABLE)
     if given is None:
         return
-    try:
-        unread_s = float(given)
-    except ValueError:
-        unread_s = -1.0
-    if not 0 <= unread_s <= max_unread_s:
-        message = f"{RESUMABLE} is {given[:40]!r} and must be a number of seconds from 0 to {max_unread_s:g}"
-        refuse(RESUMABLE, f"{message} (streams.max_unread_s)")
+    unread_s = float(given) if _SECONDS.fullmatch(given) else -1.0
+    if not MIN_UNREAD_S <= unread_s <= max_unread_s:
+        bounds = f"from {MIN_UNREAD_S:g} to {max_unread_s:g} (streams.max_unread_s)"
+        refuse(RESUMABLE, f"{RESUMABLE} is {given[:40]!r} and must be a number of seconds {bounds}, such as 60 or 2.5")
     exchange.identity = Identity(new_stream_id())
     exchange.resumable = Resumable(body, unread_s)
 

@@ -197,9 +197,9 @@ class Recording:
 class Streams(Protocol):
     """The recorded streams of all ingresses, as the HTTP application sees them."""
 
-    def begin(self, opening: Opening) -> Recording:
-        """Sends the request to the engines and records its output. Raises `QueueFull` if the client, or all clients
-        together, have too many bytes of recordings.
+    def begin(self, opening: Opening, is_repeated: bool = False) -> Recording:
+        """Sends the request to the engines and records its output. `is_repeated` says that another process may have
+        begun it too. Raises `QueueFull` if the client, or all clients together, have too many bytes of recordings.
         """
         ...
 
@@ -235,7 +235,7 @@ class NoStreams:
     def __init__(self) -> None:
         self.on_end: Callable[[Recording], None] = lambda _: None
 
-    def begin(self, opening: Opening) -> Recording:
+    def begin(self, opening: Opening, is_repeated: bool = False) -> Recording:
         raise RequestRefused("streams cannot be resumed here; send the request without x-resumable-s")
 
     async def find(self, stream_id: str, owner: str) -> Recording | None:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable
 from typing import Literal, NamedTuple
 
 from cluster.errors import Unavailable
-from cluster.serve.streams.keeping import Ask, Copy, FromKeeper, Keep, Kept, Notice, Write
+from cluster.serve.streams.keeping import Ask, Copy, FromKeeper, Keep, Kept, News, Notice, Write
 from cluster.serve.streams.token_channel import Connection
 
 ANSWER_S = 1.0
@@ -38,7 +38,10 @@ class Copies:
 
     - `on_kept` is called with what was passed to `write`, once it is stored, and with the refused streams.
     - `on_keeper` is called when another keeper was chosen, or none is left; everything must be written again.
-    - `on_notice` is called with notices and the connection on which they came.
+    - `on_connected` is called with a keeper that connects and gets no recordings.
+    - `on_lost` is called with a keeper whose connection broke.
+    - `on_news` is called with news of followed streams, and `on_notice` with notices, both with the connection on which
+      they came.
     """
 
     def __init__(
@@ -46,14 +49,20 @@ class Copies:
         host: str,
         on_kept: Callable[[list[tuple[str, int]], list[str]], None],
         on_keeper: Callable[[], None],
+        on_connected: Callable[[Connection], None],
+        on_lost: Callable[[Connection], None],
+        on_news: Callable[[News, Connection], None],
         on_notice: Callable[[Notice, Connection], None],
     ) -> None:
         self.keeper: Connection | None = None
         self._host = host
         self._on_kept = on_kept
         self._on_keeper = on_keeper
+        self._on_connected = on_connected
+        self._on_lost = on_lost
+        self._on_news = on_news
         self._on_notice = on_notice
-        self._connections: set[Connection] = set()
+        self.connections: set[Connection] = set()
         self._avoided: dict[Connection, float] = {}
         """Time until which a keeper gets no recordings, on `time.monotonic`'s clock."""
         self._number = 0
@@ -62,13 +71,16 @@ class Copies:
         self._asked: dict[int, tuple[asyncio.Future[Copy], Connection]] = {}
 
     def connected(self, connection: Connection) -> None:
-        self._connections.add(connection)
+        self.connections.add(connection)
         if self.keeper is None:
             self._choose()
+        else:
+            self._on_connected(connection)
 
     def lost(self, connection: Connection) -> None:
-        self._connections.discard(connection)
+        self.connections.discard(connection)
         self._avoided.pop(connection, None)
+        self._on_lost(connection)
         for answer, keeper in self._asked.values():
             if keeper is connection:
                 answer.cancel()
@@ -81,10 +93,10 @@ class Copies:
         would be lost with this process.
         """
         now = time.monotonic()
-        free = {each for each in self._connections if self._avoided.get(each, 0.0) <= now}
+        free = {each for each in self.connections if self._avoided.get(each, 0.0) <= now}
         if self.keeper is not None and not free:
             return
-        choice = free or self._connections
+        choice = free or self.connections
         self.keeper = min(choice, key=lambda each: (each.peer_host == self._host, each.replica), default=None)
         self._unkept.clear()
         self._on_keeper()
@@ -120,14 +132,20 @@ class Copies:
             answer, _ = self._asked.pop(message.number, (None, None))
             if answer is not None and not answer.done():
                 answer.set_result(message)
+        elif isinstance(message, News):
+            self._on_news(message, connection)
         else:
             self._on_notice(message, connection)
 
     # ---- questions -------------------------------------------------------------------------------------------------
 
-    async def ask_all(self, stream_id: str, what: Literal["read", "cancel"], first: int = 0) -> Found | None:
-        """Asks every keeper about a stream. Returns the newest copy; None if none of them answers that it has one."""
-        return _newest(await self._ask(self._connections, stream_id, what, first, ANSWER_S))
+    async def ask_all(
+        self, stream_id: str, what: Literal["read", "cancel"], first: int = 0, seconds: float = ANSWER_S
+    ) -> Found | None:
+        """Asks every keeper about a stream. Returns the newest copy; None if none of them answers within `seconds` that
+        it has one.
+        """
+        return _newest(await self._ask(self.connections, stream_id, what, first, seconds))
 
     async def claim(self, stream_id: str, connection: Connection) -> Copy | None:
         """Claims an orphan at one keeper. Returns the copy; None if the connection breaks.
@@ -142,7 +160,7 @@ class Copies:
 
         Raises `Unavailable` if a keeper that might have a copy is not connected or does not answer.
         """
-        connected = list(self._connections)
+        connected = list(self.connections)
         answers = await self._ask(connected, stream_id, "read", 0, LOOK_UP_S)
         found = _newest(answers)
         unheard = set(replicas) - {each.connection.replica for each in answers}
@@ -172,8 +190,13 @@ class Copies:
 
     def drop(self, stream_id: str, epoch: int, connection: Connection | None = None) -> None:
         """Removes the copies that are no newer than `epoch`, of one keeper or of all."""
-        for each in [connection] if connection is not None else self._connections:
+        for each in [connection] if connection is not None else self.connections:
             each.send(Ask(0, stream_id, "drop", epoch=epoch))
+
+    def drop_elsewhere(self, stream_id: str, epoch: int) -> None:
+        """Removes the copies that are no newer than `epoch` of all keepers but the present one."""
+        for each in self.connections - {self.keeper}:
+            self.drop(stream_id, epoch, each)
 
 
 def _newest(answers: list[Found]) -> Found | None:

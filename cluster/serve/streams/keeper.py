@@ -15,7 +15,19 @@ from collections.abc import Callable
 
 import msgspec
 
-from cluster.serve.streams.keeping import Ask, Copy, FromKeeper, Keep, Kept, Notice, ToKeeper, Write
+from cluster.serve.streams.keeping import (
+    Ask,
+    Copy,
+    FromKeeper,
+    Keep,
+    Kept,
+    Look,
+    News,
+    Notice,
+    ToKeeper,
+    Write,
+    next_epoch,
+)
 from cluster.serve.streams.token_channel import Address
 
 logger = logging.getLogger(__name__)
@@ -25,7 +37,11 @@ GRACE_S = 0.3
 meanwhile.
 """
 OFFER_S = 1.0
-"""Seconds between two offers of orphans that nobody has claimed, and between two notices that a stream is read."""
+"""Seconds between two offers of orphans that nobody has claimed."""
+READ_SHARE = 1 / 16
+"""Share of the time for which a stream is kept unread, after which its owner is told again that it is read."""
+MIN_READ_S = 0.25
+"""Least seconds between two such notices."""
 
 
 class _Stream(msgspec.Struct):
@@ -44,6 +60,19 @@ class _Stream(msgspec.Struct):
 
     def is_owned_by_another(self, epoch: int, address: Address) -> bool:
         return self.epoch == epoch and self.owner not in (None, address)
+
+    def copy(self, stream_id: str, first: int, address: Address) -> Copy:
+        """Returns the entries from `first` on, for the ingress at `address`."""
+        return Copy(
+            0,
+            stream_id,
+            self.epoch,
+            len(self.entries),
+            self.entries[first:],
+            is_ended=self.is_ended,
+            is_owned=self.owner is not None,
+            is_yours=self.owner == address,
+        )
 
 
 class Keeper:
@@ -66,10 +95,10 @@ class Keeper:
         if isinstance(message, Keep):
             refused = [write.stream_id for write in message.writes if not self._write(address, write)]
             self._send(address, Kept(message.number, refused))
+        elif isinstance(message, Look):
+            self._send(address, self._news(address, message))
         elif message.what == "drop":
-            stream = self._streams.get(message.stream_id)
-            if stream is not None and stream.epoch <= message.epoch:
-                del self._streams[message.stream_id]
+            self._drop(address, message)
         else:
             self._answer(address, message)
 
@@ -95,31 +124,55 @@ class Keeper:
         stream.is_ended = write.is_ended
         return True
 
+    def _drop(self, address: Address, ask: Ask) -> None:
+        stream = self._streams.get(ask.stream_id)
+        if stream is None:
+            return
+        if stream.epoch > ask.epoch:
+            self._send(address, Notice(ask.stream_id, "taken", stream.epoch))
+            return
+        del self._streams[ask.stream_id]
+        if stream.owner not in (None, address):
+            assert stream.owner is not None
+            self._send(stream.owner, Notice(ask.stream_id, "taken", ask.epoch))
+
     def _answer(self, address: Address, ask: Ask) -> None:
         stream = self._streams.get(ask.stream_id)
         if stream is None:
             self._send(address, Copy(ask.number, ask.stream_id))
             return
         if ask.what == "claim" and stream.owner is None:
-            stream.owner, stream.epoch = address, stream.epoch + 1
+            stream.owner, stream.epoch = address, next_epoch(stream.epoch)
         elif ask.what == "cancel" and stream.owner is not None:
             self._send(stream.owner, Notice(ask.stream_id, "cancel"))
-        elif stream.owner not in (None, address) and time.monotonic() >= stream.told_at + OFFER_S:
-            stream.told_at = time.monotonic()
-            assert stream.owner is not None
-            self._send(stream.owner, Notice(ask.stream_id, "read"))
-        copy = Copy(
-            ask.number,
-            ask.stream_id,
-            stream.epoch,
-            len(stream.entries),
-            stream.entries[ask.first :],
-            b"" if ask.first else stream.opening,
-            stream.is_ended,
-            stream.owner is not None,
-            stream.owner == address,
-        )
+        else:
+            self._note_read(ask.stream_id, stream, address)
+        copy = stream.copy(ask.stream_id, ask.first, address)
+        copy.number, copy.opening = ask.number, b"" if ask.first else stream.opening
         self._send(address, copy)
+
+    def _news(self, address: Address, look: Look) -> News:
+        """Notes that the streams are read, and returns what the sender lacks."""
+        news = News([], [])
+        for stream_id, num_known in zip(look.stream_ids, look.num_known, strict=True):
+            stream = self._streams.get(stream_id)
+            if stream is None:
+                news.unknown.append(stream_id)
+                continue
+            self._note_read(stream_id, stream, address)
+            if stream.is_ended or len(stream.entries) > num_known:
+                news.copies.append(stream.copy(stream_id, num_known, address))
+        return news
+
+    def _note_read(self, stream_id: str, stream: _Stream, reader: Address) -> None:
+        """Tells the owner now and then that another ingress has a reader of its stream."""
+        if stream.owner in (None, reader):
+            return
+        now = time.monotonic()
+        if now >= stream.told_at + max(MIN_READ_S, READ_SHARE * stream.keep_s):
+            stream.told_at = now
+            assert stream.owner is not None
+            self._send(stream.owner, Notice(stream_id, "read"))
 
     # ---- orphans ---------------------------------------------------------------------------------------------------
 

@@ -1,10 +1,24 @@
-"""Messages between an ingress and the keepers of its recordings (`keeper.py`), which travel over the token channel."""
+"""Messages between an ingress and the keepers of its recordings (`keeper.py`), which travel over the token channel.
+
+Of two copies of one stream, the one with the higher epoch counts. Each change of the owner raises the epoch.
+"""
 
 from __future__ import annotations
 
+import secrets
 from typing import Literal
 
 import msgspec
+
+_RANDOM_BITS = 32
+"""Lowest bits of an epoch. They are random, so that keepers that each grant a claim to an equal copy of one stream make
+different epochs.
+"""
+
+
+def next_epoch(epoch: int) -> int:
+    """Returns a higher epoch, which nobody else has."""
+    return (epoch >> _RANDOM_BITS) + 1 << _RANDOM_BITS | secrets.randbits(_RANDOM_BITS)
 
 
 class Write(msgspec.Struct, array_like=True):
@@ -35,7 +49,8 @@ class Ask(msgspec.Struct, array_like=True, tag="ask"):
     - `read`: returns the entries from `first` on, and tells the owner that somebody reads.
     - `claim`: makes the sender its owner if it is an orphan, and returns all of it.
     - `cancel`: asks its owner to end it.
-    - `drop`: removes the copy, if it is no newer than `epoch`. There is no answer.
+    - `drop`: removes the copy, if it is no newer than `epoch`. There is no answer, but if two ingresses own the stream,
+      the one with the lower epoch gets the notice `taken`.
     """
 
     number: int
@@ -43,6 +58,14 @@ class Ask(msgspec.Struct, array_like=True, tag="ask"):
     what: Literal["read", "claim", "cancel", "drop"]
     first: int = 0
     epoch: int = 0
+
+
+class Look(msgspec.Struct, array_like=True, tag="look"):
+    """Asks a keeper for news of streams that somebody reads, and tells their owners so. It answers with `News`."""
+
+    stream_ids: list[str]
+    num_known: list[int]
+    """Number of entries of each stream that the sender has."""
 
 
 class Kept(msgspec.Struct, array_like=True, tag="kept"):
@@ -68,17 +91,28 @@ class Copy(msgspec.Struct, array_like=True, tag="copy"):
     is_yours: bool = False
 
 
+class News(msgspec.Struct, array_like=True, tag="news"):
+    """The answer to a `Look`."""
+
+    copies: list[Copy]
+    """Streams with further entries, or that have ended, without their openings."""
+    unknown: list[str]
+    """Streams that the keeper does not have."""
+
+
 class Notice(msgspec.Struct, array_like=True, tag="notice"):
     """Tells an ingress something that it did not ask for.
 
     - `orphan`: the stream has no owner.
     - `read`: another ingress has a reader of the stream.
     - `cancel`: another ingress was asked to end the stream.
+    - `taken`: another ingress owns the stream, with `epoch`.
     """
 
     stream_id: str
-    what: Literal["orphan", "read", "cancel"]
+    what: Literal["orphan", "read", "cancel", "taken"]
+    epoch: int = 0
 
 
-ToKeeper = Keep | Ask
-FromKeeper = Kept | Copy | Notice
+ToKeeper = Keep | Ask | Look
+FromKeeper = Kept | Copy | News | Notice

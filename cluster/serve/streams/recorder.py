@@ -96,8 +96,8 @@ class Reader(Recorded):
 
 
 class Recorder(Recorded):
-    """Runs the request of a recording, from its last entry on, and appends the output. `epoch` is the number of
-    processes that ran it before. `on_entry` is called after each entry.
+    """Runs the request of a recording, from its last entry on, and appends the output. `epoch` is that of
+    its owner (`keeping.py`). `on_entry` is called after each entry.
     """
 
     only_safe = False

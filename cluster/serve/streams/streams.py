@@ -1,7 +1,9 @@
 """The recorded streams of one ingress: it runs some, reads others through their keepers, and adopts orphans.
 
 A stream has one owner, the ingress that runs its request. The owner writes every entry to a keeper (`keeper.py`) before
-a client sees it. So whoever continues the stream has all that any client has seen. Implements
+a client sees it. So whoever continues the stream has all that any client has seen. An owner that was not the first one,
+or changed its keeper, then has all other copies dropped: nobody may continue an old one. Of two owners, which each took
+a stream that the other could not see, the one with the lower epoch gives up. Implements
 `cluster.http.exchange.recordings.Streams`.
 """
 
@@ -26,22 +28,19 @@ from cluster.http.exchange.recordings import (
     encode_opening,
 )
 from cluster.serve.starting.start_failure import in_words
-from cluster.serve.streams.copies import Copies, Found
-from cluster.serve.streams.keeping import Copy, Notice, Write
+from cluster.serve.streams.copies import LOOK_UP_S, Copies, Found
+from cluster.serve.streams.following import POLL_S, Following, add_copy
+from cluster.serve.streams.keeping import Copy, Notice, Write, next_epoch
 from cluster.serve.streams.recorder import Reader, Recorder
 from cluster.serve.streams.token_channel import Connection
 from cluster.telemetry.request_log import log_event
 
 logger = logging.getLogger(__name__)
 
-POLL_S = 0.05
-"""Seconds between two looks at a stream that another ingress runs, while somebody reads it here."""
 CANCEL_S = 5.0
 """Seconds after which a cancellation that has not ended its stream fails."""
-LOST_S = 15.0
-"""Seconds without any copy after which a stream counts as lost. An ingress that has just started may have to connect to
-the keepers first.
-"""
+GROWTH = 2
+"""Multiple of the byte limits at which running streams end. At the limits themselves, requests are refused."""
 
 
 class _Own:
@@ -53,6 +52,8 @@ class _Own:
         self.opening = opening
         self.num_sent = 0
         """Entries that the present keeper was sent."""
+        self.has_one_copy = False
+        """Whether the present keeper has all of it, and the others were told to drop their copies."""
         self.num_counted = 0
         """Bytes that count against the limits now."""
         self.recorder: Recorder | None = None
@@ -72,28 +73,39 @@ class RecordedStreams:
     def __init__(self, client: Any, limits: StreamLimits, host: str) -> None:
         self._client = client
         self._limits = limits
-        self.copies = Copies(host, self._on_kept, self._write_all, self._on_notice)
+        self.copies = Copies(
+            host,
+            self._on_kept,
+            self._write_all,
+            self._on_connected,
+            lambda connection: self._following.lost(connection),
+            lambda news, connection: self._following.receive(news, connection),
+            self._on_notice,
+        )
+        self._following = Following(self.copies)
         self._own: dict[str, _Own] = {}
-        self._followed: dict[str, Recording] = {}
-        """Streams of other ingresses that somebody reads here."""
         self._adopting: set[str] = set()
         self._tasks: set[asyncio.Task[Any]] = set()
         self._unwritten: dict[str, _Own] = {}
         """Streams with entries that no keeper was sent."""
         self._bytes: dict[str, int] = {}
         """Bytes of recordings by owner."""
+        self._num_bytes = 0
+        """Bytes of all recordings."""
         self.on_end: Callable[[Recording], None] = lambda _: None
 
     # ---- what the HTTP application asks ----------------------------------------------------------------------------
 
-    def begin(self, opening: Opening) -> Recording:
-        self._check_room(opening.owner)
+    def begin(self, opening: Opening, is_repeated: bool = False) -> Recording:
+        if (refusal := self._too_many(opening.owner)) is not None:
+            raise refusal
         try:
             encoded = encode_opening(opening)
         except (OverflowError, ValueError) as error:
             raise RequestRefused(f"this request cannot be recorded: {error}; send it without x-resumable-s") from error
         recording = Recording(opening, self._on_unread)
-        own = _Own(recording, 0, encoded)
+        own = _Own(recording, next_epoch(0) if is_repeated else 0, encoded)
+        own.has_one_copy = not is_repeated
         self._run(own)
         self._hold(own)
         return recording
@@ -109,7 +121,7 @@ class RecordedStreams:
     def follow(self, recording: Recording) -> Recording:
         known = self._known(recording.opening.stream_id)
         if known is None and not recording.is_complete:
-            self._follow_on(recording)
+            self._following.add(recording)
         return known or recording
 
     def read(self, recording: Recording) -> Reader:
@@ -140,23 +152,28 @@ class RecordedStreams:
 
     def _known(self, stream_id: str) -> Recording | None:
         own = self._own.get(stream_id)
-        return self._followed.get(stream_id) if own is None else own.recording
+        return self._following.get(stream_id) if own is None else own.recording
 
-    def _check_room(self, owner: str) -> None:
-        limits, of_owner = self._limits, self._bytes.get(owner, 0)
-        for num_bytes, option in ((of_owner, "max_client_bytes"), (sum(self._bytes.values()), "max_bytes")):
-            if num_bytes >= getattr(limits, option):
-                whose = "your" if option == "max_client_bytes" else "all clients'"
-                raise QueueFull(
-                    f"{num_bytes} bytes of {whose} streams are kept here and the limit is {getattr(limits, option)} "
-                    f"(streams.{option}); retry when some have ended, or send no x-resumable-s",
+    def _too_many(self, owner: str, growth: int = 1) -> QueueFull | None:
+        """Returns the error if recordings have more bytes than `growth` times a limit."""
+        for num_bytes, option, whose in (
+            (self._bytes.get(owner, 0), "max_client_bytes", "your"),
+            (self._num_bytes, "max_bytes", "all clients'"),
+        ):
+            limit = growth * getattr(self._limits, option)
+            if num_bytes >= limit:
+                multiple = "" if growth == 1 else f"{growth} times "
+                return QueueFull(
+                    f"{num_bytes} bytes of {whose} streams are kept here and the limit is {limit} ({multiple}"
+                    f"streams.{option}); retry when some are forgotten, or send no x-resumable-s",
                     code="too_many_streams",
                 )
+        return None
 
     # ---- own streams -----------------------------------------------------------------------------------------------
 
     def _run(self, own: _Own) -> None:
-        own.recorder = Recorder(self._client, own.recording, own.epoch, lambda: self._note(own))
+        own.recorder = Recorder(self._client, own.recording, own.epoch, lambda: self._on_entry(own))
         own.task = self._start(self._record(own, own.recorder))
 
     def _hold(self, own: _Own) -> None:
@@ -195,11 +212,20 @@ class RecordedStreams:
         own.stop()
         self._end_with(own, GenerationFailed("the stream was cancelled", code=CANCELLED))
 
+    def _on_entry(self, own: _Own) -> None:
+        """Notes a new entry. A stream that has grown beyond the limits ends with an error."""
+        self._note(own)
+        refusal = self._too_many(own.recording.opening.owner, GROWTH)
+        if refusal is not None:
+            own.stop()
+            self._end_with(own, refusal)
+
     def _note(self, own: _Own) -> None:
         """Has new entries, or the end, written with those of other streams of this turn of the event loop."""
         recording = own.recording
         owner, num_new = recording.opening.owner, recording.num_bytes - own.num_counted
         self._bytes[owner] = self._bytes.get(owner, 0) + num_new
+        self._num_bytes += num_new
         own.num_counted = recording.num_bytes
         if not self._unwritten:
             asyncio.get_running_loop().call_soon(self._write)
@@ -227,7 +253,7 @@ class RecordedStreams:
     def _write_all(self) -> None:
         """Writes every stream as a whole, because another keeper was chosen, or shows what waited for the lost one."""
         for own in self._own.values():
-            own.num_sent = 0
+            own.num_sent, own.has_one_copy = 0, False
         if self._own:
             self._unwritten = {**self._own}
             self._write()
@@ -239,6 +265,15 @@ class RecordedStreams:
                 self._give_up(own)
             elif own is not None:
                 own.recording.make_safe(num_entries)
+                if not own.has_one_copy:
+                    own.has_one_copy = True
+                    self.copies.drop_elsewhere(stream_id, own.epoch)
+
+    def _on_connected(self, connection: Connection) -> None:
+        """Has a keeper drop what it has of streams that were taken from another owner, which may still write there."""
+        for stream_id, own in self._own.items():
+            if own.epoch and own.has_one_copy:
+                self.copies.drop(stream_id, own.epoch, connection)
 
     def _give_up(self, own: _Own) -> None:
         """Stops running a stream that another ingress has adopted. Readers here read what that one writes."""
@@ -247,13 +282,14 @@ class RecordedStreams:
         del recording.entries[recording.num_safe :]
         recording.is_ended = False
         if recording.num_readers:
-            self._follow_on(recording)
+            self._following.add(recording)
 
     def _forget(self, own: _Own) -> None:
         stream_id, owner = own.recording.opening.stream_id, own.recording.opening.owner
         del self._own[stream_id]
         self._unwritten.pop(stream_id, None)
         self._bytes[owner] -= own.num_counted
+        self._num_bytes -= own.num_counted
         if not self._bytes[owner]:
             del self._bytes[owner]
         own.stop()
@@ -268,7 +304,7 @@ class RecordedStreams:
         if own is not None:
             self._expire_later(own)
         else:
-            self._followed.pop(stream_id, None)
+            self._following.pop(stream_id)
 
     def _expire_later(self, own: _Own) -> None:
         """Starts the timer that forgets a stream when nobody has read it for `unread_s` seconds. A refused request is
@@ -301,31 +337,8 @@ class RecordedStreams:
     def _copy_of(self, found: Found) -> Recording:
         """Returns a recording that is not followed before somebody reads it, because following counts as reading."""
         recording = Recording(decode_opening(found.copy.opening), self._on_unread)
-        _add(recording, found.copy)
+        add_copy(recording, found.copy)
         return recording
-
-    def _follow_on(self, recording: Recording) -> None:
-        self._followed[recording.opening.stream_id] = recording
-        self._start(self._poll(recording))
-
-    async def _poll(self, recording: Recording) -> None:
-        """Reads on through the keepers until the stream has ended, nobody reads it any more, or it is adopted here."""
-        stream_id, heard = recording.opening.stream_id, time.monotonic()
-        while not recording.is_complete:
-            await asyncio.sleep(POLL_S)
-            if self._followed.get(stream_id) is not recording:
-                return
-            found = await self.copies.ask_all(stream_id, "read", len(recording.entries))
-            if self._followed.get(stream_id) is not recording:
-                return
-            if found is not None:
-                heard = time.monotonic()
-                _add(recording, found.copy)
-            elif time.monotonic() > heard + LOST_S:
-                recording.lost = Unavailable("every copy of this stream is gone; ask again", code="stream_lost")
-                recording.changed()
-                self._followed.pop(stream_id, None)
-                return
 
     def _on_notice(self, notice: Notice, connection: Connection) -> None:
         own = self._own.get(notice.stream_id)
@@ -333,6 +346,9 @@ class RecordedStreams:
             self._start(self._adopt(notice.stream_id, connection))
         elif own is not None and notice.what == "read":
             own.recording.last_read = time.monotonic()
+        elif own is not None and notice.what == "taken":
+            if notice.epoch > own.epoch:
+                self._give_up(own)
         elif own is not None:
             self._cancel(own)
 
@@ -340,14 +356,15 @@ class RecordedStreams:
         """Claims an orphan at `connection` and continues it, unless there is a better copy or it is already ours."""
         own = self._own.get(stream_id)
         if own is not None:
-            if self.copies.keeper is not connection:
+            if own.has_one_copy and self.copies.keeper is not connection:
                 self.copies.drop(stream_id, own.epoch, connection)
             return
         if stream_id in self._adopting:
             return
         self._adopting.add(stream_id)
         try:
-            found = await self.copies.ask_all(stream_id, "read")
+            # A keeper that answers late may have the newest copy, so each gets longer than for other questions.
+            found = await self.copies.ask_all(stream_id, "read", seconds=LOOK_UP_S)
             if found is None:
                 return
             if found.copy.is_owned:
@@ -362,9 +379,9 @@ class RecordedStreams:
             self._adopting.discard(stream_id)
 
     def _take_over(self, copy: Copy, opening: Opening) -> None:
-        recording = self._followed.pop(copy.stream_id, None) or Recording(opening, self._on_unread)
+        recording = self._following.pop(copy.stream_id) or Recording(opening, self._on_unread)
         recording.last_read = time.monotonic()
-        _add(recording, copy)
+        add_copy(recording, copy)
         own = _Own(recording, copy.epoch, copy.opening)
         log_event("adopted", copy.stream_id, entries=copy.num_entries)
         self._hold(own)
@@ -380,18 +397,6 @@ class RecordedStreams:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         return task
-
-
-def _add(recording: Recording, copy: Copy) -> None:
-    """Adds the entries of a copy that the recording lacks."""
-    first = copy.num_entries - len(copy.entries)
-    num_known = len(recording.entries)
-    if copy.num_entries > num_known:
-        for entry in copy.entries[num_known - first :]:
-            recording.append(entry)
-    recording.is_ended = copy.is_ended and copy.num_entries == len(recording.entries)
-    recording.make_safe(len(recording.entries))
-    recording.changed()
 
 
 def _is_refusal(recording: Recording) -> bool:

@@ -1,0 +1,263 @@
+"""Who owns a recorded stream, when ingresses die, keepers are slow, and two take over one stream at once."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from cluster.config import StreamLimits
+from cluster.errors import QueueFull, Unavailable
+from cluster.http.exchange.recording import MIN_UNREAD_S
+from cluster.http.exchange.recordings import OVERHEAD_BYTES
+from cluster.serve.streams import copies, following, keeper, streams
+from cluster.serve.streams.keeping import Ask, FromKeeper, Keep, Look, Notice, Write
+from cluster.serve.streams.token_channel import Address
+from tests.async_tests import async_test
+from tests.patience import until
+from tests.serve.stream_world import OWNER, Ingress, KeeperProcess, World, opening, read, tokens_of
+
+NUM_TOKENS = 40
+
+
+@pytest.fixture(autouse=True)
+def short_times(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(copies, "ANSWER_S", 0.1)
+    monkeypatch.setattr(streams, "LOOK_UP_S", 0.1)
+    monkeypatch.setattr(keeper, "GRACE_S", 0.05)
+    monkeypatch.setattr(keeper, "OFFER_S", 0.1)
+
+
+async def leave_its_keeper(world: World, ingress: Ingress) -> None:
+    """The keeper of an ingress does not answer for so long that the ingress writes to another one."""
+    left = ingress.streams.copies.keeper
+    assert left is not None
+    left.hold()  # type: ignore[attr-defined]
+    world.run_engines(3)
+    await until(lambda: ingress.streams.copies.keeper is not left)
+    left.hold(False)  # type: ignore[attr-defined]
+
+
+def prefer(world: World, ingress: Ingress, keeping: KeeperProcess) -> None:
+    """Has an ingress write to this keeper, as if it had connected first."""
+    copies = ingress.streams.copies
+    for each in world.keepers:
+        if each is not keeping:
+            copies._avoided[world.link(ingress, each)] = float("inf")  # type: ignore[index]
+    copies._choose()
+
+
+@async_test
+async def test_no_copy_from_before_a_takeover_runs_again() -> None:
+    """A stream ends at its second owner, whose keeper is not the first one's. Then both the owner and its keeper go."""
+    world = World(3, 2)
+    first, second, third = world.ingresses
+    for ingress, number in zip(world.ingresses, (0, 1, 0), strict=True):
+        prefer(world, ingress, world.keepers[number])
+    recording = first.streams.begin(opening(NUM_TOKENS))
+    stream_id = recording.opening.stream_id
+    world.run_engines(5)
+    await until(lambda: recording.num_safe == 5)
+    for each in world.keepers:
+        world.link(third, each).hold()
+    world.kill_ingress(first)
+    await until(lambda: second.owns(stream_id))
+    world.run_engines()
+    found = await second.streams.find(stream_id, OWNER)
+    assert found is not None
+    assert await read(second, found) == tokens_of(3, NUM_TOKENS)
+    await until(lambda: len(world.copies(stream_id)) == 1)
+    for each in world.keepers:
+        world.link(third, each).hold(False)
+    world.kill_keeper(world.keepers[1])
+    world.kill_ingress(second)
+    assert await third.streams.find(stream_id, OWNER) is None
+    assert third.num_generated == 0
+    world.close()
+
+
+@async_test
+async def test_no_copy_at_a_left_keeper_runs_again() -> None:
+    """The stream has ended and was read. Then its owner and the only keeper that knows of the end are gone."""
+    world = World(2, 2)
+    first, second = world.ingresses
+    recording = first.streams.begin(opening(NUM_TOKENS))
+    stream_id = recording.opening.stream_id
+    await until(lambda: len(world.copies(stream_id)) == 1)
+    await leave_its_keeper(world, first)
+    world.run_engines()
+    assert await read(first, recording) == tokens_of(3, NUM_TOKENS)
+    await until(lambda: len(world.copies(stream_id)) == 1)
+    last = next(each for each in world.keepers if stream_id in each.keeper._streams)
+    world.kill_keeper(last)
+    world.kill_ingress(first)
+    assert await second.streams.find(stream_id, OWNER) is None
+    assert second.num_generated == 0
+    world.close()
+
+
+@async_test
+async def test_one_of_two_that_claim_goes_on() -> None:
+    """Two keepers have copies of an orphan, and each offers its own to an ingress that hears nothing of the other."""
+    world = World(1, 2)
+    (first,) = world.ingresses
+    recording = first.streams.begin(opening(NUM_TOKENS))
+    stream_id = recording.opening.stream_id
+    await until(lambda: len(world.copies(stream_id)) == 1)
+    left = first.streams.copies.keeper
+    assert left is not None
+    left.hold()  # type: ignore[attr-defined]
+    world.run_engines(3)
+    await until(lambda: len(world.copies(stream_id)) == 2)
+    takers = [world.add(), world.add()]
+    for taker, keeping in zip(takers, world.keepers, strict=True):
+        prefer(world, taker, keeping)
+        other = next(each for each in world.keepers if each is not keeping)
+        world.link(taker, other).hold()
+    world.kill_ingress(first)
+    await until(lambda: all(taker.owns(stream_id) for taker in takers))
+    epochs = [taker.streams._own[stream_id].epoch for taker in takers]
+    assert epochs[0] != epochs[1]
+    world.run_engines()
+    for taker in takers:
+        for each in world.keepers:
+            world.link(taker, each).hold(False)
+    await until(lambda: sum(taker.owns(stream_id) for taker in takers) == 1)
+    (copy,) = world.copies(stream_id)
+    assert copy.epoch == max(epochs)
+    assert takers[epochs.index(max(epochs))].owns(stream_id)
+    for taker in takers:
+        found = await taker.streams.find(stream_id, OWNER)
+        assert found is not None
+        assert await read(taker, found) == tokens_of(3, NUM_TOKENS)
+    world.close()
+
+
+@async_test
+async def test_one_of_two_repeated_runs_goes_on() -> None:
+    world = World(2, 2)
+    asked = opening(NUM_TOKENS)
+    for taker, keeping in zip(world.ingresses, world.keepers, strict=True):
+        prefer(world, taker, keeping)
+    found = [taker.streams.begin(asked, is_repeated=True) for taker in world.ingresses]
+    world.run_engines()
+    await until(lambda: sum(taker.owns(asked.stream_id) for taker in world.ingresses) == 1)
+    await until(lambda: len(world.copies(asked.stream_id)) == 1)
+    for taker, recording in zip(world.ingresses, found, strict=True):
+        assert await read(taker, recording) == tokens_of(3, NUM_TOKENS)
+    world.close()
+
+
+@async_test
+async def test_an_owner_learns_that_another_took_its_stream() -> None:
+    """The owner lives, but lost its connection to one keeper. The ingress that takes over from there cannot reach the
+    keeper to which the owner writes now.
+    """
+    world = World(1, 2)
+    (first,) = world.ingresses
+    recording = first.streams.begin(opening(NUM_TOKENS))
+    stream_id = recording.opening.stream_id
+    await until(lambda: len(world.copies(stream_id)) == 1)
+    broken = next(each for each in world.keepers if stream_id in each.keeper._streams)
+    other = next(each for each in world.keepers if each is not broken)
+    taker = world.add(broken)
+    link = broken.links.pop(first.address)
+    link.cut()
+    broken.keeper.lose(first.address)
+    first.streams.copies.lost(link)  # type: ignore[arg-type]
+    await until(lambda: taker.owns(stream_id))
+    assert first.owns(stream_id)
+    world.connect(taker, other)
+    await until(lambda: not first.owns(stream_id))
+    world.run_engines()
+    found = await taker.streams.find(stream_id, OWNER)
+    assert found is not None
+    assert await read(taker, found) == tokens_of(3, NUM_TOKENS)
+    assert first.num_generated == 0
+    world.connect(first, broken)
+    world.close()
+
+
+@async_test
+async def test_streams_beyond_twice_the_limit_end() -> None:
+    """A client may begin a stream below the limit. Others' streams are none of its business."""
+    limits = StreamLimits(max_client_bytes=2 * OVERHEAD_BYTES, max_bytes=100 * OVERHEAD_BYTES)
+    world = World(1, 1, limits)
+    (ingress,) = world.ingresses
+    long, short = (ingress.streams.begin(opening(1000, owner=owner)) for owner in ("ann", "ben"))
+    world.run_engines(2000)
+    with pytest.raises(QueueFull, match=rf"your streams .* limit is {4 * OVERHEAD_BYTES} \(2 times ") as caught:
+        await read(ingress, long)
+    assert caught.value.code == "too_many_streams"
+    assert 4 * OVERHEAD_BYTES <= ingress.streams._bytes["ann"] < 4 * OVERHEAD_BYTES + 1000
+    assert long.num_tokens > 100, "what came before is still there"
+    with pytest.raises(QueueFull, match=r"streams\.max_client_bytes"):
+        ingress.streams.begin(opening(5, owner="ann"))
+    await until(lambda: short.num_tokens > long.num_tokens or short.is_complete)
+    world.close()
+
+
+def test_an_owner_hears_of_readers_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise a stream with the shortest time would be dropped under its reader."""
+    now, told = 100.0, [100.0]
+    monkeypatch.setattr(keeper.time, "monotonic", lambda: now)
+    owner, reader = (Address("127.0.0.1", port, "secret") for port in (1, 2))
+
+    def send(address: Address, message: FromKeeper) -> None:
+        if address == owner and isinstance(message, Notice):
+            told.append(now)
+
+    kept = keeper.Keeper(send, lambda: [owner, reader])
+    kept.receive(owner, Keep(1, [Write("strm", 0, 0, [b"entry"])]))
+    while now < 103.0:
+        kept.receive(reader, Ask(2, "strm", "read"))
+        now += following.POLL_S
+    assert max(later - earlier for earlier, later in zip(told, [*told[1:], now], strict=True)) <= MIN_UNREAD_S / 2
+
+
+async def read_elsewhere(ingress: Ingress, stream_id: str) -> list[int]:
+    found = await ingress.streams.find(stream_id, OWNER)
+    assert found is not None
+    return await read(ingress, found)
+
+
+@async_test
+async def test_one_message_asks_about_all_read_streams() -> None:
+    """Meanwhile the owner changes its keeper, so that the readers must find the streams again."""
+    world = World(2, 2)
+    owner, reader = world.ingresses
+    begun = [owner.streams.begin(opening(NUM_TOKENS, seed)).opening for seed in range(50)]
+    await until(lambda: sum(len(each.keeper._streams) for each in world.keepers) == 50)
+    reading = [asyncio.ensure_future(read_elsewhere(reader, each.stream_id)) for each in begun]
+    await until(lambda: len(reader.streams._following) == 50)
+    links = [world.link(reader, each) for each in world.keepers]
+    for link in links:
+        link.num_sent.clear()
+    num_before = reader.streams._following._num_looks
+    world.run_engines(50 * 10)
+    await leave_its_keeper(world, owner)
+    world.run_engines(50 * NUM_TOKENS)
+    assert await asyncio.gather(*reading) == [tokens_of(seed, NUM_TOKENS) for seed in range(50)]
+    num_looks = reader.streams._following._num_looks - num_before
+    for link in links:
+        assert link.num_sent[Look] <= num_looks
+        assert link.num_sent[Ask] == 0
+    await until(lambda: len(reader.streams._following) == 0)
+    world.close()
+
+
+@async_test
+async def test_a_reader_hears_that_every_copy_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(following, "LOST_S", 0.3)
+    world = World(2, 2)
+    owner, reader = world.ingresses
+    begun = owner.streams.begin(opening(NUM_TOKENS))
+    await until(lambda: len(world.copies(begun.opening.stream_id)) == 1)
+    reading = asyncio.ensure_future(read_elsewhere(reader, begun.opening.stream_id))
+    await until(lambda: len(reader.streams._following) == 1)
+    for keeping in world.keepers:
+        keeping.keeper._streams.clear()
+    world.kill_ingress(owner)
+    with pytest.raises(Unavailable, match="every copy of this stream is gone"):
+        await reading
+    world.close()
