@@ -54,7 +54,9 @@ class CheckReport(msgspec.Struct, frozen=True, kw_only=True):
     num_parameters: int
     checkpoint_dtype: str
     quantized: str | None = None
-    """One line: what is quantised how, and what it is kept as."""
+    """One line: what the checkpoint quantises how, and what it is kept as."""
+    unquantized: str | None = None
+    """One line: the matrices that a quantised checkpoint leaves as they are. None if it leaves none."""
     dtype: str
     device: str
     num_threads: int
@@ -244,7 +246,7 @@ def check_model(engine: EngineConfig) -> CheckReport:
     tokenizer = _check_tokenizer(engine, folder)
     _check_templates(tokenizer.folder)
     _check_vocabulary(tokenizer, model)
-    tally = check_tensors(folder, model) if model.native else None
+    tally = check_tensors(folder, model, engine.weights) if model.native else None
     try:
         platform = choose_platform(engine.device, engine.num_threads, engine.exact)
         dtype = platform.resolve_dtype(engine.dtype, model.dtype)
@@ -284,7 +286,8 @@ def check_model(engine: EngineConfig) -> CheckReport:
         native=model.native,
         num_parameters=parameters,
         checkpoint_dtype=model.dtype,
-        quantized=None if tally is None else _quantized(model, tally, dtype, keeps_integers),
+        quantized=None if tally is None else _quantized(model, engine, tally, dtype, keeps_integers),
+        unquantized=None if tally is None or tally.stored is None else tally.stored.describe_unquantized() or None,
         dtype=dtype,
         weights=describe_kept(engine.weights),
         device=platform.name,
@@ -362,15 +365,22 @@ def _try_step(engine: EngineConfig, folder: pathlib.Path, dtype: str) -> TrialRe
     return result
 
 
-def _quantized(model: ModelConfig, tally: WeightTally, dtype: str, keeps_integers: bool) -> str | None:
+def _quantized(
+    model: ModelConfig, engine: EngineConfig, tally: WeightTally, dtype: str, keeps_integers: bool
+) -> str | None:
     """Returns one line that says what is quantised how, and what it is kept as; None if nothing is."""
-    if model.quantization is None:
+    if model.quantization is None or tally.stored is None:
         return None
+    if not tally.stored.quantized:
+        return f"{model.quantization.method}: no matrix is"
     if not tally.kinds:
-        return f"{model.quantization.method}, no linear of it as integers: kept in {dtype}"
-    linears = ", ".join(f"{count} linears of {kind}" for kind, count in sorted(tally.kinds.items()))
-    kept = "as integers" if keeps_integers else f"in {dtype}, as `engine.weights: dense` asks"
-    return f"{model.quantization.method}: {linears}, {_gib(tally.integer_bytes)} as integers; kept {kept}"
+        kept = f"in {dtype}" if engine.weights in ("auto", "dense") else f"in {engine.weights}"
+        remedy = "; `engine.weights: int8` keeps a byte each" if engine.weights == "auto" else ""
+    elif keeps_integers:
+        kept, remedy = f"as integers, {_gib(tally.integer_bytes)}", "; activations are rounded to 8 bits"
+    else:
+        kept, remedy = f"in {dtype}, as `engine.weights: dense` asks", ""
+    return f"{model.quantization.method}: {tally.stored.describe_quantized()}; kept {kept}{remedy}"
 
 
 def _draft_folder(engine: EngineConfig) -> pathlib.Path | None:
@@ -406,6 +416,8 @@ def _render(report: CheckReport) -> str:
     }
     if report.quantized:
         rows["quantised"] = report.quantized
+    if report.unquantized:
+        rows["not quantised"] = report.unquantized
     if not report.has_chat_template:
         rows["no chat"] = "its tokenizer brings no chat template: it serves /v1/completions only"
     if report.advice:

@@ -73,6 +73,8 @@ class Stream:
     """Text of each choice, or arguments of tools."""
     logprobs: list[str] = dataclasses.field(default_factory=list)
     """Tokens of the log-probabilities."""
+    logprob_values: list[float] = dataclasses.field(default_factory=list)
+    """Log-probabilities of those tokens. Their last bits depend on the batch and the kernels, unless `exact` is set."""
     finish: dict[int, str] = dataclasses.field(default_factory=dict)
     num_tokens: int | None = None
     """Number of tokens in `usage`."""
@@ -89,10 +91,10 @@ class Stream:
         """The longest time between two events."""
         return max((later - earlier for earlier, later in zip(self.times, self.times[1:], strict=False)), default=0.0)
 
-    def equals(self, other: Stream) -> bool:
-        return all(
-            getattr(self, name) == getattr(other, name) for name in ("texts", "logprobs", "finish", "num_tokens")
-        )
+    def equals(self, other: Stream, is_exact: bool = False) -> bool:
+        """With `is_exact` the log-probabilities are equal to the last bit too."""
+        names = ("texts", "logprobs", "finish", "num_tokens", *(["logprob_values"] if is_exact else []))
+        return all(getattr(self, name) == getattr(other, name) for name in names)
 
     def read(self, url: str, body: dict[str, Any]) -> None:
         data = json.dumps(body).encode()
@@ -125,7 +127,9 @@ class Stream:
             text = choice.get("text") or delta.get("content") or ""
             text += "".join(call["function"].get("arguments") or "" for call in calls)
             self.texts[index] = self.texts.get(index, "") + text
-            self.logprobs += (choice.get("logprobs") or {}).get("tokens") or []
+            logprobs = choice.get("logprobs") or {}
+            self.logprobs += logprobs.get("tokens") or []
+            self.logprob_values += logprobs.get("token_logprobs") or []
             if choice["finish_reason"]:
                 self.finish[index] = choice["finish_reason"]
 
@@ -177,6 +181,10 @@ class Setup(msgspec.Struct, frozen=True):
     """Options of the engines besides those that all have."""
     resources: dict[str, float] = {}
     """Ray's resources that an engine claims, which decide its node."""
+
+    @property
+    def is_exact(self) -> bool:
+        return bool(self.options.get("exact", False))
 
 
 class Application:

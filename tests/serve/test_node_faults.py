@@ -12,7 +12,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import psutil
@@ -21,6 +21,7 @@ import pytest
 from benchmarks.processes import free_port
 from tests.serve.fault_streams import ENGINE, Application, Setup, Stream
 from tests.serve.fault_table import ANOTHER_S, RecordProperty, Row, begin, hold, undisturbed_streams
+from workers.kernels import processor
 
 ray = pytest.importorskip("ray")
 pytestmark = [pytest.mark.prove, pytest.mark.timeout(3600)]
@@ -35,10 +36,10 @@ GCS_RESTART_S = 2.0
 
 class Nodes:
     """A Ray cluster of three nodes on this machine. This process is joined to the head. With `redis`, an address, its
-    GCS may die.
+    GCS may die. `forms` are the forms of the CPU kernels of the two nodes; None is this machine's best.
     """
 
-    def __init__(self, redis: str | None) -> None:
+    def __init__(self, redis: str | None = None, forms: Sequence[str | None] = (None, None)) -> None:
         from ray.cluster_utils import Cluster
 
         with _environment() as patch:
@@ -48,11 +49,14 @@ class Nodes:
                 initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False}
             )
         ray.init(self._cluster.address, log_to_driver=False)
-        for _ in range(2):
-            self.add()
+        for form in forms:
+            self.add(form)
 
-    def add(self) -> None:
-        with _environment():
+    def add(self, form: str | None = None) -> None:
+        """Adds a node. Its engines inherit the environment of its raylet."""
+        with _environment() as patch:
+            if form is not None:
+                patch.setenv(processor.VARIABLE, form)
             self._cluster.add_node(num_cpus=1, resources=PLACE)
 
     def kill_raylet(self, engine: psutil.Process) -> Any:

@@ -171,6 +171,10 @@ def _cut_header(path: pathlib.Path) -> None:
     os.truncate(path, 100)
 
 
+def _empty(path: pathlib.Path) -> None:
+    os.truncate(path, 0)
+
+
 def _other_magic(path: pathlib.Path) -> None:
     with path.open("r+b") as file:
         file.write(b"GGML")
@@ -184,7 +188,11 @@ def _lfs(path: pathlib.Path) -> None:
     ("damage", "words"),
     [
         (_truncate, r"is truncated: it has \d+ bytes and its header says \d+; copy or download it again"),
-        (_cut_header, r"is no whole GGUF file .*copy or download it again"),
+        (
+            _cut_header,
+            r"model\.gguf is no whole GGUF file \(its header goes on after its 100 bytes\); copy or download",
+        ),
+        (_empty, r"is no whole GGUF file \(it is empty\)"),
         (_other_magic, r"is no whole GGUF file .*it begins with b'GGML'"),
         (_lfs, "is a Git LFS pointer"),
     ],

@@ -19,8 +19,9 @@ from cluster.config import EngineConfig
 from manta import LLM
 from tests.checkpoints import checkpoint
 from tests.gguf_files import write_gguf
-from tests.quantised_checkpoints import AWQ_CONFIG, awq, gptq, gptq_config, of_layers, quantised_pair
+from tests.quantised_checkpoints import AWQ_CONFIG, Stored, awq, gptq, gptq_config, of_layers, quantised_pair
 from tests.workers.test_quantised_formats import FORMATS
+from workers.checkpoints.memory import weight_bytes
 from workers.checkpoints.model_folder import load_model_config
 from workers.models.model_config import ModelError
 from workers.torch_worker.loader import check_tensors
@@ -38,6 +39,8 @@ def _changed(config: dict[str, Any], **changes: Any) -> dict[str, Any]:
 
 CONFIGURATIONS: dict[str, tuple[dict[str, Any], str]] = {
     "another method": ({"quant_method": "bitsandbytes"}, "bitsandbytes quantisation is not served; compressed-tensors"),
+    "a text": ("gptq", "quantization_config must be an object with quant_method, not 'gptq'"),  # type: ignore[dict-item]
+    "no targets": (_changed(PACKED.config, targets=None), "must be a list of layers, not None; name them, or all by"),
     "no method": ({"bits": 4}, "unnamed quantisation is not served"),
     "experts": ({"quant_method": "mxfp4"}, "mxfp4 is used for experts only, and experts are not served yet"),
     "three bits": (gptq_config(4, True) | {"bits": 3}, "gptq weights of 3 bits are not served; 4 and 8 bits are"),
@@ -78,7 +81,7 @@ def test_a_configuration_that_is_not_served_is_named(name: str, tmp_path: pathli
     folder = pathlib.Path(shutil.copytree(checkpoint("llama"), tmp_path / "model"))
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"quantization_config": values}))
-    with pytest.raises(ModelError, match=words):
+    with pytest.raises(ModelError, match=rf"model/config\.json: .*{words}"):
         load_model_config(folder)
 
 
@@ -92,13 +95,18 @@ def test_quantised_checkpoints_that_transformers_would_run_are_refused(tmp_path:
 
 LAYER = "model.layers.1.mlp.down_proj"
 DAMAGES: dict[str, tuple[str, dict[str, torch.Tensor | None], str]] = {
+    "no weights": ("gptq", {"qweight": None}, rf"{LAYER}\.qweight of shape \[12, 64\] is missing"),
+    "no zero points of gptq": ("gptq", {"qzeros": None}, rf"{LAYER}\.qzeros of shape \[3, 8\] is missing"),
+    "no zero points of awq": ("awq", {"qzeros": None}, rf"{LAYER}\.qzeros of shape \[3, 8\] is missing"),
+    "no scale of floats": ("fp8", {"weight_scale": None}, rf"{LAYER}\.weight_scale of shape \[\] is missing"),
+    "scales of other blocks": ("blocks", {"weight_scale_inv": torch.ones(2, 3)}, r"has shape \[2, 3\].*for \[2, 2\]"),
     "a tensor is missing": ("gptq", {"scales": None}, rf"{LAYER}\.scales of shape \[3, 64\] is missing"),
     "another shape": (
         "gptq",
         {"qweight": torch.zeros(6, 64, dtype=torch.int32)},
         r"qweight has shape \[6, 64\].*\[12, 64\]",
     ),
-    "another dtype": ("gptq", {"qzeros": torch.zeros(3, 8)}, r"qzeros is F32; only I32"),
+    "another dtype": ("gptq", {"qzeros": torch.zeros(3, 8)}, r"qzeros is F32; only I32 is read"),
     "groups that are not there": ("gptq", {"g_idx": torch.full((96,), 7).int()}, "has groups 7 to 7, and there are 3"),
     "groups of two sizes": (
         "gptq",
@@ -123,6 +131,8 @@ DAMAGED = {
     "gptq": (of_layers(gptq(4, False)), gptq_config(4, False)),
     "awq": (of_layers(awq), AWQ_CONFIG),
     "packed": PACKED[:2],
+    "fp8": FORMATS["fp8"][:2],
+    "blocks": FORMATS["fp8, blocks that end inside"][:2],
     "packed, asymmetric": FORMATS["W4A16, by output"][:2],
 }
 
@@ -138,8 +148,29 @@ def test_a_tensor_that_does_not_fit_is_named(name: str, tmp_path: pathlib.Path) 
         if tensor is not None:
             tensors[f"{LAYER}.{suffix}"] = tensor
     safetensors.torch.save_file(tensors, path)
-    with pytest.raises(ModelError, match=words):
+    with pytest.raises(ModelError, match=words) as refusal:
         LLM(str(folder), kv_cache_bytes="4MiB", num_threads=1)
+    if "shape" in str(refusal.value):
+        assert f" {path}" in str(refusal.value)
+        assert "; copy or download configuration and weights of one model again" in str(refusal.value)
+
+
+def test_symmetric_awq_needs_no_zero_points(tmp_path: pathlib.Path) -> None:
+    folder, _ = quantised_pair(checkpoint("llama"), tmp_path, of_layers(awq), AWQ_CONFIG | {"zero_point": False})
+    path = folder / "model.safetensors"
+    tensors = safetensors.torch.load_file(path)
+    safetensors.torch.save_file({n: each for n, each in tensors.items() if not n.endswith(".qzeros")}, path)
+    check_tensors(folder, load_model_config(folder))
+
+
+def test_tensors_without_a_configuration_are_named(tmp_path: pathlib.Path) -> None:
+    """Older tools wrote the configuration to a file of its own."""
+    folder, _ = quantised_pair(checkpoint("llama"), tmp_path, *DAMAGED["gptq"])
+    config = json.loads((folder / "config.json").read_text())
+    del config["quantization_config"]
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ModelError, match=r"no quantization_config, and the checkpoint has .*\.qweight; add the entry"):
+        check_tensors(folder, load_model_config(folder))
 
 
 def test_unused_zero_biases_are_ignored(tmp_path: pathlib.Path) -> None:
@@ -172,7 +203,8 @@ def test_check_answers_for_a_file_and_a_folder(tmp_path: pathlib.Path, capsys: p
     assert main(["check", str(path)]) == 0
     printed = capsys.readouterr().out
     assert f"model         {path}" in printed
-    assert "gguf: 7 linears of 4 bits in groups of 32, 2 linears of 8 bits in groups of 16" in printed
+    assert "quantised     gguf: 14 matrices of Q4_K, 2 of Q6_K (mlp.down_proj in 2 of 2 layers); kept as " in printed
+    assert "not quantised" not in printed
     report = check_model(EngineConfig(model=str(path)))
     plain = check_model(EngineConfig(model=str(original)))
     assert report.num_parameters == plain.num_parameters
@@ -188,3 +220,58 @@ def test_check_counts_represented_parameters(tmp_path: pathlib.Path) -> None:
     assert report.quantized is not None
     assert plain.quantized is None
     assert report.weight_bytes == plain.weight_bytes
+
+
+STORED: dict[str, tuple[str, str]] = {
+    "gptq": ("gptq", "21 matrices of 4 bits in groups of 32"),
+    "awq": ("awq", "21 matrices of 4 bits in groups of 32"),
+    "W8A8": ("compressed-tensors", "21 matrices of 8 bits by output, made for activations of 8 bits"),
+    "W8A16, one scale": ("compressed-tensors", "21 matrices of 8 bits with one scale"),
+    "W4A16": ("compressed-tensors", "21 matrices of 4 bits in groups of 32"),
+    "float8, by output": ("compressed-tensors", "21 matrices of 8-bit floats by output"),
+    "fp8": ("fp8", "21 matrices of 8-bit floats with one scale"),
+    "fp8, blocks that end inside": ("fp8", "21 matrices of 8-bit floats in blocks of 48 x 48"),
+    "mxfp4": ("compressed-tensors", "21 matrices of 4-bit floats in groups of 32"),
+}
+
+
+@pytest.mark.parametrize("name", STORED)
+def test_headers_tell_what_is_quantised_how(name: str, tmp_path: pathlib.Path) -> None:
+    method, words = STORED[name]
+    folder, _ = quantised_pair(
+        checkpoint("llama", hidden_size=128, intermediate_size=192), tmp_path, *FORMATS[name][:2]
+    )
+    config = load_model_config(folder)
+    assert config.quantization is not None
+    assert config.quantization.method == method
+    stored = check_tensors(folder, config).stored
+    assert stored is not None
+    assert stored.describe_quantized() == words
+    assert stored.describe_unquantized() == "model.embed_tokens, lm_head"
+
+
+def test_headers_tell_the_forms_of_each_layer(tmp_path: pathlib.Path) -> None:
+    def mixed(name: str, weight: torch.Tensor) -> Stored | None:
+        if name == "lm_head" or name == "model.layers.0.mlp.up_proj":
+            return None
+        return gptq(8 if "v_proj" in name else 4, True)(weight)
+
+    config = gptq_config(4, True) | {"dynamic": {r"+:.*\.v_proj": {"bits": 8}, r"-:lm_head": {}}}
+    folder, _ = quantised_pair(checkpoint("llama"), tmp_path, mixed, config)
+    stored = check_tensors(folder, load_model_config(folder)).stored
+    assert stored is not None
+    assert stored.describe_quantized() == (
+        "17 matrices of 4 bits in groups of 32, 3 of 8 bits in groups of 32 (self_attn.v_proj in 3 of 3 layers)"
+    )
+    assert stored.describe_unquantized() == "model.embed_tokens, lm_head, mlp.up_proj in 1 of 3 layers"
+
+
+def test_check_says_what_floats_of_8_bits_are_kept_as(tmp_path: pathlib.Path) -> None:
+    """Rounded at load they take a byte each; otherwise as much as the model's dtype, also by the quick estimate."""
+    folder, dense = quantised_pair(checkpoint("llama"), tmp_path, *FORMATS["fp8"][:2])
+    report = check_model(EngineConfig(model=str(folder), weights="int8"))
+    assert report.quantized == "fp8: 21 matrices of 8-bit floats with one scale; kept in int8"
+    config = load_model_config(dense)
+    assert report.weight_bytes == weight_bytes(dense, "float32", config, "int8")
+    scales = 4 * 21
+    assert weight_bytes(folder, "float32") == weight_bytes(dense, "float32") + scales

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 import torch
 
 from workers.checkpoints.formats.gguf_blocks import BLOCK_TYPES
-from workers.checkpoints.memory import TensorEntry
+from workers.checkpoints.memory import FLOATING, TensorEntry
 from workers.checkpoints.tensor_files import TensorFiles
 from workers.kernels.quantized_weight import QuantizedWeight
 
@@ -22,8 +22,6 @@ _DTYPES = {
     "I8": torch.int8,
     "U8": torch.uint8,
 }
-
-_FLOATING = ("F32", "BF16", "F16")
 _COMPUTED = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -39,7 +37,7 @@ class Checkpoint(TensorFiles):
         readable = {
             stored: dtype.itemsize
             for stored, dtype in _DTYPES.items()
-            if (stored in _FLOATING if kind in _COMPUTED else dtype == kind)
+            if (stored in FLOATING if kind in _COMPUTED else dtype == kind)
         }
         mapped, entry = self.find(name, shape, readable)
         flat = torch.frombuffer(mapped, dtype=_DTYPES[entry.dtype], count=math.prod(shape), offset=entry.start)

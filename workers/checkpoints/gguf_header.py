@@ -46,6 +46,8 @@ def read_gguf_header(path: pathlib.Path) -> GgufHeader:
     except ImportError as error:
         raise ModelError(f"{path} is a GGUF file, which needs the package gguf: pip install gguf") from error
     try:
+        if path.stat().st_size == 0:
+            raise ValueError("it is empty")
         with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapped:
             cursor = _Cursor(mapped)
             num_tensors, num_values = cursor.counts()
@@ -58,15 +60,14 @@ def read_gguf_header(path: pathlib.Path) -> GgufHeader:
             kind = GGMLQuantizationType(number)
             inputs, num_bytes = GGML_QUANT_SIZES[kind]
             tensors[name] = GgufTensor(kind.name, shape, data_start + offset, math.prod(shape) // inputs * num_bytes)
-    except (ValueError, KeyError, struct.error, ArithmeticError, TypeError) as error:
-        raise ModelError(
-            f"{path} is no whole GGUF file ({type(error).__name__}: {error}); copy or download it again"
-        ) from error
+    except (ValueError, KeyError, ArithmeticError, TypeError) as error:
+        why = error if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
+        raise ModelError(f"{path} is no whole GGUF file ({why}); copy or download it again") from error
     return GgufHeader(values, tensors)
 
 
 class _Cursor:
-    """Reads a header from its beginning. Raises `ValueError` or `struct.error` if it is damaged."""
+    """Reads a header from its beginning. Raises `ValueError` if it is damaged."""
 
     def __init__(self, mapped: mmap.mmap) -> None:
         self._mapped = mapped
@@ -109,8 +110,9 @@ class _Cursor:
         return f"an array of {count}"
 
     def _number(self, spelling: str) -> Any:
-        (number,) = struct.unpack_from(f"<{spelling}", self._mapped, self.position)
-        self.position += struct.calcsize(f"<{spelling}")
+        start = self.position
+        self._skip(struct.calcsize(f"<{spelling}"))
+        (number,) = struct.unpack_from(f"<{spelling}", self._mapped, start)
         return number
 
     def _string(self) -> str:
@@ -122,4 +124,4 @@ class _Cursor:
     def _skip(self, num_bytes: int) -> None:
         self.position += num_bytes
         if self.position > len(self._mapped):
-            raise ValueError(f"its header has more than the {len(self._mapped)} bytes that there are")
+            raise ValueError(f"its header goes on after its {len(self._mapped)} bytes")

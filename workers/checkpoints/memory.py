@@ -34,8 +34,11 @@ MOST_WHOLE_SEQUENCES = 4
 MOST_OF_FREE = 0.4
 """Upper bound of a CPU's default cache, as a share of the free memory, because other programs and engines need some."""
 
-_FLOATING = ("F32", "BF16", "F16")
-"""Dtypes that a linear may be loaded in."""
+FLOATING = ("F32", "BF16", "F16")
+"""Dtypes of an unquantised linear, in safetensors' spelling."""
+_LOADED_AS_FLOATS = (*FLOATING, "F8_E4M3")
+"""Dtypes of tensors that are loaded in the model's dtype, or rounded as the option `weights` says."""
+_COPY_AGAIN = "copy or download it again"
 GGUF_INDEX = "gguf_tensors.json"
 """The index in a folder that stands for a GGUF file: the path of the file, and its tensors."""
 
@@ -132,7 +135,7 @@ def weight_bytes(folder: pathlib.Path, dtype: str, config: ModelConfig | None = 
 
 
 def _loaded_bytes(entry: TensorEntry, dtype: str, bits: int | None) -> int:
-    if entry.dtype not in _FLOATING:
+    if entry.dtype not in _LOADED_AS_FLOATS:
         return entry.end - entry.start
     if bits is None:
         return math.prod(entry.shape) * DTYPE_BYTES[dtype]
@@ -224,17 +227,21 @@ def read_header(path: pathlib.Path) -> dict[str, TensorEntry]:
         length = int.from_bytes(file.read(8), "little")
         data_start = 8 + length
         if data_start > size:
-            raise ModelError(f"{path} is not a safetensors file: {size} bytes cannot hold a header of {length}")
+            raise ModelError(
+                f"{path} is not a safetensors file: {size} bytes cannot hold a header of {length}; {_COPY_AGAIN}"
+            )
         try:
             header = json.loads(file.read(length))
             header.pop("__metadata__", None)
             entries = {name: _entry(item, data_start) for name, item in header.items()}
         except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise ModelError(f"{path} is not a safetensors file: its header is not valid ({error})") from error
+            raise ModelError(
+                f"{path} is not a safetensors file: its header is not valid ({error}); {_COPY_AGAIN}"
+            ) from error
     end = max((entry.end for entry in entries.values()), default=data_start)
     if end != size:
         what = "is truncated: it has" if size < end else "has"
-        raise ModelError(f"{path} {what} {size} bytes and its header says {end}; copy or download it again")
+        raise ModelError(f"{path} {what} {size} bytes and its header says {end}; {_COPY_AGAIN}")
     return entries
 
 

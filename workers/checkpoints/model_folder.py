@@ -100,7 +100,10 @@ def _read_config(folder: pathlib.Path, raw: RawConfig) -> ModelConfig:
     if architecture is None:
         raise ModelError(f"{folder / 'config.json'} names no architecture; add its `architectures` entry")
     stored = raw.get("quantization_config")
-    quantization = read_quantization(stored) if stored else None  # tools write null or {} for unquantised models
+    try:
+        quantization = read_quantization(stored) if stored else None  # tools write null or {} for unquantised models
+    except ModelError as error:
+        raise ModelError(f"{folder / 'config.json'}: {error}") from error
     family = FAMILIES.get(architecture)
     if family is None and quantization is not None:
         raise ModelError(

@@ -16,6 +16,7 @@ from workers.checkpoints.formats.float8 import read_float8
 from workers.checkpoints.formats.gguf_blocks import read_gguf
 from workers.checkpoints.formats.gptq import read_gptq
 from workers.checkpoints.formats.stored_part import Reader, StoredPart, StoredTensors
+from workers.checkpoints.memory import FLOATING
 from workers.checkpoints.weight_parts import stack
 from workers.kernels.quantized_weight import QuantizedWeight
 from workers.kernels.weights import LinearWeight
@@ -85,17 +86,25 @@ class LinearSource(NamedTuple):
 
         Raises `ModelError` if configuration and tensors disagree.
         """
-        if self.quantization is None:
-            return None
-        if self.tensors.has_blocks(f"{part.name}.weight"):
-            return GGUF
+        weight = f"{part.name}.weight"
         marks = [suffix for suffix in _MARKS if f"{part.name}.{suffix}" in self.tensors]
-        if not marks:
+        if self.quantization is None:
+            if marks and weight not in self.tensors:
+                raise ModelError(
+                    f"config.json has no quantization_config, and the checkpoint has {part.name}.{marks[0]}; add the "
+                    "entry, which older tools wrote to a file of its own, such as quantize_config.json"
+                )
+            return None
+        if self.tensors.has_blocks(weight):
+            return GGUF
+        if not marks and weight in self.tensors and self.tensors.kind_of(weight) in FLOATING:
             return None
         format_ = self.quantization.format_of(part.name)
-        if format_ is None:
-            stored = f"{part.name}.{marks[0]}"
-            raise ModelError(f"quantization_config leaves {part.name} unquantised, and the checkpoint has {stored}")
+        if format_ is None and marks:
+            raise ModelError(
+                f"quantization_config leaves {part.name} unquantised, and the checkpoint has {part.name}.{marks[0]}; "
+                "take the config.json that belongs to these weights"
+            )
         return format_
 
 

@@ -19,6 +19,7 @@ _IGNORED_SUFFIXES = (".rotary_emb.inv_freq", ".k_scale", ".v_scale", ".q_scale")
 """Tensors that are not used: buffers that old checkpoints store but implementations compute, and the scales of a
 quantised KV cache, which Manta does not have.
 """
+_REMEDY = "copy or download configuration and weights of one model again"
 
 
 class TensorFiles:
@@ -32,8 +33,13 @@ class TensorFiles:
         self.folder = pathlib.Path(folder)
         self._read_ahead = read_ahead
         self._entries: dict[str, tuple[mmap.mmap, TensorEntry]] = {}
+        self._paths: dict[str, pathlib.Path] = {}
+        """The file of each tensor."""
         self._taken: set[str] = set()
-        for path, entries in weight_headers(self.folder):
+        headers = weight_headers(self.folder)
+        self._source = headers[0][0] if len(headers) == 1 else self.folder
+        """The only file, or the folder of several."""
+        for path, entries in headers:
             self._map(path, entries)
 
     def _map(self, path: pathlib.Path, entries: Mapping[str, TensorEntry]) -> None:
@@ -42,6 +48,7 @@ class TensorFiles:
             # it.
             mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
         self._entries |= {name: (mapped, entry) for name, entry in entries.items()}
+        self._paths |= dict.fromkeys(entries, path)
         if self._read_ahead:
             _advise(mapped, "MADV_WILLNEED")
 
@@ -51,7 +58,7 @@ class TensorFiles:
     def entry(self, name: str) -> TensorEntry:
         """Returns a tensor's header. Raises `ModelError` if it is missing."""
         if name not in self._entries:
-            raise ModelError(f"tensor {name} is missing from {self.folder}")
+            raise ModelError(f"tensor {name} is missing from {self._source}; {_REMEDY}")
         return self._entries[name][1]
 
     def shape_of(self, name: str) -> tuple[int, ...]:
@@ -68,24 +75,32 @@ class TensorFiles:
         Raises `ModelError` naming the tensor if it is missing or has another shape or dtype.
         """
         if name not in self._entries:
-            raise ModelError(f"tensor {name} of shape {list(shape)} is missing from {self.folder}")
+            raise ModelError(f"tensor {name} of shape {list(shape)} is missing from {self._source}; {_REMEDY}")
         mapped, entry = self._entries[name]
-        if entry.shape != shape:
-            raise ModelError(f"tensor {name} has shape {list(entry.shape)}; its config.json asks for {list(shape)}")
+        self._check_shape(name, entry, shape)
+        place = f"in {self._paths[name]}"
         if entry.dtype not in item_bytes:
-            raise ModelError(f"tensor {name} is {entry.dtype}; only {', '.join(item_bytes)} weights are supported")
-        if entry.end - entry.start != math.prod(shape) * item_bytes[entry.dtype]:
-            raise ModelError(f"tensor {name} has {entry.end - entry.start} bytes, which do not fill {list(shape)}")
+            raise ModelError(f"tensor {name} is {entry.dtype}; only {', '.join(item_bytes)} is read {place}; {_REMEDY}")
+        if (num_bytes := entry.end - entry.start) != math.prod(shape) * item_bytes[entry.dtype]:
+            raise ModelError(
+                f"tensor {name} has {num_bytes} bytes, which do not fill {list(shape)}, {place}; {_REMEDY}"
+            )
         self._taken.add(name)
         return mapped, entry
 
     def find_blocks(self, name: str, shape: tuple[int, ...]) -> tuple[mmap.mmap, TensorEntry]:
         """Finds a tensor of a GGUF type like `find`. Its elements are stored in blocks."""
         mapped, entry = self._entries[name]
-        if entry.shape != shape:
-            raise ModelError(f"tensor {name} has shape {list(entry.shape)}; its configuration asks for {list(shape)}")
+        self._check_shape(name, entry, shape)
         self._taken.add(name)
         return mapped, entry
+
+    def _check_shape(self, name: str, entry: TensorEntry, shape: tuple[int, ...]) -> None:
+        if entry.shape != shape:
+            raise ModelError(
+                f"tensor {name} has shape {list(entry.shape)} in {self._paths[name]}, and the configuration asks for "
+                f"{list(shape)}; {_REMEDY}"
+            )
 
     def release(self, names: Iterable[str]) -> None:
         """Gives back the memory of copied tensors. Their views stay valid, but reading one reads the file again."""

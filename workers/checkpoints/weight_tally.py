@@ -7,6 +7,8 @@ import dataclasses
 
 import torch
 
+from workers.checkpoints.stored_linears import StoredLinears
+from workers.kept_weights import kept_bytes
 from workers.kernels.quantized_weight import QuantizedWeight
 from workers.kernels.weights import LinearWeight
 from workers.models.model_config import DTYPE_BYTES
@@ -21,9 +23,13 @@ class WeightTally:
     integer_bytes: int = 0
     """Bytes of those elements as integers, with scales and offsets."""
     other_bytes: int = 0
-    """Bytes of tensors that keep a dtype of their own, such as a quantised embedding."""
+    """Bytes of tensors that keep a dtype of their own, such as a quantised embedding, and of linears that are rounded
+    at load.
+    """
     kinds: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
     """Number of linears by kind, such as `4 bits in groups of 128`."""
+    stored: StoredLinears | None = None
+    """How the checkpoint stores them; None if it is not quantised."""
 
     def add(self, tensor: torch.Tensor, is_in_dtype: bool) -> None:
         """Counts a tensor that is not the weight of a linear. `is_in_dtype` says whether it has the dtype of the
@@ -37,7 +43,11 @@ class WeightTally:
     def add_linear(self, linear: LinearWeight) -> None:
         weight = linear.quantized
         if weight is None:
-            self.num_floats += linear.weight.numel()
+            if linear.rounded_to is None:
+                self.num_floats += linear.weight.numel()
+            else:
+                out_features, in_features = linear.weight.shape
+                self.other_bytes += kept_bytes(out_features, in_features, linear.rounded_to)
             return
         self.kinds[_kind(weight)] += 1
         self.num_integers += weight.values.numel()

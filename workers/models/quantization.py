@@ -28,8 +28,10 @@ _COMPRESSED = {
 """The reader for each format of compressed-tensors."""
 
 
-def read_quantization(raw: dict[str, Any]) -> Quantization:
+def read_quantization(raw: Any) -> Quantization:
     """Reads a `quantization_config`. Raises `ModelError` for a method, format or number of bits that is not served."""
+    if not isinstance(raw, dict):
+        raise ModelError(f"quantization_config must be an object with quant_method, not {raw!r}; {_SERVED}")
     method = str(raw.get("quant_method", "unnamed"))
     if method == "mxfp4":
         raise ModelError(_EXPERTS_ONLY)
@@ -55,7 +57,7 @@ def _read_compressed_tensors(raw: dict[str, Any]) -> list[QuantizationRule]:
     classes: list[QuantizationRule] = []
     for group in groups.values():
         format_ = _compressed_format(group, group.get("format") or raw.get("format") or "")
-        for target in group["targets"]:
+        for target in _targets(group):
             rule = QuantizationRule(pattern=_target(target), format=format_)
             (classes if rule.pattern == EVERYTHING else named).append(rule)
     return rules + named + classes
@@ -93,6 +95,16 @@ def _compressed_format(group: dict[str, Any], name: str) -> WeightFormat:
     )
 
 
+def _targets(group: dict[str, Any]) -> list[str]:
+    targets = group.get("targets")
+    if not targets or not isinstance(targets, list):
+        raise ModelError(
+            f"targets of a config_group of compressed-tensors must be a list of layers, not {targets!r}; "
+            'name them, or all by ["Linear"]'
+        )
+    return targets
+
+
 def _target(name: str) -> str:
     """Returns the pattern of a target: `re:EXPRESSION`, the class of all linears, or the name of one."""
     if name.startswith("re:"):
@@ -117,6 +129,7 @@ def _read_awq(raw: dict[str, Any]) -> list[QuantizationRule]:
         reader="awq",
         bits=_bits("awq", raw.get("bits", raw.get("w_bit")), (4,)),
         group_size=_group_size(raw.get("group_size", raw.get("q_group_size"))),
+        is_symmetric=not raw.get("zero_point", True),
     )
     return [*_unconverted(raw), QuantizationRule(pattern=EVERYTHING, format=format_)]
 

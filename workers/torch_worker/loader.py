@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from workers.checkpoints.checkpoint import Checkpoint, CheckpointHeaders
 from workers.checkpoints.memory import weight_files
 from workers.checkpoints.schemes import GGUF, LinearSource, read_linear, read_quantized
+from workers.checkpoints.stored_linears import stored_linears
 from workers.checkpoints.weight_tally import WeightTally
 from workers.decoders.decoder import Decoder
 from workers.kept_weights import KEPT_BITS
@@ -115,16 +116,21 @@ def _shared_linears(
     return platform.shared_linears(f"{identities} {config} {dtype} {weights} {rank} {split}")
 
 
-def check_tensors(folder: str | pathlib.Path, config: ModelConfig) -> WeightTally:
+def check_tensors(folder: str | pathlib.Path, config: ModelConfig, weights: str = "auto") -> WeightTally:
     """Checks from the file headers that a checkpoint has every tensor that `load_model` needs, and no other. Reads no
     tensor's data.
 
-    For checkpoints that Manta reads itself. Returns the memory that the weights take. Raises `ModelError` as
-    `load_model` does.
+    For checkpoints that Manta reads itself. `weights` is the option of this name; `dense` counts as `auto`, because a
+    tally says both. Returns the memory that the weights take. Raises `ModelError` as `load_model` does.
     """
+    rounded = "auto" if weights == "dense" else weights
     checkpoint, tally = CheckpointHeaders(folder), WeightTally()
-    _WeightReader(checkpoint, config, _COUNTED, _Counting(tally)).read()
+    reader = _WeightReader(checkpoint, config, _COUNTED, _Counting(tally), weights=rounded)
+    reader.read()
     _check_all_used(checkpoint, config)
+    if config.quantization is not None:
+        spec = describe(config)
+        tally.stored = stored_linears(spec.embedding, map(reader.source, spec.linears()), config.num_layers)
     return tally
 
 
@@ -245,7 +251,7 @@ class _WeightReader:
 
     def _quantized_embedding(self, part: Part) -> Embedding:
         """Keeps the integers, of which a lookup dequantises its rows."""
-        weight = read_quantized(self._source(LinearSpec((part,), self.config.hidden_size)), part, GGUF)
+        weight = read_quantized(self.source(LinearSpec((part,), self.config.hidden_size)), part, GGUF)
         assert isinstance(weight, QuantizedWeight)
         place = self.platform.place_weight
         kept = dataclasses.replace(
@@ -275,7 +281,7 @@ class _WeightReader:
 
     def _linear(self, spec: LinearSpec, is_head: bool = False) -> Linear:
         """The parts packed as one linear."""
-        weight = self._kept(read_linear(self._source(spec)), is_head)
+        weight = self._kept(read_linear(self.source(spec)), is_head)
         linear = (self._shared or self.platform).make_linear(weight)
         self._release()
         if spec.splits_inputs and self._group is not None:
@@ -285,7 +291,7 @@ class _WeightReader:
             linear = self._group.column_parallel(linear, in_features, spec.out_features, self.dtype)
         return linear
 
-    def _source(self, spec: LinearSpec) -> LinearSource:
+    def source(self, spec: LinearSpec) -> LinearSource:
         return LinearSource(spec, self.config.quantization, self.dtype, self)
 
     def _release(self) -> None:

@@ -17,7 +17,7 @@ _ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 
 def read_awq(part: StoredPart) -> QuantizedWeight:
     """Reads `qweight` int32 [in, words of all outputs], `qzeros` int32 [num_groups, words of all outputs] and `scales`
-    [num_groups, out].
+    [num_groups, out]. Symmetric weights may lack `qzeros`.
     """
     bits, out_features = part.format.bits, part.out_features
     words = num_words(out_features, bits)
@@ -25,7 +25,7 @@ def read_awq(part: StoredPart) -> QuantizedWeight:
     values = signed(unpack(qweight, bits, out_features, _ORDER).T.contiguous(), bits)
     scales = part.stored("scales", (part.num_groups, out_features), torch.float32)
     zero_points = None
-    if part.has("qzeros"):
+    if part.has("qzeros") or not part.format.is_symmetric:
         qzeros = part.stored("qzeros", (part.num_groups, words), torch.int32)
         zero_points = signed(unpack(qzeros, bits, out_features, _ORDER).T, bits)
     return in_groups(part, values, scales.T, zero_points)

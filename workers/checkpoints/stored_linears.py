@@ -1,0 +1,81 @@
+"""Describes how a checkpoint stores its linears and its embedding: which are quantised how, and which are not.
+
+Reads headers only. `manta check` prints it.
+"""
+
+from __future__ import annotations
+
+import collections
+import re
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from workers.checkpoints.schemes import GGUF, LinearSource
+from workers.models.model_config import WeightFormat
+from workers.models.specs import Part
+
+_IN_LAYER = re.compile(r"^model\.layers\.\d+\.(.+)$")
+
+
+class StoredLinears(NamedTuple):
+    """The names of matrices, as in the checkpoint. The embedding is one of them."""
+
+    quantized: dict[str, list[str]]
+    """By form, such as `4 bits in groups of 128` or a GGUF type; the most frequent form first."""
+    unquantized: list[str]
+    num_layers: int
+
+    def describe_quantized(self) -> str:
+        """Returns the number of matrices of each form, and the names in all forms but the most frequent one."""
+        (form, names), *others = self.quantized.items()
+        rest = [f"{len(each)} of {other} ({self._places(each)})" for other, each in others]
+        return ", ".join([f"{len(names)} matrices of {form}", *rest])
+
+    def describe_unquantized(self) -> str:
+        return self._places(self.unquantized)
+
+    def _places(self, names: list[str]) -> str:
+        """Returns names without their layers, such as `lm_head, mlp.down_proj in 2 of 24 layers`."""
+        matches = [_IN_LAYER.match(name) for name in names]
+        alone = [name for name, match in zip(names, matches, strict=True) if match is None]
+        layers = collections.Counter(match[1] for match in matches if match is not None)
+        return ", ".join(
+            [*alone, *(f"{part} in {count} of {self.num_layers} layers" for part, count in layers.items())]
+        )
+
+
+def stored_linears(embedding: Part, sources: Iterable[LinearSource], num_layers: int) -> StoredLinears:
+    """Describes the parts of all linears. Raises `ModelError` like `LinearSource.format_of`."""
+    quantized: dict[str, list[str]] = collections.defaultdict(list)
+    unquantized: list[str] = []
+    seen: set[str] = set()
+    for source in sources:
+        for part in (embedding, *source.spec.parts):
+            if part.name in seen:
+                continue
+            seen.add(part.name)
+            format_ = source.format_of(part)
+            if format_ is None:
+                unquantized.append(part.name)
+            else:
+                quantized[_form(source, part, format_)].append(part.name)
+    by_frequency = sorted(quantized.items(), key=lambda item: -len(item[1]))
+    return StoredLinears(dict(by_frequency), unquantized, num_layers)
+
+
+def _form(source: LinearSource, part: Part, format_: WeightFormat) -> str:
+    if format_ is GGUF:
+        return source.tensors.kind_of(f"{part.name}.weight")
+    kind = f"{format_.bits}-bit floats" if format_.reader in ("float8", "mxfp4") else f"{format_.bits} bits"
+    activations = ", made for activations of 8 bits" if format_.has_int8_activations else ""
+    return f"{kind} {_scales(source, part, format_)}{activations}"
+
+
+def _scales(source: LinearSource, part: Part, format_: WeightFormat) -> str:
+    if format_.block is not None:
+        return "in blocks of {} x {}".format(*format_.block)
+    if format_.group_size is not None:
+        return f"in groups of {format_.group_size}"
+    scales = (f"{part.name}.{suffix}" for suffix in ("weight_scale", "weight_scale_inv"))
+    has_one = any(name in source.tensors and set(source.tensors.shape_of(name)) <= {1} for name in scales)
+    return "with one scale" if has_one else "by output"
