@@ -25,7 +25,7 @@ import pytest
 from benchmarks import resume, same_tokens, speculative, structured
 from benchmarks.engine_child import resident_bytes
 from benchmarks.http_load import run_load
-from benchmarks.processes import ROOT, BenchmarkError, Child, Timing
+from benchmarks.processes import ROOT, BenchmarkError, Child, Timing, free_port
 from benchmarks.report import Result, bootstrap_interval, combine, header, table_line
 from benchmarks.workloads import WORKLOADS, PromptSource, Row, alternate, run_workload, step_seconds
 from cluster.cli.bench import run_bench
@@ -365,6 +365,14 @@ def test_a_resting_child_is_paused_and_fully_stopped() -> None:
     finally:
         spinner.stop()
     assert not spinning.is_running() or spinning.status() == psutil.STATUS_ZOMBIE
+
+
+def test_a_free_port_is_returned_once() -> None:
+    """Whoever draws the same number next finds it claimed, before anybody listens there."""
+    state = random.getstate()
+    first = free_port()
+    random.setstate(state)
+    assert free_port() != first
 
 
 def test_resident_bytes_counts_touched_pages_only() -> None:
