@@ -10,7 +10,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from tests.conftest import PROVE
 from tests.workers.cpu_forms import EMULATED, QUANTIZED, in_form, threads
 from workers.kernels import cpu_quantized_linear, rounding
 from workers.kernels.cpu_quantized_linear import PackedQuantizedLinear
@@ -78,7 +77,7 @@ weights = st.builds(
 
 @FORMS
 def test_any_weight_gives_torchs_bits_and_the_product(form: str) -> None:
-    @hypothesis.settings(max_examples=hypothesis.settings().max_examples if PROVE and form in QUANTIZED else 40)
+    @hypothesis.settings(max_examples=hypothesis.settings().max_examples if form in QUANTIZED else 40)
     @hypothesis.given(
         weights, st.integers(1, 120), st.sampled_from(DTYPES), st.booleans(), st.booleans(), st.integers()
     )
