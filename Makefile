@@ -48,7 +48,7 @@ lint: $(STAMP)
 
 # The environment is empty at first: nothing of the checkout or of .venv can stand in for what the wheel lacks.
 package: $(STAMP)
-	@rm -rf $(PACKAGE) && mkdir -p $(PACKAGE)
+	@mkdir -p $(PACKAGE) && rm -rf $(PACKAGE)/dist $(PACKAGE)/venv $(PACKAGE)/log
 	@$(BIN)/python -m build --no-isolation --outdir $(PACKAGE)/dist . > $(PACKAGE)/log 2>&1 || { tail -20 $(PACKAGE)/log >&2; exit 1; }
 	@$(PYTHON) -m venv $(PACKAGE)/venv
 	@$(PACKAGE)/venv/bin/python -m pip --disable-pip-version-check install --quiet --quiet $(PINNED) '$(TORCH)'

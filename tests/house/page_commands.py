@@ -325,7 +325,8 @@ def lints(command: str, manual: Manual) -> None:
 def builds_a_package(command: str, manual: Manual) -> None:
     """Its recipe builds, installs into an empty environment and looks there (tests/house/test_package.py)."""
     recipe = "\n".join(manual.recipe(command))
-    for step in (" -m build ", " -m venv ", " -m pip ", " -m tests.installed "):
+    interpreter = command.partition("PYTHON=")[2] or "python3"
+    for step in (" -m build ", f"{interpreter} -m venv ", " -m pip ", " -m tests.installed "):
         assert step in recipe
 
 
@@ -443,6 +444,7 @@ COMMANDS: dict[str, Callable[[str, Manual], None]] = {
     'make fuzz ARGS="--device tpu"': fuzzes,
     "make soak MINUTES=30": soaks,
     "make package": builds_a_package,
+    "make package PYTHON=python3.13": builds_a_package,
     "make clean": cleans,
 }
 """How each command is run here. `curl` commands go to the server. A command that starts a server runs until Ray, and
