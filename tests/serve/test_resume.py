@@ -50,7 +50,7 @@ HISTORY_S = float(os.environ.get("MANTA_HISTORY_S", "1200"))
 def application() -> Iterator[Application]:
     with subprocess.Popen(["sleep", "7200"]) as other:
         try:
-            own_ray.start()
+            own_ray.start(4)  # two engines of two ranks claim four cores
             yield Application(TWO)
             serve.shutdown()
             own_ray.stop()
