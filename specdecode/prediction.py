@@ -93,6 +93,7 @@ class PredictionProposer:
         return proposals
 
     def _follower(self, request: DraftRequest) -> Follower:
+        """Returns the sequence's place in its prediction. Sequences with equal predictions share one index."""
         follower = self._followers.get(request.sequence_id)
         if follower is None:
             token_ids = request.state.params.prediction_token_ids

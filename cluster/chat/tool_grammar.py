@@ -66,6 +66,9 @@ class _CallsGrammar:
     # ---- the whole answer ----------------------------------------------------------------------------------------
 
     def calls(self, parallel: bool, required: bool, answer_schema: str | None) -> list[str]:
+        """Returns the rules of a Lark grammar whose `start` is one call, or several if `parallel`. Unless `required`,
+        an answer in JSON of `answer_schema` may take the place of calls, or free text if there is no schema.
+        """
         form = self._form
         more = ""
         body = self._body(parallel)

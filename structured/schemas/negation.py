@@ -8,6 +8,7 @@ its negation begins with that type. Where no schema says it, an alternative has 
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -333,8 +334,9 @@ def _not_properties(logic: Logic, schema: Any, parts: Any, context: Context) -> 
 
 
 def _not_others(
-    logic: Logic, schema: Any, part: Any, context: Context, keyword: str, applies: Any
+    logic: Logic, schema: Any, part: Any, context: Context, keyword: str, applies: Callable[[str], bool]
 ) -> Iterator[Alternative]:
+    """One of the properties whose names `keyword` applies to is there and fails `part`."""
     flat = logic.flat(context) or []
     names = logic.possible_names(flat)
     if part is True or part == {}:
@@ -360,9 +362,7 @@ def _not_additional(logic: Logic, schema: Any, part: Any, context: Context) -> I
 def _not_pattern_properties(logic: Logic, schema: Any, rules: Any, context: Context) -> Iterator[Alternative]:
     """One of the names that the context allows matches, is there and fails."""
     for rule, part in rules.items():
-        yield from _not_others(
-            logic, schema, part, context, "patternProperties", lambda name, rule=rule: matches(rule, name)
-        )
+        yield from _not_others(logic, schema, part, context, "patternProperties", functools.partial(matches, rule))
 
 
 def _not_names(logic: Logic, schema: Any, part: Any, context: Context) -> Iterator[Alternative]:

@@ -95,7 +95,7 @@ CASES = [(body, name) for body, (_, kind, _) in BODIES.items() for name in field
 
 
 @pytest.mark.parametrize(("body", "name"), CASES, ids=[f"{body}-{name}" for body, name in CASES])
-def test_each_field_is_served_or_refused_in_a_sentence(body: str, name: str) -> None:
+def test_each_field_is_served_or_refused(body: str, name: str) -> None:
     decoded, kind, least = BODIES[body]
     for value in values(fields(kind)[name]):
         given = least | {name: value}

@@ -327,7 +327,7 @@ def test_the_choice_decides_the_constraint(tokenizer: Tokenizer) -> None:
     assert plan(tokenizer, tools=tools_field(Tool(Function("f", strict=False)))).params.constraint.loose
 
 
-def test_the_prompt_shows_tools_that_may_not_be_called_now() -> None:
+def test_the_prompt_shows_tools_beside_the_choice() -> None:
     request = body(tools=tools_field(), tool_choice=allowing("auto", "get_weather_2"))
     assert len(request.shown_tools()) == len(tools_field())
     assert [tool.function.name for tool in request.callable_tools()] == ["get_weather_2"]

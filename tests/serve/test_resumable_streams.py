@@ -164,7 +164,7 @@ def whole(two: TwoIngresses, stream_id: str) -> bytes:
         return response.read()
 
 
-def test_clients_and_an_ingress_are_lost_and_every_byte_comes_once(two: TwoIngresses) -> None:
+def test_every_byte_comes_once_despite_losses(two: TwoIngresses) -> None:
     asked = [
         (
             path,
@@ -224,7 +224,7 @@ def completion(**fields: Any) -> dict[str, Any]:
     }
 
 
-def test_a_second_offer_of_a_claimed_stream_leaves_its_only_copy(two: TwoIngresses) -> None:
+def test_a_second_offer_leaves_the_only_copy(two: TwoIngresses) -> None:
     """The keeper offers an orphan to one ingress after another. The second one answers when the first one has it."""
     client = ResumingClient(two.ports[:1], "/v1/completions", completion(max_tokens=300, n=4), 0, ANN)
     client.read_once(3)
@@ -244,7 +244,7 @@ def test_a_second_offer_of_a_claimed_stream_leaves_its_only_copy(two: TwoIngress
     assert client.history.has_ended
 
 
-def test_an_ended_stream_that_is_adopted_is_not_charged_again(two: TwoIngresses) -> None:
+def test_an_adopted_ended_stream_is_charged_once(two: TwoIngresses) -> None:
     client = ResumingClient(two.ports[:1], "/v1/completions", completion(max_tokens=5), 0, ANN)
     client.read()
     two.add()
@@ -258,7 +258,7 @@ def test_an_ended_stream_that_is_adopted_is_not_charged_again(two: TwoIngresses)
     assert ask(two, "GET", f"/v1/streams/{client.history.stream_id}")[0] == 200
 
 
-def test_a_stream_is_unknown_only_if_every_running_engine_says_so(two: TwoIngresses) -> None:
+def test_a_stream_is_unknown_if_all_engines_agree(two: TwoIngresses) -> None:
     """An ingress that has just started may not be connected to the engine that has the only copy."""
     replicas, path = two.ingresses[-1]._client._replicas, f"/v1/streams/strm_{'0' * 38}"
     before = dict(replicas.running)
@@ -289,7 +289,7 @@ def test_only_the_key_that_asked_finds_a_stream(two: TwoIngresses) -> None:
     assert ask(two, "GET", path)[2] == body
 
 
-def test_an_ingress_follows_a_stream_of_another_one_only_while_somebody_reads_it(two: TwoIngresses) -> None:
+def test_a_stream_is_followed_only_while_read(two: TwoIngresses) -> None:
     client = ResumingClient(two.ports[:1], "/v1/completions", completion(max_tokens=400, n=8), 0, ANN)
     client.read_once(3)
     path, followed = f"/v1/streams/{client.history.stream_id}", two.ingresses[1]._client.streams._following
@@ -320,7 +320,7 @@ def test_a_wrong_header_is_refused(two: TwoIngresses, value: str, fields: dict[s
     assert (error["param"], words in error["message"]) == ("x-resumable-s", True)
 
 
-def test_a_stream_that_nobody_reads_is_aborted_and_forgotten(two: TwoIngresses) -> None:
+def test_an_unread_stream_is_aborted_and_forgotten(two: TwoIngresses) -> None:
     wait_until(lambda: not any(ingress._client.runs for ingress in two.ingresses))
     kept, client = (
         two.num_kept,
@@ -337,7 +337,7 @@ def test_a_stream_that_nobody_reads_is_aborted_and_forgotten(two: TwoIngresses) 
     wait_until(lambda: two.num_kept <= kept and two.replicas[0].engine.stats().num_running == 0)
 
 
-def test_who_reads_a_long_stream_from_its_beginning_lets_others_run(two: TwoIngresses) -> None:
+def test_reading_a_long_stream_lets_others_run(two: TwoIngresses) -> None:
     client = ResumingClient(two.ports[-1:], "/v1/completions", completion(max_tokens=60, n=8), 0, ANN)
     client.read()
     streams, num_turns = two.ingresses[-1]._client.streams, 0
@@ -361,7 +361,7 @@ def test_who_reads_a_long_stream_from_its_beginning_lets_others_run(two: TwoIngr
 
 
 @pytest.mark.parametrize("how", ["cancelled", "given up"])
-def test_a_stream_takes_no_output_once_it_is_cancelled_or_given_up(two: TwoIngresses, how: str) -> None:
+def test_a_cancelled_stream_takes_no_output(two: TwoIngresses, how: str) -> None:
     client = ResumingClient(two.ports[-1:], "/v1/completions", completion(max_tokens=400, n=8), 0, ANN)
     client.read_once(3)
     stream_id, engine_client = client.history.stream_id, two.ingresses[-1]._client
@@ -424,9 +424,7 @@ def test_an_orphan_that_is_deleted_ends(two: TwoIngresses, monkeypatch: pytest.M
     assert b"the stream was cancelled" in ask(two, "GET", path)[2]
 
 
-def test_a_delete_that_nobody_carries_out_is_not_called_done(
-    two: TwoIngresses, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_unanswered_delete_is_not_called_done(two: TwoIngresses, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(streams, "CANCEL_S", 0.2)
     monkeypatch.setattr(two.ingresses[0]._client.streams, "_cancel", lambda own: None)
     client = ResumingClient(two.ports[:1], "/v1/completions", completion(max_tokens=400, n=8), 0, ANN)
@@ -434,7 +432,7 @@ def test_a_delete_that_nobody_carries_out_is_not_called_done(
     assert ask(two, "DELETE", f"/v1/streams/{client.history.stream_id}")[0] == 503
 
 
-def test_a_stream_whose_recorder_fails_ends_with_the_failure(
+def test_a_failing_recorder_ends_its_stream(
     two: TwoIngresses, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     async def broken(recorder: Recorder, recalls: bool) -> None:
@@ -446,7 +444,7 @@ def test_a_stream_whose_recorder_fails_ends_with_the_failure(
     assert "RuntimeError: a broken recorder" in caplog.text
 
 
-def test_an_adopted_stream_that_cannot_be_continued_ends_with_the_failure(
+def test_an_adopted_stream_ends_with_its_failure(
     two: TwoIngresses, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     client = ResumingClient(two.ports[:1], "/v1/completions", completion(max_tokens=400, n=8), 0, ANN)
@@ -462,7 +460,7 @@ def test_an_adopted_stream_that_cannot_be_continued_ends_with_the_failure(
     assert "RuntimeError: a broken start" in caplog.text
 
 
-def test_background_responses_are_known_everywhere_and_survive_their_ingress(two: TwoIngresses) -> None:
+def test_background_responses_survive_their_ingress(two: TwoIngresses) -> None:
     if len(two.ingresses) < 2:
         two.add()
     first, last = (
@@ -486,7 +484,7 @@ def test_background_responses_are_known_everywhere_and_survive_their_ingress(two
         assert (found.output_text, found.usage) == (expected.output_text, expected.usage)
 
 
-def test_the_three_apis_carry_the_same_tokens_streamed_and_whole(two: TwoIngresses) -> None:
+def test_the_three_apis_carry_the_same_tokens(two: TwoIngresses) -> None:
     """The APIs of responses and messages have no seed, so that the tokens are those of temperature 0."""
     shared = {"model": checkpoint("llama").name, "temperature": 0}
     messages = [{"role": "user", "content": "Count."}]

@@ -168,7 +168,7 @@ def test_every_stream_ends_as_without_the_fault(
 
 
 @pytest.mark.prove
-def test_64_clients_get_every_byte_once_for_20_minutes_of_random_faults(
+def test_64_clients_get_every_byte_once(
     application: Application, undisturbed: list[Stream], record_property: Callable[[str, object], None]
 ) -> None:
     application.deploy(EVERYTHING)

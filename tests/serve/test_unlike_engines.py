@@ -43,7 +43,7 @@ def undisturbed(application: Application) -> list[Stream]:
     return undisturbed_streams(application)
 
 
-def test_streams_continue_bit_equal_on_another_kind_of_processor(
+def test_streams_continue_bit_equal_on_another_processor(
     application: Application, undisturbed: list[Stream], record_property: RecordProperty
 ) -> None:
     """The oldest engine is killed each time, so that engines of both forms are in turn."""

@@ -266,7 +266,7 @@ def test_headers_tell_the_forms_of_each_layer(tmp_path: pathlib.Path) -> None:
     assert stored.describe_unquantized() == "model.embed_tokens, lm_head, mlp.up_proj in 1 of 3 layers"
 
 
-def test_check_says_what_floats_of_8_bits_are_kept_as(tmp_path: pathlib.Path) -> None:
+def test_check_says_how_float8_is_kept(tmp_path: pathlib.Path) -> None:
     """Rounded at load they take a byte each; otherwise as much as the model's dtype, also by the quick estimate."""
     folder, dense = quantised_pair(checkpoint("llama"), tmp_path, *FORMATS["fp8"][:2])
     report = check_model(EngineConfig(model=str(folder), weights="int8"))

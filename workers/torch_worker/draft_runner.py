@@ -61,7 +61,7 @@ class TorchDraftRunner:
         return self._draw(hidden[self._platform.place(last_rows[list(drawing)])], list(drawing.values()))
 
     def _draw(self, hidden: torch.Tensor, sequences: list[SequenceState]) -> list[int | None]:
-        """Draws each sequence's next token from its row of `hidden` [n, hidden]."""
+        """Draws each sequence's next token from its row of `hidden` [n, hidden]; None where no token can be drawn."""
         state = self._sequences.sampling
         logits = self.model.compute_logits(hidden)
         if logits.shape[1] < state.vocab_size:

@@ -310,6 +310,7 @@ class OutputSender:
         return connection
 
     async def _read(self, address: Address, connection: Connection) -> None:
+        """Hands on an ingress's controls of sequences and its messages to the keeper until the connection breaks."""
         try:
             while True:
                 message = _to_engine_decoder.decode(await connection.receive())
