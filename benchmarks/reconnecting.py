@@ -59,7 +59,7 @@ OPTIONS: dict[str, Any] = {
 
 
 class Events:
-    """What one client got of its stream."""
+    """The events that one client got of its stream."""
 
     def __init__(self) -> None:
         self.stream_id = ""
@@ -106,7 +106,7 @@ class Events:
 
 
 class Outcome(NamedTuple):
-    """What became of all streams of one server."""
+    """Counts, pauses and memory of all streams of one server."""
 
     num_events: int
     num_connections: int

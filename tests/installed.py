@@ -77,7 +77,7 @@ class Installation:
 
     @contextlib.contextmanager
     def serving(self, ready: str, *command: str) -> Iterator[None]:
-        """Within this context a server runs, which has printed `ready`. Ctrl-C ends it, with exit code 0."""
+        """Runs a server, which has printed `ready`, in this context. Ctrl-C ends it, with exit code 0."""
         print(f"$ {shlex.join(command)} &", flush=True)
         server = subprocess.Popen(
             [self._bin / command[0], *command[1:]],

@@ -45,7 +45,7 @@ _UNBOUNDED_WHITESPACE = r"[\x20\x0A\x0D\x09]+"
 slice into each matcher: without this one a matcher is built 3% faster, and masks take as long.
 """
 _MAY_HAVE_FORMAT = re.compile(r"format|\\u")
-"""What the text of a schema with the keyword `format` holds: JSON may spell the name with escapes."""
+"""Matches the text of any schema with the keyword `format`, whose name JSON may spell with escapes."""
 MATCHER_BYTES = 32 * 2**10
 """No matcher holds less. Most hold 35 to 200 KB, one with `\\w` in it 0.5 MB, whatever the length of the text."""
 UNMEASURED_BYTES = 2**20

@@ -32,7 +32,7 @@ _MAX_HOSTNAME = 253
 _OLD_DRAFTS = re.compile(r"json-schema\.org/(draft-0|draft/2019)")
 _ESCAPED_CHARACTER = re.compile(r"(?<!\\)(?:\\\\)*\\[<>]")
 _IN_CLASS = {character: f"\\{character}" for character in "[&~-"}
-"""What stands for a character in a class of llguidance's dialect, if it is not the character."""
+"""Spelling of a character in a class of llguidance's dialect, where it is not the character itself."""
 _CLASS_ESCAPES = frozenset(["\\d", "\\D", "\\w", "\\W", "\\s", "\\S", "\\p", "\\P"])
 _CONTROL = re.compile(r"[\x00-\x07\x0b\x0e-\x1f\x7f]")
 
