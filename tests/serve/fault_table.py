@@ -50,9 +50,9 @@ def grammar_workers_replaced(application: Application) -> float:
     return application.metrics()["manta:grammar_workers_replaced_total"]
 
 
-def started(title: str) -> Callable[[Application], float]:
-    """When the youngest process with a title did, in seconds since 1970. If there is none it waits for one."""
-    youngest = named(title, slice(-1, None), of=1)
+def started(title: str, of: int = 1) -> Callable[[Application], float]:
+    """When the youngest of `of` processes with a title did, in seconds since 1970. It waits until there are so many."""
+    youngest = named(title, slice(-1, None), of)
     return lambda application: youngest(application)[0].create_time()
 
 

@@ -80,7 +80,7 @@ ROWS = {
     "one of two is told to go": Row(TWO, deploy(ONE), ANOTHER_S),
     "the only one is killed": Row(ONE, kill(ENGINES)),
     "an ingress is killed, and clients read on": Row(
-        PAIRS, resume_after(named(INGRESS, slice(1))), witness=started(INGRESS)
+        PAIRS, resume_after(named(INGRESS, slice(1))), witness=started(INGRESS, of=2)
     ),
 }
 LONG_ROWS = {
