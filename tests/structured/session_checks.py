@@ -1,4 +1,4 @@
-"""What holds for every guarded session: its masks judge whole tokens as bytes, and its state is that of its tokens."""
+"""Checks of every guarded session: its masks judge whole tokens as bytes, and its state is that of its tokens."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.structured.grammar_walk import allowed_tokens
 
 
 def check_mask_byte_by_byte(session: Any, vocabulary: Vocabulary, rng: random.Random, num_tokens: int) -> None:
-    """Of the tokens that the grammar alone allows, up to `num_tokens` at random are in the mask if and only if the
+    """Draws up to `num_tokens` of the tokens that the grammar alone allows: each is in the mask if and only if the
     session takes their bytes one by one: single bytes are judged at every byte.
     """
     tokens, single = vocabulary.tokens, vocabulary.byte_token_ids()

@@ -21,7 +21,7 @@ class StoredLinears(NamedTuple):
     """The names of matrices, as in the checkpoint. The embedding is one of them."""
 
     quantized: dict[str, list[str]]
-    """By form, such as `4 bits in groups of 128` or a GGUF type; the most frequent form first."""
+    """Names by form, such as `4 bits in groups of 128` or a GGUF type; the most frequent form first."""
     unquantized: list[str]
     num_layers: int
 
