@@ -139,17 +139,6 @@ struct VectorProduct : Product<T> {
             for (int half = 0; half < 2; half++) this->write(first_row + row, 2 * p + half, sums[row] + half * STRIP);
     }
 
-    void rows_times_panel(int count, const Input* rows, int64_t stride, int first_row, int p, int64_t ahead) const {
-        switch (count) {
-            case 1: return rows_times_panel<1>(rows, stride, first_row, p, ahead);
-            case 2: return rows_times_panel<2>(rows, stride, first_row, p, ahead);
-            case 3: return rows_times_panel<3>(rows, stride, first_row, p, ahead);
-            case 4: return rows_times_panel<4>(rows, stride, first_row, p, ahead);
-            case 5: return rows_times_panel<5>(rows, stride, first_row, p, ahead);
-            case 6: return rows_times_panel<6>(rows, stride, first_row, p, ahead);
-        }
-    }
-
     void by_rows(Share share) const {
         const int blocks = (num_rows + FEW_ROWS - 1) / FEW_ROWS;
         int64_t stride = in_features;
@@ -161,7 +150,9 @@ struct VectorProduct : Product<T> {
                 // The first block fetches ahead in this panel, the last block the next panel. Fetches are hints, so one
                 // after the last panel does no harm.
                 const int64_t ahead = b == 0 ? 64 * STEP : b == blocks - 1 ? panel_size(in_features) : 0;
-                rows_times_panel(end - row, rows + row * stride, stride, row, share.first, ahead);
+                with_constant<FEW_ROWS>(end - row, [&](auto count) {
+                    rows_times_panel<count>(rows + row * stride, stride, row, share.first, ahead);
+                });
             }
         }
     }
@@ -218,27 +209,48 @@ struct VectorProduct : Product<T> {
                 // The share of the next chunk that these outputs have in the strip
                 const T* const next = this->strip(strip) + (int64_t)(k + steps) * STRIP + column * steps;
                 const Fetch fetch = {(const char*)next, WIDTH * (int64_t)sizeof(T) / tiles};
-                const auto multiply = [&](const Input* weights, Columns at) {
+                const auto multiply = [&](int first, const Input* weights, Columns at, Fetch fetch) {
                     const auto rows_of = k == 0 ? multiply_panels<false, 2, Input, Fetch>
                                                 : multiply_panels<true, 2, Input, Fetch>;
-                    rows_of(rows + k, stride, weights, at, steps, sums + column, STRIP, count, fetch);
+                    rows_of(rows + first * stride + k, stride, weights, at, steps, sums + first * STRIP + column, STRIP,
+                            count - first, fetch);
                 };
-                if constexpr (PAIRS)
-                    multiply(from, {STRIP, LANES * PAIR});
-                else {
-                    widen(from, steps, chunk);
-                    multiply(chunk, {WIDTH, LANES});
+                if constexpr (PAIRS) {
+                    multiply(0, from, {STRIP, LANES * PAIR}, fetch);
+                } else {
+                    const int first = count / tiles;
+                    with_constant<TILE_ROWS>(first, [&](auto first) {
+                        widen_beside<first>(rows + k, stride, from, steps, k > 0, chunk, sums + column, fetch);
+                    });
+                    multiply(first, chunk, {WIDTH, LANES}, fetch.after(steps));
                 }
             }
         }
     }
 
-    // Two vectors of outputs, [steps][2][LANES].
-    static MANTA_INLINE void widen(const T* from, int steps, float* to) {
-        for (int k = 0; k < steps; k += 2, from += 2 * STRIP, to += 4 * LANES) {
-            for (int odd = 0; odd < 2; odd++)
-                for (int v = 0; v < 2; v++) store(to + (2 * odd + v) * LANES, column(from + v * LANES * PAIR, odd));
+    // Widens weights of two vectors of outputs to `to`, [steps][2][LANES], while it multiplies the first rows by them:
+    // the stores then cost next to nothing.
+    template <int ROWS>
+    static void widen_beside(const Input* rows, int64_t stride, const T* from, int steps, bool adds, float* to,
+                             float* sums, Fetch fetch) {
+        Floats totals[ROWS][2];
+        for (int row = 0; row < ROWS; row++)
+            for (int v = 0; v < 2; v++) totals[row][v] = adds ? load(sums + row * STRIP + v * LANES) : splat(0);
+        for (int k = 0; k < steps; k++, to += 2 * LANES) {
+            const int odd = k % 2;
+            fetch(k);
+            Floats columns[2];
+            for (int v = 0; v < 2; v++) {
+                columns[v] = column(from + (k - odd) * STRIP + v * LANES * PAIR, odd);
+                store(to + v * LANES, columns[v]);
+            }
+            for (int row = 0; row < ROWS; row++) {
+                const Floats inputs = splat(rows[row * stride + k]);
+                for (int v = 0; v < 2; v++) totals[row][v] = add_product(totals[row][v], inputs, columns[v]);
+            }
         }
+        for (int row = 0; row < ROWS; row++)
+            for (int v = 0; v < 2; v++) store(sums + row * STRIP + v * LANES, totals[row][v]);
     }
 
     void copy_rows(int first, int last, Input* to, int64_t stride) const {

@@ -6,6 +6,8 @@
 // [depth / 2][16][2], where the two elements of a pair are neighbours in depth (the layout that AMX calls VNNI).
 #pragma once
 
+#include <type_traits>
+
 #include "simd.h"
 
 #if MANTA_AMX
@@ -198,29 +200,31 @@ MANTA_INLINE Floats output_columns<bf16>(const float* sums, int dim) {
 }
 #endif
 
+// body(std::integral_constant<int, count>) for a count in [1, MOST], so that loops over it are unrolled
+template <int MOST, class Body>
+MANTA_INLINE void with_constant(int count, const Body& body) {
+    if constexpr (MOST > 0) {
+        if (count == MOST) return body(std::integral_constant<int, MOST>());
+        with_constant<MOST - 1>(count, body);
+    }
+}
+
 // C [rows][panels * LANES] = or += A [rows][depth] times packed B. Each row's sum runs over depth in the same order,
-// whatever the other rows are.
+// whatever the other rows are. Tiles have about equal numbers of rows: one of two rows takes as long as one of four,
+// because each sum waits for its last product.
 template <bool ACCUMULATE, int PANELS, class E, class Beside = Nothing>
 MANTA_INLINE void multiply_panels(
     const E* a, int lda, const E* b, Columns at, int depth, float* c, int ldc, int rows, Beside beside = {}
 ) {
-    int row = 0;
-    for (; row + TILE_ROWS <= rows; row += TILE_ROWS) {
-        multiply_tile<TILE_ROWS, PANELS, ACCUMULATE>(
-            a + row * lda, lda, b, at, depth, c + row * ldc, ldc, beside
-        );
+    const int tiles = (rows + TILE_ROWS - 1) / TILE_ROWS;
+    for (int tile = 0; tile < tiles; tile++) {
+        const int row = rows * tile / tiles, end = rows * (tile + 1) / tiles;
+        with_constant<TILE_ROWS>(end - row, [&](auto count) __attribute__((always_inline)) {
+            multiply_tile<count, PANELS, ACCUMULATE>(
+                a + int64_t(row) * lda, lda, b, at, depth, c + row * ldc, ldc, beside
+            );
+        });
         beside = beside.after(depth);
-    }
-    a += row * lda;
-    c += row * ldc;
-    switch (rows - row) {
-        case 1: return multiply_tile<1, PANELS, ACCUMULATE>(a, lda, b, at, depth, c, ldc, beside);
-        case 2: return multiply_tile<2, PANELS, ACCUMULATE>(a, lda, b, at, depth, c, ldc, beside);
-        case 3: return multiply_tile<3, PANELS, ACCUMULATE>(a, lda, b, at, depth, c, ldc, beside);
-        case 4: return multiply_tile<4, PANELS, ACCUMULATE>(a, lda, b, at, depth, c, ldc, beside);
-        case 5: return multiply_tile<5, PANELS, ACCUMULATE>(a, lda, b, at, depth, c, ldc, beside);
-        case 6: return multiply_tile<TILE_ROWS == 8 ? 6 : 1, PANELS, ACCUMULATE>(a, lda, b, at, depth, c, ldc, beside);
-        case 7: return multiply_tile<TILE_ROWS == 8 ? 7 : 1, PANELS, ACCUMULATE>(a, lda, b, at, depth, c, ldc, beside);
     }
 }
 
