@@ -17,6 +17,9 @@ from workers.sampling_params import SamplingParams
 RowFault = Literal["raise_in_forward", "raise_after_forward", "raise_after_sample", "nan_block"]
 MaskFault = Literal["late_masks", "kill_worker", "no_slots"]
 
+MASK_SECONDS = 60.0
+"""Limit for masks that are not made late on purpose. No mask may miss it on a busy machine."""
+
 
 class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
     """The engine under test. The defaults are those of a roomy engine without speculation."""
@@ -37,7 +40,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """Small groups of sequences read their shared prefix once too, which does not pay outside of tests."""
     pool_form: Literal["threads", "actors"] = "threads"
     num_grammar_workers: int = 2
-    mask_seconds: float = 5.0
+    mask_seconds: float = MASK_SECONDS
     proposers: tuple[Literal["forced", "ngram", "draft"], ...] = ()
     """None for no speculation."""
     draft_family: str | None = None

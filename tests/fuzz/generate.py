@@ -11,7 +11,7 @@ from typing import Any
 from cluster.engine.beam_search import BeamSearchParams
 from structured.logits_processors import LogitsProcessorSpec
 from tests.checkpoints import NATIVE_FAMILIES, VOCAB_SIZE
-from tests.fuzz.cases import Case, Fault, Request, Settings
+from tests.fuzz.cases import MASK_SECONDS, Case, Fault, Request, Settings
 from tests.fuzz.grammars import CATALOGUE, HANGING
 from tests.fuzz.processors import FACTORIES
 from workers.sampling_params import OutputKind, SamplingParams
@@ -81,7 +81,7 @@ class _Generator:
             cheap_groups=self._chance(0.5),
             pool_form="actors" if self._chance(SHARE_OF_ACTORS) else "threads",
             num_grammar_workers=choose((1, 2, 2, 3)),
-            mask_seconds=HANGING_MASK_SECONDS if self._hangs else 5.0,
+            mask_seconds=HANGING_MASK_SECONDS if self._hangs else MASK_SECONDS,
             proposers=proposers,
             draft_family=draft_family if "draft" in proposers else None,
             max_draft_tokens=choose((1, 2, 5, 8, 20)),
