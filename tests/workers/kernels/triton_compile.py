@@ -132,8 +132,13 @@ class Compiled:
 
 
 WIDE_LOADS = {
-    "_find_best": 16, "_find_thresholds": 8, "_edit_rows": 16, "_rms_norm": 16, "_round_normed": 16, "_silu_and_mul": 16,
-}  # fmt: skip
+    "_find_best": 16,
+    "_find_thresholds": 8,
+    "_edit_rows": 16,
+    "_rms_norm": 16,
+    "_round_normed": 16,
+    "_silu_and_mul": 16,
+}
 """Kernels that wait for memory, and the bytes that a thread of theirs reads at a time. The search of thresholds has so
 many threads in a program that each looks at 4 logits.
 """

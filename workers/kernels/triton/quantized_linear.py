@@ -56,7 +56,8 @@ class TritonQuantizedLinear:
         self._gated = gated
         self._num_processors = num_processors(device)
         values = _pack_nibbles(weight.values) if self._is_packed else weight.values.contiguous()
-        self._values = values.to(device, copy=True)
+        self.values = values.to(device, copy=True)
+        """int8 or E4M3 [out_features, in_features]; of 4 bits two in a byte."""
         dtype = torch.float16 if weight.has_half_scales else torch.float32
         self._scale_rows = _outputs_of_scale(weight)
         self._scales = weight.scales[:: self._scale_rows].T.contiguous().to(device, dtype)
@@ -64,12 +65,13 @@ class TritonQuantizedLinear:
         self._offsets = self._scales if weight.offsets is None else weight.offsets.T.contiguous().to(device, dtype)
         self._order = None if weight.input_order is None else weight.input_order.to(device, torch.int32)
         self._bias = bias
-        self._library = choose_product(self._values, self._scales, bias)
+        self.library = choose_product(self.values, self._scales, bias)
+        """The product of cuBLAS for many rows; None if there is none."""
 
     @property
     def num_bytes(self) -> int:
         """The bytes that the weight takes on the device, without the bias."""
-        kept = [self._values, self._scales, *([self._offsets] if self._has_offsets else [])]
+        kept = [self.values, self._scales, *([self._offsets] if self._has_offsets else [])]
         return sum(each.nbytes for each in kept)
 
     def forward(self, x: torch.Tensor, step: AttentionMetadata | None = None) -> torch.Tensor:
@@ -78,15 +80,15 @@ class TritonQuantizedLinear:
 
     def multiply(self, rows: RoundedRows) -> torch.Tensor:
         """Returns the outputs [num_rows, width] of rows that were rounded by `rounding`."""
-        if self._library is not None and self._library.takes(rows):
-            product = self._library.multiply(rows)
+        if self.library is not None and self.library.takes(rows):
+            product = self.library.multiply(rows)
             return silu_and_mul(product) if self._gated else product
         return self.multiply_by_triton(rows)
 
     def multiply_and_round(self, rows: RoundedRows, rounding: RowRounding) -> RoundedRows:
         """Returns the outputs of `multiply` rounded for the next linear."""
-        if self._gated and self._library is not None and self._library.takes(rows):
-            return round_rows(self._library.multiply(rows), rounding, is_gated=True)
+        if self._gated and self.library is not None and self.library.takes(rows):
+            return round_rows(self.library.multiply(rows), rounding, is_gated=True)
         return round_rows(self.multiply(rows), rounding)
 
     def multiply_by_triton(self, rows: RoundedRows) -> torch.Tensor:
@@ -100,7 +102,7 @@ class TritonQuantizedLinear:
         tile = min(_MOST_TILE, max(_LEAST_DOT, padded_size(group)))
         tile_bytes = tile * (block_rows + block_outputs // (2 if self._is_packed else 1))
         _multiply[(triton.cdiv(num_rows, block_rows), triton.cdiv(width, block_outputs))](
-            rows.values, rows.scales, rows.shifts, self._values, self._scales, self._offsets,
+            rows.values, rows.scales, rows.shifts, self.values, self._scales, self._offsets,
             self._scales if self._bias is None else self._bias, y,
             num_rows, rows.scales.shape[1], width, self._scales.shape[1], self.in_features, self.rounding.num_groups,
             GROUP=group, IS_EVEN=group % tile == 0 and self.in_features % group == 0,
