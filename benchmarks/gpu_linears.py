@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 
 from benchmarks.gpu_device import Device, graph_seconds, measure_device
-from benchmarks.gpu_rows import Figure
+from benchmarks.gpu_rows import Figure, one_line
 from workers.kernels.quantized_reference import MOST_FLOAT8, MOST_INT8
 from workers.kernels.quantized_weight import QuantizedWeight
 from workers.kernels.rounding import round_weight
@@ -55,7 +55,10 @@ def linear_figures() -> Iterator[Figure]:
             for x, in_bfloat16 in zip(rows, dense_seconds, strict=True):
                 case = f"{what}, {len(x)} rows, {form_name}"
                 yield _own_figure(case, linears, x, whole, form.most_difference, in_bfloat16, device)
-                yield from _library_figures(case, linears, x)
+                try:
+                    yield from _library_figures(case, linears, x)
+                except RuntimeError as error:  # other products go on
+                    yield Figure(f"{case}, by cuBLAS", f"failed: {one_line(str(error))}")
     yield from _norm_figures()
 
 

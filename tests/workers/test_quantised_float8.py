@@ -6,12 +6,15 @@ from __future__ import annotations
 
 import dataclasses
 import pathlib
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
+from cluster.cli.check import check_model
+from cluster.config import EngineConfig
 from tests.checkpoints import checkpoint, on_one_thread, reference_model
 from tests.quantised_checkpoints import fp8, fp8_config, of_layers, quantised_pair
 from tests.workers.kernels.test_triton_launches import Launches
@@ -160,6 +163,18 @@ def test_weights_of_8_bits_are_rounded_from_the_dense_ones(tmp_path: pathlib.Pat
         platform = KeepsFloat8()
         load_model(quantised, load_model_config(quantised), "float32", platform, weights=weights)
         assert all(linear.quantized is None for linear in platform.linears)
+
+
+def test_check_says_that_float8_is_kept(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    quantised, _ = quantised_pair(checkpoint("llama"), tmp_path, of_layers(fp8(None)), fp8_config(None))
+    config = load_model_config(quantised)
+    monkeypatch.setattr("workers.platforms.choose_platform", lambda *options: CudaPlatform(DEVICE))
+    trial = SimpleNamespace(seconds=0.1, kernels="", advice=None)
+    monkeypatch.setattr("cluster.cli.check._try_step", lambda *options: trial)
+    report = check_model(EngineConfig(model=str(quantised), dtype="float32"))
+    assert report.quantized is not None
+    assert "21 matrices of 8-bit floats with one scale; kept in 8-bit floats, " in report.quantized
+    assert report.weight_bytes == check_tensors(quantised, config).num_bytes("float32", True, keeps_float8=True)
 
 
 def float8_format(activations: dict[str, Any] | None) -> WeightFormat:

@@ -76,7 +76,8 @@ class TritonQuantizedLinear:
 
     def forward(self, x: torch.Tensor, step: AttentionMetadata | None = None) -> torch.Tensor:
         rows = round_rows(x.reshape(-1, self.in_features), self.rounding, self._order)
-        return self.multiply(rows).view(*x.shape[:-1], -1)
+        y = self.multiply(rows)
+        return y.view(*x.shape[:-1], y.shape[-1])
 
     def multiply(self, rows: RoundedRows) -> torch.Tensor:
         """Returns the outputs [num_rows, width] of rows that were rounded by `rounding`."""
