@@ -157,7 +157,7 @@ def test_a_platform_that_takes_float8_gets_it(tmp_path: pathlib.Path) -> None:
     assert tally.num_bytes("float32", True) - tally.num_bytes("float32", True, keeps_float8=True) == saved
 
 
-def test_weights_of_8_bits_are_rounded_from_the_dense_ones(tmp_path: pathlib.Path) -> None:
+def test_int8_weights_are_rounded_from_dense_ones(tmp_path: pathlib.Path) -> None:
     quantised, _ = quantised_pair(checkpoint("llama"), tmp_path, of_layers(fp8(None)), fp8_config(None))
     for weights in ("int8", "dense"):
         platform = KeepsFloat8()
@@ -186,7 +186,7 @@ def float8_format(activations: dict[str, Any] | None) -> WeightFormat:
     return format_
 
 
-def test_activations_are_rounded_only_where_the_checkpoint_is_for_it() -> None:
+def test_only_checkpoints_made_for_it_round_activations() -> None:
     assert float8_format({"num_bits": 8, "type": "float", "dynamic": True}).has_float8_activations
     assert not float8_format({"num_bits": 8, "type": "int", "dynamic": True}).has_float8_activations
     assert not float8_format(None).has_float8_activations
