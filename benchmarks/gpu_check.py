@@ -36,6 +36,8 @@ TESTS = {
     "kernels": "tests/workers/kernels/test_triton_kernels.py",
     "sampler": "tests/workers/kernels/test_triton_sampler.py",
     "quantised": "tests/workers/kernels/test_triton_quantized_linear.py",
+    "float8": "tests/workers/kernels/test_float8_linear.py",
+    "rounding": "tests/workers/kernels/test_rounded_rows.py",
     "engine": "tests/workers/test_cuda_platform.py",
 }
 MEASURED = (
@@ -45,7 +47,7 @@ MEASURED = (
 PARTS = (*TESTS, *MEASURED)
 STEPS = {
     1: ("smoke", "device", "engine"),
-    2: ("kernels", "sampler", "quantised"),
+    2: ("kernels", "sampler", "quantised", "float8", "rounding"),
     3: ("attention", "linears", "profile"),
     4: ("llama-3.1-8b",),
     5: ("sanitizer", "qwen2.5-0.5b", "speculation"),
@@ -54,7 +56,7 @@ STEPS = {
 STEP_SECONDS = 570.0
 PART_SECONDS = 540.0
 """The longest that a part may take."""
-PARALLEL = {"kernels": 8, "sampler": 4, "quantised": 4}
+PARALLEL = {"kernels": 8, "sampler": 4, "quantised": 4, "float8": 4}
 """Processes of the tests that compile many kernels, if pytest-xdist is there."""
 SHOWN_FAILURES = 8
 

@@ -257,9 +257,10 @@ def check_model(engine: EngineConfig) -> CheckReport:
     for each in (model, _draft_config(engine)):
         check_kv_cache(engine, platform.name, each)
     keeps_integers = platform.keeps_integers and engine.weights != "dense"
+    keeps_float8 = platform.keeps_float8 and engine.weights == "auto"
     own_bytes = weight_bytes(folder, dtype, model, engine.weights)
     if tally is not None and model.quantization is not None:
-        own_bytes = tally.num_bytes(dtype, keeps_integers)
+        own_bytes = tally.num_bytes(dtype, keeps_integers, keeps_float8)
     weights, free = own_bytes + _draft_bytes(engine, dtype), platform.free_memory(lambda: None)
     _check_memory(weights, 0, dtype, free)
     kv_bytes, num_blocks = plan_kv_cache(
@@ -286,7 +287,7 @@ def check_model(engine: EngineConfig) -> CheckReport:
         native=model.native,
         num_parameters=parameters,
         checkpoint_dtype=model.dtype,
-        quantized=None if tally is None else _quantized(model, engine, tally, dtype, keeps_integers),
+        quantized=None if tally is None else _quantized(model, engine, tally, dtype, keeps_integers, keeps_float8),
         unquantized=None if tally is None or tally.stored is None else tally.stored.describe_unquantized() or None,
         dtype=dtype,
         weights=describe_kept(engine.weights),
@@ -366,14 +367,16 @@ def _try_step(engine: EngineConfig, folder: pathlib.Path, dtype: str) -> TrialRe
 
 
 def _quantized(
-    model: ModelConfig, engine: EngineConfig, tally: WeightTally, dtype: str, keeps_integers: bool
+    model: ModelConfig, engine: EngineConfig, tally: WeightTally, dtype: str, keeps_integers: bool, keeps_float8: bool
 ) -> str | None:
     """Returns one line that says what is quantised how, and what it is kept as; None if nothing is."""
     if model.quantization is None or tally.stored is None:
         return None
     if not tally.stored.quantized:
         return f"{model.quantization.method}: no matrix is"
-    if not tally.kinds:
+    if keeps_float8 and tally.num_float8:
+        kept, remedy = f"in 8-bit floats, {_gib(tally.float8_bytes)}", "; activations are rounded to 8 bits"
+    elif not tally.kinds:
         kept = f"in {dtype}" if engine.weights in ("auto", "dense") else f"in {engine.weights}"
         remedy = "; `engine.weights: int8` keeps a byte each" if engine.weights == "auto" else ""
     elif keeps_integers:

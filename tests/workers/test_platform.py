@@ -68,6 +68,7 @@ class OtherPlatform:
     shares_memory = True
     kv_share = 0.4
     keeps_integers = False
+    keeps_float8 = False
     splits_mlp = False
     advice = None
     sampler = torch_sampler

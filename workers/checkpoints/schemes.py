@@ -77,6 +77,8 @@ class LinearSource(NamedTuple):
     dtype: torch.dtype
     """Dtype of the activations."""
     tensors: Tensors
+    keeps_float8: bool = False
+    """Whether E4M3 weights stay so where the checkpoint was made for activations that are rounded like them."""
 
     def bias(self) -> torch.Tensor | None:
         return self.tensors.copied(self.spec, "bias", (), self.dtype) if self.spec.has_bias else None
@@ -129,7 +131,7 @@ def read_linear(source: LinearSource) -> LinearWeight:
 def read_quantized(source: LinearSource, part: Part, format_: WeightFormat) -> QuantizedWeight | torch.Tensor:
     """Reads a whole part and returns this rank's share. Raises `ModelError` like `read_linear`."""
     shape = source.tensors.whole_shape(part.name, (part.out_features, source.spec.in_features))
-    stored = StoredPart(part.name, *shape, format_, source.dtype, source.tensors)
+    stored = StoredPart(part.name, *shape, format_, source.dtype, source.tensors, source.keeps_float8)
     weight = READERS[format_.reader](stored)
     if not source.spec.has_bias and stored.has("bias"):
         stored.no_bias()

@@ -67,12 +67,12 @@ def in_groups_of(weight: QuantizedWeight, size: int) -> QuantizedWeight:
 
 def stack(parts: Sequence[QuantizedWeight | torch.Tensor], dtype: torch.dtype) -> QuantizedWeight | torch.Tensor:
     """Returns one weight with the outputs of all parts. Parts without a common form become a plain weight in `dtype`:
-    one is not quantised, or their act-orders differ.
+    one is not quantised, or only one is of floats, or their act-orders differ.
     """
     if len(parts) == 1:
         return parts[0]
     quantized = [part for part in parts if isinstance(part, QuantizedWeight)]
-    if len(quantized) < len(parts) or not _have_one_order(quantized):
+    if len(quantized) < len(parts) or len({part.is_float8 for part in quantized}) > 1 or not _have_one_order(quantized):
         return torch.cat([_dense(part, dtype) for part in parts])
     size = math.gcd(*(part.group_size for part in quantized))
     fine = [in_groups_of(part, size) for part in quantized]

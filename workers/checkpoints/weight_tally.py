@@ -18,8 +18,12 @@ from workers.models.model_config import DTYPE_BYTES
 class WeightTally:
     num_floats: int = 0
     """Number of elements of norms, biases, unquantised linears and embeddings."""
+    num_float8: int = 0
+    """Number of elements of linears that a platform may keep in E4M3."""
+    float8_bytes: int = 0
+    """Bytes of those elements in E4M3, with scales."""
     num_integers: int = 0
-    """Number of elements of quantised linears."""
+    """Number of elements of linears of integers."""
     integer_bytes: int = 0
     """Bytes of those elements as integers, with scales and offsets."""
     other_bytes: int = 0
@@ -49,15 +53,22 @@ class WeightTally:
                 out_features, in_features = linear.weight.shape
                 self.other_bytes += kept_bytes(out_features, in_features, linear.rounded_to)
             return
+        if weight.is_float8:
+            self.num_float8 += weight.values.numel()
+            self.float8_bytes += weight.values.numel() + weight.scales.numel() * weight.scales.element_size()
+            return
         self.kinds[_kind(weight)] += 1
         self.num_integers += weight.values.numel()
         num_scales = weight.scales.numel() * (1 if weight.offsets is None else 2)
         self.integer_bytes += weight.values.numel() * weight.bits // 8 + num_scales * weight.scales.element_size()
 
-    def num_bytes(self, dtype: str, keeps_integers: bool) -> int:
+    def num_bytes(self, dtype: str, keeps_integers: bool, keeps_float8: bool = False) -> int:
         """Returns the bytes of all weights on a platform that computes in `dtype`, a key of `DTYPE_BYTES`."""
-        floats = self.num_floats if keeps_integers else self.num_floats + self.num_integers
-        return floats * DTYPE_BYTES[dtype] + self.other_bytes + (self.integer_bytes if keeps_integers else 0)
+        floats = (
+            self.num_floats + (0 if keeps_integers else self.num_integers) + (0 if keeps_float8 else self.num_float8)
+        )
+        kept = (self.integer_bytes if keeps_integers else 0) + (self.float8_bytes if keeps_float8 else 0)
+        return floats * DTYPE_BYTES[dtype] + self.other_bytes + kept
 
 
 def _kind(weight: QuantizedWeight) -> str:

@@ -37,11 +37,11 @@ class SummedLinear:
     """The sum over ranks of what their linears make of their shares of the inputs."""
 
     def __init__(self, linear: Linear, all_reduce: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        self._linear = linear
-        self._all_reduce = all_reduce
+        self.linear = linear
+        self.all_reduce = all_reduce
 
     def forward(self, x: torch.Tensor, step: AttentionMetadata | None = None) -> torch.Tensor:
-        return self._all_reduce(self._linear.forward(x, step))
+        return self.all_reduce(self.linear.forward(x, step))
 
 
 class GatheringLinear:

@@ -19,6 +19,7 @@ INPUT_GROUP = GROUPS[8]
 """Inputs whose activations share a scale where all inputs of the weight do and the checkpoint does not ask for one
 scale a row. It is the group of weights that are rounded to 8 bits, so that one group alone is no other case.
 """
+MOST_INT8, MOST_FLOAT8 = 127.0, 448.0
 LEAST_LARGEST = 1e-30
 """Activations whose group has no larger magnitude are taken for zero, so that `127 / largest` is finite."""
 _EXACT_INPUTS = 1024
@@ -40,7 +41,7 @@ class RoundedActivations(NamedTuple):
     """Activations [num_rows, in_features] as `scales * values`, the last group padded with zeros."""
 
     values: torch.Tensor
-    """Whole numbers from -127 to 127, float32 [num_rows, num_groups, group]."""
+    """Whole numbers from -127 to 127, or numbers of E4M3: float32 [num_rows, num_groups, group]."""
     scales: torch.Tensor
     """float32 [num_rows, num_groups]; NaN where a value of the group is not finite."""
 
@@ -50,9 +51,9 @@ class RoundedActivations(NamedTuple):
 
 
 def input_group(weight: QuantizedWeight) -> int:
-    """Returns the number of inputs whose products are summed as integers, with one scale of the activations."""
+    """Returns the number of inputs whose products are summed with one scale of the activations."""
     in_features = weight.values.shape[1]
-    if weight.scales.shape[1] > 1 or weight.has_int8_activations:
+    if weight.scales.shape[1] > 1 or weight.has_int8_activations or weight.is_float8:
         return weight.group_size
     return min(in_features, INPUT_GROUP)
 
@@ -67,11 +68,24 @@ def round_activations(x: torch.Tensor, group: int, one_scale: bool) -> RoundedAc
     if one_scale:
         largest = largest.amax(-1, keepdim=True).expand(-1, num_groups)
     is_rounded = largest.isfinite() & (largest >= LEAST_LARGEST)
-    inverses = torch.full_like(largest, 127.0) / largest  # torch computes `127.0 / largest` by a reciprocal
+    inverses = torch.full_like(largest, MOST_INT8) / largest  # torch computes `127.0 / largest` by a reciprocal
     values = (grouped * inverses[..., None]).round()
     values = torch.where(is_rounded[..., None], values, 0.0)
-    scales = torch.where(is_rounded, largest / 127.0, torch.where(largest.isfinite(), 0.0, torch.nan))
+    scales = torch.where(is_rounded, largest / MOST_INT8, torch.where(largest.isfinite(), 0.0, torch.nan))
     return RoundedActivations(values, scales)
+
+
+def round_to_float8(x: torch.Tensor, group: int) -> RoundedActivations:
+    """Rounds x [num_rows, in_features] to E4M3, each group by its largest magnitude; `values` are numbers of E4M3."""
+    num_rows, in_features = x.shape
+    num_groups = -(-in_features // group)
+    grouped = torch.nn.functional.pad(x.float(), (0, num_groups * group - in_features)).view(num_rows, -1, group)
+    largest = grouped.abs().amax(-1)
+    is_rounded = largest.isfinite() & (largest >= LEAST_LARGEST)
+    scaled = grouped * (torch.full_like(largest, MOST_FLOAT8) / largest)[..., None]
+    values = torch.where(is_rounded[..., None], scaled, 0.0).to(torch.float8_e4m3fn).float()
+    scales = torch.where(largest.isfinite(), 0.0, torch.nan)
+    return RoundedActivations(values, torch.where(is_rounded, largest / MOST_FLOAT8, scales))
 
 
 class TorchQuantizedLinear:

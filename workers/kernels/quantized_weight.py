@@ -1,7 +1,7 @@
-"""Integer weights in groups: the one form in which quantised checkpoints reach a platform.
+"""Weights of 8 or 4 bits in groups: the one form in which quantised checkpoints reach a platform.
 
 Readers of formats (`workers/checkpoints/`) produce it, whatever the file stores; platforms multiply by it, or multiply
-by its `dequantized` weight where they have no kernel for integers.
+by its `dequantized` weight where they have no kernel for it. Only a platform that `keeps_float8` gets one of E4M3.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ class QuantizedWeight:
     """
 
     values: torch.Tensor
-    """int8 [out_features, in_features], within the range of `bits`. It may be memory that is overwritten once the
-    linear is made.
+    """int8 [out_features, in_features], within the range of `bits`, or E4M3 (float8_e4m3fn) with 8 bits. It may be
+    memory that is overwritten once the linear is made.
     """
     scales: torch.Tensor
     """float32 [out_features, num_groups], where in_features = num_groups * group_size."""
@@ -35,6 +35,10 @@ class QuantizedWeight:
     """Whether scales and offsets are exact in float16, so that a kernel may keep each in two bytes."""
     has_int8_activations: bool = False
     """Whether the checkpoint was made for activations that are rounded to int8, with one scale for each row (W8A8)."""
+
+    @property
+    def is_float8(self) -> bool:
+        return self.values.dtype == torch.float8_e4m3fn
 
     @property
     def group_size(self) -> int:

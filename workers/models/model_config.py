@@ -53,6 +53,8 @@ class WeightFormat(msgspec.Struct, frozen=True, kw_only=True):
     """Number to add to the stored zero points."""
     has_int8_activations: bool = False
     """Whether the checkpoint was made for activations rounded to int8."""
+    has_float8_activations: bool = False
+    """Whether the checkpoint was made for activations rounded to E4M3."""
 
 
 class QuantizationRule(msgspec.Struct, frozen=True, kw_only=True):

@@ -92,6 +92,7 @@ def _compressed_format(group: dict[str, Any], name: str) -> WeightFormat:
         and activations.get("num_bits") == 8
         and activations.get("type", "int") == "int"
         and bool(activations.get("dynamic")),
+        has_float8_activations=activations.get("num_bits") == 8 and activations.get("type") == "float",
     )
 
 
@@ -117,7 +118,7 @@ def _read_fp8(raw: dict[str, Any]) -> list[QuantizationRule]:
     if kind not in ("e4m3", "float8_e4m3fn"):
         raise ModelError(f"fp8 of format {kind!r} is not served; e4m3 is")
     block = raw.get("weight_block_size")
-    format_ = WeightFormat(reader="float8", block=tuple(block) if block else None)
+    format_ = WeightFormat(reader="float8", block=tuple(block) if block else None, has_float8_activations=True)
     return [*_unconverted(raw), QuantizationRule(pattern=EVERYTHING, format=format_)]
 
 

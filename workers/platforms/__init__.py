@@ -42,6 +42,8 @@ class Platform(Protocol):
     """Maximum share of the free memory that the KV cache takes, unless it is configured."""
     keeps_integers: bool
     """Whether linears keep quantised weights as integers, and not in the activations' dtype."""
+    keeps_float8: bool
+    """Whether linears keep E4M3 weights, where the checkpoint was made for activations that are rounded like them."""
     splits_mlp: bool
     """Whether the widest activations are made for at most `max_mlp_rows` rows at a time
     (`workers/kernels/weights.py`).

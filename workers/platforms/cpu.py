@@ -42,6 +42,7 @@ class CpuPlatform:
     shares_memory = True
     kv_share = MOST_OF_FREE
     keeps_integers = True
+    keeps_float8 = False
     splits_mlp = True
 
     def __init__(self, num_threads: int | None, exact: bool = False) -> None:

@@ -1,4 +1,5 @@
-"""A CUDA GPU: torch's linears (cuBLAS); quantised linears and all other kernels in Triton (`workers/kernels/triton/`).
+"""A CUDA GPU: torch's linears (cuBLAS); quantised linears and all other kernels in Triton (`workers/kernels/triton/`),
+but for many rows of E4M3, which cuBLAS multiplies.
 
 Each weight goes to the device as it is read, so the host never holds the model. Only `free_memory` waits for the
 device.
@@ -26,6 +27,7 @@ from workers.kernels.triton import launch, layers, sampler
 from workers.kernels.triton.graphs import GraphedLayers, compile_prompts, layouts_to_capture, padded_to, record
 from workers.kernels.triton.metadata import DeviceMetadata, Layout, build_metadata
 from workers.kernels.triton.quantized_linear import TritonQuantizedLinear
+from workers.kernels.triton.rounded_layers import rounded_layers
 from workers.kernels.triton.work import WorkShape
 from workers.kernels.weights import DecoderWeights, Linear, LinearWeight
 from workers.models.model_config import ModelConfig
@@ -49,6 +51,7 @@ class CudaPlatform:
         """`device` is a CUDA GPU, or the CPU where Triton's interpreter runs the kernels."""
         launch.free_garbage(device)  # left by an earlier engine of this process
         self.device = device
+        self.keeps_float8 = launch.has_float8(device)
         self.kernel_form = f"triton {triton.__version__}"
         self.advice = None
         self._group: NcclGroup | None = None
@@ -58,9 +61,9 @@ class CudaPlatform:
         """Shape of the work of the first loaded model's attention. A draft model uses it too, at little cost."""
 
     def make_linear(self, weight: LinearWeight) -> Linear:
-        """Returns the layer of a weight. Integers of the checkpoint stay integers, and a weight with `rounded_to` (the
-        option `weights`) is rounded to integers here. Their kernel rounds its inputs to int8 in each call. Other
-        weights become a linear of torch.
+        """Returns the layer of a weight. Integers and E4M3 of the checkpoint stay so, and a weight with `rounded_to`
+        (the option `weights`) is rounded to integers here. These linears round their inputs to 8 bits in each call,
+        unless a norm before them has done it. Other weights become a linear of torch.
         """
         quantized = weight.quantized
         if weight.rounded_to is not None:
@@ -75,7 +78,7 @@ class CudaPlatform:
 
     def compile_decoder(self, weights: DecoderWeights, config: ModelConfig, run_layers: Forward) -> Forward | None:
         self._work_shape = self._work_shape or WorkShape.of(config.num_heads, config.num_kv_heads, self.device)
-        return GraphedLayers(run_layers)
+        return GraphedLayers(rounded_layers(weights, config, run_layers))
 
     def record_decodes(
         self, model: Model, kv_caches: KVCaches, limits: DecodeLimits, agree: Callable[[int], int] = int

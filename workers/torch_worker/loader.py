@@ -170,7 +170,9 @@ class _Checkpoint(Protocol):
 
 
 class _WeightPlatform(Protocol):
-    """The methods of a `Platform` that take weights."""
+    """The members of a `Platform` that concern weights."""
+
+    keeps_float8: bool
 
     def make_linear(self, weight: LinearWeight) -> Linear: ...
 
@@ -183,6 +185,8 @@ class _WeightPlatform(Protocol):
 
 class _Counting:
     """Takes weights, counts them and keeps none: for headers without data."""
+
+    keeps_float8 = True
 
     def __init__(self, tally: WeightTally) -> None:
         self._tally = tally
@@ -292,7 +296,8 @@ class _WeightReader:
         return linear
 
     def source(self, spec: LinearSpec) -> LinearSource:
-        return LinearSource(spec, self.config.quantization, self.dtype, self)
+        keeps_float8 = self.platform.keeps_float8 and self._weights == "auto"
+        return LinearSource(spec, self.config.quantization, self.dtype, self, keeps_float8)
 
     def _release(self) -> None:
         self.checkpoint.release(self._unreleased)

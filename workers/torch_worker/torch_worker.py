@@ -269,7 +269,8 @@ def _weight_bytes(folder: pathlib.Path, model: ModelConfig, dtype: str, platform
     loading.
     """
     if model.quantization is not None:
-        return check_tensors(folder, model).num_bytes(dtype, platform.keeps_integers and weights != "dense")
+        keeps = platform.keeps_integers and weights != "dense", platform.keeps_float8 and weights == "auto"
+        return check_tensors(folder, model).num_bytes(dtype, *keeps)
     try:
         return weight_bytes(folder, dtype, model, weights)
     except ModelError:

@@ -23,7 +23,7 @@ from tests.workers.kernels.triton_compile import LAUNCHED
 from tests.workers.test_cuda_platform import make_llm
 from tests.workers.triton_device import DEVICE
 from workers.kernels.protocol import KVCaches
-from workers.kernels.triton import attention, edits, launch, rope, rows, sampler
+from workers.kernels.triton import attention, edits, launch, quantized_linear, rope, rounded_rows, rows, sampler
 from workers.kernels.triton.graphs import GraphedLayers
 from workers.kernels.triton.metadata import DeviceMetadata, Layout
 from workers.step import StepInput
@@ -49,7 +49,7 @@ class Launches:
         """The memory of every tensor that a kernel was given."""
         self.calls: list[Call] = []
         """Every launch, in order."""
-        for module in (attention, edits, rope, rows, sampler):
+        for module in (attention, edits, quantized_linear, rope, rounded_rows, rows, sampler):
             for name, kernel in list(vars(module).items()):
                 if name.startswith(LAUNCHED) and hasattr(kernel, "arg_names"):
                     monkeypatch.setattr(module, name, Watched(self, name, kernel))

@@ -27,7 +27,7 @@ from structured.masks import MaskBatch, row_words
 from tests.workers.sampling.test_sampler import CASES, EOS, state_of
 from workers.kernels.quantized_weight import QuantizedWeight
 from workers.kernels.query_tokens import QueryTokens
-from workers.kernels.triton import attention, edits, launch, quantized_linear, rope, rows, sampler
+from workers.kernels.triton import attention, edits, launch, quantized_linear, rope, rounded_rows, rows, sampler
 from workers.kernels.triton.metadata import build_metadata
 from workers.models.model_config import HeadShape
 from workers.sampling_params import SamplingParams
@@ -44,10 +44,11 @@ POINTERS = {
     torch.int64: "*i64",
     torch.uint8: "*u8",
     torch.int8: "*i8",
+    torch.float8_e4m3fn: "*fp8e4nv",
 }
 LAUNCHED = (
     "_attend", "_merge", "_rope_and", "_rms", "_silu", "_find_", "_choose", "_count", "_compute", "_edit_rows",
-    "_replace", "_add", "_round_rows", "_multiply",
+    "_replace", "_add", "_round_rows", "_round_normed", "_multiply",
 )  # fmt: skip
 """Beginnings of the names of kernels that the host launches; the others are called by these."""
 OPTIONS = ("num_warps", "num_stages", "enable_fp_fusion")
@@ -69,6 +70,7 @@ AT_A_TIME = {
     "_find_thresholds": lambda c: c["CHUNK"],
     "_edit_rows": lambda c: c["CHUNK"],
     "_rms_norm": lambda c: c["COLUMNS"],
+    "_round_normed": lambda c: c["COLUMNS"],
     "_silu_and_mul": lambda c: 2 * c["COLUMNS"],
 }
 """Elements of its first argument's dtype that a program asks for at a time: of attention a tile of keys and values."""
@@ -129,7 +131,14 @@ class Compiled:
         print(f"| {' | '.join(cells)} |", flush=True)
 
 
-WIDE_LOADS = {"_find_best": 16, "_find_thresholds": 8, "_edit_rows": 16, "_rms_norm": 16, "_silu_and_mul": 16}
+WIDE_LOADS = {
+    "_find_best": 16,
+    "_find_thresholds": 8,
+    "_edit_rows": 16,
+    "_rms_norm": 16,
+    "_round_normed": 16,
+    "_silu_and_mul": 16,
+}
 """Kernels that wait for memory, and the bytes that a thread of theirs reads at a time. The search of thresholds has so
 many threads in a program that each looks at 4 logits.
 """
@@ -144,7 +153,10 @@ def check_instructions(
             f"{form} reads no more than {widest_load(ptx)} bytes a thread at a time"
         )
     if name == "_multiply":
-        assert re.search(r"(mma|wgmma)\S*\.s32\.s8", ptx), f"{form} does not multiply int8 on tensor cores"
+        product = r"(mma|wgmma)\S*\.s32\.s8"
+        if signature["weights"] == POINTERS[torch.float8_e4m3fn]:  # widened to float16, exactly, for few rows
+            product = r"wgmma\S*\.e4m3\.e4m3" if constants["ROWS"] >= 64 else r"mma\S*\.f32\.f16\.f16\.f32"
+        assert re.search(product, ptx), f"{form} does not multiply on tensor cores"
     if name in ("_attend", "_attend_prefix"):
         assert re.search(r"cp\.async\.c[ag]\.shared\.global .*, 0x10", ptx), f"{form} copies less than 16 bytes"
         is_large = constants["TILE_ROWS"] >= 64 and signature["qkv"] != POINTERS[torch.float32]
@@ -182,7 +194,7 @@ def num_resident(capability: int, registers: int, shared: int, warps: int) -> in
 
 def stand_in() -> None:
     """Puts `Compiled` in the place of every kernel that the host launches."""
-    for module in (attention, edits, quantized_linear, rope, rows, sampler):
+    for module in (attention, edits, quantized_linear, rope, rounded_rows, rows, sampler):
         for name, value in list(vars(module).items()):
             is_own = isinstance(value, triton.runtime.jit.JITFunction) and value.__module__ == module.__name__
             if is_own and name.startswith(LAUNCHED):
@@ -220,9 +232,36 @@ def multiply(bits: int, group: int, num_rows: int, dtype: torch.dtype, gated: bo
         has_half_scales=bits == 4,
         has_int8_activations=group == in_features,
     )
-    quantized_linear.TritonQuantizedLinear(weight, None, CPU, gated).forward(
-        torch.zeros(num_rows, in_features, dtype=dtype)
+    multiply_and_round(weight, num_rows, dtype, gated)
+
+
+def multiply_float8(block: int | None, num_rows: int, dtype: torch.dtype, gated: bool = False) -> None:
+    """A linear of 4,096 inputs, with a scale for each output or for each block."""
+    out_features, in_features = 4096, 4096
+    values = torch.zeros(out_features, in_features, dtype=torch.float8_e4m3fn)
+    weight = QuantizedWeight(values, torch.zeros(out_features, in_features // (block or in_features)))
+    multiply_and_round(weight, num_rows, dtype, gated)
+
+
+def multiply_and_round(weight: QuantizedWeight, num_rows: int, dtype: torch.dtype, gated: bool) -> None:
+    """Rounds rows in each pass, multiplies them, and rounds the results of a gate."""
+    linear = quantized_linear.TritonQuantizedLinear(weight, None, CPU, gated)
+    x, norm = (
+        torch.zeros(num_rows, weight.values.shape[1], dtype=dtype),
+        torch.zeros(weight.values.shape[1], dtype=dtype),
     )
+    linear.multiply_by_triton(rounded_rows.round_rows(x, linear.rounding))
+    rounded_rows.round_normed(x, None, norm, 1e-5, linear.rounding)
+    rounded_rows.round_normed(x, x.clone(), norm, 1e-5, linear.rounding)
+    if gated:
+        rounded_rows.round_rows(torch.zeros(num_rows, 28_672, dtype=dtype), down_rounding(linear), is_gated=True)
+
+
+def down_rounding(linear: quantized_linear.TritonQuantizedLinear) -> rounded_rows.RowRounding:
+    """The rounding of 14,336 inputs in the groups of a linear, or in one."""
+    rounding, in_features = linear.rounding, 14_336
+    group = in_features if rounding.num_groups == 1 else rounding.group
+    return rounding._replace(in_features=in_features, group=group)
 
 
 def draw(names: list[str], dtype: torch.dtype) -> None:
@@ -255,6 +294,8 @@ def main() -> None:
         for num_rows in (1, 40, 2048):
             for bits, group in ((8, 128), (8, 4096), (4, 32), (4, 128)):
                 multiply(bits, group, num_rows, dtype, gated=num_rows > 1)
+            for block in (None, 128):
+                multiply_float8(block, num_rows, dtype, gated=num_rows > 1)
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
         for names in (["greedy"], ["temperature", "top_p"], ["logit_bias", "top_k_top_p_min_p"], ["everything"]):
             draw(names, dtype)

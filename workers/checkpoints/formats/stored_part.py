@@ -47,6 +47,8 @@ class StoredPart(NamedTuple):
     dtype: torch.dtype
     """Dtype of the activations, which weights other than integers get."""
     tensors: StoredTensors
+    keeps_float8: bool = False
+    """Whether the platform multiplies by E4M3 weights as they are."""
 
     def has(self, suffix: str) -> bool:
         return f"{self.name}.{suffix}" in self.tensors

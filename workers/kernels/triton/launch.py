@@ -28,6 +28,7 @@ _INTERPRETED_PROCESSORS = 4
 programs one by one.
 """
 _INTERPRETED_SHARED_BYTES = 227 << 10
+_INTERPRETED_CAPABILITY = (9, 0)
 
 
 @functools.cache
@@ -55,9 +56,20 @@ def needs_wide_dot(dtype: torch.dtype) -> bool:
     return INTERPRETED and dtype == torch.bfloat16
 
 
+@functools.cache
+def capability(device: torch.device) -> tuple[int, int]:
+    """Returns the compute capability of the device; an H100 has 9.0."""
+    return torch.cuda.get_device_capability(device) if device.type == "cuda" else _INTERPRETED_CAPABILITY
+
+
 def has_bfloat16(device: torch.device) -> bool:
     """Returns whether the device multiplies bfloat16 matrices."""
-    return device.type != "cuda" or torch.cuda.get_device_capability(device) >= (8, 0)
+    return capability(device) >= (8, 0)
+
+
+def has_float8(device: torch.device) -> bool:
+    """Returns whether the device multiplies E4M3 matrices."""
+    return capability(device) >= (8, 9)
 
 
 def aligned_places(sizes: dict[str, int]) -> tuple[dict[str, slice], int]:
