@@ -31,6 +31,10 @@ export RAY_USAGE_STATS_ENABLED := 0
 .PHONY: serve test lint bench gpu-check prove fuzz soak check clean install package constraints
 .DEFAULT_GOAL := serve
 
+# Tests start hundreds of processes. Where this is set, as in many containers, each would compile all its sources anew,
+# and each of pytest's processes all tests.
+test prove: export PYTHONDONTWRITEBYTECODE :=
+
 # What these two print is to be pasted, so they are told how they were called.
 serve check: export MANTA_UNDER_MAKE := 1
 

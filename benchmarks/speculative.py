@@ -31,6 +31,10 @@ PARTS = ("demo", "h", "json", "coupling")
 ROWS = (1, 4, 16, 32)
 DEMO = pathlib.Path(__file__).resolve().parents[1] / "configs" / "demo"
 DEMO_TASKS = ("order", "contact", "sorting", "question")
+DEMO_REQUESTS = 16
+"""Fewest requests of one turn of the demo model."""
+COUPLING_REQUESTS = 256
+"""Requests whose positions the acceptance rates of `coupling` are taken from."""
 PERIOD, REPEATS, OUTPUT = 32, 8, 256
 SHOWN_PLACES = 8
 
@@ -118,7 +122,7 @@ def _demo_requests(llm: LLM, temperature: float) -> Callable[[int, int], Request
     def make(count: int, turn: int) -> Requests:
         samples = [
             held_out(DEMO_TASKS[index % len(DEMO_TASKS)], 1, seed=1000 * turn + index)[0]
-            for index in range(max(4 * count, 16))
+            for index in range(max(4 * count, DEMO_REQUESTS))
         ]
         prompts = [llm.tokenizer.apply_chat_template(list(each.messages), tools=each.tools) for each in samples]
         return prompts, [SamplingParams(temperature=temperature, seed=i, max_tokens=160) for i in range(len(prompts))]
@@ -209,7 +213,7 @@ def _coupling(table: Table) -> None:
     from workers.sampling.noise import gumbel_noise, noise_keys
 
     llm = LLM("demo", kv_cache_bytes=2**28)
-    prompts, params = _demo_requests(llm, 1.0)(64, 0)
+    prompts, params = _demo_requests(llm, 1.0)(COUPLING_REQUESTS // 4, 0)
     outputs = llm.generate(prompts, params, use_tqdm=False)
     models = [
         AutoModelForCausalLM.from_pretrained(DEMO / name, dtype=torch.float32).eval() for name in ("target", "draft")

@@ -1,4 +1,4 @@
-"""A live server and a Ray that the tests of several files share, and who ends them.
+"""A live server and a Ray that the tests of several files share, who ends them, and in which order files run.
 
 Both take many seconds to start. A file shares one by naming the function or the fixture that starts it. The files that
 share one run one after the other, under xdist in the same worker, and it ends after the last of them. That saves starts
@@ -19,6 +19,16 @@ T = TypeVar("T")
 
 NAMED = {"server": re.compile(r"\bshared_server\("), "ray": re.compile(r"\b(local_ray|make_pool)\b")}
 """Maps a shared thing to a pattern: the text of each test file that shares it matches."""
+
+LONGEST = (
+    "server", "test_resume", "ray", "test_triton_launches", "test_ray_executor", "test_serve_command",
+    "test_interrupted_start", "test_bench", "test_closed_doors", "test_jax_hosts", "test_jax_attention", "test_docs",
+    "test_tensor_parallel", "test_two_applications", "test_device_seam", "test_deadlines", "test_check",
+    "test_start_deaths",
+)  # fmt: skip
+"""The files that take longer than half a minute, and names of `NAMED`, longest first. They start first, because one
+that started last would keep one process busy while the others have nothing left to do.
+"""
 
 _running: dict[str, tuple[Any, Callable[[], None]]] = {}
 """Maps a name to what runs under it and to the function that ends it."""
@@ -47,9 +57,14 @@ def shared_by(path: pathlib.Path) -> str | None:
 
 
 def put_together(items: list[pytest.Item]) -> None:
-    """Orders tests so that files that share something follow the first of them."""
-    first: dict[str, int] = {}
-    places = [first.setdefault(shared_by(item.path) or str(item.path), place) for place, item in enumerate(items)]
+    """Orders tests so that the longest files come first, and files that share something follow the first of them."""
+    ranks = {name: rank for rank, name in enumerate(LONGEST)}
+    first: dict[str, tuple[int, int]] = {}
+    places = []
+    for place, item in enumerate(items):
+        name = shared_by(item.path)
+        rank = ranks.get(name or item.path.stem, len(ranks))
+        places.append(first.setdefault(name or str(item.path), (rank, place)))
     items[:] = [item for _, item in sorted(zip(places, items, strict=True), key=lambda each: each[0])]
 
 

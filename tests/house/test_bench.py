@@ -149,7 +149,7 @@ def test_each_part_of_what_constraints_cost_runs(
 
 
 def test_each_part_of_what_drafts_save_runs(capsys: pytest.CaptureFixture[str], monkeypatch: Any) -> None:
-    for name, value in {"OUTPUT": 8, "REPEATS": 2}.items():
+    for name, value in {"OUTPUT": 8, "REPEATS": 2, "DEMO_REQUESTS": 4, "COUPLING_REQUESTS": 4}.items():
         monkeypatch.setattr(speculative, name, value)
     model = str(checkpoint("llama"))
     assert speculative.main(["--rows", "1", "--pairs", "1", "--model", model]) == 0

@@ -1,4 +1,6 @@
-"""Files that share a server or a Ray run one after the other, and the last of them ends it."""
+"""The longest files run first. Files that share a server or a Ray run one after the other, and the last of them ends
+it.
+"""
 
 from __future__ import annotations
 
@@ -23,8 +25,19 @@ def items(*names: str) -> list[Any]:
 def test_files_that_share_follow_the_first_one() -> None:
     found = items("faults", "kernels", "serve", "grammar_pool", "linear", "status")
     sharing.put_together(found)
-    expected = items("faults", "grammar_pool", "kernels", "serve", "status", "linear")
+    expected = items("serve", "status", "faults", "grammar_pool", "kernels", "linear")
     assert [(each.path, each.number) for each in found] == [(each.path, each.number) for each in expected]
+
+
+def test_the_longest_files_start_first() -> None:
+    found = items("linear", "docs", "resume", "kernels")
+    sharing.put_together(found)
+    assert [each.path.stem for each in found[::2]] == ["test_resume", "test_docs", "test_linear", "test_kernels"]
+
+
+@pytest.mark.parametrize("name", sharing.LONGEST)
+def test_each_long_file_exists_and_shares_nothing(name: str) -> None:
+    assert name in sharing.NAMED or [sharing.shared_by(path) for path in TESTS.rglob(f"{name}.py")] == [None]
 
 
 def test_a_shared_resource_ends_with_its_last_file(monkeypatch: pytest.MonkeyPatch) -> None:

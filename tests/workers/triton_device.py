@@ -11,10 +11,14 @@ import torch
 pytest.importorskip("triton", reason="triton is not installed: pip install triton")
 
 from tests.conftest import PROVE
+from tests.workers import triton_interpreter
 from workers.kernels.triton.launch import INTERPRETED
 
 if not INTERPRETED and not torch.cuda.is_available():
     pytest.skip("Triton's kernels need a CUDA GPU, or TRITON_INTERPRET=1", allow_module_level=True)
+
+if INTERPRETED:
+    triton_interpreter.accelerate()
 
 DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
 THOROUGH = PROVE or DEVICE.type == "cuda"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 
 import jax
@@ -15,7 +14,7 @@ from workers.jax_worker.attention import AttentionForm, page_dtype, page_head_di
 from workers.jax_worker.batch import BatchShape, pack, padded, size_for, sizes_up_to
 from workers.jax_worker.mesh import AXIS, is_tpu, on_first_device, place, replicated
 from workers.jax_worker.parameters import Parameters, num_kv_heads
-from workers.jax_worker.programs import NUM_COPIES, Compiler, ModelPrograms
+from workers.jax_worker.programs import NUM_COPIES, Compiler, ModelPrograms, jitted
 from workers.models.model_config import ModelConfig
 
 
@@ -141,5 +140,5 @@ def _zero_pages(
     heads = 2 * num_kv_heads(config, mesh.size)
     shape = (num_blocks, block_size, heads, page_head_dim(config.head_dim, form.uses_kernel))
     sharding = NamedSharding(mesh, PartitionSpec(None, None, AXIS, None))
-    zeros = functools.partial(jnp.zeros, shape, page_dtype(dtype, form.uses_kernel))
-    return jax.jit(zeros, out_shardings=sharding)
+    zeros: jax.stages.Wrapped = jitted(jnp.zeros, shape, page_dtype(dtype, form.uses_kernel), out_shardings=sharding)
+    return zeros

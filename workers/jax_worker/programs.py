@@ -30,6 +30,9 @@ from workers.models.model_config import ModelConfig
 NUM_COPIES = 64
 """Block copies of one call of `copy_blocks`."""
 
+KEPT_FUNCTIONS = 128
+"""Jitted functions that a process keeps. A worker has about 20, and with a draft model 30."""
+
 Program = Callable[..., Any]
 
 
@@ -71,6 +74,17 @@ class Compiler:
         self._lowered.clear()
 
 
+@functools.lru_cache(KEPT_FUNCTIONS)
+def jitted(function: Callable[..., Any], *first: Any, **options: Any) -> Any:
+    """Returns `function` jitted, with its first arguments bound; `options` are those of `jax.jit`.
+
+    JAX keeps what it has traced, lowered and compiled with a jitted function. So the next worker of the same sizes in
+    this process has its programs at once. From the disk alone it would first trace and lower them again, which takes a
+    second for a tiny model.
+    """
+    return jax.jit(functools.partial(function, *first) if first else function, **options)
+
+
 class ModelPrograms:
     """The programs of one model, over the mesh."""
 
@@ -103,20 +117,17 @@ class ModelPrograms:
         `hidden` are donated.
         """
         for shape in shapes:
-            body = jax.jit(
-                functools.partial(forward, config, form, shape),
-                donate_argnums=(1, 2),
-                out_shardings=([each.sharding for each in pages], whole),
-            )
+            shardings = (pages[0].sharding, whole)
+            body = jitted(forward, config, form, shape, donate_argnums=(1, 2), out_shardings=shardings)
             packed = array((sum(shape.sizes),), jnp.int32)
             compiler.add(self.forward, shape.num_tokens, body, models, held, hidden, drawn, packed)
         self.logits: dict[int, Program] = {}
         """Programs by number of points: (head, hidden, rows) -> (logits, model's status)."""
-        body = jax.jit(functools.partial(_logits_and_status, config.vocab_size, vocab_size), out_shardings=whole)
+        body = jitted(_logits_and_status, config.vocab_size, vocab_size, out_shardings=whole)
         for size in point_sizes:
             compiler.add(self.logits, size, body, models.head, hidden, array((size,), jnp.int32))
         self.copy_blocks: dict[int, Program] = {}
-        body = jax.jit(copy_blocks, donate_argnums=0, out_shardings=[each.sharding for each in pages])
+        body = jitted(copy_blocks, donate_argnums=0, out_shardings=pages[0].sharding)
         compiler.add(self.copy_blocks, NUM_COPIES, body, held, array((2, NUM_COPIES), jnp.int32))
 
 
@@ -143,9 +154,8 @@ class SamplerPrograms:
         """Programs (logits, model's status, table, masks) -> (tokens, status)."""
         self.logprobs: dict[int, Program] = {}
         """Programs (logits, tokens of `draw`) -> log-probabilities."""
-        edit, replace = jax.jit(sampler.edit), jax.jit(sampler.replace_row)
-        draw = jax.jit(functools.partial(sampler.draw, point_sizes[-1]))
-        logprobs = jax.jit(functools.partial(sampler.logprobs, num_top))
+        edit, replace = jitted(sampler.edit), jitted(sampler.replace_row)
+        draw, logprobs = jitted(sampler.draw, point_sizes[-1]), jitted(sampler.logprobs, num_top)
         edits = array((sampler.NUM_EDIT_ROWS, sampler.NUM_EDITS), jnp.int32)
         for size in point_sizes:
             logits, points = array((size, vocab_size), jnp.float32), array((size,), jnp.int32)

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import jax
+import msgspec
 import pytest
 
 from cluster.llm import LLM, ConstraintSpec, LogitsProcessorSpec, SamplingParams
@@ -18,6 +19,7 @@ from tests.conftest import PROVE
 from tests.engine_parts import worker_of
 from workers.jax_worker.batch import size_for, sizes_up_to
 from workers.jax_worker.jax_worker import JaxWorker
+from workers.jax_worker.programs import jitted
 from workers.model_options import ModelOptions
 from workers.step import StepInput
 
@@ -27,7 +29,8 @@ NUM_STEPS = 10_000 if PROVE else 100
 
 @pytest.fixture
 def compilations() -> Iterator[list[str]]:
-    """The names of JAX's events of compilation, as they happen."""
+    """The names of JAX's events of compilation, as they happen. Nothing is kept of workers of earlier tests."""
+    jitted.cache_clear()
     events: list[str] = []
 
     def note(event: str, duration: float, **details: Any) -> None:
@@ -96,6 +99,20 @@ def test_nothing_compiles_after_the_start(compilations: list[str], speculative: 
         llm.generate([prompt for prompt, _ in requests], [each for _, each in requests])
     assert not compilations
     assert len({size_for(count, sizes_up_to(64)) for count in steps if count}) == len(sizes_up_to(64))
+
+
+def test_a_second_equal_worker_compiles_nothing(compilations: list[str]) -> None:
+    options = ModelOptions(
+        model=str(checkpoint("llama")), device="tpu", dtype="float32", max_num_sequences=8, max_num_batched_tokens=16,
+        kv_cache_bytes=1 << 20,
+    )  # fmt: skip
+    JaxWorker(options)
+    assert compilations
+    compilations.clear()
+    JaxWorker(options)
+    assert not compilations
+    JaxWorker(msgspec.structs.replace(options, max_num_sequences=16))
+    assert compilations
 
 
 def test_the_cache_is_updated_in_place() -> None:
