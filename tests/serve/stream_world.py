@@ -21,7 +21,7 @@ from cluster.http.exchange.identity import new_stream_id
 from cluster.http.exchange.metrics import Metrics, RequestMetrics, Unmeasured
 from cluster.http.exchange.recordings import Opening, Recording
 from cluster.serve.streams.keeper import Keeper
-from cluster.serve.streams.keeping import FromKeeper, ToKeeper
+from cluster.serve.streams.keeping import FromKeeper, ToKeeper, stream_format
 from cluster.serve.streams.prompt_run import PromptRun
 from cluster.serve.streams.streams import RecordedStreams
 from cluster.serve.streams.token_channel import Address, RequestResult
@@ -66,11 +66,11 @@ class _Pipe:
 class Link:
     """The connection of an ingress and a keeper, as the ingress holds it."""
 
-    peer_host = "another machine"
     is_away = False
 
     def __init__(self, ingress: Ingress, keeping: KeeperProcess) -> None:
-        self.replica = keeping.name
+        self.replica, self.node = keeping.name, keeping.node
+        self.stream_format = keeping.stream_format
         self.ingress, self.keeping = ingress, keeping
         self.num_sent: collections.Counter[type] = collections.Counter()
         """Messages to the keeper by type."""
@@ -100,10 +100,11 @@ class Link:
 class KeeperProcess:
     """A keeper, and the ingresses that are connected to it."""
 
-    def __init__(self, name: str) -> None:
-        self.name = name
+    def __init__(self, name: str, node: str = "a keeper's node") -> None:
+        self.name, self.node = name, node
+        self.stream_format = stream_format()
         self.links: dict[Address, Link] = {}
-        self.keeper = Keeper(self._send, lambda: list(self.links))
+        self.keeper = Keeper(self._send)
 
     def _send(self, address: Address, message: FromKeeper) -> None:
         if (link := self.links.get(address)) is not None:
@@ -113,7 +114,7 @@ class KeeperProcess:
 class Ingress:
     """The streams of one ingress, and what makes their tokens: it implements `Caller`."""
 
-    def __init__(self, world: World, number: int, limits: StreamLimits) -> None:
+    def __init__(self, world: World, number: int, limits: StreamLimits, node: str) -> None:
         self.address = Address("127.0.0.1", 1000 + number, "secret")
         self.tokenizer = world.tokenizer
         self.metrics = Metrics("model")
@@ -122,7 +123,7 @@ class Ingress:
         self.num_generated = 0
         self.replicas_running: frozenset[str] = frozenset()
         self._world = world
-        self.streams = RecordedStreams(self, limits, "this machine")
+        self.streams = RecordedStreams(self, limits, node)
 
     def owns(self, stream_id: str) -> bool:
         return stream_id in self.streams._own
@@ -188,9 +189,9 @@ class World:
         for _ in range(num_ingresses):
             self.add()
 
-    def add(self, *keepers: KeeperProcess) -> Ingress:
+    def add(self, *keepers: KeeperProcess, node: str = "an ingress's node") -> Ingress:
         """Adds an ingress that is connected to these keepers, or to all."""
-        ingress = Ingress(self, self._num_added, self._limits)
+        ingress = Ingress(self, self._num_added, self._limits, node)
         self._num_added += 1
         self.ingresses.append(ingress)
         for keeping in keepers or self.keepers:

@@ -64,7 +64,7 @@ class Ends:
         self.outputs: list[SequenceOutput] = []
         self.lost: list[Address] = []
         self.receiver = OutputReceiver("127.0.0.1", self._on_outputs, lambda _: None)
-        self.sender = OutputSender("engine", self._on_control, self.lost.append)
+        self.sender = OutputSender("engine", "node", self._on_control, self.lost.append)
 
     def _on_outputs(self, outputs: list[SequenceOutput], _: Connection) -> None:
         self.outputs += outputs

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
+import msgspec
 import pytest
 
 from cluster.config import StreamLimits
@@ -11,7 +12,7 @@ from cluster.errors import QueueFull, Unavailable
 from cluster.http.exchange.recording import MIN_UNREAD_S
 from cluster.http.exchange.recordings import OVERHEAD_BYTES
 from cluster.serve.streams import copies, following, keeper, streams
-from cluster.serve.streams.keeping import Ask, FromKeeper, Keep, Look, Notice, Write
+from cluster.serve.streams.keeping import Ask, FromKeeper, Keep, Look, Notice, Write, format_of
 from cluster.serve.streams.token_channel import Address
 from tests.async_tests import async_test
 from tests.patience import until
@@ -207,12 +208,100 @@ def test_an_owner_hears_of_readers_elsewhere(monkeypatch: pytest.MonkeyPatch) ->
         if address == owner and isinstance(message, Notice):
             told.append(now)
 
-    kept = keeper.Keeper(send, lambda: [owner, reader])
+    kept = keeper.Keeper(send)
     kept.receive(owner, Keep(1, [Write("strm", 0, 0, [b"entry"])]))
     while now < 103.0:
         kept.receive(reader, Ask(2, "strm", "read"))
         now += following.POLL_S
     assert max(later - earlier for earlier, later in zip(told, [*told[1:], now], strict=True)) <= MIN_UNREAD_S / 2
+
+
+@async_test
+async def test_a_stream_outlives_a_node_after_another() -> None:
+    """Its owner begins beside the only keeper, so the copy must move to the node that comes. Then the first node dies
+    with both.
+    """
+    world = World(0, 2)
+    world.keepers[0].node, world.keepers[1].node = "one", "two"
+    first = world.add(world.keepers[0], node="one")
+    recording = first.streams.begin(opening(NUM_TOKENS))
+    stream_id = recording.opening.stream_id
+    world.run_engines(5)
+    await until(lambda: recording.num_safe == 5)
+    here, there = world.keepers
+    assert stream_id in here.keeper._streams
+    world.connect(first, there)
+    await until(lambda: stream_id in there.keeper._streams and stream_id not in here.keeper._streams)
+    second = world.add(node="two")
+    world.kill_keeper(here)
+    world.kill_ingress(first)
+    world.run_engines()
+    assert await read_elsewhere(second, stream_id) == tokens_of(3, NUM_TOKENS)
+    assert second.num_generated == NUM_TOKENS - 5
+    world.close()
+
+
+@async_test
+async def test_a_copy_returns_to_the_other_node(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The other node's keeper does not answer for a while, and streams do not wait for it twice."""
+    monkeypatch.setattr(copies, "AVOID_S", 0.2)
+    world = World(0, 2)
+    world.keepers[0].node, world.keepers[1].node = "one", "two"
+    here, there = world.keepers
+    ingress = world.add(node="one")
+    found = ingress.streams.copies
+    assert found.keeper is world.link(ingress, there)
+    recording = ingress.streams.begin(opening(NUM_TOKENS))
+    stream_id = recording.opening.stream_id
+    world.link(ingress, there).hold()
+    world.run_engines(5)
+    await until(lambda: recording.num_safe == 5)
+    assert found.keeper is world.link(ingress, here)
+    num_writes = world.link(ingress, there).num_sent[Keep]
+    await asyncio.sleep(3 * 0.2)
+    assert world.link(ingress, there).num_sent[Keep] == num_writes
+    world.link(ingress, there).hold(False)
+    await until(lambda: found.keeper is world.link(ingress, there))
+    await until(lambda: stream_id in there.keeper._streams and stream_id not in here.keeper._streams)
+    world.close()
+
+
+@async_test
+async def test_a_keeper_of_another_version_counts_as_dead(caplog: pytest.LogCaptureFixture) -> None:
+    """An older engine and an older ingress are left among themselves; the streams of new ones go on at new ones."""
+    world = World(0, 2)
+    old, new = world.keepers
+    old.name, old.stream_format = "an old engine", "older"
+    first = world.add(old)
+    assert "an old engine is of another version" in caplog.text
+    assert not sum(world.link(first, old).num_sent.values())
+    with pytest.raises(Unavailable, match="is of another version than this ingress"):
+        first.streams.begin(opening(NUM_TOKENS))
+    world.connect(first, new)
+    second = world.add()
+    recording = first.streams.begin(opening(NUM_TOKENS))
+    world.run_engines(5)
+    await until(lambda: recording.num_safe == 5)
+    assert [world.link(each, old).num_sent.total() for each in world.ingresses] == [0, 0]
+    with pytest.raises(Unavailable, match="not every engine says"):
+        await second.streams.find("strm_of_an_old_one", OWNER)
+    world.kill_ingress(first)
+    world.run_engines()
+    assert await read_elsewhere(second, recording.opening.stream_id) == tokens_of(3, NUM_TOKENS)
+    world.kill_keeper(old)
+    assert await second.streams.find("strm_of_an_old_one", OWNER) is None
+    world.close()
+
+
+def test_a_changed_field_is_another_format() -> None:
+    fields = [("stream_id", str), ("epoch", int)]
+    same, longer, typed = (
+        msgspec.defstruct("Message", each, array_like=True, tag="message")
+        for each in (fields, [*fields, ("more", int, 0)], [fields[0], ("epoch", float)])
+    )
+    explained = msgspec.defstruct("Message", fields, array_like=True, tag="message", namespace={"__doc__": "Prose."})
+    assert format_of(explained) == format_of(same)
+    assert len({format_of(each) for each in (same, longer, typed)}) == 3
 
 
 async def read_elsewhere(ingress: Ingress, stream_id: str) -> list[int]:

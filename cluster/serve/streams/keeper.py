@@ -19,6 +19,7 @@ from cluster.serve.streams.keeping import (
     Ask,
     Copy,
     FromKeeper,
+    Join,
     Keep,
     Kept,
     Look,
@@ -76,13 +77,12 @@ class _Stream(msgspec.Struct):
 
 
 class Keeper:
-    """The copies of one engine process. `send` sends an answer to an ingress, and `ingresses` returns those that are
-    connected. Only the event loop uses it.
-    """
+    """The copies of one engine process. `send` sends a message to an ingress. Only the event loop uses it."""
 
-    def __init__(self, send: Callable[[Address, FromKeeper], None], ingresses: Callable[[], list[Address]]) -> None:
+    def __init__(self, send: Callable[[Address, FromKeeper], None]) -> None:
         self._send = send
-        self._ingresses = ingresses
+        self._joined: dict[Address, None] = {}
+        """Connected ingresses that may be offered orphans, in the order of their coming."""
         self._streams: dict[str, _Stream] = {}
         self._num_offers = 0
         self._offering: asyncio.TimerHandle | None = None
@@ -92,7 +92,9 @@ class Keeper:
         return len(self._streams)
 
     def receive(self, address: Address, message: ToKeeper) -> None:
-        if isinstance(message, Keep):
+        if isinstance(message, Join):
+            self._joined[address] = None
+        elif isinstance(message, Keep):
             refused = [write.stream_id for write in message.writes if not self._write(address, write)]
             self._send(address, Kept(message.number, refused))
         elif isinstance(message, Look):
@@ -104,6 +106,7 @@ class Keeper:
 
     def lose(self, address: Address) -> None:
         """Makes orphans of the streams of an ingress whose connection broke."""
+        self._joined.pop(address, None)
         now = time.monotonic()
         for stream in self._streams.values():
             if stream.owner == address:
@@ -183,7 +186,7 @@ class Keeper:
     def _offer(self) -> None:
         """Offers each orphan to one of the ingresses, in turn, and removes those that nobody took in time."""
         self._offering = None
-        now, ingresses = time.monotonic(), self._ingresses()
+        now, ingresses = time.monotonic(), list(self._joined)
         orphans = [(stream_id, stream) for stream_id, stream in self._streams.items() if stream.owner is None]
         for stream_id, stream in orphans:
             if now > stream.orphan_since + stream.keep_s:

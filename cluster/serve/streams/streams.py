@@ -68,13 +68,13 @@ class _Own:
 
 
 class RecordedStreams:
-    """Owns the recordings of one ingress. `client` is its `EngineClient`."""
+    """Owns the recordings of one ingress. `client` is its `EngineClient`, and `node` the id of its Ray node."""
 
-    def __init__(self, client: Any, limits: StreamLimits, host: str) -> None:
+    def __init__(self, client: Any, limits: StreamLimits, node: str) -> None:
         self._client = client
         self._limits = limits
         self.copies = Copies(
-            host,
+            node,
             self._on_kept,
             self._write_all,
             self._on_connected,
@@ -99,6 +99,11 @@ class RecordedStreams:
     def begin(self, opening: Opening, is_repeated: bool = False) -> Recording:
         if (refusal := self._too_many(opening.owner)) is not None:
             raise refusal
+        if self.copies.keeper is None and self.copies.strangers:
+            raise Unavailable(
+                "the server is being updated: each engine is of another version than this ingress and cannot keep this "
+                "stream; retry, or send no x-resumable-s"
+            )
         try:
             encoded = encode_opening(opening)
         except (OverflowError, ValueError) as error:
