@@ -206,6 +206,13 @@ class World:
     def link(self, ingress: Ingress, keeping: KeeperProcess) -> Link:
         return keeping.links[ingress.address]
 
+    def cut(self, ingress: Ingress, keeping: KeeperProcess) -> None:
+        """Breaks a connection. Both ends notice."""
+        link = keeping.links.pop(ingress.address)
+        link.cut()
+        ingress.streams.copies.lost(link)  # type: ignore[arg-type]
+        keeping.keeper.lose(ingress.address)
+
     async def step(self) -> None:
         """Waits until a token may be made."""
         await self._tokens.acquire()
@@ -228,8 +235,9 @@ class World:
         for task in streams._tasks:
             task.cancel()
         for keeping in self.keepers:
-            keeping.links.pop(ingress.address).cut()
-            keeping.keeper.lose(ingress.address)
+            if (link := keeping.links.pop(ingress.address, None)) is not None:
+                link.cut()
+                keeping.keeper.lose(ingress.address)
 
     def kill_keeper(self, keeping: KeeperProcess) -> None:
         """Ends its process. Every ingress notices."""

@@ -135,6 +135,37 @@ async def test_one_of_two_that_claim_goes_on() -> None:
 
 
 @async_test
+async def test_a_new_ingress_claims_no_old_copy() -> None:
+    """The owner lives, but its connection to an old copy broke. The keeper offers that to an ingress that has just
+    started, and is not connected to the keeper of the newer copy yet.
+    """
+    world = World(1, 2)
+    (owner,) = world.ingresses
+    recording = owner.streams.begin(opening(NUM_TOKENS))
+    stream_id = recording.opening.stream_id
+    await until(lambda: len(world.copies(stream_id)) == 1)
+    old = next(each for each in world.keepers if stream_id in each.keeper._streams)
+    (other,) = (each for each in world.keepers if each is not old)
+    world.cut(owner, old)
+    world.run_engines(10)
+    await until(lambda: recording.num_safe == 10)
+    new = world.add(old)
+
+    async def until_greeted() -> None:
+        await asyncio.sleep(0.05)
+        if other.name not in new.replicas_running:
+            world.connect(new, other)
+
+    new.until_greeted = until_greeted  # type: ignore[method-assign]
+    await until(lambda: stream_id not in old.keeper._streams)
+    assert owner.owns(stream_id)
+    world.run_engines()
+    assert await read(owner, recording) == tokens_of(3, NUM_TOKENS)
+    assert new.num_generated == 0
+    world.close()
+
+
+@async_test
 async def test_one_of_two_repeated_runs_goes_on() -> None:
     world = World(2, 2)
     asked = opening(NUM_TOKENS)

@@ -107,6 +107,7 @@ class EngineFailed(RuntimeError):
     """The engine of this replica has failed, and its requests with it. Serve starts another replica."""
 
 
+_UNREADABLE = "%s sent a message that cannot be read here, perhaps because it is of another version; it is disconnected"
 _hello_decoder = msgspec.msgpack.Decoder(Hello)
 _frame_decoder = msgspec.msgpack.Decoder(Frame)
 _to_engine_decoder: msgspec.msgpack.Decoder[Control | ToKeeper] = msgspec.msgpack.Decoder(Control | ToKeeper)
@@ -224,7 +225,10 @@ class OutputReceiver:
         except (asyncio.IncompleteReadError, OSError):
             pass
         except ValueError:  # msgspec's errors are ValueErrors too
-            logger.warning("a connection to the output channel did not show its secret", exc_info=True)
+            if connection.replica:
+                logger.warning(_UNREADABLE, f"engine {connection.replica}", exc_info=True)
+            else:
+                logger.warning("a connection to the output channel did not show its secret", exc_info=True)
         finally:
             self._connections.discard(connection)
             self._on_lost(connection)
@@ -329,6 +333,8 @@ class OutputSender:
                     self._on_keep(address, message)
         except (asyncio.IncompleteReadError, OSError):
             pass
+        except ValueError:
+            logger.warning(_UNREADABLE, f"the ingress at {address.host}:{address.port}", exc_info=True)
         finally:
             del self._connections[address]
             connection.close()
