@@ -135,6 +135,31 @@ async def test_one_of_two_that_claim_goes_on() -> None:
 
 
 @async_test
+async def test_a_silent_owners_stream_goes_on_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No connection breaks. Another owner answers and generates nothing meanwhile, and keeps its stream."""
+    monkeypatch.setattr(keeper, "SILENT_S", 0.3)
+    monkeypatch.setattr(keeper, "MIN_READ_S", 0.05)
+    monkeypatch.setattr(keeper, "READ_SHARE", 0.0)
+    world = World(3, 1)
+    silent, idle, third = world.ingresses
+    recordings = [each.streams.begin(opening(NUM_TOKENS, seed)) for seed, each in enumerate((silent, idle))]
+    first, second = (each.opening.stream_id for each in recordings)
+    world.run_engines(10)
+    await until(lambda: sum(each.num_safe for each in recordings) == 10)
+    world.link(silent, world.keepers[0]).hold()
+    reading = [asyncio.ensure_future(read_elsewhere(third, each)) for each in (first, second)]
+    await until(lambda: bool(idle.owns(first) or third.owns(first)))
+    await asyncio.sleep(2 * 0.3)
+    assert idle.owns(second)
+    world.run_engines()
+    assert [await each for each in reading] == [tokens_of(seed, NUM_TOKENS) for seed in (0, 1)]
+    world.link(silent, world.keepers[0]).hold(False)
+    await until(lambda: not silent.owns(first))
+    assert await read(silent, recordings[0]) == tokens_of(0, NUM_TOKENS)
+    world.close()
+
+
+@async_test
 async def test_a_new_ingress_claims_no_old_copy() -> None:
     """The owner lives, but its connection to an old copy broke. The keeper offers that to an ingress that has just
     started, and is not connected to the keeper of the newer copy yet.

@@ -2,8 +2,9 @@
 
 An ingress writes each recording to one keeper, and shows its readers only what the keeper has acknowledged. When the
 connection to that ingress breaks, its streams are orphans: the keeper offers each to another ingress, which claims and
-continues it. The keeper decides who owns its copy: a claim raises the copy's epoch, and writes of an earlier epoch are
-refused. All messages travel over the token channel. A keeper knows nothing of the engine in whose process it is.
+continues it. The same happens if the ingress is silent while another one reads its streams. The keeper decides who owns
+its copy: a claim raises the copy's epoch, and writes of an earlier epoch are refused. All messages travel over the
+token channel. A keeper knows nothing of the engine in whose process it is.
 """
 
 from __future__ import annotations
@@ -43,6 +44,10 @@ READ_SHARE = 1 / 16
 """Share of the time for which a stream is kept unread, after which its owner is told again that it is read."""
 MIN_READ_S = 0.25
 """Least seconds between two such notices."""
+SILENT_S = 10.0
+"""Seconds for which an ingress may leave such notices unanswered. Then its streams are orphans, although its connection
+has not broken: its process hangs, or its machine is gone without a word.
+"""
 
 
 class _Stream(msgspec.Struct):
@@ -83,6 +88,8 @@ class Keeper:
         self._send = send
         self._joined: dict[Address, None] = {}
         """Connected ingresses that may be offered orphans, in the order of their coming."""
+        self._silent_since: dict[Address, float] = {}
+        """Time of the first notice that an owner has not answered, on `time.monotonic`'s clock."""
         self._streams: dict[str, _Stream] = {}
         self._num_offers = 0
         self._offering: asyncio.TimerHandle | None = None
@@ -92,6 +99,7 @@ class Keeper:
         return len(self._streams)
 
     def receive(self, address: Address, message: ToKeeper) -> None:
+        self._silent_since.pop(address, None)
         if isinstance(message, Join):
             self._joined[address] = None
         elif isinstance(message, Keep):
@@ -107,6 +115,10 @@ class Keeper:
     def lose(self, address: Address) -> None:
         """Makes orphans of the streams of an ingress whose connection broke."""
         self._joined.pop(address, None)
+        self._orphan(address)
+
+    def _orphan(self, address: Address) -> None:
+        self._silent_since.pop(address, None)
         now = time.monotonic()
         for stream in self._streams.values():
             if stream.owner == address:
@@ -176,6 +188,9 @@ class Keeper:
             stream.told_at = now
             assert stream.owner is not None
             self._send(stream.owner, Notice(stream_id, "read"))
+            if now > self._silent_since.setdefault(stream.owner, now) + SILENT_S:
+                logger.warning("an ingress has not answered for %g s: its streams are offered to others", SILENT_S)
+                self._orphan(stream.owner)
 
     # ---- orphans ---------------------------------------------------------------------------------------------------
 

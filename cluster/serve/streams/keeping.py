@@ -31,7 +31,7 @@ def next_epoch(epoch: int) -> int:
 
 
 class Join(msgspec.Struct, array_like=True, tag="join"):
-    """The first message on a connection: the sender may be offered orphans."""
+    """Says that the sender is there and may be offered orphans. It is the first message on a connection."""
 
 
 class Write(msgspec.Struct, array_like=True):
@@ -117,7 +117,7 @@ class Notice(msgspec.Struct, array_like=True, tag="notice"):
     """Tells an ingress something that it did not ask for.
 
     - `orphan`: the stream has no owner.
-    - `read`: another ingress has a reader of the stream.
+    - `read`: another ingress has a reader of the stream. The owner answers with a `Join`.
     - `cancel`: another ingress was asked to end the stream.
     - `taken`: another ingress owns the stream, with `epoch`.
     """

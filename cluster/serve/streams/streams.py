@@ -30,7 +30,7 @@ from cluster.http.exchange.recordings import (
 from cluster.serve.starting.start_failure import in_words
 from cluster.serve.streams.copies import LOOK_UP_S, Copies, Found
 from cluster.serve.streams.following import POLL_S, Following, add_copy
-from cluster.serve.streams.keeping import Copy, Notice, Write, next_epoch
+from cluster.serve.streams.keeping import Copy, Join, Notice, Write, next_epoch
 from cluster.serve.streams.recorder import Reader, Recorder
 from cluster.serve.streams.token_channel import Connection
 from cluster.telemetry.request_log import log_event
@@ -349,8 +349,10 @@ class RecordedStreams:
         own = self._own.get(notice.stream_id)
         if notice.what == "orphan":
             self._start(self._adopt(notice.stream_id, connection))
-        elif own is not None and notice.what == "read":
-            own.recording.last_read = time.monotonic()
+        elif notice.what == "read":
+            connection.send(Join())  # an owner that answers nothing loses its streams
+            if own is not None:
+                own.recording.last_read = time.monotonic()
         elif own is not None and notice.what == "taken":
             if notice.epoch > own.epoch:
                 self._give_up(own)
