@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import collections
 import time
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -137,7 +138,7 @@ class Ingress:
         return asyncio.ensure_future(self._generate(run, request))
 
     async def _generate(self, run: PromptRun, request: EngineRequest) -> None:
-        """Makes a token in each turn in which the world's engines run."""
+        """Makes a token, or as many as the world says, in each turn in which its engines run."""
         seed, most = request.params.seed, request.params.max_tokens
         assert seed is not None
         assert most is not None
@@ -145,12 +146,15 @@ class Ingress:
         self._world.requests.add(request.request_id)
         try:
             begun = request.continued[0].token_ids if request.continued else []
-            for position in range(len(begun), most):
+            end = len(begun)
+            while end < most:
                 await self._world.step()
-                self.num_generated += 1
-                finish = FinishStatus.FINISHED_LENGTH if position == most - 1 else None
-                usage = Usage(len(request.prompt_token_ids), position + 1, 0)
-                output = SequenceOutput(request.request_id, 0, [token_at(seed, position)], finish=finish, usage=usage)
+                start, end = end, min(most, end + self._world.tokens_at_once())
+                self.num_generated += end - start
+                tokens = [token_at(seed, position) for position in range(start, end)]
+                finish = FinishStatus.FINISHED_LENGTH if end == most else None
+                usage = Usage(len(request.prompt_token_ids), end, 0)
+                output = SequenceOutput(request.request_id, 0, tokens, finish=finish, usage=usage)
                 run.receive(output, self)  # type: ignore[arg-type]
         finally:
             self._world.requests.discard(request.request_id)
@@ -183,6 +187,8 @@ class World:
         """Ids of the requests that engines run."""
         self.keepers = [KeeperProcess(f"keeper {number}") for number in range(num_keepers)]
         self.ingresses: list[Ingress] = []
+        self.tokens_at_once: Callable[[], int] = lambda: 1
+        """How many tokens the next output has."""
         self._limits = limits or StreamLimits()
         self._num_added = 0
         self._tokens = asyncio.Semaphore(0)

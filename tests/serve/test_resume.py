@@ -11,9 +11,11 @@ from collections.abc import Callable, Iterator
 
 import msgspec
 import pytest
+import ray
 from ray import serve
 
 from cluster import own_ray
+from cluster.serve.routing.replicas import own_node
 from tests.checkpoints import checkpoint
 from tests.patience import wait_until
 from tests.serve.fault_streams import CONTROLLER, ENGINE, GRAMMAR_ACTOR, INGRESS, Application, Setup, Stream
@@ -132,6 +134,10 @@ def test_both_hold_the_weights_once(application: Application, two: Client) -> No
     first, second = (files(engine.pid) for engine in application.processes(ENGINE))
     assert first == second
     assert len(first) == 1
+
+
+def test_a_process_names_the_node_it_runs_on(application: Application) -> None:
+    assert own_node() == ray.nodes()[0]["NodeID"]
 
 
 def num_cached(two: Client, prompt: list[int], **headers: str) -> int:

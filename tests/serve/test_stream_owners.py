@@ -298,6 +298,26 @@ async def test_a_stream_outlives_a_node_after_another() -> None:
 
 
 @async_test
+async def test_a_copy_that_moves_is_found() -> None:
+    """It moves from a keeper that hears the question late to one that has answered."""
+    world = World(0, 2)
+    world.keepers[0].node, world.keepers[1].node = "one", "two"
+    here, there = world.keepers
+    owner = world.add(here, node="one")
+    asking = world.add(node="two")
+    stream_id = owner.streams.begin(opening(NUM_TOKENS)).opening.stream_id
+    await until(lambda: stream_id in here.keeper._streams)
+    world.link(asking, here).hold()
+    finding = asyncio.ensure_future(asking.streams.find(stream_id, OWNER))
+    await asyncio.sleep(0.01)
+    world.connect(owner, there)
+    await until(lambda: stream_id in there.keeper._streams and stream_id not in here.keeper._streams)
+    world.link(asking, here).hold(False)
+    assert await finding is not None
+    world.close()
+
+
+@async_test
 async def test_a_copy_returns_to_the_other_node(monkeypatch: pytest.MonkeyPatch) -> None:
     """The other node's keeper does not answer for a while, and streams do not wait for it twice."""
     monkeypatch.setattr(copies, "AVOID_S", 0.2)

@@ -205,13 +205,16 @@ class Copies:
 
         Raises `Unavailable` if a keeper that might have a copy is not connected or does not answer.
         """
-        connected = list(self.connections)
-        answers = await self._ask(connected, stream_id, "read", 0, LOOK_UP_S)
-        found = _newest(answers)
-        unheard = set(replicas) - {each.connection.replica for each in answers}
-        if found is None and (unheard or not answers or len(answers) < len(connected)):
-            raise Unavailable("not every engine says now whether it has a copy of this stream; retry")
-        return found
+        for _ in range(2):  # a copy may move from a keeper that is asked late to one that has answered
+            connected = list(self.connections)
+            answers = await self._ask(connected, stream_id, "read", 0, LOOK_UP_S)
+            found = _newest(answers)
+            if found is not None:
+                return found
+            unheard = set(replicas) - {each.connection.replica for each in answers}
+            if unheard or not answers or len(answers) < len(connected):
+                raise Unavailable("not every engine says now whether it has a copy of this stream; retry")
+        return None
 
     async def _ask(
         self, connections: Iterable[Connection], stream_id: str, what: What, first: int, seconds: float | None
