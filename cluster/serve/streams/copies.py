@@ -26,6 +26,10 @@ NUM_LOOKS = 4
 """Number of times within `ANSWER_S` at which an answer is looked for. So a pause of this process counts as one look."""
 LOOK_UP_S = 5.0
 """Seconds that a keeper gets to say whether it has a stream that a client asks for."""
+MOVE_S = 5.0
+"""Seconds after the loss of a keeper within which its copies may be at no keeper, because their owners are writing them
+to another one. The next one may not answer either.
+"""
 AVOID_S = 5.0
 """Seconds for which a keeper that did not answer gets no recordings while another one can."""
 
@@ -73,6 +77,8 @@ class Copies:
         """Connections to engines of another version, which are sent none of these messages."""
         self._avoided: dict[Connection, float] = {}
         """Time until which a keeper gets no recordings, on `time.monotonic`'s clock."""
+        self._lost_at = -MOVE_S
+        """Time of the last loss of a keeper, on `time.monotonic`'s clock."""
         self._returning: asyncio.Task[None] | None = None
         """Looks for a keeper on another node while the present one is on this node."""
         self._number = 0
@@ -97,6 +103,8 @@ class Copies:
             self._on_connected(connection)
 
     def lost(self, connection: Connection) -> None:
+        if connection in self.connections:
+            self._lost_at = time.monotonic()
         self.connections.discard(connection)
         self.strangers.discard(connection)
         self._avoided.pop(connection, None)
@@ -203,7 +211,8 @@ class Copies:
     async def look_up(self, stream_id: str, replicas: Iterable[str]) -> Found | None:
         """Returns the newest copy; None if no keeper has one. `replicas` are the names of all running engines.
 
-        Raises `Unavailable` if a keeper that might have a copy is not connected or does not answer.
+        Raises `Unavailable` if a keeper that might have a copy is not connected or does not answer, or if one was lost
+        just now.
         """
         for _ in range(2):  # a copy may move from a keeper that is asked late to one that has answered
             connected = list(self.connections)
@@ -212,7 +221,8 @@ class Copies:
             if found is not None:
                 return found
             unheard = set(replicas) - {each.connection.replica for each in answers}
-            if unheard or not answers or len(answers) < len(connected):
+            lost_just_now = time.monotonic() < self._lost_at + MOVE_S
+            if unheard or not answers or len(answers) < len(connected) or lost_just_now:
                 raise Unavailable("not every engine says now whether it has a copy of this stream; retry")
         return None
 
