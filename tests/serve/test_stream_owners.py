@@ -414,6 +414,17 @@ async def read_elsewhere(ingress: Ingress, stream_id: str) -> list[int]:
     return await read(ingress, found)
 
 
+def test_a_late_drop_spares_an_owned_copy() -> None:
+    """An ingress was offered the orphan and found a newer copy. Meanwhile the owner returned to this keeper."""
+    owner, other = (Address("127.0.0.1", port, "secret") for port in (1, 2))
+    kept = keeper.Keeper(lambda _address, _message: None)
+    kept.receive(owner, Keep(1, [Write("strm", 0, 0, [b"entry"])]))
+    kept.receive(other, Ask(0, "strm", "drop", epoch=0))
+    assert kept.num_streams == 1
+    kept.receive(owner, Ask(0, "strm", "drop", epoch=0))
+    assert kept.num_streams == 0
+
+
 @async_test
 async def test_one_message_asks_about_all_read_streams() -> None:
     """Meanwhile the owner changes its keeper, so that the readers must find the streams again."""

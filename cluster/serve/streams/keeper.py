@@ -146,6 +146,8 @@ class Keeper:
         if stream.epoch > ask.epoch:
             self._send(address, Notice(ask.stream_id, "taken", stream.epoch))
             return
+        if stream.is_owned_by_another(ask.epoch, address):
+            return  # it was an orphan when the sender decided, and its owner has written it again since
         del self._streams[ask.stream_id]
         if stream.owner not in (None, address):
             assert stream.owner is not None

@@ -62,8 +62,8 @@ class Ask(msgspec.Struct, array_like=True, tag="ask"):
     - `read`: returns the entries from `first` on, and tells the owner that somebody reads.
     - `claim`: makes the sender its owner if it is an orphan, and returns all of it.
     - `cancel`: asks its owner to end it.
-    - `drop`: removes the copy, if it is no newer than `epoch`. There is no answer, but if two ingresses own the stream,
-      the one with the lower epoch gets the notice `taken`.
+    - `drop`: removes the copy, if it is no newer than `epoch` and no other ingress owns it with that epoch. There is no
+      answer, but if two ingresses own the stream, the one with the lower epoch gets the notice `taken`.
     """
 
     number: int
