@@ -201,6 +201,32 @@ async def test_a_new_ingress_claims_no_old_copy() -> None:
 
 
 @async_test
+async def test_an_owner_returns_to_its_old_copy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The keeper of its newest copy dies just when an ingress was offered the old one, and asks who has a newer one."""
+    monkeypatch.setattr(copies, "SETTLE_S", 0.2)
+    world = World(2, 2)
+    owner, other = world.ingresses
+    recording = owner.streams.begin(opening(NUM_TOKENS))
+    stream_id = recording.opening.stream_id
+    await until(lambda: len(world.copies(stream_id)) == 1)
+    old = next(each for each in world.keepers if stream_id in each.keeper._streams)
+    (new,) = (each for each in world.keepers if each is not old)
+    world.link(other, new).hold()
+    world.cut(owner, old)
+    world.run_engines(10)
+    await until(lambda: recording.num_safe == 10 and stream_id in other.streams._adopting)
+    world.kill_keeper(new)
+    await asyncio.sleep(0.05)
+    assert other.streams._adopting == {stream_id}
+    world.connect(owner, old)
+    world.run_engines()
+    assert await read(owner, recording) == tokens_of(3, NUM_TOKENS)
+    await until(lambda: not other.streams._adopting)
+    assert (owner.owns(stream_id), other.num_generated) == (True, 0)
+    world.close()
+
+
+@async_test
 async def test_one_of_two_repeated_runs_goes_on() -> None:
     world = World(2, 2)
     asked = opening(NUM_TOKENS)

@@ -29,6 +29,7 @@ def short_times(monkeypatch: pytest.MonkeyPatch) -> None:
         (copies, "ANSWER_S", 0.1),
         (copies, "AVOID_S", 0.2),
         (copies, "MOVE_S", 1.0),
+        (copies, "SETTLE_S", 0.03),
         (streams, "LOOK_UP_S", 0.5),
         (keeper, "GRACE_S", 0.03),
         (keeper, "OFFER_S", 0.05),

@@ -30,6 +30,10 @@ MOVE_S = 5.0
 """Seconds after the loss of a keeper within which its copies may be at no keeper, because their owners are writing them
 to another one. The next one may not answer either.
 """
+SETTLE_S = 0.3
+"""Seconds after the loss of a keeper within which nobody claims an orphan: it may be an old copy, to which its owner
+returns now.
+"""
 AVOID_S = 5.0
 """Seconds for which a keeper that did not answer gets no recordings while another one can."""
 
@@ -207,6 +211,15 @@ class Copies:
         """
         found = await self._ask([connection], stream_id, "claim", 0, None)
         return found[0].copy if found else None
+
+    async def until_settled(self) -> bool:
+        """Waits until owners had time to write the copies of a lost keeper to another one. Returns whether it had to
+        wait.
+        """
+        left_s = self._lost_at + SETTLE_S - time.monotonic()
+        if left_s > 0:
+            await asyncio.sleep(left_s)
+        return left_s > 0
 
     async def look_up(self, stream_id: str, replicas: Iterable[str]) -> Found | None:
         """Returns the newest copy; None if no keeper has one. `replicas` are the names of all running engines.

@@ -373,6 +373,8 @@ class RecordedStreams:
             await self._client.until_greeted()  # an engine that is not connected yet may have the newest copy
             # A keeper that answers late may have the newest copy, so each gets longer than for other questions.
             found = await self.copies.ask_all(stream_id, "read", seconds=LOOK_UP_S)
+            while await self.copies.until_settled():
+                found = await self.copies.ask_all(stream_id, "read", seconds=LOOK_UP_S)
             if found is None:
                 return
             if found.copy.is_owned:
