@@ -365,6 +365,10 @@ async def test_a_stream_without_any_copy_is_not_unknown() -> None:
     world.kill_keeper(next(each for each in world.keepers if stream_id in each.keeper._streams))
     with pytest.raises(Unavailable, match="not every engine says"):
         await asking.streams.find(stream_id, OWNER)
+    world.keepers.append(KeeperProcess("another keeper"))
+    starting = world.add()
+    with pytest.raises(Unavailable, match="not every engine says"):
+        await starting.streams.find(stream_id, OWNER)
     world.link(owner, world.keepers[0]).hold(False)
     await until(lambda: len(world.copies(stream_id)) == 1)
     assert await asking.streams.find(stream_id, OWNER) is not None

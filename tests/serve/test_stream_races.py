@@ -71,11 +71,10 @@ class Races:
     async def read(self, stream_id: str, seed: int) -> None:
         """Reads a stream to its end, from its beginning at another ingress whenever the one that it reads at dies.
 
-        It asks one of the two oldest ingresses. One that has just started does not know that a keeper was lost before,
-        and may call a stream unknown whose owner has not written it to the next keeper yet.
+        One that has just started does not know that a keeper was lost before.
         """
         while True:
-            ingress = self.chooser.choice(self.nodes[:2]).ingress
+            ingress = self.chooser.choice(self.world.ingresses)
             task = asyncio.ensure_future(self._read_at(ingress, stream_id, seed))
             self.reading[task] = ingress
             await asyncio.wait([task])

@@ -83,6 +83,7 @@ class Copies:
         """Time until which a keeper gets no recordings, on `time.monotonic`'s clock."""
         self._lost_at = -MOVE_S
         """Time of the last loss of a keeper, on `time.monotonic`'s clock."""
+        self._started_at = time.monotonic()
         self._returning: asyncio.Task[None] | None = None
         """Looks for a keeper on another node while the present one is on this node."""
         self._number = 0
@@ -234,9 +235,12 @@ class Copies:
             if found is not None:
                 return found
             unheard = set(replicas) - {each.connection.replica for each in answers}
-            lost_just_now = time.monotonic() < self._lost_at + MOVE_S
-            if unheard or not answers or len(answers) < len(connected) or lost_just_now:
-                raise Unavailable("not every engine says now whether it has a copy of this stream; retry")
+            if unheard or not answers or len(answers) < len(connected):
+                raise _unsure()
+        # Before this ingress started, one of several keepers may have been lost.
+        changed_at = self._lost_at if len(connected) == 1 else max(self._lost_at, self._started_at)
+        if time.monotonic() < changed_at + MOVE_S:
+            raise _unsure()
         return None
 
     async def _ask(
@@ -268,6 +272,10 @@ class Copies:
         """Removes the copies that are no newer than `epoch` of all keepers but the present one."""
         for each in self.connections - {self.keeper}:
             self.drop(stream_id, epoch, each)
+
+
+def _unsure() -> Unavailable:
+    return Unavailable("not every engine says now whether it has a copy of this stream; retry")
 
 
 def _newest(answers: list[Found]) -> Found | None:
