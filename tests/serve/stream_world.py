@@ -118,7 +118,7 @@ class Ingress:
     def __init__(self, world: World, number: int, limits: StreamLimits, node: str) -> None:
         self.address = Address("127.0.0.1", 1000 + number, "secret")
         self.tokenizer = world.tokenizer
-        self.metrics = Metrics("model")
+        self.metrics = Metrics("model", f"ingress {number}")
         self.runs: dict[str, PromptRun] = {}
         self.suspects = asyncio.Lock()
         self.num_generated = 0

@@ -48,7 +48,8 @@ class Found(NamedTuple):
 
 
 class Copies:
-    """Writes recordings to one keeper. `node` is the id of the Ray node that this process runs on.
+    """Writes recordings to one keeper. `node` is the id of the Ray node that this process runs on. `has_peers` says
+    whether there may be other ingresses.
 
     - `on_kept` is called with what was passed to `write`, once it is stored, and with the refused streams.
     - `on_keeper` is called when another keeper was chosen, or none is left; everything must be written again.
@@ -61,6 +62,7 @@ class Copies:
     def __init__(
         self,
         node: str,
+        has_peers: bool,
         on_kept: Callable[[list[tuple[str, int]], list[str]], None],
         on_keeper: Callable[[], None],
         on_connected: Callable[[Connection], None],
@@ -81,9 +83,10 @@ class Copies:
         """Connections to engines of another version, which are sent none of these messages."""
         self._avoided: dict[Connection, float] = {}
         """Time until which a keeper gets no recordings, on `time.monotonic`'s clock."""
-        self._lost_at = -MOVE_S
-        """Time of the last loss of a keeper, on `time.monotonic`'s clock."""
-        self._started_at = time.monotonic()
+        self._lost_at = time.monotonic() if has_peers else -MOVE_S
+        """Time of the last loss of a keeper, on `time.monotonic`'s clock. Other ingresses may have lost one just before
+        this one started.
+        """
         self._returning: asyncio.Task[None] | None = None
         """Looks for a keeper on another node while the present one is on this node."""
         self._number = 0
@@ -237,9 +240,7 @@ class Copies:
             unheard = set(replicas) - {each.connection.replica for each in answers}
             if unheard or not answers or len(answers) < len(connected):
                 raise _unsure()
-        # Before this ingress started, one of several keepers may have been lost.
-        changed_at = self._lost_at if len(connected) == 1 else max(self._lost_at, self._started_at)
-        if time.monotonic() < changed_at + MOVE_S:
+        if time.monotonic() < self._lost_at + MOVE_S:
             raise _unsure()
         return None
 

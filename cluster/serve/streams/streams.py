@@ -75,6 +75,7 @@ class RecordedStreams:
         self._limits = limits
         self.copies = Copies(
             node,
+            client.metrics.replica is not None,
             self._on_kept,
             self._write_all,
             self._on_connected,
