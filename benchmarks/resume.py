@@ -257,7 +257,7 @@ async def _time_beat() -> float:
             done.set()
 
     receiver = OutputReceiver("127.0.0.1", on_outputs, lambda _: lost.set())
-    sender = OutputSender("engine", lambda _: None, lambda _: None)
+    sender = OutputSender("engine", "node", lambda _: None, lambda _: None)
     address = await receiver.start()
     await sender.connect(address)
     sender.send(address, [])

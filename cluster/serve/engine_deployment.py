@@ -28,7 +28,7 @@ from cluster.engine.ranks.claims import TPU, gpu_environment, gpus_each, own_cpu
 from cluster.engine.request import EngineRequest, SequenceOutput, Usage
 from cluster.engine.stats import EngineStats, ServiceStats
 from cluster.errors import QueueFull, RequestRefused
-from cluster.serve.routing.replicas import own_name
+from cluster.serve.routing.replicas import own_name, own_node
 from cluster.serve.routing.reports import CacheReporter
 from cluster.serve.routing.request_router import EngineRouter
 from cluster.serve.scaling.autoscaling import autoscaling_config
@@ -141,13 +141,14 @@ class EngineReplica:
             blocks.on_change = self._reporter.note
         self._sender = OutputSender(
             own_name(),
+            own_node(),
             self._on_control,
             self._on_lost_ingress,
             self._reporter.take,
             is_away=lambda: self.engine.is_rebuilding,
             on_keep=lambda address, message: self._keeper.receive(address, message),
         )
-        self._keeper = Keeper(self._sender.send_kept, lambda: self._sender.ingresses)
+        self._keeper = Keeper(self._sender.send_kept)
         self._calls: set[_Call] = set()
         """Calls of `generate` and `generate_group` that have not returned. Only the event loop uses it."""
         self._beating: asyncio.Task[None] | None = None

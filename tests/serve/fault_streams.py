@@ -181,6 +181,8 @@ class Setup(msgspec.Struct, frozen=True):
     """Options of the engines besides those that all have."""
     resources: dict[str, float] = {}
     """Ray's resources that an engine claims, which decide its node."""
+    ingress_resources: dict[str, float] = msgspec.field(default_factory=lambda: {"node:__internal_head__": 0.001})
+    """Ray's resources that an ingress claims, which decide its node: by default the head."""
 
     @property
     def is_exact(self) -> bool:
@@ -188,18 +190,20 @@ class Setup(msgspec.Struct, frozen=True):
 
 
 class Application:
-    """Engines of a tiny float32 model, and ingresses behind Serve's proxy, on the head. Serve runs until the caller
-    ends it.
+    """Engines of a tiny float32 model, and ingresses behind Serve's proxy on the head. With `listens` the ingresses
+    share a port instead, and clients lose their connections when one dies. Serve runs until the caller ends it.
     """
 
-    def __init__(self, setup: Setup) -> None:
+    def __init__(self, setup: Setup, listens: bool = False) -> None:
         self._deployed: Setup | None = None
+        self._listens = listens
         self.model = checkpoint("llama").name
         self.requests = bodies(self.model)
         self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         http = HTTPOptions(host="127.0.0.1", port=self.port)
-        serve.start(ProxyLocation.HeadOnly, http, logging_config={"enable_access_log": False})
+        proxies = ProxyLocation.Disabled if listens else ProxyLocation.HeadOnly
+        serve.start(proxies, http, logging_config={"enable_access_log": False})
         self.deploy(setup)
 
     def deploy(self, setup: Setup) -> None:
@@ -222,21 +226,23 @@ class Application:
             "num_threads": 1,
             "logits_processors": {"poison": "tests.serve.poison:Poison"},
         }
-        on_head = {"num_cpus": 0, "resources": {"node:__internal_head__": 0.001}}
-        on_any = {"num_cpus": 0, "resources": setup.resources, "runtime_env": environment}
+        of_ingress = {"num_cpus": 0, "resources": setup.ingress_resources}
+        of_engine = {"num_cpus": 0, "resources": setup.resources, "runtime_env": environment}
+        listener = {"http_server": "listener", "host": "127.0.0.1", "port": self.port}
         return {
             "name": APP,
-            "route_prefix": "/",
+            "route_prefix": None if self._listens else "/",
             "import_path": "cluster.serve.app:build",
             "args": {
                 "num_engine_replicas": 2,  # of which engines tell what they hold; how many run is said below
                 "num_ingress_replicas": setup.num_ingresses,
                 "num_standby_replicas": setup.num_standbys,
                 "engine": engine | setup.options,
+                **(listener if self._listens else {}),
             },
             "deployments": [
-                {"name": "ingress", "num_replicas": setup.num_ingresses, "ray_actor_options": on_head},
-                {"name": "engine", "num_replicas": setup.num_engines, "ray_actor_options": on_any},
+                {"name": "ingress", "num_replicas": setup.num_ingresses, "ray_actor_options": of_ingress},
+                {"name": "engine", "num_replicas": setup.num_engines, "ray_actor_options": of_engine},
             ],
         }
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import os
 import random
 import statistics
 import threading
@@ -31,6 +32,9 @@ ANOTHER_S, ANEW_S = 1.0, 10.0
 """Median pause in seconds: where another engine is there, and where one, or its ranks, must start."""
 BUSY = 3.0
 """A machine with other work may take so many times as long."""
+
+HISTORY_S = float(os.environ.get("MANTA_HISTORY_S", "1200"))
+"""Seconds of random faults under 64 clients. `MANTA_HISTORY_S` sets another number, to try the tests."""
 
 Act = Callable[[Application], list[Stream]]
 """Returns all streams that it began, when they have ended."""
@@ -230,6 +234,20 @@ def _kill_under(clients: list[ResumingClient], victims: list[psutil.Process]) ->
         victim.kill()
 
 
+Fault = Callable[[random.Random], None]
+"""Does harm that the application recovers from, to something that it chooses at random."""
+
+
+def deaths(application: Application) -> dict[str, Fault]:
+    """Deaths of single processes, by kind."""
+
+    def of_one(title: str) -> Fault:
+        return lambda chooser: chooser.choice(named(title, of=1)(application)).kill()
+
+    titles = {"ingress": INGRESS, "engine": ENGINE, "grammar actor": GRAMMAR_ACTOR, "rank": RANK}
+    return {kind: of_one(title) for kind, title in titles.items()}
+
+
 class Disturbance(NamedTuple):
     """What came of streams under random faults."""
 
@@ -238,14 +256,18 @@ class Disturbance(NamedTuple):
 
 
 def disturb(
-    application: Application, setup: Setup, undisturbed: list[Stream], num_clients: int, seconds: float
+    application: Application,
+    setup: Setup,
+    undisturbed: list[Stream],
+    num_clients: int,
+    seconds: float,
+    faults: dict[str, Fault],
 ) -> Disturbance:
-    """Kills a process every few seconds, of each kind in turn, under `num_clients` clients. Their connections break at
+    """Does a fault every few seconds, of each kind in turn, under `num_clients` clients. Their connections break at
     random too. The next fault waits until the application has recovered from the one before.
     """
     chooser, until = random.Random(1), time.monotonic() + seconds
-    titles = {"ingress": INGRESS, "engine": ENGINE, "grammar actor": GRAMMAR_ACTOR, "rank": RANK}
-    num_faults, kinds = dict.fromkeys(titles, 0), itertools.cycle(titles)
+    num_faults, kinds = dict.fromkeys(faults, 0), itertools.cycle(faults)
     histories: list[list[History]] = [[] for _ in range(num_clients)]
 
     def keep_reading(number: int) -> None:
@@ -260,14 +282,37 @@ def disturb(
     while time.monotonic() < until:
         time.sleep(chooser.uniform(1, 5))
         application.until_running(setup.num_engines, setup.num_ingresses)
-        name = next(kinds)
-        chooser.choice(named(titles[name], of=1)(application)).kill()
-        num_faults[name] += 1
+        kind = next(kinds)
+        faults[kind](chooser)
+        num_faults[kind] += 1
     for thread in threads:
         thread.join()
     application.until_running(setup.num_engines, setup.num_ingresses)
     expected = [undisturbed[number % len(undisturbed)] for number, read in enumerate(histories) for _ in read]
     return Disturbance(check([history for read in histories for history in read], expected), num_faults)
+
+
+def hold_histories(
+    application: Application,
+    setup: Setup,
+    undisturbed: list[Stream],
+    faults: dict[str, Fault],
+    record_property: RecordProperty,
+) -> None:
+    """64 clients get every byte once, for `HISTORY_S` in which every kind of fault happens."""
+    application.deploy(setup)
+    verdict, num_faults = disturb(application, setup, undisturbed, 64, HISTORY_S, faults)
+    p50_s, p99_s = (verdict.pauses_s[int(share * len(verdict.pauses_s))] for share in (0.5, 0.99))
+    record_property("faults", num_faults)
+    record_property("streams, events, bytes", f"{verdict.num_streams}, {verdict.num_events}, {verdict.num_bytes}")
+    record_property("lost, twice, different", f"{len(verdict.lost)}, {len(verdict.twice)}, {len(verdict.different)}")
+    record_property("pause p50, p99, max, s", f"{p50_s:.4f}, {p99_s:.3f}, {verdict.pauses_s[-1]:.1f}")
+    wrong = [*verdict.lost, *verdict.twice, *verdict.different]
+    assert verdict.is_good, "\n".join(
+        [f"{verdict.num_streams} streams under {num_faults}, pause p99 {p99_s:.3f} s", *wrong]
+    )
+    assert all(num_faults.values()), f"not every kind of fault happened: {num_faults}"
+    application.until_nothing_is_left()
 
 
 def undisturbed_streams(application: Application) -> list[Stream]:

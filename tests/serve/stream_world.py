@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import collections
 import time
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -21,7 +22,7 @@ from cluster.http.exchange.identity import new_stream_id
 from cluster.http.exchange.metrics import Metrics, RequestMetrics, Unmeasured
 from cluster.http.exchange.recordings import Opening, Recording
 from cluster.serve.streams.keeper import Keeper
-from cluster.serve.streams.keeping import FromKeeper, ToKeeper
+from cluster.serve.streams.keeping import FromKeeper, ToKeeper, stream_format
 from cluster.serve.streams.prompt_run import PromptRun
 from cluster.serve.streams.streams import RecordedStreams
 from cluster.serve.streams.token_channel import Address, RequestResult
@@ -66,11 +67,11 @@ class _Pipe:
 class Link:
     """The connection of an ingress and a keeper, as the ingress holds it."""
 
-    peer_host = "another machine"
     is_away = False
 
     def __init__(self, ingress: Ingress, keeping: KeeperProcess) -> None:
-        self.replica = keeping.name
+        self.replica, self.node = keeping.name, keeping.node
+        self.stream_format = keeping.stream_format
         self.ingress, self.keeping = ingress, keeping
         self.num_sent: collections.Counter[type] = collections.Counter()
         """Messages to the keeper by type."""
@@ -100,10 +101,11 @@ class Link:
 class KeeperProcess:
     """A keeper, and the ingresses that are connected to it."""
 
-    def __init__(self, name: str) -> None:
-        self.name = name
+    def __init__(self, name: str, node: str = "a keeper's node") -> None:
+        self.name, self.node = name, node
+        self.stream_format = stream_format()
         self.links: dict[Address, Link] = {}
-        self.keeper = Keeper(self._send, lambda: list(self.links))
+        self.keeper = Keeper(self._send)
 
     def _send(self, address: Address, message: FromKeeper) -> None:
         if (link := self.links.get(address)) is not None:
@@ -113,16 +115,16 @@ class KeeperProcess:
 class Ingress:
     """The streams of one ingress, and what makes their tokens: it implements `Caller`."""
 
-    def __init__(self, world: World, number: int, limits: StreamLimits) -> None:
+    def __init__(self, world: World, number: int, limits: StreamLimits, node: str) -> None:
         self.address = Address("127.0.0.1", 1000 + number, "secret")
         self.tokenizer = world.tokenizer
-        self.metrics = Metrics("model")
+        self.metrics = Metrics("model", f"ingress {number}")
         self.runs: dict[str, PromptRun] = {}
         self.suspects = asyncio.Lock()
         self.num_generated = 0
         self.replicas_running: frozenset[str] = frozenset()
         self._world = world
-        self.streams = RecordedStreams(self, limits, "this machine")
+        self.streams = RecordedStreams(self, limits, node)
 
     def owns(self, stream_id: str) -> bool:
         return stream_id in self.streams._own
@@ -136,7 +138,7 @@ class Ingress:
         return asyncio.ensure_future(self._generate(run, request))
 
     async def _generate(self, run: PromptRun, request: EngineRequest) -> None:
-        """Makes a token in each turn in which the world's engines run."""
+        """Makes a token, or as many as the world says, in each turn in which its engines run."""
         seed, most = request.params.seed, request.params.max_tokens
         assert seed is not None
         assert most is not None
@@ -144,12 +146,15 @@ class Ingress:
         self._world.requests.add(request.request_id)
         try:
             begun = request.continued[0].token_ids if request.continued else []
-            for position in range(len(begun), most):
+            end = len(begun)
+            while end < most:
                 await self._world.step()
-                self.num_generated += 1
-                finish = FinishStatus.FINISHED_LENGTH if position == most - 1 else None
-                usage = Usage(len(request.prompt_token_ids), position + 1, 0)
-                output = SequenceOutput(request.request_id, 0, [token_at(seed, position)], finish=finish, usage=usage)
+                start, end = end, min(most, end + self._world.tokens_at_once())
+                self.num_generated += end - start
+                tokens = [token_at(seed, position) for position in range(start, end)]
+                finish = FinishStatus.FINISHED_LENGTH if end == most else None
+                usage = Usage(len(request.prompt_token_ids), end, 0)
+                output = SequenceOutput(request.request_id, 0, tokens, finish=finish, usage=usage)
                 run.receive(output, self)  # type: ignore[arg-type]
         finally:
             self._world.requests.discard(request.request_id)
@@ -182,15 +187,17 @@ class World:
         """Ids of the requests that engines run."""
         self.keepers = [KeeperProcess(f"keeper {number}") for number in range(num_keepers)]
         self.ingresses: list[Ingress] = []
+        self.tokens_at_once: Callable[[], int] = lambda: 1
+        """How many tokens the next output has."""
         self._limits = limits or StreamLimits()
         self._num_added = 0
         self._tokens = asyncio.Semaphore(0)
         for _ in range(num_ingresses):
             self.add()
 
-    def add(self, *keepers: KeeperProcess) -> Ingress:
+    def add(self, *keepers: KeeperProcess, node: str = "an ingress's node") -> Ingress:
         """Adds an ingress that is connected to these keepers, or to all."""
-        ingress = Ingress(self, self._num_added, self._limits)
+        ingress = Ingress(self, self._num_added, self._limits, node)
         self._num_added += 1
         self.ingresses.append(ingress)
         for keeping in keepers or self.keepers:
@@ -204,6 +211,13 @@ class World:
 
     def link(self, ingress: Ingress, keeping: KeeperProcess) -> Link:
         return keeping.links[ingress.address]
+
+    def cut(self, ingress: Ingress, keeping: KeeperProcess) -> None:
+        """Breaks a connection. Both ends notice."""
+        link = keeping.links.pop(ingress.address)
+        link.cut()
+        ingress.streams.copies.lost(link)  # type: ignore[arg-type]
+        keeping.keeper.lose(ingress.address)
 
     async def step(self) -> None:
         """Waits until a token may be made."""
@@ -227,8 +241,9 @@ class World:
         for task in streams._tasks:
             task.cancel()
         for keeping in self.keepers:
-            keeping.links.pop(ingress.address).cut()
-            keeping.keeper.lose(ingress.address)
+            if (link := keeping.links.pop(ingress.address, None)) is not None:
+                link.cut()
+                keeping.keeper.lose(ingress.address)
 
     def kill_keeper(self, keeping: KeeperProcess) -> None:
         """Ends its process. Every ingress notices."""

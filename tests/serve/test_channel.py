@@ -13,6 +13,7 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
+import msgspec
 import pytest
 from ray.exceptions import ActorDiedError, ActorUnavailableError, RayTaskError
 
@@ -26,10 +27,12 @@ from cluster.serve.streams.token_channel import (
     Connection,
     Control,
     EngineFailed,
+    Frame,
     OutputReceiver,
     OutputSender,
     RequestResult,
 )
+from structured.frames import frame
 from tests.async_tests import async_test
 from tests.engine_parts import device_of
 from tests.local_server import local_server, post, until
@@ -64,7 +67,7 @@ class Ends:
         self.outputs: list[SequenceOutput] = []
         self.lost: list[Address] = []
         self.receiver = OutputReceiver("127.0.0.1", self._on_outputs, lambda _: None)
-        self.sender = OutputSender("engine", self._on_control, self.lost.append)
+        self.sender = OutputSender("engine", "node", self._on_control, self.lost.append)
 
     def _on_outputs(self, outputs: list[SequenceOutput], _: Connection) -> None:
         self.outputs += outputs
@@ -116,6 +119,44 @@ async def test_requests_that_find_no_descriptor_fail_alone() -> None:
         await server.ingress.check_health()
         writer.close()
         await server.until_idle()
+
+
+@async_test
+async def test_an_engine_of_another_version_sends_tokens() -> None:
+    """An older one's first frame has no more than secret and name, a newer one's may have fields that nobody knows."""
+    found: list[tuple[str, str, str]] = []
+    ends = Ends()
+    ends.receiver._on_connected = lambda each: found.append((each.replica, each.node, each.stream_format))
+    address = await ends.receiver.start()
+    for hello in (["older"], ["newer", "a node", "another format", 17]):
+        _, writer = await asyncio.open_connection(address.host, address.port)
+        writer.write(frame(msgspec.msgpack.encode([address.secret, *hello])))
+        writer.write(frame(msgspec.msgpack.encode(Frame([SequenceOutput("a", 0, [1])]))))
+        await until(lambda: bool(ends.outputs))
+        ends.outputs.clear()
+        writer.close()
+    assert found == [("older", "", ""), ("newer", "a node", "another format")]
+
+
+@async_test
+async def test_an_unreadable_message_ends_the_connection(caplog: pytest.LogCaptureFixture) -> None:
+    """At either end, which goes on and says so."""
+    ends = Ends()
+    address = await ends.receiver.start()
+    await ends.sender.connect(address)
+    await ends.check(address)
+    (connection,) = ends.receiver._connections
+    connection.send(["a kind that nobody knows"])
+    await until(lambda: ends.lost == [address])
+    assert f"the ingress at 127.0.0.1:{address.port} sent a message that cannot be read here" in caplog.text
+    await until(lambda: not ends.receiver._connections)
+    await ends.sender.connect(address)
+    ends.sender._connections[address].result().send(["no outputs"])
+    await until(lambda: len(ends.lost) == 2)
+    assert "engine engine sent a message that cannot be read here" in caplog.text
+    await ends.sender.connect(address)
+    await ends.check(address)
+    ends.close(address)
 
 
 @async_test

@@ -1,4 +1,5 @@
-"""Streams outlive nodes and the head's GCS: a head that runs the ingress, and two nodes with room for an engine each.
+"""Streams outlive nodes and the head's GCS: a head that runs the ingress, and two nodes with room for an engine each,
+or also for an ingress each.
 
 The GCS keeps its tables in a Redis that is started here, as Ray documents its fault tolerance.
 """
@@ -7,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import pathlib
+import random
 import shutil
 import subprocess
 import sys
@@ -19,6 +21,7 @@ import psutil
 import pytest
 
 from benchmarks.processes import free_port
+from tests.processes import kill_all
 from tests.serve.fault_streams import ENGINE, Application, Setup, Stream
 from tests.serve.fault_table import ANOTHER_S, RecordProperty, Row, begin, hold, undisturbed_streams
 from workers.kernels import processor
@@ -27,16 +30,18 @@ ray = pytest.importorskip("ray")
 pytestmark = [pytest.mark.prove, pytest.mark.timeout(3600)]
 
 ROOT = str(pathlib.Path(__file__).resolve().parents[2])
-PLACE = {"engine": 1}
-"""The resource that a node has and an engine claims."""
+PLACE, INGRESS_PLACE = {"engine": 1.0}, {"ingress": 1.0}
+"""Resources that a node has and an engine, or an ingress, claims."""
 TWO, ONE = Setup(resources=PLACE), Setup(num_engines=1, resources=PLACE)
+ABSENCE_S = 5.0
+"""Seconds between the death of a node and the start of another one."""
 GCS_RESTART_S = 2.0
 """Seconds until the head's GCS is restarted by its supervisor."""
 
 
 class Nodes:
-    """A Ray cluster of three nodes on this machine. This process is joined to the head. With `redis`, an address, its
-    GCS may die. `forms` are the forms of the CPU kernels of the two nodes; None is this machine's best.
+    """A Ray cluster of a head and two nodes on this machine. This process is joined to the head. With `redis`, an
+    address, its GCS may die. `forms` are the forms of the CPU kernels of the two nodes; None is this machine's best.
     """
 
     def __init__(self, redis: str | None = None, forms: Sequence[str | None] = (None, None)) -> None:
@@ -57,7 +62,7 @@ class Nodes:
         with _environment() as patch:
             if form is not None:
                 patch.setenv(processor.VARIABLE, form)
-            self._cluster.add_node(num_cpus=1, resources=PLACE)
+            self._cluster.add_node(num_cpus=2, resources=PLACE | INGRESS_PLACE)
 
     def kill_raylet(self, engine: psutil.Process) -> Any:
         """Of the node that the engine runs on. Returns the node."""
@@ -66,6 +71,14 @@ class Nodes:
                 node._kill_process_type("raylet", check_alive=False, wait=True)
                 return node
         raise AssertionError("no node runs it")
+
+    def kill_any(self, chooser: random.Random) -> None:
+        """Kills all processes of a node at once, and adds another node after a while."""
+        node = chooser.choice(sorted(self._cluster.worker_nodes, key=lambda each: each.unique_id))
+        raylet = psutil.Process(node.all_processes["raylet"][0].process.pid)
+        kill_all([raylet, *raylet.children(recursive=True)])
+        time.sleep(ABSENCE_S)
+        self.replace(node)
 
     def replace(self, node: Any) -> None:
         self._cluster.remove_node(node, allow_graceful=False)

@@ -77,7 +77,7 @@ class Ingress:
 
 
 def engine() -> OutputSender:
-    return OutputSender("engine", lambda _: None, lambda _: None)
+    return OutputSender("engine", "node", lambda _: None, lambda _: None)
 
 
 @pytest.mark.parametrize("is_secured", [True, False])

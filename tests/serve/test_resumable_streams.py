@@ -24,7 +24,7 @@ from cluster.http.access.prefix_scope import new_secret
 from cluster.http.exchange.exchange import Exchange
 from cluster.serve.engine_deployment import EngineReplica
 from cluster.serve.ingress import ListeningIngress
-from cluster.serve.streams import keeper, streams
+from cluster.serve.streams import copies, keeper, streams
 from cluster.serve.streams.recorder import Recorder
 from tests.checkpoints import checkpoint
 from tests.local_server import Handle
@@ -119,6 +119,12 @@ class TwoIngresses:
             replica.close()
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
+
+
+@pytest.fixture(autouse=True)
+def settled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The ingresses count as having been there for a while, although they have just started."""
+    monkeypatch.setattr(copies, "MOVE_S", 0.0)
 
 
 @pytest.fixture(scope="module")

@@ -6,26 +6,28 @@ ends as if nothing had. What may happen to nodes is in `tests/serve/test_node_fa
 from __future__ import annotations
 
 import concurrent.futures
-import os
 import subprocess
 from collections.abc import Callable, Iterator
 
 import msgspec
 import pytest
+import ray
 from ray import serve
 
 from cluster import own_ray
+from cluster.serve.routing.replicas import own_node
 from tests.checkpoints import checkpoint
 from tests.patience import wait_until
 from tests.serve.fault_streams import CONTROLLER, ENGINE, GRAMMAR_ACTOR, INGRESS, Application, Setup, Stream
 from tests.serve.fault_table import (
     ANOTHER_S,
     Row,
+    deaths,
     deploy,
-    disturb,
     grammar_workers_replaced,
     hang,
     hold,
+    hold_histories,
     kill,
     kill_ingress,
     named,
@@ -41,9 +43,6 @@ from tests.telemetry.test_metrics import Series, series
 from tests.workers.test_shared_weights import files, needs_shared_weights
 
 pytestmark = pytest.mark.timeout(3600)
-
-HISTORY_S = float(os.environ.get("MANTA_HISTORY_S", "1200"))
-"""Seconds of random faults under 64 clients. `MANTA_HISTORY_S` sets another number, to try the test."""
 
 
 @pytest.fixture(scope="module")
@@ -137,6 +136,10 @@ def test_both_hold_the_weights_once(application: Application, two: Client) -> No
     assert len(first) == 1
 
 
+def test_a_process_names_the_node_it_runs_on(application: Application) -> None:
+    assert own_node() == ray.nodes()[0]["NodeID"]
+
+
 def num_cached(two: Client, prompt: list[int], **headers: str) -> int:
     body = {"model": two.model, "prompt": prompt, "max_tokens": 2, "ignore_eos": True}
     status, _, answer = two.post("/v1/completions", body, headers)
@@ -171,15 +174,7 @@ def test_every_stream_ends_as_without_the_fault(
 def test_64_clients_get_every_byte_once(
     application: Application, undisturbed: list[Stream], record_property: Callable[[str, object], None]
 ) -> None:
-    application.deploy(EVERYTHING)
-    verdict, num_faults = disturb(application, EVERYTHING, undisturbed, 64, HISTORY_S)
-    p50_s, p99_s = (verdict.pauses_s[int(share * len(verdict.pauses_s))] for share in (0.5, 0.99))
-    record_property("faults", num_faults)
-    assert all(num_faults.values()), f"not every kind of fault happened: {num_faults}"
-    record_property("streams, events, bytes", f"{verdict.num_streams}, {verdict.num_events}, {verdict.num_bytes}")
-    record_property("lost, twice, different", f"{len(verdict.lost)}, {len(verdict.twice)}, {len(verdict.different)}")
-    record_property("pause p50, p99, max, s", f"{p50_s:.4f}, {p99_s:.3f}, {verdict.pauses_s[-1]:.1f}")
-    assert verdict.is_good, "\n".join([*verdict.lost, *verdict.twice, *verdict.different])
+    hold_histories(application, EVERYTHING, undisturbed, deaths(application), record_property)
 
 
 TOKENS = "manta:generation_tokens_total"

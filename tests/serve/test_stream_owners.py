@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
+import msgspec
 import pytest
 
 from cluster.config import StreamLimits
@@ -11,7 +12,7 @@ from cluster.errors import QueueFull, Unavailable
 from cluster.http.exchange.recording import MIN_UNREAD_S
 from cluster.http.exchange.recordings import OVERHEAD_BYTES
 from cluster.serve.streams import copies, following, keeper, streams
-from cluster.serve.streams.keeping import Ask, FromKeeper, Keep, Look, Notice, Write
+from cluster.serve.streams.keeping import Ask, FromKeeper, Keep, Look, Notice, Write, format_of
 from cluster.serve.streams.token_channel import Address
 from tests.async_tests import async_test
 from tests.patience import until
@@ -23,6 +24,7 @@ NUM_TOKENS = 40
 @pytest.fixture(autouse=True)
 def short_times(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(copies, "ANSWER_S", 0.1)
+    monkeypatch.setattr(copies, "MOVE_S", 0.3)
     monkeypatch.setattr(streams, "LOOK_UP_S", 0.1)
     monkeypatch.setattr(keeper, "GRACE_S", 0.05)
     monkeypatch.setattr(keeper, "OFFER_S", 0.1)
@@ -36,6 +38,15 @@ async def leave_its_keeper(world: World, ingress: Ingress) -> None:
     world.run_engines(3)
     await until(lambda: ingress.streams.copies.keeper is not left)
     left.hold(False)  # type: ignore[attr-defined]
+
+
+async def is_unknown(ingress: Ingress, stream_id: str) -> bool:
+    """Whether the ingress says that there is no such stream, once it is sure."""
+    while True:
+        try:
+            return await ingress.streams.find(stream_id, OWNER) is None
+        except Unavailable:
+            await asyncio.sleep(0.01)
 
 
 def prefer(world: World, ingress: Ingress, keeping: KeeperProcess) -> None:
@@ -71,7 +82,7 @@ async def test_no_copy_from_before_a_takeover_runs_again() -> None:
         world.link(third, each).hold(False)
     world.kill_keeper(world.keepers[1])
     world.kill_ingress(second)
-    assert await third.streams.find(stream_id, OWNER) is None
+    assert await is_unknown(third, stream_id)
     assert third.num_generated == 0
     world.close()
 
@@ -91,7 +102,7 @@ async def test_no_copy_at_a_left_keeper_runs_again() -> None:
     last = next(each for each in world.keepers if stream_id in each.keeper._streams)
     world.kill_keeper(last)
     world.kill_ingress(first)
-    assert await second.streams.find(stream_id, OWNER) is None
+    assert await is_unknown(second, stream_id)
     assert second.num_generated == 0
     world.close()
 
@@ -122,7 +133,7 @@ async def test_one_of_two_that_claim_goes_on() -> None:
     for taker in takers:
         for each in world.keepers:
             world.link(taker, each).hold(False)
-    await until(lambda: sum(taker.owns(stream_id) for taker in takers) == 1)
+    await until(lambda: sum(taker.owns(stream_id) for taker in takers) == 1 == len(world.copies(stream_id)))
     (copy,) = world.copies(stream_id)
     assert copy.epoch == max(epochs)
     assert takers[epochs.index(max(epochs))].owns(stream_id)
@@ -130,6 +141,88 @@ async def test_one_of_two_that_claim_goes_on() -> None:
         found = await taker.streams.find(stream_id, OWNER)
         assert found is not None
         assert await read(taker, found) == tokens_of(3, NUM_TOKENS)
+    world.close()
+
+
+@async_test
+async def test_a_silent_owners_stream_goes_on_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No connection breaks. Another owner answers and generates nothing meanwhile, and keeps its stream."""
+    monkeypatch.setattr(keeper, "SILENT_S", 0.3)
+    monkeypatch.setattr(keeper, "MIN_READ_S", 0.05)
+    monkeypatch.setattr(keeper, "READ_SHARE", 0.0)
+    world = World(3, 1)
+    silent, idle, third = world.ingresses
+    recordings = [each.streams.begin(opening(NUM_TOKENS, seed)) for seed, each in enumerate((silent, idle))]
+    first, second = (each.opening.stream_id for each in recordings)
+    world.run_engines(10)
+    await until(lambda: sum(each.num_safe for each in recordings) == 10)
+    world.link(silent, world.keepers[0]).hold()
+    reading = [asyncio.ensure_future(read_elsewhere(third, each)) for each in (first, second)]
+    await until(lambda: bool(idle.owns(first) or third.owns(first)))
+    await asyncio.sleep(2 * 0.3)
+    assert idle.owns(second)
+    world.run_engines()
+    assert [await each for each in reading] == [tokens_of(seed, NUM_TOKENS) for seed in (0, 1)]
+    world.link(silent, world.keepers[0]).hold(False)
+    await until(lambda: not silent.owns(first))
+    assert await read(silent, recordings[0]) == tokens_of(0, NUM_TOKENS)
+    world.close()
+
+
+@async_test
+async def test_a_new_ingress_claims_no_old_copy() -> None:
+    """The owner lives, but its connection to an old copy broke. The keeper offers that to an ingress that has just
+    started, and is not connected to the keeper of the newer copy yet.
+    """
+    world = World(1, 2)
+    (owner,) = world.ingresses
+    recording = owner.streams.begin(opening(NUM_TOKENS))
+    stream_id = recording.opening.stream_id
+    await until(lambda: len(world.copies(stream_id)) == 1)
+    old = next(each for each in world.keepers if stream_id in each.keeper._streams)
+    (other,) = (each for each in world.keepers if each is not old)
+    world.cut(owner, old)
+    world.run_engines(10)
+    await until(lambda: recording.num_safe == 10)
+    new = world.add(old)
+
+    async def until_greeted() -> None:
+        await asyncio.sleep(0.05)
+        if other.name not in new.replicas_running:
+            world.connect(new, other)
+
+    new.until_greeted = until_greeted  # type: ignore[method-assign]
+    await until(lambda: stream_id not in old.keeper._streams)
+    assert owner.owns(stream_id)
+    world.run_engines()
+    assert await read(owner, recording) == tokens_of(3, NUM_TOKENS)
+    assert new.num_generated == 0
+    world.close()
+
+
+@async_test
+async def test_an_owner_returns_to_its_old_copy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The keeper of its newest copy dies just when an ingress was offered the old one, and asks who has a newer one."""
+    monkeypatch.setattr(copies, "SETTLE_S", 0.2)
+    world = World(2, 2)
+    owner, other = world.ingresses
+    recording = owner.streams.begin(opening(NUM_TOKENS))
+    stream_id = recording.opening.stream_id
+    await until(lambda: len(world.copies(stream_id)) == 1)
+    old = next(each for each in world.keepers if stream_id in each.keeper._streams)
+    (new,) = (each for each in world.keepers if each is not old)
+    world.link(other, new).hold()
+    world.cut(owner, old)
+    world.run_engines(10)
+    await until(lambda: recording.num_safe == 10 and stream_id in other.streams._adopting)
+    world.kill_keeper(new)
+    await asyncio.sleep(0.05)
+    assert other.streams._adopting == {stream_id}
+    world.connect(owner, old)
+    world.run_engines()
+    assert await read(owner, recording) == tokens_of(3, NUM_TOKENS)
+    await until(lambda: not other.streams._adopting)
+    assert (owner.owns(stream_id), other.num_generated) == (True, 0)
     world.close()
 
 
@@ -207,7 +300,7 @@ def test_an_owner_hears_of_readers_elsewhere(monkeypatch: pytest.MonkeyPatch) ->
         if address == owner and isinstance(message, Notice):
             told.append(now)
 
-    kept = keeper.Keeper(send, lambda: [owner, reader])
+    kept = keeper.Keeper(send)
     kept.receive(owner, Keep(1, [Write("strm", 0, 0, [b"entry"])]))
     while now < 103.0:
         kept.receive(reader, Ask(2, "strm", "read"))
@@ -215,10 +308,151 @@ def test_an_owner_hears_of_readers_elsewhere(monkeypatch: pytest.MonkeyPatch) ->
     assert max(later - earlier for earlier, later in zip(told, [*told[1:], now], strict=True)) <= MIN_UNREAD_S / 2
 
 
+@async_test
+async def test_a_stream_outlives_a_node_after_another() -> None:
+    """Its owner begins beside the only keeper, so the copy must move to the node that comes. Then the first node dies
+    with both.
+    """
+    world = World(0, 2)
+    world.keepers[0].node, world.keepers[1].node = "one", "two"
+    first = world.add(world.keepers[0], node="one")
+    recording = first.streams.begin(opening(NUM_TOKENS))
+    stream_id = recording.opening.stream_id
+    world.run_engines(5)
+    await until(lambda: recording.num_safe == 5)
+    here, there = world.keepers
+    assert stream_id in here.keeper._streams
+    world.connect(first, there)
+    await until(lambda: stream_id in there.keeper._streams and stream_id not in here.keeper._streams)
+    second = world.add(node="two")
+    world.kill_keeper(here)
+    world.kill_ingress(first)
+    world.run_engines()
+    assert await read_elsewhere(second, stream_id) == tokens_of(3, NUM_TOKENS)
+    assert second.num_generated == NUM_TOKENS - 5
+    world.close()
+
+
+@async_test
+async def test_a_copy_that_moves_is_found() -> None:
+    """It moves from a keeper that hears the question late to one that has answered."""
+    world = World(0, 2)
+    world.keepers[0].node, world.keepers[1].node = "one", "two"
+    here, there = world.keepers
+    owner = world.add(here, node="one")
+    asking = world.add(node="two")
+    stream_id = owner.streams.begin(opening(NUM_TOKENS)).opening.stream_id
+    await until(lambda: stream_id in here.keeper._streams)
+    world.link(asking, here).hold()
+    finding = asyncio.ensure_future(asking.streams.find(stream_id, OWNER))
+    await asyncio.sleep(0.01)
+    world.connect(owner, there)
+    await until(lambda: stream_id in there.keeper._streams and stream_id not in here.keeper._streams)
+    world.link(asking, here).hold(False)
+    assert await finding is not None
+    world.close()
+
+
+@async_test
+async def test_a_stream_without_any_copy_is_not_unknown() -> None:
+    """Its keeper has died, and the next one has not answered its owner yet."""
+    world = World(2, 2)
+    owner, asking = world.ingresses
+    stream_id = owner.streams.begin(opening(NUM_TOKENS)).opening.stream_id
+    await until(lambda: len(world.copies(stream_id)) == 1)
+    for each in world.keepers:
+        world.link(owner, each).hold()
+    world.kill_keeper(next(each for each in world.keepers if stream_id in each.keeper._streams))
+    with pytest.raises(Unavailable, match="not every engine says"):
+        await asking.streams.find(stream_id, OWNER)
+    world.keepers.append(KeeperProcess("another keeper"))
+    starting = world.add()
+    with pytest.raises(Unavailable, match="not every engine says"):
+        await starting.streams.find(stream_id, OWNER)
+    world.link(owner, world.keepers[0]).hold(False)
+    await until(lambda: len(world.copies(stream_id)) == 1)
+    assert await asking.streams.find(stream_id, OWNER) is not None
+    world.close()
+
+
+@async_test
+async def test_a_copy_returns_to_the_other_node(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The other node's keeper does not answer for a while, and streams do not wait for it twice."""
+    monkeypatch.setattr(copies, "AVOID_S", 0.2)
+    world = World(0, 2)
+    world.keepers[0].node, world.keepers[1].node = "one", "two"
+    here, there = world.keepers
+    ingress = world.add(node="one")
+    found = ingress.streams.copies
+    assert found.keeper is world.link(ingress, there)
+    recording = ingress.streams.begin(opening(NUM_TOKENS))
+    stream_id = recording.opening.stream_id
+    world.link(ingress, there).hold()
+    world.run_engines(5)
+    await until(lambda: recording.num_safe == 5)
+    assert found.keeper is world.link(ingress, here)
+    num_writes = world.link(ingress, there).num_sent[Keep]
+    await asyncio.sleep(3 * 0.2)
+    assert world.link(ingress, there).num_sent[Keep] == num_writes
+    world.link(ingress, there).hold(False)
+    await until(lambda: found.keeper is world.link(ingress, there))
+    await until(lambda: stream_id in there.keeper._streams and stream_id not in here.keeper._streams)
+    world.close()
+
+
+@async_test
+async def test_a_keeper_of_another_version_counts_as_dead(caplog: pytest.LogCaptureFixture) -> None:
+    """An older engine and an older ingress are left among themselves; the streams of new ones go on at new ones."""
+    world = World(0, 2)
+    old, new = world.keepers
+    old.name, old.stream_format = "an old engine", "older"
+    first = world.add(old)
+    assert "an old engine is of another version" in caplog.text
+    assert not sum(world.link(first, old).num_sent.values())
+    with pytest.raises(Unavailable, match="is of another version than this ingress"):
+        first.streams.begin(opening(NUM_TOKENS))
+    world.connect(first, new)
+    second = world.add()
+    recording = first.streams.begin(opening(NUM_TOKENS))
+    world.run_engines(5)
+    await until(lambda: recording.num_safe == 5)
+    assert [world.link(each, old).num_sent.total() for each in world.ingresses] == [0, 0]
+    with pytest.raises(Unavailable, match="not every engine says"):
+        await second.streams.find("strm_of_an_old_one", OWNER)
+    world.kill_ingress(first)
+    world.run_engines()
+    assert await read_elsewhere(second, recording.opening.stream_id) == tokens_of(3, NUM_TOKENS)
+    world.kill_keeper(old)
+    assert await is_unknown(second, "strm_of_an_old_one")
+    world.close()
+
+
+def test_a_changed_field_is_another_format() -> None:
+    fields = [("stream_id", str), ("epoch", int)]
+    same, longer, typed = (
+        msgspec.defstruct("Message", each, array_like=True, tag="message")
+        for each in (fields, [*fields, ("more", int, 0)], [fields[0], ("epoch", float)])
+    )
+    explained = msgspec.defstruct("Message", fields, array_like=True, tag="message", namespace={"__doc__": "Prose."})
+    assert format_of(explained) == format_of(same)
+    assert len({format_of(each) for each in (same, longer, typed)}) == 3
+
+
 async def read_elsewhere(ingress: Ingress, stream_id: str) -> list[int]:
     found = await ingress.streams.find(stream_id, OWNER)
     assert found is not None
     return await read(ingress, found)
+
+
+def test_a_late_drop_spares_an_owned_copy() -> None:
+    """An ingress was offered the orphan and found a newer copy. Meanwhile the owner returned to this keeper."""
+    owner, other = (Address("127.0.0.1", port, "secret") for port in (1, 2))
+    kept = keeper.Keeper(lambda _address, _message: None)
+    kept.receive(owner, Keep(1, [Write("strm", 0, 0, [b"entry"])]))
+    kept.receive(other, Ask(0, "strm", "drop", epoch=0))
+    assert kept.num_streams == 1
+    kept.receive(owner, Ask(0, "strm", "drop", epoch=0))
+    assert kept.num_streams == 0
 
 
 @async_test

@@ -85,6 +85,9 @@ class _StoredEntry(msgspec.Struct, array_like=True):
     failure: Failure | None = None
 
 
+STORED = (Opening, _StoredEntry)
+"""Types of what is encoded."""
+
 _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(_StoredEntry)
 _opening_decoder = msgspec.msgpack.Decoder(Opening)

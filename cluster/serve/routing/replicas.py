@@ -155,6 +155,11 @@ def own_name() -> str:
         return ""
 
 
+def own_node() -> str:
+    """Returns the id of the Ray node that this process runs on; empty without Ray."""
+    return str(ray.get_runtime_context().get_node_id()) if ray.is_initialized() else ""
+
+
 def kill(replica: str) -> None:
     """Kills a hung replica, so that Serve starts another one. Raises `ValueError` if it is gone."""
     ray.kill(ray.get_actor(replica, SERVE_NAMESPACE))

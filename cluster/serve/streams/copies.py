@@ -1,18 +1,24 @@
 """The keepers of recordings as one ingress sees them: which one has its copies, and what all of them know of a stream.
 
+An ingress and its keeper must not die with one node. So a keeper on another node is preferred. If it has to be left for
+one on the same node, another node's is chosen again as soon as one answers.
+
 `streams.py` decides what becomes of a stream; this module only carries messages and notices lost keepers.
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import Callable, Iterable
 from typing import Literal, NamedTuple
 
 from cluster.errors import Unavailable
-from cluster.serve.streams.keeping import Ask, Copy, FromKeeper, Keep, Kept, News, Notice, Write
+from cluster.serve.streams.keeping import Ask, Copy, FromKeeper, Join, Keep, Kept, News, Notice, Write, stream_format
 from cluster.serve.streams.token_channel import Connection
+
+logger = logging.getLogger(__name__)
 
 ANSWER_S = 1.0
 """Seconds that a keeper gets to answer. One that does not is avoided, because its process hangs or is overloaded."""
@@ -20,6 +26,14 @@ NUM_LOOKS = 4
 """Number of times within `ANSWER_S` at which an answer is looked for. So a pause of this process counts as one look."""
 LOOK_UP_S = 5.0
 """Seconds that a keeper gets to say whether it has a stream that a client asks for."""
+MOVE_S = 5.0
+"""Seconds after the loss of a keeper within which its copies may be at no keeper, because their owners are writing them
+to another one. The next one may not answer either.
+"""
+SETTLE_S = 0.3
+"""Seconds after the loss of a keeper within which nobody claims an orphan: it may be an old copy, to which its owner
+returns now.
+"""
 AVOID_S = 5.0
 """Seconds for which a keeper that did not answer gets no recordings while another one can."""
 
@@ -34,7 +48,8 @@ class Found(NamedTuple):
 
 
 class Copies:
-    """Writes recordings to one keeper. `host` is this machine's address; a keeper on another machine is preferred.
+    """Writes recordings to one keeper. `node` is the id of the Ray node that this process runs on. `has_peers` says
+    whether there may be other ingresses.
 
     - `on_kept` is called with what was passed to `write`, once it is stored, and with the refused streams.
     - `on_keeper` is called when another keeper was chosen, or none is left; everything must be written again.
@@ -46,7 +61,8 @@ class Copies:
 
     def __init__(
         self,
-        host: str,
+        node: str,
+        has_peers: bool,
         on_kept: Callable[[list[tuple[str, int]], list[str]], None],
         on_keeper: Callable[[], None],
         on_connected: Callable[[Connection], None],
@@ -55,7 +71,7 @@ class Copies:
         on_notice: Callable[[Notice, Connection], None],
     ) -> None:
         self.keeper: Connection | None = None
-        self._host = host
+        self._node = node
         self._on_kept = on_kept
         self._on_keeper = on_keeper
         self._on_connected = on_connected
@@ -63,22 +79,42 @@ class Copies:
         self._on_news = on_news
         self._on_notice = on_notice
         self.connections: set[Connection] = set()
+        self.strangers: set[Connection] = set()
+        """Connections to engines of another version, which are sent none of these messages."""
         self._avoided: dict[Connection, float] = {}
         """Time until which a keeper gets no recordings, on `time.monotonic`'s clock."""
+        self._lost_at = time.monotonic() if has_peers else -MOVE_S
+        """Time of the last loss of a keeper, on `time.monotonic`'s clock. Other ingresses may have lost one just before
+        this one started.
+        """
+        self._returning: asyncio.Task[None] | None = None
+        """Looks for a keeper on another node while the present one is on this node."""
         self._number = 0
         self._unkept: dict[int, list[tuple[str, int]]] = {}
         """Writes without an answer, by number: each stream with its number of entries then."""
         self._asked: dict[int, tuple[asyncio.Future[Copy], Connection]] = {}
 
     def connected(self, connection: Connection) -> None:
+        if connection.stream_format != stream_format():
+            logger.warning(
+                "engine %s is of another version: it keeps no streams of this ingress, and streams that it has do not "
+                "go on here",
+                connection.replica,
+            )
+            self.strangers.add(connection)
+            return
+        connection.send(Join())
         self.connections.add(connection)
-        if self.keeper is None:
+        if self.keeper is None or (self._is_near(self.keeper) and not self._is_near(connection)):
             self._choose()
         else:
             self._on_connected(connection)
 
     def lost(self, connection: Connection) -> None:
+        if connection in self.connections:
+            self._lost_at = time.monotonic()
         self.connections.discard(connection)
+        self.strangers.discard(connection)
         self._avoided.pop(connection, None)
         self._on_lost(connection)
         for answer, keeper in self._asked.values():
@@ -97,9 +133,34 @@ class Copies:
         if self.keeper is not None and not free:
             return
         choice = free or self.connections
-        self.keeper = min(choice, key=lambda each: (each.peer_host == self._host, each.replica), default=None)
+        self.keeper = min(choice, key=lambda each: (self._is_near(each), each.replica), default=None)
         self._unkept.clear()
         self._on_keeper()
+        if self._returning is None and self._better():
+            self._returning = asyncio.ensure_future(self._return())
+
+    def _is_near(self, connection: Connection) -> bool:
+        """Returns whether a keeper is on this process's node, and would die with it."""
+        return connection.node == self._node
+
+    def _better(self) -> set[Connection]:
+        """Returns the keepers on other nodes if the present one is on this node."""
+        if self.keeper is None or not self._is_near(self.keeper):
+            return set()
+        return {each for each in self.connections if not self._is_near(each)}
+
+    async def _return(self) -> None:
+        """Chooses a keeper on another node once one answers in time. Until then recordings need not wait for it."""
+        try:
+            while self._better():
+                await asyncio.sleep(AVOID_S)
+                answers = await self._ask(self._better(), "", "read", 0, ANSWER_S)
+                heard, until = {found.connection for found in answers}, time.monotonic() + AVOID_S
+                self._avoided.update({each: 0.0 if each in heard else until for each in self._better()})
+                if heard & self._better():
+                    self._choose()
+        finally:
+            self._returning = None
 
     def write(self, writes: list[Write], counts: list[tuple[str, int]]) -> None:
         """Sends entries to the keeper. `counts` names each stream and its number of entries."""
@@ -155,18 +216,33 @@ class Copies:
         found = await self._ask([connection], stream_id, "claim", 0, None)
         return found[0].copy if found else None
 
+    async def until_settled(self) -> bool:
+        """Waits until owners had time to write the copies of a lost keeper to another one. Returns whether it had to
+        wait.
+        """
+        left_s = self._lost_at + SETTLE_S - time.monotonic()
+        if left_s > 0:
+            await asyncio.sleep(left_s)
+        return left_s > 0
+
     async def look_up(self, stream_id: str, replicas: Iterable[str]) -> Found | None:
         """Returns the newest copy; None if no keeper has one. `replicas` are the names of all running engines.
 
-        Raises `Unavailable` if a keeper that might have a copy is not connected or does not answer.
+        Raises `Unavailable` if a keeper that might have a copy is not connected or does not answer, or if one was lost
+        just now.
         """
-        connected = list(self.connections)
-        answers = await self._ask(connected, stream_id, "read", 0, LOOK_UP_S)
-        found = _newest(answers)
-        unheard = set(replicas) - {each.connection.replica for each in answers}
-        if found is None and (unheard or not answers or len(answers) < len(connected)):
-            raise Unavailable("not every engine says now whether it has a copy of this stream; retry")
-        return found
+        for _ in range(2):  # a copy may move from a keeper that is asked late to one that has answered
+            connected = list(self.connections)
+            answers = await self._ask(connected, stream_id, "read", 0, LOOK_UP_S)
+            found = _newest(answers)
+            if found is not None:
+                return found
+            unheard = set(replicas) - {each.connection.replica for each in answers}
+            if unheard or not answers or len(answers) < len(connected):
+                raise _unsure()
+        if time.monotonic() < self._lost_at + MOVE_S:
+            raise _unsure()
+        return None
 
     async def _ask(
         self, connections: Iterable[Connection], stream_id: str, what: What, first: int, seconds: float | None
@@ -197,6 +273,10 @@ class Copies:
         """Removes the copies that are no newer than `epoch` of all keepers but the present one."""
         for each in self.connections - {self.keeper}:
             self.drop(stream_id, epoch, each)
+
+
+def _unsure() -> Unavailable:
+    return Unavailable("not every engine says now whether it has a copy of this stream; retry")
 
 
 def _newest(answers: list[Found]) -> Found | None:

@@ -87,7 +87,7 @@ class EngineClient:
         self.metrics = metrics
         self.runs: dict[str, PromptRun] = {}
         self._replicas = replicas.known_replicas()
-        self.streams = RecordedStreams(self, streams or StreamLimits(), host)
+        self.streams = RecordedStreams(self, streams or StreamLimits(), replicas.own_node())
         copies = self.streams.copies
         self._receiver = OutputReceiver(
             host, self._on_outputs, self._on_lost, self._on_report, copies.receive, copies.connected

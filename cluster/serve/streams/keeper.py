@@ -2,8 +2,9 @@
 
 An ingress writes each recording to one keeper, and shows its readers only what the keeper has acknowledged. When the
 connection to that ingress breaks, its streams are orphans: the keeper offers each to another ingress, which claims and
-continues it. The keeper decides who owns its copy: a claim raises the copy's epoch, and writes of an earlier epoch are
-refused. All messages travel over the token channel. A keeper knows nothing of the engine in whose process it is.
+continues it. The same happens if the ingress is silent while another one reads its streams. The keeper decides who owns
+its copy: a claim raises the copy's epoch, and writes of an earlier epoch are refused. All messages travel over the
+token channel. A keeper knows nothing of the engine in whose process it is.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from cluster.serve.streams.keeping import (
     Ask,
     Copy,
     FromKeeper,
+    Join,
     Keep,
     Kept,
     Look,
@@ -42,6 +44,10 @@ READ_SHARE = 1 / 16
 """Share of the time for which a stream is kept unread, after which its owner is told again that it is read."""
 MIN_READ_S = 0.25
 """Least seconds between two such notices."""
+SILENT_S = 10.0
+"""Seconds for which an ingress may leave such notices unanswered. Then its streams are orphans, although its connection
+has not broken: its process hangs, or its machine is gone without a word.
+"""
 
 
 class _Stream(msgspec.Struct):
@@ -76,13 +82,14 @@ class _Stream(msgspec.Struct):
 
 
 class Keeper:
-    """The copies of one engine process. `send` sends an answer to an ingress, and `ingresses` returns those that are
-    connected. Only the event loop uses it.
-    """
+    """The copies of one engine process. `send` sends a message to an ingress. Only the event loop uses it."""
 
-    def __init__(self, send: Callable[[Address, FromKeeper], None], ingresses: Callable[[], list[Address]]) -> None:
+    def __init__(self, send: Callable[[Address, FromKeeper], None]) -> None:
         self._send = send
-        self._ingresses = ingresses
+        self._joined: dict[Address, None] = {}
+        """Connected ingresses that may be offered orphans, in the order of their coming."""
+        self._silent_since: dict[Address, float] = {}
+        """Time of the first notice that an owner has not answered, on `time.monotonic`'s clock."""
         self._streams: dict[str, _Stream] = {}
         self._num_offers = 0
         self._offering: asyncio.TimerHandle | None = None
@@ -92,7 +99,10 @@ class Keeper:
         return len(self._streams)
 
     def receive(self, address: Address, message: ToKeeper) -> None:
-        if isinstance(message, Keep):
+        self._silent_since.pop(address, None)
+        if isinstance(message, Join):
+            self._joined[address] = None
+        elif isinstance(message, Keep):
             refused = [write.stream_id for write in message.writes if not self._write(address, write)]
             self._send(address, Kept(message.number, refused))
         elif isinstance(message, Look):
@@ -104,6 +114,11 @@ class Keeper:
 
     def lose(self, address: Address) -> None:
         """Makes orphans of the streams of an ingress whose connection broke."""
+        self._joined.pop(address, None)
+        self._orphan(address)
+
+    def _orphan(self, address: Address) -> None:
+        self._silent_since.pop(address, None)
         now = time.monotonic()
         for stream in self._streams.values():
             if stream.owner == address:
@@ -131,6 +146,8 @@ class Keeper:
         if stream.epoch > ask.epoch:
             self._send(address, Notice(ask.stream_id, "taken", stream.epoch))
             return
+        if stream.is_owned_by_another(ask.epoch, address):
+            return  # it was an orphan when the sender decided, and its owner has written it again since
         del self._streams[ask.stream_id]
         if stream.owner not in (None, address):
             assert stream.owner is not None
@@ -173,6 +190,9 @@ class Keeper:
             stream.told_at = now
             assert stream.owner is not None
             self._send(stream.owner, Notice(stream_id, "read"))
+            if now > self._silent_since.setdefault(stream.owner, now) + SILENT_S:
+                logger.warning("an ingress has not answered for %g s: its streams are offered to others", SILENT_S)
+                self._orphan(stream.owner)
 
     # ---- orphans ---------------------------------------------------------------------------------------------------
 
@@ -183,7 +203,7 @@ class Keeper:
     def _offer(self) -> None:
         """Offers each orphan to one of the ingresses, in turn, and removes those that nobody took in time."""
         self._offering = None
-        now, ingresses = time.monotonic(), self._ingresses()
+        now, ingresses = time.monotonic(), list(self._joined)
         orphans = [(stream_id, stream) for stream_id, stream in self._streams.items() if stream.owner is None]
         for stream_id, stream in orphans:
             if now > stream.orphan_since + stream.keep_s:

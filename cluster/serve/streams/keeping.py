@@ -1,15 +1,24 @@
 """Messages between an ingress and the keepers of its recordings (`keeper.py`), which travel over the token channel.
 
 Of two copies of one stream, the one with the higher epoch counts. Each change of the owner raises the epoch.
+
+During an update, ingresses and engines may be of different versions. Those whose `stream_format` differs exchange none
+of these messages.
 """
 
 from __future__ import annotations
 
+import functools
+import hashlib
 import secrets
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 
+from cluster.http.exchange.recordings import STORED
+
+MEANING = 1
+"""A number to raise when the same fields of a message, of an opening or of an entry come to mean something else."""
 _RANDOM_BITS = 32
 """Lowest bits of an epoch. They are random, so that keepers that each grant a claim to an equal copy of one stream make
 different epochs.
@@ -19,6 +28,10 @@ different epochs.
 def next_epoch(epoch: int) -> int:
     """Returns a higher epoch, which nobody else has."""
     return (epoch >> _RANDOM_BITS) + 1 << _RANDOM_BITS | secrets.randbits(_RANDOM_BITS)
+
+
+class Join(msgspec.Struct, array_like=True, tag="join"):
+    """Says that the sender is there and may be offered orphans. It is the first message on a connection."""
 
 
 class Write(msgspec.Struct, array_like=True):
@@ -49,8 +62,8 @@ class Ask(msgspec.Struct, array_like=True, tag="ask"):
     - `read`: returns the entries from `first` on, and tells the owner that somebody reads.
     - `claim`: makes the sender its owner if it is an orphan, and returns all of it.
     - `cancel`: asks its owner to end it.
-    - `drop`: removes the copy, if it is no newer than `epoch`. There is no answer, but if two ingresses own the stream,
-      the one with the lower epoch gets the notice `taken`.
+    - `drop`: removes the copy, if it is no newer than `epoch` and no other ingress owns it with that epoch. There is no
+      answer, but if two ingresses own the stream, the one with the lower epoch gets the notice `taken`.
     """
 
     number: int
@@ -104,7 +117,7 @@ class Notice(msgspec.Struct, array_like=True, tag="notice"):
     """Tells an ingress something that it did not ask for.
 
     - `orphan`: the stream has no owner.
-    - `read`: another ingress has a reader of the stream.
+    - `read`: another ingress has a reader of the stream. The owner answers with a `Join`.
     - `cancel`: another ingress was asked to end the stream.
     - `taken`: another ingress owns the stream, with `epoch`.
     """
@@ -114,5 +127,27 @@ class Notice(msgspec.Struct, array_like=True, tag="notice"):
     epoch: int = 0
 
 
-ToKeeper = Keep | Ask | Look
+ToKeeper = Join | Keep | Ask | Look
 FromKeeper = Kept | Copy | News | Notice
+
+
+@functools.cache
+def stream_format() -> str:
+    """Returns a hash of the fields, their types and bounds, of all messages and of what they carry in encoded form.
+    Two processes with equal hashes can keep streams for each other.
+    """
+    return format_of(ToKeeper, FromKeeper, *STORED)
+
+
+def format_of(*types: Any) -> str:
+    schema = msgspec.json.schema_components(types, ref_template="{name}")
+    return hashlib.sha256(msgspec.json.encode((MEANING, _without_prose(schema)), order="sorted")).hexdigest()[:16]
+
+
+def _without_prose(schema: Any) -> Any:
+    """Removes the docstrings from a schema."""
+    if isinstance(schema, dict):
+        return {name: _without_prose(each) for name, each in schema.items() if name != "description"}
+    if isinstance(schema, list | tuple):
+        return [_without_prose(each) for each in schema]
+    return schema

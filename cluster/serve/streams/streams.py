@@ -30,7 +30,7 @@ from cluster.http.exchange.recordings import (
 from cluster.serve.starting.start_failure import in_words
 from cluster.serve.streams.copies import LOOK_UP_S, Copies, Found
 from cluster.serve.streams.following import POLL_S, Following, add_copy
-from cluster.serve.streams.keeping import Copy, Notice, Write, next_epoch
+from cluster.serve.streams.keeping import Copy, Join, Notice, Write, next_epoch
 from cluster.serve.streams.recorder import Reader, Recorder
 from cluster.serve.streams.token_channel import Connection
 from cluster.telemetry.request_log import log_event
@@ -68,13 +68,14 @@ class _Own:
 
 
 class RecordedStreams:
-    """Owns the recordings of one ingress. `client` is its `EngineClient`."""
+    """Owns the recordings of one ingress. `client` is its `EngineClient`, and `node` the id of its Ray node."""
 
-    def __init__(self, client: Any, limits: StreamLimits, host: str) -> None:
+    def __init__(self, client: Any, limits: StreamLimits, node: str) -> None:
         self._client = client
         self._limits = limits
         self.copies = Copies(
-            host,
+            node,
+            client.metrics.replica is not None,
             self._on_kept,
             self._write_all,
             self._on_connected,
@@ -99,6 +100,11 @@ class RecordedStreams:
     def begin(self, opening: Opening, is_repeated: bool = False) -> Recording:
         if (refusal := self._too_many(opening.owner)) is not None:
             raise refusal
+        if self.copies.keeper is None and self.copies.strangers:
+            raise Unavailable(
+                "the server is being updated: each engine is of another version than this ingress and cannot keep this "
+                "stream; retry, or send no x-resumable-s"
+            )
         try:
             encoded = encode_opening(opening)
         except (OverflowError, ValueError) as error:
@@ -344,8 +350,10 @@ class RecordedStreams:
         own = self._own.get(notice.stream_id)
         if notice.what == "orphan":
             self._start(self._adopt(notice.stream_id, connection))
-        elif own is not None and notice.what == "read":
-            own.recording.last_read = time.monotonic()
+        elif notice.what == "read":
+            connection.send(Join())  # an owner that answers nothing loses its streams
+            if own is not None:
+                own.recording.last_read = time.monotonic()
         elif own is not None and notice.what == "taken":
             if notice.epoch > own.epoch:
                 self._give_up(own)
@@ -363,8 +371,11 @@ class RecordedStreams:
             return
         self._adopting.add(stream_id)
         try:
+            await self._client.until_greeted()  # an engine that is not connected yet may have the newest copy
             # A keeper that answers late may have the newest copy, so each gets longer than for other questions.
             found = await self.copies.ask_all(stream_id, "read", seconds=LOOK_UP_S)
+            while await self.copies.until_settled():
+                found = await self.copies.ask_all(stream_id, "read", seconds=LOOK_UP_S)
             if found is None:
                 return
             if found.copy.is_owned:

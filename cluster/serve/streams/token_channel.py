@@ -22,7 +22,7 @@ import msgspec
 
 from cluster.engine.request import FinishStatus, SequenceOutput, Usage
 from cluster.serve.routing.reports import Report
-from cluster.serve.streams.keeping import FromKeeper, ToKeeper
+from cluster.serve.streams.keeping import FromKeeper, ToKeeper, stream_format
 from cluster.serve.streams.node_tls import client_context, server_context
 from structured.frames import frame, receive_frame
 
@@ -61,6 +61,10 @@ class Hello(msgspec.Struct, array_like=True):
     secret: str
     replica: str
     """Name of the engine replica, as Serve names its actor."""
+    node: str = ""
+    """Id of the Ray node that the engine runs on."""
+    stream_format: str = ""
+    """What the engine's keeper understands (`keeping.stream_format`); empty from a version that does not tell."""
 
 
 class Frame(msgspec.Struct, array_like=True):
@@ -103,6 +107,7 @@ class EngineFailed(RuntimeError):
     """The engine of this replica has failed, and its requests with it. Serve starts another replica."""
 
 
+_UNREADABLE = "%s sent a message that cannot be read here, perhaps because it is of another version; it is disconnected"
 _hello_decoder = msgspec.msgpack.Decoder(Hello)
 _frame_decoder = msgspec.msgpack.Decoder(Frame)
 _to_engine_decoder: msgspec.msgpack.Decoder[Control | ToKeeper] = msgspec.msgpack.Decoder(Control | ToKeeper)
@@ -113,14 +118,14 @@ class Connection:
     """Frames over one socket."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self.replica = ""
-        """Name of the engine replica at the other end."""
+        self.replica = self.node = ""
+        """Names of the engine replica, and of its node, at the other end."""
+        self.stream_format = ""
+        """What the keeper at the other end understands."""
         self.is_away = False
         """Whether the engine at the other end last said that it is rebuilding its ranks."""
         self.has_sent = False
         """Whether a frame was sent since the last `OutputSender.beat`."""
-        self.peer_host = str((writer.get_extra_info("peername") or ("",))[0])
-        """Address of the machine at the other end."""
         self._reader = reader
         self._writer = writer
         connection = writer.get_extra_info("socket")
@@ -205,7 +210,9 @@ class OutputReceiver:
         connection = Connection(reader, writer)
         self._connections.add(connection)
         try:
-            connection.replica = await self._replica_of(connection)
+            hello = await self._hello_of(connection)
+            connection.replica, connection.node = hello.replica, hello.node
+            connection.stream_format = hello.stream_format
             self._on_connected(connection)
             while True:
                 message = _frame_decoder.decode(await connection.receive())
@@ -218,14 +225,17 @@ class OutputReceiver:
         except (asyncio.IncompleteReadError, OSError):
             pass
         except ValueError:  # msgspec's errors are ValueErrors too
-            logger.warning("a connection to the output channel did not show its secret", exc_info=True)
+            if connection.replica:
+                logger.warning(_UNREADABLE, f"engine {connection.replica}", exc_info=True)
+            else:
+                logger.warning("a connection to the output channel did not show its secret", exc_info=True)
         finally:
             self._connections.discard(connection)
             self._on_lost(connection)
             connection.close()
 
-    async def _replica_of(self, connection: Connection) -> str:
-        """Returns the name of the engine at the other end. Raises `ValueError` if it does not show the secret.
+    async def _hello_of(self, connection: Connection) -> Hello:
+        """Returns the first frame of the engine at the other end. Raises `ValueError` if it does not show the secret.
 
         If more than `MAX_UNPROVEN` connections have not shown the secret, the oldest of them is closed.
         """
@@ -241,7 +251,7 @@ class OutputReceiver:
             del self._unproven[connection]
         if not hmac.compare_digest(hello.secret.encode(), self._secret.encode()):
             raise ValueError("another secret")
-        return hello.replica
+        return hello
 
     async def close(self) -> None:
         """Stops listening and closes all connections."""
@@ -257,13 +267,15 @@ class OutputReceiver:
 class OutputSender:
     """The engine's end, with one connection per ingress, opened at the ingress's first request or before.
 
-    `replica` is the engine's name. `take_report` returns the report that an ingress gets beside its outputs. `is_away`
-    says whether the engine is rebuilding its ranks. `on_keep` gets the messages for the keeper of recordings.
+    `replica` is the engine's name and `node` the id of its Ray node. `take_report` returns the report that an ingress
+    gets beside its outputs. `is_away` says whether the engine is rebuilding its ranks. `on_keep` gets the messages for
+    the keeper of recordings.
     """
 
     def __init__(
         self,
         replica: str,
+        node: str,
         on_control: Callable[[Control], None],
         on_lost: Callable[[Address], None],
         take_report: Callable[[Address], Report | None] = lambda _address: None,
@@ -271,6 +283,7 @@ class OutputSender:
         on_keep: Callable[[Address, ToKeeper], None] = lambda _address, _message: None,
     ) -> None:
         self._replica = replica
+        self._node = node
         self._on_control = on_control
         self._on_lost = on_lost
         self._take_report = take_report
@@ -303,7 +316,7 @@ class OutputSender:
                 except BaseException:
                     connection.close()
                     raise
-        connection.send(Hello(address.secret, self._replica))
+        connection.send(Hello(address.secret, self._replica, self._node, stream_format()))
         reader = asyncio.ensure_future(self._read(address, connection))
         self._readers.add(reader)
         reader.add_done_callback(self._readers.discard)
@@ -320,6 +333,8 @@ class OutputSender:
                     self._on_keep(address, message)
         except (asyncio.IncompleteReadError, OSError):
             pass
+        except ValueError:
+            logger.warning(_UNREADABLE, f"the ingress at {address.host}:{address.port}", exc_info=True)
         finally:
             del self._connections[address]
             connection.close()
@@ -336,11 +351,6 @@ class OutputSender:
         task = self._connections.get(address)
         if task is not None and _is_open(task):
             task.result().send(Frame([], None, self._is_away(), [message]))
-
-    @property
-    def ingresses(self) -> list[Address]:
-        """The ingresses that are connected."""
-        return [address for address, task in self._connections.items() if _is_open(task)]
 
     def beat(self) -> None:
         """Sends an empty frame on each connection that had no frame since the last call or has a report due."""
