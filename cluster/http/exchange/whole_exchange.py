@@ -37,6 +37,7 @@ class WholeExchange:
         self.identity = Identity()
         self.resumable: Resumable | None = None
         self.replay: Replay | None = None
+        self.remembered = None
         self.route = ""
         self.answer = b""
 
