@@ -170,7 +170,7 @@ class _Connection:
         """Reads messages until the client leaves, also while one is being answered."""
         while (received := await self._receive())["type"] == "websocket.receive":
             text = received.get("text")
-            message = received.get("bytes") if text is None else text.encode()
+            message: bytes = received["bytes"] if text is None else text.encode()
             if _is_cancel(message):
                 if self._turn is not None:
                     self._turn.cancel()

@@ -42,7 +42,13 @@ def opened() -> Iterator[Any]:
 
 def ask(connection: Any, **body: Any) -> list[Any]:
     """Sends a request and returns its events."""
-    given = {"model": shared_server().model, "input": "Count.", "temperature": 0, "max_output_tokens": 8, "store": False}
+    given = {
+        "model": shared_server().model,
+        "input": "Count.",
+        "temperature": 0,
+        "max_output_tokens": 8,
+        "store": False,
+    }
     connection.response.create(**{**given, **body})
     return until_end(connection)
 
@@ -58,7 +64,13 @@ def until_end(connection: Any) -> list[Any]:
 
 def by_post(**body: Any) -> Any:
     client = openai.OpenAI(base_url=f"{shared_server().url}/v1", api_key="none", max_retries=0)
-    given = {"model": shared_server().model, "input": "Count.", "temperature": 0, "max_output_tokens": 8, "store": False}
+    given = {
+        "model": shared_server().model,
+        "input": "Count.",
+        "temperature": 0,
+        "max_output_tokens": 8,
+        "store": False,
+    }
     return client.responses.create(**{**given, **body})
 
 
@@ -211,25 +223,25 @@ async def test_a_cancelled_response_ends_and_the_connection_goes_on() -> None:
         assert (await ended(client))["response"]["previous_response_id"] == first["id"]
 
 
-@pytest.mark.parametrize(
-    ("sent", "param", "words"),
-    [
-        ("{", None, "not valid JSON"),
-        ("[]", None, "object"),
-        ('{"type": "session.update"}', "type", "session.update"),
-        ('{"type": "response.create", "model": "a", "input": "b", "generate": false}', "generate", "leave it out"),
-        (b"\xff\xfe", None, "UTF-8"),
-    ],
+WRONG: tuple[tuple[str | bytes, str | None, str], ...] = (
+    ("{", None, "not valid JSON"),
+    ("[]", None, "object"),
+    ('{"type": "session.update"}', "type", "session.update"),
+    ('{"type": "response.create", "model": "a", "input": "b", "generate": false}', "generate", "leave it out"),
+    (b"\xff\xfe", None, "UTF-8"),
 )
+
+
 @async_test
-async def test_a_wrong_message_leaves_the_connection_open(sent: str | bytes, param: str | None, words: str) -> None:
+async def test_a_wrong_message_leaves_the_connection_open() -> None:
     async with narrow() as server, connecting(server) as client:
-        await client.send(sent)
-        event = await received(client)
-        assert (event["type"], event["status"], event["error"]["param"]) == ("error", 400, param)
-        assert words in event["error"]["message"]
+        for sent, param, words in WRONG:
+            await client.send(sent)
+            event = await received(client)
+            assert (event["type"], event["status"], event["error"]["param"]) == ("error", 400, param)
+            assert words in event["error"]["message"]
         await client.send(message(server))
-        assert (await ended(client))["type"] in ("response.completed", "response.incomplete")
+        assert (await ended(client))["type"] != "error"
 
 
 @contextlib.asynccontextmanager
@@ -304,7 +316,7 @@ async def test_messages_have_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
             code, reason = await closed(client)
             assert (code, "client_timeout_s" in reason) == (1008, True)
         await until(lambda: server.num_connections == 0)
-    async with narrow(max_bodies_bytes=3000) as server, connecting(server) as client:
+    async with narrow(max_body_bytes=8000, max_bodies_bytes=3000) as server, connecting(server) as client:
         client.transport.write(b"\x01\xfe\x0f\xa0\x00\x00\x00\x00" + b"a" * 3500)
         code, reason = await closed(client)
         assert (code, "max_bodies_bytes" in reason) == (1013, True)
@@ -321,13 +333,17 @@ async def test_a_connection_ends_after_an_hour(monkeypatch: pytest.MonkeyPatch) 
 
 @async_test
 async def test_a_resting_connection_gives_way_to_a_new_one() -> None:
-    async with local_server(listener=ListenerLimits(max_connections_per_address=2)) as server:
-        async with connect(url_of(server)) as resting, connect(url_of(server)) as running:
-            await begun(server, running)
-            status, _ = await server.post(max_tokens=1)
-            assert status == 200
-            assert (await closed(resting))[0] == 1013
-            assert (await ended(running))["type"] == "response.incomplete"
+    two = ListenerLimits(max_connections_per_address=2)
+    async with (
+        local_server(listener=two) as server,
+        connect(url_of(server)) as resting,
+        connect(url_of(server)) as running,
+    ):
+        await begun(server, running)
+        status, _ = await server.post(max_tokens=1)
+        assert status == 200
+        assert (await closed(resting))[0] == 1013
+        assert (await ended(running))["type"] == "response.incomplete"
 
 
 @async_test

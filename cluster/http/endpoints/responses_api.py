@@ -123,6 +123,8 @@ class ResponsesAnswer:
             tool_choice=body.tool_choice or "auto",
             tools=shown_tools(body),
             top_p=params.top_p,
+            presence_penalty=params.presence_penalty,
+            frequency_penalty=params.frequency_penalty,
             user=body.user,
             safety_identifier=body.safety_identifier,
             prompt_cache_key=body.prompt_cache_key,
