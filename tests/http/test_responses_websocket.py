@@ -17,7 +17,7 @@ from cluster.config import KeyLimits, ListenerLimits
 from cluster.http import websockets as websockets_module
 from cluster.http.exchange.remembered import RememberedResponses
 from tests.async_tests import async_test
-from tests.local_server import LocalServer, local_server
+from tests.local_server import LocalServer, answer, local_server
 from tests.patience import PATIENCE_S, until
 from tests.server import shared_server
 
@@ -279,6 +279,34 @@ async def test_a_handshake_is_checked_like_a_request() -> None:
         with pytest.raises(InvalidStatus) as caught:
             await connect(url_of(server))
         assert caught.value.response.status_code == 503
+
+
+HEAD = "GET /v1/responses HTTP/1.1\r\nHost: localhost\r\nConnection: Upgrade\r\nUpgrade: websocket\r\n"
+SECURED = "Sec-WebSocket-Key: AAAAAAAAAAAAAAAAAAAAAA==\r\nSec-WebSocket-Version: 13\r\n"
+WRONG_HANDSHAKES = (
+    (f"{HEAD}\r\n", 400, "must be '13'"),
+    (f"{HEAD}Sec-WebSocket-Version: 13\r\n\r\n", 400, "Sec-WebSocket-Key"),
+    (f"{HEAD}{SECURED}X-Long: {'a' * 9000}\r\n\r\n", 431, "the limit is 8000"),
+    (f"{HEAD}{SECURED}\r\n".replace("/v1/responses", f"/v1/responses?{'a' * 8100}"), 431, "the limit is 8000"),
+    (f"{HEAD}{SECURED}\r\n".replace("GET", "POST"), 400, "not POST over 1.1"),
+    (f"{HEAD}{SECURED}\r\n".replace("HTTP/1.1", "HTTP/1.0"), 400, "not GET over 1.0"),
+)
+
+
+@async_test
+async def test_a_wrong_handshake_is_refused() -> None:
+    async with local_server() as server:
+        for sent, status, words in WRONG_HANDSHAKES:
+            reader, writer = await server.connect()
+            writer.write(sent.encode())
+            found, body = await answer(reader, writer)
+            assert found == status, body
+            assert words in json.loads(body)["error"]["message"]
+        reader, writer = await server.connect()
+        writer.write(f"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n{HEAD}{SECURED}\r\n".encode())
+        await asyncio.wait_for(reader.read(-1), PATIENCE_S)  # either is refused, and the connection ends
+        writer.close()
+        await until(lambda: server.num_connections == 0)
 
 
 @async_test

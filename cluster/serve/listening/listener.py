@@ -27,7 +27,7 @@ from cluster.protocol.api_errors import ApiError
 from cluster.serve.listening.connections import Connections, within_file_limit
 from cluster.serve.listening.port import Port
 from cluster.serve.listening.tls import Certificate, Handshake, TlsServer
-from cluster.serve.listening.upgraded import Unfinished, WebSocketConnection
+from cluster.serve.listening.upgraded import Unfinished, WebSocketConnection, handshake_fault
 
 KEEP_ALIVE_S = 90
 """Seconds for which an idle connection is kept, as Serve's proxy does."""
@@ -102,6 +102,10 @@ class Connection(HttpToolsProtocol):
         """Replaces this connection by a WebSocket connection, in the same place."""
         if self.cycle is not None and not self.cycle.response_complete:
             self._refuse(400, "a handshake for a WebSocket connection was sent ahead")
+            return
+        fault = handshake_fault(self.scope["method"].encode(), self.scope["http_version"], self.url, self.headers)
+        if fault is not None:
+            self._refuse(*fault)
             return
         self._others.leave(self)
         super().handle_websocket_upgrade()

@@ -23,6 +23,31 @@ the text alone, and keeps an object for each frame.
 """
 
 
+MAX_LINE_BYTES = 8000
+"""Longest line of a handshake. The `websockets` library refuses longer ones without an answer that says why."""
+
+
+def handshake_fault(
+    method: bytes, http_version: str, url: bytes, headers: list[tuple[bytes, bytes]]
+) -> tuple[int, str] | None:
+    """Returns status and message of the refusal of a handshake that RFC 6455 does not allow; None if it may go on.
+
+    The `websockets` library would refuse it too, but not in OpenAI's format.
+    """
+    given = dict(headers)
+    if method != b"GET" or http_version != "1.1":
+        return 400, f"a WebSocket connection begins with a GET over HTTP/1.1, not {method.decode()} over {http_version}"
+    version = given.get(b"sec-websocket-version", b"")
+    if version != b"13":
+        return 400, f"Sec-WebSocket-Version is {version[:20].decode('latin-1')!r} and must be '13'"
+    if len(given.get(b"sec-websocket-key", b"")) != 24:
+        return 400, "Sec-WebSocket-Key must be 16 bytes in base64, which are 24 characters"
+    longest = max(len(url), *(len(name) + len(value) for name, value in headers))
+    if longest > MAX_LINE_BYTES:
+        return 431, f"a line of the handshake has {longest} bytes and the limit is {MAX_LINE_BYTES}"
+    return None
+
+
 class Unfinished:
     """The bytes of messages that have begun to arrive, on all connections together; at most `max_bytes`."""
 
