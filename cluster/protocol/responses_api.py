@@ -226,6 +226,18 @@ def shown_tools(body: ResponsesRequest) -> list[dict[str, Any]]:
     return [{"description": None, "parameters": None, "strict": True, **tool} for tool in given]
 
 
+def shown_tool_choice(body: ResponsesRequest) -> str | dict[str, Any]:
+    """Returns the choice of tools as an answer repeats it, with the fields that OpenAI's schema knows."""
+    choice = body.tool_choice or "auto"
+    if isinstance(choice, str):
+        return choice
+    if choice.get("type") != "allowed_tools":
+        return {"type": "function", "name": choice.get("name")} if body.tools else "auto"
+    names = [each.get("name") for each in choice.get("tools", []) if isinstance(each, dict)]
+    tools = [{"type": "function", "name": name} for name in names]
+    return {"type": "allowed_tools", "mode": choice.get("mode", "auto"), "tools": tools}
+
+
 def shown_text(body: ResponsesRequest) -> TextOptions:
     """Returns the text options as an answer repeats them, with OpenAI's defaults."""
     text = body.text or TextOptions()

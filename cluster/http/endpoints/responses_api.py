@@ -37,6 +37,7 @@ from cluster.protocol.responses_api import (
     ResponsesRequest,
     ResponsesUsage,
     shown_text,
+    shown_tool_choice,
     shown_tools,
 )
 from cluster.protocol.translated import renamed
@@ -120,7 +121,7 @@ class ResponsesAnswer:
             reasoning=body.reasoning or Reasoning(),
             temperature=params.temperature,
             text=shown_text(body),
-            tool_choice=body.tool_choice or "auto",
+            tool_choice=shown_tool_choice(body),
             tools=shown_tools(body),
             top_p=params.top_p,
             presence_penalty=params.presence_penalty,
