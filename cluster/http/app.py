@@ -31,7 +31,8 @@ from cluster.http.exchange.recordings import Recording, Streams, last_event
 from cluster.http.exchange.routing import Route, Router
 from cluster.http.exchange.state import AppState, ClusterState, DeploymentState, NodeState, OtherMetrics
 from cluster.http.openapi import openapi_document
-from cluster.http.routes import ROUTES
+from cluster.http.routes import MESSAGE, ROUTES
+from cluster.http.websockets import WebSockets
 from cluster.protocol.api_errors import ApiError, api_error
 from cluster.telemetry.request_log import open_request_log
 from cluster.text.tokenizer import Tokenizer
@@ -92,19 +93,28 @@ class HttpApp:
         self.rate_limits = RateLimits(config.key_limits)
         self._returns_request_id = returns_request_id
         self._spans = spans
+        self._websockets = WebSockets(config, self._room, self._answer, self._answer_message)
         self._log = open_request_log() if config.log_requests else None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answers a request. Raises `asyncio.CancelledError` if the client left before its answer was complete."""
         if scope["type"] == "lifespan":
             await _lifespan(receive, send)
+        elif scope["type"] == "websocket":
+            await self._websockets.serve(scope, receive, send, self._returns_request_id)
         elif scope["type"] == "http":
             exchange = Exchange(scope, receive, send, self._config, self._room, self._returns_request_id)
-            if self._spans is None or exchange.method != "POST":
-                await self._answer(exchange)
-            else:
-                with self._spans.span(exchange):
-                    await self._answer(exchange)
+            await self._answer_traced(exchange)
+
+    async def _answer_traced(self, exchange: Exchange, route: Route | None = None) -> None:
+        if self._spans is None or exchange.method != "POST":
+            await self._answer(exchange, route)
+        else:
+            with self._spans.span(exchange):
+                await self._answer(exchange, route)
+
+    async def _answer_message(self, exchange: Exchange) -> None:
+        await self._answer_traced(exchange, MESSAGE)
 
     def _on_stream_end(self, recording: Recording) -> None:
         """Charges the output of a recorded stream to the key that asked for it, and stores a response that is kept."""
@@ -118,8 +128,8 @@ class HttpApp:
         """Makes readiness probes fail from now on, and closes each connection after its answer."""
         self._state.drains = True
 
-    async def _answer(self, exchange: Exchange) -> None:
-        route: Route | None = None
+    async def _answer(self, exchange: Exchange, route: Route | None = None) -> None:
+        """Answers one request, by `route` or by the one that its path and method name."""
         if self._state.drains:
             exchange.headers_always.append((b"connection", b"close"))
         try:
@@ -130,7 +140,8 @@ class HttpApp:
                     self._origins.preflight(exchange.headers, self._router.methods(exchange.path, exchange.root_path))
                 )
                 return
-            route, exchange.path_parameter = self._router.find(exchange.method, exchange.path, exchange.root_path)
+            if route is None:
+                route, exchange.path_parameter = self._router.find(exchange.method, exchange.path, exchange.root_path)
             exchange.route, exchange.error_body = route.path, route.error_body
             await self._handle(route, exchange)
         except (ApiError, ServingError) as error:

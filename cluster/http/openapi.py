@@ -20,6 +20,7 @@ _ERRORS = {
     408: "A time limit has passed: of the request, or of a client that sends or reads too slowly",
     409: "The batch has ended",
     413: "The body is too long",
+    426: "The path is for WebSocket connections",
     429: "Too many requests are waiting; retry later",
     500: "An internal error, which the server has logged",
     503: "No engine answers, none makes progress, or too many bodies are being received",

@@ -9,6 +9,7 @@ from cluster.batch.records import Batch, FileObject
 from cluster.http.endpoints import (
     anthropic,
     batches,
+    compaction,
     files,
     generation,
     models,
@@ -35,7 +36,13 @@ from cluster.protocol.ollama import (
 )
 from cluster.protocol.requests import ChatCompletionRequest, CompletionRequest
 from cluster.protocol.responses import ChatCompletion, Completion
-from cluster.protocol.responses_api import ResponseObject, ResponsesRequest
+from cluster.protocol.responses_api import (
+    CompactedResponse,
+    CompactRequest,
+    ResponseCreateEvent,
+    ResponseObject,
+    ResponsesRequest,
+)
 
 EVENTS = "text/event-stream"
 LINES = "application/x-ndjson"
@@ -75,6 +82,24 @@ ROUTES = (
         body=ResponsesRequest,
         answer=ResponseObject,
         media_type=EVENTS,
+        errors=GENERATION_ERRORS,
+        logged=True,
+    ),
+    Route(
+        "GET",
+        "/v1/responses",
+        responses_api.connect,
+        "A WebSocket connection, whose messages are such requests",
+        media_type=EVENTS,
+        errors=(426,),
+    ),
+    Route(
+        "POST",
+        "/v1/responses/compact",
+        compaction.compact,
+        "A conversation in less space",
+        body=CompactRequest,
+        answer=CompactedResponse,
         errors=GENERATION_ERRORS,
         logged=True,
     ),
@@ -286,3 +311,13 @@ ROUTES = (
     ),
     Route("GET", "/docs", pages.docs, "The endpoints and their fields, to read", media_type=HTML, public=True),
 )
+
+MESSAGE = Route(
+    "POST",
+    "/v1/responses",
+    responses_api.create,
+    "A message on a WebSocket connection",
+    body=ResponseCreateEvent,
+    logged=True,
+)
+"""What answers the messages of WebSocket connections. It is no row of `ROUTES`, because no HTTP request reaches it."""

@@ -6,13 +6,13 @@ are refused by name. `cluster/http/endpoints/responses_api.py` answers; `stored_
 
 from __future__ import annotations
 
-import secrets
 from typing import Any, ClassVar, Literal
 
 import msgspec
 
 from cluster.errors import refuse
 from cluster.protocol.requests import ChatCompletionRequest
+from cluster.protocol.response_items import chat_messages
 from cluster.protocol.translated import as_openai
 
 _REFUSED = {
@@ -23,9 +23,6 @@ _REFUSED = {
     "top_logprobs": "ask /v1/chat/completions for log-probabilities",
 }
 """Fields that may be null, false or 0 only, and what to do instead."""
-_TEXT_PARTS = ("input_text", "output_text", "text")
-_ID_PREFIXES = {"message": "msg", "reasoning": "rs", "function_call": "fc", "function_call_output": "fco"}
-"""Beginnings of the ids of items, by type."""
 _RENAMED = {
     "max_tokens": "max_output_tokens",
     "reasoning_effort": "reasoning.effort",
@@ -64,6 +61,9 @@ class ResponsesRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True)
     max_output_tokens: int | None = None
     temperature: float | None = None
     top_p: float | None = None
+    presence_penalty: float | None = None
+    """A field of Open Responses, as is the next one. OpenAI's API has both for chats only."""
+    frequency_penalty: float | None = None
     tools: list[dict[str, Any]] | None = None
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
@@ -106,7 +106,7 @@ class ResponsesRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True)
             refuse("truncation", f'{message}; send "disabled", or leave it out')
         if not self.input:
             refuse("input", "input is empty; give text or a list of items")
-        _messages(self)
+        chat_messages(self.instructions, self.input)
         _tools(self)
 
     def as_openai(self) -> ChatCompletionRequest:
@@ -115,6 +115,8 @@ class ResponsesRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True)
             "max_completion_tokens": self.max_output_tokens,
             "temperature": self.temperature,
             "top_p": self.top_p,
+            "presence_penalty": self.presence_penalty,
+            "frequency_penalty": self.frequency_penalty,
             "stream": self.stream,
             "user": self.user,
             "tools": _tools(self) or None,
@@ -125,7 +127,7 @@ class ResponsesRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True)
             "response_format": self.text and _response_format(self.text.format),
         }
         fields = {name: value for name, value in given.items() if value is not None}
-        fields |= {"model": self.model, "messages": _messages(self)}
+        fields |= {"model": self.model, "messages": chat_messages(self.instructions, self.input)}
         found: ChatCompletionRequest = as_openai(fields, ChatCompletionRequest, self)
         return found
 
@@ -140,87 +142,44 @@ class ResponsesRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True)
         return _RENAMED.get(param, param.replace(".function", ""))
 
 
-# ---- the conversation --------------------------------------------------------------------------------------------
+class ResponseCreateEvent(ResponsesRequest, forbid_unknown_fields=True, kw_only=True):
+    """`response.create`, a message on a WebSocket connection to `/v1/responses`. It is always streamed."""
+
+    type: Literal["response.create"]
+    generate: bool | None = None
+    stream_id: str | None = None
+
+    def check(self) -> None:
+        if self.background:
+            refuse("background", "background is not for WebSocket connections; send it to POST /v1/responses")
+        if self.generate is False:
+            refuse("generate", "generate: false is not supported; leave it out, and send the first input at once")
+        if self.stream_id is not None:
+            message = "stream_id is not supported: a connection answers one response after the other"
+            refuse("stream_id", f"{message}; leave it out, and open a connection for each conversation")
+        self.stream = True
+        super().check()
 
 
-def _messages(body: ResponsesRequest) -> list[dict[str, Any]]:
-    """Returns the instructions and the input as chat messages."""
-    found: list[dict[str, Any]] = []
-    if body.instructions is not None:
-        found.append({"role": "system", "content": body.instructions})
-    if isinstance(body.input, str):
-        return [*found, {"role": "user", "content": body.input}]
-    turn: dict[str, Any] | None = None  # of the assistant, to which reasoning, text and calls belong
-    for index, item in enumerate(body.input):
-        path = f"input[{index}]"
-        kind = item.get("type", "message")
-        if kind == "message" and item.get("role") != "assistant":
-            turn = None
-            found.append({"role": item.get("role"), "content": _content(item, "content", path)})
-        elif kind == "function_call_output":
-            turn = None
-            call_id, output = _text(item, "call_id", path), _content(item, "output", path)
-            found.append({"role": "tool", "tool_call_id": call_id, "content": output})
-        elif kind in ("message", "function_call", "reasoning"):
-            if turn is None or (kind != "function_call" and ("tool_calls" in turn or turn["content"])):
-                found.append(turn := {"role": "assistant", "content": ""})
-            _add_to_turn(turn, kind, item, path)
-        else:
-            known = "message, reasoning, function_call and function_call_output"
-            refuse(f"{path}.type", f"{path}.type {kind!r} is not supported; send items of type {known}")
-    return found
+class CompactRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    """`POST /v1/responses/compact`."""
 
+    model: str
+    input: str | list[dict[str, Any]] | None = None
+    """Conversation to compact, after that of `previous_response_id` if there is one."""
+    instructions: str | None = None
+    """System message for the model that writes the summary; the compacted conversation does not hold it."""
+    previous_response_id: str | None = None
+    service_tier: str | None = None
+    prompt_cache_key: str | None = None
+    prompt_cache_retention: str | None = None
+    prompt_cache_options: Any = None
 
-def _add_to_turn(turn: dict[str, Any], kind: str, item: dict[str, Any], path: str) -> None:
-    if kind == "message":
-        turn["content"] = _content(item, "content", path)
-    elif kind == "reasoning":
-        texts = [part.get("text") for part in item.get("content") or [] if isinstance(part, dict)]
-        turn["reasoning_content"] = "".join(text for text in texts if isinstance(text, str))
-    else:
-        function = {"name": _text(item, "name", path), "arguments": _text(item, "arguments", path)}
-        call = {"id": _text(item, "call_id", path), "type": "function", "function": function}
-        turn.setdefault("tool_calls", []).append(call)
-
-
-def _content(item: dict[str, Any], field: str, path: str) -> str:
-    """Returns the text of a message or of a call's output."""
-    content = item.get(field)
-    if isinstance(content, str):
-        return content
-    if not isinstance(content, list):
-        refuse(f"{path}.{field}", f"{path}.{field} is missing; give text or a list of parts")
-    texts = []
-    for index, part in enumerate(content):
-        place = f"{path}.{field}[{index}]"
-        kind = part.get("type") if isinstance(part, dict) else None
-        if kind not in _TEXT_PARTS:
-            refuse(f"{place}.type", f"{place}.type {kind!r} is not supported; only text is served ({_TEXT_PARTS[0]})")
-        texts.append(_text(part, "text", place))
-    return "\n".join(texts)
-
-
-def _text(item: dict[str, Any], field: str, path: str) -> str:
-    value = item.get(field)
-    if not isinstance(value, str):
-        refuse(f"{path}.{field}", f"{path}.{field} must be text")
-    return value
-
-
-def input_items(body: ResponsesRequest) -> list[dict[str, Any]]:
-    """Returns the input as items with ids, as `GET /v1/responses/{response_id}/input_items` shows them."""
-    items = [{"role": "user", "content": body.input}] if isinstance(body.input, str) else body.input
-    return [_with_id(item) for item in items]
-
-
-def _with_id(item: dict[str, Any]) -> dict[str, Any]:
-    kind = item.get("type", "message")
-    shown = {"id": f"{_ID_PREFIXES[kind]}_{secrets.token_hex(16)}", "type": kind, "status": "completed"}
-    shown |= {name: value for name, value in item.items() if value is not None}
-    if kind == "message" and isinstance(shown["content"], str):
-        part = {"type": "output_text", "annotations": []} if shown["role"] == "assistant" else {"type": "input_text"}
-        shown["content"] = [part | {"text": shown["content"]}]
-    return shown
+    def check(self) -> None:
+        """Raises `RequestRefused` naming the field of the first mistake."""
+        if not self.input and self.previous_response_id is None:
+            refuse("input", "input is empty; give a conversation, or previous_response_id")
+        chat_messages(self.instructions, self.input or [])
 
 
 # ---- tools and formats -------------------------------------------------------------------------------------------
@@ -265,6 +224,18 @@ def shown_tools(body: ResponsesRequest) -> list[dict[str, Any]]:
     """Returns the tools as an answer repeats them: with all fields, and `strict` as it was enforced."""
     given = ({name: value for name, value in tool.items() if value is not None} for tool in body.tools or [])
     return [{"description": None, "parameters": None, "strict": True, **tool} for tool in given]
+
+
+def shown_tool_choice(body: ResponsesRequest) -> str | dict[str, Any]:
+    """Returns the choice of tools as an answer repeats it, with the fields that OpenAI's schema knows."""
+    choice = body.tool_choice or "auto"
+    if isinstance(choice, str):
+        return choice
+    if choice.get("type") != "allowed_tools":
+        return {"type": "function", "name": choice.get("name")} if body.tools else "auto"
+    names = [each.get("name") for each in choice.get("tools", []) if isinstance(each, dict)]
+    tools = [{"type": "function", "name": name} for name in names]
+    return {"type": "allowed_tools", "mode": choice.get("mode", "auto"), "tools": tools}
 
 
 def shown_text(body: ResponsesRequest) -> TextOptions:
@@ -318,6 +289,17 @@ class ResponsesUsage(msgspec.Struct, kw_only=True):
     output_tokens: int
     output_tokens_details: dict[str, int]
     total_tokens: int
+
+
+class CompactedResponse(msgspec.Struct, kw_only=True):
+    """A compacted conversation."""
+
+    id: str
+    object: Literal["response.compaction"] = "response.compaction"
+    created_at: int
+    output: list[dict[str, Any]]
+    """The user's messages, and last the compaction item."""
+    usage: ResponsesUsage
 
 
 class ResponseError(msgspec.Struct):

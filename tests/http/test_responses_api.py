@@ -110,6 +110,8 @@ def test_a_call_that_must_come_fits_its_schema(stream: bool, choice: Any) -> Non
     else:
         answer = create(**given)
     assert [(tool.name, tool.strict) for tool in answer.tools] == [(tool["name"], True) for tool in tools]
+    if not isinstance(choice, str):
+        assert answer.tool_choice.to_dict() == choice
     (call,) = answer.output
     assert (call.type, call.name, call.status) == ("function_call", "weather", "completed")
     assert call.call_id.startswith("call_")
@@ -193,6 +195,14 @@ def test_refusals_name_this_apis_fields(body: dict[str, Any], param: str, words:
     assert caught.value.param is not None
     assert caught.value.param.startswith(param)
     assert words in caught.value.message
+
+
+def test_what_the_answer_repeats_fits_openais_schema() -> None:
+    allowed: Any = {"type": "allowed_tools", "tools": [{"type": "function", "name": "weather", "more": 1}]}
+    answer = create(tools=[TOOL], tool_choice=allowed, extra_body={"presence_penalty": 0.5, "frequency_penalty": None})
+    known = [{"type": "function", "name": "weather"}]
+    assert answer.tool_choice.to_dict() == {"type": "allowed_tools", "mode": "auto", "tools": known}
+    assert (answer.presence_penalty, answer.frequency_penalty) == (0.5, 0.0)
 
 
 def test_fields_of_the_chat_body_are_pointed_to() -> None:

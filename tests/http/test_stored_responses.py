@@ -98,6 +98,33 @@ def test_a_conversation_continues_by_id(server: ThreadedServer) -> None:
     assert create(server, input="Stop.", previous_response_id=second.id).output_text == third.output_text
 
 
+def test_a_stored_conversation_continues_over_a_websocket(server: ThreadedServer) -> None:
+    first = create(server)
+    given: Any = {"model": server.model, "input": "On.", "max_output_tokens": 8, "temperature": 0}
+    with client(server).responses.connect() as connection:
+        connection.response.create(previous_response_id=first.id, **given)
+        event: Any = None
+        while event is None or event.type not in ("response.completed", "response.incomplete", "error"):
+            event = connection.recv()
+    second = event.response
+    assert (second.store, second.previous_response_id) == (True, first.id)
+    turns: Any = [{"role": "user", "content": "Count."}, *first.output, {"role": "user", "content": "On."}]
+    assert second.output[0].content[0].text == create(server, input=turns).output_text
+    assert client(server).responses.retrieve(second.id).output_text == create(server, input=turns).output_text
+
+
+def test_a_stored_conversation_is_compacted(server: ThreadedServer) -> None:
+    first = create(server)
+    compacted = client(server).responses.compact(model=server.model, input="On.", previous_response_id=first.id)
+    turns: Any = [{"role": "user", "content": "Count."}, *first.output, {"role": "user", "content": "On."}]
+    answer, whole = create(server, input=compacted.output), create(server, input=turns)
+    assert (answer.output_text, answer.usage.input_tokens) == (whole.output_text, whole.usage.input_tokens)
+    listed = client(server).responses.input_items.list(answer.id).data
+    assert listed[0].type == "compaction"
+    with pytest.raises(openai.BadRequestError, match="no stored response of yours"):
+        client(server, KEYS[1]).responses.compact(model=server.model, previous_response_id=first.id)
+
+
 def test_a_stored_response_equals_the_answer(server: ThreadedServer) -> None:
     answer = create(server, metadata={"a": "b"})
     assert client(server).responses.retrieve(answer.id).model_dump() == answer.model_dump()

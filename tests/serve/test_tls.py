@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import trustme
 import uvloop
+import websockets
 
 from cluster.cli.refusal import Refusal
 from cluster.cli.server import connect, no_server
@@ -88,6 +89,19 @@ def test_https_answers_equal_http_answers(run: Run, authority: Authority) -> Non
             with pytest.raises(IndexError):  # plain HTTP gets no answer
                 await server.get("/health")
             await server.until_idle()
+
+    run(main())
+
+
+def test_a_websocket_opens_over_tls(run: Run, authority: Authority) -> None:
+    async def main() -> None:
+        async with local_server(**authority.options) as server:
+            url = f"wss://localhost:{server.port}/v1/responses"
+            async with websockets.connect(url, ssl=authority.client(), host="127.0.0.1") as client:
+                await client.send(json.dumps({"type": "response.create", "model": server.model}))
+                event = json.loads(await asyncio.wait_for(client.recv(), PATIENCE_S))
+                assert (event["type"], event["error"]["param"]) == ("error", "input")
+            await until(lambda: server.num_connections == 0)
 
     run(main())
 

@@ -16,7 +16,7 @@ from cluster.chat.plan import ChatPlan, plan_chat, render
 from cluster.chat.reader import ChatReader, MessageBuilder
 from cluster.errors import RequestRefused
 from cluster.http.endpoints import generation
-from cluster.http.exchange.codec import NAMED_EVENTS, encode
+from cluster.http.exchange.codec import NAMED_EVENTS, encode, named_event
 from cluster.http.exchange.engines import Event, Generation
 from cluster.http.exchange.exchange import Exchange
 from cluster.http.exchange.identity import Identity
@@ -206,8 +206,7 @@ class BlockWriter:
 
 
 def _event(part: msgspec.Struct) -> bytes:
-    name = str(part.__struct_config__.tag).encode()
-    return b"event: " + name + b"\ndata: " + encode(part) + b"\n\n"
+    return named_event(str(part.__struct_config__.tag), encode(part))
 
 
 def _usage(generation: Generation) -> MessagesUsage:

@@ -38,9 +38,10 @@ async def chat(
     exchange: GenerationExchange,
     request: ChatCompletionRequest,
     answer_with: Callable[..., Answer] = ChatAnswer,
+    most_tokens: int | None = None,
 ) -> None:
     """Answers a conversation. `answer_with` makes the object that writes the answer; its parameters are those of
-    `ChatAnswer`.
+    `ChatAnswer`. With `most_tokens` the answer has at most so many, or what the prompt leaves if that is less.
     """
     state.check_model(request.model)
     _check_priority(state, exchange, request.priority)
@@ -54,6 +55,8 @@ async def chat(
     check_num_logprobs(state.config.body, plan.params, [prompt], model.max_model_len, bool(request.stream))
     params = await _with_prediction(state, request, plan.params, model.max_model_len)
     answer = answer_with(request, exchange.identity, state.model_name, state.tokenizer, plan, prompt)
+    if most_tokens is not None:
+        params = msgspec.structs.replace(params, max_tokens=min(most_tokens, model.max_model_len - len(prompt)))
     await generate(state, exchange, [prompt], params, request, answer, plan.shown_ids, plan.not_enforced)
 
 

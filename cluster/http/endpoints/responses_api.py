@@ -13,15 +13,16 @@ from typing import Any
 from cluster.chat.plan import ChatPlan
 from cluster.chat.reader import ChatReader
 from cluster.engine.request import FinishStatus
-from cluster.errors import QueueFull, RequestRefused, ServingError
+from cluster.errors import QueueFull, RequestRefused, ServingError, Unavailable
 from cluster.http.endpoints import generation
 from cluster.http.endpoints.stored_responses import Keeping, prepared, response_id
-from cluster.http.exchange.codec import NAMED_EVENTS, encode
+from cluster.http.exchange.codec import NAMED_EVENTS, encode, named_event
 from cluster.http.exchange.engines import Event, Generation
-from cluster.http.exchange.exchange import GenerationExchange
+from cluster.http.exchange.exchange import Exchange, GenerationExchange
 from cluster.http.exchange.identity import Identity
 from cluster.http.exchange.recordings import CANCELLED
 from cluster.http.exchange.state import AppState
+from cluster.protocol.api_errors import ApiError
 from cluster.protocol.responses import ChatDelta
 from cluster.protocol.responses_api import (
     FunctionCallItem,
@@ -36,6 +37,7 @@ from cluster.protocol.responses_api import (
     ResponsesRequest,
     ResponsesUsage,
     shown_text,
+    shown_tool_choice,
     shown_tools,
 )
 from cluster.protocol.translated import renamed
@@ -69,10 +71,20 @@ async def create(state: AppState, exchange: GenerationExchange, body: ResponsesR
         raise
 
 
+async def connect(state: AppState, exchange: Exchange, _: None) -> None:
+    """Opens a WebSocket connection, whose messages `create` answers."""
+    if not exchange.is_websocket:
+        message = f"GET {exchange.url_path} opens a WebSocket connection; connect as one, or send the request as a POST"
+        raise ApiError(426, message, code="upgrade_required")
+    if state.drains:
+        raise Unavailable("this server is about to stop; connect again")
+    await exchange.send_empty([], status=101)
+
+
 class ResponsesAnswer:
     """An answer of `/v1/responses`, whole or as a stream of named and numbered events.
 
-    `keeping` stores it; None keeps nothing. With `is_begun_only` a whole answer is the response as it was created.
+    `keeping` keeps it; None keeps nothing. With `is_begun_only` a whole answer is the response as it was created.
     """
 
     form = NAMED_EVENTS
@@ -98,7 +110,7 @@ class ResponsesAnswer:
             created_at=identity.created,
             status="queued" if body.background else "in_progress",
             background=bool(body.background),
-            store=keeping is not None,
+            store=keeping is not None and keeping.stores,
             previous_response_id=body.previous_response_id,
             model=model,
             instructions=body.instructions,
@@ -109,9 +121,11 @@ class ResponsesAnswer:
             reasoning=body.reasoning or Reasoning(),
             temperature=params.temperature,
             text=shown_text(body),
-            tool_choice=body.tool_choice or "auto",
+            tool_choice=shown_tool_choice(body),
             tools=shown_tools(body),
             top_p=params.top_p,
+            presence_penalty=params.presence_penalty,
+            frequency_penalty=params.frequency_penalty,
             user=body.user,
             safety_identifier=body.safety_identifier,
             prompt_cache_key=body.prompt_cache_key,
@@ -165,19 +179,12 @@ class ResponsesAnswer:
             self._num_reasoning_tokens += len(event.token_ids)
 
     def _end(self, last: Event, generation: Generation) -> None:
-        (usage,) = generation.usages
         response = self.response
         response.status = "incomplete" if last.finish is FinishStatus.FINISHED_LENGTH else "completed"
         response.completed_at = generation.ended_at
         if response.status == "incomplete":
             response.incomplete_details = {"reason": "max_output_tokens"}
-        response.usage = ResponsesUsage(
-            input_tokens=usage.num_prompt_tokens,
-            input_tokens_details={"cached_tokens": usage.num_cached_tokens},
-            output_tokens=usage.num_output_tokens,
-            output_tokens_details={"reasoning_tokens": self._num_reasoning_tokens},
-            total_tokens=usage.num_prompt_tokens + usage.num_output_tokens,
-        )
+        response.usage = usage_of(generation, self._num_reasoning_tokens)
 
     def _fail(self, error: ServingError) -> None:
         if error.code == CANCELLED:
@@ -190,7 +197,19 @@ class ResponsesAnswer:
     def _event(self, event: str, **fields: Any) -> bytes:
         body = encode({"type": event, "sequence_number": self._num_events, **fields})
         self._num_events += 1
-        return b"event: " + event.encode() + b"\ndata: " + body + b"\n\n"
+        return named_event(event, body)
+
+
+def usage_of(generation: Generation, num_reasoning_tokens: int) -> ResponsesUsage:
+    """Returns the usage of an answer to one prompt."""
+    (usage,) = generation.usages
+    return ResponsesUsage(
+        input_tokens=usage.num_prompt_tokens,
+        input_tokens_details={"cached_tokens": usage.num_cached_tokens},
+        output_tokens=usage.num_output_tokens,
+        output_tokens_details={"reasoning_tokens": num_reasoning_tokens},
+        total_tokens=usage.num_prompt_tokens + usage.num_output_tokens,
+    )
 
 
 class ItemWriter:

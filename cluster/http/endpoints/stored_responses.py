@@ -35,7 +35,8 @@ from cluster.http.exchange.recordings import (
 from cluster.http.exchange.state import AppState
 from cluster.http.exchange.whole_exchange import WholeExchange
 from cluster.protocol.api_errors import ApiError
-from cluster.protocol.responses_api import ResponseObject, ResponsesRequest, input_items
+from cluster.protocol.response_items import check_calls, input_items
+from cluster.protocol.responses_api import ResponseObject, ResponsesRequest
 
 logger = logging.getLogger(__name__)
 
@@ -97,18 +98,25 @@ def response_id(identity: Identity) -> str:
 
 
 class Keeping:
-    """Stores the response of one request. `items` is the conversation that it answers."""
+    """Keeps the response of one request: in the storage `kept`, if there is one, and in the memory of the connection on
+    which the request came, if it came on one. `items` is the conversation that it answers.
+    """
 
     def __init__(
-        self, state: AppState, kept: KeptResponses, exchange: GenerationExchange, items: list[dict[str, Any]]
+        self, state: AppState, kept: KeptResponses | None, exchange: GenerationExchange, items: list[dict[str, Any]]
     ) -> None:
         self._state = state
         self._kept = kept
         self._exchange = exchange
         self._items = items
 
+    @property
+    def stores(self) -> bool:
+        return self._kept is not None
+
     async def begin(self, response: ResponseObject, opening: Opening) -> None:
         """Stores a background response before it begins. Raises `RequestRefused` if it is too large."""
+        assert self._kept is not None
         stored = StoredResponse(response, self._items, encode_opening(opening))
         try:
             await asyncio.to_thread(self._kept.create, opening.owner, stored)
@@ -117,28 +125,33 @@ class Keeping:
 
     async def undo(self) -> None:
         """Removes a background response that was refused after it had been stored."""
+        assert self._kept is not None
         exchange = self._exchange
         await asyncio.to_thread(self._kept.remove, exchange.owner, response_id(exchange.identity))
 
     async def end(self, response: ResponseObject) -> None:
-        """Stores a response that has ended. If that fails, the answer says `store: false` and the log says why."""
+        """Keeps a response that has ended. If storing fails, the answer says `store: false` and the log says why."""
+        if self._exchange.remembered is not None:
+            self._exchange.remembered.note(response.id, [*self._items, *response.output])
+        if self._kept is None:
+            return
         try:
             async with asyncio.timeout(STORE_TIMEOUT_S):
-                await self._end(response)
+                await self._end(self._kept, response)
         except Exception:
             logger.exception("response %s is not stored", response.id)
             response.store = response.background  # whoever asks for a background response stores it again
 
-    async def _end(self, response: ResponseObject) -> None:
+    async def _end(self, kept: KeptResponses, response: ResponseObject) -> None:
         exchange = self._exchange
         if not response.background:
-            await asyncio.to_thread(self._kept.create, exchange.owner, StoredResponse(response, self._items))
+            await asyncio.to_thread(kept.create, exchange.owner, StoredResponse(response, self._items))
             return
         recording = None if exchange.replay is None else exchange.replay.recording
         recording = recording or await self._state.streams.find(exchange.identity.stream_id, exchange.owner)
         if recording is not None:
             ended = EndedResponse(response, [*recording.entries])
-            await asyncio.to_thread(self._kept.end, exchange.owner, ended)
+            await asyncio.to_thread(kept.end, exchange.owner, ended)
 
 
 async def prepared(
@@ -149,27 +162,31 @@ async def prepared(
     Raises `RequestRefused` if the body asks for something to be kept that this server cannot keep.
     """
     kept = state.responses
+    items = input_items(body.input)
     if exchange.replay is not None:  # the recorded body is prepared
-        return body, Keeping(state, kept, exchange, input_items(body)) if body.store and kept is not None else None
-    _check_storage(state, body)
+        return body, Keeping(state, kept, exchange, items) if body.store and kept is not None else None
+    check_storage(state, exchange, body)
+    if body.background and body.store is False:
+        refuse("background", "background needs a stored response; leave store out, or send store: true")
     stores = kept is not None and body.store is not False
-    items = input_items(body)
     if body.previous_response_id is not None:
-        items = [*await _earlier(state, exchange.owner, body.previous_response_id), *items]
+        items = [*await earlier_items(state, exchange, body.previous_response_id), *items]
+    check_calls(items)
     if body.previous_response_id is not None or body.background or exchange.resumable is not None:
         body = msgspec.structs.replace(body, input=items, store=stores)
         _record(state, exchange, body)
-    return body, Keeping(state, kept, exchange, items) if stores and kept is not None else None
+    keeps = stores or exchange.remembered is not None
+    return body, Keeping(state, kept if stores else None, exchange, items) if keeps else None
 
 
-def _check_storage(state: AppState, body: ResponsesRequest) -> None:
+def check_storage(state: AppState, exchange: GenerationExchange, body: Any) -> None:
+    """Raises `RequestRefused` if a field of the body needs a storage and this server has none."""
     if state.responses is None:
         for name, remedy in _WITHOUT_STORAGE.items():
-            if getattr(body, name):
+            is_remembered = name == "previous_response_id" and exchange.remembered is not None
+            if getattr(body, name, None) and not is_remembered:
                 message = f"{name} needs stored responses, and this server keeps none; {remedy}"
                 refuse(name, f"{message}, or ask whoever operates it to set batch_storage to a folder")
-    if body.background and body.store is False:
-        refuse("background", "background needs a stored response; leave store out, or send store: true")
 
 
 def _record(state: AppState, exchange: GenerationExchange, body: ResponsesRequest) -> None:
@@ -178,7 +195,7 @@ def _record(state: AppState, exchange: GenerationExchange, body: ResponsesReques
     if len(encoded) > limit:
         message = f"the conversation has {len(encoded)} bytes with its earlier turns and the limit is {limit}"
         refuse("input", f"input: {message} (max_body_bytes); begin a new one")
-    decode(ResponsesRequest, encoded, state.config.body)
+    decode(type(body), encoded, state.config.body)
     if body.background:
         exchange.identity = Identity(new_stream_id())
         exchange.resumable = Resumable(encoded, state.config.request_timeout_s + STORE_MARGIN_S)
@@ -186,14 +203,23 @@ def _record(state: AppState, exchange: GenerationExchange, body: ResponsesReques
         exchange.resumable.body = encoded
 
 
-async def _earlier(state: AppState, owner: str, previous: str) -> list[dict[str, Any]]:
-    """Returns the conversation up to a stored response, its output included."""
-    assert state.responses is not None
-    stored = await asyncio.to_thread(state.responses.find, owner, previous)
+async def earlier_items(state: AppState, exchange: GenerationExchange, previous: str) -> list[dict[str, Any]]:
+    """Returns the conversation up to an earlier response, its output included: the latest one of the connection, or a
+    stored one.
+    """
+    remembered = exchange.remembered
+    items = None if remembered is None else remembered.items(previous)
+    if items is not None:
+        return items
+    kept = state.responses
+    stored = None if kept is None else await asyncio.to_thread(kept.find, exchange.owner, previous)
     if stored is None:
-        message = f"previous_response_id {previous[:80]!r} is no stored response of yours; it may have expired"
-        refuse("previous_response_id", f"{message}; send the whole conversation", "previous_response_not_found")
-    response = await _current(state, owner, stored)
+        what = "is not the latest response of this connection" if remembered is not None else ""
+        what += " and " if remembered is not None and kept is not None else ""
+        what += "is no stored response of yours; it may have expired" if kept is not None else ""
+        message = f"previous_response_id {previous[:80]!r} {what}; send the whole conversation"
+        refuse("previous_response_id", message, "previous_response_not_found")
+    response = await _current(state, exchange.owner, stored)
     if response.status not in ("completed", "incomplete"):
         message = f"previous_response_id {previous} is {response.status}; only an answered response can be continued"
         refuse("previous_response_id", message)

@@ -97,3 +97,13 @@ def encode(response: Any) -> bytes:
 def sse_event(chunk: msgspec.Struct) -> bytes:
     """Returns a chunk as one server-sent event."""
     return b"data: " + _encoder.encode(chunk) + b"\n\n"
+
+
+def named_event(name: str, body: bytes) -> bytes:
+    """Returns a JSON body as one server-sent event with a name."""
+    return b"event: " + name.encode() + b"\ndata: " + body + b"\n\n"
+
+
+def body_of_event(event: bytes) -> bytes:
+    """Returns the JSON body of one server-sent event, whose other fields precede it."""
+    return event.partition(b"data: ")[2].rstrip(b"\n")

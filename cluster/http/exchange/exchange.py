@@ -27,6 +27,7 @@ from cluster.http.exchange.engines import Generation
 from cluster.http.exchange.identity import Identity
 from cluster.http.exchange.preparation import Preparation
 from cluster.http.exchange.recordings import Replay, Resumable, event_id
+from cluster.http.exchange.remembered import Remembered
 from cluster.protocol.api_errors import RETRIED_STATUSES, ApiError, api_error
 from cluster.telemetry.exporting import traceparent_of
 
@@ -142,6 +143,8 @@ class GenerationExchange(Protocol):
     """Set if the output is to be recorded, which needs an `identity` with a stream's id."""
     replay: Replay | None
     """Set if the answer is written from a recording instead of being generated."""
+    remembered: Remembered | None
+    """Set if the request came on a WebSocket connection, which remembers its latest response."""
 
     @property
     def headers(self) -> Mapping[str, str]: ...
@@ -232,6 +235,9 @@ class Exchange:
         self.identity = Identity()
         self.resumable: Resumable | None = None
         self.replay: Replay | None = None
+        self.remembered: Remembered | None = None
+        self.is_websocket = scope["type"] == "websocket"
+        """Whether the client asks for a WebSocket connection. An answer with status 101 opens it."""
         self.preparation: Preparation | None = None
         """Place among the requests that are prepared; set before the handler is called."""
 

@@ -12,6 +12,7 @@ from cluster.http.exchange.codec import EVENTS, StreamForm
 from cluster.http.exchange.engines import Generation
 from cluster.http.exchange.identity import Identity
 from cluster.http.exchange.recordings import Replay, Resumable
+from cluster.http.exchange.remembered import Remembered
 
 if TYPE_CHECKING:
     from opentelemetry.trace import Span
@@ -37,6 +38,7 @@ class WholeExchange:
         self.identity = Identity()
         self.resumable: Resumable | None = None
         self.replay: Replay | None = None
+        self.remembered: Remembered | None = None
         self.route = ""
         self.answer = b""
 

@@ -27,6 +27,7 @@ from cluster.protocol.api_errors import ApiError
 from cluster.serve.listening.connections import Connections, within_file_limit
 from cluster.serve.listening.port import Port
 from cluster.serve.listening.tls import Certificate, Handshake, TlsServer
+from cluster.serve.listening.upgraded import Unfinished, WebSocketConnection, handshake_fault
 
 KEEP_ALIVE_S = 90
 """Seconds for which an idle connection is kept, as Serve's proxy does."""
@@ -96,6 +97,18 @@ class Connection(HttpToolsProtocol):
             self._answered.disconnected = True
             self._answered.message_event.set()
         super().connection_lost(exc)
+
+    def handle_websocket_upgrade(self) -> None:
+        """Replaces this connection by a WebSocket connection, in the same place."""
+        if self.cycle is not None and not self.cycle.response_complete:
+            self._refuse(400, "a handshake for a WebSocket connection was sent ahead")
+            return
+        fault = handshake_fault(self.scope["method"].encode(), self.scope["http_version"], self.url, self.headers)
+        if fault is not None:
+            self._refuse(*fault)
+            return
+        self._others.leave(self)
+        super().handle_websocket_upgrade()
 
     def give_way(self) -> bool:
         if self.transport.get_write_buffer_size():
@@ -249,7 +262,9 @@ class Listener(uvicorn.Server):
                 port=config.port,
                 interface="asgi3",
                 http=functools.partial(Connection, limits, others),  # type: ignore[arg-type]
-                ws="none",
+                ws=functools.partial(WebSocketConnection, others, Unfinished(config.max_bodies_bytes)),  # type: ignore[arg-type]
+                ws_max_size=config.max_body_bytes,
+                ws_per_message_deflate=False,  # events are short, and each compressor takes 100 kB
                 backlog=BACKLOG,
                 lifespan="off",
                 access_log=False,
@@ -346,7 +361,7 @@ class Listener(uvicorn.Server):
     async def main_loop(self) -> None:
         """Replaces uvicorn's loop, which wakes ten times a second."""
         while not await self.on_tick(0):
-            for connection in cast(list[Connection], list(self.server_state.connections)):
+            for connection in cast(list[Connection | WebSocketConnection], list(self.server_state.connections)):
                 connection.look(self._client_timeout_s)
             if self._certificate is not None:
                 self._certificate.refresh()

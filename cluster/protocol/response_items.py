@@ -1,0 +1,185 @@
+"""The items of the Responses API's conversations: as chat messages, with ids, and in place of a compaction item."""
+
+from __future__ import annotations
+
+import secrets
+from collections import Counter
+from collections.abc import Iterable
+from typing import Any
+
+from cluster.errors import refuse
+from cluster.protocol.compaction import Compacted, decode_compacted
+
+Item = dict[str, Any]
+
+_TEXT_PARTS = ("input_text", "output_text", "text")
+_ID_PREFIXES = {
+    "message": "msg",
+    "reasoning": "rs",
+    "function_call": "fc",
+    "function_call_output": "fco",
+    "compaction": "cmp",
+}
+"""Beginnings of the ids of items, by type."""
+MAX_COMPACTIONS = 8
+"""Most compaction items of one input. One is enough, because it stands for those before it; each costs a search."""
+SUMMARY_OPENING = "Summary of our conversation so far:\n"
+"""Words in front of a summary, in the assistant's message that stands for what was left out."""
+
+
+# ---- as chat messages --------------------------------------------------------------------------------------------
+
+
+def chat_messages(instructions: str | None, given: str | list[Item]) -> list[dict[str, Any]]:
+    """Returns the instructions and an input as chat messages. Raises `RequestRefused` naming the field of a mistake."""
+    found: list[dict[str, Any]] = []
+    if instructions is not None:
+        found.append({"role": "system", "content": instructions})
+    if isinstance(given, str):
+        return [*found, {"role": "user", "content": given}]
+    turn: dict[str, Any] | None = None  # of the assistant, to which reasoning, text and calls belong
+    for path, item in _expanded(given):
+        kind = item.get("type", "message")
+        if kind == "message" and item.get("role") != "assistant":
+            turn = None
+            found.append({"role": item.get("role"), "content": content_text(item, "content", path)})
+        elif kind == "function_call_output":
+            turn = None
+            call_id, output = _text(item, "call_id", path), content_text(item, "output", path)
+            found.append({"role": "tool", "tool_call_id": call_id, "content": output})
+        elif kind in ("message", "function_call", "reasoning"):
+            if turn is None or (kind != "function_call" and ("tool_calls" in turn or turn["content"])):
+                found.append(turn := {"role": "assistant", "content": ""})
+            _add_to_turn(turn, kind, item, path)
+        else:
+            known = "message, reasoning, function_call, function_call_output and compaction"
+            refuse(f"{path}.type", f"{path}.type {kind!r} is not supported; send items of type {known}")
+    return found
+
+
+def _add_to_turn(turn: dict[str, Any], kind: str, item: Item, path: str) -> None:
+    if kind == "message":
+        turn["content"] = content_text(item, "content", path)
+    elif kind == "reasoning":
+        texts = [part.get("text") for part in item.get("content") or [] if isinstance(part, dict)]
+        turn["reasoning_content"] = "".join(text for text in texts if isinstance(text, str))
+    else:
+        function = {"name": _text(item, "name", path), "arguments": _text(item, "arguments", path)}
+        call = {"id": _text(item, "call_id", path), "type": "function", "function": function}
+        turn.setdefault("tool_calls", []).append(call)
+
+
+def content_text(item: Item, field: str, path: str) -> str:
+    """Returns the text of a message or of a call's output."""
+    content = item.get(field)
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        refuse(f"{path}.{field}", f"{path}.{field} is missing; give text or a list of parts")
+    texts = []
+    for index, part in enumerate(content):
+        place = f"{path}.{field}[{index}]"
+        kind = part.get("type") if isinstance(part, dict) else None
+        if kind not in _TEXT_PARTS:
+            refuse(f"{place}.type", f"{place}.type {kind!r} is not supported; only text is served ({_TEXT_PARTS[0]})")
+        texts.append(_text(part, "text", place))
+    return "\n".join(texts)
+
+
+def _text(item: Item, field: str, path: str) -> str:
+    value = item.get(field)
+    if not isinstance(value, str):
+        refuse(f"{path}.{field}", f"{path}.{field} must be text")
+    return value
+
+
+def check_calls(items: Iterable[Item]) -> None:
+    """Raises `RequestRefused` for the output of a call that no item before it makes."""
+    calls = set()
+    for path, item in _expanded(items):
+        kind = item.get("type")
+        if kind == "function_call":
+            calls.add(item["call_id"])
+        elif kind == "function_call_output" and item["call_id"] not in calls:
+            message = f"{path}.call_id {item['call_id'][:80]!r} is that of no function_call before it"
+            refuse(f"{path}.call_id", f"{message}; send the call too, or continue the response that made it")
+
+
+# ---- compaction items --------------------------------------------------------------------------------------------
+
+
+def _expanded(items: Iterable[Item]) -> list[tuple[str, Item]]:
+    """Returns each item with its path, and in place of a compaction item those for which it stands.
+
+    The output of `/v1/responses/compact` lists the user's messages in front of the compaction item, which holds them
+    too. They are used once.
+    """
+    found: list[tuple[str, Item]] = []
+    num_compactions = 0
+    for index, item in enumerate(items):
+        path = f"input[{index}]"
+        if item.get("type") != "compaction":
+            found.append((path, item))
+            continue
+        num_compactions += 1
+        if num_compactions > MAX_COMPACTIONS:
+            message = f"{path} is one of more than {MAX_COMPACTIONS} compaction items, which is the limit"
+            refuse(path, f"{message}; leave out what is before the last one")
+        path = f"{path}.encrypted_content"
+        compacted = decode_compacted(item.get("encrypted_content"), path)
+        repeated = Counter(content_text(each, "content", path) for each in compacted.items if is_users(each))
+        found = [(place, each) for place, each in found if not _is_repeated(each, place, repeated)]
+        found += [(path, each) for each in _restored(compacted, path)]
+    return found
+
+
+def expanded_items(items: Iterable[Item]) -> list[Item]:
+    """Returns items without compaction items; see `_expanded`."""
+    return [item for _, item in _expanded(items)]
+
+
+def is_users(item: Item) -> bool:
+    """Returns whether an item is a message of the user."""
+    return item.get("type", "message") == "message" and item.get("role") == "user"
+
+
+def _is_repeated(item: Item, path: str, repeated: Counter[str]) -> bool:
+    """Returns whether an item is one of the `repeated` messages of the user, and counts it there."""
+    if not is_users(item):
+        return False
+    text = content_text(item, "content", path)
+    repeated[text] -= 1
+    return repeated[text] >= 0
+
+
+def _restored(compacted: Compacted, path: str) -> list[Item]:
+    """Returns the items for which a compaction item stands. With a summary, the user's messages become one, because
+    some chat templates refuse two messages of one side in a row.
+    """
+    if compacted.summary is None:
+        return compacted.items
+    others = [item for item in compacted.items if not is_users(item)]
+    texts = [content_text(item, "content", path) for item in compacted.items if is_users(item)]
+    asked = [{"role": "user", "content": "\n\n".join(texts)}] if texts else []
+    return [*others, *asked, {"role": "assistant", "content": f"{SUMMARY_OPENING}{compacted.summary}"}]
+
+
+# ---- with ids ----------------------------------------------------------------------------------------------------
+
+
+def input_items(given: str | list[Item]) -> list[Item]:
+    """Returns an input as items with ids, as `GET /v1/responses/{response_id}/input_items` shows them."""
+    items = [{"role": "user", "content": given}] if isinstance(given, str) else given
+    return [_with_id(item) for item in items]
+
+
+def _with_id(item: Item) -> Item:
+    kind = item.get("type", "message")
+    shown = {"id": f"{_ID_PREFIXES[kind]}_{secrets.token_hex(16)}", "type": kind}
+    if kind != "compaction":
+        shown["status"] = "completed"
+    shown |= {name: value for name, value in item.items() if value is not None}
+    if kind == "message" and isinstance(shown["content"], str):
+        part = {"type": "output_text", "annotations": []} if shown["role"] == "assistant" else {"type": "input_text"}
+        shown["content"] = [part | {"text": shown["content"]}]
+    return shown

@@ -1,0 +1,176 @@
+"""WebSocket connections of the listener: uvicorn's protocol with bounds on clients that send or take too slowly.
+
+`cluster/serve/listening/listener.py` accepts a connection and reads its handshake; from then on it is one of these. It
+counts as before in `Connections`, where it rests while the application answers no message on it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import Any, cast
+
+from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
+
+from cluster.http.websockets import REST
+from cluster.serve.listening.connections import Connections
+
+POLICY, TOO_BIG, TRY_LATER = 1008, 1009, 1013
+"""Codes with which connections are closed, from the registry of RFC 6455."""
+MAX_WIRE_RATIO = 2
+"""Most bytes of an unfinished message with the heads of its frames, as a multiple of `max_body_bytes`. uvicorn bounds
+the text alone, and keeps an object for each frame.
+"""
+
+
+MAX_LINE_BYTES = 8000
+"""Longest line of a handshake. The `websockets` library refuses longer ones without an answer that says why."""
+
+
+def handshake_fault(
+    method: bytes, http_version: str, url: bytes, headers: list[tuple[bytes, bytes]]
+) -> tuple[int, str] | None:
+    """Returns status and message of the refusal of a handshake that RFC 6455 does not allow; None if it may go on.
+
+    The `websockets` library would refuse it too, but not in OpenAI's format.
+    """
+    given = dict(headers)
+    if method != b"GET" or http_version != "1.1":
+        return 400, f"a WebSocket connection begins with a GET over HTTP/1.1, not {method.decode()} over {http_version}"
+    version = given.get(b"sec-websocket-version", b"")
+    if version != b"13":
+        return 400, f"Sec-WebSocket-Version is {version[:20].decode('latin-1')!r} and must be '13'"
+    if len(given.get(b"sec-websocket-key", b"")) != 24:
+        return 400, "Sec-WebSocket-Key must be 16 bytes in base64, which are 24 characters"
+    longest = max(len(url), *(len(name) + len(value) for name, value in headers))
+    if longest > MAX_LINE_BYTES:
+        return 431, f"a line of the handshake has {longest} bytes and the limit is {MAX_LINE_BYTES}"
+    return None
+
+
+class Unfinished:
+    """The bytes of messages that have begun to arrive, on all connections together; at most `max_bytes`."""
+
+    def __init__(self, max_bytes: int) -> None:
+        self.max_bytes = max_bytes
+        self.num_bytes = 0
+
+
+class WebSocketConnection(WebSocketsSansIOProtocol):
+    """An open WebSocket connection."""
+
+    _rests = True
+    """Whether no message is being answered."""
+    _ends = False
+    """Whether the server stops when the connection rests."""
+    _num_unfinished = 0
+    """Bytes that have come since the last whole message."""
+    _begun = 0.0
+    """Time at which the unfinished message began to arrive."""
+    _num_unsent = 0
+    """Bytes that the client had not taken at the last check."""
+
+    def __init__(self, others: Connections, unfinished: Unfinished, **options: Any) -> None:
+        super().__init__(**options)
+        self._others = others
+        self._unfinished = unfinished
+        self._moved = time.monotonic()
+
+    # ---- coming and going ------------------------------------------------------------------------------------------
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        super().connection_made(transport)
+        self.address = self.client[0] if self.client else ""
+        self._others.enter(self)
+        self._others.work(self)  # until the application has accepted it
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._others.leave(self)
+        self._finish_message()
+        super().connection_lost(exc)
+
+    def give_way(self) -> bool:
+        if self.transport.get_write_buffer_size():
+            return False
+        self._close(TRY_LATER, "other clients need the connection; open a new one")
+        return True
+
+    def shutdown(self) -> None:
+        """Ends the connection, if a message is being answered as soon as that has ended."""
+        if self._rests or not self.handshake_complete:
+            super().shutdown()
+        self._ends = True
+
+    def _close(self, code: int, reason: str) -> None:
+        """Ends the connection from this side, whatever the application does."""
+        self.queue.put_nowait({"type": "websocket.disconnect", "code": code})
+        if self.handshake_complete and not self.close_sent:
+            self.conn.send_close(code, reason)
+            self.transport.write(b"".join(self.conn.data_to_send()))
+        self.close_sent = True
+        self.transport.close()
+
+    # ---- reading ---------------------------------------------------------------------------------------------------
+
+    def data_received(self, data: bytes) -> None:
+        if not self._num_unfinished:
+            self._begun = time.monotonic()
+        self._num_unfinished += len(data)
+        self._unfinished.num_bytes += len(data)
+        super().data_received(data)
+        if self.close_sent:
+            return
+        if self._num_unfinished > MAX_WIRE_RATIO * self.config.ws_max_size:
+            self._close(TOO_BIG, "a message came in too many pieces; send each message whole")
+        elif self._unfinished.num_bytes > self._unfinished.max_bytes:
+            self._close(TRY_LATER, "too many bytes of messages are being received (max_bodies_bytes)")
+
+    def handle_events(self) -> None:
+        super().handle_events()
+        if not self.frames and not self._has_begun_frame():
+            self._finish_message()
+
+    def _has_begun_frame(self) -> bool:
+        """Returns whether a part of a frame has come."""
+        return bool(self.conn.reader.buffer)
+
+    def _finish_message(self) -> None:
+        self._unfinished.num_bytes -= self._num_unfinished
+        self._num_unfinished = 0
+
+    def send_receive_event_to_app(self) -> None:
+        super().send_receive_event_to_app()
+        self._rests = False
+        self._others.work(self)
+
+    # ---- writing ---------------------------------------------------------------------------------------------------
+
+    async def send(self, message: Any) -> None:
+        if message["type"] != REST:
+            await super().send(message)
+            return
+        self._rests = True
+        self._others.rest(self)
+        if self._ends:
+            super().shutdown()
+
+    async def run_asgi(self) -> None:
+        cast(dict[str, Any], self.scope["extensions"])[REST] = {}
+        await super().run_asgi()
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        self._moved = time.monotonic()
+
+    def look(self, timeout_s: float) -> None:
+        """Ends the connection if the client has taken nothing for `timeout_s`, or if its message has not come whole
+        within that time. The listener calls it every second.
+        """
+        num_unsent = self.transport.get_write_buffer_size()
+        if not num_unsent >= self._num_unsent > 0:
+            self._moved = time.monotonic()
+        self._num_unsent = num_unsent
+        if time.monotonic() - self._moved > timeout_s:
+            self.transport.abort()
+        elif self._num_unfinished and time.monotonic() - self._begun > timeout_s and not self.close_sent:
+            self._close(POLICY, f"a message did not come whole within {timeout_s:g} s (client_timeout_s)")
