@@ -42,31 +42,45 @@ class Floors(NamedTuple):
 
 
 class Shape(NamedTuple):
-    """Numbers of elements of a model's weights, and the bytes of each element."""
+    """Numbers of elements of a model's weights, the bytes of each element, and what attention adds."""
 
     layer_elements: int
     head_elements: int
+    attention_products: int
+    """Multiply-adds of a query token with one key and its value, in all layers."""
+    kv_bytes: int
+    """Bytes of a token's keys and values in all layers, in bfloat16."""
     layer_bytes: float = 2.0
     """Bytes of an element of the layers, scales included: 2 in bfloat16."""
     head_bytes: float = 2.0
     """Bytes of an element of the head, scales included."""
 
-    def step_seconds(self, rows: int, floors: Floors) -> float:
+    def step_seconds(self, rows: int, context: int, floors: Floors) -> float:
+        """A decode step: linears first wait for one thing, then attention for another."""
         elements = self.layer_elements + self.head_elements
         num_bytes = self.layer_elements * self.layer_bytes + self.head_elements * self.head_bytes
-        return max(num_bytes / floors.bandwidth, 2 * rows * elements / floors.rate)
+        linears = max(num_bytes / floors.bandwidth, 2 * rows * elements / floors.rate)
+        keys = rows * context
+        return linears + max(keys * self.kv_bytes / floors.bandwidth, 2 * keys * self.attention_products / floors.rate)
 
     def prefill_seconds(self, prompts: int, tokens: int, floors: Floors) -> float:
-        return 2 * (prompts * tokens * self.layer_elements + prompts * self.head_elements) / floors.rate
+        pairs = prompts * tokens * (tokens + 1) / 2
+        products = prompts * (tokens * self.layer_elements + self.head_elements) + pairs * self.attention_products
+        return 2 * products / floors.rate
 
 
 def shape_of(folder: str) -> Shape:
     config = json.loads((pathlib.Path(folder) / "config.json").read_text())
-    hidden, width = config["hidden_size"], config["intermediate_size"]
+    hidden, width, layers = config["hidden_size"], config["intermediate_size"], config["num_hidden_layers"]
     heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
     head_dim = hidden // heads
     layer = hidden * (heads + 2 * kv_heads) * head_dim + heads * head_dim * hidden + 3 * hidden * width
-    return Shape(config["num_hidden_layers"] * layer, config["vocab_size"] * hidden)
+    return Shape(
+        layer_elements=layers * layer,
+        head_elements=config["vocab_size"] * hidden,
+        attention_products=layers * heads * head_dim * 2,
+        kv_bytes=layers * kv_heads * head_dim * 2 * 2,
+    )
 
 
 def measure_floors(form: str) -> Floors:
@@ -110,9 +124,9 @@ def whole_turn(engine: EngineProcess, prompts: PromptSource) -> float:
 
 def floor_of(figure: Figure, shape: Shape, floors: Floors) -> float | None:
     if figure is ONE:
-        return shape.step_seconds(1, floors) * 1e3
+        return shape.step_seconds(1, 80, floors) * 1e3
     if figure is MANY:
-        return shape.step_seconds(32, floors) * 1e3
+        return shape.step_seconds(32, 192, floors) * 1e3
     if figure is PREFILL:
         return 16 * 128 / shape.prefill_seconds(16, 128, floors)
     return None

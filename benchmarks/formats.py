@@ -2,8 +2,8 @@
 llama.cpp's formats.
 
 The floor of a decode step is the time to read the weights at the measured bandwidth, or to multiply them at the
-measured rate if that takes longer. Rates are those of torch's own products of bfloat16 and int8 (oneDNN). A ratio to
-bfloat16 compares two engines of the same turn.
+measured rate if that takes longer, and the same for keys and values. Rates are those of torch's own products of
+bfloat16 and int8 (oneDNN). A ratio to bfloat16 compares two engines of the same turn.
 """
 
 from __future__ import annotations

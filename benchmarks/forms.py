@@ -2,7 +2,8 @@
 
 The floors are measured in turn with the engines, with as many threads: the bandwidth at which memory is read, and the
 rate of torch's float32 matrix product, held to the form's instructions. A decode step reads the weights once and
-multiplies them once a row; prefill multiplies them for every token, but the head for one a prompt.
+multiplies them once a row; prefill multiplies them for every token, but the head for one a prompt. Attention reads and
+multiplies the keys and values of every token.
 """
 
 from __future__ import annotations

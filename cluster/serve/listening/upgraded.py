@@ -21,8 +21,6 @@ MAX_WIRE_RATIO = 2
 """Most bytes of an unfinished message with the heads of its frames, as a multiple of `max_body_bytes`. uvicorn bounds
 the text alone, and keeps an object for each frame.
 """
-
-
 MAX_LINE_BYTES = 8000
 """Longest line of a handshake. The `websockets` library refuses longer ones without an answer that says why."""
 
