@@ -24,7 +24,8 @@ from cluster.telemetry.request_log import log_event
 from cluster.text.tokenizer import Tokenizer
 
 SUSPECT_DEATHS = 2
-"""Engine deaths after which a request is a suspect, because it may be their cause. Suspects continue one at a time,
+"""Engine deaths after which a request may be their cause. It is a suspect if the last of these engines died before it
+sent any output of the request; a request that makes progress on each engine is not. Suspects continue one at a time,
 each after the previous one has made progress. If another engine dies over a suspect, it fails.
 """
 MAX_DEATHS = 6
@@ -131,6 +132,7 @@ class PromptRun:
         """Stops that are sent when an engine takes the request."""
         self._num_attempts = 0
         self._num_deaths = 0
+        self._is_suspect = False
         self._holds_suspects = False
         self._has_output = False
         """Whether the present engine has sent output."""
@@ -171,7 +173,7 @@ class PromptRun:
         try:
             async with overdue:
                 await asyncio.sleep(pause_s)
-                if self._num_deaths >= SUSPECT_DEATHS:
+                if self._is_suspect:
                     await self._client.suspects.acquire()
                     self._holds_suspects = True
                 result = await self._client.generate(request)
@@ -265,6 +267,7 @@ class PromptRun:
         if self.has_all_frames.is_set():
             return
         self._num_deaths += 1
+        self._is_suspect = self._num_deaths >= SUSPECT_DEATHS and not self._has_output
         if not self._holds_suspects and self._num_deaths < MAX_DEATHS:
             self.go_on()
             return
@@ -280,7 +283,7 @@ class PromptRun:
         self._fail(reason)
 
     def _clear_of_suspicion(self) -> None:
-        """Lets the next suspect run, because this request made progress or has ended."""
+        """Lets the next suspect run, because this request made progress, has ended or goes on elsewhere."""
         if self._holds_suspects:
             self._holds_suspects = False
             self._client.suspects.release()
