@@ -26,6 +26,7 @@ from tests.fuzz.http.clients import ACTIONS, World
 from tests.fuzz.http.connection import Answer, connect, request
 from tests.fuzz.http.good import CATALOGUE, essence
 from tests.local_server import LocalServer, local_server
+from tests.patience import PATIENCE_S
 from tests.server import Server, shared_server
 
 SECONDS = 10.0
@@ -159,7 +160,7 @@ def test_extreme_numbers_among_clients_of_all_kinds(
 
 
 async def found(server: LocalServer, spoil: Callable[[World], None] = lambda _: None) -> str:
-    """Of a short campaign with a few clients; `spoil` gets its world before they begin."""
+    """Returns the first failure of a campaign of a few clients; `spoil` gets its world before they begin."""
     campaign = HttpCampaign(server.port, server.model, seed=3, num_examples=1)
     prepare = campaign.world.prepare
 
@@ -168,7 +169,7 @@ async def found(server: LocalServer, spoil: Callable[[World], None] = lambda _: 
         spoil(campaign.world)
 
     campaign.world.prepare = prepared  # type: ignore[method-assign]
-    await campaign.run_async(seconds=20.0, num_clients=4)
+    await campaign.run_async(seconds=PATIENCE_S, num_clients=4)
     return "\n\n".join(map(str, campaign.failures))
 
 

@@ -169,7 +169,7 @@ def test_a_failed_or_grown_grammar_is_rebuilt(vocabulary: Vocabulary, monkeypatc
 
 
 def test_a_hanging_session_fails_alone_within_its_budget(make_pool: MakePool) -> None:
-    pool = make_pool(mask_seconds=1.0)
+    pool = make_pool(mask_seconds=5.0)
     for session_id in range(8):
         pool.start(session_id, example(at={"1": "hang"} if session_id == 3 else {}))
     pool.prepare([(session_id, []) for session_id in range(8)])
@@ -179,8 +179,8 @@ def test_a_hanging_session_fails_alone_within_its_budget(make_pool: MakePool) ->
     finish(pool, others)
     assert all(allowed(pool, session_id) == [5, 6, 7] for session_id in others)
     finish(pool, [3])
-    assert "was not there after 1 s" in (pool.error(3) or "")
-    assert pool.num_replaced >= 1  # a busy machine may spend another worker's second too, which costs no session
+    assert "was not there after 5 s" in (pool.error(3) or "")
+    assert pool.num_replaced >= 1  # a busy machine may spend another worker's time too, which costs no session
     for length in range(2, 6):
         pool.prepare([(session_id, [5] * length) for session_id in others])
         finish(pool, others)
