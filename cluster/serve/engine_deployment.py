@@ -182,8 +182,8 @@ class EngineReplica:
 
     async def generate(self, request: EngineRequest, address: Address) -> RequestResult:
         """Runs a request to its end and returns its result; its outputs go to `address`. An empty first output
-        acknowledges the request at once. Cancelling the call aborts the request. Raises `EngineFailed` if the engine
-        has failed or fails meanwhile.
+        acknowledges the request at once, and another one says that its constraint is compiled and its run begins.
+        Cancelling the call aborts the request. Raises `EngineFailed` if the engine has failed or fails meanwhile.
         """
         (result,) = await self.generate_group([request], address)
         return result
@@ -196,7 +196,7 @@ class EngineReplica:
         if self._failure is not None:
             raise EngineFailed(self._failure)
         await self._sender.connect(address)
-        self._sender.send(address, [SequenceOutput(request.request_id, 0, []) for request in requests])
+        self._sender.send(address, [_acknowledgement(request) for request in requests])
         call = _Call(requests, address)
         self._calls.add(call)
         if self._beating is None:
@@ -248,6 +248,7 @@ class EngineReplica:
         except QueueFull as error:
             self._end(running, self._full(error))
         else:
+            self._sender.send(running.call.address, [_acknowledgement(running.request)])
             self._inbox.put(lambda: self._add(running, constraint))
 
     def _end(self, running: _Running, result: RequestResult) -> None:
@@ -485,6 +486,10 @@ def start_line(seconds: dict[str, float]) -> str:
     """Returns a line for the log: how long the start and each of its phases took."""
     parts = ", ".join(f"{name} {each:.2f}" for name, each in seconds.items())
     return f"the engine started in {sum(seconds.values()):.2f} s: {parts}"
+
+
+def _acknowledgement(request: EngineRequest) -> SequenceOutput:
+    return SequenceOutput(request.request_id, 0, [])
 
 
 def _with_time_left(request: EngineRequest, arrived: float) -> EngineRequest:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import contextlib
 import errno
 import json
@@ -260,6 +261,36 @@ async def test_only_a_stream_without_progress_is_given_up(
             writer.close()
             await server.until_idle()
         assert (await server.post(max_tokens=2))[0] == 200
+
+
+@async_test
+async def test_a_death_before_a_request_begins_blames_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with local_server() as server:
+        body = server.body(prompt=[5, 6], max_tokens=8, structured_outputs={"regex": "[a-z]{40}"})
+        status, whole = await server.post(**body)
+        assert status == 200
+        resolve, runs = server.replica.engine.resolve, server.ingress._client.runs
+        held: list[concurrent.futures.Future[Any]] = []
+
+        def hold(spec: Any, client: str = "") -> concurrent.futures.Future[Any]:
+            if not runs:  # the ingress asks for the backend before it begins
+                return resolve(spec, client)
+            held.append(concurrent.futures.Future())
+            resolve(spec, client).add_done_callback(lambda done, held=held[-1]: held.set_result(done.result()))
+            return concurrent.futures.Future() if len(held) < 4 else held[-1]
+
+        monkeypatch.setattr(server.replica.engine, "resolve", hold)
+        reader, writer = await server.connect()
+        writer.write(post({**body, "stream": True}))
+        for number in range(3):
+            await until(lambda number=number: len(held) > number)  # type: ignore[misc]
+            await until(lambda: all(run.connection for run in runs.values()))
+            for opened in list(server.replica._sender._connections.values()):
+                (await opened).close()
+        text = await reader.readuntil(b"0\r\n\r\n")
+        assert b"engine processes died" not in text
+        assert _texts(text) == [json.loads(whole)["choices"][0]["text"]]
+        writer.close()
 
 
 def _texts(stream: bytes) -> list[str]:

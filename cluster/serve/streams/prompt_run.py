@@ -24,9 +24,10 @@ from cluster.telemetry.request_log import log_event
 from cluster.text.tokenizer import Tokenizer
 
 SUSPECT_DEATHS = 2
-"""Engine deaths after which a request may be their cause. It is a suspect if the last of these engines died before it
-sent any output of the request; a request that makes progress on each engine is not. Suspects continue one at a time,
-each after the previous one has made progress. If another engine dies over a suspect, it fails.
+"""Engine deaths after which a request may be their cause. It is a suspect if the last of these engines had begun to run
+it and died before it sent any output. It is none if it makes progress on each engine, or if its constraint was still
+being compiled, which other processes do. Suspects continue one at a time, each after the previous one has made
+progress. If another engine dies over a suspect, it fails.
 """
 MAX_DEATHS = 6
 """Engine deaths after which a request fails, whatever progress it made in between."""
@@ -134,6 +135,8 @@ class PromptRun:
         self._num_deaths = 0
         self._is_suspect = False
         self._holds_suspects = False
+        self._has_begun = False
+        """Whether the present engine runs the request, as opposed to having its constraint compiled."""
         self._has_output = False
         """Whether the present engine has sent output."""
 
@@ -225,10 +228,12 @@ class PromptRun:
     # ---- what comes back -----------------------------------------------------------------------------------------
 
     def receive(self, output: SequenceOutput, connection: Connection) -> None:
+        # The first output without tokens acknowledges the request, and the second one the constraint.
+        self._has_begun = self._request.params.constraint is None or self.connection is not None
         if self.connection is None:
             self._take(connection)
         if not self._progress.add(output):
-            return  # the engine acknowledged the request
+            return
         self._num_calls_in_vain = 0
         if not self._has_output and output.token_ids:
             self._has_output = True
@@ -267,8 +272,10 @@ class PromptRun:
         if self.has_all_frames.is_set():
             return
         self._num_deaths += 1
-        self._is_suspect = self._num_deaths >= SUSPECT_DEATHS and not self._has_output
-        if not self._holds_suspects and self._num_deaths < MAX_DEATHS:
+        is_killer = self._holds_suspects and self._has_begun
+        if self._has_begun:
+            self._is_suspect = self._num_deaths >= SUSPECT_DEATHS and not self._has_output
+        if not is_killer and self._num_deaths < MAX_DEATHS:
             self.go_on()
             return
         message = (
@@ -305,7 +312,7 @@ class PromptRun:
         self._clear_of_suspicion()
         self._forget()
         self._untold.clear()
-        self._has_output = False
+        self._has_begun = self._has_output = False
         if self.connection is not None:
             self.connection.send(Control(self.request_id))
             self.connection = None
