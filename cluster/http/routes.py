@@ -320,4 +320,4 @@ MESSAGE = Route(
     body=ResponseCreateEvent,
     logged=True,
 )
-"""What answers the messages of WebSocket connections. It is no row of `ROUTES`, because no HTTP request reaches it."""
+"""Answers the messages of WebSocket connections. It is no row of `ROUTES`, because no HTTP request reaches it."""

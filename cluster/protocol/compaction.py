@@ -26,7 +26,7 @@ _SHOWN_CHARACTERS = 20
 
 
 class Compacted(msgspec.Struct, forbid_unknown_fields=True):
-    """What a compaction item stands for."""
+    """Conversation that a compaction item stands for."""
 
     items: list[dict[str, Any]]
     """Items in the conversation's order: all of them, or without the model's and the tools' if there is a summary."""

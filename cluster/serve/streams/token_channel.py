@@ -64,7 +64,7 @@ class Hello(msgspec.Struct, array_like=True):
     node: str = ""
     """Id of the Ray node that the engine runs on."""
     stream_format: str = ""
-    """What the engine's keeper understands (`keeping.stream_format`); empty from a version that does not tell."""
+    """Format of the keeper's messages (`keeping.stream_format`); empty from a version that does not tell it."""
 
 
 class Frame(msgspec.Struct, array_like=True):
@@ -121,7 +121,7 @@ class Connection:
         self.replica = self.node = ""
         """Names of the engine replica, and of its node, at the other end."""
         self.stream_format = ""
-        """What the keeper at the other end understands."""
+        """Format of messages that the keeper at the other end understands."""
         self.is_away = False
         """Whether the engine at the other end last said that it is rebuilding its ranks."""
         self.has_sent = False

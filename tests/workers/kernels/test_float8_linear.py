@@ -106,7 +106,7 @@ def test_blocks_of_outputs_keep_one_scale() -> None:
 
 @pytest.mark.parametrize(("num_rows", "gated"), [(1, True), (17, False), (33, True)])
 def test_scaled_mm_gives_the_kernels_product(gated: bool, num_rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """For any number of rows: torch has a `_scaled_mm` for CPUs too. Here with a rank's share of a weight."""
+    """The library gives it on CPUs too, for any number of rows and a share of the weight."""
     whole = float8_weight(1, 128, 320, None)
     weight = take_inputs("down", take_rows(whole, 64, 128), 160, 320)
     assert isinstance(weight, QuantizedWeight)
