@@ -9,6 +9,7 @@ import contextlib
 import itertools
 import os
 import random
+import re
 import statistics
 import threading
 import time
@@ -191,7 +192,8 @@ def poison(application: Application) -> list[Stream]:
     path, body = application.requests[1]
     stream = Stream()
     stream.read(application.url + path, {**body, "logits_processors": [{"name": "poison", "arguments": {"at": 3}}]})
-    assert "3 engine processes died while they ran this request, which may be why" in (stream.error or "")
+    # Three, or one more if an engine died before its last token had arrived: the next one makes progress by that token.
+    assert re.search("[34] engine processes died while they ran this request, which may be why", stream.error or "")
     return streams.join()
 
 
