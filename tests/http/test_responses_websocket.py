@@ -40,16 +40,15 @@ def opened() -> Iterator[Any]:
         yield connection
 
 
+def request(**body: Any) -> dict[str, Any]:
+    """Returns a short greedy request with other fields."""
+    given = {"input": "Count.", "temperature": 0, "max_output_tokens": 8, "store": False}
+    return {"model": shared_server().model, **given, **body}
+
+
 def ask(connection: Any, **body: Any) -> list[Any]:
     """Sends a request and returns its events."""
-    given = {
-        "model": shared_server().model,
-        "input": "Count.",
-        "temperature": 0,
-        "max_output_tokens": 8,
-        "store": False,
-    }
-    connection.response.create(**{**given, **body})
+    connection.response.create(**request(**body))
     return until_end(connection)
 
 
@@ -64,14 +63,7 @@ def until_end(connection: Any) -> list[Any]:
 
 def by_post(**body: Any) -> Any:
     client = openai.OpenAI(base_url=f"{shared_server().url}/v1", api_key="none", max_retries=0)
-    given = {
-        "model": shared_server().model,
-        "input": "Count.",
-        "temperature": 0,
-        "max_output_tokens": 8,
-        "store": False,
-    }
-    return client.responses.create(**{**given, **body})
+    return client.responses.create(**request(**body))
 
 
 def told(events: list[Any]) -> Any:

@@ -21,7 +21,7 @@ _replaced: set[types.ModuleType] = set()
 
 
 class _Launch(interpreter._LangPatchScope):
-    """What the outermost kernel of a launch has replaced."""
+    """Undoes what the outermost kernel of a launch has replaced."""
 
     def restore(self) -> None:
         _replaced.clear()

@@ -209,18 +209,18 @@ struct VectorProduct : Product<T> {
                 // The share of the next chunk that these outputs have in the strip
                 const T* const next = this->strip(strip) + (int64_t)(k + steps) * STRIP + column * steps;
                 const Fetch fetch = {(const char*)next, WIDTH * (int64_t)sizeof(T) / tiles};
-                const auto multiply = [&](int first, const Input* weights, Columns at, Fetch fetch) {
+                const auto multiply = [&](int first, const Input* weights, Columns at, Fetch ahead) {
                     const auto rows_of = k == 0 ? multiply_panels<false, 2, Input, Fetch>
                                                 : multiply_panels<true, 2, Input, Fetch>;
                     rows_of(rows + first * stride + k, stride, weights, at, steps, sums + first * STRIP + column, STRIP,
-                            count - first, fetch);
+                            count - first, ahead);
                 };
                 if constexpr (PAIRS) {
                     multiply(0, from, {STRIP, LANES * PAIR}, fetch);
                 } else {
                     const int first = count / tiles;
-                    with_constant<TILE_ROWS>(first, [&](auto first) {
-                        widen_beside<first>(rows + k, stride, from, steps, k > 0, chunk, sums + column, fetch);
+                    with_constant<TILE_ROWS>(first, [&](auto num_first) {
+                        widen_beside<num_first>(rows + k, stride, from, steps, k > 0, chunk, sums + column, fetch);
                     });
                     multiply(first, chunk, {WIDTH, LANES}, fetch.after(steps));
                 }
