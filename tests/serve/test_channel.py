@@ -16,7 +16,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from ray.exceptions import ActorDiedError, ActorUnavailableError, RayTaskError
+from ray.exceptions import ActorDiedError, ActorUnavailableError, ObjectRefStreamEndOfStreamError, RayTaskError
 
 from cluster.engine.request import EngineRequest, SequenceOutput
 from cluster.serve.routing.replicas import HUNG_BEATS, SILENT_BEATS
@@ -318,9 +318,17 @@ async def test_an_engine_calls_exception_becomes_one_line(monkeypatch: pytest.Mo
         await server.until_idle()
 
 
-@pytest.mark.parametrize("error", [ActorDiedError(), ActorUnavailableError("gone", None), EngineFailed("it ended")])
+CANCELLED_THERE = (asyncio.CancelledError(), ObjectRefStreamEndOfStreamError())
+"""Ends of a call that the replica itself has cancelled: of a task, and as Ray brings them to the caller."""
+
+
+@pytest.mark.parametrize(
+    "error",
+    [ActorDiedError(), ActorUnavailableError("gone", None), EngineFailed("it ended"), *CANCELLED_THERE],
+    ids=lambda error: type(error).__name__,
+)
 @async_test
-async def test_a_call_that_reaches_no_engine_is_repeated(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_call_that_reaches_no_engine_is_repeated(error: BaseException, monkeypatch: pytest.MonkeyPatch) -> None:
     async with local_server() as server:
         generate, num_calls = server.replica.generate, 0
 

@@ -227,7 +227,7 @@ def test_every_kind_of_end_frees_the_request(new_replica: Replicas) -> None:
         lost = asyncio.ensure_future(replica.generate(request("lost"), address))
         await until(lambda: ingress.outputs[-1].request_id == "lost")
         connection.close()
-        with pytest.raises(ConnectionError):
+        with pytest.raises(asyncio.CancelledError):  # an exception would block Ray's event loop for a dead caller
             await asyncio.wait_for(lost, PATIENCE_S)
         await until_idle(replica)
         replica.engine.check_integrity()

@@ -15,6 +15,7 @@ from collections.abc import Awaitable, Callable, Iterable
 from typing import Any
 
 import msgspec
+from ray.exceptions import ObjectRefStreamEndOfStreamError
 
 from cluster.config import EngineConfig, StreamLimits
 from cluster.engine.request import EngineRequest, SequenceOutput
@@ -51,12 +52,20 @@ async def _never() -> bool:
 
 
 async def answer_of(call: Any) -> Any:
-    """Returns the result of a call through a handle, and cancels the call when the caller is cancelled."""
+    """Returns the result of a call through a handle, and cancels the call when the caller is cancelled.
+
+    Raises `ConnectionError` if the replica has cancelled the call, because its connection to this process broke.
+    """
     try:
         return await call
     except asyncio.CancelledError:
-        call.cancel()
-        raise
+        task = asyncio.current_task()
+        if task is not None and task.cancelling():
+            call.cancel()
+            raise
+    except ObjectRefStreamEndOfStreamError:
+        pass  # Ray's answer for a call that ended by a cancellation of the replica's own
+    raise ConnectionError("the engine has lost its connection to this process")
 
 
 class EngineClient:
