@@ -21,6 +21,7 @@ from ray.serve.context import _get_global_client as get_client
 from ray.serve.schema import ServeDeploySchema
 
 from benchmarks.processes import free_port
+from cluster.serve.starting.replica_process import REPLICA_ENVIRONMENT
 from tests.checkpoints import checkpoint
 from tests.patience import PATIENCE_S, wait_until
 from tests.processes import running_below
@@ -190,7 +191,8 @@ class Setup(msgspec.Struct, frozen=True):
 
 
 class Application:
-    """Engines of a tiny float32 model, and ingresses behind Serve's proxy on the head. With `listens` the ingresses
+    """Engines of a tiny float32 model, and ingresses behind Serve's proxy on the head. Their processes have the
+    environment that they have by default, which the options of a configuration replace. With `listens` the ingresses
     share a port instead, and clients lose their connections when one dies. Serve runs until the caller ends it.
     """
 
@@ -218,7 +220,7 @@ class Application:
         self.until_running(setup.num_engines, setup.num_ingresses)
 
     def _configuration(self, setup: Setup) -> dict[str, Any]:
-        environment = {"env_vars": {"OMP_NUM_THREADS": "1", "VERSION": setup.version}}
+        environment = {"env_vars": {**REPLICA_ENVIRONMENT, "OMP_NUM_THREADS": "1", "VERSION": setup.version}}
         engine = {
             "model": str(checkpoint("llama")),
             "dtype": "float32",
@@ -226,7 +228,11 @@ class Application:
             "num_threads": 1,
             "logits_processors": {"poison": "tests.serve.poison:Poison"},
         }
-        of_ingress = {"num_cpus": 0, "resources": setup.ingress_resources}
+        of_ingress = {
+            "num_cpus": 0,
+            "resources": setup.ingress_resources,
+            "runtime_env": {"env_vars": REPLICA_ENVIRONMENT},
+        }
         of_engine = {"num_cpus": 0, "resources": setup.resources, "runtime_env": environment}
         listener = {"http_server": "listener", "host": "127.0.0.1", "port": self.port}
         return {
