@@ -205,6 +205,7 @@ PARTS: dict[str, Callable[[argparse.Namespace], None]] = {
         options.tokens,
         [int(count) for count in options.streams.split(",")],
         options.ways.split(","),
+        options.peer_checkout,
     ),
     "autoscaling": lambda options: autoscaling(options.rounds, options.tokens),
     "batch": lambda options: measure_batches(options.rounds),
@@ -230,6 +231,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--kept", type=int, default=NUM_STREAMS, help=f"reconnecting: how many streams (default: {NUM_STREAMS})"
     )
     parser.add_argument("--ways", default=",".join(ALL_WAYS), help="http: some of these, compared with own Ray")
+    parser.add_argument("--peer-checkout", metavar="PATH", help="http: compare each way with another commit's checkout")
     parser.add_argument("--starts", type=int, default=3, help="http: times that all servers start anew (default: 3)")
     options = parser.parse_args(arguments)
     print(machine(), file=sys.stderr)

@@ -10,7 +10,8 @@ The same requests go in turns to `LLM.generate` and to one server for each way f
     TLS           as own Ray, over HTTPS
 
 The clusters run here and start as a person would start them (`ray start --head`). Only their workers' niceness differs,
-because the clients run here too and would come before the engines. A ratio is to own Ray in the same round.
+because the clients run here too and would come before the engines. A ratio is to own Ray in the same round, or with
+`--peer-checkout` to the same way with the code of that checkout.
 """
 
 from __future__ import annotations
@@ -29,11 +30,22 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+import msgspec
 import psutil
 
 from benchmarks.checkpoints import benchmark_checkpoint
 from benchmarks.http_load import run_load
-from benchmarks.processes import Child, EngineProcess, ServerProcess, Setup, free_port, interrupted_once
+from benchmarks.processes import (
+    PEER,
+    Child,
+    EngineProcess,
+    ServerProcess,
+    Setup,
+    checkout_of,
+    environment_of,
+    free_port,
+    interrupted_once,
+)
 from benchmarks.report import bootstrap_interval
 from benchmarks.workloads import Prompts, PromptSource, alternate
 from workers.model_options import DEMO_MODEL
@@ -42,17 +54,20 @@ STREAMS = (1, 16, 64, 256)
 PROMPT = 32
 BAR = 0.95
 """Least ratio of the joined cluster's events a second to own Ray's."""
+PEER_BAR = 0.98
+"""Least ratio of a way's events a second to those of the same way with another commit's code."""
 OWN, JOINED, OFFLINE = "own Ray", "joined", "LLM.generate"
 START_S = 60.0
 SETTLE_S = 1.0
 """Seconds after a server's rest, in which Ray and Serve do what they have deferred."""
 
+RATIO = "over own Ray"
 COLUMNS = (
     "model",
     "streams",
     "way",
     "events/s",
-    "over own Ray",
+    RATIO,
     "95% interval",
     "inter-token p50, ms",
     "TTFT p50, ms",
@@ -94,9 +109,9 @@ class Figures(NamedTuple):
 
 
 class Head(Child):
-    """A cluster of one node."""
+    """A cluster of one node, which runs the code of `checkout`."""
 
-    def __init__(self, environment: dict[str, str]) -> None:
+    def __init__(self, environment: dict[str, str], checkout: pathlib.Path) -> None:
         self.engine = "ray start"
         # Ray's sockets lie in its folder, and their paths may have 107 bytes.
         self._folder = pathlib.Path(tempfile.mkdtemp(prefix="ray-", dir="/tmp"))
@@ -104,7 +119,7 @@ class Head(Child):
         self.address = f"127.0.0.1:{port}"
         command = [str(pathlib.Path(sys.executable).parent / "ray"), "start", "--head", "--block", f"--port={port}"]
         command += [f"--ray-client-server-port={free_port()}", "--include-dashboard=false"]
-        super().__init__([*command, f"--temp-dir={self._folder}"], environment)
+        super().__init__([*command, f"--temp-dir={self._folder}"], environment, checkout)
         self.wait_until_printed("Ray runtime started", START_S)
 
     def stop(self) -> None:
@@ -117,23 +132,23 @@ class Head(Child):
 
 
 class Server(ServerProcess):
-    """`manta serve`, and the cluster that it joins if it joins one."""
+    """`manta serve`, and the cluster that it joins if it joins one. `engine` is "manta" or `PEER`."""
 
-    def __init__(self, name: str, model: str, setup: Setup) -> None:
-        self.way, way = name, WAYS[name]
+    def __init__(self, name: str, model: str, setup: Setup, engine: str = "manta") -> None:
+        self.way, way = _label(name, engine), WAYS[name]
         self._head: Head | None = None
         environment = {"RAY_worker_niceness": "0", "RAY_ADDRESS": "", **way.environment}
         if way.joins:
-            self._head = Head(environment)
+            self._head = Head({**environment_of(engine, setup), **environment}, checkout_of(engine, setup))
             environment["RAY_ADDRESS"] = self._head.address
-        setup = Setup(kv_cache_bytes=setup.kv_cache_bytes, max_model_len=setup.max_model_len, environment=environment)
+        setup = msgspec.structs.replace(setup, environment=environment)
         options = dict(way.options)
         if way.is_secured:
             self._folder = tempfile.TemporaryDirectory()
             certificate, key = make_certificate(pathlib.Path(self._folder.name))
             options |= {"tls_certificate": str(certificate), "tls_key": str(key)}
             self.tls = ssl.create_default_context(cafile=certificate)
-        super().__init__("manta", model, setup, free_port(), options)
+        super().__init__(engine, model, setup, free_port(), options)
         # An ingress answers before `manta serve` has asked all that it asks; paused in between, that would fail.
         self.wait_until_printed("Ctrl-C stops it.", START_S)
 
@@ -167,7 +182,9 @@ def make_certificate(folder: pathlib.Path) -> tuple[pathlib.Path, pathlib.Path]:
 class Offline(EngineProcess):
     """Without HTTP: each token of a step counts as an event."""
 
-    way = OFFLINE
+    def __init__(self, name: str, model: str, setup: Setup, engine: str = "manta") -> None:
+        self.way = _label(name, engine)
+        super().__init__(engine, model, setup)
 
     def turn(self, prompts: Prompts, num_tokens: int) -> Figures:
         timing = self.generate(prompts, num_tokens)
@@ -176,36 +193,63 @@ class Offline(EngineProcess):
         return Figures(timing.num_tokens / timing.seconds, statistics.median(gaps), moments[0], 0.0)
 
 
-def http(num_starts: int, num_rounds: int, num_tokens: int, streams: Sequence[int], ways: Sequence[str]) -> None:
-    """Prints a row for each model, number of streams and way, of which own Ray is always one; `num_tokens` for each
-    stream a round, and `num_rounds` after each of `num_starts`.
+def http(
+    num_starts: int,
+    num_rounds: int,
+    num_tokens: int,
+    streams: Sequence[int],
+    ways: Sequence[str],
+    peer_checkout: str | None = None,
+) -> None:
+    """Prints a row for each model, number of streams and way; `num_tokens` for each stream a round, and `num_rounds`
+    after each of `num_starts`.
+
+    Own Ray is always one of the ways, except with a `peer_checkout`; then each way runs with both checkouts.
     """
-    print(f"| {' | '.join(COLUMNS)} |")
+    columns = [f"over {PEER}" if column == RATIO and peer_checkout else column for column in COLUMNS]
+    print(f"| {' | '.join(columns)} |")
     print(f"| {' | '.join('---' for _ in COLUMNS)} |")
-    ways = [OWN, *(way for way in ways if way != OWN)]
+    setup = Setup(kv_cache_bytes=1 << 28, max_model_len=1024, peer_checkout=peer_checkout)
+    if peer_checkout is None:
+        bases = dict.fromkeys([OWN, *ways], OWN)
+    else:
+        bases = {way: _label(way, PEER) for way in ways} | {_label(way, PEER): _label(way, PEER) for way in ways}
     for name, model, token_limit in (
         ("tiny", str(benchmark_checkpoint("tiny-llama")), 30_000),
         (DEMO_MODEL, DEMO_MODEL, 2_000),
     ):
         prompts = PromptSource(token_limit)
-        measured: dict[tuple[int, str], list[Figures]] = {(count, way): [] for count in streams for way in ways}
+        measured: dict[tuple[int, str], list[Figures]] = {(count, way): [] for count in streams for way in bases}
         for start in range(num_starts):
             with interrupted_once(), contextlib.ExitStack() as stack:
-                children = _children(model, ways[::-1] if start % 2 else ways, stack)
+                children = _children(model, [*bases][::-1] if start % 2 else [*bases], setup, stack)
                 for count in streams:
                     print(f"{name}, start {start + 1} of {num_starts}, {count} streams:", file=sys.stderr, end=" ")
                     for way, rounds in _turns(children, prompts, count, num_rounds, num_tokens).items():
                         measured[count, way] += rounds
                     if start + 1 == num_starts:
-                        for way in ways:
-                            _print_row(name, count, way, measured[count, way], measured[count, OWN])
+                        for way, base in bases.items():
+                            bar = _bar(way, base)
+                            _print_row(name, count, way, measured[count, way], measured[count, base], bar)
 
 
-def _children(model: str, ways: Sequence[str], stack: contextlib.ExitStack) -> list[Server | Offline]:
-    setup = Setup(kv_cache_bytes=1 << 28, max_model_len=1024)
+def _bar(way: str, base: str) -> float | None:
+    if base == OWN:
+        return BAR if way == JOINED else None
+    return PEER_BAR if way != base else None
+
+
+def _label(way: str, engine: str) -> str:
+    return f"{way}, {PEER}" if engine == PEER else way
+
+
+def _children(model: str, labels: Sequence[str], setup: Setup, stack: contextlib.ExitStack) -> list[Server | Offline]:
     children: list[Server | Offline] = []
-    for way in ways:
-        children.append(Server(way, model, setup) if way in WAYS else Offline("manta", model, setup))
+    for label in labels:
+        way = label.removesuffix(f", {PEER}")
+        engine = "manta" if way == label else PEER
+        make = Server if way in WAYS else Offline
+        children.append(make(way, model, setup, engine))
         stack.callback(children[-1].stop)
         children[-1].rest()  # so that the next one starts in peace
     return children
@@ -224,18 +268,20 @@ def _turns(
     return {child.way: [figures for (figures,) in rounds] for child, rounds in zip(children, turns, strict=True)}
 
 
-def _print_row(model: str, num_streams: int, way: str, rounds: list[Figures], own: list[Figures]) -> None:
+def _print_row(
+    model: str, num_streams: int, way: str, rounds: list[Figures], base: list[Figures], bar: float | None
+) -> None:
     cells = [model, str(num_streams), way, f"{statistics.median(each.events_per_s for each in rounds):,.0f}"]
-    cells += _ratio(way, rounds, own)
+    cells += _ratio(rounds, base, bar)
     gap, ttft = (statistics.median(column) * 1e3 for column in list(zip(*rounds, strict=True))[1:3])
     cells += [f"{gap:.2f}", f"{ttft:.1f}", f"{statistics.median(each.client_cores for each in rounds):.2f}"]
     print(f"| {' | '.join(cells)} |", flush=True)
 
 
-def _ratio(way: str, rounds: list[Figures], own: list[Figures]) -> list[str]:
-    """The median of the rounds' ratios, with the verdict on the bar, and its 95% interval."""
-    ratios = [each.events_per_s / base.events_per_s for each, base in zip(rounds, own, strict=True)]
+def _ratio(rounds: list[Figures], base: list[Figures], bar: float | None) -> list[str]:
+    """Returns the median of the rounds' ratios, with the verdict on the bar, and its 95% interval."""
+    ratios = [each.events_per_s / other.events_per_s for each, other in zip(rounds, base, strict=True)]
     ratio = statistics.median(ratios)
-    verdict = f" (bar {BAR} {'met' if ratio >= BAR else 'not met'})" if way == JOINED else ""
+    verdict = "" if bar is None else f" (bar {bar} {'met' if ratio >= bar else 'not met'})"
     low, high = bootstrap_interval(ratios)
     return [f"{ratio:.3f}{verdict}", f"{low:.3f} to {high:.3f}"]

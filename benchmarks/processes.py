@@ -249,10 +249,10 @@ class EngineProcess(Child):
             "weights": setup.weights,
             "exact": setup.exact,
         }
-        root = pathlib.Path(setup.peer_checkout or ROOT) if engine == PEER else ROOT
+        root = checkout_of(engine, setup)
         name = "manta" if engine == PEER else engine
         command = [python_of(engine, setup), str(root / "benchmarks" / "engine_child.py"), name, json.dumps(options)]
-        super().__init__(command, environment_of(engine, setup))
+        super().__init__(command, environment_of(engine, setup), root)
         try:
             self._read()
         except BaseException:
@@ -304,7 +304,7 @@ class ServerProcess(Child):
         self.engine, self.port, self.model_name = engine, port, "bench"
         command = (_vllm_server if engine == "vllm" else _manta_server)(model, setup, port)
         command += _set(options or {})
-        super().__init__(command, environment_of(engine, setup))
+        super().__init__(command, environment_of(engine, setup), checkout_of(engine, setup))
         try:
             self.wait_until_healthy()
         except BaseException:
@@ -333,17 +333,25 @@ class ServerProcess(Child):
         raise self.fail(f"the {self.engine} server is not healthy after {START_TIMEOUT_S:.0f} s")
 
 
+def checkout_of(engine: str, setup: Setup) -> pathlib.Path:
+    """Returns the folder whose code a child runs, and in which it runs."""
+    return pathlib.Path(setup.peer_checkout) if engine == PEER and setup.peer_checkout else ROOT
+
+
 def python_of(engine: str, setup: Setup) -> str:
     return {"vllm": str(setup.vllm_python), "llamacpp": str(setup.llamacpp_python)}.get(engine, sys.executable)
 
 
 def environment_of(engine: str, setup: Setup) -> dict[str, str]:
-    """The variables that a child gets in addition. vLLM's default binding leaves a core idle, so it is told to take all
-    of them.
+    """Returns the variables that a child gets in addition.
+
+    `PYTHONPATH` makes the processes that a child starts import the same code, although another checkout is installed.
+    vLLM's default binding leaves a core idle, so it is told to take all of them.
     """
     common = {"HF_HUB_OFFLINE": "1"}
     if engine in ("manta", PEER):
-        return common | {"RAY_USAGE_STATS_ENABLED": "0"} | (setup.environment if engine == "manta" else {})
+        common |= {"RAY_USAGE_STATS_ENABLED": "0", "PYTHONPATH": str(checkout_of(engine, setup))}
+        return common | (setup.environment if engine == "manta" else {})
     if engine == "llamacpp":
         return common
     cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from benchmarks import autoscaling, batch, cluster, own_ray, reconnecting, resume, routing, start, tensor_parallel
-from benchmarks.processes import ROOT
+from benchmarks.processes import PEER, ROOT, ServerProcess, Setup, free_port
 from benchmarks.routing_simulation import Workload
 
 
@@ -85,6 +85,39 @@ def test_ways_from_clients_to_engines(capsys: pytest.CaptureFixture[str]) -> Non
     rows, said = printed_by("http", capsys, "--starts", "1", "--streams", "1", "--ways", "joined,LLM.generate")
     assert rows == ["model", *["tiny"] * 3, *["demo"] * 3]
     assert "demo, start 1 of 1, 1 streams:" in said
+
+
+@pytest.mark.prove
+def test_ways_of_two_checkouts(capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ["--starts", "1", "--streams", "1", "--ways", "joined", "--peer-checkout", str(ROOT)]
+    rows, _ = printed_by("http", capsys, *flags)
+    assert rows == ["model", *["tiny"] * 2, *["demo"] * 2]
+
+
+PEER_CLI = """
+import http.server, pathlib, subprocess, sys
+
+class Handler(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200)
+        self.end_headers()
+
+import_it = "import cluster; print(cluster.__file__)"
+child = subprocess.run([sys.executable, "-c", import_it], cwd="/", capture_output=True, text=True, check=True)
+pathlib.Path("imported").write_text(child.stdout.strip())
+port = int(sys.argv[sys.argv.index("--port") + 1])
+http.server.HTTPServer(("127.0.0.1", port), Handler).serve_forever()
+"""
+
+
+def test_a_peers_server_and_its_processes_run_the_peers_code(tmp_path: pathlib.Path) -> None:
+    package = tmp_path / "cluster"
+    package.mkdir()
+    (package / "__init__.py").touch()
+    (package / "cli.py").write_text(PEER_CLI)
+    server = ServerProcess(PEER, "a model", Setup(kv_cache_bytes=1, peer_checkout=str(tmp_path)), free_port())
+    server.stop()
+    assert (tmp_path / "imported").read_text() == str(package / "__init__.py")
 
 
 @pytest.mark.prove
