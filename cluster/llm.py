@@ -123,19 +123,21 @@ class _Tracked:
         self._shown = [(0, 0) for _ in range(params.n)]
         """Characters and tokens that the reader has seen of each choice."""
         self._num_shown_prompt_logprobs = 0
+        self._num_going_on = params.n
+        """Choices that have not ended."""
 
-    def finish_if_ended(self) -> None:
+    def end(self, choice: CompletionOutput) -> None:
+        """Completes a choice that has ended, and with the last one the output."""
         output = self.output
-        if all(choice.finish_reason is not None for choice in output.outputs):
+        if self._chat is not None:
+            choice.message = self._chat.message(choice.text)
+        self._num_going_on -= 1
+        if self._num_going_on == 0:
             usage = Usage.of_choices(len(output.prompt_token_ids), self.usages)
             # Tokens after a stop string do not count.
-            usage.num_output_tokens = sum(len(choice.token_ids) for choice in output.outputs)
+            usage.num_output_tokens = sum(len(each.token_ids) for each in output.outputs)
             output.usage = usage
             output.finished = True
-        if self._chat is not None:
-            for choice in output.outputs:
-                if choice.finish_reason is not None and choice.message is None:
-                    choice.message = self._chat.message(choice.text)
 
     def news(self) -> RequestOutput | None:
         """Returns what the reader gets now; None if that is nothing."""
@@ -295,7 +297,6 @@ class LLM:
                 changed[delta.request_id] = tracked
         outputs = []
         for request_id, tracked in changed.items():
-            tracked.finish_if_ended()
             if tracked.output.finished:
                 del self._tracked[request_id]
             news = tracked.news()
@@ -372,6 +373,7 @@ class LLM:
             choice.finish_reason = finish
             choice.stop_reason = text.stop_string if text.stop_string is not None else delta.stop_token_id
             choice.error = delta.error
+            tracked.end(choice)
         return True
 
     def register_logits_processor(self, name: str, factory: LogitsProcessorFactory) -> None:

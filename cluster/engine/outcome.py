@@ -5,8 +5,6 @@ The scheduler is the only caller, and owns queues and blocks. Imports neither to
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 from cluster.engine.request import FinishStatus, SequenceOutput
 from cluster.engine.sequence import Sequence
 from cluster.engine.stats import DraftCounts
@@ -14,16 +12,16 @@ from specdecode.acceptance import num_accepted
 from workers.step import ScheduledSequence, StepInput, StepOutput, TokenLogprobs
 
 
-def computed_by(step: StepInput) -> Iterator[ScheduledSequence]:
-    """Yields what the step computed for each sequence, forks last.
+def computed_by(step: StepInput) -> list[ScheduledSequence]:
+    """Returns what the step computed for each sequence, forks last.
 
     A fork has 0 computed tokens, because it draws from the last row of its parent's prompt.
     """
-    yield from step.scheduled
-    if step.forked:
-        ends = {point.sequence_id: point.position for point in step.sample_points}
-        for fork in step.forked:
-            yield ScheduledSequence(fork.sequence_id, ends[fork.sequence_id], 0, [])
+    if not step.forked:
+        return step.scheduled
+    ends = {point.sequence_id: point.position for point in step.sample_points}
+    forks = [ScheduledSequence(fork.sequence_id, ends[fork.sequence_id], 0, []) for fork in step.forked]
+    return step.scheduled + forks
 
 
 def advance(
@@ -47,7 +45,7 @@ def advance(
     if not token_ids:  # its mask was late
         sequence.gain([], len(drafts))
         return _change(sequence, [], prompt_logprobs=prompt_logprobs) if prompt_logprobs else None
-    logprobs = output.logprobs.get(sequence_id)
+    logprobs = output.logprobs.get(sequence_id) if output.logprobs else None
     if sequence.num_branches:
         sequence.report()
         return _change(sequence, [], logprobs)
@@ -60,7 +58,9 @@ def advance(
         if sequence.params.token_origins and logprobs is not None:
             for entry in logprobs[:count]:
                 entry.origin = entry.origin or proposer
-    change = _change(sequence, gained, None if logprobs is None else logprobs[: len(gained)], prompt_logprobs)
+    if logprobs is not None:
+        logprobs = logprobs[: len(gained)]
+    change = SequenceOutput(sequence.request_id, sequence.index, gained, logprobs, prompt_logprobs)
     if finish is not None or drafts or sequence.num_output_tokens == len(gained):
         change.usage = sequence.usage
     if finish is not None:

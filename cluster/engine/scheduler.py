@@ -124,24 +124,25 @@ class Scheduler:
         return plan.step
 
     def _schedule_running(self, plan: StepPlan) -> None:
+        running, cache = self.running, self._cache
         index = 0
-        while index < len(self.running) and plan.budget > 0:
-            sequence = self.running[index]
+        while index < len(running) and plan.budget > 0:
+            sequence = running[index]
             count = min(sequence.num_wanted_tokens(), plan.budget)
             if not count or sequence.waits_for_mask or sequence.is_paused:
                 index += 1
                 continue
-            if sequence.draft_token_ids and not self._cache.can_grow(sequence, count):
+            if sequence.draft_token_ids and not cache.can_grow(sequence, count):
                 sequence.propose([], "")  # no sequence is preempted for drafts
                 count = min(sequence.num_wanted_tokens(), plan.budget)
-            while not self._cache.grow(sequence, count, num_others=len(self.running)):
-                victim = self.running[-1]  # not in this step yet: scheduled sequences come earlier in the list
+            while not cache.grow(sequence, count, num_others=len(running)):
+                victim = running[-1]  # not in this step yet: scheduled sequences come earlier in the list
                 self._preempt(victim)
                 if victim is sequence:
                     break
             else:
                 plan.schedule(sequence, count)
-                self._cache.register_full_blocks(sequence)
+                cache.register_full_blocks(sequence)
                 index += 1
 
     def _admit_waiting(self, plan: StepPlan) -> None:

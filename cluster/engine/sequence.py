@@ -149,19 +149,20 @@ class Sequence:
         """Marks the first token of this fork as drawn by the step that completes the parent's prompt."""
         self.num_computed_tokens, self.num_pending_tokens = self.num_prompt_tokens, 1
 
-    def schedule(self, count: int) -> ScheduledSequence:
+    def schedule(self, count: int) -> tuple[ScheduledSequence, bool]:
         """Counts the next `count` tokens as computed, and the token after them as drawn if no known token is left.
-        Returns what the ranks need for the step.
+        Returns what the ranks need for the step, and whether the sequence draws.
         """
         start, known = self.num_computed_tokens, len(self.token_ids) + self.num_pending_tokens
         end = self.num_computed_tokens = start + count
         unsent = self.block_table[self.num_sent_blocks :]
         self.num_sent_blocks += len(unsent)
         drafts = self.draft_token_ids[: max(0, end - known)] if self.draft_token_ids else []
-        if end >= known:
+        draws = end >= known
+        if draws:
             self.num_pending_tokens += 1
             self.is_paused = self.num_branches > 0
-        return ScheduledSequence(self.sequence_id, start, count, unsent, drafts, self.draft_proposer)
+        return ScheduledSequence(self.sequence_id, start, count, unsent, drafts, self.draft_proposer), draws
 
     def propose(self, draft_token_ids: list[int], proposer: str) -> None:
         """Replaces the drafts of its next step."""
@@ -178,16 +179,19 @@ class Sequence:
         `token_ids` is empty if the mask was late. The step computed `num_drafts` drafts. Its last position and the
         drafts stay computed only as far as a drawn token follows them.
         """
-        self.num_pending_tokens -= 1
-        self.num_computed_tokens -= 1 + num_drafts
+        known, finish = self.token_ids, None
         for count, token_id in enumerate(token_ids, start=1):
-            self.token_ids.append(token_id)
-            self.num_computed_tokens += 1
+            known.append(token_id)
             if token_id in self.stop_ids:
-                return token_ids[:count], FinishStatus.FINISHED_STOPPED
-            if len(self.token_ids) >= self.max_length:
-                return token_ids[:count], FinishStatus.FINISHED_LENGTH
-        return token_ids, None
+                finish = FinishStatus.FINISHED_STOPPED
+            elif len(known) >= self.max_length:
+                finish = FinishStatus.FINISHED_LENGTH
+            if finish is not None:
+                token_ids = token_ids[:count]
+                break
+        self.num_pending_tokens -= 1
+        self.num_computed_tokens += len(token_ids) - 1 - num_drafts
+        return token_ids, finish
 
     def keep_output(self, num_tokens: int) -> None:
         """Drops the output after its first `num_tokens` tokens."""

@@ -91,18 +91,17 @@ class StepPlan:
         """Puts the next `count` tokens of a sequence into the step; its block table must have room for them. The
         sequence draws a token after its last known one and after each draft.
         """
-        known = len(sequence.token_ids) + sequence.num_pending_tokens
-        item = sequence.schedule(count)
+        item, draws = sequence.schedule(count)
         self.step.scheduled.append(item)
-        end = item.start + count
-        if end >= known:
-            first_row = self._num_rows - item.start
-            for position in range(known, end + 1):
-                self.step.sample_points.append(SamplePoint(first_row + position - 1, item.sequence_id, position))
-            if sequence.unforked:
-                self.completed_prompts.append((sequence, first_row + known - 1))
         self._num_rows += count
         self.budget -= count
+        if draws:
+            points, last_row, end = self.step.sample_points, self._num_rows - 1, item.start + count
+            for num_after in range(len(item.draft_token_ids), 0, -1):
+                points.append(SamplePoint(last_row - num_after, item.sequence_id, end - num_after))
+            points.append(SamplePoint(last_row, item.sequence_id, end))
+            if sequence.unforked:
+                self.completed_prompts.append((sequence, last_row - len(item.draft_token_ids)))
 
     def fork(self, parent: Sequence, fork: Sequence, row: int) -> None:
         """Makes the fork draw its first token from the logits of its parent's last prompt token."""

@@ -23,7 +23,10 @@ than others.
 
 
 class Decoder:
-    """One model. The residual stream is in the dtype of the norms' weights."""
+    """One model. The residual stream is in the dtype of the norms' weights.
+
+    Callers put torch into inference mode, once for all that they call in a step.
+    """
 
     def __init__(self, config: ModelConfig, weights: DecoderWeights, platform: Platform) -> None:
         self.config = config
@@ -35,7 +38,6 @@ class Decoder:
         self.compiled = platform.compile_decoder(weights, config, self._run_layers)
         self._cos_sin = torch.empty(0)
 
-    @torch.inference_mode()
     def forward(self, token_ids: torch.Tensor, metadata: AttentionMetadata, kv_caches: KVCaches) -> torch.Tensor:
         """Hidden states after the last norm, [num_tokens, hidden]; writes the tokens' keys and values to their KV
         slots.
@@ -82,7 +84,6 @@ class Decoder:
         parts = normed.split(-(-num_rows // num_parts))
         return torch.cat([mlp.down.forward(mlp.gated.forward(rows)) for rows in parts])
 
-    @torch.inference_mode()
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Logits in the model's dtype, [num_rows, vocab_size], of rows of `forward`'s result."""
         return self._weights.head.forward(hidden)

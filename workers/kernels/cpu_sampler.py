@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import ctypes
 import functools
-from ctypes import c_int, c_int32, c_int64, c_void_p
+from array import array
+from ctypes import c_int, c_int64, c_void_p
 
 import numpy as np
 import torch
@@ -59,6 +60,7 @@ def draw(
     count = len(sequences)
     token_ids = torch.empty(count, dtype=torch.int64)
     status = torch.empty(count, dtype=torch.uint8)
+    rows, places = array("i", [sequence.row for sequence in sequences]), array("q", positions)
     constraints = None if masks is None else _constraints(masks)
     library.manta_sample(
         DTYPES[logits.dtype],
@@ -67,8 +69,8 @@ def draw(
         count,
         state.vocab_size,
         state.table_address,
-        (c_int32 * count)(*[sequence.row for sequence in sequences]),
-        (c_int64 * count)(*positions),
+        rows.buffer_info()[0],
+        places.buffer_info()[0],
         None if constraints is None else constraints.ctypes.data,
         token_ids.data_ptr(),
         status.data_ptr(),

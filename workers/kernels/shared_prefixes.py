@@ -58,11 +58,11 @@ def find_shared_prefixes(tokens: QueryTokens) -> SharedPrefixes | None:
     starts, query_lens, block_tables, block_size, _ = tokens
     if len(starts) < 2:
         return None
+    leading = block_tables[:, 0].tolist()
+    if len(set(leading)) == len(leading):  # of most steps: nothing is shared
+        return None
     rows = np.flatnonzero((query_lens <= MAX_QUERY_LEN) & (starts >= max(PREFIX_MULTIPLE, block_size)))
     if len(rows) < 2:
-        return None
-    leading = np.sort(block_tables[rows, 0])
-    if not (leading[1:] == leading[:-1]).any():
         return None
     usable = starts[rows] // block_size  # blocks
     tables = block_tables[rows, : usable.max()].copy()

@@ -61,7 +61,7 @@ class RankSequences:
         max_blocks = -(-self.max_model_len // self.block_size)
         # np.zeros maps pages lazily, so only the used parts of the tables take memory.
         self._block_tables = np.zeros((self.max_num_sequences, max_blocks), dtype=np.int32)
-        self._num_blocks = np.zeros(self.max_num_sequences, dtype=np.int64)
+        self._num_blocks = [0] * self.max_num_sequences
         self._free_rows = list(range(self.max_num_sequences - 1, -1, -1))
         self._rows: dict[int, int] = {}
         self._start_errors: dict[int, RowError] = {}
@@ -123,14 +123,15 @@ class RankSequences:
 
     def num_blocks(self, sequence_id: int) -> int:
         """Returns the number of KV blocks that a sequence has; 0 if it has none yet."""
-        return int(self._num_blocks[self._rows[sequence_id]])
+        return self._num_blocks[self._rows[sequence_id]]
 
     def block_tables(self, sequence_ids: Sequence[int]) -> np.ndarray:
         """Returns a copy of the block tables, int32 [n, number of blocks of the longest]. Entries after a sequence's
         last block are undefined.
         """
         rows = [self._rows[sequence_id] for sequence_id in sequence_ids]
-        return self._block_tables[rows, : self._num_blocks[rows].max()]
+        width = max([self._num_blocks[row] for row in rows])
+        return self._block_tables[:, :width][np.array(rows)]
 
     def written_blocks(self, step: StepInput) -> np.ndarray:
         """Returns the first and the last block that the step writes for each sequence, int32 [2, n]."""

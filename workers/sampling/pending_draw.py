@@ -101,9 +101,9 @@ class PendingDraw:
             self._state.append_each(gained)
         for index, error in drawn.errors.items():  # the token stays 0, because the next step may be planned with it
             output.errors.setdefault(points[index].sequence_id, error)
-        for sequence_id, token_id in gained.items():
-            if sequence_id not in output.errors:
-                output.token_ids[sequence_id] = [token_id]
+        output.token_ids = {
+            sequence_id: [token_id] for sequence_id, token_id in gained.items() if sequence_id not in output.errors
+        }
         for index, logprobs in drawn.logprobs.items():
             if points[index].sequence_id in output.token_ids:
                 output.logprobs[points[index].sequence_id] = [logprobs]

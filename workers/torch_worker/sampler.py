@@ -25,6 +25,7 @@ Equal logits are ordered by id, lowest first, in 8 to 11 and in reported ranks. 
 from __future__ import annotations
 
 import dataclasses
+import operator
 
 import numpy as np
 import torch
@@ -145,7 +146,7 @@ def sample(
     _check_shape(logits, len(points), state.vocab_size)
     sequences = [state.sequences[point.sequence_id] for point in points]
     positions = [point.position for point in points]
-    _check_points(points, sequences, masks)
+    _check_points(points, sequences, positions, masks)
     processed = None
     if state.num_with_processors:
         processed = _processed(logits, sequences, positions, state, masks)
@@ -161,13 +162,17 @@ def sample(
     return Sampled(token_ids, status, points, sequences, reported, logprobs, processed)
 
 
-def _check_points(points: list[SamplePoint], sequences: list[SequenceState], masks: MaskBatch | None) -> None:
-    for sequence, point in zip(sequences, points, strict=True):
-        if point.position > sequence.num_tokens:
-            raise ValueError(
-                f"position {point.position} of sequence {point.sequence_id} is beyond the {sequence.num_tokens} tokens "
-                "that it holds; append those before it first"
-            )
+def _check_points(
+    points: list[SamplePoint], sequences: list[SequenceState], positions: list[int], masks: MaskBatch | None
+) -> None:
+    lengths = [sequence.num_tokens for sequence in sequences]
+    is_beyond = list(map(operator.gt, positions, lengths))
+    if any(is_beyond):
+        index = is_beyond.index(True)
+        raise ValueError(
+            f"position {positions[index]} of sequence {points[index].sequence_id} is beyond the {lengths[index]} "
+            "tokens that it holds; append those before it first"
+        )
     if masks is not None and len(masks.slots) != len(points):
         raise ValueError(f"{len(masks.slots)} masks for {len(points)} sample points; there must be one entry for each")
 
