@@ -3,13 +3,13 @@ llama.cpp's formats.
 
 The floor of a decode step is the time to read the weights at the measured bandwidth, or to multiply them at the
 measured rate if that takes longer, and the same for keys and values. Rates are those of torch's own products of
-bfloat16 and int8 (oneDNN). A ratio to bfloat16 compares two engines of the same turn.
+bfloat16 and int8 (oneDNN), where the processor has instructions for them; elsewhere they follow from the float32
+product's. A ratio to bfloat16 compares two engines of the same turn.
 """
 
 from __future__ import annotations
 
 import contextlib
-import json
 import statistics
 import subprocess
 import sys
@@ -23,6 +23,7 @@ from benchmarks.floors import (
     Figure,
     Floors,
     floor_of,
+    measure_floors,
     shape_of,
     turn,
     whole_turn,
@@ -30,6 +31,7 @@ from benchmarks.floors import (
 from benchmarks.processes import EngineProcess, Setup
 from benchmarks.report import bootstrap_interval
 from benchmarks.workloads import PromptSource
+from workers.kernels import processor
 from workers.kept_weights import GROUPS, KEPT_BITS, SCALE_BYTES
 
 FORMATS = {"bfloat16": "auto", "int8": "int8", "int8 exact": "int8", "int4": "int4"}
@@ -39,33 +41,55 @@ EXACT = {"int8 exact": "int8"}
 PEERS_OF = {"bfloat16": ("bf16",), "int8": ("Q8_0",), "int8 exact": (), "int4": ("Q4_0", "Q4_K")}
 """Names of llama.cpp's formats that a format is compared with, as given in `--gguf NAME=FILE`."""
 
-RATES = """
-import json, time, torch
+BEST = """
+import time, torch
 def best(run, bound=0.7):
     run(); times = []; stop = time.perf_counter() + bound
     while time.perf_counter() < stop or len(times) < 3:
         start = time.perf_counter(); run(); times.append(time.perf_counter() - start)
     return min(times)
+"""
+BFLOAT16_RATE = (
+    BEST
+    + """
 left, right = torch.randn(2, 2048, 2048).bfloat16()
-bfloat16 = 2 * 2048**3 / best(lambda: left @ right)
+print(2 * 2048**3 / best(lambda: left @ right))
+"""
+)
+INT8_RATE = (
+    BEST
+    + """
 left, right = torch.randint(-127, 128, (2, 2048, 2048), dtype=torch.int8)
-int8 = 2 * 2048**3 / best(lambda: torch._int_mm(left, right))
-data = torch.ones(2**27)
-print(json.dumps({"bfloat16": bfloat16, "int8": int8, "bandwidth": data.nbytes / best(data.sum)}))
+print(2 * 2048**3 / best(lambda: torch._int_mm(left, right)))
+"""
+)
+INT8_OVER_FLOAT32 = {"avx512": 2, "avx_vnni": 4, "avx2": 2}
+"""Rates of int8 products over float32's, by form, where torch's int8 product would take minutes. 32 products take one
+instruction of AVX-VNNI, and two multiplications (`vpmaddubsw`, `vpmaddwd`) of AVX2; one multiply-add in float32 does 8.
+With AVX-512 each does twice as many.
 """
 
 
 class Rates(NamedTuple):
     bfloat16: float
-    """Operations a second."""
+    """Operations a second. Without instructions for bfloat16 the kernels widen it, so the rate is float32's."""
     int8: float
     bandwidth: float
     """Bytes a second."""
 
 
-def measure_rates() -> Rates:
-    done = subprocess.run([sys.executable, "-c", RATES], capture_output=True, text=True, check=True)
-    return Rates(**json.loads(done.stdout))
+def measure_rates(form: processor.Form) -> Rates:
+    floors = measure_floors(form.name)
+    has_int8 = form.has_bfloat16 or form.name == "avx512_vnni"
+    return Rates(
+        bfloat16=_printed(BFLOAT16_RATE) if form.has_bfloat16 else floors.rate,
+        int8=_printed(INT8_RATE) if has_int8 else INT8_OVER_FLOAT32.get(form.name, 1) * floors.rate,
+        bandwidth=floors.bandwidth,
+    )
+
+
+def _printed(script: str) -> float:
+    return float(subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout)
 
 
 def bytes_of(bits: int | None) -> float:
@@ -73,8 +97,8 @@ def bytes_of(bits: int | None) -> float:
     return 2.0 if bits is None else bits / 8 + SCALE_BYTES / GROUPS[bits]
 
 
-def compare_formats(folder: str, setup: Setup, ggufs: dict[str, str], turns: int) -> None:
-    """Prints a table. `ggufs` are files of the same model for llama.cpp, by the names of their formats."""
+def compare_formats(form: processor.Form, folder: str, setup: Setup, ggufs: dict[str, str], turns: int) -> None:
+    """Prints a table of engines in this form. `ggufs` are files of the same model for llama.cpp, by the names of their formats."""
     shape, prompts = shape_of(folder), PromptSource(TOKEN_LIMIT)
     values: dict[str, dict[Figure, list[float]]] = {}
     floors: dict[str, dict[Figure, list[float]]] = {name: {} for name in FORMATS}
@@ -89,7 +113,7 @@ def compare_formats(folder: str, setup: Setup, ggufs: dict[str, str], turns: int
             engines[name] = EngineProcess("llamacpp", file, setup, 32)
             stack.callback(engines[name].stop)
         for number in range(turns + 1):  # the first warms up
-            rates = measure_rates()
+            rates = measure_rates(form)
             for name, engine in engines.items():
                 for other in engines.values():
                     if other is not engine:

@@ -135,7 +135,8 @@ def formats(options: argparse.Namespace) -> None:
         environment={processor.VARIABLE: options.form},
         llamacpp_python=options.llamacpp_python,
     )
-    compare_formats(folder, setup, dict(each.split("=", 1) for each in options.gguf or []), options.turns)
+    form = next(each for each in processor.FORMS if each.name == options.form)
+    compare_formats(form, folder, setup, dict(each.split("=", 1) for each in options.gguf or []), options.turns)
 
 
 def tiny(options: argparse.Namespace) -> None:
