@@ -171,8 +171,10 @@ def test_the_largest_sums_are_not_cut_off(form: str, bits: int) -> None:
             for sign in (1.0, -1.0):
                 values = torch.full((64, 2048), value, dtype=torch.int8)
                 weight = QuantizedWeight(values, torch.ones(64, 1), bits, has_int8_activations=True)
-                y = pack(weight, torch.float32).forward(torch.full((7, 2048), sign * 127))
-                assert torch.equal(y, torch.full((7, 64), sign * 127.0 * value * 2048))
+                linear = pack(weight, torch.float32)
+                for num_rows in (1, 2, 7, 40):  # each kind of pass over the weights
+                    y = linear.forward(torch.full((num_rows, 2048), sign * 127))
+                    assert torch.equal(y, torch.full((num_rows, 64), sign * 127.0 * value * 2048))
 
 
 @FORMS

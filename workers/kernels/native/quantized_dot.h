@@ -2,13 +2,19 @@
 // same integers, because no sum is rounded or cut off. Knows nothing of linears; included by quantized_linear.h.
 //
 // A vector of weights holds LANES outputs of four inputs each. Weights of 4 bits are unsigned in every form. Weights of
-// 8 bits are unsigned where the processor multiplies unsigned by signed bytes (x86-64), and signed elsewhere. In memory
-// they are signed too where AMX's tiles multiply signed bytes.
+// 8 bits are unsigned where one instruction sums four products of unsigned and signed bytes (VNNI), or where bytes are
+// widened first, and signed elsewhere. In memory they are signed too where AMX's tiles multiply signed bytes.
 #pragma once
 
 #include "simd.h"
 
-#if defined(__SSE2__)
+#if defined(__AVX2__) && MANTA_LANES == 8 && !defined(__AVXVNNI__)
+#define MANTA_BYTE_PAIRS 1  // bytes are multiplied in pairs, whose sums are int16
+#else
+#define MANTA_BYTE_PAIRS 0
+#endif
+
+#if defined(__SSE2__) && !MANTA_BYTE_PAIRS
 constexpr int BYTE_ZERO = 128;  // `add_dot` takes bytes this much larger than the values of 8 bits
 #else
 constexpr int BYTE_ZERO = 0;
@@ -20,6 +26,19 @@ constexpr int PACKED_BYTE_ZERO = BYTE_ZERO;
 #endif
 constexpr int NIBBLE_ZERO = 8;  // both for values of 4 bits
 
+// How the weights of a product lie: values of 8 bits, two of 4 bits in a byte, or one of 4 bits in a byte.
+enum Kind { BYTES, NIBBLES, SINGLE_NIBBLES };
+
+#if MANTA_AMX
+constexpr Kind UNPACKED = BYTES;  // the tiles multiply signed bytes
+#else
+constexpr Kind UNPACKED = SINGLE_NIBBLES;
+#endif
+
+constexpr int zero_of(Kind kind) {
+    return kind == BYTES ? BYTE_ZERO : NIBBLE_ZERO;
+}
+
 typedef int8_t FourBytes __attribute__((vector_size(MANTA_LANES * 4)));
 
 // Packed values of 8 bits as `add_dot` takes them.
@@ -27,9 +46,9 @@ MANTA_INLINE Ints as_dot_bytes(Ints packed) {
     return PACKED_BYTE_ZERO == BYTE_ZERO ? packed : packed ^ splat_int(int32_t(0x80808080));
 }
 
-// Values of 4 bits, one in a byte, as packed values of 8 bits.
-MANTA_INLINE Ints as_packed_bytes(Ints nibbles) {
-    return (Ints)((FourBytes)nibbles + (int8_t)(PACKED_BYTE_ZERO - NIBBLE_ZERO));
+// Values of 4 bits, one in a byte, as UNPACKED ones.
+MANTA_INLINE Ints as_unpacked(Ints nibbles) {
+    return UNPACKED == BYTES ? (Ints)((FourBytes)nibbles + (int8_t)(PACKED_BYTE_ZERO - NIBBLE_ZERO)) : nibbles;
 }
 
 MANTA_INLINE Ints low_nibbles(Ints packed) {
@@ -68,27 +87,36 @@ MANTA_INLINE Ints unsigned_odd(Ints bytes) {
 }
 #endif
 
-// sums + the products of each output's four weights with four inputs. BITS is the range of the weights: 8, or 4 if none
-// exceeds 15.
-template <int BITS>
+#if MANTA_BYTE_PAIRS
+// Products of weights of 4 bits, added in int16: of up to PAIRED_INPUTS inputs none exceeds 8 * 2 * 15 * 127.
+constexpr int PAIRED_INPUTS = 32;
+MANTA_INLINE Ints add_paired(Ints pairs, Ints nibbles, Ints inputs) {
+    return (Ints)_mm256_add_epi16((__m256i)pairs, _mm256_maddubs_epi16((__m256i)nibbles, (__m256i)inputs));
+}
+MANTA_INLINE Ints add_pairs_to(Ints sums, Ints pairs) {
+    return sums + (Ints)_mm256_madd_epi16((__m256i)pairs, _mm256_set1_epi16(1));
+}
+#endif
+
+// sums + the products of each output's four weights with four inputs; of NIBBLES one in a byte.
+template <Kind KIND>
 MANTA_INLINE Ints add_dot(Ints sums, Ints weights, Ints inputs) {
 #if defined(__AVX512VNNI__) && MANTA_LANES == 16
     return (Ints)_mm512_dpbusd_epi32((__m512i)sums, (__m512i)weights, (__m512i)inputs);
 #elif defined(__AVXVNNI__)
     return (Ints)_mm256_dpbusd_avx_epi32((__m256i)sums, (__m256i)weights, (__m256i)inputs);
 #elif defined(__SSE2__)
-    // Pairs of 8-bit products may exceed int16, where the instruction for bytes would cut them off: so bytes are
-    // widened first. Pairs of 15 * 127 do not.
+    // Pairs of products of an unsigned byte may exceed int16, where the instruction for bytes would cut them off: so
+    // bytes are widened first. Pairs of 15 * 127 do not, nor those of 128 * 127: a weight gives its sign to the input.
 #if MANTA_LANES == 16
-    if (BITS == 4) {
+    if (KIND != BYTES) {
         const __m512i pairs = _mm512_maddubs_epi16((__m512i)weights, (__m512i)inputs);
         return sums + (Ints)_mm512_madd_epi16(pairs, _mm512_set1_epi16(1));
     }
-#elif defined(__AVX2__)
-    if (BITS == 4) {
-        const __m256i pairs = _mm256_maddubs_epi16((__m256i)weights, (__m256i)inputs);
-        return sums + (Ints)_mm256_madd_epi16(pairs, _mm256_set1_epi16(1));
-    }
+#elif MANTA_BYTE_PAIRS
+    if (KIND != BYTES) return add_pairs_to(sums, add_paired(Ints{}, weights, inputs));
+    const __m256i signed_inputs = _mm256_sign_epi8((__m256i)inputs, (__m256i)weights);
+    return add_pairs_to(sums, (Ints)_mm256_maddubs_epi16(_mm256_abs_epi8((__m256i)weights), signed_inputs));
 #endif
     sums += add_pairs(unsigned_even(weights), signed_even(inputs));
     return sums + add_pairs(unsigned_odd(weights), signed_odd(inputs));

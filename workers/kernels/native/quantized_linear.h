@@ -17,12 +17,21 @@ constexpr int BLOCK_ROWS = 96;     // rows whose sums stay in the first-level ca
 constexpr int UNPACKED_ROWS = 8;   // with more rows, 4 bits become 8 once for all of them
 constexpr int64_t AHEAD_BYTES = 6 << 10;  // from the weights in use to those that are fetched
 #if MANTA_LANES == 16
-constexpr int MOST_ROWS = 6, VECTORS_AT_A_TIME = 4;  // sums in registers: 24 of 32
+constexpr int MOST_ROWS = 6, LEAST_VECTORS = 4, MOST_SUMS = 8;  // sums in registers: 24 of 32
 #elif MANTA_LANES == 4 && defined(__aarch64__)
-constexpr int MOST_ROWS = 4, VECTORS_AT_A_TIME = 4;
+constexpr int MOST_ROWS = 4, LEAST_VECTORS = 4, MOST_SUMS = 16;
 #else
-constexpr int MOST_ROWS = 4, VECTORS_AT_A_TIME = 2;  // 8 of 16
+constexpr int MOST_ROWS = 4, LEAST_VECTORS = 2, MOST_SUMS = 8;  // 8 of 16
 #endif
+
+// Vectors of outputs that a pass over the weights sums: with few rows more of them, up to a panel's, so that memory is
+// read in order. On an AMD processor with AVX2, one row of 8 bits from memory ran at 9 GB/s a core with two vectors a
+// pass, whatever it computed, and runs at 14.
+constexpr int vectors_of(int num_rows) {
+    int vectors = LEAST_VECTORS;
+    while (2 * vectors * LANES <= PANEL && 2 * vectors * num_rows <= MOST_SUMS) vectors *= 2;
+    return vectors;
+}
 
 #if defined(__clang__)
 #define MANTA_UNROLL _Pragma("clang loop unroll(full)")
@@ -69,7 +78,6 @@ struct QuantizedProduct {
         int panel, group, first, end;  // inputs of the group
         const uint8_t* weights;        // of the chunk
         const char* scales;            // of the group
-        bool unpacked;                 // weights of 4 bits lie as those of 8
         bool begins, ends;             // it is the first or the last of the group
     };
 
@@ -78,83 +86,102 @@ struct QuantizedProduct {
         int32_t* ints;  // [BLOCK_ROWS][PANEL], over chunks of a group
     };
 
-    // Adds a chunk's products to the sums of ROWS rows and of some vectors of outputs, from output `column` on. BITS is
-    // how the chunk's weights lie.
-    template <int BITS, int ROWS, bool FETCHES>
-    MANTA_INLINE void add_products(const Chunk& chunk, int row, int column, Ints (&sums)[ROWS][VECTORS_AT_A_TIME]) const {
+    // Adds a chunk's products to the sums of ROWS rows and of V vectors of outputs, from output `column` on. Weights of
+    // these outputs are fetched for later if FETCHES.
+    template <Kind KIND, int ROWS, int V, bool FETCHES>
+    MANTA_INLINE void add_products(const Chunk& chunk, int row, int column, Ints (&sums)[ROWS][V]) const {
         const int64_t stride = layout.groups.padded;
-        const int8_t* const inputs = rows.values + ((int64_t)chunk.group * rows.num_rows + row) * stride + chunk.first;
+        const int8_t* inputs = rows.values + ((int64_t)chunk.group * rows.num_rows + row) * stride + chunk.first;
         const uint8_t* weights = chunk.weights + column * 4;
-        constexpr int INPUTS = 32 / BITS;  // in a unit of 4 bytes
-        for (int k = 0; k < chunk.end - chunk.first; k += INPUTS, weights += PANEL * 4) {
-            Ints columns[VECTORS_AT_A_TIME];
-            MANTA_UNROLL for (int c = 0; c < VECTORS_AT_A_TIME; c++) {
-                columns[c] = load_ints(weights + c * LANES * 4);
-                if (BITS == 8) columns[c] = as_dot_bytes(columns[c]);
-                if (FETCHES && c * LANES % 16 == 0) __builtin_prefetch(weights + c * LANES * 4 + AHEAD_BYTES, 0, 3);
+        const int num_inputs = chunk.end - chunk.first;
+#if MANTA_BYTE_PAIRS
+        if constexpr (KIND != BYTES) {
+            for (int first = 0; first < num_inputs; first += PAIRED_INPUTS) {
+                const int last = std::min(first + PAIRED_INPUTS, num_inputs);
+                Ints pairs[ROWS][V] = {};
+                add_each<KIND, ROWS, V, FETCHES>(inputs, stride, first, last, weights, pairs, add_paired);
+                MANTA_UNROLL for (int i = 0; i < ROWS; i++)
+                    MANTA_UNROLL for (int c = 0; c < V; c++) sums[i][c] = add_pairs_to(sums[i][c], pairs[i][c]);
             }
+            return;
+        }
+#endif
+        add_each<KIND, ROWS, V, FETCHES>(inputs, stride, 0, num_inputs, weights, sums, add_dot<KIND>);
+    }
+
+    // The same for inputs [first, last) of the chunk, by a function that adds four inputs' products.
+    template <Kind KIND, int ROWS, int V, bool FETCHES, class Add>
+    static MANTA_INLINE void add_each(const int8_t* inputs, int64_t stride, int first, int last, const uint8_t*& weights,
+                                      Ints (&sums)[ROWS][V], const Add& add) {
+        constexpr int INPUTS = KIND == NIBBLES ? 8 : 4;  // in a unit of 4 bytes
+        for (int k = first; k < last; k += INPUTS, weights += PANEL * 4) {
+            Ints columns[V];
+            MANTA_UNROLL for (int c = 0; c < V; c++) {
+                columns[c] = load_ints(weights + c * LANES * 4);
+                if (KIND == BYTES) columns[c] = as_dot_bytes(columns[c]);
+            }
+            if (FETCHES)
+                MANTA_UNROLL for (int line = 0; line < V * LANES * 4; line += 64)
+                    __builtin_prefetch(weights + line + AHEAD_BYTES, 0, 3);
             MANTA_UNROLL for (int i = 0; i < ROWS; i++) {
                 int32_t four;
                 memcpy(&four, inputs + i * stride + k, 4);
-                const Ints first = splat_int(four);
-                MANTA_UNROLL for (int c = 0; c < VECTORS_AT_A_TIME; c++)
-                    sums[i][c] = add_dot<BITS>(sums[i][c], BITS == 8 ? columns[c] : low_nibbles(columns[c]), first);
+                const Ints splat = splat_int(four);
+                MANTA_UNROLL for (int c = 0; c < V; c++)
+                    sums[i][c] = add(sums[i][c], KIND == NIBBLES ? low_nibbles(columns[c]) : columns[c], splat);
             }
-            if constexpr (BITS == 4)
+            if constexpr (KIND == NIBBLES)
                 MANTA_UNROLL for (int i = 0; i < ROWS; i++) {
                     int32_t four;
                     memcpy(&four, inputs + i * stride + k + 4, 4);
-                    const Ints second = splat_int(four);
-                    MANTA_UNROLL for (int c = 0; c < VECTORS_AT_A_TIME; c++)
-                        sums[i][c] = add_dot<BITS>(sums[i][c], high_nibbles(columns[c]), second);
+                    const Ints splat = splat_int(four);
+                    MANTA_UNROLL for (int c = 0; c < V; c++)
+                        sums[i][c] = add(sums[i][c], high_nibbles(columns[c]), splat);
                 }
         }
     }
 
     // `row` counts from the first of all rows, `place` from that of the block. Loops are unrolled so that sums stay in
     // registers.
-    template <int BITS, int ROWS, bool FETCHES>
+    template <Kind KIND, int ROWS, int V, bool FETCHES>
     __attribute__((noinline)) void pass(const Chunk& chunk, int row, int place, int column, const Sums& to) const {
         const int64_t at = (int64_t)chunk.group * rows.num_rows + row;
         int32_t* const ints = to.ints + place * PANEL + column;
         float* const floats = to.floats + place * PANEL + column;
-        Ints sums[ROWS][VECTORS_AT_A_TIME];
+        Ints sums[ROWS][V];
         if (chunk.begins) {
-            constexpr int zero = BITS == 8 ? BYTE_ZERO : NIBBLE_ZERO;
             MANTA_UNROLL for (int i = 0; i < ROWS; i++) {
-                const Ints start = splat_int(-zero * rows.totals[at + i]);
-                MANTA_UNROLL for (int c = 0; c < VECTORS_AT_A_TIME; c++) sums[i][c] = start;
+                const Ints start = splat_int(-zero_of(KIND) * rows.totals[at + i]);
+                MANTA_UNROLL for (int c = 0; c < V; c++) sums[i][c] = start;
             }
         } else {
             MANTA_UNROLL for (int i = 0; i < ROWS; i++)
-                MANTA_UNROLL for (int c = 0; c < VECTORS_AT_A_TIME; c++)
-                    sums[i][c] = load_ints(ints + i * PANEL + c * LANES);
+                MANTA_UNROLL for (int c = 0; c < V; c++) sums[i][c] = load_ints(ints + i * PANEL + c * LANES);
         }
-        add_products<BITS, ROWS, FETCHES>(chunk, row, column, sums);
+        add_products<KIND, ROWS, V, FETCHES>(chunk, row, column, sums);
         if (!chunk.ends) {
             MANTA_UNROLL for (int i = 0; i < ROWS; i++)
-                MANTA_UNROLL for (int c = 0; c < VECTORS_AT_A_TIME; c++)
+                MANTA_UNROLL for (int c = 0; c < V; c++)
                     memcpy(ints + i * PANEL + c * LANES, &sums[i][c], sizeof(Ints));
             return;
         }
-        Floats scales[VECTORS_AT_A_TIME];
-        MANTA_UNROLL for (int c = 0; c < VECTORS_AT_A_TIME; c++)
-            scales[c] = layout.load_scales(chunk.scales, column + c * LANES);
+        Floats scales[V];
+        MANTA_UNROLL for (int c = 0; c < V; c++) scales[c] = layout.load_scales(chunk.scales, column + c * LANES);
         const float* const input_scales = rows.scales + at;
         MANTA_UNROLL for (int i = 0; i < ROWS; i++) {
             const Floats input_scale = splat(input_scales[i]);
-            MANTA_UNROLL for (int c = 0; c < VECTORS_AT_A_TIME; c++) {
+            MANTA_UNROLL for (int c = 0; c < V; c++) {
                 const Floats scaled = product(product(to_floats(sums[i][c]), scales[c]), input_scale);
                 float* const sum = floats + i * PANEL + c * LANES;
                 store(sum, load(sum) + scaled);
             }
         }
-        if (layout.has_offsets) add_offsets<ROWS>(chunk, rows.sums + at, column, floats);
+        if (layout.has_offsets) add_offsets<ROWS, V>(chunk, rows.sums + at, column, floats);
     }
 
-    template <int ROWS>
+    template <int ROWS, int V>
     MANTA_INLINE void add_offsets(const Chunk& chunk, const float* input_sums, int column, float* floats) const {
-        for (int c = 0; c < VECTORS_AT_A_TIME; c++) {
+        for (int c = 0; c < V; c++) {
             const Floats offsets = layout.load_scales(chunk.scales + layout.scale_bytes(), column + c * LANES);
             for (int i = 0; i < ROWS; i++) {
                 float* const sum = floats + i * PANEL + c * LANES;
@@ -163,93 +190,104 @@ struct QuantizedProduct {
         }
     }
 
-    // All groups of one or two rows, whose float sums stay in registers between groups: 1.5 times as fast as `pass` with
-    // one row and 4 bits in groups of 32, and 1.1 times with 8 bits in groups of 128, on one thread in the cache.
-    template <int BITS, int ROWS>
+    // All groups of a few rows, whose float sums stay in registers between groups: 1.5 times as fast as `pass` with one
+    // row and 4 bits in groups of 32, and 1.1 times with 8 bits in groups of 128, on one thread in the cache.
+    template <Kind KIND, int ROWS>
     __attribute__((noinline)) void pass_all_groups(int panel, const char* weights, float* to) const {
-        Floats totals[ROWS][VECTORS_AT_A_TIME] = {};
-        constexpr int zero = BITS == 8 ? BYTE_ZERO : NIBBLE_ZERO;
+        constexpr int V = PANEL / LANES;
+        Floats totals[ROWS][V] = {};
         const int num_groups = layout.groups.groups;
         const bool has_half_scales = layout.has_half_scales, has_offsets = layout.has_offsets;
         for (int g = 0; g < num_groups; g++) {
             const char* const values = weights + g * layout.group_bytes();
             const char* const of_group = weights + layout.scales_at(g);
-            const Chunk chunk{panel, g, 0, layout.groups.padded, (const uint8_t*)values, of_group, false, true, true};
+            const Chunk chunk{panel, g, 0, layout.groups.padded, (const uint8_t*)values, of_group, true, true};
             const int64_t at = (int64_t)g * rows.num_rows;
-            Ints sums[ROWS][VECTORS_AT_A_TIME];
+            Ints sums[ROWS][V];
             MANTA_UNROLL for (int i = 0; i < ROWS; i++) {
-                const Ints start = splat_int(-zero * rows.totals[at + i]);
-                MANTA_UNROLL for (int c = 0; c < VECTORS_AT_A_TIME; c++) sums[i][c] = start;
+                const Ints start = splat_int(-zero_of(KIND) * rows.totals[at + i]);
+                MANTA_UNROLL for (int c = 0; c < V; c++) sums[i][c] = start;
             }
-            add_products<BITS, ROWS, true>(chunk, 0, 0, sums);
-            MANTA_UNROLL for (int c = 0; c < VECTORS_AT_A_TIME; c++) {
+            add_products<KIND, ROWS, V, true>(chunk, 0, 0, sums);
+            MANTA_UNROLL for (int c = 0; c < V; c++) {
                 const Floats scales = load_scales(has_half_scales, of_group, c * LANES);
                 MANTA_UNROLL for (int i = 0; i < ROWS; i++)
                     totals[i][c] += product(product(to_floats(sums[i][c]), scales), splat(rows.scales[at + i]));
             }
             if (!has_offsets) continue;
-            MANTA_UNROLL for (int c = 0; c < VECTORS_AT_A_TIME; c++) {
+            MANTA_UNROLL for (int c = 0; c < V; c++) {
                 const Floats offsets = load_scales(has_half_scales, of_group + layout.scale_bytes(), c * LANES);
                 MANTA_UNROLL for (int i = 0; i < ROWS; i++)
                     totals[i][c] += product(offsets, splat(rows.sums[at + i]));
             }
         }
         MANTA_UNROLL for (int i = 0; i < ROWS; i++)
-            MANTA_UNROLL for (int c = 0; c < VECTORS_AT_A_TIME; c++) store(to + i * PANEL + c * LANES, totals[i][c]);
+            MANTA_UNROLL for (int c = 0; c < V; c++) store(to + i * PANEL + c * LANES, totals[i][c]);
     }
+
+    static constexpr int MOST_FEW_ROWS = vectors_of(2) * LANES == PANEL ? 2 : 1;
 
     // Whether `pass_all_groups` takes these rows.
     bool are_few() const {
-        constexpr bool IS_ONE_PASS = VECTORS_AT_A_TIME * LANES == PANEL;
-        return IS_ONE_PASS && rows.num_rows <= 2 && layout.groups.padded <= CHUNK_INPUTS;
+        constexpr bool IS_ONE_PASS = vectors_of(1) * LANES == PANEL;
+        return IS_ONE_PASS && rows.num_rows <= MOST_FEW_ROWS && layout.groups.padded <= CHUNK_INPUTS;
+    }
+
+    template <Kind KIND>
+    void pass_few_rows(int panel, const char* weights, float* sums) const {
+        rows.num_rows == 1 ? pass_all_groups<KIND, 1>(panel, weights, sums)
+                           : pass_all_groups<KIND, MOST_FEW_ROWS>(panel, weights, sums);
     }
 
     void multiply_few_rows(int panel, const char* weights) const {
         alignas(64) float sums[2 * PANEL];
-        if (layout.bits == 8)
-            rows.num_rows == 1 ? pass_all_groups<8, 1>(panel, weights, sums) : pass_all_groups<8, 2>(panel, weights, sums);
-        else
-            rows.num_rows == 1 ? pass_all_groups<4, 1>(panel, weights, sums) : pass_all_groups<4, 2>(panel, weights, sums);
+        layout.bits == 8 ? pass_few_rows<BYTES>(panel, weights, sums) : pass_few_rows<NIBBLES>(panel, weights, sums);
         for (int row = 0; row < rows.num_rows; row++) write(row, panel, sums + row * PANEL);
     }
 
-    template <int BITS, bool FETCHES>
+    template <Kind KIND, bool FETCHES>
     void pass(int count, const Chunk& chunk, int row, int place, int column, const Sums& to) const {
         switch (count) {
-            case 1: return pass<BITS, 1, FETCHES>(chunk, row, place, column, to);
-            case 2: return pass<BITS, 2, FETCHES>(chunk, row, place, column, to);
-            case 3: return pass<BITS, 3, FETCHES>(chunk, row, place, column, to);
-            case 4: return pass<BITS, 4, FETCHES>(chunk, row, place, column, to);
+            case 1: return pass<KIND, 1, LEAST_VECTORS, FETCHES>(chunk, row, place, column, to);
+            case 2: return pass<KIND, 2, LEAST_VECTORS, FETCHES>(chunk, row, place, column, to);
+            case 3: return pass<KIND, 3, LEAST_VECTORS, FETCHES>(chunk, row, place, column, to);
+            case 4: return pass<KIND, 4, LEAST_VECTORS, FETCHES>(chunk, row, place, column, to);
 #if MANTA_LANES == 16
-            case 5: return pass<BITS, 5, FETCHES>(chunk, row, place, column, to);
-            case 6: return pass<BITS, 6, FETCHES>(chunk, row, place, column, to);
+            case 5: return pass<KIND, 5, LEAST_VECTORS, FETCHES>(chunk, row, place, column, to);
+            case 6: return pass<KIND, 6, LEAST_VECTORS, FETCHES>(chunk, row, place, column, to);
 #endif
         }
     }
 
     // All rows of a block: in tiles of about equal size. The first tile fetches weights for later.
+    template <Kind KIND>
     void pass_by_rows(const Chunk& chunk, int first, int last, const Sums& to) const {
+        constexpr bool MAY_FETCH = KIND != UNPACKED || UNPACKED == BYTES;  // unpacking fetches too
         const int count = last - first, tiles = (count + MOST_ROWS - 1) / MOST_ROWS;
-        for (int column = 0; column < PANEL; column += VECTORS_AT_A_TIME * LANES)
+        if (count <= 2) return pass_few<KIND>(count, chunk, first, to);
+        for (int column = 0; column < PANEL; column += LEAST_VECTORS * LANES)
             for (int tile = 0; tile < tiles; tile++) {
                 const int place = count * tile / tiles, rows = count * (tile + 1) / tiles - place;
-                if (layout.bits == 8 || chunk.unpacked) {
-                    const bool fetches = tile == 0 && layout.bits == 8;
-                    fetches ? pass<8, true>(rows, chunk, first + place, place, column, to)
-                            : pass<8, false>(rows, chunk, first + place, place, column, to);
-                } else {
-                    tile == 0 ? pass<4, true>(rows, chunk, first + place, place, column, to)
-                              : pass<4, false>(rows, chunk, first + place, place, column, to);
-                }
+                MAY_FETCH && tile == 0 ? pass<KIND, true>(rows, chunk, first + place, place, column, to)
+                                       : pass<KIND, false>(rows, chunk, first + place, place, column, to);
             }
     }
 
-    // Weights of 4 bits [inputs / 8][PANEL][4] as those of 8 bits [inputs / 4][PANEL][4].
+    template <Kind KIND>
+    void pass_few(int count, const Chunk& chunk, int row, const Sums& to) const {
+        constexpr int V1 = vectors_of(1), V2 = vectors_of(2);
+        const int width = (count == 1 ? V1 : V2) * LANES;
+        for (int column = 0; column < PANEL; column += width)
+            count == 1 ? pass<KIND, 1, V1, true>(chunk, row, 0, column, to)
+                       : pass<KIND, 2, V2, true>(chunk, row, 0, column, to);
+    }
+
+    // Weights of 4 bits [inputs / 8][PANEL][4] as UNPACKED ones [inputs / 4][PANEL][4].
     static void unpack(const uint8_t* from, int inputs, uint8_t* to) {
         for (int k = 0; k < inputs; k += 8, from += PANEL * 4, to += 2 * PANEL * 4)
             for (int i = 0; i < PANEL * 4; i += (int)sizeof(Ints)) {
                 const Ints packed = load_ints(from + i);
-                const Ints low = as_packed_bytes(low_nibbles(packed)), high = as_packed_bytes(high_nibbles(packed));
+                const Ints low = as_unpacked(low_nibbles(packed)), high = as_unpacked(high_nibbles(packed));
                 memcpy(to + i, &low, sizeof(low));
                 memcpy(to + PANEL * 4 + i, &high, sizeof(high));
                 __builtin_prefetch(from + i + AHEAD_BYTES, 0, 3);
@@ -270,14 +308,17 @@ struct QuantizedProduct {
                 for (int k = 0; k < layout.groups.padded; k += CHUNK_INPUTS) {
                     const int end = std::min(k + CHUNK_INPUTS, layout.groups.padded);
                     const char* const values = weights + g * layout.group_bytes() + (int64_t)k * PANEL * layout.bits / 8;
-                    Chunk chunk{panel, g, k, end, (const uint8_t*)values, weights + layout.scales_at(g),
-                                layout.bits == 4 && last - first > UNPACKED_ROWS, k == 0,
+                    Chunk chunk{panel, g, k, end, (const uint8_t*)values, weights + layout.scales_at(g), k == 0,
                                 end == layout.groups.padded};
-                    if (chunk.unpacked) {
+                    if (layout.bits == 8) {
+                        pass_by_rows<BYTES>(chunk, first, last, {floats, ints});
+                    } else if (last - first <= UNPACKED_ROWS) {
+                        pass_by_rows<NIBBLES>(chunk, first, last, {floats, ints});
+                    } else {
                         unpack(chunk.weights, end - k, unpacked);
                         chunk.weights = unpacked;
+                        pass_by_rows<UNPACKED>(chunk, first, last, {floats, ints});
                     }
-                    pass_by_rows(chunk, first, last, {floats, ints});
                 }
             for (int row = first; row < last; row++) write(row, panel, floats + (row - first) * PANEL);
         }
