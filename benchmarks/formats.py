@@ -31,8 +31,8 @@ from benchmarks.floors import (
 from benchmarks.processes import EngineProcess, Setup
 from benchmarks.report import bootstrap_interval
 from benchmarks.workloads import PromptSource
-from workers.kernels import processor
 from workers.kept_weights import GROUPS, KEPT_BITS, SCALE_BYTES
+from workers.kernels import processor
 
 FORMATS = {"bfloat16": "auto", "int8": "int8", "int8 exact": "int8", "int4": "int4"}
 """Names of formats, and the option `weights` that makes them of a checkpoint in bfloat16."""
@@ -98,7 +98,9 @@ def bytes_of(bits: int | None) -> float:
 
 
 def compare_formats(form: processor.Form, folder: str, setup: Setup, ggufs: dict[str, str], turns: int) -> None:
-    """Prints a table of engines in this form. `ggufs` are files of the same model for llama.cpp, by the names of their formats."""
+    """Prints a table of engines in this form. `ggufs` are files of the same model for llama.cpp, by the names of their
+    formats.
+    """
     shape, prompts = shape_of(folder), PromptSource(TOKEN_LIMIT)
     values: dict[str, dict[Figure, list[float]]] = {}
     floors: dict[str, dict[Figure, list[float]]] = {name: {} for name in FORMATS}
