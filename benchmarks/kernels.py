@@ -25,7 +25,7 @@ from workers.kernels.query_tokens import QueryTokens
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
 
-from workers.kernels import cpu, kv_cache
+from workers.kernels import cpu, kv_cache, processor
 from workers.kernels.attention_metadata import AttentionMetadata
 from workers.kernels.cpu_kv_cache import allocate_kv
 from workers.kernels.linears import GatedLinear
@@ -70,14 +70,20 @@ def read_bandwidth() -> float:
 
 
 def product_rate() -> float:
-    """Operations a second of a bfloat16 matrix product with the process's threads: the best of five."""
-    left, right = torch.randn(2, 4096, 4096).bfloat16()
+    """Operations a second of torch's matrix product with the process's threads: the best of five.
+
+    In bfloat16 if the processor has instructions for it. Otherwise in float32, because the kernels widen bfloat16 and
+    torch's product would take minutes.
+    """
+    left, right = torch.randn(2, 2048, 2048)
+    if processor.best_form().has_bfloat16:
+        left, right = left.bfloat16(), right.bfloat16()
     best = float("inf")
     for _ in range(5):
         start = time.perf_counter()
         left @ right
         best = min(best, time.perf_counter() - start)
-    return 2 * 4096**3 / best
+    return 2 * 2048**3 / best
 
 
 class AttentionCase:
