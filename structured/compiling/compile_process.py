@@ -98,6 +98,11 @@ def main() -> None:
     control = socket.socket(fileno=os.dup(0))
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.dup2(2, 1)  # what a library prints must not become output of the program
+    with contextlib.suppress(ConnectionError):  # the parent has ended, so nobody reads the answer
+        _run(control)
+
+
+def _run(control: socket.socket) -> None:
     with control.makefile("rwb") as stream:
         first = read_frame(stream)
         if first is None:
@@ -127,7 +132,8 @@ def _fork_on_request(control: socket.socket, backends: Backends, limits: Constra
             return
         if os.fork() == 0:
             control.close()
-            _serve(socket.socket(fileno=descriptors[0]), backends, limits)
+            with contextlib.suppress(ConnectionError):  # the same
+                _serve(socket.socket(fileno=descriptors[0]), backends, limits)
             os._exit(0)
         os.close(descriptors[0])
 

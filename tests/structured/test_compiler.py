@@ -8,15 +8,18 @@ import os
 import pathlib
 import re
 import signal
+import socket
+import subprocess
 import sys
 import time
 from collections.abc import Iterator
 from typing import Any
 
+import msgspec
 import psutil
 import pytest
 
-from structured.compiling.compile_process import forks_well
+from structured.compiling.compile_process import Setup, forks_well
 from structured.compiling.compiler import Compiler, CompilerBusy, CompilerFailed
 from structured.constraint import ConstraintError, ConstraintLimits, ConstraintSpec, Kind
 from structured.fair_queue import FairQueue
@@ -43,6 +46,18 @@ forked = pytest.mark.skipif(not forks_well(), reason="nothing is forked here")
 
 def compile_regex(compiler: Compiler, regex: str) -> bytes:
     return compiler.resolve(ConstraintSpec(kind="regex", text=regex)).result(timeout=PATIENCE_S).compiled
+
+
+@pytest.mark.parametrize("forks", [True, False])
+def test_a_process_whose_parent_ends_prints_nothing(demo_vocabulary: Vocabulary, forks: bool) -> None:
+    ours, theirs = socket.socketpair()
+    command = [sys.executable, "-m", "structured.compiling.compile_process"]
+    with theirs, ours, subprocess.Popen(command, stdin=theirs.fileno(), stderr=subprocess.PIPE) as process:
+        theirs.close()
+        ours.sendall(frame(msgspec.msgpack.encode(Setup(demo_vocabulary, ConstraintLimits(), forks))))
+        ours.close()
+        assert process.stderr is not None
+        assert (process.stderr.read(), process.wait(PATIENCE_S)) == (b"", 0)
 
 
 def process_tree() -> tuple[int, list[int]]:

@@ -69,7 +69,7 @@ class AttentionMetadata:
         if max_query_len <= 1:
             query_start = rows.astype(np.int32)
             rows = rows[:-1]
-            positions = np.ascontiguousarray(starts, dtype=np.int64)
+            positions: np.ndarray = np.ascontiguousarray(starts, dtype=np.int64)
         else:
             query_start = np.zeros(num_sequences + 1, dtype=np.int32)
             np.cumsum(query_lens, out=query_start[1:])
