@@ -19,19 +19,25 @@ TOKEN_LIMIT = 30_000
 ISA = {"avx2": "AVX2", "avx512": "AVX512_CORE", "avx512_bf16": "AVX512_CORE"}
 """Instruction sets to which oneDNN and MKL are limited, by form; other forms do not limit them."""
 
-FLOORS = """
+BEST = """
 import json, time, torch
 def best(run, bound=1.0):
     run(); times = []; stop = time.perf_counter() + bound
     while time.perf_counter() < stop or len(times) < 3:
         start = time.perf_counter(); run(); times.append(time.perf_counter() - start)
     return min(times)
+"""
+"""The beginning of the scripts that measure a rate: `best` returns the shortest time of a function."""
+FLOORS = (
+    BEST
+    + """
 left, right = torch.randn(2, 2048, 2048)
 rate = 2 * 2048**3 / best(lambda: left @ right)
 del left, right
 data = torch.ones(2**27)
 print(json.dumps({"rate": rate, "bandwidth": data.nbytes / best(data.sum)}))
 """
+)
 
 
 class Floors(NamedTuple):

@@ -18,6 +18,7 @@ from typing import NamedTuple
 import msgspec
 
 from benchmarks.floors import (
+    BEST,
     MANY_WHOLE,
     TOKEN_LIMIT,
     Figure,
@@ -41,14 +42,6 @@ EXACT = {"int8 exact": "int8"}
 PEERS_OF = {"bfloat16": ("bf16",), "int8": ("Q8_0",), "int8 exact": (), "int4": ("Q4_0", "Q4_K")}
 """Names of llama.cpp's formats that a format is compared with, as given in `--gguf NAME=FILE`."""
 
-BEST = """
-import time, torch
-def best(run, bound=0.7):
-    run(); times = []; stop = time.perf_counter() + bound
-    while time.perf_counter() < stop or len(times) < 3:
-        start = time.perf_counter(); run(); times.append(time.perf_counter() - start)
-    return min(times)
-"""
 BFLOAT16_RATE = (
     BEST
     + """

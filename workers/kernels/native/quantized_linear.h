@@ -17,11 +17,11 @@ constexpr int BLOCK_ROWS = 96;     // rows whose sums stay in the first-level ca
 constexpr int UNPACKED_ROWS = 8;   // with more rows, 4 bits become 8 once for all of them
 constexpr int64_t AHEAD_BYTES = 6 << 10;  // from the weights in use to those that are fetched
 #if MANTA_LANES == 16
-constexpr int MOST_ROWS = 6, LEAST_VECTORS = 4, MOST_SUMS = 8;  // sums in registers: 24 of 32
+constexpr int MOST_ROWS = 6, LEAST_VECTORS = 4, MOST_SUMS = 8;  // 24 sums in 32 registers
 #elif MANTA_LANES == 4 && defined(__aarch64__)
 constexpr int MOST_ROWS = 4, LEAST_VECTORS = 4, MOST_SUMS = 16;
 #else
-constexpr int MOST_ROWS = 4, LEAST_VECTORS = 2, MOST_SUMS = 8;  // 8 of 16
+constexpr int MOST_ROWS = 4, LEAST_VECTORS = 2, MOST_SUMS = 8;  // 8 sums in 16 registers
 #endif
 
 // Vectors of outputs that a pass over the weights sums: with few rows more of them, up to a panel's, so that memory is
@@ -126,17 +126,17 @@ struct QuantizedProduct {
             MANTA_UNROLL for (int i = 0; i < ROWS; i++) {
                 int32_t four;
                 memcpy(&four, inputs + i * stride + k, 4);
-                const Ints splat = splat_int(four);
+                const Ints given = splat_int(four);
                 MANTA_UNROLL for (int c = 0; c < V; c++)
-                    sums[i][c] = add(sums[i][c], KIND == NIBBLES ? low_nibbles(columns[c]) : columns[c], splat);
+                    sums[i][c] = add(sums[i][c], KIND == NIBBLES ? low_nibbles(columns[c]) : columns[c], given);
             }
             if constexpr (KIND == NIBBLES)
                 MANTA_UNROLL for (int i = 0; i < ROWS; i++) {
                     int32_t four;
                     memcpy(&four, inputs + i * stride + k + 4, 4);
-                    const Ints splat = splat_int(four);
+                    const Ints given = splat_int(four);
                     MANTA_UNROLL for (int c = 0; c < V; c++)
-                        sums[i][c] = add(sums[i][c], high_nibbles(columns[c]), splat);
+                        sums[i][c] = add(sums[i][c], high_nibbles(columns[c]), given);
                 }
         }
     }
