@@ -30,11 +30,9 @@ class Cluster:
         monkeypatch.setattr(deployed.serve, "run_many", lambda targets, **_: self.run(targets[0].name))
         monkeypatch.setattr(deployed.serve, "delete", self.delete)
         monkeypatch.setattr(deployed, "jobs", lambda: [{"JobID": self.job, "IsDead": False}])
-        # Ray's filter of log records asks for all three, in a process where a test before this one has used Ray.
-        context = SimpleNamespace(
-            get_job_id=lambda: self.job, get_worker_id=lambda: "worker", get_node_id=lambda: "node"
-        )
-        monkeypatch.setattr(deployed.ray, "get_runtime_context", lambda: context)
+        # By the module's own name, since Ray's filter of log records asks `ray.get_runtime_context` too.
+        context = SimpleNamespace(get_job_id=lambda: self.job)
+        monkeypatch.setattr(deployed, "get_runtime_context", lambda: context)
         monkeypatch.setattr(
             deployed,
             "internal_kv",

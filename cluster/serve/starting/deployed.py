@@ -14,8 +14,7 @@ import time
 from typing import Any
 
 import msgspec
-import ray
-from ray import serve
+from ray import get_runtime_context, serve
 from ray._private.state import jobs
 from ray.experimental import internal_kv
 from ray.serve import RunTarget
@@ -156,7 +155,7 @@ def delete_own() -> None:
 
 
 def _note(name: str, what: str, updates: bool) -> None:
-    note = _Note(secrets.token_hex(8), what, os.getpid(), ray.get_runtime_context().get_job_id())
+    note = _Note(secrets.token_hex(8), what, os.getpid(), get_runtime_context().get_job_id())
     _own[name] = _Own(note.token, updates)
     internal_kv._internal_kv_put(name.encode(), msgspec.json.encode(note), True, namespace=_NAMESPACE)
 
