@@ -12,7 +12,7 @@ from contextlib import contextmanager
 
 from workers.sampling.host_sample import HostSample
 from workers.sampling.sampling_state import SamplingState
-from workers.step import SamplePoint, StepInput, StepOutput
+from workers.step import RowError, SamplePoint, StepInput, StepOutput
 
 
 def drafts_of(step: StepInput) -> dict[int, list[int]]:
@@ -42,32 +42,34 @@ def keep_verified(
     """Gives each sequence its draws, by position, up to and including the first that differs from its draft. Puts
     tokens, log-probabilities and errors into `output`.
 
-    If a later point is late or fails, the kept tokens stay, and the next step draws at that point again.
+    A sequence with `k` drafts has `k + 1` points, in the order of their positions. If one of them is late or fails, the
+    tokens before it stay, and the next step draws at that point again.
     """
-    settled = set(output.errors)
-    for index in sorted(range(len(points)), key=lambda index: points[index].position):
-        sequence_id = points[index].sequence_id
-        if sequence_id in settled:
+    indices: dict[int, list[int]] = {}
+    for index, point in enumerate(points):
+        indices.setdefault(point.sequence_id, []).append(index)
+    for sequence_id, own in indices.items():
+        if sequence_id in output.errors:
             continue
-        kept = output.token_ids.get(sequence_id)
-        error, token_id = drawn.errors.get(index), drawn.token_ids[index]
-        if error is not None or token_id is None:
-            settled.add(sequence_id)
-            if error is not None and kept is None:
-                output.errors[sequence_id] = error
-            continue
-        if kept is None:
-            kept = output.token_ids[sequence_id] = []
+        kept, error = _kept(own, drafts.get(sequence_id, ()), drawn)
+        if kept:
+            output.token_ids[sequence_id] = kept
+            state.append(sequence_id, kept)
+            logprobs = [drawn.logprobs[index] for index in own[: len(kept)] if index in drawn.logprobs]
+            if logprobs:
+                output.logprobs[sequence_id] = logprobs
+        elif error is not None:
+            output.errors[sequence_id] = error
+
+
+def _kept(indices: list[int], drafts: Sequence[int], drawn: HostSample) -> tuple[list[int], RowError | None]:
+    """Returns the tokens that a sequence keeps of its draws at `indices`, and the error that stopped it, if any."""
+    kept: list[int] = []
+    for place, index in enumerate(indices):
+        token_id = drawn.token_ids[index]
+        if index in drawn.errors or token_id is None:
+            return kept, drawn.errors.get(index)
         kept.append(token_id)
-        state.append(sequence_id, (token_id,))
-        logprobs = drawn.logprobs.get(index)
-        if logprobs is not None:
-            output.logprobs.setdefault(sequence_id, []).append(logprobs)
-        if sequence_id in drafts and not _is_draft(drafts[sequence_id], kept):
-            settled.add(sequence_id)
-
-
-def _is_draft(drafts: list[int], kept: list[int]) -> bool:
-    """Returns whether the last kept token equals its draft, so that the next draw counts too."""
-    place = len(kept) - 1
-    return place < len(drafts) and drafts[place] == kept[-1]
+        if place < len(drafts) and drafts[place] != token_id:
+            break
+    return kept, None
