@@ -34,6 +34,7 @@ from cluster.engine.ranks.claims import (
     cluster_tpus,
     node_cpus,
     num_claimed,
+    num_nodes,
     threads_each,
     with_device,
 )
@@ -69,8 +70,8 @@ def application(config: ServeConfig, nodes: list[int], shares_port: bool = True)
     ingresses accept connections themselves if `http_server` is `listener`; otherwise Serve's proxies do. Without
     `shares_port` no other process may listen at the port, which suits a single ingress that is never updated.
     """
-    num_nodes = joined_ray.num_nodes() if ray.is_initialized() else 1
-    config = with_storage(with_api_keys(_for_nodes(config, nodes, num_nodes)))
+    num_living = num_nodes()
+    config = with_storage(with_api_keys(_for_nodes(config, nodes, num_living)))
     Certificate.of(config)
     standby = None
     if config.num_standby_replicas:
@@ -79,7 +80,7 @@ def application(config: ServeConfig, nodes: list[int], shares_port: bool = True)
     engines, batches, secret = _engines(config), None, new_secret()
     if config.batch_storage is not None:
         batches = batch_deployment(config).bind(config, engines, standby, secret)
-    return ingress_deployment(config, num_nodes).bind(config, engines, secret, standby, shares_port, batches)
+    return ingress_deployment(config, num_living).bind(config, engines, secret, standby, shares_port, batches)
 
 
 def _engines(config: ServeConfig) -> serve.Application:
@@ -90,20 +91,20 @@ def _engines(config: ServeConfig) -> serve.Application:
     return deployment.bind(config.engine, is_alone)
 
 
-def _for_nodes(config: ServeConfig, nodes: list[int], num_nodes: int = 1) -> ServeConfig:
+def _for_nodes(config: ServeConfig, nodes: list[int], num_living: int = 1) -> ServeConfig:
     """Fills in the threads of an engine and the number of ingresses, unless ingresses follow the engines. Makes paths
     absolute, because each replica runs in a folder of its own. The model keeps its name in the API.
     """
     engine = msgspec.structs.replace(
-        with_device(config.engine, *((cluster_gpus(), cluster_tpus()) if ray.is_initialized() else (0, 0))),
+        with_device(config.engine, cluster_gpus(), cluster_tpus()),
         model=_absolute(config.engine.model),
         tokenizer=_absolute(config.engine.tokenizer),
         num_threads=threads_each(config.engine, config.max_engines, nodes),
     )
     num_ingresses, listens = config.num_ingress_replicas, config.http_server == "listener"
-    follow_engines = listens and num_nodes > 1 and config.autoscaling is not None
+    follow_engines = listens and num_living > 1 and config.autoscaling is not None
     if num_ingresses is None and not follow_engines:
-        num_ingresses = num_nodes if listens else 1
+        num_ingresses = num_living if listens else 1
     return msgspec.structs.replace(
         config,
         engine=engine,
@@ -119,7 +120,7 @@ def build(options: dict[str, Any]) -> serve.Application:
     `args`.
     """
     config = read_options(options, ServeConfig)
-    nodes = node_cpus() if ray.is_initialized() else [num_cores()]
+    nodes = node_cpus()
     if config.http_server != "listener":
         if config.tls_certificate is not None:
             raise ValueError("tls_certificate is for the listener: set http_server: listener, or give it to the proxy")

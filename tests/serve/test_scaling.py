@@ -15,7 +15,6 @@ from typing import Any
 
 import msgspec
 import pytest
-import ray
 from hypothesis import given
 from hypothesis import strategies as st
 from ray.serve._private.build_app import build_app
@@ -24,13 +23,13 @@ from ray.serve.config import AutoscalingConfig, AutoscalingContext
 from cluster.config import AutoscalingOptions, EngineConfig, load_config
 from cluster.errors import QueueFull, Unavailable
 from cluster.protocol.api_errors import api_error
+from cluster.serve import app
 from cluster.serve.app import application
 from cluster.serve.scaling import decision
 from cluster.serve.scaling.autoscaling import autoscaling_config, ingress_autoscaling_config
 from cluster.serve.scaling.decision import HEADROOM, Lesson, Load, Targets, desired_replicas, learn
 from cluster.serve.scaling.meter import MAX_RETRY_S, LoadMeter
 from cluster.serve.scaling.waking import UNMEASURED_START_S, Waker
-from cluster.serve.starting import joined_ray
 from tests.async_tests import async_test
 from tests.local_server import local_server, post, until
 from tests.patience import PATIENCE_S
@@ -193,9 +192,7 @@ def test_how_many_ingresses_there_are(
     num_nodes: int, options: dict[str, Any], expected: tuple[int | None, int | None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Their number, or None if they follow the engines, and how many a node may have."""
-    monkeypatch.setattr(ray, "is_initialized", lambda: True)
-    monkeypatch.setattr(joined_ray, "num_nodes", lambda: num_nodes)
-    monkeypatch.setattr(ray, "nodes", list)
+    monkeypatch.setattr(app, "num_nodes", lambda: num_nodes)
     config = load_config(None, {"http_server": "listener", "autoscaling": {}, **options})
     (ingress,) = (each for each in build_app(application(config, [1]), name="m").deployments if each.name == "ingress")
     scaling = ingress._deployment_config.autoscaling_config

@@ -5,12 +5,14 @@ on the same cores. A model on GPUs or TPUs also claims a GPU for each rank, or a
 from __future__ import annotations
 
 import os
+from typing import Any
 
 import msgspec
 import ray
 from ray._private.state import available_resources_per_node
 
 from cluster.config import EngineConfig
+from workers.host import num_cores
 
 TPU = "TPU"
 """Ray's resource name for TPU chips."""
@@ -24,20 +26,38 @@ class CannotPlace(ValueError):
     """
 
 
+def _living_nodes() -> list[dict[str, Any]]:
+    """Returns what Ray says of each living node; nothing if this process is not connected to Ray."""
+    return [node for node in ray.nodes() if node["Alive"]] if ray.is_initialized() else []
+
+
+def _in_cluster(resource: str) -> int:
+    return sum(int(node["Resources"].get(resource, 0)) for node in _living_nodes())
+
+
+def num_nodes() -> int:
+    """Returns the number of living nodes of the cluster, including those without CPUs; 1 without Ray."""
+    return len(_living_nodes()) or 1
+
+
 def node_cpus() -> list[int]:
-    """Returns the CPUs of each node that has any, as Ray counts them, largest first."""
-    cpus = [int(node["Resources"].get("CPU", 0)) for node in ray.nodes() if node["Alive"]]
+    """Returns the CPUs of each node that has any, as Ray counts them, largest first; this machine's cores without
+    Ray.
+    """
+    if not ray.is_initialized():
+        return [num_cores()]
+    cpus = [int(node["Resources"].get("CPU", 0)) for node in _living_nodes()]
     return sorted((count for count in cpus if count > 0), reverse=True)
 
 
 def cluster_gpus() -> int:
-    """Returns the number of GPUs in the cluster, as Ray counts them."""
-    return sum(int(node["Resources"].get("GPU", 0)) for node in ray.nodes() if node["Alive"])
+    """Returns the number of GPUs in the cluster, as Ray counts them; 0 without Ray."""
+    return _in_cluster("GPU")
 
 
 def cluster_tpus() -> int:
-    """Returns the number of TPU chips in the cluster, as Ray counts them."""
-    return sum(int(node["Resources"].get(TPU, 0)) for node in ray.nodes() if node["Alive"])
+    """Returns the number of TPU chips in the cluster, as Ray counts them; 0 without Ray."""
+    return _in_cluster(TPU)
 
 
 def with_device(config: EngineConfig, num_gpus: int, num_tpus: int = 0) -> EngineConfig:

@@ -2,18 +2,39 @@
 
 `placement.py` decides among the replicas that are trusted (`replicas.py`). Serve's own router takes the better of two
 random replicas. It knows nothing of their caches, of hung replicas or of broken connections.
+
+Serve's router makes each call a stream: the replica first accepts it, and then yields the result. At the end of a
+stream, Ray blocks the replica's event loop until the caller has acknowledged every item. If the caller's node has just
+died, that takes until Ray declares the node dead, which is many seconds, and the replica serves nobody meanwhile. So
+calls of engines return one value, which needs no acknowledgement. Engines need not accept calls: they have a queue with
+a limit of its own.
 """
 
 from __future__ import annotations
 
 import logging
 
+from ray.serve._private.common import RunningReplicaInfo
+from ray.serve._private.replica_result import ReplicaResult
 from ray.serve.request_router import PendingRequest, RequestRouter, RunningReplica
 
 from cluster.engine.request import EngineRequest
 from cluster.serve.routing.replicas import known_replicas
 
 logger = logging.getLogger(__name__)
+
+
+class EngineReplica(RunningReplica):
+    """A replica whose calls return one value and yield nothing."""
+
+    @property
+    def is_cross_language(self) -> bool:
+        """Returns True, for which Serve's router does not wait until the replica has accepted a call."""
+        return True
+
+    def try_send_request(self, pr: PendingRequest, with_rejection: bool) -> ReplicaResult:
+        assert not with_rejection, "Serve asks no replica of another language to accept a call"
+        return self._get_replica_wrapper(pr).send_request_python(pr, with_rejection=False)
 
 
 class EngineRouter(RequestRouter):
@@ -27,6 +48,9 @@ class EngineRouter(RequestRouter):
         self._known = known_replicas()
         self._listed: list[RunningReplica] = []
         self._by_name: dict[str, RunningReplica] = {}
+
+    def create_replica_wrapper(self, replica_info: RunningReplicaInfo) -> RunningReplica:
+        return EngineReplica(replica_info)
 
     def update_replicas(self, replicas: list[RunningReplica]) -> None:
         super().update_replicas(replicas)

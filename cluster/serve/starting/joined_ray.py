@@ -40,11 +40,6 @@ def start(given: str) -> None:
         raise StartFailed(f"the Ray cluster at RAY_ADDRESS={given} cannot be joined: {in_words(error)}") from error
 
 
-def num_nodes() -> int:
-    """Returns the number of living nodes of the cluster, including those without CPUs."""
-    return sum(node["Alive"] for node in ray.nodes())
-
-
 def _ask(given: str) -> None:
     """Asks the head for a sign of life, first without a token, because `ray.init` must be told whether the cluster
     requires one.
