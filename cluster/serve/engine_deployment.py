@@ -323,9 +323,7 @@ class EngineReplica:
         """Cancels the calls of an ingress whose connection broke, which aborts their requests.
 
         A living ingress calls again at once. Otherwise a request that arrived just before the break would wait in vain
-        for frames that were sent into the broken connection. The calls do not fail with an exception, because Ray
-        blocks the event loop of a replica until the caller has acknowledged it. If the caller is dead, that takes a
-        second for each call.
+        for frames that were sent into the broken connection.
         """
         self._reporter.forget(address)
         self._keeper.lose(address)

@@ -6,19 +6,23 @@ ends as if nothing had. What may happen to nodes is in `tests/serve/test_node_fa
 from __future__ import annotations
 
 import concurrent.futures
+import os
 import subprocess
+import time
 from collections.abc import Callable, Iterator
 
 import msgspec
+import psutil
 import pytest
 import ray
 from ray import serve
 
 from cluster import own_ray
 from cluster.serve.routing.replicas import own_node
+from structured.constraint import ConstraintSpec
 from tests.checkpoints import checkpoint
-from tests.patience import wait_until
-from tests.serve.fault_streams import CONTROLLER, ENGINE, GRAMMAR_ACTOR, INGRESS, Application, Setup, Stream
+from tests.patience import PATIENCE_S, wait_until
+from tests.serve.fault_streams import APP, CONTROLLER, ENGINE, GRAMMAR_ACTOR, INGRESS, Application, Setup, Stream
 from tests.serve.fault_table import (
     ANOTHER_S,
     Row,
@@ -232,3 +236,36 @@ def test_any_ingress_shows_what_all_of_them_counted(application: Application) ->
         assert queries == 32 * len(PROMPT), "whichever ingress answers, nothing is counted twice"
         assert found["manta:num_requests_running", ()] == found["manta:kv_cache_usage_perc", ()] == 0
     assert client.get("/health") == '{"status":"ok"}'
+
+
+@ray.remote(num_cpus=0)
+class Caller:
+    """A process that calls an engine."""
+
+    def process_id(self) -> int:
+        return os.getpid()
+
+    async def resolve(self, expression: str) -> None:
+        await serve.get_deployment_handle("engine", APP).resolve.remote(ConstraintSpec(kind="regex", text=expression))
+
+
+def test_an_engine_waits_for_no_caller(application: Application) -> None:
+    """A call returns while its caller is stopped, as if the caller's node had died. The engine serves others."""
+    application.deploy(ONE)
+    caller, engine = Caller.remote(), serve.get_deployment_handle("engine", APP)  # type: ignore[attr-defined]
+    process = psutil.Process(ray.get(caller.process_id.remote()))
+
+    def num_compiled() -> int:
+        return engine.stats.remote().result(timeout_s=PATIENCE_S).num_constraints_compiled
+
+    before = num_compiled()
+    call = caller.resolve.remote("a" * 200_000)  # takes longer to compile than to send
+    time.sleep(0.1)
+    process.suspend()
+    try:
+        wait_until(lambda: num_compiled() == before + 1)
+        assert num_compiled() == before + 1
+    finally:
+        process.resume()
+    ray.get(call)
+    ray.kill(caller)
