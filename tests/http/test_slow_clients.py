@@ -104,15 +104,15 @@ async def test_a_client_that_never_reads_is_dropped(stream: bool) -> None:
 
 @async_test
 async def test_a_steady_reader_is_not_too_slow() -> None:
-    """Its answer takes it many times as long as it may take nothing at all."""
-    async with local_server(client_timeout_s=0.5) as server:
+    """Its answer takes it several times as long as it may take nothing at all."""
+    async with local_server(client_timeout_s=2.0) as server:
         reader, writer = await server.connect_without_reading()
         writer.write(post(server.body(prompt=PROMPTS, max_tokens=300, logprobs=5, stream=True)))
         resume_reading(writer)
         received = b""
         while piece := await reader.read(4000):
             received += piece
-            await asyncio.sleep(0.02)
+            await asyncio.sleep(0.05)
         assert received.endswith(b"data: [DONE]\n\n\r\n0\r\n\r\n")
 
 

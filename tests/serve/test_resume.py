@@ -259,11 +259,13 @@ def test_an_engine_waits_for_no_caller(application: Application) -> None:
         return engine.stats.remote().result(timeout_s=PATIENCE_S).num_constraints_compiled
 
     before = num_compiled()
-    call = caller.resolve.remote("a" * 200_000)  # takes longer to compile than to send
-    time.sleep(0.1)
-    process.suspend()
+    call = caller.resolve.remote("a" * 200_000)  # takes some tenths of a second to compile
     try:
-        wait_until(lambda: num_compiled() == before + 1)
+        while num_compiled() == before:  # the caller may not have sent the call yet
+            process.resume()
+            time.sleep(0.1)
+            process.suspend()
+            time.sleep(1.0)
         assert num_compiled() == before + 1
     finally:
         process.resume()
