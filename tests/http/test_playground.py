@@ -198,7 +198,7 @@ def test_a_streamed_answer_can_be_stopped(
     (text,) = playground.texts(".choice > .text")
     assert text == playground.asked()["choices"][0]["message"]["content"]
     assert playground.texts("#announcements") == [f"Manta: {text}"]
-    assert re.fullmatch(r"[\d,]+|–", playground.texts("#speed")[0])  # no speed if all tokens came within 5 ms
+    assert re.fullmatch(r"[\d,]+|\u2013", playground.texts("#speed")[0])  # a dash if all tokens came within 5 ms
     gate = Gate(monkeypatch)
     playground.page.fill("#prompt", "Who are you?")
     playground.page.keyboard.press("Enter")
