@@ -24,7 +24,7 @@ from cluster.serve.routing.replicas import known_replicas
 logger = logging.getLogger(__name__)
 
 
-class EngineReplica(RunningReplica):
+class UnaryReplica(RunningReplica):
     """A replica whose calls return one value and yield nothing."""
 
     @property
@@ -50,7 +50,7 @@ class EngineRouter(RequestRouter):
         self._by_name: dict[str, RunningReplica] = {}
 
     def create_replica_wrapper(self, replica_info: RunningReplicaInfo) -> RunningReplica:
-        return EngineReplica(replica_info)
+        return UnaryReplica(replica_info)
 
     def update_replicas(self, replicas: list[RunningReplica]) -> None:
         super().update_replicas(replicas)

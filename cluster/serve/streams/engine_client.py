@@ -15,7 +15,6 @@ from collections.abc import Awaitable, Callable, Iterable
 from typing import Any
 
 import msgspec
-from ray.exceptions import ObjectRefStreamEndOfStreamError
 
 from cluster.config import EngineConfig, StreamLimits
 from cluster.engine.request import EngineRequest, SequenceOutput
@@ -63,9 +62,7 @@ async def answer_of(call: Any) -> Any:
         if task is not None and task.cancelling():
             call.cancel()
             raise
-    except ObjectRefStreamEndOfStreamError:
-        pass  # Ray's answer for a call that ended by a cancellation of the replica's own
-    raise ConnectionError("the engine has lost its connection to this process")
+        raise ConnectionError("the engine has lost its connection to this process") from None
 
 
 class EngineClient:
