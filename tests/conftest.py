@@ -7,6 +7,7 @@ interrupted run of the same sources stopped; see `tests/prove.py`.
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import pathlib
 import sys
@@ -24,6 +25,9 @@ if TYPE_CHECKING:
     from tests.replicas import Replicas
     from tests.two_nodes import TwoNodes
 
+# Importing all tests makes millions of objects that stay. Looking for cycles among them would double the time. After
+# the collection of tests, `pytest_collection_finish` enables it again.
+gc.disable()
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 # The suite runs on the CPU, Triton's kernels in their interpreter; `make gpu-check` runs them on a GPU. Triton and
 # torch read this when they are first imported.
@@ -146,6 +150,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if "prove" in item.keywords:
             item.add_marker(skip)
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()
+    gc.enable()
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -23,8 +23,7 @@ NAMED = {"server": re.compile(r"\bshared_server\("), "ray": re.compile(r"\b(loca
 LONGEST = (
     "server", "test_resume", "ray", "test_triton_launches", "test_ray_executor", "test_serve_command",
     "test_interrupted_start", "test_bench", "test_closed_doors", "test_jax_hosts", "test_jax_attention", "test_docs",
-    "test_tensor_parallel", "test_two_applications", "test_device_seam", "test_deadlines", "test_check",
-    "test_start_deaths",
+    "test_tensor_parallel", "test_device_seam", "test_deadlines", "test_check",
 )  # fmt: skip
 """The files that take longer than half a minute, and names of `NAMED`, longest first. They start first, because one
 that started last would keep one process busy while the others have nothing left to do.

@@ -29,7 +29,7 @@ from tests.local_server import LocalServer, local_server
 from tests.patience import PATIENCE_S
 from tests.server import Server, shared_server
 
-SECONDS = 10.0
+SECONDS = 5.0
 PART_SECONDS = 300.0
 CROWDED = (
     "engine.kv_cache_bytes=524288",

@@ -1,6 +1,6 @@
 """`manta serve` that is interrupted while it starts: it ends with 128 plus the signal's number and leaves nothing.
 
-`make test` interrupts at a few moments of a start, `make prove` at 60, of which it prints a table.
+`make test` interrupts in the middle of a start, `make prove` at 60 moments, of which it prints a table.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from tests.processes import kill_all
 from workers.kernels import build
 
 MARK = "MANTA_TEST_START"
-NUM_MOMENTS = 60 if PROVE else 2
+NUM_MOMENTS = 60 if PROVE else 1
 
 
 class Start:

@@ -13,7 +13,7 @@ import pytest
 
 from cluster.private_folder import PrivateFolder
 from tests.processes import running_below
-from tests.server import Server, addresses_heard
+from tests.server import Server, addresses_heard, shared_server
 from workers.parallel.group import join_store, open_store, private_address
 
 LOOPBACK = {"127.0.0.1", "::1"}
@@ -26,15 +26,13 @@ EVERYTHING = (
 )
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [
-        pytest.param(("engine.tensor_parallel_size=2", "engine.grammar_pool.form=actors"), id="ranks"),
-        pytest.param(EVERYTHING, id="everything", marks=pytest.mark.prove),
-        pytest.param((*EVERYTHING, "http_server=proxy"), id="proxies", marks=pytest.mark.prove),
-    ],
-)
-def test_a_server_listens_on_loopback_only(
+def test_a_plain_server_listens_on_loopback_only() -> None:
+    assert addresses_heard(shared_server().process.pid) <= LOOPBACK
+
+
+@pytest.mark.prove
+@pytest.mark.parametrize("settings", [EVERYTHING, (*EVERYTHING, "http_server=proxy")], ids=["everything", "proxies"])
+def test_a_server_of_everything_listens_on_loopback_only(
     settings: tuple[str, ...], tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Ray would start without its token here, and Serve's replicas would listen everywhere."""

@@ -112,6 +112,7 @@ def starting(tmp_path: pathlib.Path) -> Iterator[Starting]:
             started.process.kill()
 
 
+@pytest.mark.prove
 def test_an_engine_dying_after_its_answer_is_replaced(starting: Starting) -> None:
     body = {"model": checkpoint("llama").name, "prompt": [5, 9, 17], "max_tokens": 380, "ignore_eos": True}
     body |= {"stream": True, "stream_options": {"include_usage": True}}

@@ -25,6 +25,8 @@ from tests.checkpoints import checkpoint
 from tests.patience import PATIENCE_S
 from tests.ray_cluster import RayCluster, ray_cluster, until
 
+pytestmark = pytest.mark.prove
+
 CONFIG = pathlib.Path(__file__).parents[2] / "configs" / "serve" / "two-models.yaml"
 REQUEST_LINE = r"^\d\d:\d\d:\d\d  200  /v1/completions  "
 
@@ -90,7 +92,6 @@ class Command:
         return error
 
 
-@pytest.mark.prove
 def test_two_models_serve_side_by_side(cluster: RayCluster) -> None:
     port = free_port()
     first = Command(cluster, "llama", port).is_ready()
@@ -134,7 +135,6 @@ def test_two_models_serve_side_by_side(cluster: RayCluster) -> None:
     assert statuses(cluster) == {}
 
 
-@pytest.mark.prove
 def test_a_failed_update_deletes_nothing(cluster: RayCluster) -> None:
     port = free_port()
     first = Command(cluster, "llama", port).is_ready()
@@ -190,9 +190,7 @@ def start_engines(cluster: RayCluster, patience_s: float) -> tuple[subprocess.Po
     return process, said
 
 
-def test_only_a_killed_commands_batch_engines_are_reused(
-    cluster: RayCluster,
-) -> None:
+def test_only_a_killed_commands_batch_engines_are_reused(cluster: RayCluster) -> None:
     first, said = start_engines(cluster, 60)
     assert said == "ready\n"
     second, said = start_engines(cluster, 0)
@@ -214,7 +212,6 @@ def statuses(cluster: RayCluster) -> dict[str, str]:
     return {name: application["status"] for name, application in found.items()}
 
 
-@pytest.mark.prove
 def test_two_models_serve_behind_proxies_with_prefixes(cluster: RayCluster, tmp_path: pathlib.Path) -> None:
     cluster.run("serve", "shutdown", "--yes", "--address", cluster.address)  # one that has no proxies gets none
     config = yaml.safe_load(CONFIG.read_text())

@@ -18,6 +18,7 @@ from cluster.engine.ranks import claims
 from cluster.engine.ranks.claims import SLICE_LABEL, TPU, free_slice, rank_bundle, tpus_each, with_device
 from cluster.llm import LLM, ConstraintSpec, LogitsProcessorSpec, SamplingParams
 from tests.checkpoints import checkpoint
+from tests.conftest import PROVE
 from tests.engine_parts import device_of
 from tests.patience import wait_until
 from tests.processes import running_below
@@ -86,7 +87,8 @@ def test_two_hosts_give_one_hosts_tokens(two_hosts: LLM) -> None:
     assert tokens_of(two_hosts) == wanted
     executor = device_of(two_hosts.engine)
     assert executor.num_rank_disagreements == 0
-    for rank in (1, 0):
+    deaths = (1, 0) if PROVE else (1,)
+    for rank in deaths:
         pid = executor._ranks.pids[rank]
         requests = [f"{rank}-{index}" for index in range(len(PROMPTS))]
         for request, prompt, each in zip(requests, PROMPTS, params(), strict=True):
@@ -100,7 +102,7 @@ def test_two_hosts_give_one_hosts_tokens(two_hosts: LLM) -> None:
             finished |= {output.request_id: output for output in two_hosts.step() if output.finished}
         found = [[list(choice.token_ids) for choice in finished[request].outputs] for request in requests]
         assert found == wanted
-    assert executor.num_rank_rebuilds == 2
+    assert executor.num_rank_rebuilds == len(deaths)
 
 
 def test_a_host_claims_its_chips(monkeypatch: pytest.MonkeyPatch) -> None:
