@@ -6,6 +6,7 @@ torch.
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 from typing import TYPE_CHECKING, Any
@@ -36,7 +37,10 @@ class RankActor:
         # torch's OpenMP reads both when it loads. Threads that spin for long take cores from other threads.
         os.environ["OMP_NUM_THREADS"] = str(num_threads)
         os.environ["GOMP_SPINCOUNT"] = "1000"
+        gc.disable()  # what the import makes stays: collections take a quarter of its time
         import cluster.engine.executors.worker_factory  # noqa: F401  # takes seconds, so it comes before `load`
+
+        gc.enable()
 
         self._folder: PrivateFolder | None = None
         self._store: Any = None

@@ -38,8 +38,10 @@ class ReplicaProcess:
     """Sets up the process of a replica that does not share it. It must precede the replica's class among the bases."""
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
+        gc.disable()  # the constructor imports torch and others, whose objects stay: collections take a quarter of it
         listen_on_own_address()
         super().__init__(*arguments, **options)
+        gc.enable()
         collect_rarely()
 
     @staticmethod
