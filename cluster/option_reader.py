@@ -10,6 +10,7 @@ from __future__ import annotations
 import difflib
 import functools
 import re
+import reprlib
 import types
 import typing
 from collections.abc import Iterator
@@ -27,10 +28,23 @@ def read_options(data: Any, kind: type[AnyOptions]) -> AnyOptions:
     """Returns `data`, as YAML yields it, as a `kind`. An option left empty keeps its default, and one whose name ends
     in `_bytes` may be `512MiB` or `1GB`. Raises `ValueError` naming the option and the bound or the choices.
     """
+    prepared = _prepared(data, kind, kind, "")
     try:
-        return msgspec.convert(_prepared(data, kind, kind, ""), kind)
+        return msgspec.convert(prepared, kind)
     except msgspec.ValidationError as error:
-        raise ValueError(str(error).replace("`$.", "`")) from error
+        raise ValueError(f"{error}".replace("`$.", "`") + _given(prepared, str(error))) from error
+
+
+def _given(data: Any, refusal: str) -> str:
+    """Returns the end of a message of msgspec's, which names the place of a value and not the value: ", which is 'x'".
+    It is empty for keys of the API, which nobody should see, and for what is no single value.
+    """
+    place = re.search(r"`\$((?:\.\w+|\[\d+\])+)`$", refusal)
+    if place is None or place[1].startswith(".api_keys"):
+        return ""
+    for name, index in re.findall(r"\.(\w+)|\[(\d+)\]", place[1]):
+        data = data[name] if name else data[int(index)]
+    return f", which is {reprlib.repr(data)}" if isinstance(data, str | int | float) else ""
 
 
 def _prepared(data: Any, kind: Any, root: type, path: str) -> Any:

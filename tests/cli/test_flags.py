@@ -9,7 +9,7 @@ import pytest
 
 from cluster.cli.__main__ import main
 from cluster.cli.flags import ANSWERS, FLAGS
-from cluster.config import ServeConfig
+from cluster.config import ServeConfig, load_config
 from cluster.option_docs import option_text
 from cluster.option_reader import read_options
 from tests.cli.test_first_hour import run
@@ -58,7 +58,8 @@ def test_flags_of_other_servers_set_options(
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["serve", "--max-model-len", "0"], ["Expected `int` >= 1", "`engine.max_model_len`"]),
+        (["serve", "--max-model-len", "0"], ["Expected `int` >= 1", "`engine.max_model_len`, which is 0"]),
+        (["serve", "--port", "zero"], ["Expected `int`, got `str`", "`port`, which is 'zero'"]),
         (["check", "--dtype", "fp8"], ["`engine.dtype` cannot be 'fp8'", "auto, bfloat16, float16, float32"]),
         (["serve", "--api-key", "secret"], ["there is no --api-key: keys on a command line", "MANTA_API_KEYS"]),
         (["chat", "--api-key=secret"], ["there is no --api-key: put the key into MANTA_API_KEY"]),
@@ -80,3 +81,8 @@ def test_answers_name_options_that_there_are() -> None:
     for answer in ANSWERS.values():
         for key in re.findall(r"--set '?([\w.]+)=", answer):
             assert option_text(ServeConfig, key).name
+
+
+def test_a_key_of_a_wrong_type_is_not_shown() -> None:
+    with pytest.raises(ValueError, match=r"at `api_keys\[0\]`$"):
+        load_config(None, {"api_keys": [12345]})
