@@ -26,13 +26,14 @@ _POWERS = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4}
 
 def read_options(data: Any, kind: type[AnyOptions]) -> AnyOptions:
     """Returns `data`, as YAML yields it, as a `kind`. An option left empty keeps its default, and one whose name ends
-    in `_bytes` may be `512MiB` or `1GB`. Raises `ValueError` naming the option and the bound or the choices.
+    in `_bytes` may be `512MiB` or `1GB`. Raises `ValueError` naming the option, its value, and the bound or the choices.
     """
     prepared = _prepared(data, kind, kind, "")
     try:
         return msgspec.convert(prepared, kind)
     except msgspec.ValidationError as error:
-        raise ValueError(f"{error}".replace("`$.", "`") + _given(prepared, str(error))) from error
+        refusal = str(error)
+        raise ValueError(refusal.replace("`$.", "`") + _given(prepared, refusal)) from error
 
 
 def _given(data: Any, refusal: str) -> str:

@@ -21,8 +21,8 @@ from collections.abc import Sequence
 _RAY_USERS = ("serve", "batch")
 """Subcommands that start Ray in this process."""
 _OBJECTS_BETWEEN_COLLECTIONS = 100_000
-"""Allocations between two runs of the garbage collector. With Python's default of 700 it takes a tenth of the time in
-which a command imports Ray.
+"""Allocations between two runs of the garbage collector. With Python's default of 700 the collector takes a tenth
+of the time in which a command imports Ray.
 """
 _OUTPUT_CLOSED = 141
 """Exit code of a shell for a command that SIGPIPE (13) ends."""
