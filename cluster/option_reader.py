@@ -26,7 +26,7 @@ _POWERS = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4}
 
 def read_options(data: Any, kind: type[AnyOptions]) -> AnyOptions:
     """Returns `data`, as YAML yields it, as a `kind`. An option left empty keeps its default, and one whose name ends
-    in `_bytes` may be `512MiB` or `1GB`. Raises `ValueError` naming the option, its value, and the bound or the choices.
+    in `_bytes` may be `512MiB` or `1GB`. Raises `ValueError` naming the option, its value and the bound or choices.
     """
     prepared = _prepared(data, kind, kind, "")
     try:
