@@ -50,13 +50,14 @@ lint: $(STAMP)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-# The environment is empty at first: nothing of the checkout or of .venv can stand in for what the wheel lacks.
+# The environment is empty at first: nothing of the checkout or of .venv can stand in for what the wheel lacks. Beside
+# the wheel, it gets a package of the index that has the name of a room.
 package: $(STAMP)
 	@mkdir -p $(PACKAGE) && rm -rf $(PACKAGE)/dist $(PACKAGE)/venv $(PACKAGE)/log
 	@$(BIN)/python -m build --no-isolation --outdir $(PACKAGE)/dist . > $(PACKAGE)/log 2>&1 || { tail -20 $(PACKAGE)/log >&2; exit 1; }
 	@$(PYTHON) -m venv $(PACKAGE)/venv
 	@$(PACKAGE)/venv/bin/python -m pip --disable-pip-version-check install --quiet --quiet $(PINNED) '$(TORCH)'
-	@$(PACKAGE)/venv/bin/python -m pip --disable-pip-version-check install --quiet --quiet $(PINNED) $(PACKAGE)/dist/*.whl
+	@$(PACKAGE)/venv/bin/python -m pip --disable-pip-version-check install --quiet --quiet $(PINNED) $(PACKAGE)/dist/*.whl cluster==1.4.1.post3
 	@$(BIN)/python -m tests.installed $(PACKAGE)/venv
 	@ls $(PACKAGE)/dist/*
 

@@ -24,14 +24,14 @@ import msgspec
 
 from benchmarks.checkpoints import benchmark_checkpoint
 from benchmarks.report import bootstrap_interval, turns
-from cluster.batch.journal import Journal
-from cluster.batch.running.batch_job import Answer, Job, run
-from cluster.cli.batch import answering_by, num_in_flight
-from cluster.config import EngineConfig, ServeConfig
-from cluster.llm import LLM, SamplingParams
-from cluster.serve.starting.replica_process import REPLICA_ENVIRONMENT
-from workers.checkpoints.model_folder import resolve_model_folder
-from workers.model_options import DEMO_MODEL
+from manta.cluster.batch.journal import Journal
+from manta.cluster.batch.running.batch_job import Answer, Job, run
+from manta.cluster.cli.batch import answering_by, num_in_flight
+from manta.cluster.config import EngineConfig, ServeConfig
+from manta.cluster.llm import LLM, SamplingParams
+from manta.cluster.serve.starting.replica_process import REPLICA_ENVIRONMENT
+from manta.workers.checkpoints.model_folder import resolve_model_folder
+from manta.workers.model_options import DEMO_MODEL
 
 MODELS = {"tiny": ("tiny-llama", 2000), "demo": (DEMO_MODEL, 2000), "0.5B": ("qwen2.5-0.5b", 256)}
 """Checkpoint and lines. The first two have next to no work for the model, so that what is beside it shows most."""
@@ -75,7 +75,7 @@ def _measured(model: str, num_rounds: int, num_lines: int) -> list[Round]:
 
 
 async def _measure(model: str, num_rounds: int, num_lines: int) -> list[Round]:
-    from cluster.serve import app
+    from manta.cluster.serve import app
 
     config = ServeConfig(engine=EngineConfig(model=model, kv_cache_bytes=KV_CACHE_BYTES))
     name = app.engines_name("bench", config)

@@ -15,7 +15,7 @@ import sys
 import tempfile
 from typing import Any
 
-from workers.cache_folder import cache_folder
+from manta.workers.cache_folder import cache_folder
 
 SPECIAL_TOKENS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 CHAT_TEMPLATE = (

@@ -43,18 +43,18 @@ from benchmarks.reconnecting import NUM_STREAMS, reconnecting
 from benchmarks.report import machine, turns
 from benchmarks.resume import resume
 from benchmarks.tensor_parallel import print_tables
-from cluster import own_ray
-from cluster.config import EngineConfig
-from cluster.engine.executors.executor import SynchronousExecutor
-from cluster.engine.executors.in_process import InProcessExecutor
-from cluster.engine.ranks.actor import RankActor
-from cluster.engine.ranks.rank_messages import Answer, Message, Output, Sample, Step
-from cluster.engine.ranks.ray_executor import RayExecutor
-from cluster.llm import LLM, SamplingParams
-from structured.logits_processors import LogitsProcessorFactory
-from structured.masks import MaskBatch
-from workers.model_info import ModelInfo
-from workers.step import StepInput, StepOutput
+from manta.cluster import own_ray
+from manta.cluster.config import EngineConfig
+from manta.cluster.engine.executors.executor import SynchronousExecutor
+from manta.cluster.engine.executors.in_process import InProcessExecutor
+from manta.cluster.engine.ranks.actor import RankActor
+from manta.cluster.engine.ranks.rank_messages import Answer, Message, Output, Sample, Step
+from manta.cluster.engine.ranks.ray_executor import RayExecutor
+from manta.cluster.llm import LLM, SamplingParams
+from manta.structured.logits_processors import LogitsProcessorFactory
+from manta.structured.masks import MaskBatch
+from manta.workers.model_info import ModelInfo
+from manta.workers.step import StepInput, StepOutput
 
 RANKS = (1, 2)
 ROWS = (1, 8, 32)

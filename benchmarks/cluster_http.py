@@ -48,7 +48,7 @@ from benchmarks.processes import (
 )
 from benchmarks.report import bootstrap_interval
 from benchmarks.workloads import Prompts, PromptSource, alternate
-from workers.model_options import DEMO_MODEL
+from manta.workers.model_options import DEMO_MODEL
 
 STREAMS = (1, 16, 64, 256)
 PROMPT = 32

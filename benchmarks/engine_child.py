@@ -45,8 +45,7 @@ def tokens_of(update):
 
 class MantaEngine:
     def __init__(self, options):
-        sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
-        from cluster.llm import LLM, SamplingParams
+        from manta import LLM, SamplingParams
 
         self.make_params = SamplingParams
         self.llm = LLM(

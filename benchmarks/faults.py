@@ -23,9 +23,9 @@ from typing import Any
 
 from benchmarks.checkpoints import benchmark_checkpoint
 from benchmarks.report import machine, turns
-from cluster.engine.request import FinishStatus
-from cluster.errors import RequestRefused
-from cluster.llm import LLM, ConstraintSpec, RequestOutput, SamplingParams
+from manta.cluster.engine.request import FinishStatus
+from manta.cluster.errors import RequestRefused
+from manta.cluster.llm import LLM, ConstraintSpec, RequestOutput, SamplingParams
 
 PLUGIN = pathlib.Path(__file__).resolve().parents[1] / "tests" / "plugin"
 NUM_PLAIN, NUM_CONSTRAINED = 8, 4
@@ -194,7 +194,7 @@ def _table(form: str, model: str, num_tokens: int, rounds: int) -> None:
 
 def start_ray() -> None:
     """A Ray whose actors find the example backend and are no nicer than the engine, as behind `manta serve`."""
-    from cluster import own_ray
+    from manta.cluster import own_ray
 
     paths = [str(PLUGIN), str(PLUGIN.parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])]
     os.environ["PYTHONPATH"] = os.pathsep.join(paths)

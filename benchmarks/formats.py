@@ -32,8 +32,8 @@ from benchmarks.floors import (
 from benchmarks.processes import EngineProcess, Setup
 from benchmarks.report import bootstrap_interval
 from benchmarks.workloads import PromptSource
-from workers.kept_weights import GROUPS, KEPT_BITS, SCALE_BYTES
-from workers.kernels import processor
+from manta.workers.kept_weights import GROUPS, KEPT_BITS, SCALE_BYTES
+from manta.workers.kernels import processor
 
 FORMATS = {"bfloat16": "auto", "int8": "int8", "int8 exact": "int8", "int4": "int4"}
 """Names of formats, and the option `weights` that makes them of a checkpoint in bfloat16."""

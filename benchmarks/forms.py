@@ -29,7 +29,7 @@ from benchmarks.formats import compare_formats
 from benchmarks.processes import BenchmarkError, EngineProcess, Setup
 from benchmarks.report import bootstrap_interval, machine
 from benchmarks.workloads import PromptSource, step_seconds
-from workers.kernels import build, processor
+from manta.workers.kernels import build, processor
 
 LARGE, TINY = "qwen2.5-0.5b", "tiny-llama"
 

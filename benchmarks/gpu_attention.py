@@ -15,12 +15,12 @@ import torch.nn.functional as F
 
 from benchmarks.gpu_device import Device, graph_seconds, measure_device
 from benchmarks.gpu_rows import Figure, one_line
-from workers.kernels.attention_metadata import AttentionMetadata
-from workers.kernels.query_tokens import QueryTokens
-from workers.kernels.triton.attention import paged_attention
-from workers.kernels.triton.metadata import build_metadata
-from workers.kernels.triton.work import WorkShape
-from workers.models.model_config import HeadShape
+from manta.workers.kernels.attention_metadata import AttentionMetadata
+from manta.workers.kernels.query_tokens import QueryTokens
+from manta.workers.kernels.triton.attention import paged_attention
+from manta.workers.kernels.triton.metadata import build_metadata
+from manta.workers.kernels.triton.work import WorkShape
+from manta.workers.models.model_config import HeadShape
 
 PAGE, LARGE_PAGE = 16, 256
 """Tokens of Manta's blocks, and of flash-attn's, which are so many of these in a row."""

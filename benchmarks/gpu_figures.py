@@ -28,9 +28,9 @@ from benchmarks.gpu_linears import linear_figures
 from benchmarks.gpu_rows import FIGURE, Figure, one_line
 from benchmarks.gpu_smoke import profile_figures, sanitizer_figures, smoke_figures, worker_of
 from benchmarks.workloads import PromptSource
-from cluster.llm import LLM, ConstraintSpec, SamplingParams
-from workers.checkpoints.model_folder import load_model_config
-from workers.models.model_config import ModelConfig
+from manta.cluster.llm import LLM, ConstraintSpec, SamplingParams
+from manta.workers.checkpoints.model_folder import load_model_config
+from manta.workers.models.model_config import ModelConfig
 
 MODELS = ("qwen2.5-0.5b", "llama-3.1-8b")
 PROMPT, OUTPUT = 128, 64

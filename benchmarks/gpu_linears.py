@@ -16,12 +16,12 @@ import torch.nn.functional as F
 
 from benchmarks.gpu_device import Device, graph_seconds, measure_device
 from benchmarks.gpu_rows import Figure, one_line
-from workers.kernels.quantized_reference import MOST_FLOAT8, MOST_INT8
-from workers.kernels.quantized_weight import QuantizedWeight
-from workers.kernels.rounding import round_weight
-from workers.kernels.triton.quantized_linear import TritonQuantizedLinear
-from workers.kernels.triton.rounded_rows import round_normed, round_rows
-from workers.kernels.triton.rows import add_rms_norm
+from manta.workers.kernels.quantized_reference import MOST_FLOAT8, MOST_INT8
+from manta.workers.kernels.quantized_weight import QuantizedWeight
+from manta.workers.kernels.rounding import round_weight
+from manta.workers.kernels.triton.quantized_linear import TritonQuantizedLinear
+from manta.workers.kernels.triton.rounded_rows import round_normed, round_rows
+from manta.workers.kernels.triton.rows import add_rms_norm
 
 LEAST_BYTES = 256 << 20
 """All copies of a weight: several times what the device's cache holds."""

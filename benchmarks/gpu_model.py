@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from workers.models.model_config import HeadShape
+from manta.workers.models.model_config import HeadShape
 
 COPY_SHARE, PRODUCT_SHARE = 0.90, 0.72
 """Attainable shares of an H100's nominal figures, as others report them: a large copy, and cuBLAS products in

@@ -16,7 +16,7 @@ import torch
 from benchmarks.checkpoints import benchmark_checkpoint
 from benchmarks.gpu_rows import Figure, one_line
 from benchmarks.workloads import PromptSource
-from cluster.llm import LLM, SamplingParams
+from manta.cluster.llm import LLM, SamplingParams
 
 QUESTION = "The capital of France is"
 SHOWN_KERNELS = 14

@@ -18,10 +18,10 @@ import numpy as np
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from benchmarks.workloads import Row
-from structured.backend import make_backend
-from structured.constraint import ConstraintSpec
-from structured.masks import row_words
-from structured.vocabulary import Vocabulary, byte_of_character
+from manta.structured.backend import make_backend
+from manta.structured.constraint import ConstraintSpec
+from manta.structured.masks import row_words
+from manta.structured.vocabulary import Vocabulary, byte_of_character
 
 NUM_TOKENS = 150_000
 SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")

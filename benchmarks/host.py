@@ -29,13 +29,13 @@ import torch
 
 from benchmarks.checkpoints import benchmark_checkpoint
 from benchmarks.report import machine
-from cluster.config import EngineConfig
-from cluster.engine.engine import Engine
-from cluster.engine.executors.in_process import InProcessExecutor
-from cluster.engine.request import EngineRequest, SequenceOutput
-from structured.constraint import ConstraintSpec
-from workers.sampling_params import SamplingParams
-from workers.step import SamplePoint, ScheduledSequence, StepInput
+from manta.cluster.config import EngineConfig
+from manta.cluster.engine.engine import Engine
+from manta.cluster.engine.executors.in_process import InProcessExecutor
+from manta.cluster.engine.request import EngineRequest, SequenceOutput
+from manta.structured.constraint import ConstraintSpec
+from manta.workers.sampling_params import SamplingParams
+from manta.workers.step import SamplePoint, ScheduledSequence, StepInput
 
 ROWS = (1, 32, 256, 1024, 4096)
 ARRIVALS = (256, 1024, 4096)

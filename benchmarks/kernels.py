@@ -1,4 +1,4 @@
-"""Times the CPU kernels against the torch operations that they replace: `python benchmarks/kernels.py`.
+"""Times the CPU kernels against the torch operations that they replace: `python -m benchmarks.kernels`.
 
 Each line alternates the two in one process and prints medians and their ratio (above 1: the kernel is faster), for
 decode attention and linears also how much of its time the hardware alone would need: to read the bytes at the bandwidth
@@ -11,9 +11,7 @@ from __future__ import annotations
 import argparse
 import functools
 import itertools
-import pathlib
 import statistics
-import sys
 import time
 from collections.abc import Callable
 
@@ -21,17 +19,14 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from workers.kernels.query_tokens import QueryTokens
-
-sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
-
-from workers.kernels import cpu, kv_cache, processor
-from workers.kernels.attention_metadata import AttentionMetadata
-from workers.kernels.cpu_kv_cache import allocate_kv
-from workers.kernels.linears import GatedLinear
-from workers.kernels.weights import Linear
-from workers.models.model_config import KV_SCALE_BYTES, HeadShape
-from workers.platforms.cpu_linears import OneDnnLinear, make_cpu_gated_linear, make_cpu_linear
+from manta.workers.kernels import cpu, kv_cache, processor
+from manta.workers.kernels.attention_metadata import AttentionMetadata
+from manta.workers.kernels.cpu_kv_cache import allocate_kv
+from manta.workers.kernels.linears import GatedLinear
+from manta.workers.kernels.query_tokens import QueryTokens
+from manta.workers.kernels.weights import Linear
+from manta.workers.models.model_config import KV_SCALE_BYTES, HeadShape
+from manta.workers.platforms.cpu_linears import OneDnnLinear, make_cpu_gated_linear, make_cpu_linear
 
 HEADS, KV_HEADS, HEAD_DIM, BLOCK_SIZE = 14, 2, 64, 16
 HIDDEN, INTERMEDIATE = 896, 4864

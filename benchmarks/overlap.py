@@ -23,20 +23,20 @@ import msgspec
 import numpy as np
 
 from benchmarks.host import PROMPT, FreeExecutor, config_of
-from cluster import own_ray
-from cluster.config import EngineConfig
-from cluster.engine import engine
-from cluster.engine.executor_choice import make_executor, with_depth
-from cluster.engine.executors.executor import SynchronousExecutor
-from cluster.engine.executors.in_process import InProcessExecutor
-from cluster.engine.ranks.ray_executor import RayExecutor
-from cluster.llm import LLM
-from specdecode.speculative_config import SpeculativeConfig
-from structured.logits_processors import LogitsProcessorSpec
-from structured.masks import MaskBatch
-from workers.ranks.rank_worker import Drawn
-from workers.sampling_params import SamplingParams
-from workers.step import StepInput, StepOutput
+from manta.cluster import own_ray
+from manta.cluster.config import EngineConfig
+from manta.cluster.engine import engine
+from manta.cluster.engine.executor_choice import make_executor, with_depth
+from manta.cluster.engine.executors.executor import SynchronousExecutor
+from manta.cluster.engine.executors.in_process import InProcessExecutor
+from manta.cluster.engine.ranks.ray_executor import RayExecutor
+from manta.cluster.llm import LLM
+from manta.specdecode.speculative_config import SpeculativeConfig
+from manta.structured.logits_processors import LogitsProcessorSpec
+from manta.structured.masks import MaskBatch
+from manta.workers.ranks.rank_worker import Drawn
+from manta.workers.sampling_params import SamplingParams
+from manta.workers.step import StepInput, StepOutput
 
 DEVICE_S = 0.005
 LOOP_ROUNDS = 7

@@ -13,7 +13,7 @@ import time
 from typing import NamedTuple
 
 from benchmarks.processes import Child
-from cluster import own_ray
+from manta.cluster import own_ray
 
 IDLE_S = 10.0
 """Seconds for which the idle processes are watched."""
@@ -21,7 +21,7 @@ SETTLE_S = 3.0
 
 CHILD = """
 import sys, time
-from cluster import own_ray
+from manta.cluster import own_ray
 
 for name in sys.argv[1:]:
     del own_ray._INSTEAD[name]

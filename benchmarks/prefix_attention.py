@@ -9,16 +9,11 @@ from __future__ import annotations
 
 import argparse
 import functools
-import pathlib
 import sys
 from collections.abc import Sequence
 
 import numpy as np
 import torch
-
-from workers.kernels.query_tokens import QueryTokens
-
-sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
 
 from benchmarks.kernels import (
     BLOCK_SIZE,
@@ -30,9 +25,10 @@ from benchmarks.kernels import (
     product_rate,
     read_bandwidth,
 )
-from workers.kernels import cpu
-from workers.kernels.attention_metadata import AttentionMetadata
-from workers.kernels.cpu_kv_cache import allocate_kv
+from manta.workers.kernels import cpu
+from manta.workers.kernels.attention_metadata import AttentionMetadata
+from manta.workers.kernels.cpu_kv_cache import allocate_kv
+from manta.workers.kernels.query_tokens import QueryTokens
 
 NUM_LAYERS = 24
 OWN_TOKENS = 64

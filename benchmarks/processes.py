@@ -345,10 +345,12 @@ def python_of(engine: str, setup: Setup) -> str:
 def environment_of(engine: str, setup: Setup) -> dict[str, str]:
     """Returns the variables that a child gets in addition.
 
-    `PYTHONPATH` makes the processes that a child starts import the same code, although another checkout is installed.
-    vLLM's default binding leaves a core idle, so it is told to take all of them.
+    `PYTHONPATH` makes the processes that a child starts import the same code, although another checkout is installed;
+    a peer sees nothing of ours. `PYTHONSAFEPATH` keeps the folder of a script, and the working directory, from being
+    searched for modules: a peer would take our `benchmarks/kernels.py` for the package `kernels`. vLLM's default
+    binding leaves a core idle, so it is told to take all of them.
     """
-    common = {"HF_HUB_OFFLINE": "1"}
+    common = {"HF_HUB_OFFLINE": "1", "PYTHONSAFEPATH": "1", "PYTHONPATH": ""}
     if engine in ("manta", PEER):
         common |= {"RAY_USAGE_STATS_ENABLED": "0", "PYTHONPATH": str(checkout_of(engine, setup))}
         return common | (setup.environment if engine == "manta" else {})
@@ -408,7 +410,7 @@ def _manta_server(model: str, setup: Setup, port: int) -> list[str]:
         "engine.kv_cache_bytes": setup.kv_cache_bytes,
         "served_model_name": "bench",
     }
-    return [sys.executable, "-m", "cluster.cli", "serve", "--model", model, "--port", str(port), *_set(options)]
+    return [sys.executable, "-m", "manta.cluster.cli", "serve", "--model", model, "--port", str(port), *_set(options)]
 
 
 def _set(options: Mapping[str, Any]) -> list[str]:

@@ -21,7 +21,7 @@ import psutil
 from tqdm import tqdm
 
 from benchmarks.workloads import Row
-from workers.host import num_cores
+from manta.workers.host import num_cores
 
 HIGHER_IS_BETTER = {"tok/s": True, "x": True, "s": False, "ms": False, "GiB": False}
 """Direction of each unit. Figures in other units, such as the load generator's cores, are printed and not compared."""

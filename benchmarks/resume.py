@@ -23,15 +23,15 @@ from benchmarks.http_load import run_load
 from benchmarks.processes import free_port
 from benchmarks.report import bootstrap_interval, turns
 from benchmarks.workloads import PromptSource
-from cluster.config import EngineConfig, ServeConfig
-from cluster.engine.request import EngineRequest, SequenceOutput
-from cluster.serve import app, engine_deployment, ingress
-from cluster.serve.routing.replicas import Replicas
-from cluster.serve.streams.engine_client import EngineClient
-from cluster.serve.streams.progress import Progress
-from cluster.serve.streams.prompt_run import PromptRun
-from cluster.serve.streams.token_channel import BEAT_S, OutputReceiver, OutputSender
-from workers.sampling_params import SamplingParams
+from manta.cluster.config import EngineConfig, ServeConfig
+from manta.cluster.engine.request import EngineRequest, SequenceOutput
+from manta.cluster.serve import app, engine_deployment, ingress
+from manta.cluster.serve.routing.replicas import Replicas
+from manta.cluster.serve.streams.engine_client import EngineClient
+from manta.cluster.serve.streams.progress import Progress
+from manta.cluster.serve.streams.prompt_run import PromptRun
+from manta.cluster.serve.streams.token_channel import BEAT_S, OutputReceiver, OutputSender
+from manta.workers.sampling_params import SamplingParams
 
 NUM_STREAMS = 32
 PROMPT, TOKEN_LIMIT = 16, 30_000

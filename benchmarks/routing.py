@@ -31,13 +31,13 @@ from benchmarks import routing_simulation as simulation
 from benchmarks.checkpoints import benchmark_checkpoint
 from benchmarks.http_load import posted
 from benchmarks.processes import BenchmarkError, free_port
-from cluster import own_ray
-from cluster.config import EngineConfig, ServeConfig
-from cluster.engine.kv_blocks import hash_blocks
-from cluster.engine.request import EngineRequest
-from cluster.serve.engine_deployment import engine_deployment
-from cluster.serve.ingress import ingress_deployment
-from cluster.serve.routing.prefix_index import block_keys
+from manta.cluster import own_ray
+from manta.cluster.config import EngineConfig, ServeConfig
+from manta.cluster.engine.kv_blocks import hash_blocks
+from manta.cluster.engine.request import EngineRequest
+from manta.cluster.serve.engine_deployment import engine_deployment
+from manta.cluster.serve.ingress import ingress_deployment
+from manta.cluster.serve.routing.prefix_index import block_keys
 
 NUM_ENGINES = 4
 NUM_STREAMS, NUM_SYSTEM_PROMPTS, NUM_CHATS_OF_PROMPT, NUM_TURNS = 8, 4, 12, 6

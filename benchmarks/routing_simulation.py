@@ -19,13 +19,13 @@ from typing import NamedTuple
 
 import msgspec
 
-from cluster.engine.kv_blocks import KVBlocks
-from cluster.engine.request import EngineRequest, SequenceOutput
-from cluster.serve.routing.placement import Placement, Prompt
-from cluster.serve.routing.prefix_index import PrefixIndex, bit_of, slots_of
-from cluster.serve.routing.reports import CacheReporter, Report
-from cluster.serve.streams.token_channel import BEAT_S
-from workers.sampling_params import SamplingParams
+from manta.cluster.engine.kv_blocks import KVBlocks
+from manta.cluster.engine.request import EngineRequest, SequenceOutput
+from manta.cluster.serve.routing.placement import Placement, Prompt
+from manta.cluster.serve.routing.prefix_index import PrefixIndex, bit_of, slots_of
+from manta.cluster.serve.routing.reports import CacheReporter, Report
+from manta.cluster.serve.streams.token_channel import BEAT_S
+from manta.workers.sampling_params import SamplingParams
 
 BLOCK_SIZE = 16
 GROUP = "engine"

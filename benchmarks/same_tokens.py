@@ -56,7 +56,7 @@ def make_prompts() -> list[list[int]]:
 
 def generate(options: dict[str, Any]) -> dict[str, list[list[list[int]]]]:
     """Returns the tokens of each choice of each prompt, for each way of asking. All are asked at once."""
-    from cluster.llm import LLM, ConstraintSpec, SamplingParams
+    from manta.cluster.llm import LLM, ConstraintSpec, SamplingParams
 
     prompts = make_prompts()
     params = []

@@ -1,4 +1,4 @@
-"""Times the sampler against what one writes with torch operations: `python benchmarks/sampler.py`.
+"""Times the sampler against what one writes with torch operations: `python -m benchmarks.sampler`.
 
 Whole calls, host lists included, on bfloat16 logits; the two alternate in one process. Ratios above 1 say how many
 times faster the sampler is. Shared machines are noisy: take the ratios, and the lower quartiles that are printed.
@@ -7,22 +7,18 @@ times faster the sampler is. Shared machines are noisy: take the ratios, and the
 from __future__ import annotations
 
 import argparse
-import pathlib
 import statistics
-import sys
 import time
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
-sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
-
-from workers.kernels import cpu_sampler
-from workers.sampling.sampling_state import SamplingState
-from workers.sampling_params import SamplingParams
-from workers.step import SamplePoint, SequenceStart
-from workers.torch_worker.sampler import sample
+from manta.workers.kernels import cpu_sampler
+from manta.workers.sampling.sampling_state import SamplingState
+from manta.workers.sampling_params import SamplingParams
+from manta.workers.step import SamplePoint, SequenceStart
+from manta.workers.torch_worker.sampler import sample
 
 POSITION = 500
 

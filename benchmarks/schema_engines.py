@@ -21,14 +21,14 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from benchmarks.property_order import in_order
-from structured.backend import DeadEnd, Session
-from structured.backends.choose import Backends
-from structured.backends.llguidance import Compiled, LLGuidanceGrammar, tokenizer_of
-from structured.backends.llguidance_grammar import Translation
-from structured.backends.xgrammar import XGrammarBackend
-from structured.constraint import ConstraintError, ConstraintSpec
-from structured.masks import row_words
-from structured.vocabulary import Vocabulary
+from manta.structured.backend import DeadEnd, Session
+from manta.structured.backends.choose import Backends
+from manta.structured.backends.llguidance import Compiled, LLGuidanceGrammar, tokenizer_of
+from manta.structured.backends.llguidance_grammar import Translation
+from manta.structured.backends.xgrammar import XGrammarBackend
+from manta.structured.constraint import ConstraintError, ConstraintSpec
+from manta.structured.masks import row_words
+from manta.structured.vocabulary import Vocabulary
 
 MAX_TOKENS = 600
 """Tokens of the longest instance that is tried, and of a walk."""

@@ -103,9 +103,9 @@ def role_of(process: psutil.Process) -> str:
     title = command[0].strip() if command else ""
     if title.startswith("ray::"):  # ray::ServeReplica:manta:engine, ray::GrammarWorker.method
         return title.removeprefix("ray::").removeprefix("ServeReplica:manta:").partition(".")[0]
-    if "structured.compiling.compile_process" in command:
+    if "manta.structured.compiling.compile_process" in command:
         return "compile processes"
-    return "serve" if "cluster.cli" in command else process.name()
+    return "serve" if "manta.cluster.cli" in command else process.name()
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

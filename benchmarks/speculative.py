@@ -24,8 +24,8 @@ from benchmarks.checkpoints import benchmark_checkpoint
 from benchmarks.report import header, machine, turns
 from benchmarks.structured import Table
 from benchmarks.workloads import PromptSource, Row
-from cluster.engine.stats import DraftCounts
-from cluster.llm import LLM, ConstraintSpec, SamplingParams
+from manta.cluster.engine.stats import DraftCounts
+from manta.cluster.llm import LLM, ConstraintSpec, SamplingParams
 
 PARTS = ("demo", "h", "json", "coupling")
 ROWS = (1, 4, 16, 32)
@@ -210,7 +210,7 @@ def _coupling(table: Table) -> None:
     import torch
     from transformers import AutoModelForCausalLM
 
-    from workers.sampling.noise import gumbel_noise, noise_keys
+    from manta.workers.sampling.noise import gumbel_noise, noise_keys
 
     llm = LLM("demo", kv_cache_bytes=2**28)
     prompts, params = _demo_requests(llm, 1.0)(COUPLING_REQUESTS // 4, 0)

@@ -33,7 +33,7 @@ import psutil
 
 from benchmarks.processes import ROOT, BenchmarkError, Child, free_port
 from benchmarks.report import bootstrap_interval, machine
-from workers.model_options import DEMO_MODEL
+from manta.workers.model_options import DEMO_MODEL
 
 HERE, PEER = "here", "peer"
 PHASES = ("imports", "Ray", "Serve", "process", "model", "first answer")
@@ -61,7 +61,7 @@ class Serving(Child):
 
     def __init__(self, checkout: pathlib.Path, model: str, port: int) -> None:
         self.engine, self.port = "manta serve", port
-        command = [sys.executable, "-m", "cluster.cli", "serve", "--model", model, "--port", str(port)]
+        command = [sys.executable, "-m", "manta.cluster.cli", "serve", "--model", model, "--port", str(port)]
         command += ["--set", "served_model_name=bench"]
         environment = {"PYTHONPATH": str(checkout), "HF_HUB_OFFLINE": "1", "RAY_USAGE_STATS_ENABLED": "0"}
         super().__init__(command, environment, checkout)

@@ -29,13 +29,13 @@ from benchmarks.faults import PLUGIN, start_ray
 from benchmarks.guard_masks import guard_rows
 from benchmarks.report import Result, combine, header, machine, table_line, turns
 from benchmarks.workloads import PromptSource, Row
-from cluster.chat.tool_formats import DEEPSEEK_V31, HERMES, PYTHONIC, QWEN3_CODER
-from cluster.chat.tool_grammar import calls_grammar
-from cluster.engine.step_masks import StepMasks
-from cluster.llm import LLM, ConstraintSpec, SamplingParams
-from cluster.protocol.tools import Function, Tool
-from structured.masks import MaskBatch
-from workers.step import StepInput
+from manta.cluster.chat.tool_formats import DEEPSEEK_V31, HERMES, PYTHONIC, QWEN3_CODER
+from manta.cluster.chat.tool_grammar import calls_grammar
+from manta.cluster.engine.step_masks import StepMasks
+from manta.cluster.llm import LLM, ConstraintSpec, SamplingParams
+from manta.cluster.protocol.tools import Function, Tool
+from manta.structured.masks import MaskBatch
+from manta.workers.step import StepInput
 
 SCHEMA: dict[str, Any] = {
     "type": "object",

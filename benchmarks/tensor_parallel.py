@@ -18,8 +18,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from multiprocessing.connection import Connection
 from typing import Any, NamedTuple
 
-sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
-
 from benchmarks.report import turns
 
 HIDDEN = 896
@@ -139,22 +137,22 @@ def _serve(pipe: Connection) -> None:
 
 
 def _open_store(state: _State) -> str:
-    from workers.parallel.group import private_address
+    from manta.workers.parallel.group import private_address
 
     state.folder = tempfile.TemporaryDirectory()
     return private_address(pathlib.Path(state.folder.name))
 
 
 def _open_group(state: _State, rank: int, num_ranks: int, address: str) -> None:
-    from workers.platforms import choose_platform
+    from manta.workers.platforms import choose_platform
 
     state.group = choose_platform("cpu", 1).open_group(rank, num_ranks, address)
 
 
 def _open_worker(state: _State, rank: int, num_ranks: int, address: str, model: str) -> None:
-    from workers.model_options import ModelOptions
-    from workers.ranks.rank_worker import RankPlace
-    from workers.torch_worker.torch_worker import TorchWorker
+    from manta.workers.model_options import ModelOptions
+    from manta.workers.ranks.rank_worker import RankPlace
+    from manta.workers.torch_worker.torch_worker import TorchWorker
 
     options = ModelOptions(
         model=model,
@@ -173,7 +171,7 @@ def _time_sums(state: _State, rows: int, num_turns: int) -> list[float]:
     """Median seconds by shared memory and by gloo."""
     import torch
 
-    from workers.parallel.group import GlooGroup
+    from manta.workers.parallel.group import GlooGroup
 
     group = state.group
     x = torch.randn(rows, HIDDEN, dtype=torch.bfloat16)
@@ -194,8 +192,8 @@ def _time_sums(state: _State, rows: int, num_turns: int) -> list[float]:
 
 def _time_steps(state: _State, num_sequences: int, num_tokens: int) -> float:
     """Median seconds of a few steps."""
-    from workers.sampling_params import SamplingParams
-    from workers.step import SamplePoint, ScheduledSequence, SequenceStart, StepInput
+    from manta.workers.sampling_params import SamplingParams
+    from manta.workers.step import SamplePoint, ScheduledSequence, SequenceStart, StepInput
 
     params = SamplingParams(temperature=0, allowed_token_ids=(TOKEN_ID,))
     is_decode = num_tokens == 1

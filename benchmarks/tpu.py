@@ -20,14 +20,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks.checkpoints import SHAPES, benchmark_checkpoint
-from cluster.llm import LLM, SamplingParams
-from workers.checkpoints.model_folder import load_model_config
-from workers.jax_worker.attention import attend_by_chunks, attend_by_kernel, page_head_dim
-from workers.jax_worker.batch import Batch, BatchShape, pack
-from workers.jax_worker.jax_worker import JaxWorker
-from workers.jax_worker.mesh import TPU
-from workers.jax_worker.model_state import ModelState
-from workers.model_options import ModelOptions
+from manta.cluster.llm import LLM, SamplingParams
+from manta.workers.checkpoints.model_folder import load_model_config
+from manta.workers.jax_worker.attention import attend_by_chunks, attend_by_kernel, page_head_dim
+from manta.workers.jax_worker.batch import Batch, BatchShape, pack
+from manta.workers.jax_worker.jax_worker import JaxWorker
+from manta.workers.jax_worker.mesh import TPU
+from manta.workers.jax_worker.model_state import ModelState
+from manta.workers.model_options import ModelOptions
 
 ROUNDS = 20
 ROWS = (1, 32, 256)

@@ -15,11 +15,11 @@ import msgspec
 import yaml
 from msgspec import Meta
 
-from cluster.option_reader import read_options
-from specdecode.speculative_config import SpeculativeConfig
-from structured.constraint import ConstraintLimits
-from structured.pool_config import PoolConfig
-from workers.model_options import Bytes, Count, ModelOptions
+from manta.cluster.option_reader import read_options
+from manta.specdecode.speculative_config import SpeculativeConfig
+from manta.structured.constraint import ConstraintLimits
+from manta.structured.pool_config import PoolConfig
+from manta.workers.model_options import Bytes, Count, ModelOptions
 
 Seconds = Annotated[float, Meta(gt=0)]
 

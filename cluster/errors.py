@@ -1,7 +1,7 @@
 """Reasons why a request is not served, in words for its sender: each message names value, bound and remedy.
 
 Whatever checks or runs a request raises these errors. `cluster/protocol/api_errors.py` turns them into answers, and
-`cluster.llm.LLM` lets its caller have them. Knows nothing of HTTP.
+`manta.cluster.llm.LLM` lets its caller have them. Knows nothing of HTTP.
 """
 
 from __future__ import annotations

@@ -19,20 +19,20 @@ from typing import Any, NamedTuple, cast
 import msgspec
 from tqdm import tqdm
 
-from cluster.chat.offline import Chat, Message, plan_offline
-from cluster.config import EngineConfig
-from cluster.engine.beam_search import BeamSearchParams, BeamSequence, beam_search
-from cluster.engine.interrupts import uninterrupted, uninterrupted_steps
-from cluster.engine.request import EngineRequest, FinishStatus, SequenceOutput, Usage
-from cluster.errors import RequestRefused
-from cluster.option_reader import read_options
-from cluster.text.detokenizer import SequenceText
-from cluster.text.tokenizer import TextError, Tokenizer
-from structured.constraint import ConstraintSpec, Resolved
-from structured.logits_processors import LogitsProcessorFactory, LogitsProcessorSpec
-from workers.model_options import DEMO_MODEL
-from workers.sampling_params import OutputKind, SamplingParams
-from workers.step import TokenLogprobs
+from manta.cluster.chat.offline import Chat, Message, plan_offline
+from manta.cluster.config import EngineConfig
+from manta.cluster.engine.beam_search import BeamSearchParams, BeamSequence, beam_search
+from manta.cluster.engine.interrupts import uninterrupted, uninterrupted_steps
+from manta.cluster.engine.request import EngineRequest, FinishStatus, SequenceOutput, Usage
+from manta.cluster.errors import RequestRefused
+from manta.cluster.option_reader import read_options
+from manta.cluster.text.detokenizer import SequenceText
+from manta.cluster.text.tokenizer import TextError, Tokenizer
+from manta.structured.constraint import ConstraintSpec, Resolved
+from manta.structured.logits_processors import LogitsProcessorFactory, LogitsProcessorSpec
+from manta.workers.model_options import DEMO_MODEL
+from manta.workers.sampling_params import OutputKind, SamplingParams
+from manta.workers.step import TokenLogprobs
 
 __all__ = [
     "LLM",
@@ -169,7 +169,8 @@ class _Tracked:
 class LLM:
     """A model in this process or, with `tensor_parallel_size` above 1, in Ray actors that this process starts.
 
-    `options` are the fields of `cluster.config.EngineConfig`. An unknown or wrong one raises `ValueError` naming it.
+    `options` are the fields of `manta.cluster.config.EngineConfig`. An unknown or wrong one raises `ValueError`, which
+    names it.
     """
 
     def __init__(self, model: str = DEMO_MODEL, **options: Any) -> None:
@@ -177,7 +178,7 @@ class LLM:
         # torch reads it when it loads OpenMP. Its threads would spin for long and keep the kernels' threads from the
         # cores.
         os.environ.setdefault("GOMP_SPINCOUNT", "1000")
-        from cluster.engine.engine import Engine
+        from manta.cluster.engine.engine import Engine
 
         between_steps: collections.deque[tuple[asyncio.Future[None], Callable[[], object]]] = collections.deque()
         self._between_steps = between_steps

@@ -27,8 +27,8 @@ from ray._private.authentication.authentication_token_generator import generate_
 from ray._private.node import Node
 from ray._raylet import AuthenticationTokenLoader  # type: ignore[attr-defined]
 
-from cluster.private_folder import PrivateFolder
-from workers.host import num_cores
+from manta.cluster.private_folder import PrivateFolder
+from manta.workers.host import num_cores
 
 STOP_PATIENCE_S = 15.0
 """Seconds after which processes that were asked to end are killed."""

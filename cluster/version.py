@@ -7,8 +7,7 @@ import pathlib
 import subprocess
 from importlib import metadata
 
-DISTRIBUTION = "manta-serve"
-"""Name under which `pip` knows the packages `manta`, `cluster`, `specdecode`, `workers` and `structured`."""
+from manta import DISTRIBUTION
 
 
 def version() -> str:

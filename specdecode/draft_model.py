@@ -14,16 +14,16 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from specdecode.acceptance import num_accepted
-from specdecode.lengths import StepCost
-from specdecode.proposers import DraftRequest
-from structured.constraint import ConstraintError
-from structured.vocabulary import Vocabulary
-from workers.models.model_config import ModelError
-from workers.ranks.rank_sequences import RankSequences
-from workers.ranks.rank_worker import DraftRunner
-from workers.sampling.sampling_state import SequenceState
-from workers.step import StepInput
+from manta.specdecode.acceptance import num_accepted
+from manta.specdecode.lengths import StepCost
+from manta.specdecode.proposers import DraftRequest
+from manta.structured.constraint import ConstraintError
+from manta.structured.vocabulary import Vocabulary
+from manta.workers.models.model_config import ModelError
+from manta.workers.ranks.rank_sequences import RankSequences
+from manta.workers.ranks.rank_worker import DraftRunner
+from manta.workers.sampling.sampling_state import SequenceState
+from manta.workers.step import StepInput
 
 
 @dataclasses.dataclass(slots=True)

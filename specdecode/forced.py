@@ -10,9 +10,9 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 
-from specdecode.acceptance import AcceptanceRecord
-from specdecode.lengths import Load, StepCost, choose_lengths
-from specdecode.speculative_config import ProposerName, SpeculativeConfig
+from manta.specdecode.acceptance import AcceptanceRecord
+from manta.specdecode.lengths import Load, StepCost, choose_lengths
+from manta.specdecode.speculative_config import ProposerName, SpeculativeConfig
 
 PRIOR = 1.0
 """Prior acceptance probability of a forced token. The real one may be lower: the text is forced, but the model may

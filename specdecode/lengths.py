@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from specdecode.acceptance import AcceptanceRecord
+from manta.specdecode.acceptance import AcceptanceRecord
 
 MARGIN = 1.02
 """Expected speed-up, in tokens per second, from which drafts are proposed. It is above 1 because estimates err."""

@@ -14,8 +14,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from specdecode.proposers import DraftRequest
-from workers.step import StepInput
+from manta.specdecode.proposers import DraftRequest
+from manta.workers.step import StepInput
 
 Tokens = Sequence[int] | np.ndarray
 """Token ids; an array is a view of the sequence's own, because a copy in each step would be quadratic."""

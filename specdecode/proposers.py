@@ -15,12 +15,12 @@ from typing import Protocol
 
 import numpy as np
 
-from specdecode.acceptance import AcceptanceRecord
-from specdecode.lengths import Costs, Load, StepCost, choose_lengths, probe_interval
-from specdecode.ngram import NgramIndex
-from specdecode.pace import Pace
-from workers.sampling.sampling_state import SamplingState, SequenceState
-from workers.step import StepInput, StepOutput
+from manta.specdecode.acceptance import AcceptanceRecord
+from manta.specdecode.lengths import Costs, Load, StepCost, choose_lengths, probe_interval
+from manta.specdecode.ngram import NgramIndex
+from manta.specdecode.pace import Pace
+from manta.workers.sampling.sampling_state import SamplingState, SequenceState
+from manta.workers.step import StepInput, StepOutput
 
 logger = logging.getLogger(__name__)
 
@@ -42,12 +42,12 @@ class DraftRequest:
 
 
 class Proposer(Protocol):
-    """A proposer on a rank: `NgramProposer`, `specdecode.prediction.PredictionProposer` or
-    `specdecode.draft_model.DraftModel`.
+    """A proposer on a rank: `NgramProposer`, `manta.specdecode.prediction.PredictionProposer` or
+    `manta.specdecode.draft_model.DraftModel`.
     """
 
     name: str
-    """One of `specdecode.speculative_config.PROPOSERS`; it marks the proposer's drafts."""
+    """One of `manta.specdecode.speculative_config.PROPOSERS`; it marks the proposer's drafts."""
 
     def begin(self, step: StepInput) -> None:
         """Prepares for a step; called before its forward pass."""

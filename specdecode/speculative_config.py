@@ -1,4 +1,4 @@
-"""Options of speculative decoding: `cluster.config.EngineConfig.speculative`. Plain data; imports no torch."""
+"""Options of speculative decoding: `manta.cluster.config.EngineConfig.speculative`. Plain data; imports no torch."""
 
 from __future__ import annotations
 

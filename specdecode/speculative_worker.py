@@ -14,16 +14,16 @@ from typing import cast
 
 import msgspec
 
-from specdecode.draft_model import DraftModel
-from specdecode.lengths import Costs, StepCost
-from specdecode.prediction import PredictionProposer
-from specdecode.proposers import NgramProposer, Proposer, ProposerChain
-from specdecode.speculative_config import SpeculativeConfig
-from structured.logits_processors import LogitsProcessorFactory
-from structured.masks import MaskBatch
-from workers.model_info import ModelInfo
-from workers.ranks.rank_worker import Drawn, RunAheadWorker, SpeculationTarget
-from workers.step import StepInput, StepOutput
+from manta.specdecode.draft_model import DraftModel
+from manta.specdecode.lengths import Costs, StepCost
+from manta.specdecode.prediction import PredictionProposer
+from manta.specdecode.proposers import NgramProposer, Proposer, ProposerChain
+from manta.specdecode.speculative_config import SpeculativeConfig
+from manta.structured.logits_processors import LogitsProcessorFactory
+from manta.structured.masks import MaskBatch
+from manta.workers.model_info import ModelInfo
+from manta.workers.ranks.rank_worker import Drawn, RunAheadWorker, SpeculationTarget
+from manta.workers.step import StepInput, StepOutput
 
 
 class SpeculativeWorker:

@@ -13,14 +13,14 @@ from typing import Protocol
 
 import numpy as np
 
-from structured.constraint import ConstraintError, ConstraintSpec
-from structured.vocabulary import Vocabulary
+from manta.structured.constraint import ConstraintError, ConstraintSpec
+from manta.structured.vocabulary import Vocabulary
 
 ENTRY_POINT_GROUP = "manta.grammar_backends"
 
 _BUILT_IN = {
-    "llguidance": "structured.backends.llguidance:LLGuidanceBackend",
-    "xgrammar": "structured.backends.xgrammar:XGrammarBackend",
+    "llguidance": "manta.structured.backends.llguidance:LLGuidanceBackend",
+    "xgrammar": "manta.structured.backends.xgrammar:XGrammarBackend",
 }
 
 
@@ -85,7 +85,7 @@ class AdjustingSession(Session, Protocol):
 
     def adjustments(self) -> tuple[list[int], list[float]]:
         """Token ids, and the finite values to add to their logits for the next token: at most
-        `structured.masks.MAX_ADJUSTMENTS`.
+        `manta.structured.masks.MAX_ADJUSTMENTS`.
         """
 
 

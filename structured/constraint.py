@@ -1,7 +1,7 @@
 """`ConstraintSpec`, the constraint of a request as plain immutable data, and the limits on it.
 
-The ingress or `cluster.llm.LLM` makes a spec; `structured/compiling/compiler.py` compiles it and chooses the backend.
-Imports neither torch nor a backend.
+The ingress or `manta.cluster.llm.LLM` makes a spec; `structured/compiling/compiler.py` compiles it and chooses the
+backend. Imports neither torch nor a backend.
 """
 
 from __future__ import annotations

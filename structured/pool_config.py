@@ -1,4 +1,4 @@
-"""Options of the grammar pool: plain data that `cluster.config.EngineConfig` holds."""
+"""Options of the grammar pool: plain data that `manta.cluster.config.EngineConfig` holds."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ from collections.abc import Iterable
 import msgspec
 import numpy as np
 
-from structured.constraint import ConstraintError
+from manta.structured.constraint import ConstraintError
 
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 

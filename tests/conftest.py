@@ -17,10 +17,11 @@ from typing import TYPE_CHECKING, Any
 import hypothesis
 import pytest
 
+from tests.bare_names import refuse_everywhere
 from tests.sharing import end_behind, make_scheduler, put_together
 
 if TYPE_CHECKING:
-    from structured.vocabulary import Vocabulary
+    from manta.structured.vocabulary import Vocabulary
     from tests.grammar_pools import MakePool, Pools
     from tests.replicas import Replicas
     from tests.two_nodes import TwoNodes
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
 # the collection of tests, `pytest_collection_finish` enables it again.
 gc.disable()
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+refuse_everywhere()
 # The suite runs on the CPU, Triton's kernels in their interpreter; `make gpu-check` runs them on a GPU. Triton and
 # torch read this when they are first imported.
 if os.environ.setdefault("TRITON_INTERPRET", "1") == "1":
@@ -50,7 +52,7 @@ hypothesis.settings.load_profile("prove" if PROVE else "fast")
 def cheap_groups() -> Iterator[None]:
     """Small groups of sequences read their shared prefix once too, which does not pay outside of tests."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("workers.kernels.shared_prefixes.MEMBER_COST_KEYS", 16)
+        patch.setattr("manta.workers.kernels.shared_prefixes.MEMBER_COST_KEYS", 16)
         yield
 
 
@@ -65,7 +67,7 @@ def plugin() -> Iterator[None]:
 @pytest.fixture(scope="module")
 def vocabulary() -> Vocabulary:
     """The demo model's, padded."""
-    from structured.vocabulary import Vocabulary
+    from manta.structured.vocabulary import Vocabulary
     from tests.grammar_pools import DEMO, EOS, VOCAB_SIZE
 
     return Vocabulary.load(str(DEMO), VOCAB_SIZE, (EOS,))
@@ -125,7 +127,7 @@ def make_pool(request: pytest.FixtureRequest, vocabulary: Vocabulary) -> Iterato
 @pytest.fixture(params=["kernel", "torch"])
 def implementation(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Both forms of the sampler."""
-    from workers.kernels import cpu_sampler
+    from manta.workers.kernels import cpu_sampler
 
     if request.param == "torch":
         monkeypatch.setattr(cpu_sampler, "_library", lambda: None)

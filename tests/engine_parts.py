@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from cluster.engine.engine import Engine
-from cluster.engine.executors.thread_executor import ThreadExecutor
-from specdecode.speculative_worker import SpeculativeWorker
+from manta.cluster.engine.engine import Engine
+from manta.cluster.engine.executors.thread_executor import ThreadExecutor
+from manta.specdecode.speculative_worker import SpeculativeWorker
 
 
 def device_of(engine: Engine) -> Any:

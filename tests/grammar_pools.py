@@ -12,12 +12,12 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from structured.backend import Grammar, make_backend
-from structured.constraint import ConstraintSpec
-from structured.grammar_pool.grammar_worker import SessionStart, TrackedSession
-from structured.grammar_pool.pool import GrammarPool
-from structured.pool_config import PoolConfig
-from structured.vocabulary import Vocabulary
+from manta.structured.backend import Grammar, make_backend
+from manta.structured.constraint import ConstraintSpec
+from manta.structured.grammar_pool.grammar_worker import SessionStart, TrackedSession
+from manta.structured.grammar_pool.pool import GrammarPool
+from manta.structured.pool_config import PoolConfig
+from manta.structured.vocabulary import Vocabulary
 from tests.patience import PATIENCE_S, wait_until
 from tests.sharing import shared
 
@@ -37,7 +37,7 @@ IDLE_S = 10.0
 
 def share_ray() -> None:
     """Starts a Ray for this process unless one runs: that of `manta serve`, whose actors find the example backend."""
-    from cluster import own_ray
+    from manta.cluster import own_ray
 
     def start() -> None:
         with pytest.MonkeyPatch.context() as patch:
@@ -111,7 +111,7 @@ def llguidance(regex: str, **fields: object) -> SessionStart:
 
 
 def regex_of(backend: str, regex: str, **fields: object) -> SessionStart:
-    from structured.backends.choose import Backends
+    from manta.structured.backends.choose import Backends
 
     spec = ConstraintSpec(kind="regex", text=regex, backend=backend, **fields)
     resolved = Backends(Vocabulary.load(str(DEMO), VOCAB_SIZE, (EOS,))).resolve(spec)

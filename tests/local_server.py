@@ -18,11 +18,11 @@ from typing import Any, cast
 import yaml
 
 from benchmarks.processes import free_port
-from cluster.config import EngineConfig, ServeConfig, load_config
-from cluster.http.access.keys import with_api_keys
-from cluster.http.access.prefix_scope import new_secret
-from cluster.serve.engine_deployment import EngineReplica
-from cluster.serve.ingress import ListeningIngress
+from manta.cluster.config import EngineConfig, ServeConfig, load_config
+from manta.cluster.http.access.keys import with_api_keys
+from manta.cluster.http.access.prefix_scope import new_secret
+from manta.cluster.serve.engine_deployment import EngineReplica
+from manta.cluster.serve.ingress import ListeningIngress
 from tests.checkpoints import checkpoint
 from tests.patience import PATIENCE_S, until
 from tests.server import SETTINGS, Client

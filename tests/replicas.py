@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from cluster.config import EngineConfig
-from cluster.serve.engine_deployment import EngineReplica
+from manta.cluster.config import EngineConfig
+from manta.cluster.serve.engine_deployment import EngineReplica
 from tests.checkpoints import checkpoint
 
 

@@ -83,7 +83,16 @@ class Server(Client):
 
     def __init__(self, *settings: str, folder: pathlib.Path | None = None) -> None:
         super().__init__(folder or checkpoint("llama"), free_port())
-        command = [sys.executable, "-m", "cluster.cli", "serve", "--quiet", str(self.folder), "--port", str(self.port)]
+        command = [
+            sys.executable,
+            "-m",
+            "manta.cluster.cli",
+            "serve",
+            "--quiet",
+            str(self.folder),
+            "--port",
+            str(self.port),
+        ]
         for setting in (*SETTINGS, *settings):
             command += ["--set", setting]
         paths = [os.environ.get("PYTHONPATH", ""), str(pathlib.Path(__file__).parent / "plugin")]

@@ -29,7 +29,7 @@ class Terminal:
         self.printed = ""
         self._terminal, theirs = pty.openpty()
         termios.tcsetwinsize(theirs, (24, 120))
-        command = [sys.executable, "-m", "cluster.cli", *arguments]
+        command = [sys.executable, "-m", "manta.cluster.cli", *arguments]
         self.process = subprocess.Popen(
             command, stdin=theirs, stdout=theirs, stderr=theirs, start_new_session=True, preexec_fn=_obey_the_terminal
         )

@@ -8,9 +8,9 @@ import shutil
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from cluster.chat import tool_formats as formats
-from cluster.chat.tool_formats import ToolFormat
-from workers.checkpoints.model_folder import resolve_model_folder
+from manta.cluster.chat import tool_formats as formats
+from manta.cluster.chat.tool_formats import ToolFormat
+from manta.workers.checkpoints.model_folder import resolve_model_folder
 
 Call = tuple[str, dict[str, Any]]
 """The name and the arguments of a call."""

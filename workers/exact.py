@@ -6,8 +6,8 @@ Plain checks, called by the workers and by `manta check`; `workers/parallel/spli
 
 from __future__ import annotations
 
-from workers.model_options import ModelOptions
-from workers.models.model_config import ModelConfig, ModelError
+from manta.workers.model_options import ModelOptions
+from manta.workers.models.model_config import ModelConfig, ModelError
 
 HEAD_DIM_MULTIPLE = 16
 """Head sizes that the attention kernels take; torch computes others, with sums in an order of its own."""

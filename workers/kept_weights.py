@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Literal, NamedTuple
 
-from workers.models.model_config import ModelError
+from manta.workers.models.model_config import ModelError
 
 WeightsOption = Literal["auto", "dense", "int8", "int4"]
 

@@ -5,8 +5,8 @@ Plain checks, called by the workers and by `manta check`.
 
 from __future__ import annotations
 
-from workers.model_options import ModelOptions
-from workers.models.model_config import ModelConfig, ModelError
+from manta.workers.model_options import ModelOptions
+from manta.workers.models.model_config import ModelConfig, ModelError
 
 _REMEDY = "leave kv_cache_dtype out"
 

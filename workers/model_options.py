@@ -1,6 +1,6 @@
 """The options of a model replica that each of its ranks reads: the model, the device and the sizes of tables.
 
-They are part of `cluster.config.EngineConfig`, which is sent to the ranks whole. Imports neither torch nor ray.
+They are part of `manta.cluster.config.EngineConfig`, which is sent to the ranks whole. Imports neither torch nor ray.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
-from workers.kept_weights import WeightsOption
+from manta.workers.kept_weights import WeightsOption
 
 DEMO_MODEL = "demo"
 """The name that stands for the model embedded in `configs/demo/`."""

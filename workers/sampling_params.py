@@ -1,7 +1,7 @@
 """Sampling parameters of one request: plain, immutable data that every room may read.
 
-The ingress or `cluster.llm.LLM` fills them in, and the sampler of a rank reads them. Imports no torch. Field names
-follow the OpenAI API, and vLLM's extensions where it has none.
+The ingress or `manta.cluster.llm.LLM` fills them in, and the sampler of a rank reads them. Imports no torch. Field
+names follow the OpenAI API, and vLLM's extensions where it has none.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from structured.constraint import ConstraintSpec
-from structured.logits_processors import MAX_LOGITS_PROCESSORS, LogitsProcessorSpec
+from manta.structured.constraint import ConstraintSpec
+from manta.structured.logits_processors import MAX_LOGITS_PROCESSORS, LogitsProcessorSpec
 
 MAX_LOGPROBS = 64
 """Maximum number of alternatives reported for a position; it bounds the size of the answer."""
@@ -78,7 +78,7 @@ def shown(value: float) -> str:
 
 
 class OutputKind(enum.StrEnum):
-    """The output that a running request returns to a caller of `cluster.llm.LLM`."""
+    """The output that a running request returns to a caller of `manta.cluster.llm.LLM`."""
 
     CUMULATIVE = "cumulative"
     """Each result holds the whole output so far."""

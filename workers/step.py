@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import msgspec
 
-from workers.sampling_params import SamplingParams
+from manta.workers.sampling_params import SamplingParams
 
 
 class StepOutOfMemory(RuntimeError):
@@ -76,7 +76,7 @@ class ScheduledSequence(msgspec.Struct, array_like=True, gc=False):
     """KV blocks appended to this sequence's block table before the step."""
     draft_token_ids: list[int] = []
     draft_proposer: str = ""
-    """Name of the proposer of the drafts, one of `specdecode.speculative_config.PROPOSERS`."""
+    """Name of the proposer of the drafts, one of `manta.specdecode.speculative_config.PROPOSERS`."""
 
 
 class SamplePoint(msgspec.Struct, array_like=True, gc=False):

@@ -13,7 +13,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from benchmarks.demo_model.data import TASKS, Sample, held_out
-from cluster.llm import LLM, SamplingParams
+from manta.cluster.llm import LLM, SamplingParams
 
 DEMO = pathlib.Path(__file__).resolve().parents[2] / "configs" / "demo"
 

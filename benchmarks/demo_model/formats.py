@@ -12,7 +12,7 @@ from typing import Any
 
 from benchmarks.demo_model.data import TASKS, Sample, held_out
 from benchmarks.demo_model.evaluate import answers
-from cluster.llm import LLM, SamplingParams
+from manta.cluster.llm import LLM, SamplingParams
 
 FORMATS: dict[str, dict[str, Any]] = {
     "auto": {},

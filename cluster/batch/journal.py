@@ -17,7 +17,7 @@ from typing import BinaryIO, NamedTuple
 
 import msgspec
 
-from cluster.batch.lines import BatchResult, LineKey, encode
+from manta.cluster.batch.lines import BatchResult, LineKey, encode
 
 
 class BatchRefused(ValueError):

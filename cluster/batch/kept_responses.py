@@ -16,11 +16,11 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from cluster.batch.quota import TooMuch
-from cluster.batch.records import age_s
-from cluster.batch.storage import Storage
-from cluster.config import ResponseLimits
-from cluster.protocol.responses_api import ResponseObject
+from manta.cluster.batch.quota import TooMuch
+from manta.cluster.batch.records import age_s
+from manta.cluster.batch.storage import Storage
+from manta.cluster.config import ResponseLimits
+from manta.cluster.protocol.responses_api import ResponseObject
 
 _ID = re.compile(r"resp_[0-9a-f]{38}")
 _ENDED = ".ended"

@@ -16,8 +16,8 @@ import threading
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from cluster.batch.storage import Storage
-from cluster.config import BatchLimits
+from manta.cluster.batch.storage import Storage
+from manta.cluster.config import BatchLimits
 
 _RESERVATION = re.compile(r"(file-[0-9a-f]+)\.(\d+)")
 

@@ -37,10 +37,10 @@ from typing import Any, BinaryIO, Literal, NamedTuple, TypeVar, get_args
 
 import msgspec
 
-from cluster.batch.lines import BatchError
-from cluster.batch.quota import Quota
-from cluster.batch.storage import Storage
-from cluster.config import BatchLimits
+from manta.cluster.batch.lines import BatchError
+from manta.cluster.batch.quota import Quota
+from manta.cluster.batch.storage import Storage
+from manta.cluster.config import BatchLimits
 
 logger = logging.getLogger(__name__)
 

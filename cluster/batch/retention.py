@@ -11,7 +11,7 @@ import logging
 import time
 from collections.abc import Callable
 
-from cluster.batch.records import CANCEL, ENDED, FILE_ID, Records, age_s
+from manta.cluster.batch.records import CANCEL, ENDED, FILE_ID, Records, age_s
 
 logger = logging.getLogger(__name__)
 

@@ -24,8 +24,8 @@ from typing import BinaryIO, cast
 import msgspec
 from fsspec.core import url_to_fs
 
-from cluster.batch import local_files
-from cluster.config import ServeConfig
+from manta.cluster.batch import local_files
+from manta.cluster.config import ServeConfig
 
 MAX_CLAIMS = 5
 """Tries to claim an object that others create and remove meanwhile."""

@@ -16,9 +16,9 @@ from collections.abc import Iterator
 
 import msgspec
 
-from cluster.batch.journal import DoneLines
-from cluster.batch.lines import BatchResult, LineKey, encode
-from cluster.batch.storage import Storage
+from manta.cluster.batch.journal import DoneLines
+from manta.cluster.batch.lines import BatchResult, LineKey, encode
+from manta.cluster.batch.storage import Storage
 
 logger = logging.getLogger(__name__)
 

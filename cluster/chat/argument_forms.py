@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from structured.backends.keywords import ANNOTATIONS
+from manta.structured.backends.keywords import ANNOTATIONS
 
 SCALARS = frozenset(["string", "number", "boolean", "null"])
 _TYPES = SCALARS | {"object", "array"}

@@ -22,7 +22,7 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-from cluster.chat.argument_forms import (
+from manta.cluster.chat.argument_forms import (
     NUMBER,
     OF_STRINGS,
     ArgumentForm,
@@ -32,12 +32,12 @@ from cluster.chat.argument_forms import (
     type_of,
     types_of,
 )
-from cluster.chat.lark_text import ANY_TEXT, TokenId, escaped, literal, without
-from cluster.chat.tool_formats import ToolFormat
-from cluster.protocol.constraint_fields import json_text
-from structured.schemas.automata import TooLarge
-from structured.schemas.formats import REGULAR
-from structured.schemas.patterns import Unreadable, combined
+from manta.cluster.chat.lark_text import ANY_TEXT, TokenId, escaped, literal, without
+from manta.cluster.chat.tool_formats import ToolFormat
+from manta.cluster.protocol.constraint_fields import json_text
+from manta.structured.schemas.automata import TooLarge
+from manta.structured.schemas.formats import REGULAR
+from manta.structured.schemas.patterns import Unreadable, combined
 
 _SOME_NUMBER = r"-?(0|[1-9][0-9]{0,14})(\.[0-9]{1,15})?"
 _SOME_INTEGER = r"-?(0|[1-9][0-9]{0,14})"

@@ -11,9 +11,9 @@ import json
 import re
 from typing import Protocol
 
-from cluster.chat.argument_forms import NUMBER, ArgumentForm, ArgumentForms
-from cluster.chat.reasoning import certain_length
-from cluster.chat.tool_formats import ToolFormat
+from manta.cluster.chat.argument_forms import NUMBER, ArgumentForm, ArgumentForms
+from manta.cluster.chat.reasoning import certain_length
+from manta.cluster.chat.tool_formats import ToolFormat
 
 _LITERAL = re.compile(rf"null|true|false|{NUMBER}")
 _LITERAL_PREFIX = re.compile(r"-?[0-9]*(\.[0-9]*)?([eE][-+]?[0-9]*)?|n(u(ll?)?)?|t(r(ue?)?)?|f(a(l(se?)?)?)?")

@@ -9,8 +9,8 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 
-from cluster.chat.argument_forms import ArgumentForms
-from cluster.chat.argument_readers import (
+from manta.cluster.chat.argument_forms import ArgumentForms
+from manta.cluster.chat.argument_readers import (
     ArgumentsReader,
     JsonArguments,
     Marks,
@@ -18,7 +18,7 @@ from cluster.chat.argument_readers import (
     PythonArguments,
     TaggedArguments,
 )
-from cluster.chat.tool_formats import ToolFormat
+from manta.cluster.chat.tool_formats import ToolFormat
 
 _NAME_CHARACTERS = frozenset("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789_-")
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 
-from cluster.chat.reasoning import certain_length
+from manta.cluster.chat.reasoning import certain_length
 
 CHANNEL_MARKS = ("<|start|>", "<|channel|>", "<|constrain|>", "<|message|>", "<|end|>", "<|call|>", "<|return|>")
 _START, _CHANNEL, _CONSTRAIN, _MESSAGE, _END, _, _ = CHANNEL_MARKS

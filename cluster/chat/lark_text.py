@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 
-from cluster.protocol.constraint_fields import json_text
+from manta.cluster.protocol.constraint_fields import json_text
 
 TokenId = Callable[[str], int | None]
 """Gives the id of the token that has a name, or None."""

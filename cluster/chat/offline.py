@@ -1,7 +1,7 @@
 """Chats without a server: OpenAI's messages as the prompt of an offline request, and its text as the next message.
 
 The parts of a chat body, its template, constraint, tools and reasoning, are those of `cluster/http/`, so that
-`cluster.llm.LLM.chat` and `/v1/chat/completions` answer alike.
+`manta.cluster.llm.LLM.chat` and `/v1/chat/completions` answer alike.
 """
 
 from __future__ import annotations
@@ -11,15 +11,15 @@ from typing import Any
 
 import msgspec
 
-from cluster.chat.plan import ChatPlan, plan_chat, render
-from cluster.chat.reader import ChatReader, MessageBuilder
-from cluster.errors import RequestRefused
-from cluster.protocol.constraint_fields import requested_constraint
-from cluster.protocol.requests import ChatCompletionRequest
-from cluster.protocol.shape_errors import shape_error
-from cluster.protocol.tools import template_tools
-from cluster.text.tokenizer import TextError, Tokenizer
-from workers.sampling_params import SamplingParams
+from manta.cluster.chat.plan import ChatPlan, plan_chat, render
+from manta.cluster.chat.reader import ChatReader, MessageBuilder
+from manta.cluster.errors import RequestRefused
+from manta.cluster.protocol.constraint_fields import requested_constraint
+from manta.cluster.protocol.requests import ChatCompletionRequest
+from manta.cluster.protocol.shape_errors import shape_error
+from manta.cluster.protocol.tools import template_tools
+from manta.cluster.text.tokenizer import TextError, Tokenizer
+from manta.workers.sampling_params import SamplingParams
 
 Message = dict[str, Any]
 

@@ -9,24 +9,24 @@ from typing import Any, NoReturn, Protocol
 
 import msgspec
 
-from cluster.chat.argument_forms import ArgumentForms, argument_forms
-from cluster.chat.channels import CHANNEL_MARKS
-from cluster.chat.reasoning import (
+from manta.cluster.chat.argument_forms import ArgumentForms, argument_forms
+from manta.cluster.chat.channels import CHANNEL_MARKS
+from manta.cluster.chat.reasoning import (
     ReasoningFormat,
     detect_reasoning,
     section_is_closed,
     section_is_open,
 )
-from cluster.chat.tool_formats import ToolFormat, detect_format
-from cluster.chat.tool_grammar import FormatRefused, calls_grammar
-from cluster.errors import RequestRefused, refuse
-from cluster.protocol.constraint_fields import json_text
-from cluster.protocol.requests import ChatCompletionRequest
-from cluster.protocol.tools import NamedToolChoice, Tool, arguments_schema, must_call
-from cluster.text.chat_template import TemplateError
-from cluster.text.tokenizer import Tokenizer
-from structured.constraint import ConstraintSpec
-from workers.sampling_params import SamplingParams
+from manta.cluster.chat.tool_formats import ToolFormat, detect_format
+from manta.cluster.chat.tool_grammar import FormatRefused, calls_grammar
+from manta.cluster.errors import RequestRefused, refuse
+from manta.cluster.protocol.constraint_fields import json_text
+from manta.cluster.protocol.requests import ChatCompletionRequest
+from manta.cluster.protocol.tools import NamedToolChoice, Tool, arguments_schema, must_call
+from manta.cluster.text.chat_template import TemplateError
+from manta.cluster.text.tokenizer import Tokenizer
+from manta.structured.constraint import ConstraintSpec
+from manta.workers.sampling_params import SamplingParams
 
 _END = "END_OF_FINAL_MESSAGE "
 """A text that marks where the last message ends in a rendered conversation. Templates that strip contents take away the

@@ -8,12 +8,12 @@ import string
 
 from msgspec import UNSET
 
-from cluster.chat.channels import ChannelSplitter
-from cluster.chat.plan import ChatPlan
-from cluster.chat.reasoning import ReasoningSplitter
-from cluster.chat.tool_parser import Piece, ToolCallParser
-from cluster.engine.request import FinishStatus
-from cluster.protocol.responses import ChatDelta, ChatResponseMessage, FunctionDelta, ToolCallDelta
+from manta.cluster.chat.channels import ChannelSplitter
+from manta.cluster.chat.plan import ChatPlan
+from manta.cluster.chat.reasoning import ReasoningSplitter
+from manta.cluster.chat.tool_parser import Piece, ToolCallParser
+from manta.cluster.engine.request import FinishStatus
+from manta.cluster.protocol.responses import ChatDelta, ChatResponseMessage, FunctionDelta, ToolCallDelta
 
 _LETTERS_AND_DIGITS = string.ascii_letters + string.digits
 UNPREDICTABLE = secrets.SystemRandom()

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from cluster.chat.argument_grammar import ArgumentRules, NotCarried
-from cluster.chat.lark_text import ANY_TEXT, TokenId, escaped, literal, starts_with_token, without
-from cluster.chat.tool_formats import ToolFormat
-from cluster.protocol.constraint_fields import json_text
-from cluster.protocol.tools import Tool, arguments_schema
+from manta.cluster.chat.argument_grammar import ArgumentRules, NotCarried
+from manta.cluster.chat.lark_text import ANY_TEXT, TokenId, escaped, literal, starts_with_token, without
+from manta.cluster.chat.tool_formats import ToolFormat
+from manta.cluster.protocol.constraint_fields import json_text
+from manta.cluster.protocol.tools import Tool, arguments_schema
 
 JSON_SPACE = r"[ \n\t]{0,20}"
 """White space between two tokens of arguments: enough to indent, too little for a model to lose itself in."""

@@ -10,11 +10,11 @@ from collections.abc import Mapping
 
 import msgspec
 
-from cluster.chat.argument_forms import ArgumentForms
-from cluster.chat.argument_readers import NotACall
-from cluster.chat.call_readers import CallReader, FrameReader, ObjectReader
-from cluster.chat.reasoning import certain_length
-from cluster.chat.tool_formats import ToolFormat
+from manta.cluster.chat.argument_forms import ArgumentForms
+from manta.cluster.chat.argument_readers import NotACall
+from manta.cluster.chat.call_readers import CallReader, FrameReader, ObjectReader
+from manta.cluster.chat.reasoning import certain_length
+from manta.cluster.chat.tool_formats import ToolFormat
 
 
 class Piece(msgspec.Struct, frozen=True):

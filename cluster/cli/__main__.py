@@ -37,7 +37,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         gc.set_threshold(_OBJECTS_BETWEEN_COLLECTIONS)
     code = _guarded(argv)
     if arguments is None and argv[:1] and argv[0] in _RAY_USERS and "ray" in sys.modules:
-        from cluster.cli.interruption import leave
+        from manta.cluster.cli.interruption import leave
 
         leave(code)
     return code
@@ -57,8 +57,8 @@ def _guarded(argv: list[str]) -> int:
 
 
 def _run(argv: list[str]) -> int:
-    from cluster.cli.commands import run
-    from cluster.cli.refusal import Refusal, paragraph
+    from manta.cluster.cli.commands import run
+    from manta.cluster.cli.refusal import Refusal, paragraph
 
     try:
         return run(argv)

@@ -17,14 +17,14 @@ from typing import Any, BinaryIO
 
 from tqdm import tqdm
 
-from cluster.batch.journal import BatchRefused, Journal, count_lines
-from cluster.batch.running.batch_job import Answer, Job, Progress, run
-from cluster.cli.check import check_machine, check_quickly
-from cluster.cli.interruption import abandoned_when_interrupted, note_start, stopped_by_sigterm
-from cluster.cli.refusal import NotStarted, Refusal
-from cluster.config import ServeConfig, load_config, ray_address
-from cluster.serve.starting.replica_process import REPLICA_ENVIRONMENT, collect_rarely, yield_to_engines
-from workers.models.model_config import ModelError
+from manta.cluster.batch.journal import BatchRefused, Journal, count_lines
+from manta.cluster.batch.running.batch_job import Answer, Job, Progress, run
+from manta.cluster.cli.check import check_machine, check_quickly
+from manta.cluster.cli.interruption import abandoned_when_interrupted, note_start, stopped_by_sigterm
+from manta.cluster.cli.refusal import NotStarted, Refusal
+from manta.cluster.config import ServeConfig, load_config, ray_address
+from manta.cluster.serve.starting.replica_process import REPLICA_ENVIRONMENT, collect_rarely, yield_to_engines
+from manta.workers.models.model_config import ModelError
 
 IN_FLIGHT_PER_PLACE = 2
 """Open requests for each sequence that may run; the ones that wait in the engine keep it full."""
@@ -72,7 +72,7 @@ def _run(source: BinaryIO, journal: Journal, config: ServeConfig) -> int:
         return 0
     print(f"Starting Ray and loading {config.engine.model} ...", file=sys.stderr)
     os.environ.update(REPLICA_ENVIRONMENT)  # this process calls the engines as an ingress does
-    from cluster.serve import app  # imports Ray, which takes seconds and reads it
+    from manta.cluster.serve import app  # imports Ray, which takes seconds and reads it
 
     # A batch that is started again on a cluster finds the engines that it left there when it was killed.
     journal_digest = hashlib.blake2b(str(journal.path.resolve()).encode(), digest_size=4).hexdigest()
@@ -90,7 +90,7 @@ def _run(source: BinaryIO, journal: Journal, config: ServeConfig) -> int:
 
 
 def _start_engines(config: ServeConfig, name: str) -> tuple[Any, str]:
-    from cluster.serve import app
+    from manta.cluster.serve import app
 
     if ray_address() is not None:  # engines on a cluster must be deleted there
         return app.start_engines(config, name)
@@ -116,7 +116,7 @@ async def answering_by(engine: Any, host: str, config: ServeConfig) -> AsyncIter
     """Yields the function that answers lines with the engines that `app.start_engines` returned. From then on this
     process yields to them.
     """
-    from cluster.serve.batches.batch_application import batch_endpoints  # imports Ray, which takes seconds
+    from manta.cluster.serve.batches.batch_application import batch_endpoints  # imports Ray, which takes seconds
 
     # These engines have no other clients, so lines may have any priority.
     endpoints, client = batch_endpoints(config, engine, host, priority_clients=("*",))

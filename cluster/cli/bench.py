@@ -10,8 +10,8 @@ import pathlib
 import sys
 from collections.abc import Sequence
 
-from cluster.cli.parser import nearest
-from cluster.cli.refusal import Refusal
+from manta.cluster.cli.parser import nearest
+from manta.cluster.cli.refusal import Refusal
 
 SUITES = {
     "cluster": "what ranks, batches, and streams that outlive their engine, cost",

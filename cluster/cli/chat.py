@@ -15,11 +15,11 @@ from typing import NamedTuple
 
 import httpx
 
-from cluster.cli.chat_input import is_interactive, read_message
-from cluster.cli.chat_settings import ChatSettings
-from cluster.cli.refusal import Refusal
-from cluster.cli.request_lines import speed
-from cluster.cli.server import connect, no_server
+from manta.cluster.cli.chat_input import is_interactive, read_message
+from manta.cluster.cli.chat_settings import ChatSettings
+from manta.cluster.cli.refusal import Refusal
+from manta.cluster.cli.request_lines import speed
+from manta.cluster.cli.server import connect, no_server
 
 HELP = (
     "/help says this again, /reset forgets the conversation, /system TEXT sets the system message, /set NAME VALUE "

@@ -11,9 +11,9 @@ from typing import Any
 
 import msgspec
 
-from cluster.cli.parser import nearest
-from cluster.cli.refusal import Refusal
-from workers.sampling_params import BOUNDS, SamplingParams
+from manta.cluster.cli.parser import nearest
+from manta.cluster.cli.refusal import Refusal
+from manta.workers.sampling_params import BOUNDS, SamplingParams
 
 NAMES = [name for name in BOUNDS if name not in ("n", "logprobs", "prompt_logprobs")]
 """Parameters that `/set` knows. The others change what an answer consists of, and the terminal shows one text."""

@@ -18,31 +18,37 @@ from typing import TYPE_CHECKING, Any
 import jinja2
 import msgspec
 
-from cluster.cli.invocation import serve_command
-from cluster.cli.refusal import Refusal
-from cluster.config import EngineConfig, load_config
-from cluster.text.chat_template import ChatTemplates, TemplateError
-from cluster.text.tokenizer import Tokenizer
-from cluster.text.tokenizer_files import TokenizerError, read_chat_templates, read_json, resolve_folder, special_tokens
-from structured.logits_processors import LogitsProcessorError, LogitsProcessorRegistry
-from workers.checkpoints.memory import (
+from manta.cluster.cli.invocation import serve_command
+from manta.cluster.cli.refusal import Refusal
+from manta.cluster.config import EngineConfig, load_config
+from manta.cluster.text.chat_template import ChatTemplates, TemplateError
+from manta.cluster.text.tokenizer import Tokenizer
+from manta.cluster.text.tokenizer_files import (
+    TokenizerError,
+    read_chat_templates,
+    read_json,
+    resolve_folder,
+    special_tokens,
+)
+from manta.structured.logits_processors import LogitsProcessorError, LogitsProcessorRegistry
+from manta.workers.checkpoints.memory import (
     num_elements,
     num_parameters,
     plan_kv_cache,
     plan_max_model_len,
     weight_bytes,
 )
-from workers.checkpoints.model_folder import load_model_config, resolve_model_folder
-from workers.exact import check_exact
-from workers.host import free_memory, num_cores
-from workers.kept_weights import check_weights, describe_kept
-from workers.kv_cache_dtype import check_kv_cache, kv_dtype
-from workers.models.model_config import ModelConfig, ModelError
-from workers.parallel.split import check_num_ranks
-from workers.torch_worker.trial import Trial, TrialResult, try_one_layer
+from manta.workers.checkpoints.model_folder import load_model_config, resolve_model_folder
+from manta.workers.exact import check_exact
+from manta.workers.host import free_memory, num_cores
+from manta.workers.kept_weights import check_weights, describe_kept
+from manta.workers.kv_cache_dtype import check_kv_cache, kv_dtype
+from manta.workers.models.model_config import ModelConfig, ModelError
+from manta.workers.parallel.split import check_num_ranks
+from manta.workers.torch_worker.trial import Trial, TrialResult, try_one_layer
 
 if TYPE_CHECKING:
-    from workers.checkpoints.weight_tally import WeightTally  # it imports torch
+    from manta.workers.checkpoints.weight_tally import WeightTally  # it imports torch
 
 
 class CheckReport(msgspec.Struct, frozen=True, kw_only=True):
@@ -162,7 +168,7 @@ def _check_tpu() -> None:
 
 
 def _check_gpu(engine: EngineConfig) -> None:
-    from workers.platforms import check_cuda, choose_platform
+    from manta.workers.platforms import check_cuda, choose_platform
 
     if engine.device == "cuda":
         check_cuda()
@@ -236,8 +242,8 @@ def check_model(engine: EngineConfig) -> CheckReport:
         check_exact(engine, "tpu")
         check_kv_cache(engine, "tpu")
         return _check_on_tpu(engine)
-    from workers.platforms import choose_platform
-    from workers.torch_worker.loader import check_tensors
+    from manta.workers.platforms import choose_platform
+    from manta.workers.torch_worker.loader import check_tensors
 
     folder = resolve_model_folder(engine.model)
     model = load_model_config(folder)
@@ -309,7 +315,7 @@ def check_model(engine: EngineConfig) -> CheckReport:
 
 
 def _check_on_tpu(engine: EngineConfig) -> CheckReport:
-    from workers.jax_worker.trial import try_first_layer
+    from manta.workers.jax_worker.trial import try_first_layer
 
     folder = resolve_model_folder(engine.model)
     model = load_model_config(folder)

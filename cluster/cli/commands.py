@@ -11,11 +11,11 @@ from typing import Any
 
 import yaml
 
-from cluster.cli.flags import add_flags, given_options
-from cluster.cli.parser import CommandParser, check_command
-from cluster.cli.refusal import Refusal
-from cluster.version import commit, version
-from workers.model_options import DEMO_MODEL
+from manta.cluster.cli.flags import add_flags, given_options
+from manta.cluster.cli.parser import CommandParser, check_command
+from manta.cluster.cli.refusal import Refusal
+from manta.cluster.version import commit, version
+from manta.workers.model_options import DEMO_MODEL
 
 DEFAULT_URL = "http://127.0.0.1:8000"
 MODEL_HELP = f"folder or hub id (default: the configuration's, else {DEMO_MODEL}, the model that Manta brings)"
@@ -24,7 +24,7 @@ MODEL_HELP = f"folder or hub id (default: the configuration's, else {DEMO_MODEL}
 def run(argv: list[str]) -> int:
     """Runs the subcommand of a command line and returns its exit code. Raises `Refusal`."""
     if argv[:1] == ["bench"]:  # the benchmarks have a command line of their own
-        from cluster.cli.bench import run_bench
+        from manta.cluster.cli.bench import run_bench
 
         return run_bench(argv[1:])
     parser, commands = command_parser()
@@ -145,7 +145,7 @@ def _overrides(options: argparse.Namespace, flags: dict[str, str]) -> dict[str, 
 
 
 def _serve(options: argparse.Namespace) -> int:
-    from cluster.cli.serve import run_serve
+    from manta.cluster.cli.serve import run_serve
 
     _model(options)
     overrides = _overrides(options, {"model": "engine.model"}) | given_options(options)
@@ -153,31 +153,31 @@ def _serve(options: argparse.Namespace) -> int:
 
 
 def _chat(options: argparse.Namespace) -> int:
-    from cluster.cli.chat import run_chat
+    from manta.cluster.cli.chat import run_chat
 
     return run_chat(_url(options), options.model, os.environ.get("MANTA_API_KEY"), options.message)
 
 
 def _status(options: argparse.Namespace) -> int:
-    from cluster.cli.status import run_status
+    from manta.cluster.cli.status import run_status
 
     return run_status(_url(options), options.as_json)
 
 
 def _top(options: argparse.Namespace) -> int:
-    from cluster.cli.top import run_top
+    from manta.cluster.cli.top import run_top
 
     return run_top(_url(options), options.interval)
 
 
 def _batch(options: argparse.Namespace) -> int:
-    from cluster.cli.batch import run_batch
+    from manta.cluster.cli.batch import run_batch
 
     return run_batch(options.input, options.output, options.config, _overrides(options, {"model": "engine.model"}))
 
 
 def _check(options: argparse.Namespace) -> int:
-    from cluster.cli.check import run_check
+    from manta.cluster.cli.check import run_check
 
     _model(options)
     overrides = _overrides(options, {"model": "engine.model"}) | given_options(options)

@@ -11,8 +11,8 @@ from typing import Any
 
 import yaml
 
-from cluster.config import ServeConfig
-from cluster.option_docs import option_text
+from manta.cluster.config import ServeConfig
+from manta.cluster.option_docs import option_text
 
 FLAGS = {
     "--host": "host",

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from types import FrameType
 from typing import Any
 
-from cluster import private_folder, process_tree
+from manta.cluster import private_folder, process_tree
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 

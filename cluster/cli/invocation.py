@@ -15,7 +15,7 @@ def program() -> str:
         return "manta"
     script = pathlib.Path(sys.executable).parent / "manta"
     if not script.is_file():
-        return f"{shlex.quote(sys.executable)} -m cluster.cli"
+        return f"{shlex.quote(sys.executable)} -m manta.cluster.cli"
     here = pathlib.Path.cwd()
     if script.parent == here:
         return shlex.quote(f"./{script.name}")

@@ -1,4 +1,4 @@
-"""Writes the page of the manual with every option: `python -m cluster.cli.options_page > docs/options.md`.
+"""Writes the page of the manual with every option: `python -m manta.cluster.cli.options_page > docs/options.md`.
 
 The page is made from the configuration's own structs (`cluster/config.py`), and a test checks that it is up to date.
 """
@@ -12,13 +12,13 @@ from typing import Any
 
 import msgspec
 
-from cluster.cli.flags import FLAGS
-from cluster.config import ServeConfig
-from cluster.option_docs import OptionText, group_of, option_text
+from manta.cluster.cli.flags import FLAGS
+from manta.cluster.config import ServeConfig
+from manta.cluster.option_docs import OptionText, group_of, option_text
 
 HEAD = """# Options
 
-This page is generated from the configuration's source: `python -m cluster.cli.options_page > docs/options.md`.
+This page is generated from the configuration's source: `python -m manta.cluster.cli.options_page > docs/options.md`.
 [Serving](serve.md) explains the options that belong together.
 
 An option is a key of a YAML file, which `--config FILE` names, or of the command line:

@@ -7,8 +7,8 @@ import difflib
 from collections.abc import Sequence
 from typing import Any
 
-from cluster.cli.flags import ANSWERS, KEYS_ARE_SEEN
-from cluster.cli.refusal import Refusal
+from manta.cluster.cli.flags import ANSWERS, KEYS_ARE_SEEN
+from manta.cluster.cli.refusal import Refusal
 
 ANSWERED = ("serve", "check", "batch")
 """Subcommands whose users may type flags of other servers."""

@@ -16,29 +16,29 @@ import signal
 import sys
 from typing import Any
 
-from cluster import process_tree
-from cluster.batch.storage import check_storage, with_storage
-from cluster.cli.check import check_machine, check_quickly
-from cluster.cli.interruption import (
+from manta.cluster import process_tree
+from manta.cluster.batch.storage import check_storage, with_storage
+from manta.cluster.cli.check import check_machine, check_quickly
+from manta.cluster.cli.interruption import (
     Interrupted,
     abandoned_when_interrupted,
     handle_signals,
     note_start,
     raise_interrupted,
 )
-from cluster.cli.invocation import program, under_make
-from cluster.cli.refusal import NotStarted, Refusal
-from cluster.cli.request_lines import RequestLog
-from cluster.config import ServeConfig, load_config, ray_address
-from cluster.http.access.keys import VARIABLE, openness, with_api_keys
-from cluster.http.exchange.example import curl
-from cluster.serve.listening.port import bound
-from cluster.telemetry import exporting as telemetry
-from cluster.text.tokenizer_files import has_chat_template
-from workers.cache_folder import cache_folder
-from workers.checkpoints.model_folder import resolve_model_folder
-from workers.model_info import ModelInfo
-from workers.models.model_config import ModelError
+from manta.cluster.cli.invocation import program, under_make
+from manta.cluster.cli.refusal import NotStarted, Refusal
+from manta.cluster.cli.request_lines import RequestLog
+from manta.cluster.config import ServeConfig, load_config, ray_address
+from manta.cluster.http.access.keys import VARIABLE, openness, with_api_keys
+from manta.cluster.http.exchange.example import curl
+from manta.cluster.serve.listening.port import bound
+from manta.cluster.telemetry import exporting as telemetry
+from manta.cluster.text.tokenizer_files import has_chat_template
+from manta.workers.cache_folder import cache_folder
+from manta.workers.checkpoints.model_folder import resolve_model_folder
+from manta.workers.model_info import ModelInfo
+from manta.workers.models.model_config import ModelError
 
 ORPHANS_S = 5.0
 """Seconds after which Ray's agents are killed. They usually notice within seconds that Ray has ended."""
@@ -100,8 +100,8 @@ def _serve_until_signal(config: ServeConfig, quiet: bool, name: str | None, repl
     print(f"Starting Ray and loading {config.engine.model} ...", flush=True)
     if ray_address() is None and config.engine.device in ("auto", "cpu") and not _has_kernels():
         print("The CPU kernels are compiled now, once, which takes up to half a minute.", flush=True)
-    from cluster.serve import app  # imports Ray, which takes seconds
-    from cluster.serve.starting import start_failure
+    from manta.cluster.serve import app  # imports Ray, which takes seconds
+    from manta.cluster.serve.starting import start_failure
 
     name = name or app.APP_NAME
     requests: list[RequestLog] = []
@@ -152,7 +152,7 @@ def _has_kernels() -> bool:
     """Returns whether an earlier start has left compiled kernels, or none can be compiled."""
     if any((cache_folder() / "kernels").glob("*.so")):
         return True
-    from workers.kernels.build import find_compiler  # imports torch, only at a first start
+    from manta.workers.kernels.build import find_compiler  # imports torch, only at a first start
 
     return find_compiler() is None
 

@@ -6,8 +6,8 @@ import ssl
 
 import httpx
 
-from cluster.cli.invocation import program
-from cluster.cli.refusal import Refusal
+from manta.cluster.cli.invocation import program
+from manta.cluster.cli.refusal import Refusal
 
 
 def connect(url: str, api_key: str | None = None, read_timeout_s: float | None = None) -> tuple[httpx.Client, str]:

@@ -10,10 +10,10 @@ from collections.abc import Iterator, Sequence
 import httpx
 import msgspec
 
-from cluster.cli.refusal import Refusal
-from cluster.cli.server import connect, no_server
-from cluster.http.endpoints.status import EngineState, Status
-from cluster.http.exchange.state import DeploymentState, NodeState
+from manta.cluster.cli.refusal import Refusal
+from manta.cluster.cli.server import connect, no_server
+from manta.cluster.http.endpoints.status import EngineState, Status
+from manta.cluster.http.exchange.state import DeploymentState, NodeState
 
 ANSWER_S = 30.0
 """Seconds to wait for the answer; the server itself waits 3 s for its engines."""

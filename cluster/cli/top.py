@@ -18,10 +18,10 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from cluster.cli.refusal import Refusal
-from cluster.cli.server import connect
-from cluster.cli.status import ENGINES, duration, engine_row, read_status
-from cluster.http.endpoints.status import Status
+from manta.cluster.cli.refusal import Refusal
+from manta.cluster.cli.server import connect
+from manta.cluster.cli.status import ENGINES, duration, engine_row, read_status
+from manta.cluster.http.endpoints.status import Status
 
 ANSWER_S = 10.0
 """Seconds to wait for an answer; the server itself waits 3 s for its engines."""

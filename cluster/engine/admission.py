@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import msgspec
 
-from cluster.engine.request import ContinuedChoice, EngineRequest
-from cluster.engine.sequence import Sequence
-from cluster.errors import RequestRefused
-from structured.logits_processors import LogitsProcessorRegistry
-from workers.sampling_params import SamplingParams
+from manta.cluster.engine.request import ContinuedChoice, EngineRequest
+from manta.cluster.engine.sequence import Sequence
+from manta.cluster.errors import RequestRefused
+from manta.structured.logits_processors import LogitsProcessorRegistry
+from manta.workers.sampling_params import SamplingParams
 
 _encoder = msgspec.msgpack.Encoder()
 

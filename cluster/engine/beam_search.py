@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING, Annotated, Literal, NamedTuple
 import msgspec
 from msgspec import Meta
 
-from cluster.engine.interrupts import uninterrupted, uninterrupted_steps
-from cluster.engine.request import Branch, EngineRequest, SequenceOutput
-from workers.sampling_params import MAX_LOGPROBS, SamplingParams
-from workers.step import TokenLogprobs
+from manta.cluster.engine.interrupts import uninterrupted, uninterrupted_steps
+from manta.cluster.engine.request import Branch, EngineRequest, SequenceOutput
+from manta.workers.sampling_params import MAX_LOGPROBS, SamplingParams
+from manta.workers.step import TokenLogprobs
 
 if TYPE_CHECKING:
-    from cluster.engine.engine import Engine
+    from manta.cluster.engine.engine import Engine
 
 
 class BeamSearchParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

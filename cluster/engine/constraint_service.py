@@ -11,16 +11,16 @@ import weakref
 from collections.abc import Callable
 from concurrent.futures import Future
 
-from cluster.config import EngineConfig
-from cluster.engine.stats import ConstraintStats, GrammarPoolStats
-from cluster.errors import QueueFull, RequestRefused
-from structured.compiling.compiler import Compiler, CompilerBusy
-from structured.constraint import ConstraintError, ConstraintSpec, Resolved
-from structured.grammar_pool.grammar_worker import GRAMMAR_CACHE_BYTES
-from structured.grammar_pool.pool import GrammarPool
-from structured.masks import MAX_FORCED
-from structured.vocabulary import Vocabulary
-from workers.model_info import ModelInfo
+from manta.cluster.config import EngineConfig
+from manta.cluster.engine.stats import ConstraintStats, GrammarPoolStats
+from manta.cluster.errors import QueueFull, RequestRefused
+from manta.structured.compiling.compiler import Compiler, CompilerBusy
+from manta.structured.constraint import ConstraintError, ConstraintSpec, Resolved
+from manta.structured.grammar_pool.grammar_worker import GRAMMAR_CACHE_BYTES
+from manta.structured.grammar_pool.pool import GrammarPool
+from manta.structured.masks import MAX_FORCED
+from manta.structured.vocabulary import Vocabulary
+from manta.workers.model_info import ModelInfo
 
 
 class ConstraintService:

@@ -28,26 +28,26 @@ from typing import NamedTuple, TypeVar
 
 import msgspec
 
-from cluster.config import EngineConfig
-from cluster.engine.admission import check_request
-from cluster.engine.constraint_service import ConstraintService
-from cluster.engine.executor_choice import make_executor
-from cluster.engine.executors.executor import Executor, StepCall, no_masks
-from cluster.engine.kv_blocks import KVBlocks
-from cluster.engine.request import Branch, EngineRequest, SequenceOutput
-from cluster.engine.scheduler import Scheduler
-from cluster.engine.sequence import Sequence
-from cluster.engine.stats import EngineStats
-from cluster.engine.step_masks import Masks, StepMasks
-from cluster.engine.step_plan import StepBudget
-from cluster.errors import QueueFull
-from specdecode.forced import ForcedProposer
-from specdecode.lengths import StepCost
-from structured.constraint import ConstraintSpec, Resolved
-from structured.logits_processors import LogitsProcessorFactory, LogitsProcessorRegistry
-from workers.model_info import ModelInfo
-from workers.sampling_params import SamplingParams
-from workers.step import StepInput, StepOutOfMemory
+from manta.cluster.config import EngineConfig
+from manta.cluster.engine.admission import check_request
+from manta.cluster.engine.constraint_service import ConstraintService
+from manta.cluster.engine.executor_choice import make_executor
+from manta.cluster.engine.executors.executor import Executor, StepCall, no_masks
+from manta.cluster.engine.kv_blocks import KVBlocks
+from manta.cluster.engine.request import Branch, EngineRequest, SequenceOutput
+from manta.cluster.engine.scheduler import Scheduler
+from manta.cluster.engine.sequence import Sequence
+from manta.cluster.engine.stats import EngineStats
+from manta.cluster.engine.step_masks import Masks, StepMasks
+from manta.cluster.engine.step_plan import StepBudget
+from manta.cluster.errors import QueueFull
+from manta.specdecode.forced import ForcedProposer
+from manta.specdecode.lengths import StepCost
+from manta.structured.constraint import ConstraintSpec, Resolved
+from manta.structured.logits_processors import LogitsProcessorFactory, LogitsProcessorRegistry
+from manta.workers.model_info import ModelInfo
+from manta.workers.sampling_params import SamplingParams
+from manta.workers.step import StepInput, StepOutOfMemory
 
 logger = logging.getLogger(__name__)
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import logging
 
-from cluster.config import EngineConfig
-from cluster.engine.executors.executor import Executor, SynchronousExecutor
-from cluster.engine.executors.in_process import InProcessExecutor
-from cluster.engine.executors.thread_executor import ThreadExecutor
+from manta.cluster.config import EngineConfig
+from manta.cluster.engine.executors.executor import Executor, SynchronousExecutor
+from manta.cluster.engine.executors.in_process import InProcessExecutor
+from manta.cluster.engine.executors.thread_executor import ThreadExecutor
 
 logger = logging.getLogger(__name__)
 
@@ -18,7 +18,7 @@ def make_executor(config: EngineConfig) -> Executor:
     """
     if config.num_ranks == 1:
         return with_depth(InProcessExecutor(config), config)
-    from cluster.engine.ranks.ray_executor import RayExecutor  # imports Ray
+    from manta.cluster.engine.ranks.ray_executor import RayExecutor  # imports Ray
 
     return with_depth(RayExecutor(config), config)
 

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from cluster.engine.kv_blocks import KVBlocks
-from cluster.engine.sequence import Sequence
+from manta.cluster.engine.kv_blocks import KVBlocks
+from manta.cluster.engine.sequence import Sequence
 
 
 class KVCacheManager:

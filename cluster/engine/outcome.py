@@ -5,11 +5,11 @@ The scheduler is the only caller, and owns queues and blocks. Imports neither to
 
 from __future__ import annotations
 
-from cluster.engine.request import FinishStatus, SequenceOutput
-from cluster.engine.sequence import Sequence
-from cluster.engine.stats import DraftCounts
-from specdecode.acceptance import num_accepted
-from workers.step import ScheduledSequence, StepInput, StepOutput, TokenLogprobs
+from manta.cluster.engine.request import FinishStatus, SequenceOutput
+from manta.cluster.engine.sequence import Sequence
+from manta.cluster.engine.stats import DraftCounts
+from manta.specdecode.acceptance import num_accepted
+from manta.workers.step import ScheduledSequence, StepInput, StepOutput, TokenLogprobs
 
 
 def computed_by(step: StepInput) -> list[ScheduledSequence]:

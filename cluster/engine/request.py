@@ -10,8 +10,8 @@ from typing import NamedTuple
 
 import msgspec
 
-from workers.sampling_params import SamplingParams
-from workers.step import TokenLogprobs
+from manta.workers.sampling_params import SamplingParams
+from manta.workers.step import TokenLogprobs
 
 
 class FinishStatus(enum.StrEnum):

@@ -10,16 +10,16 @@ from __future__ import annotations
 
 import msgspec
 
-from cluster.engine.admission import check_room
-from cluster.engine.kv_blocks import IntegrityError, KVBlocks
-from cluster.engine.kv_cache_manager import KVCacheManager
-from cluster.engine.outcome import advance, computed_by
-from cluster.engine.request import FinishStatus, SequenceOutput
-from cluster.engine.sequence import Sequence
-from cluster.engine.stats import DraftCounts
-from cluster.engine.step_plan import StepPlan
-from cluster.engine.turns import SequenceQueue, Turns
-from workers.step import RowError, StepInput, StepOutput
+from manta.cluster.engine.admission import check_room
+from manta.cluster.engine.kv_blocks import IntegrityError, KVBlocks
+from manta.cluster.engine.kv_cache_manager import KVCacheManager
+from manta.cluster.engine.outcome import advance, computed_by
+from manta.cluster.engine.request import FinishStatus, SequenceOutput
+from manta.cluster.engine.sequence import Sequence
+from manta.cluster.engine.stats import DraftCounts
+from manta.cluster.engine.step_plan import StepPlan
+from manta.cluster.engine.turns import SequenceQueue, Turns
+from manta.workers.step import RowError, StepInput, StepOutput
 
 
 class Scheduler:

@@ -12,11 +12,11 @@ from typing import Any
 
 import msgspec
 
-from cluster.engine.kv_blocks import hash_blocks
-from cluster.engine.request import ContinuedChoice, FinishStatus, Usage
-from structured.constraint import Resolved
-from workers.sampling_params import SamplingParams, child_seed
-from workers.step import ScheduledSequence, SequenceStart
+from manta.cluster.engine.kv_blocks import hash_blocks
+from manta.cluster.engine.request import ContinuedChoice, FinishStatus, Usage
+from manta.structured.constraint import Resolved
+from manta.workers.sampling_params import SamplingParams, child_seed
+from manta.workers.step import ScheduledSequence, SequenceStart
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -261,7 +261,7 @@ class Sequence:
         )
 
     def hash_blocks(self, count: int, block_size: int) -> list[bytes]:
-        """Returns the hashes of the first `count` full blocks; see `cluster.engine.kv_blocks.hash_blocks`."""
+        """Returns the hashes of the first `count` full blocks; see `manta.cluster.engine.kv_blocks.hash_blocks`."""
         if count > len(self.block_hashes):
             self.block_hashes = hash_blocks(self.token_ids, count, block_size, self.block_hashes, self.cache_root)
         return self.block_hashes[:count]

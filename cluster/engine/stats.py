@@ -33,7 +33,7 @@ class GrammarPoolStats(msgspec.Struct, array_like=True):
     """Number of grammar workers, threads or actors, including those that are starting."""
     num_hanging_workers: int = 0
     """Number of replaced grammar workers that have not ended. Together with `num_workers` at most
-    `structured.grammar_pool.pool.MAX_WORKERS`.
+    `manta.structured.grammar_pool.pool.MAX_WORKERS`.
     """
 
 

@@ -17,17 +17,17 @@ import math
 import time
 from collections.abc import Callable, Iterable, Mapping
 
-from cluster.engine.constraint_service import ConstraintService
-from cluster.engine.kv_blocks import IntegrityError
-from cluster.engine.request import FinishStatus, SequenceOutput
-from cluster.engine.scheduler import Scheduler
-from cluster.engine.sequence import Sequence
-from specdecode.forced import ForcedProposer
-from specdecode.lengths import Load
-from structured.grammar_pool.grammar_worker import SessionStart
-from structured.grammar_pool.pool import GrammarPool
-from structured.masks import DEAD_END, FINISHED, LATE, NO_MASK, MaskBatch
-from workers.step import StepInput, StepOutput
+from manta.cluster.engine.constraint_service import ConstraintService
+from manta.cluster.engine.kv_blocks import IntegrityError
+from manta.cluster.engine.request import FinishStatus, SequenceOutput
+from manta.cluster.engine.scheduler import Scheduler
+from manta.cluster.engine.sequence import Sequence
+from manta.specdecode.forced import ForcedProposer
+from manta.specdecode.lengths import Load
+from manta.structured.grammar_pool.grammar_worker import SessionStart
+from manta.structured.grammar_pool.pool import GrammarPool
+from manta.structured.masks import DEAD_END, FINISHED, LATE, NO_MASK, MaskBatch
+from manta.workers.step import StepInput, StepOutput
 
 PATIENCE = 0.25
 """Share of a step's time that ready rows wait for late ones if every row of the step is constrained."""

@@ -7,8 +7,8 @@ end.
 
 from __future__ import annotations
 
-from cluster.engine.sequence import Sequence
-from workers.step import SamplePoint, SequenceFork, StepInput
+from manta.cluster.engine.sequence import Sequence
+from manta.workers.step import SamplePoint, SequenceFork, StepInput
 
 FIRST_PATIENCE, MOST_PATIENCE = 16, 4096
 """Successful full steps before the budget doubles: 16 after the first failure, at most 4096. Each failure doubles the

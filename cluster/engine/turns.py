@@ -17,7 +17,7 @@ import bisect
 import operator
 from collections import Counter
 
-from cluster.engine.sequence import Sequence
+from manta.cluster.engine.sequence import Sequence
 
 _ORDER = operator.attrgetter("order")
 

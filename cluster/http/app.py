@@ -13,32 +13,32 @@ from typing import TYPE_CHECKING, Any
 
 from prometheus_client.metrics_core import Metric
 
-from cluster.config import ServeConfig
-from cluster.errors import ServingError
-from cluster.http.access.keys import ApiKeys
-from cluster.http.access.origins import Origins
-from cluster.http.access.prefix_scope import new_secret
-from cluster.http.access.rate_limits import RateLimits
-from cluster.http.endpoints import streams as stream_endpoints
-from cluster.http.endpoints.stored_responses import keep_ended
-from cluster.http.exchange.codec import Body, decode, encode
-from cluster.http.exchange.engines import Engines
-from cluster.http.exchange.exchange import BodyRoom, ClientGone, Exchange, Receive, Scope, Send
-from cluster.http.exchange.metrics import Metrics
-from cluster.http.exchange.preparation import Preparing
-from cluster.http.exchange.recording import make_resumable
-from cluster.http.exchange.recordings import Recording, Streams, last_event
-from cluster.http.exchange.routing import Route, Router
-from cluster.http.exchange.state import AppState, ClusterState, DeploymentState, NodeState, OtherMetrics
-from cluster.http.openapi import openapi_document
-from cluster.http.routes import MESSAGE, ROUTES
-from cluster.http.websockets import WebSockets
-from cluster.protocol.api_errors import ApiError, api_error
-from cluster.telemetry.request_log import open_request_log
-from cluster.text.tokenizer import Tokenizer
+from manta.cluster.config import ServeConfig
+from manta.cluster.errors import ServingError
+from manta.cluster.http.access.keys import ApiKeys
+from manta.cluster.http.access.origins import Origins
+from manta.cluster.http.access.prefix_scope import new_secret
+from manta.cluster.http.access.rate_limits import RateLimits
+from manta.cluster.http.endpoints import streams as stream_endpoints
+from manta.cluster.http.endpoints.stored_responses import keep_ended
+from manta.cluster.http.exchange.codec import Body, decode, encode
+from manta.cluster.http.exchange.engines import Engines
+from manta.cluster.http.exchange.exchange import BodyRoom, ClientGone, Exchange, Receive, Scope, Send
+from manta.cluster.http.exchange.metrics import Metrics
+from manta.cluster.http.exchange.preparation import Preparing
+from manta.cluster.http.exchange.recording import make_resumable
+from manta.cluster.http.exchange.recordings import Recording, Streams, last_event
+from manta.cluster.http.exchange.routing import Route, Router
+from manta.cluster.http.exchange.state import AppState, ClusterState, DeploymentState, NodeState, OtherMetrics
+from manta.cluster.http.openapi import openapi_document
+from manta.cluster.http.routes import MESSAGE, ROUTES
+from manta.cluster.http.websockets import WebSockets
+from manta.cluster.protocol.api_errors import ApiError, api_error
+from manta.cluster.telemetry.request_log import open_request_log
+from manta.cluster.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
-    from cluster.http.server_span import ServerSpans
+    from manta.cluster.http.server_span import ServerSpans
 
 
 async def no_other_metrics() -> list[list[Metric]]:

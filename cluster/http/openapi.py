@@ -7,9 +7,9 @@ from typing import Any
 
 import msgspec
 
-from cluster.http.exchange.routing import Route
-from cluster.protocol.api_errors import RETRIED_STATUSES, ErrorBody
-from cluster.version import version
+from manta.cluster.http.exchange.routing import Route
+from manta.cluster.protocol.api_errors import RETRIED_STATUSES, ErrorBody
+from manta.cluster.version import version
 
 _ERRORS = {
     400: "The body is wrong or cannot be served; `param` names the field",

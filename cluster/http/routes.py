@@ -5,8 +5,8 @@ A new endpoint is a row here and a file in `cluster/http/endpoints/` with its ha
 
 from __future__ import annotations
 
-from cluster.batch.records import Batch, FileObject
-from cluster.http.endpoints import (
+from manta.cluster.batch.records import Batch, FileObject
+from manta.cluster.http.endpoints import (
     anthropic,
     batches,
     compaction,
@@ -22,10 +22,10 @@ from cluster.http.endpoints import (
     streams,
     tokens,
 )
-from cluster.http.exchange.routing import Route
-from cluster.http.exchange.uploads import UploadForm
-from cluster.protocol.anthropic import CountTokensRequest, MessageAnswer, MessagesRequest, TokenCount
-from cluster.protocol.ollama import (
+from manta.cluster.http.exchange.routing import Route
+from manta.cluster.http.exchange.uploads import UploadForm
+from manta.cluster.protocol.anthropic import CountTokensRequest, MessageAnswer, MessagesRequest, TokenCount
+from manta.cluster.protocol.ollama import (
     OllamaChatAnswer,
     OllamaChatRequest,
     OllamaGenerateAnswer,
@@ -34,9 +34,9 @@ from cluster.protocol.ollama import (
     OllamaShow,
     OllamaShowRequest,
 )
-from cluster.protocol.requests import ChatCompletionRequest, CompletionRequest
-from cluster.protocol.responses import ChatCompletion, Completion
-from cluster.protocol.responses_api import (
+from manta.cluster.protocol.requests import ChatCompletionRequest, CompletionRequest
+from manta.cluster.protocol.responses import ChatCompletion, Completion
+from manta.cluster.protocol.responses_api import (
     CompactedResponse,
     CompactRequest,
     ResponseCreateEvent,

@@ -10,8 +10,8 @@ import contextlib
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from cluster.http.exchange.exchange import Exchange
-from cluster.telemetry.exporting import open_tracer
+from manta.cluster.http.exchange.exchange import Exchange
+from manta.cluster.telemetry.exporting import open_tracer
 
 if TYPE_CHECKING:
     from opentelemetry.trace import Span, Tracer

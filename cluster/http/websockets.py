@@ -17,11 +17,11 @@ from typing import Any, NoReturn
 
 import msgspec
 
-from cluster.config import ServeConfig
-from cluster.http.exchange.codec import body_of_event, encode
-from cluster.http.exchange.exchange import BodyRoom, Exchange, Receive, Scope, Send
-from cluster.http.exchange.remembered import RememberedResponses
-from cluster.protocol.api_errors import ApiError, ErrorBody
+from manta.cluster.config import ServeConfig
+from manta.cluster.http.exchange.codec import body_of_event, encode
+from manta.cluster.http.exchange.exchange import BodyRoom, Exchange, Receive, Scope, Send
+from manta.cluster.http.exchange.remembered import RememberedResponses
+from manta.cluster.protocol.api_errors import ApiError, ErrorBody
 
 MAX_OPEN_S = 3600.0
 """Seconds for which a connection may be open, as in OpenAI's API. A response that is running then still ends."""

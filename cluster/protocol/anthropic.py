@@ -12,9 +12,9 @@ from typing import Any, Literal
 
 import msgspec
 
-from cluster.errors import refuse
-from cluster.protocol.requests import ChatCompletionRequest
-from cluster.protocol.translated import as_openai
+from manta.cluster.errors import refuse
+from manta.cluster.protocol.requests import ChatCompletionRequest
+from manta.cluster.protocol.translated import as_openai
 
 BILLING_NOTE = "x-anthropic-billing-header:"
 """Begins a block that some agents put into the system prompt. It is addressed to Anthropic's service and changes with

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import msgspec
 
-from cluster.errors import GenerationFailed, Overdue, QueueFull, RequestRefused, ServingError, Unavailable
+from manta.cluster.errors import GenerationFailed, Overdue, QueueFull, RequestRefused, ServingError, Unavailable
 
 _ERROR_TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
 

@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
-from cluster.config import BodyLimits, ServeConfig
-from cluster.errors import refuse
-from workers.sampling_params import SamplingParams
+from manta.cluster.config import BodyLimits, ServeConfig
+from manta.cluster.errors import refuse
+from manta.workers.sampling_params import SamplingParams
 
 MAX_TOOLS = 128
 """Most tools of one body, as in OpenAI's API. If their grammar is refused, each tool is compiled by itself to find the

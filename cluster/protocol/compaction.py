@@ -14,9 +14,9 @@ from typing import Any, NoReturn
 
 import msgspec
 
-from cluster.config import BodyLimits
-from cluster.errors import refuse
-from cluster.protocol.body_limits import check_num_values
+from manta.cluster.config import BodyLimits
+from manta.cluster.errors import refuse
+from manta.cluster.protocol.body_limits import check_num_values
 
 VERSION = "manta1"
 """Beginning of the content. Another one is needed as soon as `Compacted` changes."""

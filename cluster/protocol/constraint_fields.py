@@ -11,8 +11,8 @@ from typing import Any
 
 import msgspec
 
-from cluster.errors import RequestRefused, refuse
-from structured.constraint import ConstraintSpec, Kind
+from manta.cluster.errors import RequestRefused, refuse
+from manta.structured.constraint import ConstraintSpec, Kind
 
 
 class ResponseText(msgspec.Struct, tag_field="type", tag="text", forbid_unknown_fields=True):

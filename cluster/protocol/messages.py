@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from cluster.errors import refuse
+from manta.cluster.errors import refuse
 
 
 class Arguments(dict[str, Any]):

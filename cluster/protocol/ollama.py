@@ -11,9 +11,9 @@ from typing import Any
 
 import msgspec
 
-from cluster.errors import refuse
-from cluster.protocol.requests import ChatCompletionRequest, CompletionRequest
-from cluster.protocol.translated import as_openai
+from manta.cluster.errors import refuse
+from manta.cluster.protocol.requests import ChatCompletionRequest, CompletionRequest
+from manta.cluster.protocol.translated import as_openai
 
 RENAMED = {
     "temperature": "temperature",

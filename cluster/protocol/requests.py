@@ -10,21 +10,21 @@ from typing import Any, ClassVar, Literal
 
 import msgspec
 
-from cluster.errors import refuse
-from cluster.protocol.body_limits import check_metadata, check_n
-from cluster.protocol.constraint_fields import ResponseFormat, StructuredOutputs, requested_constraint
-from cluster.protocol.messages import (
+from manta.cluster.errors import refuse
+from manta.cluster.protocol.body_limits import check_metadata, check_n
+from manta.cluster.protocol.constraint_fields import ResponseFormat, StructuredOutputs, requested_constraint
+from manta.cluster.protocol.messages import (
     ChatMessage,
     check_continuation,
     check_template_kwargs,
     content_text,
     template_message,
 )
-from cluster.protocol.shape_errors import bound_error
-from cluster.protocol.tools import AllowedToolsChoice, Tool, ToolChoice, arguments_constraint, check_tools
-from structured.constraint import ConstraintSpec
-from structured.logits_processors import LogitsProcessorSpec
-from workers.sampling_params import SamplingParams
+from manta.cluster.protocol.shape_errors import bound_error
+from manta.cluster.protocol.tools import AllowedToolsChoice, Tool, ToolChoice, arguments_constraint, check_tools
+from manta.structured.constraint import ConstraintSpec
+from manta.structured.logits_processors import LogitsProcessorSpec
+from manta.workers.sampling_params import SamplingParams
 
 DEFAULT_COMPLETION_TOKENS = 16
 """Default `max_tokens` of `/v1/completions`, as in OpenAI's API; a chat may use the whole context length."""

@@ -7,8 +7,8 @@ from collections import Counter
 from collections.abc import Iterable
 from typing import Any
 
-from cluster.errors import refuse
-from cluster.protocol.compaction import Compacted, decode_compacted
+from manta.cluster.errors import refuse
+from manta.cluster.protocol.compaction import Compacted, decode_compacted
 
 Item = dict[str, Any]
 

@@ -9,7 +9,7 @@ from typing import Literal
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from cluster.protocol.usage import UsageInfo
+from manta.cluster.protocol.usage import UsageInfo
 
 SERVICE_TIER = "default"
 """The one service tier, in OpenAI's words."""

@@ -10,10 +10,10 @@ from typing import Any, ClassVar, Literal
 
 import msgspec
 
-from cluster.errors import refuse
-from cluster.protocol.requests import ChatCompletionRequest
-from cluster.protocol.response_items import chat_messages
-from cluster.protocol.translated import as_openai
+from manta.cluster.errors import refuse
+from manta.cluster.protocol.requests import ChatCompletionRequest
+from manta.cluster.protocol.response_items import chat_messages
+from manta.cluster.protocol.translated import as_openai
 
 _REFUSED = {
     "conversation": "there are no conversation objects; send previous_response_id, or the whole conversation as input",

@@ -7,9 +7,9 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from cluster.errors import RequestRefused
-from cluster.protocol.choices import choices_at
-from workers.sampling_params import MAX_LOGPROBS
+from manta.cluster.errors import RequestRefused
+from manta.cluster.protocol.choices import choices_at
+from manta.workers.sampling_params import MAX_LOGPROBS
 
 _UNKNOWN_FIELD = re.compile(r"Object contains unknown field `(.*)`", re.DOTALL)
 _MISSING_FIELD = re.compile(r"Object missing required field `(.*)`", re.DOTALL)

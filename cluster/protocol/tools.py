@@ -7,9 +7,9 @@ from typing import Any, Literal
 
 import msgspec
 
-from cluster.errors import refuse
-from cluster.protocol.constraint_fields import json_text
-from structured.constraint import ConstraintSpec
+from manta.cluster.errors import refuse
+from manta.cluster.protocol.constraint_fields import json_text
+from manta.structured.constraint import ConstraintSpec
 
 
 class Function(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):

@@ -9,9 +9,9 @@ from typing import Any, Protocol
 
 import msgspec
 
-from cluster.errors import RequestRefused
-from cluster.protocol.body_limits import check_sizes
-from cluster.protocol.shape_errors import shape_error
+from manta.cluster.errors import RequestRefused
+from manta.cluster.protocol.body_limits import check_sizes
+from manta.cluster.protocol.shape_errors import shape_error
 
 
 class Translated(Protocol):

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 import msgspec
 
-from cluster.engine.request import Usage
+from manta.cluster.engine.request import Usage
 
 
 class PromptTokensDetails(msgspec.Struct):

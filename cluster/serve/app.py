@@ -1,8 +1,8 @@
 """Builds the Ray Serve application, ingresses in front of engines. `start` deploys it; Serve's own files import
 `build`.
 
-`serve run cluster.serve.app:build` and the files in `configs/serve/` take the same options as `manta serve`. Both ways
-lead to `application`.
+`serve run manta.cluster.serve.app:build` and the files in `configs/serve/` take the same options as `manta serve`. Both
+ways lead to `application`.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from ray.serve.config import HTTPOptions, ProxyLocation
 from ray.serve.context import _get_global_client as get_client
 from ray.serve.schema import LoggingConfig
 
-from cluster import own_ray
-from cluster.batch.storage import with_storage
-from cluster.config import ServeConfig, ray_address
-from cluster.engine.ranks.claims import (
+from manta.cluster import own_ray
+from manta.cluster.batch.storage import with_storage
+from manta.cluster.config import ServeConfig, ray_address
+from manta.cluster.engine.ranks.claims import (
     CannotPlace,
     check_room,
     cluster_gpus,
@@ -38,20 +38,20 @@ from cluster.engine.ranks.claims import (
     threads_each,
     with_device,
 )
-from cluster.http.access.keys import with_api_keys
-from cluster.http.access.prefix_scope import new_secret
-from cluster.option_reader import read_options
-from cluster.serve.batches.batch_deployment import batch_deployment
-from cluster.serve.engine_deployment import engine_deployment
-from cluster.serve.ingress import ingress_deployment
-from cluster.serve.listening.tls import Certificate
-from cluster.serve.starting import deployed, joined_ray
-from cluster.serve.starting.start_failure import StartFailed, unexpected
-from cluster.serve.starting.start_watch import wait_until_running
-from cluster.version import version
-from workers.host import num_cores
-from workers.model_info import ModelInfo
-from workers.model_options import DEMO_MODEL
+from manta.cluster.http.access.keys import with_api_keys
+from manta.cluster.http.access.prefix_scope import new_secret
+from manta.cluster.option_reader import read_options
+from manta.cluster.serve.batches.batch_deployment import batch_deployment
+from manta.cluster.serve.engine_deployment import engine_deployment
+from manta.cluster.serve.ingress import ingress_deployment
+from manta.cluster.serve.listening.tls import Certificate
+from manta.cluster.serve.starting import deployed, joined_ray
+from manta.cluster.serve.starting.start_failure import StartFailed, unexpected
+from manta.cluster.serve.starting.start_watch import wait_until_running
+from manta.cluster.version import version
+from manta.workers.host import num_cores
+from manta.workers.model_info import ModelInfo
+from manta.workers.model_options import DEMO_MODEL
 
 APP_NAME = "manta"
 """Name of the application, unless its user gives another one."""
@@ -116,8 +116,8 @@ def _for_nodes(config: ServeConfig, nodes: list[int], num_living: int = 1) -> Se
 
 
 def build(options: dict[str, Any]) -> serve.Application:
-    """Builds the application for Serve's configuration files: `import_path: cluster.serve.app:build`, options under
-    `args`.
+    """Builds the application for Serve's configuration files: `import_path: manta.cluster.serve.app:build`, options
+    under `args`.
     """
     config = read_options(options, ServeConfig)
     nodes = node_cpus()

@@ -23,27 +23,34 @@ import ray
 from ray import serve
 from ray.serve.config import RequestRouterConfig
 
-from cluster.config import AutoscalingOptions, EngineConfig
-from cluster.engine.ranks.claims import TPU, gpu_environment, gpus_each, own_cpus, tpus_each
-from cluster.engine.request import EngineRequest, SequenceOutput, Usage
-from cluster.engine.stats import EngineStats, ServiceStats
-from cluster.errors import QueueFull, RequestRefused
-from cluster.serve.routing.replicas import own_name, own_node
-from cluster.serve.routing.reports import CacheReporter
-from cluster.serve.routing.request_router import EngineRouter
-from cluster.serve.scaling.autoscaling import autoscaling_config
-from cluster.serve.scaling.meter import LoadMeter
-from cluster.serve.starting.replica_process import REPLICA_ENVIRONMENT, ReplicaProcess
-from cluster.serve.starting.start_failure import told_in_words
-from cluster.serve.streams.burst import Burst
-from cluster.serve.streams.gathering import Gathering
-from cluster.serve.streams.keeper import Keeper
-from cluster.serve.streams.packed import Packed
-from cluster.serve.streams.token_channel import BEAT_S, Address, Control, EngineFailed, OutputSender, RequestResult
-from cluster.telemetry.engine_watch import EngineWatch
-from structured.constraint import ConstraintSpec, Resolved
-from workers.model_info import ModelInfo
-from workers.phases import Phases
+from manta.cluster.config import AutoscalingOptions, EngineConfig
+from manta.cluster.engine.ranks.claims import TPU, gpu_environment, gpus_each, own_cpus, tpus_each
+from manta.cluster.engine.request import EngineRequest, SequenceOutput, Usage
+from manta.cluster.engine.stats import EngineStats, ServiceStats
+from manta.cluster.errors import QueueFull, RequestRefused
+from manta.cluster.serve.routing.replicas import own_name, own_node
+from manta.cluster.serve.routing.reports import CacheReporter
+from manta.cluster.serve.routing.request_router import EngineRouter
+from manta.cluster.serve.scaling.autoscaling import autoscaling_config
+from manta.cluster.serve.scaling.meter import LoadMeter
+from manta.cluster.serve.starting.replica_process import REPLICA_ENVIRONMENT, ReplicaProcess
+from manta.cluster.serve.starting.start_failure import told_in_words
+from manta.cluster.serve.streams.burst import Burst
+from manta.cluster.serve.streams.gathering import Gathering
+from manta.cluster.serve.streams.keeper import Keeper
+from manta.cluster.serve.streams.packed import Packed
+from manta.cluster.serve.streams.token_channel import (
+    BEAT_S,
+    Address,
+    Control,
+    EngineFailed,
+    OutputSender,
+    RequestResult,
+)
+from manta.cluster.telemetry.engine_watch import EngineWatch
+from manta.structured.constraint import ConstraintSpec, Resolved
+from manta.workers.model_info import ModelInfo
+from manta.workers.phases import Phases
 
 logger = logging.getLogger(__name__)
 
@@ -121,7 +128,9 @@ class EngineReplica:
 
     def _start(self, config: EngineConfig, is_alone: bool) -> None:
         self._phases = Phases(process=self.seconds_before())
-        from cluster.engine.engine import Engine  # a process that only deploys this class needs none of these imports
+        from manta.cluster.engine.engine import (
+            Engine,  # a process that only deploys this class needs none of these imports
+        )
 
         self._phases.end(IMPORTS)
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()

@@ -17,20 +17,20 @@ from prometheus_client.metrics_core import Metric
 from ray import serve
 from ray.serve.exceptions import DeploymentUnavailableError
 
-from cluster.config import ServeConfig
-from cluster.http.access.keys import openness
-from cluster.http.app import HttpApp
-from cluster.http.exchange.exchange import Receive, Scope, Send
-from cluster.http.exchange.metrics import Metrics
-from cluster.http.server_span import open_server_spans
-from cluster.serve.listening.listener import Listener
-from cluster.serve.scaling.autoscaling import ingress_autoscaling_config
-from cluster.serve.scaling.cluster_state import ClusterWatch, is_removed
-from cluster.serve.starting.replica_process import REPLICA_ENVIRONMENT, ReplicaProcess
-from cluster.serve.starting.start_failure import told_in_words
-from cluster.serve.streams.engine_client import ANSWER_TIMEOUT_S, EngineClient
-from cluster.text.tokenizer import Tokenizer
-from workers.checkpoints.model_folder import resolve_model_folder
+from manta.cluster.config import ServeConfig
+from manta.cluster.http.access.keys import openness
+from manta.cluster.http.app import HttpApp
+from manta.cluster.http.exchange.exchange import Receive, Scope, Send
+from manta.cluster.http.exchange.metrics import Metrics
+from manta.cluster.http.server_span import open_server_spans
+from manta.cluster.serve.listening.listener import Listener
+from manta.cluster.serve.scaling.autoscaling import ingress_autoscaling_config
+from manta.cluster.serve.scaling.cluster_state import ClusterWatch, is_removed
+from manta.cluster.serve.starting.replica_process import REPLICA_ENVIRONMENT, ReplicaProcess
+from manta.cluster.serve.starting.start_failure import told_in_words
+from manta.cluster.serve.streams.engine_client import ANSWER_TIMEOUT_S, EngineClient
+from manta.cluster.text.tokenizer import Tokenizer
+from manta.workers.checkpoints.model_folder import resolve_model_folder
 
 DRAIN_POLL_S = 0.5
 """Seconds between two checks of a draining replica whether another one has taken its place."""

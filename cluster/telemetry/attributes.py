@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from workers.sampling_params import SamplingParams
+from manta.workers.sampling_params import SamplingParams
 
 
 def generation_attributes(model: str, params: SamplingParams, *, chat: bool, stream: bool) -> dict[str, Any]:

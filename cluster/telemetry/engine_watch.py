@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from cluster.engine.request import EngineRequest, FinishStatus, SequenceOutput, Usage
-from cluster.engine.scheduler import Scheduler
-from cluster.engine.sequence import Sequence
-from cluster.telemetry.exporting import open_tracer
-from cluster.telemetry.request_log import log_event, open_request_log, request_id_of
+from manta.cluster.engine.request import EngineRequest, FinishStatus, SequenceOutput, Usage
+from manta.cluster.engine.scheduler import Scheduler
+from manta.cluster.engine.sequence import Sequence
+from manta.cluster.telemetry.exporting import open_tracer
+from manta.cluster.telemetry.request_log import log_event, open_request_log, request_id_of
 
 if TYPE_CHECKING:
     from opentelemetry.trace import Tracer

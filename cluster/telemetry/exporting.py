@@ -11,7 +11,7 @@ import os
 from importlib import metadata
 from typing import TYPE_CHECKING
 
-from cluster.version import version
+from manta.cluster.version import version
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace import TracerProvider

@@ -11,10 +11,10 @@ import re
 
 import msgspec
 
-from cluster.engine.request import SequenceOutput
-from cluster.text.text_decoder import TextDecoder
-from cluster.text.tokenizer import Tokenizer
-from workers.sampling_params import SamplingParams
+from manta.cluster.engine.request import SequenceOutput
+from manta.cluster.text.text_decoder import TextDecoder
+from manta.cluster.text.tokenizer import Tokenizer
+from manta.workers.sampling_params import SamplingParams
 
 
 class TextDelta(msgspec.Struct, array_like=True, gc=False):

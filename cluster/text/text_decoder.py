@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import msgspec
 from tokenizers import Tokenizer as FastTokenizer
 
-from structured.vocabulary import byte_of_character
+from manta.structured.vocabulary import byte_of_character
 
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>\Z")
 _BYTE_OF_CHARACTER = byte_of_character()

@@ -17,10 +17,16 @@ import msgspec
 from tokenizers import AddedToken
 from tokenizers import Tokenizer as FastTokenizer
 
-from cluster.text.chat_template import ChatTemplates
-from cluster.text.text_decoder import PieceDecoder, PieceTable, TextDecoder, WindowDecoder, decoding_of
-from cluster.text.tokenizer_files import TokenizerError, read_chat_templates, read_json, resolve_folder, special_tokens
-from workers.sampling_params import SamplingParams
+from manta.cluster.text.chat_template import ChatTemplates
+from manta.cluster.text.text_decoder import PieceDecoder, PieceTable, TextDecoder, WindowDecoder, decoding_of
+from manta.cluster.text.tokenizer_files import (
+    TokenizerError,
+    read_chat_templates,
+    read_json,
+    resolve_folder,
+    special_tokens,
+)
+from manta.workers.sampling_params import SamplingParams
 
 _CONVERTIBLE = ("*.model", "vocab.*", "*.tiktoken", "*.tekken", "tekken.json")
 """Patterns of tokenizer files that transformers converts."""
@@ -77,7 +83,7 @@ class Tokenizer:
             raise TokenizerError(f"{self.folder} holds no tokenizer.json; {_OTHER_TOKENIZER}")
         import transformers
 
-        from workers.checkpoints.transformers_support import first_sentence
+        from manta.workers.checkpoints.transformers_support import first_sentence
 
         transformers.utils.logging.set_verbosity_error()  # otherwise it logs at length what the error says
         try:

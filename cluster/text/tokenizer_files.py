@@ -28,8 +28,8 @@ def resolve_folder(folder: str | pathlib.Path) -> pathlib.Path:
     path = pathlib.Path(folder).expanduser()
     if path.is_dir():
         return path
-    from workers.checkpoints.model_folder import resolve_model_folder
-    from workers.models.model_config import ModelError
+    from manta.workers.checkpoints.model_folder import resolve_model_folder
+    from manta.workers.models.model_config import ModelError
 
     try:
         return resolve_model_folder(str(folder))

@@ -13,10 +13,10 @@ from typing import Any
 
 import msgspec
 
-from structured.backend import Backend, make_backend
-from structured.backends.lark_schemas import embedded_schemas, with_replaced
-from structured.constraint import ConstraintError, ConstraintSpec, Resolved, Unsupported
-from structured.vocabulary import Vocabulary
+from manta.structured.backend import Backend, make_backend
+from manta.structured.backends.lark_schemas import embedded_schemas, with_replaced
+from manta.structured.constraint import ConstraintError, ConstraintSpec, Resolved, Unsupported
+from manta.structured.vocabulary import Vocabulary
 
 AUTO = ("llguidance", "xgrammar")
 _FIRST = (

@@ -11,10 +11,10 @@ import functools
 
 import numpy as np
 
-from structured.backend import DeadEnd, Session
-from structured.masks import row_words
-from structured.schemas.guard import KEY_STRING, SCALAR, START, STRING, Guard, State
-from structured.vocabulary import Vocabulary
+from manta.structured.backend import DeadEnd, Session
+from manta.structured.masks import row_words
+from manta.structured.schemas.guard import KEY_STRING, SCALAR, START, STRING, Guard, State
+from manta.structured.vocabulary import Vocabulary
 
 _ENDS = b",]} \t\r\nel"
 """Bytes that complete a number or a literal."""

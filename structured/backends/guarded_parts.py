@@ -19,11 +19,11 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from structured.backend import DeadEnd, Session
-from structured.backends.guarded import Striker, token_ids_of
-from structured.constraint import ConstraintError
-from structured.schemas.guard import START, State
-from structured.vocabulary import Vocabulary
+from manta.structured.backend import DeadEnd, Session
+from manta.structured.backends.guarded import Striker, token_ids_of
+from manta.structured.constraint import ConstraintError
+from manta.structured.schemas.guard import START, State
+from manta.structured.vocabulary import Vocabulary
 
 MAX_READINGS = 64
 """Most readings of one text. Those beyond it are not followed, so that what they alone allow is forbidden."""

@@ -15,12 +15,12 @@ import llguidance
 import msgspec
 import numpy as np
 
-from structured.backend import DeadEnd, Session
-from structured.backends.guarded import GuardedSession, Striker
-from structured.backends.guarded_parts import GuardedPartsSession, Part, Parts
-from structured.backends.heap import heap_bytes
-from structured.backends.lark_schemas import named_token_ids
-from structured.backends.llguidance_grammar import (
+from manta.structured.backend import DeadEnd, Session
+from manta.structured.backends.guarded import GuardedSession, Striker
+from manta.structured.backends.guarded_parts import GuardedPartsSession, Part, Parts
+from manta.structured.backends.heap import heap_bytes
+from manta.structured.backends.lark_schemas import named_token_ids
+from manta.structured.backends.llguidance_grammar import (
     NOTHING,
     NUM_MARKERS,
     SIMPLER_WAYS,
@@ -32,11 +32,11 @@ from structured.backends.llguidance_grammar import (
     unknown_formats,
     without_forcing,
 )
-from structured.backends.llguidance_schema import departures, has_control_characters, located
-from structured.constraint import ConstraintError, ConstraintSpec, Unsupported
-from structured.masks import row_words
-from structured.schemas.guard import Guard
-from structured.vocabulary import Vocabulary
+from manta.structured.backends.llguidance_schema import departures, has_control_characters, located
+from manta.structured.constraint import ConstraintError, ConstraintSpec, Unsupported
+from manta.structured.masks import row_words
+from manta.structured.schemas.guard import Guard
+from manta.structured.vocabulary import Vocabulary
 
 _UNSUPPORTED = re.compile(r"Unimplemented keys|Unknown format|(not|only) supported|unsupported", re.IGNORECASE)
 _UNSATISFIABLE = re.compile(r"Unsatisfiable schema|nothing satisfies")

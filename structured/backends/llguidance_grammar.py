@@ -14,15 +14,15 @@ from typing import Any, Literal, NamedTuple, cast
 import llguidance
 import msgspec
 
-from structured.backends.keywords import subschemas
-from structured.backends.lark_schemas import EmbeddedSchema, counts_tokens, embedded_schemas, with_replaced
-from structured.backends.llguidance_schema import departures, has_control_characters, located, mended
-from structured.constraint import ConstraintError, ConstraintSpec, Unsupported
-from structured.schemas.documents import is_too_old
-from structured.schemas.formats import is_annotation, with_exact_formats
-from structured.schemas.guard import Guard
-from structured.schemas.loosening import loosened
-from structured.schemas.rewriting import needs_rewriting, rewritten
+from manta.structured.backends.keywords import subschemas
+from manta.structured.backends.lark_schemas import EmbeddedSchema, counts_tokens, embedded_schemas, with_replaced
+from manta.structured.backends.llguidance_schema import departures, has_control_characters, located, mended
+from manta.structured.constraint import ConstraintError, ConstraintSpec, Unsupported
+from manta.structured.schemas.documents import is_too_old
+from manta.structured.schemas.formats import is_annotation, with_exact_formats
+from manta.structured.schemas.guard import Guard
+from manta.structured.schemas.loosening import loosened
+from manta.structured.schemas.rewriting import needs_rewriting, rewritten
 
 _UNIMPLEMENTED = re.compile(r"Unimplemented keys: \[[^\]]*\]")
 _NO_FORCING = '%llguidance {"no_forcing": true}\n'

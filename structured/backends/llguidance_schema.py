@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-from structured.backends.keywords import escaped, subschemas
+from manta.structured.backends.keywords import escaped, subschemas
 
 _NOT_ENFORCED = frozenset(
     [

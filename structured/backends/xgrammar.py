@@ -21,12 +21,12 @@ from typing import Any
 import llguidance
 import numpy as np
 
-from structured.backends.keywords import combinations, subschemas
-from structured.backends.lark_schemas import embedded_schemas
-from structured.backends.llguidance import tokenizer_of
-from structured.constraint import ConstraintError, ConstraintSpec, Unsupported
-from structured.masks import row_words
-from structured.vocabulary import Vocabulary
+from manta.structured.backends.keywords import combinations, subschemas
+from manta.structured.backends.lark_schemas import embedded_schemas
+from manta.structured.backends.llguidance import tokenizer_of
+from manta.structured.constraint import ConstraintError, ConstraintSpec, Unsupported
+from manta.structured.masks import row_words
+from manta.structured.vocabulary import Vocabulary
 
 ENFORCED = frozenset(json.loads(pathlib.Path(__file__).with_name("xgrammar_enforced.json").read_text()))
 _PRIVATE_NAME = "_manta_xgrammar"

@@ -1,7 +1,7 @@
 """Processes that compile grammars and may be killed: each compiles one constraint at a time, at the lowest priority.
 Both ends are here: the process, and what its parent, `structured/compiling/compiler.py`, talks to it by.
 
-`python -m structured.compiling.compile_process` is a server that loads the backends once and forks the compile
+`python -m manta.structured.compiling.compile_process` is a server that loads the backends once and forks the compile
 processes. So a process that replaces a killed one need not load them again while the engine's steps run. The parent
 sends the server a `Setup` over the socket that is its standard input, then one socket for each process to fork. A
 compile process speaks length-prefixed msgpack frames over its socket: it sends `Started`, then receives each
@@ -27,13 +27,13 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from structured.constraint import ConstraintError, ConstraintLimits, ConstraintSpec, Resolved, check_limits
-from structured.frames import read_frame, write_frame
-from structured.regexes.lookaround import with_plain_regex
-from structured.vocabulary import Vocabulary
+from manta.structured.constraint import ConstraintError, ConstraintLimits, ConstraintSpec, Resolved, check_limits
+from manta.structured.frames import read_frame, write_frame
+from manta.structured.regexes.lookaround import with_plain_regex
+from manta.structured.vocabulary import Vocabulary
 
 if TYPE_CHECKING:
-    from structured.backends.choose import Backends
+    from manta.structured.backends.choose import Backends
 
 LOADING_NICENESS = 10
 """Niceness while the backends load, as an engine starts at the same time."""
@@ -108,7 +108,9 @@ def _run(control: socket.socket) -> None:
         if first is None:
             return
         setup = msgspec.msgpack.decode(first, type=Setup)
-        from structured.backends.choose import Backends  # here, because the parent imports this file without backends
+        from manta.structured.backends.choose import (
+            Backends,  # here, because the parent imports this file without backends
+        )
 
         backends = Backends(setup.vocabulary)
         backends.warm_up()
@@ -245,7 +247,7 @@ class ForkServer:
             "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
             "OPENBLAS_NUM_THREADS": "1",  # a process that forks must have a single thread
         }
-        command = [sys.executable, "-m", "structured.compiling.compile_process"]
+        command = [sys.executable, "-m", "manta.structured.compiling.compile_process"]
         with theirs:
             process = subprocess.Popen(command, stdin=theirs.fileno(), env=environment)
         try:

@@ -19,11 +19,18 @@ from typing import NamedTuple
 
 import msgspec
 
-from structured.compiling.compile_process import Answer, CompileProcess, ForkServer
-from structured.constraint import ConstraintError, ConstraintLimits, ConstraintSpec, Resolved, check_form, check_size
-from structured.fair_queue import FairQueue, QueueFullError
-from structured.lru import ByteLRU
-from structured.vocabulary import Vocabulary
+from manta.structured.compiling.compile_process import Answer, CompileProcess, ForkServer
+from manta.structured.constraint import (
+    ConstraintError,
+    ConstraintLimits,
+    ConstraintSpec,
+    Resolved,
+    check_form,
+    check_size,
+)
+from manta.structured.fair_queue import FairQueue, QueueFullError
+from manta.structured.lru import ByteLRU
+from manta.structured.vocabulary import Vocabulary
 
 logger = logging.getLogger(__name__)
 

@@ -15,12 +15,12 @@ from typing import NamedTuple
 import msgspec
 import numpy as np
 
-from structured.backend import DeadEnd, Grammar, Session
-from structured.backends.choose import AUTO, Backends
-from structured.constraint import ConstraintSpec
-from structured.lru import ByteLRU
-from structured.masks import DEAD_END, FAILED, FINISHED, MAX_ADJUSTMENTS, MAX_CHOICES, REFUSED, MaskBuffer
-from structured.vocabulary import Vocabulary
+from manta.structured.backend import DeadEnd, Grammar, Session
+from manta.structured.backends.choose import AUTO, Backends
+from manta.structured.constraint import ConstraintSpec
+from manta.structured.lru import ByteLRU
+from manta.structured.masks import DEAD_END, FAILED, FINISHED, MAX_ADJUSTMENTS, MAX_CHOICES, REFUSED, MaskBuffer
+from manta.structured.vocabulary import Vocabulary
 
 GRAMMAR_CACHE_BYTES = 64 * 2**20
 """Maximum memory of the grammars that one worker caches."""

@@ -15,12 +15,12 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
-from structured.grammar_pool.grammar_worker import Job, Message, SessionStart
-from structured.grammar_pool.pool_records import PoolSession, PoolWorker, RetiredSlot
-from structured.grammar_pool.transport import ActorTransport, ThreadTransport
-from structured.masks import FAILED, FINISHED, BufferShape, MaskBuffer, MaskSlots, forced_after, row_words
-from structured.pool_config import PoolConfig
-from structured.vocabulary import Vocabulary
+from manta.structured.grammar_pool.grammar_worker import Job, Message, SessionStart
+from manta.structured.grammar_pool.pool_records import PoolSession, PoolWorker, RetiredSlot
+from manta.structured.grammar_pool.transport import ActorTransport, ThreadTransport
+from manta.structured.masks import FAILED, FINISHED, BufferShape, MaskBuffer, MaskSlots, forced_after, row_words
+from manta.structured.pool_config import PoolConfig
+from manta.structured.vocabulary import Vocabulary
 
 logger = logging.getLogger(__name__)
 
@@ -42,7 +42,7 @@ class GrammarPool:
 
     - `num_sessions`: sessions that are open at a time.
     - `num_drafts`: drafts of one session that have rows.
-    - `num_forced`: forced tokens to look for after a row, at most `structured.masks.MAX_FORCED`.
+    - `num_forced`: forced tokens to look for after a row, at most `manta.structured.masks.MAX_FORCED`.
     """
 
     def __init__(

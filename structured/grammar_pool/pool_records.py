@@ -6,8 +6,8 @@ import time
 from collections import deque
 from typing import NamedTuple
 
-from structured.grammar_pool.grammar_worker import Job, SessionStart
-from structured.grammar_pool.transport import Transport
+from manta.structured.grammar_pool.grammar_worker import Job, SessionStart
+from manta.structured.grammar_pool.transport import Transport
 
 
 class RetiredSlot(NamedTuple):

@@ -17,10 +17,10 @@ from typing import Any, Protocol
 
 import msgspec
 
-from structured.frames import frame, read_frame
-from structured.grammar_pool.grammar_worker import GrammarWorker, Message
-from structured.masks import BufferShape, MaskBuffer
-from structured.vocabulary import Vocabulary
+from manta.structured.frames import frame, read_frame
+from manta.structured.grammar_pool.grammar_worker import GrammarWorker, Message
+from manta.structured.masks import BufferShape, MaskBuffer
+from manta.structured.vocabulary import Vocabulary
 
 SEND_SECONDS = 1.0
 """Seconds after which a message that an actor does not take is dropped; the actor counts as hanging."""

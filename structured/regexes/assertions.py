@@ -15,7 +15,7 @@ import re
 from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
-from structured.schemas.automata import ANY, MAX_CHARACTER, MAX_STATES, Ranges, TooLarge, complement, ranges_of
+from manta.structured.schemas.automata import ANY, MAX_CHARACTER, MAX_STATES, Ranges, TooLarge, complement, ranges_of
 
 MAX_RUNS = 2_000
 """Most runs in one state of an automaton."""

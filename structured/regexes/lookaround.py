@@ -13,10 +13,10 @@ from re import _parser
 
 import msgspec
 
-from structured.constraint import ConstraintError, ConstraintSpec
-from structured.regexes.assertions import Pattern, Unknown, class_ranges
-from structured.regexes.constructs import LAZY, LOOKS, Construct, constructs
-from structured.schemas.automata import ANY, Dfa, Ranges, TooLarge, complement, ranges_of
+from manta.structured.constraint import ConstraintError, ConstraintSpec
+from manta.structured.regexes.assertions import Pattern, Unknown, class_ranges
+from manta.structured.regexes.constructs import LAZY, LOOKS, Construct, constructs
+from manta.structured.schemas.automata import ANY, Dfa, Ranges, TooLarge, complement, ranges_of
 
 _FIRST_SYMBOL = 0xE000
 """Symbols are written as characters for private use until the expression is made."""

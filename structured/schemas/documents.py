@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 from urllib.parse import unquote
 
-from structured.constraint import ConstraintError, Unsupported
+from manta.structured.constraint import ConstraintError, Unsupported
 
 DRAFTS = {
     "http://json-schema.org/draft-04/schema": 4,

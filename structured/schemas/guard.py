@@ -12,9 +12,9 @@ import json
 import math
 from typing import Any, NamedTuple
 
-from structured.schemas.documents import GUARD, SCHEMA, SCHEMA_LIST, SCHEMA_MAP, Document
-from structured.schemas.judge import json_key
-from structured.schemas.logic import Logic, item_schemas, largest, smallest, types_of
+from manta.structured.schemas.documents import GUARD, SCHEMA, SCHEMA_LIST, SCHEMA_MAP, Document
+from manta.structured.schemas.judge import json_key
+from manta.structured.schemas.logic import Logic, item_schemas, largest, smallest, types_of
 
 MAX_DOMAIN = 256
 """An array of unique items knows which are left if its items have at most this many values."""

@@ -8,9 +8,9 @@ import operator
 import re
 from typing import Any
 
-from structured.constraint import Unsupported
-from structured.schemas.documents import GUARD, Document
-from structured.schemas.formats import REGULAR
+from manta.structured.constraint import Unsupported
+from manta.structured.schemas.documents import GUARD, Document
+from manta.structured.schemas.formats import REGULAR
 
 
 class Judge:

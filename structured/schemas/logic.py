@@ -11,10 +11,10 @@ import re
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from structured.constraint import Unsupported
-from structured.schemas import patterns
-from structured.schemas.documents import Document
-from structured.schemas.judge import Judge
+from manta.structured.constraint import Unsupported
+from manta.structured.schemas import patterns
+from manta.structured.schemas.documents import Document
+from manta.structured.schemas.judge import Judge
 
 ATOMS = ("null", "boolean", "integer", "fraction", "string", "array", "object")
 """The types, apart from each other: a `number` is an `integer` or a `fraction`."""

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from structured.constraint import Unsupported
-from structured.schemas import patterns
-from structured.schemas.documents import GUARD, SCHEMA, SCHEMA_LIST, SCHEMA_MAP, Document, read, references
-from structured.schemas.formats import is_annotation
-from structured.schemas.guard import encoded
-from structured.schemas.judge import Judge
+from manta.structured.constraint import Unsupported
+from manta.structured.schemas import patterns
+from manta.structured.schemas.documents import GUARD, SCHEMA, SCHEMA_LIST, SCHEMA_MAP, Document, read, references
+from manta.structured.schemas.formats import is_annotation
+from manta.structured.schemas.guard import encoded
+from manta.structured.schemas.judge import Judge
 
 MAX_EXACT = 2**53
 """Numbers beyond it are left to the guard, because backends may keep them as floats."""

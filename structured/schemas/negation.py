@@ -13,9 +13,9 @@ import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from structured.schemas import patterns
-from structured.schemas.formats import is_annotation
-from structured.schemas.logic import (
+from manta.structured.schemas import patterns
+from manta.structured.schemas.formats import is_annotation
+from manta.structured.schemas.logic import (
     ATOMS,
     MAX_ALTERNATIVES,
     Alternative,

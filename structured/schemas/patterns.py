@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 from typing import Any
 
-from structured.schemas.automata import (
+from manta.structured.schemas.automata import (
     ALL,
     ANY,
     MAX_CHARACTER,

@@ -13,13 +13,13 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-from structured.constraint import Unsupported
-from structured.schemas import negation, patterns
-from structured.schemas.documents import KEYWORDS, SCHEMA, SCHEMA_LIST, SCHEMA_MAP, Document, draft_of, read
-from structured.schemas.formats import is_annotation
-from structured.schemas.guard import encoded, finite_domain
-from structured.schemas.logic import ATOMS, MAX_ALTERNATIVES, Alternative, Logic, item_schemas, type_names
-from structured.schemas.negation import Context, absent, all_of, alternatives, present
+from manta.structured.constraint import Unsupported
+from manta.structured.schemas import negation, patterns
+from manta.structured.schemas.documents import KEYWORDS, SCHEMA, SCHEMA_LIST, SCHEMA_MAP, Document, draft_of, read
+from manta.structured.schemas.formats import is_annotation
+from manta.structured.schemas.guard import encoded, finite_domain
+from manta.structured.schemas.logic import ATOMS, MAX_ALTERNATIVES, Alternative, Logic, item_schemas, type_names
+from manta.structured.schemas.negation import Context, absent, all_of, alternatives, present
 
 CHOICES = ("oneOf", "not", "if", "dependentRequired", "dependentSchemas")
 """Keywords that become an `anyOf`."""

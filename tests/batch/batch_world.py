@@ -19,8 +19,8 @@ from typing import Any, BinaryIO
 
 import msgspec
 
-from cluster.batch.records import Batch, BatchOutcome, FileObject, Finalizing
-from cluster.batch.storage import Storage
+from manta.cluster.batch.records import Batch, BatchOutcome, FileObject, Finalizing
+from manta.cluster.batch.storage import Storage
 
 EPOCH_S = 1_800_000_000.0
 """Unix time at which every schedule begins."""

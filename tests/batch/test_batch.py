@@ -22,32 +22,32 @@ import msgspec
 import pytest
 from ray.exceptions import RayActorError
 
-from cluster.batch.journal import BatchRefused, Journal, count_lines, read_lines
-from cluster.batch.lines import BadLine, BatchRequest, BatchResponse, BatchResult, LineKey, encode, parse
-from cluster.batch.running import batch_job
-from cluster.cli.__main__ import main
-from cluster.config import EngineConfig, ServeConfig
-from cluster.engine.request import EngineRequest, FinishStatus, SequenceOutput, Usage
-from cluster.errors import ServingError
-from cluster.http.access.keys import ApiKeys
-from cluster.http.app import HttpApp
-from cluster.http.exchange.engines import Event, GenerationRequest
-from cluster.http.exchange.metrics import Unmeasured
-from cluster.llm import LLM, SamplingParams
-from cluster.serve.batches import batch_client
-from cluster.serve.batches.batch_application import batch_endpoints
-from cluster.serve.engine_deployment import EngineReplica
-from cluster.serve.streams.gathering import Gathering, joined
-from cluster.serve.streams.packed import Packed
-from cluster.serve.streams.submission import Submission
-from cluster.serve.streams.token_channel import Address, RequestResult
-from cluster.text.tokenizer import Tokenizer
-from structured.constraint import ConstraintSpec
+from manta.cluster.batch.journal import BatchRefused, Journal, count_lines, read_lines
+from manta.cluster.batch.lines import BadLine, BatchRequest, BatchResponse, BatchResult, LineKey, encode, parse
+from manta.cluster.batch.running import batch_job
+from manta.cluster.cli.__main__ import main
+from manta.cluster.config import EngineConfig, ServeConfig
+from manta.cluster.engine.request import EngineRequest, FinishStatus, SequenceOutput, Usage
+from manta.cluster.errors import ServingError
+from manta.cluster.http.access.keys import ApiKeys
+from manta.cluster.http.app import HttpApp
+from manta.cluster.http.exchange.engines import Event, GenerationRequest
+from manta.cluster.http.exchange.metrics import Unmeasured
+from manta.cluster.llm import LLM, SamplingParams
+from manta.cluster.serve.batches import batch_client
+from manta.cluster.serve.batches.batch_application import batch_endpoints
+from manta.cluster.serve.engine_deployment import EngineReplica
+from manta.cluster.serve.streams.gathering import Gathering, joined
+from manta.cluster.serve.streams.packed import Packed
+from manta.cluster.serve.streams.submission import Submission
+from manta.cluster.serve.streams.token_channel import Address, RequestResult
+from manta.cluster.text.tokenizer import Tokenizer
+from manta.structured.constraint import ConstraintSpec
+from manta.workers.step import TokenLogprobs
 from tests.checkpoints import checkpoint
 from tests.conftest import PROVE
 from tests.local_server import Handle, until
 from tests.replicas import Replicas
-from workers.step import TokenLogprobs
 
 MAX_BYTES = 4096
 
@@ -518,7 +518,7 @@ class KilledBatch:
             for number, (prompt, length) in enumerate(zip(self._prompts, self._lengths, strict=True))
         ]
         source = write_lines(folder / "in.jsonl", [*lines[:20], "nonsense", *lines[20:]])
-        self._command = [sys.executable, "-m", "cluster.cli", *arguments(source, self.target, *settings)]
+        self._command = [sys.executable, "-m", "manta.cluster.cli", *arguments(source, self.target, *settings)]
         self._environment = {**os.environ, **environment}
 
     def start(self) -> subprocess.Popen[bytes]:

@@ -16,14 +16,14 @@ from typing import Any
 
 import pytest
 
-from cluster.batch import lease, local_files, retention, stored
-from cluster.batch.lease import Lease, LeaseLost, acquire
-from cluster.batch.records import Records
-from cluster.batch.retention import remove_expired
-from cluster.batch.running import batch_run
-from cluster.batch.running import batch_runner as runner_module
-from cluster.batch.storage import Storage
-from cluster.config import BatchLimits
+from manta.cluster.batch import lease, local_files, retention, stored
+from manta.cluster.batch.lease import Lease, LeaseLost, acquire
+from manta.cluster.batch.records import Records
+from manta.cluster.batch.retention import remove_expired
+from manta.cluster.batch.running import batch_run
+from manta.cluster.batch.running import batch_runner as runner_module
+from manta.cluster.batch.storage import Storage
+from manta.cluster.config import BatchLimits
 from tests.batch.test_batches_api import KEYS, Service, completed, ended, lines_of, requests, serving, started, until
 from tests.patience import PATIENCE_S
 

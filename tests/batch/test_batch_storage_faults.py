@@ -19,13 +19,13 @@ import msgspec
 import pytest
 from hypothesis import given, settings
 
-from cluster.batch import lease, records, retention, stored
-from cluster.batch.lines import BatchRequest, BatchResponse
-from cluster.batch.records import ENDED, Batch, Records
-from cluster.batch.retention import remove_expired
-from cluster.batch.running import batch_job, batch_run, batch_runner
-from cluster.batch.running.batch_runner import Runner
-from cluster.config import BatchLimits
+from manta.cluster.batch import lease, records, retention, stored
+from manta.cluster.batch.lines import BatchRequest, BatchResponse
+from manta.cluster.batch.records import ENDED, Batch, Records
+from manta.cluster.batch.retention import remove_expired
+from manta.cluster.batch.running import batch_job, batch_run, batch_runner
+from manta.cluster.batch.running.batch_runner import Runner
+from manta.cluster.config import BatchLimits
 from tests.batch.batch_world import CALM, EPOCH_S, Faults, FaultyStorage, Killed, Scheduler, VirtualLoop, World
 from tests.conftest import PROVE
 

@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 
-from cluster.cli.chat_settings import NAMES, ChatSettings
-from cluster.cli.refusal import Refusal
+from manta.cluster.cli.chat_settings import NAMES, ChatSettings
+from manta.cluster.cli.refusal import Refusal
 from tests.patience import PATIENCE_S
 from tests.server import shared_server
 from tests.terminal import Terminal
@@ -82,7 +82,7 @@ def test_pasted_lines_are_one_message_and_thoughts_dim(replies: http.server.Thre
 
 def _chat(port: int, typed: str, *words: str) -> tuple[int, str, str]:
     """Exit code, standard output and standard error of `manta chat` without a terminal."""
-    command = [sys.executable, "-m", "cluster.cli", "chat", "--port", str(port), *words]
+    command = [sys.executable, "-m", "manta.cluster.cli", "chat", "--port", str(port), *words]
     done = subprocess.run(command, input=typed, capture_output=True, text=True, timeout=PATIENCE_S)
     return done.returncode, done.stdout, done.stderr
 

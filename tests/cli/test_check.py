@@ -12,12 +12,12 @@ import safetensors.torch
 import torch
 import transformers
 
-from cluster.cli.__main__ import main
-from cluster.cli.check import check_model
-from cluster.config import EngineConfig
-from specdecode.speculative_config import SpeculativeConfig
+from manta.cluster.cli.__main__ import main
+from manta.cluster.cli.check import check_model
+from manta.cluster.config import EngineConfig
+from manta.specdecode.speculative_config import SpeculativeConfig
+from manta.workers.models.model_config import ModelError
 from tests.checkpoints import checkpoint, make_tokenizer
-from workers.models.model_config import ModelError
 
 
 def config(folder: pathlib.Path, **options: object) -> EngineConfig:

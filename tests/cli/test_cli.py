@@ -13,10 +13,10 @@ import sys
 import pytest
 
 from benchmarks.processes import free_port
-from cluster.cli.__main__ import main
-from cluster.cli.invocation import program
-from cluster.cli.serve import ready_message
-from cluster.config import EngineConfig, ServeConfig
+from manta.cluster.cli.__main__ import main
+from manta.cluster.cli.invocation import program
+from manta.cluster.cli.serve import ready_message
+from manta.cluster.config import EngineConfig, ServeConfig
 from tests.checkpoints import checkpoint
 from tests.patience import PATIENCE_S
 
@@ -182,7 +182,7 @@ def test_a_closed_output_ends_a_command_silently(arguments: str) -> None:
     words = arguments.replace("MODEL", str(checkpoint("llama"))).split()
     reader, writer = os.pipe()
     os.close(reader)
-    command = [sys.executable, "-m", "cluster.cli", *words]
+    command = [sys.executable, "-m", "manta.cluster.cli", *words]
     ended = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, text=True, timeout=PATIENCE_S)
     os.close(writer)
     assert (ended.returncode, ended.stderr) == (141, "")
@@ -190,7 +190,7 @@ def test_a_closed_output_ends_a_command_silently(arguments: str) -> None:
 
 def test_the_command_line_loads_nothing_heavy() -> None:
     heavy = "[name for name in ('torch', 'ray', 'transformers') if name in sys.modules]"
-    code = f"import sys, cluster.cli.__main__; print({heavy})"
+    code = f"import sys, manta.cluster.cli.__main__; print({heavy})"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
 

@@ -21,15 +21,15 @@ from typing import Any
 import pytest
 
 from benchmarks.processes import free_port
-from cluster.cli.__main__ import main
-from cluster.cli.request_lines import POLL_S
-from cluster.cli.serve import _has_chat, ready_message
-from cluster.config import EngineConfig, ServeConfig, load_config
-from cluster.llm import LLM
+from manta.cluster.cli.__main__ import main
+from manta.cluster.cli.request_lines import POLL_S
+from manta.cluster.cli.serve import _has_chat, ready_message
+from manta.cluster.config import EngineConfig, ServeConfig, load_config
+from manta.cluster.llm import LLM
+from manta.workers.checkpoints.model_folder import load_model_config
 from tests.checkpoints import checkpoint, make_tokenizer
 from tests.patience import PATIENCE_S
 from tests.server import shared_server
-from workers.checkpoints.model_folder import load_model_config
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 
@@ -253,7 +253,7 @@ def test_a_wrong_model_folder_is_described(
 def test_an_installation_without_the_demo_says_so(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: pathlib.Path
 ) -> None:
-    monkeypatch.setattr("workers.checkpoints.model_folder._DEMO_FOLDER", tmp_path / "none")
+    monkeypatch.setattr("manta.workers.checkpoints.model_folder._DEMO_FOLDER", tmp_path / "none")
     for command, code in (["check"], 1), (["serve", "--port", str(free_port())], 2):
         ended, _, error = run(capsys, *command)
         assert ended == code
@@ -453,9 +453,9 @@ def test_quiet_omits_request_lines() -> None:
 
 
 def test_the_package_has_the_names_of_the_product() -> None:
-    import cluster.llm
     import manta
+    import manta.cluster.llm
 
     assert manta.LLM is LLM
-    assert set(manta.__all__) == set(cluster.llm.__all__)
-    assert all(getattr(manta, name) is getattr(cluster.llm, name) for name in manta.__all__)
+    assert set(manta.__all__) == set(manta.cluster.llm.__all__)
+    assert all(getattr(manta, name) is getattr(manta.cluster.llm, name) for name in manta.__all__)

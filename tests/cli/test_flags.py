@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from cluster.cli.__main__ import main
-from cluster.cli.flags import ANSWERS, FLAGS
-from cluster.config import ServeConfig, load_config
-from cluster.option_docs import option_text
-from cluster.option_reader import read_options
+from manta.cluster.cli.__main__ import main
+from manta.cluster.cli.flags import ANSWERS, FLAGS
+from manta.cluster.config import ServeConfig, load_config
+from manta.cluster.option_docs import option_text
+from manta.cluster.option_reader import read_options
 from tests.cli.test_first_hour import run
 
 
@@ -47,10 +47,10 @@ def test_flags_of_other_servers_set_options(
     flags: list[str], options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen: list[ServeConfig] = []
-    monkeypatch.setattr("cluster.cli.serve.check_machine", lambda engine: None)
-    monkeypatch.setattr("cluster.cli.serve.check_quickly", lambda engine: None)
-    monkeypatch.setattr("cluster.cli.serve._check_port", lambda host, port: None)
-    monkeypatch.setattr("cluster.cli.serve._serve_until_signal", lambda config, *_: seen.append(config))
+    monkeypatch.setattr("manta.cluster.cli.serve.check_machine", lambda engine: None)
+    monkeypatch.setattr("manta.cluster.cli.serve.check_quickly", lambda engine: None)
+    monkeypatch.setattr("manta.cluster.cli.serve._check_port", lambda host, port: None)
+    monkeypatch.setattr("manta.cluster.cli.serve._serve_until_signal", lambda config, *_: seen.append(config))
     assert main(["serve", *flags]) == 0
     assert seen == [read_options(options, ServeConfig)]
 

@@ -9,10 +9,10 @@ import msgspec
 import pytest
 from msgspec import Meta
 
-from cluster.cli.options_page import page
-from cluster.config import ServeConfig
-from cluster.option_docs import option_text
-from cluster.option_reader import read_options
+from manta.cluster.cli.options_page import page
+from manta.cluster.config import ServeConfig
+from manta.cluster.option_docs import option_text
+from manta.cluster.option_reader import read_options
 from tests.house.pages import ROOT
 from tests.house.test_options import options
 
@@ -29,7 +29,7 @@ ROWS = dict(re.findall(r"(?m)^\| `([\w.]+)` \| (.*) \|$", page()))
 
 
 def test_the_options_page_is_up_to_date() -> None:
-    again = "python -m cluster.cli.options_page > docs/options.md"
+    again = "python -m manta.cluster.cli.options_page > docs/options.md"
     assert (ROOT / "docs" / "options.md").read_text() == page(), again
 
 

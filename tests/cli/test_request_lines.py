@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import pathlib
 
-from cluster.cli.request_lines import RequestLog
+from manta.cluster.cli.request_lines import RequestLog
 
 
 def entry(path: str) -> str:

@@ -14,11 +14,11 @@ from prometheus_client.parser import text_string_to_metric_families
 from rich.console import Console
 
 from benchmarks.processes import free_port
-from cluster.cli import __main__ as command_line
-from cluster.cli.top import PRINTED_WIDTH, Reading, frame
-from cluster.engine.stats import DraftCounts
-from cluster.http.endpoints.status import EngineState, Status
-from cluster.http.exchange.metrics import Metrics
+from manta.cluster.cli import __main__ as command_line
+from manta.cluster.cli.top import PRINTED_WIDTH, Reading, frame
+from manta.cluster.engine.stats import DraftCounts
+from manta.cluster.http.endpoints.status import EngineState, Status
+from manta.cluster.http.exchange.metrics import Metrics
 from tests.engine.test_engine import make_engine
 from tests.server import shared_server
 from tests.terminal import Terminal

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from cluster.llm import LLM
+from manta.cluster.llm import LLM
+from manta.workers.checkpoints.model_folder import load_model_config
 from tests.checkpoints import checkpoint
-from workers.checkpoints.model_folder import load_model_config
 
 BLOCK_TOKENS = 16
 """Tokens of a KV block."""

@@ -14,24 +14,24 @@ import numpy as np
 import torch
 from safetensors.numpy import load_file
 
-from structured.logits_processors import LogitsProcessorFactory, LogitsProcessorRegistry
-from structured.masks import MaskBatch
-from workers.checkpoints.memory import plan_kv_cache, plan_max_model_len, weight_bytes, weight_files
-from workers.checkpoints.model_folder import load_model_config, resolve_model_folder
-from workers.decoders.rope_table import rope_table
-from workers.kernels import torch_sampler
-from workers.model_info import ModelInfo
-from workers.model_options import ModelOptions
-from workers.models.families import describe
-from workers.models.model_config import ModelConfig
-from workers.models.specs import LinearSpec, NormSpec
-from workers.ranks.rank_sequences import RankSequences
-from workers.ranks.rank_worker import ALONE, RankPlace, StepTimes
-from workers.sampling.row_status import OK
-from workers.sampling.sampling_state import SequenceState
-from workers.sampling.verification import drafts_as_tokens, drafts_of, keep_verified
-from workers.step import StepInput, StepOutput
-from workers.torch_worker.sampler import prompt_logprobs, sample
+from manta.structured.logits_processors import LogitsProcessorFactory, LogitsProcessorRegistry
+from manta.structured.masks import MaskBatch
+from manta.workers.checkpoints.memory import plan_kv_cache, plan_max_model_len, weight_bytes, weight_files
+from manta.workers.checkpoints.model_folder import load_model_config, resolve_model_folder
+from manta.workers.decoders.rope_table import rope_table
+from manta.workers.kernels import torch_sampler
+from manta.workers.model_info import ModelInfo
+from manta.workers.model_options import ModelOptions
+from manta.workers.models.families import describe
+from manta.workers.models.model_config import ModelConfig
+from manta.workers.models.specs import LinearSpec, NormSpec
+from manta.workers.ranks.rank_sequences import RankSequences
+from manta.workers.ranks.rank_worker import ALONE, RankPlace, StepTimes
+from manta.workers.sampling.row_status import OK
+from manta.workers.sampling.sampling_state import SequenceState
+from manta.workers.sampling.verification import drafts_as_tokens, drafts_of, keep_verified
+from manta.workers.step import StepInput, StepOutput
+from manta.workers.torch_worker.sampler import prompt_logprobs, sample
 
 FREE_BYTES = 1 << 30
 

@@ -7,10 +7,10 @@ import random
 import hypothesis.strategies as st
 from hypothesis import given, settings
 
-from cluster.engine.request import FinishStatus
-from cluster.engine.sequence import Sequence
+from manta.cluster.engine.request import FinishStatus
+from manta.cluster.engine.sequence import Sequence
+from manta.workers.sampling_params import SamplingParams
 from tests.engine.test_scheduler import EXAMPLES, Harness, name_of
-from workers.sampling_params import SamplingParams
 
 
 class BeamHarness(Harness):

@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from cluster.llm import BeamSearchParams, SamplingParams
+from manta.cluster.llm import BeamSearchParams, SamplingParams
 from tests.checkpoints import VOCAB_SIZE, checkpoint
 from tests.engine.llms import make_llm
 

@@ -19,10 +19,10 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from cluster.engine.request import FinishStatus
-from cluster.engine.sequence import Sequence
-from cluster.llm import LLM, CompletionOutput, SamplingParams
-from specdecode.lengths import StepCost
+from manta.cluster.engine.request import FinishStatus
+from manta.cluster.engine.sequence import Sequence
+from manta.cluster.llm import LLM, CompletionOutput, SamplingParams
+from manta.specdecode.lengths import StepCost
 from tests.checkpoints import VOCAB_SIZE
 from tests.engine.test_constrained_engine import ORDER, constrained, example, make_llm, settled, spec
 from tests.patience import PATIENCE_S

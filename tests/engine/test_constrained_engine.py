@@ -14,9 +14,9 @@ from typing import Any
 import jsonschema
 import pytest
 
-from cluster.engine.request import FinishStatus
-from cluster.errors import RequestRefused
-from cluster.llm import LLM, ConstraintSpec, RequestOutput, SamplingParams
+from manta.cluster.engine.request import FinishStatus
+from manta.cluster.errors import RequestRefused
+from manta.cluster.llm import LLM, ConstraintSpec, RequestOutput, SamplingParams
 from tests.checkpoints import VOCAB_SIZE
 from tests.engine import llms
 from tests.patience import PATIENCE_S

@@ -14,10 +14,10 @@ import hypothesis
 import pytest
 from hypothesis import strategies as st
 
-from cluster.engine.request import FinishStatus
-from cluster.errors import RequestRefused
-from cluster.llm import LLM, SamplingParams
-from structured.constraint import ConstraintSpec
+from manta.cluster.engine.request import FinishStatus
+from manta.cluster.errors import RequestRefused
+from manta.cluster.llm import LLM, SamplingParams
+from manta.structured.constraint import ConstraintSpec
 from tests.conftest import PROVE
 from tests.engine.test_constrained_engine import make_llm, settled
 from tests.patience import PATIENCE_S

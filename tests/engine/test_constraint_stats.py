@@ -9,20 +9,20 @@ import msgspec
 import pytest
 from ray.exceptions import RayTaskError
 
-from cluster.engine.request import EngineRequest
-from cluster.engine.stats import ConstraintStats, EngineStats
-from cluster.errors import GenerationFailed
-from cluster.http.endpoints.status import Health, health_of
-from cluster.http.exchange.engines import GenerationRequest
-from cluster.http.exchange.metrics import Metrics, RequestMetrics
-from cluster.llm import LLM, ConstraintSpec, SamplingParams
-from cluster.protocol.api_errors import ApiError, api_error
-from cluster.serve.streams.prompt_run import PromptRun
-from cluster.serve.streams.submission import Submission
-from cluster.serve.streams.token_channel import RequestResult
-from cluster.text.tokenizer import Tokenizer
-from structured.compiling.compiler import CACHE_BYTES, CompilerFailed
-from structured.grammar_pool.grammar_worker import GRAMMAR_CACHE_BYTES
+from manta.cluster.engine.request import EngineRequest
+from manta.cluster.engine.stats import ConstraintStats, EngineStats
+from manta.cluster.errors import GenerationFailed
+from manta.cluster.http.endpoints.status import Health, health_of
+from manta.cluster.http.exchange.engines import GenerationRequest
+from manta.cluster.http.exchange.metrics import Metrics, RequestMetrics
+from manta.cluster.llm import LLM, ConstraintSpec, SamplingParams
+from manta.cluster.protocol.api_errors import ApiError, api_error
+from manta.cluster.serve.streams.prompt_run import PromptRun
+from manta.cluster.serve.streams.submission import Submission
+from manta.cluster.serve.streams.token_channel import RequestResult
+from manta.cluster.text.tokenizer import Tokenizer
+from manta.structured.compiling.compiler import CACHE_BYTES, CompilerFailed
+from manta.structured.grammar_pool.grammar_worker import GRAMMAR_CACHE_BYTES
 from tests.checkpoints import checkpoint
 from tests.engine.test_engine import make_engine
 from tests.grammar_pools import DEMO

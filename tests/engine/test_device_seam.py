@@ -10,12 +10,12 @@ import sys
 
 import pytest
 
+from manta.workers.ranks import rank_worker
 from tests.engine.numpy_worker import NumpyWorker
 from tests.engine.test_engine import *  # noqa: F403
 from tests.engine.test_engine import GREEDY, make_engine, make_prompts, run
 from tests.engine_parts import worker_of
 from tests.specdecode.test_speculative import *  # noqa: F403
-from workers.ranks import rank_worker
 
 
 @pytest.fixture(autouse=True)
@@ -32,7 +32,12 @@ def test_the_worker_is_the_one_in_numpy() -> None:
 
 @pytest.mark.parametrize(
     "module",
-    ["workers.models.families", "workers.ranks.rank_worker", "specdecode.speculative_worker", "cluster.engine.engine"],
+    [
+        "manta.workers.models.families",
+        "manta.workers.ranks.rank_worker",
+        "manta.specdecode.speculative_worker",
+        "manta.cluster.engine.engine",
+    ],
 )
 def test_the_seam_and_above_import_no_framework(module: str) -> None:
     code = f"import sys, {module}; print([name for name in ('torch', 'jax', 'ray') if name in sys.modules])"

@@ -6,14 +6,14 @@ import random
 
 import pytest
 
-from cluster.config import EngineConfig
-from cluster.engine.engine import Engine, EngineDead
-from cluster.engine.request import EngineRequest, FinishStatus, SequenceOutput
-from cluster.errors import QueueFull, RequestRefused
+from manta.cluster.config import EngineConfig
+from manta.cluster.engine.engine import Engine, EngineDead
+from manta.cluster.engine.request import EngineRequest, FinishStatus, SequenceOutput
+from manta.cluster.errors import QueueFull, RequestRefused
+from manta.workers.checkpoints.model_folder import load_model_config
+from manta.workers.sampling_params import SamplingParams
 from tests.checkpoints import NATIVE_FAMILIES, VOCAB_SIZE, checkpoint, reference_greedy
 from tests.engine_parts import poison_block, worker_of
-from workers.checkpoints.model_folder import load_model_config
-from workers.sampling_params import SamplingParams
 
 LIMITS: dict[str, int] = {}
 """Options of every engine. A worker that compiles programs up to its limits has small ones here."""

@@ -20,23 +20,23 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from cluster.llm import LLM, SamplingParams
+from manta.cluster.llm import LLM, SamplingParams
+from manta.workers.checkpoints.model_folder import load_model_config
+from manta.workers.decoders.decoder import Decoder
+from manta.workers.kernels.protocol import Forward
+from manta.workers.kernels.weights import DecoderWeights
+from manta.workers.model_options import ModelOptions
+from manta.workers.models.model_config import ModelConfig, ModelError
+from manta.workers.parallel.split import shard_config
+from manta.workers.platforms.cpu import CpuPlatform
+from manta.workers.step import TokenLogprobs
+from manta.workers.torch_worker.loader import load_model
+from manta.workers.torch_worker.torch_worker import TorchWorker
 from tests.checkpoints import VOCAB_SIZE, make_checkpoint
 from tests.conftest import PROVE
 from tests.workers.cpu_forms import COMPILED, EMULATED, QUANTIZED, TORCH, in_form
 from tests.workers.rank_processes import RankProcesses, in_forms, over_ranks
 from tests.workers.test_quantised_linear import logits_of
-from workers.checkpoints.model_folder import load_model_config
-from workers.decoders.decoder import Decoder
-from workers.kernels.protocol import Forward
-from workers.kernels.weights import DecoderWeights
-from workers.model_options import ModelOptions
-from workers.models.model_config import ModelConfig, ModelError
-from workers.parallel.split import shard_config
-from workers.platforms.cpu import CpuPlatform
-from workers.step import TokenLogprobs
-from workers.torch_worker.loader import load_model
-from workers.torch_worker.torch_worker import TorchWorker
 
 NUM_REQUESTS = 200 if PROVE else 24
 DIGESTS = {24: "3ef367ef60ffe0b1", 200: "72467b219c4a6a0a"}

@@ -7,16 +7,16 @@ from typing import Any
 
 import pytest
 
-import cluster.engine.engine
-from cluster.config import EngineConfig
-from cluster.engine.executors.executor import SynchronousExecutor
-from cluster.engine.executors.in_process import InProcessExecutor
-from structured.logits_processors import LogitsProcessorFactory
-from structured.masks import MaskBatch
+import manta.cluster.engine.engine
+from manta.cluster.config import EngineConfig
+from manta.cluster.engine.executors.executor import SynchronousExecutor
+from manta.cluster.engine.executors.in_process import InProcessExecutor
+from manta.structured.logits_processors import LogitsProcessorFactory
+from manta.structured.masks import MaskBatch
+from manta.workers.model_info import ModelInfo
+from manta.workers.step import StepInput, StepOutput
 from tests.engine.test_constrained_drafts import answers, assert_same, mixed_params
 from tests.engine.test_constrained_engine import make_llm
-from workers.model_info import ModelInfo
-from workers.step import StepInput, StepOutput
 
 pytestmark = pytest.mark.usefixtures("plugin")
 
@@ -60,7 +60,7 @@ def test_a_serialised_step_draws_the_same_tokens(monkeypatch: pytest.MonkeyPatch
     """Drafts and constraints included. Of the masks' memory the rows of the step travel, each once."""
     params = mixed_params(max_tokens=40)[::3]
     expected = answers(make_llm(), params)
-    monkeypatch.setattr(cluster.engine.engine, "make_executor", PicklingExecutor)
+    monkeypatch.setattr(manta.cluster.engine.engine, "make_executor", PicklingExecutor)
     llm = make_llm(speculative={"proposers": ["forced", "ngram"], "adaptive": False})
     assert_same(answers(llm, params), expected)
     executor, pool = llm.engine.executor, llm.engine.masks.pool

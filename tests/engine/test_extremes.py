@@ -12,11 +12,12 @@ import msgspec
 import pytest
 import torch
 
-from cluster.engine.engine import Engine
-from cluster.engine.ranks.rank_channel import Listener, RankChannel, connect
-from cluster.engine.ranks.rank_messages import Done, Register
-from cluster.engine.request import EngineRequest, FinishStatus, SequenceOutput
-from cluster.errors import RequestRefused
+from manta.cluster.engine.engine import Engine
+from manta.cluster.engine.ranks.rank_channel import Listener, RankChannel, connect
+from manta.cluster.engine.ranks.rank_messages import Done, Register
+from manta.cluster.engine.request import EngineRequest, FinishStatus, SequenceOutput
+from manta.cluster.errors import RequestRefused
+from manta.workers.sampling_params import BOUNDS, SamplingParams
 from tests.engine.test_engine import drain, run
 from tests.engine.test_engine import make_engine as make_plain_engine
 from tests.fuzz.http.connection import connect as connect_client
@@ -24,7 +25,6 @@ from tests.fuzz.http.connection import encoded, request
 from tests.fuzz.http.good import CHAT
 from tests.local_server import local_server
 from tests.patience import PATIENCE_S
-from workers.sampling_params import BOUNDS, SamplingParams
 
 PROMPT = [5, 9, 17, 30, 7, 8, 11, 12, 13, 14, 15, 16, 17, 18, 19, 20, 21]
 GREEDY = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)

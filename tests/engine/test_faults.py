@@ -8,7 +8,7 @@ from __future__ import annotations
 import pytest
 
 from benchmarks.faults import COSTLY, FaultLoad
-from cluster.llm import LLM
+from manta.cluster.llm import LLM
 from tests.checkpoints import checkpoint
 from tests.patience import wait_until
 

@@ -18,11 +18,11 @@ import pytest
 import torch
 from scipy import stats
 
-from cluster.llm import LLM, SamplingParams
-from structured.backend import make_backend
-from structured.backends.guarded import GuardedSession
-from structured.constraint import ConstraintSpec
-from structured.vocabulary import Vocabulary
+from manta.cluster.llm import LLM, SamplingParams
+from manta.structured.backend import make_backend
+from manta.structured.backends.guarded import GuardedSession
+from manta.structured.constraint import ConstraintSpec
+from manta.structured.vocabulary import Vocabulary
 from tests.checkpoints import EOS_TOKEN_ID, VOCAB_SIZE, checkpoint, reference_logits
 from tests.conftest import PROVE
 from tests.engine.test_constrained_engine import make_llm

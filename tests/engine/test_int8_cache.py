@@ -11,18 +11,18 @@ import pytest
 import torch
 import transformers
 
-from cluster.cli.check import check_model
-from cluster.config import EngineConfig
-from cluster.llm import LLM, SamplingParams
+from manta.cluster.cli.check import check_model
+from manta.cluster.config import EngineConfig
+from manta.cluster.llm import LLM, SamplingParams
+from manta.workers.checkpoints.memory import plan_kv_cache
+from manta.workers.checkpoints.model_folder import load_model_config
+from manta.workers.kv_cache_dtype import check_kv_cache
+from manta.workers.model_options import ModelOptions
+from manta.workers.models.model_config import ModelError
+from manta.workers.torch_worker.torch_worker import TorchWorker
 from tests.checkpoints import checkpoint, on_one_thread, reference_model
 from tests.engine.test_exact import SCHEDULES
 from tests.workers.cpu_forms import FORMS, TORCH, in_form
-from workers.checkpoints.memory import plan_kv_cache
-from workers.checkpoints.model_folder import load_model_config
-from workers.kv_cache_dtype import check_kv_cache
-from workers.model_options import ModelOptions
-from workers.models.model_config import ModelError
-from workers.torch_worker.torch_worker import TorchWorker
 
 NUM_TOKENS = 16
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {

@@ -13,9 +13,9 @@ import pytest
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from cluster.engine.kv_blocks import IntegrityError, KVBlocks
-from cluster.engine.sequence import Sequence
-from workers.sampling_params import SamplingParams
+from manta.cluster.engine.kv_blocks import IntegrityError, KVBlocks
+from manta.cluster.engine.sequence import Sequence
+from manta.workers.sampling_params import SamplingParams
 
 BLOCK_SIZE = 4
 NUM_BLOCKS = 6

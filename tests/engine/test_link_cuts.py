@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from cluster.llm import LLM, SamplingParams
+from manta.cluster.llm import LLM, SamplingParams
 from tests.checkpoints import checkpoint
 from tests.two_nodes import TwoNodes, wait_for_line
 
@@ -21,7 +21,7 @@ NUM_TOKENS = 400
 
 DRIVER = """
 import json, sys
-from cluster.llm import LLM, SamplingParams
+from manta.cluster.llm import LLM, SamplingParams
 folder, prompts, num_tokens = json.loads(sys.argv[1])
 options = {"dtype": "float32", "kv_cache_bytes": 1 << 23, "num_threads": 1}
 llm = LLM(folder, **options, tensor_parallel_size=2, placement_strategy="STRICT_SPREAD")

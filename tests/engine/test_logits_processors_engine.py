@@ -16,10 +16,10 @@ import pytest
 import torch
 from ray import cloudpickle
 
-from cluster.engine.request import FinishStatus
-from cluster.errors import RequestRefused
-from cluster.llm import LogitsProcessorSpec, RequestOutput, SamplingParams
-from structured.logits_processors import MAX_LOGITS_PROCESSORS, LogitsProcessorError
+from manta.cluster.engine.request import FinishStatus
+from manta.cluster.errors import RequestRefused
+from manta.cluster.llm import LogitsProcessorSpec, RequestOutput, SamplingParams
+from manta.structured.logits_processors import MAX_LOGITS_PROCESSORS, LogitsProcessorError
 from tests.checkpoints import VOCAB_SIZE
 from tests.engine.llms import make_llm
 from tests.engine_parts import worker_of

@@ -7,14 +7,14 @@ from typing import Any
 import pytest
 import torch
 
-from cluster.engine import step_plan
-from cluster.engine.engine import EngineDead
-from cluster.engine.step_plan import StepBudget
-from cluster.llm import LLM, SamplingParams
+from manta.cluster.engine import step_plan
+from manta.cluster.engine.engine import EngineDead
+from manta.cluster.engine.step_plan import StepBudget
+from manta.cluster.llm import LLM, SamplingParams
+from manta.workers.platforms.cpu import CpuPlatform
+from manta.workers.step import ScheduledSequence, StepInput
+from manta.workers.torch_worker.model_runner import ModelRunner
 from tests.checkpoints import checkpoint
-from workers.platforms.cpu import CpuPlatform
-from workers.step import ScheduledSequence, StepInput
-from workers.torch_worker.model_runner import ModelRunner
 
 PROMPTS = [list(range(3, 3 + length)) for length in (40, 9, 9, 23, 70, 5)]
 PARAMS = [

@@ -13,26 +13,26 @@ import msgspec
 import pytest
 from hypothesis import given, settings
 
-from cluster.config import EngineConfig
-from cluster.engine.engine import Engine, EngineDead
-from cluster.engine.executor_choice import make_executor
-from cluster.engine.executors.executor import StepCall
-from cluster.engine.executors.in_process import InProcessExecutor
-from cluster.engine.executors.thread_executor import ThreadExecutor
-from cluster.engine.request import ContinuedChoice, EngineRequest, FinishStatus, SequenceOutput, Usage
-from specdecode.speculative_config import SpeculativeConfig
-from structured.constraint import ConstraintLimits, ConstraintSpec, Resolved
-from structured.logits_processors import LogitsProcessorSpec
-from structured.masks import MaskBatch
+from manta.cluster.config import EngineConfig
+from manta.cluster.engine.engine import Engine, EngineDead
+from manta.cluster.engine.executor_choice import make_executor
+from manta.cluster.engine.executors.executor import StepCall
+from manta.cluster.engine.executors.in_process import InProcessExecutor
+from manta.cluster.engine.executors.thread_executor import ThreadExecutor
+from manta.cluster.engine.request import ContinuedChoice, EngineRequest, FinishStatus, SequenceOutput, Usage
+from manta.specdecode.speculative_config import SpeculativeConfig
+from manta.structured.constraint import ConstraintLimits, ConstraintSpec, Resolved
+from manta.structured.logits_processors import LogitsProcessorSpec
+from manta.structured.masks import MaskBatch
+from manta.workers.checkpoints.model_folder import load_model_config
+from manta.workers.platforms.cpu import CpuPlatform
+from manta.workers.ranks.rank_worker import Drawn
+from manta.workers.sampling_params import SamplingParams
+from manta.workers.step import StepInput, StepOutput
 from tests.checkpoints import VOCAB_SIZE, checkpoint
 from tests.conftest import PROVE
 from tests.engine_parts import device_of, worker_of
 from tests.patience import PATIENCE_S
-from workers.checkpoints.model_folder import load_model_config
-from workers.platforms.cpu import CpuPlatform
-from workers.ranks.rank_worker import Drawn
-from workers.sampling_params import SamplingParams
-from workers.step import StepInput, StepOutput
 
 pytestmark = pytest.mark.usefixtures("plugin")
 

@@ -10,11 +10,11 @@ import tracemalloc
 import pytest
 from scipy import stats
 
-from cluster.engine.request import EngineRequest, FinishStatus
-from cluster.engine.sequence import Sequence
-from structured.constraint import ConstraintSpec
+from manta.cluster.engine.request import EngineRequest, FinishStatus
+from manta.cluster.engine.sequence import Sequence
+from manta.structured.constraint import ConstraintSpec
+from manta.workers.sampling_params import SamplingParams, child_seed
 from tests.engine.test_engine import drain, make_engine
-from workers.sampling_params import SamplingParams, child_seed
 
 FAMILY = "llama"
 NUM_DRAWS = 40_000 if os.environ.get("MANTA_PROVE") == "1" else 4_000

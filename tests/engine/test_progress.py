@@ -11,12 +11,12 @@ import time
 
 import pytest
 
-from cluster.config import EngineConfig
-from cluster.engine import engine
-from cluster.engine.request import EngineRequest, FinishStatus, SequenceOutput
-from cluster.http.exchange.metrics import Metrics
-from cluster.llm import LLM, SamplingParams
-from structured.pool_config import PoolConfig
+from manta.cluster.config import EngineConfig
+from manta.cluster.engine import engine
+from manta.cluster.engine.request import EngineRequest, FinishStatus, SequenceOutput
+from manta.cluster.http.exchange.metrics import Metrics
+from manta.cluster.llm import LLM, SamplingParams
+from manta.structured.pool_config import PoolConfig
 from tests.checkpoints import checkpoint
 from tests.engine.test_constrained_engine import constrained, example, make_llm, settled, spec
 from tests.patience import PATIENCE_S

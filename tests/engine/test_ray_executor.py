@@ -23,12 +23,12 @@ import numpy as np
 import psutil
 import pytest
 
-from cluster import own_ray
-from cluster.config import EngineConfig
-from cluster.engine.engine import Engine, EngineDead
-from cluster.engine.executors.thread_executor import ThreadExecutor
-from cluster.engine.ranks import deadline, rank_channel, rank_group
-from cluster.engine.ranks.claims import (
+from manta.cluster import own_ray
+from manta.cluster.config import EngineConfig
+from manta.cluster.engine.engine import Engine, EngineDead
+from manta.cluster.engine.executors.thread_executor import ThreadExecutor
+from manta.cluster.engine.ranks import deadline, rank_channel, rank_group
+from manta.cluster.engine.ranks.claims import (
     CannotPlace,
     check_room,
     num_claimed,
@@ -37,20 +37,20 @@ from cluster.engine.ranks.claims import (
     threads_each,
     with_device,
 )
-from cluster.engine.ranks.deadline import StepDeadline
-from cluster.engine.ranks.rank_channel import Hello, Listener, RankChannel, RankLost, connect
-from cluster.engine.ranks.rank_messages import Done, Masks, Message, Output, Ping, Sample, Step
-from cluster.engine.ranks.ray_executor import RayExecutor
-from cluster.llm import LLM, ConstraintSpec, LogitsProcessorSpec, RequestOutput, SamplingParams
-from cluster.serve.engine_deployment import engine_deployment
-from structured.frames import frame
-from structured.masks import LATE, NO_MASK, MaskBatch
+from manta.cluster.engine.ranks.deadline import StepDeadline
+from manta.cluster.engine.ranks.rank_channel import Hello, Listener, RankChannel, RankLost, connect
+from manta.cluster.engine.ranks.rank_messages import Done, Masks, Message, Output, Ping, Sample, Step
+from manta.cluster.engine.ranks.ray_executor import RayExecutor
+from manta.cluster.llm import LLM, ConstraintSpec, LogitsProcessorSpec, RequestOutput, SamplingParams
+from manta.cluster.serve.engine_deployment import engine_deployment
+from manta.structured.frames import frame
+from manta.structured.masks import LATE, NO_MASK, MaskBatch
+from manta.workers.models.model_config import ModelError
+from manta.workers.step import ScheduledSequence, StepInput, StepOutput
 from tests.checkpoints import checkpoint
 from tests.conftest import PROVE
 from tests.engine_parts import device_of
 from tests.patience import PATIENCE_S, wait_until
-from workers.models.model_config import ModelError
-from workers.step import ScheduledSequence, StepInput, StepOutput
 
 ray = pytest.importorskip("ray")
 
@@ -333,8 +333,8 @@ def test_model_errors_are_reported_as_without_ranks(llm: LLM, tmp_path: pathlib.
 
 DRIVER = """
 import sys, time
-from cluster.llm import LLM
-from cluster.engine.executors.thread_executor import ThreadExecutor
+from manta.cluster.llm import LLM
+from manta.cluster.engine.executors.thread_executor import ThreadExecutor
 llm = LLM(sys.argv[1], kv_cache_bytes=1 << 24, num_threads=1, tensor_parallel_size=2)
 print(*llm.engine.executor._ranks.pids, flush=True)
 if sys.argv[2] == "lives":

@@ -17,14 +17,14 @@ import msgspec
 import pytest
 from hypothesis import given, settings
 
-from cluster.engine.kv_blocks import KVBlocks
-from cluster.engine.request import FinishStatus, SequenceOutput
-from cluster.engine.scheduler import Scheduler
-from cluster.engine.sequence import Sequence
-from cluster.errors import RequestRefused
-from structured.constraint import ConstraintSpec, Resolved
-from workers.sampling_params import SamplingParams
-from workers.step import RowError, StepInput, StepOutput
+from manta.cluster.engine.kv_blocks import KVBlocks
+from manta.cluster.engine.request import FinishStatus, SequenceOutput
+from manta.cluster.engine.scheduler import Scheduler
+from manta.cluster.engine.sequence import Sequence
+from manta.cluster.errors import RequestRefused
+from manta.structured.constraint import ConstraintSpec, Resolved
+from manta.workers.sampling_params import SamplingParams
+from manta.workers.step import RowError, StepInput, StepOutput
 
 BLOCK_SIZE = 4
 EXAMPLES = 20_000 if os.environ.get("MANTA_PROVE") == "1" else 200

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import pytest
 
-from cluster.config import EngineConfig
-from cluster.engine.engine import Engine
-from cluster.engine.request import EngineRequest
-from cluster.engine.sequence import Sequence
-from cluster.engine.turns import KEPT_CLIENTS, Turns
-from cluster.errors import QueueFull
+from manta.cluster.config import EngineConfig
+from manta.cluster.engine.engine import Engine
+from manta.cluster.engine.request import EngineRequest
+from manta.cluster.engine.sequence import Sequence
+from manta.cluster.engine.turns import KEPT_CLIENTS, Turns
+from manta.cluster.errors import QueueFull
+from manta.workers.sampling_params import SamplingParams
 from tests.checkpoints import checkpoint
 from tests.engine.test_scheduler import Harness
 from tests.http.test_routes import App
-from workers.sampling_params import SamplingParams
 
 SHORT = SamplingParams(max_tokens=2, ignore_eos=True)
 

@@ -11,12 +11,12 @@ from typing import NamedTuple
 
 import msgspec
 
+from manta.workers.sampling_params import SamplingParams
 from tests.fuzz import cases
 from tests.fuzz.cases import Case
 from tests.fuzz.compare import differences
 from tests.fuzz.engines import Run
 from tests.fuzz.shrink import shrink
-from workers.sampling_params import SamplingParams
 
 FOLDER = pathlib.Path(__file__).parents[2] / ".fuzz"
 """Folder of failing cases."""

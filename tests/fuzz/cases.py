@@ -11,8 +11,8 @@ from typing import Any, Literal
 
 import msgspec
 
-from cluster.engine.beam_search import BeamSearchParams
-from workers.sampling_params import SamplingParams
+from manta.cluster.engine.beam_search import BeamSearchParams
+from manta.workers.sampling_params import SamplingParams
 
 RowFault = Literal["raise_in_forward", "raise_after_forward", "raise_after_sample", "nan_block"]
 MaskFault = Literal["late_masks", "kill_worker", "no_slots"]

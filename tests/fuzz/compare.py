@@ -15,12 +15,12 @@ reference as well: the same tokens, then the status "error".
 
 from __future__ import annotations
 
-from cluster.engine.request import FinishStatus
+from manta.cluster.engine.request import FinishStatus
+from manta.workers.step import TokenLogprobs
 from tests.fuzz import reference
 from tests.fuzz.cases import Request, is_servable
 from tests.fuzz.engines import Run
 from tests.fuzz.outcomes import Choice, Outcome
-from workers.step import TokenLogprobs
 
 TOLERANCE = 2e-4
 """Largest difference of a log-probability or of a beam's score."""

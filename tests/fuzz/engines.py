@@ -16,12 +16,14 @@ from typing import Any
 
 import pytest
 
-import cluster.engine.engine
-from cluster.engine.beam_search import beam_search
-from cluster.engine.request import SequenceOutput
-from cluster.errors import RequestRefused
-from cluster.llm import LLM, RequestOutput, SamplingParams
-from structured.constraint import Resolved
+import manta.cluster.engine.engine
+from manta.cluster.engine.beam_search import beam_search
+from manta.cluster.engine.request import SequenceOutput
+from manta.cluster.errors import RequestRefused
+from manta.cluster.llm import LLM, RequestOutput, SamplingParams
+from manta.structured.constraint import Resolved
+from manta.workers.checkpoints.model_folder import load_model_config
+from manta.workers.platforms.cpu import CpuPlatform
 from tests.checkpoints import checkpoint
 from tests.engine_parts import worker_of
 from tests.fuzz import reference
@@ -29,8 +31,6 @@ from tests.fuzz.cases import Case, Request, Settings, default_of
 from tests.fuzz.faults import Injector
 from tests.fuzz.outcomes import Choice, Outcome
 from tests.fuzz.processors import FACTORIES, Watcher
-from workers.checkpoints.model_folder import load_model_config
-from workers.platforms.cpu import CpuPlatform
 
 IDLE_STALL_S = 6.0
 """Seconds without progress after which an engine stalls while rows wait for masks, beyond three budgets of a mask."""
@@ -59,7 +59,7 @@ class FuzzLLM(LLM):
 
 
 def engine_options(settings: Settings) -> dict[str, Any]:
-    """Fields of `cluster.config.EngineConfig`."""
+    """Fields of `manta.cluster.config.EngineConfig`."""
     folder = checkpoint(settings.family, dtype="float32")
     folders = [folder]
     speculative = None
@@ -333,11 +333,11 @@ def _surroundings(run: Run) -> Iterator[None]:
     if run.case.settings.pool_form == "actors":
         _start_ray_where_none_runs()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(cluster.engine.engine, "time", _StepClock(run))
+        patch.setattr(manta.cluster.engine.engine, "time", _StepClock(run))
         if run.case.settings.overlap == "device":
             patch.setattr(CpuPlatform, "runs_ahead", True)
         if run.case.settings.cheap_groups:
-            patch.setattr("workers.kernels.shared_prefixes.MEMBER_COST_KEYS", 16)
+            patch.setattr("manta.workers.kernels.shared_prefixes.MEMBER_COST_KEYS", 16)
         yield
 
 

@@ -6,10 +6,10 @@ import collections
 from collections.abc import Callable
 from typing import Any
 
-from cluster.engine.engine import Engine
-from cluster.engine.request import FinishStatus
-from cluster.engine.sequence import Sequence
-from structured.grammar_pool.pool import GrammarPool
+from manta.cluster.engine.engine import Engine
+from manta.cluster.engine.request import FinishStatus
+from manta.cluster.engine.sequence import Sequence
+from manta.structured.grammar_pool.pool import GrammarPool
 from tests.engine_parts import device_of, poison_block, worker_of
 from tests.fuzz.cases import Fault
 

@@ -8,13 +8,13 @@ from __future__ import annotations
 import random
 from typing import Any
 
-from cluster.engine.beam_search import BeamSearchParams
-from structured.logits_processors import LogitsProcessorSpec
+from manta.cluster.engine.beam_search import BeamSearchParams
+from manta.structured.logits_processors import LogitsProcessorSpec
+from manta.workers.sampling_params import OutputKind, SamplingParams
 from tests.checkpoints import NATIVE_FAMILIES, VOCAB_SIZE
 from tests.fuzz.cases import MASK_SECONDS, Case, Fault, Request, Settings
 from tests.fuzz.grammars import CATALOGUE, HANGING
 from tests.fuzz.processors import FACTORIES
-from workers.sampling_params import OutputKind, SamplingParams
 
 EOS = 2
 FIRST_TEXT_ID = 5

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from structured.constraint import ConstraintSpec, Kind
+from manta.structured.constraint import ConstraintSpec, Kind
 
 
 def _spec(kind: Kind, text: Any, **fields: Any) -> ConstraintSpec:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 
-from cluster.llm import CompletionOutput, RequestOutput
-from workers.sampling_params import OutputKind
-from workers.step import TokenLogprobs
+from manta.cluster.llm import CompletionOutput, RequestOutput
+from manta.workers.sampling_params import OutputKind
+from manta.workers.step import TokenLogprobs
 
 
 @dataclasses.dataclass

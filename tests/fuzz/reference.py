@@ -12,14 +12,14 @@ from collections.abc import Iterator
 import msgspec
 import torch
 
-from cluster.llm import LLM
-from structured.constraint import ConstraintSpec, Resolved
+from manta.cluster.llm import LLM
+from manta.structured.constraint import ConstraintSpec, Resolved
+from manta.workers.sampling_params import OutputKind, SamplingParams, child_seed
 from tests.checkpoints import checkpoint
 from tests.engine_parts import worker_of
 from tests.fuzz.cases import Request, Settings
 from tests.fuzz.outcomes import Choice, Outcome
 from tests.fuzz.processors import FACTORIES
-from workers.sampling_params import OutputKind, SamplingParams, child_seed
 
 KV_CACHE_BYTES = 2**24
 COMPILE_SECONDS = 60.0

@@ -11,8 +11,8 @@ from typing import Any
 
 import msgspec
 
+from manta.workers.sampling_params import SamplingParams
 from tests.fuzz.cases import Case, Request, Settings, default_of
-from workers.sampling_params import SamplingParams
 
 SHORTEST = 2
 """Tokens of a prompt or an output that are not cut further."""

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from cluster.http.endpoints import tokens
+from manta.cluster.http.endpoints import tokens
 from tests.async_tests import async_test
 from tests.conftest import PROVE
 from tests.documented import Document

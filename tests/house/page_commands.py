@@ -29,16 +29,16 @@ from ray.serve import scripts as serve_commands
 
 from benchmarks import gpu_check, soak
 from benchmarks.bench import ALL
-from cluster.batch.lines import parse
-from cluster.cli import batch, check, serve
-from cluster.cli.__main__ import main
-from cluster.cli.commands import command_parser
-from cluster.config import ServeConfig
+from manta.cluster.batch.lines import parse
+from manta.cluster.cli import batch, check, serve
+from manta.cluster.cli.__main__ import main
+from manta.cluster.cli.commands import command_parser
+from manta.cluster.config import ServeConfig
+from manta.workers.checkpoints.model_folder import resolve_model_folder
 from tests.fuzz.__main__ import main as fuzz
 from tests.house.pages import ROOT, blocks
 from tests.patience import PATIENCE_S
 from tests.server import Server
-from workers.checkpoints.model_folder import resolve_model_folder
 
 PROVE = os.environ.get("MANTA_PROVE") == "1"
 

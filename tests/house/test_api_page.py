@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from cluster.errors import RequestRefused
-from cluster.http.exchange.codec import decode
-from cluster.protocol import ollama
-from cluster.protocol.requests import ChatCompletionRequest, CompletionRequest
+from manta.cluster.errors import RequestRefused
+from manta.cluster.http.exchange.codec import decode
+from manta.cluster.protocol import ollama
+from manta.cluster.protocol.requests import ChatCompletionRequest, CompletionRequest
 
 PAGE = (pathlib.Path(__file__).resolve().parents[2] / "docs" / "api.md").read_text()
 CHAT, COMPLETION = set(ChatCompletionRequest.__struct_fields__), set(CompletionRequest.__struct_fields__)

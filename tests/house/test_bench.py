@@ -28,12 +28,12 @@ from benchmarks.http_load import run_load
 from benchmarks.processes import ROOT, BenchmarkError, Child, Timing, free_port
 from benchmarks.report import Result, bootstrap_interval, combine, header, table_line
 from benchmarks.workloads import WORKLOADS, PromptSource, Row, alternate, run_workload, step_seconds
-from cluster.cli.bench import run_bench
-from cluster.engine.request import EngineRequest, FinishStatus, SequenceOutput
-from cluster.serve.streams.progress import Progress
+from manta.cluster.cli.bench import run_bench
+from manta.cluster.engine.request import EngineRequest, FinishStatus, SequenceOutput
+from manta.cluster.serve.streams.progress import Progress
+from manta.workers.sampling_params import SamplingParams
 from tests.checkpoints import checkpoint
 from tests.patience import PATIENCE_S, wait_until
-from workers.sampling_params import SamplingParams
 
 PROVE = pytest.mark.prove
 
@@ -181,7 +181,7 @@ def test_a_benchmark_runs_at_its_smallest_size(
 
 
 def test_a_terminated_benchmark_with_actors_prints_no_stack() -> None:
-    command = [sys.executable, "-m", "cluster.cli", "bench", "structured", "--parts", "e", "--forms", "actors"]
+    command = [sys.executable, "-m", "manta.cluster.cli", "bench", "structured", "--parts", "e", "--forms", "actors"]
     command += ["--model", str(checkpoint("llama", max_position_embeddings=512)), "--pairs", "100000"]
     with subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.PIPE, cwd=ROOT) as benchmark:
         assert benchmark.stderr is not None

@@ -102,7 +102,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
         self.send_response(200)
         self.end_headers()
 
-import_it = "import cluster; print(cluster.__file__)"
+import_it = "import manta.cluster; print(manta.cluster.__file__)"
 child = subprocess.run([sys.executable, "-c", import_it], cwd="/", capture_output=True, text=True, check=True)
 pathlib.Path("imported").write_text(child.stdout.strip())
 port = int(sys.argv[sys.argv.index("--port") + 1])
@@ -111,8 +111,9 @@ http.server.HTTPServer(("127.0.0.1", port), Handler).serve_forever()
 
 
 def test_a_peers_server_and_its_processes_run_the_peers_code(tmp_path: pathlib.Path) -> None:
-    package = tmp_path / "cluster"
-    package.mkdir()
+    package = tmp_path / "manta" / "cluster"
+    package.mkdir(parents=True)
+    (package.parent / "__init__.py").touch()
     (package / "__init__.py").touch()
     (package / "cli.py").write_text(PEER_CLI)
     server = ServerProcess(PEER, "a model", Setup(kv_cache_bytes=1, peer_checkout=str(tmp_path)), free_port())

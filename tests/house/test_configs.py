@@ -29,12 +29,12 @@ from ray.serve._private.build_app import build_app
 from ray.serve.schema import DeploymentSchema, ServeApplicationSchema, ServeDeploySchema
 
 from benchmarks.processes import free_port
-from cluster.serve.app import build
-from cluster.serve.starting.replica_process import REPLICA_ENVIRONMENT
+from manta.cluster.serve.app import build
+from manta.cluster.serve.starting.replica_process import REPLICA_ENVIRONMENT
+from manta.workers.models.model_config import ModelError
+from manta.workers.platforms import choose_platform
 from tests.patience import PATIENCE_S
 from tests.ray_cluster import BIN, RayCluster, ray_cluster, until
-from workers.models.model_config import ModelError
-from workers.platforms import choose_platform
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 CONFIGS = ROOT / "configs"
@@ -90,8 +90,8 @@ def test_serve_builds_what_the_file_says(path: pathlib.Path) -> None:
 SERVE_MISTAKES: dict[str, Edit] = {
     "an unknown option": lambda app: app["args"]["engine"].update(modle="demo"),
     "an option out of range": lambda app: app["args"].update(num_engine_replicas=0),
-    "another module": lambda app: app.update(import_path="cluster.serve.application:build"),
-    "another attribute": lambda app: app.update(import_path="cluster.serve.app:biuld"),
+    "another module": lambda app: app.update(import_path="manta.cluster.serve.application:build"),
+    "another attribute": lambda app: app.update(import_path="manta.cluster.serve.app:biuld"),
     "no application": lambda app: app.pop("import_path"),
     "a key that Serve does not know": lambda app: app.update(runtime_environment={}),
     "a deployment that is not there": lambda app: app.update(deployments=[{"name": "engines", "num_replicas": 2}]),
@@ -325,9 +325,9 @@ def copied() -> list[str]:
 
 def test_the_image_has_every_needed_package_and_file() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
-    rooms = {name.removesuffix("*") for name in project["tool"]["setuptools"]["packages"]["find"]["include"]}
+    linked = {link.name for link in (ROOT / "manta").iterdir() if link.is_symlink()} - {"configs"}
     files = {"configs/demo", "configs/image", "pyproject.toml", project["project"]["readme"]}
-    assert rooms | files == set(copied())
+    assert {"manta"} | linked | files == set(copied())
     tracked = subprocess.run(
         ["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE_S
     ).stdout
@@ -381,7 +381,7 @@ def test_the_images_contents_run_a_model(tmp_path: pathlib.Path) -> None:
         target.parent.mkdir(parents=True, exist_ok=True)
         subprocess.run(["cp", "-r", source, target], check=True, timeout=PATIENCE_S)
     pip = [sys.executable, "-m", "pip", "install", "--no-deps", "--no-build-isolation", "--prefix", installed]
-    for command in ([*pip, "--editable", "."], [sys.executable, "-m", "cluster.cli", "check", "demo"]):
+    for command in ([*pip, "--editable", "."], [sys.executable, "-m", "manta.cluster.cli", "check", "demo"]):
         done = subprocess.run(command, cwd=tree, capture_output=True, text=True, timeout=PATIENCE_S)
         assert done.returncode == 0, done.stdout + done.stderr
     assert (installed / "bin" / "manta").is_file()

@@ -76,7 +76,7 @@ def test_the_weights_are_small_and_share_one_tokenizer() -> None:
 
 @pytest.fixture(scope="module")
 def llm():
-    from cluster.llm import LLM
+    from manta.cluster.llm import LLM
 
     return LLM("demo", kv_cache_bytes=2**26)
 
@@ -95,7 +95,7 @@ def test_the_demo_model_keeps_its_score(llm) -> None:
 
 
 def test_a_newcomers_hello_gets_a_sensible_answer(llm) -> None:
-    from cluster.llm import SamplingParams
+    from manta.cluster.llm import SamplingParams
 
     prompt = llm.tokenizer.apply_chat_template([{"role": "user", "content": "What is Manta?"}])
     (output,) = llm.generate(prompt, SamplingParams(temperature=0, max_tokens=60), use_tqdm=False)

@@ -15,8 +15,8 @@ import msgspec
 import pytest
 import yaml
 
-from cluster.cli import chat, serve
-from cluster.config import ServeConfig
+from manta.cluster.cli import chat, serve
+from manta.cluster.config import ServeConfig
 from tests.gguf_files import write_gguf
 from tests.house.page_commands import COMMANDS, DEMO, Manual, asks_the_server, write_package
 from tests.house.pages import PAGES, ROOT, blocks, commands, prose

@@ -24,7 +24,7 @@ import sys
 sys.modules["ray"] = None  # importing it raises ImportError
 import pytest
 from benchmarks import gpu_check, gpu_model
-from cluster.llm import LLM, ConstraintSpec, SamplingParams
+from manta.cluster.llm import LLM, ConstraintSpec, SamplingParams
 if __name__ == "__main__":
     params = SamplingParams(max_tokens=8, constraint=ConstraintSpec(kind="regex", text="[0-9]{3}"))
     (output,) = LLM("demo", device="cpu").generate([5, 6, 7], params, use_tqdm=False)
@@ -154,8 +154,8 @@ def test_a_step_asks_for_its_folder(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_the_smoke_part_compares_graphs_kernels_and_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """In Triton's interpreter, with one layer."""
-    from workers.platforms.cuda import CudaPlatform
-    from workers.torch_worker import torch_worker
+    from manta.workers.platforms.cuda import CudaPlatform
+    from manta.workers.torch_worker import torch_worker
 
     choose = torch_worker.choose_platform
     monkeypatch.setattr(
@@ -163,7 +163,7 @@ def test_the_smoke_part_compares_graphs_kernels_and_cpu(monkeypatch: pytest.Monk
         "choose_platform",
         lambda device, *rest: CudaPlatform(torch.device("cpu")) if device == "cuda" else choose(device, *rest),
     )
-    monkeypatch.setattr("workers.kernels.triton.graphs.MIXED_TOKENS", (12,))
+    monkeypatch.setattr("manta.workers.kernels.triton.graphs.MIXED_TOKENS", (12,))
     figures = list(smoke_figures(str(checkpoint("llama", num_hidden_layers=1)), [5, 6, 7], 3))
     assert [figure.value for figure in figures[1:]] == ["3 are equal"] * 2
     assert int(figures[0].value) > 2

@@ -12,17 +12,17 @@ from typing import Any
 import msgspec
 import pytest
 
-from cluster.batch.records import Records
-from cluster.batch.storage import Storage
-from cluster.config import AutoscalingOptions, BatchLimits, BodyLimits, EngineConfig, ServeConfig
-from cluster.errors import RequestRefused
-from cluster.http.exchange.codec import decode
-from cluster.protocol.requests import ChatCompletionRequest, CompletionRequest
-from cluster.serve.ingress import ingress_deployment
-from cluster.serve.scaling.autoscaling import autoscaling_config
-from specdecode.ngram import NgramIndex
-from specdecode.speculative_config import SpeculativeConfig
-from structured.constraint import ConstraintError, ConstraintLimits, ConstraintSpec, check_limits
+from manta.cluster.batch.records import Records
+from manta.cluster.batch.storage import Storage
+from manta.cluster.config import AutoscalingOptions, BatchLimits, BodyLimits, EngineConfig, ServeConfig
+from manta.cluster.errors import RequestRefused
+from manta.cluster.http.exchange.codec import decode
+from manta.cluster.protocol.requests import ChatCompletionRequest, CompletionRequest
+from manta.cluster.serve.ingress import ingress_deployment
+from manta.cluster.serve.scaling.autoscaling import autoscaling_config
+from manta.specdecode.ngram import NgramIndex
+from manta.specdecode.speculative_config import SpeculativeConfig
+from manta.structured.constraint import ConstraintError, ConstraintLimits, ConstraintSpec, check_limits
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 

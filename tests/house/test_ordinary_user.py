@@ -23,11 +23,11 @@ import asyncio, os, sys
 
 import psutil
 
-from cluster.http.exchange.prompts import encode
-from cluster.text.tokenizer import LONG_TEXT, Tokenizer
-from structured.compiling.compiler import Compiler
-from structured.constraint import ConstraintLimits, ConstraintSpec
-from structured.vocabulary import Vocabulary
+from manta.cluster.http.exchange.prompts import encode
+from manta.cluster.text.tokenizer import LONG_TEXT, Tokenizer
+from manta.structured.compiling.compiler import Compiler
+from manta.structured.constraint import ConstraintLimits, ConstraintSpec
+from manta.structured.vocabulary import Vocabulary
 
 os.nice(15)
 folder = sys.argv[1]

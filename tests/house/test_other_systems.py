@@ -13,11 +13,11 @@ from collections.abc import Iterator
 import psutil
 import pytest
 
-from cluster.llm import LLM, ConstraintSpec, SamplingParams
-from structured.compiling.compiler import Compiler
-from structured.constraint import ConstraintError, ConstraintLimits
-from structured.masks import BufferShape, MaskBuffer
-from structured.vocabulary import Vocabulary
+from manta.cluster.llm import LLM, ConstraintSpec, SamplingParams
+from manta.structured.compiling.compiler import Compiler
+from manta.structured.constraint import ConstraintError, ConstraintLimits
+from manta.structured.masks import BufferShape, MaskBuffer
+from manta.structured.vocabulary import Vocabulary
 from tests.checkpoints import checkpoint
 from tests.patience import PATIENCE_S
 from tests.processes import running_below
@@ -33,8 +33,8 @@ import json, mmap, os, signal, socket, sys
 for module, name in ((os, "sched_getaffinity"), (mmap, "MADV_HUGEPAGE"), (os, "memfd_create"), (socket, "send_fds")):
     assert not hasattr(module, name), name
 assert not os.path.exists("/proc/self/statm")
-from cluster import own_ray
-from cluster.llm import LLM, ConstraintSpec, SamplingParams
+from manta.cluster import own_ray
+from manta.cluster.llm import LLM, ConstraintSpec, SamplingParams
 folder, options, regex, form = json.loads(sys.argv[1])
 if form == "actors":
     own_ray.start()

@@ -15,13 +15,13 @@ import zipfile
 import pytest
 from packaging.requirements import Requirement
 
-from cluster import version
+from manta.cluster import version
 from tests.installed import Installation
 from tests.patience import PATIENCE_S
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
-PACKAGES = {"manta", "cluster", "specdecode", "structured", "workers"}
+ROOMS = ("cluster", "specdecode", "structured", "workers")
 
 
 @pytest.fixture(scope="module")
@@ -55,22 +55,23 @@ def installation(wheel: pathlib.Path, tmp_path_factory: pytest.TempPathFactory) 
 
 
 def files_in(folder: str, suffixes: set[str]) -> set[str]:
-    """Returns the files of the checkout below a folder that have one of these suffixes."""
-    return {str(path.relative_to(ROOT)) for path in (ROOT / folder).rglob("*") if path.suffix in suffixes}
+    """Returns the names in the wheel of the checkout's files below a folder that have one of these suffixes."""
+    return {f"manta/{path.relative_to(ROOT)}" for path in (ROOT / folder).rglob("*") if path.suffix in suffixes}
 
 
 def test_the_wheel_holds_exactly_packages_and_data(wheel: pathlib.Path) -> None:
     names = set(zipfile.ZipFile(wheel).namelist())
     info = f"manta_serve-{PROJECT['project']['version']}.dist-info"
-    assert {name.split("/")[0] for name in names} == {*PACKAGES, info}
-    for package in PACKAGES:
-        assert f"{package}/py.typed" in names
-        assert files_in(package, {".py", ".cpp", ".h"}) <= names
+    script = f"{info.removesuffix('dist-info')}data/scripts/manta"
+    assert {name.split("/")[0] for name in names - {script}} == {"manta", info}
+    assert {"manta/__init__.py", "manta/py.typed", script} <= names
+    for room in ROOMS:
+        assert files_in(room, {".py", ".cpp", ".h"}) <= names
     assert files_in("structured", {".json"}) <= names
-    assert "cluster/http/playground/index.html" in names
+    assert "manta/cluster/http/playground/index.html" in names
     assert files_in("cluster", {".html", ".css", ".js", ".svg"}) <= names
     kinds = {".yaml", ".yml", ".json", ".safetensors", ".jinja"}
-    configurations = {f"manta/{name}" for name in files_in("configs", kinds)}
+    configurations = files_in("configs", kinds)
     assert configurations <= names
     assert "manta/configs/demo/target/model.safetensors" in configurations
 

@@ -15,16 +15,16 @@ from typing import Any
 import pytest
 from uvicorn.protocols.http.httptools_impl import HEADER_VALUE_RE
 
-from cluster.cli import chat
-from cluster.cli.__main__ import main
-from cluster.config import ServeConfig, load_config
-from cluster.engine.request import EngineRequest
-from cluster.http.access.addresses import network_of
-from cluster.http.access.keys import ApiKeys, openness, with_api_keys
-from cluster.http.endpoints.generation import _header_value
-from cluster.text.tokenizer import Tokenizer
-from cluster.text.tokenizer_files import TokenizerError
-from structured.constraint import ConstraintError, ConstraintLimits, ConstraintSpec, Kind, check_limits
+from manta.cluster.cli import chat
+from manta.cluster.cli.__main__ import main
+from manta.cluster.config import ServeConfig, load_config
+from manta.cluster.engine.request import EngineRequest
+from manta.cluster.http.access.addresses import network_of
+from manta.cluster.http.access.keys import ApiKeys, openness, with_api_keys
+from manta.cluster.http.endpoints.generation import _header_value
+from manta.cluster.text.tokenizer import Tokenizer
+from manta.cluster.text.tokenizer_files import TokenizerError
+from manta.structured.constraint import ConstraintError, ConstraintLimits, ConstraintSpec, Kind, check_limits
 from tests.async_tests import async_test
 from tests.http.test_routes import App
 from tests.local_server import local_server

@@ -10,10 +10,10 @@ import httpx2
 import jsonschema
 import pytest
 
-from cluster.config import ServeConfig
-from cluster.http.app import HttpApp
-from cluster.http.exchange.metrics import Metrics
-from cluster.text.tokenizer import Tokenizer
+from manta.cluster.config import ServeConfig
+from manta.cluster.http.app import HttpApp
+from manta.cluster.http.exchange.metrics import Metrics
+from manta.cluster.text.tokenizer import Tokenizer
 from tests.async_tests import async_test
 from tests.http.test_ollama import CALL, Once
 from tests.http.test_routes import Repeating, RepeatingEngines

@@ -12,18 +12,18 @@ import msgspec
 import openai
 import pytest
 
-from cluster.config import ServeConfig
-from cluster.http.app import HttpApp
-from cluster.http.endpoints.compaction import SUMMARY_REQUEST
-from cluster.http.exchange.metrics import Metrics
-from cluster.protocol.compaction import VERSION, Compacted, decode_compacted, encode_compacted
-from cluster.protocol.response_items import MAX_COMPACTIONS, SUMMARY_OPENING, chat_messages
-from cluster.text.tokenizer import Tokenizer
+from manta.cluster.config import ServeConfig
+from manta.cluster.http.app import HttpApp
+from manta.cluster.http.endpoints.compaction import SUMMARY_REQUEST
+from manta.cluster.http.exchange.metrics import Metrics
+from manta.cluster.protocol.compaction import VERSION, Compacted, decode_compacted, encode_compacted
+from manta.cluster.protocol.response_items import MAX_COMPACTIONS, SUMMARY_OPENING, chat_messages
+from manta.cluster.text.tokenizer import Tokenizer
+from manta.workers.model_info import ModelInfo
 from tests.async_tests import async_test
 from tests.http.test_ollama import Once
 from tests.http.test_routes import MODEL, RepeatingEngines
 from tests.server import shared_server
-from workers.model_info import ModelInfo
 
 CALL = {"type": "function_call", "call_id": "call_1", "name": "weather", "arguments": '{"city": "Rome"}'}
 TURNS: Any = [

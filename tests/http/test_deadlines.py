@@ -17,18 +17,18 @@ from typing import Any
 
 import pytest
 
-from cluster.batch.records import Records, Upload
-from cluster.config import ServeConfig
-from cluster.http.app import HttpApp
-from cluster.http.exchange import prompts
-from cluster.http.exchange.metrics import Metrics
-from cluster.http.exchange.routing import Route
-from cluster.http.routes import ROUTES
-from cluster.serve.streams import prompt_run
-from cluster.serve.streams.token_channel import Address, Connection, RequestResult
+from manta.cluster.batch.records import Records, Upload
+from manta.cluster.config import ServeConfig
+from manta.cluster.http.app import HttpApp
+from manta.cluster.http.exchange import prompts
+from manta.cluster.http.exchange.metrics import Metrics
+from manta.cluster.http.exchange.routing import Route
+from manta.cluster.http.routes import ROUTES
+from manta.cluster.serve.streams import prompt_run
+from manta.cluster.serve.streams.token_channel import Address, Connection, RequestResult
+from manta.workers.model_info import ModelInfo
 from tests.local_server import LocalServer, answer, local_server, post, until
 from tests.patience import PATIENCE_S
-from workers.model_info import ModelInfo
 
 LIMIT = 4
 """Requests that the server of most tests here may hold."""

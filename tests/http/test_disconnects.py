@@ -6,7 +6,7 @@ import asyncio
 import json
 import random
 
-from cluster.llm import LLM, SamplingParams
+from manta.cluster.llm import LLM, SamplingParams
 from tests.server import Server, shared_server
 
 NUM_REQUESTS = 120

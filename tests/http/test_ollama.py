@@ -10,10 +10,10 @@ import httpx
 import ollama
 import pytest
 
-from cluster.config import ServeConfig
-from cluster.http.app import HttpApp
-from cluster.http.exchange.metrics import Metrics
-from cluster.text.tokenizer import Tokenizer
+from manta.cluster.config import ServeConfig
+from manta.cluster.http.app import HttpApp
+from manta.cluster.http.exchange.metrics import Metrics
+from manta.cluster.text.tokenizer import Tokenizer
 from tests.http.test_routes import Repeating, RepeatingEngines
 from tests.server import shared_server
 

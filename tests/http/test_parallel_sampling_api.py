@@ -24,21 +24,21 @@ import pytest
 from openai.lib.streaming.chat import ChatCompletionStreamState
 from openai.types.chat import ChatCompletionChunk
 
-from cluster.chat.plan import ChatPlan
-from cluster.engine.request import EngineRequest, FinishStatus, Usage
-from cluster.http.exchange.answers import ChatAnswer
-from cluster.http.exchange.codec import SSE_DONE
-from cluster.http.exchange.engines import Event
-from cluster.http.exchange.identity import Identity
-from cluster.llm import LLM, CompletionOutput, ConstraintSpec, OutputKind, RequestOutput, SamplingParams
-from cluster.protocol.requests import ChatCompletionRequest
-from cluster.serve.streams.token_channel import Control
+from manta.cluster.chat.plan import ChatPlan
+from manta.cluster.engine.request import EngineRequest, FinishStatus, Usage
+from manta.cluster.http.exchange.answers import ChatAnswer
+from manta.cluster.http.exchange.codec import SSE_DONE
+from manta.cluster.http.exchange.engines import Event
+from manta.cluster.http.exchange.identity import Identity
+from manta.cluster.llm import LLM, CompletionOutput, ConstraintSpec, OutputKind, RequestOutput, SamplingParams
+from manta.cluster.protocol.requests import ChatCompletionRequest
+from manta.cluster.serve.streams.token_channel import Control
+from manta.workers.sampling_params import child_seed
 from tests.checkpoints import checkpoint
 from tests.patience import PATIENCE_S
 from tests.replicas import Replicas
 from tests.serve.test_engine_deployment import Ingress, until, until_idle
 from tests.server import Server, shared_server
-from workers.sampling_params import child_seed
 
 MESSAGES = [{"role": "user", "content": "Hello"}]
 PROMPTS = ["The quick brown fox", "A scheduler decides which requests run"]

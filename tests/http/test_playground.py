@@ -24,7 +24,7 @@ from axe_playwright_python.sync_playwright import Axe
 
 from benchmarks.browser import browser, chromium_path
 from benchmarks.playground import MAX_BYTES
-from cluster.engine.engine import Engine
+from manta.cluster.engine.engine import Engine
 from tests.grammar_pools import DEMO
 from tests.local_server import ThreadedServer
 from tests.patience import PATIENCE_S, wait_until

@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 
-from cluster.engine.kv_blocks import hash_blocks
-from cluster.engine.request import ContinuedChoice, EngineRequest, Usage
-from cluster.http.access.prefix_scope import PrefixScope, new_secret
+from manta.cluster.engine.kv_blocks import hash_blocks
+from manta.cluster.engine.request import ContinuedChoice, EngineRequest, Usage
+from manta.cluster.http.access.prefix_scope import PrefixScope, new_secret
+from manta.workers.sampling_params import SamplingParams
 from tests.async_tests import async_test
 from tests.engine.test_engine import drain, make_engine
 from tests.local_server import LocalServer, local_server
-from workers.sampling_params import SamplingParams
 
 KEYS = {"alice": "the-secret-key-of-alice", "bob": "the-secret-key-of-bob"}
 ENTRIES = tuple(f"{name}:{key}" for name, key in KEYS.items())

@@ -10,10 +10,10 @@ import hypothesis
 import pytest
 from hypothesis import strategies as st
 
-from cluster.config import KeyLimits, ServeConfig, load_config
-from cluster.http.access.keys import with_api_keys
-from cluster.http.access.rate_limits import RateLimits, Taken
-from cluster.protocol.api_errors import ApiError
+from manta.cluster.config import KeyLimits, ServeConfig, load_config
+from manta.cluster.http.access.keys import with_api_keys
+from manta.cluster.http.access.rate_limits import RateLimits, Taken
+from manta.cluster.protocol.api_errors import ApiError
 from tests.async_tests import async_test
 from tests.local_server import LocalServer, local_server
 

@@ -16,23 +16,23 @@ import jsonschema
 import msgspec
 import pytest
 
-from cluster.config import EngineConfig, ServeConfig
-from cluster.engine.engine import Engine
-from cluster.engine.request import FinishStatus, Usage
-from cluster.engine.stats import EngineStats
-from cluster.errors import Unavailable, refuse
-from cluster.http.app import HttpApp
-from cluster.http.exchange.engines import Event, GenerationRequest
-from cluster.http.exchange.exchange import Exchange
-from cluster.http.exchange.metrics import Metrics
-from cluster.http.exchange.routing import Route
-from cluster.http.exchange.state import AppState
-from cluster.http.routes import ROUTES
-from cluster.protocol.api_errors import ApiError
-from cluster.text.tokenizer import Tokenizer
-from structured.constraint import ConstraintSpec
+from manta.cluster.config import EngineConfig, ServeConfig
+from manta.cluster.engine.engine import Engine
+from manta.cluster.engine.request import FinishStatus, Usage
+from manta.cluster.engine.stats import EngineStats
+from manta.cluster.errors import Unavailable, refuse
+from manta.cluster.http.app import HttpApp
+from manta.cluster.http.exchange.engines import Event, GenerationRequest
+from manta.cluster.http.exchange.exchange import Exchange
+from manta.cluster.http.exchange.metrics import Metrics
+from manta.cluster.http.exchange.routing import Route
+from manta.cluster.http.exchange.state import AppState
+from manta.cluster.http.routes import ROUTES
+from manta.cluster.protocol.api_errors import ApiError
+from manta.cluster.text.tokenizer import Tokenizer
+from manta.structured.constraint import ConstraintSpec
+from manta.workers.model_info import ModelInfo
 from tests.checkpoints import checkpoint
-from workers.model_info import ModelInfo
 
 MODEL = ModelInfo(
     folder="demo",

@@ -12,25 +12,25 @@ from typing import Any
 
 import pytest
 
-from cluster.config import BodyLimits, ServeConfig
-from cluster.engine.request import EngineRequest
-from cluster.errors import RequestRefused
-from cluster.http.exchange.codec import decode
-from cluster.http.exchange.engines import GenerationRequest
-from cluster.http.exchange.metrics import Metrics
-from cluster.http.exchange.prompts import encode, encode_all
-from cluster.protocol.requests import ChatCompletionRequest, CompletionRequest
-from cluster.serve.engine_deployment import EngineReplica
-from cluster.serve.streams.engine_client import EngineClient
-from cluster.serve.streams.submission import Submission
-from cluster.serve.streams.token_channel import Address, RequestResult
-from cluster.text.tokenizer import Tokenizer
+from manta.cluster.config import BodyLimits, ServeConfig
+from manta.cluster.engine.request import EngineRequest
+from manta.cluster.errors import RequestRefused
+from manta.cluster.http.exchange.codec import decode
+from manta.cluster.http.exchange.engines import GenerationRequest
+from manta.cluster.http.exchange.metrics import Metrics
+from manta.cluster.http.exchange.prompts import encode, encode_all
+from manta.cluster.protocol.requests import ChatCompletionRequest, CompletionRequest
+from manta.cluster.serve.engine_deployment import EngineReplica
+from manta.cluster.serve.streams.engine_client import EngineClient
+from manta.cluster.serve.streams.submission import Submission
+from manta.cluster.serve.streams.token_channel import Address, RequestResult
+from manta.cluster.text.tokenizer import Tokenizer
+from manta.workers.sampling_params import SamplingParams
 from tests.checkpoints import checkpoint
 from tests.http.test_routes import App
 from tests.replicas import Replicas
 from tests.serve.test_engine_deployment import until_idle
 from tests.server import shared_server
-from workers.sampling_params import SamplingParams
 
 
 def completion(**fields: Any) -> dict[str, Any]:

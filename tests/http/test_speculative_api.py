@@ -10,14 +10,14 @@ import pytest
 from openai import OpenAI
 
 from benchmarks.demo_model.data import ORDER_SCHEMA, held_out
-from cluster.llm import LLM, SamplingParams
-from structured.backend import make_backend
-from structured.constraint import ConstraintSpec
-from structured.vocabulary import Vocabulary
+from manta.cluster.llm import LLM, SamplingParams
+from manta.structured.backend import make_backend
+from manta.structured.constraint import ConstraintSpec
+from manta.structured.vocabulary import Vocabulary
+from manta.workers.checkpoints.model_folder import resolve_model_folder
 from tests.grammar_pools import EOS, VOCAB_SIZE
 from tests.local_server import ThreadedServer
 from tests.structured.grammar_walk import allowed_tokens
-from workers.checkpoints.model_folder import resolve_model_folder
 
 TARGET = resolve_model_folder("demo")
 SPECULATIVE = {

@@ -14,18 +14,18 @@ import httpx2
 import openai
 import pytest
 
-from cluster.batch.kept_responses import EndedResponse, KeptResponses, StoredResponse
-from cluster.batch.quota import TooMuch
-from cluster.batch.storage import Storage
-from cluster.config import EngineConfig, ResponseLimits, ServeConfig
-from cluster.errors import GenerationFailed
-from cluster.http.access.keys import ApiKeys
-from cluster.http.app import HttpApp
-from cluster.http.exchange.engines import Event, Generation
-from cluster.http.exchange.metrics import Metrics
-from cluster.http.exchange.recordings import NoStreams, Opening, Recording
-from cluster.protocol.responses_api import Reasoning, ResponseObject, TextOptions
-from cluster.text.tokenizer import Tokenizer
+from manta.cluster.batch.kept_responses import EndedResponse, KeptResponses, StoredResponse
+from manta.cluster.batch.quota import TooMuch
+from manta.cluster.batch.storage import Storage
+from manta.cluster.config import EngineConfig, ResponseLimits, ServeConfig
+from manta.cluster.errors import GenerationFailed
+from manta.cluster.http.access.keys import ApiKeys
+from manta.cluster.http.app import HttpApp
+from manta.cluster.http.exchange.engines import Event, Generation
+from manta.cluster.http.exchange.metrics import Metrics
+from manta.cluster.http.exchange.recordings import NoStreams, Opening, Recording
+from manta.cluster.protocol.responses_api import Reasoning, ResponseObject, TextOptions
+from manta.cluster.text.tokenizer import Tokenizer
 from tests.async_tests import async_test
 from tests.http.test_routes import RepeatingEngines
 from tests.local_server import ThreadedServer

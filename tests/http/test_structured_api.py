@@ -18,13 +18,13 @@ import openai
 import pydantic
 import pytest
 
-from cluster.errors import RequestRefused
-from cluster.http.exchange.codec import decode
-from cluster.protocol.requests import ChatCompletionRequest, CompletionRequest
-from structured.constraint import ConstraintSpec
+from manta.cluster.errors import RequestRefused
+from manta.cluster.http.exchange.codec import decode
+from manta.cluster.protocol.requests import ChatCompletionRequest, CompletionRequest
+from manta.structured.constraint import ConstraintSpec
+from manta.workers.checkpoints.model_folder import resolve_model_folder
 from tests.local_server import ThreadedServer
 from tests.server import Client, Server, shared_server
-from workers.checkpoints.model_folder import resolve_model_folder
 
 MESSAGES = [{"role": "user", "content": "Hello"}]
 SCHEMA = {

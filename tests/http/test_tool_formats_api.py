@@ -10,7 +10,7 @@ import jsonschema
 import openai
 import pytest
 
-from cluster.chat.tool_formats import GLM, GPT_OSS, ToolFormat
+from manta.cluster.chat.tool_formats import GLM, GPT_OSS, ToolFormat
 from tests.checkpoints import checkpoint
 from tests.grammar_pools import VOCAB_SIZE
 from tests.local_server import ThreadedServer

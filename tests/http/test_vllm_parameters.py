@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from cluster.protocol.constraint_refusals import in_words
-from cluster.text.tokenizer import Tokenizer
+from manta.cluster.protocol.constraint_refusals import in_words
+from manta.cluster.text.tokenizer import Tokenizer
 from tests.checkpoints import reference_logits
 from tests.patience import PATIENCE_S
 from tests.server import shared_server

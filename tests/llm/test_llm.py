@@ -9,9 +9,9 @@ import sys
 import pytest
 import transformers
 
-from cluster.engine.request import FinishStatus
-from cluster.errors import QueueFull, RequestRefused
-from cluster.llm import LLM, SamplingParams
+from manta.cluster.engine.request import FinishStatus
+from manta.cluster.errors import QueueFull, RequestRefused
+from manta.cluster.llm import LLM, SamplingParams
 from tests.checkpoints import checkpoint, reference_greedy
 
 PROMPTS = ["The quick brown fox", "Hello", "naïve café, 3 < 4"]
@@ -135,8 +135,8 @@ def test_a_wrong_option_is_named(options, words) -> None:
 
 def test_the_driver_side_imports_neither_torch_nor_ray() -> None:
     code = (
-        "import sys, cluster.engine.scheduler, cluster.engine.request, cluster.config\n"
-        "import workers.step, workers.sampling_params\n"
+        "import sys, manta.cluster.engine.scheduler, manta.cluster.engine.request, manta.cluster.config\n"
+        "import manta.workers.step, manta.workers.sampling_params\n"
         "assert 'torch' not in sys.modules and 'ray' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True)

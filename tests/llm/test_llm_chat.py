@@ -10,11 +10,11 @@ import pytest
 import transformers
 
 from benchmarks.demo_model.data import TASKS, held_out
-from cluster.errors import RequestRefused
-from cluster.llm import LLM, OutputKind, RequestOutput, SamplingParams
-from cluster.text.chat_template import ChatTemplates
+from manta.cluster.errors import RequestRefused
+from manta.cluster.llm import LLM, OutputKind, RequestOutput, SamplingParams
+from manta.cluster.text.chat_template import ChatTemplates
+from manta.workers.checkpoints.model_folder import resolve_model_folder
 from tests.checkpoints import checkpoint
-from workers.checkpoints.model_folder import resolve_model_folder
 
 GREEDY = SamplingParams(temperature=0, max_tokens=80)
 QUESTIONS = ("What is Manta?", "What can you do?")

@@ -12,11 +12,11 @@ import numpy as np
 import pytest
 import torch
 
-from cluster.engine.engine import EngineDead
-from cluster.engine.interrupts import uninterrupted
-from cluster.engine.request import FinishStatus
-from cluster.errors import QueueFull, RequestRefused
-from cluster.llm import LLM, BeamSearchParams, ConstraintSpec, LogitsProcessorSpec, RequestOutput, SamplingParams
+from manta.cluster.engine.engine import EngineDead
+from manta.cluster.engine.interrupts import uninterrupted
+from manta.cluster.engine.request import FinishStatus
+from manta.cluster.errors import QueueFull, RequestRefused
+from manta.cluster.llm import LLM, BeamSearchParams, ConstraintSpec, LogitsProcessorSpec, RequestOutput, SamplingParams
 from tests.checkpoints import checkpoint
 from tests.engine_parts import device_of
 from tests.patience import PATIENCE_S

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from cluster.llm import LLM, SamplingParams
+from manta.cluster.llm import LLM, SamplingParams
+from manta.workers.checkpoints.model_folder import load_model_config
 from tests.checkpoints import VOCAB_SIZE, checkpoint, reference_greedy
-from workers.checkpoints.model_folder import load_model_config
 
 OWN_ATTENTION = ("falcon", "bloom", "mpt", "gpt_neo", "xglm")
 """Families with attention code of their own, which is replaced."""

@@ -11,7 +11,7 @@ from typing import Any
 import psutil
 import pytest
 
-from cluster.llm import LLM, ConstraintSpec, SamplingParams
+from manta.cluster.llm import LLM, ConstraintSpec, SamplingParams
 from tests.checkpoints import checkpoint
 from tests.engine_parts import device_of
 from tests.patience import wait_until

@@ -8,10 +8,10 @@ from typing import Any
 import jsonschema
 import pytest
 
-from cluster.chat.tool_formats import KIMI_K2, MISTRAL, MISTRAL_ARGS, MISTRAL_CALL_ID, QWEN3_CODER, ToolFormat
-from cluster.errors import RequestRefused
-from cluster.llm import LLM, SamplingParams
-from cluster.text.chat_template import ChatTemplates
+from manta.cluster.chat.tool_formats import KIMI_K2, MISTRAL, MISTRAL_ARGS, MISTRAL_CALL_ID, QWEN3_CODER, ToolFormat
+from manta.cluster.errors import RequestRefused
+from manta.cluster.llm import LLM, SamplingParams
+from manta.cluster.text.chat_template import ChatTemplates
 from tests.checkpoints import checkpoint
 from tests.grammar_pools import VOCAB_SIZE
 from tests.tool_formats import TOOLS, WRITERS, template_of, tokenizer_folder

@@ -16,8 +16,8 @@ import time
 
 import numpy as np
 
-from structured.constraint import ConstraintError, ConstraintSpec
-from structured.vocabulary import Vocabulary
+from manta.structured.constraint import ConstraintError, ConstraintSpec
+from manta.structured.vocabulary import Vocabulary
 
 _FAILURES = {
     "quit": SystemExit("as it was told to"),
@@ -29,7 +29,7 @@ _FAILURES = {
 
 def _answer_badly(how: str) -> None:
     """Replaces how the compile process that this runs in writes its answer."""
-    from structured.frames import frame
+    from manta.structured.frames import frame
 
     def write(stream, data: bytes) -> None:
         stream.write(frame(b"\xc1") if how == "garbage" else frame(data)[:-1])

@@ -22,11 +22,11 @@ from openai.types import completion_create_params as completions
 from openai.types.chat import completion_create_params as chats
 from openai.types.responses import response_create_params as responses
 
-from cluster.errors import RequestRefused
-from cluster.http.exchange.codec import decode
-from cluster.protocol.anthropic import CountTokensRequest, MessagesRequest
-from cluster.protocol.requests import ChatCompletionRequest, CompletionRequest
-from cluster.protocol.responses_api import ResponsesRequest
+from manta.cluster.errors import RequestRefused
+from manta.cluster.http.exchange.codec import decode
+from manta.cluster.protocol.anthropic import CountTokensRequest, MessagesRequest
+from manta.cluster.protocol.requests import ChatCompletionRequest, CompletionRequest
+from manta.cluster.protocol.responses_api import ResponsesRequest
 
 CHAT = {"model": "m", "messages": [{"role": "user", "content": "x"}]}
 BODIES: dict[str, tuple[Any, Any, dict[str, Any]]] = {

@@ -17,15 +17,15 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer as FastTokenizer
 from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
 
-from cluster.engine.request import FinishStatus, SequenceOutput
-from cluster.http.exchange.logprobs import CompletionLogprobText, chat_logprobs, prompt_logprobs
-from cluster.text.chat_template import TemplateError
-from cluster.text.detokenizer import SequenceText
-from cluster.text.tokenizer import Tokenizer
-from cluster.text.tokenizer_files import TokenizerError
+from manta.cluster.engine.request import FinishStatus, SequenceOutput
+from manta.cluster.http.exchange.logprobs import CompletionLogprobText, chat_logprobs, prompt_logprobs
+from manta.cluster.text.chat_template import TemplateError
+from manta.cluster.text.detokenizer import SequenceText
+from manta.cluster.text.tokenizer import Tokenizer
+from manta.cluster.text.tokenizer_files import TokenizerError
+from manta.workers.sampling_params import SamplingParams
+from manta.workers.step import TokenLogprobs
 from tests.checkpoints import CORPUS, make_tokenizer
-from workers.sampling_params import SamplingParams
-from workers.step import TokenLogprobs
 
 TEXTS = [*CORPUS, "a🙂b東京c", "  two  spaces \n\t", "<|im_start|>user\nhé<|im_end|>", "Ünïcödé ñ ﷽ 👩‍👩‍👧", "x"]
 KINDS = ("bytelevel", "llama", "gemma", "metaspace", "wordpiece")
@@ -249,8 +249,9 @@ def test_token_bytes_make_the_text() -> None:
 
 def test_an_http_process_needs_no_torch() -> None:
     code = (
-        "import sys; from cluster.text.detokenizer import SequenceText; from cluster.http.app import HttpApp;"
-        f"from cluster.text.tokenizer import Tokenizer; Tokenizer({str(folder_of('bytelevel'))!r}).encode('hello');"
+        "import sys; from manta.cluster.text.detokenizer import SequenceText;"
+        "from manta.cluster.http.app import HttpApp; from manta.cluster.text.tokenizer import Tokenizer;"
+        f"Tokenizer({str(folder_of('bytelevel'))!r}).encode('hello');"
         "assert not {'torch', 'transformers', 'ray'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True, cwd=pathlib.Path(__file__).parents[2])

@@ -12,16 +12,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cluster.engine.request import Usage
-from cluster.errors import RequestRefused
-from cluster.http.endpoints.models import ModelCard, ModelList
-from cluster.http.endpoints.tokens import DetokenizeRequest, TokenizeRequest
-from cluster.http.exchange.codec import decode, encode, sse_event
-from cluster.protocol import responses
-from cluster.protocol.api_errors import ApiError, api_error
-from cluster.protocol.requests import ChatCompletionRequest, CompletionRequest
-from cluster.protocol.usage import usage_info
-from workers.sampling_params import SamplingParams
+from manta.cluster.engine.request import Usage
+from manta.cluster.errors import RequestRefused
+from manta.cluster.http.endpoints.models import ModelCard, ModelList
+from manta.cluster.http.endpoints.tokens import DetokenizeRequest, TokenizeRequest
+from manta.cluster.http.exchange.codec import decode, encode, sse_event
+from manta.cluster.protocol import responses
+from manta.cluster.protocol.api_errors import ApiError, api_error
+from manta.cluster.protocol.requests import ChatCompletionRequest, CompletionRequest
+from manta.cluster.protocol.usage import usage_info
+from manta.workers.sampling_params import SamplingParams
 
 chat_fields = [field.encode_name for field in msgspec.structs.fields(ChatCompletionRequest)]
 completion_fields = [field.encode_name for field in msgspec.structs.fields(CompletionRequest)]

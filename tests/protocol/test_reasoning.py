@@ -9,15 +9,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cluster.chat.plan import ChatPlan, plan_chat
-from cluster.chat.reader import ChatReader, MessageBuilder
-from cluster.chat.reasoning import FORMATS, ReasoningFormat, ReasoningSplitter, detect_reasoning
-from cluster.errors import RequestRefused
-from cluster.http.exchange.codec import decode
-from cluster.protocol.requests import ChatCompletionRequest
-from cluster.text.chat_template import ChatTemplates
-from cluster.text.tokenizer import Tokenizer
-from workers.checkpoints.model_folder import resolve_model_folder
+from manta.cluster.chat.plan import ChatPlan, plan_chat
+from manta.cluster.chat.reader import ChatReader, MessageBuilder
+from manta.cluster.chat.reasoning import FORMATS, ReasoningFormat, ReasoningSplitter, detect_reasoning
+from manta.cluster.errors import RequestRefused
+from manta.cluster.http.exchange.codec import decode
+from manta.cluster.protocol.requests import ChatCompletionRequest
+from manta.cluster.text.chat_template import ChatTemplates
+from manta.cluster.text.tokenizer import Tokenizer
+from manta.workers.checkpoints.model_folder import resolve_model_folder
 
 THINK, MISTRAL, HARMONY = FORMATS
 HYBRID = "{{ messages }}{% if tools %}<tool_call>{% endif %}<think>"

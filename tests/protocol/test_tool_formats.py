@@ -10,15 +10,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cluster.chat import tool_formats as formats
-from cluster.chat.argument_forms import argument_forms
-from cluster.chat.channels import ChannelSplitter
-from cluster.chat.reader import ChatReader, MessageBuilder
-from cluster.chat.tool_formats import ToolFormat, detect_format
-from cluster.chat.tool_grammar import FormatRefused, calls_grammar
-from cluster.chat.tool_parser import ToolCallParser
-from cluster.errors import RequestRefused
-from cluster.protocol.tools import Function, Tool
+from manta.cluster.chat import tool_formats as formats
+from manta.cluster.chat.argument_forms import argument_forms
+from manta.cluster.chat.channels import ChannelSplitter
+from manta.cluster.chat.reader import ChatReader, MessageBuilder
+from manta.cluster.chat.tool_formats import ToolFormat, detect_format
+from manta.cluster.chat.tool_grammar import FormatRefused, calls_grammar
+from manta.cluster.chat.tool_parser import ToolCallParser
+from manta.cluster.errors import RequestRefused
+from manta.cluster.protocol.tools import Function, Tool
 from tests.protocol.test_tool_sampling import world
 from tests.tool_formats import TOOLS, WRITERS, template_of
 

@@ -19,17 +19,17 @@ import msgspec
 import numpy as np
 import pytest
 
-from cluster.chat.plan import ChatPlan, plan_chat
-from cluster.chat.reader import ChatReader, MessageBuilder
-from cluster.chat.tool_formats import PYTHONIC, ToolFormat
-from cluster.http.exchange.codec import decode
-from cluster.protocol.requests import ChatCompletionRequest
-from cluster.text.chat_template import ChatTemplates
-from cluster.text.tokenizer import Tokenizer
-from structured.backends.choose import Backends
-from structured.constraint import ConstraintSpec
-from structured.masks import row_words
-from structured.vocabulary import Vocabulary
+from manta.cluster.chat.plan import ChatPlan, plan_chat
+from manta.cluster.chat.reader import ChatReader, MessageBuilder
+from manta.cluster.chat.tool_formats import PYTHONIC, ToolFormat
+from manta.cluster.http.exchange.codec import decode
+from manta.cluster.protocol.requests import ChatCompletionRequest
+from manta.cluster.text.chat_template import ChatTemplates
+from manta.cluster.text.tokenizer import Tokenizer
+from manta.structured.backends.choose import Backends
+from manta.structured.constraint import ConstraintSpec
+from manta.structured.masks import row_words
+from manta.structured.vocabulary import Vocabulary
 from tests.conftest import PROVE
 from tests.grammar_pools import EOS, VOCAB_SIZE
 from tests.tool_formats import TOOLS, WRITERS, template_of, tokenizer_folder

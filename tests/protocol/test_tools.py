@@ -16,24 +16,24 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cluster.chat.argument_forms import argument_forms
-from cluster.chat.plan import plan_chat
-from cluster.chat.reader import ChatReader, MessageBuilder
-from cluster.chat.tool_formats import HERMES, LLAMA3, MISTRAL, ToolFormat, detect_format
-from cluster.chat.tool_grammar import calls_grammar
-from cluster.chat.tool_parser import Piece, ToolCallParser
-from cluster.engine.request import FinishStatus
-from cluster.errors import RequestRefused
-from cluster.http.exchange.codec import decode, encode
-from cluster.protocol import responses
-from cluster.protocol.requests import ChatCompletionRequest
-from cluster.protocol.tools import Function, Tool, arguments_schema, template_tools
-from cluster.protocol.usage import usage_info
-from cluster.text.chat_template import ChatTemplates
-from cluster.text.tokenizer import Tokenizer
-from structured.constraint import ConstraintSpec
+from manta.cluster.chat.argument_forms import argument_forms
+from manta.cluster.chat.plan import plan_chat
+from manta.cluster.chat.reader import ChatReader, MessageBuilder
+from manta.cluster.chat.tool_formats import HERMES, LLAMA3, MISTRAL, ToolFormat, detect_format
+from manta.cluster.chat.tool_grammar import calls_grammar
+from manta.cluster.chat.tool_parser import Piece, ToolCallParser
+from manta.cluster.engine.request import FinishStatus
+from manta.cluster.errors import RequestRefused
+from manta.cluster.http.exchange.codec import decode, encode
+from manta.cluster.protocol import responses
+from manta.cluster.protocol.requests import ChatCompletionRequest
+from manta.cluster.protocol.tools import Function, Tool, arguments_schema, template_tools
+from manta.cluster.protocol.usage import usage_info
+from manta.cluster.text.chat_template import ChatTemplates
+from manta.cluster.text.tokenizer import Tokenizer
+from manta.structured.constraint import ConstraintSpec
+from manta.workers.checkpoints.model_folder import resolve_model_folder
 from tests.checkpoints import checkpoint
-from workers.checkpoints.model_folder import resolve_model_folder
 
 CITY = {
     "type": "object",

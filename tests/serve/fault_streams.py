@@ -21,7 +21,7 @@ from ray.serve.context import _get_global_client as get_client
 from ray.serve.schema import ServeDeploySchema
 
 from benchmarks.processes import free_port
-from cluster.serve.starting.replica_process import REPLICA_ENVIRONMENT
+from manta.cluster.serve.starting.replica_process import REPLICA_ENVIRONMENT
 from tests.checkpoints import checkpoint
 from tests.patience import PATIENCE_S, wait_until
 from tests.processes import running_below
@@ -238,7 +238,7 @@ class Application:
         return {
             "name": APP,
             "route_prefix": None if self._listens else "/",
-            "import_path": "cluster.serve.app:build",
+            "import_path": "manta.cluster.serve.app:build",
             "args": {
                 "num_engine_replicas": 2,  # of which engines tell what they hold; how many run is said below
                 "num_ingress_replicas": setup.num_ingresses,

@@ -15,20 +15,20 @@ from typing import Any
 
 import msgspec
 
-from cluster.config import StreamLimits
-from cluster.engine.request import EngineRequest, FinishStatus, SequenceOutput, Usage
-from cluster.http.exchange.engines import GenerationRequest
-from cluster.http.exchange.identity import new_stream_id
-from cluster.http.exchange.metrics import Metrics, RequestMetrics, Unmeasured
-from cluster.http.exchange.recordings import Opening, Recording
-from cluster.serve.streams.keeper import Keeper
-from cluster.serve.streams.keeping import FromKeeper, ToKeeper, stream_format
-from cluster.serve.streams.prompt_run import PromptRun
-from cluster.serve.streams.streams import RecordedStreams
-from cluster.serve.streams.token_channel import Address, RequestResult
-from cluster.text.tokenizer import Tokenizer
+from manta.cluster.config import StreamLimits
+from manta.cluster.engine.request import EngineRequest, FinishStatus, SequenceOutput, Usage
+from manta.cluster.http.exchange.engines import GenerationRequest
+from manta.cluster.http.exchange.identity import new_stream_id
+from manta.cluster.http.exchange.metrics import Metrics, RequestMetrics, Unmeasured
+from manta.cluster.http.exchange.recordings import Opening, Recording
+from manta.cluster.serve.streams.keeper import Keeper
+from manta.cluster.serve.streams.keeping import FromKeeper, ToKeeper, stream_format
+from manta.cluster.serve.streams.prompt_run import PromptRun
+from manta.cluster.serve.streams.streams import RecordedStreams
+from manta.cluster.serve.streams.token_channel import Address, RequestResult
+from manta.cluster.text.tokenizer import Tokenizer
+from manta.workers.sampling_params import SamplingParams
 from tests.checkpoints import checkpoint
-from workers.sampling_params import SamplingParams
 
 OWNER = "ann"
 

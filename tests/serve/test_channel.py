@@ -18,11 +18,11 @@ import msgspec
 import pytest
 from ray.exceptions import ActorDiedError, ActorUnavailableError, RayTaskError
 
-from cluster.engine.request import EngineRequest, SequenceOutput
-from cluster.serve.routing.replicas import HUNG_BEATS, SILENT_BEATS
-from cluster.serve.starting.start_failure import InWords
-from cluster.serve.streams import prompt_run, token_channel
-from cluster.serve.streams.token_channel import (
+from manta.cluster.engine.request import EngineRequest, SequenceOutput
+from manta.cluster.serve.routing.replicas import HUNG_BEATS, SILENT_BEATS
+from manta.cluster.serve.starting.start_failure import InWords
+from manta.cluster.serve.streams import prompt_run, token_channel
+from manta.cluster.serve.streams.token_channel import (
     BEAT_S,
     Address,
     Connection,
@@ -33,13 +33,13 @@ from cluster.serve.streams.token_channel import (
     OutputSender,
     RequestResult,
 )
-from structured.frames import frame
+from manta.structured.frames import frame
+from manta.workers.sampling_params import SamplingParams
+from manta.workers.step import StepInput
 from tests.async_tests import async_test
 from tests.engine_parts import device_of
 from tests.local_server import local_server, post, until
 from tests.patience import PATIENCE_S
-from workers.sampling_params import SamplingParams
-from workers.step import StepInput
 
 resource = pytest.importorskip("resource")
 

@@ -11,20 +11,20 @@ from typing import Any
 
 import pytest
 
-from cluster.config import EngineConfig
-from cluster.engine.engine import Engine
-from cluster.engine.request import ContinuedChoice, EngineRequest, FinishStatus, SequenceOutput, Usage
-from cluster.errors import QueueFull, RequestRefused
-from cluster.serve.streams.progress import Progress
-from specdecode.speculative_config import SpeculativeConfig
-from structured.constraint import ConstraintLimits, ConstraintSpec, Resolved
-from structured.logits_processors import LogitsProcessorSpec
+from manta.cluster.config import EngineConfig
+from manta.cluster.engine.engine import Engine
+from manta.cluster.engine.request import ContinuedChoice, EngineRequest, FinishStatus, SequenceOutput, Usage
+from manta.cluster.errors import QueueFull, RequestRefused
+from manta.cluster.serve.streams.progress import Progress
+from manta.specdecode.speculative_config import SpeculativeConfig
+from manta.structured.constraint import ConstraintLimits, ConstraintSpec, Resolved
+from manta.structured.logits_processors import LogitsProcessorSpec
+from manta.workers.checkpoints.model_folder import load_model_config
+from manta.workers.sampling_params import SamplingParams
+from manta.workers.step import TokenLogprobs
 from tests.checkpoints import VOCAB_SIZE, checkpoint
 from tests.conftest import PROVE
 from tests.patience import PATIENCE_S
-from workers.checkpoints.model_folder import load_model_config
-from workers.sampling_params import SamplingParams
-from workers.step import TokenLogprobs
 
 pytestmark = pytest.mark.usefixtures("plugin")
 

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 from ray.serve.schema import ApplicationStatus
 
-from cluster.serve.starting import deployed
-from cluster.serve.starting.start_failure import StartFailed
+from manta.cluster.serve.starting import deployed
+from manta.cluster.serve.starting.start_failure import StartFailed
 
 
 class Cluster:

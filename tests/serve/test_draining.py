@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from cluster.errors import Unavailable
-from cluster.serve import ingress as ingress_module
-from cluster.serve.listening import listener as listener_module
-from cluster.serve.streams import engine_client as client_module
+from manta.cluster.errors import Unavailable
+from manta.cluster.serve import ingress as ingress_module
+from manta.cluster.serve.listening import listener as listener_module
+from manta.cluster.serve.streams import engine_client as client_module
 from tests.async_tests import async_test
 from tests.local_server import LocalServer, answer, local_server, post, until
 from tests.patience import PATIENCE_S

@@ -14,18 +14,18 @@ import msgspec
 import psutil
 import pytest
 
-from cluster.engine.request import EngineRequest, FinishStatus, SequenceOutput
-from cluster.serve import engine_deployment
-from cluster.serve.engine_deployment import DeployedEngine, EngineReplica
-from cluster.serve.routing import replicas as routing_replicas
-from cluster.serve.routing.request_router import EngineRouter
-from cluster.serve.streams import burst
-from cluster.serve.streams.token_channel import Connection, Control, EngineFailed, Hello, OutputReceiver
-from structured.constraint import ConstraintSpec
+from manta.cluster.engine.request import EngineRequest, FinishStatus, SequenceOutput
+from manta.cluster.serve import engine_deployment
+from manta.cluster.serve.engine_deployment import DeployedEngine, EngineReplica
+from manta.cluster.serve.routing import replicas as routing_replicas
+from manta.cluster.serve.routing.request_router import EngineRouter
+from manta.cluster.serve.streams import burst
+from manta.cluster.serve.streams.token_channel import Connection, Control, EngineFailed, Hello, OutputReceiver
+from manta.structured.constraint import ConstraintSpec
+from manta.workers.sampling_params import SamplingParams
 from tests.checkpoints import checkpoint, reference_greedy
 from tests.patience import PATIENCE_S, until
 from tests.replicas import Replicas
-from workers.sampling_params import SamplingParams
 
 PROMPT = [5, 9, 17, 30]
 

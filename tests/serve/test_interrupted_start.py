@@ -22,10 +22,10 @@ import psutil
 import pytest
 
 from benchmarks.processes import free_port
+from manta.workers.kernels import build
 from tests.conftest import PROVE
 from tests.patience import PATIENCE_S
 from tests.processes import kill_all
-from workers.kernels import build
 
 MARK = "MANTA_TEST_START"
 NUM_MOMENTS = 60 if PROVE else 1
@@ -42,7 +42,7 @@ class Start:
         self.begun = time.monotonic()
         self.ended_by_itself = False
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "cluster.cli", *(command or ("serve", "--port", str(free_port())))],
+            [sys.executable, "-m", "manta.cluster.cli", *(command or ("serve", "--port", str(free_port())))],
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,

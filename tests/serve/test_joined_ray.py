@@ -23,8 +23,8 @@ import httpx
 import pytest
 
 from benchmarks.processes import free_port
-from cluster.serve.starting import joined_ray
-from cluster.serve.starting.start_failure import StartFailed
+from manta.cluster.serve.starting import joined_ray
+from manta.cluster.serve.starting.start_failure import StartFailed
 from tests.checkpoints import checkpoint
 from tests.conftest import PROVE
 from tests.patience import PATIENCE_S

@@ -11,10 +11,10 @@ import stat
 import psutil
 import pytest
 
-from cluster.private_folder import PrivateFolder
+from manta.cluster.private_folder import PrivateFolder
+from manta.workers.parallel.group import join_store, open_store, private_address
 from tests.processes import running_below
 from tests.server import Server, addresses_heard, shared_server
-from workers.parallel.group import join_store, open_store, private_address
 
 LOOPBACK = {"127.0.0.1", "::1"}
 EVERYTHING = (

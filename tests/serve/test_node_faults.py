@@ -21,10 +21,10 @@ import psutil
 import pytest
 
 from benchmarks.processes import free_port
+from manta.workers.kernels import processor
 from tests.processes import kill_all
 from tests.serve.fault_streams import ENGINE, Application, Setup, Stream
 from tests.serve.fault_table import ANOTHER_S, RecordProperty, Row, begin, hold, undisturbed_streams
-from workers.kernels import processor
 
 ray = pytest.importorskip("ray")
 pytestmark = [pytest.mark.prove, pytest.mark.timeout(3600)]

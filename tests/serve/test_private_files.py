@@ -13,14 +13,14 @@ from typing import Any
 
 import pytest
 
-from cluster.private_folder import MAX_KEPT, PREFIX, PrivateFolder
+from manta.cluster.private_folder import MAX_KEPT, PREFIX, PrivateFolder
+from manta.workers.kernels import build, processor
 from tests.patience import PATIENCE_S
-from workers.kernels import build, processor
 
 STARTS_AND_LOOKS = """
 import os, pathlib, stat
 import psutil
-from cluster import own_ray
+from manta.cluster import own_ray
 
 own_ray.start()
 import ray
@@ -45,7 +45,7 @@ print(not folder.exists(), stat.S_IMODE(os.umask(0o022)) == 0o022)
 
 WAITS = """
 from ray._private import services
-from cluster import own_ray
+from manta.cluster import own_ray
 
 get_node, asked = services.get_node, []
 
@@ -92,7 +92,7 @@ def test_own_ray_is_private_to_this_user(tmp_path: pathlib.Path) -> None:
 def test_leftovers_of_killed_processes_are_removed(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     short = pathlib.Path(tempfile.mkdtemp(prefix="t", dir="/tmp"))
     monkeypatch.setattr(tempfile, "tempdir", str(short))
-    code = "import os; from cluster.private_folder import PrivateFolder; print(PrivateFolder().path, flush=True)"
+    code = "import os; from manta.cluster.private_folder import PrivateFolder; print(PrivateFolder().path, flush=True)"
     killed = subprocess.run(
         [sys.executable, "-c", f"{code}; os._exit(1)"],
         env={**os.environ, "TMPDIR": str(short), "PYTHONPATH": os.pathsep.join(sys.path)},

@@ -18,14 +18,14 @@ import openai
 import pytest
 
 from benchmarks.processes import free_port
-from cluster.config import EngineConfig, KeyLimits, ServeConfig, StreamLimits
-from cluster.engine.request import SequenceOutput
-from cluster.http.access.prefix_scope import new_secret
-from cluster.http.exchange.exchange import Exchange
-from cluster.serve.engine_deployment import EngineReplica
-from cluster.serve.ingress import ListeningIngress
-from cluster.serve.streams import copies, keeper, streams
-from cluster.serve.streams.recorder import Recorder
+from manta.cluster.config import EngineConfig, KeyLimits, ServeConfig, StreamLimits
+from manta.cluster.engine.request import SequenceOutput
+from manta.cluster.http.access.prefix_scope import new_secret
+from manta.cluster.http.exchange.exchange import Exchange
+from manta.cluster.serve.engine_deployment import EngineReplica
+from manta.cluster.serve.ingress import ListeningIngress
+from manta.cluster.serve.streams import copies, keeper, streams
+from manta.cluster.serve.streams.recorder import Recorder
 from tests.checkpoints import checkpoint
 from tests.local_server import Handle
 from tests.patience import PATIENCE_S, wait_until

@@ -18,9 +18,9 @@ import pytest
 import ray
 from ray import serve
 
-from cluster import own_ray
-from cluster.serve.routing.replicas import own_node
-from structured.constraint import ConstraintSpec
+from manta.cluster import own_ray
+from manta.cluster.serve.routing.replicas import own_node
+from manta.structured.constraint import ConstraintSpec
 from tests.checkpoints import checkpoint
 from tests.patience import PATIENCE_S, wait_until
 from tests.serve.fault_streams import APP, CONTROLLER, ENGINE, GRAMMAR_ACTOR, INGRESS, Application, Setup, Stream

@@ -14,16 +14,16 @@ from hypothesis import given
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from benchmarks.routing_simulation import Manta, Oracle, RoundRobin, Workload, simulate
-from cluster.engine.kv_blocks import KVBlocks, hash_blocks
-from cluster.engine.request import EngineRequest, FinishStatus, SequenceOutput
-from cluster.serve.routing import placement
-from cluster.serve.routing.placement import SEQUENCE_TOKENS, SESSION_TOKENS, Placement, Prompt
-from cluster.serve.routing.prefix_index import NUM_SHARDS, PrefixIndex, block_keys
-from cluster.serve.routing.replicas import Replicas
-from cluster.serve.routing.reports import CacheReporter, Report, unpacked
+from manta.cluster.engine.kv_blocks import KVBlocks, hash_blocks
+from manta.cluster.engine.request import EngineRequest, FinishStatus, SequenceOutput
+from manta.cluster.serve.routing import placement
+from manta.cluster.serve.routing.placement import SEQUENCE_TOKENS, SESSION_TOKENS, Placement, Prompt
+from manta.cluster.serve.routing.prefix_index import NUM_SHARDS, PrefixIndex, block_keys
+from manta.cluster.serve.routing.replicas import Replicas
+from manta.cluster.serve.routing.reports import CacheReporter, Report, unpacked
+from manta.workers.sampling_params import SamplingParams
 from tests.conftest import PROVE
 from tests.house.test_layering import modules, packages
-from workers.sampling_params import SamplingParams
 
 BLOCK = 16
 NODES = st.integers(0, 60)
@@ -408,8 +408,8 @@ def test_hashes_are_the_same_in_every_process() -> None:
 
 
 def test_the_decision_needs_no_ray() -> None:
-    using = {name for name, tree in modules("cluster.serve.routing").items() if "ray" in packages(tree)}
-    assert using == {"cluster.serve.routing.replicas", "cluster.serve.routing.request_router"}
+    using = {name for name, tree in modules("manta.cluster.serve.routing").items() if "ray" in packages(tree)}
+    assert using == {"manta.cluster.serve.routing.replicas", "manta.cluster.serve.routing.request_router"}
 
 
 def test_of_equally_busy_replicas_each_is_drawn() -> None:

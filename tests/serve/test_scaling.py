@@ -20,16 +20,16 @@ from hypothesis import strategies as st
 from ray.serve._private.build_app import build_app
 from ray.serve.config import AutoscalingConfig, AutoscalingContext
 
-from cluster.config import AutoscalingOptions, EngineConfig, load_config
-from cluster.errors import QueueFull, Unavailable
-from cluster.protocol.api_errors import api_error
-from cluster.serve import app
-from cluster.serve.app import application
-from cluster.serve.scaling import decision
-from cluster.serve.scaling.autoscaling import autoscaling_config, ingress_autoscaling_config
-from cluster.serve.scaling.decision import HEADROOM, Lesson, Load, Targets, desired_replicas, learn
-from cluster.serve.scaling.meter import MAX_RETRY_S, LoadMeter
-from cluster.serve.scaling.waking import UNMEASURED_START_S, Waker
+from manta.cluster.config import AutoscalingOptions, EngineConfig, load_config
+from manta.cluster.errors import QueueFull, Unavailable
+from manta.cluster.protocol.api_errors import api_error
+from manta.cluster.serve import app
+from manta.cluster.serve.app import application
+from manta.cluster.serve.scaling import decision
+from manta.cluster.serve.scaling.autoscaling import autoscaling_config, ingress_autoscaling_config
+from manta.cluster.serve.scaling.decision import HEADROOM, Lesson, Load, Targets, desired_replicas, learn
+from manta.cluster.serve.scaling.meter import MAX_RETRY_S, LoadMeter
+from manta.cluster.serve.scaling.waking import UNMEASURED_START_S, Waker
 from tests.async_tests import async_test
 from tests.local_server import local_server, post, until
 from tests.patience import PATIENCE_S
@@ -325,7 +325,7 @@ async def test_so_many_are_held_and_no_more() -> None:
 
 @async_test
 async def test_an_engine_that_dies_early_is_awaited_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("cluster.serve.scaling.waking.RETRY_PAUSE_S", 0.01)
+    monkeypatch.setattr("manta.cluster.serve.scaling.waking.RETRY_PAUSE_S", 0.01)
 
     asleep, answers = True, [RuntimeError("it died"), 3.0]
 

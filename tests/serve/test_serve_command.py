@@ -39,7 +39,7 @@ class Serve:
     """A `manta serve` process and everything that it printed."""
 
     def __init__(self, model: pathlib.Path, port: int, **environment: str) -> None:
-        command = [sys.executable, "-m", "cluster.cli", "serve", "--model", str(model), "--port", str(port)]
+        command = [sys.executable, "-m", "manta.cluster.cli", "serve", "--model", str(model), "--port", str(port)]
         command += ["--set", "engine.kv_cache_bytes=8388608", "--set", "engine.num_threads=1"]
         self.process = subprocess.Popen(
             command,
@@ -119,7 +119,7 @@ def test_what_serve_prints_can_be_pasted(running: Serve) -> None:
     subprocess.run([sys.executable, "-c", textwrap.dedent(snippet.group(1))], check=True, timeout=PATIENCE_S)
 
     chat = subprocess.run(
-        [sys.executable, "-m", "cluster.cli", "chat", "--url", running.url],
+        [sys.executable, "-m", "manta.cluster.cli", "chat", "--url", running.url],
         input="hello\n/reset\n/system Be brief.\nand again\n/reset\n/fly\n/exit\n",
         capture_output=True,
         text=True,
@@ -132,7 +132,7 @@ def test_what_serve_prints_can_be_pasted(running: Serve) -> None:
     assert "/fly is unknown" in chat.stderr
 
     unknown = subprocess.run(
-        [sys.executable, "-m", "cluster.cli", "chat", "--url", running.url, "--model", "gpt-9"],
+        [sys.executable, "-m", "manta.cluster.cli", "chat", "--url", running.url, "--model", "gpt-9"],
         capture_output=True,
         text=True,
         timeout=PATIENCE_S,
@@ -224,8 +224,8 @@ def without_a_compiler(tmp_path: pathlib.Path) -> dict[str, str]:
 LOST = r"no C\+\+ compiler was found, .*several times slower; install one: apt install g\+\+"
 ENGINE = """
 import sys
-from cluster.cli.serve import model_message
-from cluster.llm import LLM, SamplingParams
+from manta.cluster.cli.serve import model_message
+from manta.cluster.llm import LLM, SamplingParams
 llm = LLM(sys.argv[1], kv_cache_bytes=1 << 23, num_threads=1)
 (output,) = llm.generate(["The manta"], SamplingParams(max_tokens=4, ignore_eos=True), use_tqdm=False)
 assert len(output.outputs[0].token_ids) == 4

@@ -11,7 +11,7 @@ import sys
 import psutil
 import pytest
 
-from cluster.llm import LLM, SamplingParams
+from manta.cluster.llm import LLM, SamplingParams
 from tests.checkpoints import checkpoint
 from tests.patience import PATIENCE_S, wait_until
 from tests.processes import running_below
@@ -24,7 +24,7 @@ NUM_TOKENS = 40
 
 OFFLINE = """
 import sys
-from cluster.llm import LLM, SamplingParams
+from manta.cluster.llm import LLM, SamplingParams
 llm = LLM(sys.argv[1], dtype="float32", kv_cache_bytes=1 << 24, tensor_parallel_size=4)
 params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
 print(*llm.generate([[5, 6, 7]], params, use_tqdm=False)[0].outputs[0].token_ids)

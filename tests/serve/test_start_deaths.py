@@ -19,7 +19,7 @@ import pytest
 from ray.serve.schema import ApplicationStatusOverview, DeploymentStatusOverview, ReplicaState
 
 from benchmarks.processes import free_port
-from cluster.serve.starting.start_watch import Outcome, Start, wait_until_running
+from manta.cluster.serve.starting.start_watch import Outcome, Start, wait_until_running
 from tests.checkpoints import checkpoint
 from tests.patience import PATIENCE_S
 from tests.serve.fault_streams import Streams
@@ -197,7 +197,7 @@ def test_a_replica_failure_is_logged_once(monkeypatch: pytest.MonkeyPatch, caplo
         engine, ingress = next(looks)
         return types.SimpleNamespace(applications={"manta": seen("DEPLOYING", engine=engine, ingress=ingress)})
 
-    monkeypatch.setattr("cluster.serve.starting.start_watch.serve.status", status)
+    monkeypatch.setattr("manta.cluster.serve.starting.start_watch.serve.status", status)
     wait_until_running("manta")
     (record,) = caplog.records
     assert "a replica of the engine did not start, and Serve tries again: ValueError: no" in record.getMessage()

@@ -17,11 +17,11 @@ import psutil
 import pytest
 
 from benchmarks.processes import free_port
-from cluster.config import EngineConfig, ServeConfig
-from cluster.http.access.prefix_scope import new_secret
-from cluster.private_folder import PrivateFolder
-from cluster.serve.ingress import ListeningIngress
-from cluster.serve.starting.start_failure import InWords
+from manta.cluster.config import EngineConfig, ServeConfig
+from manta.cluster.http.access.prefix_scope import new_secret
+from manta.cluster.private_folder import PrivateFolder
+from manta.cluster.serve.ingress import ListeningIngress
+from manta.cluster.serve.starting.start_failure import InWords
 from tests.checkpoints import checkpoint
 from tests.conftest import PROVE
 from tests.local_server import Handle
@@ -55,7 +55,7 @@ fail(os.environ["HOW"])
 
 
 def serve(*settings: str, flags: tuple[str, ...] = (), **environment: str) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "cluster.cli", "serve", *flags]
+    command = [sys.executable, "-m", "manta.cluster.cli", "serve", *flags]
     for setting in ("engine.kv_cache_bytes=8388608", "engine.num_threads=1", *settings):
         command += ["--set", setting]
     environment = {**os.environ, **environment}

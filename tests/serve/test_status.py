@@ -15,12 +15,12 @@ import pytest
 from ray.serve._private.common import DeploymentStatus, DeploymentStatusTrigger
 from ray.serve.schema import ApplicationStatus, ApplicationStatusOverview, DeploymentStatusOverview
 
-from cluster.cli import __main__ as command_line
-from cluster.cli.status import lines
-from cluster.http.endpoints.status import EngineState, Status
-from cluster.http.exchange.state import DeploymentState, NodeState
-from cluster.serve.scaling.cluster_state import deployment_state
-from cluster.serve.starting.replica_process import process_age_s
+from manta.cluster.cli import __main__ as command_line
+from manta.cluster.cli.status import lines
+from manta.cluster.http.endpoints.status import EngineState, Status
+from manta.cluster.http.exchange.state import DeploymentState, NodeState
+from manta.cluster.serve.scaling.cluster_state import deployment_state
+from manta.cluster.serve.starting.replica_process import process_age_s
 from tests.server import Server, shared_server
 
 PHASES = {"process", "imports", "config", "weights", "kv_cache", "runner", "engine", "warm_up", "first_health"}

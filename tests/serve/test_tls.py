@@ -15,12 +15,12 @@ import trustme
 import uvloop
 import websockets
 
-from cluster.cli.refusal import Refusal
-from cluster.cli.server import connect, no_server
-from cluster.config import ListenerLimits, load_config
-from cluster.serve.app import build
-from cluster.serve.listening import listener as listener_module
-from cluster.serve.listening.tls import Certificate
+from manta.cluster.cli.refusal import Refusal
+from manta.cluster.cli.server import connect, no_server
+from manta.cluster.config import ListenerLimits, load_config
+from manta.cluster.serve.app import build
+from manta.cluster.serve.listening import listener as listener_module
+from manta.cluster.serve.listening.tls import Certificate
 from tests.local_server import LocalServer, answer, local_server, post
 from tests.patience import PATIENCE_S, until
 

@@ -45,7 +45,7 @@ class Command:
     def __init__(self, cluster: RayCluster, family: str, port: int, *flags: str) -> None:
         self.model = checkpoint(family)
         self.url = f"http://127.0.0.1:{port}"
-        words = [sys.executable, "-m", "cluster.cli", "serve", str(self.model), "--port", str(port), *flags]
+        words = [sys.executable, "-m", "manta.cluster.cli", "serve", str(self.model), "--port", str(port), *flags]
         for setting in ("engine.dtype=float32", "engine.kv_cache_bytes=8388608", "engine.num_threads=1"):
             words += ["--set", setting]
         self.process = subprocess.Popen(
@@ -154,10 +154,10 @@ def test_a_failed_update_deletes_nothing(cluster: RayCluster) -> None:
 
 ENGINES = """
 import sys
-from cluster.config import EngineConfig, ServeConfig
-from cluster.serve import app
-from cluster.serve.starting import deployed
-from cluster.serve.starting import joined_ray
+from manta.cluster.config import EngineConfig, ServeConfig
+from manta.cluster.serve import app
+from manta.cluster.serve.starting import deployed
+from manta.cluster.serve.starting import joined_ray
 
 joined_ray.ANSWER_S = 600.0
 deployed.OWNER_PATIENCE_S = float(sys.argv[2])
@@ -232,7 +232,7 @@ def test_two_models_serve_behind_proxies_with_prefixes(cluster: RayCluster, tmp_
         home = httpx.get(f"{url}/{name}").json()
         assert httpx.get(url + home["docs"]).status_code == 200
         assert httpx.get(url + home["openapi"]).json()["servers"] == [{"url": f"/{name}"}]
-        command = [sys.executable, "-m", "cluster.cli", "status", "--json", "--url", f"{url}/{name}"]
+        command = [sys.executable, "-m", "manta.cluster.cli", "status", "--json", "--url", f"{url}/{name}"]
         shown = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S, env=cluster.environment)
         assert [len(json.loads(shown.stdout)["engines"])] == [1], shown.stderr
     assert httpx.get(f"{url}/first/v1/nothing").json()["error"]["code"] == "unknown_url"

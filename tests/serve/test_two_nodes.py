@@ -27,7 +27,16 @@ NUM_STREAMS = 16
 @pytest.fixture(scope="module")
 def server(namespaces: TwoNodes) -> Iterator[subprocess.Popen[str]]:
     """An engine and an ingress on each node."""
-    command = [sys.executable, "-m", "cluster.cli", "serve", "--quiet", str(checkpoint("llama")), "--port", str(PORT)]
+    command = [
+        sys.executable,
+        "-m",
+        "manta.cluster.cli",
+        "serve",
+        "--quiet",
+        str(checkpoint("llama")),
+        "--port",
+        str(PORT),
+    ]
     settings = ["host=0.0.0.0", "num_engine_replicas=2", "engine.num_threads=1", "engine.dtype=float32"]
     settings += ["engine.kv_cache_bytes=8388608"]
     for setting in settings:

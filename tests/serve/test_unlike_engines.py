@@ -10,11 +10,11 @@ from collections.abc import Iterator
 import psutil
 import pytest
 
+from manta.workers.kernels import processor
 from tests.serve.fault_streams import ENGINE, Application, Setup, Stream
 from tests.serve.fault_table import ANOTHER_S, RecordProperty, Row, hold, kill, named, undisturbed_streams
 from tests.serve.test_node_faults import PLACE, Nodes
 from tests.workers.cpu_forms import COMPILED
-from workers.kernels import processor
 
 pytest.importorskip("ray")
 pytestmark = [pytest.mark.prove, pytest.mark.timeout(3600)]

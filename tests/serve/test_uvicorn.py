@@ -19,8 +19,8 @@ from packaging.requirements import Requirement
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 from uvicorn.server import ServerState
 
-from cluster.serve.listening import listener
-from cluster.serve.listening.listener import Connection, Listener
+from manta.cluster.serve.listening import listener
+from manta.cluster.serve.listening.listener import Connection, Listener
 
 ROOT = pathlib.Path(__file__).parents[2]
 

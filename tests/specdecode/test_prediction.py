@@ -8,13 +8,13 @@ import types
 import numpy as np
 import pytest
 
-from specdecode.prediction import Follower, PredictedText, PredictionProposer
-from specdecode.proposers import DraftRequest
-from specdecode.speculative_config import SpeculativeConfig
+from manta.specdecode.prediction import Follower, PredictedText, PredictionProposer
+from manta.specdecode.proposers import DraftRequest
+from manta.specdecode.speculative_config import SpeculativeConfig
+from manta.workers.sampling_params import SamplingParams
 from tests.engine.test_engine import make_engine, run
 from tests.engine_parts import device_of
 from tests.specdecode.test_speculative import greedy, make_prompts
-from workers.sampling_params import SamplingParams
 
 PREDICTION = SpeculativeConfig(proposers=("prediction",), adaptive=False)
 

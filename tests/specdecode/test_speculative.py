@@ -7,17 +7,17 @@ import shutil
 
 import pytest
 
-from cluster.engine.engine import Engine
-from cluster.engine.request import EngineRequest, FinishStatus, SequenceOutput
-from specdecode.ngram import NgramIndex
-from specdecode.speculative_config import SpeculativeConfig
+from manta.cluster.engine.engine import Engine
+from manta.cluster.engine.request import EngineRequest, FinishStatus, SequenceOutput
+from manta.specdecode.ngram import NgramIndex
+from manta.specdecode.speculative_config import SpeculativeConfig
+from manta.workers.checkpoints.model_folder import load_model_config
+from manta.workers.models.model_config import ModelError
+from manta.workers.sampling_params import SamplingParams
+from manta.workers.step import StepInput, StepOutput
 from tests.checkpoints import VOCAB_SIZE, checkpoint, reference_greedy
 from tests.engine.test_engine import POOL_BLOCKS, drain, make_engine, run
 from tests.engine_parts import speculative_worker_of
-from workers.checkpoints.model_folder import load_model_config
-from workers.models.model_config import ModelError
-from workers.sampling_params import SamplingParams
-from workers.step import StepInput, StepOutput
 
 NUM_TOKENS = 40
 NGRAM = SpeculativeConfig(proposers=("ngram",), ngram_min=1, adaptive=False)

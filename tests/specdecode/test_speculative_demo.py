@@ -11,10 +11,10 @@ import os
 import pytest
 
 from benchmarks.demo_model.data import held_out
-from cluster.llm import LLM, SamplingParams
-from specdecode.speculative_config import SpeculativeConfig
+from manta.cluster.llm import LLM, SamplingParams
+from manta.specdecode.speculative_config import SpeculativeConfig
+from manta.workers.checkpoints.model_folder import resolve_model_folder
 from tests.checkpoints import reference_greedy
-from workers.checkpoints.model_folder import resolve_model_folder
 
 PROVE = os.environ.get("MANTA_PROVE") == "1"
 TASKS = ("order", "contact", "sorting", "question", "tool_call")

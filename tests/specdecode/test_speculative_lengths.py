@@ -5,13 +5,13 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from cluster.engine.request import EngineRequest
-from cluster.engine.stats import DraftCounts
-from cluster.http.exchange.metrics import Metrics
-from specdecode.acceptance import Acceptance, AcceptanceRecord, num_accepted
-from specdecode.lengths import Load, StepCost, choose_lengths, probe_interval
-from specdecode.pace import Pace
-from specdecode.speculative_config import SpeculativeConfig
+from manta.cluster.engine.request import EngineRequest
+from manta.cluster.engine.stats import DraftCounts
+from manta.cluster.http.exchange.metrics import Metrics
+from manta.specdecode.acceptance import Acceptance, AcceptanceRecord, num_accepted
+from manta.specdecode.lengths import Load, StepCost, choose_lengths, probe_interval
+from manta.specdecode.pace import Pace
+from manta.specdecode.speculative_config import SpeculativeConfig
 from tests.engine.test_engine import drain, make_engine
 from tests.engine_parts import speculative_worker_of
 from tests.specdecode.test_speculative import ask_oracle, greedy, make_prompts, watch

@@ -12,13 +12,13 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from cluster.engine.engine import Engine
-from cluster.engine.request import EngineRequest
-from specdecode.speculative_config import SpeculativeConfig
+from manta.cluster.engine.engine import Engine
+from manta.cluster.engine.request import EngineRequest
+from manta.specdecode.speculative_config import SpeculativeConfig
+from manta.workers.sampling_params import SamplingParams
 from tests.checkpoints import checkpoint
 from tests.engine.test_engine import drain, make_engine
 from tests.specdecode.test_speculative import drafting
-from workers.sampling_params import SamplingParams
 
 VOCABULARY = (20, 21, 22, 23, 24, 25)
 NUM_DRAWS = 20_000 if os.environ.get("MANTA_PROVE") == "1" else 1200

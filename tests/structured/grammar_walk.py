@@ -6,9 +6,9 @@ import random
 
 import numpy as np
 
-from structured.backend import Session
-from structured.masks import row_words
-from structured.vocabulary import Vocabulary
+from manta.structured.backend import Session
+from manta.structured.masks import row_words
+from manta.structured.vocabulary import Vocabulary
 
 CLOSING = b'"}],0123456789eE.:nulltrafs'
 """First bytes of tokens that bring a JSON text to an end, the most helpful first."""

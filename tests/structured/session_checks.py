@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from structured.backend import Session
-from structured.masks import row_words
-from structured.vocabulary import Vocabulary
+from manta.structured.backend import Session
+from manta.structured.masks import row_words
+from manta.structured.vocabulary import Vocabulary
 from tests.structured.grammar_walk import allowed_tokens
 
 

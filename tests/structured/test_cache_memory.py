@@ -22,9 +22,9 @@ import psutil
 import pytest
 from hypothesis import strategies as st
 
-from structured.constraint import ConstraintSpec, Resolved
-from structured.lru import ByteLRU
-from structured.masks import FINISHED
+from manta.structured.constraint import ConstraintSpec, Resolved
+from manta.structured.lru import ByteLRU
+from manta.structured.masks import FINISHED
 
 MARGIN_BYTES = 2 * 2**20
 """Growth of a process besides the cache."""
@@ -73,11 +73,11 @@ def resident_bytes() -> int:
 
 def fill_worker(backend: str) -> Iterator[tuple[int, int]]:
     """Counted bytes and growth of a grammar worker, whose sessions fill up to four rows each, for each kind."""
-    from structured.backend import make_backend
-    from structured.grammar_pool import grammar_worker
-    from structured.grammar_pool.grammar_worker import GrammarWorker, Job, Message, SessionStart
-    from structured.masks import BufferShape, MaskBuffer, row_words
-    from structured.vocabulary import Vocabulary
+    from manta.structured.backend import make_backend
+    from manta.structured.grammar_pool import grammar_worker
+    from manta.structured.grammar_pool.grammar_worker import GrammarWorker, Job, Message, SessionStart
+    from manta.structured.masks import BufferShape, MaskBuffer, row_words
+    from manta.structured.vocabulary import Vocabulary
     from tests.grammar_pools import DEMO, EOS, VOCAB_SIZE, bits
 
     vocabulary = Vocabulary.load(str(DEMO), VOCAB_SIZE, (EOS,))
@@ -108,7 +108,7 @@ def fill_worker(backend: str) -> Iterator[tuple[int, int]]:
 
 def fill_compiler() -> Iterator[tuple[int, int]]:
     """The same of a compiler's cache; constraints and answers are as they come to it."""
-    from structured.compiling.compiler import _num_bytes
+    from manta.structured.compiling.compiler import _num_bytes
 
     decode = msgspec.msgpack.Decoder(Resolved).decode
     for kind, number in NUMBERS["compiler"].items():

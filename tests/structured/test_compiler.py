@@ -19,12 +19,12 @@ import msgspec
 import psutil
 import pytest
 
-from structured.compiling.compile_process import Setup, forks_well
-from structured.compiling.compiler import Compiler, CompilerBusy, CompilerFailed
-from structured.constraint import ConstraintError, ConstraintLimits, ConstraintSpec, Kind
-from structured.fair_queue import FairQueue
-from structured.frames import frame, read_frame
-from structured.vocabulary import Vocabulary
+from manta.structured.compiling.compile_process import Setup, forks_well
+from manta.structured.compiling.compiler import Compiler, CompilerBusy, CompilerFailed
+from manta.structured.constraint import ConstraintError, ConstraintLimits, ConstraintSpec, Kind
+from manta.structured.fair_queue import FairQueue
+from manta.structured.frames import frame, read_frame
+from manta.structured.vocabulary import Vocabulary
 from tests.patience import PATIENCE_S, wait_until
 
 
@@ -51,7 +51,7 @@ def compile_regex(compiler: Compiler, regex: str) -> bytes:
 @pytest.mark.parametrize("forks", [True, False])
 def test_a_process_whose_parent_ends_prints_nothing(demo_vocabulary: Vocabulary, forks: bool) -> None:
     ours, theirs = socket.socketpair()
-    command = [sys.executable, "-m", "structured.compiling.compile_process"]
+    command = [sys.executable, "-m", "manta.structured.compiling.compile_process"]
     with theirs, ours, subprocess.Popen(command, stdin=theirs.fileno(), stderr=subprocess.PIPE) as process:
         theirs.close()
         ours.sendall(frame(msgspec.msgpack.encode(Setup(demo_vocabulary, ConstraintLimits(), forks))))
@@ -63,7 +63,9 @@ def test_a_process_whose_parent_ends_prints_nothing(demo_vocabulary: Vocabulary,
 def process_tree() -> tuple[int, list[int]]:
     """The process that others are forked from, and those."""
     servers = [
-        child for child in psutil.Process().children() if "structured.compiling.compile_process" in child.cmdline()
+        child
+        for child in psutil.Process().children()
+        if "manta.structured.compiling.compile_process" in child.cmdline()
     ]
     newest = max(servers, key=lambda server: server.create_time())  # engines of earlier tests may have left theirs
     return newest.pid, [child.pid for child in newest.children()]
@@ -272,7 +274,7 @@ def test_terminal_interrupts_do_not_reach_compilers(compiler: Compiler) -> None:
 def test_a_compiler_that_fails_to_start_is_retried(
     demo_vocabulary: Vocabulary, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("structured.compiling.compiler.RETRY_SECONDS", 0.1)
+    monkeypatch.setattr("manta.structured.compiling.compiler.RETRY_SECONDS", 0.1)
     with monkeypatch.context() as broken:
         broken.setattr(sys, "executable", "/nowhere/python")
         compiler = Compiler(demo_vocabulary, ConstraintLimits())
@@ -287,7 +289,7 @@ def test_a_compiler_that_fails_to_start_is_retried(
 
 
 def test_refusals_are_remembered_within_a_bound(demo_vocabulary: Vocabulary, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("structured.compiling.compiler.REFUSAL_BYTES", 100_000)
+    monkeypatch.setattr("manta.structured.compiling.compiler.REFUSAL_BYTES", 100_000)
     compiler = Compiler(demo_vocabulary, ConstraintLimits(), num_processes=1)
     try:
         for index in range(5):

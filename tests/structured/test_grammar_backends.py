@@ -17,10 +17,10 @@ import pytest
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, normalizers
 
-from structured.backend import Grammar, Session, backend_names, make_backend
-from structured.constraint import ConstraintError, ConstraintSpec, Unsupported
-from structured.masks import row_words
-from structured.vocabulary import Vocabulary
+from manta.structured.backend import Grammar, Session, backend_names, make_backend
+from manta.structured.constraint import ConstraintError, ConstraintSpec, Unsupported
+from manta.structured.masks import row_words
+from manta.structured.vocabulary import Vocabulary
 
 DEMO = pathlib.Path(__file__).parents[2] / "configs" / "demo" / "target"
 EOS = 2
@@ -257,9 +257,9 @@ def test_xgrammar_serves_only_tags_with_proven_schemas() -> None:
 def test_a_backend_process_has_neither_torch_nor_transformers() -> None:
     code = f"""
 import sys
-from structured.constraint import ConstraintSpec
-from structured.backends.choose import Backends
-from structured.vocabulary import Vocabulary
+from manta.structured.constraint import ConstraintSpec
+from manta.structured.backends.choose import Backends
+from manta.structured.vocabulary import Vocabulary
 backends = Backends(Vocabulary.load({str(DEMO)!r}, 4160, (2,)))
 for name in ("llguidance", "xgrammar"):
     backends.resolve(ConstraintSpec(kind="regex", text="a+", backend=name))

@@ -18,15 +18,15 @@ import time
 import numpy as np
 import pytest
 
-from structured.backend import Grammar
-from structured.backends.llguidance import ROW_BYTES, LLGuidanceBackend
-from structured.constraint import ConstraintSpec
-from structured.grammar_pool.grammar_worker import GrammarWorker, Job, Message, SessionStart, TrackedSession
-from structured.grammar_pool.pool import GrammarPool
-from structured.grammar_pool.transport import ActorTransport
-from structured.masks import FAILED, FINISHED, BufferShape, MaskBuffer
-from structured.pool_config import PoolConfig
-from structured.vocabulary import Vocabulary
+from manta.structured.backend import Grammar
+from manta.structured.backends.llguidance import ROW_BYTES, LLGuidanceBackend
+from manta.structured.constraint import ConstraintSpec
+from manta.structured.grammar_pool.grammar_worker import GrammarWorker, Job, Message, SessionStart, TrackedSession
+from manta.structured.grammar_pool.pool import GrammarPool
+from manta.structured.grammar_pool.transport import ActorTransport
+from manta.structured.masks import FAILED, FINISHED, BufferShape, MaskBuffer
+from manta.structured.pool_config import PoolConfig
+from manta.structured.vocabulary import Vocabulary
 from tests.grammar_pools import EOS, VOCAB_SIZE, MakePool, allowed, bits, end_all, example, finish, llguidance
 from tests.patience import PATIENCE_S, wait_until
 
@@ -151,7 +151,7 @@ def test_a_failed_or_grown_grammar_is_rebuilt(vocabulary: Vocabulary, monkeypatc
         return load(self, spec, compiled)
 
     monkeypatch.setattr(LLGuidanceBackend, "load", counted_load)
-    monkeypatch.setattr("structured.grammar_pool.grammar_worker.MAX_GROWTH_BYTES", 10 * ROW_BYTES)
+    monkeypatch.setattr("manta.structured.grammar_pool.grammar_worker.MAX_GROWTH_BYTES", 10 * ROW_BYTES)
     buffer = MaskBuffer(BufferShape(1, VOCAB_SIZE // 32, 1))
     worker = GrammarWorker(vocabulary, buffer, 0)
     start = llguidance("[ab]{9}")
@@ -249,7 +249,7 @@ def test_when_every_worker_hangs_sessions_fail(
     vocabulary: Vocabulary, monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path
 ) -> None:
     """Threads that hang cannot be ended. The pool goes on with those that it has left, be it none."""
-    monkeypatch.setattr("structured.grammar_pool.pool.MAX_WORKERS", 3)
+    monkeypatch.setattr("manta.structured.grammar_pool.pool.MAX_WORKERS", 3)
     pool = GrammarPool(PoolConfig(num_workers=1, mask_seconds=0.2), vocabulary, 4, actors=False)
     for hanging in range(3):
         pool.start(hanging, example(at={"0": f"until {tmp_path}/gate"}))
@@ -313,7 +313,7 @@ def test_a_session_that_kills_its_workers_fails_alone(make_pool: MakePool) -> No
 def test_grammar_actors_import_neither_torch_nor_transformers(make_pool: MakePool) -> None:
     import ray
 
-    from structured.grammar_pool.transport import ActorTransport
+    from manta.structured.grammar_pool.transport import ActorTransport
 
     pool = make_pool(num_workers=1)
     pool.start(0, llguidance("a+"))

@@ -11,9 +11,9 @@ import time
 import numpy as np
 import pytest
 
-from structured.grammar_pool.grammar_worker import GrammarWorker, Job, Message, TrackedSession
-from structured.masks import FINISHED, REFUSED, BufferShape, MaskBuffer
-from structured.vocabulary import Vocabulary
+from manta.structured.grammar_pool.grammar_worker import GrammarWorker, Job, Message, TrackedSession
+from manta.structured.masks import FINISHED, REFUSED, BufferShape, MaskBuffer
+from manta.structured.vocabulary import Vocabulary
 from tests.grammar_pools import (
     EOS,
     VOCAB_SIZE,

@@ -12,15 +12,15 @@ from typing import Any, NamedTuple
 import jsonschema
 import pytest
 
-from cluster.chat.tool_formats import HERMES, LLAMA3, MISTRAL, ToolFormat
-from cluster.chat.tool_grammar import calls_grammar
-from cluster.protocol.tools import Function, Tool
-from structured.backend import DeadEnd, make_backend
-from structured.backends.choose import Backends
-from structured.backends.guarded_parts import GuardedPartsSession
-from structured.backends.lark_schemas import embedded_schemas, named_token_ids, with_replaced
-from structured.constraint import ConstraintError, ConstraintSpec, Unsupported
-from structured.vocabulary import Vocabulary
+from manta.cluster.chat.tool_formats import HERMES, LLAMA3, MISTRAL, ToolFormat
+from manta.cluster.chat.tool_grammar import calls_grammar
+from manta.cluster.protocol.tools import Function, Tool
+from manta.structured.backend import DeadEnd, make_backend
+from manta.structured.backends.choose import Backends
+from manta.structured.backends.guarded_parts import GuardedPartsSession
+from manta.structured.backends.lark_schemas import embedded_schemas, named_token_ids, with_replaced
+from manta.structured.constraint import ConstraintError, ConstraintSpec, Unsupported
+from manta.structured.vocabulary import Vocabulary
 from tests.structured.grammar_walk import text_of, walk
 from tests.structured.session_checks import check_mask_byte_by_byte, check_state_is_that_of_its_tokens
 from tests.structured.test_schema_conformance import EOS, VOCAB_SIZE, accepts_text, vocabulary

@@ -11,12 +11,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from structured.backends.choose import Backends
-from structured.backends.llguidance import tokenizer_of
-from structured.constraint import ConstraintError, ConstraintSpec
-from structured.regexes.constructs import LAZY, constructs
-from structured.regexes.lookaround import with_plain_regex, without_looks
-from structured.vocabulary import Vocabulary
+from manta.structured.backends.choose import Backends
+from manta.structured.backends.llguidance import tokenizer_of
+from manta.structured.constraint import ConstraintError, ConstraintSpec
+from manta.structured.regexes.constructs import LAZY, constructs
+from manta.structured.regexes.lookaround import with_plain_regex, without_looks
+from manta.structured.vocabulary import Vocabulary
 
 ALPHABET = "ab1-é\n"
 _ATOMS = [

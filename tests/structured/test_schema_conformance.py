@@ -20,13 +20,13 @@ import numpy as np
 import pytest
 from hypothesis import strategies as st
 
-from structured.backend import Grammar, Session, make_backend
-from structured.backends import xgrammar
-from structured.backends.choose import Backends
-from structured.backends.keywords import combinations
-from structured.constraint import ConstraintError, ConstraintSpec
-from structured.masks import row_words
-from structured.vocabulary import Vocabulary
+from manta.structured.backend import Grammar, Session, make_backend
+from manta.structured.backends import xgrammar
+from manta.structured.backends.choose import Backends
+from manta.structured.backends.keywords import combinations
+from manta.structured.constraint import ConstraintError, ConstraintSpec
+from manta.structured.masks import row_words
+from manta.structured.vocabulary import Vocabulary
 from tests.conftest import PROVE
 from tests.schema_cases import CASES, Case
 

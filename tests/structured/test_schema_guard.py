@@ -11,11 +11,11 @@ import jsonschema
 import numpy as np
 import pytest
 
-from structured.backend import DeadEnd, Grammar, Session, make_backend
-from structured.backends.guarded import GuardedSession
-from structured.constraint import ConstraintSpec
-from structured.masks import row_words
-from structured.schemas.rewriting import rewritten
+from manta.structured.backend import DeadEnd, Grammar, Session, make_backend
+from manta.structured.backends.guarded import GuardedSession
+from manta.structured.constraint import ConstraintSpec
+from manta.structured.masks import row_words
+from manta.structured.schemas.rewriting import rewritten
 from tests.structured.grammar_walk import allowed_tokens, walk
 from tests.structured.session_checks import check_mask_byte_by_byte, check_state_is_that_of_its_tokens
 from tests.structured.test_schema_conformance import EOS, VOCAB_SIZE, accepts, accepts_text, grammar_of, vocabulary

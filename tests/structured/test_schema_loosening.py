@@ -12,11 +12,11 @@ from typing import Any
 import jsonschema
 import pytest
 
-from structured.backend import DeadEnd, Grammar
-from structured.backends.guarded import GuardedSession
-from structured.backends.llguidance_grammar import Way
-from structured.constraint import ConstraintError, ConstraintSpec
-from structured.schemas.loosening import loosened
+from manta.structured.backend import DeadEnd, Grammar
+from manta.structured.backends.guarded import GuardedSession
+from manta.structured.backends.llguidance_grammar import Way
+from manta.structured.constraint import ConstraintError, ConstraintSpec
+from manta.structured.schemas.loosening import loosened
 from tests.schema_cases import CASES, Case
 from tests.structured.grammar_walk import text_of, walk
 from tests.structured.session_checks import check_mask_byte_by_byte

@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 import msgspec
 import pytest
 
-from structured.backends.llguidance import Compiled
-from structured.constraint import ConstraintError, ConstraintSpec, Resolved
+from manta.structured.backends.llguidance import Compiled
+from manta.structured.constraint import ConstraintError, ConstraintSpec, Resolved
 from tests.structured.test_schema_conformance import accepts, backends, make_backend_once
 
 PAGE = pathlib.Path(__file__).parents[2] / "docs" / "constrain.md"

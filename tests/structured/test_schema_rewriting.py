@@ -13,9 +13,9 @@ import jsonschema
 import pytest
 from hypothesis import strategies as st
 
-from structured.constraint import ConstraintError, Unsupported
-from structured.schemas import patterns
-from structured.schemas.rewriting import needs_rewriting, rewritten
+from manta.structured.constraint import ConstraintError, Unsupported
+from manta.structured.schemas import patterns
+from manta.structured.schemas.rewriting import needs_rewriting, rewritten
 from tests.conftest import PROVE
 
 SCALARS = [None, True, False, 0, 1, 2, 3, 5, -1, 1.5, 2.5, "", "a", "b", "ab", "x-a", "abc"]

@@ -18,9 +18,9 @@ from typing import Any
 import jsonschema
 import pytest
 
-from structured.backend import DeadEnd, Grammar
-from structured.constraint import ConstraintError
-from structured.schemas.documents import DRAFTS
+from manta.structured.backend import DeadEnd, Grammar
+from manta.structured.constraint import ConstraintError
+from manta.structured.schemas.documents import DRAFTS
 from tests.conftest import PROVE
 from tests.structured.test_schema_conformance import accepts, grammar_of, wild_output
 

@@ -13,9 +13,9 @@ import pytest
 import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
-from cluster.config import ServeConfig
-from cluster.http.exchange.metrics import Metrics
-from specdecode.speculative_config import SpeculativeConfig
+from manta.cluster.config import ServeConfig
+from manta.cluster.http.exchange.metrics import Metrics
+from manta.specdecode.speculative_config import SpeculativeConfig
 from tests.local_server import local_server
 
 GRAFANA = pathlib.Path(__file__).resolve().parents[2] / "configs" / "grafana"

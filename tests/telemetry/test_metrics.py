@@ -12,10 +12,10 @@ import msgspec
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from cluster.config import ServeConfig
-from cluster.engine.request import FinishStatus
-from cluster.engine.stats import DraftCounts, EngineStats
-from cluster.http.exchange.metrics import Metrics, numbers
+from manta.cluster.config import ServeConfig
+from manta.cluster.engine.request import FinishStatus
+from manta.cluster.engine.stats import DraftCounts, EngineStats
+from manta.cluster.http.exchange.metrics import Metrics, numbers
 from tests.async_tests import async_test
 from tests.engine.test_engine import make_engine
 from tests.local_server import local_server

@@ -16,10 +16,11 @@ import pytest
 import torch
 from opentelemetry.proto.trace.v1.trace_pb2 import Span, Status
 
-from cluster.cli import serve
-from cluster.engine.request import SequenceOutput
-from cluster.telemetry import engine_watch, exporting
-from cluster.telemetry.request_log import request_id_of
+from manta.cluster.cli import serve
+from manta.cluster.engine.request import SequenceOutput
+from manta.cluster.telemetry import engine_watch, exporting
+from manta.cluster.telemetry.request_log import request_id_of
+from manta.workers.checkpoints.model_folder import load_model_config
 from tests.async_tests import async_test
 from tests.checkpoints import checkpoint
 from tests.engine.test_engine import make_engine
@@ -27,7 +28,6 @@ from tests.local_server import LocalServer, local_server, post, until
 from tests.patience import PATIENCE_S
 from tests.server import Server
 from tests.telemetry.otlp_receiver import Receiver, attributes
-from workers.checkpoints.model_folder import load_model_config
 
 SWITCHES = (exporting.SDK_DISABLED, exporting.EXPORTER, *exporting.ENDPOINTS, *exporting.PROTOCOLS)
 

@@ -12,9 +12,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from tests.workers import emulated
-from workers import host
-from workers.kernels import (
+from manta.workers import host
+from manta.workers.kernels import (
     build,
     cpu,
     cpu_all_reduce,
@@ -26,6 +25,7 @@ from workers.kernels import (
     rounding,
     shared_weights,
 )
+from tests.workers import emulated
 
 QUANTIZED = [form.name for form in processor.lower_forms(processor.best_form())]
 """Every form that differs for quantised linears."""

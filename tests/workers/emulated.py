@@ -21,8 +21,8 @@ from typing import Any
 import pytest
 import torch
 
+from manta.workers.kernels import build, processor
 from tests.patience import PATIENCE_S
-from workers.kernels import build, processor
 
 COMPILER, EMULATOR = "aarch64-linux-gnu-g++", "qemu-aarch64"
 FORMS = [form.name for form in processor.FORMS if form.machine == "aarch64"]

@@ -14,15 +14,15 @@ from typing import Any
 import msgspec
 import torch
 
-from cluster.config import EngineConfig
-from cluster.engine.executors import worker_factory
-from structured.logits_processors import LogitsProcessorFactory
-from structured.masks import MaskBatch
+from manta.cluster.config import EngineConfig
+from manta.cluster.engine.executors import worker_factory
+from manta.structured.logits_processors import LogitsProcessorFactory
+from manta.structured.masks import MaskBatch
+from manta.workers.kernels import cpu_all_reduce, processor, shared_prefixes
+from manta.workers.model_info import ModelInfo
+from manta.workers.parallel.group import GlooGroup, private_address
+from manta.workers.step import StepInput, StepOutput
 from tests.workers.cpu_forms import forget_libraries
-from workers.kernels import cpu_all_reduce, processor, shared_prefixes
-from workers.model_info import ModelInfo
-from workers.parallel.group import GlooGroup, private_address
-from workers.step import StepInput, StepOutput
 
 
 class Holder:

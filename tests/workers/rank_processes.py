@@ -17,15 +17,15 @@ from typing import Any
 import pytest
 from ray import cloudpickle
 
-import cluster.engine.engine
-from cluster.config import EngineConfig
-from cluster.engine.executor_choice import with_depth
-from cluster.engine.executors.executor import Executor, SynchronousExecutor
-from structured.logits_processors import LogitsProcessorFactory
-from structured.masks import MaskBatch
+import manta.cluster.engine.engine
+from manta.cluster.config import EngineConfig
+from manta.cluster.engine.executor_choice import with_depth
+from manta.cluster.engine.executors.executor import Executor, SynchronousExecutor
+from manta.structured.logits_processors import LogitsProcessorFactory
+from manta.structured.masks import MaskBatch
+from manta.workers.model_info import ModelInfo
+from manta.workers.step import StepInput, StepOutput
 from tests.workers import rank_child
-from workers.model_info import ModelInfo
-from workers.step import StepInput, StepOutput
 
 ANSWER_SECONDS = 120.0
 
@@ -167,5 +167,5 @@ def over_ranks(ranks: RankProcesses) -> Iterator[list[PipeExecutor]]:
         return with_depth(made[-1], config)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(cluster.engine.engine, "make_executor", make_executor)
+        patch.setattr(manta.cluster.engine.engine, "make_executor", make_executor)
         yield made

@@ -18,26 +18,26 @@ import pytest
 import torch
 from torch import distributed
 
-from cluster.llm import LLM, SamplingParams
+from manta.cluster.llm import LLM, SamplingParams
+from manta.workers.checkpoints.model_folder import load_model_config
+from manta.workers.kernels.attention_metadata import AttentionMetadata
+from manta.workers.kernels.protocol import DecodeLimits, KVCaches
+from manta.workers.kernels.query_tokens import QueryTokens
+from manta.workers.kernels.triton import graphs, launch
+from manta.workers.kernels.triton.metadata import DeviceMetadata, Layout, build_metadata
+from manta.workers.kernels.triton.work import WorkShape
+from manta.workers.model_options import ModelOptions
+from manta.workers.parallel.group import CollectiveGroup, GlooGroup, open_store
+from manta.workers.platforms import cuda
+from manta.workers.platforms.cuda import CudaPlatform
+from manta.workers.ranks.rank_worker import RankPlace
+from manta.workers.step import SamplePoint, ScheduledSequence, SequenceStart, StepInput
+from manta.workers.torch_worker import torch_worker
+from manta.workers.torch_worker.loader import load_model
 from tests.checkpoints import VOCAB_SIZE, checkpoint, reference_greedy
 from tests.engine_parts import device_of
 from tests.patience import PATIENCE_S
 from tests.workers.triton_device import DEVICE, NEEDS_GPU, THOROUGH
-from workers.checkpoints.model_folder import load_model_config
-from workers.kernels.attention_metadata import AttentionMetadata
-from workers.kernels.protocol import DecodeLimits, KVCaches
-from workers.kernels.query_tokens import QueryTokens
-from workers.kernels.triton import graphs, launch
-from workers.kernels.triton.metadata import DeviceMetadata, Layout, build_metadata
-from workers.kernels.triton.work import WorkShape
-from workers.model_options import ModelOptions
-from workers.parallel.group import CollectiveGroup, GlooGroup, open_store
-from workers.platforms import cuda
-from workers.platforms.cuda import CudaPlatform
-from workers.ranks.rank_worker import RankPlace
-from workers.step import SamplePoint, ScheduledSequence, SequenceStart, StepInput
-from workers.torch_worker import torch_worker
-from workers.torch_worker.loader import load_model
 
 NUM_TOKENS = 12 if THOROUGH else 3
 
@@ -460,8 +460,8 @@ def test_an_older_gpu_has_no_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_cuda_engine_claims_a_ray_gpu(num_ranks: int) -> None:
     """One for itself, or one for each rank, whose placement group claims it."""
     pytest.importorskip("ray")
-    from cluster.config import EngineConfig
-    from cluster.serve.engine_deployment import engine_deployment
+    from manta.cluster.config import EngineConfig
+    from manta.cluster.serve.engine_deployment import engine_deployment
 
     for device, expected in (("cuda", 1 if num_ranks == 1 else 0), ("auto", 0)):
         config = EngineConfig(device=device, tensor_parallel_size=num_ranks, num_threads=1)

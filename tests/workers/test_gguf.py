@@ -15,15 +15,15 @@ import pytest
 import torch
 import transformers
 
-from cluster.text.tokenizer import Tokenizer
 from manta import LLM, SamplingParams
+from manta.cluster.text.tokenizer import Tokenizer
+from manta.workers.checkpoints.model_folder import load_model_config, resolve_model_folder
+from manta.workers.models.model_config import ModelConfig, ModelError
+from manta.workers.torch_worker.loader import check_tensors, load_model
 from tests.checkpoints import CORPUS, checkpoint
 from tests.gguf_files import dequantized, write_gguf
 from tests.workers.test_quantised_formats import Recorder, expected_of, greedy, in_turns
 from tests.workers.test_quantised_ranks import logits_alone
-from workers.checkpoints.model_folder import load_model_config, resolve_model_folder
-from workers.models.model_config import ModelConfig, ModelError
-from workers.torch_worker.loader import check_tensors, load_model
 
 KINDS = ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K", "Q5_K", "Q6_K")
 SIZES = {"hidden_size": 256, "intermediate_size": 256, "num_hidden_layers": 2}

@@ -11,9 +11,9 @@ import sys
 import psutil
 import pytest
 
-from cluster.llm import LLM, SamplingParams
+from manta.cluster.llm import LLM, SamplingParams
+from manta.workers import host
 from tests.checkpoints import checkpoint
-from workers import host
 
 GIB = 2**30
 
@@ -112,7 +112,7 @@ def test_an_engine_works_without_affinity_and_madvise(monkeypatch: pytest.Monkey
 
 def test_processes_of_one_machine_know_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
     here = host.identity()
-    command = [sys.executable, "-c", "from workers import host; print(host.identity())"]
+    command = [sys.executable, "-c", "from manta.workers import host; print(host.identity())"]
     assert int(subprocess.run(command, capture_output=True, check=True).stdout) == here
     assert 0 <= here < 2**63
     monkeypatch.setattr("socket.gethostname", lambda: "another container")

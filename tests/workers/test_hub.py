@@ -14,8 +14,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from cluster.config import load_config
-from cluster.llm import LLM, SamplingParams
+from manta.cluster.config import load_config
+from manta.cluster.llm import LLM, SamplingParams
 from tests.checkpoints import checkpoint
 from tests.patience import PATIENCE_S
 
@@ -23,7 +23,7 @@ HUB_ID = "somebody/tiny-llama"
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 PROMPT = [5, 6, 7, 8]
 PROGRAM = f"""
-from cluster.llm import LLM, SamplingParams
+from manta.cluster.llm import LLM, SamplingParams
 llm = LLM("{HUB_ID}", dtype="float32", kv_cache_bytes=2**22)
 print(llm.generate([{PROMPT}], SamplingParams(temperature=0, max_tokens=8), use_tqdm=False)[0].outputs[0].token_ids)
 """
@@ -113,14 +113,14 @@ def test_a_model_is_downloaded_once_and_served(hub: http.server.ThreadingHTTPSer
 
 
 def test_the_hub_is_asked_for_the_revision(hub: http.server.ThreadingHTTPServer, tmp_path: pathlib.Path) -> None:
-    answer = run(["-m", "cluster.cli", "check", f"{HUB_ID}@v1.2"], hub, tmp_path)
+    answer = run(["-m", "manta.cluster.cli", "check", f"{HUB_ID}@v1.2"], hub, tmp_path)
     assert answer.returncode == 0, answer.stdout + answer.stderr
     assert set(Hub.revisions) == {"v1.2"}
     assert load_config(None, {"engine.model": f"{HUB_ID}@v1.2"}).model_name == "tiny-llama"
 
 
 def test_a_name_that_the_hub_does_not_know(hub: http.server.ThreadingHTTPServer, tmp_path: pathlib.Path) -> None:
-    answer = run(["-m", "cluster.cli", "check", "somebody/else"], hub, tmp_path)
+    answer = run(["-m", "manta.cluster.cli", "check", "somebody/else"], hub, tmp_path)
     assert answer.returncode != 0
     assert "the Hugging Face hub refused 'somebody/else'" in answer.stdout + answer.stderr
     assert "Traceback" not in answer.stderr

@@ -10,33 +10,33 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from cluster.cli.__main__ import main
-from cluster.cli.check import check_machine, check_model
-from cluster.cli.serve import model_message
-from cluster.config import EngineConfig, load_config
-from cluster.llm import LLM, SamplingParams
+from manta.cluster.cli.__main__ import main
+from manta.cluster.cli.check import check_machine, check_model
+from manta.cluster.cli.serve import model_message
+from manta.cluster.config import EngineConfig, load_config
+from manta.cluster.llm import LLM, SamplingParams
+from manta.workers.checkpoints.memory import weight_bytes
+from manta.workers.checkpoints.model_folder import load_model_config
+from manta.workers.decoders.decoder import Decoder
+from manta.workers.kept_weights import GROUPS, KEPT_BITS, describe_kept, group_of
+from manta.workers.kernels import build, cpu_quantized_linear
+from manta.workers.kernels.cpu_linear import PackedLinear
+from manta.workers.kernels.cpu_quantized_linear import PackedQuantizedLinear
+from manta.workers.kernels.linears import TorchLinear
+from manta.workers.kernels.quantized_reference import TorchQuantizedLinear
+from manta.workers.kernels.rounding import round_weight
+from manta.workers.kernels.weights import LinearWeight
+from manta.workers.models.model_config import ModelError
+from manta.workers.platforms import choose_platform, cpu_linears
+from manta.workers.platforms.cpu import CpuPlatform
+from manta.workers.torch_worker.loader import load_model
+from manta.workers.torch_worker.torch_worker import TorchWorker
 from tests.checkpoints import checkpoint
 from tests.workers.cpu_forms import TORCH, in_form
 from tests.workers.test_models import random_tokens
 from tests.workers.test_quantised_linear import logits_of
 from tests.workers.test_shared_weights import files, needs_shared_weights
 from tests.workers.thread_group import ThreadGroup
-from workers.checkpoints.memory import weight_bytes
-from workers.checkpoints.model_folder import load_model_config
-from workers.decoders.decoder import Decoder
-from workers.kept_weights import GROUPS, KEPT_BITS, describe_kept, group_of
-from workers.kernels import build, cpu_quantized_linear
-from workers.kernels.cpu_linear import PackedLinear
-from workers.kernels.cpu_quantized_linear import PackedQuantizedLinear
-from workers.kernels.linears import TorchLinear
-from workers.kernels.quantized_reference import TorchQuantizedLinear
-from workers.kernels.rounding import round_weight
-from workers.kernels.weights import LinearWeight
-from workers.models.model_config import ModelError
-from workers.platforms import choose_platform, cpu_linears
-from workers.platforms.cpu import CpuPlatform
-from workers.torch_worker.loader import load_model
-from workers.torch_worker.torch_worker import TorchWorker
 
 ROUNDED = ("int8", "int4")
 needs_kernels = pytest.mark.skipif(build.load_library() is None, reason="no C++ compiler")

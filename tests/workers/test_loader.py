@@ -13,12 +13,12 @@ import pytest
 import safetensors.torch
 import torch
 
+from manta.workers.checkpoints.model_folder import load_model_config, resolve_model_folder
+from manta.workers.decoders.decoder import Decoder
+from manta.workers.models.model_config import ModelConfig, ModelError
+from manta.workers.platforms import choose_platform
+from manta.workers.torch_worker.loader import load_model
 from tests.checkpoints import checkpoint, make_checkpoint
-from workers.checkpoints.model_folder import load_model_config, resolve_model_folder
-from workers.decoders.decoder import Decoder
-from workers.models.model_config import ModelConfig, ModelError
-from workers.platforms import choose_platform
-from workers.torch_worker.loader import load_model
 
 LLAMA: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],

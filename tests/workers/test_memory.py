@@ -10,12 +10,12 @@ import pytest
 import safetensors.torch
 import torch
 
-from cluster.llm import LLM
+from manta.cluster.llm import LLM
+from manta.workers.checkpoints.memory import plan_kv_cache, weight_bytes
+from manta.workers.checkpoints.model_folder import load_model_config, resolve_model_folder
+from manta.workers.model_options import ModelOptions
+from manta.workers.models.model_config import ModelConfig
 from tests.checkpoints import checkpoint
-from workers.checkpoints.memory import plan_kv_cache, weight_bytes
-from workers.checkpoints.model_folder import load_model_config, resolve_model_folder
-from workers.model_options import ModelOptions
-from workers.models.model_config import ModelConfig
 
 GIB = 2**30
 DEMO = load_model_config(resolve_model_folder("demo"))

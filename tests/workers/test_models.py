@@ -12,19 +12,19 @@ import pytest
 import torch
 import transformers
 
+from manta.workers.checkpoints.model_folder import load_model_config
+from manta.workers.decoders import decoder
+from manta.workers.decoders.decoder import Decoder
+from manta.workers.decoders.rope_table import rope_table
+from manta.workers.kernels import weights
+from manta.workers.kernels.attention_metadata import AttentionMetadata
+from manta.workers.kernels.model_protocol import Model
+from manta.workers.kernels.query_tokens import QueryTokens
+from manta.workers.models.model_config import ModelError, RopeConfig
+from manta.workers.platforms import choose_platform
+from manta.workers.torch_worker.loader import load_model
 from tests.checkpoints import checkpoint, reference_greedy, reference_logits
 from tests.workers.cpu_forms import FORMS, TORCH, in_form
-from workers.checkpoints.model_folder import load_model_config
-from workers.decoders import decoder
-from workers.decoders.decoder import Decoder
-from workers.decoders.rope_table import rope_table
-from workers.kernels import weights
-from workers.kernels.attention_metadata import AttentionMetadata
-from workers.kernels.model_protocol import Model
-from workers.kernels.query_tokens import QueryTokens
-from workers.models.model_config import ModelError, RopeConfig
-from workers.platforms import choose_platform
-from workers.torch_worker.loader import load_model
 
 BLOCK_SIZE = 16
 NUM_BLOCKS = 40

@@ -14,19 +14,19 @@ import numpy as np
 import pytest
 import torch
 
-from cluster.llm import LLM, SamplingParams
-from structured.masks import MaskBatch
+from manta.cluster.llm import LLM, SamplingParams
+from manta.structured.masks import MaskBatch
+from manta.workers.kernels import build, reference, torch_sampler
+from manta.workers.kernels.attention_metadata import AttentionMetadata
+from manta.workers.kernels.linears import GatedLinear, TorchLinear
+from manta.workers.kernels.protocol import Forward, KVCaches
+from manta.workers.kernels.query_tokens import QueryTokens
+from manta.workers.kernels.weights import DecoderWeights, Linear, LinearWeight
+from manta.workers.models.model_config import HeadShape, ModelConfig, ModelError
+from manta.workers.sampling.sampling_state import SequenceState
+from manta.workers.torch_worker import torch_worker
 from tests.checkpoints import VOCAB_SIZE, checkpoint, reference_greedy
 from tests.workers.cpu_forms import forget_libraries
-from workers.kernels import build, reference, torch_sampler
-from workers.kernels.attention_metadata import AttentionMetadata
-from workers.kernels.linears import GatedLinear, TorchLinear
-from workers.kernels.protocol import Forward, KVCaches
-from workers.kernels.query_tokens import QueryTokens
-from workers.kernels.weights import DecoderWeights, Linear, LinearWeight
-from workers.models.model_config import HeadShape, ModelConfig, ModelError
-from workers.sampling.sampling_state import SequenceState
-from workers.torch_worker import torch_worker
 
 NUM_TOKENS = 12
 

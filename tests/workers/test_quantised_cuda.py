@@ -6,7 +6,7 @@ import pathlib
 
 import pytest
 
-from cluster.llm import LLM, SamplingParams
+from manta.cluster.llm import LLM, SamplingParams
 from tests.checkpoints import checkpoint, reference_greedy
 from tests.gguf_files import dequantized, write_gguf
 from tests.quantised_checkpoints import gptq, gptq_config, of_layers, quantised_pair

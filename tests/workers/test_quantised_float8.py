@@ -13,25 +13,25 @@ import numpy as np
 import pytest
 import torch
 
-from cluster.cli.check import check_model
-from cluster.config import EngineConfig
+from manta.cluster.cli.check import check_model
+from manta.cluster.config import EngineConfig
+from manta.workers.checkpoints.model_folder import load_model_config
+from manta.workers.checkpoints.weight_parts import stack
+from manta.workers.decoders.decoder import Decoder
+from manta.workers.kernels.linears import SummedLinear
+from manta.workers.kernels.quantized_reference import round_to_float8
+from manta.workers.kernels.quantized_weight import QuantizedWeight
+from manta.workers.kernels.query_tokens import QueryTokens
+from manta.workers.models.model_config import WeightFormat
+from manta.workers.models.quantization import read_quantization
+from manta.workers.platforms.cuda import CudaPlatform
+from manta.workers.torch_worker.loader import check_tensors, load_model
 from tests.checkpoints import checkpoint, on_one_thread, reference_model
 from tests.quantised_checkpoints import fp8, fp8_config, of_layers, quantised_pair
 from tests.workers.kernels.test_triton_launches import Launches
 from tests.workers.test_quantised_formats import FORMATS, Recorder
 from tests.workers.thread_group import ThreadGroup
 from tests.workers.triton_device import DEVICE
-from workers.checkpoints.model_folder import load_model_config
-from workers.checkpoints.weight_parts import stack
-from workers.decoders.decoder import Decoder
-from workers.kernels.linears import SummedLinear
-from workers.kernels.quantized_reference import round_to_float8
-from workers.kernels.quantized_weight import QuantizedWeight
-from workers.kernels.query_tokens import QueryTokens
-from workers.models.model_config import WeightFormat
-from workers.models.quantization import read_quantization
-from workers.platforms.cuda import CudaPlatform
-from workers.torch_worker.loader import check_tensors, load_model
 
 TOKENS = [5, 77, 130, 9, 8]
 
@@ -168,9 +168,9 @@ def test_int8_weights_are_rounded_from_dense_ones(tmp_path: pathlib.Path) -> Non
 def test_check_says_that_float8_is_kept(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     quantised, _ = quantised_pair(checkpoint("llama"), tmp_path, of_layers(fp8(None)), fp8_config(None))
     config = load_model_config(quantised)
-    monkeypatch.setattr("workers.platforms.choose_platform", lambda *options: CudaPlatform(DEVICE))
+    monkeypatch.setattr("manta.workers.platforms.choose_platform", lambda *options: CudaPlatform(DEVICE))
     trial = SimpleNamespace(seconds=0.1, kernels="", advice=None)
-    monkeypatch.setattr("cluster.cli.check._try_step", lambda *options: trial)
+    monkeypatch.setattr("manta.cluster.cli.check._try_step", lambda *options: trial)
     report = check_model(EngineConfig(model=str(quantised), dtype="float32"))
     assert report.quantized is not None
     assert "21 matrices of 8-bit floats with one scale; kept in 8-bit floats, " in report.quantized

@@ -14,6 +14,12 @@ import pytest
 import torch
 
 from manta import LLM, SamplingParams
+from manta.workers.checkpoints.model_folder import load_model_config
+from manta.workers.kernels.quantized_reference import TorchQuantizedLinear
+from manta.workers.kernels.weights import Linear, LinearWeight
+from manta.workers.platforms.cpu import CpuPlatform
+from manta.workers.platforms.cpu_linears import make_dense_linear, make_linear
+from manta.workers.torch_worker.loader import check_tensors, load_model
 from tests.checkpoints import checkpoint, reference_greedy
 from tests.quantised_checkpoints import (
     AWQ_CONFIG,
@@ -30,12 +36,6 @@ from tests.quantised_checkpoints import (
     quantised_pair,
     scheme,
 )
-from workers.checkpoints.model_folder import load_model_config
-from workers.kernels.quantized_reference import TorchQuantizedLinear
-from workers.kernels.weights import Linear, LinearWeight
-from workers.platforms.cpu import CpuPlatform
-from workers.platforms.cpu_linears import make_dense_linear, make_linear
-from workers.torch_worker.loader import check_tensors, load_model
 
 PROMPTS = ([5, 77, 130, 9, 41, 200, 18, 33, 250, 64], list(range(20, 60)), [300, 7])
 NUM_TOKENS = 16

@@ -12,18 +12,18 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from manta.workers.checkpoints.model_folder import load_model_config
+from manta.workers.decoders.decoder import Decoder
+from manta.workers.kernels import build
+from manta.workers.kernels.attention_metadata import AttentionMetadata
+from manta.workers.kernels.weights import Linear, LinearWeight
+from manta.workers.platforms.cpu import CpuPlatform
+from manta.workers.platforms.cpu_linears import make_dense_linear
+from manta.workers.torch_worker.loader import check_tensors, load_model
 from tests.checkpoints import checkpoint
 from tests.quantised_checkpoints import compressed, compressed_config, quantised_pair, scheme
 from tests.workers.cpu_forms import TORCH, in_form
 from tests.workers.test_models import Cache, random_tokens
-from workers.checkpoints.model_folder import load_model_config
-from workers.decoders.decoder import Decoder
-from workers.kernels import build
-from workers.kernels.attention_metadata import AttentionMetadata
-from workers.kernels.weights import Linear, LinearWeight
-from workers.platforms.cpu import CpuPlatform
-from workers.platforms.cpu_linears import make_dense_linear
-from workers.torch_worker.loader import check_tensors, load_model
 
 needs_kernels = pytest.mark.skipif(build.load_library() is None, reason="no C++ compiler: nothing is one call")
 

@@ -8,6 +8,13 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
+from manta.workers.checkpoints.model_folder import load_model_config, resolve_model_folder
+from manta.workers.checkpoints.weight_parts import stack, take_inputs
+from manta.workers.decoders.decoder import Decoder
+from manta.workers.kernels.quantized_weight import QuantizedWeight
+from manta.workers.models.model_config import ModelError
+from manta.workers.platforms.cpu import CpuPlatform
+from manta.workers.torch_worker.loader import check_tensors, load_model
 from tests.checkpoints import checkpoint, reference_greedy
 from tests.gguf_files import dequantized, write_gguf
 from tests.quantised_checkpoints import (
@@ -24,13 +31,6 @@ from tests.quantised_checkpoints import (
 from tests.workers.test_quantised_formats import FORMATS, NUM_TOKENS, PROMPTS, greedy
 from tests.workers.test_quantised_linear import logits_of, needs_kernels
 from tests.workers.thread_group import ThreadGroup
-from workers.checkpoints.model_folder import load_model_config, resolve_model_folder
-from workers.checkpoints.weight_parts import stack, take_inputs
-from workers.decoders.decoder import Decoder
-from workers.kernels.quantized_weight import QuantizedWeight
-from workers.models.model_config import ModelError
-from workers.platforms.cpu import CpuPlatform
-from workers.torch_worker.loader import check_tensors, load_model
 
 SPLIT = {
     "W8A8": FORMATS["W8A8"],

@@ -13,18 +13,18 @@ import pytest
 import safetensors.torch
 import torch
 
-from cluster.cli.__main__ import main
-from cluster.cli.check import check_model
-from cluster.config import EngineConfig
 from manta import LLM
+from manta.cluster.cli.__main__ import main
+from manta.cluster.cli.check import check_model
+from manta.cluster.config import EngineConfig
+from manta.workers.checkpoints.memory import weight_bytes
+from manta.workers.checkpoints.model_folder import load_model_config
+from manta.workers.models.model_config import ModelError
+from manta.workers.torch_worker.loader import check_tensors
 from tests.checkpoints import checkpoint
 from tests.gguf_files import write_gguf
 from tests.quantised_checkpoints import AWQ_CONFIG, Stored, awq, gptq, gptq_config, of_layers, quantised_pair
 from tests.workers.test_quantised_formats import FORMATS
-from workers.checkpoints.memory import weight_bytes
-from workers.checkpoints.model_folder import load_model_config
-from workers.models.model_config import ModelError
-from workers.torch_worker.loader import check_tensors
 
 PACKED = FORMATS["W4A16"]
 
@@ -191,7 +191,7 @@ def test_what_the_configuration_leaves_unquantised_must_be(tmp_path: pathlib.Pat
 
 
 def test_the_tpu_worker_reads_no_quantised_checkpoints(tmp_path: pathlib.Path) -> None:
-    planning = pytest.importorskip("workers.jax_worker.planning")
+    planning = pytest.importorskip("manta.workers.jax_worker.planning")
     folder, _ = quantised_pair(checkpoint("llama"), tmp_path, of_layers(awq), AWQ_CONFIG)
     with pytest.raises(ModelError, match="device tpu reads no awq checkpoints; use one in bfloat16, or device cpu"):
         planning.native_config(folder)

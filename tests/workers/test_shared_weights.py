@@ -14,13 +14,13 @@ import psutil
 import pytest
 import torch
 
+from manta.workers.decoders.decoder import Decoder
+from manta.workers.kernels import build, shared_weights
+from manta.workers.kernels.cpu_linear import PackedLinear
 from tests.checkpoints import checkpoint, make_checkpoint
 from tests.patience import wait_until
 from tests.workers.cpu_forms import FORMS, in_form
 from tests.workers.test_loader import change_tensors, load
-from workers.decoders.decoder import Decoder
-from workers.kernels import build, shared_weights
-from workers.kernels.cpu_linear import PackedLinear
 
 shares = hasattr(os, "memfd_create") and build.load_library() is not None and shared_weights._has_huge_pages()
 needs_shared_weights = pytest.mark.skipif(not shares, reason="no Linux with huge pages for files, or no C++ compiler")
@@ -29,9 +29,9 @@ pytestmark = needs_shared_weights
 ROOT = str(pathlib.Path(__file__).resolve().parents[2])
 HOLDER = """
 import sys
-from workers.checkpoints.model_folder import load_model_config
-from workers.torch_worker.loader import load_model
-from workers.platforms import choose_platform
+from manta.workers.checkpoints.model_folder import load_model_config
+from manta.workers.torch_worker.loader import load_model
+from manta.workers.platforms import choose_platform
 model = load_model(sys.argv[1], load_model_config(sys.argv[1]), "float32", choose_platform("cpu", 1))
 linears = [
     linear

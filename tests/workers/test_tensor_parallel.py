@@ -15,23 +15,23 @@ import msgspec
 import pytest
 import torch
 
-from cluster.config import EngineConfig
-from cluster.llm import LLM, BeamSearchParams, LogitsProcessorSpec, SamplingParams
+from manta.cluster.config import EngineConfig
+from manta.cluster.llm import LLM, BeamSearchParams, LogitsProcessorSpec, SamplingParams
+from manta.workers.checkpoints.checkpoint import Checkpoint
+from manta.workers.checkpoints.model_folder import load_model_config
+from manta.workers.kernels import build, cpu_linear
+from manta.workers.model_options import ModelOptions
+from manta.workers.models.model_config import ModelConfig, ModelError
+from manta.workers.parallel.shard import CheckpointShard
+from manta.workers.parallel.split import EXACT_GATES, check_num_ranks, shard_config
+from manta.workers.step import ScheduledSequence, SequenceStart, StepInput
+from manta.workers.torch_worker.torch_worker import TorchWorker
 from tests.checkpoints import VOCAB_SIZE, checkpoint
 from tests.engine.test_constrained_drafts import mixed_params
 from tests.specdecode.test_speculative import SAMPLED
 from tests.workers import rank_child
 from tests.workers.cpu_forms import COMPILED
 from tests.workers.rank_processes import RankFailed, RankProcesses, in_forms, over_ranks
-from workers.checkpoints.checkpoint import Checkpoint
-from workers.checkpoints.model_folder import load_model_config
-from workers.kernels import build, cpu_linear
-from workers.model_options import ModelOptions
-from workers.models.model_config import ModelConfig, ModelError
-from workers.parallel.shard import CheckpointShard
-from workers.parallel.split import EXACT_GATES, check_num_ranks, shard_config
-from workers.step import ScheduledSequence, SequenceStart, StepInput
-from workers.torch_worker.torch_worker import TorchWorker
 
 pytestmark = pytest.mark.usefixtures("plugin", "cheap_groups")
 

@@ -6,10 +6,10 @@ import threading
 
 import torch
 
+from manta.workers.kernels.linears import GatheringLinear, SummedLinear
+from manta.workers.kernels.weights import Linear
+from manta.workers.parallel.group import OneRank
 from tests.patience import PATIENCE_S
-from workers.kernels.linears import GatheringLinear, SummedLinear
-from workers.kernels.weights import Linear
-from workers.parallel.group import OneRank
 
 
 class ThreadGroup(OneRank):

@@ -10,9 +10,9 @@ import torch
 
 pytest.importorskip("triton", reason="triton is not installed: pip install triton")
 
+from manta.workers.kernels.triton.launch import INTERPRETED
 from tests.conftest import PROVE
 from tests.workers import triton_interpreter
-from workers.kernels.triton.launch import INTERPRETED
 
 if not INTERPRETED and not torch.cuda.is_available():
     pytest.skip("Triton's kernels need a CUDA GPU, or TRITON_INTERPRET=1", allow_module_level=True)

@@ -7,10 +7,10 @@ from collections.abc import Iterable
 
 import torch
 
-from workers.checkpoints.formats.gguf_blocks import BLOCK_TYPES
-from workers.checkpoints.memory import FLOATING, TensorEntry
-from workers.checkpoints.tensor_files import TensorFiles
-from workers.kernels.quantized_weight import QuantizedWeight
+from manta.workers.checkpoints.formats.gguf_blocks import BLOCK_TYPES
+from manta.workers.checkpoints.memory import FLOATING, TensorEntry
+from manta.workers.checkpoints.tensor_files import TensorFiles
+from manta.workers.kernels.quantized_weight import QuantizedWeight
 
 _DTYPES = {
     "F32": torch.float32,

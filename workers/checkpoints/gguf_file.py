@@ -16,11 +16,11 @@ import struct
 import tempfile
 from typing import Any, NamedTuple
 
-from workers.cache_folder import cache_folder
-from workers.checkpoints.folder_kinds import lfs_pointer
-from workers.checkpoints.gguf_header import GgufTensor, read_gguf_header
-from workers.checkpoints.memory import GGUF_INDEX
-from workers.models.model_config import ModelError
+from manta.workers.cache_folder import cache_folder
+from manta.workers.checkpoints.folder_kinds import lfs_pointer
+from manta.workers.checkpoints.gguf_header import GgufTensor, read_gguf_header
+from manta.workers.checkpoints.memory import GGUF_INDEX
+from manta.workers.models.model_config import ModelError
 
 logger = logging.getLogger(__name__)
 

@@ -12,7 +12,7 @@ import pathlib
 import struct
 from typing import Any, NamedTuple
 
-from workers.models.model_config import ModelError
+from manta.workers.models.model_config import ModelError
 
 _VERSIONS = (2, 3)
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}

@@ -12,12 +12,12 @@ import pathlib
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from workers.checkpoints.folder_kinds import lfs_pointer, why_no_weights
-from workers.kept_weights import KEPT_BITS, KeptBits, kept_bytes
-from workers.kv_cache_dtype import kv_dtype
-from workers.model_options import ModelOptions
-from workers.models.families import describe
-from workers.models.model_config import DTYPE_BYTES, ModelConfig, ModelError
+from manta.workers.checkpoints.folder_kinds import lfs_pointer, why_no_weights
+from manta.workers.kept_weights import KEPT_BITS, KeptBits, kept_bytes
+from manta.workers.kv_cache_dtype import kv_dtype
+from manta.workers.model_options import ModelOptions
+from manta.workers.models.families import describe
+from manta.workers.models.model_config import DTYPE_BYTES, ModelConfig, ModelError
 
 WEIGHTS_MULTIPLE = 4
 """Default size of the KV cache, as a multiple of the weights' memory. A model of half a billion parameters then has

@@ -12,16 +12,16 @@ from typing import Any
 
 import msgspec
 
-from workers.checkpoints.folder_kinds import lfs_pointer, why_no_checkpoint, why_no_folder
-from workers.checkpoints.gguf_file import gguf_folder
-from workers.model_options import DEMO_MODEL
-from workers.models.families import FAMILIES
-from workers.models.model_config import ModelConfig, ModelError, RopeConfig
-from workers.models.quantization import read_quantization
-from workers.models.raw_config import RawConfig, checkpoint_dtype
+from manta.workers.checkpoints.folder_kinds import lfs_pointer, why_no_checkpoint, why_no_folder
+from manta.workers.checkpoints.gguf_file import gguf_folder
+from manta.workers.model_options import DEMO_MODEL
+from manta.workers.models.families import FAMILIES
+from manta.workers.models.model_config import ModelConfig, ModelError, RopeConfig
+from manta.workers.models.quantization import read_quantization
+from manta.workers.models.raw_config import RawConfig, checkpoint_dtype
 
-_DEMO_FOLDER = (pathlib.Path(__file__).parents[2] / "manta" / "configs" / "demo" / "target").resolve()
-"""The packages lie side by side, in a checkout as in an installation. In a checkout, `manta/configs` is a link."""
+_DEMO_FOLDER = pathlib.Path(__file__).resolve().parents[2] / "configs" / "demo" / "target"
+"""`configs/` lies beside the folders of the rooms, in a checkout as in an installation."""
 _HUB_FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
 
 
@@ -116,7 +116,7 @@ def _read_config(folder: pathlib.Path, raw: RawConfig) -> ModelConfig:
 
 def _transformers_config(folder: pathlib.Path, architecture: str) -> ModelConfig:
     """Returns the configuration of a model that transformers runs. Fields that only native families use are neutral."""
-    from workers.checkpoints import transformers_support  # takes seconds to import, and only these models need it
+    from manta.workers.checkpoints import transformers_support  # takes seconds to import, and only these models need it
 
     try:
         config = transformers_support.read_config(folder)

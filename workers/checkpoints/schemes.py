@@ -10,18 +10,18 @@ from typing import NamedTuple, Protocol
 
 import torch
 
-from workers.checkpoints.formats.awq import read_awq
-from workers.checkpoints.formats.compressed_tensors import read_int, read_mxfp4, read_packed
-from workers.checkpoints.formats.float8 import read_float8
-from workers.checkpoints.formats.gguf_blocks import read_gguf
-from workers.checkpoints.formats.gptq import read_gptq
-from workers.checkpoints.formats.stored_part import Reader, StoredPart, StoredTensors
-from workers.checkpoints.memory import FLOATING
-from workers.checkpoints.weight_parts import stack
-from workers.kernels.quantized_weight import QuantizedWeight
-from workers.kernels.weights import LinearWeight
-from workers.models.model_config import ModelError, Quantization, WeightFormat
-from workers.models.specs import LinearSpec, Part
+from manta.workers.checkpoints.formats.awq import read_awq
+from manta.workers.checkpoints.formats.compressed_tensors import read_int, read_mxfp4, read_packed
+from manta.workers.checkpoints.formats.float8 import read_float8
+from manta.workers.checkpoints.formats.gguf_blocks import read_gguf
+from manta.workers.checkpoints.formats.gptq import read_gptq
+from manta.workers.checkpoints.formats.stored_part import Reader, StoredPart, StoredTensors
+from manta.workers.checkpoints.memory import FLOATING
+from manta.workers.checkpoints.weight_parts import stack
+from manta.workers.kernels.quantized_weight import QuantizedWeight
+from manta.workers.kernels.weights import LinearWeight
+from manta.workers.models.model_config import ModelError, Quantization, WeightFormat
+from manta.workers.models.specs import LinearSpec, Part
 
 READERS: dict[str, Reader] = {
     "int": read_int,

@@ -10,9 +10,9 @@ import re
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from workers.checkpoints.schemes import GGUF, LinearSource
-from workers.models.model_config import WeightFormat
-from workers.models.specs import Part
+from manta.workers.checkpoints.schemes import GGUF, LinearSource
+from manta.workers.models.model_config import WeightFormat
+from manta.workers.models.specs import Part
 
 _IN_LAYER = re.compile(r"^model\.layers\.\d+\.(.+)$")
 

@@ -12,8 +12,8 @@ import mmap
 import pathlib
 from collections.abc import Iterable, Mapping
 
-from workers.checkpoints.memory import TensorEntry, weight_headers
-from workers.models.model_config import ModelError
+from manta.workers.checkpoints.memory import TensorEntry, weight_headers
+from manta.workers.models.model_config import ModelError
 
 _IGNORED_SUFFIXES = (".rotary_emb.inv_freq", ".k_scale", ".v_scale", ".q_scale")
 """Tensors that are not used: buffers that old checkpoints store but implementations compute, and the scales of a

@@ -13,8 +13,8 @@ from collections.abc import Sequence
 import torch
 import torch.nn.functional as F
 
-from workers.kernels.quantized_weight import QuantizedWeight
-from workers.models.model_config import ModelError
+from manta.workers.kernels.quantized_weight import QuantizedWeight
+from manta.workers.models.model_config import ModelError
 
 
 def take_rows(weight: QuantizedWeight | torch.Tensor, start: int, stop: int) -> QuantizedWeight | torch.Tensor:

@@ -7,11 +7,11 @@ import dataclasses
 
 import torch
 
-from workers.checkpoints.stored_linears import StoredLinears
-from workers.kept_weights import kept_bytes
-from workers.kernels.quantized_weight import QuantizedWeight
-from workers.kernels.weights import LinearWeight
-from workers.models.model_config import DTYPE_BYTES
+from manta.workers.checkpoints.stored_linears import StoredLinears
+from manta.workers.kept_weights import kept_bytes
+from manta.workers.kernels.quantized_weight import QuantizedWeight
+from manta.workers.kernels.weights import LinearWeight
+from manta.workers.models.model_config import DTYPE_BYTES
 
 
 @dataclasses.dataclass

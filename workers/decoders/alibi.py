@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import torch
 
-from workers.checkpoints.transformers_support import ALIBI_COLUMNS
+from manta.workers.checkpoints.transformers_support import ALIBI_COLUMNS
 
 _QUERY_COLUMN = 256.0
 """The constant in the queries' further columns: a power of two, so that it rounds nothing. The keys' columns hold that

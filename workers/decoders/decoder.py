@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import torch
 
-from workers.decoders.rope_table import rope_table
-from workers.kernels.attention_metadata import AttentionMetadata
-from workers.kernels.protocol import KVCaches
-from workers.kernels.weights import AttentionWeights, DecoderWeights, GatedMlpWeights, max_mlp_rows
-from workers.models.model_config import ModelConfig
-from workers.platforms import Platform
+from manta.workers.decoders.rope_table import rope_table
+from manta.workers.kernels.attention_metadata import AttentionMetadata
+from manta.workers.kernels.protocol import KVCaches
+from manta.workers.kernels.weights import AttentionWeights, DecoderWeights, GatedMlpWeights, max_mlp_rows
+from manta.workers.models.model_config import ModelConfig
+from manta.workers.platforms import Platform
 
 _FIRST_POSITIONS = 4096
 """Rows of the rotary table at first. It grows when a longer context comes, so a model for 1 M tokens does not cost more

@@ -12,7 +12,7 @@ from decimal import Decimal
 
 import numpy as np
 
-from workers.models.model_config import RopeConfig
+from manta.workers.models.model_config import RopeConfig
 
 
 def rope_table(rope: RopeConfig, head_dim: int, num_positions: int) -> np.ndarray:

@@ -18,17 +18,17 @@ import transformers
 from torch import nn
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
-from workers.checkpoints.transformers_support import OWN_ATTENTION, uses_alibi
-from workers.decoders.alibi import Alibi
-from workers.decoders.own_attention import alibi_bias, is_linear, replace_attention
-from workers.kept_weights import KEPT_BITS, KeptBits
-from workers.kernels import kv_cache
-from workers.kernels.attention_metadata import AttentionMetadata
-from workers.kernels.protocol import Forward, KVCaches
-from workers.kernels.query_tokens import QueryTokens
-from workers.kernels.weights import LinearWeight
-from workers.models.model_config import HeadShape, ModelConfig, ModelError
-from workers.platforms import Platform
+from manta.workers.checkpoints.transformers_support import OWN_ATTENTION, uses_alibi
+from manta.workers.decoders.alibi import Alibi
+from manta.workers.decoders.own_attention import alibi_bias, is_linear, replace_attention
+from manta.workers.kept_weights import KEPT_BITS, KeptBits
+from manta.workers.kernels import kv_cache
+from manta.workers.kernels.attention_metadata import AttentionMetadata
+from manta.workers.kernels.protocol import Forward, KVCaches
+from manta.workers.kernels.query_tokens import QueryTokens
+from manta.workers.kernels.weights import LinearWeight
+from manta.workers.models.model_config import HeadShape, ModelConfig, ModelError
+from manta.workers.platforms import Platform
 
 _ATTENTION_NAME = "manta_paged"
 _REFUSED_ARGUMENTS = {

@@ -15,8 +15,8 @@ import jax.numpy as jnp
 from jax.experimental.pallas.ops.tpu.ragged_paged_attention import ragged_paged_attention
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
-from workers.jax_worker.batch import Batch
-from workers.jax_worker.mesh import AXIS
+from manta.workers.jax_worker.batch import Batch
+from manta.workers.jax_worker.mesh import AXIS
 
 KERNEL_HEAD_DIM = 128
 """Multiple of which the kernel's head dimension must be; smaller heads are padded with zeros."""

@@ -9,10 +9,10 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from workers.jax_worker.attention import AttentionForm, attend
-from workers.jax_worker.batch import Batch, BatchShape
-from workers.jax_worker.parameters import Layer, Linear, Parameters
-from workers.models.model_config import ModelConfig
+from manta.workers.jax_worker.attention import AttentionForm, attend
+from manta.workers.jax_worker.batch import Batch, BatchShape
+from manta.workers.jax_worker.parameters import Layer, Linear, Parameters
+from manta.workers.models.model_config import ModelConfig
 
 Pages = list[jax.Array]
 """The KV cache: the pages of each layer."""

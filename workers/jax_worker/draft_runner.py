@@ -9,12 +9,12 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from workers.jax_worker.model_state import ModelState
-from workers.jax_worker.runner import JaxRunner
-from workers.jax_worker.step_times import measure_steps
-from workers.ranks.rank_worker import StepTimes
-from workers.sampling.row_status import OK
-from workers.sampling.sampling_state import SequenceState
+from manta.workers.jax_worker.model_state import ModelState
+from manta.workers.jax_worker.runner import JaxRunner
+from manta.workers.jax_worker.step_times import measure_steps
+from manta.workers.ranks.rank_worker import StepTimes
+from manta.workers.sampling.row_status import OK
+from manta.workers.sampling.sampling_state import SequenceState
 
 
 class JaxDraftRunner:

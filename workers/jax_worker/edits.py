@@ -9,10 +9,10 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from structured.masks import LATE, MaskBatch, row_words
-from workers.jax_worker.sampler import IS_LATE, IS_MASKED, NUM_EDIT_ROWS, NUM_EDITS, Points
-from workers.sampling.noise import noise_keys
-from workers.sampling.sampling_state import SamplingState, SequenceState
+from manta.structured.masks import LATE, MaskBatch, row_words
+from manta.workers.jax_worker.sampler import IS_LATE, IS_MASKED, NUM_EDIT_ROWS, NUM_EDITS, Points
+from manta.workers.sampling.noise import noise_keys
+from manta.workers.sampling.sampling_state import SamplingState, SequenceState
 
 
 def point_table(

@@ -14,31 +14,31 @@ from collections.abc import Iterator, Mapping
 import jax
 from jax.sharding import Mesh
 
-from structured.logits_processors import LogitsProcessorFactory, LogitsProcessorRegistry
-from structured.masks import MaskBatch
-from workers import host
-from workers.checkpoints.memory import plan_max_model_len, weight_bytes
-from workers.checkpoints.model_folder import resolve_model_folder
-from workers.exact import check_exact
-from workers.jax_worker.draft_runner import JaxDraftRunner
-from workers.jax_worker.mesh import is_tpu, open_mesh
-from workers.jax_worker.model_state import Limits, ModelState
-from workers.jax_worker.parameters import load_parameters
-from workers.jax_worker.planning import native_config, plan, resolve_dtype
-from workers.jax_worker.programs import Compiler, keep_compiled_programs
-from workers.jax_worker.runner import JaxRunner
-from workers.jax_worker.step_times import measure_steps
-from workers.kept_weights import check_weights
-from workers.kv_cache_dtype import check_kv_cache
-from workers.model_info import ModelInfo
-from workers.model_options import ModelOptions
-from workers.models.model_config import ModelError
-from workers.parallel.split import check_num_ranks
-from workers.phases import Phases
-from workers.ranks.rank_sequences import RankSequences
-from workers.ranks.rank_worker import ALONE, RankPlace, StepTimes
-from workers.sampling.pending_draw import PendingDraw
-from workers.step import StepInput, StepOutOfMemory, StepOutput
+from manta.structured.logits_processors import LogitsProcessorFactory, LogitsProcessorRegistry
+from manta.structured.masks import MaskBatch
+from manta.workers import host
+from manta.workers.checkpoints.memory import plan_max_model_len, weight_bytes
+from manta.workers.checkpoints.model_folder import resolve_model_folder
+from manta.workers.exact import check_exact
+from manta.workers.jax_worker.draft_runner import JaxDraftRunner
+from manta.workers.jax_worker.mesh import is_tpu, open_mesh
+from manta.workers.jax_worker.model_state import Limits, ModelState
+from manta.workers.jax_worker.parameters import load_parameters
+from manta.workers.jax_worker.planning import native_config, plan, resolve_dtype
+from manta.workers.jax_worker.programs import Compiler, keep_compiled_programs
+from manta.workers.jax_worker.runner import JaxRunner
+from manta.workers.jax_worker.step_times import measure_steps
+from manta.workers.kept_weights import check_weights
+from manta.workers.kv_cache_dtype import check_kv_cache
+from manta.workers.model_info import ModelInfo
+from manta.workers.model_options import ModelOptions
+from manta.workers.models.model_config import ModelError
+from manta.workers.parallel.split import check_num_ranks
+from manta.workers.phases import Phases
+from manta.workers.ranks.rank_sequences import RankSequences
+from manta.workers.ranks.rank_worker import ALONE, RankPlace, StepTimes
+from manta.workers.sampling.pending_draw import PendingDraw
+from manta.workers.step import StepInput, StepOutOfMemory, StepOutput
 
 logger = logging.getLogger(__name__)
 

@@ -14,8 +14,8 @@ import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from workers.models.model_config import ModelError
-from workers.ranks.rank_worker import RankPlace
+from manta.workers.models.model_config import ModelError
+from manta.workers.ranks.rank_worker import RankPlace
 
 AXIS = "tensor"
 """Name of the mesh's only axis, along which heads, inner widths and vocabularies are split."""
@@ -59,7 +59,7 @@ def open_mesh(num_devices: int, num_hosts: int = 1, place: RankPlace | None = No
 
 def open_group(folder: pathlib.Path, host: str | None) -> tuple[None, str]:
     """Returns an address for JAX's coordination service, which rank 0 starts when it joins the mesh; see
-    `workers.ranks.rank_worker.open_group`.
+    `manta.workers.ranks.rank_worker.open_group`.
 
     The service has no authentication, so hosts of a slice need a private network (`docs/security.md`).
     """

@@ -10,12 +10,12 @@ import msgspec
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from workers.jax_worker.attention import AttentionForm, page_dtype, page_head_dim
-from workers.jax_worker.batch import BatchShape, pack, padded, size_for, sizes_up_to
-from workers.jax_worker.mesh import AXIS, is_tpu, on_first_device, place, replicated
-from workers.jax_worker.parameters import Parameters, num_kv_heads
-from workers.jax_worker.programs import NUM_COPIES, Compiler, ModelPrograms, jitted
-from workers.models.model_config import ModelConfig
+from manta.workers.jax_worker.attention import AttentionForm, page_dtype, page_head_dim
+from manta.workers.jax_worker.batch import BatchShape, pack, padded, size_for, sizes_up_to
+from manta.workers.jax_worker.mesh import AXIS, is_tpu, on_first_device, place, replicated
+from manta.workers.jax_worker.parameters import Parameters, num_kv_heads
+from manta.workers.jax_worker.programs import NUM_COPIES, Compiler, ModelPrograms, jitted
+from manta.workers.models.model_config import ModelConfig
 
 
 class Limits:

@@ -16,12 +16,12 @@ import ml_dtypes
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from workers.checkpoints.tensor_files import TensorFiles
-from workers.decoders.rope_table import rope_table
-from workers.jax_worker.mesh import AXIS, place
-from workers.models.families import describe
-from workers.models.model_config import ModelConfig
-from workers.models.specs import LayerSpec, LinearSpec, NormSpec, Part, Split
+from manta.workers.checkpoints.tensor_files import TensorFiles
+from manta.workers.decoders.rope_table import rope_table
+from manta.workers.jax_worker.mesh import AXIS, place
+from manta.workers.models.families import describe
+from manta.workers.models.model_config import ModelConfig
+from manta.workers.models.specs import LayerSpec, LinearSpec, NormSpec, Part, Split
 
 DTYPES: dict[str, Any] = {
     "float32": np.dtype(np.float32),

@@ -6,13 +6,13 @@ import pathlib
 
 from jax.sharding import Mesh
 
-from workers import host
-from workers.checkpoints.memory import MOST_OF_FREE, plan_kv_cache
-from workers.checkpoints.model_folder import load_model_config
-from workers.jax_worker.mesh import free_memory, is_tpu
-from workers.jax_worker.model_state import held_config
-from workers.model_options import ModelOptions
-from workers.models.model_config import ModelConfig, ModelError
+from manta.workers import host
+from manta.workers.checkpoints.memory import MOST_OF_FREE, plan_kv_cache
+from manta.workers.checkpoints.model_folder import load_model_config
+from manta.workers.jax_worker.mesh import free_memory, is_tpu
+from manta.workers.jax_worker.model_state import held_config
+from manta.workers.model_options import ModelOptions
+from manta.workers.models.model_config import ModelConfig, ModelError
 
 TPU_KV_SHARE = 0.9
 """Share of a TPU's free memory for the KV cache; the rest is for the largest step."""

@@ -17,15 +17,15 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, SingleDeviceSharding
 from tqdm import tqdm
 
-from structured.masks import row_words
-from workers.cache_folder import cache_folder
-from workers.jax_worker import sampler
-from workers.jax_worker.attention import AttentionForm
-from workers.jax_worker.batch import BatchShape
-from workers.jax_worker.decoder import Pages, compute_logits, forward
-from workers.jax_worker.mesh import replicated
-from workers.jax_worker.parameters import Linear, Parameters
-from workers.models.model_config import ModelConfig
+from manta.structured.masks import row_words
+from manta.workers.cache_folder import cache_folder
+from manta.workers.jax_worker import sampler
+from manta.workers.jax_worker.attention import AttentionForm
+from manta.workers.jax_worker.batch import BatchShape
+from manta.workers.jax_worker.decoder import Pages, compute_logits, forward
+from manta.workers.jax_worker.mesh import replicated
+from manta.workers.jax_worker.parameters import Linear, Parameters
+from manta.workers.models.model_config import ModelConfig
 
 NUM_COPIES = 64
 """Block copies of one call of `copy_blocks`."""

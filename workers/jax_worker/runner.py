@@ -14,12 +14,12 @@ from typing import NamedTuple
 import jax
 import numpy as np
 
-from structured.masks import MaskBatch
-from workers.jax_worker.edits import edit_tables, mask_rows, point_table
-from workers.jax_worker.model_state import ModelState
-from workers.jax_worker.programs import Compiler, SamplerPrograms
-from workers.ranks.rank_sequences import RankSequences
-from workers.sampling.host_sample import (
+from manta.structured.masks import MaskBatch
+from manta.workers.jax_worker.edits import edit_tables, mask_rows, point_table
+from manta.workers.jax_worker.model_state import ModelState
+from manta.workers.jax_worker.programs import Compiler, SamplerPrograms
+from manta.workers.ranks.rank_sequences import RankSequences
+from manta.workers.sampling.host_sample import (
     NO_PROCESSORS,
     HostSample,
     ProcessorReport,
@@ -27,11 +27,11 @@ from workers.sampling.host_sample import (
     report_logprobs,
     token_logprobs,
 )
-from workers.sampling.pending_draw import PendingDraw, ReadSample
-from workers.sampling.sampling_state import SequenceState
-from workers.sampling.verification import drafts_as_tokens, drafts_of, keep_verified
-from workers.sampling_params import MAX_LOGPROBS
-from workers.step import SamplePoint, StepInput, StepOutput, TokenLogprobs
+from manta.workers.sampling.pending_draw import PendingDraw, ReadSample
+from manta.workers.sampling.sampling_state import SequenceState
+from manta.workers.sampling.verification import drafts_as_tokens, drafts_of, keep_verified
+from manta.workers.sampling_params import MAX_LOGPROBS
+from manta.workers.step import SamplePoint, StepInput, StepOutput, TokenLogprobs
 
 
 class Drawn(NamedTuple):
@@ -213,7 +213,7 @@ class JaxRunner:
         """Runs logits processors on the host, because they take torch tensors. Returns the changed logits."""
         import torch  # no other part of this worker needs it
 
-        from workers.torch_worker.sampler import points_with_processors, run_processors
+        from manta.workers.torch_worker.sampler import points_with_processors, run_processors
 
         chosen = points_with_processors(sequences, masks)
         if not chosen:

@@ -12,8 +12,8 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from workers.sampling.noise import LARGEST_V, MULTIPLIERS
-from workers.sampling.row_status import INFINITE, LATE, MASKED, NAN, OK, OVERFLOW
+from manta.workers.sampling.noise import LARGEST_V, MULTIPLIERS
+from manta.workers.sampling.row_status import INFINITE, LATE, MASKED, NAN, OK, OVERFLOW
 
 NOT_MASKED, IS_MASKED, IS_LATE = range(3)
 """The values of `Points.mask`."""

@@ -7,8 +7,8 @@ import time
 import jax
 import numpy as np
 
-from workers.jax_worker.model_state import ModelState
-from workers.ranks.rank_worker import StepTimes
+from manta.workers.jax_worker.model_state import ModelState
+from manta.workers.ranks.rank_worker import StepTimes
 
 MOST_TOKENS = 128
 """Most tokens of a measured step."""

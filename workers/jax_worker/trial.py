@@ -9,14 +9,14 @@ from typing import NamedTuple
 import jax
 import numpy as np
 
-from workers.checkpoints.memory import weight_bytes
-from workers.jax_worker.mesh import is_tpu, open_mesh
-from workers.jax_worker.model_state import Limits, ModelState
-from workers.jax_worker.parameters import load_parameters
-from workers.jax_worker.planning import free_bytes, native_config, plan, resolve_dtype
-from workers.jax_worker.programs import Compiler, keep_compiled_programs
-from workers.model_options import ModelOptions
-from workers.models.model_config import ModelError
+from manta.workers.checkpoints.memory import weight_bytes
+from manta.workers.jax_worker.mesh import is_tpu, open_mesh
+from manta.workers.jax_worker.model_state import Limits, ModelState
+from manta.workers.jax_worker.parameters import load_parameters
+from manta.workers.jax_worker.planning import free_bytes, native_config, plan, resolve_dtype
+from manta.workers.jax_worker.programs import Compiler, keep_compiled_programs
+from manta.workers.model_options import ModelOptions
+from manta.workers.models.model_config import ModelError
 
 TOKENS = 8
 """Number of tokens of the step."""

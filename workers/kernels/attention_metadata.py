@@ -12,9 +12,9 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from workers.kernels.query_tokens import QueryTokens
-from workers.kernels.shared_prefixes import SharedPrefixes, find_shared_prefixes
-from workers.kernels.transfer import place
+from manta.workers.kernels.query_tokens import QueryTokens
+from manta.workers.kernels.shared_prefixes import SharedPrefixes, find_shared_prefixes
+from manta.workers.kernels.transfer import place
 
 
 @dataclasses.dataclass(slots=True)

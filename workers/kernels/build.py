@@ -22,8 +22,8 @@ import subprocess
 import sys
 import tempfile
 
-from workers.cache_folder import cache_folder
-from workers.kernels import processor
+from manta.workers.cache_folder import cache_folder
+from manta.workers.kernels import processor
 
 FLAGS = ("-O3", "-fno-math-errno", "-fno-trapping-math", "-ffp-contract=off", "-std=c++17", "-fPIC", "-pthread", "-w")
 # Not -ffast-math: infinities mark masked logits and NaN marks a failed row, and linking with it would flush denormals.

@@ -12,11 +12,11 @@ from ctypes import c_float, c_int, c_int64, c_void_p
 
 import torch
 
-from workers.kernels import build, layout, reference
-from workers.kernels.attention_metadata import AttentionMetadata
-from workers.kernels.cpu_linear import DTYPES
-from workers.kernels.shared_prefixes import MAX_QUERY_LEN, PREFIX_MULTIPLE
-from workers.models.model_config import HeadShape
+from manta.workers.kernels import build, layout, reference
+from manta.workers.kernels.attention_metadata import AttentionMetadata
+from manta.workers.kernels.cpu_linear import DTYPES
+from manta.workers.kernels.shared_prefixes import MAX_QUERY_LEN, PREFIX_MULTIPLE
+from manta.workers.models.model_config import HeadShape
 
 NO_WINDOW = 2**31 - 1
 CACHE_DTYPES = {**DTYPES, torch.int8: 2}

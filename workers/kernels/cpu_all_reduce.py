@@ -21,10 +21,10 @@ from typing import Any
 
 import torch
 
-from workers.kernels import build, layout
-from workers.kernels.cpu_linear import DTYPES, HasNative, NativeLinear
-from workers.kernels.linears import GatheringLinear, SummedLinear
-from workers.kernels.weights import Linear
+from manta.workers.kernels import build, layout
+from manta.workers.kernels.cpu_linear import DTYPES, HasNative, NativeLinear
+from manta.workers.kernels.linears import GatheringLinear, SummedLinear
+from manta.workers.kernels.weights import Linear
 
 _SharedGroup = layout.structure("_SharedGroup", "memory", "file rank num_ranks round dead alone")
 _RowParallel = layout.structure("_RowParallel", "run state group", "dtype out_features")

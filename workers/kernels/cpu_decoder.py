@@ -14,15 +14,15 @@ from typing import Any
 
 import torch
 
-from workers.kernels import build
-from workers.kernels.attention_metadata import AttentionMetadata
-from workers.kernels.cpu import CACHE_DTYPES, HEAD_DIM_MULTIPLE, NO_WINDOW
-from workers.kernels.cpu_linear import DTYPES, HasNative, NativeLinear
-from workers.kernels.kept_memory import KeptMemory
-from workers.kernels.layout import check, structure
-from workers.kernels.protocol import KVCaches
-from workers.kernels.weights import DecoderWeights, Linear, max_mlp_rows
-from workers.models.model_config import ModelConfig
+from manta.workers.kernels import build
+from manta.workers.kernels.attention_metadata import AttentionMetadata
+from manta.workers.kernels.cpu import CACHE_DTYPES, HEAD_DIM_MULTIPLE, NO_WINDOW
+from manta.workers.kernels.cpu_linear import DTYPES, HasNative, NativeLinear
+from manta.workers.kernels.kept_memory import KeptMemory
+from manta.workers.kernels.layout import check, structure
+from manta.workers.kernels.protocol import KVCaches
+from manta.workers.kernels.weights import DecoderWeights, Linear, max_mlp_rows
+from manta.workers.models.model_config import ModelConfig
 
 _Linear = structure("_Linear", "run state")
 _Shape = structure("_Shape", "", "dtype cache_dtype hidden num_heads num_kv_heads head_dim exact", "eps scale")

@@ -8,7 +8,7 @@ import mmap
 
 import torch
 
-from workers.kernels.kv_cache import layer_shape
+from manta.workers.kernels.kv_cache import layer_shape
 
 
 def allocate_kv(

@@ -13,9 +13,9 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
 
-from workers.kernels import build, layout
-from workers.kernels.attention_metadata import AttentionMetadata
-from workers.kernels.kept_memory import KeptMemory
+from manta.workers.kernels import build, layout
+from manta.workers.kernels.attention_metadata import AttentionMetadata
+from manta.workers.kernels.kept_memory import KeptMemory
 
 DTYPES = {torch.float32: 0, torch.bfloat16: 1}
 """The numbers by which the kernels know dtypes."""

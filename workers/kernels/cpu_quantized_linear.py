@@ -14,12 +14,12 @@ from typing import Any
 
 import torch
 
-from workers.kernels import build, layout
-from workers.kernels.attention_metadata import AttentionMetadata
-from workers.kernels.cpu_linear import DTYPES, NativeLinear, Place, gated_bias, gates_fit, place_alone
-from workers.kernels.kept_memory import KeptMemory
-from workers.kernels.quantized_reference import input_group
-from workers.kernels.quantized_weight import QuantizedWeight
+from manta.workers.kernels import build, layout
+from manta.workers.kernels.attention_metadata import AttentionMetadata
+from manta.workers.kernels.cpu_linear import DTYPES, NativeLinear, Place, gated_bias, gates_fit, place_alone
+from manta.workers.kernels.kept_memory import KeptMemory
+from manta.workers.kernels.quantized_reference import input_group
+from manta.workers.kernels.quantized_weight import QuantizedWeight
 
 _SIZES = "dtype bits in_features out_features group half_scales offsets one_scale one_input_scale gated"
 _QuantizedLinear = layout.structure("_QuantizedLinear", "packed bias input_order", _SIZES)

@@ -13,10 +13,10 @@ from ctypes import c_int, c_int64, c_void_p
 import numpy as np
 import torch
 
-from structured.masks import LATE, NO_MASK, MaskBatch
-from workers.kernels import build, layout, torch_sampler
-from workers.kernels.cpu_linear import DTYPES
-from workers.sampling.sampling_state import ROW, SamplingState, SequenceState
+from manta.structured.masks import LATE, NO_MASK, MaskBatch
+from manta.workers.kernels import build, layout, torch_sampler
+from manta.workers.kernels.cpu_linear import DTYPES
+from manta.workers.sampling.sampling_state import ROW, SamplingState, SequenceState
 
 CONSTRAINT = np.dtype(
     [

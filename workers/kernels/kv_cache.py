@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import torch
 
-from workers.kernels.quantized_reference import round_activations
-from workers.models.model_config import KV_SCALE_BYTES, HeadShape
+from manta.workers.kernels.quantized_reference import round_activations
+from manta.workers.models.model_config import KV_SCALE_BYTES, HeadShape
 
 
 def layer_shape(dtype: torch.dtype, num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int) -> list[int]:

@@ -7,8 +7,8 @@ from collections.abc import Callable
 import torch
 import torch.nn.functional as F
 
-from workers.kernels.attention_metadata import AttentionMetadata
-from workers.kernels.weights import Linear
+from manta.workers.kernels.attention_metadata import AttentionMetadata
+from manta.workers.kernels.weights import Linear
 
 
 class TorchLinear:

@@ -6,9 +6,9 @@ from typing import NamedTuple, Protocol
 
 import torch
 
-from workers.kernels.attention_metadata import AttentionMetadata
-from workers.kernels.protocol import Forward, KVCaches
-from workers.models.model_config import ModelConfig
+from manta.workers.kernels.attention_metadata import AttentionMetadata
+from manta.workers.kernels.protocol import Forward, KVCaches
+from manta.workers.models.model_config import ModelConfig
 
 
 class Model(Protocol):

@@ -10,10 +10,10 @@ from typing import NamedTuple, Protocol
 
 import torch
 
-from structured.masks import MaskBatch
-from workers.kernels.attention_metadata import AttentionMetadata
-from workers.models.model_config import HeadShape
-from workers.sampling.sampling_state import SamplingState, SequenceState
+from manta.structured.masks import MaskBatch
+from manta.workers.kernels.attention_metadata import AttentionMetadata
+from manta.workers.models.model_config import HeadShape
+from manta.workers.sampling.sampling_state import SamplingState, SequenceState
 
 KVCaches = list[tuple[torch.Tensor, torch.Tensor]]
 """(k_cache, v_cache) of each layer; `workers/kernels/kv_cache.py` has their shapes."""

@@ -11,9 +11,9 @@ from typing import NamedTuple
 
 import torch
 
-from workers.kept_weights import GROUPS
-from workers.kernels.attention_metadata import AttentionMetadata
-from workers.kernels.quantized_weight import QuantizedWeight
+from manta.workers.kept_weights import GROUPS
+from manta.workers.kernels.attention_metadata import AttentionMetadata
+from manta.workers.kernels.quantized_weight import QuantizedWeight
 
 INPUT_GROUP = GROUPS[8]
 """Inputs whose activations share a scale where all inputs of the weight do and the checkpoint does not ask for one

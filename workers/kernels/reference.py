@@ -9,9 +9,9 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from workers.kernels import kv_cache
-from workers.kernels.attention_metadata import AttentionMetadata
-from workers.models.model_config import HeadShape
+from manta.workers.kernels import kv_cache
+from manta.workers.kernels.attention_metadata import AttentionMetadata
+from manta.workers.models.model_config import HeadShape
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:

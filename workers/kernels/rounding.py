@@ -14,9 +14,9 @@ from ctypes import c_int, c_void_p
 
 import torch
 
-from workers.kept_weights import group_of
-from workers.kernels import build
-from workers.kernels.quantized_weight import QuantizedWeight
+from manta.workers.kept_weights import group_of
+from manta.workers.kernels import build
+from manta.workers.kernels.quantized_weight import QuantizedWeight
 
 _CHUNK_ELEMENTS = 1 << 18
 """Elements rounded at a time, so that what lies between two steps stays in the processor's cache."""

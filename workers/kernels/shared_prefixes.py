@@ -11,7 +11,7 @@ import dataclasses
 import numpy as np
 import torch
 
-from workers.kernels.query_tokens import QueryTokens
+from manta.workers.kernels.query_tokens import QueryTokens
 
 PREFIX_MULTIPLE = 64
 """A shared prefix is a multiple of this many keys, the kernels' `KEY_BLOCK`, so that a kernel cuts a sequence's keys

@@ -24,7 +24,7 @@ from ctypes import c_int, c_int64, c_void_p
 
 import torch
 
-from workers.kernels import build
+from manta.workers.kernels import build
 
 logger = logging.getLogger(__name__)
 

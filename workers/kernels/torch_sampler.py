@@ -10,12 +10,12 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from structured.masks import LATE as LATE_SLOT
-from structured.masks import MaskBatch
-from workers.kernels.transfer import place
-from workers.sampling.noise import gumbel_noise, noise_keys
-from workers.sampling.row_status import INFINITE, LATE, MASKED, NAN, OK, OVERFLOW
-from workers.sampling.sampling_state import SamplingState, SequenceState
+from manta.structured.masks import LATE as LATE_SLOT
+from manta.structured.masks import MaskBatch
+from manta.workers.kernels.transfer import place
+from manta.workers.sampling.noise import gumbel_noise, noise_keys
+from manta.workers.sampling.row_status import INFINITE, LATE, MASKED, NAN, OK, OVERFLOW
+from manta.workers.sampling.sampling_state import SamplingState, SequenceState
 
 NUM_CANDIDATES = 256
 """Most probable tokens that are looked at first; all are sorted only if these do not suffice. One sort of 152k tokens

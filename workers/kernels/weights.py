@@ -12,9 +12,9 @@ from typing import Protocol
 
 import torch
 
-from workers.kernels.attention_metadata import AttentionMetadata
-from workers.kernels.quantized_weight import QuantizedWeight
-from workers.models.model_config import ModelConfig
+from manta.workers.kernels.attention_metadata import AttentionMetadata
+from manta.workers.kernels.quantized_weight import QuantizedWeight
+from manta.workers.models.model_config import ModelConfig
 
 
 @dataclasses.dataclass(slots=True, frozen=True)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from workers.models import llama, mistral, qwen2, qwen3, seed_oss
-from workers.models.model_config import ModelConfig
-from workers.models.raw_config import RawConfig
-from workers.models.specs import DecoderSpec
+from manta.workers.models import llama, mistral, qwen2, qwen3, seed_oss
+from manta.workers.models.model_config import ModelConfig
+from manta.workers.models.raw_config import RawConfig
+from manta.workers.models.specs import DecoderSpec
 
 
 class Family(Protocol):

@@ -6,9 +6,9 @@ from __future__ import annotations
 
 import msgspec
 
-from workers.models.model_config import ModelConfig
-from workers.models.raw_config import RawConfig, read_dense
-from workers.models.specs import (
+from manta.workers.models.model_config import ModelConfig
+from manta.workers.models.raw_config import RawConfig, read_dense
+from manta.workers.models.specs import (
     AttentionSpec,
     DecoderSpec,
     GatedMlpSpec,

@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-from workers.models.model_config import ModelError, Quantization, QuantizationRule, WeightFormat
+from manta.workers.models.model_config import ModelError, Quantization, QuantizationRule, WeightFormat
 
 EVERYTHING = ""
 """The pattern that matches every name."""

@@ -6,9 +6,9 @@ from __future__ import annotations
 
 import msgspec
 
-from workers.models import llama
-from workers.models.model_config import ModelConfig, ModelError
-from workers.models.raw_config import RawConfig, read_dense
+from manta.workers.models import llama
+from manta.workers.models.model_config import ModelConfig, ModelError
+from manta.workers.models.raw_config import RawConfig, read_dense
 
 ARCHITECTURE = "Qwen2ForCausalLM"
 

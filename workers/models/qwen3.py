@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import msgspec
 
-from workers.models import llama
-from workers.models.model_config import ModelConfig
-from workers.models.qwen2 import read_windows
-from workers.models.raw_config import RawConfig, read_dense
-from workers.models.specs import DecoderSpec, LayerSpec, NormSpec
+from manta.workers.models import llama
+from manta.workers.models.model_config import ModelConfig
+from manta.workers.models.qwen2 import read_windows
+from manta.workers.models.raw_config import RawConfig, read_dense
+from manta.workers.models.specs import DecoderSpec, LayerSpec, NormSpec
 
 ARCHITECTURE = "Qwen3ForCausalLM"
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 
-from workers.models.model_config import DTYPE_BYTES, ModelConfig, ModelError, RopeConfig
+from manta.workers.models.model_config import DTYPE_BYTES, ModelConfig, ModelError, RopeConfig
 
 
 class RawConfig(dict[str, Any]):

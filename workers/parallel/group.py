@@ -21,9 +21,9 @@ from typing import Any, Protocol
 import torch
 from torch import distributed
 
-from workers import host
-from workers.kernels.linears import GatheringLinear, SummedLinear
-from workers.kernels.weights import Linear
+from manta.workers import host
+from manta.workers.kernels.linears import GatheringLinear, SummedLinear
+from manta.workers.kernels.weights import Linear
 
 LONGEST_WAIT = datetime.timedelta(minutes=30)
 """Timeout for the store and for the other ranks in each call, which may still be reading weights."""
@@ -102,7 +102,7 @@ def open_store(host: str) -> tuple[distributed.TCPStore, str]:
 
 
 def open_group(folder: pathlib.Path, host: str | None) -> tuple[distributed.TCPStore | None, str]:
-    """Opens the store of a group; see `workers.ranks.rank_worker.open_group`."""
+    """Opens the store of a group; see `manta.workers.ranks.rank_worker.open_group`."""
     return (None, private_address(folder)) if host is None else open_store(host)
 
 

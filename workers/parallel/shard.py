@@ -11,13 +11,13 @@ from collections.abc import Iterable
 import torch
 import torch.nn.functional as F
 
-from workers.checkpoints.checkpoint import Checkpoint
-from workers.checkpoints.weight_parts import take_inputs, take_rows
-from workers.kernels.quantized_weight import QuantizedWeight
-from workers.models.families import describe
-from workers.models.model_config import ModelConfig
-from workers.models.specs import Split
-from workers.parallel.split import split_outputs
+from manta.workers.checkpoints.checkpoint import Checkpoint
+from manta.workers.checkpoints.weight_parts import take_inputs, take_rows
+from manta.workers.kernels.quantized_weight import QuantizedWeight
+from manta.workers.models.families import describe
+from manta.workers.models.model_config import ModelConfig
+from manta.workers.models.specs import Split
+from manta.workers.parallel.split import split_outputs
 
 _EVEN = (Split.QUERY_HEADS, Split.INNER, Split.OUTPUTS)
 """Splits that give each rank a part of the outputs of its own, all of one size."""

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import torch
 
-from workers.kernels.attention_metadata import AttentionMetadata
-from workers.kernels.weights import Embedding, Linear
-from workers.parallel.group import Group
+from manta.workers.kernels.attention_metadata import AttentionMetadata
+from manta.workers.kernels.weights import Embedding, Linear
+from manta.workers.parallel.group import Group
 
 
 class VocabularyParallelEmbedding:

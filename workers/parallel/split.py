@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import msgspec
 
-from workers.models.model_config import ModelConfig, ModelError
-from workers.models.specs import DecoderSpec, LayerSpec, LinearSpec, Split
+from manta.workers.models.model_config import ModelConfig, ModelError
+from manta.workers.models.specs import DecoderSpec, LayerSpec, LinearSpec, Split
 
 EXACT_GATES = 16
 """Gates that the CPU's kernels take together. Others are computed apart, and the product is rounded once more."""

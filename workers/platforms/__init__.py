@@ -8,19 +8,19 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Protocol
 
-from workers.models.model_config import ModelError
+from manta.workers.models.model_config import ModelError
 
 if TYPE_CHECKING:
     import numpy as np
     import torch
 
-    from workers.kernels.attention_metadata import AttentionMetadata
-    from workers.kernels.model_protocol import Model
-    from workers.kernels.protocol import DecodeLimits, Forward, Kernels, KVCaches, SamplerKernels
-    from workers.kernels.query_tokens import QueryTokens
-    from workers.kernels.weights import DecoderWeights, Linear, LinearWeight, SharedLinears
-    from workers.models.model_config import ModelConfig
-    from workers.parallel.group import Group
+    from manta.workers.kernels.attention_metadata import AttentionMetadata
+    from manta.workers.kernels.model_protocol import Model
+    from manta.workers.kernels.protocol import DecodeLimits, Forward, Kernels, KVCaches, SamplerKernels
+    from manta.workers.kernels.query_tokens import QueryTokens
+    from manta.workers.kernels.weights import DecoderWeights, Linear, LinearWeight, SharedLinears
+    from manta.workers.models.model_config import ModelConfig
+    from manta.workers.parallel.group import Group
 
 
 class Platform(Protocol):
@@ -152,10 +152,10 @@ def choose_platform(device: str, num_threads: int | None, exact: bool = False) -
 
     if device == "cuda" or (device == "auto" and torch.cuda.is_available()):
         check_cuda()
-        from workers.platforms.cuda import CudaPlatform
+        from manta.workers.platforms.cuda import CudaPlatform
 
         return CudaPlatform(torch.device("cuda", torch.cuda.current_device()))
-    from workers.platforms.cpu import CpuPlatform
+    from manta.workers.platforms.cpu import CpuPlatform
 
     return CpuPlatform(num_threads, exact)
 

@@ -8,18 +8,18 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-from workers import host
-from workers.checkpoints.memory import MOST_OF_FREE
-from workers.kernels import build, cpu, cpu_decoder, cpu_sampler, processor
-from workers.kernels.attention_metadata import AttentionMetadata
-from workers.kernels.cpu_kv_cache import allocate_kv
-from workers.kernels.model_protocol import Model
-from workers.kernels.protocol import DecodeLimits, Forward, Kernels, KVCaches, SamplerKernels
-from workers.kernels.shared_weights import shared_weights
-from workers.kernels.weights import DecoderWeights, SharedLinears
-from workers.models.model_config import ModelConfig
-from workers.platforms.cpu_group import CpuGroup
-from workers.platforms.cpu_linears import CpuSharedLinears, make_linear
+from manta.workers import host
+from manta.workers.checkpoints.memory import MOST_OF_FREE
+from manta.workers.kernels import build, cpu, cpu_decoder, cpu_sampler, processor
+from manta.workers.kernels.attention_metadata import AttentionMetadata
+from manta.workers.kernels.cpu_kv_cache import allocate_kv
+from manta.workers.kernels.model_protocol import Model
+from manta.workers.kernels.protocol import DecodeLimits, Forward, Kernels, KVCaches, SamplerKernels
+from manta.workers.kernels.shared_weights import shared_weights
+from manta.workers.kernels.weights import DecoderWeights, SharedLinears
+from manta.workers.models.model_config import ModelConfig
+from manta.workers.platforms.cpu_group import CpuGroup
+from manta.workers.platforms.cpu_linears import CpuSharedLinears, make_linear
 
 
 class _ExactKernels:

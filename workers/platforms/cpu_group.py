@@ -8,10 +8,10 @@ from collections.abc import Iterator
 
 import torch
 
-from workers.kernels import cpu_all_reduce
-from workers.kernels.cpu_all_reduce import SharedGroup
-from workers.kernels.weights import Linear
-from workers.parallel.group import GlooGroup
+from manta.workers.kernels import cpu_all_reduce
+from manta.workers.kernels.cpu_all_reduce import SharedGroup
+from manta.workers.kernels.weights import Linear
+from manta.workers.parallel.group import GlooGroup
 
 
 class CpuGroup(GlooGroup):

@@ -10,15 +10,15 @@ import functools
 
 import torch
 
-from workers.kernels import cpu, cpu_linear, cpu_quantized_linear, processor
-from workers.kernels.attention_metadata import AttentionMetadata
-from workers.kernels.cpu_linear import Place, place_alone
-from workers.kernels.linears import GatedLinear, TorchLinear
-from workers.kernels.quantized_reference import TorchQuantizedLinear
-from workers.kernels.quantized_weight import QuantizedWeight
-from workers.kernels.rounding import round_weight, rounded_shape
-from workers.kernels.shared_weights import SharedWeights
-from workers.kernels.weights import Linear, LinearWeight
+from manta.workers.kernels import cpu, cpu_linear, cpu_quantized_linear, processor
+from manta.workers.kernels.attention_metadata import AttentionMetadata
+from manta.workers.kernels.cpu_linear import Place, place_alone
+from manta.workers.kernels.linears import GatedLinear, TorchLinear
+from manta.workers.kernels.quantized_reference import TorchQuantizedLinear
+from manta.workers.kernels.quantized_weight import QuantizedWeight
+from manta.workers.kernels.rounding import round_weight, rounded_shape
+from manta.workers.kernels.shared_weights import SharedWeights
+from manta.workers.kernels.weights import Linear, LinearWeight
 
 _reorder = torch.ops.mkldnn._reorder_linear_weight
 _apply = torch.ops.mkldnn._linear_pointwise.default

@@ -16,22 +16,22 @@ import numpy as np
 import torch
 import triton
 
-from workers.kernels.attention_metadata import AttentionMetadata
-from workers.kernels.linears import GatedLinear, TorchLinear
-from workers.kernels.model_protocol import Model
-from workers.kernels.protocol import DecodeLimits, Forward, Kernels, KVCaches, SamplerKernels
-from workers.kernels.query_tokens import QueryTokens
-from workers.kernels.rounding import round_weight
-from workers.kernels.transfer import place
-from workers.kernels.triton import launch, layers, sampler
-from workers.kernels.triton.graphs import GraphedLayers, compile_prompts, layouts_to_capture, padded_to, record
-from workers.kernels.triton.metadata import DeviceMetadata, Layout, build_metadata
-from workers.kernels.triton.quantized_linear import TritonQuantizedLinear
-from workers.kernels.triton.rounded_layers import rounded_layers
-from workers.kernels.triton.work import WorkShape
-from workers.kernels.weights import DecoderWeights, Linear, LinearWeight
-from workers.models.model_config import ModelConfig
-from workers.platforms.cuda_group import NcclGroup
+from manta.workers.kernels.attention_metadata import AttentionMetadata
+from manta.workers.kernels.linears import GatedLinear, TorchLinear
+from manta.workers.kernels.model_protocol import Model
+from manta.workers.kernels.protocol import DecodeLimits, Forward, Kernels, KVCaches, SamplerKernels
+from manta.workers.kernels.query_tokens import QueryTokens
+from manta.workers.kernels.rounding import round_weight
+from manta.workers.kernels.transfer import place
+from manta.workers.kernels.triton import launch, layers, sampler
+from manta.workers.kernels.triton.graphs import GraphedLayers, compile_prompts, layouts_to_capture, padded_to, record
+from manta.workers.kernels.triton.metadata import DeviceMetadata, Layout, build_metadata
+from manta.workers.kernels.triton.quantized_linear import TritonQuantizedLinear
+from manta.workers.kernels.triton.rounded_layers import rounded_layers
+from manta.workers.kernels.triton.work import WorkShape
+from manta.workers.kernels.weights import DecoderWeights, Linear, LinearWeight
+from manta.workers.models.model_config import ModelConfig
+from manta.workers.platforms.cuda_group import NcclGroup
 
 logger = logging.getLogger(__name__)
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import distributed
 
-from workers.parallel.group import LONGEST_WAIT, CollectiveGroup, join_store
+from manta.workers.parallel.group import LONGEST_WAIT, CollectiveGroup, join_store
 
 
 class NcclGroup(CollectiveGroup):

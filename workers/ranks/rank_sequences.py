@@ -13,10 +13,10 @@ from typing import NamedTuple
 import msgspec
 import numpy as np
 
-from structured.logits_processors import LogitsProcessorRegistry
-from workers.sampling.sampling_state import SamplingState
-from workers.sampling_params import SamplingParams
-from workers.step import RowError, SequenceStart, StepInput
+from manta.structured.logits_processors import LogitsProcessorRegistry
+from manta.workers.sampling.sampling_state import SamplingState
+from manta.workers.sampling_params import SamplingParams
+from manta.workers.step import RowError, SequenceStart, StepInput
 
 logger = logging.getLogger(__name__)
 

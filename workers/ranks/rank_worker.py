@@ -19,23 +19,23 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from structured.logits_processors import LogitsProcessorFactory
-from structured.masks import MaskBatch
-from workers.model_info import ModelInfo
-from workers.model_options import ModelOptions
-from workers.ranks.rank_sequences import RankSequences
-from workers.sampling.sampling_state import SequenceState
-from workers.step import StepInput, StepOutput
+from manta.structured.logits_processors import LogitsProcessorFactory
+from manta.structured.masks import MaskBatch
+from manta.workers.model_info import ModelInfo
+from manta.workers.model_options import ModelOptions
+from manta.workers.ranks.rank_sequences import RankSequences
+from manta.workers.sampling.sampling_state import SequenceState
+from manta.workers.step import StepInput, StepOutput
 
 WORKERS = {
-    **dict.fromkeys(("auto", "cpu", "cuda"), "workers.torch_worker.torch_worker:TorchWorker"),
-    "tpu": "workers.jax_worker.jax_worker:JaxWorker",
+    **dict.fromkeys(("auto", "cpu", "cuda"), "manta.workers.torch_worker.torch_worker:TorchWorker"),
+    "tpu": "manta.workers.jax_worker.jax_worker:JaxWorker",
 }
 """The worker class for each value of the option `device`."""
 
 GROUPS = {
-    **dict.fromkeys(("auto", "cpu", "cuda"), "workers.parallel.group:open_group"),
-    "tpu": "workers.jax_worker.mesh:open_group",
+    **dict.fromkeys(("auto", "cpu", "cuda"), "manta.workers.parallel.group:open_group"),
+    "tpu": "manta.workers.jax_worker.mesh:open_group",
 }
 """The function behind `open_group` for each value of the option `device`."""
 
@@ -56,7 +56,7 @@ ALONE = RankPlace()
 
 
 class RankWorker(Protocol):
-    """The worker of one rank, or a `specdecode.speculative_worker.SpeculativeWorker` around one.
+    """The worker of one rank, or a `manta.specdecode.speculative_worker.SpeculativeWorker` around one.
 
     The executor calls `execute` and then `sample` for one step at a time. An exception means that the engine's step
     failed; a failed row is a `RowError` in the `StepOutput`.

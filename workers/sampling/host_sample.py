@@ -9,9 +9,9 @@ import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from workers.sampling.row_status import LATE, row_error
-from workers.sampling.sampling_state import SequenceState
-from workers.step import RowError, SamplePoint, TokenLogprobs
+from manta.workers.sampling.row_status import LATE, row_error
+from manta.workers.sampling.sampling_state import SequenceState
+from manta.workers.step import RowError, SamplePoint, TokenLogprobs
 
 
 @dataclasses.dataclass
@@ -45,7 +45,7 @@ def read_sample(
     status: list[int],
     processors: ProcessorReport = NO_PROCESSORS,
 ) -> HostSample:
-    """Returns the drawn tokens with error messages. `status` has a code of `workers.sampling.row_status` for each
+    """Returns the drawn tokens with error messages. `status` has a code of `manta.workers.sampling.row_status` for each
     point.
     """
     tokens: list[int | None] = list(token_ids)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from structured.logits_processors import (
+from manta.structured.logits_processors import (
     LogitsProcessor,
     LogitsProcessorRegistry,
     LogitsProcessorSpec,

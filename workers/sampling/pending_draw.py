@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
-from structured.masks import LATE, MaskBatch
-from workers.sampling.host_sample import HostSample
-from workers.sampling.sampling_state import SamplingState
-from workers.sampling.verification import keep_verified
-from workers.step import SamplePoint, StepInput, StepOutput
+from manta.structured.masks import LATE, MaskBatch
+from manta.workers.sampling.host_sample import HostSample
+from manta.workers.sampling.sampling_state import SamplingState
+from manta.workers.sampling.verification import keep_verified
+from manta.workers.step import SamplePoint, StepInput, StepOutput
 
 ReadSample = Callable[[], HostSample]
 """Waits for the device and returns the drawn tokens."""

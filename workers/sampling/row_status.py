@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from workers.sampling_params import SamplingParams
-from workers.step import RowError
+from manta.workers.sampling_params import SamplingParams
+from manta.workers.step import RowError
 
 OK, NAN, INFINITE, MASKED, LATE, OVERFLOW = range(6)
 """The status codes of a row. A row that is not `OK` has token 0.

@@ -13,10 +13,10 @@ from decimal import Decimal
 
 import numpy as np
 
-from structured.logits_processors import LogitsProcessorRegistry
-from workers.sampling.logits_processors import SequenceProcessors
-from workers.sampling_params import SamplingParams
-from workers.step import SequenceStart
+from manta.structured.logits_processors import LogitsProcessorRegistry
+from manta.workers.sampling.logits_processors import SequenceProcessors
+from manta.workers.sampling_params import SamplingParams
+from manta.workers.step import SequenceStart
 
 GREEDY_TEMPERATURE = 1e-5
 """Temperature below which a sequence is greedy. Division by it could overflow, and noise of at most 22.9 would rarely

@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
-from workers.sampling.host_sample import HostSample
-from workers.sampling.sampling_state import SamplingState
-from workers.step import RowError, SamplePoint, StepInput, StepOutput
+from manta.workers.sampling.host_sample import HostSample
+from manta.workers.sampling.sampling_state import SamplingState
+from manta.workers.step import RowError, SamplePoint, StepInput, StepOutput
 
 
 def drafts_of(step: StepInput) -> dict[int, list[int]]:

@@ -12,14 +12,14 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from workers.kernels.model_protocol import LoadedModel
-from workers.kernels.protocol import DecodeLimits
-from workers.kernels.query_tokens import QueryTokens
-from workers.ranks.rank_worker import StepTimes
-from workers.sampling.row_status import OK
-from workers.sampling.sampling_state import SequenceState
-from workers.torch_worker.model_runner import ModelRunner
-from workers.torch_worker.step_times import measure_steps
+from manta.workers.kernels.model_protocol import LoadedModel
+from manta.workers.kernels.protocol import DecodeLimits
+from manta.workers.kernels.query_tokens import QueryTokens
+from manta.workers.ranks.rank_worker import StepTimes
+from manta.workers.sampling.row_status import OK
+from manta.workers.sampling.sampling_state import SequenceState
+from manta.workers.torch_worker.model_runner import ModelRunner
+from manta.workers.torch_worker.step_times import measure_steps
 
 
 class TorchDraftRunner:

@@ -12,14 +12,14 @@ from typing import Any
 import numpy as np
 import torch
 
-from structured.masks import MaskBatch, row_words
-from workers.kernels.model_protocol import LoadedModel
-from workers.kernels.query_tokens import QueryTokens
-from workers.platforms import Platform
-from workers.sampling.sampling_state import SamplingState
-from workers.sampling_params import SamplingParams
-from workers.step import SamplePoint, SequenceStart
-from workers.torch_worker.sampler import sample
+from manta.structured.masks import MaskBatch, row_words
+from manta.workers.kernels.model_protocol import LoadedModel
+from manta.workers.kernels.query_tokens import QueryTokens
+from manta.workers.platforms import Platform
+from manta.workers.sampling.sampling_state import SamplingState
+from manta.workers.sampling_params import SamplingParams
+from manta.workers.step import SamplePoint, SequenceStart
+from manta.workers.torch_worker.sampler import sample
 
 _EDITS: dict[str, Any] = {"repetition_penalty": 1.1, "logit_bias": {0: 1.0}, "min_tokens": 1}
 _FILTERS: dict[str, Any] = {"top_p": 0.9}

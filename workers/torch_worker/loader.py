@@ -16,17 +16,17 @@ from typing import Protocol
 import torch
 import torch.nn.functional as F
 
-from workers.checkpoints.checkpoint import Checkpoint, CheckpointHeaders
-from workers.checkpoints.memory import weight_files
-from workers.checkpoints.schemes import GGUF, LinearSource, read_linear, read_quantized
-from workers.checkpoints.stored_linears import stored_linears
-from workers.checkpoints.weight_tally import WeightTally
-from workers.decoders.decoder import Decoder
-from workers.kept_weights import KEPT_BITS
-from workers.kernels.linears import TorchLinear
-from workers.kernels.model_protocol import Model
-from workers.kernels.quantized_weight import QuantizedWeight
-from workers.kernels.weights import (
+from manta.workers.checkpoints.checkpoint import Checkpoint, CheckpointHeaders
+from manta.workers.checkpoints.memory import weight_files
+from manta.workers.checkpoints.schemes import GGUF, LinearSource, read_linear, read_quantized
+from manta.workers.checkpoints.stored_linears import stored_linears
+from manta.workers.checkpoints.weight_tally import WeightTally
+from manta.workers.decoders.decoder import Decoder
+from manta.workers.kept_weights import KEPT_BITS
+from manta.workers.kernels.linears import TorchLinear
+from manta.workers.kernels.model_protocol import Model
+from manta.workers.kernels.quantized_weight import QuantizedWeight
+from manta.workers.kernels.weights import (
     AttentionWeights,
     DecoderWeights,
     Embedding,
@@ -36,14 +36,14 @@ from workers.kernels.weights import (
     LinearWeight,
     SharedLinears,
 )
-from workers.models.families import describe
-from workers.models.model_config import ModelConfig
-from workers.models.specs import AttentionSpec, LayerSpec, LinearSpec, NormSpec, Part
-from workers.parallel.group import Group
-from workers.parallel.shard import CheckpointShard
-from workers.parallel.sharded_layers import GatheredHead, VocabularyParallelEmbedding
-from workers.parallel.split import shard_config, split_outputs
-from workers.platforms import Platform
+from manta.workers.models.families import describe
+from manta.workers.models.model_config import ModelConfig
+from manta.workers.models.specs import AttentionSpec, LayerSpec, LinearSpec, NormSpec, Part
+from manta.workers.parallel.group import Group
+from manta.workers.parallel.shard import CheckpointShard
+from manta.workers.parallel.sharded_layers import GatheredHead, VocabularyParallelEmbedding
+from manta.workers.parallel.split import shard_config, split_outputs
+from manta.workers.platforms import Platform
 
 
 def load_model(
@@ -66,7 +66,7 @@ def load_model(
     if group is not None and group.num_ranks > 1:
         return _load_share(folder, config, dtype, platform, group, weights, exact)
     if not config.native:
-        from workers.decoders.transformers_model import TransformersModel  # seconds to import, and rarely needed
+        from manta.workers.decoders.transformers_model import TransformersModel  # seconds to import, and rarely needed
 
         return TransformersModel(folder, config, platform.torch_dtype(dtype), platform, KEPT_BITS[weights])
     checkpoint = Checkpoint(folder)

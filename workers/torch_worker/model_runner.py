@@ -12,19 +12,19 @@ import functools
 import numpy as np
 import torch
 
-from structured.logits_processors import LogitsProcessorRegistry
-from structured.masks import MaskBatch
-from workers.kernels.attention_metadata import copy_blocks
-from workers.kernels.model_protocol import Model
-from workers.kernels.query_tokens import QueryTokens
-from workers.models.model_config import ModelConfig
-from workers.platforms import Platform
-from workers.ranks.rank_sequences import RankSequences
-from workers.sampling.host_sample import HostSample
-from workers.sampling.pending_draw import PendingDraw, ReadSample
-from workers.sampling.verification import drafts_as_tokens, drafts_of
-from workers.step import SamplePoint, StepInput, StepOutput, TokenLogprobs
-from workers.torch_worker.sampler import Sampled, prompt_logprobs, sample
+from manta.structured.logits_processors import LogitsProcessorRegistry
+from manta.structured.masks import MaskBatch
+from manta.workers.kernels.attention_metadata import copy_blocks
+from manta.workers.kernels.model_protocol import Model
+from manta.workers.kernels.query_tokens import QueryTokens
+from manta.workers.models.model_config import ModelConfig
+from manta.workers.platforms import Platform
+from manta.workers.ranks.rank_sequences import RankSequences
+from manta.workers.sampling.host_sample import HostSample
+from manta.workers.sampling.pending_draw import PendingDraw, ReadSample
+from manta.workers.sampling.verification import drafts_as_tokens, drafts_of
+from manta.workers.step import SamplePoint, StepInput, StepOutput, TokenLogprobs
+from manta.workers.torch_worker.sampler import Sampled, prompt_logprobs, sample
 
 PROMPT_LOGPROB_ROWS = 64
 """Rows of logits that are computed at a time for prompt log-probabilities: 64 x 152k float32 are 37 MiB."""

@@ -12,10 +12,10 @@ from collections.abc import Mapping
 import numpy as np
 import torch
 
-from structured.masks import MaskBatch
-from workers.kernels.transfer import to_host
-from workers.step import SamplePoint, StepInput, StepOutput, TokenLogprobs
-from workers.torch_worker.model_runner import PROMPT_LOGPROB_ROWS, ModelRunner
+from manta.structured.masks import MaskBatch
+from manta.workers.kernels.transfer import to_host
+from manta.workers.step import SamplePoint, StepInput, StepOutput, TokenLogprobs
+from manta.workers.torch_worker.model_runner import PROMPT_LOGPROB_ROWS, ModelRunner
 
 
 class RankRunner(ModelRunner):

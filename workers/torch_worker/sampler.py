@@ -30,12 +30,12 @@ import operator
 import numpy as np
 import torch
 
-from structured.masks import LATE as LATE_SLOT
-from structured.masks import MaskBatch
-from workers.kernels import torch_sampler
-from workers.kernels.protocol import SamplerKernels
-from workers.kernels.transfer import place, to_host
-from workers.sampling.host_sample import (
+from manta.structured.masks import LATE as LATE_SLOT
+from manta.structured.masks import MaskBatch
+from manta.workers.kernels import torch_sampler
+from manta.workers.kernels.protocol import SamplerKernels
+from manta.workers.kernels.transfer import place, to_host
+from manta.workers.sampling.host_sample import (
     NO_PROCESSORS,
     HostSample,
     ProcessorReport,
@@ -43,10 +43,10 @@ from workers.sampling.host_sample import (
     report_logprobs,
     token_logprobs,
 )
-from workers.sampling.logits_processors import ProcessorFailed
-from workers.sampling.row_status import INFINITE, NAN, OK, OVERFLOW
-from workers.sampling.sampling_state import SamplingState, SequenceState
-from workers.step import SamplePoint, TokenLogprobs
+from manta.workers.sampling.logits_processors import ProcessorFailed
+from manta.workers.sampling.row_status import INFINITE, NAN, OK, OVERFLOW
+from manta.workers.sampling.sampling_state import SamplingState, SequenceState
+from manta.workers.step import SamplePoint, TokenLogprobs
 
 LogprobTensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 """The result of `SamplerKernels.logprobs`."""

@@ -10,11 +10,11 @@ import time
 import numpy as np
 import torch
 
-from workers.kernels.model_protocol import Model
-from workers.kernels.protocol import KVCaches
-from workers.kernels.query_tokens import QueryTokens
-from workers.platforms import Platform
-from workers.ranks.rank_worker import StepTimes
+from manta.workers.kernels.model_protocol import Model
+from manta.workers.kernels.protocol import KVCaches
+from manta.workers.kernels.query_tokens import QueryTokens
+from manta.workers.platforms import Platform
+from manta.workers.ranks.rank_worker import StepTimes
 
 SIZES = (1, 2, 4, 8, 16, 32, 64, 128)
 """Tokens of the measured steps."""

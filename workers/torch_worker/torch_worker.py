@@ -15,32 +15,32 @@ from collections.abc import Callable, Iterator, Mapping
 
 import torch
 
-from structured.logits_processors import LogitsProcessorFactory, LogitsProcessorRegistry
-from structured.masks import MaskBatch
-from workers.checkpoints.memory import plan_kv_cache, plan_max_model_len, weight_bytes
-from workers.checkpoints.model_folder import load_model_config, resolve_model_folder
-from workers.exact import check_exact
-from workers.kept_weights import check_weights, describe_kept
-from workers.kernels.model_protocol import LoadedModel
-from workers.kernels.protocol import DecodeLimits
-from workers.kv_cache_dtype import check_kv_cache, kv_dtype
-from workers.model_info import ModelInfo
-from workers.model_options import ModelOptions
-from workers.models.model_config import ModelConfig, ModelError
-from workers.parallel.group import Group, OneRank
-from workers.parallel.split import check_num_ranks, shard_config
-from workers.phases import Phases
-from workers.platforms import Platform, choose_platform
-from workers.ranks.rank_sequences import RankSequences
-from workers.ranks.rank_worker import ALONE, RankPlace, StepTimes
-from workers.sampling.pending_draw import PendingDraw
-from workers.step import StepInput, StepOutOfMemory, StepOutput
-from workers.torch_worker.draft_runner import TorchDraftRunner
-from workers.torch_worker.largest_step import run_largest_step
-from workers.torch_worker.loader import check_tensors, load_model
-from workers.torch_worker.model_runner import ModelRunner
-from workers.torch_worker.rank_runner import FollowerRunner, RankRunner
-from workers.torch_worker.step_times import measure_steps
+from manta.structured.logits_processors import LogitsProcessorFactory, LogitsProcessorRegistry
+from manta.structured.masks import MaskBatch
+from manta.workers.checkpoints.memory import plan_kv_cache, plan_max_model_len, weight_bytes
+from manta.workers.checkpoints.model_folder import load_model_config, resolve_model_folder
+from manta.workers.exact import check_exact
+from manta.workers.kept_weights import check_weights, describe_kept
+from manta.workers.kernels.model_protocol import LoadedModel
+from manta.workers.kernels.protocol import DecodeLimits
+from manta.workers.kv_cache_dtype import check_kv_cache, kv_dtype
+from manta.workers.model_info import ModelInfo
+from manta.workers.model_options import ModelOptions
+from manta.workers.models.model_config import ModelConfig, ModelError
+from manta.workers.parallel.group import Group, OneRank
+from manta.workers.parallel.split import check_num_ranks, shard_config
+from manta.workers.phases import Phases
+from manta.workers.platforms import Platform, choose_platform
+from manta.workers.ranks.rank_sequences import RankSequences
+from manta.workers.ranks.rank_worker import ALONE, RankPlace, StepTimes
+from manta.workers.sampling.pending_draw import PendingDraw
+from manta.workers.step import StepInput, StepOutOfMemory, StepOutput
+from manta.workers.torch_worker.draft_runner import TorchDraftRunner
+from manta.workers.torch_worker.largest_step import run_largest_step
+from manta.workers.torch_worker.loader import check_tensors, load_model
+from manta.workers.torch_worker.model_runner import ModelRunner
+from manta.workers.torch_worker.rank_runner import FollowerRunner, RankRunner
+from manta.workers.torch_worker.step_times import measure_steps
 
 logger = logging.getLogger(__name__)
 

@@ -1,8 +1,8 @@
 """Runs a few steps of a model's first layer and its head, so that `manta check` fails if serving would fail.
 
 Weights, dtype, linears, kernels, sampler and sizes are those of serving; only the layers after the first are neither
-read nor run. It runs in a separate process (`python -m workers.torch_worker.trial`), because an instruction that the
-processor lacks would end the process.
+read nor run. It runs in a separate process (`python -m manta.workers.torch_worker.trial`), because an instruction
+that the processor lacks would end the process.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ import time
 import msgspec
 import numpy as np
 
-from structured.masks import NO_MASK, MaskBatch, row_words
-from workers.checkpoints.model_folder import load_model_config
-from workers.models.model_config import ModelError
-from workers.sampling_params import SamplingParams
-from workers.step import SamplePoint, ScheduledSequence, SequenceStart, StepInput, StepOutput
+from manta.structured.masks import NO_MASK, MaskBatch, row_words
+from manta.workers.checkpoints.model_folder import load_model_config
+from manta.workers.models.model_config import ModelError
+from manta.workers.sampling_params import SamplingParams
+from manta.workers.step import SamplePoint, ScheduledSequence, SequenceStart, StepInput, StepOutput
 
 PROMPT_TOKENS = 48
 """Prompt tokens of each of the two sequences. Linears take another code path for more than 32 rows than in decode
@@ -62,7 +62,7 @@ class TrialResult(msgspec.Struct, frozen=True, kw_only=True):
 
 def try_one_layer(trial: Trial) -> TrialResult:
     """Runs the trial in a separate process. Raises `ModelError` naming what failed."""
-    command = [sys.executable, "-m", "workers.torch_worker.trial", msgspec.json.encode(trial).decode()]
+    command = [sys.executable, "-m", "manta.workers.torch_worker.trial", msgspec.json.encode(trial).decode()]
     try:
         done = subprocess.run(command, capture_output=True, timeout=TIMEOUT_S)
     except subprocess.TimeoutExpired as error:
@@ -96,9 +96,9 @@ def run(trial: Trial) -> TrialResult:
 def _run(trial: Trial) -> TrialResult:
     import torch
 
-    from workers.platforms import choose_platform
-    from workers.torch_worker.loader import load_model
-    from workers.torch_worker.model_runner import ModelRunner
+    from manta.workers.platforms import choose_platform
+    from manta.workers.torch_worker.loader import load_model
+    from manta.workers.torch_worker.model_runner import ModelRunner
 
     config = load_model_config(trial.folder).first_layers(1)
     platform = choose_platform(trial.device, trial.num_threads, trial.exact)

@@ -17,9 +17,9 @@ from typing import Any, BinaryIO, NamedTuple, Protocol
 
 import msgspec
 
-from cluster.batch.journal import Line, read_lines
-from cluster.batch.lines import BadLine, BatchRequest, BatchResponse, BatchResult, LineKey, parse, refused
-from cluster.protocol.api_errors import RETRIED_STATUSES
+from manta.cluster.batch.journal import Line, read_lines
+from manta.cluster.batch.lines import BadLine, BatchRequest, BatchResponse, BatchResult, LineKey, parse, refused
+from manta.cluster.protocol.api_errors import RETRIED_STATUSES
 
 WINDOW_LINES = 4096
 """Most lines that are read ahead and sorted, so that lines with a common prefix run together."""

@@ -16,10 +16,10 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Literal, NamedTuple, TypeVar
 
-from cluster.batch.journal import BatchRefused, DoneLines, Line, count_lines, read_lines
-from cluster.batch.lease import RENEW_S, Lease, LeaseLost, acquire
-from cluster.batch.lines import BatchError, BatchResult, custom_id_of, encode
-from cluster.batch.records import (
+from manta.cluster.batch.journal import BatchRefused, DoneLines, Line, count_lines, read_lines
+from manta.cluster.batch.lease import RENEW_S, Lease, LeaseLost, acquire
+from manta.cluster.batch.lines import BatchError, BatchResult, custom_id_of, encode
+from manta.cluster.batch.records import (
     ENDED,
     Batch,
     BatchErrors,
@@ -35,9 +35,9 @@ from cluster.batch.records import (
     age_s,
     new_attempt,
 )
-from cluster.batch.running.batch_job import Answer, Job
-from cluster.batch.running.batch_job import run as answer_all
-from cluster.batch.stored import StoredResults
+from manta.cluster.batch.running.batch_job import Answer, Job
+from manta.cluster.batch.running.batch_job import run as answer_all
+from manta.cluster.batch.stored import StoredResults
 
 logger = logging.getLogger(__name__)
 

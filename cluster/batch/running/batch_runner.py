@@ -12,12 +12,12 @@ import logging
 import time
 from typing import NamedTuple
 
-from cluster.batch.kept_responses import KeptResponses
-from cluster.batch.lease import LeaseLost, new_holder
-from cluster.batch.records import OpenBatch, Records
-from cluster.batch.retention import remove_expired
-from cluster.batch.running.batch_job import Answer
-from cluster.batch.running.batch_run import Answering, BatchRun, GivenUp, LeaseHeld
+from manta.cluster.batch.kept_responses import KeptResponses
+from manta.cluster.batch.lease import LeaseLost, new_holder
+from manta.cluster.batch.records import OpenBatch, Records
+from manta.cluster.batch.retention import remove_expired
+from manta.cluster.batch.running.batch_job import Answer
+from manta.cluster.batch.running.batch_run import Answering, BatchRun, GivenUp, LeaseHeld
 
 logger = logging.getLogger(__name__)
 

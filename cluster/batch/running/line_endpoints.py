@@ -11,20 +11,20 @@ import logging
 
 import msgspec
 
-from cluster.batch.lines import BatchRequest, BatchResponse
-from cluster.config import ServeConfig
-from cluster.errors import ServingError
-from cluster.http.access.prefix_scope import new_secret
-from cluster.http.app import no_cluster, no_other_metrics
-from cluster.http.endpoints import generation
-from cluster.http.exchange.codec import decode
-from cluster.http.exchange.engines import Engines
-from cluster.http.exchange.metrics import Metrics
-from cluster.http.exchange.state import AppState
-from cluster.http.exchange.whole_exchange import WholeExchange
-from cluster.protocol.api_errors import ApiError, api_error
-from cluster.protocol.requests import ChatCompletionRequest, CompletionRequest
-from cluster.text.tokenizer import Tokenizer
+from manta.cluster.batch.lines import BatchRequest, BatchResponse
+from manta.cluster.config import ServeConfig
+from manta.cluster.errors import ServingError
+from manta.cluster.http.access.prefix_scope import new_secret
+from manta.cluster.http.app import no_cluster, no_other_metrics
+from manta.cluster.http.endpoints import generation
+from manta.cluster.http.exchange.codec import decode
+from manta.cluster.http.exchange.engines import Engines
+from manta.cluster.http.exchange.metrics import Metrics
+from manta.cluster.http.exchange.state import AppState
+from manta.cluster.http.exchange.whole_exchange import WholeExchange
+from manta.cluster.protocol.api_errors import ApiError, api_error
+from manta.cluster.protocol.requests import ChatCompletionRequest, CompletionRequest
+from manta.cluster.text.tokenizer import Tokenizer
 
 
 def sharer_of(owner: str) -> str:
@@ -33,7 +33,7 @@ def sharer_of(owner: str) -> str:
 
 
 class Endpoints:
-    """The endpoints that `cluster.batch.lines.URLS` names."""
+    """The endpoints that `manta.cluster.batch.lines.URLS` names."""
 
     def __init__(
         self,

@@ -10,10 +10,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Protocol
 
-from structured.logits_processors import LogitsProcessorFactory
-from structured.masks import MaskBatch
-from workers.model_info import ModelInfo
-from workers.step import StepInput, StepOutput
+from manta.structured.logits_processors import LogitsProcessorFactory
+from manta.structured.masks import MaskBatch
+from manta.workers.model_info import ModelInfo
+from manta.workers.step import StepInput, StepOutput
 
 Collect = Callable[[Callable[[], bool]], MaskBatch | None]
 """Returns the masks of a step when its forward pass is over. Its argument returns whether the forward pass still runs.

@@ -6,13 +6,13 @@ from __future__ import annotations
 
 from typing import cast
 
-from cluster.config import EngineConfig
-from cluster.engine.executors.executor import Collect, StepCall, SynchronousExecutor
-from structured.logits_processors import LogitsProcessorFactory
-from structured.masks import MaskBatch
-from workers.model_info import ModelInfo
-from workers.ranks.rank_worker import Drawn, RankWorker, RunAheadWorker
-from workers.step import StepInput, StepOutput
+from manta.cluster.config import EngineConfig
+from manta.cluster.engine.executors.executor import Collect, StepCall, SynchronousExecutor
+from manta.structured.logits_processors import LogitsProcessorFactory
+from manta.structured.masks import MaskBatch
+from manta.workers.model_info import ModelInfo
+from manta.workers.ranks.rank_worker import Drawn, RankWorker, RunAheadWorker
+from manta.workers.step import StepInput, StepOutput
 
 
 class InProcessExecutor(SynchronousExecutor):
@@ -24,7 +24,7 @@ class InProcessExecutor(SynchronousExecutor):
 
     def __init__(self, config: EngineConfig) -> None:
         # Imports torch, which a driver of rank actors does not need.
-        from cluster.engine.executors.worker_factory import make_worker
+        from manta.cluster.engine.executors.worker_factory import make_worker
 
         self._worker: RankWorker = make_worker(config)
         if self._worker.runs_ahead and config.overlap != "off":

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from concurrent.futures import Future, ThreadPoolExecutor
 
-from cluster.engine.executors.executor import Collect, StepCall, SynchronousExecutor
-from structured.logits_processors import LogitsProcessorFactory
-from workers.model_info import ModelInfo
-from workers.step import StepInput, StepOutput
+from manta.cluster.engine.executors.executor import Collect, StepCall, SynchronousExecutor
+from manta.structured.logits_processors import LogitsProcessorFactory
+from manta.workers.model_info import ModelInfo
+from manta.workers.step import StepInput, StepOutput
 
 
 class ThreadExecutor:

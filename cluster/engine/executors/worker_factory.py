@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from cluster.config import EngineConfig
-from specdecode.draft_model import check_same_tokenizer
-from specdecode.speculative_worker import SpeculativeWorker
-from workers.checkpoints.model_folder import resolve_model_folder
-from workers.ranks.rank_worker import RankPlace, RankWorker, load_worker
+from manta.cluster.config import EngineConfig
+from manta.specdecode.draft_model import check_same_tokenizer
+from manta.specdecode.speculative_worker import SpeculativeWorker
+from manta.workers.checkpoints.model_folder import resolve_model_folder
+from manta.workers.ranks.rank_worker import RankPlace, RankWorker, load_worker
 
 
 def make_worker(config: EngineConfig, rank: int = 0, group_address: str | None = None) -> RankWorker:

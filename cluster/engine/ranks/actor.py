@@ -15,15 +15,25 @@ import msgspec
 import ray
 from ray import cloudpickle
 
-from cluster.config import EngineConfig
-from cluster.engine.ranks.rank_channel import Address, connect
-from cluster.engine.ranks.rank_messages import Answer, Done, Failed, Message, Output, Register, Reset, Sample, Step
-from cluster.private_folder import PrivateFolder
-from structured.frames import frame, read_frame
-from workers.model_info import ModelInfo
+from manta.cluster.config import EngineConfig
+from manta.cluster.engine.ranks.rank_channel import Address, connect
+from manta.cluster.engine.ranks.rank_messages import (
+    Answer,
+    Done,
+    Failed,
+    Message,
+    Output,
+    Register,
+    Reset,
+    Sample,
+    Step,
+)
+from manta.cluster.private_folder import PrivateFolder
+from manta.structured.frames import frame, read_frame
+from manta.workers.model_info import ModelInfo
 
 if TYPE_CHECKING:
-    from workers.ranks.rank_worker import RankWorker
+    from manta.workers.ranks.rank_worker import RankWorker
 
 logger = logging.getLogger(__name__)
 
@@ -38,7 +48,7 @@ class RankActor:
         os.environ["OMP_NUM_THREADS"] = str(num_threads)
         os.environ["GOMP_SPINCOUNT"] = "1000"
         gc.disable()  # what the import makes stays: collections take a quarter of its time
-        import cluster.engine.executors.worker_factory  # noqa: F401  # takes seconds, so it comes before `load`
+        import manta.cluster.engine.executors.worker_factory  # noqa: F401  # takes seconds, so it comes before `load`
 
         gc.enable()
 
@@ -62,7 +72,7 @@ class RankActor:
 
     def open_store(self, device: str, is_one_machine: bool) -> str:
         """Opens the rendezvous of the ranks of a model on `device`, and returns its address."""
-        from workers.ranks.rank_worker import open_group
+        from manta.workers.ranks.rank_worker import open_group
 
         assert self._folder is not None, "`open_folder` comes first"
         host = None if is_one_machine else ray.util.get_node_ip_address()
@@ -71,7 +81,7 @@ class RankActor:
 
     def load(self, config: EngineConfig, rank: int, group_address: str) -> ModelInfo:
         """Loads this rank's worker. Raises what `make_worker` raises."""
-        from cluster.engine.executors.worker_factory import make_worker
+        from manta.cluster.engine.executors.worker_factory import make_worker
 
         self._rank = rank
         self._worker = make_worker(config, rank, group_address)

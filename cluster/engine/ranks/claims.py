@@ -11,8 +11,8 @@ import msgspec
 import ray
 from ray._private.state import available_resources_per_node
 
-from cluster.config import EngineConfig
-from workers.host import num_cores
+from manta.cluster.config import EngineConfig
+from manta.workers.host import num_cores
 
 TPU = "TPU"
 """Ray's resource name for TPU chips."""

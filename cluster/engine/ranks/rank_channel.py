@@ -22,8 +22,8 @@ from collections.abc import Iterable
 
 import msgspec
 
-from cluster.engine.ranks.rank_messages import Answer, Failed, Message
-from structured.frames import frame
+from manta.cluster.engine.ranks.rank_messages import Answer, Failed, Message
+from manta.structured.frames import frame
 
 logger = logging.getLogger(__name__)
 

@@ -13,9 +13,9 @@ from ray.exceptions import RayActorError, RayTaskError
 from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from cluster.config import EngineConfig
-from cluster.engine.ranks.actor import RankActor
-from cluster.engine.ranks.claims import (
+from manta.cluster.config import EngineConfig
+from manta.cluster.engine.ranks.actor import RankActor
+from manta.cluster.engine.ranks.claims import (
     SLICE_LABEL,
     TPU,
     CannotPlace,
@@ -26,8 +26,8 @@ from cluster.engine.ranks.claims import (
     rank_bundle,
     tpus_each,
 )
-from cluster.engine.ranks.rank_channel import Listener, RankChannel, RankLost
-from workers.model_info import ModelInfo
+from manta.cluster.engine.ranks.rank_channel import Listener, RankChannel, RankLost
+from manta.workers.model_info import ModelInfo
 
 logger = logging.getLogger(__name__)
 

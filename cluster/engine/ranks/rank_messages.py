@@ -10,8 +10,8 @@ from __future__ import annotations
 import msgspec
 import numpy as np
 
-from structured.masks import MaskBatch
-from workers.step import StepInput, StepOutput
+from manta.structured.masks import MaskBatch
+from manta.workers.step import StepInput, StepOutput
 
 
 class Masks(msgspec.Struct, array_like=True):

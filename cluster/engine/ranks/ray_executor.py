@@ -15,14 +15,14 @@ import msgspec
 import ray
 from ray import cloudpickle
 
-from cluster import own_ray
-from cluster.config import EngineConfig, ray_address
-from cluster.engine.executors.executor import SynchronousExecutor
-from cluster.engine.ranks.claims import cluster_gpus, cluster_tpus, node_cpus, threads_each, with_device
-from cluster.engine.ranks.deadline import StepDeadline
-from cluster.engine.ranks.rank_channel import RankLost
-from cluster.engine.ranks.rank_group import RankGroup
-from cluster.engine.ranks.rank_messages import (
+from manta.cluster import own_ray
+from manta.cluster.config import EngineConfig, ray_address
+from manta.cluster.engine.executors.executor import SynchronousExecutor
+from manta.cluster.engine.ranks.claims import cluster_gpus, cluster_tpus, node_cpus, threads_each, with_device
+from manta.cluster.engine.ranks.deadline import StepDeadline
+from manta.cluster.engine.ranks.rank_channel import RankLost
+from manta.cluster.engine.ranks.rank_group import RankGroup
+from manta.cluster.engine.ranks.rank_messages import (
     Answer,
     Failed,
     Masks,
@@ -34,11 +34,11 @@ from cluster.engine.ranks.rank_messages import (
     Sample,
     Step,
 )
-from structured.logits_processors import LogitsProcessorError, LogitsProcessorFactory
-from structured.masks import MaskBatch
-from workers.host import num_cores
-from workers.model_info import ModelInfo
-from workers.step import StepInput, StepOutput
+from manta.structured.logits_processors import LogitsProcessorError, LogitsProcessorFactory
+from manta.structured.masks import MaskBatch
+from manta.workers.host import num_cores
+from manta.workers.model_info import ModelInfo
+from manta.workers.step import StepInput, StepOutput
 
 logger = logging.getLogger(__name__)
 

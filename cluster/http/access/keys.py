@@ -16,8 +16,8 @@ from collections.abc import Iterable, Sequence
 
 import msgspec
 
-from cluster.config import ServeConfig
-from cluster.http.access.origins import is_loopback
+from manta.cluster.config import ServeConfig
+from manta.cluster.http.access.origins import is_loopback
 
 VARIABLE = "MANTA_API_KEYS"
 """Environment variable that holds entries as in `api_keys`, separated by commas or line breaks."""

@@ -14,8 +14,8 @@ import re
 import socket
 from urllib.parse import urlsplit
 
-from cluster.config import ServeConfig
-from cluster.protocol.api_errors import ApiError
+from manta.cluster.config import ServeConfig
+from manta.cluster.protocol.api_errors import ApiError
 
 ANY = "*"
 PREFLIGHT_SECONDS = 600

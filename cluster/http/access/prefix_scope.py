@@ -3,7 +3,7 @@
 `usage.prompt_tokens_details.cached_tokens` and the time to first token tell a client how much of its prompt was cached.
 If clients shared the cache, one client could guess another one's prompt token by token (Song et al., 2024,
 https://arxiv.org/abs/2409.20002). So each API key has prefixes of its own: the hash chain of a prompt's blocks
-(`cluster.engine.kv_blocks.hash_blocks`) begins with a root that depends on the key's owner.
+(`manta.cluster.engine.kv_blocks.hash_blocks`) begins with a root that depends on the key's owner.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import secrets
 
-from cluster.engine.kv_blocks import HASH_BYTES
+from manta.cluster.engine.kv_blocks import HASH_BYTES
 
 SECRET_BYTES = 32
 

@@ -15,8 +15,8 @@ import time
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
-from cluster.config import KeyLimits
-from cluster.protocol.api_errors import ApiError
+from manta.cluster.config import KeyLimits
+from manta.cluster.protocol.api_errors import ApiError
 
 MINUTE_S = 60.0
 FORGET_S = 600.0

@@ -12,17 +12,17 @@ from typing import Any
 
 import msgspec
 
-from cluster.chat.plan import ChatPlan, plan_chat, render
-from cluster.chat.reader import ChatReader, MessageBuilder
-from cluster.errors import RequestRefused
-from cluster.http.endpoints import generation
-from cluster.http.exchange.codec import NAMED_EVENTS, encode, named_event
-from cluster.http.exchange.engines import Event, Generation
-from cluster.http.exchange.exchange import Exchange
-from cluster.http.exchange.identity import Identity
-from cluster.http.exchange.prompts import encode as encode_prompt
-from cluster.http.exchange.state import AppState
-from cluster.protocol.anthropic import (
+from manta.cluster.chat.plan import ChatPlan, plan_chat, render
+from manta.cluster.chat.reader import ChatReader, MessageBuilder
+from manta.cluster.errors import RequestRefused
+from manta.cluster.http.endpoints import generation
+from manta.cluster.http.exchange.codec import NAMED_EVENTS, encode, named_event
+from manta.cluster.http.exchange.engines import Event, Generation
+from manta.cluster.http.exchange.exchange import Exchange
+from manta.cluster.http.exchange.identity import Identity
+from manta.cluster.http.exchange.prompts import encode as encode_prompt
+from manta.cluster.http.exchange.state import AppState
+from manta.cluster.protocol.anthropic import (
     THREAD_UNSUPPORTED,
     Block,
     BlockDelta,
@@ -45,10 +45,10 @@ from cluster.protocol.anthropic import (
     TokenCount,
     ToolUseBlock,
 )
-from cluster.protocol.api_errors import ApiError
-from cluster.protocol.responses import ChatDelta
-from cluster.protocol.tools import template_tools
-from cluster.protocol.translated import renamed
+from manta.cluster.protocol.api_errors import ApiError
+from manta.cluster.protocol.responses import ChatDelta
+from manta.cluster.protocol.tools import template_tools
+from manta.cluster.protocol.translated import renamed
 
 STOP_REASONS = {"stop": "end_turn", "length": "max_tokens"}
 """Anthropic's reasons for an end, by OpenAI's."""

@@ -13,15 +13,15 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
-from cluster.batch.lines import URLS
-from cluster.batch.quota import TooMuch
-from cluster.batch.records import ENDED, Batch, Records
-from cluster.errors import refuse
-from cluster.http.endpoints.files import not_found, records_of
-from cluster.http.exchange.codec import decode_query
-from cluster.http.exchange.exchange import Exchange
-from cluster.http.exchange.state import AppState
-from cluster.protocol.api_errors import ApiError
+from manta.cluster.batch.lines import URLS
+from manta.cluster.batch.quota import TooMuch
+from manta.cluster.batch.records import ENDED, Batch, Records
+from manta.cluster.errors import refuse
+from manta.cluster.http.endpoints.files import not_found, records_of
+from manta.cluster.http.exchange.codec import decode_query
+from manta.cluster.http.exchange.exchange import Exchange
+from manta.cluster.http.exchange.state import AppState
+from manta.cluster.protocol.api_errors import ApiError
 
 logger = logging.getLogger(__name__)
 

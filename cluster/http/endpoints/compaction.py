@@ -12,19 +12,19 @@ from typing import Any
 
 import msgspec
 
-from cluster.chat.plan import ChatPlan
-from cluster.chat.reader import ChatReader
-from cluster.errors import RequestRefused, refuse
-from cluster.http.endpoints import generation
-from cluster.http.endpoints.responses_api import usage_of
-from cluster.http.endpoints.stored_responses import check_storage, earlier_items, response_id
-from cluster.http.exchange.codec import NAMED_EVENTS, encode
-from cluster.http.exchange.engines import Generation
-from cluster.http.exchange.exchange import Exchange
-from cluster.http.exchange.identity import Identity
-from cluster.http.exchange.state import AppState
-from cluster.protocol.compaction import Compacted, encode_compacted
-from cluster.protocol.response_items import (
+from manta.cluster.chat.plan import ChatPlan
+from manta.cluster.chat.reader import ChatReader
+from manta.cluster.errors import RequestRefused, refuse
+from manta.cluster.http.endpoints import generation
+from manta.cluster.http.endpoints.responses_api import usage_of
+from manta.cluster.http.endpoints.stored_responses import check_storage, earlier_items, response_id
+from manta.cluster.http.exchange.codec import NAMED_EVENTS, encode
+from manta.cluster.http.exchange.engines import Generation
+from manta.cluster.http.exchange.exchange import Exchange
+from manta.cluster.http.exchange.identity import Identity
+from manta.cluster.http.exchange.state import AppState
+from manta.cluster.protocol.compaction import Compacted, encode_compacted
+from manta.cluster.protocol.response_items import (
     Item,
     chat_messages,
     check_calls,
@@ -32,13 +32,13 @@ from cluster.protocol.response_items import (
     input_items,
     is_users,
 )
-from cluster.protocol.responses_api import (
+from manta.cluster.protocol.responses_api import (
     CompactedResponse,
     CompactRequest,
     ResponsesRequest,
     ResponsesUsage,
 )
-from cluster.protocol.translated import renamed
+from manta.cluster.protocol.translated import renamed
 
 SUMMARY_TOKENS = 1024
 """Most tokens of a summary, reasoning included: a page, which a model can write in seconds."""

@@ -11,20 +11,20 @@ from collections.abc import Callable
 
 import msgspec
 
-from cluster.chat.plan import plan_chat, render
-from cluster.errors import ServingError, refuse
-from cluster.http.exchange.answers import Answer, ChatAnswer, CompletionAnswer
-from cluster.http.exchange.engines import GenerationRequest
-from cluster.http.exchange.exchange import GenerationExchange
-from cluster.http.exchange.prompts import aside, encode, encode_all, num_kept_tokens
-from cluster.http.exchange.recording import check_resumable, record
-from cluster.http.exchange.state import AppState
-from cluster.protocol.body_limits import check_counts, check_echo, check_num_logprobs
-from cluster.protocol.constraint_refusals import in_words
-from cluster.protocol.requests import ChatCompletionRequest, CompletionRequest
-from cluster.protocol.tools import template_tools
-from cluster.telemetry.attributes import generation_attributes
-from workers.sampling_params import SamplingParams
+from manta.cluster.chat.plan import plan_chat, render
+from manta.cluster.errors import ServingError, refuse
+from manta.cluster.http.exchange.answers import Answer, ChatAnswer, CompletionAnswer
+from manta.cluster.http.exchange.engines import GenerationRequest
+from manta.cluster.http.exchange.exchange import GenerationExchange
+from manta.cluster.http.exchange.prompts import aside, encode, encode_all, num_kept_tokens
+from manta.cluster.http.exchange.recording import check_resumable, record
+from manta.cluster.http.exchange.state import AppState
+from manta.cluster.protocol.body_limits import check_counts, check_echo, check_num_logprobs
+from manta.cluster.protocol.constraint_refusals import in_words
+from manta.cluster.protocol.requests import ChatCompletionRequest, CompletionRequest
+from manta.cluster.protocol.tools import template_tools
+from manta.cluster.telemetry.attributes import generation_attributes
+from manta.workers.sampling_params import SamplingParams
 
 MAX_HEADER_CHARACTERS = 4000
 """Most characters of one header's value; many clients refuse more than 8 KiB of headers."""

@@ -6,8 +6,8 @@ from typing import Literal
 
 import msgspec
 
-from cluster.http.exchange.exchange import Exchange
-from cluster.http.exchange.state import AppState
+from manta.cluster.http.exchange.exchange import Exchange
+from manta.cluster.http.exchange.state import AppState
 
 
 class ModelCard(msgspec.Struct, kw_only=True):

@@ -14,19 +14,19 @@ from typing import Any
 
 import msgspec
 
-from cluster.chat.plan import ChatPlan
-from cluster.chat.reader import ChatReader, MessageBuilder
-from cluster.chat.reasoning import detect_reasoning
-from cluster.chat.tool_formats import detect_format
-from cluster.engine.request import FinishStatus
-from cluster.errors import GenerationFailed, RequestRefused
-from cluster.http.endpoints import generation
-from cluster.http.exchange.codec import LINES, encode
-from cluster.http.exchange.engines import Event, Generation
-from cluster.http.exchange.exchange import Exchange
-from cluster.http.exchange.prompts import encode_all
-from cluster.http.exchange.state import AppState
-from cluster.protocol.ollama import (
+from manta.cluster.chat.plan import ChatPlan
+from manta.cluster.chat.reader import ChatReader, MessageBuilder
+from manta.cluster.chat.reasoning import detect_reasoning
+from manta.cluster.chat.tool_formats import detect_format
+from manta.cluster.engine.request import FinishStatus
+from manta.cluster.errors import GenerationFailed, RequestRefused
+from manta.cluster.http.endpoints import generation
+from manta.cluster.http.exchange.codec import LINES, encode
+from manta.cluster.http.exchange.engines import Event, Generation
+from manta.cluster.http.exchange.exchange import Exchange
+from manta.cluster.http.exchange.prompts import encode_all
+from manta.cluster.http.exchange.state import AppState
+from manta.cluster.protocol.ollama import (
     LATEST,
     OllamaAnswerMessage,
     OllamaChatAnswer,
@@ -41,8 +41,8 @@ from cluster.protocol.ollama import (
     OllamaShowRequest,
     OllamaToolCall,
 )
-from cluster.protocol.responses import ChatResponseMessage
-from cluster.protocol.translated import renamed
+from manta.cluster.protocol.responses import ChatResponseMessage
+from manta.cluster.protocol.translated import renamed
 
 Write = Callable[..., msgspec.Struct]
 """Function that makes an answer, or a part of one, from an `OllamaAnswerMessage` and the other fields."""

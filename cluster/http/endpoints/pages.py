@@ -12,11 +12,11 @@ from typing import Any
 
 import msgspec
 
-from cluster.http.endpoints.playground import send_playground
-from cluster.http.exchange.example import curl
-from cluster.http.exchange.exchange import Exchange
-from cluster.http.exchange.state import AppState
-from cluster.version import version
+from manta.cluster.http.endpoints.playground import send_playground
+from manta.cluster.http.exchange.example import curl
+from manta.cluster.http.exchange.exchange import Exchange
+from manta.cluster.http.exchange.state import AppState
+from manta.cluster.version import version
 
 _STYLE = "body{font:16px/1.5 sans-serif;max-width:50em;margin:2em auto;padding:0 1em}pre{overflow:auto}"
 

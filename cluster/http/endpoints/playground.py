@@ -12,10 +12,10 @@ import html
 import pathlib
 from typing import NamedTuple
 
-from cluster.http.exchange.exchange import Exchange
-from cluster.http.exchange.state import AppState
-from cluster.protocol.api_errors import ApiError
-from cluster.version import version
+from manta.cluster.http.exchange.exchange import Exchange
+from manta.cluster.http.exchange.state import AppState
+from manta.cluster.protocol.api_errors import ApiError
+from manta.cluster.version import version
 
 _FOLDER = pathlib.Path(__file__).parents[1] / "playground"
 _CONTENT_TYPES = {

@@ -10,21 +10,21 @@ import functools
 from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
-from cluster.chat.plan import ChatPlan
-from cluster.chat.reader import ChatReader
-from cluster.engine.request import FinishStatus
-from cluster.errors import QueueFull, RequestRefused, ServingError, Unavailable
-from cluster.http.endpoints import generation
-from cluster.http.endpoints.stored_responses import Keeping, prepared, response_id
-from cluster.http.exchange.codec import NAMED_EVENTS, encode, named_event
-from cluster.http.exchange.engines import Event, Generation
-from cluster.http.exchange.exchange import Exchange, GenerationExchange
-from cluster.http.exchange.identity import Identity
-from cluster.http.exchange.recordings import CANCELLED
-from cluster.http.exchange.state import AppState
-from cluster.protocol.api_errors import ApiError
-from cluster.protocol.responses import ChatDelta
-from cluster.protocol.responses_api import (
+from manta.cluster.chat.plan import ChatPlan
+from manta.cluster.chat.reader import ChatReader
+from manta.cluster.engine.request import FinishStatus
+from manta.cluster.errors import QueueFull, RequestRefused, ServingError, Unavailable
+from manta.cluster.http.endpoints import generation
+from manta.cluster.http.endpoints.stored_responses import Keeping, prepared, response_id
+from manta.cluster.http.exchange.codec import NAMED_EVENTS, encode, named_event
+from manta.cluster.http.exchange.engines import Event, Generation
+from manta.cluster.http.exchange.exchange import Exchange, GenerationExchange
+from manta.cluster.http.exchange.identity import Identity
+from manta.cluster.http.exchange.recordings import CANCELLED
+from manta.cluster.http.exchange.state import AppState
+from manta.cluster.protocol.api_errors import ApiError
+from manta.cluster.protocol.responses import ChatDelta
+from manta.cluster.protocol.responses_api import (
     FunctionCallItem,
     MessageItem,
     OutputItem,
@@ -40,7 +40,7 @@ from cluster.protocol.responses_api import (
     shown_tool_choice,
     shown_tools,
 )
-from cluster.protocol.translated import renamed
+from manta.cluster.protocol.translated import renamed
 
 _ERROR_CODES: dict[type[ServingError], str] = {RequestRefused: "invalid_prompt", QueueFull: "rate_limit_exceeded"}
 """OpenAI's codes of failed responses; of other errors it is `server_error`."""

@@ -9,13 +9,13 @@ from typing import Any, Literal
 
 import msgspec
 
-from cluster.config import ServeConfig
-from cluster.engine.stats import EngineStats
-from cluster.errors import ServingError
-from cluster.http.exchange.exchange import Exchange
-from cluster.http.exchange.state import AppState, DeploymentState, NodeState
-from cluster.protocol.api_errors import ApiError
-from cluster.version import version
+from manta.cluster.config import ServeConfig
+from manta.cluster.engine.stats import EngineStats
+from manta.cluster.errors import ServingError
+from manta.cluster.http.exchange.exchange import Exchange
+from manta.cluster.http.exchange.state import AppState, DeploymentState, NodeState
+from manta.cluster.protocol.api_errors import ApiError
+from manta.cluster.version import version
 
 
 class Health(msgspec.Struct, omit_defaults=True, kw_only=True):

@@ -17,14 +17,14 @@ from typing import Annotated, Any, Literal, cast
 import msgspec
 from msgspec import Meta
 
-from cluster.batch.kept_responses import EndedResponse, KeptResponses, StoredResponse
-from cluster.batch.quota import TooMuch
-from cluster.errors import ServingError, Unavailable, refuse
-from cluster.http.endpoints.streams import write_again
-from cluster.http.exchange.codec import decode, decode_query, encode
-from cluster.http.exchange.exchange import Exchange, GenerationExchange
-from cluster.http.exchange.identity import Identity, new_stream_id
-from cluster.http.exchange.recordings import (
+from manta.cluster.batch.kept_responses import EndedResponse, KeptResponses, StoredResponse
+from manta.cluster.batch.quota import TooMuch
+from manta.cluster.errors import ServingError, Unavailable, refuse
+from manta.cluster.http.endpoints.streams import write_again
+from manta.cluster.http.exchange.codec import decode, decode_query, encode
+from manta.cluster.http.exchange.exchange import Exchange, GenerationExchange
+from manta.cluster.http.exchange.identity import Identity, new_stream_id
+from manta.cluster.http.exchange.recordings import (
     Opening,
     Recording,
     Replay,
@@ -32,11 +32,11 @@ from cluster.http.exchange.recordings import (
     decode_opening,
     encode_opening,
 )
-from cluster.http.exchange.state import AppState
-from cluster.http.exchange.whole_exchange import WholeExchange
-from cluster.protocol.api_errors import ApiError
-from cluster.protocol.response_items import check_calls, input_items
-from cluster.protocol.responses_api import ResponseObject, ResponsesRequest
+from manta.cluster.http.exchange.state import AppState
+from manta.cluster.http.exchange.whole_exchange import WholeExchange
+from manta.cluster.protocol.api_errors import ApiError
+from manta.cluster.protocol.response_items import check_calls, input_items
+from manta.cluster.protocol.responses_api import ResponseObject, ResponsesRequest
 
 logger = logging.getLogger(__name__)
 

@@ -10,12 +10,12 @@ from typing import Annotated
 
 import msgspec
 
-from cluster.http.exchange.codec import decode, decode_query
-from cluster.http.exchange.exchange import Exchange
-from cluster.http.exchange.identity import Identity
-from cluster.http.exchange.recordings import Recording, Replay, last_event
-from cluster.http.exchange.state import AppState
-from cluster.protocol.api_errors import ApiError
+from manta.cluster.http.exchange.codec import decode, decode_query
+from manta.cluster.http.exchange.exchange import Exchange
+from manta.cluster.http.exchange.identity import Identity
+from manta.cluster.http.exchange.recordings import Recording, Replay, last_event
+from manta.cluster.http.exchange.state import AppState
+from manta.cluster.protocol.api_errors import ApiError
 
 
 class StreamQuery(msgspec.Struct):

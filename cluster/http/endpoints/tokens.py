@@ -6,13 +6,13 @@ from typing import Any
 
 import msgspec
 
-from cluster.chat.plan import render
-from cluster.errors import refuse
-from cluster.http.exchange.exchange import Exchange
-from cluster.http.exchange.prompts import encode
-from cluster.http.exchange.state import AppState
-from cluster.protocol.messages import ChatMessage, check_continuation, check_template_kwargs, template_message
-from cluster.protocol.requests import checked_token_ids
+from manta.cluster.chat.plan import render
+from manta.cluster.errors import refuse
+from manta.cluster.http.exchange.exchange import Exchange
+from manta.cluster.http.exchange.prompts import encode
+from manta.cluster.http.exchange.state import AppState
+from manta.cluster.protocol.messages import ChatMessage, check_continuation, check_template_kwargs, template_message
+from manta.cluster.protocol.requests import checked_token_ids
 
 
 class TokenizeRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):

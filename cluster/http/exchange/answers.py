@@ -11,19 +11,19 @@ from typing import Any, Protocol, TypeVar
 
 from msgspec import UNSET
 
-from cluster.chat.plan import ChatPlan
-from cluster.chat.reader import ChatReader, MessageBuilder
-from cluster.http.exchange.codec import EVENTS, SSE_DONE, StreamForm, encode, sse_event
-from cluster.http.exchange.engines import Event, Generation
-from cluster.http.exchange.identity import Identity
-from cluster.http.exchange.logprobs import CompletionLogprobText, chat_logprobs, prompt_logprobs
-from cluster.http.exchange.prompts import aside
-from cluster.http.exchange.scoring import Scored
-from cluster.protocol import responses
-from cluster.protocol.requests import ChatCompletionRequest, CompletionRequest
-from cluster.protocol.usage import UsageInfo, usage_info
-from cluster.text.tokenizer import Tokenizer
-from workers.step import TokenLogprobs
+from manta.cluster.chat.plan import ChatPlan
+from manta.cluster.chat.reader import ChatReader, MessageBuilder
+from manta.cluster.http.exchange.codec import EVENTS, SSE_DONE, StreamForm, encode, sse_event
+from manta.cluster.http.exchange.engines import Event, Generation
+from manta.cluster.http.exchange.identity import Identity
+from manta.cluster.http.exchange.logprobs import CompletionLogprobText, chat_logprobs, prompt_logprobs
+from manta.cluster.http.exchange.prompts import aside
+from manta.cluster.http.exchange.scoring import Scored
+from manta.cluster.protocol import responses
+from manta.cluster.protocol.requests import ChatCompletionRequest, CompletionRequest
+from manta.cluster.protocol.usage import UsageInfo, usage_info
+from manta.cluster.text.tokenizer import Tokenizer
+from manta.workers.step import TokenLogprobs
 
 
 class Answer(Protocol):

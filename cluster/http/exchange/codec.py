@@ -10,10 +10,10 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 
 import msgspec
 
-from cluster.config import BodyLimits
-from cluster.errors import RequestRefused
-from cluster.protocol.body_limits import check_lists, check_num_values
-from cluster.protocol.shape_errors import shape_error
+from manta.cluster.config import BodyLimits
+from manta.cluster.errors import RequestRefused
+from manta.cluster.protocol.body_limits import check_lists, check_num_values
+from manta.cluster.protocol.shape_errors import shape_error
 
 
 class StreamForm(NamedTuple):

@@ -9,12 +9,12 @@ from typing import Protocol
 
 import msgspec
 
-from cluster.engine.request import EngineRequest, FinishStatus, Usage
-from cluster.engine.stats import EngineStats
-from structured.constraint import ConstraintSpec
-from workers.model_info import ModelInfo
-from workers.sampling_params import SamplingParams
-from workers.step import TokenLogprobs
+from manta.cluster.engine.request import EngineRequest, FinishStatus, Usage
+from manta.cluster.engine.stats import EngineStats
+from manta.structured.constraint import ConstraintSpec
+from manta.workers.model_info import ModelInfo
+from manta.workers.sampling_params import SamplingParams
+from manta.workers.step import TokenLogprobs
 
 
 class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):

@@ -18,18 +18,18 @@ import urllib.parse
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
-from cluster.config import ServeConfig
-from cluster.errors import ServingError
-from cluster.http.access.addresses import network_of
-from cluster.http.access.rate_limits import KeyUse
-from cluster.http.exchange.codec import EVENTS, StreamForm
-from cluster.http.exchange.engines import Generation
-from cluster.http.exchange.identity import Identity
-from cluster.http.exchange.preparation import Preparation
-from cluster.http.exchange.recordings import Replay, Resumable, event_id
-from cluster.http.exchange.remembered import Remembered
-from cluster.protocol.api_errors import RETRIED_STATUSES, ApiError, api_error
-from cluster.telemetry.exporting import traceparent_of
+from manta.cluster.config import ServeConfig
+from manta.cluster.errors import ServingError
+from manta.cluster.http.access.addresses import network_of
+from manta.cluster.http.access.rate_limits import KeyUse
+from manta.cluster.http.exchange.codec import EVENTS, StreamForm
+from manta.cluster.http.exchange.engines import Generation
+from manta.cluster.http.exchange.identity import Identity
+from manta.cluster.http.exchange.preparation import Preparation
+from manta.cluster.http.exchange.recordings import Replay, Resumable, event_id
+from manta.cluster.http.exchange.remembered import Remembered
+from manta.cluster.protocol.api_errors import RETRIED_STATUSES, ApiError, api_error
+from manta.cluster.telemetry.exporting import traceparent_of
 
 if TYPE_CHECKING:
     from opentelemetry.trace import Span

@@ -6,7 +6,7 @@ import random
 import secrets
 import time
 
-from cluster.chat.reader import UNPREDICTABLE
+from manta.cluster.chat.reader import UNPREDICTABLE
 
 
 class Identity:

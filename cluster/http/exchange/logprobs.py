@@ -10,7 +10,7 @@ from typing import Any
 
 from msgspec import UNSET
 
-from cluster.protocol.responses import (
+from manta.cluster.protocol.responses import (
     ChatLogprobs,
     ChatTokenLogprob,
     CompletionLogprobs,
@@ -18,8 +18,8 @@ from cluster.protocol.responses import (
     PromptTokenLogprob,
     TopLogprob,
 )
-from cluster.text.tokenizer import Tokenizer
-from workers.step import TokenLogprobs
+from manta.cluster.text.tokenizer import Tokenizer
+from manta.workers.step import TokenLogprobs
 
 MIN_LOGPROB = -9999.0
 """Value for minus infinity, which JSON cannot express (vLLM's convention)."""

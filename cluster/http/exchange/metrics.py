@@ -22,9 +22,9 @@ import msgspec
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disable_created_metrics, generate_latest
 from prometheus_client.metrics_core import Metric
 
-from cluster.config import ServeConfig
-from cluster.engine.request import FinishStatus, Usage
-from cluster.engine.stats import EngineStats
+from manta.cluster.config import ServeConfig
+from manta.cluster.engine.request import FinishStatus, Usage
+from manta.cluster.engine.stats import EngineStats
 
 M = TypeVar("M", Counter, Gauge, Histogram)
 

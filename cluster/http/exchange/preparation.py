@@ -12,8 +12,8 @@ import contextlib
 import time
 from collections.abc import AsyncIterator
 
-from cluster.config import ServeConfig
-from cluster.errors import Overdue, QueueFull
+from manta.cluster.config import ServeConfig
+from manta.cluster.errors import Overdue, QueueFull
 
 
 class Preparation:

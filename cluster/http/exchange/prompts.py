@@ -9,9 +9,9 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
-from cluster.errors import RequestRefused
-from cluster.text.tokenizer import LONG_TEXT, TextError, Tokenizer
-from workers.sampling_params import SamplingParams
+from manta.cluster.errors import RequestRefused
+from manta.cluster.text.tokenizer import LONG_TEXT, TextError, Tokenizer
+from manta.workers.sampling_params import SamplingParams
 
 CHARACTERS_A_TOKEN = 8
 """Characters per token of the longest sequence above which a text is first tokenised in pieces to check its length.

@@ -5,13 +5,13 @@ from __future__ import annotations
 import re
 import secrets
 
-from cluster.errors import refuse
-from cluster.http.exchange.codec import LINES, StreamForm
-from cluster.http.exchange.engines import Generation, GenerationRequest
-from cluster.http.exchange.exchange import Exchange, GenerationExchange
-from cluster.http.exchange.identity import Identity, new_stream_id
-from cluster.http.exchange.recordings import Opening, Resumable
-from cluster.http.exchange.state import AppState
+from manta.cluster.errors import refuse
+from manta.cluster.http.exchange.codec import LINES, StreamForm
+from manta.cluster.http.exchange.engines import Generation, GenerationRequest
+from manta.cluster.http.exchange.exchange import Exchange, GenerationExchange
+from manta.cluster.http.exchange.identity import Identity, new_stream_id
+from manta.cluster.http.exchange.recordings import Opening, Resumable
+from manta.cluster.http.exchange.state import AppState
 
 RESUMABLE = "x-resumable-s"
 """Header of a request for a stream that can be resumed: the seconds for which it goes on while nobody reads it."""

@@ -14,9 +14,9 @@ from typing import Protocol
 
 import msgspec
 
-from cluster.engine.request import SequenceOutput
-from cluster.errors import GenerationFailed, Overdue, QueueFull, RequestRefused, ServingError, Unavailable
-from cluster.http.exchange.engines import Generation, GenerationRequest
+from manta.cluster.engine.request import SequenceOutput
+from manta.cluster.errors import GenerationFailed, Overdue, QueueFull, RequestRefused, ServingError, Unavailable
+from manta.cluster.http.exchange.engines import Generation, GenerationRequest
 
 OVERHEAD_BYTES, ENTRY_BYTES = 8192, 40
 """Bytes that a recording counts beside its content, and that each entry does: what Python needs for the objects."""

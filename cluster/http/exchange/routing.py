@@ -7,10 +7,10 @@ import re
 from collections.abc import Awaitable, Callable, Iterable
 from typing import Any
 
-from cluster.http.exchange.codec import Body
-from cluster.http.exchange.exchange import Exchange
-from cluster.http.exchange.state import AppState
-from cluster.protocol.api_errors import ApiError
+from manta.cluster.http.exchange.codec import Body
+from manta.cluster.http.exchange.exchange import Exchange
+from manta.cluster.http.exchange.state import AppState
+from manta.cluster.protocol.api_errors import ApiError
 
 Handler = Callable[[AppState, Exchange, Any], Awaitable[Any]]
 """Function that gets the decoded body (None if the route takes none). Its result is sent as JSON; it returns None if it

@@ -9,8 +9,8 @@ from collections.abc import AsyncIterator
 
 import msgspec
 
-from cluster.engine.request import FinishStatus, Usage
-from cluster.http.exchange.engines import Event, Generation
+from manta.cluster.engine.request import FinishStatus, Usage
+from manta.cluster.http.exchange.engines import Event, Generation
 
 
 class Scored:

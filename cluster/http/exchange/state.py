@@ -10,17 +10,17 @@ from typing import Any
 import msgspec
 from prometheus_client.metrics_core import Metric
 
-from cluster.batch.kept_responses import KeptResponses
-from cluster.batch.records import Records
-from cluster.batch.storage import Storage
-from cluster.config import ServeConfig
-from cluster.http.access.prefix_scope import PrefixScope
-from cluster.http.exchange.engines import Engines
-from cluster.http.exchange.metrics import Metrics
-from cluster.http.exchange.recordings import NoStreams, Streams
-from cluster.protocol.api_errors import ApiError
-from cluster.text.tokenizer import Tokenizer
-from workers.model_info import ModelInfo
+from manta.cluster.batch.kept_responses import KeptResponses
+from manta.cluster.batch.records import Records
+from manta.cluster.batch.storage import Storage
+from manta.cluster.config import ServeConfig
+from manta.cluster.http.access.prefix_scope import PrefixScope
+from manta.cluster.http.exchange.engines import Engines
+from manta.cluster.http.exchange.metrics import Metrics
+from manta.cluster.http.exchange.recordings import NoStreams, Streams
+from manta.cluster.protocol.api_errors import ApiError
+from manta.cluster.text.tokenizer import Tokenizer
+from manta.workers.model_info import ModelInfo
 
 OtherMetrics = Callable[[], Awaitable[list[list[Metric]]]]
 """Function that returns the metrics of the other replicas of the endpoint, as far as they answer."""

@@ -12,7 +12,7 @@ from msgspec import Meta
 from python_multipart.exceptions import MultipartParseError
 from python_multipart.multipart import MultipartParser, parse_options_header
 
-from cluster.errors import refuse
+from manta.cluster.errors import refuse
 
 MAX_PARTS = 16
 """Most parts of one form, including the file. OpenAI's upload has four."""

@@ -8,11 +8,11 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 from typing import TYPE_CHECKING
 
-from cluster.http.exchange.codec import EVENTS, StreamForm
-from cluster.http.exchange.engines import Generation
-from cluster.http.exchange.identity import Identity
-from cluster.http.exchange.recordings import Replay, Resumable
-from cluster.http.exchange.remembered import Remembered
+from manta.cluster.http.exchange.codec import EVENTS, StreamForm
+from manta.cluster.http.exchange.engines import Generation
+from manta.cluster.http.exchange.identity import Identity
+from manta.cluster.http.exchange.recordings import Replay, Resumable
+from manta.cluster.http.exchange.remembered import Remembered
 
 if TYPE_CHECKING:
     from opentelemetry.trace import Span

@@ -6,13 +6,13 @@ from typing import Any
 
 import msgspec
 
-from cluster.batch.running.line_endpoints import Endpoints, sharer_of
-from cluster.config import ServeConfig
-from cluster.http.access.keys import ApiKeys
-from cluster.http.exchange.metrics import Metrics
-from cluster.serve.batches.batch_client import BatchEngineClient
-from cluster.text.tokenizer import Tokenizer
-from workers.checkpoints.model_folder import resolve_model_folder
+from manta.cluster.batch.running.line_endpoints import Endpoints, sharer_of
+from manta.cluster.config import ServeConfig
+from manta.cluster.http.access.keys import ApiKeys
+from manta.cluster.http.exchange.metrics import Metrics
+from manta.cluster.serve.batches.batch_client import BatchEngineClient
+from manta.cluster.text.tokenizer import Tokenizer
+from manta.workers.checkpoints.model_folder import resolve_model_folder
 
 
 def batch_endpoints(

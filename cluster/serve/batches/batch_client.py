@@ -13,14 +13,14 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from cluster.engine.request import EngineRequest
-from cluster.http.exchange.engines import GenerationRequest
-from cluster.http.exchange.metrics import RequestMetrics, Unmeasured
-from cluster.serve.streams.engine_client import EngineClient, answer_of
-from cluster.serve.streams.packed import Packed
-from cluster.serve.streams.prompt_run import LAST_FRAME_TIMEOUT_S, OVERDUE_S, Call, PromptRun, overdue_error
-from cluster.serve.streams.submission import Submission
-from cluster.serve.streams.token_channel import RequestResult
+from manta.cluster.engine.request import EngineRequest
+from manta.cluster.http.exchange.engines import GenerationRequest
+from manta.cluster.http.exchange.metrics import RequestMetrics, Unmeasured
+from manta.cluster.serve.streams.engine_client import EngineClient, answer_of
+from manta.cluster.serve.streams.packed import Packed
+from manta.cluster.serve.streams.prompt_run import LAST_FRAME_TIMEOUT_S, OVERDUE_S, Call, PromptRun, overdue_error
+from manta.cluster.serve.streams.submission import Submission
+from manta.cluster.serve.streams.token_channel import RequestResult
 
 PRIORITY = 1000
 """Added to each line's priority, which puts it behind interactive requests."""

@@ -11,14 +11,14 @@ from typing import Any
 import ray
 from ray import serve
 
-from cluster.batch.kept_responses import KeptResponses
-from cluster.batch.records import Records
-from cluster.batch.running.batch_runner import Runner
-from cluster.batch.storage import Storage
-from cluster.config import ServeConfig
-from cluster.serve.batches.batch_application import batch_endpoints
-from cluster.serve.starting.replica_process import REPLICA_ENVIRONMENT, ReplicaProcess, yield_to_engines
-from cluster.serve.starting.start_failure import told_in_words
+from manta.cluster.batch.kept_responses import KeptResponses
+from manta.cluster.batch.records import Records
+from manta.cluster.batch.running.batch_runner import Runner
+from manta.cluster.batch.storage import Storage
+from manta.cluster.config import ServeConfig
+from manta.cluster.serve.batches.batch_application import batch_endpoints
+from manta.cluster.serve.starting.replica_process import REPLICA_ENVIRONMENT, ReplicaProcess, yield_to_engines
+from manta.cluster.serve.starting.start_failure import told_in_words
 
 
 class BatchRunner:

@@ -12,7 +12,7 @@ import resource
 from collections import OrderedDict
 from typing import Protocol
 
-from cluster.http.access.addresses import network_of
+from manta.cluster.http.access.addresses import network_of
 
 
 class Guest(Protocol):

@@ -22,12 +22,12 @@ from typing import Any, NoReturn, cast
 import uvicorn
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
-from cluster.config import ListenerLimits, ServeConfig
-from cluster.protocol.api_errors import ApiError
-from cluster.serve.listening.connections import Connections, within_file_limit
-from cluster.serve.listening.port import Port
-from cluster.serve.listening.tls import Certificate, Handshake, TlsServer
-from cluster.serve.listening.upgraded import Unfinished, WebSocketConnection, handshake_fault
+from manta.cluster.config import ListenerLimits, ServeConfig
+from manta.cluster.protocol.api_errors import ApiError
+from manta.cluster.serve.listening.connections import Connections, within_file_limit
+from manta.cluster.serve.listening.port import Port
+from manta.cluster.serve.listening.tls import Certificate, Handshake, TlsServer
+from manta.cluster.serve.listening.upgraded import Unfinished, WebSocketConnection, handshake_fault
 
 KEEP_ALIVE_S = 90
 """Seconds for which an idle connection is kept, as Serve's proxy does."""

@@ -14,8 +14,8 @@ import socket
 import ssl
 from collections.abc import Callable
 
-from cluster.config import ServeConfig
-from cluster.serve.listening.connections import Connections
+from manta.cluster.config import ServeConfig
+from manta.cluster.serve.listening.connections import Connections
 
 logger = logging.getLogger(__name__)
 

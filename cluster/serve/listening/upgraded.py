@@ -12,8 +12,8 @@ from typing import Any, cast
 
 from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
 
-from cluster.http.websockets import REST
-from cluster.serve.listening.connections import Connections
+from manta.cluster.http.websockets import REST
+from manta.cluster.serve.listening.connections import Connections
 
 POLICY, TOO_BIG, TRY_LATER = 1008, 1009, 1013
 """Codes with which connections are closed, from the registry of RFC 6455."""

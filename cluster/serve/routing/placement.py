@@ -20,8 +20,8 @@ from collections.abc import Iterable, Iterator, Sequence
 
 import msgspec
 
-from cluster.serve.routing.prefix_index import PrefixIndex, bit_of, lowest_slot, slots_of
-from cluster.serve.routing.reports import Report, unpacked
+from manta.cluster.serve.routing.prefix_index import PrefixIndex, bit_of, lowest_slot, slots_of
+from manta.cluster.serve.routing.reports import Report, unpacked
 
 SEQUENCE_TOKENS = 192
 """Cost of a running or waiting choice, in prompt tokens: it slows a replica's steps as long as it lasts."""

@@ -22,8 +22,8 @@ MAX_BLOCKS = 2**21
 
 
 def block_keys(hashes: Sequence[bytes]) -> tuple[int, ...]:
-    """Returns the keys of block hashes (`cluster.engine.kv_blocks.hash_blocks`), each of which is twice as long as a
-    key.
+    """Returns the keys of block hashes (`manta.cluster.engine.kv_blocks.hash_blocks`), each of which is twice as long
+    as a key.
     """
     return struct.unpack(f"<{2 * len(hashes)}Q", b"".join(hashes))[::2]
 

@@ -16,10 +16,10 @@ import ray
 from ray import serve
 from ray.serve.exceptions import RayServeException
 
-from cluster.engine.kv_blocks import hash_blocks
-from cluster.engine.request import EngineRequest
-from cluster.serve.routing.placement import Placement, Prompt
-from cluster.serve.routing.prefix_index import block_keys
+from manta.cluster.engine.kv_blocks import hash_blocks
+from manta.cluster.engine.request import EngineRequest
+from manta.cluster.serve.routing.placement import Placement, Prompt
+from manta.cluster.serve.routing.prefix_index import block_keys
 
 SERVE_NAMESPACE = "serve"
 """Ray namespace of Serve's actors."""

@@ -14,8 +14,8 @@ from collections.abc import Callable, Hashable, Sequence
 
 import msgspec
 
-from cluster.engine.request import EngineRequest, SequenceOutput
-from cluster.serve.routing.prefix_index import KEY_BYTES
+from manta.cluster.engine.request import EngineRequest, SequenceOutput
+from manta.cluster.serve.routing.prefix_index import KEY_BYTES
 
 REPORT_S = 0.05
 """Least seconds between two reports to an ingress. The first and the last tokens of a request bring a report at once,

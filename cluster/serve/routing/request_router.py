@@ -18,8 +18,8 @@ from ray.serve._private.common import RunningReplicaInfo
 from ray.serve._private.replica_result import ReplicaResult
 from ray.serve.request_router import PendingRequest, RequestRouter, RunningReplica
 
-from cluster.engine.request import EngineRequest
-from cluster.serve.routing.replicas import known_replicas
+from manta.cluster.engine.request import EngineRequest
+from manta.cluster.serve.routing.replicas import known_replicas
 
 logger = logging.getLogger(__name__)
 

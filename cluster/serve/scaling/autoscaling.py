@@ -7,8 +7,8 @@ from typing import Any
 
 from ray.serve.config import AutoscalingConfig, AutoscalingPolicy
 
-from cluster.config import AutoscalingOptions, EngineConfig
-from cluster.serve.scaling.decision import EnginePolicy, Targets, desired_ingresses
+from manta.cluster.config import AutoscalingOptions, EngineConfig
+from manta.cluster.serve.scaling.decision import EnginePolicy, Targets, desired_ingresses
 
 REPORT_S = 1.0
 """Seconds between two reports of a replica or ingress to Serve's controller. A request that finds no engine waits for

@@ -14,8 +14,8 @@ from ray import serve
 from ray.serve.exceptions import RayServeException
 from ray.serve.schema import ApplicationStatus, ApplicationStatusOverview, DeploymentStatusOverview
 
-from cluster.http.exchange.state import DeploymentState, NodeState
-from cluster.serve.starting.start_failure import in_words, last_exception, waiting_for_room
+from manta.cluster.http.exchange.state import DeploymentState, NodeState
+from manta.cluster.serve.starting.start_failure import in_words, last_exception, waiting_for_room
 
 _SLOW_START = re.compile(r"has (\d+) replicas that have taken more than (\d+)s to (?:initialize|be scheduled)")
 

@@ -21,7 +21,7 @@ ROUNDING = 1e-6
 
 
 class Targets(NamedTuple):
-    """Upper targets for one replica; `cluster.config.AutoscalingOptions` explains each."""
+    """Upper targets for one replica; `manta.cluster.config.AutoscalingOptions` explains each."""
 
     ongoing_requests: float
     kv_usage: float

@@ -13,8 +13,8 @@ import logging
 import time
 from collections.abc import Awaitable, Callable
 
-from cluster.errors import QueueFull, Unavailable
-from cluster.serve.starting.start_failure import in_words
+from manta.cluster.errors import QueueFull, Unavailable
+from manta.cluster.serve.starting.start_failure import in_words
 
 logger = logging.getLogger(__name__)
 

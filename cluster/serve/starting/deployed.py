@@ -21,7 +21,7 @@ from ray.serve import RunTarget
 from ray.serve.context import _get_global_client as get_client
 from ray.serve.schema import ApplicationStatus, ApplicationStatusOverview, LoggingConfig
 
-from cluster.serve.starting.start_failure import StartFailed, in_words
+from manta.cluster.serve.starting.start_failure import StartFailed, in_words
 
 POLL_S = 0.5
 """Seconds between two checks of an application that another command is deleting, or of that command."""

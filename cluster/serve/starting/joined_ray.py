@@ -18,7 +18,7 @@ from ray._raylet import AuthenticationTokenLoader  # type: ignore[attr-defined]
 from ray.core.generated import gcs_service_pb2, gcs_service_pb2_grpc
 from ray.exceptions import AuthenticationError
 
-from cluster.serve.starting.start_failure import StartFailed, in_words
+from manta.cluster.serve.starting.start_failure import StartFailed, in_words
 
 ANSWER_S = 5.0
 """Seconds that the cluster's head may take to answer."""

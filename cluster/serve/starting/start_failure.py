@@ -31,7 +31,7 @@ _CRASHED = re.compile(r"\*\*\* (SIG[A-Z]+) received|Fatal Python error: (.+)")
 _NO_MEMORY = re.compile(r"MemoryError|can't allocate memory|Cannot allocate memory|bad_alloc|running low on memory")
 _NO_PORT = re.compile(r"Failed to bind to address")
 """Text of Serve's proxy if its port is taken."""
-_NO_MODULE = re.compile(r"No module named '(?:cluster|specdecode|structured|workers)\b")
+_NO_MODULE = re.compile(r"No module named 'manta\b")
 _NO_ROOM = re.compile(r"Resources required for each replica: (.*), total resources available: (.*?)\. Use")
 """Serve's status message of a deployment that has waited for half a minute, perhaps for nodes that start."""
 

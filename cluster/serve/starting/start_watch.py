@@ -24,7 +24,7 @@ from ray.serve.schema import (
     ReplicaState,
 )
 
-from cluster.serve.starting.start_failure import (
+from manta.cluster.serve.starting.start_failure import (
     FULL_MEMORY,
     StartFailed,
     cause_and_log,

@@ -14,9 +14,20 @@ import time
 from collections.abc import Callable, Iterable
 from typing import Literal, NamedTuple
 
-from cluster.errors import Unavailable
-from cluster.serve.streams.keeping import Ask, Copy, FromKeeper, Join, Keep, Kept, News, Notice, Write, stream_format
-from cluster.serve.streams.token_channel import Connection
+from manta.cluster.errors import Unavailable
+from manta.cluster.serve.streams.keeping import (
+    Ask,
+    Copy,
+    FromKeeper,
+    Join,
+    Keep,
+    Kept,
+    News,
+    Notice,
+    Write,
+    stream_format,
+)
+from manta.cluster.serve.streams.token_channel import Connection
 
 logger = logging.getLogger(__name__)
 

@@ -1,7 +1,7 @@
 """The engines as one ingress calls them: their handle, the channel that carries their tokens, and a watch over both.
 
 The watch detects lost engines: a connection that breaks, a silent replica, a replica that Serve ends. Their requests
-continue on another engine (`prompt_run.py`). Implements `cluster.http.exchange.engines.Engines`.
+continue on another engine (`prompt_run.py`). Implements `manta.cluster.http.exchange.engines.Engines`.
 """
 
 from __future__ import annotations
@@ -16,23 +16,30 @@ from typing import Any
 
 import msgspec
 
-from cluster.config import EngineConfig, StreamLimits
-from cluster.engine.request import EngineRequest, SequenceOutput
-from cluster.engine.stats import EngineStats
-from cluster.errors import QueueFull, RequestRefused, ServingError, Unavailable
-from cluster.http.exchange.engines import GenerationRequest
-from cluster.http.exchange.metrics import Metrics, RequestMetrics
-from cluster.serve.routing import replicas
-from cluster.serve.routing.reports import Report
-from cluster.serve.scaling.waking import Waker
-from cluster.serve.starting.start_failure import in_words
-from cluster.serve.streams.prompt_run import Call, PromptRun
-from cluster.serve.streams.streams import RecordedStreams
-from cluster.serve.streams.submission import Submission
-from cluster.serve.streams.token_channel import BEAT_S, Address, Connection, Control, OutputReceiver, RequestResult
-from cluster.text.tokenizer import Tokenizer
-from structured.constraint import ConstraintSpec
-from workers.model_info import ModelInfo
+from manta.cluster.config import EngineConfig, StreamLimits
+from manta.cluster.engine.request import EngineRequest, SequenceOutput
+from manta.cluster.engine.stats import EngineStats
+from manta.cluster.errors import QueueFull, RequestRefused, ServingError, Unavailable
+from manta.cluster.http.exchange.engines import GenerationRequest
+from manta.cluster.http.exchange.metrics import Metrics, RequestMetrics
+from manta.cluster.serve.routing import replicas
+from manta.cluster.serve.routing.reports import Report
+from manta.cluster.serve.scaling.waking import Waker
+from manta.cluster.serve.starting.start_failure import in_words
+from manta.cluster.serve.streams.prompt_run import Call, PromptRun
+from manta.cluster.serve.streams.streams import RecordedStreams
+from manta.cluster.serve.streams.submission import Submission
+from manta.cluster.serve.streams.token_channel import (
+    BEAT_S,
+    Address,
+    Connection,
+    Control,
+    OutputReceiver,
+    RequestResult,
+)
+from manta.cluster.text.tokenizer import Tokenizer
+from manta.structured.constraint import ConstraintSpec
+from manta.workers.model_info import ModelInfo
 
 ENGINE, STANDBY = "engine", "standby"
 """Names of the two engine deployments."""

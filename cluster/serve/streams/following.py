@@ -9,11 +9,11 @@ from __future__ import annotations
 import asyncio
 import time
 
-from cluster.errors import Unavailable
-from cluster.http.exchange.recordings import Recording
-from cluster.serve.streams.copies import Copies
-from cluster.serve.streams.keeping import Copy, Look, News
-from cluster.serve.streams.token_channel import Connection
+from manta.cluster.errors import Unavailable
+from manta.cluster.http.exchange.recordings import Recording
+from manta.cluster.serve.streams.copies import Copies
+from manta.cluster.serve.streams.keeping import Copy, Look, News
+from manta.cluster.serve.streams.token_channel import Connection
 
 POLL_S = 0.05
 """Seconds between two looks at the streams that are followed."""

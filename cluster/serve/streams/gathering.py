@@ -11,7 +11,7 @@ from typing import TypeVar
 
 import msgspec
 
-from cluster.engine.request import SequenceOutput
+from manta.cluster.engine.request import SequenceOutput
 
 T = TypeVar("T")
 

@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from cluster.http.exchange.recordings import STORED
+from manta.cluster.http.exchange.recordings import STORED
 
 MEANING = 1
 """A number to raise when the same fields of a message, of an opening or of an entry come to mean something else."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import msgspec
 
-from cluster.engine.request import ContinuedChoice, EngineRequest, SequenceOutput, Usage
+from manta.cluster.engine.request import ContinuedChoice, EngineRequest, SequenceOutput, Usage
 
 
 class Progress:

@@ -15,13 +15,13 @@ from typing import Any, Protocol
 import msgspec
 from ray.exceptions import RayActorError
 
-from cluster.engine.request import EngineRequest, SequenceOutput
-from cluster.errors import GenerationFailed, Overdue, ServingError
-from cluster.http.exchange.metrics import Metrics, RequestMetrics
-from cluster.serve.streams.progress import Progress
-from cluster.serve.streams.token_channel import Connection, Control, EngineFailed, RequestResult
-from cluster.telemetry.request_log import log_event
-from cluster.text.tokenizer import Tokenizer
+from manta.cluster.engine.request import EngineRequest, SequenceOutput
+from manta.cluster.errors import GenerationFailed, Overdue, ServingError
+from manta.cluster.http.exchange.metrics import Metrics, RequestMetrics
+from manta.cluster.serve.streams.progress import Progress
+from manta.cluster.serve.streams.token_channel import Connection, Control, EngineFailed, RequestResult
+from manta.cluster.telemetry.request_log import log_event
+from manta.cluster.text.tokenizer import Tokenizer
 
 SUSPECT_DEATHS = 2
 """Engine deaths after which a request may be their cause. It is a suspect if the last of these engines had begun to run

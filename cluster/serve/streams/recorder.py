@@ -14,14 +14,14 @@ from typing import Any, NamedTuple, cast
 
 import msgspec
 
-from cluster.engine.request import EngineRequest, SequenceOutput
-from cluster.errors import ServingError
-from cluster.http.exchange.metrics import RequestMetrics, Unmeasured
-from cluster.http.exchange.recordings import Entry, Failure, Opening, Recording, encode_entry
-from cluster.serve.streams.prompt_run import Caller, PromptRun
-from cluster.serve.streams.submission import Choice, Prompt, Submission, failure_of
-from cluster.serve.streams.token_channel import RequestResult
-from cluster.text.tokenizer import Tokenizer
+from manta.cluster.engine.request import EngineRequest, SequenceOutput
+from manta.cluster.errors import ServingError
+from manta.cluster.http.exchange.metrics import RequestMetrics, Unmeasured
+from manta.cluster.http.exchange.recordings import Entry, Failure, Opening, Recording, encode_entry
+from manta.cluster.serve.streams.prompt_run import Caller, PromptRun
+from manta.cluster.serve.streams.submission import Choice, Prompt, Submission, failure_of
+from manta.cluster.serve.streams.token_channel import RequestResult
+from manta.cluster.text.tokenizer import Tokenizer
 
 ENTRIES_PER_TURN = 64
 """Entries that are read before others get a turn of the event loop. All of a long recording may be at hand at once."""

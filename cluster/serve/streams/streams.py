@@ -4,7 +4,7 @@ A stream has one owner, the ingress that runs its request. The owner writes ever
 a client sees it. So whoever continues the stream has all that any client has seen. An owner that was not the first one,
 or changed its keeper, then has all other copies dropped: nobody may continue an old one. Of two owners, which each took
 a stream that the other could not see, the one with the lower epoch gives up. Implements
-`cluster.http.exchange.recordings.Streams`.
+`manta.cluster.http.exchange.recordings.Streams`.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from cluster.config import StreamLimits
-from cluster.errors import GenerationFailed, QueueFull, RequestRefused, ServingError, Unavailable
-from cluster.http.exchange.recordings import (
+from manta.cluster.config import StreamLimits
+from manta.cluster.errors import GenerationFailed, QueueFull, RequestRefused, ServingError, Unavailable
+from manta.cluster.http.exchange.recordings import (
     CANCELLED,
     Failure,
     Opening,
@@ -27,13 +27,13 @@ from cluster.http.exchange.recordings import (
     encode_entry,
     encode_opening,
 )
-from cluster.serve.starting.start_failure import in_words
-from cluster.serve.streams.copies import LOOK_UP_S, Copies, Found
-from cluster.serve.streams.following import POLL_S, Following, add_copy
-from cluster.serve.streams.keeping import Copy, Join, Notice, Write, next_epoch
-from cluster.serve.streams.recorder import Reader, Recorder
-from cluster.serve.streams.token_channel import Connection
-from cluster.telemetry.request_log import log_event
+from manta.cluster.serve.starting.start_failure import in_words
+from manta.cluster.serve.streams.copies import LOOK_UP_S, Copies, Found
+from manta.cluster.serve.streams.following import POLL_S, Following, add_copy
+from manta.cluster.serve.streams.keeping import Copy, Join, Notice, Write, next_epoch
+from manta.cluster.serve.streams.recorder import Reader, Recorder
+from manta.cluster.serve.streams.token_channel import Connection
+from manta.cluster.telemetry.request_log import log_event
 
 logger = logging.getLogger(__name__)
 

@@ -2,7 +2,7 @@
 
 A `Submission` is one HTTP body: one engine request per prompt (`prompt_run.py`), each with `n` choices. All events
 arrive in one queue. It knows nothing of HTTP: `cluster/http/` reads its events and writes the answers. It implements
-`cluster.http.exchange.engines.Generation`.
+`manta.cluster.http.exchange.engines.Generation`.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ from collections.abc import AsyncIterator, Iterator
 
 import msgspec
 
-from cluster.engine.request import FinishStatus, SequenceOutput, Usage
-from cluster.errors import GenerationFailed, Overdue, QueueFull, RequestRefused, ServingError
-from cluster.http.exchange.engines import Event, GenerationRequest
-from cluster.http.exchange.metrics import RequestMetrics
-from cluster.serve.starting.start_failure import in_words
-from cluster.serve.streams.gathering import failure_apart, joined
-from cluster.serve.streams.prompt_run import Caller, PromptRun
-from cluster.serve.streams.token_channel import RequestResult
-from cluster.telemetry.request_log import log_event
-from cluster.text.detokenizer import SequenceText
+from manta.cluster.engine.request import FinishStatus, SequenceOutput, Usage
+from manta.cluster.errors import GenerationFailed, Overdue, QueueFull, RequestRefused, ServingError
+from manta.cluster.http.exchange.engines import Event, GenerationRequest
+from manta.cluster.http.exchange.metrics import RequestMetrics
+from manta.cluster.serve.starting.start_failure import in_words
+from manta.cluster.serve.streams.gathering import failure_apart, joined
+from manta.cluster.serve.streams.prompt_run import Caller, PromptRun
+from manta.cluster.serve.streams.token_channel import RequestResult
+from manta.cluster.telemetry.request_log import log_event
+from manta.cluster.text.detokenizer import SequenceText
 
 
 class Choice:

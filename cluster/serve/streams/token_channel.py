@@ -20,11 +20,11 @@ from collections.abc import Callable
 
 import msgspec
 
-from cluster.engine.request import FinishStatus, SequenceOutput, Usage
-from cluster.serve.routing.reports import Report
-from cluster.serve.streams.keeping import FromKeeper, ToKeeper, stream_format
-from cluster.serve.streams.node_tls import client_context, server_context
-from structured.frames import frame, receive_frame
+from manta.cluster.engine.request import FinishStatus, SequenceOutput, Usage
+from manta.cluster.serve.routing.reports import Report
+from manta.cluster.serve.streams.keeping import FromKeeper, ToKeeper, stream_format
+from manta.cluster.serve.streams.node_tls import client_context, server_context
+from manta.structured.frames import frame, receive_frame
 
 logger = logging.getLogger(__name__)
 

@@ -13,14 +13,14 @@ import pytest
 from jax.experimental.pallas.ops.tpu.ragged_paged_attention import ref_ragged_paged_attention
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
+from manta.workers.checkpoints.model_folder import load_model_config
+from manta.workers.jax_worker.attention import AttentionForm, attend, attend_by_chunks, page_head_dim
+from manta.workers.jax_worker.batch import Batch, BatchShape, pack
+from manta.workers.jax_worker.decoder import forward
+from manta.workers.jax_worker.mesh import AXIS, open_mesh
+from manta.workers.jax_worker.parameters import Parameters, load_parameters, num_kv_heads
 from tests.checkpoints import checkpoint
 from tests.conftest import PROVE
-from workers.checkpoints.model_folder import load_model_config
-from workers.jax_worker.attention import AttentionForm, attend, attend_by_chunks, page_head_dim
-from workers.jax_worker.batch import Batch, BatchShape, pack
-from workers.jax_worker.decoder import forward
-from workers.jax_worker.mesh import AXIS, open_mesh
-from workers.jax_worker.parameters import Parameters, load_parameters, num_kv_heads
 
 BLOCK_SIZE, NUM_BLOCKS = 16, 40
 

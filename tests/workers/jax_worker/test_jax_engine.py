@@ -8,12 +8,12 @@ from __future__ import annotations
 import tests.workers.jax_worker.devices  # isort: skip  # noqa: F401
 import pytest
 
+from manta.workers.ranks import rank_worker
 from tests.conftest import PROVE
 from tests.engine.test_engine import *  # noqa: F403
 from tests.engine.test_engine import GREEDY, LIMITS, make_engine, make_prompts, run
 from tests.engine_parts import worker_of
 from tests.specdecode.test_speculative import *  # noqa: F403
-from workers.ranks import rank_worker
 
 QUICK = {
     "test_greedy_tokens_equal_transformers": ("[llama-None-chunked]", "[llama-llama-preempted]"),
@@ -38,7 +38,7 @@ def jax_worker(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) 
         if name in ON_ANY_WORKER or (cases is not None and not request.node.name.endswith(cases)):
             pytest.skip("make prove runs it")
     for device in rank_worker.WORKERS:
-        monkeypatch.setitem(rank_worker.WORKERS, device, "workers.jax_worker.jax_worker:JaxWorker")
+        monkeypatch.setitem(rank_worker.WORKERS, device, "manta.workers.jax_worker.jax_worker:JaxWorker")
     monkeypatch.setitem(LIMITS, "max_num_batched_tokens", 256)
     monkeypatch.setitem(LIMITS, "max_num_sequences", 16)
 

@@ -13,17 +13,17 @@ from typing import Any
 
 import pytest
 
-from cluster.config import EngineConfig
-from cluster.engine.ranks import claims
-from cluster.engine.ranks.claims import SLICE_LABEL, TPU, free_slice, rank_bundle, tpus_each, with_device
-from cluster.llm import LLM, ConstraintSpec, LogitsProcessorSpec, SamplingParams
+from manta.cluster.config import EngineConfig
+from manta.cluster.engine.ranks import claims
+from manta.cluster.engine.ranks.claims import SLICE_LABEL, TPU, free_slice, rank_bundle, tpus_each, with_device
+from manta.cluster.llm import LLM, ConstraintSpec, LogitsProcessorSpec, SamplingParams
+from manta.workers.checkpoints.model_folder import resolve_model_folder
 from tests.checkpoints import checkpoint
 from tests.conftest import PROVE
 from tests.engine_parts import device_of
 from tests.patience import wait_until
 from tests.processes import running_below
 from tests.server import Server
-from workers.checkpoints.model_folder import resolve_model_folder
 
 ray = pytest.importorskip("ray")
 

@@ -11,10 +11,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cluster.llm import LLM, RequestOutput, SamplingParams
+from manta.cluster.llm import LLM, RequestOutput, SamplingParams
+from manta.workers.models.model_config import ModelError
 from tests.checkpoints import NATIVE_FAMILIES, VOCAB_SIZE, checkpoint, reference_greedy
 from tests.conftest import PROVE
-from workers.models.model_config import ModelError
 
 FAMILIES = (*NATIVE_FAMILIES, "seed_oss")
 SIZES = (1, 2, 4, 8)

@@ -13,15 +13,15 @@ import jax
 import msgspec
 import pytest
 
-from cluster.llm import LLM, ConstraintSpec, LogitsProcessorSpec, SamplingParams
+from manta.cluster.llm import LLM, ConstraintSpec, LogitsProcessorSpec, SamplingParams
+from manta.workers.jax_worker.batch import size_for, sizes_up_to
+from manta.workers.jax_worker.jax_worker import JaxWorker
+from manta.workers.jax_worker.programs import jitted
+from manta.workers.model_options import ModelOptions
+from manta.workers.step import StepInput
 from tests.checkpoints import VOCAB_SIZE, checkpoint
 from tests.conftest import PROVE
 from tests.engine_parts import worker_of
-from workers.jax_worker.batch import size_for, sizes_up_to
-from workers.jax_worker.jax_worker import JaxWorker
-from workers.jax_worker.programs import jitted
-from workers.model_options import ModelOptions
-from workers.step import StepInput
 
 NUM_STEPS = 10_000 if PROVE else 100
 """Steps of random traffic, in a batch of eight sequences."""
@@ -165,6 +165,6 @@ def test_sizes_double_up_to_the_limit() -> None:
 
 
 def test_only_the_jax_worker_imports_jax() -> None:
-    code = "import sys, workers.jax_worker.jax_worker; print('torch' in sys.modules, 'ray' in sys.modules)"
+    code = "import sys, manta.workers.jax_worker.jax_worker; print('torch' in sys.modules, 'ray' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "False False"

@@ -11,18 +11,18 @@ import numpy as np
 import pytest
 import torch
 
-from structured.masks import LATE, NO_MASK, MaskBatch
+from manta.structured.masks import LATE, NO_MASK, MaskBatch
+from manta.workers.jax_worker import sampler
+from manta.workers.jax_worker.batch import padded
+from manta.workers.jax_worker.edits import edit_tables, mask_rows, point_table
+from manta.workers.kernels import torch_sampler
+from manta.workers.sampling import noise
+from manta.workers.sampling.row_status import INFINITE, MASKED, NAN, OK, OVERFLOW
+from manta.workers.sampling.row_status import LATE as LATE_STATUS
+from manta.workers.sampling_params import SamplingParams
+from manta.workers.step import SequenceStart
 from tests.workers.kernels.test_triton_sampler import random_edits, random_masks, starts_of
 from tests.workers.sampling.test_sampler import CASES, EOS, some_logits, state_of
-from workers.jax_worker import sampler
-from workers.jax_worker.batch import padded
-from workers.jax_worker.edits import edit_tables, mask_rows, point_table
-from workers.kernels import torch_sampler
-from workers.sampling import noise
-from workers.sampling.row_status import INFINITE, MASKED, NAN, OK, OVERFLOW
-from workers.sampling.row_status import LATE as LATE_STATUS
-from workers.sampling_params import SamplingParams
-from workers.step import SequenceStart
 
 edit = jax.jit(sampler.edit)
 draw = jax.jit(sampler.draw, static_argnums=0)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import tests.workers.jax_worker.devices  # isort: skip  # noqa: F401
 import pytest
 
-from cluster.cli.__main__ import main
+from manta.cluster.cli.__main__ import main
 
 
 def test_check_runs_a_layer_and_plans_devices(capsys: pytest.CaptureFixture[str]) -> None:

@@ -12,16 +12,16 @@ import numpy as np
 import pytest
 import torch
 
+from manta.workers.decoders.rope_table import rope_table
+from manta.workers.kernels import cpu, cpu_sampler
+from manta.workers.kernels.attention_metadata import AttentionMetadata
+from manta.workers.kernels.query_tokens import QueryTokens
+from manta.workers.models.model_config import RopeConfig
+from manta.workers.sampling.sampling_state import SamplingState
+from manta.workers.sampling_params import SamplingParams
+from manta.workers.step import SequenceStart
 from tests.workers.cpu_forms import COMPILED, EMULATED, in_form, threads
 from tests.workers.kernels.test_kernels import heads_of, make_metadata
-from workers.decoders.rope_table import rope_table
-from workers.kernels import cpu, cpu_sampler
-from workers.kernels.attention_metadata import AttentionMetadata
-from workers.kernels.query_tokens import QueryTokens
-from workers.models.model_config import RopeConfig
-from workers.sampling.sampling_state import SamplingState
-from workers.sampling_params import SamplingParams
-from workers.step import SequenceStart
 
 pytestmark = pytest.mark.usefixtures("cheap_groups")
 

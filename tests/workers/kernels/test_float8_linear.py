@@ -11,15 +11,15 @@ import pytest
 import torch
 from hypothesis import given, settings
 
+from manta.workers.checkpoints.weight_parts import take_inputs, take_rows
+from manta.workers.kernels.quantized_reference import round_to_float8
+from manta.workers.kernels.quantized_weight import QuantizedWeight
+from manta.workers.kernels.triton import library_products
+from manta.workers.kernels.triton.library_products import FLOAT8_BLOCK, RECIPES, choose_recipe
+from manta.workers.kernels.triton.quantized_linear import TritonQuantizedLinear
+from manta.workers.kernels.triton.rounded_rows import round_rows
 from tests.workers.kernels.test_quantized_linear import random_rows
 from tests.workers.triton_device import DEVICE, NEEDS_GPU, THOROUGH
-from workers.checkpoints.weight_parts import take_inputs, take_rows
-from workers.kernels.quantized_reference import round_to_float8
-from workers.kernels.quantized_weight import QuantizedWeight
-from workers.kernels.triton import library_products
-from workers.kernels.triton.library_products import FLOAT8_BLOCK, RECIPES, choose_recipe
-from workers.kernels.triton.quantized_linear import TritonQuantizedLinear
-from workers.kernels.triton.rounded_rows import round_rows
 
 MOST_DIFFERENCE = {torch.float32: 1e-5, torch.bfloat16: 0.01}
 """Norm of the difference over that of the product: the order of sums, and bfloat16's rounding, which the interpreter

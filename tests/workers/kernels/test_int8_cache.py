@@ -11,14 +11,14 @@ import numpy as np
 import pytest
 import torch
 
+from manta.workers.kernels import cpu, kv_cache, reference
+from manta.workers.kernels.attention_metadata import AttentionMetadata, copy_blocks
+from manta.workers.kernels.cpu_kv_cache import allocate_kv
+from manta.workers.kernels.query_tokens import QueryTokens
+from manta.workers.models.model_config import HeadShape
 from tests.workers.cpu_forms import COMPILED, EMULATED, in_form, threads
 from tests.workers.kernels.test_exact_kernels import digest, numbers
 from tests.workers.kernels.test_kernels import DTYPES, MIXES, TOLERANCE, heads_of, make_metadata
-from workers.kernels import cpu, kv_cache, reference
-from workers.kernels.attention_metadata import AttentionMetadata, copy_blocks
-from workers.kernels.cpu_kv_cache import allocate_kv
-from workers.kernels.query_tokens import QueryTokens
-from workers.models.model_config import HeadShape
 
 pytestmark = pytest.mark.usefixtures("cheap_groups")
 

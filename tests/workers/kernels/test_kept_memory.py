@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from workers.kernels import cpu_linear
-from workers.kernels.kept_memory import SMALL_BYTES, KeptMemory
+from manta.workers.kernels import cpu_linear
+from manta.workers.kernels.kept_memory import SMALL_BYTES, KeptMemory
 
 ROWS = SMALL_BYTES // 4 // 1024
 

@@ -13,8 +13,8 @@ from collections.abc import Callable
 import pytest
 import torch
 
+from manta.workers.kernels import build, cpu_linear
 from tests.workers.cpu_forms import threads
-from workers.kernels import build, cpu_linear
 
 CALLS = 2000
 LIMIT = 20.0

@@ -14,12 +14,12 @@ import torch
 from transformers.models.llama.configuration_llama import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, LlamaRotaryEmbedding, apply_rotary_pos_emb
 
+from manta.workers.kernels import build, cpu, cpu_decoder, cpu_linear, cpu_sampler, layout, processor, reference
+from manta.workers.kernels.attention_metadata import AttentionMetadata, copy_blocks
+from manta.workers.kernels.cpu_kv_cache import allocate_kv
+from manta.workers.kernels.query_tokens import QueryTokens
+from manta.workers.models.model_config import HeadShape
 from tests.workers.cpu_forms import COMPILED, EMULATED, TORCH, forget_libraries, in_form, threads
-from workers.kernels import build, cpu, cpu_decoder, cpu_linear, cpu_sampler, layout, processor, reference
-from workers.kernels.attention_metadata import AttentionMetadata, copy_blocks
-from workers.kernels.cpu_kv_cache import allocate_kv
-from workers.kernels.query_tokens import QueryTokens
-from workers.models.model_config import HeadShape
 
 pytestmark = pytest.mark.usefixtures("cheap_groups")
 

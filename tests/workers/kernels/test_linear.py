@@ -10,11 +10,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from manta.workers.kernels import cpu_linear, processor
+from manta.workers.platforms import cpu_linears
+from manta.workers.platforms.cpu import CpuPlatform
+from manta.workers.platforms.cpu_linears import make_cpu_gated_linear, make_cpu_linear
 from tests.workers.cpu_forms import COMPILED, EMULATED, FORMS, TORCH, in_form, threads
-from workers.kernels import cpu_linear, processor
-from workers.platforms import cpu_linears
-from workers.platforms.cpu import CpuPlatform
-from workers.platforms.cpu_linears import make_cpu_gated_linear, make_cpu_linear
 
 DTYPES = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bfloat16", "float32"])
 UNIT = {torch.bfloat16: 2.0**-8, torch.float32: 2.0**-24}

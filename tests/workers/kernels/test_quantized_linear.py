@@ -10,11 +10,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from manta.workers.kernels import cpu_quantized_linear, rounding
+from manta.workers.kernels.cpu_quantized_linear import PackedQuantizedLinear
+from manta.workers.kernels.quantized_reference import TorchQuantizedLinear, input_group, round_activations
+from manta.workers.kernels.quantized_weight import QuantizedWeight
 from tests.workers.cpu_forms import EMULATED, QUANTIZED, in_form, threads
-from workers.kernels import cpu_quantized_linear, rounding
-from workers.kernels.cpu_quantized_linear import PackedQuantizedLinear
-from workers.kernels.quantized_reference import TorchQuantizedLinear, input_group, round_activations
-from workers.kernels.quantized_weight import QuantizedWeight
 
 FORMS = pytest.mark.parametrize("form", [*QUANTIZED, *EMULATED])
 DTYPES = (torch.float32, torch.bfloat16)

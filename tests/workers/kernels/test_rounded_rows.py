@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
+from manta.workers.kernels.quantized_reference import RoundedActivations, round_activations, round_to_float8
+from manta.workers.kernels.triton import rows
+from manta.workers.kernels.triton.rounded_rows import RoundedRows, RowRounding, round_normed, round_rows
 from tests.workers.kernels.test_quantized_linear import random_rows
 from tests.workers.triton_device import DEVICE
-from workers.kernels.quantized_reference import RoundedActivations, round_activations, round_to_float8
-from workers.kernels.triton import rows
-from workers.kernels.triton.rounded_rows import RoundedRows, RowRounding, round_normed, round_rows
 
 FLOAT8 = torch.float8_e4m3fn
 ROUNDINGS = [

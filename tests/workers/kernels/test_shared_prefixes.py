@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 from hypothesis import given
 
-from workers.kernels import shared_prefixes
-from workers.kernels.attention_metadata import AttentionMetadata
-from workers.kernels.query_tokens import QueryTokens
-from workers.kernels.shared_prefixes import (
+from manta.workers.kernels import shared_prefixes
+from manta.workers.kernels.attention_metadata import AttentionMetadata
+from manta.workers.kernels.query_tokens import QueryTokens
+from manta.workers.kernels.shared_prefixes import (
     MAX_QUERY_LEN,
     PREFIX_MULTIPLE,
     SharedPrefixes,

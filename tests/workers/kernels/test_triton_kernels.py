@@ -15,14 +15,14 @@ import pytest
 import torch
 from hypothesis import given, settings
 
+from manta.workers.kernels import reference
+from manta.workers.kernels.attention_metadata import AttentionMetadata
+from manta.workers.kernels.query_tokens import QueryTokens
+from manta.workers.kernels.triton import attention, layers
+from manta.workers.kernels.triton.metadata import Layout, build_metadata
+from manta.workers.kernels.triton.work import Work, WorkShape, plan_work
 from tests.workers.kernels.test_kernels import MIXES, heads_of
 from tests.workers.triton_device import DEVICE, THOROUGH
-from workers.kernels import reference
-from workers.kernels.attention_metadata import AttentionMetadata
-from workers.kernels.query_tokens import QueryTokens
-from workers.kernels.triton import attention, layers
-from workers.kernels.triton.metadata import Layout, build_metadata
-from workers.kernels.triton.work import Work, WorkShape, plan_work
 
 pytestmark = pytest.mark.usefixtures("cheap_groups")
 

@@ -15,20 +15,20 @@ import pytest
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from cluster.llm import SamplingParams
-from structured.logits_processors import LogitsProcessorSpec
+from manta.cluster.llm import SamplingParams
+from manta.structured.logits_processors import LogitsProcessorSpec
+from manta.workers.kernels.protocol import KVCaches
+from manta.workers.kernels.triton import attention, edits, launch, quantized_linear, rope, rounded_rows, rows, sampler
+from manta.workers.kernels.triton.graphs import GraphedLayers
+from manta.workers.kernels.triton.metadata import DeviceMetadata, Layout
+from manta.workers.step import StepInput
+from manta.workers.torch_worker import sampler as torch_sampling
+from manta.workers.torch_worker.model_runner import ModelRunner
 from tests.checkpoints import VOCAB_SIZE, checkpoint
 from tests.conftest import PROVE
 from tests.workers.kernels.triton_compile import LAUNCHED
 from tests.workers.test_cuda_platform import make_llm
 from tests.workers.triton_device import DEVICE
-from workers.kernels.protocol import KVCaches
-from workers.kernels.triton import attention, edits, launch, quantized_linear, rope, rounded_rows, rows, sampler
-from workers.kernels.triton.graphs import GraphedLayers
-from workers.kernels.triton.metadata import DeviceMetadata, Layout
-from workers.step import StepInput
-from workers.torch_worker import sampler as torch_sampling
-from workers.torch_worker.model_runner import ModelRunner
 
 pytestmark = pytest.mark.skipif(DEVICE.type != "cpu", reason="watches the interpreter's kernels")
 

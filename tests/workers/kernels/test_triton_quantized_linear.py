@@ -7,12 +7,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 
+from manta.workers.kernels.quantized_reference import TorchQuantizedLinear
+from manta.workers.kernels.quantized_weight import QuantizedWeight
+from manta.workers.kernels.triton.launch import INTERPRETED
+from manta.workers.kernels.triton.quantized_linear import TritonQuantizedLinear
 from tests.workers.kernels.test_quantized_linear import random_rows, random_weight, weights
 from tests.workers.triton_device import DEVICE, THOROUGH
-from workers.kernels.quantized_reference import TorchQuantizedLinear
-from workers.kernels.quantized_weight import QuantizedWeight
-from workers.kernels.triton.launch import INTERPRETED
-from workers.kernels.triton.quantized_linear import TritonQuantizedLinear
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 

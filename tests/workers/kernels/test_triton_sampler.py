@@ -11,20 +11,20 @@ import triton
 import triton.language as tl
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from structured.masks import LATE, NO_MASK, MaskBatch, row_words
+from manta.structured.masks import LATE, NO_MASK, MaskBatch, row_words
+from manta.workers.kernels import torch_sampler
+from manta.workers.kernels.triton import edits as edits_module
+from manta.workers.kernels.triton import sampler
+from manta.workers.kernels.triton.edits import Edits, edited_rows, edits_of
+from manta.workers.kernels.triton.noise import gumbel_noise
+from manta.workers.sampling import noise
+from manta.workers.sampling.row_status import INFINITE, MASKED, NAN, OVERFLOW
+from manta.workers.sampling.row_status import LATE as LATE_STATUS
+from manta.workers.sampling.sampling_state import SequenceState
+from manta.workers.sampling_params import SamplingParams
+from manta.workers.step import SequenceStart
 from tests.workers.sampling.test_sampler import CASES, EOS, some_logits, state_of
 from tests.workers.triton_device import DEVICE, THOROUGH
-from workers.kernels import torch_sampler
-from workers.kernels.triton import edits as edits_module
-from workers.kernels.triton import sampler
-from workers.kernels.triton.edits import Edits, edited_rows, edits_of
-from workers.kernels.triton.noise import gumbel_noise
-from workers.sampling import noise
-from workers.sampling.row_status import INFINITE, MASKED, NAN, OVERFLOW
-from workers.sampling.row_status import LATE as LATE_STATUS
-from workers.sampling.sampling_state import SequenceState
-from workers.sampling_params import SamplingParams
-from workers.step import SequenceStart
 
 BATCHES = 30 if THOROUGH else 1
 

@@ -23,15 +23,15 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from structured.masks import MaskBatch, row_words
+from manta.structured.masks import MaskBatch, row_words
+from manta.workers.kernels.quantized_weight import QuantizedWeight
+from manta.workers.kernels.query_tokens import QueryTokens
+from manta.workers.kernels.triton import attention, edits, launch, quantized_linear, rope, rounded_rows, rows, sampler
+from manta.workers.kernels.triton.metadata import build_metadata
+from manta.workers.models.model_config import HeadShape
+from manta.workers.sampling_params import SamplingParams
+from manta.workers.step import SequenceStart
 from tests.workers.sampling.test_sampler import CASES, EOS, state_of
-from workers.kernels.quantized_weight import QuantizedWeight
-from workers.kernels.query_tokens import QueryTokens
-from workers.kernels.triton import attention, edits, launch, quantized_linear, rope, rounded_rows, rows, sampler
-from workers.kernels.triton.metadata import build_metadata
-from workers.models.model_config import HeadShape
-from workers.sampling_params import SamplingParams
-from workers.step import SequenceStart
 
 H100 = 90
 SHARED_BYTES = {H100: 227 << 10, 89: 99 << 10}

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import functools
 
-from workers.kernels import cpu_sampler
-from workers.torch_worker import sampler
+from manta.workers.kernels import cpu_sampler
+from manta.workers.torch_worker import sampler
 
 sample = functools.partial(sampler.sample, cpu_sampler)
 prompt_logprobs = functools.partial(sampler.prompt_logprobs, cpu_sampler)

@@ -10,7 +10,7 @@ import dataclasses
 
 import numpy as np
 
-from workers.sampling_params import SamplingParams
+from manta.workers.sampling_params import SamplingParams
 
 MASK64 = (1 << 64) - 1
 

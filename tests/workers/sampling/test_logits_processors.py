@@ -15,21 +15,21 @@ import numpy as np
 import pytest
 import torch
 
-from cluster.llm import LogitsProcessorSpec, SamplingParams
-from structured.logits_processors import (
+from manta.cluster.llm import LogitsProcessorSpec, SamplingParams
+from manta.structured.logits_processors import (
     MAX_ARGUMENT_BYTES,
     MAX_LOGITS_PROCESSORS,
     LogitsProcessorError,
     LogitsProcessorRegistry,
 )
-from structured.masks import LATE, NO_MASK, MaskBatch
+from manta.structured.masks import LATE, NO_MASK, MaskBatch
+from manta.workers.sampling.sampling_state import SamplingState
+from manta.workers.step import RowError, SamplePoint, SequenceStart
+from manta.workers.torch_worker.sampler import HostSample
 from tests.workers.sampling import sampling_reference as reference
 from tests.workers.sampling.samplers import sample
 from tests.workers.sampling.test_masks import packed
 from tests.workers.sampling.test_sampler import CASES, EOS, some_logits
-from workers.sampling.sampling_state import SamplingState
-from workers.step import RowError, SamplePoint, SequenceStart
-from workers.torch_worker.sampler import HostSample
 
 pytestmark = pytest.mark.usefixtures("plugin")
 

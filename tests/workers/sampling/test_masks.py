@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 import torch
 
-from structured.masks import LATE, NO_MASK, BufferShape, MaskBatch, MaskBuffer, row_words
+from manta.structured.masks import LATE, NO_MASK, BufferShape, MaskBatch, MaskBuffer, row_words
+from manta.workers.sampling_params import SamplingParams
+from manta.workers.step import SamplePoint, SequenceStart
+from manta.workers.torch_worker.sampler import HostSample
 from tests.workers.sampling.samplers import sample
 from tests.workers.sampling.test_sampler import CASES, EOS, some_logits, state_of
-from workers.sampling_params import SamplingParams
-from workers.step import SamplePoint, SequenceStart
-from workers.torch_worker.sampler import HostSample
 
 pytestmark = pytest.mark.usefixtures("implementation")
 

@@ -12,12 +12,12 @@ import pytest
 import torch
 from scipy.special import log_softmax
 
+from manta.workers.sampling.sampling_state import SamplingState
+from manta.workers.sampling_params import SamplingParams
+from manta.workers.step import RowError, SamplePoint, SequenceStart
+from manta.workers.torch_worker.sampler import HostSample
 from tests.workers.sampling import sampling_reference as reference
 from tests.workers.sampling.samplers import prompt_logprobs, sample
-from workers.sampling.sampling_state import SamplingState
-from workers.sampling_params import SamplingParams
-from workers.step import RowError, SamplePoint, SequenceStart
-from workers.torch_worker.sampler import HostSample
 
 pytestmark = pytest.mark.usefixtures("implementation")
 
@@ -305,7 +305,10 @@ def test_wrong_input_is_named() -> None:
 
 
 def test_noise_and_state_import_no_torch() -> None:
-    code = "import sys, workers.sampling.noise, workers.sampling.sampling_state; assert 'torch' not in sys.modules"
+    code = (
+        "import sys, manta.workers.sampling.noise, manta.workers.sampling.sampling_state;"
+        "assert 'torch' not in sys.modules"
+    )
     subprocess.run([sys.executable, "-c", code], check=True)
 
 

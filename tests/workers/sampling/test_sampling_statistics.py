@@ -14,12 +14,12 @@ import pytest
 import torch
 from scipy import stats
 
+from manta.workers.sampling.noise import gumbel_noise, noise_keys
+from manta.workers.sampling.sampling_state import SamplingState
+from manta.workers.sampling_params import SamplingParams, child_seed
+from manta.workers.step import SamplePoint, SequenceStart
 from tests.workers.sampling import sampling_reference as reference
 from tests.workers.sampling.samplers import sample
-from workers.sampling.noise import gumbel_noise, noise_keys
-from workers.sampling.sampling_state import SamplingState
-from workers.sampling_params import SamplingParams, child_seed
-from workers.step import SamplePoint, SequenceStart
 
 NUM_DRAWS = 200_000 if os.environ.get("MANTA_PROVE") == "1" else 20_000
 VOCAB_SIZE = 60

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import torch
 
-from workers.checkpoints.formats.integers import in_groups, num_words, signed, unpack
-from workers.checkpoints.formats.stored_part import StoredPart
-from workers.kernels.quantized_weight import QuantizedWeight
+from manta.workers.checkpoints.formats.integers import in_groups, num_words, signed, unpack
+from manta.workers.checkpoints.formats.stored_part import StoredPart
+from manta.workers.kernels.quantized_weight import QuantizedWeight
 
 _ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 """The place among a word's eight outputs of each of its 4-bit numbers, lowest bits first."""

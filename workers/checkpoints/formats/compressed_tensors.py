@@ -9,9 +9,9 @@ import dataclasses
 
 import torch
 
-from workers.checkpoints.formats.integers import group_index, in_groups, num_words, signed, unpack
-from workers.checkpoints.formats.stored_part import StoredPart
-from workers.kernels.quantized_weight import QuantizedWeight
+from manta.workers.checkpoints.formats.integers import group_index, in_groups, num_words, signed, unpack
+from manta.workers.checkpoints.formats.stored_part import StoredPart
+from manta.workers.kernels.quantized_weight import QuantizedWeight
 
 _ACTIVATION_TENSORS = ("input_scale", "input_zero_point", "input_global_scale", "output_scale", "output_zero_point")
 _FP4_DOUBLED = (0, 1, 2, 3, 4, 6, 8, 12)

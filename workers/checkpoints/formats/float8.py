@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import torch
 
-from workers.checkpoints.formats.stored_part import StoredPart
-from workers.kernels.quantized_weight import QuantizedWeight
+from manta.workers.checkpoints.formats.stored_part import StoredPart
+from manta.workers.kernels.quantized_weight import QuantizedWeight
 
 _ROWS_AT_A_TIME = 1024
 """Number of rows that are converted to float32 at a time."""

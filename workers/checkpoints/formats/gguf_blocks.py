@@ -10,9 +10,9 @@ from typing import NamedTuple
 
 import torch
 
-from workers.checkpoints.formats.stored_part import StoredPart
-from workers.kernels.quantized_weight import QuantizedWeight
-from workers.models.model_config import ModelError
+from manta.workers.checkpoints.formats.stored_part import StoredPart
+from manta.workers.kernels.quantized_weight import QuantizedWeight
+from manta.workers.models.model_config import ModelError
 
 
 class _Integers(NamedTuple):

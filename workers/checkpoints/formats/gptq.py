@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import torch
 
-from workers.checkpoints.formats.integers import group_index, in_groups, num_words, signed, unpack
-from workers.checkpoints.formats.stored_part import StoredPart
-from workers.kernels.quantized_weight import QuantizedWeight
+from manta.workers.checkpoints.formats.integers import group_index, in_groups, num_words, signed, unpack
+from manta.workers.checkpoints.formats.stored_part import StoredPart
+from manta.workers.kernels.quantized_weight import QuantizedWeight
 
 
 def read_gptq(part: StoredPart) -> QuantizedWeight:

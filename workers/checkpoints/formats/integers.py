@@ -6,9 +6,9 @@ import math
 
 import torch
 
-from workers.checkpoints.formats.stored_part import StoredPart
-from workers.kernels.quantized_weight import QuantizedWeight
-from workers.models.model_config import ModelError
+from manta.workers.checkpoints.formats.stored_part import StoredPart
+from manta.workers.kernels.quantized_weight import QuantizedWeight
+from manta.workers.models.model_config import ModelError
 
 IN_ORDER = (0, 1, 2, 3, 4, 5, 6, 7)
 

@@ -10,8 +10,8 @@ from typing import NamedTuple, Protocol
 
 import torch
 
-from workers.kernels.quantized_weight import QuantizedWeight
-from workers.models.model_config import ModelError, WeightFormat
+from manta.workers.kernels.quantized_weight import QuantizedWeight
+from manta.workers.models.model_config import ModelError, WeightFormat
 
 
 class StoredTensors(Protocol):

@@ -14,11 +14,11 @@ import torch
 import triton
 import triton.language as tl
 
-from workers.kernels.attention_metadata import AttentionMetadata
-from workers.kernels.triton.launch import needs_wide_dot, num_processors, padded_size, shared_bytes
-from workers.kernels.triton.metadata import DeviceMetadata, PrefixRows
-from workers.kernels.triton.work import PROGRAMS_PER_PROCESSOR, TILE_ROWS
-from workers.models.model_config import HeadShape
+from manta.workers.kernels.attention_metadata import AttentionMetadata
+from manta.workers.kernels.triton.launch import needs_wide_dot, num_processors, padded_size, shared_bytes
+from manta.workers.kernels.triton.metadata import DeviceMetadata, PrefixRows
+from manta.workers.kernels.triton.work import PROGRAMS_PER_PROCESSOR, TILE_ROWS
+from manta.workers.models.model_config import HeadShape
 
 LEAST_DOT = 16
 """Smallest side of a matrix product in Triton."""

@@ -21,9 +21,9 @@ import torch
 import triton
 import triton.language as tl
 
-from structured.masks import MaskBatch
-from workers.kernels.triton.launch import padded_size, place_together
-from workers.sampling.sampling_state import SequenceState
+from manta.structured.masks import MaskBatch
+from manta.workers.kernels.triton.launch import padded_size, place_together
+from manta.workers.sampling.sampling_state import SequenceState
 
 CHUNK = 1024
 """Tokens of the vocabulary that a program copies, 8 for each thread; an H100's multiprocessor then holds 36 warps."""

@@ -18,10 +18,10 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import torch
 
-from workers.kernels.attention_metadata import AttentionMetadata
-from workers.kernels.protocol import DecodeLimits, Forward, KVCaches
-from workers.kernels.triton.launch import GraphCapture, synchronize
-from workers.kernels.triton.metadata import (
+from manta.workers.kernels.attention_metadata import AttentionMetadata
+from manta.workers.kernels.protocol import DecodeLimits, Forward, KVCaches
+from manta.workers.kernels.triton.launch import GraphCapture, synchronize
+from manta.workers.kernels.triton.metadata import (
     DeviceMetadata,
     Layout,
     padded_views,
@@ -29,7 +29,7 @@ from workers.kernels.triton.metadata import (
     prefix_rows_of,
     work_of,
 )
-from workers.kernels.triton.work import WorkShape
+from manta.workers.kernels.triton.work import WorkShape
 
 logger = logging.getLogger(__name__)
 

@@ -12,7 +12,7 @@ import torch
 import triton
 from triton import knobs
 
-from workers.kernels.transfer import move, staging
+from manta.workers.kernels.transfer import move, staging
 
 INTERPRETED = bool(knobs.runtime.interpret)
 """Whether the kernels run in Triton's interpreter on the CPU: `TRITON_INTERPRET=1` was set when triton was first

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from workers.kernels.triton.attention import paged_attention
-from workers.kernels.triton.rope import rope_and_cache
-from workers.kernels.triton.rows import add_rms_norm, rms_norm, silu_and_mul
+from manta.workers.kernels.triton.attention import paged_attention
+from manta.workers.kernels.triton.rope import rope_and_cache
+from manta.workers.kernels.triton.rows import add_rms_norm, rms_norm, silu_and_mul
 
 __all__ = ["add_rms_norm", "paged_attention", "rms_norm", "rope_and_cache", "silu_and_mul"]

@@ -22,8 +22,8 @@ from typing import NamedTuple
 
 import torch
 
-from workers.kernels.triton.launch import capability, synchronize
-from workers.kernels.triton.rounded_rows import RoundedRows
+from manta.workers.kernels.triton.launch import capability, synchronize
+from manta.workers.kernels.triton.rounded_rows import RoundedRows
 
 logger = logging.getLogger(__name__)
 

@@ -14,12 +14,12 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from workers.kernels.attention_metadata import AttentionMetadata
-from workers.kernels.query_tokens import QueryTokens
-from workers.kernels.shared_prefixes import SharedPrefixes
-from workers.kernels.transfer import move, staging
-from workers.kernels.triton.launch import aligned_places
-from workers.kernels.triton.work import ITEM_COLUMNS, MERGE_COLUMNS, WorkShape, plan_work
+from manta.workers.kernels.attention_metadata import AttentionMetadata
+from manta.workers.kernels.query_tokens import QueryTokens
+from manta.workers.kernels.shared_prefixes import SharedPrefixes
+from manta.workers.kernels.transfer import move, staging
+from manta.workers.kernels.triton.launch import aligned_places
+from manta.workers.kernels.triton.work import ITEM_COLUMNS, MERGE_COLUMNS, WorkShape, plan_work
 
 
 class Layout(NamedTuple):

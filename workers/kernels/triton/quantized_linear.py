@@ -16,13 +16,13 @@ import torch
 import triton
 import triton.language as tl
 
-from workers.kernels.attention_metadata import AttentionMetadata
-from workers.kernels.quantized_reference import EXP2, EXP2_FIRST, LOG2_E
-from workers.kernels.quantized_weight import QuantizedWeight
-from workers.kernels.triton.launch import num_processors, padded_size
-from workers.kernels.triton.library_products import FLOAT8_BLOCK, choose_product
-from workers.kernels.triton.rounded_rows import RoundedRows, RowRounding, round_half_even, round_rows
-from workers.kernels.triton.rows import silu_and_mul
+from manta.workers.kernels.attention_metadata import AttentionMetadata
+from manta.workers.kernels.quantized_reference import EXP2, EXP2_FIRST, LOG2_E
+from manta.workers.kernels.quantized_weight import QuantizedWeight
+from manta.workers.kernels.triton.launch import num_processors, padded_size
+from manta.workers.kernels.triton.library_products import FLOAT8_BLOCK, choose_product
+from manta.workers.kernels.triton.rounded_rows import RoundedRows, RowRounding, round_half_even, round_rows
+from manta.workers.kernels.triton.rows import silu_and_mul
 
 _LEAST_DOT = 32
 """The least number of inputs in a product of matrices of bytes on tensor cores."""

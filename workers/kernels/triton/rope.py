@@ -10,9 +10,9 @@ import torch
 import triton
 import triton.language as tl
 
-from workers.kernels.attention_metadata import AttentionMetadata
-from workers.kernels.triton.launch import padded_size
-from workers.models.model_config import HeadShape
+from manta.workers.kernels.attention_metadata import AttentionMetadata
+from manta.workers.kernels.triton.launch import padded_size
+from manta.workers.models.model_config import HeadShape
 
 _TILE_ELEMENTS = 1024
 """Elements of one half of the heads that a program rotates."""

@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import torch
 
-from workers.kernels.attention_metadata import AttentionMetadata
-from workers.kernels.linears import SummedLinear
-from workers.kernels.protocol import Forward, KVCaches
-from workers.kernels.triton import layers
-from workers.kernels.triton.quantized_linear import TritonQuantizedLinear
-from workers.kernels.triton.rounded_rows import RoundedRows, round_normed
-from workers.kernels.weights import DecoderWeights, LayerWeights, Linear
-from workers.models.model_config import ModelConfig
+from manta.workers.kernels.attention_metadata import AttentionMetadata
+from manta.workers.kernels.linears import SummedLinear
+from manta.workers.kernels.protocol import Forward, KVCaches
+from manta.workers.kernels.triton import layers
+from manta.workers.kernels.triton.quantized_linear import TritonQuantizedLinear
+from manta.workers.kernels.triton.rounded_rows import RoundedRows, round_normed
+from manta.workers.kernels.weights import DecoderWeights, LayerWeights, Linear
+from manta.workers.models.model_config import ModelConfig
 
 
 class _Reader:

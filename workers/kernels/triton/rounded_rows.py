@@ -12,10 +12,10 @@ import torch
 import triton
 import triton.language as tl
 
-from workers.kernels.quantized_reference import LEAST_LARGEST, MOST_FLOAT8, MOST_INT8, input_group
-from workers.kernels.quantized_weight import QuantizedWeight
-from workers.kernels.triton.launch import INTERPRETED, padded_size
-from workers.kernels.triton.rows import norm_row, num_warps, times_silu
+from manta.workers.kernels.quantized_reference import LEAST_LARGEST, MOST_FLOAT8, MOST_INT8, input_group
+from manta.workers.kernels.quantized_weight import QuantizedWeight
+from manta.workers.kernels.triton.launch import INTERPRETED, padded_size
+from manta.workers.kernels.triton.rows import norm_row, num_warps, times_silu
 
 _VALUES_AT_A_TIME = 2048
 """Values that a program rounds, unless a row has one scale and one program."""

@@ -10,7 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
-from workers.kernels.triton.launch import padded_size
+from manta.workers.kernels.triton.launch import padded_size
 
 _SILU_COLUMNS = 1024
 """Number of columns of one program."""

@@ -13,16 +13,16 @@ import torch
 import triton
 import triton.language as tl
 
-from structured.masks import LATE as LATE_SLOT
-from structured.masks import NO_MASK, MaskBatch
-from workers.kernels.torch_sampler import logprobs
-from workers.kernels.transfer import place
-from workers.kernels.triton.edits import edited_rows, edits_of
-from workers.kernels.triton.launch import padded_size
-from workers.kernels.triton.noise import gumbel_noise
-from workers.sampling.noise import noise_keys
-from workers.sampling.row_status import INFINITE, LATE, MASKED, NAN, OK, OVERFLOW
-from workers.sampling.sampling_state import SamplingState, SequenceState
+from manta.structured.masks import LATE as LATE_SLOT
+from manta.structured.masks import NO_MASK, MaskBatch
+from manta.workers.kernels.torch_sampler import logprobs
+from manta.workers.kernels.transfer import place
+from manta.workers.kernels.triton.edits import edited_rows, edits_of
+from manta.workers.kernels.triton.launch import padded_size
+from manta.workers.kernels.triton.noise import gumbel_noise
+from manta.workers.sampling.noise import noise_keys
+from manta.workers.sampling.row_status import INFINITE, LATE, MASKED, NAN, OK, OVERFLOW
+from manta.workers.sampling.sampling_state import SamplingState, SequenceState
 
 __all__ = ["draw", "logprobs"]
 

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from workers.kernels.triton.launch import num_processors
+from manta.workers.kernels.triton.launch import num_processors
 
 TILE_ROWS = 64
 """Rows of a tile (query tokens times query heads of one KV head) in a step that does more than decode."""
