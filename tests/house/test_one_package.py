@@ -15,13 +15,16 @@ ROOT = pathlib.Path(__file__).resolve().parents[2]
 FOLDERS = (*ROOMS, "manta", "tests", "benchmarks")
 
 
-def bare_imports(tree: ast.AST) -> list[int]:
+def bare_imports(tree: ast.Module) -> list[int]:
     """Returns the lines that import a room by its bare name."""
     lines = []
     for node in ast.walk(tree):
-        names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
-        if isinstance(node, ast.ImportFrom) and node.module:
-            names = [node.module]
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            names = [node.module or ""]
+        else:
+            continue
         if any(name.partition(".")[0] in ROOMS for name in names):
             lines.append(node.lineno)
     return lines
