@@ -6,6 +6,7 @@ import json
 import os
 import pathlib
 import random
+import shlex
 import shutil
 import subprocess
 import sys
@@ -30,6 +31,14 @@ pytestmark = pytest.mark.prove
 ROOT = str(pathlib.Path(__file__).resolve().parents[2])
 NUM_LINES = 2000
 NUM_KILLS = 5
+FROM_A_CHECKOUT = """
+import os, pathlib, manta.cluster, manta.workers
+from manta import LLM, SamplingParams
+assert pathlib.Path(manta.cluster.__file__).is_relative_to(os.getcwd()), manta.cluster.__file__
+assert not os.path.exists("cluster"), "the upload has each file once"
+(output,) = LLM("demo").generate("Manta", SamplingParams(max_tokens=3, ignore_eos=True))
+print("answered:", len(output.outputs[0].token_ids), "tokens")
+"""
 
 
 @pytest.fixture
@@ -133,6 +142,15 @@ def test_a_ray_job_answers_a_batch(tmp_path: pathlib.Path) -> None:
             time.sleep(3)
         assert sorted(each["custom_id"] for each in results(target)) == [f"request-{i}" for i in range(9)]
         assert all(each["response"]["status_code"] == 200 for each in results(target))
+        # A job of a developer: the working directory is a checkout, whose code runs instead of the installed one.
+        done = subprocess.run(
+            [*submit[: submit.index(".")], ROOT, "--", sys.executable, "-c", shlex.quote(FROM_A_CHECKOUT)],
+            env=environment,
+            capture_output=True,
+            text=True,
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+        assert "answered: 3 tokens" in done.stdout
     finally:
         kill_tree(cluster.pid)
         shutil.rmtree(folder, ignore_errors=True)
