@@ -19,6 +19,7 @@ import contextlib
 import json
 import os
 import pathlib
+import shlex
 import shutil
 import subprocess
 import sys
@@ -92,12 +93,15 @@ def serving(recording: Recording, checkout: pathlib.Path) -> Iterator[str]:
     port = free_port()
     command = [sys.executable, "-m", name, "serve", "--model", "demo", "--port", str(port)]
     server = subprocess.Popen(
-        command, cwd=checkout, env=recording.environment, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+        command, cwd=checkout, env=recording.environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     )
     assert server.stdout is not None
+    printed: list[str] = []
     try:
-        if not any(READY in line for line in server.stdout):
-            raise RuntimeError(f"{command} did not start")
+        while not any(READY in line for line in printed):
+            if not (line := server.stdout.readline()):
+                raise RuntimeError(f"{shlex.join(command)} did not start: {''.join(printed)[-2000:]}")
+            printed.append(line)
         yield f"http://127.0.0.1:{port}"
     finally:
         server.terminate()
