@@ -74,9 +74,10 @@ class OneToken:
 PROCESSOR = "engine.logits_processors={mine: mine:OneToken}"
 PROCESSED = {"prompt": "Manta", "max_tokens": 6, "ignore_eos": True, "logits_processors": [{"name": "mine"}]}
 BESIDE = """
-import cluster, pathlib, manta.cluster
-assert "HierarchicalClustering" in dir(cluster), "the index's package is installed beside Manta"
-assert pathlib.Path(manta.cluster.__file__).parent != pathlib.Path(cluster.__file__).parent
+import importlib.util, pathlib, manta.cluster
+beside = pathlib.Path(importlib.util.find_spec("cluster").origin).parent
+assert (beside / "linkage.py").exists(), "the index's package is installed beside Manta"
+assert not (beside / "config.py").exists() and pathlib.Path(manta.cluster.__file__).with_name("config.py").exists()
 """
 
 
