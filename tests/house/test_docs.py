@@ -6,6 +6,7 @@ Python of a page runs in its order. Each command line, in a block or in a senten
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import pathlib
 import re
@@ -17,6 +18,7 @@ import yaml
 
 from manta.cluster.cli import chat, serve
 from manta.cluster.config import ServeConfig
+from tests.bare_names import ROOMS
 from tests.gguf_files import write_gguf
 from tests.house.page_commands import COMMANDS, DEMO, Manual, asks_the_server, write_package
 from tests.house.pages import PAGES, ROOT, blocks, commands, prose
@@ -101,6 +103,18 @@ def test_files_that_a_page_names_are_there(page: str) -> None:
             continue
         places = [ROOT / name, ROOT / "tests" / name, ROOT / "cluster" / name]
         assert any(path.exists() for path in places[: 1 if name.startswith(rooms) else 3]), f"{page} names {name}"
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_modules_that_a_page_names_are_there(page: str) -> None:
+    """Those that `python -m` runs, and those of Manta's rooms, with an attribute after a colon."""
+    text = (ROOT / page).read_text()
+    names = set(re.findall(r"python3? -m ([\w.]+)", text))
+    names |= set(re.findall(rf"\bmanta\.(?:{'|'.join(ROOMS)})\b(?:\.[a-z_]+)*(?::\w+)?", text))
+    for name in names:
+        module, _, attribute = name.partition(":")
+        assert importlib.util.find_spec(module), f"{page} names {module}"
+        assert not attribute or hasattr(importlib.import_module(module), attribute), f"{page} names {name}"
 
 
 def test_the_recording_shows_what_is_printed_today(monkeypatch: pytest.MonkeyPatch) -> None:
