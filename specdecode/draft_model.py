@@ -1,9 +1,9 @@
 """The proposer `draft`: a small model with the same tokenizer drafts the model's next tokens.
 
 Its keys and values are in a separate tensor, but its blocks have the ids and block tables of the model's, so the
-scheduler allocates both at once. It computes missing keys and values from a sequence's tokens when it is asked for
-drafts. This module tracks which of them are valid; `DraftRunner` of `workers/ranks/rank_worker.py` computes and draws.
-Called by `specdecode/proposers.py`; imports no framework.
+scheduler allocates both at once. When the proposer is asked for drafts, it computes missing keys and values from a
+sequence's tokens. This module tracks which of them are valid; `DraftRunner` of `workers/ranks/rank_worker.py` computes
+and draws. Called by `specdecode/proposers.py`; imports no framework.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """The number of drafts that pays off: weighs each sequence's acceptance against the cost of a step.
 
-A draft gains the probability that it and all drafts before it are accepted. It costs the time that one more token adds
-to the step. A small batch is bound by reading weights, so drafts are nearly free. A full batch is bound by computation,
-so none are proposed. Plain arithmetic without torch. Called by `specdecode/proposers.py` and `specdecode/forced.py`.
+A draft gains the probability that it and all drafts before it are accepted. The draft costs the time that one more
+token adds to the step. A small batch is bound by reading weights, so drafts are nearly free. A full batch is bound by
+computation, so none are proposed. Plain arithmetic without torch. Called by `specdecode/proposers.py` and
+`specdecode/forced.py`.
 """
 
 from __future__ import annotations
@@ -17,14 +18,14 @@ import numpy as np
 from manta.specdecode.acceptance import AcceptanceRecord
 
 MARGIN = 1.02
-"""Expected speed-up, in tokens per second, from which drafts are proposed. It is above 1 because estimates err."""
+"""Expected speed-up in tokens per second from which drafts are proposed; above 1 because estimates err."""
 PROBE_SHARE = 0.01
 """Share of the time for trials of drafts that are not expected to pay off."""
 
 
 class StepCost:
-    """The time of a call in seconds, by the number of tokens that each of its steps computes. It is a measured table
-    plus the mean time that real calls take in addition.
+    """The time of a call in seconds, by the number of tokens that each of its steps computes. The time is that of a
+    measured table plus the mean time that real calls take in addition.
     """
 
     def __init__(self, table: Sequence[tuple[int, float]]) -> None:

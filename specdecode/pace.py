@@ -39,8 +39,8 @@ CLEAR_GAIN = 1.2
 PAUSE = 4.0
 """Cap on a step's time in a mean, as a multiple of the time that plain steps with the same gain should take."""
 LONG_PAUSE = 16.0
-"""Cap on a step's time in a trial's loss, as above. It is larger, because the time in which proposers catch up counts
-there.
+"""Cap on a step's time in a trial's loss, as above. This cap is larger than `PAUSE`, because the time in which
+proposers catch up counts there.
 """
 
 

@@ -131,7 +131,7 @@ class ProposerChain:
         self._looked = False
         """Whether proposers were asked after the last step."""
         self._looking_seconds = 0.0
-        """Seconds that proposers took since the last observed step. It may span several steps: a prefill is not
+        """Seconds that proposers took since the last observed step. The sum may span several steps: a prefill is not
         observed, but proposers read its prompts afterwards.
         """
 
@@ -274,8 +274,8 @@ class ProposerChain:
     def _probe(self, name: str, limits: np.ndarray, load: Load, cost: StepCost, draft_cost: StepCost) -> np.ndarray:
         """Returns the number of drafts for a trial of a proposer that is not expected to pay off, int [n].
 
-        It is one draft for each sequence once in `probe_interval` steps, and 0 in others. It is always 0 if even drafts
-        that are certainly accepted would not pay off.
+        Each sequence gets one draft once in `probe_interval` steps, and none in others. No sequence gets one if even
+        drafts that are certainly accepted would not pay off.
         """
         self._steps_unasked[name] += 1
         counts = np.zeros(len(limits), dtype=int)

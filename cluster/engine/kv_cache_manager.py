@@ -67,7 +67,7 @@ class KVCacheManager:
     def grow(self, sequence: Sequence, count: int, num_others: int) -> bool:
         """Gives the sequence blocks for its next `count` tokens. Returns False and changes nothing if too few are free.
 
-        It also adds blocks for the lookahead tokens if at least `num_others` free blocks remain, one for each other
+        Also adds blocks for the lookahead tokens if at least `num_others` free blocks remain, one for each other
         sequence.
         """
         end = sequence.num_computed_tokens + count

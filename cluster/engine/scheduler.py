@@ -1,9 +1,9 @@
 """Decides what each step computes: continuous batching over one token budget, in plain Python.
 
 The scheduler has no prefill or decode phase: a sequence has known tokens and computed tokens, and each step computes
-some of the difference. The engine calls it for one step at a time. It imports neither torch nor ray. Its queues are
-ordered lists, so that every run makes the same decisions. `step_plan.py` records the decisions, `kv_cache_manager.py`
-hands out blocks, and `outcome.py` applies the results.
+some of the difference. The engine calls the scheduler for one step at a time. The scheduler's queues are ordered lists,
+so that every run makes the same decisions. Imports neither torch nor ray. `step_plan.py` records the decisions,
+`kv_cache_manager.py` hands out blocks, and `outcome.py` applies the results.
 """
 
 from __future__ import annotations

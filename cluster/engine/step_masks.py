@@ -265,7 +265,7 @@ class Masks:
     def before_step(self) -> list[SequenceOutput]:
         """Applies the masks that arrived since the last step, and supervises the grammar workers.
 
-        It ends sequences whose grammar is finished, lets late sequences go on if their masks are ready, and proposes
+        Ends sequences whose grammar is finished, lets late sequences go on if their masks are ready, and proposes
         forced tokens as drafts.
         """
         pool, last = self.pool, self._last

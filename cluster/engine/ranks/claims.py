@@ -84,8 +84,8 @@ def gpu_environment(config: EngineConfig) -> dict[str, str]:
 def threads_each(config: EngineConfig, num_engines: int, nodes: list[int]) -> int:
     """Returns the number of threads of each engine, or of each rank if engines have several ranks.
 
-    It is `num_threads` if set. Otherwise the CPUs of the smallest node are divided by the processes that share a node,
-    with engines spread over all nodes. `nodes` are the CPUs of each node.
+    Returns `num_threads` if set. Otherwise the CPUs of the smallest node are divided by the processes that share a
+    node, with engines spread over all nodes. `nodes` are the CPUs of each node.
     """
     if config.num_threads is not None:
         return config.num_threads
@@ -122,7 +122,7 @@ def gpus_each(config: EngineConfig) -> int:
 
 
 def tpus_each(config: EngineConfig) -> int:
-    """Returns the TPU chips of the process that runs the model, or of each host if there are several. It is 0 where
+    """Returns the TPU chips of the process that runs the model, or of each host if there are several. Returns 0 where
     `JAX_PLATFORMS=cpu` asks for simulated chips.
     """
     if config.device != "tpu" or os.environ.get("JAX_PLATFORMS") == "cpu":
