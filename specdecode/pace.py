@@ -92,7 +92,9 @@ class _Comparison:
         bound = (1 - TOLERANCE) * self.plain
         error = math.sqrt(GAIN_DEVIATION**2 / self.num_gains + TIME_DEVIATION**2 / self.num_drafted)
         is_certain = abs(self.drafted - bound) > CERTAIN * error * self.plain
-        return self.drafted > bound if is_certain or error < LEAST_ERROR else None
+        if not is_certain and error >= LEAST_ERROR:
+            return None
+        return self.drafted > bound
 
 
 class Pace:

@@ -4,6 +4,7 @@ on the same cores. A model on GPUs or TPUs also claims a GPU for each rank, or a
 
 from __future__ import annotations
 
+import math
 import os
 from typing import Any
 
@@ -69,7 +70,9 @@ def with_device(config: EngineConfig, num_gpus: int, num_tpus: int = 0) -> Engin
     """
     if config.device != "auto":
         return config
-    return msgspec.structs.replace(config, device="cuda" if num_gpus else "tpu" if num_tpus else "cpu")
+    if num_gpus:
+        return msgspec.structs.replace(config, device="cuda")
+    return msgspec.structs.replace(config, device="tpu" if num_tpus else "cpu")
 
 
 def gpu_environment(config: EngineConfig) -> dict[str, str]:
@@ -91,9 +94,9 @@ def threads_each(config: EngineConfig, num_engines: int, nodes: list[int]) -> in
         return config.num_threads
     num_nodes, num_ranks = max(1, len(nodes)), config.num_ranks
     if config.placement_strategy.endswith("PACK"):
-        on_a_node = -(-num_engines // num_nodes) * num_ranks
+        on_a_node = math.ceil(num_engines / num_nodes) * num_ranks
     else:
-        on_a_node = -(-num_engines * num_ranks // num_nodes)
+        on_a_node = math.ceil(num_engines * num_ranks / num_nodes)
     return max(1, min(nodes, default=1) // on_a_node)
 
 
