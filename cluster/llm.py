@@ -62,8 +62,8 @@ class CompletionOutput(msgspec.Struct, kw_only=True):
     stop_reason: str | int | None = None
     """Stop string or stop token id that ended the text; None for end-of-sequence and length."""
     message: Message | None = None
-    """Answer of a chat that has ended, in OpenAI's form: `content`, `reasoning_content` and `tool_calls`. It may be
-    appended to the conversation.
+    """Answer of a chat that has ended, in OpenAI's form: `content`, `reasoning_content` and `tool_calls`. The message
+    may be appended to the conversation.
     """
     error: str | None = None
     """Reason why this choice ended with `FINISHED_INTERNAL_ERROR`; the others go on."""

@@ -1,8 +1,8 @@
 """Reads options as people write them into configuration structs: sizes with units, options left empty, and mistakes,
 which it answers with the option that was probably meant.
 
-It knows options by name only as far as the ending `_bytes`. The structs are in `cluster/config.py`; msgspec checks
-types and bounds.
+This module knows options by name only as far as the ending `_bytes`. The structs are in `cluster/config.py`; msgspec
+checks types and bounds.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def read_options(data: Any, kind: type[AnyOptions]) -> AnyOptions:
 
 def _given(data: Any, refusal: str) -> str:
     """Returns the end of a message of msgspec's, which names the place of a value and not the value: ", which is 'x'".
-    It is empty for keys of the API, which nobody should see, and for what is no single value.
+    Returns nothing for keys of the API, which nobody should see, and for a value that is a group of others.
     """
     place = re.search(r"`\$((?:\.\w+|\[\d+\])+)`$", refusal)
     if place is None or place[1].startswith(".api_keys"):

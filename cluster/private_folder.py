@@ -1,4 +1,4 @@
-"""A folder that only this user can enter, with a path short enough for sockets. It is removed with its process.
+"""A folder that only this user can enter, with a path short enough for sockets; removed when its process ends.
 
 A Ray of our own keeps its files in one. Ray makes its session folders writable for everybody, so that another user
 could move the sockets away and read logs. The ranks of one machine find each other in another one. The folders of the

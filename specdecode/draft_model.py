@@ -1,15 +1,14 @@
 """The proposer `draft`: a small model with the same tokenizer drafts the model's next tokens.
 
 Its keys and values are in a separate tensor, but its blocks have the ids and block tables of the model's, so the
-scheduler allocates both at once. It computes missing keys and values from a sequence's tokens when it is asked for
-drafts. This module tracks which of them are valid; `DraftRunner` of `workers/ranks/rank_worker.py` computes and draws.
-Called by `specdecode/proposers.py`; imports no framework.
+scheduler allocates both at once. When the proposer is asked for drafts, it computes missing keys and values from a
+sequence's tokens. This module tracks which of them are valid; `DraftRunner` of `workers/ranks/rank_worker.py` computes
+and draws. Called by `specdecode/proposers.py`; imports no framework.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import itertools
 from collections.abc import Sequence
 
 import numpy as np
@@ -92,10 +91,16 @@ class DraftModel:
                 num_found = 0
                 if item.sequence_id not in self._progress:
                     num_found = item.start // size
-                    found = itertools.takewhile(self._written.__contains__, item.new_block_ids[:num_found])
-                    count = sum(1 for _ in found)
-                    self._progress[item.sequence_id] = Progress(count * size, count)
+                    num_written = self._num_written(item.new_block_ids[:num_found])
+                    self._progress[item.sequence_id] = Progress(num_written * size, num_written)
                 self._written.difference_update(item.new_block_ids[num_found:])
+
+    def _num_written(self, block_ids: list[int]) -> int:
+        """Returns the number of leading blocks that the draft model has written."""
+        count = 0
+        while count < len(block_ids) and block_ids[count] in self._written:
+            count += 1
+        return count
 
     def propose(self, requests: Sequence[DraftRequest]) -> dict[int, list[int]]:
         """Returns drafts by sequence id, for sequences whose blocks have room for them. Sequences with logits
@@ -196,8 +201,11 @@ def check_same_tokenizer(target: str, draft: str, vocab_size: int) -> None:
     if ours.tokenizer_json == theirs.tokenizer_json:
         return
     if ours.special_token_ids != theirs.special_token_ids or ours.tokens != theirs.tokens:
-        wrong = next((i for i, (a, b) in enumerate(zip(ours.tokens, theirs.tokens, strict=False)) if a != b), None)
-        where = f"{len(ours.tokens)} and {len(theirs.tokens)} tokens" if wrong is None else f"they differ at id {wrong}"
+        pairs = enumerate(zip(ours.tokens, theirs.tokens, strict=False))
+        differing_id = next((token_id for token_id, (our, their) in pairs if our != their), None)
+        where = f"they differ at id {differing_id}"
+        if differing_id is None:
+            where = f"{len(ours.tokens)} and {len(theirs.tokens)} tokens"
         raise ModelError(
             f"the draft model {draft} has another tokenizer than {target} ({where}); take one of the same family"
         )

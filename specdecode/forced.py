@@ -55,7 +55,8 @@ class ForcedProposer:
         for index, sequence_id in enumerate(sequence_ids):
             if not lengths[index]:
                 withheld = self._num_withheld[sequence_id] = self._num_withheld.get(sequence_id, 0) + 1
-                lengths[index] = int(withheld % PROBE_INTERVAL == 0)
+                if withheld % PROBE_INTERVAL == 0:
+                    lengths[index] = 1
         return lengths
 
     def learn(self, sequence_id: int, drafts: Sequence[int], drawn: Sequence[int]) -> None:

@@ -1,8 +1,9 @@
 """The number of drafts that pays off: weighs each sequence's acceptance against the cost of a step.
 
-A draft gains the probability that it and all drafts before it are accepted. It costs the time that one more token adds
-to the step. A small batch is bound by reading weights, so drafts are nearly free. A full batch is bound by computation,
-so none are proposed. Plain arithmetic without torch. Called by `specdecode/proposers.py` and `specdecode/forced.py`.
+A draft gains the probability that it and all drafts before it are accepted. The draft costs the time that one more
+token adds to the step. A small batch is bound by reading weights, so drafts are nearly free. A full batch is bound by
+computation, so none are proposed. Plain arithmetic without torch. Called by `specdecode/proposers.py` and
+`specdecode/forced.py`.
 """
 
 from __future__ import annotations
@@ -17,14 +18,14 @@ import numpy as np
 from manta.specdecode.acceptance import AcceptanceRecord
 
 MARGIN = 1.02
-"""Expected speed-up, in tokens per second, from which drafts are proposed. It is above 1 because estimates err."""
+"""Expected speed-up in tokens per second from which drafts are proposed; above 1 because estimates err."""
 PROBE_SHARE = 0.01
 """Share of the time for trials of drafts that are not expected to pay off."""
 
 
 class StepCost:
-    """The time of a call in seconds, by the number of tokens that each of its steps computes. It is a measured table
-    plus the mean time that real calls take in addition.
+    """The time of a call in seconds, by the number of tokens that each of its steps computes. The time is that of a
+    measured table plus the mean time that real calls take in addition.
     """
 
     def __init__(self, table: Sequence[tuple[int, float]]) -> None:
@@ -90,7 +91,9 @@ class Load:
             means = record.means(proposals)
             steps = np.arange(1, lengths.max() + 1)
             self.num_tokens += int(lengths.sum())
-            self.num_expected += float(((means[:, None] ** steps) * (steps <= lengths[:, None])).sum())
+            chances = means[:, None] ** steps  # that drafts are accepted, float [num_sequences, longest]
+            is_proposed = steps <= lengths[:, None]
+            self.num_expected += float(np.where(is_proposed, chances, 0.0).sum())
 
 
 def choose_lengths(
@@ -106,17 +109,22 @@ def choose_lengths(
     gains = np.where(steps <= limits[:, None], acceptance[:, None] ** steps, 0.0)
     best = np.zeros(len(limits), dtype=int)
     best_rate = MARGIN * load.num_expected / cost.of(load.num_tokens)
-    for limit in steps[-1:] if draft_cost is None else steps.tolist():
-        drafting = 0.0 if draft_cost is None else draft_cost.of(len(limits), limit)
-        candidates = np.sort(gains[:, :limit], axis=None)[::-1]
-        candidates = candidates[candidates > 0]
+    call_lengths = steps.tolist()
+    if draft_cost is None:
+        call_lengths = call_lengths[-1:]  # a longer call costs nothing
+    for call_length in call_lengths:
+        drafting = 0.0 if draft_cost is None else draft_cost.of(len(limits), call_length)
+        within_call = gains[:, :call_length]
+        candidates = np.sort(within_call[within_call > 0])[::-1]
+        if not len(candidates):
+            continue
         totals = load.num_expected + np.cumsum(candidates)
         seconds = cost.seconds(load.num_tokens + np.arange(1, len(candidates) + 1)) + drafting
         rates = totals / seconds
-        count = int(rates.argmax()) if len(rates) else -1
-        if count >= 0 and rates[count] > best_rate:
-            best_rate = float(rates[count])
-            best = (gains[:, :limit] >= candidates[count]).sum(axis=1)
+        last = int(rates.argmax())
+        if rates[last] > best_rate:
+            best_rate = float(rates[last])
+            best = (within_call >= candidates[last]).sum(axis=1)
     return best
 
 

@@ -51,7 +51,8 @@ class NgramIndex:
         place = self._last.get(tuple(tokens[-self._min :]), -1)
         if place < 0 or count < 1:
             return []
-        period = tokens[self._longest(place) :][:count]
+        start = self._longest(place)
+        period = tokens[start : start + count]
         return [period[index % len(period)] for index in range(count)]
 
     def _longest(self, place: int) -> int:

@@ -39,8 +39,8 @@ CLEAR_GAIN = 1.2
 PAUSE = 4.0
 """Cap on a step's time in a mean, as a multiple of the time that plain steps with the same gain should take."""
 LONG_PAUSE = 16.0
-"""Cap on a step's time in a trial's loss, as above. It is larger, because the time in which proposers catch up counts
-there.
+"""Cap on a step's time in a trial's loss, as above. This cap is larger than `PAUSE`, because the time in which
+proposers catch up counts there.
 """
 
 
@@ -92,7 +92,9 @@ class _Comparison:
         bound = (1 - TOLERANCE) * self.plain
         error = math.sqrt(GAIN_DEVIATION**2 / self.num_gains + TIME_DEVIATION**2 / self.num_drafted)
         is_certain = abs(self.drafted - bound) > CERTAIN * error * self.plain
-        return self.drafted > bound if is_certain or error < LEAST_ERROR else None
+        if not is_certain and error >= LEAST_ERROR:
+            return None
+        return self.drafted > bound
 
 
 class Pace:

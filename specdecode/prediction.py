@@ -39,7 +39,8 @@ class PredictedText:
         ends = self._ends.get(tuple(output[-self._size :]))
         if ends is None:
             return None
-        return ends[min(bisect.bisect_left(ends, lost_at), len(ends) - 1)]
+        index = bisect.bisect_left(ends, lost_at)
+        return ends[index] if index < len(ends) else ends[-1]
 
 
 @dataclasses.dataclass(slots=True)

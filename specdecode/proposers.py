@@ -131,7 +131,7 @@ class ProposerChain:
         self._looked = False
         """Whether proposers were asked after the last step."""
         self._looking_seconds = 0.0
-        """Seconds that proposers took since the last observed step. It may span several steps: a prefill is not
+        """Seconds that proposers took since the last observed step. The sum may span several steps: a prefill is not
         observed, but proposers read its prompts afterwards.
         """
 
@@ -239,13 +239,15 @@ class ProposerChain:
             dataclasses.replace(each, count=int(count)) for each, count in zip(asked, counts, strict=True) if count
         ]
         record.fade(each.sequence_id for each, count in zip(asked, counts, strict=True) if not count)
-        before, self._asked[proposer.name] = self._asked[proposer.name], {each.sequence_id for each in chosen}
+        asked_before = self._asked[proposer.name]
+        self._asked[proposer.name] = {each.sequence_id for each in chosen}
         if not chosen:
             return {}
         self._steps_unasked[proposer.name] = 0
         started = time.perf_counter()
         proposals = proposer.propose(chosen)
-        if self._asked[proposer.name] <= before:  # with new sequences it also catches up, a cost that comes once
+        new_sequences = self._asked[proposer.name] - asked_before
+        if not new_sequences:  # for them the proposer also catches up, a cost that comes once
             draft_cost.learn(len(chosen), time.perf_counter() - started, max(each.count for each in chosen))
         load.add(proposals, record)
         return proposals
@@ -274,17 +276,17 @@ class ProposerChain:
     def _probe(self, name: str, limits: np.ndarray, load: Load, cost: StepCost, draft_cost: StepCost) -> np.ndarray:
         """Returns the number of drafts for a trial of a proposer that is not expected to pay off, int [n].
 
-        It is one draft for each sequence once in `probe_interval` steps, and 0 in others. It is always 0 if even drafts
-        that are certainly accepted would not pay off.
+        Each sequence gets one draft once in `probe_interval` steps, and none in others. No sequence gets one if even
+        drafts that are certainly accepted would not pay off.
         """
         self._steps_unasked[name] += 1
-        counts = np.zeros(len(limits), dtype=int)
+        none = np.zeros(len(limits), dtype=int)
         if self._steps_unasked[name] < probe_interval(len(limits), load, cost, draft_cost):
-            return counts
+            return none
         self._steps_unasked[name] = 0
-        if choose_lengths(np.ones(len(limits)), limits, load, cost, draft_cost).any():
-            counts[:] = 1
-        return counts
+        certain = np.ones(len(limits))
+        may_pay_off = choose_lengths(certain, limits, load, cost, draft_cost).any()
+        return np.ones(len(limits), dtype=int) if may_pay_off else none
 
     def _learn(self, step: StepInput, output: StepOutput) -> None:
         for sequence_id, (name, token_id) in self._untried.items():

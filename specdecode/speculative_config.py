@@ -52,7 +52,8 @@ class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
 
     def prefers(self, proposer: ProposerName, other: str) -> bool:
         """Returns whether drafts of `proposer` replace those that a sequence already has from `other`."""
-        return other not in self.proposers[: self.proposers.index(proposer)]
+        asked_before = self.proposers[: self.proposers.index(proposer)]
+        return other not in asked_before
 
     @property
     def rank_proposers(self) -> tuple[ProposerName, ...]:

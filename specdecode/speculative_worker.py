@@ -81,8 +81,8 @@ class SpeculativeWorker:
         self._count(started)
 
     def _count(self, started: float) -> None:
-        """Adds the time since `started` to the step's. The caller's work since the last call counts too, unless it took
-        longer than the calls: that is a pause.
+        """Adds the time since `started` to the step's. The caller's work since the last call counts too, unless that
+        work took longer than the calls, which is a pause.
         """
         now = time.perf_counter()
         self._seconds += now - started

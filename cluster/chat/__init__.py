@@ -1,1 +1,1 @@
-"""Chat: templates make a prompt of messages, readers make a message of tokens."""
+"""Chats: the prompt that a conversation becomes, and the message that the model's tokens become."""

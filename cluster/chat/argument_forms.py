@@ -1,7 +1,7 @@
 """The form of each argument in a format without JSON objects: which texts are strings, and which are JSON.
 
 The grammar (`cluster/chat/argument_grammar.py`) and the parser (`cluster/chat/argument_readers.py`) of a tool's calls
-take the form of each argument from here, so that what one allows the other reads as the same value.
+take the form of each argument from here. So the parser reads each text that the grammar allows as the same value.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from manta.structured.backends.keywords import ANNOTATIONS
 SCALARS = frozenset(["string", "number", "boolean", "null"])
 _TYPES = SCALARS | {"object", "array"}
 _MAX_DEPTH = 20
-"""References and combinations that are followed, one within the other."""
+"""Most references and combinations that are followed, one within the other."""
 NUMBER = r"-?(0|[1-9][0-9]*)(\.[0-9]+)?([eE][-+]?[0-9]+)?"
-"""A number of JSON."""
+"""Pattern of a JSON number."""
 OF_STRINGS = frozenset(["pattern", "minLength", "maxLength", "format"])
 
 
@@ -28,7 +28,7 @@ class ArgumentForm(msgspec.Struct, frozen=True):
     types: frozenset[str]
     """The types of JSON that the schema may allow; `integer` counts as `number`."""
     has_plain_scalars: bool
-    """The schema says no more of numbers, booleans and null than their types, or it lists them."""
+    """Whether the schema limits numbers, booleans and null by nothing but their types, or lists the valid ones."""
 
     @property
     def is_raw(self) -> bool:
@@ -38,7 +38,7 @@ class ArgumentForm(msgspec.Struct, frozen=True):
     @property
     def is_mixed(self) -> bool:
         """Whether a text is null, a boolean or a number if it reads like one, and else a string. An argument that is
-        neither raw nor mixed is JSON, its strings in quotes.
+        neither raw nor mixed is JSON, with its strings in quotes.
         """
         return "string" in self.types and self.types <= SCALARS and self.has_plain_scalars and not self.is_raw
 
@@ -66,12 +66,14 @@ def argument_forms(schema: dict[str, Any]) -> ArgumentForms:
 
 
 def form_of(schema: Any, root: dict[str, Any]) -> ArgumentForm:
-    """The form of an argument of this schema; `root` holds what it refers to."""
+    """Returns the form of an argument with this schema; `root` holds what the schema refers to."""
     return ArgumentForm(types_of(schema, root), _has_plain_scalars(schema, root, _MAX_DEPTH))
 
 
 def resolved(schema: Any, root: dict[str, Any]) -> Any:
-    """`schema`; or what it stands for, if it is a reference into `$defs` or has one alternative, and nothing else."""
+    """Returns `schema`, or the schema that it stands for if it is nothing but a reference into `$defs` or one
+    alternative.
+    """
     for _ in range(_MAX_DEPTH):
         if not isinstance(schema, dict) or len(names := assertions(schema)) != 1:
             return schema
@@ -87,12 +89,12 @@ def resolved(schema: Any, root: dict[str, Any]) -> Any:
 
 
 def assertions(schema: dict[str, Any]) -> set[str]:
-    """The keywords of a schema that say which values are valid."""
+    """Returns the keywords of a schema that say which values are valid."""
     return schema.keys() - ANNOTATIONS
 
 
 def _target(reference: Any, root: dict[str, Any]) -> Any:
-    """The schema in `$defs` or `definitions` that a reference names; None if it names none."""
+    """Returns the schema in `$defs` or `definitions` that a reference names; None if it names none."""
     found = re.fullmatch(r"#/(\$defs|definitions)/([^/]+)", reference) if isinstance(reference, str) else None
     if found is None or not isinstance(root.get(found[1]), dict):
         return None
@@ -100,7 +102,7 @@ def _target(reference: Any, root: dict[str, Any]) -> Any:
 
 
 def types_of(schema: Any, root: dict[str, Any], depth: int = _MAX_DEPTH) -> frozenset[str]:
-    """The types of JSON that a schema may allow; never fewer than it allows."""
+    """Returns the JSON types that a schema may allow; never fewer than the schema allows."""
     if schema is False:
         return frozenset()
     if not isinstance(schema, dict) or depth == 0:
@@ -124,7 +126,7 @@ def types_of(schema: Any, root: dict[str, Any], depth: int = _MAX_DEPTH) -> froz
 
 
 def type_of(value: Any) -> str:
-    """The type of a JSON value, as schemas name it, but `number` for an integer."""
+    """Returns the type of a JSON value, as schemas name it, but `number` for an integer."""
     if value is None:
         return "null"
     if isinstance(value, bool):

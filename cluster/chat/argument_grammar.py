@@ -1,4 +1,4 @@
-"""The rules that hold the arguments of a call where a format does not write them as one JSON object.
+"""Grammar rules for the arguments of a call, in formats that do not write them as one JSON object.
 
 The keys stand in the order of the schema, each once, the required ones always. A string is raw text without the mark
 that ends it; a value of any other type is JSON of its schema; in Python's syntax `True`, `False` and `None` may be
@@ -46,7 +46,7 @@ _FREE_KEY = r"[a-zA-Z0-9_]{1,64}"
 
 
 class NotCarried(ValueError):
-    """The format cannot carry what the schema demands; the message says what."""
+    """The format cannot carry a demand of the schema; the message names the demand."""
 
 
 class ArgumentRules:
@@ -55,7 +55,7 @@ class ArgumentRules:
     def __init__(
         self, form: ToolFormat, schema: dict[str, Any], options: dict[str, Any], token_id: TokenId, prefix: str
     ) -> None:
-        """`options` are those of `%json`. With `lenient` in them nothing is refused."""
+        """Takes the `options` of `%json`. With `lenient` in them nothing is refused."""
         self._form, self._schema, self._options = form, schema, options
         self._token_id, self._prefix = token_id, prefix
         self._is_lenient = bool(options["lenient"])
@@ -65,7 +65,7 @@ class ArgumentRules:
         """The demands that a lenient grammar leaves out because the format cannot carry them."""
 
     def rules(self) -> list[str]:
-        """The rule `prefix` and those that it needs. Raises `NotCarried`."""
+        """Returns the rule `prefix` and the rules that it needs. Raises `NotCarried`."""
         root = resolved(self._schema, self._schema)
         if not isinstance(root, dict):
             root = {}
@@ -103,7 +103,7 @@ class ArgumentRules:
         return self._with_commas(parts, extra)
 
     def _with_commas(self, parts: list[tuple[str, bool]], extra: str | None) -> str:
-        """Rules for what may follow when an argument has been written (`_after`) and when none has (`_from`)."""
+        """Returns rules for what may follow after a written argument (`_after`) and without one (`_from`)."""
         name, comma = self._prefix, '", "'
         last = len(parts)
         self._rules.append(f"{name}_after_{last}: {f'({comma} {extra})*' if extra else EMPTY}")
@@ -117,7 +117,7 @@ class ArgumentRules:
         return f"{name}_from_0"
 
     def _argument(self, index: int, key: str, schema: Any) -> str | None:
-        """The rule of a named argument; None if it is left out."""
+        """Returns the rule of a named argument; None if the argument is left out."""
         if not self._is_writable(key):
             self._cannot(f"the argument {key[:80]!r}, whose name holds a character of the format's marks")
             return None
@@ -133,7 +133,7 @@ class ArgumentRules:
         return re.fullmatch(r"[^<>\s]([^<>\n]*[^<>\s])?", key) is not None
 
     def _additional(self, index: int, named: list[str], schema: Any) -> str | None:
-        """The rule of an argument that the schema does not name."""
+        """Returns the rule of an argument that the schema does not name."""
         before, between, _ = self._marks
         name, key = f"{self._prefix}_{index}", f"KEY_{self._prefix.upper()}"
         writable = [each for each in named if self._is_writable(each)]
@@ -150,7 +150,7 @@ class ArgumentRules:
     # ---- values --------------------------------------------------------------------------------------------------
 
     def _value(self, name: str, key: str, schema: Any) -> None:
-        """Adds the rule `name`_value: a value and the mark behind it."""
+        """Adds the rule `name`_value: a value and the mark after it."""
         form = form_of(schema, self._schema)
         end = self._marks[2]
         if self._form.values == "raw" and (form.is_raw or form.is_mixed):
@@ -164,7 +164,7 @@ class ArgumentRules:
         self._rules.append(f"{name}_json: %json {json_text(self._embedded(schema))}")
 
     def _python_words(self, schema: Any, form: ArgumentForm) -> Iterator[str]:
-        """Python's words for the constants that are certainly valid."""
+        """Returns Python's words for the constants that are certainly valid."""
         plain = resolved(schema, self._schema)
         for word, value in (("True", True), ("False", False), ("None", None)):
             if form.types & {"boolean", "null"} and self._is_certain(plain, value):
@@ -199,7 +199,7 @@ class ArgumentRules:
         self._rules.append(f"{name}_value[lazy]: {upper} {json_text(self._marks[2])}")
 
     def _texts(self, key: str, schema: Any, form: ArgumentForm) -> tuple[list[str], bool]:
-        """(alternatives of a terminal, whether the text may be empty)."""
+        """Returns the alternatives of a terminal, and whether the text may be empty."""
         words = {"null": ["null"], "boolean": ["true", "false"]}
         taken = [word for kind, found in words.items() if kind in form.types for word in found]
         excluded = [*map(escaped, taken), *([NUMBER] if "number" in form.types else [])]
@@ -226,7 +226,9 @@ class ArgumentRules:
         return texts, may_be_empty
 
     def _listed(self, leaf: dict[str, Any], form: ArgumentForm) -> list[str]:
-        """The values of an `enum` or `const`, each as its text, but those that would be read as another one."""
+        """Returns the values of an `enum` or `const`, each as its text, without those that would be read as another
+        value.
+        """
         values = leaf["enum"] if "enum" in leaf else [leaf["const"]]
         if "enum" in leaf and "const" in leaf:
             values = [value for value in values if value == leaf["const"]]
@@ -241,7 +243,7 @@ class ArgumentRules:
         return texts
 
     def _leaves(self, key: str, schema: Any) -> Iterator[dict[str, Any]]:
-        """The alternatives of a schema, each a plain one."""
+        """Returns the alternatives of a schema, each without combinations of its own."""
         schema = resolved(schema, self._schema)
         if not isinstance(schema, dict):
             self._cannot(f"the argument {key[:80]!r}, whose schema is {schema!r}")
@@ -264,8 +266,11 @@ class ArgumentRules:
         yield schema
 
     def _string(self, key: str, leaf: dict[str, Any], excluded: list[str]) -> tuple[str | None, bool]:
-        """(a regular expression of the strings, None if there are none; whether it matches the empty one). An automaton
-        takes the `excluded` expressions out of a pattern, because llguidance may fail where nothing is left of it.
+        """Returns a regular expression of the strings, or None if there are none, and whether it matches the empty
+        string.
+
+        An automaton takes the `excluded` expressions out of a pattern, because llguidance may fail where nothing is
+        left of the pattern.
         """
         pattern = leaf.get("pattern")
         if "format" in leaf and leaf["format"] in REGULAR:

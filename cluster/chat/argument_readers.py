@@ -1,6 +1,6 @@
-"""Reads the arguments of one call as they come and gives out the JSON that they make.
+"""Reads the arguments of one call as they come, and returns the JSON that they make.
 
-Each reader takes characters one by one, so what it gives out, joined, does not depend on how the text was cut. Used by
+Each reader takes characters one by one, so its JSON does not depend on how the text was cut. Used by
 `cluster/chat/call_readers.py`.
 """
 
@@ -20,7 +20,7 @@ _LITERAL_PREFIX = re.compile(r"-?[0-9]*(\.[0-9]*)?([eE][-+]?[0-9]*)?|n(u(ll?)?)?
 
 
 class NotACall(ValueError):
-    """The text is no call of a known tool."""
+    """The text is not a call of a known tool."""
 
 
 class ArgumentsReader(Protocol):
@@ -31,11 +31,13 @@ class ArgumentsReader(Protocol):
     done: bool
 
     def read(self, character: str) -> str:
-        """Returns the JSON that one more character makes certain. Raises `NotACall` if it is out of place."""
+        """Returns the JSON that one more character makes certain. Raises `NotACall` if the character is out of
+        place.
+        """
 
 
 class JsonArguments:
-    """One JSON object, given out as it stands."""
+    """One JSON object, returned as it stands."""
 
     def __init__(self) -> None:
         self.begun = self.done = False
@@ -93,7 +95,7 @@ class TaggedArguments:
     """Arguments between marks, such as `<parameter=KEY>` and `</parameter>`, whose strings are raw."""
 
     def __init__(self, form: ToolFormat, forms: ArgumentForms, follows: str) -> None:
-        """`follows` is the text behind the last argument, which is read too."""
+        """Reads `follows`, the text after the last argument, too."""
         self.begun = self.done = False
         before, between, after = form.argument_marks()
         self._before, self._follows, self._end = before.strip(), follows.split()[0], after.strip()
@@ -160,7 +162,7 @@ class _Value:
     """One value as JSON: a raw string, or JSON itself, as the argument's form says."""
 
     def __init__(self, form: ArgumentForm, has_lines: bool) -> None:
-        """If `has_lines`, one line break at each end is no part of the value."""
+        """Drops one line break at each end of the value if `has_lines`."""
         self._form = form
         self._has_lines = has_lines
         self._at_start = True
@@ -169,7 +171,7 @@ class _Value:
         self._opened = False
         self._held = ""
         self.in_quotes = False
-        """Inside a string of JSON, where a mark that ends the value is text."""
+        """Whether the reader is inside a string of JSON, where a mark that ends the value is text."""
         self._escaped = False
 
     def read(self, text: str) -> str:
@@ -221,7 +223,7 @@ class _Value:
                 self.in_quotes = not self.in_quotes
 
     def _decide(self, text: str) -> str:
-        """Returns all that was held once it is known what it is."""
+        """Returns everything that was held back, once the type of the value is known."""
         self._held += text
         held = self._held if self._form.is_mixed else self._held.lstrip()
         if not self._form.is_mixed and held[:1] in ("{", "[", '"'):
@@ -241,7 +243,7 @@ class _Value:
 
 
 class PythonArguments:
-    """Keyword arguments of Python's syntax, up to the closing parenthesis; each is given out when it is complete."""
+    """Keyword arguments in Python's syntax, up to the closing parenthesis. Each is returned when it is complete."""
 
     def __init__(self) -> None:
         self.begun = self.done = False
@@ -302,7 +304,7 @@ class PythonArguments:
 
 
 def _python_literal(text: str) -> str:
-    """A literal of Python or JSON as JSON. Raises `NotACall`."""
+    """Returns a literal of Python or JSON as JSON. Raises `NotACall`."""
     try:
         json.loads(text, parse_constant=_no_constant)
         return text

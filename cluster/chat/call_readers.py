@@ -1,7 +1,7 @@
 """Reads one tool call, character by character: its name, its id if the model gives one, and its arguments as they come.
 
-`cluster/chat/tool_parser.py` makes a reader where a call may begin. A reader keeps the text until it is certain that it
-is a call, so that text which only looks like one can be given back.
+`cluster/chat/tool_parser.py` makes a reader where a call may begin. A reader keeps its text until the text is certainly
+a call. Text that only looks like a call can so be given back.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ class CallReader:
 
     def __init__(self, form: ToolFormat, tools: Mapping[str, ArgumentForms], skipped: str) -> None:
         self.skipped = skipped
-        """The text in front of the call that began it."""
+        """Text before the call that announced it, such as the mark that begins calls."""
         self.raw = skipped
-        """Everything so far, to give back if it turns out to be no call; kept until `is_open`."""
+        """Everything so far, to give back if the text turns out not to be a call; kept until `is_open`."""
         self.name: str | None = None
         self.call_id: str | None = None
         """The id that the model gave the call; None if a new one is needed."""
@@ -40,20 +40,20 @@ class CallReader:
         self._form = form
         self._tools = tools
         self._new = ""
-        """Arguments that were not taken yet."""
+        """Arguments that the caller has not taken yet."""
 
     @property
     def is_open(self) -> bool:
-        """Whether this is certainly a call: a known name, and arguments that begin or are left out."""
+        """Whether the text is certainly a call: a known name, and arguments that begin or are left out."""
         raise NotImplementedError
 
     def take_arguments(self) -> str:
-        """The arguments' JSON since the last time."""
+        """Returns the arguments' JSON since the last call of this method."""
         new, self._new = self._new, ""
         return new
 
     def read(self, text: str) -> None:
-        """Reads to the call's end or the text's. Raises `NotACall`."""
+        """Reads to the end of the call or of the text. Raises `NotACall`."""
         self.position = 0
         for character in text:
             self._step(character)
@@ -73,7 +73,7 @@ class CallReader:
 
 
 class ObjectReader(CallReader):
-    """A call that is one JSON object, `{"name": ..., "arguments": {...}}`, its keys in any order."""
+    """Reads a call that is one JSON object, `{"name": ..., "arguments": {...}}`, with its keys in any order."""
 
     def __init__(self, form: ToolFormat, tools: Mapping[str, ArgumentForms], skipped: str, may_open_list: bool) -> None:
         super().__init__(form, tools, skipped)
@@ -126,8 +126,8 @@ class ObjectReader(CallReader):
             raise NotACall
 
     def _close(self, character: str) -> None:
-        """Reads a closing bracket. One closer left means that the bracket ends a value of the call's own object; none
-        left, that it ends the call.
+        """Reads a closing bracket. If one closer is left, the bracket ends a value of the call's own object; if none is
+        left, the bracket ends the call.
         """
         if character != self._closers.pop():
             raise NotACall
@@ -153,7 +153,7 @@ class ObjectReader(CallReader):
         self._new += character
 
     def _end_value(self) -> None:
-        """A value of the call's own object is complete."""
+        """Ends a value of the call's own object."""
         if self._key == self._form.arguments_key:
             self._ended_arguments = True
         if self._key == self._form.name_key and self._value:
@@ -172,9 +172,8 @@ def _parsed(value: str) -> str:
 
 
 class FrameReader(CallReader):
-    """A call whose name and arguments stand between the texts of `ToolFormat.call`.
-
-    White space between the words of those texts may be of any length.
+    """Reads a call whose name and arguments stand between the texts of `ToolFormat.call`. White space between the words
+    of those texts may be of any length.
     """
 
     def __init__(self, form: ToolFormat, tools: Mapping[str, ArgumentForms], skipped: str, may_open_list: bool) -> None:

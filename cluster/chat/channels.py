@@ -1,8 +1,8 @@
 """Reads the messages of OpenAI's harmony format: which part of an answer is reasoning, and which is for the reader.
 
-An answer consists of messages, `<|channel|>CHANNEL<|message|>TEXT<|end|>`, each but the first with
-`<|start|>assistant` in front. The text of the channel `analysis` is reasoning, that of others is the answer. A message
-to a tool is kept, with the header that `cluster/chat/tool_parser.py` reads. See github.com/openai/harmony.
+An answer consists of messages, `<|channel|>CHANNEL<|message|>TEXT<|end|>`, each but the first with `<|start|>assistant`
+in front. The text of the channel `analysis` is reasoning, the text of other channels is the answer. A message to a tool
+is kept, with the header that `cluster/chat/tool_parser.py` reads. See github.com/openai/harmony.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ CHANNEL_MARKS = ("<|start|>", "<|channel|>", "<|constrain|>", "<|message|>", "<|
 _START, _CHANNEL, _CONSTRAIN, _MESSAGE, _END, _, _ = CHANNEL_MARKS
 _TO_TOOL = f"{_CHANNEL}commentary to=functions."
 _RECIPIENT = re.compile(r"\bto=functions\.([\w-]+)")
-"""Stands in the role or in the channel of a header."""
+"""Recipient of a message, which stands in the role or in the channel of its header."""
 
 
 class ChannelSplitter:
@@ -24,11 +24,11 @@ class ChannelSplitter:
     def __init__(self) -> None:
         self._held = ""
         self._state = "header"
-        """`header` before the first message and between two; or what the text of the message is."""
+        """`header` before the first message and between two messages; else the kind of the message's text."""
         self._has_reasoning = self._has_answer = False
 
     def feed(self, text: str) -> tuple[str, str]:
-        """Returns what is certain now."""
+        """Returns the reasoning and the answer that are certain now."""
         self._held += text
         reasoning, answer = "", ""
         before = None
@@ -42,7 +42,7 @@ class ChannelSplitter:
         return reasoning, answer
 
     def finish(self) -> tuple[str, str]:
-        """Returns what was held back."""
+        """Returns the text that was held back."""
         rest, self._held = self._held, ""
         if self._state == "reasoning":
             return rest, ""
@@ -74,7 +74,7 @@ class ChannelSplitter:
         return mark.startswith(self._held) and self._held != mark
 
     def _read_text(self) -> tuple[bool, str]:
-        """(whether the text is reasoning, the text)."""
+        """Returns whether the text is reasoning, and the text."""
         is_reasoning = self._state == "reasoning"
         text, found, rest = self._held.partition(_END)
         if found:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from manta.cluster.protocol.constraint_fields import json_text
 
 TokenId = Callable[[str], int | None]
-"""Gives the id of the token that has a name, or None."""
+"""A function that returns the id of the token with a given name, or None."""
 
 _MARK = re.compile(r"(<\|[^|<>]*\|>|<｜[^｜<>]*｜>|</?[\w:]+>|\[/?[A-Z_]+\])")
 """Texts that some tokenizers have as one special token."""
@@ -16,7 +16,7 @@ ANY_TEXT = "(?s:.*)"
 
 
 def literal(text: str, token_id: TokenId) -> str:
-    """An expression of a rule that matches `text`: its special tokens as tokens, the rest as it stands."""
+    """Returns an expression of a rule that matches `text`: its special tokens as tokens, the rest as it stands."""
     parts = []
     for part in _MARK.split(text):
         found = token_id(part) if _MARK.fullmatch(part) else None
@@ -30,15 +30,15 @@ def literal(text: str, token_id: TokenId) -> str:
 
 
 def starts_with_token(text: str, token_id: TokenId) -> bool:
-    """Whether `literal` begins with a special token."""
+    """Returns whether `literal` begins with a special token."""
     return literal(text, token_id).startswith("<[")
 
 
 def escaped(text: str) -> str:
-    """`text` as a part of a regular expression between slashes."""
+    """Returns `text` as a part of a regular expression between slashes."""
     return "".join(c if c.isalnum() and c.isascii() else rf"\U{ord(c):08x}" for c in text)
 
 
 def without(text: str) -> str:
-    """A regular expression of the texts that contain `text`, to be excluded by `& ~`."""
+    """Returns a regular expression of the texts that contain `text`, to be excluded by `& ~`."""
     return f"/{ANY_TEXT}{escaped(text)}{ANY_TEXT}/"

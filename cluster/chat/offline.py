@@ -1,4 +1,5 @@
-"""Chats without a server: OpenAI's messages as the prompt of an offline request, and its text as the next message.
+"""Chats without a server: makes OpenAI's messages the prompt of an offline request, and the generated text the next
+message.
 
 The parts of a chat body, its template, constraint, tools and reasoning, are those of `cluster/http/`, so that
 `manta.cluster.llm.LLM.chat` and `/v1/chat/completions` answer alike.
@@ -33,7 +34,7 @@ OPTIONS = (
     "continue_final_message",
     "chat_template_kwargs",
 )
-"""Fields of a chat body that are no sampling parameters."""
+"""Fields of a chat body that are not sampling parameters."""
 
 
 class Chat(msgspec.Struct, frozen=True, kw_only=True):
@@ -41,10 +42,10 @@ class Chat(msgspec.Struct, frozen=True, kw_only=True):
 
     prompt: list[int]
     plan: ChatPlan
-    """Has the prompt as text, and the sampling parameters with the constraint."""
+    """The prompt as text, and the sampling parameters with the constraint."""
 
     def message(self, text: str) -> Message:
-        """The answer `text` as an assistant message, which may be appended to the conversation."""
+        """Returns the answer `text` as an assistant message, which may be appended to the conversation."""
         reader, builder = ChatReader(self.plan), MessageBuilder()
         builder.add(reader.feed(text, final=True))
         message = msgspec.to_builtins(builder.message())
@@ -54,7 +55,9 @@ class Chat(msgspec.Struct, frozen=True, kw_only=True):
 def plan_offline(
     messages: Sequence[Message], params: SamplingParams, tokenizer: Tokenizer, options: dict[str, Any]
 ) -> Chat:
-    """`options` are some of `OPTIONS`. Raises `RequestRefused` naming the field at fault."""
+    """Returns the chat of these messages. `options` are some of `OPTIONS`. Raises `RequestRefused` naming the field at
+    fault.
+    """
     for name in options:
         if name not in OPTIONS:
             remedy = "sampling parameters go into SamplingParams, and the options are"

@@ -1,6 +1,6 @@
-"""Plans of chats: the conversation as a prompt, and what holds for the text of the answer.
+"""Plans of chats: the conversation as a prompt, and how the text of the answer is constrained and read.
 
-`plan_chat` decides once a request; `cluster/chat/reader.py` reads the answer by its plan.
+`plan_chat` makes one plan for each request; `cluster/chat/reader.py` reads the answer by that plan.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from manta.structured.constraint import ConstraintSpec
 from manta.workers.sampling_params import SamplingParams
 
 _END = "END_OF_FINAL_MESSAGE "
-"""A text that marks where the last message ends in a rendered conversation. Templates that strip contents take away the
-space at its end, which shows that they do.
+"""Text that marks the end of the last message in a rendered conversation. A template that strips contents removes the
+space at its end, which reveals such a template.
 """
 
 
@@ -53,24 +53,26 @@ class ChatPlan(msgspec.Struct, frozen=True, kw_only=True):
     prompt: str
     params: SamplingParams
     tool_format: ToolFormat | None = None
-    """None if nothing in the answer is read as a call."""
+    """Format of tool calls; None if nothing in the answer is read as a call."""
     tools: dict[str, ArgumentForms] = {}
-    """The tools that the answer may call, by name, and how their arguments are written."""
+    """The tools that the answer may call, by name, each with the form of its arguments."""
     not_enforced: tuple[str, ...] = ()
-    """Demands of schemas of tools with `strict: false` that the format cannot carry."""
+    """Demands in the schemas of tools with `strict: false` that the format cannot carry."""
     is_named: bool = False
-    """The request named the function to call."""
+    """Whether the request named the function to call."""
     reasoning: ReasoningFormat | None = None
-    """None if the answer has no thinking section."""
+    """Format of the thinking section; None if the answer has none."""
     is_thinking: bool = False
-    """The prompt ends inside the section."""
+    """Whether the prompt ends inside the thinking section."""
     include_reasoning: bool = True
     shown_ids: frozenset[int] = frozenset()
     """Special tokens that the text must show, because they mark its parts."""
 
 
 def render(tokenizer: Tokenizer, conversation: Conversation, tools: list[dict[str, Any]] | None = None) -> str:
-    """Returns the conversation as the model reads it. Raises `RequestRefused` if the chat template refuses it."""
+    """Returns the conversation as the model reads it. Raises `RequestRefused` if the chat template refuses the
+    conversation.
+    """
     messages, kwargs = conversation.template_messages(), conversation.template_kwargs()
     adds_prompt = bool(conversation.add_generation_prompt)
     if conversation.continue_final_message:
@@ -83,7 +85,7 @@ def render(tokenizer: Tokenizer, conversation: Conversation, tools: list[dict[st
 
 
 def _until_final_message(text: str) -> str:
-    """The rendered conversation up to the end of its last message, as transformers cuts it."""
+    """Returns the rendered conversation up to the end of its last message, as transformers cuts it."""
     kept, found, rest = text.rpartition(_END.rstrip())
     if not found:
         field = "continue_final_message"
@@ -94,7 +96,7 @@ def _until_final_message(text: str) -> str:
 def plan_chat(request: ChatCompletionRequest, params: SamplingParams, tokenizer: Tokenizer, prompt: str) -> ChatPlan:
     """Plans the answer to a rendered conversation, `prompt`.
 
-    Raises `RequestRefused` for what the model's chat template does not know.
+    Raises `RequestRefused` if the request needs something that the model's chat template does not know.
     """
     template = tokenizer.chat_template_source(bool(request.callable_tools()))
     if request.reasoning_effort is not None and "reasoning_effort" not in template:
@@ -142,7 +144,7 @@ def _marks(reasoning: ReasoningFormat) -> list[str]:
 
 
 def _shown_ids(tokenizer: Tokenizer, marks: list[str]) -> frozenset[int]:
-    """The special tokens of which the marks consist."""
+    """Returns the special tokens that are part of the marks."""
     texts = {token: tokenizer.token_text(token) for token in tokenizer.special_ids}
     return frozenset(token for token, text in texts.items() if text and any(text in mark for mark in marks))
 
@@ -163,8 +165,10 @@ def _tool_constraint(
     answer: ConstraintSpec | None,
     left_out: list[str],
 ) -> ConstraintSpec:
-    """Returns the grammar of the allowed answers. `answer` constrains the text that is no call. What the format cannot
-    carry and is not demanded strictly is appended to `left_out`.
+    """Returns the grammar of the allowed answers.
+
+    `answer` constrains the text that is not a call. A demand that the format cannot carry, and that is not strict, is
+    appended to `left_out`.
     """
     tools, choice = request.callable_tools(), request.tool_choice
     if isinstance(choice, NamedToolChoice):

@@ -37,7 +37,7 @@ class ChatReader:
         self._parser = None if plan.tool_format is None else ToolCallParser(plan.tool_format, plan.tools)
 
     def feed(self, text: str, final: bool) -> list[ChatDelta]:
-        """Returns the deltas that new text brings; with `final` also those of text that was held back."""
+        """Returns the deltas that new text brings; with `final`, also the deltas of text that was held back."""
         deltas = self._read(text)
         if final:
             if self._splitter is not None:
@@ -52,7 +52,9 @@ class ChatReader:
         return has_called and finish is FinishStatus.FINISHED_STOPPED
 
     def finish_reason(self, finish: FinishStatus) -> str:
-        """OpenAI's finish reason: "tool_calls" if the model stopped after a call that the request did not name."""
+        """Returns OpenAI's finish reason: "tool_calls" if the model stopped after a call that the request did not
+        name.
+        """
         return "tool_calls" if self.ends_with_call(finish) and not self._plan.is_named else finish.value
 
     def _read(self, text: str) -> list[ChatDelta]:

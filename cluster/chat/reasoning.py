@@ -13,10 +13,10 @@ class ReasoningFormat(msgspec.Struct, frozen=True):
     begin: str
     end: str
     opening: str
-    """The end of a prompt that lets the model think."""
+    """End of a prompt that lets the model think."""
     is_channel: bool = False
-    """Reasoning and answer are messages of OpenAI's harmony format, which `cluster/chat/channels.py` reads: the model
-    thinks or not as it likes, and `end` is the header of the answer.
+    """Whether reasoning and answer are messages of OpenAI's harmony format, which `cluster/chat/channels.py` reads. The
+    model is then free to think or not, and `end` is the header of the answer.
     """
 
 
@@ -28,25 +28,25 @@ FORMATS = (
 
 
 def detect_reasoning(template: str) -> ReasoningFormat | None:
-    """The format of a chat template that knows thinking sections."""
+    """Returns the format of a chat template that knows thinking sections; None for other templates."""
     return next((form for form in FORMATS if form.begin in template or form.end in template), None)
 
 
 def section_is_closed(form: ReasoningFormat, prompt: str) -> bool:
-    """Whether the rendered prompt ends with a section that is over, so that the model answers at once."""
+    """Returns whether the rendered prompt ends with a closed section, so that the model answers at once."""
     return prompt.rstrip().endswith(form.end)
 
 
 def section_is_open(form: ReasoningFormat, prompt: str) -> bool:
-    """Whether the rendered prompt ends in a section that the model goes on with."""
+    """Returns whether the rendered prompt ends in an open section, which the model continues."""
     return prompt.rstrip().endswith(form.begin)
 
 
 class ReasoningSplitter:
     """Cuts a growing text into (reasoning, answer).
 
-    Line breaks at the edges of the reasoning belong to the marks and are dropped, those after the end mark only with
-    `strip_answer`.
+    Line breaks at the edges of the reasoning belong to the marks and are dropped. Line breaks after the end mark are
+    dropped only with `strip_answer`.
     """
 
     def __init__(self, form: ReasoningFormat, inside: bool, strip_answer: bool) -> None:
@@ -55,7 +55,7 @@ class ReasoningSplitter:
         self._strip_answer = strip_answer
         self._held = ""
         self._begun = False
-        """Whether reasoning was given out."""
+        """Whether some reasoning has been returned."""
 
     def feed(self, text: str) -> tuple[str, str]:
         """Returns the reasoning and content that are certain now."""
@@ -76,14 +76,16 @@ class ReasoningSplitter:
         return reasoning, answer
 
     def finish(self) -> tuple[str, str]:
-        """Returns what was held back: the end of a section that was cut off, or a beginning that was none."""
+        """Returns the text that was held back: the end of a section that was cut off, or what only looked like a
+        mark.
+        """
         rest, self._held = self._held, ""
         if self._state == "inside":
             return rest.rstrip("\n") if self._begun else rest.strip("\n"), ""
         return "", rest
 
     def _read_start(self) -> None:
-        """The model may open the section itself, with nothing but white space before."""
+        """Decides whether the text opens a section; only white space may come before the mark."""
         stripped = self._held.lstrip()
         if stripped.startswith(self._form.begin):
             self._state, self._held = "inside", stripped.removeprefix(self._form.begin)
@@ -106,7 +108,7 @@ class ReasoningSplitter:
 
 
 def certain_length(text: str, mark: str) -> int:
-    """Returns where the longest end of `text` starts that is the beginning of `mark`."""
+    """Returns the start of the longest end of `text` that is a beginning of `mark`."""
     for length in range(min(len(mark) - 1, len(text)), 0, -1):
         if text.endswith(mark[:length]):
             return len(text) - length

@@ -1,7 +1,7 @@
 """The formats in which models write tool calls, as data. A model's chat template shows which one it uses.
 
 `cluster/chat/tool_parser.py` reads a format, and the grammar of `cluster/chat/tool_grammar.py` enforces it. The formats
-are those of the models' own chat templates; where a template leaves one open, as vLLM's and SGLang's parsers read it.
+are those of the models' own chat templates. What a template leaves open is as vLLM's and SGLang's parsers read it.
 """
 
 from __future__ import annotations
@@ -17,38 +17,38 @@ class ToolFormat(msgspec.Struct, frozen=True, kw_only=True):
 
     name: str
     begin: str
-    """Opens the calls. A model's text before it is its answer."""
+    """Opens the calls. A model's text before this mark is its answer."""
     other_begin: str = ""
-    """Another text that opens them, for models that differ in this alone."""
+    """Another text that opens calls, for models that differ in this alone."""
     end: str = ""
     calls: Literal["each", "list", "section", "one"] = "each"
     """Form of several calls: `each` has its own `begin` and `end`; a `list` is one `[...]` with commas; a `section` has
     them one after the other; `one` allows a single call.
     """
     call: str = ""
-    """One call, with `{name}` and `{arguments}`, and `{index}` or `{id}` where the model counts or names its calls. If
-    empty, a call is a JSON object with the three keys that follow.
+    """Form of one call, with `{name}` and `{arguments}`, and `{index}` or `{id}` where the model counts or names its
+    calls. If empty, a call is a JSON object with the three keys that follow.
     """
     name_key: str = "name"
     arguments_key: str = "arguments"
     id_key: str = ""
-    """The key of a number that the model gives its calls; empty if it gives none."""
+    """Key of the number that the model gives each call; empty if calls have no number."""
     argument: str = ""
-    """One argument, with `{key}` and `{value}`; if empty, the arguments are one JSON object."""
+    """Form of one argument, with `{key}` and `{value}`; if empty, the arguments are one JSON object."""
     values: Literal["json", "raw", "python"] = "json"
-    """Form of `{value}`: JSON, strings as they are and all else as JSON (`raw`), or literals of Python."""
+    """Form of `{value}`: JSON; strings without quotes and everything else as JSON (`raw`); or literals of Python."""
     call_id: str = ""
-    """The id that a client gets for a call, of the placeholders in `call`; if empty, a new one."""
+    """Id that a client gets for a call, made of the placeholders in `call`; if empty, a new id."""
     has_short_ids: bool = False
-    """New ids are 9 letters and digits, because the chat template takes no others."""
+    """Whether new ids are 9 letters and digits, because the chat template takes no others."""
     is_bare: bool = False
-    """`begin` may be missing if the answer is nothing but calls."""
+    """Whether `begin` may be missing if the answer is nothing but calls."""
     is_channel: bool = False
-    """Calls are messages of OpenAI's harmony format, beside channels for reasoning and answer."""
+    """Whether calls are messages of OpenAI's harmony format, beside channels for reasoning and answer."""
 
     @property
     def begins(self) -> tuple[str, ...]:
-        """The texts that open calls, the usual one first."""
+        """Texts that open calls, the usual one first."""
         return (self.begin, self.other_begin) if self.other_begin else (self.begin,)
 
     @property
@@ -57,7 +57,7 @@ class ToolFormat(msgspec.Struct, frozen=True, kw_only=True):
         return (*self.begins, self.call, self.argument, self.end)
 
     def pieces(self) -> list[str]:
-        """`call` cut at its placeholders: texts and `{...}` in turn."""
+        """Pieces of `call`, cut at its placeholders: texts and `{...}` in turn."""
         return [piece for piece in _PLACEHOLDER.split(self.call) if piece]
 
     def argument_marks(self) -> tuple[str, str, str]:
@@ -175,11 +175,13 @@ FORMATS: tuple[tuple[tuple[str, ...], ToolFormat], ...] = (
     (("<|python_tag|>",), LLAMA3),
     (('"parameters": ',), LLAMA3),
 )
-"""The texts that a chat template contains if its model uses the format; the first row that matches counts."""
+"""Formats, each with the texts that a chat template contains if its model uses the format. The first row that matches
+counts.
+"""
 
 
 def detect_format(template: str) -> ToolFormat | None:
-    """The format of a chat template; None if it has no place for tools."""
+    """Returns the format of a chat template; None if the template has no place for tools."""
     if "tools" not in template:
         return None
     return next((found for marks, found in FORMATS if all(mark in template for mark in marks)), HERMES)

@@ -1,7 +1,7 @@
 """The grammar that holds a model's calls to the tools of a request.
 
-It fixes the marks of the model's format (`cluster/chat/tool_formats.py`) and each tool's name. The tool's JSON schema
-rules the arguments. So `cluster/chat/tool_parser.py` can parse every call of a response.
+The grammar fixes the marks of the model's format (`cluster/chat/tool_formats.py`) and each tool's name. A tool's JSON
+schema rules the arguments. So `cluster/chat/tool_parser.py` can parse every call of a response.
 """
 
 from __future__ import annotations
@@ -15,13 +15,15 @@ from manta.cluster.protocol.constraint_fields import json_text
 from manta.cluster.protocol.tools import Tool, arguments_schema
 
 JSON_SPACE = r"[ \n\t]{0,20}"
-"""White space between two tokens of arguments: enough to indent, too little for a model to lose itself in."""
+"""White space between two tokens of arguments: enough to indent, and so little that a model cannot idle there."""
 _TERMINALS = ["SPACE: /[ \\n]{1,2}/", "INDENT: /[ \\n]{1,8}/", "INDEX: /0|[1-9][0-9]{0,2}/", "ID: /[a-zA-Z0-9]{9}/"]
 _PLACEHOLDERS = {"{index}": "INDEX", "{id}": "ID"}
 
 
 class FormatRefused(ValueError):
-    """The format cannot hold the calls of tool number `tool`, or of any tool if it is None; the message says why."""
+    """The format cannot hold the calls of tool number `tool`, or of any tool if `tool` is None. The message says
+    why.
+    """
 
     def __init__(self, message: str, tool: int | None = None) -> None:
         super().__init__(message)
@@ -38,12 +40,14 @@ def calls_grammar(
     answer_schema: str | None = None,
     left_out: list[str] | None = None,
 ) -> str:
-    """A Lark grammar (llguidance's dialect) of one or, with `parallel`, more calls of `tools`.
+    """Returns a Lark grammar (llguidance's dialect) of one call of `tools`, or of several with `parallel`.
 
-    Not `required`: any text may come before or instead of the calls, or with `answer_schema` JSON of that schema
+    Unless `required`, any text may come before or instead of the calls; with `answer_schema`, only JSON of that schema
     instead of them. `token_id` gives the id of a mark that is one token, which text then cannot imitate. In harmony's
-    channels the grammar is about the whole answer, the reasoning included. What the format cannot carry of a function
-    with `strict: false` is appended to `left_out`. Raises `FormatRefused` if the function is strict.
+    channels the grammar covers the whole answer, the reasoning included.
+
+    What the format cannot carry of a function with `strict: false` is appended to `left_out`. For a strict function it
+    raises `FormatRefused`.
     """
     writer = _CallsGrammar(form, tools, token_id)
     if form.is_channel:
@@ -88,7 +92,7 @@ class _CallsGrammar:
         return rules
 
     def _body(self, parallel: bool) -> str:
-        """Returns what follows the mark that begins the calls."""
+        """Returns the expression that follows the mark that begins the calls."""
         form = self._form
         end = literal(form.end, self._token_id) if form.end else ""
         if form.calls == "list":
@@ -103,7 +107,7 @@ class _CallsGrammar:
         return f"SPACE? {self._call} SPACE? {end}"
 
     def _optional_calls(self, more: str, bare: str) -> list[str]:
-        """Rules for free text that ends with calls, if any. Once `begin` is written, calls must follow."""
+        """Returns rules for free text that may end with calls. Once `begin` is written, calls must follow."""
         text = f"/{ANY_TEXT}/"
         if self._form.is_bare:
             text += f" & ~/[ \\n]*({'|'.join(map(escaped, self._bare_starts()))}){ANY_TEXT}/"
@@ -123,7 +127,7 @@ class _CallsGrammar:
         return [f"[{tool.function.name}(" for tool in self._tools]
 
     def channels(self, required: bool, answer_schema: str | None) -> list[str]:
-        """Reasoning and remarks, and then one call or, if it is not required, an answer."""
+        """Returns rules for reasoning and remarks, and then one call or, unless a call is required, an answer."""
         marks = ("<|start|>", "<|channel|>", "<|message|>", "<|end|>", "<|constrain|>")
         missing = [mark for mark in marks if self._token_id(mark) is None]
         if missing:
@@ -169,7 +173,7 @@ class _CallsGrammar:
         return [f"{name}: %json {json_text({**schema, 'x-guidance': options})}"]
 
     def _frame(self, name: str, before: str = "") -> tuple[str, str]:
-        """Returns what stands before and behind the arguments of a call of function `name`."""
+        """Returns the expressions before and after the arguments of a call of function `name`."""
         form = self._form
         if not form.call:
             return self._object_head(name), '"}"'
@@ -189,7 +193,9 @@ class _CallsGrammar:
         return f"{opening} INDEX {closing}"
 
     def _joined(self, pieces: list[str], name: str, text: str) -> str:
-        """The pieces as an expression, `text` in front; texts that stand side by side become one literal."""
+        """Returns the pieces as an expression with `text` in front. Texts that stand side by side become one
+        literal.
+        """
         parts = []
         for piece in pieces:
             if piece in _PLACEHOLDERS:

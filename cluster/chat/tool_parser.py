@@ -1,7 +1,7 @@
-"""Finds tool calls in a model's text as it grows, and gives their arguments out as they come.
+"""Finds tool calls in a model's text as it grows, and returns their arguments as they come.
 
-One `ToolCallParser` per answer, used by `cluster/chat/reader.py`. What it gives out, joined, does not depend on
-how the text was cut. Text that only looks like a call comes back as text.
+One `ToolCallParser` per answer, used by `cluster/chat/reader.py`. The joined pieces do not depend on how the text was
+cut. Text that only looks like a call comes back as text.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from manta.cluster.chat.tool_formats import ToolFormat
 
 
 class Piece(msgspec.Struct, frozen=True):
-    """Text (`call` None), or part of call number `call`: its name comes first, with no arguments."""
+    """Text (`call` is None), or a part of call number `call`. The call's name comes first, without arguments."""
 
     text: str = ""
     call: int | None = None
     name: str | None = None
     call_id: str | None = None
-    """The id that the model gave the call, set with `name`; None if it gave none, or one that is taken."""
+    """Id that the model gave the call, set with `name`. None if the model gave none, or one that is taken."""
     arguments: str = ""
 
 
@@ -32,11 +32,11 @@ class ToolCallParser:
     """`feed` the text, then `finish`."""
 
     def __init__(self, form: ToolFormat, tools: Mapping[str, ArgumentForms]) -> None:
-        """`tools` are those that may be called, by name."""
+        """Takes the `tools` that may be called, by name."""
         self._form = form
         self._tools = tools
         self._text = ""
-        """Not yet decided: it may be a mark's beginning, or white space in front of one."""
+        """Text that is not decided yet: it may be a mark's beginning, or white space in front of a mark."""
         self._at_start = True
         self._reader: CallReader | None = None
         self._between: list[str] | None = None
@@ -45,7 +45,7 @@ class ToolCallParser:
         self.num_calls = 0
 
     def feed(self, text: str) -> list[Piece]:
-        """Returns what is certain now."""
+        """Returns the pieces that are certain now."""
         self._text += text
         pieces: list[Piece] = []
         before = None
@@ -60,7 +60,7 @@ class ToolCallParser:
         return pieces
 
     def finish(self) -> list[Piece]:
-        """Returns what was held back; a call that was cut off before its arguments is text."""
+        """Returns the text that was held back. A call that was cut off before its arguments is text."""
         rest = self._text
         if self._reader is not None:
             rest = "" if self._reader.is_open else self._reader.raw
@@ -122,7 +122,7 @@ class ToolCallParser:
         return [*tail, *(["]"] if form.calls == "list" else []), *([form.end] if form.end else [])]
 
     def _following(self, marks: list[str]) -> tuple[str, ...]:
-        """The texts that begin another call behind the same mark."""
+        """Returns the texts that begin another call after the same mark."""
         form = self._form
         if form.calls == "list":
             return (",",) if "]" in marks else ()

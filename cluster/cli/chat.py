@@ -1,8 +1,8 @@
 """`manta chat`: a terminal conversation over the HTTP API, streamed, with the history kept by the client.
 
-It works with any server that has OpenAI's chat completions. Ctrl-C closes the connection during a reply, which makes
-the server abort it. `cluster/cli/chat_input.py` reads the user's input, and `cluster/cli/chat_settings.py` keeps what
-`/set` and `/json` set.
+The command works with any server that has OpenAI's chat completions. Ctrl-C closes the connection during a reply, which
+makes the server abort it. `cluster/cli/chat_input.py` reads the user's input, and `cluster/cli/chat_settings.py` keeps
+what `/set` and `/json` set.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class ContextFull(Refusal):
 
 
 class Conversation:
-    """The messages so far. It fetches the replies."""
+    """The messages so far; fetches the replies."""
 
     def __init__(self, client: httpx.Client, model: str) -> None:
         self.client = client
@@ -63,7 +63,7 @@ class Conversation:
         """Yields the pieces of the reply to `text`. Both become part of the history; of a cut reply the received part
         does, without reasoning.
 
-        Raises `Refusal` with the server's own words if it refuses; the message is then taken back.
+        Raises `Refusal` with the server's own words if the server refuses; the message is then taken back.
         """
         self.messages.append({"role": "user", "content": text})
         received: list[str] = []
@@ -114,7 +114,8 @@ def run_chat(url: str, model: str | None, api_key: str | None, message: str | No
     """Answers `message`, or talks until /exit or the end of input. Without a terminal, standard output has only the
     answers.
 
-    Returns 1 if a message got no answer. Raises `Refusal` if no server answers or it does not serve the model.
+    Returns 1 if a message got no answer. Raises `Refusal` if no server answers, or if the server does not serve the
+    model.
     """
     client, base = connect(url, api_key)  # no limit, because a reply may wait long in the server's queue
     with client:

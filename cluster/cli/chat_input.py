@@ -12,7 +12,7 @@ QUOTES = '"""'
 
 
 def read_message() -> str:
-    """Returns a message. It is one line, or several that
+    """Returns a message: one line, or several that
 
     - follow a `\\` at a line's end,
     - are between two lines of `\"\"\"`, or

@@ -1,8 +1,8 @@
 """`manta check`: says whether a model folder and a configuration can be served here, without loading all weights.
 
-It plans memory with the worker's own code (`workers/checkpoints/memory.py`) and runs a step of the first layer on the
-device (`workers/torch_worker/trial.py`), so its answer matches what serving does. `manta serve` calls `check_quickly`
-before it starts anything.
+The check plans memory with the worker's own code (`workers/checkpoints/memory.py`) and runs a step of the first layer
+on the device (`workers/torch_worker/trial.py`), so its answer matches what serving does. `manta serve` calls
+`check_quickly` before it starts anything.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class CheckReport(msgspec.Struct, frozen=True, kw_only=True):
     num_parameters: int
     checkpoint_dtype: str
     quantized: str | None = None
-    """One line: what the checkpoint quantises how, and what it is kept as."""
+    """One line: what the checkpoint quantises how, and as what it is kept."""
     unquantized: str | None = None
     """One line: the matrices that a quantised checkpoint leaves as they are. None if it leaves none."""
     dtype: str
@@ -114,7 +114,7 @@ def in_one_sentence() -> Iterator[None]:
 
 
 def check_quickly(engine: EngineConfig) -> None:
-    """Checks what takes no time and no torch: the model's configuration, its files and its length.
+    """Checks what needs neither time nor torch: the model's configuration, its files and its length.
 
     Raises `ModelError`.
     """
@@ -375,7 +375,7 @@ def _try_step(engine: EngineConfig, folder: pathlib.Path, dtype: str) -> TrialRe
 def _quantized(
     model: ModelConfig, engine: EngineConfig, tally: WeightTally, dtype: str, keeps_integers: bool, keeps_float8: bool
 ) -> str | None:
-    """Returns one line that says what is quantised how, and what it is kept as; None if nothing is."""
+    """Returns one line that says what is quantised how, and as what it is kept; None if nothing is."""
     if model.quantization is None or tally.stored is None:
         return None
     if not tally.stored.quantized:

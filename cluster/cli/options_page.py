@@ -19,7 +19,8 @@ from manta.cluster.option_docs import OptionText, group_of, option_text
 HEAD = """# Options
 
 This page is generated from the configuration's source: `python -m manta.cluster.cli.options_page > docs/options.md`.
-[Serving](serve.md) explains the options that belong together.
+[Serving](serve.md), [models](models.md), [clusters](clusters.md) and [operating](operate.md) explain the options that
+belong together.
 
 An option is a key of a YAML file, which `--config FILE` names, or of the command line:
 

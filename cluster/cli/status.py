@@ -1,6 +1,6 @@
 """`manta status`: what a running server reports of its engines, its deployments and its nodes.
 
-It calls `GET /status` of the endpoint, which needs no key; `--json` prints the answer as it is.
+The command calls `GET /status` of the endpoint, which needs no key; `--json` prints the answer as it is.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """`manta top`: a live view of a running server's engines, queue, KV usage, speed, constraints and drafts.
 
 Each frame is drawn from one answer of `GET /status` and one of `GET /metrics`, which need no key. Rates compare two
-answers. Without a terminal it prints one frame. `cluster/cli/status.py` says what a server is doing once, in words.
+answers. Without a terminal the command prints one frame. `cluster/cli/status.py` says what a server is doing once, in
+words.
 """
 
 from __future__ import annotations
@@ -176,7 +177,7 @@ def _drafts(latest: Reading, before: Reading | None) -> RenderableType:
 
 
 def _rate(latest: Reading, before: Reading | None, name: str, **labels: str) -> str:
-    """Returns the growth of a counter per second. It is "-" if one reading lacks the metrics, or if the counter fell
+    """Returns the growth of a counter per second. Returns "-" if one reading lacks the metrics, or if the counter fell
     because an engine or an ingress has gone.
     """
     if before is None or not before.samples or not latest.samples:

@@ -43,7 +43,7 @@ def check_request(
 
 
 def _check_continued(choice: ContinuedChoice, num_prompt_tokens: int, vocab_size: int, max_num_tokens: int) -> None:
-    """Raises `RequestRefused` if this engine cannot continue the choice. It may come from an engine of another
+    """Raises `RequestRefused` if this engine cannot continue the choice. The choice may come from an engine of another
     configuration.
     """
     num_tokens = num_prompt_tokens + len(choice.token_ids)

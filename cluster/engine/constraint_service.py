@@ -61,9 +61,13 @@ class ConstraintService:
             else:
                 future.set_result(done.result())
 
+        def cancel_compilation(done: Future[Resolved]) -> None:
+            if done.cancelled():
+                compiled.cancel()
+
         compiled = compiler.resolve(spec, client)
         compiled.add_done_callback(settle)
-        future.add_done_callback(lambda done: done.cancelled() and compiled.cancel())
+        future.add_done_callback(cancel_compilation)
         return future
 
     def start(self) -> Compiler:
@@ -124,7 +128,8 @@ class ConstraintService:
         if compiler is None or pool is None:
             return ConstraintStats()
         workers = list(pool.workers)
-        num_grammars, grammar_bytes = pool.buffer.cached[[worker.index for worker in workers]].sum(axis=0).tolist()
+        cached = pool.buffer.cached[[worker.index for worker in workers]]  # int [num_workers, 2]
+        num_grammars, grammar_bytes = cached.sum(axis=0).tolist()
         return ConstraintStats(
             num_compilers=compiler.num_processes,
             num_compilers_alive=compiler.num_alive,

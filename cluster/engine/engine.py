@@ -420,7 +420,7 @@ class Engine:
     def _has_room_for(self, client: str) -> bool:
         """Returns whether a full queue still accepts one request of `client`.
 
-        It does if no request of this client waits, because other clients may have filled the queue. An eighth of the
+        The queue does so if no request of this client waits, because other clients may have filled it. An eighth of the
         queue is added for such requests; the limit keeps a client that uses many names from growing the queue without
         bound.
         """

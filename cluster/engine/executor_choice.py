@@ -30,8 +30,8 @@ def with_depth(executor: SynchronousExecutor, config: EngineConfig) -> Executor:
     engine's work beside it would take one of them. A thread calls workers that cannot run ahead of the host, such as
     ranks.
     """
-    gains = config.overlap == "on" or (config.overlap == "auto" and executor.model.is_asynchronous)
-    deeper = ThreadExecutor(executor) if gains and not executor.depth else executor
-    if deeper.depth:
+    overlaps = executor.model.is_asynchronous if config.overlap == "auto" else config.overlap == "on"
+    chosen = ThreadExecutor(executor) if overlaps and executor.depth == 0 else executor
+    if chosen.depth > 0:
         logger.info("the engine plans a step while the device computes the one before it (overlap)")
-    return deeper
+    return chosen

@@ -67,11 +67,11 @@ class KVCacheManager:
     def grow(self, sequence: Sequence, count: int, num_others: int) -> bool:
         """Gives the sequence blocks for its next `count` tokens. Returns False and changes nothing if too few are free.
 
-        It also adds blocks for the lookahead tokens if at least `num_others` free blocks remain, one for each other
+        Also adds blocks for the lookahead tokens if at least `num_others` free blocks remain, one for each other
         sequence.
         """
         end = sequence.num_computed_tokens + count
-        missing = -(-end // self._block_size) - len(sequence.block_table)
+        missing = self._num_blocks_for(end) - len(sequence.block_table)
         if missing > 0:
             if missing > self.blocks.num_free:
                 return False
@@ -93,7 +93,7 @@ class KVCacheManager:
             sequence.num_registered_blocks = full
 
     def _num_blocks_for(self, num_tokens: int) -> int:
-        return -(-num_tokens // self._block_size)
+        return (num_tokens + self._block_size - 1) // self._block_size  # rounded up
 
     # ---- forks and ends ----------------------------------------------------------------------------------------
 

@@ -84,6 +84,7 @@ def _new_prompt_logprobs(sequence: Sequence, start: int, output: StepOutput) -> 
     entries = output.prompt_logprobs.get(sequence.sequence_id)
     if not entries:
         return None
-    new = entries[max(0, sequence.num_prompt_logprobs - start) :]
+    num_reported_before = max(0, sequence.num_prompt_logprobs - start)
+    new = entries[num_reported_before:]
     sequence.num_prompt_logprobs = max(sequence.num_prompt_logprobs, start + len(entries))
     return new or None

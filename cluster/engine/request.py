@@ -117,8 +117,8 @@ class SequenceOutput(msgspec.Struct, array_like=True, gc=False):
     """New entries for prompt positions 1 onward; position 0 has none."""
     finish: FinishStatus | None = None
     stop_token_id: int | None = None
-    """The stop or end-of-sequence token that ended the sequence. It is the last of `token_ids` and not part of the
-    text.
+    """The stop or end-of-sequence token that ended the sequence. This token is the last of `token_ids` and not part of
+    the text.
     """
     error: str | None = None
     usage: Usage | None = None

@@ -1,9 +1,9 @@
 """Decides what each step computes: continuous batching over one token budget, in plain Python.
 
 The scheduler has no prefill or decode phase: a sequence has known tokens and computed tokens, and each step computes
-some of the difference. The engine calls it for one step at a time. It imports neither torch nor ray. Its queues are
-ordered lists, so that every run makes the same decisions. `step_plan.py` records the decisions, `kv_cache_manager.py`
-hands out blocks, and `outcome.py` applies the results.
+some of the difference. The engine calls the scheduler for one step at a time. The scheduler's queues are ordered lists,
+so that every run makes the same decisions. Imports neither torch nor ray. `step_plan.py` records the decisions,
+`kv_cache_manager.py` hands out blocks, and `outcome.py` applies the results.
 """
 
 from __future__ import annotations
@@ -102,7 +102,8 @@ class Scheduler:
         self.waiting.add(sequence)
 
     def _register(self, sequence: Sequence) -> None:
-        self._num_deadlines += sequence.deadline is not None
+        if sequence.deadline is not None:
+            self._num_deadlines += 1
         self._by_id[sequence.sequence_id] = sequence
         self._by_request.setdefault(sequence.request_id, []).append(sequence)
 
@@ -191,12 +192,14 @@ class Scheduler:
         """
         forks = [parent.fork(index) for index in parent.unforked]
         parent.unforked = range(0)
-        num_tokens = parent.num_prompt_tokens
-        is_full = num_tokens % self.blocks.block_size == 0
-        shared = num_tokens - (is_full and parent.constraint is not None)
+        last_block_is_full = parent.num_prompt_tokens % self.blocks.block_size == 0
+        may_recompute_last_token = parent.constraint is not None
+        num_shared = parent.num_prompt_tokens
+        if last_block_is_full and may_recompute_last_token:
+            num_shared -= 1  # then the last block is not full, and is copied
         for fork in forks:
             self._register(fork)
-            if self._share(parent, fork, shared):
+            if self._share(parent, fork, num_shared):
                 plan.fork(parent, fork, row)
 
     def _share(self, parent: Sequence, fork: Sequence, num_tokens: int) -> bool:
@@ -353,7 +356,8 @@ class Scheduler:
             heir.unforked = sequence.unforked[1:]
             self._register(heir)
             self.waiting.add(heir)
-        self._num_deadlines -= sequence.deadline is not None
+        if sequence.deadline is not None:
+            self._num_deadlines -= 1
         del self._by_id[sequence.sequence_id]
         siblings = self._by_request[sequence.request_id]
         siblings.remove(sequence)

@@ -138,7 +138,8 @@ class Sequence:
         if known >= self.max_length:
             return 0
         if self.draft_token_ids:
-            del self.draft_token_ids[max(0, self.max_length - known - 1) :]
+            num_useful = max(0, self.max_length - known - 1)  # the token drawn after them is the last that fits
+            del self.draft_token_ids[num_useful:]
         return known + len(self.draft_token_ids) - self.num_computed_tokens
 
     def begin_at(self, num_computed_tokens: int) -> None:
@@ -157,7 +158,8 @@ class Sequence:
         end = self.num_computed_tokens = start + count
         unsent = self.block_table[self.num_sent_blocks :]
         self.num_sent_blocks += len(unsent)
-        drafts = self.draft_token_ids[: max(0, end - known)] if self.draft_token_ids else []
+        num_drafts = max(0, end - known)
+        drafts = self.draft_token_ids[:num_drafts] if self.draft_token_ids else []
         draws = end >= known
         if draws:
             self.num_pending_tokens += 1
@@ -199,7 +201,8 @@ class Sequence:
 
     def restart(self) -> None:
         """Resets what is computed, drawn and sent, because the sequence has given up its blocks."""
-        self.is_paused &= not self.num_pending_tokens
+        if self.num_pending_tokens:  # it has not reported its log-probabilities yet
+            self.is_paused = False
         self.num_computed_tokens = self.num_pending_tokens = self.num_sent_blocks = 0
         self.draft_token_ids = []
         self.waits_for_mask = False

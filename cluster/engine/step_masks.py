@@ -157,7 +157,8 @@ class StepMasks:
         ids = list(self._points)
         if is_computing():
             pool.wait(ids, math.inf, lambda count: not is_computing())
-        all_constrained = sum(map(len, self._points.values())) == len(self._slots)
+        num_constrained = sum(len(points) for points in self._points.values())
+        all_constrained = num_constrained == len(self._slots)
         pool.wait(ids, LONGEST_WAIT_S if all_constrained else 0.0, lambda count: count < len(ids))
         if all_constrained:
             pool.wait(ids, self._patience_s, lambda count: count == 0, pool.is_complete)
@@ -197,7 +198,8 @@ class StepMasks:
         outputs: list[SequenceOutput] = []
         for sequence, output, finish in self._finished:
             if _output(sequence) == output:
-                self.num_dead_ends += finish is FinishStatus.FINISHED_LENGTH
+                if finish is FinishStatus.FINISHED_LENGTH:
+                    self.num_dead_ends += 1
                 outputs += self._scheduler.end(sequence.sequence_id, finish)
         for sequence_id, error in self._failed.items():
             outputs += self._scheduler.end(sequence_id, FinishStatus.FINISHED_INTERNAL_ERROR, error)
@@ -265,7 +267,7 @@ class Masks:
     def before_step(self) -> list[SequenceOutput]:
         """Applies the masks that arrived since the last step, and supervises the grammar workers.
 
-        It ends sequences whose grammar is finished, lets late sequences go on if their masks are ready, and proposes
+        Ends sequences whose grammar is finished, lets late sequences go on if their masks are ready, and proposes
         forced tokens as drafts.
         """
         pool, last = self.pool, self._last
@@ -277,7 +279,8 @@ class Masks:
         outputs: list[SequenceOutput] = []
         for sequence_id in last.asked_early:
             if sequence_id in pool and (finish := finish_of(pool, sequence_id)) is not None:
-                self._num_dead_ends_before += finish is FinishStatus.FINISHED_LENGTH
+                if finish is FinishStatus.FINISHED_LENGTH:
+                    self._num_dead_ends_before += 1
                 outputs += self._scheduler.end(sequence_id, finish)
         for sequence in self._late:
             self._scheduler.wait_for_mask(sequence, not pool.is_ready(sequence.sequence_id))

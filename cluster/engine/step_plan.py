@@ -1,8 +1,8 @@
 """The plan of a step, and the token budget of steps.
 
-The scheduler is the only caller of `StepPlan`. It opens a plan when it closes the previous one, so that the next step
-tells the ranks about every sequence that ends in between. The engine owns the `StepBudget`, because it learns how steps
-end.
+The scheduler is the only caller of `StepPlan`. The scheduler opens a plan when it closes the previous one, so that the
+next step tells the ranks about every sequence that ends in between. The engine owns the `StepBudget`, because it learns
+how steps end.
 """
 
 from __future__ import annotations

@@ -66,11 +66,12 @@ class Turns:
         self._reached = max(self._reached, sequence.turn)
 
     def promote_next(self, running: SequenceQueue, waiting: SequenceQueue) -> Sequence | None:
-        """Returns the next sequence to admit, or None. It is the first in `waiting` not paused, or one promoted.
+        """Returns the next sequence to admit, or None. That is the first sequence in `waiting` that is not paused, or a
+        promoted one.
 
-        If the client of that sequence runs already, another client's only request goes before it and moves to the front
-        of `waiting`. It must have the same priority, its client must run nothing, and it must not have lost its place
-        before.
+        If the client of the first sequence runs already, another client's only request is promoted: it moves to the
+        front of `waiting`. A request is promoted only if it has the same priority, its client runs nothing, and it
+        never lost its place.
         """
         first = next((sequence for sequence in waiting if not sequence.is_paused), None)
         if first is None:

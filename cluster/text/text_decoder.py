@@ -53,10 +53,11 @@ def decoding_of(decoder: dict[str, Any] | None) -> Decoding:
         strips = steps[0].get("prepend_scheme", "always") != "never"
         return Decoding("metaspace", "token" if strips else "none", steps[0]["replacement"])
     if kinds in (["Replace", "ByteFallback", "Fuse"], ["Replace", "ByteFallback", "Fuse", "Strip"]):
-        pattern, strip = steps[0]["pattern"].get("String"), steps[-1] if kinds[-1] == "Strip" else None
-        strippable = strip is None or (strip["content"], strip["start"], strip["stop"]) == (" ", 1, 0)
-        if pattern and steps[0]["content"] == " " and strippable:
-            return Decoding("metaspace", "space" if strip else "none", pattern, byte_tokens=True)
+        pattern = steps[0]["pattern"].get("String")
+        strip = steps[-1] if kinds[-1] == "Strip" else None
+        strips_one_space = strip is not None and (strip["content"], strip["start"], strip["stop"]) == (" ", 1, 0)
+        if pattern and steps[0]["content"] == " " and (strip is None or strips_one_space):
+            return Decoding("metaspace", "space" if strips_one_space else "none", pattern, byte_tokens=True)
     return Decoding("window")
 
 
@@ -131,7 +132,8 @@ class WindowDecoder:
         self._window += [token_id for token_id in token_ids if token_id not in self._skipped]
         before = self._fast.decode(self._window[: self._num_read], skip_special_tokens=False)
         text = self._fast.decode(self._window, skip_special_tokens=False)
-        if len(text) <= len(before) or (text.endswith("\ufffd") and not final):
+        ends_within_a_character = text.endswith("\ufffd") and not final
+        if len(text) <= len(before) or ends_within_a_character:
             return ""
         self._window = self._window[self._num_read :]
         self._num_read = len(self._window)

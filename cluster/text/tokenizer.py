@@ -2,7 +2,7 @@
 
 The `tokenizers` library alone reads `tokenizer.json`, so an HTTP process imports neither torch nor transformers. If a
 model lacks that file, transformers converts its files. The ingress, `LLM` and `cluster/text/detokenizer.py` call this
-module. It keeps no state of requests; a caller holds one `TextDecoder` for each sequence.
+module. A tokenizer keeps no state of requests; a caller holds one `TextDecoder` for each sequence.
 """
 
 from __future__ import annotations

@@ -92,11 +92,18 @@ ENFORCED: dict[str, list[Served]] = {
         Served(_closed("", patternProperties={"^a": {"type": "integer"}, "b$": {"minimum": 3}}), {"ab": 3}, {"ab": 1}),
         Served(_text("^(?!a)[a-z]+$"), "b", "a"),
     ],
-    "`minProperties`, `maxProperties`": [
+    "`maxProperties` of an object without optional names; its `minProperties`, up to one more than `required` has": [
         Served({"type": "object", "maxProperties": 3}, _ones("abc"), _ones("abcd")),
+        Served(_object("ab", required=["a", "b"], maxProperties=3), _ones("abc"), _ones("abcd")),
+        Served(_object("ab", required=["a", "b"], minProperties=3), _ones("abc"), _ones("ab")),
+    ],
+    "`minProperties: 1`; `minProperties`, `maxProperties` of an object whose names are all listed and few": [
         Served(_object("ab", minProperties=1), {"c": 1}, {}),
         Served(_closed("abcd", minProperties=2, maxProperties=3), _ones("ab"), _ones("abcd")),
+    ],
+    "`minProperties`, `maxProperties` of other objects": [
         _guarded({"type": "object", "minProperties": 2}, _ones("ab"), _ones("a")),
+        _guarded(_object("ab", required=["a"], minProperties=2), _ones("ac"), _ones("a")),
         _guarded(_object("ab", maxProperties=1), {"c": 1}, {"a": 1, "c": 1}),
         _guarded(_closed("abcdefghijklmnop", minProperties=9), _ones("abcdefghi"), _ones("a")),
     ],

@@ -1,8 +1,8 @@
 """The executor contract: the engine submits steps to an executor, which calls the workers of all ranks.
 
 The engine sees only `Executor`. Its `depth` is the number of steps that may be under way while the next one is planned.
-It is 0 where a call waits until the work is done, and 1 where the device works asynchronously or a thread waits for it.
-Imports neither torch nor ray.
+The depth is 0 where a call waits until the work is done, and 1 where the device works asynchronously or a thread waits
+for it. Imports neither torch nor ray.
 """
 
 from __future__ import annotations

@@ -4,6 +4,7 @@ on the same cores. A model on GPUs or TPUs also claims a GPU for each rank, or a
 
 from __future__ import annotations
 
+import math
 import os
 from typing import Any
 
@@ -69,7 +70,9 @@ def with_device(config: EngineConfig, num_gpus: int, num_tpus: int = 0) -> Engin
     """
     if config.device != "auto":
         return config
-    return msgspec.structs.replace(config, device="cuda" if num_gpus else "tpu" if num_tpus else "cpu")
+    if num_gpus:
+        return msgspec.structs.replace(config, device="cuda")
+    return msgspec.structs.replace(config, device="tpu" if num_tpus else "cpu")
 
 
 def gpu_environment(config: EngineConfig) -> dict[str, str]:
@@ -84,16 +87,16 @@ def gpu_environment(config: EngineConfig) -> dict[str, str]:
 def threads_each(config: EngineConfig, num_engines: int, nodes: list[int]) -> int:
     """Returns the number of threads of each engine, or of each rank if engines have several ranks.
 
-    It is `num_threads` if set. Otherwise the CPUs of the smallest node are divided by the processes that share a node,
-    with engines spread over all nodes. `nodes` are the CPUs of each node.
+    Returns `num_threads` if set. Otherwise the CPUs of the smallest node are divided by the processes that share a
+    node, with engines spread over all nodes. `nodes` are the CPUs of each node.
     """
     if config.num_threads is not None:
         return config.num_threads
     num_nodes, num_ranks = max(1, len(nodes)), config.num_ranks
     if config.placement_strategy.endswith("PACK"):
-        on_a_node = -(-num_engines // num_nodes) * num_ranks
+        on_a_node = math.ceil(num_engines / num_nodes) * num_ranks
     else:
-        on_a_node = -(-num_engines * num_ranks // num_nodes)
+        on_a_node = math.ceil(num_engines * num_ranks / num_nodes)
     return max(1, min(nodes, default=1) // on_a_node)
 
 
@@ -122,7 +125,7 @@ def gpus_each(config: EngineConfig) -> int:
 
 
 def tpus_each(config: EngineConfig) -> int:
-    """Returns the TPU chips of the process that runs the model, or of each host if there are several. It is 0 where
+    """Returns the TPU chips of the process that runs the model, or of each host if there are several. Returns 0 where
     `JAX_PLATFORMS=cpu` asks for simulated chips.
     """
     if config.device != "tpu" or os.environ.get("JAX_PLATFORMS") == "cpu":

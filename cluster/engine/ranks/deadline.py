@@ -36,8 +36,8 @@ class StepDeadline:
     def seconds(self, num_tokens: int) -> float:
         """Returns the deadline in seconds for a step of `num_tokens`.
 
-        It assumes that a step takes at most as long as one of more tokens, and at most as long for each token as a
-        smaller one.
+        Assumes that a step takes at most as long as a step of more tokens, and at most as long for each token as a
+        smaller step.
         """
         if not self._recent:
             return UNKNOWN_S
