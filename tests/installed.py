@@ -90,6 +90,7 @@ class Installation:
         ours = ("PYTHONPATH", "MANTA_UNDER_MAKE", bare_names.VARIABLE)
         kept = {name: value for name, value in os.environ.items() if name not in ours}
         self._environment = {**kept, "PATH": f"{self._bin}:{kept['PATH']}", "RAY_USAGE_STATS_ENABLED": "0"}
+        self._environment["RAY_AUTH_MODE"] = "disabled"  # for the commands of Ray alone; Manta's own Ray has a token
         for name, text in USERS_FOLDERS.items():
             (empty / name).parent.mkdir(exist_ok=True)
             (empty / name).write_text(text)
@@ -108,6 +109,12 @@ class Installation:
         assert done.returncode == 0, f"{program} {arguments}: {done.stdout}\n{done.stderr}"
         print(done.stdout, end="", flush=True)
         return done.stdout
+
+    def works(self, program: str, *arguments: str) -> bool:
+        """Returns whether a program of the environment ends with 0."""
+        command = [self._bin / program, *arguments]
+        done = subprocess.run(command, cwd=self._empty, env=self._environment, capture_output=True, timeout=PATIENCE_S)
+        return done.returncode == 0
 
     @contextlib.contextmanager
     def serving(self, ready: str, *command: str, codes: Collection[int] = (0,)) -> Iterator[None]:
@@ -182,7 +189,7 @@ class Installation:
             head += [f"--{name}={number}" for name, number in ports.items()]
             try:
                 with self.serving("Ray runtime started", *head, codes=(0, 1, 130)):
-                    wait_until(lambda: answers(f"{address}/api/version"), poll_s=0.5)
+                    wait_until(lambda: self.works("ray", "job", "list", "--address", address), poll_s=0.5)
                     words = ["manta", "batch", "in.jsonl", str(output), "--set", PROCESSOR]
                     self.run("ray", "job", "submit", "--address", address, "--working-dir", ".", "--", *words)
                     check_processed(json.loads(output.read_text())["response"]["body"])
