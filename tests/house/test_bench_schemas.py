@@ -35,6 +35,7 @@ def folder(tmp_path: pathlib.Path) -> pathlib.Path:
     return tmp_path
 
 
+@pytest.mark.prove
 def test_engines_are_compared_on_one_half(folder: pathlib.Path, capsys: pytest.CaptureFixture) -> None:
     rows = folder / "rows.jsonl"
     names = "manta,llguidance,xgrammar,outlines-core"
@@ -66,6 +67,7 @@ def test_a_sample_of_a_half_is_deterministic(folder: pathlib.Path) -> None:
     assert len(schemas.files_of(folder, 2, 0)) == 1
 
 
+@pytest.mark.prove
 def test_a_slow_engine_loses_one_schema(folder: pathlib.Path) -> None:
     options = schemas.argparse.Namespace(tokenizer=str(schemas.DEMO), vocab_size=4160, eos=2, seconds=PATIENCE_S)
     job = {"file": str(schemas.files_of(folder, 1, 0)[0]), "tests": 1, "walks": 0}

@@ -2,7 +2,7 @@
 
 The thread that steps drives the engine's end with a selector, so no other thread wakes for a step. The end of a
 connection means that its rank has died. In a step of the tiny model, frames add 0.1 ms, a compiled graph of Ray 0.3 ms
-and calls of Ray actors 0.9 ms (`manta bench cluster --parts transport`).
+and calls of Ray actors 0.9 ms (`benchmarks/results/2026-11-22.md`).
 """
 
 from __future__ import annotations

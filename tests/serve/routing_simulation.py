@@ -1,9 +1,8 @@
-"""A thousand replicas in one process: the router's own code decides for chats that share system prompts.
+"""Hundreds of replicas in one process: the router's own code decides for chats that share system prompts.
 
 Real are the decision (`cluster/serve/routing/`), the reports between engines and ingresses with their delay, and the
 blocks of each KV cache with their eviction; simulated are time, the model, the network and the hashes of blocks, which
-are drawn instead of computed. `simulate` runs one router over a workload, which is the same for every router;
-`benchmarks/routing.py` prints what came of it.
+are drawn instead of computed. `simulate` runs one router over a workload, which is the same for every router.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ ONE_CHOICE = SamplingParams()
 class Workload(msgspec.Struct, frozen=True, kw_only=True):
     """Chats of several turns, each begun by one of a few system prompts, most of them by the same ones."""
 
-    num_replicas: int = 1000
+    num_replicas: int
     num_ingresses: int = 4
     num_blocks: int = 2000
     """Blocks of each replica's KV cache."""
@@ -144,14 +143,6 @@ class RoundRobin(Router):
     def place(self, prompt: Prompt) -> tuple[int, int]:
         self.number += 1
         return self.number % self.workload.num_replicas, 0
-
-
-class TwoChoices(Router):
-    """The less busy of two at random, as it is at this moment."""
-
-    def place(self, prompt: Prompt) -> tuple[int, int]:
-        some = self.rng.sample(range(self.workload.num_replicas), 2)
-        return min(some, key=lambda number: self.truth.replicas[number].num_sequences), 0
 
 
 class Oracle(Router):
