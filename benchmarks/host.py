@@ -69,7 +69,7 @@ class FreeExecutor(InProcessExecutor):
     def __init__(self, config: EngineConfig) -> None:
         super().__init__(config)
         max_rows = max(config.max_num_sequences, config.max_num_batched_tokens)
-        target = getattr(self._worker, "target", self._worker)  # of one that speculates, the model's own worker
+        target = getattr(self.worker, "target", self.worker)  # of one that speculates, the model's own worker
         target.runner.model = FreeModel(max_rows, self.model.vocab_size)
 
 

@@ -109,30 +109,30 @@ class Child:
     def __init__(self, name: str, options: Any) -> None:
         self._command = [sys.executable, "-m", "benchmarks.schema_engines", name]
         self._command += [options.tokenizer, str(options.vocab_size), str(options.eos)]
-        self._seconds = options.seconds
-        self._process: subprocess.Popen[str] | None = None
+        self.seconds = options.seconds
+        self.process: subprocess.Popen[str] | None = None
 
     def ask(self, job: dict[str, Any]) -> dict[str, Any]:
         """The answer; one that says `refused` if there is none in time."""
-        if self._process is None:
-            self._process = subprocess.Popen(
+        if self.process is None:
+            self.process = subprocess.Popen(
                 self._command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
             )
             if self._answer(120) is None:
                 raise RuntimeError(f"{' '.join(self._command)} does not start; run it by hand")
-        assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps(job) + "\n")
-        self._process.stdin.flush()
-        answer = self._answer(self._seconds)
+        assert self.process.stdin is not None
+        self.process.stdin.write(json.dumps(job) + "\n")
+        self.process.stdin.flush()
+        answer = self._answer(self.seconds)
         if answer is None:
-            is_dead = self._process.poll() is not None
+            is_dead = self.process.poll() is not None
             self.close()
-            return {"refused": "it crashed" if is_dead else f"it took more than {self._seconds:g} s"}
+            return {"refused": "it crashed" if is_dead else f"it took more than {self.seconds:g} s"}
         return answer
 
     def _answer(self, seconds: float) -> dict[str, Any] | None:
-        assert self._process is not None
-        output = self._process.stdout
+        assert self.process is not None
+        output = self.process.stdout
         assert output is not None
         with selectors.DefaultSelector() as selector:
             selector.register(output, selectors.EVENT_READ)
@@ -140,10 +140,10 @@ class Child:
         return json.loads(line) if line else None
 
     def close(self) -> None:
-        if self._process is not None:
-            self._process.kill()
-            self._process.wait()
-            self._process = None
+        if self.process is not None:
+            self.process.kill()
+            self.process.wait()
+            self.process = None
 
 
 def _line(output: TextIO) -> str:

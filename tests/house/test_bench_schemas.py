@@ -74,11 +74,11 @@ def test_a_slow_engine_loses_one_schema(folder: pathlib.Path) -> None:
     child = schemas.Child("llguidance", options)
     try:
         assert "refused" not in child.ask(job)
-        assert child._process is not None
-        os.kill(child._process.pid, signal.SIGSTOP)
-        child._seconds = 0.1
+        assert child.process is not None
+        os.kill(child.process.pid, signal.SIGSTOP)
+        child.seconds = 0.1
         assert child.ask(job) == {"refused": "it took more than 0.1 s"}
-        child._seconds = PATIENCE_S
+        child.seconds = PATIENCE_S
         assert "refused" not in child.ask(job)
     finally:
         child.close()
