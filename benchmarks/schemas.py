@@ -10,14 +10,12 @@
 
 MaskBench is `maskbench/data` of github.com/guidance-ai/jsonschemabench. Its files are halved by the SHA-1 of their
 names: improve on half 1, and measure on half 2. Each engine runs in a process of its own, one schema after another.
-Peers that are not installed are left out with a line: pip install outlines-core xllamacpp.
 """
 
 from __future__ import annotations
 
 import argparse
 import hashlib
-import importlib.util
 import json
 import pathlib
 import random
@@ -31,7 +29,6 @@ from tqdm import tqdm
 
 from benchmarks.schema_engines import ENGINES
 
-NEEDS = {"outlines-core": "outlines_core", "llama.cpp": "xllamacpp", "xgrammar": "xgrammar"}
 DEMO = pathlib.Path(__file__).parents[1] / "configs" / "demo" / "target"
 DEMO_VOCAB_SIZE, DEMO_EOS = 4160, 2
 COLUMNS = (
@@ -64,31 +61,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     print("| " + " | ".join(COLUMNS) + " |\n" + "| --- " * len(COLUMNS) + "|", flush=True)
     rows = []
     for name in names:
-        reason = absence(name)
-        if reason:
-            print(f"{name}: left out, {reason}", file=sys.stderr, flush=True)
-            continue
         rows.append(summary(name, measured(name, files, options)))
         print(line_of(rows[-1]), flush=True)
         if options.json:
             pathlib.Path(options.json).write_text("".join(json.dumps(row) + "\n" for row in rows))
     return 0
-
-
-def absence(name: str) -> str:
-    """Why an engine has no row; empty if it has one."""
-    module = NEEDS.get(name)
-    if module and importlib.util.find_spec(module) is None:
-        return f"{module} is not installed"
-    if name == "llama.cpp" and _converted().startswith("%llguidance"):
-        return "this build of xllamacpp hands schemas to llguidance, whose row counts for it"
-    return ""
-
-
-def _converted() -> str:
-    import xllamacpp
-
-    return str(xllamacpp.json_schema_to_grammar({"type": "object"}))
 
 
 def files_of(folder: pathlib.Path, half: int, sample: int) -> list[pathlib.Path]:
@@ -170,7 +147,6 @@ def summary(name: str, found: list[dict[str, Any]]) -> dict[str, Any]:
 
     masks = sorted(value for each in accepted for value in each["mask_us"])
     compiled = sorted(each["compile_ms"] for each in accepted)
-    is_timed = name != "llama.cpp"
     return {
         "engine": name,
         "accepted": len(accepted),
@@ -184,9 +160,9 @@ def summary(name: str, found: list[dict[str, Any]]) -> dict[str, Any]:
         "dead_ends": total("dead_ends"),
         "compile_ms_p50": _quantile(compiled, 0.5),
         "compile_ms_p99": _quantile(compiled, 0.99),
-        "mask_us_mean": sum(masks) / len(masks) if masks and is_timed else None,
-        "mask_us_p99": _quantile(masks, 0.99) if is_timed else None,
-        "mask_us_max": masks[-1] if masks and is_timed else None,
+        "mask_us_mean": sum(masks) / len(masks) if masks else None,
+        "mask_us_p99": _quantile(masks, 0.99),
+        "mask_us_max": masks[-1] if masks else None,
         "rows_struck": total("rows_struck"),
         "rows": total("rows"),
         "wrong_files": [each["file"] for each in accepted if each["wrong"]],
