@@ -35,6 +35,7 @@ from manta.workers.kernels import build, processor
 
 LARGE = "qwen2.5-0.5b"
 TOKEN_LIMIT = 30_000
+MAX_MODEL_LEN = 512
 WHOLE_RUNS = (2, 3)
 """Turns with a whole run; the first turn warms up."""
 FORMATS = {"bfloat16": "auto", "int8": "int8", "int8 exact": "int8", "int4": "int4"}
@@ -285,7 +286,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     print(f"{machine()}, form {options.form}", file=sys.stderr)
     form = next(each for each in processor.lower_forms(processor.best_form()) if each.name == options.form)
     setup = Setup(
-        kv_cache_bytes=2 << 30,
+        kv_cache_bytes=1 << 30,
+        max_model_len=MAX_MODEL_LEN,
         environment={processor.VARIABLE: form.name},
         llamacpp_python=options.llamacpp_python,
     )

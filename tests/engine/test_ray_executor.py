@@ -38,7 +38,7 @@ from manta.cluster.engine.ranks.claims import (
     with_device,
 )
 from manta.cluster.engine.ranks.deadline import FACTOR, NUM_RECENT, StepDeadline, StepTimes
-from manta.cluster.engine.ranks.rank_channel import Hello, Listener, RankChannel, RankLost, connect
+from manta.cluster.engine.ranks.rank_channel import AcceptLimits, Hello, Listener, RankChannel, RankLost, connect
 from manta.cluster.engine.ranks.rank_group import RankGroup
 from manta.cluster.engine.ranks.rank_messages import Done, Masks, Message, Output, Ping, Sample, Step
 from manta.cluster.engine.ranks.ray_executor import RayExecutor
@@ -464,10 +464,9 @@ def test_of_masks_the_used_rows_travel() -> None:
     assert [each.tolist() for each in received.adjustments[1]] == [[3, 5], [0.5, -1.0]]
 
 
-def test_strangers_do_not_become_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_strangers_do_not_become_ranks() -> None:
     """Neither by a wrong secret, nor by nonsense, nor by saying nothing."""
-    monkeypatch.setattr(rank_channel, "HELLO_S", 0.2)
-    listener = Listener("127.0.0.1")
+    listener = Listener("127.0.0.1", AcceptLimits(hello_s=0.2))
     place = (listener.address.host, listener.address.port)
     strangers = [socket.create_connection(place) for _ in range(4)]
     strangers[0].sendall(frame(msgspec.msgpack.encode(Hello("wrong", 0, 1))))
@@ -479,12 +478,9 @@ def test_strangers_do_not_become_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     assert connection.getpeername() == rank.getsockname()
 
 
-def test_slow_or_many_strangers_block_no_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_slow_or_many_strangers_block_no_rank() -> None:
     """A hello has one deadline as a whole, and the oldest of too many strangers goes."""
-    monkeypatch.setattr(rank_channel, "HELLO_S", 0.5)
-    monkeypatch.setattr(rank_channel, "MAX_UNPROVEN", 8)
-    monkeypatch.setattr(rank_channel, "CONNECT_S", PATIENCE_S)
-    listener = Listener("127.0.0.1")
+    listener = Listener("127.0.0.1", AcceptLimits(hello_s=0.5, max_unproven=8, connect_s=PATIENCE_S))
     place = (listener.address.host, listener.address.port)
     with concurrent.futures.ThreadPoolExecutor(1) as pool:
         accepting = pool.submit(listener.accept, 1)
@@ -496,7 +492,7 @@ def test_slow_or_many_strangers_block_no_rank(monkeypatch: pytest.MonkeyPatch) -
                     break
                 assert number < 900
                 time.sleep(0.05)
-        monkeypatch.setattr(rank_channel, "HELLO_S", PATIENCE_S)
+        listener.limits = msgspec.structs.replace(listener.limits, hello_s=PATIENCE_S)
         strangers = [socket.create_connection(place) for _ in range(30)]
         for stranger in strangers[: 30 - 8]:
             stranger.settimeout(PATIENCE_S)

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from benchmarks import batch, cluster_http, constraints, same_tokens, speculative, start
+from benchmarks.checkpoints import benchmark_checkpoint
 from benchmarks.processes import ROOT
 from tests.checkpoints import checkpoint
 from tests.patience import PATIENCE_S
@@ -51,7 +52,7 @@ def small(monkeypatch: pytest.MonkeyPatch, module: Any, **values: Any) -> None:
         ),
         pytest.param(
             "forms",
-            ["--formats", "bfloat16,int8,int8 exact,int4", "--turns", "2", "--model", "llama"],
+            ["--formats", "bfloat16,int8,int8 exact,int4", "--turns", "2", "--model", "tiny-llama"],
             "prefill, 16 x 128                              int4",
             marks=PROVE,
         ),
@@ -60,8 +61,11 @@ def small(monkeypatch: pytest.MonkeyPatch, module: Any, **values: Any) -> None:
 def test_a_benchmark_runs_at_its_smallest_size(
     name: str, arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    given = [str(checkpoint("llama")) if word == "llama" and name != "same_tokens" else word for word in arguments]
-    assert importlib.import_module(f"benchmarks.{name}").main(given) == 0
+    folders = {"llama": checkpoint, "tiny-llama": benchmark_checkpoint}
+    if "--model" in arguments:
+        *arguments, model = arguments
+        arguments.append(str(folders[model](model)))
+    assert importlib.import_module(f"benchmarks.{name}").main(arguments) == 0
     assert words in capsys.readouterr().out
 
 
