@@ -59,6 +59,7 @@ ROOT = str(pathlib.Path(__file__).resolve().parents[2])
 OPTIONS: dict[str, Any] = {"kv_cache_bytes": 1 << 24, "num_threads": 1, "max_num_sequences": 32}
 PROMPTS = [[5, 6, 7], [8, 9], [30, 31, 32, 33], [40]]
 NUM_TOKENS = 24
+REQUEST_NUMBERS = itertools.count()
 
 
 class Only:
@@ -87,7 +88,7 @@ def params() -> list[SamplingParams]:
 
 def submit(llm: LLM) -> list[str]:
     prompts = [*PROMPTS, PROMPTS[0]]
-    ids = [f"{next(llm._ids)}" for _ in prompts]
+    ids = [f"{next(REQUEST_NUMBERS)}" for _ in prompts]
     for request_id, prompt, one in zip(ids, prompts, params(), strict=True):
         llm.add_request(request_id, prompt, one)
     return ids
