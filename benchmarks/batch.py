@@ -1,4 +1,4 @@
-"""Measures the cost of a batch's lines beside the engine: `manta batch` over `LLM.generate`, the same prompts in turns.
+"""`manta bench batch`: what a batch's lines cost beside the engine, over `LLM.generate` of the same prompts in turns.
 
 The batch goes the way of `manta batch`: lines from a file, the endpoints in this process, an engine in its own, and a
 journal on the disk. `LLM` has a process to itself. Both have one thread a core, which spins as shortly.
@@ -8,22 +8,24 @@ common to 16 lines.
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import multiprocessing
 import os
 import pathlib
 import random
 import statistics
+import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from typing import Any, NamedTuple
 
 import msgspec
 
 from benchmarks.checkpoints import benchmark_checkpoint
-from benchmarks.report import bootstrap_interval, turns
+from benchmarks.report import machine, markdown_head, markdown_row, ratio_of, turns
 from manta.cluster.batch.journal import Journal
 from manta.cluster.batch.running.batch_job import Answer, Job, run
 from manta.cluster.cli.batch import answering_by, num_in_flight
@@ -49,20 +51,21 @@ class Round(NamedTuple):
     """The tokens of all outputs together."""
 
 
-def batch(num_rounds: int) -> None:
-    """Prints a row for each model."""
-    print("| model | lines | LLM.generate, output tokens/s | manta batch, output tokens/s | ratio |")
-    print("| --- | --- | --- | --- | --- |")
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="manta bench batch", description="What a batch costs beside its engine.")
+    parser.add_argument("--rounds", type=int, default=10, help="of each model (default: 10)")
+    num_rounds = parser.parse_args(arguments).rounds
+    print(machine(), file=sys.stderr)
+    markdown_head("model", "lines", "LLM.generate, output tokens/s", "manta batch, output tokens/s", "ratio")
     os.environ.update(REPLICA_ENVIRONMENT)  # as `manta batch` has it; Serve reads it when a process imports it
     for name, (model, num_lines) in MODELS.items():
         folder = str(resolve_model_folder(model) if model == DEMO_MODEL else benchmark_checkpoint(model))
         with _process() as apart:
             rounds = apart.submit(_measured, folder, num_rounds, num_lines).result()
         speeds = [statistics.median(each.num_tokens / each[way] for each in rounds) for way in (0, 1)]
-        ratios = [each.offline / each.batch for each in rounds]
-        low, high = bootstrap_interval(ratios)
-        ratio = f"{statistics.median(ratios):.3f} ({low:.3f} to {high:.3f})"
-        print(f"| {name} | {num_lines} | {speeds[0]:,.0f} | {speeds[1]:,.0f} | {ratio} |", flush=True)
+        ratio = ratio_of([each.offline for each in rounds], [each.batch for each in rounds])
+        markdown_row(name, num_lines, f"{speeds[0]:,.0f}", f"{speeds[1]:,.0f}", ratio)
+    return 0
 
 
 def _process(*arguments: Any) -> ProcessPoolExecutor:

@@ -14,7 +14,6 @@ import argparse
 import contextlib
 import ctypes.util
 import json
-import os
 import pathlib
 import statistics
 import sys
@@ -35,7 +34,7 @@ from benchmarks.processes import (
     free_port,
     interrupted_once,
 )
-from benchmarks.report import Result, combine, header, machine, table_line
+from benchmarks.report import Table, machine
 from benchmarks.workloads import WORKLOADS, PromptSource, Row, alternate, run_workload
 
 USUAL = ("a", "b", "c", "d", "g", "start", "memory", "http")
@@ -139,8 +138,7 @@ class Bench:
         ]
         self.pairs = options.pairs or PAIRS
         self.repetitions = self.pairs if options.compare else options.repetitions
-        self.results: list[Result] = []
-        self._compared = paired
+        self._table = Table(options.json, paired)
 
     def run(self) -> None:
         offline = [letter for letter in ("a", "b", "c", "d") if letter in self.workloads]
@@ -258,17 +256,7 @@ class Bench:
 
     def _add(self, rows: list[list[list[Row]]], against: str | None = None) -> None:
         """Rows by engine and repetition."""
-        results = combine(rows[0], rows[1] if len(rows) > 1 else None, against or self.options.compare)
-        if not self.results:
-            print(header(self._compared), flush=True)
-        self.results += results
-        for result in results:
-            print(table_line(result, self._compared), flush=True)
-        if self.options.json:
-            path = pathlib.Path(self.options.json)
-            partial = path.with_name(path.name + ".partial")
-            partial.write_text("".join(json.dumps(result.as_json()) + "\n" for result in self.results))
-            os.replace(partial, path)
+        self._table.add(rows[0], rows[1] if len(rows) > 1 else None, against or self.options.compare)
 
     def _stop(self, child: Child) -> None:
         name = f"{child.engine} ({type(child).__name__})"

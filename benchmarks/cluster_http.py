@@ -1,4 +1,4 @@
-"""`manta bench cluster --parts http`: HTTP on a cluster.
+"""`manta bench cluster-http`: HTTP on a cluster.
 
 The same requests go in turns to `LLM.generate` and to one server for each way from a connection to an engine:
 
@@ -16,6 +16,7 @@ because the clients run here too and would come before the engines. A ratio is t
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import itertools
 import math
@@ -46,7 +47,7 @@ from benchmarks.processes import (
     free_port,
     interrupted_once,
 )
-from benchmarks.report import bootstrap_interval
+from benchmarks.report import machine, markdown_head, markdown_row, ratio_of
 from benchmarks.workloads import Prompts, PromptSource, alternate
 from manta.workers.model_options import DEMO_MODEL
 
@@ -206,9 +207,7 @@ def http(
 
     Own Ray is always one of the ways, except with a `peer_checkout`; then each way runs with both checkouts.
     """
-    columns = [f"over {PEER}" if column == RATIO and peer_checkout else column for column in COLUMNS]
-    print(f"| {' | '.join(columns)} |")
-    print(f"| {' | '.join('---' for _ in COLUMNS)} |")
+    markdown_head(*(f"over {PEER}" if column == RATIO and peer_checkout else column for column in COLUMNS))
     setup = Setup(kv_cache_bytes=1 << 28, max_model_len=1024, peer_checkout=peer_checkout)
     if peer_checkout is None:
         bases = dict.fromkeys([OWN, *ways], OWN)
@@ -271,17 +270,31 @@ def _turns(
 def _print_row(
     model: str, num_streams: int, way: str, rounds: list[Figures], base: list[Figures], bar: float | None
 ) -> None:
-    cells = [model, str(num_streams), way, f"{statistics.median(each.events_per_s for each in rounds):,.0f}"]
-    cells += _ratio(rounds, base, bar)
-    gap, ttft = (statistics.median(column) * 1e3 for column in list(zip(*rounds, strict=True))[1:3])
-    cells += [f"{gap:.2f}", f"{ttft:.1f}", f"{statistics.median(each.client_cores for each in rounds):.2f}"]
-    print(f"| {' | '.join(cells)} |", flush=True)
+    events, gap, ttft, cores = map(statistics.median, zip(*rounds, strict=True))
+    ratio = ratio_of([each.events_per_s for each in rounds], [each.events_per_s for each in base])
+    verdict = "" if bar is None else f" (bar {bar} {'met' if ratio.median >= bar else 'not met'})"
+    cells = [f"{events:,.0f}", f"{ratio.median:.3f}{verdict}", f"{ratio.low:.3f} to {ratio.high:.3f}"]
+    cells += [f"{gap * 1e3:.2f}", f"{ttft * 1e3:.1f}", f"{cores:.2f}"]
+    markdown_row(model, num_streams, way, *cells)
 
 
-def _ratio(rounds: list[Figures], base: list[Figures], bar: float | None) -> list[str]:
-    """Returns the median of the rounds' ratios, with the verdict on the bar, and its 95% interval."""
-    ratios = [each.events_per_s / other.events_per_s for each, other in zip(rounds, base, strict=True)]
-    ratio = statistics.median(ratios)
-    verdict = "" if bar is None else f" (bar {bar} {'met' if ratio >= bar else 'not met'})"
-    low, high = bootstrap_interval(ratios)
-    return [f"{ratio:.3f}{verdict}", f"{low:.3f} to {high:.3f}"]
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="manta bench cluster-http", description="HTTP on a cluster.")
+    parser.add_argument("--starts", type=int, default=3, help="times that all servers start anew (default: 3)")
+    parser.add_argument("--rounds", type=int, default=10, help="turns of each server after a start (default: 10)")
+    parser.add_argument("--tokens", type=int, default=100, help="of each stream (default: 100)")
+    parser.add_argument("--streams", default=",".join(map(str, STREAMS)), help="how many at a time")
+    parser.add_argument("--ways", default=",".join(ALL_WAYS), help="some of these, compared with own Ray")
+    parser.add_argument("--peer-checkout", metavar="PATH", help="compare each way with another commit's checkout")
+    options = parser.parse_args(arguments)
+    for way in options.ways.split(","):
+        if way not in ALL_WAYS:
+            parser.error(f"--ways {way}: use some of {', '.join(ALL_WAYS)}")
+    print(machine(), file=sys.stderr)
+    streams = [int(count) for count in options.streams.split(",")]
+    http(options.starts, options.rounds, options.tokens, streams, options.ways.split(","), options.peer_checkout)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -68,7 +68,7 @@ class MantaEngine:
 
     def resident_kv_bytes(self):
         """The part of the KV pool that is backed by memory; pages that no sequence has touched take none."""
-        cache = typing.cast(typing.Any, self.llm.engine.executor)._worker.runner.kv_cache
+        cache = typing.cast(typing.Any, self.llm.engine.executor).worker.runner.kv_cache
         return resident_bytes(cache.data_ptr(), cache.nbytes)
 
 

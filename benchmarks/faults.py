@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import atexit
+import itertools
 import json
 import os
 import pathlib
@@ -22,7 +23,7 @@ from concurrent.futures import Future
 from typing import Any
 
 from benchmarks.checkpoints import benchmark_checkpoint
-from benchmarks.report import machine, turns
+from benchmarks.report import in_turns, machine, markdown_head, markdown_row
 from manta.cluster.engine.request import FinishStatus
 from manta.cluster.errors import RequestRefused
 from manta.cluster.llm import LLM, ConstraintSpec, RequestOutput, SamplingParams
@@ -161,8 +162,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     sys.path.append(str(PLUGIN))
     model = options.model or str(benchmark_checkpoint("qwen2.5-0.5b"))
     print(machine(), file=sys.stderr)
-    print("| pool | fault | steps | p50, ms | p99, ms | p99 without, ms | ratio of p99 |")
-    print("| --- | --- | --- | --- | --- | --- | --- |")
+    markdown_head("pool", "fault", "steps", "p50, ms", "p99, ms", "p99 without, ms", "ratio of p99")
     for form in options.forms.split(","):
         _table(form, model, options.tokens, options.rounds)
     return 0
@@ -176,20 +176,18 @@ def _table(form: str, model: str, num_tokens: int, rounds: int) -> None:
         LLM(model, kv_cache_bytes=1 << 30, grammar_pool=pool, constraints={"compile_seconds": 2}), num_tokens
     )
     load.block(None)
-    with_fault: dict[str, list[float]] = {name: [] for name in load.faults}
+    with_fault: dict[str, list[float]] = {}
     without: list[float] = []
-    for number in turns(rounds, f"faults, {form}"):
-        for name in load.faults:
-            for fault in (name, None) if number % 2 else (None, name):
-                (without if fault is None else with_fault[name]).extend(load.block(fault))
-    everything = [second for seconds in with_fault.values() for second in seconds]
+    for name in load.faults:
+        sides = {"fault": lambda _, name=name: load.block(name), "none": lambda _: load.block(None)}  # type: ignore[misc]
+        blocks = in_turns(sides, rounds, f"faults, {form}, {name}")
+        with_fault[name] = list(itertools.chain(*blocks["fault"]))
+        without += itertools.chain(*blocks["none"])
+    everything = list(itertools.chain(*with_fault.values()))
     for name, seconds in [*with_fault.items(), ("all", everything)]:
         ratio = _p99(seconds) / _p99(without)
         figures = [statistics.median(seconds) * 1e3, _p99(seconds) * 1e3, _p99(without) * 1e3, ratio]
-        print(
-            f"| {form} | {name} | {len(seconds)} | " + " | ".join(f"{figure:.2f}" for figure in figures) + " |",
-            flush=True,
-        )
+        markdown_row(form, name, len(seconds), *(f"{figure:.2f}" for figure in figures))
 
 
 def start_ray() -> None:

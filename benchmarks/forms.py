@@ -1,175 +1,304 @@
-"""`manta bench forms`: the CPU kernels of one form against what the hardware allows, and llama.cpp in the same sitting.
+"""`manta bench forms`: CPU kernels of one form, with weights in some formats, against floors and llama.cpp's formats.
 
-The floors are measured in turn with the engines, with as many threads: the bandwidth at which memory is read, and the
-rate of torch's float32 matrix product, held to the form's instructions. A decode step reads the weights once and
-multiplies them once a row; prefill multiplies them for every token, but the head for one a prompt. Attention reads and
-multiplies the keys and values of every token.
+All engines take turns, and the floors are measured in turn with them, with as many threads:
+
+- A decode step takes the time to read the weights at the measured bandwidth, or to multiply them at the measured rate
+  if that takes longer, and the same for keys and values.
+- A prefill multiplies the weights for every token, but the head for one a prompt.
+- Rates are those of torch's own products of bfloat16 and int8 (oneDNN), where the processor has instructions for them.
+  Elsewhere they follow from the float32 product's, held to the form's instructions.
+
+A ratio compares two engines of the same turn.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import json
+import os
+import pathlib
 import statistics
+import subprocess
 import sys
 from collections.abc import Sequence
+from typing import NamedTuple
+
+import msgspec
 
 from benchmarks.checkpoints import benchmark_checkpoint
-from benchmarks.floors import (
-    MANY_WHOLE,
-    TOKEN_LIMIT,
-    Figure,
-    floor_of,
-    measure_floors,
-    shape_of,
-    turn,
-    whole_turn,
-)
-from benchmarks.formats import compare_formats
 from benchmarks.processes import BenchmarkError, EngineProcess, Setup
-from benchmarks.report import bootstrap_interval, machine
-from benchmarks.workloads import PromptSource, step_seconds
+from benchmarks.report import machine, ratio_of
+from benchmarks.workloads import Prompts, PromptSource, alternate, step_seconds
+from manta.workers.kept_weights import GROUPS, KEPT_BITS, SCALE_BYTES
 from manta.workers.kernels import build, processor
 
-LARGE, TINY = "qwen2.5-0.5b", "tiny-llama"
+LARGE = "qwen2.5-0.5b"
+TOKEN_LIMIT = 30_000
+MAX_MODEL_LEN = 512
+WHOLE_RUNS = (2, 3)
+"""Turns with a whole run; the first turn warms up."""
+FORMATS = {"bfloat16": "auto", "int8": "int8", "int8 exact": "int8", "int4": "int4"}
+"""Names of formats, and the option `weights` that makes them of a checkpoint in bfloat16."""
+EXACT = {"int8 exact": "int8"}
+"""Formats with the option `exact`, and the same without it."""
+PEERS_OF = {"bfloat16": ("bf16",), "int8": ("Q8_0",), "int8 exact": (), "int4": ("Q4_0", "Q4_K")}
+"""Names of llama.cpp's formats that a format is compared with, as given in `--gguf NAME=FILE`."""
+ISA = {"avx2": "AVX2", "avx512": "AVX512_CORE", "avx512_bf16": "AVX512_CORE"}
+"""Instruction sets to which oneDNN and MKL are limited, by form; other forms do not limit them."""
+INT8_OVER_FLOAT32 = {"avx512": 2, "avx_vnni": 4, "avx2": 2}
+"""Rates of int8 products over float32's, by form, where torch's int8 product would take minutes. 32 products take one
+instruction of AVX-VNNI, and two multiplications (`vpmaddubsw`, `vpmaddwd`) of AVX2; one multiply-add in float32 does 8.
+With AVX-512 each does twice as many.
+"""
+RATE = """
+import sys, time, torch
+def best(run):
+    run(); times = []; stop = time.perf_counter() + 1
+    while time.perf_counter() < stop or len(times) < 3:
+        start = time.perf_counter(); run(); times.append(time.perf_counter() - start)
+    return min(times)
+side = 2048
+match sys.argv[1]:
+    case "bandwidth":
+        data = torch.ones(2**27)
+        print(data.nbytes / best(data.sum))
+    case "int8":
+        left, right = torch.randint(-127, 128, (2, side, side), dtype=torch.int8)
+        print(2 * side**3 / best(lambda: torch._int_mm(left, right)))
+    case name:
+        left, right = torch.randn(2, side, side).to(getattr(torch, name))
+        print(2 * side**3 / best(lambda: left @ right))
+"""
+"""The script that measures bytes a second, or operations a second of products of a dtype."""
+
+
+class Rates(NamedTuple):
+    bfloat16: float
+    """Operations a second. Without instructions for bfloat16 the kernels widen it, so the rate is float32's."""
+    int8: float
+    bandwidth: float
+    """Bytes a second."""
+
+
+def measure_rates(form: processor.Form) -> Rates:
+    limit = {}
+    if form.name in ISA:
+        limit = {"ONEDNN_MAX_CPU_ISA": ISA[form.name], "MKL_ENABLE_INSTRUCTIONS": ISA[form.name][:6]}
+
+    def measured(what: str) -> float:
+        command = [sys.executable, "-c", RATE, what]
+        done = subprocess.run(command, env={**os.environ, **limit}, capture_output=True, text=True, check=True)
+        return float(done.stdout)
+
+    float32 = measured("float32")
+    has_int8 = form.has_bfloat16 or form.name == "avx512_vnni"
+    return Rates(
+        bfloat16=measured("bfloat16") if form.has_bfloat16 else float32,
+        int8=measured("int8") if has_int8 else INT8_OVER_FLOAT32.get(form.name, 1) * float32,
+        bandwidth=measured("bandwidth"),
+    )
+
+
+class Shape(NamedTuple):
+    """Numbers of elements of a model's weights, the bytes of each element, and what attention adds."""
+
+    layer_elements: int
+    head_elements: int
+    attention_products: int
+    """Multiply-adds of a query token with one key and its value, in all layers."""
+    kv_bytes: int
+    """Bytes of a token's keys and values in all layers, in bfloat16."""
+    layer_bytes: float = 2.0
+    """Bytes of an element of the layers, scales included: 2 in bfloat16."""
+    head_bytes: float = 2.0
+    """Bytes of an element of the head, scales included."""
+
+    def step_seconds(self, rows: int, context: int, rate: float, bandwidth: float) -> float:
+        """A decode step: linears first wait for one thing, then attention for another."""
+        elements = self.layer_elements + self.head_elements
+        num_bytes = self.layer_elements * self.layer_bytes + self.head_elements * self.head_bytes
+        linears = max(num_bytes / bandwidth, 2 * rows * elements / rate)
+        keys = rows * context
+        return linears + max(keys * self.kv_bytes / bandwidth, 2 * keys * self.attention_products / rate)
+
+    def prefill_seconds(self, prompts: int, tokens: int, rate: float) -> float:
+        pairs = prompts * tokens * (tokens + 1) / 2
+        products = prompts * (tokens * self.layer_elements + self.head_elements) + pairs * self.attention_products
+        return 2 * products / rate
+
+
+def shape_of(folder: str) -> Shape:
+    config = json.loads((pathlib.Path(folder) / "config.json").read_text())
+    hidden, width, layers = config["hidden_size"], config["intermediate_size"], config["num_hidden_layers"]
+    heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
+    head_dim = hidden // heads
+    layer = hidden * (heads + 2 * kv_heads) * head_dim + heads * head_dim * hidden + 3 * hidden * width
+    return Shape(
+        layer_elements=layers * layer,
+        head_elements=config["vocab_size"] * hidden,
+        attention_products=layers * heads * head_dim * 2,
+        kv_bytes=layers * kv_heads * head_dim * 2 * 2,
+    )
+
+
+def bytes_of(bits: int | None) -> float:
+    """Returns the bytes of a weight, with its share of a scale."""
+    return 2.0 if bits is None else bits / 8 + SCALE_BYTES / GROUPS[bits]
+
+
+class Figure(NamedTuple):
+    name: str
+    unit: str
+    higher_is_better: bool = True
+
+
+ONE = Figure("one row, 32 in, 96 out: decode step", "ms", False)
+ONE_WHOLE = Figure("one row, 32 in, 96 out: output", "tok/s")
+MANY = Figure("32 rows: decode step around context 192", "ms", False)
+MANY_WHOLE = Figure("32 x (128 in, 64 out): output", "tok/s")
+PREFILL = Figure("prefill, 16 x 128", "tok/s")
+
+
+class TurnPrompts(NamedTuple):
+    """The prompts of one turn, the same for every engine."""
+
+    one: Prompts
+    prefill: Prompts
+    many: Prompts
+    whole: Prompts
+    """Empty in most turns, because a whole run takes long."""
+
+
+def turn(engine: EngineProcess, prompts: TurnPrompts) -> dict[Figure, float]:
+    """One turn of an engine; steps are told by Manta only."""
+    values = {}
+    one = engine.generate(prompts.one, 96)
+    values[ONE_WHOLE] = one.num_tokens / one.seconds
+    values[PREFILL] = 16 * 128 / engine.generate(prompts.prefill, 1).seconds
+    if one.steps:
+        values[ONE] = step_seconds([one], 1) * 1e3
+        values[MANY] = step_seconds([engine.generate(prompts.many, 32)], 32) * 1e3
+    if prompts.whole:
+        whole = engine.generate(prompts.whole, 64)
+        values[MANY_WHOLE] = whole.num_tokens / whole.seconds
+    return values
+
+
+def floors_of(shape: Shape, format_name: str, rates: Rates) -> dict[Figure, float]:
+    """The floors of one turn, for those figures that have one."""
+    bits = KEPT_BITS[FORMATS[format_name]]
+    shape = shape._replace(layer_bytes=bytes_of(bits.layers), head_bytes=bytes_of(bits.head))
+    rate = rates.bfloat16 if bits.layers is None else rates.int8
+    return {
+        ONE: shape.step_seconds(1, 80, rate, rates.bandwidth) * 1e3,
+        MANY: shape.step_seconds(32, 192, rate, rates.bandwidth) * 1e3,
+        PREFILL: 16 * 128 / shape.prefill_seconds(16, 128, rate),
+    }
+
+
+def compare(
+    form: processor.Form, folder: str, setup: Setup, formats: Sequence[str], ggufs: dict[str, str], num_turns: int
+) -> None:
+    """Prints a table of engines in this form. `ggufs` are files of the same model for llama.cpp, by the names of their
+    formats.
+    """
+    shape, source = shape_of(folder), PromptSource(TOKEN_LIMIT)
+    rates: list[Rates] = []
+
+    def next_turn() -> list[TurnPrompts]:
+        rates.append(measure_rates(form))
+        read, bfloat16, int8 = (f"{each / 1e9:.1f}" for each in (rates[-1].bandwidth, *rates[-1][:2]))
+        _say(f"read {read} GB/s, bfloat16 {bfloat16} and int8 {int8} GOP/s")
+        whole = source(32, 128) if len(rates) in WHOLE_RUNS else []
+        return [TurnPrompts(source(1, 32), source(16, 128), source.fixed(32, 176, 1), whole)]
+
+    with contextlib.ExitStack() as stack:
+        engines: dict[str, EngineProcess] = {}
+        for name in formats:
+            options = msgspec.structs.replace(setup, weights=FORMATS[name], exact=name in EXACT)
+            engines[name] = EngineProcess("manta", folder, options)
+            stack.callback(engines[name].stop)
+        for name, file in ggufs.items():
+            engines[name] = EngineProcess("llamacpp", file, setup, 32)
+            stack.callback(engines[name].stop)
+        found = alternate(list(engines.values()), num_turns, next_turn, turn, _say)
+    values = {name: [each for (each,) in turns] for name, turns in zip(engines, found, strict=True)}
+    floors = {name: [floors_of(shape, name, each) for each in rates[1:]] for name in formats}  # the first warmed up
+    _print(formats, values, floors)
+
+
+def _print(
+    formats: Sequence[str],
+    values: dict[str, list[dict[Figure, float]]],
+    floors: dict[str, list[dict[Figure, float]]],
+) -> None:
+    first = formats[0]
+    print(f"{'':40}{'weights':>11}{'':>17}{'of floor':>23}{'to ' + first:>23}   to llama.cpp")
+
+    def column(turns: list[dict[Figure, float]], figure: Figure) -> list[float]:
+        return [each[figure] for each in turns if figure in each]
+
+    def told(own: list[float], others: list[float], figure: Figure) -> str:
+        ratio = ratio_of(own, others, figure.higher_is_better)
+        return f"{ratio.median:.2f} [{ratio.low:.2f}, {ratio.high:.2f}]"
+
+    for figure in (ONE, ONE_WHOLE, MANY, MANY_WHOLE, PREFILL):
+        for name in formats:
+            own, floor = column(values[name], figure), column(floors[name], figure)
+            line = f"{figure.name:40}{name:>11}{statistics.median(own):11.2f} {figure.unit:5}"
+            line += (
+                f"{told(own, floor, figure) if floor else '':>23}{told(own, column(values[first], figure), figure):>23}"
+            )
+            for other in (EXACT.get(name, ""), *PEERS_OF[name]):
+                if others := column(values.get(other, []), figure):
+                    line += f"   {other} {statistics.median(others):.1f} {told(own, others, figure)}"
+            print(line)
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """0 when all was measured, 1 where an engine failed."""
-    parser = argparse.ArgumentParser(prog="manta bench forms", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="manta bench forms", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     forms = [each.name for each in processor.lower_forms(processor.best_form())]
     parser.add_argument("--form", choices=forms, default=processor.form().name, help="default: the one in use")
-    parser.add_argument("--tiny", action="store_true", help="a step of the tiny model, in this form and in another")
-    parser.add_argument("--against", choices=forms, default=forms[0], help="the other form (default: the best)")
+    parser.add_argument("--formats", default="bfloat16", help=f"some of {', '.join(FORMATS)} (default: bfloat16)")
     parser.add_argument("--turns", type=int, default=10)
-    parser.add_argument("--formats", action="store_true", help="weights in bfloat16, int8 and int4, in turns")
-    parser.add_argument("--model", metavar="FOLDER", help="for --formats; default: the shape of Qwen2.5-0.5B")
+    parser.add_argument("--model", metavar="FOLDER", help="default: random weights in the shape of Qwen2.5-0.5B")
     parser.add_argument("--llamacpp-python", metavar="PATH", help="Python of an environment with xllamacpp")
+    peers = ", ".join(peer for names in PEERS_OF.values() for peer in names)
     parser.add_argument(
-        "--gguf",
-        metavar="FILE",
-        action="append",
-        help="the same model for llama.cpp; with --formats NAME=FILE",
+        "--gguf", metavar="NAME=FILE", action="append", default=[], help=f"the model for llama.cpp; NAME is {peers}"
     )
     options = parser.parse_args(arguments)
+    formats = options.formats.split(",")
+    if unknown := [name for name in formats if name not in FORMATS]:
+        parser.error(f"--formats {unknown[0]}: use some of {', '.join(FORMATS)}")
     if bool(options.gguf) != bool(options.llamacpp_python):
         parser.error("--llamacpp-python and --gguf belong together")
-    if not options.formats and len(options.gguf or []) > 1:
-        parser.error("several --gguf are for --formats")
     if build.find_compiler() is None:
         parser.error(f"there is no compiler: {build.REMEDY}")
     print(f"{machine()}, form {options.form}", file=sys.stderr)
-    try:
-        (formats if options.formats else tiny if options.tiny else large)(options)
-    except BenchmarkError as error:
-        print(f"manta bench: {error}", file=sys.stderr)
-        return 1
-    return 0
-
-
-def large(options: argparse.Namespace) -> None:
-    folder = str(benchmark_checkpoint(LARGE))
-    shape = shape_of(folder)
-    setup = Setup(
-        kv_cache_bytes=2 << 30,
-        environment={processor.VARIABLE: options.form},
-        llamacpp_python=options.llamacpp_python,
-    )
-    prompts = PromptSource(TOKEN_LIMIT)
-    own: dict[Figure, list[float]] = {}
-    floors: dict[Figure, list[float]] = {}
-    peer: dict[Figure, list[float]] = {}
-    with contextlib.ExitStack() as stack:
-        manta = _engine(stack, "manta", folder, setup)
-        llama = _engine(stack, "llamacpp", options.gguf[0], setup, 32) if options.gguf else None
-        with contextlib.suppress(KeyboardInterrupt):  # what is cut off shows what it has
-            for number in range(options.turns + 1):
-                measured = measure_floors(options.form)
-                for engine, record in ((manta, own), (llama, peer)):
-                    if engine is None:
-                        continue
-                    other = llama if engine is manta else manta
-                    if other is not None:
-                        other.rest()
-                    engine.wake()
-                    values = turn(engine, prompts)
-                    if number in (1, 2):  # long
-                        values[MANY_WHOLE] = whole_turn(engine, prompts)
-                    if number == 0:
-                        continue  # warms up
-                    for figure, value in values.items():
-                        record.setdefault(figure, []).append(value)
-                if number:
-                    for figure in own:
-                        if (floor := floor_of(figure, shape, measured)) is not None:
-                            floors.setdefault(figure, []).append(floor)
-                    read, product = measured.bandwidth / 1e9, measured.rate / 1e9
-                    print(f"turn {number}: read {read:.1f} GB/s, product {product:.0f} GFLOP/s", file=sys.stderr)
-    print(f"{'':44}{'manta':>14}{'floor':>10}{'of floor':>10}{'95% interval':>16}{'llama.cpp':>14}{'ratio':>10}")
-    for figure, values in own.items():
-        line = f"{figure.name:44}{statistics.median(values):8.1f} {figure.unit:5}"
-        line += _against(figure, values, floors.get(figure), interval=True)
-        if figure in peer:
-            line += _against(figure, values, peer[figure])
-        print(line)
-
-
-def _against(figure: Figure, values: list[float], others: list[float] | None, interval: bool = False) -> str:
-    if others is None:
-        return " " * 36
-    ratios = [
-        value / other if figure.higher_is_better else other / value
-        for value, other in zip(values, others, strict=False)
-    ]
-    text = f"{statistics.median(others):10.1f}  {statistics.median(ratios):8.2f}"
-    if interval:
-        low, high = bootstrap_interval(ratios)
-        text += f"  [{low:.2f}, {high:.2f}]  "
-    return text
-
-
-def formats(options: argparse.Namespace) -> None:
-    folder = str(options.model or benchmark_checkpoint(LARGE))
+    form = next(each for each in processor.lower_forms(processor.best_form()) if each.name == options.form)
     setup = Setup(
         kv_cache_bytes=1 << 30,
-        environment={processor.VARIABLE: options.form},
+        max_model_len=MAX_MODEL_LEN,
+        environment={processor.VARIABLE: form.name},
         llamacpp_python=options.llamacpp_python,
     )
-    form = next(each for each in processor.FORMS if each.name == options.form)
-    compare_formats(form, folder, setup, dict(each.split("=", 1) for each in options.gguf or []), options.turns)
-
-
-def tiny(options: argparse.Namespace) -> None:
-    """Steps of the tiny model in two forms."""
-    folder = str(benchmark_checkpoint(TINY))
-    prompts = PromptSource(TOKEN_LIMIT)
-    steps: dict[tuple[str, int], list[float]] = {}
-    with contextlib.ExitStack() as stack:
-        setups = [
-            Setup(kv_cache_bytes=1 << 30, environment={processor.VARIABLE: form})
-            for form in (options.form, options.against)
-        ]
-        engines = [_engine(stack, "manta", folder, setup) for setup in setups]
-        for number in range(options.turns + 1):
-            for name, engine in zip(("form", "other"), engines, strict=True):
-                for rows, prompt, times in ((1, 32, 4), (32, 128, 1)):
-                    timings = [engine.generate(prompts(rows, prompt), 128) for _ in range(times)]
-                    if number:
-                        steps.setdefault((name, rows), []).append(step_seconds(timings, rows) * 1e3)
-    print(f"{'':20}{options.form:>14}{options.against:>14}{'times':>8}")
-    for rows in (1, 32):
-        form, other = steps["form", rows], steps["other", rows]
-        ratio = statistics.median(a / b for a, b in zip(form, other, strict=True))
-        values = f"{statistics.median(form):11.2f} ms{statistics.median(other):11.2f} ms{ratio:8.2f}"
-        print(f"step, {rows} rows".ljust(20) + values)
-
-
-def _engine(
-    stack: contextlib.ExitStack, name: str, model: str, setup: Setup, max_num_sequences: int = 256
-) -> EngineProcess:
-    engine = EngineProcess(name, model, setup, max_num_sequences)
-    stack.callback(engine.stop)
-    return engine
+    ggufs = dict(each.partition("=")[::2] for each in options.gguf)
+    folder = options.model or str(benchmark_checkpoint(LARGE))
+    try:
+        compare(form, folder, setup, formats, ggufs, options.turns)
+    except BenchmarkError as error:
+        _say(f"manta bench: {error}")
+        return 1
+    return 0
 
 
 if __name__ == "__main__":

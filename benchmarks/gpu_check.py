@@ -41,7 +41,7 @@ TESTS = {
     "engine": "tests/workers/test_cuda_platform.py",
 }
 MEASURED = (
-    "smoke", "device", "attention", "linears", "profile", "qwen2.5-0.5b", "llama-3.1-8b", "transformers",
+    "smoke", "device", "attention", "linears", "profile", "qwen2.5-0.5b", "llama-3.1-8b",
     "speculation", "sanitizer",
 )  # fmt: skip
 PARTS = (*TESTS, *MEASURED)

@@ -8,7 +8,6 @@ not faster than its products at the rate of a large one. Every function gives ro
 from __future__ import annotations
 
 import functools
-import gc
 import json
 import logging
 import pathlib
@@ -19,7 +18,6 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import msgspec
-import torch
 
 from benchmarks.checkpoints import benchmark_checkpoint
 from benchmarks.gpu_attention import attention_figures
@@ -169,31 +167,6 @@ def _constraint_figures(name: str, engine: Engine, rows: int) -> Iterator[Figure
     yield Figure(f"{name}: all of {rows} rows constrained against none, tok/s", f"{bound / free:.2f}", "0.98")
 
 
-def transformers_figures(name: str) -> Iterator[Figure]:
-    """`generate` of transformers, greedy, the same lengths: time of a step from two runs of different length."""
-    import transformers
-
-    folder = str(benchmark_checkpoint(name))
-    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).to("cuda").eval()
-    for rows in (1, 64):
-        prompts = torch.randint(300, 30_000, (rows, PROMPT), device="cuda")
-        step = (_generate_seconds(model, prompts, OUTPUT) - _generate_seconds(model, prompts, 8)) / (OUTPUT - 8)
-        yield Figure(f"{name}: decode step of transformers' generate, {rows} rows", f"{step * 1e3:.2f} ms")
-
-
-@torch.inference_mode()
-def _generate_seconds(model: Any, prompts: torch.Tensor, count: int) -> float:
-    seconds = []
-    for _ in range(3):
-        torch.cuda.synchronize()
-        started = time.perf_counter()
-        options = {"max_new_tokens": count, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
-        model.generate(prompts, attention_mask=torch.ones_like(prompts), **options)
-        torch.cuda.synchronize()
-        seconds.append(time.perf_counter() - started)
-    return min(seconds)
-
-
 def speculation_figures() -> Iterator[Figure]:
     """The demo model with its draft against the same alone, one request at a time."""
     draft = pathlib.Path(__file__).resolve().parents[1] / "configs" / "demo" / "draft"
@@ -213,13 +186,6 @@ def speculation_figures() -> Iterator[Figure]:
     )
 
 
-def _all_transformers_figures() -> Iterator[Figure]:
-    for name in MODELS:
-        yield from guarded(name, transformers_figures(name))
-        gc.collect()
-        torch.cuda.empty_cache()
-
-
 PARTS: dict[str, Callable[[], Iterator[Figure]]] = {
     "smoke": smoke_figures,
     "device": device_figures,
@@ -228,7 +194,6 @@ PARTS: dict[str, Callable[[], Iterator[Figure]]] = {
     "profile": profile_figures,
     "sanitizer": sanitizer_figures,
     **{name: functools.partial(model_figures, name) for name in MODELS},
-    "transformers": _all_transformers_figures,
     "speculation": speculation_figures,
 }
 

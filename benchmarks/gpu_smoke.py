@@ -56,7 +56,7 @@ def without_graphs(llm: LLM) -> int:
 def worker_of(llm: LLM) -> Any:
     """Returns the worker that holds the model in this process."""
     executor: Any = llm.engine.executor
-    worker = getattr(executor, "inner", executor)._worker
+    worker = getattr(executor, "inner", executor).worker
     return getattr(worker, "target", worker)
 
 

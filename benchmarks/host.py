@@ -28,7 +28,7 @@ import numpy as np
 import torch
 
 from benchmarks.checkpoints import benchmark_checkpoint
-from benchmarks.report import machine
+from benchmarks.report import machine, markdown_head, markdown_row
 from manta.cluster.config import EngineConfig
 from manta.cluster.engine.engine import Engine
 from manta.cluster.engine.executors.in_process import InProcessExecutor
@@ -69,7 +69,7 @@ class FreeExecutor(InProcessExecutor):
     def __init__(self, config: EngineConfig) -> None:
         super().__init__(config)
         max_rows = max(config.max_num_sequences, config.max_num_batched_tokens)
-        target = getattr(self._worker, "target", self._worker)  # of one that speculates, the model's own worker
+        target = getattr(self.worker, "target", self.worker)  # of one that speculates, the model's own worker
         target.runner.model = FreeModel(max_rows, self.model.vocab_size)
 
 
@@ -187,15 +187,13 @@ def step_part(rows: Sequence[int], num_steps: int) -> None:
     """Prints a row for each number of rows."""
     engine = make_engine(max(rows))
     watch = Stopwatch(engine)
-    print(f"| rows | {' | '.join(PHASES)} | rest | together, us a sequence | floor | step, ms |")
-    print("| --- " * (len(PHASES) + 5) + "|")
+    markdown_head("rows", *PHASES, "rest", "together, us a sequence", "floor", "step, ms")
     whole_us, step_ms = {}, {}
     for count in rows:
         phases, whole = measure_step(engine, watch, count, num_steps)
         figures = [*phases, whole - sum(phases), whole, floor(count)]
-        cells = " | ".join(f"{figure / count * 1e6:.2f}" for figure in figures)
         whole_us[count], step_ms[count] = whole / count * 1e6, whole * 1e3
-        print(f"| {count} | {cells} | {whole * 1e3:.3f} |", flush=True)
+        markdown_row(count, *(f"{figure / count * 1e6:.2f}" for figure in figures), f"{whole * 1e3:.3f}")
     if BAR_ROWS in step_ms:
         verdict = "met" if step_ms[BAR_ROWS] < BAR_MS else "not met"
         print(f"\n{BAR_ROWS} rows: {step_ms[BAR_ROWS]:.2f} ms a step, bar {BAR_MS} ms: {verdict}")
@@ -205,8 +203,8 @@ def step_part(rows: Sequence[int], num_steps: int) -> None:
 
 def admission_part(arrivals: Sequence[int]) -> None:
     """Prints a row for each number of arrivals."""
-    print("\n| arrivals | add_request, us each | steps until all run, us each | together, s |")
-    print("| --- | --- | --- | --- |")
+    print()
+    markdown_head("arrivals", "add_request, us each", "steps until all run, us each", "together, s")
     engine = make_engine(max(arrivals))
     for count in arrivals:
         started = time.perf_counter()
@@ -215,9 +213,7 @@ def admission_part(arrivals: Sequence[int]) -> None:
         while engine.scheduler.num_waiting:
             engine.step()
         whole = time.perf_counter() - started
-        print(
-            f"| {count} | {added / count * 1e6:.1f} | {(whole - added) / count * 1e6:.1f} | {whole:.3f} |", flush=True
-        )
+        markdown_row(count, f"{added / count * 1e6:.1f}", f"{(whole - added) / count * 1e6:.1f}", f"{whole:.3f}")
         finish(engine, count)
 
 

@@ -11,7 +11,7 @@ import contextlib
 import json
 import ssl
 import time
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator
 from typing import Any, NamedTuple
 
 from benchmarks.processes import BenchmarkError
@@ -102,35 +102,15 @@ class Response(NamedTuple):
 
 @contextlib.asynccontextmanager
 async def posted(
-    port: int,
-    path: str,
-    body: dict[str, Any],
-    headers: Mapping[str, str] = {},
-    tls: ssl.SSLContext | None = None,
+    port: int, path: str, body: dict[str, Any], tls: ssl.SSLContext | None = None
 ) -> AsyncIterator[Response]:
     """Sends a JSON body on a connection of its own, which ends with the context."""
     data = json.dumps(body).encode()
-    given = {"Content-Type": "application/json", "Content-Length": str(len(data)), **headers}
-    async with _asked(port, f"POST {path}", given, data, tls) as response:
-        yield response
-
-
-@contextlib.asynccontextmanager
-async def fetched(port: int, path: str) -> AsyncIterator[Response]:
-    """Sends a GET request, likewise."""
-    async with _asked(port, f"GET {path}", {}, b"", None) as response:
-        yield response
-
-
-@contextlib.asynccontextmanager
-async def _asked(
-    port: int, what: str, headers: Mapping[str, str], data: bytes, tls: ssl.SSLContext | None
-) -> AsyncIterator[Response]:
-    given = {"Host": f"127.0.0.1:{port}", "Connection": "close", **headers}
-    head = "".join(f"{name}: {value}\r\n" for name, value in given.items())
+    head = f"POST {path} HTTP/1.1\r\nHost: 127.0.0.1:{port}\r\nConnection: close\r\n"
+    head += f"Content-Type: application/json\r\nContent-Length: {len(data)}\r\n\r\n"
     reader, writer = await asyncio.open_connection("127.0.0.1", port, limit=2**20, ssl=tls)
     try:
-        writer.write(f"{what} HTTP/1.1\r\n{head}\r\n".encode() + data)
+        writer.write(head.encode() + data)
         header = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1")
         chunked = "transfer-encoding: chunked" in header.lower()
         yield Response(int(header.split(" ", 2)[1]), _chunks(reader) if chunked else _pieces(reader))

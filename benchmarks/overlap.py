@@ -23,6 +23,7 @@ import msgspec
 import numpy as np
 
 from benchmarks.host import PROMPT, FreeExecutor, config_of
+from benchmarks.report import in_turns, markdown_head, markdown_row, ratio_of
 from manta.cluster import own_ray
 from manta.cluster.config import EngineConfig
 from manta.cluster.engine import engine
@@ -95,26 +96,25 @@ def measure(rows: Sequence[int], num_steps: int) -> None:
     """Prints a row for each kind of engine and number of rows."""
     own_ray.start(4)  # two engines of two ranks
     print(f"\nMedians of {LOOP_ROUNDS} rounds; the last two columns are ratios.")
-    print("| engine | rows | plain loop, ms a step | overlapped | over the larger of device and host | plain over it |")
-    print("| --- " * 6 + "|")
+    ratios = ("over the larger of device and host", "plain over it")
+    markdown_head("engine", "rows", "plain loop, ms a step", "overlapped", *ratios)
     for name, device_s, make in (
         ("plain", DEVICE_S, _paced),
         ("speculative", DEVICE_S, _speculative),
         ("two ranks", DEVICE_S, _two_ranks),
         ("tiny-llama on these cores", 0.0, _tiny),
     ):
-        engines = [make(overlap, max(rows)) for overlap in ("off", "on")]
+        engines = {overlap: make(overlap, max(rows)) for overlap in ("off", "on")}
         for count in rows:
-            pairs = []
-            for number in range(LOOP_ROUNDS + 1):
-                pair = [_step_seconds(llm, count, num_steps) for llm in engines]
-                if number:  # the first pair warms up
-                    pairs.append(pair)
-            plain, overlapped = (statistics.median(column) for column in zip(*pairs, strict=True))
+            sides = {
+                overlap: lambda _, llm=llm: _step_seconds(llm, count, num_steps)  # type: ignore[misc]  # noqa: B023
+                for overlap, llm in engines.items()
+            }
+            seconds = in_turns(sides, LOOP_ROUNDS, f"{name}, {count} rows")
+            plain, overlapped = (statistics.median(each) for each in seconds.values())
             larger = f"{overlapped / max(device_s, plain - device_s):.3f}" if device_s else "-"
-            ratio = statistics.median(pair[0] / pair[1] for pair in pairs)
-            cells = f"{count} | {plain * 1e3:.3f} | {overlapped * 1e3:.3f} | {larger} | {ratio:.3f}"
-            print(f"| {name} | {cells} |", flush=True)
+            ratio = ratio_of(seconds["off"], seconds["on"]).median
+            markdown_row(name, count, f"{plain * 1e3:.3f}", f"{overlapped * 1e3:.3f}", larger, f"{ratio:.3f}")
         del engines
 
 

@@ -347,8 +347,8 @@ def environment_of(engine: str, setup: Setup) -> dict[str, str]:
 
     `PYTHONPATH` makes the processes that a child starts import the same code, although another checkout is installed;
     a peer sees nothing of ours. `PYTHONSAFEPATH` keeps the folder of a script, and the working directory, from being
-    searched for modules: a peer would take our `benchmarks/kernels.py` for the package `kernels`. vLLM's default
-    binding leaves a core idle, so it is told to take all of them.
+    searched for modules: a peer would take a file of ours for a package that it looks for. vLLM's default binding
+    leaves a core idle, so it is told to take all of them.
     """
     common = {"HF_HUB_OFFLINE": "1", "PYTHONSAFEPATH": "1", "PYTHONPATH": ""}
     if engine in ("manta", PEER):

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import json
 import os
 import pathlib
 import platform
@@ -14,14 +15,16 @@ import random
 import statistics
 import subprocess
 import sys
-from collections.abc import Iterator
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, TypeVar
 
 import psutil
 from tqdm import tqdm
 
 from benchmarks.workloads import Row
 from manta.workers.host import num_cores
+
+T = TypeVar("T")
 
 HIGHER_IS_BETTER = {"tok/s": True, "x": True, "s": False, "ms": False, "GiB": False}
 """Direction of each unit. Figures in other units, such as the load generator's cores, are printed and not compared."""
@@ -124,14 +127,28 @@ def combine(manta: list[list[Row]], peer: list[list[Row]] | None = None, against
         if row.unit not in HIGHER_IS_BETTER:
             results.append(Result(row.workload, row.metric, row.unit, *medians))
             continue
-        ratios = [
-            value / other if HIGHER_IS_BETTER[row.unit] else other / value
-            for value, other in zip(values, others, strict=True)
-        ]
-        interval = bootstrap_interval(ratios) if len(ratios) >= MIN_PAIRS_FOR_INTERVAL else None
-        ratio = statistics.median(ratios)
-        results.append(Result(row.workload, row.metric, row.unit, *medians, ratio, interval))
+        ratio = ratio_of(values, others, HIGHER_IS_BETTER[row.unit])
+        interval = (ratio.low, ratio.high) if len(values) >= MIN_PAIRS_FOR_INTERVAL else None
+        results.append(Result(row.workload, row.metric, row.unit, *medians, ratio.median, interval))
     return results
+
+
+class Ratio(NamedTuple):
+    """How many times better one side was: the median of the ratios of its turns, and the median's 95% interval."""
+
+    median: float
+    low: float
+    high: float
+
+    def __str__(self) -> str:
+        return f"{self.median:.3f} ({self.low:.3f} to {self.high:.3f})"
+
+
+def ratio_of(values: Sequence[float], others: Sequence[float], higher_is_better: bool = True) -> Ratio:
+    """The ratio of values to those of the same turns; above 1 `values` are better."""
+    pairs = zip(values, others, strict=True)
+    ratios = [value / other if higher_is_better else other / value for value, other in pairs]
+    return Ratio(statistics.median(ratios), *bootstrap_interval(ratios))
 
 
 def bootstrap_interval(ratios: list[float], resamples: int = 4000) -> tuple[float, float]:
@@ -139,6 +156,40 @@ def bootstrap_interval(ratios: list[float], resamples: int = 4000) -> tuple[floa
     generator = random.Random(0)
     medians = sorted(statistics.median(generator.choices(ratios, k=len(ratios))) for _ in range(resamples))
     return medians[int(0.025 * resamples)], medians[int(0.975 * resamples) - 1]
+
+
+class Table:
+    """Prints results as they come, and writes all of them to a file after each."""
+
+    def __init__(self, path: str | None, compared: bool = True) -> None:
+        """`path` is the file's, of one JSON object a line; None writes none. `compared` adds the peer's columns."""
+        self._path = path
+        self._compared = compared
+        self._results: list[Result] = []
+
+    def add(self, manta: list[list[Row]], peer: list[list[Row]] | None = None, against: str | None = None) -> None:
+        """Adds what `combine` makes of the rows, under the head of the table if they are the first."""
+        if not self._results:
+            print(header(self._compared), flush=True)
+        results = combine(manta, peer, against)
+        self._results += results
+        for result in results:
+            print(table_line(result, self._compared), flush=True)
+        if self._path:
+            path = pathlib.Path(self._path)
+            partial = path.with_name(path.name + ".partial")
+            partial.write_text("".join(json.dumps(result.as_json()) + "\n" for result in self._results))
+            os.replace(partial, path)
+
+
+def markdown_row(*cells: object) -> None:
+    """Prints a row of a table in Markdown at once."""
+    print(f"| {' | '.join(map(str, cells))} |", flush=True)
+
+
+def markdown_head(*columns: str) -> None:
+    markdown_row(*columns)
+    markdown_row(*("---" for _ in columns))
 
 
 def header(compared: bool) -> str:
@@ -197,3 +248,14 @@ def turns(count: int, what: str) -> Iterator[int]:
         for number in range(count):
             yield number
             bar.update()
+
+
+def in_turns(sides: Mapping[str, Callable[[int], T]], count: int, what: str) -> dict[str, list[T]]:
+    """What each side returns for turns 1 to `count`. Turn 0 warms up; the order of the sides is reversed each turn."""
+    found: dict[str, list[T]] = {name: [] for name in sides}
+    for number in turns(count + 1, what):
+        for name in reversed(sides) if number % 2 else sides:
+            answer = sides[name](number)
+            if number:
+                found[name].append(answer)
+    return found

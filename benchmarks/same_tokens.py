@@ -120,10 +120,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def compare(peer: pathlib.Path, families: list[str], settings: list[str]) -> int:
     """Prints a row for each engine, and returns the number of choices that differ."""
+    from benchmarks.report import markdown_head, markdown_row
     from tests.checkpoints import checkpoint
 
-    print("| family | setting | tokens | choices that differ | the first |")
-    print("| --- | --- | --- | --- | --- |", flush=True)
+    markdown_head("family", "setting", "tokens", "choices that differ", "the first")
     total = 0
     for family in families:
         for name in settings:
@@ -135,7 +135,7 @@ def compare(peer: pathlib.Path, families: list[str], settings: list[str]) -> int
             ours, theirs = generate_in(ROOT, options), generate_in(peer, options)
             found = differences(ours, theirs)
             count = sum(len(choice) for prompts in ours.values() for each in prompts for choice in each)
-            print(f"| {family} | {name} | {count} | {len(found)} | {next(iter(found), '')} |", flush=True)
+            markdown_row(family, name, count, len(found), next(iter(found), ""))
             total += len(found)
     return total
 

@@ -89,68 +89,10 @@ class XGrammarEngine:
         return self._backend.load(spec, self._backend.compile(spec)).session
 
 
-class OutlinesEngine:
-    """outlines-core: a regular expression, and an index of its states over the vocabulary."""
-
-    def __init__(self, vocabulary: Vocabulary) -> None:
-        import outlines_core
-
-        self._core = outlines_core
-        self._words = row_words(vocabulary.vocab_size)
-        self._vocabulary = vocabulary
-        special = set(vocabulary.special_token_ids)
-        tokens: dict[bytes, list[int]] = {}
-        for token_id, token in enumerate(vocabulary.tokens):
-            if token and token_id not in special:
-                tokens.setdefault(token, []).append(token_id)
-        self._tokens = outlines_core.Vocabulary(vocabulary.eos_token_ids[0], tokens)
-
-    def compile(self, schema: Any) -> Callable[[], Matcher]:
-        regex = self._core.json_schema.build_regex_from_schema(json.dumps(schema))
-        index = self._core.Index(regex, self._tokens)
-        return lambda: OutlinesMatcher(self._core.Guide(index), self._vocabulary)
-
-
-class OutlinesMatcher:
-    def __init__(self, guide: Any, vocabulary: Vocabulary) -> None:
-        self._guide = guide
-        self._vocabulary = vocabulary
-
-    def fill(self, row: np.ndarray) -> None:
-        row[:] = 0
-        self._guide.write_mask_into(row.ctypes.data, len(row), row.itemsize)
-
-    def accept(self, token_id: int) -> bool:
-        try:
-            self._guide.advance(token_id, False)
-        except ValueError:
-            return False
-        return True
-
-    def is_accepting(self) -> bool:
-        return bool(self._guide.is_finished()) or self._vocabulary.eos_token_ids[0] in self._guide.get_tokens()
-
-
-class LlamaCppEngine:
-    """llama.cpp's conversion of a schema to GBNF. Its Python package has no matcher: xgrammar matches the grammar."""
-
-    def __init__(self, vocabulary: Vocabulary) -> None:
-        import xllamacpp
-
-        self._convert = xllamacpp.json_schema_to_grammar
-        self._backend = XGrammarBackend(vocabulary)
-
-    def compile(self, schema: Any) -> Callable[[], Session]:
-        spec = ConstraintSpec(kind="ebnf", text=self._convert(schema), backend="xgrammar")
-        return self._backend.load(spec, self._backend.compile(spec)).session
-
-
 ENGINES: dict[str, Callable[[Vocabulary], Engine]] = {
     "manta": MantaEngine,
     "llguidance": LLGuidanceEngine,
     "xgrammar": XGrammarEngine,
-    "outlines-core": OutlinesEngine,
-    "llama.cpp": LlamaCppEngine,
 }
 
 

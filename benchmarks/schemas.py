@@ -10,14 +10,12 @@
 
 MaskBench is `maskbench/data` of github.com/guidance-ai/jsonschemabench. Its files are halved by the SHA-1 of their
 names: improve on half 1, and measure on half 2. Each engine runs in a process of its own, one schema after another.
-Peers that are not installed are left out with a line: pip install outlines-core xllamacpp.
 """
 
 from __future__ import annotations
 
 import argparse
 import hashlib
-import importlib.util
 import json
 import pathlib
 import random
@@ -31,7 +29,6 @@ from tqdm import tqdm
 
 from benchmarks.schema_engines import ENGINES
 
-NEEDS = {"outlines-core": "outlines_core", "llama.cpp": "xllamacpp", "xgrammar": "xgrammar"}
 DEMO = pathlib.Path(__file__).parents[1] / "configs" / "demo" / "target"
 DEMO_VOCAB_SIZE, DEMO_EOS = 4160, 2
 COLUMNS = (
@@ -64,31 +61,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     print("| " + " | ".join(COLUMNS) + " |\n" + "| --- " * len(COLUMNS) + "|", flush=True)
     rows = []
     for name in names:
-        reason = absence(name)
-        if reason:
-            print(f"{name}: left out, {reason}", file=sys.stderr, flush=True)
-            continue
         rows.append(summary(name, measured(name, files, options)))
         print(line_of(rows[-1]), flush=True)
         if options.json:
             pathlib.Path(options.json).write_text("".join(json.dumps(row) + "\n" for row in rows))
     return 0
-
-
-def absence(name: str) -> str:
-    """Why an engine has no row; empty if it has one."""
-    module = NEEDS.get(name)
-    if module and importlib.util.find_spec(module) is None:
-        return f"{module} is not installed"
-    if name == "llama.cpp" and _converted().startswith("%llguidance"):
-        return "this build of xllamacpp hands schemas to llguidance, whose row counts for it"
-    return ""
-
-
-def _converted() -> str:
-    import xllamacpp
-
-    return str(xllamacpp.json_schema_to_grammar({"type": "object"}))
 
 
 def files_of(folder: pathlib.Path, half: int, sample: int) -> list[pathlib.Path]:
@@ -109,30 +86,30 @@ class Child:
     def __init__(self, name: str, options: Any) -> None:
         self._command = [sys.executable, "-m", "benchmarks.schema_engines", name]
         self._command += [options.tokenizer, str(options.vocab_size), str(options.eos)]
-        self._seconds = options.seconds
-        self._process: subprocess.Popen[str] | None = None
+        self.seconds = options.seconds
+        self.process: subprocess.Popen[str] | None = None
 
     def ask(self, job: dict[str, Any]) -> dict[str, Any]:
         """The answer; one that says `refused` if there is none in time."""
-        if self._process is None:
-            self._process = subprocess.Popen(
+        if self.process is None:
+            self.process = subprocess.Popen(
                 self._command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
             )
             if self._answer(120) is None:
                 raise RuntimeError(f"{' '.join(self._command)} does not start; run it by hand")
-        assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps(job) + "\n")
-        self._process.stdin.flush()
-        answer = self._answer(self._seconds)
+        assert self.process.stdin is not None
+        self.process.stdin.write(json.dumps(job) + "\n")
+        self.process.stdin.flush()
+        answer = self._answer(self.seconds)
         if answer is None:
-            is_dead = self._process.poll() is not None
+            is_dead = self.process.poll() is not None
             self.close()
-            return {"refused": "it crashed" if is_dead else f"it took more than {self._seconds:g} s"}
+            return {"refused": "it crashed" if is_dead else f"it took more than {self.seconds:g} s"}
         return answer
 
     def _answer(self, seconds: float) -> dict[str, Any] | None:
-        assert self._process is not None
-        output = self._process.stdout
+        assert self.process is not None
+        output = self.process.stdout
         assert output is not None
         with selectors.DefaultSelector() as selector:
             selector.register(output, selectors.EVENT_READ)
@@ -140,10 +117,10 @@ class Child:
         return json.loads(line) if line else None
 
     def close(self) -> None:
-        if self._process is not None:
-            self._process.kill()
-            self._process.wait()
-            self._process = None
+        if self.process is not None:
+            self.process.kill()
+            self.process.wait()
+            self.process = None
 
 
 def _line(output: TextIO) -> str:
@@ -170,7 +147,6 @@ def summary(name: str, found: list[dict[str, Any]]) -> dict[str, Any]:
 
     masks = sorted(value for each in accepted for value in each["mask_us"])
     compiled = sorted(each["compile_ms"] for each in accepted)
-    is_timed = name != "llama.cpp"
     return {
         "engine": name,
         "accepted": len(accepted),
@@ -184,9 +160,9 @@ def summary(name: str, found: list[dict[str, Any]]) -> dict[str, Any]:
         "dead_ends": total("dead_ends"),
         "compile_ms_p50": _quantile(compiled, 0.5),
         "compile_ms_p99": _quantile(compiled, 0.99),
-        "mask_us_mean": sum(masks) / len(masks) if masks and is_timed else None,
-        "mask_us_p99": _quantile(masks, 0.99) if is_timed else None,
-        "mask_us_max": masks[-1] if masks and is_timed else None,
+        "mask_us_mean": sum(masks) / len(masks) if masks else None,
+        "mask_us_p99": _quantile(masks, 0.99),
+        "mask_us_max": masks[-1] if masks else None,
         "rows_struck": total("rows_struck"),
         "rows": total("rows"),
         "wrong_files": [each["file"] for each in accepted if each["wrong"]],

@@ -112,9 +112,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """1 where a bar is not met. Ctrl-C and SIGTERM stop the server and give 130."""
     parser = argparse.ArgumentParser(prog="make soak", description="Memory and delays under constant mixed load.")
     parser.add_argument("--minutes", type=float, default=30.0, help="how long (default: 30)")
-    parser.add_argument(
-        "--folder", type=pathlib.Path, default=FOLDER, help="where the tables and the plot go (default: .soak)"
-    )
+    parser.add_argument("--folder", type=pathlib.Path, default=FOLDER, help="where the tables go (default: .soak)")
     options = parser.parse_args(arguments)
     if options.minutes <= 0:
         parser.error(f"--minutes {options.minutes:g} is not above 0")

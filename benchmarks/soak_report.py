@@ -1,4 +1,4 @@
-"""What a soak is judged by, and how it is shown: bars, a Markdown table, a CSV of every sample and an SVG of them."""
+"""What a soak is judged by, and how it is shown: bars, a Markdown table, and a CSV of every sample."""
 
 from __future__ import annotations
 
@@ -25,8 +25,6 @@ noisy.
 ALL = "all"
 """Name for all roles together."""
 SHADES = "▁▂▃▄▅▆▇█"
-WIDTH, HEIGHT, MARGIN = 900, 320, 60
-COLOURS = ("#1b6ca8", "#c0392b", "#2e8b57", "#8e44ad", "#d68910", "#16a085", "#7f8c8d", "#34495e", "#a04000")
 
 
 class Sample(NamedTuple):
@@ -143,16 +141,15 @@ class Soak(NamedTuple):
         return "\n".join(lines) + "\n"
 
     def write(self, folder: pathlib.Path, name: str) -> list[pathlib.Path]:
-        """`name` with .md, .csv and .svg."""
+        """`name` with .md and .csv."""
         folder.mkdir(parents=True, exist_ok=True)
-        paths = [folder / f"{name}.{ending}" for ending in ("md", "csv", "svg")]
+        paths = [folder / f"{name}.{ending}" for ending in ("md", "csv")]
         paths[0].write_text(f"# Soak\n\n{self.markdown()}")
         roles = [memory.role for memory in self.memories()[1:]]
         with paths[1].open("w", newline="") as file:
             rows = csv.writer(file)
             rows.writerow(["seconds", *roles])
             rows.writerows([round(at, 1), *(by_role.get(role, 0) for role in roles)] for at, by_role in self.samples)
-        paths[2].write_text(svg(self.samples, roles))
         return paths
 
 
@@ -179,30 +176,3 @@ def sparkline(values: Sequence[float], width: int = 30) -> str:
     groups = [max(values[index : index + step]) for index in range(0, len(values), step)]
     top = max(groups, default=0) or 1
     return "".join(SHADES[min(len(SHADES) - 1, int(len(SHADES) * value / top))] for value in groups)
-
-
-def svg(samples: Sequence[Sample], roles: Sequence[str]) -> str:
-    """One line a role over the minutes."""
-    top = max((max(sample.by_role.values()) for sample in samples), default=1) / MIB
-    end = max(sample.at for sample in samples) or 1.0
-    across, up = (WIDTH - 4 * MARGIN) / end, (HEIGHT - 2 * MARGIN) / top
-    base = HEIGHT - MARGIN
-    parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" font-family="sans-serif">',
-        f'<rect width="{WIDTH}" height="{HEIGHT}" fill="white"/>',
-        f'<text x="{MARGIN}" y="{MARGIN / 2}">Memory (PSS) by process, MiB over minutes</text>',
-        f'<path d="M{MARGIN} {MARGIN}V{base}H{WIDTH - 3 * MARGIN}" fill="none" stroke="black"/>',
-    ]
-    for share in (0.25, 0.5, 0.75, 1):
-        y, x = base - share * top * up, MARGIN + share * end * across
-        parts.append(f'<text x="{MARGIN - 8}" y="{y + 4:.0f}" text-anchor="end">{share * top:.0f}</text>')
-        parts.append(f'<text x="{x:.0f}" y="{base + 16}" text-anchor="middle">{share * end / 60:.1f}</text>')
-    for index, role in enumerate(roles):
-        colour = COLOURS[index % len(COLOURS)]
-        points = " ".join(
-            f"{MARGIN + sample.at * across:.1f},{base - sample.by_role.get(role, 0) / MIB * up:.1f}"
-            for sample in samples
-        )
-        parts.append(f'<polyline points="{points}" fill="none" stroke="{colour}" stroke-width="1.5"/>')
-        parts.append(f'<text x="{WIDTH - 3 * MARGIN + 8}" y="{MARGIN + 16 * index}" fill="{colour}">{role}</text>')
-    return "\n".join([*parts, "</svg>"]) + "\n"

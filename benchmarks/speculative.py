@@ -3,7 +3,6 @@
     demo      the demo model with its draft, with n-grams, and with both in a chain, over its own tasks
     h         n-grams in the large shape, on prompts that repeat 32 tokens 8 times
     json      forced tokens, in the large shape, under a schema whose text is mostly fixed, T = 1
-    coupling  acceptance at T = 1 in the demo model: with shared noise, and by rejection sampling
 
 Engines without drafts, with adaptive and with fixed lengths take turns of a few seconds in one process, with the same
 requests, at each number of sequences. Ratios are to the engine without drafts. Each row also has the tokens that a
@@ -13,28 +12,26 @@ sequence gained per step, and the acceptance rate by place after the last token.
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import pathlib
 import sys
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from benchmarks.checkpoints import benchmark_checkpoint
-from benchmarks.report import header, machine, turns
-from benchmarks.structured import Table
+from benchmarks.report import Table, in_turns, machine
 from benchmarks.workloads import PromptSource, Row
 from manta.cluster.engine.stats import DraftCounts
 from manta.cluster.llm import LLM, ConstraintSpec, SamplingParams
 
-PARTS = ("demo", "h", "json", "coupling")
+PARTS = ("demo", "h", "json")
 ROWS = (1, 4, 16, 32)
 DEMO = pathlib.Path(__file__).resolve().parents[1] / "configs" / "demo"
 DEMO_TASKS = ("order", "contact", "sorting", "question")
 DEMO_REQUESTS = 16
 """Fewest requests of one turn of the demo model."""
-COUPLING_REQUESTS = 256
-"""Requests whose positions the acceptance rates of `coupling` are taken from."""
 PERIOD, REPEATS, OUTPUT = 32, 8, 256
 SHOWN_PLACES = 8
 
@@ -80,7 +77,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error(f"unknown part {', '.join(unknown)}; there are {', '.join(PARTS)}")
     rows = [int(count) for count in options.rows.split(",")]
     print(machine(), file=sys.stderr)
-    print(header(True), flush=True)
     table = Table(options.json)
     if "demo" in parts:
         draft = {"draft_model": str(DEMO / "draft")}
@@ -102,8 +98,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
             for count in rows:
                 _compare(engines, part, count, make, options.pairs, table)
             del engines
-    if "coupling" in parts:
-        _coupling(table)
     return 0
 
 
@@ -148,6 +142,14 @@ def _mostly_fixed(source: PromptSource) -> Callable[[int, int], Requests]:
     return make
 
 
+class Run(NamedTuple):
+    speed: float
+    """Tokens a second."""
+    per_step: float
+    """Tokens that a sequence gained a step."""
+    drafts: DraftCounts
+
+
 def _compare(
     engines: dict[str, LLM],
     workload: str,
@@ -156,41 +158,36 @@ def _compare(
     pairs: int,
     table: Table,
 ) -> None:
-    """`count` sequences at a time. The first turn warms up."""
-    speeds: dict[str, list[float]] = {name: [] for name in engines}
-    per_step: dict[str, list[float]] = {name: [] for name in engines}
-    drafts = {name: DraftCounts() for name in engines}
-    for pair in turns(pairs + 1, f"{workload}, {count} rows"):
-        prompts, params = make(count, pair)
-        order = list(engines) if pair % 2 else list(reversed(engines))
-        outputs = {}
-        for name in order:
-            engine = engines[name].engine
-            engine.scheduler.drafts, engine.scheduler.max_num_sequences = DraftCounts(), count
-            engine.scheduler.blocks.clear_cache()
-            steps = engine.stats().num_steps
-            started = time.perf_counter()
-            results = engines[name].generate(prompts, params, use_tqdm=False)
-            seconds = time.perf_counter() - started
-            outputs[name] = [result.outputs[0].token_ids for result in results]
-            if pair:
-                num_tokens = sum(map(len, outputs[name]))
-                speeds[name].append(num_tokens / seconds)
-                per_step[name].append(num_tokens / count / (engine.stats().num_steps - steps))
-                for kind in ("drafted", "accepted"):
-                    _add(getattr(drafts[name], kind), getattr(engine.stats().drafts, kind))
+    """`count` sequences at a time."""
+    requests = functools.lru_cache(1)(functools.partial(make, count))  # the same for every engine of a turn
+    sides = {name: lambda turn, llm=llm: _run(llm, count, *requests(turn)) for name, llm in engines.items()}  # type: ignore[misc]
+    runs: dict[str, list[Run]] = in_turns(sides, pairs, f"{workload}, {count} rows")
     for name in ("adaptive", "fixed"):
         text = f"{count} row{'s' if count > 1 else ''}, {name}"
-        table.add(
-            [[Row(workload, text, speed, "tok/s")] for speed in speeds[name]],
-            [[Row(workload, text, speed, "tok/s")] for speed in speeds["plain"]],
-            "plain",
-        )
-        table.add([[Row(workload, f"{text}, gained a step", value, "tokens")] for value in per_step[name]])
-        for proposer, places in drafts[name].drafted.items():
-            accepted = drafts[name].accepted[proposer]
+        speeds = [[[Row(workload, text, run.speed, "tok/s")] for run in runs[each]] for each in (name, "plain")]
+        table.add(speeds[0], speeds[1], "plain")
+        table.add([[Row(workload, f"{text}, gained a step", run.per_step, "tokens")] for run in runs[name]])
+        drafts = DraftCounts()
+        for run in runs[name]:
+            _add(drafts.drafted, run.drafts.drafted)
+            _add(drafts.accepted, run.drafts.accepted)
+        for proposer, places in drafts.drafted.items():
+            accepted = drafts.accepted[proposer]
             shares = [f"{yes / tried:.2f}" for yes, tried in zip(accepted, places, strict=True) if tried][:SHOWN_PLACES]
             print(f"{'':8}  {text}, {proposer}: {sum(places)} drafts, accepted by place {' '.join(shares)}", flush=True)
+
+
+def _run(llm: LLM, count: int, prompts: list[list[int]], params: list[SamplingParams]) -> Run:
+    scheduler = llm.engine.scheduler
+    scheduler.drafts, scheduler.max_num_sequences = DraftCounts(), count
+    scheduler.blocks.clear_cache()
+    steps = llm.engine.stats().num_steps
+    started = time.perf_counter()
+    results = llm.generate(prompts, params, use_tqdm=False)
+    seconds = time.perf_counter() - started
+    num_tokens = sum(len(result.outputs[0].token_ids) for result in results)
+    stats = llm.engine.stats()
+    return Run(num_tokens / seconds, num_tokens / count / (stats.num_steps - steps), stats.drafts)
 
 
 def _add(total: dict[str, list[int]], more: dict[str, list[int]]) -> None:
@@ -199,43 +196,6 @@ def _add(total: dict[str, list[int]], more: dict[str, list[int]]) -> None:
         sums += [0] * (len(places) - len(sums))
         for place, number in enumerate(places):
             sums[place] += number
-
-
-def _coupling(table: Table) -> None:
-    """Along the demo model's own samples at T = 1: the share of positions at which the draft's token is the model's
-    where both draw with one noise, and the chance that rejection sampling accepts, the overlap of the distributions
-    (Leviathan et al. 2023; Chen et al. 2023).
-    """
-    import numpy as np
-    import torch
-    from transformers import AutoModelForCausalLM
-
-    from manta.workers.sampling.noise import gumbel_noise, noise_keys
-
-    llm = LLM("demo", kv_cache_bytes=2**28)
-    prompts, params = _demo_requests(llm, 1.0)(COUPLING_REQUESTS // 4, 0)
-    outputs = llm.generate(prompts, params, use_tqdm=False)
-    models = [
-        AutoModelForCausalLM.from_pretrained(DEMO / name, dtype=torch.float32).eval() for name in ("target", "draft")
-    ]
-    equal, overlap = [], []
-    with torch.inference_mode():
-        for index, (prompt, output) in enumerate(zip(prompts, outputs, strict=True)):
-            tokens = prompt + output.outputs[0].token_ids
-            p, q = (model(torch.tensor([tokens])).logits[0, len(prompt) - 1 : -1].log_softmax(-1) for model in models)
-            positions = np.arange(len(prompt), len(tokens))
-            keys = noise_keys(np.full(len(positions), index), positions)
-            noise = gumbel_noise(torch.from_numpy(keys.view(np.int32)), torch.arange(p.shape[1]))
-            equal += ((p + noise).argmax(-1) == (q + noise).argmax(-1)).tolist()
-            overlap += torch.minimum(p.exp(), q.exp()).sum(-1).tolist()
-    table.add(
-        [
-            [
-                Row("coupling", "accepted with the same noise, T = 1", 100 * sum(equal) / len(equal), "%"),
-                Row("coupling", "accepted by rejection sampling, T = 1", 100 * sum(overlap) / len(overlap), "%"),
-            ]
-        ]
-    )
 
 
 if __name__ == "__main__":

@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import itertools
 import json
 import pathlib
 import statistics
@@ -32,12 +31,11 @@ from typing import NamedTuple
 import psutil
 
 from benchmarks.processes import ROOT, BenchmarkError, Child, free_port
-from benchmarks.report import bootstrap_interval, machine
+from benchmarks.report import machine, markdown_head, markdown_row, ratio_of
 from manta.workers.model_options import DEMO_MODEL
 
 HERE, PEER = "here", "peer"
 PHASES = ("imports", "Ray", "Serve", "process", "model", "first answer")
-COLUMNS = ("checkout", "start", *PHASES, "together")
 AROUND_THE_MODEL = ("process", "imports", "first_health")
 """Phases in `/status` that do not belong to the model."""
 FIRST_OF_RAY, CONTROLLER, ENGINE = "gcs_server", "ray::ServeController", "ray::ServeReplica:manta:engine"
@@ -132,37 +130,23 @@ def measure(checkouts: dict[str, pathlib.Path], model: str, num_starts: int) -> 
                 serving.stop()
             if number > 0:
                 found[name].append(start)
-                _print_row(name, str(number), start)
+                markdown_row(name, number, *(f"{seconds:.2f}" for seconds in (*start.seconds, start.together)))
     return found
 
 
-def _print_row(name: str, number: str, start: Start) -> None:
-    _print_cells(name, number, *(f"{seconds:.2f}" for seconds in (*start.seconds, start.together)))
-
-
-def _print_cells(*cells: str) -> None:
-    print(f"| {' | '.join(cells)} |", flush=True)
-
-
 def _print_medians(found: dict[str, list[Start]]) -> None:
-    """The median of each phase and of the whole, and with a peer the median of the ratios of each turn."""
-    rows = {
-        name: [
-            *(statistics.median(column) for column in zip(*(each.seconds for each in starts), strict=True)),
-            statistics.median(each.together for each in starts),
-        ]
+    """The median of each phase and of the whole, and with a peer the ratios of the two."""
+    columns = {
+        name: list(zip(*((*each.seconds, each.together) for each in starts), strict=True))
         for name, starts in found.items()
     }
-    for name, medians in rows.items():
-        _print_cells(name, "median", *(f"{seconds:.2f}" for seconds in medians))
+    for name, phases in columns.items():
+        markdown_row(name, "median", *(f"{statistics.median(phase):.2f}" for phase in phases))
     if PEER not in found:
         return
-    pairs = list(zip(found[HERE], found[PEER], strict=True))
-    columns = [[peer.seconds[phase] / here.seconds[phase] for here, peer in pairs] for phase in range(len(PHASES))]
-    together = [peer.together / here.together for here, peer in pairs]
-    _print_cells("peer over here", "median", *(f"{statistics.median(each):.3f}" for each in [*columns, together]))
-    low, high = bootstrap_interval(together)
-    print(f"\ntogether, peer over here: 95% interval {low:.3f} to {high:.3f}; above 1, this checkout starts sooner")
+    ratios = [ratio_of(peer, here) for here, peer in zip(columns[HERE], columns[PEER], strict=True)]
+    markdown_row("peer over here", "median", *(f"{ratio.median:.3f}" for ratio in ratios))
+    print(f"\ntogether, peer over here: {ratios[-1]}; above 1, this checkout starts sooner")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -181,8 +165,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if not (checkouts[PEER] / "cluster" / "cli").is_dir():
             parser.error(f"--peer-checkout {checkouts[PEER]} has no cluster/cli; give the root of a checkout")
     print(machine(), file=sys.stderr)
-    _print_cells(*(name if name in COLUMNS[:2] else f"{name}, s" for name in COLUMNS))
-    _print_cells(*itertools.repeat("---", len(COLUMNS)))
+    markdown_head("checkout", "start", *(f"{name}, s" for name in (*PHASES, "together")))
     try:
         _print_medians(measure(checkouts, options.model, options.starts))
     except BenchmarkError as error:

@@ -1,9 +1,8 @@
 """Starts a Ray for this application alone, on this machine: without the parts that only clusters need, and with fewer
 periodic checks.
 
-Each wake-up of one of Ray's processes delays a step, whose threads wait for each other. `manta bench cluster --parts
-own-ray` shows what the omitted parts cost. Other users of the machine cannot reach this Ray: its files are in a folder
-that they may not enter, and it listens on the loopback address only.
+Each wake-up of one of Ray's processes delays a step, whose threads wait for each other. Other users of the machine
+cannot reach this Ray: its files are in a folder that they may not enter, and it listens on the loopback address only.
 """
 
 from __future__ import annotations
@@ -71,7 +70,7 @@ _INSTEAD: dict[str, Callable[..., None]] = {
 """Replacements for methods of Ray's `Node` while it starts. They leave out the autoscaler's monitor, the forwarding of
 logs to a driver that wants none, and the dashboard's server, which Ray starts and waits for even without a dashboard.
 Ray has switches for the first two, which `ray.init` does not pass on, and none for the last. Each slows the start by
-more than a tenth and takes 40 to 60 MiB (`manta bench cluster --parts own-ray`).
+more than a tenth and takes 40 to 60 MiB.
 """
 
 

@@ -66,7 +66,7 @@ class DraftModel:
     name = "draft"
 
     def __init__(self, runner: DraftRunner, sequences: RankSequences, max_catch_up_tokens: int) -> None:
-        self._runner = runner
+        self.runner = runner
         self._sequences = sequences
         self._max_catch_up_tokens = max_catch_up_tokens
         self._written: set[int] = set()
@@ -77,7 +77,7 @@ class DraftModel:
 
     def measure(self) -> StepCost:
         """Measures the cost of drafting one token by the number of sequences. Call it before anything is cached."""
-        return StepCost(self._runner.measure())
+        return StepCost(self.runner.measure())
 
     def begin(self, step: StepInput) -> None:
         """Updates valid blocks for a step's new blocks. Of blocks from the prefix cache, the leading ones that the
@@ -127,7 +127,7 @@ class DraftModel:
             num_tokens = each.state.num_tokens
             progress.settle(each.state.tokens[:num_tokens])
             capacity = self._sequences.num_blocks(each.sequence_id) * self._sequences.block_size
-            capacity = min(capacity, self._runner.max_model_len)
+            capacity = min(capacity, self.runner.max_model_len)
             count = min(each.count, capacity - num_tokens + 1)
             if count > 0:
                 batch.append(_Drafting(each.sequence_id, each.state, progress, num_tokens, count))
@@ -151,7 +151,7 @@ class DraftModel:
                 newest = [batch[row].state.num_tokens - 1 for row in rows]
                 tokens = np.array([batch[row].proposed[-1] for row in rows])
                 drawing = {index: batch[row].state for index, row in enumerate(rows)}
-                drawn = self._runner.compute(newest, [1] * len(rows), tokens, tables[rows], drawing)
+                drawn = self.runner.compute(newest, [1] * len(rows), tokens, tables[rows], drawing)
 
     def _catch_up(self, batch: list[_Drafting], tables: np.ndarray) -> tuple[list[int], list[int | None]]:
         """Computes missing keys and values within the budget of one step. Returns the rows in `batch` of the sequences
@@ -173,7 +173,7 @@ class DraftModel:
             starts.append(start)
             counts.append(count)
             pieces.append(each.state.tokens[start : start + count])
-        drawn = self._runner.compute(starts, counts, np.concatenate(pieces), tables[chosen], drawing)
+        drawn = self.runner.compute(starts, counts, np.concatenate(pieces), tables[chosen], drawing)
         for row, start, count in zip(chosen, starts, counts, strict=True):
             self._mark(batch[row].progress, start + count, tables[row])
         return [chosen[index] for index in drawing], drawn

@@ -105,7 +105,7 @@ class ProposerChain:
         max_model_len: int,
         costs: Costs | None = None,
     ) -> None:
-        self._proposers = proposers
+        self.proposers = proposers
         self._state = state
         self._max_draft_tokens = max_draft_tokens
         self._max_model_len = max_model_len
@@ -136,7 +136,7 @@ class ProposerChain:
         """
 
     def begin(self, step: StepInput) -> None:
-        for proposer in self._proposers:
+        for proposer in self.proposers:
             proposer.begin(step)
         if step.finished:
             self._forget(step.finished)
@@ -160,7 +160,7 @@ class ProposerChain:
         """Whether `observe` should be called. In a long rest only the last steps are observed, because observing costs
         time.
         """
-        return bool(self._proposers) and self._steps_to_rest <= OBSERVED_STEPS
+        return bool(self.proposers) and self._steps_to_rest <= OBSERVED_STEPS
 
     def observe(self, step: StepInput, output: StepOutput, seconds: float) -> None:
         """Counts the time of a step since the end of the last `propose`. Called only for steps that draw a token in
@@ -185,7 +185,7 @@ class ProposerChain:
             self._propose(step, output)
             return
         started = time.perf_counter()
-        self._looked = bool(self._proposers) and (not self._steps_to_rest or bool(self._predicted))
+        self._looked = bool(self.proposers) and (not self._steps_to_rest or bool(self._predicted))
         if self._looked:
             self._learn(step, output)
             self._propose(step, output)
@@ -207,7 +207,7 @@ class ProposerChain:
         requests = self._requests(output)
         num_others = sum(item.num_tokens for item in step.scheduled if item.sequence_id not in output.token_ids)
         load = Load(len(requests) + num_others, len(requests))
-        for proposer in self._proposers:
+        for proposer in self.proposers:
             failed = self._failed[proposer.name]
             asked = [each for each in requests if each.sequence_id not in failed]
             if not asked:
@@ -314,7 +314,7 @@ class ProposerChain:
         return requests
 
     def reset(self) -> None:
-        for proposer in self._proposers:
+        for proposer in self.proposers:
             proposer.reset()
             self._failed[proposer.name].clear()
             self._records[proposer.name].clear()

@@ -13,7 +13,7 @@ class PoolConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
     form: Literal["auto", "threads", "actors"] = "auto"
     """Whether grammar workers are threads of the engine's process or Ray actors on its machine. `auto` takes threads,
-    which were faster from 1 to 128 rows on two cores (`manta bench structured`).
+    which were faster from 1 to 128 rows on two cores (`manta bench constraints`).
     """
     num_workers: Annotated[int, Meta(ge=1, le=16)] = 2
     """Number of grammar workers that share the sessions. Actors have one warm spare in addition."""

@@ -16,12 +16,12 @@ def device_of(engine: Engine) -> Any:
 
 def speculative_worker_of(engine: Engine) -> Any:
     """Returns the engine's `SpeculativeWorker`."""
-    return device_of(engine)._worker
+    return device_of(engine).worker
 
 
 def worker_of(engine: Engine) -> Any:
     """Returns the worker that holds the model; of an engine that speculates, the target."""
-    worker = device_of(engine)._worker
+    worker = device_of(engine).worker
     return worker.target if isinstance(worker, SpeculativeWorker) else worker
 
 

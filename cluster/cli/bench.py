@@ -14,14 +14,15 @@ from manta.cluster.cli.parser import nearest
 from manta.cluster.cli.refusal import Refusal
 
 SUITES = {
-    "cluster": "what ranks, batches, and streams that outlive their engine, cost",
-    "structured": "what constraints cost",
+    "constraints": "what constraints cost",
+    "cluster-http": "HTTP on a cluster, by the way from a client to an engine",
+    "batch": "what a batch costs beside its engine",
     "schemas": "engines for JSON schemas on MaskBench",
     "faults": "what others feel when a constraint goes wrong beside them",
     "start": "what the seconds of `manta serve` go to, from the command to the first answer",
     "host": "what a step costs besides the model, by rows",
     "forms": "a lesser processor's kernels, and what the hardware allows",
-    "prefix-attention": "decode attention that reads a shared prefix once",
+    "kernel-times": "the CPU kernels against torch's operations and against floors",
     "speculative": "what drafts save",
     "same-tokens": "whether another commit gives the same tokens, bit for bit",
 }

@@ -113,6 +113,8 @@ class Engine:
         self.constraints = ConstraintService(config, self.model)
         self.masks = Masks(self.constraints, self.scheduler, _make_forced_proposer(config, self.model))
         self.processors = LogitsProcessorRegistry(config.logits_processors)
+        self.idle_wait_s = IDLE_WAIT_S
+        """Longest wait in seconds of a step that can compute nothing until a mask arrives."""
         self.alive = True
         self.is_rebuilding = False
         """Whether `Executor.rebuild` is running; no step completes until it returns."""
@@ -224,8 +226,8 @@ class Engine:
         self._count_step(made_progress=False)
 
     def _wait_for_news(self) -> None:
-        """Waits for a late mask or a message, at most `IDLE_WAIT_S`. Called when no sequence can compute anything."""
-        deadline = time.monotonic() + IDLE_WAIT_S
+        """Waits for a late mask or a message, at most `idle_wait_s`. Called when no sequence can compute anything."""
+        deadline = time.monotonic() + self.idle_wait_s
         while not self.masks.is_late_mask_there() and not self._has_messages() and time.monotonic() < deadline:
             time.sleep(IDLE_SLICE_S)
 

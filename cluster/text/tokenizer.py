@@ -64,7 +64,7 @@ class Tokenizer:
         """Piece tables for `skip_special_tokens`, by the special tokens that are shown all the same."""
         self._texts: dict[int, str] = {}
         """Texts that `token_text` has returned, by token id."""
-        self._templates = self._load_templates()
+        self.chat_templates = self._load_templates()
 
     # ---- loading -----------------------------------------------------------------------------------------------
 
@@ -206,13 +206,13 @@ class Tokenizer:
 
     @property
     def has_chat_template(self) -> bool:
-        return bool(self._templates)
+        return bool(self.chat_templates)
 
     def chat_template_source(self, tools: bool = False) -> str:
         """Returns the source of the chat template; with `tools`, that of the template for tools if there is one. Empty
         without a template.
         """
-        return self._templates.source(tools)
+        return self.chat_templates.source(tools)
 
     def apply_chat_template(
         self,
@@ -245,7 +245,7 @@ class Tokenizer:
             "documents": kwargs.get("documents"),
             "add_generation_prompt": add_generation_prompt,
         }
-        return self._templates.render(tools, values)
+        return self.chat_templates.render(tools, values)
 
 
 def _check_unicode(text: str) -> None:

@@ -85,7 +85,7 @@ class ThreadTransport:
 class GrammarActor:
     """The body of the Ray actor. Ray places, starts and ends it; messages come over a local socket.
 
-    A call through Ray would take processor time that the engine's steps need: row e of `manta bench structured` was
+    A call through Ray would take processor time that the engine's steps need: row e of `manta bench constraints` was
     0.90 with calls and is 0.98 with the socket.
     """
 

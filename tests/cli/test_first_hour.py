@@ -88,7 +88,7 @@ def test_version_and_parts_of_bench_are_printed(capsys: pytest.CaptureFixture[st
     assert (code, re.fullmatch(r"manta \d\S*( \([0-9a-f]{12}(-dirty)?\))?\n", out) is not None) == (0, True)
     code, out, _ = run(capsys, "bench", "--help")
     assert code == 0
-    for part in ("structured", "faults", "forms", "prefix-attention", "speculative", "same-tokens"):
+    for part in ("constraints", "faults", "forms", "kernel-times", "speculative", "same-tokens"):
         assert f"manta bench {part} " in out
     assert "--workloads" in out
 

@@ -149,15 +149,12 @@ def test_a_deadline_among_waiting_rows_ends_its_request(gate: pathlib.Path) -> N
     settled(llm)
 
 
-def test_a_message_wakes_an_idle_replica(
-    monkeypatch: pytest.MonkeyPatch, new_replica: Replicas, gate: pathlib.Path
-) -> None:
-    monkeypatch.setattr(engine, "IDLE_WAIT_S", 60.0)
-
+def test_a_message_wakes_an_idle_replica(new_replica: Replicas, gate: pathlib.Path) -> None:
     async def scenario() -> None:
         folder = str(checkpoint("llama", dtype="float32"))
         pool = PoolConfig(mask_seconds=PATIENCE_S)
         replica = new_replica(EngineConfig(model=folder, kv_cache_bytes=8 << 20, grammar_pool=pool))
+        replica.engine.idle_wait_s = 60.0
         ingress = Ingress()
         address = await ingress.receiver.start()
         slow_one = asyncio.ensure_future(

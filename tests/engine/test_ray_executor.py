@@ -27,7 +27,7 @@ from manta.cluster import own_ray
 from manta.cluster.config import EngineConfig
 from manta.cluster.engine.engine import Engine, EngineDead
 from manta.cluster.engine.executors.thread_executor import ThreadExecutor
-from manta.cluster.engine.ranks import deadline, rank_channel, rank_group
+from manta.cluster.engine.ranks import rank_channel
 from manta.cluster.engine.ranks.claims import (
     CannotPlace,
     check_room,
@@ -37,8 +37,9 @@ from manta.cluster.engine.ranks.claims import (
     threads_each,
     with_device,
 )
-from manta.cluster.engine.ranks.deadline import StepDeadline
-from manta.cluster.engine.ranks.rank_channel import Hello, Listener, RankChannel, RankLost, connect
+from manta.cluster.engine.ranks.deadline import FACTOR, NUM_RECENT, StepDeadline, StepTimes
+from manta.cluster.engine.ranks.rank_channel import AcceptLimits, Hello, Listener, RankChannel, RankLost, connect
+from manta.cluster.engine.ranks.rank_group import RankGroup
 from manta.cluster.engine.ranks.rank_messages import Done, Masks, Message, Output, Ping, Sample, Step
 from manta.cluster.engine.ranks.ray_executor import RayExecutor
 from manta.cluster.llm import LLM, ConstraintSpec, LogitsProcessorSpec, RequestOutput, SamplingParams
@@ -58,6 +59,7 @@ ROOT = str(pathlib.Path(__file__).resolve().parents[2])
 OPTIONS: dict[str, Any] = {"kv_cache_bytes": 1 << 24, "num_threads": 1, "max_num_sequences": 32}
 PROMPTS = [[5, 6, 7], [8, 9], [30, 31, 32, 33], [40]]
 NUM_TOKENS = 24
+REQUEST_NUMBERS = itertools.count()
 
 
 class Only:
@@ -86,7 +88,7 @@ def params() -> list[SamplingParams]:
 
 def submit(llm: LLM) -> list[str]:
     prompts = [*PROMPTS, PROMPTS[0]]
-    ids = [f"{next(llm._ids)}" for _ in prompts]
+    ids = [f"{next(REQUEST_NUMBERS)}" for _ in prompts]
     for request_id, prompt, one in zip(ids, prompts, params(), strict=True):
         llm.add_request(request_id, prompt, one)
     return ids
@@ -115,6 +117,8 @@ def executor(llm: LLM) -> RayExecutor:
 
 def make_llm(**options: Any) -> LLM:
     llm = LLM(str(checkpoint("llama", dtype="float32")), **OPTIONS | options)
+    if llm.config.tensor_parallel_size > 1:  # no rank is given up because the machine is busy
+        executor(llm).deadline.times = StepTimes(shortest_s=PATIENCE_S)
     llm.register_logits_processor("only", Only)
     return llm
 
@@ -143,9 +147,8 @@ def nodes() -> Iterator[Any]:
 
 @pytest.fixture(scope="module", autouse=True)
 def patient() -> Iterator[None]:
-    """No rank is given up because the machine is busy. After a rank has failed, the others have five seconds."""
+    """After a rank has failed, the others have five seconds."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(deadline, "SHORTEST_S", PATIENCE_S)
         patch.setattr(rank_channel, "FAILED_PATIENCE_S", 5.0)
         yield
 
@@ -174,7 +177,7 @@ def test_killing_ranks_one_by_one_costs_no_token(llm: LLM, expected: list[Any], 
         ids = submit(llm)
         for _ in range(4):
             llm.step()
-        os.kill(executor(llm)._ranks.pids[rank], signal.SIGKILL)
+        os.kill(executor(llm).rank_pids[rank], signal.SIGKILL)
         assert finish(llm, ids) == expected
         assert executor(llm).model.num_blocks == num_blocks
     stats = llm.engine.stats()
@@ -185,9 +188,9 @@ def test_killing_ranks_one_by_one_costs_no_token(llm: LLM, expected: list[Any], 
 def test_an_idle_engine_rebuilds_a_rank_that_died(llm: LLM, expected: list[Any]) -> None:
     """The next request finds the ranks there."""
     num_rebuilds = llm.engine.stats().num_rank_rebuilds
-    pid = executor(llm)._ranks.pids[1]
+    pid = executor(llm).rank_pids[1]
     llm.engine.check_ranks()
-    assert executor(llm)._ranks.pids[1] == pid
+    assert executor(llm).rank_pids[1] == pid
     os.kill(pid, signal.SIGKILL)
     wait_until(lambda: executor(llm).has_lost_ranks())
     llm.engine.check_ranks()
@@ -215,7 +218,7 @@ def test_the_overlapped_loop_draws_the_same_tokens(overlapped: LLM, expected: li
         ids = submit(overlapped)
         for _ in range(4 + number % 3):
             overlapped.step()
-        os.kill(executor(overlapped)._ranks.pids[number % 2], signal.SIGKILL)
+        os.kill(executor(overlapped).rank_pids[number % 2], signal.SIGKILL)
         assert finish(overlapped, ids) == expected
     stats = overlapped.engine.stats()
     assert stats.num_rank_rebuilds == num_rebuilds + num_deaths
@@ -241,13 +244,13 @@ def test_masks_may_take_the_forward_passs_time(llm: LLM) -> None:
     ranks, scheduler = executor(llm), llm.engine.scheduler
     llm.add_request("masks", [5, 6, 7], SamplingParams(temperature=0, max_tokens=1))
     step = scheduler.schedule()
-    os.kill(ranks._ranks.pids[1], signal.SIGSTOP)
+    os.kill(ranks.rank_pids[1], signal.SIGSTOP)
     try:
         ranks.execute(step)
         assert ranks.is_computing()
         assert ranks.is_computing()
     finally:
-        os.kill(ranks._ranks.pids[1], signal.SIGCONT)
+        os.kill(ranks.rank_pids[1], signal.SIGCONT)
     wait_until(lambda: not ranks.is_computing())
     (output,) = scheduler.update(step, ranks.sample())
     assert len(output.token_ids) == 1
@@ -260,8 +263,8 @@ def test_a_rank_that_hangs_is_given_up(llm: LLM, expected: list[Any], monkeypatc
     ids = submit(llm)
     for _ in range(4):
         llm.step()
-    os.kill(executor(llm)._ranks.pids[1], signal.SIGSTOP)
-    monkeypatch.setattr(deadline, "SHORTEST_S", 1.0)
+    os.kill(executor(llm).rank_pids[1], signal.SIGSTOP)
+    monkeypatch.setattr(executor(llm).deadline, "times", StepTimes(shortest_s=1.0))
     llm.step()
     monkeypatch.undo()
     assert finish(llm, ids) == expected
@@ -271,7 +274,7 @@ def test_a_rank_that_hangs_is_given_up(llm: LLM, expected: list[Any], monkeypatc
 @pytest.mark.prove
 def test_ranks_that_died_idle_are_rebuilt(llm: LLM, expected: list[Any]) -> None:
     """What is registered meanwhile is known to the new ones, as what was before."""
-    for pid in executor(llm)._ranks.pids:
+    for pid in executor(llm).rank_pids:
         os.kill(pid, signal.SIGKILL)
         wait_until(lambda pid=pid: not psutil.pid_exists(pid))
     llm.register_logits_processor("late", Only)
@@ -306,13 +309,12 @@ def test_an_exception_on_ranks_costs_no_token(
     assert llm.engine.stats().num_rank_rebuilds == before + num_rebuilds
 
 
-def test_unplaceable_ranks_are_explained_in_a_sentence(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rank_group, "PLACEMENT_S", 1.0)
+def test_unplaceable_ranks_are_explained_in_a_sentence(llm: LLM) -> None:
     words = (
         "2 ranks with 2 CPUs each find no place as STRICT_PACK: the cluster's nodes have 2, 1 CPUs, of which 1 are free"
     )
     with pytest.raises(CannotPlace, match=words):
-        LLM(str(checkpoint("llama")), **OPTIONS | {"num_threads": 2}, tensor_parallel_size=2)
+        RankGroup(EngineConfig(model="none", num_threads=2, tensor_parallel_size=2), placement_s=1.0).start()
 
 
 def test_model_errors_are_reported_as_without_ranks(llm: LLM, tmp_path: pathlib.Path) -> None:
@@ -320,7 +322,7 @@ def test_model_errors_are_reported_as_without_ranks(llm: LLM, tmp_path: pathlib.
     rebuilt says so, and its ranks leave.
     """
     ranks = executor(llm)
-    pids = ranks._ranks.pids
+    pids = ranks.rank_pids
     ranks._group._config = msgspec.structs.replace(ranks._group._config, model=str(tmp_path))
     ids = submit(llm)
     os.kill(pids[1], signal.SIGKILL)
@@ -336,7 +338,7 @@ import sys, time
 from manta.cluster.llm import LLM
 from manta.cluster.engine.executors.thread_executor import ThreadExecutor
 llm = LLM(sys.argv[1], kv_cache_bytes=1 << 24, num_threads=1, tensor_parallel_size=2)
-print(*llm.engine.executor._ranks.pids, flush=True)
+print(*llm.engine.executor.rank_pids, flush=True)
 if sys.argv[2] == "lives":
     sys.stdin.readline()
     del llm
@@ -432,25 +434,24 @@ def test_claims_share_nodes_out() -> None:
         check_room(EngineConfig(num_threads=2), 4, [4, 3])
 
 
-def test_a_deadline_follows_the_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(deadline, "SHORTEST_S", 4.0)
-    bound = StepDeadline()
+def test_a_deadline_follows_the_steps() -> None:
+    bound = StepDeadline(StepTimes(unknown_s=600.0, first_s=60.0, shortest_s=4.0))
     bound.restart()
-    assert bound.seconds(1) == deadline.UNKNOWN_S
+    assert bound.seconds(1) == 600.0
     bound.learn(4, 0.01)
-    assert bound.seconds(1) == bound.seconds(4) == deadline.SHORTEST_S
+    assert bound.seconds(1) == bound.seconds(4) == 4.0
     bound.learn(4, 0.5)
-    assert bound.seconds(3) == 0.5 * deadline.FACTOR
-    assert bound.seconds(2048) == 0.5 * deadline.FACTOR * 2048 / 4
+    assert bound.seconds(3) == 0.5 * FACTOR
+    assert bound.seconds(2048) == 0.5 * FACTOR * 2048 / 4
     bound.learn(2000, 1.0)
-    assert bound.seconds(2048) == 1.0 * deadline.FACTOR
-    for _ in range(deadline.NUM_RECENT):
+    assert bound.seconds(2048) == 1.0 * FACTOR
+    for _ in range(NUM_RECENT):
         bound.learn(4, 0.3)
-    assert bound.seconds(4) == 0.3 * deadline.FACTOR
+    assert bound.seconds(4) == 0.3 * FACTOR
     bound.restart()
-    assert bound.seconds(4) == deadline.FIRST_STEP_S
+    assert bound.seconds(4) == 60.0
     bound.learn(4, 0.3)
-    assert bound.seconds(4) == 0.3 * deadline.FACTOR
+    assert bound.seconds(4) == 0.3 * FACTOR
 
 
 def test_of_masks_the_used_rows_travel() -> None:
@@ -464,10 +465,9 @@ def test_of_masks_the_used_rows_travel() -> None:
     assert [each.tolist() for each in received.adjustments[1]] == [[3, 5], [0.5, -1.0]]
 
 
-def test_strangers_do_not_become_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_strangers_do_not_become_ranks() -> None:
     """Neither by a wrong secret, nor by nonsense, nor by saying nothing."""
-    monkeypatch.setattr(rank_channel, "HELLO_S", 0.2)
-    listener = Listener("127.0.0.1")
+    listener = Listener("127.0.0.1", AcceptLimits(hello_s=0.2))
     place = (listener.address.host, listener.address.port)
     strangers = [socket.create_connection(place) for _ in range(4)]
     strangers[0].sendall(frame(msgspec.msgpack.encode(Hello("wrong", 0, 1))))
@@ -479,12 +479,9 @@ def test_strangers_do_not_become_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     assert connection.getpeername() == rank.getsockname()
 
 
-def test_slow_or_many_strangers_block_no_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_slow_or_many_strangers_block_no_rank() -> None:
     """A hello has one deadline as a whole, and the oldest of too many strangers goes."""
-    monkeypatch.setattr(rank_channel, "HELLO_S", 0.5)
-    monkeypatch.setattr(rank_channel, "MAX_UNPROVEN", 8)
-    monkeypatch.setattr(rank_channel, "CONNECT_S", PATIENCE_S)
-    listener = Listener("127.0.0.1")
+    listener = Listener("127.0.0.1", AcceptLimits(hello_s=0.5, max_unproven=8, connect_s=PATIENCE_S))
     place = (listener.address.host, listener.address.port)
     with concurrent.futures.ThreadPoolExecutor(1) as pool:
         accepting = pool.submit(listener.accept, 1)
@@ -496,7 +493,7 @@ def test_slow_or_many_strangers_block_no_rank(monkeypatch: pytest.MonkeyPatch) -
                     break
                 assert number < 900
                 time.sleep(0.05)
-        monkeypatch.setattr(rank_channel, "HELLO_S", PATIENCE_S)
+        listener.limits = msgspec.structs.replace(listener.limits, hello_s=PATIENCE_S)
         strangers = [socket.create_connection(place) for _ in range(30)]
         for stranger in strangers[: 30 - 8]:
             stranger.settimeout(PATIENCE_S)

@@ -3,91 +3,24 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import copy
-import functools
-import importlib
 import json
 import mmap
 import os
+import pathlib
 import random
 import signal
-import subprocess
-import sys
 import threading
 import time
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator
 
-import psutil
 import pytest
 
-from benchmarks import resume, same_tokens, speculative, structured
 from benchmarks.engine_child import resident_bytes
 from benchmarks.http_load import run_load
-from benchmarks.processes import ROOT, BenchmarkError, Child, Timing, free_port
-from benchmarks.report import Result, bootstrap_interval, combine, header, table_line
+from benchmarks.processes import BenchmarkError, Timing
+from benchmarks.report import Result, Table, bootstrap_interval, combine, header, in_turns, table_line
 from benchmarks.workloads import WORKLOADS, PromptSource, Row, alternate, run_workload, step_seconds
 from manta.cluster.cli.bench import run_bench
-from manta.cluster.engine.request import EngineRequest, FinishStatus, SequenceOutput
-from manta.cluster.serve.streams.progress import Progress
-from manta.workers.sampling_params import SamplingParams
-from tests.checkpoints import checkpoint
-from tests.patience import PATIENCE_S, wait_until
-
-PROVE = pytest.mark.prove
-
-
-def test_streams_without_continuation_still_end() -> None:
-    """What `manta bench cluster --parts resume` compares with keeps nothing."""
-    ended = SequenceOutput("a", 0, [6], finish=FinishStatus.FINISHED_LENGTH)
-    for resumes, kept in ((True, 2), (False, 0)):
-        resume.switch(resumes)
-        try:
-            progress = Progress(EngineRequest(request_id="a", prompt_token_ids=[5], params=SamplingParams(seed=1)))
-            assert not progress.add(SequenceOutput("a", 0, []))
-            assert progress.add(SequenceOutput("a", 0, [5]))
-            assert not progress.has_ended
-            assert progress.add(ended)
-            assert progress.has_ended
-            assert progress.num_tokens == kept
-        finally:
-            resume.switch(resumes=True)
-
-
-BENCHMARK = """
-import sys, time
-from benchmarks.processes import Child
-
-child = Child([sys.executable, "-c", {server!r}], {{}})
-child.engine = "server"
-child.wait_until_printed("serves", 600)
-print(*[process.pid for process in child.processes()], flush=True)
-time.sleep(600)
-"""
-SERVER = """
-import subprocess, sys, time
-part = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=True)
-print("serves", flush=True)
-time.sleep(600)
-"""
-
-
-def test_a_terminated_benchmark_ends_its_servers() -> None:
-    """One that does nothing about it itself: its servers are sessions of their own, with processes that are too."""
-    command = [sys.executable, "-c", BENCHMARK.format(server=SERVER)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT) as benchmark:
-        assert benchmark.stdout is not None
-        started = [psutil.Process(int(pid)) for pid in benchmark.stdout.readline().split()]
-        try:
-            assert len(started) == 2
-            benchmark.send_signal(signal.SIGTERM)
-            assert benchmark.wait(PATIENCE_S) != 0
-            assert psutil.wait_procs(started, timeout=PATIENCE_S)[1] == []
-        finally:
-            for process in started:
-                with contextlib.suppress(psutil.NoSuchProcess):
-                    process.kill()
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
@@ -108,93 +41,6 @@ def test_every_part_of_bench_unwinds_when_terminated(
     assert run_bench(["host", "--steps", "1"]) == 130
     assert ended == [["--steps", "1"]]
     assert capsys.readouterr().err == "manta bench: interrupted\n"
-
-
-@pytest.mark.prove
-def test_what_resumable_streams_cost_is_measured(capsys: pytest.CaptureFixture[str]) -> None:
-    from benchmarks.cluster import main
-
-    assert main(["--parts", "resume", "--rounds", "1", "--tokens", "8"]) == 0
-    direct, throughput = capsys.readouterr().out.strip().split("\n\n")
-    assert len(direct.splitlines()) == 6
-    assert len(throughput.splitlines()) == 5
-    assert "bar 0.99" in throughput
-
-
-def test_a_token_difference_between_checkouts_is_found() -> None:
-    ours = same_tokens.generate({"model": str(checkpoint("llama"))})
-    assert all(len(prompts) == 8 for prompts in ours.values())
-    assert {len(choices) for choices in ours["choices"]} == {3}
-    theirs = copy.deepcopy(ours)
-    assert same_tokens.differences(ours, theirs) == []
-    theirs["choices"][2][1][5] += 1
-    theirs["greedy"][4][0].pop()
-    expected = ["greedy, prompt 4, choice 0, token 23", "choices, prompt 2, choice 1, token 5"]
-    assert same_tokens.differences(ours, theirs) == expected
-
-
-def test_each_part_of_what_constraints_cost_runs(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(sys, "path", [*sys.path])
-    small = functools.partial(structured.guard_rows, 8000)
-    for name, value in {"ROWS": 2, "OUTPUT": 8, "MASK_ROWS": (2,), "guard_rows": small}.items():
-        monkeypatch.setattr(structured, name, value)
-    model = str(checkpoint("llama", max_position_embeddings=512))
-    assert structured.main(["--forms", "threads", "--pairs", "1", "--model", model]) == 0
-    printed = capsys.readouterr()
-    assert all(f"\n{part} " in printed.out for part in structured.PARTS if part != "vocabulary")
-    assert "uniqueItems, strings, guarded, longest" in printed.out
-    assert "e, cached schema, threads: 100%" in printed.err
-
-
-def test_each_part_of_what_drafts_save_runs(capsys: pytest.CaptureFixture[str], monkeypatch: Any) -> None:
-    for name, value in {"OUTPUT": 8, "REPEATS": 2, "DEMO_REQUESTS": 4, "COUPLING_REQUESTS": 4}.items():
-        monkeypatch.setattr(speculative, name, value)
-    model = str(checkpoint("llama"))
-    assert speculative.main(["--rows", "1", "--pairs", "1", "--model", model]) == 0
-    printed = capsys.readouterr()
-    assert all(f"\n{part}" in printed.out for part in ("demo", "h ", "json", "coupling"))
-    assert "json, 1 rows: 100%" in printed.err
-
-
-@pytest.mark.parametrize(
-    ("name", "arguments", "words"),
-    [
-        ("host", ["--parts", "step,admission", "--rows", "1", "--arrivals", "1", "--steps", "1"], "1"),
-        ("prefix_attention", ["--prefix", "32", "--n", "2", "--seconds", "0.01"], "| 32 | 2 | "),
-        ("same_tokens", ["--peer-checkout", str(ROOT), "--families", "llama", "--settings", "plain"], "all tokens are"),
-        pytest.param("faults", ["--tokens", "8", "--rounds", "1", "--forms", "threads"], "| all |", marks=PROVE),
-        pytest.param("forms", ["--tiny", "--turns", "1"], "step, 32 rows", marks=PROVE),
-        pytest.param("forms", ["--formats", "--turns", "1"], "int4", marks=PROVE),
-        pytest.param("cluster", ["--parts", "transport,own-ray", "--rounds", "1", "--tokens", "8"], "", marks=PROVE),
-    ],
-)
-def test_a_benchmark_runs_at_its_smallest_size(
-    name: str, arguments: list[str], words: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(sys, "path", [*sys.path])
-    if name == "faults" or "--formats" in arguments:
-        arguments += ["--model", str(checkpoint("llama"))]
-    assert importlib.import_module(f"benchmarks.{name}").main(arguments) == 0
-    assert words in capsys.readouterr().out
-
-
-def test_a_terminated_benchmark_with_actors_prints_no_stack() -> None:
-    command = [sys.executable, "-m", "manta.cluster.cli", "bench", "structured", "--parts", "e", "--forms", "actors"]
-    command += ["--model", str(checkpoint("llama", max_position_embeddings=512)), "--pairs", "100000"]
-    with subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.PIPE, cwd=ROOT) as benchmark:
-        assert benchmark.stderr is not None
-        printed = b""
-        while b"turn" not in printed:
-            piece = benchmark.stderr.read1(4096)  # type: ignore[attr-defined]
-            assert piece, printed
-            printed += piece
-        benchmark.send_signal(signal.SIGTERM)
-        printed += benchmark.stderr.read()
-        assert benchmark.wait(PATIENCE_S) == 130
-    assert b"***" not in printed
-    assert printed.decode().rstrip().endswith("manta bench: interrupted")
 
 
 def test_a_ratio_above_one_always_means_better() -> None:
@@ -318,6 +164,32 @@ def test_workload_d_shares_its_prefix() -> None:
     assert warm_up[0][0][:1024] != cold[0][:1024], "the second repetition's prefix has been seen"
 
 
+def test_sides_of_one_process_take_turns(capsys: pytest.CaptureFixture[str]) -> None:
+    diary: list[str] = []
+
+    def side(name: str) -> Callable[[int], int]:
+        def run(turn: int) -> int:
+            diary.append(name)
+            return turn
+
+        return run
+
+    assert in_turns({name: side(name) for name in "AB"}, 2, "letters") == {"A": [1, 2], "B": [1, 2]}
+    assert "".join(diary) == "AB" + "BA" + "AB"
+    assert "letters: 100%" in capsys.readouterr().err
+
+
+def test_a_table_has_its_rows_in_a_file_at_once(tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:
+    table = Table(str(tmp_path / "rows.jsonl"))
+    for value in (1.0, 2.0):
+        table.add([[Row("a", "prefill", value, "tok/s")]], [[Row("a", "prefill", 1.0, "tok/s")]], "peer")
+        rows = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()]
+        assert [row["ratio"] for row in rows] == [1.0, 2.0][: len(rows)]
+        assert rows[-1]["value"] == value
+    head, line, *printed = capsys.readouterr().out.splitlines()
+    assert (head.split()[0], set(line), len(printed)) == ("workload", {"-"}, 2)
+
+
 def test_turns_alternate_while_the_others_rest() -> None:
     diary: list[str] = []
     engines = [FakeEngine("A", diary), FakeEngine("B", diary)]
@@ -339,40 +211,6 @@ def test_a_step_counts_where_all_rows_take_part() -> None:
     assert step_seconds([Timing(9.0, 18, steps)], 4) == pytest.approx(0.5)
     with pytest.raises(BenchmarkError, match="8 rows"):
         step_seconds([Timing(9.0, 18, steps)], 8)
-
-
-class Spinner(Child):
-    """A parent that waits, with a child of its own that spins."""
-
-    engine = "spinner"
-
-    def __init__(self) -> None:
-        spin = "import sys\nwhile True: pass"
-        script = f"import subprocess, sys; subprocess.run([sys.executable, '-S', '-c', {spin!r}])"
-        super().__init__([sys.executable, "-S", "-c", script], {})
-
-
-def test_a_resting_child_is_paused_and_fully_stopped() -> None:
-    spinner = Spinner()
-    try:
-        wait_until(lambda: len(spinner.processes()) == 2)
-        spinning = spinner.processes()[1]
-        wait_until(lambda: spinner.rest(limit_s=0.3) or spinner.spins)  # a busy machine may starve it for once
-        wait_until(lambda: spinning.status() == psutil.STATUS_STOPPED)
-        spinner.wake()
-        wait_until(lambda: spinning.status() != psutil.STATUS_STOPPED)
-        spinner.rest(limit_s=0.3)
-    finally:
-        spinner.stop()
-    assert not spinning.is_running() or spinning.status() == psutil.STATUS_ZOMBIE
-
-
-def test_a_free_port_is_returned_once() -> None:
-    """Whoever draws the same number next finds it claimed, before anybody listens there."""
-    state = random.getstate()
-    first = free_port()
-    random.setstate(state)
-    assert free_port() != first
 
 
 def test_resident_bytes_counts_touched_pages_only() -> None:

@@ -30,6 +30,7 @@ def test_the_data_is_a_function_of_the_seed() -> None:
     assert list(itertools.islice(samples(3), 50)) != list(itertools.islice(samples(4), 50))
 
 
+@pytest.mark.prove
 @pytest.mark.parametrize(
     "field", [name for name in TRAIN._fields if name not in ("invent", "order_asks", "contact_asks")]
 )
@@ -37,6 +38,7 @@ def test_held_out_phrasings_are_not_in_training(field) -> None:
     assert not set(getattr(TRAIN, field)) & set(getattr(HELD_OUT, field))
 
 
+@pytest.mark.prove
 @pytest.mark.parametrize(
     ("result", "words"),
     [
@@ -50,6 +52,7 @@ def test_a_result_is_told_in_words(result: str, words: str) -> None:
     assert told(result) == words
 
 
+@pytest.mark.prove
 def test_training_learns_only_the_assistants_text() -> None:
     tokenizer = PreTrainedTokenizerFast.from_pretrained(DEMO / "target")
     (sample,) = held_out("tool_answer", 1)
@@ -59,6 +62,7 @@ def test_training_learns_only_the_assistants_text() -> None:
     assert learnt == f"<tool_call>{json.dumps(call)}</tool_call><|im_end|>{sample.answer}<|im_end|>"
 
 
+@pytest.mark.prove
 @pytest.mark.parametrize(("task", "schema"), [("order", ORDER_SCHEMA), ("contact", CONTACT_SCHEMA)])
 def test_answers_follow_their_schema_and_its_key_order(task, schema) -> None:
     for sample in held_out(task, 30):
@@ -81,6 +85,7 @@ def llm():
     return LLM("demo", kv_cache_bytes=2**26)
 
 
+@pytest.mark.prove
 def test_the_demo_model_keeps_its_score(llm) -> None:
     """The bounds lie below the scores in benchmarks/demo_model/README.md, which are of more prompts."""
     from benchmarks.demo_model.evaluate import answers

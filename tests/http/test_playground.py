@@ -22,9 +22,8 @@ import jsonschema
 import pytest
 from axe_playwright_python.sync_playwright import Axe
 
-from benchmarks.browser import browser, chromium_path
-from benchmarks.playground import MAX_BYTES
 from manta.cluster.engine.engine import Engine
+from tests.browser import browser, chromium_path
 from tests.grammar_pools import DEMO
 from tests.local_server import ThreadedServer
 from tests.patience import PATIENCE_S, wait_until
@@ -416,7 +415,7 @@ def test_it_is_accessible_and_fits(playground: Playground, request: pytest.Fixtu
     look("key")
     playground.give_key(KEY)
     page.wait_for_selector("#model option", state="attached")
-    assert 0 < sum(sizes) < MAX_BYTES
+    assert 0 < sum(sizes) < 150_000
     look("welcome")
     playground.example(TOOL)
     look("tool")

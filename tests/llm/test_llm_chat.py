@@ -162,7 +162,7 @@ def test_a_message_is_continued_where_transformers_would(
 ) -> None:
     theirs = transformers.AutoTokenizer.from_pretrained(llm.tokenizer.folder)
     theirs.chat_template = source
-    monkeypatch.setattr(llm.tokenizer, "_templates", ChatTemplates({"default": source}))
+    monkeypatch.setattr(llm.tokenizer, "chat_templates", ChatTemplates({"default": source}))
     messages = [*asked("Count."), {"role": "assistant", "content": text}]
     (output,) = llm.chat(messages, GREEDY, use_tqdm=False, continue_final_message=True)
     expected = theirs.apply_chat_template(messages, tokenize=False, continue_final_message=True)

@@ -31,7 +31,7 @@ def llm(tmp_path_factory: pytest.TempPathFactory) -> LLM:
 
 def speak(llm: LLM, form: ToolFormat) -> None:
     """Gives the model the chat template of another one."""
-    llm.tokenizer._templates = ChatTemplates({"default": template_of(form)})
+    llm.tokenizer.chat_templates = ChatTemplates({"default": template_of(form)})
 
 
 def calls_of(llm: LLM, **options: Any) -> list[Any]:

@@ -81,7 +81,7 @@ def test_text_is_split_alike_however_it_arrives(
 def tokenizer() -> Tokenizer:
     """The demo model's, in which the marks are special tokens, under a template that knows thinking."""
     tokenizer = Tokenizer(resolve_model_folder("demo"))
-    tokenizer._templates = ChatTemplates({"default": HYBRID})
+    tokenizer.chat_templates = ChatTemplates({"default": HYBRID})
     return tokenizer
 
 
@@ -153,6 +153,6 @@ def test_reasoning_effort_is_for_templates_that_know_it(tokenizer: Tokenizer) ->
     with pytest.raises(RequestRefused) as caught:
         plan(tokenizer, PROMPT, reasoning_effort="low")
     assert caught.value.param == "reasoning_effort"
-    tokenizer._templates = ChatTemplates({"default": HYBRID + "{{ reasoning_effort }}"})
+    tokenizer.chat_templates = ChatTemplates({"default": HYBRID + "{{ reasoning_effort }}"})
     assert plan(tokenizer, PROMPT, reasoning_effort="low").prompt == PROMPT
-    tokenizer._templates = ChatTemplates({"default": HYBRID})
+    tokenizer.chat_templates = ChatTemplates({"default": HYBRID})

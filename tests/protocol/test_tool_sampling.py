@@ -60,7 +60,7 @@ class World:
         self.backends = Backends(self.vocabulary)
 
     def plan(self, form: ToolFormat, **fields: Any) -> ChatPlan:
-        self.tokenizer._templates = ChatTemplates({"default": template_of(form)})
+        self.tokenizer.chat_templates = ChatTemplates({"default": template_of(form)})
         body = {"model": "m", "messages": [{"role": "user", "content": "x"}], "tools": TOOLS, **fields}
         request = decode(ChatCompletionRequest, json.dumps(body).encode())
         return plan_chat(request, request.sampling_params(), self.tokenizer, "<|im_start|>assistant\n")

@@ -337,7 +337,7 @@ def test_the_prompt_shows_tools_beside_the_choice() -> None:
 def test_a_template_without_tools_refuses_them() -> None:
     folder = checkpoint("llama", num_hidden_layers=1)
     tokenizer = Tokenizer(folder)
-    tokenizer._templates = ChatTemplates({"default": "{{ messages }}"})
+    tokenizer.chat_templates = ChatTemplates({"default": "{{ messages }}"})
     with pytest.raises(RequestRefused, match="no place for tools") as caught:
         plan(tokenizer, tools=tools_field())
     assert caught.value.param == "tools"

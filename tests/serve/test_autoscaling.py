@@ -1,16 +1,12 @@
-"""A real server whose engines come and go with the load: 1, 3, 1, 0, 1 and 0, and no request is lost.
-
-The trace is the benchmark's (`benchmarks/autoscaling.py`), in small.
-"""
+"""A real server whose engines come and go with the load: 1, 3, 1, 0, 1 and 0, and no request is lost."""
 
 from __future__ import annotations
 
 import itertools
-import xml.etree.ElementTree as xml
 
 import pytest
 
-from benchmarks.autoscaling import MANY, MAX_ENGINES, Trace, trace
+from tests.serve.load_trace import MANY, MAX_ENGINES, Trace, trace
 
 pytestmark = pytest.mark.prove
 
@@ -44,8 +40,3 @@ def test_who_finds_no_engine_waits_for_one(found: Trace) -> None:
 def test_each_start_tells_its_phases(found: Trace) -> None:
     assert len(found.starts) == MAX_ENGINES + 1
     assert all({"process", "imports", "weights", "first_health"} <= set(seconds) for seconds in found.starts)
-
-
-def test_the_trace_is_drawn(found: Trace) -> None:
-    assert xml.fromstring(found.svg()).tag.endswith("svg")
-    assert "no request lost" in found.markdown()

@@ -13,7 +13,6 @@ import pytest
 from hypothesis import given
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from benchmarks.routing_simulation import Manta, Oracle, RoundRobin, Workload, simulate
 from manta.cluster.engine.kv_blocks import KVBlocks, hash_blocks
 from manta.cluster.engine.request import EngineRequest, FinishStatus, SequenceOutput
 from manta.cluster.serve.routing import placement
@@ -24,6 +23,7 @@ from manta.cluster.serve.routing.reports import CacheReporter, Report, unpacked
 from manta.workers.sampling_params import SamplingParams
 from tests.conftest import PROVE
 from tests.house.test_layering import modules, packages
+from tests.serve.routing_simulation import Manta, Oracle, RoundRobin, Workload, simulate
 
 BLOCK = 16
 NODES = st.integers(0, 60)
@@ -392,7 +392,7 @@ def test_requests_of_one_call_go_to_one_replica(block_size: int, num_new_tokens:
 
 
 def test_conversations_keep_their_caches_and_spread_evenly() -> None:
-    """The simulation at its smallest; `manta bench cluster --parts routing` has 1,000 replicas."""
+    """`make prove` simulates 200 replicas."""
     size = {"num_replicas": 200, "seconds": 40.0} if PROVE else {"num_replicas": 20, "seconds": 15.0}
     workload = Workload(num_ingresses=2, num_system_prompts=20, **size)  # type: ignore[arg-type]
     ours, oracle, turns = (simulate(workload, router) for router in (Manta, Oracle, RoundRobin))

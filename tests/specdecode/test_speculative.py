@@ -156,7 +156,7 @@ class Oracle:
 
 
 def ask_oracle(engine: Engine, texts: list[list[int]], every: int = 7) -> None:
-    (proposer,) = speculative_worker_of(engine).chain._proposers
+    (proposer,) = speculative_worker_of(engine).chain.proposers
     proposer.propose = Oracle(texts, every).propose
 
 
@@ -266,7 +266,7 @@ def test_a_raising_proposer_is_left_out() -> None:
     prompts = make_prompts()
     expected = run(make_engine("llama"), prompts, greedy())
     engine = make_engine("llama", speculative=NGRAM)
-    (proposer,) = speculative_worker_of(engine).chain._proposers
+    (proposer,) = speculative_worker_of(engine).chain.proposers
     propose, calls = proposer.propose, []
 
     def fail(wanted):
@@ -286,7 +286,7 @@ def test_a_draft_raising_between_tokens_leaves_no_trace() -> None:
     prompts = make_prompts()
     expected = sampled(make_engine("llama"), prompts)
     engine = make_engine("llama", speculative=drafting("llama"))
-    model = speculative_worker_of(engine).chain._proposers[0]._runner.model
+    model = speculative_worker_of(engine).chain.proposers[0].runner.model
     forward, calls = model.forward, []
 
     def fail(*arguments):
@@ -309,7 +309,7 @@ def test_the_draft_reads_only_blocks_it_wrote() -> None:
     prompt = make_prompts()[3]
     engine = make_engine("llama", speculative=drafting("llama"))
     expected = run(make_engine("llama"), [prompt], greedy())[0]
-    draft = speculative_worker_of(engine).chain._proposers[0]
+    draft = speculative_worker_of(engine).chain.proposers[0]
     counts = watch(engine)
     propose, draft.propose = draft.propose, lambda wanted: {}
     assert run(engine, [prompt], greedy()) == [expected]
@@ -321,8 +321,8 @@ def test_the_draft_reads_only_blocks_it_wrote() -> None:
     assert counts["accepted"] == counts["drafted"] > 20
     assert len(draft._written) >= 4
     computed = []
-    forward = draft._runner.model.forward
-    draft._runner.model.forward = lambda tokens, *rest: computed.append(len(tokens)) or forward(tokens, *rest)
+    forward = draft.runner.model.forward
+    draft.runner.model.forward = lambda tokens, *rest: computed.append(len(tokens)) or forward(tokens, *rest)
     assert run(engine, [prompt], greedy()) == [expected]
     assert computed[0] <= 17, "blocks that the draft wrote were computed again"
     assert counts["accepted"] == counts["drafted"]

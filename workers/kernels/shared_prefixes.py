@@ -24,7 +24,7 @@ itself.
 MEMBER_COST_KEYS = 116
 """Cost for a member of joining a group (its state is written and read once), as a number of keys that could be packed
 in that time. With it 4 or 8 members over 128 keys, which would lose, do not become a group, while 16 over 128 and 2
-over 512 do, and gain (`manta bench prefix-attention`).
+over 512 do, and gain.
 """
 
 

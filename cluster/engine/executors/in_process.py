@@ -26,13 +26,13 @@ class InProcessExecutor(SynchronousExecutor):
         # Imports torch, which a driver of rank actors does not need.
         from manta.cluster.engine.executors.worker_factory import make_worker
 
-        self._worker: RankWorker = make_worker(config)
-        if self._worker.runs_ahead and config.overlap != "off":
+        self.worker: RankWorker = make_worker(config)
+        if self.worker.runs_ahead and config.overlap != "off":
             self.depth = 1
 
     @property
     def model(self) -> ModelInfo:
-        return self._worker.info
+        return self.worker.info
 
     def submit(self, step: StepInput) -> StepCall:
         if not self.depth:
@@ -41,23 +41,23 @@ class InProcessExecutor(SynchronousExecutor):
         return _DeviceCall(self)
 
     def execute(self, step: StepInput) -> None:
-        self._worker.execute(step)
+        self.worker.execute(step)
 
     def is_computing(self) -> bool:
-        return self._worker.is_computing()
+        return self.worker.is_computing()
 
     def sample(self, masks: MaskBatch | None = None) -> StepOutput:
-        return self._worker.sample(masks)
+        return self.worker.sample(masks)
 
     def draw(self, masks: MaskBatch | None = None) -> Drawn:
         """Draws like `sample`, without waiting for the device. Requires a worker that `runs_ahead`."""
-        return cast(RunAheadWorker, self._worker).draw(masks)
+        return cast(RunAheadWorker, self.worker).draw(masks)
 
     def register_logits_processor(self, name: str, factory: LogitsProcessorFactory) -> None:
-        self._worker.register_logits_processor(name, factory)
+        self.worker.register_logits_processor(name, factory)
 
     def rebuild(self) -> None:
-        self._worker.reset()
+        self.worker.reset()
 
 
 class _DeviceCall:

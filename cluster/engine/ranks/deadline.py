@@ -4,24 +4,35 @@ from __future__ import annotations
 
 from collections import deque
 
-UNKNOWN_S = 600.0
-"""Deadline of an engine's first step in seconds: a large model may prefill 2,048 tokens on a few cores."""
-FIRST_STEP_S = 60.0
-"""Shortest deadline of the first step after ranks restart, in seconds: memory is first touched and threads start."""
-SHORTEST_S = 4.0
-"""Shortest deadline of other steps in seconds: a machine that swaps or is shared may stall for seconds, and a rank that
-is given up wrongly costs a restart.
-"""
+import msgspec
+
 FACTOR = 20.0
 """Multiple of the slowest recent step of about as many tokens."""
 NUM_RECENT = 64
 """Number of recent steps remembered for each size."""
 
 
+class StepTimes(msgspec.Struct, frozen=True, kw_only=True):
+    """Bounds of a step's deadline, in seconds."""
+
+    unknown_s: float = 600.0
+    """Deadline of an engine's first step: a large model may prefill 2,048 tokens on a few cores."""
+    first_s: float = 60.0
+    """Shortest deadline of the first step after ranks restart: memory is first touched and threads start."""
+    shortest_s: float = 4.0
+    """Shortest deadline of other steps: a machine that swaps or is shared may stall for seconds, and a rank that is
+    given up wrongly costs a restart.
+    """
+
+
+USUAL_TIMES = StepTimes()
+
+
 class StepDeadline:
     """Derives deadlines from recent steps, grouped by size: their number of tokens rounded up to a power of two."""
 
-    def __init__(self) -> None:
+    def __init__(self, times: StepTimes = USUAL_TIMES) -> None:
+        self.times = times
         self._recent: dict[int, deque[float]] = {}
         self._is_first = False
 
@@ -40,10 +51,10 @@ class StepDeadline:
         smaller step.
         """
         if not self._recent:
-            return UNKNOWN_S
+            return self.times.unknown_s
         size = _size(num_tokens)
         bounds = [max(recent) * max(1.0, size / known) for known, recent in self._recent.items()]
-        return max(FIRST_STEP_S if self._is_first else SHORTEST_S, FACTOR * min(bounds))
+        return max(self.times.first_s if self._is_first else self.times.shortest_s, FACTOR * min(bounds))
 
 
 def _size(num_tokens: int) -> int:

@@ -2,7 +2,7 @@
 
 The thread that steps drives the engine's end with a selector, so no other thread wakes for a step. The end of a
 connection means that its rank has died. In a step of the tiny model, frames add 0.1 ms, a compiled graph of Ray 0.3 ms
-and calls of Ray actors 0.9 ms (`manta bench cluster --parts transport`).
+and calls of Ray actors 0.9 ms (`benchmarks/results/2026-11-22.md`).
 """
 
 from __future__ import annotations
@@ -29,10 +29,6 @@ logger = logging.getLogger(__name__)
 
 CONNECT_S = 30.0
 """Seconds in which all ranks must connect."""
-HELLO_S = 2.0
-"""Seconds in which a new connection must show the secret."""
-MAX_UNPROVEN = 64
-"""The most open connections that have not shown the secret; above it the oldest is closed."""
 FAILED_PATIENCE_S = 1.0
 """Seconds that the other ranks have to answer after one has failed: a healthy rank answers in this time, and a rank
 that waits for the failed one never does.
@@ -64,10 +60,25 @@ class Hello(msgspec.Struct, array_like=True):
     pid: int
 
 
+class AcceptLimits(msgspec.Struct, frozen=True, kw_only=True):
+    """Bounds of what connects to an engine."""
+
+    connect_s: float = CONNECT_S
+    """Seconds in which all ranks must connect."""
+    hello_s: float = 2.0
+    """Seconds in which a new connection must show the secret."""
+    max_unproven: int = 64
+    """The most open connections that have not shown the secret; above it the oldest is closed."""
+
+
+USUAL_LIMITS = AcceptLimits()
+
+
 class Listener:
     """Accepts the connections of ranks that have just started. `host` is this node's address."""
 
-    def __init__(self, host: str) -> None:
+    def __init__(self, host: str, limits: AcceptLimits = USUAL_LIMITS) -> None:
+        self.limits = limits
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self._socket = socket.create_server((host, 0), family=family)
         self.address = Address(host, self._socket.getsockname()[1], secrets.token_hex(16))
@@ -75,11 +86,11 @@ class Listener:
     def accept(self, num_ranks: int) -> list[tuple[Hello, socket.socket]]:
         """Returns a connection to each rank, in order.
 
-        Raises `RankLost` if a rank does not connect within `CONNECT_S`. Other connections cannot delay that: all are
-        read concurrently, each has `HELLO_S` to send its whole hello, and at most `MAX_UNPROVEN` wait at a time.
+        Raises `RankLost` if a rank does not connect within `connect_s`. Other connections cannot delay that: all are
+        read concurrently, each has `hello_s` to send its whole hello, and at most `max_unproven` wait at a time.
         """
         found: dict[int, tuple[Hello, socket.socket]] = {}
-        deadline = time.monotonic() + CONNECT_S
+        deadline = time.monotonic() + self.limits.connect_s
         self._socket.setblocking(False)
         with selectors.DefaultSelector() as selector, contextlib.closing(self._socket):
             selector.register(self._socket, selectors.EVENT_READ)
@@ -90,7 +101,8 @@ class Listener:
                     _close(connection for _, connection in found.values())
                     _close(each.socket for each in unproven)
                     missing = sorted(set(range(num_ranks)) - set(found))
-                    raise RankLost(f"ranks {missing} did not connect to the engine within {CONNECT_S:g} s")
+                    seconds = f"{self.limits.connect_s:g} s"
+                    raise RankLost(f"ranks {missing} did not connect to the engine within {seconds}")
                 for key, _ in selector.select(min([deadline, *(each.deadline for each in unproven)]) - now):
                     if key.fileobj is self._socket:
                         self._admit(unproven, selector)
@@ -117,9 +129,9 @@ class Listener:
         with contextlib.suppress(OSError):  # the peer has already disconnected
             connection, _ = self._socket.accept()
             connection.setblocking(False)
-            unproven.append(_Unproven(connection))
+            unproven.append(_Unproven(connection, self.limits.hello_s))
             selector.register(connection, selectors.EVENT_READ, unproven[-1])
-        if len(unproven) > MAX_UNPROVEN:
+        if len(unproven) > self.limits.max_unproven:
             oldest = unproven.pop(0)
             selector.unregister(oldest.socket)
             _turn_away(oldest)
@@ -128,9 +140,9 @@ class Listener:
 class _Unproven:
     """A connection that has not shown the secret."""
 
-    def __init__(self, connection: socket.socket) -> None:
+    def __init__(self, connection: socket.socket, seconds: float) -> None:
         self.socket = connection
-        self.deadline = time.monotonic() + HELLO_S
+        self.deadline = time.monotonic() + seconds
         self._received = bytearray()
 
     def receive(self) -> bool:

@@ -48,10 +48,14 @@ and its own error may arrive after theirs.
 
 
 class RankGroup:
-    """The actors of one engine's ranks. `config.num_threads` must be set; each rank gets and claims as many CPUs."""
+    """The actors of one engine's ranks. `config.num_threads` must be set; each rank gets and claims as many CPUs.
 
-    def __init__(self, config: EngineConfig) -> None:
+    The first start waits up to `placement_s` seconds for room.
+    """
+
+    def __init__(self, config: EngineConfig, placement_s: float = PLACEMENT_S) -> None:
         self._config = config
+        self._placement_s = placement_s
         self._num_ranks = config.num_ranks
         self._placement: PlacementGroup | None = None
         self._actors: list[Any] = []
@@ -64,7 +68,7 @@ class RankGroup:
         meanwhile.
         """
         self._kill()
-        placement = self._place(RETURN_S if self._has_started else PLACEMENT_S)
+        placement = self._place(RETURN_S if self._has_started else self._placement_s)
         self._actors = [self._start_actor(placement, rank) for rank in range(self._num_ranks)]
         try:
             info, channel = self._load()

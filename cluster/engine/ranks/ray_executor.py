@@ -63,7 +63,7 @@ class RayExecutor(SynchronousExecutor):
         self.num_rank_disagreements = 0
         self._factories: dict[str, bytes] = {}
         """Registered logits processors by name, as cloudpickle bytes; restarted ranks get them again."""
-        self._deadline = StepDeadline()
+        self.deadline = StepDeadline()
         self._group = RankGroup(_on_ray(config))
         # The actors end with this process; the finalizer serves a process that outlives its engine
         weakref.finalize(self, self._group.stop)
@@ -71,7 +71,7 @@ class RayExecutor(SynchronousExecutor):
 
     def _start(self) -> None:
         self._model, self._ranks = self._group.start()
-        self._deadline.restart()
+        self.deadline.restart()
         self._adopted: dict[int, list[int]] = {}
         """Sequence ids with the tokens that rank 0 drew in the last step."""
         self._is_asked = False
@@ -87,6 +87,11 @@ class RayExecutor(SynchronousExecutor):
     def model(self) -> ModelInfo:
         return self._model
 
+    @property
+    def rank_pids(self) -> list[int]:
+        """Process ids of the present ranks, each on its node."""
+        return self._ranks.pids
+
     # ---- steps ---------------------------------------------------------------------------------------------------
 
     def execute(self, step: StepInput) -> None:
@@ -99,7 +104,7 @@ class RayExecutor(SynchronousExecutor):
             if not self._is_asked:
                 self._is_asked = True
                 self._ranks.ask(Ping(), 0)
-            is_late = time.monotonic() - self._started > self._deadline.seconds(self._num_tokens)
+            is_late = time.monotonic() - self._started > self.deadline.seconds(self._num_tokens)
             return self._ranks.owes(0) and not is_late
         except RankLost:  # `sample` raises it again
             return False
@@ -110,9 +115,9 @@ class RayExecutor(SynchronousExecutor):
             raise RuntimeError("sample() was called without an execute() before it")
         self._ranks.ask(Sample(None if masks is None else Masks.of(masks)), 0)
         self._step = None
-        output, *others = _outputs(self._ranks.collect(self._deadline.seconds(self._num_tokens)))
+        output, *others = _outputs(self._ranks.collect(self.deadline.seconds(self._num_tokens)))
         if step.scheduled:
-            self._deadline.learn(self._num_tokens, time.monotonic() - self._started)
+            self.deadline.learn(self._num_tokens, time.monotonic() - self._started)
         self.num_rank_disagreements += sum(other.digest != output.digest for other in others)
         self._adopted = output.adopted
         return output
@@ -162,7 +167,7 @@ class RayExecutor(SynchronousExecutor):
             if self._step is not None:
                 self._ranks.ask(Sample(), 0)
             self._step = None
-            self._ranks.collect(self._deadline.seconds(self._num_tokens))
+            self._ranks.collect(self.deadline.seconds(self._num_tokens))
             self._adopted = {}
             self._tell(Reset(), *self._ranks.all)
         except (RankLost, RankFailed) as error:

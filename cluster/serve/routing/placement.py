@@ -2,7 +2,7 @@
 
 `Placement` makes the whole decision and holds everything that one ingress knows for it. That is the cached blocks and
 load that engines report (`reports.py`), the ingress's own requests, and the last replica of each session. Serve's
-router calls it (`request_router.py`), and so does the simulation of a thousand replicas (`benchmarks/routing.py`).
+router calls it (`request_router.py`), and so does a simulation of many replicas in the tests.
 Imports neither torch nor ray. All of it may be called from several threads.
 
 Costs are prompt tokens to compute, as in the routers of Dynamo and llm-d. Among replicas that hold equally much of a

@@ -89,7 +89,7 @@ def test_two_hosts_give_one_hosts_tokens(two_hosts: LLM) -> None:
     assert executor.num_rank_disagreements == 0
     deaths = (1, 0) if PROVE else (1,)
     for rank in deaths:
-        pid = executor._ranks.pids[rank]
+        pid = executor.rank_pids[rank]
         requests = [f"{rank}-{index}" for index in range(len(PROMPTS))]
         for request, prompt, each in zip(requests, PROMPTS, params(), strict=True):
             two_hosts.add_request(request, prompt, each)

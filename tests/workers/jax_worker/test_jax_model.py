@@ -64,7 +64,7 @@ def test_tokens_equal_the_cpu_platforms_on_every_mesh(family: str, num_devices: 
 def test_devices_hold_shares_of_weights_and_cache() -> None:
     llm = LLM(str(folder_of("llama")), device="tpu", tensor_parallel_size=8, **SMALL)
     worker: Any = llm.engine.executor
-    model = worker._worker.runner.model
+    model = worker.worker.runner.model
     layer = model.parameters.layers[0]
     for array, share in ((layer.query.weight, 8), (layer.key.weight, 8), (layer.down.weight, 8), (model.pages[0], 8)):
         sizes = {np.prod(shard.data.shape) for shard in array.addressable_shards}

@@ -118,7 +118,7 @@ def test_a_second_equal_worker_compiles_nothing(compilations: list[str]) -> None
 def test_the_cache_is_updated_in_place() -> None:
     llm = LLM(str(checkpoint("llama")), device="tpu", dtype="float32", max_num_sequences=8, max_num_batched_tokens=16)
     executor: Any = llm.engine.executor
-    model = executor._worker.runner.model
+    model = executor.worker.runner.model
     before = [pages.unsafe_buffer_pointer() for pages in model.pages]
     llm.generate([[5, 6, 7]], SamplingParams(max_tokens=9, ignore_eos=True))
     assert [pages.unsafe_buffer_pointer() for pages in model.pages] == before
@@ -140,7 +140,7 @@ def test_a_steps_memory_does_not_grow_with_cache(dtype: str) -> None:
 def test_a_failed_step_that_deleted_caches_is_survived() -> None:
     llm = LLM(str(checkpoint("llama")), device="tpu", dtype="float32", max_num_sequences=8, max_num_batched_tokens=16)
     executor: Any = llm.engine.executor
-    model = executor._worker.runner.model
+    model = executor.worker.runner.model
     greedy = SamplingParams(temperature=0, max_tokens=9, ignore_eos=True)
     expected = llm.generate([[5, 6, 7]], greedy)[0].outputs[0].token_ids
     program, failures = model.programs.forward[8], []

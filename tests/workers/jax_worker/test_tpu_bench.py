@@ -11,6 +11,7 @@ import pytest
 from benchmarks import tpu
 
 
+@pytest.mark.prove
 def test_every_part_prints_its_rows(
     tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -20,7 +20,7 @@
 
 // Rows to prefetch while others are computed. KV blocks are scattered, so the processor's own prefetchers stop at the
 // end of each. A burst of prefetches would stall the loads that are due now, so packing asks for a few rows at a time
-// (with both, decode attention of 32 x 1024 reads 8 GB/s a thread instead of 6; `benchmarks/kernels.py`).
+// (with both, decode attention of 32 x 1024 reads 8 GB/s a thread instead of 6; `manta bench kernel-times`).
 struct Prefetcher {
     const char* const* rows;
     int remaining;

@@ -1,4 +1,4 @@
-"""Times the CPU kernels against the torch operations that they replace: `python -m benchmarks.kernels`.
+"""Times the CPU kernels against the torch operations that they replace: `manta bench kernel-times`.
 
 Each line alternates the two in one process and prints medians and their ratio (above 1: the kernel is faster), for
 decode attention and linears also how much of its time the hardware alone would need: to read the bytes at the bandwidth
@@ -9,11 +9,11 @@ oneDNN's own layout. Figures of shared machines are noisy: take the ratios.
 from __future__ import annotations
 
 import argparse
-import functools
 import itertools
 import statistics
+import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
@@ -129,41 +129,13 @@ class AttentionCase:
         return F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=SCALE, enable_gqa=True)
 
 
-def torch_rms_norm(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    residual.add_(x)
-    return F.rms_norm(residual, (HIDDEN,), weight, 1e-6)
-
-
-def torch_silu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
-    gate, up = gate_up.chunk(2, dim=-1)
-    return F.silu(gate) * up
-
-
-def kernel_rope(case: AttentionCase, cos_sin: torch.Tensor) -> None:
-    cpu.rope_and_cache(case.qkv, cos_sin, case.metadata, *case.next_layer(), HEAD_SHAPE)
-
-
-def torch_rope(case: AttentionCase, cos: torch.Tensor, sin: torch.Tensor) -> None:
-    """Rotary embedding as transformers writes it, then two scatters into the cache."""
-    k_cache, v_cache = case.next_layer()
-    heads = case.qkv.view(-1, HEADS + 2 * KV_HEADS, HEAD_DIM)
-    rotated = heads[:, : HEADS + KV_HEADS]
-    c, s = cos[case.metadata.positions].unsqueeze(1), sin[case.metadata.positions].unsqueeze(1)
-    low, high = rotated.chunk(2, dim=-1)
-    rotated = rotated * c + torch.cat((-high, low), dim=-1) * s
-    k_cache.view(-1, KV_HEADS, HEAD_DIM)[case.metadata.slot_mapping] = rotated[:, HEADS:]
-    v_cache.view(-1, KV_HEADS, HEAD_DIM)[case.metadata.slot_mapping] = heads[:, HEADS + KV_HEADS :]
-
-
 def report(name: str, times: tuple[float, float], floor: float | None = None) -> None:
     kernel, torch_ops = times
     share = "" if floor is None else f"{floor / kernel:8.0%}"
     print(f"{name:36}{kernel * 1e3:10.4f}{torch_ops * 1e3:10.4f}{torch_ops / kernel:8.2f}{share}", flush=True)
 
 
-def attention_rows(seconds: float) -> None:
-    bandwidth = read_bandwidth()
-    print(f"read bandwidth {bandwidth / 1e9:.0f} GB/s, {torch.get_num_threads()} threads")
+def attention_rows(seconds: float, bandwidth: float, rate: float) -> None:
     print(f"{'':36}{'kernel ms':>10}{'torch ms':>10}{'ratio':>8}{'of floor':>9}")
     for batch, context in [(1, 96), (1, 256), (1, 1024), (1, 8192), (8, 512), (32, 192), (32, 1024), (64, 544)]:
         case = AttentionCase([context - 1] * batch, [1] * batch)
@@ -174,10 +146,8 @@ def attention_rows(seconds: float) -> None:
         report(f"prefill attention {length}", alternate(case.kernel, case.torch_prefill, seconds))
 
 
-def cache_rows(seconds: float) -> None:
+def cache_rows(seconds: float, bandwidth: float, rate: float) -> None:
     """Decode attention over a cache of int8, with one of bfloat16 in the place of torch."""
-    bandwidth = read_bandwidth()
-    print(f"read bandwidth {bandwidth / 1e9:.0f} GB/s, {torch.get_num_threads()} threads")
     print(f"{'':36}{'int8 ms':>10}{'bf16 ms':>10}{'ratio':>8}{'of floor':>9}")
     for batch, context in [(1, 1024), (1, 8192), (32, 1024), (32, 4096)]:
         shape = [context - 1] * batch, [1] * batch
@@ -195,9 +165,8 @@ def in_turn(linears: list[Linear], x: torch.Tensor) -> Callable[[], object]:
     return lambda: next(each).forward(x)
 
 
-def linear_rows(seconds: float) -> None:
-    bandwidth, rate = read_bandwidth(), product_rate()
-    print(f"read bandwidth {bandwidth / 1e9:.0f} GB/s, products {rate / 1e12:.2f} T/s")
+def linear_rows(seconds: float, bandwidth: float, rate: float) -> None:
+    print(f"{'':36}{'kernel ms':>10}{'torch ms':>10}{'ratio':>8}{'of floor':>9}")
     for name, (out_features, in_features) in {**LINEARS, "gate and up": (2 * INTERMEDIATE, HIDDEN)}.items():
         count = max(2, COLD_BYTES // (2 * out_features * in_features))
         weights = [torch.randn(out_features, in_features).bfloat16() for _ in range(count)]
@@ -211,44 +180,31 @@ def linear_rows(seconds: float) -> None:
             report(f"{name} {rows} x {in_features}", alternate(in_turn(ours, x), in_turn(theirs, x), seconds), floor)
 
 
-def elementwise_rows(seconds: float) -> None:
-    for rows in [1, 32, 1024]:
-        x, residual = torch.randn(2, rows, HIDDEN).bfloat16()
-        weight = torch.ones(HIDDEN).bfloat16()
-        norm = alternate(
-            functools.partial(cpu.add_rms_norm, x, residual, weight, 1e-6),
-            functools.partial(torch_rms_norm, x, residual, weight),
-            seconds,
-        )
-        report(f"add + rms_norm {rows} x {HIDDEN}", norm)
-        gate_up = torch.randn(rows, 2 * INTERMEDIATE).bfloat16()
-        silu = alternate(
-            functools.partial(cpu.silu_and_mul, gate_up), functools.partial(torch_silu_and_mul, gate_up), seconds
-        )
-        report(f"silu_and_mul {rows} x {INTERMEDIATE}", silu)
-        case = AttentionCase([0] * rows, [1] * rows)
-        cos_sin = torch.randn(16, HEAD_DIM)
-        cos, sin = torch.randn(2, 16, HEAD_DIM).bfloat16()
-        rope = alternate(
-            functools.partial(kernel_rope, case, cos_sin), functools.partial(torch_rope, case, cos, sin), seconds
-        )
-        report(f"rope_and_cache {rows} tokens", rope)
+def torch_silu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
+    gate, up = gate_up.chunk(2, dim=-1)
+    return F.silu(gate) * up
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+PARTS = {"caches": cache_rows, "attention": attention_rows, "linears": linear_rows}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="manta bench kernel-times", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--parts", default=",".join(PARTS), help=f"some of {', '.join(PARTS)}")
     parser.add_argument("--seconds", type=float, default=1.0, help="time of each line")
-    parser.add_argument("--caches", action="store_true", help="only int8 caches against those in bfloat16")
-    options = parser.parse_args()
+    options = parser.parse_args(arguments)
+    if unknown := [part for part in options.parts.split(",") if part not in PARTS]:
+        parser.error(f"--parts {unknown[0]}: use some of {', '.join(PARTS)}")
     torch.manual_seed(0)
     with torch.inference_mode():
-        cache_rows(options.seconds)
-        if options.caches:
-            return
-        attention_rows(options.seconds)
-        linear_rows(options.seconds)
-        elementwise_rows(options.seconds)
+        bandwidth, rate = read_bandwidth(), product_rate()
+        print(f"{torch.get_num_threads()} threads, reads {bandwidth / 1e9:.0f} GB/s, products {rate / 1e12:.2f} T/s")
+        for part in options.parts.split(","):
+            PARTS[part](options.seconds, bandwidth, rate)
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

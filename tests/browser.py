@@ -1,4 +1,4 @@
-"""A headless Chromium for the playground's tests and benchmark, driven by Playwright."""
+"""A headless Chromium for the playground's tests, driven by Playwright."""
 
 from __future__ import annotations
 

@@ -1,9 +1,8 @@
-"""A thousand replicas in one process: the router's own code decides for chats that share system prompts.
+"""Hundreds of replicas in one process: the router's own code decides for chats that share system prompts.
 
 Real are the decision (`cluster/serve/routing/`), the reports between engines and ingresses with their delay, and the
 blocks of each KV cache with their eviction; simulated are time, the model, the network and the hashes of blocks, which
-are drawn instead of computed. `simulate` runs one router over a workload, which is the same for every router;
-`benchmarks/routing.py` prints what came of it.
+are drawn instead of computed. `simulate` runs one router over a workload, which is the same for every router.
 """
 
 from __future__ import annotations
@@ -12,7 +11,6 @@ import functools
 import heapq
 import itertools
 import random
-import time
 from collections import deque
 from collections.abc import Callable
 from typing import NamedTuple
@@ -38,7 +36,7 @@ ONE_CHOICE = SamplingParams()
 class Workload(msgspec.Struct, frozen=True, kw_only=True):
     """Chats of several turns, each begun by one of a few system prompts, most of them by the same ones."""
 
-    num_replicas: int = 1000
+    num_replicas: int
     num_ingresses: int = 4
     num_blocks: int = 2000
     """Blocks of each replica's KV cache."""
@@ -51,13 +49,8 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Outcome(NamedTuple):
-    num_requests: int
     hit_rate: float
     """Prompt tokens that were found in the chosen replica's cache, of all."""
-    best_hit_rate: float
-    """The same if each request had gone to the replica that had most of it at that moment, however busy."""
-    ttft: list[float]
-    """Seconds to the first token of each prompt."""
     loads: list[float]
     """Mean number of choices, running or waiting, of each replica over the second half of the time. They slow its steps
     and fill its cache.
@@ -65,8 +58,6 @@ class Outcome(NamedTuple):
     Momentary loads also differ by chance, because chats return when they like. Over 12 s, in which about thirty choices
     end at a replica, the rest is the router's doing.
     """
-    decision_s: list[float]
-    num_index_blocks: int
 
 
 class _Turn(NamedTuple):
@@ -95,9 +86,6 @@ class _Request(NamedTuple):
     chat: _Chat
     turn: _Turn
     ingress: int
-    arrived: float
-    num_best_cached: int
-    """Blocks that some replica had when it arrived."""
 
 
 class Router:
@@ -144,14 +132,6 @@ class RoundRobin(Router):
     def place(self, prompt: Prompt) -> tuple[int, int]:
         self.number += 1
         return self.number % self.workload.num_replicas, 0
-
-
-class TwoChoices(Router):
-    """The less busy of two at random, as it is at this moment."""
-
-    def place(self, prompt: Prompt) -> tuple[int, int]:
-        some = self.rng.sample(range(self.workload.num_replicas), 2)
-        return min(some, key=lambda number: self.truth.replicas[number].num_sequences), 0
 
 
 class Oracle(Router):
@@ -244,14 +224,12 @@ class _Replica:
         num_cached = len(prefix) * BLOCK_SIZE
         self.simulation.num_prompt_tokens += chat.num_tokens
         self.simulation.num_hits += num_cached
-        self.simulation.num_best_hits += request.num_best_cached * BLOCK_SIZE
         seconds = STEP_S + (chat.num_tokens - num_cached) / PREFILL_TOKENS_PER_S
         self.simulation.at(seconds, functools.partial(self._has_output, request, table))
 
     def _has_output(self, request: _Request, table: list[int]) -> None:
         self.is_computing = False
         simulation, name = self.simulation, request.request.request_id
-        simulation.ttft.append(simulation.now - request.arrived)
         if simulation.has_reports:  # the frame with the first token brings one
             self.reporter.note_outputs(request.ingress, [SequenceOutput(name, 0, [1])])
             self._report_to(request.ingress)
@@ -287,16 +265,13 @@ class Simulation:
         """The true contents of all caches."""
         self.replicas = [_Replica(number, self) for number in range(workload.num_replicas)]
         self.routers = [router(workload, self, number) for number in range(workload.num_ingresses)]
-        self.num_hits = self.num_best_hits = self.num_prompt_tokens = 0
-        self.ttft: list[float] = []
-        self.decision_s: list[float] = []
+        self.num_hits = self.num_prompt_tokens = 0
         self.draw = random.Random(workload.seed).getrandbits
         self._events: list[tuple[float, int, Callable[[], None]]] = []
         self._numbers = itertools.count()
         self._rng = random.Random(workload.seed)
-        self._everybody = (1 << workload.num_replicas) - 1
         self.num_sequences = 0
-        self.by_load = [self._everybody] + [0] * workload.num_blocks
+        self.by_load = [(1 << workload.num_replicas) - 1] + [0] * workload.num_blocks
         """Replicas by their number of sequences, as bit sets."""
 
     def at(self, delay: float, event: Callable[[], None]) -> None:
@@ -310,15 +285,8 @@ class Simulation:
         self.now = self.workload.seconds
         for replica in self.replicas:
             replica.add_sequences(0)
-        return Outcome(
-            len(self.ttft),
-            self.num_hits / self.num_prompt_tokens,
-            self.num_best_hits / self.num_prompt_tokens,
-            self.ttft,
-            [replica.load_seconds / (self.workload.seconds / 2) for replica in self.replicas],
-            self.decision_s,
-            max(len(router.placement.index) if isinstance(router, Manta) else 0 for router in self.routers),
-        )
+        loads = [replica.load_seconds / (self.workload.seconds / 2) for replica in self.replicas]
+        return Outcome(self.num_hits / self.num_prompt_tokens, loads)
 
     def _schedule_chats(self) -> None:
         """All is drawn here, so that it does not depend on who goes where."""
@@ -349,15 +317,12 @@ class Simulation:
             num_tokens=chat.num_tokens,
             block_size=BLOCK_SIZE,
         )
-        num_best_cached, _ = next(self.index.find(prompt.keys, self._everybody))
         ingress = self._rng.randrange(len(self.routers))
-        started = time.perf_counter()
         number, new_tokens = self.routers[ingress].place(prompt)
-        self.decision_s.append(time.perf_counter() - started)
         request = EngineRequest(
             request_id=prompt.request_id, prompt_token_ids=[], params=ONE_CHOICE, num_new_tokens=new_tokens
         )
-        self.replicas[number].add(_Request(request, chat, turn, ingress, self.now, num_best_cached))
+        self.replicas[number].add(_Request(request, chat, turn, ingress))
 
 
 def simulate(workload: Workload, router: type[Router]) -> Outcome:

@@ -1,27 +1,23 @@
-"""Engines that come and go with the load: `manta bench cluster --parts autoscaling`.
+"""A trace of engines that come and go with the load, for `test_autoscaling.py`.
 
 One server that may have none to three engines, and clients that each stream one request after the other. Few clients,
 then many, then few, then none, then one that finds no engine. Every answer is compared with what the same prompt got
-before: a request that is lost, cut or changed on the way is a problem. The trace is drawn over time; how soon engines
-come and go is set by `OPTIONS`, much sooner than one would where nodes must start.
+before: a request that is lost, cut or changed on the way is a problem. `OPTIONS` sets how soon
+engines come and go, much sooner than one would where nodes must start.
 """
 
 from __future__ import annotations
 
-import datetime
 import itertools
 import json
-import os
-import statistics
-import sys
 import threading
 import time
 import urllib.request
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 from benchmarks.checkpoints import benchmark_checkpoint
-from benchmarks.processes import ROOT, ServerProcess, Setup, free_port
+from benchmarks.processes import ServerProcess, Setup, free_port
 
 TARGET = 4
 """Requests an engine."""
@@ -45,14 +41,9 @@ OPTIONS: dict[str, Any] = {
         }
     ),
 }
-HOLD_S = 15.0
-"""Seconds for which a load continues after the number of engines is right."""
 LIMIT_S = 120.0
 """Seconds within which the number of engines must be right."""
 SAMPLE_S = 0.25
-RESULTS = ROOT / "benchmarks" / "results"
-WIDTH, PANEL, MARGIN = 900, 130, 50
-ENGINES, STARTING, REQUESTS, LINE = "#1b6ca8", "#d68910", "#7f8c8d", "#c0392b"
 
 
 class Sample(NamedTuple):
@@ -60,11 +51,8 @@ class Sample(NamedTuple):
 
     at: float
     """Seconds since the trace began."""
-    num_requests: int
-    """Requests under way, as their clients count them."""
     num_running: int
-    """Engines; next those that start."""
-    num_starting: int
+    """Engines."""
 
 
 class Answer(NamedTuple):
@@ -73,9 +61,6 @@ class Answer(NamedTuple):
     at: float
     """Time of its request, in seconds since the trace began."""
     ttft_s: float
-    seconds: float
-    longest_gap_s: float
-    """Longest time between two of its events."""
     problem: str | None
 
 
@@ -101,84 +86,6 @@ class Trace(NamedTuple):
         at = {name: seconds for seconds, name in self.marks}
         return [answer for answer in self.answers if at[first] <= answer.at < at[last]]
 
-    def markdown(self) -> str:
-        rows = [
-            "| at, s | | engines | requests | first token p50, s | longest gap, s |",
-            "| ---: | --- | ---: | ---: | ---: | ---: |",
-        ]
-        for (at, name), (end, _) in itertools.pairwise([*self.marks, (self.samples[-1].at + 1, "")]):
-            answers = [answer for answer in self.answers if at <= answer.at < end]
-            running = [sample.num_running for sample in self.samples if at <= sample.at < end]
-            engines = "-".join(map(str, sorted({min(running, default=0), max(running, default=0)})))
-            p50 = f"{statistics.median(answer.ttft_s for answer in answers):.2f}" if answers else ""
-            gap = f"{max(answer.longest_gap_s for answer in answers):.2f}" if answers else ""
-            rows.append(f"| {at:.1f} | {name} | {engines} | {len(answers)} | {p50} | {gap} |")
-        verdict = f"{len(self.problems)} requests lost or changed" if self.problems else "no request lost"
-        return "\n".join([*rows, "", f"{len(self.answers)} requests, {verdict}.", *self.problems, "", *self._starts()])
-
-    def _starts(self) -> Iterator[str]:
-        """A table of them."""
-        phases = list(self.starts[0])
-        yield f"| engine's start, s | {' | '.join(phases)} | together |"
-        yield "| ---: |" + " ---: |" * (len(phases) + 1)
-        for number, seconds in enumerate(self.starts, 1):
-            cells = [*(f"{seconds[name]:.2f}" for name in phases), f"{sum(seconds.values()):.2f}"]
-            yield f"| {number} | {' | '.join(cells)} |"
-
-    def svg(self) -> str:
-        """Engines and requests over the seconds, and when each request got its first token."""
-        end = self.samples[-1].at
-        across = (WIDTH - 2 * MARGIN) / end
-        return "\n".join([*_frame(self.marks, end, across), *_panels(self, across), "</svg>"]) + "\n"
-
-
-def _frame(marks: Sequence[tuple[float, str]], end: float, across: float) -> Iterator[str]:
-    height = 3 * (PANEL + MARGIN) + MARGIN
-    size = f'viewBox="0 0 {WIDTH} {height}" font-family="sans-serif" font-size="12"'
-    yield f'<svg xmlns="http://www.w3.org/2000/svg" {size}>'
-    yield f'<rect width="{WIDTH}" height="{height}" fill="white"/>'
-    for index, (at, name) in enumerate(marks):
-        x = MARGIN + at * across
-        yield f'<path d="M{x:.1f} 30V{height - MARGIN}" stroke="#cccccc"/>'
-        yield f'<text x="{x + 3:.1f}" y="{14 + 13 * (index % 2)}">{name}</text>'
-    step = max(10, round(end / 8, -1))
-    for number in range(int(end / step) + 1):
-        x = MARGIN + number * step * across
-        yield f'<text x="{x:.1f}" y="{height - MARGIN + 16}" text-anchor="middle">{number * step:.0f} s</text>'
-
-
-def _panels(trace: Trace, across: float) -> Iterator[str]:
-    samples, answers = trace.samples, trace.answers
-    wanted = [(sample.at, float(sample.num_running + sample.num_starting)) for sample in samples]
-    running = [(sample.at, float(sample.num_running)) for sample in samples]
-    requests = [(sample.at, float(sample.num_requests)) for sample in samples]
-    first = [(answer.at, answer.ttft_s) for answer in answers]
-    for number, (title, series) in enumerate(
-        (
-            ("engines that run, and that start", ((wanted, STARTING), (running, ENGINES))),
-            ("requests under way", ((requests, REQUESTS),)),
-            ("seconds to the first token, by when the request came", ((first, LINE),)),
-        )
-    ):
-        base = (number + 1) * (PANEL + MARGIN)
-        top = max((value for points, _ in series for _, value in points), default=0.0) or 1.0
-        yield f'<text x="{MARGIN}" y="{base - PANEL - 6}">{title}</text>'
-        yield f'<path d="M{MARGIN} {base - PANEL}V{base}H{WIDTH - MARGIN}" fill="none" stroke="black"/>'
-        yield f'<text x="{MARGIN - 6}" y="{base - PANEL + 5}" text-anchor="end">{top:.3g}</text>'
-        yield f'<text x="{MARGIN - 6}" y="{base}" text-anchor="end">0</text>'
-        for points, colour in series:
-            places = [(MARGIN + at * across, base - value * PANEL / top) for at, value in points]
-            yield from _dots(places, colour) if series[0][0] is first else [_steps(places, colour)]
-
-
-def _dots(places: Sequence[tuple[float, float]], colour: str) -> Iterator[str]:
-    yield from (f'<circle cx="{x:.1f}" cy="{y:.1f}" r="2" fill="{colour}"/>' for x, y in places)
-
-
-def _steps(places: Sequence[tuple[float, float]], colour: str) -> str:
-    path = "".join(f"H{x:.1f}V{y:.1f}" for x, y in places[1:])
-    return f'<path d="M{places[0][0]:.1f} {places[0][1]:.1f}{path}" fill="none" stroke="{colour}" stroke-width="2"/>'
-
 
 class Clients:
     """Client `i` asks one request after the other while `i < number`."""
@@ -187,7 +94,6 @@ class Clients:
         self.number = 0
         self.answers: list[Answer] = []
         self.began = time.monotonic()
-        self.num_under_way = 0
         self._url = url
         self._num_tokens = num_tokens
         self._texts: dict[int, str] = {}
@@ -214,27 +120,17 @@ class Clients:
 
     def ask(self, index: int) -> Answer:
         started = time.monotonic()
-        with self._lock:
-            self.num_under_way += 1
-        times, text, problem = [started], "", None
+        first, text, problem = 0.0, "", None
         try:
             for piece in self._stream(index):
-                times.append(time.monotonic())
+                first = first or time.monotonic()
                 text += piece
         except Exception as error:  # whatever it is, the request is lost
             problem = repr(error)
         with self._lock:
-            self.num_under_way -= 1
             if problem is None and text != self._texts.setdefault(index, text):
                 problem = f"another text than before: {text!r}"
-            gaps = [later - earlier for earlier, later in itertools.pairwise(times[1:])]
-            answer = Answer(
-                at=started - self.began,
-                ttft_s=(times[1] if len(times) > 1 else time.monotonic()) - started,
-                seconds=times[-1] - started,
-                longest_gap_s=max(gaps, default=0.0),
-                problem=problem,
-            )
+            answer = Answer(started - self.began, (first or time.monotonic()) - started, problem)
             self.answers.append(answer)
         return answer
 
@@ -283,10 +179,8 @@ class Watch:
                 status = json.load(response)
             self.starts |= {engine["replica"]: engine["start_seconds"] for engine in status["engines"]}
             (replicas,) = [each["replicas"] for each in status["deployments"] if each["name"] == "engine"]
-            at, clients = time.monotonic() - self._clients.began, self._clients
-            self.samples.append(
-                Sample(at, clients.num_under_way, replicas.get("RUNNING", 0), replicas.get("STARTING", 0))
-            )
+            at = time.monotonic() - self._clients.began
+            self.samples.append(Sample(at, replicas.get("RUNNING", 0)))
 
     def begin(self) -> None:
         """The trace begins now."""
@@ -339,25 +233,11 @@ def _step_load(clients: Clients, watch: Watch, hold_s: float) -> list[tuple[floa
         ("none", 0, 0),
     ):
         marks.append((time.monotonic() - clients.began, name))
-        _say(f"{marks[-1][0]:5.1f} s: {name}, {num_clients} clients, until {num_engines} engines run")
         clients.become(num_clients)
         watch.until(num_engines)
         time.sleep(hold_s)
     clients.join()
     marks.append((time.monotonic() - clients.began, "one"))
-    _say(f"{marks[-1][0]:5.1f} s: one request, which finds no engine")
     clients.ask(0)
     watch.until(0)
     return marks
-
-
-def _say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
-
-
-def autoscaling(_rounds: int, num_tokens: int) -> None:
-    """Prints the table and draws the plot."""
-    found = trace(HOLD_S, num_tokens)
-    path = RESULTS / f"autoscaling-{datetime.date.today()}.svg"
-    path.write_text(found.svg())
-    print(found.markdown(), f"\nDrawn in {os.path.relpath(path, ROOT)}", sep="\n", flush=True)

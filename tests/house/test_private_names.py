@@ -1,0 +1,105 @@
+"""Tests go through public doors: how often they reach for private names, or replace constants, may only fall."""
+
+from __future__ import annotations
+
+import ast
+import pathlib
+from collections.abc import Callable, Iterator
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+ROOMS = ("cluster", "specdecode", "workers", "structured")
+MOST_PRIVATE = 314
+"""Private names of the product that tests use. Lower it when there are fewer."""
+MOST_CONSTANTS = 76
+"""Constants of the product's modules that tests replace. Times and bounds are better passed, as a struct."""
+SLACK = 15
+"""A limit may be too high by so much, so that branches that lower it do not collide."""
+NAMED_TUPLES = {"_replace", "_fields", "_asdict", "_make"}
+
+
+def is_private(name: str) -> bool:
+    return name.startswith("_") and not name.startswith("__") and name not in NAMED_TUPLES
+
+
+def private_names(tree: ast.AST) -> Iterator[str]:
+    """The private names that a module defines: functions, classes, variables and attributes."""
+    for node in ast.walk(tree):
+        name = ""
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            name = node.name
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            name = node.id
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+            name = node.attr
+        if is_private(name):
+            yield name
+
+
+def reached(tree: ast.AST) -> Iterator[tuple[int, str]]:
+    """Line and name of each private attribute of something else than `self`, by a dot or by `setattr`."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and is_private(node.attr) and not _is_self(node.value):
+            yield node.lineno, node.attr
+    yield from ((line, name) for line, name in replaced(tree) if is_private(name))
+
+
+def _is_self(node: ast.expr) -> bool:
+    return isinstance(node, ast.Name) and node.id in ("self", "cls")
+
+
+def replaced(tree: ast.AST) -> Iterator[tuple[int, str]]:
+    """Line and name of each attribute that pytest's `setattr` replaces."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "setattr":
+            for argument in node.args[:2]:
+                if isinstance(argument, ast.Constant) and isinstance(argument.value, str):
+                    yield node.lineno, argument.value.rpartition(".")[2]
+
+
+def is_constant(name: str) -> bool:
+    return len(name) > 2 and name.isupper()
+
+
+def product_trees() -> Iterator[ast.Module]:
+    yield from (ast.parse(path.read_text()) for room in ROOMS for path in (ROOT / room).rglob("*.py"))
+
+
+def used(find: Callable[[ast.AST], Iterator[tuple[int, str]]], names: set[str]) -> list[str]:
+    """Where tests use one of the names, as `find` finds them."""
+    return [
+        f"{path.relative_to(ROOT)}:{line} {name}"
+        for path in sorted((ROOT / "tests").rglob("*.py"))
+        for line, name in find(ast.parse(path.read_text()))
+        if name in names
+    ]
+
+
+def check(found: list[str], most: int) -> None:
+    shown = "\n".join(found)
+    assert len(found) <= most, f"{len(found)} uses, and {most} may be; go through a public door:\n{shown}"
+    assert len(found) > most - SLACK, f"there are only {len(found)} uses: lower the limit to that"
+
+
+def test_tests_reach_for_fewer_private_names() -> None:
+    check(used(reached, {name for tree in product_trees() for name in private_names(tree)}), MOST_PRIVATE)
+
+
+def test_tests_replace_fewer_constants() -> None:
+    names = {
+        target.id
+        for tree in product_trees()
+        for node in tree.body
+        if isinstance(node, ast.Assign | ast.AnnAssign)
+        for target in (node.targets if isinstance(node, ast.Assign) else [node.target])
+        if isinstance(target, ast.Name) and is_constant(target.id)
+    }
+    check(used(replaced, names), MOST_CONSTANTS)
+
+
+def test_every_way_to_a_private_name_is_seen() -> None:
+    text = "a._b\nself._c\nx.d._e = 1\npatch.setattr(y, '_f', 1)\npatch.setattr('m.n._g', 1)\nz._replace()\n"
+    assert [name for _, name in reached(ast.parse(text))] == ["_b", "_e", "_f", "_g"]
+    assert [name for _, name in replaced(ast.parse("patch.setattr(y, 'LONG_S', 1)\npatch.setattr('m.MOST', 1)"))] == [
+        "LONG_S",
+        "MOST",
+    ]
