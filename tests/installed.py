@@ -177,7 +177,7 @@ class Installation:
         self.check_cluster()
 
     def check_cluster(self) -> None:
-        """On a Ray cluster: a batch as a job whose folder has the user's own packages, then `serve deploy`."""
+        """On a Ray cluster: `serve deploy`, and a batch as a job whose folder has the user's own packages."""
         ports = {name: free_port() for name in ("port", "dashboard-port", "dashboard-agent-listen-port")}
         address, port = f"http://127.0.0.1:{ports['dashboard-port']}", free_port()
         (self._empty / "serve.yaml").write_text(SERVE_FILE % port)
@@ -190,12 +190,13 @@ class Installation:
             try:
                 with self.serving("Ray runtime started", *head, codes=(0, 1, 130)):
                     wait_until(lambda: self.works("ray", "job", "list", "--address", address), poll_s=0.5)
-                    words = ["manta", "batch", "in.jsonl", str(output), "--set", PROCESSOR]
-                    self.run("ray", "job", "submit", "--address", address, "--working-dir", ".", "--", *words)
-                    check_processed(json.loads(output.read_text())["response"]["body"])
+                    # First, because a batch starts Serve without proxies, and one that runs gets none later.
                     self.run("serve", "deploy", "--address", address, "serve.yaml")
                     wait_until(lambda: answers(f"http://127.0.0.1:{port}/health"), poll_s=0.5)
                     assert ANSWER in self.run("manta", "chat", "--port", str(port), QUESTION)
+                    words = ["manta", "batch", "in.jsonl", str(output), "--set", PROCESSOR]
+                    self.run("ray", "job", "submit", "--address", address, "--working-dir", ".", "--", *words)
+                    check_processed(json.loads(output.read_text())["response"]["body"])
             finally:
                 output.unlink(missing_ok=True)
 
