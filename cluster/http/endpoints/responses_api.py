@@ -15,11 +15,11 @@ from manta.cluster.chat.reader import ChatReader
 from manta.cluster.engine.request import FinishStatus
 from manta.cluster.errors import QueueFull, RequestRefused, ServingError, Unavailable
 from manta.cluster.http.endpoints import generation
-from manta.cluster.http.endpoints.stored_responses import Keeping, prepared, response_id
+from manta.cluster.http.endpoints.stored_responses import Keeping, prepared
 from manta.cluster.http.exchange.codec import NAMED_EVENTS, encode, named_event
 from manta.cluster.http.exchange.engines import Event, Generation
 from manta.cluster.http.exchange.exchange import Exchange, GenerationExchange
-from manta.cluster.http.exchange.identity import Identity
+from manta.cluster.http.exchange.identity import Identity, response_id
 from manta.cluster.http.exchange.recordings import CANCELLED
 from manta.cluster.http.exchange.state import AppState
 from manta.cluster.protocol.api_errors import ApiError
@@ -106,11 +106,11 @@ class ResponsesAnswer:
         self._num_reasoning_tokens = 0
         params = plan.params
         self.response = ResponseObject(
-            id=response_id(identity),
+            id=response_id(identity.stream_id),
             created_at=identity.created,
             status="queued" if body.background else "in_progress",
             background=bool(body.background),
-            store=keeping is not None and keeping.stores,
+            store=bool(body.store),
             previous_response_id=body.previous_response_id,
             model=model,
             instructions=body.instructions,

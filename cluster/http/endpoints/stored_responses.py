@@ -3,6 +3,8 @@
 A background response is a recorded stream that nobody need read. It is stored twice: before it begins with everything
 from which it can be run again, and with its recording when it has ended. The process that ran it stores its end. If all
 processes died before that, whoever asks for it next runs it again, with the same seed.
+
+Who reads a recorded stream again stores nothing. The stream of a deleted response is gone with it.
 """
 
 from __future__ import annotations
@@ -20,10 +22,10 @@ from msgspec import Meta
 from manta.cluster.batch.kept_responses import EndedResponse, KeptResponses, StoredResponse
 from manta.cluster.batch.quota import TooMuch
 from manta.cluster.errors import ServingError, Unavailable, refuse
-from manta.cluster.http.endpoints.streams import write_again
+from manta.cluster.http.endpoints.streams import RESPONSES_PATH, write_again
 from manta.cluster.http.exchange.codec import decode, decode_query, encode
 from manta.cluster.http.exchange.exchange import Exchange, GenerationExchange
-from manta.cluster.http.exchange.identity import Identity, new_stream_id
+from manta.cluster.http.exchange.identity import Identity, new_stream_id, response_id
 from manta.cluster.http.exchange.recordings import (
     Opening,
     Recording,
@@ -40,7 +42,6 @@ from manta.cluster.protocol.responses_api import ResponseObject, ResponsesReques
 
 logger = logging.getLogger(__name__)
 
-PATH = "/v1/responses"
 STORE_TIMEOUT_S = 10.0
 """Seconds that storing an end may take before the answer goes out without it."""
 STORE_MARGIN_S = 60.0
@@ -89,11 +90,6 @@ class ResponseDeleted(msgspec.Struct):
     deleted: bool = True
 
 
-def response_id(identity: Identity) -> str:
-    """Returns the id of a response. It is that of its stream, so that whoever has the one finds the other."""
-    return f"resp_{(identity.stream_id or new_stream_id()).removeprefix('strm_')}"
-
-
 # ---- what a request keeps ------------------------------------------------------------------------------------------
 
 
@@ -102,17 +98,10 @@ class Keeping:
     which the request came, if it came on one. `items` is the conversation that it answers.
     """
 
-    def __init__(
-        self, state: AppState, kept: KeptResponses | None, exchange: GenerationExchange, items: list[dict[str, Any]]
-    ) -> None:
-        self._state = state
+    def __init__(self, kept: KeptResponses | None, exchange: GenerationExchange, items: list[dict[str, Any]]) -> None:
         self._kept = kept
         self._exchange = exchange
         self._items = items
-
-    @property
-    def stores(self) -> bool:
-        return self._kept is not None
 
     async def begin(self, response: ResponseObject, opening: Opening) -> None:
         """Stores a background response before it begins. Raises `RequestRefused` if it is too large."""
@@ -127,44 +116,37 @@ class Keeping:
         """Removes a background response that was refused after it had been stored."""
         assert self._kept is not None
         exchange = self._exchange
-        await asyncio.to_thread(self._kept.remove, exchange.owner, response_id(exchange.identity))
+        await asyncio.to_thread(self._kept.remove, exchange.owner, response_id(exchange.identity.stream_id))
 
     async def end(self, response: ResponseObject) -> None:
-        """Keeps a response that has ended. If storing fails, the answer says `store: false` and the log says why."""
+        """Keeps a response that has ended; the process that ran a background response does it itself (`keep_ended`). If
+        storing fails, the answer says `store: false` and the log says why.
+        """
         if self._exchange.remembered is not None:
             self._exchange.remembered.note(response.id, [*self._items, *response.output])
-        if self._kept is None:
+        if self._kept is None or response.background:
             return
         try:
             async with asyncio.timeout(STORE_TIMEOUT_S):
-                await self._end(self._kept, response)
+                stored = StoredResponse(response, self._items)
+                await asyncio.to_thread(self._kept.create, self._exchange.owner, stored)
         except Exception:
             logger.exception("response %s is not stored", response.id)
-            response.store = response.background  # whoever asks for a background response stores it again
-
-    async def _end(self, kept: KeptResponses, response: ResponseObject) -> None:
-        exchange = self._exchange
-        if not response.background:
-            await asyncio.to_thread(kept.create, exchange.owner, StoredResponse(response, self._items))
-            return
-        recording = None if exchange.replay is None else exchange.replay.recording
-        recording = recording or await self._state.streams.find(exchange.identity.stream_id, exchange.owner)
-        if recording is not None:
-            ended = EndedResponse(response, [*recording.entries])
-            await asyncio.to_thread(kept.end, exchange.owner, ended)
+            response.store = False
 
 
 async def prepared(
     state: AppState, exchange: GenerationExchange, body: ResponsesRequest
 ) -> tuple[ResponsesRequest, Keeping | None]:
-    """Returns the body with the whole conversation as its input, and what keeps its response; None if nothing does.
+    """Returns the body with the whole conversation as its input and with `store` decided, and what keeps its response;
+    None if nothing does.
 
     Raises `RequestRefused` if the body asks for something to be kept that this server cannot keep.
     """
+    if exchange.replay is not None:  # the recorded body is prepared, and its response is kept
+        return body, None
     kept = state.responses
     items = input_items(body.input)
-    if exchange.replay is not None:  # the recorded body is prepared
-        return body, Keeping(state, kept, exchange, items) if body.store and kept is not None else None
     check_storage(state, exchange, body)
     if body.background and body.store is False:
         refuse("background", "background needs a stored response; leave store out, or send store: true")
@@ -172,11 +154,12 @@ async def prepared(
     if body.previous_response_id is not None:
         items = [*await earlier_items(state, exchange, body.previous_response_id), *items]
     check_calls(items)
+    body = msgspec.structs.replace(body, store=stores)
     if body.previous_response_id is not None or body.background or exchange.resumable is not None:
-        body = msgspec.structs.replace(body, input=items, store=stores)
+        body = msgspec.structs.replace(body, input=items)
         _record(state, exchange, body)
     keeps = stores or exchange.remembered is not None
-    return body, Keeping(state, kept if stores else None, exchange, items) if keeps else None
+    return body, Keeping(kept if stores else None, exchange, items) if keeps else None
 
 
 def check_storage(state: AppState, exchange: GenerationExchange, body: Any) -> None:
@@ -207,11 +190,11 @@ async def earlier_items(state: AppState, exchange: GenerationExchange, previous:
     """Returns the conversation up to an earlier response, its output included: the latest one of the connection, or a
     stored one.
     """
-    remembered = exchange.remembered
+    remembered, kept = exchange.remembered, state.responses
     items = None if remembered is None else remembered.items(previous)
-    if items is not None:
+    is_deleted = kept is not None and await asyncio.to_thread(kept.is_deleted, exchange.owner, previous)
+    if items is not None and not is_deleted:
         return items
-    kept = state.responses
     stored = None if kept is None else await asyncio.to_thread(kept.find, exchange.owner, previous)
     if stored is None:
         what = "is not the latest response of this connection" if remembered is not None else ""
@@ -230,7 +213,7 @@ def keep_ended(state: AppState, recording: Recording) -> None:
     """Stores the response of a recorded stream that has ended in this process, unless it is not to be kept. A stream
     that was aborted because nobody read it has no response.
     """
-    if state.responses is None or recording.opening.path != PATH or not recording.is_ended:
+    if state.responses is None or recording.opening.path != RESPONSES_PATH or not recording.is_ended:
         return
     if decode(ResponsesRequest, recording.opening.body, state.config.body).store:
         task = asyncio.ensure_future(_keep(state, recording))
@@ -248,11 +231,19 @@ async def _keep(state: AppState, recording: Recording) -> None:
 
 
 async def _written(state: AppState, recording: Recording) -> ResponseObject:
-    """Returns the response of a recording that has ended. Writing it stores it."""
-    opening = recording.opening
+    """Returns the response of a recording that has ended, and stores it unless it was deleted."""
+    opening, kept = recording.opening, state.responses
+    assert kept is not None
     exchange = WholeExchange(opening.stream_id, opening.owner, opening.generation.client, opening.generation.timeout_s)
     await write_again(state, cast(Exchange, exchange), Replay(recording, streams=False))
-    return msgspec.json.decode(exchange.answer, type=ResponseObject)
+    response = msgspec.json.decode(exchange.answer, type=ResponseObject)
+    if response.background:
+        ended = EndedResponse(response, [*recording.entries])
+        await asyncio.to_thread(kept.end, opening.owner, ended)
+    else:
+        items = input_items(decode(ResponsesRequest, opening.body, state.config.body).input)
+        await asyncio.to_thread(kept.create, opening.owner, StoredResponse(response, items))
+    return response
 
 
 # ---- endpoints -----------------------------------------------------------------------------------------------------
@@ -267,7 +258,7 @@ async def retrieve(state: AppState, exchange: Exchange, _: None) -> ResponseObje
     opening = _opening_of(stored, "its events can be read again")
     ended = await asyncio.to_thread(kept.ended, exchange.owner, stored.response.id)
     if ended is None:
-        recording = await _running(state, opening)
+        recording = await _running(state, kept, opening)
     else:
         recording = Recording(opening)
         recording.entries, recording.is_ended = ended.entries, True
@@ -291,11 +282,11 @@ async def list_items(state: AppState, exchange: Exchange, _: None) -> ItemList:
 
 
 async def delete(state: AppState, exchange: Exchange, _: None) -> ResponseDeleted:
-    """Removes a response, and ends it if it runs in the background."""
+    """Removes a response and its stream, and ends it if it runs in the background."""
     kept, stored = await _found(state, exchange)
     has_ended = stored.opening is None
     has_ended = has_ended or await asyncio.to_thread(kept.ended, exchange.owner, stored.response.id) is not None
-    await asyncio.to_thread(kept.remove, exchange.owner, stored.response.id)
+    await asyncio.to_thread(kept.delete, exchange.owner, stored.response.id)
     if not has_ended:
         assert stored.opening is not None
         with contextlib.suppress(ServingError):  # a run that cannot be reached ends by its deadline, and is not kept
@@ -307,12 +298,12 @@ async def delete(state: AppState, exchange: Exchange, _: None) -> ResponseDelete
 
 async def cancel(state: AppState, exchange: Exchange, _: None) -> ResponseObject:
     """Ends a background response, and returns it with what it has. One that has ended is returned as it is."""
-    _kept, stored = await _found(state, exchange)
+    kept, stored = await _found(state, exchange)
     opening = _opening_of(stored, "it can be cancelled")
     response = await _current(state, exchange.owner, stored)
     if response.status not in ("queued", "in_progress"):
         return response
-    recording = await _running(state, opening)
+    recording = await _running(state, kept, opening)
     with _followed(state, recording) as recording:
         await state.streams.cancel(recording)
         try:
@@ -334,9 +325,13 @@ async def _found(state: AppState, exchange: Exchange) -> tuple[KeptResponses, St
         raise ApiError(404, message, code="no_batch_storage")
     stored = await asyncio.to_thread(kept.find, exchange.owner, exchange.path_parameter)
     if stored is None:
-        message = f"there is no stored response {exchange.path_parameter[:80]!r} of yours; it may have expired"
-        raise ApiError(404, message, code="response_not_found")
+        raise _not_found(exchange.path_parameter)
     return kept, stored
+
+
+def _not_found(response_id: str) -> ApiError:
+    message = f"there is no stored response {response_id[:80]!r} of yours; it may have expired"
+    return ApiError(404, message, code="response_not_found")
 
 
 def _opening_of(stored: StoredResponse, what: str) -> Opening:
@@ -357,7 +352,7 @@ async def _current(state: AppState, owner: str, stored: StoredResponse) -> Respo
     ended = await asyncio.to_thread(state.responses.ended, owner, response.id)
     if ended is not None:
         return ended.response
-    recording = await _running(state, decode_opening(stored.opening))
+    recording = await _running(state, state.responses, decode_opening(stored.opening))
     with _followed(state, recording) as recording:
         if recording.is_complete:
             return await _written(state, recording)
@@ -365,14 +360,20 @@ async def _current(state: AppState, owner: str, stored: StoredResponse) -> Respo
         return response
 
 
-async def _running(state: AppState, opening: Opening) -> Recording:
-    """Returns the recording of a background response. If no process has it, begins it again, with a new deadline."""
+async def _running(state: AppState, kept: KeptResponses, opening: Opening) -> Recording:
+    """Returns the recording of a background response. If no process has it, begins it again, with a new deadline.
+
+    Raises `ApiError` 404 if the response was deleted meanwhile.
+    """
     for look in range(LOOKS):
         if look:
             await asyncio.sleep(LOOK_PAUSE_S)
         recording = await state.streams.find(opening.stream_id, opening.owner)
         if recording is not None:
             return recording
+    lost = response_id(opening.stream_id)
+    if await asyncio.to_thread(kept.is_deleted, opening.owner, lost):
+        raise _not_found(lost)
     logger.warning("response of stream %s was lost while it ran; it is run again", opening.stream_id)
     timeout_s = time.time() - opening.created + state.config.request_timeout_s
     request = msgspec.structs.replace(opening.generation, timeout_s=timeout_s)

@@ -6,16 +6,20 @@ that the client has are left out.
 
 from __future__ import annotations
 
+import asyncio
 from typing import Annotated
 
 import msgspec
 
 from manta.cluster.http.exchange.codec import decode, decode_query
 from manta.cluster.http.exchange.exchange import Exchange
-from manta.cluster.http.exchange.identity import Identity
+from manta.cluster.http.exchange.identity import Identity, response_id
 from manta.cluster.http.exchange.recordings import Recording, Replay, last_event
 from manta.cluster.http.exchange.state import AppState
 from manta.cluster.protocol.api_errors import ApiError
+
+RESPONSES_PATH = "/v1/responses"
+"""Path whose streams are gone when their response is deleted."""
 
 
 class StreamQuery(msgspec.Struct):
@@ -51,12 +55,21 @@ async def read_on(state: AppState, exchange: Exchange, stream_id: str, after: in
 
 
 async def found(state: AppState, exchange: Exchange, stream_id: str) -> Recording:
-    """Returns a stream of the client. Raises `ApiError` 404 with the same words for a stream of another client."""
+    """Returns a stream of the client. Raises `ApiError` 404 with the same words for a stream of another client, and for
+    that of a deleted response.
+    """
     recording = await state.streams.find(stream_id, exchange.owner)
-    if recording is None:
+    if recording is None or await _is_deleted(state, recording):
         message = f"there is no stream {stream_id[:80]!r} of yours; it may have ended, or nobody read it for too long"
         raise ApiError(404, message, code="stream_not_found")
     return recording
+
+
+async def _is_deleted(state: AppState, recording: Recording) -> bool:
+    opening, kept = recording.opening, state.responses
+    if kept is None or opening.path != RESPONSES_PATH:
+        return False
+    return await asyncio.to_thread(kept.is_deleted, opening.owner, response_id(opening.stream_id))
 
 
 async def write_again(state: AppState, exchange: Exchange, replay: Replay) -> None:
