@@ -20,8 +20,9 @@ from ray.serve.exceptions import DeploymentUnavailableError
 from manta.cluster.config import ServeConfig
 from manta.cluster.http.access.keys import openness
 from manta.cluster.http.app import HttpApp
-from manta.cluster.http.exchange.exchange import Receive, Scope, Send
+from manta.cluster.http.exchange.incoming import Receive, Scope
 from manta.cluster.http.exchange.metrics import Metrics
+from manta.cluster.http.exchange.reply import Send
 from manta.cluster.http.server_span import open_server_spans
 from manta.cluster.serve.listening.listener import Listener
 from manta.cluster.serve.scaling.autoscaling import ingress_autoscaling_config

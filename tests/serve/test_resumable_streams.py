@@ -21,7 +21,6 @@ from benchmarks.processes import free_port
 from manta.cluster.config import EngineConfig, KeyLimits, ServeConfig, StreamLimits
 from manta.cluster.engine.request import SequenceOutput
 from manta.cluster.http.access.prefix_scope import new_secret
-from manta.cluster.http.exchange.exchange import Exchange
 from manta.cluster.serve.engine_deployment import EngineReplica
 from manta.cluster.serve.ingress import ListeningIngress
 from manta.cluster.serve.streams import copies, keeper, streams
@@ -36,6 +35,11 @@ KEYS = ("ann:key-of-ann-0123456789", "ben:key-of-ben-0123456789")
 ANN, BEN = (key.partition(":")[2] for key in KEYS)
 NUM_EVENTS = 20
 """After so many events at most a connection is broken."""
+
+
+async def _nothing(*_: Any) -> None:
+    """Waits for ever."""
+    await asyncio.Future()
 
 
 class TwoIngresses:
@@ -90,7 +94,7 @@ class TwoIngresses:
         for task in streams._tasks:
             task.cancel()
         streams._own.clear()
-        ingress._app._answer = Exchange._gone  # it answers no request that it has accepted just now
+        ingress._app._answer = _nothing  # it answers no request that it has accepted just now
         for server in ingress._listener.servers:
             server.close()
         self._abort(ingress)

@@ -52,7 +52,7 @@ class Endpoints:
         If the call is cancelled, the engines abort the line.
         """
         sharer = sharer_of(owner) if owner else ""
-        exchange = WholeExchange(request_id, owner, sharer, self.state.config.request_timeout_s)
+        exchange = WholeExchange(request_id, owner, sharer, self.state.config.request_timeout_s, self.state.engines)
         try:
             await self._handle(request, exchange)
         except (ApiError, ServingError) as error:
@@ -60,7 +60,7 @@ class Endpoints:
         except Exception as error:
             logging.getLogger(__name__).exception("line %s failed", request_id)
             return _failed(request_id, api_error(error))
-        return BatchResponse(200, request_id, msgspec.Raw(exchange.answer))
+        return BatchResponse(200, request_id, msgspec.Raw(exchange.reply.answer))
 
     async def _handle(self, request: BatchRequest, exchange: WholeExchange) -> None:
         body, limits = bytes(request.body), self.state.config.body

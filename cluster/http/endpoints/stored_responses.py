@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import logging
 import time
 from collections.abc import Iterator
@@ -25,15 +26,9 @@ from manta.cluster.errors import ServingError, Unavailable, refuse
 from manta.cluster.http.endpoints.streams import RESPONSES_PATH, write_again
 from manta.cluster.http.exchange.codec import decode, decode_query, encode
 from manta.cluster.http.exchange.exchange import Exchange, GenerationExchange
-from manta.cluster.http.exchange.identity import Identity, new_stream_id, response_id
-from manta.cluster.http.exchange.recordings import (
-    Opening,
-    Recording,
-    Replay,
-    Resumable,
-    decode_opening,
-    encode_opening,
-)
+from manta.cluster.http.exchange.identity import response_id
+from manta.cluster.http.exchange.recording import RecordedEngines, ReplayedEngines, record
+from manta.cluster.http.exchange.recordings import Opening, Recording, decode_opening, encode_opening
 from manta.cluster.http.exchange.state import AppState
 from manta.cluster.http.exchange.whole_exchange import WholeExchange
 from manta.cluster.protocol.api_errors import ApiError
@@ -95,16 +90,33 @@ class ResponseDeleted(msgspec.Struct):
 
 class Keeping:
     """Keeps the response of one request: in the storage `kept`, if there is one, and in the memory of the connection on
-    which the request came, if it came on one. `items` is the conversation that it answers.
+    which the request came, if it came on one. `items` is the conversation that it answers. `background` are the engines
+    of a response in the background; None for another one.
     """
 
-    def __init__(self, kept: KeptResponses | None, exchange: GenerationExchange, items: list[dict[str, Any]]) -> None:
+    def __init__(
+        self,
+        kept: KeptResponses | None,
+        exchange: GenerationExchange,
+        items: list[dict[str, Any]],
+        background: RecordedEngines | None,
+    ) -> None:
         self._kept = kept
         self._exchange = exchange
         self._items = items
+        self._background = background
 
-    async def begin(self, response: ResponseObject, opening: Opening) -> None:
-        """Stores a background response before it begins. Raises `RequestRefused` if it is too large."""
+    @property
+    def in_background(self) -> bool:
+        return self._background is not None
+
+    def keep_before(self, response: ResponseObject) -> None:
+        """Has a background response stored before it begins."""
+        assert self._background is not None
+        self._background.before = functools.partial(self._begin, response)
+
+    async def _begin(self, response: ResponseObject, opening: Opening) -> None:
+        """Raises `RequestRefused` if the response is too large."""
         assert self._kept is not None
         stored = StoredResponse(response, self._items, encode_opening(opening))
         try:
@@ -116,7 +128,7 @@ class Keeping:
         """Removes a background response that was refused after it had been stored."""
         assert self._kept is not None
         exchange = self._exchange
-        await asyncio.to_thread(self._kept.remove, exchange.owner, response_id(exchange.identity.stream_id))
+        await asyncio.to_thread(self._kept.remove, exchange.caller.owner, response_id(exchange.identity.stream_id))
 
     async def end(self, response: ResponseObject) -> None:
         """Keeps a response that has ended; the process that ran a background response does it itself (`keep_ended`). If
@@ -129,7 +141,7 @@ class Keeping:
         try:
             async with asyncio.timeout(STORE_TIMEOUT_S):
                 stored = StoredResponse(response, self._items)
-                await asyncio.to_thread(self._kept.create, self._exchange.owner, stored)
+                await asyncio.to_thread(self._kept.create, self._exchange.caller.owner, stored)
         except Exception:
             logger.exception("response %s is not stored", response.id)
             response.store = False
@@ -143,7 +155,7 @@ async def prepared(
 
     Raises `RequestRefused` if the body asks for something to be kept that this server cannot keep.
     """
-    if exchange.replay is not None:  # the recorded body is prepared, and its response is kept
+    if isinstance(exchange.engines, ReplayedEngines):  # the recorded body is prepared, and its response is kept
         return body, None
     kept = state.responses
     items = input_items(body.input)
@@ -155,11 +167,17 @@ async def prepared(
         items = [*await earlier_items(state, exchange, body.previous_response_id), *items]
     check_calls(items)
     body = msgspec.structs.replace(body, store=stores)
-    if body.previous_response_id is not None or body.background or exchange.resumable is not None:
+    recorded = exchange.engines if isinstance(exchange.engines, RecordedEngines) else None
+    if body.previous_response_id is not None or body.background or recorded is not None:
         body = msgspec.structs.replace(body, input=items)
-        _record(state, exchange, body)
+        encoded = _checked(state, body)
+        if body.background:
+            recorded = record(state, exchange, encoded, state.config.request_timeout_s + STORE_MARGIN_S)
+        elif recorded is not None:
+            recorded.body = encoded
     keeps = stores or exchange.remembered is not None
-    return body, Keeping(kept if stores else None, exchange, items) if keeps else None
+    background = recorded if body.background else None
+    return body, Keeping(kept if stores else None, exchange, items, background) if keeps else None
 
 
 def check_storage(state: AppState, exchange: GenerationExchange, body: Any) -> None:
@@ -172,18 +190,14 @@ def check_storage(state: AppState, exchange: GenerationExchange, body: Any) -> N
                 refuse(name, f"{message}, or ask whoever operates it to set batch_storage to a folder")
 
 
-def _record(state: AppState, exchange: GenerationExchange, body: ResponsesRequest) -> None:
-    """Checks a body with its whole conversation, and has its stream recorded with that body if it is recorded."""
+def _checked(state: AppState, body: ResponsesRequest) -> bytes:
+    """Returns an encoded body with its whole conversation. Raises `RequestRefused` if it is too long."""
     encoded, limit = encode(body), state.config.max_body_bytes
     if len(encoded) > limit:
         message = f"the conversation has {len(encoded)} bytes with its earlier turns and the limit is {limit}"
         refuse("input", f"input: {message} (max_body_bytes); begin a new one")
     decode(type(body), encoded, state.config.body)
-    if body.background:
-        exchange.identity = Identity(new_stream_id())
-        exchange.resumable = Resumable(encoded, state.config.request_timeout_s + STORE_MARGIN_S)
-    elif exchange.resumable is not None:
-        exchange.resumable.body = encoded
+    return encoded
 
 
 async def earlier_items(state: AppState, exchange: GenerationExchange, previous: str) -> list[dict[str, Any]]:
@@ -192,17 +206,17 @@ async def earlier_items(state: AppState, exchange: GenerationExchange, previous:
     """
     remembered, kept = exchange.remembered, state.responses
     items = None if remembered is None else remembered.items(previous)
-    is_deleted = kept is not None and await asyncio.to_thread(kept.is_deleted, exchange.owner, previous)
+    is_deleted = kept is not None and await asyncio.to_thread(kept.is_deleted, exchange.caller.owner, previous)
     if items is not None and not is_deleted:
         return items
-    stored = None if kept is None else await asyncio.to_thread(kept.find, exchange.owner, previous)
+    stored = None if kept is None else await asyncio.to_thread(kept.find, exchange.caller.owner, previous)
     if stored is None:
         what = "is not the latest response of this connection" if remembered is not None else ""
         what += " and " if remembered is not None and kept is not None else ""
         what += "is no stored response of yours; it may have expired" if kept is not None else ""
         message = f"previous_response_id {previous[:80]!r} {what}; send the whole conversation"
         refuse("previous_response_id", message, "previous_response_not_found")
-    response = await _current(state, exchange.owner, stored)
+    response = await _current(state, exchange.caller.owner, stored)
     if response.status not in ("completed", "incomplete"):
         message = f"previous_response_id {previous} is {response.status}; only an answered response can be continued"
         refuse("previous_response_id", message)
@@ -234,9 +248,10 @@ async def _written(state: AppState, recording: Recording) -> ResponseObject:
     """Returns the response of a recording that has ended, and stores it unless it was deleted."""
     opening, kept = recording.opening, state.responses
     assert kept is not None
-    exchange = WholeExchange(opening.stream_id, opening.owner, opening.generation.client, opening.generation.timeout_s)
-    await write_again(state, cast(Exchange, exchange), Replay(recording, streams=False))
-    response = msgspec.json.decode(exchange.answer, type=ResponseObject)
+    client, timeout_s = opening.generation.client, opening.generation.timeout_s
+    exchange = WholeExchange(opening.stream_id, opening.owner, client, timeout_s, state.engines)
+    await write_again(state, cast(Exchange, exchange), recording, streams=False)
+    response = msgspec.json.decode(exchange.reply.answer, type=ResponseObject)
     if response.background:
         ended = EndedResponse(response, [*recording.entries])
         await asyncio.to_thread(kept.end, opening.owner, ended)
@@ -251,24 +266,24 @@ async def _written(state: AppState, recording: Recording) -> ResponseObject:
 
 async def retrieve(state: AppState, exchange: Exchange, _: None) -> ResponseObject | None:
     """Returns a response as it is now, or sends the events of a background response from a number on."""
-    query = decode_query(ResponseQuery, exchange.query)
+    query = decode_query(ResponseQuery, exchange.incoming.query)
     kept, stored = await _found(state, exchange)
     if not query.stream:
-        return await _current(state, exchange.owner, stored)
+        return await _current(state, exchange.caller.owner, stored)
     opening = _opening_of(stored, "its events can be read again")
-    ended = await asyncio.to_thread(kept.ended, exchange.owner, stored.response.id)
+    ended = await asyncio.to_thread(kept.ended, exchange.caller.owner, stored.response.id)
     if ended is None:
         recording = await _running(state, kept, opening)
     else:
         recording = Recording(opening)
         recording.entries, recording.is_ended = ended.entries, True
         recording.make_safe(len(ended.entries))
-    await write_again(state, exchange, Replay(recording, query.starting_after))
+    await write_again(state, exchange, recording, query.starting_after)
     return None
 
 
 async def list_items(state: AppState, exchange: Exchange, _: None) -> ItemList:
-    query = decode_query(ItemQuery, exchange.query)
+    query = decode_query(ItemQuery, exchange.incoming.query)
     _kept, stored = await _found(state, exchange)
     items = stored.items if query.order == "asc" else stored.items[::-1]
     if query.after is not None:
@@ -285,12 +300,12 @@ async def delete(state: AppState, exchange: Exchange, _: None) -> ResponseDelete
     """Removes a response and its stream, and ends it if it runs in the background."""
     kept, stored = await _found(state, exchange)
     has_ended = stored.opening is None
-    has_ended = has_ended or await asyncio.to_thread(kept.ended, exchange.owner, stored.response.id) is not None
-    await asyncio.to_thread(kept.delete, exchange.owner, stored.response.id)
+    has_ended = has_ended or await asyncio.to_thread(kept.ended, exchange.caller.owner, stored.response.id) is not None
+    await asyncio.to_thread(kept.delete, exchange.caller.owner, stored.response.id)
     if not has_ended:
         assert stored.opening is not None
         with contextlib.suppress(ServingError):  # a run that cannot be reached ends by its deadline, and is not kept
-            recording = await state.streams.find(decode_opening(stored.opening).stream_id, exchange.owner)
+            recording = await state.streams.find(decode_opening(stored.opening).stream_id, exchange.caller.owner)
             if recording is not None:
                 await state.streams.cancel(recording)
     return ResponseDeleted(stored.response.id)
@@ -300,7 +315,7 @@ async def cancel(state: AppState, exchange: Exchange, _: None) -> ResponseObject
     """Ends a background response, and returns it with what it has. One that has ended is returned as it is."""
     kept, stored = await _found(state, exchange)
     opening = _opening_of(stored, "it can be cancelled")
-    response = await _current(state, exchange.owner, stored)
+    response = await _current(state, exchange.caller.owner, stored)
     if response.status not in ("queued", "in_progress"):
         return response
     recording = await _running(state, kept, opening)
@@ -323,9 +338,9 @@ async def _found(state: AppState, exchange: Exchange) -> tuple[KeptResponses, St
     if kept is None:
         message = "this server keeps no responses; whoever operates it can set batch_storage to a folder"
         raise ApiError(404, message, code="no_batch_storage")
-    stored = await asyncio.to_thread(kept.find, exchange.owner, exchange.path_parameter)
+    stored = await asyncio.to_thread(kept.find, exchange.caller.owner, exchange.incoming.path_parameter)
     if stored is None:
-        raise _not_found(exchange.path_parameter)
+        raise _not_found(exchange.incoming.path_parameter)
     return kept, stored
 
 

@@ -102,10 +102,10 @@ class Generation(Protocol):
         ...
 
 
-class Engines(Protocol):
-    """All engine replicas of one model."""
+class GenerationEngines(Protocol):
+    """The part of the engines that answers a request."""
 
-    def submit(self, request: GenerationRequest) -> Generation:
+    async def submit(self, request: GenerationRequest) -> Generation:
         """Sends every prompt to an engine."""
         ...
 
@@ -114,6 +114,10 @@ class Engines(Protocol):
         `RequestRefused` if no backend can enforce it, and `QueueFull` if too many constraints wait.
         """
         ...
+
+
+class Engines(GenerationEngines, Protocol):
+    """All engine replicas of one model."""
 
     async def model(self) -> ModelInfo: ...
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import re
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Protocol
 
 import msgspec
@@ -253,36 +253,7 @@ class NoStreams:
     async def cancel(self, recording: Recording) -> None: ...
 
 
-class Replay(msgspec.Struct):
-    """An answer that is written again from its recording instead of being generated."""
-
-    recording: Recording
-    after: int = -1
-    """Number of the last event that the client has."""
-    streams: bool = True
-    """Whether the answer is written as a stream, whatever the body asks for."""
-
-
-class Resumable(msgspec.Struct):
-    """A request whose output is to be recorded, apart from what every request has."""
-
-    body: bytes
-    unread_s: float
-    """See `Opening`."""
-    before: Callable[[Opening], Awaitable[None]] | None = None
-    """Called before the request begins. Set for an answer in the background, which need not be a stream."""
-
-    @property
-    def is_in_background(self) -> bool:
-        return self.before is not None
-
-
 _EVENT_ID = re.compile(r"(strm_[0-9a-f]{38}):(\d{1,15})")
-
-
-def event_id(stream_id: str, number: int) -> bytes:
-    """Returns the SSE field that names an event."""
-    return f"id: {stream_id}:{number}\n".encode()
 
 
 def last_event(headers: Mapping[str, str]) -> tuple[str, int] | None:

@@ -44,9 +44,9 @@ class BatchEngineClient(EngineClient):
         self._open: _Group | None = None
         """The group that waits for more requests."""
 
-    def submit(self, request: GenerationRequest) -> Submission:
+    async def submit(self, request: GenerationRequest) -> Submission:
         priority = request.priority + PRIORITY
-        return super().submit(msgspec.structs.replace(request, priority=priority, reads_whole=True))
+        return await super().submit(msgspec.structs.replace(request, priority=priority, reads_whole=True))
 
     def measure(self, num_choices: int) -> RequestMetrics:
         return UNMEASURED

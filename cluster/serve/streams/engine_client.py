@@ -113,7 +113,7 @@ class EngineClient:
         self._is_removed = is_removed
         self._waker = Waker(self._is_asleep, lambda: self._engine.start_seconds.remote(), max_held)
 
-    def submit(self, request: GenerationRequest) -> Submission:
+    async def submit(self, request: GenerationRequest) -> Submission:
         submission = Submission(self, request)
         submission.start()
         return submission
