@@ -123,7 +123,7 @@ class HttpApp:
 
     def _on_stream_end(self, recording: Recording) -> None:
         """Charges the output of a recorded stream to the key that asked for it, and stores a response that is kept."""
-        client = recording.opening.generation.client
+        client = recording.opening.generation.engine.client
         use = self.rate_limits.of(client) if self._config.api_keys else None
         if use is not None:
             use.charge_output(recording.num_tokens)

@@ -61,7 +61,7 @@ class HeldEngines(RepeatingEngines):
         self.num_free = 0
 
     async def submit(self, request: GenerationRequest) -> Repeating:
-        self.asked.append((request.client, request.prompts[0][0]))
+        self.asked.append((request.engine.client, request.prompts[0][0]))
         if len(self.asked) <= self.num_free:
             return Repeating(request.prompts, "abc")
         held = Held(request.prompts, "abc")

@@ -111,10 +111,8 @@ def test_a_client_reads_the_reason_and_no_traceback() -> None:
     client: Any = FailingClient(CompilerFailed("the grammar compiler does not start"))
 
     async def read() -> None:
-        request = GenerationRequest(request_id="request", prompts=[[5]], params=SamplingParams(), timeout_s=PATIENCE_S)
-        submission = Submission(client, request)
-        submission.start()
-        async for _ in submission:
+        asked = EngineRequest(request_id="request", prompt_token_ids=[], params=SamplingParams(), deadline_s=PATIENCE_S)
+        async for _ in Submission(client, GenerationRequest(prompts=[[5]], engine=asked)):
             pass
 
     with pytest.raises(GenerationFailed) as caught:

@@ -12,6 +12,7 @@ from collections.abc import Callable
 import msgspec
 
 from manta.cluster.chat.plan import plan_chat, render
+from manta.cluster.engine.request import EngineRequest
 from manta.cluster.errors import ServingError, refuse
 from manta.cluster.http.exchange.answers import Answer, ChatAnswer, CompletionAnswer
 from manta.cluster.http.exchange.engines import GenerationRequest
@@ -160,20 +161,21 @@ def _engines_request(
     request: ChatCompletionRequest | CompletionRequest,
     shown_ids: frozenset[int],
 ) -> GenerationRequest:
-    return GenerationRequest(
+    sharer = exchange.caller.sharer
+    engine = EngineRequest(
         request_id=f"{exchange.request_id}-{secrets.token_hex(4)}",
-        prompts=prompts,
+        prompt_token_ids=[],
         params=params,
-        timeout_s=exchange.remaining_s,
-        chat=isinstance(request, ChatCompletionRequest),
-        shown_ids=shown_ids,
+        deadline_s=exchange.remaining_s,
         priority=request.priority,
-        client=exchange.caller.sharer,
-        weight=state.config.client_weights.get(exchange.caller.sharer, 1.0),
+        client=sharer,
+        weight=state.config.client_weights.get(sharer, 1.0),
         session=_session(exchange),
         traceparent=exchange.traceparent,
         cache_root=state.prefix_scope.root(exchange.caller.owner, request.cache_salt),
     )
+    chat = isinstance(request, ChatCompletionRequest)
+    return GenerationRequest(prompts=prompts, engine=engine, chat=chat, shown_ids=shown_ids)
 
 
 async def _field_at_fault(

@@ -248,7 +248,7 @@ async def _written(state: AppState, recording: Recording) -> ResponseObject:
     """Returns the response of a recording that has ended, and stores it unless it was deleted."""
     opening, kept = recording.opening, state.responses
     assert kept is not None
-    client, timeout_s = opening.generation.client, opening.generation.timeout_s
+    client, timeout_s = opening.generation.engine.client, state.config.request_timeout_s
     exchange = WholeExchange(opening.stream_id, opening.owner, client, timeout_s, state.engines)
     await write_again(state, cast(Exchange, exchange), recording, streams=False)
     response = msgspec.json.decode(exchange.reply.answer, type=ResponseObject)
@@ -391,8 +391,9 @@ async def _running(state: AppState, kept: KeptResponses, opening: Opening) -> Re
         raise _not_found(lost)
     logger.warning("response of stream %s was lost while it ran; it is run again", opening.stream_id)
     timeout_s = time.time() - opening.created + state.config.request_timeout_s
-    request = msgspec.structs.replace(opening.generation, timeout_s=timeout_s)
-    return state.streams.begin(msgspec.structs.replace(opening, generation=request), is_repeated=True)
+    engine = msgspec.structs.replace(opening.generation.engine, deadline_s=timeout_s)
+    generation = msgspec.structs.replace(opening.generation, engine=engine)
+    return state.streams.begin(msgspec.structs.replace(opening, generation=generation), is_repeated=True)
 
 
 @contextlib.contextmanager

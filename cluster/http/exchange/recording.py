@@ -62,8 +62,9 @@ class RecordedEngines:
             refuse(RESUMABLE, self._refusal)
         opening = self._opening(request)
         if self.before is not None:
-            if request.params.constraint is not None:  # the client would not see the engine's refusal
-                await self.resolve(request.params.constraint, request.client)
+            constraint = request.engine.params.constraint
+            if constraint is not None:  # the client would not see the engine's refusal
+                await self.resolve(constraint, request.engine.client)
             await self.before(opening)
         exchange = self._exchange
         exchange.reply.headers_out.append((STREAM_ID, opening.stream_id.encode()))
@@ -71,7 +72,7 @@ class RecordedEngines:
         return self._streams.read(self._streams.begin(opening))
 
     def _opening(self, request: GenerationRequest) -> Opening:
-        exchange, seed = self._exchange, request.params.seed
+        exchange, seed = self._exchange, request.engine.params.seed
         return Opening(
             stream_id=exchange.identity.stream_id,
             owner=exchange.caller.owner,

@@ -113,7 +113,12 @@ def encode_opening(opening: Opening) -> bytes:
 
 
 def decode_opening(data: bytes) -> Opening:
-    return _opening_decoder.decode(data)
+    """Raises `GenerationFailed` for an opening of another version."""
+    try:
+        return _opening_decoder.decode(data)
+    except msgspec.ValidationError as error:
+        message = "another version of this server began this request, and it cannot go on here; send it again"
+        raise GenerationFailed(message, code="internal_error") from error
 
 
 class Recording:

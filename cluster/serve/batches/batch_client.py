@@ -45,8 +45,9 @@ class BatchEngineClient(EngineClient):
         """The group that waits for more requests."""
 
     async def submit(self, request: GenerationRequest) -> Submission:
-        priority = request.priority + PRIORITY
-        return await super().submit(msgspec.structs.replace(request, priority=priority, reads_whole=True))
+        asked = request.engine
+        asked = msgspec.structs.replace(asked, priority=asked.priority + PRIORITY, reads_whole=True)
+        return await super().submit(msgspec.structs.replace(request, engine=asked))
 
     def measure(self, num_choices: int) -> RequestMetrics:
         return UNMEASURED

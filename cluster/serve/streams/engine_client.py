@@ -12,11 +12,11 @@ import contextvars
 import logging
 import weakref
 from collections.abc import Awaitable, Callable, Iterable
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 
-from manta.cluster.config import EngineConfig, StreamLimits
+from manta.cluster.config import EngineConfig
 from manta.cluster.engine.request import EngineRequest, SequenceOutput
 from manta.cluster.engine.stats import EngineStats
 from manta.cluster.errors import QueueFull, RequestRefused, ServingError, Unavailable
@@ -26,8 +26,8 @@ from manta.cluster.serve.routing import replicas
 from manta.cluster.serve.routing.reports import Report
 from manta.cluster.serve.scaling.waking import Waker
 from manta.cluster.serve.starting.start_failure import in_words
+from manta.cluster.serve.streams.keeping import FromKeeper
 from manta.cluster.serve.streams.prompt_run import Call, PromptRun
-from manta.cluster.serve.streams.streams import RecordedStreams
 from manta.cluster.serve.streams.submission import Submission
 from manta.cluster.serve.streams.token_channel import (
     BEAT_S,
@@ -72,13 +72,22 @@ async def answer_of(call: Any) -> Any:
         raise ConnectionError("the engine has lost its connection to this process") from None
 
 
+class Keepers(Protocol):
+    """The part of an ingress that talks to the keepers of recordings. `Copies` implements it."""
+
+    def connected(self, connection: Connection) -> None: ...
+
+    def lost(self, connection: Connection) -> None: ...
+
+    def receive(self, message: FromKeeper, connection: Connection) -> None: ...
+
+
 class EngineClient:
     """Owns the output channel of one ingress, and knows which run waits for which request.
 
     `engine` is the handle of the engine deployment, `host` the address at which engines reach this machine. `standby`
     is the handle of engines that serve while no other engine can. Up to `max_held` requests wait for an engine to start
-    if none runs. `is_removed` finds out whether the engines are gone for good; then no request waits. `streams` limits
-    the recordings.
+    if none runs. `is_removed` finds out whether the engines are gone for good; then no request waits.
     """
 
     def __init__(
@@ -90,7 +99,6 @@ class EngineClient:
         standby: Any = None,
         max_held: int = EngineConfig().max_num_waiting,
         is_removed: Callable[[], Awaitable[bool]] = _never,
-        streams: StreamLimits | None = None,
     ) -> None:
         self._handles = {ENGINE: engine} if standby is None else {ENGINE: engine, STANDBY: standby}
         self._greeting: asyncio.Task[None] | None = None
@@ -100,10 +108,10 @@ class EngineClient:
         self.metrics = metrics
         self.runs: dict[str, PromptRun] = {}
         self._replicas = replicas.known_replicas()
-        self.streams = RecordedStreams(self, streams or StreamLimits(), replicas.own_node())
-        copies = self.streams.copies
+        self.keepers: Keepers | None = None
+        """Those who talk to the keepers in the engines' processes, over the same connections; None for nobody."""
         self._receiver = OutputReceiver(
-            host, self._on_outputs, self._on_lost, self._on_report, copies.receive, copies.connected
+            host, self._on_outputs, self._on_lost, self._on_report, self._on_kept, self._on_connected
         )
         self._ending: set[asyncio.Task[None]] = set()
         self._call_locks: weakref.WeakValueDictionary[str, asyncio.Lock] = weakref.WeakValueDictionary()
@@ -114,9 +122,7 @@ class EngineClient:
         self._waker = Waker(self._is_asleep, lambda: self._engine.start_seconds.remote(), max_held)
 
     async def submit(self, request: GenerationRequest) -> Submission:
-        submission = Submission(self, request)
-        submission.start()
-        return submission
+        return Submission(self, request)
 
     def measure(self, num_choices: int) -> RequestMetrics:
         return RequestMetrics(self.metrics, num_choices)
@@ -302,8 +308,17 @@ class EngineClient:
     def _on_report(self, report: Report, connection: Connection) -> None:
         self._replicas.placement.report(connection.replica, report)
 
+    def _on_kept(self, message: FromKeeper, connection: Connection) -> None:
+        if self.keepers is not None:
+            self.keepers.receive(message, connection)
+
+    def _on_connected(self, connection: Connection) -> None:
+        if self.keepers is not None:
+            self.keepers.connected(connection)
+
     def _on_lost(self, connection: Connection) -> None:
-        self.streams.copies.lost(connection)
+        if self.keepers is not None:
+            self.keepers.lost(connection)
         self._replicas.avoid(connection.replica)
         self._replicas.placement.lose(connection.replica)
         for run in list(self.runs.values()):

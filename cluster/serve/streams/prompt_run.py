@@ -58,7 +58,7 @@ class Call(Protocol):
         ...
 
 
-class Caller(Protocol):
+class Dispatcher(Protocol):
     """The interface that runs and submissions need from their ingress. `EngineClient` implements it."""
 
     tokenizer: Tokenizer
@@ -97,7 +97,7 @@ class Caller(Protocol):
 
     def cancel_later(self, call: Any) -> None:
         """Cancels the call of an ended request if it does not return within a second. `call` is a result of
-        `Caller.call`.
+        `Dispatcher.call`.
         """
         ...
 
@@ -107,7 +107,7 @@ class PromptRun:
     request has none. If the run fails, the last item that it tells is a `RequestResult` or an exception.
     """
 
-    def __init__(self, client: Caller, request: EngineRequest, tell: Tell) -> None:
+    def __init__(self, client: Dispatcher, request: EngineRequest, tell: Tell) -> None:
         if request.params.seed is None:
             params = msgspec.structs.replace(request.params, seed=secrets.randbits(63))
             request = msgspec.structs.replace(request, params=params)
