@@ -12,7 +12,7 @@ A sequence that ends while a step is under way still has a row in that step. The
 Later steps overwrite the keys and values that it writes, because the device runs steps in order.
 
 The engine deals in token ids only and has neither a tokenizer nor HTTP. One thread at a time may use it:
-`cluster/llm.py` calls it directly, `cluster/serve/engine_deployment.py` runs it on a thread of its own behind Ray
+`cluster/llm.py` calls it directly, and `cluster/serve/engine/step_thread.py` runs it on a thread of its own behind Ray
 Serve.
 """
 

@@ -25,13 +25,13 @@ from manta.cluster.http.exchange.metrics import Metrics
 from manta.cluster.http.exchange.reply import Send
 from manta.cluster.http.server_span import open_server_spans
 from manta.cluster.serve.listening.listener import Listener
+from manta.cluster.serve.recorded.streams import RecordedStreams
+from manta.cluster.serve.requests.engine_client import ANSWER_TIMEOUT_S, EngineClient
 from manta.cluster.serve.routing.replicas import own_node
 from manta.cluster.serve.scaling.autoscaling import ingress_autoscaling_config
 from manta.cluster.serve.scaling.cluster_state import ClusterWatch, is_removed
 from manta.cluster.serve.starting.replica_process import REPLICA_ENVIRONMENT, ReplicaProcess
 from manta.cluster.serve.starting.start_failure import told_in_words
-from manta.cluster.serve.streams.engine_client import ANSWER_TIMEOUT_S, EngineClient
-from manta.cluster.serve.streams.streams import RecordedStreams
 from manta.cluster.text.tokenizer import Tokenizer
 from manta.workers.checkpoints.model_folder import resolve_model_folder
 

@@ -36,11 +36,11 @@ from manta.cluster.http.exchange.metrics import Unmeasured
 from manta.cluster.llm import LLM, SamplingParams
 from manta.cluster.serve.batches import batch_client
 from manta.cluster.serve.batches.batch_application import batch_endpoints
-from manta.cluster.serve.engine_deployment import EngineReplica
-from manta.cluster.serve.streams.gathering import Gathering, joined
-from manta.cluster.serve.streams.packed import Packed
-from manta.cluster.serve.streams.submission import Answers
-from manta.cluster.serve.streams.token_channel import Address, RequestResult
+from manta.cluster.serve.channel.packed import Packed
+from manta.cluster.serve.channel.token_channel import Address, RequestResult
+from manta.cluster.serve.engine.engine_replica import EngineReplica
+from manta.cluster.serve.requests.gathering import Gathering, joined
+from manta.cluster.serve.requests.submission import Answers
 from manta.cluster.text.tokenizer import Tokenizer
 from manta.structured.constraint import ConstraintSpec
 from manta.workers.step import TokenLogprobs

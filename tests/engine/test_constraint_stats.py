@@ -17,9 +17,9 @@ from manta.cluster.http.exchange.engines import GenerationRequest
 from manta.cluster.http.exchange.metrics import Metrics, RequestMetrics
 from manta.cluster.llm import LLM, ConstraintSpec, SamplingParams
 from manta.cluster.protocol.api_errors import ApiError, api_error
-from manta.cluster.serve.streams.prompt_run import PromptRun
-from manta.cluster.serve.streams.submission import Submission
-from manta.cluster.serve.streams.token_channel import RequestResult
+from manta.cluster.serve.channel.token_channel import RequestResult
+from manta.cluster.serve.requests.prompt_run import PromptRun
+from manta.cluster.serve.requests.submission import Submission
 from manta.cluster.text.tokenizer import Tokenizer
 from manta.structured.compiling.compiler import CACHE_BYTES, CompilerFailed
 from manta.structured.grammar_pool.grammar_worker import GRAMMAR_CACHE_BYTES

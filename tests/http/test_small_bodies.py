@@ -20,9 +20,9 @@ from manta.cluster.http.exchange.engines import GenerationRequest
 from manta.cluster.http.exchange.metrics import Metrics
 from manta.cluster.http.exchange.prompts import encode, encode_all
 from manta.cluster.protocol.requests import ChatCompletionRequest, CompletionRequest
-from manta.cluster.serve.engine_deployment import EngineReplica
-from manta.cluster.serve.streams.engine_client import EngineClient
-from manta.cluster.serve.streams.token_channel import Address, RequestResult
+from manta.cluster.serve.channel.token_channel import Address, RequestResult
+from manta.cluster.serve.engine.engine_replica import EngineReplica
+from manta.cluster.serve.requests.engine_client import EngineClient
 from manta.cluster.text.tokenizer import Tokenizer
 from manta.workers.sampling_params import SamplingParams
 from tests.checkpoints import checkpoint

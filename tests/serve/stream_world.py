@@ -21,11 +21,11 @@ from manta.cluster.http.exchange.engines import GenerationRequest
 from manta.cluster.http.exchange.identity import new_stream_id
 from manta.cluster.http.exchange.metrics import Metrics, RequestMetrics, Unmeasured
 from manta.cluster.http.exchange.recordings import Opening, Recording
-from manta.cluster.serve.streams.keeper import Keeper
-from manta.cluster.serve.streams.keeping import FromKeeper, ToKeeper, stream_format
-from manta.cluster.serve.streams.prompt_run import PromptRun
-from manta.cluster.serve.streams.streams import RecordedStreams
-from manta.cluster.serve.streams.token_channel import Address, RequestResult
+from manta.cluster.serve.channel.keeping import FromKeeper, ToKeeper, stream_format
+from manta.cluster.serve.channel.token_channel import Address, RequestResult
+from manta.cluster.serve.recorded.keeper import Keeper
+from manta.cluster.serve.recorded.streams import RecordedStreams
+from manta.cluster.serve.requests.prompt_run import PromptRun
 from manta.cluster.text.tokenizer import Tokenizer
 from manta.workers.sampling_params import SamplingParams
 from tests.checkpoints import checkpoint

@@ -19,10 +19,8 @@ import pytest
 from ray.exceptions import ActorDiedError, ActorUnavailableError, RayTaskError
 
 from manta.cluster.engine.request import EngineRequest, SequenceOutput
-from manta.cluster.serve.routing.replicas import HUNG_BEATS, SILENT_BEATS
-from manta.cluster.serve.starting.start_failure import InWords
-from manta.cluster.serve.streams import prompt_run, token_channel
-from manta.cluster.serve.streams.token_channel import (
+from manta.cluster.serve.channel import token_channel
+from manta.cluster.serve.channel.token_channel import (
     BEAT_S,
     Address,
     Connection,
@@ -33,6 +31,9 @@ from manta.cluster.serve.streams.token_channel import (
     OutputSender,
     RequestResult,
 )
+from manta.cluster.serve.requests import prompt_run
+from manta.cluster.serve.routing.replicas import HUNG_BEATS, SILENT_BEATS
+from manta.cluster.serve.starting.start_failure import InWords
 from manta.structured.frames import frame
 from manta.workers.sampling_params import SamplingParams
 from manta.workers.step import StepInput

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from manta.cluster.serve.streams import copies
+from manta.cluster.serve.recorded import copies
 from tests.checkpoints import checkpoint
 from tests.patience import PATIENCE_S
 from tests.serve.test_resumable_streams import ANN, TwoIngresses

@@ -21,10 +21,10 @@ from benchmarks.processes import free_port
 from manta.cluster.config import EngineConfig, KeyLimits, ServeConfig, StreamLimits
 from manta.cluster.engine.request import SequenceOutput
 from manta.cluster.http.access.prefix_scope import new_secret
-from manta.cluster.serve.engine_deployment import EngineReplica
+from manta.cluster.serve.engine.engine_replica import EngineReplica
 from manta.cluster.serve.ingress import ListeningIngress
-from manta.cluster.serve.streams import copies, keeper, streams
-from manta.cluster.serve.streams.recorder import Recorder
+from manta.cluster.serve.recorded import copies, keeper, streams
+from manta.cluster.serve.recorded.recorder import Recorder
 from tests.checkpoints import checkpoint
 from tests.local_server import Handle
 from tests.patience import PATIENCE_S, wait_until

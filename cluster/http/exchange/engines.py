@@ -1,4 +1,4 @@
-"""The engines as the HTTP application sees them. `cluster/serve/streams/` implements these protocols with calls over
+"""The engines as the HTTP application sees them. `cluster/serve/requests/` implements these protocols with calls over
 Ray.
 """
 

@@ -1,7 +1,7 @@
 """Recorded streams: what was asked, and what the engines put out, in order. A client that lost its connection reads on.
 
 The events of an answer are a function of its `Opening` and its entries. So an event's number means the same wherever
-and however often the answer is written. `cluster/serve/streams/streams.py` keeps recordings and runs their requests.
+and however often the answer is written. `cluster/serve/recorded/streams.py` keeps recordings and runs their requests.
 """
 
 from __future__ import annotations

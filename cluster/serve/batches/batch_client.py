@@ -16,11 +16,11 @@ import msgspec
 from manta.cluster.engine.request import EngineRequest
 from manta.cluster.http.exchange.engines import GenerationRequest
 from manta.cluster.http.exchange.metrics import RequestMetrics, Unmeasured
-from manta.cluster.serve.streams.engine_client import EngineClient, answer_of
-from manta.cluster.serve.streams.packed import Packed
-from manta.cluster.serve.streams.prompt_run import LAST_FRAME_TIMEOUT_S, OVERDUE_S, Call, PromptRun, overdue_error
-from manta.cluster.serve.streams.submission import Submission
-from manta.cluster.serve.streams.token_channel import RequestResult
+from manta.cluster.serve.channel.packed import Packed
+from manta.cluster.serve.channel.token_channel import RequestResult
+from manta.cluster.serve.requests.engine_client import EngineClient, answer_of
+from manta.cluster.serve.requests.prompt_run import LAST_FRAME_TIMEOUT_S, OVERDUE_S, Call, PromptRun, overdue_error
+from manta.cluster.serve.requests.submission import Submission
 
 PRIORITY = 1000
 """Added to each line's priority, which puts it behind interactive requests."""

@@ -15,7 +15,7 @@ from collections.abc import Iterable
 from typing import Literal, NamedTuple, Protocol
 
 from manta.cluster.errors import Unavailable
-from manta.cluster.serve.streams.keeping import (
+from manta.cluster.serve.channel.keeping import (
     Ask,
     Copy,
     FromKeeper,
@@ -27,7 +27,7 @@ from manta.cluster.serve.streams.keeping import (
     Write,
     stream_format,
 )
-from manta.cluster.serve.streams.token_channel import Connection
+from manta.cluster.serve.channel.token_channel import Connection
 
 logger = logging.getLogger(__name__)
 

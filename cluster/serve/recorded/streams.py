@@ -27,12 +27,12 @@ from manta.cluster.http.exchange.recordings import (
     encode_entry,
     encode_opening,
 )
+from manta.cluster.serve.channel.keeping import Copy, Join, News, Notice, Write, next_epoch
+from manta.cluster.serve.channel.token_channel import Connection
+from manta.cluster.serve.recorded.copies import LOOK_UP_S, Copies, Found
+from manta.cluster.serve.recorded.following import POLL_S, Following, add_copy
+from manta.cluster.serve.recorded.recorder import Reader, Recorder
 from manta.cluster.serve.starting.start_failure import in_words
-from manta.cluster.serve.streams.copies import LOOK_UP_S, Copies, Found
-from manta.cluster.serve.streams.following import POLL_S, Following, add_copy
-from manta.cluster.serve.streams.keeping import Copy, Join, News, Notice, Write, next_epoch
-from manta.cluster.serve.streams.recorder import Reader, Recorder
-from manta.cluster.serve.streams.token_channel import Connection
 from manta.cluster.telemetry.request_log import log_event
 
 logger = logging.getLogger(__name__)

@@ -1,6 +1,6 @@
 """The outputs of a request so far, and the request that continues from there on another engine.
 
-An engine's state for a request is a function of its parameters, seed and tokens. `cluster/serve/streams/prompt_run.py`
+An engine's state for a request is a function of its parameters, seed and tokens. `cluster/serve/requests/prompt_run.py`
 keeps one `Progress` for each prompt. Imports neither torch nor ray.
 """
 

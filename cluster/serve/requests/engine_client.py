@@ -22,14 +22,8 @@ from manta.cluster.engine.stats import EngineStats
 from manta.cluster.errors import QueueFull, RequestRefused, ServingError, Unavailable
 from manta.cluster.http.exchange.engines import GenerationRequest
 from manta.cluster.http.exchange.metrics import Metrics, RequestMetrics
-from manta.cluster.serve.routing import replicas
-from manta.cluster.serve.routing.reports import Report
-from manta.cluster.serve.scaling.waking import Waker
-from manta.cluster.serve.starting.start_failure import in_words
-from manta.cluster.serve.streams.keeping import FromKeeper
-from manta.cluster.serve.streams.prompt_run import Call, PromptRun
-from manta.cluster.serve.streams.submission import Submission
-from manta.cluster.serve.streams.token_channel import (
+from manta.cluster.serve.channel.keeping import FromKeeper
+from manta.cluster.serve.channel.token_channel import (
     BEAT_S,
     Address,
     Connection,
@@ -37,6 +31,12 @@ from manta.cluster.serve.streams.token_channel import (
     OutputReceiver,
     RequestResult,
 )
+from manta.cluster.serve.requests.prompt_run import Call, PromptRun
+from manta.cluster.serve.requests.submission import Submission
+from manta.cluster.serve.routing import replicas
+from manta.cluster.serve.routing.reports import Report
+from manta.cluster.serve.scaling.waking import Waker
+from manta.cluster.serve.starting.start_failure import in_words
 from manta.cluster.text.tokenizer import Tokenizer
 from manta.structured.constraint import ConstraintSpec
 from manta.workers.model_info import ModelInfo

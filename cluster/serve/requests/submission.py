@@ -18,10 +18,10 @@ from manta.cluster.engine.request import FinishStatus, SequenceOutput, Usage
 from manta.cluster.errors import GenerationFailed, Overdue, QueueFull, RequestRefused, ServingError
 from manta.cluster.http.exchange.engines import Event, GenerationRequest
 from manta.cluster.http.exchange.metrics import RequestMetrics
+from manta.cluster.serve.channel.token_channel import RequestResult
+from manta.cluster.serve.requests.gathering import failure_apart, joined
+from manta.cluster.serve.requests.prompt_run import Dispatcher, PromptRun
 from manta.cluster.serve.starting.start_failure import in_words
-from manta.cluster.serve.streams.gathering import failure_apart, joined
-from manta.cluster.serve.streams.prompt_run import Dispatcher, PromptRun
-from manta.cluster.serve.streams.token_channel import RequestResult
 from manta.cluster.telemetry.request_log import log_event
 from manta.cluster.text.detokenizer import SequenceText
 from manta.cluster.text.tokenizer import Tokenizer

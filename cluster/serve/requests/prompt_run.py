@@ -18,8 +18,8 @@ from ray.exceptions import RayActorError
 from manta.cluster.engine.request import EngineRequest, SequenceOutput
 from manta.cluster.errors import GenerationFailed, Overdue, ServingError
 from manta.cluster.http.exchange.metrics import Metrics, RequestMetrics
-from manta.cluster.serve.streams.progress import Progress
-from manta.cluster.serve.streams.token_channel import Connection, Control, EngineFailed, RequestResult
+from manta.cluster.serve.channel.token_channel import Connection, Control, EngineFailed, RequestResult
+from manta.cluster.serve.requests.progress import Progress
 from manta.cluster.telemetry.request_log import log_event
 from manta.cluster.text.tokenizer import Tokenizer
 

@@ -17,9 +17,9 @@ from manta.cluster.engine.request import EngineRequest, SequenceOutput
 from manta.cluster.errors import ServingError
 from manta.cluster.http.exchange.metrics import Unmeasured
 from manta.cluster.http.exchange.recordings import Entry, Failure, Opening, Recording, encode_entry
-from manta.cluster.serve.streams.prompt_run import Dispatcher, PromptRun
-from manta.cluster.serve.streams.submission import Answers, Choice, Prompt, failure_of
-from manta.cluster.serve.streams.token_channel import RequestResult
+from manta.cluster.serve.channel.token_channel import RequestResult
+from manta.cluster.serve.requests.prompt_run import Dispatcher, PromptRun
+from manta.cluster.serve.requests.submission import Answers, Choice, Prompt, failure_of
 from manta.cluster.text.tokenizer import Tokenizer
 
 ENTRIES_PER_TURN = 64
