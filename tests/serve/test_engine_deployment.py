@@ -148,13 +148,13 @@ def test_a_constraints_time_counts_against_its_request(monkeypatch, new_replica:
     async def scenario() -> None:
         replica, ingress = new_replica(), Ingress()
         address = await ingress.receiver.start()
-        resolve = replica.engine.resolve
+        resolve = replica.engine.constraints.resolve
 
         def slow(*arguments):
             time.sleep(0.3)
             return resolve(*arguments)
 
-        monkeypatch.setattr(replica.engine, "resolve", slow)
+        monkeypatch.setattr(replica.engine.constraints, "resolve", slow)
         asked = request("late")
         params = msgspec.structs.replace(asked.params, constraint=ConstraintSpec(kind="regex", text="[a-z]{500}"))
         result = await replica.generate(msgspec.structs.replace(asked, params=params, deadline_s=0.25), address)

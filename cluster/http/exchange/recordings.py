@@ -71,25 +71,18 @@ class Entry(msgspec.Struct, array_like=True):
 
     prompt: int
     """Index of the prompt in the body."""
-    item: SequenceOutput | Failure
     at: int
     """Time in seconds since 1970."""
-
-
-class _StoredEntry(msgspec.Struct, array_like=True):
-    """An `Entry` as it is encoded: one of `output` and `failure` is None."""
-
-    prompt: int
-    at: int
     output: SequenceOutput | None
     failure: Failure | None = None
+    """Set if `output` is None."""
 
 
-STORED = (Opening, _StoredEntry)
+STORED = (Opening, Entry)
 """Types of what is encoded."""
 
 _encoder = msgspec.msgpack.Encoder()
-_decoder = msgspec.msgpack.Decoder(_StoredEntry)
+_decoder = msgspec.msgpack.Decoder(Entry)
 _opening_decoder = msgspec.msgpack.Decoder(Opening)
 
 
@@ -97,15 +90,12 @@ def encode_entry(prompt: int, item: SequenceOutput | Failure) -> bytes:
     """Returns an entry of now. The engine's request id is left out, because it is long and nobody needs it."""
     at = int(time.time())
     if isinstance(item, Failure):
-        return _encoder.encode(_StoredEntry(prompt, at, None, item))
-    return _encoder.encode(_StoredEntry(prompt, at, msgspec.structs.replace(item, request_id="")))
+        return _encoder.encode(Entry(prompt, at, None, item))
+    return _encoder.encode(Entry(prompt, at, msgspec.structs.replace(item, request_id="")))
 
 
 def decode_entry(data: bytes) -> Entry:
-    stored = _decoder.decode(data)
-    item = stored.output if stored.output is not None else stored.failure
-    assert item is not None
-    return Entry(stored.prompt, item, stored.at)
+    return _decoder.decode(data)
 
 
 def encode_opening(opening: Opening) -> bytes:
@@ -150,8 +140,8 @@ class Recording:
     @property
     def num_tokens(self) -> int:
         """Output tokens of all choices, counted anew each time."""
-        items = (decode_entry(entry).item for entry in self.entries)
-        return sum(len(item.token_ids) for item in items if isinstance(item, SequenceOutput))
+        outputs = (decode_entry(entry).output for entry in self.entries)
+        return sum(len(output.token_ids) for output in outputs if output is not None)
 
     def append(self, entry: bytes) -> None:
         self.entries.append(entry)

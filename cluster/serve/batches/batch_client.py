@@ -18,7 +18,8 @@ from manta.cluster.http.exchange.engines import GenerationRequest
 from manta.cluster.http.exchange.metrics import RequestMetrics, Unmeasured
 from manta.cluster.serve.channel.packed import Packed
 from manta.cluster.serve.channel.token_channel import RequestResult
-from manta.cluster.serve.requests.engine_client import EngineClient, answer_of
+from manta.cluster.serve.requests.engine_client import EngineClient
+from manta.cluster.serve.requests.engine_questions import answer_of
 from manta.cluster.serve.requests.prompt_run import LAST_FRAME_TIMEOUT_S, OVERDUE_S, Call, PromptRun, overdue_error
 from manta.cluster.serve.requests.submission import Submission
 
@@ -95,7 +96,7 @@ class BatchEngineClient(EngineClient):
         address, left_s = await self._ready(requests[0])
         if left_s != requests[0].deadline_s:
             requests = [msgspec.structs.replace(each, deadline_s=left_s) for each in requests]
-        return await answer_of(self._engine.generate_group.remote(Packed(EngineRequest, requests), address))
+        return await answer_of(self.serving.generate_group.remote(Packed(EngineRequest, requests), address))
 
     async def _see_last_frames(self, group: _Group) -> None:
         """Waits for the last frames of the group's requests, because a result may arrive before them."""

@@ -183,7 +183,7 @@ class EngineReplica:
         spec = running.request.params.constraint
         assert spec is not None
         try:
-            constraint = await asyncio.wrap_future(self.engine.resolve(spec, running.request.client))
+            constraint = await asyncio.wrap_future(self.engine.constraints.resolve(spec, running.request.client))
         except (RequestRefused, QueueFull) as error:
             self._end(running, self._thread.refusal(error))
             return
@@ -212,7 +212,7 @@ class EngineReplica:
         """Returns the constraint with its backend, and the keywords that the backend does not enforce. Raises
         `RequestRefused` and `QueueFull`.
         """
-        resolved = await asyncio.wrap_future(self.engine.resolve(spec, client))
+        resolved = await asyncio.wrap_future(self.engine.constraints.resolve(spec, client))
         return resolved.spec, resolved.not_enforced
 
     async def model(self) -> ModelInfo:

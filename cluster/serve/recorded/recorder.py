@@ -138,7 +138,10 @@ class Recorder(Recorded):
 
 
 def _item(entry: Entry) -> SequenceOutput | ServingError:
-    return entry.item.error() if isinstance(entry.item, Failure) else entry.item
+    if entry.failure is not None:
+        return entry.failure.error()
+    assert entry.output is not None
+    return entry.output
 
 
 def _request(opening: Opening, number: int, epoch: int) -> EngineRequest:

@@ -410,8 +410,4 @@ class RecordedStreams:
 
 def _is_refusal(recording: Recording) -> bool:
     """Returns whether the request was refused before it had any output, which its client was told."""
-    return (
-        recording.is_ended
-        and len(recording.entries) == 1
-        and isinstance(decode_entry(recording.entries[0]).item, Failure)
-    )
+    return recording.is_ended and len(recording.entries) == 1 and decode_entry(recording.entries[0]).failure is not None
