@@ -21,10 +21,9 @@ from manta.cluster.http.access.prefix_scope import new_secret
 from manta.cluster.http.access.rate_limits import RateLimits
 from manta.cluster.http.endpoints import streams as stream_endpoints
 from manta.cluster.http.endpoints.stored_responses import keep_ended
-from manta.cluster.http.exchange.caller import Caller
 from manta.cluster.http.exchange.codec import decode, encode
 from manta.cluster.http.exchange.engines import Engines
-from manta.cluster.http.exchange.exchange import Exchange
+from manta.cluster.http.exchange.exchange import Caller, Exchange
 from manta.cluster.http.exchange.incoming import BodyRoom, ClientGone, Receive, Scope
 from manta.cluster.http.exchange.metrics import Metrics
 from manta.cluster.http.exchange.preparation import Preparing

@@ -26,8 +26,7 @@ from manta.cluster.http.exchange.reply import Send
 from manta.cluster.http.server_span import open_server_spans
 from manta.cluster.serve.listening.listener import Listener
 from manta.cluster.serve.recorded.streams import RecordedStreams
-from manta.cluster.serve.requests.engine_client import EngineClient
-from manta.cluster.serve.requests.engine_questions import ANSWER_TIMEOUT_S
+from manta.cluster.serve.requests.engine_client import ANSWER_TIMEOUT_S, EngineClient
 from manta.cluster.serve.routing.replicas import own_node
 from manta.cluster.serve.scaling.autoscaling import ingress_autoscaling_config
 from manta.cluster.serve.scaling.cluster_state import ClusterWatch, is_removed

@@ -15,7 +15,7 @@ from manta.cluster.config import EngineConfig
 from manta.cluster.engine.engine import Engine
 from manta.cluster.engine.request import ContinuedChoice, EngineRequest, FinishStatus, SequenceOutput, Usage
 from manta.cluster.errors import QueueFull, RequestRefused
-from manta.cluster.serve.requests.progress import Progress
+from manta.cluster.serve.requests.prompt_run import Progress
 from manta.specdecode.speculative_config import SpeculativeConfig
 from manta.structured.constraint import ConstraintLimits, ConstraintSpec, Resolved
 from manta.structured.logits_processors import LogitsProcessorSpec

@@ -12,7 +12,7 @@ import pytest
 from manta.cluster.errors import Unavailable
 from manta.cluster.serve import ingress as ingress_module
 from manta.cluster.serve.listening import listener as listener_module
-from manta.cluster.serve.requests import engine_questions, run_watch
+from manta.cluster.serve.requests import engine_client as client_module
 from tests.async_tests import async_test
 from tests.local_server import LocalServer, answer, local_server, post, until
 from tests.patience import PATIENCE_S
@@ -139,8 +139,7 @@ async def test_requests_without_an_engine_are_answered_at_shutdown(
     peers: Peers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Serve tells engines and ingresses to go at once, and would let what comes meanwhile wait for an engine."""
-    for module in (engine_questions, run_watch):
-        monkeypatch.setattr(module, "REMOVAL_POLL_S", 0.05)
+    monkeypatch.setattr(client_module, "REMOVAL_POLL_S", 0.05)
 
     async with local_server() as server:
         stream = await begun_stream(server)

@@ -25,12 +25,12 @@ from manta.cluster.batch.quota import TooMuch
 from manta.cluster.errors import ServingError, Unavailable, refuse
 from manta.cluster.http.endpoints.streams import RESPONSES_PATH, write_again
 from manta.cluster.http.exchange.codec import decode, decode_query, encode
-from manta.cluster.http.exchange.exchange import Exchange, GenerationExchange
+from manta.cluster.http.exchange.exchange import Caller, Exchange, GenerationExchange
 from manta.cluster.http.exchange.identity import response_id
 from manta.cluster.http.exchange.recording import RecordedEngines, ReplayedEngines, record
 from manta.cluster.http.exchange.recordings import Opening, Recording, decode_opening, encode_opening
+from manta.cluster.http.exchange.reply import WholeReply
 from manta.cluster.http.exchange.state import AppState
-from manta.cluster.http.exchange.whole_exchange import WholeExchange
 from manta.cluster.protocol.api_errors import ApiError
 from manta.cluster.protocol.response_items import check_calls, input_items
 from manta.cluster.protocol.responses_api import ResponseObject, ResponsesRequest
@@ -249,9 +249,10 @@ async def _written(state: AppState, recording: Recording) -> ResponseObject:
     opening, kept = recording.opening, state.responses
     assert kept is not None
     client, timeout_s = opening.generation.engine.client, state.config.request_timeout_s
-    exchange = WholeExchange(opening.stream_id, opening.owner, client, timeout_s, state.engines)
+    reply, caller = WholeReply(), Caller(client, owner=opening.owner)
+    exchange = GenerationExchange(opening.stream_id, {}, caller, state.engines, reply, timeout_s)
     await write_again(state, cast(Exchange, exchange), recording, streams=False)
-    response = msgspec.json.decode(exchange.reply.answer, type=ResponseObject)
+    response = msgspec.json.decode(reply.answer, type=ResponseObject)
     if response.background:
         ended = EndedResponse(response, [*recording.entries])
         await asyncio.to_thread(kept.end, opening.owner, ended)

@@ -1,87 +1,122 @@
-"""One request and its answer. The application makes one exchange for each HTTP request.
+"""One request and its answer: who asks, which engines answer, and how the answer is sent.
 
-Lines of batches, and recorded answers that no client asked for, have another kind
-(`cluster/http/exchange/whole_exchange.py`).
+The application makes an `Exchange` for each HTTP request. Lines of batches, and recorded answers that no client asked
+for, are a `GenerationExchange` each.
 """
 
 from __future__ import annotations
 
 import json
 import time
-from collections.abc import AsyncIterator
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from manta.cluster.config import ServeConfig
 from manta.cluster.http.access.addresses import network_of
-from manta.cluster.http.exchange.caller import Caller
-from manta.cluster.http.exchange.codec import EVENTS, StreamForm
+from manta.cluster.http.access.rate_limits import KeyUse
 from manta.cluster.http.exchange.engines import Generation, GenerationEngines
 from manta.cluster.http.exchange.identity import Identity
 from manta.cluster.http.exchange.incoming import BodyRoom, Incoming, Receive, Scope
 from manta.cluster.http.exchange.preparation import Preparation
 from manta.cluster.http.exchange.remembered import Remembered
-from manta.cluster.http.exchange.reply import EventIds, Reply, Send
+from manta.cluster.http.exchange.reply import GenerationReply, Reply, Send
 from manta.cluster.telemetry.exporting import traceparent_of
 
 if TYPE_CHECKING:
     from opentelemetry.trace import Span
 
-
-class GenerationReply(Protocol):
-    """The part of a reply that a generation needs."""
-
-    headers_always: list[tuple[bytes, bytes]]
-    headers_out: list[tuple[bytes, bytes]]
-    event_ids: EventIds | None
-
-    async def send_json(self, body: bytes) -> None: ...
-
-    async def stream(self, events: AsyncIterator[bytes], generation: Generation, form: StreamForm = EVENTS) -> None: ...
+EVERYBODY = "everybody"
 
 
-class GenerationExchange(Protocol):
-    """The part of an exchange that a generation needs."""
+class Caller:
+    """The client of one request. `address` is its own, or that of a proxy in front; for IPv6, the network of it."""
 
-    route: str
-    """Path of the route, as in the table of routes."""
-    caller: Caller
-    identity: Identity
-    """Source of the answer's ids."""
-    engines: GenerationEngines
-    """The engines that answer this request."""
-    remembered: Remembered | None
-    """Set if the request came on a WebSocket connection, which remembers its latest response."""
-    span: Span | None
-    """Span of the request; None if it is not traced."""
+    def __init__(self, address: str, key: str = "", owner: str = EVERYBODY, use: KeyUse | None = None) -> None:
+        self.address = address
+        self.key = key
+        """Name of the API key that the request brought; empty without keys."""
+        self.owner = owner
+        """Owner of the files, batches and cached prefixes that the request may use: that of its API key, or `EVERYBODY`
+        if the server has no keys.
+        """
+        self.use = use
+        """Rate limits of the API key; None if it has none, or if the request was admitted before."""
+        self.is_charged_later = False
+        """Whether somebody else charges the output, because it goes on without this request."""
 
     @property
-    def request_id(self) -> str: ...
+    def sharer(self) -> str:
+        """Name under which the client takes turns with others: the name of its key, else its address."""
+        return self.key or self.address
 
-    @property
-    def reply(self) -> GenerationReply: ...
+    def admit(self, num_prompt_tokens: int, headers: list[tuple[bytes, bytes]]) -> None:
+        """Counts a request and its prompts, and adds what is left to `headers`. Raises `ApiError` 429 if the key has
+        used up its requests or tokens per minute.
+        """
+        if self.use is None:
+            return
+        try:
+            self.use.admit(num_prompt_tokens)
+        finally:
+            headers += self.use.headers()
 
-    @property
-    def headers(self) -> dict[str, str]: ...
+    def charge(self, num_output_tokens: int) -> None:
+        """Takes the tokens of an output that has ended."""
+        if self.use is not None and not self.is_charged_later:
+            self.use.charge_output(num_output_tokens)
 
-    @property
-    def traceparent(self) -> str: ...
+
+class GenerationExchange:
+    """The part of an exchange that a generation needs. By itself it has no headers, no deadline that passes, and no
+    client that may leave.
+    """
+
+    def __init__(
+        self,
+        request_id: str,
+        headers: dict[str, str],
+        caller: Caller,
+        engines: GenerationEngines,
+        reply: GenerationReply,
+        remaining_s: float,
+    ) -> None:
+        self.request_id = request_id
+        self.headers = headers
+        """Headers of the request, with names in lower case."""
+        self.caller = caller
+        self.engines = engines
+        """The engines that answer this request."""
+        self.reply = reply
+        self.route = ""
+        """Path of the route, as in the table of routes."""
+        self.identity = Identity()
+        """Source of the answer's ids."""
+        self.remembered: Remembered | None = None
+        """Set if the request came on a WebSocket connection, which remembers its latest response."""
+        self.span: Span | None = None
+        """Span of the request; None if it is not traced."""
+        self._remaining_s = remaining_s
 
     @property
     def remaining_s(self) -> float:
         """Seconds until the request's deadline, at least 0."""
-        ...
+        return self._remaining_s
+
+    @property
+    def traceparent(self) -> str:
+        """W3C's `traceparent` of the request's span; empty if it is not traced."""
+        return "" if self.span is None else traceparent_of(self.span)
 
     def hand_over(self) -> None:
         """Hands the request and its deadline over to the engines."""
-        ...
 
     def note(self, generation: Generation) -> None:
         """Notes the token counts of a generation that is over."""
-        ...
 
 
-class Exchange:
+class Exchange(GenerationExchange):
     """One HTTP request and its answer. `returns_id` says whether the answer has an x-request-id."""
+
+    reply: Reply
 
     def __init__(
         self,
@@ -93,29 +128,16 @@ class Exchange:
         engines: GenerationEngines,
         returns_id: bool,
     ) -> None:
-        self.incoming = Incoming(scope, receive, config, room)
-        self.caller = Caller(network_of((scope.get("client") or ("",))[0]))
-        self.reply = Reply(send, config, self.request_id, returns_id)
-        self.reply.on_start = self.hand_over  # from then on the client's own pace is timed
-        self.engines = engines
-        self.identity = Identity()
-        self.route = ""
-        """Path of the route, as in the table of routes."""
-        self.remembered: Remembered | None = None
-        self.span: Span | None = None
+        self.incoming = asked = Incoming(scope, receive, config, room)
+        caller = Caller(network_of((scope.get("client") or ("",))[0]))
+        reply = Reply(send, config, asked.request_id, returns_id)
+        reply.on_start = self.hand_over  # from then on the client's own pace is timed
+        super().__init__(asked.request_id, asked.headers, caller, engines, reply, config.request_timeout_s)
         self.notes: dict[str, Any] = {}
         """Token counts of the generation, for the log."""
         self.preparation: Preparation | None = None
         """Place among the requests that are prepared; set before the handler is called."""
         self._begun = time.perf_counter()
-
-    @property
-    def request_id(self) -> str:
-        return self.incoming.request_id
-
-    @property
-    def headers(self) -> dict[str, str]:
-        return self.incoming.headers
 
     @property
     def remaining_s(self) -> float:
@@ -125,11 +147,6 @@ class Exchange:
     def hand_over(self) -> None:
         if self.preparation is not None:
             self.preparation.end()
-
-    @property
-    def traceparent(self) -> str:
-        """W3C's `traceparent` of the request's span; empty if it is not traced."""
-        return "" if self.span is None else traceparent_of(self.span)
 
     # ---- the request log -----------------------------------------------------------------------------------------
 

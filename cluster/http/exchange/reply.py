@@ -11,7 +11,7 @@ import contextlib
 import logging
 import math
 from collections.abc import AsyncIterator, Awaitable, Callable
-from typing import Any
+from typing import Any, Protocol
 
 from manta.cluster.config import ServeConfig
 from manta.cluster.errors import ServingError
@@ -94,6 +94,37 @@ class EventIds:
             number += 1
 
 
+class GenerationReply(Protocol):
+    """The part of a reply that a generation needs."""
+
+    headers_always: list[tuple[bytes, bytes]]
+    """Headers of every answer."""
+    headers_out: list[tuple[bytes, bytes]]
+    """Further headers of an answer without an error."""
+    event_ids: EventIds | None
+    """Ids of a stream's events; None if they have none."""
+
+    async def send_json(self, body: bytes) -> None: ...
+
+    async def stream(self, events: AsyncIterator[bytes], generation: Generation, form: StreamForm = EVENTS) -> None: ...
+
+
+class WholeReply:
+    """A reply that keeps a whole answer."""
+
+    def __init__(self) -> None:
+        self.headers_always: list[tuple[bytes, bytes]] = []
+        self.headers_out: list[tuple[bytes, bytes]] = []
+        self.event_ids: EventIds | None = None
+        self.answer = b""
+
+    async def send_json(self, body: bytes) -> None:
+        self.answer = body
+
+    async def stream(self, events: AsyncIterator[bytes], generation: Generation, form: StreamForm = EVENTS) -> None:
+        raise AssertionError("this exchange takes whole answers only")
+
+
 class Reply:
     """The answer to one request. `request_id` is its x-request-id with `returns_id`; otherwise Serve's proxy sets it.
 
@@ -103,13 +134,10 @@ class Reply:
     def __init__(self, send: Send, config: ServeConfig, request_id: str, returns_id: bool) -> None:
         self.status = 0
         self.headers_always: list[tuple[bytes, bytes]] = []
-        """Headers of every answer."""
         self.headers_out: list[tuple[bytes, bytes]] = []
-        """Further headers of an answer without an error."""
         self.error_body: Callable[[ApiError], bytes] = ApiError.body
         """Function that writes an error in the shape of the route."""
         self.event_ids: EventIds | None = None
-        """Ids of a stream's events; None if they have none."""
         self.on_start: Callable[[], None] = lambda: None
         self._config = config
         self._request_id = request_id

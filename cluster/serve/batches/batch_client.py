@@ -18,8 +18,7 @@ from manta.cluster.http.exchange.engines import GenerationRequest
 from manta.cluster.http.exchange.metrics import RequestMetrics, Unmeasured
 from manta.cluster.serve.channel.packed import Packed
 from manta.cluster.serve.channel.token_channel import RequestResult
-from manta.cluster.serve.requests.engine_client import EngineClient
-from manta.cluster.serve.requests.engine_questions import answer_of
+from manta.cluster.serve.requests.engine_client import EngineClient, answer_of
 from manta.cluster.serve.requests.prompt_run import LAST_FRAME_TIMEOUT_S, OVERDUE_S, Call, PromptRun, overdue_error
 from manta.cluster.serve.requests.submission import Submission
 
