@@ -138,7 +138,7 @@ class FaultLoad:
         def resolve() -> None:
             # Another text each time: a refusal is remembered.
             fresh = ConstraintSpec(kind=spec.kind, text=spec.text + " " * self._num_blocks, backend=spec.backend)
-            self._resolving.append((spec, self.llm.engine.resolve(fresh)))
+            self._resolving.append((spec, self.llm.engine.constraints.resolve(fresh)))
 
         thread = threading.Thread(target=resolve)
         thread.start()

@@ -77,7 +77,8 @@ def make_engine(max_rows: int) -> Engine:
     """With the free model, and its grammar pool started as a server's is."""
     config = config_of("one-layer-llama", max_rows)
     engine = Engine(config, executor=FreeExecutor(config))
-    engine.resolve(ConstraintSpec(kind="regex", text="a")).result()  # what starts in the background is there now
+    constraint = ConstraintSpec(kind="regex", text="a")
+    engine.constraints.resolve(constraint).result()  # what starts in the background is there now
     return engine
 
 

@@ -320,7 +320,7 @@ class LLM:
             raise RequestRefused(f"prompt: {error}", "prompt") from error
 
     def _resolve(self, params: SamplingParams) -> Future[Resolved] | None:
-        return None if params.constraint is None else self.engine.resolve(params.constraint)
+        return None if params.constraint is None else self.engine.constraints.resolve(params.constraint)
 
     def _submit(
         self,

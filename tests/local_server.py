@@ -21,7 +21,7 @@ from benchmarks.processes import free_port
 from manta.cluster.config import EngineConfig, ServeConfig, load_config
 from manta.cluster.http.access.keys import with_api_keys
 from manta.cluster.http.access.prefix_scope import new_secret
-from manta.cluster.serve.engine_deployment import EngineReplica
+from manta.cluster.serve.engine.engine_replica import EngineReplica
 from manta.cluster.serve.ingress import ListeningIngress
 from tests.checkpoints import checkpoint
 from tests.patience import PATIENCE_S, until

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from manta.cluster.config import EngineConfig
-from manta.cluster.serve.engine_deployment import EngineReplica
+from manta.cluster.serve.engine.engine_replica import EngineReplica
 from tests.checkpoints import checkpoint
 
 

@@ -2,16 +2,21 @@
 
     responses/OWNER/ID          a `StoredResponse`; without it the response does not exist
     responses/OWNER/ID.ended    claimed: the `EndedResponse` of a background response
+    deleted/OWNER/ID            the time of a deletion; with it the response does not exist, whatever else is there
 
 Ids begin with the time, so an object's name tells its age. Ingresses write without a lock: an object is created once,
 and the first of several writers wins. Each ingress counts what it has written for a client, and lists the client's
 objects after a sixteenth of a bound. So one ingress keeps the bounds, and each further one may exceed them by a
 sixteenth. `cluster/http/endpoints/stored_responses.py` decides what is kept.
+
+A deletion is written before it is answered. Writers look for it before and after they write, because a process may
+return late with a response that was deleted meanwhile. It is kept for longer than any such process may take.
 """
 
 from __future__ import annotations
 
 import re
+import time
 from typing import Any, TypeVar
 
 import msgspec
@@ -19,13 +24,17 @@ import msgspec
 from manta.cluster.batch.quota import TooMuch
 from manta.cluster.batch.records import age_s
 from manta.cluster.batch.storage import Storage
-from manta.cluster.config import ResponseLimits
+from manta.cluster.config import ServeConfig
 from manta.cluster.protocol.responses_api import ResponseObject
 
 _ID = re.compile(r"resp_[0-9a-f]{38}")
 _ENDED = ".ended"
 _SLACK = 16
 """The part of a bound, as a divisor, that is written between two listings."""
+DELETED_S = 86_400.0
+"""Seconds for which a deletion is kept beyond the time of the longest recording and request. A WebSocket connection,
+which remembers a response, is open for an hour; the rest is for clocks that differ.
+"""
 
 Kept = TypeVar("Kept", "StoredResponse", "EndedResponse")
 
@@ -50,18 +59,23 @@ class EndedResponse(msgspec.Struct):
 class KeptResponses:
     """The responses of every client of one storage. Every method may wait for the storage."""
 
-    def __init__(self, storage: Storage, limits: ResponseLimits) -> None:
+    def __init__(self, storage: Storage, config: ServeConfig) -> None:
         self._storage = storage
-        self._limits = limits
+        self._limits = config.responses
+        self._keep_deleted_s = DELETED_S + config.streams.max_unread_s + config.request_timeout_s
         self._unlisted: dict[str, tuple[int, int]] = {}
         """Responses and bytes written since an owner's objects were last listed."""
 
     def create(self, owner: str, stored: StoredResponse) -> None:
-        """Stores a response unless it is stored. Raises `TooMuch` if it alone exceeds a bound."""
-        path, content = _path(owner, stored.response.id), msgspec.json.encode(stored)
-        if not self._storage.has(path):
-            self._make_room(owner, 1, len(content))
-            self._storage.claim(path, content)
+        """Stores a response unless it is stored or was deleted. Raises `TooMuch` if it alone exceeds a bound."""
+        response_id = stored.response.id
+        path, content = _path(owner, response_id), msgspec.json.encode(stored)
+        if self._storage.has(path) or self.is_deleted(owner, response_id):
+            return
+        self._make_room(owner, 1, len(content))
+        self._storage.claim(path, content)
+        if self.is_deleted(owner, response_id):
+            self.remove(owner, response_id)
 
     def end(self, owner: str, ended: EndedResponse) -> None:
         """Stores the end of a background response, unless it has one or the response was removed."""
@@ -75,8 +89,10 @@ class KeptResponses:
             self._storage.remove(f"{path}{_ENDED}")
 
     def find(self, owner: str, response_id: str) -> StoredResponse | None:
-        """Returns a response; None if there is none, if it has expired or if it belongs to another client."""
+        """Returns a response; None if there is none, if it has expired, was deleted or belongs to another client."""
         if not _ID.fullmatch(response_id) or age_s(response_id) > self._limits.keep_s:
+            return None
+        if self.is_deleted(owner, response_id):
             return None
         return _decoded(self._storage.read(_path(owner, response_id)), StoredResponse)
 
@@ -84,17 +100,36 @@ class KeptResponses:
         """Returns the end of a background response; None while it has none."""
         return _decoded(self._storage.read(f"{_path(owner, response_id)}{_ENDED}"), EndedResponse)
 
+    def delete(self, owner: str, response_id: str) -> None:
+        """Removes a response for good: nobody stores it again."""
+        self._storage.write(_deleted_path(owner, response_id), str(int(time.time())).encode())
+        self.remove(owner, response_id)
+
+    def is_deleted(self, owner: str, response_id: str) -> bool:
+        is_id = _ID.fullmatch(response_id) is not None
+        return is_id and self._storage.has(_deleted_path(owner, response_id))
+
     def remove(self, owner: str, response_id: str) -> None:
         path = _path(owner, response_id)
         self._storage.remove(path)
         self._storage.remove(f"{path}{_ENDED}")
 
     def remove_expired(self) -> None:
-        """Removes every client's expired responses."""
+        """Removes every client's expired responses, and the deletions that nobody need be told of any more."""
         for owner in self._storage.sizes("responses"):
             for name in self._storage.sizes(f"responses/{owner}"):
                 if age_s(name) > self._limits.keep_s:
                     self._storage.remove(f"responses/{owner}/{name}")
+        for owner in self._storage.sizes("deleted"):
+            for response_id in self._storage.sizes(f"deleted/{owner}"):
+                self._forget_deletion(owner, response_id)
+
+    def _forget_deletion(self, owner: str, response_id: str) -> None:
+        """Removes a deletion that is old enough, and before it what a writer that died may have left behind."""
+        deleted_at = self._storage.read(_deleted_path(owner, response_id)) or b""
+        if deleted_at.isdigit() and time.time() > int(deleted_at) + self._keep_deleted_s:
+            self.remove(owner, response_id)
+            self._storage.remove(_deleted_path(owner, response_id))
 
     def _make_room(self, owner: str, num_responses: int, num_bytes: int) -> None:
         """Removes an owner's oldest responses until so many more responses and bytes fit."""
@@ -125,6 +160,10 @@ class KeptResponses:
 
 def _path(owner: str, response_id: str) -> str:
     return f"responses/{owner}/{response_id}"
+
+
+def _deleted_path(owner: str, response_id: str) -> str:
+    return f"deleted/{owner}/{response_id}"
 
 
 def _decoded(content: bytes | None, kind: type[Kept]) -> Kept | None:

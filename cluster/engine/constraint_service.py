@@ -36,7 +36,7 @@ class ConstraintService:
         self._ends: list[Callable[[], object]] = []
 
     def resolve(self, spec: ConstraintSpec, client: str = "") -> Future[Resolved]:
-        """Compiles a constraint for a client.
+        """Compiles a constraint in a separate process, on behalf of `client`; callable from any thread.
 
         The future raises `RequestRefused` if the constraint cannot be served, and `QueueFull` if too many wait. A
         cancelled future cancels the compilation, unless another caller waits for the same constraint.

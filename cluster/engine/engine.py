@@ -12,7 +12,7 @@ A sequence that ends while a step is under way still has a row in that step. The
 Later steps overwrite the keys and values that it writes, because the device runs steps in order.
 
 The engine deals in token ids only and has neither a tokenizer nor HTTP. One thread at a time may use it:
-`cluster/llm.py` calls it directly, `cluster/serve/engine_deployment.py` runs it on a thread of its own behind Ray
+`cluster/llm.py` calls it directly, and `cluster/serve/engine/step_thread.py` runs it on a thread of its own behind Ray
 Serve.
 """
 
@@ -23,7 +23,6 @@ import secrets
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future
 from typing import NamedTuple, TypeVar
 
 import msgspec
@@ -43,7 +42,7 @@ from manta.cluster.engine.step_plan import StepBudget
 from manta.cluster.errors import QueueFull
 from manta.specdecode.forced import ForcedProposer
 from manta.specdecode.lengths import StepCost
-from manta.structured.constraint import ConstraintSpec, Resolved
+from manta.structured.constraint import Resolved
 from manta.structured.logits_processors import LogitsProcessorFactory, LogitsProcessorRegistry
 from manta.workers.model_info import ModelInfo
 from manta.workers.sampling_params import SamplingParams
@@ -321,14 +320,6 @@ class Engine:
             self._num_steps_checked = self._num_steps
 
     # ---- requests ------------------------------------------------------------------------------------------------
-
-    def resolve(self, spec: ConstraintSpec, client: str = "") -> Future[Resolved]:
-        """Compiles a constraint in a separate process, on behalf of `client`; callable from any thread.
-
-        The future raises `RequestRefused` if the constraint cannot be served, and `QueueFull` if too many constraints
-        wait.
-        """
-        return self.constraints.resolve(spec, client)
 
     def warm_up(self) -> None:
         """Starts the constraint compiler and the grammar pool in the background, so that the first constraint does not

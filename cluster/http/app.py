@@ -21,13 +21,15 @@ from manta.cluster.http.access.prefix_scope import new_secret
 from manta.cluster.http.access.rate_limits import RateLimits
 from manta.cluster.http.endpoints import streams as stream_endpoints
 from manta.cluster.http.endpoints.stored_responses import keep_ended
-from manta.cluster.http.exchange.codec import Body, decode, encode
+from manta.cluster.http.exchange.codec import decode, encode
 from manta.cluster.http.exchange.engines import Engines
-from manta.cluster.http.exchange.exchange import BodyRoom, ClientGone, Exchange, Receive, Scope, Send
+from manta.cluster.http.exchange.exchange import Caller, Exchange
+from manta.cluster.http.exchange.incoming import BodyRoom, ClientGone, Receive, Scope
 from manta.cluster.http.exchange.metrics import Metrics
 from manta.cluster.http.exchange.preparation import Preparing
-from manta.cluster.http.exchange.recording import make_resumable
+from manta.cluster.http.exchange.recording import RESUMABLE, make_resumable
 from manta.cluster.http.exchange.recordings import Recording, Streams, last_event
+from manta.cluster.http.exchange.reply import Send
 from manta.cluster.http.exchange.routing import Route, Router
 from manta.cluster.http.exchange.state import AppState, ClusterState, DeploymentState, NodeState, OtherMetrics
 from manta.cluster.http.openapi import openapi_document
@@ -93,7 +95,7 @@ class HttpApp:
         self.rate_limits = RateLimits(config.key_limits)
         self._returns_request_id = returns_request_id
         self._spans = spans
-        self._websockets = WebSockets(config, self._room, self._answer, self._answer_message)
+        self._websockets = WebSockets(config, self._room, self._exchange, self._answer, self._answer_message)
         self._log = open_request_log() if config.log_requests else None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -103,11 +105,13 @@ class HttpApp:
         elif scope["type"] == "websocket":
             await self._websockets.serve(scope, receive, send, self._returns_request_id)
         elif scope["type"] == "http":
-            exchange = Exchange(scope, receive, send, self._config, self._room, self._returns_request_id)
-            await self._answer_traced(exchange)
+            await self._answer_traced(self._exchange(scope, receive, send, self._returns_request_id))
+
+    def _exchange(self, scope: Scope, receive: Receive, send: Send, returns_id: bool) -> Exchange:
+        return Exchange(scope, receive, send, self._config, self._room, self._state.engines, returns_id)
 
     async def _answer_traced(self, exchange: Exchange, route: Route | None = None) -> None:
-        if self._spans is None or exchange.method != "POST":
+        if self._spans is None or exchange.incoming.method != "POST":
             await self._answer(exchange, route)
         else:
             with self._spans.span(exchange):
@@ -118,7 +122,7 @@ class HttpApp:
 
     def _on_stream_end(self, recording: Recording) -> None:
         """Charges the output of a recorded stream to the key that asked for it, and stores a response that is kept."""
-        client = recording.opening.generation.client
+        client = recording.opening.generation.engine.client
         use = self.rate_limits.of(client) if self._config.api_keys else None
         if use is not None:
             use.charge_output(recording.num_tokens)
@@ -130,30 +134,30 @@ class HttpApp:
 
     async def _answer(self, exchange: Exchange, route: Route | None = None) -> None:
         """Answers one request, by `route` or by the one that its path and method name."""
+        asked = exchange.incoming
         if self._state.drains:
-            exchange.headers_always.append((b"connection", b"close"))
+            exchange.reply.headers_always.append((b"connection", b"close"))
         try:
-            exchange.headers_always += self._origins.headers(exchange.headers)
+            exchange.reply.headers_always += self._origins.headers(exchange.headers)
             self._origins.check(exchange.headers)
-            if exchange.method == "OPTIONS":
-                await exchange.send_empty(
-                    self._origins.preflight(exchange.headers, self._router.methods(exchange.path, exchange.root_path))
-                )
+            if asked.method == "OPTIONS":
+                methods = self._router.methods(asked.path, asked.root_path)
+                await exchange.reply.send_empty(self._origins.preflight(exchange.headers, methods))
                 return
             if route is None:
-                route, exchange.path_parameter = self._router.find(exchange.method, exchange.path, exchange.root_path)
-            exchange.route, exchange.error_body = route.path, route.error_body
+                route, asked.path_parameter = self._router.find(asked.method, asked.path, asked.root_path)
+            exchange.route, exchange.reply.error_body = route.path, route.error_body
             await self._handle(route, exchange)
         except (ApiError, ServingError) as error:
-            await exchange.fail(api_error(error))
+            await exchange.reply.fail(api_error(error))
         except (asyncio.CancelledError, ClientGone):
-            exchange.status = 499
+            exchange.reply.status = 499
             raise asyncio.CancelledError from None
         except Exception as error:
             logging.getLogger(__name__).exception("request %s failed", exchange.request_id)
-            await exchange.fail(api_error(error))
+            await exchange.reply.fail(api_error(error))
         finally:
-            logged = route.logged if route is not None else exchange.method == "POST"
+            logged = route.logged if route is not None else asked.method == "POST"
             if self._log is not None and logged:
                 self._log.info(exchange.log_line())
 
@@ -163,21 +167,28 @@ class HttpApp:
         if route.form is not None:  # its handler reads the body, with a bound and a deadline of its own
             answer = await route.handler(self._state, exchange, None)
         else:
-            body = None if route.body is None else await self._body(route.body, exchange)
-            resumed = last_event(exchange.headers) if route.body is not None else None
+            body = None if route.body is None else await self._body(route, exchange)
             async with self._preparing.one(is_counted=not route.public) as exchange.preparation:
-                if resumed is not None:
-                    await exchange.unless_gone(stream_endpoints.read_on(self._state, exchange, *resumed))
-                    return
-                answer = await exchange.unless_gone(route.handler(self._state, exchange, body))
+                answer = await exchange.incoming.unless_gone(self._result(route, exchange, body))
         if answer is not None:
-            await exchange.send_json(encode(answer))
+            await exchange.reply.send_json(encode(answer))
 
-    async def _body(self, kind: type[Body], exchange: Exchange) -> Any:
-        """Returns the decoded body of type `kind`."""
-        content = await exchange.body()
-        make_resumable(exchange, content, self._config.streams.max_unread_s)
-        return decode(kind, content, self._config.body)
+    async def _body(self, route: Route, exchange: Exchange) -> Any:
+        """Returns the decoded body."""
+        assert route.body is not None
+        content = await exchange.incoming.body()
+        body = decode(route.body, content, self._config.body)
+        if RESUMABLE in exchange.headers:
+            make_resumable(self._state, exchange, route, content, body)
+        return body
+
+    async def _result(self, route: Route, exchange: Exchange, body: Any) -> Any:
+        """Returns what is to be sent as JSON; None if the answer was sent."""
+        if route.body is not None and "last-event-id" in exchange.headers:
+            resumed = last_event(exchange.headers)
+            if resumed is not None:
+                return await stream_endpoints.read_on(self._state, exchange, *resumed)
+        return await route.handler(self._state, exchange, body)
 
     def _check_key(self, exchange: Exchange) -> None:
         if not self._config.api_keys:
@@ -188,8 +199,8 @@ class HttpApp:
         name = self._keys.name_of(given) if given else None
         if name is None:
             raise ApiError(401, "a valid API key is required: Authorization: Bearer KEY", code="invalid_api_key")
-        exchange.client, exchange.owner = name, self._keys.owner_of(name)
-        exchange.use = self.rate_limits.of(name)
+        address, owner = exchange.caller.address, self._keys.owner_of(name)
+        exchange.caller = Caller(address, name, owner, self.rate_limits.of(name))
         self._state.metrics.request_of(name)
 
 

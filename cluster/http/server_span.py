@@ -33,13 +33,13 @@ class ServerSpans:
     def span(self, exchange: Exchange) -> Iterator[None]:
         """Gives the exchange a span while it is answered."""
         begun = {
-            "http.request.method": exchange.method,
-            "url.path": exchange.url_path,
+            "http.request.method": exchange.incoming.method,
+            "url.path": exchange.incoming.url_path,
             "url.scheme": "http",
-            "client.address": exchange.address,
+            "client.address": exchange.caller.address,
             "manta.request_id": exchange.request_id,
         }
-        span = self._tracer.start_span(exchange.method, self._extract(exchange.headers), self._kind, begun)
+        span = self._tracer.start_span(exchange.incoming.method, self._extract(exchange.headers), self._kind, begun)
         exchange.span = span
         try:
             yield
@@ -51,11 +51,11 @@ class ServerSpans:
 
     def _end(self, span: Span, exchange: Exchange) -> None:
         if exchange.route:
-            span.update_name(f"{exchange.method} {exchange.route}")
+            span.update_name(f"{exchange.incoming.method} {exchange.route}")
             span.set_attribute("http.route", exchange.route)
-        span.set_attribute("http.response.status_code", exchange.status)
-        if exchange.status >= 500:
-            span.set_attribute("error.type", str(exchange.status))
+        span.set_attribute("http.response.status_code", exchange.reply.status)
+        if exchange.reply.status >= 500:
+            span.set_attribute("error.type", str(exchange.reply.status))
             span.set_status(self._error)
         counts = {"prompt_tokens": "gen_ai.usage.input_tokens", "output_tokens": "gen_ai.usage.output_tokens"}
         for name, attribute in counts.items():

@@ -19,8 +19,10 @@ import msgspec
 
 from manta.cluster.config import ServeConfig
 from manta.cluster.http.exchange.codec import body_of_event, encode
-from manta.cluster.http.exchange.exchange import BodyRoom, Exchange, Receive, Scope, Send
+from manta.cluster.http.exchange.exchange import Exchange
+from manta.cluster.http.exchange.incoming import BodyRoom, Receive, Scope
 from manta.cluster.http.exchange.remembered import RememberedResponses
+from manta.cluster.http.exchange.reply import Send
 from manta.cluster.protocol.api_errors import ApiError, ErrorBody
 
 MAX_OPEN_S = 3600.0
@@ -43,13 +45,22 @@ class _EventType(msgspec.Struct):
 
 
 class WebSockets:
-    """The WebSocket connections of one application. `answer_handshake` answers a connection's HTTP request, and opens
-    the connection with status 101. `answer_message` answers one message.
+    """The WebSocket connections of one application. `new_exchange` makes an exchange; its last argument says whether
+    the answer has an x-request-id. `answer_handshake` answers a connection's HTTP request, and opens the connection
+    with status 101. `answer_message` answers one message.
     """
 
-    def __init__(self, config: ServeConfig, room: BodyRoom, answer_handshake: Answer, answer_message: Answer) -> None:
+    def __init__(
+        self,
+        config: ServeConfig,
+        room: BodyRoom,
+        new_exchange: Callable[[Scope, Receive, Send, bool], Exchange],
+        answer_handshake: Answer,
+        answer_message: Answer,
+    ) -> None:
         self.config = config
         self.room = room
+        self.new_exchange = new_exchange
         self.answer_message = answer_message
         self.remembered = RememberedResponses()
         self._answer_handshake = answer_handshake
@@ -59,9 +70,9 @@ class WebSockets:
         await receive()  # the handshake, which `scope` describes
         refusal = _Refusal(scope, send)
         request = {**scope, "method": "GET"}
-        exchange = Exchange(request, _nothing, refusal.send, self.config, self.room, returns_id)
+        exchange = self.new_exchange(request, _nothing, refusal.send, returns_id)
         await self._answer_handshake(exchange)
-        if exchange.status == 101:
+        if exchange.reply.status == 101:
             await _Connection(self, scope, receive, send).serve()
 
 
@@ -151,7 +162,7 @@ class _Connection:
         self._sockets.room.give_back(len(message))
         self._turn = turn = _Turn(message, self.send_event)
         self._remembered.is_continued = False
-        turn.exchange = Exchange(self._scope, turn.receive, turn.send, self._sockets.config, self._sockets.room, False)
+        turn.exchange = self._sockets.new_exchange(self._scope, turn.receive, turn.send, False)
         turn.exchange.remembered = self._remembered
         answering = asyncio.ensure_future(self._sockets.answer_message(turn.exchange))
         try:
@@ -273,7 +284,7 @@ class _Turn:
 
     async def _send_failure(self, body: bytes) -> None:
         self.has_failed = True
-        await self._send_event(_error_event(self.exchange.status, body))
+        await self._send_event(_error_event(self.exchange.reply.status, body))
 
 
 def _is_cancel(message: bytes) -> bool:

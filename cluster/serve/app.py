@@ -42,7 +42,7 @@ from manta.cluster.http.access.keys import with_api_keys
 from manta.cluster.http.access.prefix_scope import new_secret
 from manta.cluster.option_reader import read_options
 from manta.cluster.serve.batches.batch_deployment import batch_deployment
-from manta.cluster.serve.engine_deployment import engine_deployment
+from manta.cluster.serve.engine.engine_deployment import engine_deployment
 from manta.cluster.serve.ingress import ingress_deployment
 from manta.cluster.serve.listening.tls import Certificate
 from manta.cluster.serve.starting import deployed, joined_ray

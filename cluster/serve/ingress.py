@@ -20,15 +20,18 @@ from ray.serve.exceptions import DeploymentUnavailableError
 from manta.cluster.config import ServeConfig
 from manta.cluster.http.access.keys import openness
 from manta.cluster.http.app import HttpApp
-from manta.cluster.http.exchange.exchange import Receive, Scope, Send
+from manta.cluster.http.exchange.incoming import Receive, Scope
 from manta.cluster.http.exchange.metrics import Metrics
+from manta.cluster.http.exchange.reply import Send
 from manta.cluster.http.server_span import open_server_spans
 from manta.cluster.serve.listening.listener import Listener
+from manta.cluster.serve.recorded.streams import RecordedStreams
+from manta.cluster.serve.requests.engine_client import ANSWER_TIMEOUT_S, EngineClient
+from manta.cluster.serve.routing.replicas import own_node
 from manta.cluster.serve.scaling.autoscaling import ingress_autoscaling_config
 from manta.cluster.serve.scaling.cluster_state import ClusterWatch, is_removed
 from manta.cluster.serve.starting.replica_process import REPLICA_ENVIRONMENT, ReplicaProcess
 from manta.cluster.serve.starting.start_failure import told_in_words
-from manta.cluster.serve.streams.engine_client import ANSWER_TIMEOUT_S, EngineClient
 from manta.cluster.text.tokenizer import Tokenizer
 from manta.workers.checkpoints.model_folder import resolve_model_folder
 
@@ -84,8 +87,9 @@ class Ingress:
             standby,
             max_held=config.engine.max_num_waiting,
             is_removed=is_removed,
-            streams=config.streams,
         )
+        self.streams = RecordedStreams(self._client, config.streams, own_node())
+        """The recorded streams of this ingress."""
         self._app = HttpApp(
             config,
             tokenizer,
@@ -96,7 +100,7 @@ class Ingress:
             returns_request_id=self.returns_request_id,
             spans=open_server_spans(),
             prefix_secret=prefix_secret,
-            streams=self._client.streams,
+            streams=self.streams,
         )
         self._sharing_limits: asyncio.Task[None] | None = None
 

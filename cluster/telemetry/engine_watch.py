@@ -1,6 +1,6 @@
 """Events of one engine's requests, written to the request log and, if traces are wanted, as spans.
 
-The engine's thread calls it between two steps (`cluster/serve/engine_deployment.py`). Without traces a step costs one
+The engine's thread calls it between two steps (`cluster/serve/engine/step_thread.py`). Without traces a step costs one
 check for preempted sequences.
 """
 

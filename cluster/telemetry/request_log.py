@@ -14,7 +14,7 @@ import time
 from typing import Any
 
 _ENGINE_NAME = re.compile(r"(?P<id>.*)-[0-9a-f]{8}-\d+(~\d+)?(/\d+)?", re.DOTALL)
-"""Form of the ids that `cluster/http/endpoints/generation.py` and `cluster/serve/streams/` make from a request's id.
+"""Form of the ids that `cluster/http/endpoints/generation.py` and `cluster/serve/requests/` make from a request's id.
 They append random digits for the body, the number of the prompt, the epoch of an owner that is not the first one, and
 the number of continuations.
 """

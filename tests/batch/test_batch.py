@@ -36,11 +36,11 @@ from manta.cluster.http.exchange.metrics import Unmeasured
 from manta.cluster.llm import LLM, SamplingParams
 from manta.cluster.serve.batches import batch_client
 from manta.cluster.serve.batches.batch_application import batch_endpoints
-from manta.cluster.serve.engine_deployment import EngineReplica
-from manta.cluster.serve.streams.gathering import Gathering, joined
-from manta.cluster.serve.streams.packed import Packed
-from manta.cluster.serve.streams.submission import Submission
-from manta.cluster.serve.streams.token_channel import Address, RequestResult
+from manta.cluster.serve.channel.packed import Packed
+from manta.cluster.serve.channel.token_channel import Address, RequestResult
+from manta.cluster.serve.engine.engine_replica import EngineReplica
+from manta.cluster.serve.requests.gathering import Gathering, joined
+from manta.cluster.serve.requests.submission import Answers
 from manta.cluster.text.tokenizer import Tokenizer
 from manta.structured.constraint import ConstraintSpec
 from manta.workers.step import TokenLogprobs
@@ -228,9 +228,9 @@ def events_of(
 ) -> list[Event]:
     """What the reader of a body with one prompt gets, in `found`: each output as it comes, or all at last."""
     found = [] if found is None else found
-    client: Any = types.SimpleNamespace(tokenizer=Tokenizer("demo"), measure=lambda _: Unmeasured())
-    request = GenerationRequest(request_id="request", prompts=[[5, 6]], params=params, timeout_s=60.0)
-    submission = Submission(client, request)
+    asked = EngineRequest(request_id="request", prompt_token_ids=[], params=params)
+    request = GenerationRequest(prompts=[[5, 6]], engine=asked)
+    submission = Answers(Tokenizer("demo"), request, lambda _: Unmeasured())
     (prompt,) = submission._prompts
     prompt.run = types.SimpleNamespace(release=lambda: None)  # type: ignore[assignment]
 

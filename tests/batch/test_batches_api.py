@@ -60,8 +60,8 @@ class HeldEngines(RepeatingEngines):
         self.gate = asyncio.Event()
         self.num_free = 0
 
-    def submit(self, request: GenerationRequest) -> Repeating:
-        self.asked.append((request.client, request.prompts[0][0]))
+    async def submit(self, request: GenerationRequest) -> Repeating:
+        self.asked.append((request.engine.client, request.prompts[0][0]))
         if len(self.asked) <= self.num_free:
             return Repeating(request.prompts, "abc")
         held = Held(request.prompts, "abc")

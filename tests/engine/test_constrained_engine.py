@@ -221,7 +221,7 @@ def test_bad_constraints_are_refused_before_anything_runs(llm: LLM, constraint: 
 
 def test_an_endless_compilation_is_killed_others_go_on() -> None:
     llm = make_llm(constraints={"compile_seconds": 2.0})
-    endless = llm.engine.resolve(example(at={"compile": "hang"}))
+    endless = llm.engine.constraints.resolve(example(at={"compile": "hang"}))
     quick = llm.generate([[7]], constrained(spec("regex", "abc")), use_tqdm=False)[0]
     assert quick.outputs[0].text == "abc"
     with pytest.raises(RequestRefused, match="compiling took longer than 2 s"):
@@ -232,7 +232,7 @@ def test_an_endless_compilation_is_killed_others_go_on() -> None:
 def test_one_compilation_serves_all_that_wait_for_it(llm: LLM) -> None:
     constraint = spec("regex", "once[0-9]")
     before = llm.engine.constraints.num_compiled
-    futures = [llm.engine.resolve(constraint) for _ in range(20)]
+    futures = [llm.engine.constraints.resolve(constraint) for _ in range(20)]
     assert len({future.result(timeout=PATIENCE_S).compiled for future in futures}) == 1
     assert llm.engine.constraints.num_compiled == before + 1
 

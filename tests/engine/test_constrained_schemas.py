@@ -46,7 +46,7 @@ def write_and_judge(llm: LLM, wanted: list[Any]) -> Counter[str]:
     for schema in wanted:
         spec = ConstraintSpec(kind="json_schema", text=json.dumps(schema), any_whitespace=False)
         try:
-            llm.engine.resolve(spec).result(timeout=PATIENCE_S)
+            llm.engine.constraints.resolve(spec).result(timeout=PATIENCE_S)
         except RequestRefused as refusal:
             if not str(refusal):
                 pytest.fail(f"refused without a reason: {schema}")

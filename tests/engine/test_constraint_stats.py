@@ -17,9 +17,9 @@ from manta.cluster.http.exchange.engines import GenerationRequest
 from manta.cluster.http.exchange.metrics import Metrics, RequestMetrics
 from manta.cluster.llm import LLM, ConstraintSpec, SamplingParams
 from manta.cluster.protocol.api_errors import ApiError, api_error
-from manta.cluster.serve.streams.prompt_run import PromptRun
-from manta.cluster.serve.streams.submission import Submission
-from manta.cluster.serve.streams.token_channel import RequestResult
+from manta.cluster.serve.channel.token_channel import RequestResult
+from manta.cluster.serve.requests.prompt_run import PromptRun
+from manta.cluster.serve.requests.submission import Submission
 from manta.cluster.text.tokenizer import Tokenizer
 from manta.structured.compiling.compiler import CACHE_BYTES, CompilerFailed
 from manta.structured.grammar_pool.grammar_worker import GRAMMAR_CACHE_BYTES
@@ -111,10 +111,8 @@ def test_a_client_reads_the_reason_and_no_traceback() -> None:
     client: Any = FailingClient(CompilerFailed("the grammar compiler does not start"))
 
     async def read() -> None:
-        request = GenerationRequest(request_id="request", prompts=[[5]], params=SamplingParams(), timeout_s=PATIENCE_S)
-        submission = Submission(client, request)
-        submission.start()
-        async for _ in submission:
+        asked = EngineRequest(request_id="request", prompt_token_ids=[], params=SamplingParams(), deadline_s=PATIENCE_S)
+        async for _ in Submission(client, GenerationRequest(prompts=[[5]], engine=asked)):
             pass
 
     with pytest.raises(GenerationFailed) as caught:

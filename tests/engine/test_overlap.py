@@ -82,7 +82,7 @@ def engine(num_blocks: int, overlap: str) -> Engine:
 
 @functools.cache
 def resolved(constraint: ConstraintSpec) -> Resolved:
-    return engine(ROOMY, "off").resolve(constraint).result()
+    return engine(ROOMY, "off").constraints.resolve(constraint).result()
 
 
 class Request(msgspec.Struct, frozen=True):

@@ -133,7 +133,7 @@ def test_constrained_choices_have_sessions_of_their_own() -> None:
     engine = make_engine(FAMILY)
     spec = ConstraintSpec(kind="regex", text="[a-z]{3,9}")
     params = sampled(11, 5, constraint=spec)
-    resolved = engine.resolve(spec).result()
+    resolved = engine.constraints.resolve(spec).result()
 
     def run(one: SamplingParams) -> list[list[int]]:
         engine.add_request(EngineRequest(request_id="c", prompt_token_ids=[7] * 16, params=one), resolved)

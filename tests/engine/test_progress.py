@@ -135,7 +135,7 @@ def test_a_deadline_among_waiting_rows_ends_its_request(gate: pathlib.Path) -> N
     llm = make_llm(grammar_pool=PATIENT)
     params = slow(gate)
     assert params.constraint is not None
-    resolved = llm.engine.resolve(params.constraint).result()
+    resolved = llm.engine.constraints.resolve(params.constraint).result()
     request = EngineRequest(request_id="slow", prompt_token_ids=[7], params=params, deadline_s=0.5)
     llm.engine.add_request(request, resolved)
     outputs: list[SequenceOutput] = []

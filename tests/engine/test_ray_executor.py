@@ -43,7 +43,7 @@ from manta.cluster.engine.ranks.rank_group import RankGroup
 from manta.cluster.engine.ranks.rank_messages import Done, Masks, Message, Output, Ping, Sample, Step
 from manta.cluster.engine.ranks.ray_executor import RayExecutor
 from manta.cluster.llm import LLM, ConstraintSpec, LogitsProcessorSpec, RequestOutput, SamplingParams
-from manta.cluster.serve.engine_deployment import engine_deployment
+from manta.cluster.serve.engine.engine_deployment import engine_deployment
 from manta.structured.frames import frame
 from manta.structured.masks import LATE, NO_MASK, MaskBatch
 from manta.workers.models.model_config import ModelError

@@ -93,10 +93,10 @@ def test_a_requests_weight_and_session_travel_with_it(path: str) -> None:
     prompt = {"prompt": "a"} if path == "/v1/completions" else {"messages": [{"role": "user", "content": "a"}]}
     body = {"model": "demo", **prompt}
     assert app.ask("POST", path, body, authorization="Bearer a-secret-of-the-test").status_code == 200
-    assert (app.engines.request.weight, app.engines.request.session) == (3, "")
+    assert (app.engines.request.engine.weight, app.engines.request.engine.session) == (3, "")
     key = "Bearer another-secret-of-it"
     assert app.ask("POST", path, body, authorization=key, **{"x-session-id": "chat 7"}).status_code == 200
-    assert (app.engines.request.weight, app.engines.request.session) == (1, "chat 7")
+    assert (app.engines.request.engine.weight, app.engines.request.engine.session) == (1, "chat 7")
     answer = app.ask("POST", path, body, authorization=key, **{"x-session-id": "x" * 257})
     assert answer.status_code == 400
     assert "x-session-id has 257 characters and the limit is 256" in answer.json()["error"]["message"]

@@ -62,7 +62,7 @@ def _make_plain(family: str, mask_seconds: float) -> LLM:
 @functools.cache
 def resolved(spec: ConstraintSpec) -> Resolved:
     """Every family has the same vocabulary."""
-    return plain("llama", Settings().mask_seconds).engine.resolve(spec).result()
+    return plain("llama", Settings().mask_seconds).engine.constraints.resolve(spec).result()
 
 
 def expected(request: Request, settings: Settings) -> Outcome:

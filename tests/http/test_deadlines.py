@@ -24,8 +24,8 @@ from manta.cluster.http.exchange import prompts
 from manta.cluster.http.exchange.metrics import Metrics
 from manta.cluster.http.exchange.routing import Route
 from manta.cluster.http.routes import ROUTES
-from manta.cluster.serve.streams import prompt_run
-from manta.cluster.serve.streams.token_channel import Address, Connection, RequestResult
+from manta.cluster.serve.channel.token_channel import Address, Connection, RequestResult
+from manta.cluster.serve.requests import prompt_run
 from manta.workers.model_info import ModelInfo
 from tests.local_server import LocalServer, answer, local_server, post, until
 from tests.patience import PATIENCE_S

@@ -32,7 +32,7 @@ from manta.cluster.http.exchange.engines import Event
 from manta.cluster.http.exchange.identity import Identity
 from manta.cluster.llm import LLM, CompletionOutput, ConstraintSpec, OutputKind, RequestOutput, SamplingParams
 from manta.cluster.protocol.requests import ChatCompletionRequest
-from manta.cluster.serve.streams.token_channel import Control
+from manta.cluster.serve.channel.token_channel import Control
 from manta.workers.sampling_params import child_seed
 from tests.checkpoints import checkpoint
 from tests.patience import PATIENCE_S

@@ -74,7 +74,7 @@ class RepeatingEngines:
 
     request: GenerationRequest
 
-    def submit(self, request: GenerationRequest) -> Repeating:
+    async def submit(self, request: GenerationRequest) -> Repeating:
         self.request = request
         return Repeating(request.prompts, "abc")
 
@@ -110,9 +110,9 @@ class CountResponse(msgspec.Struct):
 
 
 async def count(state: AppState, exchange: Exchange, request: CountRequest) -> CountResponse:
-    if exchange.path_parameter == "nobody":
+    if exchange.incoming.path_parameter == "nobody":
         raise ApiError(404, "nobody counts here", param="name")
-    return CountResponse(exchange.path_parameter, len(state.tokenizer.encode(request.text)))
+    return CountResponse(exchange.incoming.path_parameter, len(state.tokenizer.encode(request.text)))
 
 
 COUNT = Route(

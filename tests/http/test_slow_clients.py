@@ -11,7 +11,7 @@ import pytest
 from manta.cluster.config import ListenerLimits
 from manta.cluster.http.exchange import exchange
 from manta.cluster.serve.listening import listener
-from manta.cluster.serve.streams import prompt_run
+from manta.cluster.serve.requests import prompt_run
 from tests.async_tests import async_test
 from tests.local_server import LocalServer, answer, local_server, post, resume_reading, until
 from tests.patience import PATIENCE_S

@@ -20,10 +20,9 @@ from manta.cluster.http.exchange.engines import GenerationRequest
 from manta.cluster.http.exchange.metrics import Metrics
 from manta.cluster.http.exchange.prompts import encode, encode_all
 from manta.cluster.protocol.requests import ChatCompletionRequest, CompletionRequest
-from manta.cluster.serve.engine_deployment import EngineReplica
-from manta.cluster.serve.streams.engine_client import EngineClient
-from manta.cluster.serve.streams.submission import Submission
-from manta.cluster.serve.streams.token_channel import Address, RequestResult
+from manta.cluster.serve.channel.token_channel import Address, RequestResult
+from manta.cluster.serve.engine.engine_replica import EngineReplica
+from manta.cluster.serve.requests.engine_client import EngineClient
 from manta.cluster.text.tokenizer import Tokenizer
 from manta.workers.sampling_params import SamplingParams
 from tests.checkpoints import checkpoint
@@ -106,10 +105,9 @@ def test_many_prompts_leave_the_event_loop_free(new_replica: Replicas) -> None:
         client = EngineClient(handle, Tokenizer(checkpoint("llama")), "127.0.0.1", Metrics("m"))
         params = SamplingParams(n=2, max_tokens=2, temperature=0, ignore_eos=True)
         prompts = [[5 + number] for number in range(64)]
-        request = GenerationRequest(request_id="body", prompts=prompts, params=params, timeout_s=60.0)
-        submission = Submission(client, request)
+        asked = EngineRequest(request_id="body", prompt_token_ids=[], params=params, deadline_s=60.0)
         counting = asyncio.ensure_future(handle.count_turns())
-        submission.start()
+        submission = await client.submit(GenerationRequest(prompts=prompts, engine=asked))
         ended = [event.index async for event in submission if event.finish is not None]
         submission.close()
         counting.cancel()

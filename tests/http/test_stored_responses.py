@@ -11,10 +11,11 @@ from typing import Any, cast
 
 import httpx
 import httpx2
+import msgspec
 import openai
 import pytest
 
-from manta.cluster.batch.kept_responses import EndedResponse, KeptResponses, StoredResponse
+from manta.cluster.batch.kept_responses import DELETED_S, EndedResponse, KeptResponses, StoredResponse
 from manta.cluster.batch.quota import TooMuch
 from manta.cluster.batch.storage import Storage
 from manta.cluster.config import EngineConfig, ResponseLimits, ServeConfig
@@ -192,6 +193,78 @@ def test_a_resumable_stream_is_stored_without_its_reader(server: ThreadedServer)
     assert found.output_text == create(server, max_output_tokens=40).output_text
 
 
+# ---- deletion ------------------------------------------------------------------------------------------------------
+
+
+def resumable(server: ThreadedServer, **body: Any) -> str:
+    """Asks for a stream that can be resumed, and returns its id once it has ended."""
+    given = {"model": server.model, "input": "Count.", "max_output_tokens": 8, "stream": True, **body}
+    with httpx.stream("POST", f"{server.url}/v1/responses", json=given, headers=resuming()) as answer:
+        events = b"".join(answer.iter_bytes())
+        assert b"event: response.completed" in events or b"event: response.incomplete" in events
+        return answer.headers["x-stream-id"]
+
+
+def resuming() -> dict[str, str]:
+    return {"authorization": f"Bearer {KEYS[0].partition(':')[2]}", "x-resumable-s": "60"}
+
+
+def assert_gone(server: ThreadedServer, response_id: str) -> None:
+    """Neither the response nor its stream is there, and no conversation continues it."""
+    stream = response_id.replace("resp_", "strm_")
+    for _ in range(2):
+        for path in (f"/v1/streams/{stream}", f"/v1/responses/{response_id}", f"/v1/responses/{response_id}?stream=1"):
+            assert httpx.get(f"{server.url}{path}", headers=resuming()).status_code == 404, path
+        again = httpx.post(
+            f"{server.url}/v1/responses",
+            json={"model": server.model, "input": "Count.", "stream": True},
+            headers={**resuming(), "last-event-id": f"{stream}:0"},
+        )
+        assert again.status_code == 404
+        with pytest.raises(openai.BadRequestError) as refused:
+            create(server, previous_response_id=response_id)
+        assert refused.value.code == "previous_response_not_found"
+
+
+def test_a_deleted_response_does_not_come_back_with_its_stream(server: ThreadedServer) -> None:
+    stream = resumable(server)
+    found = client(server).responses.retrieve(stream.replace("strm_", "resp_"))
+    later = create(server, input="On.", previous_response_id=found.id)
+    client(server).responses.delete(found.id)
+    assert_gone(server, found.id)
+    assert create(server, input="Stop.", previous_response_id=later.id).status in ("completed", "incomplete")
+
+
+def test_a_deleted_background_response_has_no_stream(server: ThreadedServer) -> None:
+    begun, done = endless(server), create(server, background=True)
+    ended(server, done.id)
+    for each in (begun, done):
+        client(server).responses.delete(each.id)
+        assert_gone(server, each.id)
+
+
+def test_a_stream_that_is_read_again_writes_nothing(server: ThreadedServer, storage: pathlib.Path) -> None:
+    stream = resumable(server)
+    stored = storage / "responses" / OWNER / stream.replace("strm_", "resp_")
+    stored.unlink()  # as if others had taken its room
+    for _ in range(2):
+        assert httpx.get(f"{server.url}/v1/streams/{stream}", headers=resuming()).status_code == 200
+    assert not stored.exists()
+
+
+def test_a_connection_does_not_remember_a_deleted_response(server: ThreadedServer) -> None:
+    given: Any = {"model": server.model, "input": "On.", "max_output_tokens": 8, "temperature": 0}
+    with client(server).responses.connect() as connection:
+        connection.response.create(**given)
+        event: Any = None
+        while event is None or event.type not in ("response.completed", "response.incomplete"):
+            event = connection.recv()
+        client(server).responses.delete(event.response.id)
+        connection.response.create(previous_response_id=event.response.id, **given)
+        refused: Any = connection.recv()
+        assert (refused.type, refused.error.code) == ("error", "previous_response_not_found")
+
+
 # ---- background ----------------------------------------------------------------------------------------------------
 
 
@@ -362,8 +435,12 @@ def response(number: int, age_s: float = 0.0) -> ResponseObject:
     )
 
 
+def limited(**limits: Any) -> ServeConfig:
+    return ServeConfig(responses=ResponseLimits(**limits))
+
+
 def test_the_oldest_responses_make_room(tmp_path: pathlib.Path) -> None:
-    kept = KeptResponses(Storage(str(tmp_path)), ResponseLimits(max_responses=40, max_stored_bytes=80_000))
+    kept = KeptResponses(Storage(str(tmp_path)), limited(max_responses=40, max_stored_bytes=80_000))
     given = [response(number) for number in range(100)]
     items = [{"type": "message", "role": "user", "content": "a" * 2000}]
     folder = tmp_path / "responses" / "me"
@@ -381,7 +458,7 @@ def test_the_oldest_responses_make_room(tmp_path: pathlib.Path) -> None:
 
 
 def test_expired_responses_are_removed(tmp_path: pathlib.Path) -> None:
-    kept = KeptResponses(Storage(str(tmp_path)), ResponseLimits(keep_s=3600))
+    kept = KeptResponses(Storage(str(tmp_path)), limited(keep_s=3600))
     old, new = response(1, age_s=4000), response(2, age_s=3000)
     for each in (old, new):
         kept.create("me", StoredResponse(each, [], b"opening"))
@@ -392,9 +469,37 @@ def test_expired_responses_are_removed(tmp_path: pathlib.Path) -> None:
 
 
 def test_a_late_end_restores_no_deleted_response(tmp_path: pathlib.Path) -> None:
-    kept = KeptResponses(Storage(str(tmp_path)), ResponseLimits())
+    kept = KeptResponses(Storage(str(tmp_path)), limited())
     begun = response(1)
     kept.create("me", StoredResponse(begun, [], b"opening"))
     kept.remove("me", begun.id)
     kept.end("me", EndedResponse(begun, []))
     assert not list((tmp_path / "responses" / "me").iterdir())
+
+
+def test_a_late_writer_restores_no_deleted_response(tmp_path: pathlib.Path) -> None:
+    kept = KeptResponses(Storage(str(tmp_path)), limited())
+    deleted = response(1)
+    opened = StoredResponse(deleted, [])
+    kept.create("me", opened)
+    kept.delete("me", deleted.id)
+    kept.create("me", opened)
+    (tmp_path / "responses" / "me" / deleted.id).write_bytes(msgspec.json.encode(opened))  # its writer died after that
+    assert kept.find("me", deleted.id) is None
+    kept.create("another", opened)  # another client's response of this id has nothing to do with it
+    assert kept.find("another", deleted.id) is not None
+
+
+def test_a_deletion_is_forgotten_with_what_a_late_writer_left(tmp_path: pathlib.Path) -> None:
+    kept = KeptResponses(Storage(str(tmp_path)), limited())
+    old, new = response(1), response(2)
+    for each in (old, new):
+        kept.delete("me", each.id)
+        (tmp_path / "responses" / "me").mkdir(parents=True, exist_ok=True)
+        (tmp_path / "responses" / "me" / each.id).write_bytes(msgspec.json.encode(StoredResponse(each, [])))
+    config = limited()
+    longest_s = DELETED_S + config.streams.max_unread_s + config.request_timeout_s
+    (tmp_path / "deleted" / "me" / old.id).write_text(str(int(time.time() - longest_s - 1)))
+    kept.remove_expired()
+    assert [path.name for path in (tmp_path / "deleted" / "me").iterdir()] == [new.id]
+    assert [kept.find("me", each.id) for each in (old, new)] == [None, None]

@@ -19,10 +19,10 @@ import msgspec
 
 from manta.cluster.engine.kv_blocks import KVBlocks
 from manta.cluster.engine.request import EngineRequest, SequenceOutput
+from manta.cluster.serve.channel.token_channel import BEAT_S
 from manta.cluster.serve.routing.placement import Placement, Prompt
 from manta.cluster.serve.routing.prefix_index import PrefixIndex, bit_of, slots_of
 from manta.cluster.serve.routing.reports import CacheReporter, Report
-from manta.cluster.serve.streams.token_channel import BEAT_S
 from manta.workers.sampling_params import SamplingParams
 
 BLOCK_SIZE = 16

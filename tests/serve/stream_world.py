@@ -21,11 +21,11 @@ from manta.cluster.http.exchange.engines import GenerationRequest
 from manta.cluster.http.exchange.identity import new_stream_id
 from manta.cluster.http.exchange.metrics import Metrics, RequestMetrics, Unmeasured
 from manta.cluster.http.exchange.recordings import Opening, Recording
-from manta.cluster.serve.streams.keeper import Keeper
-from manta.cluster.serve.streams.keeping import FromKeeper, ToKeeper, stream_format
-from manta.cluster.serve.streams.prompt_run import PromptRun
-from manta.cluster.serve.streams.streams import RecordedStreams
-from manta.cluster.serve.streams.token_channel import Address, RequestResult
+from manta.cluster.serve.channel.keeping import FromKeeper, ToKeeper, stream_format
+from manta.cluster.serve.channel.token_channel import Address, RequestResult
+from manta.cluster.serve.recorded.keeper import Keeper
+from manta.cluster.serve.recorded.streams import RecordedStreams
+from manta.cluster.serve.requests.prompt_run import PromptRun
 from manta.cluster.text.tokenizer import Tokenizer
 from manta.workers.sampling_params import SamplingParams
 from tests.checkpoints import checkpoint
@@ -113,7 +113,7 @@ class KeeperProcess:
 
 
 class Ingress:
-    """The streams of one ingress, and what makes their tokens: it implements `Caller`."""
+    """The streams of one ingress, and what makes their tokens: it implements `Dispatcher`."""
 
     def __init__(self, world: World, number: int, limits: StreamLimits, node: str) -> None:
         self.address = Address("127.0.0.1", 1000 + number, "secret")
@@ -122,6 +122,7 @@ class Ingress:
         self.runs: dict[str, PromptRun] = {}
         self.suspects = asyncio.Lock()
         self.num_generated = 0
+        self.keepers: Any = None
         self.replicas_running: frozenset[str] = frozenset()
         self._world = world
         self.streams = RecordedStreams(self, limits, node)
@@ -278,7 +279,10 @@ def opening(num_tokens: int, seed: int = 3, owner: str = OWNER) -> Opening:
         created=int(time.time()),
         unread_s=60.0,
         generation=GenerationRequest(
-            request_id=f"{stream_id}-00000000", prompts=[[5, 6, 7]], params=params, timeout_s=600.0
+            prompts=[[5, 6, 7]],
+            engine=EngineRequest(
+                request_id=f"{stream_id}-00000000", prompt_token_ids=[], params=params, deadline_s=600.0
+            ),
         ),
         seeds=[seed],
     )

@@ -19,10 +19,8 @@ import pytest
 from ray.exceptions import ActorDiedError, ActorUnavailableError, RayTaskError
 
 from manta.cluster.engine.request import EngineRequest, SequenceOutput
-from manta.cluster.serve.routing.replicas import HUNG_BEATS, SILENT_BEATS
-from manta.cluster.serve.starting.start_failure import InWords
-from manta.cluster.serve.streams import prompt_run, token_channel
-from manta.cluster.serve.streams.token_channel import (
+from manta.cluster.serve.channel import token_channel
+from manta.cluster.serve.channel.token_channel import (
     BEAT_S,
     Address,
     Connection,
@@ -33,6 +31,9 @@ from manta.cluster.serve.streams.token_channel import (
     OutputSender,
     RequestResult,
 )
+from manta.cluster.serve.requests import prompt_run
+from manta.cluster.serve.routing.replicas import HUNG_BEATS, SILENT_BEATS
+from manta.cluster.serve.starting.start_failure import InWords
 from manta.structured.frames import frame
 from manta.workers.sampling_params import SamplingParams
 from manta.workers.step import StepInput
@@ -269,7 +270,7 @@ async def test_a_death_before_a_request_begins_blames_nobody(monkeypatch: pytest
         body = server.body(prompt=[5, 6], max_tokens=8, structured_outputs={"regex": "[a-z]{40}"})
         status, whole = await server.post(**body)
         assert status == 200
-        resolve, runs = server.replica.engine.resolve, server.ingress._client.runs
+        resolve, runs = server.replica.engine.constraints.resolve, server.ingress._client.runs
         held: list[concurrent.futures.Future[Any]] = []
 
         def hold(spec: Any, client: str = "") -> concurrent.futures.Future[Any]:
@@ -279,7 +280,7 @@ async def test_a_death_before_a_request_begins_blames_nobody(monkeypatch: pytest
             resolve(spec, client).add_done_callback(lambda done, held=held[-1]: held.set_result(done.result()))
             return concurrent.futures.Future() if len(held) < 4 else held[-1]
 
-        monkeypatch.setattr(server.replica.engine, "resolve", hold)
+        monkeypatch.setattr(server.replica.engine.constraints, "resolve", hold)
         reader, writer = await server.connect()
         writer.write(post({**body, "stream": True}))
         for number in range(3):

@@ -15,7 +15,7 @@ from manta.cluster.config import EngineConfig
 from manta.cluster.engine.engine import Engine
 from manta.cluster.engine.request import ContinuedChoice, EngineRequest, FinishStatus, SequenceOutput, Usage
 from manta.cluster.errors import QueueFull, RequestRefused
-from manta.cluster.serve.streams.progress import Progress
+from manta.cluster.serve.requests.prompt_run import Progress
 from manta.specdecode.speculative_config import SpeculativeConfig
 from manta.structured.constraint import ConstraintLimits, ConstraintSpec, Resolved
 from manta.structured.logits_processors import LogitsProcessorSpec
@@ -125,7 +125,7 @@ def _check_logprobs(found: list[TokenLogprobs], expected: list[TokenLogprobs]) -
 def run(engine: Engine, request: EngineRequest, answer: Answer, progress: Progress, num_steps: int = 10**9) -> int:
     """Runs a request for so many steps at most; returns how many it took. Nothing of it stays."""
     spec = request.params.constraint
-    resolved: Resolved | None = None if spec is None else engine.resolve(spec).result(PATIENCE_S)
+    resolved: Resolved | None = None if spec is None else engine.constraints.resolve(spec).result(PATIENCE_S)
     engine.add_request(request, resolved)
     step = 0
     while engine.has_unfinished and step < num_steps:

@@ -12,7 +12,7 @@ import pytest
 from manta.cluster.errors import Unavailable
 from manta.cluster.serve import ingress as ingress_module
 from manta.cluster.serve.listening import listener as listener_module
-from manta.cluster.serve.streams import engine_client as client_module
+from manta.cluster.serve.requests import engine_client as client_module
 from tests.async_tests import async_test
 from tests.local_server import LocalServer, answer, local_server, post, until
 from tests.patience import PATIENCE_S

@@ -15,12 +15,12 @@ import psutil
 import pytest
 
 from manta.cluster.engine.request import EngineRequest, FinishStatus, SequenceOutput
-from manta.cluster.serve import engine_deployment
-from manta.cluster.serve.engine_deployment import DeployedEngine, EngineReplica
+from manta.cluster.serve.channel.token_channel import Connection, Control, EngineFailed, Hello, OutputReceiver
+from manta.cluster.serve.engine import burst, step_thread
+from manta.cluster.serve.engine.engine_deployment import DeployedEngine
+from manta.cluster.serve.engine.engine_replica import EngineReplica
 from manta.cluster.serve.routing import replicas as routing_replicas
 from manta.cluster.serve.routing.request_router import EngineRouter
-from manta.cluster.serve.streams import burst
-from manta.cluster.serve.streams.token_channel import Connection, Control, EngineFailed, Hello, OutputReceiver
 from manta.structured.constraint import ConstraintSpec
 from manta.workers.sampling_params import SamplingParams
 from tests.checkpoints import checkpoint, reference_greedy
@@ -74,7 +74,7 @@ def test_ends_of_whole_answers_are_batched_under_load(
     hold_s: float, monkeypatch: pytest.MonkeyPatch, new_replica: Replicas
 ) -> None:
     """Two of 12 run at a time; what is held comes once the last two have places."""
-    monkeypatch.setattr(engine_deployment, "HOLD_S", hold_s)
+    monkeypatch.setattr(step_thread, "HOLD_S", hold_s)
 
     async def scenario() -> int:
         replica, ingress = new_replica(max_num_sequences=2), Ingress()
@@ -100,7 +100,7 @@ def test_a_replicas_start_counts_its_processs_age(monkeypatch: pytest.MonkeyPatc
 
 
 def test_held_results_are_sent_before_shutdown(monkeypatch: pytest.MonkeyPatch, new_replica: Replicas) -> None:
-    monkeypatch.setattr(engine_deployment, "HOLD_S", 60.0)
+    monkeypatch.setattr(step_thread, "HOLD_S", 60.0)
 
     async def scenario() -> None:
         replica, ingress = new_replica(max_num_sequences=1), Ingress()
@@ -111,13 +111,13 @@ def test_held_results_are_sent_before_shutdown(monkeypatch: pytest.MonkeyPatch, 
         first = asyncio.ensure_future(replica.generate(short, address))
         others = [msgspec.structs.replace(long, request_id=name) for name in "bc"]
         rest = asyncio.ensure_future(replica.generate_group(others, address))
-        await until(lambda: bool(replica._held.results))
+        await until(lambda: bool(replica._thread._held.results))
         assert not first.done()
 
         def fail() -> None:
             raise ValueError("a bug")
 
-        replica._inbox.put(fail)
+        replica._thread._inbox.put(fail)
         assert (await first).finish is FinishStatus.FINISHED_LENGTH
         with pytest.raises(EngineFailed, match="a bug"):
             await rest
@@ -148,13 +148,13 @@ def test_a_constraints_time_counts_against_its_request(monkeypatch, new_replica:
     async def scenario() -> None:
         replica, ingress = new_replica(), Ingress()
         address = await ingress.receiver.start()
-        resolve = replica.engine.resolve
+        resolve = replica.engine.constraints.resolve
 
         def slow(*arguments):
             time.sleep(0.3)
             return resolve(*arguments)
 
-        monkeypatch.setattr(replica.engine, "resolve", slow)
+        monkeypatch.setattr(replica.engine.constraints, "resolve", slow)
         asked = request("late")
         params = msgspec.structs.replace(asked.params, constraint=ConstraintSpec(kind="regex", text="[a-z]{500}"))
         result = await replica.generate(msgspec.structs.replace(asked, params=params, deadline_s=0.25), address)
@@ -196,7 +196,7 @@ def test_a_burst_is_prefilled_together(monkeypatch, new_replica: Replicas) -> No
         await replica.generate(request("before", 2), address)
         assert await asyncio.to_thread(idle.wait, PATIENCE_S)
         steps.clear()
-        replica._burst = Burst(1.0)
+        replica._thread._burst = Burst(1.0)
         started = time.monotonic()
         await asyncio.gather(*(replica.generate(request(name, 2), address) for name in "abcdefgh"))
         assert steps[:2] == [8, 8]

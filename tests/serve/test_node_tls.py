@@ -14,7 +14,7 @@ import trustme
 import uvloop
 
 from manta.cluster.engine.request import SequenceOutput
-from manta.cluster.serve.streams.token_channel import GO_AHEAD, Address, Connection, OutputReceiver, OutputSender
+from manta.cluster.serve.channel.token_channel import GO_AHEAD, Address, Connection, OutputReceiver, OutputSender
 from tests.patience import PATIENCE_S, until
 from tests.processes import running_below
 from tests.server import Server
@@ -141,7 +141,7 @@ def test_a_tls_engine_refuses_a_plain_ingress(
         ingress = Ingress()
         address = await ingress.receiver.start()
         node.take_effect(monkeypatch)
-        monkeypatch.setattr("manta.cluster.serve.streams.token_channel.CONNECT_TIMEOUT_S", 0.5)
+        monkeypatch.setattr("manta.cluster.serve.channel.token_channel.CONNECT_TIMEOUT_S", 0.5)
         with pytest.raises(OSError):  # noqa: PT011 - a timeout has no words
             await asyncio.wait_for(engine().connect(address), PATIENCE_S)
         await ingress.receiver.close()

@@ -21,11 +21,10 @@ from benchmarks.processes import free_port
 from manta.cluster.config import EngineConfig, KeyLimits, ServeConfig, StreamLimits
 from manta.cluster.engine.request import SequenceOutput
 from manta.cluster.http.access.prefix_scope import new_secret
-from manta.cluster.http.exchange.exchange import Exchange
-from manta.cluster.serve.engine_deployment import EngineReplica
+from manta.cluster.serve.engine.engine_replica import EngineReplica
 from manta.cluster.serve.ingress import ListeningIngress
-from manta.cluster.serve.streams import copies, keeper, streams
-from manta.cluster.serve.streams.recorder import Recorder
+from manta.cluster.serve.recorded import copies, keeper, streams
+from manta.cluster.serve.recorded.recorder import Recorder
 from tests.checkpoints import checkpoint
 from tests.local_server import Handle
 from tests.patience import PATIENCE_S, wait_until
@@ -36,6 +35,11 @@ KEYS = ("ann:key-of-ann-0123456789", "ben:key-of-ben-0123456789")
 ANN, BEN = (key.partition(":")[2] for key in KEYS)
 NUM_EVENTS = 20
 """After so many events at most a connection is broken."""
+
+
+async def _nothing(*_: Any) -> None:
+    """Waits for ever."""
+    await asyncio.Future()
 
 
 class TwoIngresses:
@@ -86,11 +90,11 @@ class TwoIngresses:
         ingress = self.ingresses.pop(0)
         self.ports.pop(0)
         client = ingress._client
-        streams, receiver = client.streams, client._receiver
+        streams, receiver = ingress.streams, client._receiver
         for task in streams._tasks:
             task.cancel()
         streams._own.clear()
-        ingress._app._answer = Exchange._gone  # it answers no request that it has accepted just now
+        ingress._app._answer = _nothing  # it answers no request that it has accepted just now
         for server in ingress._listener.servers:
             server.close()
         self._abort(ingress)
@@ -235,7 +239,7 @@ def test_a_second_offer_leaves_the_only_copy(two: TwoIngresses) -> None:
     client = ResumingClient(two.ports[:1], "/v1/completions", completion(max_tokens=300, n=4), 0, ANN)
     client.read_once(3)
     stream_id = client.history.stream_id
-    streams = two.ingresses[1]._client.streams
+    streams = two.ingresses[1].streams
 
     async def offer() -> None:
         for connection in list(streams.copies.connections):
@@ -258,7 +262,7 @@ def test_an_adopted_ended_stream_is_charged_once(two: TwoIngresses) -> None:
     before = charged(others)
     assert charged(two.ingresses[:1]) >= 3 + 5
     two.kill()
-    wait_until(lambda: any(client.history.stream_id in each._client.streams._own for each in others))
+    wait_until(lambda: any(client.history.stream_id in each.streams._own for each in others))
     two.run(asyncio.sleep(0))
     assert charged(others) == before
     assert ask(two, "GET", f"/v1/streams/{client.history.stream_id}")[0] == 200
@@ -298,7 +302,7 @@ def test_only_the_key_that_asked_finds_a_stream(two: TwoIngresses) -> None:
 def test_a_stream_is_followed_only_while_read(two: TwoIngresses) -> None:
     client = ResumingClient(two.ports[:1], "/v1/completions", completion(max_tokens=400, n=8), 0, ANN)
     client.read_once(3)
-    path, followed = f"/v1/streams/{client.history.stream_id}", two.ingresses[1]._client.streams._following
+    path, followed = f"/v1/streams/{client.history.stream_id}", two.ingresses[1].streams._following
     assert ask(two, "GET", path, Authorization=f"Bearer {BEN}")[0] == 404
     assert not followed, "another key's request must not keep a stream going"
     assert ask(two, "DELETE", path)[0] == 200
@@ -337,7 +341,7 @@ def test_an_unread_stream_is_aborted_and_forgotten(two: TwoIngresses) -> None:
     client.read_once(3)
     assert len(client.history.events) == 3
     stream_id = client.history.stream_id
-    wait_until(lambda: stream_id not in two.ingresses[-1]._client.streams._own)  # to ask for it would be to read it
+    wait_until(lambda: stream_id not in two.ingresses[-1].streams._own)  # to ask for it would be to read it
     assert ask(two, "GET", f"/v1/streams/{stream_id}")[0] == 404
     assert charged(two.ingresses[-1:]) >= before + 3 + 3, "the prompt and what was read"
     wait_until(lambda: two.num_kept <= kept and two.replicas[0].engine.stats().num_running == 0)
@@ -346,7 +350,7 @@ def test_an_unread_stream_is_aborted_and_forgotten(two: TwoIngresses) -> None:
 def test_reading_a_long_stream_lets_others_run(two: TwoIngresses) -> None:
     client = ResumingClient(two.ports[-1:], "/v1/completions", completion(max_tokens=60, n=8), 0, ANN)
     client.read()
-    streams, num_turns = two.ingresses[-1]._client.streams, 0
+    streams, num_turns = two.ingresses[-1].streams, 0
 
     async def others() -> None:
         nonlocal num_turns
@@ -371,19 +375,19 @@ def test_a_cancelled_stream_takes_no_output(two: TwoIngresses, how: str) -> None
     client = ResumingClient(two.ports[-1:], "/v1/completions", completion(max_tokens=400, n=8), 0, ANN)
     client.read_once(3)
     stream_id, engine_client = client.history.stream_id, two.ingresses[-1]._client
-    streams = engine_client.streams
+    streams = two.ingresses[-1].streams
 
     async def end_before_an_output() -> None:
         own = streams._own[stream_id]
         recording = own.recording
         num_bytes = streams._bytes[recording.opening.owner] - own.num_counted
-        request_id = f"{recording.opening.generation.request_id}-0"
+        request_id = f"{recording.opening.generation.engine.request_id}-0"
         connection = engine_client.runs[request_id].connection
         if how == "cancelled":
             streams._cancel(own)
             num_bytes += own.num_counted
         else:
-            streams._on_kept([(stream_id, recording.num_safe)], [stream_id])
+            streams.on_kept([(stream_id, recording.num_safe)], [stream_id])
         entries = [*recording.entries]
         engine_client._on_outputs([SequenceOutput(request_id, 0, [7])], connection)
         assert recording.entries == entries
@@ -403,7 +407,7 @@ def test_a_client_with_too_many_recordings_is_refused(two: TwoIngresses) -> None
     assert (status, json.loads(answer)["error"]["code"]) == (429, "too_many_streams"), len(answers)
     assert "streams.max_client_bytes" in json.loads(answer)["error"]["message"]
     assert ask(two, "POST", "/v1/completions", completion(max_tokens=1))[0] == 200
-    wait_until(lambda: two.ingresses[-1]._client.streams._num_bytes < two.config.streams.max_client_bytes // 2)
+    wait_until(lambda: two.ingresses[-1].streams._num_bytes < two.config.streams.max_client_bytes // 2)
     assert ask(two, "POST", "/v1/completions", body, **{"X-Resumable-S": "1"})[0] == 200
 
 
@@ -432,7 +436,7 @@ def test_an_orphan_that_is_deleted_ends(two: TwoIngresses, monkeypatch: pytest.M
 
 def test_an_unanswered_delete_is_not_called_done(two: TwoIngresses, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(streams, "CANCEL_S", 0.2)
-    monkeypatch.setattr(two.ingresses[0]._client.streams, "_cancel", lambda own: None)
+    monkeypatch.setattr(two.ingresses[0].streams, "_cancel", lambda own: None)
     client = ResumingClient(two.ports[:1], "/v1/completions", completion(max_tokens=400, n=8), 0, ANN)
     client.read_once(3)
     assert ask(two, "DELETE", f"/v1/streams/{client.history.stream_id}")[0] == 503

@@ -25,10 +25,10 @@ from manta.cluster.errors import QueueFull, Unavailable
 from manta.cluster.protocol.api_errors import api_error
 from manta.cluster.serve import app
 from manta.cluster.serve.app import application
+from manta.cluster.serve.engine.meter import MAX_RETRY_S, LoadMeter
 from manta.cluster.serve.scaling import decision
 from manta.cluster.serve.scaling.autoscaling import autoscaling_config, ingress_autoscaling_config
 from manta.cluster.serve.scaling.decision import HEADROOM, Lesson, Load, Targets, desired_replicas, learn
-from manta.cluster.serve.scaling.meter import MAX_RETRY_S, LoadMeter
 from manta.cluster.serve.scaling.waking import UNMEASURED_START_S, Waker
 from tests.async_tests import async_test
 from tests.local_server import local_server, post, until

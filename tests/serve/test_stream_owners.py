@@ -11,9 +11,9 @@ from manta.cluster.config import StreamLimits
 from manta.cluster.errors import QueueFull, Unavailable
 from manta.cluster.http.exchange.recording import MIN_UNREAD_S
 from manta.cluster.http.exchange.recordings import OVERHEAD_BYTES
-from manta.cluster.serve.streams import copies, following, keeper, streams
-from manta.cluster.serve.streams.keeping import Ask, FromKeeper, Keep, Look, Notice, Write, format_of
-from manta.cluster.serve.streams.token_channel import Address
+from manta.cluster.serve.channel.keeping import Ask, FromKeeper, Keep, Look, Notice, Write, format_of
+from manta.cluster.serve.channel.token_channel import Address
+from manta.cluster.serve.recorded import copies, following, keeper, streams
 from tests.async_tests import async_test
 from tests.patience import until
 from tests.serve.stream_world import OWNER, Ingress, KeeperProcess, World, opening, read, tokens_of

@@ -13,7 +13,7 @@ import random
 import pytest
 
 from manta.cluster.errors import Unavailable
-from manta.cluster.serve.streams import copies, keeper, streams
+from manta.cluster.serve.recorded import copies, keeper, streams
 from tests.async_tests import async_test
 from tests.conftest import PROVE
 from tests.patience import until

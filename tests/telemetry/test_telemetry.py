@@ -130,7 +130,7 @@ async def test_unsampled_and_abandoned_requests_are_traced_correctly(receiver: R
         assert attributes(spans["POST /v1/completions"])["error.type"] == "client_gone"
         assert attributes(spans["decode"])["gen_ai.response.finish_reasons"] == ["abort"]
         assert not receiver.of_trace(silent.trace_id)
-        await until(lambda: not server.replica._watch.spans._stages)
+        await until(lambda: not server.replica._thread._watch.spans._stages)
 
 
 async def leave(server: LocalServer, client: Client) -> None:

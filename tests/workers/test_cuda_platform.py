@@ -461,7 +461,7 @@ def test_a_cuda_engine_claims_a_ray_gpu(num_ranks: int) -> None:
     """One for itself, or one for each rank, whose placement group claims it."""
     pytest.importorskip("ray")
     from manta.cluster.config import EngineConfig
-    from manta.cluster.serve.engine_deployment import engine_deployment
+    from manta.cluster.serve.engine.engine_deployment import engine_deployment
 
     for device, expected in (("cuda", 1 if num_ranks == 1 else 0), ("auto", 0)):
         config = EngineConfig(device=device, tensor_parallel_size=num_ranks, num_threads=1)

@@ -19,9 +19,10 @@ from manta.cluster.http.app import no_cluster, no_other_metrics
 from manta.cluster.http.endpoints import generation
 from manta.cluster.http.exchange.codec import decode
 from manta.cluster.http.exchange.engines import Engines
+from manta.cluster.http.exchange.exchange import Caller, GenerationExchange
 from manta.cluster.http.exchange.metrics import Metrics
+from manta.cluster.http.exchange.reply import WholeReply
 from manta.cluster.http.exchange.state import AppState
-from manta.cluster.http.exchange.whole_exchange import WholeExchange
 from manta.cluster.protocol.api_errors import ApiError, api_error
 from manta.cluster.protocol.requests import ChatCompletionRequest, CompletionRequest
 from manta.cluster.text.tokenizer import Tokenizer
@@ -52,7 +53,9 @@ class Endpoints:
         If the call is cancelled, the engines abort the line.
         """
         sharer = sharer_of(owner) if owner else ""
-        exchange = WholeExchange(request_id, owner, sharer, self.state.config.request_timeout_s)
+        timeout_s, reply = self.state.config.request_timeout_s, WholeReply()
+        caller = Caller(sharer, owner=owner)
+        exchange = GenerationExchange(request_id, {}, caller, self.state.engines, reply, timeout_s)
         try:
             await self._handle(request, exchange)
         except (ApiError, ServingError) as error:
@@ -60,9 +63,9 @@ class Endpoints:
         except Exception as error:
             logging.getLogger(__name__).exception("line %s failed", request_id)
             return _failed(request_id, api_error(error))
-        return BatchResponse(200, request_id, msgspec.Raw(exchange.answer))
+        return BatchResponse(200, request_id, msgspec.Raw(reply.answer))
 
-    async def _handle(self, request: BatchRequest, exchange: WholeExchange) -> None:
+    async def _handle(self, request: BatchRequest, exchange: GenerationExchange) -> None:
         body, limits = bytes(request.body), self.state.config.body
         if request.url == "/v1/completions":
             await generation.completions(self.state, exchange, decode(CompletionRequest, body, limits))

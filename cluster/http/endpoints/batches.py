@@ -86,14 +86,14 @@ class BatchQuery(msgspec.Struct):
 
 async def create(state: AppState, exchange: Exchange, request: CreateBatchRequest) -> Batch:
     records = records_of(state)
-    file = await asyncio.to_thread(records.file, exchange.owner, request.input_file_id)
+    file = await asyncio.to_thread(records.file, exchange.caller.owner, request.input_file_id)
     if file is None or file.purpose != "batch":
         message = f"input_file_id {request.input_file_id[:100]!r} is no file of yours with purpose 'batch'"
         refuse("input_file_id", f"{message}; upload it to /v1/files")
     try:
         return await asyncio.to_thread(
             records.create_batch,
-            exchange.owner,
+            exchange.caller.owner,
             endpoint=request.endpoint,
             input_file_id=file.id,
             completion_window=request.completion_window,
@@ -105,11 +105,11 @@ async def create(state: AppState, exchange: Exchange, request: CreateBatchReques
 
 
 async def list_batches(state: AppState, exchange: Exchange, _: None) -> BatchList:
-    records, query = records_of(state), decode_query(BatchQuery, exchange.query)
-    ids = await asyncio.to_thread(records.batch_ids, exchange.owner)
+    records, query = records_of(state), decode_query(BatchQuery, exchange.incoming.query)
+    ids = await asyncio.to_thread(records.batch_ids, exchange.caller.owner)
     if query.after is not None:
         ids = [each for each in ids if each < query.after]
-    reading = (asyncio.to_thread(_listed, records, exchange.owner, each) for each in ids[: query.limit])
+    reading = (asyncio.to_thread(_listed, records, exchange.caller.owner, each) for each in ids[: query.limit])
     page = [batch for batch in await asyncio.gather(*reading) if batch is not None]
     return BatchList(page, len(ids) > query.limit, page[0].id if page else None, page[-1].id if page else None)
 
@@ -124,8 +124,8 @@ def _listed(records: Records, owner: str, batch_id: str) -> Batch | None:
 
 
 async def one_batch(state: AppState, exchange: Exchange, _: None) -> Batch:
-    batch = await asyncio.to_thread(records_of(state).batch, exchange.owner, exchange.path_parameter)
-    return batch if batch is not None else not_found("batch", exchange.path_parameter)
+    batch = await asyncio.to_thread(records_of(state).batch, exchange.caller.owner, exchange.incoming.path_parameter)
+    return batch if batch is not None else not_found("batch", exchange.incoming.path_parameter)
 
 
 async def cancel(state: AppState, exchange: Exchange, _: None) -> Batch:
@@ -133,5 +133,5 @@ async def cancel(state: AppState, exchange: Exchange, _: None) -> Batch:
     batch = await one_batch(state, exchange, None)
     if batch.status in ENDED:
         raise ApiError(409, f"batch {batch.id} has ended: it is {batch.status}", code="batch_has_ended")
-    await asyncio.to_thread(records_of(state).cancel, exchange.owner, batch.id)
+    await asyncio.to_thread(records_of(state).cancel, exchange.caller.owner, batch.id)
     return await one_batch(state, exchange, None)

@@ -17,11 +17,11 @@ from manta.cluster.chat.reader import ChatReader
 from manta.cluster.errors import RequestRefused, refuse
 from manta.cluster.http.endpoints import generation
 from manta.cluster.http.endpoints.responses_api import usage_of
-from manta.cluster.http.endpoints.stored_responses import check_storage, earlier_items, response_id
+from manta.cluster.http.endpoints.stored_responses import check_storage, earlier_items
 from manta.cluster.http.exchange.codec import NAMED_EVENTS, encode
 from manta.cluster.http.exchange.engines import Generation
 from manta.cluster.http.exchange.exchange import Exchange
-from manta.cluster.http.exchange.identity import Identity
+from manta.cluster.http.exchange.identity import Identity, response_id
 from manta.cluster.http.exchange.state import AppState
 from manta.cluster.protocol.compaction import Compacted, encode_compacted
 from manta.cluster.protocol.response_items import (
@@ -121,7 +121,7 @@ def _compacted(identity: Identity, items: list[Item], summary: str | None, usage
     content = encode_compacted(Compacted(kept, summary))
     users = [item for item in items if is_users(item)]
     return CompactedResponse(
-        id=response_id(identity),
+        id=response_id(identity.stream_id),
         created_at=identity.created,
         output=input_items([*users, {"type": "compaction", "encrypted_content": content}]),
         usage=usage,

@@ -75,11 +75,11 @@ async def upload(state: AppState, exchange: Exchange, _: None) -> FileObject:
     records = records_of(state)
     parser = UploadParser(exchange.headers.get("content-type", ""))
     try:
-        begun = await _in_storage(state, records.begin_upload, exchange.owner, _max_bytes(state, exchange))
+        begun = await _in_storage(state, records.begin_upload, exchange.caller.owner, _max_bytes(state, exchange))
     except TooMuch as error:
         raise ApiError(400, str(error), code="quota_exceeded") from error
     try:
-        with exchange.room(PIECE_BYTES):
+        with exchange.incoming.room(PIECE_BYTES):
             await _receive(state, exchange, parser, begun)
         return await _in_storage(state, begun.commit, parser.filename or "", _checked_fields(parser.fields))
     except BaseException:
@@ -109,7 +109,7 @@ async def _in_storage(state: AppState, function: Callable[..., Result], *argumen
 
 async def _receive(state: AppState, exchange: Exchange, parser: UploadParser, begun: Upload) -> None:
     waiting = bytearray()
-    async for piece in exchange.pieces(state.config.batches.max_file_bytes + MAX_FORM_BYTES):
+    async for piece in exchange.incoming.pieces(state.config.batches.max_file_bytes + MAX_FORM_BYTES):
         for begin in range(0, len(piece), PARSED_BYTES):
             async with state.parsing:
                 waiting += parser.feed(piece[begin : begin + PARSED_BYTES])
@@ -138,8 +138,8 @@ def _checked_fields(fields: dict[str, str]) -> float | None:
 
 
 async def list_files(state: AppState, exchange: Exchange, _: None) -> FileList:
-    records, query = records_of(state), decode_query(FileQuery, exchange.query)
-    found = await asyncio.to_thread(records.files, exchange.owner)
+    records, query = records_of(state), decode_query(FileQuery, exchange.incoming.query)
+    found = await asyncio.to_thread(records.files, exchange.caller.owner)
     if query.order == "asc":
         found.reverse()
     found = [file for file in found if query.purpose in (None, file.purpose)]
@@ -161,18 +161,18 @@ def page_of(found: list[Any], after: str | None, limit: int) -> tuple[list[Any],
 
 
 async def one_file(state: AppState, exchange: Exchange, _: None) -> FileObject:
-    file = await asyncio.to_thread(records_of(state).file, exchange.owner, exchange.path_parameter)
-    return file if file is not None else not_found("file", exchange.path_parameter)
+    file = await asyncio.to_thread(records_of(state).file, exchange.caller.owner, exchange.incoming.path_parameter)
+    return file if file is not None else not_found("file", exchange.incoming.path_parameter)
 
 
 async def content(state: AppState, exchange: Exchange, _: None) -> None:
     file = await one_file(state, exchange, None)
     try:
-        opened = await asyncio.to_thread(records_of(state).content, exchange.owner, file.id)
+        opened = await asyncio.to_thread(records_of(state).content, exchange.caller.owner, file.id)
     except FileNotFoundError:
         not_found("file", file.id)
-    with opened, exchange.room(PIECE_BYTES):
-        await exchange.send_pieces(_pieces(state, opened), file.bytes, "application/octet-stream")
+    with opened, exchange.incoming.room(PIECE_BYTES):
+        await exchange.reply.send_pieces(_pieces(state, opened), file.bytes, "application/octet-stream")
 
 
 async def _pieces(state: AppState, opened: BinaryIO) -> AsyncIterator[bytes]:
@@ -182,5 +182,5 @@ async def _pieces(state: AppState, opened: BinaryIO) -> AsyncIterator[bytes]:
 
 async def delete_file(state: AppState, exchange: Exchange, _: None) -> FileDeleted:
     file = await one_file(state, exchange, None)
-    await asyncio.to_thread(records_of(state).remove_file, exchange.owner, file.id)
+    await asyncio.to_thread(records_of(state).remove_file, exchange.caller.owner, file.id)
     return FileDeleted(file.id)

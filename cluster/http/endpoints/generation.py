@@ -12,12 +12,12 @@ from collections.abc import Callable
 import msgspec
 
 from manta.cluster.chat.plan import plan_chat, render
+from manta.cluster.engine.request import EngineRequest
 from manta.cluster.errors import ServingError, refuse
 from manta.cluster.http.exchange.answers import Answer, ChatAnswer, CompletionAnswer
 from manta.cluster.http.exchange.engines import GenerationRequest
 from manta.cluster.http.exchange.exchange import GenerationExchange
 from manta.cluster.http.exchange.prompts import aside, encode, encode_all, num_kept_tokens
-from manta.cluster.http.exchange.recording import check_resumable, record
 from manta.cluster.http.exchange.state import AppState
 from manta.cluster.protocol.body_limits import check_counts, check_echo, check_num_logprobs
 from manta.cluster.protocol.constraint_refusals import in_words
@@ -92,7 +92,7 @@ async def completions(state: AppState, exchange: GenerationExchange, request: Co
 def _check_priority(state: AppState, exchange: GenerationExchange, priority: int) -> None:
     """Raises `RequestRefused` if the client asks for a negative priority and may not."""
     allowed = state.config.priority_clients
-    if priority < 0 and "*" not in allowed and not (exchange.client and exchange.client in allowed):
+    if priority < 0 and "*" not in allowed and not (exchange.caller.key and exchange.caller.key in allowed):
         message = f"priority {priority} goes before others' requests, which the operator did not allow"
         refuse("priority", f"{message} (priority_clients); leave it out, or send 0 or more")
 
@@ -123,35 +123,27 @@ async def generate(
     included. Raises `ServingError` naming the field of `request` if the engine refuses one of `params`.
     """
     try:
-        replay = exchange.replay
-        if replay is not None:
-            generation = state.streams.read(replay.recording)
-        else:
-            params = await _enforceable(state, exchange, params, not_carried)
-            check_resumable(exchange, bool(request.stream), answer.form)
-            asked = _engines_request(state, exchange, prompts, params, request, shown_ids)
-            if exchange.span is not None:
-                stream, chats = bool(request.stream), asked.chat
-                exchange.span.set_attributes(generation_attributes(state.model_name, params, chat=chats, stream=stream))
-            exchange.admit(sum(map(len, prompts)))
-            recorded = exchange.resumable
-            if recorded is None:
-                generation = state.engines.submit(asked)
-            else:
-                generation = await record(state, exchange, recorded, asked)
+        params = await _enforceable(exchange, params, not_carried)
+        asked = _engines_request(state, exchange, prompts, params, request, shown_ids)
+        streams = bool(request.stream)
+        if exchange.span is not None:
+            attributes = generation_attributes(state.model_name, params, chat=asked.chat, stream=streams)
+            exchange.span.set_attributes(attributes)
+        exchange.caller.admit(sum(map(len, prompts)), exchange.reply.headers_always)
+        generation = await exchange.engines.submit(asked)
         exchange.hand_over()
         try:
-            if request.stream if replay is None else replay.streams:
-                await exchange.stream(answer.stream(generation), generation, answer.form)
+            if streams:
+                await exchange.reply.stream(answer.stream(generation), generation, answer.form)
             else:
-                await exchange.send_json(await answer.whole(generation))
+                await exchange.reply.send_json(await answer.whole(generation))
         finally:
             generation.close()
             exchange.note(generation)
     except ServingError as error:
         if error.param is None:
             raise
-        field, error = await _field_at_fault(state, exchange, request, error)
+        field, error = await _field_at_fault(exchange, request, error)
         if field == error.param:
             raise
         message = error.message.removeprefix(error.param or "")
@@ -169,24 +161,24 @@ def _engines_request(
     request: ChatCompletionRequest | CompletionRequest,
     shown_ids: frozenset[int],
 ) -> GenerationRequest:
-    return GenerationRequest(
+    sharer = exchange.caller.sharer
+    engine = EngineRequest(
         request_id=f"{exchange.request_id}-{secrets.token_hex(4)}",
-        prompts=prompts,
+        prompt_token_ids=[],
         params=params,
-        timeout_s=exchange.remaining_s,
-        chat=isinstance(request, ChatCompletionRequest),
-        shown_ids=shown_ids,
+        deadline_s=exchange.remaining_s,
         priority=request.priority,
-        client=exchange.sharer,
-        weight=state.config.client_weights.get(exchange.sharer, 1.0),
+        client=sharer,
+        weight=state.config.client_weights.get(sharer, 1.0),
         session=_session(exchange),
         traceparent=exchange.traceparent,
-        cache_root=state.prefix_scope.root(exchange.owner, request.cache_salt),
+        cache_root=state.prefix_scope.root(exchange.caller.owner, request.cache_salt),
     )
+    chat = isinstance(request, ChatCompletionRequest)
+    return GenerationRequest(prompts=prompts, engine=engine, chat=chat, shown_ids=shown_ids)
 
 
 async def _field_at_fault(
-    state: AppState,
     exchange: GenerationExchange,
     request: ChatCompletionRequest | CompletionRequest,
     error: ServingError,
@@ -198,7 +190,7 @@ async def _field_at_fault(
     for field, spec in request.tool_constraints() if error.param == "constraint" else []:
         try:
             async with asyncio.timeout(exchange.remaining_s):
-                await state.engines.resolve(spec, exchange.sharer)
+                await exchange.engines.resolve(spec, exchange.caller.sharer)
         except ServingError as of_tool:
             return field, of_tool
         except TimeoutError:
@@ -207,18 +199,14 @@ async def _field_at_fault(
 
 
 async def _enforceable(
-    state: AppState, exchange: GenerationExchange, params: SamplingParams, not_carried: tuple[str, ...]
+    exchange: GenerationExchange, params: SamplingParams, not_carried: tuple[str, ...]
 ) -> SamplingParams:
-    """Returns `params` with a loose constraint resolved. A header of the answer lists what is not enforced.
-
-    The client of an answer in the background does not wait for the engine's refusal, so any constraint is resolved.
-    """
-    in_background = exchange.resumable is not None and exchange.resumable.is_in_background
-    if params.constraint is None or not (params.constraint.loose or in_background):
+    """Returns `params` with a loose constraint resolved. A header of the answer lists what is not enforced."""
+    if params.constraint is None or not params.constraint.loose:
         return params
-    spec, not_enforced = await state.engines.resolve(params.constraint, exchange.sharer)
+    spec, not_enforced = await exchange.engines.resolve(params.constraint, exchange.caller.sharer)
     if not_enforced or not_carried:
-        exchange.headers_out.append((b"x-manta-not-enforced", _header_value([*not_carried, *not_enforced])))
+        exchange.reply.headers_out.append((b"x-manta-not-enforced", _header_value([*not_carried, *not_enforced])))
     return msgspec.structs.replace(params, constraint=spec)
 
 

@@ -43,15 +43,15 @@ async def home(state: AppState, exchange: Exchange, _: None) -> Home | None:
 
 
 async def docs(state: AppState, exchange: Exchange, _: None) -> None:
-    body = "".join(_operations(state.document, exchange.root_path))
-    openapi = html.escape(f"{exchange.root_path}/openapi.json")
+    body = "".join(_operations(state.document, exchange.incoming.root_path))
+    openapi = html.escape(f"{exchange.incoming.root_path}/openapi.json")
     await _send_page(exchange, "Manta's endpoints", f'{body}<p>All of it: <a href="{openapi}">{openapi}</a></p>')
 
 
 def _home(state: AppState, exchange: Exchange) -> Home:
     needs_key = bool(state.config.api_keys)
     name = None if needs_key else state.model_name
-    host, root = exchange.headers.get("host", ""), exchange.root_path
+    host, root = exchange.headers.get("host", ""), exchange.incoming.root_path
     url = f"{state.config.scheme}://{host or f'{state.config.host}:{state.config.port}'}{root}"
     return Home(
         version=version(),
@@ -104,4 +104,4 @@ async def _send_page(exchange: Exchange, title: str, body: str) -> None:
         f'<!doctype html><html lang="en"><meta charset="utf-8"><title>{title}</title><style>{_STYLE}</style>'
         f"<h1>{title}</h1>{body}</html>"
     )
-    await exchange.send_body(page.encode(), "text/html; charset=utf-8")
+    await exchange.reply.send_body(page.encode(), "text/html; charset=utf-8")

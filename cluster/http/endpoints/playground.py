@@ -40,14 +40,14 @@ class Asset(NamedTuple):
 
 
 async def asset(state: AppState, exchange: Exchange, _: None) -> None:
-    name = exchange.path_parameter
+    name = exchange.incoming.path_parameter
     if name == PAGE or name not in _names():
-        raise ApiError(404, f"the playground has no file {name[:100]!a}; it begins at {exchange.root_path}/")
-    await _send(exchange, _read(name, exchange.root_path))
+        raise ApiError(404, f"the playground has no file {name[:100]!a}; it begins at {exchange.incoming.root_path}/")
+    await _send(exchange, _read(name, exchange.incoming.root_path))
 
 
 async def send_playground(exchange: Exchange) -> None:
-    await _send(exchange, _read(PAGE, exchange.root_path))
+    await _send(exchange, _read(PAGE, exchange.incoming.root_path))
 
 
 @functools.cache
@@ -77,6 +77,6 @@ async def _send(exchange: Exchange, asset: Asset) -> None:
         (b"vary", b"accept"),
     ]
     if asset.tag in exchange.headers.get("if-none-match", ""):
-        await exchange.send_empty(headers, 304)
+        await exchange.reply.send_empty(headers, 304)
     else:
-        await exchange.send_body(asset.body, asset.content_type, headers=headers)
+        await exchange.reply.send_body(asset.body, asset.content_type, headers=headers)

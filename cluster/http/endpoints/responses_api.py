@@ -6,7 +6,6 @@ API's fields.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
@@ -15,11 +14,11 @@ from manta.cluster.chat.reader import ChatReader
 from manta.cluster.engine.request import FinishStatus
 from manta.cluster.errors import QueueFull, RequestRefused, ServingError, Unavailable
 from manta.cluster.http.endpoints import generation
-from manta.cluster.http.endpoints.stored_responses import Keeping, prepared, response_id
+from manta.cluster.http.endpoints.stored_responses import Keeping, prepared
 from manta.cluster.http.exchange.codec import NAMED_EVENTS, encode, named_event
 from manta.cluster.http.exchange.engines import Event, Generation
 from manta.cluster.http.exchange.exchange import Exchange, GenerationExchange
-from manta.cluster.http.exchange.identity import Identity
+from manta.cluster.http.exchange.identity import Identity, response_id
 from manta.cluster.http.exchange.recordings import CANCELLED
 from manta.cluster.http.exchange.state import AppState
 from manta.cluster.protocol.api_errors import ApiError
@@ -48,24 +47,21 @@ _ERROR_CODES: dict[type[ServingError], str] = {RequestRefused: "invalid_prompt",
 
 async def create(state: AppState, exchange: GenerationExchange, body: ResponsesRequest) -> None:
     body, keeping = await prepared(state, exchange, body)
-    in_background = bool(body.background) and exchange.replay is None
+    background = keeping if keeping is not None and keeping.in_background else None
 
     def answer_with(
         request: Any, identity: Identity, model: str, tokenizer: Any, plan: ChatPlan, prompt: list[int]
     ) -> ResponsesAnswer:
-        answer = ResponsesAnswer(body, identity, model, plan, keeping, in_background)
-        if in_background:
-            assert exchange.resumable is not None
-            assert keeping is not None
-            exchange.resumable.before = functools.partial(keeping.begin, answer.response)
+        answer = ResponsesAnswer(body, identity, model, plan, keeping)
+        if background is not None:
+            background.keep_before(answer.response)
         return answer
 
     try:
         await generation.chat(state, exchange, body.as_openai(), answer_with)
     except ServingError as error:
-        if in_background:
-            assert keeping is not None
-            await keeping.undo()
+        if background is not None:
+            await background.undo()
         if isinstance(error, RequestRefused):
             raise renamed(error, body) from error
         raise
@@ -73,18 +69,19 @@ async def create(state: AppState, exchange: GenerationExchange, body: ResponsesR
 
 async def connect(state: AppState, exchange: Exchange, _: None) -> None:
     """Opens a WebSocket connection, whose messages `create` answers."""
-    if not exchange.is_websocket:
-        message = f"GET {exchange.url_path} opens a WebSocket connection; connect as one, or send the request as a POST"
+    if not exchange.incoming.is_websocket:
+        path = exchange.incoming.url_path
+        message = f"GET {path} opens a WebSocket connection; connect as one, or send the request as a POST"
         raise ApiError(426, message, code="upgrade_required")
     if state.drains:
         raise Unavailable("this server is about to stop; connect again")
-    await exchange.send_empty([], status=101)
+    await exchange.reply.send_empty([], status=101)
 
 
 class ResponsesAnswer:
     """An answer of `/v1/responses`, whole or as a stream of named and numbered events.
 
-    `keeping` keeps it; None keeps nothing. With `is_begun_only` a whole answer is the response as it was created.
+    `keeping` keeps it; None keeps nothing. A whole answer in the background is the response as it was created.
     """
 
     form = NAMED_EVENTS
@@ -96,21 +93,19 @@ class ResponsesAnswer:
         model: str,
         plan: ChatPlan,
         keeping: Keeping | None,
-        is_begun_only: bool,
     ) -> None:
         self._keeping = keeping
-        self._is_begun_only = is_begun_only
         self._reader = ChatReader(plan, identity.source)
         self._items = ItemWriter(identity)
         self._num_events = 0
         self._num_reasoning_tokens = 0
         params = plan.params
         self.response = ResponseObject(
-            id=response_id(identity),
+            id=response_id(identity.stream_id),
             created_at=identity.created,
             status="queued" if body.background else "in_progress",
             background=bool(body.background),
-            store=keeping is not None and keeping.stores,
+            store=bool(body.store),
             previous_response_id=body.previous_response_id,
             model=model,
             instructions=body.instructions,
@@ -132,7 +127,7 @@ class ResponsesAnswer:
         )
 
     async def whole(self, generation: Generation) -> bytes:
-        if not self._is_begun_only:
+        if self._keeping is None or not self._keeping.in_background:
             async for _ in self._events(generation):
                 pass
         return encode(self.response)

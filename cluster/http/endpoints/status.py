@@ -68,7 +68,7 @@ def health_of(engines: list[EngineStats], bound_s: float, knew_engines: bool = F
 async def ready(state: AppState, exchange: Exchange, _: None) -> None:
     """Answers as Serve's proxies do, for load balancers that were set up for them."""
     status, text = (503, b"This node is being drained.") if state.drains else (200, b"success")
-    await exchange.send_body(text, "text/plain; charset=utf-8", status)
+    await exchange.reply.send_body(text, "text/plain; charset=utf-8", status)
 
 
 class Version(msgspec.Struct):
@@ -163,10 +163,10 @@ def _word(stats: EngineStats, bound_s: float) -> Literal["idle", "running", "sta
 
 async def metrics(state: AppState, exchange: Exchange, _: None) -> None:
     text = state.metrics.render(await state.engines.stats(), await state.other_metrics())
-    await exchange.send_body(text, "text/plain; version=0.0.4; charset=utf-8")
+    await exchange.reply.send_body(text, "text/plain; version=0.0.4; charset=utf-8")
 
 
 async def openapi(state: AppState, exchange: Exchange, _: None) -> dict[str, Any]:
-    if not exchange.root_path:
+    if not exchange.incoming.root_path:
         return state.document
-    return {**state.document, "servers": [{"url": exchange.root_path}]}
+    return {**state.document, "servers": [{"url": exchange.incoming.root_path}]}

@@ -3,12 +3,15 @@
 A background response is a recorded stream that nobody need read. It is stored twice: before it begins with everything
 from which it can be run again, and with its recording when it has ended. The process that ran it stores its end. If all
 processes died before that, whoever asks for it next runs it again, with the same seed.
+
+Who reads a recorded stream again stores nothing. The stream of a deleted response is gone with it.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import logging
 import time
 from collections.abc import Iterator
@@ -20,27 +23,20 @@ from msgspec import Meta
 from manta.cluster.batch.kept_responses import EndedResponse, KeptResponses, StoredResponse
 from manta.cluster.batch.quota import TooMuch
 from manta.cluster.errors import ServingError, Unavailable, refuse
-from manta.cluster.http.endpoints.streams import write_again
+from manta.cluster.http.endpoints.streams import RESPONSES_PATH, write_again
 from manta.cluster.http.exchange.codec import decode, decode_query, encode
-from manta.cluster.http.exchange.exchange import Exchange, GenerationExchange
-from manta.cluster.http.exchange.identity import Identity, new_stream_id
-from manta.cluster.http.exchange.recordings import (
-    Opening,
-    Recording,
-    Replay,
-    Resumable,
-    decode_opening,
-    encode_opening,
-)
+from manta.cluster.http.exchange.exchange import Caller, Exchange, GenerationExchange
+from manta.cluster.http.exchange.identity import response_id
+from manta.cluster.http.exchange.recording import RecordedEngines, ReplayedEngines, record
+from manta.cluster.http.exchange.recordings import Opening, Recording, decode_opening, encode_opening
+from manta.cluster.http.exchange.reply import WholeReply
 from manta.cluster.http.exchange.state import AppState
-from manta.cluster.http.exchange.whole_exchange import WholeExchange
 from manta.cluster.protocol.api_errors import ApiError
 from manta.cluster.protocol.response_items import check_calls, input_items
 from manta.cluster.protocol.responses_api import ResponseObject, ResponsesRequest
 
 logger = logging.getLogger(__name__)
 
-PATH = "/v1/responses"
 STORE_TIMEOUT_S = 10.0
 """Seconds that storing an end may take before the answer goes out without it."""
 STORE_MARGIN_S = 60.0
@@ -89,33 +85,38 @@ class ResponseDeleted(msgspec.Struct):
     deleted: bool = True
 
 
-def response_id(identity: Identity) -> str:
-    """Returns the id of a response. It is that of its stream, so that whoever has the one finds the other."""
-    return f"resp_{(identity.stream_id or new_stream_id()).removeprefix('strm_')}"
-
-
 # ---- what a request keeps ------------------------------------------------------------------------------------------
 
 
 class Keeping:
     """Keeps the response of one request: in the storage `kept`, if there is one, and in the memory of the connection on
-    which the request came, if it came on one. `items` is the conversation that it answers.
+    which the request came, if it came on one. `items` is the conversation that it answers. `background` are the engines
+    of a response in the background; None for another one.
     """
 
     def __init__(
-        self, state: AppState, kept: KeptResponses | None, exchange: GenerationExchange, items: list[dict[str, Any]]
+        self,
+        kept: KeptResponses | None,
+        exchange: GenerationExchange,
+        items: list[dict[str, Any]],
+        background: RecordedEngines | None,
     ) -> None:
-        self._state = state
         self._kept = kept
         self._exchange = exchange
         self._items = items
+        self._background = background
 
     @property
-    def stores(self) -> bool:
-        return self._kept is not None
+    def in_background(self) -> bool:
+        return self._background is not None
 
-    async def begin(self, response: ResponseObject, opening: Opening) -> None:
-        """Stores a background response before it begins. Raises `RequestRefused` if it is too large."""
+    def keep_before(self, response: ResponseObject) -> None:
+        """Has a background response stored before it begins."""
+        assert self._background is not None
+        self._background.before = functools.partial(self._begin, response)
+
+    async def _begin(self, response: ResponseObject, opening: Opening) -> None:
+        """Raises `RequestRefused` if the response is too large."""
         assert self._kept is not None
         stored = StoredResponse(response, self._items, encode_opening(opening))
         try:
@@ -127,44 +128,37 @@ class Keeping:
         """Removes a background response that was refused after it had been stored."""
         assert self._kept is not None
         exchange = self._exchange
-        await asyncio.to_thread(self._kept.remove, exchange.owner, response_id(exchange.identity))
+        await asyncio.to_thread(self._kept.remove, exchange.caller.owner, response_id(exchange.identity.stream_id))
 
     async def end(self, response: ResponseObject) -> None:
-        """Keeps a response that has ended. If storing fails, the answer says `store: false` and the log says why."""
+        """Keeps a response that has ended; the process that ran a background response does it itself (`keep_ended`). If
+        storing fails, the answer says `store: false` and the log says why.
+        """
         if self._exchange.remembered is not None:
             self._exchange.remembered.note(response.id, [*self._items, *response.output])
-        if self._kept is None:
+        if self._kept is None or response.background:
             return
         try:
             async with asyncio.timeout(STORE_TIMEOUT_S):
-                await self._end(self._kept, response)
+                stored = StoredResponse(response, self._items)
+                await asyncio.to_thread(self._kept.create, self._exchange.caller.owner, stored)
         except Exception:
             logger.exception("response %s is not stored", response.id)
-            response.store = response.background  # whoever asks for a background response stores it again
-
-    async def _end(self, kept: KeptResponses, response: ResponseObject) -> None:
-        exchange = self._exchange
-        if not response.background:
-            await asyncio.to_thread(kept.create, exchange.owner, StoredResponse(response, self._items))
-            return
-        recording = None if exchange.replay is None else exchange.replay.recording
-        recording = recording or await self._state.streams.find(exchange.identity.stream_id, exchange.owner)
-        if recording is not None:
-            ended = EndedResponse(response, [*recording.entries])
-            await asyncio.to_thread(kept.end, exchange.owner, ended)
+            response.store = False
 
 
 async def prepared(
     state: AppState, exchange: GenerationExchange, body: ResponsesRequest
 ) -> tuple[ResponsesRequest, Keeping | None]:
-    """Returns the body with the whole conversation as its input, and what keeps its response; None if nothing does.
+    """Returns the body with the whole conversation as its input and with `store` decided, and what keeps its response;
+    None if nothing does.
 
     Raises `RequestRefused` if the body asks for something to be kept that this server cannot keep.
     """
+    if isinstance(exchange.engines, ReplayedEngines):  # the recorded body is prepared, and its response is kept
+        return body, None
     kept = state.responses
     items = input_items(body.input)
-    if exchange.replay is not None:  # the recorded body is prepared
-        return body, Keeping(state, kept, exchange, items) if body.store and kept is not None else None
     check_storage(state, exchange, body)
     if body.background and body.store is False:
         refuse("background", "background needs a stored response; leave store out, or send store: true")
@@ -172,11 +166,18 @@ async def prepared(
     if body.previous_response_id is not None:
         items = [*await earlier_items(state, exchange, body.previous_response_id), *items]
     check_calls(items)
-    if body.previous_response_id is not None or body.background or exchange.resumable is not None:
-        body = msgspec.structs.replace(body, input=items, store=stores)
-        _record(state, exchange, body)
+    body = msgspec.structs.replace(body, store=stores)
+    recorded = exchange.engines if isinstance(exchange.engines, RecordedEngines) else None
+    if body.previous_response_id is not None or body.background or recorded is not None:
+        body = msgspec.structs.replace(body, input=items)
+        encoded = _checked(state, body)
+        if body.background:
+            recorded = record(state, exchange, encoded, state.config.request_timeout_s + STORE_MARGIN_S)
+        elif recorded is not None:
+            recorded.body = encoded
     keeps = stores or exchange.remembered is not None
-    return body, Keeping(state, kept if stores else None, exchange, items) if keeps else None
+    background = recorded if body.background else None
+    return body, Keeping(kept if stores else None, exchange, items, background) if keeps else None
 
 
 def check_storage(state: AppState, exchange: GenerationExchange, body: Any) -> None:
@@ -189,37 +190,33 @@ def check_storage(state: AppState, exchange: GenerationExchange, body: Any) -> N
                 refuse(name, f"{message}, or ask whoever operates it to set batch_storage to a folder")
 
 
-def _record(state: AppState, exchange: GenerationExchange, body: ResponsesRequest) -> None:
-    """Checks a body with its whole conversation, and has its stream recorded with that body if it is recorded."""
+def _checked(state: AppState, body: ResponsesRequest) -> bytes:
+    """Returns an encoded body with its whole conversation. Raises `RequestRefused` if it is too long."""
     encoded, limit = encode(body), state.config.max_body_bytes
     if len(encoded) > limit:
         message = f"the conversation has {len(encoded)} bytes with its earlier turns and the limit is {limit}"
         refuse("input", f"input: {message} (max_body_bytes); begin a new one")
     decode(type(body), encoded, state.config.body)
-    if body.background:
-        exchange.identity = Identity(new_stream_id())
-        exchange.resumable = Resumable(encoded, state.config.request_timeout_s + STORE_MARGIN_S)
-    elif exchange.resumable is not None:
-        exchange.resumable.body = encoded
+    return encoded
 
 
 async def earlier_items(state: AppState, exchange: GenerationExchange, previous: str) -> list[dict[str, Any]]:
     """Returns the conversation up to an earlier response, its output included: the latest one of the connection, or a
     stored one.
     """
-    remembered = exchange.remembered
+    remembered, kept = exchange.remembered, state.responses
     items = None if remembered is None else remembered.items(previous)
-    if items is not None:
+    is_deleted = kept is not None and await asyncio.to_thread(kept.is_deleted, exchange.caller.owner, previous)
+    if items is not None and not is_deleted:
         return items
-    kept = state.responses
-    stored = None if kept is None else await asyncio.to_thread(kept.find, exchange.owner, previous)
+    stored = None if kept is None else await asyncio.to_thread(kept.find, exchange.caller.owner, previous)
     if stored is None:
         what = "is not the latest response of this connection" if remembered is not None else ""
         what += " and " if remembered is not None and kept is not None else ""
         what += "is no stored response of yours; it may have expired" if kept is not None else ""
         message = f"previous_response_id {previous[:80]!r} {what}; send the whole conversation"
         refuse("previous_response_id", message, "previous_response_not_found")
-    response = await _current(state, exchange.owner, stored)
+    response = await _current(state, exchange.caller.owner, stored)
     if response.status not in ("completed", "incomplete"):
         message = f"previous_response_id {previous} is {response.status}; only an answered response can be continued"
         refuse("previous_response_id", message)
@@ -230,7 +227,7 @@ def keep_ended(state: AppState, recording: Recording) -> None:
     """Stores the response of a recorded stream that has ended in this process, unless it is not to be kept. A stream
     that was aborted because nobody read it has no response.
     """
-    if state.responses is None or recording.opening.path != PATH or not recording.is_ended:
+    if state.responses is None or recording.opening.path != RESPONSES_PATH or not recording.is_ended:
         return
     if decode(ResponsesRequest, recording.opening.body, state.config.body).store:
         task = asyncio.ensure_future(_keep(state, recording))
@@ -248,11 +245,21 @@ async def _keep(state: AppState, recording: Recording) -> None:
 
 
 async def _written(state: AppState, recording: Recording) -> ResponseObject:
-    """Returns the response of a recording that has ended. Writing it stores it."""
-    opening = recording.opening
-    exchange = WholeExchange(opening.stream_id, opening.owner, opening.generation.client, opening.generation.timeout_s)
-    await write_again(state, cast(Exchange, exchange), Replay(recording, streams=False))
-    return msgspec.json.decode(exchange.answer, type=ResponseObject)
+    """Returns the response of a recording that has ended, and stores it unless it was deleted."""
+    opening, kept = recording.opening, state.responses
+    assert kept is not None
+    client, timeout_s = opening.generation.engine.client, state.config.request_timeout_s
+    reply, caller = WholeReply(), Caller(client, owner=opening.owner)
+    exchange = GenerationExchange(opening.stream_id, {}, caller, state.engines, reply, timeout_s)
+    await write_again(state, cast(Exchange, exchange), recording, streams=False)
+    response = msgspec.json.decode(reply.answer, type=ResponseObject)
+    if response.background:
+        ended = EndedResponse(response, [*recording.entries])
+        await asyncio.to_thread(kept.end, opening.owner, ended)
+    else:
+        items = input_items(decode(ResponsesRequest, opening.body, state.config.body).input)
+        await asyncio.to_thread(kept.create, opening.owner, StoredResponse(response, items))
+    return response
 
 
 # ---- endpoints -----------------------------------------------------------------------------------------------------
@@ -260,24 +267,24 @@ async def _written(state: AppState, recording: Recording) -> ResponseObject:
 
 async def retrieve(state: AppState, exchange: Exchange, _: None) -> ResponseObject | None:
     """Returns a response as it is now, or sends the events of a background response from a number on."""
-    query = decode_query(ResponseQuery, exchange.query)
+    query = decode_query(ResponseQuery, exchange.incoming.query)
     kept, stored = await _found(state, exchange)
     if not query.stream:
-        return await _current(state, exchange.owner, stored)
+        return await _current(state, exchange.caller.owner, stored)
     opening = _opening_of(stored, "its events can be read again")
-    ended = await asyncio.to_thread(kept.ended, exchange.owner, stored.response.id)
+    ended = await asyncio.to_thread(kept.ended, exchange.caller.owner, stored.response.id)
     if ended is None:
-        recording = await _running(state, opening)
+        recording = await _running(state, kept, opening)
     else:
         recording = Recording(opening)
         recording.entries, recording.is_ended = ended.entries, True
         recording.make_safe(len(ended.entries))
-    await write_again(state, exchange, Replay(recording, query.starting_after))
+    await write_again(state, exchange, recording, query.starting_after)
     return None
 
 
 async def list_items(state: AppState, exchange: Exchange, _: None) -> ItemList:
-    query = decode_query(ItemQuery, exchange.query)
+    query = decode_query(ItemQuery, exchange.incoming.query)
     _kept, stored = await _found(state, exchange)
     items = stored.items if query.order == "asc" else stored.items[::-1]
     if query.after is not None:
@@ -291,15 +298,15 @@ async def list_items(state: AppState, exchange: Exchange, _: None) -> ItemList:
 
 
 async def delete(state: AppState, exchange: Exchange, _: None) -> ResponseDeleted:
-    """Removes a response, and ends it if it runs in the background."""
+    """Removes a response and its stream, and ends it if it runs in the background."""
     kept, stored = await _found(state, exchange)
     has_ended = stored.opening is None
-    has_ended = has_ended or await asyncio.to_thread(kept.ended, exchange.owner, stored.response.id) is not None
-    await asyncio.to_thread(kept.remove, exchange.owner, stored.response.id)
+    has_ended = has_ended or await asyncio.to_thread(kept.ended, exchange.caller.owner, stored.response.id) is not None
+    await asyncio.to_thread(kept.delete, exchange.caller.owner, stored.response.id)
     if not has_ended:
         assert stored.opening is not None
         with contextlib.suppress(ServingError):  # a run that cannot be reached ends by its deadline, and is not kept
-            recording = await state.streams.find(decode_opening(stored.opening).stream_id, exchange.owner)
+            recording = await state.streams.find(decode_opening(stored.opening).stream_id, exchange.caller.owner)
             if recording is not None:
                 await state.streams.cancel(recording)
     return ResponseDeleted(stored.response.id)
@@ -307,12 +314,12 @@ async def delete(state: AppState, exchange: Exchange, _: None) -> ResponseDelete
 
 async def cancel(state: AppState, exchange: Exchange, _: None) -> ResponseObject:
     """Ends a background response, and returns it with what it has. One that has ended is returned as it is."""
-    _kept, stored = await _found(state, exchange)
+    kept, stored = await _found(state, exchange)
     opening = _opening_of(stored, "it can be cancelled")
-    response = await _current(state, exchange.owner, stored)
+    response = await _current(state, exchange.caller.owner, stored)
     if response.status not in ("queued", "in_progress"):
         return response
-    recording = await _running(state, opening)
+    recording = await _running(state, kept, opening)
     with _followed(state, recording) as recording:
         await state.streams.cancel(recording)
         try:
@@ -332,11 +339,15 @@ async def _found(state: AppState, exchange: Exchange) -> tuple[KeptResponses, St
     if kept is None:
         message = "this server keeps no responses; whoever operates it can set batch_storage to a folder"
         raise ApiError(404, message, code="no_batch_storage")
-    stored = await asyncio.to_thread(kept.find, exchange.owner, exchange.path_parameter)
+    stored = await asyncio.to_thread(kept.find, exchange.caller.owner, exchange.incoming.path_parameter)
     if stored is None:
-        message = f"there is no stored response {exchange.path_parameter[:80]!r} of yours; it may have expired"
-        raise ApiError(404, message, code="response_not_found")
+        raise _not_found(exchange.incoming.path_parameter)
     return kept, stored
+
+
+def _not_found(response_id: str) -> ApiError:
+    message = f"there is no stored response {response_id[:80]!r} of yours; it may have expired"
+    return ApiError(404, message, code="response_not_found")
 
 
 def _opening_of(stored: StoredResponse, what: str) -> Opening:
@@ -357,7 +368,7 @@ async def _current(state: AppState, owner: str, stored: StoredResponse) -> Respo
     ended = await asyncio.to_thread(state.responses.ended, owner, response.id)
     if ended is not None:
         return ended.response
-    recording = await _running(state, decode_opening(stored.opening))
+    recording = await _running(state, state.responses, decode_opening(stored.opening))
     with _followed(state, recording) as recording:
         if recording.is_complete:
             return await _written(state, recording)
@@ -365,18 +376,25 @@ async def _current(state: AppState, owner: str, stored: StoredResponse) -> Respo
         return response
 
 
-async def _running(state: AppState, opening: Opening) -> Recording:
-    """Returns the recording of a background response. If no process has it, begins it again, with a new deadline."""
+async def _running(state: AppState, kept: KeptResponses, opening: Opening) -> Recording:
+    """Returns the recording of a background response. If no process has it, begins it again, with a new deadline.
+
+    Raises `ApiError` 404 if the response was deleted meanwhile.
+    """
     for look in range(LOOKS):
         if look:
             await asyncio.sleep(LOOK_PAUSE_S)
         recording = await state.streams.find(opening.stream_id, opening.owner)
         if recording is not None:
             return recording
+    lost = response_id(opening.stream_id)
+    if await asyncio.to_thread(kept.is_deleted, opening.owner, lost):
+        raise _not_found(lost)
     logger.warning("response of stream %s was lost while it ran; it is run again", opening.stream_id)
     timeout_s = time.time() - opening.created + state.config.request_timeout_s
-    request = msgspec.structs.replace(opening.generation, timeout_s=timeout_s)
-    return state.streams.begin(msgspec.structs.replace(opening, generation=request), is_repeated=True)
+    engine = msgspec.structs.replace(opening.generation.engine, deadline_s=timeout_s)
+    generation = msgspec.structs.replace(opening.generation, engine=engine)
+    return state.streams.begin(msgspec.structs.replace(opening, generation=generation), is_repeated=True)
 
 
 @contextlib.contextmanager

@@ -6,16 +6,22 @@ that the client has are left out.
 
 from __future__ import annotations
 
+import asyncio
 from typing import Annotated
 
 import msgspec
 
 from manta.cluster.http.exchange.codec import decode, decode_query
 from manta.cluster.http.exchange.exchange import Exchange
-from manta.cluster.http.exchange.identity import Identity
-from manta.cluster.http.exchange.recordings import Recording, Replay, last_event
+from manta.cluster.http.exchange.identity import response_id
+from manta.cluster.http.exchange.recording import replay, with_stream
+from manta.cluster.http.exchange.recordings import Recording, last_event
+from manta.cluster.http.exchange.routing import Route
 from manta.cluster.http.exchange.state import AppState
 from manta.cluster.protocol.api_errors import ApiError
+
+RESPONSES_PATH = "/v1/responses"
+"""Path whose streams are gone when their response is deleted."""
 
 
 class StreamQuery(msgspec.Struct):
@@ -31,39 +37,56 @@ class StreamDeleted(msgspec.Struct):
 
 async def resume(state: AppState, exchange: Exchange, _: None) -> None:
     """Sends the events of a stream after the one that `starting_after` or `Last-Event-ID` names, and then the rest."""
-    after = decode_query(StreamQuery, exchange.query).starting_after
+    after = decode_query(StreamQuery, exchange.incoming.query).starting_after
     last = last_event(exchange.headers)
     if after is None:
-        after = last[1] if last is not None and last[0] == exchange.path_parameter else -1
-    await read_on(state, exchange, exchange.path_parameter, after)
+        after = last[1] if last is not None and last[0] == exchange.incoming.path_parameter else -1
+    await read_on(state, exchange, exchange.incoming.path_parameter, after)
 
 
 async def delete(state: AppState, exchange: Exchange, _: None) -> StreamDeleted:
     """Ends a stream. What was recorded can be read until its time is over."""
-    recording = await found(state, exchange, exchange.path_parameter)
+    recording = await found(state, exchange, exchange.incoming.path_parameter)
     await state.streams.cancel(recording)
-    return StreamDeleted(exchange.path_parameter)
+    return StreamDeleted(exchange.incoming.path_parameter)
 
 
 async def read_on(state: AppState, exchange: Exchange, stream_id: str, after: int) -> None:
     recording = await found(state, exchange, stream_id)
-    await write_again(state, exchange, Replay(recording, after))
+    exchange.reply.error_body = route_of(state, recording).error_body
+    await write_again(state, exchange, recording, after)
 
 
 async def found(state: AppState, exchange: Exchange, stream_id: str) -> Recording:
-    """Returns a stream of the client. Raises `ApiError` 404 with the same words for a stream of another client."""
-    recording = await state.streams.find(stream_id, exchange.owner)
-    if recording is None:
+    """Returns a stream of the client. Raises `ApiError` 404 with the same words for a stream of another client, and for
+    that of a deleted response.
+    """
+    recording = await state.streams.find(stream_id, exchange.caller.owner)
+    if recording is None or await _is_deleted(state, recording):
         message = f"there is no stream {stream_id[:80]!r} of yours; it may have ended, or nobody read it for too long"
         raise ApiError(404, message, code="stream_not_found")
     return recording
 
 
-async def write_again(state: AppState, exchange: Exchange, replay: Replay) -> None:
-    opening = replay.recording.opening
-    route = state.routes[opening.path]
+async def _is_deleted(state: AppState, recording: Recording) -> bool:
+    opening, kept = recording.opening, state.responses
+    if kept is None or opening.path != RESPONSES_PATH:
+        return False
+    return await asyncio.to_thread(kept.is_deleted, opening.owner, response_id(opening.stream_id))
+
+
+def route_of(state: AppState, recording: Recording) -> Route:
+    """Returns the route that answered the request of a recording."""
+    route: Route = state.routes[recording.opening.path]
+    return route
+
+
+async def write_again(
+    state: AppState, exchange: Exchange, recording: Recording, after: int = -1, streams: bool = True
+) -> None:
+    """Has the route that answered a request answer it again, from its recording: as a stream, or as a whole."""
+    route = route_of(state, recording)
     assert route.body is not None
-    exchange.replay = replay
-    exchange.identity = Identity(opening.stream_id, opening.created)
-    exchange.error_body = route.error_body
-    await route.handler(state, exchange, decode(route.body, opening.body, state.config.body))
+    body = decode(route.body, recording.opening.body, state.config.body)
+    replay(state, exchange, recording, after)
+    await route.handler(state, exchange, with_stream(body, streams))

@@ -1,4 +1,4 @@
-"""The engines as the HTTP application sees them. `cluster/serve/streams/` implements these protocols with calls over
+"""The engines as the HTTP application sees them. `cluster/serve/requests/` implements these protocols with calls over
 Ray.
 """
 
@@ -13,51 +13,24 @@ from manta.cluster.engine.request import EngineRequest, FinishStatus, Usage
 from manta.cluster.engine.stats import EngineStats
 from manta.structured.constraint import ConstraintSpec
 from manta.workers.model_info import ModelInfo
-from manta.workers.sampling_params import SamplingParams
 from manta.workers.step import TokenLogprobs
 
 
 class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """The prompts of one body of any endpoint and how engines answer them, each with `params.n` choices."""
+    """The prompts of one body of any endpoint and how engines answer them, each with `n` choices."""
 
-    request_id: str
     prompts: list[list[int]]
-    params: SamplingParams
-    timeout_s: float
-    """Seconds that each prompt may take."""
+    engine: EngineRequest
+    """The request to an engine for each prompt, without the prompt. It has a deadline, and its id is the body's."""
     chat: bool = False
     """Whether the space that some tokenizers put in front of an answer's first word is dropped."""
     shown_ids: frozenset[int] = frozenset()
     """Special tokens that stay in the text."""
-    priority: int = 0
-    client: str = ""
-    """Client that sent the body; clients take turns. Empty shares with nobody."""
-    weight: float = 1.0
-    """Turns that the client gets for each turn of a client of weight 1."""
-    session: str = ""
-    """Name of the client's conversation, whose prompts go where the last one went; empty if there is none."""
-    traceparent: str = ""
-    """Parent of the engines' spans, in W3C's format; empty if the request is not traced."""
-    cache_root: bytes = b""
-    """Root of the prompts' block hashes; requests with different roots share no cached prefixes."""
-    reads_whole: bool = False
-    """Whether nobody reads an answer before its end."""
 
     def of_prompt(self, number: int) -> EngineRequest:
         """Returns the request to an engine for one of the prompts."""
-        return EngineRequest(
-            request_id=f"{self.request_id}-{number}",
-            prompt_token_ids=self.prompts[number],
-            params=self.params,
-            priority=self.priority,
-            deadline_s=self.timeout_s,
-            client=self.client,
-            weight=self.weight,
-            session=self.session,
-            traceparent=self.traceparent,
-            cache_root=self.cache_root,
-            reads_whole=self.reads_whole,
-        )
+        request_id = f"{self.engine.request_id}-{number}"
+        return msgspec.structs.replace(self.engine, request_id=request_id, prompt_token_ids=self.prompts[number])
 
 
 class Event(msgspec.Struct, kw_only=True):
@@ -102,10 +75,10 @@ class Generation(Protocol):
         ...
 
 
-class Engines(Protocol):
-    """All engine replicas of one model."""
+class GenerationEngines(Protocol):
+    """The part of the engines that answers a request."""
 
-    def submit(self, request: GenerationRequest) -> Generation:
+    async def submit(self, request: GenerationRequest) -> Generation:
         """Sends every prompt to an engine."""
         ...
 
@@ -114,6 +87,10 @@ class Engines(Protocol):
         `RequestRefused` if no backend can enforce it, and `QueueFull` if too many constraints wait.
         """
         ...
+
+
+class Engines(GenerationEngines, Protocol):
+    """All engine replicas of one model."""
 
     async def model(self) -> ModelInfo: ...
 

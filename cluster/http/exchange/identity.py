@@ -28,3 +28,10 @@ def new_stream_id() -> str:
     bits.
     """
     return f"strm_{time.time_ns() // 1000:014x}{secrets.token_hex(12)}"
+
+
+def response_id(stream_id: str) -> str:
+    """Returns the id of a response. It is that of its stream, so that whoever has the one finds the other. A response
+    without a stream gets an id of its own.
+    """
+    return f"resp_{(stream_id or new_stream_id()).removeprefix('strm_')}"

@@ -1,17 +1,27 @@
-"""Begins recorded streams, and writes the answer of a recorded stream again for a client that came back."""
+"""Engines whose output is recorded, and recordings in place of engines. Endpoints answer with them as with any other.
+
+`record` and `replay` change an exchange before its endpoint is called, and the endpoint does not notice.
+"""
 
 from __future__ import annotations
 
 import re
 import secrets
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import msgspec
 
 from manta.cluster.errors import refuse
-from manta.cluster.http.exchange.codec import LINES, StreamForm
+from manta.cluster.http.exchange.codec import LINES
 from manta.cluster.http.exchange.engines import Generation, GenerationRequest
 from manta.cluster.http.exchange.exchange import Exchange, GenerationExchange
 from manta.cluster.http.exchange.identity import Identity, new_stream_id
-from manta.cluster.http.exchange.recordings import Opening, Resumable
+from manta.cluster.http.exchange.recordings import Opening, Recording, Streams
+from manta.cluster.http.exchange.reply import EventIds
+from manta.cluster.http.exchange.routing import Route
 from manta.cluster.http.exchange.state import AppState
+from manta.structured.constraint import ConstraintSpec
 
 RESUMABLE = "x-resumable-s"
 """Header of a request for a stream that can be resumed: the seconds for which it goes on while nobody reads it."""
@@ -23,47 +33,111 @@ STREAM_ID = b"x-stream-id"
 """Header of the answer, with the stream's id."""
 
 
-def make_resumable(exchange: Exchange, body: bytes, max_unread_s: float) -> None:
-    """Has the output of a request recorded if its header asks for it. Raises `RequestRefused` for a wrong value."""
-    given = exchange.headers.get(RESUMABLE)
-    if given is None:
-        return
+class RecordedEngines:
+    """Engines that record the output of one request, the body of which is `body`. `exchange` is the request's, with the
+    id of a stream. `refusal` says why the request cannot be recorded, if it cannot.
+    """
+
+    def __init__(
+        self, streams: Streams, exchange: GenerationExchange, body: bytes, unread_s: float, refusal: str | None = None
+    ) -> None:
+        self.body = body
+        """Body from which the answer is written again."""
+        self.before: Callable[[Opening], Awaitable[None]] | None = None
+        """Called before the request begins. Set for an answer in the background, whose client does not wait for it."""
+        self._engines = exchange.engines
+        self._streams = streams
+        self._exchange = exchange
+        self._unread_s = unread_s
+        self._refusal = refusal
+
+    async def resolve(self, spec: ConstraintSpec, client: str = "") -> tuple[ConstraintSpec, list[str]]:
+        return await self._engines.resolve(spec, client)
+
+    async def submit(self, request: GenerationRequest) -> Generation:
+        """Begins a recorded stream and returns its answer. Raises `QueueFull` if there is no room for its recording,
+        and `RequestRefused` if an answer that is no stream of events is to be resumable.
+        """
+        if self._refusal is not None:
+            refuse(RESUMABLE, self._refusal)
+        opening = self._opening(request)
+        if self.before is not None:
+            constraint = request.engine.params.constraint
+            if constraint is not None:  # the client would not see the engine's refusal
+                await self.resolve(constraint, request.engine.client)
+            await self.before(opening)
+        exchange = self._exchange
+        exchange.reply.headers_out.append((STREAM_ID, opening.stream_id.encode()))
+        exchange.caller.is_charged_later = True
+        return self._streams.read(self._streams.begin(opening))
+
+    def _opening(self, request: GenerationRequest) -> Opening:
+        exchange, seed = self._exchange, request.engine.params.seed
+        return Opening(
+            stream_id=exchange.identity.stream_id,
+            owner=exchange.caller.owner,
+            path=exchange.route,
+            body=self.body,
+            created=exchange.identity.created,
+            unread_s=self._unread_s,
+            generation=request,
+            seeds=[secrets.randbits(63) if seed is None else seed for _ in request.prompts],
+        )
+
+
+class ReplayedEngines:
+    """A recording in place of engines: it answers whatever is asked."""
+
+    def __init__(self, streams: Streams, recording: Recording) -> None:
+        self._streams = streams
+        self._recording = recording
+
+    async def resolve(self, spec: ConstraintSpec, client: str = "") -> tuple[ConstraintSpec, list[str]]:
+        return spec, []
+
+    async def submit(self, request: GenerationRequest) -> Generation:
+        return self._streams.read(self._recording)
+
+
+def check_resumable(state: AppState, exchange: Exchange) -> float:
+    """Returns the value of the header `RESUMABLE`. Raises `RequestRefused` for a wrong one."""
+    given, most = exchange.headers[RESUMABLE], state.config.streams.max_unread_s
     unread_s = float(given) if _SECONDS.fullmatch(given) else -1.0
-    if not MIN_UNREAD_S <= unread_s <= max_unread_s:
-        bounds = f"from {MIN_UNREAD_S:g} to {max_unread_s:g} (streams.max_unread_s)"
+    if not MIN_UNREAD_S <= unread_s <= most:
+        bounds = f"from {MIN_UNREAD_S:g} to {most:g} (streams.max_unread_s)"
         refuse(RESUMABLE, f"{RESUMABLE} is {given[:40]!r} and must be a number of seconds {bounds}, such as 60 or 2.5")
-    exchange.identity = Identity(new_stream_id())
-    exchange.resumable = Resumable(body, unread_s)
+    return unread_s
 
 
-def check_resumable(exchange: GenerationExchange, streams: bool, form: StreamForm) -> None:
-    """Raises `RequestRefused` if an answer that is not a stream of events is to be resumable."""
-    if exchange.resumable is None or exchange.resumable.is_in_background:
-        return
-    if not streams or form is LINES:
+def make_resumable(state: AppState, exchange: Exchange, route: Route, content: bytes, body: Any) -> None:
+    """Has the output of a request recorded, because its header asks for it. `body` is the decoded `content`."""
+    streams = getattr(body, "stream", False)
+    refusal = None
+    if not streams or route.media_type == LINES.media_type:
         what = "server-sent events; use another endpoint" if streams else "streams; send stream: true"
-        refuse(RESUMABLE, f"{RESUMABLE} is for {what}, or leave the header out")
+        refusal = f"{RESUMABLE} is for {what}, or leave the header out"
+    record(state, exchange, content, check_resumable(state, exchange), refusal)
 
 
-async def record(
-    state: AppState, exchange: GenerationExchange, resumable: Resumable, request: GenerationRequest
-) -> Generation:
-    """Begins a recorded stream and returns its answer. Raises `QueueFull` if there is no room for its recording."""
-    identity = exchange.identity
-    seeds = [secrets.randbits(63) for _ in request.prompts]
-    if request.params.seed is not None:
-        seeds = [request.params.seed] * len(request.prompts)
-    opening = Opening(
-        stream_id=identity.stream_id,
-        owner=exchange.owner,
-        path=exchange.route,
-        body=resumable.body,
-        created=identity.created,
-        unread_s=resumable.unread_s,
-        generation=request,
-        seeds=seeds,
-    )
-    if resumable.before is not None:
-        await resumable.before(opening)
-    exchange.headers_out.append((STREAM_ID, identity.stream_id.encode()))
-    return state.streams.read(state.streams.begin(opening))
+def record(
+    state: AppState, exchange: GenerationExchange, body: bytes, unread_s: float, refusal: str | None = None
+) -> RecordedEngines:
+    """Has the output of a request recorded, with events that can be read again."""
+    exchange.identity = Identity(new_stream_id())
+    exchange.reply.event_ids = EventIds(exchange.identity.stream_id)
+    exchange.engines = recorded = RecordedEngines(state.streams, exchange, body, unread_s, refusal)
+    return recorded
+
+
+def replay(state: AppState, exchange: GenerationExchange, recording: Recording, after: int = -1) -> None:
+    """Has the answer of an exchange written from a recording, after the event with number `after`."""
+    opening = recording.opening
+    exchange.engines = ReplayedEngines(state.streams, recording)
+    exchange.identity = Identity(opening.stream_id, opening.created)
+    exchange.reply.event_ids = EventIds(opening.stream_id, after)
+    exchange.caller.use = None  # it was admitted, and is charged when it ends
+
+
+def with_stream(body: Any, streams: bool) -> Any:
+    """Returns a recorded body that asks for a stream of events, or for a whole answer."""
+    return msgspec.structs.replace(body, stream=streams)

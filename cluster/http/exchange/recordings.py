@@ -1,7 +1,7 @@
 """Recorded streams: what was asked, and what the engines put out, in order. A client that lost its connection reads on.
 
 The events of an answer are a function of its `Opening` and its entries. So an event's number means the same wherever
-and however often the answer is written. `cluster/serve/streams/streams.py` keeps recordings and runs their requests.
+and however often the answer is written. `cluster/serve/recorded/streams.py` keeps recordings and runs their requests.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import re
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Protocol
 
 import msgspec
@@ -71,25 +71,18 @@ class Entry(msgspec.Struct, array_like=True):
 
     prompt: int
     """Index of the prompt in the body."""
-    item: SequenceOutput | Failure
     at: int
     """Time in seconds since 1970."""
-
-
-class _StoredEntry(msgspec.Struct, array_like=True):
-    """An `Entry` as it is encoded: one of `output` and `failure` is None."""
-
-    prompt: int
-    at: int
     output: SequenceOutput | None
     failure: Failure | None = None
+    """Set if `output` is None."""
 
 
-STORED = (Opening, _StoredEntry)
+STORED = (Opening, Entry)
 """Types of what is encoded."""
 
 _encoder = msgspec.msgpack.Encoder()
-_decoder = msgspec.msgpack.Decoder(_StoredEntry)
+_decoder = msgspec.msgpack.Decoder(Entry)
 _opening_decoder = msgspec.msgpack.Decoder(Opening)
 
 
@@ -97,15 +90,12 @@ def encode_entry(prompt: int, item: SequenceOutput | Failure) -> bytes:
     """Returns an entry of now. The engine's request id is left out, because it is long and nobody needs it."""
     at = int(time.time())
     if isinstance(item, Failure):
-        return _encoder.encode(_StoredEntry(prompt, at, None, item))
-    return _encoder.encode(_StoredEntry(prompt, at, msgspec.structs.replace(item, request_id="")))
+        return _encoder.encode(Entry(prompt, at, None, item))
+    return _encoder.encode(Entry(prompt, at, msgspec.structs.replace(item, request_id="")))
 
 
 def decode_entry(data: bytes) -> Entry:
-    stored = _decoder.decode(data)
-    item = stored.output if stored.output is not None else stored.failure
-    assert item is not None
-    return Entry(stored.prompt, item, stored.at)
+    return _decoder.decode(data)
 
 
 def encode_opening(opening: Opening) -> bytes:
@@ -113,7 +103,12 @@ def encode_opening(opening: Opening) -> bytes:
 
 
 def decode_opening(data: bytes) -> Opening:
-    return _opening_decoder.decode(data)
+    """Raises `GenerationFailed` for an opening of another version."""
+    try:
+        return _opening_decoder.decode(data)
+    except msgspec.ValidationError as error:
+        message = "another version of this server began this request, and it cannot go on here; send it again"
+        raise GenerationFailed(message, code="internal_error") from error
 
 
 class Recording:
@@ -145,8 +140,8 @@ class Recording:
     @property
     def num_tokens(self) -> int:
         """Output tokens of all choices, counted anew each time."""
-        items = (decode_entry(entry).item for entry in self.entries)
-        return sum(len(item.token_ids) for item in items if isinstance(item, SequenceOutput))
+        outputs = (decode_entry(entry).output for entry in self.entries)
+        return sum(len(output.token_ids) for output in outputs if output is not None)
 
     def append(self, entry: bytes) -> None:
         self.entries.append(entry)
@@ -253,36 +248,7 @@ class NoStreams:
     async def cancel(self, recording: Recording) -> None: ...
 
 
-class Replay(msgspec.Struct):
-    """An answer that is written again from its recording instead of being generated."""
-
-    recording: Recording
-    after: int = -1
-    """Number of the last event that the client has."""
-    streams: bool = True
-    """Whether the answer is written as a stream, whatever the body asks for."""
-
-
-class Resumable(msgspec.Struct):
-    """A request whose output is to be recorded, apart from what every request has."""
-
-    body: bytes
-    unread_s: float
-    """See `Opening`."""
-    before: Callable[[Opening], Awaitable[None]] | None = None
-    """Called before the request begins. Set for an answer in the background, which need not be a stream."""
-
-    @property
-    def is_in_background(self) -> bool:
-        return self.before is not None
-
-
 _EVENT_ID = re.compile(r"(strm_[0-9a-f]{38}):(\d{1,15})")
-
-
-def event_id(stream_id: str, number: int) -> bytes:
-    """Returns the SSE field that names an event."""
-    return f"id: {stream_id}:{number}\n".encode()
 
 
 def last_event(headers: Mapping[str, str]) -> tuple[str, int] | None:

@@ -88,7 +88,7 @@ class AppState:
         storage = None if config.batch_storage is None else Storage(config.batch_storage)
         self.records = None if storage is None else Records(storage, config.batches)
         """Files and batches; None if the server has no `batch_storage`."""
-        self.responses = None if storage is None else KeptResponses(storage, config.responses)
+        self.responses = None if storage is None else KeptResponses(storage, config)
         """Stored responses; None if the server has no `batch_storage`."""
         self.storing: set[asyncio.Task[None]] = set()
         """Tasks that store responses whose streams have ended."""

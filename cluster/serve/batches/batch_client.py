@@ -16,11 +16,11 @@ import msgspec
 from manta.cluster.engine.request import EngineRequest
 from manta.cluster.http.exchange.engines import GenerationRequest
 from manta.cluster.http.exchange.metrics import RequestMetrics, Unmeasured
-from manta.cluster.serve.streams.engine_client import EngineClient, answer_of
-from manta.cluster.serve.streams.packed import Packed
-from manta.cluster.serve.streams.prompt_run import LAST_FRAME_TIMEOUT_S, OVERDUE_S, Call, PromptRun, overdue_error
-from manta.cluster.serve.streams.submission import Submission
-from manta.cluster.serve.streams.token_channel import RequestResult
+from manta.cluster.serve.channel.packed import Packed
+from manta.cluster.serve.channel.token_channel import RequestResult
+from manta.cluster.serve.requests.engine_client import EngineClient, answer_of
+from manta.cluster.serve.requests.prompt_run import LAST_FRAME_TIMEOUT_S, OVERDUE_S, Call, PromptRun, overdue_error
+from manta.cluster.serve.requests.submission import Submission
 
 PRIORITY = 1000
 """Added to each line's priority, which puts it behind interactive requests."""
@@ -44,9 +44,10 @@ class BatchEngineClient(EngineClient):
         self._open: _Group | None = None
         """The group that waits for more requests."""
 
-    def submit(self, request: GenerationRequest) -> Submission:
-        priority = request.priority + PRIORITY
-        return super().submit(msgspec.structs.replace(request, priority=priority, reads_whole=True))
+    async def submit(self, request: GenerationRequest) -> Submission:
+        asked = request.engine
+        asked = msgspec.structs.replace(asked, priority=asked.priority + PRIORITY, reads_whole=True)
+        return await super().submit(msgspec.structs.replace(request, engine=asked))
 
     def measure(self, num_choices: int) -> RequestMetrics:
         return UNMEASURED
@@ -94,7 +95,7 @@ class BatchEngineClient(EngineClient):
         address, left_s = await self._ready(requests[0])
         if left_s != requests[0].deadline_s:
             requests = [msgspec.structs.replace(each, deadline_s=left_s) for each in requests]
-        return await answer_of(self._engine.generate_group.remote(Packed(EngineRequest, requests), address))
+        return await answer_of(self.serving.generate_group.remote(Packed(EngineRequest, requests), address))
 
     async def _see_last_frames(self, group: _Group) -> None:
         """Waits for the last frames of the group's requests, because a result may arrive before them."""

@@ -38,7 +38,7 @@ class BatchRunner:
                 endpoints.answer,
                 config.batches.max_in_flight or max(1, num_places // 2),
                 config.max_body_bytes,
-                KeptResponses(storage, config.responses),
+                KeptResponses(storage, config),
             )
         self._serving: asyncio.Task[None] | None = None
 

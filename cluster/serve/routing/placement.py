@@ -129,12 +129,14 @@ class _Replica:
         Clients take turns in an engine, so another client's tokens count at most as much as this client's own. A client
         that has filled a replica's queue therefore keeps no other client's conversation away.
         """
-        own, sequences = self.own_tokens.get(client, 0), self.num_sequences
-        before, mine = self.num_own_tokens - own, own + new_tokens
-        queued = before + mine + self.other_tokens
+        sequences = self.num_sequences
+        clients_tokens = self.own_tokens.get(client, 0) + new_tokens
+        others_tokens = self.num_own_tokens - self.own_tokens.get(client, 0)
+        queued = others_tokens + clients_tokens + self.other_tokens
         if client:
-            before = min(before, mine * (len(self.own_tokens) - (own > 0)))
-        cost: float = before + mine + self.other_tokens + SEQUENCE_TOKENS * sequences
+            num_other_clients = len(self.own_tokens.keys() - {client})
+            others_tokens = min(others_tokens, num_other_clients * clients_tokens)
+        cost: float = others_tokens + clients_tokens + self.other_tokens + SEQUENCE_TOKENS * sequences
         if (num_over := sequences - IMBALANCE_TOLERANCE * mean) > 0:
             cost += IMBALANCE_TOKENS * min(mean, MAX_MEAN_SEQUENCES) * num_over
         if self.free_tokens is not None and queued > self.free_tokens:
@@ -216,11 +218,16 @@ class Placement:
     def _replica(self, name: str) -> _Replica:
         replica = self._replicas.get(name)
         if replica is None:
-            slot = self._by_slot.index(None) if None in self._by_slot else len(self._by_slot)
-            replica = self._replicas[name] = _Replica(name, slot)
-            self._by_slot[slot : slot + 1] = [replica]
+            replica = self._replicas[name] = _Replica(name, self._free_slot())
+            self._by_slot[replica.slot] = replica
             self._by_load.put(replica)
         return replica
+
+    def _free_slot(self) -> int:
+        """Returns the first slot without a replica; a new one if each has one."""
+        if None not in self._by_slot:
+            self._by_slot.append(None)
+        return self._by_slot.index(None)
 
     def _at(self, slot: int) -> _Replica:
         replica = self._by_slot[slot]

@@ -135,24 +135,28 @@ class PrefixIndex:
         """Yields (number of leading blocks, bits of the replicas `among` that hold exactly so many), longest first;
         replicas that hold none come last.
 
-        Bisection finds each length: a cache evicts the end of a chain before its beginning, so a replica that holds a
-        block holds the blocks before it.
+        A cache evicts the end of a chain before its beginning, so a replica that holds a block holds the blocks before
+        it. Bisection therefore finds the last block that any of the replicas holds. Those that hold it are done, and
+        the search goes on for the others among the blocks before it.
         """
-        shards = self._shards
-        places: Sequence[int] = range(len(keys))
+        shards, rest = self._shards, among
+        known: Sequence[int] = range(len(keys))
+        """Places of the blocks that the index knows, in the order of the prompt."""
         if len(shards) < NUM_SHARDS:
-            places = [place for place in places if self.keeps(keys[place])]
+            known = [place for place in known if self.keeps(keys[place])]
 
-        def is_beyond(place: int) -> bool:
+        def holders(place: int) -> int:
             key = keys[place]
-            return not shards[key % NUM_SHARDS].get(key, 0) & among
+            return shards[key % NUM_SHARDS].get(key, 0) & rest
 
-        count = len(places)
-        while among and (count := bisect_left(places, True, 0, count, key=is_beyond)):
-            last = keys[places[count - 1]]
-            bits = shards[last % NUM_SHARDS][last] & among
-            yield places[count - 1] + 1, bits
-            among ^= bits
-            count -= 1
-        if among:
-            yield 0, among
+        num_known = len(known)
+        while rest:
+            num_known = bisect_left(known, True, 0, num_known, key=lambda place: not holders(place))
+            if not num_known:
+                yield 0, rest
+                return
+            num_known -= 1
+            last = known[num_known]
+            found = holders(last)
+            yield last + 1, found
+            rest &= ~found

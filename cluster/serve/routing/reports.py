@@ -1,6 +1,6 @@
 """Reports of an engine to each ingress: changes of its prefix cache, and its load.
 
-Reports travel in the frames of `cluster/serve/streams/token_channel.py`. Each holds the changes since the last report
+Reports travel in the frames of `cluster/serve/channel/token_channel.py`. Each holds the changes since the last report
 to the same ingress; the first holds the whole cache. While an engine runs anything, an ingress learns of a change
 within `BEAT_S` (0.15 s) and the network's delay; an idle engine's cache does not change. Imports neither torch nor ray.
 """

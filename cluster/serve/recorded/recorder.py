@@ -1,6 +1,6 @@
 """Runs a request whose outputs are recorded, and reads recordings as any other answer is read.
 
-Both are submissions whose items come from a recording. So stop strings, failures and usage mean the same for the
+Both are answers whose items come from a recording. So stop strings, failures and usage mean the same for the
 process that runs a request, for a reader anywhere, and for a process that continues what another one began.
 """
 
@@ -10,32 +10,20 @@ import asyncio
 import functools
 import time
 from collections.abc import Callable
-from typing import Any, NamedTuple, cast
 
 import msgspec
 
 from manta.cluster.engine.request import EngineRequest, SequenceOutput
 from manta.cluster.errors import ServingError
-from manta.cluster.http.exchange.metrics import RequestMetrics, Unmeasured
+from manta.cluster.http.exchange.metrics import Unmeasured
 from manta.cluster.http.exchange.recordings import Entry, Failure, Opening, Recording, encode_entry
-from manta.cluster.serve.streams.prompt_run import Caller, PromptRun
-from manta.cluster.serve.streams.submission import Choice, Prompt, Submission, failure_of
-from manta.cluster.serve.streams.token_channel import RequestResult
+from manta.cluster.serve.channel.token_channel import RequestResult
+from manta.cluster.serve.requests.prompt_run import Dispatcher, PromptRun
+from manta.cluster.serve.requests.submission import Answers, Choice, Prompt, failure_of
 from manta.cluster.text.tokenizer import Tokenizer
 
 ENTRIES_PER_TURN = 64
 """Entries that are read before others get a turn of the event loop. All of a long recording may be at hand at once."""
-
-_UNMEASURED = Unmeasured()
-
-
-class _Unmeasured(NamedTuple):
-    """The part of an ingress that a submission needs while it only reads."""
-
-    tokenizer: Tokenizer
-
-    def measure(self, num_choices: int) -> RequestMetrics:
-        return _UNMEASURED
 
 
 class _NoRun:
@@ -48,19 +36,19 @@ class _NoRun:
     def leave(self) -> None: ...
 
 
-class Recorded(Submission):
+class Recorded(Answers):
     """The answers of a recording. Each entry becomes an event of its own, so that the events do not depend on time."""
 
     only_safe = True
     """Whether entries count only when they are safe (`Recording.num_safe`)."""
 
     def __init__(self, tokenizer: Tokenizer, recording: Recording) -> None:
-        super().__init__(cast(Any, _Unmeasured(tokenizer)), recording.opening.generation)
+        super().__init__(tokenizer, recording.opening.generation, lambda _: Unmeasured())
         self.recording = recording
         self.num_read = 0
         self._last_at = recording.opening.created
         for prompt in self._prompts:
-            prompt.run = cast(Any, _NoRun())
+            prompt.run = _NoRun()
 
     @property
     def ended_at(self) -> int:
@@ -102,13 +90,14 @@ class Recorder(Recorded):
 
     only_safe = False
 
-    def __init__(self, client: Caller, recording: Recording, epoch: int, on_entry: Callable[[], None]) -> None:
+    def __init__(self, client: Dispatcher, recording: Recording, epoch: int, on_entry: Callable[[], None]) -> None:
         super().__init__(client.tokenizer, recording)
         self._client = client
         self._on_entry = on_entry
+        self._runs: dict[Prompt, PromptRun] = {}
         for number, prompt in enumerate(self._prompts):
             run = PromptRun(client, _request(recording.opening, number, epoch), functools.partial(self._record, number))
-            prompt.run = run
+            self._runs[prompt] = prompt.run = run
 
     def _record(self, number: int, item: SequenceOutput | RequestResult | Exception) -> None:
         if self._closed:
@@ -126,7 +115,8 @@ class Recorder(Recorded):
             for prompt in self._prompts:
                 if not prompt.finished:
                     prompt.metrics = self._client.measure(len(prompt.choices))
-                    prompt.run.go_on() if num_before else prompt.run.start()
+                    run = self._runs[prompt]
+                    run.go_on() if num_before else run.start()
             while not self.is_finished:
                 await self._take(recalls=False)
         except ServingError:
@@ -138,22 +128,30 @@ class Recorder(Recorded):
         """Takes the next entry, so that stop strings are found. With `recalls` it came before this run."""
         prompt, item = await self._next()
         if recalls and isinstance(item, Choice) and item.unread is not None:
-            prompt.run.recall(item.unread)
+            self._runs[prompt].recall(item.unread)
         for _ in self._events(prompt, item):
             pass
 
+    def close(self) -> None:
+        super().close()
+        self._runs.clear()
+
 
 def _item(entry: Entry) -> SequenceOutput | ServingError:
-    return entry.item.error() if isinstance(entry.item, Failure) else entry.item
+    if entry.failure is not None:
+        return entry.failure.error()
+    assert entry.output is not None
+    return entry.output
 
 
 def _request(opening: Opening, number: int, epoch: int) -> EngineRequest:
     """Returns the request to an engine for one prompt, with the seed and the time that are left."""
     request = opening.generation.of_prompt(number)
-    left_s = opening.created + opening.generation.timeout_s - time.time()
+    assert request.deadline_s is not None
+    left_s = opening.created + request.deadline_s - time.time()
     return msgspec.structs.replace(
         request,
         request_id=f"{request.request_id}~{epoch}" if epoch else request.request_id,
         params=msgspec.structs.replace(request.params, seed=opening.seeds[number]),
-        deadline_s=max(0.0, min(left_s, opening.generation.timeout_s)),
+        deadline_s=max(0.0, min(left_s, request.deadline_s)),
     )

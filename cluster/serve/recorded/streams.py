@@ -27,12 +27,12 @@ from manta.cluster.http.exchange.recordings import (
     encode_entry,
     encode_opening,
 )
+from manta.cluster.serve.channel.keeping import Copy, Join, News, Notice, Write, next_epoch
+from manta.cluster.serve.channel.token_channel import Connection
+from manta.cluster.serve.recorded.copies import LOOK_UP_S, Copies, Found
+from manta.cluster.serve.recorded.following import POLL_S, Following, add_copy
+from manta.cluster.serve.recorded.recorder import Reader, Recorder
 from manta.cluster.serve.starting.start_failure import in_words
-from manta.cluster.serve.streams.copies import LOOK_UP_S, Copies, Found
-from manta.cluster.serve.streams.following import POLL_S, Following, add_copy
-from manta.cluster.serve.streams.keeping import Copy, Join, Notice, Write, next_epoch
-from manta.cluster.serve.streams.recorder import Reader, Recorder
-from manta.cluster.serve.streams.token_channel import Connection
 from manta.cluster.telemetry.request_log import log_event
 
 logger = logging.getLogger(__name__)
@@ -73,16 +73,8 @@ class RecordedStreams:
     def __init__(self, client: Any, limits: StreamLimits, node: str) -> None:
         self._client = client
         self._limits = limits
-        self.copies = Copies(
-            node,
-            client.metrics.replica is not None,
-            self._on_kept,
-            self._write_all,
-            self._on_connected,
-            lambda connection: self._following.lost(connection),
-            lambda news, connection: self._following.receive(news, connection),
-            self._on_notice,
-        )
+        self.copies = Copies(node, client.metrics.replica is not None, self)
+        client.keepers = self.copies
         self._following = Following(self.copies)
         self._own: dict[str, _Own] = {}
         self._adopting: set[str] = set()
@@ -256,7 +248,7 @@ class RecordedStreams:
         if writes:
             self.copies.write(writes, counts)
 
-    def _write_all(self) -> None:
+    def on_keeper(self) -> None:
         """Writes every stream as a whole, because another keeper was chosen, or shows what waited for the lost one."""
         for own in self._own.values():
             own.num_sent, own.has_one_copy = 0, False
@@ -264,7 +256,7 @@ class RecordedStreams:
             self._unwritten = {**self._own}
             self._write()
 
-    def _on_kept(self, counts: list[tuple[str, int]], refused: list[str]) -> None:
+    def on_kept(self, counts: list[tuple[str, int]], refused: list[str]) -> None:
         for stream_id, num_entries in counts:
             own = self._own.get(stream_id)
             if own is not None and stream_id in refused:
@@ -275,11 +267,17 @@ class RecordedStreams:
                     own.has_one_copy = True
                     self.copies.drop_elsewhere(stream_id, own.epoch)
 
-    def _on_connected(self, connection: Connection) -> None:
+    def on_connected(self, connection: Connection) -> None:
         """Has a keeper drop what it has of streams that were taken from another owner, which may still write there."""
         for stream_id, own in self._own.items():
             if own.epoch and own.has_one_copy:
                 self.copies.drop(stream_id, own.epoch, connection)
+
+    def on_lost(self, connection: Connection) -> None:
+        self._following.lost(connection)
+
+    def on_news(self, news: News, connection: Connection) -> None:
+        self._following.receive(news, connection)
 
     def _give_up(self, own: _Own) -> None:
         """Stops running a stream that another ingress has adopted. Readers here read what that one writes."""
@@ -346,7 +344,7 @@ class RecordedStreams:
         add_copy(recording, found.copy)
         return recording
 
-    def _on_notice(self, notice: Notice, connection: Connection) -> None:
+    def on_notice(self, notice: Notice, connection: Connection) -> None:
         own = self._own.get(notice.stream_id)
         if notice.what == "orphan":
             self._start(self._adopt(notice.stream_id, connection))
@@ -412,8 +410,4 @@ class RecordedStreams:
 
 def _is_refusal(recording: Recording) -> bool:
     """Returns whether the request was refused before it had any output, which its client was told."""
-    return (
-        recording.is_ended
-        and len(recording.entries) == 1
-        and isinstance(decode_entry(recording.entries[0]).item, Failure)
-    )
+    return recording.is_ended and len(recording.entries) == 1 and decode_entry(recording.entries[0]).failure is not None

@@ -11,9 +11,9 @@ import time
 
 from manta.cluster.errors import Unavailable
 from manta.cluster.http.exchange.recordings import Recording
-from manta.cluster.serve.streams.copies import Copies
-from manta.cluster.serve.streams.keeping import Copy, Look, News
-from manta.cluster.serve.streams.token_channel import Connection
+from manta.cluster.serve.channel.keeping import Copy, Look, News
+from manta.cluster.serve.channel.token_channel import Connection
+from manta.cluster.serve.recorded.copies import Copies
 
 POLL_S = 0.05
 """Seconds between two looks at the streams that are followed."""

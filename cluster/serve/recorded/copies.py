@@ -11,11 +11,11 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Iterable
-from typing import Literal, NamedTuple
+from collections.abc import Iterable
+from typing import Literal, NamedTuple, Protocol
 
 from manta.cluster.errors import Unavailable
-from manta.cluster.serve.streams.keeping import (
+from manta.cluster.serve.channel.keeping import (
     Ask,
     Copy,
     FromKeeper,
@@ -27,7 +27,7 @@ from manta.cluster.serve.streams.keeping import (
     Write,
     stream_format,
 )
-from manta.cluster.serve.streams.token_channel import Connection
+from manta.cluster.serve.channel.token_channel import Connection
 
 logger = logging.getLogger(__name__)
 
@@ -58,37 +58,43 @@ class Found(NamedTuple):
     connection: Connection
 
 
+class Owner(Protocol):
+    """The streams whose copies an ingress writes. `RecordedStreams` implements it."""
+
+    def on_kept(self, counts: list[tuple[str, int]], refused: list[str]) -> None:
+        """Called with what was passed to `Copies.write`, once it is stored, and with the refused streams."""
+        ...
+
+    def on_keeper(self) -> None:
+        """Called when another keeper was chosen, or none is left; everything must be written again."""
+        ...
+
+    def on_connected(self, connection: Connection) -> None:
+        """Called with a keeper that connects and gets no recordings."""
+        ...
+
+    def on_lost(self, connection: Connection) -> None:
+        """Called with a keeper whose connection broke."""
+        ...
+
+    def on_news(self, news: News, connection: Connection) -> None:
+        """Called with news of followed streams, and the connection on which they came."""
+        ...
+
+    def on_notice(self, notice: Notice, connection: Connection) -> None:
+        """Called with what a keeper says without having been asked."""
+        ...
+
+
 class Copies:
     """Writes recordings to one keeper. `node` is the id of the Ray node that this process runs on. `has_peers` says
     whether there may be other ingresses.
-
-    - `on_kept` is called with what was passed to `write`, once it is stored, and with the refused streams.
-    - `on_keeper` is called when another keeper was chosen, or none is left; everything must be written again.
-    - `on_connected` is called with a keeper that connects and gets no recordings.
-    - `on_lost` is called with a keeper whose connection broke.
-    - `on_news` is called with news of followed streams, and `on_notice` with notices, both with the connection on which
-      they came.
     """
 
-    def __init__(
-        self,
-        node: str,
-        has_peers: bool,
-        on_kept: Callable[[list[tuple[str, int]], list[str]], None],
-        on_keeper: Callable[[], None],
-        on_connected: Callable[[Connection], None],
-        on_lost: Callable[[Connection], None],
-        on_news: Callable[[News, Connection], None],
-        on_notice: Callable[[Notice, Connection], None],
-    ) -> None:
+    def __init__(self, node: str, has_peers: bool, owner: Owner) -> None:
         self.keeper: Connection | None = None
         self._node = node
-        self._on_kept = on_kept
-        self._on_keeper = on_keeper
-        self._on_connected = on_connected
-        self._on_lost = on_lost
-        self._on_news = on_news
-        self._on_notice = on_notice
+        self._owner = owner
         self.connections: set[Connection] = set()
         self.strangers: set[Connection] = set()
         """Connections to engines of another version, which are sent none of these messages."""
@@ -119,7 +125,7 @@ class Copies:
         if self.keeper is None or (self._is_near(self.keeper) and not self._is_near(connection)):
             self._choose()
         else:
-            self._on_connected(connection)
+            self._owner.on_connected(connection)
 
     def lost(self, connection: Connection) -> None:
         if connection in self.connections:
@@ -127,7 +133,7 @@ class Copies:
         self.connections.discard(connection)
         self.strangers.discard(connection)
         self._avoided.pop(connection, None)
-        self._on_lost(connection)
+        self._owner.on_lost(connection)
         for answer, keeper in self._asked.values():
             if keeper is connection:
                 answer.cancel()
@@ -146,7 +152,7 @@ class Copies:
         choice = free or self.connections
         self.keeper = min(choice, key=lambda each: (self._is_near(each), each.replica), default=None)
         self._unkept.clear()
-        self._on_keeper()
+        self._owner.on_keeper()
         if self._returning is None and self._better():
             self._returning = asyncio.ensure_future(self._return())
 
@@ -199,15 +205,15 @@ class Copies:
         if isinstance(message, Kept):
             counts = self._unkept.pop(message.number, None) if connection is self.keeper else None
             if counts is not None:
-                self._on_kept(counts, message.refused)
+                self._owner.on_kept(counts, message.refused)
         elif isinstance(message, Copy):
             answer, _ = self._asked.pop(message.number, (None, None))
             if answer is not None and not answer.done():
                 answer.set_result(message)
         elif isinstance(message, News):
-            self._on_news(message, connection)
+            self._owner.on_news(message, connection)
         else:
-            self._on_notice(message, connection)
+            self._owner.on_notice(message, connection)
 
     # ---- questions -------------------------------------------------------------------------------------------------
 

@@ -27,7 +27,8 @@ different epochs.
 
 def next_epoch(epoch: int) -> int:
     """Returns a higher epoch, which nobody else has."""
-    return (epoch >> _RANDOM_BITS) + 1 << _RANDOM_BITS | secrets.randbits(_RANDOM_BITS)
+    num_owners = (epoch >> _RANDOM_BITS) + 1
+    return (num_owners << _RANDOM_BITS) | secrets.randbits(_RANDOM_BITS)
 
 
 class Join(msgspec.Struct, array_like=True, tag="join"):

@@ -15,11 +15,10 @@ from typing import Any, Protocol
 import msgspec
 from ray.exceptions import RayActorError
 
-from manta.cluster.engine.request import EngineRequest, SequenceOutput
+from manta.cluster.engine.request import ContinuedChoice, EngineRequest, SequenceOutput, Usage
 from manta.cluster.errors import GenerationFailed, Overdue, ServingError
 from manta.cluster.http.exchange.metrics import Metrics, RequestMetrics
-from manta.cluster.serve.streams.progress import Progress
-from manta.cluster.serve.streams.token_channel import Connection, Control, EngineFailed, RequestResult
+from manta.cluster.serve.channel.token_channel import Connection, Control, EngineFailed, RequestResult
 from manta.cluster.telemetry.request_log import log_event
 from manta.cluster.text.tokenizer import Tokenizer
 
@@ -58,7 +57,7 @@ class Call(Protocol):
         ...
 
 
-class Caller(Protocol):
+class Dispatcher(Protocol):
     """The interface that runs and submissions need from their ingress. `EngineClient` implements it."""
 
     tokenizer: Tokenizer
@@ -97,9 +96,77 @@ class Caller(Protocol):
 
     def cancel_later(self, call: Any) -> None:
         """Cancels the call of an ended request if it does not return within a second. `call` is a result of
-        `Caller.call`.
+        `Dispatcher.call`.
         """
         ...
+
+
+class Progress:
+    """The outputs of `request` so far, whose params must hold the seed, and the request that continues from there: an
+    engine's state is a function of parameters, seed and tokens.
+    """
+
+    def __init__(self, request: EngineRequest) -> None:
+        self._request = request
+        self._outputs: list[list[int]] = [[] for _ in range(request.params.n)]
+        """All tokens of each choice."""
+        self._open = set(range(request.params.n))
+        """Choices that have not ended."""
+        self._usages: dict[int, Usage] = {}
+        """Usage of each choice, as last reported."""
+        self._num_prompt_logprobs = 0
+
+    @property
+    def has_ended(self) -> bool:
+        return not self._open
+
+    @property
+    def num_tokens(self) -> int:
+        """Output tokens of all choices."""
+        return sum(map(len, self._outputs))
+
+    def is_open(self, index: int) -> bool:
+        """Returns whether the choice has not ended."""
+        return index in self._open
+
+    def add(self, output: SequenceOutput) -> bool:
+        """Adds an output, and returns whether it held tokens, prompt log-probabilities or an end."""
+        if output.token_ids:
+            self._outputs[output.index] += output.token_ids
+        elif output.finish is None and not output.prompt_logprobs:
+            return False
+        if output.prompt_logprobs:
+            self._num_prompt_logprobs += len(output.prompt_logprobs)
+        if output.usage is not None:
+            self._usages[output.index] = output.usage
+        if output.finish is not None:
+            self.end(output.index)
+        return True
+
+    def end(self, index: int) -> None:
+        """Marks a choice as ended, so that later outputs do not count."""
+        self._open.discard(index)
+
+    def continuation(self, request_id: str, deadline_s: float | None) -> EngineRequest:
+        """Returns the rest of the request under another id; the whole request if no choice has begun."""
+        has_begun = any(self._outputs) or len(self._open) < len(self._outputs)
+        choices = [
+            ContinuedChoice(index, self._outputs[index], self._usages.get(index, self._usage_of_prompt))
+            for index in sorted(self._open)
+        ]
+        return msgspec.structs.replace(
+            self._request,
+            request_id=request_id,
+            deadline_s=deadline_s,
+            continued=choices if has_begun else [],
+            num_prompt_logprobs=self._num_prompt_logprobs,
+        )
+
+    @property
+    def _usage_of_prompt(self) -> Usage:
+        """Usage of a choice without output."""
+        known = next(iter(self._usages.values()), None)
+        return Usage(len(self._request.prompt_token_ids), 0, 0 if known is None else known.num_cached_tokens)
 
 
 class PromptRun:
@@ -107,7 +174,7 @@ class PromptRun:
     request has none. If the run fails, the last item that it tells is a `RequestResult` or an exception.
     """
 
-    def __init__(self, client: Caller, request: EngineRequest, tell: Tell) -> None:
+    def __init__(self, client: Dispatcher, request: EngineRequest, tell: Tell) -> None:
         if request.params.seed is None:
             params = msgspec.structs.replace(request.params, seed=secrets.randbits(63))
             request = msgspec.structs.replace(request, params=params)

@@ -1,8 +1,7 @@
 """Requests under way in an ingress: turns outputs into text, and aborts the requests when their reader leaves.
 
 A `Submission` is one HTTP body: one engine request per prompt (`prompt_run.py`), each with `n` choices. All events
-arrive in one queue. It knows nothing of HTTP: `cluster/http/` reads its events and writes the answers. It implements
-`manta.cluster.http.exchange.engines.Generation`.
+arrive in one queue. It knows nothing of HTTP: `cluster/http/` reads its events and writes the answers.
 """
 
 from __future__ import annotations
@@ -10,7 +9,8 @@ from __future__ import annotations
 import asyncio
 import functools
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
+from typing import Protocol
 
 import msgspec
 
@@ -18,12 +18,13 @@ from manta.cluster.engine.request import FinishStatus, SequenceOutput, Usage
 from manta.cluster.errors import GenerationFailed, Overdue, QueueFull, RequestRefused, ServingError
 from manta.cluster.http.exchange.engines import Event, GenerationRequest
 from manta.cluster.http.exchange.metrics import RequestMetrics
+from manta.cluster.serve.channel.token_channel import RequestResult
+from manta.cluster.serve.requests.gathering import failure_apart, joined
+from manta.cluster.serve.requests.prompt_run import Dispatcher, PromptRun
 from manta.cluster.serve.starting.start_failure import in_words
-from manta.cluster.serve.streams.gathering import failure_apart, joined
-from manta.cluster.serve.streams.prompt_run import Caller, PromptRun
-from manta.cluster.serve.streams.token_channel import RequestResult
 from manta.cluster.telemetry.request_log import log_event
 from manta.cluster.text.detokenizer import SequenceText
+from manta.cluster.text.tokenizer import Tokenizer
 
 
 class Choice:
@@ -39,13 +40,29 @@ class Choice:
         """The merged output since the reader read the last event; None if the reader has seen everything."""
 
 
+class Run(Protocol):
+    """The part of a prompt's run that its reader needs. `PromptRun` implements it."""
+
+    def stop(self, index: int, num_kept_tokens: int) -> None:
+        """Ends a choice, of whose output so many tokens count."""
+        ...
+
+    def release(self) -> None:
+        """Ends the run after every choice has ended."""
+        ...
+
+    def leave(self) -> None:
+        """Aborts the run."""
+        ...
+
+
 class Prompt:
     """One prompt with its choices and metrics. `run` is set when the prompt is sent."""
 
-    run: PromptRun
+    run: Run
 
-    def __init__(self, token_ids: list[int], choices: list[Choice], metrics: RequestMetrics) -> None:
-        self.token_ids = token_ids
+    def __init__(self, num_tokens: int, choices: list[Choice], metrics: RequestMetrics) -> None:
+        self.num_tokens = num_tokens
         self.choices = choices
         self.metrics = metrics
 
@@ -59,35 +76,32 @@ class Prompt:
         usages = [choice.usage for choice in self.choices if choice.usage is not None]
         if not usages:
             return None
-        return Usage.of_choices(len(self.token_ids), usages)
+        return Usage.of_choices(self.num_tokens, usages)
 
 
-class Submission:
-    """The answers to one HTTP body. Async iteration yields `Event`s until every choice has ended, and raises
-    `ServingError` if the body cannot be served.
+class Answers:
+    """The answers to one HTTP body, made of the outputs that `_tell` gets. Async iteration yields `Event`s until every
+    choice has ended, and raises `ServingError` if the body cannot be served. `measure` returns the metrics of a prompt
+    with so many choices. Implements `manta.cluster.http.exchange.engines.Generation`.
 
     With n > 1 a choice that fails ends alone, with `FINISHED_INTERNAL_ERROR`, unless all of them fail.
     """
 
-    def __init__(self, client: Caller, request: GenerationRequest) -> None:
-        self._client = client
+    def __init__(
+        self, tokenizer: Tokenizer, request: GenerationRequest, measure: Callable[[int], RequestMetrics]
+    ) -> None:
+        self._params = params = request.engine.params
         # A stop string must be found as soon as it is generated.
-        reads_whole = request.reads_whole and not request.params.stop
-        self._request = request = msgspec.structs.replace(request, reads_whole=reads_whole)
+        self._reads_whole = request.engine.reads_whole and not params.stop
         self._news: asyncio.Queue[tuple[Prompt, Choice | RequestResult | Exception]] = asyncio.Queue()
-        """Choices with unread output, each at most once, and results or exceptions that end the submission."""
-        params, prompts = request.params, request.prompts
+        """Choices with unread output, each at most once, and results or exceptions that end the answers."""
         text = functools.partial(
-            SequenceText, client.tokenizer, params, continues_prompt=not request.chat, shown_ids=request.shown_ids
+            SequenceText, tokenizer, params, continues_prompt=not request.chat, shown_ids=request.shown_ids
         )
-        self.choices = [Choice(index, text()) for index in range(len(prompts) * params.n)]
+        self.choices = [Choice(index, text()) for index in range(len(request.prompts) * params.n)]
         self._prompts = [
-            Prompt(
-                token_ids,
-                self.choices[number * params.n : (number + 1) * params.n],
-                client.measure(params.n),
-            )
-            for number, token_ids in enumerate(prompts)
+            Prompt(len(token_ids), self.choices[number * params.n : (number + 1) * params.n], measure(params.n))
+            for number, token_ids in enumerate(request.prompts)
         ]
         self._num_failed = 0
         self._closed = False
@@ -107,17 +121,10 @@ class Submission:
         """Time of the last event, in seconds since 1970; once all events were read."""
         return int(time.time())
 
-    def start(self) -> None:
-        """Sends every prompt to an engine."""
-        for number, prompt in enumerate(self._prompts):
-            tell = functools.partial(self._tell, prompt)
-            prompt.run = PromptRun(self._client, self._request.of_prompt(number), tell)
-            prompt.run.start()
-
     def _tell(self, prompt: Prompt, item: SequenceOutput | RequestResult | Exception) -> None:
         if isinstance(item, SequenceOutput):
             choice = prompt.choices[item.index]
-            is_news = item.finish is not None if self._request.reads_whole else choice.unread is None
+            is_news = item.finish is not None if self._reads_whole else choice.unread is None
             choice.unread = joined(choice.unread, item)
             if is_news:
                 self._news.put_nowait((prompt, choice))
@@ -167,14 +174,14 @@ class Submission:
             prompt_logprobs=output.prompt_logprobs,
             finish=output.finish,
             # The model's own end-of-sequence token is no stop reason that the client asked for.
-            stop_reason=output.stop_token_id if output.stop_token_id in self._request.params.stop_token_ids else None,
+            stop_reason=output.stop_token_id if output.stop_token_id in self._params.stop_token_ids else None,
         )
         if output.usage is not None:
             choice.usage = output.usage
         if delta.stop_string is not None:
             choice.usage = self._stop(output, prompt, choice, event, delta.num_kept_tokens)
             event.stop_reason = delta.stop_string
-        if not self._request.reads_whole:  # otherwise the times of the tokens are unknown
+        if not self._reads_whole:  # otherwise the times of the tokens are unknown
             prompt.metrics.tokens(output.index, len(event.token_ids))
         if event.finish is not None:
             choice.finished = True
@@ -191,7 +198,7 @@ class Submission:
             raise Overdue(f"{error}; the limit is request_timeout_s")
         if finish is FinishStatus.FINISHED_INTERNAL_ERROR:
             self._num_failed += 1
-            if self._request.params.n == 1 or self._num_failed == len(self.choices):
+            if self._params.n == 1 or self._num_failed == len(self.choices):
                 message = f"choice {choice.index} failed: {error}"
                 if output.is_refusal:
                     raise RequestRefused(message, code="contradictory_parameters")
@@ -210,7 +217,7 @@ class Submission:
         event.finish = FinishStatus.FINISHED_STOPPED
         if output.finish is None:
             prompt.run.stop(output.index, num_kept_tokens)
-        usage = choice.usage if choice.usage is not None else Usage(len(prompt.token_ids), 0, 0)
+        usage = choice.usage if choice.usage is not None else Usage(prompt.num_tokens, 0, 0)
         return msgspec.structs.replace(usage, num_output_tokens=num_kept_tokens)
 
     def close(self) -> None:
@@ -224,7 +231,19 @@ class Submission:
             for choice in prompt.choices:
                 if not choice.finished:
                     prompt.metrics.ended(FinishStatus.FINISHED_ABORTED, None)
-            del prompt.run  # the run refers to this submission, and the cycle would wait for the garbage collector
+            del prompt.run  # the run refers to these answers, and the cycle would wait for the garbage collector
+
+
+class Submission(Answers):
+    """The answers to one HTTP body that `client` sends to engines."""
+
+    def __init__(self, client: Dispatcher, request: GenerationRequest) -> None:
+        super().__init__(client.tokenizer, request, client.measure)
+        for number, prompt in enumerate(self._prompts):
+            asked = msgspec.structs.replace(request.of_prompt(number), reads_whole=self._reads_whole)
+            run = PromptRun(client, asked, functools.partial(self._tell, prompt))
+            prompt.run = run
+            run.start()
 
 
 def failure_of(item: RequestResult | Exception) -> ServingError:

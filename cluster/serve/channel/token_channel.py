@@ -21,9 +21,9 @@ from collections.abc import Callable
 import msgspec
 
 from manta.cluster.engine.request import FinishStatus, SequenceOutput, Usage
+from manta.cluster.serve.channel.keeping import FromKeeper, ToKeeper, stream_format
+from manta.cluster.serve.channel.node_tls import client_context, server_context
 from manta.cluster.serve.routing.reports import Report
-from manta.cluster.serve.streams.keeping import FromKeeper, ToKeeper, stream_format
-from manta.cluster.serve.streams.node_tls import client_context, server_context
 from manta.structured.frames import frame, receive_frame
 
 logger = logging.getLogger(__name__)

@@ -16,7 +16,7 @@ from collections.abc import Callable
 
 import msgspec
 
-from manta.cluster.serve.streams.keeping import (
+from manta.cluster.serve.channel.keeping import (
     Ask,
     Copy,
     FromKeeper,
@@ -30,7 +30,7 @@ from manta.cluster.serve.streams.keeping import (
     Write,
     next_epoch,
 )
-from manta.cluster.serve.streams.token_channel import Address
+from manta.cluster.serve.channel.token_channel import Address
 
 logger = logging.getLogger(__name__)
 

@@ -1,0 +1,229 @@
+"""An HTTP answer, over ASGI's messages: whole, in pieces, as a stream, or an error.
+
+A client may stop reading or leave, so a stream has a buffer of limited size. `cluster/serve/listening/listener.py`
+times out clients that do not take what was sent.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import math
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any, Protocol
+
+from manta.cluster.config import ServeConfig
+from manta.cluster.errors import ServingError
+from manta.cluster.http.exchange.codec import EVENTS, StreamForm
+from manta.cluster.http.exchange.engines import Generation
+from manta.cluster.protocol.api_errors import RETRIED_STATUSES, ApiError, api_error
+
+SEND_BYTES = 65536
+"""Bytes of the pieces in which an answer is sent, each after most of the previous one was taken."""
+
+Send = Callable[[dict[str, Any]], Awaitable[None]]
+
+
+class StreamBuffer:
+    """Bytes of a stream that its connection has not taken yet. One task fills the buffer, another one empties it. With
+    `waits` the task that fills it may wait, because the stream is recorded.
+    """
+
+    def __init__(self, limit: int, waits: bool = False) -> None:
+        self._limit = limit
+        self._waits = waits
+        self._taken = asyncio.Event()
+        self._bytes = bytearray()
+        self._changed = asyncio.Event()
+        self._ended = False
+        self._error: Exception | None = None
+
+    async def put(self, event: bytes) -> None:
+        """Appends an event. Raises `ApiError` if more than the limit waits already, so that a single event always
+        fits. With `waits` it waits for the client instead.
+        """
+        while self._waits and len(self._bytes) > self._limit:
+            self._taken.clear()
+            await self._taken.wait()
+        if len(self._bytes) > self._limit:
+            await asyncio.sleep(0)  # many events may have come in one turn, before the first could be sent
+        if len(self._bytes) > self._limit:
+            raise ApiError(
+                408,
+                f"{len(self._bytes)} bytes of the stream wait for the client and the limit is {self._limit}; read "
+                "faster, or raise client_buffer_bytes",
+                type="timeout_error",
+                code="client_too_slow",
+            )
+        self._bytes += event
+        self._changed.set()
+
+    def end(self, error: Exception | None = None) -> None:
+        """Ends the stream; `take` raises `error` after the last bytes."""
+        self._ended, self._error = True, error
+        self._changed.set()
+
+    async def take(self) -> bytes:
+        """Returns the next bytes, at most `SEND_BYTES`; empty at the end."""
+        while not self._bytes and not self._ended:
+            self._changed.clear()
+            await self._changed.wait()
+        if not self._bytes and self._error is not None:
+            raise self._error
+        taken = bytes(self._bytes[:SEND_BYTES])
+        del self._bytes[:SEND_BYTES]
+        self._taken.set()
+        return taken
+
+
+class EventIds:
+    """Names the events of a stream `STREAM_ID:NUMBER`, and leaves out those up to number `after`, which the client
+    has.
+    """
+
+    def __init__(self, stream_id: str, after: int = -1) -> None:
+        self._stream_id = stream_id
+        self._after = after
+
+    async def numbered(self, events: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
+        number = 0
+        async for event in events:
+            if number > self._after:
+                yield f"id: {self._stream_id}:{number}\n".encode() + event
+            number += 1
+
+
+class GenerationReply(Protocol):
+    """The part of a reply that a generation needs."""
+
+    headers_always: list[tuple[bytes, bytes]]
+    """Headers of every answer."""
+    headers_out: list[tuple[bytes, bytes]]
+    """Further headers of an answer without an error."""
+    event_ids: EventIds | None
+    """Ids of a stream's events; None if they have none."""
+
+    async def send_json(self, body: bytes) -> None: ...
+
+    async def stream(self, events: AsyncIterator[bytes], generation: Generation, form: StreamForm = EVENTS) -> None: ...
+
+
+class WholeReply:
+    """A reply that keeps a whole answer."""
+
+    def __init__(self) -> None:
+        self.headers_always: list[tuple[bytes, bytes]] = []
+        self.headers_out: list[tuple[bytes, bytes]] = []
+        self.event_ids: EventIds | None = None
+        self.answer = b""
+
+    async def send_json(self, body: bytes) -> None:
+        self.answer = body
+
+    async def stream(self, events: AsyncIterator[bytes], generation: Generation, form: StreamForm = EVENTS) -> None:
+        raise AssertionError("this exchange takes whole answers only")
+
+
+class Reply:
+    """The answer to one request. `request_id` is its x-request-id with `returns_id`; otherwise Serve's proxy sets it.
+
+    `on_start` is called when the answer begins.
+    """
+
+    def __init__(self, send: Send, config: ServeConfig, request_id: str, returns_id: bool) -> None:
+        self.status = 0
+        self.headers_always: list[tuple[bytes, bytes]] = []
+        self.headers_out: list[tuple[bytes, bytes]] = []
+        self.error_body: Callable[[ApiError], bytes] = ApiError.body
+        """Function that writes an error in the shape of the route."""
+        self.event_ids: EventIds | None = None
+        self.on_start: Callable[[], None] = lambda: None
+        self._config = config
+        self._request_id = request_id
+        self._id_header = [(b"x-request-id", request_id.encode("latin-1"))] if returns_id else []
+        self._send = send
+
+    async def stream(self, events: AsyncIterator[bytes], generation: Generation, form: StreamForm = EVENTS) -> None:
+        """Sends the parts of a stream in their `form`; an error after the first part becomes a part of its own.
+
+        Events are taken from the engine as they come, whether or not the client reads. Events with ids can be read
+        again, so they are taken as the client reads them.
+        """
+        if self.event_ids is not None:
+            events = self.event_ids.numbered(events)
+        buffer = StreamBuffer(self._config.client_buffer_bytes, waits=self.event_ids is not None)
+        filling = asyncio.ensure_future(_fill(buffer, events, generation))
+        try:
+            await self._send_stream(buffer, form)
+        finally:
+            filling.cancel()
+
+    async def _send_stream(self, buffer: StreamBuffer, form: StreamForm) -> None:
+        piece = await buffer.take()  # until the first token a refusal can still be an HTTP status
+        fixed = [(b"cache-control", b"no-cache")]
+        await self._start(200, form.media_type, fixed + self.headers_out)
+        try:
+            while piece:
+                await self._send({"type": "http.response.body", "body": piece, "more_body": True})
+                piece = await buffer.take()
+        except Exception as error:
+            if not isinstance(error, ApiError | ServingError):
+                logging.getLogger(__name__).exception("request %s failed in its stream", self._request_id)
+            failure = api_error(error)
+            self.status = failure.status
+            event = form.before + self.error_body(failure) + form.after
+            await self._send({"type": "http.response.body", "body": event, "more_body": True})
+        await self._send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def send_json(self, body: bytes) -> None:
+        await self.send_body(body, "application/json", headers=self.headers_out)
+
+    async def send_body(self, body: bytes, content_type: str, status: int = 200, headers: Any = ()) -> None:
+        await self._start(status, content_type, [(b"content-length", str(len(body)).encode()), *headers])
+        for begin in range(0, len(body) or 1, SEND_BYTES):
+            end = begin + SEND_BYTES
+            message = {"type": "http.response.body", "body": body[begin:end], "more_body": end < len(body)}
+            await self._send(message)
+
+    async def send_pieces(self, pieces: AsyncIterator[bytes], num_bytes: int, content_type: str) -> None:
+        """Sends content that is never in memory as a whole, `num_bytes` in all."""
+        await self._start(200, content_type, [(b"content-length", str(num_bytes).encode())])
+        async for piece in pieces:
+            await self._send({"type": "http.response.body", "body": piece, "more_body": True})
+        await self._send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def send_empty(self, headers: list[tuple[bytes, bytes]], status: int = 204) -> None:
+        """Sends an answer without a body."""
+        self.status = status
+        headers = [*self._id_header, *self.headers_always, *headers]
+        await self._send({"type": "http.response.start", "status": status, "headers": headers})
+        await self._send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def fail(self, error: ApiError) -> None:
+        headers = []
+        if error.status in RETRIED_STATUSES:
+            headers.append((b"retry-after", str(max(1, math.ceil(error.retry_after_s or 0))).encode()))
+        if error.code in ("client_too_slow", "too_many_bodies"):
+            headers.append((b"connection", b"close"))  # the start of the next request is unknown
+        with contextlib.suppress(Exception):  # the client may be gone
+            await self.send_body(self.error_body(error), "application/json", error.status, headers)
+
+    async def _start(self, status: int, content_type: str, headers: list[tuple[bytes, bytes]]) -> None:
+        self.on_start()
+        self.status = status
+        fixed = [(b"content-type", content_type.encode()), *self._id_header]
+        fixed += self.headers_always
+        await self._send({"type": "http.response.start", "status": status, "headers": [*fixed, *headers]})
+
+
+async def _fill(buffer: StreamBuffer, events: AsyncIterator[bytes], generation: Generation) -> None:
+    try:
+        async for event in events:
+            await buffer.put(event)
+    except Exception as error:
+        buffer.end(error)
+    else:
+        buffer.end()
+    finally:
+        generation.close()  # at once, because the client may take long to read the error

@@ -1,0 +1,65 @@
+"""The engine as a Serve deployment."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ray import serve
+from ray.serve.config import RequestRouterConfig
+
+from manta.cluster.config import AutoscalingOptions, EngineConfig
+from manta.cluster.engine.ranks.claims import TPU, gpu_environment, gpus_each, own_cpus, tpus_each
+from manta.cluster.serve.engine.engine_replica import EngineReplica
+from manta.cluster.serve.routing.request_router import EngineRouter
+from manta.cluster.serve.scaling.autoscaling import autoscaling_config
+from manta.cluster.serve.starting.replica_process import REPLICA_ENVIRONMENT, ReplicaProcess
+
+
+class DeployedEngine(ReplicaProcess, EngineReplica):
+    """The class that Serve deploys."""
+
+
+def engine_deployment(
+    config: EngineConfig,
+    num_replicas: int,
+    name: str = "engine",
+    autoscaling: AutoscalingOptions | None = None,
+    is_alone: bool = False,
+) -> Any:
+    """Returns the Serve deployment of the engines; bind it with the configuration, which must hold `num_threads`, and
+    with `is_alone`. `is_alone` says that there is never more than one replica. With `autoscaling` the number of
+    replicas follows the load.
+    """
+    return serve.deployment(
+        DeployedEngine,
+        name=name,
+        num_replicas=num_replicas if autoscaling is None else None,
+        autoscaling_config=None if autoscaling is None else autoscaling_config(autoscaling, config),
+        # The engine's own queue limit refuses requests (429), so Serve must not hold any back before.
+        max_ongoing_requests=config.max_num_sequences + config.max_num_waiting + 1024,
+        health_check_period_s=1,  # Serve notices a dead replica within this time and starts another one
+        health_check_timeout_s=5,  # a hung replica fails three checks in a row and is replaced after 18 s
+        request_router_config=RequestRouterConfig(
+            request_router_class=EngineRouter,  # type: ignore[arg-type]
+            request_router_kwargs={
+                "deployment": name,
+                "block_size": config.block_size if config.enable_prefix_caching and not is_alone else 0,
+            },
+        ),
+        ray_actor_options={
+            "num_cpus": own_cpus(config),
+            "num_gpus": gpus_each(config) if config.num_ranks == 1 else 0,
+            "resources": {TPU: tpus_each(config)} if config.num_ranks == 1 and tpus_each(config) else {},
+            "runtime_env": {
+                "env_vars": {
+                    **REPLICA_ENVIRONMENT,
+                    **gpu_environment(config),
+                    # torch reads both variables when it loads OpenMP. Ray gives an actor one thread unless told
+                    # otherwise.
+                    "OMP_NUM_THREADS": str(config.num_threads),
+                    # torch's threads would spin long after each operation and keep the kernels' threads from the cores.
+                    "GOMP_SPINCOUNT": "1000",
+                }
+            },
+        },
+    )

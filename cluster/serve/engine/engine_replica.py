@@ -1,0 +1,297 @@
+"""One model replica: asyncio methods answer remote calls, and a thread of its own runs the engine's steps.
+
+Everything here runs on the event loop (`step_thread.py` has the thread). After each step, every ingress with new output
+gets one frame over the token channel. A `generate` call stays open until the last choice of its request ends, so that
+Serve's request counts, routing, draining and cancellation are right.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import queue
+
+import msgspec
+import ray
+
+from manta.cluster.config import EngineConfig
+from manta.cluster.engine.request import EngineRequest, SequenceOutput
+from manta.cluster.engine.stats import EngineStats, ServiceStats
+from manta.cluster.errors import QueueFull, RequestRefused
+from manta.cluster.serve.channel.packed import Packed
+from manta.cluster.serve.channel.token_channel import (
+    BEAT_S,
+    Address,
+    EngineFailed,
+    OutputSender,
+    RequestResult,
+)
+from manta.cluster.serve.engine.meter import LoadMeter
+from manta.cluster.serve.engine.step_thread import Inbox, News, Running, StepThread
+from manta.cluster.serve.recorded.keeper import Keeper
+from manta.cluster.serve.routing.replicas import own_name, own_node
+from manta.cluster.serve.routing.reports import CacheReporter
+from manta.cluster.serve.starting.start_failure import told_in_words
+from manta.structured.constraint import ConstraintSpec
+from manta.workers.model_info import ModelInfo
+from manta.workers.phases import Phases
+
+logger = logging.getLogger(__name__)
+
+IMPORTS, ENGINE, WARM_UP, FIRST_HEALTH = "imports", "engine", "warm_up", "first_health"
+"""Phases of a start, in this order:
+
+- importing torch and the engine,
+- building the engine (such as starting ranks), apart from loading the model, whose phases `ModelInfo` names,
+- the warm-up, which compiles,
+- the wait for Serve's first health check.
+
+The phase `process` (Python and Ray's worker) precedes them.
+"""
+
+
+class _Call:
+    """One `generate_group` call, which ends with the last of its requests."""
+
+    def __init__(self, requests: list[EngineRequest], address: Address) -> None:
+        self.address = address
+        self.open = dict(enumerate(requests))
+        """Requests without a result, by their index in the call."""
+        self.results = [RequestResult()] * len(requests)
+        self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+
+class EngineReplica:
+    """One model replica. Its constructor loads the model, so Serve counts the replica as ready only when it can serve.
+
+    With `is_alone` there is no other replica to choose, so ingresses are not told which blocks the prefix cache holds.
+    """
+
+    def __init__(self, config: EngineConfig, is_alone: bool = False) -> None:
+        with told_in_words():
+            self._start(config, is_alone)
+
+    @staticmethod
+    def seconds_before() -> float:
+        """Returns the seconds that this replica's process ran before the constructor; 0 if the process is shared."""
+        return 0.0
+
+    def _start(self, config: EngineConfig, is_alone: bool) -> None:
+        self._phases = Phases(process=self.seconds_before())
+        from manta.cluster.engine.engine import (
+            Engine,  # a process that only deploys this class needs none of these imports
+        )
+
+        self._phases.end(IMPORTS)
+        inbox: Inbox = queue.SimpleQueue()
+        self.engine = Engine(config, has_messages=lambda: not inbox.empty())
+        self._phases.end(ENGINE)
+        self._phases.split(ENGINE, self.engine.model.load_phases)
+        self._meter = LoadMeter()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._node = ray.util.get_node_ip_address()
+        blocks = self.engine.scheduler.blocks
+        self._reporter = CacheReporter(lambda: blocks.num_free * blocks.block_size)
+        if not is_alone:
+            blocks.on_change = self._reporter.note
+        self._thread = StepThread(self.engine, inbox, self._meter, own_name(), self._tell)
+        self._sender = OutputSender(
+            own_name(),
+            own_node(),
+            self._thread.finish,
+            self._on_lost_ingress,
+            self._reporter.take,
+            is_away=lambda: self.engine.is_rebuilding,
+            on_keep=lambda address, message: self._keeper.receive(address, message),
+        )
+        self._keeper = Keeper(self._sender.send_kept)
+        self._calls: set[_Call] = set()
+        """Calls of `generate` and `generate_group` that have not returned."""
+        self._beating: asyncio.Task[None] | None = None
+        try:
+            self.engine.warm_up()
+        except RequestRefused as error:  # a model without a tokenizer.json serves everything else
+            logger.warning("%s", error)
+        self._phases.end(WARM_UP)
+
+    def close(self) -> None:
+        """Ends the step thread, even while requests run, and the grammar service's processes. Serve ends the process
+        instead.
+        """
+        self._thread.close()
+        self.engine.constraints.close()
+
+    # ---- remote calls --------------------------------------------------------------------------------------------
+
+    async def generate(self, request: EngineRequest, address: Address) -> RequestResult:
+        """Runs a request to its end and returns its result; its outputs go to `address`. An empty first output
+        acknowledges the request at once, and another one says that its constraint is compiled and its run begins.
+        Cancelling the call aborts the request. Raises `EngineFailed` if the engine has failed or fails meanwhile.
+        """
+        (result,) = await self.generate_group([request], address)
+        return result
+
+    async def generate_group(self, requests: list[EngineRequest], address: Address) -> list[RequestResult]:
+        """Runs several requests as `generate` does, and returns when the last one has ended or was refused. One call
+        for many requests is cheaper, because a call costs more than everything else that is done for a request.
+        """
+        self._loop = asyncio.get_running_loop()
+        if self._thread.failure is not None:
+            raise EngineFailed(self._thread.failure)
+        await self._sender.connect(address)
+        self._sender.send(address, [_acknowledgement(request) for request in requests])
+        call = _Call(requests, address)
+        self._calls.add(call)
+        if self._beating is None:
+            self._beating = asyncio.ensure_future(self._beat())
+        try:
+            return await self._results_of(call)
+        finally:
+            self._calls.discard(call)
+
+    async def _beat(self) -> None:
+        """Sends heartbeats while a call is open, and until the ingresses know that the engine has rebuilt its ranks."""
+        is_away = False
+        while self._calls or is_away:
+            await asyncio.sleep(BEAT_S)
+            is_away = self.engine.is_rebuilding
+            self._sender.beat()
+        self._beating = None
+
+    async def _results_of(self, call: _Call) -> list[RequestResult]:
+        """Adds a call's requests to the engine and returns their results. Requests with a constraint each get a task,
+        because the constraint may have to be compiled.
+        """
+        plain: list[Running] = []
+        constrained: list[Running] = []
+        for place, request in call.open.items():
+            self._reporter.begin(call.address, request)
+            running = Running.of(request, call.address, (call, place))
+            (plain if request.params.constraint is None else constrained).append(running)
+        if plain:
+            self._thread.add(plain)
+        try:
+            await asyncio.gather(call.ended, *map(self._add_resolved, constrained))
+            return Packed(RequestResult, call.results)
+        finally:
+            while call.open:
+                _, request = call.open.popitem()
+                self._thread.abort(request.request_id)
+                self._reporter.end(call.address, request)
+
+    async def _add_resolved(self, running: Running) -> None:
+        spec = running.request.params.constraint
+        assert spec is not None
+        try:
+            constraint = await asyncio.wrap_future(self.engine.constraints.resolve(spec, running.request.client))
+        except (RequestRefused, QueueFull) as error:
+            self._end(running, self._thread.refusal(error))
+            return
+        call, place = running.key
+        if place in call.open:  # else the call ended meanwhile
+            self._sender.send(running.address, [_acknowledgement(running.request)])
+            self._thread.add([running], constraint)
+
+    def _end(self, running: Running, result: RequestResult) -> None:
+        call, place = running.key
+        request = call.open.pop(place, None)
+        if request is None:  # the call is over
+            return
+        self._reporter.end(call.address, request)
+        call.results[place] = result
+        if not call.open and not call.ended.done():
+            call.ended.set_result(None)
+
+    async def connect(self, address: Address) -> None:
+        """Tells an ingress of this engine's cache and load before it sends the first request."""
+        self._loop = asyncio.get_running_loop()
+        await self._sender.connect(address)
+        self._sender.send(address, [])
+
+    async def resolve(self, spec: ConstraintSpec, client: str = "") -> tuple[ConstraintSpec, list[str]]:
+        """Returns the constraint with its backend, and the keywords that the backend does not enforce. Raises
+        `RequestRefused` and `QueueFull`.
+        """
+        resolved = await asyncio.wrap_future(self.engine.constraints.resolve(spec, client))
+        return resolved.spec, resolved.not_enforced
+
+    async def model(self) -> ModelInfo:
+        return self.engine.model
+
+    async def stats(self) -> EngineStats:
+        service = ServiceStats(
+            replica=own_name(),
+            node=self._node,
+            start_seconds=self._phases.seconds,
+            waiting_tokens=self._meter.waiting_tokens,
+            ttft_s=self._meter.ttft_s,
+            requests_per_s=self._meter.requests_per_s,
+        )
+        stats = msgspec.structs.replace(self.engine.stats(), service=service)
+        return stats if self._thread.failure is None else msgspec.structs.replace(stats, alive=False)
+
+    async def start_seconds(self) -> float:
+        """Returns the seconds from the start of the process to the first health check."""
+        return sum(self._phases.seconds.values())
+
+    async def record_autoscaling_stats(self) -> dict[str, float]:
+        """Returns the load that `cluster/serve/scaling/decision.py` reads. Serve calls it."""
+        stats = self.engine.stats()
+        return {
+            "num_sequences": stats.num_running + stats.num_waiting,
+            "kv_usage": stats.kv_usage,
+            "waiting_tokens": self._meter.waiting_tokens,
+            "ttft_s": self._meter.ttft_s,
+        }
+
+    async def check_health(self) -> None:
+        """Raises `RuntimeError` if the engine has failed; Serve calls it, and then replaces the replica."""
+        if self._thread.failure is not None:
+            raise RuntimeError(self._thread.failure)
+        if FIRST_HEALTH not in self._phases.seconds:
+            self._phases.end(FIRST_HEALTH)
+            print(start_line(self._phases.seconds), flush=True)
+        if self.engine.config.num_ranks > 1:
+            self._thread.check_ranks()
+
+    def _on_lost_ingress(self, address: Address) -> None:
+        """Cancels the calls of an ingress whose connection broke, which aborts their requests.
+
+        A living ingress calls again at once. Otherwise a request that arrived just before the break would wait in vain
+        for frames that were sent into the broken connection.
+        """
+        self._reporter.forget(address)
+        self._keeper.lose(address)
+        for call in self._calls:
+            if call.address == address:
+                call.ended.cancel()
+
+    # ---- what the step thread tells ------------------------------------------------------------------------------
+
+    def _tell(self, news: News) -> None:
+        """Hands news to the event loop in one call, because each wake-up of the loop costs a system call. The step
+        thread calls it.
+        """
+        assert self._loop is not None
+        self._loop.call_soon_threadsafe(self._take, news)
+
+    def _take(self, news: News) -> None:
+        for address, outputs in news.frames.items():
+            self._reporter.note_outputs(address, outputs)
+            self._sender.send(address, outputs)
+        for running, result in news.results:
+            self._end(running, result)
+        for running in news.lost:
+            call, _ = running.key
+            if not call.ended.done():
+                call.ended.set_exception(EngineFailed(self._thread.failure))
+
+
+def start_line(seconds: dict[str, float]) -> str:
+    """Returns a line for the log: how long the start and each of its phases took."""
+    parts = ", ".join(f"{name} {each:.2f}" for name, each in seconds.items())
+    return f"the engine started in {sum(seconds.values()):.2f} s: {parts}"
+
+
+def _acknowledgement(request: EngineRequest) -> SequenceOutput:
+    return SequenceOutput(request.request_id, 0, [])

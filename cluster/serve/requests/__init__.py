@@ -1,0 +1,1 @@
+"""Requests under way in an ingress, and the engines as it calls them."""

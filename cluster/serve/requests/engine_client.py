@@ -1,0 +1,415 @@
+"""The engines as one ingress calls them, and the channel that carries their tokens.
+
+Requests of a lost engine continue on another one (`prompt_run.py`): if its connection breaks, if it is silent, or if
+Serve ends it. Implements `manta.cluster.http.exchange.engines.Engines`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import contextvars
+import logging
+import weakref
+from collections.abc import Awaitable, Callable, Iterable, Mapping
+from typing import Any, Protocol
+
+import msgspec
+
+from manta.cluster.config import EngineConfig
+from manta.cluster.engine.request import EngineRequest, SequenceOutput
+from manta.cluster.engine.stats import EngineStats
+from manta.cluster.errors import QueueFull, RequestRefused, ServingError, Unavailable
+from manta.cluster.http.exchange.engines import GenerationRequest
+from manta.cluster.http.exchange.metrics import Metrics, RequestMetrics
+from manta.cluster.serve.channel.keeping import FromKeeper
+from manta.cluster.serve.channel.token_channel import (
+    BEAT_S,
+    Address,
+    Connection,
+    Control,
+    OutputReceiver,
+    RequestResult,
+)
+from manta.cluster.serve.requests.prompt_run import Call, PromptRun
+from manta.cluster.serve.requests.submission import Submission
+from manta.cluster.serve.routing import replicas
+from manta.cluster.serve.routing.replicas import Replicas
+from manta.cluster.serve.routing.reports import Report
+from manta.cluster.serve.scaling.waking import Waker
+from manta.cluster.serve.starting.start_failure import in_words
+from manta.cluster.text.tokenizer import Tokenizer
+from manta.structured.constraint import ConstraintSpec
+from manta.workers.model_info import ModelInfo
+
+logger = logging.getLogger(__name__)
+
+ENGINE, STANDBY = "engine", "standby"
+"""Names of the two engine deployments."""
+
+ANSWER_TIMEOUT_S = 3.0
+"""Longest time, in seconds, that replicas get to answer with their statistics; all are asked at once."""
+REMOVAL_POLL_S = 0.5
+"""Seconds between two queries whether Serve has removed the application, while requests wait and no engine runs."""
+
+
+async def _never() -> bool:
+    """Returns False, for engines that outlive their client."""
+    return False
+
+
+async def answer_of(call: Any) -> Any:
+    """Returns the result of a call through a handle, and cancels the call when the caller is cancelled.
+
+    Raises `ConnectionError` if the replica has cancelled the call, because its connection to this process broke.
+    """
+    try:
+        return await call
+    except asyncio.CancelledError:
+        task = asyncio.current_task()
+        if task is not None and task.cancelling():
+            call.cancel()
+            raise
+        raise ConnectionError("the engine has lost its connection to this process") from None
+
+
+class EngineQuestions:
+    """The handles of the engines and of those that serve while no other engine can. Up to `max_held` requests wait for
+    an engine to start if none runs. `is_removed` finds out whether the engines are gone for good; then no request
+    waits.
+    """
+
+    def __init__(self, engine: Any, standby: Any, max_held: int, is_removed: Callable[[], Awaitable[bool]]) -> None:
+        self._handles = {ENGINE: engine} if standby is None else {ENGINE: engine, STANDBY: standby}
+        self._replicas = replicas.known_replicas()
+        self._is_removed = is_removed
+        self._waker = Waker(self.is_asleep, lambda: self.serving.start_seconds.remote(), max_held)
+
+    @property
+    def num_engine_nodes(self) -> int:
+        """Number of nodes that run engines, as far as Serve has told."""
+        return len(frozenset().union(*self._replicas.nodes.values()))
+
+    @property
+    def replicas_running(self) -> frozenset[str]:
+        """Names of the engine replicas that run, as far as Serve has told."""
+        return frozenset().union(*self._replicas.running.values())
+
+    def is_asleep(self) -> bool:
+        """Returns whether Serve has said that no engine runs."""
+        return ENGINE in self._replicas.running and not any(self._replicas.running.values())
+
+    @property
+    def serving(self) -> Any:
+        """The handle of the deployment that serves now."""
+        known = self._replicas
+        needs_standby = ENGINE in known.running and not known.is_any_good(ENGINE) and known.is_any_good(STANDBY)
+        return self._handles[STANDBY if needs_standby else ENGINE]
+
+    @property
+    def num_held(self) -> int:
+        """Requests that wait here for an engine to start."""
+        return self._waker.num_held
+
+    def is_any_good(self) -> bool:
+        """Returns whether some replica can take requests."""
+        return any(map(self._replicas.is_any_good, self._handles))
+
+    async def are_gone(self) -> bool:
+        """Returns whether no engine runs and none will. Serve itself would let calls wait for the engines that it has
+        ended.
+        """
+        if not self.is_asleep():
+            return False
+        try:
+            return await self._is_removed()
+        except Exception as error:  # the controller may be restarting, and Ray raises many types
+            logger.info("Serve does not say whether the application is to end: %s", in_words(error))
+            return False
+
+    async def resolve(self, spec: ConstraintSpec, client: str = "") -> tuple[ConstraintSpec, list[str]]:
+        """Returns the constraint with its backend, and the keywords that the backend does not enforce.
+
+        Raises `RequestRefused` if no backend can enforce the constraint, and `QueueFull` if too many constraints wait.
+        """
+        try:
+            return await self._answer(self.serving.resolve.remote(spec, client))
+        except QueueFull as error:
+            raise QueueFull(str(getattr(error, "cause", error))) from error
+        except RequestRefused as error:
+            refusal = getattr(error, "cause", error)  # Ray raises a copy whose text is a whole traceback
+            raise RequestRefused(str(refusal), refusal.param) from error
+
+    async def model(self) -> ModelInfo:
+        return await self._answer(self.serving.model.remote())
+
+    async def _answer(self, response: Any) -> Any:
+        """Returns an engine's answer to a call. Raises `Unavailable` if the engines are gone for good."""
+        call = asyncio.ensure_future(answer_of(response))
+        try:
+            while not (await asyncio.wait([call], timeout=REMOVAL_POLL_S))[0]:
+                if await self.are_gone():
+                    raise _gone()
+            return call.result()
+        finally:
+            call.cancel()
+
+    async def stats(self) -> list[EngineStats]:
+        """Returns the statistics of every replica that answers; an empty list if Serve runs none.
+
+        Raises `Unavailable` if replicas run and none answers.
+        """
+        if self.is_asleep():
+            return []
+        answers = await asyncio.gather(*map(self._stats_of, self._handles.values()))
+        found = [answer for answers_of_one in answers for answer in answers_of_one]
+        stats = [each for each in found if isinstance(each, EngineStats)]
+        if not stats:
+            reasons = sorted({type(error).__name__ for error in found})
+            raise Unavailable(f"no engine answers: {', '.join(reasons) or 'there is none'}")
+        starts = [sum(each.service.start_seconds.values()) for each in stats if each.service is not None]
+        if starts:
+            self._waker.measured(max(starts))
+        return stats
+
+    async def _stats_of(self, handle: Any) -> list[Any]:
+        answers = handle.broadcast("stats")
+        try:  # in a thread, because awaiting would turn one silent replica into an error of all
+            return await asyncio.to_thread(answers.results, timeout_s=ANSWER_TIMEOUT_S, return_exceptions=True)
+        except Exception as error:
+            return [error]
+
+
+class RunWatch:
+    """Finds lost engines, and moves their requests to others. Watches `runs`, which its owner changes, as long as there
+    are any. A connection that breaks is no matter of this class: `EngineClient` hears of it at once.
+    """
+
+    def __init__(self, runs: Mapping[str, PromptRun], engines: EngineQuestions, known_replicas: Replicas) -> None:
+        self._runs = runs
+        self._engines = engines
+        self._replicas = known_replicas
+        self.watching: asyncio.Task[None] | None = None
+        """Ends when nothing runs any more; None while nothing is watched."""
+
+    def begin(self) -> None:
+        """Watches until nothing runs."""
+        if self.watching is None:
+            self.watching = asyncio.ensure_future(self._watch())
+
+    async def _watch(self) -> None:
+        """Checks the replicas every `BEAT_S` while anything runs. Requests on a replica that is silent, away or ending
+        continue on another one, if one is available. Otherwise a hung replica is killed.
+        """
+        while self._runs:
+            await asyncio.sleep(BEAT_S)
+            runs = [(run, replica) for run in self._runs.values() if (replica := run.replica) is not None]
+            owing = {replica for _, replica in runs}
+            self._replicas.beat(owing)
+            bad = {replica for replica in owing if not self._replicas.is_good(replica)}
+            if bad and self._engines.is_any_good():
+                for run in (run for run, replica in runs if replica in bad):
+                    if run.connection is not None and run.connection.is_away:  # it lost ranks, perhaps over this run
+                        run.lose()
+                    else:
+                        run.go_on()
+            else:
+                await self._kill(filter(self._replicas.is_hung, bad))
+            if self._engines.is_asleep():
+                await self._refuse_if_gone()
+        self.watching = None
+
+    async def _refuse_if_gone(self) -> None:
+        """Refuses the requests that no engine has taken, if the engines are gone for good. The others go on."""
+        await asyncio.sleep(REMOVAL_POLL_S)
+        if await self._engines.are_gone():
+            for run in list(self._runs.values()):
+                if run.connection is None:
+                    run.refuse(_gone())
+
+    async def _kill(self, hung: Iterable[str]) -> None:
+        """Kills hung replicas, because Serve would take half a minute to notice."""
+        for replica in hung:
+            logger.error("replica %s says nothing and there is no other one; it is killed", replica)
+            try:
+                await asyncio.to_thread(replicas.kill, replica)
+            except Exception as error:  # it may have ended, and Ray raises many types then
+                logger.warning("replica %s was not killed: %s", replica, in_words(error))
+
+
+class Keepers(Protocol):
+    """The part of an ingress that talks to the keepers of recordings. `Copies` implements it."""
+
+    def connected(self, connection: Connection) -> None: ...
+
+    def lost(self, connection: Connection) -> None: ...
+
+    def receive(self, message: FromKeeper, connection: Connection) -> None: ...
+
+
+class EngineClient(EngineQuestions):
+    """Sends requests to engines. Owns the output channel of one ingress, and knows which run waits for which request.
+
+    `engine` and `standby` are handles; see `EngineQuestions`, also for `max_held` and `is_removed`. `host` is the
+    address at which engines reach this machine.
+    """
+
+    def __init__(
+        self,
+        engine: Any,
+        tokenizer: Tokenizer,
+        host: str,
+        metrics: Metrics,
+        standby: Any = None,
+        max_held: int = EngineConfig().max_num_waiting,
+        is_removed: Callable[[], Awaitable[bool]] = _never,
+    ) -> None:
+        super().__init__(engine, standby, max_held, is_removed)
+        self.tokenizer = tokenizer
+        self.metrics = metrics
+        self.runs: dict[str, PromptRun] = {}
+        self.suspects = asyncio.Lock()
+        self.keepers: Keepers | None = None
+        """Those who talk to the keepers in the engines' processes, over the same connections; None for nobody."""
+        self._greeting: asyncio.Task[None] | None = None
+        self._greeted: dict[str, frozenset[str]] = {}
+        """Replicas that were told of this ingress, by deployment."""
+        self._receiver = OutputReceiver(
+            host, self._on_outputs, self._on_lost, self._on_report, self._on_kept, self._on_connected
+        )
+        self._ending: set[asyncio.Task[None]] = set()
+        self._call_locks: weakref.WeakValueDictionary[str, asyncio.Lock] = weakref.WeakValueDictionary()
+        """Locks of clients whose calls are being started."""
+        self._watch = RunWatch(self.runs, self, self._replicas)
+
+    async def submit(self, request: GenerationRequest) -> Submission:
+        return Submission(self, request)
+
+    def measure(self, num_choices: int) -> RequestMetrics:
+        return RequestMetrics(self.metrics, num_choices)
+
+    async def check_reachable(self) -> None:
+        address = await self._listen()
+        if self._greeting is None or (self._greeting.done() and self._greeted != self._replicas.running):
+            self._greeting = asyncio.ensure_future(self._greet(address))
+
+    async def until_greeted(self) -> None:
+        """Waits until every replica that answers has connected."""
+        await self.check_reachable()
+        if self._greeting is not None:
+            await asyncio.shield(self._greeting)
+
+    async def close(self) -> None:
+        """Closes the connections to the engines, after the calls of ended requests have returned. For a process that
+        goes on.
+        """
+        if self._ending:
+            await asyncio.wait(self._ending)
+        await self._waker.close()
+        await self._receiver.close()
+
+    async def _greet(self, address: Address) -> None:
+        """Makes every replica connect, so that it reports its cache and how long its start took. Serve names a
+        deployment's replicas only after a call to the deployment.
+        """
+        greeted = dict(self._replicas.running)
+        for name, handle in self._handles.items():
+            try:
+                await handle.broadcast("connect", address).results_async(timeout_s=ANSWER_TIMEOUT_S)
+            except Exception as error:  # whatever it is, their first request meets it again
+                logger.info("not every %s answers: %s", name, in_words(error))
+        with contextlib.suppress(ServingError):  # no engine runs yet
+            await self.stats()
+        self._greeted = greeted
+
+    async def _listen(self) -> Address:
+        """Returns the address to which engines send tokens.
+
+        Raises `Unavailable` if this ingress cannot listen for them just now.
+        """
+        try:
+            return await self._receiver.start()
+        except OSError as error:
+            raise Unavailable(f"the ingress cannot listen for engines: {in_words(error)}; retry") from error
+
+    def call(self, run: PromptRun, request: EngineRequest, pause_s: float) -> Call:
+        # Each call runs in a context of its own. Serve identifies an HTTP request by its context: it would treat calls
+        # of one request as retries of one call, and forget all but one of those that wait for a replica.
+        return asyncio.get_running_loop().create_task(run.call(request, pause_s), context=contextvars.Context())
+
+    async def generate(self, request: EngineRequest) -> RequestResult:
+        """Runs a request by one Serve call that stays open until it ends. Serve asks `EngineRouter` for the replica.
+
+        Raises `Unavailable` if no engine is available in time.
+        """
+        address, left_s = await self._ready(request)
+        return await self._call(msgspec.structs.replace(request, deadline_s=left_s), address)
+
+    async def _ready(self, request: EngineRequest) -> tuple[Address, float]:
+        """Waits for an engine. Returns the address for the request's tokens and the seconds left of its deadline."""
+        address = await self._listen()
+        assert request.deadline_s is not None
+        self._watch.begin()
+        if not self.is_asleep():
+            return address, request.deadline_s
+        return address, await self._waker.wait(request.deadline_s, is_new=request.continued is None)
+
+    async def _call(self, request: EngineRequest, address: Address) -> RequestResult:
+        # Each client starts one call per turn of the event loop: 1,000 started at once would block it for half a second
+        async with self._call_locks.setdefault(request.client, asyncio.Lock()):
+            await asyncio.sleep(0)
+        return await answer_of(self.serving.generate.remote(request, address))
+
+    def cancel_later(self, call: Any) -> None:
+        self._ending.add(call)
+        call.add_done_callback(self._ending.discard)
+        call.add_done_callback(lambda task: task.cancelled() or task.exception())
+        asyncio.get_running_loop().call_later(1.0, call.cancel)
+
+    # ---- who is there --------------------------------------------------------------------------------------------
+
+    def replica_sent_to(self, request_id: str) -> str | None:
+        return self._replicas.routed.get(request_id)
+
+    def forget_sent(self, request_id: str) -> None:
+        self._replicas.routed.pop(request_id, None)
+
+    def note_output(self, request_id: str) -> None:
+        self._replicas.placement.has_output(request_id)
+
+    def note_end(self, request_id: str) -> None:
+        self._replicas.placement.end(request_id)
+
+    def _on_outputs(self, outputs: list[SequenceOutput], connection: Connection) -> None:
+        self._replicas.hear(connection.replica, connection.is_away)
+        for output in outputs:
+            run = self.runs.get(output.request_id)
+            if run is not None:
+                run.receive(output, connection)
+            elif output.finish is None:  # it was given up before an engine had it, in a call of several
+                connection.send(Control(output.request_id))
+
+    def _on_report(self, report: Report, connection: Connection) -> None:
+        self._replicas.placement.report(connection.replica, report)
+
+    def _on_kept(self, message: FromKeeper, connection: Connection) -> None:
+        if self.keepers is not None:
+            self.keepers.receive(message, connection)
+
+    def _on_connected(self, connection: Connection) -> None:
+        if self.keepers is not None:
+            self.keepers.connected(connection)
+
+    def _on_lost(self, connection: Connection) -> None:
+        if self.keepers is not None:
+            self.keepers.lost(connection)
+        self._replicas.avoid(connection.replica)
+        self._replicas.placement.lose(connection.replica)
+        for run in list(self.runs.values()):
+            if run.connection is connection:
+                run.lose()
+
+
+def _gone() -> Unavailable:
+    """Returns the error of a request whose engines are gone for good."""
+    return Unavailable("the application was ended, and its engines with it; ask another server")
