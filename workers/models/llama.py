@@ -6,8 +6,9 @@ from __future__ import annotations
 
 import msgspec
 
+from manta.workers.models.dense import read_dense
 from manta.workers.models.model_config import ModelConfig
-from manta.workers.models.raw_config import RawConfig, read_dense
+from manta.workers.models.raw_config import RawConfig
 from manta.workers.models.specs import (
     AttentionSpec,
     DecoderSpec,
@@ -23,11 +24,9 @@ ARCHITECTURE = "LlamaForCausalLM"
 
 
 def read_config(raw: RawConfig) -> ModelConfig:
-    """Reads the shape of a model. Raises `ModelError` as `read_dense` does."""
-    has_biases = raw.get("attention_bias", False)
-    return msgspec.structs.replace(
-        read_dense(raw), qkv_bias=has_biases, output_bias=has_biases, mlp_bias=raw.get("mlp_bias", False)
-    )
+    """Reads the shape of a model. Raises `ConfigError` as `read_dense` does."""
+    has_biases, mlp_bias = raw["attention_bias"].flag(False), raw["mlp_bias"].flag(False)
+    return msgspec.structs.replace(read_dense(raw), qkv_bias=has_biases, output_bias=has_biases, mlp_bias=mlp_bias)
 
 
 def describe(config: ModelConfig) -> DecoderSpec:
