@@ -15,8 +15,8 @@ import torch
 
 from manta.cluster.cli.check import check_model
 from manta.cluster.config import EngineConfig
+from manta.workers.checkpoints.linear_reader import stack
 from manta.workers.checkpoints.model_folder import load_model_config
-from manta.workers.checkpoints.weight_parts import stack
 from manta.workers.decoders.decoder import Decoder
 from manta.workers.kernels.linears import SummedLinear
 from manta.workers.kernels.quantized_reference import round_to_float8
