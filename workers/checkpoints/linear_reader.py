@@ -49,7 +49,7 @@ class LinearReader:
     def __init__(
         self,
         checkpoint: Checkpoint,
-        shard: Shard,
+        shard: Shard | None,
         quantization: Quantization | None,
         dtype: torch.dtype,
         place_bias: Callable[[torch.Tensor, torch.dtype], torch.Tensor],
@@ -57,9 +57,10 @@ class LinearReader:
         keeps_float8: bool = False,
         shapes_only: bool = False,
     ) -> None:
-        """`dtype` is that of the activations. With `keeps_float8`, E4M3 weights stay so where the checkpoint was made
-        for activations that are rounded like them. With `shapes_only`, plain weights have no data, because another
-        process has packed them.
+        """`dtype` is that of the activations. Without a `shard`, weights are read whole.
+
+        With `keeps_float8`, E4M3 weights stay so where the checkpoint was made for activations that are rounded like
+        them. With `shapes_only`, plain weights have no data, because another process has packed them.
         """
         self.checkpoint = checkpoint
         self._shard = shard
@@ -86,7 +87,12 @@ class LinearReader:
         shape = torch.empty(weight.values.shape, dtype=self._dtype, device="meta")
         return LinearWeight(spec.name, shape, bias, self._dtype, spec.is_gated, weight)
 
-    def read_quantized(self, part: Part, spec: LinearSpec, format_: WeightFormat) -> QuantizedWeight | torch.Tensor:
+    def read_table(self, part: Part, width: int) -> QuantizedWeight | torch.Tensor:
+        """Returns a lookup table: a view of the file [num_rows, width], or integers of a GGUF file."""
+        format_ = GGUF if self.format_of(part) is GGUF else None
+        return self._part(part, format_, LinearSpec((part,), width))
+
+    def _quantized(self, part: Part, spec: LinearSpec, format_: WeightFormat) -> QuantizedWeight | torch.Tensor:
         """Reads a whole part of a linear, and returns this rank's share."""
         stored = StoredPart(
             part.name, part.out_features, spec.in_features, format_, self._dtype, self.checkpoint, self._keeps_float8
@@ -94,7 +100,7 @@ class LinearReader:
         weight = READERS[format_.reader](stored)
         if not spec.has_bias and stored.has("bias"):
             stored.no_bias()
-        return self._shard.take(part, spec.splits_inputs, weight)
+        return weight if self._shard is None else self._shard.take(part, spec.splits_inputs, weight)
 
     def format_of(self, part: Part) -> WeightFormat | None:
         """Returns the format of a part; None if it is not quantised.
@@ -124,12 +130,12 @@ class LinearReader:
         return format_
 
     def _part(self, part: Part, format_: WeightFormat | None, spec: LinearSpec) -> QuantizedWeight | torch.Tensor:
-        return self._plain(part, spec) if format_ is None else self.read_quantized(part, spec, format_)
+        return self._plain(part, spec) if format_ is None else self._quantized(part, spec, format_)
 
     def _plain(self, part: Part, spec: LinearSpec) -> torch.Tensor:
         """Returns the rank's share of an unquantised part, as a view of the file."""
         whole = self.checkpoint.view(f"{part.name}.weight", (part.out_features, spec.in_features))
-        return self._shard.take(part, spec.splits_inputs, whole)
+        return whole if self._shard is None else self._shard.take(part, spec.splits_inputs, whole)
 
     def _stack_plain(self, views: list[torch.Tensor]) -> torch.Tensor:
         """Stacks parts in memory that the next call reuses, because fresh pages would double the time."""
@@ -147,8 +153,10 @@ class LinearReader:
         """Returns the bias as a copy on the device."""
         parts = []
         for part in spec.parts:
-            whole = self.checkpoint.view(f"{part.name}.bias", (part.out_features,))
-            parts.append(self._place_bias(self._shard.take_bias(part, spec.splits_inputs, whole), self._dtype))
+            bias = self.checkpoint.view(f"{part.name}.bias", (part.out_features,))
+            if self._shard is not None:
+                bias = self._shard.take_bias(part, spec.splits_inputs, bias)
+            parts.append(self._place_bias(bias, self._dtype))
         return torch.cat(parts)
 
 

@@ -20,7 +20,7 @@ from manta.workers.models.specs import Part, Split
 
 
 class Shard:
-    """One rank's share of the weights of a model with `num_kv_heads`."""
+    """One rank's share of the weights of a model with `num_kv_heads`, of at least two ranks."""
 
     def __init__(self, rank: int, num_ranks: int, num_kv_heads: int) -> None:
         self._rank = rank
@@ -42,8 +42,6 @@ class Shard:
 
         Raises `ModelError` if the inputs cannot be divided, because act-order has mixed them.
         """
-        if self._num_ranks == 1:
-            return weight
         if part.split is Split.VOCABULARY:
             rows = -(-part.out_features // self._num_ranks)
             return take_rows(weight, self._rank * rows, (self._rank + 1) * rows)

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 
 from manta.workers.checkpoints.checkpoint import Checkpoint, CheckpointHeaders
-from manta.workers.checkpoints.linear_reader import GGUF, LinearReader
+from manta.workers.checkpoints.linear_reader import LinearReader
 from manta.workers.checkpoints.memory import weight_files
 from manta.workers.checkpoints.shard import Shard
 from manta.workers.checkpoints.stored_linears import stored_linears
@@ -149,10 +149,9 @@ class _WeightLoader:
         self._group = group
         self._weights = weights
         self._make_linear = (shared or platform).make_linear
-        self._shard = Shard(group.rank, group.num_ranks, config.num_kv_heads)
         self.linears = LinearReader(
             checkpoint,
-            self._shard,
+            Shard(group.rank, group.num_ranks, config.num_kv_heads) if group.num_ranks > 1 else None,
             config.quantization,
             dtype,
             platform.place_weight,
@@ -214,19 +213,16 @@ class _WeightLoader:
 
     def _embedding(self) -> tuple[Embedding, Linear | None]:
         """Returns the lookup table, and the head that the platform makes of it if the two are tied."""
-        part = self.spec.embedding
-        if self.linears.format_of(part) is GGUF:
-            return self._quantized_embedding(), None
-        whole = self._checkpoint.view(f"{part.name}.weight", (part.out_features, self._hidden_size))
-        table = self._platform.place_embedding(self._shard.take(part, False, whole), self._dtype)
+        read = self.linears.read_table(self.spec.embedding, self._hidden_size)
+        if isinstance(read, QuantizedWeight):
+            return self._quantized_embedding(read), None
+        table = self._platform.place_embedding(read, self._dtype)
         is_rounded = KEPT_BITS[self._weights].head is not None
         return functools.partial(_embed, table, self._dtype), None if is_rounded else self._platform.tied_head(table)
 
-    def _quantized_embedding(self) -> Embedding:
+    def _quantized_embedding(self, weight: QuantizedWeight) -> Embedding:
         """Keeps the integers, of which a lookup dequantises its rows."""
-        part, place = self.spec.embedding, self._platform.place_weight
-        weight = self.linears.read_quantized(part, LinearSpec((part,), self._hidden_size), GGUF)
-        assert isinstance(weight, QuantizedWeight)
+        place = self._platform.place_weight
         kept = dataclasses.replace(
             weight,
             values=place(weight.values, torch.int8),
