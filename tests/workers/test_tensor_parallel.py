@@ -23,7 +23,7 @@ from manta.workers.kernels import build, cpu_linear
 from manta.workers.model_options import ModelOptions
 from manta.workers.models.families import describe
 from manta.workers.models.model_config import ModelConfig, ModelError
-from manta.workers.models.specs import Part, Split
+from manta.workers.models.specs import Split, WeightPart
 from manta.workers.parallel.split import EXACT_GATES, check_num_ranks, shard_config, split_outputs
 from manta.workers.step import ScheduledSequence, SequenceStart, StepInput
 from manta.workers.torch_worker.torch_worker import TorchWorker
@@ -415,8 +415,8 @@ def test_shares_of_all_ranks_are_the_checkpoint(num_ranks: int, exact: bool) -> 
             for rank, share in enumerate(shares):
                 assert torch.equal(share, shares[rank // repeats * repeats]), part.name
     norm = torch.randn(64)
-    assert all(shard.take(Part("norm", 64), False, norm) is norm for shard in shards)
-    words = Part("words", 5, Split.VOCABULARY)
+    assert all(shard.take(WeightPart("norm", 64), False, norm) is norm for shard in shards)
+    words = WeightPart("words", 5, Split.VOCABULARY)
     padded = torch.cat([shard.take(words, False, torch.ones(5, 3)) for shard in shards])
     assert padded.sum(1).tolist() == [3.0] * 5 + [0.0] * (len(padded) - 5)
 

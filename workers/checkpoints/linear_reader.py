@@ -23,7 +23,7 @@ from manta.workers.checkpoints.shard import Shard
 from manta.workers.kernels.quantized_weight import QuantizedWeight
 from manta.workers.kernels.weights import LinearWeight
 from manta.workers.models.model_config import ModelError, Quantization, WeightFormat
-from manta.workers.models.specs import LinearSpec, Part
+from manta.workers.models.specs import LinearSpec, WeightPart
 
 READERS: dict[str, Reader] = {
     "int": read_int,
@@ -87,12 +87,12 @@ class LinearReader:
         shape = torch.empty(weight.values.shape, dtype=self._dtype, device="meta")
         return LinearWeight(spec.name, shape, bias, self._dtype, spec.is_gated, weight)
 
-    def read_table(self, part: Part, width: int) -> QuantizedWeight | torch.Tensor:
+    def read_table(self, part: WeightPart, width: int) -> QuantizedWeight | torch.Tensor:
         """Returns a lookup table: a view of the file [num_rows, width], or integers of a GGUF file."""
         format_ = GGUF if self.format_of(part) is GGUF else None
         return self._part(part, format_, LinearSpec((part,), width))
 
-    def _quantized(self, part: Part, spec: LinearSpec, format_: WeightFormat) -> QuantizedWeight | torch.Tensor:
+    def _quantized(self, part: WeightPart, spec: LinearSpec, format_: WeightFormat) -> QuantizedWeight | torch.Tensor:
         """Reads a whole part of a linear, and returns this rank's share."""
         stored = StoredPart(
             part.name, part.out_features, spec.in_features, format_, self._dtype, self.checkpoint, self._keeps_float8
@@ -102,7 +102,7 @@ class LinearReader:
             stored.no_bias()
         return weight if self._shard is None else self._shard.take(part, spec.splits_inputs, weight)
 
-    def format_of(self, part: Part) -> WeightFormat | None:
+    def format_of(self, part: WeightPart) -> WeightFormat | None:
         """Returns the format of a part; None if it is not quantised.
 
         Raises `ModelError` if configuration and tensors disagree.
@@ -129,10 +129,10 @@ class LinearReader:
             )
         return format_
 
-    def _part(self, part: Part, format_: WeightFormat | None, spec: LinearSpec) -> QuantizedWeight | torch.Tensor:
+    def _part(self, part: WeightPart, format_: WeightFormat | None, spec: LinearSpec) -> QuantizedWeight | torch.Tensor:
         return self._plain(part, spec) if format_ is None else self._quantized(part, spec, format_)
 
-    def _plain(self, part: Part, spec: LinearSpec) -> torch.Tensor:
+    def _plain(self, part: WeightPart, spec: LinearSpec) -> torch.Tensor:
         """Returns the rank's share of an unquantised part, as a view of the file."""
         whole = self.checkpoint.view(f"{part.name}.weight", (part.out_features, spec.in_features))
         return whole if self._shard is None else self._shard.take(part, spec.splits_inputs, whole)

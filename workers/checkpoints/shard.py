@@ -16,7 +16,7 @@ import torch.nn.functional as F
 
 from manta.workers.kernels.quantized_weight import QuantizedWeight
 from manta.workers.models.model_config import ModelError
-from manta.workers.models.specs import Part, Split
+from manta.workers.models.specs import Split, WeightPart
 
 
 class Shard:
@@ -28,15 +28,15 @@ class Shard:
         self._num_kv_heads = num_kv_heads
 
     @overload
-    def take(self, part: Part, splits_inputs: bool, weight: torch.Tensor) -> torch.Tensor: ...
+    def take(self, part: WeightPart, splits_inputs: bool, weight: torch.Tensor) -> torch.Tensor: ...
 
     @overload
     def take(
-        self, part: Part, splits_inputs: bool, weight: QuantizedWeight | torch.Tensor
+        self, part: WeightPart, splits_inputs: bool, weight: QuantizedWeight | torch.Tensor
     ) -> QuantizedWeight | torch.Tensor: ...
 
     def take(
-        self, part: Part, splits_inputs: bool, weight: QuantizedWeight | torch.Tensor
+        self, part: WeightPart, splits_inputs: bool, weight: QuantizedWeight | torch.Tensor
     ) -> QuantizedWeight | torch.Tensor:
         """Returns the rank's outputs or inputs of the whole weight of a part. Rows after the vocabulary are zeros.
 
@@ -55,7 +55,7 @@ class Shard:
             return take_inputs(part.name, weight, *_share(in_features, self._rank, self._num_ranks))
         return weight
 
-    def take_bias(self, part: Part, splits_inputs: bool, bias: torch.Tensor) -> torch.Tensor:
+    def take_bias(self, part: WeightPart, splits_inputs: bool, bias: torch.Tensor) -> torch.Tensor:
         """Returns the rank's share of a bias. Where inputs are split, the sum over ranks adds rank 0's bias once."""
         return torch.zeros_like(bias) if splits_inputs and self._rank > 0 else self.take(part, False, bias)
 

@@ -12,7 +12,7 @@ from typing import NamedTuple
 from manta.workers.checkpoints.checkpoint import Checkpoint
 from manta.workers.checkpoints.linear_reader import GGUF, LinearReader
 from manta.workers.models.model_config import WeightFormat
-from manta.workers.models.specs import DecoderSpec, Part
+from manta.workers.models.specs import DecoderSpec, WeightPart
 
 _IN_LAYER = re.compile(r"^model\.layers\.\d+\.(.+)$")
 
@@ -58,7 +58,7 @@ def stored_linears(reader: LinearReader, spec: DecoderSpec) -> StoredLinears:
     return StoredLinears(dict(by_frequency), unquantized, len(spec.layers))
 
 
-def _form(checkpoint: Checkpoint, part: Part, format_: WeightFormat) -> str:
+def _form(checkpoint: Checkpoint, part: WeightPart, format_: WeightFormat) -> str:
     if format_ is GGUF:
         return checkpoint.kind_of(f"{part.name}.weight")
     kind = f"{format_.bits}-bit floats" if format_.reader in ("float8", "mxfp4") else f"{format_.bits} bits"
@@ -66,7 +66,7 @@ def _form(checkpoint: Checkpoint, part: Part, format_: WeightFormat) -> str:
     return f"{kind} {_scales(checkpoint, part, format_)}{activations}"
 
 
-def _scales(checkpoint: Checkpoint, part: Part, format_: WeightFormat) -> str:
+def _scales(checkpoint: Checkpoint, part: WeightPart, format_: WeightFormat) -> str:
     if format_.block is not None:
         return "in blocks of {} x {}".format(*format_.block)
     if format_.group_size is not None:
