@@ -100,9 +100,9 @@ def test_norms_round_rows_with_the_decoders_bits(
             attention=dataclasses.replace(layer.attention, output=SummedLinear(layer.attention.output, torch.neg)),
             mlp=dataclasses.replace(layer.mlp, down=SummedLinear(layer.mlp.down, lambda x: 2 * x)),
         )
-        for layer in whole._weights.layers
+        for layer in whole.weights.layers
     ]
-    model = Decoder(whole.config, dataclasses.replace(whole._weights, layers=layers), CudaPlatform(DEVICE))
+    model = Decoder(whole.config, dataclasses.replace(whole.weights, layers=layers), CudaPlatform(DEVICE))
     launches.counts.clear()
     rounded = logits_of(model)
     num_rounded = launches.counts.total()
