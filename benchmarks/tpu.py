@@ -23,7 +23,7 @@ from benchmarks.checkpoints import SHAPES, benchmark_checkpoint
 from manta.cluster.llm import LLM, SamplingParams
 from manta.workers.checkpoints.model_folder import load_model_config
 from manta.workers.jax_worker.attention import attend_by_chunks, attend_by_kernel, page_head_dim
-from manta.workers.jax_worker.batch import Batch, BatchShape, pack
+from manta.workers.jax_worker.batch import BatchShape, StepBatch, pack
 from manta.workers.jax_worker.jax_worker import JaxWorker
 from manta.workers.jax_worker.mesh import TPU
 from manta.workers.jax_worker.model_state import ModelState
@@ -61,7 +61,7 @@ def attention_rows() -> Iterator[str]:
     shape = BatchShape(256, 8, 64)
     blocks = random.permutation(256).reshape(4, 64).astype(np.int32)
     packed = jnp.asarray(pack(shape, np.zeros(lens.sum(), dtype=np.int32), starts, lens, blocks))
-    batch = Batch.unpack(packed, shape)
+    batch = StepBatch.unpack(packed, shape)
     for window in (None, 128):
         for dtype in (jnp.float32, jnp.bfloat16):
             query = jnp.asarray(random.normal(size=(256, 32, 128)), dtype)

@@ -49,8 +49,8 @@ def load(folder: pathlib.Path, weights: str, dtype: str = "float32") -> Decoder:
 
 
 def linears(model: Decoder) -> list[object]:
-    found: list[object] = [model._weights.head]
-    for layer in model._weights.layers:
+    found: list[object] = [model.weights.head]
+    for layer in model.weights.layers:
         found += [layer.attention.qkv, layer.attention.output, layer.mlp.gated, layer.mlp.down]
     return found
 
@@ -153,7 +153,7 @@ def test_weights_take_half_and_quarter_of_bfloat16() -> None:
 def test_a_tied_head_is_rounded_alone(weights: str) -> None:
     folder = checkpoint("qwen2")
     tokens = torch.arange(5, 25)
-    embedded = [load(folder, kept)._weights.embedding(tokens) for kept in ("auto", weights)]
+    embedded = [load(folder, kept).weights.embedding(tokens) for kept in ("auto", weights)]
     assert torch.equal(*embedded)
 
 

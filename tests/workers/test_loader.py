@@ -113,17 +113,26 @@ def test_kv_bytes_per_token_counts_every_layer(tmp_path: pathlib.Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"hidden_act": "gelu"}, "activation 'gelu'"),
-        ({"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "rope type 'dynamic'"),
-        ({"rope_scaling": {"type": "longrope", "factor": 2.0}}, "rope type 'longrope'"),
-        ({"rope_scaling": {"type": "linear"}}, "lacks its factor"),
-        ({"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}}, "partial_rotary_factor"),
-        ({"quantization_config": {"quant_method": "awq"}}, "awq"),
-        ({"torch_dtype": "float8_e4m3fn"}, "float8_e4m3fn"),
-        ({"num_key_value_heads": 3}, "3 KV heads"),
+        ({"hidden_act": "gelu"}, 'hidden_act must be silu or swish, not "gelu"'),
+        (
+            {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}},
+            r"\.rope_type must be default .*, not .dynamic",
+        ),
+        (
+            {"rope_scaling": {"type": "longrope", "factor": 2.0}},
+            r"rope_scaling\.type must be default",
+        ),
+        ({"rope_scaling": {"type": "linear"}}, r"rope_scaling\.factor must be a number .*, not null"),
+        (
+            {"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}},
+            "partial_rotary_factor must be left",
+        ),
+        ({"quantization_config": {"quant_method": "awq"}}, r"quantization_config\.w_bit must be 4, not null"),
+        ({"torch_dtype": "float8_e4m3fn"}, "torch_dtype must be bfloat16 or float16 or float32"),
+        ({"num_key_value_heads": 3}, "num_key_value_heads must be a divisor of the 4 attention heads, not 3"),
         ({"num_hidden_layers": ...}, "num_hidden_layers"),
-        ({"hidden_size": "64"}, "hidden_size must be a positive integer, not '64'"),
-        ({"architectures": ...}, "names no architecture"),
+        ({"hidden_size": "64"}, "hidden_size must be an integer from 1 to 2147483647, not .64"),
+        ({"architectures": ...}, "architectures must be a list with the name of an architecture"),
     ],
 )
 def test_unsupported_configurations_are_named(changes: dict[str, Any], message: str, tmp_path: pathlib.Path) -> None:

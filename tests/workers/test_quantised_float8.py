@@ -15,8 +15,8 @@ import torch
 
 from manta.cluster.cli.check import check_model
 from manta.cluster.config import EngineConfig
+from manta.workers.checkpoints.linear_reader import stack
 from manta.workers.checkpoints.model_folder import load_model_config
-from manta.workers.checkpoints.weight_parts import stack
 from manta.workers.decoders.decoder import Decoder
 from manta.workers.kernels.linears import SummedLinear
 from manta.workers.kernels.quantized_reference import round_to_float8
@@ -24,6 +24,7 @@ from manta.workers.kernels.quantized_weight import QuantizedWeight
 from manta.workers.kernels.query_tokens import QueryTokens
 from manta.workers.models.model_config import WeightFormat
 from manta.workers.models.quantization import read_quantization
+from manta.workers.models.raw_config import RawConfig
 from manta.workers.platforms.cuda import CudaPlatform
 from manta.workers.torch_worker.loader import check_tensors, load_model
 from tests.checkpoints import checkpoint, on_one_thread, reference_model
@@ -99,9 +100,9 @@ def test_norms_round_rows_with_the_decoders_bits(
             attention=dataclasses.replace(layer.attention, output=SummedLinear(layer.attention.output, torch.neg)),
             mlp=dataclasses.replace(layer.mlp, down=SummedLinear(layer.mlp.down, lambda x: 2 * x)),
         )
-        for layer in whole._weights.layers
+        for layer in whole.weights.layers
     ]
-    model = Decoder(whole.config, dataclasses.replace(whole._weights, layers=layers), CudaPlatform(DEVICE))
+    model = Decoder(whole.config, dataclasses.replace(whole.weights, layers=layers), CudaPlatform(DEVICE))
     launches.counts.clear()
     rounded = logits_of(model)
     num_rounded = launches.counts.total()
@@ -181,7 +182,7 @@ def float8_format(activations: dict[str, Any] | None) -> WeightFormat:
     weights = {"num_bits": 8, "type": "float", "strategy": "channel"}
     group = {"weights": weights, "targets": ["Linear"], "input_activations": activations}
     raw = {"quant_method": "compressed-tensors", "format": "float-quantized", "config_groups": {"group_0": group}}
-    format_ = read_quantization(raw).format_of("any")
+    format_ = read_quantization(RawConfig(raw, "config.json")).format_of("any")
     assert format_ is not None
     return format_
 
@@ -190,7 +191,7 @@ def test_only_checkpoints_made_for_it_round_activations() -> None:
     assert float8_format({"num_bits": 8, "type": "float", "dynamic": True}).has_float8_activations
     assert not float8_format({"num_bits": 8, "type": "int", "dynamic": True}).has_float8_activations
     assert not float8_format(None).has_float8_activations
-    format_ = read_quantization(fp8_config(None)).format_of("any")
+    format_ = read_quantization(RawConfig(fp8_config(None), "config.json")).format_of("any")
     assert format_ is not None
     assert format_.has_float8_activations
 

@@ -8,8 +8,9 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
+from manta.workers.checkpoints.linear_reader import stack
 from manta.workers.checkpoints.model_folder import load_model_config, resolve_model_folder
-from manta.workers.checkpoints.weight_parts import stack, take_inputs
+from manta.workers.checkpoints.shard import take_inputs
 from manta.workers.decoders.decoder import Decoder
 from manta.workers.kernels.quantized_weight import QuantizedWeight
 from manta.workers.models.model_config import ModelError

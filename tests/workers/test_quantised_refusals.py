@@ -20,6 +20,7 @@ from manta.cluster.config import EngineConfig
 from manta.workers.checkpoints.memory import weight_bytes
 from manta.workers.checkpoints.model_folder import load_model_config
 from manta.workers.models.model_config import ModelError
+from manta.workers.models.raw_config import ConfigError
 from manta.workers.torch_worker.loader import check_tensors
 from tests.checkpoints import checkpoint
 from tests.gguf_files import write_gguf
@@ -37,52 +38,62 @@ def _changed(config: dict[str, Any], **changes: Any) -> dict[str, Any]:
     return copy
 
 
-CONFIGURATIONS: dict[str, tuple[dict[str, Any], str]] = {
-    "another method": ({"quant_method": "bitsandbytes"}, "bitsandbytes quantisation is not served; compressed-tensors"),
-    "a text": ("gptq", "quantization_config must be an object with quant_method, not 'gptq'"),  # type: ignore[dict-item]
-    "no targets": (_changed(PACKED.config, targets=None), "must be a list of layers, not None; name them, or all by"),
-    "no method": ({"bits": 4}, "unnamed quantisation is not served"),
-    "experts": ({"quant_method": "mxfp4"}, "mxfp4 is used for experts only, and experts are not served yet"),
-    "three bits": (gptq_config(4, True) | {"bits": 3}, "gptq weights of 3 bits are not served; 4 and 8 bits are"),
+IN_GROUP = "config_groups.group_0"
+CONFIGURATIONS: dict[str, tuple[Any, str, Any]] = {
+    "another method": ({"quant_method": "bitsandbytes"}, "quant_method", "bitsandbytes"),
+    "a text": ("gptq", "", "gptq"),
+    "no targets": (_changed(PACKED.config, targets=None), f"{IN_GROUP}.targets", None),
+    "no method": ({"bits": 4}, "quant_method", None),
+    "experts": ({"quant_method": "mxfp4"}, "quant_method", "mxfp4"),
+    "three bits": (gptq_config(4, True) | {"bits": 3}, "bits", 3),
     "three bits of one layer": (
         gptq_config(4, True) | {"dynamic": {"+:.*down_proj": {"bits": 3}}},
-        "gptq weights of 3 bits",
+        "dynamic.+:.*down_proj.bits",
+        3,
     ),
-    "marlin": (gptq_config(4, True) | {"checkpoint_format": "marlin"}, "checkpoint_format 'marlin' of gptq"),
-    "group size": (gptq_config(4, True) | {"group_size": 0}, "group_size of quantization_config must be a positive"),
-    "awq's gemv": (AWQ_CONFIG | {"version": "gemv"}, "version 'gemv' of awq is not served; gemm is"),
-    "awq's bits": (AWQ_CONFIG | {"bits": 8}, "awq weights of 8 bits are not served; 4 bits are"),
-    "e5m2": ({"quant_method": "fp8", "fmt": "e5m2"}, "fp8 of format 'e5m2' is not served; e4m3 is"),
+    "a broken expression": (gptq_config(4, True) | {"dynamic": {"+:(": {}}}, "dynamic.+:(", {}),
+    "marlin": (gptq_config(4, True) | {"checkpoint_format": "marlin"}, "checkpoint_format", "marlin"),
+    "group size": (gptq_config(4, True) | {"group_size": 0}, "group_size", 0),
+    "awq's gemv": (AWQ_CONFIG | {"version": "gemv"}, "version", "gemv"),
+    "awq's bits": (AWQ_CONFIG | {"bits": 8}, "bits", 8),
+    "e5m2": ({"quant_method": "fp8", "fmt": "e5m2"}, "fmt", "e5m2"),
     "sparsity": (
         PACKED.config | {"sparsity_config": {"format": "sparse-24-bitmask"}},
-        "sparsity_config of compressed-tensors is not served",
+        "sparsity_config.format",
+        "sparse-24-bitmask",
     ),
     "rotations": (
         PACKED.config | {"transform_config": {"config_groups": {"a": {}}}},
-        "transform_config of compressed-tensors is not served",
+        "transform_config",
+        {"config_groups": {"a": {}}},
     ),
-    "a format that is new": (_changed(PACKED.config, format="int3"), "format 'int3' of compressed-tensors is not"),
-    "no groups": (PACKED.config | {"config_groups": {}}, "names no config_groups"),
-    "activations only": (_changed(PACKED.config, weights=None), "quantises activations only"),
+    "a format that is new": (_changed(PACKED.config, format="int3"), f"{IN_GROUP}.format", "int3"),
+    "no groups": (PACKED.config | {"config_groups": {}}, "config_groups", {}),
+    "activations only": (_changed(PACKED.config, weights=None), f"{IN_GROUP}.weights", None),
     "five bits": (
         _changed(PACKED.config, weights={"num_bits": 5, "type": "int", "strategy": "channel"}),
-        "compressed-tensors weights of 5 bits are not served; 4 and 8 bits are",
+        f"{IN_GROUP}.weights.num_bits",
+        5,
     ),
     "floats as integers": (
         _changed(PACKED.config, weights={"num_bits": 4, "type": "float", "strategy": "channel"}),
-        "pack-quantized of compressed-tensors with 4 bits of type float is not served",
+        f"{IN_GROUP}.weights.type",
+        "float",
     ),
 }
+"""A `quantization_config`, and the key and the value in it that are refused."""
 
 
 @pytest.mark.parametrize("name", CONFIGURATIONS)
 def test_a_configuration_that_is_not_served_is_named(name: str, tmp_path: pathlib.Path) -> None:
-    values, words = CONFIGURATIONS[name]
+    values, key, value = CONFIGURATIONS[name]
     folder = pathlib.Path(shutil.copytree(checkpoint("llama"), tmp_path / "model"))
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"quantization_config": values}))
-    with pytest.raises(ModelError, match=rf"model/config\.json: .*{words}"):
+    with pytest.raises(ConfigError) as caught:
         load_model_config(folder)
+    assert (caught.value.key, caught.value.value) == (f"quantization_config.{key}".rstrip("."), value)
+    assert caught.value.file == str(folder / "config.json")
 
 
 def test_quantised_checkpoints_that_transformers_would_run_are_refused(tmp_path: pathlib.Path) -> None:

@@ -35,7 +35,7 @@ from manta.workers.platforms import choose_platform
 model = load_model(sys.argv[1], load_model_config(sys.argv[1]), "float32", choose_platform("cpu", 1))
 linears = [
     linear
-    for layer in model._weights.layers
+    for layer in model.weights.layers
     for linear in (layer.attention.qkv, layer.attention.output, layer.mlp.gated, layer.mlp.down)
 ]
 print(*(float(linear.packed.sum()) for linear in linears), flush=True)
@@ -68,8 +68,8 @@ class Holder:
 
 
 def linears(model: Decoder) -> list[PackedLinear]:
-    found = [model._weights.head]
-    for layer in model._weights.layers:
+    found = [model.weights.head]
+    for layer in model.weights.layers:
         found += [layer.attention.qkv, layer.attention.output, layer.mlp.gated, layer.mlp.down]
     packed = [linear for linear in found if isinstance(linear, PackedLinear)]
     assert len(packed) == len(found)
@@ -90,7 +90,7 @@ def files(process: int | str = "self") -> set[int]:
 
 def logits(model: Decoder) -> torch.Tensor:
     hidden = torch.linspace(-1, 1, 3 * model.config.hidden_size).view(3, -1)
-    return model.compute_logits(hidden.to(model._weights.dtype))
+    return model.compute_logits(hidden.to(model.weights.dtype))
 
 
 @pytest.fixture

@@ -17,13 +17,14 @@ import torch
 
 from manta.cluster.config import EngineConfig
 from manta.cluster.llm import LLM, BeamSearchParams, LogitsProcessorSpec, SamplingParams
-from manta.workers.checkpoints.checkpoint import Checkpoint
 from manta.workers.checkpoints.model_folder import load_model_config
+from manta.workers.checkpoints.shard import Shard
 from manta.workers.kernels import build, cpu_linear
 from manta.workers.model_options import ModelOptions
+from manta.workers.models.families import describe
 from manta.workers.models.model_config import ModelConfig, ModelError
-from manta.workers.parallel.shard import CheckpointShard
-from manta.workers.parallel.split import EXACT_GATES, check_num_ranks, shard_config
+from manta.workers.models.specs import Split, WeightPart
+from manta.workers.parallel.split import EXACT_GATES, check_num_ranks, shard_config, split_outputs
 from manta.workers.step import ScheduledSequence, SequenceStart, StepInput
 from manta.workers.torch_worker.torch_worker import TorchWorker
 from tests.checkpoints import VOCAB_SIZE, checkpoint
@@ -392,25 +393,32 @@ def make_worker(folder: str, num_ranks: int, **options: Any) -> TorchWorker:
     return TorchWorker(ModelOptions(model=folder, tensor_parallel_size=num_ranks, **options))
 
 
-def test_slices_of_all_ranks_are_the_checkpoint() -> None:
+@pytest.mark.parametrize("num_ranks", [2, 4])
+@pytest.mark.parametrize("exact", [False, True])
+def test_shares_of_all_ranks_are_the_checkpoint(num_ranks: int, exact: bool) -> None:
+    """With fewer KV heads than ranks, several ranks hold one; rows after the vocabulary are zeros."""
     config = load_model_config(checkpoint("llama"))
-    tensors = {
-        "model.layers.0.self_attn.q_proj.weight": (64, 64, 0),
-        "model.layers.0.self_attn.k_proj.weight": (32, 64, 0),
-        "model.layers.0.mlp.gate_proj.weight": (96, 64, 0),
-        "model.layers.0.self_attn.o_proj.weight": (64, 64, 1),
-        "model.embed_tokens.weight": (VOCAB_SIZE, 64, 0),
-        "lm_head.weight": (VOCAB_SIZE, 64, 0),
-        "model.norm.weight": (64, 1, None),
-    }
-    whole = {name: torch.randn(rows, columns) for name, (rows, columns, _) in tensors.items()}
-    for name, (rows, columns, dim) in tensors.items():
-        shape = (rows, columns)
-        share = tuple(size // (2 if axis == dim else 1) for axis, size in enumerate(shape))
-        ranks = [CheckpointShard(_InMemory(whole), config, rank, 2) for rank in range(2)]
-        parts = [rank.view(name, share) for rank in ranks]
-        together = parts[0] if dim is None else torch.cat(parts, dim=dim)
-        assert torch.equal(together, whole[name]), name
+    spec = split_outputs(describe(config)) if exact else describe(config)
+    shards = [Shard(rank, num_ranks, config.num_kv_heads) for rank in range(num_ranks)]
+    for linear in spec.linears():
+        for part in linear.parts:
+            whole, bias = torch.randn(part.out_features, linear.in_features), torch.randn(part.out_features)
+            shares = [shard.take(part, linear.splits_inputs, whole) for shard in shards]
+            biases = [shard.take_bias(part, linear.splits_inputs, bias) for shard in shards]
+            if linear.splits_inputs:
+                assert torch.equal(torch.cat(shares, dim=1), whole), part.name
+                assert torch.equal(torch.stack(biases).sum(0), bias), part.name
+                continue
+            repeats = num_ranks // config.num_kv_heads if part.split is Split.KV_HEADS else 1
+            assert torch.equal(torch.cat(shares[::repeats]), whole), part.name
+            assert torch.equal(torch.cat(biases[::repeats]), bias), part.name
+            for rank, share in enumerate(shares):
+                assert torch.equal(share, shares[rank // repeats * repeats]), part.name
+    norm = torch.randn(64)
+    assert all(shard.take(WeightPart("norm", 64), False, norm) is norm for shard in shards)
+    words = WeightPart("words", 5, Split.VOCABULARY)
+    padded = torch.cat([shard.take(words, False, torch.ones(5, 3)) for shard in shards])
+    assert padded.sum(1).tolist() == [3.0] * 5 + [0.0] * (len(padded) - 5)
 
 
 def test_each_number_of_ranks_that_is_offered_splits() -> None:
@@ -420,16 +428,6 @@ def test_each_number_of_ranks_that_is_offered_splits() -> None:
         share: ModelConfig = shard_config(config, num_ranks)
         assert share.num_heads * num_ranks == config.num_heads
         assert share.num_kv_heads * num_ranks == max(config.num_kv_heads, num_ranks)
-
-
-class _InMemory(Checkpoint):
-    def __init__(self, tensors: dict[str, torch.Tensor]) -> None:
-        self._tensors = tensors
-
-    def view(self, name: str, shape: tuple[int, ...], kind: torch.dtype = torch.float32) -> torch.Tensor:
-        tensor = self._tensors[name]
-        assert tensor.shape == shape
-        return tensor
 
 
 def test_exact_keeps_the_kernels_gates_whole() -> None:

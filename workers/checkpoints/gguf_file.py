@@ -21,6 +21,7 @@ from manta.workers.checkpoints.folder_kinds import lfs_pointer
 from manta.workers.checkpoints.gguf_header import GgufTensor, read_gguf_header
 from manta.workers.checkpoints.memory import GGUF_INDEX
 from manta.workers.models.model_config import ModelError
+from manta.workers.models.raw_config import RawConfig, RawValue
 
 logger = logging.getLogger(__name__)
 
@@ -71,7 +72,8 @@ def gguf_folder(path: pathlib.Path) -> pathlib.Path:
         folder.parent.mkdir(parents=True, exist_ok=True)
         new = pathlib.Path(tempfile.mkdtemp(dir=folder.parent, prefix=".new-"))
         try:
-            _write(_GgufFile(path, *read_gguf_header(path)), new)
+            values, tensors = read_gguf_header(path)
+            _write(_GgufFile(path, RawConfig(values, str(path)), tensors), new)
             _forget_gone(folder.parent)
             with contextlib.suppress(FileExistsError):  # another process has written it
                 _rename(new, folder)
@@ -102,44 +104,36 @@ def _rename(new: pathlib.Path, folder: pathlib.Path) -> None:
 
 class _GgufFile(NamedTuple):
     path: pathlib.Path
-    values: dict[str, Any]
+    values: RawConfig
+    """The metadata."""
     tensors: dict[str, GgufTensor]
 
-    def get(self, key: str, default: Any = None) -> Any:
-        """Returns a value under the architecture's prefix."""
-        return self.values.get(f"{self.values['general.architecture']}.{key}", default)
+    @property
+    def architecture(self) -> str:
+        return self.values["general.architecture"].one_of(*_ARCHITECTURES)
 
-    def number(self, key: str) -> Any:
-        value = self.get(key)
-        if not isinstance(value, int | float):
-            raise ModelError(
-                f"{self.path}: {self.values['general.architecture']}.{key} must be a number, not {value!r}"
-            )
-        return value
+    def of_model(self, key: str) -> RawValue:
+        """Returns a value under the architecture's prefix."""
+        return self.values[f"{self.architecture}.{key}"]
 
 
 def _write(file: _GgufFile, folder: pathlib.Path) -> None:
     _check(file)
     config = _config(file)
     (folder / "config.json").write_text(json.dumps(config, indent=1))
-    head_dim = config["head_dim"] if file.values["general.architecture"] in _INTERLEAVED else 0
+    head_dim = config["head_dim"] if file.architecture in _INTERLEAVED else 0
     (folder / GGUF_INDEX).write_text(json.dumps(_index(file, head_dim)))
     _write_tokenizer(file.path, folder)
 
 
 def _check(file: _GgufFile) -> None:
-    architecture = file.values.get("general.architecture")
-    if architecture not in _ARCHITECTURES:
-        served = ", ".join(_ARCHITECTURES)
-        raise ModelError(f"{file.path}: architecture {architecture!r} of GGUF is not served; {served} are")
-    num_files = file.values.get("split.count", 1)
+    num_files = file.values["split.count"].whole(1, least=0)
     if num_files > 1:
         raise ModelError(
             f"{file.path} is one of {num_files} files of a model; merge them (llama-gguf-split --merge) "
             "and give the result"
         )
-    if file.get("expert_count", 0):
-        raise ModelError(f"{file.path} has experts, which are not served yet; use a dense model")
+    file.of_model("expert_count").whole(0, least=0, most=0)  # experts are not served yet
     for name, tensor in file.tensors.items():
         if tensor.kind not in _TYPES:
             raise ModelError(
@@ -158,27 +152,27 @@ def _config(file: _GgufFile) -> dict[str, Any]:
     embedding = file.tensors.get("token_embd.weight")
     if embedding is None:
         raise ModelError(f"{file.path} has no tensor token_embd.weight")
-    architecture, num_heads = file.values["general.architecture"], file.number("attention.head_count")
-    head_dim = int(file.get("attention.key_length") or file.number("embedding_length") // num_heads)
-    if file.get("rope.dimension_count", head_dim) != head_dim:
-        raise ModelError(f"{file.path} rotates {file.get('rope.dimension_count')} of {head_dim} dimensions of a head")
-    window = file.get("attention.sliding_window")
-    if window and architecture not in _INTERLEAVED:
-        raise ModelError(f"{file.path}: the sliding window of {window} positions of {architecture} is not served")
-    tokens = [file.values.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom")]
+    hidden_size = file.of_model("embedding_length").whole()
+    num_heads = file.of_model("attention.head_count").whole(most=hidden_size)
+    head_dim = file.of_model("attention.key_length").whole(hidden_size // num_heads)
+    file.of_model("rope.dimension_count").whole(head_dim, least=head_dim, most=head_dim)
+    window = file.of_model("attention.sliding_window").whole(0, least=0)
+    if window and file.architecture not in _INTERLEAVED:
+        raise file.of_model("attention.sliding_window").refused(f"left out of a {file.architecture}")
+    tokens = [file.values[f"tokenizer.ggml.{name}_token_id"].value for name in ("eos", "eot", "eom")]
     return {
-        "architectures": [_ARCHITECTURES[architecture] if not window else "MistralForCausalLM"],
+        "architectures": [_ARCHITECTURES[file.architecture] if not window else "MistralForCausalLM"],
         "vocab_size": embedding.shape[0],
-        "hidden_size": file.number("embedding_length"),
-        "intermediate_size": file.number("feed_forward_length"),
-        "num_hidden_layers": file.number("block_count"),
+        "hidden_size": hidden_size,
+        "intermediate_size": file.of_model("feed_forward_length").whole(),
+        "num_hidden_layers": file.of_model("block_count").whole(),
         "num_attention_heads": num_heads,
-        "num_key_value_heads": file.number("attention.head_count_kv"),
+        "num_key_value_heads": file.of_model("attention.head_count_kv").whole(),
         "head_dim": head_dim,
-        "rms_norm_eps": file.number("attention.layer_norm_rms_epsilon"),
-        "max_position_embeddings": file.number("context_length"),
+        "rms_norm_eps": file.of_model("attention.layer_norm_rms_epsilon").number(least=0),
+        "max_position_embeddings": file.of_model("context_length").whole(),
         "rope_parameters": _rope(file),
-        "sliding_window": window,
+        "sliding_window": window or None,
         "tie_word_embeddings": "output.weight" not in file.tensors,
         "attention_bias": "blk.0.attn_q.bias" in file.tensors,
         "mlp_bias": "blk.0.ffn_gate.bias" in file.tensors,
@@ -189,21 +183,20 @@ def _config(file: _GgufFile) -> dict[str, Any]:
 
 
 def _rope(file: _GgufFile) -> dict[str, Any]:
-    theta = file.get("rope.freq_base", 10000.0)
+    theta = file.of_model("rope.freq_base").number(10000.0)
     if _ROPE_DIVISORS in file.tensors:
         return {"rope_type": "default", "rope_theta": theta, "frequency_divisors": _floats(file, _ROPE_DIVISORS)}
-    if file.get("rope.scaling.attn_factor", 1.0) != 1.0:
-        raise ModelError(f"{file.path}: rope.scaling.attn_factor {file.get('rope.scaling.attn_factor')} is not served")
-    kind = file.get("rope.scaling.type", "none")
+    file.of_model("rope.scaling.attn_factor").number(1.0, least=1, most=1)
+    kind = file.of_model("rope.scaling.type").text("none")
     if kind == "none":
         return {"rope_type": "default", "rope_theta": theta}
     scaling = {
         "rope_type": kind,
         "rope_theta": theta,
-        "factor": file.get("rope.scaling.factor"),
-        "original_max_position_embeddings": file.get("rope.scaling.original_context_length"),
-        "beta_fast": file.get("rope.scaling.yarn_beta_fast"),
-        "beta_slow": file.get("rope.scaling.yarn_beta_slow"),
+        "factor": file.of_model("rope.scaling.factor").value,
+        "original_max_position_embeddings": file.of_model("rope.scaling.original_context_length").value,
+        "beta_fast": file.of_model("rope.scaling.yarn_beta_fast").value,
+        "beta_slow": file.of_model("rope.scaling.yarn_beta_slow").value,
     }
     return {name: value for name, value in scaling.items() if value is not None}
 

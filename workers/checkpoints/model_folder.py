@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import pathlib
-from typing import Any
 
 import msgspec
 
@@ -16,9 +15,9 @@ from manta.workers.checkpoints.folder_kinds import lfs_pointer, why_no_checkpoin
 from manta.workers.checkpoints.gguf_file import gguf_folder
 from manta.workers.model_options import DEMO_MODEL
 from manta.workers.models.families import FAMILIES
-from manta.workers.models.model_config import ModelConfig, ModelError, RopeConfig
+from manta.workers.models.model_config import ModelConfig, ModelError
 from manta.workers.models.quantization import read_quantization
-from manta.workers.models.raw_config import RawConfig, checkpoint_dtype
+from manta.workers.models.raw_config import RawConfig
 
 _DEMO_FOLDER = pathlib.Path(__file__).resolve().parents[2] / "configs" / "demo" / "target"
 """`configs/` lies beside the folders of the rooms, in a checkout as in an installation."""
@@ -77,89 +76,53 @@ def _download(name: str) -> pathlib.Path:
 def load_model_config(folder: str | pathlib.Path) -> ModelConfig:
     """Reads `config.json` and `generation_config.json`, in the spellings of transformers 4 and 5.
 
-    Raises `ModelError` naming the unsupported architecture, activation, rope type or quantisation.
+    Raises `ConfigError` naming the key whose value is not supported, and `ModelError` naming an architecture that is
+    not.
     """
     folder = pathlib.Path(folder)
-    raw = RawConfig(_read_json(folder / "config.json"))
-    try:
-        return _read_config(folder, raw)
-    except ModelError:
-        raise
-    except Exception as error:  # a value of an unexpected type may raise anything
-        value = json.dumps(raw.get(raw.last_key))[:80]
-        raise ModelError(
-            f"{folder / 'config.json'}: {raw.last_key!r} cannot be {value} ({type(error).__name__}: {error})"
-        ) from error
-
-
-def _read_config(folder: pathlib.Path, raw: RawConfig) -> ModelConfig:
-    generation = folder / "generation_config.json"
-    given = {"config.json": raw, generation.name: _read_json(generation) if generation.is_file() else {}}
-    eos_token_ids = _eos_token_ids(given)
+    raw, generation = _read_json(folder / "config.json"), folder / "generation_config.json"
+    eos_token_ids = _eos_token_ids(raw, *([_read_json(generation)] if generation.is_file() else []))
     architecture = raw.architecture
     if architecture is None:
-        raise ModelError(f"{folder / 'config.json'} names no architecture; add its `architectures` entry")
-    stored = raw.get("quantization_config")
-    try:
-        quantization = read_quantization(stored) if stored else None  # tools write null or {} for unquantised models
-    except ModelError as error:
-        raise ModelError(f"{folder / 'config.json'}: {error}") from error
+        raise raw["architectures"].refused("a list with the name of an architecture")
+    stored = raw["quantization_config"].object()  # tools write null or {} for unquantised models
+    quantization = read_quantization(stored) if len(stored) else None
     family = FAMILIES.get(architecture)
     if family is None and quantization is not None:
         raise ModelError(
             f"{architecture} runs through transformers, and its {quantization.method} checkpoints are not served; "
             "use one in bfloat16, float16 or float32"
         )
-    config = _transformers_config(folder, architecture) if family is None else family.read_config(raw)
+    config = _transformers_config(folder, architecture, raw) if family is None else family.read_config(raw)
     return msgspec.structs.replace(config, eos_token_ids=eos_token_ids, quantization=quantization)
 
 
-def _transformers_config(folder: pathlib.Path, architecture: str) -> ModelConfig:
-    """Returns the configuration of a model that transformers runs. Fields that only native families use are neutral."""
+def _transformers_config(folder: pathlib.Path, architecture: str, raw: RawConfig) -> ModelConfig:
     from manta.workers.checkpoints import transformers_support  # takes seconds to import, and only these models need it
 
     try:
-        config = transformers_support.read_config(folder)
+        config = transformers_support.read_config(folder, raw["model_type"].text(""))
     except ValueError as error:
         raise ModelError(f"architecture {architecture} is not supported: {error}") from error
     reason = transformers_support.why_unsupported(config, architecture)
     if reason is not None:
         raise ModelError(f"architecture {architecture} is not supported: {reason}")
-    num_heads = config.num_attention_heads
-    return ModelConfig(
-        architecture=architecture,
-        native=False,
-        vocab_size=config.vocab_size,
-        hidden_size=config.hidden_size,
-        num_layers=config.num_hidden_layers,
-        num_heads=num_heads,
-        num_kv_heads=transformers_support.num_kv_heads(config),
-        head_dim=transformers_support.cached_head_dim(config),
-        has_alibi=transformers_support.uses_alibi(config),
-        intermediate_size=getattr(config, "intermediate_size", None) or 4 * config.hidden_size,
-        rms_norm_eps=0.0,
-        rope=RopeConfig(),
-        max_position_embeddings=transformers_support.longest_context(config),
-        tie_word_embeddings=bool(config.tie_word_embeddings),
-        sliding_windows=(None,) * config.num_hidden_layers,
-        dtype=checkpoint_dtype({"dtype": config.dtype}),
-    )
+    return transformers_support.model_config(config, architecture, str(folder / "config.json"))
 
 
-def _eos_token_ids(configs: dict[str, dict[str, Any]]) -> tuple[int, ...]:
-    """Returns the distinct token ids in all files. `configs` maps file names to their contents."""
+def _eos_token_ids(*configs: RawConfig) -> tuple[int, ...]:
+    """Returns the distinct token ids in all files."""
     ids: dict[int, None] = {}
-    for name, config in configs.items():
-        value = config.get("eos_token_id")
-        for token_id in value if isinstance(value, list) else [value]:
-            if not isinstance(token_id, int | None):
-                raise ModelError(f"{name}: eos_token_id must be token ids, not {value!r}")
-            if token_id is not None:
-                ids[token_id] = None
+    for config in configs:
+        value = config["eos_token_id"]
+        if isinstance(value.value, list):
+            ids |= dict.fromkeys(value.wholes(least=0))
+        elif value.value is not None:
+            ids[value.whole(least=0)] = None
     return tuple(ids)
 
 
-def _read_json(path: pathlib.Path) -> dict[str, Any]:
+def _read_json(path: pathlib.Path) -> RawConfig:
     try:
         loaded = json.loads(path.read_text())
     except OSError as error:
@@ -170,4 +133,4 @@ def _read_json(path: pathlib.Path) -> dict[str, Any]:
         raise ModelError(f"{path} is not valid JSON: {error}") from error
     if not isinstance(loaded, dict):
         raise ModelError(f"{path} must hold a JSON object, not a {type(loaded).__name__}")
-    return loaded
+    return RawConfig(loaded, str(path))

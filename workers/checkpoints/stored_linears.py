@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import collections
 import re
-from collections.abc import Iterable
 from typing import NamedTuple
 
-from manta.workers.checkpoints.schemes import GGUF, LinearSource
+from manta.workers.checkpoints.checkpoint import Checkpoint
+from manta.workers.checkpoints.linear_reader import GGUF, LinearReader
 from manta.workers.models.model_config import WeightFormat
-from manta.workers.models.specs import Part
+from manta.workers.models.specs import DecoderSpec, WeightPart
 
 _IN_LAYER = re.compile(r"^model\.layers\.\d+\.(.+)$")
 
@@ -44,38 +44,33 @@ class StoredLinears(NamedTuple):
         )
 
 
-def stored_linears(embedding: Part, sources: Iterable[LinearSource], num_layers: int) -> StoredLinears:
-    """Describes the parts of all linears. Raises `ModelError` like `LinearSource.format_of`."""
+def stored_linears(reader: LinearReader, spec: DecoderSpec) -> StoredLinears:
+    """Describes the parts of all linears. Raises `ModelError` like `LinearReader.format_of`."""
     quantized: dict[str, list[str]] = collections.defaultdict(list)
     unquantized: list[str] = []
-    seen: set[str] = set()
-    for source in sources:
-        for part in (embedding, *source.spec.parts):
-            if part.name in seen:
-                continue
-            seen.add(part.name)
-            format_ = source.format_of(part)
-            if format_ is None:
-                unquantized.append(part.name)
-            else:
-                quantized[_form(source, part, format_)].append(part.name)
+    for part in dict.fromkeys((spec.embedding, *(part for linear in spec.linears() for part in linear.parts))):
+        format_ = reader.format_of(part)
+        if format_ is None:
+            unquantized.append(part.name)
+        else:
+            quantized[_form(reader.checkpoint, part, format_)].append(part.name)
     by_frequency = sorted(quantized.items(), key=lambda item: -len(item[1]))
-    return StoredLinears(dict(by_frequency), unquantized, num_layers)
+    return StoredLinears(dict(by_frequency), unquantized, len(spec.layers))
 
 
-def _form(source: LinearSource, part: Part, format_: WeightFormat) -> str:
+def _form(checkpoint: Checkpoint, part: WeightPart, format_: WeightFormat) -> str:
     if format_ is GGUF:
-        return source.tensors.kind_of(f"{part.name}.weight")
+        return checkpoint.kind_of(f"{part.name}.weight")
     kind = f"{format_.bits}-bit floats" if format_.reader in ("float8", "mxfp4") else f"{format_.bits} bits"
     activations = ", made for activations of 8 bits" if format_.has_int8_activations else ""
-    return f"{kind} {_scales(source, part, format_)}{activations}"
+    return f"{kind} {_scales(checkpoint, part, format_)}{activations}"
 
 
-def _scales(source: LinearSource, part: Part, format_: WeightFormat) -> str:
+def _scales(checkpoint: Checkpoint, part: WeightPart, format_: WeightFormat) -> str:
     if format_.block is not None:
         return "in blocks of {} x {}".format(*format_.block)
     if format_.group_size is not None:
         return f"in groups of {format_.group_size}"
     scales = (f"{part.name}.{suffix}" for suffix in ("weight_scale", "weight_scale_inv"))
-    has_one = any(name in source.tensors and set(source.tensors.shape_of(name)) <= {1} for name in scales)
+    has_one = any(name in checkpoint and set(checkpoint.shape_of(name)) <= {1} for name in scales)
     return "with one scale" if has_one else "by output"

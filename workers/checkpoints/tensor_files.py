@@ -36,6 +36,8 @@ class TensorFiles:
         self._paths: dict[str, pathlib.Path] = {}
         """The file of each tensor."""
         self._taken: set[str] = set()
+        self._unreleased: list[str] = []
+        """Tensors that were found since the last release."""
         headers = weight_headers(self.folder)
         self._source = headers[0][0] if len(headers) == 1 else self.folder
         """The only file, or the folder of several."""
@@ -85,15 +87,19 @@ class TensorFiles:
             raise ModelError(
                 f"tensor {name} has {num_bytes} bytes, which do not fill {list(shape)}, {place}; {_REMEDY}"
             )
-        self._taken.add(name)
+        self._take(name)
         return mapped, entry
 
     def find_blocks(self, name: str, shape: tuple[int, ...]) -> tuple[mmap.mmap, TensorEntry]:
         """Finds a tensor of a GGUF type like `find`. Its elements are stored in blocks."""
         mapped, entry = self._entries[name]
         self._check_shape(name, entry, shape)
-        self._taken.add(name)
+        self._take(name)
         return mapped, entry
+
+    def _take(self, name: str) -> None:
+        self._taken.add(name)
+        self._unreleased.append(name)
 
     def _check_shape(self, name: str, entry: TensorEntry, shape: tuple[int, ...]) -> None:
         if entry.shape != shape:
@@ -102,14 +108,17 @@ class TensorFiles:
                 f"{list(shape)}; {_REMEDY}"
             )
 
-    def release(self, names: Iterable[str]) -> None:
-        """Gives back the memory of copied tensors. Their views stay valid, but reading one reads the file again."""
-        for name in names:
+    def release(self) -> None:
+        """Gives back the memory of the tensors that were found since the last call. Their views stay valid, but reading
+        one reads the file again.
+        """
+        for name in self._unreleased:
             mapped, entry = self._entries[name]
             start = -(-entry.start // mmap.PAGESIZE) * mmap.PAGESIZE
             length = entry.end // mmap.PAGESIZE * mmap.PAGESIZE - start
             if length > 0:
                 _advise(mapped, "MADV_DONTNEED", start, length)
+        self._unreleased.clear()
 
     def check_all_used(self, but: Iterable[str] = ()) -> None:
         """Raises `ModelError` naming tensors that were never read, because the model would silently run without

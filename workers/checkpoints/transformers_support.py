@@ -11,7 +11,12 @@ import sys
 from typing import Any
 
 import transformers
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+
+from manta.workers.models.dense import MOST_LAYERS, read_dtype
+from manta.workers.models.model_config import ModelConfig, RopeConfig
+from manta.workers.models.raw_config import RawConfig
 
 _LAYER_TYPES = {"full_attention", "sliding_attention"}
 _STATIC_ROPE_TYPES = {"default", "linear", "llama3", "yarn", "proportional", None}
@@ -32,13 +37,27 @@ _WITH_SINKS = {"GptOssForCausalLM"}
 """Architectures with attention sinks that their configuration does not show. The probe after loading finds others."""
 
 
-def read_config(folder: pathlib.Path) -> Any:
+_SHAPE = (
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "max_position_embeddings",
+    "tie_word_embeddings",
+)
+"""Attributes of a configuration that all layers must share, because the cache has one shape for all of them."""
+
+
+def read_config(folder: pathlib.Path, model_type: str) -> Any:
     """Returns transformers' configuration. Raises `ValueError` naming transformers' version if it cannot read it."""
     try:
         return transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False)
-    except (ValueError, KeyError, OSError, ImportError) as error:
+    except Exception as error:  # the code of each configuration raises what it likes
         version = transformers.__version__
-        if "does not recognize this architecture" in str(error):
+        if model_type not in CONFIG_MAPPING:
             message = f"transformers {version} does not know it; a newer one may (pip install --upgrade transformers)"
             raise ValueError(message) from error
         raise ValueError(f"transformers {version} cannot read its config.json ({first_sentence(error)})") from error
@@ -56,6 +75,9 @@ def why_unsupported(config: Any, architecture: str) -> str | None:
         return "encoder-decoder models have no single token stream to batch"
     if config.get_text_config() is not config:
         return "multimodal models are not served; use the text-only checkpoint if there is one"
+    differing = set(getattr(config, "per_layer_attributes", None) or ()) & set(_SHAPE)
+    if differing:
+        return f"layers that differ in their {' and '.join(sorted(differing))} are not implemented"
     model_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
     # MPT's own checkpoints spell it MPTForCausalLM.
     if model_class is None or model_class.__name__.lower() != architecture.lower():
@@ -74,6 +96,40 @@ def why_unsupported(config: Any, architecture: str) -> str | None:
     if others:
         return f"layers of type {', '.join(sorted(others))} are not implemented"
     return _unsupported_alibi(config) or _unsupported_rope(getattr(config, "rope_parameters", None) or {})
+
+
+def model_config(config: Any, architecture: str, file: str) -> ModelConfig:
+    """Returns the shape of a model. Fields that only native families use are neutral. Raises `ConfigError` naming the
+    attribute that cannot be served, for which transformers' configuration has a name of its own in some families.
+    """
+    raw = RawConfig({name: getattr(config, name, None) for name in _SHAPE} | {"dtype": _dtype(config)}, file)
+    hidden_size = raw["hidden_size"].whole()
+    num_heads = raw["num_attention_heads"].whole(most=hidden_size)
+    num_layers = raw["num_hidden_layers"].whole(most=MOST_LAYERS)
+    cached = RawConfig({"num_key_value_heads": num_kv_heads(config), "head_dim": cached_head_dim(config)}, file)
+    positions = RawConfig({"max_position_embeddings": longest_context(config)}, file)
+    return ModelConfig(
+        architecture=architecture,
+        native=False,
+        vocab_size=raw["vocab_size"].whole(),
+        hidden_size=hidden_size,
+        num_layers=num_layers,
+        num_heads=num_heads,
+        num_kv_heads=cached["num_key_value_heads"].whole(),
+        head_dim=cached["head_dim"].whole(),
+        has_alibi=uses_alibi(config),
+        intermediate_size=raw["intermediate_size"].whole(4 * hidden_size),
+        rms_norm_eps=0.0,
+        rope=RopeConfig(),
+        max_position_embeddings=positions["max_position_embeddings"].whole(),
+        tie_word_embeddings=raw["tie_word_embeddings"].flag(False),
+        sliding_windows=(None,) * num_layers,
+        dtype=read_dtype(raw),
+    )
+
+
+def _dtype(config: Any) -> str | None:
+    return None if config.dtype is None else str(config.dtype)
 
 
 def num_kv_heads(config: Any) -> int:
@@ -98,11 +154,11 @@ def cached_head_dim(config: Any) -> int:
     return -(-(head_dim + ALIBI_COLUMNS) // _HEAD_DIM_MULTIPLE) * _HEAD_DIM_MULTIPLE
 
 
-def longest_context(config: Any) -> int:
-    """Returns the number of positions of the model."""
+def longest_context(config: Any) -> int | None:
+    """Returns the number of positions of the model; None if it names none."""
     if config.model_type == "bloom":
         return getattr(config, "seq_length", None) or _BLOOM_POSITIONS
-    return config.max_seq_len if config.model_type == "mpt" else config.max_position_embeddings
+    return config.max_seq_len if config.model_type == "mpt" else getattr(config, "max_position_embeddings", None)
 
 
 def _has_replaceable_attention(model_class: Any) -> bool:

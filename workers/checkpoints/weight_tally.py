@@ -9,8 +9,9 @@ import torch
 
 from manta.workers.checkpoints.stored_linears import StoredLinears
 from manta.workers.kept_weights import kept_bytes
+from manta.workers.kernels.linears import TorchLinear
 from manta.workers.kernels.quantized_weight import QuantizedWeight
-from manta.workers.kernels.weights import LinearWeight
+from manta.workers.kernels.weights import Linear, LinearWeight
 from manta.workers.models.model_config import DTYPE_BYTES
 
 
@@ -69,6 +70,31 @@ class WeightTally:
         )
         kept = (self.integer_bytes if keeps_integers else 0) + (self.float8_bytes if keeps_float8 else 0)
         return floats * DTYPE_BYTES[dtype] + self.other_bytes + kept
+
+
+class CountingPlatform:
+    """A platform for headers without data: it counts the weights that it gets and keeps none."""
+
+    dtype = torch.bfloat16
+    """The dtype that stands for the activations' while weights are counted. No weight has it as a dtype of its own."""
+    keeps_float8 = True
+
+    def __init__(self) -> None:
+        self.tally = WeightTally()
+
+    def make_linear(self, weight: LinearWeight) -> Linear:
+        self.tally.add_linear(weight)
+        return TorchLinear(weight.weight, weight.bias)
+
+    def place_weight(self, view: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        weight = view.to(dtype)
+        self.tally.add(weight, is_in_dtype=dtype == self.dtype)
+        return weight
+
+    place_embedding = place_weight
+
+    def tied_head(self, table: torch.Tensor) -> None:
+        """Gives no head, so that a tied one is read like any other linear."""
 
 
 def _kind(weight: QuantizedWeight) -> str:

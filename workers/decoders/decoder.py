@@ -30,7 +30,7 @@ class Decoder:
 
     def __init__(self, config: ModelConfig, weights: DecoderWeights, platform: Platform) -> None:
         self.config = config
-        self._weights = weights
+        self.weights = weights
         self._kernels = platform.kernels
         next_norms = [*(layer.input_norm for layer in weights.layers[1:]), weights.final_norm]
         self._layers = list(zip(weights.layers, config.sliding_windows, next_norms, strict=True))
@@ -46,14 +46,14 @@ class Decoder:
         """
         cos_sin = self._rotary_table(metadata.max_context_len, token_ids.device)
         run = self.compiled or self._run_layers
-        return run(self._weights.embedding(token_ids), cos_sin, metadata, kv_caches)
+        return run(self.weights.embedding(token_ids), cos_sin, metadata, kv_caches)
 
     def _run_layers(
         self, residual: torch.Tensor, cos_sin: torch.Tensor, metadata: AttentionMetadata, kv_caches: KVCaches
     ) -> torch.Tensor:
         kernels, config = self._kernels, self.config
         eps = config.rms_norm_eps
-        normed = kernels.rms_norm(residual, self._weights.layers[0].input_norm, eps)
+        normed = kernels.rms_norm(residual, self.weights.layers[0].input_norm, eps)
         for (layer, sliding_window, next_norm), kv_cache in zip(self._layers, kv_caches, strict=True):
             attended = self._attend(layer.attention, normed, cos_sin, metadata, kv_cache, sliding_window)
             normed = kernels.add_rms_norm(attended, residual, layer.mlp_norm, eps)
@@ -86,7 +86,7 @@ class Decoder:
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Logits in the model's dtype, [num_rows, vocab_size], of rows of `forward`'s result."""
-        return self._weights.head.forward(hidden)
+        return self.weights.head.forward(hidden)
 
     def _rotary_table(self, num_positions: int, device: torch.device) -> torch.Tensor:
         if self._cos_sin.shape[0] < num_positions:

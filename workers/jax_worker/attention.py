@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax.experimental.pallas.ops.tpu.ragged_paged_attention import ragged_paged_attention
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
-from manta.workers.jax_worker.batch import Batch
+from manta.workers.jax_worker.batch import StepBatch
 from manta.workers.jax_worker.mesh import AXIS
 
 KERNEL_HEAD_DIM = 128
@@ -64,7 +64,7 @@ def attend(
     key: jax.Array,
     value: jax.Array,
     pages: jax.Array,
-    batch: Batch,
+    batch: StepBatch,
     sliding_window: int | None,
 ) -> tuple[jax.Array, jax.Array]:
     """Writes keys and values into the pages. Returns the attention's output for each query, and the pages.
@@ -87,7 +87,7 @@ def _attend_on_device(
     key: jax.Array,
     value: jax.Array,
     pages: jax.Array,
-    batch: Batch,
+    batch: StepBatch,
 ) -> tuple[jax.Array, jax.Array]:
     head_dim = query.shape[-1]
     padding = ((0, 0), (0, 0), (0, pages.shape[-1] - head_dim))
@@ -97,7 +97,7 @@ def _attend_on_device(
     return compute(query, pages, batch, form.scale, sliding_window)[:, :, :head_dim], pages
 
 
-def write_pages(key: jax.Array, value: jax.Array, pages: jax.Array, batch: Batch) -> jax.Array:
+def write_pages(key: jax.Array, value: jax.Array, pages: jax.Array, batch: StepBatch) -> jax.Array:
     """Writes each token's key and value into its slot; those of padding are dropped."""
     num_blocks, block_size, num_combined, head_dim = pages.shape
     position = jnp.maximum(batch.positions, 0)
@@ -110,7 +110,7 @@ def write_pages(key: jax.Array, value: jax.Array, pages: jax.Array, batch: Batch
 
 
 def attend_by_kernel(
-    query: jax.Array, pages: jax.Array, batch: Batch, scale: float, sliding_window: int | None
+    query: jax.Array, pages: jax.Array, batch: StepBatch, scale: float, sliding_window: int | None
 ) -> jax.Array:
     """Computes what `attend_by_chunks` does by the Pallas kernel, on TPUs only."""
     page_bytes = pages[0].size * pages.dtype.itemsize
@@ -130,7 +130,7 @@ def attend_by_kernel(
 
 
 def attend_by_chunks(
-    query: jax.Array, pages: jax.Array, batch: Batch, scale: float, sliding_window: int | None
+    query: jax.Array, pages: jax.Array, batch: StepBatch, scale: float, sliding_window: int | None
 ) -> jax.Array:
     """Returns the attention of every token over its sequence's pages, [num_tokens, num_heads, head_dim], without a
     kernel. Results for padding are undefined.

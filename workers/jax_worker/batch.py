@@ -47,12 +47,12 @@ class BatchShape(NamedTuple):
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """Elements of each field of `Batch`."""
+        """Elements of each field of `StepBatch`."""
         tokens, sequences = self.num_tokens, self.num_sequences
         return tokens, tokens, tokens, tokens, sequences + 1, sequences, 1, sequences * self.num_blocks
 
 
-class Batch(NamedTuple):
+class StepBatch(NamedTuple):
     """The fields of a batch, int32 arrays: `num_tokens` tokens of up to `num_sequences` sequences, those of the step
     first.
     """
@@ -75,7 +75,7 @@ class Batch(NamedTuple):
     """Block tables [num_sequences, num_blocks]."""
 
     @classmethod
-    def unpack(cls, packed: jax.Array, shape: BatchShape) -> Batch:
+    def unpack(cls, packed: jax.Array, shape: BatchShape) -> StepBatch:
         ends = np.cumsum(shape.sizes).tolist()
         fields = [packed[end - size : end] for size, end in zip(shape.sizes, ends, strict=True)]
         fields[-1] = fields[-1].reshape(shape.num_sequences, shape.num_blocks)

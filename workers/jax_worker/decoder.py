@@ -10,8 +10,8 @@ import jax
 import jax.numpy as jnp
 
 from manta.workers.jax_worker.attention import AttentionForm, attend
-from manta.workers.jax_worker.batch import Batch, BatchShape
-from manta.workers.jax_worker.parameters import Layer, Linear, Parameters
+from manta.workers.jax_worker.batch import BatchShape, StepBatch
+from manta.workers.jax_worker.parameters import Layer, LinearArrays, Parameters
 from manta.workers.models.model_config import ModelConfig
 
 Pages = list[jax.Array]
@@ -34,7 +34,7 @@ def forward(
     `hidden` is [max tokens of a step, hidden size], after the last norm. `drawn` is int32 [n], the tokens of the
     previous step's draw. `packed` is from `batch.pack`.
     """
-    batch = Batch.unpack(packed, shape)
+    batch = StepBatch.unpack(packed, shape)
     token_ids = jnp.where(batch.sources < 0, batch.token_ids, drawn[jnp.maximum(batch.sources, 0)])
     residual = parameters.embedding[token_ids]
     cos_sin = parameters.cos_sin[jnp.maximum(batch.positions, 0)]
@@ -53,7 +53,7 @@ def forward(
     return new_pages, hidden.at[: shape.num_tokens].set(normed)
 
 
-def compute_logits(vocab_size: int, head: Linear, hidden: jax.Array, rows: jax.Array) -> jax.Array:
+def compute_logits(vocab_size: int, head: LinearArrays, hidden: jax.Array, rows: jax.Array) -> jax.Array:
     """Returns the logits of `rows` of `hidden`, float32 [len(rows), vocab_size]."""
     return linear(hidden[rows], head)[:, :vocab_size].astype(jnp.float32)
 
@@ -69,7 +69,7 @@ def _heads(
     return rotate(query, cos_sin, layer.q_norm, eps), rotate(key, cos_sin, layer.k_norm, eps), value
 
 
-def linear(x: jax.Array, weights: Linear) -> jax.Array:
+def linear(x: jax.Array, weights: LinearArrays) -> jax.Array:
     """Returns x [n, in_features] times the weight, [n, out_features]. In float32 a TPU uses full precision."""
     precision = jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
     product = jax.lax.dot_general(x, weights.weight, (((1,), (1,)), ((), ())), precision=precision)

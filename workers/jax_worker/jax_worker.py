@@ -25,7 +25,7 @@ from manta.workers.jax_worker.mesh import is_tpu, open_mesh
 from manta.workers.jax_worker.model_state import Limits, ModelState
 from manta.workers.jax_worker.parameters import load_parameters
 from manta.workers.jax_worker.planning import native_config, plan, resolve_dtype
-from manta.workers.jax_worker.programs import Compiler, keep_compiled_programs
+from manta.workers.jax_worker.programs import ProgramCompiler, keep_compiled_programs
 from manta.workers.jax_worker.runner import JaxRunner
 from manta.workers.jax_worker.step_times import measure_steps
 from manta.workers.kept_weights import check_weights
@@ -92,7 +92,7 @@ class JaxWorker:
             self.processors,
             draws,
         )
-        compiler = Compiler(config.num_threads or host.num_cores())
+        compiler = ProgramCompiler(config.num_threads or host.num_cores())
         sizes = (mesh, limits, num_blocks, model_config.vocab_size, compiler)
         model = ModelState(model_config, parameters, *sizes)
         self.runner = JaxRunner(model, self.sequences, compiler, draws, num_hosts > 1)

@@ -14,7 +14,7 @@ from manta.workers.jax_worker.attention import AttentionForm, page_dtype, page_h
 from manta.workers.jax_worker.batch import BatchShape, pack, padded, size_for, sizes_up_to
 from manta.workers.jax_worker.mesh import AXIS, is_tpu, on_first_device, place, replicated
 from manta.workers.jax_worker.parameters import Parameters, num_kv_heads
-from manta.workers.jax_worker.programs import NUM_COPIES, Compiler, ModelPrograms, jitted
+from manta.workers.jax_worker.programs import NUM_COPIES, ModelPrograms, ProgramCompiler, jitted
 from manta.workers.models.model_config import ModelConfig
 
 
@@ -44,7 +44,7 @@ class ModelState:
         limits: Limits,
         num_blocks: int,
         vocab_size: int,
-        compiler: Compiler,
+        compiler: ProgramCompiler,
     ) -> None:
         self.config = config
         self.parameters = parameters

@@ -21,7 +21,7 @@ from manta.workers.decoders.rope_table import rope_table
 from manta.workers.jax_worker.mesh import AXIS, place
 from manta.workers.models.families import describe
 from manta.workers.models.model_config import ModelConfig
-from manta.workers.models.specs import LayerSpec, LinearSpec, NormSpec, Part, Split
+from manta.workers.models.specs import LayerSpec, LinearSpec, NormSpec, Split, WeightPart
 
 DTYPES: dict[str, Any] = {
     "float32": np.dtype(np.float32),
@@ -34,7 +34,7 @@ _STORED = {"F32": DTYPES["float32"], "BF16": DTYPES["bfloat16"], "F16": DTYPES["
 _ITEM_BYTES = {name: dtype.itemsize for name, dtype in _STORED.items()}
 
 
-class Linear(NamedTuple):
+class LinearArrays(NamedTuple):
     weight: jax.Array
     """The weight [out_features, in_features]."""
     bias: jax.Array | None
@@ -45,16 +45,16 @@ class Layer(NamedTuple):
     """The weights of one layer; norms are [size]."""
 
     input_norm: jax.Array
-    query: Linear
-    key: Linear
-    value: Linear
-    output: Linear
+    query: LinearArrays
+    key: LinearArrays
+    value: LinearArrays
+    output: LinearArrays
     q_norm: jax.Array | None
     k_norm: jax.Array | None
     mlp_norm: jax.Array
-    gate: Linear
-    up: Linear
-    down: Linear
+    gate: LinearArrays
+    up: LinearArrays
+    down: LinearArrays
 
 
 class Parameters(NamedTuple):
@@ -64,7 +64,7 @@ class Parameters(NamedTuple):
     """The lookup table [padded vocabulary, hidden]."""
     layers: tuple[Layer, ...]
     final_norm: jax.Array
-    head: Linear
+    head: LinearArrays
     """The linear from hidden states to logits of the padded vocabulary."""
     cos_sin: jax.Array
     """Rotary cosines then sines, float32 [max_model_len, head_dim]."""
@@ -85,13 +85,13 @@ def load_parameters(
     If `whole` is False, `config` may have fewer layers than the checkpoint; the others are not read.
     """
     files = TensorFiles(folder, read_ahead=mesh.size == 1)
-    parameters = _Reader(files, config, DTYPES[dtype], mesh).read(max_model_len)
+    parameters = _ParameterReader(files, config, DTYPES[dtype], mesh).read(max_model_len)
     if whole:
         files.check_all_used(but=["lm_head.weight"] if config.tie_word_embeddings else [])
     return parameters
 
 
-class _Reader:
+class _ParameterReader:
     def __init__(self, files: TensorFiles, config: ModelConfig, dtype: np.dtype, mesh: Mesh) -> None:
         self._files = files
         self._config = config
@@ -101,7 +101,7 @@ class _Reader:
     def read(self, max_model_len: int) -> Parameters:
         spec, config = describe(self._config), self._config
         embedding = self._part(spec.embedding, config.hidden_size)
-        head = Linear(embedding, None) if spec.is_tied else self._linear(spec.head)
+        head = LinearArrays(embedding, None) if spec.is_tied else self._linear(spec.head)
         table = rope_table(config.rope, config.head_dim, max_model_len)
         return Parameters(
             embedding,
@@ -129,17 +129,17 @@ class _Reader:
             self._linear(mlp.down),
         )
 
-    def _linear(self, spec: LinearSpec, part: int = 0) -> Linear:
+    def _linear(self, spec: LinearSpec, part: int = 0) -> LinearArrays:
         weight = self._part(spec.parts[part], spec.in_features, spec.splits_inputs)
-        return Linear(weight, self._bias(spec.parts[part]) if spec.has_bias else None)
+        return LinearArrays(weight, self._bias(spec.parts[part]) if spec.has_bias else None)
 
-    def _part(self, part: Part, in_features: int, splits_inputs: bool = False) -> jax.Array:
+    def _part(self, part: WeightPart, in_features: int, splits_inputs: bool = False) -> jax.Array:
         whole = self._view(f"{part.name}.weight", (part.out_features, in_features))
         rows = self._rows(part)
         axes = (None, AXIS) if splits_inputs else (None if part.split is Split.NOTHING else AXIS, None)
         return self._divided((len(rows), in_features), axes, lambda index: _taken(whole, rows[index[0]])[:, index[1]])
 
-    def _bias(self, part: Part) -> jax.Array:
+    def _bias(self, part: WeightPart) -> jax.Array:
         """Returns a bias. Where inputs are split, the bias is whole on every device and added once, after the sum."""
         whole, rows = self._view(f"{part.name}.bias", (part.out_features,)), self._rows(part)
         axis = None if part.split is Split.NOTHING else AXIS
@@ -148,7 +148,7 @@ class _Reader:
     def _norm(self, spec: NormSpec) -> jax.Array:
         return place(self._mesh, self._view(f"{spec.name}.weight", (spec.size,)).astype(self._dtype))
 
-    def _rows(self, part: Part) -> np.ndarray:
+    def _rows(self, part: WeightPart) -> np.ndarray:
         """Returns the rows of the checkpoint's tensor that the devices hold, in order; -1 is a row of zeros."""
         rows = np.arange(part.out_features)
         if part.split is Split.VOCABULARY:

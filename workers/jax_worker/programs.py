@@ -24,7 +24,7 @@ from manta.workers.jax_worker.attention import AttentionForm
 from manta.workers.jax_worker.batch import BatchShape
 from manta.workers.jax_worker.decoder import Pages, compute_logits, forward
 from manta.workers.jax_worker.mesh import replicated
-from manta.workers.jax_worker.parameters import Linear, Parameters
+from manta.workers.jax_worker.parameters import LinearArrays, Parameters
 from manta.workers.models.model_config import ModelConfig
 
 NUM_COPIES = 64
@@ -51,7 +51,7 @@ def copy_blocks(pages: Pages, pairs: jax.Array) -> Pages:
     return [each.at[pairs[1]].set(each[pairs[0]], mode="drop") for each in pages]
 
 
-class Compiler:
+class ProgramCompiler:
     """Collects programs, and compiles them on `num_threads` threads, which works because XLA releases the GIL."""
 
     def __init__(self, num_threads: int) -> None:
@@ -90,7 +90,7 @@ class ModelPrograms:
 
     def __init__(
         self,
-        compiler: Compiler,
+        compiler: ProgramCompiler,
         config: ModelConfig,
         form: AttentionForm,
         parameters: Parameters,
@@ -132,7 +132,7 @@ class ModelPrograms:
 
 
 def _logits_and_status(
-    model_vocab_size: int, vocab_size: int, head: Linear, hidden: jax.Array, rows: jax.Array
+    model_vocab_size: int, vocab_size: int, head: LinearArrays, hidden: jax.Array, rows: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
     logits = compute_logits(min(model_vocab_size, vocab_size), head, hidden, rows)
     padding = ((0, 0), (0, vocab_size - logits.shape[1]))
@@ -143,7 +143,7 @@ class SamplerPrograms:
     """The programs of the sampler, on one device. Each dictionary maps numbers of points to programs."""
 
     def __init__(
-        self, compiler: Compiler, device: jax.Device, vocab_size: int, point_sizes: list[int], num_top: int
+        self, compiler: ProgramCompiler, device: jax.Device, vocab_size: int, point_sizes: list[int], num_top: int
     ) -> None:
         array = functools.partial(jax.ShapeDtypeStruct, sharding=SingleDeviceSharding(device))
         self.edit: dict[int, Program] = {}

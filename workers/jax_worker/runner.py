@@ -17,7 +17,7 @@ import numpy as np
 from manta.structured.masks import MaskBatch
 from manta.workers.jax_worker.edits import edit_tables, mask_rows, point_table
 from manta.workers.jax_worker.model_state import ModelState
-from manta.workers.jax_worker.programs import Compiler, SamplerPrograms
+from manta.workers.jax_worker.programs import ProgramCompiler, SamplerPrograms
 from manta.workers.ranks.rank_sequences import RankSequences
 from manta.workers.sampling.host_sample import (
     NO_PROCESSORS,
@@ -34,7 +34,7 @@ from manta.workers.sampling_params import MAX_LOGPROBS
 from manta.workers.step import SamplePoint, StepInput, StepOutput, TokenLogprobs
 
 
-class Drawn(NamedTuple):
+class DrawnPoints(NamedTuple):
     """The results of one call of the sampler, on the first device."""
 
     points: Sequence[SamplePoint]
@@ -71,7 +71,7 @@ class JaxRunner:
     """
 
     def __init__(
-        self, model: ModelState, sequences: RankSequences, compiler: Compiler, draws: bool, has_digest: bool
+        self, model: ModelState, sequences: RankSequences, compiler: ProgramCompiler, draws: bool, has_digest: bool
     ) -> None:
         self.model = model
         self.sequences = sequences
@@ -91,7 +91,7 @@ class JaxRunner:
         """Forgets every sequence. The weights stay, and the KV cache is allocated again if a failed step deleted it."""
         self.sequences.clear()
         self._step: StepInput | None = None
-        self._drawn: Drawn | None = None
+        self._drawn: DrawnPoints | None = None
         self._pending = PendingDraw(StepOutput(-1), self.state)
         """The last draw."""
         self._digest = 0
@@ -169,7 +169,7 @@ class JaxRunner:
             whole.token_ids += part.token_ids
         return whole
 
-    def _draw(self, points: Sequence[SamplePoint], masks: MaskBatch | None) -> Drawn:
+    def _draw(self, points: Sequence[SamplePoint], masks: MaskBatch | None) -> DrawnPoints:
         sequences = [self.state.sequences[point.sequence_id] for point in points]
         positions = [point.position for point in points]
         of_model, status = self._logits(points)
@@ -182,7 +182,7 @@ class JaxRunner:
             asked = ((index, sequence.params.logprobs) for index, sequence in enumerate(sequences))
             reported = [(index, num_top) for index, num_top in asked if num_top is not None]
         logprobs = self.programs.logprobs[len(of_model)](of_model, tokens) if reported else None
-        return Drawn(points, sequences, tokens, drawn_status, reported, logprobs, processors)
+        return DrawnPoints(points, sequences, tokens, drawn_status, reported, logprobs, processors)
 
     def draw_rows(
         self,

@@ -14,7 +14,7 @@ from manta.workers.jax_worker.mesh import is_tpu, open_mesh
 from manta.workers.jax_worker.model_state import Limits, ModelState
 from manta.workers.jax_worker.parameters import load_parameters
 from manta.workers.jax_worker.planning import free_bytes, native_config, plan, resolve_dtype
-from manta.workers.jax_worker.programs import Compiler, keep_compiled_programs
+from manta.workers.jax_worker.programs import ProgramCompiler, keep_compiled_programs
 from manta.workers.model_options import ModelOptions
 from manta.workers.models.model_config import ModelError
 
@@ -56,7 +56,7 @@ def try_first_layer(options: ModelOptions, folder: pathlib.Path) -> MeshTrial:
     kv_cache_bytes, num_blocks = plan(options, config, None, mesh, dtype, whole, unread_bytes=weights)
     first = config.first_layers(1)
     parameters = load_parameters(folder, first, dtype, mesh, TOKENS, whole=False)
-    limits, compiler = Limits(TOKENS, 1, TOKENS, options.block_size), Compiler(1)
+    limits, compiler = Limits(TOKENS, 1, TOKENS, options.block_size), ProgramCompiler(1)
     model = ModelState(first, parameters, mesh, limits, 1, first.vocab_size, compiler)
     compiler.compile(folder.name)
     kind = mesh.devices.flat[0].device_kind

@@ -35,7 +35,7 @@ _Buffers = structure("_Buffers", "residual normed qkv attended gated update", "m
 _Run = ctypes.CFUNCTYPE(None, c_void_p, c_void_p, c_void_p, c_int)
 
 
-class _Layer(ctypes.Structure):
+class _NativeLayer(ctypes.Structure):
     _fields_ = [
         *[(name, c_void_p) for name in ("input_norm", "q_norm", "k_norm", "mlp_norm")],
         *[(name, _Linear) for name in ("qkv", "attention_output", "gated", "down")],
@@ -48,12 +48,12 @@ class _Layer(ctypes.Structure):
 def _library() -> ctypes.CDLL | None:
     library = build.load_library()
     if library is not None:
-        structures = (_Linear, _Layer, _Shape, _Step, _Buffers)
+        structures = (_Linear, _NativeLayer, _Shape, _Step, _Buffers)
         sizes = {f"the size of {each.__name__[1:]}": ctypes.sizeof(each) for each in structures}
         check("decoder.cpp", library.manta_decoder_layout, sizes)
         library.manta_decoder.argtypes = [
             POINTER(_Shape),
-            POINTER(_Layer),
+            POINTER(_NativeLayer),
             c_int,
             c_void_p,
             POINTER(_Step),
@@ -129,7 +129,7 @@ class FusedLayers:
         """Linears that only Python can run."""
         self._raise_errors: dict[Callable[[], None], None] = {}
         """The linears' `NativeLinear.raise_error`: each once, in the order of the linears."""
-        self._layers = (_Layer * len(weights.layers))()
+        self._layers = (_NativeLayer * len(weights.layers))()
         for to, layer, window in zip(self._layers, weights.layers, config.sliding_windows, strict=True):
             attention, mlp = layer.attention, layer.mlp
             to.input_norm, to.mlp_norm = _address(layer.input_norm), _address(layer.mlp_norm)

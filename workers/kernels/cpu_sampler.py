@@ -28,7 +28,7 @@ CONSTRAINT = np.dtype(
     ],
     align=True,
 )
-"""Mask and adjustments of one row, laid out like `struct Constraint` in sampler.cpp; uint64 fields are addresses."""
+"""Mask and adjustments of one row, laid out like `struct Constraint` in logit_edits.h; uint64 fields are addresses."""
 
 
 @functools.cache

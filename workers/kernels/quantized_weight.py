@@ -44,6 +44,15 @@ class QuantizedWeight:
     def group_size(self) -> int:
         return self.values.shape[1] // self.scales.shape[1]
 
+    def in_groups_of(self, size: int) -> QuantizedWeight:
+        """Returns the same weight with groups of `size` inputs, a divisor of the present size."""
+        repeats = self.group_size // size
+        if repeats == 1:
+            return self
+        scales = self.scales.repeat_interleave(repeats, dim=1)
+        offsets = None if self.offsets is None else self.offsets.repeat_interleave(repeats, dim=1)
+        return dataclasses.replace(self, scales=scales, offsets=offsets)
+
     def dequantized(self, dtype: torch.dtype) -> torch.Tensor:
         """Returns the weight [out_features, in_features] with its columns in the order of the inputs, rounded once to
         `dtype`.

@@ -85,7 +85,7 @@ def find_shared_prefixes(tokens: QueryTokens) -> SharedPrefixes | None:
 
 
 @dataclasses.dataclass(slots=True)
-class _Group:
+class _PrefixGroup:
     members: list[int]
     prefix_len: int
 
@@ -115,7 +115,7 @@ class _Level:
         return max(0, self.prefix_len - MEMBER_COST_KEYS)
 
 
-def _best_groups(shared: list[int]) -> list[_Group]:
+def _best_groups(shared: list[int]) -> list[_PrefixGroup]:
     """The disjoint groups of rows that save most; rows `i` and `i + 1` share `shared[i]` keys."""
     levels = [_levels(shared)]
     for level in levels:  # the list grows while it is read
@@ -124,12 +124,12 @@ def _best_groups(shared: list[int]) -> list[_Group]:
             levels.append(inner)
     for level in reversed(levels):
         _weigh(level)
-    groups: list[_Group] = []
-    choose: list[tuple[_Level, int, _Group | None]] = [(inner, 0, None) for inner in levels[0].inner]
+    groups: list[_PrefixGroup] = []
+    choose: list[tuple[_Level, int, _PrefixGroup | None]] = [(inner, 0, None) for inner in levels[0].inner]
     while choose:
         level, around, group = choose.pop()
         if level.is_group[around]:
-            around, group = len(level.prices), _Group([], level.prefix_len)
+            around, group = len(level.prices), _PrefixGroup([], level.prefix_len)
             groups.append(group)
         if group is not None:
             group.members += level.rows

@@ -17,8 +17,8 @@ class Family(Protocol):
     """The name of the model's class in Hugging Face transformers."""
 
     def read_config(self, raw: RawConfig) -> ModelConfig:
-        """Returns the shape of a model of this family, without its EOS tokens. Raises `ModelError` naming what is
-        unsupported.
+        """Returns the shape of a model of this family, without its EOS tokens. Raises `ConfigError` naming the key
+        whose value is unsupported.
         """
         ...
 

@@ -6,8 +6,9 @@ from __future__ import annotations
 
 import msgspec
 
+from manta.workers.models.dense import read_dense
 from manta.workers.models.model_config import ModelConfig
-from manta.workers.models.raw_config import RawConfig, read_dense
+from manta.workers.models.raw_config import RawConfig
 from manta.workers.models.specs import (
     AttentionSpec,
     DecoderSpec,
@@ -15,19 +16,17 @@ from manta.workers.models.specs import (
     LayerSpec,
     LinearSpec,
     NormSpec,
-    Part,
     Split,
+    WeightPart,
 )
 
 ARCHITECTURE = "LlamaForCausalLM"
 
 
 def read_config(raw: RawConfig) -> ModelConfig:
-    """Reads the shape of a model. Raises `ModelError` as `read_dense` does."""
-    has_biases = raw.get("attention_bias", False)
-    return msgspec.structs.replace(
-        read_dense(raw), qkv_bias=has_biases, output_bias=has_biases, mlp_bias=raw.get("mlp_bias", False)
-    )
+    """Reads the shape of a model. Raises `ConfigError` as `read_dense` does."""
+    has_biases, mlp_bias = raw["attention_bias"].flag(False), raw["mlp_bias"].flag(False)
+    return msgspec.structs.replace(read_dense(raw), qkv_bias=has_biases, output_bias=has_biases, mlp_bias=mlp_bias)
 
 
 def describe(config: ModelConfig) -> DecoderSpec:
@@ -36,8 +35,8 @@ def describe(config: ModelConfig) -> DecoderSpec:
 
 def decoder(config: ModelConfig, layers: list[LayerSpec]) -> DecoderSpec:
     """Returns a whole model with these layers, between an embedding and a head that may share their weights."""
-    embedding = Part("model.embed_tokens", config.vocab_size, Split.VOCABULARY)
-    head = embedding if config.tie_word_embeddings else Part("lm_head", config.vocab_size, Split.VOCABULARY)
+    embedding = WeightPart("model.embed_tokens", config.vocab_size, Split.VOCABULARY)
+    head = embedding if config.tie_word_embeddings else WeightPart("lm_head", config.vocab_size, Split.VOCABULARY)
     final_norm = NormSpec("model.norm", config.hidden_size)
     return DecoderSpec(embedding, layers, final_norm, LinearSpec((head,), config.hidden_size))
 
@@ -57,11 +56,11 @@ def _attention(config: ModelConfig, prefix: str) -> AttentionSpec:
     hidden = config.hidden_size
     query_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
     qkv = (
-        Part(f"{prefix}.q_proj", query_size, Split.QUERY_HEADS),
-        Part(f"{prefix}.k_proj", kv_size, Split.KV_HEADS),
-        Part(f"{prefix}.v_proj", kv_size, Split.KV_HEADS),
+        WeightPart(f"{prefix}.q_proj", query_size, Split.QUERY_HEADS),
+        WeightPart(f"{prefix}.k_proj", kv_size, Split.KV_HEADS),
+        WeightPart(f"{prefix}.v_proj", kv_size, Split.KV_HEADS),
     )
-    output = Part(f"{prefix}.o_proj", hidden)
+    output = WeightPart(f"{prefix}.o_proj", hidden)
     return AttentionSpec(
         qkv=LinearSpec(qkv, hidden, config.qkv_bias),
         output=LinearSpec((output,), query_size, config.output_bias, splits_inputs=True),
@@ -70,8 +69,8 @@ def _attention(config: ModelConfig, prefix: str) -> AttentionSpec:
 
 def _mlp(config: ModelConfig, prefix: str) -> GatedMlpSpec:
     hidden, inner, has_bias = config.hidden_size, config.intermediate_size, config.mlp_bias
-    gate, up = (Part(f"{prefix}.{name}_proj", inner, Split.INNER) for name in ("gate", "up"))
-    down = Part(f"{prefix}.down_proj", hidden)
+    gate, up = (WeightPart(f"{prefix}.{name}_proj", inner, Split.INNER) for name in ("gate", "up"))
+    down = WeightPart(f"{prefix}.down_proj", hidden)
     return GatedMlpSpec(
         gated=LinearSpec((gate, up), hidden, has_bias, is_gated=True),
         down=LinearSpec((down,), inner, has_bias, splits_inputs=True),

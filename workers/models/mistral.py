@@ -5,8 +5,9 @@ from __future__ import annotations
 import msgspec
 
 from manta.workers.models import llama
+from manta.workers.models.dense import read_dense, read_window
 from manta.workers.models.model_config import ModelConfig
-from manta.workers.models.raw_config import RawConfig, read_dense
+from manta.workers.models.raw_config import RawConfig
 
 ARCHITECTURE = "MistralForCausalLM"
 
@@ -14,9 +15,6 @@ describe = llama.describe
 
 
 def read_config(raw: RawConfig) -> ModelConfig:
-    """Reads the shape of a model. A missing window means 4096 positions, as in transformers; null means none.
-
-    Raises `ModelError` as `read_dense` does.
-    """
+    """Reads the shape of a model. Raises `ConfigError` as `read_dense` does."""
     config = read_dense(raw)
-    return msgspec.structs.replace(config, sliding_windows=(raw.get("sliding_window", 4096),) * config.num_layers)
+    return msgspec.structs.replace(config, sliding_windows=(read_window(raw),) * config.num_layers)

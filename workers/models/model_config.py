@@ -41,7 +41,7 @@ class WeightFormat(msgspec.Struct, frozen=True, kw_only=True):
     """The stored form of a quantised linear's weight."""
 
     reader: str
-    """A key of `manta.workers.checkpoints.schemes.READERS`."""
+    """A key of `manta.workers.checkpoints.linear_reader.READERS`."""
     bits: int = 8
     group_size: int | None = None
     """Number of inputs that share a scale. None: all inputs of an output share one."""

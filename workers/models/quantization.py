@@ -8,16 +8,15 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from typing import Any
 
 import msgspec
 
-from manta.workers.models.model_config import ModelError, Quantization, QuantizationRule, WeightFormat
+from manta.workers.models.model_config import Quantization, QuantizationRule, WeightFormat
+from manta.workers.models.raw_config import RawConfig, RawValue
 
 EVERYTHING = ""
 """The pattern that matches every name."""
-_SERVED = "compressed-tensors, fp8, gptq and awq checkpoints are served, GGUF files, and unquantised checkpoints"
-_EXPERTS_ONLY = "mxfp4 is used for experts only, and experts are not served yet; use another checkpoint of the model"
+_EXPERTS_ONLY = "a method for more than experts, which are not served yet (use another checkpoint of the model)"
 _COMPRESSED = {
     "int-quantized": "int",
     "naive-quantized": "int",
@@ -26,148 +25,143 @@ _COMPRESSED = {
     "mxfp4-pack-quantized": "mxfp4",
 }
 """The reader for each format of compressed-tensors."""
+_COMPRESSED_BITS = {"int": (8,), "packed": (4, 8), "float8": (8,), "mxfp4": (4,)}
+"""The numbers of bits that each of these readers reads."""
+_STRATEGIES = ("tensor", "channel", "group", "tensor_group", "block")
+"""The parts of a weight that share a scale, in compressed-tensors' words."""
 
 
-def read_quantization(raw: Any) -> Quantization:
-    """Reads a `quantization_config`. Raises `ModelError` for a method, format or number of bits that is not served."""
-    if not isinstance(raw, dict):
-        raise ModelError(f"quantization_config must be an object with quant_method, not {raw!r}; {_SERVED}")
-    method = str(raw.get("quant_method", "unnamed"))
-    if method == "mxfp4":
-        raise ModelError(_EXPERTS_ONLY)
-    read = _METHODS.get(method)
-    if read is None:
-        raise ModelError(f"{method} quantisation is not served; {_SERVED}")
-    return Quantization(method=method, rules=tuple(read(raw)))
+def read_quantization(raw: RawConfig) -> Quantization:
+    """Reads a `quantization_config`. Raises `ConfigError` for a method, format or number of bits that is not served."""
+    method = raw["quant_method"]
+    if method.value == "mxfp4":
+        raise method.refused(_EXPERTS_ONLY)
+    name = method.one_of(*_METHODS)
+    return Quantization(method=name, rules=tuple(_METHODS[name](raw)))
 
 
-def _read_compressed_tensors(raw: dict[str, Any]) -> list[QuantizationRule]:
-    transforms, sparsity = raw.get("transform_config") or {}, raw.get("sparsity_config") or {}
-    for name, is_used in (
-        ("transform_config", bool(transforms.get("config_groups"))),
-        ("sparsity_config", bool(sparsity) and sparsity.get("format") != "dense"),
-    ):
-        if is_used:
-            raise ModelError(f"{name} of compressed-tensors is not served; save the checkpoint without it")
-    rules = [QuantizationRule(pattern=_target(name)) for name in raw.get("ignore") or []]
-    groups = raw.get("config_groups") or {}
-    if not groups:
-        raise ModelError("quantization_config of compressed-tensors names no config_groups, so nothing is quantised")
+def _read_compressed_tensors(raw: RawConfig) -> list[QuantizationRule]:
+    if len(raw["transform_config"].object()["config_groups"].object()):
+        raise raw["transform_config"].refused("left out (save the checkpoint without it)")
+    if len(sparsity := raw["sparsity_config"].object()):
+        sparsity["format"].one_of("dense")
+    rules = [QuantizationRule(pattern=_target(name)) for name in _listed(raw["ignore"])]
+    groups = raw["config_groups"].object()
+    if not len(groups):
+        raise raw["config_groups"].refused("an object with a group; without one nothing is quantised")
     named: list[QuantizationRule] = []
     classes: list[QuantizationRule] = []
-    for group in groups.values():
-        format_ = _compressed_format(group, group.get("format") or raw.get("format") or "")
-        for target in _targets(group):
+    for key in groups:
+        group = groups[key].object()
+        format_ = _compressed_format(group, group["format"] if group["format"].value else raw["format"])
+        for target in _listed(group["targets"], must=True):
             rule = QuantizationRule(pattern=_target(target), format=format_)
             (classes if rule.pattern == EVERYTHING else named).append(rule)
     return rules + named + classes
 
 
-def _compressed_format(group: dict[str, Any], name: str) -> WeightFormat:
-    weights = group.get("weights")
-    if not weights:
-        raise ModelError("a config_group of compressed-tensors quantises activations only; it must quantise weights")
-    reader = _COMPRESSED.get(name)
-    bits, kind, strategy = weights.get("num_bits"), weights.get("type", "int"), weights.get("strategy")
-    if reader is None:
-        raise ModelError(f"format {name!r} of compressed-tensors is not served; {', '.join(_COMPRESSED)} are")
-    if name == "naive-quantized" and kind == "float":
+def _compressed_format(group: RawConfig, name: RawValue) -> WeightFormat:
+    weights, activations = group["weights"].object(), group["input_activations"].object()
+    if not len(weights):
+        raise group["weights"].refused("an object; a checkpoint that quantises activations only is not served")
+    reader = _COMPRESSED[name.one_of(*_COMPRESSED)]
+    kind = weights["type"].one_of("int", "float", default="int")
+    if name.value == "naive-quantized" and kind == "float":
         reader = "float8"
-    if reader in ("int", "packed") and kind == "int":
-        _bits("compressed-tensors", bits, (8,) if reader == "int" else (4, 8))
-    elif (reader, kind, bits) not in (("float8", "float", 8), ("mxfp4", "float", 4)):
-        raise ModelError(f"{name} of compressed-tensors with {bits} bits of type {kind} is not served")
-    activations = group.get("input_activations") or {}
-    group_size = _group_size(weights.get("group_size")) if strategy in ("group", "tensor_group") else None
-    block = tuple(weights["block_structure"]) if strategy == "block" else None
+    weights["type"].one_of("float" if reader in ("float8", "mxfp4") else "int", default="int")
+    bits = _bits(weights["num_bits"], *_COMPRESSED_BITS[reader])
+    strategy = weights["strategy"].one_of(*_STRATEGIES, default="tensor")
+    group_size = _group_size(weights["group_size"]) if strategy in ("group", "tensor_group") else None
+    block = _block(weights["block_structure"]) if strategy == "block" else None
     if reader == "float8" and group_size is not None:
         block, group_size = (1, group_size), None
+    rounds_to_8 = activations["num_bits"].whole(16) == 8
+    rounded = activations["type"].one_of("int", "float", default="int")
     return WeightFormat(
         reader=reader,
         bits=bits,
         group_size=group_size,
         block=block,
-        is_symmetric=bool(weights.get("symmetric", True)),
-        has_int8_activations=kind == "int"
-        and activations.get("num_bits") == 8
-        and activations.get("type", "int") == "int"
-        and bool(activations.get("dynamic")),
-        has_float8_activations=activations.get("num_bits") == 8 and activations.get("type") == "float",
+        is_symmetric=weights["symmetric"].flag(True),
+        has_int8_activations=kind == "int" and rounds_to_8 and rounded == "int" and _is_dynamic(activations["dynamic"]),
+        has_float8_activations=rounds_to_8 and rounded == "float",
     )
 
 
-def _targets(group: dict[str, Any]) -> list[str]:
-    targets = group.get("targets")
-    if not targets or not isinstance(targets, list):
-        raise ModelError(
-            f"targets of a config_group of compressed-tensors must be a list of layers, not {targets!r}; "
-            'name them, or all by ["Linear"]'
-        )
-    return targets
+def _is_dynamic(value: RawValue) -> bool:
+    """Returns whether scales of activations are computed at each step: `true`, or `local` for some of them."""
+    return value.value == "local" or value.flag(False)
 
 
-def _target(name: str) -> str:
+def _listed(names: RawValue, must: bool = False) -> list[RawValue]:
+    """Returns the names of a list of layers. If it `must`, it has one."""
+    found = [] if names.value is None else list(names.items())
+    if must and not found:
+        raise names.refused('a list of layers; name them, or all by ["Linear"]')
+    return found
+
+
+def _target(value: RawValue) -> str:
     """Returns the pattern of a target: `re:EXPRESSION`, the class of all linears, or the name of one."""
+    name = value.text()
     if name.startswith("re:"):
-        return f"^(?:{name[3:]})"
+        return value.pattern(f"^(?:{name[3:]})")
     return EVERYTHING if name in ("Linear", "LinearBase") else f"^{re.escape(name)}$"
 
 
-def _read_fp8(raw: dict[str, Any]) -> list[QuantizationRule]:
-    kind = raw.get("fmt") or "e4m3"
-    if kind not in ("e4m3", "float8_e4m3fn"):
-        raise ModelError(f"fp8 of format {kind!r} is not served; e4m3 is")
-    block = raw.get("weight_block_size")
-    format_ = WeightFormat(reader="float8", block=tuple(block) if block else None, has_float8_activations=True)
+def _read_fp8(raw: RawConfig) -> list[QuantizationRule]:
+    raw["fmt"].one_of("e4m3", "float8_e4m3fn", default="e4m3")
+    size = raw["weight_block_size"]
+    block = None if size.value is None else _block(size)
+    format_ = WeightFormat(reader="float8", block=block, has_float8_activations=True)
     return [*_unconverted(raw), QuantizationRule(pattern=EVERYTHING, format=format_)]
 
 
-def _read_awq(raw: dict[str, Any]) -> list[QuantizationRule]:
-    version = str(raw.get("version", "gemm")).lower()
-    if version != "gemm":
-        raise ModelError(f"version {version!r} of awq is not served; gemm is")
+def _read_awq(raw: RawConfig) -> list[QuantizationRule]:
+    version = raw["version"]
+    if version.text("gemm").lower() != "gemm":
+        raise version.refused("gemm")
     format_ = WeightFormat(
         reader="awq",
-        bits=_bits("awq", raw.get("bits", raw.get("w_bit")), (4,)),
-        group_size=_group_size(raw.get("group_size", raw.get("q_group_size"))),
-        is_symmetric=not raw.get("zero_point", True),
+        bits=_bits(raw.first_of("bits", "w_bit"), 4),
+        group_size=_group_size(raw.first_of("group_size", "q_group_size")),
+        is_symmetric=not raw["zero_point"].flag(True),
     )
     return [*_unconverted(raw), QuantizationRule(pattern=EVERYTHING, format=format_)]
 
 
-def _read_gptq(raw: dict[str, Any]) -> list[QuantizationRule]:
-    bits, layout = _bits("gptq", raw.get("bits"), (4, 8)), raw.get("checkpoint_format") or "gptq"
-    if layout not in ("gptq", "gptq_v2"):
-        raise ModelError(f"checkpoint_format {layout!r} of gptq is not served; gptq and gptq_v2 are")
+def _read_gptq(raw: RawConfig) -> list[QuantizationRule]:
+    layout = raw["checkpoint_format"].one_of("gptq", "gptq_v2", default="gptq")
     usual = WeightFormat(
         reader="gptq",
-        bits=bits,
-        group_size=_group_size(raw.get("group_size")),
-        is_symmetric=bool(raw.get("sym", True)),
+        bits=_bits(raw["bits"], 4, 8),
+        group_size=_group_size(raw["group_size"]),
+        is_symmetric=raw["sym"].flag(True),
         zero_point_shift=0 if layout == "gptq_v2" else 1,
     )
-    rules = _unconverted(raw)
-    for pattern, changes in (raw.get("dynamic") or {}).items():
-        sign, _, expression = pattern.partition(":") if pattern[:2] in ("+:", "-:") else ("+", "", pattern)
+    rules, dynamic = _unconverted(raw), raw["dynamic"].object()
+    for key in dynamic:
+        sign, _, expression = key.partition(":") if key[:2] in ("+:", "-:") else ("+", "", key)
+        pattern, changes = dynamic[key].pattern(f"^(?:{expression})"), dynamic[key].object()
         if sign == "-":
-            rules.append(QuantizationRule(pattern=f"^(?:{expression})"))
+            rules.append(QuantizationRule(pattern=pattern))
             continue
         changed = msgspec.structs.replace(
             usual,
-            bits=_bits("gptq", changes.get("bits", usual.bits), (4, 8)),
+            bits=_bits(changes["bits"], 4, 8) if "bits" in changes else usual.bits,
             group_size=_group_size(changes["group_size"]) if "group_size" in changes else usual.group_size,
-            is_symmetric=changes.get("sym", usual.is_symmetric),
+            is_symmetric=changes["sym"].flag(usual.is_symmetric),
         )
-        rules.append(QuantizationRule(pattern=f"^(?:{expression})", format=changed))
+        rules.append(QuantizationRule(pattern=pattern, format=changed))
     return [*rules, QuantizationRule(pattern=EVERYTHING, format=usual)]
 
 
-def _read_gguf(raw: dict[str, Any]) -> list[QuantizationRule]:
+def _read_gguf(raw: RawConfig) -> list[QuantizationRule]:
     """Returns no rules, because each tensor of a GGUF file has a type of its own."""
     return []
 
 
-_METHODS: dict[str, Callable[[dict[str, Any]], list[QuantizationRule]]] = {
+_METHODS: dict[str, Callable[[RawConfig], list[QuantizationRule]]] = {
     "compressed-tensors": _read_compressed_tensors,
     "fp8": _read_fp8,
     "awq": _read_awq,
@@ -176,22 +170,26 @@ _METHODS: dict[str, Callable[[dict[str, Any]], list[QuantizationRule]]] = {
 }
 
 
-def _unconverted(raw: dict[str, Any]) -> list[QuantizationRule]:
+def _unconverted(raw: RawConfig) -> list[QuantizationRule]:
     """Returns the rules for the layers in `modules_to_not_convert`, each a name or consecutive parts of names."""
-    names = raw.get("modules_to_not_convert") or raw.get("ignored_layers") or []
+    names = raw.first_of("modules_to_not_convert", "ignored_layers").texts()
     return [QuantizationRule(pattern=rf"(?:^|\.){re.escape(name.strip('.'))}(?:\.|$)") for name in names]
 
 
-def _bits(method: str, bits: Any, served: tuple[int, ...]) -> int:
-    if bits not in served:
-        raise ModelError(f"{method} weights of {bits!r} bits are not served; {' and '.join(map(str, served))} bits are")
-    return int(bits)
+def _bits(value: RawValue, *served: int) -> int:
+    if value.value not in served or isinstance(value.value, bool):
+        raise value.refused(" or ".join(map(str, served)))
+    return int(value.value)
 
 
-def _group_size(size: Any) -> int | None:
+def _group_size(size: RawValue) -> int | None:
     """Returns the number of inputs that share a scale; None if all inputs of an output do (-1)."""
-    if size in (-1, None):
-        return None
-    if not isinstance(size, int) or size < 1:
-        raise ModelError(f"group_size of quantization_config must be a positive integer or -1, not {size!r}")
-    return size
+    return None if size.value in (-1, None) else size.whole()
+
+
+def _block(size: RawValue) -> tuple[int, int]:
+    """Returns the numbers of outputs and inputs of a block."""
+    sizes = size.wholes()
+    if len(sizes) != 2:
+        raise size.refused("a list of two integers")
+    return sizes[0], sizes[1]

@@ -5,18 +5,18 @@ from __future__ import annotations
 import msgspec
 
 from manta.workers.models import llama
+from manta.workers.models.dense import read_dense, read_windows
 from manta.workers.models.model_config import ModelConfig
-from manta.workers.models.qwen2 import read_windows
-from manta.workers.models.raw_config import RawConfig, read_dense
+from manta.workers.models.raw_config import RawConfig
 from manta.workers.models.specs import DecoderSpec, LayerSpec, NormSpec
 
 ARCHITECTURE = "Qwen3ForCausalLM"
 
 
 def read_config(raw: RawConfig) -> ModelConfig:
-    """Reads the shape of a model. Raises `ModelError` as `read_dense` and `read_windows` do."""
+    """Reads the shape of a model. Raises `ConfigError` as `read_dense` and `read_windows` do."""
     config = read_dense(raw, usual_head_dim=128)
-    has_biases = raw.get("attention_bias", False)
+    has_biases = raw["attention_bias"].flag(False)
     windows = read_windows(raw, config.num_layers)
     return msgspec.structs.replace(config, qkv_bias=has_biases, output_bias=has_biases, sliding_windows=windows)
 

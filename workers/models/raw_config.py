@@ -1,122 +1,153 @@
-"""Shared functions for reading a `config.json`: checked fields, rope parameters, the shape of a dense decoder.
+"""Checked reading of a model's configuration: values that know their keys.
 
-Reads the formats of transformers 4 and 5. Refuses by name what Manta cannot run.
+A refusal names the file, the key, the value and what is allowed. `workers/models/` and `workers/checkpoints/` read
+`config.json`, `generation_config.json` and a GGUF file's metadata through it. Reads no file itself.
 """
 
 from __future__ import annotations
 
-from typing import Any
+import json
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
 
-import msgspec
+from manta.workers.models.model_config import ModelError
 
-from manta.workers.models.model_config import DTYPE_BYTES, ModelConfig, ModelError, RopeConfig
+MOST_WHOLE = 2**31 - 1
+"""Largest number of a configuration, because the kernels count in int32."""
+_LEAST_NUMBER, _MOST_NUMBER = 1e-6, 1e15
+"""Bounds of a number that must be positive: its logarithm and its powers stay finite."""
+_SHOWN = 80
+"""Most characters of a value in a message."""
 
 
-class RawConfig(dict[str, Any]):
-    """The JSON object of a `config.json`. It remembers the key that was read last, which an error message can blame."""
+class ConfigError(ModelError):
+    """A value of a configuration cannot be served. Names its file and its key, with the keys of the objects around it,
+    such as `rope_parameters.factor`.
+    """
 
-    last_key = ""
+    def __init__(self, file: str, key: str, value: Any, allowed: str) -> None:
+        super().__init__(file, key, value, allowed)
+        self.file = file
+        self.key = key
+        self.value = value
+        """The refused value; None if it is null or missing."""
+        self.allowed = allowed
+        """What the value must be, in words."""
 
-    def get(self, key: str, default: Any = None) -> Any:
-        self.last_key = key
-        return super().get(key, default)
+    def __str__(self) -> str:
+        shown = json.dumps(self.value, default=str)[:_SHOWN]
+        return f"{self.file}: {self.key} must be {self.allowed}, not {shown}"
+
+
+class RawValue(NamedTuple):
+    """A value of a configuration. Each method returns it as what the caller needs, or raises `ConfigError`. A null
+    counts as missing, and a default is returned for it.
+    """
+
+    file: str
+    key: str
+    value: Any
+    """None if it is null or missing."""
+    is_given: bool = True
+    """Whether the key is there, perhaps with null."""
+
+    def refused(self, allowed: str) -> ConfigError:
+        return ConfigError(self.file, self.key, self.value, allowed)
+
+    def whole(self, default: int | None = None, least: int = 1, most: int = MOST_WHOLE) -> int:
+        """Returns an integer. Without a default it must be there."""
+        value: Any = default if self.value is None else self.value
+        if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
+            raise self.refused(str(least) if least == most else f"an integer from {least} to {most}")
+        return value
+
+    def wholes(self, least: int = 1) -> tuple[int, ...]:
+        """Returns a list of integers."""
+        return tuple(item.whole(least=least) for item in self.items())
+
+    def number(self, default: float | None = None, least: float = _LEAST_NUMBER, most: float = _MOST_NUMBER) -> float:
+        """Returns a finite number. Without a default it must be there."""
+        value = default if self.value is None else self.value
+        if isinstance(value, bool) or not isinstance(value, int | float) or not least <= value <= most:
+            raise self.refused(f"{least:g}" if least == most else f"a number from {least:g} to {most:g}")
+        return value
+
+    def flag(self, default: bool) -> bool:
+        value = default if self.value is None else self.value
+        if not isinstance(value, bool):
+            raise self.refused("true or false")
+        return value
+
+    def text(self, default: str | None = None) -> str:
+        """Returns a text. Without a default it must be there."""
+        value = default if self.value is None else self.value
+        if not isinstance(value, str):
+            raise self.refused("a text")
+        return value
+
+    def texts(self) -> tuple[str, ...]:
+        """Returns a list of texts; an empty one if it is missing."""
+        return () if self.value is None else tuple(item.text() for item in self.items())
+
+    def one_of(self, *allowed: str, default: str | None = None) -> str:
+        """Returns one of some texts. Without a default it must be there."""
+        value = default if self.value is None else self.value
+        if value not in allowed:
+            raise self.refused(" or ".join(allowed))
+        return str(value)
+
+    def pattern(self, expression: str) -> str:
+        """Returns a regular expression that was made of the value. Raises `ConfigError` if it is not valid."""
+        try:
+            re.compile(expression)
+        except (re.error, OverflowError, RecursionError) as error:
+            raise self.refused(f"a valid regular expression ({error})") from error
+        return expression
+
+    def items(self) -> Iterator[RawValue]:
+        """Yields the values of a list."""
+        if not isinstance(self.value, list | tuple):
+            raise self.refused("a list")
+        for index, item in enumerate(self.value):
+            yield RawValue(self.file, f"{self.key}[{index}]", item)
+
+    def object(self) -> RawConfig:
+        """Returns an object; an empty one if it is missing."""
+        if not isinstance(self.value, Mapping | None):
+            raise self.refused("an object")
+        return RawConfig(self.value or {}, self.file, f"{self.key}.")
+
+
+class RawConfig:
+    """An object of a configuration, whose values know their keys."""
+
+    def __init__(self, values: Mapping[str, Any], file: str, prefix: str = "") -> None:
+        """`prefix` precedes its keys in messages: those of the objects around it."""
+        self._values = values
+        self._file = file
+        self._prefix = prefix
+
+    def __getitem__(self, key: str) -> RawValue:
+        return RawValue(self._file, self._prefix + key, self._values.get(key), key in self._values)
+
+    def __contains__(self, key: str) -> bool:
+        return key in self._values
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._values)
+
+    def first_of(self, *keys: str) -> RawValue:
+        """Returns the first value that is neither null nor empty, for a key with several spellings; the value of the
+        last key if none is.
+        """
+        filled = (key for key in keys if self._values.get(key) not in (None, "", [], {}))
+        return self[next(filled, keys[-1])]
 
     @property
     def architecture(self) -> str | None:
         """The first of `architectures`; None if it names none."""
-        return (self.get("architectures") or [None])[0]
-
-    def positive(self, name: str) -> int:
-        """Returns the positive integer at `name`. Raises `ModelError` for every other value."""
-        value = self.get(name)
-        if not isinstance(value, int) or value < 1:
-            raise ModelError(f"config.json: {name} must be a positive integer, not {value!r}")
-        return value
-
-    def positive_or(self, name: str, default: int) -> int:
-        """Returns the positive integer at `name`, or the default if the key is missing, null or 0."""
-        return self.positive(name) if self.get(name) else default
-
-
-def read_dense(raw: RawConfig, usual_head_dim: int | None = None) -> ModelConfig:
-    """Returns the shape of a dense decoder without biases, in which every token sees all before it.
-
-    `usual_head_dim` is the head dimension of a configuration that names none; None divides the hidden size by the
-    number of heads. Raises `ModelError` for an activation other than SiLU, for sizes that do not fit, and as
-    `read_rope` does.
-    """
-    activation = raw.get("hidden_act", "silu")
-    if activation not in ("silu", "swish"):
-        raise ModelError(f"activation {activation!r} of {raw.architecture} is not supported; only silu is")
-    num_heads = raw.positive("num_attention_heads")
-    num_kv_heads = raw.positive_or("num_key_value_heads", num_heads)
-    if num_heads % num_kv_heads:
-        raise ModelError(f"{num_heads} attention heads cannot share {num_kv_heads} KV heads evenly")
-    hidden_size = raw.positive("hidden_size")
-    num_layers = raw.positive("num_hidden_layers")
-    rope = read_rope(raw)
-    return ModelConfig(
-        architecture=str(raw.architecture),
-        native=True,
-        vocab_size=raw.positive("vocab_size"),
-        hidden_size=hidden_size,
-        num_layers=num_layers,
-        num_heads=num_heads,
-        num_kv_heads=num_kv_heads,
-        head_dim=raw.positive_or("head_dim", usual_head_dim or hidden_size // num_heads),
-        intermediate_size=raw.positive("intermediate_size"),
-        rms_norm_eps=raw.get("rms_norm_eps", 1e-6),
-        rope=rope,
-        max_position_embeddings=_longest_context(raw.positive("max_position_embeddings"), rope),
-        tie_word_embeddings=raw.get("tie_word_embeddings", False),
-        sliding_windows=(None,) * num_layers,
-        dtype=checkpoint_dtype(raw),
-    )
-
-
-def read_rope(raw: RawConfig) -> RopeConfig:
-    """Reads `rope_parameters` of transformers 5, or `rope_theta` and `rope_scaling` of older ones.
-
-    Raises `ModelError` for a type of scaling that is not supported, or that lacks its factor.
-    """
-    values = dict(raw.get("rope_parameters") or raw.get("rope_scaling") or {})
-    rope_type = values.get("rope_type", values.get("type", "default"))
-    if rope_type not in ("default", "linear", "llama3", "yarn"):
-        raise ModelError(
-            f"rope type {rope_type!r} of {raw.architecture} is not supported; default, linear, llama3 and yarn are"
-        )
-    for name in ("partial_rotary_factor", "mscale", "mscale_all_dim"):
-        if values.get(name, raw.get(name)) not in (None, 1.0):
-            raise ModelError(f"{name} of {raw.architecture}'s rope parameters is not supported; it must be left out")
-    theta = values.get("rope_theta", raw.get("rope_theta", 10000.0))
-    if rope_type == "default":
-        divisors = values.get("frequency_divisors")
-        return RopeConfig(theta=theta, frequency_divisors=None if divisors is None else tuple(divisors))
-    known = {name: values[name] for name in RopeConfig.__struct_fields__ if values.get(name) is not None}
-    if "factor" not in known:
-        raise ModelError(f"rope type {rope_type!r} of {raw.architecture} lacks its factor")
-    known.setdefault("original_max_position_embeddings", raw.positive("max_position_embeddings"))
-    return msgspec.convert(known | {"rope_type": rope_type, "theta": theta}, RopeConfig, strict=False)
-
-
-def _longest_context(positions: int, rope: RopeConfig) -> int:
-    """Returns the longest context in tokens, rope scaling included.
-
-    Published llama3 configurations give the scaled number of positions, linear ones the unscaled, and yarn ones either.
-    """
-    if rope.rope_type == "linear":
-        return int(positions * rope.factor)
-    if rope.rope_type == "yarn":
-        return max(positions, int(rope.original_max_position_embeddings * rope.factor))
-    return positions
-
-
-def checkpoint_dtype(raw: dict[str, Any]) -> str:
-    """Returns the checkpoint's dtype, `torch_dtype` before transformers 5; a missing one means float32, as there.
-
-    Raises `ModelError` for one that is not in `DTYPE_BYTES`.
-    """
-    dtype = str(raw.get("dtype") or raw.get("torch_dtype") or "float32").removeprefix("torch.")
-    if dtype not in DTYPE_BYTES:
-        raise ModelError(f"dtype {dtype} is not supported; use a checkpoint in {', '.join(DTYPE_BYTES)}")
-    return dtype
+        return next(iter(self["architectures"].texts()), None)

@@ -34,7 +34,7 @@ class NormSpec(NamedTuple):
     size: int
 
 
-class Part(NamedTuple):
+class WeightPart(NamedTuple):
     """A linear as a checkpoint stores it: `NAME.weight` [out_features, in_features] and perhaps `NAME.bias`."""
 
     name: str
@@ -45,7 +45,7 @@ class Part(NamedTuple):
 class LinearSpec(NamedTuple):
     """One linear: parts with the same input, whose outputs are concatenated."""
 
-    parts: tuple[Part, ...]
+    parts: tuple[WeightPart, ...]
     in_features: int
     has_bias: bool = False
     is_gated: bool = False
@@ -98,7 +98,7 @@ class LayerSpec(NamedTuple):
 class DecoderSpec(NamedTuple):
     """A whole decoder-only model."""
 
-    embedding: Part
+    embedding: WeightPart
     """The lookup table: a row for each token."""
     layers: list[LayerSpec]
     final_norm: NormSpec

@@ -69,23 +69,21 @@ def shard_config(config: ModelConfig, num_ranks: int) -> ModelConfig:
     )
 
 
-def split_outputs(spec: DecoderSpec, num_ranks: int) -> DecoderSpec:
-    """Returns the description of a rank's share in which linears that would split their inputs split their outputs, so
-    that no sum is split. With `num_ranks` 1, it returns that of the whole model with the same splits.
+def split_outputs(spec: DecoderSpec) -> DecoderSpec:
+    """Returns the description of the same model in which ranks split the outputs of linears whose inputs they would
+    split, so that no sum is split.
     """
-    return spec._replace(layers=[_split_outputs_of_layer(layer, num_ranks) for layer in spec.layers])
+    return spec._replace(layers=[_split_outputs_of_layer(layer) for layer in spec.layers])
 
 
-def _split_outputs_of_layer(layer: LayerSpec, num_ranks: int) -> LayerSpec:
+def _split_outputs_of_layer(layer: LayerSpec) -> LayerSpec:
     attention, mlp = layer.attention, layer.mlp
     return layer._replace(
-        attention=attention._replace(output=_split_outputs_of_linear(attention.output, num_ranks)),
-        mlp=mlp._replace(down=_split_outputs_of_linear(mlp.down, num_ranks)),
+        attention=attention._replace(output=_split_outputs_of_linear(attention.output)),
+        mlp=mlp._replace(down=_split_outputs_of_linear(mlp.down)),
     )
 
 
-def _split_outputs_of_linear(linear: LinearSpec, num_ranks: int) -> LinearSpec:
-    parts = tuple(
-        part._replace(out_features=part.out_features // num_ranks, split=Split.OUTPUTS) for part in linear.parts
-    )
-    return linear._replace(parts=parts, in_features=linear.in_features * num_ranks, splits_inputs=False)
+def _split_outputs_of_linear(linear: LinearSpec) -> LinearSpec:
+    parts = tuple(part._replace(split=Split.OUTPUTS) for part in linear.parts)
+    return linear._replace(parts=parts, splits_inputs=False)

@@ -1,8 +1,8 @@
 """The tokens and parameters of each sequence that a rank samples from, laid out for the kernels.
 
 They are a function of the sequence's `SequenceStart` and the tokens appended since, so `start` rebuilds them after
-preemption, failover or a fork. Penalties read the tokens themselves (`kernels/native/sampler.cpp`), about a nanosecond
-each, so no counts are kept.
+preemption, failover or a fork. Penalties read the tokens themselves (`kernels/native/logit_edits.h`), about a
+nanosecond each, so no counts are kept.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ ROW = np.dtype(
     ],
     align=True,
 )
-"""Parameters of one sequence, laid out like `struct Row` in sampler.cpp; uint64 fields are addresses of int32 or
+"""Parameters of one sequence, laid out like `struct Row` in logit_edits.h; uint64 fields are addresses of int32 or
 float32 arrays.
 
 `top_k` 0 and `top_p` 1 keep everything, `log_min_p` is log(min_p) or -inf, `inverse_temperature` 0 is greedy.

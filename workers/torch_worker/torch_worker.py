@@ -8,37 +8,31 @@ and calls `execute` and then `sample` for every step.
 from __future__ import annotations
 
 import contextlib
-import functools
 import logging
 import pathlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 
 import torch
 
 from manta.structured.logits_processors import LogitsProcessorFactory, LogitsProcessorRegistry
 from manta.structured.masks import MaskBatch
-from manta.workers.checkpoints.memory import plan_kv_cache, plan_max_model_len, weight_bytes
-from manta.workers.checkpoints.model_folder import load_model_config, resolve_model_folder
-from manta.workers.exact import check_exact
-from manta.workers.kept_weights import check_weights, describe_kept
-from manta.workers.kernels.model_protocol import LoadedModel
+from manta.workers.kept_weights import describe_kept
 from manta.workers.kernels.protocol import DecodeLimits
-from manta.workers.kv_cache_dtype import check_kv_cache, kv_dtype
+from manta.workers.kv_cache_dtype import kv_dtype
 from manta.workers.model_info import ModelInfo
 from manta.workers.model_options import ModelOptions
-from manta.workers.models.model_config import ModelConfig, ModelError
+from manta.workers.models.model_config import ModelConfig
 from manta.workers.parallel.group import Group, OneRank
-from manta.workers.parallel.split import check_num_ranks, shard_config
 from manta.workers.phases import Phases
 from manta.workers.platforms import Platform, choose_platform
 from manta.workers.ranks.rank_sequences import RankSequences
 from manta.workers.ranks.rank_worker import ALONE, RankPlace, StepTimes
 from manta.workers.sampling.pending_draw import PendingDraw
 from manta.workers.step import StepInput, StepOutOfMemory, StepOutput
+from manta.workers.torch_worker.cache_plan import CachePlan, plan_cache
 from manta.workers.torch_worker.draft_runner import TorchDraftRunner
-from manta.workers.torch_worker.largest_step import run_largest_step
-from manta.workers.torch_worker.loader import check_tensors, load_model
 from manta.workers.torch_worker.model_runner import ModelRunner
+from manta.workers.torch_worker.rank_models import ModelSource, RankModels, choose_models, load_models
 from manta.workers.torch_worker.rank_runner import FollowerRunner, RankRunner
 from manta.workers.torch_worker.step_times import measure_steps
 
@@ -61,93 +55,44 @@ class TorchWorker:
         max_draft_tokens: int = 0,
         draft_folder: pathlib.Path | None = None,
     ) -> None:
-        rank, num_ranks = place.rank, config.tensor_parallel_size
         phases = Phases()
-        self.processors = LogitsProcessorRegistry(config.logits_processors if rank == 0 else {})
+        self.processors = LogitsProcessorRegistry(config.logits_processors if place.rank == 0 else {})
         platform = choose_platform(config.device, config.num_threads, config.exact)
-        check_weights(config.weights, platform.name)
-        folder = resolve_model_folder(config.model)
-        model_config = load_model_config(folder)
-        check_exact(config, platform.name, model_config, platform.advice)
-        check_kv_cache(config, platform.name, model_config)
-        draft_config = None if draft_folder is None else load_model_config(draft_folder)
-        check_kv_cache(config, platform.name, draft_config)
-        check_num_ranks(model_config, num_ranks, config.exact)
-        share = shard_config(model_config, num_ranks)
-        dtype = platform.resolve_dtype(config.dtype, model_config.dtype)
-        self.group = _open_group(place, num_ranks, platform)
+        sources = choose_models(config, platform, draft_folder)
+        self.group = _open_group(place, config.tensor_parallel_size, platform)
         phases.end("config")
-        dtype = _COMMON_DTYPES[self.group.least(_COMMON_DTYPES.index(dtype))]
-        cached = kv_dtype(config, dtype)
-        dtypes = platform.torch_dtype(dtype), torch.int8 if cached == "int8" else platform.torch_dtype(dtype)
-        model = load_model(
-            folder, model_config, dtype, platform, group=self.group, weights=config.weights, exact=config.exact
-        )
-        draft: LoadedModel | None = None
-        if draft_folder is not None and draft_config is not None:
-            draft_model = load_model(draft_folder, draft_config, dtype, platform, weights=config.weights)
-            draft = LoadedModel(draft_config, draft_model, *dtypes)
-        self.group.barrier()  # every rank loads its weights before any measures free memory
+        models = load_models(sources, config, platform, self.group)
         phases.end("weights")
-        loaded = LoadedModel(share, model, *dtypes)
-        largest_steps = functools.partial(
-            _run_largest_steps, loaded, draft, platform, config, max_draft_tokens, draws=rank == 0
-        )
-        kv_bytes, num_blocks = plan_kv_cache(
-            share,
-            dtype,
-            config,
-            free_bytes=_free_memory(platform, largest_steps) // self.group.num_sharing_memory,
-            weight_bytes=_weight_bytes(folder, model_config, dtype, platform, config.weights) // num_ranks,
-            draft=draft_config,
-            shares_memory=platform.shares_memory,
-            most_of_free=platform.kv_share,
-        )
-        block_bytes = kv_bytes // num_blocks
-        num_blocks = self.group.least(num_blocks)
-        max_model_len = plan_max_model_len(model_config, config.max_model_len, num_blocks * config.block_size)
-        kv_cache = platform.allocate_kv(share, num_blocks, config.block_size, loaded.kv_dtype)
+        plan = plan_cache(models, sources.target, config, platform, self.group, max_draft_tokens)
+        share = models.target
+        kv_cache = platform.allocate_kv(share.config, plan.num_blocks, config.block_size, share.kv_dtype)
         phases.end("kv_cache")
-        make_runner = ModelRunner if num_ranks == 1 else RankRunner if rank == 0 else FollowerRunner
-        self.runner = make_runner(
-            model,
-            platform,
-            kv_cache,
-            model_config,
-            config.block_size,
-            config.max_num_sequences,
-            max_model_len,
-            self.processors,
-        )
+        self.runner = self._make_runner(models, kv_cache, sources.target.config, config, plan, platform)
         limits = DecodeLimits(
             config.max_num_sequences,
-            max_model_len,
+            plan.max_model_len,
             config.block_size,
             max_draft_tokens,
             max_num_tokens=config.max_num_batched_tokens,
         )
-        platform.record_decodes(model, self.runner.kv_layers, limits, agree=self.group.least)
-        self.draft = None if draft is None else TorchDraftRunner(draft, self.runner)
+        platform.record_decodes(share.model, self.runner.kv_layers, limits, agree=self.group.least)
+        self.draft = None if models.draft is None else TorchDraftRunner(models.draft, self.runner)
         phases.end("runner")
-        self.info = ModelInfo(
-            folder=str(folder),
-            vocab_size=model_config.vocab_size,
-            max_model_len=max_model_len,
-            eos_token_ids=model_config.eos_token_ids,
-            num_blocks=num_blocks,
-            block_size=config.block_size,
-            kv_cache_bytes=num_blocks * block_bytes,
-            kv_cache_dtype=cached,
-            dtype=dtype,
-            platform=platform.name,
-            kernels=platform.kernel_form,
-            load_seconds=sum(phases.seconds.values()),
-            load_phases=phases.seconds,
-            advice=platform.advice,
-            weights=describe_kept(config.weights),
-            is_asynchronous=platform.runs_ahead,
-        )
+        self.info = _model_info(sources.target, models.dtype, config, plan, platform, phases)
         _log_start(self.info)
+
+    def _make_runner(
+        self,
+        models: RankModels,
+        kv_cache: torch.Tensor,
+        whole: ModelConfig,
+        config: ModelOptions,
+        plan: CachePlan,
+        platform: Platform,
+    ) -> ModelRunner:
+        make = ModelRunner if self.group.num_ranks == 1 else RankRunner if self.group.rank == 0 else FollowerRunner
+        sizes = config.block_size, config.max_num_sequences, plan.max_model_len
+        return make(models.target.model, platform, kv_cache, whole, *sizes, self.processors)
 
     @property
     def runs_ahead(self) -> bool:
@@ -206,10 +151,27 @@ def _named_memory_errors() -> Iterator[None]:
         raise StepOutOfMemory(str(error)) from error
 
 
-_COMMON_DTYPES = ("float32", "bfloat16", "float16")
-"""Dtypes in order of preference if ranks differ: all take the first one that any rank takes, because a processor
-without bfloat16 supports only float32.
-"""
+def _model_info(
+    source: ModelSource, dtype: str, config: ModelOptions, plan: CachePlan, platform: Platform, phases: Phases
+) -> ModelInfo:
+    return ModelInfo(
+        folder=str(source.folder),
+        vocab_size=source.config.vocab_size,
+        max_model_len=plan.max_model_len,
+        eos_token_ids=source.config.eos_token_ids,
+        num_blocks=plan.num_blocks,
+        block_size=config.block_size,
+        kv_cache_bytes=plan.num_bytes,
+        kv_cache_dtype=kv_dtype(config, dtype),
+        dtype=dtype,
+        platform=platform.name,
+        kernels=platform.kernel_form,
+        load_seconds=sum(phases.seconds.values()),
+        load_phases=phases.seconds,
+        advice=platform.advice,
+        weights=describe_kept(config.weights),
+        is_asynchronous=platform.runs_ahead,
+    )
 
 
 def _log_start(info: ModelInfo) -> None:
@@ -238,40 +200,3 @@ def _open_group(place: RankPlace, num_ranks: int, platform: Platform) -> Group:
     if place.group_address is None:
         raise ValueError(f"rank {place.rank} of {num_ranks} needs group_address, that of rank 0's store")
     return platform.open_group(place.rank, num_ranks, place.group_address)
-
-
-def _free_memory(platform: Platform, largest_steps: Callable[[], None]) -> int:
-    try:
-        return platform.free_memory(largest_steps)
-    except torch.OutOfMemoryError as error:
-        raise ModelError(
-            f"beside its weights there is no memory for its largest step ({error}); "
-            "lower max_num_batched_tokens or max_num_sequences"
-        ) from error
-
-
-def _run_largest_steps(
-    model: LoadedModel,
-    draft: LoadedModel | None,
-    platform: Platform,
-    config: ModelOptions,
-    max_draft_tokens: int,
-    draws: bool,
-) -> None:
-    sizes = (config.block_size, config.max_num_batched_tokens)
-    run_largest_step(model, platform, *sizes, config.max_num_sequences * (1 + max_draft_tokens), draws=draws)
-    if draft is not None:
-        run_largest_step(draft, platform, *sizes, config.max_num_sequences, draws=True)
-
-
-def _weight_bytes(folder: pathlib.Path, model: ModelConfig, dtype: str, platform: Platform, weights: str) -> int:
-    """Returns the bytes of the weights; 0 for older formats that transformers reads, whose size is not known before
-    loading.
-    """
-    if model.quantization is not None:
-        keeps = platform.keeps_integers and weights != "dense", platform.keeps_float8 and weights == "auto"
-        return check_tensors(folder, model).num_bytes(dtype, *keeps)
-    try:
-        return weight_bytes(folder, dtype, model, weights)
-    except ModelError:
-        return 0

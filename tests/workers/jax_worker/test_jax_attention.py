@@ -15,7 +15,7 @@ from jax.sharding import AbstractDevice, AbstractMesh, AxisType, NamedSharding, 
 
 from manta.workers.checkpoints.model_folder import load_model_config
 from manta.workers.jax_worker.attention import AttentionForm, attend, attend_by_chunks, page_head_dim
-from manta.workers.jax_worker.batch import Batch, BatchShape, pack
+from manta.workers.jax_worker.batch import BatchShape, StepBatch, pack
 from manta.workers.jax_worker.decoder import forward
 from manta.workers.jax_worker.mesh import AXIS, open_mesh
 from manta.workers.jax_worker.parameters import Parameters, load_parameters, num_kv_heads
@@ -42,7 +42,7 @@ FORMS = list(itertools.product([(4, 2), (6, 1), (3, 3)], [None, 8, 24]))
 def test_the_loop_computes_what_the_kernels_reference_does(heads: tuple[int, int], window: int | None) -> None:
     random = np.random.default_rng(sum(heads))
     shape, packed = random_batch(random, 32, 7)
-    batch = Batch.unpack(jnp.asarray(packed), shape)
+    batch = StepBatch.unpack(jnp.asarray(packed), shape)
     num_heads, num_kv = heads
     query = jnp.asarray(random.normal(size=(32, num_heads, 24)).astype(np.float32))
     pages = jnp.asarray(random.normal(size=(NUM_BLOCKS, BLOCK_SIZE, 2 * num_kv, 24)).astype(np.float32))
@@ -55,7 +55,7 @@ def test_the_loop_computes_what_the_kernels_reference_does(heads: tuple[int, int
 def test_blocks_of_others_may_hold_nan() -> None:
     random = np.random.default_rng(0)
     shape, packed = random_batch(random, 32, 7)
-    batch = Batch.unpack(jnp.asarray(packed), shape)
+    batch = StepBatch.unpack(jnp.asarray(packed), shape)
     query = jnp.ones((32, 2, 8))
     pages = np.ones((NUM_BLOCKS, BLOCK_SIZE, 2, 8), dtype=np.float32)
     used = {
@@ -84,7 +84,7 @@ def test_the_kernel_lowers_for_a_tpu(num_heads, num_kv, head_dim, num_devices, d
         shape = BatchShape(num_tokens, 64, 128)
 
         def step(query, key, value, pages, packed, shape=shape):
-            return attend(form, query, key, value, pages, Batch.unpack(packed, shape), window)
+            return attend(form, query, key, value, pages, StepBatch.unpack(packed, shape), window)
 
         array = jax.ShapeDtypeStruct
         page = array((256, 32, 2 * num_kv, page_head_dim(head_dim, True)), dtype)

@@ -11,7 +11,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 
-from manta.workers.checkpoints.weight_parts import take_inputs, take_rows
+from manta.workers.checkpoints.shard import take_inputs, take_rows
 from manta.workers.kernels.quantized_reference import round_to_float8
 from manta.workers.kernels.quantized_weight import QuantizedWeight
 from manta.workers.kernels.triton import library_products

@@ -15,7 +15,7 @@ from manta.workers.models.model_config import ModelError, WeightFormat
 
 
 class StoredTensors(Protocol):
-    """The tensors of a checkpoint by name."""
+    """The whole tensors of a checkpoint by name, as the readers of formats need them."""
 
     def __contains__(self, name: str) -> bool: ...
 
@@ -25,8 +25,8 @@ class StoredTensors(Protocol):
         """Returns a tensor's dtype in safetensors' spelling, or its GGUF type."""
         ...
 
-    def stored(self, name: str, shape: tuple[int, ...], kind: torch.dtype) -> torch.Tensor:
-        """Returns a whole tensor. With `kind` float32 it may have any floating-point dtype.
+    def view(self, name: str, shape: tuple[int, ...], kind: torch.dtype = ...) -> torch.Tensor:
+        """Returns a tensor. With `kind` float32 it may have any floating-point dtype.
 
         Raises `ModelError` naming a tensor that is missing or has another shape or dtype.
         """
@@ -54,7 +54,7 @@ class StoredPart(NamedTuple):
         return f"{self.name}.{suffix}" in self.tensors
 
     def stored(self, suffix: str, shape: tuple[int, ...], kind: torch.dtype) -> torch.Tensor:
-        return self.tensors.stored(f"{self.name}.{suffix}", shape, kind)
+        return self.tensors.view(f"{self.name}.{suffix}", shape, kind)
 
     def skip(self, *suffixes: str) -> None:
         """Marks tensors as read that do not describe the weight."""
@@ -62,7 +62,7 @@ class StoredPart(NamedTuple):
             if self.has(suffix):
                 name = f"{self.name}.{suffix}"
                 kind = _DTYPES.get(self.tensors.kind_of(name), torch.float32)
-                self.tensors.stored(name, self.tensors.shape_of(name), kind)
+                self.tensors.view(name, self.tensors.shape_of(name), kind)
 
     @property
     def num_groups(self) -> int:
@@ -87,7 +87,7 @@ class StoredPart(NamedTuple):
         is not zero.
         """
         name = f"{self.name}.bias"
-        bias = self.tensors.stored(name, (self.out_features,), torch.float32)
+        bias = self.tensors.view(name, (self.out_features,))
         if not bias.is_meta and bias.any():
             raise ModelError(f"{name} is not zero, and its architecture has no bias there")
 

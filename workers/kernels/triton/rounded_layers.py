@@ -19,7 +19,7 @@ from manta.workers.kernels.weights import DecoderWeights, LayerWeights, Linear
 from manta.workers.models.model_config import ModelConfig
 
 
-class _Reader:
+class _RoundedInput:
     """A linear, of which `own` reads rounded rows if it can."""
 
     def __init__(self, linear: Linear) -> None:
@@ -55,13 +55,13 @@ class _Reader:
         return product if self._summed is None else self._summed.all_reduce(product)
 
 
-class _Layer:
+class _RoundedLayer:
     """One layer's linears and norms."""
 
     def __init__(self, weights: LayerWeights, sliding_window: int | None) -> None:
         self.input_norm, self.mlp_norm = weights.input_norm, weights.mlp_norm
-        self.qkv, self.output = _Reader(weights.attention.qkv), weights.attention.output
-        self.gated, self.down = _Reader(weights.mlp.gated), _Reader(weights.mlp.down)
+        self.qkv, self.output = _RoundedInput(weights.attention.qkv), weights.attention.output
+        self.gated, self.down = _RoundedInput(weights.mlp.gated), _RoundedInput(weights.mlp.down)
         self.q_norm, self.k_norm = weights.attention.q_norm, weights.attention.k_norm
         self.sliding_window = sliding_window
 
@@ -76,7 +76,7 @@ class RoundedLayers:
     """Callable: embedded tokens to hidden states after the last norm."""
 
     def __init__(self, weights: DecoderWeights, config: ModelConfig) -> None:
-        self._layers = [_Layer(*each) for each in zip(weights.layers, config.sliding_windows, strict=True)]
+        self._layers = [_RoundedLayer(*each) for each in zip(weights.layers, config.sliding_windows, strict=True)]
         self._final_norm = weights.final_norm
         self._config = config
 

@@ -1,0 +1,287 @@
+"""Every key of a configuration, set to what it cannot be: the refusal names that key, and what is allowed there."""
+
+from __future__ import annotations
+
+import copy
+import json
+import math
+import pathlib
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import transformers
+
+from manta.workers.checkpoints.model_folder import load_model_config
+from manta.workers.models.families import FAMILIES
+from manta.workers.models.model_config import ModelConfig, ModelError
+from manta.workers.models.raw_config import ConfigError, RawConfig
+from tests.quantised_checkpoints import AWQ_CONFIG, fp8_config, gptq_config
+from tests.workers.test_quantised_formats import FORMATS
+
+HUGE = 10**30
+WHOLE = ("7", [7], {"a": 7}, -1, 1.5, math.nan, HUGE, True)
+NUMBER = ("7", [7], {"a": 7}, -1, math.nan, math.inf, 1e300, HUGE, True)
+FLAG = ("true", [True], {"a": True}, -1, 1, math.nan, HUGE)
+CHOICE = ("novel", ["silu"], {"a": "silu"}, -1, 7, math.nan, HUGE, True)
+LIST = ("silu", {"a": 1}, -1, 7, math.nan, HUGE, True, [{}], [math.nan])
+OBJECT = ("silu", [1], -1, 7, math.nan, HUGE, True)
+LEFT_OUT = ("7", [7], {"a": 7}, -1, math.nan, HUGE, 0.5)
+
+DENSE: dict[str, tuple[Any, tuple[Any, ...]]] = {
+    "hidden_act": ("silu", CHOICE),
+    "vocab_size": (320, WHOLE),
+    "hidden_size": (64, WHOLE),
+    "intermediate_size": (96, WHOLE),
+    "num_hidden_layers": (4, WHOLE),
+    "num_attention_heads": (4, (*WHOLE, 128)),
+    "num_key_value_heads": (2, (*WHOLE, 3)),
+    "head_dim": (16, (*WHOLE, 15)),
+    "rms_norm_eps": (1e-6, NUMBER),
+    "max_position_embeddings": (512, WHOLE),
+    "tie_word_embeddings": (False, FLAG),
+    "dtype": ("bfloat16", CHOICE),
+    "partial_rotary_factor": (1.0, LEFT_OUT),
+    "mscale": (1.0, LEFT_OUT),
+    "mscale_all_dim": (1.0, LEFT_OUT),
+    "rope_theta": (10000.0, NUMBER),
+    "rope_scaling": ({"rope_type": "default"}, OBJECT),
+}
+"""A value that is served, and values that are not, of each key that every native family reads."""
+WINDOWS: dict[str, tuple[Any, tuple[Any, ...]]] = {
+    "use_sliding_window": (True, FLAG),
+    "sliding_window": (8, WHOLE),
+    "layer_types": (["full_attention", "sliding_attention"] * 2, (*LIST, ["full_attention"], ["novel"] * 4)),
+}
+OWN: dict[str, dict[str, tuple[Any, tuple[Any, ...]]]] = {
+    "LlamaForCausalLM": {"attention_bias": (True, FLAG), "mlp_bias": (True, FLAG)},
+    "MistralForCausalLM": {"sliding_window": (8, WHOLE)},
+    "Qwen2ForCausalLM": WINDOWS,
+    "Qwen3ForCausalLM": WINDOWS | {"attention_bias": (True, FLAG)},
+    "SeedOssForCausalLM": {
+        "attention_bias": (True, FLAG),
+        "attention_out_bias": (True, FLAG),
+        "mlp_bias": (True, FLAG),
+    },
+}
+"""The keys of each family alone."""
+TABLE = [(family, key) for family in OWN for key in DENSE | OWN[family]]
+
+SCALED = {
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 128,
+    "attention_factor": 1.0,
+    "beta_fast": 32,
+    "beta_slow": 1,
+    "truncate": True,
+    "rope_theta": 10000.0,
+    "partial_rotary_factor": 1.0,
+}
+ROPES: dict[str, dict[str, Any]] = {
+    "default": {"rope_type": "default", "frequency_divisors": [1.0] * 8},
+    **{name: SCALED | {"rope_type": name} for name in ("linear", "llama3", "yarn")},
+}
+QUANTIZATIONS: dict[str, dict[str, Any]] = {
+    "awq": AWQ_CONFIG | {"modules_to_not_convert": ["lm_head"]},
+    "gptq": gptq_config(4, True) | {"dynamic": {"+:.*down_proj": {"bits": 8, "group_size": 32, "sym": True}}},
+    "fp8": fp8_config([16, 16]),
+    **{name: FORMATS[name].config for name in ("W8A8", "W4A16", "mxfp4", "float8, by output")},
+}
+
+
+def values_of(family: str) -> dict[str, Any]:
+    table = DENSE | OWN[family]
+    return {"architectures": [family]} | {key: served for key, (served, _) in table.items()}
+
+
+def read(folder: pathlib.Path, values: dict[str, Any]) -> ModelConfig:
+    (folder / "config.json").write_text(json.dumps(values))
+    return load_model_config(folder)
+
+
+def refused_key(folder: pathlib.Path, values: dict[str, Any]) -> str | None:
+    """The key of the refusal; None if the values are served."""
+    try:
+        read(folder, values)
+    except ConfigError as error:
+        return error.key
+    return None
+
+
+class Recorder(dict[str, Any]):
+    """Notes the keys that are read."""
+
+    def __init__(self, values: dict[str, Any]) -> None:
+        super().__init__(values)
+        self.keys_read: set[str] = set()
+
+    def get(self, key: str, default: Any = None) -> Any:
+        self.keys_read.add(key)
+        return super().get(key, default)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_table_has_every_key_that_a_family_reads(family: str) -> None:
+    recorder = Recorder(values_of(family))
+    FAMILIES[family].read_config(RawConfig(recorder, "config.json"))
+    others = {"architectures", "rope_parameters", "torch_dtype", "max_window_layers"}
+    assert recorder.keys_read - others == recorder.keys() - others
+
+
+@pytest.mark.parametrize(("family", "key"), TABLE)
+def test_a_value_of_another_kind_is_refused_by_its_key(family: str, key: str, tmp_path: pathlib.Path) -> None:
+    served, (_, refused) = values_of(family), (DENSE | OWN[family])[key]
+    read(tmp_path, served)
+    for value in refused:
+        with pytest.raises(ConfigError) as caught:
+            read(tmp_path, served | {key: value})
+        error = caught.value
+        assert error.key.partition("[")[0] == key, value
+        assert error.file == str(tmp_path / "config.json")
+        assert str(error).startswith(f"{error.file}: {error.key} must be {error.allowed}, not ")
+
+
+@pytest.mark.parametrize(
+    ("key", "refused"),
+    [
+        ("torch_dtype", CHOICE),
+        ("max_window_layers", WHOLE),
+        ("architectures", (*LIST, [])),
+        ("rope_parameters", OBJECT),
+    ],
+)
+def test_another_spelling_is_refused_by_its_own_key(key: str, refused: tuple[Any, ...], tmp_path: pathlib.Path) -> None:
+    values = values_of("Qwen2ForCausalLM")
+    del values["dtype"], values["layer_types"]
+    for value in refused:
+        with pytest.raises(ConfigError) as caught:
+            read(tmp_path, values | {key: value})
+        assert caught.value.key.partition("[")[0] == key, value
+
+
+@pytest.mark.parametrize("family", OWN)
+def test_null_is_as_good_as_nothing(family: str, tmp_path: pathlib.Path) -> None:
+    """Except for a sliding window, of which null means none. What a family must have is named where it is missing."""
+    values = values_of(family)
+    required = {
+        "vocab_size",
+        "hidden_size",
+        "intermediate_size",
+        "num_hidden_layers",
+        "num_attention_heads",
+        "max_position_embeddings",
+        "architectures",
+    }
+    for key in values:
+        without = {name: value for name, value in values.items() if name != key}
+        if key in required:
+            for missing in (without, values | {key: None}):
+                with pytest.raises(ConfigError) as caught:
+                    read(tmp_path, missing)
+                assert (caught.value.key, caught.value.value) == (key, None)
+        elif key != "sliding_window":
+            assert read(tmp_path, values | {key: None}) == read(tmp_path, without), key
+
+
+@pytest.mark.parametrize("file", ["config.json", "generation_config.json"])
+@pytest.mark.parametrize("value", ["2", {"a": [1]}, -1, math.nan, HUGE, True, [2, "3"], [2, None]])
+def test_end_of_sequence_tokens_are_refused_by_file(file: str, value: Any, tmp_path: pathlib.Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(values_of("LlamaForCausalLM")))
+    contents = json.loads((tmp_path / "config.json").read_text()) if file == "config.json" else {}
+    (tmp_path / file).write_text(json.dumps(contents | {"eos_token_id": value}))
+    with pytest.raises(ConfigError) as caught:
+        load_model_config(tmp_path)
+    assert caught.value.key.partition("[")[0] == "eos_token_id"
+    assert caught.value.file == str(tmp_path / file)
+
+
+# ---- objects within: every place in them, set to everything ----------------------------------------------------------
+
+ANYTHING = (None, "novel", "re:(", [7], [], {"a": 7}, {}, -2, 0, 1.5, 7, HUGE, math.nan, math.inf, 1e300, True)
+
+
+def places(value: Any, path: str) -> Iterator[tuple[str, Any, Any]]:
+    """Yields the path of everything in an object, with the container and the key there."""
+    if isinstance(value, dict | list):
+        for key in list(value) if isinstance(value, dict) else range(len(value)):
+            inner = f"{path}[{key}]" if isinstance(value, list) else f"{path}.{key}"
+            yield inner, value, key
+            yield from places(value[key], inner)
+
+
+NESTED = [("rope_parameters", name) for name in ROPES] + [("quantization_config", name) for name in QUANTIZATIONS]
+
+
+@pytest.mark.parametrize(("key", "name"), NESTED)
+def test_a_refusal_within_an_object_names_its_place(key: str, name: str, tmp_path: pathlib.Path) -> None:
+    """What another value means may make a value near it wrong: then that one is named, of the same object."""
+    values = values_of("LlamaForCausalLM") | {key: (ROPES | QUANTIZATIONS)[name]}
+    read(tmp_path, values)
+    num_refused = num_exact = 0
+    for number, (path, _, _) in enumerate(list(places(values[key], key))):
+        for other in ANYTHING:
+            changed = copy.deepcopy(values)
+            _, container, at = list(places(changed[key], key))[number]
+            container[at] = other
+            refused = refused_key(tmp_path, changed)
+            num_refused += refused is not None
+            num_exact += refused is not None and (path.startswith(refused) or refused.startswith(path))
+            assert refused is None or refused.startswith(path.rpartition(".")[0]), (path, other, refused)
+    assert num_refused > 20
+    assert num_exact > 0.9 * num_refused
+
+
+@pytest.mark.parametrize("name", ["linear", "llama3", "yarn"])
+@pytest.mark.parametrize(("key", "refused"), [("factor", NUMBER), ("rope_type", CHOICE), ("truncate", FLAG)])
+def test_rope_parameters_are_named_with_their_object(
+    name: str, key: str, refused: tuple[Any, ...], tmp_path: pathlib.Path
+) -> None:
+    for value in refused:
+        with pytest.raises(ConfigError) as caught:
+            read(tmp_path, values_of("LlamaForCausalLM") | {"rope_parameters": ROPES[name] | {key: value}})
+        assert caught.value.key == f"rope_parameters.{key}"
+
+
+def test_rope_parameters_that_differ_by_layer_are_refused(tmp_path: pathlib.Path) -> None:
+    """Without their kind of layer they would be read as rope's usual ones."""
+    by_kind = {"full_attention": {"rope_type": "default", "rope_theta": 1e6}}
+    with pytest.raises(ConfigError) as caught:
+        read(tmp_path, values_of("Qwen3ForCausalLM") | {"rope_parameters": by_kind})
+    assert caught.value.key == "rope_parameters.full_attention"
+
+
+# ---- models that transformers runs -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("class_name", "architecture", "words"),
+    [
+        ("Gemma4TextConfig", "Gemma4ForCausalLM", "layers that differ in their head_dim are not implemented"),
+        ("Gemma4Config", "Gemma4ForConditionalGeneration", "multimodal models are not served"),
+    ],
+)
+def test_gemma_4_is_refused_for_what_it_is(
+    class_name: str, architecture: str, words: str, tmp_path: pathlib.Path
+) -> None:
+    if not hasattr(transformers, class_name):
+        pytest.skip("this transformers has no Gemma 4")
+    getattr(transformers, class_name)(architectures=[architecture]).save_pretrained(tmp_path)
+    with pytest.raises(ModelError, match=words) as caught:
+        load_model_config(tmp_path)
+    assert architecture in str(caught.value)
+    assert "quantization_config" not in str(caught.value)
+
+
+def test_no_value_of_another_family_is_blamed_on_a_key_that_was_read_before(tmp_path: pathlib.Path) -> None:
+    transformers.GPTNeoXConfig(architectures=["GPTNeoXForCausalLM"]).save_pretrained(tmp_path)
+    values = json.loads((tmp_path / "config.json").read_text())
+    keys = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "max_position_embeddings")
+    for key in keys:
+        for value in ("7", [7], {"a": 7}, -1, 0, math.nan, HUGE):
+            with pytest.raises(ModelError) as caught:
+                read(tmp_path, values | {key: value})
+            assert "quantization_config" not in str(caught.value)
+            if not isinstance(value, int):
+                assert key in str(caught.value)

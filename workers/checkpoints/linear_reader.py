@@ -1,0 +1,194 @@
+"""Reads the weight of a linear in any form, unquantised or by one of the readers in `formats/`, and stacks its parts.
+
+To add a format, let `workers/models/quantization.py` accept its `quantization_config` and add its reader to `READERS`.
+Readers of integers return a `QuantizedWeight`, which every platform takes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+
+import torch
+
+from manta.workers.checkpoints.checkpoint import Checkpoint
+from manta.workers.checkpoints.formats.awq import read_awq
+from manta.workers.checkpoints.formats.compressed_tensors import read_int, read_mxfp4, read_packed
+from manta.workers.checkpoints.formats.float8 import read_float8
+from manta.workers.checkpoints.formats.gguf_blocks import BLOCK_TYPES, read_gguf
+from manta.workers.checkpoints.formats.gptq import read_gptq
+from manta.workers.checkpoints.formats.stored_part import Reader, StoredPart
+from manta.workers.checkpoints.memory import FLOATING
+from manta.workers.checkpoints.shard import Shard
+from manta.workers.kernels.quantized_weight import QuantizedWeight
+from manta.workers.kernels.weights import LinearWeight
+from manta.workers.models.model_config import ModelError, Quantization, WeightFormat
+from manta.workers.models.specs import LinearSpec, WeightPart
+
+READERS: dict[str, Reader] = {
+    "int": read_int,
+    "packed": read_packed,
+    "mxfp4": read_mxfp4,
+    "float8": read_float8,
+    "gptq": read_gptq,
+    "awq": read_awq,
+    "gguf": read_gguf,
+}
+"""The reader for each kind of `WeightFormat`."""
+GGUF = WeightFormat(reader="gguf")
+"""The format of every tensor with a GGUF type."""
+_MARKS = ("weight_scale", "weight_scale_inv", "weight_packed", "qweight")
+"""Suffixes of tensors that only a quantised linear has. Each one has at least one of them."""
+
+
+class LinearReader:
+    """Reads this rank's share of one linear after another from a checkpoint. Its methods raise `ModelError` naming a
+    tensor that is missing or does not fit.
+    """
+
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        shard: Shard | None,
+        quantization: Quantization | None,
+        dtype: torch.dtype,
+        place_bias: Callable[[torch.Tensor, torch.dtype], torch.Tensor],
+        *,
+        keeps_float8: bool = False,
+        shapes_only: bool = False,
+    ) -> None:
+        """`dtype` is that of the activations. Without a `shard`, weights are read whole.
+
+        With `keeps_float8`, E4M3 weights stay so where the checkpoint was made for activations that are rounded like
+        them. With `shapes_only`, plain weights have no data, because another process has packed them.
+        """
+        self.checkpoint = checkpoint
+        self._shard = shard
+        self._quantization = quantization
+        self._dtype = dtype
+        self._place_bias = place_bias
+        self._keeps_float8 = keeps_float8
+        self._shapes_only = shapes_only
+        self._scratch = torch.empty(0, dtype=torch.uint8)
+
+    def read(self, spec: LinearSpec) -> LinearWeight:
+        """Returns the weight of a linear. It is valid until the next one is read: it may view the file, or memory that
+        is used again.
+        """
+        formats = [self.format_of(part) for part in spec.parts]
+        weight: QuantizedWeight | torch.Tensor
+        if any(formats):
+            weight = stack([self._part(*each, spec) for each in zip(spec.parts, formats, strict=True)], self._dtype)
+        else:
+            weight = self._stack_plain([self._plain(part, spec) for part in spec.parts])
+        bias = self._bias(spec) if spec.has_bias else None
+        if isinstance(weight, torch.Tensor):
+            return LinearWeight(spec.name, weight, bias, self._dtype, spec.is_gated)
+        shape = torch.empty(weight.values.shape, dtype=self._dtype, device="meta")
+        return LinearWeight(spec.name, shape, bias, self._dtype, spec.is_gated, weight)
+
+    def read_table(self, part: WeightPart, width: int) -> QuantizedWeight | torch.Tensor:
+        """Returns a lookup table: a view of the file [num_rows, width], or integers of a GGUF file."""
+        format_ = GGUF if self.format_of(part) is GGUF else None
+        return self._part(part, format_, LinearSpec((part,), width))
+
+    def _quantized(self, part: WeightPart, spec: LinearSpec, format_: WeightFormat) -> QuantizedWeight | torch.Tensor:
+        """Reads a whole part of a linear, and returns this rank's share."""
+        stored = StoredPart(
+            part.name, part.out_features, spec.in_features, format_, self._dtype, self.checkpoint, self._keeps_float8
+        )
+        weight = READERS[format_.reader](stored)
+        if not spec.has_bias and stored.has("bias"):
+            stored.no_bias()
+        return weight if self._shard is None else self._shard.take(part, spec.splits_inputs, weight)
+
+    def format_of(self, part: WeightPart) -> WeightFormat | None:
+        """Returns the format of a part; None if it is not quantised.
+
+        Raises `ModelError` if configuration and tensors disagree.
+        """
+        weight = f"{part.name}.weight"
+        kind = self.checkpoint.kind_of(weight) if weight in self.checkpoint else None
+        marks = [suffix for suffix in _MARKS if f"{part.name}.{suffix}" in self.checkpoint]
+        if self._quantization is None:
+            if marks and kind is None:
+                raise ModelError(
+                    f"config.json has no quantization_config, and the checkpoint has {part.name}.{marks[0]}; add the "
+                    "entry, which older tools wrote to a file of its own, such as quantize_config.json"
+                )
+            return None
+        if kind in BLOCK_TYPES:
+            return GGUF
+        if not marks and kind in FLOATING:
+            return None
+        format_ = self._quantization.format_of(part.name)
+        if format_ is None and marks:
+            raise ModelError(
+                f"quantization_config leaves {part.name} unquantised, and the checkpoint has {part.name}.{marks[0]}; "
+                "take the config.json that belongs to these weights"
+            )
+        return format_
+
+    def _part(self, part: WeightPart, format_: WeightFormat | None, spec: LinearSpec) -> QuantizedWeight | torch.Tensor:
+        return self._plain(part, spec) if format_ is None else self._quantized(part, spec, format_)
+
+    def _plain(self, part: WeightPart, spec: LinearSpec) -> torch.Tensor:
+        """Returns the rank's share of an unquantised part, as a view of the file."""
+        whole = self.checkpoint.view(f"{part.name}.weight", (part.out_features, spec.in_features))
+        return whole if self._shard is None else self._shard.take(part, spec.splits_inputs, whole)
+
+    def _stack_plain(self, views: list[torch.Tensor]) -> torch.Tensor:
+        """Stacks parts in memory that the next call reuses, because fresh pages would double the time."""
+        if self._shapes_only:
+            views = [view.to("meta") for view in views]
+        if len(views) == 1:
+            return views[0].to(self._dtype).contiguous()
+        shape = (sum(len(view) for view in views), views[0].shape[1])
+        num_bytes = math.prod(shape) * self._dtype.itemsize
+        if self._scratch.numel() < num_bytes:
+            self._scratch = torch.empty(num_bytes, dtype=torch.uint8, device=views[0].device)
+        return torch.cat(views, out=self._scratch[:num_bytes].view(self._dtype).view(shape))
+
+    def _bias(self, spec: LinearSpec) -> torch.Tensor:
+        """Returns the bias as a copy on the device."""
+        parts = []
+        for part in spec.parts:
+            bias = self.checkpoint.view(f"{part.name}.bias", (part.out_features,))
+            if self._shard is not None:
+                bias = self._shard.take_bias(part, spec.splits_inputs, bias)
+            parts.append(self._place_bias(bias, self._dtype))
+        return torch.cat(parts)
+
+
+def stack(parts: Sequence[QuantizedWeight | torch.Tensor], dtype: torch.dtype) -> QuantizedWeight | torch.Tensor:
+    """Returns one weight with the outputs of all parts. Parts without a common form become a plain weight in `dtype`:
+    one is not quantised, or only one is of floats, or their act-orders differ.
+    """
+    if len(parts) == 1:
+        return parts[0]
+    quantized = [part for part in parts if isinstance(part, QuantizedWeight)]
+    if len(quantized) < len(parts) or len({part.is_float8 for part in quantized}) > 1 or not _have_one_order(quantized):
+        return torch.cat([_dense(part, dtype) for part in parts])
+    fine = [part.in_groups_of(math.gcd(*(each.group_size for each in quantized))) for part in quantized]
+    offsets = None
+    if any(part.offsets is not None for part in fine):
+        offsets = torch.cat([torch.zeros_like(part.scales) if part.offsets is None else part.offsets for part in fine])
+    return QuantizedWeight(
+        torch.cat([part.values for part in fine]),
+        torch.cat([part.scales for part in fine]),
+        max(part.bits for part in fine),
+        offsets,
+        fine[0].input_order,
+        has_int8_activations=all(part.has_int8_activations for part in fine),
+    )
+
+
+def _have_one_order(parts: Sequence[QuantizedWeight]) -> bool:
+    first, *others = (part.input_order for part in parts)
+    if first is None:
+        return all(order is None for order in others)
+    return all(order is not None and torch.equal(first, order) for order in others)
+
+
+def _dense(part: QuantizedWeight | torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    return part.to(dtype) if isinstance(part, torch.Tensor) else part.dequantized(dtype)

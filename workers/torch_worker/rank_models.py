@@ -1,0 +1,97 @@
+"""The models of one rank: what their configurations say, and their weights on the device.
+
+A rank has its share of the target, and perhaps a whole draft model. Called by the worker when it starts.
+"""
+
+from __future__ import annotations
+
+import pathlib
+from typing import NamedTuple
+
+import torch
+
+from manta.workers.checkpoints.memory import weight_bytes
+from manta.workers.checkpoints.model_folder import load_model_config, resolve_model_folder
+from manta.workers.exact import check_exact
+from manta.workers.kept_weights import check_weights
+from manta.workers.kernels.model_protocol import LoadedModel
+from manta.workers.kv_cache_dtype import check_kv_cache, kv_dtype
+from manta.workers.model_options import ModelOptions
+from manta.workers.models.model_config import ModelConfig, ModelError
+from manta.workers.parallel.group import Group
+from manta.workers.parallel.split import check_num_ranks, shard_config
+from manta.workers.platforms import Platform
+from manta.workers.torch_worker.loader import check_tensors, load_model
+
+_COMMON_DTYPES = ("float32", "bfloat16", "float16")
+"""Dtypes in order of preference if ranks differ: all take the first one that any rank takes, because a processor
+without bfloat16 supports only float32.
+"""
+
+
+class ModelSource(NamedTuple):
+    folder: pathlib.Path
+    config: ModelConfig
+    """Configuration of the whole model."""
+
+
+class ModelSources(NamedTuple):
+    """The checkpoints of a rank's models, which the platform can serve with the options."""
+
+    target: ModelSource
+    draft: ModelSource | None
+    dtype: str
+    """Dtype of activations that this rank's platform prefers."""
+
+
+class RankModels(NamedTuple):
+    target: LoadedModel
+    """This rank's share of the target."""
+    draft: LoadedModel | None
+    """The whole draft model."""
+    dtype: str
+    """Dtype of activations, in which all ranks compute."""
+
+
+def choose_models(options: ModelOptions, platform: Platform, draft_folder: pathlib.Path | None) -> ModelSources:
+    """Finds the checkpoints and reads their configurations. Raises `ModelError` or `ValueError` if the platform cannot
+    serve them with these options.
+    """
+    check_weights(options.weights, platform.name)
+    folder = resolve_model_folder(options.model)
+    target = ModelSource(folder, load_model_config(folder))
+    draft = None if draft_folder is None else ModelSource(draft_folder, load_model_config(draft_folder))
+    check_exact(options, platform.name, target.config, platform.advice)
+    check_kv_cache(options, platform.name, target.config)
+    check_kv_cache(options, platform.name, None if draft is None else draft.config)
+    check_num_ranks(target.config, options.tensor_parallel_size, options.exact)
+    return ModelSources(target, draft, platform.resolve_dtype(options.dtype, target.config.dtype))
+
+
+def load_models(sources: ModelSources, options: ModelOptions, platform: Platform, group: Group) -> RankModels:
+    """Loads the weights. Returns when every rank has loaded its own, so that each can measure its free memory."""
+    (folder, config), draft = sources.target, sources.draft
+    name = _COMMON_DTYPES[group.least(_COMMON_DTYPES.index(sources.dtype))]
+    dtype = platform.torch_dtype(name)
+    cached = torch.int8 if kv_dtype(options, name) == "int8" else dtype
+    model = load_model(folder, config, name, platform, group=group, weights=options.weights, exact=options.exact)
+    target = LoadedModel(shard_config(config, group.num_ranks), model, dtype, cached)
+    loaded_draft = None
+    if draft is not None:
+        draft_model = load_model(draft.folder, draft.config, name, platform, weights=options.weights)
+        loaded_draft = LoadedModel(draft.config, draft_model, dtype, cached)
+    group.barrier()
+    return RankModels(target, loaded_draft, name)
+
+
+def kept_weight_bytes(source: ModelSource, dtype: str, platform: Platform, weights: str) -> int:
+    """Returns the bytes of a whole model's weights after loading; 0 for older formats that transformers reads, whose
+    size is not known before.
+    """
+    if source.config.quantization is not None:
+        keeps = platform.keeps_integers and weights != "dense", platform.keeps_float8 and weights == "auto"
+        return check_tensors(source.folder, source.config).num_bytes(dtype, *keeps)
+    try:
+        return weight_bytes(source.folder, dtype, source.config, weights)
+    except ModelError:
+        return 0
