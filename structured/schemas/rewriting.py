@@ -15,11 +15,29 @@ from typing import Any
 
 from manta.structured.constraint import Unsupported
 from manta.structured.schemas import negation, patterns
-from manta.structured.schemas.documents import KEYWORDS, SCHEMA, SCHEMA_LIST, SCHEMA_MAP, Document, draft_of, read
+from manta.structured.schemas.documents import (
+    COUNTS,
+    KEYWORDS,
+    SCHEMA,
+    SCHEMA_LIST,
+    SCHEMA_MAP,
+    Document,
+    draft_of,
+    read,
+)
 from manta.structured.schemas.formats import is_annotation
 from manta.structured.schemas.guard import encoded, finite_domain
-from manta.structured.schemas.logic import ATOMS, MAX_ALTERNATIVES, Alternative, Logic, item_schemas, type_names
+from manta.structured.schemas.logic import (
+    ATOMS,
+    MAX_ALTERNATIVES,
+    Alternative,
+    Logic,
+    item_schemas,
+    type_names,
+    type_of,
+)
 from manta.structured.schemas.negation import Context, absent, all_of, alternatives, present
+from manta.structured.schemas.numbers import MAX_COUNT, NUMERIC, is_kept, is_number, keeps_multiples
 
 CHOICES = ("oneOf", "not", "if", "dependentRequired", "dependentSchemas")
 """Keywords that become an `anyOf`."""
@@ -31,6 +49,7 @@ _WANTED = frozenset(
     ]
 )
 _ASSERTIONS = KEYWORDS - {"$ref"}
+_NUMBERED = NUMERIC | {"enum", "const"}
 
 
 def needs_rewriting(schema: Any) -> bool:
@@ -51,10 +70,14 @@ def needs_rewriting(schema: Any) -> bool:
                 return True
             if isinstance(rules, dict) and (len(rules) > 1 or any(map(looks_around, rules))):
                 return True
+            if any(name in value and not is_kept(name, value[name]) for name in _NUMBERED):
+                return True
+            if any(is_number(value.get(name)) and value[name] >= MAX_COUNT for name in COUNTS):
+                return True
             pending += value.values()
         elif isinstance(value, list):
             pending += value
-    return False
+    return not keeps_multiples(schema)
 
 
 def rewritten(schema: Any, proves: bool = True) -> tuple[Any, str]:
@@ -73,6 +96,7 @@ class _Rewriter:
     def __init__(self, document: Document, proves: bool) -> None:
         self.document = document
         self.logic = Logic(document, proves)
+        self._keeps_multiples = keeps_multiples([document.root, document.definitions])
         self._done: dict[str, Any] = {}
         """Definitions that the result refers to, rewritten; None while that is under way."""
         self._joint: dict[int, str] = {}
@@ -270,9 +294,10 @@ class _Rewriter:
 
     def _plain(self, schema: dict[str, Any], whole: dict[str, Any] | None = None) -> Any:
         whole = schema if whole is None else whole
-        if ("enum" in schema or "const" in schema) and set(whole) - {"enum", "type"}:
-            values = self.logic.finite_values(self.logic.flat([whole]) or [])
-            return {"enum": values} if values else False
+        if "enum" in schema or "const" in schema:
+            name = "enum" if "enum" in schema else "const"
+            if set(whole) - {"enum", "type"} or not is_kept(name, schema[name]):
+                return self._listed(name, schema, self.logic.finite_values(self.logic.flat([whole]) or []) or [])
         schema = self._with_names(self._closed(schema))
         counted = self._counted(schema)
         if counted is not None:
@@ -294,6 +319,8 @@ class _Rewriter:
                 result[name] = self.rewrite(value)
             elif name == "type":
                 result[name] = "number" if value == "fraction" else value
+            elif name in NUMERIC and not (is_kept(name, value) and (name != "multipleOf" or self._keeps_multiples)):
+                self._leave_out(schema, name)
             elif name == "pattern" and looks_around(value) and (plainer := _without_look_ahead(value)) is not None:
                 result[name] = plainer
             elif name == "pattern" and (looks_around(value) or (not self.logic.proves and _has_anchor_within(value))):
@@ -303,6 +330,13 @@ class _Rewriter:
         if schema.get("uniqueItems"):
             self._limit_items(schema, result)
         return False if False in result.get("allOf", ()) else result
+
+    def _listed(self, name: str, schema: dict[str, Any], values: list[Any]) -> Any:
+        """The schema of these values, which `name` lists."""
+        if is_kept("enum", values):
+            return {"enum": values} if values else False
+        self._leave_out(schema, name)
+        return {"type": type_names(frozenset(map(type_of, values)))}
 
     def _check_left_over(self, name: str, value: Any, schema: dict[str, Any]) -> None:
         """Leaves the keyword to the guard unless it says nothing here."""
