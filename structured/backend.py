@@ -7,21 +7,21 @@ Backends run in processes that import neither torch nor transformers.
 
 from __future__ import annotations
 
-import importlib
-from importlib.metadata import entry_points
 from typing import Protocol
 
 import numpy as np
 
 from manta.structured.constraint import ConstraintError, ConstraintSpec
+from manta.structured.plugins import Plugins, imported
 from manta.structured.vocabulary import Vocabulary
 
-ENTRY_POINT_GROUP = "manta.grammar_backends"
-
-_BUILT_IN = {
-    "llguidance": "manta.structured.backends.llguidance:LLGuidanceBackend",
-    "xgrammar": "manta.structured.backends.xgrammar:XGrammarBackend",
-}
+_BACKENDS = Plugins(
+    "manta.grammar_backends",
+    {
+        "llguidance": "manta.structured.backends.llguidance:LLGuidanceBackend",
+        "xgrammar": "manta.structured.backends.xgrammar:XGrammarBackend",
+    },
+)
 
 
 class DeadEnd(Exception):
@@ -110,14 +110,13 @@ class Backend(Protocol):
 
 def backend_names() -> list[str]:
     """Built-in and registered names."""
-    return sorted({*_BUILT_IN, *(entry.name for entry in entry_points(group=ENTRY_POINT_GROUP))})
+    return _BACKENDS.names()
 
 
 def make_backend(name: str, vocabulary: Vocabulary) -> Backend:
     """Raises `ConstraintError` if the name is unknown; the message lists the known names."""
-    if name in _BUILT_IN:
-        module, _, attribute = _BUILT_IN[name].partition(":")
-        return getattr(importlib.import_module(module), attribute)(vocabulary)
-    for entry in entry_points(group=ENTRY_POINT_GROUP, name=name):
-        return entry.load()(vocabulary)
-    raise ConstraintError(f"grammar backend {name!r} is unknown; use auto or one of {', '.join(backend_names())}")
+    path = _BACKENDS.path(name)
+    if path is None:
+        raise ConstraintError(f"grammar backend {name!r} is unknown; use auto or one of {', '.join(backend_names())}")
+    backend: Backend = imported(path)(vocabulary)
+    return backend

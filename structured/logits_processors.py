@@ -10,16 +10,14 @@ trusted code: one that hangs also hangs its engine. Imports no torch.
 
 from __future__ import annotations
 
-import importlib
 import json
 from collections.abc import Mapping, Sequence
-from importlib.metadata import entry_points
 from typing import Any, Protocol
 
 import msgspec
 import numpy as np
 
-ENTRY_POINT_GROUP = "manta.logits_processors"
+from manta.structured.plugins import Plugins, imported
 
 MAX_LOGITS_PROCESSORS = 16
 """Maximum number of processors of one request."""
@@ -100,9 +98,10 @@ class LogitsProcessorRegistry:
     """
 
     def __init__(self, configured: Mapping[str, str | None] | None = None) -> None:
+        self._plugins = Plugins("manta.logits_processors", configured or {})
         self._factories: dict[str, LogitsProcessorFactory] = {}
-        for name, path in (configured or {}).items():
-            self._factories[name] = self.factory(name) if path is None else _imported(name, path)
+        for name in configured or {}:
+            self.factory(name)
 
     def register(self, name: str, factory: LogitsProcessorFactory) -> None:
         """Raises `LogitsProcessorError` if the name is taken or `factory` is not callable."""
@@ -117,16 +116,16 @@ class LogitsProcessorRegistry:
 
     def names(self) -> list[str]:
         """Configured, registered and installed names."""
-        return sorted({*self._factories, *(entry.name for entry in entry_points(group=ENTRY_POINT_GROUP))})
+        return sorted({*self._factories, *self._plugins.names()})
 
     def factory(self, name: str) -> LogitsProcessorFactory:
         """Raises `LogitsProcessorError` with the known names if `name` is unknown."""
         if name not in self._factories:
-            found = list(entry_points(group=ENTRY_POINT_GROUP, name=name))
-            if not found:
+            path = self._plugins.path(name)
+            if path is None:
                 known = ", ".join(self.names()) or "none is registered"
                 raise LogitsProcessorError(f"logits_processors: {name!r} is unknown; use one of: {known}")
-            self._factories[name] = _imported(name, found[0].value)
+            self._factories[name] = _loaded(name, path)
         return self._factories[name]
 
     def check(self, specs: Sequence[LogitsProcessorSpec], vocab_size: int) -> None:
@@ -147,13 +146,10 @@ def own_arguments(spec: LogitsProcessorSpec) -> dict[str, Any]:
     return json.loads(json.dumps(spec.arguments)) if spec.arguments else {}
 
 
-def _imported(name: str, path: str) -> LogitsProcessorFactory:
+def _loaded(name: str, path: str) -> LogitsProcessorFactory:
     """Returns the factory at `module:attribute`. Raises `LogitsProcessorError` if it cannot be loaded."""
-    module, _, attribute = path.partition(":")
     try:
-        factory: Any = importlib.import_module(module)
-        for part in attribute.split("."):
-            factory = getattr(factory, part)
+        factory: LogitsProcessorFactory = imported(path)
     except Exception as error:
         raise LogitsProcessorError(
             f"logits processor {name!r}: {path!r} cannot be imported ({type(error).__name__}: {error}); give "

@@ -57,18 +57,22 @@ class Vocabulary(msgspec.Struct, frozen=True, array_like=True):
 
     def forbid_padding(self, row: np.ndarray) -> None:
         """Clears the bits of unused ids at the end of a packed row of int32."""
-        size = min(len(self.tokens), self.vocab_size)
+        num_words, num_bits = divmod(min(len(self.tokens), self.vocab_size), 32)
         words = row.view(np.uint32)
-        words[-(-size // 32) :] = 0
-        if size % 32:
-            words[size // 32] &= np.uint32((1 << size % 32) - 1)
+        if num_bits:
+            words[num_words] &= np.uint32((1 << num_bits) - 1)
+            num_words += 1
+        words[num_words:] = 0
 
     def set_tokens(self, row: np.ndarray, token_ids: Iterable[int], allow: bool) -> None:
         """Allows or forbids tokens in a packed row of int32."""
         words = row.view(np.uint32)
         for token_id in token_ids:
-            bit = np.uint32(1 << token_id % 32)
-            words[token_id // 32] = words[token_id // 32] | bit if allow else words[token_id // 32] & ~bit
+            word, bit = token_id // 32, np.uint32(1 << token_id % 32)
+            if allow:
+                words[word] |= bit
+            else:
+                words[word] &= ~bit
 
 
 @functools.lru_cache(maxsize=4)

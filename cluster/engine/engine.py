@@ -37,7 +37,7 @@ from manta.cluster.engine.request import Branch, EngineRequest, SequenceOutput
 from manta.cluster.engine.scheduler import Scheduler
 from manta.cluster.engine.sequence import Sequence
 from manta.cluster.engine.stats import EngineStats
-from manta.cluster.engine.step_masks import Masks, StepMasks
+from manta.cluster.engine.step_masks import EngineMasks, StepMasks
 from manta.cluster.engine.step_plan import StepBudget
 from manta.cluster.errors import QueueFull
 from manta.specdecode.forced import ForcedProposer
@@ -110,7 +110,7 @@ class Engine:
             length_remedy=_length_remedy(config, self.model),
         )
         self.constraints = ConstraintService(config, self.model)
-        self.masks = Masks(self.constraints, self.scheduler, _make_forced_proposer(config, self.model))
+        self.masks = EngineMasks(self.constraints, self.scheduler, _make_forced_proposer(config, self.model))
         self.processors = LogitsProcessorRegistry(config.logits_processors)
         self.idle_wait_s = IDLE_WAIT_S
         """Longest wait in seconds of a step that can compute nothing until a mask arrives."""

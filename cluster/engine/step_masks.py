@@ -226,7 +226,7 @@ class StepMasks:
         return outputs
 
 
-class Masks:
+class EngineMasks:
     """The masks across steps: which were requested early, which are late, which tokens are forced, which sessions are
     open.
     """

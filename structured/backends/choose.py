@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import json
 from typing import Any
 
 import msgspec
@@ -16,6 +15,7 @@ import msgspec
 from manta.structured.backend import Backend, make_backend
 from manta.structured.backends.lark_schemas import embedded_schemas, with_replaced
 from manta.structured.constraint import ConstraintError, ConstraintSpec, Resolved, Unsupported
+from manta.structured.schemas.numbers import json_text
 from manta.structured.vocabulary import Vocabulary
 
 AUTO = ("llguidance", "xgrammar")
@@ -80,7 +80,7 @@ def _strict(spec: ConstraintSpec) -> ConstraintSpec:
     text = spec.text
     if spec.kind == "lark":
         found = embedded_schemas(text)
-        text = with_replaced(text, found, [f"%json {json.dumps(_without_leave(each.schema))}" for each in found])
+        text = with_replaced(text, found, [f"%json {json_text(_without_leave(each.schema))}" for each in found])
     return msgspec.structs.replace(spec, loose=False, text=text)
 
 

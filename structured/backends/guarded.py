@@ -87,6 +87,8 @@ class Striker:
     def _candidates(self, row: np.ndarray, state: State, text: bytes) -> np.ndarray | None:
         """The allowed tokens that might complete something under a mark; None if there is no such token."""
         guard, classes = self.guard, classes_of(self._vocabulary)
+        if guard.is_deep(state):
+            return row
         if not guard.reaches_from(state):
             return None
         if state.mode == STRING and guard.is_hot(state):
@@ -95,7 +97,7 @@ class Striker:
             if state.mode == KEY_STRING and state.frame is not None and state.frame.place.may_forbid_names:
                 return row & classes.quoted
             return row & self._several(classes)
-        if state.mode == SCALAR and not self._has_domain(state) and not guard.place_of(state).is_bounded:
+        if state.mode == SCALAR and not self._has_domain(state) and not guard.place_of(state).is_numeric:
             return row & classes.ending
         if state.mode == SCALAR or guard.has_open_places or self._has_domain(state):
             return row

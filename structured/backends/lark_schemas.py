@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import re
 from typing import Any, NamedTuple
+
+from manta.structured.schemas.numbers import json_decoder
 
 _LEXEMES = re.compile(
     r"""
@@ -34,7 +35,7 @@ class EmbeddedSchema(NamedTuple):
 def embedded_schemas(grammar: str) -> list[EmbeddedSchema]:
     """Returns the schemas of a Lark grammar in order. Raises `ValueError` if the text behind a `%json` is no JSON."""
     found: list[EmbeddedSchema] = []
-    at, decoder = 0, json.JSONDecoder()
+    at, decoder = 0, json_decoder()
     while (match := _LEXEMES.search(grammar, at)) is not None:
         at = match.end()
         if match["json"]:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import json
 import re
 
 import llguidance
@@ -36,6 +35,7 @@ from manta.structured.backends.llguidance_schema import departures, has_control_
 from manta.structured.constraint import ConstraintError, ConstraintSpec, Unsupported
 from manta.structured.masks import row_words
 from manta.structured.schemas.guard import Guard
+from manta.structured.schemas.numbers import json_text, read_json
 from manta.structured.vocabulary import Vocabulary
 
 _UNSUPPORTED = re.compile(r"Unimplemented keys|Unknown format|(not|only) supported|unsupported", re.IGNORECASE)
@@ -165,7 +165,7 @@ class LLGuidanceBackend:
         annotations = [text for schema in schemas for text in unknown_formats(schema)]
         if not spec.loose:
             return annotations
-        controls = [has_control_characters(schema, json.dumps(schema)) for schema in schemas]
+        controls = [has_control_characters(schema, json_text(schema)) for schema in schemas]
         silent = [text for each in zip(schemas, controls, strict=True) for text in departures(*each)]
         grammar = self._translation_of(spec).grammar
         failed, messages = llguidance.LLMatcher.validate_grammar_with_warnings(grammar, self._tokenizer)
@@ -284,7 +284,7 @@ def _refusal(spec: ConstraintSpec, messages: list[str]) -> ConstraintError:
     if spec.kind != "json_schema":
         return ConstraintError(f"{spec.kind}: {located_within(message, schemas_within(spec))}")
     error = Unsupported if _UNSUPPORTED.search(message) else ConstraintError
-    return error(f"json_schema: {located(message, json.loads(spec.text))}")
+    return error(f"json_schema: {located(message, read_json(spec.text))}")
 
 
 def check_matcher(matcher: llguidance.LLMatcher) -> None:
@@ -304,4 +304,5 @@ def check_next_row(session: Session, row: np.ndarray) -> None:
     """
     allowed = np.flatnonzero(np.unpackbits(row.view(np.uint8), bitorder="little"))
     if len(allowed) and session.accept(int(allowed[0])) and not session.is_finished():
-        session.fill(row.copy())
+        with contextlib.suppress(DeadEnd):  # another token may lead on
+            session.fill(row.copy())

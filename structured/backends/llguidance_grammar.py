@@ -22,6 +22,7 @@ from manta.structured.schemas.documents import is_too_old
 from manta.structured.schemas.formats import is_annotation, with_exact_formats
 from manta.structured.schemas.guard import Guard
 from manta.structured.schemas.loosening import loosened
+from manta.structured.schemas.numbers import json_text, read_json
 from manta.structured.schemas.rewriting import needs_rewriting, rewritten
 
 _UNIMPLEMENTED = re.compile(r"Unimplemented keys: \[[^\]]*\]")
@@ -79,7 +80,7 @@ def schemas_within(spec: ConstraintSpec) -> list[Any]:
     """The schemas of a constraint; none if its text cannot be read."""
     try:
         if spec.kind == "json_schema":
-            return [json.loads(spec.text)]
+            return [read_json(spec.text)]
         lark = lark_of(spec)
         return [] if lark is None else [each.schema for each in embedded_schemas(lark)]
     except (ValueError, KeyError, TypeError, AssertionError):
@@ -112,9 +113,9 @@ def without_forcing(grammar: str) -> str:
     """
     if not grammar.startswith("{"):
         return grammar if "%llguidance" in grammar else _NO_FORCING + grammar
-    (part,) = json.loads(grammar)["grammars"]
+    (part,) = read_json(grammar)["grammars"]
     schema = part.get("json_schema")
-    return _NO_FORCING + (part["lark_grammar"] if schema is None else f"start: %json {json.dumps(schema)}")
+    return _NO_FORCING + (part["lark_grammar"] if schema is None else f"start: %json {json_text(schema)}")
 
 
 def _plain_grammar(spec: ConstraintSpec) -> str:
@@ -150,7 +151,7 @@ def _with_exact_schemas(lark: str, kind: str, way: Way, first_marker: int) -> Tr
     parts: list[tuple[str, str]] = []
     for each in found:
         schema, guard = _embedded(each, kind, way)
-        texts.append(f"%json {json.dumps(schema)}")
+        texts.append(f"%json {json_text(schema)}")
         marked.append(texts[-1])
         if guard:
             marked[-1] = f"(<[{first_marker}]> <[{first_marker + 1 + len(parts)}]>)"
@@ -172,7 +173,7 @@ def _with_exact_schemas(lark: str, kind: str, way: Way, first_marker: int) -> Tr
 def _keywords_of(found: list[EmbeddedSchema], way: Way) -> str:
     """The keywords that guards would enforce."""
     guards = [guard for each in found if (guard := _embedded(each, "", way)[1])]
-    return ", ".join(sorted({keyword for guard in guards for keyword in Guard.of(guard).keywords()}))
+    return ", ".join(sorted({keyword for guard in guards for keyword in Guard.of(guard).left_out}))
 
 
 def _embedded(each: EmbeddedSchema, kind: str, way: Way) -> tuple[Any, str]:
@@ -191,7 +192,7 @@ def _embedded(each: EmbeddedSchema, kind: str, way: Way) -> tuple[Any, str]:
 
 
 def _schema_grammar(spec: ConstraintSpec, way: Way) -> Translation:
-    schema = json.loads(spec.text) if spec.kind == "json_schema" else {"type": "object"}
+    schema = read_json(spec.text) if spec.kind == "json_schema" else {"type": "object"}
     prepared = _mended(schema) if spec.loose else _prepared(schema, "json_schema", way)
     options: dict[str, Any] = {"lenient": spec.loose}
     if spec.any_whitespace:
@@ -217,7 +218,7 @@ class _Prepared(NamedTuple):
 
 def _mended(schema: Any, guard: str = "") -> _Prepared:
     schema = {} if schema is True else with_exact_formats(mended(schema))
-    text = json.dumps(schema)
+    text = json_text(schema)
     return _Prepared(schema, text, has_control_characters(schema, text), guard)
 
 

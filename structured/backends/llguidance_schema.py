@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from manta.structured.backends.keywords import escaped, subschemas
+from manta.structured.schemas.numbers import NUMERIC, is_integer, is_kept
 
 _NOT_ENFORCED = frozenset(
     [
@@ -20,14 +21,10 @@ _NOT_ENFORCED = frozenset(
         *("disallow", "divisibleBy"),
     ]
 )
-_NUMBERS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf", "const", "enum")
+_NUMBERS = (*sorted(NUMERIC), "const", "enum")
 _EXAMINED = frozenset([*_NUMBERS, "prefixItems", "minProperties", "pattern", "patternProperties", "format"])
 """Keywords that `_departures_of` looks at in every schema."""
 _NAMED = frozenset(["properties", "patternProperties", "required"])
-_EXACT = 2**53
-"""llguidance keeps numbers as 64-bit floats, which round integers beyond this."""
-_LIMITS = (2**63 - 1, -(2**63))
-"""Bounds of 64-bit integers, which schemas use to say "any" and which its conversion meets exactly."""
 _MAX_HOSTNAME = 253
 _OLD_DRAFTS = re.compile(r"json-schema\.org/(draft-0|draft/2019)")
 _ESCAPED_CHARACTER = re.compile(r"(?<!\\)(?:\\\\)*\\[<>]")
@@ -55,12 +52,12 @@ def departures(schema: Any, has_controls: bool) -> list[str]:
 
 def _departures_of(schema: dict[str, Any], is_old: bool, has_controls: bool) -> Iterator[str]:
     for name in _NUMBERS:
-        if name in schema and not _is_exact(schema[name]):
-            yield f"{name}: integers beyond 2**53 are not compared exactly"
+        if name in schema and not is_kept(name, schema[name]):
+            yield f"{name}: numbers that no 64-bit float holds are not compared exactly"
     if "prefixItems" in schema and (is_old or "additionalItems" in schema):
         yield "prefixItems is not enforced together with the additionalItems or $schema of an older draft"
     least = schema.get("minProperties", 0)
-    if isinstance(least, int) and least > 1 + len(set(_list(schema.get("required")))):
+    if is_integer(least) and least > 1 + len(set(_list(schema.get("required")))):
         yield f"minProperties: {least} is not enforced, for a name may come twice; list names in required"
     for pattern in [schema.get("pattern"), *_dict(schema.get("patternProperties"))]:
         if isinstance(pattern, str) and _has_set_operation(pattern):
@@ -77,14 +74,6 @@ def _list(value: Any) -> list[Any]:
 
 def _dict(value: Any) -> dict[str, Any]:
     return value if isinstance(value, dict) else {}
-
-
-def _is_exact(value: Any) -> bool:
-    if isinstance(value, list):
-        return all(map(_is_exact, value))
-    if isinstance(value, dict):
-        return all(map(_is_exact, value.values()))
-    return not isinstance(value, int | float) or abs(value) <= _EXACT or value in _LIMITS
 
 
 def _has_set_operation(pattern: str) -> bool:
@@ -154,7 +143,7 @@ def mended(schema: Any) -> Any:
         result["pattern"] = _ESCAPED_CHARACTER.sub(lambda found: found[0][:-2] + found[0][-1], result["pattern"])
     if result.get("uniqueItems") is False:
         del result["uniqueItems"]
-    if result.get("format") == "hostname" and isinstance(result.get("maxLength", 0), int):
+    if result.get("format") == "hostname" and is_integer(result.get("maxLength", 0)):
         result["maxLength"] = min(result.get("maxLength", _MAX_HOSTNAME), _MAX_HOSTNAME)
     return result
 

@@ -26,9 +26,26 @@ from manta.structured.backends.lark_schemas import embedded_schemas
 from manta.structured.backends.llguidance import tokenizer_of
 from manta.structured.constraint import ConstraintError, ConstraintSpec, Unsupported
 from manta.structured.masks import row_words
+from manta.structured.schemas.documents import COUNTS
+from manta.structured.schemas.judge import is_of_type
+from manta.structured.schemas.numbers import (
+    NUMERIC,
+    Number,
+    is_integer,
+    is_number,
+    json_text,
+    numbers_in,
+    plain_text,
+    read_json,
+)
 from manta.structured.vocabulary import Vocabulary
 
 ENFORCED = frozenset(json.loads(pathlib.Path(__file__).with_name("xgrammar_enforced.json").read_text()))
+_NUMBERED = COUNTS | NUMERIC | {"enum", "const"}
+_MAX_NUMBER = 2**31 - 1
+"""xgrammar keeps counts as 32-bit integers."""
+_MAX_MULTIPLE = 1024
+"""xgrammar ignores a greater `multipleOf`."""
 _PRIVATE_NAME = "_manta_xgrammar"
 _RAW_VOCABULARY = 0
 
@@ -100,17 +117,43 @@ class XGrammarBackend:
 
     def not_enforced(self, spec: ConstraintSpec) -> list[str]:
         if spec.kind == "json_schema":
-            schema = json.loads(spec.text)
-            return _not_proven(schema)
+            return _not_proven(read_json(spec.text))
         if spec.kind == "structural_tag":
-            return sorted({text for schema in _schemas(json.loads(spec.text)) for text in _not_proven(schema)})
+            return sorted({text for schema in _schemas(read_json(spec.text)) for text in _not_proven(schema)})
         if spec.kind == "lark":
             return sorted({text for schema in _schemas_in_lark(spec.text) for text in _not_proven(schema)})
         return []
 
 
 def _not_proven(schema: Any) -> list[str]:
-    return sorted(combinations(schema) - ENFORCED) + sorted(_foreign_references(schema))
+    values = {text for _, subschema in subschemas(schema) for text in _unproven_values(subschema)}
+    return sorted(combinations(schema) - ENFORCED) + sorted(_foreign_references(schema)) + sorted(values)
+
+
+def _unproven_values(schema: dict[str, Any]) -> Iterator[str]:
+    """Keywords with values beyond those for which the conformance run holds: it takes few of each."""
+    for name, value in schema.items():
+        if name in _NUMBERED and not all(map(_is_proven, numbers_in(value))):
+            yield f"{name}:{json_text(value)[:40]}"
+    listed = [*_list(schema.get("enum")), *([schema["const"]] if "const" in schema else [])]
+    if any(isinstance(value, list | dict) for value in listed):
+        yield "enum:arrays and objects"
+    if "type" in schema and not all(is_of_type(value, schema["type"]) for value in listed):
+        yield f"enum beside type:{schema['type']}"
+    multiple = schema.get("multipleOf", 1)
+    if is_number(multiple) and multiple > _MAX_MULTIPLE:
+        yield f"multipleOf:{plain_text(multiple)[:40]}"
+    names = set(_list(schema.get("required"))) - set(schema.get("properties", ()))
+    if names:
+        yield f"required:{min(names)[:40]}"
+
+
+def _is_proven(number: Number) -> bool:
+    return -_MAX_NUMBER <= number <= _MAX_NUMBER and is_integer(number)
+
+
+def _list(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else []
 
 
 def _schemas_in_lark(grammar: str) -> list[Any]:

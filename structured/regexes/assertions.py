@@ -316,12 +316,12 @@ def _ways(answer: Obligation | bool) -> list[frozenset[Obligation]]:
 
 
 def _simplified(obligation: Obligation) -> Obligation | bool:
-    """Whether the obligation is met or broken already; itself if that depends on the rest of the text."""
-    if not obligation.runs:
-        return obligation.is_negated
-    if any(run.state == obligation.final and not run.obligations for run in obligation.runs):
+    """True if the obligation is met, False if it is broken, else the obligation: the rest of the text decides."""
+    has_matched = any(run.state == obligation.final and not run.obligations for run in obligation.runs)
+    if has_matched:
         return not obligation.is_negated
-    return obligation
+    can_match = bool(obligation.runs)
+    return obligation if can_match else obligation.is_negated
 
 
 def _weakest(runs: set[Run]) -> frozenset[Run]:

@@ -12,6 +12,7 @@ from typing import Any
 from urllib.parse import unquote
 
 from manta.structured.constraint import ConstraintError, Unsupported
+from manta.structured.schemas.numbers import MAX_COUNT, MAX_DIGITS, is_integer, is_number, is_too_long, numbers_in
 
 DRAFTS = {
     "http://json-schema.org/draft-04/schema": 4,
@@ -199,7 +200,7 @@ class _Reader:
             _expect(isinstance(value, dict), where, "an object of schemas")
             return {key: self.read(item, resolver, f"{where}/{_escaped(key)}") for key, item in value.items()}
         _check_plain(name, value, where)
-        return int(value) if name in _COUNTS and isinstance(value, float) else value
+        return _count(name, int(value), where) if name in COUNTS else value
 
     def _modern(self, schema: dict[str, Any], path: str) -> dict[str, Any]:
         """The schema's keywords in the meaning that draft 2020-12 gives them."""
@@ -350,12 +351,8 @@ def _expect(holds: bool, where: str, what: str) -> None:
         raise ConstraintError(f"{where}: must be {what}")
 
 
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
-
-
 def _is_count(value: Any) -> bool:
-    return _is_number(value) and value >= 0 and value == int(value)
+    return is_integer(value) and value >= 0
 
 
 def _is_names(value: Any) -> bool:
@@ -372,8 +369,8 @@ def _is_type(value: Any) -> bool:
 _FORMS: list[tuple[tuple[str, ...], Callable[[Any], bool], str]] = [
     (("type",), _is_type, "a type of JSON or a list of types"),
     (("enum",), lambda value: isinstance(value, list), "a list"),
-    (("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"), _is_number, "a number"),
-    (("multipleOf",), lambda value: _is_number(value) and value > 0, "a number above 0"),
+    (("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"), is_number, "a number"),
+    (("multipleOf",), lambda value: is_number(value) and value > 0, "a number above 0"),
     (("minLength", "maxLength", "minItems", "maxItems"), _is_count, "an integer of 0 or more"),
     (("minContains", "maxContains", "minProperties", "maxProperties"), _is_count, "an integer of 0 or more"),
     (("pattern", "format"), lambda value: isinstance(value, str), "a string"),
@@ -385,7 +382,7 @@ _FORMS: list[tuple[tuple[str, ...], Callable[[Any], bool], str]] = [
         "lists of names by name",
     ),
 ]
-_COUNTS = frozenset(name for names, check, _ in _FORMS if check is _is_count for name in names)
+COUNTS = frozenset(name for names, check, _ in _FORMS if check is _is_count for name in names)
 _FORM_OF = {name: (check, what) for names, check, what in _FORMS for name in names}
 
 
@@ -393,6 +390,17 @@ def _check_plain(name: str, value: Any, where: str) -> None:
     check, what = _FORM_OF.get(name, (None, ""))
     if check is not None:
         _expect(check(value), where, what)
+    if any(map(is_too_long, numbers_in(value))):
+        raise Unsupported(f"{where}: a number has more than {MAX_DIGITS} digits; use shorter ones")
+
+
+def _count(name: str, value: int, where: str) -> Any:
+    """The count; `_ABSENT` if it says nothing."""
+    if value < MAX_COUNT:
+        return value
+    if name.startswith("max"):
+        return _ABSENT
+    raise Unsupported(f"{where}: no text is so long: the limit is {MAX_COUNT - 1}; ask for less")
 
 
 def _escaped(key: str) -> str:

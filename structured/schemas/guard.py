@@ -8,13 +8,14 @@ session rolls back and forks by keeping them.
 
 from __future__ import annotations
 
-import json
 import math
+from decimal import Decimal
 from typing import Any, NamedTuple
 
 from manta.structured.schemas.documents import GUARD, SCHEMA, SCHEMA_LIST, SCHEMA_MAP, Document
 from manta.structured.schemas.judge import json_key
-from manta.structured.schemas.logic import Logic, item_schemas, largest, smallest, types_of
+from manta.structured.schemas.logic import Logic, item_schemas, numbers_of, types_of
+from manta.structured.schemas.numbers import NUMERIC, is_number, json_text, plain_text, range_of, read_json
 
 MAX_DOMAIN = 256
 """An array of unique items knows which are left if its items have at most this many values."""
@@ -27,9 +28,9 @@ _SPACE = b" \t\r\n"
 _LITERALS = (b"true", b"false", b"null")
 _OPENING = frozenset(["$ref", "allOf", "patternProperties", "additionalProperties", "propertyNames"])
 """Keywords by which schemas apply to what a value holds. Without them, the grammar allows anything there."""
-_BOUNDS = frozenset(["minimum", "maximum"])
-_MAX_DIGITS = 400
-"""No integer is longer: floats end at 309 digits, and Python takes no more than 4,300."""
+_LISTED = frozenset(["enum", "const"])
+MAX_DEPTH = 128
+"""Deepest nesting of a text under a guard, which bounds what judging a value takes."""
 _NUMBERS = frozenset(["integer", "fraction"])
 _BEGUN = {
     ord("{"): frozenset(["object"]),
@@ -59,9 +60,12 @@ class Place:
         """Whether a property may be wrong by its name alone."""
         self.reaches = is_open or any(map(guard.reaches, self.flat))
         self.types = types_of(self.flat)
-        self.is_integer = self.types == {"integer"}
-        self.is_bounded = self.is_integer and not marks.isdisjoint(_BOUNDS)
-        """Whether the grammar allows integers that are too large or too small."""
+        self.is_listed = not marks.isdisjoint(_LISTED)
+        """Whether the grammar allows others than the listed values."""
+        self.is_numeric = self.is_judged and not guard.left_out.isdisjoint(NUMERIC)
+        """Whether the grammar may allow numbers that are too large or too small."""
+        self.numbers = numbers_of(guard.logic, self.flat) if self.is_numeric else None
+        """The range of numbers that may stand here; None if none may, or if the grammar has it."""
         self._guard = guard
         self._length = max((len(schema.get("prefixItems", ())) for schema in self.flat), default=0)
         self._items: dict[int, Place] = {}
@@ -84,12 +88,14 @@ class Place:
         return found
 
     def domain(self) -> frozenset[bytes] | None:
-        """The texts of all values, if they are few and each has one text."""
+        """The texts of all values, if they are few and each has one text, or is given one."""
         if not self._knows_domain:
             self._knows_domain = True
             values = finite_domain(self._guard.logic, self.flat)
-            if values is not None and not any(isinstance(value, float | list | dict) for value in values):
-                self._domain = frozenset(json.dumps(value, ensure_ascii=False).encode() for value in values)
+            many_texts = (list, dict) if self.is_listed else (list, dict, Decimal)
+            if values is not None and not any(isinstance(value, many_texts) for value in values):
+                texts = (plain_text(value) if is_number(value) else json_text(value) for value in values)
+                self._domain = frozenset(text.encode() for text in texts)
         return self._domain
 
 
@@ -112,12 +118,10 @@ def finite_domain(logic: Logic, flat: list[dict[str, Any]]) -> list[Any] | None:
         return [value for value in (None, True, False) if logic.judge.is_valid(value, flat)]
     if types != {"integer"}:
         return None
-    low = max(largest(flat, "minimum", -math.inf), largest(flat, "exclusiveMinimum", -math.inf))
-    high = min(smallest(flat, "maximum", math.inf), smallest(flat, "exclusiveMaximum", math.inf))
-    if -math.inf in (low, high) or math.inf in (low, high) or high - low > MAX_DOMAIN:
+    low, high = range_of(flat, of_integers=True)[:2]
+    if math.inf in (-low, high) or high - low > MAX_DOMAIN:
         return None
-    numbers = range(math.ceil(low), math.floor(high) + 1)
-    return [number for number in numbers if logic.judge.is_valid(number, flat)]
+    return [number for number in range(low, high + 1) if logic.judge.is_valid(number, flat)]
 
 
 class Frame(NamedTuple):
@@ -136,6 +140,8 @@ class Frame(NamedTuple):
     """The items so far, if they must differ."""
     texts: frozenset[bytes]
     """Texts of the items, if their domain is known."""
+    depth: int
+    """Arrays and objects that are open, this one included."""
 
 
 class State(NamedTuple):
@@ -160,20 +166,21 @@ class Guard:
         self.logic = Logic(document)
         self._reached: dict[int, bool] = {}
         self._places: dict[tuple[int, ...], Place] = {}
+        self.left_out = self._keywords()
+        """The keywords that the grammar leaves out somewhere."""
         self._root = self.place([document.root])
-        self.has_open_places = not _OPENING.isdisjoint(self.keywords())
-        """Whether the grammar may allow anything somewhere, so that a value can be wrong from its first byte."""
+        self.has_open_places = not (_OPENING | _LISTED | NUMERIC).isdisjoint(self.left_out)
+        """Whether a value can be wrong from its first byte."""
 
     @classmethod
     def of(cls, text: str) -> Guard:
         """Makes a guard from what `encoded` returned."""
-        draft, root, definitions = json.loads(text)
+        draft, root, definitions = read_json(text)
         document = Document(draft)
         document.root, document.definitions = root, definitions
         return cls(document)
 
-    def keywords(self) -> set[str]:
-        """All that the grammar leaves out somewhere."""
+    def _keywords(self) -> set[str]:
         document = self.logic.document
         pending, found, seen = [document.root, *document.definitions.values()], set(), set()
         while pending:
@@ -283,7 +290,10 @@ class Guard:
         if state.mode in (VALUE, FIRST_ITEM) and byte != 0x5D and not self._may_begin(state, byte):
             return None
         if byte in b"[{":
-            opened = Frame(frame, self.place_of(state), byte == 0x5B, at, 0, "", frozenset(), frozenset())
+            depth = 1 if frame is None else frame.depth + 1
+            if depth > MAX_DEPTH:
+                return None
+            opened = Frame(frame, self.place_of(state), byte == 0x5B, at, 0, "", frozenset(), frozenset(), depth)
             return state._replace(frame=opened, mode=FIRST_ITEM if byte == 0x5B else FIRST_KEY)
         if byte in b"]}":
             assert frame is not None
@@ -303,7 +313,7 @@ class Guard:
         if state.mode == STRING:
             return self._complete(state, text)
         assert state.frame is not None
-        name = json.loads(text)
+        name = read_json(text)
         place = state.frame.place
         if place.may_forbid_names and False in place.property(name).schemas:
             return None
@@ -323,12 +333,14 @@ class Guard:
         """The state after a value, whose text is given; None if the value must not stand there."""
         place = self.place_of(state) if place is None else place
         frame = state.frame
-        if place.is_judged and not self.logic.judge.is_valid(json.loads(text), place.schemas):
+        if state.mode == SCALAR and not _is_number_of(place, text):
+            return None
+        if place.is_judged and not self.logic.judge.is_valid(read_json(text), place.schemas):
             return None
         if frame is None:
             return state._replace(mode=DONE)
         if frame.place.is_unique and frame.is_array:
-            key = json_key(json.loads(text))
+            key = json_key(read_json(text))
             if key in frame.seen:
                 return None
             frame = frame._replace(seen=frame.seen | {key}, texts=frame.texts | {text})
@@ -339,33 +351,25 @@ class Guard:
         values where the grammar allows any, or only values that the array does not hold yet.
         """
         frame = state.frame
-        if state.mode == SCALAR and not self._may_grow(self.place_of(state), (bytes(text) + data)[state.start :]):
-            return False
-        if state.mode == SCALAR and (bytes(text) + data)[state.start :] in (b"0", b"-0"):
-            place = self.place_of(state)
-            if place.is_integer:  # no digit may follow
-                return self._complete(state, b"0") is not None
         if state.mode not in (STRING, SCALAR, VALUE):
             return True
         is_unique = frame is not None and frame.is_array and frame.place.is_unique
         place = self.place_of(state)
-        domain = place.domain() if is_unique or place.is_open else None
+        begun = b"" if state.mode == VALUE else (bytes(text) + data)[state.start :]
+        if state.mode == SCALAR:
+            if not _is_number_of(place, begun):
+                return False
+            if begun in (b"0", b"-0") and place.types == {"integer"}:  # no digit may follow
+                return self._complete(state, b"0") is not None
+        domain = place.domain() if is_unique or place.is_open or place.is_listed else None
         if domain is None:
             return True
-        begun = b"" if state.mode == VALUE else (bytes(text) + data)[state.start :]
         taken = frame.texts if is_unique and frame is not None else frozenset()
         return any(item.startswith(begun) for item in domain - taken)
 
-    def _may_grow(self, place: Place, text: bytes) -> bool:
-        """Whether an integer is within its bounds or may come there: more digits lead further from zero."""
-        if not place.is_bounded or not text.lstrip(b"-").isdigit():
-            return True
-        if len(text) > _MAX_DIGITS:
-            return False
-        number = int(text)
-        if number > 0:
-            return number <= smallest(place.flat, "maximum", math.inf)
-        return number >= largest(place.flat, "minimum", -math.inf)
+    def is_deep(self, state: State) -> bool:
+        """Whether a token could nest deeper than `MAX_DEPTH`."""
+        return state.frame is not None and state.frame.depth > MAX_DEPTH // 2
 
     def is_hot(self, state: State) -> bool:
         """Whether the value that is being written is judged when it is complete, or compared with others."""
@@ -381,6 +385,13 @@ class Guard:
         return self._root.reaches
 
 
+def _is_number_of(place: Place, text: bytes) -> bool:
+    """Whether a number may begin with, or be, this text. Literals may."""
+    if not place.is_numeric or text[:1].isalpha():
+        return True
+    return place.numbers is not None and place.numbers.has_prefix(text)
+
+
 def encoded(document: Document) -> str:
     """The marked schema; empty if it has no mark."""
-    return json.dumps([document.draft, document.root, document.definitions]) if document.has_marks else ""
+    return json_text([document.draft, document.root, document.definitions]) if document.has_marks else ""

@@ -6,11 +6,13 @@ import functools
 import math
 import operator
 import re
+from collections.abc import Iterator
 from typing import Any
 
 from manta.structured.constraint import Unsupported
 from manta.structured.schemas.documents import GUARD, Document
 from manta.structured.schemas.formats import REGULAR
+from manta.structured.schemas.numbers import is_integer, is_multiple, is_number
 
 
 class Judge:
@@ -46,7 +48,7 @@ class Judge:
             known = self._validators[key] = (schemas, self._base.evolve(schema={"allOf": schemas}))
         try:
             return bool(known[1].is_valid(value))
-        except OverflowError:  # of `multipleOf`, for a number that a float cannot hold
+        except RecursionError:  # the value is deeper than any guard lets a model write
             return False
 
     def _validator(self) -> Any:
@@ -66,11 +68,22 @@ def _validators(is_draft_4: bool) -> tuple[Any, Any]:
         checker.checks(name)(_matcher(pattern))
     kind: Any = jsonschema.Draft4Validator if is_draft_4 else jsonschema.Draft202012Validator
     types = kind.TYPE_CHECKER.redefine("fraction", _is_fraction)
-    return jsonschema.validators.extend(jsonschema.Draft202012Validator, type_checker=types), checker
+    if not is_draft_4:
+        types = types.redefine("integer", lambda checker, value: is_integer(value))
+    changed = {"multipleOf": _multiples}
+    return jsonschema.validators.extend(jsonschema.Draft202012Validator, changed, type_checker=types), checker
 
 
 def _is_fraction(checker: Any, value: Any) -> bool:
-    return checker.is_type(value, "number") and not checker.is_type(value, "integer")
+    return is_number(value) and not checker.is_type(value, "integer")
+
+
+def _multiples(validator: Any, divisor: Any, value: Any, schema: Any) -> Iterator[Any]:
+    """`multipleOf` on decimals; `jsonschema` divides floats."""
+    import jsonschema
+
+    if is_number(value) and not is_multiple(value, divisor):
+        yield jsonschema.ValidationError(f"{value} is no multiple of {divisor}")
 
 
 def _matcher(pattern: str) -> Any:
@@ -83,17 +96,18 @@ MAX_VALIDATORS = 1000
 _SIMPLE = frozenset(
     [
         *(GUARD, "type", "enum", "const", "pattern", "minLength", "maxLength"),
-        *("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"),
+        *("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"),
     ]
 )
 """Schemas of these keywords alone are the most frequent, and `jsonschema` takes 20 times as long for them."""
 
 
-_BOUNDS = {
+_OF_NUMBERS = {
     "minimum": operator.ge,
     "maximum": operator.le,
     "exclusiveMinimum": operator.gt,
     "exclusiveMaximum": operator.lt,
+    "multipleOf": is_multiple,
 }
 
 
@@ -103,23 +117,27 @@ def _satisfies(value: Any, schema: dict[str, Any]) -> bool:
         return False
     if "enum" in schema and all(json_key(item) != key for item in schema["enum"]):
         return False
-    names = schema.get("type", ())
-    if names and not any(_is_of(value, name) for name in (names if isinstance(names, list) else [names])):
+    if "type" in schema and not is_of_type(value, schema["type"]):
         return False
     if isinstance(value, str):
         return schema.get("minLength", 0) <= len(value) <= schema.get("maxLength", math.inf) and (
             "pattern" not in schema or _finds(schema["pattern"], value)
         )
-    if isinstance(value, bool) or not isinstance(value, int | float):
+    if not is_number(value):
         return True
-    return all(holds(value, schema[name]) for name, holds in _BOUNDS.items() if name in schema)
+    return all(holds(value, schema[name]) for name, holds in _OF_NUMBERS.items() if name in schema)
+
+
+def is_of_type(value: Any, names: Any) -> bool:
+    """Whether a value is of the type, or of one of the types, that `type` names."""
+    return any(_is_of(value, name) for name in (names if isinstance(names, list) else [names]))
 
 
 def _is_of(value: Any, name: str) -> bool:
     if isinstance(value, bool) or value is None:
         return name == ("null" if value is None else "boolean")
-    if isinstance(value, int | float):
-        return name == "number" or name == ("integer" if (isinstance(value, int) or value.is_integer()) else "fraction")
+    if is_number(value):
+        return name in ("number", "integer" if is_integer(value) else "fraction")
     return name == ("string" if isinstance(value, str) else "array" if isinstance(value, list) else "object")
 
 

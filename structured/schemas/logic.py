@@ -6,6 +6,7 @@ this module rest on it: branches that exclude each other, and alternatives that 
 
 from __future__ import annotations
 
+import functools
 import math
 import re
 from collections.abc import Iterator
@@ -15,6 +16,7 @@ from manta.structured.constraint import Unsupported
 from manta.structured.schemas import patterns
 from manta.structured.schemas.documents import Document
 from manta.structured.schemas.judge import Judge
+from manta.structured.schemas.numbers import Range, is_integer, is_number, range_of
 
 ATOMS = ("null", "boolean", "integer", "fraction", "string", "array", "object")
 """The types, apart from each other: a `number` is an `integer` or a `fraction`."""
@@ -48,6 +50,17 @@ def type_names(found: frozenset[str]) -> list[str]:
     if "fraction" in found:
         names = ["number" if name == "fraction" else name for name in names if name != "integer"]
     return names
+
+
+def type_of(value: Any) -> str:
+    """The type of a value, one of `ATOMS`."""
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return "boolean"
+    if is_number(value):
+        return "integer" if is_integer(value) else "fraction"
+    return "string" if isinstance(value, str) else "array" if isinstance(value, list) else "object"
 
 
 class TooManySteps(Unsupported):
@@ -188,6 +201,21 @@ def _branches_of(flat: list[dict[str, Any]]) -> Iterator[list[Any]]:
                 yield schema[name]
 
 
+def numbers_of(logic: Logic, flat: list[dict[str, Any]], depth: int = 0) -> Range | None:
+    """A range of all numbers that satisfy the conjuncts, those of branches too; None if no number does."""
+    types = types_of(flat) & {"integer", "fraction"}
+    if not types:
+        return None
+    found = range_of(flat, of_integers=types == {"integer"})
+    for branches in _branches_of(flat) if depth < MAX_DEPTH else ():
+        conjuncts = [each for branch in branches if (each := logic.flat([branch])) is not None]
+        possible = [held for each in conjuncts if (held := numbers_of(logic, each, depth + 1)) is not None]
+        if not possible:
+            return None
+        found = found.met(functools.reduce(Range.joined, possible))
+    return None if found.is_empty else found
+
+
 def largest(flat: list[dict[str, Any]], name: str, default: float) -> float:
     return max((schema[name] for schema in flat if name in schema), default=default)
 
@@ -204,27 +232,11 @@ def _never(logic: Logic, flat: list[dict[str, Any]], depth: int) -> bool:
 
 
 def _no_number(logic: Logic, flat: list[dict[str, Any]], depth: int) -> bool:
-    low, above = largest(flat, "minimum", -math.inf), largest(flat, "exclusiveMinimum", -math.inf)
-    high, below = smallest(flat, "maximum", math.inf), smallest(flat, "exclusiveMaximum", math.inf)
-    return max(low, above) > min(high, below) or (
-        max(low, above) == min(high, below) and (above >= low or below <= high)
-    )
+    return range_of(flat, of_integers=False).is_empty
 
 
 def _no_integer(logic: Logic, flat: list[dict[str, Any]], depth: int) -> bool:
-    if _no_number(logic, flat, depth):
-        return True
-    low, above = largest(flat, "minimum", -math.inf), largest(flat, "exclusiveMinimum", -math.inf)
-    high, below = smallest(flat, "maximum", math.inf), smallest(flat, "exclusiveMaximum", math.inf)
-    if math.isinf(max(low, above)) or math.isinf(min(high, below)):
-        return False
-    first = max(
-        math.ceil(low) if low > -math.inf else -math.inf, math.floor(above) + 1 if above > -math.inf else -math.inf
-    )
-    last = min(
-        math.floor(high) if high < math.inf else math.inf, math.ceil(below) - 1 if below < math.inf else math.inf
-    )
-    return first > last
+    return range_of(flat, of_integers=True).is_empty
 
 
 def _no_string(logic: Logic, flat: list[dict[str, Any]], depth: int) -> bool:

@@ -14,9 +14,9 @@ from manta.structured.schemas.documents import GUARD, SCHEMA, SCHEMA_LIST, SCHEM
 from manta.structured.schemas.formats import is_annotation
 from manta.structured.schemas.guard import encoded
 from manta.structured.schemas.judge import Judge
+from manta.structured.schemas.logic import type_names, type_of
+from manta.structured.schemas.numbers import is_kept, keeps_multiples
 
-MAX_EXACT = 2**53
-"""Numbers beyond it are left to the guard, because backends may keep them as floats."""
 _LEFT_OUT = frozenset(
     [
         *("not", "if", "then", "else", "dependentRequired", "dependentSchemas", "propertyNames", "patternProperties"),
@@ -50,6 +50,7 @@ class _Loosener:
         self._judge = Judge(document)
         self._joins = joins
         self._tied = self._tied_references()
+        self._keeps_multiples = keeps_multiples([document.root, document.definitions])
 
     def _tied_references(self) -> frozenset[str]:
         """References to what leads into a loop of references."""
@@ -96,11 +97,12 @@ class _Loosener:
 
     def _listed(self, schema: dict[str, Any]) -> Any:
         """Keeps the listed values that satisfy the schema."""
-        values = schema["enum"] if "enum" in schema else [schema["const"]]
-        if not _is_exact(values):
-            self._document.mark(schema, "enum" if "enum" in schema else "const")
-            return {"type": schema["type"]} if "type" in schema else {}
+        name = "enum" if "enum" in schema else "const"
+        values = schema["enum"] if name == "enum" else [schema["const"]]
         values = [value for value in values if self._judge.is_valid(value, [schema])]
+        if not is_kept(name, values):
+            self._document.mark(schema, name)
+            return {"type": type_names(frozenset(map(type_of, values)))}
         return {"enum": values} if values else False
 
     def _within(self, name: str, value: Any) -> Any:
@@ -121,18 +123,12 @@ class _Loosener:
             return "patternProperties" not in schema
         if name == "pattern":
             return patterns.is_readable(value) and (self._joins or not schema.keys() & _BESIDE_PATTERN)
-        return _is_exact(value) and not (name == "format" and is_annotation(value))
+        if name == "multipleOf" and not self._keeps_multiples:
+            return False
+        return is_kept(name, value) and not (name == "format" and is_annotation(value))
 
 
 def _says_nothing(name: str, value: Any) -> bool:
     return (
         name in (GUARD, "anyOf") or (name == "uniqueItems" and not value) or (name == "format" and is_annotation(value))
     )
-
-
-def _is_exact(value: Any) -> bool:
-    if isinstance(value, list):
-        return all(map(_is_exact, value))
-    if isinstance(value, dict):
-        return all(map(_is_exact, value.values()))
-    return not isinstance(value, int | float) or abs(value) <= MAX_EXACT

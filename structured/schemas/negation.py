@@ -25,6 +25,7 @@ from manta.structured.schemas.logic import (
     matches,
     smallest,
     type_names,
+    type_of,
     types_of,
 )
 
@@ -120,7 +121,7 @@ def _not_enum(logic: Logic, schema: Any, values: Any, context: Context) -> Itera
             yield Alternative({"enum": rest})
         return
     types = types_of(flat)
-    held = {_atom(value) for value in values}
+    held = {type_of(value) for value in values}
     plain = frozenset(types) - held - {"integer", "fraction"}
     if plain:
         yield Alternative({"type": type_names(plain)})
@@ -129,7 +130,7 @@ def _not_enum(logic: Logic, schema: Any, values: Any, context: Context) -> Itera
             Alternative({"enum": [each]}) for each in (True, False) if not any(value is each for value in values)
         )
     if types & {"integer", "fraction"}:
-        yield from _between([value for value in values if _atom(value) in ("integer", "fraction")])
+        yield from _between([value for value in values if type_of(value) in ("integer", "fraction")])
     if "string" in types & held:
         yield _no_text([value for value in values if isinstance(value, str)])
     for value in values:
@@ -164,16 +165,6 @@ def _not_container(value: Any, count: int) -> Iterator[Alternative]:
         yield Alternative({"type": kind}, f"an {kind} that differs from a given one cannot be asked for")
     else:
         yield Alternative({"type": kind, least: 1})
-
-
-def _atom(value: Any) -> str:
-    if value is None:
-        return "null"
-    if isinstance(value, bool):
-        return "boolean"
-    if isinstance(value, int | float):
-        return "integer" if (isinstance(value, int) or value.is_integer()) else "fraction"
-    return "string" if isinstance(value, str) else "array" if isinstance(value, list) else "object"
 
 
 def _not_const(logic: Logic, schema: Any, value: Any, context: Context) -> Iterator[Alternative]:
@@ -232,7 +223,7 @@ def _opposite(kind: str, name: str, step: int = 0) -> Callable[..., Iterator[Alt
 
     def negate(logic: Logic, schema: Any, value: Any, context: Context) -> Iterator[Alternative]:
         if value + step >= 0 or kind == "number":
-            yield Alternative({"type": kind, name: value + step})
+            yield Alternative({"type": kind, name: value + step if step else value})
 
     return negate
 

@@ -9,6 +9,7 @@ proved of it.
 from __future__ import annotations
 
 import functools
+import re
 from typing import Any
 
 from manta.structured.schemas.automata import (
@@ -315,3 +316,29 @@ class _Parser:
         if character == "[" or self._text[self._at - 1 : self._at + 1] in ("&&", "--", "~~", "||"):
             raise Unreadable("a set operation")
         return ((ord(character), ord(character)),)
+
+
+def looks_around(pattern: str) -> bool:
+    """Whether a pattern has what no automaton reads but Python's `re` does: a look ahead or behind, a word's border."""
+    return re.search(r"\(\?(=|!|<=|<!)|\\[bB]", pattern) is not None and _is_python(pattern)
+
+
+def plainer(pattern: str) -> str | None:
+    """The pattern without its looks ahead; None if that is not found."""
+    try:
+        return without_look_ahead(pattern)
+    except (Unreadable, TooLarge):
+        return None
+
+
+def has_anchor_within(pattern: str) -> bool:
+    """Whether `^` or `$` stands elsewhere than at the ends."""
+    return re.search(r"(?<!\\)\$.|.\^", re.sub(r"\[\^?[^]]*\]", "x", pattern)) is not None and _is_python(pattern)
+
+
+def _is_python(pattern: str) -> bool:
+    try:
+        re.compile(pattern)
+    except re.error:
+        return False
+    return True

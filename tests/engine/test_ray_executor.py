@@ -40,7 +40,7 @@ from manta.cluster.engine.ranks.claims import (
 from manta.cluster.engine.ranks.deadline import FACTOR, NUM_RECENT, StepDeadline, StepTimes
 from manta.cluster.engine.ranks.rank_channel import AcceptLimits, Hello, Listener, RankChannel, RankLost, connect
 from manta.cluster.engine.ranks.rank_group import RankGroup
-from manta.cluster.engine.ranks.rank_messages import Done, Masks, Message, Output, Ping, Sample, Step
+from manta.cluster.engine.ranks.rank_messages import Done, Message, Output, PackedMasks, Ping, Sample, Step
 from manta.cluster.engine.ranks.ray_executor import RayExecutor
 from manta.cluster.llm import LLM, ConstraintSpec, LogitsProcessorSpec, RequestOutput, SamplingParams
 from manta.cluster.serve.engine.engine_deployment import engine_deployment
@@ -457,8 +457,8 @@ def test_a_deadline_follows_the_steps() -> None:
 def test_of_masks_the_used_rows_travel() -> None:
     rows = np.arange(40, dtype=np.int32).reshape(10, 4)
     adjustments = {1: (np.array([3, 5], np.int32), np.array([0.5, -1.0], np.float32))}
-    sent = msgspec.msgpack.encode(Masks.of(MaskBatch(7, [4, NO_MASK, 9, LATE, 4], rows, adjustments)))
-    received = msgspec.msgpack.decode(sent, type=Masks).batch()
+    sent = msgspec.msgpack.encode(PackedMasks.of(MaskBatch(7, [4, NO_MASK, 9, LATE, 4], rows, adjustments)))
+    received = msgspec.msgpack.decode(sent, type=PackedMasks).batch()
     assert received.step_id == 7
     assert received.slots == [0, NO_MASK, 1, LATE, 0]
     assert received.rows.tolist() == rows[[4, 9]].tolist()
@@ -530,7 +530,7 @@ def test_a_rank_that_reads_nothing_blocks_nobody() -> None:
     listener = Listener("127.0.0.1")
     rank = connect(listener.address, 0)
     ranks = RankChannel(listener.accept(1))
-    ranks.ask(Sample(Masks(1, [0], bytes(1 << 24), 1, {})), 0)
+    ranks.ask(Sample(PackedMasks(1, [0], bytes(1 << 24), 1, {})), 0)
     with pytest.raises(RankLost, match=r"ranks \[0\] did not answer within 0.1 s"):
         ranks.collect(0.1)
     rank.close()

@@ -265,9 +265,8 @@ def test_schemas_are_found_only_where_grammars_have_them() -> None:
 
 
 def test_what_llguidance_ignores_is_refused_in_grammars() -> None:
-    for schema, keyword in (({"type": "integer", "minimum": 2**60}, "minimum"), ({"$ref": "other.json"}, "other")):
-        with pytest.raises(ConstraintError, match=keyword):
-            compiled(f"start: {_json(schema)}")
+    with pytest.raises(ConstraintError, match="other"):
+        compiled(f"start: {_json({'$ref': 'other.json'})}")
 
 
 def test_xgrammar_takes_only_proven_schemas_in_grammars() -> None:

@@ -116,11 +116,18 @@ ENFORCED: dict[str, list[Served]] = {
         _guarded(_text("\\bfoo\\b"), "a foo", "afoo"),
         _guarded({"type": "array", "prefixItems": [{"type": "integer"}], "unevaluatedItems": False}, [1], [1, 2]),
     ],
-    "references in loops beside other keywords, numbers beyond 2^53, patterns that no automaton reads, "
-    "overlaps that are too many": [
-        _guarded({"$ref": "#/$defs/node", "$defs": {"node": NODE}}, {"next": {"v": 1}}, {"next": {}}),
+    "a number that a 64-bit float does not hold exactly, a `multipleOf` of more than 1,024 (without its final zeros)": [
         _guarded({"type": "integer", "maximum": BIG}, BIG, BIG + 1),
         _guarded({"const": BIG}, BIG, BIG - 1),
+        _guarded({"type": "integer", "multipleOf": 1025}, 2050, 2051),
+        Served({"type": "integer", "multipleOf": 5000}, 10000, 10001),
+    ],
+    "`maxLength`, `maxItems`, `maxProperties`, `maxContains` from 2^31 on": [
+        Served({"type": "string", "maxLength": 2**31}, "abc", 1),
+        Served(_integers(maxItems=2**63 - 1), [1], ["a"]),
+    ],
+    "references in loops beside other keywords, patterns that no automaton reads, overlaps that are too many": [
+        _guarded({"$ref": "#/$defs/node", "$defs": {"node": NODE}}, {"next": {"v": 1}}, {"next": {}}),
         _guarded(_text("^(a|b)\\1$"), "aa", "ab"),
         _guarded(
             {
@@ -175,6 +182,10 @@ REFUSED: dict[str, list[tuple[dict[str, Any], str]]] = {
     "a `pattern` that neither the grammar nor Python's `re` reads, such as `^(?!a)\\p{L}+$`": [
         (_text("^(?!a)\\p{L}+$"), "#/pattern"),
         (_text("("), "unclosed group"),
+    ],
+    "`minLength`, `minItems`, `minProperties`, `minContains` from 2^31 on, numbers of more than 1,000 digits": [
+        ({"type": "string", "minLength": 2**31}, "#/minLength: no text is so long"),
+        ({"const": 10**1000}, "#/const: a number has more than 1000 digits"),
     ],
 }
 """Schemas of each row of the second table, and words of the refusal."""

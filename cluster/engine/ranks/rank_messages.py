@@ -14,7 +14,7 @@ from manta.structured.masks import MaskBatch
 from manta.workers.step import StepInput, StepOutput
 
 
-class Masks(msgspec.Struct, array_like=True):
+class PackedMasks(msgspec.Struct, array_like=True):
     """A `MaskBatch` reduced to its used rows."""
 
     step_id: int
@@ -26,7 +26,7 @@ class Masks(msgspec.Struct, array_like=True):
     """Sample points with token ids, int32 [n], and the values added to their logits, float32 [n]."""
 
     @classmethod
-    def of(cls, batch: MaskBatch) -> Masks:
+    def of(cls, batch: MaskBatch) -> PackedMasks:
         packed = batch.packed()
         adjustments = {point: (ids.tobytes(), by.tobytes()) for point, (ids, by) in packed.adjustments.items()}
         return cls(packed.step_id, packed.slots, packed.rows.tobytes(), packed.rows.shape[1], adjustments)
@@ -47,7 +47,7 @@ class Step(msgspec.Struct, array_like=True, tag=True):
 
 
 class Sample(msgspec.Struct, array_like=True, tag=True):
-    masks: Masks | None = None
+    masks: PackedMasks | None = None
 
 
 class Ping(msgspec.Struct, array_like=True, tag=True):

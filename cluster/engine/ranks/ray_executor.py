@@ -25,9 +25,9 @@ from manta.cluster.engine.ranks.rank_group import RankGroup
 from manta.cluster.engine.ranks.rank_messages import (
     Answer,
     Failed,
-    Masks,
     Message,
     Output,
+    PackedMasks,
     Ping,
     Register,
     Reset,
@@ -113,7 +113,7 @@ class RayExecutor(SynchronousExecutor):
         step = self._step
         if step is None:
             raise RuntimeError("sample() was called without an execute() before it")
-        self._ranks.ask(Sample(None if masks is None else Masks.of(masks)), 0)
+        self._ranks.ask(Sample(None if masks is None else PackedMasks.of(masks)), 0)
         self._step = None
         output, *others = _outputs(self._ranks.collect(self.deadline.seconds(self._num_tokens)))
         if step.scheduled:
