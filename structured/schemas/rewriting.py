@@ -13,7 +13,7 @@ from typing import Any
 
 from manta.structured.constraint import Unsupported
 from manta.structured.schemas import negation, patterns, property_counts, unevaluated
-from manta.structured.schemas.choices import CHOICES, choices_of, possible
+from manta.structured.schemas.keyword_choices import CHOICES, choices_of, possible
 from manta.structured.schemas.documents import (
     COUNTS,
     KEYWORDS,
