@@ -194,7 +194,16 @@ class Installation:
                     self.run("serve", "deploy", "--address", address, "serve.yaml")
                     wait_until(lambda: answers(f"http://127.0.0.1:{port}/health"), poll_s=0.5)
                     assert ANSWER in self.run("manta", "chat", "--port", str(port), QUESTION)
-                    words = ["manta", "batch", "in.jsonl", str(output), "--set", PROCESSOR]
+                    words = [
+                        "manta",
+                        "batch",
+                        "in.jsonl",
+                        str(output),
+                        "--set",
+                        PROCESSOR,
+                        "--set",
+                        "engine.num_threads=1",
+                    ]
                     self.run("ray", "job", "submit", "--address", address, "--working-dir", ".", "--", *words)
                     check_processed(json.loads(output.read_text())["response"]["body"])
             finally:

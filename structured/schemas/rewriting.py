@@ -13,7 +13,6 @@ from typing import Any
 
 from manta.structured.constraint import Unsupported
 from manta.structured.schemas import negation, patterns, property_counts, unevaluated
-from manta.structured.schemas.keyword_choices import CHOICES, choices_of, possible
 from manta.structured.schemas.documents import (
     COUNTS,
     KEYWORDS,
@@ -26,6 +25,7 @@ from manta.structured.schemas.documents import (
 )
 from manta.structured.schemas.formats import is_annotation
 from manta.structured.schemas.guard import encoded, finite_domain
+from manta.structured.schemas.keyword_choices import CHOICES, choices_of, possible
 from manta.structured.schemas.logic import (
     Alternative,
     Logic,
