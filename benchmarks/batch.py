@@ -141,7 +141,8 @@ async def _round(
         requests = [{"custom_id": str(n), "url": "/v1/completions", "body": body} for n, body in enumerate(bodies)]
         source.write_bytes(b"\n".join(map(msgspec.json.encode, requests)))
         started = time.perf_counter()
-        with Journal(pathlib.Path(folder) / "out.jsonl") as journal, source.open("rb") as lines:
+        target = pathlib.Path(folder) / "out.jsonl"
+        with source.open("rb") as lines, Journal(target, lines, config.max_body_bytes) as journal:
             places = asyncio.Semaphore(num_in_flight(config))
             failed: list[bool] = []
             report = lambda progress: failed.append(progress.has_failed)  # noqa: E731

@@ -17,7 +17,7 @@ from typing import Any, BinaryIO
 
 from tqdm import tqdm
 
-from manta.cluster.batch.journal import BatchRefused, Journal, count_lines
+from manta.cluster.batch.journal import BatchRefused, Journal, check_encoding
 from manta.cluster.batch.running.batch_job import Answer, Job, Progress, run
 from manta.cluster.cli.check import check_machine, check_quickly
 from manta.cluster.cli.interruption import abandoned_when_interrupted, note_start, stopped_by_sigterm
@@ -44,8 +44,10 @@ def run_batch(source: str, target: str, config_path: str | None, overrides: dict
         check_quickly(config.engine)
         if ray_address() is None:
             check_machine(config.engine)
-        with _opened(source) as lines, Journal(pathlib.Path(target)) as journal, stopped_by_sigterm():
-            return _run(lines, journal, config)
+        with _opened(source) as lines:
+            check_encoding(lines, source)
+            with Journal(pathlib.Path(target), lines, config.max_body_bytes) as journal, stopped_by_sigterm():
+                return _run(lines, journal, config)
     except ModelError as error:
         raise Refusal(f"{config.engine.model} cannot be served: {error}") from error
     except BatchRefused as error:
@@ -56,17 +58,18 @@ def run_batch(source: str, target: str, config_path: str | None, overrides: dict
 
 
 def _opened(source: str) -> BinaryIO:
-    """Opens the input. Raises `Refusal` if it cannot be read twice."""
+    """Opens the input. Raises `Refusal` if it is no file, because only a file can be read twice."""
+    path = pathlib.Path(source)
     try:
-        lines = open(source, "rb")  # noqa: SIM115
-        lines.seek(0)
+        if path.exists() and not path.is_file():
+            raise Refusal(f"cannot read {source}: it is no file")
+        return path.open("rb")
     except OSError as error:
-        raise Refusal(f"cannot read {source}: {error.strerror or 'it is no file'}") from error
-    return lines
+        raise Refusal(f"cannot read {source}: {error.strerror}") from error
 
 
 def _run(source: BinaryIO, journal: Journal, config: ServeConfig) -> int:
-    num_lines, num_done = count_lines(source, config.max_body_bytes, journal)
+    num_lines, num_done = journal.num_lines, journal.num_done
     print(f"{num_done:,} of {num_lines:,} lines are done.", file=sys.stderr)
     if num_done == num_lines:
         return 0

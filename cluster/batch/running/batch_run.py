@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Literal, NamedTuple, TypeVar
 
-from manta.cluster.batch.journal import BatchRefused, DoneLines, Line, count_lines, read_lines
+from manta.cluster.batch.journal import BatchRefused, DoneLines, Line, check_encoding, count_lines, read_lines
 from manta.cluster.batch.lease import RENEW_S, Lease, LeaseLost, acquire
 from manta.cluster.batch.lines import BatchError, BatchResult, custom_id_of, encode
 from manta.cluster.batch.records import (
@@ -238,8 +238,9 @@ class BatchRun:
         self._fenced(self._records.save, self.owner, batch)
 
     def _count(self, batch: Batch, results: StoredResults) -> None:
-        """Counts the lines and starts the batch. Raises `BatchRefused` if the input has none."""
+        """Counts the lines and starts the batch. Raises `BatchRefused` if the input has none that can be read."""
         with self._records.input(self.owner, batch.input_file_id) as source:
+            check_encoding(source, f"file {batch.input_file_id}")
             batch.request_counts.total, _ = count_lines(source, self._answering.max_line_bytes, results)
         if not batch.request_counts.total:
             raise BatchRefused(f"file {batch.input_file_id} holds no line; write one request a line")
