@@ -160,6 +160,8 @@ def _create_token(path: pathlib.Path) -> None:
     try:
         with os.fdopen(file, "w") as opened:
             opened.write(generate_new_authentication_token())
+            opened.flush()
+            os.fsync(opened.fileno())
         with contextlib.suppress(FileExistsError):
             os.link(unfinished, path)
     finally:

@@ -54,6 +54,8 @@ attempt that wrote it.
 """
 _BATCH_ID = re.compile(r"batch_[0-9a-f]{30}")
 _OPEN_MARK = re.compile(r"(batch_[0-9a-f]{30})\.([^.]+)")
+CANCEL_MARK = re.compile(_OPEN_MARK.pattern + re.escape(CANCEL))
+"""Form of the name of a mark to cancel."""
 
 Stored = TypeVar("Stored")
 

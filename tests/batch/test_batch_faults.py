@@ -148,11 +148,11 @@ def test_only_partial_files_without_a_writer_are_removed(
     storage = Storage(str(tmp_path))
     storage.write("a/b", b"1")
     folder = tmp_path / local_files.PARTIAL_FOLDER
-    (folder / "left").write_bytes(b"x")
-    os.utime(folder / "left", (1, 1))
-    (folder / "new").write_bytes(b"x")
+    for name, written in ((f"{1:032x}", 1), (f"{2:032x}", time.time()), ("somebody else's", 1)):
+        (folder / name).write_bytes(b"x")
+        os.utime(folder / name, (written, written))
     remove_expired(Records(storage, BatchLimits()))
-    assert [path.name for path in folder.iterdir()] == ["new"]
+    assert sorted(path.name for path in folder.iterdir()) == [f"{2:032x}", "somebody else's"]
     assert list(storage.sizes("a")) == ["b"]
 
 
