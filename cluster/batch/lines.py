@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-URLS = ("/v1/chat/completions", "/v1/completions")
-"""URLs that a line may name."""
+from manta.cluster.protocol.batches_api import URLS, BatchError
+
 SORTED_BYTES = 4096
 """Bytes at the beginning of a body by which lines are sorted, so that lines with a common prefix run together."""
 
@@ -50,11 +50,6 @@ class BatchResponse(msgspec.Struct):
     status_code: int
     request_id: str
     body: msgspec.Raw
-
-
-class BatchError(msgspec.Struct):
-    code: str
-    message: str
 
 
 class BatchResult(msgspec.Struct):

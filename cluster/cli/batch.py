@@ -1,6 +1,6 @@
 """`manta batch`: answers the requests of a JSONL file with engines that it starts here or on the cluster that it joins.
 
-`cluster/batch/running/batch_job.py` runs the batch. This module opens files, starts and stops engines, and shows
+`cluster/batch/batch_job.py` runs the batch. This module opens files, starts and stops engines, and shows
 progress.
 """
 
@@ -17,8 +17,8 @@ from typing import Any, BinaryIO
 
 from tqdm import tqdm
 
+from manta.cluster.batch.batch_job import Answer, BatchJob, LineProgress, run
 from manta.cluster.batch.journal import BatchRefused, Journal, check_encoding
-from manta.cluster.batch.running.batch_job import Answer, Job, Progress, run
 from manta.cluster.cli.check import check_machine, check_quickly
 from manta.cluster.cli.interruption import abandoned_when_interrupted, note_start, stopped_by_sigterm
 from manta.cluster.cli.refusal import NotStarted, Refusal
@@ -107,7 +107,7 @@ async def _answer_all(
 ) -> None:
     async with answering_by(engine, host, config) as answer:
         places = asyncio.Semaphore(num_in_flight(config))
-        await run(Job(answer, journal, places, config.max_body_bytes, counter.add), source)
+        await run(BatchJob(answer, journal, places, config.max_body_bytes, counter.add), source)
 
 
 def num_in_flight(config: ServeConfig) -> int:
@@ -119,7 +119,7 @@ async def answering_by(engine: Any, host: str, config: ServeConfig) -> AsyncIter
     """Yields the function that answers lines with the engines that `app.start_engines` returned. From then on this
     process yields to them.
     """
-    from manta.cluster.serve.batches.batch_application import batch_endpoints  # imports Ray, which takes seconds
+    from manta.cluster.batch.line_endpoints import batch_endpoints  # imports Ray, which takes seconds
 
     # These engines have no other clients, so lines may have any priority.
     endpoints, client = batch_endpoints(config, engine, host, priority_clients=("*",))
@@ -146,7 +146,7 @@ class Counter:
             file=sys.stderr,
         )
 
-    def add(self, progress: Progress) -> None:
+    def add(self, progress: LineProgress) -> None:
         self._num_failed += progress.has_failed
         self._num_tokens += progress.num_prompt_tokens + progress.num_output_tokens
         seconds = self._bar.format_dict["elapsed"]

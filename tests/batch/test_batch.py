@@ -22,9 +22,10 @@ import msgspec
 import pytest
 from ray.exceptions import RayActorError
 
+from manta.cluster.batch import batch_client, batch_job
 from manta.cluster.batch.journal import BatchRefused, Journal, count_lines, read_lines
+from manta.cluster.batch.line_endpoints import batch_endpoints
 from manta.cluster.batch.lines import BadLine, BatchRequest, BatchResponse, BatchResult, LineKey, parse
-from manta.cluster.batch.running import batch_job
 from manta.cluster.cli.__main__ import main
 from manta.cluster.config import EngineConfig, ServeConfig
 from manta.cluster.engine.request import EngineRequest, FinishStatus, SequenceOutput, Usage
@@ -34,8 +35,6 @@ from manta.cluster.http.app import HttpApp
 from manta.cluster.http.exchange.engines import Event, GenerationRequest
 from manta.cluster.http.exchange.metrics import Unmeasured
 from manta.cluster.llm import LLM, SamplingParams
-from manta.cluster.serve.batches import batch_client
-from manta.cluster.serve.batches.batch_application import batch_endpoints
 from manta.cluster.serve.channel.packed import Packed
 from manta.cluster.serve.channel.token_channel import Address, RequestResult
 from manta.cluster.serve.engine.engine_replica import EngineReplica
@@ -116,12 +115,12 @@ class Echo:
         return BatchResponse(status, request_id, msgspec.Raw(answer))
 
 
-def run(echo: Echo, source: pathlib.Path, target: pathlib.Path, num_in_flight: int = 4) -> list[batch_job.Progress]:
-    reports: list[batch_job.Progress] = []
+def run(echo: Echo, source: pathlib.Path, target: pathlib.Path, num_in_flight: int = 4) -> list[batch_job.LineProgress]:
+    reports: list[batch_job.LineProgress] = []
 
     async def answer_all(journal: Journal, lines: BinaryIO) -> None:
         places = asyncio.Semaphore(num_in_flight)
-        await batch_job.run(batch_job.Job(echo, journal, places, MAX_BYTES, reports.append), lines)
+        await batch_job.run(batch_job.BatchJob(echo, journal, places, MAX_BYTES, reports.append), lines)
 
     with source.open("rb") as lines, Journal(target, lines, MAX_BYTES) as journal:
         asyncio.run(answer_all(journal, lines))

@@ -16,14 +16,14 @@ from typing import Any
 
 import pytest
 
-from manta.cluster.batch import lease, local_files, retention, stored
+from manta.cluster.batch import batch_run, lease, stored
+from manta.cluster.batch import batch_runner as runner_module
 from manta.cluster.batch.lease import Lease, LeaseLost, acquire
-from manta.cluster.batch.records import Records
-from manta.cluster.batch.retention import remove_expired
-from manta.cluster.batch.running import batch_run
-from manta.cluster.batch.running import batch_runner as runner_module
-from manta.cluster.batch.storage import Storage
 from manta.cluster.config import BatchLimits
+from manta.cluster.storage import local_files, retention
+from manta.cluster.storage.records import Records
+from manta.cluster.storage.retention import remove_expired
+from manta.cluster.storage.storage import Storage
 from tests.batch.test_batches_api import KEYS, Service, completed, ended, lines_of, requests, serving, started, until
 from tests.patience import PATIENCE_S
 

@@ -25,18 +25,18 @@ import pytest
 
 from manta.cluster import own_ray
 from manta.cluster.batch.journal import BatchRefused, Journal
-from manta.cluster.batch.kept_responses import KeptResponses, StoredResponse
 from manta.cluster.batch.lease import Lease, acquire
 from manta.cluster.batch.lines import BatchResponse, BatchResult, LineKey
-from manta.cluster.batch.records import Records
-from manta.cluster.batch.retention import remove_expired
-from manta.cluster.batch.storage import Storage
 from manta.cluster.batch.stored import StoredResults
 from manta.cluster.config import BatchLimits, ResponseLimits
 from manta.cluster.private_folder import PrivateFolder
 from manta.cluster.protocol.responses_api import ResponseObject
 from manta.cluster.serve.listening.port import Port
 from manta.cluster.serve.starting import start_failure
+from manta.cluster.storage.kept_responses import KeptResponses, StoredResponse
+from manta.cluster.storage.records import Records
+from manta.cluster.storage.retention import remove_expired
+from manta.cluster.storage.storage import Storage
 from manta.workers.checkpoints.gguf_file import gguf_folder
 from manta.workers.kernels import build, cpu_all_reduce, processor
 from manta.workers.models.model_config import ModelError
@@ -537,8 +537,8 @@ FLAGS = {"O_CREAT", "O_TRUNC", "O_RDWR", "O_WRONLY"}
 TABLE = {
     "manta.cluster.cli.__main__": "opens /dev/null",
     "manta.cluster.batch.journal": BatchOutput,
-    "manta.cluster.batch.local_files": StorageWriter,
-    "manta.cluster.batch.storage": StorageWriter,
+    "manta.cluster.storage.local_files": StorageWriter,
+    "manta.cluster.storage.storage": StorageWriter,
     "manta.cluster.private_folder": PrivateFolders,
     "manta.cluster.own_ray": RayToken,
     "manta.cluster.serve.listening.port": test_lock_files_are_opened_as_they_are,

@@ -21,11 +21,11 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from manta.cluster.batch.quota import TooMuch
-from manta.cluster.batch.records import age_s
-from manta.cluster.batch.storage import Storage
 from manta.cluster.config import ServeConfig
 from manta.cluster.protocol.responses_api import ResponseObject
+from manta.cluster.storage.quota import TooMuch
+from manta.cluster.storage.records import age_s
+from manta.cluster.storage.storage import Storage
 
 _ID = re.compile(r"resp_[0-9a-f]{38}")
 _ENDED = ".ended"

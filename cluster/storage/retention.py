@@ -12,8 +12,8 @@ import logging
 import time
 from collections.abc import Callable
 
-from manta.cluster.batch.quota import RESERVATION
-from manta.cluster.batch.records import CANCEL, CANCEL_MARK, ENDED, FILE_ID, Records, age_s
+from manta.cluster.storage.quota import RESERVATION
+from manta.cluster.storage.records import CANCEL, CANCEL_MARK, ENDED, FILE_ID, Records, age_s
 
 logger = logging.getLogger(__name__)
 

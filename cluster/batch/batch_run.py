@@ -1,4 +1,4 @@
-"""One batch until its end: its lease, its lines, its result files. `cluster/batch/running/batch_runner.py` starts it.
+"""One batch until its end: its lease, its lines, its result files. `cluster/batch/batch_runner.py` starts it.
 
     acquire the lease ─▶ answer the lines ─▶ decide the ending ─▶ write the files ─▶ settle ─▶ publish, close
                          (lease is checked before each save)
@@ -16,28 +16,25 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Literal, NamedTuple, TypeVar
 
+from manta.cluster.batch.batch_job import Answer, BatchJob
+from manta.cluster.batch.batch_job import run as answer_all
 from manta.cluster.batch.journal import BatchRefused, DoneLines, Line, check_encoding, count_lines, read_lines
 from manta.cluster.batch.lease import RENEW_S, Lease, LeaseLost, acquire
-from manta.cluster.batch.lines import BatchError, BatchResult, custom_id_of, encode
-from manta.cluster.batch.records import (
+from manta.cluster.batch.lines import BatchResult, custom_id_of, encode
+from manta.cluster.batch.stored import StoredResults
+from manta.cluster.protocol.batches_api import Batch, BatchError, BatchErrors, FileObject, RequestCounts
+from manta.cluster.storage.records import (
     ENDED,
-    Batch,
-    BatchErrors,
     BatchOutcome,
     BatchProgress,
     Ending,
-    FileObject,
     Finalizing,
     InputMissing,
     Records,
-    RequestCounts,
     Upload,
     age_s,
     new_attempt,
 )
-from manta.cluster.batch.running.batch_job import Answer, Job
-from manta.cluster.batch.running.batch_job import run as answer_all
-from manta.cluster.batch.stored import StoredResults
 
 logger = logging.getLogger(__name__)
 
@@ -60,7 +57,7 @@ _REASONS: dict[Ending, BatchError] = {
     ),
 }
 _Kind = Literal["output", "errors"]
-_Result = TypeVar("_Result")
+_Saved = TypeVar("_Saved")
 
 
 class LeaseHeld(Exception):
@@ -183,7 +180,7 @@ class BatchRun:
         """Answers the lines. Raises `BatchRefused` if the input has none, and `InputMissing`."""
         if not batch.request_counts.total:
             await asyncio.to_thread(self._count, batch, results)
-        job = Job(
+        job = BatchJob(
             self._answering.answer,
             results,
             self._answering.places,
@@ -226,7 +223,7 @@ class BatchRun:
     def _parts(self) -> str:
         return self._records.parts(self.owner, self.id)
 
-    def _fenced(self, save: Callable[..., _Result], *arguments: object) -> _Result:
+    def _fenced(self, save: Callable[..., _Saved], *arguments: object) -> _Saved:
         """Saves if this runner still has the batch. Raises `LeaseLost` otherwise."""
         assert self._lease is not None
         self._lease.check()
