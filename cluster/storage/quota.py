@@ -27,7 +27,7 @@ class TooMuch(ValueError):
     """A client has reached a bound; the message names the bound and the remedy."""
 
 
-class StoredAmount(NamedTuple):
+class Stored(NamedTuple):
     """The amount that a storage holds for one client."""
 
     num_files: int
@@ -44,7 +44,7 @@ class Quota:
         self._locks: dict[str, threading.Lock] = {}
         """Locks by owner. Owners are API keys, so there are few."""
 
-    def stored(self, owner: str) -> StoredAmount:
+    def stored(self, owner: str) -> Stored:
         """Returns what `owner` has stored now."""
         reserved = {match[1]: int(match[2]) for match in self._reservations(owner)}
         sizes = self._storage.sizes(f"files/{owner}")
@@ -54,7 +54,7 @@ class Quota:
             batch_id = mark.removesuffix(f".{owner}")
             num_bytes += sum(self._storage.sizes(f"batches/{owner}/{batch_id}/parts").values())
         num_files = sum(not name.endswith(".json") for name in contents) + len(reserved)
-        return StoredAmount(num_files, num_bytes)
+        return Stored(num_files, num_bytes)
 
     def is_full(self, owner: str) -> bool:
         """Returns whether `owner` has stored more bytes than it may."""
@@ -99,7 +99,7 @@ class Quota:
         """Returns the lock that is held while an owner's room is checked and taken."""
         return self._locks.setdefault(owner, threading.Lock())
 
-    def _check(self, stored: StoredAmount, num_bytes: int) -> None:
+    def _check(self, stored: Stored, num_bytes: int) -> None:
         """Raises `TooMuch` if `stored`, which includes a new file of `num_bytes`, exceeds a bound."""
         limits = self._limits
         if stored.num_files > limits.max_files:

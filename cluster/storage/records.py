@@ -55,7 +55,7 @@ _OPEN_MARK = re.compile(r"(batch_[0-9a-f]{30})\.([^.]+)")
 CANCEL_MARK = re.compile(_OPEN_MARK.pattern + re.escape(CANCEL))
 """Form of the name of a mark to cancel."""
 
-Stored = TypeVar("Stored")
+Object = TypeVar("Object")
 
 
 class Finalizing(msgspec.Struct):
@@ -364,7 +364,7 @@ class Records:
     def remove_batch(self, owner: str, batch_id: str) -> None:
         self.storage.remove(_folder(owner, batch_id))
 
-    def _claim(self, path: str, value: Stored) -> Stored:
+    def _claim(self, path: str, value: Object) -> Object:
         """Stores `value` unless the object exists, and returns the stored one. Replaces an object that cannot be
         decoded.
         """
@@ -417,7 +417,7 @@ def _seconds(mark: bytes) -> int | None:
     return int(mark) if mark.isdigit() else None
 
 
-def _decoded(content: bytes | Exception | None, kind: type[Stored]) -> Stored | None:
+def _decoded(content: bytes | Exception | None, kind: type[Object]) -> Object | None:
     """Returns the decoded object; None if it does not exist or cannot be decoded."""
     if content is None or isinstance(content, Exception):
         return None
