@@ -121,7 +121,7 @@ class KeptResponses:
                 if age_s(name) > self._limits.keep_s:
                     self._storage.remove(f"responses/{owner}/{name}")
         for owner in self._storage.sizes("deleted"):
-            for response_id in self._storage.sizes(f"deleted/{owner}"):
+            for response_id in filter(_ID.fullmatch, self._storage.sizes(f"deleted/{owner}")):
                 self._forget_deletion(owner, response_id)
 
     def _forget_deletion(self, owner: str, response_id: str) -> None:
