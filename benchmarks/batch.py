@@ -26,8 +26,8 @@ import msgspec
 
 from benchmarks.checkpoints import benchmark_checkpoint
 from benchmarks.report import machine, markdown_head, markdown_row, ratio_of, turns
+from manta.cluster.batch.batch_job import Answer, BatchJob, run
 from manta.cluster.batch.journal import Journal
-from manta.cluster.batch.running.batch_job import Answer, Job, run
 from manta.cluster.cli.batch import answering_by, num_in_flight
 from manta.cluster.config import EngineConfig, ServeConfig
 from manta.cluster.llm import LLM, SamplingParams
@@ -141,11 +141,12 @@ async def _round(
         requests = [{"custom_id": str(n), "url": "/v1/completions", "body": body} for n, body in enumerate(bodies)]
         source.write_bytes(b"\n".join(map(msgspec.json.encode, requests)))
         started = time.perf_counter()
-        with Journal(pathlib.Path(folder) / "out.jsonl") as journal, source.open("rb") as lines:
+        target = pathlib.Path(folder) / "out.jsonl"
+        with source.open("rb") as lines, Journal(target, lines, config.max_body_bytes) as journal:
             places = asyncio.Semaphore(num_in_flight(config))
             failed: list[bool] = []
             report = lambda progress: failed.append(progress.has_failed)  # noqa: E731
-            await run(Job(answer, journal, places, config.max_body_bytes, report), lines)
+            await run(BatchJob(answer, journal, places, config.max_body_bytes, report), lines)
         took = time.perf_counter() - started
     assert failed == [False] * len(bodies), f"{sum(failed)} of {len(failed)} lines failed"
     return Round(alone, took, sum(body["max_tokens"] for body in bodies))

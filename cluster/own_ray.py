@@ -149,17 +149,19 @@ def _require_token() -> None:
         path.chmod(0o600)
     loader = AuthenticationTokenLoader.instance()
     if not loader.has_token(ignore_auth_mode=True):
-        _create_token(path)
+        create_token(path)
         loader.reset_cache()
 
 
-def _create_token(path: pathlib.Path) -> None:
+def create_token(path: pathlib.Path) -> None:
     """Writes a new token, unless another process has written one meanwhile."""
     path.parent.mkdir(parents=True, exist_ok=True)
     file, unfinished = tempfile.mkstemp(dir=path.parent)  # mode 0600
     try:
         with os.fdopen(file, "w") as opened:
             opened.write(generate_new_authentication_token())
+            opened.flush()
+            os.fsync(opened.fileno())
         with contextlib.suppress(FileExistsError):
             os.link(unfinished, path)
     finally:

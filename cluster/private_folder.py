@@ -8,6 +8,7 @@ last failed starts stay, because the error messages name logs in them.
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import os
 import pathlib
@@ -20,6 +21,8 @@ MAX_PATH_BYTES = 107 - 72
 less what Ray appends, `/ray/session_2026-11-22_12-00-00_000000_1234567/sockets/plasma_store`.
 """
 _LOCK = "lock"
+_MARK = b"a private folder of Manta\n"
+"""Content of the lock file, by which a folder proves to be one of ours."""
 _KEPT = "kept"
 """Name of the file that marks the folder of a failed start."""
 MAX_KEPT = 3
@@ -43,11 +46,14 @@ class PrivateFolder:
             parent = pathlib.Path("/tmp")
         _remove_left(parent)
         unlocked = pathlib.Path(tempfile.mkdtemp(prefix=f".{PREFIX}", dir=parent))  # mode 0700
-        self._lock = os.open(unlocked / _LOCK, os.O_CREAT | os.O_RDWR, 0o600)
-        fcntl.flock(self._lock, fcntl.LOCK_EX)
-        # Before the lock is taken, the name has a dot, because others remove an unlocked folder with this name as a
-        # leftover
-        self.path = unlocked.rename(parent / unlocked.name.removeprefix("."))
+        try:
+            self._lock = _locked(unlocked / _LOCK)
+            # Before the lock is taken, the name has a dot, because others remove an unlocked folder with this name as
+            # a leftover
+            self.path = unlocked.rename(parent / unlocked.name.removeprefix("."))
+        except BaseException:
+            shutil.rmtree(unlocked, ignore_errors=True)
+            raise
         _own.add(self.path)
 
     def close(self) -> None:
@@ -60,6 +66,19 @@ class PrivateFolder:
         os.close(self._lock)
 
 
+def _locked(path: pathlib.Path) -> int:
+    """Returns the descriptor of a new lock file, which this process has locked."""
+    lock = os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if os.write(lock, _MARK) < len(_MARK):
+            raise OSError(errno.ENOSPC, f"{path} has no room")
+    except BaseException:
+        os.close(lock)
+        raise
+    return lock
+
+
 def remove_own() -> None:
     """Removes all folders of this process, which is about to end."""
     for path in _own:
@@ -68,11 +87,10 @@ def remove_own() -> None:
 
 def _remove_left(parent: pathlib.Path) -> None:
     """Removes the folders that no process has locked. The system releases a lock when its process ends."""
-    kept = sorted(parent.glob(f"{PREFIX}*/{_KEPT}"), key=_made, reverse=True)[:MAX_KEPT]
-    for path in set(parent.glob(f"{PREFIX}*")) - {mark.parent for mark in kept}:
-        with contextlib.suppress(OSError):  # another user's, or locked
-            if path.is_symlink() or path.stat().st_uid != os.getuid():
-                continue
+    ours = list(filter(_is_ours, parent.glob(f"{PREFIX}*")))
+    kept = sorted((path for path in ours if (path / _KEPT).exists()), key=_made, reverse=True)[:MAX_KEPT]
+    for path in set(ours) - set(kept):
+        with contextlib.suppress(OSError):  # locked, or another process removes it
             lock = os.open(path / _LOCK, os.O_RDWR | os.O_NOFOLLOW)
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -81,9 +99,18 @@ def _remove_left(parent: pathlib.Path) -> None:
                 os.close(lock)
 
 
-def _made(mark: pathlib.Path) -> float:
-    """Returns the time at which a folder was marked; 0 if another process removes it meanwhile."""
+def _is_ours(path: pathlib.Path) -> bool:
+    """Returns whether a process of this user made the folder as a `PrivateFolder`."""
     try:
-        return mark.stat().st_mtime
+        is_own = not path.is_symlink() and path.stat().st_uid == os.getuid()
+        return is_own and (path / _LOCK).is_file() and (path / _LOCK).read_bytes() == _MARK
+    except OSError:
+        return False
+
+
+def _made(path: pathlib.Path) -> float:
+    """Returns the time at which a folder was marked as kept; 0 if another process removes it meanwhile."""
+    try:
+        return (path / _KEPT).stat().st_mtime
     except OSError:
         return 0.0

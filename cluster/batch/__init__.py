@@ -1,1 +1,1 @@
-"""Batches as files and records in a storage."""
+"""Batches: their lines, and what brings each to its end."""

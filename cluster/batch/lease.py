@@ -26,7 +26,7 @@ import time
 
 import msgspec
 
-from manta.cluster.batch.storage import Storage
+from manta.cluster.storage.storage import Storage
 
 LEASE_S = 15.0
 """Seconds from a renewal until others may take the batch. A batch stands still for that long after its runner was

@@ -12,12 +12,15 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-URLS = ("/v1/chat/completions", "/v1/completions")
-"""URLs that a line may name."""
+from manta.cluster.protocol.batches_api import URLS, BatchError
+
 SORTED_BYTES = 4096
 """Bytes at the beginning of a body by which lines are sorted, so that lines with a common prefix run together."""
 
-_ID = re.compile(r"batch_req_(\d+)_([0-9a-f]{8})")
+RESULT_START = b'{"id":"batch_req_'
+"""Bytes with which every line of the output begins."""
+
+_ID = re.compile(r"batch_req_([0-9]{1,18})_([0-9a-f]{8})")
 
 
 class BadLine(ValueError):
@@ -47,11 +50,6 @@ class BatchResponse(msgspec.Struct):
     status_code: int
     request_id: str
     body: msgspec.Raw
-
-
-class BatchError(msgspec.Struct):
-    code: str
-    message: str
 
 
 class BatchResult(msgspec.Struct):
@@ -123,6 +121,26 @@ def custom_id_of(line: bytes) -> str | None:
 def encode(result: BatchResult) -> bytes:
     """Returns a result as a line of JSON, with its newline."""
     return _encoder.encode(result) + b"\n"
+
+
+def result_head(key: LineKey) -> bytes:
+    """Returns the bytes with which the result of a line begins in the output."""
+    return f'{{"id":"{key.id}","custom_id":'.encode()
+
+
+class _Identified(msgspec.Struct):
+    id: str
+
+
+_identified = msgspec.json.Decoder(_Identified)
+
+
+def key_of(result: bytes) -> LineKey | None:
+    """Returns the line that an encoded result belongs to; None if it is no result of ours."""
+    try:
+        return LineKey.from_id(_identified.decode(result).id)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return None
 
 
 def refused(key: LineKey, error: BadLine) -> BatchResult:

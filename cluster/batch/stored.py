@@ -18,7 +18,7 @@ import msgspec
 
 from manta.cluster.batch.journal import DoneLines
 from manta.cluster.batch.lines import BatchResult, LineKey, encode
-from manta.cluster.batch.storage import Storage
+from manta.cluster.storage.storage import Storage
 
 logger = logging.getLogger(__name__)
 
@@ -32,7 +32,7 @@ class _Status(msgspec.Struct):
     status_code: int
 
 
-class _Result(msgspec.Struct):
+class _StoredResult(msgspec.Struct):
     id: str
     response: _Status | None = None
 
@@ -51,7 +51,7 @@ class StoredLine(msgspec.Struct, frozen=True):
     """The line with its newline."""
 
 
-_decoder = msgspec.json.Decoder(_Result)
+_decoder = msgspec.json.Decoder(_StoredResult)
 
 
 class StoredResults(DoneLines):

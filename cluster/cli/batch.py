@@ -1,6 +1,6 @@
 """`manta batch`: answers the requests of a JSONL file with engines that it starts here or on the cluster that it joins.
 
-`cluster/batch/running/batch_job.py` runs the batch. This module opens files, starts and stops engines, and shows
+`cluster/batch/batch_job.py` runs the batch. This module opens files, starts and stops engines, and shows
 progress.
 """
 
@@ -17,8 +17,8 @@ from typing import Any, BinaryIO
 
 from tqdm import tqdm
 
-from manta.cluster.batch.journal import BatchRefused, Journal, count_lines
-from manta.cluster.batch.running.batch_job import Answer, Job, Progress, run
+from manta.cluster.batch.batch_job import Answer, BatchJob, LineProgress, run
+from manta.cluster.batch.journal import BatchRefused, Journal, check_encoding
 from manta.cluster.cli.check import check_machine, check_quickly
 from manta.cluster.cli.interruption import abandoned_when_interrupted, note_start, stopped_by_sigterm
 from manta.cluster.cli.refusal import NotStarted, Refusal
@@ -44,8 +44,10 @@ def run_batch(source: str, target: str, config_path: str | None, overrides: dict
         check_quickly(config.engine)
         if ray_address() is None:
             check_machine(config.engine)
-        with _opened(source) as lines, Journal(pathlib.Path(target)) as journal, stopped_by_sigterm():
-            return _run(lines, journal, config)
+        with _opened(source) as lines:
+            check_encoding(lines, source)
+            with Journal(pathlib.Path(target), lines, config.max_body_bytes) as journal, stopped_by_sigterm():
+                return _run(lines, journal, config)
     except ModelError as error:
         raise Refusal(f"{config.engine.model} cannot be served: {error}") from error
     except BatchRefused as error:
@@ -56,17 +58,18 @@ def run_batch(source: str, target: str, config_path: str | None, overrides: dict
 
 
 def _opened(source: str) -> BinaryIO:
-    """Opens the input. Raises `Refusal` if it cannot be read twice."""
+    """Opens the input. Raises `Refusal` if it is no file, because only a file can be read twice."""
+    path = pathlib.Path(source)
     try:
-        lines = open(source, "rb")  # noqa: SIM115
-        lines.seek(0)
+        if path.exists() and not path.is_file():
+            raise Refusal(f"cannot read {source}: it is no file")
+        return path.open("rb")
     except OSError as error:
-        raise Refusal(f"cannot read {source}: {error.strerror or 'it is no file'}") from error
-    return lines
+        raise Refusal(f"cannot read {source}: {error.strerror}") from error
 
 
 def _run(source: BinaryIO, journal: Journal, config: ServeConfig) -> int:
-    num_lines, num_done = count_lines(source, config.max_body_bytes, journal)
+    num_lines, num_done = journal.num_lines, journal.num_done
     print(f"{num_done:,} of {num_lines:,} lines are done.", file=sys.stderr)
     if num_done == num_lines:
         return 0
@@ -104,7 +107,7 @@ async def _answer_all(
 ) -> None:
     async with answering_by(engine, host, config) as answer:
         places = asyncio.Semaphore(num_in_flight(config))
-        await run(Job(answer, journal, places, config.max_body_bytes, counter.add), source)
+        await run(BatchJob(answer, journal, places, config.max_body_bytes, counter.add), source)
 
 
 def num_in_flight(config: ServeConfig) -> int:
@@ -116,7 +119,7 @@ async def answering_by(engine: Any, host: str, config: ServeConfig) -> AsyncIter
     """Yields the function that answers lines with the engines that `app.start_engines` returned. From then on this
     process yields to them.
     """
-    from manta.cluster.serve.batches.batch_application import batch_endpoints  # imports Ray, which takes seconds
+    from manta.cluster.batch.line_endpoints import batch_endpoints  # imports Ray, which takes seconds
 
     # These engines have no other clients, so lines may have any priority.
     endpoints, client = batch_endpoints(config, engine, host, priority_clients=("*",))
@@ -143,7 +146,7 @@ class Counter:
             file=sys.stderr,
         )
 
-    def add(self, progress: Progress) -> None:
+    def add(self, progress: LineProgress) -> None:
         self._num_failed += progress.has_failed
         self._num_tokens += progress.num_prompt_tokens + progress.num_output_tokens
         seconds = self._bar.format_dict["elapsed"]

@@ -17,7 +17,6 @@ import sys
 from typing import Any
 
 from manta.cluster import process_tree
-from manta.cluster.batch.storage import check_storage, with_storage
 from manta.cluster.cli.check import check_machine, check_quickly
 from manta.cluster.cli.interruption import (
     Interrupted,
@@ -33,6 +32,7 @@ from manta.cluster.config import ServeConfig, load_config, ray_address
 from manta.cluster.http.access.keys import VARIABLE, openness, with_api_keys
 from manta.cluster.http.exchange.example import curl
 from manta.cluster.serve.listening.port import bound
+from manta.cluster.storage.storage import check_storage, with_storage
 from manta.cluster.telemetry import exporting as telemetry
 from manta.cluster.text.tokenizer_files import has_chat_template
 from manta.workers.cache_folder import cache_folder

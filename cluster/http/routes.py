@@ -5,7 +5,6 @@ A new endpoint is a row here and a file in `cluster/http/endpoints/` with its ha
 
 from __future__ import annotations
 
-from manta.cluster.batch.records import Batch, FileObject
 from manta.cluster.http.endpoints import (
     anthropic,
     batches,
@@ -25,6 +24,7 @@ from manta.cluster.http.endpoints import (
 from manta.cluster.http.exchange.routing import Route
 from manta.cluster.http.exchange.uploads import UploadForm
 from manta.cluster.protocol.anthropic import CountTokensRequest, MessageAnswer, MessagesRequest, TokenCount
+from manta.cluster.protocol.batches_api import Batch, FileObject
 from manta.cluster.protocol.ollama import (
     OllamaChatAnswer,
     OllamaChatRequest,

@@ -25,7 +25,7 @@ from ray.serve.context import _get_global_client as get_client
 from ray.serve.schema import LoggingConfig
 
 from manta.cluster import own_ray
-from manta.cluster.batch.storage import with_storage
+from manta.cluster.batch.batch_deployment import batch_deployment
 from manta.cluster.config import ServeConfig, ray_address
 from manta.cluster.engine.ranks.claims import (
     CannotPlace,
@@ -41,13 +41,13 @@ from manta.cluster.engine.ranks.claims import (
 from manta.cluster.http.access.keys import with_api_keys
 from manta.cluster.http.access.prefix_scope import new_secret
 from manta.cluster.option_reader import read_options
-from manta.cluster.serve.batches.batch_deployment import batch_deployment
 from manta.cluster.serve.engine.engine_deployment import engine_deployment
 from manta.cluster.serve.ingress import ingress_deployment
 from manta.cluster.serve.listening.tls import Certificate
 from manta.cluster.serve.starting import deployed, joined_ray
 from manta.cluster.serve.starting.start_failure import StartFailed, unexpected
 from manta.cluster.serve.starting.start_watch import wait_until_running
+from manta.cluster.storage.storage import with_storage
 from manta.cluster.version import version
 from manta.workers.host import num_cores
 from manta.workers.model_info import ModelInfo

@@ -19,8 +19,9 @@ from typing import Any, BinaryIO
 
 import msgspec
 
-from manta.cluster.batch.records import Batch, BatchOutcome, FileObject, Finalizing
-from manta.cluster.batch.storage import Storage
+from manta.cluster.protocol.batches_api import Batch, FileObject
+from manta.cluster.storage.records import BatchOutcome, Finalizing
+from manta.cluster.storage.storage import Storage
 
 EPOCH_S = 1_800_000_000.0
 """Unix time at which every schedule begins."""

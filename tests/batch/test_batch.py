@@ -15,16 +15,17 @@ import subprocess
 import sys
 import time
 import types
-from typing import Any
+from typing import Any, BinaryIO
 
 import httpx2
 import msgspec
 import pytest
 from ray.exceptions import RayActorError
 
+from manta.cluster.batch import batch_client, batch_job
 from manta.cluster.batch.journal import BatchRefused, Journal, count_lines, read_lines
-from manta.cluster.batch.lines import BadLine, BatchRequest, BatchResponse, BatchResult, LineKey, encode, parse
-from manta.cluster.batch.running import batch_job
+from manta.cluster.batch.line_endpoints import batch_endpoints
+from manta.cluster.batch.lines import BadLine, BatchRequest, BatchResponse, BatchResult, LineKey, parse
 from manta.cluster.cli.__main__ import main
 from manta.cluster.config import EngineConfig, ServeConfig
 from manta.cluster.engine.request import EngineRequest, FinishStatus, SequenceOutput, Usage
@@ -34,8 +35,6 @@ from manta.cluster.http.app import HttpApp
 from manta.cluster.http.exchange.engines import Event, GenerationRequest
 from manta.cluster.http.exchange.metrics import Unmeasured
 from manta.cluster.llm import LLM, SamplingParams
-from manta.cluster.serve.batches import batch_client
-from manta.cluster.serve.batches.batch_application import batch_endpoints
 from manta.cluster.serve.channel.packed import Packed
 from manta.cluster.serve.channel.token_channel import Address, RequestResult
 from manta.cluster.serve.engine.engine_replica import EngineReplica
@@ -92,36 +91,6 @@ def test_lines_are_numbered_and_long_ones_not_held() -> None:
     assert [(each.key.number, each.text) for each in lines] == [(0, b"first\n"), (2, None), (4, b"last")]
 
 
-def test_a_journal_continues_after_a_truncated_line(tmp_path: pathlib.Path) -> None:
-    path = tmp_path / "out.jsonl"
-    keys = [LineKey.of(number, b"text") for number in (0, 7)]
-    for key in keys:
-        with Journal(path) as journal:
-            journal.write(key, BatchResult(key.id, "a"))
-    whole = path.read_bytes()
-    cut = encode(BatchResult(LineKey.of(9, b"text").id, "b"))[:-5]
-    path.write_bytes(whole + cut)
-    with Journal(path) as journal:
-        assert journal.num_done == 2
-        assert [journal.has(LineKey.of(number, b"text")) for number in (0, 3, 7, 9)] == [True, False, True, False]
-    assert path.read_bytes() == whole
-
-
-def test_a_journal_refuses_what_is_not_its_own(tmp_path: pathlib.Path) -> None:
-    path = tmp_path / "out.jsonl"
-    with Journal(path) as journal:
-        with pytest.raises(BatchRefused, match="another batch is writing"):
-            Journal(path)
-        journal.write(LineKey.of(0, b"one"), BatchResult(LineKey.of(0, b"one").id, "a"))
-    with Journal(path) as journal, pytest.raises(BatchRefused, match="another input: its line 1 was different"):
-        journal.has(LineKey.of(0, b"two"))
-    path.write_text('{"id": "mine"}\n')
-    with pytest.raises(BatchRefused, match="holds something that is no batch's output"):
-        Journal(path)
-    with pytest.raises(BatchRefused, match="cannot write"):
-        Journal(tmp_path)
-
-
 # ---- the job ---------------------------------------------------------------------------------------------------------
 
 
@@ -146,16 +115,15 @@ class Echo:
         return BatchResponse(status, request_id, msgspec.Raw(answer))
 
 
-def run(echo: Echo, source: pathlib.Path, target: pathlib.Path, num_in_flight: int = 4) -> list[batch_job.Progress]:
-    reports: list[batch_job.Progress] = []
+def run(echo: Echo, source: pathlib.Path, target: pathlib.Path, num_in_flight: int = 4) -> list[batch_job.LineProgress]:
+    reports: list[batch_job.LineProgress] = []
 
-    async def answer_all(journal: Journal) -> None:
-        with source.open("rb") as lines:
-            places = asyncio.Semaphore(num_in_flight)
-            await batch_job.run(batch_job.Job(echo, journal, places, MAX_BYTES, reports.append), lines)
+    async def answer_all(journal: Journal, lines: BinaryIO) -> None:
+        places = asyncio.Semaphore(num_in_flight)
+        await batch_job.run(batch_job.BatchJob(echo, journal, places, MAX_BYTES, reports.append), lines)
 
-    with Journal(target) as journal:
-        asyncio.run(answer_all(journal))
+    with source.open("rb") as lines, Journal(target, lines, MAX_BYTES) as journal:
+        asyncio.run(answer_all(journal, lines))
     return reports
 
 
@@ -185,8 +153,8 @@ def test_every_line_gets_one_result(tmp_path: pathlib.Path, monkeypatch: pytest.
     again = Echo({})
     assert run(again, source, target) == []
     assert not again.asked
-    with source.open("rb") as text, Journal(target) as journal:
-        assert count_lines(text, MAX_BYTES, journal) == (7, 7)
+    with source.open("rb") as text, Journal(target, text, MAX_BYTES) as journal:
+        assert (journal.num_lines, journal.num_done) == (7, 7)
         assert count_lines(io.BytesIO(text.read() + b"{}"), MAX_BYTES, journal) == (8, 7)
         with pytest.raises(BatchRefused, match="another input: its line 1 was different"):
             count_lines(io.BytesIO(b"one"), MAX_BYTES, journal)
@@ -194,7 +162,8 @@ def test_every_line_gets_one_result(tmp_path: pathlib.Path, monkeypatch: pytest.
 
 def test_an_input_without_its_last_lines_is_refused(tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:
     lines = [json.dumps({"custom_id": str(n), "url": "/v1/completions", "body": {}}).encode() for n in range(3)]
-    with Journal(tmp_path / "out.jsonl") as journal:
+    (tmp_path / "in.jsonl").write_bytes(b"\n".join(lines))
+    with (tmp_path / "in.jsonl").open("rb") as source, Journal(tmp_path / "out.jsonl", source, MAX_BYTES) as journal:
         for number, line in enumerate(lines):
             key = LineKey.of(number, line)
             journal.write(key, BatchResult(key.id, str(number)))
@@ -474,7 +443,7 @@ def test_a_batch_has_the_weight_of_its_key() -> None:
     ("arguments", "message"),
     [
         (["missing.jsonl", "out.jsonl"], "cannot read missing.jsonl"),
-        (["in.jsonl", "in.jsonl"], "holds something that is no batch's output"),
+        (["in.jsonl", "in.jsonl"], "is the input of the batch"),
         (["in.jsonl", "out.jsonl", "--model", "nowhere"], "cannot be served"),
     ],
 )

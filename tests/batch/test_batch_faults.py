@@ -16,14 +16,14 @@ from typing import Any
 
 import pytest
 
-from manta.cluster.batch import lease, local_files, retention, stored
+from manta.cluster.batch import batch_run, lease, stored
+from manta.cluster.batch import batch_runner as runner_module
 from manta.cluster.batch.lease import Lease, LeaseLost, acquire
-from manta.cluster.batch.records import Records
-from manta.cluster.batch.retention import remove_expired
-from manta.cluster.batch.running import batch_run
-from manta.cluster.batch.running import batch_runner as runner_module
-from manta.cluster.batch.storage import Storage
 from manta.cluster.config import BatchLimits
+from manta.cluster.storage import local_files, retention
+from manta.cluster.storage.records import Records
+from manta.cluster.storage.retention import remove_expired
+from manta.cluster.storage.storage import Storage
 from tests.batch.test_batches_api import KEYS, Service, completed, ended, lines_of, requests, serving, started, until
 from tests.patience import PATIENCE_S
 
@@ -148,11 +148,11 @@ def test_only_partial_files_without_a_writer_are_removed(
     storage = Storage(str(tmp_path))
     storage.write("a/b", b"1")
     folder = tmp_path / local_files.PARTIAL_FOLDER
-    (folder / "left").write_bytes(b"x")
-    os.utime(folder / "left", (1, 1))
-    (folder / "new").write_bytes(b"x")
+    for name, written in ((f"{1:032x}", 1), (f"{2:032x}", time.time()), ("somebody else's", 1)):
+        (folder / name).write_bytes(b"x")
+        os.utime(folder / name, (written, written))
     remove_expired(Records(storage, BatchLimits()))
-    assert [path.name for path in folder.iterdir()] == ["new"]
+    assert sorted(path.name for path in folder.iterdir()) == [f"{2:032x}", "somebody else's"]
     assert list(storage.sizes("a")) == ["b"]
 
 

@@ -11,11 +11,11 @@ import httpx2
 import openai
 import pytest
 
-from manta.cluster.batch import retention
-from manta.cluster.batch.quota import Quota
-from manta.cluster.batch.records import Records
-from manta.cluster.batch.storage import Storage
 from manta.cluster.config import BatchLimits
+from manta.cluster.storage import retention
+from manta.cluster.storage.quota import Quota
+from manta.cluster.storage.records import Records
+from manta.cluster.storage.storage import Storage
 from tests.batch.test_batches_api import Service, ended, lines_of, requests, serving, soon, started
 
 __all__ = ["soon"]

@@ -19,13 +19,14 @@ import msgspec
 import pytest
 from hypothesis import given, settings
 
-from manta.cluster.batch import lease, records, retention, stored
+from manta.cluster.batch import batch_job, batch_run, batch_runner, lease, stored
+from manta.cluster.batch.batch_runner import Runner
 from manta.cluster.batch.lines import BatchRequest, BatchResponse
-from manta.cluster.batch.records import ENDED, Batch, Records
-from manta.cluster.batch.retention import remove_expired
-from manta.cluster.batch.running import batch_job, batch_run, batch_runner
-from manta.cluster.batch.running.batch_runner import Runner
 from manta.cluster.config import BatchLimits
+from manta.cluster.protocol.batches_api import Batch
+from manta.cluster.storage import records, retention
+from manta.cluster.storage.records import ENDED, Records
+from manta.cluster.storage.retention import remove_expired
 from tests.batch.batch_world import CALM, EPOCH_S, Faults, FaultyStorage, Killed, Scheduler, VirtualLoop, World
 from tests.conftest import PROVE
 

@@ -16,21 +16,20 @@ import httpx2
 import openai
 import pytest
 
-from manta.cluster.batch import stored
-from manta.cluster.batch.local_files import PARTIAL_FOLDER
-from manta.cluster.batch.records import Records
-from manta.cluster.batch.retention import remove_expired
-from manta.cluster.batch.running import batch_run
-from manta.cluster.batch.running import batch_runner as runner_module
-from manta.cluster.batch.running.batch_runner import Runner
-from manta.cluster.batch.running.line_endpoints import Endpoints
-from manta.cluster.batch.storage import Storage, check_storage, with_storage
+from manta.cluster.batch import batch_run, stored
+from manta.cluster.batch import batch_runner as runner_module
+from manta.cluster.batch.batch_runner import Runner
+from manta.cluster.batch.line_endpoints import Endpoints
 from manta.cluster.config import BatchLimits, EngineConfig, ServeConfig
 from manta.cluster.http.app import HttpApp
 from manta.cluster.http.endpoints.files import PARSED_BYTES
 from manta.cluster.http.exchange.engines import Event, GenerationRequest
 from manta.cluster.http.exchange.metrics import Metrics
 from manta.cluster.http.exchange.uploads import UploadParser
+from manta.cluster.storage.local_files import PARTIAL_FOLDER
+from manta.cluster.storage.records import Records
+from manta.cluster.storage.retention import remove_expired
+from manta.cluster.storage.storage import Storage, check_storage, with_storage
 from manta.cluster.text.tokenizer import Tokenizer
 from tests.batch.test_batch import line
 from tests.http.test_routes import Repeating, RepeatingEngines

@@ -57,12 +57,11 @@ FOLDERS = (
     "manta.cluster.llm",
     # HTTP
     "manta.cluster.telemetry",
-    "manta.cluster.batch",
+    "manta.cluster.storage",
     "manta.cluster.http.access",
     "manta.cluster.http.exchange",
     "manta.cluster.http.endpoints",
     "manta.cluster.http",
-    "manta.cluster.batch.running",
     # Ray Serve
     "manta.cluster.serve.starting",
     "manta.cluster.serve.listening",
@@ -72,7 +71,7 @@ FOLDERS = (
     "manta.cluster.serve.requests",
     "manta.cluster.serve.recorded",
     "manta.cluster.serve.engine",
-    "manta.cluster.serve.batches",
+    "manta.cluster.batch",
     "manta.cluster.serve",
     "manta.cluster.cli",
 )
@@ -90,6 +89,7 @@ OWNED: dict[str, tuple[str, ...]] = {
 
 RAY_USERS = (
     "manta.cluster.serve",
+    "manta.cluster.batch.batch_deployment",
     "manta.cluster.own_ray",
     "manta.cluster.engine.ranks",
     "manta.structured.grammar_pool.transport",

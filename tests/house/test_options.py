@@ -12,14 +12,14 @@ from typing import Any
 import msgspec
 import pytest
 
-from manta.cluster.batch.records import Records
-from manta.cluster.batch.storage import Storage
 from manta.cluster.config import AutoscalingOptions, BatchLimits, BodyLimits, EngineConfig, ServeConfig
 from manta.cluster.errors import RequestRefused
 from manta.cluster.http.exchange.codec import decode
 from manta.cluster.protocol.requests import ChatCompletionRequest, CompletionRequest
 from manta.cluster.serve.ingress import ingress_deployment
 from manta.cluster.serve.scaling.autoscaling import autoscaling_config
+from manta.cluster.storage.records import Records
+from manta.cluster.storage.storage import Storage
 from manta.specdecode.ngram import NgramIndex
 from manta.specdecode.speculative_config import SpeculativeConfig
 from manta.structured.constraint import ConstraintError, ConstraintLimits, ConstraintSpec, check_limits

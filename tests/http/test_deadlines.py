@@ -17,7 +17,6 @@ from typing import Any
 
 import pytest
 
-from manta.cluster.batch.records import Records, Upload
 from manta.cluster.config import ServeConfig
 from manta.cluster.http.app import HttpApp
 from manta.cluster.http.exchange import prompts
@@ -26,6 +25,7 @@ from manta.cluster.http.exchange.routing import Route
 from manta.cluster.http.routes import ROUTES
 from manta.cluster.serve.channel.token_channel import Address, Connection, RequestResult
 from manta.cluster.serve.requests import prompt_run
+from manta.cluster.storage.records import Records, Upload
 from manta.workers.model_info import ModelInfo
 from tests.local_server import LocalServer, answer, local_server, post, until
 from tests.patience import PATIENCE_S

@@ -15,9 +15,6 @@ import msgspec
 import openai
 import pytest
 
-from manta.cluster.batch.kept_responses import DELETED_S, EndedResponse, KeptResponses, StoredResponse
-from manta.cluster.batch.quota import TooMuch
-from manta.cluster.batch.storage import Storage
 from manta.cluster.config import EngineConfig, ResponseLimits, ServeConfig
 from manta.cluster.errors import GenerationFailed
 from manta.cluster.http.access.keys import ApiKeys
@@ -26,6 +23,9 @@ from manta.cluster.http.exchange.engines import Event, Generation
 from manta.cluster.http.exchange.metrics import Metrics
 from manta.cluster.http.exchange.recordings import NoStreams, Opening, Recording
 from manta.cluster.protocol.responses_api import Reasoning, ResponseObject, TextOptions
+from manta.cluster.storage.kept_responses import DELETED_S, EndedResponse, KeptResponses, StoredResponse
+from manta.cluster.storage.quota import TooMuch
+from manta.cluster.storage.storage import Storage
 from manta.cluster.text.tokenizer import Tokenizer
 from tests.async_tests import async_test
 from tests.http.test_routes import RepeatingEngines

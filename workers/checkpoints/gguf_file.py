@@ -10,7 +10,9 @@ import contextlib
 import hashlib
 import json
 import logging
+import os
 import pathlib
+import re
 import shutil
 import struct
 import tempfile
@@ -25,6 +27,8 @@ from manta.workers.models.raw_config import RawConfig, RawValue
 
 logger = logging.getLogger(__name__)
 
+_FOLDER = re.compile(r".+-[0-9a-f]{16}|\.new-.{8}")
+"""Form of the names of these folders, finished and not."""
 _LAYOUT = 1
 """Version of the folder's contents. Folders of another version are not used."""
 _ARCHITECTURES = {
@@ -64,7 +68,7 @@ def gguf_folder(path: pathlib.Path) -> pathlib.Path:
     identity = f"{_LAYOUT} {path} {stat.st_size} {stat.st_mtime_ns}"
     name = hashlib.blake2b(identity.encode(), digest_size=8).hexdigest()
     folder = cache_folder() / "gguf" / f"{path.stem}-{name}"
-    if folder.is_dir():
+    if _is_whole(folder):
         return folder
     if (pointer := lfs_pointer(path)) is not None:
         raise ModelError(pointer)
@@ -75,8 +79,7 @@ def gguf_folder(path: pathlib.Path) -> pathlib.Path:
             values, tensors = read_gguf_header(path)
             _write(_GgufFile(path, RawConfig(values, str(path)), tensors), new)
             _forget_gone(folder.parent)
-            with contextlib.suppress(FileExistsError):  # another process has written it
-                _rename(new, folder)
+            _rename(new, folder)
         finally:
             shutil.rmtree(new, ignore_errors=True)
     except OSError as error:
@@ -87,19 +90,31 @@ def gguf_folder(path: pathlib.Path) -> pathlib.Path:
 def _forget_gone(parent: pathlib.Path) -> None:
     """Removes the folders of files that no longer exist."""
     for index in parent.glob(f"*/{GGUF_INDEX}"):
-        with contextlib.suppress(OSError, ValueError, KeyError):  # another process removes it too
+        if not _FOLDER.fullmatch(index.parent.name):
+            continue
+        with contextlib.suppress(OSError, ValueError, LookupError, TypeError):  # another process removes it too
             if not pathlib.Path(json.loads(index.read_text())["file"]).exists():
                 shutil.rmtree(index.parent, ignore_errors=True)
 
 
 def _rename(new: pathlib.Path, folder: pathlib.Path) -> None:
-    """Renames a folder. Raises `FileExistsError` if `folder` exists."""
+    """Renames a folder, unless another process has done so. Removes a torn folder of this name first."""
     try:
         new.rename(folder)
     except OSError:
-        if folder.is_dir():
-            raise FileExistsError(folder) from None
-        raise
+        if _is_whole(folder):
+            return
+        shutil.rmtree(folder)
+        new.rename(folder)
+
+
+def _is_whole(folder: pathlib.Path) -> bool:
+    """Returns whether the folder has an index, which is written last, and all files that the index names."""
+    try:
+        files = json.loads((folder / GGUF_INDEX).read_text())["folder"]
+        return all((folder / name).stat().st_size == size for name, size in files.items())
+    except (OSError, ValueError, LookupError, TypeError, AttributeError):  # none, torn, or of another version
+        return False
 
 
 class _GgufFile(NamedTuple):
@@ -121,9 +136,13 @@ def _write(file: _GgufFile, folder: pathlib.Path) -> None:
     _check(file)
     config = _config(file)
     (folder / "config.json").write_text(json.dumps(config, indent=1))
-    head_dim = config["head_dim"] if file.architecture in _INTERLEAVED else 0
-    (folder / GGUF_INDEX).write_text(json.dumps(_index(file, head_dim)))
     _write_tokenizer(file.path, folder)
+    head_dim = config["head_dim"] if file.architecture in _INTERLEAVED else 0
+    index = _index(file, head_dim) | {"folder": {each.name: each.stat().st_size for each in folder.iterdir()}}
+    (folder / GGUF_INDEX).write_text(json.dumps(index))
+    for each in folder.iterdir():
+        with each.open("rb") as written:
+            os.fsync(written.fileno())  # before the folder gets its name
 
 
 def _check(file: _GgufFile) -> None:
@@ -242,11 +261,15 @@ def _name(name: str) -> str:
 
 
 def _write_tokenizer(path: pathlib.Path, folder: pathlib.Path) -> None:
-    """Writes the tokenizer. A failure is only logged, because the option `tokenizer` can name another one."""
+    """Writes the tokenizer. If there is none, that is only logged, because the option `tokenizer` can name another."""
     import transformers  # takes seconds to import, once for each file
 
     try:
         tokenizer = transformers.PreTrainedTokenizerFast.from_pretrained(str(path.parent), gguf_file=path.name)
-        tokenizer.save_pretrained(folder)
     except Exception as error:  # transformers raises any exception for an unexpected vocabulary
         logger.warning("transformers makes no tokenizer of %s: %s: %s", path, type(error).__name__, error)
+        return
+    try:
+        tokenizer.save_pretrained(folder)
+    except Exception as error:  # a full disk is no `OSError` here
+        raise ModelError(f"the tokenizer of {path} cannot be written to {folder}: {error}; set MANTA_CACHE") from error

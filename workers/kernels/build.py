@@ -18,6 +18,7 @@ import pathlib
 import shlex
 import shutil
 import stat
+import struct
 import subprocess
 import sys
 import tempfile
@@ -150,11 +151,27 @@ def load_checked(library: pathlib.Path) -> ctypes.CDLL:
 
 
 def _is_ours(library: pathlib.Path) -> bool:
-    """Whether the file is there, and nobody but this user or root could have written it: to load it is to run it."""
+    """Whether the file is there and whole, and nobody but this user or root could have written it: to load it is to run
+    it.
+    """
     try:
-        return _is_trusted(library.lstat())
+        return _is_trusted(library.lstat()) and not _is_torn(library)
     except FileNotFoundError:
         return False
+
+
+def _is_torn(library: pathlib.Path) -> bool:
+    """Whether a 64-bit ELF file lacks a part of its section table, which is at its end: to load it may be fatal."""
+    with library.open("rb") as file:
+        head = file.read(64)
+    if not head.strip(b"\0"):
+        return True
+    if head[:6] != b"\x7fELF\2\1":
+        return False
+    if len(head) < 64:
+        return True
+    (table,), (entry_size, num_entries) = struct.unpack_from("<Q", head, 40), struct.unpack_from("<HH", head, 58)
+    return bool(library.stat().st_size < table + entry_size * num_entries)
 
 
 def _is_trusted(status: os.stat_result) -> bool:
@@ -176,4 +193,6 @@ def _compile(command: tuple[str, ...], library: pathlib.Path) -> None:
         partial = f"{folder}/{library.name}"
         run("-shared", *objects, "-o", partial)
         os.chmod(partial, 0o755)
+        with open(partial, "rb") as compiled:
+            os.fsync(compiled.fileno())  # so that a power failure leaves no torn library under its name
         os.replace(partial, library)  # atomic: several ranks may compile at once

@@ -1,5 +1,5 @@
 """`/v1/batches`: files of requests that are answered when the engines have room. These handlers store batches and
-report their state; `cluster/batch/running/batch_runner.py` runs them.
+report their state; `cluster/batch/batch_runner.py` runs them.
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
-from manta.cluster.batch.lines import URLS
-from manta.cluster.batch.quota import TooMuch
-from manta.cluster.batch.records import ENDED, Batch, Records
 from manta.cluster.errors import refuse
 from manta.cluster.http.endpoints.files import not_found, records_of
 from manta.cluster.http.exchange.codec import decode_query
 from manta.cluster.http.exchange.exchange import Exchange
 from manta.cluster.http.exchange.state import AppState
 from manta.cluster.protocol.api_errors import ApiError
+from manta.cluster.protocol.batches_api import URLS, Batch
+from manta.cluster.storage.quota import TooMuch
+from manta.cluster.storage.records import ENDED, Records
 
 logger = logging.getLogger(__name__)
 

@@ -12,14 +12,15 @@ from typing import Annotated, Any, BinaryIO, Literal, NoReturn, TypeVar
 import msgspec
 from msgspec import Meta
 
-from manta.cluster.batch.quota import TooMuch
-from manta.cluster.batch.records import FileObject, Records, Upload
 from manta.cluster.errors import refuse
 from manta.cluster.http.exchange.codec import decode_query
 from manta.cluster.http.exchange.exchange import Exchange
 from manta.cluster.http.exchange.state import AppState
 from manta.cluster.http.exchange.uploads import MAX_FORM_BYTES, UploadParser
 from manta.cluster.protocol.api_errors import ApiError
+from manta.cluster.protocol.batches_api import FileObject
+from manta.cluster.storage.quota import TooMuch
+from manta.cluster.storage.records import Records, Upload
 
 PIECE_BYTES = 1 << 20
 """Bytes of a file that a thread writes or reads at a time."""

@@ -20,8 +20,6 @@ from typing import Annotated, Any, Literal, cast
 import msgspec
 from msgspec import Meta
 
-from manta.cluster.batch.kept_responses import EndedResponse, KeptResponses, StoredResponse
-from manta.cluster.batch.quota import TooMuch
 from manta.cluster.errors import ServingError, Unavailable, refuse
 from manta.cluster.http.endpoints.streams import RESPONSES_PATH, write_again
 from manta.cluster.http.exchange.codec import decode, decode_query, encode
@@ -34,6 +32,8 @@ from manta.cluster.http.exchange.state import AppState
 from manta.cluster.protocol.api_errors import ApiError
 from manta.cluster.protocol.response_items import check_calls, input_items
 from manta.cluster.protocol.responses_api import ResponseObject, ResponsesRequest
+from manta.cluster.storage.kept_responses import EndedResponse, KeptResponses, StoredResponse
+from manta.cluster.storage.quota import TooMuch
 
 logger = logging.getLogger(__name__)
 

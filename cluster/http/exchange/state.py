@@ -10,15 +10,15 @@ from typing import Any
 import msgspec
 from prometheus_client.metrics_core import Metric
 
-from manta.cluster.batch.kept_responses import KeptResponses
-from manta.cluster.batch.records import Records
-from manta.cluster.batch.storage import Storage
 from manta.cluster.config import ServeConfig
 from manta.cluster.http.access.prefix_scope import PrefixScope
 from manta.cluster.http.exchange.engines import Engines
 from manta.cluster.http.exchange.metrics import Metrics
 from manta.cluster.http.exchange.recordings import NoStreams, Streams
 from manta.cluster.protocol.api_errors import ApiError
+from manta.cluster.storage.kept_responses import KeptResponses
+from manta.cluster.storage.records import Records
+from manta.cluster.storage.storage import Storage
 from manta.cluster.text.tokenizer import Tokenizer
 from manta.workers.model_info import ModelInfo
 

@@ -71,11 +71,15 @@ def in_words(error: BaseException) -> str:
 
 def unexpected(error: Exception) -> StartFailed:
     """Returns the `StartFailed` for an exception that Ray or Serve raised in this process. Writes the traceback to a
-    file, which the message names.
+    file, which the message names, or into the message if no file can be written.
     """
-    with tempfile.NamedTemporaryFile("w", prefix="manta-serve-", suffix=".log", delete=False) as log:
-        traceback.print_exception(error, file=log)
     cause = last_exception(str(error)) if isinstance(error, RayTaskError) else in_words(error)
+    try:
+        with tempfile.NamedTemporaryFile("w", prefix="manta-serve-", suffix=".log", delete=False) as log:
+            traceback.print_exception(error, file=log)
+    except OSError as failure:
+        story = "".join(traceback.format_exception(error))
+        return StartFailed(f"the application did not start: {cause}. No log was written ({failure.strerror}):\n{story}")
     return StartFailed(f"the application did not start: {cause}. The whole story is in {log.name}")
 
 

@@ -11,14 +11,14 @@ from typing import Any
 import ray
 from ray import serve
 
-from manta.cluster.batch.kept_responses import KeptResponses
-from manta.cluster.batch.records import Records
-from manta.cluster.batch.running.batch_runner import Runner
-from manta.cluster.batch.storage import Storage
+from manta.cluster.batch.batch_runner import Runner
+from manta.cluster.batch.line_endpoints import batch_endpoints
 from manta.cluster.config import ServeConfig
-from manta.cluster.serve.batches.batch_application import batch_endpoints
 from manta.cluster.serve.starting.replica_process import REPLICA_ENVIRONMENT, ReplicaProcess, yield_to_engines
 from manta.cluster.serve.starting.start_failure import told_in_words
+from manta.cluster.storage.kept_responses import KeptResponses
+from manta.cluster.storage.records import Records
+from manta.cluster.storage.storage import Storage
 
 
 class BatchRunner:

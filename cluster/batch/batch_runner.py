@@ -2,7 +2,7 @@
 
 Its only state is the storage, so a new runner continues where a killed one stopped. Runners may share a storage: each
 batch has a lease, and runs where its lease is held. In one runner clients take turns: one batch of each runs at a time,
-and their lines share the places. Serve keeps one runner for each server (`cluster/serve/batches/batch_deployment.py`).
+and their lines share the places. Serve keeps one runner for each server (`cluster/batch/batch_deployment.py`).
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ import logging
 import time
 from typing import NamedTuple
 
-from manta.cluster.batch.kept_responses import KeptResponses
+from manta.cluster.batch.batch_job import Answer
+from manta.cluster.batch.batch_run import Answering, BatchRun, GivenUp, LeaseHeld
 from manta.cluster.batch.lease import LeaseLost, new_holder
-from manta.cluster.batch.records import OpenBatch, Records
-from manta.cluster.batch.retention import remove_expired
-from manta.cluster.batch.running.batch_job import Answer
-from manta.cluster.batch.running.batch_run import Answering, BatchRun, GivenUp, LeaseHeld
+from manta.cluster.storage.kept_responses import KeptResponses
+from manta.cluster.storage.records import OpenBatch, Records
+from manta.cluster.storage.retention import remove_expired
 
 logger = logging.getLogger(__name__)
 

@@ -16,10 +16,11 @@ import threading
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from manta.cluster.batch.storage import Storage
 from manta.cluster.config import BatchLimits
+from manta.cluster.storage.storage import Storage
 
-_RESERVATION = re.compile(r"(file-[0-9a-f]+)\.(\d+)")
+RESERVATION = re.compile(r"(file-[0-9a-f]+)\.(\d+)")
+"""Form of a reservation's name."""
 
 
 class TooMuch(ValueError):
@@ -115,7 +116,7 @@ class Quota:
 
     def _reservations(self, owner: str) -> list[re.Match[str]]:
         names = self._storage.sizes(f"reserved/{owner}")
-        return list(filter(None, map(_RESERVATION.fullmatch, names)))
+        return list(filter(None, map(RESERVATION.fullmatch, names)))
 
 
 def _too_many_bytes(num_bytes: int, limits: BatchLimits, asked: str) -> TooMuch:

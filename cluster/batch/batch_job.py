@@ -1,8 +1,8 @@
 """Runs a batch: sends every line of a file to the endpoint that it names, and writes every answer to another file.
 
-A line means the same as its body does at its URL (`cluster/batch/running/line_endpoints.py`); a failed line is a result
+A line means the same as its body does at its URL (`cluster/batch/line_endpoints.py`); a failed line is a result
 like any other. `cluster/cli/batch.py` starts the engines and calls `run`; for `/v1/batches`,
-`cluster/batch/running/batch_runner.py` does.
+`cluster/batch/batch_runner.py` does.
 
 Ray Data does not fit: it splits the input into blocks, repeats a whole block after a failure, and fills each engine
 with one block at a time. Here single lines are repeated, and one queue keeps all engines full.
@@ -41,7 +41,7 @@ Answer = Callable[[BatchRequest, str, str], Coroutine[Any, Any, BatchResponse]]
 Request = tuple[LineKey, BatchRequest | BadLine]
 
 
-class Progress(NamedTuple):
+class LineProgress(NamedTuple):
     """The counts that one line added."""
 
     has_failed: bool
@@ -57,7 +57,7 @@ class Results(Protocol):
     def write(self, key: LineKey, result: BatchResult) -> None: ...
 
 
-class Job(NamedTuple):
+class BatchJob(NamedTuple):
     """One batch to run, and how to run it."""
 
     answer: Answer
@@ -65,7 +65,7 @@ class Job(NamedTuple):
     places: asyncio.Semaphore
     """Limit of concurrent requests; batches that share it take turns."""
     max_line_bytes: int
-    report: Callable[[Progress], None]
+    report: Callable[[LineProgress], None]
     endpoint: str | None = None
     """The only URL that its lines may name; None if each may name its own."""
     owner: str = ""
@@ -74,7 +74,7 @@ class Job(NamedTuple):
     """
 
 
-async def run(job: Job, source: BinaryIO) -> None:
+async def run(job: BatchJob, source: BinaryIO) -> None:
     """Answers every line of `source` that has no result, in any order.
 
     Raises `BatchRefused` if the results belong to another input.
@@ -84,7 +84,7 @@ async def run(job: Job, source: BinaryIO) -> None:
             async for key, request in _requests(source, job):
                 if isinstance(request, BadLine):
                     job.results.write(key, refused(key, request))
-                    job.report(Progress(True, 0, 0))
+                    job.report(LineProgress(True, 0, 0))
                     continue
                 await job.places.acquire()
                 task = tasks.create_task(_answer(job, key, request))
@@ -93,7 +93,7 @@ async def run(job: Job, source: BinaryIO) -> None:
         raise group.exceptions[0] from group
 
 
-async def _requests(source: BinaryIO, job: Job) -> AsyncIterator[Request]:
+async def _requests(source: BinaryIO, job: BatchJob) -> AsyncIterator[Request]:
     """Yields the lines without a result, window by window. Each window is read in a thread, because the storage may be
     slow.
     """
@@ -104,7 +104,7 @@ async def _requests(source: BinaryIO, job: Job) -> AsyncIterator[Request]:
             yield request
 
 
-def _windows(lines: Iterator[Line], job: Job) -> Iterator[list[Request]]:
+def _windows(lines: Iterator[Line], job: BatchJob) -> Iterator[list[Request]]:
     """Yields windows of lines: bad lines first, then lines with a common prefix together."""
     window: list[Request] = []
     num_bytes = 0
@@ -122,7 +122,7 @@ def _sort_key(each: Request) -> tuple[str, bytes]:
     return ("", b"") if isinstance(each[1], BadLine) else each[1].sort_key
 
 
-def _parsed(line: Line, job: Job) -> BatchRequest | BadLine:
+def _parsed(line: Line, job: BatchJob) -> BatchRequest | BadLine:
     if line.text is None:
         return BadLine(f"the line has more than {job.max_line_bytes} bytes; shorten it, or raise max_body_bytes")
     try:
@@ -147,13 +147,13 @@ def _streams(body: msgspec.Raw) -> bool:
         return False  # the endpoint reports the error
 
 
-async def _answer(job: Job, key: LineKey, request: BatchRequest) -> None:
+async def _answer(job: BatchJob, key: LineKey, request: BatchRequest) -> None:
     response = await _tried(job, key, request)
     job.results.write(key, BatchResult(key.id, request.custom_id, response))
     job.report(_progress(response))
 
 
-async def _tried(job: Job, key: LineKey, request: BatchRequest) -> BatchResponse:
+async def _tried(job: BatchJob, key: LineKey, request: BatchRequest) -> BatchResponse:
     """Returns the first answer that another try would not change, or the last one."""
     num_failures, begun, pause_s = 0, time.monotonic(), RETRY_S
     while True:
@@ -174,12 +174,12 @@ class _Usage(msgspec.Struct):
     completion_tokens: int = 0
 
 
-class _Answer(msgspec.Struct):
+class _Used(msgspec.Struct):
     usage: _Usage = msgspec.field(default_factory=_Usage)
 
 
-def _progress(response: BatchResponse) -> Progress:
+def _progress(response: BatchResponse) -> LineProgress:
     if response.status_code != 200:
-        return Progress(True, 0, 0)
-    usage = msgspec.json.decode(response.body, type=_Answer).usage
-    return Progress(False, usage.prompt_tokens, usage.completion_tokens)
+        return LineProgress(True, 0, 0)
+    usage = msgspec.json.decode(response.body, type=_Used).usage
+    return LineProgress(False, usage.prompt_tokens, usage.completion_tokens)

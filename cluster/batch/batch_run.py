@@ -1,4 +1,4 @@
-"""One batch until its end: its lease, its lines, its result files. `cluster/batch/running/batch_runner.py` starts it.
+"""One batch until its end: its lease, its lines, its result files. `cluster/batch/batch_runner.py` starts it.
 
     acquire the lease ─▶ answer the lines ─▶ decide the ending ─▶ write the files ─▶ settle ─▶ publish, close
                          (lease is checked before each save)
@@ -14,30 +14,27 @@ import contextlib
 import logging
 import time
 from collections.abc import Callable, Iterator
-from typing import Literal, NamedTuple, TypeVar
+from typing import BinaryIO, Literal, NamedTuple, TypeVar
 
-from manta.cluster.batch.journal import BatchRefused, DoneLines, Line, count_lines, read_lines
+from manta.cluster.batch.batch_job import Answer, BatchJob
+from manta.cluster.batch.batch_job import run as answer_all
+from manta.cluster.batch.journal import BatchRefused, DoneLines, Line, check_encoding, count_lines, read_lines
 from manta.cluster.batch.lease import RENEW_S, Lease, LeaseLost, acquire
-from manta.cluster.batch.lines import BatchError, BatchResult, custom_id_of, encode
-from manta.cluster.batch.records import (
+from manta.cluster.batch.lines import BatchResult, custom_id_of, encode
+from manta.cluster.batch.stored import StoredResults
+from manta.cluster.protocol.batches_api import Batch, BatchError, BatchErrors, FileObject, RequestCounts
+from manta.cluster.storage.records import (
     ENDED,
-    Batch,
-    BatchErrors,
     BatchOutcome,
     BatchProgress,
     Ending,
-    FileObject,
     Finalizing,
     InputMissing,
     Records,
-    RequestCounts,
     Upload,
     age_s,
     new_attempt,
 )
-from manta.cluster.batch.running.batch_job import Answer, Job
-from manta.cluster.batch.running.batch_job import run as answer_all
-from manta.cluster.batch.stored import StoredResults
 
 logger = logging.getLogger(__name__)
 
@@ -60,7 +57,7 @@ _REASONS: dict[Ending, BatchError] = {
     ),
 }
 _Kind = Literal["output", "errors"]
-_Result = TypeVar("_Result")
+_Saved = TypeVar("_Saved")
 
 
 class LeaseHeld(Exception):
@@ -114,10 +111,11 @@ class BatchRun:
         if isinstance(acquired, float):
             raise LeaseHeld(acquired)
         self._lease = acquired
+        held = _HeldBatch(self._records, acquired, self.owner, self.id, self._answering.max_line_bytes)
         try:
             async with asyncio.TaskGroup() as tasks:
                 renewing = tasks.create_task(self._keep_lease(acquired))
-                await self._bring_to_its_end()
+                await self._bring_to_its_end(held)
                 renewing.cancel()
         except ExceptionGroup as group:
             raise group.exceptions[0] from group
@@ -137,38 +135,37 @@ class BatchRun:
             except Exception as error:
                 logger.warning("the lease on batch %s was not renewed: %r", self.id, error)
 
-    async def _bring_to_its_end(self) -> None:
-        progress = await asyncio.to_thread(self._records.progress, self.owner, self.id)
+    async def _bring_to_its_end(self, held: _HeldBatch) -> None:
+        progress = await asyncio.to_thread(held.progress)
         if progress is None or progress.batch.status in ENDED:
-            await asyncio.to_thread(self._records.close_batch, self.owner, self.id)
+            await asyncio.to_thread(held.close)
             return
-        outcome = progress.outcome or await self._outcome(progress)
-        await asyncio.to_thread(self._end, outcome)
+        outcome = progress.outcome or await self._outcome(held, progress)
+        await asyncio.to_thread(held.end, outcome)
 
-    async def _outcome(self, progress: BatchProgress) -> BatchOutcome:
+    async def _outcome(self, held: _HeldBatch, progress: BatchProgress) -> BatchOutcome:
         """Answers the lines that have no result, and settles the outcome of the batch."""
         batch = progress.batch
         if not batch.input_file_id:  # it replaces one that cannot be decoded
             if age_s(batch.id) < UNREADABLE_GRACE_S:
                 raise LinesMissing(f"batch {batch.id} cannot be decoded yet")
-            return await asyncio.to_thread(self._failed, batch, batch.errors)
-        await asyncio.to_thread(self._records.keep_asked, self.owner, batch)
-        results = await asyncio.to_thread(StoredResults, self._records.storage, self._parts)
+            return await asyncio.to_thread(held.failed, batch, batch.errors)
+        results = await asyncio.to_thread(held.results, batch)
         try:
-            await self._answer_until_given_up(progress, results)
+            await self._answer_until_given_up(held, progress, results)
             wanted: Ending = progress.ending or self._giving_up or "completed"
-            return await asyncio.to_thread(self._finish, batch, results, wanted)
+            return await asyncio.to_thread(held.finish, batch, results, wanted)
         except (BatchRefused, InputMissing) as error:
             errors = BatchErrors([BatchError("invalid_input_file", str(error))])
-            return await asyncio.to_thread(self._failed, batch, errors)
+            return await asyncio.to_thread(held.failed, batch, errors)
 
-    async def _answer_until_given_up(self, progress: BatchProgress, results: StoredResults) -> None:
+    async def _answer_until_given_up(self, held: _HeldBatch, progress: BatchProgress, results: StoredResults) -> None:
         """Answers the lines unless the batch is given up. Raises `BatchRefused` and `InputMissing`."""
         if progress.ending is None and self._giving_up is not None:
             return
         if progress.ending not in (None, "completed"):
             return
-        self._lines = asyncio.create_task(self._answer(progress.batch, results))
+        self._lines = asyncio.create_task(self._answer(held, progress.batch, results))
         try:
             await self._lines
         except asyncio.CancelledError:
@@ -179,11 +176,11 @@ class BatchRun:
             if progress.ending is None:
                 raise  # otherwise all lines were answered, and the owner may have removed the input
 
-    async def _answer(self, batch: Batch, results: StoredResults) -> None:
+    async def _answer(self, held: _HeldBatch, batch: Batch, results: StoredResults) -> None:
         """Answers the lines. Raises `BatchRefused` if the input has none, and `InputMissing`."""
         if not batch.request_counts.total:
-            await asyncio.to_thread(self._count, batch, results)
-        job = Job(
+            await asyncio.to_thread(held.count, batch, results)
+        job = BatchJob(
             self._answering.answer,
             results,
             self._answering.places,
@@ -193,24 +190,24 @@ class BatchRun:
             owner=self.owner,
         )
         try:
-            with await asyncio.to_thread(self._records.input, self.owner, batch.input_file_id) as source:
+            with await asyncio.to_thread(held.input, batch) as source:
                 async with asyncio.TaskGroup() as tasks:
-                    flushing = tasks.create_task(self._keep_flushing(batch, results))
+                    flushing = tasks.create_task(self._keep_flushing(held, batch, results))
                     await answer_all(job, source)
                     flushing.cancel()
         except ExceptionGroup as group:
             raise group.exceptions[0] from group
 
-    async def _keep_flushing(self, batch: Batch, results: StoredResults) -> None:
+    async def _keep_flushing(self, held: _HeldBatch, batch: Batch, results: StoredResults) -> None:
         num_failures = 0
         while True:
             await asyncio.sleep(FLUSH_CHECK_S)
             if not results.is_due:
                 continue
             try:
-                await asyncio.to_thread(self._flush, batch, results)
+                await asyncio.to_thread(held.flush, batch, results)
                 num_failures = 0
-                if await asyncio.to_thread(self._records.quota.is_full, self.owner):
+                if await asyncio.to_thread(held.is_full):
                     self.give_up("failed")
             except LeaseLost:
                 raise
@@ -220,45 +217,76 @@ class BatchRun:
                     raise
                 logger.warning("results of batch %s were not stored, and are kept: %r", self.id, error)
 
-    # ---- in threads ----------------------------------------------------------------------------------------------
+
+class _HeldBatch:
+    """A batch in the storage, for the runner that has its lease. Every method waits for the storage and is called in a
+    thread. Methods that save raise `LeaseLost` if another runner has the batch.
+    """
+
+    def __init__(self, records: Records, lease: Lease, owner: str, batch_id: str, max_line_bytes: int) -> None:
+        self._records = records
+        self._lease = lease
+        self._owner = owner
+        self._id = batch_id
+        self._max_line_bytes = max_line_bytes
+
+    def progress(self) -> BatchProgress | None:
+        return self._records.progress(self._owner, self._id)
+
+    def close(self) -> None:
+        """Removes what only an open batch needs."""
+        self._records.close_batch(self._owner, self._id)
+
+    def results(self, batch: Batch) -> StoredResults:
+        """Returns the results that are stored, after it has made sure that the batch is listed."""
+        self._records.keep_asked(self._owner, batch)
+        return StoredResults(self._records.storage, self._parts)
+
+    def input(self, batch: Batch) -> BinaryIO:
+        """Opens the input. Raises `InputMissing`."""
+        return self._records.input(self._owner, batch.input_file_id)
+
+    def is_full(self) -> bool:
+        """Returns whether the owner has stored more than it may."""
+        return self._records.quota.is_full(self._owner)
 
     @property
     def _parts(self) -> str:
-        return self._records.parts(self.owner, self.id)
+        return self._records.parts(self._owner, self._id)
 
-    def _fenced(self, save: Callable[..., _Result], *arguments: object) -> _Result:
+    def _fenced(self, save: Callable[..., _Saved], *arguments: object) -> _Saved:
         """Saves if this runner still has the batch. Raises `LeaseLost` otherwise."""
-        assert self._lease is not None
         self._lease.check()
         return save(*arguments)
 
-    def _flush(self, batch: Batch, results: StoredResults) -> None:
+    def flush(self, batch: Batch, results: StoredResults) -> None:
         self._fenced(results.flush)
         batch.request_counts.completed, batch.request_counts.failed = results.num_good, results.num_failed
-        self._fenced(self._records.save, self.owner, batch)
+        self._fenced(self._records.save, self._owner, batch)
 
-    def _count(self, batch: Batch, results: StoredResults) -> None:
-        """Counts the lines and starts the batch. Raises `BatchRefused` if the input has none."""
-        with self._records.input(self.owner, batch.input_file_id) as source:
-            batch.request_counts.total, _ = count_lines(source, self._answering.max_line_bytes, results)
+    def count(self, batch: Batch, results: StoredResults) -> None:
+        """Counts the lines and starts the batch. Raises `BatchRefused` if the input has none that can be read."""
+        with self.input(batch) as source:
+            check_encoding(source, f"file {batch.input_file_id}")
+            batch.request_counts.total, _ = count_lines(source, self._max_line_bytes, results)
         if not batch.request_counts.total:
             raise BatchRefused(f"file {batch.input_file_id} holds no line; write one request a line")
         if batch.status == "validating":
             batch.status, batch.in_progress_at = "in_progress", int(time.time())
-        self._fenced(self._records.save, self.owner, batch)
+        self._fenced(self._records.save, self._owner, batch)
 
-    def _failed(self, batch: Batch, errors: BatchErrors | None) -> BatchOutcome:
+    def failed(self, batch: Batch, errors: BatchErrors | None) -> BatchOutcome:
         """Settles a batch of which nothing can be answered as failed."""
         batch.status, batch.failed_at, batch.errors = "failed", int(time.time()), errors
-        return self._fenced(self._records.settle, self.owner, BatchOutcome(batch, []))
+        return self._fenced(self._records.settle, self._owner, BatchOutcome(batch, []))
 
-    def _finish(self, batch: Batch, results: StoredResults, ending: Ending) -> BatchOutcome:
+    def finish(self, batch: Batch, results: StoredResults, ending: Ending) -> BatchOutcome:
         """Writes the results to files and settles the outcome. Raises `LinesMissing`."""
         self._fenced(results.flush)
         if ending in _REASONS and self._has_all(batch, results):
             ending = "completed"
-        decided = self._fenced(self._records.decide, self.owner, batch.id, ending)
-        outputs = _Outputs(self._records, self.owner, batch.id)
+        decided = self._fenced(self._records.decide, self._owner, batch.id, ending)
+        outputs = _Outputs(self._records, self._owner, batch.id)
         try:
             self._write_lines(outputs, batch, results, _REASONS.get(decided.ending))
             files = outputs.finish()
@@ -266,12 +294,12 @@ class BatchRun:
             outputs.discard()
             raise
         # From here on another runner may find these files in the outcome, even if `settle` seems to fail.
-        return self._fenced(self._records.settle, self.owner, BatchOutcome(_ended(batch, decided, outputs), files))
+        return self._fenced(self._records.settle, self._owner, BatchOutcome(_ended(batch, decided, outputs), files))
 
     def _has_all(self, batch: Batch, results: StoredResults) -> bool:
         """Returns whether every line has a result; False if the input is gone."""
-        with contextlib.suppress(InputMissing), self._records.input(self.owner, batch.input_file_id) as source:
-            num_lines, num_done = count_lines(source, self._answering.max_line_bytes, results)
+        with contextlib.suppress(InputMissing), self.input(batch) as source:
+            num_lines, num_done = count_lines(source, self._max_line_bytes, results)
             return num_lines == num_done
         return False
 
@@ -293,11 +321,11 @@ class BatchRun:
         """Yields the lines of the input that have no result. Yields nothing if the input is gone, because its owner may
         delete it at any time.
         """
-        with contextlib.suppress(InputMissing), self._records.input(self.owner, batch.input_file_id) as source:
-            yield from (line for line in read_lines(source, self._answering.max_line_bytes) if not seen.has(line.key))
+        with contextlib.suppress(InputMissing), self.input(batch) as source:
+            yield from (line for line in read_lines(source, self._max_line_bytes) if not seen.has(line.key))
 
-    def _end(self, outcome: BatchOutcome) -> None:
-        self._fenced(self._records.end, self.owner, outcome)
+    def end(self, outcome: BatchOutcome) -> None:
+        self._fenced(self._records.end, self._owner, outcome)
 
 
 class _Outputs:

@@ -41,7 +41,7 @@ class BatchEngineClient(EngineClient):
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
-        self._open: _Group | None = None
+        self._open: _LineGroup | None = None
         """The group that waits for more requests."""
 
     async def submit(self, request: GenerationRequest) -> Submission:
@@ -57,7 +57,7 @@ class BatchEngineClient(EngineClient):
             return super().call(run, request, pause_s)
         group = self._open
         if group is None or not group.requests:  # all of them were given up
-            group = self._open = _Group()
+            group = self._open = _LineGroup()
             group.task = asyncio.get_running_loop().create_task(self._run(group), context=contextvars.Context())
         group.requests[run] = request
         if len(group.requests) == MAX_GROUP:
@@ -72,7 +72,7 @@ class BatchEngineClient(EngineClient):
         elif call.leave() and not call.group.requests:
             super().cancel_later(call.group.task)
 
-    async def _run(self, group: _Group) -> None:
+    async def _run(self, group: _LineGroup) -> None:
         """Runs a group from its first request to the end of its last one."""
         asyncio.get_running_loop().call_later(LINGER_S, self._close, group)
         await group.is_closed.wait()
@@ -97,7 +97,7 @@ class BatchEngineClient(EngineClient):
             requests = [msgspec.structs.replace(each, deadline_s=left_s) for each in requests]
         return await answer_of(self.serving.generate_group.remote(Packed(EngineRequest, requests), address))
 
-    async def _see_last_frames(self, group: _Group) -> None:
+    async def _see_last_frames(self, group: _LineGroup) -> None:
         """Waits for the last frames of the group's requests, because a result may arrive before them."""
         try:
             async with asyncio.timeout(LAST_FRAME_TIMEOUT_S):
@@ -107,14 +107,14 @@ class BatchEngineClient(EngineClient):
             for run in group.leave_open():
                 run.has_returned(error)
 
-    def _close(self, group: _Group) -> None:
+    def _close(self, group: _LineGroup) -> None:
         """Closes a group to further requests."""
         group.is_closed.set()
         if self._open is group:
             self._open = None
 
 
-class _Group:
+class _LineGroup:
     """Requests of one call. The call lasts until its longest request ends, or until all were given up."""
 
     task: asyncio.Task[None]
@@ -138,7 +138,7 @@ class _Group:
 class _Place(NamedTuple):
     """A request's place in a group; `PromptRun` uses it as the request's call."""
 
-    group: _Group
+    group: _LineGroup
     run: PromptRun
 
     def leave(self) -> bool:

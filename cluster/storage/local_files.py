@@ -7,8 +7,10 @@ files are in `PARTIAL_FOLDER`, which no listing of the storage shows, under name
 from __future__ import annotations
 
 import contextlib
+import errno
 import io
 import os
+import re
 import secrets
 import shutil
 import time
@@ -18,6 +20,9 @@ PARTIAL_FOLDER = ".partial"
 """Folder of unfinished files, directly below the storage's root."""
 STALE_PARTIAL_S = 86_400.0
 """Age in seconds after which an unfinished file counts as left behind; writing one takes seconds."""
+_PARTIAL_NAME = re.compile("[0-9a-f]{32}")
+_NO_LINKS = (errno.EPERM, errno.EACCES, errno.EMLINK, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP)
+"""Errors by which a file system says that it has no hard links."""
 
 
 def write(root: str, path: str, content: bytes) -> None:
@@ -34,9 +39,10 @@ def create_exclusively(root: str, path: str, content: bytes) -> None:
     with _partial(root, content) as partial:
         try:
             os.link(partial, path)
-        except FileExistsError:
-            raise
-        except OSError:  # no hard links here: still exclusive, but a crash may leave the file torn
+        except OSError as error:
+            if error.errno not in _NO_LINKS:
+                raise
+            # Still exclusive, but a crash may leave the file torn
             with open(path, "xb") as file:
                 file.write(content)
                 file.flush()
@@ -45,11 +51,13 @@ def create_exclusively(root: str, path: str, content: bytes) -> None:
 
 
 class DurableFile(io.BufferedWriter):
-    """A new file that is written piece by piece, and is on disk when `close` returns."""
+    """A new file that is written piece by piece, and is on disk when `close` returns. Raises `FileExistsError` if there
+    is one.
+    """
 
     def __init__(self, path: str) -> None:
         make_folder(os.path.dirname(path))
-        super().__init__(io.FileIO(path, "wb"))
+        super().__init__(io.FileIO(path, "x"))
         self._folder = os.path.dirname(path)
 
     def close(self) -> None:
@@ -105,7 +113,7 @@ def _remove_folder(path: str) -> None:
 def remove_stale_partials(root: str) -> None:
     """Removes unfinished files whose writers are gone."""
     folder = os.path.join(root, PARTIAL_FOLDER)
-    for name in sizes(folder):
+    for name in filter(_PARTIAL_NAME.fullmatch, sizes(folder)):
         path = os.path.join(folder, name)
         with contextlib.suppress(FileNotFoundError):
             if time.time() - os.stat(path).st_mtime > STALE_PARTIAL_S:

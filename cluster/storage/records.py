@@ -1,4 +1,4 @@
-"""Files and batches of `/v1/files` and `/v1/batches` as they are stored, in OpenAI's shapes.
+"""Files and batches of `/v1/files` and `/v1/batches` as they are stored, in the shapes that clients see.
 
 Ingresses and runners share no lock. Ingresses write files, batches as they were created, and marks to cancel. The
 runner that holds a batch's lease writes the batch's progress. A client's (`OWNER`'s) objects are in a folder of its
@@ -21,8 +21,6 @@ A claimed object is created once and never rewritten, so a runner that comes bac
 finished. A batch's status is that of the last of these objects that exists. An object may be torn by a
 power failure, or by a store that writes in pieces. One that cannot be decoded counts as the one before it, and affects
 no other batch or file.
-
-Source: https://platform.openai.com/docs/api-reference/files and .../batch.
 """
 
 from __future__ import annotations
@@ -37,10 +35,10 @@ from typing import Any, BinaryIO, Literal, NamedTuple, TypeVar, get_args
 
 import msgspec
 
-from manta.cluster.batch.lines import BatchError
-from manta.cluster.batch.quota import Quota
-from manta.cluster.batch.storage import Storage
 from manta.cluster.config import BatchLimits
+from manta.cluster.protocol.batches_api import Batch, BatchError, BatchErrors, FileObject
+from manta.cluster.storage.quota import Quota
+from manta.cluster.storage.storage import Storage
 
 logger = logging.getLogger(__name__)
 
@@ -54,55 +52,10 @@ attempt that wrote it.
 """
 _BATCH_ID = re.compile(r"batch_[0-9a-f]{30}")
 _OPEN_MARK = re.compile(r"(batch_[0-9a-f]{30})\.([^.]+)")
+CANCEL_MARK = re.compile(_OPEN_MARK.pattern + re.escape(CANCEL))
+"""Form of the name of a mark to cancel."""
 
-Stored = TypeVar("Stored")
-
-
-class FileObject(msgspec.Struct, kw_only=True):
-    id: str
-    object: Literal["file"] = "file"
-    bytes: int
-    created_at: int
-    expires_at: int
-    filename: str
-    purpose: Literal["batch", "batch_output"]
-    status: Literal["processed"] = "processed"
-
-
-class RequestCounts(msgspec.Struct):
-    total: int = 0
-    completed: int = 0
-    failed: int = 0
-
-
-class BatchErrors(msgspec.Struct):
-    data: list[BatchError]
-    object: Literal["list"] = "list"
-
-
-class Batch(msgspec.Struct, kw_only=True):
-    id: str
-    object: Literal["batch"] = "batch"
-    endpoint: str
-    input_file_id: str
-    completion_window: str
-    status: Literal[
-        "validating", "failed", "in_progress", "finalizing", "completed", "expired", "cancelling", "cancelled"
-    ] = "validating"
-    created_at: int
-    expires_at: int
-    in_progress_at: int | None = None
-    finalizing_at: int | None = None
-    completed_at: int | None = None
-    failed_at: int | None = None
-    expired_at: int | None = None
-    cancelling_at: int | None = None
-    cancelled_at: int | None = None
-    output_file_id: str | None = None
-    error_file_id: str | None = None
-    errors: BatchErrors | None = None
-    request_counts: RequestCounts = msgspec.field(default_factory=RequestCounts)
-    metadata: dict[str, str] | None = None
+Object = TypeVar("Object")
 
 
 class Finalizing(msgspec.Struct):
@@ -411,7 +364,7 @@ class Records:
     def remove_batch(self, owner: str, batch_id: str) -> None:
         self.storage.remove(_folder(owner, batch_id))
 
-    def _claim(self, path: str, value: Stored) -> Stored:
+    def _claim(self, path: str, value: Object) -> Object:
         """Stores `value` unless the object exists, and returns the stored one. Replaces an object that cannot be
         decoded.
         """
@@ -464,7 +417,7 @@ def _seconds(mark: bytes) -> int | None:
     return int(mark) if mark.isdigit() else None
 
 
-def _decoded(content: bytes | Exception | None, kind: type[Stored]) -> Stored | None:
+def _decoded(content: bytes | Exception | None, kind: type[Object]) -> Object | None:
     """Returns the decoded object; None if it does not exist or cannot be decoded."""
     if content is None or isinstance(content, Exception):
         return None

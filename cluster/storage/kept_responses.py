@@ -21,11 +21,11 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from manta.cluster.batch.quota import TooMuch
-from manta.cluster.batch.records import age_s
-from manta.cluster.batch.storage import Storage
 from manta.cluster.config import ServeConfig
 from manta.cluster.protocol.responses_api import ResponseObject
+from manta.cluster.storage.quota import TooMuch
+from manta.cluster.storage.records import age_s
+from manta.cluster.storage.storage import Storage
 
 _ID = re.compile(r"resp_[0-9a-f]{38}")
 _ENDED = ".ended"
@@ -117,11 +117,11 @@ class KeptResponses:
     def remove_expired(self) -> None:
         """Removes every client's expired responses, and the deletions that nobody need be told of any more."""
         for owner in self._storage.sizes("responses"):
-            for name in self._storage.sizes(f"responses/{owner}"):
+            for name in self._sizes(owner):
                 if age_s(name) > self._limits.keep_s:
                     self._storage.remove(f"responses/{owner}/{name}")
         for owner in self._storage.sizes("deleted"):
-            for response_id in self._storage.sizes(f"deleted/{owner}"):
+            for response_id in filter(_ID.fullmatch, self._storage.sizes(f"deleted/{owner}")):
                 self._forget_deletion(owner, response_id)
 
     def _forget_deletion(self, owner: str, response_id: str) -> None:
@@ -130,6 +130,11 @@ class KeptResponses:
         if deleted_at.isdigit() and time.time() > int(deleted_at) + self._keep_deleted_s:
             self.remove(owner, response_id)
             self._storage.remove(_deleted_path(owner, response_id))
+
+    def _sizes(self, owner: str) -> dict[str, int]:
+        """Returns the size in bytes of each object of an owner, without files that are not ours."""
+        found = self._storage.sizes(f"responses/{owner}")
+        return {name: size for name, size in found.items() if _ID.fullmatch(name.removesuffix(_ENDED))}
 
     def _make_room(self, owner: str, num_responses: int, num_bytes: int) -> None:
         """Removes an owner's oldest responses until so many more responses and bytes fit."""
@@ -145,7 +150,7 @@ class KeptResponses:
         if new_responses * _SLACK < max_responses and new_bytes * _SLACK < max_bytes:
             return
         sizes: dict[str, int] = {}
-        for name, size in self._storage.sizes(f"responses/{owner}").items():
+        for name, size in self._sizes(owner).items():
             response_id = name.removesuffix(_ENDED)
             sizes[response_id] = sizes.get(response_id, 0) + size
         total = sum(sizes.values())

@@ -1,4 +1,4 @@
-"""The storage of `/v1/files` and `/v1/batches`: a folder, or an object store through fsspec.
+"""The storage of `/v1/files`, `/v1/batches` and `/v1/responses`: a folder, or an object store through fsspec.
 
 `Storage` uses only operations that every store has: it writes objects as a whole, reads, lists and removes them, and
 never appends. Every method may wait for a network; callers on an event loop use a thread.
@@ -24,8 +24,8 @@ from typing import BinaryIO, cast
 import msgspec
 from fsspec.core import url_to_fs
 
-from manta.cluster.batch import local_files
 from manta.cluster.config import ServeConfig
+from manta.cluster.storage import local_files
 
 MAX_CLAIMS = 5
 """Tries to claim an object that others create and remove meanwhile."""

@@ -2,7 +2,8 @@
 
 Every runner does this now and then, beside other runners and ingresses that write. A listing may be out of date, so
 nothing is removed because a listing does not show it: each object that forbids a removal is looked up by name. An
-object that cannot be read prevents only its own removal.
+object that cannot be read prevents only its own removal. What does not have the name of an object of ours is somebody
+else's, and stays.
 """
 
 from __future__ import annotations
@@ -11,7 +12,8 @@ import logging
 import time
 from collections.abc import Callable
 
-from manta.cluster.batch.records import CANCEL, ENDED, FILE_ID, Records, age_s
+from manta.cluster.storage.quota import RESERVATION
+from manta.cluster.storage.records import CANCEL, CANCEL_MARK, ENDED, FILE_ID, Records, age_s
 
 logger = logging.getLogger(__name__)
 
@@ -28,18 +30,17 @@ def remove_expired(records: Records) -> None:
     _try("stale partial files", records.storage.remove_stale_partials)
     for owner in records.storage.sizes("files"):
         names = records.storage.sizes(f"files/{owner}")
-        for file_id in sorted({name.removesuffix(".json") for name in names}):
+        for file_id in sorted(filter(FILE_ID.fullmatch, {name.removesuffix(".json") for name in names})):
             _try(file_id, _check_file, records, owner, file_id)
     for owner in records.storage.sizes("reserved"):
-        for name in records.storage.sizes(f"reserved/{owner}"):
+        for name in filter(RESERVATION.fullmatch, records.storage.sizes(f"reserved/{owner}")):
             if age_s(name) > STALE_RESERVATION_S:
                 _try(name, records.storage.remove, f"reserved/{owner}/{name}")
     for owner in records.storage.sizes("batches"):
         for batch_id in records.batch_ids(owner):
             _try(batch_id, _check_batch, records, owner, batch_id)
-    for name in records.storage.sizes("open"):
-        if name.endswith(CANCEL):
-            _try(name, _check_cancel, records, name)
+    for name in filter(CANCEL_MARK.fullmatch, records.storage.sizes("open")):
+        _try(name, _check_cancel, records, name)
 
 
 def _try(name: str, check: Callable[..., None], *arguments: object) -> None:
@@ -53,7 +54,7 @@ def _check_file(records: Records, owner: str, file_id: str) -> None:
     if records.storage.has(f"files/{owner}/{file_id}.json"):
         file = records.stored_file(owner, file_id)
         is_old = age_s(file_id) > records.limits.keep_s if file is None else file.expires_at <= time.time()
-    elif FILE_ID.fullmatch(file_id) and file_id.endswith(("-output", "-errors")):
+    elif file_id.endswith(("-output", "-errors")):
         is_old = _is_left_over(records, owner, file_id)
     else:
         is_old = age_s(file_id) > STALE_UPLOAD_S

@@ -1,1 +1,0 @@
-"""The deployment that runs batches over the engines."""

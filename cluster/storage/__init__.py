@@ -1,0 +1,1 @@
+"""What clients store: files, batches and responses, in a folder or an object store."""
