@@ -1,6 +1,6 @@
 """`manta serve` that is interrupted while it starts: it ends with 128 plus the signal's number and leaves nothing.
 
-`make test` interrupts in the middle of a start, `make prove` at 60 moments, of which it prints a table.
+`make test` interrupts while Serve starts, `make prove` at 60 moments too, of which it prints a table.
 """
 
 from __future__ import annotations
@@ -23,12 +23,11 @@ import pytest
 
 from benchmarks.processes import free_port
 from manta.workers.kernels import build
-from tests.conftest import PROVE
 from tests.patience import PATIENCE_S
-from tests.processes import kill_all
+from tests.processes import kill_all, running_below
 
 MARK = "MANTA_TEST_START"
-NUM_MOMENTS = 60 if PROVE else 1
+NUM_MOMENTS = 60
 
 
 class Start:
@@ -58,6 +57,12 @@ class Start:
             if "Ctrl-C stops it." in line:
                 return time.monotonic() - self.begun
         pytest.fail("it did not start")
+
+    def until_it_runs(self, title: str) -> None:
+        """Returns once a process that it started has this in its command line."""
+        while not running_below(self.process.pid, title):
+            assert self.process.poll() is None
+            time.sleep(0.1)
 
     def interrupt(self, number: signal.Signals, seconds: float, whole_group: bool) -> tuple[int, str]:
         """Sends the signal after `seconds`, as a terminal does to the whole group, and returns what `end` does. A start
@@ -110,7 +115,18 @@ def short_folder() -> Iterator[pathlib.Path]:
     shutil.rmtree(folder, ignore_errors=True)
 
 
-def test_an_interrupted_start_leaves_nothing(short_folder: pathlib.Path) -> None:
+def test_a_start_interrupted_beside_serve_leaves_nothing(short_folder: pathlib.Path) -> None:
+    start = Start(short_folder)
+    start.until_it_runs("ServeController")
+    code, printed = start.interrupt(signal.SIGINT, 0, whole_group=True)
+    assert code == 130, printed + start.story()
+    assert printed.startswith("Starting Ray")
+    assert "Traceback" not in printed
+    assert (start.left(), start.left_folders()) == ([], [])
+
+
+@pytest.mark.prove
+def test_a_start_leaves_nothing_at_any_moment(short_folder: pathlib.Path) -> None:
     whole = Start(short_folder)
     seconds = whole.seconds_until_ready()
     assert whole.interrupt(signal.SIGINT, 0, whole_group=True)[0] == 0, "it has served"
@@ -178,9 +194,7 @@ def test_a_first_start_says_what_takes_long(short_folder: pathlib.Path) -> None:
 def test_an_interrupted_batch_start_leaves_nothing(short_folder: pathlib.Path) -> None:
     (short_folder / "in.jsonl").write_text('{"custom_id": "1", "url": "/v1/completions", "body": {}}\n')
     start = Start(short_folder, "batch", str(short_folder / "in.jsonl"), str(short_folder / "out.jsonl"))
-    while not any("raylet" in process.name() for process in start.left()):
-        assert start.process.poll() is None
-        time.sleep(0.05)
+    start.until_it_runs("raylet")
     code, printed = start.interrupt(signal.SIGINT, 0, whole_group=True)
     assert code == 130
     assert "Traceback" not in printed
@@ -192,9 +206,7 @@ def test_sigterm_during_a_start_prints_no_stack(short_folder: pathlib.Path) -> N
     start = Start(short_folder)
     assert start.process.stdout is not None
     assert "Starting Ray" in start.process.stdout.readline()
-    while not any("raylet" in process.name() for process in start.left()):
-        assert start.process.poll() is None
-        time.sleep(0.05)
+    start.until_it_runs("raylet")
     code, printed = start.interrupt(signal.SIGTERM, 0, whole_group=False)
     assert code == 128 + signal.SIGTERM
     assert printed == "Stopping ...\nStopped.\n"

@@ -73,7 +73,8 @@ TWO, ONE, STANDBY = Setup(), Setup(num_engines=1), Setup(num_engines=1, num_stan
 RANKS = Setup(num_engines=1, options={"tensor_parallel_size": 2})
 RANKS_STANDBY = msgspec.structs.replace(RANKS, num_standbys=1)
 ACTORS = Setup(num_engines=1, options={"grammar_pool": {"form": "actors"}})
-PAIRS = Setup(num_ingresses=2, options={"grammar_pool": {"form": "actors"}})
+PAIRS = Setup(num_ingresses=2)
+PAIRS_ACTORS = msgspec.structs.replace(PAIRS, options=ACTORS.options)
 EVERYTHING = Setup(num_ingresses=2, options={"grammar_pool": {"form": "actors"}, "tensor_parallel_size": 2})
 ENGINES, FIRST = named(ENGINE), named(ENGINE, slice(1))
 
@@ -103,6 +104,9 @@ LONG_ROWS = {
     "the controller is killed": Row(TWO, kill(named(CONTROLLER)), ANOTHER_S, started(CONTROLLER)),
     "the controller and the only one are killed": Row(ONE, kill(named(CONTROLLER), ENGINES)),
     "the ingress is killed, and clients ask again": Row(TWO, kill_ingress, witness=started(INGRESS)),
+    "an ingress is killed beside grammar actors": Row(
+        PAIRS_ACTORS, resume_after(named(INGRESS, slice(1))), witness=started(INGRESS, of=2)
+    ),
 }
 PROMPT = list(range(5, 25))
 

@@ -260,6 +260,7 @@ def test_without_a_compiler_it_serves_and_warns(
         serve.kill()
 
 
+@pytest.mark.prove  # `test_sigterm_during_a_start_prints_no_stack` ends one a little later
 def test_sigterm_while_starting_leaves_nothing(serve: Serve) -> None:
     serve.wait_for("Starting Ray")
     while not serve.started():
