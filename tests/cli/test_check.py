@@ -34,8 +34,8 @@ def with_tensor(folder: pathlib.Path, to: pathlib.Path, name: str, value: float)
     return to
 
 
-QUICK = (("llama", "float32"), ("llama", "bfloat16"), ("qwen3", "float32"), ("gpt_neox", "float32"))
-"""One of our own models in both types, one with further layers, and one through transformers."""
+QUICK = (("llama", "bfloat16"), ("gpt_neox", "float32"))
+"""One of our own models, and one through transformers. `make prove` checks the others: each takes a process."""
 
 
 @pytest.mark.parametrize(
