@@ -116,7 +116,7 @@ def named(title: str, which: slice = slice(None), of: int = 0) -> Victims:
     """Some of the processes with a title, oldest first, once there are `of` of them."""
 
     def find(application: Application) -> list[psutil.Process]:
-        wait_until(lambda: len(application.processes(title)) >= of)
+        wait_until(lambda: len(application.processes(title)) >= of, poll_s=0.1)
         return application.processes(title)[which]
 
     return find

@@ -198,7 +198,7 @@ def of_both(client: Client) -> Series:
         found.update(series(client.get("/metrics")))
         return sum(name == TOKENS for name, _ in found) == 2
 
-    wait_until(has_both)
+    wait_until(has_both, poll_s=0.1)
     return found
 
 

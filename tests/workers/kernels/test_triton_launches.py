@@ -8,7 +8,7 @@ import collections
 import dataclasses
 import gc
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -25,7 +25,6 @@ from manta.workers.step import StepInput
 from manta.workers.torch_worker import sampler as torch_sampling
 from manta.workers.torch_worker.model_runner import ModelRunner
 from tests.checkpoints import VOCAB_SIZE, checkpoint
-from tests.conftest import PROVE
 from tests.workers.kernels.triton_compile import LAUNCHED
 from tests.workers.test_cuda_platform import make_llm
 from tests.workers.triton_device import DEVICE
@@ -119,30 +118,16 @@ def requests(seed: int) -> tuple[list[list[int]], list[SamplingParams]]:
     return prompts, [SamplingParams(**{"max_tokens": 3, "seed": seed, **kind}) for kind in kinds]
 
 
-def answers(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """Tokens and log-probabilities of `requests` on the overlapped loop."""
-    llm = make_llm(
-        monkeypatch,
-        str(checkpoint("llama", num_hidden_layers=1)),
-        max_num_sequences=4,
-        logits_processors={"automaton": None},
-    )
-    assert llm.engine.executor.depth == 1
-    outputs = llm.generate(*requests(2), use_tqdm=False)
-    choices = [choice for output in outputs for choice in output.outputs]
-    assert all(choice.error is None for choice in choices)
-    return [(choice.token_ids, choice.logprobs) for choice in choices] + [o.prompt_logprobs for o in outputs]
+class Served(NamedTuple):
+    """What an engine gave and launched that served `requests` on the overlapped loop."""
+
+    answers: list[Any]
+    """Tokens and log-probabilities."""
+    compiled_at_start: set[Form]
+    compiled: set[Form]
 
 
-@pytest.fixture(scope="module")
-def expected(plugin: None, cheap_groups: None) -> list[Any]:
-    with pytest.MonkeyPatch.context() as patch:
-        return answers(patch)
-
-
-@pytest.mark.usefixtures("plugin", "cheap_groups")
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"] if PROVE else ["bfloat16"])
-def test_nothing_is_compiled_while_requests_are_served(dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def serve(monkeypatch: pytest.MonkeyPatch, dtype: str = "bfloat16") -> Served:
     launches = Launches(monkeypatch)
     llm = make_llm(
         monkeypatch,
@@ -151,10 +136,31 @@ def test_nothing_is_compiled_while_requests_are_served(dtype: str, monkeypatch: 
         max_num_sequences=4,
         logits_processors={"automaton": None},
     )
+    assert llm.engine.executor.depth == 1
     at_start = set(launches.forms)
-    outputs = llm.generate(*requests(1), use_tqdm=False)
-    assert all(choice.error is None for output in outputs for choice in output.outputs)
-    assert not launches.forms - at_start
+    outputs = llm.generate(*requests(2), use_tqdm=False)
+    choices = [choice for output in outputs for choice in output.outputs]
+    assert all(choice.error is None for choice in choices)
+    answers = [(choice.token_ids, choice.logprobs) for choice in choices] + [o.prompt_logprobs for o in outputs]
+    return Served(answers, at_start, launches.forms)
+
+
+@pytest.fixture(scope="module")
+def served(plugin: None, cheap_groups: None) -> Served:
+    with pytest.MonkeyPatch.context() as patch:
+        return serve(patch)
+
+
+def test_nothing_is_compiled_while_requests_are_served(served: Served) -> None:
+    assert served.compiled_at_start
+    assert not served.compiled - served.compiled_at_start
+
+
+@pytest.mark.prove
+@pytest.mark.usefixtures("plugin", "cheap_groups")
+def test_nothing_is_compiled_for_float32_either(monkeypatch: pytest.MonkeyPatch) -> None:
+    of_float32 = serve(monkeypatch, "float32")
+    assert not of_float32.compiled - of_float32.compiled_at_start
 
 
 def test_a_decode_layer_is_six_kernels_beside_linears(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -292,7 +298,7 @@ class Event:
 
 
 @pytest.mark.usefixtures("plugin", "cheap_groups")
-def test_steps_are_launched_and_read_in_order(monkeypatch: pytest.MonkeyPatch, expected: list[Any]) -> None:
+def test_steps_are_launched_and_read_in_order(monkeypatch: pytest.MonkeyPatch, served: Served) -> None:
     order: list[str] = []
     copies = Copies()
     monkeypatch.setattr(torch_sampling, "to_host", copies.to_host)
@@ -311,7 +317,7 @@ def test_steps_are_launched_and_read_in_order(monkeypatch: pytest.MonkeyPatch, e
 
     monkeypatch.setattr(ModelRunner, "_forward", watched_forward)
     monkeypatch.setattr(ModelRunner, "_draw", watched_draw)
-    assert answers(monkeypatch) == expected
+    assert serve(monkeypatch).answers == served.answers
     assert copies.num_filled > 20
     drawing = [index for index, what in enumerate(order) if what == "to draw"]
     assert len(drawing) > 5
@@ -319,7 +325,7 @@ def test_steps_are_launched_and_read_in_order(monkeypatch: pytest.MonkeyPatch, e
 
 
 @pytest.mark.usefixtures("plugin", "cheap_groups")
-def test_no_kernel_reads_memory_that_nobody_wrote(monkeypatch: pytest.MonkeyPatch, expected: list[Any]) -> None:
+def test_no_kernel_reads_memory_that_nobody_wrote(monkeypatch: pytest.MonkeyPatch, served: Served) -> None:
     """New memory holds NaN and the smallest integers, and all tokens and log-probabilities stay the same."""
     poisoned = 0
 
@@ -337,5 +343,5 @@ def test_no_kernel_reads_memory_that_nobody_wrote(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(torch, "empty", poisoning(torch.empty))
     monkeypatch.setattr(torch, "empty_like", poisoning(torch.empty_like))
     monkeypatch.setattr(torch.Tensor, "new_empty", poisoning(torch.Tensor.new_empty))
-    assert answers(monkeypatch) == expected
+    assert serve(monkeypatch).answers == served.answers
     assert poisoned > 100
