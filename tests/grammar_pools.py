@@ -61,10 +61,10 @@ class Pools:
 
     def make(self, num_sessions: int = 16, num_drafts: int = 0, num_forced: int = 0, **options: float) -> GrammarPool:
         """Returns a pool whose workers are ready."""
-        asked = (num_sessions, num_drafts, num_forced, *sorted(options.items()))
+        config = PoolConfig(**options)  # type: ignore[arg-type]
+        asked = (config, num_sessions, num_drafts, num_forced)
         pool = self._idle.pop(asked, None)
         if pool is None:
-            config = PoolConfig(**options)  # type: ignore[arg-type]
             pool = GrammarPool(config, self._vocabulary, num_sessions, self._actors, num_drafts, num_forced)
         self._used.append((asked, pool))
         wait_until(lambda: all(worker.transport.is_ready() for worker in pool.workers))

@@ -19,10 +19,23 @@ from tests.patience import PATIENCE_S
 
 STARTS_AND_LOOKS = """
 import os, pathlib, stat
+os.umask(0o022)
 import psutil
+from ray._private import services
 from manta.cluster import own_ray
 
+get_node, asked = services.get_node, []
+
+def late(*arguments):
+    asked.append(1)
+    if len(asked) <= 3:
+        raise RuntimeError("the node has not registered")
+    return get_node(*arguments)
+
+services.get_node = late
+waited = [not own_ray._has_raylet()]
 own_ray.start()
+waited += [own_ray._has_raylet(), len(asked) > 3, services.get_node is late]
 import ray
 
 folder = own_ray._folders[-1].path
@@ -40,53 +53,33 @@ print(stat.S_IMODE(token.stat().st_mode) == 0o600)
 print(os.environ["RAY_AUTH_MODE"] == "token")
 own_ray.stop()
 print(not folder.exists(), stat.S_IMODE(os.umask(0o022)) == 0o022)
+print(*waited, not own_ray._has_raylet())
 """
+"""Starts a Ray whose node registers late, and looks around."""
 
 
-WAITS = """
-from ray._private import services
-from manta.cluster import own_ray
-
-get_node, asked = services.get_node, []
-
-def late(*arguments):
-    asked.append(1)
-    if len(asked) <= 3:
-        raise RuntimeError("the node has not registered")
-    return get_node(*arguments)
-
-services.get_node = late
-print(not own_ray._has_raylet())
-own_ray.start()
-print(own_ray._has_raylet(), len(asked) > 3, services.get_node is late)
-own_ray.stop()
-print(not own_ray._has_raylet())
-"""
-
-
-def test_a_slow_ray_is_awaited_while_alive() -> None:
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    command = [sys.executable, "-c", WAITS]
+@pytest.fixture(scope="module")
+def seen(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """The lines of `STARTS_AND_LOOKS`, in a home folder with a token that others can read."""
+    home = tmp_path_factory.mktemp("home")
+    (home / ".ray").mkdir()
+    (home / ".ray" / "auth_token").write_text("0" * 64)
+    (home / ".ray" / "auth_token").chmod(0o644)
+    environment = {**os.environ, "HOME": str(home), "PYTHONPATH": os.pathsep.join(sys.path)}
+    command = [sys.executable, "-c", STARTS_AND_LOOKS]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=PATIENCE_S)
-    assert done.stdout.split() == ["True"] * 5, done.stderr
-
-
-def test_own_ray_is_private_to_this_user(tmp_path: pathlib.Path) -> None:
-    """Its folder, what it listens on, its token and its logs; nothing is left of it."""
-    (tmp_path / ".ray").mkdir()
-    (tmp_path / ".ray" / "auth_token").write_text("0" * 64)
-    (tmp_path / ".ray" / "auth_token").chmod(0o644)
-    environment = {**os.environ, "HOME": str(tmp_path), "PYTHONPATH": os.pathsep.join(sys.path)}
-    done = subprocess.run(
-        [sys.executable, "-c", f"import os; os.umask(0o022)\n{STARTS_AND_LOOKS}"],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE_S,
-    )
     assert done.returncode == 0, done.stderr
-    assert "False" not in done.stdout, done.stdout
-    assert len(done.stdout.splitlines()) == 5
+    return done.stdout.splitlines()
+
+
+def test_a_slow_ray_is_awaited_while_alive(seen: list[str]) -> None:
+    assert seen[-1].split() == ["True"] * 5
+
+
+def test_own_ray_is_private_to_this_user(seen: list[str]) -> None:
+    """Its folder, what it listens on, its token and its logs; nothing is left of it."""
+    assert len(seen) == 6
+    assert not [line for line in seen[:-1] if "False" in line]
 
 
 def test_leftovers_of_killed_processes_are_removed(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -28,6 +28,12 @@ llm = LLM("{HUB_ID}", dtype="float32", kv_cache_bytes=2**22)
 print(llm.generate([{PROMPT}], SamplingParams(temperature=0, max_tokens=8), use_tqdm=False)[0].outputs[0].token_ids)
 """
 
+RESOLVES = """
+import sys
+from manta.workers.checkpoints.model_folder import resolve_model_folder
+assert (resolve_model_folder(sys.argv[1]) / "config.json").is_file()
+"""
+
 
 class Hub(http.server.BaseHTTPRequestHandler):
     """As much of the Hugging Face hub as a download asks for."""
@@ -113,7 +119,7 @@ def test_a_model_is_downloaded_once_and_served(hub: http.server.ThreadingHTTPSer
 
 
 def test_the_hub_is_asked_for_the_revision(hub: http.server.ThreadingHTTPServer, tmp_path: pathlib.Path) -> None:
-    answer = run(["-m", "manta.cluster.cli", "check", f"{HUB_ID}@v1.2"], hub, tmp_path)
+    answer = run(["-c", RESOLVES, f"{HUB_ID}@v1.2"], hub, tmp_path)
     assert answer.returncode == 0, answer.stdout + answer.stderr
     assert set(Hub.revisions) == {"v1.2"}
     assert load_config(None, {"engine.model": f"{HUB_ID}@v1.2"}).model_name == "tiny-llama"
