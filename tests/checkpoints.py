@@ -210,6 +210,11 @@ def on_one_thread() -> Iterator[None]:
 @torch.inference_mode()
 def reference_logits(folder: pathlib.Path, token_ids: list[int]) -> torch.Tensor:
     """What transformers computes for one sequence in float32, [num_tokens, vocab_size]."""
+    return _logits(folder, tuple(token_ids)).clone()
+
+
+@functools.cache
+def _logits(folder: pathlib.Path, token_ids: tuple[int, ...]) -> torch.Tensor:
     with on_one_thread():
         return reference_model(folder)(torch.tensor([token_ids]), use_cache=False).logits[0]
 
