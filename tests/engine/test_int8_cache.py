@@ -46,9 +46,14 @@ class RoundedCache(transformers.DynamicCache):
         return super().update(rounded(key_states), rounded(value_states), *arguments, **named)
 
 
-@torch.inference_mode()
 def generated(folder: Any, prompt: list[int]) -> list[int]:
     """transformers' greedy continuation in float32 over rounded keys and values."""
+    return list(_generated(folder, tuple(prompt)))
+
+
+@functools.cache
+@torch.inference_mode()
+def _generated(folder: Any, prompt: tuple[int, ...]) -> tuple[int, ...]:
     model = reference_model(folder)
     with on_one_thread():
         output = model.generate(
@@ -60,7 +65,7 @@ def generated(folder: Any, prompt: list[int]) -> list[int]:
             eos_token_id=None,
             pad_token_id=0,
         )
-    return output[0, len(prompt) :].tolist()
+    return tuple(output[0, len(prompt) :].tolist())
 
 
 @functools.cache
