@@ -25,9 +25,8 @@ from manta.structured.logits_processors import LogitsProcessorFactory
 from manta.structured.masks import MaskBatch
 from manta.workers.model_info import ModelInfo
 from manta.workers.step import StepInput, StepOutput
+from tests.patience import PATIENCE_S
 from tests.workers import rank_child
-
-ANSWER_SECONDS = 120.0
 
 
 class RankFailed(RuntimeError):
@@ -63,7 +62,7 @@ class RankProcesses:
 
     def answer(self, rank: int) -> Any:
         """Raises `RankFailed` with what was raised there, `EOFError` where the rank is dead."""
-        assert self._pipes[rank].poll(ANSWER_SECONDS), f"rank {rank} gives no answer"
+        assert self._pipes[rank].poll(PATIENCE_S), f"rank {rank} gives no answer"
         answer, error = pickle.loads(self._pipes[rank].recv_bytes())
         if error is not None:
             raise RankFailed(f"rank {rank}: {error}")
