@@ -15,8 +15,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 from manta.structured.grammar_pool.grammar_worker import Job, SessionStart
-from manta.structured.grammar_pool.pool_session import PoolSession
-from manta.structured.grammar_pool.pool_worker import PoolWorker, Workers
+from manta.structured.grammar_pool.pool_workers import PoolSession, PoolWorker, Workers
 from manta.structured.grammar_pool.transport import ActorTransport, ThreadTransport, Transport
 from manta.structured.masks import BufferShape, MaskBuffer, MaskSlots, row_words
 from manta.structured.pool_config import PoolConfig
