@@ -148,7 +148,7 @@ class FaultLoad:
         pool = self.llm.engine.masks.pool
         assert pool is not None
         self._num_kills += 1
-        workers = [worker for worker in pool.workers if worker.sessions and worker.transport.pid]
+        workers = [worker for worker in pool.workers.active if worker.sessions and worker.transport.pid]
         os.kill(workers[self._num_kills % len(workers)].transport.pid or 0, signal.SIGKILL)
 
 

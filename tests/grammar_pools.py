@@ -67,7 +67,7 @@ class Pools:
         if pool is None:
             pool = GrammarPool(config, self._vocabulary, num_sessions, self._actors, num_drafts, num_forced)
         self._used.append((asked, pool))
-        wait_until(lambda: all(worker.transport.is_ready() for worker in pool.workers))
+        wait_until(lambda: all(worker.transport.is_ready() for worker in pool.workers.active))
         return pool
 
     def give_back(self) -> None:
@@ -92,7 +92,8 @@ def is_as_new(pool: GrammarPool) -> bool:
         pool.end(session_id)
     pool.prepare([])  # sends the news
     deadline = time.monotonic() + IDLE_S
-    while (pool.num_replaced, pool.num_given_up, len(pool.workers)) == (0, 0, pool.config.num_workers):
+    workers = pool.workers
+    while (workers.num_replaced, workers.given_up, len(workers.active)) == (0, [], pool.config.num_workers):
         if pool.num_slots_in_use == 0:
             return True
         if time.monotonic() > deadline:
@@ -123,7 +124,7 @@ def bits(row: np.ndarray) -> list[int]:
 
 
 def allowed(pool: GrammarPool, session_id: int) -> list[int]:
-    return bits(pool.buffer.rows[pool.slot(session_id)])
+    return bits(pool.buffer.rows[pool.session(session_id).slot])
 
 
 def allowed_behind(start: SessionStart, vocabulary: Vocabulary, tokens: list[int]) -> list[int]:
@@ -159,12 +160,12 @@ def finish(pool: GrammarPool, session_ids: list[int]) -> None:
 def finish_drafts(pool: GrammarPool, session_ids: list[int]) -> None:
     """Waits for every row of their drafts too."""
     finish(pool, session_ids)
-    wait_until(lambda: not pool.wait(session_ids, 0.01, lambda count: count == 0, pool.is_complete))
+    wait_until(lambda: not pool.wait(session_ids, 0.01, lambda count: count == 0, for_drafts=True))
 
 
 def finish_all(pool: GrammarPool) -> None:
     """Waits until the workers have done all that they were told to."""
-    workers = pool.workers
+    workers = pool.workers.active
     wait_until(lambda: all(pool.buffer.acknowledged[worker.index] == worker.num_sent for worker in workers))
 
 
@@ -180,7 +181,9 @@ def end_all(pool: GrammarPool) -> None:
         pool.start(10**6, example())
     pool.end(10**6)
     deadline = time.monotonic() + PATIENCE_S
-    while pool.num_slots_in_use > len(pool.workers):  # an idle worker hears of the last end with its next message
+    while pool.num_slots_in_use > len(
+        pool.workers.active
+    ):  # an idle worker hears of the last end with its next message
         assert time.monotonic() < deadline, f"{pool.num_slots_in_use} slots leaked"
         time.sleep(0.01)
         pool.supervise()  # as the engine does with every step: a worker that died over rows nobody wants is replaced

@@ -121,13 +121,13 @@ class ConstraintService:
     @property
     def num_replaced(self) -> int:
         """Number of grammar workers replaced over the engine's life."""
-        return 0 if self.pool is None else self.pool.num_replaced
+        return 0 if self.pool is None else self.pool.workers.num_replaced
 
     def stats(self) -> ConstraintStats:
         compiler, pool = self._compiler, self.pool
         if compiler is None or pool is None:
             return ConstraintStats()
-        workers = list(pool.workers)
+        workers = list(pool.workers.active)
         cached = pool.buffer.cached[[worker.index for worker in workers]]  # int [num_workers, 2]
         num_grammars, grammar_bytes = cached.sum(axis=0).tolist()
         return ConstraintStats(
@@ -149,6 +149,6 @@ class ConstraintService:
             num_sessions=pool.num_sessions,
             num_slots=pool.num_session_slots,
             num_slots_in_use=pool.num_session_slots_in_use,
-            num_workers=len(pool.workers),
-            num_hanging_workers=pool.num_given_up,
+            num_workers=len(pool.workers.active),
+            num_hanging_workers=len(pool.workers.given_up),
         )

@@ -161,7 +161,7 @@ class StepMasks:
         all_constrained = num_constrained == len(self._slots)
         pool.wait(ids, LONGEST_WAIT_S if all_constrained else 0.0, lambda count: count < len(ids))
         if all_constrained:
-            pool.wait(ids, self._patience_s, lambda count: count == 0, pool.is_complete)
+            pool.wait(ids, self._patience_s, lambda count: count == 0, for_drafts=True)
         # Check again: the masks of a grammar worker that was replaced in the meantime are lost.
         return {session_id for session_id in ids if not pool.is_ready(session_id)}
 
@@ -170,7 +170,7 @@ class StepMasks:
         failed or that its mask ends.
         """
         sequence_id = sequence.sequence_id
-        error = pool.error(sequence_id)
+        error = pool.session(sequence_id).error()
         if error is not None:
             self._failed[sequence_id] = f"the constraint failed: {error}"
             return []
@@ -178,9 +178,9 @@ class StepMasks:
         if finish is not None:
             self._finished.append((sequence, _output(sequence), finish))
             return []
-        rows = [pool.slot(sequence_id)]
+        rows = [pool.session(sequence_id).slot]
         if len(self._points[sequence_id]) > 1:
-            draft_rows, ends = pool.draft_rows(sequence_id)
+            draft_rows, ends = pool.session(sequence_id).draft_rows()
             rows += draft_rows
             if ends:
                 output = _output(sequence) + self._drafts[sequence_id][: len(rows)]
@@ -220,7 +220,7 @@ class StepMasks:
         going_on = [s for s in self._sequences if s.finish is None and s.block_table and not s.waits_for_mask]
         if going_on:
             if self._forced is not None:
-                self.forced_tokens = {s.sequence_id: pool.forced(s.sequence_id, _output(s)) for s in going_on}
+                self.forced_tokens = {s.sequence_id: pool.session(s.sequence_id).forced(_output(s)) for s in going_on}
             _ask(pool, going_on)
             self.asked_early = [sequence.sequence_id for sequence in going_on]
         return outputs
@@ -313,7 +313,7 @@ class EngineMasks:
                 continue
             if sequence.draft_token_ids and not forced.may_replace(sequence.draft_proposer):
                 continue
-            tokens = pool.forced(sequence_id, _output(sequence)) or self._last.forced_tokens.get(sequence_id)
+            tokens = pool.session(sequence_id).forced(_output(sequence)) or self._last.forced_tokens.get(sequence_id)
             if tokens:
                 found[sequence_id], sequences[sequence_id] = tokens, sequence
         if found:
@@ -349,9 +349,9 @@ class EngineMasks:
 
 def finish_of(pool: GrammarPool, session_id: int) -> FinishStatus | None:
     """Returns how the mask ends the sequence: as stopped if complete, by length at a dead end, None if it goes on."""
-    if not pool.is_ready(session_id) or pool.error(session_id) is not None:
+    if not pool.is_ready(session_id) or pool.session(session_id).error() is not None:
         return None
-    flags = pool.buffer.flags[pool.slot(session_id)]
+    flags = pool.buffer.flags[pool.session(session_id).slot]
     if flags & DEAD_END:
         return FinishStatus.FINISHED_LENGTH
     return FinishStatus.FINISHED_STOPPED if flags & FINISHED else None

@@ -1,138 +1,38 @@
-"""A session whose grammar allows more than its schema, and whose guard strikes from each mask what the schema forbids.
+"""Sessions whose grammar allows more than its schemas, and whose guards strike from each mask what these forbid.
 
-A value can only become wrong at the token that completes it. So where something under a mark may be completed, the
-session tries each token that the grammar allows and that could complete a value on the guard's state. It strikes the
-tokens that fail. The mask is exact, and no token is ever taken back.
+`GuardedSession` is for a schema that stands alone. Its masks are exact, and no token is ever taken back.
+
+`GuardedPartsSession` is for a grammar that holds schemas, some of which need a guard. Three kinds of llguidance's
+matchers follow the text:
+
+- One of the whole grammar, whose schemas allow too much. Its mask allows all that is right, and more.
+- One of the *frame*: the grammar in which each guarded schema is replaced by a marker, a token that no model has.
+- One for each guarded part, of its schema alone, beside which a guard follows the part's text.
+
+A *reading* says where parts begin and end in the text so far. Readings branch where a part may begin, and where one
+may end. They go byte by byte, because a token may lie across the border of a part. A token is allowed if the whole
+grammar allows it and at least one reading goes on, so masks are exact; no token is ever taken back.
 """
 
 from __future__ import annotations
 
-import functools
+from collections import Counter
+from collections.abc import Callable
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
 from manta.structured.backend import DeadEnd, Session
-from manta.structured.masks import row_words
-from manta.structured.schemas.guard import KEY_STRING, SCALAR, START, STRING, Guard, State
+from manta.structured.backends.striker import Striker, token_ids_of
+from manta.structured.constraint import ConstraintError
+from manta.structured.schemas.guard import START, Guard, State
 from manta.structured.vocabulary import Vocabulary
 
-_ENDS = b",]} \t\r\nel"
-"""Bytes that complete a number or a literal."""
-_COMPLETING = frozenset(b"]}el0123456789")
-"""Bytes that complete a value outside of strings."""
-_BEGINNING = _COMPLETING | frozenset(b'"[{tfn-')
-"""Bytes that complete a value or begin one."""
+MAX_READINGS = 64
+"""Most readings of one text. Those beyond it are not followed, so that what they alone allow is forbidden."""
 
 
-class TokenClasses:
-    """The tokens that can complete a value, by what they continue: packed rows, int32 `[ceil(width / 32)]`."""
-
-    def __init__(self, vocabulary: Vocabulary) -> None:
-        quoted, twice, beyond, ending, ready = [], [], [], [], []
-        self.closing: dict[bytes, list[int]] = {}
-        """Tokens by what they begin with, up to their first quote."""
-        for token_id, token in enumerate(vocabulary.tokens):
-            begun, quote, rest = token.partition(b'"')
-            if quote:
-                quoted.append(token_id)
-                self.closing.setdefault(begun + quote, []).append(token_id)
-                if any(byte in b'"]}el0123456789' for byte in rest):
-                    twice.append(token_id)
-                if not _BEGINNING.isdisjoint(rest):
-                    beyond.append(token_id)
-            if any(byte in _ENDS for byte in token):
-                ending.append(token_id)
-            if not quote or b'"' in rest or not _COMPLETING.isdisjoint(begun):
-                ready.append(token_id)
-        self.quoted, self.twice, self.ending = (_packed(ids, vocabulary) for ids in (quoted, twice, ending))
-        """Tokens that may close a string, that may complete more than that, and that may end a number or literal."""
-        self.beyond, self.ready = (_packed(ids, vocabulary) for ids in (beyond, ready))
-        """Tokens that may close a string and complete or begin more; and those that, outside of a string, may do more
-        than begin one.
-        """
-
-
-def _packed(token_ids: list[int], vocabulary: Vocabulary) -> np.ndarray:
-    row = np.zeros(row_words(vocabulary.vocab_size), dtype=np.int32)
-    vocabulary.set_tokens(row, tuple(token_ids), True)
-    return row
-
-
-@functools.lru_cache(maxsize=2)
-def classes_of(vocabulary: Vocabulary) -> TokenClasses:
-    return TokenClasses(vocabulary)
-
-
-class Striker:
-    """Takes from a row the tokens that would complete a value which a guard forbids."""
-
-    def __init__(self, guard: Guard, vocabulary: Vocabulary) -> None:
-        self.guard = guard
-        self._vocabulary = vocabulary
-        self._ends = frozenset(vocabulary.eos_token_ids)
-
-    def strike(self, row: np.ndarray, state: State, text: bytes) -> None:
-        """`row` holds what the grammar allows after `text`, where the guard is in `state`."""
-        candidates = self._candidates(row, state, text)
-        if candidates is None:
-            return
-        tokens = self._vocabulary.tokens
-        struck = [
-            token_id
-            for token_id in token_ids_of(candidates)
-            if token_id not in self._ends and self.guard.advance(state, text, tokens[token_id]) is None
-        ]
-        self._vocabulary.set_tokens(row, struck, False)
-
-    def _candidates(self, row: np.ndarray, state: State, text: bytes) -> np.ndarray | None:
-        """The allowed tokens that might complete something under a mark; None if there is no such token."""
-        guard, classes = self.guard, classes_of(self._vocabulary)
-        if guard.is_deep(state):
-            return row
-        if not guard.reaches_from(state):
-            return None
-        if state.mode == STRING and guard.is_hot(state):
-            return row if self._has_domain(state) else row & self._closing(state, classes, text)
-        if state.mode in (STRING, KEY_STRING):
-            if state.mode == KEY_STRING and state.frame is not None and state.frame.place.may_forbid_names:
-                return row & classes.quoted
-            return row & self._several(classes)
-        if state.mode == SCALAR and not self._has_domain(state) and not guard.place_of(state).is_numeric:
-            return row & classes.ending
-        if state.mode == SCALAR or guard.has_open_places or self._has_domain(state):
-            return row
-        return row & classes.ready
-
-    def _several(self, classes: TokenClasses) -> np.ndarray:
-        """Tokens that close a string and do something more that may be wrong."""
-        return classes.beyond if self.guard.has_open_places else classes.twice
-
-    def _closing(self, state: State, classes: TokenClasses, text: bytes) -> np.ndarray:
-        """Tokens that might complete the string wrongly. If it must only differ from others, those are the tokens that
-        go on as one of the others does. A backslash may spell a character in two ways, so then each token is tried.
-        """
-        frame, begun = state.frame, text[state.start :]
-        if frame is None or self.guard.place_of(state).is_judged or b"\\" in begun:
-            return classes.quoted
-        found: list[int] = []
-        for other in frame.texts:
-            if b"\\" in other:
-                return classes.quoted
-            if other.startswith(begun):
-                found += classes.closing.get(other[len(begun) :], ())
-        row = self._several(classes).copy()
-        self._vocabulary.set_tokens(row, found, True)
-        return row
-
-    def _has_domain(self, state: State) -> bool:
-        return self.guard.place_of(state).domain() is not None
-
-
-def token_ids_of(row: np.ndarray) -> list[int]:
-    """The tokens that a packed row of int32 holds."""
-    used = np.flatnonzero(row)  # few words, mostly
-    words, bits = np.nonzero(np.unpackbits(row[used].view(np.uint8).reshape(-1, 4), axis=1, bitorder="little"))
-    return (used[words] * 32 + bits).tolist()
+# ---- a schema alone --------------------------------------------------------------------------------------------------
 
 
 class GuardedSession:
@@ -198,3 +98,279 @@ class GuardedSession:
 
     def is_finished(self) -> bool:
         return self.unguarded.is_finished() and self.is_accepting()
+
+
+# ---- schemas within a grammar ----------------------------------------------------------------------------------------
+
+
+class Matcher(Protocol):
+    """The methods of `llguidance.LLMatcher` that are used here."""
+
+    def try_consume_tokens(self, tokens: list[int]) -> int: ...
+    def rollback(self, num_tokens: int) -> bool: ...
+    def deep_copy(self) -> Matcher: ...
+    def is_accepting(self) -> bool: ...
+    def is_stopped(self) -> bool: ...
+    def is_error(self) -> bool: ...
+    def get_error(self) -> str: ...
+
+
+class Part(NamedTuple):
+    """A guarded schema."""
+
+    matcher: Matcher
+    """Matcher at the beginning of the part. Sessions copy it."""
+    striker: Striker
+
+
+class Parts(NamedTuple):
+    """The parts of a grammar that all its sessions share."""
+
+    frame: Matcher
+    """Matcher of the text around the parts, at its beginning. Sessions copy it."""
+    num_parts: int
+    part: Callable[[int], Part]
+    """Makes a part when it is first reached: of many tools a request calls few."""
+    first_marker: int
+    """The token that begins every part; behind it stands the token of the part, one more than the part before."""
+    special: frozenset[int]
+    """Tokens that no schema takes."""
+    named: frozenset[int]
+    """Tokens that the frame takes as themselves: it names them, or they are special."""
+    of_bytes: list[int]
+    """The token of each byte."""
+    fill: Callable[[Any, np.ndarray], None]
+    """Writes a matcher's mask."""
+
+
+class Reading(NamedTuple):
+    """One way to divide the text so far."""
+
+    frame: Matcher
+    """While a part is being written, it waits behind the part's markers."""
+    part: Part | None = None
+    matcher: Matcher | None = None
+    """The part's."""
+    state: State = START
+
+    @property
+    def active(self) -> Matcher:
+        return self.frame if self.matcher is None else self.matcher
+
+
+class Accepted(NamedTuple):
+    """The state before an accepted token, to which a rollback returns."""
+
+    readings: list[Reading]
+    """Readings before the token."""
+    consumed: list[Matcher]
+    """The matchers that have moved on by one, once for each time."""
+    length: int
+    """Bytes of the text before it."""
+
+
+class GuardedPartsSession:
+    """Every method is `Session`'s."""
+
+    def __init__(self, session: Session, parts: Parts, vocabulary: Vocabulary) -> None:
+        self.unguarded = session
+        """The session of the whole grammar, which allows more."""
+        self._parts = parts
+        self._vocabulary = vocabulary
+        self._text = bytearray()
+        self._consumed: list[Matcher] = []
+        """Matchers that have moved on since the last token was accepted."""
+        self._accepted: list[Accepted] = []
+        self._readings = self._closed([Reading(parts.frame.deep_copy())])
+
+    # ---- readings ----------------------------------------------------------------------------------------------------
+
+    def _closed(self, readings: list[Reading]) -> list[Reading]:
+        """Adds the readings in which a part ends here, and those in which one begins here."""
+        found: list[Reading] = []
+        for reading in readings:
+            if reading.matcher is None:
+                found.append(reading)
+                continue
+            if self._may_end(reading):
+                found.append(Reading(reading.frame.deep_copy()))
+            if not reading.matcher.is_stopped():
+                found.append(reading)
+        for reading in list(found):
+            if reading.matcher is None:
+                found += self._entered(reading.frame)
+        return found[:MAX_READINGS]
+
+    def _may_end(self, reading: Reading) -> bool:
+        part, matcher = reading.part, reading.matcher
+        assert part is not None
+        assert matcher is not None
+        return matcher.is_accepting() and part.striker.guard.may_end(reading.state, self._text)
+
+    def _entered(self, frame: Matcher) -> list[Reading]:
+        """The readings in which a part begins here."""
+        first, found = self._parts.first_marker, []
+        if frame.is_stopped() or not frame.try_consume_tokens([first]):
+            return []
+        for index in range(self._parts.num_parts):
+            if frame.try_consume_tokens([first + 1 + index]):
+                part = self._parts.part(index)
+                state = START._replace(length=len(self._text))
+                found.append(Reading(frame.deep_copy(), part, part.matcher.deep_copy(), state))
+                frame.rollback(1)
+        frame.rollback(1)
+        return found
+
+    def _consume(self, matcher: Matcher, token_id: int) -> bool:
+        if not matcher.is_stopped() and matcher.try_consume_tokens([token_id]):
+            self._consumed.append(matcher)
+            return True
+        if matcher.is_error():
+            raise ConstraintError(matcher.get_error().partition("<state>")[0].strip())
+        return False
+
+    def _advance(self, token_id: int) -> bool:
+        """Moves the readings on by one token; False if none is left. `_undo` takes it back either way."""
+        token = self._vocabulary.tokens[token_id]
+        self._accepted.append(Accepted(self._readings, self._consumed, len(self._text)))
+        self._consumed = []
+        taken: list[Reading] = []
+        if token_id in self._parts.named:
+            taken = [each for each in self._readings if each.matcher is None and self._consume(each.frame, token_id)]
+            self._readings = [each for each in self._readings if each.matcher is not None]
+            if token_id in self._parts.special:
+                self._readings = []
+        for byte in token:
+            if self._readings:
+                self._advance_byte(byte)
+        self._text[self._accepted[-1].length :] = token
+        self._readings = [*self._closed(taken), *self._readings][:MAX_READINGS]
+        return bool(self._readings)
+
+    def _advance_byte(self, byte: int) -> None:
+        data, found = bytes([byte]), []
+        for reading in self._readings:
+            if not self._consume(reading.active, self._parts.of_bytes[byte]):
+                continue
+            if reading.part is None:
+                found.append(reading)
+                continue
+            state = reading.part.striker.guard.advance(reading.state, self._text, data)
+            if state is not None:
+                found.append(reading._replace(state=state))
+        self._text += data
+        self._readings = self._closed(found)
+
+    def _undo(self) -> None:
+        for matcher, count in Counter(map(_Identity, self._consumed)).items():
+            if not matcher.it.rollback(count):
+                raise ConstraintError(f"rollback of {count} tokens failed: {matcher.it.get_error()}")
+        self._readings, self._consumed, length = self._accepted.pop()
+        del self._text[length:]
+
+    # ---- a session ---------------------------------------------------------------------------------------------------
+
+    def accept(self, token_id: int) -> bool:
+        if not self.unguarded.accept(token_id):
+            return False
+        if self._advance(token_id):
+            return True
+        self._undo()
+        self.unguarded.rollback(1)
+        return False
+
+    def fill(self, row: np.ndarray) -> None:
+        self.unguarded.fill(row)
+        allowed, across = self._within_parts(row)
+        across &= row
+        self._vocabulary.set_tokens(across, self._vocabulary.eos_token_ids, False)
+        passing = []
+        for token_id in token_ids_of(across):
+            if self._advance(token_id):
+                passing.append(token_id)
+            self._undo()
+        row &= allowed
+        self._vocabulary.set_tokens(row, passing, True)
+        self._vocabulary.set_tokens(row, self._vocabulary.eos_token_ids, self.is_accepting())
+        if not row.any():
+            raise DeadEnd(f"after {bytes(self._text[-40:])!r} nothing satisfies the schema")
+
+    def _within_parts(self, row: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """The tokens that stay within the part, or the frame, of some reading, and those that must be tried."""
+        allowed, text, mask = np.zeros_like(row), bytes(self._text), np.empty_like(row)
+        struck = np.zeros_like(row)
+        for reading in self._readings:
+            self._parts.fill(reading.active, mask)
+            if reading.part is not None:
+                before = mask.copy()
+                reading.part.striker.strike(mask, reading.state, text)
+                if reading.state.frame is not None:
+                    struck |= before & ~mask
+            allowed |= mask
+        tried = ~allowed
+        if len(self._readings) == 1:  # nothing else could allow what is struck within an array or object
+            tried &= ~struck
+        return allowed, tried
+
+    def rollback(self, num_tokens: int) -> None:
+        if num_tokens:
+            self.unguarded.rollback(num_tokens)
+            for _ in range(num_tokens):
+                self._undo()
+
+    def fork(self) -> GuardedPartsSession:
+        other = GuardedPartsSession(self.unguarded.fork(), self._parts, self._vocabulary)
+        copies: dict[int, Matcher] = {}
+
+        def copy(matcher: Matcher) -> Matcher:
+            if id(matcher) not in copies:
+                copies[id(matcher)] = matcher.deep_copy()
+            return copies[id(matcher)]
+
+        def copied(readings: list[Reading]) -> list[Reading]:
+            return [
+                each._replace(frame=copy(each.frame), matcher=None if each.matcher is None else copy(each.matcher))
+                for each in readings
+            ]
+
+        other._readings = copied(self._readings)
+        other._consumed = [copy(each) for each in self._consumed]
+        other._accepted = [
+            Accepted(copied(each.readings), [copy(it) for it in each.consumed], each.length) for each in self._accepted
+        ]
+        other._text = bytearray(self._text)
+        return other
+
+    def forced_tokens(self) -> list[int]:
+        """The forced tokens up to the first that no reading allows."""
+        kept: list[int] = []
+        num_tried = 0
+        for token_id in self.unguarded.forced_tokens():
+            num_tried += 1
+            if not self._advance(token_id):
+                break
+            kept.append(token_id)
+        for _ in range(num_tried):
+            self._undo()
+        return kept
+
+    def is_accepting(self) -> bool:
+        return self.unguarded.is_accepting() and any(
+            each.matcher is None and each.frame.is_accepting() for each in self._readings
+        )
+
+    def is_finished(self) -> bool:
+        return self.unguarded.is_finished() and self.is_accepting()
+
+
+class _Identity:
+    """A matcher as a key."""
+
+    def __init__(self, it: Matcher) -> None:
+        self.it = it
+
+    def __hash__(self) -> int:
+        return id(self.it)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Identity) and other.it is self.it

@@ -15,8 +15,7 @@ import msgspec
 import numpy as np
 
 from manta.structured.backend import DeadEnd, Session
-from manta.structured.backends.guarded import GuardedSession, Striker
-from manta.structured.backends.guarded_parts import GuardedPartsSession, Part, Parts
+from manta.structured.backends.guarded import GuardedPartsSession, GuardedSession, Part, Parts
 from manta.structured.backends.heap import heap_bytes
 from manta.structured.backends.lark_schemas import named_token_ids
 from manta.structured.backends.llguidance_grammar import (
@@ -32,6 +31,7 @@ from manta.structured.backends.llguidance_grammar import (
     without_forcing,
 )
 from manta.structured.backends.llguidance_schema import departures, has_control_characters, located
+from manta.structured.backends.striker import Striker
 from manta.structured.constraint import ConstraintError, ConstraintSpec, Unsupported
 from manta.structured.masks import row_words
 from manta.structured.schemas.guard import Guard

@@ -120,7 +120,7 @@ def without_forcing(grammar: str) -> str:
 
 def _plain_grammar(spec: ConstraintSpec) -> str:
     if spec.kind == "choice":
-        return llguidance.grammar_from("choice", spec.text)
+        return llguidance.LLMatcher.grammar_from_lark(_choice(json.loads(spec.text)))
     if spec.kind == "regex":
         return llguidance.LLMatcher.grammar_from_regex(spec.text)
     if spec.kind == "lark":
@@ -128,6 +128,13 @@ def _plain_grammar(spec: ConstraintSpec) -> str:
     if spec.kind == "ebnf":
         return llguidance.grammar_from("gbnf", spec.text)
     return _tag_grammar(json.loads(spec.text))
+
+
+def _choice(texts: list[str]) -> str:
+    """A Lark grammar of these texts: one terminal, for a parser follows at most 2,000 alternatives at a time."""
+    terminal = " | ".join(json.dumps(text, ensure_ascii=False) for text in texts if text)
+    ways = [*(["CHOICE"] if terminal else []), *(['""'] if "" in texts else [])]
+    return f"start: {' | '.join(ways)}\n" + (f"CHOICE: {terminal}\n" if terminal else "")
 
 
 # ---- schemas within a grammar ----------------------------------------------------------------------------------------

@@ -34,16 +34,21 @@ from manta.structured.vocabulary import Vocabulary
 
 logger = logging.getLogger(__name__)
 
-CACHE_BYTES = 32 * 2**20
-"""Most bytes of compiled constraints that are kept: room for 7,000 schemas of the usual size."""
-REFUSAL_BYTES = 4 * 2**20
-"""Most bytes of refusals that are remembered; that is room for 7,000."""
 ENTRY_BYTES = 600
 """Bytes that an entry of either cache holds besides its texts: structs, digests, lengths, hash tables."""
-REFUSAL_SECONDS = 60.0
-"""Lifetime of a remembered refusal."""
-RETRY_SECONDS = 10.0
-"""Delay before another start if a process did not start, even if no constraint asks for it."""
+
+
+class CompilerBounds(NamedTuple):
+    """What a compiler remembers, and for how long."""
+
+    cache_bytes: int = 32 * 2**20
+    """Most bytes of compiled constraints that are kept: room for 7,000 schemas of the usual size."""
+    refusal_bytes: int = 4 * 2**20
+    """Most bytes of refusals that are remembered; that is room for 7,000."""
+    refusal_seconds: float = 60.0
+    """Lifetime of a remembered refusal."""
+    retry_seconds: float = 10.0
+    """Delay before another start if a process did not start, even if no constraint asks for it."""
 
 
 class CompilerBusy(RuntimeError):
@@ -117,15 +122,22 @@ class _Job:
 class Compiler:
     """Compiles up to `num_processes` constraints at a time; others wait in a queue that clients share fairly."""
 
-    def __init__(self, vocabulary: Vocabulary, limits: ConstraintLimits, num_processes: int = 2) -> None:
+    def __init__(
+        self,
+        vocabulary: Vocabulary,
+        limits: ConstraintLimits,
+        num_processes: int = 2,
+        bounds: CompilerBounds = CompilerBounds(),  # noqa: B008
+    ) -> None:
         self._limits = limits
+        self._bounds = bounds
         self._server = ForkServer(vocabulary, limits)
         self._lock = threading.Lock()
         self._queue: FairQueue[_Job] = FairQueue(num_processes, limits.max_waiting)
         self._jobs: dict[bytes, _Job] = {}
         """Constraints that wait or are being compiled. `_key` makes the keys of all three tables."""
-        self.cache: ByteLRU[bytes, Resolved] = ByteLRU(CACHE_BYTES)
-        self._refusals: ByteLRU[bytes, _Refusal] = ByteLRU(REFUSAL_BYTES)
+        self.cache: ByteLRU[bytes, Resolved] = ByteLRU(bounds.cache_bytes)
+        self.refusals: ByteLRU[bytes, _Refusal] = ByteLRU(bounds.refusal_bytes)
         self.num_compiled = 0
         self._supervisors = [_Supervisor(self._server, limits) for _ in range(num_processes)]
         self._threads = [
@@ -163,7 +175,7 @@ class Compiler:
         with self._lock:
             if (known := self.cache.get(key)) is not None:
                 future.set_result(known)
-            elif (refusal := self._refusals.get(key)) is not None and refusal.until > time.monotonic():
+            elif (refusal := self.refusals.get(key)) is not None and refusal.until > time.monotonic():
                 future.set_exception(ConstraintError(refusal.error))
             elif (job := self._jobs.get(key)) is not None:
                 job.waiters.append(future)
@@ -205,11 +217,11 @@ class Compiler:
 
     def _next(self, supervisor: _Supervisor) -> tuple[str, _Job] | None:
         """The next (client, constraint); None after `close`. If the last start of a process failed, tries another one
-        every `RETRY_SECONDS` until a constraint comes.
+        every `retry_seconds` until a constraint comes.
         """
         while True:
             try:
-                return self._queue.take(RETRY_SECONDS if supervisor.has_failed else None)
+                return self._queue.take(self._bounds.retry_seconds if supervisor.has_failed else None)
             except TimeoutError:
                 supervisor.start()
 
@@ -230,8 +242,8 @@ class Compiler:
             if answer.resolved is not None:
                 self.cache.put(key, answer.resolved, _num_bytes(answer.resolved))
             else:
-                refusal = _Refusal(time.monotonic() + REFUSAL_SECONDS, error)
-                self._refusals.put(key, refusal, ENTRY_BYTES + sys.getsizeof(error))
+                refusal = _Refusal(time.monotonic() + self._bounds.refusal_seconds, error)
+                self.refusals.put(key, refusal, ENTRY_BYTES + sys.getsizeof(error))
         job.end(ConstraintError(error) if answer.resolved is None else answer.resolved)
 
     def _fail(self, job: _Job, error: Exception) -> None:

@@ -10,19 +10,16 @@ In `structured/`, a worker is a grammar worker and a slot is a mask slot.
 
 from __future__ import annotations
 
-import logging
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
-from manta.structured.grammar_pool.grammar_worker import Job, Message, SessionStart
-from manta.structured.grammar_pool.pool_records import PoolSession, PoolWorker, RetiredSlot
-from manta.structured.grammar_pool.transport import ActorTransport, ThreadTransport
-from manta.structured.masks import FAILED, FINISHED, BufferShape, MaskBuffer, MaskSlots, forced_after, row_words
+from manta.structured.grammar_pool.grammar_worker import Job, SessionStart
+from manta.structured.grammar_pool.pool_workers import PoolSession, PoolWorker, Workers
+from manta.structured.grammar_pool.transport import ActorTransport, ThreadTransport, Transport
+from manta.structured.masks import BufferShape, MaskBuffer, MaskSlots, row_words
 from manta.structured.pool_config import PoolConfig
 from manta.structured.vocabulary import Vocabulary
-
-logger = logging.getLogger(__name__)
 
 MAX_ATTEMPTS = 3
 """Number of workers that may die over a session's row before the session counts as the cause and fails."""
@@ -43,6 +40,7 @@ class GrammarPool:
     - `num_sessions`: sessions that are open at a time.
     - `num_drafts`: drafts of one session that have rows.
     - `num_forced`: forced tokens to look for after a row, at most `manta.structured.masks.MAX_FORCED`.
+    - `max_workers`: workers, counting abandoned ones that may still run.
     """
 
     def __init__(
@@ -53,28 +51,27 @@ class GrammarPool:
         actors: bool,
         num_drafts: int = 0,
         num_forced: int = 0,
+        max_workers: int = MAX_WORKERS,
     ) -> None:
         self.config = config
         # A moved session's slot stays in use until its old worker acknowledges the move. A thread that hangs never
         # does.
-        self.num_session_slots = 2 * num_sessions + MAX_WORKERS
+        self.num_session_slots = 2 * num_sessions + max_workers
         self._slots = MaskSlots(self.num_session_slots, num_sessions * num_drafts)
-        shape = BufferShape(self._slots.num_slots, row_words(vocabulary.vocab_size), MAX_WORKERS)
+        shape = BufferShape(self._slots.num_slots, row_words(vocabulary.vocab_size), max_workers)
         self.buffer = MaskBuffer(shape, shared=actors)
         self.uses_actors = actors
-        self.num_replaced = 0
         self._vocabulary = vocabulary
         self._num_forced = num_forced
         self._num_jobs = 0
-        self._free_indices = list(range(MAX_WORKERS - 1, -1, -1))
         self._sessions: dict[int, PoolSession] = {}
         self._waiting: dict[int, PoolSession] = {}
         """Sessions whose wanted row was not ready at the pool's last look."""
-        self._given_up: list[PoolWorker] = []
-        """Replaced workers that may still run, and so may still write to their slots."""
-        self.workers: list[PoolWorker] = []
-        self._spare = self._start_worker() if actors else None
-        self._start_missing()
+        self.workers = Workers(config.num_workers, max_workers, self._transport, self.buffer, has_spare=actors)
+
+    def _transport(self, index: int) -> Transport:
+        make = ActorTransport if self.uses_actors else ThreadTransport
+        return make(self._vocabulary, self.buffer, index)
 
     # ---- sessions ------------------------------------------------------------------------------------------------
 
@@ -95,14 +92,9 @@ class GrammarPool:
         return self._slots.num_sessions_in_use
 
     @property
-    def num_given_up(self) -> int:
-        """Number of replaced workers that may still run."""
-        return len(self._given_up)
-
-    @property
     def num_lost_slots(self) -> int:
         """Number of slots in use that belong to no session and no worker: above 0 is a leak."""
-        num_retired = sum(len(worker.retired) for worker in [*self.workers, *self._given_up])
+        num_retired = sum(len(worker.retired) for worker in [*self.workers.active, *self.workers.given_up])
         held = [session for session in self._sessions.values() if session.worker is not None]
         return self._slots.num_in_use - num_retired - sum(1 + len(session.draft_slots) for session in held)
 
@@ -111,12 +103,16 @@ class GrammarPool:
         """Number of slots that a session has or a worker may still write. It is 0 some time after all sessions have
         ended.
         """
-        self._collect_slots()
+        self._free_slots()
         return self._slots.num_in_use
+
+    def session(self, session_id: int) -> PoolSession:
+        """Raises `KeyError` if the session is not open."""
+        return self._sessions[session_id]
 
     def start(self, session_id: int, start: SessionStart) -> None:
         """Opens a session. The first `prepare` sends it to a worker."""
-        self._sessions[session_id] = PoolSession(session_id, start)
+        self._sessions[session_id] = PoolSession(session_id, start, self.buffer)
 
     def end(self, session_id: int) -> None:
         """Closes a session, if it exists."""
@@ -124,7 +120,7 @@ class GrammarPool:
         if session is not None:
             self._waiting.pop(session_id, None)
             self._leave(session)
-            self._collect_slots()
+            self._free_slots()
 
     # ---- a step --------------------------------------------------------------------------------------------------
 
@@ -149,41 +145,29 @@ class GrammarPool:
             session.asked_at = session.moved_at = now
             session.attempts = session.num_moves = 0
             self._ask(session)
-        self._flush()
+        self.workers.send()
 
     def is_ready(self, session_id: int) -> bool:
         """Whether the wanted row is there, or the session has failed (`error`)."""
-        return self._is_ready(self._sessions[session_id])
-
-    def _is_ready(self, session: PoolSession) -> bool:
-        if session.error is not None:
-            return True
-        return session.worker is not None and self.buffer.done[session.slot] == session.number
-
-    def is_complete(self, session_id: int) -> bool:
-        """Whether the wanted row is ready, and all drafts' rows that will come."""
-        session = self._sessions[session_id]
-        if not self._is_ready(session):
-            return False
-        slots = session.draft_slots[: len(session.drafts)]  # workers fill them in this order
-        if session.error is not None or not slots or self.buffer.flags[session.slot]:
-            return True
-        return self.buffer.done[slots[-1]] == session.drafts_number
+        return self._sessions[session_id].is_ready()
 
     def wait(
         self,
         session_ids: Iterable[int],
         seconds: float,
         enough: Callable[[int], bool],
-        is_there: Callable[[int], bool] | None = None,
+        for_drafts: bool = False,
     ) -> list[int]:
         """Waits until `enough(number of missing sessions)` is true or `seconds` have passed. Returns the missing
         sessions.
 
-        A session is missing while `is_there`, by default `is_ready`, is False for it. A row that was there may be
-        missing again after its worker's death.
+        A session is missing while its wanted row is, or with `for_drafts` any of its drafts' rows that will come. A
+        row that was there may be missing again after its worker's death.
         """
-        is_there = is_there or self.is_ready
+
+        def is_there(session_id: int) -> bool:
+            return self.session(session_id).is_complete() if for_drafts else self.is_ready(session_id)
+
         deadline = time.monotonic() + seconds
         waited_for = list(session_ids)
         missing = [session_id for session_id in waited_for if not is_there(session_id)]
@@ -193,66 +177,13 @@ class GrammarPool:
             missing = [session_id for session_id in waited_for if not is_there(session_id)]
         return missing
 
-    def slot(self, session_id: int) -> int:
-        """Index of the wanted row in `buffer.rows`."""
-        return self._sessions[session_id].slot
-
-    def error(self, session_id: int) -> str | None:
-        """Returns why the session failed, or None. Call it once the row is ready."""
-        session = self._sessions[session_id]
-        if session.error is None and self.buffer.flags[session.slot] & FAILED:
-            session.error = self.buffer.error(session.slot)
-        return session.error
-
-    def draft_rows(self, session_id: int) -> tuple[list[int], bool]:
-        """Indices in `buffer.rows` of the masks after the first draft, the second and so on, as far as they are there
-        and the grammar allows the draft. The bool is True if only the end may follow the last of these drafts. Call it
-        once the wanted row is ready.
-        """
-        session, buffer = self._sessions[session_id], self.buffer
-        rows: list[int] = []
-        for slot in session.draft_slots[: len(session.drafts)]:
-            if buffer.done[slot] != session.drafts_number:
-                break
-            if buffer.flags[slot]:
-                return rows, bool(buffer.flags[slot] & FINISHED)
-            rows.append(slot)
-        return rows, False
-
-    def forced(self, session_id: int, tokens: Sequence[int]) -> list[int]:
-        """Tokens that the grammar forces after output `tokens`, as far as a worker has found them. `tokens` continues
-        the output of the last `prepare`. Never waits.
-        """
-        session = self._sessions[session_id]
-        known = len(session.tokens)
-        gained = list(tokens[known:])
-        if list(tokens[:known]) != session.tokens or not self._is_ready(session) or session.error is not None:
-            return []
-        for num_drafts in (len(gained), len(gained) - 1, 0):  # looked for after the output, and after all drafts
-            if 0 <= num_drafts <= len(session.drafts) and session.drafts[:num_drafts] == gained[:num_drafts]:
-                forced = forced_after(gained[num_drafts:], self._continuations(session, num_drafts))
-                if forced:
-                    return forced
-        return []
-
-    def _continuations(self, session: PoolSession, num_drafts: int) -> list[list[int]]:
-        """The continuations (`MaskBuffer.forced`) after the output tokens and `num_drafts` drafts, if they were
-        found.
-        """
-        slot, number = session.slot, session.number
-        if num_drafts:
-            if num_drafts > len(session.draft_slots):
-                return []
-            slot, number = session.draft_slots[num_drafts - 1], session.drafts_number
-        return self.buffer.forced(slot) if self.buffer.forced_done[slot] == number else []
-
     # ---- asking --------------------------------------------------------------------------------------------------
 
     def _ask(self, session: PoolSession, target: PoolWorker | None = None, is_new: bool = True) -> None:
         """Adds a job to the next message of the session's worker. A session without a worker goes to `target`, or to
         the one with the least load. `is_new` is False if only the drafts have changed.
         """
-        if session.error is not None:
+        if session.failure is not None:
             return
         start = None
         if session.worker is None:
@@ -293,7 +224,7 @@ class GrammarPool:
     def _is_late(self, worker: PoolWorker) -> bool:
         """Whether a row or a message is overdue, even if its session has left."""
         now, patience = time.monotonic(), self.config.migrate_seconds
-        if self._longest_under_way(worker, now) > patience:
+        if self.workers.seconds_under_way(worker, now) > patience:
             return True
         return any(
             now - session.moved_at > patience * 2**session.num_moves for session in self._sessions_waiting_for(worker)
@@ -302,35 +233,19 @@ class GrammarPool:
     def _sessions_waiting_for(self, worker: PoolWorker) -> Iterator[PoolSession]:
         return (session for session in worker.sessions.values() if session.session_id in self._waiting)
 
-    def _longest_under_way(self, worker: PoolWorker, now: float) -> float:
-        """Seconds since the oldest unacknowledged message was sent; 0 if there is none."""
-        acknowledged = self.buffer.acknowledged[worker.index]
-        while worker.under_way and worker.under_way[0][0] <= acknowledged:
-            worker.under_way.popleft()
-        return now - worker.under_way[0][1] if worker.under_way else 0.0
-
-    def _flush(self) -> None:
-        """Sends each worker its next message, unless it is empty."""
-        for worker in self.workers:
-            if worker.jobs or worker.ended:
-                worker.num_sent += 1
-                worker.under_way.append((worker.num_sent, time.monotonic()))
-                worker.transport.send(Message(worker.num_sent, worker.jobs, worker.ended))
-                worker.jobs, worker.ended = [], []
-
     # ---- supervision ---------------------------------------------------------------------------------------------
 
     def supervise(self) -> None:
         """Moves sessions off late workers, fails sessions whose budget is spent, and replaces dead workers."""
-        for session_id in [key for key, session in self._waiting.items() if self._is_ready(session)]:
+        for session_id in [key for key, session in self._waiting.items() if session.is_ready()]:
             del self._waiting[session_id]
-        if not self._waiting and not any(worker.under_way for worker in self.workers):
+        if not self._waiting and not any(worker.under_way for worker in self.workers.active):
             return
-        self._collect_slots()
+        self._free_slots()
         now = time.monotonic()
         for session in [session for session in self._waiting.values() if session.worker is None]:
             self._ask(session)
-        for worker in [worker for worker in self.workers if self._is_late(worker)]:
+        for worker in [worker for worker in self.workers.active if self._is_late(worker)]:
             if not worker.transport.is_alive():
                 self._replace(worker)
             elif not worker.transport.is_ready():  # a budget is for a mask, not for a process's start
@@ -341,13 +256,13 @@ class GrammarPool:
                     self._replace(worker)
             else:
                 self._relieve(worker, now)
-        self._flush()
+        self.workers.send()
 
     def _relieve(self, worker: PoolWorker, now: float) -> None:
         """Moves the sessions that wait for a late worker, except the one that it is busy with. When that one's budget
         is spent, it fails and the worker is replaced.
         """
-        busy_with = int(self.buffer.current[worker.index]) - 1
+        busy_with = self.workers.busy_with(worker)
         if busy_with != worker.busy_with:
             worker.busy_with, worker.busy_since = busy_with, now
         session = self._waiting.get(busy_with)
@@ -355,10 +270,12 @@ class GrammarPool:
             seconds = now - max(session.asked_at, worker.busy_since)
         else:  # idle although it has a message, or busy with a draft or a departed session
             session = None
-            seconds = min(now - worker.busy_since, self._longest_under_way(worker, now))
+            seconds = min(now - worker.busy_since, self.workers.seconds_under_way(worker, now))
         if seconds > self.config.mask_seconds:
             if session is not None:
-                session.error = f"its mask was not there after {self.config.mask_seconds:g} s; simplify the constraint"
+                session.failure = (
+                    f"its mask was not there after {self.config.mask_seconds:g} s; simplify the constraint"
+                )
                 del self._waiting[session.session_id]
             self._replace(worker)
         else:
@@ -379,30 +296,21 @@ class GrammarPool:
         """Another worker that has started and is not late. Otherwise a new one, while there are fewer than twice
         `num_workers`; else None.
         """
-        others = [worker for worker in self.workers if worker is not source]
+        others = [worker for worker in self.workers.active if worker is not source]
         best = min(others, key=self._load, default=None)
         if best is not None and self._load(best)[:2] == (False, False):
             return best
-        added = self._next_worker() if len(self.workers) < 2 * self.config.num_workers else None
-        if added is not None:
-            self.workers.append(added)
-        return added
+        return self.workers.add() if len(self.workers.active) < 2 * self.config.num_workers else None
 
     def _replace(self, worker: PoolWorker) -> None:
         """Abandons a worker; other workers rebuild its sessions."""
-        logger.warning("grammar worker %d is replaced; %d sessions move", worker.index, len(worker.sessions))
-        worker.transport.kill()
-        self.num_replaced += 1
-        position, replacement = self.workers.index(worker), self._next_worker()
-        self.workers[position : position + 1] = [] if replacement is None else [replacement]
-        self._given_up.append(worker)
-        sessions, worker.sessions = list(worker.sessions.values()), {}
+        sessions = self.workers.replace(worker)
         # The worker may have written the wanted row before it died over a draft.
-        missing = {session.session_id for session in sessions if not self._is_ready(session)}
-        busy_with = int(self.buffer.current[worker.index]) - 1
+        missing = {session.session_id for session in sessions if not session.is_ready()}
+        busy_with = self.workers.busy_with(worker)
         suspects = missing & {busy_with} if busy_with >= 0 else missing
         for session in sessions:
-            self._retire(session, worker, -1)
+            worker.retire(session, -1)
             session.worker, session.slot, session.num_held, session.draft_slots = None, -1, 0, []
         if worker.transport.stops_between_sessions:
             self._slots.free(retired.slot for retired in worker.retired if retired.session_id != busy_with)
@@ -410,7 +318,7 @@ class GrammarPool:
         for session in sessions:
             session.drafts = []
             session.takes_drafts &= session.session_id != busy_with or session.session_id in missing
-            if session.error is None and session.is_wanted:
+            if session.failure is None and session.is_wanted:
                 session.attempts += session.session_id in suspects
                 self._ask_again(session)
 
@@ -422,45 +330,24 @@ class GrammarPool:
         if session.attempts < MAX_ATTEMPTS:
             self._ask(session)
         else:
-            session.error = f"{session.attempts} grammar workers died over its mask"
+            session.failure = f"{session.attempts} grammar workers died over its mask"
             self._waiting.pop(session.session_id, None)
 
     # ---- workers and slots ---------------------------------------------------------------------------------------
-
-    def _start_missing(self) -> None:
-        """Fills the pool up, also after hanging workers kept it short."""
-        while len(self.workers) < self.config.num_workers and (worker := self._next_worker()) is not None:
-            self.workers.append(worker)
-
-    def _has_workers_again(self) -> bool:
-        """Whether another worker could be started in place of one that has died."""
-        self._collect_slots()
-        return bool(self.workers)
-
-    def _next_worker(self) -> PoolWorker | None:
-        """Returns the spare worker or a new one; None at `MAX_WORKERS`."""
-        if self._spare is None:
-            return self._start_worker()
-        worker, self._spare = self._spare, self._start_worker()
-        return worker
-
-    def _start_worker(self) -> PoolWorker | None:
-        if not self._free_indices:
-            return None
-        index = self._free_indices.pop()
-        self.buffer.current[index] = self.buffer.acknowledged[index] = 0
-        make: type[ActorTransport] | type[ThreadTransport] = ActorTransport if self.uses_actors else ThreadTransport
-        return PoolWorker(make(self._vocabulary, self.buffer, index), index)
 
     def _find_worker(self, session: PoolSession, target: PoolWorker | None) -> bool:
         """Gives a session to `target`, or to the worker with the least load. Returns False if there is no worker, which
         fails the session, or no slot, for which `supervise` tries again.
         """
-        if not self.workers and not self._has_workers_again():
-            session.error = f"all {MAX_WORKERS} grammar workers hang; simplify the constraints that are in use"
+        if not self.workers.active:
+            self._free_slots()  # a worker that has died may make room for another
+        if not self.workers.active:
+            session.failure = (
+                f"all {self.workers.max_workers} grammar workers hang; simplify the constraints that are in use"
+            )
             self._waiting.pop(session.session_id, None)
             return False
-        has_entered = self._enter(session, target or min(self.workers, key=self._load))
+        has_entered = self._enter(session, target or min(self.workers.active, key=self._load))
         if not has_entered:
             self._waiting[session.session_id] = session
         return has_entered
@@ -486,32 +373,16 @@ class GrammarPool:
         worker.sessions.pop(session.session_id, None)
         worker.jobs = [job for job in worker.jobs if job.session_id != session.session_id]
         worker.ended.append(session.session_id)
-        self._retire(session, worker, worker.num_sent)
+        worker.retire(session, worker.num_sent)
         session.slot, session.draft_slots = -1, []
 
-    def _retire(self, session: PoolSession, worker: PoolWorker, number: int) -> None:
-        slots = (session.slot, *session.draft_slots)
-        worker.retired += [RetiredSlot(number, slot, session.session_id) for slot in slots]
-
-    def _collect_slots(self) -> None:
-        """Frees slots that no worker writes any more, and forgets workers that have died."""
-        for worker in self.workers:
-            if worker.retired:
-                acknowledged = int(self.buffer.acknowledged[worker.index])
-                self._slots.free(retired.slot for retired in worker.retired if retired.number <= acknowledged)
-                worker.retired = [retired for retired in worker.retired if retired.number > acknowledged]
-        for worker in [worker for worker in self._given_up if not worker.transport.is_alive()]:
-            self._given_up.remove(worker)
-            self._slots.free(retired.slot for retired in worker.retired)
-            self._free_indices.insert(0, worker.index)
-        self._start_missing()
+    def _free_slots(self) -> None:
+        """Frees slots that no worker writes any more, and starts missing workers."""
+        self._slots.free(self.workers.take_free_slots())
 
     def close(self) -> None:
         """Ends every worker."""
-        for worker in [*self.workers, *([self._spare] if self._spare else [])]:
-            worker.transport.kill()
-        self.workers, self._spare = [], None
-        self._free_indices = []  # so that no worker is started in their place
+        self.workers.close()
         self.buffer.close()
 
 

@@ -21,7 +21,7 @@ from manta.cluster.serve.channel.token_channel import RequestResult
 from manta.cluster.serve.requests.prompt_run import PromptRun
 from manta.cluster.serve.requests.submission import Submission
 from manta.cluster.text.tokenizer import Tokenizer
-from manta.structured.compiling.compiler import CACHE_BYTES, CompilerFailed
+from manta.structured.compiling.compiler import CompilerBounds, CompilerFailed
 from manta.structured.grammar_pool.grammar_worker import GRAMMAR_CACHE_BYTES
 from tests.checkpoints import checkpoint
 from tests.engine.test_engine import make_engine
@@ -43,7 +43,7 @@ def test_the_engine_counts_compilers_and_caches() -> None:
     stats = llm.engine.stats()
     found = stats.constraints
     assert (found.num_compilers, found.num_compilers_alive, found.num_cached) == (2, 2, 2)
-    assert 0 < found.cached_bytes < found.max_cached_bytes == CACHE_BYTES
+    assert 0 < found.cached_bytes < found.max_cached_bytes == CompilerBounds().cache_bytes
     assert found.max_grammar_bytes % GRAMMAR_CACHE_BYTES == 0 < found.max_grammar_bytes  # a busy pool adds workers
     assert 60_000 < found.grammar_bytes < found.max_grammar_bytes
     text = Metrics("m").render([stats, stats]).decode()

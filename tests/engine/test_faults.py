@@ -48,4 +48,4 @@ def test_a_fault_beside_actors_costs_its_own_request(actors: FaultLoad, fault: s
     pool = actors.llm.engine.masks.pool
     assert pool is not None
     if fault != "raise":  # sessions may have moved before the end of their worker was known
-        wait_until(lambda: pool.supervise() or pool.num_replaced > 0)
+        wait_until(lambda: pool.supervise() or pool.workers.num_replaced > 0)

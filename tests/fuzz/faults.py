@@ -165,7 +165,7 @@ class Injector:
 
     def _kill_worker(self, fault: Fault, step: int) -> bool:
         pool = self._pool
-        workers = [worker for worker in pool.workers if worker.sessions] if pool is not None else []
+        workers = [worker for worker in pool.workers.active if worker.sessions] if pool is not None else []
         if not workers:
             return False
         workers[fault.target % len(workers)].transport.kill()

@@ -20,7 +20,7 @@ import psutil
 import pytest
 
 from manta.structured.compiling.compile_process import Setup, forks_well
-from manta.structured.compiling.compiler import Compiler, CompilerBusy, CompilerFailed
+from manta.structured.compiling.compiler import Compiler, CompilerBounds, CompilerBusy, CompilerFailed
 from manta.structured.constraint import ConstraintError, ConstraintLimits, ConstraintSpec, Kind
 from manta.structured.fair_queue import FairQueue
 from manta.structured.frames import frame, read_frame
@@ -274,10 +274,9 @@ def test_terminal_interrupts_do_not_reach_compilers(compiler: Compiler) -> None:
 def test_a_compiler_that_fails_to_start_is_retried(
     demo_vocabulary: Vocabulary, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("manta.structured.compiling.compiler.RETRY_SECONDS", 0.1)
     with monkeypatch.context() as broken:
         broken.setattr(sys, "executable", "/nowhere/python")
-        compiler = Compiler(demo_vocabulary, ConstraintLimits())
+        compiler = Compiler(demo_vocabulary, ConstraintLimits(), bounds=CompilerBounds(retry_seconds=0.1))
         with pytest.raises(CompilerFailed, match="does not start"):
             compile_regex(compiler, "a")
         wait_until(lambda: compiler.num_alive == 0)
@@ -288,15 +287,15 @@ def test_a_compiler_that_fails_to_start_is_retried(
         compiler.close()
 
 
-def test_refusals_are_remembered_within_a_bound(demo_vocabulary: Vocabulary, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("manta.structured.compiling.compiler.REFUSAL_BYTES", 100_000)
-    compiler = Compiler(demo_vocabulary, ConstraintLimits(), num_processes=1)
+def test_refusals_are_remembered_within_a_bound(demo_vocabulary: Vocabulary) -> None:
+    bounds = CompilerBounds(refusal_bytes=100_000)
+    compiler = Compiler(demo_vocabulary, ConstraintLimits(), num_processes=1, bounds=bounds)
     try:
         for index in range(5):
             with pytest.raises(ConstraintError) as caught:
                 compile_regex(compiler, "a" * 40_000 + str(index) + "(")
             assert len(str(caught.value)) <= 2000
-        assert 0 < compiler._refusals.num_bytes <= 100_000
+        assert 0 < compiler.refusals.num_bytes <= 100_000
     finally:
         compiler.close()
 
@@ -383,8 +382,8 @@ def test_refusals_of_long_constraints_take_little_memory(demo_vocabulary: Vocabu
             with pytest.raises(ConstraintError) as caught:
                 compiler.resolve(ConstraintSpec(kind="regex", text=text)).result(timeout=PATIENCE_S)
             assert len(str(caught.value)) <= 2000
-        assert len(compiler._refusals) == 2
-        assert compiler._refusals.num_bytes < 2 * 4000
-        assert not [key for key in compiler._refusals._entries if len(key) > 32]
+        assert len(compiler.refusals) == 2
+        assert compiler.refusals.num_bytes < 2 * 4000
+        assert not [key for key in compiler.refusals._entries if len(key) > 32]
     finally:
         compiler.close()

@@ -277,6 +277,22 @@ def test_vocabularies_say_which_bytes_a_token_stands_for() -> None:
     assert set(b"".join(vocabulary().tokens)) == set(range(256))
 
 
+@pytest.mark.parametrize(
+    "texts", [["a", "ab", ""], [""], ['q"\\\n', "😀", "// no comment"], [f"text {i}" for i in range(9000)]]
+)
+def test_a_choice_takes_its_texts_and_no_other(texts: list[str]) -> None:
+    made = make_backend("llguidance", vocabulary())
+    spec = ConstraintSpec(kind="choice", text=json.dumps(texts), backend="llguidance")
+    grammar, single = made.load(spec, made.compile(spec)), vocabulary().byte_token_ids()
+
+    def takes(text: str) -> bool:
+        session = grammar.session()
+        return all(session.accept(single[byte]) for byte in text.encode()) and session.is_accepting()
+
+    assert all(map(takes, texts[-3:]))
+    assert not any(takes(text + "b") for text in texts[-3:] if text + "b" not in texts)
+
+
 def test_unknown_backends_are_named() -> None:
     with pytest.raises(ConstraintError, match=r"'none' is unknown; use auto or one of .*llguidance"):
         make_backend("none", vocabulary())

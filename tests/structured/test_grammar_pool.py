@@ -43,9 +43,9 @@ def test_rows_arrive_and_follow_the_tokens(make_pool: MakePool) -> None:
         pool.prepare([(session_id, outputs[session_id]) for session_id in range(6)])
         finish(pool, list(range(6)))
         for session_id in range(6):
-            assert pool.error(session_id) is None
+            assert pool.session(session_id).error() is None
             if step == 3:
-                assert pool.buffer.flags[pool.slot(session_id)] == FINISHED
+                assert pool.buffer.flags[pool.session(session_id).slot] == FINISHED
             else:
                 assert allowed(pool, session_id) == [10 + session_id, 100 + session_id]
                 outputs[session_id] = [*outputs[session_id], 10 + session_id]
@@ -60,11 +60,11 @@ def test_end_tokens_are_allowed_where_text_may_end(make_pool: MakePool, vocabula
     for output, may_end in ([[], False], [[one], True], [[one, one], True]):
         pool.prepare([(0, output)])
         finish(pool, [0])
-        assert pool.error(0) is None
+        assert pool.session(0).error() is None
         assert {EOS, 40} & set(allowed(pool, 0)) == ({EOS, 40} if may_end else set())
     pool.prepare([(0, [one, two])])
     finish(pool, [0])
-    assert pool.buffer.flags[pool.slot(0)] == FINISHED
+    assert pool.buffer.flags[pool.session(0).slot] == FINISHED
 
 
 def test_a_refused_token_fails_its_session_alone(make_pool: MakePool) -> None:
@@ -75,9 +75,9 @@ def test_a_refused_token_fails_its_session_alone(make_pool: MakePool) -> None:
     pool.prepare([(0, [5]), (1, [99]), (2, [])])
     finish(pool, [0, 1, 2])
     assert allowed(pool, 0) == [5, 6, 7]
-    assert pool.error(0) is None
-    assert "refuses token 99" in (pool.error(1) or "")
-    assert "as it was told to" in (pool.error(2) or "")
+    assert pool.session(0).error() is None
+    assert "refuses token 99" in (pool.session(1).error() or "")
+    assert "as it was told to" in (pool.session(2).error() or "")
     end_all(pool)
 
 
@@ -86,7 +86,7 @@ def test_adjustments_reach_the_buffer(make_pool: MakePool) -> None:
     pool.start(0, example(favour={"6": 2.5, "7": -1.0}))
     pool.prepare([(0, [])])
     finish(pool, [0])
-    ids, values = pool.buffer.adjustments(pool.slot(0))
+    ids, values = pool.buffer.adjustments(pool.session(0).slot)
     assert ids.tolist() == [6, 7]
     assert values.tolist() == [2.5, -1.0]
 
@@ -106,7 +106,7 @@ def test_unusable_adjustments_fail_their_session(vocabulary: Vocabulary, favour:
     pool.start(0, example(favour=favour))
     pool.prepare([(0, [])])
     finish(pool, [0])
-    assert error in (pool.error(0) or "")
+    assert error in (pool.session(0).error() or "")
     pool.close()
 
 
@@ -117,9 +117,9 @@ def test_any_backend_exception_costs_only_its_session(make_pool: MakePool, how: 
     pool.start(1, example())
     pool.prepare([(0, []), (1, [])])
     finish(pool, [0, 1])
-    assert pool.error(0) is not None
+    assert pool.session(0).error() is not None
     assert allowed(pool, 1) == [5, 6, 7]
-    assert pool.num_replaced == 0
+    assert pool.workers.num_replaced == 0
 
 
 def test_an_unloadable_grammar_fails_its_session_alone(vocabulary: Vocabulary) -> None:
@@ -130,9 +130,9 @@ def test_an_unloadable_grammar_fails_its_session_alone(vocabulary: Vocabulary) -
     pool.start(4, example())
     pool.prepare([(session_id, []) for session_id in range(5)])
     finish(pool, list(range(5)))
-    assert all(pool.error(session_id) for session_id in range(4))
+    assert all(pool.session(session_id).error() for session_id in range(4))
     assert allowed(pool, 4) == [5, 6, 7]
-    assert pool.num_replaced == 0
+    assert pool.workers.num_replaced == 0
     pool.close()
 
 
@@ -179,12 +179,12 @@ def test_a_hanging_session_fails_alone_within_its_budget(make_pool: MakePool) ->
     finish(pool, others)
     assert all(allowed(pool, session_id) == [5, 6, 7] for session_id in others)
     finish(pool, [3])
-    assert "was not there after 5 s" in (pool.error(3) or "")
-    assert pool.num_replaced >= 1  # a busy machine may spend another worker's time too, which costs no session
+    assert "was not there after 5 s" in (pool.session(3).error() or "")
+    assert pool.workers.num_replaced >= 1  # a busy machine may spend another worker's time too, which costs no session
     for length in range(2, 6):
         pool.prepare([(session_id, [5] * length) for session_id in others])
         finish(pool, others)
-        assert all(pool.error(session_id) is None for session_id in others)
+        assert all(pool.session(session_id).error() is None for session_id in others)
 
 
 def test_sessions_behind_a_slow_one_move(make_pool: MakePool, tmp_path: pathlib.Path) -> None:
@@ -201,8 +201,8 @@ def test_sessions_behind_a_slow_one_move(make_pool: MakePool, tmp_path: pathlib.
     assert not pool.is_ready(0), "the slow row should still be under way"
     (tmp_path / "gate").touch()
     finish(pool, [0])
-    assert [pool.error(session_id) for session_id in range(4)] == [None] * 4
-    assert pool.num_replaced == 0
+    assert [pool.session(session_id).error() for session_id in range(4)] == [None] * 4
+    assert pool.workers.num_replaced == 0
     end_all(pool)
 
 
@@ -210,13 +210,13 @@ def test_a_worker_hanging_without_its_session_is_replaced(make_pool: MakePool) -
     pool = make_pool(num_workers=1, mask_seconds=1.0)
     pool.start(0, example(at={"0": "hang"}))
     pool.prepare([(0, [])])
-    wait_until(lambda: int(pool.buffer.current[pool.workers[0].index]) == 1)
+    wait_until(lambda: int(pool.buffer.current[pool.workers.active[0].index]) == 1)
     time.sleep(0.5)  # from taking the tokens, which it has begun, to filling the row, where it hangs
     pool.end(0)
 
     def is_replaced() -> bool:
         pool.supervise()
-        return pool.num_replaced == 1
+        return pool.workers.num_replaced == 1
 
     wait_until(is_replaced)
     if pool.uses_actors:  # a thread that hangs keeps its slot: it may still write there
@@ -236,40 +236,37 @@ def test_a_hanging_thread_keeps_only_its_slot(vocabulary: Vocabulary, tmp_path: 
         pool.start(hanging, example(at={"0": f"until {tmp_path}/gate"}))
         pool.prepare([(hanging, [])])
         finish(pool, [hanging])
-        assert "was not there after 0.2 s" in (pool.error(hanging) or "")
+        assert "was not there after 0.2 s" in (pool.session(hanging).error() or "")
         pool.end(hanging)
         finish(pool, others)
         assert pool.num_slots_in_use == len(others) + num_hanging
-        assert (pool.num_given_up, pool.num_lost_slots) == (num_hanging, 0)
+        assert (len(pool.workers.given_up), pool.num_lost_slots) == (num_hanging, 0)
     assert [allowed(pool, session_id) for session_id in others] == [[5, 6, 7]] * 3
     (tmp_path / "gate").touch()
 
 
-def test_when_every_worker_hangs_sessions_fail(
-    vocabulary: Vocabulary, monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path
-) -> None:
+def test_when_every_worker_hangs_sessions_fail(vocabulary: Vocabulary, tmp_path: pathlib.Path) -> None:
     """Threads that hang cannot be ended. The pool goes on with those that it has left, be it none."""
-    monkeypatch.setattr("manta.structured.grammar_pool.pool.MAX_WORKERS", 3)
-    pool = GrammarPool(PoolConfig(num_workers=1, mask_seconds=0.2), vocabulary, 4, actors=False)
+    pool = GrammarPool(PoolConfig(num_workers=1, mask_seconds=0.2), vocabulary, 4, actors=False, max_workers=3)
     for hanging in range(3):
         pool.start(hanging, example(at={"0": f"until {tmp_path}/gate"}))
         pool.prepare([(hanging, [])])
         finish(pool, [hanging])
-        assert "was not there after 0.2 s" in (pool.error(hanging) or "")
+        assert "was not there after 0.2 s" in (pool.session(hanging).error() or "")
         pool.end(hanging)
-    assert (pool.num_given_up, pool.workers) == (3, [])
+    assert (len(pool.workers.given_up), pool.workers.active) == (3, [])
     pool.start(7, example())
     pool.prepare([(7, [])])
-    assert pool.error(7) == "all 3 grammar workers hang; simplify the constraints that are in use"
+    assert pool.session(7).error() == "all 3 grammar workers hang; simplify the constraints that are in use"
     pool.end(7)
     (tmp_path / "gate").touch()
-    wait_until(lambda: not any(worker.transport.is_alive() for worker in pool._given_up))
+    wait_until(lambda: not any(worker.transport.is_alive() for worker in pool.workers.given_up))
     pool.start(8, example())
     pool.prepare([(8, [])])
     finish(pool, [8])
     assert allowed(pool, 8) == [5, 6, 7]
     pool.end(8)
-    assert (pool.num_given_up, pool.num_lost_slots) == (0, 0)
+    assert (len(pool.workers.given_up), pool.num_lost_slots) == (0, 0)
 
 
 @ACTORS
@@ -281,16 +278,16 @@ def test_a_killed_actors_sessions_are_replayed(make_pool: MakePool) -> None:
     for step in range(12):
         pool.prepare(outputs.items())
         if step in (3, 8):
-            victim = max(pool.workers, key=lambda worker: len(worker.sessions)).transport
+            victim = max(pool.workers.active, key=lambda worker: len(worker.sessions)).transport
             while victim.pid is None:  # it may be the one that replaces the first victim, and still start
                 wait_until(victim.is_ready)
             os.kill(victim.pid, signal.SIGKILL)
         finish(pool, list(outputs))
         for session_id, output in outputs.items():
-            assert pool.error(session_id) is None
+            assert pool.session(session_id).error() is None
             assert allowed(pool, session_id) == [10 + session_id, 50 + session_id]
             output.append(random.Random(step).choice([10 + session_id, 50 + session_id]))
-    assert pool.num_replaced >= 1
+    assert pool.workers.num_replaced >= 1
     end_all(pool)
 
 
@@ -303,10 +300,10 @@ def test_a_session_that_kills_its_workers_fails_alone(make_pool: MakePool) -> No
     finish(pool, [0, 1])
     pool.prepare([(0, [5])])
     finish(pool, [0])
-    assert "grammar workers died over its mask" in (pool.error(0) or "")
+    assert "grammar workers died over its mask" in (pool.session(0).error() or "")
     pool.prepare([(1, [5, 6])])
     finish(pool, [1])
-    assert pool.error(1) is None
+    assert pool.session(1).error() is None
 
 
 @ACTORS
@@ -319,7 +316,7 @@ def test_grammar_actors_import_neither_torch_nor_transformers(make_pool: MakePoo
     pool.start(0, llguidance("a+"))
     pool.prepare([(0, [])])
     finish(pool, [0])
-    transport = max(pool.workers, key=lambda worker: len(worker.sessions)).transport
+    transport = max(pool.workers.active, key=lambda worker: len(worker.sessions)).transport
     assert isinstance(transport, ActorTransport)
     modules = ray.get(transport._actor.__ray_call__.remote(lambda self: list(__import__("sys").modules)))
     assert "llguidance" in modules

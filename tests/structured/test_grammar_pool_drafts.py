@@ -46,12 +46,12 @@ def test_drafts_have_rows_up_to_the_first_refusal(make_pool: MakePool, vocabular
     for text, num_rows, ends in [*cases, ("3!!", 1, True)]:
         for tokens in (known[:1], known):  # drafts of another output first
             drafts = spelled(vocabulary, text)
-            num_sent = sum(worker.num_sent for worker in pool.workers)
+            num_sent = sum(worker.num_sent for worker in pool.workers.active)
             pool.prepare([(0, tokens)], {0: drafts} if drafts else None)
-            assert sum(worker.num_sent for worker in pool.workers) <= num_sent + 1
+            assert sum(worker.num_sent for worker in pool.workers.active) <= num_sent + 1
             finish_drafts(pool, [0])
-            rows, found_end = pool.draft_rows(0)
-            assert pool.error(0) is None
+            rows, found_end = pool.session(0).draft_rows()
+            assert pool.session(0).error() is None
             assert allowed(pool, 0) == allowed_behind(start, vocabulary, tokens)
             for index, slot in enumerate(rows):
                 assert bits(pool.buffer.rows[slot]) == allowed_behind(start, vocabulary, tokens + drafts[: index + 1])
@@ -66,7 +66,7 @@ def test_no_row_follows_an_end_token_among_drafts(make_pool: MakePool, vocabular
     for end in (EOS, 40):  # 40 is a stop token, whatever the grammar thinks of its text
         pool.prepare([(0, one)], {0: [*one, end, *one]})
         finish_drafts(pool, [0])
-        rows, ends = pool.draft_rows(0)
+        rows, ends = pool.session(0).draft_rows()
         assert (len(rows), ends) == (1, False)
         assert EOS in bits(pool.buffer.rows[rows[0]])
 
@@ -79,14 +79,14 @@ def test_drafts_without_slots_have_no_rows(make_pool: MakePool, vocabulary: Voca
         pool.start(session_id, llguidance("1+"))
     pool.prepare([(0, []), (1, [])], {0: ones, 1: ones})
     finish_drafts(pool, [0, 1])
-    assert sorted(len(pool.draft_rows(session_id)[0]) for session_id in range(2)) == [1, 5]
+    assert sorted(len(pool.session(session_id).draft_rows()[0]) for session_id in range(2)) == [1, 5]
     end_all(pool)
     plain = make_pool(num_sessions=2, num_workers=1)
     assert plain.buffer.shape.num_slots == pool.buffer.shape.num_slots - 6
     plain.start(0, llguidance("1+"))
     plain.prepare([(0, [])], {0: ones})
     finish_drafts(plain, [0])
-    assert plain.draft_rows(0) == ([], False)
+    assert plain.session(0).draft_rows() == ([], False)
 
 
 @pytest.mark.parametrize("how", ["raise", "exit", "hang"])
@@ -105,23 +105,23 @@ def test_a_failure_on_a_draft_costs_its_session(make_pool: MakePool, how: str) -
         finish(pool, everyone)
         finish(pool, others)  # rows that were there go again where their worker is replaced
         for session_id in others:
-            assert pool.error(session_id) is None
+            assert pool.session(session_id).error() is None
             assert allowed(pool, session_id) == [5, 6, 7]
-    reason = pool.error(1) or ""
+    reason = pool.session(1).error() or ""
     if how == "raise":  # the draft was refused, and the token that came true raised
         assert "as it was told to" in reason
-        assert pool.num_replaced == 0
+        assert pool.workers.num_replaced == 0
     elif how == "hang":
         assert "was not there after 1 s" in reason
     else:
         assert "grammar workers died over its mask" in reason
         # One over a draft, after which it gets no more rows, and three over its row; on a busy machine it may have
         # moved from a worker that had begun with it, and ends both.
-        assert pool.num_replaced <= 6
+        assert pool.workers.num_replaced <= 6
     pool.end(1)
     pool.prepare([(session_id, [5] * 3) for session_id in others], {i: [6, 7] for i in others})
     finish_drafts(pool, others)
-    assert [len(pool.draft_rows(session_id)[0]) for session_id in others] == [2, 2, 2]
+    assert [len(pool.session(session_id).draft_rows()[0]) for session_id in others] == [2, 2, 2]
     if how != "hang" or pool.uses_actors:  # a thread that hangs keeps its slots: it may still write there
         end_all(pool)
 
@@ -132,9 +132,9 @@ def test_a_raising_draft_leaves_the_session_unchanged(make_pool: MakePool) -> No
     for length in range(4):
         pool.prepare([(0, [5] * length)], {0: [7, 6, 5]})
         finish_drafts(pool, [0])
-        assert pool.error(0) is None
+        assert pool.session(0).error() is None
         assert allowed(pool, 0) == [5, 6, 7]
-        assert len(pool.draft_rows(0)[0]) == 1
+        assert len(pool.session(0).draft_rows()[0]) == 1
     end_all(pool)
 
 
@@ -151,8 +151,8 @@ def test_a_session_that_moves_takes_its_drafts_along(make_pool: MakePool, vocabu
     pool.prepare([(1, digits[:2])], {1: digits[2:]})
     finish_drafts(pool, [1])
     assert not pool.is_ready(0)
-    rows, _ = pool.draft_rows(1)
-    behind = [bits(pool.buffer.rows[slot]) for slot in (pool.slot(1), *rows)]
+    rows, _ = pool.session(1).draft_rows()
+    behind = [bits(pool.buffer.rows[slot]) for slot in (pool.session(1).slot, *rows)]
     assert behind == [allowed_behind(start, vocabulary, digits[:count]) for count in (2, 3, 4)]
 
 
@@ -163,22 +163,22 @@ def test_forced_tokens_come_with_the_row(make_pool: MakePool, vocabulary: Vocabu
     (one,) = spelled(vocabulary, "1")
     pool.prepare([(0, [])])
     finish_all(pool)
-    assert pool.forced(0, []) == []
+    assert pool.session(0).forced([]) == []
     pool.prepare([(0, [one])])
     finish_all(pool)
-    forced = pool.forced(0, [one])
+    forced = pool.session(0).forced([one])
     assert len(forced) == 5
     assert b"customer identification and more: ".startswith(b"".join(vocabulary.tokens[i] for i in forced))
-    assert pool.forced(0, [one, *forced[:2]]) == forced[2:]
-    assert pool.forced(0, [one, *forced]) == [], "more is not known yet"
-    assert pool.forced(0, [one, one]) == pool.forced(0, []) == []
+    assert pool.session(0).forced([one, *forced[:2]]) == forced[2:]
+    assert pool.session(0).forced([one, *forced]) == [], "more is not known yet"
+    assert pool.session(0).forced([one, one]) == pool.session(0).forced([]) == []
     pool.prepare([(0, [one])], {0: forced[:4]})
     finish_all(pool)
-    further = pool.forced(0, [one, *forced[:4]])
+    further = pool.session(0).forced([one, *forced[:4]])
     assert further[0] == forced[4]
     assert len(further) == 5
-    assert pool.forced(0, [one, *forced]) == further[1:]
-    assert pool.forced(0, [one, *forced[:3], one]) == []
+    assert pool.session(0).forced([one, *forced]) == further[1:]
+    assert pool.session(0).forced([one, *forced[:3], one]) == []
 
 
 @pytest.mark.parametrize("backend", ["llguidance", "xgrammar"])
@@ -188,13 +188,13 @@ def test_tokens_forced_by_a_choice_are_known_early(make_pool: MakePool, vocabula
     pool.start(0, start)
     pool.prepare([(0, [])])
     finish_all(pool)
-    assert pool.forced(0, []) == []
+    assert pool.session(0).forced([]) == []
     choices = allowed(pool, 0)
     assert 1 < len(choices) <= 8
     before = allowed(pool, 0)
     num_found = 0
     for token_id in choices:
-        way = pool.forced(0, [token_id])
+        way = pool.session(0).forced([token_id])
         num_found += bool(way)
         text = b"".join(vocabulary.tokens[i] for i in [token_id, *way])
         assert any(whole.startswith(text) for whole in (b"yes, and customer!", b"no, the order!"))
@@ -235,7 +235,7 @@ def test_forced_tokens_are_found_only_on_request(make_pool: MakePool) -> None:
     pool.start(0, llguidance("customer identification"))
     pool.prepare([(0, [])])
     finish_all(pool)
-    assert pool.forced(0, []) == []
+    assert pool.session(0).forced([]) == []
 
 
 def test_duplicate_or_reordered_draft_jobs_do_no_harm(vocabulary: Vocabulary) -> None:

@@ -17,7 +17,7 @@ from manta.cluster.chat.tool_grammar import calls_grammar
 from manta.cluster.protocol.tools import Function, Tool
 from manta.structured.backend import DeadEnd, make_backend
 from manta.structured.backends.choose import Backends
-from manta.structured.backends.guarded_parts import GuardedPartsSession
+from manta.structured.backends.guarded import GuardedPartsSession
 from manta.structured.backends.lark_schemas import embedded_schemas, named_token_ids, with_replaced
 from manta.structured.constraint import ConstraintError, ConstraintSpec, Unsupported
 from manta.structured.vocabulary import Vocabulary
