@@ -355,6 +355,22 @@ def test_another_server_runs_lost_responses_again(server: ThreadedServer, storag
         second.stop()
 
 
+def test_a_run_of_another_version_is_refused_in_words(server: ThreadedServer, storage: pathlib.Path) -> None:
+    done = create(server, background=True)
+    ended(server, done.id)
+    path = storage / "responses" / OWNER / done.id
+    stored = msgspec.json.decode(path.read_bytes(), type=StoredResponse)
+    stored.opening = msgspec.msgpack.encode({"stream_id": done.id.replace("resp_", "strm_")})
+    path.write_bytes(msgspec.json.encode(stored))
+    assert client(server).responses.retrieve(done.id).id == done.id
+    path.with_name(f"{done.id}.ended").unlink()
+    with pytest.raises(openai.InternalServerError, match="another version of this server"):
+        client(server).responses.retrieve(done.id)
+    client(server).responses.delete(done.id)
+    with pytest.raises(openai.NotFoundError):
+        client(server).responses.retrieve(done.id)
+
+
 class Failing:
     """A generation that ends in an error after its first event."""
 

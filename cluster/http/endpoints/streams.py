@@ -7,14 +7,14 @@ that the client has are left out.
 from __future__ import annotations
 
 import asyncio
-from typing import Annotated
+from typing import Annotated, Any
 
 import msgspec
 
 from manta.cluster.http.exchange.codec import decode, decode_query
 from manta.cluster.http.exchange.exchange import Exchange
 from manta.cluster.http.exchange.identity import response_id
-from manta.cluster.http.exchange.recording import replay, with_stream
+from manta.cluster.http.exchange.recording import replay
 from manta.cluster.http.exchange.recordings import Recording, last_event
 from manta.cluster.http.exchange.routing import Route
 from manta.cluster.http.exchange.state import AppState
@@ -87,6 +87,6 @@ async def write_again(
     """Has the route that answered a request answer it again, from its recording: as a stream, or as a whole."""
     route = route_of(state, recording)
     assert route.body is not None
-    body = decode(route.body, recording.opening.body, state.config.body)
+    body: Any = decode(route.body, recording.opening.body, state.config.body)
     replay(state, exchange, recording, after)
-    await route.handler(state, exchange, with_stream(body, streams))
+    await route.handler(state, exchange, msgspec.structs.replace(body, stream=streams))

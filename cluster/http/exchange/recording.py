@@ -10,8 +10,6 @@ import secrets
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-import msgspec
-
 from manta.cluster.errors import refuse
 from manta.cluster.http.exchange.codec import LINES
 from manta.cluster.http.exchange.engines import Generation, GenerationRequest
@@ -136,8 +134,3 @@ def replay(state: AppState, exchange: GenerationExchange, recording: Recording, 
     exchange.identity = Identity(opening.stream_id, opening.created)
     exchange.reply.event_ids = EventIds(opening.stream_id, after)
     exchange.caller.use = None  # it was admitted, and is charged when it ends
-
-
-def with_stream(body: Any, streams: bool) -> Any:
-    """Returns a recorded body that asks for a stream of events, or for a whole answer."""
-    return msgspec.structs.replace(body, stream=streams)
