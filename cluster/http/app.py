@@ -28,7 +28,7 @@ from manta.cluster.http.exchange.incoming import BodyRoom, ClientGone, Receive, 
 from manta.cluster.http.exchange.metrics import Metrics
 from manta.cluster.http.exchange.preparation import Preparing
 from manta.cluster.http.exchange.recording import RESUMABLE, make_resumable
-from manta.cluster.http.exchange.recordings import Recording, Streams, last_event
+from manta.cluster.http.exchange.recordings import Opening, Recording, Streams, last_event
 from manta.cluster.http.exchange.reply import Send
 from manta.cluster.http.exchange.routing import Route, Router
 from manta.cluster.http.exchange.state import AppState, ClusterState, DeploymentState, NodeState, OtherMetrics
@@ -86,6 +86,7 @@ class HttpApp:
         if streams is not None:
             self._state.streams = streams
             streams.on_end = self._on_stream_end
+            streams.is_deleted = self._is_deleted
         self._state.routes = {route.path: route for route in routes if route.body is not None}
         self._router = Router(routes)
         self._room = BodyRoom(config.max_bodies_bytes)
@@ -127,6 +128,14 @@ class HttpApp:
         if use is not None:
             use.charge_output(recording.num_tokens)
         keep_ended(self._state, recording)
+
+    async def _is_deleted(self, opening: Opening) -> bool:
+        """Returns whether the response that a stream makes was deleted. If the storage does not tell, it goes on."""
+        try:
+            return await stream_endpoints.is_deleted(self._state, opening)
+        except Exception:
+            logging.getLogger(__name__).exception("stream %s goes on", opening.stream_id)
+            return False
 
     def begin_drain(self) -> None:
         """Makes readiness probes fail from now on, and closes each connection after its answer."""

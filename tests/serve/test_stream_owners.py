@@ -10,7 +10,7 @@ import pytest
 from manta.cluster.config import StreamLimits
 from manta.cluster.errors import QueueFull, Unavailable
 from manta.cluster.http.exchange.recording import MIN_UNREAD_S
-from manta.cluster.http.exchange.recordings import OVERHEAD_BYTES
+from manta.cluster.http.exchange.recordings import OVERHEAD_BYTES, Opening
 from manta.cluster.serve.channel.keeping import Ask, FromKeeper, Keep, Look, Notice, Write, format_of
 from manta.cluster.serve.channel.token_channel import Address
 from manta.cluster.serve.recorded import copies, following, keeper, streams
@@ -85,6 +85,41 @@ async def test_no_copy_from_before_a_takeover_runs_again() -> None:
     assert await is_unknown(third, stream_id)
     assert third.num_generated == 0
     world.close()
+
+
+@async_test
+async def test_a_deleted_stream_is_adopted_by_nobody() -> None:
+    """It was deleted while its ingress could not be reached, and then that one dies."""
+    world = World(2, 2)
+    first, second = world.ingresses
+    recording = first.streams.begin(opening(NUM_TOKENS))
+    stream_id = recording.opening.stream_id
+    world.run_engines(5)
+    await until(lambda: recording.num_safe == 5)
+    second.streams.is_deleted = was_deleted
+    world.kill_ingress(first)
+    await until(lambda: not world.copies(stream_id))
+    assert second.num_generated == 0
+    world.close()
+
+
+@async_test
+async def test_a_deleted_stream_ends_at_an_owner_that_returns() -> None:
+    """Its owner has lost its keeper, and looks before it writes the stream to another one."""
+    world = World(1, 2)
+    (owner,) = world.ingresses
+    recording = owner.streams.begin(opening(NUM_TOKENS))
+    world.run_engines(5)
+    await until(lambda: recording.num_safe == 5)
+    owner.streams.is_deleted = was_deleted
+    await leave_its_keeper(world, owner)
+    await until(lambda: recording.is_ended)
+    assert not world.requests
+    world.close()
+
+
+async def was_deleted(_: Opening) -> bool:
+    return True
 
 
 @async_test

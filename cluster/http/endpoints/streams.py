@@ -15,7 +15,7 @@ from manta.cluster.http.exchange.codec import decode, decode_query
 from manta.cluster.http.exchange.exchange import Exchange
 from manta.cluster.http.exchange.identity import response_id
 from manta.cluster.http.exchange.recording import replay
-from manta.cluster.http.exchange.recordings import Recording, last_event
+from manta.cluster.http.exchange.recordings import Opening, Recording, last_event
 from manta.cluster.http.exchange.routing import Route
 from manta.cluster.http.exchange.state import AppState
 from manta.cluster.protocol.api_errors import ApiError
@@ -62,14 +62,15 @@ async def found(state: AppState, exchange: Exchange, stream_id: str) -> Recordin
     that of a deleted response.
     """
     recording = await state.streams.find(stream_id, exchange.caller.owner)
-    if recording is None or await _is_deleted(state, recording):
+    if recording is None or await is_deleted(state, recording.opening):
         message = f"there is no stream {stream_id[:80]!r} of yours; it may have ended, or nobody read it for too long"
         raise ApiError(404, message, code="stream_not_found")
     return recording
 
 
-async def _is_deleted(state: AppState, recording: Recording) -> bool:
-    opening, kept = recording.opening, state.responses
+async def is_deleted(state: AppState, opening: Opening) -> bool:
+    """Returns whether the response that a stream makes was deleted."""
+    kept = state.responses
     if kept is None or opening.path != RESPONSES_PATH:
         return False
     return await asyncio.to_thread(kept.is_deleted, opening.owner, response_id(opening.stream_id))

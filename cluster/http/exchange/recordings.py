@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import re
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Protocol
 
 import msgspec
@@ -223,8 +223,17 @@ class Streams(Protocol):
         """
         ...
 
+    is_deleted: Callable[[Opening], Awaitable[bool]]
+    """Returns whether the client has deleted what a stream makes. Asked before a stream of a lost ingress goes on, and
+    when a stream moves to another keeper.
+    """
     on_end: Callable[[Recording], None]
     """Called in the process that ran the request, when it has ended or was aborted because nobody read it."""
+
+
+async def never_deleted(_: Opening) -> bool:
+    """Returns False, where nothing that streams make is kept."""
+    return False
 
 
 class NoStreams:
@@ -232,6 +241,7 @@ class NoStreams:
 
     def __init__(self) -> None:
         self.on_end: Callable[[Recording], None] = lambda _: None
+        self.is_deleted: Callable[[Opening], Awaitable[bool]] = never_deleted
 
     def begin(self, opening: Opening, is_repeated: bool = False) -> Recording:
         raise RequestRefused("streams cannot be resumed here; send the request without x-resumable-s")

@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 from manta.cluster.config import StreamLimits
@@ -26,6 +26,7 @@ from manta.cluster.http.exchange.recordings import (
     decode_opening,
     encode_entry,
     encode_opening,
+    never_deleted,
 )
 from manta.cluster.serve.channel.keeping import Copy, Join, News, Notice, Write, next_epoch
 from manta.cluster.serve.channel.token_channel import Connection
@@ -86,6 +87,7 @@ class RecordedStreams:
         self._num_bytes = 0
         """Bytes of all recordings."""
         self.on_end: Callable[[Recording], None] = lambda _: None
+        self.is_deleted: Callable[[Opening], Awaitable[bool]] = never_deleted
 
     # ---- what the HTTP application asks ----------------------------------------------------------------------------
 
@@ -255,6 +257,14 @@ class RecordedStreams:
         if self._own:
             self._unwritten = {**self._own}
             self._write()
+            self._start(self._cancel_deleted())
+
+    async def _cancel_deleted(self) -> None:
+        """Ends the streams that were deleted while nobody could tell this ingress."""
+        for stream_id, own in list(self._own.items()):
+            is_deleted = not own.recording.is_ended and await self.is_deleted(own.recording.opening)
+            if is_deleted and self._own.get(stream_id) is own:
+                self._cancel(own)
 
     def on_kept(self, counts: list[tuple[str, int]], refused: list[str]) -> None:
         for stream_id, num_entries in counts:
@@ -381,6 +391,9 @@ class RecordedStreams:
                     self.copies.drop(stream_id, found.copy.epoch, connection)
                 return
             opening = decode_opening(found.copy.opening)  # before the claim, because it may be of another version
+            if await self.is_deleted(opening):
+                self.copies.drop(stream_id, found.copy.epoch)
+                return
             claimed = await self.copies.claim(stream_id, found.connection)
             if claimed is not None and claimed.is_yours:
                 self._take_over(claimed, opening)
