@@ -9,7 +9,7 @@ import re
 import pytest
 
 from manta.cluster.config import ListenerLimits
-from manta.cluster.http.exchange import exchange
+from manta.cluster.http.exchange import incoming
 from manta.cluster.serve.listening import listener
 from manta.cluster.serve.requests import prompt_run
 from tests.async_tests import async_test
@@ -167,7 +167,7 @@ async def whole_answer(reader: asyncio.StreamReader) -> tuple[int, bytes]:
 
 @async_test
 async def test_a_body_that_comes_too_slowly_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(exchange, "SLOW_START_S", 0.3)
+    monkeypatch.setattr(incoming, "SLOW_START_S", 0.3)
 
     async with local_server(min_body_bytes_per_s=100) as server:
         whole = post(server.body(max_tokens=2, user="x" * 1000))
