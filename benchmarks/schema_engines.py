@@ -74,7 +74,7 @@ class LLGuidanceEngine:
         grammar = llguidance.LLMatcher.grammar_from_json_schema(json.dumps(schema))
         failed, messages = llguidance.LLMatcher.validate_grammar_with_warnings(grammar, self._tokenizer)
         if failed:
-            raise ConstraintError("; ".join(messages))
+            raise ConstraintError.because("unfit", "", cause="; ".join(messages))
         return LLGuidanceGrammar(self._tokenizer, Compiled(Translation(grammar), 0), self._vocabulary).session
 
 

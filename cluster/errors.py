@@ -1,36 +1,16 @@
-"""Reasons why a request is not served, in words for its sender: each message names value, bound and remedy.
+"""Errors of requests that are not served. Each carries a `Refusal`; its class says what a caller may do about it.
 
-Whatever checks or runs a request raises these errors. `cluster/protocol/api_errors.py` turns them into answers, and
+Whatever checks or runs a request raises these errors. `cluster/protocol/error_bodies.py` turns them into answers, and
 `manta.cluster.llm.LLM` lets its caller have them. Knows nothing of HTTP.
 """
 
 from __future__ import annotations
 
-from typing import NoReturn
+from typing import Any, NoReturn, get_args
 
+from manta.structured.refusals import Bound, Kind, QueueFull, Refusal, RequestKind, RequestRefused, ServingError, Value
 
-class ServingError(Exception):
-    """A request that is not served. `param` is the field at fault, and `code` OpenAI's short name of the error, if any.
-
-    `retry_after_s` is the number of seconds after which a retry may succeed; None means at any time.
-    """
-
-    def __init__(
-        self, message: str, param: str | None = None, code: str | None = None, retry_after_s: float | None = None
-    ) -> None:
-        super().__init__(message)
-        self.message = message
-        self.param = param
-        self.code = code
-        self.retry_after_s = retry_after_s
-
-
-class RequestRefused(ServingError, ValueError):
-    """A request that can never be served, refused before anything is allocated."""
-
-
-class QueueFull(ServingError, RuntimeError):
-    """A queue is at its limit; a later retry may succeed."""
+__all__ = ["QueueFull", "RequestRefused", "ServingError"]
 
 
 class Overdue(ServingError):
@@ -45,6 +25,30 @@ class GenerationFailed(ServingError):
     """The engine failed, and not because of the request."""
 
 
-def refuse(param: str | None, message: str, code: str | None = None) -> NoReturn:
-    """Raises `RequestRefused` for the field `param`."""
-    raise RequestRefused(message, param, code)
+_CLASSES: dict[Kind, type[ServingError]] = {
+    "queue_full": QueueFull,
+    "too_many_streams": QueueFull,
+    "deadline": Overdue,
+    "unavailable": Unavailable,
+    "stream_lost": Unavailable,
+    "failed": GenerationFailed,
+    "engine_failed": GenerationFailed,
+    "cancelled": GenerationFailed,
+    **dict.fromkeys(get_args(RequestKind), RequestRefused),
+}
+"""The classes of kinds that a caller tells apart."""
+
+
+TOO_DEEP = Refusal("malformed", bound="JSON", cause="it is nested too deeply")
+
+
+def error_of(refusal: Refusal) -> ServingError:
+    """Returns the error that carries a refusal."""
+    return _CLASSES.get(refusal.kind, ServingError)(refusal)
+
+
+def refuse(
+    kind: Kind, field: str = "", value: Value = None, bound: Bound = None, remedy: str = "", **more: Any
+) -> NoReturn:
+    """Raises the error of a `Refusal` with these fields."""
+    raise error_of(Refusal(kind, field, value, bound, remedy, **more))

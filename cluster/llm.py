@@ -24,12 +24,13 @@ from manta.cluster.config import EngineConfig
 from manta.cluster.engine.beam_search import BeamSearchParams, BeamSequence, beam_search
 from manta.cluster.engine.interrupts import uninterrupted, uninterrupted_steps
 from manta.cluster.engine.request import EngineRequest, FinishStatus, SequenceOutput, Usage
-from manta.cluster.errors import RequestRefused
+from manta.cluster.errors import RequestRefused, refuse
 from manta.cluster.option_reader import read_options
 from manta.cluster.text.detokenizer import SequenceText
 from manta.cluster.text.tokenizer import TextError, Tokenizer
 from manta.structured.constraint import ConstraintSpec, Resolved
 from manta.structured.logits_processors import LogitsProcessorFactory, LogitsProcessorSpec
+from manta.structured.refusals import Refusal
 from manta.workers.model_options import DEMO_MODEL
 from manta.workers.sampling_params import OutputKind, SamplingParams
 from manta.workers.step import TokenLogprobs
@@ -317,7 +318,7 @@ class LLM:
         try:
             return self.tokenizer.encode(prompt)
         except TextError as error:
-            raise RequestRefused(f"prompt: {error}", "prompt") from error
+            raise RequestRefused(Refusal("unfit", "prompt", cause=str(error))) from error
 
     def _resolve(self, params: SamplingParams) -> Future[Resolved] | None:
         return None if params.constraint is None else self.engine.constraints.resolve(params.constraint)
@@ -333,7 +334,7 @@ class LLM:
     ) -> None:
         """Adds a request to the engine; `kind` overrides the `output_kind` of its parameters."""
         if request_id in self._tracked:
-            raise RequestRefused(f"request id {request_id!r} is already running; choose another", "request_id")
+            refuse("not_allowed", "request_id", request_id, remedy="choose another", cause="it is already running")
         prompt, chat = asked.prompt, asked.chat
         text = chat.plan.prompt if chat is not None else prompt if isinstance(prompt, str) else None
         token_ids = self._token_ids(prompt)

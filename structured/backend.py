@@ -114,9 +114,9 @@ def backend_names() -> list[str]:
 
 
 def make_backend(name: str, vocabulary: Vocabulary) -> Backend:
-    """Raises `ConstraintError` if the name is unknown; the message lists the known names."""
+    """Raises `ConstraintError` with the known names if the name is unknown."""
     path = _BACKENDS.path(name)
     if path is None:
-        raise ConstraintError(f"grammar backend {name!r} is unknown; use auto or one of {', '.join(backend_names())}")
+        raise ConstraintError.because("unknown_value", "backend", value=name, bound=("auto", *backend_names()))
     backend: Backend = imported(path)(vocabulary)
     return backend

@@ -8,19 +8,33 @@ from __future__ import annotations
 
 import json
 import re
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 import msgspec
 
+from manta.structured.refusals import Kind as RefusalKind
+from manta.structured.refusals import Refusal, RequestRefused
+
+FIELD = "constraint"
+"""The field of a request that a refusal of its constraint is about, until the edge knows the body's own name."""
 Kind = Literal["json_schema", "json_object", "regex", "choice", "lark", "ebnf", "structural_tag"]
 
 
-class ConstraintError(ValueError):
-    """The constraint cannot be served (HTTP 400). The message names the place, the value or bound, and a remedy."""
+class ConstraintError(RequestRefused):
+    """The constraint cannot be served. The refusal's field is "constraint", and its place is within the constraint."""
+
+    @classmethod
+    def because(cls, kind: RefusalKind, place: str, **details: Any) -> Self:
+        """Returns the error for what is at `place`; `details` are the other fields of a `Refusal`."""
+        return cls(Refusal(kind, FIELD, place=place, **details))
 
 
 class Unsupported(ConstraintError):
-    """The backend does not enforce the named keyword; another one may."""
+    """The backend does not enforce what is at the refusal's place; another one may."""
+
+    @classmethod
+    def at(cls, place: str, cause: str = "", remedy: str = "") -> Self:
+        return cls.because("not_enforced", place, cause=cause, remedy=remedy)
 
 
 class ConstraintSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -92,21 +106,24 @@ def check_form(spec: ConstraintSpec) -> None:
     except UnicodeEncodeError as error:
         raise _half_a_pair(error) from error
     except (TypeError, OverflowError, msgspec.ValidationError) as error:
-        raise ConstraintError(f"the constraint is no ConstraintSpec: {error}") from error
+        raise ConstraintError.because("unfit", spec.kind, cause=f"it is no ConstraintSpec: {error}") from error
 
 
 def check_size(spec: ConstraintSpec, limits: ConstraintLimits) -> None:
     """Raises `ConstraintError` if the text is too long. Cheap."""
     num_bytes = len(spec.text.encode())
     if num_bytes > limits.max_bytes:
-        raise ConstraintError(
-            f"{spec.kind}: {num_bytes} bytes exceed the limit of {limits.max_bytes}; shorten it or raise max_bytes"
-        )
+        raise _too_much(spec.kind, num_bytes, "bytes", limits.max_bytes, "shorten it or raise max_bytes")
+
+
+def _too_much(place: str, value: int, unit: str, bound: int, remedy: str) -> ConstraintError:
+    return ConstraintError.because("over_limit", place, value=value, unit=unit, bound=bound, remedy=remedy)
 
 
 def _half_a_pair(error: UnicodeEncodeError) -> ConstraintError:
     character = error.object[error.start]
-    return ConstraintError(f"the constraint holds {character!a}, half of a surrogate pair; write the whole pair")
+    cause = f"it holds {character!a}, half of a surrogate pair"
+    return ConstraintError.because("unfit", "", cause=cause, remedy="write the whole pair")
 
 
 _RULE = {
@@ -122,14 +139,10 @@ def check_limits(spec: ConstraintSpec, limits: ConstraintLimits) -> None:
     """
     depth = _nesting(spec.text)
     if depth > limits.max_nesting:
-        raise ConstraintError(
-            f"{spec.kind}: nested {depth} deep, the limit is {limits.max_nesting}; flatten it or raise max_nesting"
-        )
+        raise _too_much(spec.kind, depth, "levels of nesting", limits.max_nesting, "flatten it or raise max_nesting")
     num_rules = len(_RULE[spec.kind].findall(spec.text)) if spec.kind in _RULE else 0
     if num_rules > limits.max_rules:
-        raise ConstraintError(
-            f"{spec.kind}: {num_rules} rules exceed the limit of {limits.max_rules}; use fewer or raise max_rules"
-        )
+        raise _too_much(spec.kind, num_rules, "rules", limits.max_rules, "use fewer or raise max_rules")
     if spec.kind in ("json_schema", "choice", "structural_tag"):
         _check_json(spec, limits)
 
@@ -157,13 +170,13 @@ def _check_json(spec: ConstraintSpec, limits: ConstraintLimits) -> None:
     except UnicodeEncodeError as error:
         raise _half_a_pair(error) from error
     except ValueError as error:
-        raise ConstraintError(f"{spec.kind}: not valid JSON: {error}") from error
+        raise ConstraintError.because("malformed", spec.kind, bound="JSON", cause=str(error)) from error
     if spec.kind == "choice":
         if not (isinstance(value, list) and value and all(isinstance(item, str) for item in value)):
-            raise ConstraintError("choice: give a list of at least one string")
+            raise ConstraintError.because("wrong_value", "choice", bound="a list of at least one string")
         _check_count("choice", len(value), limits)
     elif not isinstance(value, dict | bool if spec.kind == "json_schema" else dict):
-        raise ConstraintError(f"{spec.kind}: must be a JSON object, not {spec.text[:40]!r}")
+        raise ConstraintError.because("wrong_value", spec.kind, value=spec.text[:40], bound="a JSON object")
     else:
         _check_counts(value, "#", limits)
 
@@ -186,7 +199,4 @@ def _check_counts(value: Any, path: str, limits: ConstraintLimits) -> None:
 
 def _check_count(path: str, count: int, limits: ConstraintLimits) -> None:
     if count > limits.max_alternatives:
-        raise ConstraintError(
-            f"{path}: {count} entries exceed the limit of {limits.max_alternatives}; use fewer or raise "
-            "max_alternatives"
-        )
+        raise _too_much(path, count, "entries", limits.max_alternatives, "use fewer or raise max_alternatives")

@@ -14,7 +14,11 @@ Item = TypeVar("Item")
 
 
 class QueueFullError(RuntimeError):
-    """The queue is full, for this client or for all of them."""
+    """`num_waiting` items wait, of this client or of all, and no more than `bound` may."""
+
+    def __init__(self, num_waiting: int, bound: int) -> None:
+        super().__init__(f"{num_waiting} wait, and {bound} may")
+        self.num_waiting, self.bound = num_waiting, bound
 
 
 class FairQueue(Generic[Item]):
@@ -38,10 +42,10 @@ class FairQueue(Generic[Item]):
         """Raises `QueueFullError` if the client or the whole queue is at its bound."""
         with self._changed:
             own = self._waiting.get(client, ())
-            if client and len(own) >= max(1, self._max_waiting // 2):
-                raise QueueFullError(f"{len(own)} of this client wait, and half of {self._max_waiting} may")
+            if client and len(own) >= (most := max(1, self._max_waiting // 2)):
+                raise QueueFullError(len(own), most)
             if client and len(self) >= self._max_waiting:
-                raise QueueFullError(f"{len(self)} wait, and {self._max_waiting} may")
+                raise QueueFullError(len(self), self._max_waiting)
             self._waiting.setdefault(client, deque()).append(item)
             self._changed.notify()
 

@@ -12,13 +12,16 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, Self
 
 import msgspec
 import numpy as np
 
 from manta.structured.plugins import Plugins, imported
+from manta.structured.refusals import Bound, Kind, Refusal, RequestRefused
 
+FIELD = "logits_processors"
+"""The field of a request that names processors."""
 MAX_LOGITS_PROCESSORS = 16
 """Maximum number of processors of one request."""
 
@@ -26,8 +29,13 @@ MAX_ARGUMENT_BYTES = 65_536
 """Maximum size of one processor's arguments as JSON, in bytes, because each `SequenceStart` carries them."""
 
 
-class LogitsProcessorError(ValueError):
-    """The request's processor cannot be used (HTTP 400). The message names the processor, the bound and a remedy."""
+class LogitsProcessorError(RequestRefused):
+    """The request's processor cannot be used."""
+
+    @classmethod
+    def of(cls, name: str, kind: Kind, cause: str = "", remedy: str = "", bound: Bound = None) -> Self:
+        """Returns the error for the processor `name`."""
+        return cls(Refusal(kind, FIELD, name, bound, remedy, cause))
 
 
 class LogitsProcessor(Protocol):
@@ -78,16 +86,15 @@ class LogitsProcessorSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unkn
             text = json.dumps(self.arguments, allow_nan=False)
             msgspec.msgpack.encode(self.arguments)  # they travel to the ranks in this form
         except (TypeError, ValueError, RecursionError, OverflowError) as error:
-            raise ValueError(
-                f"logits_processors: the arguments of {self.name!r} are not plain JSON: {error}; give objects, lists, "
-                "strings, finite numbers (integers of 64 bits), booleans and null only"
-            ) from error
+            remedy = "give objects, lists, strings, finite numbers (integers of 64 bits), booleans and null only"
+            raise self._wrong(f"are not plain JSON: {error}", remedy) from error
         if len(text) > MAX_ARGUMENT_BYTES:
-            raise ValueError(
-                f"logits_processors: the arguments of {self.name!r} have {len(text)} bytes as JSON and the limit is "
-                f"{MAX_ARGUMENT_BYTES}; shorten them"
-            )
+            cause = f"have {len(text)} bytes as JSON and the limit is {MAX_ARGUMENT_BYTES}"
+            raise self._wrong(cause, "shorten them", MAX_ARGUMENT_BYTES)
         msgspec.structs.force_setattr(self, "arguments", json.loads(text))  # a copy that the caller cannot change
+
+    def _wrong(self, cause: str, remedy: str, bound: Bound = None) -> LogitsProcessorError:
+        return LogitsProcessorError.of(self.name, "wrong_arguments", cause, remedy, bound)
 
 
 class LogitsProcessorRegistry:
@@ -106,12 +113,10 @@ class LogitsProcessorRegistry:
     def register(self, name: str, factory: LogitsProcessorFactory) -> None:
         """Raises `LogitsProcessorError` if the name is taken or `factory` is not callable."""
         if not callable(factory):
-            raise LogitsProcessorError(f"logits processor {name!r}: a {type(factory).__name__} is no factory")
+            raise LogitsProcessorError.of(name, "unfit", f"a {type(factory).__name__} is no factory")
         if name in self._factories:
-            raise LogitsProcessorError(
-                f"logits processor {name!r} is registered already, and running sequences may need it; choose another "
-                "name"
-            )
+            cause = "it is registered already, and running sequences may need it"
+            raise LogitsProcessorError.of(name, "not_allowed", cause, "choose another name")
         self._factories[name] = factory
 
     def names(self) -> list[str]:
@@ -123,8 +128,8 @@ class LogitsProcessorRegistry:
         if name not in self._factories:
             path = self._plugins.path(name)
             if path is None:
-                known = ", ".join(self.names()) or "none is registered"
-                raise LogitsProcessorError(f"logits_processors: {name!r} is unknown; use one of: {known}")
+                known = tuple(self.names()) or "none, for none is registered"
+                raise LogitsProcessorError.of(name, "unknown_value", bound=known)
             self._factories[name] = _loaded(name, path)
         return self._factories[name]
 
@@ -138,7 +143,8 @@ class LogitsProcessorRegistry:
                 check(own_arguments(spec), vocab_size)
             except Exception as error:
                 what = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
-                raise LogitsProcessorError(f"logits_processors[{index}]: {spec.name!r}: {what}") from error
+                refusal = Refusal("unfit", f"{FIELD}[{index}]", spec.name, cause=what)
+                raise LogitsProcessorError(refusal) from error
 
 
 def own_arguments(spec: LogitsProcessorSpec) -> dict[str, Any]:
@@ -151,10 +157,8 @@ def _loaded(name: str, path: str) -> LogitsProcessorFactory:
     try:
         factory: LogitsProcessorFactory = imported(path)
     except Exception as error:
-        raise LogitsProcessorError(
-            f"logits processor {name!r}: {path!r} cannot be imported ({type(error).__name__}: {error}); give "
-            "module:attribute of an installed module"
-        ) from error
+        cause = f"{path!r} cannot be imported ({type(error).__name__}: {error})"
+        raise LogitsProcessorError.of(name, "unfit", cause, "give module:attribute of an installed module") from error
     if not callable(factory):
-        raise LogitsProcessorError(f"logits processor {name!r}: {path!r} is a {type(factory).__name__}, no factory")
+        raise LogitsProcessorError.of(name, "unfit", f"{path!r} is a {type(factory).__name__}, no factory")
     return factory

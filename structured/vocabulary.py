@@ -35,10 +35,9 @@ class Vocabulary(msgspec.Struct, frozen=True, array_like=True):
         try:
             text = path.read_text(encoding="utf-8")
         except OSError as error:
-            raise ConstraintError(
-                f"constraints need the tokenizer's vocabulary, and {path} cannot be read ({error.strerror}); "
-                "save the tokenizer in the fast format"
-            ) from error
+            cause = f"constraints need the tokenizer's vocabulary, and {path} cannot be read ({error.strerror})"
+            remedy = "save the tokenizer in the fast format"
+            raise ConstraintError.because("unfit", "", cause=cause, remedy=remedy) from error
         return cls(_same(text), vocab_size, eos_token_ids)
 
     @property
@@ -108,7 +107,8 @@ def _byte_token_ids(tokenizer_json: str) -> list[int]:
     found = {token[0]: i for i, token in enumerate(tokens) if len(token) == 1 and i not in is_special}
     missing = [byte for byte in range(256) if byte not in found]
     if missing:
-        raise ConstraintError(f"the tokenizer has no token for the byte {missing[0]}, which a guard needs")
+        cause = f"the tokenizer has no token for the byte {missing[0]}, which a guard needs"
+        raise ConstraintError.because("unfit", "", cause=cause)
     return [found[byte] for byte in range(256)]
 
 

@@ -16,6 +16,7 @@ import msgspec
 
 from manta.structured.constraint import ConstraintSpec
 from manta.structured.logits_processors import MAX_LOGITS_PROCESSORS, LogitsProcessorSpec
+from manta.structured.refusals import Refusal, RequestRefused
 
 MAX_LOGPROBS = 64
 """Maximum number of alternatives reported for a position; it bounds the size of the answer."""
@@ -33,24 +34,24 @@ class Bound(NamedTuple):
     low: float
     high: float
     remedy: str = ""
-    """Text after the bounds in the error message."""
+    """What a refusal advises."""
 
-    def check(self, name: str, value: float) -> None:
-        """Raises `ValueError` naming the value and the bounds if `value` is NaN or outside them."""
+    def check(self, field: str, value: float, place: str = "") -> None:
+        """Raises `RequestRefused` if `value` is NaN or outside the bounds."""
         if not self.low <= value <= self.high:
-            low, high = (bound if isinstance(bound, int) else f"{bound:g}" for bound in (self.low, self.high))
-            raise ValueError(f"{name} {shown(value)} must be between {low} and {high}{self.remedy}")
+            bound = self.low, self.high
+            raise RequestRefused(Refusal("out_of_range", field, value, bound, self.remedy, place=place))
 
 
 BOUNDS = {
     "n": Bound(1, INT32_MAX),
-    "temperature": Bound(0, 2, "; 0 is greedy"),
-    "top_p": Bound(0, 1, "; 1 keeps all tokens"),
-    "top_k": Bound(-1, INT32_MAX, "; 0 and -1 keep all tokens"),
+    "temperature": Bound(0, 2, "0 is greedy"),
+    "top_p": Bound(0, 1, "1 keeps all tokens"),
+    "top_k": Bound(-1, INT32_MAX, "0 and -1 keep all tokens"),
     "min_p": Bound(0, 1),
     "presence_penalty": Bound(-2, 2),
     "frequency_penalty": Bound(-2, 2),
-    "repetition_penalty": Bound(0.01, 10, "; 1 means none"),
+    "repetition_penalty": Bound(0.01, 10, "1 means none"),
     "seed": Bound(-(2**63), 2**63 - 1),
     "max_tokens": Bound(1, INT32_MAX),
     "min_tokens": Bound(0, INT32_MAX),
@@ -68,13 +69,6 @@ LOGIT_BIAS = Bound(-100, 100)
 
 _TOKEN_ID = Bound(0, INT32_MAX)
 """Range of a token id before the vocabulary is known."""
-
-
-def shown(value: float) -> str:
-    """Returns `value` as an error message shows it; a long integer from a client is described by its size."""
-    if isinstance(value, int) and value.bit_length() > 64:
-        return f"(an integer of {value.bit_length()} bits)"
-    return str(value)
 
 
 class OutputKind(enum.StrEnum):
@@ -101,7 +95,7 @@ def child_seed(seed: int, index: int) -> int:
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
     """Sampling parameters of one request.
 
-    Raises `ValueError` (decoding: `msgspec.ValidationError`) with value and bound if a field is out of range.
+    Raises `RequestRefused` (decoding: `msgspec.ValidationError`) with value and bound if a field is out of range.
     `validate_vocabulary` and the scheduler check the bounds that depend on the model.
     """
 
@@ -181,13 +175,14 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             if value is not None and not low <= value <= high:
                 self._refuse_bounds()
         if self.top_p == 0.0:
-            raise ValueError("top_p 0 keeps no token; it must be in (0, 1], and temperature 0 is greedy")
+            remedy = "use a number above 0; temperature 0 is greedy"
+            raise RequestRefused(Refusal("invalid_value", "top_p", 0, (0, 1), remedy, "keeps no token"))
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
-            raise ValueError(f"min_tokens {self.min_tokens} exceeds max_tokens {self.max_tokens}")
-        if len(self.stop) > MAX_STOP_STRINGS:
-            raise ValueError(f"stop has {len(self.stop)} strings; at most {MAX_STOP_STRINGS} are allowed")
+            cause = f"exceeds max_tokens {self.max_tokens}"
+            raise RequestRefused(Refusal("invalid_value", "min_tokens", self.min_tokens, self.max_tokens, cause=cause))
+        self._check_count("stop", "strings", MAX_STOP_STRINGS)
         if "" in self.stop:
-            raise ValueError("stop contains an empty string, which would end every output at once; remove it")
+            raise _holds("stop", "an empty string, which would end every output at once")
         if (
             self.logit_bias
             or self.stop_token_ids
@@ -197,17 +192,20 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         ):
             self._check_token_ids()
         if self.allowed_token_ids is not None and not self.allowed_token_ids:
-            raise ValueError("allowed_token_ids is empty, which allows no token; leave it out to allow all")
+            cause, remedy = "is empty, which allows no token", "leave it out to allow all"
+            raise RequestRefused(Refusal("invalid_value", "allowed_token_ids", remedy=remedy, cause=cause))
         if any(not word for word in self.bad_words):
-            raise ValueError("bad_words contains an empty string; remove it")
+            raise _holds("bad_words", "an empty string")
         if any(not ids for ids in self.bad_words_token_ids):
-            raise ValueError("bad_words_token_ids contains an empty sequence; remove it")
-        if len(self.logits_processors) > MAX_LOGITS_PROCESSORS:
-            count = len(self.logits_processors)
-            raise ValueError(f"logits_processors has {count} entries; at most {MAX_LOGITS_PROCESSORS} are allowed")
+            raise _holds("bad_words_token_ids", "an empty sequence")
+        self._check_count("logits_processors", "entries", MAX_LOGITS_PROCESSORS)
+
+    def _check_count(self, field: str, unit: str, most: int) -> None:
+        if (count := len(getattr(self, field))) > most:
+            raise RequestRefused(Refusal("too_many_values", field, count, most, "leave some out", unit=unit))
 
     def _refuse_bounds(self) -> None:
-        """Raises the `ValueError` of the first number outside its bounds."""
+        """Raises the `RequestRefused` of the first number outside its bounds."""
         for name, bound in BOUNDS.items():
             value = getattr(self, name)
             if value is not None:
@@ -215,11 +213,12 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
     def _check_token_ids(self) -> None:
         for token_id, bias in self.logit_bias.items():
-            LOGIT_BIAS.check(f"logit_bias[{shown(token_id)}]", bias)
+            if not LOGIT_BIAS.low <= bias <= LOGIT_BIAS.high:
+                LOGIT_BIAS.check("logit_bias", bias, f"token {token_id if token_id <= INT32_MAX else 'id'} with")
         for name, ids in self.token_ids().items():
             if ids:
-                _TOKEN_ID.check(f"{name}: token id", min(ids))
-                _TOKEN_ID.check(f"{name}: token id", max(ids))
+                _TOKEN_ID.check(name, min(ids), "token id")
+                _TOKEN_ID.check(name, max(ids), "token id")
 
     def without_text(self) -> SamplingParams:
         """Returns the parameters without the fields that only the text side reads, for messages to ranks."""
@@ -238,11 +237,15 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         }
 
     def validate_vocabulary(self, vocab_size: int) -> None:
-        """Raises `ValueError` naming the field if a token id is outside `[0, vocab_size)`."""
+        """Raises `RequestRefused` naming the field if a token id is outside `[0, vocab_size)`."""
         for name, ids in self.token_ids().items():
             if ids and not 0 <= min(ids) <= max(ids) < vocab_size:
                 token_id = next(each for each in ids if not 0 <= each < vocab_size)
-                raise ValueError(f"{name}: token id {token_id} is outside the vocabulary [0, {vocab_size})")
+                raise RequestRefused(Refusal("outside_vocabulary", name, token_id, vocab_size))
+
+
+def _holds(field: str, what: str) -> RequestRefused:
+    return RequestRefused(Refusal("invalid_value", field, remedy="remove it", cause=f"contains {what}"))
 
 
 _TEXT_FIELDS: dict[str, Any] = {

@@ -86,7 +86,7 @@ class BatchEngineClient(EngineClient):
                 run.has_returned(overdue_error() if overdue.expired() else error)
             return
         for run, result in zip(sent, results, strict=True):
-            if (result.refused or result.queue_full) is not None and group.leave(run):
+            if result.refusal is not None and group.leave(run):
                 run.has_returned(result)
         await self._see_last_frames(group)
 

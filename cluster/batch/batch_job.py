@@ -19,7 +19,7 @@ import msgspec
 
 from manta.cluster.batch.journal import Line, read_lines
 from manta.cluster.batch.lines import BadLine, BatchRequest, BatchResponse, BatchResult, LineKey, parse, refused
-from manta.cluster.protocol.api_errors import RETRIED_STATUSES
+from manta.cluster.protocol.error_bodies import RETRIED_STATUSES
 
 WINDOW_LINES = 4096
 """Most lines that are read ahead and sorted, so that lines with a common prefix run together."""

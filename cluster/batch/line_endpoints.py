@@ -26,9 +26,10 @@ from manta.cluster.http.exchange.exchange import Caller, GenerationExchange
 from manta.cluster.http.exchange.metrics import Metrics
 from manta.cluster.http.exchange.reply import WholeReply
 from manta.cluster.http.exchange.state import AppState
-from manta.cluster.protocol.api_errors import ApiError, api_error
+from manta.cluster.protocol.error_bodies import ANSWERS, openai_body, refusal_of
 from manta.cluster.protocol.requests import ChatCompletionRequest, CompletionRequest
 from manta.cluster.text.tokenizer import Tokenizer
+from manta.structured.refusals import Refusal
 from manta.workers.checkpoints.model_folder import resolve_model_folder
 
 
@@ -62,11 +63,11 @@ class Endpoints:
         exchange = GenerationExchange(request_id, {}, caller, self.state.engines, reply, timeout_s)
         try:
             await self._handle(request, exchange)
-        except (ApiError, ServingError) as error:
-            return _failed(request_id, api_error(error))
+        except ServingError as error:
+            return _failed(request_id, error.refusal)
         except Exception as error:
             logging.getLogger(__name__).exception("line %s failed", request_id)
-            return _failed(request_id, api_error(error))
+            return _failed(request_id, refusal_of(error))
         return BatchResponse(200, request_id, msgspec.Raw(reply.answer))
 
     async def _handle(self, request: BatchRequest, exchange: GenerationExchange) -> None:
@@ -77,8 +78,8 @@ class Endpoints:
             await generation.chat(self.state, exchange, decode(ChatCompletionRequest, body, limits))
 
 
-def _failed(request_id: str, error: ApiError) -> BatchResponse:
-    return BatchResponse(error.status, request_id, msgspec.Raw(error.body()))
+def _failed(request_id: str, refusal: Refusal) -> BatchResponse:
+    return BatchResponse(ANSWERS[refusal.kind].status, request_id, msgspec.Raw(openai_body(refusal)))
 
 
 def batch_endpoints(

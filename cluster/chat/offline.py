@@ -14,12 +14,13 @@ import msgspec
 
 from manta.cluster.chat.plan import ChatPlan, plan_chat, render
 from manta.cluster.chat.reader import ChatReader, MessageBuilder
-from manta.cluster.errors import RequestRefused
+from manta.cluster.errors import RequestRefused, refuse
 from manta.cluster.protocol.constraint_fields import requested_constraint
 from manta.cluster.protocol.requests import ChatCompletionRequest
 from manta.cluster.protocol.shape_errors import shape_error
 from manta.cluster.protocol.tools import template_tools
 from manta.cluster.text.tokenizer import TextError, Tokenizer
+from manta.structured.refusals import Refusal
 from manta.workers.sampling_params import SamplingParams
 
 Message = dict[str, Any]
@@ -60,21 +61,21 @@ def plan_offline(
     """
     for name in options:
         if name not in OPTIONS:
-            remedy = "sampling parameters go into SamplingParams, and the options are"
-            raise RequestRefused(f"a chat has no option {name}; {remedy} {', '.join(OPTIONS)}", name)
+            remedy = f"sampling parameters go into SamplingParams, and the options are {', '.join(OPTIONS)}"
+            refuse("unknown_field", name, remedy=remedy, place="an option of a chat")
     given = {name: value for name, value in options.items() if value is not None}
     try:
         request = msgspec.convert({"model": "", "messages": list(messages), **given}, ChatCompletionRequest)
         request.check()
         if request.response_format is not None:
             if params.constraint is not None:
-                raise RequestRefused("response_format and the parameters' constraint exclude each other", "constraint")
+                refuse("excludes", "constraint", bound="response_format", remedy="leave one out")
             constraint, _ = requested_constraint(request.response_format, None)
             params = msgspec.structs.replace(params, constraint=constraint)
         text = render(tokenizer, request, template_tools(request.shown_tools()))
         plan = plan_chat(request, params, tokenizer, text)
         return Chat(prompt=tokenizer.encode(plan.prompt, add_special_tokens=False), plan=plan)
     except msgspec.ValidationError as error:
-        raise shape_error(str(error), ChatCompletionRequest) from error
+        raise shape_error(error, ChatCompletionRequest) from error
     except TextError as error:
-        raise RequestRefused(f"messages: {error}", "messages") from error
+        raise RequestRefused(Refusal("unfit", "messages", cause=str(error))) from error

@@ -21,11 +21,13 @@ from manta.cluster.chat.tool_formats import ToolFormat, detect_format
 from manta.cluster.chat.tool_grammar import FormatRefused, calls_grammar
 from manta.cluster.errors import RequestRefused, refuse
 from manta.cluster.protocol.constraint_fields import json_text
+from manta.cluster.protocol.error_bodies import under_field
 from manta.cluster.protocol.requests import ChatCompletionRequest
 from manta.cluster.protocol.tools import NamedToolChoice, Tool, arguments_schema, must_call
 from manta.cluster.text.chat_template import TemplateError
 from manta.cluster.text.tokenizer import Tokenizer
 from manta.structured.constraint import ConstraintSpec
+from manta.structured.refusals import Refusal
 from manta.workers.sampling_params import SamplingParams
 
 _END = "END_OF_FINAL_MESSAGE "
@@ -80,7 +82,7 @@ def render(tokenizer: Tokenizer, conversation: Conversation, tools: list[dict[st
     try:
         text = tokenizer.render_chat_template(messages, adds_prompt, tools or None, **kwargs)
     except TemplateError as error:
-        raise RequestRefused(f"messages: {error}", "messages") from error
+        raise RequestRefused(Refusal("unfit", "messages", cause=str(error))) from error
     return _until_final_message(text) if conversation.continue_final_message else text
 
 
@@ -89,7 +91,8 @@ def _until_final_message(text: str) -> str:
     kept, found, rest = text.rpartition(_END.rstrip())
     if not found:
         field = "continue_final_message"
-        refuse(field, f"{field}: this model's chat template leaves the last message out; leave {field} out")
+        cause = "this model's chat template leaves the last message out"
+        refuse("unsupported", field, remedy=f"leave {field} out", cause=cause)
     return kept if rest.startswith(" ") else kept.rstrip()
 
 
@@ -100,7 +103,8 @@ def plan_chat(request: ChatCompletionRequest, params: SamplingParams, tokenizer:
     """
     template = tokenizer.chat_template_source(bool(request.callable_tools()))
     if request.reasoning_effort is not None and "reasoning_effort" not in template:
-        refuse("reasoning_effort", "reasoning_effort is unknown to this model's chat template; leave it out")
+        cause = "this model's chat template does not know it"
+        refuse("unsupported", "reasoning_effort", remedy="leave it out", cause=cause)
     tool_format = _tool_format(request, template)
     constraint = params.constraint
     left_out: list[str] = []
@@ -154,7 +158,8 @@ def _tool_format(request: ChatCompletionRequest, template: str) -> ToolFormat | 
         return None
     found = detect_format(template)
     if found is None:
-        refuse("tools", "tools: this model's chat template has no place for tools; leave them out")
+        cause = "this model's chat template has no place for tools"
+        refuse("unsupported", "tools", remedy="leave them out", cause=cause)
     return found
 
 
@@ -194,6 +199,6 @@ def _tool_constraint(
 
 def _refuse_tool(request: ChatCompletionRequest, tools: list[Tool], error: FormatRefused) -> NoReturn:
     if error.tool is None:
-        refuse("tools", f"tools: {error}; leave them out")
+        refuse("unsupported", "tools", remedy="leave them out", cause=error.cause)
     field = f"tools[{request.shown_tools().index(tools[error.tool])}].function.parameters"
-    refuse(field, f'{field}: {error}; change it, or send "strict": false in that function to enforce the rest')
+    raise RequestRefused(under_field(Refusal("not_enforced", cause=error.cause, can_be_loose=True), field)) from error

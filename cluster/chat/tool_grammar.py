@@ -21,13 +21,11 @@ _PLACEHOLDERS = {"{index}": "INDEX", "{id}": "ID"}
 
 
 class FormatRefused(ValueError):
-    """The format cannot hold the calls of tool number `tool`, or of any tool if `tool` is None. The message says
-    why.
-    """
+    """The format cannot hold the calls of tool number `tool`, or of any tool if `tool` is None. `cause` says why."""
 
-    def __init__(self, message: str, tool: int | None = None) -> None:
-        super().__init__(message)
-        self.tool = tool
+    def __init__(self, cause: str, tool: int | None = None) -> None:
+        super().__init__(cause)
+        self.cause, self.tool = cause, tool
 
 
 def calls_grammar(

@@ -177,10 +177,10 @@ def _check_port(host: str, port: int) -> None:
     try:
         bound(host, port).close()
     except OSError as error:
-        message = error.strerror or str(error)
         if error.errno == errno.EADDRINUSE and under_make():
-            message = message.replace("with --port", f"with PORT=: make serve PORT={port % 65535 + 1}")
-        raise Refusal(message) from error
+            remedy = f"choose another with PORT=: make serve PORT={port % 65535 + 1}"
+            raise Refusal(f"port {port} on {host} is in use by another program; stop it, or {remedy}") from error
+        raise Refusal(error.strerror or str(error)) from error
 
 
 def _has_chat(config: ServeConfig) -> bool:

@@ -10,7 +10,7 @@ import msgspec
 
 from manta.cluster.engine.request import ContinuedChoice, EngineRequest
 from manta.cluster.engine.sequence import Sequence
-from manta.cluster.errors import RequestRefused
+from manta.cluster.errors import refuse
 from manta.structured.logits_processors import LogitsProcessorRegistry
 from manta.workers.sampling_params import SamplingParams
 
@@ -27,18 +27,14 @@ def check_request(
     - `processors` must know the logits processors that the request names.
     """
     if not request.prompt_token_ids:
-        raise RequestRefused("the prompt is empty; it needs at least one token", "prompt")
+        refuse("empty", "prompt", remedy="give at least one token")
     low, high = min(request.prompt_token_ids), max(request.prompt_token_ids)
     if low < 0 or high >= vocab_size:
-        bad = low if low < 0 else high
-        raise RequestRefused(f"prompt: token id {bad} is outside the vocabulary [0, {vocab_size})", "prompt")
+        refuse("outside_vocabulary", "prompt", low if low < 0 else high, vocab_size)
     for choice in request.continued or ():
         _check_continued(choice, len(request.prompt_token_ids), vocab_size, max_num_tokens)
-    try:
-        request.params.validate_vocabulary(vocab_size)
-        processors.check(request.params.logits_processors, vocab_size)
-    except ValueError as error:
-        raise RequestRefused(str(error), str(error).partition(":")[0]) from error
+    request.params.validate_vocabulary(vocab_size)
+    processors.check(request.params.logits_processors, vocab_size)
     _check_encodable(request.params)
 
 
@@ -46,17 +42,12 @@ def _check_continued(choice: ContinuedChoice, num_prompt_tokens: int, vocab_size
     """Raises `RequestRefused` if this engine cannot continue the choice. The choice may come from an engine of another
     configuration.
     """
-    num_tokens = num_prompt_tokens + len(choice.token_ids)
+    num_tokens, place = num_prompt_tokens + len(choice.token_ids), f"choice {choice.index}, which goes on here,"
     if num_tokens >= max_num_tokens:
-        raise RequestRefused(
-            f"choice {choice.index} cannot be continued here: it has {num_tokens} tokens, and this engine's limit "
-            f"is {max_num_tokens}; give all replicas one max_model_len and kv_cache_bytes"
-        )
+        remedy = "give all replicas one max_model_len and kv_cache_bytes"
+        refuse("over_limit", "", num_tokens, max_num_tokens, remedy, unit="tokens", place=place)
     if max(choice.token_ids, default=0) >= vocab_size:
-        raise RequestRefused(
-            f"choice {choice.index} cannot be continued here: token id {max(choice.token_ids)} is outside this "
-            f"model's vocabulary [0, {vocab_size})"
-        )
+        refuse("outside_vocabulary", "", max(choice.token_ids), vocab_size, place=place)
 
 
 def _check_encodable(params: SamplingParams) -> None:
@@ -70,8 +61,8 @@ def _check_encodable(params: SamplingParams) -> None:
             try:
                 _encoder.encode(getattr(params, field))
             except (OverflowError, ValueError, TypeError, RecursionError) as error:
-                message = f"{field} cannot be sent to the model's ranks: {error}"
-                raise RequestRefused(f"{message}; use integers of 64 bits and whole characters", field) from error
+                cause = f"it cannot be sent to the model's ranks ({error})"
+                refuse("unfit", field, remedy="use integers of 64 bits and whole characters", cause=cause)
         raise
 
 
@@ -82,24 +73,15 @@ def check_room(sequence: Sequence, max_num_tokens: int, max_num_sequences: int, 
     or `max_num_tokens` tokens. `length_remedy` says what would let longer sequences in.
     """
     if sequence.num_places > max_num_sequences:
-        raise RequestRefused(
-            f"n {sequence.num_places} exceeds the {max_num_sequences} sequences that run at a time; "
-            "lower it or raise max_num_sequences",
-            "n",
-        )
+        remedy, unit = "lower it or raise max_num_sequences", "sequences that run at a time"
+        refuse("exceeds", "n", sequence.num_places, max_num_sequences, remedy, unit=unit)
     num_prompt_tokens, params = sequence.num_prompt_tokens, sequence.params
     room = max_num_tokens - num_prompt_tokens
     if room < 1:
-        raise RequestRefused(
-            f"the prompt has {num_prompt_tokens} tokens and leaves no room for output: both share {max_num_tokens} "
-            f"tokens; shorten the prompt{length_remedy}",
-            "prompt",
-        )
+        cause, remedy = "output needs room too", f"shorten the prompt{length_remedy}"
+        refuse("context_length", "prompt", num_prompt_tokens, max_num_tokens, remedy, unit="tokens", cause=cause)
     for field, value in (("max_tokens", params.max_tokens), ("min_tokens", params.min_tokens)):
         if value is not None and value > room:
-            raise RequestRefused(
-                f"{field} {value} exceeds the {room} left after a {num_prompt_tokens}-token prompt; "
-                f"lower it, or shorten the prompt{length_remedy}",
-                field,
-            )
+            unit = f"left after a {num_prompt_tokens}-token prompt"
+            refuse("exceeds", field, value, room, f"lower it, or shorten the prompt{length_remedy}", unit=unit)
     return num_prompt_tokens + (params.max_tokens or room)

@@ -13,9 +13,9 @@ from concurrent.futures import Future
 
 from manta.cluster.config import EngineConfig
 from manta.cluster.engine.stats import ConstraintStats, GrammarPoolStats
-from manta.cluster.errors import QueueFull, RequestRefused
-from manta.structured.compiling.compiler import Compiler, CompilerBusy
-from manta.structured.constraint import ConstraintError, ConstraintSpec, Resolved
+from manta.cluster.errors import RequestRefused
+from manta.structured.compiling.compiler import Compiler
+from manta.structured.constraint import ConstraintSpec, Resolved
 from manta.structured.grammar_pool.grammar_worker import GRAMMAR_CACHE_BYTES
 from manta.structured.grammar_pool.pool import GrammarPool
 from manta.structured.masks import MAX_FORCED
@@ -41,34 +41,12 @@ class ConstraintService:
         The future raises `RequestRefused` if the constraint cannot be served, and `QueueFull` if too many wait. A
         cancelled future cancels the compilation, unless another caller waits for the same constraint.
         """
-        future: Future[Resolved] = Future()
         try:
-            compiler = self.start()
+            return self.start().resolve(spec, client)
         except RequestRefused as error:
+            future: Future[Resolved] = Future()
             future.set_exception(error)
             return future
-
-        def settle(done: Future[Resolved]) -> None:
-            if not future.set_running_or_notify_cancel():
-                return
-            error = done.exception()
-            if isinstance(error, ConstraintError):
-                future.set_exception(RequestRefused(str(error), "constraint"))
-            elif isinstance(error, CompilerBusy):
-                future.set_exception(QueueFull(str(error)))
-            elif error is not None:
-                future.set_exception(error)
-            else:
-                future.set_result(done.result())
-
-        def cancel_compilation(done: Future[Resolved]) -> None:
-            if done.cancelled():
-                compiled.cancel()
-
-        compiled = compiler.resolve(spec, client)
-        compiled.add_done_callback(settle)
-        future.add_done_callback(cancel_compilation)
-        return future
 
     def start(self) -> Compiler:
         """Starts the compiler and the pool if they do not run yet; they become ready in the background.
@@ -78,10 +56,7 @@ class ConstraintService:
         with self._lock:
             if self._compiler is None:
                 folder = self._config.tokenizer or self._model.folder
-                try:
-                    vocabulary = Vocabulary.load(folder, self._model.vocab_size, self._model.eos_token_ids)
-                except ConstraintError as error:
-                    raise RequestRefused(str(error), "constraint") from error
+                vocabulary = Vocabulary.load(folder, self._model.vocab_size, self._model.eos_token_ids)
                 compiler = Compiler(vocabulary, self._config.constraints)
                 self._ends.append(weakref.finalize(self, compiler.close))
                 pool = self._make_pool(vocabulary)

@@ -39,7 +39,7 @@ from manta.cluster.engine.sequence import Sequence
 from manta.cluster.engine.stats import EngineStats
 from manta.cluster.engine.step_masks import EngineMasks, StepMasks
 from manta.cluster.engine.step_plan import StepBudget
-from manta.cluster.errors import QueueFull
+from manta.cluster.errors import refuse
 from manta.specdecode.forced import ForcedProposer
 from manta.specdecode.lengths import StepCost
 from manta.structured.constraint import Resolved
@@ -349,10 +349,8 @@ class Engine:
             raise EngineDead("the engine has failed; restart it")
         is_full = self.scheduler.num_waiting >= self.config.max_num_waiting + self._free_slots()
         if queue_is_bounded and is_full and not self._has_room_for(request.client):
-            raise QueueFull(
-                f"{self.scheduler.num_waiting} requests are waiting and the limit is {self.config.max_num_waiting}; "
-                "retry later or raise max_num_waiting"
-            )
+            remedy, unit = "retry later or raise max_num_waiting", "requests are waiting"
+            refuse("queue_full", "", self.scheduler.num_waiting, self.config.max_num_waiting, remedy, unit=unit)
         params = request.params
         max_num_tokens = min(self.max_model_len, self.model.num_blocks * self.config.block_size)
         check_request(request, self.vocab_size, max_num_tokens, self.processors)

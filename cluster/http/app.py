@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from prometheus_client.metrics_core import Metric
 
 from manta.cluster.config import ServeConfig
-from manta.cluster.errors import ServingError
+from manta.cluster.errors import ServingError, refuse
 from manta.cluster.http.access.keys import ApiKeys
 from manta.cluster.http.access.origins import Origins
 from manta.cluster.http.access.prefix_scope import new_secret
@@ -35,7 +35,7 @@ from manta.cluster.http.exchange.state import AppState, ClusterState, Deployment
 from manta.cluster.http.openapi import openapi_document
 from manta.cluster.http.routes import MESSAGE, ROUTES
 from manta.cluster.http.websockets import WebSockets
-from manta.cluster.protocol.api_errors import ApiError, api_error
+from manta.cluster.protocol.error_bodies import refusal_of
 from manta.cluster.telemetry.request_log import open_request_log
 from manta.cluster.text.tokenizer import Tokenizer
 
@@ -157,14 +157,14 @@ class HttpApp:
                 route, asked.path_parameter = self._router.find(asked.method, asked.path, asked.root_path)
             exchange.route, exchange.reply.error_body = route.path, route.error_body
             await self._handle(route, exchange)
-        except (ApiError, ServingError) as error:
-            await exchange.reply.fail(api_error(error))
+        except ServingError as error:
+            await exchange.reply.fail(error.refusal)
         except (asyncio.CancelledError, ClientGone):
             exchange.reply.status = 499
             raise asyncio.CancelledError from None
         except Exception as error:
             logging.getLogger(__name__).exception("request %s failed", exchange.request_id)
-            await exchange.reply.fail(api_error(error))
+            await exchange.reply.fail(refusal_of(error))
         finally:
             logged = route.logged if route is not None else asked.method == "POST"
             if self._log is not None and logged:
@@ -207,7 +207,7 @@ class HttpApp:
             given = exchange.headers.get("x-api-key", "")  # where Anthropic's clients put it
         name = self._keys.name_of(given) if given else None
         if name is None:
-            raise ApiError(401, "a valid API key is required: Authorization: Bearer KEY", code="invalid_api_key")
+            refuse("no_key", remedy="send Authorization: Bearer KEY")
         address, owner = exchange.caller.address, self._keys.owner_of(name)
         exchange.caller = Caller(address, name, owner, self.rate_limits.of(name))
         self._state.metrics.request_of(name)

@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 
 from manta.cluster.http.exchange.routing import Route
-from manta.cluster.protocol.api_errors import RETRIED_STATUSES, ErrorBody
+from manta.cluster.protocol.error_bodies import RETRIED_STATUSES, ErrorBody
 from manta.cluster.version import version
 
 _ERRORS = {

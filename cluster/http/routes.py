@@ -25,6 +25,7 @@ from manta.cluster.http.exchange.routing import Route
 from manta.cluster.http.exchange.uploads import UploadForm
 from manta.cluster.protocol.anthropic import CountTokensRequest, MessageAnswer, MessagesRequest, TokenCount
 from manta.cluster.protocol.batches_api import Batch, FileObject
+from manta.cluster.protocol.error_bodies import anthropic_body, ollama_body
 from manta.cluster.protocol.ollama import (
     OllamaChatAnswer,
     OllamaChatRequest,
@@ -148,7 +149,7 @@ ROUTES = (
         answer=MessageAnswer,
         media_type=EVENTS,
         errors=GENERATION_ERRORS,
-        error_body=anthropic.error_body,
+        error_body=anthropic_body,
         logged=True,
     ),
     Route(
@@ -159,7 +160,7 @@ ROUTES = (
         body=CountTokensRequest,
         answer=TokenCount,
         errors=(404,),
-        error_body=anthropic.error_body,
+        error_body=anthropic_body,
     ),
     Route(
         "GET",
@@ -200,6 +201,7 @@ ROUTES = (
         body=OllamaChatRequest,
         answer=OllamaChatAnswer,
         media_type=LINES,
+        error_body=ollama_body,
         errors=GENERATION_ERRORS,
         logged=True,
     ),
@@ -211,6 +213,7 @@ ROUTES = (
         body=OllamaGenerateRequest,
         answer=OllamaGenerateAnswer,
         media_type=LINES,
+        error_body=ollama_body,
         errors=GENERATION_ERRORS,
         logged=True,
     ),
@@ -222,6 +225,7 @@ ROUTES = (
         "A model, in Ollama's shape",
         body=OllamaShowRequest,
         answer=OllamaShow,
+        error_body=ollama_body,
         errors=(404,),
     ),
     Route("GET", "/api/version", status.server_version, "As /version", answer=status.Version, public=True),

@@ -18,12 +18,14 @@ from typing import Any, NoReturn
 import msgspec
 
 from manta.cluster.config import ServeConfig
+from manta.cluster.errors import ServingError, refuse
 from manta.cluster.http.exchange.codec import body_of_event, encode
 from manta.cluster.http.exchange.exchange import Exchange
 from manta.cluster.http.exchange.incoming import BodyRoom, Receive, Scope
 from manta.cluster.http.exchange.remembered import RememberedResponses
 from manta.cluster.http.exchange.reply import Send
-from manta.cluster.protocol.api_errors import ApiError, ErrorBody
+from manta.cluster.protocol.error_bodies import ErrorBody, answer_of, openai_body
+from manta.structured.refusals import Refusal
 
 MAX_OPEN_S = 3600.0
 """Seconds for which a connection may be open, as in OpenAI's API. A response that is running then still ends."""
@@ -125,13 +127,8 @@ class _Connection:
         reading = asyncio.ensure_future(self._read())
         try:
             if await self._answer_all():
-                await self._send_error(
-                    ApiError(
-                        400,
-                        f"this connection was open for {MAX_OPEN_S:g} s, which is the limit; open a new one",
-                        code="websocket_connection_limit_reached",
-                    )
-                )
+                too_old = Refusal("connection_too_old", bound=MAX_OPEN_S, remedy="open a new one", unit="s")
+                await self._send_error(too_old)
                 await self._send_unless_gone({"type": "websocket.close", "code": 1000})
         finally:
             reading.cancel()
@@ -171,7 +168,7 @@ class _Connection:
             answering.cancel()
         self._turn = None
         if turn.is_cancelled:
-            await self._send_error(ApiError(400, "the client cancelled the response", code="response_cancelled"))
+            await self._send_error(Refusal("cancelled_by_client"))
         elif turn.has_failed and self._remembered.is_continued:
             self._remembered.forget()
 
@@ -188,26 +185,24 @@ class _Connection:
                 continue
             try:
                 self._take(message)
-            except ApiError as error:
-                await self._send_error(error)
+            except ServingError as error:
+                await self._send_error(error.refusal)
         self._is_gone = True
         if self._turn is not None:
             self._turn.leave()
         self._changed.set()
 
     def _take(self, message: bytes) -> None:
-        """Adds a message to those that wait. Raises `ApiError` if there is no room for it."""
+        """Adds a message to those that wait. Raises `ServingError` if there is no room for it."""
         limit = self._sockets.config.max_body_bytes
         if len(self._waiting) >= MAX_WAITING:
-            text = f"{len(self._waiting)} messages wait on this connection, which is the limit"
-            raise ApiError(429, f"{text}; wait for the end of a response", code="too_many_messages")
+            self._refuse(len(self._waiting), "messages wait on this connection", MAX_WAITING)
         if self._waiting and self._num_waiting_bytes + len(message) > limit:
-            text = f"{self._num_waiting_bytes + len(message)} bytes of messages would wait on this connection and the"
-            remedy = "wait for the end of a response"
-            raise ApiError(429, f"{text} limit is {limit} (max_body_bytes); {remedy}", code="too_many_messages")
+            num_bytes = self._num_waiting_bytes + len(message)
+            self._refuse(num_bytes, "bytes of messages would wait on this connection", limit, "max_body_bytes")
         try:
             self._sockets.room.take(len(message))
-        except ApiError:
+        except ServingError:
             self._sockets.room.give_back(len(message))
             raise
         self._num_waiting_bytes += len(message)
@@ -220,8 +215,11 @@ class _Connection:
         """Sends an event, which is JSON."""
         await self._send_unless_gone({"type": "websocket.send", "text": event.decode()})
 
-    async def _send_error(self, error: ApiError) -> None:
-        await self.send_event(_error_event(error.status, error.body()))
+    def _refuse(self, value: int, unit: str, bound: int, option: str = "") -> NoReturn:
+        refuse("too_many_messages", "", value, bound, "wait for the end of a response", cause=option, unit=unit)
+
+    async def _send_error(self, refusal: Refusal) -> None:
+        await self.send_event(_error_event(answer_of(refusal).status, openai_body(refusal)))
 
     async def _send_unless_gone(self, message: dict[str, Any]) -> None:
         if not self._is_gone:

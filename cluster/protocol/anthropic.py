@@ -31,8 +31,6 @@ _UNSUPPORTED = (
     "mcp_servers",
 )
 """Fields that ask Anthropic's service to act. Only null, or an empty value, is accepted."""
-THREAD_UNSUPPORTED = "thread_unsupported_request"
-"""The error code after which Anthropic's client sends the whole conversation, without `thread`."""
 
 
 class TextBlock(msgspec.Struct, tag_field="type", tag="text", omit_defaults=True):
@@ -79,9 +77,9 @@ class Message(msgspec.Struct, forbid_unknown_fields=True):
     def check(self, path: str) -> None:
         """Raises `RequestRefused` naming a field below `path` that is not supported."""
         if self.clear_at not in (None, "never"):
-            refuse(f"{path}.clear_at", f"{path}.clear_at {self.clear_at!r} is not supported; give 'never' or remove it")
+            refuse("unsupported", f"{path}.clear_at", str(self.clear_at), "never", "give 'never' or remove it")
         if self.output_config:
-            refuse(f"{path}.output_config", f"{path}.output_config is not supported; give output_config to the request")
+            refuse("unsupported", f"{path}.output_config", remedy="give output_config to the request")
 
 
 class MessagesTool(msgspec.Struct, kw_only=True):
@@ -144,19 +142,19 @@ class _Prompt(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     def check(self) -> None:
         """Raises `RequestRefused` naming the field of the first mistake."""
         if not self.messages:
-            refuse("messages", "messages is empty; give at least one message")
+            refuse("empty", "messages", remedy="give at least one message")
         for index, message in enumerate(self.messages):
             message.check(f"messages[{index}]")
         for name in _UNSUPPORTED:
             if getattr(self, name, None):
-                refuse(name, f"{name} is not supported; leave it out")
+                refuse("unsupported", name, remedy="leave it out")
         for index, tool in enumerate(self.tools or []):
             if tool.type not in (None, "custom") or tool.input_schema is None:
-                reason = f"tools[{index}] is of type {tool.type!r}, which the server would have to run"
-                refuse(f"tools[{index}].type", f"{reason}; give tools of your own with name and input_schema")
+                cause, remedy = "the server would have to run it", "give tools of your own with name and input_schema"
+                refuse("unsupported", f"tools[{index}].type", str(tool.type), "custom", remedy, cause=cause)
         choice = self.tool_choice
         if choice is not None and choice.type == "tool" and choice.name is None:
-            refuse("tool_choice.name", "tool_choice.name is missing; name the tool that is to be called")
+            refuse("missing", "tool_choice.name", remedy="name the tool that is to be called")
 
     @property
     def thinks(self) -> bool:
@@ -186,10 +184,8 @@ class _Prompt(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
                 fields["response_format"] = {"type": "json_schema", "json_schema": schema}
         return fields
 
-    def field_of(self, param: str | None) -> str | None:
+    def field_of(self, param: str) -> str:
         """Returns this body's name of a field of OpenAI's body."""
-        if param is None:
-            return None
         if param.startswith("messages"):  # their numbers are others there
             return "messages"
         if param.startswith("response_format"):
@@ -227,8 +223,8 @@ class MessagesRequest(_Prompt, kw_only=True):
     def check(self) -> None:
         """Raises `RequestRefused` naming the field of the first mistake."""
         if self.thread:
-            message = "thread is not supported, because the server stores no conversation; send all messages without it"
-            refuse("thread", message, THREAD_UNSUPPORTED)
+            cause, remedy = "the server stores no conversation", "send all messages without it"
+            refuse("unsupported_thread", "thread", remedy=remedy, cause=cause)
         super().check()
 
     def as_openai(self) -> ChatCompletionRequest:
@@ -272,7 +268,7 @@ def _user_messages(content: list[Block], path: str, role: str) -> list[dict[str,
             text = _result_text(block, f"{path}[{index}].content")
             found.append({"role": "tool", "tool_call_id": block.tool_use_id, "content": text})
         else:
-            refuse(f"{path}[{index}].type", f"{path}[{index}] is a block of the assistant, and the role is {role}")
+            refuse("requires", f"{path}[{index}].type", bound="role 'assistant'", cause=f"the role is {role!r}")
     if texts or not found:
         found.append({"role": role, "content": texts})
     return found
@@ -282,7 +278,7 @@ def _result_text(block: ToolResultBlock, path: str) -> str:
     parts = [{"type": "text", "text": block.content}] if isinstance(block.content, str) else block.content
     for index, part in enumerate(parts):
         if part.get("type") != "text" or not isinstance(part.get("text"), str):
-            refuse(f"{path}[{index}].type", f"{path}[{index}] is no text; only text is served")
+            refuse("unsupported", f"{path}[{index}].type", str(part.get("type")), "text", "send text")
     text = "\n".join(part["text"] for part in parts)
     return f"Error: {text}" if block.is_error else text
 
@@ -300,7 +296,7 @@ def _assistant_messages(content: list[Block], path: str, role: str) -> list[dict
                 function = {"name": block.name, "arguments": json.dumps(block.input)}
                 calls.append({"id": block.id, "type": "function", "function": function})
             case ToolResultBlock():
-                refuse(f"{path}[{index}].type", f"{path}[{index}] answers a call, and belongs into a user message")
+                refuse("requires", f"{path}[{index}].type", bound="role 'user'", cause="it answers a call")
     message["content"] = "\n".join(texts)
     if thoughts:
         message["reasoning_content"] = "\n".join(thoughts)
@@ -393,8 +389,3 @@ class MessageDelta(msgspec.Struct, tag_field="type", tag="message_delta"):
 
 class MessageStop(msgspec.Struct, tag_field="type", tag="message_stop"):
     pass
-
-
-class MessagesError(msgspec.Struct, kw_only=True):
-    type: Literal["error"] = "error"
-    error: dict[str, Any]

@@ -8,7 +8,7 @@ remedy.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 from manta.cluster.config import BodyLimits, ServeConfig
 from manta.cluster.errors import refuse
@@ -40,8 +40,8 @@ def check_num_values(body: bytes, limits: BodyLimits) -> None:
     """
     num_values = body.count(b",") + body.count(b"[") + body.count(b"{")
     if num_values > limits.max_values:
-        message = f"the body holds up to {num_values} values and the limit is {limits.max_values}"
-        refuse(None, f"{message} (commas and opening brackets count); send less, or raise body.max_values")
+        unit, remedy = "values (commas and opening brackets count)", "send less, or raise body.max_values"
+        refuse("over_limit", "", num_values, limits.max_values, remedy, unit=unit)
 
 
 def check_lists(body: Any, limits: BodyLimits) -> None:
@@ -49,22 +49,22 @@ def check_lists(body: Any, limits: BodyLimits) -> None:
     check_sizes(body)
     num_parts, limit = _num_parts(getattr(body, "messages", None) or ()), limits.max_messages
     if num_parts > limit:
-        message = f"messages has {num_parts} messages, parts and calls and the limit is {limit}"
-        refuse("messages", f"{message}; leave some out, or raise body.max_messages")
+        unit, remedy = "messages, parts and calls", "leave some out, or raise body.max_messages"
+        refuse("over_limit", "messages", num_parts, limit, remedy, unit=unit)
     num_prompts = _num_prompts(getattr(body, "prompt", None))
     for field in _TOKEN_ID_LISTS:
         count = len(getattr(body, field, None) or ())
         if num_prompts * count > limits.max_token_ids:
-            message = f"{field} has {count} entries for each of {num_prompts} prompts, and the limit is"
             remedy = "shorten it, send fewer prompts, or raise body.max_token_ids"
-            refuse(field, f"{message} {limits.max_token_ids} in all; {remedy}")
+            unit = f"entries ({count} for each of {num_prompts} prompts)"
+            refuse("over_limit", field, num_prompts * count, limits.max_token_ids, remedy, unit=unit)
 
 
 def check_sizes(body: Any) -> None:
     """Checks the lists that have the same limit everywhere. Raises `RequestRefused` naming the field."""
     for field, what, size, limit in _sizes(body):
         if size > limit:
-            refuse(field, f"{field} has {size} {what} and the limit is {limit}; leave some out")
+            refuse("over_limit", field, size, limit, "leave some out", unit=what)
 
 
 def _sizes(body: Any) -> Iterator[tuple[str, str, int, int]]:
@@ -93,40 +93,48 @@ def check_metadata(metadata: dict[str, str] | None) -> None:
     if not metadata:
         return
     if len(metadata) > MAX_METADATA:
-        refuse("metadata", f"metadata has {len(metadata)} pairs and the limit is {MAX_METADATA}; leave some out")
+        refuse("over_limit", "metadata", len(metadata), MAX_METADATA, "leave some out", unit="pairs")
     longest_key, longest_value = max(map(len, metadata)), max(map(len, metadata.values()))
     for what, length, limit in (
         ("key", longest_key, MAX_METADATA_KEY_CHARACTERS),
         ("value", longest_value, MAX_METADATA_VALUE_CHARACTERS),
     ):
         if length > limit:
-            refuse("metadata", f"metadata has a {what} of {length} characters and the limit is {limit}; shorten it")
+            refuse("over_limit", "metadata", length, limit, "shorten it", unit=f"characters in a {what}")
 
 
 def check_n(n: int) -> None:
     if not 1 <= n <= MAX_CHOICES:
-        refuse("n", f"n {n} must be between 1 and {MAX_CHOICES}; send several requests for more choices")
+        bound = f"between 1 and {MAX_CHOICES}"
+        refuse("wrong_value", "n", n, bound, "send several requests for more choices")
+
+
+def refuse_length(field: str, length: int, limit: int) -> NoReturn:
+    """Refuses a text that is empty or too long."""
+    if length:
+        refuse("over_limit", field, length, limit, "shorten it", unit="characters")
+    refuse("empty", field, remedy="leave it out")
 
 
 def check_counts(config: ServeConfig, num_prompts: int, n: int) -> None:
     """Checks the operator's limits on prompts and choices of one request."""
     limit = config.max_prompts_per_request
     if num_prompts > limit:
-        message = f"prompt: {num_prompts} prompts exceed the {limit} of one request"
-        refuse("prompt", f"{message}; send several requests or raise max_prompts_per_request")
+        remedy = "send several requests or raise max_prompts_per_request"
+        refuse("over_limit", "prompt", num_prompts, limit, remedy, unit="prompts")
     limit = config.max_choices_per_request
     if num_prompts * n > limit:
-        prompts = "1 prompt" if num_prompts == 1 else f"{num_prompts} prompts"
-        message = f"n {n} makes {num_prompts * n} choices of {prompts} and exceeds the {limit} of one request"
-        refuse("n", f"{message}; lower it, send fewer prompts or raise max_choices_per_request")
+        remedy = "lower it, send fewer prompts or raise max_choices_per_request"
+        unit = f"choices of {num_prompts} prompts"
+        refuse("over_limit", "n", num_prompts * n, limit, remedy, unit=unit)
 
 
 def check_echo(config: ServeConfig, given: Sequence[str | list[int]], n: int) -> None:
     """Checks the length of echoed prompts, which every choice repeats. A token id counts as 8 characters."""
     num_characters = n * sum(len(prompt) if isinstance(prompt, str) else 8 * len(prompt) for prompt in given)
     if num_characters > config.max_body_bytes:
-        message = f"echo repeats {num_characters} characters of prompts, and the limit is {config.max_body_bytes}"
-        refuse("echo", f"{message}; leave it out, lower n, or raise max_body_bytes")
+        unit, remedy = "characters of prompts to repeat", "leave it out, lower n, or raise max_body_bytes"
+        refuse("over_limit", "echo", num_characters, config.max_body_bytes, remedy, unit=unit)
 
 
 def check_num_logprobs(
@@ -145,6 +153,6 @@ def check_num_logprobs(
     if num_prompt + num_output <= limits.max_logprobs:
         return
     field = "prompt_logprobs" if num_prompt > num_output else "logprobs"
-    message = f"{field}: the answer may hold {num_prompt + num_output} log-probabilities"
     remedy = "lower it, n or max_tokens, send fewer or shorter prompts, or raise body.max_logprobs"
-    refuse(field, f"{message} and the limit is {limits.max_logprobs}; {remedy}")
+    unit = "log-probabilities in the answer"
+    refuse("over_limit", field, num_prompt + num_output, limits.max_logprobs, remedy, unit=unit)

@@ -46,7 +46,7 @@ def decode_compacted(content: Any, field: str) -> Compacted:
     The content counts as a body of its own: its values are bounded before they are decoded.
     """
     if not isinstance(content, str):
-        refuse(field, f"{field} must be text: the content of a compaction item that this server gave")
+        refuse("wrong_value", field, bound="text: the content of a compaction item that this server gave")
     version, _, rest = content.partition(".")
     digest, _, encoded = rest.partition(".")
     if version != VERSION:
@@ -74,4 +74,4 @@ def _digest(content: bytes) -> str:
 
 def _refuse(field: str, reason: str) -> NoReturn:
     remedy = "send the item as /v1/responses/compact gave it, or the conversation itself"
-    refuse(field, f"{field} {reason}; {remedy}", "invalid_encrypted_content")
+    refuse("foreign_item", field, remedy=remedy, cause=reason)

@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from manta.cluster.errors import RequestRefused, refuse
+from manta.cluster.errors import TOO_DEEP, RequestRefused, refuse
 from manta.structured.constraint import ConstraintSpec, Kind
 
 
@@ -66,8 +66,8 @@ def chosen_kind(given: StructuredOutputs) -> str:
     if given.json is False:
         found.insert(0, "json")
     if len(found) != 1:
-        what = f"holds {' and '.join(found)}" if found else "holds no constraint"
-        refuse("structured_outputs", f"structured_outputs {what}; give exactly one of {', '.join(_KINDS)}")
+        value = " and ".join(found) or None
+        refuse("wrong_value", "structured_outputs", value, f"exactly one of {', '.join(_KINDS)}")
     return found[0]
 
 
@@ -79,7 +79,7 @@ def requested_constraint(
     """
     if structured_outputs is not None:
         if response_format is not None and not isinstance(response_format, ResponseText):
-            refuse("structured_outputs", "structured_outputs and response_format exclude each other; leave one out")
+            refuse("excludes", "structured_outputs", bound="response_format", remedy="leave one out")
         return _from_structured_outputs(structured_outputs)
     if isinstance(response_format, ResponseJsonObject):
         return ConstraintSpec(kind="json_object"), "response_format"
@@ -103,7 +103,7 @@ def _from_structured_outputs(given: StructuredOutputs) -> tuple[ConstraintSpec, 
         kind, text = "structural_tag", _as_json_text(value, field)
     elif name == "choice":
         if not value:
-            refuse(field, f"{field} is empty; give at least one string")
+            refuse("empty", field, remedy="give at least one string")
         kind, text = "choice", json_text(value)
     elif name == "regex":
         kind, text = "regex", value
@@ -128,7 +128,7 @@ def _as_json_text(value: Any, field: str) -> str:
     try:
         json.loads(value)
     except (ValueError, RecursionError) as error:
-        refuse(field, f"{field} is not valid JSON: {error}")
+        refuse("malformed", field, bound="JSON", cause=str(error))
     return value
 
 
@@ -137,4 +137,4 @@ def json_text(value: Any) -> str:
     try:
         return msgspec.json.encode(value).decode()
     except RecursionError as error:
-        raise RequestRefused("the body's JSON is nested too deeply") from error
+        raise RequestRefused(TOO_DEEP) from error

@@ -58,11 +58,11 @@ def check_continuation(messages: list[ChatMessage], continues: bool, adds_genera
         return
     field = "continue_final_message"
     if adds_generation_prompt:
-        refuse(field, f"{field} and add_generation_prompt exclude each other; send add_generation_prompt: false")
+        refuse("excludes", field, bound="add_generation_prompt", remedy="send add_generation_prompt: false")
     last = messages[-1]
     if last.role != "assistant" or last.tool_calls or not last.content:
-        message = f"{field} continues a text of the assistant, and the last message is none"
-        refuse(field, f"{message}; add one, or leave {field} out")
+        remedy = f"add one, or leave {field} out"
+        refuse("requires", field, bound="a text of the assistant as the last message", remedy=remedy)
 
 
 _ROLES = ("system", "developer", "user", "assistant", "tool")
@@ -74,11 +74,11 @@ def template_message(message: ChatMessage, path: str) -> dict[str, Any]:
     """
     _check_role(message, path)
     if message.audio is not None:
-        refuse(f"{path}.audio", f"{path}.audio is not supported; leave it out")
+        refuse("unsupported", f"{path}.audio", remedy="leave it out")
     content = message.content
     if content is None:
         if not message.tool_calls:
-            refuse(f"{path}.content", f"{path}.content is missing; give a string or a list of text parts")
+            refuse("missing", f"{path}.content", remedy="give a string or a list of text parts")
         content = ""
     content = content_text(content, f"{path}.content")
     result: dict[str, Any] = {"role": "system" if message.role == "developer" else message.role, "content": content}
@@ -98,25 +98,25 @@ def template_message(message: ChatMessage, path: str) -> dict[str, Any]:
 def _check_role(message: ChatMessage, path: str) -> None:
     role = message.role
     if role not in _ROLES:
-        refuse(f"{path}.role", f"{path}.role {role!r} is unknown; use one of {', '.join(_ROLES)}")
+        refuse("unknown_value", f"{path}.role", role, _ROLES)
     if message.function_call is not None:
-        refuse(f"{path}.function_call", f"{path}.function_call is not supported; use tool_calls")
+        refuse("unsupported", f"{path}.function_call", remedy="use tool_calls")
     if message.tool_calls and role != "assistant":
-        refuse(f"{path}.tool_calls", f"{path}.tool_calls belong to an assistant message, not to role {role!r}")
+        refuse("requires", f"{path}.tool_calls", bound="role 'assistant'", cause=f"the role is {role!r}")
     if role == "tool" and message.tool_call_id is None:
-        refuse(f"{path}.tool_call_id", f"{path}.tool_call_id is missing; give the id of the call that this answers")
+        refuse("missing", f"{path}.tool_call_id", remedy="give the id of the call that this answers")
     if role != "tool" and message.tool_call_id is not None:
-        refuse(f"{path}.tool_call_id", f"{path}.tool_call_id belongs to a message of role 'tool', not {role!r}")
+        refuse("requires", f"{path}.tool_call_id", bound="role 'tool'", cause=f"the role is {role!r}")
 
 
 def _template_call(call: MessageToolCall, path: str) -> dict[str, Any]:
     """Returns a call for the chat template, which writes the arguments itself and so gets them as an object."""
     if call.type != "function":
-        refuse(f"{path}.type", f"{path}.type {call.type!r} is not supported; only 'function' is")
+        refuse("unsupported", f"{path}.type", call.type, "function", "use 'function'")
     try:
         arguments = json.loads(call.function.arguments)
     except (ValueError, RecursionError) as error:
-        refuse(f"{path}.function.arguments", f"{path}.function.arguments is not valid JSON: {error}")
+        refuse("malformed", f"{path}.function.arguments", bound="JSON", cause=str(error))
     if isinstance(arguments, dict):
         arguments = Arguments(arguments)
     result: dict[str, Any] = {"type": "function", "function": {"name": call.function.name, "arguments": arguments}}
@@ -132,12 +132,12 @@ def content_text(content: str | list[dict[str, Any]], path: str) -> str:
 
 def _part_text(part: dict[str, Any], path: str) -> str:
     if part.get("type") != "text":
-        refuse(f"{path}.type", f"{path}: a part of type {part.get('type')!r} is not supported; only text parts are")
+        refuse("unsupported", f"{path}.type", str(part.get("type")), "text", "give text parts only")
     unknown = set(part) - {"type", "text"}
     if unknown:
-        refuse(f"{path}.{min(unknown)}", f"{path} holds the unknown field {min(unknown)!r}; leave it out")
+        refuse("unsupported", f"{path}.{min(unknown)}", remedy="leave it out")
     if not isinstance(part.get("text"), str):
-        refuse(f"{path}.text", f"{path}.text must be a string")
+        refuse("wrong_value", f"{path}.text", bound="a string")
     return part["text"]
 
 
@@ -149,4 +149,4 @@ def check_template_kwargs(given: dict[str, Any] | None) -> None:
     reserved = _RESERVED_TEMPLATE_KWARGS & set(given or ())
     if reserved:
         name = min(reserved)
-        refuse(f"chat_template_kwargs.{name}", f"chat_template_kwargs may not set {name}; use the body's own field")
+        refuse("not_allowed", f"chat_template_kwargs.{name}", remedy="use the body's own field")

@@ -53,15 +53,15 @@ class _Body(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     def check(self) -> None:
         """Raises `RequestRefused` naming the field of the first mistake."""
         if self.format not in (None, "", "json") and not isinstance(self.format, dict):
-            refuse("format", f"format {self.format!r} is not supported; send json or a JSON schema")
+            refuse("unsupported", "format", self.format, remedy="send json or a JSON schema")
         if self.logprobs or self.top_logprobs:
-            refuse("logprobs", "logprobs are not reported here; ask /v1/chat/completions for them")
+            refuse("unsupported", "logprobs", remedy="ask /v1/chat/completions for them")
         for name, value in (self.options or {}).items():
             if name in _NOT_SERVED and value:
-                refuse(f"options.{name}", f"options.{name} is not supported; leave it out")
+                refuse("unsupported", f"options.{name}", remedy="leave it out")
             if name not in (*RENAMED, *_WITHOUT_EFFECT, *_NOT_SERVED, "num_predict"):
                 known = ", ".join((*RENAMED, "num_predict"))
-                refuse(f"options.{name}", f"options.{name} is unknown; those with an effect are {known}")
+                refuse("unsupported", f"options.{name}", remedy=f"leave it out; those with an effect are {known}")
 
     def _common(self) -> dict[str, Any]:
         """Returns the fields of an OpenAI body that chat and completion share."""
@@ -85,14 +85,14 @@ class _Body(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
         thinks = {} if self.think is None else {"chat_template_kwargs": {"enable_thinking": bool(self.think)}}
         return self._common() | thinks
 
-    def field_of(self, param: str | None) -> str | None:
+    def field_of(self, param: str) -> str:
         """Returns this body's name for a field of the OpenAI body."""
         if param == "max_tokens":
             return "options.num_predict"
-        if param is not None and param.startswith("response_format"):
+        if param.startswith("response_format"):
             return "format"
         names = {theirs: f"options.{name}" for name, theirs in RENAMED.items()}
-        return names.get(param or "", param)
+        return names.get(param, param)
 
     @property
     def has_limit(self) -> bool:
@@ -151,15 +151,17 @@ class OllamaGenerateRequest(_Body, kw_only=True):
     def check(self) -> None:
         super().check()
         if self.images:
-            refuse("images", "images are not served; send text")
+            refuse("unsupported", "images", remedy="send text")
         if self.suffix:
-            refuse("suffix", "suffix is not supported: no text is filled in before another one; leave it out")
+            cause = "no text is filled in before another one"
+            refuse("unsupported", "suffix", remedy="leave it out", cause=cause)
         if self.template:
-            refuse("template", "template is not supported: the model's own is used; send raw: true to write the prompt")
+            remedy = "send raw: true to write the prompt"
+            refuse("unsupported", "template", remedy=remedy, cause="the model's own is used")
         if self.context:
-            refuse("context", "context is not supported; send a conversation to /api/chat")
+            refuse("unsupported", "context", remedy="send a conversation to /api/chat")
 
-    def field_of(self, param: str | None) -> str | None:
+    def field_of(self, param: str) -> str:
         return "prompt" if param == "messages" else super().field_of(param)
 
     def as_chat(self) -> ChatCompletionRequest:
@@ -181,7 +183,7 @@ def _openai_messages(messages: list[OllamaMessage]) -> list[dict[str, Any]]:
     found, num_calls, num_answers = [], 0, 0
     for index, message in enumerate(messages):
         if message.images:
-            refuse(f"messages[{index}].images", f"messages[{index}].images are not served; send text")
+            refuse("unsupported", f"messages[{index}].images", remedy="send text")
         entry: dict[str, Any] = {"role": message.role, "content": message.content}
         if message.thinking:
             entry["reasoning_content"] = message.thinking

@@ -10,8 +10,8 @@ from typing import Any, ClassVar, Literal
 
 import msgspec
 
-from manta.cluster.errors import refuse
-from manta.cluster.protocol.body_limits import check_metadata, check_n
+from manta.cluster.errors import RequestRefused, refuse
+from manta.cluster.protocol.body_limits import check_metadata, check_n, refuse_length
 from manta.cluster.protocol.constraint_fields import ResponseFormat, StructuredOutputs, requested_constraint
 from manta.cluster.protocol.messages import (
     ChatMessage,
@@ -20,8 +20,8 @@ from manta.cluster.protocol.messages import (
     content_text,
     template_message,
 )
-from manta.cluster.protocol.shape_errors import bound_error
 from manta.cluster.protocol.tools import AllowedToolsChoice, Tool, ToolChoice, arguments_constraint, check_tools
+from manta.structured.constraint import FIELD as CONSTRAINT
 from manta.structured.constraint import ConstraintSpec
 from manta.structured.logits_processors import LogitsProcessorSpec
 from manta.workers.sampling_params import SamplingParams
@@ -33,12 +33,12 @@ MAX_SALT_CHARACTERS = 1024
 """Most characters of `cache_salt`."""
 
 OLDER_NAMES: dict[str, str] = {
-    f"guided_{name}": f'is an older name of vLLM\'s; send structured_outputs: {{"{name}": ...}}'
+    f"guided_{name}": f'it is an older name of vLLM\'s; send structured_outputs: {{"{name}": ...}}'
     for name in ("json", "regex", "choice", "grammar")
 } | {
-    "guided_decoding_backend": 'is an older name of vLLM\'s; send structured_outputs: {"backend": ...}',
+    "guided_decoding_backend": 'it is an older name of vLLM\'s; send structured_outputs: {"backend": ...}',
     "guided_whitespace_pattern": (
-        'is an older name of vLLM\'s; send structured_outputs: {"disable_any_whitespace": true} for no free whitespace'
+        'it is an older name of vLLM\'s; send structured_outputs: {"disable_any_whitespace": true} for none of it'
     ),
 }
 """Fields that older clients of vLLM send, each with its replacement."""
@@ -122,21 +122,18 @@ class _SamplingFields(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
         check_n(self.num_choices)
         check_metadata(self.metadata)
         if self.use_beam_search:
-            refuse(
-                "use_beam_search", "use_beam_search is not supported; leave it out, and choose n for several answers"
-            )
+            refuse("unsupported", "use_beam_search", remedy="leave it out, and choose n for several answers")
         if self.stream_options is not None and not self.stream:
-            refuse("stream_options", "stream_options is only allowed with stream = true")
+            refuse("requires", "stream_options", bound="stream = true")
         if self.prompt_logprobs is not None and self.stream:
-            refuse("prompt_logprobs", "prompt_logprobs is not available with stream = true; leave one of them out")
+            refuse("excludes", "prompt_logprobs", bound="stream = true", remedy="leave one of them out")
         if (kept := self.truncate_prompt_tokens) is not None and kept < 1 and kept != -1:
-            message = f"truncate_prompt_tokens {kept} must be at least 1"
-            refuse("truncate_prompt_tokens", f"{message}, or -1 for as many as leave room for the output")
+            bound = "at least 1, or -1 for as many as leave room for the output"
+            refuse("wrong_value", "truncate_prompt_tokens", kept, bound)
         if self.cache_salt is not None and not 0 < len(self.cache_salt) <= MAX_SALT_CHARACTERS:
-            length = len(self.cache_salt)
-            refuse("cache_salt", f"cache_salt has {length} characters and must have 1 to {MAX_SALT_CHARACTERS}")
+            refuse_length("cache_salt", len(self.cache_salt), MAX_SALT_CHARACTERS)
         if not -(2**31) <= self.priority < 2**31:
-            refuse("priority", f"priority {self.priority} does not fit in 32 signed bits")
+            refuse("wrong_value", "priority", self.priority, "a number of 32 signed bits")
 
     def _sampling_params(self, names: dict[str, str] | None = None, **more: Any) -> SamplingParams:
         """Returns the parameters from the fields of the same name and from `more`. `names` maps a parameter to the
@@ -149,12 +146,13 @@ class _SamplingFields(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
             values["stop"] = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
         try:
             return SamplingParams(**values)
-        except ValueError as error:
-            raise bound_error(str(error), names or {}) from error
+        except RequestRefused as error:
+            field = (names or {}).get(error.refusal.field, error.refusal.field)
+            raise RequestRefused(msgspec.structs.replace(error.refusal, field=field)) from error
 
     def field_of(self, param: str) -> str:
         """Returns the field of this body that an engine's refusal of `param` is about."""
-        if param != "constraint":
+        if param != CONSTRAINT:
             return param
         return requested_constraint(self.response_format, self.structured_outputs)[1]
 
@@ -191,9 +189,9 @@ class ChatCompletionRequest(_SamplingFields, kw_only=True):
     """`POST /v1/chat/completions`."""
 
     fields_elsewhere: ClassVar[dict[str, str]] = OLDER_NAMES | {
-        "prompt": 'belongs to /v1/completions; a chat has messages: [{"role": "user", "content": ...}]',
-        "tools.custom": "belongs to a custom tool, whose input is free text; give functions",
-        "messages.tool_calls.custom": "belongs to the call of a custom tool; only functions are served",
+        "prompt": 'it belongs to /v1/completions; a chat has messages: [{"role": "user", "content": ...}]',
+        "tools.custom": "it belongs to a custom tool, whose input is free text; give functions",
+        "messages.tool_calls.custom": "it belongs to the call of a custom tool; only functions are served",
     }
 
     messages: list[ChatMessage]
@@ -244,24 +242,24 @@ class ChatCompletionRequest(_SamplingFields, kw_only=True):
         """Raises `RequestRefused` naming the field of the first mistake."""
         self._check_common()
         if not self.messages:
-            refuse("messages", "messages is empty; give at least one message")
+            refuse("empty", "messages", remedy="give at least one message")
         check_continuation(self.messages, self.continue_final_message, bool(self.add_generation_prompt))
         if self.functions not in (None, []):
-            refuse("functions", "functions is not supported; use tools")
+            refuse("unsupported", "functions", remedy="use tools")
         if self.function_call not in (None, "none", "auto"):
-            refuse("function_call", "function_call is not supported; use tool_choice")
+            refuse("unsupported", "function_call", remedy="use tool_choice")
         check_tools(self.tools or [], self.tool_choice)
         if self.structured_outputs is not None and self.callable_tools():
-            message = 'structured_outputs and tools exclude each other, unless tool_choice is "none"'
-            refuse("structured_outputs", message)
+            refuse("excludes", "structured_outputs", bound="tools", remedy='leave one out, or send tool_choice "none"')
         if self.modalities not in (None, ["text"]):
-            refuse("modalities", 'only modalities ["text"] is supported')
+            refuse("unsupported", "modalities", str(self.modalities), "text", 'send ["text"]')
         for name in ("audio", "web_search_options", "moderation"):
-            _only(self, name, None, f"{name} is not supported; leave it out")
+            if getattr(self, name) is not None:
+                refuse("unsupported", name, remedy="leave it out")
         if self.top_logprobs is not None and not self.logprobs:
-            refuse("top_logprobs", "top_logprobs is only allowed with logprobs = true")
+            refuse("requires", "top_logprobs", bound="logprobs = true")
         if self.return_token_origins and not self.logprobs:
-            refuse("return_token_origins", "return_token_origins is only allowed with logprobs = true")
+            refuse("requires", "return_token_origins", bound="logprobs = true")
         check_template_kwargs(self.chat_template_kwargs)
         self.template_messages()
         self.predicted_text()
@@ -289,7 +287,7 @@ class ChatCompletionRequest(_SamplingFields, kw_only=True):
         ]
 
     def field_of(self, param: str) -> str:
-        if param == "constraint" and self.callable_tools():
+        if param == CONSTRAINT and self.callable_tools():
             return "tools"
         if param == "max_tokens" and self.max_completion_tokens is not None:
             return "max_completion_tokens"
@@ -321,7 +319,7 @@ class CompletionRequest(_SamplingFields, kw_only=True):
     """`POST /v1/completions`."""
 
     fields_elsewhere: ClassVar[dict[str, str]] = OLDER_NAMES | {
-        "messages": "belong to /v1/chat/completions; here the text to continue is the prompt"
+        "messages": "they belong to /v1/chat/completions; here the text to continue is the prompt"
     }
 
     prompt: str | list[str | int | list[int]] | None
@@ -337,13 +335,13 @@ class CompletionRequest(_SamplingFields, kw_only=True):
         """Raises `RequestRefused` naming the field of the first mistake."""
         self._check_common()
         if self.best_of not in (None, self.num_choices):
-            message = f"best_of {self.best_of} is not supported beside n {self.num_choices}: it must equal n"
-            refuse("best_of", f"{message}; leave it out")
+            refuse("wrong_value", "best_of", self.best_of, f"equal to n, {self.num_choices}", "leave it out")
         if self.suffix:
-            message = "suffix is not supported: no text is filled in before another one"
-            refuse("suffix", f"{message}; leave it out, or write the model's own fill-in tokens into the prompt")
+            cause = "no text is filled in before another one"
+            remedy = "leave it out, or write the model's own fill-in tokens into the prompt"
+            refuse("unsupported", "suffix", remedy=remedy, cause=cause)
         if self.scores_only and not (self.echo or self.prompt_logprobs is not None):
-            refuse("max_tokens", "max_tokens 0 generates nothing; send at least 1, or echo or prompt_logprobs to score")
+            refuse("requires", "max_tokens", 0, "echo or prompt_logprobs, to score", "add one, or send at least 1")
         self.prompts()
 
     @property
@@ -357,16 +355,17 @@ class CompletionRequest(_SamplingFields, kw_only=True):
         if isinstance(prompt, str):
             prompt = [prompt]
         if not prompt:
-            refuse("prompt", "prompt is empty; give a string, token ids, or a list of either")
+            refuse("empty", "prompt", remedy="give a string, token ids, or a list of either")
         if set(map(type, prompt)) == {int}:
             return [checked_token_ids(prompt, "prompt")]
         found: list[str | list[int]] = []
         for index, item in enumerate(prompt):
             param = "prompt" if isinstance(self.prompt, str) else f"prompt[{index}]"
             if isinstance(item, int) or type(item) is not type(prompt[0]):
-                refuse(param, f"{param}: strings, token ids and lists of token ids cannot be mixed; use one of them")
+                cause = "strings, token ids and lists of token ids cannot be mixed"
+                refuse("unfit", param, remedy="use one of them", cause=cause)
             if not item:
-                refuse(param, f"{param} is empty; give at least one character or token id")
+                refuse("empty", param, remedy="give at least one character or token id")
             found.append(item if isinstance(item, str) else checked_token_ids(item, param))
         return found
 
@@ -384,14 +383,9 @@ class CompletionRequest(_SamplingFields, kw_only=True):
         )
 
 
-def _only(request: msgspec.Struct, name: str, allowed: Any, message: str) -> None:
-    if getattr(request, name) != allowed:
-        refuse(name, f"{name}: {message}" if not message.startswith(name) else message)
-
-
 def checked_token_ids(token_ids: list[Any], param: str) -> list[int]:
     """Refuses ids that no vocabulary has. The model's own bound is checked later, where the model is known."""
     if token_ids and not 0 <= min(token_ids) <= max(token_ids) < 2**31:
         index, token_id = next((i, each) for i, each in enumerate(token_ids) if not 0 <= each < 2**31)
-        refuse(f"{param}[{index}]", f"{param}[{index}]: token id {token_id} is outside every vocabulary")
+        refuse("outside_vocabulary", f"{param}[{index}]", token_id, 2**31)
     return token_ids

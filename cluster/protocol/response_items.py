@@ -52,8 +52,8 @@ def chat_messages(instructions: str | None, given: str | list[Item]) -> list[dic
                 found.append(turn := {"role": "assistant", "content": ""})
             _add_to_turn(turn, kind, item, path)
         else:
-            known = "message, reasoning, function_call, function_call_output and compaction"
-            refuse(f"{path}.type", f"{path}.type {kind!r} is not supported; send items of type {known}")
+            known = ("message", "reasoning", "function_call", "function_call_output", "compaction")
+            refuse("unsupported", f"{path}.type", str(kind), known, f"send items of type {', '.join(known)}")
     return found
 
 
@@ -75,13 +75,13 @@ def content_text(item: Item, field: str, path: str) -> str:
     if isinstance(content, str):
         return content
     if not isinstance(content, list):
-        refuse(f"{path}.{field}", f"{path}.{field} is missing; give text or a list of parts")
+        refuse("missing", f"{path}.{field}", remedy="give text or a list of parts")
     texts = []
     for index, part in enumerate(content):
         place = f"{path}.{field}[{index}]"
         kind = part.get("type") if isinstance(part, dict) else None
         if kind not in _TEXT_PARTS:
-            refuse(f"{place}.type", f"{place}.type {kind!r} is not supported; only text is served ({_TEXT_PARTS[0]})")
+            refuse("unsupported", f"{place}.type", str(kind), _TEXT_PARTS, f"send text ({_TEXT_PARTS[0]})")
         texts.append(_text(part, "text", place))
     return "\n".join(texts)
 
@@ -89,7 +89,7 @@ def content_text(item: Item, field: str, path: str) -> str:
 def _text(item: Item, field: str, path: str) -> str:
     value = item.get(field)
     if not isinstance(value, str):
-        refuse(f"{path}.{field}", f"{path}.{field} must be text")
+        refuse("wrong_value", f"{path}.{field}", bound="text")
     return value
 
 
@@ -101,8 +101,8 @@ def check_calls(items: Iterable[Item]) -> None:
         if kind == "function_call":
             calls.add(item["call_id"])
         elif kind == "function_call_output" and item["call_id"] not in calls:
-            message = f"{path}.call_id {item['call_id'][:80]!r} is that of no function_call before it"
-            refuse(f"{path}.call_id", f"{message}; send the call too, or continue the response that made it")
+            remedy = "send the call too, or continue the response that made it"
+            refuse("names_nothing", f"{path}.call_id", item["call_id"], "the function calls before it", remedy)
 
 
 # ---- compaction items --------------------------------------------------------------------------------------------
@@ -123,8 +123,8 @@ def _expanded(items: Iterable[Item]) -> list[tuple[str, Item]]:
             continue
         num_compactions += 1
         if num_compactions > MAX_COMPACTIONS:
-            message = f"{path} is one of more than {MAX_COMPACTIONS} compaction items, which is the limit"
-            refuse(path, f"{message}; leave out what is before the last one")
+            remedy, unit = "leave out what is before the last one", "compaction items up to here"
+            refuse("over_limit", path, num_compactions, MAX_COMPACTIONS, remedy, unit=unit)
         path = f"{path}.encrypted_content"
         compacted = decode_compacted(item.get("encrypted_content"), path)
         repeated = Counter(content_text(each, "content", path) for each in compacted.items if is_users(each))

@@ -16,8 +16,8 @@ from manta.cluster.protocol.response_items import chat_messages
 from manta.cluster.protocol.translated import as_openai
 
 _REFUSED = {
-    "conversation": "there are no conversation objects; send previous_response_id, or the whole conversation as input",
-    "prompt": "there are no stored prompts; send instructions and input",
+    "conversation": "send previous_response_id, or the whole conversation as input",
+    "prompt": "send instructions and input",
     "context_management": "leave it out",
     "moderation": "leave it out",
     "top_logprobs": "ask /v1/chat/completions for log-probabilities",
@@ -100,12 +100,12 @@ class ResponsesRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True)
         """Raises `RequestRefused` naming the field of the first mistake."""
         for name, remedy in _REFUSED.items():
             if getattr(self, name):
-                refuse(name, f"{name} is not supported: {remedy}")
+                refuse("unsupported", name, remedy=remedy)
         if self.truncation not in (None, "disabled"):
-            message = f"truncation {self.truncation!r} is not supported: the input is used whole"
-            refuse("truncation", f'{message}; send "disabled", or leave it out')
+            cause, remedy = "the input is used whole", 'send "disabled", or leave it out'
+            refuse("unsupported", "truncation", str(self.truncation), "disabled", remedy, cause=cause)
         if not self.input:
-            refuse("input", "input is empty; give text or a list of items")
+            refuse("empty", "input", remedy="give text or a list of items")
         chat_messages(self.instructions, self.input)
         _tools(self)
 
@@ -131,10 +131,8 @@ class ResponsesRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True)
         found: ChatCompletionRequest = as_openai(fields, ChatCompletionRequest, self)
         return found
 
-    def field_of(self, param: str | None) -> str | None:
+    def field_of(self, param: str) -> str:
         """Returns this body's name of a field of the chat body."""
-        if param is None:
-            return None
         if param.startswith("messages"):  # their numbers are others there
             return "input"
         if param == "max_completion_tokens":
@@ -151,12 +149,14 @@ class ResponseCreateEvent(ResponsesRequest, forbid_unknown_fields=True, kw_only=
 
     def check(self) -> None:
         if self.background:
-            refuse("background", "background is not for WebSocket connections; send it to POST /v1/responses")
+            cause = "this is a WebSocket connection"
+            refuse("unsupported", "background", remedy="send it to POST /v1/responses", cause=cause)
         if self.generate is False:
-            refuse("generate", "generate: false is not supported; leave it out, and send the first input at once")
+            refuse("unsupported", "generate", "false", remedy="leave it out, and send the first input at once")
         if self.stream_id is not None:
-            message = "stream_id is not supported: a connection answers one response after the other"
-            refuse("stream_id", f"{message}; leave it out, and open a connection for each conversation")
+            cause = "a connection answers one response after the other"
+            remedy = "leave it out, and open a connection for each conversation"
+            refuse("unsupported", "stream_id", remedy=remedy, cause=cause)
         self.stream = True
         super().check()
 
@@ -178,7 +178,7 @@ class CompactRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     def check(self) -> None:
         """Raises `RequestRefused` naming the field of the first mistake."""
         if not self.input and self.previous_response_id is None:
-            refuse("input", "input is empty; give a conversation, or previous_response_id")
+            refuse("empty", "input", remedy="give a conversation, or previous_response_id")
         chat_messages(self.instructions, self.input or [])
 
 
@@ -190,8 +190,8 @@ def _tools(body: ResponsesRequest) -> list[dict[str, Any]]:
     found = []
     for index, tool in enumerate(body.tools or []):
         if tool.get("type") != "function":
-            message = f"tools[{index}].type {tool.get('type')!r} is not supported: the server runs no tools"
-            refuse(f"tools[{index}].type", f"{message}; give functions of your own")
+            cause, remedy = "the server runs no tools", "give functions of your own"
+            refuse("unsupported", f"tools[{index}].type", str(tool.get("type")), "function", remedy, cause=cause)
         found.append({name: tool[name] for name in ("name", "description", "parameters", "strict") if name in tool})
     choice = body.tool_choice
     if isinstance(choice, dict) and choice.get("type") == "allowed_tools":
@@ -209,7 +209,7 @@ def _tool_choice(body: ResponsesRequest) -> str | dict[str, Any] | None:
     if choice.get("type") == "allowed_tools":
         return str(choice.get("mode", "auto"))
     if choice.get("type") != "function":
-        refuse("tool_choice", f"tool_choice {choice.get('type')!r} is not supported; name a function")
+        refuse("unsupported", "tool_choice", str(choice.get("type")), "function", "name a function")
     return {"type": "function", "function": {"name": choice.get("name")}}
 
 

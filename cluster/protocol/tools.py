@@ -68,18 +68,18 @@ def check_tools(tools: list[Tool], choice: ToolChoice | None) -> None:
         path = f"tools[{index}].function"
         name, parameters = tool.function.name, tool.function.parameters
         if not _NAME.match(name):
-            refuse(f"{path}.name", f"{path}.name {name[:80]!r} must be 1 to 64 letters, digits, underscores and dashes")
+            refuse("wrong_value", f"{path}.name", name, "1 to 64 letters, digits, underscores and dashes")
         if name in names:
-            refuse(f"{path}.name", f"{path}.name {name!r} is taken by an earlier tool; choose another")
+            refuse("not_allowed", f"{path}.name", name, remedy="choose another", cause="an earlier tool has it")
         names.add(name)
         if parameters and parameters.get("type", "object") != "object":
-            refuse(f"{path}.parameters", f'{path}.parameters must describe an object: {{"type": "object", ...}}')
+            refuse("wrong_value", f"{path}.parameters", bound='the schema of an object: {"type": "object", ...}')
     for name in sorted(_chosen(choice) - names):
-        refuse("tool_choice", f"tool_choice names {name!r}, which is not in tools; add it")
+        refuse("names_nothing", "tool_choice", name, "the tools", "add it to tools")
     if choice == "required" and not tools:
-        refuse("tool_choice", 'tool_choice "required" needs tools; add some')
+        refuse("requires", "tool_choice", "required", "tools", "add some")
     if isinstance(choice, AllowedToolsChoice) and not choice.allowed_tools.tools:
-        refuse("tool_choice", 'tool_choice allows no tool; name some, or send "none"')
+        refuse("empty", "tool_choice", remedy='name some tools, or send "none"', place="allowed_tools")
 
 
 def _chosen(choice: ToolChoice | None) -> set[str]:

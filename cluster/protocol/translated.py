@@ -11,13 +11,14 @@ import msgspec
 
 from manta.cluster.errors import RequestRefused
 from manta.cluster.protocol.body_limits import check_sizes
+from manta.cluster.protocol.error_bodies import under_field
 from manta.cluster.protocol.shape_errors import shape_error
 
 
 class Translated(Protocol):
     """A body that has been turned into one of OpenAI's."""
 
-    def field_of(self, param: str | None) -> str | None:
+    def field_of(self, param: str) -> str:
         """Returns this body's name of a field of OpenAI's body."""
         ...
 
@@ -32,16 +33,12 @@ def as_openai(fields: dict[str, Any], kind: Any, body: Translated) -> Any:
         request.check()
         return request
     except msgspec.ValidationError as error:
-        found = shape_error(str(error), kind)
-        raise renamed(found, body) from error
+        raise renamed(shape_error(error, kind), body) from error
     except RequestRefused as error:
         raise renamed(error, body) from error
 
 
 def renamed(error: RequestRefused, body: Translated) -> RequestRefused:
     """Returns the refusal of an OpenAI body under the field's name in `body`."""
-    field = body.field_of(error.param)
-    message = error.message
-    if field != error.param and error.param is not None:
-        message = f"{field}{message.removeprefix(error.param)}"
-    return RequestRefused(message, field, error.code)
+    refusal = error.refusal
+    return RequestRefused(under_field(refusal, body.field_of(refusal.field))) if refusal.field else error

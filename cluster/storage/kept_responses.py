@@ -22,8 +22,8 @@ from typing import Any, TypeVar
 import msgspec
 
 from manta.cluster.config import ServeConfig
+from manta.cluster.errors import refuse
 from manta.cluster.protocol.responses_api import ResponseObject
-from manta.cluster.storage.quota import TooMuch
 from manta.cluster.storage.records import age_s
 from manta.cluster.storage.storage import Storage
 
@@ -67,7 +67,7 @@ class KeptResponses:
         """Responses and bytes written since an owner's objects were last listed."""
 
     def create(self, owner: str, stored: StoredResponse) -> None:
-        """Stores a response unless it is stored or was deleted. Raises `TooMuch` if it alone exceeds a bound."""
+        """Stores a response unless it is stored or was deleted. Raises `RequestRefused` if it alone exceeds a bound."""
         response_id = stored.response.id
         path, content = _path(owner, response_id), msgspec.json.encode(stored)
         if self._storage.has(path) or self.is_deleted(owner, response_id):
@@ -140,10 +140,8 @@ class KeptResponses:
         """Removes an owner's oldest responses until so many more responses and bytes fit."""
         max_responses, max_bytes = self._limits.max_responses, self._limits.max_stored_bytes
         if num_bytes > max_bytes:
-            raise TooMuch(
-                f"the response and its conversation have {num_bytes} bytes and the limit is {max_bytes} "
-                "(responses.max_stored_bytes); send store: false, or begin a new conversation"
-            )
+            remedy = "send store: false, begin a new conversation, or raise responses.max_stored_bytes"
+            refuse("over_limit", "input", num_bytes, max_bytes, remedy, unit="bytes with its response")
         new_responses, new_bytes = self._unlisted.get(owner, (max_responses, max_bytes))
         new_responses, new_bytes = new_responses + num_responses, new_bytes + num_bytes
         self._unlisted[owner] = new_responses, new_bytes

@@ -14,17 +14,14 @@ import contextlib
 import re
 import threading
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import NamedTuple, NoReturn
 
 from manta.cluster.config import BatchLimits
+from manta.cluster.errors import refuse
 from manta.cluster.storage.storage import Storage
 
 RESERVATION = re.compile(r"(file-[0-9a-f]+)\.(\d+)")
 """Form of a reservation's name."""
-
-
-class TooMuch(ValueError):
-    """A client has reached a bound; the message names the bound and the remedy."""
 
 
 class Stored(NamedTuple):
@@ -61,7 +58,7 @@ class Quota:
         return self.stored(owner).num_bytes > self._limits.max_stored_bytes
 
     def reserve(self, owner: str, file_id: str, num_bytes: int) -> str:
-        """Reserves room for a file of at most `num_bytes`, until the returned object is removed. Raises `TooMuch`."""
+        """Reserves room for a file of at most `num_bytes`, until the returned object is removed. May refuse."""
         with self._lock(owner):
             path = f"reserved/{owner}/{file_id}.{num_bytes}"
             self._storage.write(path, b"")
@@ -74,7 +71,7 @@ class Quota:
 
     @contextlib.contextmanager
     def new_batch(self, owner: str) -> Iterator[None]:
-        """Lets the body of the `with` create a batch. Raises `TooMuch` if `owner` may create none now."""
+        """Lets the body of the `with` create a batch. Raises `ServingError` if `owner` may create none now."""
         with self._lock(owner):
             self._check_batch(owner)
             yield
@@ -83,33 +80,28 @@ class Quota:
         limits = self._limits
         num_open, num_kept = len(self._open_marks(owner)), len(self._storage.sizes(f"batches/{owner}"))
         if num_open >= limits.max_open_batches:
-            raise TooMuch(
-                f"{num_open} of your batches have not ended and the limit is {limits.max_open_batches} "
-                "(batches.max_open_batches); wait for some, or cancel them"
-            )
+            remedy = "wait for some, or cancel them, or raise batches.max_open_batches"
+            _refuse(num_open, "of your batches have not ended", limits.max_open_batches, remedy)
         if num_kept >= limits.max_batches:
-            raise TooMuch(
-                f"{num_kept} of your batches are kept, ended ones included, and the limit is {limits.max_batches} "
-                f"(batches.max_batches); each is removed {limits.keep_s:g} s after it was created (batches.keep_s)"
-            )
+            unit = "of your batches are kept, ended ones included,"
+            remedy = f"each is removed {limits.keep_s:g} s after it was created (batches.keep_s)"
+            _refuse(num_kept, unit, limits.max_batches, f"raise batches.max_batches, or wait: {remedy}")
         if (num_bytes := self.stored(owner).num_bytes) >= limits.max_stored_bytes:
-            raise _too_many_bytes(num_bytes, limits, "and results have no room")
+            _refuse_bytes(num_bytes, limits, "and results have no room")
 
     def _lock(self, owner: str) -> threading.Lock:
         """Returns the lock that is held while an owner's room is checked and taken."""
         return self._locks.setdefault(owner, threading.Lock())
 
     def _check(self, stored: Stored, num_bytes: int) -> None:
-        """Raises `TooMuch` if `stored`, which includes a new file of `num_bytes`, exceeds a bound."""
+        """Raises `ServingError` if `stored`, which includes a new file of `num_bytes`, exceeds a bound."""
         limits = self._limits
         if stored.num_files > limits.max_files:
-            raise TooMuch(
-                f"{stored.num_files - 1} files are kept for you and the limit is {limits.max_files} "
-                "(batches.max_files); delete some"
-            )
+            remedy = "delete some, or raise batches.max_files"
+            _refuse(stored.num_files - 1, "files are kept for you", limits.max_files, remedy)
         if stored.num_bytes > limits.max_stored_bytes:
             asked = f"and this upload may have {num_bytes} more"
-            raise _too_many_bytes(stored.num_bytes - num_bytes, limits, asked)
+            _refuse_bytes(stored.num_bytes - num_bytes, limits, asked)
 
     def _open_marks(self, owner: str) -> list[str]:
         return [name for name in self._storage.sizes("open") if name.endswith(f".{owner}")]
@@ -119,8 +111,13 @@ class Quota:
         return list(filter(None, map(RESERVATION.fullmatch, names)))
 
 
-def _too_many_bytes(num_bytes: int, limits: BatchLimits, asked: str) -> TooMuch:
-    return TooMuch(
-        f"{num_bytes} bytes of files and results are kept for you {asked}; the limit is {limits.max_stored_bytes} "
-        "(batches.max_stored_bytes); delete some"
+def _refuse_bytes(num_bytes: int, limits: BatchLimits, asked: str) -> NoReturn:
+    unit, remedy = (
+        f"bytes of files and results are kept for you {asked}",
+        "delete some, or raise batches.max_stored_bytes",
     )
+    _refuse(num_bytes, unit, limits.max_stored_bytes, remedy)
+
+
+def _refuse(value: int, unit: str, bound: int, remedy: str) -> NoReturn:
+    refuse("quota", "", value, bound, remedy, unit=unit)

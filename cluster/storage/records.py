@@ -175,7 +175,7 @@ class Records:
     # ---- files ---------------------------------------------------------------------------------------------------
 
     def begin_upload(self, owner: str, max_bytes: int) -> Upload:
-        """Begins a file of at most `max_bytes`. Raises `TooMuch` if the client has no room for it."""
+        """Begins a file of at most `max_bytes`. Raises `ServingError` if the client has no room for it."""
         file_id = f"file-{_new_id()}"
         reservation = self.quota.reserve(owner, file_id, max_bytes)
         try:
@@ -222,7 +222,7 @@ class Records:
     # ---- batches, for clients ------------------------------------------------------------------------------------
 
     def create_batch(self, owner: str, **fields: Any) -> Batch:
-        """Creates a batch. Raises `TooMuch` if the client may create none now."""
+        """Creates a batch. Raises `ServingError` if the client may create none now."""
         batch = Batch(id=f"batch_{_new_id()}", created_at=int(time.time()), **fields)
         with self.quota.new_batch(owner):
             self.open_batch(owner, batch)

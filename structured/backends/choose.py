@@ -46,19 +46,19 @@ class Backends:
         if spec.backend != "auto":
             return self._compile(spec, spec.backend)
         strict = _strict(spec)
-        reasons: list[str] = []
+        first: ConstraintError | None = None
         for attempt in (strict, spec) if spec.loose else (strict,):
             for name in AUTO:
                 try:
                     return self._compile(attempt, name)
                 except Unsupported as error:
-                    reasons.append(str(error))
+                    first = first or error
                 except ConstraintError:
                     if attempt is spec or not spec.loose:
                         raise
                     break  # a keyword in a schema within a grammar, say: the loose attempt raises what is really wrong
-        remedy = "" if spec.loose else "; change it, or ask for loose enforcement"
-        raise ConstraintError(f"{'; '.join(dict.fromkeys(reasons))}{remedy}")
+        assert first is not None
+        raise ConstraintError(msgspec.structs.replace(first.refusal, can_be_loose=not spec.loose))
 
     def _compile(self, spec: ConstraintSpec, name: str) -> Resolved:
         backend = self.get(name)

@@ -226,7 +226,7 @@ class GuardedPartsSession:
             self._consumed.append(matcher)
             return True
         if matcher.is_error():
-            raise ConstraintError(matcher.get_error().partition("<state>")[0].strip())
+            raise ConstraintError.because("unfit", "", cause=matcher.get_error().partition("<state>")[0].strip())
         return False
 
     def _advance(self, token_id: int) -> bool:
@@ -264,7 +264,8 @@ class GuardedPartsSession:
     def _undo(self) -> None:
         for matcher, count in Counter(map(_Identity, self._consumed)).items():
             if not matcher.it.rollback(count):
-                raise ConstraintError(f"rollback of {count} tokens failed: {matcher.it.get_error()}")
+                cause = f"rollback of {count} tokens failed: {matcher.it.get_error()}"
+                raise ConstraintError.because("unfit", "", cause=cause)
         self._readings, self._consumed, length = self._accepted.pop()
         del self._text[length:]
 

@@ -19,18 +19,18 @@ from manta.structured.backends.guarded import GuardedPartsSession, GuardedSessio
 from manta.structured.backends.heap import heap_bytes
 from manta.structured.backends.lark_schemas import named_token_ids
 from manta.structured.backends.llguidance_grammar import (
-    NOTHING,
     NUM_MARKERS,
     SIMPLER_WAYS,
+    UNIMPLEMENTED,
     Translation,
     Way,
-    located_within,
+    place_within,
     schemas_within,
     translated,
     unknown_formats,
     without_forcing,
 )
-from manta.structured.backends.llguidance_schema import departures, has_control_characters, located
+from manta.structured.backends.llguidance_schema import departures, has_control_characters, place_of
 from manta.structured.backends.striker import Striker
 from manta.structured.constraint import ConstraintError, ConstraintSpec, Unsupported
 from manta.structured.masks import row_words
@@ -39,7 +39,7 @@ from manta.structured.schemas.numbers import json_text, read_json
 from manta.structured.vocabulary import Vocabulary
 
 _UNSUPPORTED = re.compile(r"Unimplemented keys|Unknown format|(not|only) supported|unsupported", re.IGNORECASE)
-_UNSATISFIABLE = re.compile(r"Unsatisfiable schema|nothing satisfies")
+_UNSATISFIABLE = re.compile(r"Unsatisfiable schema")
 _UNBOUNDED_WHITESPACE = r"[\x20\x0A\x0D\x09]+"
 """The slice of the vocabulary that never applies here, because white space in JSON is bounded. llguidance builds each
 slice into each matcher: without this one a matcher is built 3% faster, and masks take as long.
@@ -102,7 +102,7 @@ class LLGuidanceBackend:
         try:
             return self.compiled_by(spec)
         except ConstraintError as error:
-            if spec.loose or _UNSATISFIABLE.search(str(error)) or not schemas_within(spec):
+            if spec.loose or error.refusal.kind == "unsatisfiable" or not schemas_within(spec):
                 raise
             for way in SIMPLER_WAYS:
                 with contextlib.suppress(ConstraintError):
@@ -116,7 +116,7 @@ class LLGuidanceBackend:
             grammar, num_bytes = self._measured(translation)
         except ConstraintError as error:
             self._raise_invalid(spec, translation)
-            raise ConstraintError(f"{spec.kind}: {error}") from error
+            raise _of_kind(spec, error) from error
         if not spec.loose and (warnings := grammar.warnings()):
             raise _refusal(spec, warnings)
         row = np.zeros(row_words(self._vocabulary.vocab_size), dtype=np.int32)
@@ -125,11 +125,11 @@ class LLGuidanceBackend:
             session.fill(row)
             check_next_row(session, row)
         except ConstraintError as error:
-            raise ConstraintError(f"{spec.kind}: {error}") from error
+            raise _of_kind(spec, error) from error
         except DeadEnd as error:
-            raise ConstraintError(f"{spec.kind}: {NOTHING}") from error
+            raise ConstraintError.because("unsatisfiable", spec.kind) from error
         if not row.any() and not session.is_finished():
-            raise ConstraintError(f"{spec.kind}: {NOTHING}")
+            raise ConstraintError.because("unsatisfiable", spec.kind)
         return msgspec.msgpack.encode(Compiled(translation, num_bytes))
 
     def _raise_invalid(self, spec: ConstraintSpec, translation: Translation) -> None:
@@ -263,7 +263,8 @@ class LLGuidanceSession:
 
     def rollback(self, num_tokens: int) -> None:
         if num_tokens and not self._matcher.rollback(num_tokens):
-            raise ConstraintError(f"rollback of {num_tokens} tokens failed: {self._matcher.get_error()}")
+            cause = f"rollback of {num_tokens} tokens failed: {self._matcher.get_error()}"
+            raise ConstraintError.because("unfit", "", cause=cause)
 
     def fork(self) -> LLGuidanceSession:
         return LLGuidanceSession(self._grammar, self._matcher.deep_copy(), self._vocabulary)
@@ -281,17 +282,31 @@ class LLGuidanceSession:
 def _refusal(spec: ConstraintSpec, messages: list[str]) -> ConstraintError:
     """The error for what llguidance says of a constraint's grammar, with the place of the keyword that it is about."""
     message = "; ".join(messages).strip()
+    if _UNSATISFIABLE.search(message):
+        return ConstraintError.because("unsatisfiable", spec.kind, cause=message)
     if spec.kind != "json_schema":
-        return ConstraintError(f"{spec.kind}: {located_within(message, schemas_within(spec))}")
-    error = Unsupported if _UNSUPPORTED.search(message) else ConstraintError
-    return error(f"json_schema: {located(message, read_json(spec.text))}")
+        if (place := place_within(message, schemas_within(spec))) is None:
+            return ConstraintError.because("unfit", spec.kind, cause=message)
+        return ConstraintError.because("not_enforced", place, can_be_loose=not spec.loose)
+    place = place_of(message, read_json(spec.text))
+    if _UNSUPPORTED.search(message):
+        cause = "" if place and UNIMPLEMENTED.search(message) else message  # the place names the keyword
+        return Unsupported.at(place or spec.kind, cause)
+    return ConstraintError.because("unfit", place or spec.kind, cause=message)
+
+
+def _of_kind(spec: ConstraintSpec, error: ConstraintError) -> ConstraintError:
+    """Returns the refusal of a part of the constraint as one of the whole."""
+    return ConstraintError(msgspec.structs.replace(error.refusal, place=error.refusal.place or spec.kind))
 
 
 def check_matcher(matcher: llguidance.LLMatcher) -> None:
     """Raises `ConstraintError` if the matcher has failed."""
     if matcher.is_error():
         reason = matcher.get_error().partition("<state>")[0].strip()
-        raise ConstraintError(NOTHING if reason.startswith("NoExtension") else reason)
+        if reason.startswith("NoExtension"):
+            raise ConstraintError.because("unsatisfiable", "")
+        raise ConstraintError.because("unfit", "", cause=reason)
 
 
 def check_next_row(session: Session, row: np.ndarray) -> None:

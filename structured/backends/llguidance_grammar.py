@@ -16,7 +16,7 @@ import msgspec
 
 from manta.structured.backends.keywords import subschemas
 from manta.structured.backends.lark_schemas import EmbeddedSchema, counts_tokens, embedded_schemas, with_replaced
-from manta.structured.backends.llguidance_schema import departures, has_control_characters, located, mended
+from manta.structured.backends.llguidance_schema import departures, has_control_characters, mended, place_of
 from manta.structured.constraint import ConstraintError, ConstraintSpec, Unsupported
 from manta.structured.schemas.documents import is_too_old
 from manta.structured.schemas.formats import is_annotation, with_exact_formats
@@ -25,11 +25,10 @@ from manta.structured.schemas.loosening import loosened
 from manta.structured.schemas.numbers import json_text, read_json
 from manta.structured.schemas.rewriting import needs_rewriting, rewritten
 
-_UNIMPLEMENTED = re.compile(r"Unimplemented keys: \[[^\]]*\]")
+UNIMPLEMENTED = re.compile(r"Unimplemented keys: \[[^\]]*\]")
 _NO_FORCING = '%llguidance {"no_forcing": true}\n'
 _SHORT_ESCAPES = 'nrbtf"\\'
 """`\\uXXXX` is left out: with it, an additional property could spell a given property's name and replace it."""
-NOTHING = "nothing satisfies it"
 WHITESPACE = r"[ \n\t]{0,20}"
 """Allowed between two tokens of JSON. It is bounded, so that a model cannot write white space for ever."""
 NUM_MARKERS = 1024
@@ -73,7 +72,7 @@ def translated(spec: ConstraintSpec, way: Way, first_marker: int) -> Translation
     except ConstraintError:
         raise
     except (ValueError, KeyError, TypeError, AssertionError) as error:
-        raise ConstraintError(f"{spec.kind}: {error}") from error
+        raise ConstraintError.because("unfit", spec.kind, cause=str(error)) from error
 
 
 def schemas_within(spec: ConstraintSpec) -> list[Any]:
@@ -95,16 +94,10 @@ def unknown_formats(schema: Any) -> Iterator[str]:
             yield f"{path}/format: {name!r} is no format of JSON Schema"
 
 
-def located_within(message: str, schemas: list[Any]) -> str:
-    """The reason alone, with the place of the keyword that it is about, if one of the grammar's schemas has it."""
-    found = _UNIMPLEMENTED.search(message)
-    if found is None:
-        return message
-    for schema in schemas:
-        text = located(found.group(), schema)
-        if text != found.group():
-            return text
-    return message
+def place_within(message: str, schemas: list[Any]) -> str | None:
+    """The place of the keyword that llguidance's reason says is not enforced, if one of a grammar's schemas has it."""
+    found = UNIMPLEMENTED.search(message)
+    return None if found is None else next(filter(None, (place_of(found.group(), schema) for schema in schemas)), None)
 
 
 def without_forcing(grammar: str) -> str:
@@ -168,12 +161,11 @@ def _with_exact_schemas(lark: str, kind: str, way: Way, first_marker: int) -> Tr
         return Translation(grammar)
     frame = with_replaced(lark, found, marked)
     if counts_tokens(frame):
-        raise Unsupported(
-            f"{kind}: {_keywords_of(found, way)} cannot be enforced beside max_tokens, <[*]> or <[^...]>; "
-            "leave these out"
-        )
+        keywords, beside = _keywords_of(found, way), "max_tokens, <[*]> or <[^...]>"
+        raise Unsupported.because("excludes", f"{kind}: {keywords}", bound=beside, remedy="leave these out")
     if len(parts) >= NUM_MARKERS:
-        raise Unsupported(f"{kind}: {len(parts)} schemas need a guard, the limit is {NUM_MARKERS - 1}; use fewer")
+        more = {"value": len(parts), "unit": "schemas that need a guard", "bound": NUM_MARKERS - 1}
+        raise Unsupported.because("over_limit", kind, **more, remedy="use fewer")
     return Translation(grammar, "", llguidance.LLMatcher.grammar_from_lark(frame), parts)
 
 
@@ -233,29 +225,32 @@ def _prepared(schema: Any, kind: str, way: Way) -> _Prepared:
     """Rewritten or loosened, and mended. Raises `Unsupported` for what llguidance would ignore."""
     guard = ""
     if is_too_old(schema):
-        raise ConstraintError(f"{kind}: #/$schema: drafts before 4 are not enforced; write the schema in a later one")
+        cause, remedy = "drafts before 4 are not enforced", "write the schema in a later one"
+        raise ConstraintError.because("not_enforced", "#/$schema", cause=cause, remedy=remedy)
     if way in ("loosened", "apart"):
         schema, guard = loosened(schema, joins=way == "loosened")
     elif way == "guarded" or needs_rewriting(schema):
         schema, guard = rewritten(schema, proves=way == "proved")
     if schema is False:
-        raise ConstraintError(f"{kind}: {NOTHING}")
+        raise ConstraintError.because("unsatisfiable", kind)
     prepared = _mended(schema, guard)
     ignored = departures(prepared.schema, prepared.has_controls)
     if ignored:
-        raise Unsupported(f"{kind}: {'; '.join(ignored)}")
+        raise Unsupported.at(kind, cause="; ".join(ignored))
     return prepared
 
 
 def _tag_grammar(tag: dict[str, Any]) -> str:
     """A grammar for free text in which each trigger begins one of the tags whose `begin` starts with the trigger."""
     if "structures" not in tag:
-        raise Unsupported("structural_tag: llguidance serves the form with structures and triggers")
+        cause = "llguidance serves the form with structures and triggers"
+        raise Unsupported.at("structural_tag", cause)
     structures = []
     for item in tag["structures"]:
         trigger = next((text for text in tag["triggers"] if item["begin"].startswith(text)), None)
         if trigger is None:
-            raise ConstraintError(f"structural_tag: no trigger starts {item['begin']!r}; add one to triggers")
+            cause = f"no trigger starts {item['begin']!r}"
+            raise ConstraintError.because("unfit", "structural_tag", cause=cause, remedy="add one to triggers")
         structures.append(
             llguidance.StructTag(trigger=trigger, begin=item["begin"], grammar=item["schema"], end=item["end"])
         )

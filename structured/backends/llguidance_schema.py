@@ -148,17 +148,15 @@ def mended(schema: Any) -> Any:
     return result
 
 
-def located(message: str, schema: Any) -> str:
-    """The message with the JSON pointer of the keyword that it is about in front; the message alone if none is
-    found.
-    """
+def place_of(message: str, schema: Any) -> str:
+    """The JSON pointer of the keyword that llguidance's message is about; empty if none is found."""
     words = set(re.findall(r"\$?\w+", message))
     for path, subschema in subschemas(schema):
         for name, value in subschema.items():
             named = name in words and not isinstance(value, str)
             if named or (name in ("type", "format", "pattern", "$ref") and _is_quoted(name, value, message)):
-                return f"{path}/{escaped(name)}: {message}"
-    return message
+                return f"{path}/{escaped(name)}"
+    return ""
 
 
 def _is_quoted(name: str, value: Any, message: str) -> bool:

@@ -68,19 +68,20 @@ class XGrammarBackend:
     def compile(self, spec: ConstraintSpec) -> bytes:
         missing = self.not_enforced(spec)
         if missing and not spec.loose:
-            raise Unsupported(f"{spec.kind}: xgrammar is not proven to enforce {', '.join(missing)}")
+            cause = f"xgrammar is not proven to enforce {', '.join(missing)}"
+            raise Unsupported.at(spec.kind, cause)
         try:
             compiled = self._compile(spec)
         except ConstraintError:
             raise
         except Exception as error:  # the core raises its own kinds, RuntimeError mostly
-            raise ConstraintError(f"{spec.kind}: {error}") from error
+            raise ConstraintError.because("unfit", spec.kind, cause=str(error)) from error
         matcher = self._core.GrammarMatcher(compiled, None, False, -1, None)
         session = XGrammarSession(matcher, self._vocabulary, self._certain_tokens)
         row = np.zeros(row_words(self._vocabulary.vocab_size), dtype=np.int32)
         session.fill(row)
         if not row.any():
-            raise ConstraintError(f"{spec.kind}: nothing satisfies it")
+            raise ConstraintError.because("unsatisfiable", spec.kind)
         return compiled.serialize_json().encode()
 
     def _compile(self, spec: ConstraintSpec) -> Any:
@@ -160,7 +161,7 @@ def _schemas_in_lark(grammar: str) -> list[Any]:
     try:
         return [each.schema for each in embedded_schemas(grammar)]
     except ValueError as error:
-        raise ConstraintError(f"lark: the text behind %json is no schema: {error}") from error
+        raise ConstraintError.because("malformed", "lark: %json", bound="JSON", cause=str(error)) from error
 
 
 def _foreign_references(schema: Any) -> set[str]:
@@ -249,7 +250,8 @@ def load_core() -> Any:
     """
     found = importlib.util.find_spec("xgrammar")
     if found is None or found.submodule_search_locations is None:
-        raise ConstraintError("the grammar backend xgrammar is not installed; pip install xgrammar")
+        more = {"value": "xgrammar", "cause": "it is not installed", "remedy": "pip install xgrammar"}
+        raise ConstraintError.because("unsupported", "backend", **more)
     package = types.ModuleType(_PRIVATE_NAME)
     package.__path__ = list(found.submodule_search_locations)
     sys.modules[_PRIVATE_NAME] = package

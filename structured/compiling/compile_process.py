@@ -27,8 +27,9 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from manta.structured.constraint import ConstraintError, ConstraintLimits, ConstraintSpec, Resolved, check_limits
+from manta.structured.constraint import FIELD, ConstraintError, ConstraintLimits, ConstraintSpec, Resolved, check_limits
 from manta.structured.frames import read_frame, write_frame
+from manta.structured.refusals import Refusal
 from manta.structured.regexes.lookaround import with_plain_regex
 from manta.structured.vocabulary import Vocabulary
 
@@ -57,9 +58,6 @@ WANTED_LOOK_SECONDS = 0.25
 MEMORY_LOOK_SECONDS = 0.05
 """Interval at which the parent measures a process's memory, if the system does not limit it."""
 
-MAX_ERROR_LENGTH = 2000
-"""Most characters of an error; a backend may quote the whole constraint, and more than once."""
-
 
 class Setup(msgspec.Struct, array_like=True):
     """The parent's first message to a process that it started."""
@@ -82,11 +80,28 @@ class Answer(msgspec.Struct, array_like=True):
     """The answer to one constraint: one of the two fields is set."""
 
     resolved: Resolved | None = None
-    error: str | None = None
+    refusal: Refusal | None = None
+
+    @property
+    def outcome(self) -> Resolved | ConstraintError:
+        """What the constraint was compiled to, or why it is refused."""
+        if self.refusal is not None:
+            return ConstraintError(self.refusal)
+        assert self.resolved is not None
+        return self.resolved
+
+
+def _over_budget(spec: ConstraintSpec, bound: float, unit: str) -> Answer:
+    remedy = "simplify the constraint"
+    return Answer(refusal=Refusal("over_budget", FIELD, bound=bound, unit=unit, place=spec.kind, remedy=remedy))
 
 
 def _needs_too_much_memory(spec: ConstraintSpec, limits: ConstraintLimits) -> Answer:
-    return Answer(error=f"{spec.kind}: compiling needs more than {limits.compile_memory_bytes} bytes; simplify it")
+    return _over_budget(spec, limits.compile_memory_bytes, "bytes")
+
+
+def _failed(spec: ConstraintSpec, cause: str, remedy: str = "") -> Answer:
+    return Answer(refusal=Refusal("unfit", FIELD, place=spec.kind, cause=cause, remedy=remedy))
 
 
 # ---- the process ---------------------------------------------------------------------------------------------------
@@ -163,14 +178,12 @@ def _compile(backends: Backends, spec: ConstraintSpec, limits: ConstraintLimits)
         asked = msgspec.structs.replace(resolved.spec, text=spec.text)
         return msgspec.msgpack.encode(Answer(resolved=msgspec.structs.replace(resolved, spec=asked)))
     except ConstraintError as error:
-        answer = Answer(error=str(error))
+        answer = Answer(refusal=error.refusal)
     except MemoryError:
         answer = _needs_too_much_memory(spec, limits)
     except Exception as error:  # a backend may raise anything for a strange constraint; the constraint is refused
-        answer = Answer(error=f"{spec.kind}: {type(error).__name__}: {error}")
-    assert answer.error is not None
-    error_text = answer.error[:MAX_ERROR_LENGTH].encode("utf-8", "backslashreplace").decode()  # half a surrogate pair
-    return msgspec.msgpack.encode(Answer(error=error_text))
+        answer = _failed(spec, f"{type(error).__name__}: {error}")
+    return msgspec.msgpack.encode(answer)
 
 
 def _lower_priority() -> None:
@@ -316,10 +329,9 @@ class CompileProcess:
         except _Unwanted:
             answer = None
         except TimeoutError:
-            error = f"{spec.kind}: compiling took longer than {seconds:g} s; simplify the constraint"
-            answer = Answer(error=error)
+            answer = _over_budget(spec, seconds, "s")
         except (EOFError, OSError):
-            answer = Answer(error=f"{spec.kind}: compiling it ended the compiler; simplify the constraint")
+            answer = _failed(spec, "compiling it ended the compiler", "simplify the constraint")
         except MemoryError:
             answer = _needs_too_much_memory(spec, self._limits)
         self.kill()

@@ -30,6 +30,7 @@ from manta.structured.constraint import (
 )
 from manta.structured.fair_queue import FairQueue, QueueFullError
 from manta.structured.lru import ByteLRU
+from manta.structured.refusals import QueueFull, Refusal
 from manta.structured.vocabulary import Vocabulary
 
 logger = logging.getLogger(__name__)
@@ -49,10 +50,6 @@ class CompilerBounds(NamedTuple):
     """Lifetime of a remembered refusal."""
     retry_seconds: float = 10.0
     """Delay before another start if a process did not start, even if no constraint asks for it."""
-
-
-class CompilerBusy(RuntimeError):
-    """Too many constraints wait for a process; a later try may do better."""
 
 
 class CompilerFailed(RuntimeError):
@@ -137,7 +134,7 @@ class Compiler:
         self._jobs: dict[bytes, _Job] = {}
         """Constraints that wait or are being compiled. `_key` makes the keys of all three tables."""
         self.cache: ByteLRU[bytes, Resolved] = ByteLRU(bounds.cache_bytes)
-        self.refusals: ByteLRU[bytes, _Refusal] = ByteLRU(bounds.refusal_bytes)
+        self.refusals: ByteLRU[bytes, _Known] = ByteLRU(bounds.refusal_bytes)
         self.num_compiled = 0
         self._supervisors = [_Supervisor(self._server, limits) for _ in range(num_processes)]
         self._threads = [
@@ -161,7 +158,7 @@ class Compiler:
 
     def resolve(self, spec: ConstraintSpec, client: str = "") -> Future[Resolved]:
         """Resolves to the compiled constraint, for `client`. The future raises `ConstraintError` if the constraint is
-        refused, `CompilerBusy` if too many wait, and `CompilerFailed` if it could not be compiled for another reason.
+        refused, `QueueFull` if too many wait, and `CompilerFailed` if it could not be compiled for another reason.
         If all futures of a constraint are cancelled, it is not compiled, or no longer.
         """
         future: Future[Resolved] = Future()
@@ -176,7 +173,7 @@ class Compiler:
             if (known := self.cache.get(key)) is not None:
                 future.set_result(known)
             elif (refusal := self.refusals.get(key)) is not None and refusal.until > time.monotonic():
-                future.set_exception(ConstraintError(refusal.error))
+                future.set_exception(ConstraintError(refusal.refusal))
             elif (job := self._jobs.get(key)) is not None:
                 job.waiters.append(future)
             else:
@@ -187,8 +184,8 @@ class Compiler:
         try:
             self._queue.put(client, job)
         except QueueFullError as error:
-            remedy = "retry later, or raise constraints.max_waiting"
-            job.end(CompilerBusy(f"too many constraints are to be compiled: {error}; {remedy}"))
+            unit, remedy = "constraints wait to be compiled", "retry later, or raise constraints.max_waiting"
+            job.end(QueueFull(Refusal("queue_full", "", error.num_waiting, error.bound, remedy, unit=unit)))
         else:
             self._jobs[_key(job.spec)] = job
 
@@ -235,16 +232,16 @@ class Compiler:
 
     def _settle(self, job: _Job, answer: Answer) -> None:
         """Remembers what a constraint was compiled to, or why it was refused, and tells those who wait."""
-        key, error = _key(job.spec), answer.error or ""
+        key, outcome = _key(job.spec), answer.outcome
         with self._lock:
             del self._jobs[key]
             self.num_compiled += 1
-            if answer.resolved is not None:
-                self.cache.put(key, answer.resolved, _num_bytes(answer.resolved))
+            if isinstance(outcome, Resolved):
+                self.cache.put(key, outcome, _num_bytes(outcome))
             else:
-                refusal = _Refusal(time.monotonic() + self._bounds.refusal_seconds, error)
-                self.refusals.put(key, refusal, ENTRY_BYTES + sys.getsizeof(error))
-        job.end(ConstraintError(error) if answer.resolved is None else answer.resolved)
+                known = _Known(time.monotonic() + self._bounds.refusal_seconds, outcome.refusal)
+                self.refusals.put(key, known, ENTRY_BYTES + len(msgspec.msgpack.encode(outcome.refusal)))
+        job.end(outcome)
 
     def _fail(self, job: _Job, error: Exception) -> None:
         """Tells those who wait, and remembers nothing: another try may do better."""
@@ -258,10 +255,10 @@ class Compiler:
         self._queue.close()
 
 
-class _Refusal(NamedTuple):
+class _Known(NamedTuple):
     until: float
     """Time on the monotonic clock, in seconds."""
-    error: str
+    refusal: Refusal
 
 
 def _key(spec: ConstraintSpec) -> bytes:

@@ -45,7 +45,7 @@ def without_looks(pattern: str) -> str:
     found = list(constructs(pattern))
     for construct in found:
         if construct.name not in (*LOOKS, LAZY):
-            raise ConstraintError(f"regex: {construct} cannot be enforced; write the pattern without it")
+            raise _unenforced(construct, remedy="write the pattern without it")
     looks = [construct for construct in found if construct.name in LOOKS]
     if looks:
         return _rewritten(pattern, looks[0])
@@ -65,17 +65,20 @@ def _rewritten(pattern: str, look: Construct) -> str:
         automaton = Pattern(parsed)
         text = _dfa(automaton).expression()
     except re.error as error:
-        raise ConstraintError(f"regex: {error}; with {look} the pattern is read as Python's re does") from error
+        remedy = f"with {look} the pattern is read as Python's re does"
+        raise ConstraintError.because("unfit", "regex", cause=str(error), remedy=remedy) from error
     except Unknown as error:
-        raise ConstraintError(
-            f"regex: {look} cannot be enforced beside {error}; write the pattern without one"
-        ) from error
+        raise _unenforced(look, f"not beside {error}", "write the pattern without one") from error
     except (TooLarge, RecursionError) as error:
-        message = f"regex: {look} cannot be enforced, because the automaton of the pattern is too large"
-        raise ConstraintError(f"{message}; simplify the pattern or write it without lookaround") from error
+        remedy = "simplify the pattern or write it without lookaround"
+        raise _unenforced(look, "the automaton of the pattern is too large", remedy) from error
     if text is None:
-        raise ConstraintError("regex: nothing satisfies it")
+        raise ConstraintError.because("unsatisfiable", "regex")
     return _WRITTEN.sub(lambda match: _class(match, automaton), text)
+
+
+def _unenforced(construct: Construct, cause: str = "", remedy: str = "") -> ConstraintError:
+    return ConstraintError.because("not_enforced", f"regex: {construct}", cause=cause, remedy=remedy)
 
 
 def _dfa(automaton: Pattern) -> Dfa:

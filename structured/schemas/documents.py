@@ -54,6 +54,7 @@ _SINCE = {
 """The first draft that knows a keyword; the others are known to all."""
 GUARD = "$guard"
 """A key beside those of the specification: the keywords of this schema that a grammar leaves out."""
+NO_KEYWORD = "the draft that $schema names does not have it"
 _ABSENT = object()
 
 
@@ -166,7 +167,9 @@ class _Reader:
     def read(self, schema: Any, resolver: Any, path: str) -> Any:
         if not isinstance(schema, dict):
             if not isinstance(schema, bool):
-                raise ConstraintError(f"{path}: a schema is an object, true or false, not {str(schema)[:40]}")
+                raise ConstraintError.because(
+                    "wrong_value", path, value=str(schema)[:40], bound="an object, true or false"
+                )
             return schema
         if self._has_scopes and schema is not self._root and _id_of(schema) is not None:
             self._check_draft(schema, path)
@@ -210,7 +213,8 @@ class _Reader:
         if draft == 2020 and not schema.keys() & {"dependencies", "additionalItems"} and _is_modern(schema):
             return schema
         if "prefixItems" in schema and (draft < 2020 or "additionalItems" in schema):
-            raise Unsupported(f"{path}/prefixItems: an older draft does not know it; say $schema 2020-12, or use items")
+            cause, remedy = "an older draft does not know it", "say $schema 2020-12, or use items"
+            raise Unsupported.at(f"{path}/prefixItems", cause, remedy)
         result: dict[str, Any] = {}
         for name, value in schema.items():
             if name == "items" and isinstance(value, list):
@@ -232,7 +236,8 @@ class _Reader:
 
     def _reference(self, name: str, ref: str, resolver: Any, where: str) -> str:
         if name != "$ref" and (self._has_scopes or resolver is not None):
-            raise Unsupported(f"{where}: its target depends on the instance if schemas within have $id; use $ref")
+            cause = "its target depends on the instance if schemas within have $id"
+            raise Unsupported.at(where, cause, "use $ref")
         contents, inner, path = self._lookup(ref, resolver, where)
         key = id(contents)
         if key not in self._names:
@@ -251,9 +256,8 @@ class _Reader:
         try:
             found = (resolver or self._root_resolver()).lookup(ref)
         except Unresolvable as error:
-            raise ConstraintError(
-                f"{where}: {ref!r} names nothing in the schema; put what it names into $defs"
-            ) from error
+            more = {"value": ref, "bound": "the parts of the schema", "remedy": "put what it names into $defs"}
+            raise ConstraintError.because("names_nothing", where, **more) from error
         resolver = None if not self._has_scopes and self._is_own(found.contents) else found.resolver
         return found.contents, resolver, ref if ref.startswith("#/") else where
 
@@ -282,7 +286,8 @@ class _Reader:
 
     def _check_draft(self, schema: dict[str, Any], path: str) -> None:
         if "$schema" in schema and draft_of(schema) != self.document.draft:
-            raise Unsupported(f"{path}/$schema: one schema may not mix drafts; write the whole in one")
+            cause, remedy = "one schema may not mix drafts", "write the whole in one"
+            raise Unsupported.at(f"{path}/$schema", cause, remedy)
 
 
 def _withreferences(result: dict[str, Any], references: list[str], is_first: bool) -> dict[str, Any]:
@@ -348,7 +353,7 @@ def _at(root: Any, ref: str) -> Any:
 
 def _expect(holds: bool, where: str, what: str) -> None:
     if not holds:
-        raise ConstraintError(f"{where}: must be {what}")
+        raise ConstraintError.because("wrong_value", where, bound=what)
 
 
 def _is_count(value: Any) -> bool:
@@ -391,7 +396,7 @@ def _check_plain(name: str, value: Any, where: str) -> None:
     if check is not None:
         _expect(check(value), where, what)
     if any(map(is_too_long, numbers_in(value))):
-        raise Unsupported(f"{where}: a number has more than {MAX_DIGITS} digits; use shorter ones")
+        raise Unsupported.at(where, f"a number has more than {MAX_DIGITS} digits", "use shorter ones")
 
 
 def _count(name: str, value: int, where: str) -> Any:
@@ -400,7 +405,8 @@ def _count(name: str, value: int, where: str) -> Any:
         return value
     if name.startswith("max"):
         return _ABSENT
-    raise Unsupported(f"{where}: no text is so long: the limit is {MAX_COUNT - 1}; ask for less")
+    more = {"value": value, "bound": MAX_COUNT - 1, "unit": "that a text can have", "remedy": "ask for less"}
+    raise Unsupported.because("exceeds", where, **more)
 
 
 def _escaped(key: str) -> str:

@@ -157,4 +157,4 @@ def _finds(pattern: str, text: str) -> bool:
     try:
         return re.search(pattern, text) is not None
     except re.error as error:
-        raise Unsupported(f"the pattern {pattern[:80]!r} cannot be checked: {error}") from error
+        raise Unsupported.at(f"the pattern {pattern[:80]!r}", cause=str(error)) from error

@@ -28,11 +28,17 @@ MAX_ALTERNATIVES = 64
 """Most alternatives that a rewrite may make of one schema. A grammar follows all of them while it is in doubt."""
 
 
+class Foreign(NamedTuple):
+    """A keyword that the schema's draft does not have."""
+
+    keyword: str
+
+
 class Alternative(NamedTuple):
     """One way to satisfy a negation."""
 
     schema: Any
-    reason: str = ""
+    reason: str | Foreign = ""
     """Keyword that no schema says exactly, and why; `schema` then allows more. Empty if `schema` is exact."""
 
 
@@ -82,7 +88,8 @@ class Logic:
     def step(self) -> None:
         self._steps += 1
         if self._steps > MAX_STEPS:
-            raise TooManySteps(f"the schema's branches take more than {MAX_STEPS} proofs to tell apart; simplify them")
+            cause = f"they take more than {MAX_STEPS} proofs to tell apart"
+            raise TooManySteps.at("the schema's branches", cause, "simplify them")
 
     def flat(self, schemas: list[Any]) -> list[dict[str, Any]] | None:
         """The conjuncts, references and `allOf` resolved; None if one of them is `false`. Keywords that the draft does
@@ -171,7 +178,8 @@ def matches(pattern: str, name: str) -> bool:
     try:
         return re.search(pattern, name) is not None
     except re.error as error:
-        raise Unsupported(f"pattern {pattern!r} is not understood: {error}; simplify it") from error
+        place, cause = f"the pattern {pattern[:80]!r}", str(error)
+        raise Unsupported.at(place, cause, "simplify it") from error
 
 
 def types_of(flat: list[dict[str, Any]]) -> frozenset[str]:

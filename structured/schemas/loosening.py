@@ -10,7 +10,16 @@ from typing import Any
 
 from manta.structured.constraint import Unsupported
 from manta.structured.schemas import patterns
-from manta.structured.schemas.documents import GUARD, SCHEMA, SCHEMA_LIST, SCHEMA_MAP, Document, read, references
+from manta.structured.schemas.documents import (
+    GUARD,
+    NO_KEYWORD,
+    SCHEMA,
+    SCHEMA_LIST,
+    SCHEMA_MAP,
+    Document,
+    read,
+    references,
+)
 from manta.structured.schemas.formats import is_annotation
 from manta.structured.schemas.guard import encoded
 from manta.structured.schemas.judge import Judge
@@ -34,7 +43,7 @@ def loosened(schema: Any, joins: bool) -> tuple[Any, str]:
     document = read(schema)
     if document.foreign:
         names = ", ".join(sorted(document.foreign))
-        raise Unsupported(f"{names}: no keyword of the draft that $schema names; name a newer one")
+        raise Unsupported.at(names, cause=NO_KEYWORD, remedy="name a newer draft in $schema")
     loosener = _Loosener(document, joins)
     root = loosener.loose(document.root)
     if isinstance(root, bool):

@@ -19,6 +19,7 @@ from manta.structured.schemas.logic import (
     ATOMS,
     MAX_ALTERNATIVES,
     Alternative,
+    Foreign,
     Logic,
     atoms,
     item_schemas,
@@ -46,7 +47,7 @@ def alternatives(logic: Logic, schema: Any, context: Context) -> list[Alternativ
         if negate is None:
             continue
         if name in logic.document.foreign:
-            found.append(Alternative({}, f"{name} is no keyword of the draft that $schema names; name a newer one"))
+            found.append(Alternative({}, Foreign(name)))
             continue
         found += [each for each in negate(logic, schema, value, context) if is_possible(logic, each, context)]
         if len(found) > MAX_ALTERNATIVES:
@@ -87,7 +88,8 @@ def all_of(*schemas: Any) -> Any:
 def any_of(found: list[Alternative]) -> list[Alternative]:
     """The same alternatives as at most two: one that is exact, and one for all with a reason."""
     result: list[Alternative] = []
-    for reason in ("", next((each.reason for each in found if each.reason), "")):
+    vague: str | Foreign = next((each.reason for each in found if each.reason), "")
+    for reason in ("", vague):
         schemas = [each.schema for each in found if bool(each.reason) == bool(reason)]
         if schemas and not (result and not reason):
             result.append(Alternative(schemas[0] if len(schemas) == 1 else {"anyOf": schemas}, reason))

@@ -31,10 +31,8 @@ def as_choice(logic: Logic, schema: dict[str, Any]) -> Any:
     rest = {name: value for name, value in schema.items() if name not in ("minProperties", "maxProperties")}
     if max(math.comb(len(optional), size) for size in (least, spare)) > MAX_ALTERNATIVES:
         where = logic.document.path(schema)
-        raise Unsupported(
-            f"{where}/minProperties: there are too many ways to choose {least} to {most} of {len(optional)} "
-            "optional properties; list some in required"
-        )
+        cause = f"there are too many ways to choose {least} to {most} of {len(optional)} optional properties"
+        raise Unsupported.at(f"{where}/minProperties", cause, "list some in required")
     choices = [list(itertools.combinations(optional, size)) for size in (least, spare)]
     parts: list[Any] = [logic.document.copy_of(schema, rest)]
     others = type_names(frozenset(ATOMS) - {"object"})

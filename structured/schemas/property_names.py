@@ -60,22 +60,21 @@ def _texts(logic: Logic, part: dict[str, Any], schema: dict[str, Any]) -> Iterat
         elif name == "not":
             yield from _texts_of_negation(logic, value, schema)
         elif name not in ("type", "allOf", "$ref") and not (name == "format" and is_annotation(value)):
-            raise Unsupported(f"{logic.document.path(schema)}/propertyNames/{name} is not enforced; use a pattern")
+            raise Unsupported.at(f"{logic.document.path(schema)}/propertyNames/{name}", remedy="use a pattern")
 
 
 def _texts_of_negation(logic: Logic, value: Any, schema: dict[str, Any]) -> Iterator[str]:
     found = alternatives(logic, value, [{"type": "string"}])
     if len(found) != 1 or found[0].reason:
-        raise Unsupported(f"{logic.document.path(schema)}/propertyNames/not is not enforced; use a pattern")
+        raise Unsupported.at(f"{logic.document.path(schema)}/propertyNames/not", remedy="use a pattern")
     for part in logic.flat([found[0].schema]) or []:
         yield from _texts(logic, part, schema)
 
 
 def _split_names(logic: Logic, schema: dict[str, Any], rules: dict[str, Any], wanted: list[str]) -> None:
     if len(rules) > MAX_OVERLAPS:
-        raise Unsupported(
-            f"{logic.document.path(schema)}/patternProperties: more than {MAX_OVERLAPS} patterns overlap; use fewer"
-        )
+        cause = f"more than {MAX_OVERLAPS} patterns overlap"
+        raise Unsupported.at(f"{logic.document.path(schema)}/patternProperties", cause, "use fewer")
     additional = schema.get("additionalProperties", True)
     result: dict[str, Any] = {}
     try:
@@ -85,8 +84,8 @@ def _split_names(logic: Logic, schema: dict[str, Any], rules: dict[str, Any], wa
                 if pattern is not None:
                     result[pattern] = all_of(*(rules[rule] for rule in chosen)) if chosen else additional
     except (patterns.Unreadable, patterns.TooLarge) as error:
-        where = logic.document.path(schema)
-        raise Unsupported(f"{where}/patternProperties: how they overlap is not understood; simplify them") from error
+        place, cause = f"{logic.document.path(schema)}/patternProperties", "how they overlap is not understood"
+        raise Unsupported.at(place, cause, "simplify them") from error
     schema["patternProperties"] = result
     if wanted:
         schema["additionalProperties"] = False

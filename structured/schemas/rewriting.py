@@ -16,6 +16,7 @@ from manta.structured.schemas import negation, patterns, property_counts, uneval
 from manta.structured.schemas.documents import (
     COUNTS,
     KEYWORDS,
+    NO_KEYWORD,
     SCHEMA,
     SCHEMA_LIST,
     SCHEMA_MAP,
@@ -28,6 +29,7 @@ from manta.structured.schemas.guard import encoded, finite_domain
 from manta.structured.schemas.keyword_choices import CHOICES, choices_of, possible
 from manta.structured.schemas.logic import (
     Alternative,
+    Foreign,
     Logic,
     item_schemas,
     type_names,
@@ -85,7 +87,8 @@ def rewritten(schema: Any, proves: bool = True) -> tuple[Any, str]:
         rewriter = _Rewriter(read(schema), proves)
         return rewriter.run(schema), encoded(rewriter.document)
     except RecursionError as error:
-        raise Unsupported("the schema's branches and references go too deep to tell apart; flatten them") from error
+        place, cause = "the schema's branches and references", "they go too deep to tell apart"
+        raise Unsupported.at(place, cause, "flatten them") from error
 
 
 class _Rewriter:
@@ -178,10 +181,14 @@ class _Rewriter:
         if reasons:
             self._leave_out(schema, self._blamed(schema), reasons[0])
 
-    def _leave_out(self, schema: dict[str, Any], keyword: str, reason: str = "it has no grammar") -> None:
-        """The grammar does without a keyword, which a guard then enforces."""
-        if "is no keyword of the draft" in reason or not self._mark(schema, keyword):
-            raise Unsupported(f"{self.document.path(schema) or '#'}/{keyword} is not enforced: {reason}")
+    def _leave_out(self, schema: dict[str, Any], keyword: str, reason: str | Foreign = "it has no grammar") -> None:
+        """The grammar does without a keyword, which a guard then enforces. No guard enforces a foreign one."""
+        place = f"{self.document.path(schema) or '#'}/{keyword}"
+        if isinstance(reason, Foreign):
+            cause, remedy = f"{reason.keyword}: {NO_KEYWORD}", "name a newer draft in $schema"
+            raise Unsupported.at(place, cause, remedy)
+        if not self._mark(schema, keyword):
+            raise Unsupported.at(place, cause=reason)
 
     def _mark(self, schema: dict[str, Any], keyword: str) -> bool:
         """Marks the schema, or the parts of one that a rewrite put together; False if a part is not the client's."""

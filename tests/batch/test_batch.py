@@ -42,6 +42,7 @@ from manta.cluster.serve.requests.gathering import Gathering, joined
 from manta.cluster.serve.requests.submission import Answers
 from manta.cluster.text.tokenizer import Tokenizer
 from manta.structured.constraint import ConstraintSpec
+from manta.structured.refusals import Refusal
 from manta.workers.step import TokenLogprobs
 from tests.checkpoints import checkpoint
 from tests.conftest import PROVE
@@ -415,7 +416,7 @@ def test_a_batch_has_the_weight_of_its_key() -> None:
 
     async def generate_group(requests: list[EngineRequest], _: Address) -> list[RequestResult]:
         weights.extend(each.weight for each in requests)
-        return [RequestResult(refused="not now")] * len(requests)
+        return [RequestResult(refusal=Refusal("unfit", cause="not now"))] * len(requests)
 
     async def model() -> Any:
         return types.SimpleNamespace(max_model_len=64, vocab_size=64)

@@ -42,7 +42,7 @@ def test_uploads_at_one_time_share_one_bound(tmp_path: pathlib.Path) -> None:
             assert codes.count(400) == 50 - codes.count(200)
             refused = next(answer.json()["error"] for answer in answers if answer.status_code == 400)
             assert refused["code"] == "quota_exceeded"
-            assert "the limit is 10000 (batches.max_stored_bytes)" in refused["message"]
+            assert "the limit is 10000; delete some, or raise batches.max_stored_bytes" in refused["message"]
             assert not list((tmp_path / "reserved").rglob("file-*")), "each reservation ends with its upload"
             assert (await upload(service, b"x" * 9000)).status_code == 400
             client = service.client()

@@ -296,7 +296,7 @@ def test_clients_see_only_their_own_and_take_turns(tmp_path: pathlib.Path) -> No
             ):
                 with pytest.raises(openai.NotFoundError):
                     await call
-            with pytest.raises(openai.BadRequestError, match="no file of yours"):
+            with pytest.raises(openai.BadRequestError, match="none of your files"):
                 await two.batches.create(
                     input_file_id=first.input_file_id, endpoint="/v1/completions", completion_window="24h"
                 )
@@ -377,18 +377,26 @@ PURPOSE = b'content-disposition: form-data; name="purpose"\r\n\r\n%s\r\n--b--\r\
 @pytest.mark.parametrize(
     ("content_type", "body", "message"),
     [
-        ("application/json", b"{}", "no multipart/form-data"),
-        ("multipart/form-data", b"", "no multipart/form-data"),
-        ("multipart/form-data; boundary=b", b"", "malformed"),
-        ("multipart/form-data; boundary=b", b"nonsense", "malformed"),
-        ("multipart/form-data; boundary=b", FORM, "malformed"),
-        ("multipart/form-data; boundary=b", b"--b\r\n" + PURPOSE % b"batch", "file is required"),
-        ("multipart/form-data; boundary=b", FORM + PURPOSE % b"vision", "purpose 'vision' is not served"),
-        ("multipart/form-data; boundary=b", FORM + PURPOSE % (b"x" * 2000), "purpose has more than 1024 bytes"),
-        ("multipart/form-data; boundary=b", FORM + FORM[5:] + PURPOSE % b"batch", "more than one file"),
-        ("multipart/form-data; boundary=b", FORM + (PURPOSE[:-4] % b"batch" + b"\r\n") * 17, "more than 16 parts"),
-        ("multipart/form-data; boundary=b", b"--b\r\nx-long: " + b"x" * 4096, "more than 4096 bytes"),
-        ("multipart/form-data; boundary=b", b"--b\r\n" + b"x: y\r\n" * 10_000, "malformed: Maximum header count"),
+        ("application/json", b"{}", "is not valid multipart/form-data"),
+        ("multipart/form-data", b"", "is not valid multipart/form-data"),
+        ("multipart/form-data; boundary=b", b"", "is not valid multipart/form-data"),
+        ("multipart/form-data; boundary=b", b"nonsense", "is not valid multipart/form-data"),
+        ("multipart/form-data; boundary=b", FORM, "is not valid multipart/form-data"),
+        ("multipart/form-data; boundary=b", b"--b\r\n" + PURPOSE % b"batch", "file is missing"),
+        ("multipart/form-data; boundary=b", FORM + PURPOSE % b"vision", "purpose 'vision' is not supported"),
+        (
+            "multipart/form-data; boundary=b",
+            FORM + PURPOSE % (b"x" * 2000),
+            "the limit is 1024; shorten",
+        ),
+        (
+            "multipart/form-data; boundary=b",
+            FORM + FORM[5:] + PURPOSE % b"batch",
+            "upload one at a time",
+        ),
+        ("multipart/form-data; boundary=b", FORM + (PURPOSE[:-4] % b"batch" + b"\r\n") * 17, "the limit is 16; send"),
+        ("multipart/form-data; boundary=b", b"--b\r\nx-long: " + b"x" * 4096, "the limit is 4096; shorten"),
+        ("multipart/form-data; boundary=b", b"--b\r\n" + b"x: y\r\n" * 10_000, "Maximum header count"),
     ],
 )
 def test_a_wrong_upload_is_refused(content_type: str, body: bytes, message: str, tmp_path: pathlib.Path) -> None:

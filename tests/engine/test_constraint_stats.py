@@ -11,12 +11,11 @@ from ray.exceptions import RayTaskError
 
 from manta.cluster.engine.request import EngineRequest
 from manta.cluster.engine.stats import ConstraintStats, EngineStats
-from manta.cluster.errors import GenerationFailed
+from manta.cluster.errors import GenerationFailed, Unavailable
 from manta.cluster.http.endpoints.status import Health, health_of
 from manta.cluster.http.exchange.engines import GenerationRequest
 from manta.cluster.http.exchange.metrics import Metrics, RequestMetrics
 from manta.cluster.llm import LLM, ConstraintSpec, SamplingParams
-from manta.cluster.protocol.api_errors import ApiError, api_error
 from manta.cluster.serve.channel.token_channel import RequestResult
 from manta.cluster.serve.requests.prompt_run import PromptRun
 from manta.cluster.serve.requests.submission import Submission
@@ -71,13 +70,13 @@ def test_health_is_degraded_while_an_engine_cannot_compile(stats: EngineStats) -
 
 
 def test_health_fails_where_no_engine_steps(stats: EngineStats) -> None:
-    with pytest.raises(ApiError, match=r"^no engine has answered this server yet: Serve starts one$"):
+    with pytest.raises(Unavailable, match=r"^no engine has answered this server yet: Serve starts one$"):
         health_of([], 60.0)
-    with pytest.raises(ApiError, match=r"^no engine answers any more: those that ran have ended, and Serve starts"):
+    with pytest.raises(Unavailable, match=r"^no engine answers any more: those that ran have ended, and Serve starts"):
         health_of([], 60.0, knew_engines=True)
-    with pytest.raises(ApiError, match=r"^every engine that answers has failed, and Serve replaces it$"):
+    with pytest.raises(Unavailable, match=r"^every engine that answers has failed, and Serve replaces it$"):
         health_of([msgspec.structs.replace(stats, alive=False)], 30.0)
-    with pytest.raises(ApiError, match="no request made progress for 31 s; the bound is 30 s"):
+    with pytest.raises(Unavailable, match="no request made progress for 31 s; the bound is 30 s"):
         health_of([msgspec.structs.replace(stats, seconds_since_progress=31.0)], 30.0)
 
 
@@ -117,5 +116,5 @@ def test_a_client_reads_the_reason_and_no_traceback() -> None:
 
     with pytest.raises(GenerationFailed) as caught:
         asyncio.run(read())
-    assert api_error(caught.value).status == 500
-    assert caught.value.message == "the engine failed: CompilerFailed: the grammar compiler does not start"
+    assert caught.value.refusal.kind == "engine_failed"
+    assert str(caught.value) == "the engine failed: CompilerFailed: the grammar compiler does not start"

@@ -124,7 +124,7 @@ def test_parameters_that_cannot_be_encoded_are_refused(field: str, value: Any) -
     )
     with pytest.raises(RequestRefused) as refusal:
         engine.add_request(request)
-    assert refusal.value.param == field
+    assert refusal.value.refusal.field == field
     assert not engine.has_unfinished
 
 

@@ -180,15 +180,16 @@ def test_ended_sequences_release_their_instances_at_once() -> None:
 def test_requests_naming_unknown_processors_are_refused() -> None:
     llm = make_llm()
     llm.register_logits_processor("identity", identity)
-    message = r"logits_processors: 'nobody' is unknown; use one of: .*automaton"
-    with pytest.raises(RequestRefused, match=message) as caught:
+    with pytest.raises(RequestRefused) as caught:
         llm.generate([5], named("nobody"), use_tqdm=False)
-    assert caught.value.param == "logits_processors"
-    message = r"logits_processors\[1\]: 'automaton': num_states None must be .* between 1 and 1000; give one"
-    with pytest.raises(RequestRefused, match=message) as caught:
+    refusal = caught.value.refusal
+    assert (refusal.kind, refusal.field, refusal.value) == ("unknown_value", "logits_processors", "nobody")
+    assert refusal.bound == ("automaton", "identity")
+    with pytest.raises(RequestRefused, match=r"num_states None must be .* between 1 and 1000; give one") as caught:
         llm.generate([5], named("identity", "automaton"), use_tqdm=False)
-    assert caught.value.param == "logits_processors[1]"
-    with pytest.raises(LogitsProcessorError, match="'identity' is registered already"):
+    refusal = caught.value.refusal
+    assert (refusal.kind, refusal.field, refusal.value) == ("unfit", "logits_processors[1]", "automaton")
+    with pytest.raises(LogitsProcessorError, match="'identity' is not allowed: it is registered already"):
         llm.register_logits_processor("identity", identity)
     with pytest.raises(ValueError, match="'wrong': 'nowhere:A' cannot be imported"):
         make_llm(logits_processors={"wrong": "nowhere:A"})
@@ -232,7 +233,7 @@ def test_http_may_only_use_registered_processors(plugin: None) -> None:
         assert all(follows(prompt, choice.token_ids) for choice in expected)
         assert [choice["text"] for choice in answer["choices"]] == [choice.text for choice in expected]
         refusals = [
-            ({"name": "automaton", "arguments": {}}, "logits_processors[0].name", "'automaton' is not registered here"),
+            ({"name": "automaton", "arguments": {}}, "logits_processors[0].name", "'automaton' is unknown"),
             ({"name": "mine"}, "logits_processors[0]", "num_states None must be a whole number between 1 and 1000"),
             ({"name": "mine", "arguments": [1]}, "logits_processors[0].arguments", "expected `object`, got `array`"),
             ({"nam": "mine"}, "logits_processors[0].nam", "is unknown"),

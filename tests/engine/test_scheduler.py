@@ -435,10 +435,16 @@ def test_an_urgent_request_preempts_a_patient_one() -> None:
 
 def test_oversized_requests_name_value_bound_and_remedy() -> None:
     scheduler = Harness(num_blocks=4, budget=8, slots=1).scheduler
-    with pytest.raises(RequestRefused, match="max_tokens 12 exceeds the 6 left after a 10-token prompt"):
+    with pytest.raises(RequestRefused, match="max_tokens 12 exceeds the 6 left after a 10-token prompt") as long:
         scheduler.add(Sequence(0, "a", [1] * 10, SamplingParams(max_tokens=12), 0))
-    with pytest.raises(RequestRefused, match="has 16 tokens and leaves no room"):
+    with pytest.raises(RequestRefused) as full:
         scheduler.add(Sequence(1, "b", [1] * 16, SamplingParams(), 0))
+    found = [
+        (refusal.kind, refusal.field, refusal.value, refusal.bound)
+        for refusal in (long.value.refusal, full.value.refusal)
+    ]
+    assert found == [("exceeds", "max_tokens", 12, 6), ("context_length", "prompt", 16, 16)]
+    assert all(each.value.refusal.remedy for each in (long, full))
     assert not scheduler.has_unfinished
 
 
@@ -517,9 +523,9 @@ def test_only_a_passed_deadline_is_called_one() -> None:
 
 def test_a_refusal_names_the_limit_that_is_short() -> None:
     params = SamplingParams()
-    with pytest.raises(RequestRefused, match=r"both share 64 tokens; shorten the prompt$"):
+    with pytest.raises(RequestRefused, match=r"the limit is 64: .*; shorten the prompt$"):
         Harness(num_blocks=100, budget=8, slots=1).scheduler.add(Sequence(0, "a", [1] * 64, params, 0))
-    with pytest.raises(RequestRefused, match=r"both share 16 tokens; shorten the prompt$"):
+    with pytest.raises(RequestRefused, match=r"the limit is 16: .*; shorten the prompt$"):
         Harness(num_blocks=4, budget=8, slots=1).scheduler.add(Sequence(0, "a", [1] * 16, params, 0))
 
 

@@ -64,8 +64,8 @@ def test_what_is_refused_or_unknown_is_answered_so(title: str) -> None:
             given = json.dumps(MINIMAL[body] | {name: WITH_EFFECT.get(name, {"a": 1})}).encode()
             with pytest.raises(RequestRefused) as caught:
                 decode(body, given)
-            assert caught.value.param == name
-            assert (caught.value.code == "unknown_parameter") == (here == "no")
+            assert caught.value.refusal.field == name
+            assert (caught.value.refusal.kind == "unknown_field") == (here == "no")
 
 
 def test_ollamas_options_are_listed() -> None:

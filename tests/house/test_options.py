@@ -73,7 +73,7 @@ def test_a_bound_of_bodies_is_the_operators(body_type: Any, body: dict[str, Any]
     decode(body_type, encoded, BodyLimits())
     with pytest.raises(RequestRefused) as refusal:
         decode(body_type, encoded, limits)
-    assert refusal.value.param == field
+    assert refusal.value.refusal.field == field
 
 
 @pytest.mark.parametrize(

@@ -347,6 +347,8 @@ def test_no_code_of_a_checkpoint_runs(tmp_path: pathlib.Path, capfd: pytest.Capt
     ],
 )
 def test_a_grammar_of_many_rules_is_refused_early(kind: Kind, text: str) -> None:
-    with pytest.raises(ConstraintError, match=r"rules exceed the limit of 1000; use fewer or raise max_rules"):
+    with pytest.raises(ConstraintError, match="use fewer or raise max_rules") as caught:
         check_limits(ConstraintSpec(kind=kind, text=text), ConstraintLimits())
+    refusal = caught.value.refusal
+    assert (refusal.kind, refusal.bound, refusal.unit) == ("over_limit", 1000, "rules")
     check_limits(ConstraintSpec(kind=kind, text=text), ConstraintLimits(max_rules=1002))

@@ -26,6 +26,7 @@ from manta.cluster.http.routes import ROUTES
 from manta.cluster.serve.channel.token_channel import Address, Connection, RequestResult
 from manta.cluster.serve.requests import prompt_run
 from manta.cluster.storage.records import Records, Upload
+from manta.structured.refusals import Refusal
 from manta.workers.model_info import ModelInfo
 from tests.local_server import LocalServer, answer, local_server, post, until
 from tests.patience import PATIENCE_S
@@ -240,7 +241,7 @@ def test_a_refused_request_leaves_nothing_behind() -> None:
 
             async def refused(request: Any, _: Address) -> RequestResult:
                 routed[request.request_id] = "engine"  # as Serve's router does
-                return RequestResult(refused="it is too long", param="prompt")
+                return RequestResult(refusal=Refusal("context_length", "prompt", 9, 8, unit="tokens"))
 
             server.replica.generate = refused  # type: ignore[method-assign]
             assert (await server.post())[0] == 400

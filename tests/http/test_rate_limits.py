@@ -11,9 +11,9 @@ import pytest
 from hypothesis import strategies as st
 
 from manta.cluster.config import KeyLimits, ServeConfig, load_config
+from manta.cluster.errors import ServingError
 from manta.cluster.http.access.keys import with_api_keys
 from manta.cluster.http.access.rate_limits import RateLimits, Taken
-from manta.cluster.protocol.api_errors import ApiError
 from tests.async_tests import async_test
 from tests.local_server import LocalServer, local_server
 
@@ -37,16 +37,17 @@ def test_requests_refill_evenly_over_a_minute() -> None:
     assert use is not None
     for _ in range(60):
         use.admit(10)
-    with pytest.raises(ApiError, match=r"60 \(key_limits\) and 0 are left; retry after 1\.0 s") as refused:
+    with pytest.raises(ServingError, match=r"\(key_limits\) is 60 and 0 are left; retry after 1\.0 s") as refused:
         use.admit(10)
-    assert (refused.value.status, refused.value.type, refused.value.code) == (429, "requests", "rate_limit_exceeded")
-    assert refused.value.retry_after_s == pytest.approx(1.0)
+    refusal = refused.value.refusal
+    assert (refusal.kind, refusal.unit, refusal.value, refusal.bound) == ("rate_limit", "requests", 0, 60)
+    assert refusal.retry_after_s == pytest.approx(1.0)
     clock.now += 1.0
     use.admit(10)
     clock.now += 3600.0
     for _ in range(60):
         use.admit(10)
-    with pytest.raises(ApiError):
+    with pytest.raises(ServingError):
         use.admit(10)
 
 
@@ -63,15 +64,16 @@ def test_ended_output_counts_and_may_leave_debt() -> None:
         "x-ratelimit-reset-tokens": "2m0s",
     }
     clock.now += 60.0
-    with pytest.raises(ApiError) as refused:
+    with pytest.raises(ServingError) as refused:
         use.admit(1)
-    assert refused.value.type == "tokens"
-    assert refused.value.retry_after_s == pytest.approx(0.1)
+    assert refused.value.refusal.unit == "tokens"
+    assert refused.value.refusal.retry_after_s == pytest.approx(0.1)
     clock.now += 0.11
     use.admit(1)
-    with pytest.raises(ApiError, match="the prompt has 601 tokens") as never:
+    with pytest.raises(ServingError, match="the prompt has 601 tokens") as never:
         use.admit(601)
-    assert never.value.status == 400, "no wait would help"
+    refusal = never.value.refusal
+    assert (refusal.kind, refusal.value, refusal.bound) == ("over_rate_limit", 601, 600), "no wait would help"
 
 
 @hypothesis.given(
@@ -94,7 +96,7 @@ def test_communicating_ingresses_admit_no_more_than_one(events: list[tuple[int, 
         assert use is not None
         try:
             use.admit(amount)
-        except ApiError:
+        except ServingError:
             assert level < amount + 1e-6
             continue
         assert level > amount - 1e-6

@@ -181,7 +181,7 @@ def test_a_format_of_the_clients_types_holds() -> None:
         ({"truncation": "auto"}, "truncation", "disabled"),
         ({"tools": [{"type": "web_search"}]}, "tools[0].type", "the server runs no tools"),
         ({"input": [{"type": "item_reference", "id": "a"}]}, "input[0].type", "item_reference"),
-        ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content[0].type", "only text"),
+        ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content[0].type", "send text"),
         ({"input": [{"role": "king", "content": "a"}]}, "input", "'king'"),
         ({"input": []}, "input", "empty"),
         ({"tools": [{**TOOL, "parameters": {"$ref": "#/nowhere"}}]}, "tools[0].parameters", "nowhere"),

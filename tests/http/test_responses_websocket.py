@@ -122,7 +122,7 @@ def test_a_failed_continuation_is_forgotten() -> None:
         assert refused.error.param == "temperature"
         (refused,) = ask(connection, input=MISSING_CALL, previous_response_id=first.id)
         assert (refused.status, refused.error.param) == (400, "input[2].call_id")
-        assert "no function_call before it" in refused.error.message
+        assert "none of the function calls before it" in refused.error.message
         (refused,) = ask(connection, input="On.", previous_response_id=first.id)
         assert refused.error.code == "previous_response_not_found"
 

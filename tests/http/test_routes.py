@@ -28,9 +28,9 @@ from manta.cluster.http.exchange.metrics import Metrics
 from manta.cluster.http.exchange.routing import Route
 from manta.cluster.http.exchange.state import AppState
 from manta.cluster.http.routes import ROUTES
-from manta.cluster.protocol.api_errors import ApiError
 from manta.cluster.text.tokenizer import Tokenizer
 from manta.structured.constraint import ConstraintSpec
+from manta.structured.refusals import Refusal
 from manta.workers.model_info import ModelInfo
 from tests.checkpoints import checkpoint
 
@@ -89,7 +89,7 @@ class RepeatingEngines:
 
     async def stats(self) -> list[EngineStats]:
         if self.answering is None:
-            raise Unavailable("no engine answers: there is none")
+            raise Unavailable(Refusal("unavailable", cause="no engine answers: there is none"))
         return self.answering
 
     async def check_reachable(self) -> None:
@@ -101,7 +101,7 @@ class CountRequest(msgspec.Struct, forbid_unknown_fields=True):
 
     def check(self) -> None:
         if not self.text:
-            refuse("text", "text is empty; give at least one character")
+            refuse("empty", "text", remedy="give at least one character")
 
 
 class CountResponse(msgspec.Struct):
@@ -111,7 +111,7 @@ class CountResponse(msgspec.Struct):
 
 async def count(state: AppState, exchange: Exchange, request: CountRequest) -> CountResponse:
     if exchange.incoming.path_parameter == "nobody":
-        raise ApiError(404, "nobody counts here", param="name")
+        refuse("unknown_object", "name", exchange.incoming.path_parameter, unit="counter")
     return CountResponse(exchange.incoming.path_parameter, len(state.tokenizer.encode(request.text)))
 
 

@@ -185,7 +185,7 @@ async def test_a_body_that_comes_too_slowly_is_refused(monkeypatch: pytest.Monke
             status, body = await received
             assert status == expected
             writer.close()
-        assert "lower min_body_bytes_per_s, which is 100" in json.loads(body)["error"]["message"]
+        assert "the limit is 100; send it faster, or lower min_body_bytes_per_s" in json.loads(body)["error"]["message"]
 
 
 @async_test
@@ -201,7 +201,7 @@ async def test_bodies_of_slow_senders_together_have_a_bound() -> None:
         writer.write(whole)
         status, body = await answer(reader, writer)
         assert (status, json.loads(body)["error"]["code"]) == (503, "too_many_bodies")
-        assert "the limit is 10000 (max_bodies_bytes)" in json.loads(body)["error"]["message"]
+        assert "the limit is 10000; retry later, or raise max_bodies_bytes" in json.loads(body)["error"]["message"]
         for reader, writer in held:
             writer.write(whole[-1:])
             assert (await answer(reader, writer))[0] == 200

@@ -16,7 +16,7 @@ import openai
 import pytest
 
 from manta.cluster.config import EngineConfig, ResponseLimits, ServeConfig
-from manta.cluster.errors import GenerationFailed
+from manta.cluster.errors import GenerationFailed, RequestRefused
 from manta.cluster.http.access.keys import ApiKeys
 from manta.cluster.http.app import HttpApp
 from manta.cluster.http.exchange.engines import Event, Generation
@@ -24,9 +24,9 @@ from manta.cluster.http.exchange.metrics import Metrics
 from manta.cluster.http.exchange.recordings import NoStreams, Opening, Recording
 from manta.cluster.protocol.responses_api import Reasoning, ResponseObject, TextOptions
 from manta.cluster.storage.kept_responses import DELETED_S, EndedResponse, KeptResponses, StoredResponse
-from manta.cluster.storage.quota import TooMuch
 from manta.cluster.storage.storage import Storage
 from manta.cluster.text.tokenizer import Tokenizer
+from manta.structured.refusals import Refusal
 from tests.async_tests import async_test
 from tests.http.test_routes import RepeatingEngines
 from tests.local_server import ThreadedServer
@@ -122,7 +122,7 @@ def test_a_stored_conversation_is_compacted(server: ThreadedServer) -> None:
     assert (answer.output_text, answer.usage.input_tokens) == (whole.output_text, whole.usage.input_tokens)
     listed = client(server).responses.input_items.list(answer.id).data
     assert listed[0].type == "compaction"
-    with pytest.raises(openai.BadRequestError, match="no stored response of yours"):
+    with pytest.raises(openai.BadRequestError, match="none of your stored responses"):
         client(server, KEYS[1]).responses.compact(model=server.model, previous_response_id=first.id)
 
 
@@ -145,7 +145,7 @@ def test_input_items_come_in_pages(server: ThreadedServer) -> None:
     assert page.has_more
     rest = items.list(second.id, after=page.data[-1].id or "")
     assert [item.content[0].text for item in rest.data] == ["c", "b", "a"]  # type: ignore[union-attr]
-    with pytest.raises(openai.BadRequestError, match="no item of this response"):
+    with pytest.raises(openai.BadRequestError, match="none of this response's items"):
         items.list(second.id, after="msg_1")
 
 
@@ -174,7 +174,7 @@ def test_unstored_responses_leave_nothing_behind(server: ThreadedServer) -> None
     assert answer.store is False
     with pytest.raises(openai.NotFoundError):
         client(server).responses.retrieve(answer.id)
-    with pytest.raises(openai.BadRequestError, match="background needs a stored response"):
+    with pytest.raises(openai.BadRequestError, match="background is only allowed with a stored response"):
         create(server, store=False, background=True)
     with pytest.raises(openai.BadRequestError, match="max_body_bytes"):
         create(server, input="a" * (ServeConfig().max_body_bytes - 300), background=True)
@@ -378,7 +378,7 @@ class Failing:
 
     async def __aiter__(self) -> AsyncIterator[Event]:
         yield Event(index=0, text="abc", token_ids=[1])
-        raise GenerationFailed("the engine failed twice")
+        raise GenerationFailed(Refusal("engine_failed", cause="the engine failed twice"))
 
     def close(self) -> None:
         pass
@@ -469,7 +469,7 @@ def test_the_oldest_responses_make_room(tmp_path: pathlib.Path) -> None:
     assert len(names) > 20
     kept.create("another", StoredResponse(given[0], items))  # has room of its own
     assert kept.find("another", given[0].id) is not None
-    with pytest.raises(TooMuch, match="max_stored_bytes"):
+    with pytest.raises(RequestRefused, match="max_stored_bytes"):
         kept.create("me", StoredResponse(response(101), [{"content": "a" * 80_000}]))
 
 

@@ -116,7 +116,7 @@ def test_fields_become_one_constraint(fields: dict[str, Any], spec: ConstraintSp
 def test_a_mistake_names_its_field(fields: dict[str, Any], param: str) -> None:
     with pytest.raises(RequestRefused) as caught:
         chat_constraint(**fields)
-    assert caught.value.param == param
+    assert caught.value.refusal.field == param
 
 
 # ---- a live server -------------------------------------------------------------------------------------------------

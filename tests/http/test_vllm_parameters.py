@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
-from manta.cluster.protocol.constraint_refusals import in_words
+from manta.cluster.protocol.error_bodies import under_field
 from manta.cluster.text.tokenizer import Tokenizer
+from manta.structured.refusals import Refusal, sentence
 from tests.checkpoints import reference_logits
 from tests.patience import PATIENCE_S
 from tests.server import shared_server
@@ -59,7 +60,7 @@ def test_an_answer_continues_the_last_message() -> None:
     ("body", "words"),
     [
         ({"messages": MESSAGES, "add_generation_prompt": True}, "send add_generation_prompt: false"),
-        ({"messages": MESSAGES[:1]}, "the last message is none; add one"),
+        ({"messages": MESSAGES[:1]}, "a text of the assistant as the last message; add one"),
     ],
 )
 def test_only_a_text_of_the_assistant_is_continued(body: dict[str, Any], words: str) -> None:
@@ -161,7 +162,7 @@ def test_lm_evals_requests_score_a_continuation(max_tokens: int) -> None:
 def test_nothing_to_do_is_refused() -> None:
     field, message = refusal("/v1/completions", prompt="x", max_tokens=0)
     assert field == "max_tokens"
-    assert "send at least 1, or echo or prompt_logprobs to score" in message
+    assert "echo or prompt_logprobs, to score; add one, or send at least 1" in message
     assert refusal("/v1/chat/completions", messages=MESSAGES, max_tokens=0)[0] == "max_tokens"
 
 
@@ -211,7 +212,7 @@ def test_unenforceable_keywords_are_named_and_may_be_dropped(way: str) -> None:
     body = {"messages": MESSAGES[:1], "max_tokens": 1}
     refused, message = refusal("/v1/chat/completions", **body, **_asking(way, schema, False))
     assert refused.startswith(way)
-    for word in ("#/properties/a/$dynamicRef: '#nowhere' names nothing in the schema", "put what it names into $defs"):
+    for word in ("#/properties/a/$dynamicRef '#nowhere' is none of the parts of", "put what it names into $defs"):
         assert word in message
     for backend in ("llguidance", "xgrammar", "Unimplemented", "lark"):
         assert backend not in message
@@ -244,6 +245,6 @@ def test_a_wrong_choice_lists_the_right_ones(body: dict[str, Any], words: list[s
     ],
 )
 def test_an_unsupported_keyword_is_refused_with_a_remedy(field: str, way_out: str) -> None:
-    reason = 'json_schema: #/items: Unimplemented keys: ["a"]; json_schema: xgrammar is not proven to enforce a'
-    message = in_words(field, f"{reason}; change it, or ask for loose enforcement")
-    assert message == f'the keyword "a" at #/items cannot be enforced; change it, or {way_out} to enforce the rest'
+    refusal = under_field(Refusal("not_enforced", "constraint", place="#/items/a", can_be_loose=True), field)
+    assert (refusal.field, refusal.remedy) == (field, f"change it, or {way_out} to enforce the rest")
+    assert sentence(refusal) == f"{field}: #/items/a cannot be enforced; {refusal.remedy}"

@@ -118,7 +118,7 @@ def test_a_chat_may_be_streamed(llm: LLM) -> None:
         ([{"role": "user", "text": "x"}], {}, "messages[0].text", "is unknown"),
         (asked("x"), {"temperature": 0}, "temperature", "SamplingParams"),
         (asked("x"), {"tools": [{"type": "function", "function": {}}]}, "tools[0].function.name", "is required"),
-        (asked("x"), {"tool_choice": "required"}, "tool_choice", "needs tools"),
+        (asked("x"), {"tool_choice": "required"}, "tool_choice", "only allowed with tools"),
         (asked("x"), {"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs.messages", "own field"),
     ],
 )
@@ -127,7 +127,7 @@ def test_a_mistake_is_named_by_its_field(
 ) -> None:
     with pytest.raises(RequestRefused, match=words) as refused:
         llm.chat(messages, GREEDY, use_tqdm=False, **options)
-    assert refused.value.param == param
+    assert refused.value.refusal.field == param
 
 
 def test_engine_options_are_read_like_a_configuration() -> None:

@@ -88,7 +88,7 @@ def test_what_formats_cannot_carry_is_refused_or_dropped(llm: LLM) -> None:
     params = SamplingParams(temperature=0, max_tokens=8)
     with pytest.raises(RequestRefused, match="cannot carry the keyword minProperties") as caught:
         llm.chat(MESSAGES, params, use_tqdm=False, tools=[tool])
-    assert caught.value.param == "tools[0].function.parameters"
+    assert caught.value.refusal.field == "tools[0].function.parameters"
     loose = {"type": "function", "function": {**tool["function"], "strict": False}}
     (output,) = llm.chat(MESSAGES, params, use_tqdm=False, tools=[loose], tool_choice="required")
     assert output.outputs[0].text.lstrip("\n").startswith("<tool_call>\n<function=f>")

@@ -77,7 +77,7 @@ class ExampleBackend:
         options = json.loads(spec.text)
         _misbehave(options.get("at", {}).get("compile"))
         if options.get("refuse"):
-            raise ConstraintError("regex: refused, as it was told to")
+            raise ConstraintError.because("unfit", "regex", cause="refused, as it was told to")
         return spec.text.encode()
 
     def load(self, spec: ConstraintSpec, compiled: bytes) -> ExampleGrammar:

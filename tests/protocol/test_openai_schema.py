@@ -103,5 +103,5 @@ def test_each_field_is_served_or_refused(body: str, name: str) -> None:
             given["stream"] = True
         error = refusal(decoded, given)
         if error is not None:
-            assert not UNDECIDED.search(error.message), (value, error.message)
-            assert (error.param or "").startswith(name), (value, error.message)
+            assert not UNDECIDED.search(str(error)), (value, str(error))
+            assert error.refusal.field.startswith(name), (value, str(error))

@@ -152,7 +152,7 @@ def test_tool_calls_come_behind_the_section(tokenizer: Tokenizer) -> None:
 def test_reasoning_effort_is_for_templates_that_know_it(tokenizer: Tokenizer) -> None:
     with pytest.raises(RequestRefused) as caught:
         plan(tokenizer, PROMPT, reasoning_effort="low")
-    assert caught.value.param == "reasoning_effort"
+    assert caught.value.refusal.field == "reasoning_effort"
     tokenizer.chat_templates = ChatTemplates({"default": HYBRID + "{{ reasoning_effort }}"})
     assert plan(tokenizer, PROMPT, reasoning_effort="low").prompt == PROMPT
     tokenizer.chat_templates = ChatTemplates({"default": HYBRID})

@@ -237,7 +237,7 @@ def test_raw_text_is_taken_if_its_value_fits(form: ToolFormat, schema: dict[str,
 def test_a_tokenizer_without_harmony_s_tokens_is_refused() -> None:
     with pytest.raises(RequestRefused, match=r"lacks the token <\|start\|>") as caught:
         world(False).plan(formats.GPT_OSS)
-    assert caught.value.param == "tools"
+    assert caught.value.refusal.field == "tools"
 
 
 # ---- harmony's channels --------------------------------------------------------------------------------------------

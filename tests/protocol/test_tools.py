@@ -92,7 +92,7 @@ def allowing(mode: str, *names: str) -> dict[str, Any]:
 def test_a_mistake_in_tools_names_its_field(fields: dict[str, Any], param: str) -> None:
     with pytest.raises(RequestRefused) as caught:
         body(**fields)
-    assert caught.value.param == param
+    assert caught.value.refusal.field == param
 
 
 def test_calls_and_results_reach_the_template() -> None:
@@ -340,7 +340,7 @@ def test_a_template_without_tools_refuses_them() -> None:
     tokenizer.chat_templates = ChatTemplates({"default": "{{ messages }}"})
     with pytest.raises(RequestRefused, match="no place for tools") as caught:
         plan(tokenizer, tools=tools_field())
-    assert caught.value.param == "tools"
+    assert caught.value.refusal.field == "tools"
 
 
 def test_openai_s_types_parse_calls(tokenizer: Tokenizer) -> None:

@@ -314,12 +314,12 @@ def test_a_stream_is_followed_only_while_read(two: TwoIngresses) -> None:
 @pytest.mark.parametrize(
     ("value", "fields", "words"),
     [
-        ("soon", {}, "is 'soon' and must be a number of seconds from 1 to 600 (streams.max_unread_s)"),
+        ("soon", {}, "'soon' must be a number of seconds from 1 to 600 (streams.max_unread_s)"),
         ("601", {}, "must be a number of seconds from 1 to 600"),
         ("0.9", {}, "must be a number of seconds from 1 to 600"),
         ("nan", {}, "must be a number of seconds"),
         ("1_0", {}, "must be a number of seconds"),
-        ("5", {"stream": False}, "is for streams; send stream: true"),
+        ("5", {"stream": False}, "is only allowed with streams; send stream: true"),
     ],
 )
 def test_a_wrong_header_is_refused(two: TwoIngresses, value: str, fields: dict[str, Any], words: str) -> None:

@@ -20,10 +20,11 @@ import psutil
 import pytest
 
 from manta.structured.compiling.compile_process import Setup, forks_well
-from manta.structured.compiling.compiler import Compiler, CompilerBounds, CompilerBusy, CompilerFailed
+from manta.structured.compiling.compiler import Compiler, CompilerBounds, CompilerFailed
 from manta.structured.constraint import ConstraintError, ConstraintLimits, ConstraintSpec, Kind
 from manta.structured.fair_queue import FairQueue
 from manta.structured.frames import frame, read_frame
+from manta.structured.refusals import QueueFull
 from manta.structured.vocabulary import Vocabulary
 from tests.patience import PATIENCE_S, wait_until
 
@@ -138,7 +139,7 @@ def test_waiting_on_a_busy_machine_is_not_counted(demo_vocabulary: Vocabulary) -
 def test_a_compilation_exceeding_its_memory_is_refused(plugin: None, demo_vocabulary: Vocabulary) -> None:
     compiler = Compiler(demo_vocabulary, ConstraintLimits(compile_memory_bytes=2**27), num_processes=1)
     spec = ConstraintSpec(kind="regex", text='{"at": {"compile": "grow"}}', backend="example")
-    with pytest.raises(ConstraintError, match=f"needs more than {2**27} bytes"):
+    with pytest.raises(ConstraintError, match=f"takes more than {2**27} bytes"):
         compiler.resolve(spec).result(timeout=PATIENCE_S)
     compile_regex(compiler, "a")
     compiler.close()
@@ -174,7 +175,7 @@ def test_a_truncated_message_ends_the_stream() -> None:
     ("how", "error", "message"),
     [
         ("half", ConstraintError, "compiling it ended the compiler"),
-        ("stall", ConstraintError, "took longer than 1 s"),
+        ("stall", ConstraintError, "takes more than 1 s"),
         ("garbage", CompilerFailed, "DecodeError"),
         ("quit", ConstraintError, "compiling it ended the compiler"),
     ],
@@ -294,7 +295,7 @@ def test_refusals_are_remembered_within_a_bound(demo_vocabulary: Vocabulary) -> 
         for index in range(5):
             with pytest.raises(ConstraintError) as caught:
                 compile_regex(compiler, "a" * 40_000 + str(index) + "(")
-            assert len(str(caught.value)) <= 2000
+            assert len(caught.value.refusal.cause) <= 2000
         assert 0 < compiler.refusals.num_bytes <= 100_000
     finally:
         compiler.close()
@@ -330,7 +331,7 @@ def test_leaving_takes_nothing_from_other_waiters(plugin: None, demo_vocabulary:
     try:
         leaving, staying = compiler.resolve(slow(0)), compiler.resolve(slow(0))
         assert leaving.cancel()
-        with pytest.raises(ConstraintError, match="took longer than 1 s"):
+        with pytest.raises(ConstraintError, match="takes more than 1 s"):
             staying.result(timeout=PATIENCE_S)
     finally:
         compiler.close()
@@ -342,7 +343,7 @@ def test_one_client_cannot_occupy_everything(plugin: None, demo_vocabulary: Voca
         crowd = [compiler.resolve(slow(number), "crowd") for number in range(7)]
         wait_until(lambda: sum(future.done() for future in crowd) >= 2)
         refused = [future for future in crowd if future.done()]
-        with pytest.raises(CompilerBusy, match=r"4 of this client wait.* constraints\.max_waiting"):
+        with pytest.raises(QueueFull, match=r"4 constraints wait.* the limit is 4; .*constraints\.max_waiting"):
             refused[0].result()
         quick = ConstraintSpec(kind="regex", text="a")
         assert compiler.resolve(quick, "other").result(timeout=PATIENCE_S).compiled
@@ -381,7 +382,7 @@ def test_refusals_of_long_constraints_take_little_memory(demo_vocabulary: Vocabu
             text = "(" + "a" * 500_000 + str(number)
             with pytest.raises(ConstraintError) as caught:
                 compiler.resolve(ConstraintSpec(kind="regex", text=text)).result(timeout=PATIENCE_S)
-            assert len(str(caught.value)) <= 2000
+            assert len(caught.value.refusal.cause) <= 2000
         assert len(compiler.refusals) == 2
         assert compiler.refusals.num_bytes < 2 * 4000
         assert not [key for key in compiler.refusals._entries if len(key) > 32]

@@ -294,7 +294,7 @@ def test_a_choice_takes_its_texts_and_no_other(texts: list[str]) -> None:
 
 
 def test_unknown_backends_are_named() -> None:
-    with pytest.raises(ConstraintError, match=r"'none' is unknown; use auto or one of .*llguidance"):
+    with pytest.raises(ConstraintError, match=r"'none' is unknown; use one of auto, .*llguidance"):
         make_backend("none", vocabulary())
     assert set(BACKENDS) <= set(backend_names())
 

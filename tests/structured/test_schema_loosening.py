@@ -130,5 +130,5 @@ def test_guards_do_not_change_the_instances(case: Case, way: Way) -> None:
 
 def test_older_drafts_keywords_are_not_loosened() -> None:
     schema = {"$schema": "http://json-schema.org/draft-04/schema#", "oneOf": [{"const": 1}, {"type": "integer"}]}
-    with pytest.raises(ConstraintError, match="const: no keyword of the draft"):
+    with pytest.raises(ConstraintError, match="const cannot be enforced: the draft"):
         loosened(schema, joins=True)

@@ -131,7 +131,7 @@ class RayExecutor(SynchronousExecutor):
             with contextlib.suppress(RankLost):  # the next step fails too, and restarted ranks get the factory
                 self._tell(Register(name, pickled), 0)
         except Exception as error:
-            raise LogitsProcessorError(f"logits processor {name!r} cannot be sent to its rank: {error}") from error
+            raise LogitsProcessorError.of(name, "unfit", f"it cannot be sent to its rank: {error}") from error
         self._factories[name] = pickled
 
     def has_lost_ranks(self) -> bool:

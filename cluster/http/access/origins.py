@@ -15,8 +15,9 @@ import socket
 from urllib.parse import urlsplit
 
 from manta.cluster.config import ServeConfig
-from manta.cluster.protocol.api_errors import ApiError
+from manta.cluster.errors import refuse
 
+_NAME_IT = "name its origin in cors_origins"
 ANY = "*"
 PREFLIGHT_SECONDS = 600
 """Seconds for which a browser may remember the answer to a preflight."""
@@ -42,16 +43,18 @@ class Origins:
         self._origins = frozenset(origin.rstrip("/").lower() for origin in config.cors_origins)
 
     def check(self, headers: Headers) -> None:
-        """Raises `ApiError` 403 for a Host that is not this server's, and for a page that may not use the server."""
+        """Refuses with 403 for a Host that is not this server's, and for a page that may not use the server."""
         host = headers.get("host", "")
         if host and not self._answers_to(hostname(host)):
-            raise _forbidden(f"this server does not answer to the Host {host[:100]!a}; name it in allowed_hosts")
+            cause = f"this server does not answer to the Host {host[:100]!a}"
+            refuse("forbidden_origin", remedy="name it in allowed_hosts", cause=cause)
         origin = headers.get("origin")
         if origin is None:
             if headers.get("sec-fetch-site") == "cross-site" and ANY not in self._origins:
-                raise _forbidden("a page of another site may not use this server; name its origin in cors_origins")
+                refuse("forbidden_origin", remedy=_NAME_IT, cause="a page of another site may not use this server")
         elif not self._allows(origin) and urlsplit(origin).netloc.lower() != host.lower():
-            raise _forbidden(f"a page of {origin[:100]!a} may not use this server; name its origin in cors_origins")
+            cause = f"a page of {origin[:100]!a} may not use this server"
+            refuse("forbidden_origin", remedy=_NAME_IT, cause=cause)
 
     def headers(self, headers: Headers) -> list[tuple[bytes, bytes]]:
         """Returns the CORS headers that every answer gets."""
@@ -113,7 +116,3 @@ def _is_address(host: str) -> bool:
     except ValueError:
         return False
     return True
-
-
-def _forbidden(message: str) -> ApiError:
-    return ApiError(403, message, code="forbidden_origin")

@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 from manta.cluster.config import KeyLimits
-from manta.cluster.protocol.api_errors import ApiError
+from manta.cluster.errors import refuse
 
 MINUTE_S = 60.0
 FORGET_S = 600.0
@@ -65,7 +65,7 @@ class KeyUse:
         self._buckets = {what: _Bucket(limit, clock()) for what, limit in given.items() if limit is not None}
 
     def admit(self, num_prompt_tokens: int) -> None:
-        """Takes one request and the tokens of its prompts. Raises `ApiError` 429 if too little is left, and 400 for
+        """Takes one request and the tokens of its prompts. Refuses with 429 if too little is left, and with 400
         prompts that exceed the limit itself.
         """
         now = self._clock()
@@ -73,20 +73,13 @@ class KeyUse:
             bucket = self._buckets.get(what)
             if bucket is None:
                 continue
-            limit = f"the limit of {what} a minute for the key {self._name!r} is {bucket.limit:g} (key_limits)"
+            key = f"the key {self._name!r} (key_limits)"
             if amount > bucket.limit:
-                raise ApiError(
-                    400, f"the prompt has {amount} tokens and {limit}; send less", code="rate_limit_exceeded"
-                )
+                refuse("over_rate_limit", "", amount, bucket.limit, "send less", unit=what, place=key)
             if bucket.level(now) < amount:
                 wait_s = bucket.seconds_until(amount, now)
-                raise ApiError(
-                    429,
-                    f"{limit} and {max(0, int(bucket.level(now)))} are left; retry after {wait_s:.1f} s",
-                    type=what,
-                    code="rate_limit_exceeded",
-                    retry_after_s=wait_s,
-                )
+                left, more = max(0, int(bucket.level(now))), {"unit": what, "place": key, "retry_after_s": wait_s}
+                refuse("rate_limit", "", left, bucket.limit, f"retry after {wait_s:.1f} s", **more)
         self._take(Taken(1, num_prompt_tokens))
         self.taken = Taken(self.taken.requests + 1, self.taken.tokens + num_prompt_tokens)
 

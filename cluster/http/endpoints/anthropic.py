@@ -23,7 +23,6 @@ from manta.cluster.http.exchange.identity import Identity
 from manta.cluster.http.exchange.prompts import encode as encode_prompt
 from manta.cluster.http.exchange.state import AppState
 from manta.cluster.protocol.anthropic import (
-    THREAD_UNSUPPORTED,
     Block,
     BlockDelta,
     BlockStart,
@@ -33,7 +32,6 @@ from manta.cluster.protocol.anthropic import (
     MessageAnswer,
     MessageDelta,
     MessageEnding,
-    MessagesError,
     MessagesRequest,
     MessageStart,
     MessageStop,
@@ -45,32 +43,12 @@ from manta.cluster.protocol.anthropic import (
     TokenCount,
     ToolUseBlock,
 )
-from manta.cluster.protocol.api_errors import ApiError
 from manta.cluster.protocol.responses import ChatDelta
 from manta.cluster.protocol.tools import template_tools
 from manta.cluster.protocol.translated import renamed
 
 STOP_REASONS = {"stop": "end_turn", "length": "max_tokens"}
 """Anthropic's reasons for an end, by OpenAI's."""
-_ERROR_TYPES = {
-    401: "authentication_error",
-    403: "permission_error",
-    404: "not_found_error",
-    408: "timeout_error",
-    413: "request_too_large",
-    429: "rate_limit_error",
-    500: "api_error",
-    503: "overloaded_error",
-}
-
-
-def error_body(error: ApiError) -> bytes:
-    """Returns an error in Anthropic's shape. `param` and `code` are additions."""
-    kind = _ERROR_TYPES.get(error.status, "invalid_request_error")
-    fields: dict[str, Any] = {"type": kind, "message": error.message, "param": error.param, "code": error.code}
-    if error.code == THREAD_UNSUPPORTED:
-        fields["details"] = {"error_code": error.code, "unsupported": [error.param]}
-    return encode(MessagesError(error=fields))
 
 
 async def messages(state: AppState, exchange: Exchange, body: MessagesRequest) -> None:

@@ -18,9 +18,7 @@ from manta.cluster.http.endpoints.files import not_found, records_of
 from manta.cluster.http.exchange.codec import decode_query
 from manta.cluster.http.exchange.exchange import Exchange
 from manta.cluster.http.exchange.state import AppState
-from manta.cluster.protocol.api_errors import ApiError
 from manta.cluster.protocol.batches_api import URLS, Batch
-from manta.cluster.storage.quota import TooMuch
 from manta.cluster.storage.records import ENDED, Records
 
 logger = logging.getLogger(__name__)
@@ -50,17 +48,17 @@ class CreateBatchRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=Tru
 
     def check(self) -> None:
         if self.endpoint not in URLS:
-            refuse("endpoint", f"endpoint {self.endpoint[:100]!r} is not served in a batch; {' and '.join(URLS)} are")
+            cause = f"a batch serves {' and '.join(URLS)}"
+            refuse("unsupported", "endpoint", self.endpoint, tuple(URLS), cause=cause)
         if not 60 <= self.window_s <= MAX_WINDOW_S:
-            window = self.completion_window[:100]
-            refuse("completion_window", f"completion_window {window!r} must be like 24h, and at most 7d")
+            refuse("wrong_value", "completion_window", self.completion_window, "like 24h, and at most 7d")
         pairs = self.metadata or {}
         if len(pairs) > MAX_METADATA:
-            refuse("metadata", f"metadata has {len(pairs)} pairs and the limit is {MAX_METADATA}; leave some out")
+            refuse("over_limit", "metadata", len(pairs), MAX_METADATA, "leave some out", unit="pairs")
         for key, value in pairs.items():
             if len(key) > MAX_METADATA_KEY or len(value) > MAX_METADATA_VALUE:
-                limits = f"{MAX_METADATA_KEY} characters a key and {MAX_METADATA_VALUE} a value"
-                refuse("metadata", f"metadata {key[:MAX_METADATA_KEY]!r} is too long; the limits are {limits}")
+                bound = f"{MAX_METADATA_KEY} characters at most, and its value {MAX_METADATA_VALUE}"
+                refuse("wrong_value", "metadata", key[:MAX_METADATA_KEY], bound)
 
     @property
     def window_s(self) -> int:
@@ -88,20 +86,17 @@ async def create(state: AppState, exchange: Exchange, request: CreateBatchReques
     records = records_of(state)
     file = await asyncio.to_thread(records.file, exchange.caller.owner, request.input_file_id)
     if file is None or file.purpose != "batch":
-        message = f"input_file_id {request.input_file_id[:100]!r} is no file of yours with purpose 'batch'"
-        refuse("input_file_id", f"{message}; upload it to /v1/files")
-    try:
-        return await asyncio.to_thread(
-            records.create_batch,
-            exchange.caller.owner,
-            endpoint=request.endpoint,
-            input_file_id=file.id,
-            completion_window=request.completion_window,
-            expires_at=int(time.time()) + request.window_s,
-            metadata=request.metadata,
-        )
-    except TooMuch as error:
-        raise ApiError(400, str(error), code="quota_exceeded") from error
+        bound, remedy = "your files with purpose 'batch'", "upload it to /v1/files"
+        refuse("names_nothing", "input_file_id", request.input_file_id, bound, remedy)
+    return await asyncio.to_thread(
+        records.create_batch,
+        exchange.caller.owner,
+        endpoint=request.endpoint,
+        input_file_id=file.id,
+        completion_window=request.completion_window,
+        expires_at=int(time.time()) + request.window_s,
+        metadata=request.metadata,
+    )
 
 
 async def list_batches(state: AppState, exchange: Exchange, _: None) -> BatchList:
@@ -132,6 +127,6 @@ async def cancel(state: AppState, exchange: Exchange, _: None) -> Batch:
     """Cancels a batch. The runner gives up its unanswered lines, and makes files of the answers that exist."""
     batch = await one_batch(state, exchange, None)
     if batch.status in ENDED:
-        raise ApiError(409, f"batch {batch.id} has ended: it is {batch.status}", code="batch_has_ended")
+        refuse("batch_has_ended", "", batch.status, place=batch.id)
     await asyncio.to_thread(records_of(state).cancel, exchange.caller.owner, batch.id)
     return await one_batch(state, exchange, None)

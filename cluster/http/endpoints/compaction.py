@@ -77,9 +77,9 @@ async def compact(state: AppState, exchange: Exchange, body: CompactRequest) -> 
     ) -> SummaryAnswer:
         left = model.max_model_len - len(prompt)
         if left < MIN_SUMMARY_TOKENS:
-            text = f"input has {len(prompt)} tokens with the request for a summary, which leaves {max(0, left)} of"
-            bound = f"{model.max_model_len} for it; the least is {MIN_SUMMARY_TOKENS}"
-            refuse("input", f"{text} {bound}; compact a conversation earlier, or leave items out")
+            unit, remedy = "tokens with the request for a summary", "compact earlier, or leave items out"
+            most = model.max_model_len - MIN_SUMMARY_TOKENS
+            refuse("over_limit", "input", len(prompt), most, remedy, unit=unit)
         return SummaryAnswer(items, identity, plan)
 
     asked = ResponsesRequest(

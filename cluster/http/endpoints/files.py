@@ -17,9 +17,7 @@ from manta.cluster.http.exchange.codec import decode_query
 from manta.cluster.http.exchange.exchange import Exchange
 from manta.cluster.http.exchange.state import AppState
 from manta.cluster.http.exchange.uploads import MAX_FORM_BYTES, UploadParser
-from manta.cluster.protocol.api_errors import ApiError
 from manta.cluster.protocol.batches_api import FileObject
-from manta.cluster.storage.quota import TooMuch
 from manta.cluster.storage.records import Records, Upload
 
 PIECE_BYTES = 1 << 20
@@ -58,27 +56,24 @@ class FileQuery(msgspec.Struct):
 
 
 def records_of(state: AppState) -> Records:
-    """Returns the server's files and batches. Raises `ApiError` 404 if it keeps none."""
+    """Returns the server's files and batches. Refuses with 404 if it keeps none."""
     if state.records is None:
-        raise ApiError(
-            404,
-            "this server keeps no files and runs no batches; whoever operates it can set batch_storage to a folder",
-            code="no_batch_storage",
+        refuse(
+            "no_storage",
+            remedy="whoever operates it can set batch_storage to a folder",
+            cause="keeps no files and runs no batches",
         )
     return state.records
 
 
 def not_found(kind: str, name: str) -> NoReturn:
-    raise ApiError(404, f"there is no {kind} {name[:100]!r}, or none of yours", param=f"{kind}_id", code="not_found")
+    refuse("unknown_object", f"{kind}_id", name, unit=kind)
 
 
 async def upload(state: AppState, exchange: Exchange, _: None) -> FileObject:
     records = records_of(state)
     parser = UploadParser(exchange.headers.get("content-type", ""))
-    try:
-        begun = await _in_storage(state, records.begin_upload, exchange.caller.owner, _max_bytes(state, exchange))
-    except TooMuch as error:
-        raise ApiError(400, str(error), code="quota_exceeded") from error
+    begun = await _in_storage(state, records.begin_upload, exchange.caller.owner, _max_bytes(state, exchange))
     try:
         with exchange.incoming.room(PIECE_BYTES):
             await _receive(state, exchange, parser, begun)
@@ -96,16 +91,16 @@ def _max_bytes(state: AppState, exchange: Exchange) -> int:
 
 
 async def _in_storage(state: AppState, function: Callable[..., Result], *arguments: Any) -> Result:
-    """Calls `function` in a thread. Raises `ApiError` 503 if the storage takes longer than `request_timeout_s`."""
+    """Calls `function` in a thread. Refuses with 503 if the storage takes longer than `request_timeout_s`."""
     limit = state.config.request_timeout_s
     try:
         async with asyncio.timeout(limit) as timeout:
             return await asyncio.to_thread(function, *arguments)
-    except TimeoutError as error:
+    except TimeoutError:
         if not timeout.expired():
             raise
-        message = f"the batch storage did not answer within {limit:g} s (request_timeout_s); retry later"
-        raise ApiError(503, message) from error
+        cause = f"the batch storage did not answer within {limit:g} s (request_timeout_s)"
+        refuse("unavailable", bound=limit, remedy="retry later", cause=cause)
 
 
 async def _receive(state: AppState, exchange: Exchange, parser: UploadParser, begun: Upload) -> None:
@@ -129,12 +124,12 @@ def _checked_fields(fields: dict[str, str]) -> float | None:
     """
     purpose = fields.get("purpose")
     if purpose != "batch":
-        refuse("purpose", f"purpose {purpose!r} is not served here; 'batch' is")
+        refuse("unsupported", "purpose", str(purpose), "batch", "send 'batch'")
     seconds = fields.get("expires_after[seconds]")
     if seconds is None:
         return None
     if not seconds.isascii() or not seconds.isdigit() or int(seconds) < MIN_KEEP_S:
-        refuse("expires_after", f"expires_after.seconds {seconds!r} must be a number of at least {MIN_KEEP_S}")
+        refuse("wrong_value", "expires_after", seconds, f"a number of at least {MIN_KEEP_S}", place="seconds")
     return float(seconds)
 
 
@@ -156,7 +151,7 @@ def page_of(found: list[Any], after: str | None, limit: int) -> tuple[list[Any],
     if after is not None:
         ids = [each.id for each in found]
         if after not in ids:
-            refuse("after", f"after {after[:100]!r} is none of the ids in this list")
+            refuse("names_nothing", "after", after, "the ids in this list")
         found = found[ids.index(after) + 1 :]
     return found[:limit], len(found) > limit
 

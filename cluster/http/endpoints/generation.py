@@ -13,17 +13,19 @@ import msgspec
 
 from manta.cluster.chat.plan import plan_chat, render
 from manta.cluster.engine.request import EngineRequest
-from manta.cluster.errors import ServingError, refuse
+from manta.cluster.errors import RequestRefused, ServingError, error_of, refuse
 from manta.cluster.http.exchange.answers import Answer, ChatAnswer, CompletionAnswer
 from manta.cluster.http.exchange.engines import GenerationRequest
 from manta.cluster.http.exchange.exchange import GenerationExchange
 from manta.cluster.http.exchange.prompts import aside, encode, encode_all, num_kept_tokens
 from manta.cluster.http.exchange.state import AppState
 from manta.cluster.protocol.body_limits import check_counts, check_echo, check_num_logprobs
-from manta.cluster.protocol.constraint_refusals import in_words
+from manta.cluster.protocol.error_bodies import under_field
 from manta.cluster.protocol.requests import ChatCompletionRequest, CompletionRequest
 from manta.cluster.protocol.tools import template_tools
 from manta.cluster.telemetry.attributes import generation_attributes
+from manta.structured.constraint import FIELD as CONSTRAINT
+from manta.structured.refusals import Refusal
 from manta.workers.sampling_params import SamplingParams
 
 MAX_HEADER_CHARACTERS = 4000
@@ -93,8 +95,8 @@ def _check_priority(state: AppState, exchange: GenerationExchange, priority: int
     """Raises `RequestRefused` if the client asks for a negative priority and may not."""
     allowed = state.config.priority_clients
     if priority < 0 and "*" not in allowed and not (exchange.caller.key and exchange.caller.key in allowed):
-        message = f"priority {priority} goes before others' requests, which the operator did not allow"
-        refuse("priority", f"{message} (priority_clients); leave it out, or send 0 or more")
+        cause = "it goes before others' requests, and the operator did not allow that (priority_clients)"
+        refuse("not_allowed", "priority", priority, 0, "leave it out, or send 0 or more", cause=cause)
 
 
 async def sampling_params(state: AppState, request: ChatCompletionRequest | CompletionRequest) -> SamplingParams:
@@ -103,9 +105,8 @@ async def sampling_params(state: AppState, request: ChatCompletionRequest | Comp
     registered = state.config.engine.logits_processors
     for index, spec in enumerate(params.logits_processors):
         if spec.name not in registered:
-            field = f"logits_processors[{index}].name"
-            known = f"use one of: {', '.join(registered)}" if registered else "this server has none"
-            refuse(field, f"{field}: {spec.name!r} is not registered here; {known}")
+            known = tuple(registered) or "none, for this server has none"
+            refuse("unknown_value", f"logits_processors[{index}].name", spec.name, known)
     return await aside(state.tokenizer.resolve_bad_words, params) if params.bad_words else params
 
 
@@ -140,17 +141,9 @@ async def generate(
         finally:
             generation.close()
             exchange.note(generation)
-    except ServingError as error:
-        if error.param is None:
-            raise
-        field, error = await _field_at_fault(exchange, request, error)
-        if field == error.param:
-            raise
-        message = error.message.removeprefix(error.param or "")
-        if error.param == "constraint":
-            message = in_words(field, message)
-        message = f"{field}{message}" if message != error.message else f"{field}: {message}"
-        raise type(error)(message, field, error.code) from error
+    except RequestRefused as error:
+        field, refusal = await _field_at_fault(exchange, request, error.refusal)
+        raise error_of(under_field(refusal, field)) from error
 
 
 def _engines_request(
@@ -181,21 +174,20 @@ def _engines_request(
 async def _field_at_fault(
     exchange: GenerationExchange,
     request: ChatCompletionRequest | CompletionRequest,
-    error: ServingError,
-) -> tuple[str, ServingError]:
+    refusal: Refusal,
+) -> tuple[str, Refusal]:
     """Returns the field of the body that a refusal is about, and the refusal. Among several tools it is the first one
     whose schema is refused on its own.
     """
-    assert error.param is not None
-    for field, spec in request.tool_constraints() if error.param == "constraint" else []:
+    for field, spec in request.tool_constraints() if refusal.field == CONSTRAINT else []:
         try:
             async with asyncio.timeout(exchange.remaining_s):
                 await exchange.engines.resolve(spec, exchange.caller.sharer)
         except ServingError as of_tool:
-            return field, of_tool
+            return field, of_tool.refusal
         except TimeoutError:
             break
-    return request.field_of(error.param), error
+    return request.field_of(refusal.field), refusal
 
 
 async def _enforceable(
@@ -216,8 +208,8 @@ def _session(exchange: GenerationExchange) -> str:
     """
     session = exchange.headers.get(SESSION_HEADER, "")
     if len(session) > MAX_SESSION_CHARACTERS:
-        message = f"{SESSION_HEADER} has {len(session)} characters and the limit is {MAX_SESSION_CHARACTERS}"
-        refuse(SESSION_HEADER, f"{message}; send a shorter name, or a hash of it")
+        remedy = "send a shorter name, or a hash of it"
+        refuse("over_limit", SESSION_HEADER, len(session), MAX_SESSION_CHARACTERS, remedy, unit="characters")
     return session
 
 

@@ -19,7 +19,7 @@ from manta.cluster.chat.reader import ChatReader, MessageBuilder
 from manta.cluster.chat.reasoning import detect_reasoning
 from manta.cluster.chat.tool_formats import detect_format
 from manta.cluster.engine.request import FinishStatus
-from manta.cluster.errors import GenerationFailed, RequestRefused
+from manta.cluster.errors import RequestRefused, refuse
 from manta.cluster.http.endpoints import generation
 from manta.cluster.http.exchange.codec import LINES, encode
 from manta.cluster.http.exchange.engines import Event, Generation
@@ -216,8 +216,8 @@ def _arguments(text: str | None) -> dict[str, Any]:
     try:
         arguments = json.loads(text or "{}")
     except ValueError as error:
-        message = f"the model's call is not valid JSON ({error}), perhaps because it is cut off"
-        raise GenerationFailed(f"{message}; raise options.num_predict") from error
+        cause = f"the model's call is not valid JSON ({error}), perhaps because it is cut off"
+        refuse("engine_failed", remedy="raise options.num_predict", cause=cause)
     return arguments if isinstance(arguments, dict) else {}
 
 

@@ -12,9 +12,9 @@ import html
 import pathlib
 from typing import NamedTuple
 
+from manta.cluster.errors import refuse
 from manta.cluster.http.exchange.exchange import Exchange
 from manta.cluster.http.exchange.state import AppState
-from manta.cluster.protocol.api_errors import ApiError
 from manta.cluster.version import version
 
 _FOLDER = pathlib.Path(__file__).parents[1] / "playground"
@@ -42,7 +42,7 @@ class Asset(NamedTuple):
 async def asset(state: AppState, exchange: Exchange, _: None) -> None:
     name = exchange.incoming.path_parameter
     if name == PAGE or name not in _names():
-        raise ApiError(404, f"the playground has no file {name[:100]!a}; it begins at {exchange.incoming.root_path}/")
+        refuse("unknown_file", "", name, remedy=f"it begins at {exchange.incoming.root_path}/")
     await _send(exchange, _read(name, exchange.incoming.root_path))
 
 

@@ -12,16 +12,14 @@ from typing import Any
 from manta.cluster.chat.plan import ChatPlan
 from manta.cluster.chat.reader import ChatReader
 from manta.cluster.engine.request import FinishStatus
-from manta.cluster.errors import QueueFull, RequestRefused, ServingError, Unavailable
+from manta.cluster.errors import QueueFull, RequestRefused, ServingError, refuse
 from manta.cluster.http.endpoints import generation
 from manta.cluster.http.endpoints.stored_responses import Keeping, prepared
 from manta.cluster.http.exchange.codec import NAMED_EVENTS, encode, named_event
 from manta.cluster.http.exchange.engines import Event, Generation
 from manta.cluster.http.exchange.exchange import Exchange, GenerationExchange
 from manta.cluster.http.exchange.identity import Identity, response_id
-from manta.cluster.http.exchange.recordings import CANCELLED
 from manta.cluster.http.exchange.state import AppState
-from manta.cluster.protocol.api_errors import ApiError
 from manta.cluster.protocol.responses import ChatDelta
 from manta.cluster.protocol.responses_api import (
     FunctionCallItem,
@@ -70,11 +68,10 @@ async def create(state: AppState, exchange: GenerationExchange, body: ResponsesR
 async def connect(state: AppState, exchange: Exchange, _: None) -> None:
     """Opens a WebSocket connection, whose messages `create` answers."""
     if not exchange.incoming.is_websocket:
-        path = exchange.incoming.url_path
-        message = f"GET {path} opens a WebSocket connection; connect as one, or send the request as a POST"
-        raise ApiError(426, message, code="upgrade_required")
+        remedy = "connect as one, or send the request as a POST"
+        refuse("no_websocket", remedy=remedy, place=f"GET {exchange.incoming.url_path}")
     if state.drains:
-        raise Unavailable("this server is about to stop; connect again")
+        refuse("unavailable", remedy="connect again", cause="this server is about to stop")
     await exchange.reply.send_empty([], status=101)
 
 
@@ -182,12 +179,12 @@ class ResponsesAnswer:
         response.usage = usage_of(generation, self._num_reasoning_tokens)
 
     def _fail(self, error: ServingError) -> None:
-        if error.code == CANCELLED:
+        if error.refusal.kind == "cancelled":
             self.response.status = "cancelled"
             return
         self.response.status = "failed"
         code = next((code for kind, code in _ERROR_CODES.items() if isinstance(error, kind)), "server_error")
-        self.response.error = ResponseError(code, error.message)
+        self.response.error = ResponseError(code, str(error))
 
     def _event(self, event: str, **fields: Any) -> bytes:
         body = encode({"type": event, "sequence_number": self._num_events, **fields})

@@ -11,10 +11,9 @@ import msgspec
 
 from manta.cluster.config import ServeConfig
 from manta.cluster.engine.stats import EngineStats
-from manta.cluster.errors import ServingError
+from manta.cluster.errors import ServingError, refuse
 from manta.cluster.http.exchange.exchange import Exchange
 from manta.cluster.http.exchange.state import AppState, DeploymentState, NodeState
-from manta.cluster.protocol.api_errors import ApiError
 from manta.cluster.version import version
 
 
@@ -29,7 +28,7 @@ async def health(state: AppState, exchange: Exchange, _: None) -> Health:
     engines are stopped because there are no requests.
     """
     if state.drains:
-        raise ApiError(503, "this replica was told to go; ask another one")
+        refuse("unavailable", remedy="ask another one", cause="this replica was told to go")
     await state.engines.check_reachable()
     engines = await state.engines.stats()
     if not engines and may_stop_all(state.config):
@@ -43,7 +42,7 @@ def may_stop_all(config: ServeConfig) -> bool:
 
 
 def health_of(engines: list[EngineStats], bound_s: float, knew_engines: bool = False) -> Health:
-    """Returns the health of the engines. Raises `ApiError` 503 if none is healthy; Serve replaces engines that have
+    """Returns the health of the engines. Refuses with 503 if none is healthy; Serve replaces engines that have
     failed. `engines` are those that answer. `knew_engines` says whether any answered this ingress before.
 
     An engine that cannot compile constraints serves all other requests, and retries by itself. It stays in service and
@@ -51,14 +50,18 @@ def health_of(engines: list[EngineStats], bound_s: float, knew_engines: bool = F
     """
     if not engines:
         if knew_engines:
-            raise ApiError(503, "no engine answers any more: those that ran have ended, and Serve starts another one")
-        raise ApiError(503, "no engine has answered this server yet: Serve starts one")
+            refuse(
+                "unavailable",
+                cause="no engine answers any more: those that ran have ended, and Serve starts another one",
+            )
+        refuse("unavailable", cause="no engine has answered this server yet: Serve starts one")
     alive = [stats for stats in engines if stats.alive]
     if not alive:
-        raise ApiError(503, "every engine that answers has failed, and Serve replaces it")
+        refuse("unavailable", cause="every engine that answers has failed, and Serve replaces it")
     seconds = min(stats.seconds_since_progress for stats in alive)
     if seconds > bound_s:
-        raise ApiError(503, f"no request made progress for {seconds:.0f} s; the bound is {bound_s:.0f} s")
+        cause = f"no request made progress for {seconds:.0f} s; the bound is {bound_s:.0f} s"
+        refuse("unavailable", "", round(seconds), bound_s, cause=cause)
     if all(stats.constraints.can_compile for stats in alive):
         return Health(status="ok")
     reason = "no grammar compiler starts, so requests with a constraint fail; the log says why"
@@ -122,7 +125,7 @@ async def status(state: AppState, exchange: Exchange, _: None) -> Status:
     try:
         stats = await state.engines.stats()
     except ServingError as error:
-        problem = error.message
+        problem = str(error)
     deployments, nodes = await state.cluster()
     return Status(
         version=version(),

@@ -29,11 +29,10 @@ from manta.cluster.http.exchange.recording import RecordedEngines, ReplayedEngin
 from manta.cluster.http.exchange.recordings import Opening, Recording, decode_opening, encode_opening
 from manta.cluster.http.exchange.reply import WholeReply
 from manta.cluster.http.exchange.state import AppState
-from manta.cluster.protocol.api_errors import ApiError
 from manta.cluster.protocol.response_items import check_calls, input_items
 from manta.cluster.protocol.responses_api import ResponseObject, ResponsesRequest
 from manta.cluster.storage.kept_responses import EndedResponse, KeptResponses, StoredResponse
-from manta.cluster.storage.quota import TooMuch
+from manta.structured.refusals import Refusal
 
 logger = logging.getLogger(__name__)
 
@@ -119,10 +118,7 @@ class Keeping:
         """Raises `RequestRefused` if the response is too large."""
         assert self._kept is not None
         stored = StoredResponse(response, self._items, encode_opening(opening))
-        try:
-            await asyncio.to_thread(self._kept.create, opening.owner, stored)
-        except TooMuch as error:
-            refuse("input", f"input: {error}")
+        await asyncio.to_thread(self._kept.create, opening.owner, stored)
 
     async def undo(self) -> None:
         """Removes a background response that was refused after it had been stored."""
@@ -161,7 +157,7 @@ async def prepared(
     items = input_items(body.input)
     check_storage(state, exchange, body)
     if body.background and body.store is False:
-        refuse("background", "background needs a stored response; leave store out, or send store: true")
+        refuse("requires", "background", bound="a stored response", remedy="leave store out, or send store: true")
     stores = kept is not None and body.store is not False
     if body.previous_response_id is not None:
         items = [*await earlier_items(state, exchange, body.previous_response_id), *items]
@@ -186,16 +182,16 @@ def check_storage(state: AppState, exchange: GenerationExchange, body: Any) -> N
         for name, remedy in _WITHOUT_STORAGE.items():
             is_remembered = name == "previous_response_id" and exchange.remembered is not None
             if getattr(body, name, None) and not is_remembered:
-                message = f"{name} needs stored responses, and this server keeps none; {remedy}"
-                refuse(name, f"{message}, or ask whoever operates it to set batch_storage to a folder")
+                remedy = f"{remedy}, or ask whoever operates it to set batch_storage to a folder"
+                refuse("unsupported", name, remedy=remedy, cause="this server stores no responses")
 
 
 def _checked(state: AppState, body: ResponsesRequest) -> bytes:
     """Returns an encoded body with its whole conversation. Raises `RequestRefused` if it is too long."""
     encoded, limit = encode(body), state.config.max_body_bytes
     if len(encoded) > limit:
-        message = f"the conversation has {len(encoded)} bytes with its earlier turns and the limit is {limit}"
-        refuse("input", f"input: {message} (max_body_bytes); begin a new one")
+        unit, remedy = "bytes with its earlier turns", "begin a new conversation, or raise max_body_bytes"
+        refuse("over_limit", "input", len(encoded), limit, remedy, unit=unit)
     decode(type(body), encoded, state.config.body)
     return encoded
 
@@ -211,15 +207,14 @@ async def earlier_items(state: AppState, exchange: GenerationExchange, previous:
         return items
     stored = None if kept is None else await asyncio.to_thread(kept.find, exchange.caller.owner, previous)
     if stored is None:
-        what = "is not the latest response of this connection" if remembered is not None else ""
-        what += " and " if remembered is not None and kept is not None else ""
-        what += "is no stored response of yours; it may have expired" if kept is not None else ""
-        message = f"previous_response_id {previous[:80]!r} {what}; send the whole conversation"
-        refuse("previous_response_id", message, "previous_response_not_found")
+        known = [] if remembered is None else ["the latest response of this connection"]
+        known += [] if kept is None else ["your stored responses, of which some may have expired"]
+        remedy = "send the whole conversation"
+        refuse("unknown_previous_response", "previous_response_id", previous, " and ".join(known), remedy)
     response = await _current(state, exchange.caller.owner, stored)
     if response.status not in ("completed", "incomplete"):
-        message = f"previous_response_id {previous} is {response.status}; only an answered response can be continued"
-        refuse("previous_response_id", message)
+        cause = f"it is {response.status}, and only an answered response can be continued"
+        refuse("unfit", "previous_response_id", previous, cause=cause)
     return [*stored.items, *msgspec.to_builtins(response.output)]
 
 
@@ -238,7 +233,7 @@ def keep_ended(state: AppState, recording: Recording) -> None:
 async def _keep(state: AppState, recording: Recording) -> None:
     try:
         await _written(state, recording)
-    except (ApiError, ServingError):
+    except ServingError:
         pass  # it failed, and only background responses are kept then
     except Exception:
         logger.exception("the response of stream %s is not stored", recording.opening.stream_id)
@@ -290,7 +285,7 @@ async def list_items(state: AppState, exchange: Exchange, _: None) -> ItemList:
     if query.after is not None:
         ids = [item["id"] for item in items]
         if query.after not in ids:
-            refuse("after", f"after {query.after[:80]!r} is no item of this response; give the last_id of a page")
+            refuse("names_nothing", "after", query.after, "this response's items", "give the last_id of a page")
         items = items[ids.index(query.after) + 1 :]
     page = items[: query.limit]
     first_id, last_id = (page[0]["id"], page[-1]["id"]) if page else (None, None)
@@ -326,33 +321,29 @@ async def cancel(state: AppState, exchange: Exchange, _: None) -> ResponseObject
             async with asyncio.timeout(CANCEL_TIMEOUT_S):
                 await recording.until_complete()
         except TimeoutError as error:
-            message = f"response {response.id} has not ended {CANCEL_TIMEOUT_S:g} s after it was told to; ask again"
-            raise Unavailable(message) from error
+            cause = f"response {response.id} has not ended {CANCEL_TIMEOUT_S:g} s after it was told to"
+            raise Unavailable(Refusal("unavailable", remedy="ask again", cause=cause)) from error
         return await _written(state, recording)
 
 
 async def _found(state: AppState, exchange: Exchange) -> tuple[KeptResponses, StoredResponse]:
-    """Returns the response that the path names. Raises `ApiError` 404 with the same words for one that never was, has
+    """Returns the response that the path names. Refuses with 404 with the same words for one that never was, has
     expired, was deleted or belongs to another key.
     """
     kept = state.responses
     if kept is None:
-        message = "this server keeps no responses; whoever operates it can set batch_storage to a folder"
-        raise ApiError(404, message, code="no_batch_storage")
+        remedy = "whoever operates it can set batch_storage to a folder"
+        refuse("no_storage", remedy=remedy, cause="keeps no responses")
     stored = await asyncio.to_thread(kept.find, exchange.caller.owner, exchange.incoming.path_parameter)
     if stored is None:
-        raise _not_found(exchange.incoming.path_parameter)
+        refuse("unknown_response", "", exchange.incoming.path_parameter)
     return kept, stored
-
-
-def _not_found(response_id: str) -> ApiError:
-    message = f"there is no stored response {response_id[:80]!r} of yours; it may have expired"
-    return ApiError(404, message, code="response_not_found")
 
 
 def _opening_of(stored: StoredResponse, what: str) -> Opening:
     if stored.opening is None:
-        raise ApiError(400, f"response {stored.response.id} was not created with background: true, so {what} not")
+        cause = f"it was not created with background: true, so {what} not"
+        refuse("unfit", place=f"response {stored.response.id}", cause=cause)
     return decode_opening(stored.opening)
 
 
@@ -379,7 +370,7 @@ async def _current(state: AppState, owner: str, stored: StoredResponse) -> Respo
 async def _running(state: AppState, kept: KeptResponses, opening: Opening) -> Recording:
     """Returns the recording of a background response. If no process has it, begins it again, with a new deadline.
 
-    Raises `ApiError` 404 if the response was deleted meanwhile.
+    Refuses with 404 if the response was deleted meanwhile.
     """
     for look in range(LOOKS):
         if look:
@@ -389,7 +380,7 @@ async def _running(state: AppState, kept: KeptResponses, opening: Opening) -> Re
             return recording
     lost = response_id(opening.stream_id)
     if await asyncio.to_thread(kept.is_deleted, opening.owner, lost):
-        raise _not_found(lost)
+        refuse("unknown_response", "", lost)
     logger.warning("response of stream %s was lost while it ran; it is run again", opening.stream_id)
     timeout_s = time.time() - opening.created + state.config.request_timeout_s
     engine = msgspec.structs.replace(opening.generation.engine, deadline_s=timeout_s)

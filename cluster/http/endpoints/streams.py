@@ -11,6 +11,7 @@ from typing import Annotated, Any
 
 import msgspec
 
+from manta.cluster.errors import refuse
 from manta.cluster.http.exchange.codec import decode, decode_query
 from manta.cluster.http.exchange.exchange import Exchange
 from manta.cluster.http.exchange.identity import response_id
@@ -18,7 +19,6 @@ from manta.cluster.http.exchange.recording import replay
 from manta.cluster.http.exchange.recordings import Opening, Recording, last_event
 from manta.cluster.http.exchange.routing import Route
 from manta.cluster.http.exchange.state import AppState
-from manta.cluster.protocol.api_errors import ApiError
 
 RESPONSES_PATH = "/v1/responses"
 """Path whose streams are gone when their response is deleted."""
@@ -58,13 +58,12 @@ async def read_on(state: AppState, exchange: Exchange, stream_id: str, after: in
 
 
 async def found(state: AppState, exchange: Exchange, stream_id: str) -> Recording:
-    """Returns a stream of the client. Raises `ApiError` 404 with the same words for a stream of another client, and for
+    """Returns a stream of the client. Refuses with 404 with the same words for a stream of another client, and for
     that of a deleted response.
     """
     recording = await state.streams.find(stream_id, exchange.caller.owner)
     if recording is None or await is_deleted(state, recording.opening):
-        message = f"there is no stream {stream_id[:80]!r} of yours; it may have ended, or nobody read it for too long"
-        raise ApiError(404, message, code="stream_not_found")
+        refuse("unknown_stream", "", stream_id)
     return recording
 
 

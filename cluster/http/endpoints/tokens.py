@@ -35,10 +35,10 @@ class TokenizeRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
 
     def check(self) -> None:
         if (self.prompt is None) == (self.messages is None):
-            refuse("prompt", "give either prompt or messages")
+            refuse("wrong_value", "prompt", bound="given, or messages must be; give one of them")
         check_template_kwargs(self.chat_template_kwargs)
         if self.messages is not None and not self.messages:
-            refuse("messages", "messages is empty; give at least one message")
+            refuse("empty", "messages", remedy="give at least one message")
         if self.messages is not None:
             check_continuation(self.messages, self.continue_final_message, bool(self.add_generation_prompt))
         self.template_messages()
@@ -89,9 +89,8 @@ async def detokenize(state: AppState, exchange: Exchange, request: DetokenizeReq
     state.check_model(request.model or state.model_name)
     info = await state.model_info()
     if len(request.tokens) > info.max_model_len:
-        message = f"tokens has {len(request.tokens)} entries and the longest sequence has {info.max_model_len}"
-        refuse("tokens", f"{message}; send fewer")
+        refuse("over_limit", "tokens", len(request.tokens), info.max_model_len, "send fewer", unit="entries")
     for token in request.tokens:
         if not 0 <= token < info.vocab_size:
-            refuse("tokens", f"tokens: token id {token} is outside the vocabulary [0, {info.vocab_size})")
+            refuse("outside_vocabulary", "tokens", token, info.vocab_size)
     return DetokenizeResponse(state.tokenizer.decode(request.tokens, skip_special_tokens=request.skip_special_tokens))

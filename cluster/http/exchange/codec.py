@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 import msgspec
 
 from manta.cluster.config import BodyLimits
-from manta.cluster.errors import RequestRefused
+from manta.cluster.errors import TOO_DEEP, RequestRefused, refuse
 from manta.cluster.protocol.body_limits import check_lists, check_num_values
 from manta.cluster.protocol.shape_errors import shape_error
 
@@ -58,13 +58,13 @@ def decode(kind: type[AnyBody], body: bytes, limits: BodyLimits = _LIMITS) -> An
         body.decode()
         request = _decoder(kind).decode(body)
     except UnicodeDecodeError as error:
-        raise RequestRefused(f"the body is not valid UTF-8: byte {error.start} is {body[error.start]:#04x}") from error
+        refuse("malformed", bound="UTF-8", cause=f"byte {error.start} is {body[error.start]:#04x}")
     except msgspec.ValidationError as error:
-        raise shape_error(str(error), kind) from error
+        raise shape_error(error, kind) from error
     except msgspec.DecodeError as error:
-        raise RequestRefused(f"the body is not valid JSON: {error}") from error
+        refuse("malformed", bound="JSON", cause=str(error))
     except RecursionError as error:
-        raise RequestRefused("the body's JSON is nested too deeply") from error
+        raise RequestRefused(TOO_DEEP) from error
     check_lists(request, limits)
     request.check()
     return request
@@ -81,7 +81,7 @@ def decode_query(kind: type[AnyQuery], query: dict[str, str]) -> AnyQuery:
     try:
         return msgspec.convert(query, kind, strict=False)
     except msgspec.ValidationError as error:
-        raise shape_error(str(error), kind) from error
+        raise shape_error(error, kind) from error
 
 
 @functools.cache

@@ -49,7 +49,7 @@ class Caller:
         return self.key or self.address
 
     def admit(self, num_prompt_tokens: int, headers: list[tuple[bytes, bytes]]) -> None:
-        """Counts a request and its prompts, and adds what is left to `headers`. Raises `ApiError` 429 if the key has
+        """Counts a request and its prompts, and adds what is left to `headers`. Refuses with 429 if the key has
         used up its requests or tokens per minute.
         """
         if self.use is None:

@@ -11,10 +11,11 @@ import contextlib
 import secrets
 import urllib.parse
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 from manta.cluster.config import ServeConfig
-from manta.cluster.protocol.api_errors import ApiError
+from manta.cluster.errors import ServingError, error_of, refuse
+from manta.structured.refusals import Refusal
 
 DRAINED_BODIES = 16
 """Multiple of `max_body_bytes` that is still read of a body that is too long, before the connection is given up."""
@@ -38,15 +39,11 @@ class BodyRoom:
         self.num_bytes = 0
 
     def take(self, num_bytes: int) -> None:
-        """Takes room. Raises `ApiError` 503 if it exceeds the limit; even then it counts, and has to be given back."""
+        """Takes room. Refuses with 503 if it exceeds the limit; even then it counts, and has to be given back."""
         self.num_bytes += num_bytes
         if self.num_bytes > self._max_bytes:
-            raise ApiError(
-                503,
-                f"{self.num_bytes} bytes of bodies are being received and the limit is {self._max_bytes} "
-                "(max_bodies_bytes); retry later",
-                code="too_many_bodies",
-            )
+            unit, remedy = "bytes of bodies are being received", "retry later, or raise max_bodies_bytes"
+            refuse("too_many_bodies", "", self.num_bytes, self._max_bytes, remedy, unit=unit)
 
     def give_back(self, num_bytes: int) -> None:
         self.num_bytes -= num_bytes
@@ -82,7 +79,7 @@ class Incoming:
         return f"{self.root_path}{self.path}"
 
     async def body(self) -> bytes:
-        """Returns the whole body. Raises `ApiError`
+        """Returns the whole body. Refuses it with
 
         - 413 if it exceeds `max_body_bytes`; no more bytes than that are kept,
         - 408 if it takes longer than `client_timeout_s` or arrives more slowly than `min_body_bytes_per_s`,
@@ -115,11 +112,11 @@ class Incoming:
                 received += message["body"]
                 self._room.take(len(message["body"]))
         if num_bytes > limit:
-            raise _too_large(num_bytes, limit, more, "max_body_bytes")
+            _refuse_large(num_bytes, limit, more, "max_body_bytes")
 
     @contextlib.contextmanager
     def room(self, num_bytes: int) -> Iterator[None]:
-        """Reserves memory for content that is sent or received in pieces. Raises `ApiError` 503 if there is none."""
+        """Reserves memory for content that is sent or received in pieces. Refuses with 503 if there is none."""
         try:
             self._room.take(num_bytes)
             yield
@@ -151,19 +148,15 @@ class Incoming:
             elif num_bytes > limit + DRAINED_BODIES * self._config.max_body_bytes:
                 break
         if num_bytes > limit:
-            raise _too_large(num_bytes, limit, more, "batches.max_file_bytes")
+            _refuse_large(num_bytes, limit, more, "batches.max_file_bytes")
 
-    def _too_slow(self, num_bytes: int, begun: float) -> ApiError:
+    def _too_slow(self, num_bytes: int, begun: float) -> ServingError:
         seconds = asyncio.get_running_loop().time() - begun
         option = "client_timeout_s" if seconds >= self._config.client_timeout_s else "min_body_bytes_per_s"
         change = "raise" if option == "client_timeout_s" else "lower"
-        return ApiError(
-            408,
-            f"{num_bytes} bytes of the body came within {seconds:.1f} s and not its end; send it faster, or "
-            f"{change} {option}, which is {getattr(self._config, option):g}",
-            type="timeout_error",
-            code="client_too_slow",
-        )
+        unit, remedy = f"bytes of the body came within {seconds:.1f} s", f"send it faster, or {change} {option}"
+        bound = getattr(self._config, option)
+        return error_of(Refusal("client_too_slow", "", num_bytes, bound, remedy, unit=unit))
 
     async def unless_gone(self, work: Awaitable[Result]) -> Result:
         """Returns the result of `work`. If the client closes the connection first, cancels `work` and raises
@@ -193,10 +186,6 @@ def _below(root_path: str, path: str) -> str:
     return path.rstrip("/") or "/"
 
 
-def _too_large(num_bytes: int, limit: int, more: bool, option: str) -> ApiError:
-    return ApiError(
-        413,
-        f"the body has {'more than ' if more else ''}{num_bytes} bytes and the limit is {limit}; send less, or raise "
-        f"{option}",
-        code="body_too_large",
-    )
+def _refuse_large(num_bytes: int, limit: int, more: bool, option: str) -> NoReturn:
+    unit = "bytes and more" if more else "bytes"
+    refuse("body_too_large", "", num_bytes, limit, f"send less, or raise {option}", unit=unit)

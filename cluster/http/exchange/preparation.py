@@ -13,7 +13,8 @@ import time
 from collections.abc import AsyncIterator
 
 from manta.cluster.config import ServeConfig
-from manta.cluster.errors import Overdue, QueueFull
+from manta.cluster.errors import Overdue, refuse
+from manta.structured.refusals import Refusal
 
 
 class Preparation:
@@ -60,10 +61,8 @@ class Preparing:
         `Preparation.end`.
         """
         if is_counted and self.num_requests >= self.max_requests:
-            raise QueueFull(
-                f"{self.num_requests} requests wait here for an engine and the limit is {self.max_requests}; retry "
-                "later, or raise engine.max_num_waiting",
-            )
+            unit, remedy = "requests wait here for an engine", "retry later, or raise engine.max_num_waiting"
+            refuse("queue_full", "", self.num_requests, self.max_requests, remedy, unit=unit)
         self.num_requests += is_counted
         try:
             async with asyncio.timeout(self.timeout_s) as timeout:
@@ -75,6 +74,5 @@ class Preparing:
         except TimeoutError as error:
             if not timeout.expired():
                 raise
-            raise Overdue(
-                f"no engine took the request within its time; the limit is request_timeout_s, {self.timeout_s:g}",
-            ) from error
+            cause, place = "no engine took the request within its time", f"request_timeout_s, {self.timeout_s:g}"
+            raise Overdue(Refusal("deadline", bound=self.timeout_s, cause=cause, place=place)) from error

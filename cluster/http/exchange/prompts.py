@@ -9,8 +9,9 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
-from manta.cluster.errors import RequestRefused
+from manta.cluster.errors import RequestRefused, refuse
 from manta.cluster.text.tokenizer import LONG_TEXT, TextError, Tokenizer
+from manta.structured.refusals import Refusal
 from manta.workers.sampling_params import SamplingParams
 
 CHARACTERS_A_TOKEN = 8
@@ -78,7 +79,7 @@ async def encode_all(
                 found += texts
         return found
     except TextError as error:  # the JSON inside a call's arguments may contain escaped lone surrogates
-        raise RequestRefused(f"{param}: {error}", param) from error
+        raise RequestRefused(Refusal("unfit", param, cause=str(error))) from error
 
 
 async def aside(function: Callable[..., Result], *arguments: Any) -> Result:
@@ -128,6 +129,5 @@ async def _check_length(tokenizer: Tokenizer, text: str, max_tokens: int, param:
         (token_ids,) = await _tokenised(tokenizer, [text[begin : begin + LONG_TEXT]], False)
         num_tokens += len(token_ids)
         if num_tokens > 2 * max_tokens:
-            message = f"{param}: a text of {len(text)} characters has more than {num_tokens // 2} tokens"
-            remedy = f"the longest sequence here has {max_tokens}; shorten it"
-            raise RequestRefused(f"{message}, and {remedy}", param, "context_length_exceeded")
+            unit, cause = "tokens at least", f"its text has {len(text)} characters"
+            refuse("context_length", param, num_tokens // 2 + 1, max_tokens, "shorten it", unit=unit, cause=cause)

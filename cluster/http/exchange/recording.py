@@ -10,7 +10,7 @@ import secrets
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-from manta.cluster.errors import refuse
+from manta.cluster.errors import error_of, refuse
 from manta.cluster.http.exchange.codec import LINES
 from manta.cluster.http.exchange.engines import Generation, GenerationRequest
 from manta.cluster.http.exchange.exchange import Exchange, GenerationExchange
@@ -20,6 +20,7 @@ from manta.cluster.http.exchange.reply import EventIds
 from manta.cluster.http.exchange.routing import Route
 from manta.cluster.http.exchange.state import AppState
 from manta.structured.constraint import ConstraintSpec
+from manta.structured.refusals import Refusal
 
 RESUMABLE = "x-resumable-s"
 """Header of a request for a stream that can be resumed: the seconds for which it goes on while nobody reads it."""
@@ -37,7 +38,12 @@ class RecordedEngines:
     """
 
     def __init__(
-        self, streams: Streams, exchange: GenerationExchange, body: bytes, unread_s: float, refusal: str | None = None
+        self,
+        streams: Streams,
+        exchange: GenerationExchange,
+        body: bytes,
+        unread_s: float,
+        refusal: Refusal | None = None,
     ) -> None:
         self.body = body
         """Body from which the answer is written again."""
@@ -57,7 +63,7 @@ class RecordedEngines:
         and `RequestRefused` if an answer that is no stream of events is to be resumable.
         """
         if self._refusal is not None:
-            refuse(RESUMABLE, self._refusal)
+            raise error_of(self._refusal)
         opening = self._opening(request)
         if self.before is not None:
             constraint = request.engine.params.constraint
@@ -102,8 +108,8 @@ def check_resumable(state: AppState, exchange: Exchange) -> float:
     given, most = exchange.headers[RESUMABLE], state.config.streams.max_unread_s
     unread_s = float(given) if _SECONDS.fullmatch(given) else -1.0
     if not MIN_UNREAD_S <= unread_s <= most:
-        bounds = f"from {MIN_UNREAD_S:g} to {most:g} (streams.max_unread_s)"
-        refuse(RESUMABLE, f"{RESUMABLE} is {given[:40]!r} and must be a number of seconds {bounds}, such as 60 or 2.5")
+        bound = f"a number of seconds from {MIN_UNREAD_S:g} to {most:g} (streams.max_unread_s)"
+        refuse("wrong_value", RESUMABLE, given[:40], bound, "send for example 60 or 2.5")
     return unread_s
 
 
@@ -112,13 +118,13 @@ def make_resumable(state: AppState, exchange: Exchange, route: Route, content: b
     streams = getattr(body, "stream", False)
     refusal = None
     if not streams or route.media_type == LINES.media_type:
-        what = "server-sent events; use another endpoint" if streams else "streams; send stream: true"
-        refusal = f"{RESUMABLE} is for {what}, or leave the header out"
+        bound, remedy = ("server-sent events", "use another endpoint") if streams else ("streams", "send stream: true")
+        refusal = Refusal("requires", RESUMABLE, bound=bound, remedy=f"{remedy}, or leave the header out")
     record(state, exchange, content, check_resumable(state, exchange), refusal)
 
 
 def record(
-    state: AppState, exchange: GenerationExchange, body: bytes, unread_s: float, refusal: str | None = None
+    state: AppState, exchange: GenerationExchange, body: bytes, unread_s: float, refusal: Refusal | None = None
 ) -> RecordedEngines:
     """Has the output of a request recorded, with events that can be read again."""
     exchange.identity = Identity(new_stream_id())

@@ -15,18 +15,12 @@ from typing import Protocol
 import msgspec
 
 from manta.cluster.engine.request import SequenceOutput
-from manta.cluster.errors import GenerationFailed, Overdue, QueueFull, RequestRefused, ServingError, Unavailable
+from manta.cluster.errors import GenerationFailed, ServingError, refuse
 from manta.cluster.http.exchange.engines import Generation, GenerationRequest
+from manta.structured.refusals import Refusal
 
 OVERHEAD_BYTES, ENTRY_BYTES = 8192, 40
 """Bytes that a recording counts beside its content, and that each entry does: what Python needs for the objects."""
-
-CANCELLED = "cancelled"
-"""Code of the failure that ends a stream because its client cancelled it."""
-
-_FAILURES: dict[str, type[ServingError]] = {
-    kind.__name__: kind for kind in (RequestRefused, QueueFull, Overdue, Unavailable, GenerationFailed)
-}
 
 
 class Opening(msgspec.Struct, kw_only=True, frozen=True):
@@ -48,24 +42,6 @@ class Opening(msgspec.Struct, kw_only=True, frozen=True):
     """Seed of each prompt."""
 
 
-class Failure(msgspec.Struct, array_like=True, frozen=True):
-    """The reason why a whole answer ended early."""
-
-    kind: str
-    message: str
-    param: str | None = None
-    code: str | None = None
-    retry_after_s: float | None = None
-
-    @classmethod
-    def of(cls, error: ServingError) -> Failure:
-        kind = next(name for name, kind in _FAILURES.items() if isinstance(error, kind))
-        return cls(kind, error.message, error.param, error.code, error.retry_after_s)
-
-    def error(self) -> ServingError:
-        return _FAILURES[self.kind](self.message, self.param, self.code, self.retry_after_s)
-
-
 class Entry(msgspec.Struct, array_like=True):
     """The output that one message of an engine added to one prompt, or the failure that ended the answer."""
 
@@ -74,7 +50,7 @@ class Entry(msgspec.Struct, array_like=True):
     at: int
     """Time in seconds since 1970."""
     output: SequenceOutput | None
-    failure: Failure | None = None
+    failure: Refusal | None = None
     """Set if `output` is None."""
 
 
@@ -86,10 +62,10 @@ _decoder = msgspec.msgpack.Decoder(Entry)
 _opening_decoder = msgspec.msgpack.Decoder(Opening)
 
 
-def encode_entry(prompt: int, item: SequenceOutput | Failure) -> bytes:
+def encode_entry(prompt: int, item: SequenceOutput | Refusal) -> bytes:
     """Returns an entry of now. The engine's request id is left out, because it is long and nobody needs it."""
     at = int(time.time())
-    if isinstance(item, Failure):
+    if isinstance(item, Refusal):
         return _encoder.encode(Entry(prompt, at, None, item))
     return _encoder.encode(Entry(prompt, at, msgspec.structs.replace(item, request_id="")))
 
@@ -107,8 +83,8 @@ def decode_opening(data: bytes) -> Opening:
     try:
         return _opening_decoder.decode(data)
     except msgspec.ValidationError as error:
-        message = "another version of this server began this request, and it cannot go on here; send it again"
-        raise GenerationFailed(message, code="internal_error") from error
+        cause = "another version of this server began this request, and it cannot go on here"
+        raise GenerationFailed(Refusal("failed", remedy="send it again", cause=cause)) from error
 
 
 class Recording:
@@ -244,7 +220,8 @@ class NoStreams:
         self.is_deleted: Callable[[Opening], Awaitable[bool]] = never_deleted
 
     def begin(self, opening: Opening, is_repeated: bool = False) -> Recording:
-        raise RequestRefused("streams cannot be resumed here; send the request without x-resumable-s")
+        cause = "streams cannot be resumed here"
+        refuse("unfit", remedy="send the request without x-resumable-s", cause=cause)
 
     async def find(self, stream_id: str, owner: str) -> Recording | None:
         return None

@@ -14,10 +14,11 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any, Protocol
 
 from manta.cluster.config import ServeConfig
-from manta.cluster.errors import ServingError
+from manta.cluster.errors import ServingError, refuse
 from manta.cluster.http.exchange.codec import EVENTS, StreamForm
 from manta.cluster.http.exchange.engines import Generation
-from manta.cluster.protocol.api_errors import RETRIED_STATUSES, ApiError, api_error
+from manta.cluster.protocol.error_bodies import RETRIED_STATUSES, Writer, answer_of, openai_body, refusal_of
+from manta.structured.refusals import Refusal
 
 SEND_BYTES = 65536
 """Bytes of the pieces in which an answer is sent, each after most of the previous one was taken."""
@@ -40,7 +41,7 @@ class StreamBuffer:
         self._error: Exception | None = None
 
     async def put(self, event: bytes) -> None:
-        """Appends an event. Raises `ApiError` if more than the limit waits already, so that a single event always
+        """Appends an event. Raises `ServingError` if more than the limit waits already, so that a single event always
         fits. With `waits` it waits for the client instead.
         """
         while self._waits and len(self._bytes) > self._limit:
@@ -49,13 +50,8 @@ class StreamBuffer:
         if len(self._bytes) > self._limit:
             await asyncio.sleep(0)  # many events may have come in one turn, before the first could be sent
         if len(self._bytes) > self._limit:
-            raise ApiError(
-                408,
-                f"{len(self._bytes)} bytes of the stream wait for the client and the limit is {self._limit}; read "
-                "faster, or raise client_buffer_bytes",
-                type="timeout_error",
-                code="client_too_slow",
-            )
+            unit, remedy = "bytes of the stream wait for the client", "read faster, or raise client_buffer_bytes"
+            refuse("client_too_slow", "", len(self._bytes), self._limit, remedy, unit=unit)
         self._bytes += event
         self._changed.set()
 
@@ -135,7 +131,7 @@ class Reply:
         self.status = 0
         self.headers_always: list[tuple[bytes, bytes]] = []
         self.headers_out: list[tuple[bytes, bytes]] = []
-        self.error_body: Callable[[ApiError], bytes] = ApiError.body
+        self.error_body: Writer = openai_body
         """Function that writes an error in the shape of the route."""
         self.event_ids: EventIds | None = None
         self.on_start: Callable[[], None] = lambda: None
@@ -168,11 +164,11 @@ class Reply:
                 await self._send({"type": "http.response.body", "body": piece, "more_body": True})
                 piece = await buffer.take()
         except Exception as error:
-            if not isinstance(error, ApiError | ServingError):
+            if not isinstance(error, ServingError):
                 logging.getLogger(__name__).exception("request %s failed in its stream", self._request_id)
-            failure = api_error(error)
-            self.status = failure.status
-            event = form.before + self.error_body(failure) + form.after
+            refusal = refusal_of(error)
+            self.status = answer_of(refusal).status
+            event = form.before + self.error_body(refusal) + form.after
             await self._send({"type": "http.response.body", "body": event, "more_body": True})
         await self._send({"type": "http.response.body", "body": b"", "more_body": False})
 
@@ -200,14 +196,14 @@ class Reply:
         await self._send({"type": "http.response.start", "status": status, "headers": headers})
         await self._send({"type": "http.response.body", "body": b"", "more_body": False})
 
-    async def fail(self, error: ApiError) -> None:
-        headers = []
-        if error.status in RETRIED_STATUSES:
-            headers.append((b"retry-after", str(max(1, math.ceil(error.retry_after_s or 0))).encode()))
-        if error.code in ("client_too_slow", "too_many_bodies"):
+    async def fail(self, refusal: Refusal) -> None:
+        headers, status = [], answer_of(refusal).status
+        if status in RETRIED_STATUSES:
+            headers.append((b"retry-after", str(max(1, math.ceil(refusal.retry_after_s or 0))).encode()))
+        if refusal.kind in ("client_too_slow", "too_many_bodies"):
             headers.append((b"connection", b"close"))  # the start of the next request is unknown
         with contextlib.suppress(Exception):  # the client may be gone
-            await self.send_body(self.error_body(error), "application/json", error.status, headers)
+            await self.send_body(self.error_body(refusal), "application/json", status, headers)
 
     async def _start(self, status: int, content_type: str, headers: list[tuple[bytes, bytes]]) -> None:
         self.on_start()

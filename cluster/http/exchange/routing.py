@@ -7,10 +7,11 @@ import re
 from collections.abc import Awaitable, Callable, Iterable
 from typing import Any
 
+from manta.cluster.errors import refuse
 from manta.cluster.http.exchange.codec import Body
 from manta.cluster.http.exchange.exchange import Exchange
 from manta.cluster.http.exchange.state import AppState
-from manta.cluster.protocol.api_errors import ApiError
+from manta.cluster.protocol.error_bodies import Writer, openai_body
 
 Handler = Callable[[AppState, Exchange, Any], Awaitable[Any]]
 """Function that gets the decoded body (None if the route takes none). Its result is sent as JSON; it returns None if it
@@ -42,7 +43,7 @@ class Route:
     """Content type of an answer that is not JSON."""
     errors: tuple[int, ...] = ()
     """Statuses that the handler returns, in addition to those of every route."""
-    error_body: Callable[[ApiError], bytes] = ApiError.body
+    error_body: Writer = openai_body
     """Function that writes an error, in a stream too."""
     public: bool = False
     """Whether it is answered without an API key, because probes and scrapers have none."""
@@ -76,17 +77,17 @@ class Router:
     def find(self, method: str, path: str, root_path: str = "") -> tuple[Route, str]:
         """Returns the route of `path` and the value of its parameter. HEAD is GET without a body in the answer.
 
-        Raises `ApiError` 404 or 405 if there is none. Its message has paths as clients know them, below `root_path`.
+        Refuses with 404 or 405 if there is none. The refusal has paths as clients know them, below `root_path`.
         """
         methods, value = self._methods(path, root_path)
         wanted = "GET" if method == "HEAD" else method
         if wanted not in methods:
             allowed = ", ".join(self.methods(path, root_path))
-            raise ApiError(405, f"{root_path}{path} takes {allowed}, not {method}", code="method_not_allowed")
+            refuse("wrong_method", "", method, allowed, place=f"{root_path}{path}")
         return methods[wanted], value
 
     def methods(self, path: str, root_path: str = "") -> list[str]:
-        """Returns the methods that a path takes. Raises `ApiError` 404 if there is no such path."""
+        """Returns the methods that a path takes. Raises `ServingError` 404 if there is no such path."""
         methods, _ = self._methods(path, root_path)
         return [*methods, *(["HEAD"] if "GET" in methods else []), "OPTIONS"]
 
@@ -95,9 +96,8 @@ class Router:
         if methods is None:
             methods, value = self._find_with_parameter(path)
         if not methods:
-            served = ", ".join(f"{method} {root_path}{each}" for method, each in self._served)
-            message = f"there is nothing at {root_path}{path}; what is served: {served}"
-            raise ApiError(404, message, code="unknown_url")
+            served = tuple(f"{method} {root_path}{each}" for method, each in self._served)
+            refuse("unknown_url", bound=served, place=f"{root_path}{path}")
         return methods, value
 
     def _find_with_parameter(self, path: str) -> tuple[dict[str, Route], str]:

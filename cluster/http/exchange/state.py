@@ -11,11 +11,11 @@ import msgspec
 from prometheus_client.metrics_core import Metric
 
 from manta.cluster.config import ServeConfig
+from manta.cluster.errors import refuse
 from manta.cluster.http.access.prefix_scope import PrefixScope
 from manta.cluster.http.exchange.engines import Engines
 from manta.cluster.http.exchange.metrics import Metrics
 from manta.cluster.http.exchange.recordings import NoStreams, Streams
-from manta.cluster.protocol.api_errors import ApiError
 from manta.cluster.storage.kept_responses import KeptResponses
 from manta.cluster.storage.records import Records
 from manta.cluster.storage.storage import Storage
@@ -101,11 +101,10 @@ class AppState:
         """Query to the engines that all waiting requests share; None if none is under way."""
 
     def check_model(self, name: str) -> None:
-        """Raises `ApiError` 404 if `name` is not the served model."""
+        """Refuses with 404 if `name` is not the served model."""
         served = self.model_name
         if name != served:
-            message = f"model {name!r} is not served here; {served!r} is"
-            raise ApiError(404, message, param="model", code="model_not_found")
+            refuse("unknown_model", "model", name, served)
 
     async def model_info(self) -> ModelInfo:
         """Returns the model's properties as an engine reported them. Raises `Unavailable` if no engine will come."""

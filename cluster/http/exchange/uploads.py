@@ -5,7 +5,7 @@ python-multipart parses the grammar. This module sets the bounds and tells the f
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Literal, NoReturn
 
 import msgspec
 from msgspec import Meta
@@ -43,7 +43,8 @@ class UploadParser:
     def __init__(self, content_type: str) -> None:
         kind, options = parse_options_header(content_type)
         if kind != b"multipart/form-data" or not options.get(b"boundary"):
-            refuse("file", "the body is no multipart/form-data with a boundary; send the file as a form's field `file`")
+            remedy = "send the file as a form's field `file`"
+            refuse("malformed", "file", bound="multipart/form-data with a boundary", remedy=remedy)
         self.fields: dict[str, str] = {}
         self.filename: str | None = None
         """Name of the file; None until its content begins."""
@@ -77,33 +78,35 @@ class UploadParser:
         try:
             self._parser.write(piece)
         except MultipartParseError as error:
-            refuse("file", f"the form is malformed: {error}")
+            refuse("malformed", "file", bound="multipart/form-data", cause=str(error))
         content = bytes(self._content)
         self._content.clear()
         self._num_form_bytes += len(piece) - len(content)
         if self._num_form_bytes > MAX_FORM_BYTES:
-            num_bytes = self._num_form_bytes
-            refuse("file", f"the form has {num_bytes} bytes beside its file's content; the limit is {MAX_FORM_BYTES}")
+            _refuse_large(self._num_form_bytes, MAX_FORM_BYTES, "bytes of the form beside its content")
         return content
 
     def finish(self) -> None:
         if not self._has_ended:
-            refuse("file", "the form is malformed: it ends before its last boundary")
+            refuse("malformed", "file", bound="multipart/form-data", cause="it ends before its last boundary")
         if self.filename is None:
-            refuse("file", "file is required: a field of the form with a file name and the file's content")
+            refuse("missing", "file", remedy="send a field of the form with a file name and the file's content")
 
     def _begin_part(self) -> None:
         self._headers = {}
         self._num_header_bytes = 0
         self._num_parts += 1
         if self._num_parts > MAX_PARTS:
-            refuse(None, f"the form has more than {MAX_PARTS} parts; send `file` and `purpose` only")
+            remedy = "send `file` and `purpose` only"
+            refuse("over_limit", "", self._num_parts, MAX_PARTS, remedy, unit="parts of a form")
 
     def _extend_header(self, text: bytearray, data: bytes, start: int, end: int) -> None:
         text += data[start:end]
         self._num_header_bytes += end - start
         if self._num_header_bytes > MAX_HEADER_BYTES:
-            refuse("file", f"the headers of a part have more than {MAX_HEADER_BYTES} bytes; shorten the file name")
+            _refuse_large(
+                self._num_header_bytes, MAX_HEADER_BYTES, "bytes in a part's headers", "shorten the file name"
+            )
 
     def _end_header(self) -> None:
         self._headers[self._header_name.decode("latin-1").lower()] = bytes(self._header_value)
@@ -117,7 +120,7 @@ class UploadParser:
             self._field = (name, bytearray())
             return
         if self.filename is not None:
-            refuse("file", "the form has more than one file; upload one at a time")
+            _refuse_large(2, 1, "files in its form", "upload one at a time")
         self._field = None
         given = options.get(b"filename", b"file").decode("utf-8", "replace")
         self.filename = given.replace("\\", "/").rpartition("/")[2][:MAX_FILENAME_CHARACTERS]
@@ -129,7 +132,7 @@ class UploadParser:
         name, value = self._field
         value += data[start:end]
         if len(value) > MAX_FIELD_BYTES:
-            refuse(name[:100], f"{name[:100]} has more than {MAX_FIELD_BYTES} bytes")
+            refuse("over_limit", name[:100], len(value), MAX_FIELD_BYTES, "shorten it", unit="bytes")
 
     def _end_part(self) -> None:
         if self._field is not None:
@@ -138,3 +141,7 @@ class UploadParser:
 
     def _end(self) -> None:
         self._has_ended = True
+
+
+def _refuse_large(value: int, limit: int, unit: str, remedy: str = "leave some out") -> NoReturn:
+    refuse("over_limit", "file", value, limit, remedy, unit=unit)

@@ -25,6 +25,7 @@ from manta.cluster.serve.channel.keeping import FromKeeper, ToKeeper, stream_for
 from manta.cluster.serve.channel.node_tls import client_context, server_context
 from manta.cluster.serve.routing.reports import Report
 from manta.structured.frames import frame, receive_frame
+from manta.structured.refusals import Refusal
 
 logger = logging.getLogger(__name__)
 
@@ -93,14 +94,8 @@ class RequestResult(msgspec.Struct, kw_only=True):
     """Finish status of the choice that ended last."""
     usage: Usage | None = None
     """The prompt counted once, and the output tokens of all choices."""
-    refused: str | None = None
-    """Reason why the request can never be served (HTTP 400)."""
-    param: str | None = None
-    """Field at fault, with `refused`."""
-    queue_full: str | None = None
-    """Reason why the request cannot be served now (HTTP 429)."""
-    retry_after_s: float | None = None
-    """Seconds after which to retry, with `queue_full`; None if the engine cannot tell."""
+    refusal: Refusal | None = None
+    """Why the engine did not take the request, if it did not."""
 
 
 class EngineFailed(RuntimeError):

@@ -126,8 +126,9 @@ class StepThread:
     def refusal(self, error: RequestRefused | QueueFull) -> RequestResult:
         """Returns the result of a request that the engine does not take."""
         if isinstance(error, RequestRefused):
-            return RequestResult(refused=str(error), param=error.param)
-        return RequestResult(queue_full=str(error), retry_after_s=self._meter.retry_after_s(self._engine.num_waiting))
+            return RequestResult(refusal=error.refusal)
+        retry_after_s = self._meter.retry_after_s(self._engine.num_waiting)
+        return RequestResult(refusal=msgspec.structs.replace(error.refusal, retry_after_s=retry_after_s))
 
     def close(self) -> None:
         """Ends the thread, even while requests run."""

@@ -23,7 +23,7 @@ import uvicorn
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
 from manta.cluster.config import ListenerLimits, ServeConfig
-from manta.cluster.protocol.api_errors import ApiError
+from manta.cluster.protocol.error_bodies import connection_error_body
 from manta.cluster.serve.listening.connections import Connections, within_file_limit
 from manta.cluster.serve.listening.port import Port
 from manta.cluster.serve.listening.tls import Certificate, Handshake, TlsServer
@@ -125,7 +125,7 @@ class Connection(HttpToolsProtocol):
         if self.cycle is not None and not self.cycle.response_complete:
             self.transport.abort()
             return
-        body = ApiError(status, message).body()
+        body = connection_error_body(status, message)
         head = b"content-type: application/json\r\nconnection: close\r\ncontent-length: %d\r\n\r\n" % len(body)
         self.transport.write(STATUS_LINE[status] + head + body)
         if status == 503:  # there are too many connections already

@@ -28,6 +28,7 @@ from manta.cluster.serve.channel.keeping import (
     stream_format,
 )
 from manta.cluster.serve.channel.token_channel import Connection
+from manta.structured.refusals import Refusal
 
 logger = logging.getLogger(__name__)
 
@@ -293,7 +294,8 @@ class Copies:
 
 
 def _unsure() -> Unavailable:
-    return Unavailable("not every engine says now whether it has a copy of this stream; retry")
+    cause = "not every engine says now whether it has a copy of this stream"
+    return Unavailable(Refusal("unavailable", cause=cause, remedy="retry"))
 
 
 def _newest(answers: list[Found]) -> Found | None:

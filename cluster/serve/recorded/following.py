@@ -14,6 +14,7 @@ from manta.cluster.http.exchange.recordings import Recording
 from manta.cluster.serve.channel.keeping import Copy, Look, News
 from manta.cluster.serve.channel.token_channel import Connection
 from manta.cluster.serve.recorded.copies import Copies
+from manta.structured.refusals import Refusal
 
 POLL_S = 0.05
 """Seconds between two looks at the streams that are followed."""
@@ -100,7 +101,7 @@ class Following:
                 del self._followed[stream_id]
             elif now > followed.heard + LOST_S:
                 del self._followed[stream_id]
-                recording.lost = Unavailable("every copy of this stream is gone; ask again", code="stream_lost")
+                recording.lost = Unavailable(Refusal("stream_lost", remedy="ask again"))
                 recording.changed()
 
     def receive(self, news: News, connection: Connection) -> None:

@@ -14,9 +14,9 @@ from collections.abc import Callable
 import msgspec
 
 from manta.cluster.engine.request import EngineRequest, SequenceOutput
-from manta.cluster.errors import ServingError
+from manta.cluster.errors import ServingError, error_of
 from manta.cluster.http.exchange.metrics import Unmeasured
-from manta.cluster.http.exchange.recordings import Entry, Failure, Opening, Recording, encode_entry
+from manta.cluster.http.exchange.recordings import Entry, Opening, Recording, encode_entry
 from manta.cluster.serve.channel.token_channel import RequestResult
 from manta.cluster.serve.requests.prompt_run import Dispatcher, PromptRun
 from manta.cluster.serve.requests.submission import Answers, Choice, Prompt, failure_of
@@ -102,7 +102,7 @@ class Recorder(Recorded):
     def _record(self, number: int, item: SequenceOutput | RequestResult | Exception) -> None:
         if self._closed:
             return
-        recorded = item if isinstance(item, SequenceOutput) else Failure.of(failure_of(item))
+        recorded = item if isinstance(item, SequenceOutput) else failure_of(item).refusal
         self.recording.append(encode_entry(number, recorded))
         self._on_entry()
 
@@ -139,7 +139,7 @@ class Recorder(Recorded):
 
 def _item(entry: Entry) -> SequenceOutput | ServingError:
     if entry.failure is not None:
-        return entry.failure.error()
+        return error_of(entry.failure)
     assert entry.output is not None
     return entry.output
 

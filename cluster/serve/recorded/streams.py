@@ -16,10 +16,8 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 from manta.cluster.config import StreamLimits
-from manta.cluster.errors import GenerationFailed, QueueFull, RequestRefused, ServingError, Unavailable
+from manta.cluster.errors import RequestRefused, error_of, refuse
 from manta.cluster.http.exchange.recordings import (
-    CANCELLED,
-    Failure,
     Opening,
     Recording,
     decode_entry,
@@ -35,6 +33,7 @@ from manta.cluster.serve.recorded.following import POLL_S, Following, add_copy
 from manta.cluster.serve.recorded.recorder import Reader, Recorder
 from manta.cluster.serve.starting.start_failure import in_words
 from manta.cluster.telemetry.request_log import log_event
+from manta.structured.refusals import Refusal
 
 logger = logging.getLogger(__name__)
 
@@ -93,16 +92,15 @@ class RecordedStreams:
 
     def begin(self, opening: Opening, is_repeated: bool = False) -> Recording:
         if (refusal := self._too_many(opening.owner)) is not None:
-            raise refusal
+            raise error_of(refusal)
         if self.copies.keeper is None and self.copies.strangers:
-            raise Unavailable(
-                "the server is being updated: each engine is of another version than this ingress and cannot keep this "
-                "stream; retry, or send no x-resumable-s"
-            )
+            cause = "the server is being updated: no engine is of this ingress's version and can keep this stream"
+            refuse("unavailable", remedy="retry, or send no x-resumable-s", cause=cause)
         try:
             encoded = encode_opening(opening)
         except (OverflowError, ValueError) as error:
-            raise RequestRefused(f"this request cannot be recorded: {error}; send it without x-resumable-s") from error
+            cause = f"it cannot be recorded: {error}"
+            raise RequestRefused(Refusal("unfit", remedy="send it without x-resumable-s", cause=cause)) from error
         recording = Recording(opening, self._on_unread)
         own = _Own(recording, next_epoch(0) if is_repeated else 0, encoded)
         own.has_one_copy = not is_repeated
@@ -131,7 +129,8 @@ class RecordedStreams:
         deadline = time.monotonic() + CANCEL_S
         while not await self._has_cancelled(recording):
             if time.monotonic() > deadline:
-                raise Unavailable(f"the stream has not ended within {CANCEL_S:g} s of its cancellation; repeat it")
+                cause = f"the stream has not ended within {CANCEL_S:g} s of its cancellation"
+                refuse("unavailable", remedy="repeat it", cause=cause)
             await asyncio.sleep(POLL_S)
 
     async def _has_cancelled(self, recording: Recording) -> bool:
@@ -154,8 +153,8 @@ class RecordedStreams:
         own = self._own.get(stream_id)
         return self._following.get(stream_id) if own is None else own.recording
 
-    def _too_many(self, owner: str, growth: int = 1) -> QueueFull | None:
-        """Returns the error if recordings have more bytes than `growth` times a limit."""
+    def _too_many(self, owner: str, growth: int = 1) -> Refusal | None:
+        """Returns the refusal if recordings have more bytes than `growth` times a limit."""
         for num_bytes, option, whose in (
             (self._bytes.get(owner, 0), "max_client_bytes", "your"),
             (self._num_bytes, "max_bytes", "all clients'"),
@@ -163,11 +162,9 @@ class RecordedStreams:
             limit = growth * getattr(self._limits, option)
             if num_bytes >= limit:
                 multiple = "" if growth == 1 else f"{growth} times "
-                return QueueFull(
-                    f"{num_bytes} bytes of {whose} streams are kept here and the limit is {limit} ({multiple}"
-                    f"streams.{option}); retry when some are forgotten, or send no x-resumable-s",
-                    code="too_many_streams",
-                )
+                unit, cause = f"bytes of {whose} streams are kept here", f"{multiple}streams.{option}"
+                remedy = "retry when some are forgotten, or send no x-resumable-s"
+                return Refusal("too_many_streams", "", num_bytes, limit, remedy, cause, unit)
         return None
 
     # ---- own streams -----------------------------------------------------------------------------------------------
@@ -193,11 +190,10 @@ class RecordedStreams:
     def _fail(self, own: _Own, error: Exception) -> None:
         """Ends a stream whose output cannot be recorded, because of a bug."""
         logger.error("stream %s failed", own.recording.opening.stream_id, exc_info=error)
-        reason = GenerationFailed(f"the stream cannot go on: {in_words(error)}", code="internal_error")
-        self._end_with(own, reason)
+        self._end_with(own, Refusal("failed", cause=f"the stream cannot go on: {in_words(error)}"))
 
-    def _end_with(self, own: _Own, reason: ServingError) -> None:
-        own.recording.append(encode_entry(0, Failure.of(reason)))
+    def _end_with(self, own: _Own, reason: Refusal) -> None:
+        own.recording.append(encode_entry(0, reason))
         self._end(own)
 
     def _end(self, own: _Own) -> None:
@@ -210,7 +206,7 @@ class RecordedStreams:
         if own.recording.is_ended:
             return
         own.stop()
-        self._end_with(own, GenerationFailed("the stream was cancelled", code=CANCELLED))
+        self._end_with(own, Refusal("cancelled"))
 
     def _on_entry(self, own: _Own) -> None:
         """Notes a new entry. A stream that has grown beyond the limits ends with an error."""

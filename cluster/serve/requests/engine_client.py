@@ -19,7 +19,7 @@ import msgspec
 from manta.cluster.config import EngineConfig
 from manta.cluster.engine.request import EngineRequest, SequenceOutput
 from manta.cluster.engine.stats import EngineStats
-from manta.cluster.errors import QueueFull, RequestRefused, ServingError, Unavailable
+from manta.cluster.errors import ServingError, Unavailable, error_of
 from manta.cluster.http.exchange.engines import GenerationRequest
 from manta.cluster.http.exchange.metrics import Metrics, RequestMetrics
 from manta.cluster.serve.channel.keeping import FromKeeper
@@ -40,6 +40,7 @@ from manta.cluster.serve.scaling.waking import Waker
 from manta.cluster.serve.starting.start_failure import in_words
 from manta.cluster.text.tokenizer import Tokenizer
 from manta.structured.constraint import ConstraintSpec
+from manta.structured.refusals import Refusal
 from manta.workers.model_info import ModelInfo
 
 logger = logging.getLogger(__name__)
@@ -134,11 +135,8 @@ class EngineQuestions:
         """
         try:
             return await self._answer(self.serving.resolve.remote(spec, client))
-        except QueueFull as error:
-            raise QueueFull(str(getattr(error, "cause", error))) from error
-        except RequestRefused as error:
-            refusal = getattr(error, "cause", error)  # Ray raises a copy whose text is a whole traceback
-            raise RequestRefused(str(refusal), refusal.param) from error
+        except ServingError as error:  # Ray raises a copy whose text is a whole traceback
+            raise error_of(error.refusal) from error
 
     async def model(self) -> ModelInfo:
         return await self._answer(self.serving.model.remote())
@@ -166,7 +164,8 @@ class EngineQuestions:
         stats = [each for each in found if isinstance(each, EngineStats)]
         if not stats:
             reasons = sorted({type(error).__name__ for error in found})
-            raise Unavailable(f"no engine answers: {', '.join(reasons) or 'there is none'}")
+            cause = f"no engine answers: {', '.join(reasons) or 'there is none'}"
+            raise Unavailable(Refusal("unavailable", cause=cause))
         starts = [sum(each.service.start_seconds.values()) for each in stats if each.service is not None]
         if starts:
             self._waker.measured(max(starts))
@@ -330,7 +329,8 @@ class EngineClient(EngineQuestions):
         try:
             return await self._receiver.start()
         except OSError as error:
-            raise Unavailable(f"the ingress cannot listen for engines: {in_words(error)}; retry") from error
+            cause = f"the ingress cannot listen for engines: {in_words(error)}"
+            raise Unavailable(Refusal("unavailable", cause=cause, remedy="retry")) from error
 
     def call(self, run: PromptRun, request: EngineRequest, pause_s: float) -> Call:
         # Each call runs in a context of its own. Serve identifies an HTTP request by its context: it would treat calls
@@ -412,4 +412,5 @@ class EngineClient(EngineQuestions):
 
 def _gone() -> Unavailable:
     """Returns the error of a request whose engines are gone for good."""
-    return Unavailable("the application was ended, and its engines with it; ask another server")
+    cause = "the application was ended, and its engines with it"
+    return Unavailable(Refusal("unavailable", cause=cause, remedy="ask another server"))

@@ -21,6 +21,7 @@ from manta.cluster.http.exchange.metrics import Metrics, RequestMetrics
 from manta.cluster.serve.channel.token_channel import Connection, Control, EngineFailed, RequestResult
 from manta.cluster.telemetry.request_log import log_event
 from manta.cluster.text.tokenizer import Tokenizer
+from manta.structured.refusals import Refusal
 
 SUSPECT_DEATHS = 2
 """Engine deaths after which a request may be their cause. It is a suspect if the last of these engines had begun to run
@@ -247,7 +248,7 @@ class PromptRun:
                     await self._client.suspects.acquire()
                     self._holds_suspects = True
                 result = await self._client.generate(request)
-                if result.refused is None and result.queue_full is None:
+                if result.refusal is None:
                     await asyncio.wait_for(self.has_all_frames.wait(), LAST_FRAME_TIMEOUT_S)
                     return
         except Exception as error:
@@ -261,7 +262,8 @@ class PromptRun:
         """Handles the end of a call before all frames arrived: the engine refused the request, or something failed."""
         if isinstance(result, Exception):
             self._on_error(result)
-        elif result.queue_full is not None and self._num_attempts:  # it was admitted once
+        elif result.refusal is not None and result.refusal.kind == "queue_full" and self._num_attempts:
+            # an engine admitted it before
             self._try_again()
         else:
             self._fail(result)
@@ -345,11 +347,8 @@ class PromptRun:
         if not is_killer and self._num_deaths < MAX_DEATHS:
             self.go_on()
             return
-        message = (
-            f"{self._num_deaths} engine processes died while they ran this request, which may be why; it is not tried "
-            "again"
-        )
-        self.refuse(GenerationFailed(message, code="internal_error"))
+        cause = f"{self._num_deaths} engine processes died while they ran this request, which may be why"
+        self.refuse(GenerationFailed(Refusal("failed", cause=f"{cause}; it is not tried again")))
 
     def refuse(self, reason: ServingError) -> None:
         """Aborts the request and tells its reader why."""
@@ -405,4 +404,5 @@ class PromptRun:
 
 def overdue_error() -> Overdue:
     """Returns the error of a request that no engine took or ended by its deadline."""
-    return Overdue("no engine took or ended the request by its deadline; the limit is request_timeout_s")
+    cause = "no engine took or ended the request by its deadline"
+    return Overdue(Refusal("deadline", place="request_timeout_s", cause=cause))

@@ -15,7 +15,7 @@ from typing import Protocol
 import msgspec
 
 from manta.cluster.engine.request import FinishStatus, SequenceOutput, Usage
-from manta.cluster.errors import GenerationFailed, Overdue, QueueFull, RequestRefused, ServingError
+from manta.cluster.errors import GenerationFailed, ServingError, error_of, refuse
 from manta.cluster.http.exchange.engines import Event, GenerationRequest
 from manta.cluster.http.exchange.metrics import RequestMetrics
 from manta.cluster.serve.channel.token_channel import RequestResult
@@ -25,6 +25,7 @@ from manta.cluster.serve.starting.start_failure import in_words
 from manta.cluster.telemetry.request_log import log_event
 from manta.cluster.text.detokenizer import SequenceText
 from manta.cluster.text.tokenizer import Tokenizer
+from manta.structured.refusals import Kind, Refusal
 
 
 class Choice:
@@ -195,14 +196,12 @@ class Answers:
         """Raises `ServingError` if the end of one choice ends the whole answer."""
         error = output.error
         if finish is FinishStatus.FINISHED_ABORTED and error is not None:
-            raise Overdue(f"{error}; the limit is request_timeout_s")
+            refuse("deadline", place="request_timeout_s", cause=error)
         if finish is FinishStatus.FINISHED_INTERNAL_ERROR:
             self._num_failed += 1
             if self._params.n == 1 or self._num_failed == len(self.choices):
-                message = f"choice {choice.index} failed: {error}"
-                if output.is_refusal:
-                    raise RequestRefused(message, code="contradictory_parameters")
-                raise GenerationFailed(message, code="internal_error")
+                kind: Kind = "contradictory_parameters" if output.is_refusal else "failed"
+                refuse(kind, cause=f"choice {choice.index} failed: {error}")
             log_event("failed", output.request_id, choice=choice.index, reason=error)
 
     def _stop(
@@ -249,16 +248,11 @@ class Submission(Answers):
 def failure_of(item: RequestResult | Exception) -> ServingError:
     """Returns the error for the reader of an answer that ends with `item`."""
     if isinstance(item, RequestResult):
-        return _refusal(item)
+        assert item.refusal is not None
+        return error_of(item.refusal)
     if isinstance(item, ServingError):
         return item
-    error = GenerationFailed(f"the engine failed: {in_words(getattr(item, 'cause', None) or item)}")
+    cause = f"the engine failed: {in_words(getattr(item, 'cause', None) or item)}"
+    error = GenerationFailed(Refusal("engine_failed", cause=cause))
     error.__cause__ = item
     return error
-
-
-def _refusal(result: RequestResult) -> ServingError:
-    if result.queue_full is not None:
-        return QueueFull(result.queue_full, retry_after_s=result.retry_after_s)
-    code = "context_length_exceeded" if "tokens" in (result.refused or "") and result.param == "prompt" else None
-    return RequestRefused(result.refused or "", result.param, code)

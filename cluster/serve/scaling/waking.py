@@ -13,8 +13,9 @@ import logging
 import time
 from collections.abc import Awaitable, Callable
 
-from manta.cluster.errors import QueueFull, Unavailable
+from manta.cluster.errors import Unavailable, refuse
 from manta.cluster.serve.starting.start_failure import in_words
+from manta.structured.refusals import Refusal
 
 logger = logging.getLogger(__name__)
 
@@ -88,15 +89,14 @@ class Waker:
                 f"the one that starts needs {self.remaining_s:.0f} s more, and a request has {deadline_s:.0f} s"
             )
         if self.num_held >= self._max_held:
-            raise QueueFull(
-                f"{self.num_held} requests wait for an engine to start and the limit is {self._max_held}; retry later "
-                "or raise max_num_waiting",
-                retry_after_s=self.remaining_s,
-            )
+            unit, remedy = "requests wait for an engine to start", "retry later or raise max_num_waiting"
+            more = {"unit": unit, "retry_after_s": self.remaining_s}
+            refuse("queue_full", "", self.num_held, self._max_held, remedy, **more)
 
     def _too_late(self, why: str) -> Unavailable:
-        message = f"no engine runs, and {why} (request_timeout_s); retry later, and see manta status"
-        return Unavailable(message, retry_after_s=self.remaining_s)
+        cause, remedy = f"no engine runs, and {why} (request_timeout_s)", "retry later, and see manta status"
+        refusal = Refusal("unavailable", cause=cause, remedy=remedy, retry_after_s=self.remaining_s)
+        return Unavailable(refusal)
 
     async def _wake(self) -> None:
         """Calls until an engine has answered."""

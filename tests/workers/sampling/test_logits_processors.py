@@ -392,9 +392,9 @@ def test_names_are_found_where_they_are_registered() -> None:
     assert registry.factory("automaton") is manta_example_processor.Automaton
     assert LogitsProcessorRegistry().factory("automaton") is manta_example_processor.Automaton
     assert registry.names() == ["automaton", "mine"]
-    with pytest.raises(LogitsProcessorError, match="'other' is unknown; use one of: automaton, mine"):
+    with pytest.raises(LogitsProcessorError, match="'other' is unknown; use one of automaton, mine"):
         registry.factory("other")
-    with pytest.raises(LogitsProcessorError, match="'mine' is registered already"):
+    with pytest.raises(LogitsProcessorError, match="'mine' is not allowed: it is registered already"):
         registry.register("mine", identity)
     with pytest.raises(LogitsProcessorError, match="a str is no factory"):
         registry.register("text", "identity")  # type: ignore[arg-type]
