@@ -113,8 +113,7 @@ async def test_a_deleted_stream_ends_at_an_owner_that_returns() -> None:
     await until(lambda: recording.num_safe == 5)
     owner.streams.is_deleted = was_deleted
     await leave_its_keeper(world, owner)
-    await until(lambda: recording.is_ended)
-    assert not world.requests
+    await until(lambda: recording.is_ended and not world.requests)
     world.close()
 
 
