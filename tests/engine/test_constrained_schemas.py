@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from decimal import Decimal
 from typing import Any
 
 import hypothesis
@@ -38,6 +39,12 @@ def llm(request: pytest.FixtureRequest) -> LLM:
     return make_llm(speculative={"proposers": ["forced", "ngram"], "adaptive": False})
 
 
+def exact(text: str) -> float | Decimal:
+    """Returns a float, or a decimal if rounding would make a whole number of one that is none."""
+    number = Decimal(text)
+    return number if float(text).is_integer() and number != number.to_integral_value() else float(text)
+
+
 def write_and_judge(llm: LLM, wanted: list[Any]) -> Counter[str]:
     """Writes under all schemas in one batch, two texts each, and judges every whole one."""
     counts: Counter[str] = Counter()
@@ -63,7 +70,8 @@ def write_and_judge(llm: LLM, wanted: list[Any]) -> Counter[str]:
         assert choice.finish_reason in (FinishStatus.FINISHED_STOPPED, FinishStatus.FINISHED_LENGTH)
         counts[choice.finish_reason.name] += 1
         if choice.finish_reason is FinishStatus.FINISHED_STOPPED:
-            assert judge.is_valid(json.loads(choice.text)), f"{one.constraint}: {choice.text!r}"
+            written = json.loads(choice.text, parse_float=exact)
+            assert judge.is_valid(written), f"{one.constraint}: {choice.text!r}"
     settled(llm)
     return counts
 

@@ -437,7 +437,7 @@ def test_an_orphan_that_is_deleted_ends(two: TwoIngresses, monkeypatch: pytest.M
 def test_an_unanswered_delete_is_not_called_done(two: TwoIngresses, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(streams, "CANCEL_S", 0.2)
     monkeypatch.setattr(two.ingresses[0].streams, "_cancel", lambda own: None)
-    client = ResumingClient(two.ports[:1], "/v1/completions", completion(max_tokens=400, n=8), 0, ANN)
+    client = ResumingClient(two.ports[:1], "/v1/completions", completion(max_tokens=400, n=32), 0, ANN)
     client.read_once(3)
     assert ask(two, "DELETE", f"/v1/streams/{client.history.stream_id}")[0] == 503
 
