@@ -184,13 +184,22 @@ def _check_json(spec: ConstraintSpec, limits: ConstraintLimits) -> None:
 _COUNTED = ("enum", "anyOf", "oneOf", "allOf", "properties", "patternProperties", "$defs", "definitions", "prefixItems")
 
 
+_VALUES = ("enum", "const", "default", "examples")
+"""Keywords whose members are values of the client's, not schemas."""
+_NAMING = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
+"""Keywords whose members have names of the client's, which may be those of keywords."""
+
+
 def _check_counts(value: Any, path: str, limits: ConstraintLimits) -> None:
     """Recurses; `check_limits` has bounded the depth."""
     if isinstance(value, dict):
         for name, item in value.items():
             if name in _COUNTED and isinstance(item, dict | list):
                 _check_count(f"{path}/{name}", len(item), limits)
-            if name not in ("enum", "const", "default", "examples"):
+            if name in _NAMING and isinstance(item, dict):
+                for inner, schema in item.items():
+                    _check_counts(schema, f"{path}/{name}/{inner}", limits)
+            elif name not in _VALUES:
                 _check_counts(item, f"{path}/{name}", limits)
     elif isinstance(value, list):
         for index, item in enumerate(value):

@@ -81,14 +81,20 @@ def test_a_bound_of_bodies_is_the_operators(body_type: Any, body: dict[str, Any]
     [
         ('{"properties": {"a": {"properties": {"b": {}}}}}', ConstraintLimits(max_nesting=4)),
         ('{"enum": [1, 2, 3]}', ConstraintLimits(max_alternatives=2)),
+        ('{"properties": {"enum": {"enum": [1, 2, 3]}}}', ConstraintLimits(max_alternatives=2)),
     ],
-    ids=["max_nesting", "max_alternatives"],
+    ids=["max_nesting", "max_alternatives", "max_alternatives of a property with a keyword's name"],
 )
 def test_a_bound_of_constraints_is_the_operators(schema: str, limits: ConstraintLimits) -> None:
     spec = ConstraintSpec(kind="json_schema", text=schema)
     check_limits(spec, ConstraintLimits())
     with pytest.raises(ConstraintError, match="raise max_"):
         check_limits(spec, limits)
+
+
+def test_a_property_with_a_keywords_name_is_not_counted_as_that_keyword() -> None:
+    schema = '{"properties": {"enum": {"type": "string", "minLength": 1, "maxLength": 4}}}'
+    check_limits(ConstraintSpec(kind="json_schema", text=schema), ConstraintLimits(max_alternatives=2))
 
 
 def test_prompt_lookup_compares_at_most_ngram_max_tokens() -> None:
