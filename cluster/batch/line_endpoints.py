@@ -26,7 +26,7 @@ from manta.cluster.http.exchange.exchange import Caller, GenerationExchange
 from manta.cluster.http.exchange.metrics import Metrics
 from manta.cluster.http.exchange.reply import WholeReply
 from manta.cluster.http.exchange.state import AppState
-from manta.cluster.protocol.error_bodies import ANSWERS, openai_body, refusal_of
+from manta.cluster.protocol.error_bodies import answer_of, openai_body, refusal_of
 from manta.cluster.protocol.requests import ChatCompletionRequest, CompletionRequest
 from manta.cluster.text.tokenizer import Tokenizer
 from manta.structured.refusals import Refusal
@@ -79,7 +79,7 @@ class Endpoints:
 
 
 def _failed(request_id: str, refusal: Refusal) -> BatchResponse:
-    return BatchResponse(ANSWERS[refusal.kind].status, request_id, msgspec.Raw(openai_body(refusal)))
+    return BatchResponse(answer_of(refusal).status, request_id, msgspec.Raw(openai_body(refusal)))
 
 
 def batch_endpoints(

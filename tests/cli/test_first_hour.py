@@ -424,8 +424,8 @@ def test_an_unknown_endpoint_lists_the_served_ones() -> None:
 @pytest.mark.parametrize(
     ("path", "body", "words"),
     [
-        ("/v1/chat/completions", {"prompt": "x"}, ["prompt belongs to /v1/completions", "a chat has messages"]),
-        ("/v1/completions", {"messages": []}, ["messages belong to /v1/chat/completions", "prompt"]),
+        ("/v1/chat/completions", {"prompt": "x"}, ["prompt", "/v1/completions", "a chat has messages"]),
+        ("/v1/completions", {"messages": []}, ["messages", "/v1/chat/completions", "prompt"]),
         ("/v1/completions", {"prompt": "x", "max_token": 3}, ["did you mean max_tokens?"]),
     ],
 )

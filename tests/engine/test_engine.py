@@ -188,20 +188,22 @@ def test_a_failed_step_is_recomputed_once_then_unhealthy() -> None:
 
 
 @pytest.mark.parametrize(
-    ("prompt", "params", "words"),
+    ("prompt", "params", "kind", "field", "value"),
     [
-        ([], GREEDY, "the prompt is empty"),
-        ([5, VOCAB_SIZE], GREEDY, f"token id {VOCAB_SIZE} is outside the vocabulary"),
-        ([5, -1], GREEDY, "token id -1 is outside the vocabulary"),
-        ([5] * 5000, GREEDY, "leaves no room for output"),
-        ([5] * 10, SamplingParams(max_tokens=100_000), "max_tokens 100000 exceeds the"),
-        ([5] * 10, SamplingParams(logit_bias={VOCAB_SIZE: 1.0}), "logit_bias: token id"),
+        ([], GREEDY, "empty", "prompt", None),
+        ([5, VOCAB_SIZE], GREEDY, "outside_vocabulary", "prompt", VOCAB_SIZE),
+        ([5, -1], GREEDY, "outside_vocabulary", "prompt", -1),
+        ([5] * 5000, GREEDY, "context_length", "prompt", 5000),
+        ([5] * 10, SamplingParams(max_tokens=100_000), "exceeds", "max_tokens", 100_000),
+        ([5] * 10, SamplingParams(logit_bias={VOCAB_SIZE: 1.0}), "outside_vocabulary", "logit_bias", VOCAB_SIZE),
     ],
 )
-def test_unservable_requests_are_refused_at_once(prompt, params, words) -> None:
+def test_unservable_requests_are_refused_at_once(prompt, params, kind, field, value) -> None:
     engine = make_engine("llama")
-    with pytest.raises(RequestRefused, match=words):
+    with pytest.raises(RequestRefused) as caught:
         engine.add_request(EngineRequest(request_id="a", prompt_token_ids=prompt, params=params))
+    refusal = caught.value.refusal
+    assert (refusal.kind, refusal.field, refusal.value) == (kind, field, value)
     assert not engine.has_unfinished
 
 

@@ -186,9 +186,10 @@ def test_a_continuation_ignores_full_queues_not_limits() -> None:
         return EngineRequest(request_id=name, prompt_token_ids=[5] * 20, params=params, continued=continued)
 
     usage = Usage(20, 0, 0)
-    for token_ids, words in (([7] * 44, "64 tokens, and this engine's limit is 64"), ([7, 10**6], "token id 1000000")):
-        with pytest.raises(RequestRefused, match=words):
+    for token_ids, kind, value in (([7] * 44, "over_limit", 64), ([7, 10**6], "outside_vocabulary", 10**6)):
+        with pytest.raises(RequestRefused) as caught:
             engine.add_request(request("a", [ContinuedChoice(0, token_ids, usage)]))
+        assert (caught.value.refusal.kind, caught.value.refusal.value) == (kind, value)
     engine.add_request(request("a", None))
     with pytest.raises(QueueFull):
         engine.add_request(request("b", None))
