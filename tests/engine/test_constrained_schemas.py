@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from decimal import Decimal
+from fractions import Fraction
 from typing import Any
 
 import hypothesis
@@ -41,8 +42,10 @@ def llm(request: pytest.FixtureRequest) -> LLM:
 
 def exact(text: str) -> float | Decimal:
     """Returns a float, or a decimal if rounding would make a whole number of one that is none."""
-    number = Decimal(text)
-    return number if float(text).is_integer() and number != number.to_integral_value() else float(text)
+    value = float(text)
+    if value.is_integer() and abs(value) > 2**52 and Fraction(text).denominator != 1:
+        return Decimal(text)
+    return value
 
 
 def write_and_judge(llm: LLM, wanted: list[Any]) -> Counter[str]:

@@ -157,7 +157,7 @@ def test_the_clients_parse_gives_pydantic_models(client: openai.OpenAI, server: 
         assert (reply.choices[0].model_extra or {})["stop_reason"] is None
     with client.chat.completions.stream(**common(server), response_format=Trip) as stream:
         contents = [event.snapshot for event in stream if event.type == "content.delta"]
-        assert len(contents) > 3
+        assert len(contents) > 1, "a busy client gets several tokens at once, but not all"
         final = stream.get_final_completion()
     assert isinstance(final.choices[0].message.parsed, Trip)
     assert final.choices[0].message.content == contents[-1]
