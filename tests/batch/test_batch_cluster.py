@@ -6,7 +6,6 @@ import json
 import os
 import pathlib
 import random
-import shlex
 import shutil
 import subprocess
 import sys
@@ -144,7 +143,7 @@ def test_a_ray_job_answers_a_batch(tmp_path: pathlib.Path) -> None:
         assert all(each["response"]["status_code"] == 200 for each in results(target))
         # A job of a developer: the working directory is a checkout, whose code runs instead of the installed one.
         done = subprocess.run(
-            [*submit[: submit.index(".")], ROOT, "--", sys.executable, "-c", shlex.quote(FROM_A_CHECKOUT)],
+            [*submit[: submit.index(".")], ROOT, "--", sys.executable, "-c", FROM_A_CHECKOUT],
             env=environment,
             capture_output=True,
             text=True,

@@ -266,7 +266,7 @@ async def retrieve(state: AppState, exchange: Exchange, _: None) -> ResponseObje
     kept, stored = await _found(state, exchange)
     if not query.stream:
         return await _current(state, exchange.caller.owner, stored)
-    opening = _opening_of(stored, "its events can be read again")
+    opening = _opening_of(stored, "read again as events")
     ended = await asyncio.to_thread(kept.ended, exchange.caller.owner, stored.response.id)
     if ended is None:
         recording = await _running(state, kept, opening)
@@ -310,7 +310,7 @@ async def delete(state: AppState, exchange: Exchange, _: None) -> ResponseDelete
 async def cancel(state: AppState, exchange: Exchange, _: None) -> ResponseObject:
     """Ends a background response, and returns it with what it has. One that has ended is returned as it is."""
     kept, stored = await _found(state, exchange)
-    opening = _opening_of(stored, "it can be cancelled")
+    opening = _opening_of(stored, "cancelled")
     response = await _current(state, exchange.caller.owner, stored)
     if response.status not in ("queued", "in_progress"):
         return response
@@ -342,7 +342,7 @@ async def _found(state: AppState, exchange: Exchange) -> tuple[KeptResponses, St
 
 def _opening_of(stored: StoredResponse, what: str) -> Opening:
     if stored.opening is None:
-        cause = f"it was not created with background: true, so {what} not"
+        cause = f"only one that was created with background: true can be {what}"
         refuse("unfit", place=f"response {stored.response.id}", cause=cause)
     return decode_opening(stored.opening)
 
