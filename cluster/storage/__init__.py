@@ -1,1 +1,1 @@
-"""What clients store: files, batches and responses, in a folder or an object store."""
+"""Files, batches and responses of clients, in a folder or an object store."""

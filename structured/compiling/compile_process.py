@@ -84,7 +84,7 @@ class Answer(msgspec.Struct, array_like=True):
 
     @property
     def outcome(self) -> Resolved | ConstraintError:
-        """What the constraint was compiled to, or why it is refused."""
+        """The compiled constraint, or the reason why it is refused."""
         if self.refusal is not None:
             return ConstraintError(self.refusal)
         assert self.resolved is not None

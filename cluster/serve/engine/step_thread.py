@@ -68,7 +68,7 @@ class Running(msgspec.Struct):
 
 
 class News(msgspec.Struct):
-    """What the thread has done and nobody was told of."""
+    """Results of the thread that nobody was told of yet."""
 
     frames: dict[Address, list[SequenceOutput]] = {}
     """Outputs for each ingress."""
