@@ -1,4 +1,4 @@
-"""What a soak is judged by, and how it is shown: bars, a Markdown table, and a CSV of every sample."""
+"""Judges a soak by its bars, and shows it as a Markdown table and as a CSV of every sample."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ _Size = Literal["over_limit", "exceeds", "context_length"]
 _Parameter = Literal["out_of_range", "too_many_values", "invalid_value", "wrong_arguments", "outside_vocabulary"]
 _Constraint = Literal["contradictory_parameters", "not_enforced", "unsatisfiable", "over_budget"]
 RequestKind = Literal[_Shape, _Choice, _Together, _Size, _Parameter, _Constraint]
-"""What is wrong with a request, whoever is to serve it."""
+"""Faults of a request, whoever is to serve it."""
 _Access = Literal["no_key", "forbidden_origin", "unknown_url", "wrong_method", "no_websocket", "connection_too_old"]
 _Thing = Literal["unknown_file", "unknown_model", "unknown_object", "unknown_response", "unknown_stream"]
 _State = Literal["no_storage", "batch_has_ended", "cancelled_by_client", "cancelled", "stream_lost"]
@@ -45,7 +45,7 @@ class Refusal(msgspec.Struct, frozen=True, omit_defaults=True):
     field: str = ""
     """Path of what is at fault in the client's own body, such as `tools[0].function.name`; empty for all of it."""
     value: Value = None
-    """What was given: the value itself, or how many `unit` there are."""
+    """The given value, or the number of `unit` that were given."""
     bound: Bound = None
     """What is allowed instead: the limit, the lowest and highest number, the choices, or a noun."""
     remedy: str = ""

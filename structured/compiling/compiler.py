@@ -40,7 +40,7 @@ ENTRY_BYTES = 600
 
 
 class CompilerBounds(NamedTuple):
-    """What a compiler remembers, and for how long."""
+    """Bounds on what a compiler remembers, and for how long."""
 
     cache_bytes: int = 32 * 2**20
     """Most bytes of compiled constraints that are kept: room for 7,000 schemas of the usual size."""
