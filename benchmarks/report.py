@@ -251,7 +251,9 @@ def turns(count: int, what: str) -> Iterator[int]:
 
 
 def in_turns(sides: Mapping[str, Callable[[int], T]], count: int, what: str) -> dict[str, list[T]]:
-    """Returns the results of each side for turns 1 to `count`. Turn 0 warms up; the order of the sides is reversed each turn."""
+    """Returns the results of each side for turns 1 to `count`. Turn 0 warms up; each turn reverses the order of the
+    sides.
+    """
     found: dict[str, list[T]] = {name: [] for name in sides}
     for number in turns(count + 1, what):
         for name in reversed(sides) if number % 2 else sides:
