@@ -25,6 +25,9 @@ LEAST_DOT = 16
 TILE_BYTES = 16384
 """Bytes of keys, and of values, in one tile of keys."""
 MOST_TILE_KEYS = 128
+MOST_VISIBLE_DIM = 128
+"""Largest head size with a loop of its own for the tiles that every row sees: with 256, two loops spill registers.
+"""
 MOST_PREFIX_SPLITS = 8
 SPLITS_AT_A_TIME = 32
 """Number of splits of a token that are merged in one iteration."""
@@ -53,6 +56,7 @@ def paged_attention(
         "PADDED_DIM": padded_size(head_dim, LEAST_DOT),
         "BLOCK_SIZE": metadata.block_size,
         "TILE_KEYS": _tile_keys(head_dim, k_cache.dtype),
+        "HAS_VISIBLE": head_dim <= MOST_VISIBLE_DIM,
         "WIDE": needs_wide_dot(qkv.dtype),
     }
     rows = metadata.prefix_rows if isinstance(metadata, DeviceMetadata) and sliding_window is None else None
@@ -357,6 +361,7 @@ def _attend(
     PADDED_DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     TILE_KEYS: tl.constexpr,
+    HAS_VISIBLE: tl.constexpr,
     WIDE: tl.constexpr,
     TILE_TOKENS: tl.constexpr,
     TILE_ROWS: tl.constexpr,
@@ -439,7 +444,7 @@ def _attend(
         BLOCK_SIZE,
         TILE_KEYS,
         HAS_WINDOW,
-        TILE_TOKENS > 1 and not HAS_WINDOW,  # the tokens of a decode have one tile that is masked, and few others
+        HAS_VISIBLE and TILE_TOKENS > 1 and not HAS_WINDOW,  # the items of a decode have few tiles
         WIDE,
     )
     sees_nothing = total == 0.0
@@ -477,6 +482,7 @@ def _attend_prefix(
     PADDED_DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     TILE_KEYS: tl.constexpr,
+    HAS_VISIBLE: tl.constexpr,
     WIDE: tl.constexpr,
     TILE_TOKENS: tl.constexpr,
     TILE_ROWS: tl.constexpr,
@@ -527,7 +533,7 @@ def _attend_prefix(
         BLOCK_SIZE,
         TILE_KEYS,
         False,
-        True,
+        HAS_VISIBLE,
         WIDE,
     )
     sees_nothing = total == 0.0
