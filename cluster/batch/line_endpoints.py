@@ -18,11 +18,11 @@ from manta.cluster.config import ServeConfig
 from manta.cluster.errors import ServingError
 from manta.cluster.http.access.keys import ApiKeys
 from manta.cluster.http.access.prefix_scope import new_secret
+from manta.cluster.http.access.request_admission import Caller, decode
 from manta.cluster.http.app import no_cluster, no_other_metrics
 from manta.cluster.http.endpoints import generation
-from manta.cluster.http.exchange.codec import decode
 from manta.cluster.http.exchange.engines import Engines
-from manta.cluster.http.exchange.exchange import Caller, GenerationExchange
+from manta.cluster.http.exchange.exchange import GenerationExchange
 from manta.cluster.http.exchange.metrics import Metrics
 from manta.cluster.http.exchange.reply import WholeReply
 from manta.cluster.http.exchange.state import AppState

@@ -68,7 +68,7 @@ def silence(server: LocalServer, method: str, patch: pytest.MonkeyPatch) -> Unan
 
 def num_held(server: LocalServer) -> int:
     """Requests that the ingress has anything of."""
-    return server.ingress._app._preparing.num_requests + len(server.ingress._client.runs)
+    return server.ingress._app.admission.num_prepared + len(server.ingress._client.runs)
 
 
 def run(test: Callable[[], Coroutine[Any, Any, None]]) -> None:
@@ -316,7 +316,7 @@ def test_an_endless_handler_ends_with_client_or_deadline(route: Route, end: str)
             await answering
             assert sent[0]["status"] == 408
         await cancelled.wait()
-        assert app._preparing.num_requests == 0
+        assert app.admission.num_prepared == 0
 
     run(test)
 

@@ -12,9 +12,9 @@ from typing import Annotated, Any
 import msgspec
 
 from manta.cluster.errors import refuse
-from manta.cluster.http.exchange.codec import decode, decode_query
-from manta.cluster.http.exchange.exchange import Exchange
-from manta.cluster.http.exchange.identity import response_id
+from manta.cluster.http.access.request_admission import decode
+from manta.cluster.http.exchange.codec import decode_query
+from manta.cluster.http.exchange.exchange import Exchange, response_id
 from manta.cluster.http.exchange.recording import replay
 from manta.cluster.http.exchange.recordings import Opening, Recording, last_event
 from manta.cluster.http.exchange.routing import Route

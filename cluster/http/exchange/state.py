@@ -11,8 +11,8 @@ import msgspec
 from prometheus_client.metrics_core import Metric
 
 from manta.cluster.config import ServeConfig
-from manta.cluster.errors import refuse
 from manta.cluster.http.access.prefix_scope import PrefixScope
+from manta.cluster.http.access.request_admission import Admission
 from manta.cluster.http.exchange.engines import Engines
 from manta.cluster.http.exchange.metrics import Metrics
 from manta.cluster.http.exchange.recordings import NoStreams, Streams
@@ -73,6 +73,7 @@ class AppState:
         self.tokenizer = tokenizer
         self.engines = engines
         self.metrics = metrics
+        self.admission = Admission(config)
         self.other_metrics = other_metrics
         self.cluster = cluster
         self.knows_engines = False
@@ -99,12 +100,6 @@ class AppState:
         self._model: ModelInfo | None = None
         self._asking: asyncio.Future[ModelInfo] | None = None
         """Query to the engines that all waiting requests share; None if none is under way."""
-
-    def check_model(self, name: str) -> None:
-        """Refuses with 404 if `name` is not the served model."""
-        served = self.model_name
-        if name != served:
-            refuse("unknown_model", "model", name, served)
 
     async def model_info(self) -> ModelInfo:
         """Returns the model's properties as an engine reported them. Raises `Unavailable` if no engine will come."""
