@@ -49,6 +49,8 @@ class Tokenizer:
         self.folder = resolve_folder(folder)
         self._config = read_json(self.folder / "tokenizer_config.json")
         self._fast = self._load()
+        self.special_tokens = special_tokens(self._config)
+        """Texts of the special tokens by role, such as `eos_token`."""
         self._fast.no_truncation()
         self._fast.no_padding()
         self._add_special_tokens()
@@ -125,11 +127,6 @@ class Tokenizer:
             return ChatTemplates(read_chat_templates(self.folder, self._config))
         except jinja2.TemplateError as error:
             raise TokenizerError(f"the chat template of {self.folder} is no valid Jinja: {error}") from error
-
-    @property
-    def special_tokens(self) -> dict[str, str]:
-        """Texts of the special tokens by role, such as `eos_token`."""
-        return special_tokens(self._config)
 
     # ---- text and tokens ---------------------------------------------------------------------------------------
 
