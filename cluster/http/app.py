@@ -11,8 +11,6 @@ import logging
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
-from prometheus_client.metrics_core import Metric
-
 from manta.cluster.config import ServeConfig
 from manta.cluster.errors import ServingError, refuse
 from manta.cluster.http.access.prefix_scope import new_secret
@@ -28,7 +26,7 @@ from manta.cluster.http.exchange.recording import RESUMABLE, make_resumable
 from manta.cluster.http.exchange.recordings import Opening, Recording, Streams, last_event
 from manta.cluster.http.exchange.reply import Send
 from manta.cluster.http.exchange.routing import Route
-from manta.cluster.http.exchange.state import AppState, ClusterState, DeploymentState, NodeState, OtherMetrics
+from manta.cluster.http.exchange.state import AppState, ClusterState, OtherMetrics, no_cluster, no_other_metrics
 from manta.cluster.http.openapi import openapi_document
 from manta.cluster.http.routes import MESSAGE, ROUTES
 from manta.cluster.http.websockets import WebSockets
@@ -38,16 +36,6 @@ from manta.cluster.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from manta.cluster.http.server_span import ServerSpans
-
-
-async def no_other_metrics() -> list[list[Metric]]:
-    """Returns no metrics, for the only replica of the endpoint."""
-    return []
-
-
-async def no_cluster() -> tuple[list[DeploymentState], list[NodeState]]:
-    """Returns no deployments and no nodes, for an application that Serve does not run."""
-    return [], []
 
 
 class Router:
@@ -130,7 +118,7 @@ class HttpApp:
         self._config = config
         document = openapi_document(routes)
         secret = prefix_secret or new_secret()
-        self._state = AppState(config, tokenizer, engines, metrics, other_metrics, cluster, document, secret)
+        self._state = AppState(config, tokenizer, engines, metrics, secret, other_metrics, cluster, document)
         if streams is not None:
             self._state.streams = streams
             streams.on_end = self._on_stream_end

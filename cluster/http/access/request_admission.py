@@ -37,8 +37,7 @@ from manta.cluster.errors import TOO_DEEP, Overdue, RequestRefused, refuse
 from manta.cluster.http.access.keys import ApiKeys
 from manta.cluster.http.access.origins import Headers, Origins
 from manta.cluster.http.access.rate_limits import KeyUse, RateLimits
-from manta.cluster.protocol.body_limits import check_num_values, check_sizes
-from manta.cluster.protocol.requests import ChatCompletionRequest, CompletionRequest
+from manta.cluster.protocol.requests import ChatCompletionRequest, CompletionRequest, check_num_values, check_sizes
 from manta.cluster.protocol.shape_errors import shape_error
 from manta.structured.refusals import Refusal
 from manta.workers.sampling_params import SamplingParams

@@ -51,6 +51,16 @@ ClusterState = Callable[[], Awaitable[tuple[list[DeploymentState], list[NodeStat
 """Function that returns the deployments and nodes as Ray reports them, including those that answer no request."""
 
 
+async def no_other_metrics() -> list[list[Metric]]:
+    """Returns no metrics, for the only replica of the endpoint."""
+    return []
+
+
+async def no_cluster() -> tuple[list[DeploymentState], list[NodeState]]:
+    """Returns no deployments and no nodes, for an application that Serve does not run."""
+    return [], []
+
+
 class AppState:
     """Holds one application's shared state. `document` is the OpenAPI document of all routes; `prefix_secret` keys the
     roots of the prefix cache.
@@ -62,10 +72,10 @@ class AppState:
         tokenizer: Tokenizer,
         engines: Engines,
         metrics: Metrics,
-        other_metrics: OtherMetrics,
-        cluster: ClusterState,
-        document: dict[str, Any],
         prefix_secret: bytes,
+        other_metrics: OtherMetrics = no_other_metrics,
+        cluster: ClusterState = no_cluster,
+        document: dict[str, Any] | None = None,
     ) -> None:
         self.config = config
         self.model_name = config.model_name
@@ -78,7 +88,7 @@ class AppState:
         self.cluster = cluster
         self.knows_engines = False
         """Whether an engine has answered a question about its health here."""
-        self.document = document
+        self.document = document or {}
         self.prefix_scope = PrefixScope(prefix_secret, config.share_prefix_cache)
         self.streams: Streams = NoStreams()
         """The recorded streams. `cluster/http/app.py` sets it."""
