@@ -25,7 +25,7 @@ from manta.cluster.http.exchange.routing import Route
 from manta.cluster.http.routes import ROUTES
 from manta.cluster.serve.channel.token_channel import Address, Connection, RequestResult
 from manta.cluster.serve.requests import prompt_run
-from manta.cluster.storage.records import Records, Upload
+from manta.cluster.storage.file_records import FileRecords, Upload
 from manta.structured.refusals import Refusal
 from manta.workers.model_info import ModelInfo
 from tests.local_server import LocalServer, answer, local_server, post, until
@@ -326,7 +326,7 @@ def test_an_unresponsive_storage_ends_an_upload(
     method: str, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     answers = threading.Event()
-    kind = Records if method == "begin_upload" else Upload
+    kind = FileRecords if method == "begin_upload" else Upload
     monkeypatch.setattr(kind, method, lambda *_: answers.wait())
 
     async def test() -> None:
