@@ -22,11 +22,10 @@ from manta.cluster.http.exchange.engines import Engines
 from manta.cluster.http.exchange.exchange import Exchange
 from manta.cluster.http.exchange.incoming import BodyRoom, ClientGone, Receive, Scope
 from manta.cluster.http.exchange.metrics import Metrics
-from manta.cluster.http.exchange.recording import RESUMABLE, make_resumable
+from manta.cluster.http.exchange.recorded_engines import RESUMABLE, make_resumable
 from manta.cluster.http.exchange.recordings import Opening, Recording, Streams, last_event
 from manta.cluster.http.exchange.reply import Send
-from manta.cluster.http.exchange.routing import Route
-from manta.cluster.http.exchange.state import AppState, ClusterState, OtherMetrics, no_cluster, no_other_metrics
+from manta.cluster.http.exchange.state import AppState, ClusterState, OtherMetrics, Route, no_cluster, no_other_metrics
 from manta.cluster.http.openapi import openapi_document
 from manta.cluster.http.routes import MESSAGE, ROUTES
 from manta.cluster.http.websockets import WebSockets

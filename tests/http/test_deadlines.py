@@ -21,7 +21,7 @@ from manta.cluster.config import ServeConfig
 from manta.cluster.http.app import HttpApp
 from manta.cluster.http.exchange import prompts
 from manta.cluster.http.exchange.metrics import Metrics
-from manta.cluster.http.exchange.routing import Route
+from manta.cluster.http.exchange.state import Route
 from manta.cluster.http.routes import ROUTES
 from manta.cluster.serve.channel.token_channel import Address, Connection, RequestResult
 from manta.cluster.serve.requests import prompt_run
