@@ -2,16 +2,18 @@
 
 A rank connects to its engine (`cluster/engine/ranks/rank_channel.py`), and an engine to each ingress
 (`cluster/serve/channel/token_channel.py`). Whoever listens reads `MAX_HELLO_BYTES` at most from a stranger, and closes
-the oldest of too many strangers. A hello names the version of its sender, for the refusal of what cannot be read.
+the oldest of too many strangers. A hello names the version of its sender, for the refusal of what cannot be read; two
+processes understand each other if the formats of their messages are equal.
 """
 
 from __future__ import annotations
 
 import functools
+import hashlib
 import hmac
 import secrets
 import socket
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -19,6 +21,9 @@ from manta.cluster.version import version
 
 MAX_HELLO_BYTES = 1024
 """Longest first frame, in bytes, that is read from a connection before it has shown the secret."""
+
+MEANING = 1
+"""A number to raise when the same fields of a message, or of what it carries, come to mean something else."""
 
 
 class Address(msgspec.Struct, frozen=True, array_like=True):
@@ -54,6 +59,23 @@ def proven(data: bytes | bytearray, kind: type[AnyHello], secret: str) -> AnyHel
     if not hmac.compare_digest(hello.secret.encode(), secret.encode()):
         raise ValueError("another secret")
     return hello
+
+
+def format_of(*types: Any) -> str:
+    """Returns a hash of the fields, their types and bounds, of structs and of what they hold. Two processes with equal
+    hashes understand each other's messages, whatever their versions.
+    """
+    schema = msgspec.json.schema_components(types, ref_template="{name}")
+    return hashlib.sha256(msgspec.json.encode((MEANING, _without_prose(schema)), order="sorted")).hexdigest()[:16]
+
+
+def _without_prose(schema: Any) -> Any:
+    """Removes the docstrings from a schema."""
+    if isinstance(schema, dict):
+        return {name: _without_prose(each) for name, each in schema.items() if name != "description"}
+    if isinstance(schema, list | tuple):
+        return [_without_prose(each) for each in schema]
+    return schema
 
 
 @functools.cache

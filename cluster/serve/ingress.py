@@ -70,9 +70,9 @@ class Ingress:
         batches: Any = None,
     ) -> None:
         with told_in_words():
-            self._start(config, engine, prefix_secret, standby)
+            self._start(config, engine, prefix_secret, standby, shares_port)
 
-    def _start(self, config: ServeConfig, engine: Any, prefix_secret: bytes, standby: Any) -> None:
+    def _start(self, config: ServeConfig, engine: Any, prefix_secret: bytes, standby: Any, shares_port: bool) -> None:
         tokenizer = Tokenizer(config.engine.tokenizer or str(resolve_model_folder(config.engine.model)))
         if (warning := openness(config)) is not None:
             logging.getLogger(__name__).warning(warning)
@@ -168,16 +168,8 @@ class ListeningIngress(Ingress):
 
     returns_request_id = True
 
-    def __init__(
-        self,
-        config: ServeConfig,
-        engine: Any,
-        prefix_secret: bytes,
-        standby: Any = None,
-        shares_port: bool = False,
-        batches: Any = None,
-    ) -> None:
-        super().__init__(config, engine, prefix_secret, standby)
+    def _start(self, config: ServeConfig, engine: Any, prefix_secret: bytes, standby: Any, shares_port: bool) -> None:
+        super()._start(config, engine, prefix_secret, standby, shares_port)
         self._port = config.port
         self._notice_s = config.drain_notice_s
         peers = f"{ray.get_runtime_context().get_session_name()}/{_app_name()}" if shares_port else None

@@ -8,6 +8,7 @@ and calls of Ray actors 0.9 ms (`benchmarks/results/2026-11-22.md`).
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import math
 import os
@@ -21,7 +22,16 @@ from collections.abc import Iterable
 import msgspec
 
 from manta.cluster.engine.ranks.rank_messages import Answer, Failed, Message
-from manta.cluster.handshake import MAX_HELLO_BYTES, Address, Hello, listen, own_version, proven, versions_beside
+from manta.cluster.handshake import (
+    MAX_HELLO_BYTES,
+    Address,
+    Hello,
+    format_of,
+    listen,
+    own_version,
+    proven,
+    versions_beside,
+)
 from manta.structured.frames import frame
 
 logger = logging.getLogger(__name__)
@@ -50,6 +60,14 @@ class RankHello(Hello, array_like=True):
     pid: int
     version: str = ""
     """Version of Manta; empty from a version that does not tell it."""
+    step_format: str = ""
+    """Format of the messages that the rank understands (`step_format`)."""
+
+
+@functools.cache
+def step_format() -> str:
+    """Returns the hash of all messages between an engine and its ranks; see `format_of`."""
+    return format_of(Message, Answer)
 
 
 class AcceptLimits(msgspec.Struct, frozen=True, kw_only=True):
@@ -76,9 +94,9 @@ class Listener:
     def accept(self, num_ranks: int) -> list[tuple[RankHello, socket.socket]]:
         """Returns a connection to each rank, in order.
 
-        Raises `RankLost` if a rank does not connect within `connect_s`, or is of another version. Other connections
-        cannot delay that: all are read concurrently, each has `hello_s` to send its whole hello, and at most
-        `max_unproven` wait at a time.
+        Raises `RankLost` if a rank does not connect within `connect_s`, or is of a version with other messages. Other
+        connections cannot delay that: all are read concurrently, each has `hello_s` to send its whole hello, and at
+        most `max_unproven` wait at a time.
         """
         found: dict[int, tuple[RankHello, socket.socket]] = {}
         deadline = time.monotonic() + self.limits.connect_s
@@ -105,7 +123,7 @@ class Listener:
                         hello = each.hello(self.address.secret)
                         if hello is None or not 0 <= hello.rank < num_ranks:
                             _turn_away(each)
-                        elif hello.version != own_version():
+                        elif hello.step_format != step_format():
                             _close([each.socket, *(connection for _, connection in found.values())])
                             _close(other.socket for other in unproven)
                             who = f"rank {hello.rank}, process {hello.pid}, is no rank of this engine"
@@ -178,7 +196,8 @@ def connect(address: Address, rank: int) -> socket.socket:
     connection = socket.create_connection((address.host, address.port), CONNECT_S)
     connection.settimeout(None)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    connection.sendall(frame(_encoder.encode(RankHello(address.secret, rank, os.getpid(), own_version()))))
+    hello = RankHello(address.secret, rank, os.getpid(), own_version(), step_format())
+    connection.sendall(frame(_encoder.encode(hello)))
     return connection
 
 

@@ -187,6 +187,7 @@ class Admission:
     def __init__(self, config: ServeConfig) -> None:
         engine = config.engine
         self._config = config
+        self._model_name = config.model_name
         self._keys = ApiKeys(config.api_keys or ())
         self.origins = Origins(config)
         self.rate_limits = RateLimits(config.key_limits)
@@ -238,8 +239,8 @@ class Admission:
 
     def check_model(self, name: str) -> None:
         """Refuses with 404 if `name` is not the served model."""
-        if name != self._config.model_name:
-            refuse("unknown_model", "model", name, self._config.model_name)
+        if name != self._model_name:
+            refuse("unknown_model", "model", name, self._model_name)
 
     # ---- a chat or a completion ----------------------------------------------------------------------------------
 
