@@ -24,11 +24,12 @@ from manta.cluster.chat.tool_grammar import calls_grammar
 from manta.cluster.chat.tool_parser import Piece, ToolCallParser
 from manta.cluster.engine.request import FinishStatus
 from manta.cluster.errors import RequestRefused
-from manta.cluster.http.exchange.codec import decode, encode
+from manta.cluster.http.access.request_admission import decode
+from manta.cluster.http.exchange.codec import encode
 from manta.cluster.protocol import responses
 from manta.cluster.protocol.requests import ChatCompletionRequest
+from manta.cluster.protocol.responses import usage_info
 from manta.cluster.protocol.tools import Function, Tool, arguments_schema, template_tools
-from manta.cluster.protocol.usage import usage_info
 from manta.cluster.text.chat_template import ChatTemplates
 from manta.cluster.text.tokenizer import Tokenizer
 from manta.structured.constraint import ConstraintSpec

@@ -18,8 +18,7 @@ from manta.cluster.errors import RequestRefused
 from manta.cluster.http.endpoints import generation
 from manta.cluster.http.exchange.codec import NAMED_EVENTS, encode, named_event
 from manta.cluster.http.exchange.engines import Event, Generation
-from manta.cluster.http.exchange.exchange import Exchange
-from manta.cluster.http.exchange.identity import Identity
+from manta.cluster.http.exchange.exchange import Exchange, Identity
 from manta.cluster.http.exchange.prompts import encode as encode_prompt
 from manta.cluster.http.exchange.state import AppState
 from manta.cluster.protocol.anthropic import (
@@ -66,7 +65,7 @@ async def messages(state: AppState, exchange: Exchange, body: MessagesRequest) -
 async def count_tokens(state: AppState, exchange: Exchange, body: CountTokensRequest) -> TokenCount:
     """Counts the prompt's tokens as `messages` would use them."""
     request = body.as_openai()
-    state.check_model(request.model)
+    state.admission.check_model(request.model)
     try:
         params = await generation.sampling_params(state, request)
         conversation = render(state.tokenizer, request, template_tools(request.shown_tools()))

@@ -49,7 +49,7 @@ Write = Callable[..., msgspec.Struct]
 
 
 async def chat(state: AppState, exchange: Exchange, body: OllamaChatRequest) -> OllamaChatAnswer | None:
-    state.check_model(body.model.removesuffix(LATEST))
+    state.admission.check_model(body.model.removesuffix(LATEST))
     if not body.messages:
         return _chat_part(OllamaAnswerMessage(content="", role="assistant"), **_loaded(body.model))
     await _chat(state, exchange, body, body.as_openai(), _chat_part)
@@ -57,7 +57,7 @@ async def chat(state: AppState, exchange: Exchange, body: OllamaChatRequest) -> 
 
 
 async def generate(state: AppState, exchange: Exchange, body: OllamaGenerateRequest) -> OllamaGenerateAnswer | None:
-    state.check_model(body.model.removesuffix(LATEST))
+    state.admission.check_model(body.model.removesuffix(LATEST))
     if not body.prompt:
         return _generate_part(OllamaAnswerMessage(content="", role="assistant"), **_loaded(body.model))
     if state.tokenizer.has_chat_template and not body.raw:
@@ -105,7 +105,7 @@ async def tags(state: AppState, exchange: Exchange, _: None) -> OllamaModels:
 
 
 async def show(state: AppState, exchange: Exchange, body: OllamaShowRequest) -> OllamaShow:
-    state.check_model(body.model.removesuffix(LATEST))
+    state.admission.check_model(body.model.removesuffix(LATEST))
     info, template = await state.model_info(), state.tokenizer.chat_template_source()
     found = {
         "tools": detect_format(state.tokenizer.chat_template_source(tools=True)),
