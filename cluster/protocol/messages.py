@@ -26,7 +26,7 @@ class Arguments(dict[str, Any]):
 class CalledFunction(msgspec.Struct, forbid_unknown_fields=True):
     name: str
     arguments: str
-    """Arguments as JSON text."""
+    """Arguments as JSON text. Blank means none, as some servers answer for a function without parameters."""
 
 
 class MessageToolCall(msgspec.Struct, forbid_unknown_fields=True):
@@ -113,7 +113,7 @@ def _template_call(call: MessageToolCall, path: str) -> dict[str, Any]:
     if call.type != "function":
         refuse("unsupported", f"{path}.type", call.type, "function", "use 'function'")
     try:
-        arguments = json.loads(call.function.arguments)
+        arguments = json.loads(call.function.arguments.strip() or "{}")
     except (ValueError, RecursionError) as error:
         refuse("malformed", f"{path}.function.arguments", bound="JSON", cause=str(error))
     if isinstance(arguments, dict):

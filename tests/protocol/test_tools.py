@@ -114,6 +114,13 @@ def test_calls_and_results_reach_the_template() -> None:
     assert template_tools([Tool(Function("f", strict=True))]) == [{"type": "function", "function": {"name": "f"}}]
 
 
+@pytest.mark.parametrize("arguments", ["", " \n", "{}"])
+def test_blank_arguments_of_a_call_are_none(arguments: str) -> None:
+    call = {"id": "call_1", "type": "function", "function": {"name": "f", "arguments": arguments}}
+    (message,) = body(messages=[{"role": "assistant", "tool_calls": [call]}]).template_messages()
+    assert message["tool_calls"][0]["function"]["arguments"] == {}
+
+
 def test_null_content_is_empty() -> None:
     tool = {"role": "tool", "tool_call_id": "call_1"}
     call = {"id": "call_1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
