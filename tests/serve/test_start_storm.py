@@ -44,7 +44,7 @@ class Storm:
                 try:
                     status, answer = self._kept(client) if keeps else self._fresh()
                 except (ConnectionRefusedError, httpx.ConnectError):  # nobody listens yet
-                    self.is_over.wait(0.02)
+                    self.is_over.wait(0.1)
                     continue
                 except Exception as error:
                     status, answer = 0, repr(error).encode()
