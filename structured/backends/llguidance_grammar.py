@@ -26,7 +26,6 @@ from manta.structured.schemas.numbers import json_text, read_json
 from manta.structured.schemas.rewriting import needs_rewriting, rewritten
 
 UNIMPLEMENTED = re.compile(r"Unimplemented keys: \[[^\]]*\]")
-_NO_FORCING = '%llguidance {"no_forcing": true}\n'
 _SHORT_ESCAPES = 'nrbtf"\\'
 """`\\uXXXX` is left out: with it, an additional property could spell a given property's name and replace it."""
 WHITESPACE = r"[ \n\t]{0,20}"
@@ -98,17 +97,6 @@ def place_within(message: str, schemas: list[Any]) -> str | None:
     """The place of the keyword that llguidance's reason says is not enforced, if one of a grammar's schemas has it."""
     found = UNIMPLEMENTED.search(message)
     return None if found is None else next(filter(None, (place_of(found.group(), schema) for schema in schemas)), None)
-
-
-def without_forcing(grammar: str) -> str:
-    """The grammar without forced tokens: forced bytes that spell a special token's name would become that token, which
-    does not stand for text.
-    """
-    if not grammar.startswith("{"):
-        return grammar if "%llguidance" in grammar else _NO_FORCING + grammar
-    (part,) = read_json(grammar)["grammars"]
-    schema = part.get("json_schema")
-    return _NO_FORCING + (part["lark_grammar"] if schema is None else f"start: %json {json_text(schema)}")
 
 
 def _plain_grammar(spec: ConstraintSpec) -> str:
