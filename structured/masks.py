@@ -179,6 +179,11 @@ class MaskBuffer:
         """Whether the row leaves a single token."""
         return int(np.bitwise_count(self.rows[slot].view(np.uint32)).sum()) == 1
 
+    def allows_any(self, slot: int, token_ids: Iterable[int]) -> bool:
+        """Whether the row leaves one of the tokens."""
+        words = self.rows[slot].view(np.uint32)
+        return any(int(words[token_id // 32]) >> token_id % 32 & 1 for token_id in token_ids)
+
     def adjustments(self, slot: int) -> tuple[np.ndarray, np.ndarray]:
         """Views of the token ids, int32 [n], and of the values to add to their logits, float32 [n]."""
         count = self.num_adjustments[slot]

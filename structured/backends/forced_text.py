@@ -87,9 +87,5 @@ def _without_prefix(part: Any) -> Any:
         parts = [each for each in map(_without_prefix, part[inner]) if each is not None]
         return {**part, inner: parts} if parts else None
     if part["type"] == "Metaspace":
-        return {
-            **part,
-            "prepend_scheme": "never",
-            **({"add_prefix_space": False} if "add_prefix_space" in part else {}),
-        }
-    return {**part, "add_prefix_space": False} if part["type"] == "ByteLevel" else part
+        part = {**part, "prepend_scheme": "never"}
+    return {**part, "add_prefix_space": False} if "add_prefix_space" in part else part

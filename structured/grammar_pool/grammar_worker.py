@@ -38,7 +38,7 @@ class SessionStart(msgspec.Struct, frozen=True, array_like=True):
     spec: ConstraintSpec
     compiled: bytes
     end_token_ids: tuple[int, ...]
-    """Tokens that end the sequence. They are allowed if and only if the grammar lets the text end."""
+    """Tokens that end the sequence: the model's end-of-sequence tokens and the request's stop tokens."""
 
 
 class Job(msgspec.Struct, frozen=True, array_like=True):
@@ -156,17 +156,26 @@ class TrackedSession:
         return FINISHED if self._session is not None and self._session.is_finished() else 0
 
     def fill(self, row: np.ndarray) -> None:
-        """Writes the next token's row. Before the constraint begins, every token but the end tokens is allowed."""
-        accepting = False
+        """Writes the next token's row. Raises `DeadEnd` if no token may follow.
+
+        - End tokens are allowed where the text may end.
+        - A stop token is also allowed where it is a part of the text, which ends with it: the grammar takes it, or it
+          is in the mark after which the constraint begins.
+        - Before the constraint begins, every other token is allowed.
+        """
+        ends, vocabulary = self._start.end_token_ids, self._vocabulary
         if self._session is None:
             row[:] = -1
-            self._vocabulary.forbid_padding(row)
+            vocabulary.forbid_padding(row)
+            vocabulary.set_tokens(row, set(ends).difference(self._start.spec.begin_after), False)
+            return
+        self._session.fill(row)
+        if self._session.is_accepting():
+            vocabulary.set_tokens(row, ends, True)
         else:
-            self._session.fill(row)
-            accepting = self._session.is_accepting()
-        self._vocabulary.set_tokens(row, self._start.end_token_ids, accepting)
+            vocabulary.set_tokens(row, vocabulary.eos_token_ids, False)
         if not row.any():
-            raise ValueError(f"the grammar allows no token at output position {len(self.tokens)}")
+            raise DeadEnd(f"the grammar allows no token at output position {len(self.tokens)}")
 
     def adjustments(self) -> tuple[np.ndarray, np.ndarray]:
         """Token ids int32 [n] and the values to add to their logits, float32 [n]. Raises `ValueError` if they are out
