@@ -18,6 +18,7 @@ from manta.structured.backends.keywords import subschemas
 from manta.structured.backends.lark_schemas import EmbeddedSchema, counts_tokens, embedded_schemas, with_replaced
 from manta.structured.backends.llguidance_schema import departures, has_control_characters, mended, place_of
 from manta.structured.constraint import ConstraintError, ConstraintSpec, Unsupported
+from manta.structured.gbnf.writing import gbnf_as_lark
 from manta.structured.schemas.documents import is_too_old
 from manta.structured.schemas.formats import is_annotation, with_exact_formats
 from manta.structured.schemas.guard import Guard
@@ -107,7 +108,7 @@ def _plain_grammar(spec: ConstraintSpec) -> str:
     if spec.kind == "lark":
         return llguidance.LLMatcher.grammar_from_lark(spec.text)
     if spec.kind == "ebnf":
-        return llguidance.grammar_from("gbnf", spec.text)
+        return llguidance.LLMatcher.grammar_from_lark(gbnf_as_lark(spec.text))
     return _tag_grammar(json.loads(spec.text))
 
 

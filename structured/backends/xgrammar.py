@@ -24,6 +24,7 @@ from manta.structured.backends.keywords import combinations, subschemas
 from manta.structured.backends.lark_schemas import embedded_schemas
 from manta.structured.backends.llguidance import tokenizer_of
 from manta.structured.constraint import ConstraintError, ConstraintSpec, Unsupported
+from manta.structured.gbnf.writing import gbnf_as_ebnf
 from manta.structured.masks import row_words
 from manta.structured.schemas.documents import COUNTS
 from manta.structured.schemas.judge import is_of_type
@@ -94,7 +95,7 @@ class XGrammarBackend:
             alternatives = " | ".join(json.dumps(item, ensure_ascii=False) for item in json.loads(spec.text))
             return compiler.compile_grammar_from_strings(f"root ::= {alternatives}", "root")
         if spec.kind == "ebnf":
-            return compiler.compile_grammar_from_strings(spec.text, "root")
+            return compiler.compile_grammar_from_strings(gbnf_as_ebnf(spec.text), "root")
         if spec.kind == "lark":
             return compiler.compile_lark(spec.text, [], [])
         return compiler.compile_structural_tag(spec.text)

@@ -70,6 +70,13 @@ def test_the_name_of_a_special_token_can_be_forced(server: ThreadedServer) -> No
             assert (choice["text"], choice["finish_reason"]) == (constraints(text)[kind][1], "stop")
 
 
+def test_an_escape_of_gbnf_is_a_character(server: ThreadedServer) -> None:
+    grammar = r'root ::= "\u00e9\U0001F600" [\u0430-\u0433\U0001F600-\U0001F601]{3} "\x41"'
+    ((status, answer),) = asks_all(server, [{"prompt": "x", "structured_outputs": {"grammar": grammar}}])
+    assert status == 200, answer
+    assert re.fullmatch("é😀[а-г😀😁]{3}A", answer["choices"][0]["text"])  # noqa: RUF001
+
+
 def test_an_argument_can_hold_the_name_of_a_special_token(server: ThreadedServer) -> None:
     cases = [
         (f"a{mark}b", parameter)
