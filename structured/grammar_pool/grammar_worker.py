@@ -19,7 +19,16 @@ from manta.structured.backend import DeadEnd, Grammar, Session
 from manta.structured.backends.choose import AUTO, Backends
 from manta.structured.constraint import ConstraintSpec
 from manta.structured.lru import ByteLRU
-from manta.structured.masks import DEAD_END, FAILED, FINISHED, MAX_ADJUSTMENTS, MAX_CHOICES, REFUSED, MaskBuffer
+from manta.structured.masks import (
+    DEAD_END,
+    FAILED,
+    FINISHED,
+    MAX_ADJUSTMENTS,
+    MAX_CHOICES,
+    REFUSED,
+    MaskBuffer,
+    allowed_of,
+)
 from manta.structured.vocabulary import Vocabulary
 
 GRAMMAR_CACHE_BYTES = 64 * 2**20
@@ -158,10 +167,9 @@ class TrackedSession:
     def fill(self, row: np.ndarray) -> None:
         """Writes the next token's row. Raises `DeadEnd` if no token may follow.
 
-        - End tokens are allowed where the text may end.
-        - A stop token is also allowed where it is a part of the text, which ends with it: the grammar takes it, or it
-          is in the mark after which the constraint begins.
-        - Before the constraint begins, every other token is allowed.
+        End tokens are allowed where the text may end. A stop token that the grammar takes is also allowed where it
+        completes the text, and where nothing else may follow. Before the constraint begins, every token is allowed but
+        end tokens that the mark of the beginning does not hold.
         """
         ends, vocabulary = self._start.end_token_ids, self._vocabulary
         if self._session is None:
@@ -174,8 +182,19 @@ class TrackedSession:
             vocabulary.set_tokens(row, ends, True)
         else:
             vocabulary.set_tokens(row, vocabulary.eos_token_ids, False)
+            self._forbid_early_stops(self._session, row)
         if not row.any():
             raise DeadEnd(f"the grammar allows no token at output position {len(self.tokens)}")
+
+    def _forbid_early_stops(self, session: Session, row: np.ndarray) -> None:
+        """Forbids stop tokens that would cut the text short, unless the row has no other tokens. Of more than
+        `MAX_CHOICES` stop tokens none is tried.
+        """
+        taken = allowed_of(row, set(self._start.end_token_ids).difference(self._vocabulary.eos_token_ids))
+        early = [each for each in taken if len(taken) > MAX_CHOICES or not _completes(session, each)]
+        self._vocabulary.set_tokens(row, early, False)
+        if not row.any():
+            self._vocabulary.set_tokens(row, early, True)
 
     def adjustments(self) -> tuple[np.ndarray, np.ndarray]:
         """Token ids int32 [n] and the values to add to their logits, float32 [n]. Raises `ValueError` if they are out
@@ -226,6 +245,15 @@ class TrackedSession:
         forced = session.forced_tokens()
         session.rollback(1)
         return forced
+
+
+def _completes(session: Session, token_id: int) -> bool:
+    """Whether the text may end behind a token. Keeps the state."""
+    if not session.accept(token_id):
+        return False
+    may_end = session.is_accepting()
+    session.rollback(1)
+    return may_end
 
 
 def _allowed_tokens(row: np.ndarray) -> list[int]:
