@@ -101,7 +101,7 @@ def _check_priority(state: AppState, exchange: GenerationExchange, priority: int
 
 async def sampling_params(state: AppState, request: ChatCompletionRequest | CompletionRequest) -> SamplingParams:
     """Returns the body's sampling parameters. Raises `RequestRefused` if a logits processor is not registered."""
-    params = request.sampling_params()
+    params = request.sampling_params((await state.model_info()).sampling_defaults)
     registered = state.config.engine.logits_processors
     for index, spec in enumerate(params.logits_processors):
         if spec.name not in registered:
