@@ -284,7 +284,8 @@ class LLM:
         """Returns the parameters of prompts that come with none: those that the checkpoint's `generation_config.json`
         recommends, unless the option `generation_config` is `none`.
         """
-        return SamplingParams(**self.engine.model.sampling_defaults)
+        defaults: dict[str, Any] = {**self.engine.model.sampling_defaults}
+        return SamplingParams(**defaults)
 
     def _params(self, params: _Given | None) -> _Given | SamplingParams:
         return self.get_default_sampling_params() if params is None else params

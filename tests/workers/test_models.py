@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from manta.workers.checkpoints.model_folder import load_model_config
 from manta.workers.decoders import decoder
@@ -41,6 +42,10 @@ NATIVE: dict[str, tuple[str, dict[str, Any]]] = {
     "llama without grouped queries": ("llama", {"num_key_value_heads": 4, "num_hidden_layers": 1}),
     "llama, linear rope": ("llama", {"rope_parameters": LINEAR_ROPE}),
     "llama, yarn rope": ("llama", {"rope_parameters": YARN_ROPE}),
+    "llama, yarn rope with multipliers": (
+        "llama",
+        {"rope_parameters": YARN_ROPE | {"mscale": 1.0, "mscale_all_dim": 1.0}},
+    ),
     "llama3 rope, tied": ("llama3", {}),
     "mistral, window of 24": ("mistral", {}),
     "mistral without a window": ("mistral", {"sliding_window": None}),
@@ -236,6 +241,29 @@ def test_the_rotary_table_holds_cosines_and_sines() -> None:
     table = rope_table(RopeConfig(theta=100.0), head_dim=4, num_positions=3)
     angles = np.array([[0.0, 0.0], [1.0, 0.1], [2.0, 0.2]])
     np.testing.assert_allclose(table, np.hstack((np.cos(angles), np.sin(angles))), atol=1e-6)
+
+
+@pytest.mark.parametrize("factor", [0.5, 1.0, 8.0])
+@pytest.mark.parametrize("attention_factor", [None, 0.9])
+@pytest.mark.parametrize("multipliers", [(0, 0), (1, 0), (0, 1), (1, 1), (0.707, 1), (1, 0.707)])
+def test_yarns_tables_are_those_of_transformers(
+    factor: float, attention_factor: float | None, multipliers: tuple[float, float]
+) -> None:
+    mscale, mscale_all_dim = multipliers
+    scaling = {
+        "factor": factor,
+        "mscale": mscale,
+        "mscale_all_dim": mscale_all_dim,
+        "attention_factor": attention_factor,
+    }
+    config = transformers.LlamaConfig(
+        hidden_size=64, num_attention_heads=4, max_position_embeddings=512, rope_parameters=YARN_ROPE | scaling
+    )
+    inv_freq, expected = ROPE_INIT_FUNCTIONS["yarn"](config, torch.device("cpu"))
+    rope = RopeConfig(rope_type="yarn", original_max_position_embeddings=64, **scaling)  # type: ignore[arg-type]
+    table = torch.from_numpy(rope_table(rope, head_dim=16, num_positions=40))
+    angles = torch.outer(torch.arange(40), inv_freq)
+    torch.testing.assert_close(table, torch.cat((angles.cos(), angles.sin()), dim=-1) * expected, atol=1e-5, rtol=1e-5)
 
 
 REFUSED = [

@@ -108,7 +108,8 @@ CHEAP = ("Gemma3Text", "Ministral3", "Olmo3", "Phimoe", "Moshi", "Doge", "Git")
 def families() -> Iterator[tuple[str, Any]]:
     """Yields name and class of each configuration that `why_unsupported` lets through."""
     for config_class in dict.fromkeys(MODEL_FOR_CAUSAL_LM_MAPPING.keys()):
-        architecture = MODEL_FOR_CAUSAL_LM_MAPPING[config_class].__name__
+        model_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING[config_class]
+        architecture = model_class.__name__
         if architecture in FAMILIES:
             continue
         try:

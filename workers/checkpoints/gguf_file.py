@@ -78,7 +78,7 @@ def gguf_folder(path: pathlib.Path) -> pathlib.Path:
         new = pathlib.Path(tempfile.mkdtemp(dir=folder.parent, prefix=".new-"))
         try:
             values, tensors = read_gguf_header(path)
-            _write(_GgufFile(path, RawConfig(values, str(path)), tensors), new)
+            _write(GgufFile(path, RawConfig(values, str(path)), tensors), new)
             _forget_gone(folder.parent)
             _rename(new, folder)
         finally:
@@ -118,7 +118,9 @@ def _is_whole(folder: pathlib.Path) -> bool:
         return False
 
 
-class _GgufFile(NamedTuple):
+class GgufFile(NamedTuple):
+    """The header of a file."""
+
     path: pathlib.Path
     values: RawConfig
     """The metadata."""
@@ -133,10 +135,8 @@ class _GgufFile(NamedTuple):
         return self.values[f"{self.architecture}.{key}"]
 
 
-def _write(file: _GgufFile, folder: pathlib.Path) -> None:
-    _check(file)
-    config = _config(file)
-    config["unused_keys"] = judge_unread(file.values, file.architecture)
+def _write(file: GgufFile, folder: pathlib.Path) -> None:
+    config = gguf_config(file)
     (folder / "config.json").write_text(json.dumps(config, indent=1))
     _write_tokenizer(file.path, folder)
     head_dim = config["head_dim"] if file.architecture in _INTERLEAVED else 0
@@ -147,7 +147,7 @@ def _write(file: _GgufFile, folder: pathlib.Path) -> None:
             os.fsync(written.fileno())  # before the folder gets its name
 
 
-def _check(file: _GgufFile) -> None:
+def _check(file: GgufFile) -> None:
     num_files = file.values["split.count"].whole(1, least=0)
     if num_files > 1:
         raise ModelError(
@@ -168,8 +168,17 @@ def _check(file: _GgufFile) -> None:
         )
 
 
-def _config(file: _GgufFile) -> dict[str, Any]:
-    """Returns the content of `config.json`, in Hugging Face's terms."""
+def gguf_config(file: GgufFile) -> dict[str, Any]:
+    """Returns the content of `config.json`, in Hugging Face's terms.
+
+    Raises `ConfigError` naming a key whose value is not served, and `ModelError` for tensors that are not.
+    """
+    _check(file)
+    config = _config(file)
+    return config | {"unused_keys": judge_unread(file.values, file.architecture)}
+
+
+def _config(file: GgufFile) -> dict[str, Any]:
     embedding = file.tensors.get("token_embd.weight")
     if embedding is None:
         raise ModelError(f"{file.path} has no tensor token_embd.weight")
@@ -178,6 +187,8 @@ def _config(file: _GgufFile) -> dict[str, Any]:
     head_dim = file.of_model("attention.key_length").whole(hidden_size // num_heads)
     for key in ("rope.dimension_count", "attention.value_length"):
         file.of_model(key).whole(head_dim, least=head_dim, most=head_dim)
+    if not (causal := file.of_model("attention.causal")).flag(True):
+        raise causal.refused("left out or true")
     window = file.of_model("attention.sliding_window").whole(0, least=0)
     if window and file.architecture not in _INTERLEAVED:
         raise file.of_model("attention.sliding_window").refused(f"left out of a {file.architecture}")
@@ -193,7 +204,7 @@ def _config(file: _GgufFile) -> dict[str, Any]:
         "num_attention_heads": num_heads,
         "num_key_value_heads": file.of_model("attention.head_count_kv").whole(),
         "head_dim": head_dim,
-        "rms_norm_eps": file.of_model("attention.layer_norm_rms_epsilon").number(least=0),
+        "rms_norm_eps": file.of_model("attention.layer_norm_rms_epsilon").number(least=0, most=1),
         "max_position_embeddings": file.of_model("context_length").whole(),
         "rope_parameters": _rope(file),
         "sliding_window": window or None,
@@ -206,7 +217,7 @@ def _config(file: _GgufFile) -> dict[str, Any]:
     }
 
 
-def _rope(file: _GgufFile) -> dict[str, Any]:
+def _rope(file: GgufFile) -> dict[str, Any]:
     """Returns the rope parameters. As in llama.cpp, a factor without a type scales linearly, and 0 means no factor."""
     theta = file.of_model("rope.freq_base").number(10000.0)
     kind, factor = file.of_model("rope.scaling.type"), file.of_model("rope.scaling.factor")
@@ -233,7 +244,7 @@ def _rope(file: _GgufFile) -> dict[str, Any]:
     return {name: value for name, value in scaling.items() if value is not None}
 
 
-def _floats(file: _GgufFile, name: str) -> list[float]:
+def _floats(file: GgufFile, name: str) -> list[float]:
     """Returns the values of a small float32 tensor."""
     kind, shape, start, num_bytes = file.tensors[name]
     if kind != "F32":
@@ -250,7 +261,7 @@ def _dtype(kinds: set[str]) -> str:
     return "float16" if kinds <= {"F32", "F16"} else "bfloat16"
 
 
-def _index(file: _GgufFile, interleaved_head_dim: int) -> dict[str, Any]:
+def _index(file: GgufFile, interleaved_head_dim: int) -> dict[str, Any]:
     tensors = {}
     for name, (kind, shape, start, num_bytes) in file.tensors.items():
         if name in _IGNORED:

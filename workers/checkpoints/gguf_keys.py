@@ -21,7 +21,6 @@ _HARMLESS = {
 _NAMESPACES = ("general.", "tokenizer.", "split.", "imatrix.", "quantize.")
 """Groups of keys about the file, its authors and its tokenizer, which other code reads."""
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "attention.causal": (True,),
     "rope.scaling.yarn_ext_factor": (1, -1),
 }
 """Values that change nothing, of keys for which these are not 0."""

@@ -81,7 +81,8 @@ def _check_cache(config: Any, windows: Windows, num_positions: int) -> None:
     """Raises `ModelError` if transformers' own cache keeps fewer positions of a layer than its mask shows, because its
     answers then depend on the cache.
     """
-    for layer, cached in enumerate(transformers.DynamicCache(config=config).layers):
+    layers: list[Any] = transformers.DynamicCache(config=config).layers
+    for layer, cached in enumerate(layers):
         kept = cached.sliding_window if cached.is_sliding else num_positions
         seen = windows.get(layer) or num_positions
         if min(kept, num_positions) < seen:
@@ -100,7 +101,7 @@ def shrunk_lengths(model: Any) -> Iterator[None]:
     configs = {id(each): each for each in (getattr(module, "config", None) for module in modules) if each is not None}
     ropes = [getattr(each, "rope_parameters", None) or {} for each in configs.values()]
     by_layer = [value for rope in ropes for value in rope.values() if isinstance(value, dict)]
-    holders = [*map(vars, configs.values()), *ropes, *by_layer, *map(vars, modules)]
+    holders: list[Any] = [*map(vars, configs.values()), *ropes, *by_layer, *map(vars, modules)]
     kept = [(holder, {name: holder[name] for name in LENGTHS if _is_longer(holder.get(name))}) for holder in holders]
     for holder, values in kept:
         holder.update(dict.fromkeys(values, SHRUNK))

@@ -56,14 +56,14 @@ def read_rope(raw: RawConfig, head_dim: int) -> RopeConfig:
     Raises `ConfigError` for a type of scaling that is not supported, that lacks its factor, or that differs by layer.
     """
     values = raw.first_of("rope_parameters", "rope_scaling").object()
-    for key in values:
-        if isinstance(values[key].value, dict):
-            raise values[key].refused("one value for all layers")
+    for of_layers in values.objects():
+        raise of_layers.refused("one value for all layers")
     rope_type = values.first_of("rope_type", "type").one_of("default", "linear", "llama3", "yarn", default="default")
     rotated_part = (values if "partial_rotary_factor" in values else raw)["partial_rotary_factor"]
     if rotated_part.number(1.0) != 1:
         raise rotated_part.refused("left out or 1")
     theta = (values if "rope_theta" in values else raw)["rope_theta"].number(10000.0, least=1.001)
+    raw.ignore("rope_theta", "partial_rotary_factor")  # those of `rope_parameters` win
     if rope_type == "default":
         if values["factor"].number(1.0) != 1:
             raise values["factor"].refused("left out or 1, unless rope_type names a scaling")

@@ -146,6 +146,10 @@ class RawConfig:
     def __iter__(self) -> Iterator[str]:
         return iter(self._values)
 
+    def objects(self) -> Iterator[RawValue]:
+        """Yields the values that are objects."""
+        yield from (self[key] for key, value in self._values.items() if isinstance(value, Mapping))
+
     def ignore(self, *keys: str) -> None:
         """Notes that other values make these keys meaningless, so that `unread` does not return them."""
         self._keys_read.update(self._prefix + key for key in keys)
