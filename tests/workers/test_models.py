@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import pathlib
+import shutil
 from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import pytest
+import safetensors.torch
 import torch
 import transformers
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
@@ -17,6 +19,7 @@ from manta.workers.checkpoints.model_folder import load_model_config
 from manta.workers.decoders import decoder
 from manta.workers.decoders.decoder import Decoder
 from manta.workers.decoders.rope_table import rope_table
+from manta.workers.decoders.transformers_model import TransformersModel
 from manta.workers.kernels import weights
 from manta.workers.kernels.attention_metadata import AttentionMetadata
 from manta.workers.kernels.model_protocol import Model
@@ -318,3 +321,31 @@ def test_a_non_causal_model_is_refused_at_load(tmp_path: pathlib.Path) -> None:
     model_config = load_model_config(tmp_path)
     with pytest.raises(ModelError, match=r"^Bert\w+ is not supported"):
         load_model(tmp_path, model_config, "float32", choose_platform("cpu", None))
+
+
+def with_tensor(folder: pathlib.Path, to: pathlib.Path, name: str) -> pathlib.Path:
+    """A copy of a checkpoint with one more tensor."""
+    shutil.copytree(folder, to)
+    tensors = safetensors.torch.load_file(to / "model.safetensors")
+    safetensors.torch.save_file(tensors | {name: torch.ones(64)}, to / "model.safetensors", {"format": "pt"})
+    return to
+
+
+def test_a_stored_weight_that_transformers_would_leave_out_is_refused(tmp_path: pathlib.Path) -> None:
+    folder = with_tensor(checkpoint("olmo2"), tmp_path / "model", "model.layers.1.self_attn.q_proj.bias")
+    with pytest.raises(ModelError, match=r"a bias of model\.layers\.1\.self_attn\.q_proj, which transformers would"):
+        Cache(folder)
+
+
+@pytest.mark.parametrize(
+    ("name", "unused"),
+    [
+        ("model.vision.weight", ["model.vision.weight"]),
+        ("model.layers.0.self_attn.rotary_emb.inv_freq", []),
+        ("model.layers.3.mlp.novel", ["model.layers.3.mlp.novel"]),  # beyond the three layers: of a draft head
+    ],
+)
+def test_stored_tensors_of_no_part_of_the_model_are_named(name: str, unused: list[str], tmp_path: pathlib.Path) -> None:
+    model = Cache(with_tensor(checkpoint("olmo2"), tmp_path / "model", name)).model
+    assert isinstance(model, TransformersModel)
+    assert model.unused_tensors == unused

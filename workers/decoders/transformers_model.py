@@ -125,6 +125,7 @@ class TransformersModel:
         transformers.AttentionInterface.register(_ATTENTION_NAME, _attend)
         transformers.utils.logging.disable_progress_bar()
         config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False)
+        num_stored = config.num_hidden_layers
         try:
             loaded: Any = transformers.AutoModelForCausalLM.from_pretrained(
                 folder,
@@ -147,7 +148,7 @@ class TransformersModel:
         for kind in ("missing_keys", "mismatched_keys"):
             if report[kind]:
                 raise ModelError(f"{folder}: {kind.replace('_keys', '')} tensors {sorted(map(str, report[kind]))[:5]}")
-        self.unused_tensors = self._unused_tensors(model, [str(each) for each in report["unexpected_keys"]])
+        self.unused_tensors = self._unused_tensors(model, sorted(map(str, report["unexpected_keys"])), num_stored)
         model.eval().to(platform.device)
         head = model.get_output_embeddings()
         for name, module in model.named_modules():
@@ -157,13 +158,15 @@ class TransformersModel:
                 _pack(name, module, dtype, platform, kept.head if module is head else kept.layers)
         return model
 
-    def _unused_tensors(self, model: Any, unexpected: list[str]) -> list[str]:
-        """Returns the stored tensors that no module takes, but for those of layers that are left out.
+    def _unused_tensors(self, model: Any, unexpected: list[str], num_stored: int) -> list[str]:
+        """Returns the stored tensors that no module takes, but for those of the checkpoint's `num_stored` layers that
+        are left out.
 
         Raises `ModelError` if one is a weight of a module that the model has, which would compute without it.
         """
         modules = dict(model.named_modules())
-        names = sorted(each for each in unexpected if not each.endswith(_COMPUTED_BUFFERS) and not self._is_cut(each))
+        left_out = range(self.config.num_layers, num_stored)
+        names = [each for each in unexpected if not each.endswith(_COMPUTED_BUFFERS) and _layer(each) not in left_out]
         for name in names:
             owner, _, weight = name.rpartition(".")
             if owner in modules and next(modules[owner].parameters(recurse=False), None) is not None:
@@ -176,11 +179,6 @@ class TransformersModel:
                 "%s has no part for %d tensors of its files: %s", type(model).__name__, len(names), names[:5]
             )
         return names
-
-    def _is_cut(self, name: str) -> bool:
-        """Returns whether a tensor belongs to a layer beyond those that are loaded."""
-        number = next((int(part) for part in name.split(".") if part.isdecimal()), -1)
-        return number >= self.config.num_layers
 
     @torch.inference_mode()
     def _observe(self, model: Any) -> Windows:
@@ -354,6 +352,11 @@ def _first_layers(config: Any, num_layers: int) -> Any:
                 setattr(config, name, value[:num_layers])
         config.num_hidden_layers = num_layers
     return config
+
+
+def _layer(name: str) -> int | None:
+    """Returns the number of the layer that a tensor belongs to."""
+    return next((int(part) for part in name.split(".") if part.isdecimal()), None)
 
 
 def _pack(name: str, module: Any, dtype: torch.dtype, platform: Platform, bits: int | None) -> None:
