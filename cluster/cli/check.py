@@ -29,7 +29,6 @@ from manta.cluster.text.tokenizer_files import (
     read_json,
     resolve_folder,
     special_tokens,
-    with_tokenizers_eos,
 )
 from manta.structured.logits_processors import LogitsProcessorError, LogitsProcessorRegistry
 from manta.workers.checkpoints.memory import (
@@ -40,6 +39,7 @@ from manta.workers.checkpoints.memory import (
     weight_bytes,
 )
 from manta.workers.checkpoints.model_folder import load_model_config, resolve_model_folder
+from manta.workers.checkpoints.stop_tokens import with_tokenizers_eos
 from manta.workers.exact import check_exact
 from manta.workers.host import free_memory, num_cores
 from manta.workers.kept_weights import check_weights, describe_kept

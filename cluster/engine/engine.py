@@ -40,11 +40,11 @@ from manta.cluster.engine.stats import EngineStats
 from manta.cluster.engine.step_masks import EngineMasks, StepMasks
 from manta.cluster.engine.step_plan import StepBudget
 from manta.cluster.errors import refuse
-from manta.cluster.text.tokenizer_files import with_tokenizers_eos
 from manta.specdecode.forced import ForcedProposer
 from manta.specdecode.lengths import StepCost
 from manta.structured.constraint import Resolved
 from manta.structured.logits_processors import LogitsProcessorFactory, LogitsProcessorRegistry
+from manta.workers.checkpoints.stop_tokens import with_tokenizers_eos
 from manta.workers.model_info import ModelInfo
 from manta.workers.sampling_params import SamplingParams
 from manta.workers.step import StepInput, StepOutOfMemory

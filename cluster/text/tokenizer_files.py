@@ -64,38 +64,6 @@ def special_tokens(config: dict[str, Any]) -> dict[str, str]:
     return found
 
 
-def with_tokenizers_eos(eos_token_ids: tuple[int, ...], folder: str | pathlib.Path, vocab_size: int) -> tuple[int, ...]:
-    """Returns a model's end-of-sequence tokens, and the tokenizer's if it is another one and the model can draw it.
-
-    Raises `TokenizerError` if a file of the tokenizer in `folder` cannot be read.
-    """
-    token_id = _eos_token_id(resolve_folder(folder))
-    return (
-        eos_token_ids
-        if token_id is None or token_id >= vocab_size
-        else tuple(dict.fromkeys((*eos_token_ids, token_id)))
-    )
-
-
-def _eos_token_id(folder: pathlib.Path) -> int | None:
-    """Returns the id of the token that `tokenizer_config.json` calls `eos_token`; None if it names none, or one that
-    neither it nor `tokenizer.json` has.
-    """
-    config = read_json(folder / "tokenizer_config.json")
-    text = special_tokens(config).get("eos_token")
-    if text is None:
-        return None
-    for token_id, entry in (config.get("added_tokens_decoder") or {}).items():
-        if entry.get("content") == text:
-            return int(token_id)
-    tokenizer = read_json(folder / "tokenizer.json")
-    ids = {entry.get("content"): entry.get("id") for entry in tokenizer.get("added_tokens") or []}
-    vocabulary = (tokenizer.get("model") or {}).get("vocab") or {}
-    if text in ids or isinstance(vocabulary, list):
-        return ids.get(text)
-    return vocabulary.get(text)
-
-
 def has_chat_template(folder: pathlib.Path) -> bool:
     """Returns whether the model in a folder has a chat template; reads no large file."""
     return bool(read_chat_templates(folder, read_json(folder / "tokenizer_config.json")))

@@ -146,6 +146,15 @@ def greedy(folder: pathlib.Path, prompt: list[int]) -> list[int]:
     return output
 
 
+def test_a_window_that_no_layer_has_is_none(tmp_path: pathlib.Path) -> None:
+    """Checkpoints keep a `sliding_window` although all their layers see everything."""
+    config = tiny_config("Olmo3")
+    config.layer_types = ["full_attention"] * 4
+    make(tmp_path, config)
+    prompt = random_tokens(PROMPT)
+    assert greedy(tmp_path, prompt) == reference_greedy(tmp_path, prompt, OUTPUT)
+
+
 @pytest.mark.prove  # it imports the code of all families
 def test_every_family_of_transformers_is_in_a_table() -> None:
     listed = {*SERVED, *REFUSED, *LEFT_OUT}

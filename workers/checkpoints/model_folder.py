@@ -86,7 +86,7 @@ def load_model_config(folder: str | pathlib.Path) -> ModelConfig:
     not.
     """
     folder = pathlib.Path(folder)
-    raw, generation = _read_json(folder / "config.json"), folder / "generation_config.json"
+    raw, generation = read_json_object(folder / "config.json"), folder / "generation_config.json"
     architecture = raw.architecture
     if architecture is None:
         raise raw["architectures"].refused("a list with the name of an architecture")
@@ -99,7 +99,7 @@ def load_model_config(folder: str | pathlib.Path) -> ModelConfig:
             "use one in bfloat16, float16 or float32"
         )
     config = _transformers_config(folder, architecture, raw) if family is None else family.read_config(raw)
-    generations = [_read_json(generation)] if generation.is_file() else []
+    generations = [read_json_object(generation)] if generation.is_file() else []
     return msgspec.structs.replace(
         config,
         eos_token_ids=_eos_token_ids(config.vocab_size, raw, *generations),
@@ -159,7 +159,8 @@ def _sampling_defaults(generations: list[RawConfig]) -> tuple[tuple[str, float],
     return tuple(found)
 
 
-def _read_json(path: pathlib.Path) -> RawConfig:
+def read_json_object(path: pathlib.Path) -> RawConfig:
+    """Returns the object in a JSON file. Raises `ModelError` if there is none."""
     try:
         loaded = json.loads(path.read_text())
     except OSError as error:
