@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import math
 import os
 import pathlib
 import re
@@ -20,6 +21,7 @@ from typing import Any, NamedTuple
 from manta.workers.cache_folder import cache_folder
 from manta.workers.checkpoints.folder_kinds import lfs_pointer
 from manta.workers.checkpoints.gguf_header import GgufTensor, read_gguf_header
+from manta.workers.checkpoints.gguf_values import check_values
 from manta.workers.checkpoints.memory import GGUF_INDEX, GGUF_NO_TOKENIZER
 from manta.workers.models.model_config import ModelError
 from manta.workers.models.raw_config import RawConfig, RawValue
@@ -74,6 +76,7 @@ def gguf_folder(path: pathlib.Path) -> pathlib.Path:
         new = pathlib.Path(tempfile.mkdtemp(dir=folder.parent, prefix=".new-"))
         try:
             values, tensors = read_gguf_header(path)
+            check_values(values, str(path))
             _write(_GgufFile(path, RawConfig(values, str(path)), tensors), new)
             _forget_gone(folder.parent)
             _rename(new, folder)
@@ -225,7 +228,7 @@ def _floats(file: _GgufFile, name: str) -> list[float]:
         raise ModelError(f"{file.path}: {name} is of type {kind}; it must be F32")
     with file.path.open("rb") as opened:
         opened.seek(start)
-        return list(struct.unpack(f"<{shape[0]}f", opened.read(num_bytes)))
+        return list(struct.unpack(f"<{math.prod(shape)}f", opened.read(num_bytes)))
 
 
 def _dtype(kinds: set[str]) -> str:

@@ -125,9 +125,9 @@ def _alignment(values: dict[str, Any]) -> int:
     """
     alignment = values.get(_ALIGNMENT_KEY, _DEFAULT_ALIGNMENT)
     allowed = [1 << power for power in range(3, _MOST_ALIGNMENT.bit_length())]
-    if isinstance(alignment, bool) or alignment not in allowed:
-        raise ValueError(f"{_ALIGNMENT_KEY} is {alignment} and no power of 2 from 8 to {_MOST_ALIGNMENT}")
-    return int(alignment)
+    if type(alignment) is not int or alignment not in allowed:
+        raise ValueError(f"{_ALIGNMENT_KEY} is {alignment!r} and no power of 2 from 8 to {_MOST_ALIGNMENT}")
+    return alignment
 
 
 def _refuse_overlaps(tensors: dict[str, GgufTensor]) -> None:

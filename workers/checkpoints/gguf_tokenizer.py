@@ -77,13 +77,13 @@ def write_tokenizer(path: pathlib.Path, values: RawConfig, num_rows: int, folder
         tokenizer = _byte_level(path, values, vocabulary, splitting)
     tokenizer.add_tokens(list(_added_tokens(vocabulary, values)))
     _surround(tokenizer, values, vocabulary, special, splitting.adds_bos)
-    tokenizer.save(str(folder / "tokenizer.json"))
+    template = values["tokenizer.chat_template"].text("")
+    if template:
+        (folder / "chat_template.jinja").write_text(template, encoding="utf-8")
     roles = {_ROLES[role]: vocabulary.names[token_id] for role, token_id in special.items()}
     config = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False} | roles
     (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=1))
-    template = values["tokenizer.chat_template"]
-    if template.value is not None:
-        (folder / "chat_template.jinja").write_text(template.text(), encoding="utf-8")
+    tokenizer.save(str(folder / "tokenizer.json"))
 
 
 def _read_vocabulary(path: pathlib.Path, values: RawConfig, num_rows: int) -> _Vocabulary:
@@ -208,8 +208,9 @@ def _kinds(vocabulary: _Vocabulary, values: RawConfig) -> list[int]:
     for role, names in _FILL_IN_MARKS.items():
         if values[f"{_KEY}{role}_token_id"].value is None:
             control |= set(names.split())
-    for names, kind in ((control, _CONTROL), (set(_ALWAYS_USER_DEFINED.split()), _USER_DEFINED)):
-        for name in names & vocabulary.ids.keys():
+    corrected = ((control, _CONTROL), (set(_ALWAYS_USER_DEFINED.split()), _USER_DEFINED))
+    for these, kind in corrected:
+        for name in these & vocabulary.ids.keys():
             kinds[vocabulary.ids[name]] = kind
     return kinds
 
