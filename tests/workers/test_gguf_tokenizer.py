@@ -127,11 +127,17 @@ def test_words_are_split_as_llama_cpp_does(name: str, byte_level: Vocabulary, tm
 
 
 @pytest.mark.prove
-@pytest.mark.parametrize("name", sorted(SPLITTINGS))
+@pytest.mark.parametrize("name", ONE_OF_EACH)
 def test_words_of_many_texts_are_split_as_llama_cpp_does(
     name: str, byte_level: Vocabulary, tmp_path: pathlib.Path
 ) -> None:
     assert_same(gguf_of(tmp_path, byte_level, tokenizer__ggml__pre=name), mixed_texts(MANY, seed=4))
+
+
+@pytest.mark.prove
+@pytest.mark.parametrize("name", sorted(SPLITTINGS))
+def test_every_name_means_what_it_means_to_llama_cpp(name: str, byte_level: Vocabulary, tmp_path: pathlib.Path) -> None:
+    assert_same(gguf_of(tmp_path, byte_level, tokenizer__ggml__pre=name), mixed_texts(FEW, seed=10))
 
 
 SPECIAL = ["<s>", "</s>", "<|im_end|>", "<|unmarked|>", "<tool>", "    ", "<mask>", "<unk>"]
