@@ -194,10 +194,18 @@ def test_control_tokens_of_phi_3_take_the_spaces_after_them(sentencepiece: Vocab
     assert_same(path, iter(texts))
 
 
-def test_the_text_of_the_tokens_is_the_text(sentencepiece: Vocabulary, tmp_path: pathlib.Path) -> None:
-    tokenizer = Tokenizer(gguf_of(tmp_path, sentencepiece))
-    for text in CORPUS:
+@pytest.mark.parametrize("has_prefix", [True, False])
+def test_the_text_of_the_tokens_is_the_text(
+    has_prefix: bool, sentencepiece: Vocabulary, tmp_path: pathlib.Path
+) -> None:
+    tokenizer = Tokenizer(gguf_of(tmp_path, sentencepiece, tokenizer__ggml__add_space_prefix=has_prefix))
+    for text in (*CORPUS, " indented"):
         assert tokenizer.decode(tokenizer.encode(text)) == text
+
+
+def test_scores_may_be_whole_numbers(sentencepiece: Vocabulary, tmp_path: pathlib.Path) -> None:
+    scores: list[Any] = [int(score) for score in sentencepiece.scores or []]
+    assert_same(gguf_of(tmp_path, sentencepiece._replace(scores=scores)), mixed_texts(20, seed=11))
 
 
 @pytest.mark.parametrize("name", [*REFUSED, "brand-new", ""])

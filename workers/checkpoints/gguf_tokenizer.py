@@ -102,11 +102,11 @@ def _read_vocabulary(path: pathlib.Path, values: RawConfig, num_rows: int) -> _V
     return _Vocabulary(ids, names, types[: len(names)])
 
 
-def _items(path: pathlib.Path, value: RawValue, kind: type) -> list[Any]:
-    """Returns the items of an array, which all are of this kind."""
+def _items(path: pathlib.Path, value: RawValue, *kinds: type) -> list[Any]:
+    """Returns the items of an array, which all are of one of these kinds."""
     items = read_gguf_array(path, value.value) if isinstance(value.value, GgufArray) else None
-    if items is None or (items and type(items[0]) is not kind):
-        raise value.refused(f"a list of {'texts' if kind is str else 'numbers'}")
+    if items is None or (items and type(items[0]) not in kinds):
+        raise value.refused(f"a list of {'texts' if str in kinds else 'numbers'}")
     return items
 
 
@@ -158,7 +158,7 @@ def _byte_level(path: pathlib.Path, values: RawConfig, vocabulary: _Vocabulary, 
 
 def _sentencepiece(path: pathlib.Path, values: RawConfig, vocabulary: _Vocabulary, unknown_id: int | None) -> Tokenizer:
     value = values[_KEY + "scores"]
-    scores = _items(path, value, float)
+    scores = _items(path, value, float, int)
     if len(scores) < len(vocabulary.names) or not all(map(math.isfinite, scores)):
         raise value.refused(f"{len(vocabulary.names)} finite numbers, one for each token")
     unknown = None if unknown_id is None else vocabulary.names[unknown_id]
