@@ -10,6 +10,7 @@ import json
 import pathlib
 import shutil
 from collections.abc import Callable
+from typing import NamedTuple
 
 import gguf
 import numpy as np
@@ -35,6 +36,17 @@ _PARTS = {
     "mlp.up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
 }
+
+
+class Vocabulary(NamedTuple):
+    """A vocabulary to write instead of the checkpoint's: SentencePiece's with scores, byte-level with merges."""
+
+    tokens: list[str]
+    types: list[int]
+    merges: list[str] | None = None
+    scores: list[float] | None = None
+
+
 KindOf = Callable[[str], str]
 """GGUF's name of a weight, such as `blk.0.attn_q.weight`, to ggml's name of the type to store it in."""
 
@@ -45,27 +57,27 @@ def write_gguf(
     kind_of: KindOf,
     *,
     rope_divisors: np.ndarray | None = None,
-    sentencepiece: tuple[list[str], list[int]] | None = None,
+    vocabulary: Vocabulary | None = None,
     **metadata: object,
 ) -> pathlib.Path:
     """Writes the checkpoint of `folder` to `path`; vectors are F32, as in every published file.
 
-    `sentencepiece` has pieces and their types, instead of the checkpoint's vocabulary. `metadata` is added to the
-    checkpoint's or replaces it; two underscores stand for a dot.
+    `metadata` is added to the checkpoint's or replaces it; two underscores stand for a dot, and None leaves a key out.
     """
     config = json.loads((folder / "config.json").read_text())
     architecture = ARCHITECTURES[config["architectures"][0]]
     writer = gguf.GGUFWriter(path, architecture)
     writer.add_name(path.stem)
     _add_sizes(writer, config)
-    if sentencepiece is None:
+    if vocabulary is None:
         _add_tokenizer(writer, folder)
     else:
-        _add_pieces(writer, *sentencepiece)
+        _add_vocabulary(writer, vocabulary)
     for key, value in metadata.items():
         name = key.replace("__", ".")
         writer.kv_data[0].pop(name, None)
-        writer.add_key_value(name, value, _value_type(value))
+        if value is not None:
+            writer.add_key_value(name, value, _value_type(value))
     if rope_divisors is not None:
         writer.add_tensor("rope_freqs.weight", rope_divisors)
     tensors = safetensors.torch.load_file(folder / "model.safetensors")
@@ -121,7 +133,7 @@ def _add_tokenizer(writer: gguf.GGUFWriter, folder: pathlib.Path) -> None:
     special = {token["content"] for token in loaded["added_tokens"] if token["special"]}
     tokens = [token for token, _ in sorted(ids.items(), key=lambda item: item[1])]
     writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre("default")
+    writer.add_tokenizer_pre("gpt-2")
     writer.add_token_list(tokens)
     writer.add_token_types([3 if token in special else 1 for token in tokens])
     writer.add_token_merges([" ".join(merge) for merge in loaded["model"]["merges"]])
@@ -134,15 +146,18 @@ def _add_tokenizer(writer: gguf.GGUFWriter, folder: pathlib.Path) -> None:
     writer.add_chat_template(template.read_text())
 
 
-def _add_pieces(writer: gguf.GGUFWriter, pieces: list[str], types: list[int]) -> None:
-    writer.add_tokenizer_model("llama")
-    writer.add_tokenizer_pre("default")
-    writer.add_token_list(pieces)
-    writer.add_token_scores([-float(index) for index in range(len(pieces))])
-    writer.add_token_types(types)
-    writer.add_bos_token_id(pieces.index("<s>"))
-    writer.add_eos_token_id(pieces.index("</s>"))
-    writer.add_unk_token_id(pieces.index("<unk>"))
+def _add_vocabulary(writer: gguf.GGUFWriter, vocabulary: Vocabulary) -> None:
+    writer.add_token_list(vocabulary.tokens)
+    writer.add_token_types(vocabulary.types)
+    if vocabulary.merges is not None:
+        writer.add_tokenizer_model("gpt2")
+        writer.add_token_merges(vocabulary.merges)
+    else:
+        writer.add_tokenizer_model("llama")
+        writer.add_token_scores(vocabulary.scores)
+        writer.add_unk_token_id(vocabulary.tokens.index("<unk>"))
+    writer.add_bos_token_id(vocabulary.tokens.index("<s>"))
+    writer.add_eos_token_id(vocabulary.tokens.index("</s>"))
 
 
 def _value_type(value: object) -> gguf.GGUFValueType:

@@ -28,6 +28,7 @@ from manta.cluster.text.tokenizer_files import (
     special_tokens,
 )
 from manta.structured.vocabulary import byte_of_character
+from manta.workers.checkpoints.memory import GGUF_INDEX, GGUF_NO_TOKENIZER
 from manta.workers.sampling_params import SamplingParams
 
 _CONVERTIBLE = ("*.model", "vocab.*", "*.tiktoken", "*.tekken", "tekken.json")
@@ -209,7 +210,8 @@ class Tokenizer:
     def _convert(self) -> FastTokenizer:
         """Returns transformers' conversion of SentencePiece or tiktoken files, for a model without `tokenizer.json`."""
         if not any(path for pattern in _CONVERTIBLE for path in self.folder.glob(pattern)):
-            raise TokenizerError(f"{self.folder} holds no tokenizer.json; {_OTHER_TOKENIZER}")
+            reason = read_json(self.folder / GGUF_INDEX).get(GGUF_NO_TOKENIZER)
+            raise TokenizerError(f"{reason or f'{self.folder} holds no tokenizer.json'}; {_OTHER_TOKENIZER}")
         import transformers
 
         from manta.workers.checkpoints.transformers_support import first_sentence

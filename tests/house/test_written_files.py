@@ -552,6 +552,7 @@ TABLE = {
     "manta.cluster.serve.listening.port": test_lock_files_are_opened_as_they_are,
     "manta.cluster.serve.starting.start_failure": FailureLog,
     "manta.workers.checkpoints.gguf_file": GgufFolders,
+    "manta.workers.checkpoints.gguf_tokenizer": GgufFolders,
     "manta.workers.kernels.build": Kernels,
     "manta.workers.kernels.cpu_all_reduce": test_the_file_of_ranks_that_has_no_room_is_removed,
     "manta.workers.platforms.cpu_group": "removes what cpu_all_reduce made, by the name that it got from there",

@@ -27,7 +27,7 @@ from manta.workers.models.model_config import ModelConfig, ModelError
 from manta.workers.models.raw_config import ConfigError, RawConfig
 from manta.workers.torch_worker.loader import check_tensors, load_model
 from tests.checkpoints import CORPUS, checkpoint
-from tests.gguf_files import dequantized, write_gguf
+from tests.gguf_files import Vocabulary, dequantized, write_gguf
 from tests.workers.test_quantised_formats import Recorder, expected_of, greedy, in_turns
 from tests.workers.test_quantised_ranks import logits_alone
 
@@ -207,14 +207,10 @@ def test_a_sentencepiece_vocabulary_begins_with_bos(tmp_path: pathlib.Path) -> N
     """Llama 2's kind: pieces with scores, bytes for what has none, BOS unless the file says otherwise."""
     pieces = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
     words = ["▁", "h", "e", "l", "o", "he", "ll", "hell", "hello", "▁hello"]
-    path = write_gguf(
-        original("llama"),
-        tmp_path / "model.gguf",
-        lambda name: "F32",
-        sentencepiece=(pieces + words, [2, 3, 3, *[6] * 256, *[1] * len(words)]),
-    )
+    tokens, types = pieces + words, [2, 3, 3, *[6] * 256, *[1] * len(words)]
+    vocabulary = Vocabulary(tokens, types, scores=[-float(index) for index in range(len(tokens))])
+    path = write_gguf(original("llama"), tmp_path / "model.gguf", lambda name: "F32", vocabulary=vocabulary)
     tokenizer = Tokenizer(path)
-    tokens = pieces + words
     assert [tokens[token] for token in tokenizer.encode("hello")] == ["<s>", "▁hello"]
     assert [tokens[token] for token in tokenizer.encode("é", add_special_tokens=False)] == ["▁", "<0xC3>", "<0xA9>"]
 

@@ -1,7 +1,7 @@
 """Serves a GGUF file as a checkpoint: writes a folder in the cache that stands for this version of the file.
 
-The folder has `config.json` and the tokenizer, which transformers makes, in Hugging Face's format. In place of weights
-it has an index of the tensors in the file. The keys: https://github.com/ggml-org/ggml, `docs/gguf.md`.
+The folder has `config.json` and the tokenizer in Hugging Face's format. In place of weights it has an index of the
+tensors in the file. The keys: https://github.com/ggml-org/ggml, `docs/gguf.md`.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-import logging
+import math
 import os
 import pathlib
 import re
@@ -22,11 +22,10 @@ from manta.workers.cache_folder import cache_folder
 from manta.workers.checkpoints.folder_kinds import lfs_pointer
 from manta.workers.checkpoints.gguf_header import GgufTensor, read_gguf_header
 from manta.workers.checkpoints.gguf_keys import judge_unread
-from manta.workers.checkpoints.memory import GGUF_INDEX
+from manta.workers.checkpoints.gguf_values import check_values
+from manta.workers.checkpoints.memory import GGUF_INDEX, GGUF_NO_TOKENIZER
 from manta.workers.models.model_config import ModelError
 from manta.workers.models.raw_config import RawConfig, RawValue
-
-logger = logging.getLogger(__name__)
 
 _FOLDER = re.compile(r".+-[0-9a-f]{16}|\.new-.{8}")
 """Form of the names of these folders, finished and not."""
@@ -78,6 +77,7 @@ def gguf_folder(path: pathlib.Path) -> pathlib.Path:
         new = pathlib.Path(tempfile.mkdtemp(dir=folder.parent, prefix=".new-"))
         try:
             values, tensors = read_gguf_header(path)
+            check_values(values, str(path))
             _write(GgufFile(path, RawConfig(values, str(path)), tensors), new)
             _forget_gone(folder.parent)
             _rename(new, folder)
@@ -138,9 +138,10 @@ class GgufFile(NamedTuple):
 def _write(file: GgufFile, folder: pathlib.Path) -> None:
     config = gguf_config(file)
     (folder / "config.json").write_text(json.dumps(config, indent=1))
-    _write_tokenizer(file.path, folder)
+    no_tokenizer = _write_tokenizer(file, config["vocab_size"], folder)
     head_dim = config["head_dim"] if file.architecture in _INTERLEAVED else 0
-    index = _index(file, head_dim) | {"folder": {each.name: each.stat().st_size for each in folder.iterdir()}}
+    index = _index(file, head_dim) | {GGUF_NO_TOKENIZER: no_tokenizer}
+    index["folder"] = {each.name: each.stat().st_size for each in folder.iterdir()}
     (folder / GGUF_INDEX).write_text(json.dumps(index))
     for each in folder.iterdir():
         with each.open("rb") as written:
@@ -251,7 +252,7 @@ def _floats(file: GgufFile, name: str) -> list[float]:
         raise ModelError(f"{file.path}: {name} is of type {kind}; it must be F32")
     with file.path.open("rb") as opened:
         opened.seek(start)
-        return list(struct.unpack(f"<{shape[0]}f", opened.read(num_bytes)))
+        return list(struct.unpack(f"<{math.prod(shape)}f", opened.read(num_bytes)))
 
 
 def _dtype(kinds: set[str]) -> str:
@@ -284,16 +285,12 @@ def _name(name: str) -> str:
     return name
 
 
-def _write_tokenizer(path: pathlib.Path, folder: pathlib.Path) -> None:
-    """Writes the tokenizer. If there is none, that is only logged, because the option `tokenizer` can name another."""
-    import transformers  # takes seconds to import, once for each file
+def _write_tokenizer(file: GgufFile, num_rows: int, folder: pathlib.Path) -> str | None:
+    """Writes the tokenizer. Returns why the file has none; then only the option `tokenizer` can name one."""
+    from manta.workers.checkpoints.gguf_tokenizer import write_tokenizer
 
     try:
-        tokenizer = transformers.PreTrainedTokenizerFast.from_pretrained(str(path.parent), gguf_file=path.name)
-    except Exception as error:  # transformers raises any exception for an unexpected vocabulary
-        logger.warning("transformers makes no tokenizer of %s: %s: %s", path, type(error).__name__, error)
-        return
-    try:
-        tokenizer.save_pretrained(folder)
-    except Exception as error:  # a full disk is no `OSError` here
-        raise ModelError(f"the tokenizer of {path} cannot be written to {folder}: {error}; set MANTA_CACHE") from error
+        write_tokenizer(file.path, file.values, num_rows, folder)
+    except ModelError as error:
+        return str(error)
+    return None

@@ -41,6 +41,8 @@ _LOADED_AS_FLOATS = (*FLOATING, "F8_E4M3")
 _COPY_AGAIN = "copy or download it again"
 GGUF_INDEX = "gguf_tensors.json"
 """The index in a folder that stands for a GGUF file: the path of the file, and its tensors."""
+GGUF_NO_TOKENIZER = "no_tokenizer"
+"""Key of this index: why the file gives no tokenizer; null if the folder has one."""
 
 
 def plan_kv_cache(

@@ -1,0 +1,84 @@
+"""llama.cpp's own tokenizer, of the package xllamacpp, by its C interface: what a GGUF file's tokens must be.
+
+The interface is https://github.com/ggml-org/llama.cpp, `include/llama.h`.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import pathlib
+
+
+class _ModelParams(ctypes.Structure):
+    """`llama_model_params`. Fields of later versions fit into `_rest`, because the structure goes by value."""
+
+    _fields_ = [
+        ("devices", ctypes.c_void_p),
+        ("tensor_buft_overrides", ctypes.c_void_p),
+        ("n_gpu_layers", ctypes.c_int32),
+        ("modes", ctypes.c_int32 * 3),
+        ("main_gpu", ctypes.c_int32),
+        ("tensor_split", ctypes.c_void_p),
+        ("progress_callback", ctypes.c_void_p),
+        ("progress_callback_user_data", ctypes.c_void_p),
+        ("kv_overrides", ctypes.c_void_p),
+        ("vocab_only", ctypes.c_bool),
+        ("_rest", ctypes.c_uint8 * 255),
+    ]
+
+
+_LogCallback = ctypes.CFUNCTYPE(None, ctypes.c_int, ctypes.c_char_p, ctypes.c_void_p)
+
+
+@_LogCallback
+def _no_log(level: int, text: bytes, data: object) -> None:
+    pass
+
+
+class LlamaCppTokenizer:
+    """The tokenizer of a GGUF file. Raises `ValueError` if llama.cpp refuses the file."""
+
+    def __init__(self, path: pathlib.Path) -> None:
+        self._library = _library()
+        params = self._library.llama_model_default_params()
+        params.vocab_only = True
+        self._model = self._library.llama_model_load_from_file(str(path).encode(), params)
+        if not self._model:
+            raise ValueError(f"llama.cpp does not load {path}")
+        self._vocab = self._library.llama_model_get_vocab(self._model)
+
+    def encode(self, text: str) -> list[int]:
+        """Returns the ids of a text in which special tokens are found, with the tokens that the file adds."""
+        encoded = text.encode()
+        room = len(encoded) + 8
+        ids = (ctypes.c_int32 * room)()
+        count = self._library.llama_tokenize(self._vocab, encoded, len(encoded), ids, room, True, True)
+        assert 0 <= count <= room
+        return list(ids[:count])
+
+    def close(self) -> None:
+        self._library.llama_model_free(self._model)
+
+
+def _library() -> ctypes.CDLL:
+    from xllamacpp import xllamacpp
+
+    library = ctypes.CDLL(xllamacpp.__file__)
+    library.llama_model_default_params.restype = _ModelParams
+    library.llama_model_load_from_file.restype = ctypes.c_void_p
+    library.llama_model_load_from_file.argtypes = [ctypes.c_char_p, _ModelParams]
+    library.llama_model_get_vocab.restype = ctypes.c_void_p
+    library.llama_model_get_vocab.argtypes = [ctypes.c_void_p]
+    library.llama_model_free.argtypes = [ctypes.c_void_p]
+    library.llama_tokenize.argtypes = [
+        ctypes.c_void_p,
+        ctypes.c_char_p,
+        ctypes.c_int32,
+        ctypes.POINTER(ctypes.c_int32),
+        ctypes.c_int32,
+        ctypes.c_bool,
+        ctypes.c_bool,
+    ]
+    library.llama_log_set(_no_log, None)
+    library.llama_backend_init()
+    return library

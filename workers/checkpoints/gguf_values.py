@@ -1,0 +1,89 @@
+"""The type and the range of every value of a GGUF file's metadata that Manta reads or knows.
+
+`gguf_file.py` checks all of them before it uses one, whatever the others say. What belongs together, such as the number
+of heads and their width, is checked where it is used.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from manta.workers.models.dense import MOST_LAYERS
+from manta.workers.models.raw_config import RawConfig, RawValue
+
+_MOST_FACTOR = 1e6
+_NO_ID = 2**32 - 1
+"""Padding token of some published files, which have none."""
+
+
+def _whole(least: int = 1, **most: int) -> Callable[[RawValue], object]:
+    return lambda value: value.whole(least=least, **most)
+
+
+def _number(least: float, most: float) -> Callable[[RawValue], object]:
+    return lambda value: value.number(least=least, most=most)
+
+
+def _flag(value: RawValue) -> object:
+    return value.flag(False)
+
+
+OF_MODELS: dict[str, Callable[[RawValue], object]] = {
+    "context_length": _whole(),
+    "embedding_length": _whole(),
+    "block_count": _whole(most=MOST_LAYERS),
+    "feed_forward_length": _whole(),
+    "vocab_size": _whole(),
+    "attention.head_count": _whole(),
+    "attention.head_count_kv": _whole(),
+    "attention.key_length": _whole(),
+    "attention.value_length": _whole(),
+    "attention.sliding_window": _whole(least=0),
+    "attention.layer_norm_rms_epsilon": _number(0, 1),
+    "attention.scale": _number(0, _MOST_FACTOR),
+    "expert_count": _whole(least=0),
+    "expert_used_count": _whole(least=0),
+    "rope.dimension_count": _whole(),
+    "rope.freq_base": _number(1.001, 1e15),
+    "rope.scale_linear": _number(0, _MOST_FACTOR),
+    "rope.scaling.type": RawValue.text,
+    "rope.scaling.factor": _number(0, _MOST_FACTOR),
+    "rope.scaling.attn_factor": _number(0, _MOST_FACTOR),
+    "rope.scaling.original_context_length": _whole(),
+    "rope.scaling.finetuned": _flag,
+    "rope.scaling.yarn_beta_fast": _number(0, _MOST_FACTOR),
+    "rope.scaling.yarn_beta_slow": _number(0, _MOST_FACTOR),
+    "rope.scaling.yarn_ext_factor": _number(-1, _MOST_FACTOR),
+    "rope.scaling.yarn_log_multiplier": _number(0, _MOST_FACTOR),
+}
+"""Keys below the architecture's name."""
+OF_FILES: dict[str, Callable[[RawValue], object]] = {
+    "general.architecture": RawValue.text,
+    "general.name": RawValue.text,
+    "general.file_type": _whole(least=0),
+    "general.quantization_version": _whole(least=0),
+    "split.count": _whole(least=0),
+    "split.no": _whole(least=0),
+    "split.tensors.count": _whole(least=0),
+    "tokenizer.ggml.bos_token_id": _whole(least=0),
+    "tokenizer.ggml.eos_token_id": _whole(least=0),
+    "tokenizer.ggml.eot_token_id": _whole(least=0),
+    "tokenizer.ggml.eom_token_id": _whole(least=0),
+    "tokenizer.ggml.unknown_token_id": _whole(least=0),
+    "tokenizer.ggml.padding_token_id": _whole(least=0, most=_NO_ID),
+    "tokenizer.ggml.add_bos_token": _flag,
+    "tokenizer.ggml.add_eos_token": _flag,
+    "tokenizer.ggml.add_space_prefix": _flag,
+    "tokenizer.chat_template": RawValue.text,
+}
+"""Keys of all files."""
+
+
+def check_values(values: Mapping[str, Any], file: str) -> None:
+    """Raises `ConfigError` naming the first known key whose value has the wrong type or lies outside its range."""
+    raw = RawConfig(values, file)
+    architecture = raw["general.architecture"].text()
+    for key, check in {**OF_FILES, **{f"{architecture}.{name}": check for name, check in OF_MODELS.items()}}.items():
+        if key in raw:
+            check(raw[key])
