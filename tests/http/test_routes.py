@@ -25,8 +25,7 @@ from manta.cluster.http.app import HttpApp
 from manta.cluster.http.exchange.engines import Event, GenerationRequest
 from manta.cluster.http.exchange.exchange import Exchange
 from manta.cluster.http.exchange.metrics import Metrics
-from manta.cluster.http.exchange.routing import Route
-from manta.cluster.http.exchange.state import AppState
+from manta.cluster.http.exchange.state import AppState, Route
 from manta.cluster.http.routes import ROUTES
 from manta.cluster.text.tokenizer import Tokenizer
 from manta.structured.constraint import ConstraintSpec
