@@ -198,6 +198,7 @@ class Engine:
             if step.scheduled:
                 self._step_went_well(step)
             masks.mark_forced(output)
+            masks.mark_ends(output)
             gained = self.scheduler.update(step, output)
             if not self._plans_ahead:  # otherwise the grammar workers already prepare the next step's masks
                 gained += masks.settle()

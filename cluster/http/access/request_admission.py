@@ -273,9 +273,8 @@ class Admission:
             refuse("over_limit", "echo", num_characters, limit, remedy, unit=unit)
 
     def sampling_params(self, body: GenerationBody, defaults: Mapping[str, float]) -> SamplingParams:
-        """Returns the body's sampling parameters, with the model's `defaults` for those that it leaves out.
-
-        Raises `RequestRefused` naming the field that is out of bounds, or the logits processor that is not registered.
+        """Returns the body's sampling parameters; `defaults` fill what it leaves out. Raises `RequestRefused` naming
+        the field that is out of bounds, or the logits processor that is not registered.
         """
         params = body.sampling_params(defaults)
         registered = self._config.engine.logits_processors
