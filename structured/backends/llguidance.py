@@ -11,6 +11,7 @@ import functools
 import os
 import re
 from collections.abc import Sequence
+from typing import Any, cast
 
 import llguidance
 import msgspec
@@ -78,7 +79,7 @@ def tokenizer_of(vocabulary: Vocabulary) -> llguidance.LLTokenizer:
     has `NUM_MARKERS` more. It splits text as `ForcedText` does.
     """
     return llguidance.LLTokenizer(
-        ForcedText(vocabulary, NUM_MARKERS),
+        cast(Any, ForcedText(vocabulary, NUM_MARKERS)),
         eos_token=list(vocabulary.eos_token_ids) or None,
         slices=[each for each in llguidance.LLTokenizer.general_slices() if each != _UNBOUNDED_WHITESPACE],
     )
