@@ -15,7 +15,7 @@ import subprocess
 import sys
 import tempfile
 import threading
-from typing import Any, Protocol
+from typing import Any, BinaryIO, Protocol
 
 import msgspec
 
@@ -92,12 +92,12 @@ class WorkerSetup(msgspec.Struct, frozen=True, array_like=True):
     index: int
 
 
-def serve_worker(setup: WorkerSetup, connection: socket.socket) -> None:
-    """Makes a worker, says that it has started, and handles the messages until the connection ends."""
+def serve_worker(setup: WorkerSetup, connection: socket.socket, stream: BinaryIO) -> None:
+    """Makes a worker, says that it has started, and handles the messages of the connection's `stream` until it ends."""
     worker = GrammarWorker(setup.vocabulary, MaskBuffer(setup.shape), setup.index)
     worker.warm_up()
     decoder = msgspec.msgpack.Decoder(Message)
-    with contextlib.suppress(ConnectionError), connection, connection.makefile("rb") as stream:
+    with contextlib.suppress(ConnectionError), connection, stream:
         connection.sendall(_PID.pack(os.getpid()))  # because not every system tells which process has connected
         while (message := read_frame(stream)) is not None:
             worker.handle(decoder.decode(message))
@@ -113,7 +113,7 @@ class GrammarActor:
     def __init__(self, setup: bytes, address: str) -> None:
         connection = socket.socket(socket.AF_UNIX)
         connection.connect(address)
-        arguments = msgspec.msgpack.decode(setup, type=WorkerSetup), connection
+        arguments = msgspec.msgpack.decode(setup, type=WorkerSetup), connection, connection.makefile("rb")
         # When it ends, the connection closes and the pool replaces the actor
         threading.Thread(target=serve_worker, args=arguments, daemon=True).start()
 

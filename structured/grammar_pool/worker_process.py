@@ -16,10 +16,10 @@ from manta.structured.grammar_pool.transport import WorkerSetup, serve_worker
 
 def main() -> None:
     connection = socket.socket(fileno=os.dup(0))
-    with connection.makefile("rb", buffering=0) as stream:  # unbuffered, for the messages behind the first
+    with connection.makefile("rb") as stream:
         setup = read_frame(stream)
-    if setup is not None:
-        serve_worker(msgspec.msgpack.decode(setup, type=WorkerSetup), connection)
+        if setup is not None:
+            serve_worker(msgspec.msgpack.decode(setup, type=WorkerSetup), connection, stream)
 
 
 if __name__ == "__main__":

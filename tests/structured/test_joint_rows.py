@@ -1,8 +1,12 @@
-"""Rows that a grammar worker fills together equal those that it fills one by one, and a session fails alone."""
+"""Rows that a grammar worker fills together equal those that it fills one by one, and a session fails alone. Grammar
+workers that are processes start with any vocabulary, replace one another, and end with the pool.
+"""
 
 from __future__ import annotations
 
+import os
 import random
+import signal
 import sys
 from collections.abc import Sequence
 
@@ -16,6 +20,7 @@ from manta.structured.masks import row_words
 from manta.structured.pool_config import PoolConfig
 from manta.structured.vocabulary import Vocabulary
 from tests.grammar_pools import VOCAB_SIZE, allowed, example, finish, llguidance
+from tests.patience import wait_until
 
 pytestmark = pytest.mark.usefixtures("plugin")
 REGEXES = ("[0-9]{1,40}", "(ab?c|[x-z]+)*", "a+b*", "[a-z ]{3,}", "(yes|no|maybe)+", "1+2?", "\\w+", "[^a]*b")
@@ -77,3 +82,28 @@ def test_a_session_that_fails_in_a_batch_fails_alone(vocabulary: Vocabulary, how
         assert allowed(pool, session_id) == [5, 6, 7]
         assert pool.buffer.done[pool.session(session_id).slot] == pool.session(session_id).number
     pool.close()
+
+
+def test_processes_take_a_large_vocabulary_replace_each_other_and_end_with_the_pool(vocabulary: Vocabulary) -> None:
+    """A vocabulary of megabytes does not fit into a socket at once."""
+    large = Vocabulary(vocabulary.tokenizer_json + " " * (8 << 20), vocabulary.vocab_size, vocabulary.eos_token_ids)
+    pool = GrammarPool(PoolConfig(num_workers=1), large, 2, form="processes")
+    wait_until(lambda: all(worker.transport.is_ready() for worker in pool.workers.active))
+    pool.start(0, llguidance("[0-9]{4}"))
+    pool.prepare([(0, [])])
+    finish(pool, [0])
+    assert pool.session(0).error() is None
+    assert pool.workers.num_replaced == 0
+    digits = allowed(pool, 0)
+    transports = [worker.transport for worker in pool.workers.active]
+    assert transports[0].pid is not None
+    os.kill(transports[0].pid, signal.SIGKILL)
+    wait_until(lambda: not transports[0].is_alive())
+    pool.prepare([(0, digits[:1])])
+    finish(pool, [0])
+    assert pool.session(0).error() is None
+    assert allowed(pool, 0) == digits
+    assert pool.workers.num_replaced == 1
+    transports += [worker.transport for worker in pool.workers.active]
+    pool.close()
+    assert not any(each.is_alive() for each in transports)

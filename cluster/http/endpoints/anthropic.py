@@ -6,14 +6,13 @@ fields and in its shape of errors.
 
 from __future__ import annotations
 
-import json
 from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
 import msgspec
 
 from manta.cluster.chat.plan import ChatPlan, plan_chat, render
-from manta.cluster.chat.reader import ChatReader, MessageBuilder
+from manta.cluster.chat.reader import ChatReader, MessageBuilder, whole_arguments
 from manta.cluster.errors import RequestRefused
 from manta.cluster.http.endpoints import generation
 from manta.cluster.http.exchange.codec import NAMED_EVENTS, encode, named_event
@@ -101,7 +100,7 @@ class MessagesAnswer:
         content += (
             ToolUseBlock(_call_id(call.id), call.function.name or "", arguments)
             for call in message.tool_calls or []
-            if (arguments := _arguments(call.function.arguments)) is not None
+            if (arguments := whole_arguments(call)) is not None
         )
         ending = self._ending(last)
         return encode(self._message(content, ending.stop_reason, ending.stop_sequence, _usage(generation)))
@@ -197,12 +196,3 @@ def _usage(generation: Generation) -> MessagesUsage:
 
 def _call_id(call_id: str | None) -> str:
     return f"toolu_{(call_id or '').removeprefix('call_')}"
-
-
-def _arguments(text: str | None) -> dict[str, Any] | None:
-    """Returns the arguments of a call; None for a call that `max_tokens` has cut off, which is none."""
-    try:
-        arguments = json.loads(text or "{}")
-    except ValueError:
-        return None
-    return arguments if isinstance(arguments, dict) else None
