@@ -21,7 +21,8 @@ import msgspec
 
 from manta.cluster.config import ServeConfig
 from manta.cluster.errors import ServingError, refuse
-from manta.cluster.http.exchange.codec import body_of_event, decode, encode
+from manta.cluster.http.access.request_admission import decode
+from manta.cluster.http.exchange.codec import body_of_event, encode
 from manta.cluster.http.exchange.exchange import Exchange
 from manta.cluster.http.exchange.incoming import BodyRoom, Receive, Scope
 from manta.cluster.http.exchange.remembered import RememberedResponses
