@@ -50,6 +50,13 @@ class Vocabulary(msgspec.Struct, frozen=True, array_like=True):
         """Tokens that do not stand for text: a grammar can allow them only by name."""
         return _tables(self.tokenizer_json)[1]
 
+    @property
+    def mark_token_ids(self) -> list[int]:
+        """The special tokens, and the added tokens that are written `<...>`, such as `<tool_call>`: no text holds them,
+        so a grammar means other tokens by the same characters.
+        """
+        return _tables(self.tokenizer_json)[2]
+
     def byte_token_ids(self) -> list[int]:
         """The token of each byte, 256 of them. Raises `ConstraintError` if a byte has none."""
         return _byte_token_ids(self.tokenizer_json)
@@ -83,8 +90,8 @@ def _same(text: str) -> str:
 
 
 @functools.lru_cache(maxsize=4)
-def _tables(tokenizer_json: str) -> tuple[list[bytes], list[int]]:
-    """(bytes of each id, ids of special tokens)."""
+def _tables(tokenizer_json: str) -> tuple[list[bytes], list[int], list[int]]:
+    """(bytes of each id, ids of special tokens, ids of marks)."""
     data = json.loads(tokenizer_json)
     vocab = data["model"]["vocab"]
     names = {token: index for index, (token, _) in enumerate(vocab)} if isinstance(vocab, list) else dict(vocab)
@@ -97,12 +104,14 @@ def _tables(tokenizer_json: str) -> tuple[list[bytes], list[int]]:
         tokens[index] = decode(name)
     for index, entry in added.items():
         tokens[index] = entry["content"].encode()
-    return tokens, sorted(index for index, entry in added.items() if entry.get("special"))
+    special = {index for index, entry in added.items() if entry.get("special")}
+    marks = {index for index, entry in added.items() if entry["content"][:1] == "<" and entry["content"][-1:] == ">"}
+    return tokens, sorted(special), sorted(special | marks)
 
 
 @functools.lru_cache(maxsize=4)
 def _byte_token_ids(tokenizer_json: str) -> list[int]:
-    tokens, special = _tables(tokenizer_json)
+    tokens, special, _ = _tables(tokenizer_json)
     is_special = frozenset(special)
     found = {token[0]: i for i, token in enumerate(tokens) if len(token) == 1 and i not in is_special}
     missing = [byte for byte in range(256) if byte not in found]

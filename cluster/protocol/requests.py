@@ -9,7 +9,8 @@ this module are checked before any work that grows with the body.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from types import MappingProxyType
 from typing import Any, ClassVar, Literal, NoReturn
 
 import msgspec
@@ -155,11 +156,14 @@ class _SamplingFields(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
         if not -(2**31) <= self.priority < 2**31:
             refuse("wrong_value", "priority", self.priority, "a number of 32 signed bits")
 
-    def _sampling_params(self, names: dict[str, str] | None = None, **more: Any) -> SamplingParams:
-        """Returns the parameters from the fields of the same name and from `more`. `names` maps a parameter to the
-        field of the body that it came from.
+    def _sampling_params(
+        self, defaults: Mapping[str, float], names: dict[str, str] | None = None, **more: Any
+    ) -> SamplingParams:
+        """Returns the parameters from the fields of the same name and from `more`; those that are None are in
+        `defaults`, or SamplingParams has them. `names` maps a parameter to the field of the body that it came from.
         """
-        values = {name: value for name in _SAMPLING_FIELDS if (value := getattr(self, name)) is not None}
+        values: dict[str, Any] = {**defaults}
+        values |= {name: value for name in _SAMPLING_FIELDS if (value := getattr(self, name)) is not None}
         values |= {name: value for name, value in more.items() if value is not None}
         values["constraint"], _ = requested_constraint(self.response_format, self.structured_outputs)
         if self.stop is not None:
@@ -322,12 +326,15 @@ class ChatCompletionRequest(_SamplingFields, kw_only=True):
         effort = {} if self.reasoning_effort is None else {"reasoning_effort": self.reasoning_effort}
         return effort | (self.chat_template_kwargs or {})
 
-    def sampling_params(self) -> SamplingParams:
-        """Returns the sampling parameters. Raises `RequestRefused` naming the field that is out of bounds."""
+    def sampling_params(self, defaults: Mapping[str, float] = MappingProxyType({})) -> SamplingParams:
+        """Returns the sampling parameters; what the body leaves out is the model's `defaults`. Raises `RequestRefused`
+        naming the field that is out of bounds.
+        """
         names = {"logprobs": "top_logprobs"}
         if self.max_completion_tokens is not None:
             names["max_tokens"] = "max_completion_tokens"
         return self._sampling_params(
+            defaults,
             names,
             max_tokens=self.max_completion_tokens,
             logprobs=(self.top_logprobs or 0) if self.logprobs else None,
@@ -389,12 +396,15 @@ class CompletionRequest(_SamplingFields, kw_only=True):
             found.append(item if isinstance(item, str) else checked_token_ids(item, param))
         return found
 
-    def sampling_params(self) -> SamplingParams:
-        """Returns the sampling parameters. Raises `RequestRefused` naming the field that is out of bounds."""
+    def sampling_params(self, defaults: Mapping[str, float] = MappingProxyType({})) -> SamplingParams:
+        """Returns the sampling parameters; what the body leaves out is the model's `defaults`. Raises `RequestRefused`
+        naming the field that is out of bounds.
+        """
         prompt_logprobs = self.logprobs if self.echo else None
         if prompt_logprobs is not None and self.prompt_logprobs is not None:
             prompt_logprobs = max(prompt_logprobs, self.prompt_logprobs)
         return self._sampling_params(
+            defaults,
             logprobs=self.logprobs,
             prompt_logprobs=prompt_logprobs,
             # An engine computes a prompt in order to draw a token; if the prompt is only scored, nobody gets that

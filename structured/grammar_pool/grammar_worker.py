@@ -20,7 +20,16 @@ from manta.structured.backend import DeadEnd, Grammar, Session
 from manta.structured.backends.choose import AUTO, Backends
 from manta.structured.constraint import ConstraintSpec
 from manta.structured.lru import ByteLRU
-from manta.structured.masks import DEAD_END, FAILED, FINISHED, MAX_ADJUSTMENTS, MAX_CHOICES, REFUSED, MaskBuffer
+from manta.structured.masks import (
+    DEAD_END,
+    FAILED,
+    FINISHED,
+    MAX_ADJUSTMENTS,
+    MAX_CHOICES,
+    REFUSED,
+    MaskBuffer,
+    allowed_of,
+)
 from manta.structured.vocabulary import Vocabulary
 
 GRAMMAR_CACHE_BYTES = 64 * 2**20
@@ -51,7 +60,7 @@ class SessionStart(msgspec.Struct, frozen=True, array_like=True):
     spec: ConstraintSpec
     compiled: bytes
     end_token_ids: tuple[int, ...]
-    """Tokens that end the sequence. They are allowed if and only if the grammar lets the text end."""
+    """Tokens that end the sequence: the model's end-of-sequence tokens and the request's stop tokens."""
 
 
 class Job(msgspec.Struct, frozen=True, array_like=True):
@@ -170,7 +179,7 @@ class TrackedSession:
         return FINISHED if self._session is not None and self._session.is_finished() else 0
 
     def fill(self, row: np.ndarray) -> None:
-        """Writes the next token's row. Before the constraint begins, every token but the end tokens is allowed."""
+        """Writes the next token's row. Raises `DeadEnd` if no token may follow."""
         if self._session is None:
             row[:] = -1
             self._vocabulary.forbid_padding(row)
@@ -190,13 +199,34 @@ class TrackedSession:
         return self._session
 
     def complete(self, row: np.ndarray) -> None:
-        """Allows or forbids the tokens that end the sequence, in a row that the session has filled."""
+        """Allows or forbids the tokens that end the sequence, in a row that the session has filled. Raises `DeadEnd` if
+        no token may follow.
+
+        End tokens are allowed where the text may end. A stop token that the grammar takes is also allowed where it
+        completes the text, and where nothing else may follow. Before the constraint begins, every token is allowed but
+        end tokens that the mark of the beginning does not hold.
+        """
+        ends, vocabulary = self._start.end_token_ids, self._vocabulary
         if self._session is None:
-            self._vocabulary.set_tokens(row, self._start.end_token_ids, False)
-        elif self._stop_ids:  # the session itself knows the end-of-sequence tokens
-            self._vocabulary.set_tokens(row, self._stop_ids, self._session.is_accepting())
+            vocabulary.set_tokens(row, set(ends).difference(self._start.spec.begin_after), False)
+            return
+        if self._stop_ids:  # the session itself knows the end-of-sequence tokens
+            if self._session.is_accepting():
+                vocabulary.set_tokens(row, ends, True)
+            else:
+                self._forbid_early_stops(self._session, row)
         if not row.any():
-            raise ValueError(f"the grammar allows no token at output position {len(self.tokens)}")
+            raise DeadEnd(f"the grammar allows no token at output position {len(self.tokens)}")
+
+    def _forbid_early_stops(self, session: Session, row: np.ndarray) -> None:
+        """Forbids stop tokens that would cut the text short, unless the row has no other tokens. Of more than
+        `MAX_CHOICES` stop tokens none is tried.
+        """
+        taken = allowed_of(row, self._stop_ids)
+        early = [each for each in taken if len(taken) > MAX_CHOICES or not _completes(session, each)]
+        self._vocabulary.set_tokens(row, early, False)
+        if not row.any():
+            self._vocabulary.set_tokens(row, early, True)
 
     def adjustments(self) -> tuple[np.ndarray, np.ndarray]:
         """Token ids int32 [n] and the values to add to their logits, float32 [n]. Raises `ValueError` if they are out
@@ -247,6 +277,15 @@ class TrackedSession:
         forced = session.forced_tokens()
         session.rollback(1)
         return forced
+
+
+def _completes(session: Session, token_id: int) -> bool:
+    """Whether the text may end behind a token. Keeps the state."""
+    if not session.accept(token_id):
+        return False
+    may_end = session.is_accepting()
+    session.rollback(1)
+    return may_end
 
 
 def _allowed_tokens(row: np.ndarray) -> list[int]:

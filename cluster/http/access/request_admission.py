@@ -27,7 +27,7 @@ import asyncio
 import contextlib
 import functools
 import time
-from collections.abc import AsyncIterator, Collection, Sequence
+from collections.abc import AsyncIterator, Collection, Mapping, Sequence
 from typing import Any, Protocol, TypeVar
 
 import msgspec
@@ -272,11 +272,11 @@ class Admission:
             unit, remedy = "characters of prompts to repeat", "leave it out, lower n, or raise max_body_bytes"
             refuse("over_limit", "echo", num_characters, limit, remedy, unit=unit)
 
-    def sampling_params(self, body: GenerationBody) -> SamplingParams:
-        """Returns the body's sampling parameters. Raises `RequestRefused` naming the field that is out of bounds, or
-        the logits processor that is not registered.
+    def sampling_params(self, body: GenerationBody, defaults: Mapping[str, float]) -> SamplingParams:
+        """Returns the body's sampling parameters; `defaults` fill what it leaves out. Raises `RequestRefused` naming
+        the field that is out of bounds, or the logits processor that is not registered.
         """
-        params = body.sampling_params()
+        params = body.sampling_params(defaults)
         registered = self._config.engine.logits_processors
         for index, spec in enumerate(params.logits_processors):
             if spec.name not in registered:

@@ -85,8 +85,10 @@ async def completions(state: AppState, exchange: GenerationExchange, request: Co
 
 
 async def sampling_params(state: AppState, request: GenerationBody) -> SamplingParams:
-    """Returns the body's admitted sampling parameters, with the tokens of its `bad_words`."""
-    params = state.admission.sampling_params(request)
+    """Returns the body's admitted sampling parameters, with the tokens of its `bad_words`. What the body leaves out has
+    the model's recommended value.
+    """
+    params = state.admission.sampling_params(request, (await state.model_info()).sampling_defaults)
     return await aside(state.tokenizer.resolve_bad_words, params) if params.bad_words else params
 
 
