@@ -363,7 +363,7 @@ class Walker:
         return [self._ids(b'"'), [first]]
 
     def _ids(self, text: bytes) -> list[int]:
-        return [self._of_bytes[byte] for byte in text]
+        return [self._of_bytes[byte] for byte in text if byte in self._of_bytes]
 
     def accept(self, token_id: int) -> None:
         for byte in self._tokens[token_id]:
