@@ -6,7 +6,6 @@ backend. Imports neither torch nor a backend.
 
 from __future__ import annotations
 
-import json
 import re
 from typing import Any, Literal, Self
 
@@ -14,6 +13,7 @@ import msgspec
 
 from manta.structured.refusals import Kind as RefusalKind
 from manta.structured.refusals import Refusal, RequestRefused
+from manta.structured.schemas.numbers import json_text, read_json
 
 FIELD = "constraint"
 """The field of a request that a refusal of its constraint is about, until the edge knows the body's own name."""
@@ -164,9 +164,9 @@ def _nesting(text: str) -> int:
 
 def _check_json(spec: ConstraintSpec, limits: ConstraintLimits) -> None:
     try:
-        value = json.loads(spec.text)
+        value = read_json(spec.text)
         if "\\u" in spec.text:
-            json.dumps(value, ensure_ascii=False).encode()  # only an escape can write a lone surrogate
+            json_text(value)  # only an escape can write a lone surrogate
     except UnicodeEncodeError as error:
         raise _half_a_pair(error) from error
     except ValueError as error:
