@@ -6,6 +6,7 @@ backend. Imports neither torch nor a backend.
 
 from __future__ import annotations
 
+import json
 import re
 from typing import Any, Literal, Self
 
@@ -13,7 +14,6 @@ import msgspec
 
 from manta.structured.refusals import Kind as RefusalKind
 from manta.structured.refusals import Refusal, RequestRefused
-from manta.structured.schemas.numbers import json_text, read_json
 
 FIELD = "constraint"
 """The field of a request that a refusal of its constraint is about, until the edge knows the body's own name."""
@@ -164,9 +164,9 @@ def _nesting(text: str) -> int:
 
 def _check_json(spec: ConstraintSpec, limits: ConstraintLimits) -> None:
     try:
-        value = read_json(spec.text)
+        value = json.loads(spec.text, parse_int=float, parse_constant=_no_number)
         if "\\u" in spec.text:
-            json_text(value)  # only an escape can write a lone surrogate
+            json.dumps(value, ensure_ascii=False).encode()  # only an escape can write a lone surrogate
     except UnicodeEncodeError as error:
         raise _half_a_pair(error) from error
     except ValueError as error:
@@ -179,6 +179,10 @@ def _check_json(spec: ConstraintSpec, limits: ConstraintLimits) -> None:
         raise ConstraintError.because("wrong_value", spec.kind, value=spec.text[:40], bound="a JSON object")
     else:
         _check_counts(value, "#", limits)
+
+
+def _no_number(name: str) -> Any:
+    raise ValueError(f"{name} is no number of JSON")
 
 
 _COUNTED = ("enum", "anyOf", "oneOf", "allOf", "properties", "patternProperties", "$defs", "definitions", "prefixItems")

@@ -10,7 +10,6 @@ from __future__ import annotations
 import ast
 import contextlib
 import errno
-import itertools
 import json
 import os
 import pathlib
@@ -18,7 +17,6 @@ import resource
 import shlex
 import shutil
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -432,46 +430,6 @@ def tear(path: pathlib.Path, part: float) -> None:
     content = path.read_bytes()
     start = content[:-1].rfind(b"\n") + 1
     path.write_bytes(content[: start + int((len(content) - 1 - start) * part)])
-
-
-CHANGES = {"open", "os.rename", "os.link", "os.remove", "os.mkdir", "os.rmdir", "os.truncate"}
-"""Audit events of calls that may change a folder."""
-MAX_CHANGES = 100
-
-
-def dies_at(writer: Writer, number: int, call: int) -> bool:
-    """Writes a value in a child process that ends before its call `call` of `CHANGES` below the root, as if it were
-    killed. Returns whether it came so far.
-    """
-    calls = itertools.count()
-
-    def hook(event: str, arguments: tuple[Any, ...]) -> None:
-        if event in CHANGES and str(writer.root) in str(arguments) and next(calls) == call:
-            os._exit(1)
-
-    child = os.fork()
-    if child == 0:
-        sys.addaudithook(hook)
-        with contextlib.suppress(BaseException):
-            writer.write(number)
-        os._exit(0)
-    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 1
-
-
-def test_a_process_that_dies_between_any_two_calls_loses_nothing(kind: type[Writer], tmp_path: pathlib.Path) -> None:
-    if kind in SLOW:
-        return
-    for call in range(MAX_CHANGES):
-        writer = new_writer(kind, tmp_path / f"{call}")
-        writer.write(0)
-        died = dies_at(writer, 1, call)
-        assert 0 in writer.read(), call
-        writer.write(2)
-        writer.clean()
-        assert {0, 2} <= writer.read(), call
-        if not died:
-            break
-    assert 0 < call < MAX_CHANGES - 1
 
 
 def test_a_folder_that_vanishes_is_made_again_or_missed(kind: type[Writer], tmp_path: pathlib.Path) -> None:
