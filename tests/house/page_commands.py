@@ -442,7 +442,6 @@ COMMANDS: dict[str, Callable[[str, Manual], None]] = {
     "make fuzz": fuzzes,
     "make fuzz MINUTES=10 SEED=1": fuzzes,
     "make fuzz ARGS=--http": fuzzes,
-    "make fuzz ARGS=--numbers": fuzzes,
     'make fuzz ARGS="--device tpu"': fuzzes,
     "make soak MINUTES=30": soaks,
     "make package": builds_a_package,
