@@ -29,6 +29,10 @@ class EngineConfig(ModelOptions, frozen=True, kw_only=True, forbid_unknown_field
 
     tokenizer: str | None = None
     """Folder or hub id of the tokenizer, as for `model`. None takes the model's own."""
+    generation_config: Literal["auto", "none"] = "auto"
+    """Whether requests that name no `temperature`, `top_p`, `top_k`, `min_p` or `repetition_penalty` take that of the
+    checkpoint's `generation_config.json` (`auto`), or OpenAI's default (`none`). Stop tokens are read in both cases.
+    """
     claims_cpus: bool = True
     """Whether the engine claims its `num_threads` from Ray as CPUs. Standby replicas claim none, because they work only
     while another engine does not.

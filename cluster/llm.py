@@ -14,7 +14,7 @@ import os
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple, TypeVar, cast
 
 import msgspec
 from tqdm import tqdm
@@ -48,6 +48,7 @@ __all__ = [
 ]
 
 Prompt = str | Sequence[int]
+_Given = TypeVar("_Given", bound=SamplingParams | Sequence[SamplingParams])
 
 
 class CompletionOutput(msgspec.Struct, kw_only=True):
@@ -208,7 +209,7 @@ class LLM:
         never fit. After an exception, also Ctrl-C, no request of the call stays in the engine.
         """
         batch: list[Prompt] = _as_batch(prompts)
-        each = _for_each(params, len(batch), "prompt")
+        each = _for_each(self._params(params), len(batch), "prompt")
         return self._run([_Asked(prompt, one) for prompt, one in zip(batch, each, strict=True)], use_tqdm)
 
     def chat(
@@ -227,7 +228,7 @@ class LLM:
         `generate` does.
         """
         batch = _as_conversations(messages)
-        each = _for_each(params, len(batch), "conversation")
+        each = _for_each(self._params(params), len(batch), "conversation")
         asked = [self._planned(one, its, options) for one, its in zip(batch, each, strict=True)]
         return self._run(asked, use_tqdm)
 
@@ -279,11 +280,21 @@ class LLM:
             sequence.text = self.tokenizer.decode(sequence.token_ids)
         return found
 
+    def get_default_sampling_params(self) -> SamplingParams:
+        """Returns the parameters of prompts that come with none: those that the checkpoint's `generation_config.json`
+        recommends, unless the option `generation_config` is `none`.
+        """
+        defaults: dict[str, Any] = {**self.engine.model.sampling_defaults}
+        return SamplingParams(**defaults)
+
+    def _params(self, params: _Given | None) -> _Given | SamplingParams:
+        return self.get_default_sampling_params() if params is None else params
+
     def add_request(
         self, request_id: str, prompt: Prompt, params: SamplingParams | None = None, priority: int = 0
     ) -> None:
         """Queues a request for `step`. Raises `RequestRefused` if it can never be served."""
-        params = params or SamplingParams()
+        params = self._params(params)
         self._submit(request_id, _Asked(prompt, params), priority, self._resolve(params))
 
     def step(self) -> list[RequestOutput]:
@@ -395,13 +406,13 @@ class LLM:
         A request's own errors are raised in its stream alone; an engine failure is raised in all streams. Any number of
         streams may run in one event loop; don't mix them with `generate` or `step` at the same time.
         """
-        return self._stream(_Asked(prompt, params or SamplingParams()), priority)
+        return self._stream(_Asked(prompt, self._params(params)), priority)
 
     def stream_chat(
         self, messages: Sequence[Message], params: SamplingParams | None = None, priority: int = 0, **options: Any
     ) -> AsyncIterator[RequestOutput]:
         """Streams the answer to a conversation, with the `options` of `chat`. Each choice ends with its `message`."""
-        return self._stream(self._planned(messages, params or SamplingParams(), options), priority)
+        return self._stream(self._planned(messages, self._params(params), options), priority)
 
     async def _stream(self, asked: _Asked, priority: int) -> AsyncIterator[RequestOutput]:
         self._leave_other_loop(asyncio.get_running_loop())
@@ -516,12 +527,10 @@ def _as_conversations(messages: Sequence[Message] | Sequence[Sequence[Message]])
     return list(cast(Sequence[Sequence[Message]], messages))
 
 
-def _for_each(
-    params: SamplingParams | Sequence[SamplingParams] | None, count: int, what: str
-) -> Sequence[SamplingParams]:
+def _for_each(params: SamplingParams | Sequence[SamplingParams], count: int, what: str) -> Sequence[SamplingParams]:
     """Returns one set of parameters for each of `count` prompts. Raises `ValueError` if a list has another length."""
-    if params is None or isinstance(params, SamplingParams):
-        return [params or SamplingParams()] * count
+    if isinstance(params, SamplingParams):
+        return [params] * count
     if len(params) != count:
         raise ValueError(f"{len(params)} sampling parameters for {count} {what}s; give one, or one a {what}")
     return params

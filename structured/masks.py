@@ -51,6 +51,12 @@ def row_words(vocab_size: int) -> int:
     return -(-vocab_size // 32)
 
 
+def allowed_of(row: np.ndarray, token_ids: Iterable[int]) -> list[int]:
+    """The tokens among `token_ids` that a packed row of int32 allows."""
+    words = row.view(np.uint32)
+    return [token_id for token_id in token_ids if int(words[token_id // 32]) >> token_id % 32 & 1]
+
+
 class MaskBatch(NamedTuple):
     """The masks of one step. A sampler in this process reads the shared rows; pickling for another process copies them
     (`packed`).
@@ -178,6 +184,10 @@ class MaskBuffer:
     def allows_one(self, slot: int) -> bool:
         """Whether the row leaves a single token."""
         return int(np.bitwise_count(self.rows[slot].view(np.uint32)).sum()) == 1
+
+    def allows_any(self, slot: int, token_ids: Iterable[int]) -> bool:
+        """Whether the row leaves one of the tokens."""
+        return bool(allowed_of(self.rows[slot], token_ids))
 
     def adjustments(self, slot: int) -> tuple[np.ndarray, np.ndarray]:
         """Views of the token ids, int32 [n], and of the values to add to their logits, float32 [n]."""

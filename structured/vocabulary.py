@@ -50,30 +50,37 @@ class Vocabulary(msgspec.Struct, frozen=True, array_like=True):
         """Tokens that do not stand for text: a grammar can allow them only by name."""
         return _tables(self.tokenizer_json)[1]
 
+    @property
+    def mark_token_ids(self) -> list[int]:
+        """The special tokens, and the added tokens that are written `<...>`, such as `<tool_call>`: no text holds them,
+        so a grammar means other tokens by the same characters.
+        """
+        return _tables(self.tokenizer_json)[2]
+
     def byte_token_ids(self) -> dict[int, int]:
         """Returns the token of each byte that occurs in the text of a token: most vocabularies of trained tokenizers
         lack bytes that never occurred. Raises `ConstraintError` if such a byte has no token of its own.
         """
         return _byte_token_ids(self.tokenizer_json)
 
-    def forbid_padding(self, row: np.ndarray) -> None:
-        """Clears the bits of unused ids at the end of a packed row of int32."""
+    def forbid_padding(self, rows: np.ndarray) -> None:
+        """Clears the bits of unused ids at the end of packed rows, int32 [..., words]."""
         num_words, num_bits = divmod(min(len(self.tokens), self.vocab_size), 32)
-        words = row.view(np.uint32)
+        words = rows.view(np.uint32)
         if num_bits:
-            words[num_words] &= np.uint32((1 << num_bits) - 1)
+            words[..., num_words] &= np.uint32((1 << num_bits) - 1)
             num_words += 1
-        words[num_words:] = 0
+        words[..., num_words:] = 0
 
-    def set_tokens(self, row: np.ndarray, token_ids: Iterable[int], allow: bool) -> None:
-        """Allows or forbids tokens in a packed row of int32."""
-        words = row.view(np.uint32)
+    def set_tokens(self, rows: np.ndarray, token_ids: Iterable[int], allow: bool) -> None:
+        """Allows or forbids tokens in packed rows, int32 [..., words]."""
+        words = rows.view(np.uint32)
         for token_id in token_ids:
             word, bit = token_id // 32, np.uint32(1 << token_id % 32)
             if allow:
-                words[word] |= bit
+                words[..., word] |= bit
             else:
-                words[word] &= ~bit
+                words[..., word] &= ~bit
 
 
 @functools.lru_cache(maxsize=4)
@@ -85,8 +92,8 @@ def _same(text: str) -> str:
 
 
 @functools.lru_cache(maxsize=4)
-def _tables(tokenizer_json: str) -> tuple[list[bytes], list[int]]:
-    """(bytes of each id, ids of special tokens)."""
+def _tables(tokenizer_json: str) -> tuple[list[bytes], list[int], list[int]]:
+    """(bytes of each id, ids of special tokens, ids of marks)."""
     data = json.loads(tokenizer_json)
     vocab = data["model"]["vocab"]
     names = {token: index for index, (token, _) in enumerate(vocab)} if isinstance(vocab, list) else dict(vocab)
@@ -99,12 +106,14 @@ def _tables(tokenizer_json: str) -> tuple[list[bytes], list[int]]:
         tokens[index] = decode(name)
     for index, entry in added.items():
         tokens[index] = entry["content"].encode()
-    return tokens, sorted(index for index, entry in added.items() if entry.get("special"))
+    special = {index for index, entry in added.items() if entry.get("special")}
+    marks = {index for index, entry in added.items() if entry["content"][:1] == "<" and entry["content"][-1:] == ">"}
+    return tokens, sorted(special), sorted(special | marks)
 
 
 @functools.lru_cache(maxsize=4)
 def _byte_token_ids(tokenizer_json: str) -> dict[int, int]:
-    tokens, special = _tables(tokenizer_json)
+    tokens, special, _ = _tables(tokenizer_json)
     is_special = frozenset(special)
     texts = {token_id: token for token_id, token in enumerate(tokens) if token_id not in is_special}
     found = {token[0]: token_id for token_id, token in texts.items() if len(token) == 1}

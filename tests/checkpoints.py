@@ -141,14 +141,14 @@ def make_checkpoint(
     config = getattr(transformers, class_name)(vocab_size=vocab_size, **options)
     config.dtype = dtype
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype))
-    _randomise(model, seed)
+    randomise(model, seed)
     model.generation_config.eos_token_id = EOS_TOKEN_ID
     model.save_pretrained(folder, max_shard_size=max_shard_size)
     make_tokenizer(folder, vocab_size)
     return folder
 
 
-def _randomise(model: torch.nn.Module, seed: int) -> None:
+def randomise(model: torch.nn.Module, seed: int) -> None:
     """Weights with which every part matters, biases and norms too, and greedy outputs that vary.
 
     Small embeddings keep a tied head from echoing its input; sharp attention and a strong last norm set logits apart.

@@ -147,6 +147,7 @@ def _add_pieces(writer: gguf.GGUFWriter, pieces: list[str], types: list[int]) ->
 
 def _value_type(value: object) -> gguf.GGUFValueType:
     kinds = {
+        bool: gguf.GGUFValueType.BOOL,
         int: gguf.GGUFValueType.UINT32,
         float: gguf.GGUFValueType.FLOAT32,
         str: gguf.GGUFValueType.STRING,

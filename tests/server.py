@@ -81,8 +81,8 @@ class Server(Client):
     everything it started.
     """
 
-    def __init__(self, *settings: str, folder: pathlib.Path | None = None) -> None:
-        super().__init__(folder or checkpoint("llama"), free_port())
+    def __init__(self, *settings: str, folder: pathlib.Path | None = None, port: int | None = None) -> None:
+        super().__init__(folder or checkpoint("llama"), port or free_port())
         command = [
             sys.executable,
             "-m",

@@ -10,6 +10,8 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     vocab_size: int
     max_model_len: int
     eos_token_ids: tuple[int, ...]
+    sampling_defaults: dict[str, int | float] = {}
+    """Sampling parameters of requests that name none, by their names in `SamplingParams`."""
     num_blocks: int
     block_size: int
     kv_cache_bytes: int

@@ -159,7 +159,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     """
     constraint: ConstraintSpec | None = None
     """The constraint on the output. When its grammar is finished the sequence ends, regardless of `min_tokens` and
-    `ignore_eos`; `stop_token_ids` may be drawn only where the grammar lets the text end.
+    `ignore_eos`. `stop_token_ids` may be drawn where the grammar lets the text end, or where they complete it, or where
+    nothing else may follow.
     """
 
     prediction_token_ids: tuple[int, ...] = ()

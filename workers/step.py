@@ -140,6 +140,10 @@ class RowError(msgspec.Struct, array_like=True):
     """Whether the keys and values that the sequence wrote into the KV cache may be wrong."""
     is_refusal: bool = False
     """Whether the request's own parameters caused it: they contradict each other, or overflow a logit."""
+    leaves_none: bool = False
+    """Whether the request's own parameters leave no token."""
+    may_end: bool = False
+    """Whether the constraint lets the text end here. The engine sets it."""
 
 
 class StepOutput(msgspec.Struct, array_like=True):

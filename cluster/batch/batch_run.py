@@ -23,6 +23,7 @@ from manta.cluster.batch.lease import RENEW_S, Lease, LeaseLost, acquire
 from manta.cluster.batch.lines import BatchResult, custom_id_of, encode
 from manta.cluster.batch.stored import StoredResults
 from manta.cluster.protocol.batches_api import Batch, BatchError, BatchErrors, FileObject, RequestCounts
+from manta.cluster.storage.file_records import Upload, age_s
 from manta.cluster.storage.records import (
     ENDED,
     BatchOutcome,
@@ -31,8 +32,6 @@ from manta.cluster.storage.records import (
     Finalizing,
     InputMissing,
     Records,
-    Upload,
-    age_s,
     new_attempt,
 )
 
@@ -342,7 +341,7 @@ class _Outputs:
     def write(self, is_good: bool, line: bytes) -> None:
         kind: _Kind = "output" if is_good else "errors"
         if kind not in self._uploads:
-            self._uploads[kind] = self._records.begin_output(self._owner, self._batch_id, self._attempt, kind)
+            self._uploads[kind] = self._records.files.begin_output(self._owner, self._batch_id, self._attempt, kind)
         self._uploads[kind].write(line)
         self.counts.total += 1
         self.counts.completed += is_good

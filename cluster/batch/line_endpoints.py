@@ -18,11 +18,10 @@ from manta.cluster.config import ServeConfig
 from manta.cluster.errors import ServingError
 from manta.cluster.http.access.keys import ApiKeys
 from manta.cluster.http.access.prefix_scope import new_secret
-from manta.cluster.http.app import no_cluster, no_other_metrics
+from manta.cluster.http.access.request_admission import Caller, decode
 from manta.cluster.http.endpoints import generation
-from manta.cluster.http.exchange.codec import decode
 from manta.cluster.http.exchange.engines import Engines
-from manta.cluster.http.exchange.exchange import Caller, GenerationExchange
+from manta.cluster.http.exchange.exchange import GenerationExchange
 from manta.cluster.http.exchange.metrics import Metrics
 from manta.cluster.http.exchange.reply import WholeReply
 from manta.cluster.http.exchange.state import AppState
@@ -49,8 +48,7 @@ class Endpoints:
         metrics: Metrics,
         prefix_secret: bytes | None = None,
     ) -> None:
-        secret = prefix_secret or new_secret()
-        self.state = AppState(config, tokenizer, engines, metrics, no_other_metrics, no_cluster, {}, secret)
+        self.state = AppState(config, tokenizer, engines, metrics, prefix_secret or new_secret())
 
     async def answer(self, request: BatchRequest, request_id: str, owner: str = "") -> BatchResponse:
         """Returns the whole answer, which may be an error. `owner` is the batch's; it is empty for a command's batch.

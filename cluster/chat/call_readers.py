@@ -47,6 +47,11 @@ class CallReader:
         """Whether the text is certainly a call: a known name, and arguments that begin or are left out."""
         raise NotImplementedError
 
+    @property
+    def has_all_arguments(self) -> bool:
+        """Whether the arguments have ended."""
+        raise NotImplementedError
+
     def take_arguments(self) -> str:
         """Returns the arguments' JSON since the last call of this method."""
         new, self._new = self._new, ""
@@ -87,6 +92,10 @@ class ObjectReader(CallReader):
     @property
     def is_open(self) -> bool:
         return self.name is not None and (self.done or self._begun_arguments)
+
+    @property
+    def has_all_arguments(self) -> bool:
+        return self.is_open and (self.done or self._ended_arguments)
 
     def _step(self, character: str) -> None:
         if self._in_string:
@@ -193,6 +202,10 @@ class FrameReader(CallReader):
     @property
     def is_open(self) -> bool:
         return self._arguments is not None and self._arguments.begun
+
+    @property
+    def has_all_arguments(self) -> bool:
+        return self._arguments is not None and self._arguments.done
 
     def _begin_piece(self) -> None:
         if self._pieces:

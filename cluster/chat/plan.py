@@ -60,6 +60,8 @@ class ChatPlan(msgspec.Struct, frozen=True, kw_only=True):
     """The tools that the answer may call, by name, each with the form of its arguments."""
     not_enforced: tuple[str, ...] = ()
     """Demands in the schemas of tools with `strict: false` that the format cannot carry."""
+    only_calls: bool = False
+    """Whether the answer has no text beside calls."""
     is_named: bool = False
     """Whether the request named the function to call."""
     reasoning: ReasoningFormat | None = None
@@ -135,6 +137,7 @@ def plan_chat(request: ChatCompletionRequest, params: SamplingParams, tokenizer:
         tool_format=tool_format,
         tools={tool.function.name: argument_forms(arguments_schema(tool)) for tool in request.callable_tools()},
         not_enforced=tuple(left_out),
+        only_calls=tool_format is not None and not tool_format.is_channel and must_call(request.tool_choice),
         is_named=isinstance(request.tool_choice, NamedToolChoice),
         reasoning=reasoning,
         is_thinking=is_thinking,

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import random
 import secrets
 import string
+from typing import Any
 
 from msgspec import UNSET
 
@@ -34,7 +36,9 @@ class ChatReader:
             # A constraint of the client's own, say a regex, may be about line breaks too.
             strip_answer = plan.params.constraint is None or plan.tool_format is not None
             self._splitter = ReasoningSplitter(plan.reasoning, plan.is_thinking, strip_answer)
-        self._parser = None if plan.tool_format is None else ToolCallParser(plan.tool_format, plan.tools)
+        self._parser = (
+            None if plan.tool_format is None else ToolCallParser(plan.tool_format, plan.tools, plan.only_calls)
+        )
 
     def feed(self, text: str, final: bool) -> list[ChatDelta]:
         """Returns the deltas that new text brings; with `final`, also the deltas of text that was held back."""
@@ -47,8 +51,10 @@ class ChatReader:
         return deltas
 
     def ends_with_call(self, finish: FinishStatus) -> bool:
-        """Returns whether the model stopped after a call."""
-        has_called = self._parser is not None and self._parser.num_calls > 0
+        """Returns whether the model stopped after a call. If a stop string ended the answer within a call, it did
+        not.
+        """
+        has_called = self._parser is not None and self._parser.num_calls > 0 and not self._parser.is_cut
         return has_called and finish is FinishStatus.FINISHED_STOPPED
 
     def finish_reason(self, finish: FinishStatus) -> str:
@@ -87,6 +93,15 @@ class ChatReader:
         if form is not None and form.has_short_ids:
             return "".join(self._ids.choices(_LETTERS_AND_DIGITS, k=9))
         return f"call_{self._ids.randbytes(12).hex()}"
+
+
+def whole_arguments(call: ToolCallDelta) -> dict[str, Any] | None:
+    """Returns the arguments of a call as an object, for APIs whose calls hold no text; None if the call was cut off."""
+    try:
+        arguments = json.loads(call.function.arguments or "{}")
+    except ValueError:
+        return None
+    return arguments if isinstance(arguments, dict) else None
 
 
 class MessageBuilder:

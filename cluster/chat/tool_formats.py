@@ -7,6 +7,7 @@ are those of the models' own chat templates. What a template leaves open is as v
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from typing import Literal
 
 import msgspec
@@ -55,6 +56,14 @@ class ToolFormat(msgspec.Struct, frozen=True, kw_only=True):
     def parts(self) -> tuple[str, ...]:
         """All texts of the format. Special tokens within them must stay in the answer's text."""
         return (*self.begins, self.call, self.argument, self.end)
+
+    def bare_starts(self, names: Iterable[str]) -> tuple[str, ...]:
+        """Returns the texts with which an answer begins that is nothing but calls of these functions, and that no other
+        answer may begin with; none if `begin` must not be missing.
+        """
+        if not self.is_bare:
+            return ()
+        return tuple(f"[{name}(" for name in names) if self.call else (f'{{"{self.name_key}":',)
 
     def pieces(self) -> list[str]:
         """Pieces of `call`, cut at its placeholders: texts and `{...}` in turn."""

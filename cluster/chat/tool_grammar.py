@@ -108,7 +108,8 @@ class _CallsGrammar:
         """Returns rules for free text that may end with calls. Once `begin` is written, calls must follow."""
         text = f"/{ANY_TEXT}/"
         if self._form.is_bare:
-            text += f" & ~/[ \\n]*({'|'.join(map(escaped, self._bare_starts()))}){ANY_TEXT}/"
+            bare_starts = self._form.bare_starts(tool.function.name for tool in self._tools)
+            text += f" & ~/[ \\n]*({'|'.join(map(escaped, bare_starts))}){ANY_TEXT}/"
         starts, rules = ["TEXT?"], []
         for index, begin in enumerate(self._form.begins):
             if starts_with_token(begin, self._token_id):
@@ -118,11 +119,6 @@ class _CallsGrammar:
                 starts.append(f"opened_{index} body {more}")
                 rules.append(f"opened_{index}[lazy]: TEXT {json_text(begin)}")
         return [f"start: {' | '.join(starts)}{bare}", *rules, f"TEXT: {text}"]
-
-    def _bare_starts(self) -> list[str]:
-        if not self._form.call:
-            return [f'{{"{self._form.name_key}":']
-        return [f"[{tool.function.name}(" for tool in self._tools]
 
     def channels(self, required: bool, answer_schema: str | None) -> list[str]:
         """Returns rules for reasoning and remarks, and then one call or, unless a call is required, an answer."""

@@ -31,8 +31,8 @@ class Piece(msgspec.Struct, frozen=True):
 class ToolCallParser:
     """`feed` the text, then `finish`."""
 
-    def __init__(self, form: ToolFormat, tools: Mapping[str, ArgumentForms]) -> None:
-        """Takes the `tools` that may be called, by name."""
+    def __init__(self, form: ToolFormat, tools: Mapping[str, ArgumentForms], only_calls: bool = False) -> None:
+        """Takes the `tools` that may be called, by name. With `only_calls` the answer has no other text."""
         self._form = form
         self._tools = tools
         self._text = ""
@@ -42,7 +42,10 @@ class ToolCallParser:
         self._between: list[str] | None = None
         """Marks that may follow a call, in this order; None if the text does not follow one."""
         self._ids: set[str] = set()
+        self._only_calls = only_calls
         self.num_calls = 0
+        self.is_cut = False
+        """Whether the text ended within a call, set by `finish`."""
 
     def feed(self, text: str) -> list[Piece]:
         """Returns the pieces that are certain now."""
@@ -60,14 +63,24 @@ class ToolCallParser:
         return pieces
 
     def finish(self) -> list[Piece]:
-        """Returns the text that was held back. A call that was cut off before its arguments is text."""
-        rest = self._text
-        if self._reader is not None:
-            rest = "" if self._reader.is_open else self._reader.raw
-        elif self._between is not None or (self.num_calls and not rest.strip()):
+        """Returns the text that was held back. A call that was cut off before its arguments is left out."""
+        rest, reader = self._text, self._reader
+        if reader is not None:
+            self.is_cut = not reader.has_all_arguments
+            rest = "" if reader.is_open or self._is_call(reader.raw) else reader.raw
+        elif self._between is not None:
             rest = ""
+        elif self._only_calls or self.num_calls:
+            self.is_cut, rest = bool(rest.strip()), ""  # it is the beginning of a mark, and no text follows calls
         self._reader, self._text = None, ""
         return _as_text(rest)
+
+    def _is_call(self, raw: str) -> bool:
+        """Returns whether a text whose end is missing can only be a call. The grammar allows no other text that begins
+        so.
+        """
+        begins = (*self._form.begins, *self._form.bare_starts(self._tools))
+        return self._only_calls or self.num_calls > 0 or raw.lstrip().startswith(begins)
 
     # ---- outside calls -------------------------------------------------------------------------------------------
 

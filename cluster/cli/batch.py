@@ -39,7 +39,7 @@ def run_batch(source: str, target: str, config_path: str | None, overrides: dict
     try:
         config = load_config(config_path, overrides)
     except ValueError as error:
-        raise Refusal(str(error)) from error
+        raise Refusal(f"{error}{_why_missing(config_path)}") from error
     try:
         check_quickly(config.engine)
         if ray_address() is None:
@@ -49,7 +49,8 @@ def run_batch(source: str, target: str, config_path: str | None, overrides: dict
             with Journal(pathlib.Path(target), lines, config.max_body_bytes) as journal, stopped_by_sigterm():
                 return _run(lines, journal, config)
     except ModelError as error:
-        raise Refusal(f"{config.engine.model} cannot be served: {error}") from error
+        why = _why_missing(config.engine.model)
+        raise Refusal(f"{config.engine.model} cannot be served: {error}{why}") from error
     except BatchRefused as error:
         raise Refusal(str(error)) from error
     except OSError as error:  # a full disk, or a storage that went away
@@ -65,7 +66,16 @@ def _opened(source: str) -> BinaryIO:
             raise Refusal(f"cannot read {source}: it is no file")
         return path.open("rb")
     except OSError as error:
-        raise Refusal(f"cannot read {source}: {error.strerror}") from error
+        raise Refusal(f"cannot read {source}: {error.strerror}{_why_missing(source)}") from error
+
+
+def _why_missing(path: str | None) -> str:
+    """Returns the words behind an error about a file that did not come with a Ray job."""
+    if path is None or ray_address() is None:
+        return ""
+    from manta.cluster.serve.starting.ray_job import why_missing  # imports Ray, which takes seconds
+
+    return why_missing(path)
 
 
 def _run(source: BinaryIO, journal: Journal, config: ServeConfig) -> int:
@@ -76,7 +86,11 @@ def _run(source: BinaryIO, journal: Journal, config: ServeConfig) -> int:
     print(f"Starting Ray and loading {config.engine.model} ...", file=sys.stderr)
     os.environ.update(REPLICA_ENVIRONMENT)  # this process calls the engines as an ingress does
     from manta.cluster.serve import app  # imports Ray, which takes seconds and reads it
+    from manta.cluster.serve.starting.ray_job import fate_of
 
+    fate = fate_of(journal.path)
+    if fate:
+        print(fate, file=sys.stderr)
     # A batch that is started again on a cluster finds the engines that it left there when it was killed.
     journal_digest = hashlib.blake2b(str(journal.path.resolve()).encode(), digest_size=4).hexdigest()
     name = app.engines_name(f"batch-{journal_digest}", config)
@@ -89,6 +103,8 @@ def _run(source: BinaryIO, journal: Journal, config: ServeConfig) -> int:
     finally:
         app.stop()
     print(f"{counter.summary()} in {journal.path}", file=sys.stderr)
+    if fate:
+        print(fate, file=sys.stderr)
     return 0
 
 

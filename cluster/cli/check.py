@@ -39,6 +39,7 @@ from manta.workers.checkpoints.memory import (
     weight_bytes,
 )
 from manta.workers.checkpoints.model_folder import load_model_config, resolve_model_folder
+from manta.workers.checkpoints.stop_tokens import with_tokenizers_eos
 from manta.workers.exact import check_exact
 from manta.workers.host import free_memory, num_cores
 from manta.workers.kept_weights import check_weights, describe_kept
@@ -74,11 +75,20 @@ class CheckReport(msgspec.Struct, frozen=True, kw_only=True):
     kv_bytes_per_token: int
     kv_cache_tokens: int
     has_chat_template: bool
+    stop_tokens: str
+    """The tokens that end every answer, with their texts."""
+    sampling: str | None = None
+    """Sampling parameters of requests that name none; None for OpenAI's."""
+    unused_keys: tuple[str, ...] = ()
+    """Keys of the configuration that neither Manta nor transformers knows for this architecture."""
+    unused_tensors: tuple[str, ...] = ()
+    """Tensors of the files that belong to no module of the model."""
     max_model_len: int
     model_positions: int
     free_bytes: int
     step_seconds: float
-    """Seconds of a step of one layer, the head and the sampler, for two sequences."""
+    """Seconds of a step of `num_trial_layers` layers, the head and the sampler, for two sequences."""
+    num_trial_layers: int = 1
     kernels: str
     advice: str | None
 
@@ -304,14 +314,28 @@ def check_model(engine: EngineConfig) -> CheckReport:
         kv_cache_dtype=kv_dtype(engine, dtype),
         kv_bytes_per_token=kv_bytes // capacity,
         kv_cache_tokens=capacity,
-        has_chat_template=tokenizer.has_chat_template,
         max_model_len=max_model_len,
         model_positions=model.max_position_embeddings,
         free_bytes=free,
         step_seconds=trial.seconds,
+        num_trial_layers=model.num_trial_layers,
         kernels=trial.kernels,
         advice=trial.advice,
+        unused_tensors=trial.unused_tensors,
+        **_of_text_side(engine, model, tokenizer),
     )
+
+
+def _of_text_side(engine: EngineConfig, model: ModelConfig, tokenizer: Tokenizer) -> dict[str, Any]:
+    """Returns the fields of the report about templates, stop tokens and sampling."""
+    stops = with_tokenizers_eos(model.eos_token_ids, tokenizer.folder, model.vocab_size)
+    defaults = model.sampling_defaults if engine.generation_config == "auto" else ()
+    return {
+        "has_chat_template": tokenizer.has_chat_template,
+        "stop_tokens": ", ".join(f"{each} {tokenizer.token_text(each)}".rstrip() for each in stops) or "none",
+        "sampling": ", ".join(f"{name} {value:g}" for name, value in defaults) or None,
+        "unused_keys": model.unused_keys,
+    }
 
 
 def _check_on_tpu(engine: EngineConfig) -> CheckReport:
@@ -340,13 +364,13 @@ def _check_on_tpu(engine: EngineConfig) -> CheckReport:
         kv_cache_dtype=trial.dtype,
         kv_bytes_per_token=trial.kv_cache_bytes // capacity,
         kv_cache_tokens=capacity,
-        has_chat_template=tokenizer.has_chat_template,
         max_model_len=plan_max_model_len(model, engine.max_model_len, capacity),
         model_positions=model.max_position_embeddings,
         free_bytes=trial.free_bytes,
         step_seconds=trial.seconds,
         kernels=trial.kernels,
         advice=None,
+        **_of_text_side(engine, model, tokenizer),
     )
 
 
@@ -420,9 +444,18 @@ def _render(report: CheckReport) -> str:
             f"{_gib(report.kv_cache_bytes)}: holds {report.kv_cache_tokens:,} tokens "
             f"of {report.kv_bytes_per_token:,} bytes in {report.kv_cache_dtype}"
         ),
-        "step": f"ran one layer and the head in {report.step_seconds * 1000:.3g} ms (kernels: {report.kernels})",
+        "step": (
+            f"ran {_layers(report)} and the head in {report.step_seconds * 1000:.3g} ms (kernels: {report.kernels})"
+        ),
         "longest": f"{report.max_model_len:,} tokens a sequence (the model allows {report.model_positions:,})",
+        "stop tokens": report.stop_tokens,
     }
+    if report.sampling:
+        rows["sampling"] = f"{report.sampling}, where a request says nothing (`--generation-config none` for 1)"
+    if report.unused_keys:
+        rows["keys unused"] = f"{', '.join(report.unused_keys)}: not known for this architecture"
+    if report.unused_tensors:
+        rows["tensors unused"] = f"{', '.join(report.unused_tensors)}: of no part of the model"
     if report.quantized:
         rows["quantised"] = report.quantized
     if report.unquantized:
@@ -432,6 +465,10 @@ def _render(report: CheckReport) -> str:
     if report.advice:
         rows["slower"] = f"than need be: {report.advice}"
     return "\n".join(f"{name:<13} {text}" for name, text in rows.items())
+
+
+def _layers(report: CheckReport) -> str:
+    return "one layer" if report.num_trial_layers == 1 else f"{report.num_trial_layers} layers"
 
 
 def _gib(num_bytes: int) -> str:

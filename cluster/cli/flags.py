@@ -19,6 +19,7 @@ FLAGS = {
     "--port": "port",
     "--served-model-name": "served_model_name",
     "--tokenizer": "engine.tokenizer",
+    "--generation-config": "engine.generation_config",
     "--dtype": "engine.dtype",
     "--kv-cache-dtype": "engine.kv_cache_dtype",
     "--device": "engine.device",

@@ -44,6 +44,7 @@ from manta.specdecode.forced import ForcedProposer
 from manta.specdecode.lengths import StepCost
 from manta.structured.constraint import Resolved
 from manta.structured.logits_processors import LogitsProcessorFactory, LogitsProcessorRegistry
+from manta.workers.checkpoints.stop_tokens import with_tokenizers_eos
 from manta.workers.model_info import ModelInfo
 from manta.workers.sampling_params import SamplingParams
 from manta.workers.step import StepInput, StepOutOfMemory
@@ -99,7 +100,7 @@ class Engine:
         self.config = config
         self._has_messages = has_messages
         self.executor = executor or make_executor(config)
-        self.model = self.executor.model
+        self.model = with_generation_config(self.executor.model, config)
         self.max_model_len = self.model.max_model_len
         self.scheduler = Scheduler(
             max_num_batched_tokens=config.max_num_batched_tokens,
@@ -197,6 +198,7 @@ class Engine:
             if step.scheduled:
                 self._step_went_well(step)
             masks.mark_forced(output)
+            masks.mark_ends(output)
             gained = self.scheduler.update(step, output)
             if not self._plans_ahead:  # otherwise the grammar workers already prepare the next step's masks
                 gained += masks.settle()
@@ -470,6 +472,16 @@ class Engine:
             drafts=scheduler.drafts,
             constraints=self.constraints.stats(),
         )
+
+
+def with_generation_config(model: ModelInfo, config: EngineConfig) -> ModelInfo:
+    """Returns the model with the tokenizer's end-of-sequence token beside its own, and without recommended sampling
+    parameters if the configuration says so.
+    """
+    own, vocab_size = model.eos_token_ids, model.vocab_size
+    eos_token_ids = with_tokenizers_eos(own, config.tokenizer or model.folder, vocab_size)
+    defaults = model.sampling_defaults if config.generation_config == "auto" else {}
+    return msgspec.structs.replace(model, eos_token_ids=eos_token_ids, sampling_defaults=defaults)
 
 
 def _length_remedy(config: EngineConfig, model: ModelInfo) -> str:

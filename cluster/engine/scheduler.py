@@ -295,8 +295,12 @@ class Scheduler:
 
     def _fail(self, sequence: Sequence, error: RowError) -> SequenceOutput:
         """Ends a sequence whose row failed. If its keys and values may be corrupt, removes them from the prefix cache
-        and preempts the running sequences that read them.
+        and preempts the running sequences that read them. If the request's parameters leave no token, the output so far
+        counts; the request is refused if there is none.
         """
+        if error.leaves_none and sequence.num_output_tokens:
+            status = FinishStatus.FINISHED_STOPPED if error.may_end else FinishStatus.FINISHED_LENGTH
+            return self._final(sequence, status)
         readers = []
         if error.is_corrupt:
             readers = self._cache.discard(sequence, [other for other in self.running if other is not sequence])

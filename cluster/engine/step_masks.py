@@ -193,6 +193,17 @@ class StepMasks:
             for entry, is_forced in zip(output.logprobs.get(sequence_id, ()), allows_one, strict=False):
                 entry.origin = "forced" if is_forced else ""
 
+    def mark_ends(self, output: StepOutput) -> None:
+        """Notes in the errors of rows without a token whether the constraint lets the text end there."""
+        if self._pool is None or not output.errors:
+            return
+        for sequence in self._sequences:
+            error = output.errors.get(sequence.sequence_id)
+            if error is not None and error.leaves_none and sequence.num_output_tokens:
+                slot = self._slots[self._points[sequence.sequence_id][0]]
+                error.may_end = self._pool.buffer.allows_any(slot, sequence.eos_token_ids)
+                self.num_dead_ends += not error.may_end
+
     def end_sequences(self) -> list[SequenceOutput]:
         """Ends the sequences that the step's masks end, and those whose constraint failed."""
         outputs: list[SequenceOutput] = []

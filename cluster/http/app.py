@@ -11,27 +11,21 @@ import logging
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
-from prometheus_client.metrics_core import Metric
-
 from manta.cluster.config import ServeConfig
 from manta.cluster.errors import ServingError, refuse
-from manta.cluster.http.access.keys import ApiKeys
-from manta.cluster.http.access.origins import Origins
 from manta.cluster.http.access.prefix_scope import new_secret
-from manta.cluster.http.access.rate_limits import RateLimits
+from manta.cluster.http.access.request_admission import decode
 from manta.cluster.http.endpoints import streams as stream_endpoints
 from manta.cluster.http.endpoints.stored_responses import keep_ended
-from manta.cluster.http.exchange.codec import decode, encode
+from manta.cluster.http.exchange.codec import encode
 from manta.cluster.http.exchange.engines import Engines
-from manta.cluster.http.exchange.exchange import Caller, Exchange
+from manta.cluster.http.exchange.exchange import Exchange
 from manta.cluster.http.exchange.incoming import BodyRoom, ClientGone, Receive, Scope
 from manta.cluster.http.exchange.metrics import Metrics
-from manta.cluster.http.exchange.preparation import Preparing
-from manta.cluster.http.exchange.recording import RESUMABLE, make_resumable
+from manta.cluster.http.exchange.recorded_engines import RESUMABLE, make_resumable
 from manta.cluster.http.exchange.recordings import Opening, Recording, Streams, last_event
 from manta.cluster.http.exchange.reply import Send
-from manta.cluster.http.exchange.routing import Route, Router
-from manta.cluster.http.exchange.state import AppState, ClusterState, DeploymentState, NodeState, OtherMetrics
+from manta.cluster.http.exchange.state import AppState, ClusterState, OtherMetrics, Route, no_cluster, no_other_metrics
 from manta.cluster.http.openapi import openapi_document
 from manta.cluster.http.routes import MESSAGE, ROUTES
 from manta.cluster.http.websockets import WebSockets
@@ -43,14 +37,55 @@ if TYPE_CHECKING:
     from manta.cluster.http.server_span import ServerSpans
 
 
-async def no_other_metrics() -> list[list[Metric]]:
-    """Returns no metrics, for the only replica of the endpoint."""
-    return []
+class Router:
+    """Finds the route of a request by its path and method."""
 
+    def __init__(self, routes: Iterable[Route]) -> None:
+        self._exact: dict[str, dict[str, Route]] = {}
+        self._with_parameter: dict[tuple[str, str], dict[str, Route]] = {}
+        """Routes by the text before and after the parameter, longest text after it first."""
+        routes = tuple(routes)
+        self._served = [(route.method, route.path) for route in routes]
+        for route in routes:
+            if route.parameter is None:
+                self._exact.setdefault(route.path, {})[route.method] = route
+            else:
+                prefix, _, rest = route.path.partition("{")
+                self._with_parameter.setdefault((prefix, rest.partition("}")[2]), {})[route.method] = route
+        self._with_parameter = dict(sorted(self._with_parameter.items(), key=lambda each: -len(each[0][1])))
 
-async def no_cluster() -> tuple[list[DeploymentState], list[NodeState]]:
-    """Returns no deployments and no nodes, for an application that Serve does not run."""
-    return [], []
+    def find(self, method: str, path: str, root_path: str = "") -> tuple[Route, str]:
+        """Returns the route of `path` and the value of its parameter. HEAD is GET without a body in the answer.
+
+        Refuses with 404 or 405 if there is none. The refusal has paths as clients know them, below `root_path`.
+        """
+        methods, value = self._methods(path, root_path)
+        wanted = "GET" if method == "HEAD" else method
+        if wanted not in methods:
+            allowed = ", ".join(self.methods(path, root_path))
+            refuse("wrong_method", "", method, allowed, place=f"{root_path}{path}")
+        return methods[wanted], value
+
+    def methods(self, path: str, root_path: str = "") -> list[str]:
+        """Returns the methods that a path takes. Raises `ServingError` 404 if there is no such path."""
+        methods, _ = self._methods(path, root_path)
+        return [*methods, *(["HEAD"] if "GET" in methods else []), "OPTIONS"]
+
+    def _methods(self, path: str, root_path: str) -> tuple[dict[str, Route], str]:
+        methods, value = self._exact.get(path), ""
+        if methods is None:
+            methods, value = self._find_with_parameter(path)
+        if not methods:
+            served = tuple(f"{method} {root_path}{each}" for method, each in self._served)
+            refuse("unknown_url", bound=served, place=f"{root_path}{path}")
+        return methods, value
+
+    def _find_with_parameter(self, path: str) -> tuple[dict[str, Route], str]:
+        for (prefix, suffix), methods in self._with_parameter.items():
+            value = path.removeprefix(prefix).removesuffix(suffix)
+            if value and path == f"{prefix}{value}{suffix}":
+                return methods, value
+        return {}, ""
 
 
 class HttpApp:
@@ -82,7 +117,7 @@ class HttpApp:
         self._config = config
         document = openapi_document(routes)
         secret = prefix_secret or new_secret()
-        self._state = AppState(config, tokenizer, engines, metrics, other_metrics, cluster, document, secret)
+        self._state = AppState(config, tokenizer, engines, metrics, secret, other_metrics, cluster, document)
         if streams is not None:
             self._state.streams = streams
             streams.on_end = self._on_stream_end
@@ -90,10 +125,7 @@ class HttpApp:
         self._state.routes = {route.path: route for route in routes if route.body is not None}
         self._router = Router(routes)
         self._room = BodyRoom(config.max_bodies_bytes)
-        self._preparing = Preparing(config)
-        self._origins = Origins(config)
-        self._keys = ApiKeys(config.api_keys or ())
-        self.rate_limits = RateLimits(config.key_limits)
+        self.admission = self._state.admission
         self._returns_request_id = returns_request_id
         self._spans = spans
         self._websockets = WebSockets(config, self._room, self._exchange, self._answer, self._answer_message)
@@ -124,7 +156,7 @@ class HttpApp:
     def _on_stream_end(self, recording: Recording) -> None:
         """Charges the output of a recorded stream to the key that asked for it, and stores a response that is kept."""
         client = recording.opening.generation.engine.client
-        use = self.rate_limits.of(client) if self._config.api_keys else None
+        use = self.admission.rate_limits.of(client) if self._config.api_keys else None
         if use is not None:
             use.charge_output(recording.num_tokens)
         keep_ended(self._state, recording)
@@ -147,11 +179,11 @@ class HttpApp:
         if self._state.drains:
             exchange.reply.headers_always.append((b"connection", b"close"))
         try:
-            exchange.reply.headers_always += self._origins.headers(exchange.headers)
-            self._origins.check(exchange.headers)
+            exchange.reply.headers_always += self.admission.origins.headers(exchange.headers)
+            self.admission.origins.check(exchange.headers)
             if asked.method == "OPTIONS":
                 methods = self._router.methods(asked.path, asked.root_path)
-                await exchange.reply.send_empty(self._origins.preflight(exchange.headers, methods))
+                await exchange.reply.send_empty(self.admission.origins.preflight(exchange.headers, methods))
                 return
             if route is None:
                 route, asked.path_parameter = self._router.find(asked.method, asked.path, asked.root_path)
@@ -177,7 +209,7 @@ class HttpApp:
             answer = await route.handler(self._state, exchange, None)
         else:
             body = None if route.body is None else await self._body(route, exchange)
-            async with self._preparing.one(is_counted=not route.public) as exchange.preparation:
+            async with self.admission.prepare(is_counted=not route.public) as exchange.preparation:
                 answer = await exchange.incoming.unless_gone(self._result(route, exchange, body))
         if answer is not None:
             await exchange.reply.send_json(encode(answer))
@@ -200,17 +232,9 @@ class HttpApp:
         return await route.handler(self._state, exchange, body)
 
     def _check_key(self, exchange: Exchange) -> None:
-        if not self._config.api_keys:
-            return
-        scheme, _, given = exchange.headers.get("authorization", "").partition(" ")
-        if scheme.lower() != "bearer":
-            given = exchange.headers.get("x-api-key", "")  # where Anthropic's clients put it
-        name = self._keys.name_of(given) if given else None
-        if name is None:
-            refuse("no_key", remedy="send Authorization: Bearer KEY")
-        address, owner = exchange.caller.address, self._keys.owner_of(name)
-        exchange.caller = Caller(address, name, owner, self.rate_limits.of(name))
-        self._state.metrics.request_of(name)
+        exchange.caller = self.admission.caller(exchange.headers, exchange.caller.address)
+        if exchange.caller.key:
+            self._state.metrics.request_of(exchange.caller.key)
 
 
 async def _lifespan(receive: Receive, send: Send) -> None:

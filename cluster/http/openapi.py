@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from manta.cluster.http.exchange.routing import Route
+from manta.cluster.http.exchange.state import Route
 from manta.cluster.protocol.error_bodies import RETRIED_STATUSES, ErrorBody
 from manta.cluster.version import version
 

@@ -21,7 +21,7 @@ from manta.cluster.http.endpoints import (
     streams,
     tokens,
 )
-from manta.cluster.http.exchange.routing import Route
+from manta.cluster.http.exchange.state import Route
 from manta.cluster.http.exchange.uploads import UploadForm
 from manta.cluster.protocol.anthropic import CountTokensRequest, MessageAnswer, MessagesRequest, TokenCount
 from manta.cluster.protocol.batches_api import Batch, FileObject

@@ -2,9 +2,11 @@
 
 A message becomes an `Exchange` like any HTTP request, so keys, rate limits, deadlines, the request log and the events
 are those of the POST. This module carries bodies and events between the two, and the connection remembers its latest
-response. Messages are answered one after the other.
+response. Messages are answered one after the other, and each has exactly one last event: the end of its response, or an
+`error`. So a client knows which message an error answers, refusals of messages that found no room included.
 
-Source: https://developers.openai.com/api/docs/guides/websocket-mode. `response.cancel` is an addition.
+Sources: https://developers.openai.com/api/docs/guides/websocket-mode, and for `response.cancel` and `event_id` OpenAI's
+Realtime API, https://platform.openai.com/docs/api-reference/realtime-client-events.
 """
 
 from __future__ import annotations
@@ -19,20 +21,26 @@ import msgspec
 
 from manta.cluster.config import ServeConfig
 from manta.cluster.errors import ServingError, refuse
+from manta.cluster.http.access.request_admission import decode
 from manta.cluster.http.exchange.codec import body_of_event, encode
 from manta.cluster.http.exchange.exchange import Exchange
 from manta.cluster.http.exchange.incoming import BodyRoom, Receive, Scope
 from manta.cluster.http.exchange.remembered import RememberedResponses
 from manta.cluster.http.exchange.reply import Send
-from manta.cluster.protocol.error_bodies import ErrorBody, answer_of, openai_body
+from manta.cluster.protocol.error_bodies import ErrorDetail, answer_of, openai_body
+from manta.cluster.protocol.responses_api import MAX_EVENT_ID, ResponseCancelEvent
 from manta.structured.refusals import Refusal
 
 MAX_OPEN_S = 3600.0
 """Seconds for which a connection may be open, as in OpenAI's API. A response that is running then still ends."""
 MAX_WAITING = 16
 """Messages of one connection that may wait while a response is running. Together they may have `max_body_bytes`."""
-CANCEL_BYTES = 256
-"""Longest message that may be a `response.cancel`; longer ones are decoded only when their turn comes."""
+MAX_REFUSED = 256
+"""Further messages that may wait for their refusal; a client that sends more loses the connection."""
+POLICY = 1008
+"""Code with which such a connection is closed, from the registry of RFC 6455."""
+_LAST_EVENTS = (b"event: response.completed", b"event: response.incomplete", b"event: response.failed")
+"""First lines of the events that end a response."""
 REST = "manta.rest"
 """ASGI extension and message: the application tells the listener that no response is running on the connection."""
 _NOT_OF_A_MESSAGE = (b"x-request-id", b"x-resumable-s", b"last-event-id", b"content-length")
@@ -42,8 +50,39 @@ Answer = Callable[[Exchange], Awaitable[None]]
 """Function that answers one exchange."""
 
 
-class _EventType(msgspec.Struct):
+class _Envelope(msgspec.Struct):
+    """What is read of a message before its turn comes."""
+
     type: str = ""
+    event_id: str | None = None
+
+
+class _Created(msgspec.Struct):
+    """The part of a `response.created` event that names the response."""
+
+    class Response(msgspec.Struct):
+        id: str
+
+    response: Response
+
+
+class _ErrorDetail(ErrorDetail, omit_defaults=True, kw_only=True):
+    """An error on a connection. `event_id` is that of the message that it answers, as in OpenAI's Realtime API."""
+
+    event_id: str | None = None
+
+
+class _ErrorBody(msgspec.Struct):
+    error: _ErrorDetail
+
+
+class _ErrorEvent(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """The last event of a message that has failed. `response_id` is there if its response had been created."""
+
+    type: str
+    status: int
+    error: _ErrorDetail
+    response_id: str = ""
 
 
 class WebSockets:
@@ -115,9 +154,10 @@ class _Connection:
         self._receive = receive
         self._send = send
         self._remembered = sockets.remembered.of_connection()
-        self._waiting: deque[bytes] = deque()
+        self._waiting: deque[_Turn] = deque()
+        """Messages whose turn has not come, oldest first."""
         self._num_waiting_bytes = 0
-        self._turn: _Turn | None = None
+        self._running: _Turn | None = None
         """Message that is being answered."""
         self._changed = asyncio.Event()
         """Set when a message has come or the client has left."""
@@ -128,7 +168,7 @@ class _Connection:
         try:
             if await self._answer_all():
                 too_old = Refusal("connection_too_old", bound=MAX_OPEN_S, remedy="open a new one", unit="s")
-                await self._send_error(too_old)
+                await self.send_event(_error_event(answer_of(too_old).status, openai_body(too_old)))
                 await self._send_unless_gone({"type": "websocket.close", "code": 1000})
         finally:
             reading.cancel()
@@ -142,7 +182,9 @@ class _Connection:
         ends_at = asyncio.get_running_loop().time() + MAX_OPEN_S
         while not self._is_gone:
             if self._waiting:
-                await self._answer(self._waiting.popleft())
+                self._running = turn = self._waiting.popleft()
+                await self._answer(turn)
+                self._running = None
                 continue
             if self._rests:
                 await self._send_unless_gone({"type": REST})
@@ -154,10 +196,17 @@ class _Connection:
                 return True
         return False
 
-    async def _answer(self, message: bytes) -> None:
-        self._num_waiting_bytes -= len(message)
-        self._sockets.room.give_back(len(message))
-        self._turn = turn = _Turn(message, self.send_event)
+    async def _answer(self, turn: _Turn) -> None:
+        self._give_room(turn)
+        if turn.refusal is None:
+            await self._generate(turn)
+        if turn.refusal is not None:
+            await turn.refuse()
+        elif turn.has_failed and self._remembered.is_continued:
+            self._remembered.forget()
+
+    async def _generate(self, turn: _Turn) -> None:
+        """Answers a message as a POST, until the client cancels it or leaves."""
         self._remembered.is_continued = False
         turn.exchange = self._sockets.new_exchange(self._scope, turn.receive, turn.send, False)
         turn.exchange.remembered = self._remembered
@@ -166,11 +215,6 @@ class _Connection:
             await asyncio.wait({answering})
         finally:
             answering.cancel()
-        self._turn = None
-        if turn.is_cancelled:
-            await self._send_error(Refusal("cancelled_by_client"))
-        elif turn.has_failed and self._remembered.is_continued:
-            self._remembered.forget()
 
     # ---- reading ---------------------------------------------------------------------------------------------------
 
@@ -179,25 +223,30 @@ class _Connection:
         while (received := await self._receive())["type"] == "websocket.receive":
             text = received.get("text")
             message: bytes = received["bytes"] if text is None else text.encode()
-            if _is_cancel(message):
-                if self._turn is not None:
-                    self._turn.cancel()
-                continue
+            envelope = _envelope_of(message)
             try:
-                self._take(message)
+                if envelope.type == "response.cancel":
+                    self._cancel(decode(ResponseCancelEvent, message, self._sockets.config.body))
+                else:
+                    self._take(message, envelope.event_id)
             except ServingError as error:
-                await self._send_error(error.refusal)
+                self._waiting.append(_Turn(b"", envelope.event_id, self.send_event, error.refusal))
+                self._changed.set()
+            if len(self._waiting) > MAX_WAITING + MAX_REFUSED:
+                reason = f"more than {MAX_WAITING + MAX_REFUSED} messages wait; wait for the end of a response"
+                await self._send_unless_gone({"type": "websocket.close", "code": POLICY, "reason": reason})
+                break
         self._is_gone = True
-        if self._turn is not None:
-            self._turn.leave()
+        if self._running is not None:
+            self._running.leave()
         self._changed.set()
 
-    def _take(self, message: bytes) -> None:
+    def _take(self, message: bytes, event_id: str | None) -> None:
         """Adds a message to those that wait. Raises `ServingError` if there is no room for it."""
         limit = self._sockets.config.max_body_bytes
         if len(self._waiting) >= MAX_WAITING:
             self._refuse(len(self._waiting), "messages wait on this connection", MAX_WAITING)
-        if self._waiting and self._num_waiting_bytes + len(message) > limit:
+        if self._num_waiting_bytes and self._num_waiting_bytes + len(message) > limit:
             num_bytes = self._num_waiting_bytes + len(message)
             self._refuse(num_bytes, "bytes of messages would wait on this connection", limit, "max_body_bytes")
         try:
@@ -206,8 +255,26 @@ class _Connection:
             self._sockets.room.give_back(len(message))
             raise
         self._num_waiting_bytes += len(message)
-        self._waiting.append(message)
+        self._waiting.append(_Turn(message, event_id, self.send_event))
         self._changed.set()
+
+    def _cancel(self, event: ResponseCancelEvent) -> None:
+        """Ends the response that `event` names, or that of the latest message before it. It does nothing if that has
+        ended, because its client then has its last event, or will read it next.
+        """
+        latest = self._waiting[-1] if self._waiting else self._running
+        named = self._running if event.response_id is not None else latest
+        if named is None or event.response_id not in (None, named.response_id):
+            return
+        named.cancel()
+        if named is not self._running:
+            self._give_room(named)
+
+    def _give_room(self, turn: _Turn) -> None:
+        """Gives back the room of a message that no longer waits."""
+        self._num_waiting_bytes -= turn.num_waiting_bytes
+        self._sockets.room.give_back(turn.num_waiting_bytes)
+        turn.num_waiting_bytes = 0
 
     # ---- writing ---------------------------------------------------------------------------------------------------
 
@@ -218,9 +285,6 @@ class _Connection:
     def _refuse(self, value: int, unit: str, bound: int, option: str = "") -> NoReturn:
         refuse("too_many_messages", "", value, bound, "wait for the end of a response", cause=option, unit=unit)
 
-    async def _send_error(self, refusal: Refusal) -> None:
-        await self.send_event(_error_event(answer_of(refusal).status, openai_body(refusal)))
-
     async def _send_unless_gone(self, message: dict[str, Any]) -> None:
         if not self._is_gone:
             with contextlib.suppress(OSError):  # the client has just left, and `_read` will see it
@@ -228,29 +292,52 @@ class _Connection:
 
 
 class _Turn:
-    """One message, as the body of a POST, and its answer, whose events are sent as they come."""
+    """One message, as the body of a POST, and its answer, whose events are sent as they come. With a `refusal` the
+    answer is that alone.
+    """
 
     exchange: Exchange
-    """Exchange that reads the body and writes the answer."""
+    """Exchange that reads the body and writes the answer; set when the turn comes."""
 
-    def __init__(self, message: bytes, send_event: Callable[[bytes], Awaitable[None]]) -> None:
+    def __init__(
+        self,
+        message: bytes,
+        event_id: str | None,
+        send_event: Callable[[bytes], Awaitable[None]],
+        refusal: Refusal | None = None,
+    ) -> None:
+        self.num_waiting_bytes = len(message)
+        """Bytes that count as waiting."""
+        self.refusal = refusal
+        self.response_id = ""
+        """Id of the response; empty before it is created."""
+        self.has_failed = False
         self._message: bytes | None = message
+        self._event_id = event_id
         self._send_event = send_event
         self._over = asyncio.Event()
+        """Set when nobody wants more of the answer."""
+        self._has_ended = False
+        """Whether the last event was sent."""
         self._streams = False
         """Whether the answer is a stream of events, as opposed to the body of an error."""
         self._unsent = b""
-        self.has_failed = False
-        self.is_cancelled = False
 
     def leave(self) -> None:
         """Ends the answer, because the client has left."""
         self._over.set()
 
     def cancel(self) -> None:
-        """Ends the answer, because the client wants no more of it."""
-        self.is_cancelled = True
-        self._over.set()
+        """Ends the answer, because the client wants no more of it, unless its last event was sent."""
+        if self.refusal is None and not self._has_ended:
+            self.refusal, self._message = Refusal("cancelled_by_client"), None
+            self._over.set()
+
+    async def refuse(self) -> None:
+        """Sends the refusal as the last event."""
+        assert self.refusal is not None
+        status = answer_of(self.refusal).status
+        await self._send_event(_error_event(status, openai_body(self.refusal), self._event_id, self.response_id))
 
     async def receive(self) -> dict[str, Any]:
         if self._message is not None:
@@ -261,8 +348,6 @@ class _Turn:
 
     async def send(self, message: dict[str, Any]) -> None:
         """Takes a part of the HTTP answer, and sends what it completes: the events of a stream, or a whole error."""
-        if self._over.is_set():
-            return
         if message["type"] == "http.response.start":
             self._streams = message["status"] == 200
             return
@@ -272,30 +357,42 @@ class _Turn:
             for event in events:
                 await self._send_part(event)
         elif not message["more_body"]:
-            await self._send_failure(self._unsent)
+            await self._fail(self._unsent)
 
     async def _send_part(self, event: bytes) -> None:
-        if event.startswith(b"event: error\n"):
-            await self._send_failure(body_of_event(event))
-        else:
-            await self._send_event(body_of_event(event))
+        name, body = event.partition(b"\n")[0], body_of_event(event)
+        if name == b"event: error":
+            await self._fail(body)
+            return
+        if name == b"event: response.created":
+            self.response_id = msgspec.json.decode(body, type=_Created).response.id
+        await self._send(body, is_last=name in _LAST_EVENTS)
 
-    async def _send_failure(self, body: bytes) -> None:
+    async def _fail(self, body: bytes) -> None:
         self.has_failed = True
-        await self._send_event(_error_event(self.exchange.reply.status, body))
+        event = _error_event(self.exchange.reply.status, body, self._event_id, self.response_id)
+        await self._send(event, is_last=True)
+
+    async def _send(self, event: bytes, is_last: bool) -> None:
+        if not self._over.is_set():
+            self._has_ended = is_last
+            await self._send_event(event)
 
 
-def _is_cancel(message: bytes) -> bool:
-    if len(message) > CANCEL_BYTES:
-        return False
+def _envelope_of(message: bytes) -> _Envelope:
+    """Returns what is read of a message before its turn comes; of a message that has another form, nothing."""
     try:
-        return msgspec.json.decode(message, type=_EventType).type == "response.cancel"
+        found = msgspec.json.decode(message, type=_Envelope)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-        return False
+        return _Envelope()
+    if found.event_id is not None and len(found.event_id) > MAX_EVENT_ID:
+        found.event_id = None
+    return found
 
 
-def _error_event(status: int, body: bytes) -> bytes:
+def _error_event(status: int, body: bytes, event_id: str | None = None, response_id: str = "") -> bytes:
     """Returns an `error` event from the body of an error. Its `code` is never null here, as OpenAI documents it."""
-    error = msgspec.json.decode(body, type=ErrorBody).error
+    error = msgspec.json.decode(body, type=_ErrorBody).error
     error.code = error.code or error.type
-    return encode({"type": "error", "status": status, "error": error})
+    error.event_id = event_id
+    return encode(_ErrorEvent(type="error", status=status, error=error, response_id=response_id))

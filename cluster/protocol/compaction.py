@@ -16,7 +16,7 @@ import msgspec
 
 from manta.cluster.config import BodyLimits
 from manta.cluster.errors import refuse
-from manta.cluster.protocol.body_limits import check_num_values
+from manta.cluster.protocol.requests import check_num_values
 
 VERSION = "manta1"
 """Beginning of the content. Another one is needed as soon as `Compacted` changes."""

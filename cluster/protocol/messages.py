@@ -9,6 +9,7 @@ import json
 from typing import Any
 
 import msgspec
+from msgspec import UNSET, UnsetType
 
 from manta.cluster.errors import refuse
 
@@ -25,7 +26,7 @@ class Arguments(dict[str, Any]):
 class CalledFunction(msgspec.Struct, forbid_unknown_fields=True):
     name: str
     arguments: str
-    """Arguments as JSON text."""
+    """Arguments as JSON text. Blank means none, as some servers answer for a function without parameters."""
 
 
 class MessageToolCall(msgspec.Struct, forbid_unknown_fields=True):
@@ -41,7 +42,8 @@ class ChatMessage(msgspec.Struct, forbid_unknown_fields=True):
     """One message; its parts are checked by `template_message`."""
 
     role: str
-    content: str | list[dict[str, Any]] | None = None
+    content: str | list[dict[str, Any]] | UnsetType | None = UNSET
+    """Null is empty. Only a message of the assistant may leave it out."""
     name: str | None = None
     reasoning_content: str | None = None
     refusal: str | None = None
@@ -75,12 +77,9 @@ def template_message(message: ChatMessage, path: str) -> dict[str, Any]:
     _check_role(message, path)
     if message.audio is not None:
         refuse("unsupported", f"{path}.audio", remedy="leave it out")
-    content = message.content
-    if content is None:
-        if not message.tool_calls:
-            refuse("missing", f"{path}.content", remedy="give a string or a list of text parts")
-        content = ""
-    content = content_text(content, f"{path}.content")
+    if message.content is UNSET and message.role != "assistant":
+        refuse("missing", f"{path}.content", remedy="give a string or a list of text parts")
+    content = content_text(message.content or "", f"{path}.content")
     result: dict[str, Any] = {"role": "system" if message.role == "developer" else message.role, "content": content}
     if message.name is not None:
         result["name"] = message.name
@@ -114,7 +113,7 @@ def _template_call(call: MessageToolCall, path: str) -> dict[str, Any]:
     if call.type != "function":
         refuse("unsupported", f"{path}.type", call.type, "function", "use 'function'")
     try:
-        arguments = json.loads(call.function.arguments)
+        arguments = json.loads(call.function.arguments.strip() or "{}")
     except (ValueError, RecursionError) as error:
         refuse("malformed", f"{path}.function.arguments", bound="JSON", cause=str(error))
     if isinstance(arguments, dict):

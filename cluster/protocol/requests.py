@@ -2,16 +2,21 @@
 
 `check` validates everything that needs no model, and raises a `RequestRefused` that names the field of the first
 mistake. `sampling_params` turns a body into one `SamplingParams`. Knows neither the tokenizer nor the engine.
+
+A body of a few kilobytes could block the ingress for seconds, and every stream with it. So the bounds at the end of
+this module are checked before any work that grows with the body.
 """
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, Literal
+from collections.abc import Iterator, Mapping
+from types import MappingProxyType
+from typing import Any, ClassVar, Literal, NoReturn
 
 import msgspec
 
+from manta.cluster.config import BodyLimits
 from manta.cluster.errors import RequestRefused, refuse
-from manta.cluster.protocol.body_limits import check_metadata, check_n, refuse_length
 from manta.cluster.protocol.constraint_fields import ResponseFormat, StructuredOutputs, requested_constraint
 from manta.cluster.protocol.messages import (
     ChatMessage,
@@ -31,6 +36,22 @@ DEFAULT_COMPLETION_TOKENS = 16
 
 MAX_SALT_CHARACTERS = 1024
 """Most characters of `cache_salt`."""
+MAX_TOOLS = 128
+"""Most tools of one body, as in OpenAI's API. If their grammar is refused, each tool is compiled by itself to find the
+one at fault.
+"""
+MAX_STOP_CHARACTERS = 4096
+"""Most characters of all stop strings together, because each token is searched for them."""
+MAX_BAD_WORDS = 1024
+MAX_BAD_WORD_CHARACTERS = 20_000
+"""Most characters of all `bad_words` together. They are tokenised, and each token is searched for them."""
+MAX_CHOICES = 128
+"""Largest `n`, as in OpenAI's API. An engine with a smaller `max_num_sequences` refuses earlier."""
+
+MAX_METADATA = 16
+"""Most pairs of `metadata`; this bound and the next two are those of OpenAI's API."""
+MAX_METADATA_KEY_CHARACTERS = 64
+MAX_METADATA_VALUE_CHARACTERS = 512
 
 OLDER_NAMES: dict[str, str] = {
     f"guided_{name}": f'it is an older name of vLLM\'s; send structured_outputs: {{"{name}": ...}}'
@@ -135,11 +156,14 @@ class _SamplingFields(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
         if not -(2**31) <= self.priority < 2**31:
             refuse("wrong_value", "priority", self.priority, "a number of 32 signed bits")
 
-    def _sampling_params(self, names: dict[str, str] | None = None, **more: Any) -> SamplingParams:
-        """Returns the parameters from the fields of the same name and from `more`. `names` maps a parameter to the
-        field of the body that it came from.
+    def _sampling_params(
+        self, defaults: Mapping[str, float], names: dict[str, str] | None = None, **more: Any
+    ) -> SamplingParams:
+        """Returns the parameters from the fields of the same name and from `more`; those that are None are in
+        `defaults`, or SamplingParams has them. `names` maps a parameter to the field of the body that it came from.
         """
-        values = {name: value for name in _SAMPLING_FIELDS if (value := getattr(self, name)) is not None}
+        values: dict[str, Any] = {**defaults}
+        values |= {name: value for name in _SAMPLING_FIELDS if (value := getattr(self, name)) is not None}
         values |= {name: value for name, value in more.items() if value is not None}
         values["constraint"], _ = requested_constraint(self.response_format, self.structured_outputs)
         if self.stop is not None:
@@ -302,12 +326,15 @@ class ChatCompletionRequest(_SamplingFields, kw_only=True):
         effort = {} if self.reasoning_effort is None else {"reasoning_effort": self.reasoning_effort}
         return effort | (self.chat_template_kwargs or {})
 
-    def sampling_params(self) -> SamplingParams:
-        """Returns the sampling parameters. Raises `RequestRefused` naming the field that is out of bounds."""
+    def sampling_params(self, defaults: Mapping[str, float] = MappingProxyType({})) -> SamplingParams:
+        """Returns the sampling parameters; what the body leaves out is the model's `defaults`. Raises `RequestRefused`
+        naming the field that is out of bounds.
+        """
         names = {"logprobs": "top_logprobs"}
         if self.max_completion_tokens is not None:
             names["max_tokens"] = "max_completion_tokens"
         return self._sampling_params(
+            defaults,
             names,
             max_tokens=self.max_completion_tokens,
             logprobs=(self.top_logprobs or 0) if self.logprobs else None,
@@ -369,12 +396,15 @@ class CompletionRequest(_SamplingFields, kw_only=True):
             found.append(item if isinstance(item, str) else checked_token_ids(item, param))
         return found
 
-    def sampling_params(self) -> SamplingParams:
-        """Returns the sampling parameters. Raises `RequestRefused` naming the field that is out of bounds."""
+    def sampling_params(self, defaults: Mapping[str, float] = MappingProxyType({})) -> SamplingParams:
+        """Returns the sampling parameters; what the body leaves out is the model's `defaults`. Raises `RequestRefused`
+        naming the field that is out of bounds.
+        """
         prompt_logprobs = self.logprobs if self.echo else None
         if prompt_logprobs is not None and self.prompt_logprobs is not None:
             prompt_logprobs = max(prompt_logprobs, self.prompt_logprobs)
         return self._sampling_params(
+            defaults,
             logprobs=self.logprobs,
             prompt_logprobs=prompt_logprobs,
             # An engine computes a prompt in order to draw a token; if the prompt is only scored, nobody gets that
@@ -389,3 +419,61 @@ def checked_token_ids(token_ids: list[Any], param: str) -> list[int]:
         index, token_id = next((i, each) for i, each in enumerate(token_ids) if not 0 <= each < 2**31)
         refuse("outside_vocabulary", f"{param}[{index}]", token_id, 2**31)
     return token_ids
+
+
+# ---- bounds of bodies, checked before any work that grows with them --------------------------------------------------
+
+
+def check_num_values(body: bytes, limits: BodyLimits) -> None:
+    """Checks the number of JSON values before decoding. Each value of a list or an object follows a comma or an opening
+    bracket, so these are counted.
+    """
+    num_values = body.count(b",") + body.count(b"[") + body.count(b"{")
+    if num_values > limits.max_values:
+        unit, remedy = "values (commas and opening brackets count)", "send less, or raise body.max_values"
+        refuse("over_limit", "", num_values, limits.max_values, remedy, unit=unit)
+
+
+def check_sizes(body: Any) -> None:
+    """Checks the lists that have the same limit everywhere. Raises `RequestRefused` naming the field."""
+    for field, what, size, limit in _sizes(body):
+        if size > limit:
+            refuse("over_limit", field, size, limit, "leave some out", unit=what)
+
+
+def _sizes(body: Any) -> Iterator[tuple[str, str, int, int]]:
+    """Yields a field, what is counted in it, how many there are, and how many are allowed."""
+    if tools := getattr(body, "tools", None):
+        yield "tools", "entries", len(tools), MAX_TOOLS
+    if stop := getattr(body, "stop", None):
+        yield "stop", "characters", len(stop) if isinstance(stop, str) else sum(map(len, stop)), MAX_STOP_CHARACTERS
+    if words := getattr(body, "bad_words", None):
+        yield "bad_words", "entries", len(words), MAX_BAD_WORDS
+        yield "bad_words", "characters", sum(map(len, words)), MAX_BAD_WORD_CHARACTERS
+
+
+def check_metadata(metadata: dict[str, str] | None) -> None:
+    if not metadata:
+        return
+    if len(metadata) > MAX_METADATA:
+        refuse("over_limit", "metadata", len(metadata), MAX_METADATA, "leave some out", unit="pairs")
+    longest_key, longest_value = max(map(len, metadata)), max(map(len, metadata.values()))
+    for what, length, limit in (
+        ("key", longest_key, MAX_METADATA_KEY_CHARACTERS),
+        ("value", longest_value, MAX_METADATA_VALUE_CHARACTERS),
+    ):
+        if length > limit:
+            refuse("over_limit", "metadata", length, limit, "shorten it", unit=f"characters in a {what}")
+
+
+def check_n(n: int) -> None:
+    if not 1 <= n <= MAX_CHOICES:
+        bound = f"between 1 and {MAX_CHOICES}"
+        refuse("wrong_value", "n", n, bound, "send several requests for more choices")
+
+
+def refuse_length(field: str, length: int, limit: int) -> NoReturn:
+    """Refuses a text that is empty or too long."""
+    if length:
+        refuse("over_limit", field, length, limit, "shorten it", unit="characters")
+    refuse("empty", field, remedy="leave it out")

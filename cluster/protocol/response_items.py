@@ -7,6 +7,8 @@ from collections import Counter
 from collections.abc import Iterable
 from typing import Any
 
+from msgspec import UNSET
+
 from manta.cluster.errors import refuse
 from manta.cluster.protocol.compaction import Compacted, decode_compacted
 
@@ -70,10 +72,12 @@ def _add_to_turn(turn: dict[str, Any], kind: str, item: Item, path: str) -> None
 
 
 def content_text(item: Item, field: str, path: str) -> str:
-    """Returns the text of a message or of a call's output."""
-    content = item.get(field)
+    """Returns the text of a message or of a call's output. Null is empty."""
+    content = item.get(field, UNSET)
     if isinstance(content, str):
         return content
+    if content is None:
+        return ""
     if not isinstance(content, list):
         refuse("missing", f"{path}.{field}", remedy="give text or a list of parts")
     texts = []

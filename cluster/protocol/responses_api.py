@@ -15,6 +15,8 @@ from manta.cluster.protocol.requests import ChatCompletionRequest
 from manta.cluster.protocol.response_items import chat_messages
 from manta.cluster.protocol.translated import as_openai
 
+MAX_EVENT_ID = 512
+"""Longest id of a message on a WebSocket connection, in characters, as in OpenAI's Realtime API."""
 _REFUSED = {
     "conversation": "send previous_response_id, or the whole conversation as input",
     "prompt": "send instructions and input",
@@ -144,10 +146,13 @@ class ResponseCreateEvent(ResponsesRequest, forbid_unknown_fields=True, kw_only=
     """`response.create`, a message on a WebSocket connection to `/v1/responses`. It is always streamed."""
 
     type: Literal["response.create"]
+    event_id: str | None = None
+    """Name that an error repeats, as in OpenAI's Realtime API."""
     generate: bool | None = None
     stream_id: str | None = None
 
     def check(self) -> None:
+        _check_event_id(self.event_id)
         if self.background:
             cause = "this is a WebSocket connection"
             refuse("unsupported", "background", remedy="send it to POST /v1/responses", cause=cause)
@@ -159,6 +164,23 @@ class ResponseCreateEvent(ResponsesRequest, forbid_unknown_fields=True, kw_only=
             refuse("unsupported", "stream_id", remedy=remedy, cause=cause)
         self.stream = True
         super().check()
+
+
+class ResponseCancelEvent(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    """`response.cancel`, a message that ends a response on its connection. OpenAI has it in the Realtime API only."""
+
+    type: Literal["response.cancel"]
+    event_id: str | None = None
+    response_id: str | None = None
+    """The running response; None means the response to the latest message before this one."""
+
+    def check(self) -> None:
+        _check_event_id(self.event_id)
+
+
+def _check_event_id(event_id: str | None) -> None:
+    if event_id is not None and len(event_id) > MAX_EVENT_ID:
+        refuse("over_limit", "event_id", len(event_id), MAX_EVENT_ID, "shorten it", unit="characters")
 
 
 class CompactRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):

@@ -16,7 +16,7 @@ class Function(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
     name: str
     description: str | None = None
     parameters: dict[str, Any] | None = None
-    """JSON schema of the arguments, an object; None takes any object."""
+    """JSON schema of the arguments, an object; None takes no arguments, as in OpenAI's API."""
     strict: bool | None = None
     """False also accepts a schema that is enforced in part, and the answer's header says which."""
 
@@ -58,6 +58,8 @@ class AllowedToolsChoice(msgspec.Struct, tag_field="type", tag="allowed_tools", 
 
 ToolChoice = Literal["none", "auto", "required"] | NamedToolChoice | AllowedToolsChoice
 
+_OF_NO_ARGUMENTS = frozenset({"$schema", "type", "title", "description", "properties", "required"})
+"""Keywords with which the schema of a tool may still declare no arguments."""
 _NAME = re.compile(r"[a-zA-Z0-9_-]{1,64}\Z")
 
 
@@ -114,5 +116,12 @@ def arguments_constraint(tool: Tool) -> ConstraintSpec:
 
 
 def arguments_schema(tool: Tool) -> dict[str, Any]:
-    """Returns the schema of a tool's arguments, which are always an object."""
-    return {"type": "object", **(tool.function.parameters or {})}
+    """Returns the schema of a tool's arguments, which are always an object.
+
+    A tool that declares no arguments gets none. Client libraries write an empty `properties` for a function without
+    parameters, although JSON Schema allows further ones there. `{"type": "object"}` alone takes any object, as in MCP.
+    """
+    given = tool.function.parameters
+    if not given or (given.get("properties") == {} and _OF_NO_ARGUMENTS.issuperset(given)):
+        return {"type": "object", "properties": {}, "additionalProperties": False}
+    return {"type": "object", **given}

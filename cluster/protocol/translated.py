@@ -10,8 +10,8 @@ from typing import Any, Protocol
 import msgspec
 
 from manta.cluster.errors import RequestRefused
-from manta.cluster.protocol.body_limits import check_sizes
 from manta.cluster.protocol.error_bodies import under_field
+from manta.cluster.protocol.requests import check_sizes
 from manta.cluster.protocol.shape_errors import shape_error
 
 

@@ -70,9 +70,9 @@ class Ingress:
         batches: Any = None,
     ) -> None:
         with told_in_words():
-            self._start(config, engine, prefix_secret, standby)
+            self._start(config, engine, prefix_secret, standby, shares_port)
 
-    def _start(self, config: ServeConfig, engine: Any, prefix_secret: bytes, standby: Any) -> None:
+    def _start(self, config: ServeConfig, engine: Any, prefix_secret: bytes, standby: Any, shares_port: bool) -> None:
         tokenizer = Tokenizer(config.engine.tokenizer or str(resolve_model_folder(config.engine.model)))
         if (warning := openness(config)) is not None:
             logging.getLogger(__name__).warning(warning)
@@ -110,7 +110,7 @@ class Ingress:
         """
         with told_in_words():
             await self._client.check_reachable()
-        if self._sharing_limits is None and self._app.rate_limits and self._metrics.replica is not None:
+        if self._sharing_limits is None and self._app.admission.rate_limits and self._metrics.replica is not None:
             self._sharing_limits = asyncio.ensure_future(self._share_rate_limits())
 
     def __serve_build_asgi_app__(self) -> Any:
@@ -121,7 +121,7 @@ class Ingress:
         other ingresses call it, to count them against the key's rate limits too.
         """
         return _replica_id(), {
-            name: (taken.requests, taken.tokens) for name, taken in self._app.rate_limits.taken().items()
+            name: (taken.requests, taken.tokens) for name, taken in self._app.admission.rate_limits.taken().items()
         }
 
     async def _share_rate_limits(self) -> None:
@@ -130,7 +130,7 @@ class Ingress:
             await asyncio.sleep(RATES_S)
             for peer, taken in await self._of_peers("own_rates"):
                 if peer != _replica_id():
-                    self._app.rate_limits.note_peer(peer, taken)
+                    self._app.admission.rate_limits.note_peer(peer, taken)
 
     async def own_metrics(self) -> tuple[str | None, list[Metric]]:
         """Returns this ingress's name and metrics. The ingress that answers `/metrics` calls it."""
@@ -168,16 +168,8 @@ class ListeningIngress(Ingress):
 
     returns_request_id = True
 
-    def __init__(
-        self,
-        config: ServeConfig,
-        engine: Any,
-        prefix_secret: bytes,
-        standby: Any = None,
-        shares_port: bool = False,
-        batches: Any = None,
-    ) -> None:
-        super().__init__(config, engine, prefix_secret, standby)
+    def _start(self, config: ServeConfig, engine: Any, prefix_secret: bytes, standby: Any, shares_port: bool) -> None:
+        super()._start(config, engine, prefix_secret, standby, shares_port)
         self._port = config.port
         self._notice_s = config.drain_notice_s
         peers = f"{ray.get_runtime_context().get_session_name()}/{_app_name()}" if shares_port else None

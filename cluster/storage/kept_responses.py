@@ -17,14 +17,14 @@ from __future__ import annotations
 
 import re
 import time
-from typing import Any, TypeVar
+from typing import Any
 
 import msgspec
 
 from manta.cluster.config import ServeConfig
 from manta.cluster.errors import refuse
 from manta.cluster.protocol.responses_api import ResponseObject
-from manta.cluster.storage.records import age_s
+from manta.cluster.storage.file_records import age_s, decoded
 from manta.cluster.storage.storage import Storage
 
 _ID = re.compile(r"resp_[0-9a-f]{38}")
@@ -35,8 +35,6 @@ DELETED_S = 86_400.0
 """Seconds for which a deletion is kept beyond the time of the longest recording and request. A WebSocket connection,
 which remembers a response, is open for an hour; the rest is for clocks that differ.
 """
-
-Kept = TypeVar("Kept", "StoredResponse", "EndedResponse")
 
 
 class StoredResponse(msgspec.Struct):
@@ -94,11 +92,11 @@ class KeptResponses:
             return None
         if self.is_deleted(owner, response_id):
             return None
-        return _decoded(self._storage.read(_path(owner, response_id)), StoredResponse)
+        return decoded(self._storage.read(_path(owner, response_id)), StoredResponse)
 
     def ended(self, owner: str, response_id: str) -> EndedResponse | None:
         """Returns the end of a background response; None while it has none."""
-        return _decoded(self._storage.read(f"{_path(owner, response_id)}{_ENDED}"), EndedResponse)
+        return decoded(self._storage.read(f"{_path(owner, response_id)}{_ENDED}"), EndedResponse)
 
     def delete(self, owner: str, response_id: str) -> None:
         """Removes a response for good: nobody stores it again."""
@@ -167,11 +165,3 @@ def _path(owner: str, response_id: str) -> str:
 
 def _deleted_path(owner: str, response_id: str) -> str:
     return f"deleted/{owner}/{response_id}"
-
-
-def _decoded(content: bytes | None, kind: type[Kept]) -> Kept | None:
-    """Returns the decoded object; None if it does not exist or cannot be decoded."""
-    try:
-        return None if content is None else msgspec.json.decode(content, type=kind)
-    except (msgspec.DecodeError, UnicodeDecodeError):
-        return None

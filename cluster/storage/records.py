@@ -1,4 +1,4 @@
-"""Files and batches of `/v1/files` and `/v1/batches` as they are stored, in the shapes that clients see.
+"""Batches of `/v1/batches` as they are stored, in the shapes that clients see; their files are in `file_records.py`.
 
 Ingresses and runners share no lock. Ingresses write files, batches as they were created, and marks to cancel. The
 runner that holds a batch's lease writes the batch's progress. A client's (`OWNER`'s) objects are in a folder of its
@@ -25,37 +25,27 @@ no other batch or file.
 
 from __future__ import annotations
 
-import contextlib
-import logging
 import re
 import secrets
-import threading
 import time
-from typing import Any, BinaryIO, Literal, NamedTuple, TypeVar, get_args
+from typing import Any, BinaryIO, Literal, NamedTuple, get_args
 
 import msgspec
 
 from manta.cluster.config import BatchLimits
 from manta.cluster.protocol.batches_api import Batch, BatchError, BatchErrors, FileObject
+from manta.cluster.storage.file_records import FileRecords, age_s, claim, decoded, new_id
 from manta.cluster.storage.quota import Quota
 from manta.cluster.storage.storage import Storage
-
-logger = logging.getLogger(__name__)
 
 Ending = Literal["completed", "failed", "expired", "cancelled"]
 ENDED: tuple[str, ...] = get_args(Ending)
 CANCEL = ".cancel"
 """Suffix of a mark to cancel."""
-FILE_ID = re.compile(r"file-[0-9a-f]{30}(-[0-9a-f]{8})?(-output|-errors)?")
-"""Form of a file's id. An input's id is a time and a random number; an output's holds the ids of its batch and of the
-attempt that wrote it.
-"""
 _BATCH_ID = re.compile(r"batch_[0-9a-f]{30}")
 _OPEN_MARK = re.compile(r"(batch_[0-9a-f]{30})\.([^.]+)")
 CANCEL_MARK = re.compile(_OPEN_MARK.pattern + re.escape(CANCEL))
 """Form of the name of a mark to cancel."""
-
-Object = TypeVar("Object")
 
 
 class Finalizing(msgspec.Struct):
@@ -94,136 +84,20 @@ class InputMissing(Exception):
     """The input file of a batch does not exist; nothing else raises this."""
 
 
-class Upload:
-    """A file that is being written, and exists after `commit`. `commit` and `discard` may be called in two threads."""
-
-    def __init__(
-        self,
-        records: Records,
-        owner: str,
-        file_id: str,
-        purpose: Literal["batch", "batch_output"],
-        reservation: str | None = None,
-    ) -> None:
-        self.id = file_id
-        self.num_bytes = 0
-        self._records = records
-        self._owner = owner
-        self._path = f"files/{owner}/{file_id}"
-        self._purpose = purpose
-        self._ending = threading.Lock()
-        self._is_discarded = False
-        self._reservation = reservation
-        """The object that reserves room for the file; None for results, which are counted where they are produced."""
-        self._file: BinaryIO = records.storage.create(self._path)
-
-    def write(self, content: bytes) -> None:
-        self._file.write(content)
-        self.num_bytes += len(content)
-
-    def finish(self, filename: str, keep_s: float | None = None) -> FileObject:
-        """Completes the content; `Records.publish` makes it a file. The file is kept for `keep_s` seconds, at most
-        `batches.keep_s`.
-        """
-        self._file.close()
-        if not self._records.storage.has(self._path):
-            raise OSError(f"{self.id} was removed before it was complete")
-        created = int(time.time())
-        limit = self._records.limits.keep_s
-        return FileObject(
-            id=self.id,
-            bytes=self.num_bytes,
-            created_at=created,
-            expires_at=created + int(min(keep_s or limit, limit)),
-            filename=filename,
-            purpose=self._purpose,
-        )
-
-    def commit(self, filename: str, keep_s: float | None = None) -> FileObject:
-        """Calls `finish` and publishes the file. Raises `ValueError` if the upload was discarded."""
-        with self._ending:
-            if self._is_discarded:
-                raise ValueError(f"{self.id} was discarded")
-            file = self.finish(filename, keep_s)
-            self._records.publish(self._owner, file)
-            self._release()
-            return file
-
-    def discard(self) -> None:
-        """Removes the file, even one that `commit` published before it failed."""
-        with self._ending:
-            self._is_discarded = True
-            with contextlib.suppress(OSError):  # unwritten content is not needed
-                self._file.close()
-            self._records.remove_file(self._owner, self.id)
-            self._release()
-
-    def _release(self) -> None:
-        if self._reservation is not None:
-            with contextlib.suppress(Exception):  # the runner removes one that stays behind
-                self._records.storage.remove(self._reservation)
-
-
 class Records:
-    """Everything that a storage holds. Every method may wait for a network."""
+    """The batches of a storage, and its `files`. Every method may wait for a network."""
 
     def __init__(self, storage: Storage, limits: BatchLimits) -> None:
         self.storage = storage
         self.limits = limits
         self.quota = Quota(storage, limits)
-
-    # ---- files ---------------------------------------------------------------------------------------------------
-
-    def begin_upload(self, owner: str, max_bytes: int) -> Upload:
-        """Begins a file of at most `max_bytes`. Raises `ServingError` if the client has no room for it."""
-        file_id = f"file-{_new_id()}"
-        reservation = self.quota.reserve(owner, file_id, max_bytes)
-        try:
-            return Upload(self, owner, file_id, "batch", reservation)
-        except BaseException:
-            self.storage.remove(reservation)
-            raise
-
-    def begin_output(self, owner: str, batch_id: str, attempt: str, kind: Literal["output", "errors"]) -> Upload:
-        """Begins a file of a batch's results. `attempt` is the writer's `new_attempt`, so that no two writers write the
-        same file.
-        """
-        return Upload(self, owner, f"file-{batch_id.removeprefix('batch_')}-{attempt}-{kind}", "batch_output")
-
-    def publish(self, owner: str, file: FileObject) -> None:
-        """Makes written content a file of its owner; harmless if it already is."""
-        self._claim(f"files/{owner}/{file.id}.json", file)
-
-    def file(self, owner: str, file_id: str) -> FileObject | None:
-        """Returns a file; None if it does not exist or has expired."""
-        found = self.stored_file(owner, file_id) if FILE_ID.fullmatch(file_id) else None
-        return None if found is None or found.expires_at <= time.time() else found
-
-    def stored_file(self, owner: str, file_id: str) -> FileObject | None:
-        """Returns a file, even if it has expired; None if it does not exist."""
-        return _decoded(self.storage.read(f"files/{owner}/{file_id}.json"), FileObject)
-
-    def files(self, owner: str) -> list[FileObject]:
-        """Returns an owner's readable files, latest first."""
-        folder, now = f"files/{owner}", time.time()
-        names = [name for name in self.storage.sizes(folder) if name.endswith(".json")]
-        decoded = (_decoded(content, FileObject) for content in self.storage.read_all(folder, names).values())
-        found = [file for file in decoded if file is not None and file.expires_at > now]
-        return sorted(found, key=lambda file: (file.created_at, file.id), reverse=True)
-
-    def content(self, owner: str, file_id: str) -> BinaryIO:
-        """Opens a file's content. Raises `FileNotFoundError`."""
-        return self.storage.open(f"files/{owner}/{file_id}")
-
-    def remove_file(self, owner: str, file_id: str) -> None:
-        self.storage.remove(f"files/{owner}/{file_id}.json")
-        self.storage.remove(f"files/{owner}/{file_id}")
+        self.files = FileRecords(storage, limits, self.quota)
 
     # ---- batches, for clients ------------------------------------------------------------------------------------
 
     def create_batch(self, owner: str, **fields: Any) -> Batch:
         """Creates a batch. Raises `ServingError` if the client may create none now."""
-        batch = Batch(id=f"batch_{_new_id()}", created_at=int(time.time()), **fields)
+        batch = Batch(id=f"batch_{new_id()}", created_at=int(time.time()), **fields)
         with self.quota.new_batch(owner):
             self.open_batch(owner, batch)
             try:
@@ -276,18 +150,18 @@ class Records:
         for content in found.values():
             if isinstance(content, Exception):
                 raise content
-        outcome = _decoded(found.get("result"), BatchOutcome)
-        finalizing = _decoded(found.get("finalizing"), Finalizing)
+        outcome = decoded(found.get("result"), BatchOutcome)
+        finalizing = decoded(found.get("finalizing"), Finalizing)
         ending = None if finalizing is None else finalizing.ending
         ended = None
         if "ended" in found:
-            ended = _decoded(found["ended"], Batch) or (None if outcome is None else outcome.batch)
+            ended = decoded(found["ended"], Batch) or (None if outcome is None else outcome.batch)
         if ended is not None:
             return BatchProgress(ended, ending, outcome)
-        batch = _decoded(found.get("state"), Batch) or _decoded(found.get("asked"), Batch)
+        batch = decoded(found.get("state"), Batch) or decoded(found.get("asked"), Batch)
         if batch is None:
             mark = self.storage.read(f"open/{batch_id}.{owner}")
-            batch = _decoded(mark, Batch)
+            batch = decoded(mark, Batch)
             if batch is None and not found and not mark:
                 return None
             batch = batch or unreadable_batch(batch_id)
@@ -301,19 +175,19 @@ class Records:
     def input(self, owner: str, file_id: str) -> BinaryIO:
         """Opens a batch's input file. Raises `InputMissing`."""
         try:
-            return self.content(owner, file_id)
+            return self.files.content(owner, file_id)
         except FileNotFoundError as error:
             raise InputMissing(f"file {file_id} is not there") from error
 
     def open_batch(self, owner: str, batch: Batch) -> None:
         """Makes a batch exist, so that runners find it."""
-        self._claim(f"open/{batch.id}.{owner}", batch)
+        claim(self.storage, f"open/{batch.id}.{owner}", batch)
 
     def keep_asked(self, owner: str, batch: Batch) -> None:
         """Stores a copy of the batch as it was created, which outlives its end and lists the batch; harmless if it is
         stored.
         """
-        self._claim(f"{_folder(owner, batch.id)}/asked", batch)
+        claim(self.storage, f"{_folder(owner, batch.id)}/asked", batch)
 
     def save(self, owner: str, batch: Batch) -> None:
         """Stores the state of a batch in progress."""
@@ -321,13 +195,13 @@ class Records:
 
     def decide(self, owner: str, batch_id: str, ending: Ending) -> Finalizing:
         """Decides how a batch ends; returns the decision that was made first."""
-        return self._claim(f"{_folder(owner, batch_id)}/finalizing", Finalizing(ending, int(time.time())))
+        return claim(self.storage, f"{_folder(owner, batch_id)}/finalizing", Finalizing(ending, int(time.time())))
 
     def settle(self, owner: str, outcome: BatchOutcome) -> BatchOutcome:
         """Decides the outcome of a batch; returns the outcome that was decided first, and removes this one's files if
         it is another.
         """
-        settled = self._claim(f"{_folder(owner, outcome.batch.id)}/result", outcome)
+        settled = claim(self.storage, f"{_folder(owner, outcome.batch.id)}/result", outcome)
         self._remove_others(owner, outcome, settled.batch)
         return settled
 
@@ -336,8 +210,8 @@ class Records:
         folder = _folder(owner, outcome.batch.id)
         if not self.storage.has(f"{folder}/ended"):  # after that the owner may have deleted the files
             for file in outcome.files:
-                self.publish(owner, file)
-        ended = self._claim(f"{folder}/ended", outcome.batch)
+                self.files.publish(owner, file)
+        ended = claim(self.storage, f"{folder}/ended", outcome.batch)
         self._remove_others(owner, outcome, ended)
         self.close_batch(owner, outcome.batch.id)
 
@@ -345,7 +219,7 @@ class Records:
         """Removes the files of `outcome` that do not belong to the batch as it ended."""
         for file in outcome.files:
             if file.id not in (batch.output_file_id, batch.error_file_id):
-                self.remove_file(owner, file.id)
+                self.files.remove(owner, file.id)
 
     def close_batch(self, owner: str, batch_id: str) -> None:
         """Removes the objects that only an open batch needs."""
@@ -363,18 +237,6 @@ class Records:
 
     def remove_batch(self, owner: str, batch_id: str) -> None:
         self.storage.remove(_folder(owner, batch_id))
-
-    def _claim(self, path: str, value: Object) -> Object:
-        """Stores `value` unless the object exists, and returns the stored one. Replaces an object that cannot be
-        decoded.
-        """
-        content = msgspec.json.encode(value)
-        found = _decoded(self.storage.claim(path, content), type(value))
-        if found is not None:
-            return found
-        logger.warning("%s cannot be decoded and is replaced", path)
-        self.storage.write(path, content)
-        return value
 
 
 def unreadable_batch(batch_id: str) -> Batch:
@@ -397,31 +259,10 @@ def new_attempt() -> str:
     return secrets.token_hex(4)
 
 
-def age_s(name: str) -> float:
-    """Returns the seconds since a file or batch got its id; 0 for a name that holds no id."""
-    digits = re.search(r"[0-9a-f]{30}", name)
-    return 0.0 if digits is None else time.time() - int(digits[0][:14], 16) / 1e6
-
-
 def _folder(owner: str, batch_id: str) -> str:
     return f"batches/{owner}/{batch_id}"
-
-
-def _new_id() -> str:
-    """Returns 30 hexadecimal digits; later ids are greater."""
-    return f"{time.time_ns() // 1000:014x}{secrets.token_hex(8)}"
 
 
 def _seconds(mark: bytes) -> int | None:
     """Returns the time in a mark to cancel; None if it cannot be decoded."""
     return int(mark) if mark.isdigit() else None
-
-
-def _decoded(content: bytes | Exception | None, kind: type[Object]) -> Object | None:
-    """Returns the decoded object; None if it does not exist or cannot be decoded."""
-    if content is None or isinstance(content, Exception):
-        return None
-    try:
-        return msgspec.json.decode(content, type=kind)
-    except (msgspec.DecodeError, UnicodeDecodeError):
-        return None

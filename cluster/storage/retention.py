@@ -12,8 +12,9 @@ import logging
 import time
 from collections.abc import Callable
 
+from manta.cluster.storage.file_records import FILE_ID, age_s
 from manta.cluster.storage.quota import RESERVATION
-from manta.cluster.storage.records import CANCEL, CANCEL_MARK, ENDED, FILE_ID, Records, age_s
+from manta.cluster.storage.records import CANCEL, CANCEL_MARK, ENDED, Records
 
 logger = logging.getLogger(__name__)
 
@@ -52,14 +53,14 @@ def _try(name: str, check: Callable[..., None], *arguments: object) -> None:
 
 def _check_file(records: Records, owner: str, file_id: str) -> None:
     if records.storage.has(f"files/{owner}/{file_id}.json"):
-        file = records.stored_file(owner, file_id)
+        file = records.files.stored(owner, file_id)
         is_old = age_s(file_id) > records.limits.keep_s if file is None else file.expires_at <= time.time()
     elif file_id.endswith(("-output", "-errors")):
         is_old = _is_left_over(records, owner, file_id)
     else:
         is_old = age_s(file_id) > STALE_UPLOAD_S
     if is_old:
-        records.remove_file(owner, file_id)
+        records.files.remove(owner, file_id)
 
 
 def _is_left_over(records: Records, owner: str, file_id: str) -> bool:

@@ -12,8 +12,7 @@ import re
 import msgspec
 
 from manta.cluster.engine.request import SequenceOutput
-from manta.cluster.text.text_decoder import TextDecoder
-from manta.cluster.text.tokenizer import Tokenizer
+from manta.cluster.text.tokenizer import TextDecoder, Tokenizer
 from manta.workers.sampling_params import SamplingParams
 
 

@@ -1,20 +1,24 @@
 """The llguidance backend: quick to compile, bounded in every step, and it says what it does not support.
 
 It serves every kind of constraint. Its matchers never raise, so each call here checks whether the matcher has failed.
-Its tokens come from `tokenizer.json` directly. See github.com/guidance-ai/llguidance.
+See github.com/guidance-ai/llguidance.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import os
 import re
+from collections.abc import Sequence
+from typing import Any, cast
 
 import llguidance
 import msgspec
 import numpy as np
 
 from manta.structured.backend import DeadEnd, Session
+from manta.structured.backends.forced_text import ForcedText
 from manta.structured.backends.guarded import GuardedPartsSession, GuardedSession, Part, Parts
 from manta.structured.backends.heap import heap_bytes
 from manta.structured.backends.lark_schemas import named_token_ids
@@ -28,7 +32,6 @@ from manta.structured.backends.llguidance_grammar import (
     schemas_within,
     translated,
     unknown_formats,
-    without_forcing,
 )
 from manta.structured.backends.llguidance_schema import departures, has_control_characters, place_of
 from manta.structured.backends.striker import Striker
@@ -56,6 +59,8 @@ first, which is why its bytes are counted twice.
 """
 GUARD_FACTOR = 20
 """A guard holds about this many bytes for each of its schema's text: parsed, and with its places."""
+MOST_MASK_THREADS = 4
+"""Most threads that compute the masks of one process together."""
 ROW_BYTES = 2000
 """Bytes that one row adds to the automata if every row finds new states, as with `(a|b)*a(a|b){20}`."""
 
@@ -71,14 +76,31 @@ class Compiled(msgspec.Struct, array_like=True):
 @functools.lru_cache(maxsize=2)
 def tokenizer_of(vocabulary: Vocabulary) -> llguidance.LLTokenizer:
     """One for each process: it is large, takes a while to make, and any thread may use it. Behind the model's tokens it
-    has `NUM_MARKERS` more.
+    has `NUM_MARKERS` more. It splits text as `ForcedText` does.
     """
     return llguidance.LLTokenizer(
-        vocabulary.tokenizer_json,
-        n_vocab=vocabulary.vocab_size + NUM_MARKERS,
+        cast(Any, ForcedText(vocabulary, NUM_MARKERS)),
         eos_token=list(vocabulary.eos_token_ids) or None,
         slices=[each for each in llguidance.LLTokenizer.general_slices() if each != _UNBOUNDED_WHITESPACE],
     )
+
+
+@functools.cache
+def executor() -> llguidance.LLExecutor:
+    """Returns the threads that compute masks together: one for each four processors, because the model needs the
+    others.
+    """
+    return llguidance.LLExecutor(max(1, min(MOST_MASK_THREADS, len(os.sched_getaffinity(0)) // 4)))
+
+
+def masks_of(matchers: Sequence[llguidance.LLMatcher], vocabulary: Vocabulary) -> np.ndarray:
+    """Returns the matchers' masks for the model's tokens: int32 `[num_matchers, ceil(vocab_size / 32)]`."""
+    masks = np.empty((len(matchers), row_words(vocabulary.vocab_size + NUM_MARKERS)), dtype=np.int32)
+    indexed = [(matcher, index) for index, matcher in enumerate(matchers)]
+    executor().unsafe_compute_mask_ptr(indexed, masks.ctypes.data, masks.strides[0], len(matchers))
+    rows = masks[:, : row_words(vocabulary.vocab_size)]
+    vocabulary.forbid_padding(rows)
+    return rows
 
 
 def fill_mask(matcher: llguidance.LLMatcher, row: np.ndarray, vocabulary: Vocabulary) -> None:
@@ -95,7 +117,6 @@ class LLGuidanceBackend:
     def __init__(self, vocabulary: Vocabulary) -> None:
         self._vocabulary = vocabulary
         self._tokenizer = tokenizer_of(vocabulary)
-        self._special_texts = [vocabulary.tokens[token_id].decode() for token_id in vocabulary.special_token_ids]
 
     def compile(self, spec: ConstraintSpec) -> bytes:
         """Schemas whose exact grammar llguidance refuses are tried with simpler grammars and a guard."""
@@ -111,7 +132,7 @@ class LLGuidanceBackend:
 
     def compiled_by(self, spec: ConstraintSpec, way: Way = "proved") -> bytes:
         """Compiles in one `way` alone. Builds the grammar's matcher once, because that takes most of the time."""
-        translation = self._translation_of(spec, way)
+        translation = translated(spec, way, self._vocabulary.vocab_size)
         try:
             grammar, num_bytes = self._measured(translation)
         except ConstraintError as error:
@@ -167,16 +188,9 @@ class LLGuidanceBackend:
             return annotations
         controls = [has_control_characters(schema, json_text(schema)) for schema in schemas]
         silent = [text for each in zip(schemas, controls, strict=True) for text in departures(*each)]
-        grammar = self._translation_of(spec).grammar
+        grammar = translated(spec, "proved", self._vocabulary.vocab_size).grammar
         failed, messages = llguidance.LLMatcher.validate_grammar_with_warnings(grammar, self._tokenizer)
         return annotations + silent + ([] if failed else messages)
-
-    def _translation_of(self, spec: ConstraintSpec, way: Way = "proved") -> Translation:
-        """The grammar is without forced tokens if the constraint's text names a special token."""
-        translation = translated(spec, way, self._vocabulary.vocab_size)
-        if any(text in spec.text for text in self._special_texts):
-            translation.grammar = without_forcing(translation.grammar)
-        return translation
 
 
 class LLGuidanceGrammar:
@@ -205,7 +219,7 @@ class LLGuidanceGrammar:
         return matcher
 
     def _parts_of(self, frame: str) -> Parts:
-        special = frozenset(self._vocabulary.special_token_ids)
+        special = frozenset(self._vocabulary.mark_token_ids)
         return Parts(
             frame=self._matcher_of(frame),
             num_parts=len(self._sources),
@@ -260,6 +274,25 @@ class LLGuidanceSession:
         fill_mask(self._matcher, row, self._vocabulary)
         self._check()
         self._vocabulary.set_tokens(row, self._vocabulary.eos_token_ids, self._matcher.is_accepting())
+
+    @staticmethod
+    def fill_all(sessions: Sequence[LLGuidanceSession]) -> tuple[np.ndarray, list[Exception | None]]:
+        """Fills the rows of sessions of one vocabulary; see `JointSession`."""
+        vocabulary = sessions[0]._vocabulary
+        rows = masks_of([session._matcher for session in sessions], vocabulary)
+        vocabulary.set_tokens(rows, vocabulary.eos_token_ids, False)
+        errors: list[Exception | None] = []
+        for session, row in zip(sessions, rows, strict=True):
+            session._grammar.num_rows += 1
+            try:
+                session._check()
+            except ConstraintError as error:
+                errors.append(error)
+                continue
+            if session._matcher.is_accepting():
+                vocabulary.set_tokens(row, vocabulary.eos_token_ids, True)
+            errors.append(None)
+        return rows, errors
 
     def rollback(self, num_tokens: int) -> None:
         if num_tokens and not self._matcher.rollback(num_tokens):

@@ -18,6 +18,7 @@ from manta.structured.backends.keywords import subschemas
 from manta.structured.backends.lark_schemas import EmbeddedSchema, counts_tokens, embedded_schemas, with_replaced
 from manta.structured.backends.llguidance_schema import departures, has_control_characters, mended, place_of
 from manta.structured.constraint import ConstraintError, ConstraintSpec, Unsupported
+from manta.structured.gbnf.writing import gbnf_as_lark
 from manta.structured.schemas.documents import is_too_old
 from manta.structured.schemas.formats import is_annotation, with_exact_formats
 from manta.structured.schemas.guard import Guard
@@ -26,7 +27,6 @@ from manta.structured.schemas.numbers import json_text, read_json
 from manta.structured.schemas.rewriting import needs_rewriting, rewritten
 
 UNIMPLEMENTED = re.compile(r"Unimplemented keys: \[[^\]]*\]")
-_NO_FORCING = '%llguidance {"no_forcing": true}\n'
 _SHORT_ESCAPES = 'nrbtf"\\'
 """`\\uXXXX` is left out: with it, an additional property could spell a given property's name and replace it."""
 WHITESPACE = r"[ \n\t]{0,20}"
@@ -100,17 +100,6 @@ def place_within(message: str, schemas: list[Any]) -> str | None:
     return None if found is None else next(filter(None, (place_of(found.group(), schema) for schema in schemas)), None)
 
 
-def without_forcing(grammar: str) -> str:
-    """The grammar without forced tokens: forced bytes that spell a special token's name would become that token, which
-    does not stand for text.
-    """
-    if not grammar.startswith("{"):
-        return grammar if "%llguidance" in grammar else _NO_FORCING + grammar
-    (part,) = read_json(grammar)["grammars"]
-    schema = part.get("json_schema")
-    return _NO_FORCING + (part["lark_grammar"] if schema is None else f"start: %json {json_text(schema)}")
-
-
 def _plain_grammar(spec: ConstraintSpec) -> str:
     if spec.kind == "choice":
         return llguidance.LLMatcher.grammar_from_lark(_choice(json.loads(spec.text)))
@@ -119,7 +108,7 @@ def _plain_grammar(spec: ConstraintSpec) -> str:
     if spec.kind == "lark":
         return llguidance.LLMatcher.grammar_from_lark(spec.text)
     if spec.kind == "ebnf":
-        return llguidance.grammar_from("gbnf", spec.text)
+        return llguidance.LLMatcher.grammar_from_lark(gbnf_as_lark(spec.text))
     return _tag_grammar(json.loads(spec.text))
 
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 import functools
 import importlib
 import importlib.util
-import itertools
 import json
 import pathlib
 import sys
@@ -25,6 +24,7 @@ from manta.structured.backends.keywords import combinations, subschemas
 from manta.structured.backends.lark_schemas import embedded_schemas
 from manta.structured.backends.llguidance import tokenizer_of
 from manta.structured.constraint import ConstraintError, ConstraintSpec, Unsupported
+from manta.structured.gbnf.writing import gbnf_as_ebnf
 from manta.structured.masks import row_words
 from manta.structured.schemas.documents import COUNTS
 from manta.structured.schemas.judge import is_of_type
@@ -56,9 +56,8 @@ class XGrammarBackend:
     def __init__(self, vocabulary: Vocabulary) -> None:
         self._core = load_core()
         self._vocabulary = vocabulary
-        self._special = frozenset(vocabulary.special_token_ids)
         tokens = list(vocabulary.tokens)
-        for token_id in self._special:
+        for token_id in vocabulary.special_token_ids:
             tokens[token_id] = b""  # never part of a text
         self._info = self._core.TokenizerInfo(
             tokens, _RAW_VOCABULARY, vocabulary.vocab_size, list(vocabulary.eos_token_ids), False
@@ -96,7 +95,7 @@ class XGrammarBackend:
             alternatives = " | ".join(json.dumps(item, ensure_ascii=False) for item in json.loads(spec.text))
             return compiler.compile_grammar_from_strings(f"root ::= {alternatives}", "root")
         if spec.kind == "ebnf":
-            return compiler.compile_grammar_from_strings(spec.text, "root")
+            return compiler.compile_grammar_from_strings(gbnf_as_ebnf(spec.text), "root")
         if spec.kind == "lark":
             return compiler.compile_lark(spec.text, [], [])
         return compiler.compile_structural_tag(spec.text)
@@ -106,10 +105,10 @@ class XGrammarBackend:
 
     def _certain_tokens(self, text: str) -> list[int]:
         """The tokens that `text` begins with whatever text follows it. Last tokens that the tokenizer might merge with
-        what follows are left out. So is everything from the name of a special token on, which it takes for that token.
+        what follows are left out.
         """
         tokens, _ = self._tokenizer.tokenize_partial(text.encode())
-        return list(itertools.takewhile(lambda token_id: token_id not in self._special, tokens))
+        return tokens
 
     @functools.cached_property
     def _tokenizer(self) -> llguidance.LLTokenizer:

@@ -180,7 +180,7 @@ class Dfa:
 
     def and_(self, other: Dfa) -> Dfa:
         edges = sorted({*self.edges, *other.edges})
-        mine, theirs = (_positions(edges, each.edges) for each in (self, other))
+        mine, theirs = (positions(edges, each.edges) for each in (self, other))
 
         def successors(pair: tuple[int, int]) -> Iterator[tuple[int, int]]:
             one, two = self.targets[pair[0]], other.targets[pair[1]]
@@ -248,7 +248,7 @@ class Dfa:
         return arrows
 
 
-def _positions(edges: list[int], own: list[int]) -> list[int]:
+def positions(edges: list[int], own: list[int]) -> list[int]:
     """Returns the class of `own` that holds each class of the finer partition `edges`."""
     found, index = [], 0
     for edge in edges:

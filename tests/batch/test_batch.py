@@ -40,6 +40,7 @@ from manta.cluster.serve.channel.token_channel import Address, RequestResult
 from manta.cluster.serve.engine.engine_replica import EngineReplica
 from manta.cluster.serve.requests.gathering import Gathering, joined
 from manta.cluster.serve.requests.submission import Answers
+from manta.cluster.serve.starting.ray_job import fate_of
 from manta.cluster.text.tokenizer import Tokenizer
 from manta.structured.constraint import ConstraintSpec
 from manta.structured.refusals import Refusal
@@ -455,6 +456,52 @@ def test_the_command_refuses_before_anything_starts(
     write_lines(tmp_path / "in.jsonl", [line(1)])
     assert main(["batch", *arguments]) == 2
     assert message in " ".join(capsys.readouterr().err.split())
+
+
+@pytest.fixture
+def ray_job(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> pathlib.Path:
+    """The folder of a Ray job whose upload left out what these files name, in the environment that Ray gives a job."""
+    (tmp_path / "data").mkdir()
+    (tmp_path / ".gitignore").write_text("*.jsonl\n!kept.jsonl\nbig/\n")
+    (tmp_path / "data" / ".rayignore").write_text("/private\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:6379")
+    config = {"runtime_env": {"working_dir": "gcs://_ray_pkg_0123456789abcdef.zip"}, "metadata": {}}
+    monkeypatch.setenv("RAY_JOB_CONFIG_JSON_ENV_VAR", json.dumps(config))
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("words", "ignore_file"),
+    [
+        (["in.jsonl", "out"], ".gitignore"),
+        (["./data/in.jsonl", "out"], ".gitignore"),
+        (["big/of/mine", "out"], ".gitignore"),
+        (["data/private/in", "out"], "data/.rayignore"),
+        (["in", "out", "--config", "big/config.yaml"], ".gitignore"),
+        (["in", "out", "--model", "big/model"], ".gitignore"),
+        (["kept.jsonl", "out"], None),
+        (["/nowhere/in.jsonl", "out"], None),
+    ],
+)
+def test_a_job_says_when_its_upload_left_a_file_out(
+    words: list[str], ignore_file: str | None, ray_job: pathlib.Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    assert main(["batch", *words]) == 2
+    said = " ".join(capsys.readouterr().err.split())
+    assert f"because {ignore_file} names it" in said if ignore_file else "left it out" not in said
+    monkeypatch.delenv("RAY_JOB_CONFIG_JSON_ENV_VAR")  # no job, but another program on a cluster
+    assert main(["batch", *words]) == 2
+    assert "left it out" not in " ".join(capsys.readouterr().err.split())
+
+
+def test_a_job_says_that_its_output_will_be_lost(ray_job: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    said = fate_of(pathlib.Path("data/out.jsonl"))
+    assert said.startswith(f"{ray_job}/data/out.jsonl on ")
+    assert "will be lost" in said
+    assert fate_of(pathlib.Path("/shared/out.jsonl")) == ""
+    monkeypatch.delenv("RAY_JOB_CONFIG_JSON_ENV_VAR")
+    assert fate_of(pathlib.Path("out.jsonl")) == ""
 
 
 NUM_LINES = 2000 if PROVE else 60

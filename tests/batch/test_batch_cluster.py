@@ -141,6 +141,15 @@ def test_a_ray_job_answers_a_batch(tmp_path: pathlib.Path) -> None:
             time.sleep(3)
         assert sorted(each["custom_id"] for each in results(target)) == [f"request-{i}" for i in range(9)]
         assert all(each["response"]["status_code"] == 200 for each in results(target))
+        (work / ".gitignore").write_text("in.jsonl\n")
+        hidden = subprocess.run(submit, cwd=work, env=environment, capture_output=True, text=True)
+        assert hidden.returncode != 0
+        assert "because .gitignore names it" in " ".join(hidden.stdout.split())
+        (work / ".gitignore").unlink()
+        relative = [word if word != str(target) else "out.jsonl" for word in submit]
+        lost = subprocess.run(relative, cwd=work, env=environment, capture_output=True, text=True)
+        assert lost.returncode == 0, lost.stdout
+        assert "will be lost with it" in lost.stdout[lost.stdout.rindex("9 lines are answered") :]
         # A job of a developer: the working directory is a checkout, whose code runs instead of the installed one.
         done = subprocess.run(
             [*submit[: submit.index(".")], ROOT, "--", sys.executable, "-c", FROM_A_CHECKOUT],

@@ -186,15 +186,15 @@ def test_a_claim_works_without_hard_links(tmp_path: pathlib.Path, monkeypatch: p
 
 def test_an_upload_abandoned_by_its_client_is_absent(tmp_path: pathlib.Path) -> None:
     records = Records(Storage(str(tmp_path)), BatchLimits())
-    left = records.begin_upload("one", 100)
+    left = records.files.begin_upload("one", 100)
     left.write(b"x")
     left.discard()
     with pytest.raises(ValueError, match="discarded"):
         left.commit("in.jsonl")
-    committed = records.begin_upload("one", 100)
+    committed = records.files.begin_upload("one", 100)
     committed.commit("in.jsonl")
     committed.discard()
-    assert not records.files("one")
+    assert not records.files.all_of("one")
     assert not [path for path in tmp_path.glob("files/**/*") if path.is_file()]
 
 

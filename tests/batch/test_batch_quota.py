@@ -120,7 +120,7 @@ def test_a_batch_without_room_for_results_fails(tmp_path: pathlib.Path) -> None:
 
 def test_reservations_of_a_dead_process_expire(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     records = Records(Storage(str(tmp_path)), BatchLimits(max_stored_bytes=1000))
-    left = records.begin_upload("one", 900)
+    left = records.files.begin_upload("one", 900)
     left.write(b"x" * 100)
     assert Quota(records.storage, records.limits).stored("one") == (1, 900)
     retention.remove_expired(records)

@@ -24,7 +24,7 @@ from manta.cluster.batch.batch_runner import Runner
 from manta.cluster.batch.lines import BatchRequest, BatchResponse
 from manta.cluster.config import BatchLimits
 from manta.cluster.protocol.batches_api import Batch
-from manta.cluster.storage import records, retention
+from manta.cluster.storage import file_records, records, retention
 from manta.cluster.storage.records import ENDED, Records
 from manta.cluster.storage.retention import remove_expired
 from tests.batch.batch_world import CALM, EPOCH_S, Faults, FaultyStorage, Killed, Scheduler, VirtualLoop, World
@@ -51,13 +51,13 @@ def patched(scheduler: Scheduler, chance: random.Random) -> Iterator[None]:
     secrets = types.SimpleNamespace(token_hex=lambda size: f"{chance.getrandbits(size * 8):0{size * 2}x}")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(asyncio, "to_thread", scheduler.to_thread)
-        for module in (records, retention, batch_runner, batch_run, stored, lease, batch_job):
+        for module in (records, file_records, retention, batch_runner, batch_run, stored, lease, batch_job):
             patch.setattr(module, "time", scheduler.clock())
-        for module in (records, stored, lease):
+        for module in (records, file_records, stored, lease):
             patch.setattr(module, "secrets", secrets)
-        for module in (records, stored):
+        for module in (file_records, stored):
             patch.setattr(module, "threading", types.SimpleNamespace(Lock=scheduler.lock))
-        for module in (records, retention, batch_runner, batch_run, stored):
+        for module in (file_records, retention, batch_runner, batch_run, stored):
             patch.setattr(module.logger, "disabled", True)
         patch.setattr(batch_runner, "LOOK_S", 3.0)
         patch.setattr(batch_runner, "CLEAN_S", 20.0)
@@ -118,7 +118,7 @@ class Client:
         self.is_cancelled = False
 
     async def run(self) -> Batch:
-        upload = await asyncio.to_thread(self._records.begin_upload, self.owner, 10_000)
+        upload = await asyncio.to_thread(self._records.files.begin_upload, self.owner, 10_000)
         for number in range(self.num_lines):
             await asyncio.to_thread(upload.write, _line(number))
         file = await asyncio.to_thread(upload.commit, "in.jsonl")
@@ -177,9 +177,9 @@ class Client:
     async def _lines(self, file_id: str | None) -> list[dict[str, Any]]:
         if file_id is None:
             return []
-        file = await asyncio.to_thread(self._records.file, self.owner, file_id)
+        file = await asyncio.to_thread(self._records.files.find, self.owner, file_id)
         assert file is not None
-        content = (await asyncio.to_thread(self._records.content, self.owner, file_id)).read()
+        content = (await asyncio.to_thread(self._records.files.content, self.owner, file_id)).read()
         assert len(content) == file.bytes
         return [json.loads(text) for text in content.splitlines()]
 

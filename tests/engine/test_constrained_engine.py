@@ -162,6 +162,17 @@ def test_end_tokens_appear_only_where_text_may_end(llm: LLM) -> None:
         assert re.fullmatch("[0-9]{3,9}", text)
 
 
+def test_a_stop_token_ends_constrained_text_only_where_it_must_or_completes_it(llm: LLM) -> None:
+    (comma,) = llm.tokenizer.encode(",")
+    cases = {"(a[,;]){4}b": "(a;){4}b", "a{1,4},": "a{1,4}", "ab,c": "ab", "(a,b|ab?;),?": "a|ab?;"}
+    for seed, (given, wanted) in enumerate(cases.items()):
+        params = constrained(spec("regex", given), stop_token_ids=(comma,), seed=seed, temperature=1.0)
+        choice = llm.generate([[7]], params, use_tqdm=False)[0].outputs[0]
+        assert choice.finish_reason is FinishStatus.FINISHED_STOPPED
+        assert re.fullmatch(wanted, choice.text), (given, choice.text)
+    settled(llm)
+
+
 def test_a_stop_string_ends_constrained_text_too(llm: LLM) -> None:
     params = constrained(spec("regex", "[ab]{20,60}"), stop=("ab",))
     choice = llm.generate([[7]], params, use_tqdm=False)[0].outputs[0]

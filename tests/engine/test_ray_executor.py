@@ -38,7 +38,7 @@ from manta.cluster.engine.ranks.claims import (
     with_device,
 )
 from manta.cluster.engine.ranks.deadline import FACTOR, NUM_RECENT, StepDeadline, StepTimes
-from manta.cluster.engine.ranks.rank_channel import AcceptLimits, Hello, Listener, RankChannel, RankLost, connect
+from manta.cluster.engine.ranks.rank_channel import AcceptLimits, Listener, RankChannel, RankHello, RankLost, connect
 from manta.cluster.engine.ranks.rank_group import RankGroup
 from manta.cluster.engine.ranks.rank_messages import Done, Message, Output, PackedMasks, Ping, Sample, Step
 from manta.cluster.engine.ranks.ray_executor import RayExecutor
@@ -470,13 +470,21 @@ def test_strangers_do_not_become_ranks() -> None:
     listener = Listener("127.0.0.1", AcceptLimits(hello_s=0.2))
     place = (listener.address.host, listener.address.port)
     strangers = [socket.create_connection(place) for _ in range(4)]
-    strangers[0].sendall(frame(msgspec.msgpack.encode(Hello("wrong", 0, 1))))
+    strangers[0].sendall(frame(msgspec.msgpack.encode(RankHello("wrong", 0, 1))))
     strangers[1].sendall(b"\xff" * 100)
     strangers[2].close()
     rank = connect(listener.address, 0)
     ((hello, connection),) = listener.accept(1)
     assert hello.pid == os.getpid()
     assert connection.getpeername() == rank.getsockname()
+
+
+def test_a_rank_of_another_version_is_refused_by_name() -> None:
+    listener = Listener("127.0.0.1", AcceptLimits(connect_s=PATIENCE_S))
+    with socket.create_connection((listener.address.host, listener.address.port)) as other:
+        other.sendall(frame(msgspec.msgpack.encode(RankHello(listener.address.secret, 1, 17, "0.0.1"))))
+        with pytest.raises(RankLost, match=r"rank 1, process 17, is no rank of this engine: it is of Manta 0\.0\.1"):
+            listener.accept(2)
 
 
 def test_slow_or_many_strangers_block_no_rank() -> None:

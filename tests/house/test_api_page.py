@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from manta.cluster.errors import RequestRefused
-from manta.cluster.http.exchange.codec import decode
+from manta.cluster.http.access.request_admission import decode
 from manta.cluster.protocol import ollama
 from manta.cluster.protocol.requests import ChatCompletionRequest, CompletionRequest
 

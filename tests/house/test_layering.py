@@ -26,6 +26,7 @@ FOLDERS = (
     "manta.structured",
     "manta.structured.schemas",
     "manta.structured.regexes",
+    "manta.structured.gbnf",
     "manta.structured.backends",
     "manta.structured.compiling",
     "manta.structured.grammar_pool",

@@ -14,7 +14,7 @@ import pytest
 
 from manta.cluster.config import AutoscalingOptions, BatchLimits, BodyLimits, EngineConfig, ServeConfig
 from manta.cluster.errors import RequestRefused
-from manta.cluster.http.exchange.codec import decode
+from manta.cluster.http.access.request_admission import decode
 from manta.cluster.protocol.requests import ChatCompletionRequest, CompletionRequest
 from manta.cluster.serve.ingress import ingress_deployment
 from manta.cluster.serve.scaling.autoscaling import autoscaling_config
@@ -112,7 +112,7 @@ def test_batch_files_are_kept_as_long_as_configured(tmp_path: pathlib.Path) -> N
     records = Records(Storage(str(tmp_path)), BatchLimits(keep_s=100))
     before = int(time.time())
     for asked in (None, 1000.0):
-        upload = records.begin_upload("a", 10)
+        upload = records.files.begin_upload("a", 10)
         upload.write(b"{}\n")
         file = upload.commit("in.jsonl", asked)
         assert file.expires_at == file.created_at + 100

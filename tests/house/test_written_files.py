@@ -136,7 +136,7 @@ class StorageWriter(Writer):
 
 class StoredFiles(StorageWriter):
     def write(self, number: int) -> None:
-        upload = self.records.begin_upload("me", 100)
+        upload = self.records.files.begin_upload("me", 100)
         try:
             upload.write(b"%d" % number)
             upload.commit("in.jsonl")
@@ -146,8 +146,8 @@ class StoredFiles(StorageWriter):
 
     def read(self) -> set[int]:
         found = set()
-        for file in self.records.files("me"):
-            with self.records.content("me", file.id) as content:
+        for file in self.records.files.all_of("me"):
+            with self.records.files.content("me", file.id) as content:
                 text = content.read()
             if len(text) == file.bytes:
                 found.add(int(text))
@@ -445,12 +445,12 @@ def test_a_folder_that_vanishes_is_made_again_or_missed(kind: type[Writer], tmp_
 
 def test_an_upload_whose_folder_vanishes_is_not_acknowledged(tmp_path: pathlib.Path) -> None:
     records = Records(Storage(str(tmp_path / "root")), BatchLimits())
-    upload = records.begin_upload("me", 100)
+    upload = records.files.begin_upload("me", 100)
     upload.write(b"content")
     shutil.rmtree(tmp_path / "root")
     with pytest.raises(OSError, match="was removed before it was complete"):
         upload.commit("in.jsonl")
-    assert records.files("me") == []
+    assert records.files.all_of("me") == []
 
 
 def test_a_disk_that_fills_up_between_two_names_tears_no_claim(

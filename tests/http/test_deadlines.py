@@ -21,11 +21,11 @@ from manta.cluster.config import ServeConfig
 from manta.cluster.http.app import HttpApp
 from manta.cluster.http.exchange import prompts
 from manta.cluster.http.exchange.metrics import Metrics
-from manta.cluster.http.exchange.routing import Route
+from manta.cluster.http.exchange.state import Route
 from manta.cluster.http.routes import ROUTES
 from manta.cluster.serve.channel.token_channel import Address, Connection, RequestResult
 from manta.cluster.serve.requests import prompt_run
-from manta.cluster.storage.records import Records, Upload
+from manta.cluster.storage.file_records import FileRecords, Upload
 from manta.structured.refusals import Refusal
 from manta.workers.model_info import ModelInfo
 from tests.local_server import LocalServer, answer, local_server, post, until
@@ -68,7 +68,7 @@ def silence(server: LocalServer, method: str, patch: pytest.MonkeyPatch) -> Unan
 
 def num_held(server: LocalServer) -> int:
     """Requests that the ingress has anything of."""
-    return server.ingress._app._preparing.num_requests + len(server.ingress._client.runs)
+    return server.ingress._app.admission.num_prepared + len(server.ingress._client.runs)
 
 
 def run(test: Callable[[], Coroutine[Any, Any, None]]) -> None:
@@ -316,7 +316,7 @@ def test_an_endless_handler_ends_with_client_or_deadline(route: Route, end: str)
             await answering
             assert sent[0]["status"] == 408
         await cancelled.wait()
-        assert app._preparing.num_requests == 0
+        assert app.admission.num_prepared == 0
 
     run(test)
 
@@ -326,7 +326,7 @@ def test_an_unresponsive_storage_ends_an_upload(
     method: str, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     answers = threading.Event()
-    kind = Records if method == "begin_upload" else Upload
+    kind = FileRecords if method == "begin_upload" else Upload
     monkeypatch.setattr(kind, method, lambda *_: answers.wait())
 
     async def test() -> None:

@@ -29,7 +29,7 @@ from manta.cluster.engine.request import EngineRequest, FinishStatus, Usage
 from manta.cluster.http.exchange.answers import ChatAnswer
 from manta.cluster.http.exchange.codec import SSE_DONE
 from manta.cluster.http.exchange.engines import Event
-from manta.cluster.http.exchange.identity import Identity
+from manta.cluster.http.exchange.exchange import Identity
 from manta.cluster.llm import LLM, CompletionOutput, ConstraintSpec, OutputKind, RequestOutput, SamplingParams
 from manta.cluster.protocol.requests import ChatCompletionRequest
 from manta.cluster.serve.channel.token_channel import Control

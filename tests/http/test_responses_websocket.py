@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import random
+from collections import deque
 from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
@@ -12,6 +14,7 @@ import openai
 import pytest
 from websockets.asyncio.client import ClientConnection, connect
 from websockets.exceptions import ConnectionClosed, InvalidStatus
+from websockets.frames import Frame, Opcode
 
 from manta.cluster.config import KeyLimits, ListenerLimits
 from manta.cluster.http import websockets as websockets_module
@@ -215,6 +218,152 @@ async def test_a_cancelled_response_ends_and_the_connection_goes_on() -> None:
         assert (await ended(client))["response"]["previous_response_id"] == first["id"]
 
 
+# ---- which response a message means ------------------------------------------------------------------------------
+
+CANCEL = json.dumps({"type": "response.cancel"})
+
+
+def send_together(client: ClientConnection, *messages: str) -> None:
+    """Sends messages in one TCP segment, if they are short."""
+    frames = (Frame(Opcode.TEXT, each.encode()).serialize(mask=True) for each in messages)
+    client.transport.write(b"".join(frames))
+
+
+@async_test
+async def test_a_cancel_ends_the_response_whose_message_came_just_before_it() -> None:
+    async with local_server() as server, connect(url_of(server)) as client:
+        for number in range(5):
+            send_together(client, message(server, event_id=f"mine_{number}", **LONG), CANCEL)
+            event = await ended(client)
+            assert (event["error"]["code"], event["error"]["event_id"]) == ("response_cancelled", f"mine_{number}")
+        send_together(client, message(server), message(server, event_id="second", **LONG), CANCEL, message(server))
+        lasts = [await ended(client) for _ in range(3)]
+        assert [each["type"] for each in lasts] == ["response.incomplete", "error", "response.incomplete"]
+        assert lasts[1]["error"]["event_id"] == "second"
+        await server.until_idle()
+
+
+@async_test
+async def test_a_cancel_of_a_response_that_has_ended_does_nothing() -> None:
+    async with local_server() as server, connect(url_of(server)) as client:
+        for _ in range(20):
+            await client.send(message(server))
+            event = await ended(client)
+            assert event["type"] == "response.incomplete"
+            late = json.dumps({"type": "response.cancel", "response_id": event["response"]["id"]})
+            send_together(client, *random.choice(((CANCEL, message(server)), (message(server), late))))
+            assert (await ended(client))["type"] == "response.incomplete"
+
+
+@async_test
+async def test_a_cancel_may_name_the_running_response() -> None:
+    async with local_server() as server, connect(url_of(server)) as client:
+        await client.send(message(server, **LONG))
+        created = (await received(client))["response"]["id"]
+        cancel = json.dumps({"type": "response.cancel", "response_id": created})
+        send_together(client, message(server), cancel)
+        event = await ended(client)
+        assert (event["error"]["code"], event["response_id"]) == ("response_cancelled", created)
+        assert (await ended(client))["type"] == "response.incomplete"
+
+
+WRONG_CANCELS: tuple[tuple[dict[str, Any], str, str], ...] = (
+    ({"response_id": 5}, "response_id", "expected `str | null`"),
+    ({"response": "resp_1"}, "response", "unknown"),
+    ({"event_id": "a" * 513}, "event_id", "512"),
+)
+
+
+@async_test
+async def test_a_wrong_cancel_is_refused_in_its_turn() -> None:
+    async with local_server() as server, connect(url_of(server)) as client:
+        for fields, param, words in WRONG_CANCELS:
+            send_together(client, message(server, **LONG), json.dumps({"type": "response.cancel", **fields}))
+            assert (await ended(client))["type"] == "response.incomplete"
+            event = await received(client)
+            assert (event["status"], event["error"]["param"]) == (400, param)
+            assert words in event["error"]["message"]
+
+
+class RandomClient:
+    """Sends random messages in segments of random lengths, and knows how the answer to each may end."""
+
+    def __init__(self, server: LocalServer, client: ClientConnection, draw: random.Random) -> None:
+        self._server = server
+        self._client = client
+        self._draw = draw
+        self._num_sent = 0
+        self._expected: deque[tuple[str, set[str]]] = deque()
+        """The event id of each message that is still to be answered, and the codes of the errors with which it may end.
+        "" stands for a response.
+        """
+        self._seen = ["resp_never"]
+        """Ids of responses."""
+
+    def send(self) -> None:
+        kinds, segment = (self._create, self._create, self._cancel, self._cancel, self._wrong), list[str]()
+        for _ in range(self._draw.randint(1, 6)):
+            segment.append(self._draw.choice(kinds)(is_first=not segment))
+        send_together(self._client, *segment)
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._expected)
+
+    async def read(self, at_most: int) -> None:
+        """Reads the last events of up to `at_most` messages, and checks whom they answer."""
+        for _ in range(min(at_most, len(self._expected))):
+            name, codes = self._expected.popleft()
+            event = await self._last_event()
+            error = event.get("error", {"code": "", "event_id": name})
+            assert (error["event_id"], error["code"] in codes) == (name, True), (name, codes, event)
+
+    async def _last_event(self) -> Any:
+        while (event := await received(self._client))["type"] not in ("response.incomplete", "error"):
+            if event["type"] == "response.created":
+                self._seen.append(event["response"]["id"])
+        return event
+
+    def _create(self, is_first: bool) -> str:
+        fields = {**LONG, "max_output_tokens": 20} if self._draw.random() < 0.5 else {}
+        return message(self._server, event_id=self._expect(""), store=False, **fields)
+
+    def _wrong(self, is_first: bool) -> str:
+        if self._draw.random() < 0.5:
+            return message(self._server, event_id=self._expect("invalid_value"), temperature=9)
+        return json.dumps({"type": "response.cancel", "event_id": self._expect("unknown_parameter"), "id": "a"})
+
+    def _cancel(self, is_first: bool) -> str:
+        if self._draw.random() < 0.3:  # a response that has ended, that runs, or that never was
+            for _, codes in self._expected:
+                codes.add("response_cancelled")
+            return json.dumps({"type": "response.cancel", "response_id": self._draw.choice(self._seen)})
+        if self._expected:
+            codes = self._expected[-1][1]
+            codes.add("response_cancelled")
+            if not is_first:  # its message is in this segment, so that it cannot have ended
+                codes.discard("")
+        return CANCEL
+
+    def _expect(self, code: str) -> str:
+        self._num_sent += 1
+        self._expected.append((f"event_{self._num_sent}", {code}))
+        return f"event_{self._num_sent}"
+
+
+@async_test
+async def test_each_message_has_one_last_event_in_the_order_of_the_messages() -> None:
+    draw = random.Random(1)
+    async with local_server() as server, connect(url_of(server)) as client:
+        sender = RandomClient(server, client, draw)
+        for _ in range(30):
+            sender.send()
+            await sender.read(at_most=draw.randint(0, 10))
+            await sender.read(at_most=sender.num_waiting - 8)
+        await sender.read(at_most=1000)
+        await server.until_idle()
+
+
 WRONG: tuple[tuple[str | bytes, str | None, str], ...] = (
     ("{", None, "not valid JSON"),
     ("[]", None, "object"),
@@ -323,14 +472,21 @@ async def test_messages_have_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
             await begun(server, client)
             for _ in range(2):  # together they would exceed the limit
                 await client.send(message(server, user="x" * 500))
-            event = await ended(client)
+            await client.send(message(server, event_id="third"))
+            assert [(await ended(client))["type"] for _ in range(2)] == ["response.incomplete"] * 2
+            event = await received(client)
             assert (event["status"], event["error"]["code"]) == (429, "too_many_messages")
             assert "max_body_bytes" in event["error"]["message"]
-            for _ in range(2):
-                await client.send(message(server))
-            event = await ended(client)
-            assert (event["status"], event["error"]["code"]) == (429, "too_many_messages")
+            event = await received(client)
+            assert (event["status"], event["error"]["event_id"]) == (429, "third")
             assert "2 messages" in event["error"]["message"]
+        monkeypatch.setattr(websockets_module, "MAX_REFUSED", 3)
+        async with connecting(server) as client:
+            await begun(server, client)
+            send_together(client, *[message(server)] * 6)
+            code, reason = await closed(client)
+            assert (code, "5 messages" in reason) == (1008, True)
+            await server.until_idle()
         async with connecting(server) as client:  # the first frame of a message whose rest never comes
             client.transport.write(b"\x01\x82\x00\x00\x00\x00ab")
             code, reason = await closed(client)

@@ -25,8 +25,7 @@ from manta.cluster.http.app import HttpApp
 from manta.cluster.http.exchange.engines import Event, GenerationRequest
 from manta.cluster.http.exchange.exchange import Exchange
 from manta.cluster.http.exchange.metrics import Metrics
-from manta.cluster.http.exchange.routing import Route
-from manta.cluster.http.exchange.state import AppState
+from manta.cluster.http.exchange.state import AppState, Route
 from manta.cluster.http.routes import ROUTES
 from manta.cluster.text.tokenizer import Tokenizer
 from manta.structured.constraint import ConstraintSpec
@@ -74,6 +73,8 @@ class RepeatingEngines:
 
     request: GenerationRequest
 
+    loaded = MODEL
+
     async def submit(self, request: GenerationRequest) -> Repeating:
         self.request = request
         return Repeating(request.prompts, "abc")
@@ -82,7 +83,7 @@ class RepeatingEngines:
         return spec, []
 
     async def model(self) -> ModelInfo:
-        return MODEL
+        return self.loaded
 
     num_held = 0
     answering: list[EngineStats] | None = None
@@ -177,6 +178,30 @@ def test_its_errors_are_answered_in_one_shape() -> None:
         answer = app.ask(method, path, body)
         assert answer.status_code == status
         assert set(answer.json()["error"]) == {"message", "type", "param", "code"}
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}]}),
+        ("/v1/completions", {"prompt": "a"}),
+        ("/v1/responses", {"input": "a"}),
+        ("/v1/messages", {"messages": [{"role": "user", "content": "a"}], "max_tokens": 5}),
+        ("/api/chat", {"messages": [{"role": "user", "content": "a"}], "stream": False}),
+    ],
+)
+def test_a_request_takes_the_models_sampling_parameters_unless_it_names_its_own(path: str, body: dict) -> None:
+    app = App()
+    app.engines.loaded = msgspec.structs.replace(
+        MODEL, sampling_defaults={"temperature": 0.6, "top_p": 0.9, "top_k": 20}
+    )
+    assert app.ask("POST", path, body | {"model": "demo"}).status_code == 200
+    params = app.engines.request.engine.params
+    assert (params.temperature, params.top_p, params.top_k) == (0.6, 0.9, 20)
+    own = {"options": {"temperature": 0.0}} if path.startswith("/api/") else {"temperature": 0.0}
+    assert app.ask("POST", path, body | own | {"model": "demo"}).status_code == 200
+    params = app.engines.request.engine.params
+    assert (params.temperature, params.top_p, params.top_k) == (0.0, 0.9, 20)
 
 
 def test_it_is_documented() -> None:

@@ -15,7 +15,7 @@ import pytest
 from manta.cluster.config import BodyLimits, ServeConfig
 from manta.cluster.engine.request import EngineRequest
 from manta.cluster.errors import RequestRefused
-from manta.cluster.http.exchange.codec import decode
+from manta.cluster.http.access.request_admission import decode
 from manta.cluster.http.exchange.engines import GenerationRequest
 from manta.cluster.http.exchange.metrics import Metrics
 from manta.cluster.http.exchange.prompts import encode, encode_all

@@ -19,7 +19,7 @@ import pydantic
 import pytest
 
 from manta.cluster.errors import RequestRefused
-from manta.cluster.http.exchange.codec import decode
+from manta.cluster.http.access.request_admission import decode
 from manta.cluster.protocol.requests import ChatCompletionRequest, CompletionRequest
 from manta.structured.constraint import ConstraintSpec
 from manta.workers.checkpoints.model_folder import resolve_model_folder

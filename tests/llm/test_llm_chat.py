@@ -10,11 +10,13 @@ import pytest
 import transformers
 
 from benchmarks.demo_model.data import TASKS, held_out
+from manta.cluster.engine.request import FinishStatus
 from manta.cluster.errors import RequestRefused
 from manta.cluster.llm import LLM, OutputKind, RequestOutput, SamplingParams
 from manta.cluster.text.chat_template import ChatTemplates
 from manta.workers.checkpoints.model_folder import resolve_model_folder
 from tests.checkpoints import checkpoint
+from tests.structured.test_forced_text import KINDS, constraints
 
 GREEDY = SamplingParams(temperature=0, max_tokens=80)
 QUESTIONS = ("What is Manta?", "What can you do?")
@@ -54,6 +56,18 @@ def test_a_response_format_holds(llm: LLM) -> None:
     }
     (output,) = llm.chat(asked("Twenty minutes, please."), GREEDY, use_tqdm=False, response_format=form)
     assert set(json.loads(output.outputs[0].message["content"])) == {"minutes"}
+
+
+def test_the_name_of_a_special_token_can_be_forced(llm: LLM) -> None:
+    texts = [f"a{llm.tokenizer.token_text(token_id)}b" for token_id in sorted(llm.tokenizer.special_ids)]
+    cases = [constraints(text)[kind] for text in texts for kind in KINDS]
+    params = [SamplingParams(temperature=0, max_tokens=60, constraint=spec) for spec, _ in cases]
+    outputs = llm.generate(["x"] * len(cases), params, use_tqdm=False)
+    for (spec, text), output in zip(cases, outputs, strict=True):
+        choice = output.outputs[0]
+        assert choice.finish_reason is not FinishStatus.FINISHED_INTERNAL_ERROR, (spec, choice)
+        if choice.finish_reason is FinishStatus.FINISHED_STOPPED and spec.kind != "structural_tag":
+            assert choice.text == text
 
 
 def test_the_model_sees_tool_calls_and_results(llm: LLM) -> None:

@@ -23,7 +23,7 @@ from openai.types.chat import completion_create_params as chats
 from openai.types.responses import response_create_params as responses
 
 from manta.cluster.errors import RequestRefused
-from manta.cluster.http.exchange.codec import decode
+from manta.cluster.http.access.request_admission import decode
 from manta.cluster.protocol.anthropic import CountTokensRequest, MessagesRequest
 from manta.cluster.protocol.requests import ChatCompletionRequest, CompletionRequest
 from manta.cluster.protocol.responses_api import ResponsesRequest

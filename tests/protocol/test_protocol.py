@@ -14,13 +14,14 @@ from hypothesis import strategies as st
 
 from manta.cluster.engine.request import Usage
 from manta.cluster.errors import RequestRefused
+from manta.cluster.http.access.request_admission import decode
 from manta.cluster.http.endpoints.models import ModelCard, ModelList
 from manta.cluster.http.endpoints.tokens import DetokenizeRequest, TokenizeRequest
-from manta.cluster.http.exchange.codec import decode, encode, sse_event
+from manta.cluster.http.exchange.codec import encode, sse_event
 from manta.cluster.protocol import responses
 from manta.cluster.protocol.error_bodies import answer_of
 from manta.cluster.protocol.requests import ChatCompletionRequest, CompletionRequest
-from manta.cluster.protocol.usage import usage_info
+from manta.cluster.protocol.responses import usage_info
 from manta.structured.refusals import Refusal
 from manta.workers.sampling_params import SamplingParams
 

@@ -13,7 +13,7 @@ from manta.cluster.chat.plan import ChatPlan, plan_chat
 from manta.cluster.chat.reader import ChatReader, MessageBuilder
 from manta.cluster.chat.reasoning import FORMATS, ReasoningFormat, ReasoningSplitter, detect_reasoning
 from manta.cluster.errors import RequestRefused
-from manta.cluster.http.exchange.codec import decode
+from manta.cluster.http.access.request_admission import decode
 from manta.cluster.protocol.requests import ChatCompletionRequest
 from manta.cluster.text.chat_template import ChatTemplates
 from manta.cluster.text.tokenizer import Tokenizer

@@ -17,6 +17,7 @@ from manta.cluster.chat.reader import ChatReader, MessageBuilder
 from manta.cluster.chat.tool_formats import ToolFormat, detect_format
 from manta.cluster.chat.tool_grammar import FormatRefused, calls_grammar
 from manta.cluster.chat.tool_parser import ToolCallParser
+from manta.cluster.engine.request import FinishStatus
 from manta.cluster.errors import RequestRefused
 from manta.cluster.protocol.tools import Function, Tool
 from tests.protocol.test_tool_sampling import world
@@ -125,8 +126,30 @@ fragments = st.lists(st.sampled_from([*FRAGMENTS.split(), " ", "\n"]), max_size=
 def test_text_reads_alike_however_it_is_cut(form: ToolFormat, text: str, data: Any) -> None:
     whole = parse(form, [text])
     assert parse(form, chunks_of(text, data)) == whole == parse(form, list(text))
-    begins = (*form.begins, "[" if form.calls == "list" else "{")
-    assert whole[1] or whole[0] == text or not any(begin in text for begin in begins[: 3 if form.is_bare else -1])
+    if not whole[1]:
+        assert text.startswith(whole[0])
+        cut = text[len(whole[0]) :].lstrip()
+        assert not cut or cut.startswith((*form.begins, *form.bare_starts(FORMS)))
+
+
+@pytest.mark.parametrize("choice", ["auto", "required"])
+@pytest.mark.parametrize("form", WRITERS, ids=lambda form: form.name)
+def test_an_answer_cut_anywhere_shows_no_part_of_a_call_as_text(form: ToolFormat, choice: str) -> None:
+    calls = [("log", {"text": "a", "level": 1, "when": None}), ("stop_all", {})][: 1 if form.calls == "one" else 2]
+    text = WRITERS[form](calls)
+    _, whole = parse(form, [text])
+    plan = world(True).plan(form, tool_choice=choice)
+    for end in range(len(text)):
+        reader, builder = ChatReader(plan), MessageBuilder()
+        builder.add(reader.feed(text[:end], True))
+        message = builder.message()
+        found = [(call.function.name, call.function.arguments) for call in message.tool_calls or []]
+        content = (message.content or "").strip()
+        may_be_text = not found and (choice == "auto" or form.is_channel)
+        starts = (*form.begins, *form.bare_starts(FORMS)) if may_be_text else ("",)
+        assert any(start.startswith(content) for start in starts), (text[:end], content)
+        if reader.finish_reason(FinishStatus.FINISHED_STOPPED) == "tool_calls":
+            assert found == [(name, arguments) for name, arguments, _ in whole[: len(found)]]
 
 
 @pytest.mark.parametrize(
@@ -176,6 +199,35 @@ def test_the_grammar_takes_calls_as_models_write_them(form: ToolFormat, has_mark
         for token in here.tokenizer.encode(text, add_special_tokens=False):
             assert session.accept(token), text
         assert session.is_accepting()
+
+
+NO_ARGUMENTS: list[dict[str, Any] | None] = [
+    None,
+    {},
+    {"type": "object", "properties": {}},
+    {"properties": {}, "required": [], "title": "fArguments", "type": "object"},
+]
+
+
+@pytest.mark.parametrize("form", WRITERS, ids=lambda form: form.name)
+def test_a_tool_without_parameters_gets_no_arguments(form: ToolFormat) -> None:
+    here = world(True)
+
+    def takes(parameters: dict[str, Any] | None, arguments: dict[str, Any]) -> bool:
+        function = {"name": "f", **({} if parameters is None else {"parameters": parameters})}
+        tools = [{"type": "function", "function": function}]
+        grammar = here.grammar(here.plan(form, tools=tools, tool_choice="required").params.constraint)
+        text = WRITERS[form]([("f", arguments)]).removesuffix("<|call|>")
+        session = grammar.session()
+        return (
+            all(map(session.accept, here.tokenizer.encode(text, add_special_tokens=False))) and session.is_accepting()
+        )
+
+    for parameters in NO_ARGUMENTS:
+        assert takes(parameters, {})
+        assert not takes(parameters, {"a": 1})
+    assert takes({"type": "object"}, {"a": 1})
+    assert takes({"type": "object", "properties": {}, "additionalProperties": True}, {"a": 1})
 
 
 CANNOT = [

@@ -22,7 +22,7 @@ import pytest
 from manta.cluster.chat.plan import ChatPlan, plan_chat
 from manta.cluster.chat.reader import ChatReader, MessageBuilder
 from manta.cluster.chat.tool_formats import PYTHONIC, ToolFormat
-from manta.cluster.http.exchange.codec import decode
+from manta.cluster.http.access.request_admission import decode
 from manta.cluster.protocol.requests import ChatCompletionRequest
 from manta.cluster.text.chat_template import ChatTemplates
 from manta.cluster.text.tokenizer import Tokenizer

@@ -24,11 +24,13 @@ from manta.cluster.chat.tool_grammar import calls_grammar
 from manta.cluster.chat.tool_parser import Piece, ToolCallParser
 from manta.cluster.engine.request import FinishStatus
 from manta.cluster.errors import RequestRefused
-from manta.cluster.http.exchange.codec import decode, encode
+from manta.cluster.http.access.request_admission import decode
+from manta.cluster.http.exchange.codec import encode
 from manta.cluster.protocol import responses
 from manta.cluster.protocol.requests import ChatCompletionRequest
+from manta.cluster.protocol.response_items import chat_messages
+from manta.cluster.protocol.responses import usage_info
 from manta.cluster.protocol.tools import Function, Tool, arguments_schema, template_tools
-from manta.cluster.protocol.usage import usage_info
 from manta.cluster.text.chat_template import ChatTemplates
 from manta.cluster.text.tokenizer import Tokenizer
 from manta.structured.constraint import ConstraintSpec
@@ -111,6 +113,38 @@ def test_calls_and_results_reach_the_template() -> None:
     rendered = ChatTemplates({"default": text}).render(None, {"messages": body(messages=messages).template_messages()})
     assert rendered == 'call {"b": 1, "a": [2]}!'
     assert template_tools([Tool(Function("f", strict=True))]) == [{"type": "function", "function": {"name": "f"}}]
+
+
+@pytest.mark.parametrize("arguments", ["", " \n", "{}"])
+def test_blank_arguments_of_a_call_are_none(arguments: str) -> None:
+    call = {"id": "call_1", "type": "function", "function": {"name": "f", "arguments": arguments}}
+    (message,) = body(messages=[{"role": "assistant", "tool_calls": [call]}]).template_messages()
+    assert message["tool_calls"][0]["function"]["arguments"] == {}
+
+
+def test_null_content_is_empty() -> None:
+    tool = {"role": "tool", "tool_call_id": "call_1"}
+    call = {"id": "call_1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+    given = [
+        *({"role": role, "content": None} for role in ("system", "user", "assistant")),
+        {"role": "assistant"},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {**tool, "content": None},
+    ]
+    assert [message["content"] for message in body(messages=given).template_messages()] == [""] * 6
+    for message in ({"role": "user"}, {"role": "system"}, tool):
+        with pytest.raises(RequestRefused) as caught:
+            body(messages=[message])
+        assert caught.value.refusal.field == "messages[0].content"
+    items = [
+        {"role": "user", "content": None},
+        {"type": "function_call", "call_id": "a", "name": "f", "arguments": "{}"},
+    ]
+    output = {"type": "function_call_output", "call_id": "a", "output": None}
+    messages = chat_messages(None, [*items, output])
+    assert [message.get("content") for message in messages] == ["", "", ""]
+    with pytest.raises(RequestRefused):
+        chat_messages(None, [{"role": "user"}])
 
 
 def test_the_format_is_read_from_the_template() -> None:
@@ -212,7 +246,8 @@ def test_text_parses_alike_however_it_is_cut(form: ToolFormat, text: str, data: 
         ("Hello \n", "Hello \n", []),
         ("<tool_call>{}</tool_call>", "<tool_call>{}</tool_call>", []),
         ('<tool_call>{"name": "nobody", "arguments": {}}', '<tool_call>{"name": "nobody", "arguments": {}}', []),
-        ('<tool_call>{"name": "get_wea', '<tool_call>{"name": "get_wea', []),
+        ('<tool_call>{"name": "get_wea', "", []),
+        ('Well. <tool_call>{"name": "get_weather", "argu', "Well.", []),
         ('<tool_call>{"name": "get_weather", "arguments": {"a": "b', "", [("get_weather", '{"a": "b')]),
         (
             '<tool_call>{"name": "get_weather", "arguments": 5}',

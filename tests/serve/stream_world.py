@@ -18,7 +18,7 @@ import msgspec
 from manta.cluster.config import StreamLimits
 from manta.cluster.engine.request import EngineRequest, FinishStatus, SequenceOutput, Usage
 from manta.cluster.http.exchange.engines import GenerationRequest
-from manta.cluster.http.exchange.identity import new_stream_id
+from manta.cluster.http.exchange.exchange import new_stream_id
 from manta.cluster.http.exchange.metrics import Metrics, RequestMetrics, Unmeasured
 from manta.cluster.http.exchange.recordings import Opening, Recording
 from manta.cluster.serve.channel.keeping import FromKeeper, ToKeeper, stream_format

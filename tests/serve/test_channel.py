@@ -130,7 +130,7 @@ async def test_an_engine_of_another_version_sends_tokens() -> None:
     ends = Ends()
     ends.receiver._on_connected = lambda each: found.append((each.replica, each.node, each.stream_format))
     address = await ends.receiver.start()
-    for hello in (["older"], ["newer", "a node", "another format", 17]):
+    for hello in (["older"], ["newer", "a node", "another format", "9.9", 17]):
         _, writer = await asyncio.open_connection(address.host, address.port)
         writer.write(frame(msgspec.msgpack.encode([address.secret, *hello])))
         writer.write(frame(msgspec.msgpack.encode(Frame([SequenceOutput("a", 0, [1])]))))
@@ -155,7 +155,7 @@ async def test_an_unreadable_message_ends_the_connection(caplog: pytest.LogCaptu
     await ends.sender.connect(address)
     ends.sender._connections[address].result().send(["no outputs"])
     await until(lambda: len(ends.lost) == 2)
-    assert "engine engine sent a message that cannot be read here" in caplog.text
+    assert "engine engine sent a message that cannot be read here (both are of Manta" in caplog.text
     await ends.sender.connect(address)
     await ends.check(address)
     ends.close(address)

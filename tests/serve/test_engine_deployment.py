@@ -15,7 +15,7 @@ import psutil
 import pytest
 
 from manta.cluster.engine.request import EngineRequest, FinishStatus, SequenceOutput
-from manta.cluster.serve.channel.token_channel import Connection, Control, EngineFailed, Hello, OutputReceiver
+from manta.cluster.serve.channel.token_channel import Connection, Control, EngineFailed, EngineHello, OutputReceiver
 from manta.cluster.serve.engine import burst, step_thread
 from manta.cluster.serve.engine.engine_deployment import DeployedEngine
 from manta.cluster.serve.engine.engine_replica import EngineReplica
@@ -264,7 +264,7 @@ def test_a_connection_without_the_secret_cannot_push_tokens() -> None:
         address = await ingress.receiver.start()
         reader, writer = await asyncio.open_connection(address.host, address.port)
         connection = Connection(reader, writer)
-        connection.send(Hello("guess", "engine"))
+        connection.send(EngineHello("guess", "engine"))
         connection.send([SequenceOutput("a", 0, [1])])
         assert await asyncio.wait_for(reader.read(1), PATIENCE_S) == b"", "the ingress hangs up"
         writer.close()

@@ -222,7 +222,7 @@ def ask(
 
 def charged(ingresses: Sequence[ListeningIngress]) -> float:
     """Tokens that these ingresses have charged to Ann's key."""
-    taken = [ingress._app.rate_limits.taken() for ingress in ingresses]
+    taken = [ingress._app.admission.rate_limits.taken() for ingress in ingresses]
     return sum(each["ann"].tokens for each in taken if "ann" in each)
 
 

@@ -386,9 +386,10 @@ def test_requests_of_one_call_go_to_one_replica(block_size: int, num_new_tokens:
     replicas.set_running("engine", ["one", "another"])
     prompts = {"a": [1] * 50, "b": [1] * 50, "c": [2] * 50}
     some = [EngineRequest(request_id=name, prompt_token_ids=p, params=SamplingParams()) for name, p in prompts.items()]
-    replica = replicas.place(some, "engine", block_size)
+    replica, placed = replicas.place(some, "engine", block_size)
     assert replicas.routed == dict.fromkeys("abc", replica)
-    assert [each.num_new_tokens for each in some] == num_new_tokens
+    assert [each.num_new_tokens for each in placed] == num_new_tokens
+    assert [each.num_new_tokens for each in some] == [None] * 3, "the caller's own are in flight, and stay as they are"
 
 
 def test_conversations_keep_their_caches_and_spread_evenly() -> None:

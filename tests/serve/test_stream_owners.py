@@ -9,9 +9,10 @@ import pytest
 
 from manta.cluster.config import StreamLimits
 from manta.cluster.errors import QueueFull, Unavailable
-from manta.cluster.http.exchange.recording import MIN_UNREAD_S
+from manta.cluster.handshake import format_of
+from manta.cluster.http.exchange.recorded_engines import MIN_UNREAD_S
 from manta.cluster.http.exchange.recordings import OVERHEAD_BYTES, Opening
-from manta.cluster.serve.channel.keeping import Ask, FromKeeper, Keep, Look, Notice, Write, format_of
+from manta.cluster.serve.channel.keeping import Ask, FromKeeper, Keep, Look, Notice, Write
 from manta.cluster.serve.channel.token_channel import Address
 from manta.cluster.serve.recorded import copies, following, keeper, streams
 from tests.async_tests import async_test

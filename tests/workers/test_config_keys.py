@@ -11,9 +11,11 @@ from typing import Any
 
 import pytest
 import transformers
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from manta.workers.checkpoints.model_folder import load_model_config
 from manta.workers.models.families import FAMILIES
+from manta.workers.models.harmless_keys import HARMLESS_KEYS
 from manta.workers.models.model_config import ModelConfig, ModelError
 from manta.workers.models.raw_config import ConfigError, RawConfig
 from tests.quantised_checkpoints import AWQ_CONFIG, fp8_config, gptq_config
@@ -42,8 +44,6 @@ DENSE: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "tie_word_embeddings": (False, FLAG),
     "dtype": ("bfloat16", CHOICE),
     "partial_rotary_factor": (1.0, LEFT_OUT),
-    "mscale": (1.0, LEFT_OUT),
-    "mscale_all_dim": (1.0, LEFT_OUT),
     "rope_theta": (10000.0, NUMBER),
     "rope_scaling": ({"rope_type": "default"}, OBJECT),
 }
@@ -126,8 +126,64 @@ class Recorder(dict[str, Any]):
 def test_the_table_has_every_key_that_a_family_reads(family: str) -> None:
     recorder = Recorder(values_of(family))
     FAMILIES[family].read_config(RawConfig(recorder, "config.json"))
-    others = {"architectures", "rope_parameters", "torch_dtype", "max_window_layers"}
+    others = {
+        "architectures",
+        "rope_parameters",
+        "torch_dtype",
+        "max_window_layers",
+        "original_max_position_embeddings",
+    }
     assert recorder.keys_read - others == recorder.keys() - others
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_key_of_transformers_is_read_or_known_to_be_harmless(family: str, tmp_path: pathlib.Path) -> None:
+    classes: Any = MODEL_FOR_CAUSAL_LM_MAPPING
+    own = next(each for each in classes.keys() if classes[each].__name__ == family)().to_dict()  # noqa: SIM118 no dict
+    assert read(tmp_path, own | values_of(family) | {"eos_token_id": 2}).unused_keys == ()
+    recorder = Recorder(values_of(family))
+    FAMILIES[family].read_config(RawConfig(recorder, "config.json"))
+    assert own.keys() - recorder.keys_read - HARMLESS_KEYS <= {"eos_token_id", "quantization_config"}
+
+
+@pytest.mark.parametrize("family", [*FAMILIES, "GPTNeoXForCausalLM"])
+def test_keys_that_nobody_knows_are_named(family: str, tmp_path: pathlib.Path) -> None:
+    values = values_of(family) if family in FAMILIES else transformers.GPTNeoXConfig(architectures=[family]).to_dict()
+    novel = {"novel_multiplier": 0.5, "attention_multiplier": 2.0, "novel_list": [1]}
+    neutral = {"novel_switch": False, "novel_null": None, "novel_empty": {}}
+    assert read(tmp_path, values).unused_keys == ()
+    assert read(tmp_path, values | novel | neutral).unused_keys == tuple(sorted(novel))
+
+
+def test_keys_of_a_rope_that_nobody_knows_are_named(tmp_path: pathlib.Path) -> None:
+    rope = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, "attn_factor": 2.0}
+    config = read(tmp_path, values_of("LlamaForCausalLM") | {"rope_parameters": rope})
+    assert config.unused_keys == ("rope_parameters.attn_factor",)
+
+
+@pytest.mark.parametrize("rope_type", [{}, {"rope_type": "default"}, {"type": "default"}, {"rope_type": None}])
+def test_a_factor_without_a_scaling_is_refused(rope_type: dict[str, Any], tmp_path: pathlib.Path) -> None:
+    values = values_of("LlamaForCausalLM")
+    assert refused_key(tmp_path, values | {"rope_parameters": rope_type | {"factor": 1.0}}) is None
+    assert refused_key(tmp_path, values | {"rope_parameters": rope_type | {"factor": 4.0}}) == "rope_parameters.factor"
+
+
+def test_the_models_unscaled_positions_win_over_those_of_its_rope(tmp_path: pathlib.Path) -> None:
+    """As in transformers."""
+    values = values_of("LlamaForCausalLM") | {"rope_parameters": ROPES["yarn"], "original_max_position_embeddings": 32}
+    assert read(tmp_path, values).rope.original_max_position_embeddings == 32
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("layer_norm_eps", "1e-5"), ("use_parallel_residual", "yes"), ("hidden_size", "64"), ("rope_parameters", ["a"])],
+)
+def test_texts_for_numbers_are_refused_where_transformers_reads_them(
+    key: str, value: Any, tmp_path: pathlib.Path
+) -> None:
+    values = transformers.GPTNeoXConfig(architectures=["GPTNeoXForCausalLM"]).to_dict()
+    with pytest.raises(ModelError, match=key):
+        read(tmp_path, values | {key: value})
 
 
 @pytest.mark.parametrize(("family", "key"), TABLE)

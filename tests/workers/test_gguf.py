@@ -4,21 +4,27 @@ its configuration and tokenizer are those of the checkpoint that was converted, 
 
 from __future__ import annotations
 
+import inspect
 import json
 import os
 import pathlib
 import sys
 from collections.abc import Callable
+from typing import Any
 
 import gguf
+import numpy as np
 import pytest
 import torch
 import transformers
 
 from manta import LLM, SamplingParams
 from manta.cluster.text.tokenizer import Tokenizer
+from manta.workers.checkpoints.gguf_file import GgufFile, gguf_config
+from manta.workers.checkpoints.gguf_header import read_gguf_header
 from manta.workers.checkpoints.model_folder import load_model_config, resolve_model_folder
 from manta.workers.models.model_config import ModelConfig, ModelError
+from manta.workers.models.raw_config import ConfigError, RawConfig
 from manta.workers.torch_worker.loader import check_tensors, load_model
 from tests.checkpoints import CORPUS, checkpoint
 from tests.gguf_files import dequantized, write_gguf
@@ -96,6 +102,76 @@ def test_rope_scaling_is_read(kind: str, tmp_path: pathlib.Path) -> None:
     }
     rope = config_of(write_gguf(original("llama"), tmp_path / "model.gguf", lambda name: "F32", **metadata)).rope
     assert (rope.rope_type, rope.factor, rope.original_max_position_embeddings) == (kind, 4.0, 128)
+
+
+@pytest.mark.parametrize(
+    ("metadata", "expected"),
+    [
+        ({"scaling__factor": 4.0}, ("linear", 4.0)),  # llama.cpp's usual type
+        ({"scale_linear": 4.0}, ("linear", 4.0)),  # the older key
+        ({"scale_linear": 4.0, "scaling__factor": 0.0}, ("linear", 4.0)),
+        ({"scale_linear": 4.0, "scaling__type": "yarn"}, ("yarn", 4.0)),
+        ({"scaling__factor": 4.0, "scaling__type": "none"}, ("default", 1.0)),
+        ({"scaling__factor": 0.0}, ("default", 1.0)),
+        ({"scaling__factor": 1.0}, ("default", 1.0)),
+    ],
+)
+def test_a_rope_factor_means_what_it_means_in_llama_cpp(
+    metadata: dict[str, Any], expected: tuple[str, float], tmp_path: pathlib.Path
+) -> None:
+    keys = {f"llama__rope__{key}": value for key, value in metadata.items()}
+    config = config_of(write_gguf(original("llama"), tmp_path / "model.gguf", lambda name: "F32", **keys))
+    assert (config.rope.rope_type, config.rope.factor) == expected
+    assert config.unused_keys == ()
+
+
+def test_a_rope_factor_beside_divisors_is_refused(tmp_path: pathlib.Path) -> None:
+    path = write_gguf(
+        original("llama"),
+        tmp_path / "model.gguf",
+        lambda name: "F32",
+        rope_divisors=np.ones(32, dtype=np.float32),
+        llama__rope__scaling__factor=4.0,
+    )
+    with pytest.raises(ModelError, match="beside the tensor rope_freqs"):
+        resolve_model_folder(str(path))
+
+
+def test_every_key_of_llama_cpp_is_read_or_refused_or_known_to_be_harmless(tmp_path: pathlib.Path) -> None:
+    """Each key below the architecture that the package `gguf` knows, with a value that nothing expects."""
+    path = write_gguf(original("llama"), tmp_path / "model.gguf", lambda name: "F32")
+    values, tensors = read_gguf_header(path)
+    table = [each for group in vars(gguf.Keys).values() if inspect.isclass(group) for each in vars(group).values()]
+    keys = [each.replace("{arch}", "llama") for each in table if isinstance(each, str) and each.startswith("{arch}")]
+    assert len(keys) > 80
+
+    def refused_key(key: str) -> str | None:
+        try:
+            gguf_config(GgufFile(path, RawConfig(values | {key: 7.5}, str(path)), tensors))
+        except ConfigError as error:
+            return error.key
+        return None
+
+    refused = {key: refused_key(key) for key in keys}
+    assert {key: each for key, each in refused.items() if each not in (key, None)} == {}
+    harmless = {key.removeprefix("llama.") for key, each in refused.items() if each is None}
+    assert harmless == {
+        "attention.layer_norm_epsilon",
+        "rope.freq_base",  # it is read, and this is a possible value
+        "rope.scaling.factor",
+        "rope.scaling.finetuned",
+        "rope.scaling.original_context_length",  # means nothing without a scaling
+        "rope.scaling.yarn_beta_fast",
+        "rope.scaling.yarn_beta_slow",
+        "tensor_data_layout",
+        "vocab_size",
+    }
+
+
+def test_keys_that_llama_cpp_does_not_know_are_named(tmp_path: pathlib.Path) -> None:
+    novel = {"llama__novel__scale": 2.0, "novel__key": "a"}
+    config = config_of(write_gguf(original("llama"), tmp_path / "model.gguf", lambda name: "F32", **novel))
+    assert config.unused_keys == ("llama.novel.scale", "novel.key")
 
 
 def test_a_sliding_window_is_mistrals(tmp_path: pathlib.Path) -> None:
@@ -211,7 +287,11 @@ def test_a_damaged_file_is_named(damage: Callable[[pathlib.Path], None], words: 
         ({"split__count": 3}, "is one of 3 files of a model; merge them"),
         ({"llama__expert_count": 8}, "expert_count must be 0, not 8"),
         ({"llama__rope__dimension_count": 32}, "rope.dimension_count must be 64, not 32"),
-        ({"llama__rope__scaling__attn_factor": 2.0}, "attn_factor must be 1, not 2"),
+        ({"llama__rope__scaling__attn_factor": 2.0}, "attn_factor must be left out or 1, not 2"),
+        ({"llama__attention__value_length": 32}, "attention.value_length must be 64, not 32"),
+        ({"llama__attention__causal": False}, "attention.causal must be left out or true, not false"),
+        ({"llama__rope__scaling__type": "longrope"}, "scaling.type must be none or linear or yarn"),
+        ({"tokenizer__ggml__eot_token_id": 320}, "eot_token_id must be an integer from 0 to 319"),
         (
             {"llama__attention__head_count_kv": [2, 1]},
             r"head_count_kv must be an integer .*, not .an array of 2",

@@ -12,12 +12,14 @@ import huggingface_hub.constants
 import pytest
 import safetensors.torch
 import torch
+import transformers
 
 from manta.workers.checkpoints.model_folder import load_model_config, resolve_model_folder
 from manta.workers.decoders.decoder import Decoder
 from manta.workers.models.model_config import ModelConfig, ModelError
+from manta.workers.models.raw_config import ConfigError
 from manta.workers.platforms import choose_platform
-from manta.workers.torch_worker.loader import load_model
+from manta.workers.torch_worker.loader import check_tensors, load_model
 from tests.checkpoints import checkpoint, make_checkpoint
 
 LLAMA: dict[str, Any] = {
@@ -89,6 +91,30 @@ def test_end_of_sequence_tokens_of_both_files_count(tmp_path: pathlib.Path) -> N
     assert config_of(tmp_path, eos_token_id=2).eos_token_ids == (2, 7)
     (tmp_path / "generation_config.json").unlink()
     assert config_of(tmp_path).eos_token_ids == ()
+
+
+@pytest.mark.parametrize("file", ["config.json", "generation_config.json"])
+def test_end_of_sequence_tokens_beyond_the_vocabulary_are_refused(file: str, tmp_path: pathlib.Path) -> None:
+    config_of(tmp_path, eos_token_id=319)
+    contents = json.loads((tmp_path / file).read_text()) if file == "config.json" else {}
+    (tmp_path / file).write_text(json.dumps(contents | {"eos_token_id": [2, 320]}))
+    with pytest.raises(ConfigError) as caught:
+        load_model_config(tmp_path)
+    assert (caught.value.file, caught.value.key) == (str(tmp_path / file), "eos_token_id[1]")
+    assert caught.value.allowed == "an integer from 0 to 319"
+
+
+def test_recommended_sampling_parameters_are_read(tmp_path: pathlib.Path) -> None:
+    recommended = {"temperature": 0.6, "top_p": 0.95, "top_k": 20, "min_p": 0.05, "repetition_penalty": 1.05}
+    others = {"do_sample": True, "max_new_tokens": 7, "num_beams": 1}
+    (tmp_path / "generation_config.json").write_text(json.dumps(recommended | others))
+    assert dict(config_of(tmp_path).sampling_defaults) == recommended
+    for key in recommended:
+        for value in ("0.6", True, -2, [0.6], 1e30):
+            (tmp_path / "generation_config.json").write_text(json.dumps({key: value}))
+            with pytest.raises(ConfigError) as caught:
+                config_of(tmp_path)
+            assert caught.value.key == key
 
 
 def test_sliding_windows_follow_each_familys_rules(tmp_path: pathlib.Path) -> None:
@@ -189,10 +215,28 @@ def test_tensors_that_the_architecture_lacks_are_named(folder: pathlib.Path) -> 
 def test_stored_buffers_and_copied_heads_are_ignored(folder: pathlib.Path) -> None:
     rows = torch.randn(2, 64)
     expected = load(folder).compute_logits(rows)
+    table = safetensors.torch.load_file(folder / "model.safetensors")["model.embed_tokens.weight"]
     change_tensors(
-        folder, lm_head__weight=torch.zeros(320, 64), model__layers__0__self_attn__rotary_emb__inv_freq=torch.zeros(8)
+        folder, lm_head__weight=table.clone(), model__layers__0__self_attn__rotary_emb__inv_freq=torch.zeros(8)
     )
     torch.testing.assert_close(load(folder).compute_logits(rows), expected)
+
+
+@pytest.mark.parametrize("changed", [0, 319])
+def test_a_head_unlike_the_embedding_is_used_although_they_are_tied(changed: int, folder: pathlib.Path) -> None:
+    """As transformers does. One number of one row makes it another head."""
+    head = safetensors.torch.load_file(folder / "model.safetensors")["model.embed_tokens.weight"].clone()
+    head[changed, 5] += 3
+    change_tensors(folder, lm_head__weight=head)
+    check_tensors(folder, load_model_config(folder))
+    tokens = [5, 7, 300]
+    reference = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    with torch.inference_mode():
+        hidden = reference.model(torch.tensor([tokens])).last_hidden_state[0]
+        expected = reference.lm_head(hidden)
+        found = load(folder).compute_logits(hidden)
+        torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
+        assert not torch.allclose(expected, hidden @ reference.model.embed_tokens.weight.T)
 
 
 def test_an_integer_weight_is_refused(folder: pathlib.Path) -> None:

@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import json
 import pathlib
+import shutil
 from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import pytest
+import safetensors.torch
 import torch
 import transformers
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from manta.workers.checkpoints.model_folder import load_model_config
 from manta.workers.decoders import decoder
 from manta.workers.decoders.decoder import Decoder
 from manta.workers.decoders.rope_table import rope_table
+from manta.workers.decoders.transformers_model import TransformersModel
 from manta.workers.kernels import weights
 from manta.workers.kernels.attention_metadata import AttentionMetadata
 from manta.workers.kernels.model_protocol import Model
@@ -41,6 +45,10 @@ NATIVE: dict[str, tuple[str, dict[str, Any]]] = {
     "llama without grouped queries": ("llama", {"num_key_value_heads": 4, "num_hidden_layers": 1}),
     "llama, linear rope": ("llama", {"rope_parameters": LINEAR_ROPE}),
     "llama, yarn rope": ("llama", {"rope_parameters": YARN_ROPE}),
+    "llama, yarn rope with multipliers": (
+        "llama",
+        {"rope_parameters": YARN_ROPE | {"mscale": 1.0, "mscale_all_dim": 1.0}},
+    ),
     "llama3 rope, tied": ("llama3", {}),
     "mistral, window of 24": ("mistral", {}),
     "mistral without a window": ("mistral", {"sliding_window": None}),
@@ -238,6 +246,29 @@ def test_the_rotary_table_holds_cosines_and_sines() -> None:
     np.testing.assert_allclose(table, np.hstack((np.cos(angles), np.sin(angles))), atol=1e-6)
 
 
+@pytest.mark.parametrize("factor", [0.5, 1.0, 8.0])
+@pytest.mark.parametrize("attention_factor", [None, 0.9])
+@pytest.mark.parametrize("multipliers", [(0, 0), (1, 0), (0, 1), (1, 1), (0.707, 1), (1, 0.707)])
+def test_yarns_tables_are_those_of_transformers(
+    factor: float, attention_factor: float | None, multipliers: tuple[float, float]
+) -> None:
+    mscale, mscale_all_dim = multipliers
+    scaling = {
+        "factor": factor,
+        "mscale": mscale,
+        "mscale_all_dim": mscale_all_dim,
+        "attention_factor": attention_factor,
+    }
+    config = transformers.LlamaConfig(
+        hidden_size=64, num_attention_heads=4, max_position_embeddings=512, rope_parameters=YARN_ROPE | scaling
+    )
+    inv_freq, expected = ROPE_INIT_FUNCTIONS["yarn"](config, torch.device("cpu"))
+    rope = RopeConfig(rope_type="yarn", original_max_position_embeddings=64, **scaling)  # type: ignore[arg-type]
+    table = torch.from_numpy(rope_table(rope, head_dim=16, num_positions=40))
+    angles = torch.outer(torch.arange(40), inv_freq)
+    torch.testing.assert_close(table, torch.cat((angles.cos(), angles.sin()), dim=-1) * expected, atol=1e-5, rtol=1e-5)
+
+
 REFUSED = [
     ("Gemma2Config", {}, "soft-capped"),
     ("GptOssConfig", {}, "sinks"),
@@ -290,3 +321,31 @@ def test_a_non_causal_model_is_refused_at_load(tmp_path: pathlib.Path) -> None:
     model_config = load_model_config(tmp_path)
     with pytest.raises(ModelError, match=r"^Bert\w+ is not supported"):
         load_model(tmp_path, model_config, "float32", choose_platform("cpu", None))
+
+
+def with_tensor(folder: pathlib.Path, to: pathlib.Path, name: str) -> pathlib.Path:
+    """A copy of a checkpoint with one more tensor."""
+    shutil.copytree(folder, to)
+    tensors = safetensors.torch.load_file(to / "model.safetensors")
+    safetensors.torch.save_file(tensors | {name: torch.ones(64)}, to / "model.safetensors", {"format": "pt"})
+    return to
+
+
+def test_a_stored_weight_that_transformers_would_leave_out_is_refused(tmp_path: pathlib.Path) -> None:
+    folder = with_tensor(checkpoint("olmo2"), tmp_path / "model", "model.layers.1.self_attn.q_proj.bias")
+    with pytest.raises(ModelError, match=r"a bias of model\.layers\.1\.self_attn\.q_proj, which transformers would"):
+        Cache(folder)
+
+
+@pytest.mark.parametrize(
+    ("name", "unused"),
+    [
+        ("model.vision.weight", ["model.vision.weight"]),
+        ("model.layers.0.self_attn.rotary_emb.inv_freq", []),
+        ("model.layers.3.mlp.novel", ["model.layers.3.mlp.novel"]),  # beyond the three layers: of a draft head
+    ],
+)
+def test_stored_tensors_of_no_part_of_the_model_are_named(name: str, unused: list[str], tmp_path: pathlib.Path) -> None:
+    model = Cache(with_tensor(checkpoint("olmo2"), tmp_path / "model", name)).model
+    assert isinstance(model, TransformersModel)
+    assert model.unused_tensors == unused

@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 from manta.workers.cache_folder import cache_folder
 from manta.workers.checkpoints.folder_kinds import lfs_pointer
 from manta.workers.checkpoints.gguf_header import GgufTensor, read_gguf_header
+from manta.workers.checkpoints.gguf_keys import judge_unread
 from manta.workers.checkpoints.memory import GGUF_INDEX
 from manta.workers.models.model_config import ModelError
 from manta.workers.models.raw_config import RawConfig, RawValue
@@ -29,7 +30,7 @@ logger = logging.getLogger(__name__)
 
 _FOLDER = re.compile(r".+-[0-9a-f]{16}|\.new-.{8}")
 """Form of the names of these folders, finished and not."""
-_LAYOUT = 1
+_LAYOUT = 2
 """Version of the folder's contents. Folders of another version are not used."""
 _ARCHITECTURES = {
     "llama": "LlamaForCausalLM",  # Mistral's files name this architecture too
@@ -77,7 +78,7 @@ def gguf_folder(path: pathlib.Path) -> pathlib.Path:
         new = pathlib.Path(tempfile.mkdtemp(dir=folder.parent, prefix=".new-"))
         try:
             values, tensors = read_gguf_header(path)
-            _write(_GgufFile(path, RawConfig(values, str(path)), tensors), new)
+            _write(GgufFile(path, RawConfig(values, str(path)), tensors), new)
             _forget_gone(folder.parent)
             _rename(new, folder)
         finally:
@@ -117,7 +118,9 @@ def _is_whole(folder: pathlib.Path) -> bool:
         return False
 
 
-class _GgufFile(NamedTuple):
+class GgufFile(NamedTuple):
+    """The header of a file."""
+
     path: pathlib.Path
     values: RawConfig
     """The metadata."""
@@ -132,9 +135,8 @@ class _GgufFile(NamedTuple):
         return self.values[f"{self.architecture}.{key}"]
 
 
-def _write(file: _GgufFile, folder: pathlib.Path) -> None:
-    _check(file)
-    config = _config(file)
+def _write(file: GgufFile, folder: pathlib.Path) -> None:
+    config = gguf_config(file)
     (folder / "config.json").write_text(json.dumps(config, indent=1))
     _write_tokenizer(file.path, folder)
     head_dim = config["head_dim"] if file.architecture in _INTERLEAVED else 0
@@ -145,7 +147,7 @@ def _write(file: _GgufFile, folder: pathlib.Path) -> None:
             os.fsync(written.fileno())  # before the folder gets its name
 
 
-def _check(file: _GgufFile) -> None:
+def _check(file: GgufFile) -> None:
     num_files = file.values["split.count"].whole(1, least=0)
     if num_files > 1:
         raise ModelError(
@@ -166,19 +168,33 @@ def _check(file: _GgufFile) -> None:
         )
 
 
-def _config(file: _GgufFile) -> dict[str, Any]:
-    """Returns the content of `config.json`, in Hugging Face's terms."""
+def gguf_config(file: GgufFile) -> dict[str, Any]:
+    """Returns the content of `config.json`, in Hugging Face's terms.
+
+    Raises `ConfigError` naming a key whose value is not served, and `ModelError` for tensors that are not.
+    """
+    _check(file)
+    config = _config(file)
+    return config | {"unused_keys": judge_unread(file.values, file.architecture)}
+
+
+def _config(file: GgufFile) -> dict[str, Any]:
     embedding = file.tensors.get("token_embd.weight")
     if embedding is None:
         raise ModelError(f"{file.path} has no tensor token_embd.weight")
     hidden_size = file.of_model("embedding_length").whole()
     num_heads = file.of_model("attention.head_count").whole(most=hidden_size)
     head_dim = file.of_model("attention.key_length").whole(hidden_size // num_heads)
-    file.of_model("rope.dimension_count").whole(head_dim, least=head_dim, most=head_dim)
+    for key in ("rope.dimension_count", "attention.value_length"):
+        file.of_model(key).whole(head_dim, least=head_dim, most=head_dim)
+    if not (causal := file.of_model("attention.causal")).flag(True):
+        raise causal.refused("left out or true")
     window = file.of_model("attention.sliding_window").whole(0, least=0)
     if window and file.architecture not in _INTERLEAVED:
         raise file.of_model("attention.sliding_window").refused(f"left out of a {file.architecture}")
-    tokens = [file.values[f"tokenizer.ggml.{name}_token_id"].value for name in ("eos", "eot", "eom")]
+    last_token = embedding.shape[0] - 1
+    stops = [file.values[f"tokenizer.ggml.{name}_token_id"] for name in ("eos", "eot", "eom")]
+    stop_ids = [each.whole(least=0, most=last_token) for each in stops if each.value is not None]
     return {
         "architectures": [_ARCHITECTURES[file.architecture] if not window else "MistralForCausalLM"],
         "vocab_size": embedding.shape[0],
@@ -188,7 +204,7 @@ def _config(file: _GgufFile) -> dict[str, Any]:
         "num_attention_heads": num_heads,
         "num_key_value_heads": file.of_model("attention.head_count_kv").whole(),
         "head_dim": head_dim,
-        "rms_norm_eps": file.of_model("attention.layer_norm_rms_epsilon").number(least=0),
+        "rms_norm_eps": file.of_model("attention.layer_norm_rms_epsilon").number(least=0, most=1),
         "max_position_embeddings": file.of_model("context_length").whole(),
         "rope_parameters": _rope(file),
         "sliding_window": window or None,
@@ -196,23 +212,31 @@ def _config(file: _GgufFile) -> dict[str, Any]:
         "attention_bias": "blk.0.attn_q.bias" in file.tensors,
         "mlp_bias": "blk.0.ffn_gate.bias" in file.tensors,
         "dtype": _dtype({tensor.kind for tensor in file.tensors.values()}),
-        "eos_token_id": [token for token in dict.fromkeys(tokens) if token is not None],
+        "eos_token_id": list(dict.fromkeys(stop_ids)),
         "quantization_config": {"quant_method": "gguf"},
     }
 
 
-def _rope(file: _GgufFile) -> dict[str, Any]:
+def _rope(file: GgufFile) -> dict[str, Any]:
+    """Returns the rope parameters. As in llama.cpp, a factor without a type scales linearly, and 0 means no factor."""
     theta = file.of_model("rope.freq_base").number(10000.0)
-    if _ROPE_DIVISORS in file.tensors:
+    kind, factor = file.of_model("rope.scaling.type"), file.of_model("rope.scaling.factor")
+    if not factor.value:
+        factor = file.of_model("rope.scale_linear")  # the older key
+    is_scaled = kind.one_of("none", "linear", "yarn", default="linear") != "none" and factor.number(1.0, least=0) > 0
+    has_divisors = _ROPE_DIVISORS in file.tensors
+    if is_scaled and factor.number(1.0) != 1 and has_divisors:
+        raise factor.refused(f"left out or 1 beside the tensor {_ROPE_DIVISORS}")
+    scaling_keys = ("original_context_length", "yarn_beta_fast", "yarn_beta_slow")
+    file.values.ignore(*(f"{file.architecture}.rope.scaling.{key}" for key in scaling_keys))
+    if has_divisors:
         return {"rope_type": "default", "rope_theta": theta, "frequency_divisors": _floats(file, _ROPE_DIVISORS)}
-    file.of_model("rope.scaling.attn_factor").number(1.0, least=1, most=1)
-    kind = file.of_model("rope.scaling.type").text("none")
-    if kind == "none":
+    if not is_scaled or (kind.value is None and factor.number(1.0) == 1):
         return {"rope_type": "default", "rope_theta": theta}
     scaling = {
-        "rope_type": kind,
+        "rope_type": kind.text("linear"),
         "rope_theta": theta,
-        "factor": file.of_model("rope.scaling.factor").value,
+        "factor": factor.number(1.0),
         "original_max_position_embeddings": file.of_model("rope.scaling.original_context_length").value,
         "beta_fast": file.of_model("rope.scaling.yarn_beta_fast").value,
         "beta_slow": file.of_model("rope.scaling.yarn_beta_slow").value,
@@ -220,7 +244,7 @@ def _rope(file: _GgufFile) -> dict[str, Any]:
     return {name: value for name, value in scaling.items() if value is not None}
 
 
-def _floats(file: _GgufFile, name: str) -> list[float]:
+def _floats(file: GgufFile, name: str) -> list[float]:
     """Returns the values of a small float32 tensor."""
     kind, shape, start, num_bytes = file.tensors[name]
     if kind != "F32":
@@ -237,7 +261,7 @@ def _dtype(kinds: set[str]) -> str:
     return "float16" if kinds <= {"F32", "F16"} else "bfloat16"
 
 
-def _index(file: _GgufFile, interleaved_head_dim: int) -> dict[str, Any]:
+def _index(file: GgufFile, interleaved_head_dim: int) -> dict[str, Any]:
     tensors = {}
     for name, (kind, shape, start, num_bytes) in file.tensors.items():
         if name in _IGNORED:

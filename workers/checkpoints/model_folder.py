@@ -15,12 +15,18 @@ from manta.workers.checkpoints.folder_kinds import lfs_pointer, why_no_checkpoin
 from manta.workers.checkpoints.gguf_file import gguf_folder
 from manta.workers.model_options import DEMO_MODEL
 from manta.workers.models.families import FAMILIES
+from manta.workers.models.harmless_keys import HARMLESS_KEYS
 from manta.workers.models.model_config import ModelConfig, ModelError
 from manta.workers.models.quantization import read_quantization
 from manta.workers.models.raw_config import RawConfig
+from manta.workers.sampling_params import BOUNDS
 
 _DEMO_FOLDER = pathlib.Path(__file__).resolve().parents[2] / "configs" / "demo" / "target"
 """`configs/` lies beside the folders of the rooms, in a checkout as in an installation."""
+_SAMPLING_NAMES = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+"""Keys of `generation_config.json` that become defaults of requests, with the same names in `SamplingParams`."""
+_LEAST_TOP_P = 1e-6
+"""Least `top_p`: 0 keeps no token."""
 _HUB_FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
 
 
@@ -80,8 +86,7 @@ def load_model_config(folder: str | pathlib.Path) -> ModelConfig:
     not.
     """
     folder = pathlib.Path(folder)
-    raw, generation = _read_json(folder / "config.json"), folder / "generation_config.json"
-    eos_token_ids = _eos_token_ids(raw, *([_read_json(generation)] if generation.is_file() else []))
+    raw, generation = read_json_object(folder / "config.json"), folder / "generation_config.json"
     architecture = raw.architecture
     if architecture is None:
         raise raw["architectures"].refused("a list with the name of an architecture")
@@ -94,7 +99,14 @@ def load_model_config(folder: str | pathlib.Path) -> ModelConfig:
             "use one in bfloat16, float16 or float32"
         )
     config = _transformers_config(folder, architecture, raw) if family is None else family.read_config(raw)
-    return msgspec.structs.replace(config, eos_token_ids=eos_token_ids, quantization=quantization)
+    generations = [read_json_object(generation)] if generation.is_file() else []
+    return msgspec.structs.replace(
+        config,
+        eos_token_ids=_eos_token_ids(config.vocab_size, raw, *generations),
+        sampling_defaults=_sampling_defaults(generations),
+        quantization=quantization,
+        unused_keys=config.unused_keys if family is None else _unused_keys(raw),
+    )
 
 
 def _transformers_config(folder: pathlib.Path, architecture: str, raw: RawConfig) -> ModelConfig:
@@ -107,22 +119,48 @@ def _transformers_config(folder: pathlib.Path, architecture: str, raw: RawConfig
     reason = transformers_support.why_unsupported(config, architecture)
     if reason is not None:
         raise ModelError(f"architecture {architecture} is not supported: {reason}")
-    return transformers_support.model_config(config, architecture, str(folder / "config.json"))
+    served = transformers_support.model_config(config, architecture, str(folder / "config.json"))
+    raw.ignore(*transformers_support.known_keys(config))
+    return msgspec.structs.replace(served, unused_keys=_unused_keys(raw))
 
 
-def _eos_token_ids(*configs: RawConfig) -> tuple[int, ...]:
+def _unused_keys(raw: RawConfig) -> tuple[str, ...]:
+    """Returns the keys of a configuration that were not read and are not known to be harmless. What is below
+    `quantization_config` is judged by its reader, and `unused_keys` are those of a GGUF file.
+    """
+    of_gguf = raw["unused_keys"].texts()
+    outside = [key for key in raw.unread() if not key.startswith("quantization_config.")]
+    return (*of_gguf, *sorted(key for key in outside if key not in HARMLESS_KEYS))
+
+
+def _eos_token_ids(vocab_size: int, *configs: RawConfig) -> tuple[int, ...]:
     """Returns the distinct token ids in all files."""
     ids: dict[int, None] = {}
     for config in configs:
         value = config["eos_token_id"]
-        if isinstance(value.value, list):
-            ids |= dict.fromkeys(value.wholes(least=0))
-        elif value.value is not None:
-            ids[value.whole(least=0)] = None
+        for each in value.items() if isinstance(value.value, list) else [value] if value.value is not None else []:
+            ids[each.whole(least=0, most=vocab_size - 1)] = None
     return tuple(ids)
 
 
-def _read_json(path: pathlib.Path) -> RawConfig:
+def _sampling_defaults(generations: list[RawConfig]) -> tuple[tuple[str, float], ...]:
+    """Returns the sampling parameters of `generation_config.json` that vLLM takes too. They have requests' bounds."""
+    found: list[tuple[str, float]] = []
+    for generation in generations:
+        for name in _SAMPLING_NAMES:
+            value, bound = generation[name], BOUNDS[name]
+            if value.value is None:
+                continue
+            if name == "top_k":
+                found.append((name, value.whole(least=-1)))
+            else:
+                least = _LEAST_TOP_P if name == "top_p" else bound.low
+                found.append((name, value.number(least=least, most=bound.high)))
+    return tuple(found)
+
+
+def read_json_object(path: pathlib.Path) -> RawConfig:
+    """Returns the object in a JSON file. Raises `ModelError` if there is none."""
     try:
         loaded = json.loads(path.read_text())
     except OSError as error:

@@ -7,18 +7,26 @@ given back, so loading takes about as much memory as the packed weights.
 from __future__ import annotations
 
 import contextlib
+import logging
 import math
 import mmap
 import pathlib
 from collections.abc import Iterable, Mapping
 
+import msgspec
+
 from manta.workers.checkpoints.memory import TensorEntry, weight_headers
-from manta.workers.models.model_config import ModelError
+from manta.workers.models.model_config import ModelConfig, ModelError
+
+logger = logging.getLogger(__name__)
 
 _IGNORED_SUFFIXES = (".rotary_emb.inv_freq", ".k_scale", ".v_scale", ".q_scale")
 """Tensors that are not used: buffers that old checkpoints store but implementations compute, and the scales of a
 quantised KV cache, which Manta does not have.
 """
+_EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
+_COMPARED_BYTES = 2**24
+"""Bytes of the embedding and of the head that are compared at a time."""
 _REMEDY = "copy or download configuration and weights of one model again"
 
 
@@ -107,6 +115,36 @@ class TensorFiles:
                 f"tensor {name} has shape {list(entry.shape)} in {self._paths[name]}, and the configuration asks for "
                 f"{list(shape)}; {_REMEDY}"
             )
+
+    def as_stored(self, config: ModelConfig) -> ModelConfig:
+        """Returns the configuration of a tied model without its tie, if a file holds a head unlike the embedding. So
+        does transformers.
+        """
+        if not config.tie_word_embeddings or not self._holds_other_head():
+            return config
+        logger.warning(
+            "%s says tie_word_embeddings, but %s differs from %s; it is used. Set tie_word_embeddings to false",
+            self.folder / "config.json",
+            _HEAD,
+            _EMBEDDING,
+        )
+        return msgspec.structs.replace(config, tie_word_embeddings=False)
+
+    def _holds_other_head(self) -> bool:
+        if _EMBEDDING not in self._entries or _HEAD not in self._entries:
+            return False
+        stored = self._entries[_HEAD], self._entries[_EMBEDDING]
+        head, table = (entry for _, entry in stored)
+        if (head.dtype, head.shape) != (table.dtype, table.shape):
+            return True
+        for offset in range(0, head.end - head.start, _COMPARED_BYTES):
+            length = min(_COMPARED_BYTES, head.end - head.start - offset)
+            starts = [(file, entry.start + offset) for file, entry in stored]
+            pieces = [file[start : start + length] for file, start in starts]
+            if pieces[0] != pieces[1]:
+                return True
+        self._unreleased.append(_HEAD)
+        return False
 
     def release(self) -> None:
         """Gives back the memory of the tensors that were found since the last call. Their views stay valid, but reading

@@ -35,8 +35,8 @@ _MPT_COMPUTED = {"alibi": True, "alibi_bias_max": 8, "prefix_lm": False, "qk_ln"
 """The options of MPT's attention with the only values that transformers implements."""
 _WITH_SINKS = {"GptOssForCausalLM"}
 """Architectures with attention sinks that their configuration does not show. The probe after loading finds others."""
-
-
+_OLDER_KEYS = ("architectures", "dtype", "torch_dtype", "rope_scaling", "rope_theta", "partial_rotary_factor")
+"""Keys that transformers reads although no class of configurations declares them."""
 _SHAPE = (
     "vocab_size",
     "hidden_size",
@@ -125,7 +125,20 @@ def model_config(config: Any, architecture: str, file: str) -> ModelConfig:
         tie_word_embeddings=raw["tie_word_embeddings"].flag(False),
         sliding_windows=(None,) * num_layers,
         dtype=read_dtype(raw),
+        num_trial_layers=_num_trial_layers(config),
     )
+
+
+def _num_trial_layers(config: Any) -> int:
+    """Returns the number of first layers among which is one of every type."""
+    layer_types = getattr(config, "layer_types", None) or [None]
+    return 1 + max(layer_types.index(each) for each in set(layer_types))
+
+
+def known_keys(config: Any) -> set[str]:
+    """Returns the keys of `config.json` that transformers' class of this configuration has, in all spellings."""
+    fields = getattr(type(config), "__dataclass_fields__", {})
+    return {*fields, *config.attribute_map, *_OLDER_KEYS}
 
 
 def _dtype(config: Any) -> str | None:

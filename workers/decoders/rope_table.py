@@ -75,10 +75,23 @@ def _inverse_frequencies(rope: RopeConfig, head_dim: int) -> tuple[np.ndarray, f
     if rope.rope_type == "llama3":
         return _llama3(rope, inv_freq), 1.0
     if rope.rope_type == "yarn":
-        return _yarn(rope, inv_freq, head_dim), rope.attention_factor or 0.1 * _log(rope.factor) + 1.0
+        return _yarn(rope, inv_freq, head_dim), _yarn_attention_factor(rope)
     if rope.frequency_divisors is not None:
         return inv_freq / np.array(rope.frequency_divisors, dtype=np.float32), 1.0
     return inv_freq, 1.0
+
+
+def _yarn_attention_factor(rope: RopeConfig) -> float:
+    """The factor on cosines and sines (Peng et al., 2023, section 3.4; its two multipliers are DeepSeek-V2's)."""
+
+    def stretched(multiplier: float) -> float:
+        return 0.1 * multiplier * _log(rope.factor) + 1.0 if rope.factor > 1 else 1.0
+
+    if rope.attention_factor is not None:
+        return rope.attention_factor
+    if rope.mscale and rope.mscale_all_dim:
+        return stretched(rope.mscale) / stretched(rope.mscale_all_dim)
+    return stretched(1.0)
 
 
 def _llama3(rope: RopeConfig, inv_freq: np.ndarray) -> np.ndarray:

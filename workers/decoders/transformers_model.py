@@ -9,6 +9,8 @@ a model is asked for.
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import pathlib
 from typing import Any
 
@@ -20,6 +22,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from manta.workers.checkpoints.transformers_support import OWN_ATTENTION, uses_alibi
 from manta.workers.decoders.alibi import Alibi
+from manta.workers.decoders.layer_windows import SHRUNK, Windows, observe_windows, shrunk_lengths
 from manta.workers.decoders.own_attention import alibi_bias, is_linear, replace_attention
 from manta.workers.kept_weights import KEPT_BITS, KeptBits
 from manta.workers.kernels import kv_cache
@@ -30,14 +33,20 @@ from manta.workers.kernels.weights import LinearWeight
 from manta.workers.models.model_config import HeadShape, ModelConfig, ModelError
 from manta.workers.platforms import Platform
 
+logger = logging.getLogger(__name__)
+
+_COMPUTED_BUFFERS = (".inv_freq", ".attn.bias", ".attention.bias", ".masked_bias", ".position_ids")
+"""Ends of the names of buffers that older checkpoints store and that transformers computes."""
 _ATTENTION_NAME = "manta_paged"
 _REFUSED_ARGUMENTS = {
     "s_aux": "attention sinks",
     "softcap": "soft-capped attention logits",
     "position_bias": "attention biases by position",
 }
-_PROBE = ([1, 2, 3, 4, 5], [3, 1, 4])
-"""Token ids that any vocabulary has."""
+_PROBE_LENS = (SHRUNK * SHRUNK + 8, 11)
+"""Tokens of the two sequences of a probe. The first is longer than everything that is shrunk for it."""
+_PROBE_IDS = 97
+"""A probe has token ids from 1 to this one, which any vocabulary has."""
 _PROBE_TOLERANCE = {torch.float32: 1e-3, torch.float16: 0.02, torch.bfloat16: 0.1}
 """Largest norm of the difference, divided by the norm of the logits; with a wrong attention it is about 1."""
 
@@ -90,38 +99,56 @@ class TransformersModel:
         self._metadata: AttentionMetadata | None = None
         self._kv_caches: KVCaches = []
         self._num_attended = 0
+        self._windows: Windows = {}
+        """The sliding window of each layer; empty for families with attention code of their own."""
         causal_model = self._load(folder, dtype, platform, kept)
         self._has_own_attention = causal_model.config.model_type in OWN_ATTENTION
         self._alibi = None
         if uses_alibi(causal_model.config):
             bias = alibi_bias(causal_model, config.max_position_embeddings)
             self._alibi = Alibi(bias, config.head_dim, dtype, platform.device)
-        expected = self._own_logits(causal_model)
-        prefix = causal_model.base_model_prefix
-        self._transformer = getattr(causal_model, prefix)
-        self._final_hidden = _FinalHidden()
-        setattr(causal_model, prefix, self._final_hidden)
-        self._head = causal_model
-        self._check(expected, dtype)
+        windows = self._observe(causal_model)
+        # Own attention keeps its windows in tensors, so a probe of it is as long as they are.
+        with contextlib.nullcontext() if self._has_own_attention else shrunk_lengths(causal_model):
+            self._windows = self._observe(causal_model)
+            probe = _probe_tokens(config, causal_model.config)
+            expected = self._own_logits(causal_model, probe)
+            prefix = causal_model.base_model_prefix
+            self._transformer = getattr(causal_model, prefix)
+            self._final_hidden = _FinalHidden()
+            setattr(causal_model, prefix, self._final_hidden)
+            self._head = causal_model
+            self._check(probe, expected, dtype)
+        self._windows = windows
 
     def _load(self, folder: str | pathlib.Path, dtype: torch.dtype, platform: Platform, kept: KeptBits) -> Any:
         transformers.AttentionInterface.register(_ATTENTION_NAME, _attend)
         transformers.utils.logging.disable_progress_bar()
         config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False)
-        loaded: Any = transformers.AutoModelForCausalLM.from_pretrained(
-            folder,
-            config=_first_layers(config, self.config.num_layers),
-            trust_remote_code=False,
-            use_safetensors=True,  # a pickle runs what its author likes
-            dtype=dtype,
-            # Falcon's own choice is not "eager", which adds its ALiBi twice.
-            attn_implementation=None if config.model_type in OWN_ATTENTION else _ATTENTION_NAME,
-            output_loading_info=True,
-        )
+        num_stored = config.num_hidden_layers
+        try:
+            loaded: Any = transformers.AutoModelForCausalLM.from_pretrained(
+                folder,
+                config=_first_layers(config, self.config.num_layers),
+                trust_remote_code=False,
+                use_safetensors=True,  # a pickle runs what its author likes
+                dtype=dtype,
+                # Falcon's own choice is not "eager", which adds its ALiBi twice.
+                attn_implementation=None if config.model_type in OWN_ATTENTION else _ATTENTION_NAME,
+                output_loading_info=True,
+            )
+        except (
+            LookupError,
+            AttributeError,
+            TypeError,
+            ValueError,
+        ) as error:  # model code that takes no other attention
+            raise ModelError(f"{self.config.architecture} does not load over a paged cache: {error!r}") from error
         model, report = loaded
         for kind in ("missing_keys", "mismatched_keys"):
             if report[kind]:
                 raise ModelError(f"{folder}: {kind.replace('_keys', '')} tensors {sorted(map(str, report[kind]))[:5]}")
+        self.unused_tensors = self._unused_tensors(model, sorted(map(str, report["unexpected_keys"])), num_stored)
         model.eval().to(platform.device)
         head = model.get_output_embeddings()
         for name, module in model.named_modules():
@@ -131,14 +158,48 @@ class TransformersModel:
                 _pack(name, module, dtype, platform, kept.head if module is head else kept.layers)
         return model
 
+    def _unused_tensors(self, model: Any, unexpected: list[str], num_stored: int) -> list[str]:
+        """Returns the stored tensors that no module takes, but for those of the checkpoint's `num_stored` layers that
+        are left out.
+
+        Raises `ModelError` if one is a weight of a module that the model has, which would compute without it.
+        """
+        modules = dict(model.named_modules())
+        left_out = range(self.config.num_layers, num_stored)
+        names = [each for each in unexpected if not each.endswith(_COMPUTED_BUFFERS) and _layer(each) not in left_out]
+        for name in names:
+            owner, _, weight = name.rpartition(".")
+            if owner in modules and next(modules[owner].parameters(recurse=False), None) is not None:
+                raise ModelError(
+                    f"{self.config.architecture} is not supported: the checkpoint has a {weight} of {owner}, which "
+                    "transformers would leave out"
+                )
+        if names:
+            logger.warning(
+                "%s has no part for %d tensors of its files: %s", type(model).__name__, len(names), names[:5]
+            )
+        return names
+
     @torch.inference_mode()
-    def _own_logits(self, model: Any) -> list[torch.Tensor]:
-        """Logits of each sequence of `_PROBE`, run alone and with the model's own attention. Afterwards the model
+    def _observe(self, model: Any) -> Windows:
+        """Returns the windows of the model's layers at this moment."""
+        if self._has_own_attention:
+            return {}
+        try:
+            return observe_windows(model, self.config.max_position_embeddings)
+        except ModelError as error:
+            raise ModelError(f"{self.config.architecture} is not supported: {error}") from error
+        except Exception as error:  # model code may raise anything, and that is why the model cannot run
+            raise ModelError(f"{self.config.architecture} does not run over a paged cache: {error!r}") from error
+
+    @torch.inference_mode()
+    def _own_logits(self, model: Any, probe: list[list[int]]) -> list[torch.Tensor]:
+        """Logits of each sequence of a probe, run alone and with the model's own attention. Afterwards the model
         attends over the paged cache.
         """
         if not self._has_own_attention:
             model.set_attn_implementation("eager")
-        probes = [self._platform.place(np.array([tokens])) for tokens in _PROBE]
+        probes = [self._platform.place(np.array([tokens])) for tokens in probe]
         logits = [model(input_ids=token_ids, use_cache=False).logits[0] for token_ids in probes]
         if self._has_own_attention:
             replace_attention(model, self.attend)
@@ -146,13 +207,13 @@ class TransformersModel:
             model.set_attn_implementation(_ATTENTION_NAME)
         return logits
 
-    def _check(self, expected: list[torch.Tensor], dtype: torch.dtype) -> None:
+    def _check(self, probe: list[list[int]], expected: list[torch.Tensor], dtype: torch.dtype) -> None:
         """Compares the logits of a prefill and a decode step of two sequences with those that the model computes with
         its own attention.
         """
         architecture = self.config.architecture
         try:
-            actual = self._probe(dtype)
+            actual = self._probe(probe, dtype)
         except ModelError:
             raise
         except Exception as error:  # model code may raise anything, and that is why the model cannot run
@@ -173,15 +234,16 @@ class TransformersModel:
                     "so it does more than causal attention"
                 )
 
-    def _probe(self, dtype: torch.dtype) -> list[torch.Tensor]:
-        """Logits [num_tokens, vocab_size] of each of `_PROBE`, all tokens but the last prefilled, the last decoded."""
+    def _probe(self, probe: list[list[int]], dtype: torch.dtype) -> list[torch.Tensor]:
+        """Logits [num_tokens, vocab_size] of each sequence, all tokens but the last prefilled, the last decoded."""
         platform, block_size = self._platform, 16
-        kv = platform.allocate_kv(self.config, len(_PROBE), block_size, dtype)
+        num_blocks = -(-max(map(len, probe)) // block_size)
+        kv = platform.allocate_kv(self.config, len(probe) * num_blocks, block_size, dtype)
         kv_caches = [(layer[0], layer[1]) for layer in kv]
-        prompt_lens = np.array([len(tokens) - 1 for tokens in _PROBE])
-        block_tables = np.arange(len(_PROBE), dtype=np.int32)[:, None]
-        prompts = platform.place(np.array([token for tokens in _PROBE for token in tokens[:-1]]))
-        lasts = platform.place(np.array([tokens[-1] for tokens in _PROBE]))
+        prompt_lens = np.array([len(tokens) - 1 for tokens in probe])
+        block_tables = np.arange(len(probe) * num_blocks, dtype=np.int32).reshape(len(probe), num_blocks)
+        prompts = platform.place(np.array([token for tokens in probe for token in tokens[:-1]]))
+        lasts = platform.place(np.array([tokens[-1] for tokens in probe]))
         metadata = platform.build_metadata(
             QueryTokens(np.zeros_like(prompt_lens), prompt_lens, block_tables, block_size)
         )
@@ -191,6 +253,12 @@ class TransformersModel:
         )
         decoded = self.compute_logits(self.forward(lasts, metadata, kv_caches)).split(1)
         return [torch.cat(rows) for rows in zip(prefilled, decoded, strict=True)]
+
+    def window_of(self, layer: int, named: int | None) -> int | None:
+        """Returns a layer's sliding window: that of its mask if transformers makes one, which wins over the one that
+        the model names to its attention function.
+        """
+        return self._windows.get(layer, named)
 
     @torch.inference_mode()
     def forward(self, token_ids: torch.Tensor, metadata: AttentionMetadata, kv_caches: KVCaches) -> torch.Tensor:
@@ -263,7 +331,16 @@ def _attend(
             raise ModelError(f"{type(module).__name__} is not supported: {meaning} are not implemented")
     if attention_mask is not None or not getattr(module, "is_causal", True):
         raise ModelError(f"{type(module).__name__} is not supported: it attends otherwise than causally")
-    return module.manta_model.attend(module.layer_idx, query, key, value, scaling, sliding_window), None
+    model, layer = module.manta_model, module.layer_idx
+    return model.attend(layer, query, key, value, scaling, model.window_of(layer, sliding_window)), None
+
+
+def _probe_tokens(config: ModelConfig, own: Any) -> list[list[int]]:
+    """Token ids of two sequences. The first is longer than every window of the model."""
+    longest = max(_PROBE_LENS[0], (getattr(own, "window_size", None) or 0) + 8)
+    most_ids = min(_PROBE_IDS, config.vocab_size - 1)
+    lens = [min(length, config.max_position_embeddings) for length in (longest, _PROBE_LENS[1])]
+    return [[1 + (5 * position + shift) % most_ids for position in range(length)] for shift, length in enumerate(lens)]
 
 
 def _first_layers(config: Any, num_layers: int) -> Any:
@@ -275,6 +352,11 @@ def _first_layers(config: Any, num_layers: int) -> Any:
                 setattr(config, name, value[:num_layers])
         config.num_hidden_layers = num_layers
     return config
+
+
+def _layer(name: str) -> int | None:
+    """Returns the number of the layer that a tensor belongs to."""
+    return next((int(part) for part in name.split(".") if part.isdecimal()), None)
 
 
 def _pack(name: str, module: Any, dtype: torch.dtype, platform: Platform, bits: int | None) -> None:

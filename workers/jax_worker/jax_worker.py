@@ -111,6 +111,7 @@ class JaxWorker:
             vocab_size=model_config.vocab_size,
             max_model_len=max_model_len,
             eos_token_ids=model_config.eos_token_ids,
+            sampling_defaults=dict(model_config.sampling_defaults),
             num_blocks=num_blocks,
             block_size=config.block_size,
             kv_cache_bytes=num_bytes,

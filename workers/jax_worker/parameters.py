@@ -85,6 +85,7 @@ def load_parameters(
     If `whole` is False, `config` may have fewer layers than the checkpoint; the others are not read.
     """
     files = TensorFiles(folder, read_ahead=mesh.size == 1)
+    config = files.as_stored(config)
     parameters = _ParameterReader(files, config, DTYPES[dtype], mesh).read(max_model_len)
     if whole:
         files.check_all_used(but=["lm_head.weight"] if config.tie_word_embeddings else [])

@@ -11,8 +11,6 @@ from manta.workers.models.raw_config import RawConfig
 MOST_LAYERS = 4096
 _MOST_FACTOR = 1e6
 """Largest factor of a scaled rope."""
-_NOT_SCALED = ("partial_rotary_factor", "mscale", "mscale_all_dim")
-"""Rope parameters that change what is computed, unless they are 1."""
 
 
 def read_dense(raw: RawConfig, usual_head_dim: int | None = None) -> ModelConfig:
@@ -58,16 +56,17 @@ def read_rope(raw: RawConfig, head_dim: int) -> RopeConfig:
     Raises `ConfigError` for a type of scaling that is not supported, that lacks its factor, or that differs by layer.
     """
     values = raw.first_of("rope_parameters", "rope_scaling").object()
-    for key in values:
-        if isinstance(values[key].value, dict):
-            raise values[key].refused("one value for all layers")
+    for of_layers in values.objects():
+        raise of_layers.refused("one value for all layers")
     rope_type = values.first_of("rope_type", "type").one_of("default", "linear", "llama3", "yarn", default="default")
-    for name in _NOT_SCALED:
-        unused = values[name] if name in values else raw[name]
-        if unused.value not in (None, 1):
-            raise unused.refused("left out or 1")
+    rotated_part = (values if "partial_rotary_factor" in values else raw)["partial_rotary_factor"]
+    if rotated_part.number(1.0) != 1:
+        raise rotated_part.refused("left out or 1")
     theta = (values if "rope_theta" in values else raw)["rope_theta"].number(10000.0, least=1.001)
+    raw.ignore("rope_theta", "partial_rotary_factor")  # those of `rope_parameters` win
     if rope_type == "default":
+        if values["factor"].number(1.0) != 1:
+            raise values["factor"].refused("left out or 1, unless rope_type names a scaling")
         return RopeConfig(theta=theta, frequency_divisors=_divisors(values, head_dim))
     usual = RopeConfig()
     low = values["low_freq_factor"].number(usual.low_freq_factor, most=_MOST_FACTOR)
@@ -75,7 +74,10 @@ def read_rope(raw: RawConfig, head_dim: int) -> RopeConfig:
     if rope_type == "llama3" and high <= low:
         raise values["high_freq_factor"].refused(f"above low_freq_factor, {low:g}")
     factor = values["attention_factor"]
-    original = values["original_max_position_embeddings"]
+    # transformers prefers the model's number of positions to that of the scaling.
+    original = (raw if raw["original_max_position_embeddings"].value is not None else values)[
+        "original_max_position_embeddings"
+    ]
     return RopeConfig(
         rope_type=rope_type,
         theta=theta,
@@ -84,6 +86,8 @@ def read_rope(raw: RawConfig, head_dim: int) -> RopeConfig:
         high_freq_factor=high,
         original_max_position_embeddings=original.whole(raw["max_position_embeddings"].whole()),
         attention_factor=None if factor.value is None else factor.number(least=0, most=_MOST_FACTOR),
+        mscale=values["mscale"].number(0.0, least=0, most=_MOST_FACTOR),
+        mscale_all_dim=values["mscale_all_dim"].number(0.0, least=0, most=_MOST_FACTOR),
         beta_fast=values["beta_fast"].number(usual.beta_fast, most=_MOST_FACTOR),
         beta_slow=values["beta_slow"].number(usual.beta_slow, most=_MOST_FACTOR),
         truncate=values["truncate"].flag(usual.truncate),
@@ -96,11 +100,13 @@ def read_windows(raw: RawConfig, num_layers: int) -> tuple[int | None, ...]:
     They come from `layer_types` if it is there, else layers from `max_window_layers` on have one. Raises `ConfigError`
     for unknown kinds or a wrong number of `layer_types`.
     """
+    layer_types, first_layer = raw["layer_types"], raw["max_window_layers"]
     if not raw["use_sliding_window"].flag(False):
+        raw.ignore("sliding_window")
         return (None,) * num_layers
-    window, layer_types = read_window(raw), raw["layer_types"]
+    window = read_window(raw)
     if layer_types.value is None:
-        first = raw["max_window_layers"].whole(28, least=0)
+        first = first_layer.whole(28, least=0)
         return tuple(window if layer >= first else None for layer in range(num_layers))
     kinds = [kind.one_of("full_attention", "sliding_attention") for kind in layer_types.items()]
     if len(kinds) != num_layers:

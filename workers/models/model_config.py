@@ -28,7 +28,12 @@ class RopeConfig(msgspec.Struct, frozen=True, kw_only=True):
     original_max_position_embeddings: int = 0
     """Positions of the unscaled model; llama3 and yarn only."""
     attention_factor: float | None = None
-    """Factor on cosines and sines of yarn; None takes the paper's `0.1 ln(factor) + 1`."""
+    """Factor on cosines and sines of yarn; None takes the paper's `0.1 ln(factor) + 1`, or the quotient below."""
+    mscale: float = 0.0
+    """yarn: with `mscale_all_dim`, cosines and sines get `(0.1 mscale ln(factor) + 1) / (0.1 mscale_all_dim
+    ln(factor) + 1)`. 0 means that it is not given.
+    """
+    mscale_all_dim: float = 0.0
     beta_fast: float = 32.0
     beta_slow: float = 1.0
     truncate: bool = True
@@ -120,6 +125,13 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Whether cached keys hold the bias of their position too (ALiBi; `workers/decoders/alibi.py`)."""
     quantization: Quantization | None = None
     """Storage formats of the linears' weights; None if all are floating-point numbers."""
+    sampling_defaults: tuple[tuple[str, float], ...] = ()
+    """Sampling parameters that `generation_config.json` recommends, by their names in `SamplingParams`."""
+    unused_keys: tuple[str, ...] = ()
+    """Keys of the configuration that nothing reads and that are not known to be harmless."""
+
+    num_trial_layers: int = 1
+    """Number of first layers among which is one of every kind. A trial of the model runs so many."""
 
     @property
     def heads(self) -> HeadShape:

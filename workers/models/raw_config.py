@@ -51,6 +51,8 @@ class RawValue(NamedTuple):
     """None if it is null or missing."""
     is_given: bool = True
     """Whether the key is there, perhaps with null."""
+    keys_read: set[str] | None = None
+    """The keys of the whole configuration that were read so far."""
 
     def refused(self, allowed: str) -> ConfigError:
         return ConfigError(self.file, self.key, self.value, allowed)
@@ -116,20 +118,24 @@ class RawValue(NamedTuple):
         """Returns an object; an empty one if it is missing."""
         if not isinstance(self.value, Mapping | None):
             raise self.refused("an object")
-        return RawConfig(self.value or {}, self.file, f"{self.key}.")
+        return RawConfig(self.value or {}, self.file, f"{self.key}.", self.keys_read)
 
 
 class RawConfig:
     """An object of a configuration, whose values know their keys."""
 
-    def __init__(self, values: Mapping[str, Any], file: str, prefix: str = "") -> None:
-        """`prefix` precedes its keys in messages: those of the objects around it."""
+    def __init__(
+        self, values: Mapping[str, Any], file: str, prefix: str = "", keys_read: set[str] | None = None
+    ) -> None:
+        """`prefix` precedes its keys in messages: those of the objects around it. `keys_read` is shared with them."""
         self._values = values
         self._file = file
         self._prefix = prefix
+        self._keys_read = set() if keys_read is None else keys_read
 
     def __getitem__(self, key: str) -> RawValue:
-        return RawValue(self._file, self._prefix + key, self._values.get(key), key in self._values)
+        self._keys_read.add(self._prefix + key)
+        return RawValue(self._file, self._prefix + key, self._values.get(key), key in self._values, self._keys_read)
 
     def __contains__(self, key: str) -> bool:
         return key in self._values
@@ -140,10 +146,32 @@ class RawConfig:
     def __iter__(self) -> Iterator[str]:
         return iter(self._values)
 
+    def objects(self) -> Iterator[RawValue]:
+        """Yields the values that are objects."""
+        yield from (self[key] for key, value in self._values.items() if isinstance(value, Mapping))
+
+    def ignore(self, *keys: str) -> None:
+        """Notes that other values make these keys meaningless, so that `unread` does not return them."""
+        self._keys_read.update(self._prefix + key for key in keys)
+
+    def unread(self) -> list[str]:
+        """Returns the keys that nobody asked for and that hold more than null, false or nothing. Looks into an object
+        only if one of its own keys was read.
+        """
+        found = []
+        for key, value in self._values.items():
+            path = self._prefix + key
+            if path not in self._keys_read:
+                found += [] if value in (None, False, "", [], {}) else [path]
+            elif isinstance(value, Mapping) and any(f"{path}.{inner}" in self._keys_read for inner in value):
+                found += RawConfig(value, self._file, f"{path}.", self._keys_read).unread()
+        return found
+
     def first_of(self, *keys: str) -> RawValue:
         """Returns the first value that is neither null nor empty, for a key with several spellings; the value of the
         last key if none is.
         """
+        self.ignore(*keys)
         filled = (key for key in keys if self._values.get(key) not in (None, "", [], {}))
         return self[next(filled, keys[-1])]
 

@@ -35,10 +35,12 @@ def row_error(status: int, position: int, params: SamplingParams, processors: st
             is_refusal=True,
         )
     named = f", the logits processors {processors}" if processors else ""
+    is_refusal = not processors or _is_restricted(params)
     return RowError(
         f"every token is masked at position {position}: allowed_token_ids, bad_words, min_tokens{named} and "
         "the constraint leave none; loosen one of them",
-        is_refusal=not processors or _is_restricted(params),
+        is_refusal=is_refusal,
+        leaves_none=is_refusal,
     )
 
 

@@ -38,7 +38,7 @@ from manta.workers.models.model_config import ModelConfig
 from manta.workers.models.specs import AttentionSpec, DecoderSpec, LayerSpec, LinearSpec, NormSpec
 from manta.workers.parallel.group import Group, OneRank
 from manta.workers.parallel.sharded_layers import GatheredHead, VocabularyParallelEmbedding
-from manta.workers.parallel.split import shard_config, split_outputs
+from manta.workers.parallel.split import check_num_ranks, shard_config, split_outputs
 from manta.workers.platforms import Platform
 
 
@@ -60,12 +60,14 @@ def load_model(
     misshapen, or unexpected; and if the model cannot be split over so many ranks.
     """
     group = group or OneRank()
-    share = shard_config(config, group.num_ranks)
     if not config.native:
+        check_num_ranks(config, group.num_ranks)
         from manta.workers.decoders.transformers_model import TransformersModel  # seconds to import, and rarely needed
 
         return TransformersModel(folder, config, platform.torch_dtype(dtype), platform, KEPT_BITS[weights])
     checkpoint = Checkpoint(folder, read_ahead=group.num_ranks == 1)
+    config = checkpoint.as_stored(config)
+    share = shard_config(config, group.num_ranks)
     with platform.shared_linears(_identity(folder, config, dtype, group, weights, exact)) as shared:
         loader = _WeightLoader(checkpoint, config, platform.torch_dtype(dtype), platform, group, weights, exact, shared)
         loaded = loader.load()
@@ -90,7 +92,7 @@ def _identity(
 
 def check_tensors(folder: str | pathlib.Path, config: ModelConfig, weights: str = "auto") -> WeightTally:
     """Checks from the file headers that a checkpoint has every tensor that `load_model` needs, and no other. Reads no
-    tensor's data.
+    tensor's data, except to compare the head of a tied model with its embedding if it is stored too.
 
     For checkpoints that Manta reads itself. `weights` is the option of this name; `dense` counts as `auto`, because a
     tally says both. Returns the memory that the weights take. Raises `ModelError` as `load_model` does.
@@ -98,6 +100,7 @@ def check_tensors(folder: str | pathlib.Path, config: ModelConfig, weights: str 
     rounded = "auto" if weights == "dense" else weights
     counting = CountingPlatform()
     checkpoint, dtype, tally = CheckpointHeaders(folder), counting.dtype, counting.tally
+    config = checkpoint.as_stored(config)
     loader = _WeightLoader(checkpoint, config, dtype, counting, OneRank(), rounded, exact=False)
     loader.load()
     _check_all_used(checkpoint, config)

@@ -159,6 +159,7 @@ def _model_info(
         vocab_size=source.config.vocab_size,
         max_model_len=plan.max_model_len,
         eos_token_ids=source.config.eos_token_ids,
+        sampling_defaults=dict(source.config.sampling_defaults),
         num_blocks=plan.num_blocks,
         block_size=config.block_size,
         kv_cache_bytes=plan.num_bytes,

@@ -57,6 +57,8 @@ class TrialResult(msgspec.Struct, frozen=True, kw_only=True):
     kernels: str = ""
     """The form of the kernels, as in `ModelInfo`."""
     advice: str | None = None
+    unused_tensors: tuple[str, ...] = ()
+    """Tensors of the files that no module of transformers' model takes."""
     error: str | None = None
 
 
@@ -100,7 +102,8 @@ def _run(trial: Trial) -> TrialResult:
     from manta.workers.torch_worker.loader import load_model
     from manta.workers.torch_worker.model_runner import ModelRunner
 
-    config = load_model_config(trial.folder).first_layers(1)
+    config = load_model_config(trial.folder)
+    config = config.first_layers(config.num_trial_layers)
     platform = choose_platform(trial.device, trial.num_threads, trial.exact)
     model = load_model(trial.folder, config, trial.dtype, platform, whole=False, weights=trial.weights)
     prompt_len = max(1, min(PROMPT_TOKENS, config.max_position_embeddings - DECODE_STEPS - 1))
@@ -133,7 +136,12 @@ def _run(trial: Trial) -> TrialResult:
         output = runner.sample()
         seconds.append(time.perf_counter() - started)
         _check(output)
-    return TrialResult(seconds=min(seconds), kernels=platform.kernel_form, advice=platform.advice)
+    return TrialResult(
+        seconds=min(seconds),
+        kernels=platform.kernel_form,
+        advice=platform.advice,
+        unused_tensors=tuple(getattr(model, "unused_tensors", ())),
+    )
 
 
 def _check(output: StepOutput) -> None:

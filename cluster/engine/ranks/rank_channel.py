@@ -8,11 +8,10 @@ and calls of Ray actors 0.9 ms (`benchmarks/results/2026-11-22.md`).
 from __future__ import annotations
 
 import contextlib
-import hmac
+import functools
 import logging
 import math
 import os
-import secrets
 import selectors
 import socket
 import struct
@@ -23,6 +22,16 @@ from collections.abc import Iterable
 import msgspec
 
 from manta.cluster.engine.ranks.rank_messages import Answer, Failed, Message
+from manta.cluster.handshake import (
+    MAX_HELLO_BYTES,
+    Address,
+    Hello,
+    format_of,
+    listen,
+    own_version,
+    proven,
+    versions_beside,
+)
 from manta.structured.frames import frame
 
 logger = logging.getLogger(__name__)
@@ -33,8 +42,6 @@ FAILED_PATIENCE_S = 1.0
 """Seconds that the other ranks have to answer after one has failed: a healthy rank answers in this time, and a rank
 that waits for the failed one never does.
 """
-_MAX_HELLO_BYTES = 1024
-"""The most bytes that are read from a connection before it has shown the secret."""
 _CHUNK_BYTES = 1 << 18
 _LENGTH = struct.Struct("<I")
 
@@ -46,18 +53,21 @@ class RankLost(RuntimeError):
     """A rank died or hangs; the group must be restarted."""
 
 
-class Address(msgspec.Struct, frozen=True):
-    host: str
-    port: int
-    secret: str
+class RankHello(Hello, array_like=True):
+    """The hello of a rank."""
 
-
-class Hello(msgspec.Struct, array_like=True):
-    """The first message of a rank."""
-
-    secret: str
     rank: int
     pid: int
+    version: str = ""
+    """Version of Manta; empty from a version that does not tell it."""
+    step_format: str = ""
+    """Format of the messages that the rank understands (`step_format`)."""
+
+
+@functools.cache
+def step_format() -> str:
+    """Returns the hash of all messages between an engine and its ranks; see `format_of`."""
+    return format_of(Message, Answer)
 
 
 class AcceptLimits(msgspec.Struct, frozen=True, kw_only=True):
@@ -79,17 +89,16 @@ class Listener:
 
     def __init__(self, host: str, limits: AcceptLimits = USUAL_LIMITS) -> None:
         self.limits = limits
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        self._socket = socket.create_server((host, 0), family=family)
-        self.address = Address(host, self._socket.getsockname()[1], secrets.token_hex(16))
+        self._socket, self.address = listen(host)
 
-    def accept(self, num_ranks: int) -> list[tuple[Hello, socket.socket]]:
+    def accept(self, num_ranks: int) -> list[tuple[RankHello, socket.socket]]:
         """Returns a connection to each rank, in order.
 
-        Raises `RankLost` if a rank does not connect within `connect_s`. Other connections cannot delay that: all are
-        read concurrently, each has `hello_s` to send its whole hello, and at most `max_unproven` wait at a time.
+        Raises `RankLost` if a rank does not connect within `connect_s`, or is of a version with other messages. Other
+        connections cannot delay that: all are read concurrently, each has `hello_s` to send its whole hello, and at
+        most `max_unproven` wait at a time.
         """
-        found: dict[int, tuple[Hello, socket.socket]] = {}
+        found: dict[int, tuple[RankHello, socket.socket]] = {}
         deadline = time.monotonic() + self.limits.connect_s
         self._socket.setblocking(False)
         with selectors.DefaultSelector() as selector, contextlib.closing(self._socket):
@@ -114,6 +123,11 @@ class Listener:
                         hello = each.hello(self.address.secret)
                         if hello is None or not 0 <= hello.rank < num_ranks:
                             _turn_away(each)
+                        elif hello.step_format != step_format():
+                            _close([each.socket, *(connection for _, connection in found.values())])
+                            _close(other.socket for other in unproven)
+                            who = f"rank {hello.rank}, process {hello.pid}, is no rank of this engine"
+                            raise RankLost(f"{who}: {versions_beside(hello.version)}")
                         else:
                             found[hello.rank] = hello, each.socket
                 now = time.monotonic()
@@ -155,22 +169,21 @@ class _Unproven:
         except OSError:
             return True
         self._received += chunk
-        return not chunk or self._num_missing() <= 0 or len(self._received) > _MAX_HELLO_BYTES
+        return not chunk or self._num_missing() <= 0 or len(self._received) > MAX_HELLO_BYTES
 
-    def hello(self, secret: str) -> Hello | None:
+    def hello(self, secret: str) -> RankHello | None:
         """Returns the hello if it shows `secret`, else None."""
         try:
-            hello = msgspec.msgpack.decode(self._received[_LENGTH.size :], type=Hello)
-        except msgspec.DecodeError:
+            return proven(self._received[_LENGTH.size :], RankHello, secret)
+        except ValueError:
             return None
-        return hello if hmac.compare_digest(hello.secret.encode(), secret.encode()) else None
 
     def _num_missing(self) -> int:
         """Returns the number of missing bytes of the hello, as far as its length is known."""
         if len(self._received) < _LENGTH.size:
             return _LENGTH.size - len(self._received)
         (length,) = _LENGTH.unpack_from(self._received)
-        return int(min(length, _MAX_HELLO_BYTES)) + _LENGTH.size - len(self._received)
+        return int(min(length, MAX_HELLO_BYTES)) + _LENGTH.size - len(self._received)
 
 
 def _turn_away(stranger: _Unproven) -> None:
@@ -183,7 +196,8 @@ def connect(address: Address, rank: int) -> socket.socket:
     connection = socket.create_connection((address.host, address.port), CONNECT_S)
     connection.settimeout(None)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    connection.sendall(frame(_encoder.encode(Hello(address.secret, rank, os.getpid()))))
+    hello = RankHello(address.secret, rank, os.getpid(), own_version(), step_format())
+    connection.sendall(frame(_encoder.encode(hello)))
     return connection
 
 
@@ -193,7 +207,7 @@ class RankChannel:
     If a rank owes several answers, the last one counts. After a `RankLost`, only `close` may be called.
     """
 
-    def __init__(self, connections: list[tuple[Hello, socket.socket]]) -> None:
+    def __init__(self, connections: list[tuple[RankHello, socket.socket]]) -> None:
         self._connections = [_Connection(hello, connection) for hello, connection in connections]
         self._selector = selectors.DefaultSelector()
         for connection in self._connections:
@@ -306,7 +320,7 @@ class RankChannel:
 class _Connection:
     """A non-blocking connection to one rank."""
 
-    def __init__(self, hello: Hello, connection: socket.socket) -> None:
+    def __init__(self, hello: RankHello, connection: socket.socket) -> None:
         self.rank = hello.rank
         self.pid = hello.pid
         self.socket = connection

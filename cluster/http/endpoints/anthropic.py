@@ -6,20 +6,18 @@ fields and in its shape of errors.
 
 from __future__ import annotations
 
-import json
 from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
 import msgspec
 
 from manta.cluster.chat.plan import ChatPlan, plan_chat, render
-from manta.cluster.chat.reader import ChatReader, MessageBuilder
+from manta.cluster.chat.reader import ChatReader, MessageBuilder, whole_arguments
 from manta.cluster.errors import RequestRefused
 from manta.cluster.http.endpoints import generation
 from manta.cluster.http.exchange.codec import NAMED_EVENTS, encode, named_event
 from manta.cluster.http.exchange.engines import Event, Generation
-from manta.cluster.http.exchange.exchange import Exchange
-from manta.cluster.http.exchange.identity import Identity
+from manta.cluster.http.exchange.exchange import Exchange, Identity
 from manta.cluster.http.exchange.prompts import encode as encode_prompt
 from manta.cluster.http.exchange.state import AppState
 from manta.cluster.protocol.anthropic import (
@@ -66,7 +64,7 @@ async def messages(state: AppState, exchange: Exchange, body: MessagesRequest) -
 async def count_tokens(state: AppState, exchange: Exchange, body: CountTokensRequest) -> TokenCount:
     """Counts the prompt's tokens as `messages` would use them."""
     request = body.as_openai()
-    state.check_model(request.model)
+    state.admission.check_model(request.model)
     try:
         params = await generation.sampling_params(state, request)
         conversation = render(state.tokenizer, request, template_tools(request.shown_tools()))
@@ -102,7 +100,7 @@ class MessagesAnswer:
         content += (
             ToolUseBlock(_call_id(call.id), call.function.name or "", arguments)
             for call in message.tool_calls or []
-            if (arguments := _arguments(call.function.arguments)) is not None
+            if (arguments := whole_arguments(call)) is not None
         )
         ending = self._ending(last)
         return encode(self._message(content, ending.stop_reason, ending.stop_sequence, _usage(generation)))
@@ -198,12 +196,3 @@ def _usage(generation: Generation) -> MessagesUsage:
 
 def _call_id(call_id: str | None) -> str:
     return f"toolu_{(call_id or '').removeprefix('call_')}"
-
-
-def _arguments(text: str | None) -> dict[str, Any] | None:
-    """Returns the arguments of a call; None for a call that `max_tokens` has cut off, which is none."""
-    try:
-        arguments = json.loads(text or "{}")
-    except ValueError:
-        return None
-    return arguments if isinstance(arguments, dict) else None

@@ -84,7 +84,7 @@ class BatchQuery(msgspec.Struct):
 
 async def create(state: AppState, exchange: Exchange, request: CreateBatchRequest) -> Batch:
     records = records_of(state)
-    file = await asyncio.to_thread(records.file, exchange.caller.owner, request.input_file_id)
+    file = await asyncio.to_thread(records.files.find, exchange.caller.owner, request.input_file_id)
     if file is None or file.purpose != "batch":
         bound, remedy = "your files with purpose 'batch'", "upload it to /v1/files"
         refuse("names_nothing", "input_file_id", request.input_file_id, bound, remedy)

@@ -20,8 +20,7 @@ from manta.cluster.http.endpoints.responses_api import usage_of
 from manta.cluster.http.endpoints.stored_responses import check_storage, earlier_items
 from manta.cluster.http.exchange.codec import NAMED_EVENTS, encode
 from manta.cluster.http.exchange.engines import Generation
-from manta.cluster.http.exchange.exchange import Exchange
-from manta.cluster.http.exchange.identity import Identity, response_id
+from manta.cluster.http.exchange.exchange import Exchange, Identity, response_id
 from manta.cluster.http.exchange.state import AppState
 from manta.cluster.protocol.compaction import Compacted, encode_compacted
 from manta.cluster.protocol.response_items import (
@@ -61,7 +60,7 @@ _NO_USAGE = ResponsesUsage(
 
 
 async def compact(state: AppState, exchange: Exchange, body: CompactRequest) -> CompactedResponse | None:
-    state.check_model(body.model)
+    state.admission.check_model(body.model)
     check_storage(state, exchange, body)
     items = input_items(body.input or [])
     if body.previous_response_id is not None:

@@ -18,7 +18,8 @@ from manta.cluster.http.exchange.exchange import Exchange
 from manta.cluster.http.exchange.state import AppState
 from manta.cluster.http.exchange.uploads import MAX_FORM_BYTES, UploadParser
 from manta.cluster.protocol.batches_api import FileObject
-from manta.cluster.storage.records import Records, Upload
+from manta.cluster.storage.file_records import Upload
+from manta.cluster.storage.records import Records
 
 PIECE_BYTES = 1 << 20
 """Bytes of a file that a thread writes or reads at a time."""
@@ -71,9 +72,9 @@ def not_found(kind: str, name: str) -> NoReturn:
 
 
 async def upload(state: AppState, exchange: Exchange, _: None) -> FileObject:
-    records = records_of(state)
+    files = records_of(state).files
     parser = UploadParser(exchange.headers.get("content-type", ""))
-    begun = await _in_storage(state, records.begin_upload, exchange.caller.owner, _max_bytes(state, exchange))
+    begun = await _in_storage(state, files.begin_upload, exchange.caller.owner, _max_bytes(state, exchange))
     try:
         with exchange.incoming.room(PIECE_BYTES):
             await _receive(state, exchange, parser, begun)
@@ -134,8 +135,8 @@ def _checked_fields(fields: dict[str, str]) -> float | None:
 
 
 async def list_files(state: AppState, exchange: Exchange, _: None) -> FileList:
-    records, query = records_of(state), decode_query(FileQuery, exchange.incoming.query)
-    found = await asyncio.to_thread(records.files, exchange.caller.owner)
+    files, query = records_of(state).files, decode_query(FileQuery, exchange.incoming.query)
+    found = await asyncio.to_thread(files.all_of, exchange.caller.owner)
     if query.order == "asc":
         found.reverse()
     found = [file for file in found if query.purpose in (None, file.purpose)]
@@ -157,14 +158,16 @@ def page_of(found: list[Any], after: str | None, limit: int) -> tuple[list[Any],
 
 
 async def one_file(state: AppState, exchange: Exchange, _: None) -> FileObject:
-    file = await asyncio.to_thread(records_of(state).file, exchange.caller.owner, exchange.incoming.path_parameter)
+    file = await asyncio.to_thread(
+        records_of(state).files.find, exchange.caller.owner, exchange.incoming.path_parameter
+    )
     return file if file is not None else not_found("file", exchange.incoming.path_parameter)
 
 
 async def content(state: AppState, exchange: Exchange, _: None) -> None:
     file = await one_file(state, exchange, None)
     try:
-        opened = await asyncio.to_thread(records_of(state).content, exchange.caller.owner, file.id)
+        opened = await asyncio.to_thread(records_of(state).files.content, exchange.caller.owner, file.id)
     except FileNotFoundError:
         not_found("file", file.id)
     with opened, exchange.incoming.room(PIECE_BYTES):
@@ -178,5 +181,5 @@ async def _pieces(state: AppState, opened: BinaryIO) -> AsyncIterator[bytes]:
 
 async def delete_file(state: AppState, exchange: Exchange, _: None) -> FileDeleted:
     file = await one_file(state, exchange, None)
-    await asyncio.to_thread(records_of(state).remove_file, exchange.caller.owner, file.id)
+    await asyncio.to_thread(records_of(state).files.remove, exchange.caller.owner, file.id)
     return FileDeleted(file.id)

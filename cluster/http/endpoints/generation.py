@@ -13,13 +13,13 @@ import msgspec
 
 from manta.cluster.chat.plan import plan_chat, render
 from manta.cluster.engine.request import EngineRequest
-from manta.cluster.errors import RequestRefused, ServingError, error_of, refuse
+from manta.cluster.errors import RequestRefused, ServingError, error_of
+from manta.cluster.http.access.request_admission import GenerationBody, session_of
 from manta.cluster.http.exchange.answers import Answer, ChatAnswer, CompletionAnswer
 from manta.cluster.http.exchange.engines import GenerationRequest
 from manta.cluster.http.exchange.exchange import GenerationExchange
 from manta.cluster.http.exchange.prompts import aside, encode, encode_all, num_kept_tokens
 from manta.cluster.http.exchange.state import AppState
-from manta.cluster.protocol.body_limits import check_counts, check_echo, check_num_logprobs
 from manta.cluster.protocol.error_bodies import under_field
 from manta.cluster.protocol.requests import ChatCompletionRequest, CompletionRequest
 from manta.cluster.protocol.tools import template_tools
@@ -30,9 +30,6 @@ from manta.workers.sampling_params import SamplingParams
 
 MAX_HEADER_CHARACTERS = 4000
 """Most characters of one header's value; many clients refuse more than 8 KiB of headers."""
-SESSION_HEADER = "x-session-id"
-"""Header that names a conversation. Its requests go to one engine where possible. Other routers use the same name."""
-MAX_SESSION_CHARACTERS = 256
 
 
 async def chat(
@@ -45,16 +42,14 @@ async def chat(
     """Answers a conversation. `answer_with` makes the object that writes the answer; its parameters are those of
     `ChatAnswer`. With `most_tokens` the answer has at most so many, or what the prompt leaves if that is less.
     """
-    state.check_model(request.model)
-    _check_priority(state, exchange, request.priority)
-    check_counts(state.config, 1, request.num_choices)
+    state.admission.check_generation(request, exchange.caller, num_prompts=1)
     params = await sampling_params(state, request)
     conversation = render(state.tokenizer, request, template_tools(request.shown_tools()))
     plan = plan_chat(request, params, state.tokenizer, conversation)
     model = await state.model_info()
     kept = num_kept_tokens(request.truncate_prompt_tokens, params, model.max_model_len)
     prompt = await encode(state.tokenizer, plan.prompt, False, model.max_model_len, "messages", kept)
-    check_num_logprobs(state.config.body, plan.params, [prompt], model.max_model_len, bool(request.stream))
+    state.admission.check_answer(plan.params, [prompt], model.max_model_len, bool(request.stream))
     params = await _with_prediction(state, request, plan.params, model.max_model_len)
     answer = answer_with(request, exchange.identity, state.model_name, state.tokenizer, plan, prompt)
     if most_tokens is not None:
@@ -74,39 +69,26 @@ async def _with_prediction(
 
 
 async def completions(state: AppState, exchange: GenerationExchange, request: CompletionRequest) -> None:
-    state.check_model(request.model)
-    _check_priority(state, exchange, request.priority)
     given = request.prompts()
-    check_counts(state.config, len(given), request.num_choices)
+    state.admission.check_generation(request, exchange.caller, len(given))
     if request.echo:
-        check_echo(state.config, given, request.num_choices)
+        state.admission.check_echo(given, request.num_choices)
     params = await sampling_params(state, request)
     model = await state.model_info()
     kept = num_kept_tokens(request.truncate_prompt_tokens, params, model.max_model_len)
     adds = request.add_special_tokens
     prompts = await encode_all(state.tokenizer, given, adds, model.max_model_len, "prompt", kept)
     given = given if kept is None else [*prompts]  # echo repeats what was used
-    check_num_logprobs(state.config.body, params, prompts, model.max_model_len, bool(request.stream))
+    state.admission.check_answer(params, prompts, model.max_model_len, bool(request.stream))
     answer = CompletionAnswer(request, exchange.identity, state.model_name, state.tokenizer, given, prompts)
     await generate(state, exchange, prompts, params, request, answer)
 
 
-def _check_priority(state: AppState, exchange: GenerationExchange, priority: int) -> None:
-    """Raises `RequestRefused` if the client asks for a negative priority and may not."""
-    allowed = state.config.priority_clients
-    if priority < 0 and "*" not in allowed and not (exchange.caller.key and exchange.caller.key in allowed):
-        cause = "it goes before others' requests, and the operator did not allow that (priority_clients)"
-        refuse("not_allowed", "priority", priority, 0, "leave it out, or send 0 or more", cause=cause)
-
-
-async def sampling_params(state: AppState, request: ChatCompletionRequest | CompletionRequest) -> SamplingParams:
-    """Returns the body's sampling parameters. Raises `RequestRefused` if a logits processor is not registered."""
-    params = request.sampling_params()
-    registered = state.config.engine.logits_processors
-    for index, spec in enumerate(params.logits_processors):
-        if spec.name not in registered:
-            known = tuple(registered) or "none, for this server has none"
-            refuse("unknown_value", f"logits_processors[{index}].name", spec.name, known)
+async def sampling_params(state: AppState, request: GenerationBody) -> SamplingParams:
+    """Returns the body's admitted sampling parameters, with the tokens of its `bad_words`. What the body leaves out has
+    the model's recommended value.
+    """
+    params = state.admission.sampling_params(request, (await state.model_info()).sampling_defaults)
     return await aside(state.tokenizer.resolve_bad_words, params) if params.bad_words else params
 
 
@@ -115,7 +97,7 @@ async def generate(
     exchange: GenerationExchange,
     prompts: list[list[int]],
     params: SamplingParams,
-    request: ChatCompletionRequest | CompletionRequest,
+    request: GenerationBody,
     answer: Answer,
     shown_ids: frozenset[int] = frozenset(),
     not_carried: tuple[str, ...] = (),
@@ -151,7 +133,7 @@ def _engines_request(
     exchange: GenerationExchange,
     prompts: list[list[int]],
     params: SamplingParams,
-    request: ChatCompletionRequest | CompletionRequest,
+    request: GenerationBody,
     shown_ids: frozenset[int],
 ) -> GenerationRequest:
     sharer = exchange.caller.sharer
@@ -163,7 +145,7 @@ def _engines_request(
         priority=request.priority,
         client=sharer,
         weight=state.config.client_weights.get(sharer, 1.0),
-        session=_session(exchange),
+        session=session_of(exchange.headers),
         traceparent=exchange.traceparent,
         cache_root=state.prefix_scope.root(exchange.caller.owner, request.cache_salt),
     )
@@ -173,7 +155,7 @@ def _engines_request(
 
 async def _field_at_fault(
     exchange: GenerationExchange,
-    request: ChatCompletionRequest | CompletionRequest,
+    request: GenerationBody,
     refusal: Refusal,
 ) -> tuple[str, Refusal]:
     """Returns the field of the body that a refusal is about, and the refusal. Among several tools it is the first one
@@ -200,17 +182,6 @@ async def _enforceable(
     if not_enforced or not_carried:
         exchange.reply.headers_out.append((b"x-manta-not-enforced", _header_value([*not_carried, *not_enforced])))
     return msgspec.structs.replace(params, constraint=spec)
-
-
-def _session(exchange: GenerationExchange) -> str:
-    """Returns the client's name of its conversation; empty if there is none. Raises `RequestRefused` if it is too
-    long.
-    """
-    session = exchange.headers.get(SESSION_HEADER, "")
-    if len(session) > MAX_SESSION_CHARACTERS:
-        remedy = "send a shorter name, or a hash of it"
-        refuse("over_limit", SESSION_HEADER, len(session), MAX_SESSION_CHARACTERS, remedy, unit="characters")
-    return session
 
 
 def _header_value(names: list[str]) -> bytes:

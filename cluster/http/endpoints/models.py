@@ -28,7 +28,7 @@ async def list_models(state: AppState, exchange: Exchange, _: None) -> ModelList
 
 
 async def one_model(state: AppState, exchange: Exchange, _: None) -> ModelCard:
-    state.check_model(exchange.incoming.path_parameter)
+    state.admission.check_model(exchange.incoming.path_parameter)
     return await _card(state)
 
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import datetime
 import hashlib
-import json
 import time
 from collections.abc import AsyncIterator, Callable
 from typing import Any
@@ -15,11 +14,11 @@ from typing import Any
 import msgspec
 
 from manta.cluster.chat.plan import ChatPlan
-from manta.cluster.chat.reader import ChatReader, MessageBuilder
+from manta.cluster.chat.reader import ChatReader, MessageBuilder, whole_arguments
 from manta.cluster.chat.reasoning import detect_reasoning
 from manta.cluster.chat.tool_formats import detect_format
 from manta.cluster.engine.request import FinishStatus
-from manta.cluster.errors import RequestRefused, refuse
+from manta.cluster.errors import RequestRefused
 from manta.cluster.http.endpoints import generation
 from manta.cluster.http.exchange.codec import LINES, encode
 from manta.cluster.http.exchange.engines import Event, Generation
@@ -49,7 +48,7 @@ Write = Callable[..., msgspec.Struct]
 
 
 async def chat(state: AppState, exchange: Exchange, body: OllamaChatRequest) -> OllamaChatAnswer | None:
-    state.check_model(body.model.removesuffix(LATEST))
+    state.admission.check_model(body.model.removesuffix(LATEST))
     if not body.messages:
         return _chat_part(OllamaAnswerMessage(content="", role="assistant"), **_loaded(body.model))
     await _chat(state, exchange, body, body.as_openai(), _chat_part)
@@ -57,7 +56,7 @@ async def chat(state: AppState, exchange: Exchange, body: OllamaChatRequest) -> 
 
 
 async def generate(state: AppState, exchange: Exchange, body: OllamaGenerateRequest) -> OllamaGenerateAnswer | None:
-    state.check_model(body.model.removesuffix(LATEST))
+    state.admission.check_model(body.model.removesuffix(LATEST))
     if not body.prompt:
         return _generate_part(OllamaAnswerMessage(content="", role="assistant"), **_loaded(body.model))
     if state.tokenizer.has_chat_template and not body.raw:
@@ -105,7 +104,7 @@ async def tags(state: AppState, exchange: Exchange, _: None) -> OllamaModels:
 
 
 async def show(state: AppState, exchange: Exchange, body: OllamaShowRequest) -> OllamaShow:
-    state.check_model(body.model.removesuffix(LATEST))
+    state.admission.check_model(body.model.removesuffix(LATEST))
     info, template = await state.model_info(), state.tokenizer.chat_template_source()
     found = {
         "tools": detect_format(state.tokenizer.chat_template_source(tools=True)),
@@ -198,8 +197,9 @@ def _generate_part(message: OllamaAnswerMessage, **fields: Any) -> OllamaGenerat
 
 def _message(message: ChatResponseMessage) -> OllamaAnswerMessage:
     calls = [
-        OllamaToolCall(OllamaFunction(call.function.name or "", _arguments(call.function.arguments)), call.id)
+        OllamaToolCall(OllamaFunction(call.function.name or "", arguments), call.id)
         for call in message.tool_calls or []
+        if (arguments := whole_arguments(call)) is not None
     ]
     return OllamaAnswerMessage(
         content=message.content or "",
@@ -207,18 +207,6 @@ def _message(message: ChatResponseMessage) -> OllamaAnswerMessage:
         thinking=message.reasoning_content or None,
         tool_calls=calls or None,
     )
-
-
-def _arguments(text: str | None) -> dict[str, Any]:
-    """Returns a call's arguments as an object. Raises `GenerationFailed` if the text is cut off, because Ollama's calls
-    hold an object and no text.
-    """
-    try:
-        arguments = json.loads(text or "{}")
-    except ValueError as error:
-        cause = f"the model's call is not valid JSON ({error}), perhaps because it is cut off"
-        refuse("engine_failed", remedy="raise options.num_predict", cause=cause)
-    return arguments if isinstance(arguments, dict) else {}
 
 
 def _loaded(model: str) -> dict[str, Any]:

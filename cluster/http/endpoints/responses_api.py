@@ -17,8 +17,7 @@ from manta.cluster.http.endpoints import generation
 from manta.cluster.http.endpoints.stored_responses import Keeping, prepared
 from manta.cluster.http.exchange.codec import NAMED_EVENTS, encode, named_event
 from manta.cluster.http.exchange.engines import Event, Generation
-from manta.cluster.http.exchange.exchange import Exchange, GenerationExchange
-from manta.cluster.http.exchange.identity import Identity, response_id
+from manta.cluster.http.exchange.exchange import Exchange, GenerationExchange, Identity, response_id
 from manta.cluster.http.exchange.state import AppState
 from manta.cluster.protocol.responses import ChatDelta
 from manta.cluster.protocol.responses_api import (

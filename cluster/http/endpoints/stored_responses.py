@@ -21,11 +21,11 @@ import msgspec
 from msgspec import Meta
 
 from manta.cluster.errors import ServingError, Unavailable, refuse
+from manta.cluster.http.access.request_admission import Caller, decode
 from manta.cluster.http.endpoints.streams import RESPONSES_PATH, write_again
-from manta.cluster.http.exchange.codec import decode, decode_query, encode
-from manta.cluster.http.exchange.exchange import Caller, Exchange, GenerationExchange
-from manta.cluster.http.exchange.identity import response_id
-from manta.cluster.http.exchange.recording import RecordedEngines, ReplayedEngines, record
+from manta.cluster.http.exchange.codec import decode_query, encode
+from manta.cluster.http.exchange.exchange import Exchange, GenerationExchange, response_id
+from manta.cluster.http.exchange.recorded_engines import RecordedEngines, ReplayedEngines, record
 from manta.cluster.http.exchange.recordings import Opening, Recording, decode_opening, encode_opening
 from manta.cluster.http.exchange.reply import WholeReply
 from manta.cluster.http.exchange.state import AppState

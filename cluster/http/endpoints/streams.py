@@ -12,13 +12,12 @@ from typing import Annotated, Any
 import msgspec
 
 from manta.cluster.errors import refuse
-from manta.cluster.http.exchange.codec import decode, decode_query
-from manta.cluster.http.exchange.exchange import Exchange
-from manta.cluster.http.exchange.identity import response_id
-from manta.cluster.http.exchange.recording import replay
+from manta.cluster.http.access.request_admission import decode
+from manta.cluster.http.exchange.codec import decode_query
+from manta.cluster.http.exchange.exchange import Exchange, response_id
+from manta.cluster.http.exchange.recorded_engines import replay
 from manta.cluster.http.exchange.recordings import Opening, Recording, last_event
-from manta.cluster.http.exchange.routing import Route
-from manta.cluster.http.exchange.state import AppState
+from manta.cluster.http.exchange.state import AppState, Route
 
 RESPONSES_PATH = "/v1/responses"
 """Path whose streams are gone when their response is deleted."""
@@ -77,8 +76,7 @@ async def is_deleted(state: AppState, opening: Opening) -> bool:
 
 def route_of(state: AppState, recording: Recording) -> Route:
     """Returns the route that answered the request of a recording."""
-    route: Route = state.routes[recording.opening.path]
-    return route
+    return state.routes[recording.opening.path]
 
 
 async def write_again(

@@ -74,7 +74,7 @@ class DetokenizeResponse(msgspec.Struct):
 
 
 async def tokenize(state: AppState, exchange: Exchange, request: TokenizeRequest) -> TokenizeResponse:
-    state.check_model(request.model or state.model_name)
+    state.admission.check_model(request.model or state.model_name)
     tokenizer, info = state.tokenizer, await state.model_info()
     if request.messages is not None:
         tokens = await encode(tokenizer, render(tokenizer, request), False, info.max_model_len, "messages")
@@ -86,7 +86,7 @@ async def tokenize(state: AppState, exchange: Exchange, request: TokenizeRequest
 
 
 async def detokenize(state: AppState, exchange: Exchange, request: DetokenizeRequest) -> DetokenizeResponse:
-    state.check_model(request.model or state.model_name)
+    state.admission.check_model(request.model or state.model_name)
     info = await state.model_info()
     if len(request.tokens) > info.max_model_len:
         refuse("over_limit", "tokens", len(request.tokens), info.max_model_len, "send fewer", unit="entries")

@@ -9,19 +9,20 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Callable
 from typing import Any, Protocol, TypeVar
 
+import msgspec
 from msgspec import UNSET
 
 from manta.cluster.chat.plan import ChatPlan
 from manta.cluster.chat.reader import ChatReader, MessageBuilder
+from manta.cluster.engine.request import FinishStatus, Usage
 from manta.cluster.http.exchange.codec import EVENTS, SSE_DONE, StreamForm, encode, sse_event
 from manta.cluster.http.exchange.engines import Event, Generation
-from manta.cluster.http.exchange.identity import Identity
+from manta.cluster.http.exchange.exchange import Identity
 from manta.cluster.http.exchange.logprobs import CompletionLogprobText, chat_logprobs, prompt_logprobs
 from manta.cluster.http.exchange.prompts import aside
-from manta.cluster.http.exchange.scoring import Scored
 from manta.cluster.protocol import responses
 from manta.cluster.protocol.requests import ChatCompletionRequest, CompletionRequest
-from manta.cluster.protocol.usage import UsageInfo, usage_info
+from manta.cluster.protocol.responses import UsageInfo, usage_info
 from manta.cluster.text.tokenizer import Tokenizer
 from manta.workers.step import TokenLogprobs
 
@@ -53,6 +54,37 @@ def _num_logprobs(event: Event) -> int:
 
 async def _perhaps_aside(num_logprobs: int, function: Callable[..., Result], *arguments: Any) -> Result:
     return function(*arguments) if num_logprobs < MANY_LOGPROBS else await aside(function, *arguments)
+
+
+class Scored:
+    """The events and usages of `generation` without its output, for requests that want only the log-probabilities of
+    their prompts (`max_tokens: 0`). An engine computes a prompt in order to draw a token; this hides that token.
+    """
+
+    def __init__(self, generation: Generation) -> None:
+        self._generation = generation
+        self.num_choices = generation.num_choices
+
+    @property
+    def usages(self) -> list[Usage]:
+        nothing = {"num_output_tokens": 0, "num_accepted_drafts": 0, "num_rejected_drafts": 0}
+        return [msgspec.structs.replace(usage, **nothing) for usage in self._generation.usages]
+
+    @property
+    def ended_at(self) -> int:
+        return self._generation.ended_at
+
+    async def __aiter__(self) -> AsyncIterator[Event]:
+        async for event in self._generation:
+            is_stop = event.finish is FinishStatus.FINISHED_STOPPED
+            yield Event(
+                index=event.index,
+                prompt_logprobs=event.prompt_logprobs,
+                finish=FinishStatus.FINISHED_LENGTH if is_stop else event.finish,
+            )
+
+    def close(self) -> None:
+        self._generation.close()
 
 
 class ChatAnswer:

@@ -5,14 +5,11 @@ Decoding raises a `RequestRefused` that names the field of a mistake, for every 
 
 from __future__ import annotations
 
-import functools
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 
 from manta.cluster.config import BodyLimits
-from manta.cluster.errors import TOO_DEEP, RequestRefused, refuse
-from manta.cluster.protocol.body_limits import check_lists, check_num_values
 from manta.cluster.protocol.shape_errors import shape_error
 
 
@@ -38,38 +35,6 @@ _LIMITS = BodyLimits()
 _encoder = msgspec.json.Encoder()
 
 
-class Body(Protocol):
-    """A decoded request body: a msgspec struct with a check of its own. It may have `fields_elsewhere`: names of fields
-    that belong to other bodies, each with advice.
-    """
-
-    def check(self) -> None:
-        """Checks what the types of the fields do not express. Raises `RequestRefused` naming the field."""
-        ...
-
-
-AnyBody = TypeVar("AnyBody", bound=Body)
-
-
-def decode(kind: type[AnyBody], body: bytes, limits: BodyLimits = _LIMITS) -> AnyBody:
-    """Returns the checked body as a `kind`. Raises `RequestRefused` naming the field of the first mistake."""
-    check_num_values(body, limits)
-    try:
-        body.decode()
-        request = _decoder(kind).decode(body)
-    except UnicodeDecodeError as error:
-        refuse("malformed", bound="UTF-8", cause=f"byte {error.start} is {body[error.start]:#04x}")
-    except msgspec.ValidationError as error:
-        raise shape_error(error, kind) from error
-    except msgspec.DecodeError as error:
-        refuse("malformed", bound="JSON", cause=str(error))
-    except RecursionError as error:
-        raise RequestRefused(TOO_DEEP) from error
-    check_lists(request, limits)
-    request.check()
-    return request
-
-
 AnyQuery = TypeVar("AnyQuery", bound=msgspec.Struct)
 
 
@@ -82,11 +47,6 @@ def decode_query(kind: type[AnyQuery], query: dict[str, str]) -> AnyQuery:
         return msgspec.convert(query, kind, strict=False)
     except msgspec.ValidationError as error:
         raise shape_error(error, kind) from error
-
-
-@functools.cache
-def _decoder(kind: type[Any]) -> msgspec.json.Decoder[Any]:
-    return msgspec.json.Decoder(kind)
 
 
 def encode(response: Any) -> bytes:

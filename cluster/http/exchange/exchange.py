@@ -7,16 +7,17 @@ for, are a `GenerationExchange` each.
 from __future__ import annotations
 
 import json
+import random
+import secrets
 import time
 from typing import TYPE_CHECKING, Any
 
+from manta.cluster.chat.reader import UNPREDICTABLE
 from manta.cluster.config import ServeConfig
 from manta.cluster.http.access.addresses import network_of
-from manta.cluster.http.access.rate_limits import KeyUse
+from manta.cluster.http.access.request_admission import Caller, Preparation
 from manta.cluster.http.exchange.engines import Generation, GenerationEngines
-from manta.cluster.http.exchange.identity import Identity
 from manta.cluster.http.exchange.incoming import BodyRoom, Incoming, Receive, Scope
-from manta.cluster.http.exchange.preparation import Preparation
 from manta.cluster.http.exchange.remembered import Remembered
 from manta.cluster.http.exchange.reply import GenerationReply, Reply, Send
 from manta.cluster.telemetry.exporting import traceparent_of
@@ -24,45 +25,33 @@ from manta.cluster.telemetry.exporting import traceparent_of
 if TYPE_CHECKING:
     from opentelemetry.trace import Span
 
-EVERYBODY = "everybody"
+
+class Identity:
+    """Draws the ids of one answer. `stream_id` is that of its recording; empty if nothing records it."""
+
+    def __init__(self, stream_id: str = "", created: int | None = None) -> None:
+        self.stream_id = stream_id
+        self.created = int(time.time()) if created is None else created
+        """Time of creation, in seconds since 1970."""
+        self.source: random.Random = random.Random(stream_id) if stream_id else UNPREDICTABLE
+        """Source of all ids: with a `stream_id`, which is a secret, the same calls draw the same ids."""
+
+    def new_id(self, prefix: str, num_bytes: int = 12) -> str:
+        return f"{prefix}{self.source.randbytes(num_bytes).hex()}"
 
 
-class Caller:
-    """The client of one request. `address` is its own, or that of a proxy in front; for IPv6, the network of it."""
+def new_stream_id() -> str:
+    """Returns a new id. It begins with the time, so that later ids are greater, and nobody can guess its 96 random
+    bits.
+    """
+    return f"strm_{time.time_ns() // 1000:014x}{secrets.token_hex(12)}"
 
-    def __init__(self, address: str, key: str = "", owner: str = EVERYBODY, use: KeyUse | None = None) -> None:
-        self.address = address
-        self.key = key
-        """Name of the API key that the request brought; empty without keys."""
-        self.owner = owner
-        """Owner of the files, batches and cached prefixes that the request may use: that of its API key, or `EVERYBODY`
-        if the server has no keys.
-        """
-        self.use = use
-        """Rate limits of the API key; None if it has none, or if the request was admitted before."""
-        self.is_charged_later = False
-        """Whether somebody else charges the output, because it goes on without this request."""
 
-    @property
-    def sharer(self) -> str:
-        """Name under which the client takes turns with others: the name of its key, else its address."""
-        return self.key or self.address
-
-    def admit(self, num_prompt_tokens: int, headers: list[tuple[bytes, bytes]]) -> None:
-        """Counts a request and its prompts, and adds what is left to `headers`. Refuses with 429 if the key has
-        used up its requests or tokens per minute.
-        """
-        if self.use is None:
-            return
-        try:
-            self.use.admit(num_prompt_tokens)
-        finally:
-            headers += self.use.headers()
-
-    def charge(self, num_output_tokens: int) -> None:
-        """Takes the tokens of an output that has ended."""
-        if self.use is not None and not self.is_charged_later:
-            self.use.charge_output(num_output_tokens)
+def response_id(stream_id: str) -> str:
+    """Returns the id of a response. It is that of its stream, so that whoever has the one finds the other. A response
+    without a stream gets an id of its own.
+    """
+    return f"resp_{(stream_id or new_stream_id()).removeprefix('strm_')}"
 
 
 class GenerationExchange:

@@ -1,8 +1,13 @@
-"""The state that all endpoints share: configuration, tokenizer, engines and metrics. `cluster/http/app.py` makes it."""
+"""What all endpoints share: the form of a route, and the state, with configuration, tokenizer, engines and metrics.
+
+`cluster/http/routes.py` holds the routes. `cluster/http/app.py` makes the state, and finds the route of a request.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import dataclasses
+import re
 import time
 from collections.abc import Awaitable, Callable
 from typing import Any
@@ -11,11 +16,13 @@ import msgspec
 from prometheus_client.metrics_core import Metric
 
 from manta.cluster.config import ServeConfig
-from manta.cluster.errors import refuse
 from manta.cluster.http.access.prefix_scope import PrefixScope
+from manta.cluster.http.access.request_admission import Admission, Body
 from manta.cluster.http.exchange.engines import Engines
+from manta.cluster.http.exchange.exchange import Exchange
 from manta.cluster.http.exchange.metrics import Metrics
 from manta.cluster.http.exchange.recordings import NoStreams, Streams
+from manta.cluster.protocol.error_bodies import Writer, openai_body
 from manta.cluster.storage.kept_responses import KeptResponses
 from manta.cluster.storage.records import Records
 from manta.cluster.storage.storage import Storage
@@ -24,6 +31,12 @@ from manta.workers.model_info import ModelInfo
 
 OtherMetrics = Callable[[], Awaitable[list[list[Metric]]]]
 """Function that returns the metrics of the other replicas of the endpoint, as far as they answer."""
+
+
+Handler = Callable[["AppState", Exchange, Any], Awaitable[Any]]
+"""Function that gets the decoded body (None if the route takes none). Its result is sent as JSON; it returns None if it
+has sent the answer itself.
+"""
 
 
 class DeploymentState(msgspec.Struct, kw_only=True):
@@ -51,6 +64,54 @@ ClusterState = Callable[[], Awaitable[tuple[list[DeploymentState], list[NodeStat
 """Function that returns the deployments and nodes as Ray reports them, including those that answer no request."""
 
 
+@dataclasses.dataclass(frozen=True)
+class Route:
+    """An endpoint: everything that the application and its OpenAPI document know about it."""
+
+    method: str
+    path: str
+    """Path of the endpoint. A parameter `{name}` matches the rest of a request's path, except for the text that follows
+    the parameter.
+    """
+    handler: Handler
+    summary: str
+    _: dataclasses.KW_ONLY
+    body: type[Body] | None = None
+    """Type to which the body is decoded and checked before the handler is called."""
+    answer: Any = None
+    """Type of the JSON answer, if there is one."""
+    form: type | None = None
+    """Fields of a `multipart/form-data` body, which the handler itself reads as it arrives."""
+    query: type | None = None
+    """Fields of the URL's query; the handler reads them with `decode_query`."""
+    media_type: str | None = None
+    """Content type of an answer that is not JSON."""
+    errors: tuple[int, ...] = ()
+    """Statuses that the handler returns, in addition to those of every route."""
+    error_body: Writer = openai_body
+    """Function that writes an error, in a stream too."""
+    public: bool = False
+    """Whether it is answered without an API key, because probes and scrapers have none."""
+    logged: bool = False
+    """Whether each request writes a line to the request log."""
+
+    @property
+    def parameter(self) -> str | None:
+        """Name of the path's parameter; None if it has none."""
+        found = re.search(r"/\{(\w+)\}", self.path)
+        return None if found is None else found[1]
+
+
+async def no_other_metrics() -> list[list[Metric]]:
+    """Returns no metrics, for the only replica of the endpoint."""
+    return []
+
+
+async def no_cluster() -> tuple[list[DeploymentState], list[NodeState]]:
+    """Returns no deployments and no nodes, for an application that Serve does not run."""
+    return [], []
+
+
 class AppState:
     """Holds one application's shared state. `document` is the OpenAPI document of all routes; `prefix_secret` keys the
     roots of the prefix cache.
@@ -62,10 +123,10 @@ class AppState:
         tokenizer: Tokenizer,
         engines: Engines,
         metrics: Metrics,
-        other_metrics: OtherMetrics,
-        cluster: ClusterState,
-        document: dict[str, Any],
         prefix_secret: bytes,
+        other_metrics: OtherMetrics = no_other_metrics,
+        cluster: ClusterState = no_cluster,
+        document: dict[str, Any] | None = None,
     ) -> None:
         self.config = config
         self.model_name = config.model_name
@@ -73,15 +134,16 @@ class AppState:
         self.tokenizer = tokenizer
         self.engines = engines
         self.metrics = metrics
+        self.admission = Admission(config)
         self.other_metrics = other_metrics
         self.cluster = cluster
         self.knows_engines = False
         """Whether an engine has answered a question about its health here."""
-        self.document = document
+        self.document = document or {}
         self.prefix_scope = PrefixScope(prefix_secret, config.share_prefix_cache)
         self.streams: Streams = NoStreams()
         """The recorded streams. `cluster/http/app.py` sets it."""
-        self.routes: dict[str, Any] = {}
+        self.routes: dict[str, Route] = {}
         """Routes by path, for answers that are written again. `cluster/http/app.py` sets it."""
         self.drains = False
         """Whether Serve has told this replica to stop. It still answers the requests that reach it."""
@@ -99,12 +161,6 @@ class AppState:
         self._model: ModelInfo | None = None
         self._asking: asyncio.Future[ModelInfo] | None = None
         """Query to the engines that all waiting requests share; None if none is under way."""
-
-    def check_model(self, name: str) -> None:
-        """Refuses with 404 if `name` is not the served model."""
-        served = self.model_name
-        if name != served:
-            refuse("unknown_model", "model", name, served)
 
     async def model_info(self) -> ModelInfo:
         """Returns the model's properties as an engine reported them. Raises `Unavailable` if no engine will come."""

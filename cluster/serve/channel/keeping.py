@@ -9,16 +9,14 @@ of these messages.
 from __future__ import annotations
 
 import functools
-import hashlib
 import secrets
-from typing import Any, Literal
+from typing import Literal
 
 import msgspec
 
+from manta.cluster.handshake import format_of
 from manta.cluster.http.exchange.recordings import STORED
 
-MEANING = 1
-"""A number to raise when the same fields of a message, of an opening or of an entry come to mean something else."""
 _RANDOM_BITS = 32
 """Lowest bits of an epoch. They are random, so that keepers that each grant a claim to an equal copy of one stream make
 different epochs.
@@ -138,17 +136,3 @@ def stream_format() -> str:
     Two processes with equal hashes can keep streams for each other.
     """
     return format_of(ToKeeper, FromKeeper, *STORED)
-
-
-def format_of(*types: Any) -> str:
-    schema = msgspec.json.schema_components(types, ref_template="{name}")
-    return hashlib.sha256(msgspec.json.encode((MEANING, _without_prose(schema)), order="sorted")).hexdigest()[:16]
-
-
-def _without_prose(schema: Any) -> Any:
-    """Removes the docstrings from a schema."""
-    if isinstance(schema, dict):
-        return {name: _without_prose(each) for name, each in schema.items() if name != "description"}
-    if isinstance(schema, list | tuple):
-        return [_without_prose(each) for each in schema]
-    return schema

@@ -11,9 +11,7 @@ If Ray's own connections are encrypted (`RAY_USE_TLS`), this one is too, with th
 from __future__ import annotations
 
 import asyncio
-import hmac
 import logging
-import secrets
 import socket
 import ssl
 from collections.abc import Callable
@@ -21,6 +19,7 @@ from collections.abc import Callable
 import msgspec
 
 from manta.cluster.engine.request import FinishStatus, SequenceOutput, Usage
+from manta.cluster.handshake import MAX_HELLO_BYTES, Address, Hello, listen, own_version, proven, versions_beside
 from manta.cluster.serve.channel.keeping import FromKeeper, ToKeeper, stream_format
 from manta.cluster.serve.channel.node_tls import client_context, server_context
 from manta.cluster.serve.routing.reports import Report
@@ -34,8 +33,6 @@ GO_AHEAD = b"\n"
 might read the start of the handshake as a frame.
 """
 MAX_FRAME_BYTES = 1 << 30
-MAX_HELLO_BYTES = 1024
-"""Longest first frame, in bytes, that is read from a connection before it has shown the secret."""
 CONNECT_TIMEOUT_S = 10.0
 """Seconds that a connection gets to be made and to show the secret."""
 MAX_UNPROVEN = 64
@@ -48,24 +45,17 @@ BEAT_S = 0.15
 """Seconds between two heartbeats of an engine that runs requests."""
 
 
-class Address(msgspec.Struct, frozen=True, array_like=True):
-    """The address of a listening ingress. Every connection must show `secret`, so that nobody else can send tokens."""
+class EngineHello(Hello, array_like=True):
+    """The hello of an engine."""
 
-    host: str
-    port: int
-    secret: str
-
-
-class Hello(msgspec.Struct, array_like=True):
-    """The first frame of a connection."""
-
-    secret: str
     replica: str
     """Name of the engine replica, as Serve names its actor."""
     node: str = ""
     """Id of the Ray node that the engine runs on."""
     stream_format: str = ""
     """Format of the keeper's messages (`keeping.stream_format`); empty from a version that does not tell it."""
+    version: str = ""
+    """Version of Manta; empty from a version that does not tell it."""
 
 
 class Frame(msgspec.Struct, array_like=True):
@@ -102,8 +92,7 @@ class EngineFailed(RuntimeError):
     """The engine of this replica has failed, and its requests with it. Serve starts another replica."""
 
 
-_UNREADABLE = "%s sent a message that cannot be read here, perhaps because it is of another version; it is disconnected"
-_hello_decoder = msgspec.msgpack.Decoder(Hello)
+_UNREADABLE = "%s sent a message that cannot be read here (%s); it is disconnected"
 _frame_decoder = msgspec.msgpack.Decoder(Frame)
 _to_engine_decoder: msgspec.msgpack.Decoder[Control | ToKeeper] = msgspec.msgpack.Decoder(Control | ToKeeper)
 _encoder = msgspec.msgpack.Encoder()
@@ -113,8 +102,8 @@ class Connection:
     """Frames over one socket."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self.replica = self.node = ""
-        """Names of the engine replica, and of its node, at the other end."""
+        self.replica = self.node = self.version = ""
+        """Names of the engine replica, of its node, and its version of Manta, at the other end."""
         self.stream_format = ""
         """Format of messages that the keeper at the other end understands."""
         self.is_away = False
@@ -179,7 +168,7 @@ class OutputReceiver:
         self._on_kept = on_kept
         self._on_connected = on_connected
         self._on_lost = on_lost
-        self._secret = secrets.token_hex(16)
+        self._address: Address | None = None
         self._server: asyncio.Server | None = None
         self._starting = asyncio.Lock()
         self._connections: set[Connection] = set()
@@ -193,13 +182,11 @@ class OutputReceiver:
         """
         async with self._starting:
             if self._server is None:
-                # asyncio's own way to create the socket raises nothing on failure.
-                family = socket.AF_INET6 if ":" in self._host else socket.AF_INET
                 self._tls = server_context()
-                listening = socket.create_server((self._host, 0), family=family)
+                listening, self._address = listen(self._host)  # asyncio's own way raises nothing on failure
                 self._server = await asyncio.start_server(self._serve, sock=listening)
-        port = self._server.sockets[0].getsockname()[1]
-        return Address(self._host, port, self._secret)
+        assert self._address is not None
+        return self._address
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         connection = Connection(reader, writer)
@@ -207,7 +194,7 @@ class OutputReceiver:
         try:
             hello = await self._hello_of(connection)
             connection.replica, connection.node = hello.replica, hello.node
-            connection.stream_format = hello.stream_format
+            connection.stream_format, connection.version = hello.stream_format, hello.version
             self._on_connected(connection)
             while True:
                 message = _frame_decoder.decode(await connection.receive())
@@ -221,7 +208,8 @@ class OutputReceiver:
             pass
         except ValueError:  # msgspec's errors are ValueErrors too
             if connection.replica:
-                logger.warning(_UNREADABLE, f"engine {connection.replica}", exc_info=True)
+                why = versions_beside(connection.version)
+                logger.warning(_UNREADABLE, f"engine {connection.replica}", why, exc_info=True)
             else:
                 logger.warning("a connection to the output channel did not show its secret", exc_info=True)
         finally:
@@ -229,7 +217,7 @@ class OutputReceiver:
             self._on_lost(connection)
             connection.close()
 
-    async def _hello_of(self, connection: Connection) -> Hello:
+    async def _hello_of(self, connection: Connection) -> EngineHello:
         """Returns the first frame of the engine at the other end. Raises `ValueError` if it does not show the secret.
 
         If more than `MAX_UNPROVEN` connections have not shown the secret, the oldest of them is closed.
@@ -241,12 +229,11 @@ class OutputReceiver:
             async with asyncio.timeout(CONNECT_TIMEOUT_S):
                 if self._tls is not None:
                     await connection.secure(self._tls)
-                hello = _hello_decoder.decode(await connection.receive(MAX_HELLO_BYTES))
+                data = await connection.receive(MAX_HELLO_BYTES)
         finally:
             del self._unproven[connection]
-        if not hmac.compare_digest(hello.secret.encode(), self._secret.encode()):
-            raise ValueError("another secret")
-        return hello
+        assert self._address is not None
+        return proven(data, EngineHello, self._address.secret)
 
     async def close(self) -> None:
         """Stops listening and closes all connections."""
@@ -311,7 +298,7 @@ class OutputSender:
                 except BaseException:
                     connection.close()
                     raise
-        connection.send(Hello(address.secret, self._replica, self._node, stream_format()))
+        connection.send(EngineHello(address.secret, self._replica, self._node, stream_format(), own_version()))
         reader = asyncio.ensure_future(self._read(address, connection))
         self._readers.add(reader)
         reader.add_done_callback(self._readers.discard)
@@ -329,7 +316,8 @@ class OutputSender:
         except (asyncio.IncompleteReadError, OSError):
             pass
         except ValueError:
-            logger.warning(_UNREADABLE, f"the ingress at {address.host}:{address.port}", exc_info=True)
+            why = versions_beside(address.version)
+            logger.warning(_UNREADABLE, f"the ingress at {address.host}:{address.port}", why, exc_info=True)
         finally:
             del self._connections[address]
             connection.close()

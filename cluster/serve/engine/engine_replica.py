@@ -128,13 +128,16 @@ class EngineReplica:
         acknowledges the request at once, and another one says that its constraint is compiled and its run begins.
         Cancelling the call aborts the request. Raises `EngineFailed` if the engine has failed or fails meanwhile.
         """
-        (result,) = await self.generate_group([request], address)
+        (result,) = await self._run([request], address)
         return result
 
     async def generate_group(self, requests: list[EngineRequest], address: Address) -> list[RequestResult]:
         """Runs several requests as `generate` does, and returns when the last one has ended or was refused. One call
         for many requests is cheaper, because a call costs more than everything else that is done for a request.
         """
+        return Packed(RequestResult, await self._run(requests, address))
+
+    async def _run(self, requests: list[EngineRequest], address: Address) -> list[RequestResult]:
         self._loop = asyncio.get_running_loop()
         if self._thread.failure is not None:
             raise EngineFailed(self._thread.failure)
@@ -172,7 +175,7 @@ class EngineReplica:
             self._thread.add(plain)
         try:
             await asyncio.gather(call.ended, *map(self._add_resolved, constrained))
-            return Packed(RequestResult, call.results)
+            return call.results
         finally:
             while call.open:
                 _, request = call.open.popitem()

@@ -12,6 +12,7 @@ import functools
 import time
 from collections.abc import Iterable
 
+import msgspec
 import ray
 from ray import serve
 from ray.serve.exceptions import RayServeException
@@ -95,18 +96,16 @@ class Replicas:
 
     # ---- who gets what -------------------------------------------------------------------------------------------
 
-    def place(self, requests: list[EngineRequest], deployment: str, block_size: int) -> str:
-        """Chooses a replica for requests of one call; all go where the first one should go. Sets `num_new_tokens` of
-        each request.
+    def place(self, requests: list[EngineRequest], deployment: str, block_size: int) -> tuple[str, list[EngineRequest]]:
+        """Chooses a replica for requests of one call; all go where the first one should go. Returns the replica, and
+        the requests as it gets them: with `num_new_tokens`.
         """
-        first, *others = requests
-        replica, first.num_new_tokens = self.placement.place(
-            _prompt(first, block_size), deployment, self._now_avoided()
-        )
-        for request in others:
-            request.num_new_tokens = self.placement.follow(_prompt(request, block_size), replica)
+        first, *others = (_prompt(request, block_size) for request in requests)
+        replica, num_new_tokens = self.placement.place(first, deployment, self._now_avoided())
+        estimates = [num_new_tokens, *(self.placement.follow(prompt, replica) for prompt in others)]
         self.routed.update(dict.fromkeys((request.request_id for request in requests), replica))
-        return replica
+        placed = zip(requests, estimates, strict=True)
+        return replica, [msgspec.structs.replace(request, num_new_tokens=number) for request, number in placed]
 
     def pick(self, deployment: str) -> str:
         """Returns the replica that gets a call which any replica can answer."""

@@ -76,22 +76,24 @@ class EngineRouter(RequestRouter):
     ) -> RunningReplica:
         if candidate_replicas is not self._listed:  # Serve makes a new list whenever a replica comes or goes
             self._list(candidate_replicas)
-        requests = _requests(pending_request)
-        chosen = self._by_name.get(self._choose(requests))
+        chosen = self._by_name.get(self._choose(pending_request))
         if chosen is None:  # another handle of this process has learned of a replica before this one
             self._list(candidate_replicas)
-            chosen = self._by_name[self._choose(requests)]
+            chosen = self._by_name[self._choose(pending_request)]
         return chosen
 
-    def _choose(self, requests: list[EngineRequest]) -> str:
-        if not requests:
+    def _choose(self, pending: PendingRequest | None) -> str:
+        """Returns the replica for a call. The call then carries the requests as that replica gets them; those of the
+        caller stay as they are.
+        """
+        if pending is None or pending.future.done() or not pending.args:  # the caller no longer waits, or asks anybody
             return self._known.pick(self._deployment)
-        return self._known.place(requests, self._deployment, self._block_size)
-
-
-def _requests(pending: PendingRequest | None) -> list[EngineRequest]:
-    """Returns the requests to place; none if the caller no longer waits or the call carries no requests."""
-    if pending is None or pending.future.done() or not pending.args:
-        return []
-    asked = pending.args[0] if isinstance(pending.args[0], list) else [pending.args[0]]
-    return [each for each in asked if isinstance(each, EngineRequest)]
+        asked, *others = pending.args
+        if isinstance(asked, EngineRequest):
+            replica, (placed,) = self._known.place([asked], self._deployment, self._block_size)
+            pending.args = [placed, *others]
+        elif isinstance(asked, list):
+            replica, asked[:] = self._known.place(asked, self._deployment, self._block_size)
+        else:
+            return self._known.pick(self._deployment)
+        return replica

@@ -48,10 +48,6 @@ class Waker:
         self._told_s = start_s
 
     @property
-    def is_measured(self) -> bool:
-        return self._told_s is not None
-
-    @property
     def remaining_s(self) -> float:
         """Seconds until an engine serves, estimated from the last start; the full duration if none is starting."""
         whole = UNMEASURED_START_S if self._told_s is None else max(self._told_s, self._waking_s)

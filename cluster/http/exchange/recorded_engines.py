@@ -13,12 +13,10 @@ from typing import Any
 from manta.cluster.errors import error_of, refuse
 from manta.cluster.http.exchange.codec import LINES
 from manta.cluster.http.exchange.engines import Generation, GenerationRequest
-from manta.cluster.http.exchange.exchange import Exchange, GenerationExchange
-from manta.cluster.http.exchange.identity import Identity, new_stream_id
+from manta.cluster.http.exchange.exchange import Exchange, GenerationExchange, Identity, new_stream_id
 from manta.cluster.http.exchange.recordings import Opening, Recording, Streams
 from manta.cluster.http.exchange.reply import EventIds
-from manta.cluster.http.exchange.routing import Route
-from manta.cluster.http.exchange.state import AppState
+from manta.cluster.http.exchange.state import AppState, Route
 from manta.structured.constraint import ConstraintSpec
 from manta.structured.refusals import Refusal
 

@@ -1,0 +1,316 @@
+"""Everything that a request must pass before an engine gets it, in one place and in the order of the checks.
+
+| check | by | refused with |
+| --- | --- | --- |
+| the page and the name that the client used | `Origins.check` | 403 |
+| the API key | `Admission.caller` | 401 |
+| bytes and time of the body | `Incoming.body` | 408, 413, 503 |
+| values, encoding, shape and lists of the body | `decode` | 400 |
+| what the body's fields say together | `check` of its struct | 400 |
+| requests that are prepared at a time, and the deadline | `Admission.prepare` | 408, 429 |
+| the model, the priority, prompts and choices | `Admission.check_generation` | 400, 404 |
+| the size of an echo | `Admission.check_echo` | 400 |
+| sampling parameters | `Admission.sampling_params` | 400 |
+| template and encoding | `cluster/chat/plan.py`, `cluster/http/exchange/prompts.py` | 400 |
+| the size of the answer | `Admission.check_answer` | 400 |
+| the conversation's name | `session_of` | 400 |
+| requests and tokens per minute | `Caller.admit` | 429 |
+| what only the engine knows, such as the vocabulary | `cluster/engine/admission.py` | 400, 429 |
+
+The application makes the checks up to the deadline, and `cluster/http/endpoints/generation.py` the others. A line of a
+batch passes the same checks from `decode` on, but no deadline here and no limits per minute.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import time
+from collections.abc import AsyncIterator, Collection, Mapping, Sequence
+from typing import Any, Protocol, TypeVar
+
+import msgspec
+
+from manta.cluster.config import BodyLimits, ServeConfig
+from manta.cluster.errors import TOO_DEEP, Overdue, RequestRefused, refuse
+from manta.cluster.http.access.keys import ApiKeys
+from manta.cluster.http.access.origins import Headers, Origins
+from manta.cluster.http.access.rate_limits import KeyUse, RateLimits
+from manta.cluster.protocol.requests import ChatCompletionRequest, CompletionRequest, check_num_values, check_sizes
+from manta.cluster.protocol.shape_errors import shape_error
+from manta.structured.refusals import Refusal
+from manta.workers.sampling_params import SamplingParams
+
+EVERYBODY = "everybody"
+SESSION_HEADER = "x-session-id"
+"""Header that names a conversation. Its requests go to one engine where possible. Other routers use the same name."""
+MAX_SESSION_CHARACTERS = 256
+GenerationBody = ChatCompletionRequest | CompletionRequest
+_TOKEN_ID_LISTS = ("logit_bias", "allowed_token_ids", "stop_token_ids")
+_LIMITS = BodyLimits()
+
+
+class Caller:
+    """The client of one request. `address` is its own, or that of a proxy in front; for IPv6, the network of it."""
+
+    def __init__(self, address: str, key: str = "", owner: str = EVERYBODY, use: KeyUse | None = None) -> None:
+        self.address = address
+        self.key = key
+        """Name of the API key that the request brought; empty without keys."""
+        self.owner = owner
+        """Owner of the files, batches and cached prefixes that the request may use: that of its API key, or `EVERYBODY`
+        if the server has no keys.
+        """
+        self.use = use
+        """Rate limits of the API key; None if it has none, or if the request was admitted before."""
+        self.is_charged_later = False
+        """Whether somebody else charges the output, because it goes on without this request."""
+
+    @property
+    def sharer(self) -> str:
+        """Name under which the client takes turns with others: the name of its key, else its address."""
+        return self.key or self.address
+
+    def admit(self, num_prompt_tokens: int, headers: list[tuple[bytes, bytes]]) -> None:
+        """Counts a request and its prompts, and adds what is left to `headers`. Refuses with 429 if the key has
+        used up its requests or tokens per minute.
+        """
+        if self.use is None:
+            return
+        try:
+            self.use.admit(num_prompt_tokens)
+        finally:
+            headers += self.use.headers()
+
+    def charge(self, num_output_tokens: int) -> None:
+        """Takes the tokens of an output that has ended."""
+        if self.use is not None and not self.is_charged_later:
+            self.use.charge_output(num_output_tokens)
+
+
+class Body(Protocol):
+    """A decoded request body: a msgspec struct with a check of its own. It may have `fields_elsewhere`: names of fields
+    that belong to other bodies, each with advice.
+    """
+
+    def check(self) -> None:
+        """Checks what the types of the fields do not express. Raises `RequestRefused` naming the field."""
+        ...
+
+
+AnyBody = TypeVar("AnyBody", bound=Body)
+
+
+def decode(kind: type[AnyBody], body: bytes, limits: BodyLimits = _LIMITS) -> AnyBody:
+    """Returns the checked body as a `kind`. Raises `RequestRefused` naming the field of the first mistake."""
+    check_num_values(body, limits)
+    try:
+        body.decode()
+        request = _decoder(kind).decode(body)
+    except UnicodeDecodeError as error:
+        refuse("malformed", bound="UTF-8", cause=f"byte {error.start} is {body[error.start]:#04x}")
+    except msgspec.ValidationError as error:
+        raise shape_error(error, kind) from error
+    except msgspec.DecodeError as error:
+        refuse("malformed", bound="JSON", cause=str(error))
+    except RecursionError as error:
+        raise RequestRefused(TOO_DEEP) from error
+    check_lists(request, limits)
+    request.check()
+    return request
+
+
+@functools.cache
+def _decoder(kind: type[Any]) -> msgspec.json.Decoder[Any]:
+    return msgspec.json.Decoder(kind)
+
+
+def check_lists(body: Any, limits: BodyLimits) -> None:
+    """Checks every list of a decoded body. Raises `RequestRefused` naming its field."""
+    check_sizes(body)
+    num_parts, limit = _num_parts(getattr(body, "messages", None) or ()), limits.max_messages
+    if num_parts > limit:
+        unit, remedy = "messages, parts and calls", "leave some out, or raise body.max_messages"
+        refuse("over_limit", "messages", num_parts, limit, remedy, unit=unit)
+    num_prompts = _num_prompts(getattr(body, "prompt", None))
+    for field in _TOKEN_ID_LISTS:
+        count = len(getattr(body, field, None) or ())
+        if num_prompts * count > limits.max_token_ids:
+            remedy = "shorten it, send fewer prompts, or raise body.max_token_ids"
+            unit = f"entries ({count} for each of {num_prompts} prompts)"
+            refuse("over_limit", field, num_prompts * count, limits.max_token_ids, remedy, unit=unit)
+
+
+def _num_parts(messages: Sequence[Any]) -> int:
+    """Counts messages, their parts and their calls. Other APIs' messages have their calls among the parts."""
+    parts = (message.content for message in messages if isinstance(message.content, list))
+    calls = (getattr(message, "tool_calls", None) or () for message in messages)
+    return len(messages) + sum(map(len, parts)) + sum(map(len, calls))
+
+
+def _num_prompts(prompt: Any) -> int:
+    return len(prompt) if isinstance(prompt, list) and prompt and not isinstance(prompt[0], int) else 1
+
+
+class Preparation:
+    """One request that an ingress prepares: no engine has it yet, and its answer has not begun. Until `end`, it has a
+    deadline here and counts against the limit.
+    """
+
+    def __init__(self, admission: Admission, timeout: asyncio.Timeout, timeout_s: float, is_counted: bool) -> None:
+        self._admission = admission
+        self._timeout: asyncio.Timeout | None = timeout
+        self._deadline = time.monotonic() + timeout_s
+        self._is_counted = is_counted
+
+    @property
+    def remaining_s(self) -> float:
+        """Seconds until the request's deadline, at least 0."""
+        return max(0.0, self._deadline - time.monotonic())
+
+    def end(self) -> None:
+        """Ends the preparation, because an engine has the request and its deadline, or its answer begins. Later calls
+        do nothing.
+        """
+        if self._timeout is None:
+            return
+        if not self._timeout.expired():
+            self._timeout.reschedule(None)
+        self._timeout = None
+        self._admission.num_prepared -= self._is_counted
+
+
+class Admission:
+    """The checks of one ingress, with what they count: the requests that it prepares, and its keys' use."""
+
+    def __init__(self, config: ServeConfig) -> None:
+        engine = config.engine
+        self._config = config
+        self._model_name = config.model_name
+        self._keys = ApiKeys(config.api_keys or ())
+        self.origins = Origins(config)
+        self.rate_limits = RateLimits(config.key_limits)
+        self.max_prepared = config.max_engines * (engine.max_num_sequences + engine.max_num_waiting)
+        """Requests that are prepared at a time: at most as many as all engines may run and queue."""
+        self.num_prepared = 0
+        """Requests that count against the limit now."""
+
+    # ---- any request ---------------------------------------------------------------------------------------------
+
+    def caller(self, headers: Headers, address: str) -> Caller:
+        """Returns the client that the API key in the headers names. Refuses with 401 if the server has keys and this
+        is none of them.
+        """
+        if not self._config.api_keys:
+            return Caller(address)
+        scheme, _, given = headers.get("authorization", "").partition(" ")
+        if scheme.lower() != "bearer":
+            given = headers.get("x-api-key", "")  # where Anthropic's clients put it
+        name = self._keys.name_of(given) if given else None
+        if name is None:
+            refuse("no_key", remedy="send Authorization: Bearer KEY")
+        return Caller(address, name, self._keys.owner_of(name), self.rate_limits.of(name))
+
+    @contextlib.asynccontextmanager
+    async def prepare(self, is_counted: bool) -> AsyncIterator[Preparation]:
+        """Prepares one request in the body of the `async with`. Endpoints about the server's own state need not count.
+
+        Raises `QueueFull` if the limit is reached, and `Overdue` if `request_timeout_s` passes before
+        `Preparation.end`.
+        """
+        if is_counted and self.num_prepared >= self.max_prepared:
+            unit, remedy = "requests wait here for an engine", "retry later, or raise engine.max_num_waiting"
+            refuse("queue_full", "", self.num_prepared, self.max_prepared, remedy, unit=unit)
+        self.num_prepared += is_counted
+        timeout_s = self._config.request_timeout_s
+        try:
+            async with asyncio.timeout(timeout_s) as timeout:
+                preparation = Preparation(self, timeout, timeout_s, is_counted)
+                try:
+                    yield preparation
+                finally:
+                    preparation.end()
+        except TimeoutError as error:
+            if not timeout.expired():
+                raise
+            cause, place = "no engine took the request within its time", f"request_timeout_s, {timeout_s:g}"
+            raise Overdue(Refusal("deadline", bound=timeout_s, cause=cause, place=place)) from error
+
+    def check_model(self, name: str) -> None:
+        """Refuses with 404 if `name` is not the served model."""
+        if name != self._model_name:
+            refuse("unknown_model", "model", name, self._model_name)
+
+    # ---- a chat or a completion ----------------------------------------------------------------------------------
+
+    def check_generation(self, body: GenerationBody, caller: Caller, num_prompts: int) -> None:
+        """Checks the model, the priority, and the operator's limits on prompts and choices of one request."""
+        self.check_model(body.model)
+        self._check_priority(caller, body.priority)
+        limit = self._config.max_prompts_per_request
+        if num_prompts > limit:
+            remedy = "send several requests or raise max_prompts_per_request"
+            refuse("over_limit", "prompt", num_prompts, limit, remedy, unit="prompts")
+        limit, num_choices = self._config.max_choices_per_request, num_prompts * body.num_choices
+        if num_choices > limit:
+            remedy = "lower it, send fewer prompts or raise max_choices_per_request"
+            refuse("over_limit", "n", num_choices, limit, remedy, unit=f"choices of {num_prompts} prompts")
+
+    def _check_priority(self, caller: Caller, priority: int) -> None:
+        """Refuses a negative priority if the client may not ask for one."""
+        allowed = self._config.priority_clients
+        if priority < 0 and "*" not in allowed and not (caller.key and caller.key in allowed):
+            cause = "it goes before others' requests, and the operator did not allow that (priority_clients)"
+            refuse("not_allowed", "priority", priority, 0, "leave it out, or send 0 or more", cause=cause)
+
+    def check_echo(self, given: Sequence[str | list[int]], n: int) -> None:
+        """Checks the length of echoed prompts, which every choice repeats. A token id counts as 8 characters."""
+        limit = self._config.max_body_bytes
+        num_characters = n * sum(len(prompt) if isinstance(prompt, str) else 8 * len(prompt) for prompt in given)
+        if num_characters > limit:
+            unit, remedy = "characters of prompts to repeat", "leave it out, lower n, or raise max_body_bytes"
+            refuse("over_limit", "echo", num_characters, limit, remedy, unit=unit)
+
+    def sampling_params(self, body: GenerationBody, defaults: Mapping[str, float]) -> SamplingParams:
+        """Returns the body's sampling parameters; `defaults` fill what it leaves out. Raises `RequestRefused` naming
+        the field that is out of bounds, or the logits processor that is not registered.
+        """
+        params = body.sampling_params(defaults)
+        registered = self._config.engine.logits_processors
+        for index, spec in enumerate(params.logits_processors):
+            if spec.name not in registered:
+                known = tuple(registered) or "none, for this server has none"
+                refuse("unknown_value", f"logits_processors[{index}].name", spec.name, known)
+        return params
+
+    def check_answer(
+        self, params: SamplingParams, prompts: Sequence[Collection[int]], max_model_len: int, stream: bool
+    ) -> None:
+        """Checks how many log-probabilities an answer may hold until it is complete: those of each choice's prompt,
+        and those of its output unless that is streamed.
+        """
+        num_prompt = num_output = 0
+        for prompt in prompts:
+            room = max(0, max_model_len - len(prompt))
+            if params.prompt_logprobs is not None:
+                num_prompt += params.n * len(prompt) * (params.prompt_logprobs + 1)
+            if params.logprobs is not None and not stream:
+                num_output += params.n * min(params.max_tokens or room, room) * (params.logprobs + 1)
+        limit = self._config.body.max_logprobs
+        if num_prompt + num_output <= limit:
+            return
+        field = "prompt_logprobs" if num_prompt > num_output else "logprobs"
+        remedy = "lower it, n or max_tokens, send fewer or shorter prompts, or raise body.max_logprobs"
+        refuse("over_limit", field, num_prompt + num_output, limit, remedy, unit="log-probabilities in the answer")
+
+
+def session_of(headers: Headers) -> str:
+    """Returns the client's name of its conversation; empty if there is none. Raises `RequestRefused` if it is too
+    long.
+    """
+    session = headers.get(SESSION_HEADER, "")
+    if len(session) > MAX_SESSION_CHARACTERS:
+        remedy = "send a shorter name, or a hash of it"
+        refuse("over_limit", SESSION_HEADER, len(session), MAX_SESSION_CHARACTERS, remedy, unit="characters")
+    return session
