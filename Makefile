@@ -8,6 +8,7 @@
 #   make prove                              the long tests too; interrupted, it goes on where it stopped
 #   make fuzz [MINUTES=10] [SEED=1]         random cases against the plain engine; CASE=file runs one again
 #   make fuzz ARGS=--http [MINUTES=10]     clients of all kinds, good and hostile, against a live server
+#   make fuzz ARGS=--numbers [MINUTES=10]  extreme numbers in schemas, options and a model's files
 #   make soak [MINUTES=30]                  memory and delays of a server under constant mixed load
 #   make package [PACKAGE=folder]           sdist and wheel in .work/package/dist, tried in an empty environment
 #   make lint | make clean | make constraints

@@ -3,47 +3,60 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from typing import Any
 from urllib.parse import unquote
 
-APPLICATORS = ("allOf", "anyOf", "oneOf")
-"""Keywords whose schemas apply to the same value."""
+ALTERNATIVES = ("anyOf", "oneOf")
 BRANCHES = ("if", "then", "else")
 
 
-def in_order(instance: Any, schema: Any) -> Any:
+Takes = Callable[[Any, Any], bool]
+"""Returns whether a schema takes a value."""
+
+
+def in_order(instance: Any, schema: Any, takes: Takes = lambda schema, value: True) -> Any:
     """Returns the instance with the properties of every object in the order of the schemas that apply to it; unnamed
-    ones come last, as they are. References must be JSON pointers into `schema` (`#/...`, RFC 6901); others are ignored.
+    ones come last, as they are. Of alternatives those apply that take the value. References must be JSON pointers into
+    `schema` (`#/...`, RFC 6901); others are ignored.
     """
-    return _ordered(instance, [schema], schema)
+    return _ordered(instance, [schema], schema, takes)
 
 
-def _ordered(value: Any, schemas: list[Any], root: Any) -> Any:
-    applied = _applied(schemas, root)
+def _ordered(value: Any, schemas: list[Any], root: Any, takes: Takes) -> Any:
+    applied = _applied(schemas, root, lambda schema: takes(schema, value))
     if isinstance(value, dict):
         named = [name for schema in applied for name in schema.get("properties", {})]
         names = dict.fromkeys([*(name for name in named if name in value), *value])
-        return {name: _ordered(value[name], _of_property(applied, name), root) for name in names}
+        return {name: _ordered(value[name], _of_property(applied, name), root, takes) for name in names}
     if isinstance(value, list):
-        return [_ordered(item, _of_item(applied, index), root) for index, item in enumerate(value)]
+        return [_ordered(item, _of_item(applied, index), root, takes) for index, item in enumerate(value)]
     return value
 
 
-def _applied(schemas: list[Any], root: Any) -> list[dict[str, Any]]:
-    """Returns the schemas and all that they apply to the same value, each once."""
-    found: list[dict[str, Any]] = []
-    waiting = list(schemas)
-    while waiting:
-        schema = waiting.pop(0)
-        if not isinstance(schema, dict) or any(schema is each for each in found):
-            continue
-        found.append(schema)
-        inner = [each for keyword in APPLICATORS for each in schema.get(keyword, ())]
-        inner += [schema[keyword] for keyword in BRANCHES if keyword in schema]
-        if isinstance(schema.get("$ref"), str):
-            inner.append(_target(schema["$ref"], root))
-        waiting = inner + waiting
-    return found
+def _applied(schemas: list[Any], root: Any, takes: Callable[[Any], bool]) -> list[dict[str, Any]]:
+    """Returns the schemas and all that they apply to the same value, each once, in the order of their keywords."""
+    found: dict[int, dict[str, Any]] = {}
+    seen: set[int] = set()
+
+    def add(schema: Any) -> None:
+        if not isinstance(schema, dict) or id(schema) in seen:
+            return
+        seen.add(id(schema))
+        for keyword, value in schema.items():
+            if keyword == "properties":
+                found[id(schema)] = schema
+            elif keyword == "$ref" and isinstance(value, str):
+                add(_target(value, root))
+            elif keyword == "allOf" or keyword in ALTERNATIVES or keyword in BRANCHES:
+                for inner in value if isinstance(value, list) else [value]:
+                    if keyword == "allOf" or takes(inner):
+                        add(inner)
+        found[id(schema)] = schema
+
+    for schema in schemas:
+        add(schema)
+    return list(found.values())
 
 
 def _of_property(applied: list[dict[str, Any]], name: str) -> list[Any]:

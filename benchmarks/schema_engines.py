@@ -1,18 +1,23 @@
 """Engines that turn JSON schemas into masks, each behind one face, and the process that tries one of them on schemas.
 
-`python -m benchmarks.schema_engines NAME` reads lines of JSON, `{"file": ..., "tests": ..., "walks": ...}`, and answers
-each with a line. A crash or a compilation without end then costs its parent one schema.
+`python -m benchmarks.schema_engines NAME ...` reads lines of JSON, `{"file": ...}`, and answers each with a line. The
+process ends by `SIGPROF` when a file has cost more processor time than it may, so an endless compilation or a crash
+costs its parent one schema. Times are the thread's processor time: other work on the machine does not count.
 """
 
 from __future__ import annotations
 
-import contextlib
 import json
+import math
 import pathlib
 import random
+import resource
+import signal
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
+from decimal import Decimal
 from typing import Any, Protocol
 
 import jsonschema
@@ -26,14 +31,33 @@ from manta.structured.backends.choose import Backends
 from manta.structured.backends.llguidance import Compiled, LLGuidanceGrammar, tokenizer_of
 from manta.structured.backends.llguidance_grammar import Translation
 from manta.structured.backends.xgrammar import XGrammarBackend
-from manta.structured.constraint import ConstraintError, ConstraintSpec
+from manta.structured.constraint import (
+    ConstraintError,
+    ConstraintLimits,
+    ConstraintSpec,
+    check_form,
+    check_limits,
+    check_size,
+)
 from manta.structured.masks import row_words
+from manta.structured.pool_config import PoolConfig
+from manta.structured.schemas.numbers import json_text, plain_text, read_json
 from manta.structured.vocabulary import Vocabulary
 
-MAX_TOKENS = 600
-"""Tokens of the longest instance that is tried, and of a walk."""
-CLOSING = b'"}]0'
-"""First bytes of the tokens that a walk takes now and then, so that it ends."""
+RANDOM_TOKENS = 200
+"""Tokens of a walk that are drawn at random. Then the walk heads for its end."""
+WALK_TOKENS = 2000
+"""Tokens after which a walk has found no end."""
+OPENING = b'"0123456789ntf{[,:-'
+"""First bytes of the tokens among which a walk that heads for its end draws, where nothing can be closed."""
+LETTERS = bytes(range(0x20, 0x7F))
+"""First bytes of the tokens among which it draws in a string that may not end."""
+MEMORY_BYTES = 4 * 2**30
+"""Address space of the process; an engine that needs more fails on the schema."""
+MASK_SECONDS = PoolConfig().mask_seconds
+"""Time in which the server must fill a mask: a text with a slower one counts as timed out."""
+BUCKETS_PER_DECADE = 40
+"""Resolution of the recorded times: a quantile is right within 6%."""
 
 
 class Matcher(Protocol):
@@ -47,24 +71,35 @@ class Matcher(Protocol):
 class Engine(Protocol):
     """Made once in each process."""
 
+    compile_seconds: float
+    """Processor seconds that one compilation may take; 0 if it has no limit of its own."""
+
     def compile(self, schema: Any) -> Callable[[], Matcher]:
         """What makes matchers of the schema. Raises any exception if the engine refuses it."""
 
 
 class MantaEngine:
-    """Rewritten, guarded, and by the backend that `auto` chooses."""
+    """The server's way with its default limits: checked, rewritten, guarded, by the backend that `auto` chooses."""
 
     def __init__(self, vocabulary: Vocabulary) -> None:
+        self._limits = ConstraintLimits()
+        self.compile_seconds = self._limits.compile_seconds
         self._backends = Backends(vocabulary)
         self._backends.warm_up()
 
     def compile(self, schema: Any) -> Callable[[], Session]:
-        resolved = self._backends.resolve(ConstraintSpec(kind="json_schema", text=json.dumps(schema)))
+        spec = ConstraintSpec(kind="json_schema", text=json_text(schema))
+        check_form(spec)
+        check_size(spec, self._limits)
+        check_limits(spec, self._limits)
+        resolved = self._backends.resolve(spec)
         return self._backends.get(resolved.spec.backend).load(resolved.spec, resolved.compiled).session
 
 
 class LLGuidanceEngine:
     """llguidance's own reading of a schema."""
+
+    compile_seconds = 0.0
 
     def __init__(self, vocabulary: Vocabulary) -> None:
         self._vocabulary = vocabulary
@@ -81,6 +116,8 @@ class LLGuidanceEngine:
 class XGrammarEngine:
     """xgrammar's own reading of a schema, whatever it ignores."""
 
+    compile_seconds = 0.0
+
     def __init__(self, vocabulary: Vocabulary) -> None:
         self._backend = XGrammarBackend(vocabulary)
 
@@ -96,124 +133,297 @@ ENGINES: dict[str, Callable[[Vocabulary], Engine]] = {
 }
 
 
+class Times:
+    """Times in µs, as counts of buckets on a logarithmic scale, with their exact sum and maximum."""
+
+    def __init__(self) -> None:
+        self._buckets: Counter[int] = Counter()
+        self._sum = self._max = 0.0
+
+    def add(self, seconds: float) -> None:
+        microseconds = max(seconds * 1e6, 0.1)
+        self._buckets[round(BUCKETS_PER_DECADE * math.log10(microseconds))] += 1
+        self._sum += microseconds
+        self._max = max(self._max, microseconds)
+
+    def as_json(self) -> dict[str, Any]:
+        return {"buckets": self._buckets, "sum": round(self._sum), "max": round(self._max)}
+
+
+class TooSlow(Exception):
+    """A mask took longer than the server waits for one."""
+
+
 class Trial:
     """Tries one engine on one schema after another."""
 
-    def __init__(self, name: str, vocabulary: Vocabulary) -> None:
+    def __init__(self, name: str, vocabulary: Vocabulary, num_tests: int, num_walks: int, seconds: float) -> None:
         self._engine = ENGINES[name](vocabulary)
         self._vocabulary = vocabulary
+        self._num_tests, self._num_walks, self._seconds = num_tests, num_walks, seconds
         self._tokenizer = Tokenizer.from_str(vocabulary.tokenizer_json)
         self._row = np.zeros(row_words(vocabulary.vocab_size), dtype=np.int32)
-        self._closing = [vocabulary.byte_token_ids()[byte] for byte in CLOSING]
+        self._ids = {token: token_id for token_id, token in enumerate(vocabulary.tokens)}
+        self._longest = max(map(len, self._ids))
+        self._ends = list(vocabulary.eos_token_ids)
 
-    def run(self, file: str, num_tests: int, num_walks: int) -> dict[str, Any]:
+    def run(self, file: str) -> dict[str, Any]:
         """Counts and times, or only why the schema is refused."""
         data = json.loads(pathlib.Path(file).read_text())
-        started = time.perf_counter()
+        found: dict[str, Any] = Counter()
+        self._masks, self._grammar_masks = Times(), Times()
+        signal.setitimer(signal.ITIMER_PROF, self._engine.compile_seconds or self._seconds)
+        started = time.thread_time()
         try:
-            matcher = self._engine.compile(data["schema"])
-            matcher()
+            new = self._engine.compile(data["schema"])
+            is_guarded = hasattr(new(), "unguarded")
         except Exception as error:  # each engine has its own kinds
-            return {"refused": f"{type(error).__name__}: {error}"[:300]}
-        seconds = time.perf_counter() - started
-        found: dict[str, Any] = {"compile_ms": seconds * 1e3, "mask_us": [], "valid": 0, "forbidden": 0, "wrong": 0}
-        found |= {"out_of_order": 0, "walks": 0, "dead_ends": 0, "rows_struck": 0, "rows": 0}
+            return {"refused": f"{type(error).__name__}: {error}"[:500]}
+        found["compile_ms"] = round((time.thread_time() - started) * 1e3, 3)
+        signal.setitimer(signal.ITIMER_PROF, self._seconds)
         kind = jsonschema.validators.validator_for(data["schema"], default=jsonschema.Draft202012Validator)
         judge = kind(data["schema"], format_checker=kind.FORMAT_CHECKER)
-        found["failed"] = 0
-        for case in data["tests"][:num_tests]:
-            with self._counted(found):
-                self._instance(matcher, case, judge, found)
-        for index in range(num_walks):
-            with self._counted(found):
-                self._walk(matcher(), random.Random(f"{pathlib.Path(file).name}{index}"), judge, found)
-        return found
+        for case in data["tests"][: self._num_tests or None]:
+            self._counted(found, lambda case=case: self._instance(new, case, judge, found))
+        words = [word for case in data["tests"] if case["valid"] for word in _strings(case["data"])]
+        for index in range(self._num_walks):
+            chooser = random.Random(f"{pathlib.Path(file).name}{index}")
+            self._counted(found, lambda chooser=chooser: self._walk(new(), chooser, judge, words, found))
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        return {
+            **found,
+            "guarded": is_guarded,
+            "masks": self._masks.as_json(),
+            "grammar_masks": self._grammar_masks.as_json(),
+        }
 
-    @contextlib.contextmanager
-    def _counted(self, found: dict[str, Any]) -> Iterator[None]:
+    @staticmethod
+    def _counted(found: dict[str, Any], trial: Callable[[], None]) -> None:
         """Counts a text that an engine gives up on, as llguidance does where its limits are exceeded."""
         try:
-            yield
-        except Exception:  # each engine has its own kinds
+            trial()
+        except TooSlow:
+            found["slow_texts"] += 1
+        except Exception as error:  # each engine has its own kinds
             found["failed"] += 1
+            found["failure"] = f"{type(error).__name__}: {error}"[:300]
+
+    # ---- instances ---------------------------------------------------------------------------------------------------
 
     def _instance(self, new: Callable[[], Matcher], case: dict[str, Any], judge: Any, found: dict[str, Any]) -> None:
         token_ids = self._token_ids(case["data"])
-        if len(token_ids) > MAX_TOKENS:
-            return
-        accepted = self._writes(new(), token_ids, found)
+        found["valid" if case["valid"] else "invalid"] += 1
+        accepted = self._writes(new(), token_ids)
         if case["valid"] and not accepted:
-            ordered = self._writes(new(), self._token_ids(in_order(case["data"], judge.schema)), found)
-            found["out_of_order" if ordered else "forbidden"] += 1
-        found["valid"] += case["valid"]
-        found["wrong"] += accepted and not case["valid"] and not judge.is_valid(case["data"])
+            found["valid_rejected"] += 1
+            ordered = in_order(case["data"], judge.schema, lambda schema, value: _takes(judge, schema, value))
+            if self._writes_text(new(), case["data"]):
+                found["valid_rejected_for_spelling"] += 1
+            elif self._writes(new(), self._token_ids(ordered)) or self._writes_text(new(), ordered):
+                found["valid_rejected_for_order"] += 1
+            elif _verdict(judge, case["data"]) is False:
+                found["valid_rejected_as_jsonschema_does"] += 1
+        elif accepted and not case["valid"]:
+            found["invalid_accepted"] += 1
+            found["invalid_accepted_as_jsonschema_does"] += _verdict(judge, case["data"]) is True
+        if not case["valid"]:
+            matcher = new()
+            if hasattr(matcher, "unguarded"):
+                found["invalid_accepted_by_grammar"] += self._writes(matcher.unguarded, token_ids)
 
     def _token_ids(self, instance: Any) -> list[int]:
-        return list(self._tokenizer.encode(json.dumps(instance, ensure_ascii=False)).ids)
+        text = json.dumps(instance, ensure_ascii=False)
+        return list(self._tokenizer.encode(text, add_special_tokens=False).ids)
 
-    def _writes(self, matcher: Matcher, token_ids: list[int], found: dict[str, Any]) -> bool:
+    def _writes(self, matcher: Matcher, token_ids: list[int]) -> bool:
         """Returns whether the engine lets a model write these tokens and end."""
-        return all(self._follows(matcher, token_id, found) for token_id in token_ids) and matcher.is_accepting()
+        return all(self._follows(matcher, token_id) for token_id in token_ids) and matcher.is_accepting()
 
-    def _follows(self, matcher: Matcher, token_id: int, found: dict[str, Any]) -> bool:
-        try:
-            self._fill(matcher, found)
-        except DeadEnd:
-            found["dead_ends"] += 1
-            return False
-        is_allowed = bool(self._row[token_id // 32] >> token_id % 32 & 1)
-        return is_allowed and matcher.accept(token_id)
-
-    def _fill(self, matcher: Matcher, found: dict[str, Any]) -> None:
-        started = time.perf_counter()
-        matcher.fill(self._row)
-        found["mask_us"].append(round((time.perf_counter() - started) * 1e6, 1))
-        if hasattr(matcher, "unguarded"):
-            wider = self._row.copy()
-            matcher.unguarded.fill(wider)
-            found["rows_struck"] += bool((wider & ~self._row).any())
-        found["rows"] += 1
-
-    def _walk(self, matcher: Matcher, chooser: random.Random, judge: Any, found: dict[str, Any]) -> None:
-        """A text of random tokens that the masks allow, a third of them such that close something."""
-        tokens, ends, output = self._vocabulary.tokens, set(self._vocabulary.eos_token_ids), b""
-        found["walks"] += 1
-        for _ in range(MAX_TOKENS):
-            if matcher.is_accepting() and chooser.random() < 0.5:
-                break
+    def _writes_text(self, matcher: Matcher, instance: Any) -> bool:
+        """Returns whether the engine lets a model write the instance, with numbers without exponents, in the longest
+        tokens that it allows. llguidance allows no others where it forces a text; they need not be the tokenizer's.
+        """
+        text = _plain_json(read_json(json.dumps(instance))).encode()
+        while text:
             try:
-                self._fill(matcher, found)
+                self._fill(matcher)
             except DeadEnd:
-                found["dead_ends"] += 1
-                return
-            allowed = np.flatnonzero(np.unpackbits(self._row.view(np.uint8), bitorder="little")).tolist()
-            allowed = [token_id for token_id in allowed if token_id not in ends and token_id < len(tokens)]
-            if not allowed:
+                return False
+            heads = (text[:length] for length in range(min(len(text), self._longest), 0, -1))
+            token_ids = (token_id for head in heads if (token_id := self._ids.get(head)) is not None)
+            token_id = next(filter(self._allows, token_ids), None)
+            if token_id is None or not matcher.accept(token_id):
+                return False
+            text = text[len(self._vocabulary.tokens[token_id]) :]
+        return matcher.is_accepting()
+
+    def _follows(self, matcher: Matcher, token_id: int) -> bool:
+        try:
+            self._fill(matcher)
+        except DeadEnd:
+            return False
+        return self._allows(token_id) and matcher.accept(token_id)
+
+    def _allows(self, token_id: int) -> bool:
+        return bool(self._row[token_id // 32] >> token_id % 32 & 1)
+
+    def _fill(self, matcher: Matcher) -> None:
+        if hasattr(matcher, "unguarded"):
+            self._timed(matcher.unguarded, self._grammar_masks)
+        self._timed(matcher, self._masks)
+
+    def _timed(self, matcher: Matcher, times: Times) -> None:
+        started = time.thread_time()
+        try:
+            matcher.fill(self._row)
+        finally:
+            seconds = time.thread_time() - started
+            times.add(seconds)
+        if seconds > MASK_SECONDS:
+            raise TooSlow
+
+    # ---- walks -------------------------------------------------------------------------------------------------------
+
+    def _walk(
+        self, matcher: Matcher, chooser: random.Random, judge: Any, words: list[str], found: dict[str, Any]
+    ) -> None:
+        """Writes a text of random tokens that the masks allow, and then one that heads for the end."""
+        output, walker = bytearray(), Walker(self._vocabulary, chooser, words)
+        found["walks"] += 1
+        for index in range(WALK_TOKENS):
+            heads_for_end = index >= RANDOM_TOKENS
+            if matcher.is_accepting() and (heads_for_end or chooser.random() < 0.3):
                 break
-            closing = [token_id for token_id in self._closing if self._row[token_id // 32] >> token_id % 32 & 1]
-            token_id = chooser.choice(closing if closing and chooser.random() < 0.33 else allowed)
-            matcher.accept(token_id)
-            output += tokens[token_id]
-        if matcher.is_accepting():
-            found["wrong"] += not _is_valid(output, judge)
-        elif len(output) and not allowed:
-            found["dead_ends"] += 1
+            if not self._has_next(matcher):
+                found["dead_ends"] += not matcher.is_accepting()
+                break
+            token_id = walker.drawn(self._row, heads_for_end)
+            if not matcher.accept(token_id):
+                break
+            walker.accept(token_id)
+            output += self._vocabulary.tokens[token_id]
+        if not matcher.is_accepting():
+            found["walks_without_end"] += 1
+            found["walk"] = bytes(output[-300:]).decode(errors="replace")
+            return
+        verdict = _verdict_of_text(judge, bytes(output))
+        found["walks_unjudged"] += verdict is None
+        if verdict is False:
+            found["walks_wrong"] += 1
+            found["walk"] = bytes(output[-2000:]).decode(errors="replace")
+
+    def _has_next(self, matcher: Matcher) -> bool:
+        """Fills the mask. Returns whether it allows a token."""
+        try:
+            self._fill(matcher)
+        except DeadEnd:
+            return False
+        self._vocabulary.set_tokens(self._row, self._ends, False)
+        return bool(self._row.any())
 
 
-def _is_valid(output: bytes, judge: Any) -> bool:
+class Walker:
+    """Draws the tokens of a text: at random first, and then such as end it."""
+
+    def __init__(self, vocabulary: Vocabulary, chooser: random.Random, words: list[str]) -> None:
+        self._tokens, self._of_bytes = vocabulary.tokens, vocabulary.byte_token_ids()
+        self._chooser = chooser
+        self._words = words
+        """Strings of valid instances, of which all or an end is tried: a random text hardly ever matches a pattern."""
+        self._word: list[int] = []
+        """Tokens that are left of the word which is being written."""
+        self._in_string = self._is_escaped = False
+
+    def drawn(self, row: np.ndarray, heads_for_end: bool) -> int:
+        """Returns a token that the mask allows; it allows one."""
+
+        def is_allowed(token_id: int) -> bool:
+            return bool(row[token_id // 32] >> token_id % 32 & 1)
+
+        if self._word and is_allowed(self._word[0]):
+            return self._word.pop(0)
+        self._word = []
+        if self._chooser.random() < (0.8 if heads_for_end else 0.33):
+            for group in self._groups(heads_for_end):
+                if allowed := [token_id for token_id in group if is_allowed(token_id)]:
+                    return self._chooser.choice(allowed)
+        allowed_ids = np.flatnonzero(np.unpackbits(row.view(np.uint8), bitorder="little"))
+        return int(allowed_ids[self._chooser.randrange(len(allowed_ids))])
+
+    def _groups(self, heads_for_end: bool) -> list[list[int]]:
+        """Returns tokens that lead towards the end, the best ones first."""
+        if not self._in_string:
+            return [self._ids(b"}]"), self._ids(OPENING)]
+        if not heads_for_end or not self._words or self._chooser.random() < 0.5:
+            return [self._ids(b'"'), self._ids(LETTERS)]
+        word = self._chooser.choice(self._words)
+        start = self._chooser.choice((0, self._chooser.randrange(len(word) + 1)))
+        text = json.dumps(word[start:], ensure_ascii=False).encode()
+        first, *self._word = self._ids(text[1:])
+        return [self._ids(b'"'), [first]]
+
+    def _ids(self, text: bytes) -> list[int]:
+        return [self._of_bytes[byte] for byte in text if byte in self._of_bytes]
+
+    def accept(self, token_id: int) -> None:
+        for byte in self._tokens[token_id]:
+            if self._is_escaped:
+                self._is_escaped = False
+            elif byte == ord("\\"):
+                self._is_escaped = self._in_string
+            elif byte == ord('"'):
+                self._in_string = not self._in_string
+
+
+def _plain_json(value: Any) -> str:
+    """Returns the JSON of a value, whose numbers have no exponents."""
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{_plain_json(name)}: {_plain_json(item)}" for name, item in value.items()) + "}"
+    if isinstance(value, list):
+        return "[" + ", ".join(map(_plain_json, value)) + "]"
+    return plain_text(value) if isinstance(value, Decimal) else json.dumps(value, ensure_ascii=False)
+
+
+def _strings(value: Any) -> Iterator[str]:
+    """Returns the strings anywhere in an instance."""
+    if isinstance(value, str):
+        yield value
+    for item in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
+        yield from _strings(item)
+
+
+def _takes(judge: Any, schema: Any, instance: Any) -> bool:
+    """Returns whether a schema within the judge's takes a value; True if `jsonschema` cannot say."""
+    return _verdict(judge.evolve(schema=schema), instance) is not False
+
+
+def _verdict(judge: Any, instance: Any) -> bool | None:
+    """Returns whether `jsonschema` takes the instance; None if it cannot say, as for a reference to nothing."""
     try:
-        return bool(judge.is_valid(json.loads(output)))
-    except (ValueError, RecursionError):
+        return bool(judge.is_valid(instance))
+    except Exception:  # a strange schema raises any kind
+        return None
+
+
+def _verdict_of_text(judge: Any, text: bytes) -> bool | None:
+    try:
+        instance = json.loads(text)
+    except RecursionError:
+        return None
+    except ValueError:
         return False
+    return _verdict(judge, instance)
 
 
 def main() -> None:
-    name, folder, vocab_size, eos = sys.argv[1:]
-    trial = Trial(name, Vocabulary.load(folder, int(vocab_size), (int(eos),)))
+    name, folder, vocab_size, eos, tests, walks, seconds = sys.argv[1:]
+    resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
+    sys.set_int_max_str_digits(0)  # a walk may write more
+    vocabulary = Vocabulary.load(folder, int(vocab_size), (int(eos),))
+    trial = Trial(name, vocabulary, int(tests), int(walks), float(seconds))
     print(json.dumps({"ready": True}), flush=True)
     for line in sys.stdin:
-        job = json.loads(line)
-        print(json.dumps(trial.run(job["file"], job["tests"], job["walks"])), flush=True)
+        print(json.dumps(trial.run(json.loads(line)["file"])), flush=True)
 
 
 if __name__ == "__main__":

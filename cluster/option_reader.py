@@ -14,6 +14,7 @@ import reprlib
 import types
 import typing
 from collections.abc import Iterator
+from decimal import Decimal
 from typing import Any, TypeVar
 
 import msgspec
@@ -21,6 +22,8 @@ import msgspec
 AnyOptions = TypeVar("AnyOptions", bound=msgspec.Struct)
 
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([kKMGT]?)(i?)B", re.ASCII)
+MOST_NUMBER = 2**63 - 1
+"""Greatest number of an option: what every process and library reads that is told of it."""
 _POWERS = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4}
 
 
@@ -59,8 +62,24 @@ def _prepared(data: Any, kind: Any, root: type, path: str) -> Any:
     if typing.get_origin(first) is typing.Literal and data is not None:
         return _checked_choice(data, typing.get_args(first), path)
     if path.endswith("_bytes") and isinstance(data, str):
-        return _num_bytes(data, path)
-    return data
+        return _checked_number(_num_bytes(data, path), path)
+    return _checked_numbers(data, path)
+
+
+def _checked_numbers(data: Any, path: str) -> Any:
+    """Returns `data`, after a look at the numbers in lists and in objects whose keys are the operator's."""
+    if isinstance(data, dict):
+        return {key: _checked_numbers(value, _dotted(path, key)) for key, value in data.items()}
+    if isinstance(data, list):
+        return [_checked_numbers(value, f"{path}[{index}]") for index, value in enumerate(data)]
+    return _checked_number(data, path) if isinstance(data, int | float) else data
+
+
+def _checked_number(number: float, path: str) -> float:
+    if not abs(number) <= MOST_NUMBER:
+        bound = "a finite number within 2^63 - 1 of zero"
+        raise ValueError(f"`{path}` cannot be {reprlib.repr(number)}; it is {bound}")
+    return number
 
 
 def _prepared_struct(data: Any, kind: type, root: type, path: str) -> Any:
@@ -87,7 +106,7 @@ def _num_bytes(text: str, path: str) -> int:
     found = _SIZE.fullmatch(text.strip())
     if found is None:
         raise ValueError(f"`{path}` cannot be {text!r}; write bytes, or a size such as 512MiB (2^20) or 1GB (10^9)")
-    return int(float(found[1]) * (1024 if found[3] else 1000) ** _POWERS[found[2].upper()])
+    return int(Decimal(found[1]) * (1024 if found[3] else 1000) ** _POWERS[found[2].upper()])
 
 
 # ---- what was meant ----------------------------------------------------------------------------------------------

@@ -164,7 +164,7 @@ def _nesting(text: str) -> int:
 
 def _check_json(spec: ConstraintSpec, limits: ConstraintLimits) -> None:
     try:
-        value = json.loads(spec.text)
+        value = json.loads(spec.text, parse_int=float, parse_constant=_no_number)
         if "\\u" in spec.text:
             json.dumps(value, ensure_ascii=False).encode()  # only an escape can write a lone surrogate
     except UnicodeEncodeError as error:
@@ -179,6 +179,10 @@ def _check_json(spec: ConstraintSpec, limits: ConstraintLimits) -> None:
         raise ConstraintError.because("wrong_value", spec.kind, value=spec.text[:40], bound="a JSON object")
     else:
         _check_counts(value, "#", limits)
+
+
+def _no_number(name: str) -> Any:
+    raise ValueError(f"{name} is no number of JSON")
 
 
 _COUNTED = ("enum", "anyOf", "oneOf", "allOf", "properties", "patternProperties", "$defs", "definitions", "prefixItems")

@@ -57,8 +57,10 @@ class Vocabulary(msgspec.Struct, frozen=True, array_like=True):
         """
         return _tables(self.tokenizer_json)[2]
 
-    def byte_token_ids(self) -> list[int]:
-        """The token of each byte, 256 of them. Raises `ConstraintError` if a byte has none."""
+    def byte_token_ids(self) -> dict[int, int]:
+        """Returns the token of each byte that occurs in the text of a token: most vocabularies of trained tokenizers
+        lack bytes that never occurred. Raises `ConstraintError` if such a byte has no token of its own.
+        """
         return _byte_token_ids(self.tokenizer_json)
 
     def forbid_padding(self, rows: np.ndarray) -> None:
@@ -110,15 +112,15 @@ def _tables(tokenizer_json: str) -> tuple[list[bytes], list[int], list[int]]:
 
 
 @functools.lru_cache(maxsize=4)
-def _byte_token_ids(tokenizer_json: str) -> list[int]:
+def _byte_token_ids(tokenizer_json: str) -> dict[int, int]:
     tokens, special, _ = _tables(tokenizer_json)
     is_special = frozenset(special)
-    found = {token[0]: i for i, token in enumerate(tokens) if len(token) == 1 and i not in is_special}
-    missing = [byte for byte in range(256) if byte not in found]
-    if missing:
-        cause = f"the tokenizer has no token for the byte {missing[0]}, which a guard needs"
+    texts = {token_id: token for token_id, token in enumerate(tokens) if token_id not in is_special}
+    found = {token[0]: token_id for token_id, token in texts.items() if len(token) == 1}
+    if missing := set().union(*texts.values()) - found.keys():
+        cause = f"the tokenizer has no token for the byte {min(missing)}, which a guard needs"
         raise ConstraintError.because("unfit", "", cause=cause)
-    return [found[byte] for byte in range(256)]
+    return found
 
 
 def _byte_level(name: str) -> bytes:

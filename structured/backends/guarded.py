@@ -137,8 +137,8 @@ class Parts(NamedTuple):
     """Tokens that no schema takes."""
     named: frozenset[int]
     """Tokens that the frame takes as themselves: it names them, or they are special."""
-    of_bytes: list[int]
-    """The token of each byte."""
+    of_bytes: dict[int, int]
+    """The token of each byte that occurs in a token."""
     fill: Callable[[Any, np.ndarray], None]
     """Writes a matcher's mask."""
 

@@ -99,11 +99,12 @@ class Striker:
             return row & classes.ending
         if state.mode == SCALAR or guard.has_open_places or self._has_domain(state):
             return row
-        return row & classes.ready
+        return row if guard.place_of(state).is_narrowed else row & classes.ready
 
     def _several(self, classes: TokenClasses) -> np.ndarray:
         """Tokens that close a string and do something more that may be wrong."""
-        return classes.beyond if self.guard.has_open_places else classes.twice
+        begins_wrong = self.guard.has_open_places or self.guard.has_branches
+        return classes.beyond if begins_wrong else classes.twice
 
     def _closing(self, state: State, classes: TokenClasses, text: bytes) -> np.ndarray:
         """Tokens that might complete the string wrongly. If it must only differ from others, those are the tokens that

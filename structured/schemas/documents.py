@@ -391,6 +391,11 @@ COUNTS = frozenset(name for names, check, _ in _FORMS if check is _is_count for 
 _FORM_OF = {name: (check, what) for names, check, what in _FORMS for name in names}
 
 
+def has_form(name: str, value: Any) -> bool:
+    """Whether the value of a keyword that is no schema has the form that its later drafts demand."""
+    return name not in _FORM_OF or _FORM_OF[name][0](value)
+
+
 def _check_plain(name: str, value: Any, where: str) -> None:
     check, what = _FORM_OF.get(name, (None, ""))
     if check is not None:

@@ -16,6 +16,7 @@ from manta.structured.schemas.documents import GUARD, SCHEMA, SCHEMA_LIST, SCHEM
 from manta.structured.schemas.judge import json_key
 from manta.structured.schemas.logic import Logic, item_schemas, numbers_of, types_of
 from manta.structured.schemas.numbers import NUMERIC, is_number, json_text, plain_text, range_of, read_json
+from manta.structured.schemas.possible_types import possible_types
 
 MAX_DOMAIN = 256
 """An array of unique items knows which are left if its items have at most this many values."""
@@ -29,6 +30,7 @@ _LITERALS = (b"true", b"false", b"null")
 _OPENING = frozenset(["$ref", "allOf", "patternProperties", "additionalProperties", "propertyNames"])
 """Keywords by which schemas apply to what a value holds. Without them, the grammar allows anything there."""
 _LISTED = frozenset(["enum", "const"])
+_BRANCHES = frozenset(["oneOf", "anyOf", "not", "if"])
 MAX_DEPTH = 128
 """Deepest nesting of a text under a guard, which bounds what judging a value takes."""
 _NUMBERS = frozenset(["integer", "fraction"])
@@ -59,7 +61,9 @@ class Place:
         self.may_forbid_names = self.opens and any(map(_forbids_names, self.flat))
         """Whether a property may be wrong by its name alone."""
         self.reaches = is_open or any(map(guard.reaches, self.flat))
-        self.types = types_of(self.flat)
+        self.types = possible_types(guard.logic, self.flat) if self.is_judged else types_of(self.flat)
+        self.is_narrowed = self.types != types_of(self.flat)
+        """Whether branches exclude a type that the grammar may allow."""
         self.is_listed = not marks.isdisjoint(_LISTED)
         """Whether the grammar allows others than the listed values."""
         self.is_numeric = self.is_judged and not guard.left_out.isdisjoint(NUMERIC)
@@ -171,6 +175,8 @@ class Guard:
         self._root = self.place([document.root])
         self.has_open_places = not (_OPENING | _LISTED | NUMERIC).isdisjoint(self.left_out)
         """Whether a value can be wrong from its first byte."""
+        self.has_branches = not _BRANCHES.isdisjoint(self.left_out)
+        """Whether some values may be wrong from their first byte: those of narrowed places."""
 
     @classmethod
     def of(cls, text: str) -> Guard:
@@ -320,9 +326,9 @@ class Guard:
         return state._replace(frame=state.frame._replace(key=name), mode=COLON)
 
     def _may_begin(self, state: State, byte: int) -> bool:
-        """Whether a value of the place may begin with this byte, where the grammar allows values of any type."""
+        """Whether a value of the place may begin with this byte, where the grammar may allow values of other types."""
         place = self.place_of(state)
-        if not place.is_open:
+        if not place.is_judged:
             return True
         return False not in place.schemas and not place.types.isdisjoint(_BEGUN.get(byte, _NUMBERS))
 

@@ -22,6 +22,7 @@ from manta.structured.schemas.documents import (
     SCHEMA_MAP,
     Document,
     draft_of,
+    has_form,
     read,
 )
 from manta.structured.schemas.formats import is_annotation
@@ -36,7 +37,7 @@ from manta.structured.schemas.logic import (
     type_of,
 )
 from manta.structured.schemas.negation import all_of
-from manta.structured.schemas.numbers import MAX_COUNT, NUMERIC, is_kept, is_number, keeps_multiples
+from manta.structured.schemas.numbers import MAX_COUNT, NUMERIC, is_kept, keeps_multiples
 from manta.structured.schemas.property_names import with_apart_names
 
 _WANTED = frozenset(
@@ -68,14 +69,19 @@ def needs_rewriting(schema: Any) -> bool:
                 return True
             if isinstance(rules, dict) and (len(rules) > 1 or any(map(patterns.looks_around, rules))):
                 return True
-            if any(name in value and not is_kept(name, value[name]) for name in _NUMBERED):
-                return True
-            if any(is_number(value.get(name)) and value[name] >= MAX_COUNT for name in COUNTS):
+            if any(name in value and not _is_served(name, value[name]) for name in _NUMBERED | COUNTS):
                 return True
             pending += value.values()
         elif isinstance(value, list):
             pending += value
     return not keeps_multiples(schema)
+
+
+def _is_served(name: str, value: Any) -> bool:
+    """Whether the backend takes a keyword's number as it is. An object is the schema of a property of that name."""
+    if isinstance(value, dict):
+        return is_kept(name, value)
+    return has_form(name, value) and (value < MAX_COUNT if name in COUNTS else is_kept(name, value))
 
 
 def rewritten(schema: Any, proves: bool = True) -> tuple[Any, str]:

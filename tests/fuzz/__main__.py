@@ -1,5 +1,6 @@
 """`make fuzz MINUTES=10 SEED=1`: random cases against the plain engine; `make fuzz CASE=file`: one case again; and with
-`ARGS=--http` clients of all kinds against a live server.
+`ARGS=--http` clients of all kinds against a live server; with `ARGS=--numbers` extreme numbers in schemas, options and
+files.
 
 Exits with 1 where a case failed. Whoever tests something else than an engine in this process gives `Campaign` another
 `Check`.
@@ -12,8 +13,10 @@ import itertools
 import logging
 import os
 import pathlib
+import random
 import sys
 import time
+from collections.abc import Iterable
 
 os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 
@@ -30,10 +33,13 @@ def main() -> int:
     parser.add_argument("--count", type=int, help="cases, if fewer than the time allows")
     parser.add_argument("--device", choices=("auto", "tpu"), default="auto", help="tpu: the JAX worker, simulated")
     parser.add_argument("--http", action="store_true", help="over HTTP against a live server")
+    parser.add_argument("--numbers", action="store_true", help="extreme numbers in schemas, options and files")
     parser.add_argument("--case", type=pathlib.Path, help="a case to run again, and nothing else")
     options = parser.parse_args()
     if options.http:
         return fuzz_http(options.seed, 60 * options.minutes)
+    if options.numbers:
+        return fuzz_numbers(itertools.islice(itertools.count(options.seed), options.count), 60 * options.minutes)
     sys.path.append(str(PLUGIN))  # as the tests' fixture `plugin` does
     logging.disable(logging.ERROR)  # injected faults are logged, as they should be
     campaign = Campaign(check_engine, generate)
@@ -65,6 +71,28 @@ def fuzz_http(seed: int, seconds: float) -> int:
         server.stop()
     print(*campaign.failures, campaign.table(), sep="\n\n")
     return bool(campaign.failures)
+
+
+def fuzz_numbers(seeds: Iterable[int], seconds: float) -> int:
+    """Cases of `tests/fuzz/extreme_files.py` and of `tests/structured/test_schema_numbers.py`, one of each a seed."""
+    from tests.fuzz.extreme_files import CHECKS
+    from tests.structured.test_schema_numbers import BACKENDS, a_case, check
+
+    def check_schema(rng: random.Random) -> None:
+        check(*a_case(rng), rng.choice(BACKENDS))
+
+    checks = {"schemas": check_schema, **CHECKS}
+    ends, num_cases, num_failed = time.monotonic() + seconds, 0, 0
+    for seed in itertools.takewhile(lambda _: time.monotonic() < ends, seeds):
+        num_cases += 1
+        for name, check_one in checks.items():
+            try:
+                check_one(random.Random(seed))
+            except Exception as error:
+                num_failed += 1
+                print(f"seed {seed}, {name}: {type(error).__name__}: {error}", flush=True)
+    print(f"{num_cases} seeds of {', '.join(checks)}: {num_failed} failed")
+    return bool(num_failed)
 
 
 if __name__ == "__main__":

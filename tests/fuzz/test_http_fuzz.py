@@ -23,7 +23,7 @@ from tests.fuzz.http import extremes
 from tests.fuzz.http.bodies import changed
 from tests.fuzz.http.campaign import NUM_EXAMPLES, HttpCampaign, serving_processes
 from tests.fuzz.http.clients import ACTIONS, World
-from tests.fuzz.http.connection import Answer, connect, request
+from tests.fuzz.http.connection import Answer, Closed, connect, request
 from tests.fuzz.http.good import CATALOGUE, essence
 from tests.local_server import LocalServer, local_server
 from tests.patience import PATIENCE_S
@@ -129,6 +129,50 @@ async def test_extreme_field_values_cost_nobody_else_anything() -> None:
         assert len(every) > 1000
         asked = [(place.path, extremes.body(server.model, place.path, (place, name))) for place, name in chosen]
         await extremes_beside_a_stream(server, asked)
+
+
+async def answered(port: int, asked: bytes) -> Answer | None:
+    """The answer to a request. None if there is none because the body is not as long as was said."""
+    head, _, sent = asked.partition(b"\r\n\r\n")
+    is_whole = b"\r\ncontent-length: %d" % len(sent) in head
+    connection = await connect(port, [])
+    try:
+        await connection.send(asked)
+        if not is_whole:
+            connection.half_close()
+        return await connection.answer()
+    except Closed:
+        assert not is_whole, asked[:300]
+        return None
+    finally:
+        connection.close()
+
+
+@async_test
+async def test_extreme_numbers_in_queries_and_headers_are_answered(tmp_path: pathlib.Path) -> None:
+    """With success or a refusal; every seventh unless all are to be proved."""
+    async with local_server(batch_storage=str(tmp_path)) as server:
+        content = json.loads((await server.get("/openapi.json"))[1])
+        document = Document(content)
+        body = {"model": server.model, "input": "Hello", "background": True, "max_output_tokens": 3}
+        made = await answered(server.port, request("/v1/responses", json.dumps(body).encode()))
+        assert made is not None
+        response_id = json.loads(made.body)["id"]
+        ids = {"response_id": response_id, "stream_id": response_id.replace("resp", "strm")}
+        every = [*extremes.queries(content, ids), *extremes.headers(server.model, ids)]
+        assert len(every) > 300
+        num_successes = 0
+        for asked in every if PROVE else every[::7]:
+            found = await answered(server.port, asked)
+            if found is None:
+                continue
+            path = asked.split(b" ")[1].partition(b"?")[0].decode()
+            assert found.status in (200, 400, 404, 413, 414, 431), (asked[:300], found.status, found.body[:300])
+            if (name := document.path_of(path)) is not None and found.status not in (414, 431):
+                document.check(name, found.status, found.content_type, found.body)
+            num_successes += found.status == 200
+        assert num_successes > 10
+        await server.until_idle()
 
 
 @pytest.mark.prove

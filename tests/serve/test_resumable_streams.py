@@ -76,11 +76,14 @@ class TwoIngresses:
     async def _add(self) -> None:
         port = free_port()
         config = msgspec.structs.replace(self.config, port=port)
-        ingress = ListeningIngress(config, Handle(*self.replicas), self._secret)
+        ingress = ListeningIngress(config, self.handle(), self._secret)
         await ingress.check_health()
         await ingress._client.until_greeted()
         self.ports.append(port)
         self.ingresses.append(ingress)
+
+    def handle(self) -> Handle:
+        return Handle(*self.replicas)
 
     def kill(self) -> None:
         """Ends the first ingress as if its process had died: it says no goodbye to anybody."""

@@ -251,6 +251,36 @@ def test_a_mark_may_be_an_ordinary_token() -> None:
         assert all(session.accept(single[byte]) for byte in text.encode()) == is_right
 
 
+def _without_tokens(is_gone: Callable[[bytes], bool]) -> Vocabulary:
+    """The vocabulary without some of its tokens; the ids of the others stay."""
+    data, special = json.loads(vocabulary().tokenizer_json), set(vocabulary().special_token_ids)
+    gone = {index for index, token in enumerate(vocabulary().tokens) if is_gone(token) and index not in special}
+    names = data["model"]["vocab"]
+    data["model"]["vocab"] = {name: index for name, index in names.items() if index not in gone}
+    data["model"]["merges"] = []
+    return Vocabulary(json.dumps(data), VOCAB_SIZE, (EOS,))
+
+
+def test_bytes_that_no_token_has_need_no_token() -> None:
+    """SmolLM2's vocabulary lacks 21 bytes, which its tokens never spell."""
+    never = {0x04, 0x06, 0xC0, 0xFF}
+    tokens = _without_tokens(lambda token: not never.isdisjoint(token))
+    found = compiled(tools_grammar(HERMES, required=True), tokens=tokens)
+    single, session = tokens.byte_token_ids(), found.session()
+    assert never.isdisjoint(single)
+    assert session.accept(MARKS["<tool_call>"])
+    text = b'{"name": "sort", "arguments": {"a": [1, '
+    assert all(session.accept(single[byte]) for byte in text)
+    again = session.fork()
+    assert [again.accept(single[byte]) for byte in b"1]"] == [True, False]
+    assert all(session.accept(single[byte]) for byte in b"2]}}")
+
+
+def test_a_byte_that_tokens_spell_needs_one_of_its_own() -> None:
+    with pytest.raises(ConstraintError, match="no token for the byte 97"):
+        compiled(tools_grammar(HERMES, required=True), tokens=_without_tokens(lambda token: token == b"a"))
+
+
 def test_constraints_that_count_tokens_are_refused() -> None:
     with pytest.raises(Unsupported, match=r"uniqueItems and max_tokens, .* exclude each other"):
         compiled(f"start: a {_json(UNIQUE)}\na[max_tokens=3]: /[a-z]+/")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import random
+from collections.abc import Callable
 from typing import Any
 
 import jsonschema
@@ -13,6 +14,7 @@ import pytest
 
 from manta.structured.backend import DeadEnd, Grammar, Session, make_backend
 from manta.structured.backends.guarded import GuardedSession
+from manta.structured.backends.llguidance import LLGuidanceBackend
 from manta.structured.constraint import ConstraintSpec
 from manta.structured.masks import row_words
 from manta.structured.schemas.rewriting import rewritten
@@ -199,3 +201,34 @@ def test_values_that_no_mark_reaches_are_not_judged() -> None:
     session = grammar(schema).session()
     assert isinstance(session, GuardedSession)
     assert rewritten({"type": "object", "properties": {"a": {"uniqueItems": False}}})[1] == ""
+
+
+# ---- types that no completion saves ----------------------------------------------------------------------------------
+
+_BOTH = [{"properties": {"a": {"enum": values}}, "required": ["a"]} for values in ([1], [2, 3])]
+TYPED: dict[str, tuple[Any, bytes]] = {
+    "one of two schemas of objects that take all else": ({"oneOf": _BOTH}, b"{"),
+    "no string": ({"not": {"type": ["string", "null"]}}, b"{[tf-1"),
+    "of two strings one": ({"oneOf": [{"minLength": 2}, {"maxLength": 3}]}, b'"'),
+    "a condition that holds for all but objects": ({"if": {"required": ["a"]}, "then": {"type": "array"}}, b"[{"),
+}
+AROUND: dict[str, Callable[[Any], Any]] = {
+    "in an array": lambda schema: {"type": "array", "items": schema, "uniqueItems": True},
+    "alone": lambda schema: schema,
+}
+
+
+@pytest.mark.parametrize("around", AROUND)
+@pytest.mark.parametrize("name", TYPED)
+def test_a_value_of_a_type_that_no_completion_saves_does_not_begin(name: str, around: str) -> None:
+    schema, begins = TYPED[name]
+    backend = LLGuidanceBackend(vocabulary())
+    spec = ConstraintSpec(kind="json_schema", text=json.dumps(AROUND[around](schema)), any_whitespace=False)
+    single = vocabulary().byte_token_ids()
+    for way in ("proved", "guarded"):
+        session = backend.load(spec, backend.compiled_by(spec, way)).session()
+        assert around == "alone" or session.accept(single[ord("[")])
+        begun = bytes(byte for byte in b'{["tfn-1' if session.fork().accept(single[byte]))
+        assert set(begun) == set(begins), way
+        if hasattr(session, "unguarded"):
+            check_mask_byte_by_byte(session, vocabulary(), random.Random(name), 10_000)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import json
+import math
 import random
 from collections.abc import Iterator
 from decimal import Decimal
@@ -19,7 +20,7 @@ import jsonschema
 import pytest
 
 from manta.structured.backend import DeadEnd, Grammar
-from manta.structured.constraint import ConstraintError, ConstraintSpec
+from manta.structured.constraint import ConstraintError, ConstraintLimits, ConstraintSpec, check_limits
 from manta.structured.schemas.guard import MAX_DEPTH
 from tests.conftest import PROVE
 from tests.structured.grammar_walk import allowed_tokens, walk
@@ -312,3 +313,72 @@ def test_masks_keep_to_the_deepest_nesting() -> None:
     assert all(session.accept(single[byte]) for byte in b"[" * (MAX_DEPTH - 1))
     for token_id in allowed_tokens(session, vocabulary()).tolist():
         assert session.fork().accept(token_id), vocabulary().tokens[token_id]
+
+
+# ---- other spellings and places of numbers ---------------------------------------------------------------------------
+
+NUMERIC_KEYWORDS = (*BOUNDS, "multipleOf", *COUNTS, "minContains", "maxContains")
+
+
+def of_text(text: str) -> Grammar:
+    """The grammar of a schema that is written in JSON."""
+    spec = ConstraintSpec(kind="json_schema", text=text, any_whitespace=False)
+    check_limits(spec, ConstraintLimits())
+    resolved = backends().resolve(spec)
+    return make_backend_once(resolved.spec.backend).load(resolved.spec, resolved.compiled)
+
+
+@pytest.mark.parametrize("keyword", [*NUMERIC_KEYWORDS, "const"])
+@pytest.mark.parametrize("text", ["NaN", "Infinity", "-Infinity"])
+def test_what_is_no_number_of_json_is_refused(keyword: str, text: str) -> None:
+    for schema in (f'{{"{keyword}": {text}}}', f'{{"properties": {{"a": {{"{keyword}": {text}}}}}}}'):
+        with pytest.raises(ConstraintError) as refusal:
+            of_text(schema)
+        assert refusal.value.refusal.kind == "malformed"
+
+
+@pytest.mark.parametrize("keyword", COUNTS)
+@pytest.mark.parametrize("text", ["2.0", "2e0", "20e-1", "0.2E+1"])
+def test_a_count_may_be_written_as_a_fraction_without_one(keyword: str, text: str) -> None:
+    grammar = of_text(f'{{"{keyword}": {text}}}')
+    for value in SIZED:
+        assert accepts_text(grammar, text_of(value)) == is_valid({keyword: 2}, value), value
+
+
+@pytest.mark.parametrize("keyword", COUNTS)
+@pytest.mark.parametrize("text", ["-1", "-1e400", "0.5", "1e-400", '"2"', "true", "null"])
+def test_what_is_no_count_is_refused_by_name(keyword: str, text: str) -> None:
+    with pytest.raises(ConstraintError, match=keyword):
+        of_text(f'{{"type": "{_OF_TYPE[keyword[3:]]}", "{keyword}": {text}}}')
+
+
+@pytest.mark.parametrize("draft", [3, 4])
+def test_exclusive_bounds_are_flags_in_draft_4(draft: int) -> None:
+    uri = f"http://json-schema.org/draft-0{draft}/schema#"
+    for edge in (0, 1, 2**31, 2**53, 2**63, 10**20, 10**400):
+        schema = f'{{"$schema": "{uri}", "type": "integer", "minimum": {edge}, "exclusiveMinimum": true}}'
+        if draft != 4:
+            with pytest.raises(ConstraintError):
+                of_text(schema)
+            continue
+        grammar = of_text(schema)
+        assert [accepts_text(grammar, str(edge + step)) for step in (-1, 0, 1)] == [False, False, True]
+
+
+REPEATS = (0, 1, 2, 2**16, 2**31, 2**32 - 2)
+
+
+@pytest.mark.parametrize("least", REPEATS)
+def test_repetitions_in_a_pattern_mean_what_they_say(least: int) -> None:
+    """Or the pattern is refused. `None` stands for no upper bound, and `...` for exactly so many."""
+    for most in (*REPEATS, None, ...):
+        counts = f"{least}" if most is ... else f"{least}," if most is None else f"{least},{most}"
+        upper = least if most is ... else math.inf if most is None else most
+        lengths = [length for length in range(5) if least <= length <= upper]
+        try:
+            grammar = of_text(f'{{"type": "string", "pattern": "^a{{{counts}}}$"}}')
+        except ConstraintError:
+            assert not least <= min(upper, 3) <= 2, f"{{{counts}}} is refused"
+            assert upper < least or upper > 2, f"{{{counts}}} is refused"
+            continue
+        assert [length for length in range(5) if accepts_text(grammar, json.dumps("a" * length))] == lengths, counts

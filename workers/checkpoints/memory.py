@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import math
 import pathlib
+import reprlib
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -248,7 +249,7 @@ def read_header(path: pathlib.Path) -> dict[str, TensorEntry]:
 
 
 def _entry(item: dict[str, Any], data_start: int) -> TensorEntry:
-    start, end = item["data_offsets"]
-    if not 0 <= start <= end:
-        raise ValueError(f"data_offsets {item['data_offsets']}")
-    return TensorEntry(item["dtype"], tuple(item["shape"]), data_start + start, data_start + end)
+    (start, end), shape = item["data_offsets"], item["shape"]
+    if not all(type(number) is int and 0 <= number < 2**63 for number in (start, end, *shape)) or start > end:
+        raise ValueError(f"data_offsets {reprlib.repr(item['data_offsets'])}, shape {reprlib.repr(shape)}")
+    return TensorEntry(item["dtype"], tuple(shape), data_start + start, data_start + end)

@@ -1,4 +1,4 @@
-"""Extreme numbers in every numeric field of every body, alone and in pairs.
+"""Extreme numbers in every numeric field of every body, alone and in pairs, and in every numeric query and header.
 
 Fields are found in the server's OpenAPI document, so that a new one is fuzzed too. Values are JSON texts, because some
 of them (10^400, NaN) are no values of Python's `json`.
@@ -11,10 +11,14 @@ import json
 import random
 from collections.abc import Iterator
 from typing import Any, NamedTuple
+from urllib.parse import quote
 
+from tests.fuzz.http.connection import request
 from tests.fuzz.http.good import CHAT, COMPLETIONS
 
 _TENTH = 10**5
+_LONGEST_URL = 6000
+"""Characters of a number in a URL or header; longer heads are refused as such."""
 EXTREMES: dict[str, str] = {
     **{name: name for name in ("0", "-0.0", "-1", "1.5", "5e-324", "1e-45", "1e-38", "1e308", "1e400", "-1e400")},
     **{name: name for name in ("NaN", "Infinity", "-Infinity", "null", "true", '"1"', "{}")},
@@ -88,6 +92,38 @@ def body(model: str, path: str, *numbers: tuple[Place, str]) -> bytes:
     for place, name in numbers:
         fields[place.field] = place.text.replace("%s", EXTREMES[name])
     return ("{" + ", ".join(f'"{name}": {text}' for name, text in fields.items()) + "}").encode()
+
+
+_HEADERS = {
+    "x-resumable-s": ("%s",),
+    "content-length": ("%s",),
+    "last-event-id": ("%s", f"strm_{'0' * 38}:%s"),
+    "x-request-id": ("%s",),
+    "range": ("bytes=%s-",),
+    "traceparent": ("00-%s-%s-01",),
+}
+"""Headers that hold numbers, or that a server might read one from, and their forms."""
+
+
+def queries(document: dict[str, Any], ids: dict[str, str]) -> Iterator[bytes]:
+    """Requests with each extreme in each numeric parameter of a URL. `ids` has names of things for the paths."""
+    for path, methods in document["paths"].items():
+        for parameter in methods.get("get", {}).get("parameters", ()):
+            if parameter["in"] == "query" and {"integer", "number"} & set(_kinds(parameter["schema"])):
+                for text in EXTREMES.values():
+                    value = quote(text[:_LONGEST_URL])
+                    yield request(f"{path.format(**ids)}?stream=true&{parameter['name']}={value}", b"", "GET")
+
+
+def headers(model: str, ids: dict[str, str]) -> Iterator[bytes]:
+    """Requests with each extreme in each header."""
+    stream = json.dumps({"model": model, **_BASES[COMPLETIONS], "stream": True}).encode()
+    reads = f"/v1/streams/{ids['stream_id']}"
+    for (name, forms), text in itertools.product(_HEADERS.items(), EXTREMES.values()):
+        for form in forms:
+            given = {name: form.replace("%s", text[:_LONGEST_URL])}
+            yield request(reads, b"", "GET", **given)
+            yield request(COMPLETIONS, stream, **given)
 
 
 def drawn(document: dict[str, Any], model: str, generator: random.Random) -> tuple[str, bytes]:
