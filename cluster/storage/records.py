@@ -50,7 +50,9 @@ FILE_ID = re.compile(r"file-[0-9a-f]{30}(-[0-9a-f]{8})?(-output|-errors)?")
 """Form of a file's id. An input's id is a time and a random number; an output's holds the ids of its batch and of the
 attempt that wrote it.
 """
-_BATCH_ID = re.compile(r"batch_[0-9a-f]{30}")
+BATCH_ID = re.compile(r"batch_[0-9a-f]{30}")
+FILE_ID = re.compile(r"file-[0-9a-f]{30}")
+"""Forms of ids, which sort by the time when they were made."""
 _OPEN_MARK = re.compile(r"(batch_[0-9a-f]{30})\.([^.]+)")
 CANCEL_MARK = re.compile(_OPEN_MARK.pattern + re.escape(CANCEL))
 """Form of the name of a mark to cancel."""
@@ -235,7 +237,7 @@ class Records:
 
     def batch(self, owner: str, batch_id: str) -> Batch | None:
         """Returns a batch as its client sees it; None if it does not exist."""
-        if not _BATCH_ID.fullmatch(batch_id):
+        if not BATCH_ID.fullmatch(batch_id):
             return None
         asked = self.storage.read(f"open/{batch_id}.{owner}{CANCEL}")  # first: it goes at the batch's end
         progress = self.progress(owner, batch_id)
@@ -248,7 +250,7 @@ class Records:
 
     def batch_ids(self, owner: str) -> list[str]:
         """Returns the ids of an owner's batches, latest first."""
-        return sorted(filter(_BATCH_ID.fullmatch, self.storage.sizes(f"batches/{owner}")), reverse=True)
+        return sorted(filter(BATCH_ID.fullmatch, self.storage.sizes(f"batches/{owner}")), reverse=True)
 
     def cancel(self, owner: str, batch_id: str) -> None:
         """Marks a batch to be cancelled. Only the first of several calls counts."""

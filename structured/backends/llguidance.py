@@ -31,6 +31,7 @@ from manta.structured.backends.llguidance_grammar import (
     without_forcing,
 )
 from manta.structured.backends.llguidance_schema import departures, has_control_characters, place_of
+from manta.structured.backends.schema_patterns import unenforced_patterns
 from manta.structured.backends.striker import Striker
 from manta.structured.constraint import ConstraintError, ConstraintSpec, Unsupported
 from manta.structured.masks import row_words
@@ -169,7 +170,8 @@ class LLGuidanceBackend:
         silent = [text for each in zip(schemas, controls, strict=True) for text in departures(*each)]
         grammar = self._translation_of(spec).grammar
         failed, messages = llguidance.LLMatcher.validate_grammar_with_warnings(grammar, self._tokenizer)
-        return annotations + silent + ([] if failed else messages)
+        patterns = [text for schema in schemas for text in unenforced_patterns(schema)]
+        return annotations + silent + patterns + ([] if failed else messages)
 
     def _translation_of(self, spec: ConstraintSpec, way: Way = "proved") -> Translation:
         """The grammar is without forced tokens if the constraint's text names a special token."""

@@ -13,12 +13,13 @@ import msgspec
 from msgspec import Meta
 
 from manta.cluster.errors import refuse
+from manta.cluster.http.endpoints.lists import page_by_age
 from manta.cluster.http.exchange.codec import decode_query
 from manta.cluster.http.exchange.exchange import Exchange
 from manta.cluster.http.exchange.state import AppState
 from manta.cluster.http.exchange.uploads import MAX_FORM_BYTES, UploadParser
 from manta.cluster.protocol.batches_api import FileObject
-from manta.cluster.storage.records import Records, Upload
+from manta.cluster.storage.records import FILE_ID, Records, Upload
 
 PIECE_BYTES = 1 << 20
 """Bytes of a file that a thread writes or reads at a time."""
@@ -136,24 +137,9 @@ def _checked_fields(fields: dict[str, str]) -> float | None:
 async def list_files(state: AppState, exchange: Exchange, _: None) -> FileList:
     records, query = records_of(state), decode_query(FileQuery, exchange.incoming.query)
     found = await asyncio.to_thread(records.files, exchange.caller.owner)
-    if query.order == "asc":
-        found.reverse()
-    found = [file for file in found if query.purpose in (None, file.purpose)]
-    page, has_more = page_of(found, query.after, query.limit)
-    return FileList(page, has_more, page[0].id if page else None, page[-1].id if page else None)
-
-
-def page_of(found: list[Any], after: str | None, limit: int) -> tuple[list[Any], bool]:
-    """Returns the objects that follow `after`, at most `limit`, and whether there are more.
-
-    Raises `RequestRefused` if `after` is not among the ids.
-    """
-    if after is not None:
-        ids = [each.id for each in found]
-        if after not in ids:
-            refuse("names_nothing", "after", after, "the ids in this list")
-        found = found[ids.index(after) + 1 :]
-    return found[:limit], len(found) > limit
+    by_id = {file.id: file for file in found if query.purpose in (None, file.purpose)}
+    page, has_more = page_by_age(list(by_id), query.after, query.limit, FILE_ID, query.order == "asc")
+    return FileList([by_id[each] for each in page], has_more, page[0] if page else None, page[-1] if page else None)
 
 
 async def one_file(state: AppState, exchange: Exchange, _: None) -> FileObject:
