@@ -8,9 +8,8 @@ written as Python does, but not within lists and dictionaries. What a format can
 - keywords of the whole object but `properties`, `required`, `additionalProperties` and `patternProperties`; with
   `patternProperties` no other names than those of `properties` are written;
 - keys that hold a character of the format's marks;
-- of raw strings, `pattern` beside `format` or a length, a `pattern` that is no plain regular expression or is too
-  large, and `oneOf` with one type twice; where dialects of patterns disagree (on `\\d` beyond ASCII, say), only what
-  all of them find is written;
+- of raw strings, `pattern` beside `format` or a length, a `pattern` that no automaton can hold or whose automaton is
+  too large, and `oneOf` with one type twice;
 - texts that would be read as something else: a string that holds its end mark, or the string `"null"` where null is
   allowed too. Where strings and lists or objects are allowed, all is JSON, its strings in quotes.
 """

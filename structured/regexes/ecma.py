@@ -247,8 +247,8 @@ class _Parser:
         character = self._peek()
         if character and character in "dDwWsS":
             self._at += 1
-            found = self._cased(characters.CLASSES[character.lower()])
-            return complement(found) if character.isupper() else found
+            named = self._cased(characters.CLASSES[character.lower()])
+            return complement(named) if character.isupper() else named
         if character not in ("p", "P") or not character:
             return None
         self._at += 1

@@ -13,12 +13,14 @@ from collections.abc import Callable
 from manta.structured.regexes.assertions import Pattern, Position
 from manta.structured.regexes.languages import whole_texts
 
-MAX_POSITIONS = 2_000
-"""Most positions that one matcher keeps."""
+MAX_RUNS_KEPT = 20_000
+"""Most runs of all positions that one matcher keeps, about 4 MB."""
+MAX_CHARACTERS = 2_000
+"""Most characters whose symbols one matcher remembers."""
 
 
 class Matcher:
-    """Raises `Unreadable` and `TooLarge`. Not for two threads at once."""
+    """Raises `Unreadable` and `TooLarge`. Threads may share it, because they only add what each would find."""
 
     def __init__(self, pattern: str) -> None:
         self._pattern = Pattern(whole_texts(pattern))
@@ -28,6 +30,7 @@ class Matcher:
         self._symbol_of: dict[str, int] = {}
         self._start = self._pattern.start()
         self._after: dict[Position, dict[int, Position]] = {}
+        self._num_kept = 0
 
     def finds(self, text: str, spend: Callable[[int], None] = lambda cost: None) -> bool:
         """Whether the pattern is found in the text. `spend` is told the cost of each character, the runs that are
@@ -35,7 +38,7 @@ class Matcher:
         """
         position = self._start
         for character in text:
-            spend(len(position.runs))
+            spend(_num_runs(position))
             position = self._next(position, self._symbol(character))
         return self._pattern.accepts(position)
 
@@ -43,15 +46,17 @@ class Matcher:
         found = self._symbol_of.get(character)
         if found is None:
             found = self._symbols[bisect.bisect_right(self._firsts, ord(character)) - 1]
-            if len(self._symbol_of) < MAX_POSITIONS:
+            if len(self._symbol_of) < MAX_CHARACTERS:
                 self._symbol_of[character] = found
         return found
 
     def _next(self, position: Position, symbol: int) -> Position:
         known = self._after.get(position)
         if known is None:
-            if len(self._after) >= MAX_POSITIONS:
+            self._num_kept += _num_runs(position)
+            if self._num_kept > MAX_RUNS_KEPT:
                 self._after.clear()
+                self._num_kept = 0
             known = self._after[position] = {}
         found = known.get(symbol)
         if found is None:
@@ -59,6 +64,10 @@ class Matcher:
         return found
 
 
-@functools.lru_cache(maxsize=256)
+def _num_runs(position: Position) -> int:
+    return len(position.runs) + sum(map(len, position.behind))
+
+
+@functools.lru_cache(maxsize=64)
 def matcher_of(pattern: str) -> Matcher:
     return Matcher(pattern)
