@@ -38,6 +38,8 @@ class Matcher:
         """
         position = self._start
         for character in text:
+            if not position.runs:
+                return False
             spend(_num_runs(position))
             position = self._next(position, self._symbol(character))
         return self._pattern.accepts(position)
