@@ -50,12 +50,15 @@ class Engine:
         self.config: ModelConfig = load_model_config(pathlib.Path(self.llm.engine.model.folder))
         self.prompts = PromptSource(min(30_000, self.llm.engine.vocab_size))
         self._steps: list[tuple[int, float]] = []
+        self._num_prompt_steps = 0
+        """Steps of the last run after which prompts still waited."""
         step = self.llm.engine.step
 
         def timed() -> list:
             started = time.perf_counter()
             changes = step()
             self._steps.append((len(changes), time.perf_counter() - started))
+            self._num_prompt_steps = len(self._steps) if self.llm.engine.num_waiting else self._num_prompt_steps
             return changes
 
         self.llm.engine.step = timed  # type: ignore[method-assign]
@@ -82,18 +85,20 @@ class Engine:
 
     def decode_seconds(self, rows: int, prompt: int = PROMPT, **fields: Any) -> float:
         """A decode step of `rows` requests, after a run that warms up."""
-        params = SamplingParams(max_tokens=OUTPUT, ignore_eos=True, **{"temperature": 0.0} | fields)
-        count = rows // params.n
-        for _ in range(2):
-            self.generate(self.prompts(count, prompt), params)
+        self._decode(rows, prompt, **fields)
         return self.step_seconds(rows)
 
     def decode_rate(self, rows: int, **fields: Any) -> float:
-        """Tokens a second of `rows` requests from the first step in which all gain one; late rows count as lost."""
-        self.decode_seconds(rows, **fields)
-        first = next(index for index, (count, _) in enumerate(self._steps) if count == rows)
-        decoding = self._steps[first + 1 :]
+        """Tokens a second of `rows` requests behind the prompts; late rows count as lost."""
+        self._decode(rows, PROMPT, **fields)
+        decoding = self._steps[self._num_prompt_steps + 2 :]  # the two after it may still compute prompts
         return sum(count for count, _ in decoding) / sum(seconds for _, seconds in decoding)
+
+    def _decode(self, rows: int, prompt: int, **fields: Any) -> None:
+        params = SamplingParams(max_tokens=OUTPUT, ignore_eos=True, **{"temperature": 0.0} | fields)
+        for _ in range(2):
+            self._num_prompt_steps = 0
+            self.generate(self.prompts(rows // params.n, prompt), params)
 
     def decode_floor(self, rows: int, device: Device, context: int = PROMPT + OUTPUT // 2) -> float:
         """Seconds to read what a decode step must: every linear's weights once, and each row's keys and values."""

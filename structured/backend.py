@@ -7,7 +7,8 @@ Backends run in processes that import neither torch nor transformers.
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Sequence
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -101,6 +102,19 @@ class AdjustingSession(Session, Protocol):
     def adjustments(self) -> tuple[list[int], list[float]]:
         """Token ids, and the finite values to add to their logits for the next token: at most
         `manta.structured.masks.MAX_ADJUSTMENTS`.
+        """
+
+
+class JointSession(Session, Protocol):
+    """A session whose masks can be filled together with those of others of its class. Each call of a backend that lets
+    other Python threads run may wait for these threads when it returns, so one call for all rows of a step is worth
+    more than the work that it saves.
+    """
+
+    @staticmethod
+    def fill_all(sessions: Sequence[Any]) -> tuple[np.ndarray, list[Exception | None]]:
+        """Returns the rows that `fill` would write for each session, int32 [num_sessions, words], and what it would
+        raise, or None. After any exception, the caller fills the rows one by one.
         """
 
 

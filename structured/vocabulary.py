@@ -54,24 +54,24 @@ class Vocabulary(msgspec.Struct, frozen=True, array_like=True):
         """The token of each byte, 256 of them. Raises `ConstraintError` if a byte has none."""
         return _byte_token_ids(self.tokenizer_json)
 
-    def forbid_padding(self, row: np.ndarray) -> None:
-        """Clears the bits of unused ids at the end of a packed row of int32."""
+    def forbid_padding(self, rows: np.ndarray) -> None:
+        """Clears the bits of unused ids at the end of packed rows, int32 [..., words]."""
         num_words, num_bits = divmod(min(len(self.tokens), self.vocab_size), 32)
-        words = row.view(np.uint32)
+        words = rows.view(np.uint32)
         if num_bits:
-            words[num_words] &= np.uint32((1 << num_bits) - 1)
+            words[..., num_words] &= np.uint32((1 << num_bits) - 1)
             num_words += 1
-        words[num_words:] = 0
+        words[..., num_words:] = 0
 
-    def set_tokens(self, row: np.ndarray, token_ids: Iterable[int], allow: bool) -> None:
-        """Allows or forbids tokens in a packed row of int32."""
-        words = row.view(np.uint32)
+    def set_tokens(self, rows: np.ndarray, token_ids: Iterable[int], allow: bool) -> None:
+        """Allows or forbids tokens in packed rows, int32 [..., words]."""
+        words = rows.view(np.uint32)
         for token_id in token_ids:
             word, bit = token_id // 32, np.uint32(1 << token_id % 32)
             if allow:
-                words[word] |= bit
+                words[..., word] |= bit
             else:
-                words[word] &= ~bit
+                words[..., word] &= ~bit
 
 
 @functools.lru_cache(maxsize=4)

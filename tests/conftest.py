@@ -87,7 +87,7 @@ def actor_pools(local_ray: None, vocabulary: Vocabulary) -> Iterator[Pools]:
     """Makes the pools over actors that the tests of a file share."""
     from tests.grammar_pools import Pools
 
-    with contextlib.closing(Pools(vocabulary, actors=True)) as pools:
+    with contextlib.closing(Pools(vocabulary, "actors")) as pools:
         yield pools
 
 
@@ -113,13 +113,26 @@ def new_replica() -> Iterator[Replicas]:
         yield replicas
 
 
-@pytest.fixture(params=["threads", "actors"])
-def make_pool(request: pytest.FixtureRequest, vocabulary: Vocabulary) -> Iterator[MakePool]:
-    """Makes grammar pools over threads, or over actors."""
+@pytest.fixture(scope="module")
+def process_pools(plugin: None, vocabulary: Vocabulary) -> Iterator[Pools]:
+    """Makes the pools over processes that the tests of a file share."""
     from tests.grammar_pools import Pools
 
-    actors = request.param == "actors"
-    pools: Pools = request.getfixturevalue("actor_pools") if actors else Pools(vocabulary, actors)
+    with contextlib.closing(Pools(vocabulary, "processes")) as pools:
+        yield pools
+
+
+@pytest.fixture(params=["threads", pytest.param("processes", marks=pytest.mark.prove), "actors"])
+def make_pool(request: pytest.FixtureRequest, vocabulary: Vocabulary) -> Iterator[MakePool]:
+    """Makes grammar pools over threads, over processes, or over actors."""
+    from tests.grammar_pools import Pools
+
+    fixtures = {"actors": "actor_pools", "processes": "process_pools"}
+    pools: Pools
+    if request.param in fixtures:
+        pools = request.getfixturevalue(fixtures[request.param])
+    else:
+        pools = Pools(vocabulary, request.param)
     yield pools.make
     pools.give_back()
 

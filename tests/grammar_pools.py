@@ -1,4 +1,4 @@
-"""Helpers for tests of the grammar pool: pools over threads and over Ray actors, sessions, and waiting for rows."""
+"""Helpers for tests of the grammar pool: pools over threads, processes and actors, sessions, and waiting for rows."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import pytest
 from manta.structured.backend import Grammar, make_backend
 from manta.structured.constraint import ConstraintSpec
 from manta.structured.grammar_pool.grammar_worker import SessionStart, TrackedSession
-from manta.structured.grammar_pool.pool import GrammarPool
+from manta.structured.grammar_pool.pool import GrammarPool, PoolForm
 from manta.structured.pool_config import PoolConfig
 from manta.structured.vocabulary import Vocabulary
 from tests.patience import PATIENCE_S, wait_until
@@ -48,13 +48,13 @@ def share_ray() -> None:
 
 
 class Pools:
-    """Makes grammar pools of one form. Over actors, a pool that a test leaves as it got it serves the next test that
-    asks for the same, since actors take seconds to start.
+    """Makes grammar pools of one form. Over processes or actors, a pool that a test leaves as it got it serves the next
+    test that asks for the same, since they take seconds to start.
     """
 
-    def __init__(self, vocabulary: Vocabulary, actors: bool) -> None:
+    def __init__(self, vocabulary: Vocabulary, form: PoolForm) -> None:
         self._vocabulary = vocabulary
-        self._actors = actors
+        self._form = form
         self._used: list[tuple[tuple, GrammarPool]] = []
         self._idle: dict[tuple, GrammarPool] = {}
         """Maps the arguments of `make` to an unused pool that was made with them, the oldest first."""
@@ -65,7 +65,7 @@ class Pools:
         asked = (config, num_sessions, num_drafts, num_forced)
         pool = self._idle.pop(asked, None)
         if pool is None:
-            pool = GrammarPool(config, self._vocabulary, num_sessions, self._actors, num_drafts, num_forced)
+            pool = GrammarPool(config, self._vocabulary, num_sessions, self._form, num_drafts, num_forced)
         self._used.append((asked, pool))
         wait_until(lambda: all(worker.transport.is_ready() for worker in pool.workers.active))
         return pool
@@ -73,7 +73,7 @@ class Pools:
     def give_back(self) -> None:
         """Keeps or closes the pools that a test used. Called at the end of the test."""
         for asked, pool in self._used:
-            if self._actors and asked not in self._idle and is_as_new(pool):
+            if self._form != "threads" and asked not in self._idle and is_as_new(pool):
                 self._idle[asked] = pool
             else:
                 pool.close()

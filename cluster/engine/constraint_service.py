@@ -77,11 +77,14 @@ class ConstraintService:
             if "forced" in speculative.proposers:
                 # One forced token is drawn after the drafts; the others become drafts of the next step.
                 num_forced = min(num_drafts + 1, MAX_FORCED)
+        form = config.grammar_pool.form
+        if form == "auto":
+            form = "processes" if self._model.platform == "cuda" else "threads"
         return GrammarPool(
             config.grammar_pool,
             vocabulary,
             config.max_num_sequences,
-            actors=config.grammar_pool.form == "actors",
+            form,
             num_drafts=num_drafts,
             num_forced=num_forced,
         )

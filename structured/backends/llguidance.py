@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import os
 import re
+from collections.abc import Sequence
 
 import llguidance
 import msgspec
@@ -57,6 +59,8 @@ first, which is why its bytes are counted twice.
 """
 GUARD_FACTOR = 20
 """A guard holds about this many bytes for each of its schema's text: parsed, and with its places."""
+MOST_MASK_THREADS = 4
+"""Most threads that compute the masks of one process together."""
 ROW_BYTES = 2000
 """Bytes that one row adds to the automata if every row finds new states, as with `(a|b)*a(a|b){20}`."""
 
@@ -88,6 +92,24 @@ def _slices() -> list[str]:
     """
     slices = [each for each in llguidance.LLTokenizer.general_slices() if each != _UNBOUNDED_WHITESPACE]
     return [each.replace(r"\x7F]", r"\x7F\u2028\u2029]") for each in slices]
+
+
+@functools.cache
+def executor() -> llguidance.LLExecutor:
+    """Returns the threads that compute masks together: one for each four processors, because the model needs the
+    others.
+    """
+    return llguidance.LLExecutor(max(1, min(MOST_MASK_THREADS, len(os.sched_getaffinity(0)) // 4)))
+
+
+def masks_of(matchers: Sequence[llguidance.LLMatcher], vocabulary: Vocabulary) -> np.ndarray:
+    """Returns the matchers' masks for the model's tokens: int32 `[num_matchers, ceil(vocab_size / 32)]`."""
+    masks = np.empty((len(matchers), row_words(vocabulary.vocab_size + NUM_MARKERS)), dtype=np.int32)
+    indexed = [(matcher, index) for index, matcher in enumerate(matchers)]
+    executor().unsafe_compute_mask_ptr(indexed, masks.ctypes.data, masks.strides[0], len(matchers))
+    rows = masks[:, : row_words(vocabulary.vocab_size)]
+    vocabulary.forbid_padding(rows)
+    return rows
 
 
 def fill_mask(matcher: llguidance.LLMatcher, row: np.ndarray, vocabulary: Vocabulary) -> None:
@@ -270,6 +292,25 @@ class LLGuidanceSession:
         fill_mask(self._matcher, row, self._vocabulary)
         self._check()
         self._vocabulary.set_tokens(row, self._vocabulary.eos_token_ids, self._matcher.is_accepting())
+
+    @staticmethod
+    def fill_all(sessions: Sequence[LLGuidanceSession]) -> tuple[np.ndarray, list[Exception | None]]:
+        """Fills the rows of sessions of one vocabulary; see `JointSession`."""
+        vocabulary = sessions[0]._vocabulary
+        rows = masks_of([session._matcher for session in sessions], vocabulary)
+        vocabulary.set_tokens(rows, vocabulary.eos_token_ids, False)
+        errors: list[Exception | None] = []
+        for session, row in zip(sessions, rows, strict=True):
+            session._grammar.num_rows += 1
+            try:
+                session._check()
+            except ConstraintError as error:
+                errors.append(error)
+                continue
+            if session._matcher.is_accepting():
+                vocabulary.set_tokens(row, vocabulary.eos_token_ids, True)
+            errors.append(None)
+        return rows, errors
 
     def rollback(self, num_tokens: int) -> None:
         if num_tokens and not self._matcher.rollback(num_tokens):

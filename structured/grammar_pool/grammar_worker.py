@@ -7,10 +7,11 @@ of order does no harm. It answers only through the `MaskBuffer`. Imports neither
 from __future__ import annotations
 
 import contextlib
+import functools
 import sys
 import time
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
@@ -28,6 +29,18 @@ MAX_GROWTH_BYTES = 16 * 2**20
 """A grammar that grows by more than this is rebuilt for the next session, which takes about a millisecond."""
 ENTRY_BYTES = 1000
 """Memory of a cache entry besides the grammar and the constraint's text."""
+
+QUICK_S = 0.001
+"""A session whose last row took less than this may be filled together with others, which then wait for it."""
+QUICK_BATCH_S = 0.02
+"""Longest time of a batch whose sessions may be filled together again. A busy machine alone rarely makes it as long."""
+MOST_TOGETHER = 32
+"""Most rows that are filled together, and are published together."""
+
+FillAll = Callable[[Sequence[Any]], tuple[np.ndarray, list[Exception | None]]]
+"""`JointSession.fill_all`."""
+Filled = np.ndarray | Exception | None
+"""A row that was filled together with others, int32 [words]; what its session raised; or None for a row to fill."""
 
 _NO_ADJUSTMENTS = (np.empty(0, np.int32), np.empty(0, np.float32))
 
@@ -83,6 +96,7 @@ class TrackedSession:
         self._start = start
         self._vocabulary = vocabulary
         self._grammar = grammar
+        self._stop_ids = [each for each in start.end_token_ids if each not in vocabulary.eos_token_ids]
         self._session: Session | None = None
         self._begin = 0
         """Number of output tokens before the constraint begins."""
@@ -160,14 +174,30 @@ class TrackedSession:
 
     def fill(self, row: np.ndarray) -> None:
         """Writes the next token's row. Before the constraint begins, every token but the end tokens is allowed."""
-        accepting = False
         if self._session is None:
             row[:] = -1
             self._vocabulary.forbid_padding(row)
         else:
             self._session.fill(row)
-            accepting = self._session.is_accepting()
-        self._vocabulary.set_tokens(row, self._start.end_token_ids, accepting)
+        self.complete(row)
+
+    @property
+    def fill_all(self) -> FillAll | None:
+        """`JointSession.fill_all` of the session's class, if it has one and the last row was quick."""
+        is_quick = 0.0 < self.seconds < QUICK_S
+        return getattr(type(self._session), "fill_all", None) if is_quick else None
+
+    @property
+    def session(self) -> Session | None:
+        """The backend's session; None before the constraint begins."""
+        return self._session
+
+    def complete(self, row: np.ndarray) -> None:
+        """Allows or forbids the tokens that end the sequence, in a row that the session has filled."""
+        if self._session is None:
+            self._vocabulary.set_tokens(row, self._start.end_token_ids, False)
+        elif self._stop_ids:  # the session itself knows the end-of-sequence tokens
+            self._vocabulary.set_tokens(row, self._stop_ids, self._session.is_accepting())
         if not row.any():
             raise ValueError(f"the grammar allows no token at output position {len(self.tokens)}")
 
@@ -258,17 +288,25 @@ class GrammarWorker:
         """Does the jobs in three rounds:
 
         1. Every session accepts its tokens, so that finished ones are reported early.
-        2. Rows are filled, the quickest sessions of the last time first.
+        2. Rows are filled: those of quick sessions together, then the others, the quickest of the last time first.
         3. Drafts and forced tokens are looked for.
         """
         for session_id in message.ended:
             self._sessions.pop(session_id, None)
         to_fill = [job for job in message.jobs if self._attempt(job, self._advance)]
-        if len(to_fill) > 1:
-            to_fill.sort(key=lambda job: self._sessions[job.session_id].seconds)
-        to_look_ahead = [job for job in to_fill if self._attempt(job, self._fill)]
+        to_look_ahead: list[Job] = []
+        for jobs in self._batches(to_fill):
+            rows = self._filled(jobs)
+            to_look_ahead += [
+                job
+                for job, row in zip(jobs, rows, strict=True)
+                if self._attempt(job, functools.partial(self._publish_row, row))
+            ]
         for job in to_look_ahead:
             self._attempt(job, self._look_ahead)
+        filled = [self._sessions[job.session_id].spec for job in to_fill if job.session_id in self._sessions]
+        for spec in dict.fromkeys(filled):
+            self._reweigh(spec)
         self._buffer.current[self._index] = 0
         self._buffer.cached[self._index] = len(self._grammars), self._grammars.num_bytes
         self._buffer.acknowledged[self._index] = message.number
@@ -306,11 +344,51 @@ class GrammarWorker:
             self._publish(job, job.slot, flags)
         return not flags
 
-    def _fill(self, job: Job) -> bool:
-        """Fills the wanted row. Returns whether drafts or forced tokens are wanted too."""
+    def _batches(self, jobs: list[Job]) -> list[list[Job]]:
+        """Returns the jobs in the order in which their rows are filled; those of a batch are filled together."""
+        joint: dict[FillAll, list[Job]] = {}
+        alone: list[Job] = []
+        for job in jobs:
+            fill_all = self._sessions[job.session_id].fill_all if job.wants_row else None
+            if fill_all is None:
+                alone.append(job)
+            else:
+                joint.setdefault(fill_all, []).append(job)
+        alone.sort(key=lambda job: self._sessions[job.session_id].seconds)
+        batches = [
+            group[first : first + MOST_TOGETHER]
+            for group in joint.values()
+            for first in range(0, len(group), MOST_TOGETHER)
+        ]
+        return batches + [[job] for job in alone]
+
+    def _filled(self, jobs: list[Job]) -> list[Filled]:
+        """Fills the rows of several jobs together, in memory of its own, because the pool may have given this worker up
+        in the meantime. The rows of a batch of one, and of a batch that fails, are filled one by one when they are
+        published.
+        """
+        if len(jobs) == 1 or self.stopped:
+            return [None] * len(jobs)
+        tracked = [self._sessions[job.session_id] for job in jobs]
+        fill_all = tracked[0].fill_all
+        assert fill_all is not None
+        self._buffer.current[self._index] = 0  # busy with no session that the pool could tell
+        started = time.perf_counter()
+        try:
+            rows, errors = fill_all([each.session for each in tracked])
+        except BaseException:  # such as the panic of a Rust library; the session that is the cause will fail alone
+            return [None] * len(jobs)
+        seconds = time.perf_counter() - started
+        for each in tracked:
+            # One of a batch that took long is slow, and nobody knows which: all are filled alone the next time
+            each.seconds = seconds if seconds > QUICK_BATCH_S else seconds / len(jobs)
+        return [row if error is None else error for row, error in zip(rows, errors, strict=True)]
+
+    def _publish_row(self, filled: Filled, job: Job) -> bool:
+        """Fills the wanted row, unless it is `filled`. Returns whether drafts or forced tokens are wanted too."""
         if job.wants_row:
             try:
-                self._fill_row(job, job.slot)
+                self._fill_row(job, job.slot, filled)
             except DeadEnd:
                 self._publish(job, job.slot, DEAD_END)
                 return False
@@ -350,18 +428,24 @@ class GrammarWorker:
             if not self.stopped:
                 self._buffer.set_forced(slot, job.number, continuations)
 
-    def _fill_row(self, job: Job, slot: int) -> None:
-        """Writes the mask and adjustments of the session's next token."""
+    def _fill_row(self, job: Job, slot: int, filled: Filled = None) -> None:
+        """Writes the mask and adjustments of the session's next token. Raises the error that `filled` may be."""
         tracked, buffer = self._sessions[job.session_id], self._buffer
-        started = time.perf_counter()
-        tracked.fill(buffer.rows[slot])
-        ids, values = tracked.adjustments()
-        tracked.seconds = time.perf_counter() - started
+        if isinstance(filled, Exception):
+            raise filled
+        if filled is not None:
+            buffer.rows[slot] = filled
+            tracked.complete(buffer.rows[slot])
+            ids, values = tracked.adjustments()
+        else:
+            started = time.perf_counter()
+            tracked.fill(buffer.rows[slot])
+            ids, values = tracked.adjustments()
+            tracked.seconds = time.perf_counter() - started
         if not self.stopped:
             buffer.adjusted_ids[slot, : len(ids)] = ids
             buffer.adjusted_by[slot, : len(ids)] = values
             self._publish(job, slot, 0, len(ids))
-        self._reweigh(tracked.spec)
 
     def _publish(self, job: Job, slot: int, flags: int, num_adjustments: int = 0) -> None:
         """Marks a slot as done, after everything else in it was written."""

@@ -4,8 +4,8 @@ A session is a function of its tokens. If a worker dies, hangs or is late, other
 tokens. A session fails only if its own row takes longer than its budget. The pool also requests the rows after drafts;
 nothing waits for them.
 
-Only the engine's thread calls the pool. Workers run as threads or Ray actors (`structured/grammar_pool/transport.py`).
-In `structured/`, a worker is a grammar worker and a slot is a mask slot.
+Only the engine's thread calls the pool. Workers run as threads, processes or Ray actors
+(`structured/grammar_pool/transport.py`). In `structured/`, a worker is a grammar worker and a slot is a mask slot.
 """
 
 from __future__ import annotations
@@ -13,10 +13,11 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Literal
 
 from manta.structured.grammar_pool.grammar_worker import Job, SessionStart
 from manta.structured.grammar_pool.pool_workers import PoolSession, PoolWorker, Workers
-from manta.structured.grammar_pool.transport import ActorTransport, ThreadTransport, Transport
+from manta.structured.grammar_pool.transport import ActorTransport, ProcessTransport, ThreadTransport, Transport
 from manta.structured.masks import BufferShape, MaskBuffer, MaskSlots, row_words
 from manta.structured.pool_config import PoolConfig
 from manta.structured.vocabulary import Vocabulary
@@ -33,6 +34,18 @@ START_SECONDS = 60.0
 WAIT_SLICE_S = 0.0001
 """Seconds that `wait` sleeps between two looks at the rows."""
 
+SUPERVISE_S = 0.001
+"""Seconds between two looks of `wait` at the workers. Such a look takes as long as a slice, and threads that fill rows
+need the interpreter's lock meanwhile.
+"""
+
+PoolForm = Literal["threads", "processes", "actors"]
+_TRANSPORTS: dict[PoolForm, Callable[[Vocabulary, MaskBuffer, int], Transport]] = {
+    "threads": ThreadTransport,
+    "processes": ProcessTransport,
+    "actors": ActorTransport,
+}
+
 
 class GrammarPool:
     """Not thread-safe. The bounds:
@@ -48,7 +61,7 @@ class GrammarPool:
         config: PoolConfig,
         vocabulary: Vocabulary,
         num_sessions: int,
-        actors: bool,
+        form: PoolForm,
         num_drafts: int = 0,
         num_forced: int = 0,
         max_workers: int = MAX_WORKERS,
@@ -59,19 +72,19 @@ class GrammarPool:
         self.num_session_slots = 2 * num_sessions + max_workers
         self._slots = MaskSlots(self.num_session_slots, num_sessions * num_drafts)
         shape = BufferShape(self._slots.num_slots, row_words(vocabulary.vocab_size), max_workers)
-        self.buffer = MaskBuffer(shape, shared=actors)
-        self.uses_actors = actors
+        self.form = form
+        is_shared = form != "threads"
+        self.buffer = MaskBuffer(shape, shared=is_shared)
         self._vocabulary = vocabulary
         self._num_forced = num_forced
         self._num_jobs = 0
         self._sessions: dict[int, PoolSession] = {}
         self._waiting: dict[int, PoolSession] = {}
         """Sessions whose wanted row was not ready at the pool's last look."""
-        self.workers = Workers(config.num_workers, max_workers, self._transport, self.buffer, has_spare=actors)
+        self.workers = Workers(config.num_workers, max_workers, self._transport, self.buffer, has_spare=is_shared)
 
     def _transport(self, index: int) -> Transport:
-        make = ActorTransport if self.uses_actors else ThreadTransport
-        return make(self._vocabulary, self.buffer, index)
+        return _TRANSPORTS[self.form](self._vocabulary, self.buffer, index)
 
     # ---- sessions ------------------------------------------------------------------------------------------------
 
@@ -165,17 +178,33 @@ class GrammarPool:
         row that was there may be missing again after its worker's death.
         """
 
-        def is_there(session_id: int) -> bool:
-            return self.session(session_id).is_complete() if for_drafts else self.is_ready(session_id)
-
-        deadline = time.monotonic() + seconds
+        now = supervised = time.monotonic()
+        deadline = now + seconds
         waited_for = list(session_ids)
-        missing = [session_id for session_id in waited_for if not is_there(session_id)]
-        while missing and not enough(len(missing)) and time.monotonic() < deadline:
+        missing = self._missing(waited_for, for_drafts)
+        while missing and not enough(len(missing)) and now < deadline:
             time.sleep(WAIT_SLICE_S)
-            self.supervise()
-            missing = [session_id for session_id in waited_for if not is_there(session_id)]
+            now = time.monotonic()
+            if now - supervised > SUPERVISE_S:
+                self.supervise()
+                supervised = now
+            missing = self._missing(waited_for, for_drafts)
         return missing
+
+    def _missing(self, session_ids: list[int], for_drafts: bool) -> list[int]:
+        """Returns the sessions whose wanted rows, or with `for_drafts` also their drafts' rows, are not there.
+
+        All rows are looked up at once, because the engine does this every `WAIT_SLICE_S` seconds while grammar workers
+        wait for the interpreter's lock.
+        """
+        sessions = [self._sessions[session_id] for session_id in session_ids]
+        is_done = self.buffer.done[[session.slot for session in sessions]] == [session.number for session in sessions]
+        return [
+            session.session_id
+            for session, is_filled in zip(sessions, is_done.tolist(), strict=True)
+            if not ((is_filled and session.slot >= 0) or session.failure is not None)
+            or (for_drafts and session.drafts and not session.is_complete())
+        ]
 
     # ---- asking --------------------------------------------------------------------------------------------------
 

@@ -1,6 +1,6 @@
-"""Two transports of messages to a grammar worker: a thread of this process, or a Ray actor on this machine.
+"""Transports of messages to a grammar worker: a thread of this process, a process, or a Ray actor on this machine.
 
-Both run the same worker. An actor maps the engine's mask buffer, so a pool spreads over processes but never over
+All run the same worker. A process maps the engine's mask buffer, so a pool spreads over processes but never over
 machines.
 """
 
@@ -11,6 +11,8 @@ import os
 import queue
 import socket
 import struct
+import subprocess
+import sys
 import tempfile
 import threading
 from typing import Any, Protocol
@@ -25,7 +27,7 @@ from manta.structured.vocabulary import Vocabulary
 SEND_SECONDS = 1.0
 """Seconds after which a message that an actor does not take is dropped; the actor counts as hanging."""
 _PID = struct.Struct("i")
-"""Layout of an actor's first message, its process id."""
+"""Layout of the first message of an actor or a process, its process id."""
 
 
 class Transport(Protocol):
@@ -82,6 +84,25 @@ class ThreadTransport:
         self._inbox.put(None)
 
 
+class WorkerSetup(msgspec.Struct, frozen=True, array_like=True):
+    """What a worker in another process is made from."""
+
+    vocabulary: Vocabulary
+    shape: BufferShape
+    index: int
+
+
+def serve_worker(setup: WorkerSetup, connection: socket.socket) -> None:
+    """Makes a worker, says that it has started, and handles the messages until the connection ends."""
+    worker = GrammarWorker(setup.vocabulary, MaskBuffer(setup.shape), setup.index)
+    worker.warm_up()
+    decoder = msgspec.msgpack.Decoder(Message)
+    with contextlib.suppress(ConnectionError), connection, connection.makefile("rb") as stream:
+        connection.sendall(_PID.pack(os.getpid()))  # because not every system tells which process has connected
+        while (message := read_frame(stream)) is not None:
+            worker.handle(decoder.decode(message))
+
+
 class GrammarActor:
     """The body of the Ray actor. Ray places, starts and ends it; messages come over a local socket.
 
@@ -89,56 +110,31 @@ class GrammarActor:
     0.90 with calls and is 0.98 with the socket.
     """
 
-    def __init__(self, vocabulary: bytes, shape: bytes, index: int, address: str) -> None:
-        buffer = MaskBuffer(msgspec.msgpack.decode(shape, type=BufferShape))
-        self._worker = GrammarWorker(msgspec.msgpack.decode(vocabulary, type=Vocabulary), buffer, index)
-        self._worker.warm_up()
-        self._decoder = msgspec.msgpack.Decoder(Message)
-        self._connection = socket.socket(socket.AF_UNIX)
-        self._connection.connect(address)
-        self._connection.sendall(_PID.pack(os.getpid()))  # because not every system tells which process has connected
-        threading.Thread(target=self._run, daemon=True).start()
-
-    def _run(self) -> None:
-        """Serves the connection. When the loop ends, the connection closes and the pool replaces the actor."""
-        with contextlib.suppress(ConnectionError), self._connection, self._connection.makefile("rb") as stream:
-            while (message := read_frame(stream)) is not None:
-                self._worker.handle(self._decoder.decode(message))
+    def __init__(self, setup: bytes, address: str) -> None:
+        connection = socket.socket(socket.AF_UNIX)
+        connection.connect(address)
+        arguments = msgspec.msgpack.decode(setup, type=WorkerSetup), connection
+        # When it ends, the connection closes and the pool replaces the actor
+        threading.Thread(target=serve_worker, args=arguments, daemon=True).start()
 
     def started(self) -> None:
         """Returns once the constructor has succeeded, or raises its error."""
 
 
-class ActorTransport:
-    """A Ray actor with `num_cpus=0` on this node. Ray must be initialised."""
+class SocketTransport:
+    """A worker in another process, which answers on a socket once it has started."""
 
     stops_between_sessions = False
 
-    def __init__(self, vocabulary: Vocabulary, buffer: MaskBuffer, index: int) -> None:
-        import ray
-        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
-
-        self._ray = ray
+    def __init__(self) -> None:
         self.pid: int | None = None
         self._encoder = msgspec.msgpack.Encoder()
         self._connection: socket.socket | None = None
         self._unsent = b""
-        """Frames that wait for the connection."""
-        self._folder = tempfile.TemporaryDirectory(prefix="manta-")  # only this user may enter it
-        address = f"{self._folder.name}/{index}"
-        self._listener = socket.socket(socket.AF_UNIX)
-        self._listener.bind(address)
-        self._listener.listen(1)
-        self._listener.setblocking(False)
-        node = ray.get_runtime_context().get_node_id()
-        actor_class: Any = ray.remote(num_cpus=0, max_restarts=0)(GrammarActor)
-        self._actor = actor_class.options(scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False)).remote(
-            msgspec.msgpack.encode(vocabulary), msgspec.msgpack.encode(buffer.shape), index, address
-        )
-        self._started: Any = self._actor.started.remote()
+        """Frames that wait for the worker's start."""
 
     def send(self, message: Message) -> None:
-        """Waits up to `SEND_SECONDS` for an actor that does not read. The message is then lost, and `is_alive` or a
+        """Waits up to `SEND_SECONDS` for a worker that does not read. The message is then lost, and `is_alive` or a
         spent budget tells the pool.
         """
         self._unsent += frame(self._encoder.encode(message))
@@ -149,47 +145,115 @@ class ActorTransport:
             assert self._connection is not None
             unsent, self._unsent = self._unsent, b""
             self._connection.settimeout(SEND_SECONDS)
-            with contextlib.suppress(OSError):  # the actor is dead or hangs
+            with contextlib.suppress(OSError):  # the worker is dead or hangs
                 self._connection.sendall(unsent)
             self._connection.setblocking(False)
 
     def is_ready(self) -> bool:
-        if self._connection is None:
-            with contextlib.suppress(BlockingIOError):
-                self._connection, _ = self._listener.accept()
-                self._connection.setblocking(False)
-                self._listener.close()
-                self._folder.cleanup()
-                self._flush()
-        self._read_pid()
-        return self._connection is not None
+        if self.pid is None:
+            self._look_for_start()
+        return self.pid is not None
 
-    def _read_pid(self) -> None:
-        """Reads the actor's first message when it has come. Unread, it would hide the connection's end from
-        `is_alive`.
+    def _look_for_start(self) -> None:
+        """Connects if the worker has connected, and reads its first message if that has come. Unread, the message would
+        hide the connection's end from `is_alive`.
         """
-        if self.pid is None and self._connection is not None:
-            with contextlib.suppress(OSError, struct.error):  # it has not come, or the actor died first
+        if self._connection is None:
+            self._connection = self._accept()
+        if self._connection is not None:
+            self._connection.setblocking(False)
+            with contextlib.suppress(OSError, struct.error):  # it has not come, or the worker died first
                 self.pid = _PID.unpack(self._connection.recv(_PID.size))[0]
+                self._flush()
+
+    def _accept(self) -> socket.socket | None:
+        """Returns the connection with the worker if there is one."""
+        raise NotImplementedError
+
+    def _is_connecting(self) -> bool:
+        """Whether a worker without a connection may still connect."""
+        raise NotImplementedError
 
     def is_alive(self) -> bool:
-        """A closed connection tells that the process died; before there is one, Ray tells."""
-        if self._connection is None and not self.is_ready():
-            done, _ = self._ray.wait([self._started], timeout=0)
-            if done:
-                with contextlib.suppress(self._ray.exceptions.RayError):
-                    self._ray.get(done[0])
-                    return True
-                return False
-            return True
-        assert self._connection is not None
-        self._read_pid()
+        """A closed connection tells that the process died."""
+        self.is_ready()
+        if self._connection is None:
+            return self._is_connecting()
         try:
             return self._connection.recv(1, socket.MSG_PEEK) != b""
         except BlockingIOError:
             return True
         except OSError:
             return False
+
+    def kill(self) -> None:
+        raise NotImplementedError
+
+
+class ProcessTransport(SocketTransport):
+    """A process that this one starts, for engines whose own interpreter is busy while the device computes."""
+
+    def __init__(self, vocabulary: Vocabulary, buffer: MaskBuffer, index: int) -> None:
+        super().__init__()
+        self._connection, theirs = socket.socketpair()
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+        command = [sys.executable, "-m", "manta.structured.grammar_pool.worker_process"]
+        with theirs:
+            self._process = subprocess.Popen(command, stdin=theirs.fileno(), env=environment)
+        self._setup = msgspec.msgpack.encode(WorkerSetup(vocabulary, buffer.shape, index))
+        # The vocabulary has megabytes, which the socket takes once the process has started
+        threading.Thread(target=self._send_setup, args=(self._connection.dup(),), daemon=True).start()
+
+    def _send_setup(self, connection: socket.socket) -> None:
+        with contextlib.suppress(OSError), connection:
+            connection.sendall(frame(self._setup))
+
+    def kill(self) -> None:
+        """Ends the process. The connection stays open, because its end tells that the process is gone."""
+        self._process.kill()
+        self._process.wait()
+
+
+class ActorTransport(SocketTransport):
+    """A Ray actor with `num_cpus=0` on this node. Ray must be initialised."""
+
+    def __init__(self, vocabulary: Vocabulary, buffer: MaskBuffer, index: int) -> None:
+        import ray
+        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+        super().__init__()
+        self._ray = ray
+        self._folder = tempfile.TemporaryDirectory(prefix="manta-")  # only this user may enter it
+        address = f"{self._folder.name}/{index}"
+        self._listener = socket.socket(socket.AF_UNIX)
+        self._listener.bind(address)
+        self._listener.listen(1)
+        self._listener.setblocking(False)
+        node = ray.get_runtime_context().get_node_id()
+        actor_class: Any = ray.remote(num_cpus=0, max_restarts=0)(GrammarActor)
+        self._actor = actor_class.options(scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False)).remote(
+            msgspec.msgpack.encode(WorkerSetup(vocabulary, buffer.shape, index)), address
+        )
+        self._started: Any = self._actor.started.remote()
+
+    def _accept(self) -> socket.socket | None:
+        try:
+            connection, _ = self._listener.accept()
+        except BlockingIOError:
+            return None
+        self._listener.close()
+        self._folder.cleanup()
+        return connection
+
+    def _is_connecting(self) -> bool:
+        """Before there is a connection, Ray tells whether the actor lives."""
+        done, _ = self._ray.wait([self._started], timeout=0)
+        if not done:
+            return True
+        with contextlib.suppress(self._ray.exceptions.RayError):
+            self._ray.get(done[0])
+            return True
+        return False
 
     def kill(self) -> None:
         """Ends the actor. The connection stays open, because its end tells that the process is gone. If Ray has ended,

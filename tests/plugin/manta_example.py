@@ -13,6 +13,7 @@ import json
 import os
 import sys
 import time
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -94,7 +95,7 @@ class ExampleGrammar:
         self.options = options
 
     def session(self) -> ExampleSession:
-        return ExampleSession(self.options, 0)
+        return (JointExampleSession if "num_words" in self.options else ExampleSession)(self.options, 0)
 
 
 class ExampleSession:
@@ -120,7 +121,7 @@ class ExampleSession:
         self._position -= num_tokens
 
     def fork(self) -> ExampleSession:
-        return ExampleSession(self._options, self._position)
+        return type(self)(self._options, self._position)
 
     def forced_tokens(self) -> list[int]:
         return []
@@ -134,3 +135,24 @@ class ExampleSession:
     def adjustments(self) -> tuple[list[int], list[float]]:
         favour = self._options.get("favour", {})
         return [int(token_id) for token_id in favour], list(favour.values())
+
+
+class JointExampleSession(ExampleSession):
+    """With the option `num_words`, sessions are filled together; `returned` names positions whose error is returned
+    instead of raised.
+    """
+
+    num_batches = 0
+    """Calls of `fill_all` with two sessions or more in this process."""
+
+    @staticmethod
+    def fill_all(sessions: Sequence[JointExampleSession]) -> tuple[np.ndarray, list[Exception | None]]:
+        JointExampleSession.num_batches += len(sessions) > 1
+        rows = np.zeros((len(sessions), sessions[0]._options["num_words"]), dtype=np.int32)
+        errors: list[Exception | None] = [None] * len(sessions)
+        for index, session in enumerate(sessions):
+            if session._position in session._options.get("returned", []):
+                errors[index] = RuntimeError("returned, as it was told to")
+            else:
+                session.fill(rows[index])
+        return rows, errors

@@ -102,7 +102,7 @@ def test_adjustments_reach_the_buffer(make_pool: MakePool) -> None:
     ],
 )
 def test_unusable_adjustments_fail_their_session(vocabulary: Vocabulary, favour: dict[str, float], error: str) -> None:
-    pool = GrammarPool(PoolConfig(num_workers=1), vocabulary, 4, actors=False)
+    pool = GrammarPool(PoolConfig(num_workers=1), vocabulary, 4, form="threads")
     pool.start(0, example(favour=favour))
     pool.prepare([(0, [])])
     finish(pool, [0])
@@ -123,7 +123,7 @@ def test_any_backend_exception_costs_only_its_session(make_pool: MakePool, how: 
 
 
 def test_an_unloadable_grammar_fails_its_session_alone(vocabulary: Vocabulary) -> None:
-    pool = GrammarPool(PoolConfig(num_workers=1), vocabulary, 8, actors=False)
+    pool = GrammarPool(PoolConfig(num_workers=1), vocabulary, 8, form="threads")
     for session_id, backend in enumerate(("llguidance", "xgrammar", "nowhere", "\ud800")):
         spec = ConstraintSpec(kind="regex", text="a", backend=backend)
         pool.start(session_id, SessionStart(spec, b"\xc1 no such thing", (EOS,)))
@@ -219,13 +219,13 @@ def test_a_worker_hanging_without_its_session_is_replaced(make_pool: MakePool) -
         return pool.workers.num_replaced == 1
 
     wait_until(is_replaced)
-    if pool.uses_actors:  # a thread that hangs keeps its slot: it may still write there
+    if pool.form != "threads":  # a thread that hangs keeps its slot: it may still write there
         wait_until(lambda: pool.num_slots_in_use == 0)
 
 
 def test_a_hanging_thread_keeps_only_its_slot(vocabulary: Vocabulary, tmp_path: pathlib.Path) -> None:
     """The slots of the worker's other sessions are free at once; else a few workers that hang would leave none."""
-    pool = GrammarPool(PoolConfig(num_workers=1, mask_seconds=0.2), vocabulary, 4, actors=False)
+    pool = GrammarPool(PoolConfig(num_workers=1, mask_seconds=0.2), vocabulary, 4, form="threads")
     others = [1, 2, 3]
     for session_id in others:
         pool.start(session_id, example())
@@ -247,7 +247,7 @@ def test_a_hanging_thread_keeps_only_its_slot(vocabulary: Vocabulary, tmp_path: 
 
 def test_when_every_worker_hangs_sessions_fail(vocabulary: Vocabulary, tmp_path: pathlib.Path) -> None:
     """Threads that hang cannot be ended. The pool goes on with those that it has left, be it none."""
-    pool = GrammarPool(PoolConfig(num_workers=1, mask_seconds=0.2), vocabulary, 4, actors=False, max_workers=3)
+    pool = GrammarPool(PoolConfig(num_workers=1, mask_seconds=0.2), vocabulary, 4, form="threads", max_workers=3)
     for hanging in range(3):
         pool.start(hanging, example(at={"0": f"until {tmp_path}/gate"}))
         pool.prepare([(hanging, [])])

@@ -95,7 +95,7 @@ def test_a_failure_on_a_draft_costs_its_session(make_pool: MakePool, how: str) -
     # a slow one may end both.
     patience = {"mask_seconds": 1.0} if how == "hang" else {"mask_seconds": 30.0, "migrate_seconds": 0.5}
     pool = make_pool(num_drafts=3, num_workers=1, **patience)
-    if how == "exit" and not pool.uses_actors:
+    if how == "exit" and pool.form == "threads":
         pytest.skip("it would end this process")
     for session_id in range(4):
         pool.start(session_id, example(at={"2": how} if session_id == 1 else {}))
@@ -122,7 +122,7 @@ def test_a_failure_on_a_draft_costs_its_session(make_pool: MakePool, how: str) -
     pool.prepare([(session_id, [5] * 3) for session_id in others], {i: [6, 7] for i in others})
     finish_drafts(pool, others)
     assert [len(pool.session(session_id).draft_rows()[0]) for session_id in others] == [2, 2, 2]
-    if how != "hang" or pool.uses_actors:  # a thread that hangs keeps its slots: it may still write there
+    if how != "hang" or pool.form != "threads":  # a thread that hangs keeps its slots: it may still write there
         end_all(pool)
 
 

@@ -89,15 +89,15 @@ def random_masks(count: int, vocab_size: int, seed: int) -> MaskBatch:
 def random_edits(random: np.random.Generator, vocab_size: int) -> SamplingParams:
     """Every kind of edit, or none, for tokens that come often and for any."""
 
-    def tokens(most: int) -> list[int]:
+    def tokens(most: int, least: int = 0) -> list[int]:
         bound = min(vocab_size, int(random.choice([13, vocab_size])))
-        return random.integers(0, bound, int(random.integers(0, most))).tolist()
+        return random.integers(0, bound, int(random.integers(least, most))).tolist()
 
     def maybe(value: float, otherwise: float) -> float:
         return value if random.random() < 0.4 else otherwise
 
     return SamplingParams(
-        allowed_token_ids=tuple(tokens(30)) if random.random() < 0.2 else None,
+        allowed_token_ids=tuple(tokens(30, least=1)) if random.random() < 0.2 else None,
         bad_words_token_ids=tuple((*tokens(3), token) for token in tokens(4)),
         min_tokens=int(random.integers(0, 12)),
         logit_bias={token: float(random.normal() * 5) for token in tokens(20)} if random.random() < 0.5 else {},

@@ -25,6 +25,9 @@ LEAST_DOT = 16
 TILE_BYTES = 16384
 """Bytes of keys, and of values, in one tile of keys."""
 MOST_TILE_KEYS = 128
+MOST_VISIBLE_DIM = 128
+"""Largest head size with a loop of its own for the tiles that every row sees: with 256, two loops spill registers.
+"""
 MOST_PREFIX_SPLITS = 8
 SPLITS_AT_A_TIME = 32
 """Number of splits of a token that are merged in one iteration."""
@@ -53,6 +56,7 @@ def paged_attention(
         "PADDED_DIM": padded_size(head_dim, LEAST_DOT),
         "BLOCK_SIZE": metadata.block_size,
         "TILE_KEYS": _tile_keys(head_dim, k_cache.dtype),
+        "HAS_VISIBLE": head_dim <= MOST_VISIBLE_DIM,
         "WIDE": needs_wide_dot(qkv.dtype),
     }
     rows = metadata.prefix_rows if isinstance(metadata, DeviceMetadata) and sliding_window is None else None
@@ -219,6 +223,70 @@ def _dot(a, b, WIDE: tl.constexpr):
 
 
 @triton.jit
+def _over_tile(
+    query,
+    position,
+    k_cache,
+    v_cache,
+    table,
+    kv_head,
+    first,
+    end,
+    window,
+    scale_log2,
+    largest,
+    total,
+    attended,
+    NUM_KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    PADDED_DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    TILE_KEYS: tl.constexpr,
+    HAS_WINDOW: tl.constexpr,
+    IS_VISIBLE: tl.constexpr,
+    WIDE: tl.constexpr,
+):
+    """Continues the softmax of `_over_keys` over the tile of keys from `first` on. With `IS_VISIBLE` every row sees
+    every key of the tile, so that nothing is masked.
+    """
+    dim = tl.arange(0, PADDED_DIM)
+    is_dim = dim < HEAD_DIM
+    key = first + tl.arange(0, TILE_KEYS)
+    if IS_VISIBLE:
+        block = tl.load(table + key // BLOCK_SIZE).to(tl.int64)
+    else:
+        block = tl.load(table + key // BLOCK_SIZE, mask=key < end, other=0).to(tl.int64)
+    offset = ((block * BLOCK_SIZE + key % BLOCK_SIZE) * NUM_KV_HEADS + kv_head) * HEAD_DIM
+    key_places = k_cache + offset[None, :] + dim[:, None]
+    value_places = v_cache + offset[:, None] + dim[None, :]
+    if IS_VISIBLE and HEAD_DIM == PADDED_DIM:
+        keys = tl.load(key_places)
+    elif IS_VISIBLE:
+        keys = tl.load(key_places, mask=is_dim[:, None], other=0.0)
+    else:
+        keys = tl.load(key_places, mask=(key < end)[None, :] & is_dim[:, None], other=0.0)
+    scores = _dot(query, keys, WIDE) * scale_log2
+    if not IS_VISIBLE:
+        visible = (key < end)[None, :] & (key[None, :] <= position[:, None])
+        if HAS_WINDOW:
+            visible = visible & (position[:, None] - key[None, :] < window)
+        scores = tl.where(visible, scores, float("-inf"))
+    new_largest = tl.maximum(largest, tl.max(scores, axis=1))
+    shift = tl.where(new_largest == float("-inf"), 0.0, new_largest)
+    weights = tl.exp2(scores - shift[:, None])
+    decay = tl.exp2(largest - shift)
+    if IS_VISIBLE and HEAD_DIM == PADDED_DIM:
+        values = tl.load(value_places)
+    elif IS_VISIBLE:
+        values = tl.load(value_places, mask=is_dim[None, :], other=0.0)
+    else:
+        values = tl.load(value_places, mask=(key < end)[:, None] & is_dim[None, :], other=0.0)
+    total = total * decay + tl.sum(weights, axis=1)
+    attended = attended * decay[:, None] + _dot(weights.to(values.dtype), values, WIDE)
+    return new_largest, total, attended
+
+
+@triton.jit
 def _over_keys(
     query,
     position,
@@ -239,34 +307,29 @@ def _over_keys(
     BLOCK_SIZE: tl.constexpr,
     TILE_KEYS: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
+    HAS_VISIBLE: tl.constexpr,
     WIDE: tl.constexpr,
 ):
     """Continues the softmax of `query` [rows, dim] over the visible keys in `[begin, end)`. Returns the updated state.
 
     The state is `largest` [rows], the largest score; `total` [rows], the sum of powers of two relative to it; and
-    `attended` [rows, dim], which is not yet divided by the sum.
+    `attended` [rows, dim], which is not yet divided by the sum. With `HAS_VISIBLE`, the tiles that every row sees come
+    first and are not masked.
     """
-    dim = tl.arange(0, PADDED_DIM)
-    is_dim = dim < HEAD_DIM
-    for first in range(begin, end, TILE_KEYS):
-        key = first + tl.arange(0, TILE_KEYS)
-        in_range = key < end
-        block = tl.load(table + key // BLOCK_SIZE, mask=in_range, other=0).to(tl.int64)
-        offset = ((block * BLOCK_SIZE + key % BLOCK_SIZE) * NUM_KV_HEADS + kv_head) * HEAD_DIM
-        keys = tl.load(k_cache + offset[None, :] + dim[:, None], mask=in_range[None, :] & is_dim[:, None], other=0.0)
-        scores = _dot(query, keys, WIDE) * scale_log2
-        visible = in_range[None, :] & (key[None, :] <= position[:, None])
-        if HAS_WINDOW:
-            visible = visible & (position[:, None] - key[None, :] < window)
-        scores = tl.where(visible, scores, float("-inf"))
-        new_largest = tl.maximum(largest, tl.max(scores, axis=1))
-        shift = tl.where(new_largest == float("-inf"), 0.0, new_largest)
-        weights = tl.exp2(scores - shift[:, None])
-        decay = tl.exp2(largest - shift)
-        values = tl.load(v_cache + offset[:, None] + dim[None, :], mask=in_range[:, None] & is_dim[None, :], other=0.0)
-        total = total * decay + tl.sum(weights, axis=1)
-        attended = attended * decay[:, None] + _dot(weights.to(values.dtype), values, WIDE)
-        largest = new_largest
+    masked_begin = begin
+    if HAS_VISIBLE:
+        num_visible = tl.minimum(end, tl.min(position, axis=0) + 1) - begin
+        masked_begin = begin + tl.maximum(num_visible, 0) // TILE_KEYS * TILE_KEYS
+        for first in range(begin, masked_begin, TILE_KEYS):
+            largest, total, attended = _over_tile(
+                query, position, k_cache, v_cache, table, kv_head, first, end, window, scale_log2, largest, total,
+                attended, NUM_KV_HEADS, HEAD_DIM, PADDED_DIM, BLOCK_SIZE, TILE_KEYS, HAS_WINDOW, True, WIDE,
+            )  # fmt: skip
+    for first in range(masked_begin, end, TILE_KEYS):
+        largest, total, attended = _over_tile(
+            query, position, k_cache, v_cache, table, kv_head, first, end, window, scale_log2, largest, total, attended,
+            NUM_KV_HEADS, HEAD_DIM, PADDED_DIM, BLOCK_SIZE, TILE_KEYS, HAS_WINDOW, False, WIDE,
+        )  # fmt: skip
     return largest, total, attended
 
 
@@ -298,6 +361,7 @@ def _attend(
     PADDED_DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     TILE_KEYS: tl.constexpr,
+    HAS_VISIBLE: tl.constexpr,
     WIDE: tl.constexpr,
     TILE_TOKENS: tl.constexpr,
     TILE_ROWS: tl.constexpr,
@@ -380,6 +444,7 @@ def _attend(
         BLOCK_SIZE,
         TILE_KEYS,
         HAS_WINDOW,
+        HAS_VISIBLE and TILE_TOKENS > 1 and not HAS_WINDOW,  # the items of a decode have few tiles
         WIDE,
     )
     sees_nothing = total == 0.0
@@ -417,6 +482,7 @@ def _attend_prefix(
     PADDED_DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     TILE_KEYS: tl.constexpr,
+    HAS_VISIBLE: tl.constexpr,
     WIDE: tl.constexpr,
     TILE_TOKENS: tl.constexpr,
     TILE_ROWS: tl.constexpr,
@@ -467,6 +533,7 @@ def _attend_prefix(
         BLOCK_SIZE,
         TILE_KEYS,
         False,
+        HAS_VISIBLE,
         WIDE,
     )
     sees_nothing = total == 0.0
