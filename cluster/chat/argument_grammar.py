@@ -35,7 +35,7 @@ from manta.cluster.chat.lark_text import ANY_TEXT, TokenId, escaped, literal, wi
 from manta.cluster.chat.tool_formats import ToolFormat
 from manta.cluster.protocol.constraint_fields import json_text
 from manta.structured.constraint import ConstraintError
-from manta.structured.schemas.automata import TooLarge
+from manta.structured.regexes.automata import TooLarge
 from manta.structured.schemas.formats import REGULAR
 from manta.structured.schemas.patterns import combined, matcher
 

@@ -7,9 +7,9 @@ from typing import Any
 
 from manta.structured.backends.keywords import escaped, subschemas
 from manta.structured.constraint import ConstraintError
+from manta.structured.regexes.automata import Ranges, TooLarge, Tree, ranges_of
 from manta.structured.regexes.ecma import Unreadable, parse
-from manta.structured.regexes.requests import TOO_LARGE, refused
-from manta.structured.schemas.automata import Ranges, TooLarge, Tree, ranges_of
+from manta.structured.regexes.regex_constraint import TOO_LARGE, refused
 from manta.structured.schemas.patterns import for_grammar, is_small
 
 _BY_NAME = frozenset(["properties", "patternProperties", "$defs", "definitions", "dependentSchemas"])

@@ -13,7 +13,7 @@ import itertools
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
-from manta.structured.schemas.automata import ANY, MAX_CHARACTER, MAX_STATES, Dfa, Ranges, TooLarge, Tree, ranges_of
+from manta.structured.regexes.automata import ANY, MAX_CHARACTER, MAX_STATES, Dfa, Ranges, TooLarge, Tree, ranges_of
 
 MAX_RUNS = 2_000
 """Most runs in one state of an automaton."""

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 import regex
 
-from manta.structured.schemas.automata import MAX_CHARACTER, Ranges, complement, ranges_of
+from manta.structured.regexes.automata import MAX_CHARACTER, Ranges, complement, ranges_of
 
 DIGITS: Ranges = ((48, 57),)
 WORD: Ranges = ((48, 57), (65, 90), (95, 95), (97, 122))

@@ -11,7 +11,7 @@ import functools
 from typing import Literal, NoReturn
 
 from manta.structured.regexes import characters
-from manta.structured.schemas.automata import ANY, EMPTY, Ranges, Tree, complement, ranges_of
+from manta.structured.regexes.automata import ANY, EMPTY, Ranges, Tree, complement, ranges_of
 
 MAX_NESTING = 100
 """Deepest nesting of groups."""

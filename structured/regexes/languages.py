@@ -10,8 +10,8 @@ import functools
 from typing import Any
 
 from manta.structured.regexes.assertions import Pattern
+from manta.structured.regexes.automata import ALL, EMPTY, Dfa, Ranges, Tree, class_text
 from manta.structured.regexes.ecma import END, START, parse
-from manta.structured.schemas.automata import ALL, EMPTY, Dfa, Ranges, Tree, class_text
 
 
 def whole_texts(pattern: str) -> Tree:

@@ -14,8 +14,8 @@ import operator
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from manta.structured.regexes.automata import TooLarge
 from manta.structured.schemas import patterns
-from manta.structured.schemas.automata import TooLarge
 from manta.structured.schemas.documents import GUARD, Document
 from manta.structured.schemas.formats import REGULAR
 from manta.structured.schemas.numbers import is_integer, is_multiple, is_number
@@ -46,7 +46,10 @@ class Judge:
 
     @contextlib.contextmanager
     def one_mask(self) -> Iterator[None]:
-        """Bounds the cost of all verdicts within by `MAX_MASK_COST`."""
+        """Bounds the cost of all verdicts within by `MAX_MASK_COST`. One within another changes nothing."""
+        if self._left_of_mask < math.inf:
+            yield
+            return
         self._left_of_mask = MAX_MASK_COST
         try:
             yield

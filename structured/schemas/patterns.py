@@ -12,10 +12,10 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from manta.structured.regexes import languages
+from manta.structured.regexes.automata import Dfa, TooLarge, Tree, class_text
 from manta.structured.regexes.ecma import Unreadable
 from manta.structured.regexes.matching import Matcher, matcher_of
-from manta.structured.regexes.requests import refused
-from manta.structured.schemas.automata import Dfa, TooLarge, Tree, class_text
+from manta.structured.regexes.regex_constraint import refused
 
 Result = TypeVar("Result")
 

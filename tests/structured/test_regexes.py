@@ -13,11 +13,11 @@ import pytest
 from manta.structured.backends.choose import Backends
 from manta.structured.backends.guarded import GuardedSession
 from manta.structured.constraint import ConstraintError, ConstraintSpec
+from manta.structured.regexes.automata import TooLarge
 from manta.structured.regexes.ecma import MAX_NESTING, Unreadable, parse
 from manta.structured.regexes.languages import expression
 from manta.structured.regexes.matching import Matcher
-from manta.structured.regexes.requests import for_whole_answer, with_plain_regex
-from manta.structured.schemas.automata import TooLarge
+from manta.structured.regexes.regex_constraint import for_whole_answer, with_plain_regex
 from manta.structured.schemas.formats import REGULAR
 from manta.structured.vocabulary import Vocabulary
 from tests.conftest import PROVE

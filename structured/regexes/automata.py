@@ -1,6 +1,6 @@
 """Finite automata over Unicode: complement, intersection, emptiness, and back to a regular expression.
 
-An expression is a tree of tuples; `patterns.py` reads one from a pattern. `Dfa.of` compiles it by the subset
+An expression is a tree of tuples; `ecma.py` reads one from a pattern. `Dfa.of` compiles it by the subset
 construction, `Dfa.expression` goes back by state elimination (Hopcroft and Ullman, sections 2.3 and 3.2).
 """
 

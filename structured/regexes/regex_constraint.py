@@ -5,9 +5,9 @@ from __future__ import annotations
 import msgspec
 
 from manta.structured.constraint import ConstraintError, ConstraintSpec
+from manta.structured.regexes.automata import TooLarge
 from manta.structured.regexes.ecma import Unreadable, parse
 from manta.structured.regexes.languages import expression
-from manta.structured.schemas.automata import TooLarge
 
 _BACKENDS = ("auto", "llguidance", "xgrammar")
 """Backends that take the text of `regex` for a regular expression; what a registered one takes it for is its own."""
