@@ -51,8 +51,7 @@ FILE_ID = re.compile(r"file-[0-9a-f]{30}(-[0-9a-f]{8})?(-output|-errors)?")
 attempt that wrote it.
 """
 BATCH_ID = re.compile(r"batch_[0-9a-f]{30}")
-FILE_ID = re.compile(r"file-[0-9a-f]{30}")
-"""Forms of ids, which sort by the time when they were made."""
+"""Form of a batch's id. Ids sort by the time when they were made."""
 _OPEN_MARK = re.compile(r"(batch_[0-9a-f]{30})\.([^.]+)")
 CANCEL_MARK = re.compile(_OPEN_MARK.pattern + re.escape(CANCEL))
 """Form of the name of a mark to cancel."""

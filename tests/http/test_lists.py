@@ -102,15 +102,6 @@ def test_repeated_items_keep_their_order_and_text(server: ThreadedServer) -> Non
     assert [each["id"] for each in items][:5] == ["msg_a", "msg_b", "msg_a_3", "msg_b_2", "msg_a_2"]
 
 
-def test_files_that_are_deleted_while_they_are_listed(server: ThreadedServer) -> None:
-    _files(server)
-    files = client(server).files
-    names = [file.id for file in files.list(limit=100)]
-    deleted = [file.id for file in files.list(limit=2) if files.delete(file.id).deleted]
-    assert deleted == names
-    assert files.list().data == []
-
-
 def test_a_batch_that_cannot_be_read_hides_no_other(server: ThreadedServer, storage: pathlib.Path) -> None:
     _batches(server)
     ids = [batch.id for batch in client(server).batches.list(limit=100)]

@@ -15,7 +15,6 @@ from msgspec import Meta
 
 from manta.cluster.errors import refuse
 from manta.cluster.http.endpoints.files import not_found, records_of
-from manta.cluster.http.endpoints.lists import page_by_age
 from manta.cluster.http.exchange.codec import decode_query
 from manta.cluster.http.exchange.exchange import Exchange
 from manta.cluster.http.exchange.state import AppState
@@ -103,10 +102,14 @@ async def create(state: AppState, exchange: Exchange, request: CreateBatchReques
 async def list_batches(state: AppState, exchange: Exchange, _: None) -> BatchList:
     records, query = records_of(state), decode_query(BatchQuery, exchange.incoming.query)
     ids = await asyncio.to_thread(records.batch_ids, exchange.caller.owner)
-    page, has_more = page_by_age(ids, query.after, query.limit, BATCH_ID)
+    if query.after is not None:
+        if not BATCH_ID.fullmatch(query.after):
+            refuse("names_nothing", "after", query.after, "the ids in this list", "give the last_id of a page")
+        ids = [each for each in ids if each < query.after]  # the batch itself may be gone since
+    page = ids[: query.limit]
     reading = (asyncio.to_thread(_listed, records, exchange.caller.owner, each) for each in page)
     found = [batch for batch in await asyncio.gather(*reading) if batch is not None]
-    return BatchList(found, has_more, page[0] if page else None, page[-1] if page else None)
+    return BatchList(found, len(ids) > query.limit, page[0] if page else None, page[-1] if page else None)
 
 
 def _listed(records: Records, owner: str, batch_id: str) -> Batch | None:

@@ -13,13 +13,13 @@ import msgspec
 from msgspec import Meta
 
 from manta.cluster.errors import refuse
-from manta.cluster.http.endpoints.lists import page_by_age
+from manta.cluster.http.endpoints.lists import page_of
 from manta.cluster.http.exchange.codec import decode_query
 from manta.cluster.http.exchange.exchange import Exchange
 from manta.cluster.http.exchange.state import AppState
 from manta.cluster.http.exchange.uploads import MAX_FORM_BYTES, UploadParser
 from manta.cluster.protocol.batches_api import FileObject
-from manta.cluster.storage.records import FILE_ID, Records, Upload
+from manta.cluster.storage.records import Records, Upload
 
 PIECE_BYTES = 1 << 20
 """Bytes of a file that a thread writes or reads at a time."""
@@ -137,8 +137,10 @@ def _checked_fields(fields: dict[str, str]) -> float | None:
 async def list_files(state: AppState, exchange: Exchange, _: None) -> FileList:
     records, query = records_of(state), decode_query(FileQuery, exchange.incoming.query)
     found = await asyncio.to_thread(records.files, exchange.caller.owner)
+    if query.order == "asc":
+        found.reverse()
     by_id = {file.id: file for file in found if query.purpose in (None, file.purpose)}
-    page, has_more = page_by_age(list(by_id), query.after, query.limit, FILE_ID, query.order == "asc")
+    page, has_more = page_of(list(by_id), query.after, query.limit, "the ids in this list")
     return FileList([by_id[each] for each in page], has_more, page[0] if page else None, page[-1] if page else None)
 
 
