@@ -81,6 +81,21 @@ class Grammar(Protocol):
     def session(self) -> Session: ...
 
 
+def begin(grammar: Grammar, begun: str, vocabulary: Vocabulary) -> Session:
+    """A session behind the text `begun`, which was written before the output. Raises `ConstraintError` if no text that
+    the constraint allows begins so.
+    """
+    session = grammar.session()
+    for num_bytes, byte in enumerate(begun.encode()):
+        if not session.accept(vocabulary.byte_token_ids()[byte]):
+            num_fitting = len(begun.encode()[:num_bytes].decode(errors="ignore"))
+            unfit = begun[num_fitting : num_fitting + 20]
+            cause = f"the constraint does not allow {unfit!r} at character {num_fitting}"
+            remedy = "begin it as the constraint demands, or leave it out"
+            raise ConstraintError.because("unfit", "the answer's beginning", cause=cause, remedy=remedy)
+    return session
+
+
 class AdjustingSession(Session, Protocol):
     """A session that also adjusts logits."""
 

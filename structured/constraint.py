@@ -57,6 +57,8 @@ class ConstraintSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     """Accept a backend that does not enforce every keyword; the client is told which."""
     any_whitespace: bool = True
     """JSON: allow whitespace between tokens, as RFC 8259 does. False fixes `", "` and `": "` without line breaks."""
+    begun: str = ""
+    """Beginning of the constrained text that the prompt ends with. The output continues it."""
     begin_after: tuple[int, ...] = ()
     """Token ids, such as the end of a thinking section, after whose first occurrence the constraint begins. Empty: it
     begins at once.

@@ -8,9 +8,8 @@ written as Python does, but not within lists and dictionaries. What a format can
 - keywords of the whole object but `properties`, `required`, `additionalProperties` and `patternProperties`; with
   `patternProperties` no other names than those of `properties` are written;
 - keys that hold a character of the format's marks;
-- of raw strings, `pattern` beside `format` or a length, a `pattern` that is no plain regular expression or is too
-  large, and `oneOf` with one type twice; where dialects of patterns disagree (on `\\d` beyond ASCII, say), only what
-  all of them find is written;
+- of raw strings, `pattern` beside `format` or a length, a `pattern` that no automaton can hold or whose automaton is
+  too large, and `oneOf` with one type twice;
 - texts that would be read as something else: a string that holds its end mark, or the string `"null"` where null is
   allowed too. Where strings and lists or objects are allowed, all is JSON, its strings in quotes.
 """
@@ -35,9 +34,10 @@ from manta.cluster.chat.argument_forms import (
 from manta.cluster.chat.lark_text import ANY_TEXT, TokenId, escaped, literal, without
 from manta.cluster.chat.tool_formats import ToolFormat
 from manta.cluster.protocol.constraint_fields import json_text
-from manta.structured.schemas.automata import TooLarge
+from manta.structured.constraint import ConstraintError
+from manta.structured.regexes.automata import TooLarge
 from manta.structured.schemas.formats import REGULAR
-from manta.structured.schemas.patterns import Unreadable, combined
+from manta.structured.schemas.patterns import combined, matcher
 
 _SOME_NUMBER = r"-?(0|[1-9][0-9]{0,14})(\.[0-9]{1,15})?"
 _SOME_INTEGER = r"-?(0|[1-9][0-9]{0,14})"
@@ -290,13 +290,11 @@ class ArgumentRules:
             found = combined([pattern], unwanted)
             if found is None:
                 return None, False
-        except (Unreadable, TooLarge):
+        except (ConstraintError, TooLarge):
             self._cannot(f"the pattern {pattern[:80]!r} in the argument {key[:80]!r}")
             return ANY_TEXT, True
-        body = found.removeprefix("^(?:").removesuffix(")$")
-        # Rust's dialect reads \< and \> as edges of words, and Lark ends an expression at a slash.
-        body = re.sub(r"\\([<>/])", lambda match: rf"\u{ord(match[1]):04x}", body)
-        return f"({body})", re.fullmatch(body, "") is not None
+        body = found.removeprefix("^(?:").removesuffix(")$").replace(r"\/", r"\u002f")  # Lark ends it at a slash
+        return f"({body})", matcher(found).finds("")
 
 
 def _has_type(value: Any, names: Any) -> bool:

@@ -22,6 +22,7 @@ from manta.cluster.chat.tool_grammar import FormatRefused, calls_grammar
 from manta.cluster.errors import RequestRefused, refuse
 from manta.cluster.protocol.constraint_fields import json_text
 from manta.cluster.protocol.error_bodies import under_field
+from manta.cluster.protocol.messages import content_text
 from manta.cluster.protocol.requests import ChatCompletionRequest
 from manta.cluster.protocol.tools import NamedToolChoice, Tool, arguments_schema, must_call
 from manta.cluster.text.chat_template import TemplateError
@@ -112,6 +113,8 @@ def plan_chat(request: ChatCompletionRequest, params: SamplingParams, tokenizer:
     left_out: list[str] = []
     if tool_format is not None:
         constraint = _tool_constraint(request, tool_format, tokenizer, constraint, left_out)
+    if constraint is not None and request.continue_final_message:
+        constraint = msgspec.structs.replace(constraint, begun=_begun(request, template, prompt))
     reasoning = detect_reasoning(template) if request.add_generation_prompt else None
     is_thinking = False
     if reasoning is not None:
@@ -144,6 +147,21 @@ def plan_chat(request: ChatCompletionRequest, params: SamplingParams, tokenizer:
         include_reasoning=request.include_reasoning,
         shown_ids=_shown_ids(tokenizer, marks),
     )
+
+
+def _begun(request: ChatCompletionRequest, template: str, prompt: str) -> str:
+    """Returns the beginning of the answer that `prompt` ends with: the last message without its thinking section, with
+    the white space that the template leaves.
+    """
+    content = content_text(request.messages[-1].content or "", f"messages[{len(request.messages) - 1}].content")
+    reasoning = detect_reasoning(template)
+    if reasoning is not None:
+        content = content.rpartition(reasoning.end)[2]
+    found = next(filter(prompt.endswith, (content, content.rstrip(), content.lstrip(), content.strip())), None)
+    if found is None:
+        cause = "this model's chat template changes the last message"
+        refuse("unsupported", "continue_final_message", remedy="leave it or the constraint out", cause=cause)
+    return found
 
 
 def _marks(reasoning: ReasoningFormat) -> list[str]:

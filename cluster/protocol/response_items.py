@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import secrets
 from collections import Counter
 from collections.abc import Iterable
@@ -175,6 +176,23 @@ def input_items(given: str | list[Item]) -> list[Item]:
     """Returns an input as items with ids, as `GET /v1/responses/{response_id}/input_items` shows them."""
     items = [{"role": "user", "content": given}] if isinstance(given, str) else given
     return [_with_id(item) for item in items]
+
+
+def with_distinct_ids(items: list[Item]) -> list[Item]:
+    """Returns the items of a conversation, in which a client may repeat an item, so that no two have one id. The first
+    keeps its id; the others get the same ones each time.
+    """
+    taken = {item["id"] for item in items}
+    seen = {""}  # an empty id is no cursor
+    found = []
+    for item in items:
+        shown = item["id"]
+        if shown in seen:
+            shown = next(new for count in itertools.count(2) if (new := f"{item['id']}_{count}") not in taken)
+            taken.add(shown)
+        seen.add(shown)
+        found.append(item | {"id": shown})
+    return found
 
 
 def _with_id(item: Item) -> Item:

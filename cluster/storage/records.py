@@ -42,7 +42,8 @@ Ending = Literal["completed", "failed", "expired", "cancelled"]
 ENDED: tuple[str, ...] = get_args(Ending)
 CANCEL = ".cancel"
 """Suffix of a mark to cancel."""
-_BATCH_ID = re.compile(r"batch_[0-9a-f]{30}")
+BATCH_ID = re.compile(r"batch_[0-9a-f]{30}")
+"""Form of a batch's id. Ids sort by the time when they were made."""
 _OPEN_MARK = re.compile(r"(batch_[0-9a-f]{30})\.([^.]+)")
 CANCEL_MARK = re.compile(_OPEN_MARK.pattern + re.escape(CANCEL))
 """Form of the name of a mark to cancel."""
@@ -109,7 +110,7 @@ class Records:
 
     def batch(self, owner: str, batch_id: str) -> Batch | None:
         """Returns a batch as its client sees it; None if it does not exist."""
-        if not _BATCH_ID.fullmatch(batch_id):
+        if not BATCH_ID.fullmatch(batch_id):
             return None
         asked = self.storage.read(f"open/{batch_id}.{owner}{CANCEL}")  # first: it goes at the batch's end
         progress = self.progress(owner, batch_id)
@@ -122,7 +123,7 @@ class Records:
 
     def batch_ids(self, owner: str) -> list[str]:
         """Returns the ids of an owner's batches, latest first."""
-        return sorted(filter(_BATCH_ID.fullmatch, self.storage.sizes(f"batches/{owner}")), reverse=True)
+        return sorted(filter(BATCH_ID.fullmatch, self.storage.sizes(f"batches/{owner}")), reverse=True)
 
     def cancel(self, owner: str, batch_id: str) -> None:
         """Marks a batch to be cancelled. Only the first of several calls counts."""

@@ -11,10 +11,12 @@ import itertools
 from typing import Any
 
 import msgspec
+import numpy as np
 
-from manta.structured.backend import Backend, make_backend
+from manta.structured.backend import Backend, DeadEnd, Grammar, begin, make_backend
 from manta.structured.backends.lark_schemas import embedded_schemas, with_replaced
 from manta.structured.constraint import ConstraintError, ConstraintSpec, Resolved, Unsupported
+from manta.structured.masks import row_words
 from manta.structured.schemas.numbers import json_text
 from manta.structured.vocabulary import Vocabulary
 
@@ -64,7 +66,17 @@ class Backends:
         backend = self.get(name)
         spec = msgspec.structs.replace(spec, backend=name)
         compiled = backend.compile(spec)
+        if spec.begun:
+            self._check_beginning(backend.load(spec, compiled), spec)
         return Resolved(spec=spec, compiled=compiled, not_enforced=backend.not_enforced(spec))
+
+    def _check_beginning(self, grammar: Grammar, spec: ConstraintSpec) -> None:
+        """Raises `ConstraintError` if nothing that the grammar allows begins as the prompt ends."""
+        session = begin(grammar, spec.begun, self._vocabulary)
+        try:
+            session.fill(np.zeros(row_words(self._vocabulary.vocab_size), dtype=np.int32))
+        except DeadEnd as error:
+            raise ConstraintError.because("unsatisfiable", "the answer's beginning") from error
 
     def get(self, name: str) -> Backend:
         """The backend, made if need be. Raises `ConstraintError` if the name is unknown, and what its making raises."""

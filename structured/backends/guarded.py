@@ -16,6 +16,7 @@ grammar allows it and at least one reading goes on, so masks are exact; no token
 
 from __future__ import annotations
 
+import contextlib
 from collections import Counter
 from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
@@ -285,16 +286,25 @@ class GuardedPartsSession:
         allowed, across = self._within_parts(row)
         across &= row
         self._vocabulary.set_tokens(across, self._vocabulary.eos_token_ids, False)
-        passing = []
-        for token_id in token_ids_of(across):
-            if self._advance(token_id):
-                passing.append(token_id)
-            self._undo()
+        passing = self._passing(token_ids_of(across))
         row &= allowed
         self._vocabulary.set_tokens(row, passing, True)
         self._vocabulary.set_tokens(row, self._vocabulary.eos_token_ids, self.is_accepting())
         if not row.any():
             raise DeadEnd(f"after {bytes(self._text[-40:])!r} nothing satisfies the schema")
+
+    def _passing(self, token_ids: list[int]) -> list[int]:
+        """The tokens that some reading takes, which are tried one by one."""
+        guards = {id(each.part): each.part.striker.guard for each in self._readings if each.part is not None}
+        passing = []
+        with contextlib.ExitStack() as bounds:
+            for guard in guards.values():
+                bounds.enter_context(guard.logic.judge.one_mask())
+            for token_id in token_ids:
+                if self._advance(token_id):
+                    passing.append(token_id)
+                self._undo()
+        return passing
 
     def _within_parts(self, row: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """The tokens that stay within the part, or the frame, of some reading, and those that must be tried."""

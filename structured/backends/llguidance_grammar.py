@@ -17,6 +17,12 @@ import msgspec
 from manta.structured.backends.keywords import subschemas
 from manta.structured.backends.lark_schemas import EmbeddedSchema, counts_tokens, embedded_schemas, with_replaced
 from manta.structured.backends.llguidance_schema import departures, has_control_characters, mended, place_of
+from manta.structured.backends.schema_patterns import (
+    check_patterns,
+    demands_controls,
+    unenforced_patterns,
+    with_grammar_patterns,
+)
 from manta.structured.constraint import ConstraintError, ConstraintSpec, Unsupported
 from manta.structured.gbnf.writing import gbnf_as_lark
 from manta.structured.schemas.documents import is_too_old
@@ -167,8 +173,12 @@ def _keywords_of(found: list[EmbeddedSchema], way: Way) -> str:
 def _embedded(each: EmbeddedSchema, kind: str, way: Way) -> tuple[Any, str]:
     """The schema as llguidance can serve it, with its own options, and its guard."""
     schema = each.schema
-    if not isinstance(schema, dict) or schema.get("x-guidance", {}).get("lenient"):
+    if not isinstance(schema, dict):
         return schema, ""
+    if schema.get("x-guidance", {}).get("lenient"):
+        check_patterns(schema, is_loose=True)
+        return with_grammar_patterns(schema), ""
+    check_patterns(schema)
     prepared = _prepared(schema, kind, way)
     options = schema.get("x-guidance", {})
     if not prepared.has_controls:
@@ -181,6 +191,7 @@ def _embedded(each: EmbeddedSchema, kind: str, way: Way) -> tuple[Any, str]:
 
 def _schema_grammar(spec: ConstraintSpec, way: Way) -> Translation:
     schema = read_json(spec.text) if spec.kind == "json_schema" else {"type": "object"}
+    check_patterns(schema, spec.loose)
     prepared = _mended(schema) if spec.loose else _prepared(schema, "json_schema", way)
     options: dict[str, Any] = {"lenient": spec.loose}
     if spec.any_whitespace:
@@ -205,9 +216,10 @@ class _Prepared(NamedTuple):
 
 
 def _mended(schema: Any, guard: str = "") -> _Prepared:
-    schema = {} if schema is True else with_exact_formats(mended(schema))
+    schema = {} if schema is True else with_grammar_patterns(with_exact_formats(mended(schema)))
     text = json_text(schema)
-    return _Prepared(schema, text, has_control_characters(schema, text), guard)
+    has_controls = has_control_characters(schema, text) or demands_controls(schema)
+    return _Prepared(schema, text, has_controls, guard)
 
 
 def _prepared(schema: Any, kind: str, way: Way) -> _Prepared:
@@ -223,7 +235,7 @@ def _prepared(schema: Any, kind: str, way: Way) -> _Prepared:
     if schema is False:
         raise ConstraintError.because("unsatisfiable", kind)
     prepared = _mended(schema, guard)
-    ignored = departures(prepared.schema, prepared.has_controls)
+    ignored = [*unenforced_patterns(schema), *departures(prepared.schema, prepared.has_controls)]
     if ignored:
         raise Unsupported.at(kind, cause="; ".join(ignored))
     return prepared

@@ -22,15 +22,11 @@ _NOT_ENFORCED = frozenset(
     ]
 )
 _NUMBERS = (*sorted(NUMERIC), "const", "enum")
-_EXAMINED = frozenset([*_NUMBERS, "prefixItems", "minProperties", "pattern", "patternProperties", "format"])
+_EXAMINED = frozenset([*_NUMBERS, "prefixItems", "minProperties", "format"])
 """Keywords that `_departures_of` looks at in every schema."""
 _NAMED = frozenset(["properties", "patternProperties", "required"])
 _MAX_HOSTNAME = 253
 _OLD_DRAFTS = re.compile(r"json-schema\.org/(draft-0|draft/2019)")
-_ESCAPED_CHARACTER = re.compile(r"(?<!\\)(?:\\\\)*\\[<>]")
-_IN_CLASS = {character: f"\\{character}" for character in "[&~-"}
-"""Spelling of a character in a class of llguidance's dialect, where it is not the character itself."""
-_CLASS_ESCAPES = frozenset(["\\d", "\\D", "\\w", "\\W", "\\s", "\\S", "\\p", "\\P"])
 _CONTROL = re.compile(r"[\x00-\x07\x0b\x0e-\x1f\x7f]")
 
 
@@ -59,9 +55,6 @@ def _departures_of(schema: dict[str, Any], is_old: bool, has_controls: bool) -> 
     least = schema.get("minProperties", 0)
     if is_integer(least) and least > 1 + len(set(_list(schema.get("required")))):
         yield f"minProperties: {least} is not enforced, for a name may come twice; list names in required"
-    for pattern in [schema.get("pattern"), *_dict(schema.get("patternProperties"))]:
-        if isinstance(pattern, str) and _has_set_operation(pattern):
-            yield f"pattern: {pattern!r} means something else there: escape the characters within [ ]"
     if schema.get("format") == "unknown":
         yield "format: 'unknown' is not enforced"
     if has_controls and not _NAMED.isdisjoint(schema):
@@ -74,39 +67,6 @@ def _list(value: Any) -> list[Any]:
 
 def _dict(value: Any) -> dict[str, Any]:
     return value if isinstance(value, dict) else {}
-
-
-def _has_set_operation(pattern: str) -> bool:
-    """Whether a character class holds `[`, `&&`, `--` or `~~`, which only llguidance's dialect reads as operations."""
-    plain = re.sub(r"\\.", "_", pattern, flags=re.DOTALL)
-    return any(re.search(r"\[|&&|--|~~", body) for body in re.findall(r"\[\^?(\]?[^\]]*)\]", plain))
-
-
-def _with_plain_classes(pattern: str) -> str:
-    """The pattern with `[`, `&`, `~` and literal `-` escaped within its character classes, where ECMA-262 and Python
-    read them as characters. A pattern stays as it is if a class begins with `]`, or if a range begins or ends with a
-    class such as `\\d`.
-    """
-    result: list[str] = []
-    rest = re.findall(r"\\.|.", pattern, re.DOTALL)
-    while rest:
-        result.append(rest.pop(0))
-        if result[-1] != "[" or "]" not in rest:
-            continue
-        if rest[0] == "^":
-            result.append(rest.pop(0))
-        if rest[0] == "]":
-            return pattern
-        end = rest.index("]")
-        members, rest = rest[:end], rest[end:]
-        while members:
-            is_range = len(members) > 2 and members[1] == "-"
-            if is_range and not _CLASS_ESCAPES.isdisjoint((members[0], members[2])):
-                return pattern
-            low, *high = (_IN_CLASS.get(each, each) for each in (members[:3:2] if is_range else members[:1]))
-            result += [low, "-", *high] if is_range else [low]
-            del members[: 3 if is_range else 1]
-    return "".join(result)
 
 
 def has_control_characters(schema: Any, text: str) -> bool:
@@ -137,10 +97,6 @@ def mended(schema: Any) -> Any:
     if not isinstance(schema, dict):
         return schema
     result = {name: item if name in ("const", "enum") else mended(item) for name, item in schema.items()}
-    if isinstance(result.get("pattern"), str):
-        if _has_set_operation(result["pattern"]):
-            result["pattern"] = _with_plain_classes(result["pattern"])
-        result["pattern"] = _ESCAPED_CHARACTER.sub(lambda found: found[0][:-2] + found[0][-1], result["pattern"])
     if result.get("uniqueItems") is False:
         del result["uniqueItems"]
     if result.get("format") == "hostname" and is_integer(result.get("maxLength", 0)):

@@ -75,11 +75,12 @@ class Striker:
         if candidates is None:
             return
         tokens = self._vocabulary.tokens
-        struck = [
-            token_id
-            for token_id in token_ids_of(candidates)
-            if token_id not in self._ends and self.guard.advance(state, text, tokens[token_id]) is None
-        ]
+        with self.guard.logic.judge.one_mask():
+            struck = [
+                token_id
+                for token_id in token_ids_of(candidates)
+                if token_id not in self._ends and self.guard.advance(state, text, tokens[token_id]) is None
+            ]
         self._vocabulary.set_tokens(row, struck, False)
 
     def _candidates(self, row: np.ndarray, state: State, text: bytes) -> np.ndarray | None:

@@ -21,8 +21,9 @@ import llguidance
 import numpy as np
 
 from manta.structured.backends.keywords import combinations, subschemas
-from manta.structured.backends.lark_schemas import embedded_schemas
+from manta.structured.backends.lark_schemas import embedded_schemas, with_replaced
 from manta.structured.backends.llguidance import tokenizer_of
+from manta.structured.backends.schema_patterns import check_patterns, with_grammar_patterns
 from manta.structured.constraint import ConstraintError, ConstraintSpec, Unsupported
 from manta.structured.gbnf.writing import gbnf_as_ebnf
 from manta.structured.masks import row_words
@@ -88,7 +89,8 @@ class XGrammarBackend:
         if spec.kind == "json_object":
             return compiler.compile_json_schema('{"type": "object"}', spec.any_whitespace, None, None, False, 20, False)
         if spec.kind == "json_schema":
-            return compiler.compile_json_schema(spec.text, spec.any_whitespace, None, None, False, 20, False)
+            text = json_text(_with_patterns(read_json(spec.text)))
+            return compiler.compile_json_schema(text, spec.any_whitespace, None, None, False, 20, False)
         if spec.kind == "regex":
             return compiler.compile_regex(spec.text)
         if spec.kind == "choice":
@@ -97,8 +99,10 @@ class XGrammarBackend:
         if spec.kind == "ebnf":
             return compiler.compile_grammar_from_strings(gbnf_as_ebnf(spec.text), "root")
         if spec.kind == "lark":
-            return compiler.compile_lark(spec.text, [], [])
-        return compiler.compile_structural_tag(spec.text)
+            found = embedded_schemas(spec.text)
+            texts = [f"%json {json_text(_with_patterns(each.schema))}" for each in found]
+            return compiler.compile_lark(with_replaced(spec.text, found, texts), [], [])
+        return compiler.compile_structural_tag(json_text(_tag_with_patterns(read_json(spec.text))))
 
     def load(self, spec: ConstraintSpec, compiled: bytes) -> XGrammarGrammar:
         return XGrammarGrammar(self._core, self._info, compiled.decode(), self._vocabulary, self._certain_tokens)
@@ -167,6 +171,23 @@ def _foreign_references(schema: Any) -> set[str]:
     """References by anything but a pointer: xgrammar takes them for schemas that allow everything."""
     found = {subschema.get("$ref", "#") for _, subschema in subschemas(schema)}
     return {f"$ref:{ref}" for ref in found if not (ref == "#" or ref.startswith("#/"))}
+
+
+def _with_patterns(schema: Any) -> Any:
+    check_patterns(schema)
+    return with_grammar_patterns(schema)
+
+
+def _tag_with_patterns(tag: Any) -> Any:
+    """The structural tag with the patterns of its schemas in the spelling of backends."""
+    if isinstance(tag, list):
+        return [_tag_with_patterns(item) for item in tag]
+    if not isinstance(tag, dict):
+        return tag
+    return {
+        name: _with_patterns(value) if name == "json_schema" else _tag_with_patterns(value)
+        for name, value in tag.items()
+    }
 
 
 def _schemas(tag: Any) -> Iterator[Any]:

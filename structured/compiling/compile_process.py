@@ -30,7 +30,7 @@ import msgspec
 from manta.structured.constraint import FIELD, ConstraintError, ConstraintLimits, ConstraintSpec, Resolved, check_limits
 from manta.structured.frames import read_frame, write_frame
 from manta.structured.refusals import Refusal
-from manta.structured.regexes.lookaround import with_plain_regex
+from manta.structured.regexes.regex_constraint import with_plain_regex
 from manta.structured.vocabulary import Vocabulary
 
 if TYPE_CHECKING:

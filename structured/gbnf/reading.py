@@ -1,7 +1,7 @@
 """Reads GBNF, llama.cpp's notation of grammars, into trees of characters.
 
 The notation is that of `grammars/README.md` and `src/llama-grammar.cpp` in github.com/ggml-org/llama.cpp, with two
-more freedoms: a name may hold `_`, and a line may begin with `|`. A tree is one of `structured/schemas/automata.py`,
+more freedoms: a name may hold `_`, and a line may begin with `|`. A tree is one of `structured/regexes/automata.py`,
 where `("rule", name)` stands for a rule. Everything is a character: an escape such as `\\xe9` is a code point and no
 byte.
 """
@@ -12,7 +12,7 @@ import re
 from typing import NoReturn
 
 from manta.structured.constraint import ConstraintError
-from manta.structured.schemas.automata import ANY, EMPTY, Ranges, Tree, complement, ranges_of
+from manta.structured.regexes.automata import ANY, EMPTY, Ranges, Tree, complement, ranges_of
 
 ROOT = "root"
 MAX_REPETITIONS = 10_000

@@ -13,7 +13,7 @@ import operator
 from collections.abc import Iterator, Sequence
 
 from manta.structured.gbnf.reading import ROOT, references
-from manta.structured.schemas.automata import EMPTY, Dfa, TooLarge, Tree, positions
+from manta.structured.regexes.automata import EMPTY, Dfa, TooLarge, Tree, positions
 
 MAX_DEPTH = 100
 """Most levels of a tree that becomes an automaton."""

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from manta.structured.constraint import ConstraintError
 from manta.structured.gbnf.reading import ROOT, nullable_rules, read_gbnf, references
 from manta.structured.gbnf.terminals import Cut
-from manta.structured.schemas.automata import MAX_CHARACTER, Ranges, Tree, class_text
+from manta.structured.regexes.automata import MAX_CHARACTER, Ranges, Tree, class_text
 
 
 def gbnf_as_lark(text: str) -> str:

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import msgspec
 import numpy as np
 
-from manta.structured.backend import DeadEnd, Grammar, Session
+from manta.structured.backend import DeadEnd, Grammar, Session, begin
 from manta.structured.backends.choose import AUTO, Backends
 from manta.structured.constraint import ConstraintSpec
 from manta.structured.lru import ByteLRU
@@ -118,7 +118,7 @@ class TrackedSession:
         self._num_to_skip = 0
         """Number of rows to skip before `look_ahead` looks past a choice again."""
         if not start.spec.begin_after:
-            self._session = grammar.session()
+            self._session = self._begin_session()
 
     def advance(self, first: int, token_ids: Sequence[int]) -> None:
         """Sets the output to `tokens[:first] + token_ids`. Raises `ValueError` if tokens are missing or refused."""
@@ -143,7 +143,10 @@ class TrackedSession:
         marker = self._start.spec.begin_after
         if tuple(self.tokens[-len(marker) :]) == marker:
             self._begin = len(self.tokens)
-            self._session = self._grammar.session()
+            self._session = self._begin_session()
+
+    def _begin_session(self) -> Session:
+        return begin(self._grammar, self.spec.begun, self._vocabulary)
 
     def accept_draft(self, token_id: int) -> bool:
         """Advances by a draft. Returns False and keeps the state if the grammar refuses the token or it would end the

@@ -1,1 +1,1 @@
-"""Regular expressions of requests: what grammar backends lack of them is written in what they have."""
+"""Regular expressions of ECMA-262: read, found in texts, and written as grammar backends read them."""

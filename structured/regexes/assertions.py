@@ -9,22 +9,16 @@ that of subsets (Hopcroft and Ullman, section 2.3) over alternating runs (Chandr
 
 from __future__ import annotations
 
-import functools
 import itertools
-import re
 from collections.abc import Iterable, Iterator
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from manta.structured.schemas.automata import ANY, MAX_CHARACTER, MAX_STATES, Ranges, TooLarge, complement, ranges_of
+from manta.structured.regexes.automata import ANY, MAX_CHARACTER, MAX_STATES, Dfa, Ranges, TooLarge, Tree, ranges_of
 
 MAX_RUNS = 2_000
 """Most runs in one state of an automaton."""
 TRUE = 0
 """The state whose runs have succeeded, whatever follows."""
-
-
-class Unknown(Exception):
-    """A construct of Python's regular expressions that is not read here; the message names it."""
 
 
 class Obligation(NamedTuple):
@@ -55,11 +49,12 @@ _NONE: frozenset[Obligation] = frozenset()
 
 
 class Pattern:
-    """The nondeterministic automaton of an expression that `re` parsed, its characters grouped into symbols."""
+    """The nondeterministic automaton of the whole texts that an expression matches, its characters grouped into
+    symbols. `tree` is what `ecma.parse` makes. Raises `TooLarge`.
+    """
 
-    def __init__(self, parsed: Any) -> None:
-        self.sets: list[tuple[str, Ranges]] = []
-        """The sets of characters of the expression, with their names if they are classes such as `\\w`."""
+    def __init__(self, tree: Tree) -> None:
+        self._sets: list[Ranges] = []
         self._steps: list[list[tuple[Ranges, int]]] = []
         self._moves: list[list[tuple[str, int, bool, int]]] = []
         self._ahead: list[tuple[int, int]] = []
@@ -67,8 +62,9 @@ class Pattern:
         self._state()
         self._steps[TRUE].append((ANY, TRUE))
         self._first = self._state()
-        self._final = self._sequence(parsed, self._first)
-        self.symbols = _symbols([ranges for _, ranges in self.sets])
+        self._final = self._part(tree, self._first)
+        self.symbols = _symbols(list(dict.fromkeys(self._sets)))
+        """Classes of characters that the expression does not tell apart."""
         self._numbers = [
             [(_covered(ranges, self.symbols), target) for ranges, target in steps] for steps in self._steps
         ]
@@ -82,8 +78,8 @@ class Pattern:
         self._moves.append([])
         return len(self._steps) - 1
 
-    def _set(self, ranges: Ranges, start: int, name: str = "") -> int:
-        self.sets.append((name, ranges))
+    def _set(self, ranges: Ranges, start: int) -> int:
+        self._sets.append(ranges)
         end = self._state()
         self._steps[start].append((ranges, end))
         return end
@@ -91,110 +87,70 @@ class Pattern:
     def _free(self, start: int, end: int) -> None:
         self._moves[start].append(("free", 0, False, end))
 
-    def _sequence(self, parsed: Any, start: int) -> int:
-        for operation, value in parsed:
-            start = self._part(str(operation), value, start)
-        return start
+    def _part(self, tree: Tree, start: int) -> int:
+        """Returns the state where `tree` ends if it begins at `start`."""
+        kind = tree[0]
+        if kind == "set":
+            return self._set(tree[1], start)
+        if kind == "cat":
+            for part in tree[1]:
+                start = self._part(part, start)
+            return start
+        if kind == "alt":
+            return self._branch(tree[1], start)
+        if kind == "repeat":
+            return self._repeat(tree[1], tree[2], tree[3], start)
+        if kind == "look":
+            return self._look(tree[1], tree[2], tree[3], start)
+        if kind == "edge":
+            return self._edge(tree[1], tree[2], start)
+        if kind == "end":
+            return self._no_more(start)
+        assert kind == "start"
+        end = self._state()
+        self._moves[start].append(("start", 0, False, end))
+        return end
 
-    def _part(self, operation: str, value: Any, start: int) -> int:
-        if operation == "LITERAL":
-            return self._set(((value, value),), start)
-        if operation == "NOT_LITERAL":
-            return self._set(complement(((value, value),)), start)
-        if operation == "ANY":
-            return self._set(complement(((10, 10),)), start)
-        if operation == "IN":
-            return self._set(self._members(value), start)
-        if operation == "BRANCH":
-            return self._branch(value[1], start)
-        if operation == "SUBPATTERN":
-            _, added, removed, inner = value
-            if added or removed:
-                raise Unknown("a flag")
-            return self._sequence(inner, start)
-        if operation in ("MAX_REPEAT", "MIN_REPEAT"):
-            low, high, inner = value
-            return self._repeat(inner, int(low), None if str(high) == "MAXREPEAT" else int(high), start)
-        if operation == "AT":
-            return self._at(str(value), start)
-        if operation in ("ASSERT", "ASSERT_NOT"):
-            return self._look(value[0] < 0, operation == "ASSERT_NOT", value[1], start)
-        if operation == "FAILURE":
-            return self._state()
-        raise Unknown(operation.lower().replace("_", " "))
-
-    def _members(self, items: Any) -> Ranges:
-        parts: list[tuple[int, int]] = []
-        is_negated = False
-        for kind, value in items:
-            if str(kind) == "NEGATE":
-                is_negated = True
-            elif str(kind) == "LITERAL":
-                parts.append((value, value))
-            elif str(kind) == "RANGE":
-                parts.append(value)
-            else:
-                name = _CATEGORIES.get(str(value))
-                if name is None:
-                    raise Unknown(str(value).lower())
-                self.sets.append((name, class_ranges(name)))
-                parts += class_ranges(name)
-        found = ranges_of(parts)
-        return complement(found) if is_negated else found
-
-    def _branch(self, branches: list[Any], start: int) -> int:
+    def _branch(self, branches: Iterable[Tree], start: int) -> int:
         end = self._state()
         for branch in branches:
             begin = self._state()
             self._free(start, begin)
-            self._free(self._sequence(branch, begin), end)
+            self._free(self._part(branch, begin), end)
         return end
 
-    def _repeat(self, inner: Any, low: int, high: int | None, start: int) -> int:
+    def _repeat(self, inner: Tree, low: int, high: int | None, start: int) -> int:
+        if max(low, high or 0) > 20 * MAX_STATES:
+            raise TooLarge
         for _ in range(low):
-            start = self._sequence(inner, start)
+            start = self._part(inner, start)
         end = self._state()
         self._free(start, end)
         if high is None:
             loop = self._state()
             self._free(start, loop)
-            last = self._sequence(inner, loop)
+            last = self._part(inner, loop)
             self._free(last, loop)
             self._free(last, end)
             return end
         for _ in range(high - low):
-            start = self._sequence(inner, start)
+            start = self._part(inner, start)
             self._free(start, end)
         return end
 
-    def _at(self, place: str, start: int) -> int:
-        if place in ("AT_BEGINNING", "AT_BEGINNING_STRING"):
-            end = self._state()
-            self._moves[start].append(("start", 0, False, end))
-            return end
+    def _edge(self, is_other: bool, word: Ranges, start: int) -> int:
         end = self._state()
-        if place == "AT_END_STRING":
-            self._free(self._no_more(start), end)
-        elif place == "AT_END":
-            self._free(self._no_more(start), end)
-            first = self._state()
-            self._ahead.append((first, self._end_of(self._no_more(self._set(((10, 10),), first)))))
-            self._moves[start].append(("ahead", len(self._ahead) - 1, False, end))
-        elif place in ("AT_BOUNDARY", "AT_NON_BOUNDARY"):
-            is_other = place == "AT_NON_BOUNDARY"
-            behind, ahead = self._word(self._behind), self._word(self._ahead)
-            for is_word in (False, True):
-                middle = self._state()
-                self._moves[start].append(("behind", behind, not is_word, middle))
-                self._moves[middle].append(("ahead", ahead, is_word != is_other, end))
-        else:
-            raise Unknown(place.lower())
+        behind, ahead = self._one_of(word, self._behind), self._one_of(word, self._ahead)
+        for is_word in (False, True):
+            middle = self._state()
+            self._moves[start].append(("behind", behind, not is_word, middle))
+            self._moves[middle].append(("ahead", ahead, is_word != is_other, end))
         return end
 
-    def _word(self, looks: list[tuple[int, int]]) -> int:
-        """A look around for one character of a word; its number in `looks`."""
+    def _one_of(self, ranges: Ranges, looks: list[tuple[int, int]]) -> int:
+        """A look around for one of these characters; its number in `looks`."""
         first = self._state()
-        last = self._set(class_ranges(r"\w"), first, r"\w")
+        last = self._set(ranges, first)
         looks.append((first, self._end_of(last) if looks is self._ahead else last))
         return len(looks) - 1
 
@@ -210,10 +166,10 @@ class Pattern:
         self._steps[state].append((ANY, state))
         return state
 
-    def _look(self, is_behind: bool, is_negated: bool, inner: Any, start: int) -> int:
+    def _look(self, is_behind: bool, is_negated: bool, inner: Tree, start: int) -> int:
         first, end = self._state(), self._state()
         last = self._state()
-        self._free(self._sequence(inner, first), last)
+        self._free(self._part(inner, first), last)
         if is_behind:
             self._behind.append((first, last))
             self._moves[start].append(("behind", len(self._behind) - 1, is_negated, end))
@@ -304,6 +260,16 @@ class Pattern:
         """Whether the text may end here."""
         return _one_succeeds(position.runs, self._final)
 
+    def dfa(self) -> Dfa:
+        """The deterministic automaton of the same texts. Raises `TooLarge`."""
+        numbered = sorted((low, number) for number, symbol in enumerate(self.symbols) for low, _ in symbol)
+
+        def successors(position: Position) -> Iterator[Position]:
+            reached = [self.after(position, number) for number in range(len(self.symbols))]
+            return (reached[number] for _, number in numbered)
+
+        return Dfa.explored([low for low, _ in numbered], self.start(), successors, self.accepts)
+
 
 _Raw = Run
 """A run whose obligations were moved on by a character and not yet closed."""
@@ -345,24 +311,6 @@ def _one_succeeds(runs: Iterable[Run], final: int) -> bool:
 
 
 # ---- characters ------------------------------------------------------------------------------------------------------
-
-_CATEGORIES = {
-    "CATEGORY_DIGIT": r"\d",
-    "CATEGORY_NOT_DIGIT": r"\D",
-    "CATEGORY_WORD": r"\w",
-    "CATEGORY_NOT_WORD": r"\W",
-    "CATEGORY_SPACE": r"\s",
-    "CATEGORY_NOT_SPACE": r"\S",
-}
-
-
-@functools.cache
-def class_ranges(name: str) -> Ranges:
-    """The characters of a class such as `\\w`, as Python has them."""
-    if name[1].isupper():
-        return complement(class_ranges(name.lower()))
-    text = "".join(map(chr, range(MAX_CHARACTER + 1)))
-    return tuple((found.start(), found.end() - 1) for found in re.finditer(f"{name}+", text))
 
 
 def _symbols(sets: list[Ranges]) -> list[Ranges]:

@@ -9,13 +9,17 @@ session rolls back and forks by keeping them.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from decimal import Decimal
 from typing import Any, NamedTuple
 
+from manta.structured.constraint import Unsupported
+from manta.structured.regexes.automata import TooLarge
 from manta.structured.schemas.documents import GUARD, SCHEMA, SCHEMA_LIST, SCHEMA_MAP, Document
 from manta.structured.schemas.judge import json_key
 from manta.structured.schemas.logic import Logic, item_schemas, numbers_of, types_of
 from manta.structured.schemas.numbers import NUMERIC, is_number, json_text, plain_text, range_of, read_json
+from manta.structured.schemas.patterns import matcher
 from manta.structured.schemas.possible_types import possible_types
 
 MAX_DOMAIN = 256
@@ -399,5 +403,27 @@ def _is_number_of(place: Place, text: bytes) -> bool:
 
 
 def encoded(document: Document) -> str:
-    """The marked schema; empty if it has no mark."""
-    return json_text([document.draft, document.root, document.definitions]) if document.has_marks else ""
+    """The marked schema; empty if it has no mark. Raises `Unsupported` for a pattern that no guard can follow."""
+    if not document.has_marks:
+        return ""
+    for pattern in _patterns_in([document.root, *document.definitions.values()]):
+        try:
+            matcher(pattern)
+        except TooLarge as error:
+            place = f"the pattern {pattern[:80]!r}"
+            raise Unsupported.at(place, "its automaton is too large", "simplify it") from error
+    return json_text([document.draft, document.root, document.definitions])
+
+
+def _patterns_in(value: Any) -> Iterator[str]:
+    if isinstance(value, list):
+        for item in value:
+            yield from _patterns_in(item)
+    elif isinstance(value, dict):
+        for name, item in value.items():
+            if name == "pattern" and isinstance(item, str):
+                yield item
+            elif name == "patternProperties" and isinstance(item, dict):
+                yield from item
+            if name not in ("const", "enum"):
+                yield from _patterns_in(item)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import math
-import re
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -151,7 +150,7 @@ class Logic:
             if not schema.keys() & _NAMED:
                 continue
             own = [value for key, value in schema.get("properties", {}).items() if key == name]
-            own += [value for key, value in schema.get("patternProperties", {}).items() if matches(key, name)]
+            own += [value for key, value in schema.get("patternProperties", {}).items() if self.judge.finds(key, name)]
             if not own and "additionalProperties" in schema:
                 own = [schema["additionalProperties"]]
             if "propertyNames" in schema and not self.judge.is_valid(name, [schema["propertyNames"]]):
@@ -171,15 +170,6 @@ class Logic:
 
 
 _NAMED = frozenset(["properties", "patternProperties", "additionalProperties", "propertyNames"])
-
-
-def matches(pattern: str, name: str) -> bool:
-    """Whether a pattern of `patternProperties` finds something in a name."""
-    try:
-        return re.search(pattern, name) is not None
-    except re.error as error:
-        place, cause = f"the pattern {pattern[:80]!r}", str(error)
-        raise Unsupported.at(place, cause, "simplify it") from error
 
 
 def types_of(flat: list[dict[str, Any]]) -> frozenset[str]:

@@ -131,7 +131,7 @@ class _Loosener:
         if name == "additionalProperties":
             return "patternProperties" not in schema
         if name == "pattern":
-            return patterns.is_readable(value) and (self._joins or not schema.keys() & _BESIDE_PATTERN)
+            return patterns.is_plain(value) and (self._joins or not schema.keys() & _BESIDE_PATTERN)
         if name == "multipleOf" and not self._keeps_multiples:
             return False
         return is_kept(name, value) and not (name == "format" and is_annotation(value))

@@ -23,7 +23,6 @@ from manta.structured.schemas.logic import (
     Logic,
     atoms,
     item_schemas,
-    matches,
     smallest,
     type_names,
     type_of,
@@ -242,7 +241,7 @@ def _not_pattern(logic: Logic, schema: Any, pattern: Any, context: Context) -> I
     """Regular languages are closed under complement."""
     try:
         other = patterns.combined([], [pattern])
-    except (patterns.Unreadable, patterns.TooLarge):
+    except patterns.TooLarge:
         yield Alternative({"type": "string"}, f"the complement of pattern {pattern!r} is not found; simplify it")
         return
     if other is not None:
@@ -347,7 +346,7 @@ def _not_additional(logic: Logic, schema: Any, part: Any, context: Context) -> I
     known, rules = schema.get("properties", {}), schema.get("patternProperties", {})
 
     def applies(name: str) -> bool:
-        return name not in known and not any(matches(rule, name) for rule in rules)
+        return name not in known and not any(logic.judge.finds(rule, name) for rule in rules)
 
     yield from _not_others(logic, schema, part, context, "additionalProperties", applies)
 
@@ -355,7 +354,8 @@ def _not_additional(logic: Logic, schema: Any, part: Any, context: Context) -> I
 def _not_pattern_properties(logic: Logic, schema: Any, rules: Any, context: Context) -> Iterator[Alternative]:
     """One of the names that the context allows matches, is there and fails."""
     for rule, part in rules.items():
-        yield from _not_others(logic, schema, part, context, "patternProperties", functools.partial(matches, rule))
+        applies = functools.partial(logic.judge.finds, rule)
+        yield from _not_others(logic, schema, part, context, "patternProperties", applies)
 
 
 def _not_names(logic: Logic, schema: Any, part: Any, context: Context) -> Iterator[Alternative]:

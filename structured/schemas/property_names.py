@@ -21,9 +21,6 @@ def with_apart_names(logic: Logic, schema: dict[str, Any]) -> dict[str, Any]:
     one of them, whose schema is the conjunction of all that applied to it.
     """
     rules = schema.get("patternProperties", {})
-    if any(map(patterns.looks_around, rules)):
-        rules = {patterns.plainer(rule) or rule: value for rule, value in rules.items()}
-        schema = logic.document.copy_of(schema, {**schema, "patternProperties": rules})
     if "propertyNames" not in schema and len(rules) < 2:
         return schema
     schema = logic.document.copy_of(schema, dict(schema))
@@ -83,8 +80,8 @@ def _split_names(logic: Logic, schema: dict[str, Any], rules: dict[str, Any], wa
                 pattern = patterns.combined([*wanted, *chosen], [rule for rule in rules if rule not in chosen])
                 if pattern is not None:
                     result[pattern] = all_of(*(rules[rule] for rule in chosen)) if chosen else additional
-    except (patterns.Unreadable, patterns.TooLarge) as error:
-        place, cause = f"{logic.document.path(schema)}/patternProperties", "how they overlap is not understood"
+    except patterns.TooLarge as error:
+        place, cause = f"{logic.document.path(schema)}/patternProperties", "the automaton of their overlap is too large"
         raise Unsupported.at(place, cause, "simplify them") from error
     schema["patternProperties"] = result
     if wanted:

@@ -65,9 +65,9 @@ def needs_rewriting(schema: Any) -> bool:
                 return True
             if isinstance(ref, str) and hides_neighbours and not _ASSERTIONS.isdisjoint(value):
                 return True
-            if isinstance(pattern, str) and patterns.looks_around(pattern):
+            if isinstance(pattern, str) and not patterns.is_plain(pattern):
                 return True
-            if isinstance(rules, dict) and (len(rules) > 1 or any(map(patterns.looks_around, rules))):
+            if isinstance(rules, dict) and (len(rules) > 1 or not all(map(patterns.is_plain, rules))):
                 return True
             if any(name in value and not _is_served(name, value[name]) for name in _NUMBERED | COUNTS):
                 return True
@@ -271,22 +271,22 @@ class _Rewriter:
                 result[name] = self.rewrite(value)
             elif name == "type":
                 result[name] = "number" if value == "fraction" else value
-            elif name in NUMERIC and not (is_kept(name, value) and (name != "multipleOf" or self._keeps_multiples)):
+            elif not self._keeps(name, value):
                 self._leave_out(schema, name)
-            elif name == "pattern" and not self._keeps_pattern(value):
-                plainer = patterns.plainer(value) if patterns.looks_around(value) else None
-                if plainer is None:
-                    self._leave_out(schema, name)
-                else:
-                    result[name] = plainer
             elif name != "format" or not is_annotation(value):
                 result[name] = value
         if schema.get("uniqueItems"):
             self._limit_items(schema, result)
         return False if False in result.get("allOf", ()) else result
 
+    def _keeps(self, name: str, value: Any) -> bool:
+        """Whether grammars enforce the value of a keyword that stands for itself."""
+        if name in NUMERIC:
+            return is_kept(name, value) and (name != "multipleOf" or self._keeps_multiples)
+        return name != "pattern" or self._keeps_pattern(value)
+
     def _keeps_pattern(self, pattern: str) -> bool:
-        return not patterns.looks_around(pattern) and (self.logic.proves or not patterns.has_anchor_within(pattern))
+        return patterns.is_plain(pattern) or (self.logic.proves and patterns.is_small(pattern))
 
     def _without_counts(self, schema: dict[str, Any]) -> dict[str, Any]:
         if not schema.keys() & {"minProperties", "maxProperties"}:

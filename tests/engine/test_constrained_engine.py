@@ -208,7 +208,7 @@ def as_fields(params: SamplingParams) -> dict[str, Any]:
     [
         (spec("json_schema", "{"), "not valid JSON"),
         (spec("json_schema", {"type": "strin"}), "strin"),
-        (spec("regex", "a(b"), "unclosed group"),
+        (spec("regex", "a(b"), "the open group"),
         (spec("choice", []), "at least one string"),
         (spec("choice", ["x"] * 20_000), "20000 entries and the limit is 10000"),
         (spec("json_schema", "[" * 10_000 + "]" * 10_000), "10000 levels of nesting and the limit is 128"),

@@ -24,9 +24,9 @@ ROOMS = ("manta.structured", "manta.workers", "manta.specdecode", "manta.cluster
 
 FOLDERS = (
     "manta.structured",
-    "manta.structured.schemas",
     "manta.structured.regexes",
     "manta.structured.gbnf",
+    "manta.structured.schemas",
     "manta.structured.backends",
     "manta.structured.compiling",
     "manta.structured.grammar_pool",

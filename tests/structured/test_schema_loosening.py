@@ -45,14 +45,13 @@ REFUSED_BEFORE: list[tuple[Any, list[Any], list[Any]]] = [
         [{"abcd": 1}, {"a": "x"}, {"a": 1}, {"b": 1}],
     ),
     (
-        {"type": "object", "patternProperties": {"^a(?=b)": _INT, "b$": {"minimum": 3}, r"(c)\1": False}},
+        {"type": "object", "patternProperties": {"^a(?=b)": _INT, "b$": {"minimum": 3}, "cc": False}},
         [{"ab": 3, "x": None}, {"abc": 1}, {"b": "x"}],
         [{"ab": 2}, {"ab": "x"}, {"cc": 1}, {"abc": "x"}],
     ),
     ({"type": "integer", "minimum": 5, "maximum": 2**60}, [5, 2**60, 2**53 + 1], [4, 2**60 + 1, 2**70, -1]),
     ({"type": "array", "items": {"type": "number", "maximum": 2**60}}, [[2**60, 1]], [[2**60 + 1]]),
     ({"enum": [2**60 + 1, "x"]}, ["x", 2**60 + 1], [2**60, "y", 1]),
-    ({"type": "string", "pattern": r"^([ab])x\1$"}, ["axa", "bxb"], ["axb", "ax"]),
     ({"type": "string", "pattern": r"^\<[a-z]\>$"}, ["<a>"], ["a", r"\<a\>"]),
     (
         {"type": "object", "patternProperties": {f"^{c}|z": {"type": ["string", "null"]} for c in "abcdef"}},

@@ -19,7 +19,7 @@ from manta.cluster.http.exchange.codec import decode_query
 from manta.cluster.http.exchange.exchange import Exchange
 from manta.cluster.http.exchange.state import AppState
 from manta.cluster.protocol.batches_api import URLS, Batch
-from manta.cluster.storage.records import ENDED, Records
+from manta.cluster.storage.records import BATCH_ID, ENDED, Records
 
 logger = logging.getLogger(__name__)
 
@@ -103,10 +103,13 @@ async def list_batches(state: AppState, exchange: Exchange, _: None) -> BatchLis
     records, query = records_of(state), decode_query(BatchQuery, exchange.incoming.query)
     ids = await asyncio.to_thread(records.batch_ids, exchange.caller.owner)
     if query.after is not None:
-        ids = [each for each in ids if each < query.after]
-    reading = (asyncio.to_thread(_listed, records, exchange.caller.owner, each) for each in ids[: query.limit])
-    page = [batch for batch in await asyncio.gather(*reading) if batch is not None]
-    return BatchList(page, len(ids) > query.limit, page[0].id if page else None, page[-1].id if page else None)
+        if not BATCH_ID.fullmatch(query.after):
+            refuse("names_nothing", "after", query.after, "the ids in this list", "give the last_id of a page")
+        ids = [each for each in ids if each < query.after]  # the batch itself may be gone since
+    page = ids[: query.limit]
+    reading = (asyncio.to_thread(_listed, records, exchange.caller.owner, each) for each in page)
+    found = [batch for batch in await asyncio.gather(*reading) if batch is not None]
+    return BatchList(found, len(ids) > query.limit, page[0] if page else None, page[-1] if page else None)
 
 
 def _listed(records: Records, owner: str, batch_id: str) -> Batch | None:

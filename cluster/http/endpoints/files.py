@@ -13,6 +13,7 @@ import msgspec
 from msgspec import Meta
 
 from manta.cluster.errors import refuse
+from manta.cluster.http.endpoints.lists import page_of
 from manta.cluster.http.exchange.codec import decode_query
 from manta.cluster.http.exchange.exchange import Exchange
 from manta.cluster.http.exchange.state import AppState
@@ -139,22 +140,9 @@ async def list_files(state: AppState, exchange: Exchange, _: None) -> FileList:
     found = await asyncio.to_thread(files.all_of, exchange.caller.owner)
     if query.order == "asc":
         found.reverse()
-    found = [file for file in found if query.purpose in (None, file.purpose)]
-    page, has_more = page_of(found, query.after, query.limit)
-    return FileList(page, has_more, page[0].id if page else None, page[-1].id if page else None)
-
-
-def page_of(found: list[Any], after: str | None, limit: int) -> tuple[list[Any], bool]:
-    """Returns the objects that follow `after`, at most `limit`, and whether there are more.
-
-    Raises `RequestRefused` if `after` is not among the ids.
-    """
-    if after is not None:
-        ids = [each.id for each in found]
-        if after not in ids:
-            refuse("names_nothing", "after", after, "the ids in this list")
-        found = found[ids.index(after) + 1 :]
-    return found[:limit], len(found) > limit
+    by_id = {file.id: file for file in found if query.purpose in (None, file.purpose)}
+    page, has_more = page_of(list(by_id), query.after, query.limit, "the ids in this list")
+    return FileList([by_id[each] for each in page], has_more, page[0] if page else None, page[-1] if page else None)
 
 
 async def one_file(state: AppState, exchange: Exchange, _: None) -> FileObject:

@@ -22,6 +22,7 @@ from msgspec import Meta
 
 from manta.cluster.errors import ServingError, Unavailable, refuse
 from manta.cluster.http.access.request_admission import Caller, decode
+from manta.cluster.http.endpoints.lists import page_of
 from manta.cluster.http.endpoints.streams import RESPONSES_PATH, write_again
 from manta.cluster.http.exchange.codec import decode_query, encode
 from manta.cluster.http.exchange.exchange import Exchange, GenerationExchange, response_id
@@ -29,7 +30,7 @@ from manta.cluster.http.exchange.recorded_engines import RecordedEngines, Replay
 from manta.cluster.http.exchange.recordings import Opening, Recording, decode_opening, encode_opening
 from manta.cluster.http.exchange.reply import WholeReply
 from manta.cluster.http.exchange.state import AppState
-from manta.cluster.protocol.response_items import check_calls, input_items
+from manta.cluster.protocol.response_items import check_calls, input_items, with_distinct_ids
 from manta.cluster.protocol.responses_api import ResponseObject, ResponsesRequest
 from manta.cluster.storage.kept_responses import EndedResponse, KeptResponses, StoredResponse
 from manta.structured.refusals import Refusal
@@ -281,15 +282,11 @@ async def retrieve(state: AppState, exchange: Exchange, _: None) -> ResponseObje
 async def list_items(state: AppState, exchange: Exchange, _: None) -> ItemList:
     query = decode_query(ItemQuery, exchange.incoming.query)
     _kept, stored = await _found(state, exchange)
-    items = stored.items if query.order == "asc" else stored.items[::-1]
-    if query.after is not None:
-        ids = [item["id"] for item in items]
-        if query.after not in ids:
-            refuse("names_nothing", "after", query.after, "this response's items", "give the last_id of a page")
-        items = items[ids.index(query.after) + 1 :]
-    page = items[: query.limit]
-    first_id, last_id = (page[0]["id"], page[-1]["id"]) if page else (None, None)
-    return ItemList(page, len(items) > query.limit, first_id, last_id)
+    by_id = {item["id"]: item for item in with_distinct_ids(stored.items)}
+    ids = list(by_id) if query.order == "asc" else list(by_id)[::-1]
+    page, has_more = page_of(ids, query.after, query.limit, "this response's items")
+    data = [by_id[each] for each in page]
+    return ItemList(data, has_more, page[0] if page else None, page[-1] if page else None)
 
 
 async def delete(state: AppState, exchange: Exchange, _: None) -> ResponseDeleted:

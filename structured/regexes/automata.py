@@ -1,6 +1,6 @@
 """Finite automata over Unicode: complement, intersection, emptiness, and back to a regular expression.
 
-An expression is a tree of tuples; `patterns.py` reads one from a pattern. `Dfa.of` compiles it by the subset
+An expression is a tree of tuples; `ecma.py` reads one from a pattern. `Dfa.of` compiles it by the subset
 construction, `Dfa.expression` goes back by state elimination (Hopcroft and Ullman, sections 2.3 and 3.2).
 """
 
@@ -292,13 +292,13 @@ def _part(text: str) -> str:
 
 def _grouped(text: str) -> str:
     """`text` as one atom, to be repeated."""
-    return text if len(text) == 1 or text == r"(?s:.)" else f"(?:{text})"
+    return text if len(text) == 1 or text == _ANY_TEXT else f"(?:{text})"
 
 
 def class_text(ranges: Ranges) -> str:
-    """A set of characters as every dialect of regular expressions reads it."""
+    """A set of characters as ECMA-262 and the grammar backends read it."""
     if ranges == ANY:
-        return r"(?s:.)"
+        return _ANY_TEXT
     if len(ranges) == 1 and ranges[0][0] == ranges[0][1]:
         return _character(ranges[0][0])
     is_negated = ranges[-1][1] == MAX_CHARACTER
@@ -309,8 +309,13 @@ def class_text(ranges: Ranges) -> str:
 
 def _character(code: int) -> str:
     character = chr(code)
-    if character.isalnum() and code < 128:
+    if code < 128 and (character.isalnum() or character == "_"):
         return character
-    if 32 < code < 127 and character not in "<>":  # escaped, Rust reads these two as the edges of words
+    if character in _SYNTAX:
         return "\\" + character
-    return f"\\u{code:04x}" if code < 0x10000 else f"\\U{code:08x}"
+    return f"\\u{code:04x}" if code < 0x10000 else f"\\u{{{code:x}}}"
+
+
+_ANY_TEXT = r"[\u0000-\u{10ffff}]"
+_SYNTAX = "^$\\.*+?()[]{}|/"
+"""Characters that ECMA-262 and grammar backends read as themselves behind a backslash."""
