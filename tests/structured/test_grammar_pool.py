@@ -239,7 +239,7 @@ def test_a_hanging_thread_keeps_only_its_slot(vocabulary: Vocabulary, tmp_path: 
         assert "was not there after 0.2 s" in (pool.session(hanging).error() or "")
         pool.end(hanging)
         finish(pool, others)
-        assert pool.num_slots_in_use == len(others) + num_hanging
+        wait_until(lambda: pool.num_slots_in_use == len(others) + num_hanging)  # noqa: B023 # once the message is done
         assert (len(pool.workers.given_up), pool.num_lost_slots) == (num_hanging, 0)
     assert [allowed(pool, session_id) for session_id in others] == [[5, 6, 7]] * 3
     (tmp_path / "gate").touch()
@@ -384,8 +384,8 @@ def test_an_actors_death_shows_despite_unread_messages() -> None:
     assert not transport.is_ready()
     with socket.socket(socket.AF_UNIX) as actor:
         actor.connect(f"{transport._folder.name}/0")
-        assert transport.is_ready()
-        assert transport.pid is None
+        assert transport.is_alive()
+        assert not transport.is_ready()
         actor.sendall(struct.pack("i", 12345))
         assert transport.is_alive()
         assert transport.pid == 12345
