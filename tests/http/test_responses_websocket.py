@@ -319,7 +319,8 @@ class RandomClient:
             assert (error["event_id"], error["code"] in codes) == (name, True), (name, codes, event)
 
     async def _last_event(self) -> Any:
-        while (event := await received(self._client))["type"] not in ("response.completed", "response.incomplete", "error"):
+        last = ("response.completed", "response.incomplete", "error")
+        while (event := await received(self._client))["type"] not in last:
             if event["type"] == "response.created":
                 self._seen.append(event["response"]["id"])
         return event
