@@ -105,7 +105,7 @@ def files_of(folder: pathlib.Path, sample: int) -> list[pathlib.Path]:
 
 
 def settings_of(options: argparse.Namespace) -> Row:
-    """What must be equal for results to be counted together."""
+    """Returns the values that must be equal for results to be counted together."""
     tokenizer = pathlib.Path(options.tokenizer).resolve().name
     return {"tokenizer": tokenizer} | {name: getattr(options, name) for name in ("tests", "walks", "seconds")}
 

@@ -51,7 +51,7 @@ Answer = Callable[[Exchange], Awaitable[None]]
 
 
 class _Envelope(msgspec.Struct):
-    """What is read of a message before its turn comes."""
+    """The fields of a message that are read before its turn comes."""
 
     type: str = ""
     event_id: str | None = None

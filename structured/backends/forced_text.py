@@ -16,7 +16,7 @@ from manta.structured.vocabulary import Vocabulary
 
 
 class ForcedText:
-    """What `llguidance.LLTokenizer` asks of a tokenizer: the bytes of each token, and how a text is split.
+    """Tells `llguidance.LLTokenizer` the bytes of each token, and splits texts for it.
 
     `num_markers` tokens behind the model's `vocab_size` stand for nothing that a model writes.
     """

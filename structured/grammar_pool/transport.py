@@ -85,7 +85,7 @@ class ThreadTransport:
 
 
 class WorkerSetup(msgspec.Struct, frozen=True, array_like=True):
-    """What a worker in another process is made from."""
+    """The arguments of a `GrammarWorker` in another process."""
 
     vocabulary: Vocabulary
     shape: BufferShape
@@ -190,6 +190,11 @@ class SocketTransport:
         raise NotImplementedError
 
 
+def _send_setup(connection: socket.socket, setup: bytes) -> None:
+    with contextlib.suppress(OSError), connection:
+        connection.sendall(frame(setup))
+
+
 class ProcessTransport(SocketTransport):
     """A process that this one starts, for engines whose own interpreter is busy while the device computes."""
 
@@ -200,13 +205,9 @@ class ProcessTransport(SocketTransport):
         command = [sys.executable, "-m", "manta.structured.grammar_pool.worker_process"]
         with theirs:
             self._process = subprocess.Popen(command, stdin=theirs.fileno(), env=environment)
-        self._setup = msgspec.msgpack.encode(WorkerSetup(vocabulary, buffer.shape, index))
         # The vocabulary has megabytes, which the socket takes once the process has started
-        threading.Thread(target=self._send_setup, args=(self._connection.dup(),), daemon=True).start()
-
-    def _send_setup(self, connection: socket.socket) -> None:
-        with contextlib.suppress(OSError), connection:
-            connection.sendall(frame(self._setup))
+        setup = msgspec.msgpack.encode(WorkerSetup(vocabulary, buffer.shape, index))
+        threading.Thread(target=_send_setup, args=(self._connection.dup(), setup), daemon=True).start()
 
     def kill(self) -> None:
         """Ends the process. The connection stays open, because its end tells that the process is gone."""

@@ -1,4 +1,4 @@
-"""What all endpoints share: the form of a route, and the state, with configuration, tokenizer, engines and metrics.
+"""All endpoints share the form of a route, and the state with configuration, tokenizer, engines and metrics.
 
 `cluster/http/routes.py` holds the routes. `cluster/http/app.py` makes the state, and finds the route of a request.
 """
