@@ -158,8 +158,9 @@ def url_of(server: LocalServer) -> str:
 
 
 def message(server: LocalServer, **body: Any) -> str:
+    """Returns a request whose greedy answer is longer than its 4 tokens; one that is drawn may end before them."""
     given = {"type": "response.create", "model": server.model, "input": "Count.", "max_output_tokens": 4}
-    return json.dumps({**given, **body})
+    return json.dumps({**given, "temperature": 0, **body})
 
 
 async def received(client: ClientConnection) -> Any:
