@@ -77,7 +77,7 @@ class SequenceText:
             return TextDelta(text, None, self._num_tokens)
         if not self._stops:
             return TextDelta(self._decoder.decode(token_ids, final), None, self._num_tokens)
-        return self._search(self._decode_counting(token_ids, final), final)
+        return self._search(self._decode_past_minimum(token_ids, final), final)
 
     def num_certain_tokens(self) -> int:
         """Returns the number of output tokens that no stop string can take back while the sequence goes on."""
@@ -86,8 +86,10 @@ class SequenceText:
     def _new_decoder(self) -> TextDecoder:
         return self._tokenizer.text_decoder(self._skip_special_tokens, self._continues_prompt, self._shown_ids)
 
-    def _decode_counting(self, token_ids: list[int], final: bool) -> str:
-        """Returns the decoded text, and records which characters belong to the first `min_tokens` tokens."""
+    def _decode_past_minimum(self, token_ids: list[int], final: bool) -> str:
+        """Returns the decoded text, and moves `_searchable_from` behind the text of the first `min_tokens`
+        tokens, in which no stop string counts.
+        """
         num_exempt = self._min_tokens - len(self._token_ids)
         self._token_ids += token_ids
         if num_exempt <= 0:

@@ -129,7 +129,7 @@ def _decoder(kind: type[Any]) -> msgspec.json.Decoder[Any]:
 def check_lists(body: Any, limits: BodyLimits) -> None:
     """Checks every list of a decoded body. Raises `RequestRefused` naming its field."""
     check_sizes(body)
-    num_parts, limit = _num_parts(getattr(body, "messages", None) or ()), limits.max_messages
+    num_parts, limit = _num_messages_and_parts(getattr(body, "messages", None) or ()), limits.max_messages
     if num_parts > limit:
         unit, remedy = "messages, parts and calls", "leave some out, or raise body.max_messages"
         refuse("over_limit", "messages", num_parts, limit, remedy, unit=unit)
@@ -142,8 +142,8 @@ def check_lists(body: Any, limits: BodyLimits) -> None:
             refuse("over_limit", field, num_prompts * count, limits.max_token_ids, remedy, unit=unit)
 
 
-def _num_parts(messages: Sequence[Any]) -> int:
-    """Counts messages, their parts and their calls. Other APIs' messages have their calls among the parts."""
+def _num_messages_and_parts(messages: Sequence[Any]) -> int:
+    """Returns the number of messages, content parts and tool calls, which are parts in Anthropic's messages."""
     parts = (message.content for message in messages if isinstance(message.content, list))
     calls = (getattr(message, "tool_calls", None) or () for message in messages)
     return len(messages) + sum(map(len, parts)) + sum(map(len, calls))
