@@ -10,12 +10,18 @@ import random
 
 import pytest
 
+from manta.cluster.cli.check import run_check
 from manta.cluster.config import EngineConfig
 from manta.cluster.engine.engine import Engine
+from manta.cluster.engine.kv_blocks import KVBlocks
 from manta.cluster.engine.request import EngineRequest
+from manta.cluster.engine.scheduler import Scheduler
+from manta.cluster.engine.sequence import Sequence
 from manta.specdecode.speculative_config import SpeculativeConfig
 from manta.workers.checkpoints.model_folder import load_model_config
+from manta.workers.kv_groups import BlockNeeds, KVGroup, group_layers
 from manta.workers.sampling_params import SamplingParams
+from manta.workers.step import StepOutput
 from tests.checkpoints import VOCAB_SIZE, checkpoint, reference_greedy
 from tests.engine.test_engine import drain, run
 from tests.engine_parts import poison_block
@@ -142,3 +148,76 @@ def test_int8_caches_have_groups() -> None:
     prompts = make_prompts()
     plain, tight = (run(make_engine(n, kv_cache_dtype="int8"), prompts, GREEDY) for n in (600, 30))
     assert plain == tight
+
+
+def test_a_long_sequence_takes_what_its_windows_need() -> None:
+    """32k tokens in 30 layers, 25 of them with a window of 1024: at most 1.1 times the positions that layers see."""
+    windows = [*[1024] * 5, None] * 5
+    layers = group_layers(windows)
+    scheduler = Scheduler(
+        max_num_batched_tokens=2048,
+        max_num_sequences=1,
+        max_model_len=1 << 17,
+        blocks=KVBlocks(1 << 14, BLOCK_TOKENS, num_groups=len(layers.groups)),
+        groups=layers.groups,
+    )
+    sequence = Sequence(0, "0", [1] * (1 << 15), SamplingParams(max_tokens=40, ignore_eos=True), 0)
+    scheduler.add(sequence)
+    held = []
+    while scheduler.has_unfinished:
+        step = scheduler.schedule()
+        held.append(len(sequence.held_blocks()))
+        scheduler.update(step, StepOutput(step.step_id, {point.sequence_id: [1] for point in step.sample_points}))
+    needed = sum(len(sequence.token_ids) if window is None else window for window in windows)
+    assert held[-1] * BLOCK_TOKENS * layers.layers_per_block <= 1.1 * needed
+    longest_chunk = BlockNeeds(layers.groups, BLOCK_TOKENS, 2048).of_sequence(len(sequence.token_ids))
+    assert max(held) <= longest_chunk
+
+
+@pytest.mark.parametrize(
+    ("windows", "layers_per_block", "num_groups"),
+    [
+        ([None] * 28, 28, 1),
+        ([4096] * 32, 32, 1),
+        ([1024, None] * 12, 12, 2),
+        ([*[128] * 5, None] * 8, 8, 6),
+        ([*[512] * 5, None] * 5 + [512] * 4, 5, 7),
+        (list(range(1, 11)), 1, 10),
+    ],
+    ids=["Llama", "Mistral", "gpt-oss", "Gemma 3 12B", "Gemma 3 4B", "ten windows"],
+)
+def test_the_blocks_of_all_groups_are_equal(windows: list[int | None], layers_per_block: int, num_groups: int) -> None:
+    layers = group_layers(windows)
+    assert (layers.layers_per_block, len(layers.groups)) == (layers_per_block, num_groups)
+    assert len(set(layers.layers)) == len(windows), "two layers share a place"
+    assert [layers.groups[place.group].window for place in layers.layers] == windows
+    assert all(place.number < layers_per_block for place in layers.layers)
+
+
+def test_a_check_says_what_sequences_take(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_check(None, {"engine": {"model": str(folder()), "device": "cpu", "dtype": "float32"}}) == 0
+    printed = capsys.readouterr().out
+    assert (
+        "5 of 6 layers see 21 positions, 1 of 6 layers see all positions; a block has 16 tokens of 1 layers" in printed
+    )
+    assert "1,024 tokens" in printed
+
+
+def test_no_group_starves_while_another_has_room() -> None:
+    """Ten short sequences, then one long one, in a pool with room for either: nobody is preempted."""
+    groups = (KVGroup(), *[KVGroup(32)] * 5)
+    for lengths in ([30] * 10, [900]):
+        scheduler = Scheduler(
+            max_num_batched_tokens=512,
+            max_num_sequences=10,
+            max_model_len=1024,
+            blocks=KVBlocks(240, BLOCK_TOKENS, num_groups=len(groups)),
+            groups=groups,
+        )
+        for number, length in enumerate(lengths):
+            params = SamplingParams(max_tokens=30, ignore_eos=True)
+            scheduler.add(Sequence(number, str(number), [number + 1] * length, params, 0))
+        while scheduler.has_unfinished:
+            step = scheduler.schedule()
+            scheduler.update(step, StepOutput(step.step_id, {point.sequence_id: [1] for point in step.sample_points}))
+        assert scheduler.num_preemptions == 0
