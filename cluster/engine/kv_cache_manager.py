@@ -151,8 +151,7 @@ class KVCacheManager:
             full = min(sequence.num_computed_tokens, len(sequence.token_ids)) // self._block_size
             hashes = sequence.hash_blocks(full, self._block_size)
             for index in range(sequence.num_registered_blocks, full):
-                for group, table in enumerate(sequence.block_tables):
-                    self.blocks.register(table[index], hashes[index], group)
+                self.blocks.register_row([table[index] for table in sequence.block_tables], hashes, index)
             sequence.num_registered_blocks = full
 
     def _num_blocks_for(self, num_tokens: int) -> int:
