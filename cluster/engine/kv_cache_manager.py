@@ -113,8 +113,8 @@ class KVCacheManager:
         each other sequence.
         """
         end = sequence.num_computed_tokens + count
-        missing = self._num_blocks_for(end) - len(sequence.block_tables[0])
-        if missing > 0:
+        if end > len(sequence.block_tables[0]) * self._block_size:
+            missing = self._num_blocks_for(end) - sequence.num_blocks
             self._give_back(sequence)
             if missing * self._num_groups > self.blocks.num_free:
                 return False
