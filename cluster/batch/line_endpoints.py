@@ -7,7 +7,6 @@ clients.
 
 from __future__ import annotations
 
-import logging
 from typing import Any
 
 import msgspec
@@ -29,6 +28,7 @@ from manta.cluster.protocol.error_bodies import answer_of, openai_body, refusal_
 from manta.cluster.protocol.requests import ChatCompletionRequest, CompletionRequest
 from manta.cluster.text.tokenizer import Tokenizer
 from manta.structured.refusals import Refusal
+from manta.structured.visible_logs import logger_of
 from manta.workers.checkpoints.model_folder import resolve_model_folder
 
 
@@ -64,7 +64,7 @@ class Endpoints:
         except ServingError as error:
             return _failed(request_id, error.refusal)
         except Exception as error:
-            logging.getLogger(__name__).exception("line %s failed", request_id)
+            logger_of(__name__).exception("line %s failed", request_id)
             return _failed(request_id, refusal_of(error))
         return BatchResponse(200, request_id, msgspec.Raw(reply.answer))
 

@@ -31,6 +31,7 @@ from manta.cluster.text.tokenizer_files import (
     special_tokens,
 )
 from manta.structured.logits_processors import LogitsProcessorError, LogitsProcessorRegistry
+from manta.structured.visible_text import say, say_lines
 from manta.workers.checkpoints.memory import (
     num_elements,
     num_parameters,
@@ -103,10 +104,10 @@ def run_check(config_path: str | None, overrides: dict[str, Any]) -> int:
         with in_one_sentence():
             report = check_model(config.engine)
     except ModelError as error:
-        print(f"{config.engine.model} cannot be served: {error}", file=sys.stderr)
+        say("{} cannot be served: {}", config.engine.model, error, file=sys.stderr)
         return 1
-    print(_render(report))
-    print(f"\nIt can be served: {serve_command(config.engine.model, config_path)}")
+    say_lines(_rows(report))
+    say("\nIt can be served: {}", serve_command(config.engine.model, config_path))
     return 0
 
 
@@ -432,7 +433,7 @@ def _draft_bytes(engine: EngineConfig, dtype: str) -> int:
     return 0 if folder is None else weight_bytes(folder, dtype, load_model_config(folder), engine.weights)
 
 
-def _render(report: CheckReport) -> str:
+def _rows(report: CheckReport) -> Iterator[str]:
     how = "natively" if report.native else "through transformers"
     rows = {
         "model": report.folder,
@@ -464,7 +465,7 @@ def _render(report: CheckReport) -> str:
         rows["no chat"] = "its tokenizer brings no chat template: it serves /v1/completions only"
     if report.advice:
         rows["slower"] = f"than need be: {report.advice}"
-    return "\n".join(f"{name:<13} {text}" for name, text in rows.items())
+    yield from (f"{name:<13} {text}" for name, text in rows.items())
 
 
 def _layers(report: CheckReport) -> str:

@@ -7,7 +7,6 @@ result. Every failed request gets an answer in OpenAI's format. When a client le
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
@@ -30,8 +29,9 @@ from manta.cluster.http.openapi import openapi_document
 from manta.cluster.http.routes import MESSAGE, ROUTES
 from manta.cluster.http.websockets import WebSockets
 from manta.cluster.protocol.error_bodies import refusal_of
-from manta.cluster.telemetry.request_log import open_request_log
+from manta.cluster.telemetry.request_log import Examples, open_request_log
 from manta.cluster.text.tokenizer import Tokenizer
+from manta.structured.visible_logs import logger_of
 
 if TYPE_CHECKING:
     from manta.cluster.http.server_span import ServerSpans
@@ -129,7 +129,10 @@ class HttpApp:
         self._returns_request_id = returns_request_id
         self._spans = spans
         self._websockets = WebSockets(config, self._room, self._exchange, self._answer, self._answer_message)
-        self._log = open_request_log() if config.log_requests else None
+        self._logs_requests = config.log_requests
+        self._unrouted = Examples()
+        if config.log_requests:
+            open_request_log()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answers a request. Raises `asyncio.CancelledError` if the client left before its answer was complete."""
@@ -166,7 +169,7 @@ class HttpApp:
         try:
             return await stream_endpoints.is_deleted(self._state, opening)
         except Exception:
-            logging.getLogger(__name__).exception("stream %s goes on", opening.stream_id)
+            logger_of(__name__).exception("stream %s goes on", opening.stream_id)
             return False
 
     def begin_drain(self) -> None:
@@ -195,12 +198,23 @@ class HttpApp:
             exchange.reply.status = 499
             raise asyncio.CancelledError from None
         except Exception as error:
-            logging.getLogger(__name__).exception("request %s failed", exchange.request_id)
+            logger_of(__name__).exception("request %s failed", exchange.request_id)
             await exchange.reply.fail(refusal_of(error))
         finally:
-            logged = route.logged if route is not None else asked.method == "POST"
-            if self._log is not None and logged:
-                self._log.info(exchange.log_line())
+            self._log_end(exchange, route)
+
+    def _log_end(self, exchange: Exchange, route: Route | None) -> None:
+        """Writes the line of a request that has ended. Of requests that no route took, one a minute gets a line, and
+        all are counted, because anybody can send any number of them.
+        """
+        if route is not None:
+            if self._logs_requests and route.logged:
+                exchange.log()
+        elif exchange.reply.status >= 400:
+            self._state.metrics.unrouted_request(exchange.reply.status)
+            num_others = self._unrouted.take() if self._logs_requests else None
+            if num_others is not None:
+                exchange.log(num_others)
 
     async def _handle(self, route: Route, exchange: Exchange) -> None:
         if not route.public:

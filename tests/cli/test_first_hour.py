@@ -164,7 +164,7 @@ def test_broken_yaml_is_shown_with_line_and_mark(tmp_path: pathlib.Path, capsys:
     assert main(["serve", "--config", str(path)]) == 2
     lines = capsys.readouterr().err.splitlines()
     assert "line 3, column 5" in " ".join(lines)
-    assert lines[-2:] == ["port: 8000", "    ^"]
+    assert lines[-2:] == ["  port: 8000", "      ^"]
 
 
 @pytest.mark.parametrize(("size", "num_bytes"), [("512MiB", 2**29), ("1GB", 10**9), ("1.5 KiB", 1536), ("7B", 7)])

@@ -18,7 +18,7 @@ import struct
 import tempfile
 from typing import Any, NamedTuple
 
-from manta.workers.cache_folder import cache_folder
+from manta.workers.cache_folder import UntrustedCache, cache_entry
 from manta.workers.checkpoints.folder_kinds import lfs_pointer
 from manta.workers.checkpoints.gguf_header import GgufTensor, read_gguf_header
 from manta.workers.checkpoints.gguf_keys import judge_unread
@@ -67,13 +67,12 @@ def gguf_folder(path: pathlib.Path) -> pathlib.Path:
     stat = path.stat()
     identity = f"{_LAYOUT} {path} {stat.st_size} {stat.st_mtime_ns}"
     name = hashlib.blake2b(identity.encode(), digest_size=8).hexdigest()
-    folder = cache_folder() / "gguf" / f"{path.stem}-{name}"
+    folder = _cached() / f"{path.stem}-{name}"
     if _is_whole(folder):
         return folder
     if (pointer := lfs_pointer(path)) is not None:
         raise ModelError(pointer)
     try:
-        folder.parent.mkdir(parents=True, exist_ok=True)
         new = pathlib.Path(tempfile.mkdtemp(dir=folder.parent, prefix=".new-"))
         try:
             values, tensors = read_gguf_header(path)
@@ -86,6 +85,16 @@ def gguf_folder(path: pathlib.Path) -> pathlib.Path:
     except OSError as error:
         raise ModelError(f"{path} needs a folder in {folder.parent}: {error.strerror}; set MANTA_CACHE") from error
     return folder
+
+
+def _cached() -> pathlib.Path:
+    """Returns the folder of these folders, in which nobody else can put one."""
+    try:
+        return cache_entry("gguf")
+    except UntrustedCache as error:
+        raise ModelError(str(error)) from error
+    except OSError as error:
+        raise ModelError(f"a GGUF file needs a folder in the cache: {error}; set MANTA_CACHE") from error
 
 
 def _forget_gone(parent: pathlib.Path) -> None:

@@ -10,7 +10,6 @@ a model is asked for.
 from __future__ import annotations
 
 import contextlib
-import logging
 import pathlib
 from typing import Any
 
@@ -20,6 +19,7 @@ import transformers
 from torch import nn
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
+from manta.structured.visible_logs import logger_of
 from manta.workers.checkpoints.transformers_support import OWN_ATTENTION, uses_alibi
 from manta.workers.decoders.alibi import Alibi
 from manta.workers.decoders.layer_windows import SHRUNK, Windows, observe_windows, shrunk_lengths
@@ -33,7 +33,7 @@ from manta.workers.kernels.weights import LinearWeight
 from manta.workers.models.model_config import HeadShape, ModelConfig, ModelError
 from manta.workers.platforms import Platform
 
-logger = logging.getLogger(__name__)
+logger = logger_of(__name__)
 
 _COMPUTED_BUFFERS = (".inv_freq", ".attn.bias", ".attention.bias", ".masked_bias", ".position_ids")
 """Ends of the names of buffers that older checkpoints store and that transformers computes."""

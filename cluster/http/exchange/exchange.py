@@ -6,7 +6,6 @@ for, are a `GenerationExchange` each.
 
 from __future__ import annotations
 
-import json
 import random
 import secrets
 import time
@@ -21,6 +20,7 @@ from manta.cluster.http.exchange.incoming import BodyRoom, Incoming, Receive, Sc
 from manta.cluster.http.exchange.remembered import Remembered
 from manta.cluster.http.exchange.reply import GenerationReply, Reply, Send
 from manta.cluster.telemetry.exporting import traceparent_of
+from manta.cluster.telemetry.request_log import log_request
 
 if TYPE_CHECKING:
     from opentelemetry.trace import Span
@@ -149,15 +149,14 @@ class Exchange(GenerationExchange):
         }
         self.caller.charge(self.notes["output_tokens"])
 
-    def log_line(self) -> str:
-        seconds = time.perf_counter() - self._begun
-        entry = {
-            "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-            "request_id": self.request_id,
-            **({"client": self.caller.key} if self.caller.key else {}),
-            "path": self.incoming.url_path,
-            "status": self.reply.status,
-            "seconds": round(seconds, 4),
+    def log(self, num_others: int | None = None) -> None:
+        """Writes the line of this request, which has ended. It stands for `num_others` others without a line."""
+        log_request(
+            self.request_id,
+            self.incoming.url_path,
+            client=self.caller.key or None,
+            status=self.reply.status,
+            seconds=round(time.perf_counter() - self._begun, 4),
+            others=num_others,
             **self.notes,
-        }
-        return json.dumps(entry)
+        )

@@ -101,6 +101,12 @@ class Metrics:
             ["model_name", *replica_label, "client"],
             registry=self._own,
         )
+        self._unrouted = Counter(
+            "manta:unrouted_requests",
+            "Requests that no route took, by status: unknown paths and methods, and refused Origins and Hosts.",
+            ["model_name", *replica_label, "status"],
+            registry=self._own,
+        )
         self._kv_usage = labelled(Gauge, "kv_cache_usage_perc", "Share of KV blocks in use; 1 is all.")
         self._standstill = labelled(
             Gauge, "seconds_since_progress", "Since an engine with work made progress; of several engines, the longest."
@@ -173,6 +179,10 @@ class Metrics:
     def request_of(self, client: str) -> None:
         """Counts a request under the name of the client's API key."""
         self._by_client.labels(*self._labels(self.replica), client).inc()
+
+    def unrouted_request(self, status: int) -> None:
+        """Counts a request that no route took. It has no label of the client's."""
+        self._unrouted.labels(*self._labels(self.replica), str(status)).inc()
 
     def request_ended(self, reason: FinishStatus) -> None:
         self._requests.labels(*self._labels(self.replica), reason.value).inc()

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
 import math
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any, Protocol
@@ -19,6 +18,7 @@ from manta.cluster.http.exchange.codec import EVENTS, StreamForm
 from manta.cluster.http.exchange.engines import Generation
 from manta.cluster.protocol.error_bodies import RETRIED_STATUSES, Writer, answer_of, openai_body, refusal_of
 from manta.structured.refusals import Refusal
+from manta.structured.visible_logs import logger_of
 
 SEND_BYTES = 65536
 """Bytes of the pieces in which an answer is sent, each after most of the previous one was taken."""
@@ -165,7 +165,7 @@ class Reply:
                 piece = await buffer.take()
         except Exception as error:
             if not isinstance(error, ServingError):
-                logging.getLogger(__name__).exception("request %s failed in its stream", self._request_id)
+                logger_of(__name__).exception("request %s failed in its stream", self._request_id)
             refusal = refusal_of(error)
             self.status = answer_of(refusal).status
             event = form.before + self.error_body(refusal) + form.after
