@@ -7,6 +7,7 @@ result. Every failed request gets an answer in OpenAI's format. When a client le
 from __future__ import annotations
 
 import asyncio
+import functools
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
@@ -17,12 +18,12 @@ from manta.cluster.http.access.request_admission import decode
 from manta.cluster.http.endpoints import streams as stream_endpoints
 from manta.cluster.http.endpoints.stored_responses import keep_ended
 from manta.cluster.http.exchange.codec import encode
-from manta.cluster.http.exchange.engines import Engines
+from manta.cluster.http.exchange.engines import UNMETERED, Engines, Meter
 from manta.cluster.http.exchange.exchange import Exchange
-from manta.cluster.http.exchange.incoming import BodyRoom, ClientGone, Receive, Scope
+from manta.cluster.http.exchange.incoming import ClientGone, Receive, Scope
 from manta.cluster.http.exchange.metrics import Metrics
 from manta.cluster.http.exchange.recorded_engines import RESUMABLE, make_resumable
-from manta.cluster.http.exchange.recordings import Opening, Recording, Streams, last_event
+from manta.cluster.http.exchange.recordings import Opening, Streams, last_event
 from manta.cluster.http.exchange.reply import Send
 from manta.cluster.http.exchange.state import AppState, ClusterState, OtherMetrics, Route, no_cluster, no_other_metrics
 from manta.cluster.http.openapi import openapi_document
@@ -31,6 +32,7 @@ from manta.cluster.http.websockets import WebSockets
 from manta.cluster.protocol.error_bodies import refusal_of
 from manta.cluster.telemetry.request_log import Examples, open_request_log
 from manta.cluster.text.tokenizer import Tokenizer
+from manta.structured.client_shares import ClientShares
 from manta.structured.visible_logs import logger_of
 
 if TYPE_CHECKING:
@@ -120,11 +122,12 @@ class HttpApp:
         self._state = AppState(config, tokenizer, engines, metrics, secret, other_metrics, cluster, document)
         if streams is not None:
             self._state.streams = streams
-            streams.on_end = self._on_stream_end
+            streams.meter_of = self._meter_of
+            streams.on_end = functools.partial(keep_ended, self._state)
             streams.is_deleted = self._is_deleted
         self._state.routes = {route.path: route for route in routes if route.body is not None}
         self._router = Router(routes)
-        self._room = BodyRoom(config.max_bodies_bytes)
+        self._room = ClientShares(config.max_bodies_bytes)
         self.admission = self._state.admission
         self._returns_request_id = returns_request_id
         self._spans = spans
@@ -156,13 +159,10 @@ class HttpApp:
     async def _answer_message(self, exchange: Exchange) -> None:
         await self._answer_traced(exchange, MESSAGE)
 
-    def _on_stream_end(self, recording: Recording) -> None:
-        """Charges the output of a recorded stream to the key that asked for it, and stores a response that is kept."""
-        client = recording.opening.generation.engine.client
-        use = self.admission.rate_limits.of(client) if self._config.api_keys else None
-        if use is not None:
-            use.charge_output(recording.num_tokens)
-        keep_ended(self._state, recording)
+    def _meter_of(self, opening: Opening) -> Meter:
+        """Returns what counts the output of a stream that another ingress admitted, against the key that asked."""
+        use = self.admission.use_of(opening.generation.engine.client)
+        return UNMETERED if use is None else use.resume()
 
     async def _is_deleted(self, opening: Opening) -> bool:
         """Returns whether the response that a stream makes was deleted. If the storage does not tell, it goes on."""
@@ -223,7 +223,8 @@ class HttpApp:
             answer = await route.handler(self._state, exchange, None)
         else:
             body = None if route.body is None else await self._body(route, exchange)
-            async with self.admission.prepare(is_counted=not route.public) as exchange.preparation:
+            client = exchange.caller.sharer
+            async with self.admission.prepare(client, is_counted=not route.public) as exchange.preparation:
                 answer = await exchange.incoming.unless_gone(self._result(route, exchange, body))
         if answer is not None:
             await exchange.reply.send_json(encode(answer))
@@ -231,7 +232,7 @@ class HttpApp:
     async def _body(self, route: Route, exchange: Exchange) -> Any:
         """Returns the decoded body."""
         assert route.body is not None
-        content = await exchange.incoming.body()
+        content = await exchange.incoming.body(exchange.caller.sharer)
         body = decode(route.body, content, self._config.body)
         if RESUMABLE in exchange.headers:
             make_resumable(self._state, exchange, route, content, body)

@@ -205,7 +205,7 @@ def test_unknown_models_and_wrong_keys_are_refused() -> None:
 
 
 class CallingEngines(RepeatingEngines):
-    async def submit(self, request: Any) -> Repeating:
+    async def submit(self, request: Any, meter: Any = None) -> Repeating:
         self.request = request
         return Once(request.prompts, f"Let me see. {CALL}")
 

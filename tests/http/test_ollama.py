@@ -132,7 +132,7 @@ class Once(Repeating):
 
 
 class CallingEngines(RepeatingEngines):
-    async def submit(self, request: Any) -> Repeating:
+    async def submit(self, request: Any, meter: Any = None) -> Repeating:
         self.request = request
         return Once(request.prompts, CALL)
 

@@ -214,7 +214,7 @@ def test_fields_of_the_chat_body_are_pointed_to() -> None:
 
 
 class CallingEngines(RepeatingEngines):
-    async def submit(self, request: Any) -> Repeating:
+    async def submit(self, request: Any, meter: Any = None) -> Repeating:
         return Once(request.prompts, f"Let me see. {CALL}")
 
 

@@ -341,10 +341,10 @@ def test_leaving_takes_nothing_from_other_waiters(plugin: None, demo_vocabulary:
 def test_one_client_cannot_occupy_everything(plugin: None, demo_vocabulary: Vocabulary) -> None:
     compiler = Compiler(demo_vocabulary, ConstraintLimits(compile_seconds=3600.0, max_waiting=8), num_processes=2)
     try:
-        crowd = [compiler.resolve(slow(number), "crowd") for number in range(7)]
+        crowd = [compiler.resolve(slow(number), "crowd") for number in range(9)]
         wait_until(lambda: sum(future.done() for future in crowd) >= 2)
         refused = [future for future in crowd if future.done()]
-        with pytest.raises(QueueFull, match=r"4 constraints wait.* the limit is 4; .*constraints\.max_waiting"):
+        with pytest.raises(QueueFull, match=r"6 constraints wait.* the limit is 6; .*constraints\.max_waiting"):
             refused[0].result()
         quick = ConstraintSpec(kind="regex", text="a")
         assert compiler.resolve(quick, "other").result(timeout=PATIENCE_S).compiled

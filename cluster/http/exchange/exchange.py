@@ -16,11 +16,12 @@ from manta.cluster.config import ServeConfig
 from manta.cluster.http.access.addresses import network_of
 from manta.cluster.http.access.request_admission import Caller, Preparation
 from manta.cluster.http.exchange.engines import Generation, GenerationEngines
-from manta.cluster.http.exchange.incoming import BodyRoom, Incoming, Receive, Scope
+from manta.cluster.http.exchange.incoming import Incoming, Receive, Scope
 from manta.cluster.http.exchange.remembered import Remembered
 from manta.cluster.http.exchange.reply import GenerationReply, Reply, Send
 from manta.cluster.telemetry.exporting import traceparent_of
 from manta.cluster.telemetry.request_log import log_request
+from manta.structured.client_shares import ClientShares
 
 if TYPE_CHECKING:
     from opentelemetry.trace import Span
@@ -113,7 +114,7 @@ class Exchange(GenerationExchange):
         receive: Receive,
         send: Send,
         config: ServeConfig,
-        room: BodyRoom,
+        room: ClientShares,
         engines: GenerationEngines,
         returns_id: bool,
     ) -> None:
@@ -140,14 +141,13 @@ class Exchange(GenerationExchange):
     # ---- the request log -----------------------------------------------------------------------------------------
 
     def note(self, generation: Generation) -> None:
-        """Adds the token counts of a generation to the log line, and its output tokens to the key's rate limit."""
+        """Adds the token counts of a generation to the log line."""
         usages = generation.usages
         self.notes = {
             "choices": generation.num_choices,
             "prompt_tokens": sum(usage.num_prompt_tokens for usage in usages),
             "output_tokens": sum(usage.num_output_tokens for usage in usages),
         }
-        self.caller.charge(self.notes["output_tokens"])
 
     def log(self, num_others: int | None = None) -> None:
         """Writes the line of this request, which has ended. It stands for `num_others` others without a line."""
