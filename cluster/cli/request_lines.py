@@ -73,11 +73,14 @@ class RequestLog:
 
 
 def request_line(entry: dict[str, Any]) -> str:
-    """Returns an entry of the request log as a line: time, status, path, tokens, seconds and tokens per second."""
+    """Returns an entry of the request log as a line: time, status, path, tokens, seconds and tokens per second, and
+    why a request was not served.
+    """
     seconds, output = float(entry["seconds"]), entry.get("output_tokens")
     took = f"{seconds:.2f} s" if output is None else f"{entry['prompt_tokens']:,} + {speed(output, seconds)}"
     clock = datetime.fromisoformat(entry["time"]).astimezone()
-    return f"{clock:%H:%M:%S}  {entry['status']}  {entry['path']}  {took}"
+    why = f"  {entry['message']}" if entry.get("message") else ""
+    return f"{clock:%H:%M:%S}  {entry['status']}  {entry['path']}  {took}{why}"
 
 
 def speed(num_tokens: int, seconds: float) -> str:

@@ -8,9 +8,12 @@ from __future__ import annotations
 
 import json
 import random
+import re
 import secrets
 import time
 from typing import TYPE_CHECKING, Any
+
+import msgspec
 
 from manta.cluster.chat.reader import UNPREDICTABLE
 from manta.cluster.config import ServeConfig
@@ -20,7 +23,15 @@ from manta.cluster.http.exchange.engines import Generation, GenerationEngines
 from manta.cluster.http.exchange.incoming import BodyRoom, Incoming, Receive, Scope
 from manta.cluster.http.exchange.remembered import Remembered
 from manta.cluster.http.exchange.reply import GenerationReply, Reply, Send
+from manta.cluster.protocol.error_bodies import answer_of
+from manta.cluster.protocol.foreign_fields import MAX_NAMES
 from manta.cluster.telemetry.exporting import traceparent_of
+from manta.structured.refusals import Refusal, sentence
+
+MAX_REASON = 200
+"""Most characters of a refusal in the log."""
+PROMPT_FIELDS = re.compile(r"(messages|prompt|input|instructions|system|suffix)\b")
+"""Fields whose values are the client's own texts."""
 
 if TYPE_CHECKING:
     from opentelemetry.trace import Span
@@ -159,5 +170,16 @@ class Exchange(GenerationExchange):
             "status": self.reply.status,
             "seconds": round(seconds, 4),
             **self.notes,
+            **_reason(self.reply.refusal),
+            **({"ignored": list(self.reply.ignored[:MAX_NAMES])} if self.reply.ignored else {}),
         }
         return json.dumps(entry)
+
+
+def _reason(refusal: Refusal | None) -> dict[str, Any]:
+    """Returns the fields of the log line that say why a request was not served. Values of the prompt are left out."""
+    if refusal is None:
+        return {}
+    if PROMPT_FIELDS.match(refusal.field):
+        refusal = msgspec.structs.replace(refusal, value=None if refusal.unit == "" else refusal.value, cause="")
+    return {"param": refusal.field, "code": answer_of(refusal).code, "message": sentence(refusal)[:MAX_REASON]}
