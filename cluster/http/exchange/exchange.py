@@ -7,9 +7,12 @@ for, are a `GenerationExchange` each.
 from __future__ import annotations
 
 import random
+import re
 import secrets
 import time
 from typing import TYPE_CHECKING, Any
+
+import msgspec
 
 from manta.cluster.chat.reader import UNPREDICTABLE
 from manta.cluster.config import ServeConfig
@@ -19,9 +22,17 @@ from manta.cluster.http.exchange.engines import Generation, GenerationEngines
 from manta.cluster.http.exchange.incoming import Incoming, Receive, Scope
 from manta.cluster.http.exchange.remembered import Remembered
 from manta.cluster.http.exchange.reply import GenerationReply, Reply, Send
+from manta.cluster.protocol.error_bodies import answer_of
+from manta.cluster.protocol.foreign_fields import MAX_NAMES
 from manta.cluster.telemetry.exporting import traceparent_of
 from manta.cluster.telemetry.request_log import log_request
 from manta.structured.client_shares import ClientShares
+from manta.structured.refusals import Refusal, sentence
+
+MAX_REASON = 200
+"""Most characters of a refusal in the log."""
+PROMPT_FIELDS = re.compile(r"(messages|prompt|input|instructions|system|suffix)\b")
+"""Fields whose values are the client's own texts."""
 
 if TYPE_CHECKING:
     from opentelemetry.trace import Span
@@ -159,4 +170,15 @@ class Exchange(GenerationExchange):
             seconds=round(time.perf_counter() - self._begun, 4),
             others=num_others,
             **self.notes,
+            **_reason(self.reply.refusal),
+            ignored=[name[:MAX_REASON] for name in self.reply.ignored[:MAX_NAMES]] or None,
         )
+
+
+def _reason(refusal: Refusal | None) -> dict[str, Any]:
+    """Returns the fields of the log line that say why a request was not served. Values of the prompt are left out."""
+    if refusal is None:
+        return {}
+    if PROMPT_FIELDS.match(refusal.field):
+        refusal = msgspec.structs.replace(refusal, value=None if refusal.unit == "" else refusal.value, cause="")
+    return {"param": refusal.field, "code": answer_of(refusal).code, "message": sentence(refusal)[:MAX_REASON]}
