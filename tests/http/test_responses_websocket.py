@@ -118,6 +118,29 @@ def test_a_connection_continues_its_latest_response() -> None:
         assert refused.error.code == "previous_response_not_found"
 
 
+def test_a_prewarm_fills_the_prefix_cache_and_says_nothing() -> None:
+    text = "Count to nine, and then count back to one, as slowly as you can."
+    with opened() as connection:
+        events = ask(connection, input=text, extra_body={"generate": False})
+        first = events[-1].response
+        assert [event.type for event in events] == ["response.created", "response.in_progress", "response.completed"]
+        assert (first.output, first.usage.output_tokens) == ([], 0)
+        second = ask(connection, input=[], instructions="Be brief.", extra_body={"generate": False})[-1]
+        assert second.type == "response.completed"
+        third = ask(connection, input=text)[-1].response
+        assert third.usage.input_tokens_details.cached_tokens > 0
+        warm = ask(connection, input=[{"role": "user", "content": text}], extra_body={"generate": False})[-1].response
+        fourth = ask(connection, input=[], previous_response_id=warm.id)[-1].response
+        assert fourth.output_text == third.output_text
+
+
+def test_unknown_fields_are_named_in_the_first_event() -> None:
+    with opened() as connection:
+        events = ask(connection, extra_body={"colour": "red", "client_metadata": {"a": "b"}})
+        assert events[0].model_extra["x-manta-ignored"] == "colour, client_metadata"
+        assert "x-manta-ignored" not in (events[1].model_extra or {})
+
+
 def test_a_failed_continuation_is_forgotten() -> None:
     with opened() as connection:
         first = ask(connection)[-1].response
@@ -370,7 +393,7 @@ WRONG: tuple[tuple[str | bytes, str | None, str], ...] = (
     ("{", None, "not valid JSON"),
     ("[]", None, "object"),
     ('{"type": "session.update"}', "type", "session.update"),
-    ('{"type": "response.create", "model": "a", "input": "b", "generate": false}', "generate", "leave it out"),
+    ('{"type": "response.create", "model": "a", "input": [], "generate": false}', "input", "empty"),
     (b"\xff\xfe", None, "UTF-8"),
 )
 
