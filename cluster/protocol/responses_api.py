@@ -108,7 +108,7 @@ class ResponsesRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True)
             refuse("unknown_value", "truncation", self.truncation, ("disabled", "auto"))
         if self.context_management:
             ignore("context_management")
-        if not (self.input or (self.prewarms and self.instructions)):
+        if not (self.input or self.previous_response_id or (self.prewarms and self.instructions)):
             refuse("empty", "input", remedy="give text or a list of items")
         chat_messages(self.instructions, self.input)
         _tools(self)
