@@ -64,10 +64,6 @@ class ResponseJsonSchema(msgspec.Struct, tag_field="type", tag="json_schema", fo
     value: JsonSchemaFormat | UnsetType = UNSET
     """TGI's name of `json_schema`."""
 
-    def __post_init__(self) -> None:
-        if (self.json_schema is UNSET) == (self.value is UNSET):
-            refuse("missing" if self.value is UNSET else "excludes", "json_schema", bound="value", remedy="give one")
-
 
 ResponseFormat = ResponseText | ResponseJsonObject | ResponseJson | ResponseRegex | ResponseJsonSchema
 
@@ -152,8 +148,13 @@ def _from_response_format(given: ResponseFormat | None) -> tuple[ConstraintSpec 
         case ResponseRegex():
             return ConstraintSpec(kind="regex", text=given.value), "response_format.value"
         case ResponseJsonSchema():
-            name = "json_schema" if given.value is UNSET else "value"
-            schema, field = getattr(given, name), f"response_format.{name}"
+            schema, field = given.json_schema, "response_format.json_schema"
+            if schema is UNSET:
+                schema, field = given.value, "response_format.value"
+            elif given.value is not UNSET:
+                refuse("excludes", field, bound="response_format.value", remedy="leave one out")
+            if schema is UNSET:
+                refuse("required", "response_format.json_schema")
             if schema.schema is None:
                 return ConstraintSpec(kind="json_object"), field
             loose = schema.strict is False

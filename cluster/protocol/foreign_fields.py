@@ -141,7 +141,7 @@ def leave_out_foreign(kind: Any, body: Any) -> None:
     for place in list(_foreign_fields(_type_of(kind), body, "", "")):
         if place.advice_path in elsewhere:
             refuse("unknown_field", place.path, remedy=elsewhere[place.advice_path])
-        if place.is_constraint:
+        if place.must_be_known:
             refuse("unknown_field", place.path, remedy="remove it")
         judge_foreign(place.path, place.key, place.value, place.known, is_of_body=place.path == place.key)
         del place.container[place.key]
@@ -157,8 +157,8 @@ class _Place(NamedTuple):
     """The path without indices, as in `fields_elsewhere`."""
     known: tuple[str, ...]
     """Fields that the struct has."""
-    is_constraint: bool
-    """Whether the struct constrains the answer, so that nothing in it may be ignored."""
+    must_be_known: bool
+    """Whether nothing in the struct may be ignored, because it constrains an answer or ends one."""
 
     @property
     def value(self) -> Any:

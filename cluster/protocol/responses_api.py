@@ -180,6 +180,8 @@ class ResponseCreateEvent(ResponsesRequest, forbid_unknown_fields=True, kw_only=
 class ResponseCancelEvent(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     """`response.cancel`, a message that ends a response on its connection. OpenAI has it in the Realtime API only."""
 
+    must_know_fields: ClassVar[bool] = True
+
     type: Literal["response.cancel"]
     event_id: str | None = None
     response_id: str | None = None
