@@ -22,7 +22,9 @@ from manta.structured.visible_text import cut
 MAX_PATH = 200
 """Most characters of a request's path, because anybody may send one of 8 KB."""
 MAX_TEXT = 1000
-"""Most characters of any other text in a line, such as the reason of a failure."""
+"""Most characters of any other text in a line, such as the reason of a failure. JSON makes 12,000 of them at most, so
+that the line is shorter than what `structured/visible_logs.py` would cut.
+"""
 MAX_FILE_BYTES = 16 * 2**20
 """Size at which a replica's file is rotated."""
 NUM_OLD_FILES = 3
@@ -84,7 +86,7 @@ def _write(fields: dict[str, Any]) -> None:
     for name, value in fields.items():
         if value is not None:
             entry[name] = cut(value, MAX_TEXT) if isinstance(value, str) else value
-    _logger.info("%s", json.dumps(entry))
+    _logger.info(json.dumps(entry))
 
 
 class Examples:
