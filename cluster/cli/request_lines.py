@@ -72,13 +72,14 @@ def _new_lines(file: BinaryIO, begin: int) -> tuple[list[bytes], int]:
 
 
 def request_line(entry: dict[str, Any]) -> str:
-    """Returns an entry of the request log as a line: time, status, path, tokens, seconds and tokens per second.
-    The path is in its visible form, because anybody may send one.
+    """Returns an entry of the request log as a line: time, status, path, tokens, seconds and tokens per second, and
+    why a request was not served. Path and reason are in their visible form, because anybody may send one.
     """
     seconds, output = float(entry["seconds"]), entry.get("output_tokens")
     took = f"{seconds:.2f} s" if output is None else f"{entry['prompt_tokens']:,} + {speed(output, seconds)}"
     clock = datetime.fromisoformat(entry["time"]).astimezone()
-    return f"{clock:%H:%M:%S}  {entry['status']}  {visible(entry['path'], MAX_PATH)}  {took}"
+    why = f"  {visible(entry['message'], MAX_PATH)}" if entry.get("message") else ""
+    return f"{clock:%H:%M:%S}  {entry['status']}  {visible(entry['path'], MAX_PATH)}  {took}{why}"
 
 
 def speed(num_tokens: int, seconds: float) -> str:

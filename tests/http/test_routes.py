@@ -75,7 +75,7 @@ class RepeatingEngines:
 
     loaded = MODEL
 
-    async def submit(self, request: GenerationRequest) -> Repeating:
+    async def submit(self, request: GenerationRequest, meter: Any = None) -> Repeating:
         self.request = request
         return Repeating(request.prompts, "abc")
 

@@ -16,6 +16,7 @@ import msgspec
 
 from manta.structured.visible_logs import logger_of
 from manta.workers.checkpoints.memory import TensorEntry, weight_headers
+from manta.workers.checkpoints.stored_files import open_file
 from manta.workers.models.model_config import ModelConfig, ModelError
 
 logger = logger_of(__name__)
@@ -53,7 +54,8 @@ class TensorFiles:
             self._map(path, entries)
 
     def _map(self, path: pathlib.Path, entries: Mapping[str, TensorEntry]) -> None:
-        with path.open("rb") as file:
+        folder = self.folder if path.is_relative_to(self.folder) else path.parent  # a GGUF file lies elsewhere
+        with open_file(folder, path.relative_to(folder)) as file:
             # torch warns of memory that it cannot write to, so the mapping is private and writable. Nothing writes to
             # it.
             mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
@@ -100,10 +102,10 @@ class TensorFiles:
 
     def find_blocks(self, name: str, shape: tuple[int, ...]) -> tuple[mmap.mmap, TensorEntry]:
         """Finds a tensor of a GGUF type like `find`. Its elements are stored in blocks."""
-        mapped, entry = self._entries[name]
+        entry = self.entry(name)
         self._check_shape(name, entry, shape)
         self._take(name)
-        return mapped, entry
+        return self._entries[name][0], entry
 
     def _take(self, name: str) -> None:
         self._taken.add(name)

@@ -20,6 +20,7 @@ from torch import nn
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from manta.structured.visible_logs import logger_of
+from manta.workers.checkpoints.memory import weight_files
 from manta.workers.checkpoints.transformers_support import OWN_ATTENTION, uses_alibi
 from manta.workers.decoders.alibi import Alibi
 from manta.workers.decoders.layer_windows import SHRUNK, Windows, observe_windows, shrunk_lengths
@@ -124,6 +125,7 @@ class TransformersModel:
     def _load(self, folder: str | pathlib.Path, dtype: torch.dtype, platform: Platform, kept: KeptBits) -> Any:
         transformers.AttentionInterface.register(_ATTENTION_NAME, _attend)
         transformers.utils.logging.disable_progress_bar()
+        weight_files(pathlib.Path(folder))  # raises for an index that names files elsewhere, which transformers reads
         config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False)
         num_stored = config.num_hidden_layers
         try:

@@ -252,6 +252,7 @@ async def _written(state: AppState, recording: Recording) -> ResponseObject:
     if response.background:
         ended = EndedResponse(response, [*recording.entries])
         await asyncio.to_thread(kept.end, opening.owner, ended)
+        state.streams.may_forget(recording)
     else:
         items = input_items(decode(ResponsesRequest, opening.body, state.config.body).input)
         await asyncio.to_thread(kept.create, opening.owner, StoredResponse(response, items))

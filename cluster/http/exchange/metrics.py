@@ -88,6 +88,7 @@ class Metrics:
         self.continuations = own(
             Counter, "continuations", "Times that a request went on on another engine, or on a restarted one."
         )
+        self.ignored_fields = own(Counter, "ignored_fields", "Fields of bodies that had no effect.")
         self._requests, self._sequences = (
             Counter(f"manta:{name}", text, ["model_name", *replica_label, "finished_reason"], registry=self._own)
             for name, text in (

@@ -140,7 +140,7 @@ class TlsServer:
             self._listening.close()
 
     async def wait_closed(self) -> None:
-        """Cancels the handshakes that are still under way."""
+        """Cancels the handshakes that are still under way, and waits until their tasks have ended."""
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
