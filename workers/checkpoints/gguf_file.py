@@ -18,11 +18,10 @@ import struct
 import tempfile
 from typing import Any, NamedTuple
 
-from manta.workers.cache_folder import UntrustedCache, cache_entry
 from manta.workers.checkpoints.gguf_header import GgufTensor, read_gguf_header
 from manta.workers.checkpoints.gguf_keys import judge_unread
 from manta.workers.checkpoints.gguf_values import check_values
-from manta.workers.checkpoints.memory import GGUF_INDEX, GGUF_NO_TOKENIZER
+from manta.workers.checkpoints.memory import GGUF_INDEX, GGUF_NO_TOKENIZER, gguf_cache
 from manta.workers.checkpoints.stored_files import lfs_pointer
 from manta.workers.models.model_config import ModelError
 from manta.workers.models.raw_config import RawConfig, RawValue
@@ -68,7 +67,7 @@ def gguf_folder(path: pathlib.Path) -> pathlib.Path:
     stat = path.stat()
     identity = f"{_LAYOUT} {path} {stat.st_size} {stat.st_mtime_ns}"
     name = hashlib.blake2b(identity.encode(), digest_size=8).hexdigest()
-    folder = _cached() / f"{path.stem}-{name}"
+    folder = gguf_cache() / f"{path.stem}-{name}"
     if _is_whole(folder):
         return folder
     if (pointer := lfs_pointer(path.parent, path.name)) is not None:
@@ -86,16 +85,6 @@ def gguf_folder(path: pathlib.Path) -> pathlib.Path:
     except OSError as error:
         raise ModelError(f"{path} needs a folder in {folder.parent}: {error.strerror}; set MANTA_CACHE") from error
     return folder
-
-
-def _cached() -> pathlib.Path:
-    """Returns the folder of these folders, in which nobody else can put one."""
-    try:
-        return cache_entry("gguf")
-    except UntrustedCache as error:
-        raise ModelError(str(error)) from error
-    except OSError as error:
-        raise ModelError(f"a GGUF file needs a folder in the cache: {error}; set MANTA_CACHE") from error
 
 
 def _forget_gone(parent: pathlib.Path) -> None:

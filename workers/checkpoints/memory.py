@@ -13,7 +13,7 @@ import reprlib
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from manta.workers.cache_folder import cache_folder
+from manta.workers.cache_folder import UntrustedCache, cache_entry
 from manta.workers.checkpoints.folder_kinds import why_no_weights
 from manta.workers.checkpoints.stored_files import (
     COPY_AGAIN,
@@ -186,6 +186,19 @@ def weight_headers(folder: pathlib.Path) -> list[tuple[pathlib.Path, dict[str, T
     return [(path, read_header(path, folder)) for path in weight_files(folder)]
 
 
+def gguf_cache() -> pathlib.Path:
+    """Returns the folder of the folders that stand for GGUF files. Nobody else can put one there.
+
+    Raises `ModelError` if there is no such folder.
+    """
+    try:
+        return cache_entry("gguf")
+    except UntrustedCache as error:
+        raise ModelError(str(error)) from error
+    except OSError as error:
+        raise ModelError(f"a GGUF file needs a folder in the cache: {error}; set MANTA_CACHE") from error
+
+
 def is_gguf_folder(folder: pathlib.Path) -> bool:
     """Returns whether a folder stands for a GGUF file. Only folders that Manta wrote into its cache do.
 
@@ -194,7 +207,7 @@ def is_gguf_folder(folder: pathlib.Path) -> bool:
     index = folder / GGUF_INDEX
     if not os.path.lexists(index):
         return False
-    if pathlib.Path(os.path.realpath(folder)).parent != pathlib.Path(os.path.realpath(cache_folder() / "gguf")):
+    if pathlib.Path(os.path.realpath(folder)).parent != gguf_cache():
         raise ModelError(f"{index} is read only in Manta's own cache; remove it, or give the GGUF file instead")
     return True
 
