@@ -228,9 +228,9 @@ def _tools(body: ResponsesRequest) -> list[dict[str, Any]]:
     if isinstance(choice, dict) and choice.get("type") == "allowed_tools":
         allowed = [each.get("name") for each in choice.get("tools", []) if isinstance(each, dict)]
         names = [function.get("name") for function in found]
-        for name in allowed:
-            if name not in names:
-                refuse("names_nothing", "tool_choice", str(name), "the functions", "add it to tools")
+        for missing in allowed:
+            if missing not in names:
+                refuse("names_nothing", "tool_choice", str(missing), "the functions", "add it to tools")
         found = [function for function in found if function.get("name") in allowed]
     return [{"type": "function", "function": function} for function in found]
 

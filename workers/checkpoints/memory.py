@@ -187,9 +187,8 @@ def weight_headers(folder: pathlib.Path) -> list[tuple[pathlib.Path, dict[str, T
 
 
 def gguf_cache() -> pathlib.Path:
-    """Returns the folder of the folders that stand for GGUF files. Nobody else can put one there.
-
-    Raises `ModelError` if there is no such folder.
+    """Returns the folder of the folders that stand for GGUF files, in which nobody else can put one. Raises
+    `ModelError` if there can be none.
     """
     try:
         return cache_entry("gguf")
@@ -207,7 +206,7 @@ def is_gguf_folder(folder: pathlib.Path) -> bool:
     index = folder / GGUF_INDEX
     if not os.path.lexists(index):
         return False
-    if pathlib.Path(os.path.realpath(folder)).parent != gguf_cache():
+    if pathlib.Path(os.path.realpath(folder)).parent != pathlib.Path(os.path.realpath(gguf_cache())):
         raise ModelError(f"{index} is read only in Manta's own cache; remove it, or give the GGUF file instead")
     return True
 
