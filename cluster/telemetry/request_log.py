@@ -17,14 +17,13 @@ import time
 import urllib.parse
 from typing import Any
 
+from manta.structured.visible_logs import JSON_LOG
 from manta.structured.visible_text import cut
 
 MAX_PATH = 200
 """Most characters of a request's path, because anybody may send one of 8 KB."""
 MAX_TEXT = 1000
-"""Most characters of any other text in a line, such as the reason of a failure. JSON makes 12,000 of them at most, so
-that the line is shorter than what `structured/visible_logs.py` would cut.
-"""
+"""Most characters of any other text in a line, such as the reason of a failure."""
 MAX_FILE_BYTES = 16 * 2**20
 """Size at which a replica's file is rotated."""
 NUM_OLD_FILES = 3
@@ -38,7 +37,7 @@ the number of continuations.
 """
 
 
-_logger = logging.getLogger("manta.requests")
+_logger = logging.getLogger(JSON_LOG)
 
 
 def log_folder(logs: pathlib.Path, application: str) -> pathlib.Path:
