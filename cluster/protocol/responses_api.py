@@ -108,10 +108,15 @@ class ResponsesRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True)
             refuse("unknown_value", "truncation", self.truncation, ("disabled", "auto"))
         if self.context_management:
             ignore("context_management")
-        if not self.input:
+        if not (self.input or self.previous_response_id or (self.prewarms and self.instructions)):
             refuse("empty", "input", remedy="give text or a list of items")
         chat_messages(self.instructions, self.input)
         _tools(self)
+
+    @property
+    def prewarms(self) -> bool:
+        """Whether the input is only computed, and the answer has no output."""
+        return False
 
     def as_openai(self) -> ChatCompletionRequest:
         """Returns the chat body that asks the same. Raises `RequestRefused` naming the field of this one."""
@@ -151,6 +156,8 @@ class ResponseCreateEvent(ResponsesRequest, forbid_unknown_fields=True, kw_only=
     event_id: str | None = None
     """Name that an error repeats, as in OpenAI's Realtime API."""
     generate: bool | None = None
+    """False has the input computed, so that a later message finds it in the prefix cache, and answers without output.
+    """
     stream_id: str | None = None
 
     def check(self) -> None:
@@ -158,14 +165,16 @@ class ResponseCreateEvent(ResponsesRequest, forbid_unknown_fields=True, kw_only=
         if self.background:
             cause = "this is a WebSocket connection"
             refuse("unsupported", "background", remedy="send it to POST /v1/responses", cause=cause)
-        if self.generate is False:
-            refuse("unsupported", "generate", "false", remedy="leave it out, and send the first input at once")
         if self.stream_id is not None:
             cause = "a connection answers one response after the other"
             remedy = "leave it out, and open a connection for each conversation"
             refuse("unsupported", "stream_id", remedy=remedy, cause=cause)
         self.stream = True
         super().check()
+
+    @property
+    def prewarms(self) -> bool:
+        return self.generate is False
 
 
 class ResponseCancelEvent(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):

@@ -24,6 +24,7 @@ from manta.cluster.http.access.prefix_scope import new_secret
 from manta.cluster.serve.engine.engine_replica import EngineReplica
 from manta.cluster.serve.ingress import ListeningIngress
 from manta.cluster.serve.recorded import copies, keeper, streams
+from manta.cluster.serve.recorded.keeper import Keeper
 from manta.cluster.serve.recorded.recorder import Recorder
 from tests.checkpoints import checkpoint
 from tests.local_server import Handle
@@ -115,8 +116,12 @@ class TwoIngresses:
             connection.transport.abort()
 
     @property
+    def keepers(self) -> list[Keeper]:
+        return [replica._keeper for replica in self.replicas]
+
+    @property
     def num_kept(self) -> int:
-        return sum(replica._keeper.num_streams for replica in self.replicas)
+        return sum(each.num_streams for each in self.keepers)
 
     def close(self) -> None:
         while self.ingresses:
@@ -430,7 +435,7 @@ def test_an_orphan_that_is_deleted_ends(two: TwoIngresses, monkeypatch: pytest.M
     two.add()
     two.kill()
     stream_id = client.history.stream_id
-    copies = [each for replica in two.replicas if (each := replica._keeper._streams.get(stream_id)) is not None]
+    copies = [copy for each in two.keepers if (copy := each._streams.get(stream_id)) is not None]
     wait_until(lambda: all(copy.owner is None for copy in copies))
     path = f"/v1/streams/{stream_id}"
     assert json.loads(ask(two, "DELETE", path)[2])["deleted"]
