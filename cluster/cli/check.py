@@ -21,7 +21,7 @@ import msgspec
 from manta.cluster.cli.invocation import serve_command
 from manta.cluster.cli.refusal import Refusal
 from manta.cluster.config import EngineConfig, load_config
-from manta.cluster.text.chat_template import ChatTemplates, TemplateError
+from manta.cluster.text.chat_template import ChatTemplates, TemplateError, template_process
 from manta.cluster.text.tokenizer import Tokenizer
 from manta.cluster.text.tokenizer_files import read_tokenizer_config, resolve_folder
 from manta.structured.logits_processors import LogitsProcessorError, LogitsProcessorRegistry
@@ -205,6 +205,7 @@ def _check_templates(folder: pathlib.Path) -> None:
     try:
         config = read_tokenizer_config(folder)
         ChatTemplates(config.chat_templates).check(config.special_tokens)
+        template_process().close()  # this process renders no more
     except jinja2.TemplateError as error:
         raise ModelError(f"the chat template of {folder} is no valid Jinja: {error}") from error
     except TemplateError as error:

@@ -1,11 +1,13 @@
 """A model's chat templates, which write a conversation as text: Jinja in a sandbox, as transformers renders it.
 
-A template comes with a model and is not trusted. `cluster/text/tokenizer.py` calls this module.
+A template comes with a model and is not trusted, so `cluster/text/template_process.py` runs it in another process.
+`cluster/text/tokenizer.py` calls this module.
 """
 
 from __future__ import annotations
 
 import datetime
+import functools
 import json
 from typing import Any
 
@@ -13,9 +15,14 @@ import jinja2
 import jinja2.ext
 import jinja2.sandbox
 
+from manta.cluster.text.template_process import OverBudget, RenderRefused, TemplateProcess
+
+_MOST_COMPILED = 8
+"""Templates that a process keeps compiled."""
+
 
 class TemplateError(ValueError):
-    """The chat template refused the messages; the message is the template's own."""
+    """The chat template refused the messages, with a message of its own, or it takes more than it may."""
 
 
 class ChatTemplates:
@@ -27,10 +34,14 @@ class ChatTemplates:
     def __init__(self, sources: dict[str, str]) -> None:
         self._sources = sources
         environment = _sandbox()
-        self._templates = {name: environment.from_string(source) for name, source in sources.items()}
+        for source in sources.values():
+            try:
+                environment.parse(source)  # not compiled, because that computes what is constant
+            except RecursionError as error:
+                raise jinja2.TemplateError("it is nested too deeply") from error
 
     def __bool__(self) -> bool:
-        return bool(self._templates)
+        return bool(self._sources)
 
     def source(self, tools: bool) -> str:
         """Returns the source of the template; with `tools`, that of the template for tools if there is one. Empty
@@ -43,7 +54,7 @@ class ChatTemplates:
         """Raises `TemplateError` if the template refuses a conversation of one message with both forms of its content.
         Does nothing without a template.
         """
-        if "default" not in self._templates:
+        if "default" not in self._sources:
             return
         refusals = []
         for content in ("Hello", [{"type": "text", "text": "Hello"}]):
@@ -59,19 +70,47 @@ class ChatTemplates:
         )
 
     def render(self, tools: list[dict[str, Any]] | None, values: dict[str, Any]) -> str:
-        """Returns the text that the template makes of `values`. Raises `TemplateError` if there is no template, or if
-        the template raises anything.
+        """Returns the text that the template makes of `values`. Raises `TemplateError` if there is no template, if the
+        template raises anything, or if it takes more memory, time or text than `template_process` allows.
         """
-        template = self._templates.get("tool_use") if tools else None
-        template = template or self._templates.get("default")
-        if template is None:
+        source = self._sources.get("tool_use") if tools else None
+        source = self._sources.get("default") if source is None else source
+        if source is None:
             raise TemplateError(
                 "this model has no chat template; use /v1/completions, or a model whose tokenizer brings one"
             )
         try:
-            return template.render(values)
-        except Exception as error:  # a template is a program and may raise anything
-            raise TemplateError(str(error) or type(error).__name__) from error
+            return template_process().render(source, values)
+        except RenderRefused as error:
+            raise TemplateError(str(error)) from error
+        except OverBudget as error:
+            raise TemplateError(f"the model's chat template cannot render these messages: {error}; mend it") from error
+
+
+@functools.cache
+def template_process() -> TemplateProcess:
+    """Returns the process that renders all templates of this one."""
+    return TemplateProcess()
+
+
+class Renderer:
+    """Compiles and renders templates, in the process that `template_process` started."""
+
+    def __init__(self) -> None:
+        environment = _sandbox()
+        self._compiled = functools.lru_cache(_MOST_COMPILED)(environment.from_string)
+
+    def render(self, source: str, values: dict[str, Any], most_characters: int) -> str | None:
+        """Returns the text that a template makes of `values`; None if it is longer than `most_characters`. Raises what
+        the template raises.
+        """
+        pieces, left = [], most_characters
+        for piece in self._compiled(source).generate(values):
+            left -= len(piece)
+            if left < 0:
+                return None
+            pieces.append(piece)
+        return "".join(pieces)
 
 
 class _GenerationTag(jinja2.ext.Extension):
