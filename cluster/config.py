@@ -243,6 +243,10 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """PEM file with the certificate's private key, without a password."""
     served_model_name: str | None = None
     """Name in `/v1/models`. None takes the last part of `engine.model`."""
+    model_aliases: tuple[str, ...] = ()
+    """Other names of the model that requests may give."""
+    accept_any_model: bool = False
+    """Whether requests may name any model; the one that is served answers."""
     num_engine_replicas: Count = 1
     """Engines that run. Each loads the whole model."""
     autoscaling: AutoscalingOptions | None = None
@@ -324,6 +328,10 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     health_bound_s: Seconds = 30.0
     """Seconds without progress after which `/health` fails while requests are pending. Progress is a token, an end or a
     computed position.
+    """
+    unknown_fields: Literal["ignore", "refuse"] = "ignore"
+    """What becomes of a body's fields that Manta does not know: the answer's header `x-manta-ignored` names them, or
+    the request is refused (HTTP 400). A request can ask for a refusal by its header `x-manta-unknown-fields: refuse`.
     """
     log_requests: bool = True
     """Whether each finished request, and each one that continued on another engine, gets a structured log line. Engines

@@ -28,6 +28,7 @@ from manta.cluster.http.exchange.incoming import Receive, Scope, bodies_refusal
 from manta.cluster.http.exchange.remembered import RememberedResponses
 from manta.cluster.http.exchange.reply import Send
 from manta.cluster.protocol.error_bodies import ErrorDetail, answer_of, openai_body
+from manta.cluster.protocol.foreign_fields import IGNORED
 from manta.cluster.protocol.responses_api import MAX_EVENT_ID, ResponseCancelEvent
 from manta.structured.client_shares import ClientShares, Holding
 from manta.structured.refusals import Refusal
@@ -331,6 +332,8 @@ class _Turn:
         """Whether the last event was sent."""
         self._streams = False
         """Whether the answer is a stream of events, as opposed to the body of an error."""
+        self._ignored = ""
+        """Parts of the message without effect, as the header of an HTTP answer lists them."""
         self._unsent = b""
 
     def leave(self) -> None:
@@ -360,6 +363,7 @@ class _Turn:
         """Takes a part of the HTTP answer, and sends what it completes: the events of a stream, or a whole error."""
         if message["type"] == "http.response.start":
             self._streams = message["status"] == 200
+            self._ignored = dict(message["headers"]).get(IGNORED, b"").decode()
             return
         self._unsent += message["body"]
         if self._streams:
@@ -376,6 +380,8 @@ class _Turn:
             return
         if name == b"event: response.created":
             self.response_id = msgspec.json.decode(body, type=_Created).response.id
+            if self._ignored:
+                body = encode({**msgspec.json.decode(body), IGNORED.decode(): self._ignored})
         await self._send(body, is_last=name in _LAST_EVENTS)
 
     async def _fail(self, body: bytes) -> None:

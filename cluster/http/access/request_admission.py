@@ -37,6 +37,7 @@ from manta.cluster.errors import TOO_DEEP, Overdue, RequestRefused, refuse
 from manta.cluster.http.access.keys import ApiKeys
 from manta.cluster.http.access.origins import Headers, Origins
 from manta.cluster.http.access.rate_limits import KeyUse, RateLimits, Reservation
+from manta.cluster.protocol.foreign_fields import leave_out_foreign
 from manta.cluster.protocol.requests import ChatCompletionRequest, CompletionRequest, check_num_values, check_sizes
 from manta.cluster.protocol.shape_errors import shape_error
 from manta.structured.client_shares import ClientShares, Holding, HoldingLost, held
@@ -99,11 +100,13 @@ AnyBody = TypeVar("AnyBody", bound=Body)
 
 
 def decode(kind: type[AnyBody], body: bytes, limits: BodyLimits = _LIMITS) -> AnyBody:
-    """Returns the checked body as a `kind`. Raises `RequestRefused` naming the field of the first mistake."""
+    """Returns the checked body as a `kind`. Raises `RequestRefused` naming the field of the first mistake. Fields that
+    nothing knows are ignored or refused, as `cluster/protocol/foreign_fields.py` says.
+    """
     check_num_values(body, limits)
     try:
         body.decode()
-        request = _decoder(kind).decode(body)
+        request = _decoded(kind, body)
     except UnicodeDecodeError as error:
         refuse("malformed", bound="UTF-8", cause=f"byte {error.start} is {body[error.start]:#04x}")
     except msgspec.ValidationError as error:
@@ -122,10 +125,20 @@ def _decoder(kind: type[Any]) -> msgspec.json.Decoder[Any]:
     return msgspec.json.Decoder(kind)
 
 
+def _decoded(kind: type[AnyBody], body: bytes) -> AnyBody:
+    """Returns a body as a `kind`, without what may be left out. That takes longer, so it is tried as it is first."""
+    try:
+        return _decoder(kind).decode(body)
+    except msgspec.ValidationError:
+        fields = msgspec.json.decode(body)
+        leave_out_foreign(kind, fields)
+        return msgspec.convert(fields, kind, str_keys=True)
+
+
 def check_lists(body: Any, limits: BodyLimits) -> None:
     """Checks every list of a decoded body. Raises `RequestRefused` naming its field."""
     check_sizes(body)
-    num_parts, limit = _num_parts(getattr(body, "messages", None) or ()), limits.max_messages
+    num_parts, limit = _num_messages_and_parts(getattr(body, "messages", None) or ()), limits.max_messages
     if num_parts > limit:
         unit, remedy = "messages, parts and calls", "leave some out, or raise body.max_messages"
         refuse("over_limit", "messages", num_parts, limit, remedy, unit=unit)
@@ -138,8 +151,8 @@ def check_lists(body: Any, limits: BodyLimits) -> None:
             refuse("over_limit", field, num_prompts * count, limits.max_token_ids, remedy, unit=unit)
 
 
-def _num_parts(messages: Sequence[Any]) -> int:
-    """Counts messages, their parts and their calls. Other APIs' messages have their calls among the parts."""
+def _num_messages_and_parts(messages: Sequence[Any]) -> int:
+    """Returns the number of messages, content parts and tool calls, which are parts in Anthropic's messages."""
     parts = (message.content for message in messages if isinstance(message.content, list))
     calls = (getattr(message, "tool_calls", None) or () for message in messages)
     return len(messages) + sum(map(len, parts)) + sum(map(len, calls))
@@ -182,7 +195,8 @@ class Admission:
     def __init__(self, config: ServeConfig) -> None:
         engine = config.engine
         self._config = config
-        self._model_name = config.model_name
+        self._model_names = (config.model_name, *config.model_aliases)
+        self._accepts_any_model = config.accept_any_model
         self._keys = ApiKeys(config.api_keys or ())
         self.origins = Origins(config)
         self.rate_limits = RateLimits(config.key_limits)
@@ -246,9 +260,9 @@ class Admission:
         refuse("queue_full", "", shares.held(client), shares.most(client), remedy, unit="requests of yours wait here")
 
     def check_model(self, name: str) -> None:
-        """Refuses with 404 if `name` is not the served model."""
-        if name != self._model_name:
-            refuse("unknown_model", "model", name, self._model_name)
+        """Refuses with 404 if `name` is not the served model; an empty name is the only model."""
+        if name and name not in self._model_names and not self._accepts_any_model:
+            refuse("unknown_model", "model", name, self._model_names)
 
     # ---- a chat or a completion ----------------------------------------------------------------------------------
 

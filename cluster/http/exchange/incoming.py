@@ -71,10 +71,14 @@ class Incoming:
     async def body(self, client: str) -> bytes:
         """Returns the whole body, which `client` sends. Refuses it with
 
+        - 415 if it is compressed,
         - 413 if it exceeds `max_body_bytes`; no more bytes than that are kept,
         - 408 if it takes longer than `client_timeout_s` or arrives more slowly than `min_body_bytes_per_s`,
         - 503 if too much of this client is being received, or if others need the room and it has more than its share.
         """
+        encoding = self.headers.get("content-encoding", "identity")
+        if encoding != "identity":
+            refuse("foreign_encoding", "", encoding[:40], remedy="send it without content-encoding")
         received, begun = bytearray(), asyncio.get_running_loop().time()
         try:
             async with held(self._room, client) as room, asyncio.timeout(None) as deadline:

@@ -10,7 +10,6 @@ a stream that the other could not see, the one with the lower epoch gives up. Im
 from __future__ import annotations
 
 import asyncio
-import logging
 import time
 from collections.abc import Awaitable, Callable
 from typing import Any
@@ -36,8 +35,9 @@ from manta.cluster.serve.starting.start_failure import in_words
 from manta.cluster.telemetry.request_log import log_event
 from manta.structured.client_shares import ClientShares, Holding
 from manta.structured.refusals import Refusal
+from manta.structured.visible_logs import logger_of
 
-logger = logging.getLogger(__name__)
+logger = logger_of(__name__)
 
 CANCEL_S = 5.0
 """Seconds after which a cancellation that has not ended its stream fails."""

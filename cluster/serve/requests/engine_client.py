@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import contextvars
-import logging
 import weakref
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from typing import Any, Protocol
@@ -41,9 +40,10 @@ from manta.cluster.serve.starting.start_failure import in_words
 from manta.cluster.text.tokenizer import Tokenizer
 from manta.structured.constraint import ConstraintSpec
 from manta.structured.refusals import Refusal
+from manta.structured.visible_logs import logger_of
 from manta.workers.model_info import ModelInfo
 
-logger = logging.getLogger(__name__)
+logger = logger_of(__name__)
 
 ENGINE, STANDBY = "engine", "standby"
 """Names of the two engine deployments."""

@@ -37,6 +37,7 @@ class Choice:
         self.finished = False
         self.usage: Usage | None = None
         self.num_tokens = 0
+        """Tokens of the outputs that were read, those that a stop string cuts off included."""
         self.unread: SequenceOutput | None = None
         """The merged output since the reader read the last event; None if the reader has seen everything."""
 
@@ -183,8 +184,8 @@ class Answers:
         event = Event(
             index=choice.index,
             text=delta.text,
-            token_ids=output.token_ids,
-            logprobs=output.logprobs,
+            token_ids=delta.token_ids,
+            logprobs=delta.logprobs,
             prompt_logprobs=output.prompt_logprobs,
             finish=output.finish,
             # The model's own end-of-sequence token is no stop reason that the client asked for.
@@ -192,9 +193,15 @@ class Answers:
         )
         if output.usage is not None:
             choice.usage = output.usage
+        elif choice.usage is None and delta.stop_string is not None:
+            choice.usage = Usage(prompt.num_tokens, 0, 0)
+        if choice.usage is not None:
+            choice.usage = choice.usage.cut(delta.num_tokens)
         if delta.stop_string is not None:
-            choice.usage = self._stop(output, prompt, choice, event, delta.num_kept_tokens)
-            event.stop_reason = delta.stop_string
+            event.finish, event.stop_reason = FinishStatus.FINISHED_STOPPED, delta.stop_string
+            self._meter.spend(delta.num_tokens - choice.num_tokens)
+            if output.finish is None:
+                prompt.run.stop(output.index, delta.num_tokens)
         if not self._reads_whole:  # otherwise the times of the tokens are unknown
             prompt.metrics.tokens(output.index, len(event.token_ids))
         if event.finish is not None:
@@ -216,22 +223,6 @@ class Answers:
                 kind: Kind = "contradictory_parameters" if output.is_refusal else "failed"
                 refuse(kind, cause=f"choice {choice.index} failed: {error}")
             log_event("failed", output.request_id, choice=choice.index, reason=error)
-
-    def _stop(
-        self, output: SequenceOutput, prompt: Prompt, choice: Choice, event: Event, num_kept_tokens: int
-    ) -> Usage:
-        """Ends a choice at its stop string and returns its usage. Cuts the event after the tokens that count, and tells
-        the engine their number.
-        """
-        num_new = max(0, len(output.token_ids) - (choice.num_tokens - num_kept_tokens))
-        event.token_ids = output.token_ids[:num_new]
-        event.logprobs = None if output.logprobs is None else output.logprobs[:num_new]
-        event.finish = FinishStatus.FINISHED_STOPPED
-        self._meter.spend(num_kept_tokens - choice.num_tokens)
-        if output.finish is None:
-            prompt.run.stop(output.index, num_kept_tokens)
-        usage = choice.usage if choice.usage is not None else Usage(prompt.num_tokens, 0, 0)
-        return msgspec.structs.replace(usage, num_output_tokens=num_kept_tokens)
 
     def close(self) -> None:
         """Aborts everything that still runs. Called when the reader has finished or left, perhaps twice."""

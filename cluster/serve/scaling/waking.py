@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
 import time
 from collections.abc import Awaitable, Callable
 from typing import NoReturn
@@ -18,8 +17,9 @@ from manta.cluster.errors import Unavailable, refuse
 from manta.cluster.serve.starting.start_failure import in_words
 from manta.structured.client_shares import ClientShares, HoldingLost, held
 from manta.structured.refusals import Refusal
+from manta.structured.visible_logs import logger_of
 
-logger = logging.getLogger(__name__)
+logger = logger_of(__name__)
 
 UNMEASURED_START_S = 60.0
 """Assumed duration of a start, in seconds, before one was measured."""
