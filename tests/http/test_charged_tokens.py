@@ -272,12 +272,12 @@ async def test_closing_streams_early_does_not_evade_the_limit(monkeypatch: pytes
     async with serving(monkeypatch, limit=600) as ledger:
         num_received = num_admitted = 0
         for _ in range(100):
-            reader, writer = await begin(ledger.server, max_tokens=70, stream=True)
+            reader, writer = await begin(ledger.server, max_tokens=450, stream=True)
             status = await status_of(reader)
             if status == 429:
                 break
             num_admitted += 1
-            num_received += await num_events(reader, 20)
+            num_received += await num_events(reader, 5)
             writer.close()
             await ledger.server.until_idle()
         writer.close()
