@@ -14,6 +14,7 @@ from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIO
 
 from manta.cluster.http.websockets import REST
 from manta.cluster.serve.listening.connections import Connections
+from manta.cluster.serve.listening.frame_budget import FRAMES_AT_ONCE, FRAMES_PER_S, Allowance, FrameCutter
 
 POLICY, TOO_BIG, TRY_LATER = 1008, 1009, 1013
 """Codes with which connections are closed, from the registry of RFC 6455."""
@@ -73,6 +74,11 @@ class WebSocketConnection(WebSocketsSansIOProtocol):
         self._others = others
         self._unfinished = unfinished
         self._moved = time.monotonic()
+        self._cutter = FrameCutter()
+        self._unread = bytearray()
+        """Bytes that wait until the client may send further frames."""
+        self._reading_on: asyncio.TimerHandle | None = None
+        """Timer that reads on in the bytes that wait."""
 
     # ---- coming and going ------------------------------------------------------------------------------------------
 
@@ -81,9 +87,11 @@ class WebSocketConnection(WebSocketsSansIOProtocol):
         self.address = self.client[0] if self.client else ""
         self._others.enter(self)
         self._others.work(self)  # until the application has accepted it
+        self._allowances = (Allowance(FRAMES_PER_S), self._others.frames_of(self))
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._others.leave(self)
+        self._unread.clear()
         self._finish_message()
         super().connection_lost(exc)
 
@@ -111,10 +119,47 @@ class WebSocketConnection(WebSocketsSansIOProtocol):
     # ---- reading ---------------------------------------------------------------------------------------------------
 
     def data_received(self, data: bytes) -> None:
+        if not self.handshake_initiated:
+            super().data_received(data)
+            return
         if not self._num_unfinished:
             self._begun = time.monotonic()
         self._num_unfinished += len(data)
         self._unfinished.num_bytes += len(data)
+        self._unread += data
+        if self._reading_on is None:
+            self._read_on()
+        self._pause_while_unread()
+
+    def _read_on(self) -> None:
+        """Has as many frames parsed as the client may send now, and comes back for the rest."""
+        self._reading_on = None
+        num_frames = min(FRAMES_AT_ONCE, *(allowance.left for allowance in self._allowances))
+        length, num_frames = self._cutter.cut(self._unread, num_frames)
+        for allowance in self._allowances:
+            allowance.take(num_frames)
+        piece = bytes(self._unread[:length])
+        del self._unread[:length]
+        if piece:
+            self._parse(piece)
+        if self.transport.is_closing():
+            self._unread.clear()
+        elif self._unread:
+            pause_s = max(allowance.wait_s(FRAMES_AT_ONCE) for allowance in self._allowances)
+            self._reading_on = self.loop.call_later(pause_s, self._read_on)
+        elif not self.read_paused:
+            self.transport.resume_reading()
+
+    def _pause_while_unread(self) -> None:
+        if self._unread:
+            self.transport.pause_reading()
+
+    async def receive(self) -> Any:
+        message = await super().receive()
+        self._pause_while_unread()  # uvicorn reads on when the application has taken the last message
+        return message
+
+    def _parse(self, data: bytes) -> None:
         super().data_received(data)
         if self.close_sent:
             return
@@ -133,8 +178,9 @@ class WebSocketConnection(WebSocketsSansIOProtocol):
         return bool(self.conn.reader.buffer)
 
     def _finish_message(self) -> None:
-        self._unfinished.num_bytes -= self._num_unfinished
-        self._num_unfinished = 0
+        self._unfinished.num_bytes -= self._num_unfinished - len(self._unread)
+        self._num_unfinished = len(self._unread)
+        self._begun = time.monotonic()
 
     def send_receive_event_to_app(self) -> None:
         super().send_receive_event_to_app()
