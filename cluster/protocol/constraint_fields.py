@@ -6,12 +6,12 @@ enforced.
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 import msgspec
 
 from manta.cluster.errors import TOO_DEEP, RequestRefused, refuse
+from manta.cluster.protocol.body_size import json_within
 from manta.structured.constraint import ConstraintSpec, Kind
 
 
@@ -125,10 +125,7 @@ def _as_json_text(value: Any, field: str) -> str:
     """Returns `value` as JSON. A string is JSON already; it is checked."""
     if not isinstance(value, str):
         return json_text(value)
-    try:
-        json.loads(value)
-    except (ValueError, RecursionError) as error:
-        refuse("malformed", field, bound="JSON", cause=str(error))
+    json_within(value, field)
     return value
 
 

@@ -55,7 +55,8 @@ async def create(state: AppState, exchange: GenerationExchange, body: ResponsesR
         return answer
 
     try:
-        await generation.chat(state, exchange, body.as_openai(), answer_with)
+        request = await state.apart(exchange, body.as_openai)
+        await generation.chat(state, exchange, request, answer_with)
     except ServingError as error:
         if background is not None:
             await background.undo()
