@@ -84,6 +84,21 @@ class Case(NamedTuple):
         return f"{self.path} {self.place}"
 
 
+_LIMITS: dict[str, tuple[str, Any]] = {
+    "/v1/chat/completions": ("max_completion_tokens", 2),
+    "/v1/responses": ("max_output_tokens", 2),
+    "/api/chat": ("options", {"num_predict": 2}),
+    "/api/generate": ("options", {"num_predict": 2}),
+}
+"""By path, a field that bounds the answer, and its value."""
+
+
+def short(case: Case) -> Any:
+    """Returns the body of a case, with a bound for its answer unless it has one."""
+    name, value = _LIMITS.get(case.path.removeprefix("ws:"), ("", None))
+    return {name: value, **case.fields} if name and isinstance(case.fields, dict) else case.fields
+
+
 def cases(model: str) -> Iterator[Case]:
     """Yields, for every type of body, good bodies and all that differ from one in one value."""
     kinds: list[tuple[str, Any]] = [(route.path, route.body) for route in ROUTES if route.body is not None]
