@@ -160,6 +160,19 @@ def test_the_largest_bodies_of_every_type_leave_the_event_loop_free(server: Serv
         assert longest_s < TURN_S, case.id
 
 
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/messages", "/v1/responses", "/api/chat"])
+def test_fields_that_nobody_knows_leave_the_event_loop_free(server: Server, path: str) -> None:
+    """Many of them are refused at the top of a body, and ignored within."""
+    least = bodies(next(route.body for route in ROUTES if route.path == path), "demo")[0]
+    unknown = {f"unknown{number}": 1 for number in range(MOST_MEMBERS // 2)}
+    status, content, longest_s = server.post(path, json.dumps({**least, **unknown}).encode())
+    assert (status, longest_s < TURN_S) == (400, True), (content[:300], longest_s)
+    if isinstance(least.get("messages"), list):
+        within = {**least, "messages": [{**least["messages"][0], **unknown}]}
+        status, content, longest_s = server.post(path, json.dumps(within).encode())
+        assert (status < 500, longest_s < TURN_S) == (True, True), (content[:300], longest_s)
+
+
 TOOLS = [
     {
         "type": "function",

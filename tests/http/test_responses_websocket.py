@@ -536,8 +536,8 @@ async def test_a_server_that_stops_finishes_the_response() -> None:
 
 
 def test_memories_have_a_bound_together() -> None:
-    others = RememberedResponses(max_bytes=100)
-    first, second = others.of_connection(), others.of_connection()
+    others = RememberedResponses(max_bytes=133)
+    first, second = others.of_connection("one"), others.of_connection("one")
     first.note("resp_1", [{"content": "a" * 30}])
     second.note("resp_2", [{"content": "b" * 30}])
     assert (first.items("resp_1"), second.items("resp_1")) == ([{"content": "a" * 30}], None)

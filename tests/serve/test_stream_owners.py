@@ -317,7 +317,7 @@ async def test_streams_beyond_twice_the_limit_end() -> None:
     with pytest.raises(QueueFull, match=rf"your streams .* limit is {4 * OVERHEAD_BYTES}: 2 times ") as caught:
         await read(ingress, long)
     assert caught.value.refusal.kind == "too_many_streams"
-    assert 4 * OVERHEAD_BYTES <= ingress.streams._bytes["ann"] < 4 * OVERHEAD_BYTES + 1000
+    assert 4 * OVERHEAD_BYTES <= ingress.streams.shares.held("ann") < 4 * OVERHEAD_BYTES + 1000
     assert long.num_tokens > 100, "what came before is still there"
     with pytest.raises(QueueFull, match=r"streams\.max_client_bytes"):
         ingress.streams.begin(opening(5, owner="ann"))

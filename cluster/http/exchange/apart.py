@@ -7,6 +7,8 @@ library: `cluster/protocol/body_size.py` bounds what such a call can get. Client
 from __future__ import annotations
 
 import asyncio
+import contextvars
+import functools
 import weakref
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -40,6 +42,7 @@ class Apart:
         """Locks of the clients with calls."""
 
     async def run(self, client: str, function: Callable[..., Result], *arguments: object) -> Result:
-        """Returns the result of the call, or raises what it raises."""
+        """Returns the result of the call, or raises what it raises. The call has the context of the caller."""
+        call = functools.partial(contextvars.copy_context().run, function, *arguments)
         async with self._turns.setdefault(client, asyncio.Lock()):
-            return await asyncio.get_running_loop().run_in_executor(self._thread, function, *arguments)
+            return await asyncio.get_running_loop().run_in_executor(self._thread, call)

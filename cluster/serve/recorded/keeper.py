@@ -10,7 +10,6 @@ token channel. A keeper knows nothing of the engine in whose process it is.
 from __future__ import annotations
 
 import asyncio
-import logging
 import time
 from collections.abc import Callable
 
@@ -31,8 +30,9 @@ from manta.cluster.serve.channel.keeping import (
     next_epoch,
 )
 from manta.cluster.serve.channel.token_channel import Address
+from manta.structured.visible_logs import logger_of
 
-logger = logging.getLogger(__name__)
+logger = logger_of(__name__)
 
 GRACE_S = 0.3
 """Seconds after a connection broke at which its streams are offered. An ingress that lives writes them elsewhere
