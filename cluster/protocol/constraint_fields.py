@@ -6,7 +6,6 @@ enforced.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any, ClassVar
@@ -15,6 +14,7 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from manta.cluster.errors import TOO_DEEP, RequestRefused, refuse
+from manta.cluster.protocol.body_size import json_within
 from manta.structured.constraint import ConstraintSpec, Kind
 
 
@@ -195,10 +195,7 @@ def _as_json_text(value: Any, field: str) -> str:
     """Returns `value` as JSON. A string is JSON already; it is checked."""
     if not isinstance(value, str):
         return json_text(value)
-    try:
-        json.loads(value)
-    except (ValueError, RecursionError) as error:
-        refuse("malformed", field, bound="JSON", cause=str(error))
+    json_within(value, field)
     return value
 
 

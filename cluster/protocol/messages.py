@@ -12,6 +12,7 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from manta.cluster.errors import refuse
+from manta.cluster.protocol.body_size import json_within
 from manta.cluster.protocol.foreign_fields import ignore
 
 
@@ -113,10 +114,7 @@ def _template_call(call: MessageToolCall, path: str) -> dict[str, Any]:
     """Returns a call for the chat template, which writes the arguments itself and so gets them as an object."""
     if call.type != "function":
         refuse("unsupported", f"{path}.type", call.type, "function", "use 'function'")
-    try:
-        arguments = json.loads(call.function.arguments.strip() or "{}")
-    except (ValueError, RecursionError) as error:
-        refuse("malformed", f"{path}.function.arguments", bound="JSON", cause=str(error))
+    arguments = json_within(call.function.arguments.strip() or "{}", f"{path}.function.arguments")
     if isinstance(arguments, dict):
         arguments = Arguments(arguments)
     result: dict[str, Any] = {"type": "function", "function": {"name": call.function.name, "arguments": arguments}}

@@ -237,13 +237,21 @@ def _tools(body: ResponsesRequest) -> list[dict[str, Any]]:
         found.append({name: tool[name] for name in _FUNCTION_FIELDS if name in tool})
     choice = body.tool_choice
     if isinstance(choice, dict) and choice.get("type") == "allowed_tools":
-        allowed = [each.get("name") for each in choice.get("tools", []) if isinstance(each, dict)]
+        allowed = _allowed_names(choice)
         names = [function.get("name") for function in found]
         for missing in allowed:
             if missing not in names:
                 refuse("names_nothing", "tool_choice", str(missing), "the functions", "add it to tools")
         found = [function for function in found if function.get("name") in allowed]
     return [{"type": "function", "function": function} for function in found]
+
+
+def _allowed_names(choice: dict[str, Any]) -> list[Any]:
+    """Returns the names in a choice of several tools. Raises `RequestRefused` if it lists no tools."""
+    tools = choice.get("tools")
+    if not isinstance(tools, list) or not all(isinstance(each, dict) for each in tools):
+        refuse("wrong_value", "tool_choice.tools", bound='a list such as [{"type": "function", "name": ...}]')
+    return [each.get("name") for each in tools]
 
 
 def _tool_choice(body: ResponsesRequest) -> str | dict[str, Any] | None:
@@ -280,8 +288,7 @@ def shown_tool_choice(body: ResponsesRequest) -> str | dict[str, Any]:
         return choice
     if choice.get("type") != "allowed_tools":
         return {"type": "function", "name": choice.get("name")} if body.tools else "auto"
-    names = [each.get("name") for each in choice.get("tools", []) if isinstance(each, dict)]
-    tools = [{"type": "function", "name": name} for name in names]
+    tools = [{"type": "function", "name": name} for name in _allowed_names(choice)]
     return {"type": "allowed_tools", "mode": choice.get("mode", "auto"), "tools": tools}
 
 
