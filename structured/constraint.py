@@ -87,8 +87,8 @@ class ConstraintLimits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     compile_memory_bytes: int = 2**31
     """Bytes of address space that one compilation may add."""
     max_waiting: int = 128
-    """Number of constraints from HTTP requests that may wait for compilation, at most half of them from one client.
-    More are refused (HTTP 429).
+    """Number of constraints from HTTP requests that may wait for compilation, at most three quarters of them from one
+    client. More are refused (HTTP 429).
     """
 
 

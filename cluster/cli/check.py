@@ -23,14 +23,9 @@ from manta.cluster.cli.refusal import Refusal
 from manta.cluster.config import EngineConfig, load_config
 from manta.cluster.text.chat_template import ChatTemplates, TemplateError
 from manta.cluster.text.tokenizer import Tokenizer
-from manta.cluster.text.tokenizer_files import (
-    TokenizerError,
-    read_chat_templates,
-    read_json,
-    resolve_folder,
-    special_tokens,
-)
+from manta.cluster.text.tokenizer_files import read_tokenizer_config, resolve_folder
 from manta.structured.logits_processors import LogitsProcessorError, LogitsProcessorRegistry
+from manta.structured.visible_text import say, say_lines
 from manta.workers.checkpoints.memory import (
     num_elements,
     num_parameters,
@@ -40,6 +35,7 @@ from manta.workers.checkpoints.memory import (
 )
 from manta.workers.checkpoints.model_folder import load_model_config, resolve_model_folder
 from manta.workers.checkpoints.stop_tokens import with_tokenizers_eos
+from manta.workers.checkpoints.stored_files import find_file
 from manta.workers.exact import check_exact
 from manta.workers.host import free_memory, num_cores
 from manta.workers.kept_weights import check_weights, describe_kept
@@ -103,10 +99,10 @@ def run_check(config_path: str | None, overrides: dict[str, Any]) -> int:
         with in_one_sentence():
             report = check_model(config.engine)
     except ModelError as error:
-        print(f"{config.engine.model} cannot be served: {error}", file=sys.stderr)
+        say("{} cannot be served: {}", config.engine.model, error, file=sys.stderr)
         return 1
-    print(_render(report))
-    print(f"\nIt can be served: {serve_command(config.engine.model, config_path)}")
+    say_lines(_rows(report))
+    say("\nIt can be served: {}", serve_command(config.engine.model, config_path))
     return 0
 
 
@@ -143,7 +139,7 @@ def _check_quickly(engine: EngineConfig) -> None:
     _check_templates(folder if engine.tokenizer is None else resolve_folder(engine.tokenizer))
     if engine.max_model_len is not None:
         plan_max_model_len(model, engine.max_model_len, capacity=engine.max_model_len)
-    if engine.tokenizer is not None or not (folder / "tokenizer.json").is_file():
+    if engine.tokenizer is not None or find_file(folder, "tokenizer.json") is None:
         _check_tokenizer(engine, folder)
 
 
@@ -207,11 +203,11 @@ def _check_memory(weights: int, kv_bytes: int, dtype: str, free: int) -> None:
 
 def _check_templates(folder: pathlib.Path) -> None:
     try:
-        read_special_tokens = special_tokens(config := read_json(folder / "tokenizer_config.json"))
-        ChatTemplates(read_chat_templates(folder, config)).check(read_special_tokens)
+        config = read_tokenizer_config(folder)
+        ChatTemplates(config.chat_templates).check(config.special_tokens)
     except jinja2.TemplateError as error:
         raise ModelError(f"the chat template of {folder} is no valid Jinja: {error}") from error
-    except (TemplateError, TokenizerError) as error:
+    except TemplateError as error:
         raise ModelError(str(error)) from error
 
 
@@ -224,8 +220,8 @@ def _check_tokenizer(engine: EngineConfig, folder: pathlib.Path) -> Tokenizer:
     source = engine.tokenizer or folder
     try:
         return Tokenizer(source)
-    except (ModelError, TokenizerError) as error:
-        raise ModelError(str(error)) from error
+    except ModelError:
+        raise
     except Exception as error:  # whatever an unexpected type of value leads to
         raise ModelError(f"the tokenizer of {source} cannot be read: {type(error).__name__}: {error}") from error
 
@@ -432,7 +428,7 @@ def _draft_bytes(engine: EngineConfig, dtype: str) -> int:
     return 0 if folder is None else weight_bytes(folder, dtype, load_model_config(folder), engine.weights)
 
 
-def _render(report: CheckReport) -> str:
+def _rows(report: CheckReport) -> Iterator[str]:
     how = "natively" if report.native else "through transformers"
     rows = {
         "model": report.folder,
@@ -464,7 +460,7 @@ def _render(report: CheckReport) -> str:
         rows["no chat"] = "its tokenizer brings no chat template: it serves /v1/completions only"
     if report.advice:
         rows["slower"] = f"than need be: {report.advice}"
-    return "\n".join(f"{name:<13} {text}" for name, text in rows.items())
+    yield from (f"{name:<13} {text}" for name, text in rows.items())
 
 
 def _layers(report: CheckReport) -> str:

@@ -20,6 +20,7 @@ _ERRORS = {
     408: "A time limit has passed: of the request, or of a client that sends or reads too slowly",
     409: "The batch has ended",
     413: "The body is too long",
+    415: "The body is compressed",
     426: "The path is for WebSocket connections",
     429: "Too many requests are waiting; retry later",
     500: "An internal error, which the server has logged",
@@ -82,7 +83,7 @@ def _error_statuses(route: Route) -> list[int]:
     if route.query is not None:
         found.add(400)
     if route.body is not None or route.form is not None:
-        found |= {400, 413}
+        found |= {400, 413, 415}
     return sorted(found)
 
 

@@ -12,6 +12,7 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from manta.cluster.errors import refuse
+from manta.cluster.protocol.foreign_fields import ignore
 
 
 class Arguments(dict[str, Any]):
@@ -132,9 +133,8 @@ def content_text(content: str | list[dict[str, Any]], path: str) -> str:
 def _part_text(part: dict[str, Any], path: str) -> str:
     if part.get("type") != "text":
         refuse("unsupported", f"{path}.type", str(part.get("type")), "text", "give text parts only")
-    unknown = set(part) - {"type", "text"}
-    if unknown:
-        refuse("unsupported", f"{path}.{min(unknown)}", remedy="leave it out")
+    for name in part.keys() - {"type", "text"}:
+        ignore(f"{path}.{name}")
     if not isinstance(part.get("text"), str):
         refuse("wrong_value", f"{path}.text", bound="a string")
     return part["text"]

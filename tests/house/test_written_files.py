@@ -411,9 +411,8 @@ def test_a_torn_file_loses_no_other(kind: type[Writer], tmp_path: pathlib.Path) 
     writer = new_writer(kind, tmp_path / "0")
     writer.write(0)
     names = [path.relative_to(writer.root) for path in writer.root.rglob("*") if path.is_file()]
-    for case, (index, part) in enumerate((i, part) for i in range(len(names)) for part in (0.0, 0.5, 1.0)):
-        if kind in SLOW and part != 0.5:
-            continue
+    parts = (0.5,) if kind in SLOW else (0.0, 0.5, 1.0)
+    for case, (index, part) in enumerate((i, part) for i in range(len(names)) for part in parts):
         writer = new_writer(kind, tmp_path / f"{case + 1}")
         writer.write(0)
         torn = sorted(path for path in writer.root.rglob("*") if path.is_file())[index]
@@ -429,6 +428,8 @@ def tear(path: pathlib.Path, part: float) -> None:
     """Cuts off the last line of a file at `part` of it."""
     content = path.read_bytes()
     start = content[:-1].rfind(b"\n") + 1
+    if path.suffix == ".so":
+        path.unlink()  # this process has loaded it, and its end runs code of that file
     path.write_bytes(content[: start + int((len(content) - 1 - start) * part)])
 
 
@@ -536,6 +537,7 @@ NAMES = {
     *("write_text", "write_bytes", "touch", "unlink", "rmtree", "rename", "link", "symlink", "symlink_to"),
     *("mkstemp", "mkdtemp", "NamedTemporaryFile", "TemporaryFile", "TemporaryDirectory", "FileIO", "save_pretrained"),
     *("copyfile", "copytree", "copy2", "pipe_file", "rmdir", "removedirs", "posix_fallocate", "memfd_create"),
+    *("FileHandler", "RotatingFileHandler"),
 }
 """Functions that write, create or remove files, whoever has them."""
 OF_OS = {"replace", "remove", "truncate", "ftruncate", "pwrite", "sendfile"}
@@ -551,6 +553,8 @@ TABLE = {
     "manta.cluster.own_ray": RayToken,
     "manta.cluster.serve.listening.port": test_lock_files_are_opened_as_they_are,
     "manta.cluster.serve.starting.start_failure": FailureLog,
+    "manta.cluster.telemetry.request_log": "a log; a torn line is no request, and stays",
+    "manta.workers.cache_folder": "removes what others planted (`tests/workers/test_cache_folder.py`)",
     "manta.workers.checkpoints.gguf_file": GgufFolders,
     "manta.workers.checkpoints.gguf_tokenizer": GgufFolders,
     "manta.workers.kernels.build": Kernels,

@@ -75,7 +75,7 @@ class RepeatingEngines:
 
     loaded = MODEL
 
-    async def submit(self, request: GenerationRequest) -> Repeating:
+    async def submit(self, request: GenerationRequest, meter: Any = None) -> Repeating:
         self.request = request
         return Repeating(request.prompts, "abc")
 
@@ -138,7 +138,8 @@ class App:
         config = ServeConfig(engine=EngineConfig(model="demo"), **options)
         self.tokenizer = Tokenizer("demo")
         self.engines = RepeatingEngines()
-        self.app = HttpApp(config, self.tokenizer, self.engines, Metrics("demo"), routes=(*ROUTES, COUNT))
+        self.metrics = Metrics("demo")
+        self.app = HttpApp(config, self.tokenizer, self.engines, self.metrics, routes=(*ROUTES, COUNT))
 
     def ask(self, method: str, path: str, body: Any = None, **headers: str) -> httpx.Response:
         async def send() -> httpx.Response:

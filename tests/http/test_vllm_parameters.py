@@ -169,21 +169,11 @@ def test_nothing_to_do_is_refused() -> None:
 # ---- what is answered with what serves -----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("field", "words"),
-    [
-        ("guided_json", 'send structured_outputs: {"json": ...}'),
-        ("guided_choice", 'send structured_outputs: {"choice": ...}'),
-        ("guided_regex", 'send structured_outputs: {"regex": ...}'),
-        ("guided_grammar", 'send structured_outputs: {"grammar": ...}'),
-        ("guided_decoding_backend", 'send structured_outputs: {"backend": ...}'),
-    ],
-)
-def test_older_names_point_to_structured_outputs(field: str, words: str) -> None:
+def test_a_pattern_of_whitespace_points_to_structured_outputs() -> None:
     for path, prompt in (("/v1/completions", {"prompt": "x"}), ("/v1/chat/completions", {"messages": MESSAGES})):
-        param, message = refusal(path, **prompt, **{field: "a"})
-        assert param == field
-        assert words in message
+        param, message = refusal(path, **prompt, guided_whitespace_pattern=" ")
+        assert param == "guided_whitespace_pattern"
+        assert "disable_any_whitespace" in message
 
 
 def test_a_suffix_is_refused_in_words() -> None:

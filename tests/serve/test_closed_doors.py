@@ -164,6 +164,8 @@ def target() -> Iterator[Target]:
 
 HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n"
 FLOOD_BYTES = 60_000_000 if PROVE else 6_000_000
+LONG_REGEX = 900_000 if PROVE else 60_000
+"""Characters of an expression that is read to its end before it is refused."""
 
 
 def headers_without_end(target: Target) -> None:
@@ -308,7 +310,7 @@ def too_many_grammars(target: Target) -> None:
 
 def refused_expressions(target: Target) -> None:
     def refuse(number: int) -> int:
-        return target.ask({"structured_outputs": {"regex": "(" + "a" * 900_000 + str(number)}, "max_tokens": 1})[0]
+        return target.ask({"structured_outputs": {"regex": "(" + "a" * LONG_REGEX + str(number)}, "max_tokens": 1})[0]
 
     with concurrent.futures.ThreadPoolExecutor(4) as pool:
         # Refused for what it is, or for how many of one client wait

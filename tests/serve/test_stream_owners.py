@@ -180,12 +180,10 @@ async def test_one_of_two_that_claim_goes_on() -> None:
 
 
 @async_test
-async def test_a_silent_owners_stream_goes_on_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_silent_owners_stream_goes_on_elsewhere() -> None:
     """No connection breaks. Another owner answers and generates nothing meanwhile, and keeps its stream."""
-    monkeypatch.setattr(keeper, "SILENT_S", 0.3)
-    monkeypatch.setattr(keeper, "MIN_READ_S", 0.05)
-    monkeypatch.setattr(keeper, "READ_SHARE", 0.0)
     world = World(3, 1)
+    world.keepers[0].keeper.times = keeper.SilenceTimes(silent_s=0.3, min_read_s=0.05, read_share=0.0)
     silent, idle, third = world.ingresses
     recordings = [each.streams.begin(opening(NUM_TOKENS, seed)) for seed, each in enumerate((silent, idle))]
     first, second = (each.opening.stream_id for each in recordings)
@@ -317,7 +315,7 @@ async def test_streams_beyond_twice_the_limit_end() -> None:
     with pytest.raises(QueueFull, match=rf"your streams .* limit is {4 * OVERHEAD_BYTES}: 2 times ") as caught:
         await read(ingress, long)
     assert caught.value.refusal.kind == "too_many_streams"
-    assert 4 * OVERHEAD_BYTES <= ingress.streams._bytes["ann"] < 4 * OVERHEAD_BYTES + 1000
+    assert 4 * OVERHEAD_BYTES <= ingress.streams.shares.held("ann") < 4 * OVERHEAD_BYTES + 1000
     assert long.num_tokens > 100, "what came before is still there"
     with pytest.raises(QueueFull, match=r"streams\.max_client_bytes"):
         ingress.streams.begin(opening(5, owner="ann"))

@@ -6,7 +6,7 @@ Reads the spellings of transformers 4 and 5. Called by the families and by `work
 from __future__ import annotations
 
 from manta.workers.models.model_config import DTYPE_BYTES, ModelConfig, RopeConfig
-from manta.workers.models.raw_config import RawConfig
+from manta.workers.models.raw_config import MOST_VOCABULARY, RawConfig
 
 MOST_LAYERS = 4096
 _MOST_FACTOR = 1e6
@@ -34,7 +34,7 @@ def read_dense(raw: RawConfig, usual_head_dim: int | None = None) -> ModelConfig
     return ModelConfig(
         architecture=str(raw.architecture),
         native=True,
-        vocab_size=raw["vocab_size"].whole(),
+        vocab_size=raw["vocab_size"].whole(most=MOST_VOCABULARY),
         hidden_size=hidden_size,
         num_layers=num_layers,
         num_heads=num_heads,

@@ -15,6 +15,8 @@ from manta.workers.models.model_config import ModelError
 
 MOST_WHOLE = 2**31 - 1
 """Largest number of a configuration, because the kernels count in int32."""
+MOST_VOCABULARY = 2**24
+"""Largest number of tokens: 16 times the largest published vocabulary. Each row of logits has as many numbers."""
 _LEAST_NUMBER, _MOST_NUMBER = 1e-6, 1e15
 """Bounds of a number that must be positive: its logarithm and its powers stay finite."""
 _SHOWN = 80
@@ -36,7 +38,10 @@ class ConfigError(ModelError):
         """What the value must be, in words."""
 
     def __str__(self) -> str:
-        shown = json.dumps(self.value, default=str)[:_SHOWN]
+        try:
+            shown = json.dumps(self.value, default=str)[:_SHOWN]
+        except RecursionError:
+            shown = "a deeply nested value"
         return f"{self.file}: {self.key} must be {self.allowed}, not {shown}"
 
 
@@ -86,6 +91,8 @@ class RawValue(NamedTuple):
         value = default if self.value is None else self.value
         if not isinstance(value, str):
             raise self.refused("a text")
+        if not value.isascii() and any("\ud800" <= character <= "\udfff" for character in value):
+            raise self.refused("a text without halves of surrogate pairs, which no file can hold")
         return value
 
     def texts(self) -> tuple[str, ...]:
@@ -174,6 +181,10 @@ class RawConfig:
         self.ignore(*keys)
         filled = (key for key in keys if self._values.get(key) not in (None, "", [], {}))
         return self[next(filled, keys[-1])]
+
+    @property
+    def values(self) -> Mapping[str, Any]:
+        return self._values
 
     @property
     def architecture(self) -> str | None:

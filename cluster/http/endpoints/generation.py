@@ -14,9 +14,9 @@ import msgspec
 from manta.cluster.chat.plan import plan_chat, render
 from manta.cluster.engine.request import EngineRequest
 from manta.cluster.errors import RequestRefused, ServingError, error_of
-from manta.cluster.http.access.request_admission import GenerationBody, session_of
+from manta.cluster.http.access.request_admission import GenerationBody, max_output_tokens, session_of
 from manta.cluster.http.exchange.answers import Answer, ChatAnswer, CompletionAnswer
-from manta.cluster.http.exchange.engines import GenerationRequest
+from manta.cluster.http.exchange.engines import UNMETERED, Generation, GenerationRequest
 from manta.cluster.http.exchange.exchange import GenerationExchange
 from manta.cluster.http.exchange.prompts import aside, encode, encode_all, num_kept_tokens
 from manta.cluster.http.exchange.state import AppState
@@ -112,8 +112,7 @@ async def generate(
         if exchange.span is not None:
             attributes = generation_attributes(state.model_name, params, chat=asked.chat, stream=streams)
             exchange.span.set_attributes(attributes)
-        exchange.caller.admit(sum(map(len, prompts)), exchange.reply.headers_always)
-        generation = await exchange.engines.submit(asked)
+        generation = await _submitted(state, exchange, asked)
         exchange.hand_over()
         try:
             if streams:
@@ -126,6 +125,18 @@ async def generate(
     except RequestRefused as error:
         field, refusal = await _field_at_fault(exchange, request, error.refusal)
         raise error_of(under_field(refusal, field)) from error
+
+
+async def _submitted(state: AppState, exchange: GenerationExchange, asked: GenerationRequest) -> Generation:
+    """Counts a request against its client's rate limits and sends it to the engines."""
+    prompts, max_model_len = asked.prompts, (await state.model_info()).max_model_len
+    most = max_output_tokens(asked.engine.params, prompts, max_model_len)
+    meter = exchange.caller.admit(sum(map(len, prompts)), most, exchange.reply.headers_always) or UNMETERED
+    try:
+        return await exchange.engines.submit(asked, meter)
+    except BaseException:
+        meter.end()
+        raise
 
 
 def _engines_request(

@@ -12,7 +12,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
-import logging
 import time
 from collections.abc import Iterator
 from typing import Annotated, Any, Literal, cast
@@ -34,8 +33,9 @@ from manta.cluster.protocol.response_items import check_calls, input_items, with
 from manta.cluster.protocol.responses_api import ResponseObject, ResponsesRequest
 from manta.cluster.storage.kept_responses import EndedResponse, KeptResponses, StoredResponse
 from manta.structured.refusals import Refusal
+from manta.structured.visible_logs import logger_of
 
-logger = logging.getLogger(__name__)
+logger = logger_of(__name__)
 
 STORE_TIMEOUT_S = 10.0
 """Seconds that storing an end may take before the answer goes out without it."""
@@ -252,6 +252,7 @@ async def _written(state: AppState, recording: Recording) -> ResponseObject:
     if response.background:
         ended = EndedResponse(response, [*recording.entries])
         await asyncio.to_thread(kept.end, opening.owner, ended)
+        state.streams.may_forget(recording)
     else:
         items = input_items(decode(ResponsesRequest, opening.body, state.config.body).input)
         await asyncio.to_thread(kept.create, opening.owner, StoredResponse(response, items))

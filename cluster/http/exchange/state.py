@@ -76,6 +76,8 @@ class Route:
     handler: Handler
     summary: str
     _: dataclasses.KW_ONLY
+    alias: str | None = None
+    """Another path at which it is found, as on other servers."""
     body: type[Body] | None = None
     """Type to which the body is decoded and checked before the handler is called."""
     answer: Any = None

@@ -7,12 +7,12 @@ is refused. `cluster/serve/listening/listener.py` uses it. It knows nothing of H
 
 from __future__ import annotations
 
-import logging
 import resource
 from collections import OrderedDict
 from typing import Protocol
 
 from manta.cluster.http.access.addresses import network_of
+from manta.structured.visible_logs import logger_of
 
 
 class Guest(Protocol):
@@ -104,7 +104,7 @@ def within_file_limit(max_connections: int) -> int:
     files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if files == resource.RLIM_INFINITY or max_connections <= files // 2:
         return max_connections
-    logging.getLogger(__name__).warning(
+    logger_of(__name__).warning(
         "listener.max_connections %d is cut to %d, half of the %d files that this process may open (ulimit -n)",
         max_connections,
         files // 2,

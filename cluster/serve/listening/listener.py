@@ -27,7 +27,8 @@ from manta.cluster.protocol.error_bodies import connection_error_body
 from manta.cluster.serve.listening.connections import Connections, within_file_limit
 from manta.cluster.serve.listening.port import Port
 from manta.cluster.serve.listening.tls import Certificate, Handshake, TlsServer
-from manta.cluster.serve.listening.upgraded import Unfinished, WebSocketConnection, handshake_fault
+from manta.cluster.serve.listening.upgraded import WebSocketConnection, handshake_fault
+from manta.structured.client_shares import ClientShares
 
 KEEP_ALIVE_S = 90
 """Seconds for which an idle connection is kept, as Serve's proxy does."""
@@ -255,6 +256,7 @@ class Listener(uvicorn.Server):
         self._others = others = Connections(
             within_file_limit(limits.max_connections), limits.max_connections_per_address
         )
+        unfinished = ClientShares(config.max_bodies_bytes)
         super().__init__(
             uvicorn.Config(
                 app,
@@ -262,7 +264,7 @@ class Listener(uvicorn.Server):
                 port=config.port,
                 interface="asgi3",
                 http=functools.partial(Connection, limits, others),  # type: ignore[arg-type]
-                ws=functools.partial(WebSocketConnection, others, Unfinished(config.max_bodies_bytes)),  # type: ignore[arg-type]
+                ws=functools.partial(WebSocketConnection, others, unfinished),  # type: ignore[arg-type]
                 ws_max_size=config.max_body_bytes,
                 ws_per_message_deflate=False,  # events are short, and each compressor takes 100 kB
                 backlog=BACKLOG,

@@ -12,8 +12,10 @@ from typing import Any, cast
 
 from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
 
+from manta.cluster.http.access.addresses import network_of
 from manta.cluster.http.websockets import REST
 from manta.cluster.serve.listening.connections import Connections
+from manta.structured.client_shares import ClientShares
 
 POLICY, TOO_BIG, TRY_LATER = 1008, 1009, 1013
 """Codes with which connections are closed, from the registry of RFC 6455."""
@@ -46,32 +48,26 @@ def handshake_fault(
     return None
 
 
-class Unfinished:
-    """The bytes of messages that have begun to arrive, on all connections together; at most `max_bytes`."""
-
-    def __init__(self, max_bytes: int) -> None:
-        self.max_bytes = max_bytes
-        self.num_bytes = 0
-
-
 class WebSocketConnection(WebSocketsSansIOProtocol):
-    """An open WebSocket connection."""
+    """An open WebSocket connection. Clients share `unfinished`, the bytes of messages that have not come whole."""
 
     _rests = True
     """Whether no message is being answered."""
     _ends = False
     """Whether the server stops when the connection rests."""
-    _num_unfinished = 0
-    """Bytes that have come since the last whole message."""
+    _sharer = ""
+    """Name of the client, as the application tells it; before that its address."""
     _begun = 0.0
     """Time at which the unfinished message began to arrive."""
     _num_unsent = 0
     """Bytes that the client had not taken at the last check."""
 
-    def __init__(self, others: Connections, unfinished: Unfinished, **options: Any) -> None:
+    def __init__(self, others: Connections, unfinished: ClientShares, **options: Any) -> None:
         super().__init__(**options)
         self._others = others
         self._unfinished = unfinished
+        self._room = unfinished.hold("")
+        """Room of the bytes that have come since the last whole message."""
         self._moved = time.monotonic()
 
     # ---- coming and going ------------------------------------------------------------------------------------------
@@ -79,12 +75,13 @@ class WebSocketConnection(WebSocketsSansIOProtocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(transport)
         self.address = self.client[0] if self.client else ""
+        self._sharer = network_of(self.address)
         self._others.enter(self)
         self._others.work(self)  # until the application has accepted it
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._others.leave(self)
-        self._finish_message()
+        self._room.give_back()
         super().connection_lost(exc)
 
     def give_way(self) -> bool:
@@ -111,30 +108,30 @@ class WebSocketConnection(WebSocketsSansIOProtocol):
     # ---- reading ---------------------------------------------------------------------------------------------------
 
     def data_received(self, data: bytes) -> None:
-        if not self._num_unfinished:
+        if not self._room.amount:
             self._begun = time.monotonic()
-        self._num_unfinished += len(data)
-        self._unfinished.num_bytes += len(data)
+            self._room = self._unfinished.hold(self._sharer, self._close_unfinished)
+        has_room = self._room.take(len(data))
         super().data_received(data)
         if self.close_sent:
             return
-        if self._num_unfinished > MAX_WIRE_RATIO * self.config.ws_max_size:
+        if not has_room and self._is_unfinished:
+            self._close_unfinished()
+        elif self._room.amount > MAX_WIRE_RATIO * self.config.ws_max_size:
             self._close(TOO_BIG, "a message came in too many pieces; send each message whole")
-        elif self._unfinished.num_bytes > self._unfinished.max_bytes:
-            self._close(TRY_LATER, "too many bytes of messages are being received (max_bodies_bytes)")
+
+    def _close_unfinished(self) -> None:
+        self._close(TRY_LATER, "too many bytes of your messages are being received (max_bodies_bytes)")
 
     def handle_events(self) -> None:
         super().handle_events()
-        if not self.frames and not self._has_begun_frame():
-            self._finish_message()
+        if not self._is_unfinished:
+            self._room.give_back()
 
-    def _has_begun_frame(self) -> bool:
-        """Returns whether a part of a frame has come."""
-        return bool(self.conn.reader.buffer)
-
-    def _finish_message(self) -> None:
-        self._unfinished.num_bytes -= self._num_unfinished
-        self._num_unfinished = 0
+    @property
+    def _is_unfinished(self) -> bool:
+        """Whether a part of a message has come."""
+        return bool(self.frames or self.conn.reader.buffer)
 
     def send_receive_event_to_app(self) -> None:
         super().send_receive_event_to_app()
@@ -147,7 +144,7 @@ class WebSocketConnection(WebSocketsSansIOProtocol):
         if message["type"] != REST:
             await super().send(message)
             return
-        self._rests = True
+        self._rests, self._sharer = True, message["client"]
         self._others.rest(self)
         if self._ends:
             super().shutdown()
@@ -170,5 +167,5 @@ class WebSocketConnection(WebSocketsSansIOProtocol):
         self._num_unsent = num_unsent
         if time.monotonic() - self._moved > timeout_s:
             self.transport.abort()
-        elif self._num_unfinished and time.monotonic() - self._begun > timeout_s and not self.close_sent:
+        elif self._room.amount and time.monotonic() - self._begun > timeout_s and not self.close_sent:
             self._close(POLICY, f"a message did not come whole within {timeout_s:g} s (client_timeout_s)")
