@@ -30,7 +30,6 @@ import msgspec
 from manta.structured.constraint import FIELD, ConstraintError, ConstraintLimits, ConstraintSpec, Resolved, check_limits
 from manta.structured.frames import read_frame, write_frame
 from manta.structured.refusals import Refusal
-from manta.structured.regexes.regex_constraint import with_plain_regex
 from manta.structured.visible_logs import guard_process
 from manta.structured.vocabulary import Vocabulary
 
@@ -175,9 +174,7 @@ def _compile(backends: Backends, spec: ConstraintSpec, limits: ConstraintLimits)
     """An `Answer` in msgpack."""
     try:
         check_limits(spec, limits)
-        resolved = backends.resolve(with_plain_regex(spec))
-        asked = msgspec.structs.replace(resolved.spec, text=spec.text)
-        return msgspec.msgpack.encode(Answer(resolved=msgspec.structs.replace(resolved, spec=asked)))
+        return msgspec.msgpack.encode(Answer(resolved=backends.resolve(spec)))
     except ConstraintError as error:
         answer = Answer(refusal=error.refusal)
     except MemoryError:
