@@ -92,7 +92,7 @@ class EngineReplica:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._node = ray.util.get_node_ip_address()
         blocks = self.engine.scheduler.blocks
-        self._reporter = CacheReporter(lambda: blocks.num_free * blocks.block_size)
+        self._reporter = CacheReporter(lambda: blocks.num_free * blocks.block_size // blocks.num_groups)
         if not is_alone:
             blocks.on_change = self._reporter.note
         self._thread = StepThread(self.engine, inbox, self._meter, own_name(), self._tell)
