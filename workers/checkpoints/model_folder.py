@@ -101,7 +101,7 @@ def load_model_config(folder: str | pathlib.Path) -> ModelConfig:
     config = _transformers_config(folder, architecture, raw) if family is None else family.read_config(raw)
     generations = [read_json_object(generation)] if generation.is_file() else []
     return msgspec.structs.replace(
-        config,
+        config.for_context(None),
         eos_token_ids=_eos_token_ids(config.vocab_size, raw, *generations),
         sampling_defaults=_sampling_defaults(generations),
         quantization=quantization,
