@@ -45,6 +45,7 @@ from manta.workers.kept_weights import check_weights, describe_kept
 from manta.workers.kv_cache_dtype import check_kv_cache, kv_dtype
 from manta.workers.kv_groups import LayerGroups, one_group
 from manta.workers.models.model_config import ModelConfig, ModelError
+from manta.workers.models.variants import check_variants
 from manta.workers.parallel.split import check_num_ranks
 from manta.workers.torch_worker.trial import Trial, TrialResult, try_one_layer
 
@@ -145,6 +146,7 @@ def _check_quickly(engine: EngineConfig) -> None:
     model = load_model_config(folder)
     _check_ranks(engine, model)
     device = "cpu" if engine.device == "auto" else engine.device
+    check_variants(model, device)
     check_exact(engine, device, model)
     check_kv_cache(engine, device, model)
     num_elements(folder)  # raises unless every file is there and complete
@@ -281,6 +283,8 @@ def check_model(engine: EngineConfig) -> CheckReport:
     check_exact(engine, platform.name, model, platform.advice)
     for each in (model, _draft_config(engine)):
         check_kv_cache(engine, platform.name, each)
+        if each is not None:
+            check_variants(each, platform.name)
     keeps_integers = platform.keeps_integers and engine.weights != "dense"
     keeps_float8 = platform.keeps_float8 and engine.weights == "auto"
     own_bytes = weight_bytes(folder, dtype, model, engine.weights)

@@ -104,7 +104,7 @@ def load_model_config(folder: str | pathlib.Path) -> ModelConfig:
     generation = "generation_config.json"
     generations = [] if find_file(folder, generation) is None else [read_json_object(folder, generation)]
     return msgspec.structs.replace(
-        config,
+        config.for_context(None),
         eos_token_ids=_eos_token_ids(config.vocab_size, raw, *generations),
         sampling_defaults=_sampling_defaults(generations),
         quantization=quantization,

@@ -86,6 +86,11 @@ class RawValue(NamedTuple):
             raise self.refused("true or false")
         return value
 
+    def only(self, value: bool) -> None:
+        """Checks a flag with one value that is served, which is also its default."""
+        if self.flag(value) != value:
+            raise self.refused(f"{str(value).lower()} or left out")
+
     def text(self, default: str | None = None) -> str:
         """Returns a text. Without a default it must be there."""
         value = default if self.value is None else self.value
