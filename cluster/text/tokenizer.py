@@ -321,6 +321,10 @@ class Tokenizer:
             text = self._texts[token_id] = self.token_bytes(token_id).decode("utf-8", "replace")
         return text
 
+    def token_texts(self, token_ids: Sequence[int]) -> list[str]:
+        """Returns the `token_text` of each token."""
+        return [self.token_text(token_id) for token_id in token_ids]
+
     def token_to_id(self, token: str) -> int | None:
         """Returns the id of the token whose name is `token`; None if there is none."""
         return self._fast.token_to_id(token)

@@ -18,11 +18,10 @@ import struct
 import tempfile
 from typing import Any, NamedTuple
 
-from manta.workers.cache_folder import cache_folder
 from manta.workers.checkpoints.gguf_header import GgufTensor, read_gguf_header
 from manta.workers.checkpoints.gguf_keys import judge_unread
 from manta.workers.checkpoints.gguf_values import check_values
-from manta.workers.checkpoints.memory import GGUF_INDEX, GGUF_NO_TOKENIZER
+from manta.workers.checkpoints.memory import GGUF_INDEX, GGUF_NO_TOKENIZER, gguf_cache
 from manta.workers.checkpoints.stored_files import lfs_pointer
 from manta.workers.models.model_config import ModelError
 from manta.workers.models.raw_config import RawConfig, RawValue
@@ -68,13 +67,12 @@ def gguf_folder(path: pathlib.Path) -> pathlib.Path:
     stat = path.stat()
     identity = f"{_LAYOUT} {path} {stat.st_size} {stat.st_mtime_ns}"
     name = hashlib.blake2b(identity.encode(), digest_size=8).hexdigest()
-    folder = cache_folder() / "gguf" / f"{path.stem}-{name}"
+    folder = gguf_cache() / f"{path.stem}-{name}"
     if _is_whole(folder):
         return folder
     if (pointer := lfs_pointer(path.parent, path.name)) is not None:
         raise ModelError(pointer)
     try:
-        folder.parent.mkdir(parents=True, exist_ok=True)
         new = pathlib.Path(tempfile.mkdtemp(dir=folder.parent, prefix=".new-"))
         try:
             values, tensors = read_gguf_header(path)

@@ -13,7 +13,7 @@ import reprlib
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from manta.workers.cache_folder import cache_folder
+from manta.workers.cache_folder import UntrustedCache, cache_entry
 from manta.workers.checkpoints.folder_kinds import why_no_weights
 from manta.workers.checkpoints.stored_files import (
     COPY_AGAIN,
@@ -26,6 +26,7 @@ from manta.workers.checkpoints.stored_files import (
 )
 from manta.workers.kept_weights import KEPT_BITS, KeptBits, kept_bytes
 from manta.workers.kv_cache_dtype import kv_dtype
+from manta.workers.kv_groups import BlockNeeds, KVGroup, LayerGroups, group_layers, one_group
 from manta.workers.model_options import ModelOptions
 from manta.workers.models.families import describe
 from manta.workers.models.model_config import DTYPE_BYTES, ModelConfig, ModelError
@@ -69,10 +70,12 @@ def plan_kv_cache(
     free_bytes: int,
     weight_bytes: int,
     draft: ModelConfig | None = None,
+    layers: LayerGroups | None = None,
     shares_memory: bool = True,
     most_of_free: float = MOST_OF_FREE,
 ) -> tuple[int, int]:
-    """Returns the bytes and the number of blocks of the KV cache. The first rule that applies decides its size:
+    """Returns the bytes and the number of blocks of the KV cache. `layers` are the groups of the model's layers;
+    without them all layers form one group. The first rule that applies decides the cache's size:
 
     1. `kv_cache_bytes`.
     2. `kv_cache_fraction` of `free_bytes`, the memory that is free after loading the weights.
@@ -85,15 +88,18 @@ def plan_kv_cache(
     """
     block_size, kv_cache_bytes = options.block_size, options.kv_cache_bytes
     cached = kv_dtype(options, dtype)
-    block_bytes = sum(each.kv_bytes_per_token(cached) for each in (model, draft) if each is not None) * block_size
+    layers = layers or one_group(model.num_layers)
+    block_bytes = model.kv_bytes_per_token(cached) * layers.layers_per_block // model.num_layers * block_size
+    if draft is not None:
+        block_bytes += draft.kv_bytes_per_token(cached) * block_size
     if kv_cache_bytes is not None:
         budget = kv_cache_bytes
     elif options.kv_cache_fraction is not None:
         budget = int(free_bytes * options.kv_cache_fraction)
     else:
-        max_num_sequences = options.max_num_sequences
-        whole = -(-(options.max_model_len or model.max_position_embeddings) // block_size) * block_bytes
-        short = min(whole, -(-LEAST_SEQUENCE_TOKENS // block_size) * block_bytes)
+        max_num_sequences, needs = options.max_num_sequences, block_needs(layers.groups, options)
+        whole = needs.of_sequence(options.max_model_len or model.max_position_embeddings) * block_bytes
+        short = min(whole, needs.of_sequence(LEAST_SEQUENCE_TOKENS) * block_bytes)
         budget = min(MOST_WHOLE_SEQUENCES * max_num_sequences * whole, int(most_of_free * free_bytes))
         if shares_memory:
             enough = max(WEIGHTS_MULTIPLE * weight_bytes, max_num_sequences * short, LEAST_WHOLE_SEQUENCES * whole)
@@ -105,6 +111,25 @@ def plan_kv_cache(
             "raise kv_cache_bytes"
         )
     return num_blocks * block_bytes, num_blocks
+
+
+def choose_groups(model: ModelConfig, draft: ModelConfig | None) -> LayerGroups:
+    """Returns the groups of a model's layers.
+
+    A draft model's keys and values are in the blocks of the first group. It reads all of them, so with a draft model
+    that group gives nothing back.
+    """
+    layers = group_layers(model.sliding_windows)
+    if draft is None or layers.groups[0].window is None:
+        return layers
+    return layers._replace(groups=(KVGroup(), *layers.groups[1:]))
+
+
+def block_needs(groups: tuple[KVGroup, ...], options: ModelOptions) -> BlockNeeds:
+    """Returns the number of blocks that sequences need with these options. After a chunk of a prompt, one more token
+    may be under way.
+    """
+    return BlockNeeds(groups, options.block_size, options.max_num_batched_tokens + 1)
 
 
 def plan_max_model_len(model: ModelConfig, requested: int | None, capacity: int) -> int:
@@ -186,6 +211,18 @@ def weight_headers(folder: pathlib.Path) -> list[tuple[pathlib.Path, dict[str, T
     return [(path, read_header(path, folder)) for path in weight_files(folder)]
 
 
+def gguf_cache() -> pathlib.Path:
+    """Returns the folder of the folders that stand for GGUF files, in which nobody else can put one. Raises
+    `ModelError` if there can be none.
+    """
+    try:
+        return cache_entry("gguf")
+    except UntrustedCache as error:
+        raise ModelError(str(error)) from error
+    except OSError as error:
+        raise ModelError(f"a GGUF file needs a folder in the cache: {error}; set MANTA_CACHE") from error
+
+
 def is_gguf_folder(folder: pathlib.Path) -> bool:
     """Returns whether a folder stands for a GGUF file. Only folders that Manta wrote into its cache do.
 
@@ -194,7 +231,7 @@ def is_gguf_folder(folder: pathlib.Path) -> bool:
     index = folder / GGUF_INDEX
     if not os.path.lexists(index):
         return False
-    if pathlib.Path(os.path.realpath(folder)).parent != pathlib.Path(os.path.realpath(cache_folder() / "gguf")):
+    if pathlib.Path(os.path.realpath(folder)).parent != pathlib.Path(os.path.realpath(gguf_cache())):
         raise ModelError(f"{index} is read only in Manta's own cache; remove it, or give the GGUF file instead")
     return True
 

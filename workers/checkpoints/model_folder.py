@@ -17,7 +17,7 @@ from manta.workers.checkpoints.stored_files import MOST_JSON_BYTES, find_file, r
 from manta.workers.model_options import DEMO_MODEL
 from manta.workers.models.dense import MOST_LAYERS
 from manta.workers.models.families import FAMILIES
-from manta.workers.models.harmless_keys import HARMLESS_KEYS
+from manta.workers.models.harmless_keys import HARMLESS_KEYS, HARMLESS_QUANTIZATION_KEYS
 from manta.workers.models.model_config import ModelConfig, ModelError
 from manta.workers.models.quantization import read_quantization
 from manta.workers.models.raw_config import RawConfig, RawValue
@@ -150,12 +150,16 @@ def _check_counts(value: RawValue) -> None:
 
 
 def _unused_keys(raw: RawConfig) -> tuple[str, ...]:
-    """Returns the keys of a configuration that were not read and are not known to be harmless. What is below
-    `quantization_config` is judged by its reader, and `unused_keys` are those of a GGUF file.
+    """Returns the keys of a configuration that were not read and are not known to be harmless. `unused_keys` are those
+    of a GGUF file.
     """
-    of_gguf = raw["unused_keys"].texts()
-    outside = [key for key in raw.unread() if not key.startswith("quantization_config.")]
-    return (*of_gguf, *sorted(key for key in outside if key not in HARMLESS_KEYS))
+    return (*raw["unused_keys"].texts(), *sorted(key for key in raw.unread() if not _is_harmless(key)))
+
+
+def _is_harmless(key: str) -> bool:
+    if key.startswith("quantization_config."):
+        return key.rpartition(".")[2] in HARMLESS_QUANTIZATION_KEYS
+    return key in HARMLESS_KEYS
 
 
 def _eos_token_ids(vocab_size: int, *configs: RawConfig) -> tuple[int, ...]:

@@ -7,7 +7,6 @@ given back, so loading takes about as much memory as the packed weights.
 from __future__ import annotations
 
 import contextlib
-import logging
 import math
 import mmap
 import pathlib
@@ -15,11 +14,12 @@ from collections.abc import Iterable, Mapping
 
 import msgspec
 
+from manta.structured.visible_logs import logger_of
 from manta.workers.checkpoints.memory import TensorEntry, weight_headers
 from manta.workers.checkpoints.stored_files import open_file
 from manta.workers.models.model_config import ModelConfig, ModelError
 
-logger = logging.getLogger(__name__)
+logger = logger_of(__name__)
 
 _IGNORED_SUFFIXES = (".rotary_emb.inv_freq", ".k_scale", ".v_scale", ".q_scale")
 """Tensors that are not used: buffers that old checkpoints store but implementations compute, and the scales of a

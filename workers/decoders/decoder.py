@@ -13,6 +13,7 @@ from manta.workers.decoders.rope_table import rope_table
 from manta.workers.kernels.attention_metadata import AttentionMetadata
 from manta.workers.kernels.protocol import KVCaches
 from manta.workers.kernels.weights import AttentionWeights, DecoderWeights, GatedMlpWeights, max_mlp_rows
+from manta.workers.kv_groups import group_layers
 from manta.workers.models.model_config import ModelConfig
 from manta.workers.platforms import Platform
 
@@ -30,10 +31,12 @@ class Decoder:
 
     def __init__(self, config: ModelConfig, weights: DecoderWeights, platform: Platform) -> None:
         self.config = config
+        self.sliding_windows = config.sliding_windows
         self.weights = weights
         self._kernels = platform.kernels
         next_norms = [*(layer.input_norm for layer in weights.layers[1:]), weights.final_norm]
-        self._layers = list(zip(weights.layers, config.sliding_windows, next_norms, strict=True))
+        places = group_layers(config.sliding_windows).layers
+        self._layers = list(zip(weights.layers, places, config.sliding_windows, next_norms, strict=True))
         self._mlp_rows = max_mlp_rows(config, weights.dtype) if platform.splits_mlp else None
         self.compiled = platform.compile_decoder(weights, config, self._run_layers)
         self._cos_sin = torch.empty(0)
@@ -54,8 +57,9 @@ class Decoder:
         kernels, config = self._kernels, self.config
         eps = config.rms_norm_eps
         normed = kernels.rms_norm(residual, self.weights.layers[0].input_norm, eps)
-        for (layer, sliding_window, next_norm), kv_cache in zip(self._layers, kv_caches, strict=True):
-            attended = self._attend(layer.attention, normed, cos_sin, metadata, kv_cache, sliding_window)
+        for (layer, place, sliding_window, next_norm), kv_cache in zip(self._layers, kv_caches, strict=True):
+            group = metadata.of_group(place.group)
+            attended = self._attend(layer.attention, normed, cos_sin, group, kv_cache, sliding_window)
             normed = kernels.add_rms_norm(attended, residual, layer.mlp_norm, eps)
             normed = kernels.add_rms_norm(self._mlp(layer.mlp, normed, metadata), residual, next_norm, eps)
         return normed

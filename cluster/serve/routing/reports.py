@@ -99,7 +99,9 @@ class CacheReporter:
         self._waiting[request.request_id] = work, num_tokens
 
     def note_outputs(self, ingress: Hashable, outputs: Sequence[SequenceOutput]) -> None:
-        """Notes outputs before they are sent, because a request with output waits no more."""
+        """Notes outputs before they are sent to an ingress. A request with its first token waits no more, and the first
+        and the last output of a request make the next report to its ingress due at once.
+        """
         for output in outputs:
             is_first = output.token_ids and self._stop_waiting(output.request_id)
             if (is_first or output.finish is not None) and (reader := self._readers.get(ingress)) is not None:

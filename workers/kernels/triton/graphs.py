@@ -11,13 +11,13 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import logging
 import time
 from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
 
+from manta.structured.visible_logs import logger_of
 from manta.workers.kernels.attention_metadata import AttentionMetadata
 from manta.workers.kernels.protocol import DecodeLimits, Forward, KVCaches
 from manta.workers.kernels.triton.launch import GraphCapture, synchronize
@@ -31,7 +31,7 @@ from manta.workers.kernels.triton.metadata import (
 )
 from manta.workers.kernels.triton.work import WorkShape
 
-logger = logging.getLogger(__name__)
+logger = logger_of(__name__)
 
 SMALL_SIZES = (1, 2, 4, 8)
 SIZE_STEP, LARGE_SIZE_STEP, LARGE_SIZE = 16, 32, 64
