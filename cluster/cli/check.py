@@ -25,6 +25,7 @@ from manta.cluster.config import EngineConfig, load_config
 from manta.cluster.text.chat_template import ChatTemplates, TemplateError, template_process
 from manta.cluster.text.tokenizer import Tokenizer
 from manta.cluster.text.tokenizer_files import read_tokenizer_config, resolve_folder
+from manta.cluster.text.tokenizer_trial import try_tokenizer
 from manta.structured.logits_processors import LogitsProcessorError, LogitsProcessorRegistry
 from manta.structured.visible_text import say, say_lines
 from manta.workers.checkpoints.memory import (
@@ -154,7 +155,7 @@ def _check_quickly(engine: EngineConfig) -> None:
     if engine.max_model_len is not None:
         plan_max_model_len(model, engine.max_model_len, capacity=engine.max_model_len)
     if engine.tokenizer is not None or find_file(folder, "tokenizer.json") is None:
-        _check_tokenizer(engine, folder)
+        _check_tokenizer(engine, folder, tries=False)
 
 
 def check_machine(engine: EngineConfig) -> None:
@@ -231,9 +232,12 @@ def _check_ranks(engine: EngineConfig, model: ModelConfig) -> None:
         check_num_ranks(model, engine.tensor_parallel_size, engine.exact)
 
 
-def _check_tokenizer(engine: EngineConfig, folder: pathlib.Path) -> Tokenizer:
+def _check_tokenizer(engine: EngineConfig, folder: pathlib.Path, tries: bool = True) -> Tokenizer:
+    """Returns the tokenizer. Raises `ModelError` if it cannot be used; `tries` says whether to run it on probes."""
     source = engine.tokenizer or folder
     try:
+        if tries:
+            try_tokenizer(resolve_folder(source))
         return Tokenizer(source)
     except ModelError:
         raise

@@ -2,8 +2,8 @@
 
 `python -m manta.cluster.text.template_process` is the process; `TemplateProcess` starts it and speaks to it in
 length-prefixed frames over its standard input. A request is a pickle, which the process alone loads. An answer is one
-byte for its kind, then text. What a render may use grows with what the client sent. `cluster/text/chat_template.py` has
-the templates themselves and calls this module.
+byte for its kind, then text. What a render may use grows with what the client sent. `cluster/text/chat_template.py`
+has the templates themselves and calls this module.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import sys
 import threading
 from typing import Any, NamedTuple
 
+from manta.cluster.text.template_sandbox import Renderer
 from manta.structured.frames import read_frame, write_frame
 
 MEMORY_BYTES = 512 * 2**20
@@ -163,10 +164,8 @@ def main() -> None:
     connection = socket.socket(fileno=os.dup(0))
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.dup2(2, 1)
-    from manta.cluster.text.chat_template import Renderer
-
     renderer = Renderer()
-    _limit_memory()
+    limit_memory(MEMORY_BYTES)
     stream = connection.makefile("rwb")
     with contextlib.suppress(ConnectionError):
         while (frame := read_frame(stream)) is not None:
@@ -177,7 +176,7 @@ def main() -> None:
             write_frame(stream, answer)
 
 
-def _answer(renderer: Any, frame: bytes, budget: _Budget) -> bytes:
+def _answer(renderer: Renderer, frame: bytes, budget: _Budget) -> bytes:
     try:
         source, values = pickle.loads(frame)
         text = renderer.render(source, values, budget.characters)
@@ -191,12 +190,12 @@ def _answer(renderer: Any, frame: bytes, budget: _Budget) -> bytes:
         return _REFUSED + reason[:1000].encode("utf-8", "surrogatepass")
 
 
-def _limit_memory() -> None:
-    """Limits this process's memory, where the system can."""
+def limit_memory(num_bytes: int) -> None:
+    """Lets this process take `num_bytes` beside the memory that it has, where the system can limit it."""
     with contextlib.suppress(OSError, ValueError):
         with open("/proc/self/statm") as file:
             size = int(file.read().split()[0]) * resource.getpagesize()
-        resource.setrlimit(resource.RLIMIT_AS, (size + MEMORY_BYTES, size + MEMORY_BYTES))
+        resource.setrlimit(resource.RLIMIT_AS, (size + num_bytes, size + num_bytes))
 
 
 if __name__ == "__main__":

@@ -7,9 +7,10 @@ A refusal names the file, the key, the value and what is allowed. `workers/model
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
+
+import regex
 
 from manta.workers.models.model_config import ModelError
 
@@ -114,8 +115,8 @@ class RawValue(NamedTuple):
     def pattern(self, expression: str) -> str:
         """Returns a regular expression that was made of the value. Raises `ConfigError` if it is not valid."""
         try:
-            re.compile(expression)
-        except (re.error, OverflowError, RecursionError) as error:
+            regex.compile(expression)
+        except (regex.error, OverflowError, RecursionError) as error:
             raise self.refused(f"a valid regular expression ({error})") from error
         return expression
 
