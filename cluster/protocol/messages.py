@@ -138,11 +138,17 @@ def _part_text(part: dict[str, Any], path: str) -> str:
     return part["text"]
 
 
+MAX_TEMPLATE_KWARGS = 1024
 _RESERVED_TEMPLATE_KWARGS = frozenset({"self", "messages", "tools", "documents", "add_generation_prompt"})
 
 
 def check_template_kwargs(given: dict[str, Any] | None) -> None:
-    """Refuses `chat_template_kwargs` that would replace the body's own fields."""
+    """Refuses `chat_template_kwargs` that would replace the body's own fields, and more than any template reads: each
+    call on their way to it copies them.
+    """
+    if given and len(given) > MAX_TEMPLATE_KWARGS:
+        unit, remedy = "values", "leave out what the template does not read"
+        refuse("over_limit", "chat_template_kwargs", len(given), MAX_TEMPLATE_KWARGS, remedy, unit=unit)
     reserved = _RESERVED_TEMPLATE_KWARGS & set(given or ())
     if reserved:
         name = min(reserved)

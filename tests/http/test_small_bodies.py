@@ -50,6 +50,7 @@ TOO_MUCH = [
     (completion(prompt=[[5]] * 1024, logit_bias=dict.fromkeys(range(1025), 1)), "logit_bias", "1025 for each"),
     (chat(tools=[{"type": "function", "function": {"name": f"f{i}"}} for i in range(129)]), "tools", "129 entries"),
     (chat(n=129), "n", "128"),
+    (chat(chat_template_kwargs=dict.fromkeys(map(str, range(1025)), 1)), "chat_template_kwargs", "1025 values"),
     (chat(stop=["a" * 2000, "b" * 2000, "c" * 97]), "stop", "4097 characters"),
     (chat(messages=[{"role": "user", "content": [{"type": "text"}] * 4096}]), "messages", "4097 messages, parts"),
 ]
