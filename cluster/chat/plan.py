@@ -22,6 +22,7 @@ from manta.cluster.chat.tool_grammar import FormatRefused, calls_grammar
 from manta.cluster.errors import RequestRefused, refuse
 from manta.cluster.protocol.constraint_fields import json_text
 from manta.cluster.protocol.error_bodies import under_field
+from manta.cluster.protocol.foreign_fields import ignore
 from manta.cluster.protocol.messages import content_text
 from manta.cluster.protocol.requests import ChatCompletionRequest
 from manta.cluster.protocol.tools import NamedToolChoice, Tool, arguments_schema, must_call
@@ -106,8 +107,7 @@ def plan_chat(request: ChatCompletionRequest, params: SamplingParams, tokenizer:
     """
     template = tokenizer.chat_template_source(bool(request.callable_tools()))
     if request.reasoning_effort is not None and "reasoning_effort" not in template:
-        cause = "this model's chat template does not know it"
-        refuse("unsupported", "reasoning_effort", remedy="leave it out", cause=cause)
+        ignore("reasoning_effort", "leave it out; this model's chat template does not know it")
     tool_format = _tool_format(request, template)
     constraint = params.constraint
     left_out: list[str] = []

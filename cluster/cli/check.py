@@ -22,16 +22,12 @@ import msgspec
 from manta.cluster.cli.invocation import serve_command
 from manta.cluster.cli.refusal import Refusal
 from manta.cluster.config import EngineConfig, load_config
-from manta.cluster.text.chat_template import ChatTemplates, TemplateError
+from manta.cluster.text.chat_template import ChatTemplates, TemplateError, template_process
 from manta.cluster.text.tokenizer import Tokenizer
-from manta.cluster.text.tokenizer_files import (
-    TokenizerError,
-    read_chat_templates,
-    read_json,
-    resolve_folder,
-    special_tokens,
-)
+from manta.cluster.text.tokenizer_files import read_tokenizer_config, resolve_folder
+from manta.cluster.text.tokenizer_trial import try_tokenizer
 from manta.structured.logits_processors import LogitsProcessorError, LogitsProcessorRegistry
+from manta.structured.visible_text import say, say_lines
 from manta.workers.checkpoints.memory import (
     block_needs,
     choose_groups,
@@ -43,12 +39,14 @@ from manta.workers.checkpoints.memory import (
 )
 from manta.workers.checkpoints.model_folder import load_model_config, resolve_model_folder
 from manta.workers.checkpoints.stop_tokens import with_tokenizers_eos
+from manta.workers.checkpoints.stored_files import find_file
 from manta.workers.exact import check_exact
 from manta.workers.host import free_memory, num_cores
 from manta.workers.kept_weights import check_weights, describe_kept
 from manta.workers.kv_cache_dtype import check_kv_cache, kv_dtype
 from manta.workers.kv_groups import LayerGroups, one_group
 from manta.workers.models.model_config import ModelConfig, ModelError
+from manta.workers.models.variants import check_variants
 from manta.workers.parallel.split import check_num_ranks
 from manta.workers.torch_worker.trial import Trial, TrialResult, try_one_layer
 
@@ -115,10 +113,10 @@ def run_check(config_path: str | None, overrides: dict[str, Any]) -> int:
         with in_one_sentence():
             report = check_model(config.engine)
     except ModelError as error:
-        print(f"{config.engine.model} cannot be served: {error}", file=sys.stderr)
+        say("{} cannot be served: {}", config.engine.model, error, file=sys.stderr)
         return 1
-    print(_render(report))
-    print(f"\nIt can be served: {serve_command(config.engine.model, config_path)}")
+    say_lines(_rows(report))
+    say("\nIt can be served: {}", serve_command(config.engine.model, config_path))
     return 0
 
 
@@ -149,14 +147,15 @@ def _check_quickly(engine: EngineConfig) -> None:
     model = load_model_config(folder)
     _check_ranks(engine, model)
     device = "cpu" if engine.device == "auto" else engine.device
+    check_variants(model, device)
     check_exact(engine, device, model)
     check_kv_cache(engine, device, model)
     num_elements(folder)  # raises unless every file is there and complete
     _check_templates(folder if engine.tokenizer is None else resolve_folder(engine.tokenizer))
     if engine.max_model_len is not None:
         plan_max_model_len(model, engine.max_model_len, capacity=engine.max_model_len)
-    if engine.tokenizer is not None or not (folder / "tokenizer.json").is_file():
-        _check_tokenizer(engine, folder)
+    if engine.tokenizer is not None or find_file(folder, "tokenizer.json") is None:
+        _check_tokenizer(engine, folder, tries=False)
 
 
 def check_machine(engine: EngineConfig) -> None:
@@ -219,11 +218,12 @@ def _check_memory(weights: int, kv_bytes: int, dtype: str, free: int) -> None:
 
 def _check_templates(folder: pathlib.Path) -> None:
     try:
-        read_special_tokens = special_tokens(config := read_json(folder / "tokenizer_config.json"))
-        ChatTemplates(read_chat_templates(folder, config)).check(read_special_tokens)
+        config = read_tokenizer_config(folder)
+        ChatTemplates(config.chat_templates).check(config.special_tokens)
+        template_process().close()  # this process renders no more
     except jinja2.TemplateError as error:
         raise ModelError(f"the chat template of {folder} is no valid Jinja: {error}") from error
-    except (TemplateError, TokenizerError) as error:
+    except TemplateError as error:
         raise ModelError(str(error)) from error
 
 
@@ -232,12 +232,15 @@ def _check_ranks(engine: EngineConfig, model: ModelConfig) -> None:
         check_num_ranks(model, engine.tensor_parallel_size, engine.exact)
 
 
-def _check_tokenizer(engine: EngineConfig, folder: pathlib.Path) -> Tokenizer:
+def _check_tokenizer(engine: EngineConfig, folder: pathlib.Path, tries: bool = True) -> Tokenizer:
+    """Returns the tokenizer. Raises `ModelError` if it cannot be used; `tries` says whether to run it on probes."""
     source = engine.tokenizer or folder
     try:
+        if tries:
+            try_tokenizer(resolve_folder(source))
         return Tokenizer(source)
-    except (ModelError, TokenizerError) as error:
-        raise ModelError(str(error)) from error
+    except ModelError:
+        raise
     except Exception as error:  # whatever an unexpected type of value leads to
         raise ModelError(f"the tokenizer of {source} cannot be read: {type(error).__name__}: {error}") from error
 
@@ -284,6 +287,8 @@ def check_model(engine: EngineConfig) -> CheckReport:
     check_exact(engine, platform.name, model, platform.advice)
     for each in (model, _draft_config(engine)):
         check_kv_cache(engine, platform.name, each)
+        if each is not None:
+            check_variants(each, platform.name)
     keeps_integers = platform.keeps_integers and engine.weights != "dense"
     keeps_float8 = platform.keeps_float8 and engine.weights == "auto"
     own_bytes = weight_bytes(folder, dtype, model, engine.weights)
@@ -462,7 +467,7 @@ def _draft_bytes(engine: EngineConfig, dtype: str) -> int:
     return 0 if folder is None else weight_bytes(folder, dtype, load_model_config(folder), engine.weights)
 
 
-def _render(report: CheckReport) -> str:
+def _rows(report: CheckReport) -> Iterator[str]:
     how = "natively" if report.native else "through transformers"
     rows = {
         "model": report.folder,
@@ -499,7 +504,7 @@ def _render(report: CheckReport) -> str:
         rows["no chat"] = "its tokenizer brings no chat template: it serves /v1/completions only"
     if report.advice:
         rows["slower"] = f"than need be: {report.advice}"
-    return "\n".join(f"{name:<13} {text}" for name, text in rows.items())
+    yield from (f"{name:<13} {text}" for name, text in rows.items())
 
 
 def _layers(report: CheckReport) -> str:

@@ -18,7 +18,6 @@ Serve.
 
 from __future__ import annotations
 
-import logging
 import secrets
 import time
 from collections import deque
@@ -44,13 +43,14 @@ from manta.specdecode.forced import ForcedProposer
 from manta.specdecode.lengths import StepCost
 from manta.structured.constraint import Resolved
 from manta.structured.logits_processors import LogitsProcessorFactory, LogitsProcessorRegistry
+from manta.structured.visible_logs import logger_of
 from manta.workers.checkpoints.stop_tokens import with_tokenizers_eos
 from manta.workers.kv_groups import BlockNeeds
 from manta.workers.model_info import ModelInfo
 from manta.workers.sampling_params import SamplingParams
 from manta.workers.step import StepInput, StepOutOfMemory
 
-logger = logging.getLogger(__name__)
+logger = logger_of(__name__)
 
 T = TypeVar("T")
 

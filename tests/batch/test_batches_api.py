@@ -59,7 +59,7 @@ class HeldEngines(RepeatingEngines):
         self.gate = asyncio.Event()
         self.num_free = 0
 
-    async def submit(self, request: GenerationRequest) -> Repeating:
+    async def submit(self, request: GenerationRequest, meter: Any = None) -> Repeating:
         self.asked.append((request.engine.client, request.prompts[0][0]))
         if len(self.asked) <= self.num_free:
             return Repeating(request.prompts, "abc")

@@ -35,7 +35,7 @@ class StoppedEngines(RepeatingEngines):
     def __init__(self, text: str) -> None:
         self._text = text
 
-    async def submit(self, request: Any) -> Stopped:
+    async def submit(self, request: Any, meter: Any = None) -> Stopped:
         return Stopped(request.prompts, self._text)
 
 

@@ -19,11 +19,11 @@ from manta.workers.checkpoints.formats.gguf_blocks import BLOCK_TYPES, read_gguf
 from manta.workers.checkpoints.formats.gptq import read_gptq
 from manta.workers.checkpoints.formats.stored_part import Reader, StoredPart
 from manta.workers.checkpoints.memory import FLOATING
-from manta.workers.checkpoints.shard import Shard
+from manta.workers.checkpoints.shard import Shard, in_order, take_piece
 from manta.workers.kernels.quantized_weight import QuantizedWeight
 from manta.workers.kernels.weights import LinearWeight
 from manta.workers.models.model_config import ModelError, Quantization, WeightFormat
-from manta.workers.models.specs import LinearSpec, WeightPart
+from manta.workers.models.specs import LinearSpec, Split, WeightPart
 
 READERS: dict[str, Reader] = {
     "int": read_int,
@@ -92,15 +92,30 @@ class LinearReader:
         format_ = GGUF if self.format_of(part) is GGUF else None
         return self._part(part, format_, LinearSpec((part,), width))
 
+    def read_vector(self, name: str, size: int, split: Split) -> torch.Tensor:
+        """Returns the rank's share of a tensor [size], as a view of the file."""
+        part = WeightPart(name, size, split)
+        taken = self._taken(part, False, self.checkpoint.view(name, (size,)))
+        assert isinstance(taken, torch.Tensor)
+        return taken
+
     def _quantized(self, part: WeightPart, spec: LinearSpec, format_: WeightFormat) -> QuantizedWeight | torch.Tensor:
         """Reads a whole part of a linear, and returns this rank's share."""
+        num_rows = part.stored_rows or part.out_features
         stored = StoredPart(
-            part.name, part.out_features, spec.in_features, format_, self._dtype, self.checkpoint, self._keeps_float8
+            part.name, num_rows, spec.in_features, format_, self._dtype, self.checkpoint, self._keeps_float8
         )
         weight = READERS[format_.reader](stored)
         if not spec.has_bias and stored.has("bias"):
             stored.no_bias()
-        return weight if self._shard is None else self._shard.take(part, spec.splits_inputs, weight)
+        return self._taken(part, spec.splits_inputs, weight)
+
+    def _taken(
+        self, part: WeightPart, splits_inputs: bool, stored: QuantizedWeight | torch.Tensor
+    ) -> QuantizedWeight | torch.Tensor:
+        """Returns this rank's share of a part, given the tensor that holds it."""
+        whole = take_piece(part, stored)
+        return in_order(part, whole if self._shard is None else self._shard.take(part, splits_inputs, whole))
 
     def format_of(self, part: WeightPart) -> WeightFormat | None:
         """Returns the format of a part; None if it is not quantised.
@@ -134,8 +149,10 @@ class LinearReader:
 
     def _plain(self, part: WeightPart, spec: LinearSpec) -> torch.Tensor:
         """Returns the rank's share of an unquantised part, as a view of the file."""
-        whole = self.checkpoint.view(f"{part.name}.weight", (part.out_features, spec.in_features))
-        return whole if self._shard is None else self._shard.take(part, spec.splits_inputs, whole)
+        stored = self.checkpoint.view(f"{part.name}.weight", (part.stored_rows or part.out_features, spec.in_features))
+        taken = self._taken(part, spec.splits_inputs, stored)
+        assert isinstance(taken, torch.Tensor)
+        return taken
 
     def _stack_plain(self, views: list[torch.Tensor]) -> torch.Tensor:
         """Stacks parts in memory that the next call reuses, because fresh pages would double the time."""
@@ -153,10 +170,11 @@ class LinearReader:
         """Returns the bias as a copy on the device."""
         parts = []
         for part in spec.parts:
-            bias = self.checkpoint.view(f"{part.name}.bias", (part.out_features,))
+            stored = self.checkpoint.view(f"{part.name}.bias", (part.stored_rows or part.out_features,))
+            bias = take_piece(part, stored)
             if self._shard is not None:
                 bias = self._shard.take_bias(part, spec.splits_inputs, bias)
-            parts.append(self._place_bias(bias, self._dtype))
+            parts.append(self._place_bias(in_order(part, bias), self._dtype))
         return torch.cat(parts)
 
 

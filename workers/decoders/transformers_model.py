@@ -10,7 +10,6 @@ a model is asked for.
 from __future__ import annotations
 
 import contextlib
-import logging
 import pathlib
 from typing import Any
 
@@ -20,6 +19,8 @@ import transformers
 from torch import nn
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
+from manta.structured.visible_logs import logger_of
+from manta.workers.checkpoints.memory import weight_files
 from manta.workers.checkpoints.transformers_support import OWN_ATTENTION, uses_alibi
 from manta.workers.decoders.alibi import Alibi
 from manta.workers.decoders.layer_windows import SHRUNK, Windows, observe_windows, shrunk_lengths
@@ -34,7 +35,7 @@ from manta.workers.kv_groups import group_layers, one_group
 from manta.workers.models.model_config import HeadShape, ModelConfig, ModelError
 from manta.workers.platforms import Platform
 
-logger = logging.getLogger(__name__)
+logger = logger_of(__name__)
 
 _COMPUTED_BUFFERS = (".inv_freq", ".attn.bias", ".attention.bias", ".masked_bias", ".position_ids")
 """Ends of the names of buffers that older checkpoints store and that transformers computes."""
@@ -129,6 +130,7 @@ class TransformersModel:
     def _load(self, folder: str | pathlib.Path, dtype: torch.dtype, platform: Platform, kept: KeptBits) -> Any:
         transformers.AttentionInterface.register(_ATTENTION_NAME, _attend)
         transformers.utils.logging.disable_progress_bar()
+        weight_files(pathlib.Path(folder))  # raises for an index that names files elsewhere, which transformers reads
         config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False)
         num_stored = config.num_hidden_layers
         try:

@@ -20,6 +20,8 @@ HARMLESS_KEYS = frozenset(
         # Training, and heads for other tasks than generation.
         "attention_dropout",
         "residual_dropout",
+        "resid_pdrop",
+        "embd_pdrop",
         "initializer_range",
         "finetuning_task",
         "id2label",
@@ -34,6 +36,7 @@ HARMLESS_KEYS = frozenset(
         "_attn_implementation",
         "_attn_implementation_autoset",
         "_flash_attn_2_enabled",
+        "cache_implementation",
         "chunk_size_feed_forward",
         "gradient_checkpointing",
         "is_decoder",

@@ -7,7 +7,6 @@ device.
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -16,6 +15,7 @@ import numpy as np
 import torch
 import triton
 
+from manta.structured.visible_logs import logger_of
 from manta.workers.kernels.attention_metadata import AttentionMetadata
 from manta.workers.kernels.linears import GatedLinear, TorchLinear
 from manta.workers.kernels.model_protocol import Model
@@ -33,7 +33,7 @@ from manta.workers.kernels.weights import DecoderWeights, Linear, LinearWeight
 from manta.workers.models.model_config import ModelConfig
 from manta.workers.platforms.cuda_group import NcclGroup
 
-logger = logging.getLogger(__name__)
+logger = logger_of(__name__)
 
 
 class CudaPlatform:

@@ -6,7 +6,6 @@ from it.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
@@ -14,11 +13,12 @@ import msgspec
 import numpy as np
 
 from manta.structured.logits_processors import LogitsProcessorRegistry
+from manta.structured.visible_logs import logger_of
 from manta.workers.sampling.sampling_state import SamplingState
 from manta.workers.sampling_params import SamplingParams
 from manta.workers.step import RowError, SequenceStart, StepInput
 
-logger = logging.getLogger(__name__)
+logger = logger_of(__name__)
 
 
 class PromptTargets(NamedTuple):

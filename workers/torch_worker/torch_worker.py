@@ -8,7 +8,6 @@ and calls `execute` and then `sample` for every step.
 from __future__ import annotations
 
 import contextlib
-import logging
 import pathlib
 from collections.abc import Iterator, Mapping
 
@@ -16,6 +15,7 @@ import torch
 
 from manta.structured.logits_processors import LogitsProcessorFactory, LogitsProcessorRegistry
 from manta.structured.masks import MaskBatch
+from manta.structured.visible_logs import logger_of
 from manta.workers.kept_weights import describe_kept
 from manta.workers.kernels.protocol import DecodeLimits
 from manta.workers.kv_cache_dtype import kv_dtype
@@ -36,7 +36,7 @@ from manta.workers.torch_worker.rank_models import ModelSource, RankModels, choo
 from manta.workers.torch_worker.rank_runner import FollowerRunner, RankRunner
 from manta.workers.torch_worker.step_times import measure_steps
 
-logger = logging.getLogger(__name__)
+logger = logger_of(__name__)
 
 
 class TorchWorker:

@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from manta.cluster.chat.plan import ChatPlan, plan_chat, render
+from manta.cluster.chat.plan import ChatPlan
 from manta.cluster.chat.reader import ChatReader, MessageBuilder, whole_arguments
 from manta.cluster.errors import RequestRefused
 from manta.cluster.http.endpoints import generation
@@ -42,7 +42,6 @@ from manta.cluster.protocol.anthropic import (
     ToolUseBlock,
 )
 from manta.cluster.protocol.responses import ChatDelta
-from manta.cluster.protocol.tools import template_tools
 from manta.cluster.protocol.translated import renamed
 
 STOP_REASONS = {"stop": "end_turn", "length": "max_tokens"}
@@ -56,19 +55,18 @@ async def messages(state: AppState, exchange: Exchange, body: MessagesRequest) -
         return MessagesAnswer(identity, model, plan, len(prompt))
 
     try:
-        await generation.chat(state, exchange, body.as_openai(), answer_with)
+        request = await state.apart(exchange, body.as_openai)
+        await generation.chat(state, exchange, request, answer_with)
     except RequestRefused as error:
         raise renamed(error, body) from error
 
 
 async def count_tokens(state: AppState, exchange: Exchange, body: CountTokensRequest) -> TokenCount:
     """Counts the prompt's tokens as `messages` would use them."""
-    request = body.as_openai()
+    request = await state.apart(exchange, body.as_openai)
     state.admission.check_model(request.model)
     try:
-        params = await generation.sampling_params(state, request)
-        conversation = render(state.tokenizer, request, template_tools(request.shown_tools()))
-        plan = plan_chat(request, params, state.tokenizer, conversation)
+        plan = await generation.planned(state, exchange, request)
         limit = (await state.model_info()).max_model_len
         return TokenCount(len(await encode_prompt(state.tokenizer, plan.prompt, False, limit, "messages")))
     except RequestRefused as error:

@@ -37,6 +37,8 @@ struct Attention {
     int head_dim;
     int window;  // visible positions; INT32_MAX without a sliding window
     float scale;
+    float logit_cap;  // c: scaled products become c * tanh(product / c); 0 for none
+    const float* sinks;  // [num_heads]: a further logit of each head, without a value; null for none
 };
 
 constexpr int SPLIT_KEYS = 512;  // keys of one unit of work if the query is short

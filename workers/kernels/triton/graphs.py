@@ -11,15 +11,15 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import logging
 import time
 from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
 
+from manta.structured.visible_logs import logger_of
 from manta.workers.kernels.attention_metadata import AttentionMetadata
-from manta.workers.kernels.protocol import DecodeLimits, Forward, KVCaches
+from manta.workers.kernels.protocol import DecodeLimits, Forward, KVCaches, RotaryTables
 from manta.workers.kernels.triton.launch import GraphCapture, synchronize
 from manta.workers.kernels.triton.metadata import (
     DeviceMetadata,
@@ -32,7 +32,7 @@ from manta.workers.kernels.triton.metadata import (
 )
 from manta.workers.kernels.triton.work import WorkShape
 
-logger = logging.getLogger(__name__)
+logger = logger_of(__name__)
 
 SMALL_SIZES = (1, 2, 4, 8)
 SIZE_STEP, LARGE_SIZE_STEP, LARGE_SIZE = 16, 32, 64
@@ -105,8 +105,8 @@ class _Graph:
     residual: torch.Tensor
     """Input [num_tokens, hidden]. Padding rows keep their last values, which no other row reads."""
     metadata: DeviceMetadata
-    cos_sin: torch.Tensor
-    """Table of rotary angles, kept because the graph reads its memory."""
+    cos_sin: RotaryTables
+    """Tables of rotary angles, kept because the graph reads their memory."""
     hidden: torch.Tensor
     replay: Callable[[], object]
 
@@ -125,7 +125,7 @@ class GraphedLayers:
         """Graphs by layout and by whether groups of sequences share prefixes."""
 
     def __call__(
-        self, residual: torch.Tensor, cos_sin: torch.Tensor, metadata: AttentionMetadata, kv_caches: KVCaches
+        self, residual: torch.Tensor, cos_sin: RotaryTables, metadata: AttentionMetadata, kv_caches: KVCaches
     ) -> torch.Tensor:
         if not isinstance(metadata, DeviceMetadata) or metadata.layout is None:
             return self._run_layers(residual, cos_sin, metadata, kv_caches)
@@ -151,11 +151,11 @@ class GraphedLayers:
         self,
         capture: GraphCapture,
         residual: torch.Tensor,
-        cos_sin: torch.Tensor,
+        cos_sin: RotaryTables,
         metadata: DeviceMetadata,
         kv_caches: KVCaches,
     ) -> _Graph:
-        """Captures a graph. `metadata` and the table of rotary angles must have the largest size of steps with this
+        """Captures a graph. `metadata` and the tables of rotary angles must have the largest size of steps with this
         layout.
         """
         own_residual = residual.clone()

@@ -11,13 +11,14 @@ import torch
 
 from manta.workers.kernels.attention_metadata import AttentionMetadata
 from manta.workers.kernels.linears import SummedLinear
-from manta.workers.kernels.protocol import Forward, KVCaches
+from manta.workers.kernels.protocol import Forward, KVCaches, RotaryTables
 from manta.workers.kernels.triton import layers
 from manta.workers.kernels.triton.quantized_linear import TritonQuantizedLinear
 from manta.workers.kernels.triton.rounded_rows import RoundedRows, round_normed
 from manta.workers.kernels.weights import DecoderWeights, LayerWeights, Linear
 from manta.workers.kv_groups import LayerPlace, group_layers
 from manta.workers.models.model_config import ModelConfig
+from manta.workers.models.variants import OUTSIDE_OF_LAYERS, variants_of
 
 
 class _RoundedInput:
@@ -90,14 +91,14 @@ class RoundedLayers:
         return any(each.rounds_in_norm for layer in self._layers for each in (layer.qkv, layer.gated))
 
     def __call__(
-        self, residual: torch.Tensor, cos_sin: torch.Tensor, metadata: AttentionMetadata, kv_caches: KVCaches
+        self, residual: torch.Tensor, cos_sin: RotaryTables, metadata: AttentionMetadata, kv_caches: KVCaches
     ) -> torch.Tensor:
         heads, eps = self._config.heads, self._config.rms_norm_eps
         update: torch.Tensor | None = None
-        for layer, kv_cache in zip(self._layers, kv_caches, strict=True):
+        for layer, table, kv_cache in zip(self._layers, cos_sin, kv_caches, strict=True):
             qkv = layer.qkv.forward(layer.qkv.norm(update, residual, layer.input_norm, eps), metadata)
             group = metadata.of_group(layer.group)
-            layers.rope_and_cache(qkv, cos_sin, group, *kv_cache, heads, layer.q_norm, layer.k_norm, eps)
+            layers.rope_and_cache(qkv, table, group, *kv_cache, heads, layer.q_norm, layer.k_norm, eps)
             attended = layers.paged_attention(qkv, *kv_cache, group, heads, layer.sliding_window)
             update = layer.output.forward(attended, metadata)
             update = layer.mlp(layer.gated.norm(update, residual, layer.mlp_norm, eps), metadata)
@@ -106,6 +107,8 @@ class RoundedLayers:
 
 
 def rounded_layers(weights: DecoderWeights, config: ModelConfig, run_layers: Forward) -> Forward:
-    """Returns `RoundedLayers` if any of its norms rounds rows, else `run_layers`."""
+    """Returns `RoundedLayers` if any of its norms rounds rows, else `run_layers`, which computes all variants."""
+    if variants_of(config) - OUTSIDE_OF_LAYERS:
+        return run_layers
     rounded = RoundedLayers(weights, config)
     return rounded if rounded.rounds_in_norms else run_layers
