@@ -13,6 +13,8 @@ import jinja2
 import jinja2.ext
 import jinja2.sandbox
 
+from manta.cluster.text.call_arguments import UnfinishedArguments
+
 
 class TemplateError(ValueError):
     """The chat template refused the messages; the message is the template's own."""
@@ -125,6 +127,8 @@ def _to_json(
     sort_keys: bool = False,
 ) -> str:
     """Returns a value as JSON. Replaces Jinja's own filter, which escapes HTML; no chat template wants that."""
+    if isinstance(value, UnfinishedArguments):
+        return value.json_text()
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
