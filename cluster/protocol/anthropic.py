@@ -342,11 +342,15 @@ class AnswerText(msgspec.Struct, tag_field="type", tag="text"):
     citations: None = None
 
 
+class DirectCaller(msgspec.Struct, tag_field="type", tag="direct", frozen=True):
+    """The model itself made the call."""
+
+
 class AnswerToolUse(msgspec.Struct, tag_field="type", tag="tool_use"):
     id: str
     name: str
     input: dict[str, Any]
-    caller: dict[str, str] = {"type": "direct"}
+    caller: DirectCaller = DirectCaller()
 
 
 AnswerBlock = AnswerText | AnswerToolUse | ThinkingBlock

@@ -121,7 +121,7 @@ class MessagesAnswer:
         yield _event(MessageStop())
 
     def _read(self, event: Event) -> list[ChatDelta]:
-        return self._reader.feed(event.text, event.finish is not None)
+        return self._reader.feed(event.text, event.finish is not None, event.is_cut)
 
     def _ending(self, last: Event) -> MessageEnding:
         assert last.finish is not None
