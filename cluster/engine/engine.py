@@ -107,10 +107,7 @@ class Engine:
             max_num_batched_tokens=config.max_num_batched_tokens,
             max_num_sequences=config.max_num_sequences,
             max_model_len=self.max_model_len,
-            blocks=KVBlocks(
-                self.model.num_blocks, config.block_size, config.enable_prefix_caching, len(self.model.groups)
-            ),
-            groups=self.model.groups,
+            blocks=KVBlocks(self.model.num_blocks, config.block_size, config.enable_prefix_caching, self.model.groups),
             num_lookahead_tokens=config.speculative.num_lookahead_tokens if config.speculative else 0,
             length_remedy=_length_remedy(config, self.model),
         )

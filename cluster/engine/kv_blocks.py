@@ -12,6 +12,8 @@ import hashlib
 from array import array
 from collections.abc import Callable, Iterable, Sequence
 
+from manta.cluster.engine.resume_borders import ResumeBorders
+from manta.workers.kv_groups import ONE_GROUP, KVGroup
 from manta.workers.step import NO_BLOCK
 
 HASH_BYTES = 16
@@ -45,30 +47,47 @@ class IntegrityError(AssertionError):
 
 
 class KVBlocks:
-    """`num_blocks` blocks of `block_size` tokens, from which `num_groups` groups of layers take theirs. A group finds
-    its own blocks only. Every operation is O(blocks it touches).
+    """`num_blocks` blocks of `block_size` tokens, from which the groups of layers take theirs. A group finds its own
+    blocks only. Every operation is O(blocks it touches).
     """
 
     def __init__(
-        self, num_blocks: int, block_size: int, enable_prefix_caching: bool = True, num_groups: int = 1
+        self,
+        num_blocks: int,
+        block_size: int,
+        enable_prefix_caching: bool = True,
+        groups: tuple[KVGroup, ...] = ONE_GROUP,
     ) -> None:
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.enable_prefix_caching = enable_prefix_caching
-        self.num_groups = num_groups
+        self.groups = groups
         self._references = [0] * num_blocks
         self._hashes: list[bytes | None] = [None] * num_blocks
         self._group_of = [0] * num_blocks
         """The group of each cached block."""
-        self._cached: list[dict[bytes, int]] = [{} for _ in range(num_groups)]
+        self._cached: list[dict[bytes, int]] = [{} for _ in groups]
         self._empty = list(range(num_blocks - 1, -1, -1))
         """Free blocks that hold no cached prefix."""
         self._evictable: collections.OrderedDict[int, None] = collections.OrderedDict()
         """Free blocks that hold a cached prefix, least recently used first."""
-        self.on_change: Callable[[bytes, bool], None] | None = None
-        """A callback that gets each hash with True when its block of the first group enters the prefix cache, and with
-        False when it leaves.
+        self._on_change: Callable[[bytes, bool], None] | None = None
+        self._borders: ResumeBorders | None = None
+
+    def report_to(self, on_change: Callable[[bytes, bool], None]) -> None:
+        """Calls `on_change` from now on with each hash and True when its block enters the prefix cache, and with False
+        when it leaves. If a group has a window, the calls are about borders at which every group can go on
+        (`resume_borders.py`). Call it while the cache is empty.
         """
+        if self.has_windows:
+            self._borders = ResumeBorders(self.groups, self.block_size, on_change)
+        else:
+            self._on_change = on_change
+
+    @property
+    def has_windows(self) -> bool:
+        """Whether a group needs only the last blocks of a prefix."""
+        return any(group.window is not None for group in self.groups)
 
     @property
     def num_free(self) -> int:
@@ -147,18 +166,29 @@ class KVBlocks:
         (copy,) = self.allocate(1)
         return [*table, copy], [(block_table[full], copy)]
 
-    def register(self, block: int, block_hash: bytes, group: int = 0) -> None:
-        """Adds a block, which the planned step fills, to the group's prefix cache.
+    def register_row(self, blocks: Iterable[int], hashes: Sequence[bytes], number: int) -> None:
+        """Adds the groups' blocks with number `number` of a chain to the prefix cache. `hashes` has the chain up to
+        there.
+        """
+        for group, block in enumerate(blocks):
+            is_new = self.register(block, hashes[number], group)
+            if is_new and self._borders is not None:
+                self._borders.enter(hashes[number], group, hashes[number - 1] if number else None, number)
+
+    def register(self, block: int, block_hash: bytes, group: int = 0) -> bool:
+        """Adds a block, which the planned step fills, to the group's prefix cache. Returns whether it did so.
 
         The same step may read the block already, because every layer writes all keys and values of a step before its
         attention reads any. If another block holds the same prefix, that block stays in the cache instead.
         """
-        if self.enable_prefix_caching and block_hash not in self._cached[group]:
-            self._cached[group][block_hash] = block
-            self._hashes[block] = block_hash
-            self._group_of[block] = group
-            if self.on_change is not None and group == 0:
-                self.on_change(block_hash, True)
+        if not self.enable_prefix_caching or block_hash in self._cached[group]:
+            return False
+        self._cached[group][block_hash] = block
+        self._hashes[block] = block_hash
+        self._group_of[block] = group
+        if self._on_change is not None and group == 0:
+            self._on_change(block_hash, True)
+        return True
 
     def discard(self, blocks: Iterable[int]) -> None:
         """Removes blocks from the prefix cache, so that no new sequence reads them."""
@@ -179,8 +209,10 @@ class KVBlocks:
             group = self._group_of[block]
             del self._cached[group][block_hash]
             self._hashes[block] = None
-            if self.on_change is not None and group == 0:
-                self.on_change(block_hash, False)
+            if self._on_change is not None and group == 0:
+                self._on_change(block_hash, False)
+            if self._borders is not None:
+                self._borders.leave(block_hash, group)
 
     def check_integrity(self, holders: Iterable[Iterable[int]]) -> None:
         """Raises `IntegrityError` unless every block is free or counted once for each holder. `holders` are the blocks

@@ -113,8 +113,8 @@ class KVCacheManager:
         each other sequence.
         """
         end = sequence.num_computed_tokens + count
-        missing = self._num_blocks_for(end) - len(sequence.block_tables[0])
-        if missing > 0:
+        if end > len(sequence.block_tables[0]) * self._block_size:
+            missing = self._num_blocks_for(end) - sequence.num_blocks
             self._give_back(sequence)
             if missing * self._num_groups > self.blocks.num_free:
                 return False
@@ -151,8 +151,7 @@ class KVCacheManager:
             full = min(sequence.num_computed_tokens, len(sequence.token_ids)) // self._block_size
             hashes = sequence.hash_blocks(full, self._block_size)
             for index in range(sequence.num_registered_blocks, full):
-                for group, table in enumerate(sequence.block_tables):
-                    self.blocks.register(table[index], hashes[index], group)
+                self.blocks.register_row([table[index] for table in sequence.block_tables], hashes, index)
             sequence.num_registered_blocks = full
 
     def _num_blocks_for(self, num_tokens: int) -> int:

@@ -19,7 +19,7 @@ from manta.cluster.engine.sequence import Sequence
 from manta.cluster.engine.stats import DraftCounts
 from manta.cluster.engine.step_plan import StepPlan
 from manta.cluster.engine.turns import SequenceQueue, Turns
-from manta.workers.kv_groups import ONE_GROUP, BlockNeeds, KVGroup
+from manta.workers.kv_groups import BlockNeeds
 from manta.workers.step import RowError, StepInput, StepOutput
 
 
@@ -38,7 +38,6 @@ class Scheduler:
         max_num_sequences: int,
         max_model_len: int,
         blocks: KVBlocks,
-        groups: tuple[KVGroup, ...] = ONE_GROUP,
         num_lookahead_tokens: int = 0,
         length_remedy: str = "",
     ) -> None:
@@ -52,7 +51,7 @@ class Scheduler:
         self.has_advanced = False
         """Whether the last `update` brought a token, an end, or a position that stays computed."""
         self.drafts = DraftCounts()
-        needs = BlockNeeds(groups, blocks.block_size, max_num_batched_tokens + 1)
+        needs = BlockNeeds(blocks.groups, blocks.block_size, max_num_batched_tokens + 1)
         self._cache = KVCacheManager(blocks, needs, num_lookahead_tokens)
         self.longest = self._cache.longest(max_model_len)
         """The longest sequence in tokens: the model's limit, or what the whole cache holds if that is less."""

@@ -196,10 +196,12 @@ class Harness:
             max_num_batched_tokens=budget,
             max_num_sequences=slots,
             max_model_len=64,
-            blocks=KVBlocks(num_blocks, BLOCK_SIZE, caching, len(windows)),
-            groups=tuple(map(KVGroup, windows)),
+            blocks=KVBlocks(num_blocks, BLOCK_SIZE, caching, tuple(map(KVGroup, windows))),
             num_lookahead_tokens=lookahead,
         )
+        self.borders: set[bytes] = set()
+        """Hashes of the blocks after which a prompt may go on, as the router is told."""
+        self.scheduler.blocks.report_to(self._note_border)
         self.model = FakeModel(windows)
         self.sequences: list[Sequence] = []
         """One a choice, by id: the scheduler's own, or before the fork a stand-in of the same prompt."""
@@ -302,8 +304,26 @@ class Harness:
                 assert held[first:] == table[first:], "a step reads a block that was given back"
         needs = BlockNeeds(tuple(map(KVGroup, self.windows)), BLOCK_SIZE, self.budget + 1)
         for sequence in self.scheduler.running:
-            lookahead = self.scheduler.blocks.num_groups * -(-self.lookahead // BLOCK_SIZE)
+            lookahead = len(self.windows) * -(-self.lookahead // BLOCK_SIZE)
             assert len(sequence.held_blocks()) <= needs.of_sequence(sequence.num_blocks * BLOCK_SIZE) + lookahead
+
+    def _note_border(self, block_hash: bytes, is_there: bool) -> None:
+        assert (block_hash in self.borders) != is_there, "told twice"
+        (self.borders.add if is_there else self.borders.discard)(block_hash)
+
+    def check_borders(self) -> None:
+        """The router knows the borders at which every group can go on, and no others."""
+        blocks, expected = self.scheduler.blocks, set()
+        for hashes in [sequence.block_hashes for sequence in self.sequences]:
+            for end in range(1, len(hashes) + 1):
+                read = [
+                    (group, number)
+                    for group in range(len(self.windows))
+                    for number in range(self.model.visible(group, end * BLOCK_SIZE)[0] // BLOCK_SIZE, end)
+                ]
+                if all(blocks.find(hashes[number], group) is not None for group, number in read):
+                    expected.add(hashes[end - 1])
+        assert self.borders == expected
 
     def lose_ranks(self) -> None:
         self.scheduler.recompute_all()

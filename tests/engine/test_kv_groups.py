@@ -158,8 +158,7 @@ def test_a_long_sequence_takes_what_its_windows_need() -> None:
         max_num_batched_tokens=2048,
         max_num_sequences=1,
         max_model_len=1 << 17,
-        blocks=KVBlocks(1 << 14, BLOCK_TOKENS, num_groups=len(layers.groups)),
-        groups=layers.groups,
+        blocks=KVBlocks(1 << 14, BLOCK_TOKENS, groups=layers.groups),
     )
     sequence = Sequence(0, "0", [1] * (1 << 15), SamplingParams(max_tokens=40, ignore_eos=True), 0)
     scheduler.add(sequence)
@@ -211,8 +210,7 @@ def test_no_group_starves_while_another_has_room() -> None:
             max_num_batched_tokens=512,
             max_num_sequences=10,
             max_model_len=1024,
-            blocks=KVBlocks(240, BLOCK_TOKENS, num_groups=len(groups)),
-            groups=groups,
+            blocks=KVBlocks(240, BLOCK_TOKENS, groups=groups),
         )
         for number, length in enumerate(lengths):
             params = SamplingParams(max_tokens=30, ignore_eos=True)

@@ -103,6 +103,8 @@ def test_every_request_gets_its_tokens_despite_the_others(
         else:
             harness.lose_ranks()
         harness.scheduler.check_integrity()
+        if harness.scheduler.blocks.has_windows:
+            harness.check_borders()
     harness.drain()
     for sequence in harness.sequences:
         end = harness.ends[name_of(sequence)]

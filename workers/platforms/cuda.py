@@ -45,7 +45,7 @@ class CudaPlatform:
     kv_share = 0.9
     """Graphs and fragmentation of a step's tensors take the rest."""
     keeps_integers = True
-    groups_layers = False
+    groups_layers = True
     splits_mlp = False
 
     def __init__(self, device: torch.device) -> None:

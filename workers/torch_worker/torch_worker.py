@@ -76,6 +76,7 @@ class TorchWorker:
             config.block_size,
             max_draft_tokens,
             max_num_tokens=config.max_num_batched_tokens,
+            num_groups=len(plan.layers.groups),
         )
         platform.record_decodes(share.model, self.runner.kv_layers, limits, agree=self.group.least)
         self.draft = None if models.draft is None else TorchDraftRunner(models.draft, self.runner)
