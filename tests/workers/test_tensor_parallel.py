@@ -33,6 +33,7 @@ from tests.specdecode.test_speculative import SAMPLED
 from tests.workers import rank_child
 from tests.workers.cpu_forms import COMPILED
 from tests.workers.rank_processes import RankFailed, RankProcesses, in_forms, over_ranks
+from tests.workers.test_layer_kinds import folder_of
 
 pytestmark = pytest.mark.usefixtures("plugin", "cheap_groups")
 
@@ -147,6 +148,16 @@ REQUESTS: dict[str, tuple[Ask, dict[str, Any]]] = {
 @pytest.mark.parametrize("max_shard_size", ["1GB", "50KB"], ids=["single file", "sharded"])
 def test_two_ranks_draw_the_tokens_of_one(two: RankProcesses, family: str, max_shard_size: str) -> None:
     assert_same(two, ALL_GREEDY, str(checkpoint(family, max_shard_size=max_shard_size)))
+
+
+@pytest.mark.parametrize("kind", ["gemma3", "olmo3", "glm4", "phi3", "cohere2"])
+def test_two_ranks_split_every_kind_of_layer(two: RankProcesses, kind: str) -> None:
+    assert_same(two, ALL_GREEDY, str(folder_of(kind)))
+
+
+def test_four_ranks_share_key_heads_under_one_norm(four: RankProcesses) -> None:
+    """Its squares are counted once, although two ranks hold the same key head."""
+    assert_same(four, ALL_GREEDY, str(folder_of("olmo2")))
 
 
 @pytest.mark.parametrize("what", REQUESTS)
