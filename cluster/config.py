@@ -86,12 +86,16 @@ class BodyLimits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     """Limits on one request's body. The ingress refuses a body beyond them (HTTP 400)."""
 
     max_values: Count = 2**20
-    """JSON values in one body. The check counts commas and opening brackets, those inside strings too."""
+    """JSON values in one body. The check counts commas and opening brackets outside strings."""
+    max_members: Count = 2**19
+    """Lists, objects and members of objects in one body, each of which costs more than a plain value. The check counts
+    opening brackets and colons outside strings.
+    """
     max_messages: Count = 4096
-    """Messages of one conversation, including their parts and tool calls."""
+    """Messages or items of one conversation, including their parts and tool calls."""
     max_token_ids: Count = 2**20
-    """Entries of `allowed_token_ids`, `logit_bias` and `stop_token_ids`, multiplied by the number of prompts, because
-    each prompt becomes an engine request with its own copy.
+    """Different entries of `allowed_token_ids`, `logit_bias` and `stop_token_ids`, multiplied by the number of choices,
+    because each prompt becomes an engine request with its own copy, and each choice a sequence that reads them.
     """
     max_logprobs: Count = 2**18
     """Log-probabilities that one answer may hold, alternatives included, at about 70 bytes each. A stream sends those

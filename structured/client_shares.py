@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections import defaultdict
 from collections.abc import AsyncIterator, Callable
 
 
@@ -28,7 +27,7 @@ class ClientShares:
         self._drops_own = drops_own
         self._held: dict[str, int] = {}
         """Units of the clients that hold any."""
-        self._losable: defaultdict[str, dict[Holding, None]] = defaultdict(dict)
+        self._losable: dict[str, dict[Holding, None]] = {}
         """Holdings that the pool may take away, by client, oldest first."""
 
     def held(self, client: str) -> int:
@@ -75,21 +74,27 @@ class ClientShares:
 
     def _make_room(self, client: str, amount: int) -> None:
         """Takes holdings away if that lets a client take `amount` more."""
-        if self._drops_own and amount <= self.most(client):
-            for holding in list(self._losable[client]):
-                if self.held(client) + amount <= self.most(client):
-                    return
-                holding.lose()
-        elif self.held(client) + amount <= self.share(client):
+        self._drop_own(client, amount, max(self.most(client), self.share(client)))
+        if self.held(client) + amount <= self.share(client):
             for holding in self._over_share(client, self.total + amount - self.bound):
                 holding.lose()
+        self._drop_own(client, amount, self.most(client))
+
+    def _drop_own(self, client: str, amount: int, limit: int) -> None:
+        """Takes a client's oldest holdings away until `amount` more stays within `limit`, if the pool drops own ones.
+        Takes none if `amount` alone exceeds the limit.
+        """
+        for holding in list(self._losable.get(client, ())) if self._drops_own and amount <= limit else ():
+            if self.held(client) + amount <= limit:
+                return
+            holding.lose()
 
     def _over_share(self, client: str, needed: int) -> list[Holding]:
         """Returns holdings of other clients with `needed` units in all. The client with the most units loses its oldest
         holding first, and nobody that is within the share of `client`. Empty if these are too few.
         """
         share, left, found = self.share(client), dict(self._held), list[Holding]()
-        oldest = {other: iter(holdings) for other, holdings in self._losable.items() if other != client and holdings}
+        oldest = {other: iter(holdings) for other, holdings in self._losable.items() if other != client}
         while needed > 0 and oldest:
             most = max(oldest, key=left.__getitem__)
             holding = next(oldest[most], None) if left[most] > share else None
@@ -103,11 +108,12 @@ class ClientShares:
 
     def note(self, holding: Holding) -> None:
         """Notes whether a holding can be taken away, after it changed."""
+        losable = self._losable.setdefault(holding.client, {})
         if holding.amount and holding.on_lost is not None:
-            self._losable[holding.client].setdefault(holding)
-            return
-        self._losable[holding.client].pop(holding, None)
-        if not self._losable[holding.client]:
+            losable.setdefault(holding)
+        else:
+            losable.pop(holding, None)
+        if not losable:
             del self._losable[holding.client]
 
 

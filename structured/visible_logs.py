@@ -21,6 +21,10 @@ MAX_PER_MINUTE = 100
 """Most lines of one place in the code in a minute. Strangers may provoke some of them as often as they connect."""
 
 
+JSON_LOG = "manta.requests"
+"""Name of the logger whose lines are JSON, which escapes; a cut line would be none."""
+
+
 def logger_of(name: str) -> logging.Logger:
     """Returns the logger of a module. Its messages are literals, and their arguments may be foreign. Of one place's
     messages `MAX_PER_MINUTE` are logged, and the next minute's first one says how many were left out.
@@ -91,7 +95,8 @@ class _Escaped(logging.LogRecord):
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
-        _escape(self)
+        if self.name != JSON_LOG:
+            _escape(self)
 
 
 def _escape(record: logging.LogRecord) -> None:

@@ -20,6 +20,8 @@ from manta.structured.visible_text import visible
 
 POLL_S = 0.5
 """Seconds between two checks for new lines. Each check wakes this process, which slows engines on the same cores."""
+MAX_SHOWN_PATH = 2 * MAX_PATH
+"""Most characters of a path on the console. The log has cut it, and escaped characters take more room."""
 _NOT_READ = 2**63
 """Number of bytes read that marks a file to ignore; larger than any file."""
 
@@ -79,7 +81,7 @@ def request_line(entry: dict[str, Any]) -> str:
     took = f"{seconds:.2f} s" if output is None else f"{entry['prompt_tokens']:,} + {speed(output, seconds)}"
     clock = datetime.fromisoformat(entry["time"]).astimezone()
     why = f"  {visible(entry['message'], MAX_PATH)}" if entry.get("message") else ""
-    return f"{clock:%H:%M:%S}  {entry['status']}  {visible(entry['path'], MAX_PATH)}  {took}{why}"
+    return f"{clock:%H:%M:%S}  {entry['status']}  {visible(entry['path'], MAX_SHOWN_PATH)}  {took}{why}"
 
 
 def speed(num_tokens: int, seconds: float) -> str:

@@ -196,11 +196,10 @@ def model_message(model: ModelInfo) -> str:
     """Returns a paragraph: what was loaded, how much the KV cache holds, and what would make it faster."""
     kept = f", weights {model.weights}," if model.weights else ""
     form = f"{model.platform} (kernels: {model.kernels})"
-    tokens = model.num_blocks * model.block_size
+    room = f"{model.kv_cache_bytes / 2**30:.2f} GiB ({model.kv_cache_tokens:,} tokens in {model.kv_cache_dtype})"
     text = (
         f"Loaded in {model.load_seconds:.1f} s as {model.dtype}{kept} on {form}. The "
-        f"KV cache takes up to {model.kv_cache_bytes / 2**30:.2f} GiB ({tokens:,} tokens in {model.kv_cache_dtype}) "
-        "as it fills; --set engine.kv_cache_bytes=... changes that. "
+        f"KV cache takes up to {room} as it fills; --set engine.kv_cache_bytes=... changes that. "
         f"The longest sequence is {model.max_model_len:,} tokens."
     )
     return f"{text}\n\nSlower than need be: {visible(model.advice)}" if model.advice else text

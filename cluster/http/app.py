@@ -18,6 +18,7 @@ from manta.cluster.http.access.prefix_scope import new_secret
 from manta.cluster.http.access.request_admission import decode
 from manta.cluster.http.endpoints import streams as stream_endpoints
 from manta.cluster.http.endpoints.stored_responses import keep_ended
+from manta.cluster.http.exchange.apart import is_small
 from manta.cluster.http.exchange.codec import encode
 from manta.cluster.http.exchange.engines import UNMETERED, Engines, Meter
 from manta.cluster.http.exchange.exchange import Exchange
@@ -237,18 +238,25 @@ class HttpApp:
         if route.form is not None:  # its handler reads the body, with a bound and a deadline of its own
             answer = await route.handler(self._state, exchange, None)
         else:
-            body = None if route.body is None else await self._body(route, exchange)
             client = exchange.caller.sharer
+            content = b"" if route.body is None else await exchange.incoming.body(client)
             async with self.admission.prepare(client, is_counted=not route.public) as exchange.preparation:
-                answer = await exchange.incoming.unless_gone(self._result(route, exchange, body))
+                answer = await exchange.incoming.unless_gone(self._result(route, exchange, content))
         if answer is not None:
             await exchange.reply.send_json(encode(answer))
 
-    async def _body(self, route: Route, exchange: Exchange) -> Any:
-        """Returns the decoded body."""
-        assert route.body is not None
-        content = await exchange.incoming.body(exchange.caller.sharer)
-        body = decode(route.body, content, self._config.body)
+    async def _body(self, route: Route, exchange: Exchange, content: bytes) -> Any:
+        """Returns the decoded body; None if the route takes none. A long one waits for its turn and counts as before
+        while it does.
+        """
+        if route.body is None:
+            return None
+        exchange.is_small = is_small(content)
+        if exchange.is_small:
+            body = decode(route.body, content, self._config.body)
+        else:
+            async with exchange.incoming.room(exchange.caller.sharer, len(content)):
+                body = await self._state.apart(exchange, decode, route.body, content, self._config.body)
         if RESUMABLE in exchange.headers:
             make_resumable(self._state, exchange, route, content, body)
         return body
@@ -260,8 +268,9 @@ class HttpApp:
             refuse("unknown_value", UNKNOWN_FIELDS, asked[:40], ("ignore", "refuse"))
         return "refuse" in (asked, self._config.unknown_fields)
 
-    async def _result(self, route: Route, exchange: Exchange, body: Any) -> Any:
+    async def _result(self, route: Route, exchange: Exchange, content: bytes) -> Any:
         """Returns what is to be sent as JSON; None if the answer was sent."""
+        body = await self._body(route, exchange, content)
         if route.body is not None and "last-event-id" in exchange.headers:
             resumed = last_event(exchange.headers)
             if resumed is not None:

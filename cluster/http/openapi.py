@@ -37,6 +37,8 @@ def openapi_document(routes: Iterable[Route]) -> dict[str, Any]:
     types: list[Any] = [ErrorBody]
     types += [kind for route in routes for kind in (route.body, route.form, route.answer) if kind is not None]
     schemas, components = msgspec.json.schema_components(types, ref_template="#/components/schemas/{name}")
+    for component in components.values():
+        component.pop("additionalProperties", None)  # unknown fields are ignored by name
     schema_of = dict(zip(types, schemas, strict=True))
     paths: dict[str, Any] = {}
     for route in routes:

@@ -6,7 +6,6 @@ enforced.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any, ClassVar
@@ -15,6 +14,7 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from manta.cluster.errors import TOO_DEEP, RequestRefused, refuse
+from manta.cluster.protocol.body_size import json_within
 from manta.structured.constraint import ConstraintSpec, Kind
 
 
@@ -63,10 +63,6 @@ class ResponseJsonSchema(msgspec.Struct, tag_field="type", tag="json_schema", fo
     json_schema: JsonSchemaFormat | UnsetType = UNSET
     value: JsonSchemaFormat | UnsetType = UNSET
     """TGI's name of `json_schema`."""
-
-    def __post_init__(self) -> None:
-        if (self.json_schema is UNSET) == (self.value is UNSET):
-            refuse("missing" if self.value is UNSET else "excludes", "json_schema", bound="value", remedy="give one")
 
 
 ResponseFormat = ResponseText | ResponseJsonObject | ResponseJson | ResponseRegex | ResponseJsonSchema
@@ -152,8 +148,13 @@ def _from_response_format(given: ResponseFormat | None) -> tuple[ConstraintSpec 
         case ResponseRegex():
             return ConstraintSpec(kind="regex", text=given.value), "response_format.value"
         case ResponseJsonSchema():
-            name = "json_schema" if given.value is UNSET else "value"
-            schema, field = getattr(given, name), f"response_format.{name}"
+            schema, field = given.json_schema, "response_format.json_schema"
+            if schema is UNSET:
+                schema, field = given.value, "response_format.value"
+            elif given.value is not UNSET:
+                refuse("excludes", field, bound="response_format.value", remedy="leave one out")
+            if schema is UNSET:
+                refuse("required", "response_format.json_schema")
             if schema.schema is None:
                 return ConstraintSpec(kind="json_object"), field
             loose = schema.strict is False
@@ -194,10 +195,7 @@ def _as_json_text(value: Any, field: str) -> str:
     """Returns `value` as JSON. A string is JSON already; it is checked."""
     if not isinstance(value, str):
         return json_text(value)
-    try:
-        json.loads(value)
-    except (ValueError, RecursionError) as error:
-        refuse("malformed", field, bound="JSON", cause=str(error))
+    json_within(value, field)
     return value
 
 

@@ -30,6 +30,8 @@ IGNORED = b"x-manta-ignored"
 """Header of an answer that names what had no effect."""
 MAX_NAMES = 16
 """Most names in the header `x-manta-ignored`."""
+MAX_FIELDS = 512
+"""Most fields of a body that has unknown ones; no body has a hundred known ones."""
 MAX_HEADER_BYTES = 512
 """Most bytes of that header."""
 
@@ -81,6 +83,8 @@ class _Ignored:
 
     def __init__(self, refuses: bool) -> None:
         self.names: list[str] = []
+        self.known: set[str] = set()
+        """The same names, to look for them."""
         self.refuses = refuses
         self.name_of: Callable[[str], str] = str
         """Function that returns the body's name of a field of the OpenAI body that it has become."""
@@ -106,7 +110,8 @@ def ignore(path: str, remedy: str = "remove it") -> None:
     path = ignored.name_of(path)
     if ignored.refuses:
         refuse("unknown_field", path, remedy=remedy)
-    if path not in ignored.names:
+    if path not in ignored.known:
+        ignored.known.add(path)
         ignored.names.append(path)
 
 
@@ -138,10 +143,12 @@ def leave_out_foreign(kind: Any, body: Any) -> None:
     if isinstance(body, dict) and (leave_out := getattr(kind, "leave_out", None)) is not None:
         leave_out(body)
     elsewhere = getattr(kind, "fields_elsewhere", {})
+    if isinstance(body, dict) and len(body) > MAX_FIELDS:  # each unknown one is compared with all known ones
+        refuse("over_limit", "", len(body), MAX_FIELDS, "leave out what is not known", unit="fields")
     for place in list(_foreign_fields(_type_of(kind), body, "", "")):
         if place.advice_path in elsewhere:
             refuse("unknown_field", place.path, remedy=elsewhere[place.advice_path])
-        if place.is_constraint:
+        if place.must_be_known:
             refuse("unknown_field", place.path, remedy="remove it")
         judge_foreign(place.path, place.key, place.value, place.known, is_of_body=place.path == place.key)
         del place.container[place.key]
@@ -157,8 +164,8 @@ class _Place(NamedTuple):
     """The path without indices, as in `fields_elsewhere`."""
     known: tuple[str, ...]
     """Fields that the struct has."""
-    is_constraint: bool
-    """Whether the struct constrains the answer, so that nothing in it may be ignored."""
+    must_be_known: bool
+    """Whether nothing in the struct may be ignored, because it constrains an answer or ends one."""
 
     @property
     def value(self) -> Any:
@@ -175,11 +182,17 @@ def judge_foreign(path: str, key: str, value: Any, known: Sequence[str], is_of_b
             refuse("unsupported", path, shown, unsupported.without_effect or None, unsupported.remedy)
         return
     if not _is_nothing(value):
-        near = next(iter(difflib.get_close_matches(key, known, n=1, cutoff=0.8)), None)
+        is_refused = key in _CONSTRAINTS or key.startswith(_LIMITS_AND_CONSTRAINTS)
+        near = _nearest(key, known) if is_of_body or is_refused else None
         is_misspelt = near is not None and is_of_body and key not in SENT_BY_CLIENTS
-        if is_misspelt or key in _CONSTRAINTS or key.startswith(_LIMITS_AND_CONSTRAINTS):
+        if is_misspelt or is_refused:
             refuse("unknown_field", path, remedy=f"did you mean {near}?" if near else "remove it")
     ignore(path)
+
+
+def _nearest(key: str, known: Sequence[str]) -> str | None:
+    """Returns the known name that is most like a key; None if none is much like it. It takes 0.2 ms for a body."""
+    return next(iter(difflib.get_close_matches(key, known, n=1, cutoff=0.8)), None)
 
 
 def _is_nothing(value: Any) -> bool:

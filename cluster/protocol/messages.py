@@ -12,6 +12,7 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from manta.cluster.errors import refuse
+from manta.cluster.protocol.body_size import json_within
 from manta.cluster.protocol.foreign_fields import ignore
 from manta.cluster.text.call_arguments import arguments_of
 
@@ -112,10 +113,7 @@ def _template_call(call: MessageToolCall, path: str) -> dict[str, Any]:
     """Returns a call for the chat template, which writes the arguments itself and so gets them as an object."""
     if call.type != "function":
         refuse("unsupported", f"{path}.type", call.type, "function", "use 'function'")
-    try:
-        arguments = arguments_of(call.function.arguments or "")
-    except (ValueError, RecursionError) as error:
-        refuse("malformed", f"{path}.function.arguments", bound="JSON", cause=str(error))
+    arguments = json_within(call.function.arguments or "", f"{path}.function.arguments", arguments_of)
     result: dict[str, Any] = {"type": "function", "function": {"name": call.function.name, "arguments": arguments}}
     return result if call.id is None else {"id": call.id, **result}
 
@@ -145,11 +143,17 @@ def _part_text(part: dict[str, Any], path: str, parts: Sequence[str]) -> str:
     return part[kind]
 
 
+MAX_TEMPLATE_KWARGS = 1024
 _RESERVED_TEMPLATE_KWARGS = frozenset({"self", "messages", "tools", "documents", "add_generation_prompt"})
 
 
 def check_template_kwargs(given: dict[str, Any] | None) -> None:
-    """Refuses `chat_template_kwargs` that would replace the body's own fields."""
+    """Refuses `chat_template_kwargs` that would replace the body's own fields, and more than any template reads: each
+    call on their way to it copies them.
+    """
+    if given and len(given) > MAX_TEMPLATE_KWARGS:
+        unit, remedy = "values", "leave out what the template does not read"
+        refuse("over_limit", "chat_template_kwargs", len(given), MAX_TEMPLATE_KWARGS, remedy, unit=unit)
     reserved = _RESERVED_TEMPLATE_KWARGS & set(given or ())
     if reserved:
         name = min(reserved)

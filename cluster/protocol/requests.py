@@ -4,7 +4,7 @@
 mistake. `sampling_params` turns a body into one `SamplingParams`. Knows neither the tokenizer nor the engine.
 
 A body of a few kilobytes could block the ingress for seconds, and every stream with it. So the bounds at the end of
-this module are checked before any work that grows with the body.
+this module are checked before any work that grows with the body, after those of `cluster/protocol/body_size.py`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from typing import Any, ClassVar, Literal, NoReturn
 
 import msgspec
 
-from manta.cluster.config import BodyLimits
 from manta.cluster.errors import RequestRefused, refuse
 from manta.cluster.protocol.constraint_fields import (
     OLDER_CONSTRAINTS,
@@ -462,16 +461,6 @@ def checked_token_ids(token_ids: list[Any], param: str) -> list[int]:
 
 
 # ---- bounds of bodies, checked before any work that grows with them --------------------------------------------------
-
-
-def check_num_values(body: bytes, limits: BodyLimits) -> None:
-    """Checks the number of JSON values before decoding. Each value of a list or an object follows a comma or an opening
-    bracket, so these are counted.
-    """
-    num_values = body.count(b",") + body.count(b"[") + body.count(b"{")
-    if num_values > limits.max_values:
-        unit, remedy = "values (commas and opening brackets count)", "send less, or raise body.max_values"
-        refuse("over_limit", "", num_values, limits.max_values, remedy, unit=unit)
 
 
 def check_sizes(body: Any) -> None:

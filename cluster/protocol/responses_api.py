@@ -180,6 +180,8 @@ class ResponseCreateEvent(ResponsesRequest, forbid_unknown_fields=True, kw_only=
 class ResponseCancelEvent(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     """`response.cancel`, a message that ends a response on its connection. OpenAI has it in the Realtime API only."""
 
+    must_know_fields: ClassVar[bool] = True
+
     type: Literal["response.cancel"]
     event_id: str | None = None
     response_id: str | None = None
@@ -197,7 +199,7 @@ def _check_event_id(event_id: str | None) -> None:
 class CompactRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     """`POST /v1/responses/compact`."""
 
-    model: str = ""
+    model: str
     input: str | list[dict[str, Any]] | None = None
     """Conversation to compact, after that of `previous_response_id` if there is one."""
     instructions: str | None = None
@@ -235,13 +237,21 @@ def _tools(body: ResponsesRequest) -> list[dict[str, Any]]:
         found.append({name: tool[name] for name in _FUNCTION_FIELDS if name in tool})
     choice = body.tool_choice
     if isinstance(choice, dict) and choice.get("type") == "allowed_tools":
-        allowed = [each.get("name") for each in choice.get("tools", []) if isinstance(each, dict)]
+        allowed = _allowed_names(choice)
         names = [function.get("name") for function in found]
         for missing in allowed:
             if missing not in names:
                 refuse("names_nothing", "tool_choice", str(missing), "the functions", "add it to tools")
         found = [function for function in found if function.get("name") in allowed]
     return [{"type": "function", "function": function} for function in found]
+
+
+def _allowed_names(choice: dict[str, Any]) -> list[Any]:
+    """Returns the names in a choice of several tools. Raises `RequestRefused` if it lists no tools."""
+    tools = choice.get("tools")
+    if not isinstance(tools, list) or not all(isinstance(each, dict) for each in tools):
+        refuse("wrong_value", "tool_choice.tools", bound='a list such as [{"type": "function", "name": ...}]')
+    return [each.get("name") for each in tools]
 
 
 def _tool_choice(body: ResponsesRequest) -> str | dict[str, Any] | None:
@@ -278,8 +288,7 @@ def shown_tool_choice(body: ResponsesRequest) -> str | dict[str, Any]:
         return choice
     if choice.get("type") != "allowed_tools":
         return {"type": "function", "name": choice.get("name")} if body.tools else "auto"
-    names = [each.get("name") for each in choice.get("tools", []) if isinstance(each, dict)]
-    tools = [{"type": "function", "name": name} for name in names]
+    tools = [{"type": "function", "name": name} for name in _allowed_names(choice)]
     return {"type": "allowed_tools", "mode": choice.get("mode", "auto"), "tools": tools}
 
 

@@ -31,6 +31,7 @@ from manta.cluster.serve.scaling.autoscaling import ingress_autoscaling_config
 from manta.cluster.serve.scaling.cluster_state import ClusterWatch, is_removed
 from manta.cluster.serve.starting.replica_process import REPLICA_ENVIRONMENT, ReplicaProcess
 from manta.cluster.serve.starting.start_failure import told_in_words
+from manta.cluster.text.chat_template import template_process
 from manta.cluster.text.tokenizer import Tokenizer
 from manta.structured.visible_logs import logger_of
 from manta.workers.checkpoints.model_folder import resolve_model_folder
@@ -74,6 +75,8 @@ class Ingress:
 
     def _start(self, config: ServeConfig, engine: Any, prefix_secret: bytes, standby: Any, shares_port: bool) -> None:
         tokenizer = Tokenizer(config.engine.tokenizer or str(resolve_model_folder(config.engine.model)))
+        if tokenizer.has_chat_template:
+            template_process().start()
         if (warning := openness(config)) is not None:
             logger_of(__name__).warning("%s", warning)
         has_peers = _follow_engines(config) or (config.num_ingress_replicas or 1) > 1

@@ -17,6 +17,7 @@ import time
 import urllib.parse
 from typing import Any
 
+from manta.structured.visible_logs import JSON_LOG
 from manta.structured.visible_text import cut
 
 MAX_PATH = 200
@@ -36,7 +37,7 @@ the number of continuations.
 """
 
 
-_logger = logging.getLogger("manta.requests")
+_logger = logging.getLogger(JSON_LOG)
 
 
 def log_folder(logs: pathlib.Path, application: str) -> pathlib.Path:
@@ -84,7 +85,7 @@ def _write(fields: dict[str, Any]) -> None:
     for name, value in fields.items():
         if value is not None:
             entry[name] = cut(value, MAX_TEXT) if isinstance(value, str) else value
-    _logger.info("%s", json.dumps(entry))
+    _logger.info(json.dumps(entry))
 
 
 class Examples:

@@ -8,7 +8,6 @@ module. A tokenizer keeps no state of requests; a caller holds one `TextDecoder`
 from __future__ import annotations
 
 import codecs
-import json
 import pathlib
 import re
 from collections.abc import Sequence
@@ -20,6 +19,7 @@ from tokenizers import AddedToken
 from tokenizers import Tokenizer as FastTokenizer
 
 from manta.cluster.text.chat_template import ChatTemplates
+from manta.cluster.text.tokenizer_bounds import checked_steps
 from manta.cluster.text.tokenizer_files import (
     DeclaredToken,
     TokenizerConfig,
@@ -186,13 +186,14 @@ class Tokenizer:
         self._fast.no_truncation()
         self._fast.no_padding()
         self._add_special_tokens(config)
+        steps = checked_steps(self._fast, str(self.folder / "tokenizer.json"))
         added = self._fast.get_added_tokens_decoder()
         self.special_ids: frozenset[int] = frozenset(token_id for token_id, token in added.items() if token.special)
         self.vocab_size: int = self._fast.get_vocab_size(with_added_tokens=True)
         """Number of tokens, including added ones; the model's own vocabulary may be padded beyond it."""
         self.base_vocab_size: int = 1 + max(self._fast.get_vocab(with_added_tokens=False).values(), default=-1)
         """The largest id of a token that was not added, plus 1."""
-        self._decoding = decoding_of(json.loads(self._fast.to_str()).get("decoder"))
+        self._decoding = decoding_of(steps.get("decoder"))
         self._pieces = PieceTable(self._fast, self._decoding, skipped=frozenset())
         self._tables: dict[frozenset[int], PieceTable] = {}
         """Piece tables for `skip_special_tokens`, by the special tokens that are shown all the same."""
@@ -206,7 +207,9 @@ class Tokenizer:
         text = read_text(self.folder, "tokenizer.json", MOST_TOKENIZER_BYTES)
         try:
             return FastTokenizer.from_str(text)
-        except Exception as error:  # the library raises plain Exception
+        except (KeyboardInterrupt, SystemExit, MemoryError):
+            raise
+        except BaseException as error:  # the library raises plain Exception, and a BaseException where it has a fault
             path = self.folder / "tokenizer.json"
             raise TokenizerError(f"{path} cannot be read as a tokenizer: {error}; {COPY_AGAIN}") from error
 
@@ -317,6 +320,10 @@ class Tokenizer:
         if text is None:
             text = self._texts[token_id] = self.token_bytes(token_id).decode("utf-8", "replace")
         return text
+
+    def token_texts(self, token_ids: Sequence[int]) -> list[str]:
+        """Returns the `token_text` of each token."""
+        return [self.token_text(token_id) for token_id in token_ids]
 
     def token_to_id(self, token: str) -> int | None:
         """Returns the id of the token whose name is `token`; None if there is none."""

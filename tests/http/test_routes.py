@@ -50,12 +50,12 @@ MODEL = ModelInfo(
 
 
 class Repeating:
-    """Answers each prompt with `text`, twice."""
+    """Answers each prompt with `text`, twice, in `n` choices."""
 
     ended_at = 1
 
-    def __init__(self, prompts: list[list[int]], text: str) -> None:
-        self.num_choices = len(prompts)
+    def __init__(self, prompts: list[list[int]], text: str, n: int = 1) -> None:
+        self.num_choices = n * len(prompts)
         self.usages = [Usage(len(prompt), 2, 0) for prompt in prompts]
         self._text = text
 
@@ -77,7 +77,7 @@ class RepeatingEngines:
 
     async def submit(self, request: GenerationRequest, meter: Any = None) -> Repeating:
         self.request = request
-        return Repeating(request.prompts, "abc")
+        return Repeating(request.prompts, "abc", request.engine.params.n)
 
     async def resolve(self, spec: ConstraintSpec, client: str = "") -> tuple[ConstraintSpec, list[str]]:
         return spec, []
@@ -209,7 +209,20 @@ def test_it_is_documented() -> None:
     document = App().ask("GET", "/openapi.json").json()
     operation = document["paths"]["/v1/count/{name}"]["post"]
     assert operation["summary"] == COUNT.summary
-    assert set(operation["responses"]) == {"200", "400", "401", "403", "404", "405", "408", "413", "429", "500", "503"}
+    assert set(operation["responses"]) == {
+        "200",
+        "400",
+        "401",
+        "403",
+        "404",
+        "405",
+        "415",
+        "408",
+        "413",
+        "429",
+        "500",
+        "503",
+    }
     assert [parameter["name"] for parameter in operation["parameters"]] == ["name"]
     for content, value in (
         (operation["requestBody"]["content"], {"text": "a"}),

@@ -27,7 +27,7 @@ FAMILIES: list[tuple[str, dict[str, Any]]] = [
     ("gpt_bigcode", {}),
     ("gpt_bigcode", {"multi_query": False}),
     ("phi", {}),
-    ("phi3", {}),
+    ("persimmon", {}),
     ("gemma", {}),
     ("starcoder2", {}),
     ("biogpt", {}),

@@ -339,6 +339,32 @@ def a_grammar_of_many_rules(target: Target) -> None:
     assert (status, "max_rules" in answer["error"]["message"]) == (400, True)
 
 
+def bodies_of_many_values(target: Target) -> None:
+    """Of four shapes, each as large as a body may be; `tests/http/test_event_loop.py` sends every shape."""
+    part = 1 if PROVE else 8
+    equal = {"n": 16, "max_tokens": 1, "stop_token_ids": [7] * (1_000_000 // part)}
+    assert target.ask(equal)[0] == 200
+    item, turn = {"role": "user", "content": "a"}, {"messages": [{"role": "user", "content": "a"}], "max_tokens": 1}
+    items = {"input": [item] * (120_000 // part)}
+    assert target.ask({**items, "max_output_tokens": 1}, path="/v1/responses")[0] == 400
+    values = {f"k{number}": 1 for number in range(500_000 // part)}
+    assert target.ask({**turn, "chat_template_kwargs": values}, path="/v1/chat/completions")[0] == 400
+    text = {"prompt": "some words " * (700_000 // part), "return_token_strs": True}
+    assert target.ask(text, path="/tokenize")[0] == 400
+
+
+def empty_frames(target: Target) -> None:
+    lines = ["GET /v1/responses HTTP/1.1", "Host: localhost", f"Authorization: Bearer {ATTACKER}"]
+    lines += ["Connection: upgrade", "Upgrade: websocket", "Sec-WebSocket-Version: 13"]
+    lines += ["Sec-WebSocket-Key: AAAAAAAAAAAAAAAAAAAAAA==", "", ""]
+    for first, frame in ((b"", b"\x8a\x80aaaa"), (b"", b"\x89\x80aaaa"), (b"\x01\x80aaaa", b"\x00\x80aaaa")):
+        with target.connect() as sender, contextlib.suppress(TimeoutError, ConnectionError):
+            sender.sendall("\r\n".join(lines).encode() + first)
+            sender.settimeout(3.0 if PROVE else 0.3)
+            for _ in range(FLOOD_BYTES // 60_000):
+                sender.sendall(frame * 10_000)
+
+
 ATTACKS: tuple[Callable[[Target], None], ...] = (
     headers_without_end,
     a_header_without_end,
@@ -355,6 +381,8 @@ ATTACKS: tuple[Callable[[Target], None], ...] = (
     products_of_bounded_numbers,
     names_with_control_characters,
     a_grammar_of_many_rules,
+    bodies_of_many_values,
+    empty_frames,
 )
 
 

@@ -88,6 +88,40 @@ async def test_no_copy_from_before_a_takeover_runs_again() -> None:
     world.close()
 
 
+class Counting:
+    """A meter."""
+
+    def __init__(self) -> None:
+        self.num_tokens = 0
+        self.has_ended = False
+
+    def spend(self, num_tokens: int) -> None:
+        self.num_tokens += num_tokens
+
+    def end(self) -> None:
+        self.has_ended = True
+
+
+@async_test
+async def test_a_takeover_counts_each_token_once() -> None:
+    world = World(2, 1)
+    first, second = world.ingresses
+    at_first, at_second = Counting(), Counting()
+    second.streams.meter_of = lambda _: at_second
+    recording = first.streams.begin(opening(NUM_TOKENS), at_first)
+    world.run_engines(5)
+    await until(lambda: recording.num_safe == 5)
+    world.kill_ingress(first)
+    await until(lambda: second.owns(recording.opening.stream_id))
+    world.run_engines()
+    found = await second.streams.find(recording.opening.stream_id, OWNER)
+    assert found is not None
+    assert await read(second, found) == tokens_of(3, NUM_TOKENS)
+    assert (at_first.num_tokens, at_second.num_tokens) == (5, NUM_TOKENS - 5)
+    assert at_second.has_ended
+    world.close()
+
+
 @async_test
 async def test_a_deleted_stream_is_adopted_by_nobody() -> None:
     """It was deleted while its ingress could not be reached, and then that one dies."""

@@ -118,6 +118,9 @@ def test_who_holds_what_can_be_made_again_loses_its_own() -> None:
     assert (shares.total, lost) == (60, [0, 1])
     assert not shares.hold("many").take(80), "nothing is dropped in vain"
     assert (shares.total, lost) == (60, [0, 1])
+    assert shares.hold("one", lambda: lost.append(10)).take(40)
+    assert shares.hold("one", lambda: lost.append(11)).take(50), "its own goes, and what is over half the pool"
+    assert (shares.held("many"), shares.held("one"), lost) == (30, 50, [0, 1, 10, 2])
 
 
 @async_test

@@ -55,7 +55,21 @@ WINDOWS: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "sliding_window": (8, WHOLE),
     "layer_types": (["full_attention", "sliding_attention"] * 2, (*LIST, ["full_attention"], ["novel"] * 4)),
 }
-OWN: dict[str, dict[str, tuple[Any, tuple[Any, ...]]]] = {
+KINDS: dict[str, Any] = {"layer_types": WINDOWS["layer_types"], "sliding_window": (8, WHOLE)}
+BIASES: dict[str, Any] = {"attention_bias": (True, FLAG)}
+PATTERN: dict[str, Any] = {"sliding_window_pattern": (2, WHOLE)}
+PART: dict[str, Any] = {"partial_rotary_factor": (0.5, ("7", [7], {"a": 7}, -1, math.nan, HUGE, 2.0, 0.45))}
+GEMMA: dict[str, Any] = {
+    "hidden_act": None,
+    "hidden_activation": ("gelu_pytorch_tanh", CHOICE),
+    "use_bidirectional_attention": (False, (*FLAG, True)),
+    "attn_logit_softcapping": (50.0, NUMBER),
+    "final_logit_softcapping": (30.0, NUMBER),
+    "query_pre_attn_scalar": (256, NUMBER),
+}
+EXPERTS: dict[str, Any] = {"num_experts_per_tok": (2, (*WHOLE, 64))}
+OF_KINDS: dict[str, Any] = {"partial_rotary_factor": None, "rope_local_base_freq": (10000.0, NUMBER)}
+OWN: dict[str, dict[str, Any]] = {
     "LlamaForCausalLM": {"attention_bias": (True, FLAG), "mlp_bias": (True, FLAG)},
     "MistralForCausalLM": {"sliding_window": (8, WHOLE)},
     "Qwen2ForCausalLM": WINDOWS,
@@ -65,9 +79,58 @@ OWN: dict[str, dict[str, tuple[Any, tuple[Any, ...]]]] = {
         "attention_out_bias": (True, FLAG),
         "mlp_bias": (True, FLAG),
     },
+    "Gemma2ForCausalLM": GEMMA | BIASES | KINDS,
+    "Gemma3ForCausalLM": GEMMA | BIASES | KINDS | OF_KINDS | PATTERN,
+    "Olmo2ForCausalLM": BIASES,
+    "Olmo3ForCausalLM": BIASES | KINDS | OF_KINDS,
+    "SmolLM3ForCausalLM": BIASES
+    | KINDS
+    | {
+        "mlp_bias": (True, FLAG),
+        "use_sliding_window": (True, FLAG),
+        "no_rope_layers": ([1, 0, 1, 0], (*LIST, [1], [2] * 4)),
+        "no_rope_layer_interval": (4, WHOLE),
+    },
+    "GraniteForCausalLM": BIASES
+    | {"mlp_bias": (True, FLAG)}
+    | dict.fromkeys(
+        ("embedding_multiplier", "logits_scaling", "residual_multiplier", "attention_multiplier"), (0.5, NUMBER)
+    ),
+    "GlmForCausalLM": BIASES | PART,
+    "Glm4ForCausalLM": BIASES | PART,
+    "Phi3ForCausalLM": PART | {"sliding_window": (8, WHOLE)},
+    "Qwen3MoeForCausalLM": BIASES
+    | EXPERTS
+    | {
+        "use_sliding_window": (True, FLAG),
+        "sliding_window": (8, WHOLE),
+        "decoder_sparse_step": (1, (*WHOLE, 2)),
+        "mlp_only_layers": ([], ([1], "1", {"a": 1}, True)),
+        "moe_intermediate_size": (32, WHOLE),
+        "num_experts": (16, WHOLE),
+        "norm_topk_prob": (True, FLAG),
+    },
+    "GptOssForCausalLM": BIASES
+    | KINDS
+    | EXPERTS
+    | {
+        "num_local_experts": (16, WHOLE),
+        "swiglu_alpha": (1.702, (*NUMBER, 1.0)),
+        "swiglu_limit": (7.0, (*NUMBER, 1.0)),
+    },
+    "Cohere2ForCausalLM": BIASES
+    | KINDS
+    | PATTERN
+    | {"rms_norm_eps": None, "layer_norm_eps": (1e-6, NUMBER), "logit_scale": (0.5, NUMBER)},
 }
-"""The keys of each family alone."""
-TABLE = [(family, key) for family in OWN for key in DENSE | OWN[family]]
+"""The keys of each family alone; None for a key of `DENSE` that the family does not read."""
+
+
+def table_of(family: str) -> dict[str, tuple[Any, tuple[Any, ...]]]:
+    return {key: values for key, values in (DENSE | OWN[family]).items() if values is not None}
+
+
+TABLE = [(family, key) for family in OWN for key in table_of(family)]
 
 SCALED = {
     "factor": 8.0,
@@ -94,7 +157,7 @@ QUANTIZATIONS: dict[str, dict[str, Any]] = {
 
 
 def values_of(family: str) -> dict[str, Any]:
-    table = DENSE | OWN[family]
+    table = table_of(family)
     return {"architectures": [family]} | {key: served for key, (served, _) in table.items()}
 
 
@@ -134,6 +197,9 @@ def test_the_table_has_every_key_that_a_family_reads(family: str) -> None:
         "torch_dtype",
         "max_window_layers",
         "original_max_position_embeddings",
+        "_sliding_window_pattern",
+        "num_local_experts",
+        "num_experts",
     }
     assert recorder.keys_read - others == recorder.keys() - others
 
@@ -151,7 +217,7 @@ def test_every_key_of_transformers_is_read_or_known_to_be_harmless(family: str, 
 @pytest.mark.parametrize("family", [*FAMILIES, "GPTNeoXForCausalLM"])
 def test_keys_that_nobody_knows_are_named(family: str, tmp_path: pathlib.Path) -> None:
     values = values_of(family) if family in FAMILIES else transformers.GPTNeoXConfig(architectures=[family]).to_dict()
-    novel = {"novel_multiplier": 0.5, "attention_multiplier": 2.0, "novel_list": [1]}
+    novel = {"novel_multiplier": 0.5, "attn_multiplier": 2.0, "novel_list": [1]}
     neutral = {"novel_switch": False, "novel_null": None, "novel_empty": {}}
     assert read(tmp_path, values).unused_keys == ()
     assert read(tmp_path, values | novel | neutral).unused_keys == tuple(sorted(novel))
@@ -190,7 +256,7 @@ def test_texts_for_numbers_are_refused_where_transformers_reads_them(
 
 @pytest.mark.parametrize(("family", "key"), TABLE)
 def test_a_value_of_another_kind_is_refused_by_its_key(family: str, key: str, tmp_path: pathlib.Path) -> None:
-    served, (_, refused) = values_of(family), (DENSE | OWN[family])[key]
+    served, (_, refused) = values_of(family), table_of(family)[key]
     read(tmp_path, served)
     for value in refused:
         with pytest.raises(ConfigError) as caught:
@@ -221,7 +287,7 @@ def test_another_spelling_is_refused_by_its_own_key(key: str, refused: tuple[Any
 
 @pytest.mark.parametrize("family", OWN)
 def test_null_is_as_good_as_nothing(family: str, tmp_path: pathlib.Path) -> None:
-    """Except for a sliding window, of which null means none. What a family must have is named where it is missing."""
+    """Except for windows and caps, of which null means none. What a family must have is named where it is missing."""
     values = values_of(family)
     required = {
         "vocab_size",
@@ -239,7 +305,9 @@ def test_null_is_as_good_as_nothing(family: str, tmp_path: pathlib.Path) -> None
                 with pytest.raises(ConfigError) as caught:
                     read(tmp_path, missing)
                 assert (caught.value.key, caught.value.value) == (key, None)
-        elif key != "sliding_window":
+        elif (family, key) == ("GptOssForCausalLM", "rope_scaling"):
+            assert refused_key(tmp_path, without) == "rope_parameters"  # transformers' own would be another rope
+        elif key not in ("sliding_window", "attn_logit_softcapping", "final_logit_softcapping"):
             assert read(tmp_path, values | {key: None}) == read(tmp_path, without), key
 
 

@@ -19,7 +19,7 @@ from manta.structured.masks import MaskBatch
 from manta.workers.kernels import build, reference, torch_sampler
 from manta.workers.kernels.attention_metadata import AttentionMetadata
 from manta.workers.kernels.linears import GatedLinear, TorchLinear
-from manta.workers.kernels.protocol import Forward, KVCaches
+from manta.workers.kernels.protocol import Forward, KVCaches, RotaryTables
 from manta.workers.kernels.query_tokens import QueryTokens
 from manta.workers.kernels.weights import DecoderWeights, Linear, LinearWeight
 from manta.workers.models.model_config import HeadShape, ModelConfig, ModelError
@@ -53,9 +53,10 @@ class PlacedOnly:
         metadata: AttentionMetadata,
         heads: HeadShape,
         sliding_window: int | None = None,
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         assert any(metadata is each for each in self._placed)
-        return reference.paged_attention(qkv, k_cache, v_cache, metadata, heads, sliding_window)
+        return reference.paged_attention(qkv, k_cache, v_cache, metadata, heads, sliding_window, sinks)
 
 
 class OtherPlatform:
@@ -69,6 +70,7 @@ class OtherPlatform:
     kv_share = 0.4
     keeps_integers = False
     keeps_float8 = False
+    groups_layers = False
     splits_mlp = False
     advice = None
     sampler = torch_sampler
@@ -101,14 +103,15 @@ class OtherPlatform:
             return None
 
         def forward(
-            residual: torch.Tensor, cos_sin: torch.Tensor, metadata: AttentionMetadata, kv_caches: KVCaches
+            residual: torch.Tensor, cos_sin: RotaryTables, metadata: AttentionMetadata, kv_caches: KVCaches
         ) -> torch.Tensor:
             self.num_compiled_calls += 1
             kernels, heads, eps = self.kernels, config.heads, config.rms_norm_eps
-            for layer, window, caches in zip(weights.layers, config.sliding_windows, kv_caches, strict=True):
+            each_layer = zip(weights.layers, config.sliding_windows, cos_sin, kv_caches, strict=True)
+            for layer, window, table, caches in each_layer:
                 attention, mlp = layer.attention, layer.mlp
                 qkv = attention.qkv.forward(kernels.rms_norm(residual, layer.input_norm, eps))
-                kernels.rope_and_cache(qkv, cos_sin, metadata, *caches, heads, attention.q_norm, attention.k_norm, eps)
+                kernels.rope_and_cache(qkv, table, metadata, *caches, heads, attention.q_norm, attention.k_norm, eps)
                 attended = kernels.paged_attention(qkv, *caches, metadata, heads, window)
                 residual = residual + attention.output.forward(attended)
                 gated = mlp.gated.forward(kernels.rms_norm(residual, layer.mlp_norm, eps))
@@ -140,7 +143,9 @@ class OtherPlatform:
         self.placed.append(metadata)
         return metadata
 
-    def allocate_kv(self, config: ModelConfig, num_blocks: int, block_size: int, dtype: torch.dtype) -> torch.Tensor:
+    def allocate_kv(
+        self, config: ModelConfig, num_blocks: int, block_size: int, dtype: torch.dtype, num_layers: int | None = None
+    ) -> torch.Tensor:
         self.num_caches += 1
         shape = (config.num_layers, 2, num_blocks, block_size, config.num_kv_heads, config.head_dim)
         return torch.empty(shape, dtype=dtype)

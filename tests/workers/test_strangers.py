@@ -20,9 +20,10 @@ import pytest
 from manta.cluster.cli.check import check_quickly, in_one_sentence
 from manta.cluster.config import EngineConfig
 from manta.cluster.text.tokenizer import Tokenizer
+from manta.cluster.text.tokenizer_trial import try_tokenizer
 from manta.workers.checkpoints.model_folder import load_model_config
 from manta.workers.checkpoints.stop_tokens import with_tokenizers_eos
-from manta.workers.models.model_config import ModelError
+from manta.workers.models.model_config import ModelError, Quantization, QuantizationRule, WeightFormat
 from manta.workers.torch_worker.loader import check_tensors
 from tests.checkpoints import checkpoint
 
@@ -256,6 +257,80 @@ def test_a_number_is_bounded_before_anything_is_sized_by_it(
     with bounded_memory(), pytest.raises(ModelError, match=next(iter(changes))) as caught:
         check_quickly(EngineConfig(model=str(folder)))
     check_sentence(str(caught.value), "config.json")
+
+
+# ---- tokenizers ------------------------------------------------------------------------------------------------------
+
+_TWICE = {"type": "Replace", "pattern": {"String": "a"}, "content": "aa"}
+_AT_EACH = {"type": "Replace", "pattern": {"Regex": "(?=a)"}, "content": "a"}
+_BYTES = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
+_TEXT_PIECE = {"Sequence": {"id": "A", "type_id": 0}}
+GROWING: dict[str, dict[str, Any]] = {
+    "doubling normalizers": {"normalizer": {"type": "Sequence", "normalizers": [_TWICE] * 22}},
+    "doubling by lookahead": {"normalizer": {"type": "Sequence", "normalizers": [_AT_EACH] * 22}},
+    "nested sequences": {
+        "normalizer": {"type": "Sequence", "normalizers": [{"type": "Sequence", "normalizers": [_TWICE] * 11}] * 2}
+    },
+    "a long prefix": {"normalizer": {"type": "Prepend", "prepend": "a" * 10_000}},
+    "bytes of bytes": {"pre_tokenizer": {"type": "Sequence", "pretokenizers": [_BYTES] * 22}},
+    "doubling decoders": {"decoder": {"type": "Sequence", "decoders": [_TWICE] * 22}},
+    "a text many times": {
+        "post_processor": {
+            "type": "TemplateProcessing",
+            "single": [_TEXT_PIECE] * 1000,
+            "pair": [_TEXT_PIECE, {"Sequence": {"id": "B", "type_id": 0}}],
+            "special_tokens": {},
+        }
+    },
+}
+
+
+def with_tokenizer(folder: pathlib.Path, **changes: Any) -> pathlib.Path:
+    path = folder / "tokenizer.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+    return folder
+
+
+@pytest.mark.parametrize("attack", GROWING)
+def test_a_tokenizer_that_multiplies_texts_is_refused(attack: str, folder: pathlib.Path) -> None:
+    sentence = refusal(with_tokenizer(folder, **GROWING[attack]))
+    assert sentence is not None
+    check_sentence(sentence, "tokenizer.json: its " + next(iter(GROWING[attack])))
+
+
+@pytest.mark.parametrize(
+    "vocabulary", [{"a": 4 * 10**9}, {"a": 0, "b" * 100_000: 1}], ids=["a large id", "a long token"]
+)
+def test_a_vocabulary_is_bounded(vocabulary: dict[str, int], folder: pathlib.Path) -> None:
+    model = {"type": "BPE", "vocab": vocabulary, "merges": []}
+    sentence = refusal(with_tokenizer(folder, model=model, added_tokens=[]))
+    assert sentence is not None
+    check_sentence(sentence, "tokenizer.json: it has a token of")
+
+
+def test_a_tokenizer_is_tried_before_a_check_reads_it(folder: pathlib.Path) -> None:
+    try_tokenizer(folder)
+    (folder / "tokenizer.json").write_text("{}")
+    with pytest.raises(ModelError) as caught:
+        try_tokenizer(folder)
+    check_sentence(str(caught.value), "tokenizer.json")
+
+
+@pytest.mark.prove
+def test_a_tokenizer_that_takes_forever_is_refused(folder: pathlib.Path) -> None:
+    split = {"type": "Split", "pattern": {"Regex": "(?:a|aa|aaa)+$(?<=b)"}, "behavior": "Isolated", "invert": False}
+    with pytest.raises(ModelError, match="s of processor time for"):
+        try_tokenizer(with_tokenizer(folder, pre_tokenizer=split))
+
+
+# ---- patterns --------------------------------------------------------------------------------------------------------
+
+
+def test_a_pattern_of_layers_ends_soon() -> None:
+    """Python's own matcher takes hours for it."""
+    rule = QuantizationRule(pattern=r"^(?:(?:[a-z_.]|[a-z0-9_.])+)+!$", format=WeightFormat(reader="float8"))
+    name = "model.layers.17.self_attn.q_proj.and.more.of.it"
+    assert Quantization(method="fp8", rules=(rule,)).format_of(name) is None
 
 
 # ---- files elsewhere -------------------------------------------------------------------------------------------------

@@ -26,6 +26,7 @@ from manta.workers.checkpoints.stored_files import (
 )
 from manta.workers.kept_weights import KEPT_BITS, KeptBits, kept_bytes
 from manta.workers.kv_cache_dtype import kv_dtype
+from manta.workers.kv_groups import BlockNeeds, KVGroup, LayerGroups, group_layers, one_group
 from manta.workers.model_options import ModelOptions
 from manta.workers.models.families import describe
 from manta.workers.models.model_config import DTYPE_BYTES, ModelConfig, ModelError
@@ -69,10 +70,12 @@ def plan_kv_cache(
     free_bytes: int,
     weight_bytes: int,
     draft: ModelConfig | None = None,
+    layers: LayerGroups | None = None,
     shares_memory: bool = True,
     most_of_free: float = MOST_OF_FREE,
 ) -> tuple[int, int]:
-    """Returns the bytes and the number of blocks of the KV cache. The first rule that applies decides its size:
+    """Returns the bytes and the number of blocks of the KV cache. `layers` are the groups of the model's layers;
+    without them all layers form one group. The first rule that applies decides the cache's size:
 
     1. `kv_cache_bytes`.
     2. `kv_cache_fraction` of `free_bytes`, the memory that is free after loading the weights.
@@ -85,15 +88,18 @@ def plan_kv_cache(
     """
     block_size, kv_cache_bytes = options.block_size, options.kv_cache_bytes
     cached = kv_dtype(options, dtype)
-    block_bytes = sum(each.kv_bytes_per_token(cached) for each in (model, draft) if each is not None) * block_size
+    layers = layers or one_group(model.num_layers)
+    block_bytes = model.kv_bytes_per_token(cached) * layers.layers_per_block // model.num_layers * block_size
+    if draft is not None:
+        block_bytes += draft.kv_bytes_per_token(cached) * block_size
     if kv_cache_bytes is not None:
         budget = kv_cache_bytes
     elif options.kv_cache_fraction is not None:
         budget = int(free_bytes * options.kv_cache_fraction)
     else:
-        max_num_sequences = options.max_num_sequences
-        whole = -(-(options.max_model_len or model.max_position_embeddings) // block_size) * block_bytes
-        short = min(whole, -(-LEAST_SEQUENCE_TOKENS // block_size) * block_bytes)
+        max_num_sequences, needs = options.max_num_sequences, block_needs(layers.groups, options)
+        whole = needs.of_sequence(options.max_model_len or model.max_position_embeddings) * block_bytes
+        short = min(whole, needs.of_sequence(LEAST_SEQUENCE_TOKENS) * block_bytes)
         budget = min(MOST_WHOLE_SEQUENCES * max_num_sequences * whole, int(most_of_free * free_bytes))
         if shares_memory:
             enough = max(WEIGHTS_MULTIPLE * weight_bytes, max_num_sequences * short, LEAST_WHOLE_SEQUENCES * whole)
@@ -105,6 +111,25 @@ def plan_kv_cache(
             "raise kv_cache_bytes"
         )
     return num_blocks * block_bytes, num_blocks
+
+
+def choose_groups(model: ModelConfig, draft: ModelConfig | None) -> LayerGroups:
+    """Returns the groups of a model's layers.
+
+    A draft model's keys and values are in the blocks of the first group. It reads all of them, so with a draft model
+    that group gives nothing back.
+    """
+    layers = group_layers(model.sliding_windows)
+    if draft is None or layers.groups[0].window is None:
+        return layers
+    return layers._replace(groups=(KVGroup(), *layers.groups[1:]))
+
+
+def block_needs(groups: tuple[KVGroup, ...], options: ModelOptions) -> BlockNeeds:
+    """Returns the number of blocks that sequences need with these options. After a chunk of a prompt, one more token
+    may be under way.
+    """
+    return BlockNeeds(groups, options.block_size, options.max_num_batched_tokens + 1)
 
 
 def plan_max_model_len(model: ModelConfig, requested: int | None, capacity: int) -> int:
@@ -183,7 +208,32 @@ def weight_headers(folder: pathlib.Path) -> list[tuple[pathlib.Path, dict[str, T
     """
     if is_gguf_folder(folder):
         return [read_gguf_index(folder)]
-    return [(path, read_header(path, folder)) for path in weight_files(folder)]
+    headers = [(path, read_header(path, folder)) for path in weight_files(folder)]
+    names = {name for _, entries in headers for name in entries}
+    if not any(name.startswith(_OF_TEXT) for name in names):
+        return headers
+    return [(path, _text_tensors(entries)) for path, entries in headers]
+
+
+_TEXT_NAMES = {
+    "language_model.model.": "model.",
+    "language_model.lm_head.": "lm_head.",
+    "model.language_model.": "model.",
+    "lm_head.": "lm_head.",
+}
+"""How the names of a text decoder's tensors begin in the checkpoints of multimodal models, and in those of its own."""
+_OF_TEXT = ("language_model.model.", "model.language_model.")
+"""Beginnings that only multimodal checkpoints have."""
+
+
+def _text_tensors(entries: dict[str, TensorEntry]) -> dict[str, TensorEntry]:
+    """Returns the tensors of the text decoder by their usual names, without those of towers and projectors."""
+    found = {}
+    for name, entry in entries.items():
+        for stored, usual in _TEXT_NAMES.items():
+            if name.startswith(stored):
+                found[usual + name.removeprefix(stored)] = entry
+    return found
 
 
 def gguf_cache() -> pathlib.Path:

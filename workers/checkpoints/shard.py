@@ -60,6 +60,29 @@ class Shard:
         return torch.zeros_like(bias) if splits_inputs and self._rank > 0 else self.take(part, False, bias)
 
 
+def take_piece(part: WeightPart, stored: QuantizedWeight | torch.Tensor) -> QuantizedWeight | torch.Tensor:
+    """Returns the rows of a part, if the checkpoint stores several parts as one tensor."""
+    if part.stored_rows is None:
+        return stored
+    return take_rows(stored, part.first_row, part.first_row + part.out_features)
+
+
+def in_order(part: WeightPart, weight: QuantizedWeight | torch.Tensor) -> QuantizedWeight | torch.Tensor:
+    """Returns whole heads of a part, or of its bias, with their rows in the order that the kernels rotate."""
+    if part.order is None:
+        return weight
+    num_rows = len(weight if isinstance(weight, torch.Tensor) else weight.values)
+    rows = torch.tensor(part.order.rows(num_rows))
+    if isinstance(weight, torch.Tensor):
+        return weight[rows.to(weight.device)]
+    return dataclasses.replace(
+        weight,
+        values=weight.values[rows],
+        scales=weight.scales[rows],
+        offsets=None if weight.offsets is None else weight.offsets[rows],
+    )
+
+
 def take_rows(weight: QuantizedWeight | torch.Tensor, start: int, stop: int) -> QuantizedWeight | torch.Tensor:
     """Returns rows `start` to `stop` of a weight, one for each output feature. Rows past its end are zeros."""
     if isinstance(weight, torch.Tensor):

@@ -1,4 +1,4 @@
-"""The decoder that computes what the families of `workers/models/` describe: a pre-norm transformer.
+"""The decoder that computes what the families of `workers/models/` describe: a transformer.
 
 A step is a flat list of kernel and linear calls over one batch of tokens. The loader hands in the weights. The platform
 brings the kernels and linears, and may lower the whole list to one call or one graph (`Platform.compile_decoder`). The
@@ -9,10 +9,19 @@ from __future__ import annotations
 
 import torch
 
+from manta.workers.decoders.experts import run_experts
 from manta.workers.decoders.rope_table import rope_table
+from manta.workers.kernels import reference
 from manta.workers.kernels.attention_metadata import AttentionMetadata
-from manta.workers.kernels.protocol import KVCaches
-from manta.workers.kernels.weights import AttentionWeights, DecoderWeights, GatedMlpWeights, max_mlp_rows
+from manta.workers.kernels.protocol import KVCaches, RotaryTables
+from manta.workers.kernels.weights import (
+    AttentionWeights,
+    DecoderWeights,
+    ExpertsWeights,
+    GatedMlpWeights,
+    max_mlp_rows,
+)
+from manta.workers.kv_groups import group_layers
 from manta.workers.models.model_config import ModelConfig
 from manta.workers.platforms import Platform
 
@@ -30,13 +39,16 @@ class Decoder:
 
     def __init__(self, config: ModelConfig, weights: DecoderWeights, platform: Platform) -> None:
         self.config = config
+        self.sliding_windows = config.sliding_windows
         self.weights = weights
         self._kernels = platform.kernels
         next_norms = [*(layer.input_norm for layer in weights.layers[1:]), weights.final_norm]
-        self._layers = list(zip(weights.layers, config.sliding_windows, next_norms, strict=True))
+        places = group_layers(config.sliding_windows).layers
+        self._layers = list(zip(weights.layers, places, config.sliding_windows, next_norms, strict=True))
         self._mlp_rows = max_mlp_rows(config, weights.dtype) if platform.splits_mlp else None
+        self._embedding_scale = torch.tensor(config.embedding_scale, dtype=weights.dtype).item()
         self.compiled = platform.compile_decoder(weights, config, self._run_layers)
-        self._cos_sin = torch.empty(0)
+        self._tables: RotaryTables = []
 
     def forward(self, token_ids: torch.Tensor, metadata: AttentionMetadata, kv_caches: KVCaches) -> torch.Tensor:
         """Hidden states after the last norm, [num_tokens, hidden]; writes the tokens' keys and values to their KV
@@ -44,21 +56,45 @@ class Decoder:
 
         `token_ids` is int64 [num_tokens]; `kv_caches` holds (k_cache, v_cache) of each layer.
         """
-        cos_sin = self._rotary_table(metadata.max_context_len, token_ids.device)
+        tables = self._rotary_tables(metadata.max_context_len, token_ids.device)
+        embedded = self.weights.embedding(token_ids)
+        if self._embedding_scale != 1:
+            embedded = embedded.mul_(self._embedding_scale)
         run = self.compiled or self._run_layers
-        return run(self.weights.embedding(token_ids), cos_sin, metadata, kv_caches)
+        return run(embedded, tables, metadata, kv_caches)
 
     def _run_layers(
-        self, residual: torch.Tensor, cos_sin: torch.Tensor, metadata: AttentionMetadata, kv_caches: KVCaches
+        self, residual: torch.Tensor, cos_sin: RotaryTables, metadata: AttentionMetadata, kv_caches: KVCaches
     ) -> torch.Tensor:
-        kernels, config = self._kernels, self.config
-        eps = config.rms_norm_eps
-        normed = kernels.rms_norm(residual, self.weights.layers[0].input_norm, eps)
-        for (layer, sliding_window, next_norm), kv_cache in zip(self._layers, kv_caches, strict=True):
-            attended = self._attend(layer.attention, normed, cos_sin, metadata, kv_cache, sliding_window)
-            normed = kernels.add_rms_norm(attended, residual, layer.mlp_norm, eps)
-            normed = kernels.add_rms_norm(self._mlp(layer.mlp, normed, metadata), residual, next_norm, eps)
+        normed = self._norm(residual, self.weights.layers[0].input_norm)
+        for (layer, place, sliding_window, next_norm), table, kv_cache in zip(
+            self._layers, cos_sin, kv_caches, strict=True
+        ):
+            group = metadata.of_group(place.group)
+            update = self._attend(layer.attention, normed, table, group, kv_cache, sliding_window)
+            update = self._norm(update, layer.attention_output_norm)
+            if layer.is_parallel:
+                update = update + self._mlp(layer.mlp, normed, metadata)
+            else:
+                normed = self._add(update, residual, layer.mlp_norm)
+                update = self._norm(self._mlp(layer.mlp, normed, metadata), layer.mlp_output_norm)
+            normed = self._add(update, residual, next_norm)
         return normed
+
+    def _norm(self, x: torch.Tensor, weight: torch.Tensor | None) -> torch.Tensor:
+        """Returns the norm of x, or x itself where there is none."""
+        if weight is None:
+            return x
+        norm = reference.layer_norm if self.config.has_layer_norms else self._kernels.rms_norm
+        return norm(x, weight, self.config.rms_norm_eps)
+
+    def _add(self, update: torch.Tensor, residual: torch.Tensor, next_norm: torch.Tensor | None) -> torch.Tensor:
+        """Adds to the residual stream in place. Returns what the next part reads: its norm, or the stream itself."""
+        if self.config.residual_scale != 1:
+            update = update * self.config.residual_scale
+        if next_norm is None or self.config.has_layer_norms:
+            return self._norm(residual.add_(update), next_norm)
+        return self._kernels.add_rms_norm(update, residual, next_norm, self.config.rms_norm_eps)
 
     def _attend(
         self,
@@ -71,11 +107,19 @@ class Decoder:
     ) -> torch.Tensor:
         heads, eps = self.config.heads, self.config.rms_norm_eps
         qkv = attention.qkv.forward(normed, metadata)
+        if attention.wide_norms is not None:
+            query, key, value = qkv.split([count * heads.head_dim for count in heads.counts], dim=-1)
+            query_norm, key_norm = attention.wide_norms
+            qkv = torch.cat((query_norm(query), key_norm(key), value), dim=-1)
         self._kernels.rope_and_cache(qkv, cos_sin, metadata, *kv_cache, heads, attention.q_norm, attention.k_norm, eps)
-        attended = self._kernels.paged_attention(qkv, *kv_cache, metadata, heads, sliding_window)
+        attended = self._kernels.paged_attention(qkv, *kv_cache, metadata, heads, sliding_window, attention.sinks)
         return attention.output.forward(attended, metadata)
 
-    def _mlp(self, mlp: GatedMlpWeights, normed: torch.Tensor, metadata: AttentionMetadata) -> torch.Tensor:
+    def _mlp(
+        self, mlp: GatedMlpWeights | ExpertsWeights, normed: torch.Tensor, metadata: AttentionMetadata
+    ) -> torch.Tensor:
+        if isinstance(mlp, ExpertsWeights):
+            return run_experts(mlp, normed)
         num_rows = normed.shape[0]
         if self._mlp_rows is None or num_rows <= self._mlp_rows:
             return mlp.down.forward(mlp.gated.forward(normed, metadata), metadata)
@@ -86,10 +130,16 @@ class Decoder:
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Logits in the model's dtype, [num_rows, vocab_size], of rows of `forward`'s result."""
-        return self.weights.head.forward(hidden)
+        logits = self.weights.head.forward(hidden)
+        if self.config.logits_scale != 1:
+            logits = logits * self.config.logits_scale
+        return reference.cap(logits, self.config.final_cap)
 
-    def _rotary_table(self, num_positions: int, device: torch.device) -> torch.Tensor:
-        if self._cos_sin.shape[0] < num_positions:
-            rows = max(_FIRST_POSITIONS, 1 << (num_positions - 1).bit_length())
-            self._cos_sin = torch.from_numpy(rope_table(self.config.rope, self.config.head_dim, rows)).to(device)
-        return self._cos_sin
+    def _rotary_tables(self, num_positions: int, device: torch.device) -> RotaryTables:
+        """Returns the same list until a longer context comes."""
+        if not self._tables or self._tables[0].shape[0] < num_positions:
+            rows, head_dim = max(_FIRST_POSITIONS, 1 << (num_positions - 1).bit_length()), self.config.head_dim
+            ropes = self.config.ropes
+            tables = {rope: torch.from_numpy(rope_table(rope, head_dim, rows)).to(device) for rope in set(ropes)}
+            self._tables = [tables[rope] for rope in ropes]
+        return self._tables

@@ -15,17 +15,25 @@ import numpy as np
 from manta.workers.models.model_config import RopeConfig
 
 
-def rope_table(rope: RopeConfig, head_dim: int, num_positions: int) -> np.ndarray:
-    """Cosines then sines of every position's angles, float32 [num_positions, head_dim]."""
-    inv_freq, attention_factor = _inverse_frequencies(rope, head_dim)
+def rope_table(rope: RopeConfig | None, head_dim: int, num_positions: int) -> np.ndarray:
+    """Cosines then sines of every position's angles, float32 [num_positions, head_dim].
+
+    Dimensions that do not rotate have a cosine of 1 and a sine of 0: those from `rotary_dim` on, and all without a
+    rope, for layers without positions.
+    """
+    half = head_dim // 2
+    table = np.zeros((num_positions, 2, half), dtype=np.float32)
+    table[:, 0] = 1
+    if rope is None:
+        return table.reshape(num_positions, head_dim)
+    inv_freq, attention_factor = _inverse_frequencies(rope, rope.rotary_dim or head_dim)
     # The angles are rounded to float32, as in transformers. Their cosines are computed in float64 and rounded once.
     angles = np.outer(np.arange(num_positions, dtype=np.float32), inv_freq)
-    table = np.empty((num_positions, head_dim), dtype=np.float32)
     for first in range(0, num_positions, _CHUNK_POSITIONS):
         chunk = slice(first, first + _CHUNK_POSITIONS)
-        cos_and_sin = np.concatenate(_cos_and_sin(angles[chunk].astype(np.float64)), axis=-1)
-        table[chunk] = cos_and_sin * attention_factor
-    return table
+        cos_and_sin = np.stack(_cos_and_sin(angles[chunk].astype(np.float64)), axis=1)
+        table[chunk, :, : len(inv_freq)] = cos_and_sin * attention_factor
+    return table.reshape(num_positions, head_dim)
 
 
 _CHUNK_POSITIONS = 128
@@ -68,8 +76,14 @@ def _frequencies(theta: float, head_dim: int) -> np.ndarray:
 
 
 def _inverse_frequencies(rope: RopeConfig, head_dim: int) -> tuple[np.ndarray, float]:
-    """([head_dim / 2] radians a position, factor on cosines and sines)."""
+    """([head_dim / 2] radians a position, factor on cosines and sines). `head_dim` counts rotated dimensions only."""
+    if rope.rope_type == "dynamic":
+        return _frequencies(_stretched_theta(rope, head_dim), head_dim), 1.0
     inv_freq = _frequencies(rope.theta, head_dim)
+    if rope.rope_type == "longrope":
+        is_long = rope.longest_context > rope.original_max_position_embeddings
+        factors = np.array(rope.long_factors if is_long else rope.short_factors, dtype=np.float32)
+        return inv_freq / factors, _longrope_attention_factor(rope)
     if rope.rope_type == "linear":
         return inv_freq / np.float32(rope.factor), 1.0
     if rope.rope_type == "llama3":
@@ -79,6 +93,22 @@ def _inverse_frequencies(rope: RopeConfig, head_dim: int) -> tuple[np.ndarray, f
     if rope.frequency_divisors is not None:
         return inv_freq / np.array(rope.frequency_divisors, dtype=np.float32), 1.0
     return inv_freq, 1.0
+
+
+def _stretched_theta(rope: RopeConfig, head_dim: int) -> float:
+    """Returns theta for `longest_context` positions by the rule that transformers calls dynamic NTK."""
+    stretch = max(1.0, rope.longest_context / rope.original_max_position_embeddings)
+    growth = Decimal(rope.factor * stretch - (rope.factor - 1))
+    return float(Decimal(rope.theta) * (growth.ln() * head_dim / (head_dim - 2)).exp())
+
+
+def _longrope_attention_factor(rope: RopeConfig) -> float:
+    """The factor on cosines and sines (Ding et al., 2024)."""
+    if rope.attention_factor is not None:
+        return rope.attention_factor
+    if rope.factor <= 1:
+        return 1.0
+    return math.sqrt(1 + _log(rope.factor) / _log(rope.original_max_position_embeddings))
 
 
 def _yarn_attention_factor(rope: RopeConfig) -> float:

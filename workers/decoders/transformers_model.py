@@ -31,6 +31,7 @@ from manta.workers.kernels.attention_metadata import AttentionMetadata
 from manta.workers.kernels.protocol import Forward, KVCaches
 from manta.workers.kernels.query_tokens import QueryTokens
 from manta.workers.kernels.weights import LinearWeight
+from manta.workers.kv_groups import group_layers, one_group
 from manta.workers.models.model_config import HeadShape, ModelConfig, ModelError
 from manta.workers.platforms import Platform
 
@@ -102,6 +103,7 @@ class TransformersModel:
         self._num_attended = 0
         self._windows: Windows = {}
         """The sliding window of each layer; empty for families with attention code of their own."""
+        self._places = one_group(config.num_layers).layers
         causal_model = self._load(folder, dtype, platform, kept)
         self._has_own_attention = causal_model.config.model_type in OWN_ATTENTION
         self._alibi = None
@@ -121,6 +123,9 @@ class TransformersModel:
             self._head = causal_model
             self._check(probe, expected, dtype)
         self._windows = windows
+        self.sliding_windows = tuple(windows.get(layer) for layer in range(config.num_layers))
+        """The window of each layer in positions, the token's own included; None for all."""
+        self._places = group_layers(self.sliding_windows).layers
 
     def _load(self, folder: str | pathlib.Path, dtype: torch.dtype, platform: Platform, kept: KeptBits) -> Any:
         transformers.AttentionInterface.register(_ATTENTION_NAME, _attend)
@@ -288,8 +293,8 @@ class TransformersModel:
         sliding_window: int | None,
     ) -> torch.Tensor:
         """One layer's attention: query [1, num_heads, num_tokens, head_dim] -> [1, num_tokens, num_heads, head_dim]."""
-        metadata = self._metadata
-        assert metadata is not None
+        assert self._metadata is not None
+        metadata = self._metadata.of_group(self._places[layer].group)
         scale = query.shape[-1] ** -0.5 if scale is None else scale
         value_dim = value.shape[-1]
         if self._alibi is not None:

@@ -13,6 +13,7 @@ from manta.workers.jax_worker.mesh import free_memory, is_tpu
 from manta.workers.jax_worker.model_state import held_config
 from manta.workers.model_options import ModelOptions
 from manta.workers.models.model_config import ModelConfig, ModelError
+from manta.workers.models.variants import check_variants
 
 TPU_KV_SHARE = 0.9
 """Share of a TPU's free memory for the KV cache; the rest is for the largest step."""
@@ -21,12 +22,13 @@ BLOCK_BITS = 7
 
 
 def native_config(folder: pathlib.Path) -> ModelConfig:
-    """Returns the configuration of the model. Raises `ModelError` if this worker does not support its family, or if its
-    checkpoint is quantised.
+    """Returns the configuration of the model. Raises `ModelError` if its checkpoint is quantised, or if its layers do
+    what this worker does not compute.
     """
     config = load_model_config(folder)
     if not config.native:
         raise ModelError(f"device tpu runs no {config.architecture}; use one of the native families, or device cpu")
+    check_variants(config, "tpu")
     if config.quantization is not None:
         raise ModelError(
             f"device tpu reads no {config.quantization.method} checkpoints; use one in bfloat16, or device cpu"

@@ -41,7 +41,18 @@ def _library() -> ctypes.CDLL | None:
         "manta_rms_norm": [c_int, c_void_p, c_void_p, c_void_p, c_void_p, c_int, c_int, c_float],
         "manta_silu_and_mul": [c_int, c_void_p, c_void_p, c_int, c_int],
         "manta_rope_and_cache": [c_int, c_int, *[c_void_p] * 8, *[c_int] * 5, c_float],
-        "manta_paged_attention": [c_int, c_int, c_void_p, c_int64, *[c_void_p] * 9, *[c_int] * 8, c_float, c_int],
+        "manta_paged_attention": [
+            c_int,
+            c_int,
+            c_void_p,
+            c_int64,
+            *[c_void_p] * 9,
+            *[c_int] * 8,
+            c_float,
+            c_float,
+            c_void_p,
+            c_int,
+        ],
     }
     for name, argtypes in signatures.items():
         function = getattr(library, name)
@@ -130,6 +141,7 @@ def paged_attention(
     metadata: AttentionMetadata,
     heads: HeadShape,
     sliding_window: int | None = None,
+    sinks: torch.Tensor | None = None,
     exact: bool = False,
 ) -> torch.Tensor:
     """Attention over the paged cache, as in `reference.py`. If `exact`, the compiled kernels give the same bits on
@@ -137,7 +149,7 @@ def paged_attention(
     """
     library = _library()
     if library is None or heads.head_dim % HEAD_DIM_MULTIPLE:
-        return reference.paged_attention(qkv, k_cache, v_cache, metadata, heads, sliding_window)
+        return reference.paged_attention(qkv, k_cache, v_cache, metadata, heads, sliding_window, sinks)
     num_tokens, stride = qkv.shape[0], qkv.stride(0)
     output = qkv.new_empty((num_tokens, heads.num_heads * heads.head_dim))
     num_sequences, max_blocks = metadata.block_tables.shape
@@ -165,6 +177,8 @@ def paged_attention(
         heads.head_dim,
         NO_WINDOW if sliding_window is None else sliding_window,
         heads.scale,
+        heads.logit_cap,
+        None if sinks is None else sinks.data_ptr(),
         exact,
     )
     return output

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from ctypes import POINTER, c_int, c_void_p
 from typing import Any
 
@@ -20,15 +20,21 @@ from manta.workers.kernels.cpu import CACHE_DTYPES, HEAD_DIM_MULTIPLE, NO_WINDOW
 from manta.workers.kernels.cpu_linear import DTYPES, HasNative, NativeLinear
 from manta.workers.kernels.kept_memory import KeptMemory
 from manta.workers.kernels.layout import check, structure
-from manta.workers.kernels.protocol import KVCaches
-from manta.workers.kernels.weights import DecoderWeights, Linear, max_mlp_rows
+from manta.workers.kernels.protocol import KVCaches, RotaryTables
+from manta.workers.kernels.weights import DecoderWeights, GatedMlpWeights, Linear, max_mlp_rows
+from manta.workers.kv_groups import group_layers
 from manta.workers.models.model_config import ModelConfig
+from manta.workers.models.variants import OUTSIDE_OF_LAYERS, Variant, variants_of
 
+COMPILED_VARIANTS = OUTSIDE_OF_LAYERS | {Variant.SOFT_CAP, Variant.SINKS}
+"""What layers in one call compute beyond Llama's."""
 _Linear = structure("_Linear", "run state")
-_Shape = structure("_Shape", "", "dtype cache_dtype hidden num_heads num_kv_heads head_dim exact", "eps scale")
+_Shape = structure(
+    "_Shape", "", "dtype cache_dtype hidden num_heads num_kv_heads head_dim exact", "eps scale logit_cap"
+)
 _Step = structure(
     "_Step",
-    "positions slots query_start context_lens block_tables group_start members prefix_lens cos_sin",
+    "positions slots query_start context_lens block_tables other_slots other_tables group_start members prefix_lens",
     "num_tokens num_sequences num_groups max_blocks block_size",
 )
 _Buffers = structure("_Buffers", "residual normed qkv attended gated update", "mlp_rows")
@@ -39,8 +45,9 @@ class _NativeLayer(ctypes.Structure):
     _fields_ = [
         *[(name, c_void_p) for name in ("input_norm", "q_norm", "k_norm", "mlp_norm")],
         *[(name, _Linear) for name in ("qkv", "attention_output", "gated", "down")],
-        *[(name, c_void_p) for name in ("k_cache", "v_cache")],
+        *[(name, c_void_p) for name in ("k_cache", "v_cache", "cos_sin", "sinks")],
         ("window", c_int),
+        ("group", c_int),
     ]
 
 
@@ -115,7 +122,7 @@ class FusedLayers:
         self._mlp_rows = max_mlp_rows(config, self._dtype)
         heads, hidden = config.heads, config.hidden_size
         dtype = DTYPES[self._dtype]
-        self._shape = _Shape(dtype, dtype, hidden, *heads[:3], exact, config.rms_norm_eps, heads.scale)
+        self._shape = _Shape(dtype, dtype, hidden, *heads[:3], exact, config.rms_norm_eps, *heads[3:])
         qkv_width = (heads.num_heads + 2 * heads.num_kv_heads) * heads.head_dim
         attended_width = heads.num_heads * heads.head_dim
         self._widths = (hidden, qkv_width, attended_width, config.intermediate_size)
@@ -130,8 +137,10 @@ class FusedLayers:
         self._raise_errors: dict[Callable[[], None], None] = {}
         """The linears' `NativeLinear.raise_error`: each once, in the order of the linears."""
         self._layers = (_NativeLayer * len(weights.layers))()
-        for to, layer, window in zip(self._layers, weights.layers, config.sliding_windows, strict=True):
+        places = group_layers(config.sliding_windows).layers
+        for to, layer, place, window in zip(self._layers, weights.layers, places, config.sliding_windows, strict=True):
             attention, mlp = layer.attention, layer.mlp
+            assert isinstance(mlp, GatedMlpWeights)
             to.input_norm, to.mlp_norm = _address(layer.input_norm), _address(layer.mlp_norm)
             to.q_norm, to.k_norm = _address(attention.q_norm), _address(attention.k_norm)
             linears = {
@@ -145,34 +154,44 @@ class FusedLayers:
                 setattr(to, name, _Linear(native.run, native.state))
                 if native.raise_error is not None:
                     self._raise_errors[native.raise_error] = None
+            to.sinks = _address(attention.sinks)
             to.window = NO_WINDOW if window is None else window
+            to.group = place.group
         self._kv_caches: KVCaches | None = None
+        self._tables: RotaryTables | None = None
         self._memory = KeptMemory()
 
     def __call__(
         self,
         residual: torch.Tensor,
-        cos_sin: torch.Tensor,
+        cos_sin: RotaryTables,
         metadata: AttentionMetadata,
         kv_caches: KVCaches,
     ) -> torch.Tensor:
         """Hidden states after the last norm, [num_tokens, hidden]; `residual`, of the same shape, is overwritten."""
+        if cos_sin is not self._tables:
+            self._tables = cos_sin
+            for layer, table in zip(self._layers, cos_sin, strict=True):
+                layer.cos_sin = table.data_ptr()
         if kv_caches is not self._kv_caches:
             self._kv_caches = kv_caches
             self._shape.cache_dtype = CACHE_DTYPES[kv_caches[0][0].dtype]
             for layer, (k_cache, v_cache) in zip(self._layers, kv_caches, strict=True):
                 layer.k_cache, layer.v_cache = k_cache.data_ptr(), v_cache.data_ptr()
         groups = metadata.shared_prefixes
+        other_slots = _addresses([each.slot_mapping for each in metadata.other_groups])
+        other_tables = _addresses([each.block_tables for each in metadata.other_groups])
         step = _Step(
             _address(metadata.positions),
             _address(metadata.slot_mapping),
             _address(metadata.query_start),
             _address(metadata.context_lens),
             _address(metadata.block_tables),
+            None if other_slots is None else ctypes.addressof(other_slots),
+            None if other_tables is None else ctypes.addressof(other_tables),
             None if groups is None else _address(groups.group_start),
             None if groups is None else _address(groups.members),
             None if groups is None else _address(groups.prefix_lens),
-            _address(cos_sin),
             metadata.num_tokens,
             metadata.num_sequences,
             0 if groups is None else groups.num_groups,
@@ -220,13 +239,20 @@ class FusedLayers:
 
 
 def compile_decoder(weights: DecoderWeights, config: ModelConfig, exact: bool = False) -> FusedLayers | None:
-    """None if there are no kernels, or if they do not support the dtype or the size of the heads. `exact` is that of
-    `cpu.paged_attention`.
+    """None if there are no kernels, or if they do not support the dtype, the size of the heads, or what the layers do
+    beyond Llama's. `exact` is that of `cpu.paged_attention`.
     """
     if _library() is None or weights.dtype not in DTYPES or config.head_dim % HEAD_DIM_MULTIPLE:
+        return None
+    if variants_of(config) - COMPILED_VARIANTS:
         return None
     return FusedLayers(weights, config, exact)
 
 
 def _address(tensor: torch.Tensor | None) -> int | None:
     return None if tensor is None else tensor.data_ptr()
+
+
+def _addresses(tensors: Sequence[torch.Tensor]) -> Any:
+    """An array of addresses; None if there are none."""
+    return (c_void_p * len(tensors))(*[each.data_ptr() for each in tensors]) if tensors else None

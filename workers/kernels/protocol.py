@@ -19,6 +19,10 @@ KVCaches = list[tuple[torch.Tensor, torch.Tensor]]
 """(k_cache, v_cache) of each layer; `workers/kernels/kv_cache.py` has their shapes."""
 
 
+RotaryTables = list[torch.Tensor]
+"""The rotary table of each layer, float32 [max_position, head_dim]; layers with one rope share a tensor."""
+
+
 class DecodeLimits(NamedTuple):
     """The largest steps of a model."""
 
@@ -32,6 +36,8 @@ class DecodeLimits(NamedTuple):
     """Whether a step's metadata may have shared prefixes."""
     max_num_tokens: int = 0
     """Tokens of a step that computes prompts; 0 if none does."""
+    num_groups: int = 1
+    """Groups of layers, each with its block tables."""
 
 
 class Kernels(Protocol):
@@ -66,6 +72,7 @@ class Kernels(Protocol):
         metadata: AttentionMetadata,
         heads: HeadShape,
         sliding_window: int | None = None,
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor: ...
 
 
@@ -73,10 +80,10 @@ class Forward(Protocol):
     """Runs all layers of a decoder in one call."""
 
     def __call__(
-        self, residual: torch.Tensor, cos_sin: torch.Tensor, metadata: AttentionMetadata, kv_caches: KVCaches
+        self, residual: torch.Tensor, cos_sin: RotaryTables, metadata: AttentionMetadata, kv_caches: KVCaches
     ) -> torch.Tensor:
         """Hidden states after the last norm, [num_tokens, hidden]. `residual` holds the embedded tokens, and may be
-        overwritten.
+        overwritten. The same list of tables is the same numbers in the same memory.
         """
         ...
 

@@ -6,6 +6,9 @@ in float32 and round once to the input's dtype, so bfloat16 forms differ by roun
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 
@@ -27,10 +30,37 @@ def add_rms_norm(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, 
     return rms_norm(residual, weight, eps)
 
 
-def silu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
-    """`silu(gate) * up` of gate_up [num_tokens, 2 * intermediate] (gate first), [num_tokens, intermediate]."""
-    gate, up = gate_up.float().chunk(2, dim=-1)
-    return (F.silu(gate) * up).to(gate_up.dtype)
+def layer_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """Normalisation by mean and deviation (Ba et al., 2016) of x [..., hidden] by `weight` [hidden], without a bias."""
+    return F.layer_norm(x.float(), x.shape[-1:], weight.float(), eps=eps).to(x.dtype)
+
+
+def clamped_gate(gates: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    """gpt-oss's gates: clamped to 7, a sigmoid of 1.702 times the gate, and one added to what is let through."""
+    gates, up = gates.clamp(max=7.0), up.clamp(-7.0, 7.0)
+    return (up + 1) * (gates * torch.sigmoid(gates * 1.702))
+
+
+GATES: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
+    "silu": lambda gates, up: F.silu(gates) * up,
+    "gelu": lambda gates, up: F.gelu(gates) * up,
+    "gelu_tanh": lambda gates, up: F.gelu(gates, approximate="tanh") * up,
+    "clamped": clamped_gate,
+}
+"""What gates do to what they let through, by the names of `ModelConfig.activation`."""
+
+
+def gate(activation: str, gate_up: torch.Tensor) -> torch.Tensor:
+    """`activation(gate) * up` of gate_up [num_tokens, 2 * intermediate] (gate first), [num_tokens, intermediate]."""
+    return GATES[activation](*gate_up.float().chunk(2, dim=-1)).to(gate_up.dtype)
+
+
+silu_and_mul = functools.partial(gate, "silu")
+
+
+def cap(x: torch.Tensor, limit: float) -> torch.Tensor:
+    """Soft-capped numbers (Gemma 2): `limit * tanh(x / limit)`; x itself if `limit` is 0."""
+    return torch.tanh(x / limit) * limit if limit else x
 
 
 def rope_and_cache(
@@ -51,7 +81,7 @@ def rope_and_cache(
     of GPT-NeoX and Hugging Face. If norm weights [head_dim] are given, each query and key head is RMS-normalised before
     the rotation (Qwen3). A cache of int8 gets keys and values rounded from the dtype of qkv.
     """
-    num_heads, num_kv_heads, head_dim, _ = heads
+    num_heads, num_kv_heads, head_dim = heads[:3]
     by_head = qkv.view(qkv.shape[0], num_heads + 2 * num_kv_heads, head_dim)
     query, key, value = by_head.split((num_heads, num_kv_heads, num_kv_heads), dim=1)
     cos, sin = cos_sin[metadata.positions].unsqueeze(1).chunk(2, dim=-1)
@@ -78,27 +108,35 @@ def paged_attention(
     metadata: AttentionMetadata,
     heads: HeadShape,
     sliding_window: int | None = None,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Causal attention of every query token over its sequence's paged keys, [num_tokens, num_heads * head_dim].
 
     Call it after `rope_and_cache`: qkv begins with the query heads; query head `h` reads KV head
     `h // (num_heads // num_kv_heads)`. `sliding_window` is how many positions a token sees, itself included (Mistral).
+    `sinks`, float32 [num_heads], are a further logit of each head, whose probability goes nowhere (gpt-oss).
     """
-    num_heads, num_kv_heads, head_dim, scale = heads
+    num_heads, num_kv_heads, head_dim, scale, _ = heads
     query = qkv[:, : num_heads * head_dim].view(-1, num_heads, head_dim)
     output = torch.empty_like(query, memory_format=torch.contiguous_format)
     query_start = metadata.query_start.tolist()
     for sequence, context_len in enumerate(metadata.context_lens.tolist()):
         first, last = query_start[sequence], query_start[sequence + 1]
-        num_blocks = -(-context_len // metadata.block_size)
-        blocks = metadata.block_tables[sequence, :num_blocks].long()
-        key = kv_cache.read(k_cache, blocks, metadata.block_size, heads)[:context_len]
-        value = kv_cache.read(v_cache, blocks, metadata.block_size, heads)[:context_len]
-        distance = torch.arange(context_len - (last - first), context_len, device=qkv.device).unsqueeze(1)
-        distance = distance - torch.arange(context_len, device=qkv.device)
+        start, block_size = context_len - (last - first), metadata.block_size
+        first_seen = 0 if sliding_window is None else max(0, start - sliding_window + 1)
+        first_block, num_blocks = first_seen // block_size, -(-context_len // block_size)
+        blocks = metadata.block_tables[sequence, first_block:num_blocks].long()
+        seen = slice(first_seen - first_block * block_size, context_len - first_block * block_size)
+        key = kv_cache.read(k_cache, blocks, block_size, heads)[seen]
+        value = kv_cache.read(v_cache, blocks, block_size, heads)[seen]
+        distance = torch.arange(start, context_len, device=qkv.device).unsqueeze(1)
+        distance = distance - torch.arange(first_seen, context_len, device=qkv.device)
         visible = distance >= 0
         if sliding_window is not None:
             visible &= distance < sliding_window
+        if heads.logit_cap or sinks is not None:
+            output[first:last] = _attend(query[first:last], key, value, visible, heads, sinks)
+            continue
         attended = F.scaled_dot_product_attention(
             query[first:last].to(key.dtype).transpose(0, 1).unsqueeze(0),
             key.transpose(0, 1).unsqueeze(0),
@@ -109,3 +147,26 @@ def paged_attention(
         )
         output[first:last] = attended.squeeze(0).transpose(0, 1)
     return output.view(-1, num_heads * head_dim)
+
+
+def _attend(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    visible: torch.Tensor,
+    heads: HeadShape,
+    sinks: torch.Tensor | None,
+) -> torch.Tensor:
+    """Attention in float32 of one sequence: query [n, num_heads, head_dim] over key and value [context, num_kv_heads,
+    head_dim], of which `visible` [n, context] are seen.
+    """
+    group = heads.num_heads // heads.num_kv_heads
+    wide_key, wide_value = (each.float().repeat_interleave(group, dim=1) for each in (key, value))
+    products = torch.einsum("qhd,khd->hqk", query.float(), wide_key) * heads.scale
+    logits = cap(products, heads.logit_cap).masked_fill(~visible, -torch.inf)
+    if sinks is not None:
+        sink = sinks.view(-1, 1, 1).expand(-1, len(query), 1)
+        probabilities = torch.cat((logits, sink), dim=-1).softmax(-1)[..., :-1]
+    else:
+        probabilities = logits.softmax(-1)
+    return torch.einsum("hqk,khd->qhd", probabilities, wide_value).to(query.dtype)

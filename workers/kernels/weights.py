@@ -59,6 +59,10 @@ Embedding = Callable[[torch.Tensor], torch.Tensor]
 """Token ids, int64 [num_tokens] -> [num_tokens, hidden] in the dtype of the activations, which may be written to."""
 
 
+RowNorm = Callable[[torch.Tensor], torch.Tensor]
+"""Normalises rows [num_tokens, width]; of ranks, each has a part of the width."""
+
+
 class SharedLinears(Protocol):
     """Makes the linears of one model while it is read, in memory that processes share."""
 
@@ -84,6 +88,10 @@ class AttentionWeights:
     q_norm: torch.Tensor | None
     """[head_dim]; None in families that do not normalise heads. As is `k_norm`."""
     k_norm: torch.Tensor | None
+    wide_norms: tuple[RowNorm, RowNorm] | None = None
+    """Norms over all query heads and over all key heads, before the rotation; None in families without them."""
+    sinks: torch.Tensor | None = None
+    """float32 [num_heads]; None in families without attention sinks."""
 
 
 @dataclasses.dataclass(slots=True, frozen=True)
@@ -94,12 +102,29 @@ class GatedMlpWeights:
 
 
 @dataclasses.dataclass(slots=True, frozen=True)
+class ExpertsWeights:
+    router: Linear
+    """hidden -> num_experts"""
+    experts: list[GatedMlpWeights]
+    """Of ranks, each has a part of every expert's inner width."""
+    num_chosen: int
+    normalises_choice: bool
+    """Whether the weights of the chosen experts sum to one."""
+    join: Callable[[torch.Tensor], torch.Tensor]
+    """Sums the results [num_tokens, hidden] of ranks."""
+
+
+@dataclasses.dataclass(slots=True, frozen=True)
 class LayerWeights:
-    input_norm: torch.Tensor
-    """[hidden]"""
+    """A layer of `LayerSpec`: norms are tensors [hidden], or None where a family has none."""
+
+    input_norm: torch.Tensor | None
     attention: AttentionWeights
-    mlp_norm: torch.Tensor
-    mlp: GatedMlpWeights
+    mlp_norm: torch.Tensor | None
+    mlp: GatedMlpWeights | ExpertsWeights
+    attention_output_norm: torch.Tensor | None = None
+    mlp_output_norm: torch.Tensor | None = None
+    is_parallel: bool = False
 
 
 @dataclasses.dataclass(slots=True, frozen=True)

@@ -5,32 +5,55 @@ Reads the spellings of transformers 4 and 5. Called by the families and by `work
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+
+import msgspec
+
 from manta.workers.models.model_config import DTYPE_BYTES, ModelConfig, RopeConfig
-from manta.workers.models.raw_config import MOST_VOCABULARY, RawConfig
+from manta.workers.models.raw_config import MOST_VOCABULARY, RawConfig, RawValue
 
 MOST_LAYERS = 4096
+FULL, SLIDING = "full_attention", "sliding_attention"
+"""Kinds of layers in `layer_types`."""
+ACTIVATIONS = {
+    "silu": "silu",
+    "swish": "silu",
+    "gelu": "gelu",
+    "gelu_new": "gelu_tanh",
+    "gelu_pytorch_tanh": "gelu_tanh",
+}
+"""Activations by their names in transformers."""
+_ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn", "longrope", "su")
+_THETA_KEYS = {FULL: "rope_theta", SLIDING: "rope_local_base_freq"}
+"""The key of theta in older configurations, by the kind of layer."""
 _MOST_FACTOR = 1e6
 """Largest factor of a scaled rope."""
 
 
-def read_dense(raw: RawConfig, usual_head_dim: int | None = None) -> ModelConfig:
+def read_dense(
+    raw: RawConfig,
+    usual_head_dim: int | None = None,
+    *,
+    activation: tuple[str, str] = ("hidden_act", "silu"),
+    norm_eps: tuple[str, float] = ("rms_norm_eps", 1e-6),
+    rope: RopeConfig | None = None,
+    is_tied: bool = False,
+) -> ModelConfig:
     """Returns the shape of a dense decoder without biases, in which every token sees all before it.
 
     `usual_head_dim` is the head dimension of a configuration that names none; None divides the hidden size by the
-    number of heads. Raises `ConfigError` for an activation other than SiLU, for sizes that do not fit, and as
-    `read_rope` does.
+    number of heads. `activation` and `norm_eps` are the family's keys for its activation and for the constant in its
+    norms, with their usual values. `is_tied` says whether a head is tied if the configuration does not say. A family
+    with a `rope` of its own has read it. Raises `ConfigError` for sizes that do not fit, and as `read_rope` does.
     """
-    raw["hidden_act"].one_of("silu", "swish", default="silu")
     hidden_size = raw["hidden_size"].whole()
     num_heads = raw["num_attention_heads"].whole(most=hidden_size)
     num_kv_heads = raw["num_key_value_heads"].whole(num_heads)
     if num_heads % num_kv_heads:
         raise raw["num_key_value_heads"].refused(f"a divisor of the {num_heads} attention heads")
-    head_dim = raw["head_dim"].whole(usual_head_dim or hidden_size // num_heads)
-    if head_dim % 2:
-        raise raw["head_dim"].refused(f"an even number, whose halves rope rotates, instead of {head_dim}")
+    head_dim = read_head_dim(raw, usual_head_dim)
     num_layers = raw["num_hidden_layers"].whole(most=MOST_LAYERS)
-    rope = read_rope(raw, head_dim)
+    rope = rope or read_rope(raw, head_dim)
     return ModelConfig(
         architecture=str(raw.architecture),
         native=True,
@@ -41,56 +64,119 @@ def read_dense(raw: RawConfig, usual_head_dim: int | None = None) -> ModelConfig
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
         intermediate_size=raw["intermediate_size"].whole(),
-        rms_norm_eps=raw["rms_norm_eps"].number(1e-6, least=0, most=1),
+        rms_norm_eps=raw[norm_eps[0]].number(norm_eps[1], least=0, most=1),
         rope=rope,
         max_position_embeddings=_longest_context(raw["max_position_embeddings"].whole(), rope),
-        tie_word_embeddings=raw["tie_word_embeddings"].flag(False),
+        tie_word_embeddings=raw["tie_word_embeddings"].flag(is_tied),
         sliding_windows=(None,) * num_layers,
+        activation=ACTIVATIONS[raw[activation[0]].one_of(*ACTIVATIONS, default=activation[1])],
         dtype=read_dtype(raw),
     )
 
 
-def read_rope(raw: RawConfig, head_dim: int) -> RopeConfig:
+def read_head_dim(raw: RawConfig, usual: int | None = None) -> int:
+    """Returns the width of a head. Raises `ConfigError` unless it is even."""
+    hidden_size = raw["hidden_size"].whole()
+    num_heads = raw["num_attention_heads"].whole(most=hidden_size)
+    head_dim = raw["head_dim"].whole(usual or hidden_size // num_heads)
+    if head_dim % 2:
+        raise raw["head_dim"].refused(f"an even number, whose halves rope rotates, instead of {head_dim}")
+    return head_dim
+
+
+def read_rope(
+    raw: RawConfig,
+    head_dim: int,
+    usual_theta: float = 10000.0,
+    usual_part: float | None = None,
+    is_interleaved: bool = False,
+) -> RopeConfig:
     """Reads `rope_parameters` of transformers 5, or `rope_theta` and `rope_scaling` of older ones.
 
-    Raises `ConfigError` for a type of scaling that is not supported, that lacks its factor, or that differs by layer.
+    `usual_part` is the part of each head that rotates if the configuration does not say; None for families that rotate
+    whole heads. Raises `ConfigError` for a type of scaling that is not supported, that lacks its factor, or that
+    differs by layer.
     """
     values = raw.first_of("rope_parameters", "rope_scaling").object()
     for of_layers in values.objects():
         raise of_layers.refused("one value for all layers")
-    rope_type = values.first_of("rope_type", "type").one_of("default", "linear", "llama3", "yarn", default="default")
-    rotated_part = (values if "partial_rotary_factor" in values else raw)["partial_rotary_factor"]
-    if rotated_part.number(1.0) != 1:
-        raise rotated_part.refused("left out or 1")
-    theta = (values if "rope_theta" in values else raw)["rope_theta"].number(10000.0, least=1.001)
+    theta = (values if "rope_theta" in values else raw)["rope_theta"].number(usual_theta, least=1.001)
+    part = (values if "partial_rotary_factor" in values else raw)["partial_rotary_factor"]
     raw.ignore("rope_theta", "partial_rotary_factor")  # those of `rope_parameters` win
+    rotary_dim = _read_rotary_dim(part, head_dim, usual_part)
+    rope = _read_scaling(raw, values, theta, rotary_dim)
+    return msgspec.structs.replace(
+        rope, rotary_dim=None if rotary_dim == head_dim else rotary_dim, is_interleaved=is_interleaved
+    )
+
+
+def read_ropes_of_kinds(raw: RawConfig, head_dim: int, usual_thetas: dict[str, float]) -> dict[str, RopeConfig]:
+    """Returns the rope of each kind of layer. `usual_thetas` has the kinds, `full_attention` and `sliding_attention`.
+
+    They come from `rope_parameters`, an object of a rope for each kind. In older configurations `rope_theta` and
+    `rope_scaling` are those of layers that see everything, and `rope_local_base_freq` that of layers with a window.
+    """
+    by_kind = raw["rope_parameters"].object()
+    raw.ignore("rope_scaling")
+    ropes = {}
+    for kind, usual_theta in usual_thetas.items():
+        values, theta = by_kind[kind].object(), raw[_THETA_KEYS[kind]]
+        if kind == "full_attention" and not len(values):
+            values = raw["rope_scaling"].object()
+        if "rope_theta" in values:
+            theta = values["rope_theta"]
+        ropes[kind] = _read_scaling(raw, values, theta.number(usual_theta, least=1.001), head_dim)
+    return ropes
+
+
+def _read_rotary_dim(part: RawValue, head_dim: int, usual: float | None) -> int:
+    if usual is None:
+        if part.number(1.0) != 1:
+            raise part.refused("left out or 1")
+        return head_dim
+    rotary_dim = int(head_dim * part.number(usual, most=1))
+    if rotary_dim % 2 or not rotary_dim:
+        raise part.refused(f"a number that leaves an even part of the {head_dim} dimensions of a head")
+    return rotary_dim
+
+
+def _read_scaling(raw: RawConfig, values: RawConfig, theta: float, rotary_dim: int) -> RopeConfig:
+    """Reads the type of a rope and its parameters from the object that holds them."""
+    rope_type = values.first_of("rope_type", "type").one_of(*_ROPE_TYPES, default="default")
+    rope_type = "longrope" if rope_type == "su" else rope_type  # its first name
     if rope_type == "default":
         if values["factor"].number(1.0) != 1:
             raise values["factor"].refused("left out or 1, unless rope_type names a scaling")
-        return RopeConfig(theta=theta, frequency_divisors=_divisors(values, head_dim))
+        return RopeConfig(theta=theta, frequency_divisors=_divisors(values["frequency_divisors"], rotary_dim))
     usual = RopeConfig()
     low = values["low_freq_factor"].number(usual.low_freq_factor, most=_MOST_FACTOR)
     high = values["high_freq_factor"].number(usual.high_freq_factor, most=_MOST_FACTOR)
     if rope_type == "llama3" and high <= low:
         raise values["high_freq_factor"].refused(f"above low_freq_factor, {low:g}")
-    factor = values["attention_factor"]
+    attention_factor = values["attention_factor"]
+    positions = raw["max_position_embeddings"].whole()
     # transformers prefers the model's number of positions to that of the scaling.
-    original = (raw if raw["original_max_position_embeddings"].value is not None else values)[
-        "original_max_position_embeddings"
-    ]
+    source = raw if raw["original_max_position_embeddings"].value is not None else values
+    original = source["original_max_position_embeddings"].whole(positions)
+    is_longrope = rope_type == "longrope"
     return RopeConfig(
         rope_type=rope_type,
         theta=theta,
-        factor=values["factor"].number(most=_MOST_FACTOR),
+        factor=values["factor"].number(positions / original if is_longrope else None, most=_MOST_FACTOR),
         low_freq_factor=low,
         high_freq_factor=high,
-        original_max_position_embeddings=original.whole(raw["max_position_embeddings"].whole()),
-        attention_factor=None if factor.value is None else factor.number(least=0, most=_MOST_FACTOR),
+        original_max_position_embeddings=original,
+        longest_context=positions,
+        attention_factor=None
+        if attention_factor.value is None
+        else attention_factor.number(least=0, most=_MOST_FACTOR),
         mscale=values["mscale"].number(0.0, least=0, most=_MOST_FACTOR),
         mscale_all_dim=values["mscale_all_dim"].number(0.0, least=0, most=_MOST_FACTOR),
         beta_fast=values["beta_fast"].number(usual.beta_fast, most=_MOST_FACTOR),
         beta_slow=values["beta_slow"].number(usual.beta_slow, most=_MOST_FACTOR),
         truncate=values["truncate"].flag(usual.truncate),
+        short_factors=(_divisors(values["short_factor"], rotary_dim, must=True) or ()) if is_longrope else (),
+        long_factors=(_divisors(values["long_factor"], rotary_dim, must=True) or ()) if is_longrope else (),
     )
 
 
@@ -108,10 +194,37 @@ def read_windows(raw: RawConfig, num_layers: int) -> tuple[int | None, ...]:
     if layer_types.value is None:
         first = first_layer.whole(28, least=0)
         return tuple(window if layer >= first else None for layer in range(num_layers))
-    kinds = [kind.one_of("full_attention", "sliding_attention") for kind in layer_types.items()]
+    return tuple(window if kind == SLIDING else None for kind in read_kinds(raw, num_layers))
+
+
+def read_kinds(raw: RawConfig, num_layers: int, period: int = 1) -> tuple[str, ...]:
+    """Returns the kind of each layer, `FULL` or `SLIDING`: those of `layer_types` if it is there. Otherwise each
+    `period`-th layer sees everything, and the others have a window.
+    """
+    layer_types = raw["layer_types"]
+    if layer_types.value is None:
+        return tuple(SLIDING if (layer + 1) % period else FULL for layer in range(num_layers))
+    kinds = tuple(kind.one_of(FULL, SLIDING) for kind in layer_types.items())
     if len(kinds) != num_layers:
         raise layer_types.refused(f"a list of {num_layers} kinds, one for each layer")
-    return tuple(window if kind == "sliding_attention" else None for kind in kinds)
+    return kinds
+
+
+def with_kinds(
+    config: ModelConfig, kinds: tuple[str, ...], window: int, ropes: Mapping[str, RopeConfig | None] | None = None
+) -> ModelConfig:
+    """Returns the same model with layers of these kinds: those with a window, and perhaps a rope for each kind."""
+    return msgspec.structs.replace(
+        config,
+        sliding_windows=tuple(window if kind == SLIDING else None for kind in kinds),
+        layer_ropes=() if ropes is None else tuple(ropes[kind] for kind in kinds),
+        num_trial_layers=trial_layers(kinds),
+    )
+
+
+def trial_layers(kinds: Sequence[object]) -> int:
+    """Returns the number of first layers among which is one of every kind."""
+    return 1 + max(kinds.index(kind) for kind in set(kinds))
 
 
 def read_window(raw: RawConfig) -> int | None:
@@ -131,22 +244,23 @@ def read_dtype(raw: RawConfig) -> str:
     return name
 
 
-def _divisors(values: RawConfig, head_dim: int) -> tuple[float, ...] | None:
-    divisors = values["frequency_divisors"]
-    if divisors.value is None:
+def _divisors(divisors: RawValue, rotary_dim: int, must: bool = False) -> tuple[float, ...] | None:
+    """Returns a divisor for each frequency; None if there are none, unless they `must` be there."""
+    if divisors.value is None and not must:
         return None
     numbers = tuple(item.number() for item in divisors.items())
-    if len(numbers) != head_dim // 2:
-        raise divisors.refused(f"a list of {head_dim // 2} numbers")
+    if len(numbers) != rotary_dim // 2:
+        raise divisors.refused(f"a list of {rotary_dim // 2} numbers")
     return numbers
 
 
 def _longest_context(positions: int, rope: RopeConfig) -> int:
     """Returns the longest context in tokens, rope scaling included.
 
-    Published llama3 configurations give the scaled number of positions, linear ones the unscaled, and yarn ones either.
+    Published llama3 and longrope configurations give the scaled number of positions, linear and dynamic ones the
+    unscaled, and yarn ones either.
     """
-    if rope.rope_type == "linear":
+    if rope.rope_type in ("linear", "dynamic"):
         return int(positions * rope.factor)
     if rope.rope_type == "yarn":
         return max(positions, int(rope.original_max_position_embeddings * rope.factor))

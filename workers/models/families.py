@@ -4,7 +4,25 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from manta.workers.models import llama, mistral, qwen2, qwen3, seed_oss
+from manta.workers.models import (
+    cohere2,
+    gemma2,
+    gemma3,
+    glm,
+    glm4,
+    gpt_oss,
+    granite,
+    llama,
+    mistral,
+    olmo2,
+    olmo3,
+    phi3,
+    qwen2,
+    qwen3,
+    qwen3_moe,
+    seed_oss,
+    smollm3,
+)
 from manta.workers.models.model_config import ModelConfig
 from manta.workers.models.raw_config import RawConfig
 from manta.workers.models.specs import DecoderSpec
@@ -27,14 +45,27 @@ class Family(Protocol):
         ...
 
 
-FAMILIES: dict[str, Family] = {
-    llama.ARCHITECTURE: llama,
-    mistral.ARCHITECTURE: mistral,
-    qwen2.ARCHITECTURE: qwen2,
-    qwen3.ARCHITECTURE: qwen3,
-    seed_oss.ARCHITECTURE: seed_oss,
-}
-"""The native families by architecture. To add a dense family, write its module and add a line."""
+_MODULES: tuple[Family, ...] = (
+    llama,
+    mistral,
+    qwen2,
+    qwen3,
+    seed_oss,
+    gemma2,
+    gemma3,
+    olmo2,
+    olmo3,
+    smollm3,
+    granite,
+    glm,
+    glm4,
+    phi3,
+    cohere2,
+    qwen3_moe,
+    gpt_oss,
+)
+FAMILIES = {family.ARCHITECTURE: family for family in _MODULES}
+"""The native families by architecture. To add a dense family, write its module and add it to `_MODULES`."""
 
 
 def describe(config: ModelConfig) -> DecoderSpec:

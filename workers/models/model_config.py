@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-import re
 from typing import NamedTuple
 
 import msgspec
+import regex
 
 DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
+PATTERN_SECONDS = 10.0
+"""Longest time by the clock to search for a pattern in a name. The patterns of published checkpoints take microseconds.
+"""
 KV_SCALE_BYTES = 4
 """Bytes of the scale that a KV cache of int8 has for each token and KV head, of its key and of its value."""
 
@@ -20,15 +23,19 @@ class RopeConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Rotary position embedding (Su et al., 2021) and its scaling for contexts longer than those trained on."""
 
     rope_type: str = "default"
-    """`default`, `linear`, `llama3` or `yarn` (Peng et al., 2023)."""
+    """`default`, `linear`, `dynamic`, `llama3`, `yarn` (Peng et al., 2023) or `longrope` (Ding et al., 2024)."""
     theta: float = 10000.0
     factor: float = 1.0
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
     original_max_position_embeddings: int = 0
-    """Positions of the unscaled model; llama3 and yarn only."""
+    """Positions of the unscaled model; not for `default` and `linear`."""
+    longest_context: int = 0
+    """Positions for which `dynamic` stretches its angles and `longrope` chooses its factors. transformers does both
+    anew for the longest sequence of each batch; here all sequences of a server have the same angles.
+    """
     attention_factor: float | None = None
-    """Factor on cosines and sines of yarn; None takes the paper's `0.1 ln(factor) + 1`, or the quotient below."""
+    """Factor on cosines and sines of yarn and longrope; None takes each paper's own."""
     mscale: float = 0.0
     """yarn: with `mscale_all_dim`, cosines and sines get `(0.1 mscale ln(factor) + 1) / (0.1 mscale_all_dim
     ln(factor) + 1)`. 0 means that it is not given.
@@ -40,6 +47,15 @@ class RopeConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Whether yarn rounds the bounds of the blended range to whole dimensions."""
     frequency_divisors: tuple[float, ...] | None = None
     """default: a divisor for each of the head_dim / 2 frequencies, as GGUF files store llama3's scaling."""
+    short_factors: tuple[float, ...] = ()
+    """longrope: divisors of the frequencies for contexts of at most `original_max_position_embeddings`;
+    `long_factors` are those for longer ones.
+    """
+    long_factors: tuple[float, ...] = ()
+    rotary_dim: int | None = None
+    """Number of dimensions of each head that rotate; None for all. The others keep their numbers."""
+    is_interleaved: bool = False
+    """Whether neighbouring dimensions of a checkpoint's heads rotate together (GPT-J), instead of the two halves."""
 
 
 class WeightFormat(msgspec.Struct, frozen=True, kw_only=True):
@@ -79,7 +95,18 @@ class Quantization(msgspec.Struct, frozen=True, kw_only=True):
 
     def format_of(self, name: str) -> WeightFormat | None:
         """Returns the format of a linear by its name, such as `model.layers.0.mlp.down_proj`."""
-        return next((rule.format for rule in self.rules if re.search(rule.pattern, name)), None)
+        return next((rule.format for rule in self.rules if _matches(rule.pattern, name)), None)
+
+
+def _matches(pattern: str, name: str) -> bool:
+    """Raises `ModelError` if the pattern, whose author is not trusted, takes longer than `PATTERN_SECONDS`."""
+    try:
+        return regex.search(pattern, name, timeout=PATTERN_SECONDS) is not None
+    except TimeoutError as error:
+        raise ModelError(
+            f"quantization_config: the pattern {pattern[:100]!r} takes more than {PATTERN_SECONDS:g} s for the name "
+            f"{name}; mend it"
+        ) from error
 
 
 class HeadShape(NamedTuple):
@@ -90,6 +117,13 @@ class HeadShape(NamedTuple):
     head_dim: int
     scale: float
     """Factor on the products of queries and keys."""
+    logit_cap: float = 0.0
+    """Bound `c` of the scaled products, which become `c * tanh(product / c)` (Gemma 2); 0 for none."""
+
+    @property
+    def counts(self) -> tuple[int, int, int]:
+        """The numbers of query, key and value heads, which lie side by side in one row."""
+        return self.num_heads, self.num_kv_heads, self.num_kv_heads
 
 
 class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -97,6 +131,9 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     architecture: str
     """The name of the model's class in Hugging Face transformers, such as `Qwen2ForCausalLM`."""
+    wrapper: str | None = None
+    """The architecture of the multimodal model of which this is the text decoder; None if the checkpoint is text only.
+    """
     native: bool
     """Whether `workers/models/` describes its family. Otherwise transformers' own model code runs it."""
     vocab_size: int
@@ -109,6 +146,8 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     intermediate_size: int
     rms_norm_eps: float
     rope: RopeConfig
+    layer_ropes: tuple[RopeConfig | None, ...] = ()
+    """The rope of each layer, if layers differ; None for a layer without positions. If empty, all have `rope`."""
     max_position_embeddings: int
     """Longest context in tokens, rope scaling included."""
     tie_word_embeddings: bool
@@ -130,17 +169,59 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     unused_keys: tuple[str, ...] = ()
     """Keys of the configuration that nothing reads and that are not known to be harmless."""
 
+    activation: str = "silu"
+    """The function of an MLP's gates: `silu`, `gelu`, `gelu_tanh` or `clamped` (gpt-oss)."""
+    num_experts: int = 0
+    """Experts of each layer, of which `num_chosen_experts` compute a token; 0 for one MLP. `intermediate_size` is then
+    that of an expert.
+    """
+    num_chosen_experts: int = 0
+    normalises_choice: bool = False
+    """Whether the weights of the chosen experts sum to one."""
+    has_layer_norms: bool = False
+    """Whether norms subtract the mean before they divide (Ba et al., 2016). Otherwise they are RMS norms."""
+    attention_scale: float | None = None
+    """Factor on the products of queries and keys; None for `head_dim ** -0.5`."""
+    attention_cap: float = 0.0
+    """Soft bound of attention's products (`HeadShape.logit_cap`)."""
+    embedding_scale: float = 1.0
+    residual_scale: float = 1.0
+    """Factor on what attention and MLP add to the residual stream."""
+    logits_scale: float = 1.0
+    final_cap: float = 0.0
+    """Soft bound of the scaled logits, as `attention_cap`; 0 for none."""
+
     num_trial_layers: int = 1
     """Number of first layers among which is one of every kind. A trial of the model runs so many."""
 
     @property
     def heads(self) -> HeadShape:
-        return HeadShape(self.num_heads, self.num_kv_heads, self.head_dim, self.head_dim**-0.5)
+        scale = self.head_dim**-0.5 if self.attention_scale is None else self.attention_scale
+        return HeadShape(self.num_heads, self.num_kv_heads, self.head_dim, scale, self.attention_cap)
+
+    @property
+    def ropes(self) -> tuple[RopeConfig | None, ...]:
+        """The rope of each layer; None for a layer without positions."""
+        return self.layer_ropes or (self.rope,) * self.num_layers
 
     def first_layers(self, num_layers: int) -> ModelConfig:
         """Returns the same model with its first layers only."""
-        windows = self.sliding_windows[:num_layers]
-        return msgspec.structs.replace(self, num_layers=num_layers, sliding_windows=windows)
+        return msgspec.structs.replace(
+            self,
+            num_layers=num_layers,
+            sliding_windows=self.sliding_windows[:num_layers],
+            layer_ropes=self.layer_ropes[:num_layers],
+        )
+
+    def for_context(self, max_model_len: int | None) -> ModelConfig:
+        """Returns the same model, whose ropes are scaled for sequences of at most `max_model_len` tokens; None for the
+        longest context.
+        """
+        longest = min(max_model_len or self.max_position_embeddings, self.max_position_embeddings)
+        scaled = [
+            rope and msgspec.structs.replace(rope, longest_context=longest) for rope in (self.rope, *self.layer_ropes)
+        ]
+        return msgspec.structs.replace(self, rope=scaled[0] or self.rope, layer_ropes=tuple(scaled[1:]))
 
     def kv_bytes_per_token(self, dtype: str) -> int:
         """Returns the bytes of KV cache that one token takes over all layers, in a dtype of `DTYPE_BYTES` or `int8`."""

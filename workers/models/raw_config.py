@@ -7,9 +7,10 @@ A refusal names the file, the key, the value and what is allowed. `workers/model
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
+
+import regex
 
 from manta.workers.models.model_config import ModelError
 
@@ -86,6 +87,11 @@ class RawValue(NamedTuple):
             raise self.refused("true or false")
         return value
 
+    def only(self, value: bool) -> None:
+        """Checks a flag with one value that is served, which is also its default."""
+        if self.flag(value) != value:
+            raise self.refused(f"{str(value).lower()} or left out")
+
     def text(self, default: str | None = None) -> str:
         """Returns a text. Without a default it must be there."""
         value = default if self.value is None else self.value
@@ -109,8 +115,8 @@ class RawValue(NamedTuple):
     def pattern(self, expression: str) -> str:
         """Returns a regular expression that was made of the value. Raises `ConfigError` if it is not valid."""
         try:
-            re.compile(expression)
-        except (re.error, OverflowError, RecursionError) as error:
+            regex.compile(expression)
+        except (regex.error, OverflowError, RecursionError) as error:
             raise self.refused(f"a valid regular expression ({error})") from error
         return expression
 
@@ -152,6 +158,13 @@ class RawConfig:
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._values)
+
+    def completed(self, usual: Mapping[str, Any], fixed: Mapping[str, Any]) -> RawConfig:
+        """Returns the same object with the `usual` values of keys that are missing or null, and `fixed` values of
+        others.
+        """
+        own = {key: value for key, value in self._values.items() if value is not None or key not in usual}
+        return RawConfig({**usual, **own, **fixed}, self._file, self._prefix, self._keys_read)
 
     def objects(self) -> Iterator[RawValue]:
         """Yields the values that are objects."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 
 class Split(enum.Enum):
@@ -28,10 +28,52 @@ class Split(enum.Enum):
 
 
 class NormSpec(NamedTuple):
-    """The weight of an RMS norm: the tensor `NAME.weight` [size]."""
+    """The weight of a norm: the tensor `NAME.weight` [size]."""
 
     name: str
     size: int
+    adds_one: bool = False
+    """Whether the tensor holds the weight less one (Gemma)."""
+    split: Split = Split.NOTHING
+    """The split of a norm over the whole width of queries or keys, instead of over each head (OLMo 2)."""
+
+
+class HeadOrder(NamedTuple):
+    """The order of the rows of query and key heads. The kernels rotate dimension `i` of a head together with dimension
+    `i + head_dim / 2`, so rows are read in an order in which the checkpoint's pairs lie like that. Products of queries
+    and keys do not depend on the order.
+    """
+
+    head_dim: int
+    rotary_dim: int
+    """Number of first dimensions that rotate. `rope_table` gives the others a cosine of 1 and a sine of 0."""
+    is_interleaved: bool
+    """Whether the checkpoint's pairs are neighbours, instead of halves of the rotated dimensions."""
+
+    def rows(self, num_rows: int) -> list[int]:
+        """Returns the checkpoint's row for each row of the model."""
+        half, rest = self.rotary_dim // 2, (self.head_dim - self.rotary_dim) // 2
+        step, second = (2, 1) if self.is_interleaved else (1, half)
+        first_half = [*range(0, half * step, step), *range(self.rotary_dim, self.rotary_dim + rest)]
+        second_half = [*range(second, second + half * step, step), *range(self.rotary_dim + rest, self.head_dim)]
+        return [head + row for head in range(0, num_rows, self.head_dim) for row in first_half + second_half]
+
+
+class ExpertRows(NamedTuple):
+    """The place of a part in a tensor of all experts of a layer (gpt-oss), [num_experts, in_features, columns], whose
+    columns are the outputs of linears.
+    """
+
+    expert: int
+    num_experts: int
+    first: int = 0
+    """The first column of the part."""
+    step: int = 1
+    """Distance between columns of the part."""
+
+    def rows_of(self, outputs: Any) -> Any:
+        """Returns the part's outputs, given an array of an expert whose first dimension is all of its outputs."""
+        return outputs[self.first :: self.step]
 
 
 class WeightPart(NamedTuple):
@@ -40,6 +82,22 @@ class WeightPart(NamedTuple):
     name: str
     out_features: int
     split: Split = Split.NOTHING
+    order: HeadOrder | None = None
+    """The order in which rows are read; None for the checkpoint's."""
+    first_row: int = 0
+    """The part's first row in the stored tensor."""
+    stored_rows: int | None = None
+    """Number of rows of the stored tensor, of which this part is a piece; None if it is the whole tensor."""
+    expert: ExpertRows | None = None
+    """The place in a tensor of all experts, named `NAME` and `NAME_bias`; None if the tensors are the part's own."""
+
+    @property
+    def weight_name(self) -> str:
+        return f"{self.name}.weight" if self.expert is None else self.name
+
+    @property
+    def bias_name(self) -> str:
+        return f"{self.name}.bias" if self.expert is None else f"{self.name}_bias"
 
 
 class LinearSpec(NamedTuple):
@@ -49,18 +107,27 @@ class LinearSpec(NamedTuple):
     in_features: int
     has_bias: bool = False
     is_gated: bool = False
-    """The first of two parts gates the second: the result is `silu(gate) * up` (SwiGLU, Shazeer, 2020)."""
+    """The first of two parts gates the second: the result is `activation(gate) * up` (Shazeer, 2020)."""
     splits_inputs: bool = False
     """Whether ranks split the inputs and sum their outputs."""
 
     @property
     def name(self) -> str:
-        return " + ".join(part.name for part in self.parts)
+        return " + ".join(dict.fromkeys(part.name for part in self.parts))
 
     @property
     def out_features(self) -> int:
         """Rows of the weight."""
         return sum(part.out_features for part in self.parts)
+
+    def stored_as(self, name: str) -> LinearSpec:
+        """Returns the same linear, whose parts the checkpoint stores as one tensor, one after the other."""
+        starts = [sum(part.out_features for part in self.parts[:index]) for index in range(len(self.parts))]
+        pieces = tuple(
+            part._replace(name=name, first_row=start, stored_rows=self.out_features)
+            for part, start in zip(self.parts, starts, strict=True)
+        )
+        return self._replace(parts=pieces)
 
     @property
     def gathers(self) -> bool:
@@ -69,30 +136,66 @@ class LinearSpec(NamedTuple):
 
 
 class AttentionSpec(NamedTuple):
-    """Grouped-query attention (Ainslie et al., 2023) with rotary positions."""
+    """Grouped-query attention (Ainslie et al., 2023). The window, the rope and the scale are in `ModelConfig`."""
 
     qkv: LinearSpec
     """The linear from hidden states to queries, keys and values of all heads."""
     output: LinearSpec
     q_norm: NormSpec | None = None
-    """Norm of each query head over its dimension, before the rotation; `k_norm` is that of key heads."""
+    """Norm of each query head over its dimension, before the rotation, or of all query heads together if it has a
+    split; `k_norm` is that of key heads.
+    """
     k_norm: NormSpec | None = None
+    sinks: str | None = None
+    """The tensor [num_heads] of attention sinks (gpt-oss): a logit of each query head that takes part in the softmax
+    and has no value.
+    """
+
+    @property
+    def has_wide_norms(self) -> bool:
+        """Whether `q_norm` and `k_norm` are over all heads together."""
+        return self.q_norm is not None and self.q_norm.split is not Split.NOTHING
 
 
 class GatedMlpSpec(NamedTuple):
-    """`down(silu(gate(x)) * up(x))`."""
+    """`down(activation(gate(x)) * up(x))`."""
 
     gated: LinearSpec
     down: LinearSpec
 
 
-class LayerSpec(NamedTuple):
-    """A pre-norm layer: `x += attention(norm(x))`, then `x += mlp(norm(x))`."""
+class ExpertsSpec(NamedTuple):
+    """A mixture of experts (Shazeer et al., 2017): the results of the experts that a router chooses, weighted and
+    summed. `ModelConfig` says how many it chooses.
+    """
 
-    input_norm: NormSpec
+    router: LinearSpec
+    experts: tuple[GatedMlpSpec, ...]
+
+    def linears(self) -> Iterator[LinearSpec]:
+        yield self.router
+        for expert in self.experts:
+            yield from expert
+
+
+class LayerSpec(NamedTuple):
+    """A layer adds its attention to the residual stream, then its MLP. Each may have a norm before and one after:
+    `x += output_norm(attention(input_norm(x)))`.
+    """
+
+    input_norm: NormSpec | None
     attention: AttentionSpec
-    mlp_norm: NormSpec
-    mlp: GatedMlpSpec
+    mlp_norm: NormSpec | None
+    mlp: GatedMlpSpec | ExpertsSpec
+    attention_output_norm: NormSpec | None = None
+    mlp_output_norm: NormSpec | None = None
+    is_parallel: bool = False
+    """Whether the MLP gets what attention gets, the residual stream before it after `input_norm`."""
+
+    def norms(self) -> Iterator[NormSpec]:
+        """Yields every norm of the layer."""
+        around = (self.input_norm, self.attention_output_norm, self.mlp_norm, self.mlp_output_norm)
+        yield from (norm for norm in (*around, self.attention.q_norm, self.attention.k_norm) if norm is not None)
 
 
 class DecoderSpec(NamedTuple):
@@ -109,15 +212,14 @@ class DecoderSpec(NamedTuple):
         """Yields every linear of the model."""
         yield self.head
         for layer in self.layers:
-            yield from (layer.attention.qkv, layer.attention.output, layer.mlp.gated, layer.mlp.down)
+            yield from (layer.attention.qkv, layer.attention.output)
+            yield from layer.mlp if isinstance(layer.mlp, GatedMlpSpec) else layer.mlp.linears()
 
     def norms(self) -> Iterator[NormSpec]:
         """Yields every norm of the model."""
         yield self.final_norm
         for layer in self.layers:
-            attention = layer.attention
-            yield from (layer.input_norm, layer.mlp_norm)
-            yield from (norm for norm in (attention.q_norm, attention.k_norm) if norm is not None)
+            yield from layer.norms()
 
     def num_parameters(self) -> int:
         """Returns the number of weights, those of a tied head once."""

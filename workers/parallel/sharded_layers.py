@@ -30,6 +30,24 @@ class VocabularyParallelEmbedding:
         return self._group.all_reduce(embedded)
 
 
+class WideNorm:
+    """The RMS norm of all query heads, or of all key heads, together. Of ranks each has some of them."""
+
+    def __init__(self, weight: torch.Tensor, size: int, eps: float, group: Group) -> None:
+        """`weight` is the rank's share of `size` numbers. Ranks with the same key heads have them several times."""
+        self._weight = weight.float()
+        self._size = group.num_ranks * weight.numel()
+        assert self._size % size == 0
+        self._eps = eps
+        self._group = group
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """Returns x [num_tokens, the rank's width] after the norm, in its dtype."""
+        wide = x.float()
+        squares = self._group.all_reduce(wide.square().sum(-1, keepdim=True))
+        return (wide * torch.rsqrt(squares / self._size + self._eps) * self._weight).to(x.dtype)
+
+
 class GatheredHead:
     """Computes the logits of the whole vocabulary on rank 0. Other ranks return their own columns, which
     are not used.

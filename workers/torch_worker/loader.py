@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import pathlib
-from typing import Protocol
+from typing import Protocol, overload
 
 import torch
 import torch.nn.functional as F
@@ -21,23 +21,36 @@ from manta.workers.checkpoints.stored_linears import stored_linears
 from manta.workers.checkpoints.weight_tally import CountingPlatform, WeightTally
 from manta.workers.decoders.decoder import Decoder
 from manta.workers.kept_weights import KEPT_BITS
+from manta.workers.kernels.linears import GatedLinear
 from manta.workers.kernels.model_protocol import Model
 from manta.workers.kernels.quantized_weight import QuantizedWeight
+from manta.workers.kernels.reference import gate
 from manta.workers.kernels.weights import (
     AttentionWeights,
     DecoderWeights,
     Embedding,
+    ExpertsWeights,
     GatedMlpWeights,
     LayerWeights,
     Linear,
     LinearWeight,
+    RowNorm,
     SharedLinears,
 )
 from manta.workers.models.families import describe
 from manta.workers.models.model_config import ModelConfig
-from manta.workers.models.specs import AttentionSpec, DecoderSpec, LayerSpec, LinearSpec, NormSpec
+from manta.workers.models.specs import (
+    AttentionSpec,
+    DecoderSpec,
+    ExpertsSpec,
+    GatedMlpSpec,
+    LayerSpec,
+    LinearSpec,
+    NormSpec,
+    Split,
+)
 from manta.workers.parallel.group import Group, OneRank
-from manta.workers.parallel.sharded_layers import GatheredHead, VocabularyParallelEmbedding
+from manta.workers.parallel.sharded_layers import GatheredHead, VocabularyParallelEmbedding, WideNorm
 from manta.workers.parallel.split import check_num_ranks, shard_config, split_outputs
 from manta.workers.platforms import Platform
 
@@ -146,7 +159,7 @@ class _WeightLoader:
     ) -> None:
         self.spec: DecoderSpec = split_outputs(describe(config)) if exact else describe(config)
         self._checkpoint = checkpoint
-        self._hidden_size = config.hidden_size
+        self._config = config
         self._dtype = dtype
         self._platform = platform
         self._group = group
@@ -174,27 +187,68 @@ class _WeightLoader:
             self._norm(spec.input_norm),
             self._attention(spec.attention),
             self._norm(spec.mlp_norm),
-            GatedMlpWeights(self._linear(spec.mlp.gated), self._linear(spec.mlp.down)),
+            self._mlp(spec.mlp),
+            self._norm(spec.attention_output_norm),
+            self._norm(spec.mlp_output_norm),
+            spec.is_parallel,
         )
 
+    def _mlp(self, spec: GatedMlpSpec | ExpertsSpec) -> GatedMlpWeights | ExpertsWeights:
+        if isinstance(spec, GatedMlpSpec):
+            return GatedMlpWeights(self._linear(spec.gated), self._linear(spec.down))
+        experts = [GatedMlpWeights(self._own(each.gated), self._own(each.down)) for each in spec.experts]
+        num_chosen, normalises_choice = self._config.num_chosen_experts, self._config.normalises_choice
+        router = self._linear(spec.router)
+        return ExpertsWeights(router, experts, num_chosen, normalises_choice, self._group.all_reduce)
+
     def _attention(self, spec: AttentionSpec) -> AttentionWeights:
+        is_wide = spec.has_wide_norms
         return AttentionWeights(
             qkv=self._linear(spec.qkv),
             output=self._linear(spec.output),
-            q_norm=None if spec.q_norm is None else self._norm(spec.q_norm),
-            k_norm=None if spec.k_norm is None else self._norm(spec.k_norm),
+            q_norm=None if is_wide else self._norm(spec.q_norm),
+            k_norm=None if is_wide else self._norm(spec.k_norm),
+            wide_norms=(self._wide_norm(spec.q_norm), self._wide_norm(spec.k_norm)) if is_wide else None,
+            sinks=None if spec.sinks is None else self._sinks(spec.sinks),
         )
 
-    def _norm(self, spec: NormSpec) -> torch.Tensor:
-        """Returns a copy in the model's dtype."""
-        return self._platform.place_weight(self._checkpoint.view(f"{spec.name}.weight", (spec.size,)), self._dtype)
+    @overload
+    def _norm(self, spec: NormSpec) -> torch.Tensor: ...
+
+    @overload
+    def _norm(self, spec: NormSpec | None) -> torch.Tensor | None: ...
+
+    def _norm(self, spec: NormSpec | None) -> torch.Tensor | None:
+        """Returns a copy in the model's dtype, or None where there is no norm."""
+        if spec is None:
+            return None
+        weight = self._checkpoint.view(f"{spec.name}.weight", (spec.size,))
+        return self._platform.place_weight(weight.float() + 1 if spec.adds_one else weight, self._dtype)
+
+    def _wide_norm(self, spec: NormSpec | None) -> RowNorm:
+        assert spec is not None
+        weight = self.linears.read_vector(f"{spec.name}.weight", spec.size, spec.split)
+        placed = self._platform.place_weight(weight, self._dtype)
+        return WideNorm(placed, spec.size, self._config.rms_norm_eps, self._group)
+
+    def _sinks(self, name: str) -> torch.Tensor:
+        sinks = self.linears.read_vector(name, self._config.num_heads, Split.QUERY_HEADS)
+        return self._platform.place_weight(sinks, torch.float32)
 
     def _linear(self, spec: LinearSpec, is_head: bool = False) -> Linear:
-        """Returns the parts packed as one linear."""
-        weight = self.linears.read(spec)
-        linear = self._make_linear(self._as_kept(weight, is_head))
+        """Returns the parts packed as one linear, joined to those of the other ranks."""
+        return self._joined(self._own(spec, is_head), spec)
+
+    def _own(self, spec: LinearSpec, is_head: bool = False) -> Linear:
+        """Returns this rank's linear."""
+        weight = self._as_kept(self.linears.read(spec), is_head)
+        if weight.gated and self._config.activation != "silu":
+            ungated = self._make_linear(dataclasses.replace(weight, gated=False))
+            linear: Linear = GatedLinear(ungated, functools.partial(gate, self._config.activation))
+        else:
+            linear = self._make_linear(weight)
         self._checkpoint.release()
-        return self._joined(linear, spec)
+        return linear
 
     def _as_kept(self, weight: LinearWeight, is_head: bool) -> LinearWeight:
         """Applies the option `weights`. What the checkpoint stores as integers stays as it is, unless it is `dense`."""
@@ -216,7 +270,7 @@ class _WeightLoader:
 
     def _embedding(self) -> tuple[Embedding, Linear | None]:
         """Returns the lookup table, and the head that the platform makes of it if the two are tied."""
-        read = self.linears.read_table(self.spec.embedding, self._hidden_size)
+        read = self.linears.read_table(self.spec.embedding, self._config.hidden_size)
         if isinstance(read, QuantizedWeight):
             return self._quantized_embedding(read), None
         table = self._platform.place_embedding(read, self._dtype)

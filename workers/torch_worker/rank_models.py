@@ -8,6 +8,7 @@ from __future__ import annotations
 import pathlib
 from typing import NamedTuple
 
+import msgspec
 import torch
 
 from manta.workers.checkpoints.memory import weight_bytes
@@ -18,6 +19,7 @@ from manta.workers.kernels.model_protocol import LoadedModel
 from manta.workers.kv_cache_dtype import check_kv_cache, kv_dtype
 from manta.workers.model_options import ModelOptions
 from manta.workers.models.model_config import ModelConfig, ModelError
+from manta.workers.models.variants import check_variants
 from manta.workers.parallel.group import Group
 from manta.workers.parallel.split import check_num_ranks, shard_config
 from manta.workers.platforms import Platform
@@ -59,13 +61,19 @@ def choose_models(options: ModelOptions, platform: Platform, draft_folder: pathl
     """
     check_weights(options.weights, platform.name)
     folder = resolve_model_folder(options.model)
-    target = ModelSource(folder, load_model_config(folder))
-    draft = None if draft_folder is None else ModelSource(draft_folder, load_model_config(draft_folder))
+    target = _source(folder, options, platform)
+    draft = None if draft_folder is None else _source(draft_folder, options, platform)
     check_exact(options, platform.name, target.config, platform.advice)
     check_kv_cache(options, platform.name, target.config)
     check_kv_cache(options, platform.name, None if draft is None else draft.config)
     check_num_ranks(target.config, options.tensor_parallel_size, options.exact)
     return ModelSources(target, draft, platform.resolve_dtype(options.dtype, target.config.dtype))
+
+
+def _source(folder: pathlib.Path, options: ModelOptions, platform: Platform) -> ModelSource:
+    config = load_model_config(folder).for_context(options.max_model_len)
+    check_variants(config, platform.name)
+    return ModelSource(folder, config)
 
 
 def load_models(sources: ModelSources, options: ModelOptions, platform: Platform, group: Group) -> RankModels:
@@ -75,6 +83,8 @@ def load_models(sources: ModelSources, options: ModelOptions, platform: Platform
     dtype = platform.torch_dtype(name)
     cached = torch.int8 if kv_dtype(options, name) == "int8" else dtype
     model = load_model(folder, config, name, platform, group=group, weights=options.weights, exact=options.exact)
+    # transformers' own model code shows its windows only once it is loaded
+    config = msgspec.structs.replace(config, sliding_windows=model.sliding_windows)
     target = LoadedModel(shard_config(config, group.num_ranks), model, dtype, cached)
     loaded_draft = None
     if draft is not None:

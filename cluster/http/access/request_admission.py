@@ -5,9 +5,9 @@
 | the page and the name that the client used | `Origins.check` | 403 |
 | the API key | `Admission.caller` | 401 |
 | bytes and time of the body | `Incoming.body` | 408, 413, 503 |
+| requests that are prepared at a time, and the deadline | `Admission.prepare` | 408, 429 |
 | values, encoding, shape and lists of the body | `decode` | 400 |
 | what the body's fields say together | `check` of its struct | 400 |
-| requests that are prepared at a time, and the deadline | `Admission.prepare` | 408, 429 |
 | the model, the priority, prompts and choices | `Admission.check_generation` | 400, 404 |
 | the size of an echo | `Admission.check_echo` | 400 |
 | sampling parameters | `Admission.sampling_params` | 400 |
@@ -17,8 +17,8 @@
 | requests and tokens per minute | `Caller.admit` | 429 |
 | what only the engine knows, such as the vocabulary | `cluster/engine/admission.py` | 400, 429 |
 
-The application makes the checks up to the deadline, and `cluster/http/endpoints/generation.py` the others. A line of a
-batch passes the same checks from `decode` on, but no deadline here and no limits per minute.
+The application makes the checks up to those of the body, and `cluster/http/endpoints/generation.py` the others. A line
+of a batch passes the same checks from `decode` on, but no deadline here and no limits per minute.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ import asyncio
 import contextlib
 import functools
 import time
-from collections.abc import AsyncIterator, Collection, Mapping, Sequence
+from collections.abc import AsyncIterator, Collection, Iterator, Mapping, Sequence
 from typing import Any, NoReturn, Protocol, TypeVar
 
 import msgspec
@@ -37,8 +37,9 @@ from manta.cluster.errors import TOO_DEEP, Overdue, RequestRefused, refuse
 from manta.cluster.http.access.keys import ApiKeys
 from manta.cluster.http.access.origins import Headers, Origins
 from manta.cluster.http.access.rate_limits import KeyUse, RateLimits, Reservation
+from manta.cluster.protocol.body_size import check_body_size
 from manta.cluster.protocol.foreign_fields import leave_out_foreign
-from manta.cluster.protocol.requests import ChatCompletionRequest, CompletionRequest, check_num_values, check_sizes
+from manta.cluster.protocol.requests import ChatCompletionRequest, CompletionRequest, check_sizes
 from manta.cluster.protocol.shape_errors import shape_error
 from manta.structured.client_shares import ClientShares, Holding, HoldingLost, held
 from manta.structured.refusals import Refusal
@@ -49,6 +50,10 @@ SESSION_HEADER = "x-session-id"
 """Header that names a conversation. Its requests go to one engine where possible. Other routers use the same name."""
 MAX_SESSION_CHARACTERS = 256
 GenerationBody = ChatCompletionRequest | CompletionRequest
+_CONVERSATIONS = ("messages", "input")
+"""Fields of the bodies that hold a conversation, as a list of messages or items."""
+_PARTS = ("content", "tool_calls", "output")
+"""Fields of messages and items that are lists of parts or of calls."""
 _TOKEN_ID_LISTS = ("logit_bias", "allowed_token_ids", "stop_token_ids")
 _LIMITS = BodyLimits()
 
@@ -103,7 +108,7 @@ def decode(kind: type[AnyBody], body: bytes, limits: BodyLimits = _LIMITS) -> An
     """Returns the checked body as a `kind`. Raises `RequestRefused` naming the field of the first mistake. Fields that
     nothing knows are ignored or refused, as `cluster/protocol/foreign_fields.py` says.
     """
-    check_num_values(body, limits)
+    check_body_size(body, limits)
     try:
         body.decode()
         request = _decoded(kind, body)
@@ -138,24 +143,36 @@ def _decoded(kind: type[AnyBody], body: bytes) -> AnyBody:
 def check_lists(body: Any, limits: BodyLimits) -> None:
     """Checks every list of a decoded body. Raises `RequestRefused` naming its field."""
     check_sizes(body)
-    num_parts, limit = _num_messages_and_parts(getattr(body, "messages", None) or ()), limits.max_messages
-    if num_parts > limit:
-        unit, remedy = "messages, parts and calls", "leave some out, or raise body.max_messages"
-        refuse("over_limit", "messages", num_parts, limit, remedy, unit=unit)
-    num_prompts = _num_prompts(getattr(body, "prompt", None))
+    for field in _CONVERSATIONS:
+        conversation = getattr(body, field, None)
+        num_parts, limit = _num_parts(conversation if isinstance(conversation, list) else ()), limits.max_messages
+        if num_parts > limit:
+            unit, remedy = "messages, parts and calls", "leave some out, or raise body.max_messages"
+            refuse("over_limit", field, num_parts, limit, remedy, unit=unit)
+    num_choices = _num_prompts(getattr(body, "prompt", None)) * max(1, getattr(body, "n", None) or 1)
     for field in _TOKEN_ID_LISTS:
-        count = len(getattr(body, field, None) or ())
-        if num_prompts * count > limits.max_token_ids:
-            remedy = "shorten it, send fewer prompts, or raise body.max_token_ids"
-            unit = f"entries ({count} for each of {num_prompts} prompts)"
-            refuse("over_limit", field, num_prompts * count, limits.max_token_ids, remedy, unit=unit)
+        given = getattr(body, field, None) or ()
+        if num_choices * len(given) <= limits.max_token_ids:
+            continue
+        count = len(set(given))
+        if num_choices * count > limits.max_token_ids:
+            remedy = "shorten it, ask for fewer choices, or raise body.max_token_ids"
+            unit = f"entries ({count} for each of {num_choices} choices)"
+            refuse("over_limit", field, num_choices * count, limits.max_token_ids, remedy, unit=unit)
 
 
-def _num_messages_and_parts(messages: Sequence[Any]) -> int:
-    """Returns the number of messages, content parts and tool calls, which are parts in Anthropic's messages."""
-    parts = (message.content for message in messages if isinstance(message.content, list))
-    calls = (getattr(message, "tool_calls", None) or () for message in messages)
-    return len(messages) + sum(map(len, parts)) + sum(map(len, calls))
+def _num_parts(conversation: Sequence[Any]) -> int:
+    """Counts messages, their parts and their calls, or items and their parts. Other APIs' messages have their calls
+    among the parts.
+    """
+    parts = (_lists_of(each, *_PARTS) for each in conversation)
+    return len(conversation) + sum(sum(map(len, lists)) for lists in parts)
+
+
+def _lists_of(message: Any, *fields: str) -> Iterator[list[Any]]:
+    """Yields those fields of a message, a struct or an object, that are lists."""
+    get = message.get if isinstance(message, dict) else functools.partial(getattr, message)
+    return (value for field in fields if isinstance(value := get(field, None), list))
 
 
 def _num_prompts(prompt: Any) -> int:

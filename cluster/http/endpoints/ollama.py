@@ -57,7 +57,7 @@ async def chat(state: AppState, exchange: Exchange, body: OllamaChatRequest) -> 
     state.admission.check_model(body.model.removesuffix(LATEST))
     if not body.messages:
         return _chat_part(OllamaAnswerMessage(content="", role="assistant"), **_loaded(body))
-    await _chat(state, exchange, body, body.as_openai(), _chat_part)
+    await _chat(state, exchange, body, await state.apart(exchange, body.as_openai), _chat_part)
     return None
 
 
@@ -66,7 +66,7 @@ async def generate(state: AppState, exchange: Exchange, body: OllamaGenerateRequ
     if not body.prompt:
         return _generate_part(OllamaAnswerMessage(content="", role="assistant"), **_loaded(body))
     if state.tokenizer.has_chat_template and not body.raw:
-        await _chat(state, exchange, body, body.as_chat(), _generate_part)
+        await _chat(state, exchange, body, await state.apart(exchange, body.as_chat), _generate_part)
     else:
         await _complete(state, exchange, body)
     return None
@@ -83,9 +83,9 @@ async def _chat(state: AppState, exchange: Exchange, body: Any, request: Any, wr
 
 
 async def _complete(state: AppState, exchange: Exchange, body: OllamaGenerateRequest) -> None:
-    request = body.as_completion()
+    request = await state.apart(exchange, body.as_completion)
     try:
-        params = await generation.sampling_params(state, request)
+        params = await generation.sampling_params(state, exchange, request)
         if not body.has_limit:
             params = msgspec.structs.replace(params, max_tokens=None)
         model = await state.model_info()

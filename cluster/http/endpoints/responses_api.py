@@ -56,7 +56,8 @@ async def create(state: AppState, exchange: GenerationExchange, body: ResponsesR
         return answer
 
     try:
-        await generation.chat(state, exchange, body.as_openai(), answer_with, 1 if body.prewarms else None)
+        request = await state.apart(exchange, body.as_openai)
+        await generation.chat(state, exchange, request, answer_with, 1 if body.prewarms else None)
     except ServingError as error:
         if background is not None:
             await background.undo()

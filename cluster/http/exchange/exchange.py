@@ -91,6 +91,8 @@ class GenerationExchange:
         """Path of the route, as in the table of routes."""
         self.identity = Identity()
         """Source of the answer's ids."""
+        self.is_small = True
+        """Whether work that grows with the body may be done at once; see `AppState.apart`."""
         self.remembered: Remembered | None = None
         """Set if the request came on a WebSocket connection, which remembers its latest response."""
         self.span: Span | None = None

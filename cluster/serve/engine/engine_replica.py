@@ -92,9 +92,11 @@ class EngineReplica:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._node = ray.util.get_node_ip_address()
         blocks = self.engine.scheduler.blocks
-        self._reporter = CacheReporter(lambda: blocks.num_free * blocks.block_size)
+        self._reporter = CacheReporter(
+            lambda: blocks.num_free * blocks.block_size // len(blocks.groups), are_borders=blocks.has_windows
+        )
         if not is_alone:
-            blocks.on_change = self._reporter.note
+            blocks.report_to(self._reporter.note)
         self._thread = StepThread(self.engine, inbox, self._meter, own_name(), self._tell)
         self._sender = OutputSender(
             own_name(),

@@ -12,6 +12,7 @@ from collections import OrderedDict
 from typing import Protocol
 
 from manta.cluster.http.access.addresses import network_of
+from manta.cluster.serve.listening.frame_budget import ADDRESS_FRAMES_PER_S, Allowance
 from manta.structured.visible_logs import logger_of
 
 
@@ -36,6 +37,8 @@ class _Room:
         self.guests: set[Guest] = set()
         self.resting: OrderedDict[Guest, None] = OrderedDict()
         """Connections without a request, longest-resting first."""
+        self.frames = Allowance(ADDRESS_FRAMES_PER_S)
+        """WebSocket frames that they may send together; used for those of one address."""
 
 
 class Connections:
@@ -62,6 +65,10 @@ class Connections:
             room.guests.add(guest)
         self.rest(guest)
         return True
+
+    def frames_of(self, guest: Guest) -> Allowance:
+        """Returns the WebSocket frames that all connections of a guest's address may send together."""
+        return self._rooms(guest)[-1].frames
 
     def leave(self, guest: Guest) -> None:
         """Removes a connection; harmless if it is unknown."""

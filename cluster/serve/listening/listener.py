@@ -25,6 +25,7 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 from manta.cluster.config import ListenerLimits, ServeConfig
 from manta.cluster.protocol.error_bodies import connection_error_body
 from manta.cluster.serve.listening.connections import Connections, within_file_limit
+from manta.cluster.serve.listening.heads import head_fault
 from manta.cluster.serve.listening.port import Port
 from manta.cluster.serve.listening.tls import Certificate, Handshake, TlsServer
 from manta.cluster.serve.listening.upgraded import WebSocketConnection, handshake_fault
@@ -171,6 +172,9 @@ class Connection(HttpToolsProtocol):
     def on_headers_complete(self) -> None:
         self._found, self._in_head = True, False
         self._others.work(self)
+        fault = head_fault(self.parser.get_http_version(), self.headers)
+        if fault is not None:
+            self._stop(*fault)
         if len(self.pipeline) >= MAX_SENT_AHEAD:
             self._stop(429, f"more than {MAX_SENT_AHEAD} requests were sent ahead")
         super().on_headers_complete()

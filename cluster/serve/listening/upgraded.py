@@ -15,6 +15,7 @@ from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIO
 from manta.cluster.http.access.addresses import network_of
 from manta.cluster.http.websockets import REST
 from manta.cluster.serve.listening.connections import Connections
+from manta.cluster.serve.listening.frame_budget import FRAMES_AT_ONCE, FRAMES_PER_S, Allowance, FrameCutter
 from manta.structured.client_shares import ClientShares
 
 POLICY, TOO_BIG, TRY_LATER = 1008, 1009, 1013
@@ -69,6 +70,11 @@ class WebSocketConnection(WebSocketsSansIOProtocol):
         self._room = unfinished.hold("")
         """Room of the bytes that have come since the last whole message."""
         self._moved = time.monotonic()
+        self._cutter = FrameCutter()
+        self._unread = bytearray()
+        """Bytes that wait until the client may send further frames."""
+        self._reading_on: asyncio.TimerHandle | None = None
+        """Timer that reads on in the bytes that wait."""
 
     # ---- coming and going ------------------------------------------------------------------------------------------
 
@@ -78,9 +84,11 @@ class WebSocketConnection(WebSocketsSansIOProtocol):
         self._sharer = network_of(self.address)
         self._others.enter(self)
         self._others.work(self)  # until the application has accepted it
+        self._allowances = (Allowance(FRAMES_PER_S), self._others.frames_of(self))
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._others.leave(self)
+        self._unread.clear()
         self._room.give_back()
         super().connection_lost(exc)
 
@@ -108,11 +116,16 @@ class WebSocketConnection(WebSocketsSansIOProtocol):
     # ---- reading ---------------------------------------------------------------------------------------------------
 
     def data_received(self, data: bytes) -> None:
+        if not self.handshake_initiated:
+            super().data_received(data)
+            return
         if not self._room.amount:
-            self._begun = time.monotonic()
-            self._room = self._unfinished.hold(self._sharer, self._close_unfinished)
+            self._begin_message()
         has_room = self._room.take(len(data))
-        super().data_received(data)
+        self._unread += data
+        if self._reading_on is None:
+            self._read_on()
+        self._pause_while_unread()
         if self.close_sent:
             return
         if not has_room and self._is_unfinished:
@@ -120,17 +133,56 @@ class WebSocketConnection(WebSocketsSansIOProtocol):
         elif self._room.amount > MAX_WIRE_RATIO * self.config.ws_max_size:
             self._close(TOO_BIG, "a message came in too many pieces; send each message whole")
 
+    def _begin_message(self) -> None:
+        self._begun = time.monotonic()
+        self._room = self._unfinished.hold(self._sharer, self._close_unfinished)
+
+    def _read_on(self) -> None:
+        """Has as many frames parsed as the client may send now, and comes back for the rest."""
+        self._reading_on = None
+        num_frames = min(FRAMES_AT_ONCE, *(allowance.left for allowance in self._allowances))
+        length, num_frames = self._cutter.cut(self._unread, num_frames)
+        for allowance in self._allowances:
+            allowance.take(num_frames)
+        piece = bytes(self._unread[:length])
+        del self._unread[:length]
+        if piece:
+            super().data_received(piece)
+        if self.transport.is_closing():
+            self._unread.clear()
+        elif self._unread:
+            pause_s = max(allowance.wait_s(FRAMES_AT_ONCE) for allowance in self._allowances)
+            self._reading_on = self.loop.call_later(pause_s, self._read_on)
+        elif not self.read_paused:
+            self.transport.resume_reading()
+
+    def _pause_while_unread(self) -> None:
+        if self._unread:
+            self.transport.pause_reading()
+
+    async def receive(self) -> Any:
+        message = await super().receive()
+        self._pause_while_unread()  # uvicorn reads on when the application has taken the last message
+        return message
+
     def _close_unfinished(self) -> None:
         self._close(TRY_LATER, "too many bytes of your messages are being received (max_bodies_bytes)")
 
     def handle_events(self) -> None:
         super().handle_events()
-        if not self._is_unfinished:
+        if not self._is_within_message:
             self._room.give_back()
+            if self._unread:
+                self._begin_message()
+                self._room.add(len(self._unread))
 
     @property
     def _is_unfinished(self) -> bool:
-        """Whether a part of a message has come."""
+        """Whether a part of a message has come, or waits."""
+        return self._is_within_message or bool(self._unread)
+
+    @property
+    def _is_within_message(self) -> bool:
         return bool(self.frames or self.conn.reader.buffer)
 
     def send_receive_event_to_app(self) -> None:

@@ -106,6 +106,7 @@ class Answers:
     ) -> None:
         self._meter = meter
         self._params = params = request.engine.params
+        self._stop_token_ids = frozenset(params.stop_token_ids)
         # A stop string must be found as soon as it is generated.
         self._reads_whole = request.engine.reads_whole and not params.stop
         self._news: asyncio.Queue[tuple[Prompt, Choice | RequestResult | Exception]] = asyncio.Queue()
@@ -189,7 +190,7 @@ class Answers:
             prompt_logprobs=output.prompt_logprobs,
             finish=output.finish,
             # The model's own end-of-sequence token is no stop reason that the client asked for.
-            stop_reason=output.stop_token_id if output.stop_token_id in self._params.stop_token_ids else None,
+            stop_reason=output.stop_token_id if output.stop_token_id in self._stop_token_ids else None,
         )
         if output.usage is not None:
             choice.usage = output.usage

@@ -32,6 +32,7 @@ struct KeyRange {
 // Offsets of a block's keys (and values) into the caches
 struct KeyBlock {
     int first;  // position of the first key
+    int num_unseen;  // leading keys that are not read
     int num_keys;
     size_t offsets[KEY_BLOCK];
 };
@@ -66,11 +67,12 @@ inline void fold(RowState& to, const RowState& split, int width) {
 // relative to the row's running maximum. If that maximum grows, rescales what the row has gathered. It need not be the
 // exact maximum: a score that exceeds it by less than SLACK costs no precision, so most blocks need not change it.
 //
-// With SCALED a score is to be multiplied by its key's scale first, and a probability by its value's scale last.
-template <bool MASKED, bool SCALED, class E>
+// With SCALED a score is to be multiplied by its key's scale first, and a probability by its value's scale last. With
+// CAPPED a score becomes tanh(score * cap_scale) then.
+template <bool MASKED, bool SCALED, bool CAPPED, class E>
 MANTA_INLINE void softmax_row(
-    const float* scores, E* probabilities, int vectors, int low, int high, float factor, float& running_max,
-    float* running_sum, float* gathered, int width, const float* key_scales, const float* value_scales
+    const float* scores, E* probabilities, int vectors, int low, int high, float cap_scale, float factor,
+    float& running_max, float* running_sum, float* gathered, int width, const float* key_scales, const float* value_scales
 ) {
     constexpr bool coarse = !std::is_same<E, float>::value;
     Floats logits[KEY_BLOCK / LANES];
@@ -79,6 +81,7 @@ MANTA_INLINE void softmax_row(
     for (int i = 0; i < vectors; i++) {
         logits[i] = load(scores + i * LANES);
         if (SCALED) logits[i] *= load(key_scales + i * LANES);
+        if (CAPPED) logits[i] = tanh_of(logits[i] * cap_scale);
         if (MASKED) {
             const Ints key = lane_index() + i * LANES;
             visible[i] = (key >= low) & (key < high);
@@ -329,11 +332,13 @@ class AttentionWorker {
     // Prefetches the rows of a block's keys, then those of its values, spread over `num_heads` rounds of packing
     Prefetcher prefetcher_of(const Task& task, const KeyBlock& block, const char** rows, int num_heads) const {
         const size_t base = size_t(task.first_head) * call_.head_dim;
-        for (int i = 0; i < block.num_keys; i++) {
-            rows[i] = reinterpret_cast<const char*>(call_.k_cache + block.offsets[i] + base);
-            rows[block.num_keys + i] = reinterpret_cast<const char*>(call_.v_cache + block.offsets[i] + base);
+        const int num_read = block.num_keys - block.num_unseen;
+        for (int i = 0; i < num_read; i++) {
+            const size_t offset = block.offsets[block.num_unseen + i] + base;
+            rows[i] = reinterpret_cast<const char*>(call_.k_cache + offset);
+            rows[num_read + i] = reinterpret_cast<const char*>(call_.v_cache + offset);
         }
-        const int num_rows = 2 * block.num_keys;
+        const int num_rows = 2 * num_read;
         const int packs = KEY_BLOCK / LANES * (width_ / GRANULE) * num_heads;
         return {rows, num_rows, int(task.num_heads * call_.head_dim * sizeof(C)), num_rows / 3 / packs + 1};
     }
@@ -344,7 +349,8 @@ class AttentionWorker {
         const CacheLayout<C>& cache = call_.cache;
         block.first = key;
         block.num_keys = std::max(0, std::min(KEY_BLOCK, end - key));
-        for (int i = 0; i < block.num_keys;) {
+        block.num_unseen = std::max(0, std::min(task.first_seen - key, block.num_keys));
+        for (int i = block.num_unseen; i < block.num_keys;) {
             const int offset = (key + i) % cache.block_size;
             const size_t token = cache.token(table[(key + i) / cache.block_size], offset);
             const int run = std::min(cache.block_size - offset, block.num_keys - i);
@@ -360,10 +366,10 @@ class AttentionWorker {
         }
     }
 
-    // Copies the scales of a block's keys or values of one head; those past its last key stay undefined
+    // Copies the scales of a block's keys or values of one head; those of keys that are not read stay undefined
     void load_scales(const C* from, const KeyBlock& block, int head, float* to) const {
         const CacheLayout<C>& cache = call_.cache;
-        for (int i = 0; i < block.num_keys;) {
+        for (int i = block.num_unseen; i < block.num_keys;) {
             const int offset = (block.first + i) % cache.block_size;
             const int run = std::min(cache.block_size - offset, block.num_keys - i);
             memcpy(to + i, from + cache.scale(block.offsets[i], offset, head), run * sizeof(float));
@@ -371,9 +377,10 @@ class AttentionWorker {
         }
     }
 
-    // Pointers to the first `span` rows of a block; after its last key, to zeros
+    // Pointers to the first `span` rows of a block; before its first seen key and after its last, to zeros
     void point(const C* cache, const KeyBlock& block, int span, const C** rows) const {
-        for (int i = 0; i < block.num_keys; i++) rows[i] = cache + block.offsets[i];
+        for (int i = 0; i < block.num_unseen; i++) rows[i] = zeros_;
+        for (int i = block.num_unseen; i < block.num_keys; i++) rows[i] = cache + block.offsets[i];
         for (int i = block.num_keys; i < span; i++) rows[i] = zeros_;
     }
 
@@ -432,7 +439,9 @@ class AttentionWorker {
         const int length = call_.query_start[task.sequence + 1] - call_.query_start[task.sequence];
         const int first_position = call_.context_lens[task.sequence] - length + task.first_token;
         const bool all_visible = task.num_members != 0;  // a shared prefix consists of whole key blocks
-        const float factor = call_.scale * LOG2_E;
+        const bool is_capped = call_.logit_cap > 0;
+        const float cap_scale = is_capped ? call_.scale / call_.logit_cap : 0;
+        const float factor = (is_capped ? call_.logit_cap : call_.scale) * LOG2_E;
         constexpr int full = KEY_BLOCK / LANES;
         for (int row = first_row; row < first_row + num_rows; row++) {
             prefetcher.ask(1);
@@ -447,10 +456,10 @@ class AttentionWorker {
             float& best = maxima_[state];
             constexpr bool scaled = CacheLayout<C>::HAS_SCALES;
             const auto run = [&](auto masked, int vectors) {
-                softmax_row<decltype(masked)::value, scaled>(
-                    scores, probabilities, vectors, low, high, factor, best, sum, gathered, width_, key_scales_,
-                    value_scales_
-                );
+                const auto softmax = is_capped ? softmax_row<decltype(masked)::value, scaled, true, E>
+                                               : softmax_row<decltype(masked)::value, scaled, false, E>;
+                softmax(scores, probabilities, vectors, low, high, cap_scale, factor, best, sum, gathered, width_,
+                        key_scales_, value_scales_);
             };
             if (high <= low) {
                 memset(static_cast<void*>(probabilities), 0, span * sizeof(E));
@@ -464,22 +473,31 @@ class AttentionWorker {
         }
     }
 
+    int query_head(const Task& task, int head, int row) const {
+        return (task.first_head + head) * group_ + row % group_;
+    }
+
     T* output_row(const Task& task, int head, int row) const {
         const int64_t token = call_.query_start[task.sequence] + task.first_token + row / group_;
-        const int query_head = (task.first_head + head) * group_ + row % group_;
-        return call_.output + (token * call_.num_heads + query_head) * call_.head_dim;
+        return call_.output + (token * call_.num_heads + query_head(task, head, row)) * call_.head_dim;
     }
 
     void store_output(const Task& task) {
         for (int head = 0; head < task.num_heads; head++) {
             for (int row = 0; row < rows_; row++) {
-                store_row(fold_row(size_t(head) * padded_rows_ + row), output_row(task, head, row));
+                store_row(fold_row(size_t(head) * padded_rows_ + row), task, head, row);
             }
         }
     }
 
-    void store_row(const RowState& row, T* to) const {
-        const float inverse = 1.0f / row.sum;
+    void store_row(const RowState& row, const Task& task, int head, int index) const {
+        T* const to = output_row(task, head, index);
+        float sum = row.sum;
+        if (call_.sinks) {
+            const float logit = call_.sinks[query_head(task, head, index)] * LOG2_E - row.maximum;
+            sum += exp2_of<false>(splat(std::min(logit, 126.0f)))[0];
+        }
+        const float inverse = 1.0f / sum;
         for (int dim = 0; dim < call_.head_dim; dim += LANES) {
             store_rounded(to + dim, output_columns<E>(row.values, dim) * inverse);
         }
@@ -532,7 +550,7 @@ class AttentionWorker {
                 fold(merged, is_own ? row_state(size_t(row / rows) * padded_rows_ + row % rows)
                                     : RowState{part, part[width_], part[width_ + 1]}, width_);
             }
-            store_row(merged, output_row(task, row / rows, row % rows));
+            store_row(merged, task, row / rows, row % rows);
         }
     }
 

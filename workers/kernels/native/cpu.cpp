@@ -203,13 +203,15 @@ void manta_rope_and_cache(
     });
 }
 
-// head_dim must be a multiple of HEAD_DIM_MULTIPLE; a window of INT32_MAX means none. `Attention` explains the groups.
+// head_dim must be a multiple of HEAD_DIM_MULTIPLE; a window of INT32_MAX means none. `Attention` explains the groups,
+// caps and sinks.
 // With `exact` every form gives the same bits, whatever its products of bfloat16 are
 void manta_paged_attention(
     int dtype, int cache_dtype, const void* qkv, int64_t qkv_stride, const void* k_cache, const void* v_cache, void* output,
     const int32_t* query_start, const int32_t* context_lens, const int32_t* block_tables, const int32_t* group_start,
     const int32_t* members, const int32_t* prefix_lens, int num_sequences, int num_groups, int max_blocks,
-    int block_size, int num_heads, int num_kv_heads, int head_dim, int window, float scale, int exact
+    int block_size, int num_heads, int num_kv_heads, int head_dim, int window, float scale, float logit_cap,
+    const float* sinks, int exact
 ) {
 #if MANTA_DOT
     using Packed = bf16;
@@ -223,7 +225,8 @@ void manta_paged_attention(
         const Attention<T, C> call = {
             (const T*)qkv, (const C*)k_cache, (const C*)v_cache, {block_size, num_kv_heads, head_dim}, (T*)output,
             query_start, context_lens, block_tables, group_start, members, prefix_lens, qkv_stride, num_sequences,
-            num_groups, max_blocks, num_heads, num_kv_heads, head_dim, window, scale
+            num_groups, max_blocks, num_heads, num_kv_heads, head_dim, window, scale,
+            logit_cap, sinks
         };
         exact ? attend_all<T, C, float, !MANTA_FUSES>(call) : attend_all<T, C, E>(call);
     });

@@ -17,7 +17,7 @@ void manta_paged_attention(int dtype, int cache_dtype, const void* qkv, int64_t 
                            const int32_t* block_tables, const int32_t* group_start, const int32_t* members,
                            const int32_t* prefix_lens, int num_sequences, int num_groups, int max_blocks,
                            int block_size, int num_heads, int num_kv_heads, int head_dim, int window, float scale,
-                           int exact);
+                           float logit_cap, const float* sinks, int exact);
 }
 
 namespace {
@@ -35,20 +35,25 @@ struct Layer {
     const void *input_norm, *q_norm, *k_norm, *mlp_norm;
     Linear qkv, attention_output, gated, down;
     void *k_cache, *v_cache;
+    const float *cos_sin, *sinks;
     int window;
+    int group;  // whose slots and block tables it uses
 };
 
 struct Shape {
     int dtype, cache_dtype, hidden, num_heads, num_kv_heads, head_dim;
     int exact;  // attention gives the same bits in every form
-    float eps, scale;
+    float eps, scale, logit_cap;
 };
 
-// What `AttentionMetadata` says; no groups are null.
+// What `AttentionMetadata` says; no groups are null. `slots` and `block_tables` are those of the first group of layers,
+// `other_slots` and `other_tables` those of the further ones, or null if all layers have the same blocks.
 struct Step {
     const int64_t *positions, *slots;
-    const int32_t *query_start, *context_lens, *block_tables, *group_start, *members, *prefix_lens;
-    const float* cos_sin;
+    const int32_t *query_start, *context_lens, *block_tables;
+    const int64_t* const* other_slots;
+    const int32_t* const* other_tables;
+    const int32_t *group_start, *members, *prefix_lens;
     int num_tokens, num_sequences, num_groups, max_blocks, block_size;
 };
 
@@ -85,16 +90,20 @@ extern "C" void manta_decoder(const Shape* shape, const Layer* layers, int num_l
             norm(b.residual, nullptr, layer.input_norm, b.normed);
         else
             norm(b.update, b.residual, layer.input_norm, b.normed);
+        const bool is_first_group = layer.group == 0 || step->other_slots == nullptr;
+        const int64_t* slots = is_first_group ? step->slots : step->other_slots[layer.group - 1];
+        const int32_t* block_tables = is_first_group ? step->block_tables : step->other_tables[layer.group - 1];
         linear(layer.qkv, b.normed, b.qkv, rows);
-        manta_rope_and_cache(s.dtype, s.cache_dtype, b.qkv, step->cos_sin, step->positions, step->slots, layer.k_cache,
+        manta_rope_and_cache(s.dtype, s.cache_dtype, b.qkv, layer.cos_sin, step->positions, slots, layer.k_cache,
                              layer.v_cache, layer.q_norm, layer.k_norm, rows, step->block_size, s.num_heads,
                              s.num_kv_heads, s.head_dim, s.eps);
-        const int num_groups = layer.window == INT32_MAX ? step->num_groups : 0;  // a window may end inside a prefix
+        // A window may end inside a prefix, and other groups share other blocks
+        const int num_groups = layer.window == INT32_MAX && is_first_group ? step->num_groups : 0;
         manta_paged_attention(s.dtype, s.cache_dtype, b.qkv, qkv_width, layer.k_cache, layer.v_cache, b.attended,
-                              step->query_start, step->context_lens, step->block_tables, step->group_start,
+                              step->query_start, step->context_lens, block_tables, step->group_start,
                               step->members, step->prefix_lens, step->num_sequences, num_groups, step->max_blocks,
                               step->block_size, s.num_heads, s.num_kv_heads, s.head_dim, layer.window, s.scale,
-                              s.exact);
+                              s.logit_cap, layer.sinks, s.exact);
         linear(layer.attention_output, b.attended, b.update, rows);
         norm(b.update, b.residual, layer.mlp_norm, b.normed);
         const int64_t row_bytes = s.hidden * (s.dtype == BFLOAT16 ? 2 : 4);

@@ -313,6 +313,13 @@ MANTA_INLINE Floats silu_of(Floats x) {
     return x / (1.0f + exp2_of<COARSE>(-exponent));
 }
 
+// To about 1e-7, absolutely
+MANTA_INLINE Floats tanh_of(Floats x) {
+    const Floats shrunk = exp2_of<false>(maximum(x, -x) * (-2.0f * LOG2_E));
+    const Floats result = (1.0f - shrunk) / (1.0f + shrunk);
+    return x < 0.0f ? -result : result;
+}
+
 // Interleaves the lower and the upper halves of a and b: (a0, b0, a1, b1, ...)
 #if defined(__has_builtin)
 #if __has_builtin(__builtin_shufflevector)

@@ -40,9 +40,12 @@ def paged_attention(
     metadata: AttentionMetadata,
     heads: HeadShape,
     sliding_window: int | None = None,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Computes `reference.paged_attention`; `metadata` must be a `DeviceMetadata`."""
-    num_heads, num_kv_heads, head_dim, scale = heads
+    """Computes `reference.paged_attention` without caps and sinks; `metadata` must be a `DeviceMetadata`."""
+    assert sinks is None, "the platform refuses such models"
+    assert not heads.logit_cap, "the platform refuses such models"
+    num_heads, num_kv_heads, head_dim, scale = heads[:4]
     group = num_heads // num_kv_heads
     output = qkv.new_empty((qkv.shape[0], num_heads * head_dim))
     work = metadata.work if isinstance(metadata, DeviceMetadata) else None

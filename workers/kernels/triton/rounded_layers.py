@@ -11,12 +11,14 @@ import torch
 
 from manta.workers.kernels.attention_metadata import AttentionMetadata
 from manta.workers.kernels.linears import SummedLinear
-from manta.workers.kernels.protocol import Forward, KVCaches
+from manta.workers.kernels.protocol import Forward, KVCaches, RotaryTables
 from manta.workers.kernels.triton import layers
 from manta.workers.kernels.triton.quantized_linear import TritonQuantizedLinear
 from manta.workers.kernels.triton.rounded_rows import RoundedRows, round_normed
-from manta.workers.kernels.weights import DecoderWeights, LayerWeights, Linear
+from manta.workers.kernels.weights import DecoderWeights, GatedMlpWeights, LayerWeights, Linear
+from manta.workers.kv_groups import LayerPlace, group_layers
 from manta.workers.models.model_config import ModelConfig
+from manta.workers.models.variants import OUTSIDE_OF_LAYERS, variants_of
 
 
 class _RoundedInput:
@@ -58,7 +60,11 @@ class _RoundedInput:
 class _RoundedLayer:
     """One layer's linears and norms."""
 
-    def __init__(self, weights: LayerWeights, sliding_window: int | None) -> None:
+    def __init__(self, weights: LayerWeights, place: LayerPlace, sliding_window: int | None) -> None:
+        self.group = place.group
+        assert weights.input_norm is not None
+        assert weights.mlp_norm is not None
+        assert isinstance(weights.mlp, GatedMlpWeights)
         self.input_norm, self.mlp_norm = weights.input_norm, weights.mlp_norm
         self.qkv, self.output = _RoundedInput(weights.attention.qkv), weights.attention.output
         self.gated, self.down = _RoundedInput(weights.mlp.gated), _RoundedInput(weights.mlp.down)
@@ -76,7 +82,9 @@ class RoundedLayers:
     """Callable: embedded tokens to hidden states after the last norm."""
 
     def __init__(self, weights: DecoderWeights, config: ModelConfig) -> None:
-        self._layers = [_RoundedLayer(*each) for each in zip(weights.layers, config.sliding_windows, strict=True)]
+        places = group_layers(config.sliding_windows).layers
+        layers_of = zip(weights.layers, places, config.sliding_windows, strict=True)
+        self._layers = [_RoundedLayer(*each) for each in layers_of]
         self._final_norm = weights.final_norm
         self._config = config
 
@@ -86,14 +94,15 @@ class RoundedLayers:
         return any(each.rounds_in_norm for layer in self._layers for each in (layer.qkv, layer.gated))
 
     def __call__(
-        self, residual: torch.Tensor, cos_sin: torch.Tensor, metadata: AttentionMetadata, kv_caches: KVCaches
+        self, residual: torch.Tensor, cos_sin: RotaryTables, metadata: AttentionMetadata, kv_caches: KVCaches
     ) -> torch.Tensor:
         heads, eps = self._config.heads, self._config.rms_norm_eps
         update: torch.Tensor | None = None
-        for layer, kv_cache in zip(self._layers, kv_caches, strict=True):
+        for layer, table, kv_cache in zip(self._layers, cos_sin, kv_caches, strict=True):
             qkv = layer.qkv.forward(layer.qkv.norm(update, residual, layer.input_norm, eps), metadata)
-            layers.rope_and_cache(qkv, cos_sin, metadata, *kv_cache, heads, layer.q_norm, layer.k_norm, eps)
-            attended = layers.paged_attention(qkv, *kv_cache, metadata, heads, layer.sliding_window)
+            group = metadata.of_group(layer.group)
+            layers.rope_and_cache(qkv, table, group, *kv_cache, heads, layer.q_norm, layer.k_norm, eps)
+            attended = layers.paged_attention(qkv, *kv_cache, group, heads, layer.sliding_window)
             update = layer.output.forward(attended, metadata)
             update = layer.mlp(layer.gated.norm(update, residual, layer.mlp_norm, eps), metadata)
         assert update is not None
@@ -101,6 +110,8 @@ class RoundedLayers:
 
 
 def rounded_layers(weights: DecoderWeights, config: ModelConfig, run_layers: Forward) -> Forward:
-    """Returns `RoundedLayers` if any of its norms rounds rows, else `run_layers`."""
+    """Returns `RoundedLayers` if any of its norms rounds rows, else `run_layers`, which computes all variants."""
+    if variants_of(config) - OUTSIDE_OF_LAYERS:
+        return run_layers
     rounded = RoundedLayers(weights, config)
     return rounded if rounded.rounds_in_norms else run_layers
