@@ -36,6 +36,7 @@ from benchmarks.processes import (
 )
 from benchmarks.report import Table, machine
 from benchmarks.workloads import WORKLOADS, PromptSource, Row, alternate, run_workload
+from manta.structured.visible_text import say_lines, visible_lines
 
 USUAL = ("a", "b", "c", "d", "g", "start", "memory", "http")
 ALL = (*USUAL, "http32")
@@ -64,13 +65,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         with interrupted_once():
             bench.run()
     except BenchmarkError as error:
-        print(f"manta bench: {error}", file=sys.stderr)
+        say_lines(visible_lines(f"manta bench: {error}").split("\n"), file=sys.stderr)
         code = 1
     except KeyboardInterrupt:
         print("manta bench: interrupted", file=sys.stderr)
         code = 130
     for note in bench.notes:
-        print(f"note: {note}", file=sys.stderr)
+        say_lines([f"note: {note}"], file=sys.stderr)
     return code
 
 
@@ -270,7 +271,7 @@ class Bench:
         return lambda text: self._say(f"{time.strftime('%H:%M:%S')} {workload}: {text}")
 
     def _say(self, text: str) -> None:
-        print(text, file=sys.stderr, flush=True)
+        say_lines([text], file=sys.stderr, flush=True)
 
 
 def _memory_row(engine: EngineProcess) -> Row:

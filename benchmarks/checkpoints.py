@@ -15,7 +15,7 @@ import sys
 import tempfile
 from typing import Any
 
-from manta.workers.cache_folder import cache_folder
+from manta.workers.cache_folder import cache_entry
 
 SPECIAL_TOKENS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 CHAT_TEMPLATE = (
@@ -97,10 +97,9 @@ SHAPES: dict[str, tuple[str, int, dict[str, Any]]] = {
 
 def benchmark_checkpoint(name: str) -> pathlib.Path:
     """The folder of one of `SHAPES`, made if it does not exist yet (1 GB and under a minute for the half billion)."""
-    folder = cache_folder() / "benchmarks" / name
+    folder = cache_entry("benchmarks") / name
     if not (folder / "config.json").is_file():
         print(f"making the benchmark checkpoint {name} in {folder} (once) ...", file=sys.stderr, flush=True)
-        folder.parent.mkdir(parents=True, exist_ok=True)
         partial = pathlib.Path(tempfile.mkdtemp(dir=folder.parent))
         try:
             _make(name, partial)

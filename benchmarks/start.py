@@ -32,6 +32,7 @@ import psutil
 
 from benchmarks.processes import ROOT, BenchmarkError, Child, free_port
 from benchmarks.report import machine, markdown_head, markdown_row, ratio_of
+from manta.structured.visible_text import say_lines, visible_lines
 from manta.workers.model_options import DEMO_MODEL
 
 HERE, PEER = "here", "peer"
@@ -169,7 +170,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         _print_medians(measure(checkouts, options.model, options.starts))
     except BenchmarkError as error:
-        print(f"manta bench start: {error}", file=sys.stderr)
+        say_lines(visible_lines(f"manta bench start: {error}").split("\n"), file=sys.stderr)
         return 1
     return 0
 

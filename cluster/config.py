@@ -86,12 +86,16 @@ class BodyLimits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     """Limits on one request's body. The ingress refuses a body beyond them (HTTP 400)."""
 
     max_values: Count = 2**20
-    """JSON values in one body. The check counts commas and opening brackets, those inside strings too."""
+    """JSON values in one body. The check counts commas and opening brackets outside strings."""
+    max_members: Count = 2**19
+    """Lists, objects and members of objects in one body, each of which costs more than a plain value. The check counts
+    opening brackets and colons outside strings.
+    """
     max_messages: Count = 4096
-    """Messages of one conversation, including their parts and tool calls."""
+    """Messages or items of one conversation, including their parts and tool calls."""
     max_token_ids: Count = 2**20
-    """Entries of `allowed_token_ids`, `logit_bias` and `stop_token_ids`, multiplied by the number of prompts, because
-    each prompt becomes an engine request with its own copy.
+    """Different entries of `allowed_token_ids`, `logit_bias` and `stop_token_ids`, multiplied by the number of choices,
+    because each prompt becomes an engine request with its own copy, and each choice a sequence that reads them.
     """
     max_logprobs: Count = 2**18
     """Log-probabilities that one answer may hold, alternatives included, at about 70 bytes each. A stream sends those
@@ -168,7 +172,7 @@ class BatchLimits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
 
 class StreamLimits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Limits on streams that can be resumed. A client is an API key; without keys all clients are one."""
+    """Limits on streams that can be resumed. A client is an API key; without keys it is an address."""
 
     max_unread_s: Annotated[float, Meta(ge=1)] = 3600.0
     """Longest time, in seconds, for which a stream goes on, and is kept, while nobody reads it. A request that asks for
@@ -180,8 +184,9 @@ class StreamLimits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     to take over as much as it has. About 10,000 short streams.
     """
     max_bytes: Bytes = 512 * 2**20
-    """Size of all recordings in one ingress, with the same consequences. The engine that keeps the copies needs about
-    half of it too.
+    """Size of all recordings in one ingress, which clients share. Above its share a client's next resumable request is
+    refused (HTTP 429). Above twice the size, running streams of clients above twice their share end with an error. The
+    engine that keeps the copies needs about half of it too.
     """
 
 
@@ -204,7 +209,10 @@ class KeyLimits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     requests_per_minute: Count | None = None
     """Chat and completion requests a minute. None sets no limit."""
     tokens_per_minute: Count | None = None
-    """Tokens of prompts and outputs a minute. None sets no limit. An output counts when the request has ended."""
+    """Tokens of prompts and outputs a minute. None sets no limit. An output counts as it is generated. Until then, as
+    many tokens as the request asks for are reserved, but at most an eighth of the limit. What running requests generate
+    beyond their reserve is a debt.
+    """
 
 
 class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -239,6 +247,10 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """PEM file with the certificate's private key, without a password."""
     served_model_name: str | None = None
     """Name in `/v1/models`. None takes the last part of `engine.model`."""
+    model_aliases: tuple[str, ...] = ()
+    """Other names of the model that requests may give."""
+    accept_any_model: bool = False
+    """Whether requests may name any model; the one that is served answers."""
     num_engine_replicas: Count = 1
     """Engines that run. Each loads the whole model."""
     autoscaling: AutoscalingOptions | None = None
@@ -300,8 +312,8 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     max_body_bytes: Bytes = 8 * 2**20
     """Size of one request's body. The ingress refuses a longer one (HTTP 413)."""
     max_bodies_bytes: Bytes = 256 * 2**20
-    """Size of all bodies that are being received, so that slow senders cannot fill the memory. Above it a request is
-    refused (HTTP 503).
+    """Size of all bodies that are being received, so that slow senders cannot fill the memory. Clients share it, and
+    one client has at most three quarters of it. Above that its requests are refused (HTTP 503).
     """
     max_prompts_per_request: Count = 1024
     """Prompts in one `/v1/completions` body."""
@@ -320,6 +332,10 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     health_bound_s: Seconds = 30.0
     """Seconds without progress after which `/health` fails while requests are pending. Progress is a token, an end or a
     computed position.
+    """
+    unknown_fields: Literal["ignore", "refuse"] = "ignore"
+    """What becomes of a body's fields that Manta does not know: the answer's header `x-manta-ignored` names them, or
+    the request is refused (HTTP 400). A request can ask for a refusal by its header `x-manta-unknown-fields: refuse`.
     """
     log_requests: bool = True
     """Whether each finished request, and each one that continued on another engine, gets a structured log line. Engines

@@ -132,13 +132,11 @@ class _Tracked:
         """Completes a choice that has ended, and with the last one the output."""
         output = self.output
         if self._chat is not None:
-            choice.message = self._chat.message(choice.text)
+            stopped_itself = choice.finish_reason is FinishStatus.FINISHED_STOPPED and choice.stop_reason is None
+            choice.message = self._chat.message(choice.text, is_cut=not stopped_itself)
         self._num_going_on -= 1
         if self._num_going_on == 0:
-            usage = Usage.of_choices(len(output.prompt_token_ids), self.usages)
-            # Tokens after a stop string do not count.
-            usage.num_output_tokens = sum(len(each.token_ids) for each in output.outputs)
-            output.usage = usage
+            output.usage = Usage.of_choices(len(output.prompt_token_ids), self.usages)
             output.finished = True
 
     def news(self) -> RequestOutput | None:
@@ -156,15 +154,12 @@ class _Tracked:
 
     def _new_part(self, choice: CompletionOutput) -> CompletionOutput:
         num_characters, num_tokens = self._shown[choice.index]
-        certain = len(choice.token_ids)
-        if choice.finish_reason is None:
-            certain = self.texts[choice.index].num_certain_tokens()
-        self._shown[choice.index] = len(choice.text), certain
+        self._shown[choice.index] = len(choice.text), len(choice.token_ids)
         return msgspec.structs.replace(
             choice,
             text=choice.text[num_characters:],
-            token_ids=choice.token_ids[num_tokens:certain],
-            logprobs=None if choice.logprobs is None else choice.logprobs[num_tokens:certain],
+            token_ids=choice.token_ids[num_tokens:],
+            logprobs=None if choice.logprobs is None else choice.logprobs[num_tokens:],
         )
 
 
@@ -368,20 +363,18 @@ class LLM:
             return False
         text = tracked.texts[delta.index].append(delta)
         choice.text += text.text
-        choice.token_ids += delta.token_ids
-        if delta.logprobs:
-            choice.logprobs = (choice.logprobs or []) + delta.logprobs
+        choice.token_ids += text.token_ids
+        if text.logprobs:
+            choice.logprobs = (choice.logprobs or []) + text.logprobs
         if delta.prompt_logprobs:
             output.prompt_logprobs = (output.prompt_logprobs or [None]) + delta.prompt_logprobs
         if delta.usage is not None:
             tracked.usages[delta.index] = delta.usage
+        tracked.usages[delta.index] = tracked.usages[delta.index].cut(text.num_tokens)
         finish = delta.finish
         if text.stop_string is not None:
-            del choice.token_ids[text.num_kept_tokens :]
-            if choice.logprobs:
-                del choice.logprobs[text.num_kept_tokens :]
             finish = FinishStatus.FINISHED_STOPPED
-            self.engine.finish(delta.request_id, delta.index, text.num_kept_tokens)
+            self.engine.finish(delta.request_id, delta.index, text.num_tokens)
         if finish is not None:
             choice.finish_reason = finish
             choice.stop_reason = text.stop_string if text.stop_string is not None else delta.stop_token_id

@@ -89,11 +89,12 @@ class DraftModel:
         for item in step.scheduled:
             if item.new_block_ids:
                 num_found = 0
+                block_ids = item.new_block_ids[: len(item.new_block_ids) // self._sequences.num_groups]
                 if item.sequence_id not in self._progress:
                     num_found = item.start // size
-                    num_written = self._num_written(item.new_block_ids[:num_found])
+                    num_written = self._num_written(block_ids[:num_found])
                     self._progress[item.sequence_id] = Progress(num_written * size, num_written)
-                self._written.difference_update(item.new_block_ids[num_found:])
+                self._written.difference_update(block_ids[num_found:])
 
     def _num_written(self, block_ids: list[int]) -> int:
         """Returns the number of leading blocks that the draft model has written."""

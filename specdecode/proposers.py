@@ -8,7 +8,6 @@ raises, the chain stops asking it about those sequences, which go on without it.
 from __future__ import annotations
 
 import dataclasses
-import logging
 import time
 from collections.abc import Sequence
 from typing import Protocol
@@ -19,10 +18,11 @@ from manta.specdecode.acceptance import AcceptanceRecord
 from manta.specdecode.lengths import Costs, Load, StepCost, choose_lengths, probe_interval
 from manta.specdecode.ngram import NgramIndex
 from manta.specdecode.pace import Pace
+from manta.structured.visible_logs import logger_of
 from manta.workers.sampling.sampling_state import SamplingState, SequenceState
 from manta.workers.step import StepInput, StepOutput
 
-logger = logging.getLogger(__name__)
+logger = logger_of(__name__)
 
 PRIORS = {"prediction": 0.8, "ngram": 0.5, "draft": 0.7}
 """Prior acceptance probability of a draft, by proposer name."""

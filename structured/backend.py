@@ -85,12 +85,14 @@ def begin(grammar: Grammar, begun: str, vocabulary: Vocabulary) -> Session:
     """A session behind the text `begun`, which was written before the output. Raises `ConstraintError` if no text that
     the constraint allows begins so.
     """
-    session = grammar.session()
+    session, of_bytes = grammar.session(), vocabulary.byte_token_ids()
     for num_bytes, byte in enumerate(begun.encode()):
-        if not session.accept(vocabulary.byte_token_ids()[byte]):
+        if byte not in of_bytes or not session.accept(of_bytes[byte]):
             num_fitting = len(begun.encode()[:num_bytes].decode(errors="ignore"))
-            unfit = begun[num_fitting : num_fitting + 20]
-            cause = f"the constraint does not allow {unfit!r} at character {num_fitting}"
+            unfit = f"{begun[num_fitting : num_fitting + 20]!r} at character {num_fitting}"
+            cause = f"the constraint does not allow {unfit}"
+            if byte not in of_bytes:
+                cause = f"the tokenizer has no token for the byte {byte} in {unfit}"
             remedy = "begin it as the constraint demands, or leave it out"
             raise ConstraintError.because("unfit", "the answer's beginning", cause=cause, remedy=remedy)
     return session

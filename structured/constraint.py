@@ -54,7 +54,9 @@ class ConstraintSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     rebuilt session has the same backend.
     """
     loose: bool = False
-    """Accept a backend that does not enforce every keyword; the client is told which."""
+    """Accept a backend that does not enforce every keyword; the client is told which. In a grammar this holds for each
+    `%json` schema without `"lenient": false` in its `x-guidance`.
+    """
     any_whitespace: bool = True
     """JSON: allow whitespace between tokens, as RFC 8259 does. False fixes `", "` and `": "` without line breaks."""
     begun: str = ""
@@ -85,8 +87,8 @@ class ConstraintLimits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     compile_memory_bytes: int = 2**31
     """Bytes of address space that one compilation may add."""
     max_waiting: int = 128
-    """Number of constraints from HTTP requests that may wait for compilation, at most half of them from one client.
-    More are refused (HTTP 429).
+    """Number of constraints from HTTP requests that may wait for compilation, at most three quarters of them from one
+    client. More are refused (HTTP 429).
     """
 
 
@@ -94,7 +96,9 @@ class Resolved(msgspec.Struct, frozen=True, kw_only=True):
     """A constraint that compiles."""
 
     spec: ConstraintSpec
-    """The requested spec, with `auto` replaced by the chosen backend."""
+    """The requested spec, with `auto` replaced by the chosen backend. `loose` is kept only if the backend makes use of
+    it. Nothing else differs, and `compiled` is what this spec compiles to.
+    """
     compiled: bytes
     not_enforced: list[str] = []
     """Keywords that are not enforced. Only a loose request has others than annotations."""

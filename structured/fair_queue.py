@@ -10,11 +10,13 @@ import threading
 from collections import Counter, OrderedDict, deque
 from typing import Generic, TypeVar
 
+from manta.structured.client_shares import ClientShares
+
 Item = TypeVar("Item")
 
 
 class QueueFullError(RuntimeError):
-    """`num_waiting` items wait, of this client or of all, and no more than `bound` may."""
+    """`num_waiting` items of this client wait, and no more than `bound` may."""
 
     def __init__(self, num_waiting: int, bound: int) -> None:
         super().__init__(f"{num_waiting} wait, and {bound} may")
@@ -23,12 +25,12 @@ class QueueFullError(RuntimeError):
 
 class FairQueue(Generic[Item]):
     """A queue in which clients take turns. Of several takers one client occupies at most `num_takers - 1`. At most
-    `max_waiting` items wait, and at most half of them are of one client.
+    `max_waiting` items wait, and clients share these places.
     """
 
     def __init__(self, num_takers: int, max_waiting: int) -> None:
         self._max_taken = max(1, num_takers - 1)
-        self._max_waiting = max_waiting
+        self._places = ClientShares(max_waiting)
         self._waiting: OrderedDict[str, deque[Item]] = OrderedDict()
         """Each client's items; the next client to serve is first."""
         self._num_taken: Counter[str] = Counter()
@@ -39,13 +41,10 @@ class FairQueue(Generic[Item]):
         return sum(map(len, self._waiting.values()))
 
     def put(self, client: str, item: Item) -> None:
-        """Raises `QueueFullError` if the client or the whole queue is at its bound."""
+        """Raises `QueueFullError` if the client may have no more places."""
         with self._changed:
-            own = self._waiting.get(client, ())
-            if client and len(own) >= (most := max(1, self._max_waiting // 2)):
-                raise QueueFullError(len(own), most)
-            if client and len(self) >= self._max_waiting:
-                raise QueueFullError(len(self), self._max_waiting)
+            if client and not self._places.take(client, 1):
+                raise QueueFullError(self._places.held(client), self._places.most(client))
             self._waiting.setdefault(client, deque()).append(item)
             self._changed.notify()
 
@@ -60,6 +59,8 @@ class FairQueue(Generic[Item]):
             if client is None:
                 return None
             item = self._waiting[client].popleft()
+            if client:
+                self._places.give_back(client, 1)
             if self._waiting[client]:
                 self._waiting.move_to_end(client)
             else:

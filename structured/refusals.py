@@ -23,7 +23,7 @@ _Access = Literal["no_key", "forbidden_origin", "unknown_url", "wrong_method", "
 _Thing = Literal["unknown_file", "unknown_model", "unknown_object", "unknown_response", "unknown_stream"]
 _State = Literal["no_storage", "batch_has_ended", "cancelled_by_client", "cancelled", "stream_lost"]
 _Load = Literal["quota", "over_rate_limit", "rate_limit", "queue_full", "too_many_streams", "too_many_messages"]
-_Transfer = Literal["too_many_bodies", "body_too_large", "client_too_slow", "deadline"]
+_Transfer = Literal["too_many_bodies", "body_too_large", "foreign_encoding", "client_too_slow", "deadline"]
 _Failure = Literal["bug", "failed", "engine_failed", "unavailable"]
 ServerKind = Literal[_Access, _Thing, _State, _Load, _Transfer, _Failure]
 """Why a server does not serve a request."""
@@ -133,6 +133,7 @@ WORDS: dict[Kind, str] = {
     "unknown_stream": "there is no stream {value} of yours; it may have ended, or nobody read it for too long",
     "no_storage": "this server {cause}",
     "batch_has_ended": "batch {place} has ended: it is {value}",
+    "foreign_encoding": "the body has the encoding {value}",
     "no_websocket": "{place} opens a WebSocket connection",
     "connection_too_old": "this connection was open for {bound} {unit}, which is the limit",
     "cancelled_by_client": "the client cancelled the response",

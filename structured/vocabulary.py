@@ -58,10 +58,12 @@ class Vocabulary(msgspec.Struct, frozen=True, array_like=True):
         return _tables(self.tokenizer_json)[2]
 
     def byte_token_ids(self) -> dict[int, int]:
-        """Returns the token of each byte that occurs in the text of a token: most vocabularies of trained tokenizers
-        lack bytes that never occurred. Raises `ConstraintError` if such a byte has no token of its own.
-        """
-        return _byte_token_ids(self.tokenizer_json)
+        """Returns the token of each byte that has one of its own. Most vocabularies of trained tokenizers lack some."""
+        return _byte_token_ids(self.tokenizer_json)[0]
+
+    def bytes_without_token(self) -> bytes:
+        """Returns the bytes that occur in the text of a token, and that have no token of their own."""
+        return _byte_token_ids(self.tokenizer_json)[1]
 
     def forbid_padding(self, rows: np.ndarray) -> None:
         """Clears the bits of unused ids at the end of packed rows, int32 [..., words]."""
@@ -112,15 +114,13 @@ def _tables(tokenizer_json: str) -> tuple[list[bytes], list[int], list[int]]:
 
 
 @functools.lru_cache(maxsize=4)
-def _byte_token_ids(tokenizer_json: str) -> dict[int, int]:
+def _byte_token_ids(tokenizer_json: str) -> tuple[dict[int, int], bytes]:
+    """(the token of each byte that has one, the bytes that occur only within longer tokens)."""
     tokens, special, _ = _tables(tokenizer_json)
     is_special = frozenset(special)
     texts = {token_id: token for token_id, token in enumerate(tokens) if token_id not in is_special}
     found = {token[0]: token_id for token_id, token in texts.items() if len(token) == 1}
-    if missing := set().union(*texts.values()) - found.keys():
-        cause = f"the tokenizer has no token for the byte {min(missing)}, which a guard needs"
-        raise ConstraintError.because("unfit", "", cause=cause)
-    return found
+    return found, bytes(sorted(set().union(*texts.values()) - found.keys()))
 
 
 def _byte_level(name: str) -> bytes:

@@ -64,6 +64,21 @@ def plugin() -> Iterator[None]:
     sys.path.remove(str(PLUGIN))
 
 
+@pytest.fixture
+def trials_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`manta check` runs its step in this process. A new one, as users have it, takes seconds to import torch."""
+    from manta.workers.models.model_config import ModelError
+    from manta.workers.torch_worker import trial
+
+    def try_here(asked: trial.Trial) -> trial.TrialResult:
+        result = trial.run(asked)
+        if result.error is not None:
+            raise ModelError(result.error)
+        return result
+
+    monkeypatch.setattr("manta.cluster.cli.check.try_one_layer", try_here)
+
+
 @pytest.fixture(scope="module")
 def vocabulary() -> Vocabulary:
     """The demo model's, padded."""

@@ -21,12 +21,12 @@ NAMED = {"server": re.compile(r"\bshared_server\("), "ray": re.compile(r"\b(loca
 """Maps a shared thing to a pattern: the text of each test file that shares it matches."""
 
 LONGEST = (
-    "server", "test_resume", "ray", "test_triton_launches", "test_ray_executor", "test_serve_command",
-    "test_interrupted_start", "test_bench", "test_closed_doors", "test_jax_hosts", "test_jax_attention", "test_docs",
-    "test_tensor_parallel", "test_device_seam", "test_deadlines", "test_check",
+    "server", "test_resume", "ray", "test_ray_executor", "test_batch", "test_jax_hosts", "test_triton_launches",
+    "test_docs", "test_compiler", "test_closed_doors", "test_serve_command", "test_tensor_parallel",
+    "test_jax_attention", "test_interrupted_start", "test_start_failures", "test_device_seam", "test_deadlines",
 )  # fmt: skip
-"""The files that take longer than half a minute, and names of `NAMED`, longest first. They start first, because one
-that started last would keep one process busy while the others have nothing left to do.
+"""The files that take longer than about 20 s, and names of `NAMED`, longest first (`--durations=120` shows them). They
+start first, because one that started last would keep one process busy while the others have nothing left to do.
 """
 
 _running: dict[str, tuple[Any, Callable[[], None]]] = {}

@@ -1,14 +1,124 @@
-"""The folder that keeps compiled kernels and programs between starts."""
+"""The folder that keeps compiled kernels and programs, and what stands for files of models, between starts.
+
+To load an entry is to run it or to serve it, so nobody else may put one there. `cache_entry` alone opens a folder of
+the cache. It checks who could have written the folder, what is in it, and every folder above it.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import os
 import pathlib
+import shutil
+import stat
+import tempfile
+
+from manta.structured.visible_logs import logger_of
+
+logger = logger_of(__name__)
+
+OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
+"""Mode bits with which other users may write."""
+OTHERS = stat.S_IRWXG | stat.S_IRWXO
+"""Mode bits with which other users may do anything at all."""
 
 
-def cache_folder() -> pathlib.Path:
-    """Returns `$MANTA_CACHE`, else Manta's folder in the user's cache."""
-    root = os.environ.get("MANTA_CACHE")
-    if root:
-        return pathlib.Path(root)
+class UntrustedCache(RuntimeError):
+    """Another user can put files into the cache, so nothing of it is used. The message names what, and a remedy."""
+
+
+def cache_entry(name: str) -> pathlib.Path:
+    """Returns the folder `name` of the cache: below `$MANTA_CACHE`, else below Manta's folder in the user's cache. It
+    is made if it is missing, for this user only.
+
+    Nobody but this user and root can have put there what the caller finds. A cache to which others may write is not
+    used. A folder of this user's in the temporary folder takes its place, which a warning says. Raises
+    `UntrustedCache` if others may write there too, and `OSError` if a folder cannot be made.
+    """
+    given = os.environ.get("MANTA_CACHE")
+    try:
+        return _private(pathlib.Path(given), name) if given else _private(_default_root(), name, owns_root=True)
+    except UntrustedCache as error:
+        own = pathlib.Path(tempfile.gettempdir()) / f"manta-cache-{os.getuid()}"
+        folder = _private(own, name, owns_root=True)
+        _warn(str(error), folder)
+        return folder
+
+
+def is_own(status: os.stat_result) -> bool:
+    """Returns whether nobody but this user and root can have written what has this status."""
+    return status.st_uid in (os.getuid(), 0) and not status.st_mode & OTHERS_WRITE
+
+
+def _default_root() -> pathlib.Path:
     return pathlib.Path(os.environ.get("XDG_CACHE_HOME", pathlib.Path.home() / ".cache")) / "manta"
+
+
+@functools.cache
+def _warn(why: str, folder: pathlib.Path) -> None:
+    """Says once in a process that another folder is used."""
+    logger.warning("%s; until then %s is used", why, folder)
+
+
+def _private(root: pathlib.Path, name: str, owns_root: bool = False) -> pathlib.Path:
+    """Returns the folder `name` below `root`, without links, after all checks. `owns_root` says that `root` is Manta's
+    too, and not a folder that the user named, perhaps for others.
+    """
+    path = pathlib.Path(os.path.abspath(root / name))
+    for each in (*reversed(path.parents), path):
+        with contextlib.suppress(FileExistsError):
+            if not each.exists():
+                each.mkdir(mode=0o700)
+    remedy = f"the cache is {path}; name another one with MANTA_CACHE"
+    folder = path.resolve()
+    mode = folder.stat().st_mode
+    for each in (path, path.parent) if owns_root else (path,):
+        status = each.stat()
+        if status.st_mode & OTHERS_WRITE and status.st_uid == os.getuid():
+            each.chmod(0o700)  # a umask of 002 leaves them open to a group
+    _check_folders(path, remedy)
+    _check_folders(folder, remedy)
+    _remove_strangers(folder, is_open=bool(mode & OTHERS))
+    return folder
+
+
+def _check_folders(path: pathlib.Path, remedy: str) -> None:
+    """Raises `UntrustedCache` if another user owns or could replace the folder or link at `path`, or one above it."""
+    for each in (path, *path.parents):
+        status = each.lstat()
+        if status.st_uid not in (os.getuid(), 0):
+            raise UntrustedCache(f"the folder {each} belongs to user {status.st_uid}; {remedy}")
+        # In a sticky folder, such as /tmp, nobody can replace what another user has made. A link has no mode.
+        is_guarded = status.st_mode & stat.S_ISVTX or stat.S_ISLNK(status.st_mode)
+        if status.st_mode & OTHERS_WRITE and not is_guarded:
+            raise UntrustedCache(f"other users may write to the folder {each}; {remedy}")
+
+
+def _remove_strangers(folder: pathlib.Path, is_open: bool) -> None:
+    """Removes what others own or, in a folder that was open to them, could have written; links too. Raises
+    `UntrustedCache` if something cannot be removed.
+    """
+    for each in folder.iterdir():
+        with contextlib.suppress(FileNotFoundError):  # another process of this user has removed it
+            status = each.lstat()
+            is_trusted = is_own(status) if is_open else status.st_uid in (os.getuid(), 0)
+            if stat.S_ISLNK(status.st_mode) or not is_trusted:
+                _remove(each, status)
+            elif stat.S_ISDIR(status.st_mode):
+                _remove_strangers(each, is_open and bool(status.st_mode & OTHERS))
+
+
+def _remove(path: pathlib.Path, status: os.stat_result) -> None:
+    try:
+        if stat.S_ISDIR(status.st_mode):
+            shutil.rmtree(path)
+        else:
+            path.unlink()
+    except FileNotFoundError:
+        raise
+    except OSError as error:
+        raise UntrustedCache(
+            f"{path} belongs to user {status.st_uid} and cannot be removed ({error.strerror}); remove it, or name "
+            "another cache with MANTA_CACHE"
+        ) from error

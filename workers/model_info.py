@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import msgspec
 
+from manta.workers.kv_groups import ONE_GROUP, KVGroup
+
 
 class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     folder: str
@@ -13,7 +15,10 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     sampling_defaults: dict[str, int | float] = {}
     """Sampling parameters of requests that name none, by their names in `SamplingParams`."""
     num_blocks: int
+    """KV blocks of all groups together."""
     block_size: int
+    groups: tuple[KVGroup, ...] = ONE_GROUP
+    """The groups of layers that have a block table each. Their blocks have equally many bytes."""
     kv_cache_bytes: int
     kv_cache_dtype: str
     dtype: str
@@ -31,3 +36,8 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     """Whether the device computes asynchronously, without the host's cores."""
     step_costs: tuple[tuple[int, float], ...] = ()
     """(tokens, seconds) of steps with ascending tokens. Empty unless the number of drafts is adaptive."""
+
+    @property
+    def kv_cache_tokens(self) -> int:
+        """The tokens that the KV cache holds for sequences that no window covers only in part."""
+        return self.num_blocks * self.block_size // len(self.groups)

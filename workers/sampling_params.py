@@ -130,7 +130,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     stop: tuple[str, ...] = ()
     """Strings that end the output. They are matched on text, so only the detokenizing side reads them."""
     stop_token_ids: tuple[int, ...] = ()
-    """Token ids that end the output; the ending token is not part of the text."""
+    """Token ids that end the output, each once; the ending token is not part of the text."""
     include_stop_str_in_output: bool = False
     """Whether the text keeps the stop string that ended it."""
     ignore_eos: bool = False
@@ -152,7 +152,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     bad_words_token_ids: tuple[tuple[int, ...], ...] = ()
     """Token sequences that are never generated: if the output ends with all tokens but the last, the last is masked."""
     allowed_token_ids: tuple[int, ...] | None = None
-    """The only tokens that may be drawn; None allows all."""
+    """The only tokens that may be drawn, each once; None allows all."""
     logits_processors: tuple[LogitsProcessorSpec, ...] = ()
     """Registered processors by name. They run in this order, after the penalties; each sequence has its own
     instances.
@@ -200,6 +200,14 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         if any(not ids for ids in self.bad_words_token_ids):
             raise _holds("bad_words_token_ids", "an empty sequence")
         self._check_count("logits_processors", "entries", MAX_LOGITS_PROCESSORS)
+        self._drop_duplicates()
+
+    def _drop_duplicates(self) -> None:
+        """Keeps the first of equal token ids, because every sequence gets its own copy of each."""
+        for name in ("stop_token_ids", "allowed_token_ids"):
+            given = getattr(self, name)
+            if given and len(given) > len(once := dict.fromkeys(given)):
+                msgspec.structs.force_setattr(self, name, tuple(once))
 
     def _check_count(self, field: str, unit: str, most: int) -> None:
         if (count := len(getattr(self, field))) > most:

@@ -26,6 +26,9 @@ import msgspec
 
 from manta.workers.sampling_params import SamplingParams
 
+NO_BLOCK = -1
+"""In a block table, a block whose positions no layer of the group will read."""
+
 
 class StepOutOfMemory(RuntimeError):
     """The device ran out of memory in a step; none of its tokens count as computed.
@@ -73,7 +76,9 @@ class ScheduledSequence(msgspec.Struct, array_like=True, gc=False):
     start: int
     num_tokens: int
     new_block_ids: list[int]
-    """KV blocks appended to this sequence's block table before the step."""
+    """KV blocks appended to this sequence's block tables before the step: equally many for each group of layers
+    (`workers/kv_groups.py`), those of the first group first. `NO_BLOCK` stands for one that the group never reads.
+    """
     draft_token_ids: list[int] = []
     draft_proposer: str = ""
     """Name of the proposer of the drafts, one of `manta.specdecode.speculative_config.PROPOSERS`."""

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from manta.cluster.engine.request import EngineRequest
-from manta.cluster.http.exchange.engines import GenerationRequest
+from manta.cluster.http.exchange.engines import UNMETERED, GenerationRequest, Meter
 from manta.cluster.http.exchange.metrics import RequestMetrics, Unmeasured
 from manta.cluster.serve.channel.packed import Packed
 from manta.cluster.serve.channel.token_channel import RequestResult
@@ -44,10 +44,10 @@ class BatchEngineClient(EngineClient):
         self._open: _LineGroup | None = None
         """The group that waits for more requests."""
 
-    async def submit(self, request: GenerationRequest) -> Submission:
+    async def submit(self, request: GenerationRequest, meter: Meter = UNMETERED) -> Submission:
         asked = request.engine
         asked = msgspec.structs.replace(asked, priority=asked.priority + PRIORITY, reads_whole=True)
-        return await super().submit(msgspec.structs.replace(request, engine=asked))
+        return await super().submit(msgspec.structs.replace(request, engine=asked), meter)
 
     def measure(self, num_choices: int) -> RequestMetrics:
         return UNMEASURED

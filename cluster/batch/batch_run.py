@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
 import time
 from collections.abc import Callable, Iterator
 from typing import BinaryIO, Literal, NamedTuple, TypeVar
@@ -34,8 +33,9 @@ from manta.cluster.storage.records import (
     Records,
     new_attempt,
 )
+from manta.structured.visible_logs import logger_of
 
-logger = logging.getLogger(__name__)
+logger = logger_of(__name__)
 
 FLUSH_CHECK_S = 0.25
 """Seconds between two checks whether results are due to be flushed."""

@@ -8,7 +8,6 @@ and their lines share the places. Serve keeps one runner for each server (`clust
 from __future__ import annotations
 
 import asyncio
-import logging
 import time
 from typing import NamedTuple
 
@@ -18,8 +17,9 @@ from manta.cluster.batch.lease import LeaseLost, new_holder
 from manta.cluster.storage.kept_responses import KeptResponses
 from manta.cluster.storage.records import OpenBatch, Records
 from manta.cluster.storage.retention import remove_expired
+from manta.structured.visible_logs import logger_of
 
-logger = logging.getLogger(__name__)
+logger = logger_of(__name__)
 
 LOOK_S = 1.0
 """Seconds between two listings of the storage."""

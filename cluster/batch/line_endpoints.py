@@ -7,10 +7,10 @@ clients.
 
 from __future__ import annotations
 
-import logging
 from typing import Any
 
 import msgspec
+from msgspec import UNSET
 
 from manta.cluster.batch.batch_client import BatchEngineClient
 from manta.cluster.batch.lines import BatchRequest, BatchResponse
@@ -26,9 +26,11 @@ from manta.cluster.http.exchange.metrics import Metrics
 from manta.cluster.http.exchange.reply import WholeReply
 from manta.cluster.http.exchange.state import AppState
 from manta.cluster.protocol.error_bodies import answer_of, openai_body, refusal_of
+from manta.cluster.protocol.foreign_fields import collect_ignored
 from manta.cluster.protocol.requests import ChatCompletionRequest, CompletionRequest
 from manta.cluster.text.tokenizer import Tokenizer
 from manta.structured.refusals import Refusal
+from manta.structured.visible_logs import logger_of
 from manta.workers.checkpoints.model_folder import resolve_model_folder
 
 
@@ -59,14 +61,15 @@ class Endpoints:
         timeout_s, reply = self.state.config.request_timeout_s, WholeReply()
         caller = Caller(sharer, owner=owner)
         exchange = GenerationExchange(request_id, {}, caller, self.state.engines, reply, timeout_s)
+        ignored = collect_ignored(self.state.config.unknown_fields == "refuse")
         try:
             await self._handle(request, exchange)
         except ServingError as error:
             return _failed(request_id, error.refusal)
         except Exception as error:
-            logging.getLogger(__name__).exception("line %s failed", request_id)
+            logger_of(__name__).exception("line %s failed", request_id)
             return _failed(request_id, refusal_of(error))
-        return BatchResponse(200, request_id, msgspec.Raw(reply.answer))
+        return BatchResponse(200, request_id, msgspec.Raw(reply.answer), ignored or UNSET)
 
     async def _handle(self, request: BatchRequest, exchange: GenerationExchange) -> None:
         body, limits = bytes(request.body), self.state.config.body

@@ -11,6 +11,7 @@ import zlib
 from typing import Any, NamedTuple
 
 import msgspec
+from msgspec import UNSET, UnsetType
 
 from manta.cluster.protocol.batches_api import URLS, BatchError
 
@@ -50,6 +51,8 @@ class BatchResponse(msgspec.Struct):
     status_code: int
     request_id: str
     body: msgspec.Raw
+    ignored: list[str] | UnsetType = UNSET
+    """Fields of the request's body that had no effect, if there are any."""
 
 
 class BatchResult(msgspec.Struct):

@@ -8,7 +8,6 @@ runner was killed are computed again.
 from __future__ import annotations
 
 import collections
-import logging
 import secrets
 import threading
 import time
@@ -19,8 +18,9 @@ import msgspec
 from manta.cluster.batch.journal import DoneLines
 from manta.cluster.batch.lines import BatchResult, LineKey, encode
 from manta.cluster.storage.storage import Storage
+from manta.structured.visible_logs import logger_of
 
-logger = logging.getLogger(__name__)
+logger = logger_of(__name__)
 
 FLUSH_S = 2.0
 """Seconds between two flushes at first. After 100 parts it has doubled, because a restart reads all parts."""

@@ -34,7 +34,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     argv = list(sys.argv[1:] if arguments is None else arguments)
     if arguments is None:
+        from manta.structured.visible_logs import guard_process
+
         gc.set_threshold(_OBJECTS_BETWEEN_COLLECTIONS)
+        guard_process()
     code = _guarded(argv)
     if arguments is None and argv[:1] and argv[0] in _RAY_USERS and "ray" in sys.modules:
         from manta.cluster.cli.interruption import leave
@@ -59,11 +62,12 @@ def _guarded(argv: list[str]) -> int:
 def _run(argv: list[str]) -> int:
     from manta.cluster.cli.commands import run
     from manta.cluster.cli.refusal import Refusal, paragraph
+    from manta.structured.visible_text import say_lines
 
     try:
         return run(argv)
     except Refusal as error:
-        print(paragraph(f"manta: {error}"), file=sys.stderr)
+        say_lines(paragraph(f"manta: {error}"), file=sys.stderr)
         return error.exit_code
 
 

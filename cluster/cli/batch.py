@@ -24,6 +24,7 @@ from manta.cluster.cli.interruption import abandoned_when_interrupted, note_star
 from manta.cluster.cli.refusal import NotStarted, Refusal
 from manta.cluster.config import ServeConfig, load_config, ray_address
 from manta.cluster.serve.starting.replica_process import REPLICA_ENVIRONMENT, collect_rarely, yield_to_engines
+from manta.structured.visible_text import say
 from manta.workers.models.model_config import ModelError
 
 IN_FLIGHT_PER_PLACE = 2
@@ -80,17 +81,17 @@ def _why_missing(path: str | None) -> str:
 
 def _run(source: BinaryIO, journal: Journal, config: ServeConfig) -> int:
     num_lines, num_done = journal.num_lines, journal.num_done
-    print(f"{num_done:,} of {num_lines:,} lines are done.", file=sys.stderr)
+    say("{:,} of {:,} lines are done.", num_done, num_lines, file=sys.stderr)
     if num_done == num_lines:
         return 0
-    print(f"Starting Ray and loading {config.engine.model} ...", file=sys.stderr)
+    say("Starting Ray and loading {} ...", config.engine.model, file=sys.stderr)
     os.environ.update(REPLICA_ENVIRONMENT)  # this process calls the engines as an ingress does
     from manta.cluster.serve import app  # imports Ray, which takes seconds and reads it
     from manta.cluster.serve.starting.ray_job import fate_of
 
     fate = fate_of(journal.path)
     if fate:
-        print(fate, file=sys.stderr)
+        say("{}", fate, file=sys.stderr)
     # A batch that is started again on a cluster finds the engines that it left there when it was killed.
     journal_digest = hashlib.blake2b(str(journal.path.resolve()).encode(), digest_size=4).hexdigest()
     name = app.engines_name(f"batch-{journal_digest}", config)
@@ -102,9 +103,9 @@ def _run(source: BinaryIO, journal: Journal, config: ServeConfig) -> int:
         raise NotStarted(str(error)) from error
     finally:
         app.stop()
-    print(f"{counter.summary()} in {journal.path}", file=sys.stderr)
+    say("{} in {}", counter.summary(), journal.path, file=sys.stderr)
     if fate:
-        print(fate, file=sys.stderr)
+        say("{}", fate, file=sys.stderr)
     return 0
 
 

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 
 from manta.cluster.cli.parser import nearest
 from manta.cluster.cli.refusal import Refusal
+from manta.structured.visible_text import say, say_lines
 
 SUITES = {
     "constraints": "what constraints cost",
@@ -47,8 +48,8 @@ def run_bench(arguments: Sequence[str]) -> int:
             f"there is no part {rest[0]!r}{nearest(rest[0], list(SUITES))}; the parts are {', '.join(SUITES)}"
         )
     if rest[:1] in (["-h"], ["--help"]):
-        print("manta bench measures speed, start-up, memory and HTTP. Its parts have flags of their own:\n")
-        print("".join(f"  manta bench {part:<18}{what}\n" for part, what in SUITES.items()), flush=True)
+        say("manta bench measures speed, start-up, memory and HTTP. Its parts have flags of their own:\n")
+        say_lines([*(f"  manta bench {part:<18}{what}" for part, what in SUITES.items()), ""], flush=True)
     if rest and rest[0] in SUITES:
         name, rest = rest[0].replace("-", "_"), rest[1:]
     interrupted_once = importlib.import_module("benchmarks.processes").interrupted_once
@@ -56,5 +57,5 @@ def run_bench(arguments: Sequence[str]) -> int:
         with interrupted_once():
             return int(importlib.import_module(f"benchmarks.{name}").main(rest))
     except KeyboardInterrupt:
-        print("manta bench: interrupted", file=sys.stderr)
+        say("manta bench: interrupted", file=sys.stderr)
         return 130

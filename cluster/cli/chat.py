@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Generator
+from collections.abc import Generator, Iterator
 from typing import NamedTuple
 
 import httpx
@@ -20,6 +20,7 @@ from manta.cluster.cli.chat_settings import ChatSettings
 from manta.cluster.cli.refusal import Refusal
 from manta.cluster.cli.request_lines import speed
 from manta.cluster.cli.server import connect, no_server
+from manta.structured.visible_text import pass_on, say
 
 HELP = (
     "/help says this again, /reset forgets the conversation, /system TEXT sets the system message, /set NAME VALUE "
@@ -95,10 +96,10 @@ class Conversation:
             if response.status_code != 200:
                 response.read()
                 raise _refusal(response)
-            for line in response.iter_lines():
-                if not line.startswith("data: ") or line == "data: [DONE]":
+            for line in _lines(response):
+                if not line.startswith(b"data: ") or line == b"data: [DONE]":
                     continue
-                event = json.loads(line.removeprefix("data: "))
+                event = json.loads(line.removeprefix(b"data: "))
                 if "error" in event:
                     raise Refusal(f"the server ended the reply: {event['error'].get('message')}")
                 if usage := event.get("usage"):
@@ -108,6 +109,14 @@ class Conversation:
                     for key in ("reasoning_content", "content"):
                         if text := choice["delta"].get(key):
                             yield Piece(text, key == "reasoning_content")
+
+
+def _lines(response: httpx.Response) -> Iterator[bytes]:
+    """Yields the lines of a stream of events. `iter_lines` would also end a line at a U+2028 within a text."""
+    unfinished = b""
+    for part in response.iter_bytes():
+        *whole, unfinished = (unfinished + part).split(b"\n")
+        yield from (line.removesuffix(b"\r") for line in whole)
 
 
 def run_chat(url: str, model: str | None, api_key: str | None, message: str | None = None) -> int:
@@ -127,7 +136,7 @@ def run_chat(url: str, model: str | None, api_key: str | None, message: str | No
 
 def _talk(conversation: Conversation, base: str) -> int:
     if is_interactive():
-        print(f"Talking to {conversation.model} at {base}. {HELP}")
+        say("Talking to {} at {}. {}", conversation.model, base, HELP)
     all_answered = True
     while True:
         try:
@@ -135,11 +144,12 @@ def _talk(conversation: Conversation, base: str) -> int:
         except EOFError:
             message = "/exit"
             if is_interactive():
-                print()
+                say("")
         except KeyboardInterrupt:
             if not is_interactive():
                 raise
-            _note("\n(/exit leaves)")
+            _note("")
+            _note("(/exit leaves)")
             continue
         if message == "/exit":
             return 0 if all_answered or is_interactive() else 1
@@ -148,7 +158,7 @@ def _talk(conversation: Conversation, base: str) -> int:
 
 def _note(text: str) -> None:
     """Prints a remark that is no answer; without a terminal it goes to standard error."""
-    print(text, file=sys.stdout if is_interactive() else sys.stderr)
+    say("{}", text, file=sys.stdout if is_interactive() else sys.stderr)
 
 
 def _handle(conversation: Conversation, message: str, base: str) -> bool:
@@ -186,7 +196,10 @@ def _print_reply(conversation: Conversation, message: str, base: str) -> bool:
     try:
         _print_pieces(reply)
         if sys.stdout.isatty() and conversation.num_tokens is not None:
-            print(f"{_DIM}({speed(conversation.num_tokens, conversation.seconds)}){_PLAIN}")
+            _switch(_DIM)
+            say("({})", speed(conversation.num_tokens, conversation.seconds), end="")
+            _switch(_PLAIN)
+            say("")
         if conversation.is_cut:
             _note(f"(cut here: {_cut_by(conversation)})")
         return True
@@ -213,18 +226,26 @@ def _cut_by(conversation: Conversation) -> str:
 
 def _print_pieces(reply: Generator[Piece, None, None]) -> None:
     """Prints the pieces of a reply. Reasoning is dim on a terminal, and an empty line follows it."""
-    dim, plain = (_DIM, _PLAIN) if sys.stdout.isatty() else ("", "")
     was_reasoning = False
     try:
         for piece in reply:
-            if piece.is_reasoning != was_reasoning:
-                print(dim if piece.is_reasoning else f"{plain}\n\n", end="")
+            if piece.is_reasoning and not was_reasoning:
+                _switch(_DIM)
+            elif was_reasoning and not piece.is_reasoning:
+                _switch(_PLAIN)
+                say("\n")
             was_reasoning = piece.is_reasoning
-            print(piece.text, end="", flush=True)
+            pass_on(piece.text, flush=True)
     finally:
         if was_reasoning:
-            print(plain, end="")
-    print()
+            _switch(_PLAIN)
+    say("")
+
+
+def _switch(style: str) -> None:
+    """Sends one of the two control sequences to a terminal; nothing else gets them."""
+    if sys.stdout.isatty():
+        sys.stdout.write(style)
 
 
 def _choose_model(client: httpx.Client, base: str, model: str | None) -> str:

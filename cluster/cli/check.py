@@ -7,6 +7,7 @@ on the device (`workers/torch_worker/trial.py`), so its answer matches what serv
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import os
 import pathlib
@@ -21,17 +22,15 @@ import msgspec
 from manta.cluster.cli.invocation import serve_command
 from manta.cluster.cli.refusal import Refusal
 from manta.cluster.config import EngineConfig, load_config
-from manta.cluster.text.chat_template import ChatTemplates, TemplateError
+from manta.cluster.text.chat_template import ChatTemplates, TemplateError, template_process
 from manta.cluster.text.tokenizer import Tokenizer
-from manta.cluster.text.tokenizer_files import (
-    TokenizerError,
-    read_chat_templates,
-    read_json,
-    resolve_folder,
-    special_tokens,
-)
+from manta.cluster.text.tokenizer_files import read_tokenizer_config, resolve_folder
+from manta.cluster.text.tokenizer_trial import try_tokenizer
 from manta.structured.logits_processors import LogitsProcessorError, LogitsProcessorRegistry
+from manta.structured.visible_text import say, say_lines
 from manta.workers.checkpoints.memory import (
+    block_needs,
+    choose_groups,
     num_elements,
     num_parameters,
     plan_kv_cache,
@@ -40,10 +39,12 @@ from manta.workers.checkpoints.memory import (
 )
 from manta.workers.checkpoints.model_folder import load_model_config, resolve_model_folder
 from manta.workers.checkpoints.stop_tokens import with_tokenizers_eos
+from manta.workers.checkpoints.stored_files import find_file
 from manta.workers.exact import check_exact
 from manta.workers.host import free_memory, num_cores
 from manta.workers.kept_weights import check_weights, describe_kept
 from manta.workers.kv_cache_dtype import check_kv_cache, kv_dtype
+from manta.workers.kv_groups import LayerGroups, one_group
 from manta.workers.models.model_config import ModelConfig, ModelError
 from manta.workers.models.variants import check_variants, variants_of
 from manta.workers.parallel.split import check_num_ranks
@@ -51,6 +52,10 @@ from manta.workers.torch_worker.trial import Trial, TrialResult, try_one_layer
 
 if TYPE_CHECKING:
     from manta.workers.checkpoints.weight_tally import WeightTally  # it imports torch
+
+
+SEQUENCE_TOKENS = (1024, 8192, 131_072)
+"""Lengths of sequences whose memory is reported."""
 
 
 class CheckReport(msgspec.Struct, frozen=True, kw_only=True):
@@ -81,6 +86,10 @@ class CheckReport(msgspec.Struct, frozen=True, kw_only=True):
     kv_cache_dtype: str
     kv_bytes_per_token: int
     kv_cache_tokens: int
+    kv_groups: str | None = None
+    """One line: the groups of layers and the bytes of their blocks. None if all layers see every position."""
+    sequence_bytes: tuple[int, ...] = ()
+    """Bytes of the KV cache that a sequence of each of `SEQUENCE_TOKENS` holds at most."""
     has_chat_template: bool
     stop_tokens: str
     """The tokens that end every answer, with their texts."""
@@ -110,10 +119,10 @@ def run_check(config_path: str | None, overrides: dict[str, Any]) -> int:
         with in_one_sentence():
             report = check_model(config.engine)
     except ModelError as error:
-        print(f"{config.engine.model} cannot be served: {error}", file=sys.stderr)
+        say("{} cannot be served: {}", config.engine.model, error, file=sys.stderr)
         return 1
-    print(_render(report))
-    print(f"\nIt can be served: {serve_command(config.engine.model, config_path)}")
+    say_lines(_rows(report))
+    say("\nIt can be served: {}", serve_command(config.engine.model, config_path))
     return 0
 
 
@@ -151,8 +160,8 @@ def _check_quickly(engine: EngineConfig) -> None:
     _check_templates(folder if engine.tokenizer is None else resolve_folder(engine.tokenizer))
     if engine.max_model_len is not None:
         plan_max_model_len(model, engine.max_model_len, capacity=engine.max_model_len)
-    if engine.tokenizer is not None or not (folder / "tokenizer.json").is_file():
-        _check_tokenizer(engine, folder)
+    if engine.tokenizer is not None or find_file(folder, "tokenizer.json") is None:
+        _check_tokenizer(engine, folder, tries=False)
 
 
 def check_machine(engine: EngineConfig) -> None:
@@ -215,11 +224,12 @@ def _check_memory(weights: int, kv_bytes: int, dtype: str, free: int) -> None:
 
 def _check_templates(folder: pathlib.Path) -> None:
     try:
-        read_special_tokens = special_tokens(config := read_json(folder / "tokenizer_config.json"))
-        ChatTemplates(read_chat_templates(folder, config)).check(read_special_tokens)
+        config = read_tokenizer_config(folder)
+        ChatTemplates(config.chat_templates).check(config.special_tokens)
+        template_process().close()  # this process renders no more
     except jinja2.TemplateError as error:
         raise ModelError(f"the chat template of {folder} is no valid Jinja: {error}") from error
-    except (TemplateError, TokenizerError) as error:
+    except TemplateError as error:
         raise ModelError(str(error)) from error
 
 
@@ -228,12 +238,15 @@ def _check_ranks(engine: EngineConfig, model: ModelConfig) -> None:
         check_num_ranks(model, engine.tensor_parallel_size, engine.exact)
 
 
-def _check_tokenizer(engine: EngineConfig, folder: pathlib.Path) -> Tokenizer:
+def _check_tokenizer(engine: EngineConfig, folder: pathlib.Path, tries: bool = True) -> Tokenizer:
+    """Returns the tokenizer. Raises `ModelError` if it cannot be used; `tries` says whether to run it on probes."""
     source = engine.tokenizer or folder
     try:
+        if tries:
+            try_tokenizer(resolve_folder(source))
         return Tokenizer(source)
-    except (ModelError, TokenizerError) as error:
-        raise ModelError(str(error)) from error
+    except ModelError:
+        raise
     except Exception as error:  # whatever an unexpected type of value leads to
         raise ModelError(f"the tokenizer of {source} cannot be read: {type(error).__name__}: {error}") from error
 
@@ -289,19 +302,23 @@ def check_model(engine: EngineConfig) -> CheckReport:
         own_bytes = tally.num_bytes(dtype, keeps_integers, keeps_float8)
     weights, free = own_bytes + _draft_bytes(engine, dtype), platform.free_memory(lambda: None)
     _check_memory(weights, 0, dtype, free)
+    draft = _draft_config(engine)
+    layers = choose_groups(model, draft) if platform.groups_layers else one_group(model.num_layers)
     kv_bytes, num_blocks = plan_kv_cache(
         model,
         dtype,
         engine,
         free_bytes=free - weights,
         weight_bytes=own_bytes,
-        draft=_draft_config(engine),
+        draft=draft,
+        layers=layers,
         shares_memory=platform.shares_memory,
         most_of_free=platform.kv_share,
     )
     _check_memory(weights, kv_bytes, dtype, free)
-    capacity = num_blocks * engine.block_size
-    max_model_len = plan_max_model_len(model, engine.max_model_len, capacity)
+    needs, block_bytes = block_needs(layers.groups, engine), kv_bytes // num_blocks
+    longest = needs.longest(num_blocks, model.max_position_embeddings)
+    max_model_len = plan_max_model_len(model, engine.max_model_len, longest)
     try:
         LogitsProcessorRegistry(engine.logits_processors)
     except LogitsProcessorError as error:
@@ -325,8 +342,10 @@ def check_model(engine: EngineConfig) -> CheckReport:
         weight_bytes=weights,
         kv_cache_bytes=kv_bytes,
         kv_cache_dtype=kv_dtype(engine, dtype),
-        kv_bytes_per_token=kv_bytes // capacity,
-        kv_cache_tokens=capacity,
+        kv_bytes_per_token=block_bytes * len(layers.groups) // engine.block_size,
+        kv_cache_tokens=num_blocks * engine.block_size // len(layers.groups),
+        kv_groups=_describe_groups(layers, engine.block_size, block_bytes),
+        sequence_bytes=tuple(needs.of_sequence(tokens) * block_bytes for tokens in SEQUENCE_TOKENS),
         max_model_len=max_model_len,
         model_positions=model.max_position_embeddings,
         free_bytes=free,
@@ -337,6 +356,18 @@ def check_model(engine: EngineConfig) -> CheckReport:
         unused_tensors=trial.unused_tensors,
         **_of_text_side(engine, model, tokenizer),
     )
+
+
+def _describe_groups(layers: LayerGroups, block_size: int, block_bytes: int) -> str | None:
+    if all(group.window is None for group in layers.groups):
+        return None
+    num_layers = collections.Counter(layers.groups[place.group].window for place in layers.layers)
+    kinds = [
+        f"{count} of {len(layers.layers)} layers see {'all' if window is None else f'{window:,}'} positions"
+        for window, count in num_layers.items()
+    ]
+    block = f"a block has {block_size} tokens of {layers.layers_per_block} layers in {_gib(block_bytes)}"
+    return f"{', '.join(kinds)}; {block}"
 
 
 def _of_text_side(engine: EngineConfig, model: ModelConfig, tokenizer: Tokenizer) -> dict[str, Any]:
@@ -445,7 +476,7 @@ def _draft_bytes(engine: EngineConfig, dtype: str) -> int:
     return 0 if folder is None else weight_bytes(folder, dtype, load_model_config(folder), engine.weights)
 
 
-def _render(report: CheckReport) -> str:
+def _rows(report: CheckReport) -> Iterator[str]:
     how = "natively" if report.native else "through transformers"
     rows = {
         "model": report.folder,
@@ -463,6 +494,11 @@ def _render(report: CheckReport) -> str:
         "longest": f"{report.max_model_len:,} tokens a sequence (the model allows {report.model_positions:,})",
         "stop tokens": report.stop_tokens,
     }
+    if report.sequence_bytes:
+        sizes = zip(SEQUENCE_TOKENS, report.sequence_bytes, strict=True)
+        rows["sequences"] = "take " + ", ".join(f"{_gib(size)} with {tokens:,} tokens" for tokens, size in sizes)
+    if report.kv_groups:
+        rows["windows"] = report.kv_groups
     if report.wrapper:
         rows["text only"] = f"the decoder of {report.wrapper}; requests with pictures are refused"
     if report.variants:
@@ -482,7 +518,7 @@ def _render(report: CheckReport) -> str:
         rows["no chat"] = "its tokenizer brings no chat template: it serves /v1/completions only"
     if report.advice:
         rows["slower"] = f"than need be: {report.advice}"
-    return "\n".join(f"{name:<13} {text}" for name, text in rows.items())
+    yield from (f"{name:<13} {text}" for name, text in rows.items())
 
 
 def _layers(report: CheckReport) -> str:

@@ -12,9 +12,10 @@ from typing import Any
 import yaml
 
 from manta.cluster.cli.flags import add_flags, given_options
-from manta.cluster.cli.parser import CommandParser, check_command
+from manta.cluster.cli.parser import CommandParser, VisibleParser, check_command
 from manta.cluster.cli.refusal import Refusal
 from manta.cluster.version import commit, version
+from manta.structured.visible_text import say
 from manta.workers.model_options import DEMO_MODEL
 
 DEFAULT_URL = "http://127.0.0.1:8000"
@@ -38,13 +39,13 @@ class _PrintVersion(argparse.Action):
 
     def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
         made_from = commit()
-        print(f"manta {version()}" + (f" ({made_from})" if made_from else ""))
+        say("manta {}{}", version(), f" ({made_from})" if made_from else "")
         parser.exit()
 
 
 def command_parser() -> tuple[argparse.ArgumentParser, list[str]]:
     """Returns the parser and the names of its subcommands."""
-    parser = argparse.ArgumentParser(prog="manta", description="Serves language models on a Ray cluster.")
+    parser = VisibleParser(prog="manta", description="Serves language models on a Ray cluster.")
     parser.add_argument("--version", action=_PrintVersion, nargs=0, help="print the version, and the commit if known")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND", parser_class=CommandParser)
 

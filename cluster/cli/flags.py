@@ -32,6 +32,7 @@ FLAGS = {
 }
 """Flags, and the options that they set."""
 
+_NAME = "served_model_name"
 _NEEDS_NO_FLAG = "it works without a flag"
 KEYS_ARE_SEEN = "keys on a command line are seen by whoever lists this machine's processes"
 _NOT_SERVED = "that is not served here"
@@ -79,12 +80,18 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         kind: dict[str, Any] = {"metavar": text.name.upper()}
         if isinstance(text.default, bool):
             kind = {"action": argparse.BooleanOptionalAction}
+        if key == _NAME:
+            kind["nargs"] = "+"
+            help_text += "; further names are its model_aliases"
         parser.add_argument(flag, dest=_destination(key), help=help_text.replace("%", "%%"), default=None, **kind)
 
 
 def given_options(options: argparse.Namespace) -> dict[str, Any]:
     """Returns the options that `FLAGS` set on a command line, by their dotted keys."""
     found = {key: getattr(options, _destination(key)) for key in FLAGS.values()}
+    if names := found[_NAME]:
+        found[_NAME], *aliases = names
+        found["model_aliases"] = aliases or None
     return {key: _read(key, value) for key, value in found.items() if value is not None}
 
 
@@ -94,7 +101,7 @@ def _destination(key: str) -> str:
 
 def _read(key: str, value: Any) -> Any:
     """Parses a value as YAML unless the option takes any text: a model may be called 7."""
-    if isinstance(value, bool) or not option_text(ServeConfig, key).values:
+    if isinstance(value, bool | list) or not option_text(ServeConfig, key).values:
         return value
     try:
         return yaml.safe_load(value)

@@ -6,7 +6,6 @@ The page is made from the configuration's own structs (`cluster/config.py`), and
 from __future__ import annotations
 
 import re
-import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -15,6 +14,7 @@ import msgspec
 from manta.cluster.cli.flags import FLAGS
 from manta.cluster.config import ServeConfig
 from manta.cluster.option_docs import OptionText, group_of, option_text
+from manta.structured.visible_text import pass_on
 
 HEAD = """# Options
 
@@ -80,4 +80,4 @@ def _shown(default: Any) -> str:
 
 
 if __name__ == "__main__":
-    sys.stdout.write(page())
+    pass_on(page())

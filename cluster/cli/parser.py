@@ -4,17 +4,28 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import sys
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 from manta.cluster.cli.flags import ANSWERS, KEYS_ARE_SEEN
 from manta.cluster.cli.refusal import Refusal
+from manta.structured.visible_text import say
 
 ANSWERED = ("serve", "check", "batch")
 """Subcommands whose users may type flags of other servers."""
 
 
-class CommandParser(argparse.ArgumentParser):
+class VisibleParser(argparse.ArgumentParser):
+    """A parser whose errors quote the command line in its visible form."""
+
+    def error(self, message: str) -> NoReturn:
+        self.print_usage(sys.stderr)
+        say("{}: error: {}", self.prog, message, file=sys.stderr)
+        self.exit(2)
+
+
+class CommandParser(VisibleParser):
     """The parser of one subcommand. argparse itself leaves unknown flags to the parser above, whose usage shows no
     flags.
     """

@@ -1,6 +1,6 @@
 """Prints a line for each request while `manta serve` serves, from the log that its ingresses write.
 
-An ingress is a process of Ray's, whose output goes to a file; reading that file costs the ingress nothing.
+An ingress is a process of Ray's, whose log goes to a file; reading that file costs the ingress nothing.
 `cluster/cli/serve.py` prints the folder of Ray's logs when the server is ready, and is the only caller.
 """
 
@@ -8,35 +8,34 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import pathlib
 import time
 from collections.abc import Iterator
 from datetime import datetime
-from typing import Any
+from typing import Any, BinaryIO
+
+from manta.cluster.telemetry.request_log import MAX_PATH, log_folder
+from manta.structured.visible_text import visible
 
 POLL_S = 0.5
 """Seconds between two checks for new lines. Each check wakes this process, which slows engines on the same cores."""
-_HEAD_BYTES = 512
-"""Bytes at the beginning of a worker's file in which Ray writes the actor's name."""
+MAX_SHOWN_PATH = 2 * MAX_PATH
+"""Most characters of a path on the console. The log has cut it, and escaped characters take more room."""
 _NOT_READ = 2**63
 """Number of bytes read that marks a file to ignore; larger than any file."""
 
 
 class RequestLog:
-    """The request logs of all ingresses of one application, in a folder of Ray's logs. Later ingresses are included.
+    """The request logs of all ingresses of one application, below a folder of Ray's logs. Later ingresses are included.
 
-    Files that existed with an actor's name before this object was made belong to an earlier server, and are ignored.
+    Files that existed before this object was made belong to an earlier server, and are ignored.
     """
 
     def __init__(self, logs: pathlib.Path, application: str) -> None:
-        self._logs = logs
-        self._title = f":actor_name:ServeReplica:{application}:ingress\n".encode()
-        self._read: dict[pathlib.Path, int] = {}
-        """Bytes of each file that were read; complete lines only."""
-        for path in self._files():
-            with path.open("rb") as file:
-                if b":actor_name:" in file.read(_HEAD_BYTES):
-                    self._read[path] = _NOT_READ
+        self._folder = log_folder(logs, application)
+        self._read = {path.stat().st_ino: _NOT_READ for path in self._files()}
+        """Bytes of each file that were read, by inode, because a rotated file has another name; complete lines only."""
 
     def follow(self) -> Iterator[str]:
         """Yields a readable line for each request as it ends, until the caller stops."""
@@ -46,38 +45,43 @@ class RequestLog:
 
     def news(self) -> list[str]:
         """Returns a readable line for each request that was logged since the last call."""
-        found = []
+        found, read = [], {}
         for path in self._files():
-            for line in self._new_lines(path):
-                with contextlib.suppress(ValueError, KeyError, TypeError):  # other output there is no request
-                    found.append(request_line(json.loads(line)))
+            with contextlib.suppress(FileNotFoundError), path.open("rb") as file:  # it may just be rotated away
+                inode = os.fstat(file.fileno()).st_ino
+                lines, read[inode] = _new_lines(file, self._read.get(inode, 0))
+                for line in lines:
+                    with contextlib.suppress(ValueError, KeyError, TypeError):  # an event is no request
+                        found.append(request_line(json.loads(line)))
+        self._read = read
         return found
 
     def _files(self) -> list[pathlib.Path]:
-        return sorted(self._logs.glob("worker-*.out"))
+        """Returns the files, and of each ingress the rotated ones first, oldest first."""
+        return sorted(self._folder.glob("ingress-*.jsonl*"), key=lambda path: path.name, reverse=True)
 
-    def _new_lines(self, path: pathlib.Path) -> list[str]:
-        begin = self._read.get(path, 0)
-        if path.stat().st_size <= begin:
-            return []
-        with path.open("rb") as file:
-            if begin == 0 and self._title not in (head := file.read(_HEAD_BYTES)):
-                if b":actor_name:" in head:
-                    self._read[path] = _NOT_READ
-                return []
-            file.seek(begin)
-            text = file.read()
-        whole = text[: text.rfind(b"\n") + 1]
-        self._read[path] = begin + len(whole)
-        return whole.decode(errors="replace").splitlines()
+
+def _new_lines(file: BinaryIO, begin: int) -> tuple[list[bytes], int]:
+    """Returns the complete lines from `begin` on, and where they end."""
+    size = os.fstat(file.fileno()).st_size
+    if begin == _NOT_READ or size == begin:
+        return [], begin
+    file.seek(begin if size > begin else 0)  # a smaller one is new, and has the inode of one that was removed
+    begin = file.tell()
+    text = file.read()
+    end = text.rfind(b"\n") + 1
+    return text[:end].splitlines(), begin + end
 
 
 def request_line(entry: dict[str, Any]) -> str:
-    """Returns an entry of the request log as a line: time, status, path, tokens, seconds and tokens per second."""
+    """Returns an entry of the request log as a line: time, status, path, tokens, seconds and tokens per second, and
+    why a request was not served. Path and reason are in their visible form, because anybody may send one.
+    """
     seconds, output = float(entry["seconds"]), entry.get("output_tokens")
     took = f"{seconds:.2f} s" if output is None else f"{entry['prompt_tokens']:,} + {speed(output, seconds)}"
     clock = datetime.fromisoformat(entry["time"]).astimezone()
-    return f"{clock:%H:%M:%S}  {entry['status']}  {entry['path']}  {took}"
+    why = f"  {visible(entry['message'], MAX_PATH)}" if entry.get("message") else ""
+    return f"{clock:%H:%M:%S}  {entry['status']}  {visible(entry['path'], MAX_SHOWN_PATH)}  {took}{why}"
 
 
 def speed(num_tokens: int, seconds: float) -> str:

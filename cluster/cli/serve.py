@@ -35,7 +35,8 @@ from manta.cluster.serve.listening.port import bound
 from manta.cluster.storage.storage import check_storage, with_storage
 from manta.cluster.telemetry import exporting as telemetry
 from manta.cluster.text.tokenizer_files import has_chat_template
-from manta.workers.cache_folder import cache_folder
+from manta.structured.visible_text import say, say_lines, visible
+from manta.workers.cache_folder import UntrustedCache, cache_entry
 from manta.workers.checkpoints.model_folder import resolve_model_folder
 from manta.workers.model_info import ModelInfo
 from manta.workers.models.model_config import ModelError
@@ -84,9 +85,9 @@ def _checked_config(config_path: str | None, overrides: dict[str, Any], name: st
         _check_port(config.host, config.port)
         _check_storage(config.batch_storage)
     if (warning := openness(config)) is not None:
-        print(f"manta: warning: {warning}", file=sys.stderr, flush=True)
+        say("manta: warning: {}", warning, file=sys.stderr, flush=True)
     if (warning := telemetry.missing()) is not None:
-        print(f"manta: warning: {warning}", file=sys.stderr, flush=True)
+        say("manta: warning: {}", warning, file=sys.stderr, flush=True)
     try:
         check_quickly(config.engine)
         if ray_address() is None:
@@ -97,9 +98,9 @@ def _checked_config(config_path: str | None, overrides: dict[str, Any], name: st
 
 
 def _serve_until_signal(config: ServeConfig, quiet: bool, name: str | None, replace: bool) -> int:
-    print(f"Starting Ray and loading {config.engine.model} ...", flush=True)
+    say("Starting Ray and loading {} ...", config.engine.model, flush=True)
     if ray_address() is None and config.engine.device in ("auto", "cpu") and not _has_kernels():
-        print("The CPU kernels are compiled now, once, which takes up to half a minute.", flush=True)
+        say("The CPU kernels are compiled now, once, which takes up to half a minute.", flush=True)
     from manta.cluster.serve import app  # imports Ray, which takes seconds
     from manta.cluster.serve.starting import start_failure
 
@@ -122,9 +123,9 @@ def _serve_until_signal(config: ServeConfig, quiet: bool, name: str | None, repl
         model = app.start(config, name, replace=replace, on_connected=begin_log)
         handle_signals(raise_interrupted)
         logs = start_failure.logs_folder()
-        print(model_message(model), f"Logs: {logs or 'on the nodes of the cluster'}", sep="\n\n")
+        say_lines([*model_message(model).split("\n"), "", f"Logs: {logs or 'on the nodes of the cluster'}"])
         serving = True  # the reader of the next lines may send a signal at once
-        print(ready_message(config, has_chat=_has_chat(config)), flush=True)
+        say_lines(ready_message(config, has_chat=_has_chat(config)).split("\n"), flush=True)
         process_tree.adopt_orphans(False)
         if requests and not quiet:
             _print_requests(requests[0])
@@ -138,20 +139,21 @@ def _serve_until_signal(config: ServeConfig, quiet: bool, name: str | None, repl
         return 128 + signal.SIGTERM
     finally:
         handle_signals(signal.SIG_IGN)
-        print("Stopping ...", flush=True)
+        say("Stopping ...", flush=True)
         process_tree.adopt_orphans(ray_address() is None)
         # Ray's threads complain about each other while they end.
         with contextlib.redirect_stdout(io.StringIO()):
             app.stop()
         if ray_address() is None:
             process_tree.end_below(ORPHANS_S)
-        print("Stopped.", flush=True)
+        say("Stopped.", flush=True)
 
 
 def _has_kernels() -> bool:
     """Returns whether an earlier start has left compiled kernels, or none can be compiled."""
-    if any((cache_folder() / "kernels").glob("*.so")):
-        return True
+    with contextlib.suppress(OSError, UntrustedCache):
+        if any(cache_entry("kernels").glob("*.so")):
+            return True
     from manta.workers.kernels.build import find_compiler  # imports torch, only at a first start
 
     return find_compiler() is None
@@ -161,7 +163,7 @@ def _print_requests(requests: RequestLog) -> None:
     """Prints request lines until nobody reads standard output any more."""
     with contextlib.suppress(BrokenPipeError):
         for line in requests.follow():
-            print(line, flush=True)
+            say_lines([line], flush=True)
 
 
 def _check_storage(url: str | None) -> None:
@@ -194,14 +196,13 @@ def model_message(model: ModelInfo) -> str:
     """Returns a paragraph: what was loaded, how much the KV cache holds, and what would make it faster."""
     kept = f", weights {model.weights}," if model.weights else ""
     form = f"{model.platform} (kernels: {model.kernels})"
-    tokens = model.num_blocks * model.block_size
+    room = f"{model.kv_cache_bytes / 2**30:.2f} GiB ({model.kv_cache_tokens:,} tokens in {model.kv_cache_dtype})"
     text = (
         f"Loaded in {model.load_seconds:.1f} s as {model.dtype}{kept} on {form}. The "
-        f"KV cache takes up to {model.kv_cache_bytes / 2**30:.2f} GiB ({tokens:,} tokens in {model.kv_cache_dtype}) "
-        "as it fills; --set engine.kv_cache_bytes=... changes that. "
+        f"KV cache takes up to {room} as it fills; --set engine.kv_cache_bytes=... changes that. "
         f"The longest sequence is {model.max_model_len:,} tokens."
     )
-    return f"{text}\n\nSlower than need be: {model.advice}" if model.advice else text
+    return f"{text}\n\nSlower than need be: {visible(model.advice)}" if model.advice else text
 
 
 def ready_message(config: ServeConfig, has_chat: bool = True) -> str:
@@ -210,7 +211,7 @@ def ready_message(config: ServeConfig, has_chat: bool = True) -> str:
     """
     host = "127.0.0.1" if config.host in ("0.0.0.0", "::") else config.host
     url = f"{config.scheme}://{f'[{host}]' if ':' in host else host}:{config.port}"
-    name = config.model_name
+    name = visible(config.model_name)
     key = "YOUR-KEY" if config.api_keys else "none"
     chat_flags = "" if url == "http://127.0.0.1:8000" else f" --url {url}"
     if host == "127.0.0.1" and chat_flags and config.scheme == "http":

@@ -6,6 +6,7 @@ The command calls `GET /status` of the endpoint, which needs no key; `--json` pr
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import httpx
 import msgspec
@@ -14,10 +15,13 @@ from manta.cluster.cli.refusal import Refusal
 from manta.cluster.cli.server import connect, no_server
 from manta.cluster.http.endpoints.status import EngineState, Status
 from manta.cluster.http.exchange.state import DeploymentState, NodeState
+from manta.structured.visible_text import pass_on, say_lines, visible
 
 ANSWER_S = 30.0
 """Seconds to wait for the answer; the server itself waits 3 s for its engines."""
 ENGINES = ("engine", "node", "state", "running", "waiting", "KV", "cache hits", "first token", "requests/s", "start")
+MAX_CELL = 500
+"""Most characters of one text of the status."""
 NUM_PHASES = 3
 """Number of phases of a start that are shown, longest first."""
 
@@ -27,25 +31,43 @@ def run_status(url: str, as_json: bool) -> int:
     client, base = connect(url, read_timeout_s=ANSWER_S)
     with client:
         status, text = read_status(client, base)
-    print(text if as_json else "\n".join(lines(status, base)))
+    if as_json:
+        pass_on(f"{text}\n")
+    else:
+        say_lines(lines(status, base))
     return 0
 
 
 def read_status(client: httpx.Client, base: str) -> tuple[Status, str]:
-    """Returns the status, and the answer as it came. Raises `Refusal` if no server answers, or if the answer is not
-    from Manta.
+    """Returns the status with all texts in their visible form, and the answer as it came. Raises `Refusal` if no server
+    answers, or if the answer is not from Manta.
     """
     try:
         response = client.get("/status")
     except (httpx.HTTPError, httpx.InvalidURL) as error:
         raise no_server(base, error) from error
     try:
-        return msgspec.json.decode(response.content, type=Status), response.text
+        status = msgspec.json.decode(response.content, type=Status)
+        return msgspec.convert(_visible(msgspec.to_builtins(status)), Status), response.text
     except msgspec.DecodeError as error:
         raise Refusal(
             f"what answers at {base} (HTTP {response.status_code}) is no Manta that knows /status; say with --url "
             "where it listens"
         ) from error
+
+
+def _visible(data: Any) -> Any:
+    """Returns decoded JSON with every text in its visible form, so that columns are as wide as a terminal shows
+    them.
+    """
+    match data:
+        case str():
+            return visible(data, MAX_CELL)
+        case list() | tuple():
+            return [_visible(each) for each in data]
+        case dict():
+            return {_visible(name): _visible(value) for name, value in data.items()}
+    return data
 
 
 def lines(status: Status, base: str) -> Iterator[str]:

@@ -21,8 +21,9 @@ from rich.text import Text
 
 from manta.cluster.cli.refusal import Refusal
 from manta.cluster.cli.server import connect
-from manta.cluster.cli.status import ENGINES, duration, engine_row, read_status
+from manta.cluster.cli.status import ENGINES, MAX_CELL, duration, engine_row, read_status
 from manta.cluster.http.endpoints.status import Status
+from manta.structured.visible_text import visible
 
 ANSWER_S = 10.0
 """Seconds to wait for an answer; the server itself waits 3 s for its engines."""
@@ -102,9 +103,10 @@ def _read(client: httpx.Client, base: str) -> Reading:
 def frame(base: str, latest: Reading, before: Reading | None = None, problem: str = "") -> RenderableType:
     """Returns the view of the latest reading. Rates are those since `before`; without it they are "-"."""
     status = latest.status
-    parts: list[RenderableType] = [Text(f"Manta {status.version} at {base}, for {duration(status.uptime_s)}", "bold")]
+    title = f"Manta {status.version} at {visible(base)}, for {duration(status.uptime_s)}"
+    parts: list[RenderableType] = [Text(title, "bold")]
     if problem:
-        parts.append(Text(problem, "bold red"))
+        parts.append(Text(visible(problem), "bold red"))
     if status.problem is not None:
         parts.append(Text(f"The engines do not answer: {status.problem}", "bold red"))
     parts += [Text(), _speed(latest, before), Text()]
@@ -194,5 +196,5 @@ def _bar(share: float) -> str:
 def _table(columns: tuple[str, ...], rows: list[tuple[str, ...]]) -> Table:
     table = Table(*columns, box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
     for row in rows:
-        table.add_row(*row)
+        table.add_row(*(Text(visible(cell, MAX_CELL)) for cell in row))
     return table

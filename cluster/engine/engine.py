@@ -18,7 +18,6 @@ Serve.
 
 from __future__ import annotations
 
-import logging
 import secrets
 import time
 from collections import deque
@@ -44,12 +43,14 @@ from manta.specdecode.forced import ForcedProposer
 from manta.specdecode.lengths import StepCost
 from manta.structured.constraint import Resolved
 from manta.structured.logits_processors import LogitsProcessorFactory, LogitsProcessorRegistry
+from manta.structured.visible_logs import logger_of
 from manta.workers.checkpoints.stop_tokens import with_tokenizers_eos
+from manta.workers.kv_groups import BlockNeeds
 from manta.workers.model_info import ModelInfo
 from manta.workers.sampling_params import SamplingParams
 from manta.workers.step import StepInput, StepOutOfMemory
 
-logger = logging.getLogger(__name__)
+logger = logger_of(__name__)
 
 T = TypeVar("T")
 
@@ -106,7 +107,7 @@ class Engine:
             max_num_batched_tokens=config.max_num_batched_tokens,
             max_num_sequences=config.max_num_sequences,
             max_model_len=self.max_model_len,
-            blocks=KVBlocks(self.model.num_blocks, config.block_size, config.enable_prefix_caching),
+            blocks=KVBlocks(self.model.num_blocks, config.block_size, config.enable_prefix_caching, self.model.groups),
             num_lookahead_tokens=config.speculative.num_lookahead_tokens if config.speculative else 0,
             length_remedy=_length_remedy(config, self.model),
         )
@@ -354,8 +355,7 @@ class Engine:
             remedy, unit = "retry later or raise max_num_waiting", "requests are waiting"
             refuse("queue_full", "", self.scheduler.num_waiting, self.config.max_num_waiting, remedy, unit=unit)
         params = request.params
-        max_num_tokens = min(self.max_model_len, self.model.num_blocks * self.config.block_size)
-        check_request(request, self.vocab_size, max_num_tokens, self.processors)
+        check_request(request, self.vocab_size, self.scheduler.longest, self.processors)
         if constraint is not None:
             params = msgspec.structs.replace(params, constraint=constraint.spec)
         elif params.constraint is not None:
@@ -486,7 +486,8 @@ def with_generation_config(model: ModelInfo, config: EngineConfig) -> ModelInfo:
 
 def _length_remedy(config: EngineConfig, model: ModelInfo) -> str:
     """Returns the remedy that would admit longer sequences, as the end of an error message; empty if there is none."""
-    if model.max_model_len == model.num_blocks * config.block_size:
+    needs = BlockNeeds(model.groups, config.block_size, config.max_num_batched_tokens + 1)
+    if model.max_model_len == needs.longest(model.num_blocks, model.max_model_len + config.block_size):
         return ", or enlarge the KV cache (kv_cache_bytes)"
     return "" if config.max_model_len is None else ", or raise max_model_len"
 

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import logging
-
 from manta.cluster.config import EngineConfig
 from manta.cluster.engine.executors.executor import Executor, SynchronousExecutor
 from manta.cluster.engine.executors.in_process import InProcessExecutor
 from manta.cluster.engine.executors.thread_executor import ThreadExecutor
+from manta.structured.visible_logs import logger_of
 
-logger = logging.getLogger(__name__)
+logger = logger_of(__name__)
 
 
 def make_executor(config: EngineConfig) -> Executor:

@@ -12,6 +12,10 @@ import hashlib
 from array import array
 from collections.abc import Callable, Iterable, Sequence
 
+from manta.cluster.engine.resume_borders import ResumeBorders
+from manta.workers.kv_groups import ONE_GROUP, KVGroup
+from manta.workers.step import NO_BLOCK
+
 HASH_BYTES = 16
 """Length of a BLAKE2b block hash in bytes. A collision would give one prompt the keys of another; with 128 bits none
 happens by chance.
@@ -43,23 +47,47 @@ class IntegrityError(AssertionError):
 
 
 class KVBlocks:
-    """`num_blocks` blocks of `block_size` tokens. Every operation is O(blocks it touches)."""
+    """`num_blocks` blocks of `block_size` tokens, from which the groups of layers take theirs. A group finds its own
+    blocks only. Every operation is O(blocks it touches).
+    """
 
-    def __init__(self, num_blocks: int, block_size: int, enable_prefix_caching: bool = True) -> None:
+    def __init__(
+        self,
+        num_blocks: int,
+        block_size: int,
+        enable_prefix_caching: bool = True,
+        groups: tuple[KVGroup, ...] = ONE_GROUP,
+    ) -> None:
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.enable_prefix_caching = enable_prefix_caching
+        self.groups = groups
         self._references = [0] * num_blocks
         self._hashes: list[bytes | None] = [None] * num_blocks
-        self._cached: dict[bytes, int] = {}
+        self._group_of = [0] * num_blocks
+        """The group of each cached block."""
+        self._cached: list[dict[bytes, int]] = [{} for _ in groups]
         self._empty = list(range(num_blocks - 1, -1, -1))
         """Free blocks that hold no cached prefix."""
         self._evictable: collections.OrderedDict[int, None] = collections.OrderedDict()
         """Free blocks that hold a cached prefix, least recently used first."""
-        self.on_change: Callable[[bytes, bool], None] | None = None
-        """A callback that gets each hash with True when its block enters the prefix cache, and with False when it
-        leaves.
+        self._on_change: Callable[[bytes, bool], None] | None = None
+        self._borders: ResumeBorders | None = None
+
+    def report_to(self, on_change: Callable[[bytes, bool], None]) -> None:
+        """Calls `on_change` from now on with each hash and True when its block enters the prefix cache, and with False
+        when it leaves. If a group has a window, the calls are about borders at which every group can go on
+        (`resume_borders.py`). Call it while the cache is empty.
         """
+        if self.has_windows:
+            self._borders = ResumeBorders(self.groups, self.block_size, on_change)
+        else:
+            self._on_change = on_change
+
+    @property
+    def has_windows(self) -> bool:
+        """Whether a group needs only the last blocks of a prefix."""
+        return any(group.window is not None for group in self.groups)
 
     @property
     def num_free(self) -> int:
@@ -68,7 +96,7 @@ class KVBlocks:
     @property
     def num_cached(self) -> int:
         """Number of blocks in the prefix cache, in use or free."""
-        return len(self._cached)
+        return sum(map(len, self._cached))
 
     def allocate(self, count: int) -> list[int]:
         """Takes `count` blocks, and evicts the least recently used prefixes if needed. At least `count` blocks must be
@@ -97,16 +125,20 @@ class KVBlocks:
                 else:
                     self._evictable[block] = None
 
-    def find_prefix(self, hashes: Iterable[bytes]) -> list[int]:
-        """Returns the blocks of the longest cached chain, without taking references (see `share`)."""
+    def find_prefix(self, hashes: Iterable[bytes], group: int = 0) -> list[int]:
+        """Returns the blocks of the group's longest cached chain, without taking references (see `share`)."""
         blocks = []
-        if self.enable_prefix_caching:
-            for block_hash in hashes:
-                block = self._cached.get(block_hash)
-                if block is None:
-                    break
-                blocks.append(block)
+        cached = self._cached[group]
+        for block_hash in hashes:
+            block = cached.get(block_hash)
+            if block is None:
+                break
+            blocks.append(block)
         return blocks
+
+    def find(self, block_hash: bytes, group: int) -> int | None:
+        """Returns the group's cached block, without taking a reference; None if there is none."""
+        return self._cached[group].get(block_hash)
 
     def num_evictable(self, blocks: Iterable[int]) -> int:
         """Returns how many of `blocks` are free, and would not be free once they are shared."""
@@ -128,23 +160,35 @@ class KVBlocks:
         """
         full, rest = divmod(num_tokens, self.block_size)
         table = block_table[:full]
-        self.share(table)
+        self.share([block for block in table if block != NO_BLOCK])
         if not rest:
             return table, []
         (copy,) = self.allocate(1)
         return [*table, copy], [(block_table[full], copy)]
 
-    def register(self, block: int, block_hash: bytes) -> None:
-        """Adds a block, which the planned step fills, to the prefix cache.
+    def register_row(self, blocks: Iterable[int], hashes: Sequence[bytes], number: int) -> None:
+        """Adds the groups' blocks with number `number` of a chain to the prefix cache. `hashes` has the chain up to
+        there.
+        """
+        for group, block in enumerate(blocks):
+            is_new = self.register(block, hashes[number], group)
+            if is_new and self._borders is not None:
+                self._borders.enter(hashes[number], group, hashes[number - 1] if number else None, number)
+
+    def register(self, block: int, block_hash: bytes, group: int = 0) -> bool:
+        """Adds a block, which the planned step fills, to the group's prefix cache. Returns whether it did so.
 
         The same step may read the block already, because every layer writes all keys and values of a step before its
         attention reads any. If another block holds the same prefix, that block stays in the cache instead.
         """
-        if self.enable_prefix_caching and block_hash not in self._cached:
-            self._cached[block_hash] = block
-            self._hashes[block] = block_hash
-            if self.on_change is not None:
-                self.on_change(block_hash, True)
+        if not self.enable_prefix_caching or block_hash in self._cached[group]:
+            return False
+        self._cached[group][block_hash] = block
+        self._hashes[block] = block_hash
+        self._group_of[block] = group
+        if self._on_change is not None and group == 0:
+            self._on_change(block_hash, True)
+        return True
 
     def discard(self, blocks: Iterable[int]) -> None:
         """Removes blocks from the prefix cache, so that no new sequence reads them."""
@@ -157,21 +201,26 @@ class KVBlocks:
 
     def clear_cache(self) -> None:
         """Forgets every cached prefix."""
-        self.discard(list(self._cached.values()))
+        self.discard([block for cached in self._cached for block in cached.values()])
 
     def _forget(self, block: int) -> None:
         block_hash = self._hashes[block]
         if block_hash is not None:
-            del self._cached[block_hash]
+            group = self._group_of[block]
+            del self._cached[group][block_hash]
             self._hashes[block] = None
-            if self.on_change is not None:
-                self.on_change(block_hash, False)
+            if self._on_change is not None and group == 0:
+                self._on_change(block_hash, False)
+            if self._borders is not None:
+                self._borders.leave(block_hash, group)
 
-    def check_integrity(self, block_tables: Iterable[list[int]]) -> None:
-        """Raises `IntegrityError` unless every block is free or counted once for each table that holds it."""
+    def check_integrity(self, holders: Iterable[Iterable[int]]) -> None:
+        """Raises `IntegrityError` unless every block is free or counted once for each holder. `holders` are the blocks
+        that each sequence holds.
+        """
         expected = [0] * self.num_blocks
-        for table in block_tables:
-            for block in table:
+        for blocks in holders:
+            for block in blocks:
                 expected[block] += 1
         if expected != self._references:
             wrong = next(block for block in range(self.num_blocks) if expected[block] != self._references[block])
@@ -181,9 +230,10 @@ class KVBlocks:
         free = [*self._empty, *self._evictable]
         if sorted(free) != [block for block in range(self.num_blocks) if expected[block] == 0]:
             raise IntegrityError(f"{len(free)} blocks are listed as free and {expected.count(0)} are held by nobody")
-        for block_hash, block in self._cached.items():
-            if self._hashes[block] != block_hash:
-                raise IntegrityError(f"block {block} is cached under a hash that is not its own")
+        for group, cached in enumerate(self._cached):
+            for block_hash, block in cached.items():
+                if (self._hashes[block], self._group_of[block]) != (block_hash, group):
+                    raise IntegrityError(f"block {block} is cached under a hash that is not its own")
         if any(self._hashes[block] is None for block in self._evictable):
             raise IntegrityError("a block without a prefix waits for eviction")
         if any(self._hashes[block] is not None for block in self._empty):

@@ -1,7 +1,8 @@
-"""The KV blocks that each sequence holds: finds its cached prefix, and grows, shares and frees its block table.
+"""The KV blocks that each sequence holds: finds its cached prefix, and grows, shares and frees its block tables.
 
-The scheduler decides what each sequence computes and is the only caller. `KVBlocks` counts references and knows no
-sequences.
+A sequence has a block table for each group of layers (`workers/kv_groups.py`). A group with a window gives back blocks
+that no layer will read again; they stay in the prefix cache until they are evicted. The scheduler decides what each
+sequence computes and is the only caller. `KVBlocks` counts references and knows no sequences.
 """
 
 from __future__ import annotations
@@ -10,22 +11,32 @@ from collections.abc import Iterable
 
 from manta.cluster.engine.kv_blocks import KVBlocks
 from manta.cluster.engine.sequence import Sequence
+from manta.workers.kv_groups import BlockNeeds, first_needed
+from manta.workers.step import NO_BLOCK
+
+Prefix = list[list[int]]
+"""The block table of each group over a cached prefix, `NO_BLOCK` where the group needs no block."""
 
 
 class KVCacheManager:
-    """Manages block tables. `num_lookahead_tokens` is the room that a sequence should have after its own tokens, where
-    a draft model writes.
+    """Manages block tables. `needs` has the groups and the most blocks that a sequence holds. `num_lookahead_tokens` is
+    the room that a sequence should have after its own tokens, where a draft model writes.
     """
 
-    def __init__(self, blocks: KVBlocks, num_lookahead_tokens: int = 0) -> None:
+    def __init__(self, blocks: KVBlocks, needs: BlockNeeds, num_lookahead_tokens: int = 0) -> None:
         self.blocks = blocks
         self.num_lookahead_tokens = num_lookahead_tokens
+        self._needs = needs
         self._block_size = blocks.block_size
+        self._num_groups = len(needs.groups)
+        self._windows = [(group, each.window) for group, each in enumerate(needs.groups) if each.window is not None]
+        """Groups with a window, and their windows."""
+        self._whole = [group for group, each in enumerate(needs.groups) if each.window is None]
+        """Groups whose readers need all blocks."""
 
-    @property
-    def num_tokens(self) -> int:
-        """Number of tokens that the whole cache can hold."""
-        return self.blocks.num_blocks * self.blocks.block_size
+    def longest(self, most_tokens: int) -> int:
+        """Returns the longest sequence that the whole cache holds, in tokens, at most `most_tokens`."""
+        return min(most_tokens, self._needs.longest(self.blocks.num_blocks, most_tokens))
 
     @property
     def usage(self) -> float:
@@ -34,62 +45,113 @@ class KVCacheManager:
 
     # ---- admission ---------------------------------------------------------------------------------------------
 
-    def find_prefix(self, sequence: Sequence) -> list[int]:
-        """Returns the cached blocks that the sequence may read. They never cover its last token, which must be computed
-        for its logits.
+    def find_prefix(self, sequence: Sequence) -> Prefix:
+        """Returns the cached blocks that the sequence may read, of the longest prefix for which every group has what it
+        needs: all blocks, or those in the window of the token after the prefix. They never cover the sequence's last
+        token, which must be computed for its logits.
         """
-        if sequence.params.prompt_logprobs is not None:
-            return []
+        if sequence.params.prompt_logprobs is not None or not self.blocks.enable_prefix_caching:
+            return [[] for _ in range(self._num_groups)]
         count = (len(sequence.token_ids) - 1) // self._block_size
-        return self.blocks.find_prefix(sequence.hash_blocks(count, self._block_size))
+        hashes = sequence.hash_blocks(count, self._block_size)
+        chains = {group: self.blocks.find_prefix(hashes, group) for group in self._whole}
+        if self._windows or len(chains) > 1:
+            count = self._num_resumable(hashes, min(map(len, chains.values()), default=count))
+        for group, window in self._windows:
+            first = first_needed(window, count * self._block_size, self._block_size)
+            found = self.blocks.find_prefix(hashes[first:count], group)
+            chains[group] = [NO_BLOCK] * first + found
+        return [chains[group][:count] for group in range(self._num_groups)]
 
-    def fits(self, sequence: Sequence, prefix: list[int]) -> bool:
+    def _num_resumable(self, hashes: list[bytes], count: int) -> int:
+        """Returns the most blocks, up to `count`, after which every group with a window has the blocks that the next
+        token reads.
+        """
+        before = -1
+        while count != before:
+            before = count
+            for group, window in self._windows:
+                missing = self._last_missing(hashes, count, group, window)
+                while missing is not None:
+                    count = missing
+                    missing = self._last_missing(hashes, count, group, window)
+        return count
+
+    def _last_missing(self, hashes: list[bytes], count: int, group: int, window: int) -> int | None:
+        """Returns the last block that the token after `count` blocks reads and the group lacks; None if it has all."""
+        for index in range(count - 1, first_needed(window, count * self._block_size, self._block_size) - 1, -1):
+            if self.blocks.find(hashes[index], group) is None:
+                return index
+        return None
+
+    def fits(self, sequence: Sequence, prefix: Prefix) -> bool:
         """Returns whether the whole prompt fits, not only its first chunk, so that admission does not lead to a
         preemption soon.
         """
-        missing = self._num_blocks_for(len(sequence.token_ids)) - len(prefix)
-        return missing <= self.blocks.num_free - self.blocks.num_evictable(prefix)
+        found = _real(prefix)
+        missing = self._needs.of_sequence(len(sequence.token_ids)) - len(found)
+        return missing <= self.blocks.num_free - self.blocks.num_evictable(found)
 
-    def start_on(self, sequence: Sequence, prefix: list[int]) -> None:
+    def start_on(self, sequence: Sequence, prefix: Prefix) -> None:
         """Starts the sequence on the cached blocks of its prefix; it computes from their end on."""
-        self.blocks.share(prefix)
-        sequence.block_table = list(prefix)
-        sequence.num_shared_blocks = sequence.num_registered_blocks = len(prefix)
-        sequence.begin_at(len(prefix) * self._block_size)
+        self.blocks.share(_real(prefix))
+        sequence.block_tables = prefix
+        sequence.num_shared_blocks = sequence.num_registered_blocks = sequence.num_blocks
+        sequence.begin_at(sequence.num_blocks * self._block_size)
 
     # ---- a step ------------------------------------------------------------------------------------------------
 
     def can_grow(self, sequence: Sequence, count: int) -> bool:
         """Returns whether enough blocks are free for the next `count` tokens."""
-        missing = self._num_blocks_for(sequence.num_computed_tokens + count) - len(sequence.block_table)
-        return missing <= 0 or missing <= self.blocks.num_free
+        missing = self._num_blocks_for(sequence.num_computed_tokens + count) - sequence.num_blocks
+        return missing <= 0 or missing * self._num_groups <= self.blocks.num_free
 
     def grow(self, sequence: Sequence, count: int, num_others: int) -> bool:
-        """Gives the sequence blocks for its next `count` tokens. Returns False and changes nothing if too few are free.
+        """Gives the sequence blocks for its next `count` tokens. Returns False if too few are free.
 
-        Also adds blocks for the lookahead tokens if at least `num_others` free blocks remain, one for each other
-        sequence.
+        Also adds blocks for the lookahead tokens if at least `num_others` free blocks of each group remain, one for
+        each other sequence.
         """
         end = sequence.num_computed_tokens + count
-        missing = self._num_blocks_for(end) - len(sequence.block_table)
-        if missing > 0:
-            if missing > self.blocks.num_free:
+        if end > len(sequence.block_tables[0]) * self._block_size:
+            missing = self._num_blocks_for(end) - sequence.num_blocks
+            self._give_back(sequence)
+            if missing * self._num_groups > self.blocks.num_free:
                 return False
-            sequence.block_table += self.blocks.allocate(missing)
+            self._append(sequence, missing)
         if self.num_lookahead_tokens and end >= len(sequence.token_ids):
             ahead = self._num_blocks_for(min(end + self.num_lookahead_tokens, sequence.max_length))
-            ahead -= len(sequence.block_table)
-            if 0 < ahead <= self.blocks.num_free - num_others:
-                sequence.block_table += self.blocks.allocate(ahead)
+            ahead -= sequence.num_blocks
+            if ahead > 0:
+                self._give_back(sequence)
+            if 0 < ahead * self._num_groups <= self.blocks.num_free - num_others * self._num_groups:
+                self._append(sequence, ahead)
         return True
+
+    def _append(self, sequence: Sequence, count: int) -> None:
+        for table in sequence.block_tables:
+            table += self.blocks.allocate(count)
+
+    def _give_back(self, sequence: Sequence) -> None:
+        """Frees the blocks that no layer will read again. A step under way, a rejected draft or a late mask may take
+        the sequence back to its accepted tokens, so these decide.
+        """
+        for group, window in self._windows:
+            table = sequence.block_tables[group]
+            end = first = first_needed(window, sequence.num_accepted_tokens, self._block_size)
+            while first > 0 and table[first - 1] != NO_BLOCK:
+                first -= 1
+            if first < end:
+                self.blocks.free(table[first:end])
+                table[first:end] = [NO_BLOCK] * (end - first)
 
     def register_full_blocks(self, sequence: Sequence) -> None:
         """Adds to the prefix cache the blocks that computed tokens fill, as far as the tokens are known."""
         if sequence.num_computed_tokens // self._block_size > sequence.num_registered_blocks:
             full = min(sequence.num_computed_tokens, len(sequence.token_ids)) // self._block_size
             hashes = sequence.hash_blocks(full, self._block_size)
-            for block in range(sequence.num_registered_blocks, full):
-                self.blocks.register(sequence.block_table[block], hashes[block])
+            for index in range(sequence.num_registered_blocks, full):
+                self.blocks.register_row([table[index] for table in sequence.block_tables], hashes, index)
             sequence.num_registered_blocks = full
 
     def _num_blocks_for(self, num_tokens: int) -> int:
@@ -99,39 +161,68 @@ class KVCacheManager:
 
     def can_share(self, parent: Sequence, num_tokens: int) -> bool:
         """Returns whether another sequence can start on the parent's first tokens. If they end inside a block, that
-        needs a free block for the copy.
+        needs a free block for the copy in each group.
         """
-        return bool(parent.block_table) and (num_tokens % self._block_size == 0 or self.blocks.num_free > 0)
+        needs_copies = num_tokens % self._block_size != 0
+        return bool(parent.block_tables) and (not needs_copies or self.blocks.num_free >= self._num_groups)
 
     def share(self, parent: Sequence, child: Sequence, num_tokens: int) -> list[tuple[int, int]]:
         """Starts the child on the blocks of the parent's first `num_tokens` tokens.
 
-        Returns the (source, destination) copies, at most one, that must be made before the child computes.
+        Returns the (source, destination) copies, at most one for each group, that must be made before the child
+        computes.
         """
-        child.block_table, copies = self.blocks.fork(parent.block_table, num_tokens)
+        forks = [self.blocks.fork(table, num_tokens) for table in parent.block_tables]
+        child.block_tables = [table for table, _ in forks]
         child.begin_at(num_tokens)
         child.num_shared_blocks = child.num_registered_blocks = num_tokens // self._block_size
-        return copies
+        return [copy for _, copies in forks for copy in copies]
 
     def release(self, sequence: Sequence) -> None:
         """Frees all blocks of the sequence and resets its progress."""
-        self.blocks.free(sequence.block_table)
-        sequence.block_table = []
+        self.blocks.free(sequence.held_blocks())
+        sequence.block_tables = []
         sequence.num_shared_blocks = sequence.num_registered_blocks = 0
         sequence.restart()
 
     def discard(self, sequence: Sequence, others: Iterable[Sequence]) -> list[Sequence]:
-        """Removes all blocks that a failed sequence read or wrote from the prefix cache.
+        """Removes all blocks that a failed sequence read or wrote from the prefix cache, those that it has given back
+        too.
 
         Returns those of `others` that read blocks that it wrote. The blocks of these readers from the first such block
         on are removed too; a prefix is found from its head, so no other sequence can reach them. Other readers of
         blocks that the sequence only read go on: if such a block caused the failure, they fail by themselves, and no
         new sequence reads it.
         """
-        written = set(sequence.block_table[sequence.num_shared_blocks :])
-        self.blocks.discard(sequence.block_table)
-        readers = [other for other in others if not written.isdisjoint(other.block_table)]
-        for reader in readers:
-            first = next(index for index, block in enumerate(reader.block_table) if block in written)
-            self.blocks.discard(reader.block_table[first:])
-        return readers
+        written = self._blocks_from(sequence, sequence.num_shared_blocks)
+        readers = {}
+        for other in others:
+            first = self._first_of(other, written)
+            if first is not None:
+                readers[other.sequence_id] = (other, first)
+        self.blocks.discard(self._blocks_from(sequence, 0))
+        for reader, first in readers.values():
+            self.blocks.discard(self._blocks_from(reader, first))
+        return [reader for reader, _ in readers.values()]
+
+    def _blocks_from(self, sequence: Sequence, first: int) -> set[int]:
+        """Returns the sequence's blocks from number `first` on in every group. Of those that it has given back, these
+        are the blocks that the prefix cache has in their place.
+        """
+        blocks = {block for table in sequence.block_tables for block in table[first:]}
+        if NO_BLOCK in blocks:
+            blocks.discard(NO_BLOCK)
+            for group, table in enumerate(sequence.block_tables):
+                given_back = [index for index in range(first, len(table)) if table[index] == NO_BLOCK]
+                found = (self.blocks.find(sequence.block_hashes[index], group) for index in given_back)
+                blocks.update(block for block in found if block is not None)
+        return blocks
+
+    def _first_of(self, reader: Sequence, written: set[int]) -> int | None:
+        """Returns the first place in the reader's tables of a block that is in `written`; None if there is none."""
+        rows = zip(*reader.block_tables, strict=True)
+        return next((index for index, row in enumerate(rows) if not written.isdisjoint(row)), None)
+
+
+def _real(prefix: Prefix) -> list[int]:
+    return [block for table in prefix for block in table if block != NO_BLOCK]

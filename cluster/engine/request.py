@@ -49,6 +49,11 @@ class Usage(msgspec.Struct, array_like=True):
             total.num_rejected_drafts += choice.num_rejected_drafts
         return total
 
+    def cut(self, num_output_tokens: int) -> Usage:
+        """Returns the counts of a choice of whose output only the first `num_output_tokens` tokens count."""
+        num_accepted = min(self.num_accepted_drafts, num_output_tokens)
+        return msgspec.structs.replace(self, num_output_tokens=num_output_tokens, num_accepted_drafts=num_accepted)
+
 
 class ContinuedChoice(msgspec.Struct, array_like=True):
     """A choice that another engine began."""

@@ -12,13 +12,14 @@ import msgspec
 
 from manta.cluster.engine.admission import check_room
 from manta.cluster.engine.kv_blocks import IntegrityError, KVBlocks
-from manta.cluster.engine.kv_cache_manager import KVCacheManager
+from manta.cluster.engine.kv_cache_manager import KVCacheManager, Prefix
 from manta.cluster.engine.outcome import advance, computed_by
 from manta.cluster.engine.request import FinishStatus, SequenceOutput
 from manta.cluster.engine.sequence import Sequence
 from manta.cluster.engine.stats import DraftCounts
 from manta.cluster.engine.step_plan import StepPlan
 from manta.cluster.engine.turns import SequenceQueue, Turns
+from manta.workers.kv_groups import BlockNeeds
 from manta.workers.step import RowError, StepInput, StepOutput
 
 
@@ -26,7 +27,8 @@ class Scheduler:
     """Schedules running sequences first, then waiting ones, each ordered by priority, turn and arrival.
 
     Every sequence makes progress: the first running sequence may preempt all that follow it, and no admitted sequence
-    can outgrow the KV cache.
+    can outgrow the KV cache. The groups of layers take blocks from one pool. A sequence is admitted if the pool holds
+    the most blocks that the sequence has at a time, in all groups together, at every length up to its longest.
     """
 
     def __init__(
@@ -40,7 +42,7 @@ class Scheduler:
         length_remedy: str = "",
     ) -> None:
         self.max_num_batched_tokens, self.max_num_sequences = max_num_batched_tokens, max_num_sequences
-        self.max_model_len, self._length_remedy = max_model_len, length_remedy
+        self._length_remedy = length_remedy
         self.blocks = blocks
         self.running = SequenceQueue()
         self.waiting = SequenceQueue()
@@ -49,7 +51,10 @@ class Scheduler:
         self.has_advanced = False
         """Whether the last `update` brought a token, an end, or a position that stays computed."""
         self.drafts = DraftCounts()
-        self._cache = KVCacheManager(blocks, num_lookahead_tokens)
+        needs = BlockNeeds(blocks.groups, blocks.block_size, max_num_batched_tokens + 1)
+        self._cache = KVCacheManager(blocks, needs, num_lookahead_tokens)
+        self.longest = self._cache.longest(max_model_len)
+        """The longest sequence in tokens: the model's limit, or what the whole cache holds if that is less."""
         self._plan = StepPlan(0, max_num_batched_tokens)
         """The next step, which collects ended sequences, copies and branches until `schedule` fills it."""
         self._by_id: dict[int, Sequence] = {}
@@ -95,8 +100,7 @@ class Scheduler:
         """Queues a sequence, which also stands for its `unforked` choices. Raises `RequestRefused` if they can never
         all fit.
         """
-        limit = min(self.max_model_len, self._cache.num_tokens)
-        sequence.max_length = check_room(sequence, limit, self.max_num_sequences, self._length_remedy)
+        sequence.max_length = check_room(sequence, self.longest, self.max_num_sequences, self._length_remedy)
         self._turns.give(sequence)
         self._register(sequence)
         self.waiting.add(sequence)
@@ -174,7 +178,7 @@ class Scheduler:
         """Returns the places that running sequences and their future forks take, of `max_num_sequences`."""
         return sum(other.num_places for other in self.running)
 
-    def _admit(self, sequence: Sequence, prefix: list[int]) -> None:
+    def _admit(self, sequence: Sequence, prefix: Prefix) -> None:
         self._cache.start_on(sequence, prefix)
         self._turns.reach(sequence)
         if sequence.num_cached_tokens is None:
@@ -187,8 +191,9 @@ class Scheduler:
     def _fork(self, plan: StepPlan, parent: Sequence, row: int) -> None:
         """Makes sequences of the parent's other choices; they draw their first tokens from the parent's logits.
 
-        Forks share full blocks. The last block is copied before the next step in two cases: it is not full, or a late
-        mask may make the fork recompute the prompt's last token. If no block is free for the copy, the fork is queued.
+        Forks share full blocks. The last block of each group is copied before the next step in two cases: it is not
+        full, or a late mask may make the fork recompute the prompt's last token. If too few blocks are free for the
+        copies, the fork is queued.
         """
         forks = [parent.fork(index) for index in parent.unforked]
         parent.unforked = range(0)
@@ -350,7 +355,7 @@ class Scheduler:
 
     def _end(self, sequence: Sequence, status: FinishStatus) -> None:
         sequence.finish = status
-        if sequence.block_table:
+        if sequence.block_tables:
             self.running.remove(sequence)
             self._release(sequence)
         else:
@@ -374,9 +379,9 @@ class Scheduler:
         """Raises `IntegrityError` if a block leaked, a reference count is wrong, or a sequence is not in exactly one
         queue.
         """
-        self.blocks.check_integrity(sequence.block_table for sequence in self.running)
+        self.blocks.check_integrity(sequence.held_blocks() for sequence in self.running)
         listed = sorted(sequence.sequence_id for sequence in (*self.running, *self.waiting))
         if listed != sorted(self._by_id):
             raise IntegrityError(f"{len(listed)} sequences are queued and {len(self._by_id)} are known")
-        if any(sequence.block_table for sequence in self.waiting):
+        if any(sequence.block_tables for sequence in self.waiting):
             raise IntegrityError("a waiting sequence holds blocks")

@@ -16,7 +16,7 @@ from manta.cluster.engine.kv_blocks import hash_blocks
 from manta.cluster.engine.request import ContinuedChoice, FinishStatus, Usage
 from manta.structured.constraint import Resolved
 from manta.workers.sampling_params import SamplingParams, child_seed
-from manta.workers.step import ScheduledSequence, SequenceStart
+from manta.workers.step import NO_BLOCK, ScheduledSequence, SequenceStart
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -51,7 +51,10 @@ class Sequence:
     max_length: int = 0
     """The number of tokens, prompt and output together, at which the sequence ends; set by the scheduler."""
     num_prompt_tokens: int = 0
-    block_table: list[int] = dataclasses.field(default_factory=list)
+    block_tables: list[list[int]] = dataclasses.field(default_factory=list)
+    """The blocks of each group of layers, all tables equally long, with `NO_BLOCK` where the group has given a block
+    back or never reads it. Empty while the sequence waits.
+    """
     cache_root: bytes = b""
     """The parent of the first block's hash in the prefix cache."""
     block_hashes: list[bytes] = dataclasses.field(default_factory=list)
@@ -64,7 +67,7 @@ class Sequence:
     first_step: int = 0
     """The first step whose output counts. Earlier steps used blocks that the sequence has given up since."""
     num_shared_blocks: int = 0
-    """Leading blocks that other sequences wrote: from the prefix cache, or from a fork's parent."""
+    """Leading blocks of each group that other sequences wrote: from the prefix cache, or from a fork's parent."""
     num_sent_blocks: int = 0
     """Leading blocks that the ranks have been told."""
     num_registered_blocks: int = 0
@@ -114,6 +117,24 @@ class Sequence:
         return max(1 + len(self.unforked), self.num_branches)
 
     @property
+    def num_blocks(self) -> int:
+        """Length of each block table."""
+        return len(self.block_tables[0]) if self.block_tables else 0
+
+    @property
+    def num_accepted_tokens(self) -> int:
+        """Leading tokens that stay computed, whatever becomes of the steps under way. Tokens from here on may still be
+        computed, and read what their windows show.
+        """
+        return min(self.num_computed_tokens, len(self.token_ids) - 1)
+
+    def held_blocks(self) -> list[int]:
+        """Returns the blocks of all tables, in the order of their positions."""
+        if len(self.block_tables) == 1 and NO_BLOCK not in self.block_tables[0]:
+            return self.block_tables[0]
+        return [block for row in zip(*self.block_tables, strict=True) for block in row if block != NO_BLOCK]
+
+    @property
     def num_output_tokens(self) -> int:
         return len(self.token_ids) - self.num_prompt_tokens
 
@@ -156,8 +177,10 @@ class Sequence:
         """
         start, known = self.num_computed_tokens, len(self.token_ids) + self.num_pending_tokens
         end = self.num_computed_tokens = start + count
-        unsent = self.block_table[self.num_sent_blocks :]
-        self.num_sent_blocks += len(unsent)
+        unsent: list[int] = []
+        if (num_blocks := len(self.block_tables[0])) > self.num_sent_blocks:
+            unsent = [block for table in self.block_tables for block in table[self.num_sent_blocks :]]
+            self.num_sent_blocks = num_blocks
         num_drafts = max(0, end - known)
         drafts = self.draft_token_ids[:num_drafts] if self.draft_token_ids else []
         draws = end >= known
@@ -239,7 +262,7 @@ class Sequence:
         return dataclasses.replace(
             self,
             unforked=range(0),
-            block_table=[],
+            block_tables=[],
             block_hashes=list(self.block_hashes),
             num_computed_tokens=0,
             num_pending_tokens=0,

@@ -228,7 +228,7 @@ class StepMasks:
             for sequence, num_before, drafts in self._tried:
                 self._forced.learn(sequence.sequence_id, drafts, sequence.token_ids[num_before:])
         outputs = self.end_sequences()
-        going_on = [s for s in self._sequences if s.finish is None and s.block_table and not s.waits_for_mask]
+        going_on = [s for s in self._sequences if s.finish is None and s.block_tables and not s.waits_for_mask]
         if going_on:
             if self._forced is not None:
                 self.forced_tokens = {s.sequence_id: pool.session(s.sequence_id).forced(_output(s)) for s in going_on}
@@ -346,7 +346,7 @@ class EngineMasks:
             return
         for session_id in self.pool.session_ids:
             sequence = self._scheduler.get(session_id)
-            if sequence is None or not sequence.block_table:
+            if sequence is None or not sequence.block_tables:
                 self.pool.end(session_id)
                 if self.forced is not None:
                     self.forced.forget((session_id,))

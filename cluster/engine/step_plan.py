@@ -81,7 +81,7 @@ class StepPlan:
         """Starts the branches that still hold blocks. Called after running sequences are scheduled, when no other is
         preempted.
         """
-        self.step.started += [branch.start() for branch in self._branches if branch.block_table]
+        self.step.started += [branch.start() for branch in self._branches if branch.block_tables]
 
     def start(self, sequence: Sequence) -> None:
         """Makes the ranks start the sequence, or rebuild it after a preemption."""
@@ -111,4 +111,6 @@ class StepPlan:
 
     def close(self) -> None:
         """Finishes the block copies. Called when all sequences are scheduled; only forks may be added after it."""
-        self.step.block_copies = [(src, dst) for sequence, src, dst in self._copies if dst in sequence.block_table]
+        self.step.block_copies = [
+            (src, dst) for sequence, src, dst in self._copies if any(dst in table for table in sequence.block_tables)
+        ]

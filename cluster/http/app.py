@@ -7,7 +7,8 @@ result. Every failed request gets an answer in OpenAI's format. When a client le
 from __future__ import annotations
 
 import asyncio
-import logging
+import difflib
+import functools
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
@@ -17,24 +18,36 @@ from manta.cluster.http.access.prefix_scope import new_secret
 from manta.cluster.http.access.request_admission import decode
 from manta.cluster.http.endpoints import streams as stream_endpoints
 from manta.cluster.http.endpoints.stored_responses import keep_ended
+from manta.cluster.http.exchange.apart import is_small
 from manta.cluster.http.exchange.codec import encode
-from manta.cluster.http.exchange.engines import Engines
+from manta.cluster.http.exchange.engines import UNMETERED, Engines, Meter
 from manta.cluster.http.exchange.exchange import Exchange
-from manta.cluster.http.exchange.incoming import BodyRoom, ClientGone, Receive, Scope
+from manta.cluster.http.exchange.incoming import ClientGone, Receive, Scope
 from manta.cluster.http.exchange.metrics import Metrics
 from manta.cluster.http.exchange.recorded_engines import RESUMABLE, make_resumable
-from manta.cluster.http.exchange.recordings import Opening, Recording, Streams, last_event
+from manta.cluster.http.exchange.recordings import Opening, Streams, last_event
 from manta.cluster.http.exchange.reply import Send
 from manta.cluster.http.exchange.state import AppState, ClusterState, OtherMetrics, Route, no_cluster, no_other_metrics
 from manta.cluster.http.openapi import openapi_document
 from manta.cluster.http.routes import MESSAGE, ROUTES
 from manta.cluster.http.websockets import WebSockets
 from manta.cluster.protocol.error_bodies import refusal_of
-from manta.cluster.telemetry.request_log import open_request_log
+from manta.cluster.protocol.foreign_fields import collect_ignored
+from manta.cluster.telemetry.request_log import Examples, open_request_log
 from manta.cluster.text.tokenizer import Tokenizer
+from manta.structured.client_shares import ClientShares
+from manta.structured.visible_logs import logger_of
 
 if TYPE_CHECKING:
     from manta.cluster.http.server_span import ServerSpans
+
+
+UNKNOWN_FIELDS = "x-manta-unknown-fields"
+"""Header that asks for a refusal of a body's unknown fields."""
+
+
+MAX_COMPARED = 100
+"""Most characters of an unknown path that are compared with those served."""
 
 
 class Router:
@@ -48,7 +61,8 @@ class Router:
         self._served = [(route.method, route.path) for route in routes]
         for route in routes:
             if route.parameter is None:
-                self._exact.setdefault(route.path, {})[route.method] = route
+                for path in filter(None, (route.path, route.alias)):
+                    self._exact.setdefault(path, {})[route.method] = route
             else:
                 prefix, _, rest = route.path.partition("{")
                 self._with_parameter.setdefault((prefix, rest.partition("}")[2]), {})[route.method] = route
@@ -77,7 +91,9 @@ class Router:
             methods, value = self._find_with_parameter(path)
         if not methods:
             served = tuple(f"{method} {root_path}{each}" for method, each in self._served)
-            refuse("unknown_url", bound=served, place=f"{root_path}{path}")
+            near = difflib.get_close_matches(path[:MAX_COMPARED], [each for _, each in self._served], n=1)
+            remedy = f"did you mean {root_path}{near[0]}?" if near else ""
+            refuse("unknown_url", bound=served, remedy=remedy, place=f"{root_path}{path}")
         return methods, value
 
     def _find_with_parameter(self, path: str) -> tuple[dict[str, Route], str]:
@@ -120,16 +136,20 @@ class HttpApp:
         self._state = AppState(config, tokenizer, engines, metrics, secret, other_metrics, cluster, document)
         if streams is not None:
             self._state.streams = streams
-            streams.on_end = self._on_stream_end
+            streams.meter_of = self._meter_of
+            streams.on_end = functools.partial(keep_ended, self._state)
             streams.is_deleted = self._is_deleted
         self._state.routes = {route.path: route for route in routes if route.body is not None}
         self._router = Router(routes)
-        self._room = BodyRoom(config.max_bodies_bytes)
+        self._room = ClientShares(config.max_bodies_bytes)
         self.admission = self._state.admission
         self._returns_request_id = returns_request_id
         self._spans = spans
         self._websockets = WebSockets(config, self._room, self._exchange, self._answer, self._answer_message)
-        self._log = open_request_log() if config.log_requests else None
+        self._logs_requests = config.log_requests
+        self._unrouted = Examples()
+        if config.log_requests:
+            open_request_log()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answers a request. Raises `asyncio.CancelledError` if the client left before its answer was complete."""
@@ -153,20 +173,17 @@ class HttpApp:
     async def _answer_message(self, exchange: Exchange) -> None:
         await self._answer_traced(exchange, MESSAGE)
 
-    def _on_stream_end(self, recording: Recording) -> None:
-        """Charges the output of a recorded stream to the key that asked for it, and stores a response that is kept."""
-        client = recording.opening.generation.engine.client
-        use = self.admission.rate_limits.of(client) if self._config.api_keys else None
-        if use is not None:
-            use.charge_output(recording.num_tokens)
-        keep_ended(self._state, recording)
+    def _meter_of(self, opening: Opening) -> Meter:
+        """Returns what counts the output of a stream that another ingress admitted, against the key that asked."""
+        use = self.admission.use_of(opening.generation.engine.client)
+        return UNMETERED if use is None else use.resume()
 
     async def _is_deleted(self, opening: Opening) -> bool:
         """Returns whether the response that a stream makes was deleted. If the storage does not tell, it goes on."""
         try:
             return await stream_endpoints.is_deleted(self._state, opening)
         except Exception:
-            logging.getLogger(__name__).exception("stream %s goes on", opening.stream_id)
+            logger_of(__name__).exception("stream %s goes on", opening.stream_id)
             return False
 
     def begin_drain(self) -> None:
@@ -195,36 +212,65 @@ class HttpApp:
             exchange.reply.status = 499
             raise asyncio.CancelledError from None
         except Exception as error:
-            logging.getLogger(__name__).exception("request %s failed", exchange.request_id)
+            logger_of(__name__).exception("request %s failed", exchange.request_id)
             await exchange.reply.fail(refusal_of(error))
         finally:
-            logged = route.logged if route is not None else asked.method == "POST"
-            if self._log is not None and logged:
-                self._log.info(exchange.log_line())
+            self._state.metrics.ignored_fields.inc(len(exchange.reply.ignored))
+            self._log_end(exchange, route)
+
+    def _log_end(self, exchange: Exchange, route: Route | None) -> None:
+        """Writes the line of a request that has ended. Of requests that no route took, one a minute gets a line, and
+        all are counted, because anybody can send any number of them.
+        """
+        if route is not None:
+            if self._logs_requests and route.logged:
+                exchange.log()
+        elif exchange.reply.status >= 400:
+            self._state.metrics.unrouted_request(exchange.reply.status)
+            num_others = self._unrouted.take() if self._logs_requests else None
+            if num_others is not None:
+                exchange.log(num_others)
 
     async def _handle(self, route: Route, exchange: Exchange) -> None:
+        exchange.reply.ignored = collect_ignored(self._refuses_unknown(exchange))
         if not route.public:
             self._check_key(exchange)
         if route.form is not None:  # its handler reads the body, with a bound and a deadline of its own
             answer = await route.handler(self._state, exchange, None)
         else:
-            body = None if route.body is None else await self._body(route, exchange)
-            async with self.admission.prepare(is_counted=not route.public) as exchange.preparation:
-                answer = await exchange.incoming.unless_gone(self._result(route, exchange, body))
+            client = exchange.caller.sharer
+            content = b"" if route.body is None else await exchange.incoming.body(client)
+            async with self.admission.prepare(client, is_counted=not route.public) as exchange.preparation:
+                answer = await exchange.incoming.unless_gone(self._result(route, exchange, content))
         if answer is not None:
             await exchange.reply.send_json(encode(answer))
 
-    async def _body(self, route: Route, exchange: Exchange) -> Any:
-        """Returns the decoded body."""
-        assert route.body is not None
-        content = await exchange.incoming.body()
-        body = decode(route.body, content, self._config.body)
+    async def _body(self, route: Route, exchange: Exchange, content: bytes) -> Any:
+        """Returns the decoded body; None if the route takes none. A long one waits for its turn and counts as before
+        while it does.
+        """
+        if route.body is None:
+            return None
+        exchange.is_small = is_small(content)
+        if exchange.is_small:
+            body = decode(route.body, content, self._config.body)
+        else:
+            async with exchange.incoming.room(exchange.caller.sharer, len(content)):
+                body = await self._state.apart(exchange, decode, route.body, content, self._config.body)
         if RESUMABLE in exchange.headers:
             make_resumable(self._state, exchange, route, content, body)
         return body
 
-    async def _result(self, route: Route, exchange: Exchange, body: Any) -> Any:
+    def _refuses_unknown(self, exchange: Exchange) -> bool:
+        """Returns whether fields that Manta does not know are refused, by the configuration or for this request."""
+        asked = exchange.headers.get(UNKNOWN_FIELDS)
+        if asked not in (None, "ignore", "refuse"):
+            refuse("unknown_value", UNKNOWN_FIELDS, asked[:40], ("ignore", "refuse"))
+        return "refuse" in (asked, self._config.unknown_fields)
+
+    async def _result(self, route: Route, exchange: Exchange, content: bytes) -> Any:
         """Returns what is to be sent as JSON; None if the answer was sent."""
+        body = await self._body(route, exchange, content)
         if route.body is not None and "last-event-id" in exchange.headers:
             resumed = last_event(exchange.headers)
             if resumed is not None:

@@ -20,6 +20,7 @@ _ERRORS = {
     408: "A time limit has passed: of the request, or of a client that sends or reads too slowly",
     409: "The batch has ended",
     413: "The body is too long",
+    415: "The body is compressed",
     426: "The path is for WebSocket connections",
     429: "Too many requests are waiting; retry later",
     500: "An internal error, which the server has logged",
@@ -36,6 +37,8 @@ def openapi_document(routes: Iterable[Route]) -> dict[str, Any]:
     types: list[Any] = [ErrorBody]
     types += [kind for route in routes for kind in (route.body, route.form, route.answer) if kind is not None]
     schemas, components = msgspec.json.schema_components(types, ref_template="#/components/schemas/{name}")
+    for component in components.values():
+        component.pop("additionalProperties", None)  # unknown fields are ignored by name
     schema_of = dict(zip(types, schemas, strict=True))
     paths: dict[str, Any] = {}
     for route in routes:
@@ -82,7 +85,7 @@ def _error_statuses(route: Route) -> list[int]:
     if route.query is not None:
         found.add(400)
     if route.body is not None or route.form is not None:
-        found |= {400, 413}
+        found |= {400, 413, 415}
     return sorted(found)
 
 

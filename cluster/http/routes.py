@@ -32,8 +32,10 @@ from manta.cluster.protocol.ollama import (
     OllamaGenerateAnswer,
     OllamaGenerateRequest,
     OllamaModels,
+    OllamaRunning,
     OllamaShow,
     OllamaShowRequest,
+    OllamaVersion,
 )
 from manta.cluster.protocol.requests import ChatCompletionRequest, CompletionRequest
 from manta.cluster.protocol.responses import ChatCompletion, Completion
@@ -58,6 +60,7 @@ ROUTES = (
         "/v1/chat/completions",
         generation.chat,
         "Chat completion",
+        alias="/chat/completions",
         body=ChatCompletionRequest,
         answer=ChatCompletion,
         media_type=EVENTS,
@@ -69,6 +72,7 @@ ROUTES = (
         "/v1/completions",
         generation.completions,
         "Completion",
+        alias="/completions",
         body=CompletionRequest,
         answer=Completion,
         media_type=EVENTS,
@@ -173,7 +177,7 @@ ROUTES = (
         logged=True,
     ),
     Route("DELETE", "/v1/streams/{stream_id}", streams.delete, "End it", answer=streams.StreamDeleted, errors=(404,)),
-    Route("GET", "/v1/models", models.list_models, "The models served", answer=models.ModelList),
+    Route("GET", "/v1/models", models.list_models, "The models served", alias="/models", answer=models.ModelList),
     Route("GET", "/v1/models/{model}", models.one_model, "One model", answer=models.ModelCard, errors=(404,)),
     Route(
         "POST",
@@ -228,7 +232,15 @@ ROUTES = (
         error_body=ollama_body,
         errors=(404,),
     ),
-    Route("GET", "/api/version", status.server_version, "As /version", answer=status.Version, public=True),
+    Route("GET", "/api/ps", ollama.running, "The models that run, in Ollama's shape", answer=OllamaRunning),
+    Route(
+        "GET",
+        "/api/version",
+        ollama.api_version,
+        "The version of Ollama's API that is spoken",
+        answer=OllamaVersion,
+        public=True,
+    ),
     Route(
         "POST",
         "/v1/files",

@@ -20,15 +20,17 @@ from typing import Any, NoReturn
 import msgspec
 
 from manta.cluster.config import ServeConfig
-from manta.cluster.errors import ServingError, refuse
+from manta.cluster.errors import ServingError, error_of, refuse
 from manta.cluster.http.access.request_admission import decode
 from manta.cluster.http.exchange.codec import body_of_event, encode
 from manta.cluster.http.exchange.exchange import Exchange
-from manta.cluster.http.exchange.incoming import BodyRoom, Receive, Scope
+from manta.cluster.http.exchange.incoming import Receive, Scope, bodies_refusal
 from manta.cluster.http.exchange.remembered import RememberedResponses
 from manta.cluster.http.exchange.reply import Send
 from manta.cluster.protocol.error_bodies import ErrorDetail, answer_of, openai_body
+from manta.cluster.protocol.foreign_fields import IGNORED
 from manta.cluster.protocol.responses_api import MAX_EVENT_ID, ResponseCancelEvent
+from manta.structured.client_shares import ClientShares, Holding
 from manta.structured.refusals import Refusal
 
 MAX_OPEN_S = 3600.0
@@ -94,7 +96,7 @@ class WebSockets:
     def __init__(
         self,
         config: ServeConfig,
-        room: BodyRoom,
+        room: ClientShares,
         new_exchange: Callable[[Scope, Receive, Send, bool], Exchange],
         answer_handshake: Answer,
         answer_message: Answer,
@@ -114,7 +116,7 @@ class WebSockets:
         exchange = self.new_exchange(request, _nothing, refusal.send, returns_id)
         await self._answer_handshake(exchange)
         if exchange.reply.status == 101:
-            await _Connection(self, scope, receive, send).serve()
+            await _Connection(self, scope, receive, send, exchange.caller.sharer).serve()
 
 
 async def _nothing() -> NoReturn:
@@ -144,16 +146,17 @@ class _Refusal:
 
 
 class _Connection:
-    """One open connection."""
+    """One open connection of `client`."""
 
-    def __init__(self, sockets: WebSockets, scope: Scope, receive: Receive, send: Send) -> None:
+    def __init__(self, sockets: WebSockets, scope: Scope, receive: Receive, send: Send, client: str) -> None:
         self._sockets = sockets
+        self._client = client
         headers = [(name, value) for name, value in scope["headers"] if name not in _NOT_OF_A_MESSAGE]
         self._scope = {**scope, "type": "http", "method": "POST", "headers": headers}
         self._rests = REST in (scope.get("extensions") or {})
         self._receive = receive
         self._send = send
-        self._remembered = sockets.remembered.of_connection()
+        self._remembered = sockets.remembered.of_connection(client)
         self._waiting: deque[_Turn] = deque()
         """Messages whose turn has not come, oldest first."""
         self._num_waiting_bytes = 0
@@ -173,7 +176,8 @@ class _Connection:
         finally:
             reading.cancel()
             self._remembered.forget()
-            self._sockets.room.give_back(self._num_waiting_bytes)
+            for turn in self._waiting:
+                self._give_room(turn)
 
     async def _answer_all(self) -> bool:
         """Answers messages as they come. Returns whether the connection has reached its limit of time; otherwise the
@@ -187,7 +191,7 @@ class _Connection:
                 self._running = None
                 continue
             if self._rests:
-                await self._send_unless_gone({"type": REST})
+                await self._send_unless_gone({"type": REST, "client": self._client})
             self._changed.clear()
             try:
                 async with asyncio.timeout_at(ends_at):
@@ -249,14 +253,18 @@ class _Connection:
         if self._num_waiting_bytes and self._num_waiting_bytes + len(message) > limit:
             num_bytes = self._num_waiting_bytes + len(message)
             self._refuse(num_bytes, "bytes of messages would wait on this connection", limit, "max_body_bytes")
-        try:
-            self._sockets.room.take(len(message))
-        except ServingError:
-            self._sockets.room.give_back(len(message))
-            raise
+        shared, turn = self._sockets.room, _Turn(message, event_id, self.send_event)
+        turn.room = shared.hold(self._client, lambda: self._lose(turn))
+        if not turn.room.take(len(message)):
+            raise error_of(bodies_refusal(shared, self._client, len(message)))
         self._num_waiting_bytes += len(message)
-        self._waiting.append(_Turn(message, event_id, self.send_event))
+        self._waiting.append(turn)
         self._changed.set()
+
+    def _lose(self, turn: _Turn) -> None:
+        """Refuses a message that waits, because others need its room."""
+        turn.drop(bodies_refusal(self._sockets.room, self._client, turn.num_waiting_bytes))
+        self._give_room(turn)
 
     def _cancel(self, event: ResponseCancelEvent) -> None:
         """Ends the response that `event` names, or that of the latest message before it. It does nothing if that has
@@ -266,15 +274,16 @@ class _Connection:
         named = self._running if event.response_id is not None else latest
         if named is None or event.response_id not in (None, named.response_id):
             return
-        named.cancel()
+        named.drop(Refusal("cancelled_by_client"))
         if named is not self._running:
             self._give_room(named)
 
     def _give_room(self, turn: _Turn) -> None:
         """Gives back the room of a message that no longer waits."""
         self._num_waiting_bytes -= turn.num_waiting_bytes
-        self._sockets.room.give_back(turn.num_waiting_bytes)
         turn.num_waiting_bytes = 0
+        if turn.room is not None:
+            turn.room.give_back()
 
     # ---- writing ---------------------------------------------------------------------------------------------------
 
@@ -308,6 +317,8 @@ class _Turn:
     ) -> None:
         self.num_waiting_bytes = len(message)
         """Bytes that count as waiting."""
+        self.room: Holding | None = None
+        """Room that the message takes while it waits; None for a refusal."""
         self.refusal = refusal
         self.response_id = ""
         """Id of the response; empty before it is created."""
@@ -321,16 +332,18 @@ class _Turn:
         """Whether the last event was sent."""
         self._streams = False
         """Whether the answer is a stream of events, as opposed to the body of an error."""
+        self._ignored = ""
+        """Parts of the message without effect, as the header of an HTTP answer lists them."""
         self._unsent = b""
 
     def leave(self) -> None:
         """Ends the answer, because the client has left."""
         self._over.set()
 
-    def cancel(self) -> None:
-        """Ends the answer, because the client wants no more of it, unless its last event was sent."""
+    def drop(self, refusal: Refusal) -> None:
+        """Ends the answer with a refusal, unless its last event was sent."""
         if self.refusal is None and not self._has_ended:
-            self.refusal, self._message = Refusal("cancelled_by_client"), None
+            self.refusal, self._message = refusal, None
             self._over.set()
 
     async def refuse(self) -> None:
@@ -350,6 +363,7 @@ class _Turn:
         """Takes a part of the HTTP answer, and sends what it completes: the events of a stream, or a whole error."""
         if message["type"] == "http.response.start":
             self._streams = message["status"] == 200
+            self._ignored = dict(message["headers"]).get(IGNORED, b"").decode()
             return
         self._unsent += message["body"]
         if self._streams:
@@ -366,6 +380,8 @@ class _Turn:
             return
         if name == b"event: response.created":
             self.response_id = msgspec.json.decode(body, type=_Created).response.id
+            if self._ignored:
+                body = encode({**msgspec.json.decode(body), IGNORED.decode(): self._ignored})
         await self._send(body, is_last=name in _LAST_EVENTS)
 
     async def _fail(self, body: bytes) -> None:

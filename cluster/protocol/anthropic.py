@@ -13,19 +13,26 @@ from typing import Any, Literal
 import msgspec
 
 from manta.cluster.errors import refuse
+from manta.cluster.protocol.foreign_fields import ignore
 from manta.cluster.protocol.requests import ChatCompletionRequest
+from manta.cluster.protocol.tools import leave_out_foreign_tools
 from manta.cluster.protocol.translated import as_openai
 
 BILLING_NOTE = "x-anthropic-billing-header:"
 """Begins a block that some agents put into the system prompt. It is addressed to Anthropic's service and changes with
 every request, so it would keep all that follows out of the prefix cache. It never reaches the model here.
 """
-_RENAMED = {"stop": "stop_sequences", "user": "metadata.user_id", "response_format": "output_config.format"}
+_RENAMED = {
+    "stop": "stop_sequences",
+    "user": "metadata.user_id",
+    "response_format": "output_config.format",
+    "reasoning_effort": "output_config.effort",
+    "chat_template_kwargs": "thinking",
+}
 """Fields of OpenAI's body whose name here is another one."""
 _UNSUPPORTED = (
     "billing_policy",
     "compaction",
-    "context_management",
     "fallback_credit_token",
     "fallbacks",
     "mcp_servers",
@@ -33,13 +40,13 @@ _UNSUPPORTED = (
 """Fields that ask Anthropic's service to act. Only null, or an empty value, is accepted."""
 
 
-class TextBlock(msgspec.Struct, tag_field="type", tag="text", omit_defaults=True):
+class TextBlock(msgspec.Struct, tag_field="type", tag="text", omit_defaults=True, forbid_unknown_fields=True):
     text: str
     cache_control: Any = None
     citations: Any = None
 
 
-class ToolUseBlock(msgspec.Struct, tag_field="type", tag="tool_use", omit_defaults=True):
+class ToolUseBlock(msgspec.Struct, tag_field="type", tag="tool_use", omit_defaults=True, forbid_unknown_fields=True):
     id: str
     name: str
     input: dict[str, Any]
@@ -47,19 +54,19 @@ class ToolUseBlock(msgspec.Struct, tag_field="type", tag="tool_use", omit_defaul
     caller: Any = None
 
 
-class ToolResultBlock(msgspec.Struct, tag_field="type", tag="tool_result"):
+class ToolResultBlock(msgspec.Struct, tag_field="type", tag="tool_result", forbid_unknown_fields=True):
     tool_use_id: str
     content: str | list[dict[str, Any]] = ""
     is_error: bool = False
     cache_control: Any = None
 
 
-class ThinkingBlock(msgspec.Struct, tag_field="type", tag="thinking"):
+class ThinkingBlock(msgspec.Struct, tag_field="type", tag="thinking", forbid_unknown_fields=True):
     thinking: str
     signature: str = ""
 
 
-class RedactedThinkingBlock(msgspec.Struct, tag_field="type", tag="redacted_thinking"):
+class RedactedThinkingBlock(msgspec.Struct, tag_field="type", tag="redacted_thinking", forbid_unknown_fields=True):
     """Thinking that another service has encrypted. It is left out of the prompt."""
 
     data: str
@@ -82,48 +89,48 @@ class Message(msgspec.Struct, forbid_unknown_fields=True):
             refuse("unsupported", f"{path}.output_config", remedy="give output_config to the request")
 
 
-class MessagesTool(msgspec.Struct, kw_only=True):
+class MessagesTool(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     name: str
     description: str | None = None
     input_schema: dict[str, Any] | None = None
-    type: str | None = None
+    type: Literal["custom"] | None = None
     strict: bool | None = None
     """False leaves the arguments free of the schema's demands that cannot be held, as in OpenAI's body."""
     cache_control: Any = None
 
 
-class MessagesToolChoice(msgspec.Struct, kw_only=True):
+class MessagesToolChoice(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     type: Literal["auto", "any", "tool", "none"]
     name: str | None = None
     disable_parallel_tool_use: bool = False
 
 
-class Thinking(msgspec.Struct, kw_only=True):
+class Thinking(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     type: Literal["enabled", "disabled", "adaptive", "between_tools"]
     budget_tokens: int | None = None
     """Accepted; thinking counts against `max_tokens` alone."""
     display: str | None = None
 
 
-class OutputFormat(msgspec.Struct, kw_only=True):
+class OutputFormat(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     type: Literal["json_schema"]
     schema: dict[str, Any]
 
 
-class OutputConfig(msgspec.Struct, kw_only=True):
+class OutputConfig(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     effort: str | None = None
     """Given to chat templates that know `reasoning_effort`."""
     format: OutputFormat | None = None
 
 
-class Metadata(msgspec.Struct, kw_only=True):
+class Metadata(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     user_id: str | None = None
 
 
 class _Prompt(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     """The fields that make the prompt."""
 
-    model: str
+    model: str = ""
     messages: list[Message]
     system: str | list[TextBlock] | None = None
     tools: list[MessagesTool] | None = None
@@ -139,6 +146,11 @@ class _Prompt(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     context_management: Any = None
     mcp_servers: Any = None
 
+    @staticmethod
+    def leave_out(body: dict[str, Any]) -> None:
+        """Leaves out of a decoded JSON body the tools that Anthropic's service would run or describe."""
+        leave_out_foreign_tools(body, "custom")
+
     def check(self) -> None:
         """Raises `RequestRefused` naming the field of the first mistake."""
         if not self.messages:
@@ -148,11 +160,14 @@ class _Prompt(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
         for name in _UNSUPPORTED:
             if getattr(self, name, None):
                 refuse("unsupported", name, remedy="leave it out")
+        if self.context_management:
+            ignore("context_management")
         for index, tool in enumerate(self.tools or []):
-            if tool.type not in (None, "custom") or tool.input_schema is None:
-                cause, remedy = "the server would have to run it", "give tools of your own with name and input_schema"
-                refuse("unsupported", f"tools[{index}].type", str(tool.type), "custom", remedy, cause=cause)
+            if tool.input_schema is None:
+                refuse("missing", f"tools[{index}].input_schema", remedy="give the JSON schema of its arguments")
         choice = self.tool_choice
+        if choice is not None and choice.type in ("any", "tool") and not self.tools:
+            refuse("requires", "tool_choice", choice.type, "tools", "add some")
         if choice is not None and choice.type == "tool" and choice.name is None:
             refuse("missing", "tool_choice.name", remedy="name the tool that is to be called")
 
@@ -319,6 +334,26 @@ def _openai_choice(choice: MessagesToolChoice) -> str | dict[str, Any]:
 
 
 # ---- answers -----------------------------------------------------------------------------------------------------
+# Anthropic's schema requires also what is always null here.
+
+
+class AnswerText(msgspec.Struct, tag_field="type", tag="text"):
+    text: str
+    citations: None = None
+
+
+class DirectCaller(msgspec.Struct, tag_field="type", tag="direct", frozen=True):
+    """The model itself made the call."""
+
+
+class AnswerToolUse(msgspec.Struct, tag_field="type", tag="tool_use"):
+    id: str
+    name: str
+    input: dict[str, Any]
+    caller: DirectCaller = DirectCaller()
+
+
+AnswerBlock = AnswerText | AnswerToolUse | ThinkingBlock
 
 
 class MessagesUsage(msgspec.Struct, kw_only=True):
@@ -327,6 +362,11 @@ class MessagesUsage(msgspec.Struct, kw_only=True):
     output_tokens: int
     cache_read_input_tokens: int = 0
     cache_creation_input_tokens: int = 0
+    cache_creation: None = None
+    inference_geo: None = None
+    output_tokens_details: None = None
+    server_tool_use: None = None
+    service_tier: None = None
 
 
 class MessageAnswer(msgspec.Struct, kw_only=True):
@@ -336,10 +376,12 @@ class MessageAnswer(msgspec.Struct, kw_only=True):
     type: Literal["message"] = "message"
     role: Literal["assistant"] = "assistant"
     model: str
-    content: list[Block]
+    content: list[AnswerBlock]
     stop_reason: str | None
     """`end_turn`, `max_tokens`, `stop_sequence` or `tool_use`."""
     stop_sequence: str | None
+    stop_details: None = None
+    container: None = None
     usage: MessagesUsage
 
 
@@ -353,7 +395,7 @@ class MessageStart(msgspec.Struct, tag_field="type", tag="message_start"):
 
 class BlockStart(msgspec.Struct, tag_field="type", tag="content_block_start"):
     index: int
-    content_block: Block
+    content_block: AnswerBlock
 
 
 class TextDelta(msgspec.Struct, tag_field="type", tag="text_delta"):

@@ -16,11 +16,13 @@ import msgspec
 
 from manta.cluster.config import BodyLimits
 from manta.cluster.errors import refuse
-from manta.cluster.protocol.requests import check_num_values
+from manta.cluster.protocol.body_size import check_body_size
 
 VERSION = "manta1"
 """Beginning of the content. Another one is needed as soon as `Compacted` changes."""
 DIGEST_CHARACTERS = 32
+MAX_COMPACTED_ITEMS = 2**16
+"""Most items that one content stands for, at some microseconds each: 16 times those of a body."""
 _SHOWN_CHARACTERS = 20
 """Characters of a wrong content that the refusal repeats."""
 
@@ -58,11 +60,14 @@ def decode_compacted(content: Any, field: str) -> Compacted:
         _refuse(field, "is damaged: it is not base64")
     if digest != _digest(data):
         _refuse(field, "is damaged: it does not fit its digest")
-    check_num_values(data, BodyLimits())
+    check_body_size(data, BodyLimits(), field)
     try:
         compacted = msgspec.json.decode(data, type=Compacted)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         _refuse(field, f"holds no conversation: {error}")
+    if len(compacted.items) > MAX_COMPACTED_ITEMS:
+        unit, remedy = "items of a conversation", "begin a new one"
+        refuse("over_limit", field, len(compacted.items), MAX_COMPACTED_ITEMS, remedy, unit=unit)
     if any(item.get("type") == "compaction" for item in compacted.items):
         _refuse(field, "holds another compaction item")
     return compacted

@@ -6,12 +6,15 @@ enforced.
 
 from __future__ import annotations
 
-import json
-from typing import Any
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any, ClassVar
 
 import msgspec
+from msgspec import UNSET, UnsetType
 
 from manta.cluster.errors import TOO_DEEP, RequestRefused, refuse
+from manta.cluster.protocol.body_size import json_within
 from manta.structured.constraint import ConstraintSpec, Kind
 
 
@@ -20,11 +23,33 @@ class ResponseText(msgspec.Struct, tag_field="type", tag="text", forbid_unknown_
 
 
 class ResponseJsonObject(msgspec.Struct, tag_field="type", tag="json_object", forbid_unknown_fields=True):
-    """Any JSON object."""
+    """Any JSON object, or what llama.cpp's `schema` describes."""
+
+    must_know_fields: ClassVar[bool] = True
+
+    schema: dict[str, Any] | None = None
+
+
+class ResponseJson(msgspec.Struct, tag_field="type", tag="json", forbid_unknown_fields=True):
+    """TGI's form of a JSON schema."""
+
+    must_know_fields: ClassVar[bool] = True
+
+    value: dict[str, Any]
+
+
+class ResponseRegex(msgspec.Struct, tag_field="type", tag="regex", forbid_unknown_fields=True):
+    """TGI's form of a regular expression."""
+
+    must_know_fields: ClassVar[bool] = True
+
+    value: str
 
 
 class JsonSchemaFormat(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     """A JSON schema. `strict` = false also accepts one that is enforced in part, and the answer's header says which."""
+
+    must_know_fields: ClassVar[bool] = True
 
     name: str
     description: str | None = None
@@ -33,14 +58,20 @@ class JsonSchemaFormat(msgspec.Struct, forbid_unknown_fields=True, kw_only=True)
 
 
 class ResponseJsonSchema(msgspec.Struct, tag_field="type", tag="json_schema", forbid_unknown_fields=True):
-    json_schema: JsonSchemaFormat
+    must_know_fields: ClassVar[bool] = True
+
+    json_schema: JsonSchemaFormat | UnsetType = UNSET
+    value: JsonSchemaFormat | UnsetType = UNSET
+    """TGI's name of `json_schema`."""
 
 
-ResponseFormat = ResponseText | ResponseJsonObject | ResponseJsonSchema
+ResponseFormat = ResponseText | ResponseJsonObject | ResponseJson | ResponseRegex | ResponseJsonSchema
 
 
 class StructuredOutputs(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     """vLLM's field: exactly one constraint, and how it is enforced."""
+
+    must_know_fields: ClassVar[bool] = True
 
     json: dict[str, Any] | bool | str | None = None
     """A JSON schema, or its text."""
@@ -71,24 +102,63 @@ def chosen_kind(given: StructuredOutputs) -> str:
     return found[0]
 
 
+OLDER_CONSTRAINTS = {
+    "guided_json": "json",
+    "guided_regex": "regex",
+    "guided_choice": "choice",
+    "guided_grammar": "grammar",
+    "json_schema": "json",
+    "grammar": "grammar",
+}
+"""Fields of vLLM's older clients and of llama.cpp's, and the fields of `StructuredOutputs` that mean the same."""
+
+
 def requested_constraint(
-    response_format: ResponseFormat | None, structured_outputs: StructuredOutputs | None
+    response_format: ResponseFormat | None,
+    structured_outputs: StructuredOutputs | None,
+    older: Mapping[str, Any] = MappingProxyType({}),
+    backend: str = "auto",
 ) -> tuple[ConstraintSpec | None, str]:
-    """Returns the constraint and its field; None and an empty field without one. Raises `RequestRefused` for both
-    fields at once, and for a constraint without meaning.
+    """Returns the constraint and its field; None and an empty field without one. `older` has the fields of
+    `OLDER_CONSTRAINTS` that are given, and `backend` is theirs. Raises `RequestRefused` for several fields at once, and
+    for a constraint without meaning.
     """
+    given = [*older, *(["structured_outputs"] if structured_outputs is not None else [])]
+    if response_format is not None and not isinstance(response_format, ResponseText):
+        given.append("response_format")
+    if len(given) > 1:
+        refuse("excludes", given[0], bound=given[1], remedy="leave one out")
     if structured_outputs is not None:
-        if response_format is not None and not isinstance(response_format, ResponseText):
-            refuse("excludes", "structured_outputs", bound="response_format", remedy="leave one out")
         return _from_structured_outputs(structured_outputs)
-    if isinstance(response_format, ResponseJsonObject):
-        return ConstraintSpec(kind="json_object"), "response_format"
-    if isinstance(response_format, ResponseJsonSchema):
-        schema, field = response_format.json_schema, "response_format.json_schema"
-        if schema.schema is None:
-            return ConstraintSpec(kind="json_object"), field
-        loose = schema.strict is False
-        return ConstraintSpec(kind="json_schema", text=json_text(schema.schema), loose=loose), f"{field}.schema"
+    for field, value in older.items():
+        asked: dict[str, Any] = {OLDER_CONSTRAINTS[field]: value}
+        spec, _ = _from_structured_outputs(StructuredOutputs(**asked, backend=backend))
+        return spec, field
+    return _from_response_format(response_format)
+
+
+def _from_response_format(given: ResponseFormat | None) -> tuple[ConstraintSpec | None, str]:
+    match given:
+        case ResponseJsonObject(schema=None):
+            return ConstraintSpec(kind="json_object"), "response_format"
+        case ResponseJsonObject():
+            return ConstraintSpec(kind="json_schema", text=json_text(given.schema)), "response_format.schema"
+        case ResponseJson():
+            return ConstraintSpec(kind="json_schema", text=json_text(given.value)), "response_format.value"
+        case ResponseRegex():
+            return ConstraintSpec(kind="regex", text=given.value), "response_format.value"
+        case ResponseJsonSchema():
+            schema, field = given.json_schema, "response_format.json_schema"
+            if schema is UNSET:
+                schema, field = given.value, "response_format.value"
+            elif given.value is not UNSET:
+                refuse("excludes", field, bound="response_format.value", remedy="leave one out")
+            if schema is UNSET:
+                refuse("required", "response_format.json_schema")
+            if schema.schema is None:
+                return ConstraintSpec(kind="json_object"), field
+            loose = schema.strict is False
+            return ConstraintSpec(kind="json_schema", text=json_text(schema.schema), loose=loose), f"{field}.schema"
     return None, ""
 
 
@@ -125,10 +195,7 @@ def _as_json_text(value: Any, field: str) -> str:
     """Returns `value` as JSON. A string is JSON already; it is checked."""
     if not isinstance(value, str):
         return json_text(value)
-    try:
-        json.loads(value)
-    except (ValueError, RecursionError) as error:
-        refuse("malformed", field, bound="JSON", cause=str(error))
+    json_within(value, field)
     return value
 
 

@@ -48,6 +48,7 @@ ANSWERS: dict[Kind, Answer] = {
     "unknown_stream": Answer(404, "stream_not_found"),
     "no_storage": Answer(404, "no_batch_storage"),
     "batch_has_ended": Answer(409, "batch_has_ended"),
+    "foreign_encoding": Answer(415, "unsupported_encoding"),
     "no_websocket": Answer(426, "upgrade_required"),
     "connection_too_old": Answer(code="websocket_connection_limit_reached"),
     "cancelled_by_client": Answer(code="response_cancelled"),
@@ -130,8 +131,8 @@ def anthropic_body(refusal: Refusal) -> bytes:
 
 
 def ollama_body(refusal: Refusal) -> bytes:
-    """Returns an `ErrorBody`. Ollama's clients show all of `error`, which then names the field too."""
-    return openai_body(refusal)
+    """Returns the refusal in words as `error`, which Ollama's clients show."""
+    return msgspec.json.encode({"error": sentence(refusal)})
 
 
 def connection_error_body(status: int, message: str) -> bytes:

@@ -12,6 +12,7 @@ from typing import Any
 import msgspec
 
 from manta.cluster.errors import refuse
+from manta.cluster.protocol.foreign_fields import judge_foreign
 from manta.cluster.protocol.requests import ChatCompletionRequest, CompletionRequest
 from manta.cluster.protocol.translated import as_openai
 
@@ -30,9 +31,12 @@ RENAMED = {
 _WITHOUT_EFFECT = (
     *("num_ctx", "num_keep", "num_batch", "num_gpu", "main_gpu", "num_thread", "numa", "low_vram", "f16_kv"),
     *("logits_all", "vocab_only", "use_mmap", "use_mlock", "embedding_only", "repeat_last_n", "penalize_newline"),
+    *("mirostat_tau", "mirostat_eta"),  # of mirostat alone, which is not served
 )
 """Options that are accepted without effect, because the operator sets them (`--max-model-len` and the like)."""
-_NOT_SERVED = ("tfs_z", "typical_p", "mirostat", "mirostat_tau", "mirostat_eta")
+_EFFECTIVE = (*RENAMED, "num_predict")
+API_VERSION = "0.9.6"
+"""Version of Ollama whose API this is: tools in streams and `think`, without log-probabilities. Clients read it."""
 LATEST = ":latest"
 """Tag that clients append to a name without one."""
 
@@ -44,7 +48,7 @@ class _Body(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     """`json`, or a JSON schema."""
     options: dict[str, Any] | None = None
     keep_alive: float | str | None = None
-    """Accepted without effect; the model stays loaded."""
+    """Accepted without effect; the model stays loaded. 0 with nothing to answer is confirmed as an unload."""
     think: bool | str | None = None
     """Passed to chat templates that know `enable_thinking`."""
     logprobs: bool | None = None
@@ -54,14 +58,12 @@ class _Body(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
         """Raises `RequestRefused` naming the field of the first mistake."""
         if self.format not in (None, "", "json") and not isinstance(self.format, dict):
             refuse("unsupported", "format", self.format, remedy="send json or a JSON schema")
-        if self.logprobs or self.top_logprobs:
-            refuse("unsupported", "logprobs", remedy="ask /v1/chat/completions for them")
+        for name in ("logprobs", "top_logprobs"):
+            if getattr(self, name):
+                refuse("unsupported", name, remedy="ask /v1/chat/completions for them")
         for name, value in (self.options or {}).items():
-            if name in _NOT_SERVED and value:
-                refuse("unsupported", f"options.{name}", remedy="leave it out")
-            if name not in (*RENAMED, *_WITHOUT_EFFECT, *_NOT_SERVED, "num_predict"):
-                known = ", ".join((*RENAMED, "num_predict"))
-                refuse("unsupported", f"options.{name}", remedy=f"leave it out; those with an effect are {known}")
+            if name not in (*_EFFECTIVE, *_WITHOUT_EFFECT):
+                judge_foreign(f"options.{name}", name, value, _EFFECTIVE, is_of_body=True)
 
     def _common(self) -> dict[str, Any]:
         """Returns the fields of an OpenAI body that chat and completion share."""
@@ -91,8 +93,15 @@ class _Body(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
             return "options.num_predict"
         if param.startswith("response_format"):
             return "format"
+        if param.startswith("chat_template_kwargs"):
+            return "think"
         names = {theirs: f"options.{name}" for name, theirs in RENAMED.items()}
         return names.get(param, param)
+
+    @property
+    def unloads(self) -> bool:
+        """Whether `keep_alive` asks to unload the model."""
+        return self.keep_alive is not None and not str(self.keep_alive).strip("0.hms")
 
     @property
     def has_limit(self) -> bool:
@@ -100,12 +109,12 @@ class _Body(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
         return "max_tokens" in self._common()
 
 
-class OllamaFunction(msgspec.Struct):
+class OllamaFunction(msgspec.Struct, forbid_unknown_fields=True):
     name: str
     arguments: dict[str, Any] = {}
 
 
-class OllamaToolCall(msgspec.Struct, omit_defaults=True):
+class OllamaToolCall(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
     function: OllamaFunction
     id: str | None = None
 
@@ -261,7 +270,21 @@ class OllamaModels(msgspec.Struct):
     models: list[OllamaModel]
 
 
-class OllamaShowRequest(msgspec.Struct, kw_only=True):
+class OllamaRunningModel(OllamaModel, kw_only=True):
+    expires_at: str
+    size_vram: int = 0
+    context_length: int
+
+
+class OllamaRunning(msgspec.Struct):
+    models: list[OllamaRunningModel]
+
+
+class OllamaVersion(msgspec.Struct):
+    version: str
+
+
+class OllamaShowRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     """`POST /api/show`."""
 
     model: str

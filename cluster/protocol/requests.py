@@ -4,7 +4,7 @@
 mistake. `sampling_params` turns a body into one `SamplingParams`. Knows neither the tokenizer nor the engine.
 
 A body of a few kilobytes could block the ingress for seconds, and every stream with it. So the bounds at the end of
-this module are checked before any work that grows with the body.
+this module are checked before any work that grows with the body, after those of `cluster/protocol/body_size.py`.
 """
 
 from __future__ import annotations
@@ -15,9 +15,13 @@ from typing import Any, ClassVar, Literal, NoReturn
 
 import msgspec
 
-from manta.cluster.config import BodyLimits
 from manta.cluster.errors import RequestRefused, refuse
-from manta.cluster.protocol.constraint_fields import ResponseFormat, StructuredOutputs, requested_constraint
+from manta.cluster.protocol.constraint_fields import (
+    OLDER_CONSTRAINTS,
+    ResponseFormat,
+    StructuredOutputs,
+    requested_constraint,
+)
 from manta.cluster.protocol.messages import (
     ChatMessage,
     check_continuation,
@@ -25,7 +29,14 @@ from manta.cluster.protocol.messages import (
     content_text,
     template_message,
 )
-from manta.cluster.protocol.tools import AllowedToolsChoice, Tool, ToolChoice, arguments_constraint, check_tools
+from manta.cluster.protocol.tools import (
+    AllowedToolsChoice,
+    Tool,
+    ToolChoice,
+    arguments_constraint,
+    check_tools,
+    leave_out_foreign_tools,
+)
 from manta.structured.constraint import FIELD as CONSTRAINT
 from manta.structured.constraint import ConstraintSpec
 from manta.structured.logits_processors import LogitsProcessorSpec
@@ -54,10 +65,6 @@ MAX_METADATA_KEY_CHARACTERS = 64
 MAX_METADATA_VALUE_CHARACTERS = 512
 
 OLDER_NAMES: dict[str, str] = {
-    f"guided_{name}": f'it is an older name of vLLM\'s; send structured_outputs: {{"{name}": ...}}'
-    for name in ("json", "regex", "choice", "grammar")
-} | {
-    "guided_decoding_backend": 'it is an older name of vLLM\'s; send structured_outputs: {"backend": ...}',
     "guided_whitespace_pattern": (
         'it is an older name of vLLM\'s; send structured_outputs: {"disable_any_whitespace": true} for none of it'
     ),
@@ -76,12 +83,15 @@ class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
     include_usage: bool | None = None
     include_obfuscation: bool | None = None
     """Accepted without effect; nothing is obfuscated."""
+    continuous_usage_stats: bool | None = None
+    """Whether every chunk has the usage so far (vLLM's extension)."""
 
 
 class _SamplingFields(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     """Fields that chat and completion bodies share. Where OpenAI allows null, None means the default."""
 
-    model: str
+    model: str = ""
+    """Name of the model; empty means the only one."""
     temperature: float | None = None
     top_p: float | None = None
     max_tokens: int | None = None
@@ -90,7 +100,8 @@ class _SamplingFields(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     stream_options: StreamOptions | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
-    logit_bias: dict[int, float] | None = None
+    logit_bias: dict[int, float] | list[tuple[int, float]] | None = None
+    """Biases by token id; llama.cpp's clients send pairs."""
     seed: int | None = None
     n: int | None = None
     """Choices for each prompt; choice `i` of prompt `p` has index `p * n + i`."""
@@ -129,6 +140,16 @@ class _SamplingFields(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     """Accepted; the answer says "default", the only tier."""
     structured_outputs: StructuredOutputs | None = None
     response_format: ResponseFormat | None = None
+    guided_json: dict[str, Any] | bool | str | None = None
+    """The first of vLLM's older names of `structured_outputs`' fields. The next ones are further such names, and after
+    them llama.cpp's.
+    """
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
+    guided_decoding_backend: str | None = None
+    json_schema: dict[str, Any] | None = None
+    grammar: str | None = None
 
     @property
     def include_usage(self) -> bool:
@@ -165,7 +186,9 @@ class _SamplingFields(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
         values: dict[str, Any] = {**defaults}
         values |= {name: value for name in _SAMPLING_FIELDS if (value := getattr(self, name)) is not None}
         values |= {name: value for name, value in more.items() if value is not None}
-        values["constraint"], _ = requested_constraint(self.response_format, self.structured_outputs)
+        values["constraint"], _ = self.requested_constraint()
+        if isinstance(self.logit_bias, list):
+            values["logit_bias"] = dict(self.logit_bias)
         if self.stop is not None:
             values["stop"] = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
         try:
@@ -178,13 +201,23 @@ class _SamplingFields(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
         """Returns the field of this body that an engine's refusal of `param` is about."""
         if param != CONSTRAINT:
             return param
-        return requested_constraint(self.response_format, self.structured_outputs)[1]
+        return self.requested_constraint()[1]
+
+    def requested_constraint(self) -> tuple[ConstraintSpec | None, str]:
+        """Returns the constraint and its field; None and an empty field without one. Raises `RequestRefused` if several
+        fields ask for one.
+        """
+        older = {name: value for name in OLDER_CONSTRAINTS if (value := getattr(self, name)) not in (None, "")}
+        return requested_constraint(
+            self.response_format, self.structured_outputs, older, self.guided_decoding_backend or "auto"
+        )
 
     def tool_constraints(self) -> list[tuple[str, ConstraintSpec]]:
         """Returns, for each tool, its field and the constraint on the arguments of its calls."""
         return []
 
 
+_CONSTRAINT_FIELDS = ("structured_outputs", *OLDER_CONSTRAINTS)
 _SAMPLING_FIELDS = (
     "n",
     "temperature",
@@ -258,6 +291,11 @@ class ChatCompletionRequest(_SamplingFields, kw_only=True):
     web_search_options: Any = None
     moderation: Any = None
 
+    @staticmethod
+    def leave_out(body: dict[str, Any]) -> None:
+        """Leaves out of a decoded JSON body the tools that a server would have to run."""
+        leave_out_foreign_tools(body, "function")
+
     def __post_init__(self) -> None:
         if self.add_generation_prompt is None:
             self.add_generation_prompt = not self.continue_final_message
@@ -273,8 +311,9 @@ class ChatCompletionRequest(_SamplingFields, kw_only=True):
         if self.function_call not in (None, "none", "auto"):
             refuse("unsupported", "function_call", remedy="use tool_choice")
         check_tools(self.tools or [], self.tool_choice)
-        if self.structured_outputs is not None and self.callable_tools():
-            refuse("excludes", "structured_outputs", bound="tools", remedy='leave one out, or send tool_choice "none"')
+        constrained = next((name for name in _CONSTRAINT_FIELDS if getattr(self, name) not in (None, "")), None)
+        if constrained is not None and self.callable_tools():
+            refuse("excludes", constrained, bound="tools", remedy='leave one out, or send tool_choice "none"')
         if self.modalities not in (None, ["text"]):
             refuse("unsupported", "modalities", str(self.modalities), "text", 'send ["text"]')
         for name in ("audio", "web_search_options", "moderation"):
@@ -422,16 +461,6 @@ def checked_token_ids(token_ids: list[Any], param: str) -> list[int]:
 
 
 # ---- bounds of bodies, checked before any work that grows with them --------------------------------------------------
-
-
-def check_num_values(body: bytes, limits: BodyLimits) -> None:
-    """Checks the number of JSON values before decoding. Each value of a list or an object follows a comma or an opening
-    bracket, so these are counted.
-    """
-    num_values = body.count(b",") + body.count(b"[") + body.count(b"{")
-    if num_values > limits.max_values:
-        unit, remedy = "values (commas and opening brackets count)", "send less, or raise body.max_values"
-        refuse("over_limit", "", num_values, limits.max_values, remedy, unit=unit)
 
 
 def check_sizes(body: Any) -> None:

@@ -15,7 +15,8 @@ from manta.cluster.protocol.compaction import Compacted, decode_compacted
 
 Item = dict[str, Any]
 
-_TEXT_PARTS = ("input_text", "output_text", "text")
+_ROLES = ("user", "assistant", "system", "developer")
+_TEXT_PARTS = ("input_text", "output_text", "text", "refusal")
 _ID_PREFIXES = {
     "message": "msg",
     "reasoning": "rs",
@@ -43,9 +44,10 @@ def chat_messages(instructions: str | None, given: str | list[Item]) -> list[dic
     turn: dict[str, Any] | None = None  # of the assistant, to which reasoning, text and calls belong
     for path, item in _expanded(given):
         kind = item.get("type", "message")
-        if kind == "message" and item.get("role") != "assistant":
+        _check_names(kind, item, path)
+        if kind == "message" and item["role"] != "assistant":
             turn = None
-            found.append({"role": item.get("role"), "content": content_text(item, "content", path)})
+            found.append({"role": item["role"], "content": content_text(item, "content", path)})
         elif kind == "function_call_output":
             turn = None
             call_id, output = _text(item, "call_id", path), content_text(item, "output", path)
@@ -60,16 +62,45 @@ def chat_messages(instructions: str | None, given: str | list[Item]) -> list[dic
     return found
 
 
+def _check_names(kind: Any, item: Item, path: str) -> None:
+    """Checks what an item says of itself: its id, and the role of a message."""
+    for field in ("id", "status"):
+        if not isinstance(item.get(field), str | None):
+            refuse("wrong_value", f"{path}.{field}", bound="text")
+    if kind != "message":
+        return
+    role = item.get("role")
+    if role is None:
+        refuse("missing", f"{path}.role", remedy=f"give one of {', '.join(_ROLES)}")
+    if role not in _ROLES:
+        refuse("unknown_value", f"{path}.role", str(role), _ROLES)
+
+
 def _add_to_turn(turn: dict[str, Any], kind: str, item: Item, path: str) -> None:
     if kind == "message":
         turn["content"] = content_text(item, "content", path)
     elif kind == "reasoning":
-        texts = [part.get("text") for part in item.get("content") or [] if isinstance(part, dict)]
-        turn["reasoning_content"] = "".join(text for text in texts if isinstance(text, str))
+        turn["reasoning_content"] = _reasoning_text(item, path)
     else:
         function = {"name": _text(item, "name", path), "arguments": _text(item, "arguments", path)}
         call = {"id": _text(item, "call_id", path), "type": "function", "function": function}
         turn.setdefault("tool_calls", []).append(call)
+
+
+def _reasoning_text(item: Item, path: str) -> str:
+    """Returns the text of a reasoning item. Parts without text, such as encrypted ones, add none."""
+    content = item.get("content")
+    if content is None:
+        return ""
+    if not isinstance(content, list):
+        refuse("wrong_value", f"{path}.content", bound="a list of parts")
+    texts = []
+    for index, part in enumerate(content):
+        text = part.get("text", "") if isinstance(part, dict) else None
+        if not isinstance(text, str):
+            refuse("wrong_value", f"{path}.content[{index}]", bound='a part such as {"type": "reasoning_text", ...}')
+        texts.append(text)
+    return "".join(texts)
 
 
 def content_text(item: Item, field: str, path: str) -> str:
@@ -87,7 +118,7 @@ def content_text(item: Item, field: str, path: str) -> str:
         kind = part.get("type") if isinstance(part, dict) else None
         if kind not in _TEXT_PARTS:
             refuse("unsupported", f"{place}.type", str(kind), _TEXT_PARTS, f"send text ({_TEXT_PARTS[0]})")
-        texts.append(_text(part, "text", place))
+        texts.append(_text(part, "refusal" if kind == "refusal" else "text", place))
     return "\n".join(texts)
 
 
@@ -201,7 +232,7 @@ def _with_id(item: Item) -> Item:
     if kind != "compaction":
         shown["status"] = "completed"
     shown |= {name: value for name, value in item.items() if value is not None}
-    if kind == "message" and isinstance(shown["content"], str):
+    if kind == "message" and isinstance(shown.setdefault("content", ""), str):
         part = {"type": "output_text", "annotations": []} if shown["role"] == "assistant" else {"type": "input_text"}
         shown["content"] = [part | {"text": shown["content"]}]
     return shown

@@ -11,8 +11,10 @@ from typing import Any, ClassVar, Literal
 import msgspec
 
 from manta.cluster.errors import refuse
+from manta.cluster.protocol.foreign_fields import ignore
 from manta.cluster.protocol.requests import ChatCompletionRequest
 from manta.cluster.protocol.response_items import chat_messages
+from manta.cluster.protocol.tools import is_foreign
 from manta.cluster.protocol.translated import as_openai
 
 MAX_EVENT_ID = 512
@@ -20,7 +22,6 @@ MAX_EVENT_ID = 512
 _REFUSED = {
     "conversation": "send previous_response_id, or the whole conversation as input",
     "prompt": "send instructions and input",
-    "context_management": "leave it out",
     "moderation": "leave it out",
     "top_logprobs": "ask /v1/chat/completions for log-probabilities",
 }
@@ -34,13 +35,13 @@ _RENAMED = {
 """Fields of the chat body whose name here is another one."""
 
 
-class TextOptions(msgspec.Struct, kw_only=True):
+class TextOptions(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     format: dict[str, Any] | None = None
     """`{"type": "text"}`, `{"type": "json_object"}` or `{"type": "json_schema", "name": ..., "schema": {...}}`."""
     verbosity: str | None = None
 
 
-class Reasoning(msgspec.Struct, kw_only=True):
+class Reasoning(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     effort: str | None = None
     """Given to chat templates that know `reasoning_effort`."""
     summary: str | None = None
@@ -57,7 +58,7 @@ class ResponsesRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True)
         "response_format": "belongs to /v1/chat/completions; here it is text.format",
     }
 
-    model: str
+    model: str = ""
     input: str | list[dict[str, Any]]
     instructions: str | None = None
     max_output_tokens: int | None = None
@@ -103,13 +104,19 @@ class ResponsesRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True)
         for name, remedy in _REFUSED.items():
             if getattr(self, name):
                 refuse("unsupported", name, remedy=remedy)
-        if self.truncation not in (None, "disabled"):
-            cause, remedy = "the input is used whole", 'send "disabled", or leave it out'
-            refuse("unsupported", "truncation", str(self.truncation), "disabled", remedy, cause=cause)
-        if not self.input:
+        if self.truncation not in (None, "disabled", "auto"):
+            refuse("unknown_value", "truncation", self.truncation, ("disabled", "auto"))
+        if self.context_management:
+            ignore("context_management")
+        if not (self.input or self.previous_response_id or (self.prewarms and self.instructions)):
             refuse("empty", "input", remedy="give text or a list of items")
         chat_messages(self.instructions, self.input)
         _tools(self)
+
+    @property
+    def prewarms(self) -> bool:
+        """Whether the input is only computed, and the answer has no output."""
+        return False
 
     def as_openai(self) -> ChatCompletionRequest:
         """Returns the chat body that asks the same. Raises `RequestRefused` naming the field of this one."""
@@ -149,6 +156,8 @@ class ResponseCreateEvent(ResponsesRequest, forbid_unknown_fields=True, kw_only=
     event_id: str | None = None
     """Name that an error repeats, as in OpenAI's Realtime API."""
     generate: bool | None = None
+    """False has the input computed, so that a later message finds it in the prefix cache, and answers without output.
+    """
     stream_id: str | None = None
 
     def check(self) -> None:
@@ -156,8 +165,6 @@ class ResponseCreateEvent(ResponsesRequest, forbid_unknown_fields=True, kw_only=
         if self.background:
             cause = "this is a WebSocket connection"
             refuse("unsupported", "background", remedy="send it to POST /v1/responses", cause=cause)
-        if self.generate is False:
-            refuse("unsupported", "generate", "false", remedy="leave it out, and send the first input at once")
         if self.stream_id is not None:
             cause = "a connection answers one response after the other"
             remedy = "leave it out, and open a connection for each conversation"
@@ -165,9 +172,15 @@ class ResponseCreateEvent(ResponsesRequest, forbid_unknown_fields=True, kw_only=
         self.stream = True
         super().check()
 
+    @property
+    def prewarms(self) -> bool:
+        return self.generate is False
+
 
 class ResponseCancelEvent(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     """`response.cancel`, a message that ends a response on its connection. OpenAI has it in the Realtime API only."""
+
+    must_know_fields: ClassVar[bool] = True
 
     type: Literal["response.cancel"]
     event_id: str | None = None
@@ -207,19 +220,38 @@ class CompactRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
 # ---- tools and formats -------------------------------------------------------------------------------------------
 
 
+_FUNCTION_FIELDS = ("name", "description", "parameters", "strict")
+
+
 def _tools(body: ResponsesRequest) -> list[dict[str, Any]]:
     """Returns the functions that may be called, as the chat body has them."""
     found = []
     for index, tool in enumerate(body.tools or []):
-        if tool.get("type") != "function":
-            cause, remedy = "the server runs no tools", "give functions of your own"
-            refuse("unsupported", f"tools[{index}].type", str(tool.get("type")), "function", remedy, cause=cause)
-        found.append({name: tool[name] for name in ("name", "description", "parameters", "strict") if name in tool})
+        path = f"tools[{index}]"
+        if is_foreign(tool, path, "function"):
+            continue
+        if tool.get("type") is None:
+            refuse("missing", f"{path}.type", remedy='send "function"')
+        for name in tool.keys() - {"type", *_FUNCTION_FIELDS}:
+            ignore(f"{path}.{name}")
+        found.append({name: tool[name] for name in _FUNCTION_FIELDS if name in tool})
     choice = body.tool_choice
     if isinstance(choice, dict) and choice.get("type") == "allowed_tools":
-        allowed = [each.get("name") for each in choice.get("tools", []) if isinstance(each, dict)]
+        allowed = _allowed_names(choice)
+        names = [function.get("name") for function in found]
+        for missing in allowed:
+            if missing not in names:
+                refuse("names_nothing", "tool_choice", str(missing), "the functions", "add it to tools")
         found = [function for function in found if function.get("name") in allowed]
     return [{"type": "function", "function": function} for function in found]
+
+
+def _allowed_names(choice: dict[str, Any]) -> list[Any]:
+    """Returns the names in a choice of several tools. Raises `RequestRefused` if it lists no tools."""
+    tools = choice.get("tools")
+    if not isinstance(tools, list) or not all(isinstance(each, dict) for each in tools):
+        refuse("wrong_value", "tool_choice.tools", bound='a list such as [{"type": "function", "name": ...}]')
+    return [each.get("name") for each in tools]
 
 
 def _tool_choice(body: ResponsesRequest) -> str | dict[str, Any] | None:
@@ -244,7 +276,8 @@ def _response_format(form: dict[str, Any] | None) -> dict[str, Any] | None:
 
 def shown_tools(body: ResponsesRequest) -> list[dict[str, Any]]:
     """Returns the tools as an answer repeats them: with all fields, and `strict` as it was enforced."""
-    given = ({name: value for name, value in tool.items() if value is not None} for tool in body.tools or [])
+    functions = (tool for tool in body.tools or [] if tool.get("type") == "function")
+    given = ({name: value for name, value in tool.items() if value is not None} for tool in functions)
     return [{"description": None, "parameters": None, "strict": True, **tool} for tool in given]
 
 
@@ -255,8 +288,7 @@ def shown_tool_choice(body: ResponsesRequest) -> str | dict[str, Any]:
         return choice
     if choice.get("type") != "allowed_tools":
         return {"type": "function", "name": choice.get("name")} if body.tools else "auto"
-    names = [each.get("name") for each in choice.get("tools", []) if isinstance(each, dict)]
-    tools = [{"type": "function", "name": name} for name in names]
+    tools = [{"type": "function", "name": name} for name in _allowed_names(choice)]
     return {"type": "allowed_tools", "mode": choice.get("mode", "auto"), "tools": tools}
 
 

@@ -9,6 +9,7 @@ import msgspec
 
 from manta.cluster.errors import refuse
 from manta.cluster.protocol.constraint_fields import json_text
+from manta.cluster.protocol.foreign_fields import ignore
 from manta.structured.constraint import ConstraintSpec
 
 
@@ -61,6 +62,23 @@ ToolChoice = Literal["none", "auto", "required"] | NamedToolChoice | AllowedTool
 _OF_NO_ARGUMENTS = frozenset({"$schema", "type", "title", "description", "properties", "required"})
 """Keywords with which the schema of a tool may still declare no arguments."""
 _NAME = re.compile(r"[a-zA-Z0-9_-]{1,64}\Z")
+
+
+def leave_out_foreign_tools(body: dict[str, Any], own: str) -> None:
+    """Removes from a decoded JSON body the `tools` of other types than `own`, which a server would have to run."""
+    tools = body.get("tools")
+    if not isinstance(tools, list):
+        return
+    body["tools"] = [tool for index, tool in enumerate(tools) if not is_foreign(tool, f"tools[{index}]", own)]
+
+
+def is_foreign(tool: Any, path: str, own: str) -> bool:
+    """Returns whether the type of a tool is another one than the client's `own`, and notes that it is ignored."""
+    kind = tool.get("type") if isinstance(tool, dict) else None
+    if not isinstance(kind, str) or kind == own:
+        return False
+    ignore(f"{path}.type={kind}")
+    return True
 
 
 def check_tools(tools: list[Tool], choice: ToolChoice | None) -> None:

@@ -11,6 +11,7 @@ import msgspec
 
 from manta.cluster.errors import RequestRefused
 from manta.cluster.protocol.error_bodies import under_field
+from manta.cluster.protocol.foreign_fields import leave_out_foreign, rename_ignored
 from manta.cluster.protocol.requests import check_sizes
 from manta.cluster.protocol.shape_errors import shape_error
 
@@ -28,6 +29,8 @@ def as_openai(fields: dict[str, Any], kind: Any, body: Translated) -> Any:
     `body` that is at fault.
     """
     try:
+        rename_ignored(body.field_of)
+        leave_out_foreign(kind, fields)
         request = msgspec.convert(fields, kind)
         check_sizes(request)
         request.check()

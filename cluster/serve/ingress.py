@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
-import logging
 import time
 from typing import Any
 
@@ -32,7 +31,9 @@ from manta.cluster.serve.scaling.autoscaling import ingress_autoscaling_config
 from manta.cluster.serve.scaling.cluster_state import ClusterWatch, is_removed
 from manta.cluster.serve.starting.replica_process import REPLICA_ENVIRONMENT, ReplicaProcess
 from manta.cluster.serve.starting.start_failure import told_in_words
+from manta.cluster.text.chat_template import template_process
 from manta.cluster.text.tokenizer import Tokenizer
+from manta.structured.visible_logs import logger_of
 from manta.workers.checkpoints.model_folder import resolve_model_folder
 
 DRAIN_POLL_S = 0.5
@@ -74,8 +75,10 @@ class Ingress:
 
     def _start(self, config: ServeConfig, engine: Any, prefix_secret: bytes, standby: Any, shares_port: bool) -> None:
         tokenizer = Tokenizer(config.engine.tokenizer or str(resolve_model_folder(config.engine.model)))
+        if tokenizer.has_chat_template:
+            template_process().start()
         if (warning := openness(config)) is not None:
-            logging.getLogger(__name__).warning(warning)
+            logger_of(__name__).warning("%s", warning)
         has_peers = _follow_engines(config) or (config.num_ingress_replicas or 1) > 1
         self._metrics = Metrics(config.model_name, _replica_id() if has_peers else None)
         self._metrics.show_options(config)
@@ -151,7 +154,7 @@ class Ingress:
         except DeploymentUnavailableError:
             return []
         except Exception as error:
-            logging.getLogger(__name__).warning("no other ingress answers %s: %s", method, type(error).__name__)
+            logger_of(__name__).warning("no other ingress answers %s: %s", method, type(error).__name__)
             return []
         return [each for each in found if isinstance(each, tuple)]
 

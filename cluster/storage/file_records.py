@@ -10,7 +10,6 @@ where everything else of a storage is, and which objects are claimed.
 from __future__ import annotations
 
 import contextlib
-import logging
 import re
 import secrets
 import threading
@@ -23,8 +22,9 @@ from manta.cluster.config import BatchLimits
 from manta.cluster.protocol.batches_api import FileObject
 from manta.cluster.storage.quota import Quota
 from manta.cluster.storage.storage import Storage
+from manta.structured.visible_logs import logger_of
 
-logger = logging.getLogger(__name__)
+logger = logger_of(__name__)
 
 FILE_ID = re.compile(r"file-[0-9a-f]{30}(-[0-9a-f]{8})?(-output|-errors)?")
 """Form of a file's id. An input's id is a time and a random number; an output's holds the ids of its batch and of the

@@ -8,15 +8,15 @@ else's, and stays.
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Callable
 
 from manta.cluster.storage.file_records import FILE_ID, age_s
 from manta.cluster.storage.quota import RESERVATION
 from manta.cluster.storage.records import CANCEL, CANCEL_MARK, ENDED, Records
+from manta.structured.visible_logs import logger_of
 
-logger = logging.getLogger(__name__)
+logger = logger_of(__name__)
 
 STALE_UPLOAD_S = 86_400.0
 """Age in seconds after which an incomplete upload counts as abandoned."""

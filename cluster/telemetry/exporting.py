@@ -6,12 +6,12 @@ them, by the entry points of installed packages. A thread of the SDK exports the
 
 from __future__ import annotations
 
-import logging
 import os
 from importlib import metadata
 from typing import TYPE_CHECKING
 
 from manta.cluster.version import version
+from manta.structured.visible_logs import logger_of
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace import TracerProvider
@@ -70,7 +70,7 @@ def open_provider() -> TracerProvider | None:
     if not names:
         return None
     if (warning := missing()) is not None:
-        logging.getLogger(__name__).warning(warning)
+        logger_of(__name__).warning("%s", warning)
         return None
     from opentelemetry.sdk.resources import Resource
     from opentelemetry.sdk.trace import TracerProvider

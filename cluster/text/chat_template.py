@@ -1,21 +1,22 @@
 """A model's chat templates, which write a conversation as text: Jinja in a sandbox, as transformers renders it.
 
-A template comes with a model and is not trusted. `cluster/text/tokenizer.py` calls this module.
+A template comes with a model and is not trusted, so `cluster/text/template_process.py` runs it in another process.
+`cluster/text/tokenizer.py` calls this module.
 """
 
 from __future__ import annotations
 
-import datetime
-import json
+import functools
 from typing import Any
 
 import jinja2
-import jinja2.ext
-import jinja2.sandbox
+
+from manta.cluster.text.template_process import OverBudget, RenderRefused, TemplateProcess
+from manta.cluster.text.template_sandbox import sandbox
 
 
 class TemplateError(ValueError):
-    """The chat template refused the messages; the message is the template's own."""
+    """The chat template refused the messages, with a message of its own, or it takes more than it may."""
 
 
 class ChatTemplates:
@@ -26,11 +27,15 @@ class ChatTemplates:
 
     def __init__(self, sources: dict[str, str]) -> None:
         self._sources = sources
-        environment = _sandbox()
-        self._templates = {name: environment.from_string(source) for name, source in sources.items()}
+        environment = sandbox()
+        for source in sources.values():
+            try:
+                environment.parse(source)  # not compiled, because that computes what is constant
+            except RecursionError as error:
+                raise jinja2.TemplateError("it is nested too deeply") from error
 
     def __bool__(self) -> bool:
-        return bool(self._templates)
+        return bool(self._sources)
 
     def source(self, tools: bool) -> str:
         """Returns the source of the template; with `tools`, that of the template for tools if there is one. Empty
@@ -43,7 +48,7 @@ class ChatTemplates:
         """Raises `TemplateError` if the template refuses a conversation of one message with both forms of its content.
         Does nothing without a template.
         """
-        if "default" not in self._templates:
+        if "default" not in self._sources:
             return
         refusals = []
         for content in ("Hello", [{"type": "text", "text": "Hello"}]):
@@ -59,74 +64,24 @@ class ChatTemplates:
         )
 
     def render(self, tools: list[dict[str, Any]] | None, values: dict[str, Any]) -> str:
-        """Returns the text that the template makes of `values`. Raises `TemplateError` if there is no template, or if
-        the template raises anything.
+        """Returns the text that the template makes of `values`. Raises `TemplateError` if there is no template, if the
+        template raises anything, or if it takes more memory, time or text than `template_process` allows.
         """
-        template = self._templates.get("tool_use") if tools else None
-        template = template or self._templates.get("default")
-        if template is None:
+        source = self._sources.get("tool_use") if tools else None
+        source = self._sources.get("default") if source is None else source
+        if source is None:
             raise TemplateError(
                 "this model has no chat template; use /v1/completions, or a model whose tokenizer brings one"
             )
         try:
-            return template.render(values)
-        except Exception as error:  # a template is a program and may raise anything
-            raise TemplateError(str(error) or type(error).__name__) from error
+            return template_process().render(source, values)
+        except RenderRefused as error:
+            raise TemplateError(str(error)) from error
+        except OverBudget as error:
+            raise TemplateError(f"the model's chat template cannot render these messages: {error}; mend it") from error
 
 
-class _GenerationTag(jinja2.ext.Extension):
-    """The tag `{% generation %}`, which marks an assistant's text for training; here its body is plain content."""
-
-    tags = {"generation"}
-
-    def parse(self, parser: jinja2.parser.Parser) -> list[jinja2.nodes.Node]:
-        next(parser.stream)
-        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
-
-
-class _Namespace(jinja2.utils.Namespace):
-    """A template's namespace without underscore attributes, which would give access to the interpreter."""
-
-    def __init__(*args: Any, **kwargs: Any) -> None:
-        self, *rest = args
-        values = dict(*rest, **kwargs)
-        for name in values:
-            _refuse_private(name)
-        jinja2.utils.Namespace.__init__(self, values)
-
-    def __setitem__(self, name: str, value: Any) -> None:
-        _refuse_private(name)
-        super().__setitem__(name, value)
-
-
-def _refuse_private(name: Any) -> None:
-    if isinstance(name, str) and name.startswith("_"):
-        raise jinja2.exceptions.SecurityError(f"a chat template may not store {name!r} in a namespace; rename it")
-
-
-def _sandbox() -> jinja2.Environment:
-    """Returns transformers' environment, with its filter, functions and extensions."""
-    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, jinja2.ext.loopcontrols]
-    )
-    environment.filters["tojson"] = _to_json
-    environment.globals["raise_exception"] = _raise_exception
-    environment.globals["strftime_now"] = lambda form: datetime.datetime.now().strftime(form)
-    environment.globals["namespace"] = _Namespace
-    environment.globals["dict"] = lambda *args, **kwargs: dict(*args, **kwargs)
-    return environment
-
-
-def _to_json(
-    value: Any,
-    ensure_ascii: bool = False,
-    indent: int | None = None,
-    separators: tuple[str, str] | None = None,
-    sort_keys: bool = False,
-) -> str:
-    """Returns a value as JSON. Replaces Jinja's own filter, which escapes HTML; no chat template wants that."""
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
-
-
-def _raise_exception(message: str) -> None:
-    raise jinja2.exceptions.TemplateError(message)
+@functools.cache
+def template_process() -> TemplateProcess:
+    """Returns the process that renders all templates of this one."""
+    return TemplateProcess()

@@ -1,33 +1,42 @@
 """The text that users read: tokens turned into text, which ends at the first stop string.
 
-One `SequenceText` per sequence holds back text that is not certain yet: the bytes of an unfinished character, and
-anything that may be the beginning of a stop string. The HTTP endpoint and the offline `LLM` both use it; it never talks
-to the engine.
+One `SequenceText` per sequence holds back output that is not certain yet: the bytes of an unfinished character,
+anything that may be the beginning of a stop string, and the tokens of both. The HTTP endpoint and the offline `LLM`
+both use it; it never talks to the engine.
 """
 
 from __future__ import annotations
 
+import bisect
 import re
 
 import msgspec
 
 from manta.cluster.engine.request import SequenceOutput
-from manta.cluster.text.tokenizer import TextDecoder, Tokenizer
+from manta.cluster.text.tokenizer import Tokenizer
 from manta.workers.sampling_params import SamplingParams
+from manta.workers.step import TokenLogprobs
 
 
 class TextDelta(msgspec.Struct, array_like=True, gc=False):
-    """The text that one delta of tokens added."""
+    """The output that one delta of tokens made certain: no later stop string takes any of it back."""
 
     text: str
+    token_ids: list[int]
+    """The tokens that make the text so far, without those of earlier deltas."""
+    logprobs: list[TokenLogprobs] | None
+    """The log-probabilities of `token_ids`; None if the delta came without any."""
+    num_tokens: int
+    """Output tokens returned so far. After the last delta it is the number of tokens that count."""
     stop_string: str | None = None
     """Stop string that ended the text; nothing may be appended afterwards."""
-    num_kept_tokens: int = 0
-    """Output tokens that make the kept text if a `stop_string` was found; otherwise all output tokens so far."""
 
 
 class SequenceText:
-    """The text of one sequence, piece by piece.
+    """The text of one sequence and the tokens that make it, piece by piece.
+
+    It alone decides which tokens count. Tokens are returned with their text, so that text, token ids, log-probabilities
+    and usage agree wherever a stop string ends the sequence.
 
     `final_only` skips decoding until the end, unless a stop string needs the text earlier. `continues_prompt=False`
     drops the space that SentencePiece models put in front of an answer's first word (see `Tokenizer.text_decoder`).
@@ -42,19 +51,15 @@ class SequenceText:
         continues_prompt: bool = True,
         shown_ids: frozenset[int] = frozenset(),
     ) -> None:
-        self._tokenizer = tokenizer
-        self._shown_ids = shown_ids
-        self._skip_special_tokens = params.skip_special_tokens
-        self._continues_prompt = continues_prompt
-        self._decoder = self._new_decoder()
+        self._decoder = tokenizer.text_decoder(params.skip_special_tokens, continues_prompt, shown_ids)
         self._stops = params.stop
         starts = "".join({re.escape(stop[0]) for stop in params.stop})
         self._find_start = re.compile(f"[{starts}]").search if starts else None
         self._include_stop = params.include_stop_str_in_output
         self._min_tokens = params.min_tokens
         self._lazy = final_only and not params.stop
-        self._token_ids: list[int] = []
-        """All tokens, if stop strings or `final_only` need them again."""
+        self._unread_ids: list[int] = []
+        """All tokens, if `final_only` needs them at the end."""
         self._num_tokens = 0
         self._held = ""
         """Text that may be the beginning of a stop string."""
@@ -62,55 +67,63 @@ class SequenceText:
         """Number of characters that were returned."""
         self._searchable_from = 0
         """Character before which stop strings do not count, because they end within the first `min_tokens` tokens."""
-        self._certain = _TokenCounter(self._new_decoder()) if params.stop else None
+        self._held_tokens = _HeldTokens()
 
     def append(self, delta: SequenceOutput) -> TextDelta:
-        """Adds a delta and returns the text that is certain now; with `delta.finish`, all the rest."""
+        """Adds a delta and returns the output that is certain now; with `delta.finish`, all the rest."""
         token_ids = delta.token_ids
         final = delta.finish is not None
+        if self._stops:
+            return self._search(self._decode(delta), final)
         self._num_tokens += len(token_ids)
-        if delta.stop_token_id is not None:
-            token_ids = token_ids[:-1]
+        text_ids = token_ids if delta.stop_token_id is None else token_ids[:-1]
         if self._lazy:
-            self._token_ids += token_ids
-            text = self._decoder.decode(self._token_ids, True) if final else ""
-            return TextDelta(text, None, self._num_tokens)
-        if not self._stops:
-            return TextDelta(self._decoder.decode(token_ids, final), None, self._num_tokens)
-        return self._search(self._decode_counting(token_ids, final), final)
+            self._unread_ids += text_ids
+            text = self._decoder.decode(self._unread_ids, True) if final else ""
+        else:
+            text = self._decoder.decode(text_ids, final)
+        return TextDelta(text, token_ids, delta.logprobs, self._num_tokens)
 
-    def num_certain_tokens(self) -> int:
-        """Returns the number of output tokens that no stop string can take back while the sequence goes on."""
-        return self._num_tokens if self._certain is None else self._certain.count(self._token_ids, self._num_emitted)
-
-    def _new_decoder(self) -> TextDecoder:
-        return self._tokenizer.text_decoder(self._skip_special_tokens, self._continues_prompt, self._shown_ids)
-
-    def _decode_counting(self, token_ids: list[int], final: bool) -> str:
-        """Returns the decoded text, and records which characters belong to the first `min_tokens` tokens."""
-        num_exempt = self._min_tokens - len(self._token_ids)
-        self._token_ids += token_ids
-        if num_exempt <= 0:
-            return self._decoder.decode(token_ids, final)
-        exempt = self._decoder.decode(token_ids[:num_exempt], False)
-        self._searchable_from = self._num_emitted + len(self._held) + len(exempt)
-        return exempt + self._decoder.decode(token_ids[num_exempt:], final)
+    def _decode(self, delta: SequenceOutput) -> str:
+        """Returns the new text, and keeps each token with the place at which its text ends. Moves `_searchable_from`
+        behind the text of the first `min_tokens` tokens, in which no stop string counts.
+        """
+        texts = []
+        end = self._num_emitted + len(self._held)
+        num_text_tokens = len(delta.token_ids) - (delta.stop_token_id is not None)
+        ends = []
+        for number, token_id in enumerate(delta.token_ids):
+            if number < num_text_tokens:
+                text = self._decoder.decode((token_id,), False)
+                texts.append(text)
+                end += len(text)
+            self._num_tokens += 1
+            if self._num_tokens <= self._min_tokens:
+                self._searchable_from = end
+            ends.append(end)
+        self._held_tokens.add(delta, ends)
+        if delta.finish is not None:
+            texts.append(self._decoder.decode((), True))
+        return "".join(texts)
 
     def _search(self, new_text: str, final: bool) -> TextDelta:
         text = self._held + new_text
         if self._find_start is not None and self._find_start(text) is None:  # true for most text; saves 2/3 of the time
-            self._held = ""
-            self._num_emitted += len(text)
-            return TextDelta(text, None, self._num_tokens)
+            return self._emit(text, "", final)
         found = self._find_stop(text)
         if found is not None:
             start, stop = found
             kept = text[: start + len(stop)] if self._include_stop else text[:start]
-            return TextDelta(kept, stop, self._count_tokens(self._num_emitted + len(kept)))
+            return self._emit(kept, "", False, stop)
         num_certain = len(text) if final else self._certain_length(text)
-        self._held = text[num_certain:]
-        self._num_emitted += num_certain
-        return TextDelta(text[:num_certain], None, self._num_tokens)
+        return self._emit(text[:num_certain], text[num_certain:], final)
+
+    def _emit(self, text: str, held: str, final: bool, stop: str | None = None) -> TextDelta:
+        self._held = held
+        self._num_emitted += len(text)
+        tokens = self._held_tokens
+        token_ids, logprobs = tokens.take(None if final else self._num_emitted)
+        return TextDelta(text, token_ids, logprobs, tokens.num_taken, stop)
 
     def _find_stop(self, text: str) -> tuple[int, str] | None:
         """Returns (start, string) of the stop string that is complete first, and of several at once the longest.
@@ -139,24 +152,41 @@ class SequenceText:
                 start = text.find(stop[0], start + 1, certain)
         return certain
 
-    def _count_tokens(self, num_characters: int) -> int:
-        """Returns the least number of output tokens whose text has `num_characters` characters."""
-        return _TokenCounter(self._new_decoder()).count(self._token_ids, num_characters)
 
+class _HeldTokens:
+    """The tokens of a sequence that wait until their text is certain."""
 
-class _TokenCounter:
-    """Counts the leading tokens of a growing list that make the beginning of its text."""
+    def __init__(self) -> None:
+        self.num_taken = 0
+        self._token_ids: list[int] = []
+        self._logprobs: list[TokenLogprobs] | None = None
+        self._ends: list[int] = []
+        """For each token the number of characters of the text up to its end."""
+        self._taken_end = 0
 
-    def __init__(self, decoder: TextDecoder) -> None:
-        self._decoder = decoder
-        self._num_tokens = 0
-        self._num_characters = 0
+    def add(self, delta: SequenceOutput, ends: list[int]) -> None:
+        self._token_ids += delta.token_ids
+        self._ends += ends
+        if delta.logprobs is not None:
+            self._logprobs = (self._logprobs or []) + delta.logprobs
 
-    def count(self, token_ids: list[int], num_characters: int) -> int:
-        """Returns the least number of tokens whose text has `num_characters` characters, which must not decrease
-        between calls.
+    def take(self, num_characters: int | None) -> tuple[list[int], list[TokenLogprobs] | None]:
+        """Returns the least number of further tokens with which the text has `num_characters` characters; None means
+        all tokens.
         """
-        while self._num_tokens < len(token_ids) and self._num_characters < num_characters:
-            self._num_characters += len(self._decoder.decode((token_ids[self._num_tokens],), False))
-            self._num_tokens += 1
-        return self._num_tokens
+        num = len(self._ends) if num_characters is None else self._num_until(num_characters)
+        if num:
+            self._taken_end = self._ends[num - 1]
+        self.num_taken += num
+        del self._ends[:num]
+        token_ids, self._token_ids = self._token_ids[:num], self._token_ids[num:]
+        if self._logprobs is None:
+            return token_ids, None
+        logprobs, self._logprobs = self._logprobs[:num], self._logprobs[num:]
+        return token_ids, logprobs
+
+    def _num_until(self, num_characters: int) -> int:
+        if num_characters <= self._taken_end:
+            return 0
+        # The text of a character that never ends comes after the last token.
+        return min(bisect.bisect_left(self._ends, num_characters) + 1, len(self._ends))

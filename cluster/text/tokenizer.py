@@ -8,7 +8,6 @@ module. A tokenizer keeps no state of requests; a caller holds one `TextDecoder`
 from __future__ import annotations
 
 import codecs
-import json
 import pathlib
 import re
 from collections.abc import Sequence
@@ -20,15 +19,17 @@ from tokenizers import AddedToken
 from tokenizers import Tokenizer as FastTokenizer
 
 from manta.cluster.text.chat_template import ChatTemplates
+from manta.cluster.text.tokenizer_bounds import checked_steps
 from manta.cluster.text.tokenizer_files import (
+    DeclaredToken,
+    TokenizerConfig,
     TokenizerError,
-    read_chat_templates,
-    read_json,
+    read_tokenizer_config,
     resolve_folder,
-    special_tokens,
 )
 from manta.structured.vocabulary import byte_of_character
-from manta.workers.checkpoints.memory import GGUF_INDEX, GGUF_NO_TOKENIZER
+from manta.workers.checkpoints.memory import GGUF_INDEX, GGUF_NO_TOKENIZER, is_gguf_folder
+from manta.workers.checkpoints.stored_files import COPY_AGAIN, MOST_TOKENIZER_BYTES, find_file, read_json, read_text
 from manta.workers.sampling_params import SamplingParams
 
 _CONVERTIBLE = ("*.model", "vocab.*", "*.tiktoken", "*.tekken", "tekken.json")
@@ -170,47 +171,55 @@ class WindowDecoder:
 class Tokenizer:
     """The tokenizer of the checkpoint in `folder` (a folder in Hugging Face format, a hub id, or `demo`).
 
-    Raises `TokenizerError` if its files are missing or unreadable.
+    Raises `ModelError` if its files are missing or unusable.
     """
 
     def __init__(self, folder: str | pathlib.Path) -> None:
         self.folder = resolve_folder(folder)
-        self._config = read_json(self.folder / "tokenizer_config.json")
-        self._fast = self._load()
-        self.special_tokens = special_tokens(self._config)
+        config = read_tokenizer_config(self.folder)
+        if find_file(self.folder, "tokenizer.json") is None:
+            self._fast, config = self._convert(config)
+        else:
+            self._fast = self._load()
+        self.special_tokens = config.special_tokens
         """Texts of the special tokens by role, such as `eos_token`."""
         self._fast.no_truncation()
         self._fast.no_padding()
-        self._add_special_tokens()
+        self._add_special_tokens(config)
+        steps = checked_steps(self._fast, str(self.folder / "tokenizer.json"))
         added = self._fast.get_added_tokens_decoder()
         self.special_ids: frozenset[int] = frozenset(token_id for token_id, token in added.items() if token.special)
         self.vocab_size: int = self._fast.get_vocab_size(with_added_tokens=True)
         """Number of tokens, including added ones; the model's own vocabulary may be padded beyond it."""
         self.base_vocab_size: int = 1 + max(self._fast.get_vocab(with_added_tokens=False).values(), default=-1)
         """The largest id of a token that was not added, plus 1."""
-        self._decoding = decoding_of(json.loads(self._fast.to_str()).get("decoder"))
+        self._decoding = decoding_of(steps.get("decoder"))
         self._pieces = PieceTable(self._fast, self._decoding, skipped=frozenset())
         self._tables: dict[frozenset[int], PieceTable] = {}
         """Piece tables for `skip_special_tokens`, by the special tokens that are shown all the same."""
         self._texts: dict[int, str] = {}
         """Texts that `token_text` has returned, by token id."""
-        self.chat_templates = self._load_templates()
+        self.chat_templates = self._load_templates(config.chat_templates)
 
     # ---- loading -----------------------------------------------------------------------------------------------
 
     def _load(self) -> FastTokenizer:
-        path = self.folder / "tokenizer.json"
-        if not path.is_file():
-            return self._convert()
+        text = read_text(self.folder, "tokenizer.json", MOST_TOKENIZER_BYTES)
         try:
-            return FastTokenizer.from_file(str(path))
-        except Exception as error:  # the library raises plain Exception
-            raise TokenizerError(f"{path} cannot be read as a tokenizer: {error}") from error
+            return FastTokenizer.from_str(text)
+        except (KeyboardInterrupt, SystemExit, MemoryError):
+            raise
+        except BaseException as error:  # the library raises plain Exception, and a BaseException where it has a fault
+            path = self.folder / "tokenizer.json"
+            raise TokenizerError(f"{path} cannot be read as a tokenizer: {error}; {COPY_AGAIN}") from error
 
-    def _convert(self) -> FastTokenizer:
-        """Returns transformers' conversion of SentencePiece or tiktoken files, for a model without `tokenizer.json`."""
+    def _convert(self, config: TokenizerConfig) -> tuple[FastTokenizer, TokenizerConfig]:
+        """Returns transformers' conversion of SentencePiece or tiktoken files, for a model without `tokenizer.json`.
+        The configuration gets what only transformers knows.
+        """
         if not any(path for pattern in _CONVERTIBLE for path in self.folder.glob(pattern)):
-            reason = read_json(self.folder / GGUF_INDEX).get(GGUF_NO_TOKENIZER)
+            is_gguf = is_gguf_folder(self.folder)
+            reason = read_json(self.folder, GGUF_INDEX).get(GGUF_NO_TOKENIZER) if is_gguf else None
             raise TokenizerError(f"{reason or f'{self.folder} holds no tokenizer.json'}; {_OTHER_TOKENIZER}")
         import transformers
 
@@ -223,37 +232,37 @@ class Tokenizer:
         except Exception as error:
             message = f"{self.folder} holds no tokenizer.json, and transformers could not make one"
             raise TokenizerError(f"{message} ({first_sentence(error)}); {_OTHER_TOKENIZER}") from error
-        for role, value in loaded.special_tokens_map.items():
-            self._config.setdefault(role, value)
-        if loaded.chat_template:
-            self._config.setdefault("chat_template", loaded.chat_template)
-        return fast
+        named = {role: text for role, text in loaded.special_tokens_map.items() if isinstance(text, str)}
+        templates = config.chat_templates
+        if isinstance(loaded.chat_template, str) and loaded.chat_template:
+            templates = templates or {"default": loaded.chat_template}
+        complete = msgspec.structs.replace(
+            config, special_tokens=named | config.special_tokens, chat_templates=templates
+        )
+        return fast, complete
 
-    def _add_special_tokens(self) -> None:
+    def _add_special_tokens(self, config: TokenizerConfig) -> None:
         """Adds tokens that only `tokenizer_config.json` names, as transformers does.
 
         The `add_bos_token` of that file is ignored if there is a `tokenizer.json`, whose post-processor decides.
         """
         known = {token.content: token for token in self._fast.get_added_tokens_decoder().values()}
         named = set(self.special_tokens.values())
-        declared = self._config.get("added_tokens_decoder") or {}
-        for _, entry in sorted(declared.items(), key=lambda item: int(item[0])):
+        for entry in config.declared:
             token = _added_token(entry)
             token.special = token.special or token.content in named
             if token.content not in known:
                 self._fast.add_tokens([token])
                 known[token.content] = token
-        extra = self._config.get("additional_special_tokens") or self._config.get("extra_special_tokens") or []
-        for value in [*self.special_tokens.values(), *(extra if isinstance(extra, list) else extra.values())]:
-            content = value["content"] if isinstance(value, dict) else value
+        for content in (*self.special_tokens.values(), *config.extra):
             if content not in known:
                 token = AddedToken(content, special=True)
                 self._fast.add_tokens([token])
                 known[content] = token
 
-    def _load_templates(self) -> ChatTemplates:
+    def _load_templates(self, sources: dict[str, str]) -> ChatTemplates:
         try:
-            return ChatTemplates(read_chat_templates(self.folder, self._config))
+            return ChatTemplates(sources)
         except jinja2.TemplateError as error:
             raise TokenizerError(f"the chat template of {self.folder} is no valid Jinja: {error}") from error
 
@@ -311,6 +320,10 @@ class Tokenizer:
         if text is None:
             text = self._texts[token_id] = self.token_bytes(token_id).decode("utf-8", "replace")
         return text
+
+    def token_texts(self, token_ids: Sequence[int]) -> list[str]:
+        """Returns the `token_text` of each token."""
+        return [self.token_text(token_id) for token_id in token_ids]
 
     def token_to_id(self, token: str) -> int | None:
         """Returns the id of the token whose name is `token`; None if there is none."""
@@ -382,6 +395,5 @@ def _check_unicode(text: str) -> None:
         raise TextError(f"the text holds {lone}, half of a surrogate pair and no character; remove it") from error
 
 
-def _added_token(entry: dict[str, Any]) -> AddedToken:
-    options = {name: entry[name] for name in ("single_word", "lstrip", "rstrip", "normalized") if name in entry}
-    return AddedToken(entry["content"], special=bool(entry.get("special")), **options)
+def _added_token(entry: DeclaredToken) -> AddedToken:
+    return AddedToken(entry.content, special=entry.is_special, **entry.options)

@@ -8,16 +8,14 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from typing import Any
 
 import msgspec
 import numpy as np
 
 from manta.structured.backend import Backend, DeadEnd, Grammar, begin, make_backend
-from manta.structured.backends.lark_schemas import embedded_schemas, with_replaced
 from manta.structured.constraint import ConstraintError, ConstraintSpec, Resolved, Unsupported
 from manta.structured.masks import row_words
-from manta.structured.schemas.numbers import json_text
+from manta.structured.regexes.regex_constraint import with_plain_regex
 from manta.structured.vocabulary import Vocabulary
 
 AUTO = ("llguidance", "xgrammar")
@@ -44,31 +42,35 @@ class Backends:
                 self.get(name).compile(first)
 
     def resolve(self, spec: ConstraintSpec) -> Resolved:
-        """Raises `ConstraintError` if no backend enforces the constraint."""
-        if spec.backend != "auto":
-            return self._compile(spec, spec.backend)
-        strict = _strict(spec)
+        """Compiles the constraint with the first backend that enforces all of it. A loose constraint that no backend
+        enforces is enforced in part. Raises `ConstraintError` if that is impossible too.
+
+        Resolving the result's `spec` again, in another process say, gives the same result.
+        """
+        attempts = [msgspec.structs.replace(spec, loose=False), spec] if spec.loose else [spec]
+        names = AUTO if spec.backend == "auto" else (spec.backend,)
         first: ConstraintError | None = None
-        for attempt in (strict, spec) if spec.loose else (strict,):
-            for name in AUTO:
+        for attempt in attempts:
+            for name in names:
                 try:
                     return self._compile(attempt, name)
                 except Unsupported as error:
                     first = first or error
                 except ConstraintError:
-                    if attempt is spec or not spec.loose:
+                    if attempt is attempts[-1]:
                         raise
-                    break  # a keyword in a schema within a grammar, say: the loose attempt raises what is really wrong
+                    break  # the loose attempt raises what is really wrong
         assert first is not None
         raise ConstraintError(msgspec.structs.replace(first.refusal, can_be_loose=not spec.loose))
 
     def _compile(self, spec: ConstraintSpec, name: str) -> Resolved:
         backend = self.get(name)
         spec = msgspec.structs.replace(spec, backend=name)
-        compiled = backend.compile(spec)
+        plain = with_plain_regex(spec)
+        compiled = backend.compile(plain)
         if spec.begun:
-            self._check_beginning(backend.load(spec, compiled), spec)
-        return Resolved(spec=spec, compiled=compiled, not_enforced=backend.not_enforced(spec))
+            self._check_beginning(backend.load(plain, compiled), plain)
+        return Resolved(spec=spec, compiled=compiled, not_enforced=backend.not_enforced(plain))
 
     def _check_beginning(self, grammar: Grammar, spec: ConstraintSpec) -> None:
         """Raises `ConstraintError` if nothing that the grammar allows begins as the prompt ends."""
@@ -83,20 +85,3 @@ class Backends:
         if name not in self._made:
             self._made[name] = make_backend(name, self._vocabulary)
         return self._made[name]
-
-
-def _strict(spec: ConstraintSpec) -> ConstraintSpec:
-    """Returns the constraint without leave to enforce less, in the schemas of a Lark grammar too."""
-    if not spec.loose:
-        return spec
-    text = spec.text
-    if spec.kind == "lark":
-        found = embedded_schemas(text)
-        text = with_replaced(text, found, [f"%json {json_text(_without_leave(each.schema))}" for each in found])
-    return msgspec.structs.replace(spec, loose=False, text=text)
-
-
-def _without_leave(schema: Any) -> Any:
-    if not isinstance(schema, dict) or "x-guidance" not in schema:
-        return schema
-    return {**schema, "x-guidance": {**schema["x-guidance"], "lenient": False}}

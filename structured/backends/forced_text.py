@@ -18,7 +18,8 @@ from manta.structured.vocabulary import Vocabulary
 class ForcedText:
     """Tells `llguidance.LLTokenizer` the bytes of each token, and splits texts for it.
 
-    `num_markers` tokens behind the model's `vocab_size` stand for nothing that a model writes.
+    `num_markers` tokens behind the model's `vocab_size` stand for nothing that a model writes. Behind these, each of
+    the vocabulary's `bytes_without_token` has a token, so that any text can be followed byte by byte.
     """
 
     is_tokenizer_wrapper = True
@@ -26,7 +27,8 @@ class ForcedText:
     def __init__(self, vocabulary: Vocabulary, num_markers: int) -> None:
         width = vocabulary.vocab_size + num_markers
         known = vocabulary.tokens
-        self.tokens = [*known, *(f"<[{token_id}]>".encode() for token_id in range(len(known), width))]
+        named = (f"<[{token_id}]>".encode() for token_id in range(len(known), width))
+        self.tokens = [*known, *named, *(bytes([byte]) for byte in vocabulary.bytes_without_token())]
         """The bytes of each token, and the names of those that stand for no text."""
         self.special_token_ids = [*vocabulary.mark_token_ids, *range(len(known), width)]
         """Tokens that no text holds: a grammar allows them only by name or id."""

@@ -11,7 +11,7 @@ import functools
 import os
 import re
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import llguidance
 import msgspec
@@ -21,23 +21,28 @@ from manta.structured.backend import DeadEnd, Session
 from manta.structured.backends.forced_text import ForcedText
 from manta.structured.backends.guarded import GuardedPartsSession, GuardedSession, Part, Parts
 from manta.structured.backends.heap import heap_bytes
-from manta.structured.backends.lark_schemas import named_token_ids
+from manta.structured.backends.lark_schemas import EmbeddedSchema, embedded_schemas, named_token_ids, with_replaced
 from manta.structured.backends.llguidance_grammar import (
     NUM_MARKERS,
     SIMPLER_WAYS,
     UNIMPLEMENTED,
     Translation,
     Way,
+    holds_schemas,
+    lark_of,
+    may_be_partial,
     place_within,
     schemas_within,
     translated,
     unknown_formats,
+    with_leave,
 )
 from manta.structured.backends.llguidance_schema import departures, has_control_characters, place_of
 from manta.structured.backends.schema_patterns import unenforced_patterns
 from manta.structured.backends.striker import Striker
 from manta.structured.constraint import ConstraintError, ConstraintSpec, Unsupported
 from manta.structured.masks import row_words
+from manta.structured.schemas.documents import TYPES
 from manta.structured.schemas.guard import Guard
 from manta.structured.schemas.numbers import json_text, read_json
 from manta.structured.vocabulary import Vocabulary
@@ -48,6 +53,8 @@ _UNBOUNDED_WHITESPACE = r"[\x20\x0A\x0D\x09]+"
 """The slice of the vocabulary that never applies here, because white space in JSON is bounded. llguidance builds each
 slice into each matcher: without this one a matcher is built 3% faster, and masks take as long.
 """
+_SOURCE = re.compile(r"^\s*(\d+ \||\^\s*$).*\n?", re.MULTILINE)
+"""Lines of a message that show the grammar, and that point into the line above."""
 _MAY_HAVE_FORMAT = re.compile(r"format|\\u")
 """Matches the text of any schema with the keyword `format`, whose name JSON may spell with escapes."""
 MATCHER_BYTES = 32 * 2**10
@@ -76,14 +83,26 @@ class Compiled(msgspec.Struct, array_like=True):
 
 @functools.lru_cache(maxsize=2)
 def tokenizer_of(vocabulary: Vocabulary) -> llguidance.LLTokenizer:
-    """One for each process: it is large, takes a while to make, and any thread may use it. Behind the model's tokens it
-    has `NUM_MARKERS` more. It splits text as `ForcedText` does.
+    """One for each process: it is large, takes a while to make, and any thread may use it. Its tokens,
+    and how it splits text, are those of `ForcedText`.
     """
     return llguidance.LLTokenizer(
         cast(Any, ForcedText(vocabulary, NUM_MARKERS)),
         eos_token=list(vocabulary.eos_token_ids) or None,
         slices=_slices(),
     )
+
+
+def width_of(vocabulary: Vocabulary) -> int:
+    """Returns the number of tokens that masks of `tokenizer_of` have."""
+    return vocabulary.vocab_size + NUM_MARKERS + len(vocabulary.bytes_without_token())
+
+
+def token_of_byte(vocabulary: Vocabulary) -> dict[int, int]:
+    """Returns a token of `tokenizer_of` for each byte that any token of the vocabulary holds."""
+    first = vocabulary.vocab_size + NUM_MARKERS
+    added = {byte: first + index for index, byte in enumerate(vocabulary.bytes_without_token())}
+    return {**vocabulary.byte_token_ids(), **added}
 
 
 def _slices() -> list[str]:
@@ -104,7 +123,7 @@ def executor() -> llguidance.LLExecutor:
 
 def masks_of(matchers: Sequence[llguidance.LLMatcher], vocabulary: Vocabulary) -> np.ndarray:
     """Returns the matchers' masks for the model's tokens: int32 `[num_matchers, ceil(vocab_size / 32)]`."""
-    masks = np.empty((len(matchers), row_words(vocabulary.vocab_size + NUM_MARKERS)), dtype=np.int32)
+    masks = np.empty((len(matchers), row_words(width_of(vocabulary))), dtype=np.int32)
     indexed = [(matcher, index) for index, matcher in enumerate(matchers)]
     executor().unsafe_compute_mask_ptr(indexed, masks.ctypes.data, masks.strides[0], len(matchers))
     rows = masks[:, : row_words(vocabulary.vocab_size)]
@@ -114,10 +133,24 @@ def masks_of(matchers: Sequence[llguidance.LLMatcher], vocabulary: Vocabulary) -
 
 def fill_mask(matcher: llguidance.LLMatcher, row: np.ndarray, vocabulary: Vocabulary) -> None:
     """Writes the matcher's mask for the model's tokens: int32 `[ceil(vocab_size / 32)]`."""
-    mask = np.empty(row_words(vocabulary.vocab_size + NUM_MARKERS), dtype=np.int32)
+    mask = np.empty(row_words(width_of(vocabulary)), dtype=np.int32)
     matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
     row[:] = mask[: len(row)]
     vocabulary.forbid_padding(row)
+
+
+class Settled(NamedTuple):
+    """A schema within a loose grammar as it is enforced, and what of it is not."""
+
+    schema: Any
+    left_out: list[str]
+
+
+class InPart(NamedTuple):
+    """A loose grammar, and what of its schemas is not enforced."""
+
+    compiled: bytes
+    left_out: list[str]
 
 
 class LLGuidanceBackend:
@@ -126,18 +159,88 @@ class LLGuidanceBackend:
     def __init__(self, vocabulary: Vocabulary) -> None:
         self._vocabulary = vocabulary
         self._tokenizer = tokenizer_of(vocabulary)
+        self._last: tuple[ConstraintSpec, InPart] | None = None
+        """The last loose grammar, because `not_enforced` is asked right after `compile`."""
 
     def compile(self, spec: ConstraintSpec) -> bytes:
         """Schemas whose exact grammar llguidance refuses are tried with simpler grammars and a guard."""
+        if spec.loose and holds_schemas(spec):
+            return self._in_part(spec).compiled
+        return self._compiled(spec)
+
+    def _compiled(self, spec: ConstraintSpec) -> bytes:
         try:
             return self.compiled_by(spec)
         except ConstraintError as error:
-            if spec.loose or error.refusal.kind == "unsatisfiable" or not schemas_within(spec):
-                raise
-            for way in SIMPLER_WAYS:
+            is_exact = not spec.loose or spec.kind != "json_schema"
+            may_help = is_exact and error.refusal.kind != "unsatisfiable" and bool(schemas_within(spec))
+            for way in SIMPLER_WAYS if may_help else ():
                 with contextlib.suppress(ConstraintError):
                     return self.compiled_by(spec, way)
+            if not isinstance(error, Unsupported):
+                self._raise_for_schema(spec)
             raise
+
+    def _raise_for_schema(self, spec: ConstraintSpec) -> None:
+        """Raises the refusal of the first schema within a grammar that is refused on its own. It names the place in the
+        schema, where llguidance shows the source of the grammar.
+        """
+        for schema in schemas_within(spec) if spec.kind != "json_schema" else []:
+            loose = spec.loose and may_be_partial(schema)
+            text = json_text({**schema, "x-guidance": {}} if isinstance(schema, dict) else schema)
+            try:
+                self._compiled(ConstraintSpec(kind="json_schema", text=text, loose=loose))
+            except ConstraintError as error:
+                refusal = error.refusal
+                place = "#" if refusal.place == "json_schema" else refusal.place
+                hint = not spec.loose and refusal.kind == "not_enforced"
+                raise ConstraintError(msgspec.structs.replace(refusal, place=place, can_be_loose=hint)) from error
+
+    def _in_part(self, spec: ConstraintSpec) -> InPart:
+        """Compiles a grammar of which some schemas may be enforced in part: each as far as it can be."""
+        if self._last is not None and self._last[0] == spec:
+            return self._last[1]
+        found = embedded_schemas(lark_of(spec) or "")
+        try:
+            result = self._with_schemas(spec, found, [self._settled(each.schema) for each in found])
+        except ConstraintError:  # one by one their exact grammars are possible, and not together
+            result = self._with_schemas(spec, found, [self._settled(each.schema, tries_all=False) for each in found])
+        self._last = spec, result
+        return result
+
+    def _with_schemas(self, spec: ConstraintSpec, found: list[EmbeddedSchema], settled: list[Settled]) -> InPart:
+        texts = [f"%json {json_text(each.schema)}" for each in settled]
+        grammar = with_replaced(lark_of(spec) or "", found, texts)
+        compiled = self._compiled(ConstraintSpec(kind="lark", text=grammar, loose=True))
+        return InPart(compiled, [text for each in settled for text in each.left_out])
+
+    def _settled(self, schema: Any, tries_all: bool = True) -> Settled:
+        """Returns what of a schema is enforced: all of it, what llguidance knows, or its type alone. Raises
+        `ConstraintError` if all of it must be enforced and cannot be.
+        """
+        if not may_be_partial(schema):
+            self._check_alone(schema, loose=False)
+            return Settled(schema, [])
+        if tries_all:
+            with contextlib.suppress(ConstraintError):
+                exact = with_leave(schema, lenient=False)
+                self._check_alone(exact, loose=False)
+                return Settled(exact, [])
+        partial = with_leave(schema, lenient=True)
+        with contextlib.suppress(ConstraintError):
+            self._check_alone(partial, loose=True)
+            return Settled(partial, self._left_out([schema], self._alone(partial, loose=True)))
+        given = schema.get("type")
+        kind = {"type": given} if isinstance(given, str) and given in TYPES else {}
+        options = schema.get("x-guidance", {})
+        left_out = "#: no grammar enforces this schema; only the type is enforced"
+        return Settled({**kind, "x-guidance": options}, [left_out])
+
+    def _check_alone(self, schema: Any, loose: bool) -> None:
+        self._compiled(self._alone(schema, loose))
+
+    def _alone(self, schema: Any, loose: bool) -> ConstraintSpec:
+        return ConstraintSpec(kind="lark", text=f"start: %json {json_text(schema)}\n", loose=loose)
 
     def compiled_by(self, spec: ConstraintSpec, way: Way = "proved") -> bytes:
         """Compiles in one `way` alone. Builds the grammar's matcher once, because that takes most of the time."""
@@ -195,12 +298,18 @@ class LLGuidanceBackend:
         annotations = [text for schema in schemas for text in unknown_formats(schema)]
         if not spec.loose:
             return annotations
+        if holds_schemas(spec):
+            return annotations + self._in_part(spec).left_out
+        return annotations + self._left_out(schemas, spec)
+
+    def _left_out(self, schemas: list[Any], spec: ConstraintSpec) -> list[str]:
+        """What llguidance ignores of the schemas in a loose constraint, and what it warns of."""
         controls = [has_control_characters(schema, json_text(schema)) for schema in schemas]
         silent = [text for each in zip(schemas, controls, strict=True) for text in departures(*each)]
         grammar = translated(spec, "proved", self._vocabulary.vocab_size).grammar
         failed, messages = llguidance.LLMatcher.validate_grammar_with_warnings(grammar, self._tokenizer)
         patterns = [text for schema in schemas for text in unenforced_patterns(schema)]
-        return annotations + silent + patterns + ([] if failed else messages)
+        return silent + patterns + ([] if failed else messages)
 
 
 class LLGuidanceGrammar:
@@ -237,7 +346,7 @@ class LLGuidanceGrammar:
             first_marker=self._vocabulary.vocab_size,
             special=special,
             named=special | named_token_ids(frame),
-            of_bytes=self._vocabulary.byte_token_ids(),
+            of_bytes=token_of_byte(self._vocabulary),
             fill=self._fill_of_part,
         )
 
@@ -324,7 +433,7 @@ class LLGuidanceSession:
 
 def _refusal(spec: ConstraintSpec, messages: list[str]) -> ConstraintError:
     """The error for what llguidance says of a constraint's grammar, with the place of the keyword that it is about."""
-    message = "; ".join(messages).strip()
+    message = without_source("; ".join(messages))
     if _UNSATISFIABLE.search(message):
         return ConstraintError.because("unsatisfiable", spec.kind, cause=message)
     if spec.kind != "json_schema":
@@ -343,10 +452,15 @@ def _of_kind(spec: ConstraintSpec, error: ConstraintError) -> ConstraintError:
     return ConstraintError(msgspec.structs.replace(error.refusal, place=error.refusal.place or spec.kind))
 
 
+def without_source(message: str) -> str:
+    """Returns llguidance's message without the lines of the grammar that it shows: Manta may have written them."""
+    return _SOURCE.sub("", message).strip()
+
+
 def check_matcher(matcher: llguidance.LLMatcher) -> None:
     """Raises `ConstraintError` if the matcher has failed."""
     if matcher.is_error():
-        reason = matcher.get_error().partition("<state>")[0].strip()
+        reason = without_source(matcher.get_error().partition("<state>")[0])
         if reason.startswith("NoExtension"):
             raise ConstraintError.because("unsatisfiable", "")
         raise ConstraintError.because("unfit", "", cause=reason)

@@ -72,8 +72,8 @@ def translated(spec: ConstraintSpec, way: Way, first_marker: int) -> Translation
         if spec.kind in ("json_schema", "json_object"):
             return _schema_grammar(spec, way)
         lark = lark_of(spec)
-        if lark is not None and not spec.loose:
-            return _with_exact_schemas(lark, spec.kind, way, first_marker)
+        if lark is not None:
+            return _with_prepared_schemas(lark, spec, way, first_marker)
         return Translation(_plain_grammar(spec))
     except ConstraintError:
         raise
@@ -90,6 +90,11 @@ def schemas_within(spec: ConstraintSpec) -> list[Any]:
         return [] if lark is None else [each.schema for each in embedded_schemas(lark)]
     except (ValueError, KeyError, TypeError, AssertionError):
         return []
+
+
+def holds_schemas(spec: ConstraintSpec) -> bool:
+    """Whether the constraint is a grammar with schemas in it."""
+    return spec.kind in ("lark", "structural_tag") and bool(schemas_within(spec))
 
 
 def unknown_formats(schema: Any) -> Iterator[str]:
@@ -138,14 +143,25 @@ def lark_of(spec: ConstraintSpec) -> str | None:
     return None if grammar.startswith("{") else grammar
 
 
-def _with_exact_schemas(lark: str, kind: str, way: Way, first_marker: int) -> Translation:
+def may_be_partial(schema: Any) -> bool:
+    """Whether a loose constraint lets the schema, which is within its grammar, be enforced in part."""
+    return isinstance(schema, dict) and schema.get("x-guidance", {}).get("lenient") is not False
+
+
+def with_leave(schema: Any, lenient: bool) -> Any:
+    """The schema with leave to be enforced in part, or without."""
+    return {**schema, "x-guidance": {**schema.get("x-guidance", {}), "lenient": lenient}}
+
+
+def _with_prepared_schemas(lark: str, spec: ConstraintSpec, way: Way, first_marker: int) -> Translation:
     """The grammar with its schemas prepared, and with parts for those that need a guard."""
+    kind = spec.kind
     found = embedded_schemas(lark)
     texts: list[str] = []
     marked: list[str] = []
     parts: list[tuple[str, str]] = []
     for each in found:
-        schema, guard = _embedded(each, kind, way)
+        schema, guard = _embedded(each, spec, way)
         texts.append(f"%json {json_text(schema)}")
         marked.append(texts[-1])
         if guard:
@@ -156,7 +172,7 @@ def _with_exact_schemas(lark: str, kind: str, way: Way, first_marker: int) -> Tr
         return Translation(grammar)
     frame = with_replaced(lark, found, marked)
     if counts_tokens(frame):
-        keywords, beside = _keywords_of(found, way), "max_tokens, <[*]> or <[^...]>"
+        keywords, beside = _keywords_of(found, spec, way), "max_tokens, <[*]> or <[^...]>"
         raise Unsupported.because("excludes", f"{kind}: {keywords}", bound=beside, remedy="leave these out")
     if len(parts) >= NUM_MARKERS:
         more = {"value": len(parts), "unit": "schemas that need a guard", "bound": NUM_MARKERS - 1}
@@ -164,26 +180,26 @@ def _with_exact_schemas(lark: str, kind: str, way: Way, first_marker: int) -> Tr
     return Translation(grammar, "", llguidance.LLMatcher.grammar_from_lark(frame), parts)
 
 
-def _keywords_of(found: list[EmbeddedSchema], way: Way) -> str:
+def _keywords_of(found: list[EmbeddedSchema], spec: ConstraintSpec, way: Way) -> str:
     """The keywords that guards would enforce."""
-    guards = [guard for each in found if (guard := _embedded(each, "", way)[1])]
+    guards = [guard for each in found if (guard := _embedded(each, spec, way)[1])]
     return ", ".join(sorted({keyword for guard in guards for keyword in Guard.of(guard).left_out}))
 
 
-def _embedded(each: EmbeddedSchema, kind: str, way: Way) -> tuple[Any, str]:
+def _embedded(each: EmbeddedSchema, spec: ConstraintSpec, way: Way) -> tuple[Any, str]:
     """The schema as llguidance can serve it, with its own options, and its guard."""
     schema = each.schema
     if not isinstance(schema, dict):
         return schema, ""
-    if schema.get("x-guidance", {}).get("lenient"):
+    if spec.loose and may_be_partial(schema):
         check_patterns(schema, is_loose=True)
-        return with_grammar_patterns(schema), ""
+        return with_leave(with_grammar_patterns(schema), lenient=True), ""
     check_patterns(schema)
-    prepared = _prepared(schema, kind, way)
+    prepared = _prepared(schema, spec.kind, way)
     options = schema.get("x-guidance", {})
     if not prepared.has_controls:
         options = {"json_allowed_escapes": _SHORT_ESCAPES, **options}
-    return {**prepared.schema, "x-guidance": options}, prepared.guard
+    return with_leave({**prepared.schema, "x-guidance": options}, lenient=False), prepared.guard
 
 
 # ---- one schema ------------------------------------------------------------------------------------------------------

@@ -30,7 +30,7 @@ import msgspec
 from manta.structured.constraint import FIELD, ConstraintError, ConstraintLimits, ConstraintSpec, Resolved, check_limits
 from manta.structured.frames import read_frame, write_frame
 from manta.structured.refusals import Refusal
-from manta.structured.regexes.regex_constraint import with_plain_regex
+from manta.structured.visible_logs import guard_process
 from manta.structured.vocabulary import Vocabulary
 
 if TYPE_CHECKING:
@@ -174,9 +174,7 @@ def _compile(backends: Backends, spec: ConstraintSpec, limits: ConstraintLimits)
     """An `Answer` in msgpack."""
     try:
         check_limits(spec, limits)
-        resolved = backends.resolve(with_plain_regex(spec))
-        asked = msgspec.structs.replace(resolved.spec, text=spec.text)
-        return msgspec.msgpack.encode(Answer(resolved=msgspec.structs.replace(resolved, spec=asked)))
+        return msgspec.msgpack.encode(Answer(resolved=backends.resolve(spec)))
     except ConstraintError as error:
         answer = Answer(refusal=error.refusal)
     except MemoryError:
@@ -453,4 +451,5 @@ def _comes_within(source: socket.socket, seconds: float) -> bool:
 
 if __name__ == "__main__":
     sys.setrecursionlimit(10_000)
+    guard_process()
     main()

@@ -9,7 +9,6 @@ grammars stay in an LRU cache with a bound in bytes; refusals stay for a while.
 from __future__ import annotations
 
 import hashlib
-import logging
 import sys
 import threading
 import time
@@ -31,9 +30,10 @@ from manta.structured.constraint import (
 from manta.structured.fair_queue import FairQueue, QueueFullError
 from manta.structured.lru import ByteLRU
 from manta.structured.refusals import QueueFull, Refusal
+from manta.structured.visible_logs import logger_of
 from manta.structured.vocabulary import Vocabulary
 
-logger = logging.getLogger(__name__)
+logger = logger_of(__name__)
 
 ENTRY_BYTES = 600
 """Bytes that an entry of either cache holds besides its texts: structs, digests, lengths, hash tables."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -11,8 +10,9 @@ from typing import NamedTuple
 from manta.structured.grammar_pool.grammar_worker import Job, Message, SessionStart
 from manta.structured.grammar_pool.transport import Transport
 from manta.structured.masks import FAILED, FINISHED, MaskBuffer, forced_after
+from manta.structured.visible_logs import logger_of
 
-logger = logging.getLogger(__name__)
+logger = logger_of(__name__)
 
 
 class RetiredSlot(NamedTuple):

@@ -12,6 +12,7 @@ import msgspec
 
 from manta.structured.frames import read_frame
 from manta.structured.grammar_pool.transport import WorkerSetup, serve_worker
+from manta.structured.visible_logs import guard_process
 
 
 def main() -> None:
@@ -23,4 +24,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    guard_process()
     main()

@@ -364,11 +364,11 @@ def _is_names(value: Any) -> bool:
     return isinstance(value, list) and all(isinstance(item, str) for item in value)
 
 
-_TYPES = frozenset(["null", "boolean", "integer", "number", "string", "array", "object"])
+TYPES = frozenset(["null", "boolean", "integer", "number", "string", "array", "object"])
 
 
 def _is_type(value: Any) -> bool:
-    return value in _TYPES if isinstance(value, str) else isinstance(value, list) and set(map(str, value)) <= _TYPES
+    return value in TYPES if isinstance(value, str) else isinstance(value, list) and set(map(str, value)) <= TYPES
 
 
 _FORMS: list[tuple[tuple[str, ...], Callable[[Any], bool], str]] = [

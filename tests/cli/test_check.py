@@ -34,14 +34,15 @@ def with_tensor(folder: pathlib.Path, to: pathlib.Path, name: str, value: float)
     return to
 
 
-QUICK = (("llama", "bfloat16"), ("gpt_neox", "float32"))
-"""One of our own models, and one through transformers. `make prove` checks the others: each takes a process."""
+QUICK = ("llama", "bfloat16")
+"""One of our own models. `make prove` checks the others too: each takes a process."""
+HERE = pytest.mark.usefixtures("trials_here")
 
 
 @pytest.mark.parametrize(
     ("family", "dtype"),
     [
-        pytest.param(family, dtype, marks=[] if (family, dtype) in QUICK else pytest.mark.prove)
+        pytest.param(family, dtype, marks=[] if (family, dtype) == QUICK else pytest.mark.prove)
         for family in ("llama", "qwen3", "gpt_neox", "mistral", "qwen2", "mixtral", "gpt2")
         for dtype in ("float32", "bfloat16")
     ],
@@ -50,6 +51,12 @@ def test_a_step_of_one_layer_runs(family: str, dtype: str) -> None:
     assert check_model(config(checkpoint(family), dtype=dtype)).step_seconds > 0
 
 
+@HERE
+def test_a_step_through_transformers_runs() -> None:
+    assert check_model(config(checkpoint("gpt_neox"), dtype="float32")).step_seconds > 0
+
+
+@HERE
 def test_the_report_has_a_line_of_the_step(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["check", str(checkpoint("llama")), "--set", "engine.kv_cache_bytes=1048576"]) == 0
     step = re.search(r"^step +ran one layer and the head in (\S+) ms", capsys.readouterr().out, re.MULTILINE)
@@ -57,6 +64,7 @@ def test_the_report_has_a_line_of_the_step(capsys: pytest.CaptureFixture[str]) -
     assert float(step[1]) > 0
 
 
+@HERE
 def test_a_draft_model_runs_its_step_too(tmp_path: pathlib.Path) -> None:
     broken = with_tensor(checkpoint("llama"), tmp_path / "draft", "model.norm.weight", float("nan"))
     speculative = SpeculativeConfig(proposers=("draft",), draft_model=str(broken))
@@ -64,6 +72,7 @@ def test_a_draft_model_runs_its_step_too(tmp_path: pathlib.Path) -> None:
         check_model(config(checkpoint("llama"), speculative=speculative))
 
 
+@HERE
 def test_a_first_layer_without_finite_numbers_fails(tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:
     name = "model.layers.0.input_layernorm.weight"
     folder = with_tensor(checkpoint("llama"), tmp_path / "nan", name, float("nan"))
@@ -73,11 +82,13 @@ def test_a_first_layer_without_finite_numbers_fails(tmp_path: pathlib.Path, caps
     assert "can be served" not in captured.out
 
 
+@HERE
 def test_the_other_layers_are_not_run(tmp_path: pathlib.Path) -> None:
     name = "model.layers.1.input_layernorm.weight"
     assert check_model(config(with_tensor(checkpoint("llama"), tmp_path / "nan", name, float("nan")))).step_seconds > 0
 
 
+@HERE
 def test_a_model_without_causal_attention_fails(tmp_path: pathlib.Path) -> None:
     """Its configuration does not tell; only a run does."""
     options = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}
@@ -88,6 +99,7 @@ def test_a_model_without_causal_attention_fails(tmp_path: pathlib.Path) -> None:
         check_model(config(tmp_path))
 
 
+@HERE
 def test_an_exception_of_transformers_fails(tmp_path: pathlib.Path) -> None:
     folder = tmp_path / "activation"
     shutil.copytree(checkpoint("gpt_neox"), folder)

@@ -82,6 +82,7 @@ def test_a_config_file_must_be_a_mapping(tmp_path: pathlib.Path, capsys: pytest.
     assert str(path) in error.replace("\n", "")
 
 
+@pytest.mark.usefixtures("trials_here")
 def test_check_reports_what_serving_takes(capsys: pytest.CaptureFixture[str]) -> None:
     folder = checkpoint("llama")
     code, out, _ = run(capsys, "check", str(folder), "--set", "engine.kv_cache_bytes=1048576")
@@ -100,6 +101,7 @@ def test_check_reports_what_serving_takes(capsys: pytest.CaptureFixture[str]) ->
     assert rows["longest"].startswith("512 tokens")
 
 
+@pytest.mark.usefixtures("trials_here")
 def test_check_counts_every_shard(capsys: pytest.CaptureFixture[str]) -> None:
     whole, sharded = checkpoint("llama"), checkpoint("llama", max_shard_size="50KB")
     assert len(list(sharded.glob("*.safetensors"))) > 1

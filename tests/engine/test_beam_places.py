@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from manta.cluster.engine.request import FinishStatus
 from manta.cluster.engine.sequence import Sequence
 from manta.workers.sampling_params import SamplingParams
-from tests.engine.test_scheduler import EXAMPLES, Harness, name_of
+from tests.engine.scheduler_harness import Harness, name_of
+from tests.engine.test_scheduler import EXAMPLES
 
 
 class BeamHarness(Harness):

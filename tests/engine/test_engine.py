@@ -77,7 +77,9 @@ def test_greedy_tokens_equal_transformers(family: str, options: dict) -> None:
     engine = make_engine(family, **options)
     assert run(engine, prompts, GREEDY) == expected
     stats = engine.stats()
-    assert stats.prefix_cache_hits > 0, "the shared prefix was not found in the cache"
+    gives_back = engine.model.groups[0].window is not None
+    if not (gives_back and "num_blocks" in options):  # a tiny pool evicts first what left the window
+        assert stats.prefix_cache_hits > 0, "the shared prefix was not found in the cache"
     assert bool(stats.num_preemptions) == ("num_blocks" in options)
     hits = stats.prefix_cache_hits
     assert run(engine, prompts, GREEDY) == expected, "a warm prefix cache changed the tokens"
@@ -144,7 +146,7 @@ def test_a_nan_row_ends_alone_without_its_blocks() -> None:
     failed = None
     for number in range(200):
         if number == 6:  # poison one block of sequence 1 in the KV cache
-            block = engine.scheduler.running[1].block_table[0]
+            block = engine.scheduler.running[1].block_tables[0][0]
             poison_block(engine, block)
         for delta in engine.step():
             outputs[int(delta.request_id)] += delta.token_ids

@@ -143,6 +143,7 @@ def test_blocks_take_a_byte_for_each_element() -> None:
     assert (info.kv_cache_dtype, info.num_blocks) == ("int8", plans[1][1])
 
 
+@pytest.mark.usefixtures("trials_here")
 def test_the_check_says_it() -> None:
     engine = EngineConfig(model=str(checkpoint("llama")), kv_cache_dtype="int8", kv_cache_bytes=1 << 20, device="cpu")
     report = check_model(engine)

@@ -81,7 +81,7 @@ def test_choices_share_full_prompt_blocks() -> None:
     engine.add_request(EngineRequest(request_id="a", prompt_token_ids=PROMPTS[2], params=sampled(1, 6)))
     engine.step()
     engine.step()
-    tables = [sequence.block_table for sequence in engine.scheduler.running]
+    tables = [sequence.block_tables[0] for sequence in engine.scheduler.running]
     assert len({tuple(table[:3]) for table in tables}) == 1
     assert len({table[3] for table in tables}) == 6, "a choice writes into the last block of another"
     assert [engine.scheduler.blocks._references[block] for block in tables[0][:3]] == [6, 6, 6]

@@ -1,282 +1,26 @@
-"""The scheduler against a model that checks every step: hypothesis drives arrivals, forks, aborts, late rows, failures
-and drafts.
-
-The fake model keeps what each KV slot holds, as (position, hash of the tokens up to there), and raises where a token is
-computed on anything but its own context: a wrong prefix hit, a premature free or a stale block cannot pass. NaN spreads
-in it as in a real model: whatever is computed on a poisoned slot is poisoned too.
+"""The scheduler against a model that checks every step (`scheduler_harness.py`): hypothesis drives arrivals, forks,
+aborts, late rows, failures and drafts.
 """
 
 from __future__ import annotations
 
 import os
-import zlib
-from collections.abc import Set
 
 import hypothesis.strategies as st
 import msgspec
 import pytest
 from hypothesis import given, settings
 
-from manta.cluster.engine.kv_blocks import KVBlocks
-from manta.cluster.engine.request import FinishStatus, SequenceOutput
-from manta.cluster.engine.scheduler import Scheduler
+from manta.cluster.engine.request import FinishStatus
 from manta.cluster.engine.sequence import Sequence
 from manta.cluster.errors import RequestRefused
-from manta.structured.constraint import ConstraintSpec, Resolved
-from manta.workers.sampling_params import SamplingParams
-from manta.workers.step import RowError, StepInput, StepOutput
+from manta.workers.sampling_params import SamplingParams, child_seed
+from manta.workers.step import NO_BLOCK
+from tests.engine.scheduler_harness import BLOCK_SIZE, Harness, continuation, name_of
 
-BLOCK_SIZE = 4
+WINDOWS: list[tuple[int | None, ...]] = [(None,), (None, 6), (5,), (None, None, 3, 9)]
+"""Windows of the groups of layers."""
 EXAMPLES = 20_000 if os.environ.get("MANTA_PROVE") == "1" else 200
-
-
-def next_token(tokens: list[int], seed: int = 0) -> int:
-    """The fake model: a fixed function of the whole context and the seed. 0 is its end-of-sequence token."""
-    return zlib.crc32(seed.to_bytes(8, "little", signed=True) + bytes(tokens)) % 23
-
-
-def continuation(prompt: list[int], params: SamplingParams, seed: int = 0) -> list[int]:
-    tokens = list(prompt)
-    while len(tokens) - len(prompt) < (params.max_tokens or 10**9):
-        tokens.append(next_token(tokens, seed))
-        if tokens[-1] == 0 and not params.ignore_eos:
-            break
-    return tokens[len(prompt) :]
-
-
-class FakeModel:
-    """Executes steps as a rank would, on tokens alone."""
-
-    def __init__(self) -> None:
-        self.slots: dict[int, tuple] = {}
-        self.tokens: dict[int, list[int]] = {}
-        self.tables: dict[int, list[int]] = {}
-        self.seeds: dict[int, int] = {}
-        self.poisoned: set[int] = set()
-        """Slots that hold NaN."""
-
-    def execute(
-        self, step: StepInput, late: Set[int] = frozenset(), failing: Set[int] = frozenset(), drafts: bool = False
-    ) -> StepOutput:
-        """A row that fails keeps a token all the same: the next step may have been planned already."""
-        for sequence_id in step.finished:
-            self.tokens.pop(sequence_id, None)
-            self.tables.pop(sequence_id, None)
-        for start in step.started:
-            assert start.sequence_id not in self.tokens, "started while the rank still holds it"
-            self.tokens[start.sequence_id] = list(start.token_ids)
-            self.tables[start.sequence_id] = []
-            self.seeds[start.sequence_id] = start.seed
-        for fork in step.forked:
-            assert fork.sequence_id not in self.tokens, "forked while the rank still holds it"
-            self.tokens[fork.sequence_id] = list(self.tokens[fork.parent_id])
-            self.tables[fork.sequence_id] = []
-            self.seeds[fork.sequence_id] = fork.seed
-        self._copy(step.block_copies)
-        inputs = self._write(step, failing)
-        self._check_contexts(step, inputs)
-        return self._sample(step, inputs, late, drafts)
-
-    def slot(self, sequence_id: int, position: int) -> int:
-        return self.tables[sequence_id][position // BLOCK_SIZE] * BLOCK_SIZE + position % BLOCK_SIZE
-
-    def _copy(self, pairs: list[tuple[int, int]]) -> None:
-        assert len({destination for _, destination in pairs}) == len(pairs), "two copies into one block"
-        copied, poisoned = {}, set()
-        for source, destination in pairs:
-            for offset in range(BLOCK_SIZE):
-                old, new = source * BLOCK_SIZE + offset, destination * BLOCK_SIZE + offset
-                copied[new] = self.slots.get(old, ())
-                poisoned |= {new} if old in self.poisoned else set()
-        self.slots |= copied
-        self.poisoned = (self.poisoned - set(copied)) | poisoned
-
-    def _write(self, step: StepInput, failing: Set[int]) -> dict[int, list[int]]:
-        inputs, written = {}, {}
-        for item in step.scheduled:
-            tokens = self.tokens[item.sequence_id]
-            self.tables[item.sequence_id] += item.new_block_ids
-            known = item.start + item.num_tokens - len(item.draft_token_ids)
-            assert known <= len(tokens)
-            assert not item.draft_token_ids or known == len(tokens)
-            inputs[item.sequence_id] = tokens[:known] + item.draft_token_ids
-            for position in range(item.start, item.start + item.num_tokens):
-                slot = self.slot(item.sequence_id, position)
-                assert slot not in written, "two tokens of a step share a KV slot"
-                written[slot] = tuple(inputs[item.sequence_id][: position + 1])
-                self.poisoned.discard(slot)
-        self.slots |= written
-        for item in step.scheduled:  # in one step a sequence that shares a block comes after the block's writer
-            fails = item.sequence_id in failing
-            for position in range(item.start + item.num_tokens):
-                slot = self.slot(item.sequence_id, position)
-                fails = fails or slot in self.poisoned
-                if fails and position >= item.start:
-                    self.poisoned.add(slot)
-        return inputs
-
-    def _check_contexts(self, step: StepInput, inputs: dict[int, list[int]]) -> None:
-        for item in step.scheduled:
-            for position in range(item.start + item.num_tokens):
-                expected = tuple(inputs[item.sequence_id][: position + 1])
-                assert self.slots.get(self.slot(item.sequence_id, position)) == expected
-
-    def _sample(self, step, inputs, late, drafts) -> StepOutput:
-        output = StepOutput(step.step_id)
-        row_of = {}
-        first = 0
-        for item in step.scheduled:
-            for offset in range(item.num_tokens):
-                row_of[first + offset] = (item.sequence_id, item.start + offset)
-            first += item.num_tokens
-        rejected: set[int] = set()
-        parents = {fork.sequence_id: fork.parent_id for fork in step.forked}
-        for point in step.sample_points:
-            row_id, position = row_of[point.row]
-            sequence_id = point.sequence_id
-            assert (row_id, position + 1) == (parents.get(sequence_id, sequence_id), point.position)
-            if self.slot(row_id, position) in self.poisoned:
-                output.errors[sequence_id] = RowError("NaN", is_corrupt=True)
-                self.tokens[sequence_id].append(0)
-            elif sequence_id not in late and sequence_id not in rejected:
-                given_tokens = inputs[row_id]
-                token = next_token(given_tokens[: position + 1], self.seeds[sequence_id])
-                output.token_ids.setdefault(sequence_id, []).append(token)
-                self.tokens[sequence_id].append(token)
-                if position + 1 < len(given_tokens) and given_tokens[position + 1] != token:
-                    rejected.add(sequence_id)
-        if drafts:
-            for sequence_id, tokens in self.tokens.items():
-                seed = self.seeds[sequence_id]
-                guess = [next_token(tokens, seed)]
-                guess.append(next_token(tokens + guess, seed) if sequence_id % 2 else 22)
-                output.draft_token_ids[sequence_id] = [*guess, 5]
-        return output
-
-
-def name_of(choice: Sequence | SequenceOutput) -> str:
-    """The request's id, with the index of a choice that is not the first."""
-    return f"{choice.request_id}/{choice.index}" if choice.index else choice.request_id
-
-
-class Harness:
-    """A scheduler, its model and what every request gained so far."""
-
-    def __init__(self, num_blocks: int, budget: int, slots: int, caching: bool = True, ahead: bool = False) -> None:
-        self.budget = budget
-        self.ahead = ahead
-        """Each step is planned, and executed, before the scheduler hears of the one before it."""
-        self.under_way = (StepInput(-1), StepOutput(-1))
-        self.scheduler = Scheduler(
-            max_num_batched_tokens=budget,
-            max_num_sequences=slots,
-            max_model_len=64,
-            blocks=KVBlocks(num_blocks, BLOCK_SIZE, caching),
-        )
-        self.model = FakeModel()
-        self.sequences: list[Sequence] = []
-        """One a choice, by id: the scheduler's own, or before the fork a stand-in of the same prompt."""
-        self.gained: dict[str, list[int]] = {}
-        self.ends: dict[str, SequenceOutput] = {}
-        self.failed: set[str] = set()
-        """Sequences whose row was made to fail."""
-
-    def add(
-        self,
-        prompt: list[int],
-        params: SamplingParams,
-        priority: int = 0,
-        n: int = 1,
-        masks: bool = False,
-        client: str = "",
-        weight: float = 1.0,
-    ) -> bool:
-        """Adds a request of `n` choices; with `masks` they may be late."""
-        number = len(self.sequences)
-        sequence = Sequence(
-            number,
-            str(number),
-            list(prompt),
-            msgspec.structs.replace(params, n=n),
-            seed=0,
-            unforked=range(1, n),
-            priority=priority,
-            client=client,
-            weight=weight,
-            eos_token_ids=(0,),
-            constraint=Resolved(spec=ConstraintSpec(kind="regex", text="a"), compiled=b"") if masks else None,
-        )
-        try:
-            self.scheduler.add(sequence)
-        except RequestRefused:
-            return False
-        sequences = [sequence, *map(sequence.fork, sequence.unforked)]
-        self.sequences += sequences
-        self.gained |= {name_of(sequence): [] for sequence in sequences}
-        return True
-
-    def meet_forks(self) -> None:
-        """Puts the sequences that the scheduler made in the place of their stand-ins."""
-        for sequence in [*self.scheduler.running, *self.scheduler.waiting]:
-            self.sequences[sequence.sequence_id] = sequence
-
-    def num_cached_tokens(self, request_id: str) -> int:
-        usage = self.ends[request_id].usage
-        assert usage is not None
-        return usage.num_cached_tokens
-
-    def collect(self, outputs: list[SequenceOutput]) -> None:
-        for output in outputs:
-            name = name_of(output)
-            assert name not in self.ends, "output behind the end"
-            self.gained[name] += output.token_ids
-            if output.finish is not None:
-                self.ends[name] = output
-
-    def step(self, late: Set[int] = frozenset(), failing: Set[int] = frozenset(), drafts: bool = False) -> None:
-        for sequence in self.scheduler.running:
-            self.scheduler.wait_for_mask(sequence, sequence.waits_for_mask and sequence.num_pending_tokens > 0)
-        step = self.scheduler.schedule()
-        self.meet_forks()
-        assert step.num_tokens <= self.budget
-        assert len({item.sequence_id for item in step.scheduled}) == len(step.scheduled)
-        has_work = self.scheduler.has_unfinished and not self.under_way[0].scheduled
-        assert step.scheduled or not has_work, "work is there and nothing was scheduled"
-        for item in step.scheduled:
-            assert item.start + item.num_tokens < self.sequences[item.sequence_id].max_length, "computed past its end"
-        # What fails is sampled in the same step, so the failure is known at once and no other sequence may suffer.
-        failing = failing & {point.sequence_id for point in step.sample_points}
-        failing |= {fork.sequence_id for fork in step.forked if fork.parent_id in failing}
-        self.failed |= {name_of(self.sequences[sequence_id]) for sequence_id in failing}
-        masked = {sequence.sequence_id for sequence in self.sequences if sequence.constraint is not None}
-        late = late & masked
-        output = self.model.execute(step, late, failing, drafts)
-        if self.ahead:
-            (step, output), self.under_way = self.under_way, (step, output)
-        self.collect(self.scheduler.update(step, output))
-        for point in self.under_way[0].sample_points:
-            sequence = self.scheduler.get(point.sequence_id)
-            if sequence is not None and point.sequence_id in late and self.under_way[0].step_id >= sequence.first_step:
-                self.scheduler.wait_for_mask(sequence)
-        self.scheduler.check_integrity()
-        for sequence in self.sequences:
-            size = len(sequence.block_hashes)
-            fresh = Sequence(0, "", list(sequence.token_ids), sequence.params, 0).hash_blocks(size, BLOCK_SIZE)
-            assert sequence.finish or sequence.block_hashes == fresh, "a block was hashed before its tokens were known"
-
-    def lose_ranks(self) -> None:
-        self.scheduler.recompute_all()
-        self.model, self.under_way = FakeModel(), (StepInput(-1), StepOutput(-1))
-
-    def drain(self, drafts: bool = False) -> None:
-        bound = 200 + 100 * sum(sequence.max_length for sequence in self.sequences)
-        while self.scheduler.has_unfinished:
-            self.step(drafts=drafts)
-            bound -= 1
-            assert bound > 0, "no progress"
-        self.scheduler.schedule()
-        self.scheduler.check_integrity()
-        assert self.scheduler.blocks.num_free == self.scheduler.blocks.num_blocks
 
 
 # Few distinct tokens, so that prompts share prefixes.
@@ -317,7 +61,7 @@ actions = st.lists(
 
 
 @pytest.mark.parametrize("ahead", [False, True])
-@settings(max_examples=EXAMPLES, deadline=None)
+@settings(max_examples=EXAMPLES * 3 // 2, deadline=None)
 @given(
     first=st.lists(requests, min_size=2, max_size=5),
     actions=actions,
@@ -325,14 +69,16 @@ actions = st.lists(
     budget=st.integers(1, 40),
     slots=st.integers(1, 6),
     caching=st.booleans(),
+    lookahead=st.sampled_from([0, 3]),
+    windows=st.sampled_from(WINDOWS),
 )
 def test_every_request_gets_its_tokens_despite_the_others(
-    ahead, first, actions, num_blocks, budget, slots, caching
+    ahead, first, actions, num_blocks, budget, slots, caching, lookahead, windows
 ) -> None:
     """Also if each step is planned before it is known what the one before it drew: what ends has a row too many then,
     which nobody may read.
     """
-    harness = Harness(num_blocks, budget, slots, caching, ahead)
+    harness = Harness(num_blocks * len(windows), budget, slots, caching, ahead, windows, lookahead)
     for request in first:
         harness.add(*request)
     for action, value in actions:
@@ -357,6 +103,8 @@ def test_every_request_gets_its_tokens_despite_the_others(
         else:
             harness.lose_ranks()
         harness.scheduler.check_integrity()
+        if harness.scheduler.blocks.has_windows:
+            harness.check_borders()
     harness.drain()
     for sequence in harness.sequences:
         end = harness.ends[name_of(sequence)]
@@ -388,6 +136,63 @@ def test_drafts_change_the_steps_never_the_tokens(batch, budget) -> None:
         assert harness.gained[sequence.request_id] == continuation(prompt, sequence.params)
 
 
+def test_with_one_group_the_ranks_are_sent_plain_lists_of_blocks() -> None:
+    """The bytes of a step whose sequence is forked, and of the next one, which copies the partly filled block."""
+    harness = Harness(num_blocks=24, budget=40, slots=4)
+    params = SamplingParams(max_tokens=4, ignore_eos=True, n=2)
+    harness.add([1] * 6, params, n=2)
+    encoded = []
+    for _ in range(2):
+        step = harness.scheduler.schedule()
+        harness.meet_forks()
+        encoded.append(msgspec.msgpack.encode(step))
+        harness.collect(harness.scheduler.update(step, harness.model.execute(step)))
+    seeds = [child_seed(0, index) for index in range(2)]
+    start = [0, params, seeds[0], [1] * 6, 6, [], True]
+    first = [0, [], [start], [], [[0, 1, seeds[1]]], [[0, 0, 6, [0, 1], [], ""]], [[5, 0, 6], [5, 1, 6]]]
+    copies, scheduled = [[1, 2]], [[0, 6, 1, [], [], ""], [1, 6, 1, [0, 2], [], ""]]
+    second = [1, [], [], copies, [], scheduled, [[0, 0, 7], [1, 1, 7]]]
+    assert encoded == [msgspec.msgpack.encode(each) for each in (first, second)]
+
+
+def test_a_window_reads_only_the_end_of_a_cached_prefix() -> None:
+    """The message has equally many blocks for each group, and none where the window never reaches."""
+    harness = Harness(num_blocks=24, budget=40, slots=4, windows=(None, 5))
+    harness.add([1, 2] * 8, SamplingParams(max_tokens=1))
+    harness.drain()
+    harness.add([1, 2] * 8 + [3], SamplingParams(max_tokens=1))
+    (item,) = harness.scheduler.schedule().scheduled
+    assert item.start == 16
+    whole, window = item.new_block_ids[:5], item.new_block_ids[5:]
+    assert NO_BLOCK not in whole
+    assert [block == NO_BLOCK for block in window] == [True, True, True, False, False]
+
+
+def test_a_prefix_ends_where_a_window_has_lost_a_block() -> None:
+    """Of the last three blocks of a chain the middle one is evicted; then the border before it is the longest."""
+    harness = Harness(num_blocks=64, budget=40, slots=4, windows=(None, 6))
+    prompt = [1, 2] * 12
+    harness.add(prompt, SamplingParams(max_tokens=1))
+    harness.drain()
+    blocks, hashes = harness.scheduler.blocks, harness.sequences[0].hash_blocks(6, BLOCK_SIZE)
+    lost = blocks.find(hashes[4], 1)
+    assert lost is not None
+    blocks.discard([lost])
+    harness.add([*prompt, 3], SamplingParams(max_tokens=1))
+    harness.drain()
+    assert harness.num_cached_tokens("1") == 4 * BLOCK_SIZE
+
+
+def test_the_same_prompt_again_is_found_after_a_long_answer() -> None:
+    """The window has long left the prompt, and its blocks wait in the cache."""
+    harness = Harness(num_blocks=64, budget=40, slots=4, windows=(None, 5))
+    prompt = [1, 2] * 12
+    for _ in range(2):
+        harness.add(prompt, SamplingParams(max_tokens=30, ignore_eos=True))
+        harness.drain()
+    assert harness.num_cached_tokens("1") == len(prompt) - BLOCK_SIZE
+
+
 def test_good_drafts_are_accepted_several_a_step() -> None:
     harness = Harness(num_blocks=24, budget=40, slots=4)
     harness.add([1], SamplingParams(max_tokens=2))  # even ids guess one token right
@@ -406,7 +211,7 @@ def test_a_prefix_within_one_step_is_computed_once() -> None:
     step = harness.scheduler.schedule()
     assert [item.num_tokens for item in step.scheduled] == [17, 1, 1, 1]
     harness.collect(harness.scheduler.update(step, harness.model.execute(step)))
-    tables = [sequence.block_table for sequence in harness.scheduler.running]
+    tables = [sequence.block_tables[0] for sequence in harness.scheduler.running]
     assert len({tuple(table[:4]) for table in tables}) == 1
     harness.drain()
     assert [harness.num_cached_tokens(name) for name in "0123"] == [0, 16, 16, 16]

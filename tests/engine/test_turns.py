@@ -12,7 +12,7 @@ from manta.cluster.engine.turns import KEPT_CLIENTS, Turns
 from manta.cluster.errors import QueueFull
 from manta.workers.sampling_params import SamplingParams
 from tests.checkpoints import checkpoint
-from tests.engine.test_scheduler import Harness
+from tests.engine.scheduler_harness import Harness
 from tests.http.test_routes import App
 
 SHORT = SamplingParams(max_tokens=2, ignore_eos=True)

@@ -99,7 +99,7 @@ class Injector:
             block
             for each in self._engine.scheduler.running
             if each.num_output_tokens and each.num_computed_tokens >= each.num_prompt_tokens
-            for block in each.block_table[: -(-each.num_computed_tokens // blocks.block_size)]
+            for block in each.block_tables[0][: -(-each.num_computed_tokens // blocks.block_size)]
             if blocks._references[block] == 1
         ]
         if not held:
@@ -128,7 +128,7 @@ class Injector:
             if is_gone or any(each.finish is FinishStatus.FINISHED_INTERNAL_ERROR for each in readers):
                 del self._nan_blocks[block]
                 continue
-            readers += [each for each in self._engine.scheduler.running if block in each.block_table]
+            readers += [each for each in self._engine.scheduler.running if block in each.held_blocks()]
             # A beam search numbers its prompts.
             names = [each.request_id for each in readers]
             self.poisoned |= {*names, *(name.removesuffix("-0") for name in names)}

@@ -281,7 +281,7 @@ def test_imports_in_functions_and_for_type_checkers_count() -> None:
 
 OWNERS = {
     "sequence.py": {"num_computed_tokens", "num_pending_tokens", "num_sent_blocks", "draft_token_ids", "is_paused"},
-    "kv_cache_manager.py": {"block_table", "num_shared_blocks", "num_registered_blocks"},
+    "kv_cache_manager.py": {"block_tables", "num_shared_blocks", "num_registered_blocks"},
     "step_plan.py": {"first_step"},
 }
 """Attributes of a `Sequence` by the file of `cluster/engine/` that alone assigns them."""

@@ -65,8 +65,14 @@ def test_a_test_sets_every_option() -> None:
             BodyLimits(max_token_ids=3),
             "stop_token_ids",
         ),
+        (
+            ChatCompletionRequest,
+            {"model": "a", "messages": [{"role": "user", "content": "a"}]},
+            BodyLimits(max_members=4),
+            "",
+        ),
     ],
-    ids=["max_messages", "max_token_ids"],
+    ids=["max_messages", "max_token_ids", "max_members"],
 )
 def test_a_bound_of_bodies_is_the_operators(body_type: Any, body: dict[str, Any], limits: Any, field: str) -> None:
     encoded = msgspec.json.encode(body)

@@ -26,6 +26,7 @@ SERVE = "Serve tells the state of a deployment in words, in which it quotes trac
 READERS = {
     ("structured/backends/llguidance.py", "_refusal"): LLGUIDANCE,
     ("structured/backends/llguidance.py", "check_matcher"): LLGUIDANCE,
+    ("structured/backends/llguidance.py", "without_source"): "llguidance shows lines of the grammar within its words",
     ("structured/backends/llguidance_grammar.py", "place_within"): LLGUIDANCE,
     ("structured/backends/llguidance_schema.py", "place_of"): LLGUIDANCE,
     ("structured/backends/llguidance_schema.py", "_is_quoted"): LLGUIDANCE,

@@ -157,10 +157,7 @@ def test_stop_sequences_are_named_and_schemas_hold() -> None:
         ({"stop_sequences": ["x" * 4000] * 20}, "stop_sequences has 80000 characters"),
         ({"messages": []}, "messages is empty"),
         ({"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]}, "messages[0].content[0]"),
-        (
-            {"tools": [{"type": "web_search_20250305", "name": "web_search"}]},
-            "the server would have to run it",
-        ),
+        ({"tools": [{"type": "web_search_20250305", "name": "w"}], "tool_choice": {"type": "any"}}, "tool_choice"),
         ({"tools": [{**TOOL, "input_schema": {"type": "object", "$ref": "#/nowhere"}}]}, "tools[0].input_schema"),
         ({"mcp_servers": [{"url": "http://localhost"}]}, "mcp_servers is not supported"),
         ({"messages": [{**MESSAGES[0], "clear_at": "next_user_message"}]}, "messages[0].clear_at 'next_user_message'"),
@@ -205,7 +202,7 @@ def test_unknown_models_and_wrong_keys_are_refused() -> None:
 
 
 class CallingEngines(RepeatingEngines):
-    async def submit(self, request: Any) -> Repeating:
+    async def submit(self, request: Any, meter: Any = None) -> Repeating:
         self.request = request
         return Once(request.prompts, f"Let me see. {CALL}")
 

@@ -148,7 +148,7 @@ class SummingEngines(RepeatingEngines):
         self.text = text
         self.requests: list[Any] = []
 
-    async def submit(self, request: Any) -> Any:
+    async def submit(self, request: Any, meter: Any = None) -> Any:
         self.requests.append(request)
         return Once(request.prompts, self.text)
 

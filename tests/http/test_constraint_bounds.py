@@ -11,6 +11,7 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
+import jsonschema
 import pytest
 
 from manta.cluster.text.tokenizer import Tokenizer
@@ -167,3 +168,68 @@ def test_a_stop_token_ends_a_call_as_its_text_does(server: ThreadedServer, token
     assert token["message"].get("content") == text["message"].get("content")
     calls = [[call["function"] for call in each["message"]["tool_calls"]] for each in (token, text)]
     assert calls[0] == calls[1]
+
+
+SCHEMAS: dict[str, Any] = {
+    "uniqueItems": {"type": "array", "items": {"type": "integer"}, "uniqueItems": True, "maxItems": 3},
+    "contains": {"type": "array", "items": {"type": "integer"}, "contains": {"const": 3}, "maxItems": 3},
+    "not": {"type": "integer", "not": {"multipleOf": 2}},
+    "lookahead": {"type": "string", "pattern": "^(?=a)[ab]{1,3}$"},
+    "plain": {"type": "boolean"},
+}
+"""Parameters that a strict function may have."""
+PARTIAL: dict[str, Any] = {
+    "backreference": {"type": "string", "pattern": "^(a)\\1$", "maxLength": 4},
+    "no such reference": {"$ref": "#/$defs/nowhere"},
+    "no such type": {"type": "strnig"},
+    "no pattern": {"type": "string", "pattern": "a{,3}("},
+    "nothing": False,
+    "a reference that the instance decides": {"$dynamicRef": "#nowhere"},
+}
+"""Parameters that a strict function may not have."""
+
+
+def calling(*tools: tuple[dict[str, Any], bool | None]) -> dict[str, Any]:
+    """A chat whose answer calls some of these functions, each with its parameter and `strict`."""
+    given = []
+    for number, (parameter, strict) in enumerate(tools):
+        function = {**tool(parameter)["function"], "name": f"f{number}"}
+        given.append({"type": "function", "function": function if strict is None else {**function, "strict": strict}})
+    messages = [{"role": "user", "content": "call"}]
+    return {"messages": messages, "tools": given, "tool_choice": "required", "max_tokens": 60}
+
+
+def test_functions_that_are_not_strict_are_taken_where_strict_ones_are(server: ThreadedServer) -> None:
+    for strict in (True, None, False):
+        answers = asks_all(server, [calling((each, strict)) for each in SCHEMAS.values()])
+        for (name, parameter), (status, answer) in zip(SCHEMAS.items(), answers, strict=True):
+            assert status == 200, (name, strict, answer)
+            if answer["choices"][0]["finish_reason"] != "length":
+                call = answer["choices"][0]["message"]["tool_calls"][0]["function"]
+                jsonschema.validate(json.loads(call["arguments"])["k"], parameter)
+
+
+def test_no_function_that_is_not_strict_refuses_a_request(server: ThreadedServer) -> None:
+    """The others are held to their schemas as if it were not there."""
+    unique = SCHEMAS["uniqueItems"]
+    answers = asks_all(server, [calling((unique, None), (each, False)) for each in PARTIAL.values()])
+    for name, (status, answer) in zip(PARTIAL, answers, strict=True):
+        assert status == 200, (name, answer)
+        call = answer["choices"][0]["message"].get("tool_calls", [{"function": {"name": ""}}])[0]["function"]
+        if call["name"] == "f0" and answer["choices"][0]["finish_reason"] != "length":
+            jsonschema.validate(json.loads(call["arguments"])["k"], unique)
+    for name, each in PARTIAL.items():
+        body = {"model": server.model, **calling((each, False)), "temperature": 0, "max_tokens": 20}
+        status, headers, answer = server.post("/v1/chat/completions", body)
+        assert status == 200, (name, answer)
+        assert headers["x-manta-not-enforced"].startswith("#"), name
+
+
+def test_refused_functions_show_no_grammar(server: ThreadedServer) -> None:
+    answers = asks_all(server, [calling((SCHEMAS["plain"], None), (each, None)) for each in PARTIAL.values()])
+    for name, (status, answer) in zip(PARTIAL, answers, strict=True):
+        error = answer["error"]
+        assert (status, error["param"]) == (400, "tools[1].function.parameters"), (name, answer)
+        assert "#" in error["message"], name
+        shown = [text for text in ("x-guidance", "start:", "%json", "lenient", " | ") if text in error["message"]]
+        assert not shown, (name, error["message"])

@@ -32,8 +32,8 @@ from tests.local_server import LocalServer, answer, local_server, post, until
 from tests.patience import PATIENCE_S
 
 LIMIT = 4
-"""Requests that the server of most tests here may hold."""
-OPTIONS: dict[str, Any] = {"max_num_sequences": 2, "engine_options": {"max_num_waiting": LIMIT - 2}}
+"""Requests of one client that the server of most tests here may hold. It holds one more of others."""
+OPTIONS: dict[str, Any] = {"max_num_sequences": 2, "engine_options": {"max_num_waiting": LIMIT - 1}}
 
 
 class Unanswered:

@@ -13,6 +13,7 @@ import pytest
 from manta.cluster.config import ServeConfig
 from manta.cluster.http.app import HttpApp
 from manta.cluster.http.exchange.metrics import Metrics
+from manta.cluster.protocol.ollama import API_VERSION
 from manta.cluster.text.tokenizer import Tokenizer
 from tests.http.test_routes import Repeating, RepeatingEngines
 from tests.server import shared_server
@@ -87,12 +88,16 @@ def test_the_model_is_listed_and_shown() -> None:
     assert (shown.modelinfo or {})["manta.context_length"] == 512
     assert shown.template == Tokenizer(server.folder).chat_template_source()
     version = httpx.get(f"{server.url}/api/version", trust_env=False).json()
-    assert version == httpx.get(f"{server.url}/version", trust_env=False).json()
+    assert version == {"version": API_VERSION}
+    (running,) = client().ps().models
+    assert (running.model, running.context_length) == (server.model, 512)
 
 
 def test_an_empty_request_confirms_the_model() -> None:
     model = shared_server().model
     assert client().generate(model=model, keep_alive="5m").done_reason == "load"
+    for nothing in (0, "0", "0s", "0m"):
+        assert client().generate(model=model, keep_alive=nothing).done_reason == "unload"
     assert client().chat(model=model, messages=[]).done_reason == "load"
 
 
@@ -102,7 +107,7 @@ def test_an_empty_request_confirms_the_model() -> None:
         ({"options": {"temperature": 9}}, ["options.temperature", "2"]),
         ({"options": {"num_predict": 100_000}}, ["options.num_predict 100000 exceeds"]),
         ({"options": {"stop": ["x" * 4000] * 20}}, ["options.stop has 80000 characters"]),
-        ({"options": {"mirostat": 1}}, ["options.mirostat is not supported"]),
+        ({"options": {"mirostat": 1}}, ["options.mirostat 1 is not supported"]),
         ({"logprobs": True}, ["ask /v1/chat/completions for them"]),
         ({"model": "gpt-9"}, ["'gpt-9' is not served here"]),
     ],
@@ -132,7 +137,7 @@ class Once(Repeating):
 
 
 class CallingEngines(RepeatingEngines):
-    async def submit(self, request: Any) -> Repeating:
+    async def submit(self, request: Any, meter: Any = None) -> Repeating:
         self.request = request
         return Once(request.prompts, CALL)
 

@@ -178,8 +178,8 @@ def test_a_format_of_the_clients_types_holds() -> None:
         ({"store": True}, "store", "send false"),
         ({"background": True}, "background", "batch_storage"),
         ({"conversation": "conv_1"}, "conversation", "previous_response_id"),
-        ({"truncation": "auto"}, "truncation", "disabled"),
-        ({"tools": [{"type": "web_search"}]}, "tools[0].type", "the server runs no tools"),
+        ({"truncation": "some"}, "truncation", "auto"),
+        ({"tools": [{"type": "web_search"}], "tool_choice": "required"}, "tool_choice", "tools"),
         ({"input": [{"type": "item_reference", "id": "a"}]}, "input[0].type", "item_reference"),
         ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content[0].type", "send text"),
         ({"input": [{"role": "king", "content": "a"}]}, "input", "'king'"),
@@ -214,7 +214,7 @@ def test_fields_of_the_chat_body_are_pointed_to() -> None:
 
 
 class CallingEngines(RepeatingEngines):
-    async def submit(self, request: Any) -> Repeating:
+    async def submit(self, request: Any, meter: Any = None) -> Repeating:
         return Once(request.prompts, f"Let me see. {CALL}")
 
 

@@ -55,6 +55,12 @@ def ask(connection: Any, **body: Any) -> list[Any]:
     return until_end(connection)
 
 
+def ask_with(connection: Any, more: dict[str, Any], **body: Any) -> list[Any]:
+    """The same, with fields that OpenAI's client does not know."""
+    connection.send_raw(json.dumps({"type": "response.create", **request(**body), **more}))
+    return until_end(connection)
+
+
 def until_end(connection: Any) -> list[Any]:
     events = []
     for event in connection:
@@ -116,6 +122,29 @@ def test_a_connection_continues_its_latest_response() -> None:
     with opened() as other:
         (refused,) = ask(other, input="On.", previous_response_id=third.id)
         assert refused.error.code == "previous_response_not_found"
+
+
+def test_a_prewarm_fills_the_prefix_cache_and_says_nothing() -> None:
+    text = "Count to nine, and then count back to one, as slowly as you can."
+    with opened() as connection:
+        events = ask_with(connection, {"generate": False}, input=text)
+        first = events[-1].response
+        assert [event.type for event in events] == ["response.created", "response.in_progress", "response.completed"]
+        assert (first.output, first.usage.output_tokens) == ([], 0)
+        second = ask_with(connection, {"generate": False}, input=[], instructions="Be brief.")[-1]
+        assert second.type == "response.completed"
+        third = ask(connection, input=text)[-1].response
+        assert third.usage.input_tokens_details.cached_tokens > 0
+        warm = ask_with(connection, {"generate": False}, input=[{"role": "user", "content": text}])[-1].response
+        fourth = ask(connection, input=[], previous_response_id=warm.id)[-1].response
+        assert fourth.output_text == third.output_text
+
+
+def test_unknown_fields_are_named_in_the_first_event() -> None:
+    with opened() as connection:
+        events = ask_with(connection, {"colour": "red", "client_metadata": {"a": "b"}})
+        assert events[0].model_extra["x-manta-ignored"] == "colour, client_metadata"
+        assert "x-manta-ignored" not in (events[1].model_extra or {})
 
 
 def test_a_failed_continuation_is_forgotten() -> None:
@@ -370,7 +399,7 @@ WRONG: tuple[tuple[str | bytes, str | None, str], ...] = (
     ("{", None, "not valid JSON"),
     ("[]", None, "object"),
     ('{"type": "session.update"}', "type", "session.update"),
-    ('{"type": "response.create", "model": "a", "input": "b", "generate": false}', "generate", "leave it out"),
+    ('{"type": "response.create", "model": "a", "input": [], "generate": false}', "input", "empty"),
     (b"\xff\xfe", None, "UTF-8"),
 )
 
@@ -536,8 +565,8 @@ async def test_a_server_that_stops_finishes_the_response() -> None:
 
 
 def test_memories_have_a_bound_together() -> None:
-    others = RememberedResponses(max_bytes=100)
-    first, second = others.of_connection(), others.of_connection()
+    others = RememberedResponses(max_bytes=133)
+    first, second = others.of_connection("one"), others.of_connection("one")
     first.note("resp_1", [{"content": "a" * 30}])
     second.note("resp_2", [{"content": "b" * 30}])
     assert (first.items("resp_1"), second.items("resp_1")) == ([{"content": "a" * 30}], None)

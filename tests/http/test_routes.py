@@ -50,12 +50,12 @@ MODEL = ModelInfo(
 
 
 class Repeating:
-    """Answers each prompt with `text`, twice."""
+    """Answers each prompt with `text`, twice, in `n` choices."""
 
     ended_at = 1
 
-    def __init__(self, prompts: list[list[int]], text: str) -> None:
-        self.num_choices = len(prompts)
+    def __init__(self, prompts: list[list[int]], text: str, n: int = 1) -> None:
+        self.num_choices = n * len(prompts)
         self.usages = [Usage(len(prompt), 2, 0) for prompt in prompts]
         self._text = text
 
@@ -75,9 +75,9 @@ class RepeatingEngines:
 
     loaded = MODEL
 
-    async def submit(self, request: GenerationRequest) -> Repeating:
+    async def submit(self, request: GenerationRequest, meter: Any = None) -> Repeating:
         self.request = request
-        return Repeating(request.prompts, "abc")
+        return Repeating(request.prompts, "abc", request.engine.params.n)
 
     async def resolve(self, spec: ConstraintSpec, client: str = "") -> tuple[ConstraintSpec, list[str]]:
         return spec, []
@@ -138,7 +138,8 @@ class App:
         config = ServeConfig(engine=EngineConfig(model="demo"), **options)
         self.tokenizer = Tokenizer("demo")
         self.engines = RepeatingEngines()
-        self.app = HttpApp(config, self.tokenizer, self.engines, Metrics("demo"), routes=(*ROUTES, COUNT))
+        self.metrics = Metrics("demo")
+        self.app = HttpApp(config, self.tokenizer, self.engines, self.metrics, routes=(*ROUTES, COUNT))
 
     def ask(self, method: str, path: str, body: Any = None, **headers: str) -> httpx.Response:
         async def send() -> httpx.Response:
@@ -208,7 +209,20 @@ def test_it_is_documented() -> None:
     document = App().ask("GET", "/openapi.json").json()
     operation = document["paths"]["/v1/count/{name}"]["post"]
     assert operation["summary"] == COUNT.summary
-    assert set(operation["responses"]) == {"200", "400", "401", "403", "404", "405", "408", "413", "429", "500", "503"}
+    assert set(operation["responses"]) == {
+        "200",
+        "400",
+        "401",
+        "403",
+        "404",
+        "405",
+        "415",
+        "408",
+        "413",
+        "429",
+        "500",
+        "503",
+    }
     assert [parameter["name"] for parameter in operation["parameters"]] == ["name"]
     for content, value in (
         (operation["requestBody"]["content"], {"text": "a"}),

@@ -190,22 +190,22 @@ async def test_a_body_that_comes_too_slowly_is_refused(monkeypatch: pytest.Monke
 
 @async_test
 async def test_bodies_of_slow_senders_together_have_a_bound() -> None:
-    async with local_server(max_bodies_bytes=10_000) as server:
+    async with local_server(max_bodies_bytes=20_000) as server:
         whole = post(server.body(max_tokens=2, user="x" * 4000))
-        held = [await server.connect() for _ in range(2)]
+        held = [await server.connect() for _ in range(3)]
         for _, writer in held:
             writer.write(whole[:-1])
         room = server.ingress._app._room
-        await until(lambda: room.num_bytes > 8000)
+        await until(lambda: room.total > 12_000)
         reader, writer = await server.connect()
         writer.write(whole)
         status, body = await answer(reader, writer)
         assert (status, json.loads(body)["error"]["code"]) == (503, "too_many_bodies")
-        assert "the limit is 10000; retry later, or raise max_bodies_bytes" in json.loads(body)["error"]["message"]
+        assert "the limit is 15000; retry later, or raise max_bodies_bytes" in json.loads(body)["error"]["message"]
         for reader, writer in held:
             writer.write(whole[-1:])
             assert (await answer(reader, writer))[0] == 200
-        assert room.num_bytes == 0
+        assert room.total == 0
         assert (await server.post(max_tokens=2))[0] == 200
 
 

@@ -43,11 +43,14 @@ def chat(**fields: Any) -> dict[str, Any]:
 TOO_MUCH = [
     (completion(bad_words=[f"{number:x}" for number in range(1025)]), "bad_words", "1025 entries"),
     (completion(bad_words=["a" * 10_001, "b" * 10_000]), "bad_words", "20001 characters"),
-    (completion(prompt=["a"] * 1024, allowed_token_ids=[1] * 1025), "allowed_token_ids", "1024 prompts"),
-    (completion(prompt=["a"] * 1024, stop_token_ids=[1] * 1025), "stop_token_ids", "1048576"),
+    (completion(prompt=["a"] * 1024, allowed_token_ids=[*range(1025)]), "allowed_token_ids", "1024 choices"),
+    (completion(prompt=["a"] * 1024, stop_token_ids=[*range(1025)] * 2), "stop_token_ids", "1048576"),
+    (completion(prompt=["a"] * 128, n=8, stop_token_ids=[*range(1025)]), "stop_token_ids", "1025 for each of 1024"),
+    (chat(n=128, allowed_token_ids=[*range(8193)]), "allowed_token_ids", "1048704 entries"),
     (completion(prompt=[[5]] * 1024, logit_bias=dict.fromkeys(range(1025), 1)), "logit_bias", "1025 for each"),
     (chat(tools=[{"type": "function", "function": {"name": f"f{i}"}} for i in range(129)]), "tools", "129 entries"),
     (chat(n=129), "n", "128"),
+    (chat(chat_template_kwargs=dict.fromkeys(map(str, range(1025)), 1)), "chat_template_kwargs", "1025 values"),
     (chat(stop=["a" * 2000, "b" * 2000, "c" * 97]), "stop", "4097 characters"),
     (chat(messages=[{"role": "user", "content": [{"type": "text"}] * 4096}]), "messages", "4097 messages, parts"),
 ]
@@ -63,8 +66,10 @@ def test_excess_is_refused_with_value_bound_and_remedy(body: dict, param: str, w
 
 
 def test_what_is_just_enough_is_decoded() -> None:
-    enough = completion(prompt=["a"] * 1024, allowed_token_ids=[1] * 1024, bad_words=["ab"] * 1024)
+    enough = completion(prompt=["a"] * 1024, allowed_token_ids=[*range(1024)] * 2, bad_words=["ab"] * 1024)
     assert len(decode(CompletionRequest, json.dumps(enough).encode()).prompts()) == 1024
+    often = decode(CompletionRequest, json.dumps(completion(n=100, stop_token_ids=[7, 5] * 500_000)).encode())
+    assert often.sampling_params().stop_token_ids == (7, 5)
 
 
 def test_prompts_times_n_are_bounded_early() -> None:

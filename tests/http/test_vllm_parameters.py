@@ -169,21 +169,11 @@ def test_nothing_to_do_is_refused() -> None:
 # ---- what is answered with what serves -----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("field", "words"),
-    [
-        ("guided_json", 'send structured_outputs: {"json": ...}'),
-        ("guided_choice", 'send structured_outputs: {"choice": ...}'),
-        ("guided_regex", 'send structured_outputs: {"regex": ...}'),
-        ("guided_grammar", 'send structured_outputs: {"grammar": ...}'),
-        ("guided_decoding_backend", 'send structured_outputs: {"backend": ...}'),
-    ],
-)
-def test_older_names_point_to_structured_outputs(field: str, words: str) -> None:
+def test_a_pattern_of_whitespace_points_to_structured_outputs() -> None:
     for path, prompt in (("/v1/completions", {"prompt": "x"}), ("/v1/chat/completions", {"messages": MESSAGES})):
-        param, message = refusal(path, **prompt, **{field: "a"})
-        assert param == field
-        assert words in message
+        param, message = refusal(path, **prompt, guided_whitespace_pattern=" ")
+        assert param == "guided_whitespace_pattern"
+        assert "disable_any_whitespace" in message
 
 
 def test_a_suffix_is_refused_in_words() -> None:
@@ -222,12 +212,11 @@ def test_unenforceable_keywords_are_named_and_may_be_dropped(way: str) -> None:
 @pytest.mark.parametrize(
     ("body", "words"),
     [
-        ({"response_format": {"type": "xml"}}, ["response_format.type", "'xml'", "text, json_object, json_schema"]),
-        ({"tool_choice": "maybe"}, ["tool_choice", "'maybe'", "none, auto, required"]),
         (
-            {"tools": [{"type": "retrieval", "function": {"name": "f"}}]},
-            ["tools[0].type", "'retrieval'", "function"],
+            {"response_format": {"type": "xml"}},
+            ["response_format.type", "'xml'", "text, json_object, json, regex, json_schema"],
         ),
+        ({"tool_choice": "maybe"}, ["tool_choice", "'maybe'", "none, auto, required"]),
     ],
 )
 def test_a_wrong_choice_lists_the_right_ones(body: dict[str, Any], words: list[str]) -> None:

@@ -90,6 +90,7 @@ def test_check_refuses_a_stop_token_beyond_the_vocabulary(
     assert refusal in capsys.readouterr().err
 
 
+@pytest.mark.usefixtures("trials_here")
 def test_check_prints_stop_tokens_sampling_and_unknown_keys(
     tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -46,6 +46,7 @@ TABLE: dict[Kind, tuple[str, str | None, str]] = {
     "unknown_model": ("not_found_error", "model_not_found", "not_found_error"),
     "wrong_method": (REQUEST, "method_not_allowed", REQUEST),
     "deadline": ("timeout_error", None, "timeout_error"),
+    "foreign_encoding": (REQUEST, "unsupported_encoding", REQUEST),
     "client_too_slow": ("timeout_error", "client_too_slow", "timeout_error"),
     "body_too_large": (REQUEST, "body_too_large", "request_too_large"),
     "queue_full": (LIMIT, "queue_full", LIMIT),
@@ -71,7 +72,7 @@ def test_a_refusal_in_openais_and_ollamas_shape(kind: Kind, field: str) -> None:
     refusal = example(kind, field)
     error = {"message": sentence(refusal), "type": type_, "param": field or None, "code": code}
     assert json.loads(openai_body(refusal)) == {"error": error}
-    assert json.loads(ollama_body(refusal)) == {"error": error}
+    assert json.loads(ollama_body(refusal)) == {"error": sentence(refusal)}
 
 
 @pytest.mark.parametrize("kind", TABLE)

@@ -114,7 +114,7 @@ def run(
         )
         pieces += delta.text
         if delta.stop_string is not None or last:
-            return pieces, delta.stop_string, delta.num_kept_tokens
+            return pieces, delta.stop_string, delta.num_tokens
         start = end
     raise AssertionError("the last delta returns")
 

@@ -173,7 +173,7 @@ CHAT_MISTAKES: list[tuple[dict[str, Any], str]] = [
     ({"messages": [{"role": "user", "content": "x", "tool_calls": [CALL]}]}, "messages[0].tool_calls"),
     ({"messages": [{"role": "assistant", "content": "x", "function_call": {}}]}, "messages[0].function_call"),
     (
-        {"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}]},
+        {"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{}}"}}]}]},
         "messages[0].tool_calls[0].function.arguments",
     ),
     (
@@ -182,7 +182,6 @@ CHAT_MISTAKES: list[tuple[dict[str, Any], str]] = [
     ),
     ({"messages": [*HELLO, {"role": "user"}]}, "messages[1].content"),
     ({"messages": [*HELLO, {"role": "user", "content": 5}]}, "messages[1].content"),
-    ({"messages": [{"role": "user", "content": "x", "colour": 1}]}, "messages[0].colour"),
     ({"messages": [{"content": "x"}]}, "messages[0].role"),
     (
         {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "u"}}]}]},
@@ -191,8 +190,7 @@ CHAT_MISTAKES: list[tuple[dict[str, Any], str]] = [
     ({"messages": [{"role": "user", "content": [{"type": "text", "text": 3}]}]}, "messages[0].content[0].text"),
     ({"messages": [{"role": "assistant", "content": "x", "tool_calls": [{}]}]}, "messages[0].tool_calls[0].function"),
     ({"model": 3}, "model"),
-    ({"colour": "red"}, "colour"),
-    ({"guided_json": {}}, "guided_json"),
+    ({"guided_json": {}, "grammar": "a"}, "guided_json"),
     ({"temperature": "warm"}, "temperature"),
     ({"temperature": 2.5}, "temperature"),
     ({"temperature": -0.1}, "temperature"),
@@ -219,7 +217,6 @@ CHAT_MISTAKES: list[tuple[dict[str, Any], str]] = [
     ({"allowed_token_ids": []}, "allowed_token_ids"),
     ({"bad_words": [""]}, "bad_words"),
     ({"stream_options": {"include_usage": True}}, "stream_options"),
-    ({"stream": True, "stream_options": {"x": 1}}, "stream_options.x"),
     ({"stream": True, "prompt_logprobs": 1}, "prompt_logprobs"),
     ({"n": 129}, "n"),
     ({"n": -1}, "n"),
@@ -282,7 +279,6 @@ def test_a_completion_body_error_names_its_field(fields: dict[str, Any], param: 
 
 def test_missing_fields_are_named() -> None:
     assert refused(decode, ChatCompletionRequest, b'{"model": "m"}').field == "messages"
-    assert refused(decode, ChatCompletionRequest, b'{"messages": []}').field == "model"
     assert refused(decode, CompletionRequest, b'{"model": "m"}').field == "prompt"
 
 

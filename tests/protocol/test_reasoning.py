@@ -14,6 +14,7 @@ from manta.cluster.chat.reader import ChatReader, MessageBuilder
 from manta.cluster.chat.reasoning import FORMATS, ReasoningFormat, ReasoningSplitter, detect_reasoning
 from manta.cluster.errors import RequestRefused
 from manta.cluster.http.access.request_admission import decode
+from manta.cluster.protocol.foreign_fields import collect_ignored
 from manta.cluster.protocol.requests import ChatCompletionRequest
 from manta.cluster.text.chat_template import ChatTemplates
 from manta.cluster.text.tokenizer import Tokenizer
@@ -150,6 +151,10 @@ def test_tool_calls_come_behind_the_section(tokenizer: Tokenizer) -> None:
 
 
 def test_reasoning_effort_is_for_templates_that_know_it(tokenizer: Tokenizer) -> None:
+    without_effect = collect_ignored()
+    assert plan(tokenizer, PROMPT, reasoning_effort="low").prompt == PROMPT
+    assert without_effect == ["reasoning_effort"]
+    collect_ignored(refuses=True)
     with pytest.raises(RequestRefused) as caught:
         plan(tokenizer, PROMPT, reasoning_effort="low")
     assert caught.value.refusal.field == "reasoning_effort"

@@ -74,8 +74,6 @@ def allowing(mode: str, *names: str) -> dict[str, Any]:
     ("fields", "param"),
     [
         ({"tools": [{"type": "function"}]}, "tools[0].function"),
-        ({"tools": [{"type": "custom", "function": {"name": "f"}}]}, "tools[0].type"),
-        ({"tools": [{"type": "function", "function": {"name": "f", "colour": 1}}]}, "tools[0].function.colour"),
         ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools[0].function.name"),
         ({"tools": [{"type": "function", "function": {"name": "f"}}] * 2}, "tools[1].function.name"),
         (

@@ -153,7 +153,7 @@ class _Replica:
         self.number = number
         self.simulation = simulation
         self.blocks = KVBlocks(simulation.workload.num_blocks, BLOCK_SIZE)
-        self.blocks.on_change = self._on_change
+        self.blocks.report_to(self._on_change)
         self.reporter = CacheReporter(lambda: self.blocks.num_free * BLOCK_SIZE, lambda: simulation.now)
         self.waiting: deque[_Request] = deque()
         self.is_computing = False

@@ -164,6 +164,8 @@ def target() -> Iterator[Target]:
 
 HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n"
 FLOOD_BYTES = 60_000_000 if PROVE else 6_000_000
+LONG_REGEX = 900_000 if PROVE else 60_000
+"""Characters of an expression that is read to its end before it is refused."""
 
 
 def headers_without_end(target: Target) -> None:
@@ -308,7 +310,7 @@ def too_many_grammars(target: Target) -> None:
 
 def refused_expressions(target: Target) -> None:
     def refuse(number: int) -> int:
-        return target.ask({"structured_outputs": {"regex": "(" + "a" * 900_000 + str(number)}, "max_tokens": 1})[0]
+        return target.ask({"structured_outputs": {"regex": "(" + "a" * LONG_REGEX + str(number)}, "max_tokens": 1})[0]
 
     with concurrent.futures.ThreadPoolExecutor(4) as pool:
         # Refused for what it is, or for how many of one client wait
@@ -337,6 +339,32 @@ def a_grammar_of_many_rules(target: Target) -> None:
     assert (status, "max_rules" in answer["error"]["message"]) == (400, True)
 
 
+def bodies_of_many_values(target: Target) -> None:
+    """Of four shapes, each as large as a body may be; `tests/http/test_event_loop.py` sends every shape."""
+    part = 1 if PROVE else 8
+    equal = {"n": 16, "max_tokens": 1, "stop_token_ids": [7] * (1_000_000 // part)}
+    assert target.ask(equal)[0] == 200
+    item, turn = {"role": "user", "content": "a"}, {"messages": [{"role": "user", "content": "a"}], "max_tokens": 1}
+    items = {"input": [item] * (120_000 // part)}
+    assert target.ask({**items, "max_output_tokens": 1}, path="/v1/responses")[0] == 400
+    values = {f"k{number}": 1 for number in range(500_000 // part)}
+    assert target.ask({**turn, "chat_template_kwargs": values}, path="/v1/chat/completions")[0] == 400
+    text = {"prompt": "some words " * (700_000 // part), "return_token_strs": True}
+    assert target.ask(text, path="/tokenize")[0] == 400
+
+
+def empty_frames(target: Target) -> None:
+    lines = ["GET /v1/responses HTTP/1.1", "Host: localhost", f"Authorization: Bearer {ATTACKER}"]
+    lines += ["Connection: upgrade", "Upgrade: websocket", "Sec-WebSocket-Version: 13"]
+    lines += ["Sec-WebSocket-Key: AAAAAAAAAAAAAAAAAAAAAA==", "", ""]
+    for first, frame in ((b"", b"\x8a\x80aaaa"), (b"", b"\x89\x80aaaa"), (b"\x01\x80aaaa", b"\x00\x80aaaa")):
+        with target.connect() as sender, contextlib.suppress(TimeoutError, ConnectionError):
+            sender.sendall("\r\n".join(lines).encode() + first)
+            sender.settimeout(3.0 if PROVE else 0.3)
+            for _ in range(FLOOD_BYTES // 60_000):
+                sender.sendall(frame * 10_000)
+
+
 ATTACKS: tuple[Callable[[Target], None], ...] = (
     headers_without_end,
     a_header_without_end,
@@ -353,6 +381,8 @@ ATTACKS: tuple[Callable[[Target], None], ...] = (
     products_of_bounded_numbers,
     names_with_control_characters,
     a_grammar_of_many_rules,
+    bodies_of_many_values,
+    empty_frames,
 )
 
 

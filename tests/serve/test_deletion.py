@@ -19,6 +19,7 @@ from typing import Any
 import pytest
 
 from manta.cluster.serve.engine.engine_replica import EngineReplica
+from manta.cluster.serve.recorded.keeper import SilenceTimes
 from tests.checkpoints import checkpoint
 from tests.conftest import PROVE
 from tests.local_server import Handle
@@ -202,7 +203,13 @@ def test_nothing_comes_back_after_its_deletion(two: StoppableIngresses, seed: in
 def test_nothing_that_was_deleted_comes_back_with_an_ingress_that_was_stopped(
     two: StoppableIngresses, seed: int
 ) -> None:
-    """Things are deleted while they run at an ingress that does not know of it."""
+    """Things are deleted while they run at an ingress that does not know of it.
+
+    A hang shows soon: where all is to be proved, as late as users see it.
+    """
+    if not PROVE:
+        for keeper in two.keepers:
+            keeper.times = SilenceTimes(silent_s=2.0, read_share=0.0)
     chooser = random.Random(seed)
     clients = Clients(two, chooser)
     for _ in range(NUM_STOPS):

@@ -213,6 +213,52 @@ async def test_what_follows_a_body_has_bounds(trailers: list[bytes]) -> None:
         assert await answer(port) == "/here"
 
 
+HEADS = {
+    "no Host": (b"400", b"GET / HTTP/1.1\r\n\r\n"),
+    "two Hosts": (b"400", b"GET / HTTP/1.1\r\nHost: localhost\r\nHost: localhost\r\n\r\n"),
+    "two Hosts of HTTP/1.0": (b"400", b"GET / HTTP/1.0\r\nHost: a\r\nhost: b\r\n\r\n"),
+    "a Host with a user": (b"400", b"GET / HTTP/1.1\r\nHost: a@localhost\r\n\r\n"),
+    "a Host with a path": (b"400", b"GET / HTTP/1.1\r\nHost: localhost/a\r\n\r\n"),
+    "an address without brackets": (b"400", b"GET / HTTP/1.1\r\nHost: 1234:5678::1:8080\r\n\r\n"),
+    "no Host of a handshake": (b"400", b"GET / HTTP/1.1\r\nConnection: upgrade\r\nUpgrade: websocket\r\n\r\n"),
+    "chunks in HTTP/1.0": (b"400", b"POST / HTTP/1.0\r\nTransfer-Encoding: chunked\r\n\r\n1\r\nx\r\n0\r\n\r\n"),
+    "another coding too": (b"501", HEAD + b"Transfer-Encoding: gzip, chunked\r\n\r\n1\r\nx\r\n0\r\n\r\n"),
+    "two codings": (b"501", HEAD + b"Transfer-Encoding: gzip\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n"),
+    "chunked last but one": (b"400", HEAD + b"Transfer-Encoding: chunked, gzip\r\n\r\n0\r\n\r\n"),
+    "chunks and a length": (
+        b"400",
+        HEAD + b"Content-Length: 3\r\nTransfer-Encoding: chunked\r\n\r\n1\r\nx\r\n0\r\n\r\n",
+    ),
+    "another version": (b"505", b"GET / HTTP/2.0\r\nHost: localhost\r\n\r\n"),
+}
+"""Heads that RFC 9112 refuses, and that servers and proxies have read differently."""
+GOOD_HEADS = (
+    b"GET /here HTTP/1.0\r\n\r\n",
+    b"GET /here HTTP/1.1\r\nHost:\r\nConnection: close\r\n\r\n",
+    b"GET /here HTTP/1.1\r\nHost: [::1]:8000\r\nConnection: close\r\n\r\n",
+    b"GET /here HTTP/1.1\r\nhOsT: my_host.example:1\r\nConnection: close\r\n\r\n",
+    HEAD + b"Connection: close\r\nTransfer-Encoding: Chunked\r\n\r\n1\r\nx\r\n0\r\n\r\n",
+)
+
+
+@pytest.mark.parametrize("case", HEADS)
+@async_test
+async def test_a_head_is_read_to_the_letter(case: str) -> None:
+    status, head = HEADS[case]
+    async with limited() as port:
+        received = await sent(port, head + b"GET /smuggled HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        assert received.startswith(b"HTTP/1.1 " + status), received
+        assert b"/smuggled" not in received
+        assert json.loads(received.partition(b"\r\n\r\n")[2])["error"]["message"]
+
+
+@async_test
+async def test_good_heads_are_answered() -> None:
+    async with limited() as port:
+        for head in GOOD_HEADS:
+            assert b"/here" in await sent(port, head), head
+
+
 @async_test
 async def test_requests_sent_ahead_have_a_bound() -> None:
     asked = b"GET /here HTTP/1.1\r\nHost: localhost\r\n\r\n"

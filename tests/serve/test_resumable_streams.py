@@ -24,6 +24,7 @@ from manta.cluster.http.access.prefix_scope import new_secret
 from manta.cluster.serve.engine.engine_replica import EngineReplica
 from manta.cluster.serve.ingress import ListeningIngress
 from manta.cluster.serve.recorded import copies, keeper, streams
+from manta.cluster.serve.recorded.keeper import Keeper
 from manta.cluster.serve.recorded.recorder import Recorder
 from tests.checkpoints import checkpoint
 from tests.local_server import Handle
@@ -115,8 +116,12 @@ class TwoIngresses:
             connection.transport.abort()
 
     @property
+    def keepers(self) -> list[Keeper]:
+        return [replica._keeper for replica in self.replicas]
+
+    @property
     def num_kept(self) -> int:
-        return sum(replica._keeper.num_streams for replica in self.replicas)
+        return sum(each.num_streams for each in self.keepers)
 
     def close(self) -> None:
         while self.ingresses:
@@ -383,18 +388,18 @@ def test_a_cancelled_stream_takes_no_output(two: TwoIngresses, how: str) -> None
     async def end_before_an_output() -> None:
         own = streams._own[stream_id]
         recording = own.recording
-        num_bytes = streams._bytes[recording.opening.owner] - own.num_counted
+        num_bytes = streams.shares.held(recording.opening.client) - own.room.amount
         request_id = f"{recording.opening.generation.engine.request_id}-0"
         connection = engine_client.runs[request_id].connection
         if how == "cancelled":
             streams._cancel(own)
-            num_bytes += own.num_counted
+            num_bytes += own.room.amount
         else:
             streams.on_kept([(stream_id, recording.num_safe)], [stream_id])
         entries = [*recording.entries]
         engine_client._on_outputs([SequenceOutput(request_id, 0, [7])], connection)
         assert recording.entries == entries
-        assert streams._bytes.get(recording.opening.owner, 0) == num_bytes
+        assert streams.shares.held(recording.opening.client) == num_bytes
         streams.copies.drop(stream_id, own.epoch)
 
     two.run(end_before_an_output())
@@ -410,7 +415,7 @@ def test_a_client_with_too_many_recordings_is_refused(two: TwoIngresses) -> None
     assert (status, json.loads(answer)["error"]["code"]) == (429, "too_many_streams"), len(answers)
     assert "streams.max_client_bytes" in json.loads(answer)["error"]["message"]
     assert ask(two, "POST", "/v1/completions", completion(max_tokens=1))[0] == 200
-    wait_until(lambda: two.ingresses[-1].streams._num_bytes < two.config.streams.max_client_bytes // 2)
+    wait_until(lambda: two.ingresses[-1].streams.shares.total < two.config.streams.max_client_bytes // 2)
     assert ask(two, "POST", "/v1/completions", body, **{"X-Resumable-S": "1"})[0] == 200
 
 
@@ -430,7 +435,7 @@ def test_an_orphan_that_is_deleted_ends(two: TwoIngresses, monkeypatch: pytest.M
     two.add()
     two.kill()
     stream_id = client.history.stream_id
-    copies = [each for replica in two.replicas if (each := replica._keeper._streams.get(stream_id)) is not None]
+    copies = [copy for each in two.keepers if (copy := each._streams.get(stream_id)) is not None]
     wait_until(lambda: all(copy.owner is None for copy in copies))
     path = f"/v1/streams/{stream_id}"
     assert json.loads(ask(two, "DELETE", path)[2])["deleted"]

@@ -17,7 +17,7 @@ from manta.cluster.engine.kv_blocks import KVBlocks, hash_blocks
 from manta.cluster.engine.request import EngineRequest, FinishStatus, SequenceOutput
 from manta.cluster.serve.routing import placement
 from manta.cluster.serve.routing.placement import SEQUENCE_TOKENS, SESSION_TOKENS, Placement, Prompt
-from manta.cluster.serve.routing.prefix_index import NUM_SHARDS, PrefixIndex, block_keys
+from manta.cluster.serve.routing.prefix_index import NUM_SHARDS, PrefixIndex, block_keys, slots_of
 from manta.cluster.serve.routing.replicas import Replicas
 from manta.cluster.serve.routing.reports import CacheReporter, Report, unpacked
 from manta.workers.sampling_params import SamplingParams
@@ -114,7 +114,7 @@ class Engine:
         self.blocks = KVBlocks(8, BLOCK)
         self.time = 0.0
         self.reporter = CacheReporter(lambda: self.blocks.num_free * BLOCK, self.tick)
-        self.blocks.on_change = self.reporter.note
+        self.blocks.report_to(self.reporter.note)
         self.tables: list[list[int]] = []
 
     def tick(self) -> float:
@@ -176,7 +176,7 @@ class ReportMachine(RuleBasedStateMachine):
         report = engine.reporter.take(number)
         if report is not None:
             self.ingresses[number].report(name, report)
-        self.known[number][name] = set(block_keys([*engine.blocks._cached]))
+        self.known[number][name] = set(block_keys([*engine.blocks._cached[0]]))
 
     @rule(pick=st.integers(0, 9), number=st.integers(0, 1))
     def lose_connection(self, pick: int, number: int) -> None:
@@ -424,7 +424,7 @@ def test_reports_come_with_first_and_last_tokens() -> None:
     engine = Engine()
     reporter, now = CacheReporter(lambda: 0, lambda: 0.001), prompt("a", 1)
     request = EngineRequest(request_id="a", prompt_token_ids=[1] * now.num_tokens, params=SamplingParams())
-    engine.blocks.on_change = reporter.note
+    engine.blocks.report_to(reporter.note)
     reporter.begin("ingress", request)
     first = reporter.take("ingress")
     assert first is not None
@@ -459,3 +459,22 @@ def test_lost_blocks_are_forgotten_after_every_ingress_knows() -> None:
             take("seldom")
     assert len(reporter._changes) < 3000
     assert told["often"] == told["seldom"] == set(range(5991, 6001))
+
+
+@given(
+    held=st.lists(st.sets(st.integers(0, 9)), min_size=1, max_size=6), keys=st.permutations(range(10)), data=st.data()
+)
+def test_replicas_are_found_by_their_longest_border(held: list[set[int]], keys: list[int], data: st.DataObject) -> None:
+    """With sliding windows a replica may hold a border and none before it."""
+    index = PrefixIndex()
+    for slot, borders in enumerate(held):
+        index.add(slot, [*borders, 77])
+        index.set_borders(slot, True)
+        lost = data.draw(st.sets(st.sampled_from(sorted(borders)))) if borders else set()
+        index.discard(slot, [*lost])
+        borders -= lost
+    longest = [max((place + 1 for place, key in enumerate(keys) if key in each), default=0) for each in held]
+    expected = sorted(((length, slot) for slot, length in enumerate(longest)), reverse=True)
+    found = [(length, slot) for length, bits in index.find(keys, (1 << len(held)) - 1) for slot in slots_of(bits)]
+    assert sorted(found, reverse=True) == expected
+    assert [length for length, _ in found] == sorted(longest, reverse=True)

@@ -322,6 +322,22 @@ async def test_so_many_are_held_and_no_more() -> None:
 
 
 @async_test
+async def test_nobody_holds_all_places_while_an_engine_starts() -> None:
+    """Of eight places one client gets six. Two more clients find room, the second one at the cost of the first."""
+    bed = Bed(max_held=8)
+    many = [asyncio.ensure_future(bed.waker.wait(100.0, "many")) for _ in range(8)]
+    await until(lambda: sum(each.done() for each in many) == 2)
+    assert all(isinstance(each.exception(), QueueFull) for each in many[6:])
+    others = [asyncio.ensure_future(bed.waker.wait(100.0, name)) for name in ("a", "a", "b", "b")]
+    await until(lambda: sum(each.done() for each in many) == 4)
+    assert [each.done() for each in many] == [True] * 2 + [False] * 4 + [True] * 2, "its oldest give way"
+    assert isinstance(many[0].exception(), QueueFull)
+    assert bed.waker.num_held == 8
+    bed.awake.set()
+    assert all(await asyncio.gather(*others, *many[2:6]))
+
+
+@async_test
 async def test_an_engine_that_dies_early_is_awaited_again(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("manta.cluster.serve.scaling.waking.RETRY_PAUSE_S", 0.01)
 

@@ -88,6 +88,40 @@ async def test_no_copy_from_before_a_takeover_runs_again() -> None:
     world.close()
 
 
+class Counting:
+    """A meter."""
+
+    def __init__(self) -> None:
+        self.num_tokens = 0
+        self.has_ended = False
+
+    def spend(self, num_tokens: int) -> None:
+        self.num_tokens += num_tokens
+
+    def end(self) -> None:
+        self.has_ended = True
+
+
+@async_test
+async def test_a_takeover_counts_each_token_once() -> None:
+    world = World(2, 1)
+    first, second = world.ingresses
+    at_first, at_second = Counting(), Counting()
+    second.streams.meter_of = lambda _: at_second
+    recording = first.streams.begin(opening(NUM_TOKENS), at_first)
+    world.run_engines(5)
+    await until(lambda: recording.num_safe == 5)
+    world.kill_ingress(first)
+    await until(lambda: second.owns(recording.opening.stream_id))
+    world.run_engines()
+    found = await second.streams.find(recording.opening.stream_id, OWNER)
+    assert found is not None
+    assert await read(second, found) == tokens_of(3, NUM_TOKENS)
+    assert (at_first.num_tokens, at_second.num_tokens) == (5, NUM_TOKENS - 5)
+    assert at_second.has_ended
+    world.close()
+
+
 @async_test
 async def test_a_deleted_stream_is_adopted_by_nobody() -> None:
     """It was deleted while its ingress could not be reached, and then that one dies."""
@@ -180,12 +214,10 @@ async def test_one_of_two_that_claim_goes_on() -> None:
 
 
 @async_test
-async def test_a_silent_owners_stream_goes_on_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_silent_owners_stream_goes_on_elsewhere() -> None:
     """No connection breaks. Another owner answers and generates nothing meanwhile, and keeps its stream."""
-    monkeypatch.setattr(keeper, "SILENT_S", 0.3)
-    monkeypatch.setattr(keeper, "MIN_READ_S", 0.05)
-    monkeypatch.setattr(keeper, "READ_SHARE", 0.0)
     world = World(3, 1)
+    world.keepers[0].keeper.times = keeper.SilenceTimes(silent_s=0.3, min_read_s=0.05, read_share=0.0)
     silent, idle, third = world.ingresses
     recordings = [each.streams.begin(opening(NUM_TOKENS, seed)) for seed, each in enumerate((silent, idle))]
     first, second = (each.opening.stream_id for each in recordings)
@@ -317,7 +349,7 @@ async def test_streams_beyond_twice_the_limit_end() -> None:
     with pytest.raises(QueueFull, match=rf"your streams .* limit is {4 * OVERHEAD_BYTES}: 2 times ") as caught:
         await read(ingress, long)
     assert caught.value.refusal.kind == "too_many_streams"
-    assert 4 * OVERHEAD_BYTES <= ingress.streams._bytes["ann"] < 4 * OVERHEAD_BYTES + 1000
+    assert 4 * OVERHEAD_BYTES <= ingress.streams.shares.held("ann") < 4 * OVERHEAD_BYTES + 1000
     assert long.num_tokens > 100, "what came before is still there"
     with pytest.raises(QueueFull, match=r"streams\.max_client_bytes"):
         ingress.streams.begin(opening(5, owner="ann"))

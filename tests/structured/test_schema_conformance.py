@@ -331,6 +331,11 @@ def test_an_undefined_format_is_a_reported_annotation() -> None:
     assert backends().resolve(spelled).not_enforced == resolved.not_enforced
 
 
+def grammar_of_spec(spec: ConstraintSpec) -> Any:
+    resolved = backends().resolve(spec)
+    return backends().get(resolved.spec.backend).load(resolved.spec, resolved.compiled)
+
+
 def test_loose_schemas_in_grammars_drop_unenforceable_parts() -> None:
     """As the arguments of a tool with `"strict": false`, whose strict form is tried before the loose one."""
 
@@ -343,7 +348,15 @@ def test_loose_schemas_in_grammars_drop_unenforceable_parts() -> None:
     with pytest.raises(ConstraintError, match="dynamicRef"):
         backends().resolve(spec(unnamed))
     whole = '{"type": "array", "contains": {"const": 3}, "x-guidance": {"lenient": true}}'
-    assert backends().resolve(spec(whole, loose=True)).not_enforced == []
+    resolved = backends().resolve(spec(whole, loose=True))
+    assert resolved.not_enforced == []
+    for one in (loose, resolved):  # an engine resolves again what an ingress resolved
+        again = backends().resolve(one.spec)
+        assert (again.spec, again.not_enforced) == (one.spec, one.not_enforced)
+    both = spec(f"{unnamed} %json {whole}", loose=True)
+    assert backends().resolve(both).not_enforced == loose.not_enforced
+    assert not accepts_text(grammar_of_spec(both), 'x{"a":1}[4]')
+    assert accepts_text(grammar_of_spec(both), 'x{"a":1}[3]')
     with pytest.raises(ConstraintError, match="nowhere"):
         backends().resolve(ConstraintSpec(kind="lark", text="start: nowhere", loose=True))
 

@@ -54,6 +54,7 @@ def exposed() -> Exposed:
             for fields in ({"prompt": [5, 9] * 16}, {"structured_outputs": {"regex": "(ab)+"}, "ignore_eos": False}):
                 status, body = await server.post(headers=bearer, max_tokens=30, **fields)
                 assert status == 200, body
+            assert (await server.get("/nothing"))[0] == 404
             _, text = await server.get("/metrics")
             return server.model, text
 

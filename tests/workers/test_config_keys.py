@@ -11,7 +11,9 @@ from typing import Any
 
 import pytest
 import transformers
+from compressed_tensors.quantization import QuantizationArgs, QuantizationConfig, QuantizationScheme
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+from transformers.utils import quantization_config
 
 from manta.workers.checkpoints.model_folder import load_model_config
 from manta.workers.models.families import FAMILIES
@@ -374,6 +376,69 @@ def test_rope_parameters_that_differ_by_layer_are_refused(tmp_path: pathlib.Path
     with pytest.raises(ConfigError) as caught:
         read(tmp_path, values_of("Qwen3ForCausalLM") | {"rope_parameters": by_kind})
     assert caught.value.key == "rope_parameters.full_attention"
+
+
+# ---- keys below quantization_config ----------------------------------------------------------------------------------
+
+_GROUP = {"targets": ["Linear"], "weights": QuantizationArgs(num_bits=4, type="int", group_size=32, strategy="group")}
+SAVED: dict[str, dict[str, Any]] = {
+    "awq": quantization_config.AwqConfig().to_dict(),
+    "gptq": quantization_config.GPTQConfig(4, static_groups=False).to_dict(),
+    "fp8": quantization_config.FineGrainedFP8Config(scale_fmt="ue8m0").to_dict() | {"modules_to_convert": ["a"]},
+    "compressed-tensors": QuantizationConfig(
+        config_groups={"group_0": QuantizationScheme(**_GROUP, input_activations=QuantizationArgs(dynamic=True))},
+        format="pack-quantized",
+        kv_cache_scheme=QuantizationArgs(num_bits=8, type="float"),
+    ).model_dump(mode="json"),
+}
+"""What other libraries write, by method."""
+
+
+@pytest.mark.parametrize("method", SAVED)
+def test_every_key_of_other_libraries_below_quantization_config_is_read_or_harmless(
+    method: str, tmp_path: pathlib.Path
+) -> None:
+    saved = SAVED[method]
+    assert read(tmp_path, values_of("LlamaForCausalLM") | {"quantization_config": saved}).unused_keys == ()
+
+
+@pytest.mark.parametrize("name", QUANTIZATIONS)
+def test_keys_below_quantization_config_that_nobody_knows_are_named(name: str, tmp_path: pathlib.Path) -> None:
+    values = values_of("LlamaForCausalLM") | {"quantization_config": copy.deepcopy(QUANTIZATIONS[name])}
+    objects = [("quantization_config", values["quantization_config"])]
+    objects += [
+        (path, container[key])
+        for path, container, key in places(values["quantization_config"], "quantization_config")
+        if isinstance(container[key], dict) and path.rpartition(".")[2] in ("weights", "input_activations", "group_0")
+    ]
+    for _, each in objects:
+        each["novel_rounding"] = 2
+    assert read(tmp_path, values).unused_keys == tuple(sorted(f"{path}.novel_rounding" for path, _ in objects))
+
+
+def test_gptqs_layout_is_read_in_both_spellings(tmp_path: pathlib.Path) -> None:
+    """transformers writes `format`, and GPTQModel `checkpoint_format`."""
+    shifts = set()
+    for key in ("format", "checkpoint_format"):
+        stored = {k: v for k, v in gptq_config(4, True).items() if k not in ("format", "checkpoint_format")}
+        config = read(tmp_path, values_of("LlamaForCausalLM") | {"quantization_config": stored | {key: "gptq_v2"}})
+        assert config.quantization is not None
+        shifts |= {rule.format.zero_point_shift for rule in config.quantization.rules if rule.format is not None}
+    assert shifts == {0}
+
+
+@pytest.mark.parametrize("key", ["version", "format"])
+def test_awqs_other_layouts_are_refused_in_both_spellings(key: str, tmp_path: pathlib.Path) -> None:
+    stored = {k: v for k, v in AWQ_CONFIG.items() if k != "version"} | {key: "gemv"}
+    refused = refused_key(tmp_path, values_of("LlamaForCausalLM") | {"quantization_config": stored})
+    assert refused == f"quantization_config.{key}"
+
+
+def test_rounded_outputs_are_refused(tmp_path: pathlib.Path) -> None:
+    stored = copy.deepcopy(FORMATS["W8A8"].config)
+    stored["config_groups"]["group_0"]["output_activations"] = {"num_bits": 8}
+    refused = refused_key(tmp_path, values_of("LlamaForCausalLM") | {"quantization_config": stored})
+    assert refused == "quantization_config.config_groups.group_0.output_activations"
 
 
 # ---- models that transformers runs -----------------------------------------------------------------------------------

@@ -287,6 +287,22 @@ def test_tokens_equal_transformers_and_the_cpus(family: str, monkeypatch: pytest
         assert own.logprob == pytest.approx(other.logprob, abs=1e-3)
 
 
+def test_layers_with_windows_have_blocks_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two layers in three have a window, which is shorter than the prompts; graphs read all block tables."""
+    kinds = ["sliding_attention", "full_attention", "sliding_attention"]
+    windows = {"use_sliding_window": True, "sliding_window": 21, "layer_types": kinds, "max_window_layers": 0}
+    folder = checkpoint("qwen3", **windows)
+    llm = make_llm(monkeypatch, str(folder), dtype="float32")
+    assert [group.window for group in llm.engine.model.groups] == [None, 21, 21]
+    prompts = [[5 + (7 * place + shift) % 300 for place in range(length)] for shift, length in ((0, 60), (3, 41))]
+    params = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True)
+    for _ in range(2):  # the second time the prompts are cached
+        outputs = llm.generate(prompts, params, use_tqdm=False)
+        expected = [reference_greedy(folder, prompt, NUM_TOKENS) for prompt in prompts]
+        assert [output.outputs[0].token_ids for output in outputs] == expected
+    assert llm.engine.stats().prefix_cache_hits == 48 + 32
+
+
 def test_float16_log_probabilities_stay_near_float32(monkeypatch: pytest.MonkeyPatch) -> None:
     folder = str(checkpoint("qwen3") if THOROUGH else checkpoint("qwen3", num_hidden_layers=1))
     prompt = np.random.default_rng(1).integers(3, VOCAB_SIZE, 20).tolist()

@@ -211,6 +211,7 @@ def test_a_model_that_transformers_runs_is_rounded_too() -> None:
     assert exact[0][:1] == rounded[0][:1]
 
 
+@pytest.mark.usefixtures("trials_here")
 def test_what_is_kept_how_is_said(capsys: pytest.CaptureFixture[str]) -> None:
     folder = checkpoint("llama")
     words = "int4 in groups of 32, the head int8 in groups of 128; embedding and norms unchanged"
@@ -222,6 +223,7 @@ def test_what_is_kept_how_is_said(capsys: pytest.CaptureFixture[str]) -> None:
     assert f"as float32, weights {words}, on cpu" in model_message(worker.info)
 
 
+@pytest.mark.usefixtures("trials_here")
 def test_a_plan_counts_what_is_kept() -> None:
     folder = checkpoint("llama", hidden_size=256, intermediate_size=512)
     report = check_model(EngineConfig(model=str(folder), dtype="bfloat16", weights="int4"))

@@ -70,6 +70,7 @@ class OtherPlatform:
     kv_share = 0.4
     keeps_integers = False
     keeps_float8 = False
+    groups_layers = False
     splits_mlp = False
     advice = None
     sampler = torch_sampler
@@ -142,7 +143,9 @@ class OtherPlatform:
         self.placed.append(metadata)
         return metadata
 
-    def allocate_kv(self, config: ModelConfig, num_blocks: int, block_size: int, dtype: torch.dtype) -> torch.Tensor:
+    def allocate_kv(
+        self, config: ModelConfig, num_blocks: int, block_size: int, dtype: torch.dtype, num_layers: int | None = None
+    ) -> torch.Tensor:
         self.num_caches += 1
         shape = (config.num_layers, 2, num_blocks, block_size, config.num_kv_heads, config.head_dim)
         return torch.empty(shape, dtype=dtype)

@@ -207,6 +207,7 @@ def test_the_tpu_worker_reads_no_quantised_checkpoints(tmp_path: pathlib.Path) -
         planning.native_config(folder)
 
 
+@pytest.mark.usefixtures("trials_here")
 def test_check_answers_for_a_file_and_a_folder(tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:
     original = checkpoint("llama", hidden_size=256, intermediate_size=256, num_hidden_layers=2)
     path = write_gguf(original, tmp_path / "pens.gguf", lambda name: "Q6_K" if "ffn_down" in name else "Q4_K")
@@ -220,6 +221,7 @@ def test_check_answers_for_a_file_and_a_folder(tmp_path: pathlib.Path, capsys: p
     assert report.num_parameters == plain.num_parameters
 
 
+@pytest.mark.usefixtures("trials_here")
 def test_check_counts_represented_parameters(tmp_path: pathlib.Path) -> None:
     """And the memory of what is kept: here all weights in bfloat16."""
     folder, dense = quantised_pair(checkpoint("llama"), tmp_path, of_layers(awq), AWQ_CONFIG)
@@ -276,6 +278,7 @@ def test_headers_tell_the_forms_of_each_layer(tmp_path: pathlib.Path) -> None:
     assert stored.describe_unquantized() == "model.embed_tokens, lm_head, mlp.up_proj in 1 of 3 layers"
 
 
+@pytest.mark.usefixtures("trials_here")
 def test_check_says_how_float8_is_kept(tmp_path: pathlib.Path) -> None:
     """Rounded at load they take a byte each; otherwise as much as the model's dtype, also by the quick estimate."""
     folder, dense = quantised_pair(checkpoint("llama"), tmp_path, *FORMATS["fp8"][:2])

@@ -14,6 +14,7 @@ import psutil
 import pytest
 import torch
 
+from manta.workers.cache_folder import cache_entry
 from manta.workers.decoders.decoder import Decoder
 from manta.workers.kernels import build, shared_weights
 from manta.workers.kernels.cpu_linear import PackedLinear
@@ -159,7 +160,7 @@ sys.stdin.read()
 
 def test_nobody_waits_forever_for_packing(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.setattr(shared_weights, "PATIENCE_S", 0.1)
-    arguments = [str(build.private_folder() / shared_weights._LOCKS), str(shared_weights._byte(_name("slow")))]
+    arguments = [str(cache_entry("kernels") / shared_weights._LOCKS), str(shared_weights._byte(_name("slow")))]
     packer = subprocess.Popen([sys.executable, "-c", LOCK, *arguments], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     try:
         assert packer.stdout is not None

@@ -150,6 +150,14 @@ def test_two_ranks_draw_the_tokens_of_one(two: RankProcesses, family: str, max_s
     assert_same(two, ALL_GREEDY, str(checkpoint(family, max_shard_size=max_shard_size)))
 
 
+def test_ranks_give_back_the_same_blocks(two: RankProcesses) -> None:
+    """Five layers in six have a window, which is shorter than the prompts."""
+    kinds = [*["sliding_attention"] * 5, "full_attention"]
+    windows = {"use_sliding_window": True, "sliding_window": 21, "layer_types": kinds, "max_window_layers": 0}
+    path = str(checkpoint("qwen3", num_hidden_layers=len(kinds), **windows))
+    assert_same(two, ALL_GREEDY, path, max_num_batched_tokens=32)
+
+
 @pytest.mark.parametrize("kind", ["gemma3", "olmo3", "glm4", "phi3", "cohere2"])
 def test_two_ranks_split_every_kind_of_layer(two: RankProcesses, kind: str) -> None:
     assert_same(two, ALL_GREEDY, str(folder_of(kind)))

@@ -5,10 +5,11 @@ Reads names and the first bytes of files.
 
 from __future__ import annotations
 
-import json
 import pathlib
 
-_LFS_POINTER = b"version https://git-lfs.github.com/spec/"
+from manta.workers.checkpoints.stored_files import read_json
+from manta.workers.models.model_config import ModelError
+
 _OTHER_WEIGHTS = {"*.bin": "PyTorch's own format", "*.gguf": "GGUF, llama.cpp's format", "*.onnx": "ONNX"}
 
 
@@ -49,14 +50,6 @@ def why_no_weights(folder: pathlib.Path) -> str:
     return f"{folder} holds no model.safetensors; download the weights too"
 
 
-def lfs_pointer(path: pathlib.Path) -> str | None:
-    """Returns the remedy if a file is only a Git LFS pointer, else None."""
-    with path.open("rb") as file:
-        if file.read(len(_LFS_POINTER)) != _LFS_POINTER:
-            return None
-    return f"{path} is a Git LFS pointer and not the file itself; run 'git lfs pull' in {path.parent}"
-
-
 def _with_config(folder: pathlib.Path) -> list[pathlib.Path]:
     """Returns the subfolders that hold a model, the newest last."""
     found = [path.parent for path in folder.glob("*/config.json")]
@@ -65,6 +58,7 @@ def _with_config(folder: pathlib.Path) -> list[pathlib.Path]:
 
 def _of_base(adapter: pathlib.Path) -> str:
     try:
-        return f" for {json.loads(adapter.read_text())['base_model_name_or_path']}"
-    except (ValueError, KeyError, TypeError, OSError):
+        named = read_json(adapter.parent, adapter.name).get("base_model_name_or_path")
+    except ModelError:
         return ""
+    return f" for {named}" if isinstance(named, str) else ""

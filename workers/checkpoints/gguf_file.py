@@ -18,12 +18,11 @@ import struct
 import tempfile
 from typing import Any, NamedTuple
 
-from manta.workers.cache_folder import cache_folder
-from manta.workers.checkpoints.folder_kinds import lfs_pointer
 from manta.workers.checkpoints.gguf_header import GgufTensor, read_gguf_header
 from manta.workers.checkpoints.gguf_keys import judge_unread
 from manta.workers.checkpoints.gguf_values import check_values
-from manta.workers.checkpoints.memory import GGUF_INDEX, GGUF_NO_TOKENIZER
+from manta.workers.checkpoints.memory import GGUF_INDEX, GGUF_NO_TOKENIZER, gguf_cache
+from manta.workers.checkpoints.stored_files import lfs_pointer
 from manta.workers.models.model_config import ModelError
 from manta.workers.models.raw_config import RawConfig, RawValue
 
@@ -55,6 +54,7 @@ _LAYER_TENSORS = {
 }
 _TYPES = ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K", "Q5_K", "Q6_K")
 _ROPE_DIVISORS = "rope_freqs.weight"
+_MOST_DIVISOR_BYTES = 2**20
 _IGNORED = (_ROPE_DIVISORS,)
 
 
@@ -67,13 +67,12 @@ def gguf_folder(path: pathlib.Path) -> pathlib.Path:
     stat = path.stat()
     identity = f"{_LAYOUT} {path} {stat.st_size} {stat.st_mtime_ns}"
     name = hashlib.blake2b(identity.encode(), digest_size=8).hexdigest()
-    folder = cache_folder() / "gguf" / f"{path.stem}-{name}"
+    folder = gguf_cache() / f"{path.stem}-{name}"
     if _is_whole(folder):
         return folder
-    if (pointer := lfs_pointer(path)) is not None:
+    if (pointer := lfs_pointer(path.parent, path.name)) is not None:
         raise ModelError(pointer)
     try:
-        folder.parent.mkdir(parents=True, exist_ok=True)
         new = pathlib.Path(tempfile.mkdtemp(dir=folder.parent, prefix=".new-"))
         try:
             values, tensors = read_gguf_header(path)
@@ -248,8 +247,11 @@ def _rope(file: GgufFile) -> dict[str, Any]:
 def _floats(file: GgufFile, name: str) -> list[float]:
     """Returns the values of a small float32 tensor."""
     kind, shape, start, num_bytes = file.tensors[name]
-    if kind != "F32":
-        raise ModelError(f"{file.path}: {name} is of type {kind}; it must be F32")
+    if kind != "F32" or num_bytes > _MOST_DIVISOR_BYTES:
+        raise ModelError(
+            f"{file.path}: {name} is of type {kind} with {num_bytes} bytes; it must be F32 with at most "
+            f"{_MOST_DIVISOR_BYTES}"
+        )
     with file.path.open("rb") as opened:
         opened.seek(start)
         return list(struct.unpack(f"<{math.prod(shape)}f", opened.read(num_bytes)))

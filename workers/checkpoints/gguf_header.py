@@ -29,6 +29,10 @@ _MOST_DIMS = 4
 """Most dimensions of a tensor in ggml."""
 _MOST_KEY_BYTES = 65_535
 """Longest name that the format allows."""
+_MOST_ITEMS = 2**24
+"""Most metadata entries, tensors, or items of an array. The longest arrays in use are vocabularies and merges, of up to
+half a million items. Without a bound, a sparse file would be walked for hours.
+"""
 _MOST_TEXT_BYTES = 16 << 20
 """Longest value. The longest in use are chat templates, of some ten thousand bytes."""
 
@@ -153,7 +157,7 @@ class _Cursor:
         version = self._number("I")
         if version not in _VERSIONS:
             raise ValueError(f"version {version} is not {' or '.join(map(str, _VERSIONS))}, or it is big-endian")
-        return self._number("Q"), self._number("Q")
+        return self._count("tensors"), self._count("metadata entries")
 
     def value(self) -> tuple[str, Any]:
         """Reads a metadata entry; returns its name and value."""
@@ -183,7 +187,7 @@ class _Cursor:
             return self.string(_MOST_TEXT_BYTES)
         if kind != _ARRAY:
             return self._number(_code(kind))
-        kind, count = self._number("I"), self._number("Q")
+        kind, count = self._number("I"), self._count("items")
         array = GgufArray(kind, count, self.position)
         if kind == _STRING:
             for _ in range(count):
@@ -191,6 +195,12 @@ class _Cursor:
         else:
             self._skip(count * struct.calcsize(f"<{_code(kind)}"))
         return array
+
+    def _count(self, what: str) -> int:
+        count: int = self._number("Q")
+        if count > _MOST_ITEMS:
+            raise ValueError(f"it has {count} {what}, more than {_MOST_ITEMS}")
+        return count
 
     def _number(self, spelling: str) -> Any:
         start = self.position

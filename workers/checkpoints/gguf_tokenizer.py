@@ -7,7 +7,6 @@ https://github.com/ggml-org/llama.cpp. Byte-level BPE (`gpt2`) and SentencePiece
 from __future__ import annotations
 
 import json
-import logging
 import math
 import pathlib
 import re
@@ -16,11 +15,12 @@ from typing import Any, NamedTuple
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
+from manta.structured.visible_logs import logger_of
 from manta.workers.checkpoints.gguf_header import GgufArray, read_gguf_array
 from manta.workers.checkpoints.gguf_splits import REFUSED, SPLITTINGS, Splitting
 from manta.workers.models.raw_config import RawConfig, RawValue
 
-logger = logging.getLogger(__name__)
+logger = logger_of(__name__)
 
 _KEY = "tokenizer.ggml."
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED = 1, 2, 3, 4

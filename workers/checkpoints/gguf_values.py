@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from manta.workers.models.dense import MOST_LAYERS
-from manta.workers.models.raw_config import RawConfig, RawValue
+from manta.workers.models.raw_config import MOST_VOCABULARY, RawConfig, RawValue
 
 _MOST_FACTOR = 1e6
 _NO_ID = 2**32 - 1
@@ -34,7 +34,7 @@ OF_MODELS: dict[str, Callable[[RawValue], object]] = {
     "embedding_length": _whole(),
     "block_count": _whole(most=MOST_LAYERS),
     "feed_forward_length": _whole(),
-    "vocab_size": _whole(),
+    "vocab_size": _whole(most=MOST_VOCABULARY),
     "attention.head_count": _whole(),
     "attention.head_count_kv": _whole(),
     "attention.key_length": _whole(),

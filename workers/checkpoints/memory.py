@@ -6,19 +6,31 @@ without loading.
 
 from __future__ import annotations
 
-import json
 import math
+import os
 import pathlib
 import reprlib
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from manta.workers.checkpoints.folder_kinds import lfs_pointer, why_no_weights
+from manta.workers.cache_folder import UntrustedCache, cache_entry
+from manta.workers.checkpoints.folder_kinds import why_no_weights
+from manta.workers.checkpoints.stored_files import (
+    COPY_AGAIN,
+    MOST_INDEX_BYTES,
+    find_file,
+    lfs_pointer,
+    open_file,
+    parse_object,
+    read_json,
+)
 from manta.workers.kept_weights import KEPT_BITS, KeptBits, kept_bytes
 from manta.workers.kv_cache_dtype import kv_dtype
+from manta.workers.kv_groups import BlockNeeds, KVGroup, LayerGroups, group_layers, one_group
 from manta.workers.model_options import ModelOptions
 from manta.workers.models.families import describe
 from manta.workers.models.model_config import DTYPE_BYTES, ModelConfig, ModelError
+from manta.workers.models.raw_config import RawConfig
 
 WEIGHTS_MULTIPLE = 4
 """Default size of the KV cache, as a multiple of the weights' memory. A model of half a billion parameters then has
@@ -39,7 +51,11 @@ FLOATING = ("F32", "BF16", "F16")
 """Dtypes of an unquantised linear, in safetensors' spelling."""
 _LOADED_AS_FLOATS = (*FLOATING, "F8_E4M3")
 """Dtypes of tensors that are loaded in the model's dtype, or rounded as the option `weights` says."""
-_COPY_AGAIN = "copy or download it again"
+_MOST_HEADER_BYTES = 100_000_000
+"""Longest header of a safetensors file, as in the format's own library."""
+_MOST_ELEMENTS = 2**63
+SAFETENSORS_INDEX = "model.safetensors.index.json"
+"""The index of a checkpoint with several weight files: the file of each tensor."""
 GGUF_INDEX = "gguf_tensors.json"
 """The index in a folder that stands for a GGUF file: the path of the file, and its tensors."""
 GGUF_NO_TOKENIZER = "no_tokenizer"
@@ -54,10 +70,12 @@ def plan_kv_cache(
     free_bytes: int,
     weight_bytes: int,
     draft: ModelConfig | None = None,
+    layers: LayerGroups | None = None,
     shares_memory: bool = True,
     most_of_free: float = MOST_OF_FREE,
 ) -> tuple[int, int]:
-    """Returns the bytes and the number of blocks of the KV cache. The first rule that applies decides its size:
+    """Returns the bytes and the number of blocks of the KV cache. `layers` are the groups of the model's layers;
+    without them all layers form one group. The first rule that applies decides the cache's size:
 
     1. `kv_cache_bytes`.
     2. `kv_cache_fraction` of `free_bytes`, the memory that is free after loading the weights.
@@ -70,15 +88,18 @@ def plan_kv_cache(
     """
     block_size, kv_cache_bytes = options.block_size, options.kv_cache_bytes
     cached = kv_dtype(options, dtype)
-    block_bytes = sum(each.kv_bytes_per_token(cached) for each in (model, draft) if each is not None) * block_size
+    layers = layers or one_group(model.num_layers)
+    block_bytes = model.kv_bytes_per_token(cached) * layers.layers_per_block // model.num_layers * block_size
+    if draft is not None:
+        block_bytes += draft.kv_bytes_per_token(cached) * block_size
     if kv_cache_bytes is not None:
         budget = kv_cache_bytes
     elif options.kv_cache_fraction is not None:
         budget = int(free_bytes * options.kv_cache_fraction)
     else:
-        max_num_sequences = options.max_num_sequences
-        whole = -(-(options.max_model_len or model.max_position_embeddings) // block_size) * block_bytes
-        short = min(whole, -(-LEAST_SEQUENCE_TOKENS // block_size) * block_bytes)
+        max_num_sequences, needs = options.max_num_sequences, block_needs(layers.groups, options)
+        whole = needs.of_sequence(options.max_model_len or model.max_position_embeddings) * block_bytes
+        short = min(whole, needs.of_sequence(LEAST_SEQUENCE_TOKENS) * block_bytes)
         budget = min(MOST_WHOLE_SEQUENCES * max_num_sequences * whole, int(most_of_free * free_bytes))
         if shares_memory:
             enough = max(WEIGHTS_MULTIPLE * weight_bytes, max_num_sequences * short, LEAST_WHOLE_SEQUENCES * whole)
@@ -90,6 +111,25 @@ def plan_kv_cache(
             "raise kv_cache_bytes"
         )
     return num_blocks * block_bytes, num_blocks
+
+
+def choose_groups(model: ModelConfig, draft: ModelConfig | None) -> LayerGroups:
+    """Returns the groups of a model's layers.
+
+    A draft model's keys and values are in the blocks of the first group. It reads all of them, so with a draft model
+    that group gives nothing back.
+    """
+    layers = group_layers(model.sliding_windows)
+    if draft is None or layers.groups[0].window is None:
+        return layers
+    return layers._replace(groups=(KVGroup(), *layers.groups[1:]))
+
+
+def block_needs(groups: tuple[KVGroup, ...], options: ModelOptions) -> BlockNeeds:
+    """Returns the number of blocks that sequences need with these options. After a chunk of a prompt, one more token
+    may be under way.
+    """
+    return BlockNeeds(groups, options.block_size, options.max_num_batched_tokens + 1)
 
 
 def plan_max_model_len(model: ModelConfig, requested: int | None, capacity: int) -> int:
@@ -166,9 +206,9 @@ def weight_headers(folder: pathlib.Path) -> list[tuple[pathlib.Path, dict[str, T
 
     Raises `ModelError` like `weight_files` and `read_header`.
     """
-    if (folder / GGUF_INDEX).is_file():
+    if is_gguf_folder(folder):
         return [read_gguf_index(folder)]
-    headers = [(path, read_header(path)) for path in weight_files(folder)]
+    headers = [(path, read_header(path, folder)) for path in weight_files(folder)]
     names = {name for _, entries in headers for name in entries}
     if not any(name.startswith(_OF_TEXT) for name in names):
         return headers
@@ -196,12 +236,37 @@ def _text_tensors(entries: dict[str, TensorEntry]) -> dict[str, TensorEntry]:
     return found
 
 
+def gguf_cache() -> pathlib.Path:
+    """Returns the folder of the folders that stand for GGUF files, in which nobody else can put one. Raises
+    `ModelError` if there can be none.
+    """
+    try:
+        return cache_entry("gguf")
+    except UntrustedCache as error:
+        raise ModelError(str(error)) from error
+    except OSError as error:
+        raise ModelError(f"a GGUF file needs a folder in the cache: {error}; set MANTA_CACHE") from error
+
+
+def is_gguf_folder(folder: pathlib.Path) -> bool:
+    """Returns whether a folder stands for a GGUF file. Only folders that Manta wrote into its cache do.
+
+    Raises `ModelError` for another folder with such an index, because the index names a file anywhere.
+    """
+    index = folder / GGUF_INDEX
+    if not os.path.lexists(index):
+        return False
+    if pathlib.Path(os.path.realpath(folder)).parent != pathlib.Path(os.path.realpath(gguf_cache())):
+        raise ModelError(f"{index} is read only in Manta's own cache; remove it, or give the GGUF file instead")
+    return True
+
+
 def read_gguf_index(folder: pathlib.Path) -> tuple[pathlib.Path, dict[str, TensorEntry]]:
     """Returns the GGUF file that a folder stands for, and its tensors.
 
     Raises `ModelError` if the file has gone or changed.
     """
-    index = json.loads((folder / GGUF_INDEX).read_text())
+    index = read_json(folder, GGUF_INDEX, MOST_INDEX_BYTES)
     path = pathlib.Path(index["file"])
     if not path.is_file() or path.stat().st_size != index["size"]:
         raise ModelError(f"{path} has gone or changed since it was first read; start again with the file in place")
@@ -210,25 +275,30 @@ def read_gguf_index(folder: pathlib.Path) -> tuple[pathlib.Path, dict[str, Tenso
 
 def weight_files(folder: pathlib.Path) -> list[pathlib.Path]:
     """Returns the safetensors files of a checkpoint, or its GGUF file. Raises `ModelError` naming a missing file."""
-    if (folder / GGUF_INDEX).is_file():
+    if is_gguf_folder(folder):
         return [read_gguf_index(folder)[0]]
-    index = folder / "model.safetensors.index.json"
-    if index.is_file():
-        try:
-            names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
-        except (ValueError, KeyError, AttributeError) as error:
-            raise ModelError(f"{index} is no index of safetensors files: {error}") from error
-        files = [folder / name for name in names]
+    if find_file(folder, SAFETENSORS_INDEX) is not None:
+        names = _names_in_index(folder)
     else:
-        files = [folder / "model.safetensors"]
-        if not files[0].is_file():
+        names = ["model.safetensors"]
+        if find_file(folder, names[0]) is None:
             raise ModelError(why_no_weights(folder))
-    for path in files:
-        if not path.is_file():
-            raise ModelError(f"{path} is missing, and {index.name} says that weights are in it; copy it there")
-        if (pointer := lfs_pointer(path)) is not None:
+    for name in names:
+        if find_file(folder, name) is None:
+            where = f"{SAFETENSORS_INDEX} says that weights are in it"
+            raise ModelError(f"{folder / name} is missing, and {where}; copy it there")
+        if (pointer := lfs_pointer(folder, name)) is not None:
             raise ModelError(pointer)
-    return files
+    return [folder / name for name in names]
+
+
+def _names_in_index(folder: pathlib.Path) -> list[str]:
+    index = RawConfig(read_json(folder, SAFETENSORS_INDEX, MOST_INDEX_BYTES), str(folder / SAFETENSORS_INDEX))
+    weight_map = index["weight_map"].object()
+    names = sorted({weight_map[tensor].text() for tensor in weight_map})
+    if not names:
+        raise index["weight_map"].refused("an object that names a file for each tensor")
+    return names
 
 
 class TensorEntry(NamedTuple):
@@ -244,37 +314,47 @@ class TensorEntry(NamedTuple):
     """Width of a head whose two halves are interleaved in the rows, as llama.cpp stores them; 0 if they are not."""
 
 
-def read_header(path: pathlib.Path) -> dict[str, TensorEntry]:
+def read_header(path: pathlib.Path, folder: pathlib.Path | None = None) -> dict[str, TensorEntry]:
     """Returns the tensors of a safetensors file by name. The file has the length of its header (8 bytes,
     little-endian), a JSON header, and the data, from whose start the header's offsets count.
 
-    Raises `ModelError` if the file is not safetensors or not whole.
+    `folder` is the checkpoint's; None takes the file's own. Raises `ModelError` if the file is not safetensors or not
+    whole.
     """
-    size = path.stat().st_size
-    with path.open("rb") as file:
+    folder = folder or path.parent
+    with open_file(folder, path.relative_to(folder)) as file:
+        size = os.fstat(file.fileno()).st_size
         length = int.from_bytes(file.read(8), "little")
         data_start = 8 + length
         if data_start > size:
             raise ModelError(
-                f"{path} is not a safetensors file: {size} bytes cannot hold a header of {length}; {_COPY_AGAIN}"
+                f"{path} is not a safetensors file: {size} bytes cannot hold a header of {length}; {COPY_AGAIN}"
+            )
+        if length > _MOST_HEADER_BYTES:
+            raise ModelError(
+                f"{path} has a header of {length} bytes and the limit is {_MOST_HEADER_BYTES}; {COPY_AGAIN}"
             )
         try:
-            header = json.loads(file.read(length))
+            header = parse_object(file.read(length).decode())
             header.pop("__metadata__", None)
             entries = {name: _entry(item, data_start) for name, item in header.items()}
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise ModelError(
-                f"{path} is not a safetensors file: its header is not valid ({error}); {_COPY_AGAIN}"
+                f"{path} is not a safetensors file: its header is not valid ({error}); {COPY_AGAIN}"
             ) from error
     end = max((entry.end for entry in entries.values()), default=data_start)
     if end != size:
         what = "is truncated: it has" if size < end else "has"
-        raise ModelError(f"{path} {what} {size} bytes and its header says {end}; {_COPY_AGAIN}")
+        raise ModelError(f"{path} {what} {size} bytes and its header says {end}; {COPY_AGAIN}")
     return entries
 
 
 def _entry(item: dict[str, Any], data_start: int) -> TensorEntry:
     (start, end), shape = item["data_offsets"], item["shape"]
+    if not isinstance(item["dtype"], str) or not isinstance(shape, list):
+        raise ValueError(f"dtype {reprlib.repr(item['dtype'])}, shape {reprlib.repr(shape)}")
     if not all(type(number) is int and 0 <= number < 2**63 for number in (start, end, *shape)) or start > end:
         raise ValueError(f"data_offsets {reprlib.repr(item['data_offsets'])}, shape {reprlib.repr(shape)}")
+    if math.prod(shape) >= _MOST_ELEMENTS:
+        raise ValueError(f"shape {reprlib.repr(shape)}, which has more elements than any file")
     return TensorEntry(item["dtype"], tuple(shape), data_start + start, data_start + end)

@@ -6,19 +6,21 @@ torch. `workers/models/` reads the configuration of native families.
 
 from __future__ import annotations
 
-import json
 import pathlib
+from collections.abc import Mapping
 
 import msgspec
 
-from manta.workers.checkpoints.folder_kinds import lfs_pointer, why_no_checkpoint, why_no_folder
+from manta.workers.checkpoints.folder_kinds import why_no_checkpoint, why_no_folder
 from manta.workers.checkpoints.gguf_file import gguf_folder
+from manta.workers.checkpoints.stored_files import MOST_JSON_BYTES, find_file, read_json
 from manta.workers.model_options import DEMO_MODEL
+from manta.workers.models.dense import MOST_LAYERS
 from manta.workers.models.families import FAMILIES
-from manta.workers.models.harmless_keys import HARMLESS_KEYS
+from manta.workers.models.harmless_keys import HARMLESS_KEYS, HARMLESS_QUANTIZATION_KEYS
 from manta.workers.models.model_config import ModelConfig, ModelError
 from manta.workers.models.quantization import read_quantization
-from manta.workers.models.raw_config import RawConfig
+from manta.workers.models.raw_config import RawConfig, RawValue
 from manta.workers.models.wrappers import text_decoder
 from manta.workers.sampling_params import BOUNDS
 
@@ -43,7 +45,7 @@ def resolve_model_folder(name: str) -> pathlib.Path:
             raise ModelError(
                 f"this installation lacks the demo model, which belongs into {folder}; give a folder or a hub id"
             )
-        if not (folder / "config.json").is_file():
+        if find_file(folder, "config.json") is None:
             raise ModelError(why_no_checkpoint(folder))
         return folder
     if folder.suffix == ".gguf" and folder.is_file():
@@ -87,7 +89,7 @@ def load_model_config(folder: str | pathlib.Path) -> ModelConfig:
     not.
     """
     folder = pathlib.Path(folder)
-    raw, generation = read_json_object(folder / "config.json"), folder / "generation_config.json"
+    raw = read_json_object(folder, "config.json")
     architecture = raw.architecture
     if architecture is None:
         raise raw["architectures"].refused("a list with the name of an architecture")
@@ -99,7 +101,8 @@ def load_model_config(folder: str | pathlib.Path) -> ModelConfig:
             f"{architecture} runs through transformers, and its {quantization.method} checkpoints are not served; "
             "use one in bfloat16, float16 or float32"
         )
-    generations = [read_json_object(generation)] if generation.is_file() else []
+    generation = "generation_config.json"
+    generations = [] if find_file(folder, generation) is None else [read_json_object(folder, generation)]
     return msgspec.structs.replace(
         config.for_context(None),
         eos_token_ids=_eos_token_ids(config.vocab_size, raw, *text, *generations),
@@ -125,6 +128,7 @@ def _read_decoder(
 
 
 def _transformers_config(folder: pathlib.Path, architecture: str, raw: RawConfig) -> ModelConfig:
+    _check_counts(RawValue(str(folder / "config.json"), "", raw.values))
     from manta.workers.checkpoints import transformers_support  # takes seconds to import, and only these models need it
 
     try:
@@ -139,13 +143,38 @@ def _transformers_config(folder: pathlib.Path, architecture: str, raw: RawConfig
     return msgspec.structs.replace(served, unused_keys=_unused_keys(raw))
 
 
-def _unused_keys(raw: RawConfig) -> tuple[str, ...]:
-    """Returns the keys of a configuration that were not read and are not known to be harmless. What is below
-    `quantization_config` is judged by its reader, and `unused_keys` are those of a GGUF file.
+def _check_counts(value: RawValue) -> None:
+    """Raises `ConfigError` naming a number of layers, experts or labels that exceeds `MOST_LAYERS`, in any object.
+
+    transformers makes lists of as many items before it checks anything. It spells these numbers in many ways.
     """
-    of_gguf = raw["unused_keys"].texts()
-    outside = [key for key in raw.unread() if not key.startswith("quantization_config.")]
-    return (*of_gguf, *sorted(key for key in outside if key.removeprefix("text_config.") not in HARMLESS_KEYS))
+    items: list[RawValue] = []
+    if isinstance(value.value, Mapping):
+        prefix = f"{value.key}." if value.key else ""
+        items = [RawValue(value.file, prefix + key, item) for key, item in value.value.items()]
+    elif isinstance(value.value, list):
+        items = [RawValue(value.file, value.key, item) for item in value.value]
+    name = value.key.rpartition(".")[2]
+    is_count = name.endswith(("layer", "layers")) or (
+        name.startswith(("num_", "n_")) and ("expert" in name or "label" in name)
+    )
+    if type(value.value) is int and (is_count or name == "attention_types"):
+        value.whole(least=-MOST_LAYERS, most=MOST_LAYERS)
+    for item in items:
+        _check_counts(item)
+
+
+def _unused_keys(raw: RawConfig) -> tuple[str, ...]:
+    """Returns the keys of a configuration that were not read and are not known to be harmless. `unused_keys` are those
+    of a GGUF file.
+    """
+    return (*raw["unused_keys"].texts(), *sorted(key for key in raw.unread() if not _is_harmless(key)))
+
+
+def _is_harmless(key: str) -> bool:
+    if key.startswith("quantization_config."):
+        return key.rpartition(".")[2] in HARMLESS_QUANTIZATION_KEYS
+    return key.removeprefix("text_config.") in HARMLESS_KEYS
 
 
 def _eos_token_ids(vocab_size: int, *configs: RawConfig) -> tuple[int, ...]:
@@ -174,16 +203,6 @@ def _sampling_defaults(generations: list[RawConfig]) -> tuple[tuple[str, float],
     return tuple(found)
 
 
-def read_json_object(path: pathlib.Path) -> RawConfig:
-    """Returns the object in a JSON file. Raises `ModelError` if there is none."""
-    try:
-        loaded = json.loads(path.read_text())
-    except OSError as error:
-        raise ModelError(f"cannot read {path}: {error.strerror}") from error
-    except ValueError as error:
-        if (pointer := lfs_pointer(path)) is not None:
-            raise ModelError(pointer) from error
-        raise ModelError(f"{path} is not valid JSON: {error}") from error
-    if not isinstance(loaded, dict):
-        raise ModelError(f"{path} must hold a JSON object, not a {type(loaded).__name__}")
-    return RawConfig(loaded, str(path))
+def read_json_object(folder: pathlib.Path, name: str, most_bytes: int = MOST_JSON_BYTES) -> RawConfig:
+    """Returns the object in a JSON file of a checkpoint. Raises `ModelError` as `read_json` does."""
+    return RawConfig(read_json(folder, name, most_bytes), str(folder / name))

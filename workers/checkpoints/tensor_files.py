@@ -7,7 +7,6 @@ given back, so loading takes about as much memory as the packed weights.
 from __future__ import annotations
 
 import contextlib
-import logging
 import math
 import mmap
 import pathlib
@@ -15,10 +14,12 @@ from collections.abc import Iterable, Mapping
 
 import msgspec
 
+from manta.structured.visible_logs import logger_of
 from manta.workers.checkpoints.memory import TensorEntry, weight_headers
+from manta.workers.checkpoints.stored_files import open_file
 from manta.workers.models.model_config import ModelConfig, ModelError
 
-logger = logging.getLogger(__name__)
+logger = logger_of(__name__)
 
 _IGNORED_SUFFIXES = (".rotary_emb.inv_freq", ".k_scale", ".v_scale", ".q_scale")
 """Tensors that are not used: buffers that old checkpoints store but implementations compute, and the scales of a
@@ -53,7 +54,8 @@ class TensorFiles:
             self._map(path, entries)
 
     def _map(self, path: pathlib.Path, entries: Mapping[str, TensorEntry]) -> None:
-        with path.open("rb") as file:
+        folder = self.folder if path.is_relative_to(self.folder) else path.parent  # a GGUF file lies elsewhere
+        with open_file(folder, path.relative_to(folder)) as file:
             # torch warns of memory that it cannot write to, so the mapping is private and writable. Nothing writes to
             # it.
             mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
@@ -100,10 +102,10 @@ class TensorFiles:
 
     def find_blocks(self, name: str, shape: tuple[int, ...]) -> tuple[mmap.mmap, TensorEntry]:
         """Finds a tensor of a GGUF type like `find`. Its elements are stored in blocks."""
-        mapped, entry = self._entries[name]
+        entry = self.entry(name)
         self._check_shape(name, entry, shape)
         self._take(name)
-        return mapped, entry
+        return self._entries[name][0], entry
 
     def _take(self, name: str) -> None:
         self._taken.add(name)

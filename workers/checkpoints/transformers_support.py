@@ -16,7 +16,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from manta.workers.models.dense import MOST_LAYERS, read_dtype
 from manta.workers.models.model_config import ModelConfig, RopeConfig
-from manta.workers.models.raw_config import RawConfig
+from manta.workers.models.raw_config import MOST_VOCABULARY, RawConfig
 
 _LAYER_TYPES = {"full_attention", "sliding_attention"}
 _STATIC_ROPE_TYPES = {"default", "linear", "llama3", "yarn", "proportional", None}
@@ -111,7 +111,7 @@ def model_config(config: Any, architecture: str, file: str) -> ModelConfig:
     return ModelConfig(
         architecture=architecture,
         native=False,
-        vocab_size=raw["vocab_size"].whole(),
+        vocab_size=raw["vocab_size"].whole(most=MOST_VOCABULARY),
         hidden_size=hidden_size,
         num_layers=num_layers,
         num_heads=num_heads,

@@ -21,6 +21,7 @@ from manta.workers.kernels.weights import (
     GatedMlpWeights,
     max_mlp_rows,
 )
+from manta.workers.kv_groups import group_layers
 from manta.workers.models.model_config import ModelConfig
 from manta.workers.platforms import Platform
 
@@ -38,10 +39,12 @@ class Decoder:
 
     def __init__(self, config: ModelConfig, weights: DecoderWeights, platform: Platform) -> None:
         self.config = config
+        self.sliding_windows = config.sliding_windows
         self.weights = weights
         self._kernels = platform.kernels
         next_norms = [*(layer.input_norm for layer in weights.layers[1:]), weights.final_norm]
-        self._layers = list(zip(weights.layers, config.sliding_windows, next_norms, strict=True))
+        places = group_layers(config.sliding_windows).layers
+        self._layers = list(zip(weights.layers, places, config.sliding_windows, next_norms, strict=True))
         self._mlp_rows = max_mlp_rows(config, weights.dtype) if platform.splits_mlp else None
         self._embedding_scale = torch.tensor(config.embedding_scale, dtype=weights.dtype).item()
         self.compiled = platform.compile_decoder(weights, config, self._run_layers)
@@ -64,8 +67,11 @@ class Decoder:
         self, residual: torch.Tensor, cos_sin: RotaryTables, metadata: AttentionMetadata, kv_caches: KVCaches
     ) -> torch.Tensor:
         normed = self._norm(residual, self.weights.layers[0].input_norm)
-        for (layer, sliding_window, next_norm), table, kv_cache in zip(self._layers, cos_sin, kv_caches, strict=True):
-            update = self._attend(layer.attention, normed, table, metadata, kv_cache, sliding_window)
+        for (layer, place, sliding_window, next_norm), table, kv_cache in zip(
+            self._layers, cos_sin, kv_caches, strict=True
+        ):
+            group = metadata.of_group(place.group)
+            update = self._attend(layer.attention, normed, table, group, kv_cache, sliding_window)
             update = self._norm(update, layer.attention_output_norm)
             if layer.is_parallel:
                 update = update + self._mlp(layer.mlp, normed, metadata)

@@ -10,7 +10,6 @@ a model is asked for.
 from __future__ import annotations
 
 import contextlib
-import logging
 import pathlib
 from typing import Any
 
@@ -20,6 +19,8 @@ import transformers
 from torch import nn
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
+from manta.structured.visible_logs import logger_of
+from manta.workers.checkpoints.memory import weight_files
 from manta.workers.checkpoints.transformers_support import OWN_ATTENTION, uses_alibi
 from manta.workers.decoders.alibi import Alibi
 from manta.workers.decoders.layer_windows import SHRUNK, Windows, observe_windows, shrunk_lengths
@@ -30,10 +31,11 @@ from manta.workers.kernels.attention_metadata import AttentionMetadata
 from manta.workers.kernels.protocol import Forward, KVCaches
 from manta.workers.kernels.query_tokens import QueryTokens
 from manta.workers.kernels.weights import LinearWeight
+from manta.workers.kv_groups import group_layers, one_group
 from manta.workers.models.model_config import HeadShape, ModelConfig, ModelError
 from manta.workers.platforms import Platform
 
-logger = logging.getLogger(__name__)
+logger = logger_of(__name__)
 
 _COMPUTED_BUFFERS = (".inv_freq", ".attn.bias", ".attention.bias", ".masked_bias", ".position_ids")
 """Ends of the names of buffers that older checkpoints store and that transformers computes."""
@@ -101,6 +103,7 @@ class TransformersModel:
         self._num_attended = 0
         self._windows: Windows = {}
         """The sliding window of each layer; empty for families with attention code of their own."""
+        self._places = one_group(config.num_layers).layers
         causal_model = self._load(folder, dtype, platform, kept)
         self._has_own_attention = causal_model.config.model_type in OWN_ATTENTION
         self._alibi = None
@@ -120,10 +123,14 @@ class TransformersModel:
             self._head = causal_model
             self._check(probe, expected, dtype)
         self._windows = windows
+        self.sliding_windows = tuple(windows.get(layer) for layer in range(config.num_layers))
+        """The window of each layer in positions, the token's own included; None for all."""
+        self._places = group_layers(self.sliding_windows).layers
 
     def _load(self, folder: str | pathlib.Path, dtype: torch.dtype, platform: Platform, kept: KeptBits) -> Any:
         transformers.AttentionInterface.register(_ATTENTION_NAME, _attend)
         transformers.utils.logging.disable_progress_bar()
+        weight_files(pathlib.Path(folder))  # raises for an index that names files elsewhere, which transformers reads
         config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False)
         num_stored = config.num_hidden_layers
         try:
@@ -286,8 +293,8 @@ class TransformersModel:
         sliding_window: int | None,
     ) -> torch.Tensor:
         """One layer's attention: query [1, num_heads, num_tokens, head_dim] -> [1, num_tokens, num_heads, head_dim]."""
-        metadata = self._metadata
-        assert metadata is not None
+        assert self._metadata is not None
+        metadata = self._metadata.of_group(self._places[layer].group)
         scale = query.shape[-1] ** -0.5 if scale is None else scale
         value_dim = value.shape[-1]
         if self._alibi is not None:

@@ -7,7 +7,6 @@ It is a `SpeculationTarget` of `workers/ranks/rank_worker.py`. Importing it impo
 from __future__ import annotations
 
 import contextlib
-import logging
 import pathlib
 from collections.abc import Iterator, Mapping
 
@@ -16,6 +15,7 @@ from jax.sharding import Mesh
 
 from manta.structured.logits_processors import LogitsProcessorFactory, LogitsProcessorRegistry
 from manta.structured.masks import MaskBatch
+from manta.structured.visible_logs import logger_of
 from manta.workers import host
 from manta.workers.checkpoints.memory import plan_max_model_len, weight_bytes
 from manta.workers.checkpoints.model_folder import resolve_model_folder
@@ -40,7 +40,7 @@ from manta.workers.ranks.rank_worker import ALONE, RankPlace, StepTimes
 from manta.workers.sampling.pending_draw import PendingDraw
 from manta.workers.step import StepInput, StepOutOfMemory, StepOutput
 
-logger = logging.getLogger(__name__)
+logger = logger_of(__name__)
 
 SCALAR_BYTES = 512 << 10
 """Most bytes of a step's block tables on a TPU, because the attention kernel keeps them in 1 MiB of scalar memory."""

@@ -18,7 +18,8 @@ from jax.sharding import Mesh, SingleDeviceSharding
 from tqdm import tqdm
 
 from manta.structured.masks import row_words
-from manta.workers.cache_folder import cache_folder
+from manta.structured.visible_logs import logger_of
+from manta.workers.cache_folder import UntrustedCache, cache_entry
 from manta.workers.jax_worker import sampler
 from manta.workers.jax_worker.attention import AttentionForm
 from manta.workers.jax_worker.batch import BatchShape
@@ -26,6 +27,8 @@ from manta.workers.jax_worker.decoder import Pages, compute_logits, forward
 from manta.workers.jax_worker.mesh import replicated
 from manta.workers.jax_worker.parameters import LinearArrays, Parameters
 from manta.workers.models.model_config import ModelConfig
+
+logger = logger_of(__name__)
 
 NUM_COPIES = 64
 """Block copies of one call of `copy_blocks`."""
@@ -37,9 +40,14 @@ Program = Callable[..., Any]
 
 
 def keep_compiled_programs() -> None:
-    """Makes JAX cache compiled programs in Manta's cache folder, unless the environment names another one."""
+    """Makes JAX cache compiled programs in Manta's cache folder, unless the environment names another one. Without a
+    folder to which nobody else may write, nothing is kept.
+    """
     if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
-        jax.config.update("jax_compilation_cache_dir", str(cache_folder() / "jax"))
+        try:
+            jax.config.update("jax_compilation_cache_dir", str(cache_entry("jax")))
+        except (UntrustedCache, OSError) as error:
+            logger.warning("compiled programs are not kept for the next start: %s", error)
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 

@@ -36,7 +36,9 @@ class AttentionMetadata:
     context_lens: torch.Tensor
     """int32 [num_sequences]: keys of the sequence, including those of this step's tokens."""
     block_tables: torch.Tensor
-    """int32 [num_sequences, max_blocks]; entries past a sequence's last block are never read."""
+    """int32 [num_sequences, max_blocks]. Entries past a sequence's last block are never read, nor are those of blocks
+    before the window of its first query token, if the layer has one.
+    """
     block_size: int
     """Tokens of a KV block."""
     max_query_len: int
@@ -47,6 +49,14 @@ class AttentionMetadata:
     """Groups of sequences whose shared leading keys a kernel may read once for all of them; the result is the same
     without.
     """
+    other_groups: tuple[AttentionMetadata, ...] = ()
+    """The same step with the KV slots and block tables of further groups of layers (`workers/kv_groups.py`). Empty if
+    all layers have the same blocks.
+    """
+
+    def of_group(self, group: int) -> AttentionMetadata:
+        """Returns the metadata for the layers of a group."""
+        return self.other_groups[group - 1] if group and self.other_groups else self
 
     @property
     def num_tokens(self) -> int:
@@ -62,7 +72,7 @@ class AttentionMetadata:
 
         A numpy call costs 1 to 3 us whatever its size, so a step of decodes makes as few as possible.
         """
-        starts, query_lens, block_tables, block_size, _ = tokens
+        starts, query_lens, _, block_size, *_ = tokens
         num_sequences = len(starts)
         max_query_len = int(query_lens.max()) if num_sequences else 0
         rows = np.arange(num_sequences + 1)
@@ -76,13 +86,18 @@ class AttentionMetadata:
             rows = np.repeat(rows[:-1], query_lens)
             positions = np.arange(query_start[-1], dtype=np.int64) + (starts - query_start[:-1])[rows]
         context_lens = starts + query_lens
-        block_tables = np.ascontiguousarray(block_tables, dtype=np.int32)
-        slots = block_tables[rows, positions // block_size].astype(np.int64)
-        slots *= block_size
-        slots += positions % block_size
-        return cls(
+        numbers, offsets = positions // block_size, positions % block_size
+
+        def slots_in(tables: np.ndarray) -> torch.Tensor:
+            slots = tables[rows, numbers].astype(np.int64)
+            slots *= block_size
+            slots += offsets
+            return torch.from_numpy(slots)
+
+        block_tables = np.ascontiguousarray(tokens.block_tables, dtype=np.int32)
+        step = cls(
             positions=torch.from_numpy(positions),
-            slot_mapping=torch.from_numpy(slots),
+            slot_mapping=slots_in(block_tables),
             query_start=torch.from_numpy(query_start),
             context_lens=torch.from_numpy(context_lens.astype(np.int32)),
             block_tables=torch.from_numpy(block_tables),
@@ -92,6 +107,17 @@ class AttentionMetadata:
             total_context_len=int(context_lens.sum()),
             shared_prefixes=find_shared_prefixes(tokens) if tokens.may_share else None,
         )
+        if tokens.other_tables:
+            step.other_groups = tuple(
+                dataclasses.replace(
+                    step,
+                    slot_mapping=slots_in(tables),
+                    block_tables=torch.from_numpy(tables),
+                    shared_prefixes=None,
+                )
+                for tables in tokens.other_tables
+            )
+        return step
 
 
 def copy_blocks(kv: torch.Tensor, pairs: Sequence[tuple[int, int]]) -> None:

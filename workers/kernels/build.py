@@ -23,7 +23,7 @@ import subprocess
 import sys
 import tempfile
 
-from manta.workers.cache_folder import cache_folder
+from manta.workers.cache_folder import UntrustedCache, cache_entry, is_own
 from manta.workers.kernels import processor
 
 FLAGS = ("-O3", "-fno-math-errno", "-fno-trapping-math", "-ffp-contract=off", "-std=c++17", "-fPIC", "-pthread", "-w")
@@ -32,13 +32,6 @@ FLAGS = ("-O3", "-fno-math-errno", "-fno-trapping-math", "-ffp-contract=off", "-
 
 REMEDY = f"install one: apt install g++, or {shlex.quote(sys.executable)} -m pip install ziglang"
 SOURCES = pathlib.Path(__file__).parent / "native"
-
-
-OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
-
-
-class UntrustedCache(RuntimeError):
-    """Another user can put files into the cache, and to load one is to run it: nothing of it is loaded."""
 
 
 def find_compiler() -> tuple[str, ...] | None:
@@ -95,40 +88,18 @@ def form_in_use() -> str:
 def library_for(form: processor.Form, compiler: tuple[str, ...], extra: tuple[str, ...] = ()) -> pathlib.Path:
     """The library's file, compiled if it is not in the cache.
 
-    Raises `OSError` or `CalledProcessError` if it does not compile, and `UntrustedCache` if the cache's folder belongs
-    to another user.
+    Raises `OSError` or `CalledProcessError` if it does not compile, and `UntrustedCache` if there is no folder to which
+    nobody else may write.
     """
     flags = (*FLAGS, *form.flags, *extra)
     sources = sorted(path for pattern in ("*.cpp", "*.h") for path in SOURCES.glob(pattern))
     version = subprocess.run([*compiler, "--version"], capture_output=True, check=False).stdout
     parts = [*(path.read_bytes() for path in sources), version, " ".join((*compiler, *flags)).encode()]
     key = hashlib.sha256(b"\0".join(parts)).hexdigest()[:16]
-    library = private_folder() / f"{form.name}-{key}.so"
+    library = cache_entry("kernels") / f"{form.name}-{key}.so"
     if not _is_ours(library):  # missing, or others could have changed it
         _compile((*compiler, *flags), library)
     return library
-
-
-def private_folder() -> pathlib.Path:
-    """Returns the cache's folder for kernels, in which nobody else can put a file.
-
-    Raises `UntrustedCache` if another user could replace it or a folder above it, and `OSError` if it cannot be made.
-    """
-    folder = cache_folder() / "kernels"
-    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    folder = folder.resolve()
-    status = folder.stat()
-    if status.st_mode & OTHERS_WRITE and status.st_uid == os.getuid():
-        folder.chmod(status.st_mode & 0o777 & ~OTHERS_WRITE)
-    for each in (folder, *folder.parents):
-        status = each.stat()
-        remedy = f"the cache is {folder}; name another one with MANTA_CACHE"
-        if status.st_uid not in (os.getuid(), 0):
-            raise UntrustedCache(f"the folder {each} belongs to user {status.st_uid}; {remedy}")
-        # In a sticky folder, such as /tmp, nobody can replace what another user has made.
-        if status.st_mode & OTHERS_WRITE and not status.st_mode & stat.S_ISVTX:
-            raise UntrustedCache(f"other users may write to the folder {each}; {remedy}")
-    return folder
 
 
 def load_checked(library: pathlib.Path) -> ctypes.CDLL:
@@ -175,8 +146,7 @@ def _is_torn(library: pathlib.Path) -> bool:
 
 
 def _is_trusted(status: os.stat_result) -> bool:
-    own = stat.S_ISREG(status.st_mode) and status.st_uid in (os.getuid(), 0)
-    return own and not status.st_mode & OTHERS_WRITE
+    return stat.S_ISREG(status.st_mode) and is_own(status)
 
 
 def _compile(command: tuple[str, ...], library: pathlib.Path) -> None:

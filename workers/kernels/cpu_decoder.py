@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from ctypes import POINTER, c_int, c_void_p
 from typing import Any
 
@@ -22,6 +22,7 @@ from manta.workers.kernels.kept_memory import KeptMemory
 from manta.workers.kernels.layout import check, structure
 from manta.workers.kernels.protocol import KVCaches, RotaryTables
 from manta.workers.kernels.weights import DecoderWeights, GatedMlpWeights, Linear, max_mlp_rows
+from manta.workers.kv_groups import group_layers
 from manta.workers.models.model_config import ModelConfig
 from manta.workers.models.variants import OUTSIDE_OF_LAYERS, Variant, variants_of
 
@@ -33,7 +34,7 @@ _Shape = structure(
 )
 _Step = structure(
     "_Step",
-    "positions slots query_start context_lens block_tables group_start members prefix_lens",
+    "positions slots query_start context_lens block_tables other_slots other_tables group_start members prefix_lens",
     "num_tokens num_sequences num_groups max_blocks block_size",
 )
 _Buffers = structure("_Buffers", "residual normed qkv attended gated update", "mlp_rows")
@@ -46,6 +47,7 @@ class _NativeLayer(ctypes.Structure):
         *[(name, _Linear) for name in ("qkv", "attention_output", "gated", "down")],
         *[(name, c_void_p) for name in ("k_cache", "v_cache", "cos_sin", "sinks")],
         ("window", c_int),
+        ("group", c_int),
     ]
 
 
@@ -135,7 +137,8 @@ class FusedLayers:
         self._raise_errors: dict[Callable[[], None], None] = {}
         """The linears' `NativeLinear.raise_error`: each once, in the order of the linears."""
         self._layers = (_NativeLayer * len(weights.layers))()
-        for to, layer, window in zip(self._layers, weights.layers, config.sliding_windows, strict=True):
+        places = group_layers(config.sliding_windows).layers
+        for to, layer, place, window in zip(self._layers, weights.layers, places, config.sliding_windows, strict=True):
             attention, mlp = layer.attention, layer.mlp
             assert isinstance(mlp, GatedMlpWeights)
             to.input_norm, to.mlp_norm = _address(layer.input_norm), _address(layer.mlp_norm)
@@ -153,6 +156,7 @@ class FusedLayers:
                     self._raise_errors[native.raise_error] = None
             to.sinks = _address(attention.sinks)
             to.window = NO_WINDOW if window is None else window
+            to.group = place.group
         self._kv_caches: KVCaches | None = None
         self._tables: RotaryTables | None = None
         self._memory = KeptMemory()
@@ -175,12 +179,16 @@ class FusedLayers:
             for layer, (k_cache, v_cache) in zip(self._layers, kv_caches, strict=True):
                 layer.k_cache, layer.v_cache = k_cache.data_ptr(), v_cache.data_ptr()
         groups = metadata.shared_prefixes
+        other_slots = _addresses([each.slot_mapping for each in metadata.other_groups])
+        other_tables = _addresses([each.block_tables for each in metadata.other_groups])
         step = _Step(
             _address(metadata.positions),
             _address(metadata.slot_mapping),
             _address(metadata.query_start),
             _address(metadata.context_lens),
             _address(metadata.block_tables),
+            None if other_slots is None else ctypes.addressof(other_slots),
+            None if other_tables is None else ctypes.addressof(other_tables),
             None if groups is None else _address(groups.group_start),
             None if groups is None else _address(groups.members),
             None if groups is None else _address(groups.prefix_lens),
@@ -243,3 +251,8 @@ def compile_decoder(weights: DecoderWeights, config: ModelConfig, exact: bool = 
 
 def _address(tensor: torch.Tensor | None) -> int | None:
     return None if tensor is None else tensor.data_ptr()
+
+
+def _addresses(tensors: Sequence[torch.Tensor]) -> Any:
+    """An array of addresses; None if there are none."""
+    return (c_void_p * len(tensors))(*[each.data_ptr() for each in tensors]) if tensors else None

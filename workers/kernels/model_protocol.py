@@ -17,6 +17,9 @@ class Model(Protocol):
     compiled: Forward | None
     """The layers as the platform compiled them (`Platform.compile_decoder`); None if it did not."""
 
+    sliding_windows: tuple[int | None, ...]
+    """The window of each layer in positions, the token's own included; None for all."""
+
     def forward(self, token_ids: torch.Tensor, metadata: AttentionMetadata, kv_caches: KVCaches) -> torch.Tensor:
         """Final hidden states [num_tokens, hidden] of int64 token_ids [num_tokens]; fills the layers' KV caches."""
         ...

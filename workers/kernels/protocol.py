@@ -36,6 +36,8 @@ class DecodeLimits(NamedTuple):
     """Whether a step's metadata may have shared prefixes."""
     max_num_tokens: int = 0
     """Tokens of a step that computes prompts; 0 if none does."""
+    num_groups: int = 1
+    """Groups of layers, each with its block tables."""
 
 
 class Kernels(Protocol):

@@ -20,3 +20,7 @@ class QueryTokens(NamedTuple):
     """Tokens of a KV block."""
     may_share: bool = True
     """Whether groups of sequences that share a prefix are looked for."""
+    other_tables: tuple[np.ndarray, ...] = ()
+    """The block tables of further groups of layers (`workers/kv_groups.py`), in the form of `block_tables`, which are
+    those of the first group. Empty if all layers have the same blocks.
+    """

@@ -122,12 +122,15 @@ def paged_attention(
     query_start = metadata.query_start.tolist()
     for sequence, context_len in enumerate(metadata.context_lens.tolist()):
         first, last = query_start[sequence], query_start[sequence + 1]
-        num_blocks = -(-context_len // metadata.block_size)
-        blocks = metadata.block_tables[sequence, :num_blocks].long()
-        key = kv_cache.read(k_cache, blocks, metadata.block_size, heads)[:context_len]
-        value = kv_cache.read(v_cache, blocks, metadata.block_size, heads)[:context_len]
-        distance = torch.arange(context_len - (last - first), context_len, device=qkv.device).unsqueeze(1)
-        distance = distance - torch.arange(context_len, device=qkv.device)
+        start, block_size = context_len - (last - first), metadata.block_size
+        first_seen = 0 if sliding_window is None else max(0, start - sliding_window + 1)
+        first_block, num_blocks = first_seen // block_size, -(-context_len // block_size)
+        blocks = metadata.block_tables[sequence, first_block:num_blocks].long()
+        seen = slice(first_seen - first_block * block_size, context_len - first_block * block_size)
+        key = kv_cache.read(k_cache, blocks, block_size, heads)[seen]
+        value = kv_cache.read(v_cache, blocks, block_size, heads)[seen]
+        distance = torch.arange(start, context_len, device=qkv.device).unsqueeze(1)
+        distance = distance - torch.arange(first_seen, context_len, device=qkv.device)
         visible = distance >= 0
         if sliding_window is not None:
             visible &= distance < sliding_window

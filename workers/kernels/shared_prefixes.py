@@ -55,7 +55,7 @@ def find_shared_prefixes(tokens: QueryTokens) -> SharedPrefixes | None:
     they save most in all: a group saves the keys that all members but one need not pack, less `MEMBER_COST_KEYS` for
     each member.
     """
-    starts, query_lens, block_tables, block_size, _ = tokens
+    starts, query_lens, block_tables, block_size, *_ = tokens
     if len(starts) < 2:
         return None
     leading = block_tables[:, 0].tolist()

@@ -15,7 +15,6 @@ import ctypes
 import fcntl
 import functools
 import hashlib
-import logging
 import os
 import time
 import weakref
@@ -24,9 +23,11 @@ from ctypes import c_int, c_int64, c_void_p
 
 import torch
 
+from manta.structured.visible_logs import logger_of
+from manta.workers.cache_folder import UntrustedCache, cache_entry
 from manta.workers.kernels import build
 
-logger = logging.getLogger(__name__)
+logger = logger_of(__name__)
 
 PREFIX = "manta-weights-"
 HUGE_PAGE = 2 << 20
@@ -180,8 +181,8 @@ def _alone(name: str) -> Iterator[None]:
     """
     file = None
     try:
-        with contextlib.suppress(OSError):
-            file = os.open(build.private_folder() / _LOCKS, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
+        with contextlib.suppress(OSError, UntrustedCache):
+            file = os.open(cache_entry("kernels") / _LOCKS, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
             _lock(file, _byte(name))
         yield
     finally:

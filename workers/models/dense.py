@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 import msgspec
 
 from manta.workers.models.model_config import DTYPE_BYTES, ModelConfig, RopeConfig
-from manta.workers.models.raw_config import RawConfig, RawValue
+from manta.workers.models.raw_config import MOST_VOCABULARY, RawConfig, RawValue
 
 MOST_LAYERS = 4096
 FULL, SLIDING = "full_attention", "sliding_attention"
@@ -57,7 +57,7 @@ def read_dense(
     return ModelConfig(
         architecture=str(raw.architecture),
         native=True,
-        vocab_size=raw["vocab_size"].whole(),
+        vocab_size=raw["vocab_size"].whole(most=MOST_VOCABULARY),
         hidden_size=hidden_size,
         num_layers=num_layers,
         num_heads=num_heads,

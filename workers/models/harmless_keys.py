@@ -65,3 +65,61 @@ HARMLESS_KEYS = frozenset(
         "sep_token_id",
     }
 )
+
+HARMLESS_QUANTIZATION_KEYS = frozenset(
+    {
+        # How the checkpoint was made.
+        "act_group_aware",
+        "actorder",
+        "batch_size",
+        "block_name_to_quantize",
+        "cache_block_outputs",
+        "damp_percent",
+        "dataset",
+        "global_compression_ratio",
+        "max_input_length",
+        "meta",
+        "model_file_base_name",
+        "model_name_or_path",
+        "model_seqlen",
+        "module_name_preceding_first_block",
+        "observer",
+        "observer_kwargs",
+        "pad_token_id",
+        "quantization_status",
+        "static_groups",
+        "tokenizer",
+        "true_sequential",
+        # How another library computes.
+        "backend",
+        "dequantize",
+        "do_fuse",
+        "exllama_config",
+        "fuse_max_seq_len",
+        "modules_to_fuse",
+        "run_compressed",
+        "use_cuda_fp16",
+        "use_exllama",
+        "use_optimized_inference",
+        # What the tensors say themselves: which linears are quantised, their order of inputs, their scales' dtypes.
+        "desc_act",
+        "expert_dtype",
+        "lm_head",
+        "modules_in_block_to_quantize",
+        "modules_to_convert",
+        "scale_dtype",
+        "zp_dtype",
+        # Rounding that Manta does by scales of each step, or not at all: of activations, and of the KV cache.
+        "activation_scheme",
+        "block_structure",
+        "group_size",
+        "kv_cache_scheme",
+        "scale_fmt",
+        "strategy",
+        "symmetric",
+        # Versions of tools.
+        "quantizer",
+        "version",
+    }
+)
+"""The same for the keys at any depth below `quantization_config`."""

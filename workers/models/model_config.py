@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-import re
 from typing import NamedTuple
 
 import msgspec
+import regex
 
 DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
+PATTERN_SECONDS = 10.0
+"""Longest time by the clock to search for a pattern in a name. The patterns of published checkpoints take microseconds.
+"""
 KV_SCALE_BYTES = 4
 """Bytes of the scale that a KV cache of int8 has for each token and KV head, of its key and of its value."""
 
@@ -92,7 +95,18 @@ class Quantization(msgspec.Struct, frozen=True, kw_only=True):
 
     def format_of(self, name: str) -> WeightFormat | None:
         """Returns the format of a linear by its name, such as `model.layers.0.mlp.down_proj`."""
-        return next((rule.format for rule in self.rules if re.search(rule.pattern, name)), None)
+        return next((rule.format for rule in self.rules if _matches(rule.pattern, name)), None)
+
+
+def _matches(pattern: str, name: str) -> bool:
+    """Raises `ModelError` if the pattern, whose author is not trusted, takes longer than `PATTERN_SECONDS`."""
+    try:
+        return regex.search(pattern, name, timeout=PATTERN_SECONDS) is not None
+    except TimeoutError as error:
+        raise ModelError(
+            f"quantization_config: the pattern {pattern[:100]!r} takes more than {PATTERN_SECONDS:g} s for the name "
+            f"{name}; mend it"
+        ) from error
 
 
 class HeadShape(NamedTuple):

@@ -42,6 +42,7 @@ def _read_compressed_tensors(raw: RawConfig) -> list[QuantizationRule]:
         raise raw["transform_config"].refused("left out (save the checkpoint without it)")
     if len(sparsity := raw["sparsity_config"].object()):
         sparsity["format"].one_of("dense")
+    raw.ignore("format")  # that of a group wins
     rules = [QuantizationRule(pattern=_target(name)) for name in _listed(raw["ignore"])]
     groups = raw["config_groups"].object()
     if not len(groups):
@@ -59,6 +60,8 @@ def _read_compressed_tensors(raw: RawConfig) -> list[QuantizationRule]:
 
 def _compressed_format(group: RawConfig, name: RawValue) -> WeightFormat:
     weights, activations = group["weights"].object(), group["input_activations"].object()
+    if len(group["output_activations"].object()):
+        raise group["output_activations"].refused("left out; rounded outputs of linears are not served")
     if not len(weights):
         raise group["weights"].refused("an object; a checkpoint that quantises activations only is not served")
     reader = _COMPRESSED[name.one_of(*_COMPRESSED)]
@@ -115,7 +118,8 @@ def _read_fp8(raw: RawConfig) -> list[QuantizationRule]:
 
 
 def _read_awq(raw: RawConfig) -> list[QuantizationRule]:
-    version = raw["version"]
+    raw.ignore("sym")  # transformers writes that of GPTQ, and `zero_point` decides
+    version = raw.first_of("version", "format")
     if version.text("gemm").lower() != "gemm":
         raise version.refused("gemm")
     format_ = WeightFormat(
@@ -128,7 +132,7 @@ def _read_awq(raw: RawConfig) -> list[QuantizationRule]:
 
 
 def _read_gptq(raw: RawConfig) -> list[QuantizationRule]:
-    layout = raw["checkpoint_format"].one_of("gptq", "gptq_v2", default="gptq")
+    layout = raw.first_of("checkpoint_format", "format").one_of("gptq", "gptq_v2", default="gptq")
     usual = WeightFormat(
         reader="gptq",
         bits=_bits(raw["bits"], 4, 8),

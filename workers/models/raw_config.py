@@ -7,14 +7,17 @@ A refusal names the file, the key, the value and what is allowed. `workers/model
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
+
+import regex
 
 from manta.workers.models.model_config import ModelError
 
 MOST_WHOLE = 2**31 - 1
 """Largest number of a configuration, because the kernels count in int32."""
+MOST_VOCABULARY = 2**24
+"""Largest number of tokens: 16 times the largest published vocabulary. Each row of logits has as many numbers."""
 _LEAST_NUMBER, _MOST_NUMBER = 1e-6, 1e15
 """Bounds of a number that must be positive: its logarithm and its powers stay finite."""
 _SHOWN = 80
@@ -36,7 +39,10 @@ class ConfigError(ModelError):
         """What the value must be, in words."""
 
     def __str__(self) -> str:
-        shown = json.dumps(self.value, default=str)[:_SHOWN]
+        try:
+            shown = json.dumps(self.value, default=str)[:_SHOWN]
+        except RecursionError:
+            shown = "a deeply nested value"
         return f"{self.file}: {self.key} must be {self.allowed}, not {shown}"
 
 
@@ -91,6 +97,8 @@ class RawValue(NamedTuple):
         value = default if self.value is None else self.value
         if not isinstance(value, str):
             raise self.refused("a text")
+        if not value.isascii() and any("\ud800" <= character <= "\udfff" for character in value):
+            raise self.refused("a text without halves of surrogate pairs, which no file can hold")
         return value
 
     def texts(self) -> tuple[str, ...]:
@@ -107,8 +115,8 @@ class RawValue(NamedTuple):
     def pattern(self, expression: str) -> str:
         """Returns a regular expression that was made of the value. Raises `ConfigError` if it is not valid."""
         try:
-            re.compile(expression)
-        except (re.error, OverflowError, RecursionError) as error:
+            regex.compile(expression)
+        except (regex.error, OverflowError, RecursionError) as error:
             raise self.refused(f"a valid regular expression ({error})") from error
         return expression
 
@@ -186,6 +194,10 @@ class RawConfig:
         self.ignore(*keys)
         filled = (key for key in keys if self._values.get(key) not in (None, "", [], {}))
         return self[next(filled, keys[-1])]
+
+    @property
+    def values(self) -> Mapping[str, Any]:
+        return self._values
 
     @property
     def architecture(self) -> str | None:

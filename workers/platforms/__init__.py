@@ -44,6 +44,8 @@ class Platform(Protocol):
     """Whether linears keep quantised weights as integers, and not in the activations' dtype."""
     keeps_float8: bool
     """Whether linears keep E4M3 weights, where the checkpoint was made for activations that are rounded like them."""
+    groups_layers: bool
+    """Whether layers with different windows have block tables of their own, so that windows give back blocks."""
     splits_mlp: bool
     """Whether the widest activations are made for at most `max_mlp_rows` rows at a time
     (`workers/kernels/weights.py`).
@@ -120,9 +122,12 @@ class Platform(Protocol):
         """Returns a step's metadata on the device, with groups of shared prefixes if the kernels use them."""
         ...
 
-    def allocate_kv(self, config: ModelConfig, num_blocks: int, block_size: int, dtype: torch.dtype) -> torch.Tensor:
-        """Allocates a model's KV cache, uninitialised: [num_layers, 2 (k, v), num_blocks, ...], with the shapes of
-        `workers/kernels/kv_cache.py`. The dtype is the model's, or int8 where `check_kv_cache` allows it.
+    def allocate_kv(
+        self, config: ModelConfig, num_blocks: int, block_size: int, dtype: torch.dtype, num_layers: int | None = None
+    ) -> torch.Tensor:
+        """Allocates a KV cache, uninitialised: [num_layers, 2 (k, v), num_blocks, ...], with the shapes of
+        `workers/kernels/kv_cache.py`. `num_layers` are those of a block, by default all layers of the model. The dtype
+        is the model's, or int8 where `check_kv_cache` allows it.
         """
         ...
 

@@ -43,6 +43,7 @@ class CpuPlatform:
     kv_share = MOST_OF_FREE
     keeps_integers = True
     keeps_float8 = False
+    groups_layers = True
     splits_mlp = True
 
     def __init__(self, num_threads: int | None, exact: bool = False) -> None:
@@ -93,8 +94,11 @@ class CpuPlatform:
     def tied_head(self, table: torch.Tensor) -> None:
         """Returns None, because the kernels read packed weights."""
 
-    def allocate_kv(self, config: ModelConfig, num_blocks: int, block_size: int, dtype: torch.dtype) -> torch.Tensor:
-        return allocate_kv(config.num_layers, num_blocks, block_size, config.num_kv_heads, config.head_dim, dtype)
+    def allocate_kv(
+        self, config: ModelConfig, num_blocks: int, block_size: int, dtype: torch.dtype, num_layers: int | None = None
+    ) -> torch.Tensor:
+        num_layers = num_layers or config.num_layers
+        return allocate_kv(num_layers, num_blocks, block_size, config.num_kv_heads, config.head_dim, dtype)
 
     def free_memory(self, largest_step: Callable[[], object]) -> int:
         return host.free_memory()

@@ -7,7 +7,6 @@ device.
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -16,6 +15,7 @@ import numpy as np
 import torch
 import triton
 
+from manta.structured.visible_logs import logger_of
 from manta.workers.kernels.attention_metadata import AttentionMetadata
 from manta.workers.kernels.linears import GatedLinear, TorchLinear
 from manta.workers.kernels.model_protocol import Model
@@ -33,7 +33,7 @@ from manta.workers.kernels.weights import DecoderWeights, Linear, LinearWeight
 from manta.workers.models.model_config import ModelConfig
 from manta.workers.platforms.cuda_group import NcclGroup
 
-logger = logging.getLogger(__name__)
+logger = logger_of(__name__)
 
 
 class CudaPlatform:
@@ -45,6 +45,7 @@ class CudaPlatform:
     kv_share = 0.9
     """Graphs and fragmentation of a step's tensors take the rest."""
     keeps_integers = True
+    groups_layers = True
     splits_mlp = False
 
     def __init__(self, device: torch.device) -> None:
@@ -143,8 +144,10 @@ class CudaPlatform:
         layout = None if is_alone else padded_to(self.graph_layouts, tokens.lens)
         return build_metadata(tokens, self.device, layout, self._work_shape)
 
-    def allocate_kv(self, config: ModelConfig, num_blocks: int, block_size: int, dtype: torch.dtype) -> torch.Tensor:
-        shape = (config.num_layers, 2, num_blocks, block_size, config.num_kv_heads, config.head_dim)
+    def allocate_kv(
+        self, config: ModelConfig, num_blocks: int, block_size: int, dtype: torch.dtype, num_layers: int | None = None
+    ) -> torch.Tensor:
+        shape = (num_layers or config.num_layers, 2, num_blocks, block_size, config.num_kv_heads, config.head_dim)
         return torch.empty(shape, dtype=dtype, device=self.device)
 
     def free_memory(self, largest_step: Callable[[], object]) -> int:

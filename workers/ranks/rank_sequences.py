@@ -6,7 +6,6 @@ from it.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
@@ -14,11 +13,12 @@ import msgspec
 import numpy as np
 
 from manta.structured.logits_processors import LogitsProcessorRegistry
+from manta.structured.visible_logs import logger_of
 from manta.workers.sampling.sampling_state import SamplingState
 from manta.workers.sampling_params import SamplingParams
 from manta.workers.step import RowError, SequenceStart, StepInput
 
-logger = logging.getLogger(__name__)
+logger = logger_of(__name__)
 
 
 class PromptTargets(NamedTuple):
@@ -36,8 +36,9 @@ class PromptTargets(NamedTuple):
 class RankSequences:
     """The sequences of a rank. Not thread-safe.
 
-    There are at most `max_num_sequences` sequences of at most `max_model_len` tokens, in blocks of `block_size`.
-    `registry` has the factories of logits processors, which only a rank that draws uses.
+    There are at most `max_num_sequences` sequences of at most `max_model_len` tokens, in blocks of `block_size`. Each
+    has `num_groups` block tables, one for each group of layers. `registry` has the factories of logits processors,
+    which only a rank that draws uses.
     """
 
     def __init__(
@@ -48,7 +49,9 @@ class RankSequences:
         max_model_len: int,
         registry: LogitsProcessorRegistry | None = None,
         draws: bool = True,
+        num_groups: int = 1,
     ) -> None:
+        self.num_groups = num_groups
         self.block_size = block_size
         self.max_num_sequences = max_num_sequences
         self.max_model_len = max_model_len
@@ -60,7 +63,7 @@ class RankSequences:
         """Forgets every sequence."""
         max_blocks = -(-self.max_model_len // self.block_size)
         # np.zeros maps pages lazily, so only the used parts of the tables take memory.
-        self._block_tables = np.zeros((self.max_num_sequences, max_blocks), dtype=np.int32)
+        self._block_tables = np.zeros((self.num_groups, self.max_num_sequences, max_blocks), dtype=np.int32)
         self._num_blocks = [0] * self.max_num_sequences
         self._free_rows = list(range(self.max_num_sequences - 1, -1, -1))
         self._rows: dict[int, int] = {}
@@ -116,8 +119,11 @@ class RankSequences:
 
     def _append_blocks(self, row: int, block_ids: list[int]) -> None:
         first = self._num_blocks[row]
-        self._num_blocks[row] = first + len(block_ids)
-        self._block_tables[row, first : first + len(block_ids)] = block_ids
+        end = self._num_blocks[row] = first + len(block_ids) // self.num_groups
+        if self.num_groups == 1:
+            self._block_tables[0, row, first:end] = block_ids
+        else:
+            self._block_tables[:, row, first:end] = np.reshape(block_ids, (self.num_groups, -1))
 
     # ---- what a step reads ---------------------------------------------------------------------------------------
 
@@ -126,19 +132,28 @@ class RankSequences:
         return self._num_blocks[self._rows[sequence_id]]
 
     def block_tables(self, sequence_ids: Sequence[int]) -> np.ndarray:
-        """Returns a copy of the block tables, int32 [n, number of blocks of the longest]. Entries after a sequence's
-        last block are undefined.
+        """Returns a copy of the first group's block tables, int32 [n, number of blocks of the longest]. Entries after a
+        sequence's last block, and those of blocks that its tokens read no more, are undefined.
         """
+        return self._tables(self._block_tables[0], sequence_ids)
+
+    def other_tables(self, sequence_ids: Sequence[int]) -> tuple[np.ndarray, ...]:
+        """Returns copies of the further groups' block tables, in the same form."""
+        return tuple(self._tables(tables, sequence_ids) for tables in self._block_tables[1:])
+
+    def _tables(self, tables: np.ndarray, sequence_ids: Sequence[int]) -> np.ndarray:
         rows = [self._rows[sequence_id] for sequence_id in sequence_ids]
         width = max([self._num_blocks[row] for row in rows])
-        return self._block_tables[:, :width][np.array(rows)]
+        return tables[:, :width][np.array(rows)]
 
     def written_blocks(self, step: StepInput) -> np.ndarray:
-        """Returns the first and the last block that the step writes for each sequence, int32 [2, n]."""
+        """Returns the first and the last block of each group that the step writes for each sequence, int32
+        [2, groups, n].
+        """
         rows = [self._rows[item.sequence_id] for item in step.scheduled]
         first = [item.start // self.block_size for item in step.scheduled]
         last = [(item.start + item.num_tokens - 1) // self.block_size for item in step.scheduled]
-        return np.stack([self._block_tables[rows, first], self._block_tables[rows, last]])
+        return np.stack([self._block_tables[:, rows, first], self._block_tables[:, rows, last]])
 
     def token_ids(self, step: StepInput) -> np.ndarray:
         """Returns the input ids of the step's flat batch, int64 [num_tokens]: known tokens, then drafts of each

@@ -7,7 +7,6 @@ no torch.
 
 from __future__ import annotations
 
-import logging
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -18,11 +17,12 @@ from manta.structured.logits_processors import (
     LogitsProcessorSpec,
     own_arguments,
 )
+from manta.structured.visible_logs import logger_of
 
 if TYPE_CHECKING:
     import torch
 
-logger = logging.getLogger(__name__)
+logger = logger_of(__name__)
 
 
 class ProcessorFailed(Exception):

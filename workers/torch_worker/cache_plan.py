@@ -6,7 +6,8 @@ from typing import NamedTuple
 
 import torch
 
-from manta.workers.checkpoints.memory import plan_kv_cache, plan_max_model_len
+from manta.workers.checkpoints.memory import block_needs, choose_groups, plan_kv_cache, plan_max_model_len
+from manta.workers.kv_groups import LayerGroups, one_group
 from manta.workers.model_options import ModelOptions
 from manta.workers.models.model_config import ModelError
 from manta.workers.parallel.group import Group
@@ -22,6 +23,7 @@ class CachePlan(NamedTuple):
     """Bytes of this rank's blocks, those of a draft model included."""
     max_model_len: int
     """Longest sequence in tokens."""
+    layers: LayerGroups
 
 
 def plan_cache(
@@ -37,20 +39,25 @@ def plan_cache(
 
     Raises `ModelError` if a step or a block has no room, or if the configured length does not fit.
     """
+    draft = None if models.draft is None else models.draft.config
+    target = models.target.config
+    layers = choose_groups(target, draft) if platform.groups_layers else one_group(target.num_layers)
     free = _free_memory(models, options, platform, max_draft_tokens, draws=group.rank == 0)
     num_bytes, num_blocks = plan_kv_cache(
-        models.target.config,
+        target,
         models.dtype,
         options,
         free_bytes=free // group.num_sharing_memory,
         weight_bytes=kept_weight_bytes(source, models.dtype, platform, options.weights) // group.num_ranks,
-        draft=None if models.draft is None else models.draft.config,
+        draft=draft,
+        layers=layers,
         shares_memory=platform.shares_memory,
         most_of_free=platform.kv_share,
     )
     block_bytes, num_blocks = num_bytes // num_blocks, group.least(num_blocks)
-    max_model_len = plan_max_model_len(source.config, options.max_model_len, num_blocks * options.block_size)
-    return CachePlan(num_blocks, num_blocks * block_bytes, max_model_len)
+    longest = block_needs(layers.groups, options).longest(num_blocks, source.config.max_position_embeddings)
+    max_model_len = plan_max_model_len(source.config, options.max_model_len, longest)
+    return CachePlan(num_blocks, num_blocks * block_bytes, max_model_len, layers)
 
 
 def _free_memory(

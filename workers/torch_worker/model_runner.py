@@ -17,6 +17,7 @@ from manta.structured.masks import MaskBatch
 from manta.workers.kernels.attention_metadata import copy_blocks
 from manta.workers.kernels.model_protocol import Model
 from manta.workers.kernels.query_tokens import QueryTokens
+from manta.workers.kv_groups import LayerGroups, one_group
 from manta.workers.models.model_config import ModelConfig
 from manta.workers.platforms import Platform
 from manta.workers.ranks.rank_sequences import RankSequences
@@ -46,16 +47,23 @@ class ModelRunner:
         max_num_sequences: int,
         max_model_len: int,
         registry: LogitsProcessorRegistry | None = None,
+        layers: LayerGroups | None = None,
     ) -> None:
+        """`kv_cache` has the layers of a block, [layers_per_block, 2, num_blocks, ...]. `layers` has the place of each
+        layer in it; without it all layers form one group.
+        """
         self.model = model
         self.platform = platform
         self.kv_cache = kv_cache
         self.config = config
-        self.sequences = RankSequences(
-            config.vocab_size, block_size, max_num_sequences, max_model_len, registry, self.draws
-        )
+        layers = layers or one_group(len(kv_cache))
+        sizes = block_size, max_num_sequences, max_model_len
+        self.sequences = RankSequences(config.vocab_size, *sizes, registry, self.draws, len(layers.groups))
+        self._shares_prefixes = layers.groups[0].window is None
+        """Whether attention may read a shared prefix once. A layer with a window never does."""
         self.state = self.sequences.sampling
-        self.kv_layers = [(layer[0], layer[1]) for layer in kv_cache]  # once: unbinding costs 2 us a layer and step
+        # Once: unbinding costs 2 us a layer and step
+        self.kv_layers = [(kv_cache[place.number, 0], kv_cache[place.number, 1]) for place in layers.layers]
         self.reset()
 
     def reset(self) -> None:
@@ -84,10 +92,17 @@ class ModelRunner:
 
     def _forward(self, step: StepInput) -> torch.Tensor:
         scheduled = step.scheduled
-        block_tables = self.sequences.block_tables([item.sequence_id for item in scheduled])
+        sequences, members = self.sequences, [item.sequence_id for item in scheduled]
         starts = np.array([item.start for item in scheduled])
         lens = np.array([item.num_tokens for item in scheduled])
-        tokens = QueryTokens(starts, lens, block_tables, self.sequences.block_size)
+        tokens = QueryTokens(
+            starts,
+            lens,
+            sequences.block_tables(members),
+            sequences.block_size,
+            self._shares_prefixes,
+            sequences.other_tables(members) if sequences.num_groups > 1 else (),
+        )
         metadata = self.platform.build_metadata(tokens)
         return self.model.forward(self._token_ids(step), metadata, self.kv_layers)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import pathlib
 from typing import NamedTuple
 
+import msgspec
 import torch
 
 from manta.workers.checkpoints.memory import weight_bytes
@@ -82,6 +83,8 @@ def load_models(sources: ModelSources, options: ModelOptions, platform: Platform
     dtype = platform.torch_dtype(name)
     cached = torch.int8 if kv_dtype(options, name) == "int8" else dtype
     model = load_model(folder, config, name, platform, group=group, weights=options.weights, exact=options.exact)
+    # transformers' own model code shows its windows only once it is loaded
+    config = msgspec.structs.replace(config, sliding_windows=model.sliding_windows)
     target = LoadedModel(shard_config(config, group.num_ranks), model, dtype, cached)
     loaded_draft = None
     if draft is not None:

@@ -8,7 +8,6 @@ and calls `execute` and then `sample` for every step.
 from __future__ import annotations
 
 import contextlib
-import logging
 import pathlib
 from collections.abc import Iterator, Mapping
 
@@ -16,6 +15,7 @@ import torch
 
 from manta.structured.logits_processors import LogitsProcessorFactory, LogitsProcessorRegistry
 from manta.structured.masks import MaskBatch
+from manta.structured.visible_logs import logger_of
 from manta.workers.kept_weights import describe_kept
 from manta.workers.kernels.protocol import DecodeLimits
 from manta.workers.kv_cache_dtype import kv_dtype
@@ -36,7 +36,7 @@ from manta.workers.torch_worker.rank_models import ModelSource, RankModels, choo
 from manta.workers.torch_worker.rank_runner import FollowerRunner, RankRunner
 from manta.workers.torch_worker.step_times import measure_steps
 
-logger = logging.getLogger(__name__)
+logger = logger_of(__name__)
 
 
 class TorchWorker:
@@ -65,7 +65,9 @@ class TorchWorker:
         phases.end("weights")
         plan = plan_cache(models, sources.target, config, platform, self.group, max_draft_tokens)
         share = models.target
-        kv_cache = platform.allocate_kv(share.config, plan.num_blocks, config.block_size, share.kv_dtype)
+        kv_cache = platform.allocate_kv(
+            share.config, plan.num_blocks, config.block_size, share.kv_dtype, plan.layers.layers_per_block
+        )
         phases.end("kv_cache")
         self.runner = self._make_runner(models, kv_cache, sources.target.config, config, plan, platform)
         limits = DecodeLimits(
@@ -74,6 +76,7 @@ class TorchWorker:
             config.block_size,
             max_draft_tokens,
             max_num_tokens=config.max_num_batched_tokens,
+            num_groups=len(plan.layers.groups),
         )
         platform.record_decodes(share.model, self.runner.kv_layers, limits, agree=self.group.least)
         self.draft = None if models.draft is None else TorchDraftRunner(models.draft, self.runner)
@@ -92,7 +95,7 @@ class TorchWorker:
     ) -> ModelRunner:
         make = ModelRunner if self.group.num_ranks == 1 else RankRunner if self.group.rank == 0 else FollowerRunner
         sizes = config.block_size, config.max_num_sequences, plan.max_model_len
-        return make(models.target.model, platform, kv_cache, whole, *sizes, self.processors)
+        return make(models.target.model, platform, kv_cache, whole, *sizes, self.processors, plan.layers)
 
     @property
     def runs_ahead(self) -> bool:
@@ -162,6 +165,7 @@ def _model_info(
         sampling_defaults=dict(source.config.sampling_defaults),
         num_blocks=plan.num_blocks,
         block_size=config.block_size,
+        groups=plan.layers.groups,
         kv_cache_bytes=plan.num_bytes,
         kv_cache_dtype=kv_dtype(config, dtype),
         dtype=dtype,

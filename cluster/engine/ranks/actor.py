@@ -7,7 +7,6 @@ torch.
 from __future__ import annotations
 
 import gc
-import logging
 import os
 from typing import TYPE_CHECKING, Any
 
@@ -30,12 +29,13 @@ from manta.cluster.engine.ranks.rank_messages import (
 )
 from manta.cluster.private_folder import PrivateFolder
 from manta.structured.frames import frame, read_frame
+from manta.structured.visible_logs import guard_process, logger_of
 from manta.workers.model_info import ModelInfo
 
 if TYPE_CHECKING:
     from manta.workers.ranks.rank_worker import RankWorker
 
-logger = logging.getLogger(__name__)
+logger = logger_of(__name__)
 
 
 class RankActor:
@@ -47,6 +47,7 @@ class RankActor:
         # torch's OpenMP reads both when it loads. Threads that spin for long take cores from other threads.
         os.environ["OMP_NUM_THREADS"] = str(num_threads)
         os.environ["GOMP_SPINCOUNT"] = "1000"
+        guard_process()
         gc.disable()  # what the import makes stays: collections take a quarter of its time
         import manta.cluster.engine.executors.worker_factory  # noqa: F401  # takes seconds, so it comes before `load`
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import logging
 import math
 import os
 import selectors
@@ -33,8 +32,9 @@ from manta.cluster.handshake import (
     versions_beside,
 )
 from manta.structured.frames import frame
+from manta.structured.visible_logs import logger_of
 
-logger = logging.getLogger(__name__)
+logger = logger_of(__name__)
 
 CONNECT_S = 30.0
 """Seconds in which all ranks must connect."""

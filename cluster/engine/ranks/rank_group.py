@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 import time
 from typing import Any
 
@@ -27,9 +26,10 @@ from manta.cluster.engine.ranks.claims import (
     tpus_each,
 )
 from manta.cluster.engine.ranks.rank_channel import Listener, RankChannel, RankLost
+from manta.structured.visible_logs import logger_of
 from manta.workers.model_info import ModelInfo
 
-logger = logging.getLogger(__name__)
+logger = logger_of(__name__)
 
 PLACEMENT_S = 10.0
 """Seconds to wait for room at the first start: processes that are ending now have left by then."""

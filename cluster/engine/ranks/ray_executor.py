@@ -36,11 +36,12 @@ from manta.cluster.engine.ranks.rank_messages import (
 )
 from manta.structured.logits_processors import LogitsProcessorError, LogitsProcessorFactory
 from manta.structured.masks import MaskBatch
+from manta.structured.visible_logs import logger_of
 from manta.workers.host import num_cores
 from manta.workers.model_info import ModelInfo
 from manta.workers.step import StepInput, StepOutput
 
-logger = logging.getLogger(__name__)
+logger = logger_of(__name__)
 
 CONTROL_S = 60.0
 """Seconds in which a rank must answer a message other than a step. Registering a logits processor may import a lot."""

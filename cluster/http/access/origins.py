@@ -21,7 +21,7 @@ _NAME_IT = "name its origin in cors_origins"
 ANY = "*"
 PREFLIGHT_SECONDS = 600
 """Seconds for which a browser may remember the answer to a preflight."""
-_EXPOSED = b"x-request-id, x-manta-not-enforced, retry-after"
+_EXPOSED = b"x-request-id, x-manta-not-enforced, x-manta-ignored, retry-after"
 """Headers of answers that a page's program may read."""
 
 Headers = dict[str, str]

@@ -1,8 +1,12 @@
 """Limits the requests and tokens that an API key may use per minute, as OpenAI's API does.
 
 Each limit is a token bucket, which holds at most a minute's worth and refills evenly. A request takes one from the
-bucket of requests and its prompt's tokens from the bucket of tokens. Its output tokens are taken when it has ended, and
-may leave the bucket in debt. A client therefore never waits for tokens that the model might have generated.
+bucket of requests and its prompt's tokens from the bucket of tokens. Its output tokens are taken as they are generated,
+however the request ends, and may leave the bucket in debt. No running request is cut.
+
+While a request runs, tokens that it has not generated yet are reserved: as many as it asks for, but at most
+`RESERVED_SHARE` of the limit. So requests that begin together cannot all count on the same tokens. The rest of the
+reserve is free again when the request ends.
 
 Several ingresses share the limits. Each tells the others what it has taken (`RateLimits.taken`) and takes what they
 report (`RateLimits.note_peer`). Between two exchanges, a key may exceed its limit by what the other ingresses admitted
@@ -21,12 +25,18 @@ from manta.cluster.errors import refuse
 MINUTE_S = 60.0
 FORGET_S = 600.0
 """Seconds without a report after which another ingress counts as gone."""
+RESERVED_SHARE = 1 / 8
+"""Largest share of the limit that is reserved for one request's output. Many clients leave `max_tokens` out, which asks
+for all that the model's length leaves. Eight such requests of one key may run at a time under any limit.
+"""
 EVERY_KEY = "*"
 """Name in `key_limits` for all keys that are not named there."""
 
 
 class Taken(NamedTuple):
-    """Requests and tokens that one ingress has taken for a key since it started."""
+    """Requests and tokens that one ingress has taken for a key since it started. The tokens include those that it
+    reserves now.
+    """
 
     requests: float
     tokens: float
@@ -37,56 +47,111 @@ class _Bucket:
 
     def __init__(self, limit: float, now: float) -> None:
         self.limit = limit
+        self.reserved = 0.0
+        """What running requests may still take."""
         self._level = limit
         self._at = now
 
-    def level(self, now: float) -> float:
-        """Returns what is left; negative in debt."""
-        self._level = min(self.limit, self._level + (now - self._at) * self.limit / MINUTE_S)
-        self._at = now
-        return self._level
+    def left(self, now: float) -> float:
+        """Returns what is neither taken nor reserved; negative in debt."""
+        self._refill(now)
+        return self._level - self.reserved
 
     def take(self, amount: float, now: float) -> None:
-        self._level = self.level(now) - amount
+        self._refill(now)
+        self._level -= amount
 
     def seconds_until(self, amount: float, now: float) -> float:
         """Returns the seconds until `amount` is left, or until the bucket is full if it never holds as much."""
-        return max(0.0, (min(amount, self.limit) - self.level(now)) * MINUTE_S / self.limit)
+        return max(0.0, (min(amount, self.limit) - self.left(now)) * MINUTE_S / self.limit)
+
+    def _refill(self, now: float) -> None:
+        self._level = min(self.limit, self._level + (now - self._at) * self.limit / MINUTE_S)
+        self._at = now
+
+
+class Reservation:
+    """The output tokens of one admitted request, of which `left` are reserved. Implements
+    `manta.cluster.http.exchange.engines.Meter`.
+    """
+
+    def __init__(self, use: KeyUse, left: float) -> None:
+        self._use = use
+        self._left = left
+
+    def spend(self, num_tokens: int) -> None:
+        """Takes tokens that were generated. A negative number gives back those that do not count."""
+        from_reserve = max(0, min(num_tokens, self._left))
+        self._left -= from_reserve
+        self._use.charge(num_tokens, from_reserve)
+
+    def end(self) -> None:
+        """Frees the rest of the reserve. Later calls do nothing."""
+        self._use.charge(0, self._left)
+        self._left = 0
 
 
 class KeyUse:
     """The buckets of one key."""
 
     def __init__(self, name: str, limits: KeyLimits, clock: Callable[[], float]) -> None:
-        self.taken = Taken(0.0, 0.0)
+        self._taken = Taken(0.0, 0.0)
         self._name = name
         self._clock = clock
         given = {"requests": limits.requests_per_minute, "tokens": limits.tokens_per_minute}
         self._buckets = {what: _Bucket(limit, clock()) for what, limit in given.items() if limit is not None}
 
-    def admit(self, num_prompt_tokens: int) -> None:
-        """Takes one request and the tokens of its prompts. Refuses with 429 if too little is left, and with 400
-        prompts that exceed the limit itself.
-        """
-        now = self._clock()
-        for what, amount in (("requests", 1), ("tokens", num_prompt_tokens)):
-            bucket = self._buckets.get(what)
-            if bucket is None:
-                continue
-            key = f"the key {self._name!r} (key_limits)"
-            if amount > bucket.limit:
-                refuse("over_rate_limit", "", amount, bucket.limit, "send less", unit=what, place=key)
-            if bucket.level(now) < amount:
-                wait_s = bucket.seconds_until(amount, now)
-                left, more = max(0, int(bucket.level(now))), {"unit": what, "place": key, "retry_after_s": wait_s}
-                refuse("rate_limit", "", left, bucket.limit, f"retry after {wait_s:.1f} s", **more)
-        self._take(Taken(1, num_prompt_tokens))
-        self.taken = Taken(self.taken.requests + 1, self.taken.tokens + num_prompt_tokens)
+    @property
+    def taken(self) -> Taken:
+        """What was taken here, with what is reserved now."""
+        tokens = self._buckets.get("tokens")
+        return self._taken if tokens is None else Taken(self._taken.requests, self._taken.tokens + tokens.reserved)
 
-    def charge_output(self, num_tokens: int) -> None:
-        """Takes the tokens of an output that has ended."""
+    def admit(self, num_prompt_tokens: int, max_output_tokens: int = 0) -> Reservation:
+        """Takes one request and the tokens of its prompts, and reserves tokens for its output of at most
+        `max_output_tokens`. Refuses with 429 if too little is left, and with 400 prompts that exceed the limit itself.
+        """
+        reserved = self._reserve(num_prompt_tokens, max_output_tokens)
+        self._check("requests", 1, 0)
+        self._check("tokens", num_prompt_tokens, reserved)
+        self._take(Taken(1, num_prompt_tokens))
+        self._taken = Taken(self._taken.requests + 1, self._taken.tokens + num_prompt_tokens)
+        if "tokens" in self._buckets:
+            self._buckets["tokens"].reserved += reserved
+        return Reservation(self, reserved)
+
+    def resume(self) -> Reservation:
+        """Returns the reservation of a request that another ingress admitted; nothing is reserved for it here."""
+        return Reservation(self, 0)
+
+    def charge(self, num_tokens: float, from_reserve: float) -> None:
+        """Takes output tokens, and frees reserved ones."""
+        if "tokens" in self._buckets:
+            self._buckets["tokens"].reserved -= from_reserve
         self._take(Taken(0, num_tokens))
-        self.taken = Taken(self.taken.requests, self.taken.tokens + num_tokens)
+        self._taken = Taken(self._taken.requests, self._taken.tokens + num_tokens)
+
+    def _reserve(self, num_prompt_tokens: int, max_output_tokens: int) -> int:
+        """Returns the tokens that are reserved for an output. With the prompt, they fit a full bucket."""
+        bucket = self._buckets.get("tokens")
+        if bucket is None:
+            return 0
+        most = min(bucket.limit * RESERVED_SHARE, bucket.limit - num_prompt_tokens)
+        return max(0, min(max_output_tokens, int(most)))
+
+    def _check(self, what: str, amount: int, reserved: int) -> None:
+        """Refuses a request that takes `amount` and reserves `reserved`, if its bucket has too little."""
+        bucket, now = self._buckets.get(what), self._clock()
+        if bucket is None:
+            return
+        key = f"the key {self._name!r} (key_limits)"
+        if amount > bucket.limit:
+            refuse("over_rate_limit", "", amount, bucket.limit, "send less", unit=what, place=key)
+        if bucket.left(now) < amount + reserved:
+            wait_s = bucket.seconds_until(amount + reserved, now)
+            left, more = max(0, int(bucket.left(now))), {"unit": what, "place": key, "retry_after_s": wait_s}
+            cause = f"this request takes {amount} and reserves {reserved} for its output" if reserved else ""
+            refuse("rate_limit", "", left, bucket.limit, f"retry after {wait_s:.1f} s", cause=cause, **more)
 
     def note_peer(self, taken: Taken) -> None:
         """Takes what another ingress has taken since its last report."""
@@ -98,7 +163,7 @@ class KeyUse:
         for what, bucket in self._buckets.items():
             values = {
                 "limit": f"{bucket.limit:g}",
-                "remaining": str(max(0, int(bucket.level(now)))),
+                "remaining": str(max(0, int(bucket.left(now)))),
                 "reset": _duration(bucket.seconds_until(bucket.limit, now)),
             }
             found += [(f"x-ratelimit-{name}-{what}".encode(), value.encode()) for name, value in values.items()]

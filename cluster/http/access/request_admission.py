@@ -5,9 +5,9 @@
 | the page and the name that the client used | `Origins.check` | 403 |
 | the API key | `Admission.caller` | 401 |
 | bytes and time of the body | `Incoming.body` | 408, 413, 503 |
+| requests that are prepared at a time, and the deadline | `Admission.prepare` | 408, 429 |
 | values, encoding, shape and lists of the body | `decode` | 400 |
 | what the body's fields say together | `check` of its struct | 400 |
-| requests that are prepared at a time, and the deadline | `Admission.prepare` | 408, 429 |
 | the model, the priority, prompts and choices | `Admission.check_generation` | 400, 404 |
 | the size of an echo | `Admission.check_echo` | 400 |
 | sampling parameters | `Admission.sampling_params` | 400 |
@@ -17,8 +17,8 @@
 | requests and tokens per minute | `Caller.admit` | 429 |
 | what only the engine knows, such as the vocabulary | `cluster/engine/admission.py` | 400, 429 |
 
-The application makes the checks up to the deadline, and `cluster/http/endpoints/generation.py` the others. A line of a
-batch passes the same checks from `decode` on, but no deadline here and no limits per minute.
+The application makes the checks up to those of the body, and `cluster/http/endpoints/generation.py` the others. A line
+of a batch passes the same checks from `decode` on, but no deadline here and no limits per minute.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ import asyncio
 import contextlib
 import functools
 import time
-from collections.abc import AsyncIterator, Collection, Mapping, Sequence
-from typing import Any, Protocol, TypeVar
+from collections.abc import AsyncIterator, Collection, Iterator, Mapping, Sequence
+from typing import Any, NoReturn, Protocol, TypeVar
 
 import msgspec
 
@@ -36,9 +36,12 @@ from manta.cluster.config import BodyLimits, ServeConfig
 from manta.cluster.errors import TOO_DEEP, Overdue, RequestRefused, refuse
 from manta.cluster.http.access.keys import ApiKeys
 from manta.cluster.http.access.origins import Headers, Origins
-from manta.cluster.http.access.rate_limits import KeyUse, RateLimits
-from manta.cluster.protocol.requests import ChatCompletionRequest, CompletionRequest, check_num_values, check_sizes
+from manta.cluster.http.access.rate_limits import KeyUse, RateLimits, Reservation
+from manta.cluster.protocol.body_size import check_body_size
+from manta.cluster.protocol.foreign_fields import leave_out_foreign
+from manta.cluster.protocol.requests import ChatCompletionRequest, CompletionRequest, check_sizes
 from manta.cluster.protocol.shape_errors import shape_error
+from manta.structured.client_shares import ClientShares, Holding, HoldingLost, held
 from manta.structured.refusals import Refusal
 from manta.workers.sampling_params import SamplingParams
 
@@ -47,6 +50,10 @@ SESSION_HEADER = "x-session-id"
 """Header that names a conversation. Its requests go to one engine where possible. Other routers use the same name."""
 MAX_SESSION_CHARACTERS = 256
 GenerationBody = ChatCompletionRequest | CompletionRequest
+_CONVERSATIONS = ("messages", "input")
+"""Fields of the bodies that hold a conversation, as a list of messages or items."""
+_PARTS = ("content", "tool_calls", "output")
+"""Fields of messages and items that are lists of parts or of calls."""
 _TOKEN_ID_LISTS = ("logit_bias", "allowed_token_ids", "stop_token_ids")
 _LIMITS = BodyLimits()
 
@@ -64,29 +71,24 @@ class Caller:
         """
         self.use = use
         """Rate limits of the API key; None if it has none, or if the request was admitted before."""
-        self.is_charged_later = False
-        """Whether somebody else charges the output, because it goes on without this request."""
 
     @property
     def sharer(self) -> str:
         """Name under which the client takes turns with others: the name of its key, else its address."""
         return self.key or self.address
 
-    def admit(self, num_prompt_tokens: int, headers: list[tuple[bytes, bytes]]) -> None:
-        """Counts a request and its prompts, and adds what is left to `headers`. Refuses with 429 if the key has
-        used up its requests or tokens per minute.
+    def admit(
+        self, num_prompt_tokens: int, max_output_tokens: int, headers: list[tuple[bytes, bytes]]
+    ) -> Reservation | None:
+        """Counts a request and its prompts, and adds what is left to `headers`. Returns what counts its output; None if
+        nothing does. Refuses with 429 if the key has used up its requests or tokens per minute.
         """
         if self.use is None:
-            return
+            return None
         try:
-            self.use.admit(num_prompt_tokens)
+            return self.use.admit(num_prompt_tokens, max_output_tokens)
         finally:
             headers += self.use.headers()
-
-    def charge(self, num_output_tokens: int) -> None:
-        """Takes the tokens of an output that has ended."""
-        if self.use is not None and not self.is_charged_later:
-            self.use.charge_output(num_output_tokens)
 
 
 class Body(Protocol):
@@ -103,11 +105,13 @@ AnyBody = TypeVar("AnyBody", bound=Body)
 
 
 def decode(kind: type[AnyBody], body: bytes, limits: BodyLimits = _LIMITS) -> AnyBody:
-    """Returns the checked body as a `kind`. Raises `RequestRefused` naming the field of the first mistake."""
-    check_num_values(body, limits)
+    """Returns the checked body as a `kind`. Raises `RequestRefused` naming the field of the first mistake. Fields that
+    nothing knows are ignored or refused, as `cluster/protocol/foreign_fields.py` says.
+    """
+    check_body_size(body, limits)
     try:
         body.decode()
-        request = _decoder(kind).decode(body)
+        request = _decoded(kind, body)
     except UnicodeDecodeError as error:
         refuse("malformed", bound="UTF-8", cause=f"byte {error.start} is {body[error.start]:#04x}")
     except msgspec.ValidationError as error:
@@ -126,27 +130,49 @@ def _decoder(kind: type[Any]) -> msgspec.json.Decoder[Any]:
     return msgspec.json.Decoder(kind)
 
 
+def _decoded(kind: type[AnyBody], body: bytes) -> AnyBody:
+    """Returns a body as a `kind`, without what may be left out. That takes longer, so it is tried as it is first."""
+    try:
+        return _decoder(kind).decode(body)
+    except msgspec.ValidationError:
+        fields = msgspec.json.decode(body)
+        leave_out_foreign(kind, fields)
+        return msgspec.convert(fields, kind, str_keys=True)
+
+
 def check_lists(body: Any, limits: BodyLimits) -> None:
     """Checks every list of a decoded body. Raises `RequestRefused` naming its field."""
     check_sizes(body)
-    num_parts, limit = _num_parts(getattr(body, "messages", None) or ()), limits.max_messages
-    if num_parts > limit:
-        unit, remedy = "messages, parts and calls", "leave some out, or raise body.max_messages"
-        refuse("over_limit", "messages", num_parts, limit, remedy, unit=unit)
-    num_prompts = _num_prompts(getattr(body, "prompt", None))
+    for field in _CONVERSATIONS:
+        conversation = getattr(body, field, None)
+        num_parts, limit = _num_parts(conversation if isinstance(conversation, list) else ()), limits.max_messages
+        if num_parts > limit:
+            unit, remedy = "messages, parts and calls", "leave some out, or raise body.max_messages"
+            refuse("over_limit", field, num_parts, limit, remedy, unit=unit)
+    num_choices = _num_prompts(getattr(body, "prompt", None)) * max(1, getattr(body, "n", None) or 1)
     for field in _TOKEN_ID_LISTS:
-        count = len(getattr(body, field, None) or ())
-        if num_prompts * count > limits.max_token_ids:
-            remedy = "shorten it, send fewer prompts, or raise body.max_token_ids"
-            unit = f"entries ({count} for each of {num_prompts} prompts)"
-            refuse("over_limit", field, num_prompts * count, limits.max_token_ids, remedy, unit=unit)
+        given = getattr(body, field, None) or ()
+        if num_choices * len(given) <= limits.max_token_ids:
+            continue
+        count = len(set(given))
+        if num_choices * count > limits.max_token_ids:
+            remedy = "shorten it, ask for fewer choices, or raise body.max_token_ids"
+            unit = f"entries ({count} for each of {num_choices} choices)"
+            refuse("over_limit", field, num_choices * count, limits.max_token_ids, remedy, unit=unit)
 
 
-def _num_parts(messages: Sequence[Any]) -> int:
-    """Counts messages, their parts and their calls. Other APIs' messages have their calls among the parts."""
-    parts = (message.content for message in messages if isinstance(message.content, list))
-    calls = (getattr(message, "tool_calls", None) or () for message in messages)
-    return len(messages) + sum(map(len, parts)) + sum(map(len, calls))
+def _num_parts(conversation: Sequence[Any]) -> int:
+    """Counts messages, their parts and their calls, or items and their parts. Other APIs' messages have their calls
+    among the parts.
+    """
+    parts = (_lists_of(each, *_PARTS) for each in conversation)
+    return len(conversation) + sum(sum(map(len, lists)) for lists in parts)
+
+
+def _lists_of(message: Any, *fields: str) -> Iterator[list[Any]]:
+    """Yields those fields of a message, a struct or an object, that are lists."""
+    get = message.get if isinstance(message, dict) else functools.partial(getattr, message)
+    return (value for field in fields if isinstance(value := get(field, None), list))
 
 
 def _num_prompts(prompt: Any) -> int:
@@ -158,11 +184,10 @@ class Preparation:
     deadline here and counts against the limit.
     """
 
-    def __init__(self, admission: Admission, timeout: asyncio.Timeout, timeout_s: float, is_counted: bool) -> None:
-        self._admission = admission
+    def __init__(self, holding: Holding, timeout: asyncio.Timeout, timeout_s: float) -> None:
+        self._holding = holding
         self._timeout: asyncio.Timeout | None = timeout
         self._deadline = time.monotonic() + timeout_s
-        self._is_counted = is_counted
 
     @property
     def remaining_s(self) -> float:
@@ -178,7 +203,7 @@ class Preparation:
         if not self._timeout.expired():
             self._timeout.reschedule(None)
         self._timeout = None
-        self._admission.num_prepared -= self._is_counted
+        self._holding.give_back()
 
 
 class Admission:
@@ -187,14 +212,19 @@ class Admission:
     def __init__(self, config: ServeConfig) -> None:
         engine = config.engine
         self._config = config
-        self._model_name = config.model_name
+        self._model_names = (config.model_name, *config.model_aliases)
+        self._accepts_any_model = config.accept_any_model
         self._keys = ApiKeys(config.api_keys or ())
         self.origins = Origins(config)
         self.rate_limits = RateLimits(config.key_limits)
         self.max_prepared = config.max_engines * (engine.max_num_sequences + engine.max_num_waiting)
         """Requests that are prepared at a time: at most as many as all engines may run and queue."""
-        self.num_prepared = 0
+        self._prepared = ClientShares(self.max_prepared)
+
+    @property
+    def num_prepared(self) -> int:
         """Requests that count against the limit now."""
+        return self._prepared.total
 
     # ---- any request ---------------------------------------------------------------------------------------------
 
@@ -210,37 +240,46 @@ class Admission:
         name = self._keys.name_of(given) if given else None
         if name is None:
             refuse("no_key", remedy="send Authorization: Bearer KEY")
-        return Caller(address, name, self._keys.owner_of(name), self.rate_limits.of(name))
+        return Caller(address, name, self._keys.owner_of(name), self.use_of(name))
+
+    def use_of(self, client: str) -> KeyUse | None:
+        """Returns the rate limits of a client; None if it has none. Without API keys nobody has any."""
+        return self.rate_limits.of(client) if self._config.api_keys else None
 
     @contextlib.asynccontextmanager
-    async def prepare(self, is_counted: bool) -> AsyncIterator[Preparation]:
+    async def prepare(self, client: str, is_counted: bool) -> AsyncIterator[Preparation]:
         """Prepares one request in the body of the `async with`. Endpoints about the server's own state need not count.
 
-        Raises `QueueFull` if the limit is reached, and `Overdue` if `request_timeout_s` passes before
-        `Preparation.end`.
+        Raises `QueueFull` if the client may have no more requests, or if others need the place and it has more than its
+        share. Raises `Overdue` if `request_timeout_s` passes before `Preparation.end`.
         """
-        if is_counted and self.num_prepared >= self.max_prepared:
-            unit, remedy = "requests wait here for an engine", "retry later, or raise engine.max_num_waiting"
-            refuse("queue_full", "", self.num_prepared, self.max_prepared, remedy, unit=unit)
-        self.num_prepared += is_counted
         timeout_s = self._config.request_timeout_s
         try:
-            async with asyncio.timeout(timeout_s) as timeout:
-                preparation = Preparation(self, timeout, timeout_s, is_counted)
-                try:
-                    yield preparation
-                finally:
-                    preparation.end()
+            async with held(self._prepared, client) as holding:
+                if is_counted and not holding.take(1):
+                    self._refuse_place(client)
+                async with asyncio.timeout(timeout_s) as timeout:
+                    preparation = Preparation(holding, timeout, timeout_s)
+                    try:
+                        yield preparation
+                    finally:
+                        preparation.end()
+        except HoldingLost:
+            self._refuse_place(client)
         except TimeoutError as error:
             if not timeout.expired():
                 raise
             cause, place = "no engine took the request within its time", f"request_timeout_s, {timeout_s:g}"
             raise Overdue(Refusal("deadline", bound=timeout_s, cause=cause, place=place)) from error
 
+    def _refuse_place(self, client: str) -> NoReturn:
+        shares, remedy = self._prepared, "retry later, or raise engine.max_num_waiting"
+        refuse("queue_full", "", shares.held(client), shares.most(client), remedy, unit="requests of yours wait here")
+
     def check_model(self, name: str) -> None:
-        """Refuses with 404 if `name` is not the served model."""
-        if name != self._model_name:
-            refuse("unknown_model", "model", name, self._model_name)
+        """Refuses with 404 if `name` is not the served model; an empty name is the only model."""
+        if name and name not in self._model_names and not self._accepts_any_model:
+            refuse("unknown_model", "model", name, self._model_names)
 
     # ---- a chat or a completion ----------------------------------------------------------------------------------
 
@@ -292,17 +331,22 @@ class Admission:
         """
         num_prompt = num_output = 0
         for prompt in prompts:
-            room = max(0, max_model_len - len(prompt))
             if params.prompt_logprobs is not None:
                 num_prompt += params.n * len(prompt) * (params.prompt_logprobs + 1)
             if params.logprobs is not None and not stream:
-                num_output += params.n * min(params.max_tokens or room, room) * (params.logprobs + 1)
+                num_output += max_output_tokens(params, [prompt], max_model_len) * (params.logprobs + 1)
         limit = self._config.body.max_logprobs
         if num_prompt + num_output <= limit:
             return
         field = "prompt_logprobs" if num_prompt > num_output else "logprobs"
         remedy = "lower it, n or max_tokens, send fewer or shorter prompts, or raise body.max_logprobs"
         refuse("over_limit", field, num_prompt + num_output, limit, remedy, unit="log-probabilities in the answer")
+
+
+def max_output_tokens(params: SamplingParams, prompts: Sequence[Collection[int]], max_model_len: int) -> int:
+    """Returns the most output tokens that all choices of the prompts may have together."""
+    rooms = (max(0, max_model_len - len(prompt)) for prompt in prompts)
+    return params.n * sum(min(params.max_tokens or room, room) for room in rooms)
 
 
 def session_of(headers: Headers) -> str:

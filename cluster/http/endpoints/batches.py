@@ -5,7 +5,6 @@ report their state; `cluster/batch/batch_runner.py` runs them.
 from __future__ import annotations
 
 import asyncio
-import logging
 import re
 import time
 from typing import Annotated, Any, Literal
@@ -20,8 +19,9 @@ from manta.cluster.http.exchange.exchange import Exchange
 from manta.cluster.http.exchange.state import AppState
 from manta.cluster.protocol.batches_api import URLS, Batch
 from manta.cluster.storage.records import BATCH_ID, ENDED, Records
+from manta.structured.visible_logs import logger_of
 
-logger = logging.getLogger(__name__)
+logger = logger_of(__name__)
 
 MAX_METADATA = 16
 """Most metadata pairs of a batch, as in OpenAI's API."""

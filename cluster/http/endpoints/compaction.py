@@ -7,7 +7,8 @@ the item holds them whole, and no model runs. `cluster/protocol/compaction.py` s
 from __future__ import annotations
 
 import copy
-from collections.abc import AsyncIterator
+import functools
+from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
 import msgspec
@@ -62,13 +63,12 @@ _NO_USAGE = ResponsesUsage(
 async def compact(state: AppState, exchange: Exchange, body: CompactRequest) -> CompactedResponse | None:
     state.admission.check_model(body.model)
     check_storage(state, exchange, body)
-    items = input_items(body.input or [])
+    earlier = []
     if body.previous_response_id is not None:
-        items = [*await earlier_items(state, exchange, body.previous_response_id), *items]
-    check_calls(items)
-    items = [_without_id(item) for item in expanded_items(items)]
-    if _num_characters(items) <= KEPT_WHOLE_CHARACTERS:
-        return _compacted(exchange.identity, items, None, _NO_USAGE)
+        earlier = await earlier_items(state, exchange, body.previous_response_id)
+    items = await state.apart(exchange, _conversation, earlier, body)
+    if await state.apart(exchange, _num_characters, items) <= KEPT_WHOLE_CHARACTERS:
+        return await state.apart(exchange, _compacted, exchange.identity, items, None, _NO_USAGE)
     model = await state.model_info()
 
     def answer_with(
@@ -79,40 +79,54 @@ async def compact(state: AppState, exchange: Exchange, body: CompactRequest) -> 
             unit, remedy = "tokens with the request for a summary", "compact earlier, or leave items out"
             most = model.max_model_len - MIN_SUMMARY_TOKENS
             refuse("over_limit", "input", len(prompt), most, remedy, unit=unit)
-        return SummaryAnswer(items, identity, plan)
+        write = functools.partial(state.apart, exchange, _written, identity, items)
+        return SummaryAnswer(write, identity, plan)
 
     asked = ResponsesRequest(
         model=body.model, instructions=body.instructions, input=_with_request(items), temperature=0.0
     )
     try:
-        await generation.chat(state, exchange, asked.as_openai(), answer_with, most_tokens=SUMMARY_TOKENS)
+        request = await state.apart(exchange, asked.as_openai)
+        await generation.chat(state, exchange, request, answer_with, most_tokens=SUMMARY_TOKENS)
     except RequestRefused as error:
         raise renamed(error, asked) from error
     return None
 
 
+def _conversation(earlier: list[Item], body: CompactRequest) -> list[Item]:
+    """Returns the items of the conversation that is to be compacted, without ids and without compaction items."""
+    items = [*earlier, *input_items(body.input or [])]
+    check_calls(items)
+    return [_without_id(item) for item in expanded_items(items)]
+
+
 class SummaryAnswer:
-    """Reads the model's summary, and writes the compacted conversation. An empty summary keeps all items."""
+    """Reads the model's summary. `write` writes the compacted conversation with it; None keeps all items."""
 
     form = NAMED_EVENTS
 
-    def __init__(self, items: list[Item], identity: Identity, plan: ChatPlan) -> None:
-        self._items = items
-        self._identity = identity
+    def __init__(
+        self, write: Callable[[str | None, ResponsesUsage], Awaitable[bytes]], identity: Identity, plan: ChatPlan
+    ) -> None:
+        self._write = write
         self._reader = ChatReader(plan, identity.source)
 
     async def whole(self, generation: Generation) -> bytes:
         texts, num_reasoning_tokens = [], 0
         async for event in generation:
-            deltas = self._reader.feed(event.text, event.finish is not None)
+            deltas = self._reader.feed(event.text, event.finish is not None, event.is_cut)
             texts += [delta.content for delta in deltas if delta.content]
             if any(delta.reasoning_content for delta in deltas):
                 num_reasoning_tokens += len(event.token_ids)
         summary = "".join(texts).strip() or None
-        return encode(_compacted(self._identity, self._items, summary, usage_of(generation, num_reasoning_tokens)))
+        return await self._write(summary, usage_of(generation, num_reasoning_tokens))
 
     def stream(self, generation: Generation) -> AsyncIterator[bytes]:
         raise AssertionError("a compacted conversation is never streamed")
+
+
+def _written(identity: Identity, items: list[Item], summary: str | None, usage: ResponsesUsage) -> bytes:
+    return encode(_compacted(identity, items, summary, usage))
 
 
 def _compacted(identity: Identity, items: list[Item], summary: str | None, usage: ResponsesUsage) -> CompactedResponse:

@@ -77,7 +77,7 @@ async def upload(state: AppState, exchange: Exchange, _: None) -> FileObject:
     parser = UploadParser(exchange.headers.get("content-type", ""))
     begun = await _in_storage(state, files.begin_upload, exchange.caller.owner, _max_bytes(state, exchange))
     try:
-        with exchange.incoming.room(PIECE_BYTES):
+        async with exchange.incoming.room(exchange.caller.sharer, PIECE_BYTES):
             await _receive(state, exchange, parser, begun)
         return await _in_storage(state, begun.commit, parser.filename or "", _checked_fields(parser.fields))
     except BaseException:
@@ -158,8 +158,9 @@ async def content(state: AppState, exchange: Exchange, _: None) -> None:
         opened = await asyncio.to_thread(records_of(state).files.content, exchange.caller.owner, file.id)
     except FileNotFoundError:
         not_found("file", file.id)
-    with opened, exchange.incoming.room(PIECE_BYTES):
-        await exchange.reply.send_pieces(_pieces(state, opened), file.bytes, "application/octet-stream")
+    with opened:
+        async with exchange.incoming.room(exchange.caller.sharer, PIECE_BYTES):
+            await exchange.reply.send_pieces(_pieces(state, opened), file.bytes, "application/octet-stream")
 
 
 async def _pieces(state: AppState, opened: BinaryIO) -> AsyncIterator[bytes]:

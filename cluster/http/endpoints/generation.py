@@ -11,12 +11,12 @@ from collections.abc import Callable
 
 import msgspec
 
-from manta.cluster.chat.plan import plan_chat, render
+from manta.cluster.chat.plan import ChatPlan, plan_chat, render
 from manta.cluster.engine.request import EngineRequest
 from manta.cluster.errors import RequestRefused, ServingError, error_of
-from manta.cluster.http.access.request_admission import GenerationBody, session_of
+from manta.cluster.http.access.request_admission import GenerationBody, max_output_tokens, session_of
 from manta.cluster.http.exchange.answers import Answer, ChatAnswer, CompletionAnswer
-from manta.cluster.http.exchange.engines import GenerationRequest
+from manta.cluster.http.exchange.engines import UNMETERED, Generation, GenerationRequest
 from manta.cluster.http.exchange.exchange import GenerationExchange
 from manta.cluster.http.exchange.prompts import aside, encode, encode_all, num_kept_tokens
 from manta.cluster.http.exchange.state import AppState
@@ -24,6 +24,7 @@ from manta.cluster.protocol.error_bodies import under_field
 from manta.cluster.protocol.requests import ChatCompletionRequest, CompletionRequest
 from manta.cluster.protocol.tools import template_tools
 from manta.cluster.telemetry.attributes import generation_attributes
+from manta.cluster.text.tokenizer import Tokenizer
 from manta.structured.constraint import FIELD as CONSTRAINT
 from manta.structured.refusals import Refusal
 from manta.workers.sampling_params import SamplingParams
@@ -43,14 +44,13 @@ async def chat(
     `ChatAnswer`. With `most_tokens` the answer has at most so many, or what the prompt leaves if that is less.
     """
     state.admission.check_generation(request, exchange.caller, num_prompts=1)
-    params = await sampling_params(state, request)
-    conversation = render(state.tokenizer, request, template_tools(request.shown_tools()))
-    plan = plan_chat(request, params, state.tokenizer, conversation)
+    plan = await planned(state, exchange, request)
+    params = plan.params
     model = await state.model_info()
     kept = num_kept_tokens(request.truncate_prompt_tokens, params, model.max_model_len)
     prompt = await encode(state.tokenizer, plan.prompt, False, model.max_model_len, "messages", kept)
     state.admission.check_answer(plan.params, [prompt], model.max_model_len, bool(request.stream))
-    params = await _with_prediction(state, request, plan.params, model.max_model_len)
+    params = await _with_prediction(state, request, params, model.max_model_len)
     answer = answer_with(request, exchange.identity, state.model_name, state.tokenizer, plan, prompt)
     if most_tokens is not None:
         params = msgspec.structs.replace(params, max_tokens=min(most_tokens, model.max_model_len - len(prompt)))
@@ -69,11 +69,11 @@ async def _with_prediction(
 
 
 async def completions(state: AppState, exchange: GenerationExchange, request: CompletionRequest) -> None:
-    given = request.prompts()
+    given = await state.apart(exchange, request.prompts)
     state.admission.check_generation(request, exchange.caller, len(given))
     if request.echo:
         state.admission.check_echo(given, request.num_choices)
-    params = await sampling_params(state, request)
+    params = await sampling_params(state, exchange, request)
     model = await state.model_info()
     kept = num_kept_tokens(request.truncate_prompt_tokens, params, model.max_model_len)
     adds = request.add_special_tokens
@@ -84,11 +84,23 @@ async def completions(state: AppState, exchange: GenerationExchange, request: Co
     await generate(state, exchange, prompts, params, request, answer)
 
 
-async def sampling_params(state: AppState, request: GenerationBody) -> SamplingParams:
+async def planned(state: AppState, exchange: GenerationExchange, request: ChatCompletionRequest) -> ChatPlan:
+    """Returns the plan of a chat, with its admitted sampling parameters."""
+    params = await sampling_params(state, exchange, request)
+    return await state.apart(exchange, _plan, state.tokenizer, request, params)
+
+
+def _plan(tokenizer: Tokenizer, request: ChatCompletionRequest, params: SamplingParams) -> ChatPlan:
+    conversation = render(tokenizer, request, template_tools(request.shown_tools()))
+    return plan_chat(request, params, tokenizer, conversation)
+
+
+async def sampling_params(state: AppState, exchange: GenerationExchange, request: GenerationBody) -> SamplingParams:
     """Returns the body's admitted sampling parameters, with the tokens of its `bad_words`. What the body leaves out has
     the model's recommended value.
     """
-    params = state.admission.sampling_params(request, (await state.model_info()).sampling_defaults)
+    defaults = (await state.model_info()).sampling_defaults
+    params = await state.apart(exchange, state.admission.sampling_params, request, defaults)
     return await aside(state.tokenizer.resolve_bad_words, params) if params.bad_words else params
 
 
@@ -112,8 +124,7 @@ async def generate(
         if exchange.span is not None:
             attributes = generation_attributes(state.model_name, params, chat=asked.chat, stream=streams)
             exchange.span.set_attributes(attributes)
-        exchange.caller.admit(sum(map(len, prompts)), exchange.reply.headers_always)
-        generation = await exchange.engines.submit(asked)
+        generation = await _submitted(state, exchange, asked)
         exchange.hand_over()
         try:
             if streams:
@@ -126,6 +137,18 @@ async def generate(
     except RequestRefused as error:
         field, refusal = await _field_at_fault(exchange, request, error.refusal)
         raise error_of(under_field(refusal, field)) from error
+
+
+async def _submitted(state: AppState, exchange: GenerationExchange, asked: GenerationRequest) -> Generation:
+    """Counts a request against its client's rate limits and sends it to the engines."""
+    prompts, max_model_len = asked.prompts, (await state.model_info()).max_model_len
+    most = max_output_tokens(asked.engine.params, prompts, max_model_len)
+    meter = exchange.caller.admit(sum(map(len, prompts)), most, exchange.reply.headers_always) or UNMETERED
+    try:
+        return await exchange.engines.submit(asked, meter)
+    except BaseException:
+        meter.end()
+        raise
 
 
 def _engines_request(

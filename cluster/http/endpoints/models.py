@@ -1,4 +1,4 @@
-"""`GET /v1/models` and `GET /v1/models/{model}`: the served model."""
+"""`GET /v1/models` and `GET /v1/models/{model}`: the served model by each of its names."""
 
 from __future__ import annotations
 
@@ -24,14 +24,15 @@ class ModelList(msgspec.Struct):
 
 
 async def list_models(state: AppState, exchange: Exchange, _: None) -> ModelList:
-    return ModelList([await _card(state)])
+    return ModelList([await _card(state, name) for name in (state.model_name, *state.config.model_aliases)])
 
 
 async def one_model(state: AppState, exchange: Exchange, _: None) -> ModelCard:
-    state.admission.check_model(exchange.incoming.path_parameter)
-    return await _card(state)
+    name = exchange.incoming.path_parameter
+    state.admission.check_model(name)
+    return await _card(state, name)
 
 
-async def _card(state: AppState) -> ModelCard:
+async def _card(state: AppState, name: str) -> ModelCard:
     info = await state.model_info()
-    return ModelCard(id=state.model_name, created=state.created, max_model_len=info.max_model_len)
+    return ModelCard(id=name, created=state.created, max_model_len=info.max_model_len)

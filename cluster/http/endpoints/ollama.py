@@ -26,6 +26,7 @@ from manta.cluster.http.exchange.exchange import Exchange
 from manta.cluster.http.exchange.prompts import encode_all
 from manta.cluster.http.exchange.state import AppState
 from manta.cluster.protocol.ollama import (
+    API_VERSION,
     LATEST,
     OllamaAnswerMessage,
     OllamaChatAnswer,
@@ -36,13 +37,18 @@ from manta.cluster.protocol.ollama import (
     OllamaGenerateRequest,
     OllamaModel,
     OllamaModels,
+    OllamaRunning,
+    OllamaRunningModel,
     OllamaShow,
     OllamaShowRequest,
     OllamaToolCall,
+    OllamaVersion,
 )
 from manta.cluster.protocol.responses import ChatResponseMessage
 from manta.cluster.protocol.translated import renamed
 
+_NEVER = "2318-01-01T00:00:00Z"
+"""Time at which a model that stays loaded expires, as Ollama writes it."""
 Write = Callable[..., msgspec.Struct]
 """Function that makes an answer, or a part of one, from an `OllamaAnswerMessage` and the other fields."""
 
@@ -50,17 +56,17 @@ Write = Callable[..., msgspec.Struct]
 async def chat(state: AppState, exchange: Exchange, body: OllamaChatRequest) -> OllamaChatAnswer | None:
     state.admission.check_model(body.model.removesuffix(LATEST))
     if not body.messages:
-        return _chat_part(OllamaAnswerMessage(content="", role="assistant"), **_loaded(body.model))
-    await _chat(state, exchange, body, body.as_openai(), _chat_part)
+        return _chat_part(OllamaAnswerMessage(content="", role="assistant"), **_loaded(body))
+    await _chat(state, exchange, body, await state.apart(exchange, body.as_openai), _chat_part)
     return None
 
 
 async def generate(state: AppState, exchange: Exchange, body: OllamaGenerateRequest) -> OllamaGenerateAnswer | None:
     state.admission.check_model(body.model.removesuffix(LATEST))
     if not body.prompt:
-        return _generate_part(OllamaAnswerMessage(content="", role="assistant"), **_loaded(body.model))
+        return _generate_part(OllamaAnswerMessage(content="", role="assistant"), **_loaded(body))
     if state.tokenizer.has_chat_template and not body.raw:
-        await _chat(state, exchange, body, body.as_chat(), _generate_part)
+        await _chat(state, exchange, body, await state.apart(exchange, body.as_chat), _generate_part)
     else:
         await _complete(state, exchange, body)
     return None
@@ -77,9 +83,9 @@ async def _chat(state: AppState, exchange: Exchange, body: Any, request: Any, wr
 
 
 async def _complete(state: AppState, exchange: Exchange, body: OllamaGenerateRequest) -> None:
-    request = body.as_completion()
+    request = await state.apart(exchange, body.as_completion)
     try:
-        params = await generation.sampling_params(state, request)
+        params = await generation.sampling_params(state, exchange, request)
         if not body.has_limit:
             params = msgspec.structs.replace(params, max_tokens=None)
         model = await state.model_info()
@@ -92,15 +98,30 @@ async def _complete(state: AppState, exchange: Exchange, body: OllamaGenerateReq
 
 
 async def tags(state: AppState, exchange: Exchange, _: None) -> OllamaModels:
+    return OllamaModels([OllamaModel(**await _model(state))])
+
+
+async def running(state: AppState, exchange: Exchange, _: None) -> OllamaRunning:
+    """Answers with the served model, which never expires."""
+    info = await state.model_info()
+    model = OllamaRunningModel(**await _model(state), expires_at=_NEVER, context_length=info.max_model_len)
+    return OllamaRunning([model])
+
+
+async def api_version(state: AppState, exchange: Exchange, _: None) -> OllamaVersion:
+    return OllamaVersion(API_VERSION)
+
+
+async def _model(state: AppState) -> dict[str, Any]:
+    """Returns the fields of an `OllamaModel`."""
     name = state.model_name
-    model = OllamaModel(
-        name=name,
-        model=name,
-        modified_at=_time(state.created),
-        digest=hashlib.sha256(name.encode()).hexdigest(),
-        details=await _details(state),
-    )
-    return OllamaModels([model])
+    return {
+        "name": name,
+        "model": name,
+        "modified_at": _time(state.created),
+        "digest": hashlib.sha256(name.encode()).hexdigest(),
+        "details": await _details(state),
+    }
 
 
 async def show(state: AppState, exchange: Exchange, body: OllamaShowRequest) -> OllamaShow:
@@ -164,7 +185,7 @@ class OllamaAnswer:
     def _read(self, event: Event) -> list[Any]:
         if self._first is None and event.token_ids:
             self._first = time.perf_counter_ns()
-        return self._reader.feed(event.text, event.finish is not None)
+        return self._reader.feed(event.text, event.finish is not None, event.is_cut)
 
     def _ending(self, finish: FinishStatus | None, generation: Generation) -> dict[str, Any]:
         (usage,), now = generation.usages, time.perf_counter_ns()
@@ -209,9 +230,10 @@ def _message(message: ChatResponseMessage) -> OllamaAnswerMessage:
     )
 
 
-def _loaded(model: str) -> dict[str, Any]:
-    """Returns the fields of the answer to a request that only asks whether the model is loaded."""
-    return {"model": model, "created_at": _time(time.time()), "done": True, "done_reason": "load"}
+def _loaded(body: OllamaChatRequest | OllamaGenerateRequest) -> dict[str, Any]:
+    """Returns the fields of the answer to a request that only asks whether the model is loaded, or to unload it."""
+    reason = "unload" if body.unloads else "load"
+    return {"model": body.model, "created_at": _time(time.time()), "done": True, "done_reason": reason}
 
 
 def _time(seconds: float) -> str:

@@ -15,6 +15,7 @@ from manta.cluster.engine.request import FinishStatus
 from manta.cluster.errors import QueueFull, RequestRefused, ServingError, refuse
 from manta.cluster.http.endpoints import generation
 from manta.cluster.http.endpoints.stored_responses import Keeping, prepared
+from manta.cluster.http.exchange.answers import Scored
 from manta.cluster.http.exchange.codec import NAMED_EVENTS, encode, named_event
 from manta.cluster.http.exchange.engines import Event, Generation
 from manta.cluster.http.exchange.exchange import Exchange, GenerationExchange, Identity, response_id
@@ -55,7 +56,8 @@ async def create(state: AppState, exchange: GenerationExchange, body: ResponsesR
         return answer
 
     try:
-        await generation.chat(state, exchange, body.as_openai(), answer_with)
+        request = await state.apart(exchange, body.as_openai)
+        await generation.chat(state, exchange, request, answer_with, 1 if body.prewarms else None)
     except ServingError as error:
         if background is not None:
             await background.undo()
@@ -95,6 +97,7 @@ class ResponsesAnswer:
         self._items = ItemWriter(identity)
         self._num_events = 0
         self._num_reasoning_tokens = 0
+        self._prewarms = body.prewarms
         params = plan.params
         self.response = ResponseObject(
             id=response_id(identity.stream_id),
@@ -135,6 +138,8 @@ class ResponsesAnswer:
     async def _events(self, generation: Generation) -> AsyncIterator[tuple[str, dict[str, Any]]]:
         """Yields the names and fields of the stream's events. After the last one `response` is complete."""
         response, last = self.response, None
+        if self._prewarms:
+            generation = Scored(generation)
         if response.background:
             yield "response.created", {"response": response}
             yield "response.queued", {"response": response}
@@ -164,14 +169,15 @@ class ResponsesAnswer:
         yield f"response.{name}", {"response": response}
 
     def _read(self, event: Event) -> Iterator[tuple[str, dict[str, Any]]]:
-        for delta in self._reader.feed(event.text, event.finish is not None):
+        for delta in self._reader.feed(event.text, event.finish is not None, event.is_cut):
             yield from self._items.write(delta)
         if isinstance(self._items.open, ReasoningItem):
             self._num_reasoning_tokens += len(event.token_ids)
 
     def _end(self, last: Event, generation: Generation) -> None:
         response = self.response
-        response.status = "incomplete" if last.finish is FinishStatus.FINISHED_LENGTH else "completed"
+        is_cut = last.finish is FinishStatus.FINISHED_LENGTH and not self._prewarms
+        response.status = "incomplete" if is_cut else "completed"
         response.completed_at = generation.ended_at
         if response.status == "incomplete":
             response.incomplete_details = {"reason": "max_output_tokens"}

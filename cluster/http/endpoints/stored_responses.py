@@ -12,7 +12,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
-import logging
 import time
 from collections.abc import Iterator
 from typing import Annotated, Any, Literal, cast
@@ -24,6 +23,7 @@ from manta.cluster.errors import ServingError, Unavailable, refuse
 from manta.cluster.http.access.request_admission import Caller, decode
 from manta.cluster.http.endpoints.lists import page_of
 from manta.cluster.http.endpoints.streams import RESPONSES_PATH, write_again
+from manta.cluster.http.exchange.apart import is_small
 from manta.cluster.http.exchange.codec import decode_query, encode
 from manta.cluster.http.exchange.exchange import Exchange, GenerationExchange, response_id
 from manta.cluster.http.exchange.recorded_engines import RecordedEngines, ReplayedEngines, record
@@ -34,8 +34,9 @@ from manta.cluster.protocol.response_items import check_calls, input_items, with
 from manta.cluster.protocol.responses_api import ResponseObject, ResponsesRequest
 from manta.cluster.storage.kept_responses import EndedResponse, KeptResponses, StoredResponse
 from manta.structured.refusals import Refusal
+from manta.structured.visible_logs import logger_of
 
-logger = logging.getLogger(__name__)
+logger = logger_of(__name__)
 
 STORE_TIMEOUT_S = 10.0
 """Seconds that storing an end may take before the answer goes out without it."""
@@ -155,19 +156,19 @@ async def prepared(
     if isinstance(exchange.engines, ReplayedEngines):  # the recorded body is prepared, and its response is kept
         return body, None
     kept = state.responses
-    items = input_items(body.input)
+    items = await state.apart(exchange, input_items, body.input)
     check_storage(state, exchange, body)
     if body.background and body.store is False:
         refuse("requires", "background", bound="a stored response", remedy="leave store out, or send store: true")
     stores = kept is not None and body.store is not False
     if body.previous_response_id is not None:
         items = [*await earlier_items(state, exchange, body.previous_response_id), *items]
-    check_calls(items)
+    await state.apart(exchange, check_calls, items)
     body = msgspec.structs.replace(body, store=stores)
     recorded = exchange.engines if isinstance(exchange.engines, RecordedEngines) else None
     if body.previous_response_id is not None or body.background or recorded is not None:
         body = msgspec.structs.replace(body, input=items)
-        encoded = _checked(state, body)
+        encoded = await state.apart(exchange, _checked, state, body)
         if body.background:
             recorded = record(state, exchange, encoded, state.config.request_timeout_s + STORE_MARGIN_S)
         elif recorded is not None:
@@ -205,7 +206,7 @@ async def earlier_items(state: AppState, exchange: GenerationExchange, previous:
     items = None if remembered is None else remembered.items(previous)
     is_deleted = kept is not None and await asyncio.to_thread(kept.is_deleted, exchange.caller.owner, previous)
     if items is not None and not is_deleted:
-        return items
+        return _grown(exchange, items)
     stored = None if kept is None else await asyncio.to_thread(kept.find, exchange.caller.owner, previous)
     if stored is None:
         known = [] if remembered is None else ["the latest response of this connection"]
@@ -216,7 +217,13 @@ async def earlier_items(state: AppState, exchange: GenerationExchange, previous:
     if response.status not in ("completed", "incomplete"):
         cause = f"it is {response.status}, and only an answered response can be continued"
         refuse("unfit", "previous_response_id", previous, cause=cause)
-    return [*stored.items, *msgspec.to_builtins(response.output)]
+    return _grown(exchange, [*stored.items, *msgspec.to_builtins(response.output)])
+
+
+def _grown(exchange: GenerationExchange, items: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Returns items that the conversation of an exchange gets in addition. It may be long now."""
+    exchange.is_small = exchange.is_small and is_small(encode(items))
+    return items
 
 
 def keep_ended(state: AppState, recording: Recording) -> None:
@@ -225,15 +232,16 @@ def keep_ended(state: AppState, recording: Recording) -> None:
     """
     if state.responses is None or recording.opening.path != RESPONSES_PATH or not recording.is_ended:
         return
-    if decode(ResponsesRequest, recording.opening.body, state.config.body).store:
-        task = asyncio.ensure_future(_keep(state, recording))
-        state.storing.add(task)
-        task.add_done_callback(state.storing.discard)
+    task = asyncio.ensure_future(_keep(state, recording))
+    state.storing.add(task)
+    task.add_done_callback(state.storing.discard)
 
 
 async def _keep(state: AppState, recording: Recording) -> None:
     try:
-        await _written(state, recording)
+        body = await asyncio.to_thread(decode, ResponsesRequest, recording.opening.body, state.config.body)
+        if body.store:
+            await _written(state, recording)
     except ServingError:
         pass  # it failed, and only background responses are kept then
     except Exception:
@@ -252,8 +260,10 @@ async def _written(state: AppState, recording: Recording) -> ResponseObject:
     if response.background:
         ended = EndedResponse(response, [*recording.entries])
         await asyncio.to_thread(kept.end, opening.owner, ended)
+        state.streams.may_forget(recording)
     else:
-        items = input_items(decode(ResponsesRequest, opening.body, state.config.body).input)
+        body = await asyncio.to_thread(decode, ResponsesRequest, opening.body, state.config.body)
+        items = await state.apart(exchange, input_items, body.input)
         await asyncio.to_thread(kept.create, opening.owner, StoredResponse(response, items))
     return response
 

@@ -13,6 +13,7 @@ import msgspec
 
 from manta.cluster.errors import refuse
 from manta.cluster.http.access.request_admission import decode
+from manta.cluster.http.exchange.apart import is_small
 from manta.cluster.http.exchange.codec import decode_query
 from manta.cluster.http.exchange.exchange import Exchange, response_id
 from manta.cluster.http.exchange.recorded_engines import replay
@@ -85,6 +86,7 @@ async def write_again(
     """Has the route that answered a request answer it again, from its recording: as a stream, or as a whole."""
     route = route_of(state, recording)
     assert route.body is not None
-    body: Any = decode(route.body, recording.opening.body, state.config.body)
+    exchange.is_small = is_small(recording.opening.body)
+    body: Any = await state.apart(exchange, decode, route.body, recording.opening.body, state.config.body)
     replay(state, exchange, recording, after)
     await route.handler(state, exchange, msgspec.structs.replace(body, stream=streams))

@@ -13,6 +13,7 @@ from manta.cluster.http.exchange.prompts import encode
 from manta.cluster.http.exchange.state import AppState
 from manta.cluster.protocol.messages import ChatMessage, check_continuation, check_template_kwargs, template_message
 from manta.cluster.protocol.requests import checked_token_ids
+from manta.cluster.text.tokenizer import Tokenizer
 
 
 class TokenizeRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
@@ -77,11 +78,12 @@ async def tokenize(state: AppState, exchange: Exchange, request: TokenizeRequest
     state.admission.check_model(request.model or state.model_name)
     tokenizer, info = state.tokenizer, await state.model_info()
     if request.messages is not None:
-        tokens = await encode(tokenizer, render(tokenizer, request), False, info.max_model_len, "messages")
+        text = await state.apart(exchange, render, tokenizer, request)
+        tokens = await encode(tokenizer, text, False, info.max_model_len, "messages")
     else:
         text = request.prompt or ""
         tokens = await encode(tokenizer, text, request.add_special_tokens, info.max_model_len, "prompt")
-    texts = [tokenizer.token_text(token) for token in tokens] if request.return_token_strs else None
+    texts = await state.apart(exchange, tokenizer.token_texts, tokens) if request.return_token_strs else None
     return TokenizeResponse(len(tokens), info.max_model_len, tokens, texts)
 
 
@@ -90,7 +92,12 @@ async def detokenize(state: AppState, exchange: Exchange, request: DetokenizeReq
     info = await state.model_info()
     if len(request.tokens) > info.max_model_len:
         refuse("over_limit", "tokens", len(request.tokens), info.max_model_len, "send fewer", unit="entries")
+    text = await state.apart(exchange, _text_of, state.tokenizer, request, info.vocab_size)
+    return DetokenizeResponse(text)
+
+
+def _text_of(tokenizer: Tokenizer, request: DetokenizeRequest, vocab_size: int) -> str:
     for token in request.tokens:
-        if not 0 <= token < info.vocab_size:
-            refuse("outside_vocabulary", "tokens", token, info.vocab_size)
-    return DetokenizeResponse(state.tokenizer.decode(request.tokens, skip_special_tokens=request.skip_special_tokens))
+        if not 0 <= token < vocab_size:
+            refuse("outside_vocabulary", "tokens", token, vocab_size)
+    return tokenizer.decode(request.tokens, request.skip_special_tokens)

@@ -87,6 +87,14 @@ class Scored:
         self._generation.close()
 
 
+def _usage_of_chunk(request: ChatCompletionRequest | CompletionRequest, generation: Generation) -> Any:
+    """Returns what a chunk shows as its usage: null before the last chunk, unless the request asks for all of them."""
+    options = request.stream_options
+    if options is None or not options.include_usage:
+        return UNSET
+    return usage_info(generation.usages) if options.continuous_usage_stats else None
+
+
 class ChatAnswer:
     """An answer of `POST /v1/chat/completions`."""
 
@@ -109,6 +117,8 @@ class ChatAnswer:
         self._model = model
         self._tokenizer = tokenizer
         self._created = identity.created
+        self._usage: Any = None if request.include_usage else UNSET
+        """The usage that the next chunk shows."""
 
     async def whole(self, generation: Generation) -> bytes:
         messages = [MessageBuilder() for _ in self._readers]
@@ -120,7 +130,9 @@ class ChatAnswer:
         async for event in generation:
             num_logprobs += _num_logprobs(event)
             token_ids[event.index] += event.token_ids
-            messages[event.index].add(self._readers[event.index].feed(event.text, event.finish is not None))
+            messages[event.index].add(
+                self._readers[event.index].feed(event.text, event.finish is not None, event.is_cut)
+            )
             if event.logprobs:
                 logprobs[event.index].content += self._logprobs(event.logprobs).content
             prompt_entries += event.prompt_logprobs or []
@@ -169,10 +181,11 @@ class ChatAnswer:
                     yield self._chunk(choice, responses.ChatDelta(role="assistant", content=""))
                 begun = True
             logprobs = self._logprobs(event.logprobs) if event.logprobs else None
-            deltas = self._readers[index].feed(event.text, event.finish is not None)
+            deltas = self._readers[index].feed(event.text, event.finish is not None, event.is_cut)
             token_ids: Any = event.token_ids if self._request.return_token_ids and event.token_ids else UNSET
             if (logprobs or token_ids is not UNSET) and not deltas:
                 deltas = [responses.ChatDelta(content="")]
+            self._usage = _usage_of_chunk(self._request, generation)
             for delta in deltas:
                 yield self._chunk(index, delta, logprobs, token_ids=token_ids)
                 logprobs, token_ids = None, UNSET
@@ -221,7 +234,7 @@ class ChatAnswer:
                 created=self._created,
                 model=self._model,
                 choices=[choice],
-                usage=None if self._request.include_usage else UNSET,
+                usage=self._usage,
                 service_tier=self._service_tier,
                 prompt_token_ids=prompt_ids,
             )
@@ -294,7 +307,6 @@ class CompletionAnswer:
         return encode(self._completion(choices, usage))
 
     async def stream(self, generation: Generation) -> AsyncIterator[bytes]:
-        usage = None if self._request.include_usage else UNSET
         generation = self._read(generation)
         async for event in generation:
             prompt_ids = {} if self._begun[event.index] else self._prompt_ids(event.index)
@@ -310,7 +322,7 @@ class CompletionAnswer:
                     **(prompt_ids if self._begun[event.index] else {}),
                     **self._token_ids(event.token_ids),
                 )
-                yield sse_event(self._completion([choice], usage))
+                yield sse_event(self._completion([choice], _usage_of_chunk(self._request, generation)))
         if self._request.include_usage:
             yield sse_event(self._completion([], usage_info(generation.usages)))
         yield SSE_DONE

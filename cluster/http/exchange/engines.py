@@ -33,6 +33,29 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
         return msgspec.structs.replace(self.engine, request_id=request_id, prompt_token_ids=self.prompts[number])
 
 
+class Meter(Protocol):
+    """Counts the output tokens of one body against its client's rate limit."""
+
+    def spend(self, num_tokens: int) -> None:
+        """Counts tokens as they arrive from an engine. A negative number takes back those that do not count."""
+        ...
+
+    def end(self) -> None:
+        """Ends the count, because the generation is over. Later calls do nothing."""
+        ...
+
+
+class Unmetered:
+    """Counts nothing, for clients without a rate limit."""
+
+    def spend(self, num_tokens: int) -> None: ...
+
+    def end(self) -> None: ...
+
+
+UNMETERED = Unmetered()
+
+
 class Event(msgspec.Struct, kw_only=True):
     """The output that one step, or several merged steps, added to one choice."""
 
@@ -45,6 +68,12 @@ class Event(msgspec.Struct, kw_only=True):
     """Log-probabilities of prompt tokens; with a prompt's first choice only."""
     finish: FinishStatus | None = None
     stop_reason: str | int | None = None
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether something else than the model ended the text: a limit, a stop string or token, a failure."""
+        stopped_itself = self.finish is FinishStatus.FINISHED_STOPPED and self.stop_reason is None
+        return self.finish is not None and not stopped_itself
 
 
 class Generation(Protocol):
@@ -78,8 +107,8 @@ class Generation(Protocol):
 class GenerationEngines(Protocol):
     """The part of the engines that answers a request."""
 
-    async def submit(self, request: GenerationRequest) -> Generation:
-        """Sends every prompt to an engine."""
+    async def submit(self, request: GenerationRequest, meter: Meter = UNMETERED) -> Generation:
+        """Sends every prompt to an engine. The generation ends `meter`; if this raises, the caller does."""
         ...
 
     async def resolve(self, spec: ConstraintSpec, client: str = "") -> tuple[ConstraintSpec, list[str]]:

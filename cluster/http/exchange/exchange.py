@@ -6,21 +6,33 @@ for, are a `GenerationExchange` each.
 
 from __future__ import annotations
 
-import json
 import random
+import re
 import secrets
 import time
 from typing import TYPE_CHECKING, Any
+
+import msgspec
 
 from manta.cluster.chat.reader import UNPREDICTABLE
 from manta.cluster.config import ServeConfig
 from manta.cluster.http.access.addresses import network_of
 from manta.cluster.http.access.request_admission import Caller, Preparation
 from manta.cluster.http.exchange.engines import Generation, GenerationEngines
-from manta.cluster.http.exchange.incoming import BodyRoom, Incoming, Receive, Scope
+from manta.cluster.http.exchange.incoming import Incoming, Receive, Scope
 from manta.cluster.http.exchange.remembered import Remembered
 from manta.cluster.http.exchange.reply import GenerationReply, Reply, Send
+from manta.cluster.protocol.error_bodies import answer_of
+from manta.cluster.protocol.foreign_fields import MAX_NAMES
 from manta.cluster.telemetry.exporting import traceparent_of
+from manta.cluster.telemetry.request_log import log_request
+from manta.structured.client_shares import ClientShares
+from manta.structured.refusals import Refusal, sentence
+
+MAX_REASON = 200
+"""Most characters of a refusal in the log."""
+PROMPT_FIELDS = re.compile(r"(messages|prompt|input|instructions|system|suffix)\b")
+"""Fields whose values are the client's own texts."""
 
 if TYPE_CHECKING:
     from opentelemetry.trace import Span
@@ -79,6 +91,8 @@ class GenerationExchange:
         """Path of the route, as in the table of routes."""
         self.identity = Identity()
         """Source of the answer's ids."""
+        self.is_small = True
+        """Whether work that grows with the body may be done at once; see `AppState.apart`."""
         self.remembered: Remembered | None = None
         """Set if the request came on a WebSocket connection, which remembers its latest response."""
         self.span: Span | None = None
@@ -113,7 +127,7 @@ class Exchange(GenerationExchange):
         receive: Receive,
         send: Send,
         config: ServeConfig,
-        room: BodyRoom,
+        room: ClientShares,
         engines: GenerationEngines,
         returns_id: bool,
     ) -> None:
@@ -140,24 +154,33 @@ class Exchange(GenerationExchange):
     # ---- the request log -----------------------------------------------------------------------------------------
 
     def note(self, generation: Generation) -> None:
-        """Adds the token counts of a generation to the log line, and its output tokens to the key's rate limit."""
+        """Adds the token counts of a generation to the log line."""
         usages = generation.usages
         self.notes = {
             "choices": generation.num_choices,
             "prompt_tokens": sum(usage.num_prompt_tokens for usage in usages),
             "output_tokens": sum(usage.num_output_tokens for usage in usages),
         }
-        self.caller.charge(self.notes["output_tokens"])
 
-    def log_line(self) -> str:
-        seconds = time.perf_counter() - self._begun
-        entry = {
-            "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-            "request_id": self.request_id,
-            **({"client": self.caller.key} if self.caller.key else {}),
-            "path": self.incoming.url_path,
-            "status": self.reply.status,
-            "seconds": round(seconds, 4),
+    def log(self, num_others: int | None = None) -> None:
+        """Writes the line of this request, which has ended. It stands for `num_others` others without a line."""
+        log_request(
+            self.request_id,
+            self.incoming.url_path,
+            client=self.caller.key or None,
+            status=self.reply.status,
+            seconds=round(time.perf_counter() - self._begun, 4),
+            others=num_others,
             **self.notes,
-        }
-        return json.dumps(entry)
+            **_reason(self.reply.refusal),
+            ignored=[name[:MAX_REASON] for name in self.reply.ignored[:MAX_NAMES]] or None,
+        )
+
+
+def _reason(refusal: Refusal | None) -> dict[str, Any]:
+    """Returns the fields of the log line that say why a request was not served. Values of the prompt are left out."""
+    if refusal is None:
+        return {}
+    if PROMPT_FIELDS.match(refusal.field):
+        refusal = msgspec.structs.replace(refusal, value=None if refusal.unit == "" else refusal.value, cause="")
+    return {"param": refusal.field, "code": answer_of(refusal).code, "message": sentence(refusal)[:MAX_REASON]}

@@ -10,11 +10,12 @@ import asyncio
 import contextlib
 import secrets
 import urllib.parse
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any, NoReturn, TypeVar
 
 from manta.cluster.config import ServeConfig
 from manta.cluster.errors import ServingError, error_of, refuse
+from manta.structured.client_shares import ClientShares, Holding, HoldingLost, held
 from manta.structured.refusals import Refusal
 
 DRAINED_BODIES = 16
@@ -31,28 +32,17 @@ class ClientGone(Exception):
     """The client closed the connection before its answer was complete."""
 
 
-class BodyRoom:
-    """Memory for bodies that are being received, for all requests together."""
-
-    def __init__(self, max_bytes: int) -> None:
-        self._max_bytes = max_bytes
-        self.num_bytes = 0
-
-    def take(self, num_bytes: int) -> None:
-        """Takes room. Refuses with 503 if it exceeds the limit; even then it counts, and has to be given back."""
-        self.num_bytes += num_bytes
-        if self.num_bytes > self._max_bytes:
-            unit, remedy = "bytes of bodies are being received", "retry later, or raise max_bodies_bytes"
-            refuse("too_many_bodies", "", self.num_bytes, self._max_bytes, remedy, unit=unit)
-
-    def give_back(self, num_bytes: int) -> None:
-        self.num_bytes -= num_bytes
+def bodies_refusal(room: ClientShares, client: str, num_bytes: int) -> Refusal:
+    """Returns why a client gets no room in memory for `num_bytes` more of its bodies."""
+    wanted, most = room.held(client) + num_bytes, min(room.most(client), room.share(client))
+    unit, remedy = "bytes of your bodies are being received", "retry later, or raise max_bodies_bytes"
+    return Refusal("too_many_bodies", "", wanted, most, remedy, unit=unit)
 
 
 class Incoming:
-    """One HTTP request. `room` is the memory for bodies, which all requests share."""
+    """One HTTP request. `room` is the memory in bytes for bodies that are being received, which all clients share."""
 
-    def __init__(self, scope: Scope, receive: Receive, config: ServeConfig, room: BodyRoom) -> None:
+    def __init__(self, scope: Scope, receive: Receive, config: ServeConfig, room: ClientShares) -> None:
         self.method: str = scope["method"]
         self.root_path: str = scope.get("root_path", "").rstrip("/")
         """Prefix below which a proxy in front serves this application, such as Serve's `route_prefix`; usually
@@ -78,24 +68,28 @@ class Incoming:
         """Path as the client knows it."""
         return f"{self.root_path}{self.path}"
 
-    async def body(self) -> bytes:
-        """Returns the whole body. Refuses it with
+    async def body(self, client: str) -> bytes:
+        """Returns the whole body, which `client` sends. Refuses it with
 
+        - 415 if it is compressed,
         - 413 if it exceeds `max_body_bytes`; no more bytes than that are kept,
         - 408 if it takes longer than `client_timeout_s` or arrives more slowly than `min_body_bytes_per_s`,
-        - 503 if too much is being received.
+        - 503 if too much of this client is being received, or if others need the room and it has more than its share.
         """
+        encoding = self.headers.get("content-encoding", "identity")
+        if encoding != "identity":
+            refuse("foreign_encoding", "", encoding[:40], remedy="send it without content-encoding")
         received, begun = bytearray(), asyncio.get_running_loop().time()
         try:
-            async with asyncio.timeout(None) as deadline:
-                await self._read_body(received, deadline, begun)
+            async with held(self._room, client) as room, asyncio.timeout(None) as deadline:
+                await self._read_body(received, room, deadline, begun)
+        except HoldingLost as error:
+            raise error_of(bodies_refusal(self._room, client, len(received))) from error
         except TimeoutError as error:
             raise self._too_slow(len(received), begun) from error
-        finally:
-            self._room.give_back(len(received))
         return bytes(received)
 
-    async def _read_body(self, received: bytearray, deadline: asyncio.Timeout, begun: float) -> None:
+    async def _read_body(self, received: bytearray, room: Holding, deadline: asyncio.Timeout, begun: float) -> None:
         limit = self._config.max_body_bytes
         num_bytes, more = 0, True
         # A body that is too long is read and dropped for a while, because a client that is still sending would miss the
@@ -109,19 +103,26 @@ class Incoming:
             num_bytes += len(message.get("body", b""))
             more = message.get("more_body", False)
             if num_bytes <= limit:
+                self._take(room, len(message["body"]))
                 received += message["body"]
-                self._room.take(len(message["body"]))
         if num_bytes > limit:
             _refuse_large(num_bytes, limit, more, "max_body_bytes")
 
-    @contextlib.contextmanager
-    def room(self, num_bytes: int) -> Iterator[None]:
-        """Reserves memory for content that is sent or received in pieces. Refuses with 503 if there is none."""
+    @contextlib.asynccontextmanager
+    async def room(self, client: str, num_bytes: int) -> AsyncIterator[None]:
+        """Reserves memory for content that `client` sends or receives in pieces. Refuses with 503 if there is none, or
+        if others need it and the client has more than its share.
+        """
         try:
-            self._room.take(num_bytes)
-            yield
-        finally:
-            self._room.give_back(num_bytes)
+            async with held(self._room, client) as room:
+                self._take(room, num_bytes)
+                yield
+        except HoldingLost as error:
+            raise error_of(bodies_refusal(self._room, client, num_bytes)) from error
+
+    def _take(self, room: Holding, num_bytes: int) -> None:
+        if not room.take(num_bytes):
+            raise error_of(bodies_refusal(self._room, room.client, num_bytes))
 
     async def pieces(self, limit: int) -> AsyncIterator[bytes]:
         """Yields the body as it arrives, for a caller that keeps only a piece of it in memory.

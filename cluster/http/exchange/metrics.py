@@ -88,6 +88,7 @@ class Metrics:
         self.continuations = own(
             Counter, "continuations", "Times that a request went on on another engine, or on a restarted one."
         )
+        self.ignored_fields = own(Counter, "ignored_fields", "Fields of bodies that had no effect.")
         self._requests, self._sequences = (
             Counter(f"manta:{name}", text, ["model_name", *replica_label, "finished_reason"], registry=self._own)
             for name, text in (
@@ -99,6 +100,12 @@ class Metrics:
             "manta:client_requests",
             "Requests by the name of their API key.",
             ["model_name", *replica_label, "client"],
+            registry=self._own,
+        )
+        self._unrouted = Counter(
+            "manta:unrouted_requests",
+            "Requests that no route took, by status: unknown paths and methods, and refused Origins and Hosts.",
+            ["model_name", *replica_label, "status"],
             registry=self._own,
         )
         self._kv_usage = labelled(Gauge, "kv_cache_usage_perc", "Share of KV blocks in use; 1 is all.")
@@ -173,6 +180,10 @@ class Metrics:
     def request_of(self, client: str) -> None:
         """Counts a request under the name of the client's API key."""
         self._by_client.labels(*self._labels(self.replica), client).inc()
+
+    def unrouted_request(self, status: int) -> None:
+        """Counts a request that no route took. It has no label of the client's."""
+        self._unrouted.labels(*self._labels(self.replica), str(status)).inc()
 
     def request_ended(self, reason: FinishStatus) -> None:
         self._requests.labels(*self._labels(self.replica), reason.value).inc()

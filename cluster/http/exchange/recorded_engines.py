@@ -10,9 +10,11 @@ import secrets
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-from manta.cluster.errors import error_of, refuse
+import msgspec
+
+from manta.cluster.errors import ServingError, error_of, refuse
 from manta.cluster.http.exchange.codec import LINES
-from manta.cluster.http.exchange.engines import Generation, GenerationRequest
+from manta.cluster.http.exchange.engines import UNMETERED, Generation, GenerationRequest, Meter
 from manta.cluster.http.exchange.exchange import Exchange, GenerationExchange, Identity, new_stream_id
 from manta.cluster.http.exchange.recordings import Opening, Recording, Streams
 from manta.cluster.http.exchange.reply import EventIds
@@ -56,7 +58,7 @@ class RecordedEngines:
     async def resolve(self, spec: ConstraintSpec, client: str = "") -> tuple[ConstraintSpec, list[str]]:
         return await self._engines.resolve(spec, client)
 
-    async def submit(self, request: GenerationRequest) -> Generation:
+    async def submit(self, request: GenerationRequest, meter: Meter = UNMETERED) -> Generation:
         """Begins a recorded stream and returns its answer. Raises `QueueFull` if there is no room for its recording,
         and `RequestRefused` if an answer that is no stream of events is to be resumable.
         """
@@ -68,10 +70,17 @@ class RecordedEngines:
             if constraint is not None:  # the client would not see the engine's refusal
                 await self.resolve(constraint, request.engine.client)
             await self.before(opening)
-        exchange = self._exchange
-        exchange.reply.headers_out.append((STREAM_ID, opening.stream_id.encode()))
-        exchange.caller.is_charged_later = True
-        return self._streams.read(self._streams.begin(opening))
+        try:
+            recording = self._streams.begin(opening, meter)
+        except ServingError as error:
+            raise error_of(self._with_way_out(error.refusal)) from error
+        self._exchange.reply.headers_out.append((STREAM_ID, opening.stream_id.encode()))
+        return self._streams.read(recording)
+
+    def _with_way_out(self, refusal: Refusal) -> Refusal:
+        """Returns a refusal that also says how to ask without a recording."""
+        way_out = "send no x-resumable-s" if self.before is None else "leave background out"
+        return msgspec.structs.replace(refusal, remedy=", or ".join(filter(None, (refusal.remedy, way_out))))
 
     def _opening(self, request: GenerationRequest) -> Opening:
         exchange, seed = self._exchange, request.engine.params.seed
@@ -97,7 +106,7 @@ class ReplayedEngines:
     async def resolve(self, spec: ConstraintSpec, client: str = "") -> tuple[ConstraintSpec, list[str]]:
         return spec, []
 
-    async def submit(self, request: GenerationRequest) -> Generation:
+    async def submit(self, request: GenerationRequest, meter: Meter = UNMETERED) -> Generation:
         return self._streams.read(self._recording)
 
 
@@ -137,4 +146,4 @@ def replay(state: AppState, exchange: GenerationExchange, recording: Recording, 
     exchange.engines = ReplayedEngines(state.streams, recording)
     exchange.identity = Identity(opening.stream_id, opening.created)
     exchange.reply.event_ids = EventIds(opening.stream_id, after)
-    exchange.caller.use = None  # it was admitted, and is charged when it ends
+    exchange.caller.use = None  # it was admitted, and whoever runs it charges it

@@ -16,7 +16,7 @@ import msgspec
 
 from manta.cluster.engine.request import SequenceOutput
 from manta.cluster.errors import GenerationFailed, ServingError, refuse
-from manta.cluster.http.exchange.engines import Generation, GenerationRequest
+from manta.cluster.http.exchange.engines import UNMETERED, Generation, GenerationRequest, Meter
 from manta.structured.refusals import Refusal
 
 OVERHEAD_BYTES, ENTRY_BYTES = 8192, 40
@@ -40,6 +40,11 @@ class Opening(msgspec.Struct, kw_only=True, frozen=True):
     generation: GenerationRequest
     seeds: list[int]
     """Seed of each prompt."""
+
+    @property
+    def client(self) -> str:
+        """Name of the client whose room in memory the recording takes."""
+        return self.generation.engine.client or self.owner
 
 
 class Entry(msgspec.Struct, array_like=True):
@@ -171,9 +176,14 @@ class Recording:
 class Streams(Protocol):
     """The recorded streams of all ingresses, as the HTTP application sees them."""
 
-    def begin(self, opening: Opening, is_repeated: bool = False) -> Recording:
-        """Sends the request to the engines and records its output. `is_repeated` says that another process may have
-        begun it too. Raises `QueueFull` if the client, or all clients together, have too many bytes of recordings.
+    def may_forget(self, recording: Recording) -> None:
+        """Lets an ended stream be forgotten when its room is needed, because the storage has all of it."""
+        ...
+
+    def begin(self, opening: Opening, meter: Meter | None = None, is_repeated: bool = False) -> Recording:
+        """Sends the request to the engines and records its output, whose tokens `meter` counts; None if the request was
+        admitted elsewhere. `is_repeated` says that another process may have begun it too. Raises `QueueFull` if the
+        client may have no more bytes of recordings.
         """
         ...
 
@@ -203,6 +213,8 @@ class Streams(Protocol):
     """Returns whether the client has deleted what a stream makes. Asked before a stream of a lost ingress goes on, and
     when a stream moves to another keeper.
     """
+    meter_of: Callable[[Opening], Meter]
+    """Returns the meter of a stream that was admitted elsewhere."""
     on_end: Callable[[Recording], None]
     """Called in the process that ran the request, when it has ended or was aborted because nobody read it."""
 
@@ -216,10 +228,11 @@ class NoStreams:
     """Stands for `Streams` in an application that records nothing."""
 
     def __init__(self) -> None:
+        self.meter_of: Callable[[Opening], Meter] = lambda _: UNMETERED
         self.on_end: Callable[[Recording], None] = lambda _: None
         self.is_deleted: Callable[[Opening], Awaitable[bool]] = never_deleted
 
-    def begin(self, opening: Opening, is_repeated: bool = False) -> Recording:
+    def begin(self, opening: Opening, meter: Meter | None = None, is_repeated: bool = False) -> Recording:
         cause = "streams cannot be resumed here"
         refuse("unfit", remedy="send the request without x-resumable-s", cause=cause)
 
@@ -233,6 +246,8 @@ class NoStreams:
         raise AssertionError("there are no recordings")
 
     async def cancel(self, recording: Recording) -> None: ...
+
+    def may_forget(self, recording: Recording) -> None: ...
 
 
 _EVENT_ID = re.compile(r"(strm_[0-9a-f]{38}):(\d{1,15})")

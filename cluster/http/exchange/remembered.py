@@ -2,46 +2,39 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from typing import Any
 
 import msgspec
 
+from manta.structured.client_shares import ClientShares
+
 MAX_REMEMBERED_BYTES = 256 * 2**20
-"""Bytes of conversations that one ingress remembers, as many as `max_bodies_bytes` allows bodies by default. Above it
-the connection forgets whose latest response is oldest, and its client sends the conversation again.
+"""Bytes of conversations that one ingress remembers, as many as `max_bodies_bytes` allows bodies by default. Above its
+part of them a client's oldest response is forgotten, and the client sends the conversation again.
 """
 
 
 class RememberedResponses:
-    """The memories of all connections of one ingress, together at most `max_bytes`."""
+    """The memories of all connections of one ingress, together at most `max_bytes`. Clients share them."""
 
     def __init__(self, max_bytes: int = MAX_REMEMBERED_BYTES) -> None:
-        self._max_bytes = max_bytes
-        self._sizes: OrderedDict[Remembered, int] = OrderedDict()
-        """Bytes of each memory that holds a response, oldest response first."""
-        self.num_bytes = 0
+        self._shares = ClientShares(max_bytes, drops_own=True)
 
-    def of_connection(self) -> Remembered:
-        return Remembered(self)
+    @property
+    def num_bytes(self) -> int:
+        return self._shares.total
 
-    def keep(self, memory: Remembered, num_bytes: int) -> None:
-        """Counts the new response of a memory, and empties the oldest memories if there are too many bytes."""
-        self.remove(memory)
-        self._sizes[memory] = num_bytes
-        self.num_bytes += num_bytes
-        while self.num_bytes > self._max_bytes:
-            next(iter(self._sizes)).forget()
-
-    def remove(self, memory: Remembered) -> None:
-        self.num_bytes -= self._sizes.pop(memory, 0)
+    def of_connection(self, client: str) -> Remembered:
+        return Remembered(self._shares, client)
 
 
 class Remembered:
-    """The latest response of one connection, with the conversation up to it."""
+    """The latest response of one connection of `client`, with the conversation up to it."""
 
-    def __init__(self, others: RememberedResponses) -> None:
-        self._others = others
+    def __init__(self, shares: ClientShares, client: str) -> None:
+        self._shares = shares
+        self._client = client
+        self._room = shares.hold(client)
         self._response_id = ""
         self._content = b""
         """The conversation's items as JSON, which takes a fraction of the memory of decoded ones."""
@@ -57,10 +50,13 @@ class Remembered:
         return found
 
     def note(self, response_id: str, items: list[Any]) -> None:
-        """Replaces the remembered response. `items` may hold structs."""
-        self._response_id, self._content = response_id, msgspec.json.encode(items)
-        self._others.keep(self, len(self._content))
+        """Replaces the remembered response, or remembers none if it finds no room. `items` may hold structs."""
+        self.forget()
+        content = msgspec.json.encode(items)
+        room = self._shares.hold(self._client, self.forget)
+        if room.take(len(content)):
+            self._room, self._response_id, self._content = room, response_id, content
 
     def forget(self) -> None:
         self._response_id, self._content = "", b""
-        self._others.remove(self)
+        self._room.give_back()

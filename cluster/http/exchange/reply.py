@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
 import math
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from typing import Any, Protocol
 
 from manta.cluster.config import ServeConfig
@@ -18,7 +17,9 @@ from manta.cluster.errors import ServingError, refuse
 from manta.cluster.http.exchange.codec import EVENTS, StreamForm
 from manta.cluster.http.exchange.engines import Generation
 from manta.cluster.protocol.error_bodies import RETRIED_STATUSES, Writer, answer_of, openai_body, refusal_of
+from manta.cluster.protocol.foreign_fields import IGNORED, ignored_header
 from manta.structured.refusals import Refusal
+from manta.structured.visible_logs import logger_of
 
 SEND_BYTES = 65536
 """Bytes of the pieces in which an answer is sent, each after most of the previous one was taken."""
@@ -131,9 +132,13 @@ class Reply:
         self.status = 0
         self.headers_always: list[tuple[bytes, bytes]] = []
         self.headers_out: list[tuple[bytes, bytes]] = []
+        self.ignored: Sequence[str] = ()
+        """Fields of the body that have no effect, which a header names."""
         self.error_body: Writer = openai_body
         """Function that writes an error in the shape of the route."""
         self.event_ids: EventIds | None = None
+        self.refusal: Refusal | None = None
+        """Why the request was not served, for the log."""
         self.on_start: Callable[[], None] = lambda: None
         self._config = config
         self._request_id = request_id
@@ -165,8 +170,8 @@ class Reply:
                 piece = await buffer.take()
         except Exception as error:
             if not isinstance(error, ServingError):
-                logging.getLogger(__name__).exception("request %s failed in its stream", self._request_id)
-            refusal = refusal_of(error)
+                logger_of(__name__).exception("request %s failed in its stream", self._request_id)
+            self.refusal = refusal = refusal_of(error)
             self.status = answer_of(refusal).status
             event = form.before + self.error_body(refusal) + form.after
             await self._send({"type": "http.response.body", "body": event, "more_body": True})
@@ -197,6 +202,7 @@ class Reply:
         await self._send({"type": "http.response.body", "body": b"", "more_body": False})
 
     async def fail(self, refusal: Refusal) -> None:
+        self.refusal = refusal
         headers, status = [], answer_of(refusal).status
         if status in RETRIED_STATUSES:
             headers.append((b"retry-after", str(max(1, math.ceil(refusal.retry_after_s or 0))).encode()))
@@ -210,6 +216,8 @@ class Reply:
         self.status = status
         fixed = [(b"content-type", content_type.encode()), *self._id_header]
         fixed += self.headers_always
+        if self.ignored:
+            fixed.append((IGNORED, ignored_header(self.ignored)))
         await self._send({"type": "http.response.start", "status": status, "headers": [*fixed, *headers]})
 
 

@@ -10,7 +10,7 @@ import dataclasses
 import re
 import time
 from collections.abc import Awaitable, Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 from prometheus_client.metrics_core import Metric
@@ -18,8 +18,9 @@ from prometheus_client.metrics_core import Metric
 from manta.cluster.config import ServeConfig
 from manta.cluster.http.access.prefix_scope import PrefixScope
 from manta.cluster.http.access.request_admission import Admission, Body
+from manta.cluster.http.exchange.apart import Apart
 from manta.cluster.http.exchange.engines import Engines
-from manta.cluster.http.exchange.exchange import Exchange
+from manta.cluster.http.exchange.exchange import Exchange, GenerationExchange
 from manta.cluster.http.exchange.metrics import Metrics
 from manta.cluster.http.exchange.recordings import NoStreams, Streams
 from manta.cluster.protocol.error_bodies import Writer, openai_body
@@ -29,6 +30,7 @@ from manta.cluster.storage.storage import Storage
 from manta.cluster.text.tokenizer import Tokenizer
 from manta.workers.model_info import ModelInfo
 
+Result = TypeVar("Result")
 OtherMetrics = Callable[[], Awaitable[list[list[Metric]]]]
 """Function that returns the metrics of the other replicas of the endpoint, as far as they answer."""
 
@@ -76,6 +78,8 @@ class Route:
     handler: Handler
     summary: str
     _: dataclasses.KW_ONLY
+    alias: str | None = None
+    """Another path at which it is found, as on other servers."""
     body: type[Body] | None = None
     """Type to which the body is decoded and checked before the handler is called."""
     answer: Any = None
@@ -158,9 +162,18 @@ class AppState:
         """Lock for parsing a piece of an upload, which allows one piece per turn of the event loop."""
         self.created = int(time.time())
         """Start of this replica, in seconds since 1970."""
+        self._apart = Apart()
         self._model: ModelInfo | None = None
         self._asking: asyncio.Future[ModelInfo] | None = None
         """Query to the engines that all waiting requests share; None if none is under way."""
+
+    async def apart(self, exchange: GenerationExchange, function: Callable[..., Result], *arguments: object) -> Result:
+        """Returns the result of a call that costs time with the size of the exchange's body: of a small one at once, of
+        another one from a thread, in turns with the calls of other clients.
+        """
+        if exchange.is_small:
+            return function(*arguments)
+        return await self._apart.run(exchange.caller.sharer, function, *arguments)
 
     async def model_info(self) -> ModelInfo:
         """Returns the model's properties as an engine reported them. Raises `Unavailable` if no engine will come."""

@@ -11,7 +11,6 @@ If Ray's own connections are encrypted (`RAY_USE_TLS`), this one is too, with th
 from __future__ import annotations
 
 import asyncio
-import logging
 import socket
 import ssl
 from collections.abc import Callable
@@ -25,8 +24,9 @@ from manta.cluster.serve.channel.node_tls import client_context, server_context
 from manta.cluster.serve.routing.reports import Report
 from manta.structured.frames import frame, receive_frame
 from manta.structured.refusals import Refusal
+from manta.structured.visible_logs import logger_of
 
-logger = logging.getLogger(__name__)
+logger = logger_of(__name__)
 
 GO_AHEAD = b"\n"
 """Byte that the ingress sends first under TLS, and that the engine awaits before its handshake. Otherwise the ingress
@@ -211,7 +211,7 @@ class OutputReceiver:
                 why = versions_beside(connection.version)
                 logger.warning(_UNREADABLE, f"engine {connection.replica}", why, exc_info=True)
             else:
-                logger.warning("a connection to the output channel did not show its secret", exc_info=True)
+                logger.warning("a connection to the output channel did not show its secret")
         finally:
             self._connections.discard(connection)
             self._on_lost(connection)

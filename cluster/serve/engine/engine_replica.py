@@ -8,7 +8,6 @@ Serve's request counts, routing, draining and cancellation are right.
 from __future__ import annotations
 
 import asyncio
-import logging
 import queue
 
 import msgspec
@@ -33,10 +32,12 @@ from manta.cluster.serve.routing.replicas import own_name, own_node
 from manta.cluster.serve.routing.reports import CacheReporter
 from manta.cluster.serve.starting.start_failure import told_in_words
 from manta.structured.constraint import ConstraintSpec
+from manta.structured.visible_logs import logger_of
+from manta.structured.visible_text import say
 from manta.workers.model_info import ModelInfo
 from manta.workers.phases import Phases
 
-logger = logging.getLogger(__name__)
+logger = logger_of(__name__)
 
 IMPORTS, ENGINE, WARM_UP, FIRST_HEALTH = "imports", "engine", "warm_up", "first_health"
 """Phases of a start, in this order:
@@ -91,9 +92,11 @@ class EngineReplica:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._node = ray.util.get_node_ip_address()
         blocks = self.engine.scheduler.blocks
-        self._reporter = CacheReporter(lambda: blocks.num_free * blocks.block_size)
+        self._reporter = CacheReporter(
+            lambda: blocks.num_free * blocks.block_size // len(blocks.groups), are_borders=blocks.has_windows
+        )
         if not is_alone:
-            blocks.on_change = self._reporter.note
+            blocks.report_to(self._reporter.note)
         self._thread = StepThread(self.engine, inbox, self._meter, own_name(), self._tell)
         self._sender = OutputSender(
             own_name(),
@@ -253,7 +256,7 @@ class EngineReplica:
             raise RuntimeError(self._thread.failure)
         if FIRST_HEALTH not in self._phases.seconds:
             self._phases.end(FIRST_HEALTH)
-            print(start_line(self._phases.seconds), flush=True)
+            say("{}", start_line(self._phases.seconds), flush=True)
         if self.engine.config.num_ranks > 1:
             self._thread.check_ranks()
 

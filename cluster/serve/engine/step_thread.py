@@ -7,7 +7,6 @@ Others put messages into its inbox, which it takes between two steps: requests, 
 from __future__ import annotations
 
 import contextlib
-import logging
 import queue
 import threading
 import time
@@ -24,11 +23,12 @@ from manta.cluster.serve.engine.meter import LoadMeter
 from manta.cluster.serve.requests.gathering import Gathering
 from manta.cluster.telemetry.engine_watch import EngineWatch
 from manta.structured.constraint import Resolved
+from manta.structured.visible_logs import logger_of
 
 if TYPE_CHECKING:
     from manta.cluster.engine.engine import Engine  # it imports torch
 
-logger = logging.getLogger(__name__)
+logger = logger_of(__name__)
 
 HOLD_S = 0.1
 """Longest time, in seconds, for which outputs of requests that are read whole are held back while other requests wait

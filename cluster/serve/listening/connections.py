@@ -7,12 +7,13 @@ is refused. `cluster/serve/listening/listener.py` uses it. It knows nothing of H
 
 from __future__ import annotations
 
-import logging
 import resource
 from collections import OrderedDict
 from typing import Protocol
 
 from manta.cluster.http.access.addresses import network_of
+from manta.cluster.serve.listening.frame_budget import ADDRESS_FRAMES_PER_S, Allowance
+from manta.structured.visible_logs import logger_of
 
 
 class Guest(Protocol):
@@ -36,6 +37,8 @@ class _Room:
         self.guests: set[Guest] = set()
         self.resting: OrderedDict[Guest, None] = OrderedDict()
         """Connections without a request, longest-resting first."""
+        self.frames = Allowance(ADDRESS_FRAMES_PER_S)
+        """WebSocket frames that they may send together; used for those of one address."""
 
 
 class Connections:
@@ -62,6 +65,10 @@ class Connections:
             room.guests.add(guest)
         self.rest(guest)
         return True
+
+    def frames_of(self, guest: Guest) -> Allowance:
+        """Returns the WebSocket frames that all connections of a guest's address may send together."""
+        return self._rooms(guest)[-1].frames
 
     def leave(self, guest: Guest) -> None:
         """Removes a connection; harmless if it is unknown."""
@@ -104,7 +111,7 @@ def within_file_limit(max_connections: int) -> int:
     files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if files == resource.RLIM_INFINITY or max_connections <= files // 2:
         return max_connections
-    logging.getLogger(__name__).warning(
+    logger_of(__name__).warning(
         "listener.max_connections %d is cut to %d, half of the %d files that this process may open (ulimit -n)",
         max_connections,
         files // 2,

@@ -25,9 +25,11 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 from manta.cluster.config import ListenerLimits, ServeConfig
 from manta.cluster.protocol.error_bodies import connection_error_body
 from manta.cluster.serve.listening.connections import Connections, within_file_limit
+from manta.cluster.serve.listening.heads import head_fault
 from manta.cluster.serve.listening.port import Port
 from manta.cluster.serve.listening.tls import Certificate, Handshake, TlsServer
-from manta.cluster.serve.listening.upgraded import Unfinished, WebSocketConnection, handshake_fault
+from manta.cluster.serve.listening.upgraded import WebSocketConnection, handshake_fault
+from manta.structured.client_shares import ClientShares
 
 KEEP_ALIVE_S = 90
 """Seconds for which an idle connection is kept, as Serve's proxy does."""
@@ -170,6 +172,9 @@ class Connection(HttpToolsProtocol):
     def on_headers_complete(self) -> None:
         self._found, self._in_head = True, False
         self._others.work(self)
+        fault = head_fault(self.parser.get_http_version(), self.headers)
+        if fault is not None:
+            self._stop(*fault)
         if len(self.pipeline) >= MAX_SENT_AHEAD:
             self._stop(429, f"more than {MAX_SENT_AHEAD} requests were sent ahead")
         super().on_headers_complete()
@@ -255,6 +260,7 @@ class Listener(uvicorn.Server):
         self._others = others = Connections(
             within_file_limit(limits.max_connections), limits.max_connections_per_address
         )
+        unfinished = ClientShares(config.max_bodies_bytes)
         super().__init__(
             uvicorn.Config(
                 app,
@@ -262,7 +268,7 @@ class Listener(uvicorn.Server):
                 port=config.port,
                 interface="asgi3",
                 http=functools.partial(Connection, limits, others),  # type: ignore[arg-type]
-                ws=functools.partial(WebSocketConnection, others, Unfinished(config.max_bodies_bytes)),  # type: ignore[arg-type]
+                ws=functools.partial(WebSocketConnection, others, unfinished),  # type: ignore[arg-type]
                 ws_max_size=config.max_body_bytes,
                 ws_per_message_deflate=False,  # events are short, and each compressor takes 100 kB
                 backlog=BACKLOG,

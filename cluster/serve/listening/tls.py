@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import errno
-import logging
 import pathlib
 import socket
 import ssl
@@ -16,8 +15,9 @@ from collections.abc import Callable
 
 from manta.cluster.config import ServeConfig
 from manta.cluster.serve.listening.connections import Connections
+from manta.structured.visible_logs import logger_of
 
-logger = logging.getLogger(__name__)
+logger = logger_of(__name__)
 
 NO_FILES = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM}
 """Errors that accepting raises while the system has no room for another connection."""
@@ -140,7 +140,7 @@ class TlsServer:
             self._listening.close()
 
     async def wait_closed(self) -> None:
-        """Cancels the handshakes that are still under way."""
+        """Cancels the handshakes that are still under way, and waits until their tasks have ended."""
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)

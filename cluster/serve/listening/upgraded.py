@@ -12,8 +12,11 @@ from typing import Any, cast
 
 from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
 
+from manta.cluster.http.access.addresses import network_of
 from manta.cluster.http.websockets import REST
 from manta.cluster.serve.listening.connections import Connections
+from manta.cluster.serve.listening.frame_budget import FRAMES_AT_ONCE, FRAMES_PER_S, Allowance, FrameCutter
+from manta.structured.client_shares import ClientShares
 
 POLICY, TOO_BIG, TRY_LATER = 1008, 1009, 1013
 """Codes with which connections are closed, from the registry of RFC 6455."""
@@ -46,45 +49,47 @@ def handshake_fault(
     return None
 
 
-class Unfinished:
-    """The bytes of messages that have begun to arrive, on all connections together; at most `max_bytes`."""
-
-    def __init__(self, max_bytes: int) -> None:
-        self.max_bytes = max_bytes
-        self.num_bytes = 0
-
-
 class WebSocketConnection(WebSocketsSansIOProtocol):
-    """An open WebSocket connection."""
+    """An open WebSocket connection. Clients share `unfinished`, the bytes of messages that have not come whole."""
 
     _rests = True
     """Whether no message is being answered."""
     _ends = False
     """Whether the server stops when the connection rests."""
-    _num_unfinished = 0
-    """Bytes that have come since the last whole message."""
+    _sharer = ""
+    """Name of the client, as the application tells it; before that its address."""
     _begun = 0.0
     """Time at which the unfinished message began to arrive."""
     _num_unsent = 0
     """Bytes that the client had not taken at the last check."""
 
-    def __init__(self, others: Connections, unfinished: Unfinished, **options: Any) -> None:
+    def __init__(self, others: Connections, unfinished: ClientShares, **options: Any) -> None:
         super().__init__(**options)
         self._others = others
         self._unfinished = unfinished
+        self._room = unfinished.hold("")
+        """Room of the bytes that have come since the last whole message."""
         self._moved = time.monotonic()
+        self._cutter = FrameCutter()
+        self._unread = bytearray()
+        """Bytes that wait until the client may send further frames."""
+        self._reading_on: asyncio.TimerHandle | None = None
+        """Timer that reads on in the bytes that wait."""
 
     # ---- coming and going ------------------------------------------------------------------------------------------
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(transport)
         self.address = self.client[0] if self.client else ""
+        self._sharer = network_of(self.address)
         self._others.enter(self)
         self._others.work(self)  # until the application has accepted it
+        self._allowances = (Allowance(FRAMES_PER_S), self._others.frames_of(self))
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._others.leave(self)
-        self._finish_message()
+        self._unread.clear()
+        self._room.give_back()
         super().connection_lost(exc)
 
     def give_way(self) -> bool:
@@ -111,30 +116,74 @@ class WebSocketConnection(WebSocketsSansIOProtocol):
     # ---- reading ---------------------------------------------------------------------------------------------------
 
     def data_received(self, data: bytes) -> None:
-        if not self._num_unfinished:
-            self._begun = time.monotonic()
-        self._num_unfinished += len(data)
-        self._unfinished.num_bytes += len(data)
-        super().data_received(data)
+        if not self.handshake_initiated:
+            super().data_received(data)
+            return
+        if not self._room.amount:
+            self._begin_message()
+        has_room = self._room.take(len(data))
+        self._unread += data
+        if self._reading_on is None:
+            self._read_on()
+        self._pause_while_unread()
         if self.close_sent:
             return
-        if self._num_unfinished > MAX_WIRE_RATIO * self.config.ws_max_size:
+        if not has_room and self._is_unfinished:
+            self._close_unfinished()
+        elif self._room.amount > MAX_WIRE_RATIO * self.config.ws_max_size:
             self._close(TOO_BIG, "a message came in too many pieces; send each message whole")
-        elif self._unfinished.num_bytes > self._unfinished.max_bytes:
-            self._close(TRY_LATER, "too many bytes of messages are being received (max_bodies_bytes)")
+
+    def _begin_message(self) -> None:
+        self._begun = time.monotonic()
+        self._room = self._unfinished.hold(self._sharer, self._close_unfinished)
+
+    def _read_on(self) -> None:
+        """Has as many frames parsed as the client may send now, and comes back for the rest."""
+        self._reading_on = None
+        num_frames = min(FRAMES_AT_ONCE, *(allowance.left for allowance in self._allowances))
+        length, num_frames = self._cutter.cut(self._unread, num_frames)
+        for allowance in self._allowances:
+            allowance.take(num_frames)
+        piece = bytes(self._unread[:length])
+        del self._unread[:length]
+        if piece:
+            super().data_received(piece)
+        if self.transport.is_closing():
+            self._unread.clear()
+        elif self._unread:
+            pause_s = max(allowance.wait_s(FRAMES_AT_ONCE) for allowance in self._allowances)
+            self._reading_on = self.loop.call_later(pause_s, self._read_on)
+        elif not self.read_paused:
+            self.transport.resume_reading()
+
+    def _pause_while_unread(self) -> None:
+        if self._unread:
+            self.transport.pause_reading()
+
+    async def receive(self) -> Any:
+        message = await super().receive()
+        self._pause_while_unread()  # uvicorn reads on when the application has taken the last message
+        return message
+
+    def _close_unfinished(self) -> None:
+        self._close(TRY_LATER, "too many bytes of your messages are being received (max_bodies_bytes)")
 
     def handle_events(self) -> None:
         super().handle_events()
-        if not self.frames and not self._has_begun_frame():
-            self._finish_message()
+        if not self._is_within_message:
+            self._room.give_back()
+            if self._unread:
+                self._begin_message()
+                self._room.add(len(self._unread))
 
-    def _has_begun_frame(self) -> bool:
-        """Returns whether a part of a frame has come."""
-        return bool(self.conn.reader.buffer)
+    @property
+    def _is_unfinished(self) -> bool:
+        """Whether a part of a message has come, or waits."""
+        return self._is_within_message or bool(self._unread)
 
-    def _finish_message(self) -> None:
-        self._unfinished.num_bytes -= self._num_unfinished
-        self._num_unfinished = 0
+    @property
+    def _is_within_message(self) -> bool:
+        return bool(self.frames or self.conn.reader.buffer)
 
     def send_receive_event_to_app(self) -> None:
         super().send_receive_event_to_app()
@@ -147,7 +196,7 @@ class WebSocketConnection(WebSocketsSansIOProtocol):
         if message["type"] != REST:
             await super().send(message)
             return
-        self._rests = True
+        self._rests, self._sharer = True, message["client"]
         self._others.rest(self)
         if self._ends:
             super().shutdown()
@@ -170,5 +219,5 @@ class WebSocketConnection(WebSocketsSansIOProtocol):
         self._num_unsent = num_unsent
         if time.monotonic() - self._moved > timeout_s:
             self.transport.abort()
-        elif self._num_unfinished and time.monotonic() - self._begun > timeout_s and not self.close_sent:
+        elif self._room.amount and time.monotonic() - self._begun > timeout_s and not self.close_sent:
             self._close(POLICY, f"a message did not come whole within {timeout_s:g} s (client_timeout_s)")

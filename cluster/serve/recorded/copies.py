@@ -9,7 +9,6 @@ one on the same node, another node's is chosen again as soon as one answers.
 from __future__ import annotations
 
 import asyncio
-import logging
 import time
 from collections.abc import Iterable
 from typing import Literal, NamedTuple, Protocol
@@ -29,8 +28,9 @@ from manta.cluster.serve.channel.keeping import (
 )
 from manta.cluster.serve.channel.token_channel import Connection
 from manta.structured.refusals import Refusal
+from manta.structured.visible_logs import logger_of
 
-logger = logging.getLogger(__name__)
+logger = logger_of(__name__)
 
 ANSWER_S = 1.0
 """Seconds that a keeper gets to answer. One that does not is avoided, because its process hangs or is overloaded."""

@@ -10,7 +10,6 @@ token channel. A keeper knows nothing of the engine in whose process it is.
 from __future__ import annotations
 
 import asyncio
-import logging
 import time
 from collections.abc import Callable
 
@@ -31,8 +30,9 @@ from manta.cluster.serve.channel.keeping import (
     next_epoch,
 )
 from manta.cluster.serve.channel.token_channel import Address
+from manta.structured.visible_logs import logger_of
 
-logger = logging.getLogger(__name__)
+logger = logger_of(__name__)
 
 GRACE_S = 0.3
 """Seconds after a connection broke at which its streams are offered. An ingress that lives writes them elsewhere
@@ -40,14 +40,22 @@ meanwhile.
 """
 OFFER_S = 1.0
 """Seconds between two offers of orphans that nobody has claimed."""
-READ_SHARE = 1 / 16
-"""Share of the time for which a stream is kept unread, after which its owner is told again that it is read."""
-MIN_READ_S = 0.25
-"""Least seconds between two such notices."""
-SILENT_S = 10.0
-"""Seconds for which an ingress may leave such notices unanswered. Then its streams are orphans, although its connection
-has not broken: its process hangs, or its machine is gone without a word.
-"""
+
+
+class SilenceTimes(msgspec.Struct, frozen=True, kw_only=True):
+    """When an ingress counts as silent whose streams are read elsewhere, in seconds."""
+
+    read_share: float = 1 / 16
+    """Share of the time for which a stream is kept unread, after which its owner is told again that it is read."""
+    min_read_s: float = 0.25
+    """Least seconds between two such notices."""
+    silent_s: float = 10.0
+    """Seconds for which an ingress may leave such notices unanswered. Then its streams are orphans, although its
+    connection has not broken: its process hangs, or its machine is gone without a word.
+    """
+
+
+USUAL_TIMES = SilenceTimes()
 
 
 class _Stream(msgspec.Struct):
@@ -84,7 +92,8 @@ class _Stream(msgspec.Struct):
 class Keeper:
     """The copies of one engine process. `send` sends a message to an ingress. Only the event loop uses it."""
 
-    def __init__(self, send: Callable[[Address, FromKeeper], None]) -> None:
+    def __init__(self, send: Callable[[Address, FromKeeper], None], times: SilenceTimes = USUAL_TIMES) -> None:
+        self.times = times
         self._send = send
         self._joined: dict[Address, None] = {}
         """Connected ingresses that may be offered orphans, in the order of their coming."""
@@ -186,12 +195,13 @@ class Keeper:
         if stream.owner in (None, reader):
             return
         now = time.monotonic()
-        if now >= stream.told_at + max(MIN_READ_S, READ_SHARE * stream.keep_s):
+        if now >= stream.told_at + max(self.times.min_read_s, self.times.read_share * stream.keep_s):
             stream.told_at = now
             assert stream.owner is not None
             self._send(stream.owner, Notice(stream_id, "read"))
-            if now > self._silent_since.setdefault(stream.owner, now) + SILENT_S:
-                logger.warning("an ingress has not answered for %g s: its streams are offered to others", SILENT_S)
+            silent_s = self.times.silent_s
+            if now > self._silent_since.setdefault(stream.owner, now) + silent_s:
+                logger.warning("an ingress has not answered for %g s: its streams are offered to others", silent_s)
                 self._orphan(stream.owner)
 
     # ---- orphans ---------------------------------------------------------------------------------------------------

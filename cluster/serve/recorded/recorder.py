@@ -15,6 +15,7 @@ import msgspec
 
 from manta.cluster.engine.request import EngineRequest, SequenceOutput
 from manta.cluster.errors import ServingError, error_of
+from manta.cluster.http.exchange.engines import UNMETERED, Meter
 from manta.cluster.http.exchange.metrics import Unmeasured
 from manta.cluster.http.exchange.recordings import Entry, Opening, Recording, encode_entry
 from manta.cluster.serve.channel.token_channel import RequestResult
@@ -42,8 +43,8 @@ class Recorded(Answers):
     only_safe = True
     """Whether entries count only when they are safe (`Recording.num_safe`)."""
 
-    def __init__(self, tokenizer: Tokenizer, recording: Recording) -> None:
-        super().__init__(tokenizer, recording.opening.generation, lambda _: Unmeasured())
+    def __init__(self, tokenizer: Tokenizer, recording: Recording, meter: Meter = UNMETERED) -> None:
+        super().__init__(tokenizer, recording.opening.generation, lambda _: Unmeasured(), meter)
         self.recording = recording
         self.num_read = 0
         self._last_at = recording.opening.created
@@ -85,13 +86,15 @@ class Reader(Recorded):
 
 class Recorder(Recorded):
     """Runs the request of a recording, from its last entry on, and appends the output. `epoch` is that of
-    its owner (`keeping.py`). `on_entry` is called after each entry.
+    its owner (`keeping.py`). `meter` counts the tokens that arrive here. `on_entry` is called after each entry.
     """
 
     only_safe = False
 
-    def __init__(self, client: Dispatcher, recording: Recording, epoch: int, on_entry: Callable[[], None]) -> None:
-        super().__init__(client.tokenizer, recording)
+    def __init__(
+        self, client: Dispatcher, recording: Recording, epoch: int, meter: Meter, on_entry: Callable[[], None]
+    ) -> None:
+        super().__init__(client.tokenizer, recording, meter)
         self._client = client
         self._on_entry = on_entry
         self._runs: dict[Prompt, PromptRun] = {}
@@ -102,6 +105,8 @@ class Recorder(Recorded):
     def _record(self, number: int, item: SequenceOutput | RequestResult | Exception) -> None:
         if self._closed:
             return
+        if isinstance(item, SequenceOutput):
+            self._meter.spend(len(item.token_ids))
         recorded = item if isinstance(item, SequenceOutput) else failure_of(item).refusal
         self.recording.append(encode_entry(number, recorded))
         self._on_entry()

@@ -10,13 +10,13 @@ a stream that the other could not see, the one with the lower epoch gives up. Im
 from __future__ import annotations
 
 import asyncio
-import logging
 import time
 from collections.abc import Awaitable, Callable
 from typing import Any
 
 from manta.cluster.config import StreamLimits
 from manta.cluster.errors import RequestRefused, error_of, refuse
+from manta.cluster.http.exchange.engines import UNMETERED, Meter
 from manta.cluster.http.exchange.recordings import (
     Opening,
     Recording,
@@ -33,9 +33,11 @@ from manta.cluster.serve.recorded.following import POLL_S, Following, add_copy
 from manta.cluster.serve.recorded.recorder import Reader, Recorder
 from manta.cluster.serve.starting.start_failure import in_words
 from manta.cluster.telemetry.request_log import log_event
+from manta.structured.client_shares import ClientShares, Holding
 from manta.structured.refusals import Refusal
+from manta.structured.visible_logs import logger_of
 
-logger = logging.getLogger(__name__)
+logger = logger_of(__name__)
 
 CANCEL_S = 5.0
 """Seconds after which a cancellation that has not ended its stream fails."""
@@ -46,16 +48,16 @@ GROWTH = 2
 class _Own:
     """A stream that this ingress runs, or ran."""
 
-    def __init__(self, recording: Recording, epoch: int, opening: bytes) -> None:
+    def __init__(self, recording: Recording, epoch: int, opening: bytes, room: Holding) -> None:
         self.recording = recording
+        self.room = room
+        """Bytes that count against the limits now."""
         self.epoch = epoch
         self.opening = opening
         self.num_sent = 0
         """Entries that the present keeper was sent."""
         self.has_one_copy = False
         """Whether the present keeper has all of it, and the others were told to drop their copies."""
-        self.num_counted = 0
-        """Bytes that count against the limits now."""
         self.recorder: Recorder | None = None
         self.task: asyncio.Task[None] | None = None
         self.expiry: asyncio.TimerHandle | None = None
@@ -81,32 +83,40 @@ class RecordedStreams:
         self._tasks: set[asyncio.Task[Any]] = set()
         self._unwritten: dict[str, _Own] = {}
         """Streams with entries that no keeper was sent."""
-        self._bytes: dict[str, int] = {}
-        """Bytes of recordings by owner."""
-        self._num_bytes = 0
-        """Bytes of all recordings."""
+        self.shares = ClientShares(limits.max_bytes, limits.max_client_bytes, drops_own=True)
+        """Bytes of recordings, by client. Those of ended streams that the storage has too can be taken away."""
+        self.meter_of: Callable[[Opening], Meter] = lambda _: UNMETERED
         self.on_end: Callable[[Recording], None] = lambda _: None
         self.is_deleted: Callable[[Opening], Awaitable[bool]] = never_deleted
 
     # ---- what the HTTP application asks ----------------------------------------------------------------------------
 
-    def begin(self, opening: Opening, is_repeated: bool = False) -> Recording:
-        if (refusal := self._too_many(opening.owner)) is not None:
-            raise error_of(refusal)
+    def begin(self, opening: Opening, meter: Meter | None = None, is_repeated: bool = False) -> Recording:
         if self.copies.keeper is None and self.copies.strangers:
             cause = "the server is being updated: no engine is of this ingress's version and can keep this stream"
-            refuse("unavailable", remedy="retry, or send no x-resumable-s", cause=cause)
+            refuse("unavailable", remedy="retry", cause=cause)
         try:
             encoded = encode_opening(opening)
         except (OverflowError, ValueError) as error:
             cause = f"it cannot be recorded: {error}"
-            raise RequestRefused(Refusal("unfit", remedy="send it without x-resumable-s", cause=cause)) from error
+            raise RequestRefused(Refusal("unfit", cause=cause)) from error
         recording = Recording(opening, self._on_unread)
-        own = _Own(recording, next_epoch(0) if is_repeated else 0, encoded)
+        own = _Own(recording, next_epoch(0) if is_repeated else 0, encoded, self.shares.hold(opening.client))
+        if not own.room.take(recording.num_bytes):
+            raise error_of(self._no_room(recording))
         own.has_one_copy = not is_repeated
-        self._run(own)
+        try:
+            self._run(own, meter or self.meter_of(opening))
+        except BaseException:
+            own.room.give_back()
+            raise
         self._hold(own)
         return recording
+
+    def may_forget(self, recording: Recording) -> None:
+        own = self._own.get(recording.opening.stream_id)
+        if own is not None and own.recording.is_ended:
+            own.room.may_be_lost(lambda: self._drop(own))
 
     async def find(self, stream_id: str, owner: str) -> Recording | None:
         recording = self._known(stream_id)
@@ -153,24 +163,28 @@ class RecordedStreams:
         own = self._own.get(stream_id)
         return self._following.get(stream_id) if own is None else own.recording
 
-    def _too_many(self, owner: str, growth: int = 1) -> Refusal | None:
-        """Returns the refusal if recordings have more bytes than `growth` times a limit."""
-        for num_bytes, option, whose in (
-            (self._bytes.get(owner, 0), "max_client_bytes", "your"),
-            (self._num_bytes, "max_bytes", "all clients'"),
-        ):
-            limit = growth * getattr(self._limits, option)
-            if num_bytes >= limit:
-                multiple = "" if growth == 1 else f"{growth} times "
-                unit, cause = f"bytes of {whose} streams are kept here", f"{multiple}streams.{option}"
-                remedy = "retry when some are forgotten, or send no x-resumable-s"
-                return Refusal("too_many_streams", "", num_bytes, limit, remedy, cause, unit)
+    def _no_room(self, recording: Recording) -> Refusal:
+        """Returns the refusal of a new stream for which its client gets no room."""
+        client = recording.opening.client
+        most, num_bytes = self.shares.most(client), self.shares.held(client) + recording.num_bytes
+        option = "max_client_bytes" if most >= self._limits.max_client_bytes else "max_bytes"
+        return _too_many(num_bytes, most, f"streams.{option}")
+
+    def _overgrown(self, recording: Recording) -> Refusal | None:
+        """Returns the refusal of a running stream whose client has `GROWTH` times what it may have."""
+        client = recording.opening.client
+        num_bytes, each = self.shares.held(client), GROWTH * self._limits.max_client_bytes
+        if num_bytes >= each:
+            return _too_many(num_bytes, each, f"{GROWTH} times streams.max_client_bytes")
+        share = GROWTH * self.shares.share(client)
+        if num_bytes >= share and self.shares.total >= GROWTH * self._limits.max_bytes:
+            return _too_many(num_bytes, share, f"{GROWTH} times a client's share of streams.max_bytes")
         return None
 
     # ---- own streams -----------------------------------------------------------------------------------------------
 
-    def _run(self, own: _Own) -> None:
-        own.recorder = Recorder(self._client, own.recording, own.epoch, lambda: self._on_entry(own))
+    def _run(self, own: _Own, meter: Meter) -> None:
+        own.recorder = Recorder(self._client, own.recording, own.epoch, meter, lambda: self._on_entry(own))
         own.task = self._start(self._record(own, own.recorder))
 
     def _hold(self, own: _Own) -> None:
@@ -211,21 +225,17 @@ class RecordedStreams:
     def _on_entry(self, own: _Own) -> None:
         """Notes a new entry. A stream that has grown beyond the limits ends with an error."""
         self._note(own)
-        refusal = self._too_many(own.recording.opening.owner, GROWTH)
+        refusal = self._overgrown(own.recording)
         if refusal is not None:
             own.stop()
             self._end_with(own, refusal)
 
     def _note(self, own: _Own) -> None:
         """Has new entries, or the end, written with those of other streams of this turn of the event loop."""
-        recording = own.recording
-        owner, num_new = recording.opening.owner, recording.num_bytes - own.num_counted
-        self._bytes[owner] = self._bytes.get(owner, 0) + num_new
-        self._num_bytes += num_new
-        own.num_counted = recording.num_bytes
+        own.room.add(own.recording.num_bytes - own.room.amount)
         if not self._unwritten:
             asyncio.get_running_loop().call_soon(self._write)
-        self._unwritten[recording.opening.stream_id] = own
+        self._unwritten[own.recording.opening.stream_id] = own
 
     def _write(self) -> None:
         unwritten, self._unwritten = self._unwritten, {}
@@ -295,13 +305,10 @@ class RecordedStreams:
             self._following.add(recording)
 
     def _forget(self, own: _Own) -> None:
-        stream_id, owner = own.recording.opening.stream_id, own.recording.opening.owner
+        stream_id = own.recording.opening.stream_id
         del self._own[stream_id]
         self._unwritten.pop(stream_id, None)
-        self._bytes[owner] -= own.num_counted
-        self._num_bytes -= own.num_counted
-        if not self._bytes[owner]:
-            del self._bytes[owner]
+        own.room.give_back()
         own.stop()
         if own.expiry is not None:
             own.expiry.cancel()
@@ -339,8 +346,12 @@ class RecordedStreams:
         if not recording.is_ended:
             log_event("unread", recording.opening.stream_id, seconds=round(unread_s, 1))
             self.on_end(recording)
+        self._drop(own)
+
+    def _drop(self, own: _Own) -> None:
+        """Forgets a stream here and at its keeper."""
         self._forget(own)
-        self.copies.drop(recording.opening.stream_id, own.epoch)
+        self.copies.drop(own.recording.opening.stream_id, own.epoch)
 
     # ---- streams of others -----------------------------------------------------------------------------------------
 
@@ -400,13 +411,13 @@ class RecordedStreams:
         recording = self._following.pop(copy.stream_id) or Recording(opening, self._on_unread)
         recording.last_read = time.monotonic()
         add_copy(recording, copy)
-        own = _Own(recording, copy.epoch, copy.opening)
+        own = _Own(recording, copy.epoch, copy.opening, self.shares.hold(opening.client))
         log_event("adopted", copy.stream_id, entries=copy.num_entries)
         self._hold(own)
         if recording.is_ended:
             return  # the ingress that ended it has called `on_end`
         try:
-            self._run(own)
+            self._run(own, self.meter_of(opening))
         except Exception as error:
             self._fail(own, error)
 
@@ -415,6 +426,11 @@ class RecordedStreams:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         return task
+
+
+def _too_many(num_bytes: int, limit: int, cause: str) -> Refusal:
+    unit, remedy = "bytes of your streams are kept here", "retry when some are forgotten"
+    return Refusal("too_many_streams", "", num_bytes, limit, remedy, cause, unit)
 
 
 def _is_refusal(recording: Recording) -> bool:

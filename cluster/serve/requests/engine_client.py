@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import contextvars
-import logging
 import weakref
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from typing import Any, Protocol
@@ -20,7 +19,7 @@ from manta.cluster.config import EngineConfig
 from manta.cluster.engine.request import EngineRequest, SequenceOutput
 from manta.cluster.engine.stats import EngineStats
 from manta.cluster.errors import ServingError, Unavailable, error_of
-from manta.cluster.http.exchange.engines import GenerationRequest
+from manta.cluster.http.exchange.engines import UNMETERED, GenerationRequest, Meter
 from manta.cluster.http.exchange.metrics import Metrics, RequestMetrics
 from manta.cluster.serve.channel.keeping import FromKeeper
 from manta.cluster.serve.channel.token_channel import (
@@ -41,9 +40,10 @@ from manta.cluster.serve.starting.start_failure import in_words
 from manta.cluster.text.tokenizer import Tokenizer
 from manta.structured.constraint import ConstraintSpec
 from manta.structured.refusals import Refusal
+from manta.structured.visible_logs import logger_of
 from manta.workers.model_info import ModelInfo
 
-logger = logging.getLogger(__name__)
+logger = logger_of(__name__)
 
 ENGINE, STANDBY = "engine", "standby"
 """Names of the two engine deployments."""
@@ -281,8 +281,8 @@ class EngineClient(EngineQuestions):
         """Locks of clients whose calls are being started."""
         self._watch = RunWatch(self.runs, self, self._replicas)
 
-    async def submit(self, request: GenerationRequest) -> Submission:
-        return Submission(self, request)
+    async def submit(self, request: GenerationRequest, meter: Meter = UNMETERED) -> Submission:
+        return Submission(self, request, meter)
 
     def measure(self, num_choices: int) -> RequestMetrics:
         return RequestMetrics(self.metrics, num_choices)
@@ -352,7 +352,7 @@ class EngineClient(EngineQuestions):
         self._watch.begin()
         if not self.is_asleep():
             return address, request.deadline_s
-        return address, await self._waker.wait(request.deadline_s, is_new=request.continued is None)
+        return address, await self._waker.wait(request.deadline_s, request.client, is_new=request.continued is None)
 
     async def _call(self, request: EngineRequest, address: Address) -> RequestResult:
         # Each client starts one call per turn of the event loop: 1,000 started at once would block it for half a second

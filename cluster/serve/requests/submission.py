@@ -16,7 +16,7 @@ import msgspec
 
 from manta.cluster.engine.request import FinishStatus, SequenceOutput, Usage
 from manta.cluster.errors import GenerationFailed, ServingError, error_of, refuse
-from manta.cluster.http.exchange.engines import Event, GenerationRequest
+from manta.cluster.http.exchange.engines import UNMETERED, Event, GenerationRequest, Meter
 from manta.cluster.http.exchange.metrics import RequestMetrics
 from manta.cluster.serve.channel.token_channel import RequestResult
 from manta.cluster.serve.requests.gathering import failure_apart, joined
@@ -37,8 +37,16 @@ class Choice:
         self.finished = False
         self.usage: Usage | None = None
         self.num_tokens = 0
+        """Tokens of the outputs that were read, those that a stop string cuts off included."""
         self.unread: SequenceOutput | None = None
         """The merged output since the reader read the last event; None if the reader has seen everything."""
+
+    @property
+    def usage_so_far(self) -> Usage | None:
+        """Usage with the tokens that were read; None until the first ones. An engine counts them at a choice's end."""
+        if self.usage is None or self.finished:
+            return self.usage
+        return msgspec.structs.replace(self.usage, num_output_tokens=self.num_tokens)
 
 
 class Run(Protocol):
@@ -74,7 +82,7 @@ class Prompt:
     @property
     def usage(self) -> Usage | None:
         """Usage with the prompt counted once and the output of all choices; None until the first tokens."""
-        usages = [choice.usage for choice in self.choices if choice.usage is not None]
+        usages = [usage for choice in self.choices if (usage := choice.usage_so_far) is not None]
         if not usages:
             return None
         return Usage.of_choices(self.num_tokens, usages)
@@ -83,15 +91,22 @@ class Prompt:
 class Answers:
     """The answers to one HTTP body, made of the outputs that `_tell` gets. Async iteration yields `Event`s until every
     choice has ended, and raises `ServingError` if the body cannot be served. `measure` returns the metrics of a prompt
-    with so many choices. Implements `manta.cluster.http.exchange.engines.Generation`.
+    with so many choices. `meter` is ended with the answers. Implements
+    `manta.cluster.http.exchange.engines.Generation`.
 
     With n > 1 a choice that fails ends alone, with `FINISHED_INTERNAL_ERROR`, unless all of them fail.
     """
 
     def __init__(
-        self, tokenizer: Tokenizer, request: GenerationRequest, measure: Callable[[int], RequestMetrics]
+        self,
+        tokenizer: Tokenizer,
+        request: GenerationRequest,
+        measure: Callable[[int], RequestMetrics],
+        meter: Meter = UNMETERED,
     ) -> None:
+        self._meter = meter
         self._params = params = request.engine.params
+        self._stop_token_ids = frozenset(params.stop_token_ids)
         # A stop string must be found as soon as it is generated.
         self._reads_whole = request.engine.reads_whole and not params.stop
         self._news: asyncio.Queue[tuple[Prompt, Choice | RequestResult | Exception]] = asyncio.Queue()
@@ -170,18 +185,24 @@ class Answers:
         event = Event(
             index=choice.index,
             text=delta.text,
-            token_ids=output.token_ids,
-            logprobs=output.logprobs,
+            token_ids=delta.token_ids,
+            logprobs=delta.logprobs,
             prompt_logprobs=output.prompt_logprobs,
             finish=output.finish,
             # The model's own end-of-sequence token is no stop reason that the client asked for.
-            stop_reason=output.stop_token_id if output.stop_token_id in self._params.stop_token_ids else None,
+            stop_reason=output.stop_token_id if output.stop_token_id in self._stop_token_ids else None,
         )
         if output.usage is not None:
             choice.usage = output.usage
+        elif choice.usage is None and delta.stop_string is not None:
+            choice.usage = Usage(prompt.num_tokens, 0, 0)
+        if choice.usage is not None:
+            choice.usage = choice.usage.cut(delta.num_tokens)
         if delta.stop_string is not None:
-            choice.usage = self._stop(output, prompt, choice, event, delta.num_kept_tokens)
-            event.stop_reason = delta.stop_string
+            event.finish, event.stop_reason = FinishStatus.FINISHED_STOPPED, delta.stop_string
+            self._meter.spend(delta.num_tokens - choice.num_tokens)
+            if output.finish is None:
+                prompt.run.stop(output.index, delta.num_tokens)
         if not self._reads_whole:  # otherwise the times of the tokens are unknown
             prompt.metrics.tokens(output.index, len(event.token_ids))
         if event.finish is not None:
@@ -204,26 +225,12 @@ class Answers:
                 refuse(kind, cause=f"choice {choice.index} failed: {error}")
             log_event("failed", output.request_id, choice=choice.index, reason=error)
 
-    def _stop(
-        self, output: SequenceOutput, prompt: Prompt, choice: Choice, event: Event, num_kept_tokens: int
-    ) -> Usage:
-        """Ends a choice at its stop string and returns its usage. Cuts the event after the tokens that count, and tells
-        the engine their number.
-        """
-        num_new = max(0, len(output.token_ids) - (choice.num_tokens - num_kept_tokens))
-        event.token_ids = output.token_ids[:num_new]
-        event.logprobs = None if output.logprobs is None else output.logprobs[:num_new]
-        event.finish = FinishStatus.FINISHED_STOPPED
-        if output.finish is None:
-            prompt.run.stop(output.index, num_kept_tokens)
-        usage = choice.usage if choice.usage is not None else Usage(prompt.num_tokens, 0, 0)
-        return msgspec.structs.replace(usage, num_output_tokens=num_kept_tokens)
-
     def close(self) -> None:
         """Aborts everything that still runs. Called when the reader has finished or left, perhaps twice."""
         if self._closed:
             return
         self._closed = True
+        self._meter.end()
         for prompt in self._prompts:
             if not prompt.finished:
                 prompt.run.leave()
@@ -234,15 +241,20 @@ class Answers:
 
 
 class Submission(Answers):
-    """The answers to one HTTP body that `client` sends to engines."""
+    """The answers to one HTTP body that `client` sends to engines. `meter` counts their tokens as they arrive."""
 
-    def __init__(self, client: Dispatcher, request: GenerationRequest) -> None:
-        super().__init__(client.tokenizer, request, client.measure)
+    def __init__(self, client: Dispatcher, request: GenerationRequest, meter: Meter = UNMETERED) -> None:
+        super().__init__(client.tokenizer, request, client.measure, meter)
         for number, prompt in enumerate(self._prompts):
             asked = msgspec.structs.replace(request.of_prompt(number), reads_whole=self._reads_whole)
-            run = PromptRun(client, asked, functools.partial(self._tell, prompt))
+            run = PromptRun(client, asked, functools.partial(self._receive, prompt))
             prompt.run = run
             run.start()
+
+    def _receive(self, prompt: Prompt, item: SequenceOutput | RequestResult | Exception) -> None:
+        if isinstance(item, SequenceOutput) and not prompt.choices[item.index].finished:
+            self._meter.spend(len(item.token_ids))
+        self._tell(prompt, item)
 
 
 def failure_of(item: RequestResult | Exception) -> ServingError:

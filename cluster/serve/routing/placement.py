@@ -262,6 +262,7 @@ class Placement:
                 self.index.remove(replica.slot)
             self.index.discard(replica.slot, removed)
             self.index.add(replica.slot, added)
+            self.index.set_borders(replica.slot, report.are_borders)
             self._set_others(replica, report.other_tokens, report.other_sequences)
             replica.free_tokens = report.free_tokens
 

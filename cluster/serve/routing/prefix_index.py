@@ -60,6 +60,8 @@ class PrefixIndex:
         self._held: dict[int, set[int]] = {}
         """Keys that each slot holds, without those that it is expected to hold."""
         self._num_blocks = 0
+        self._with_borders = 0
+        """The replicas whose blocks are those after which a prompt can go on."""
 
     def __len__(self) -> int:
         return self._num_blocks
@@ -77,6 +79,14 @@ class PrefixIndex:
         """Records that a replica holds blocks."""
         self.expect(slot, keys)
         self._held.setdefault(slot, set()).update(filter(self.keeps, keys))
+
+    def set_borders(self, slot: int, are_borders: bool) -> None:
+        """Records whether a replica's blocks are only those after which a prompt can go on: it may then hold a block
+        and none before it.
+        """
+        self._with_borders &= ~bit_of(slot)
+        if are_borders:
+            self._with_borders |= bit_of(slot)
 
     def discard(self, slot: int, keys: Sequence[int]) -> None:
         """Records that a replica lost blocks."""
@@ -137,8 +147,12 @@ class PrefixIndex:
 
         A cache evicts the end of a chain before its beginning, so a replica that holds a block holds the blocks before
         it. Bisection therefore finds the last block that any of the replicas holds. Those that hold it are done, and
-        the search goes on for the others among the blocks before it.
+        the search goes on for the others among the blocks before it. Where blocks are borders, all are looked up, from
+        the last on.
         """
+        if among & self._with_borders:
+            yield from self._find_borders(keys, among)
+            return
         shards, rest = self._shards, among
         known: Sequence[int] = range(len(keys))
         """Places of the blocks that the index knows, in the order of the prompt."""
@@ -160,3 +174,14 @@ class PrefixIndex:
             found = holders(last)
             yield last + 1, found
             rest &= ~found
+
+    def _find_borders(self, keys: Sequence[int], rest: int) -> Iterator[tuple[int, int]]:
+        for place in range(len(keys) - 1, -1, -1):
+            key = keys[place]
+            found = self._shards[key % NUM_SHARDS].get(key, 0) & rest if self.keeps(key) else 0
+            if found:
+                yield place + 1, found
+                rest &= ~found
+                if not rest:
+                    return
+        yield 0, rest

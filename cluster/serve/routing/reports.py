@@ -36,6 +36,10 @@ class Report(msgspec.Struct, array_like=True):
     """Running and waiting choices of other ingresses' requests."""
     free_tokens: int
     """Tokens for which the KV cache has room that no running sequence holds."""
+    are_borders: bool = False
+    """Whether the keys are those of blocks after which a prompt can go on, and not of all cached blocks. This is so if
+    layers have sliding windows (`cluster/engine/resume_borders.py`).
+    """
 
 
 def unpacked(keys: bytes) -> tuple[int, ...]:
@@ -65,10 +69,17 @@ class _Work:
 class CacheReporter:
     """Reports of one engine. The step thread calls `note`, the event loop everything else.
 
-    `num_free_tokens` returns for how many tokens the KV cache has room; `clock` returns seconds.
+    `num_free_tokens` returns for how many tokens the KV cache has room; `clock` returns seconds. `are_borders` is that
+    of its reports.
     """
 
-    def __init__(self, num_free_tokens: Callable[[], int], clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        num_free_tokens: Callable[[], int],
+        clock: Callable[[], float] = time.monotonic,
+        are_borders: bool = False,
+    ) -> None:
+        self._are_borders = are_borders
         self._num_free_tokens = num_free_tokens
         self._clock = clock
         self._lock = threading.Lock()
@@ -81,7 +92,7 @@ class CacheReporter:
         """Requests without output: the work in which each counts, and its tokens still to compute."""
 
     def note(self, block_hash: bytes, is_cached: bool) -> None:
-        """Notes a change of the prefix cache; it is the callback `KVBlocks.on_change`."""
+        """Notes a change of the prefix cache; it is the callback of `KVBlocks.report_to`."""
         key = block_hash[:KEY_BYTES]
         with self._lock:
             self._num_changes += 1
@@ -99,7 +110,9 @@ class CacheReporter:
         self._waiting[request.request_id] = work, num_tokens
 
     def note_outputs(self, ingress: Hashable, outputs: Sequence[SequenceOutput]) -> None:
-        """Notes outputs before they are sent, because a request with output waits no more."""
+        """Notes outputs before they are sent to an ingress. A request with its first token waits no more, and the first
+        and the last output of a request make the next report to its ingress due at once.
+        """
         for output in outputs:
             is_first = output.token_ids and self._stop_waiting(output.request_id)
             if (is_first or output.finish is not None) and (reader := self._readers.get(ingress)) is not None:
@@ -141,6 +154,7 @@ class CacheReporter:
             sum(work.num_tokens for work in others),
             sum(work.num_sequences for work in others),
             self._num_free_tokens(),
+            self._are_borders,
         )
         if report == reader.last:
             return None

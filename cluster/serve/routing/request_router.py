@@ -12,16 +12,15 @@ a limit of its own.
 
 from __future__ import annotations
 
-import logging
-
 from ray.serve._private.common import RunningReplicaInfo
 from ray.serve._private.replica_result import ReplicaResult
 from ray.serve.request_router import PendingRequest, RequestRouter, RunningReplica
 
 from manta.cluster.engine.request import EngineRequest
 from manta.cluster.serve.routing.replicas import known_replicas
+from manta.structured.visible_logs import logger_of
 
-logger = logging.getLogger(__name__)
+logger = logger_of(__name__)
 
 
 class UnaryReplica(RunningReplica):

@@ -41,8 +41,8 @@ def autoscaling_config(options: AutoscalingOptions, engine: EngineConfig) -> Aut
 
 
 def ingress_autoscaling_config(options: AutoscalingOptions, num_nodes: int) -> AutoscalingConfig:
-    """Returns the configuration for ingresses: at least one per node at the start, and no delays, because the engines
-    that they follow have delays.
+    """Returns the configuration for ingresses: never fewer than `num_nodes`, the cluster's nodes when it starts, and no
+    delays, because the engines that they follow have delays.
     """
     return _config(
         options,

@@ -9,15 +9,17 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
 import time
 from collections.abc import Awaitable, Callable
+from typing import NoReturn
 
 from manta.cluster.errors import Unavailable, refuse
 from manta.cluster.serve.starting.start_failure import in_words
+from manta.structured.client_shares import ClientShares, HoldingLost, held
 from manta.structured.refusals import Refusal
+from manta.structured.visible_logs import logger_of
 
-logger = logging.getLogger(__name__)
+logger = logger_of(__name__)
 
 UNMEASURED_START_S = 60.0
 """Assumed duration of a start, in seconds, before one was measured."""
@@ -33,15 +35,18 @@ class Waker:
     def __init__(self, is_asleep: Callable[[], bool], call: Callable[[], Awaitable[float]], max_held: int) -> None:
         self._is_asleep = is_asleep
         self._call = call
-        self._max_held = max_held
-        self.num_held = 0
-        """Requests that wait for an engine."""
+        self._shares = ClientShares(max_held)
         self._told_s: float | None = None
         """Seconds that the slowest engine start took, as the engines report it."""
         self._waking_s = 0.0
         """Seconds that the last wake-up took here, including Serve's share."""
         self._waking: asyncio.Task[None] | None = None
         self._began = 0.0
+
+    @property
+    def num_held(self) -> int:
+        """Requests that wait for an engine."""
+        return self._shares.total
 
     def measured(self, start_s: float) -> None:
         """Takes the duration of a start, in seconds, as an engine reports it."""
@@ -55,39 +60,40 @@ class Waker:
             return whole
         return max(0.0, whole - (time.monotonic() - self._began))
 
-    async def wait(self, deadline_s: float, is_new: bool = True) -> float:
-        """Waits for an engine and returns the seconds that are left of `deadline_s`.
+    async def wait(self, deadline_s: float, client: str = "", is_new: bool = True) -> float:
+        """Waits for an engine on behalf of `client`, and returns the seconds that are left of `deadline_s`.
 
         Raises `Unavailable` if none starts in time. For a request that `is_new` it raises at once: `Unavailable` if the
-        estimated start takes too long, `QueueFull` if too many requests wait.
+        estimated start takes too long, `QueueFull` if too many requests of the client wait. It also raises `QueueFull`
+        when others need the place and the client has more than its share.
         """
         if not self._is_asleep():
             return deadline_s
         if self._waking is None:
             self._began = time.monotonic()
             self._waking = asyncio.ensure_future(self._wake())
-        if is_new:
-            self._check(deadline_s)
+        if is_new and self.remaining_s > deadline_s:
+            why = f"the one that starts needs {self.remaining_s:.0f} s more, and a request has {deadline_s:.0f} s"
+            raise self._too_late(why)
         started = time.monotonic()
-        self.num_held += 1
         try:
-            async with asyncio.timeout(deadline_s):
-                await asyncio.shield(self._waking)
+            async with held(self._shares, client) as place:
+                if not is_new:
+                    place.add(1)
+                elif not place.take(1):
+                    self._refuse(client)
+                async with asyncio.timeout(deadline_s):
+                    await asyncio.shield(self._waking)
+        except HoldingLost:
+            self._refuse(client)
         except TimeoutError:
             raise self._too_late(f"none has started within {deadline_s:.0f} s, the time of a request") from None
-        finally:
-            self.num_held -= 1
         return deadline_s - (time.monotonic() - started)
 
-    def _check(self, deadline_s: float) -> None:
-        if self.remaining_s > deadline_s:
-            raise self._too_late(
-                f"the one that starts needs {self.remaining_s:.0f} s more, and a request has {deadline_s:.0f} s"
-            )
-        if self.num_held >= self._max_held:
-            unit, remedy = "requests wait for an engine to start", "retry later or raise max_num_waiting"
-            more = {"unit": unit, "retry_after_s": self.remaining_s}
-            refuse("queue_full", "", self.num_held, self._max_held, remedy, **more)
+    def _refuse(self, client: str) -> NoReturn:
+        unit, remedy = "requests of yours wait for an engine to start", "retry later or raise max_num_waiting"
+        more = {"unit": unit, "retry_after_s": self.remaining_s}
+        refuse("queue_full", "", self._shares.held(client), self._shares.most(client), remedy, **more)
 
     def _too_late(self, why: str) -> Unavailable:
         cause, remedy = f"no engine runs, and {why} (request_timeout_s)", "retry later, and see manta status"

@@ -7,7 +7,6 @@ there. `cluster/serve/app.py` is the only caller.
 
 from __future__ import annotations
 
-import logging
 import os
 import secrets
 import time
@@ -22,6 +21,7 @@ from ray.serve.context import _get_global_client as get_client
 from ray.serve.schema import ApplicationStatus, ApplicationStatusOverview, LoggingConfig
 
 from manta.cluster.serve.starting.start_failure import StartFailed, in_words
+from manta.structured.visible_logs import logger_of
 
 POLL_S = 0.5
 """Seconds between two checks of an application that another command is deleting, or of that command."""
@@ -31,7 +31,7 @@ OWNER_PATIENCE_S = 60.0
 _NAMESPACE = b"manta-applications"
 """Namespace of the notes in Ray's key-value store, where an application's name is the key."""
 
-logger = logging.getLogger(__name__)
+logger = logger_of(__name__)
 
 
 class _Note(msgspec.Struct):

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 import time
@@ -12,8 +13,13 @@ from typing import Any
 
 import psutil
 import ray
+from ray import serve
 from ray._common.tls_utils import add_port_to_grpc_server
 from ray.serve._private import replica
+
+from manta.cluster.serve.starting.start_failure import logs_folder
+from manta.cluster.telemetry.request_log import keep_request_log, log_folder
+from manta.structured.visible_logs import guard_process
 
 REPLICA_ENVIRONMENT = {
     # One event loop instead of three, because threads of one process share one interpreter lock anyway. Ray's manual
@@ -39,6 +45,8 @@ class ReplicaProcess:
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         gc.disable()  # the constructor imports torch and others, whose objects stay: collections take a quarter of it
+        guard_process()
+        _keep_request_log()
         listen_on_own_address()
         super().__init__(*arguments, **options)
         gc.enable()
@@ -48,6 +56,17 @@ class ReplicaProcess:
     def seconds_before() -> float:
         """Returns the age of the process in seconds, which counts as part of the replica's start."""
         return process_age_s(psutil.Process())
+
+
+def _keep_request_log() -> None:
+    """Makes this replica's request log a file of its own in Ray's folder of logs. Without room for one it stays where
+    standard output goes.
+    """
+    folder, context = logs_folder(), serve.get_replica_context()
+    if folder is not None:
+        name = f"{context.deployment}-{context.replica_id.unique_id}.jsonl"
+        with contextlib.suppress(OSError):
+            keep_request_log(log_folder(folder, context.app_name) / name)
 
 
 def process_age_s(process: psutil.Process) -> float:

@@ -10,18 +10,19 @@ from __future__ import annotations
 
 import contextlib
 import json
-import logging
 import pathlib
 import re
 import tempfile
-import traceback
 from collections.abc import Iterator
 
 from ray._private import worker
 from ray.exceptions import RayTaskError
 from ray.serve.schema import ApplicationStatusOverview
 
-logger = logging.getLogger(__name__)
+from manta.structured.visible_logs import logger_of
+from manta.structured.visible_text import visible_traceback
+
+logger = logger_of(__name__)
 
 _COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 _EXCEPTION = re.compile(r"(?:[A-Za-z_]\w*\.)*([A-Z]\w*)(?:: (.*))?")
@@ -76,9 +77,9 @@ def unexpected(error: Exception) -> StartFailed:
     cause = last_exception(str(error)) if isinstance(error, RayTaskError) else in_words(error)
     try:
         with tempfile.NamedTemporaryFile("w", prefix="manta-serve-", suffix=".log", delete=False) as log:
-            traceback.print_exception(error, file=log)
+            log.write(f"{visible_traceback(error)}\n")
     except OSError as failure:
-        story = "".join(traceback.format_exception(error))
+        story = visible_traceback(error)
         return StartFailed(f"the application did not start: {cause}. No log was written ({failure.strerror}):\n{story}")
     return StartFailed(f"the application did not start: {cause}. The whole story is in {log.name}")
 

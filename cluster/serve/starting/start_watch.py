@@ -8,7 +8,6 @@ Serve then replaces failed replicas, and the driver logs a warning. `cluster/ser
 from __future__ import annotations
 
 import enum
-import logging
 import queue
 import re
 import threading
@@ -32,8 +31,9 @@ from manta.cluster.serve.starting.start_failure import (
     unexpected,
     waiting_for_room,
 )
+from manta.structured.visible_logs import logger_of
 
-logger = logging.getLogger(__name__)
+logger = logger_of(__name__)
 
 POLL_S = 0.25
 """Seconds between two checks of Serve's status. Serve itself checks its replicas every 0.1 to 0.5 s."""
@@ -150,7 +150,7 @@ def _watch(name: str, start: Start, outcome: queue.SimpleQueue[StartFailed | Non
                 cause = cause_and_log(name, deployment, message, begun)
                 outcome.put(StartFailed(f"the {deployment} did not start: {cause}"))
                 return
-            warnings = {
+            remarks = {
                 message: f"a replica of the {deployment} did not start, and Serve tries again: "
                 + cause_and_log(name, deployment, message, begun)
                 for deployment, message in failures.items()
@@ -158,10 +158,10 @@ def _watch(name: str, start: Start, outcome: queue.SimpleQueue[StartFailed | Non
             }
             waits = waiting_for_room(application)
             if waits is not None and "room" not in told:
-                warnings["room"] = waits
-            told |= warnings.keys()
-            for warning in warnings.values():
-                logger.warning(warning)
+                remarks["room"] = waits
+            told |= remarks.keys()
+            for remark in remarks.values():
+                logger.warning("%s", remark)
             if found == Outcome.RUNS:
                 outcome.put(None)
                 return

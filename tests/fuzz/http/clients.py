@@ -9,13 +9,14 @@ from __future__ import annotations
 import asyncio
 import collections
 import contextlib
+import itertools
 import json
 import random
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
 from tests.documented import Document, check_error
-from tests.fuzz.http import bodies, extremes, forms
+from tests.fuzz.http import bodies, extremes, forms, shapes, sockets
 from tests.fuzz.http.connection import Answer, Closed, Connection, chunked, connect, encoded, request
 from tests.fuzz.http.good import CATALOGUE, COMPLETIONS, Good, essence
 
@@ -78,6 +79,10 @@ class World:
         """The essence of each of `CATALOGUE`."""
         self.counts: collections.Counter[str] = collections.Counter()
         self.drawn: list[tuple[str, Any]] = []
+        found = list(shapes.cases(model))
+        random.Random(seed).shuffle(found)
+        self.shapes = itertools.cycle(found)
+        """What `send_shapes` sends, in an order that follows from the seed."""
         self.document: Document
 
     async def prepare(self) -> None:
@@ -263,6 +268,20 @@ class Client:
         path, body = self._random.choice(self.world.drawn)
         await self._ask(path, encoded(bodies.tamed(path, body, self.world.model)))
 
+    async def send_shapes(self) -> None:
+        """The next body of all that the types of the routes give, whichever client it is."""
+        case = next(self.world.shapes)
+        body = encoded(shapes.short(case))
+        if not case.path.startswith("ws:"):
+            await self._ask(case.path, body)
+            return
+        status = sockets.status_of(await sockets.last_event(self.world.port, body, self.transcript))
+        self.world.counts[f"last events {status}"] += 1
+        assert status < 500, f"{case} ends with {status}"
+
+    async def send_frames(self) -> None:
+        await sockets.send_frames(self.world.port, self._random, self.transcript)
+
     async def send_extremes(self) -> None:
         path, body = extremes.drawn(self.world.document.content, self.world.model, self._random)
         await self._ask(path, body)
@@ -321,7 +340,7 @@ class Client:
             self._check_good(number, answer)
         else:
             self.world.check(good.path, answer)
-            assert answer.status == 403, f"Host {host!r} is answered {answer.status}"
+            assert answer.status in (400, 403), f"Host {host!r} is answered {answer.status}"
 
     async def send_too_much(self) -> None:
         _, good = self._good()
@@ -419,6 +438,8 @@ ACTIONS = {
     "send_wrong_values": 40,
     "send_what_is_drawn": 40,
     "send_extremes": 60,
+    "send_shapes": 60,
+    "send_frames": 4,
     "upload": 12,
     "send_form": 30,
     "leave_an_upload": 6,

@@ -76,7 +76,7 @@ def batches(draw: st.DrawFn, max_sequences: int) -> QueryTokens:
 
 @given(batch=batches(60))
 def test_members_see_and_share_their_whole_group(batch):
-    starts, query_lens, tables, block_size, _ = batch
+    starts, query_lens, tables, block_size, *_ = batch
     groups = groups_of(find_shared_prefixes(batch))
     taken = [member for members, _ in groups for member in members]
     assert len(taken) == len(set(taken))
@@ -91,7 +91,7 @@ def test_members_see_and_share_their_whole_group(batch):
 
 @given(batch=batches(6))
 def test_no_other_choice_of_groups_saves_more(batch):
-    starts, query_lens, tables, block_size, _ = batch
+    starts, query_lens, tables, block_size, *_ = batch
 
     def saved(members: tuple[int, ...]) -> int:
         return max(0, saving(len(members), shared_keys(members, starts, tables, block_size)))

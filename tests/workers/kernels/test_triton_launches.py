@@ -297,8 +297,10 @@ class Event:
         self._copies.fill(self._count)
 
 
-@pytest.mark.usefixtures("plugin", "cheap_groups")
-def test_steps_are_launched_and_read_in_order(monkeypatch: pytest.MonkeyPatch, served: Served) -> None:
+def read_late(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
+    """From now on a copy from the device is nonsense until its event was waited for. Returns a check of the order in
+    which steps were launched and drawn.
+    """
     order: list[str] = []
     copies = Copies()
     monkeypatch.setattr(torch_sampling, "to_host", copies.to_host)
@@ -317,16 +319,18 @@ def test_steps_are_launched_and_read_in_order(monkeypatch: pytest.MonkeyPatch, s
 
     monkeypatch.setattr(ModelRunner, "_forward", watched_forward)
     monkeypatch.setattr(ModelRunner, "_draw", watched_draw)
-    assert serve(monkeypatch).answers == served.answers
-    assert copies.num_filled > 20
-    drawing = [index for index, what in enumerate(order) if what == "to draw"]
-    assert len(drawing) > 5
-    assert [order[index + 1] for index in drawing] == ["draw"] * len(drawing)
+
+    def check() -> None:
+        assert copies.num_filled > 20
+        drawing = [index for index, what in enumerate(order) if what == "to draw"]
+        assert len(drawing) > 5
+        assert [order[index + 1] for index in drawing] == ["draw"] * len(drawing)
+
+    return check
 
 
-@pytest.mark.usefixtures("plugin", "cheap_groups")
-def test_no_kernel_reads_memory_that_nobody_wrote(monkeypatch: pytest.MonkeyPatch, served: Served) -> None:
-    """New memory holds NaN and the smallest integers, and all tokens and log-probabilities stay the same."""
+def poison(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
+    """From now on new memory holds NaN and the smallest integers. Returns a check that some was made."""
     poisoned = 0
 
     def poisoning(make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
@@ -343,5 +347,27 @@ def test_no_kernel_reads_memory_that_nobody_wrote(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(torch, "empty", poisoning(torch.empty))
     monkeypatch.setattr(torch, "empty_like", poisoning(torch.empty_like))
     monkeypatch.setattr(torch.Tensor, "new_empty", poisoning(torch.Tensor.new_empty))
+
+    def check() -> None:
+        assert poisoned > 100
+
+    return check
+
+
+HARDSHIPS = {"late copies in poisoned memory": (read_late, poison), "late copies": (read_late,), "poison": (poison,)}
+"""The first one has the others in it, which tell apart what fails there."""
+
+
+@pytest.mark.usefixtures("plugin", "cheap_groups")
+@pytest.mark.parametrize(
+    "name",
+    [name if name == next(iter(HARDSHIPS)) else pytest.param(name, marks=pytest.mark.prove) for name in HARDSHIPS],
+)
+def test_steps_are_read_in_order_and_no_kernel_reads_memory_that_nobody_wrote(
+    name: str, monkeypatch: pytest.MonkeyPatch, served: Served
+) -> None:
+    """All tokens and log-probabilities stay the same."""
+    checks = [begin(monkeypatch) for begin in HARDSHIPS[name]]
     assert serve(monkeypatch).answers == served.answers
-    assert poisoned > 100
+    for check in checks:
+        check()

@@ -33,6 +33,7 @@ struct KeyRange {
 // Offsets of a block's keys (and values) into the caches
 struct KeyBlock {
     int first;  // position of the first key
+    int num_unseen;  // leading keys that are not read
     int num_keys;
     size_t offsets[KEY_BLOCK];
 };
@@ -338,11 +339,13 @@ class AttentionWorker {
     // Prefetches the rows of a block's keys, then those of its values, spread over `num_heads` rounds of packing
     Prefetcher prefetcher_of(const Task& task, const KeyBlock& block, const char** rows, int num_heads) const {
         const size_t base = size_t(task.first_head) * call_.head_dim;
-        for (int i = 0; i < block.num_keys; i++) {
-            rows[i] = reinterpret_cast<const char*>(call_.k_cache + block.offsets[i] + base);
-            rows[block.num_keys + i] = reinterpret_cast<const char*>(call_.v_cache + block.offsets[i] + base);
+        const int num_read = block.num_keys - block.num_unseen;
+        for (int i = 0; i < num_read; i++) {
+            const size_t offset = block.offsets[block.num_unseen + i] + base;
+            rows[i] = reinterpret_cast<const char*>(call_.k_cache + offset);
+            rows[num_read + i] = reinterpret_cast<const char*>(call_.v_cache + offset);
         }
-        const int num_rows = 2 * block.num_keys;
+        const int num_rows = 2 * num_read;
         const int packs = KEY_BLOCK / LANES * (width_ / GRANULE) * num_heads;
         return {rows, num_rows, int(task.num_heads * call_.head_dim * sizeof(C)), num_rows / 3 / packs + 1};
     }
@@ -353,7 +356,8 @@ class AttentionWorker {
         const CacheLayout<C>& cache = call_.cache;
         block.first = key;
         block.num_keys = std::max(0, std::min(KEY_BLOCK, end - key));
-        for (int i = 0; i < block.num_keys;) {
+        block.num_unseen = std::max(0, std::min(task.first_seen - key, block.num_keys));
+        for (int i = block.num_unseen; i < block.num_keys;) {
             const int offset = (key + i) % cache.block_size;
             const size_t token = cache.token(table[(key + i) / cache.block_size], offset);
             const int run = std::min(cache.block_size - offset, block.num_keys - i);
@@ -369,10 +373,10 @@ class AttentionWorker {
         }
     }
 
-    // Copies the scales of a block's keys or values of one head; those past its last key stay undefined
+    // Copies the scales of a block's keys or values of one head; those of keys that are not read stay undefined
     void load_scales(const C* from, const KeyBlock& block, int head, float* to) const {
         const CacheLayout<C>& cache = call_.cache;
-        for (int i = 0; i < block.num_keys;) {
+        for (int i = block.num_unseen; i < block.num_keys;) {
             const int offset = (block.first + i) % cache.block_size;
             const int run = std::min(cache.block_size - offset, block.num_keys - i);
             memcpy(to + i, from + cache.scale(block.offsets[i], offset, head), run * sizeof(float));
@@ -380,9 +384,10 @@ class AttentionWorker {
         }
     }
 
-    // Pointers to the first `span` rows of a block; after its last key, to zeros
+    // Pointers to the first `span` rows of a block; before its first seen key and after its last, to zeros
     void point(const C* cache, const KeyBlock& block, int span, const C** rows) const {
-        for (int i = 0; i < block.num_keys; i++) rows[i] = cache + block.offsets[i];
+        for (int i = 0; i < block.num_unseen; i++) rows[i] = zeros_;
+        for (int i = block.num_unseen; i < block.num_keys; i++) rows[i] = cache + block.offsets[i];
         for (int i = block.num_keys; i < span; i++) rows[i] = zeros_;
     }
 

@@ -58,6 +58,7 @@ struct Task {
     int first_head = 0;
     int num_heads = 1;
     int first_key = 0;
+    int first_seen = 0;  // of a window: no query token sees a key before it, and its block may be another sequence's
     int end_key = 0;
     int num_splits = 1;  // including those of a shared prefix, which come first
     int shared_splits = 0;  // whole splits of a shared prefix
@@ -148,6 +149,7 @@ class Plan {
             task.end_key = start + token + task.num_tokens;
             const int64_t first_visible = std::max<int64_t>(0, int64_t(start) + token + 1 - call.window);
             task.first_key = std::max(prefix, int(first_visible) / KEY_BLOCK * KEY_BLOCK);
+            task.first_seen = int(first_visible);
             task.shared_splits = prefix / SPLIT_KEYS;
             const int own_splits = is_short ? splits_of(task.first_key, task.end_key) : 1;
             task.num_splits = task.shared_splits + own_splits;

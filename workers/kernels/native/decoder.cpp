@@ -37,6 +37,7 @@ struct Layer {
     void *k_cache, *v_cache;
     const float *cos_sin, *sinks;
     int window;
+    int group;  // whose slots and block tables it uses
 };
 
 struct Shape {
@@ -45,10 +46,14 @@ struct Shape {
     float eps, scale, logit_cap;
 };
 
-// What `AttentionMetadata` says; no groups are null.
+// What `AttentionMetadata` says; no groups are null. `slots` and `block_tables` are those of the first group of layers,
+// `other_slots` and `other_tables` those of the further ones, or null if all layers have the same blocks.
 struct Step {
     const int64_t *positions, *slots;
-    const int32_t *query_start, *context_lens, *block_tables, *group_start, *members, *prefix_lens;
+    const int32_t *query_start, *context_lens, *block_tables;
+    const int64_t* const* other_slots;
+    const int32_t* const* other_tables;
+    const int32_t *group_start, *members, *prefix_lens;
     int num_tokens, num_sequences, num_groups, max_blocks, block_size;
 };
 
@@ -85,13 +90,17 @@ extern "C" void manta_decoder(const Shape* shape, const Layer* layers, int num_l
             norm(b.residual, nullptr, layer.input_norm, b.normed);
         else
             norm(b.update, b.residual, layer.input_norm, b.normed);
+        const bool is_first_group = layer.group == 0 || step->other_slots == nullptr;
+        const int64_t* slots = is_first_group ? step->slots : step->other_slots[layer.group - 1];
+        const int32_t* block_tables = is_first_group ? step->block_tables : step->other_tables[layer.group - 1];
         linear(layer.qkv, b.normed, b.qkv, rows);
-        manta_rope_and_cache(s.dtype, s.cache_dtype, b.qkv, layer.cos_sin, step->positions, step->slots, layer.k_cache,
+        manta_rope_and_cache(s.dtype, s.cache_dtype, b.qkv, layer.cos_sin, step->positions, slots, layer.k_cache,
                              layer.v_cache, layer.q_norm, layer.k_norm, rows, step->block_size, s.num_heads,
                              s.num_kv_heads, s.head_dim, s.eps);
-        const int num_groups = layer.window == INT32_MAX ? step->num_groups : 0;  // a window may end inside a prefix
+        // A window may end inside a prefix, and other groups share other blocks
+        const int num_groups = layer.window == INT32_MAX && is_first_group ? step->num_groups : 0;
         manta_paged_attention(s.dtype, s.cache_dtype, b.qkv, qkv_width, layer.k_cache, layer.v_cache, b.attended,
-                              step->query_start, step->context_lens, step->block_tables, step->group_start,
+                              step->query_start, step->context_lens, block_tables, step->group_start,
                               step->members, step->prefix_lens, step->num_sequences, num_groups, step->max_blocks,
                               step->block_size, s.num_heads, s.num_kv_heads, s.head_dim, layer.window, s.scale,
                               s.logit_cap, layer.sinks, s.exact);

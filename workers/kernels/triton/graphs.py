@@ -11,19 +11,20 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import logging
 import time
 from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
 
+from manta.structured.visible_logs import logger_of
 from manta.workers.kernels.attention_metadata import AttentionMetadata
 from manta.workers.kernels.protocol import DecodeLimits, Forward, KVCaches, RotaryTables
 from manta.workers.kernels.triton.launch import GraphCapture, synchronize
 from manta.workers.kernels.triton.metadata import (
     DeviceMetadata,
     Layout,
+    add_other_groups,
     padded_views,
     padding,
     prefix_rows_of,
@@ -31,7 +32,7 @@ from manta.workers.kernels.triton.metadata import (
 )
 from manta.workers.kernels.triton.work import WorkShape
 
-logger = logging.getLogger(__name__)
+logger = logger_of(__name__)
 
 SMALL_SIZES = (1, 2, 4, 8)
 SIZE_STEP, LARGE_SIZE_STEP, LARGE_SIZE = 16, 32, 64
@@ -140,7 +141,9 @@ class GraphedLayers:
         num_sequences, num_blocks = metadata.block_tables.shape
         graph.residual[: metadata.num_tokens].copy_(residual)
         graph.metadata.packed.copy_(metadata.packed)
-        graph.metadata.block_tables[:num_sequences, :num_blocks].copy_(metadata.block_tables)
+        groups = (metadata, *metadata.other_groups), (graph.metadata, *graph.metadata.other_groups)
+        for group, own in zip(*groups, strict=True):
+            own.block_tables[:num_sequences, :num_blocks].copy_(group.block_tables)
         graph.replay()
         return graph.hidden[: metadata.num_tokens]
 
@@ -248,8 +251,8 @@ def _run_empty(
 
 
 def _empty_tables(num_sequences: int, limits: DecodeLimits, device: torch.device) -> torch.Tensor:
-    """Returns block tables of sequences of the maximum length, int32 [num_sequences, num_blocks]."""
-    shape = num_sequences, -(-limits.max_model_len // limits.block_size)
+    """Returns block tables of sequences of the maximum length, int32 [num_groups, num_sequences, num_blocks]."""
+    shape = limits.num_groups, num_sequences, -(-limits.max_model_len // limits.block_size)
     return torch.zeros(shape, dtype=torch.int32, device=device)
 
 
@@ -261,15 +264,16 @@ def _group_forms(layout: Layout, limits: DecodeLimits) -> tuple[bool, ...]:
 def empty_step(
     tables: torch.Tensor, layout: Layout, limits: DecodeLimits, has_groups: bool, shape: WorkShape
 ) -> DeviceMetadata:
-    """Returns the metadata of a step that is all padding. Its block tables are the first of `tables`."""
-    packed = padding(layout, has_groups, shape).to(tables.device)
-    arrays = padded_views(packed, layout, has_groups, shape)
-    return DeviceMetadata(
+    """Returns the metadata of a step that is all padding. Its block tables are the first of each group's `tables`."""
+    sizes = layout, has_groups, shape, limits.num_groups - 1
+    packed = padding(*sizes).to(tables.device)
+    arrays = padded_views(packed, *sizes)
+    step = DeviceMetadata(
         positions=arrays["positions"].view(torch.int64),
         slot_mapping=arrays["slot_mapping"].view(torch.int64),
         query_start=arrays["query_start"],
         context_lens=arrays["context_lens"],
-        block_tables=tables[: layout.num_sequences],
+        block_tables=tables[0, : layout.num_sequences],
         block_size=limits.block_size,
         max_query_len=layout.tokens_each,
         max_context_len=limits.max_model_len,
@@ -279,3 +283,5 @@ def empty_step(
         packed=packed,
         layout=layout,
     )
+    add_other_groups(step, arrays, tables[1:, : layout.num_sequences])
+    return step

@@ -17,15 +17,15 @@ for other devices, a small product is tried before the first weight is given to 
 from __future__ import annotations
 
 import functools
-import logging
 from typing import NamedTuple
 
 import torch
 
+from manta.structured.visible_logs import logger_of
 from manta.workers.kernels.triton.launch import capability, synchronize
 from manta.workers.kernels.triton.rounded_rows import RoundedRows
 
-logger = logging.getLogger(__name__)
+logger = logger_of(__name__)
 
 FLOAT8_BLOCK = 128
 """Outputs, and inputs, of the blocks of E4M3 weights whose scales cuBLAS knows."""

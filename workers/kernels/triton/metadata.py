@@ -121,7 +121,7 @@ def build_metadata(
     without it the work is cut for one KV head.
     """
     host = AttentionMetadata.build(tokens)
-    tables = host.block_tables.numpy()
+    tables = np.stack([each.block_tables.numpy() for each in (host, *host.other_groups)])
     shape = shape or WorkShape.of(1, 1, device)
     arrays = _arrays(host)
     if layout is not None:
@@ -131,8 +131,11 @@ def build_metadata(
     first_keys = arrays.get("prefix_lens", np.zeros(len(tokens.starts), dtype=np.int32))
     work = plan_work(tokens.starts, tokens.lens, first_keys, item_tokens, shape.num_programs)
     arrays |= {"items": work.items.ravel(), "merges": work.merges.ravel()}
+    num_others = len(host.other_groups)
+    if num_others:
+        arrays["other_slots"] = _other_slots(host, host.num_tokens if layout is None else layout.num_tokens)
     if layout is not None:
-        arrays = _padded(arrays, padded_sizes(layout, host.shared_prefixes is not None, shape))
+        arrays = _padded(arrays, padded_sizes(layout, host.shared_prefixes is not None, shape, num_others))
     words = {name: array.view(np.int32) for name, array in arrays.items()}
     places, end = aligned_places({name: len(array) for name, array in words.items()})
     staged = staging(end + tables.size, device)
@@ -143,12 +146,13 @@ def build_metadata(
     buffer = move(staged, device)
     views = {name: buffer[where] for name, where in places.items()}
     num_tokens, num_sequences = host.num_tokens, host.num_sequences
-    return DeviceMetadata(
+    device_tables = buffer[end:].view(tables.shape)
+    step = DeviceMetadata(
         positions=views["positions"].view(torch.int64)[:num_tokens],
         slot_mapping=views["slot_mapping"].view(torch.int64)[:num_tokens],
         query_start=views["query_start"][: num_sequences + 1],
         context_lens=views["context_lens"][:num_sequences],
-        block_tables=buffer[end:].view(tables.shape),
+        block_tables=device_tables[0],
         block_size=tokens.block_size,
         max_query_len=host.max_query_len,
         max_context_len=host.max_context_len,
@@ -157,6 +161,21 @@ def build_metadata(
         prefix_rows=prefix_rows_of(views) if host.shared_prefixes is not None else None,
         packed=None if layout is None else buffer[:end],
         layout=layout,
+    )
+    add_other_groups(step, views, device_tables[1:])
+    return step
+
+
+def add_other_groups(step: DeviceMetadata, views: dict[str, torch.Tensor], tables: torch.Tensor) -> None:
+    """Adds the further groups of layers to a step: their slots are among `views`, and `tables` are their block tables,
+    int32 [num_groups - 1, num_sequences, max_blocks]. They read shared prefixes as other keys.
+    """
+    if not len(tables):
+        return
+    slots = views["other_slots"].view(torch.int64).view(len(tables), -1)[:, : step.num_tokens]
+    step.other_groups = tuple(
+        dataclasses.replace(step, slot_mapping=own_slots, block_tables=own_tables, prefix_rows=None, packed=None)
+        for own_slots, own_tables in zip(slots, tables, strict=True)
     )
 
 
@@ -173,8 +192,8 @@ def prefix_rows_of(views: dict[str, torch.Tensor]) -> PrefixRows:
     return PrefixRows(**{field.name: views[field.name] for field in dataclasses.fields(PrefixRows)})
 
 
-def padded_sizes(layout: Layout, has_groups: bool, shape: WorkShape) -> dict[str, int]:
-    """Returns the int32 words of each array."""
+def padded_sizes(layout: Layout, has_groups: bool, shape: WorkShape, num_others: int = 0) -> dict[str, int]:
+    """Returns the int32 words of each array. Layers have `num_others` groups besides the first."""
     num_tokens, num_sequences = layout.num_tokens, layout.num_sequences
     sizes = {
         "positions": 2 * num_tokens,
@@ -184,6 +203,8 @@ def padded_sizes(layout: Layout, has_groups: bool, shape: WorkShape) -> dict[str
         "items": layout.most_items(shape) * len(ITEM_COLUMNS),
         "merges": num_tokens * len(MERGE_COLUMNS),
     }
+    if num_others:
+        sizes["other_slots"] = num_others * 2 * num_tokens
     if has_groups:
         most_groups = max(1, num_sequences // 2)
         sizes |= {
@@ -197,7 +218,7 @@ def padded_sizes(layout: Layout, has_groups: bool, shape: WorkShape) -> dict[str
     return sizes
 
 
-_PADDING = {"slot_mapping": -1, "first_rows": -1, "items": -1}
+_PADDING = {"slot_mapping": -1, "other_slots": -1, "first_rows": -1, "items": -1}
 """Values that pad arrays. Cumulative arrays are padded with their last value, and others with 0.
 
 A padding sequence has no tokens. A padding token belongs to no sequence: it writes no key, and attention does not write
@@ -206,9 +227,9 @@ its output.
 _CUMULATIVE = ("query_start", "row_start")
 
 
-def padding(layout: Layout, has_groups: bool, shape: WorkShape) -> torch.Tensor:
+def padding(layout: Layout, has_groups: bool, shape: WorkShape, num_others: int = 0) -> torch.Tensor:
     """Returns the buffer of a step without sequences, int32 on the CPU."""
-    places, end = aligned_places(padded_sizes(layout, has_groups, shape))
+    places, end = aligned_places(padded_sizes(layout, has_groups, shape, num_others))
     buffer = torch.zeros(end, dtype=torch.int32)
     for name, value in _PADDING.items():
         if name in places:
@@ -216,9 +237,11 @@ def padding(layout: Layout, has_groups: bool, shape: WorkShape) -> torch.Tensor:
     return buffer
 
 
-def padded_views(buffer: torch.Tensor, layout: Layout, has_groups: bool, shape: WorkShape) -> dict[str, torch.Tensor]:
+def padded_views(
+    buffer: torch.Tensor, layout: Layout, has_groups: bool, shape: WorkShape, num_others: int = 0
+) -> dict[str, torch.Tensor]:
     """Returns the arrays of a buffer with that layout, int32."""
-    places, _ = aligned_places(padded_sizes(layout, has_groups, shape))
+    places, _ = aligned_places(padded_sizes(layout, has_groups, shape, num_others))
     return {name: buffer[where] for name, where in places.items()}
 
 
@@ -229,6 +252,14 @@ def _arrays(host: AttentionMetadata) -> dict[str, np.ndarray]:
     if host.shared_prefixes is not None:
         arrays |= _group_arrays(host.shared_prefixes, arrays["query_start"])
     return arrays
+
+
+def _other_slots(host: AttentionMetadata, num_tokens: int) -> np.ndarray:
+    """Returns the slots of the further groups, int64 [(num_groups - 1) * num_tokens], each group padded by itself."""
+    slots = np.full((len(host.other_groups), num_tokens), _PADDING["other_slots"], dtype=np.int64)
+    for own, group in zip(slots, host.other_groups, strict=True):
+        own[: host.num_tokens] = group.slot_mapping.numpy()
+    return slots.ravel()
 
 
 def _padded(arrays: dict[str, np.ndarray], sizes: dict[str, int]) -> dict[str, np.ndarray]:

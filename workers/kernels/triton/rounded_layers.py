@@ -16,6 +16,7 @@ from manta.workers.kernels.triton import layers
 from manta.workers.kernels.triton.quantized_linear import TritonQuantizedLinear
 from manta.workers.kernels.triton.rounded_rows import RoundedRows, round_normed
 from manta.workers.kernels.weights import DecoderWeights, GatedMlpWeights, LayerWeights, Linear
+from manta.workers.kv_groups import LayerPlace, group_layers
 from manta.workers.models.model_config import ModelConfig
 from manta.workers.models.variants import OUTSIDE_OF_LAYERS, variants_of
 
@@ -59,7 +60,8 @@ class _RoundedInput:
 class _RoundedLayer:
     """One layer's linears and norms."""
 
-    def __init__(self, weights: LayerWeights, sliding_window: int | None) -> None:
+    def __init__(self, weights: LayerWeights, place: LayerPlace, sliding_window: int | None) -> None:
+        self.group = place.group
         assert weights.input_norm is not None
         assert weights.mlp_norm is not None
         assert isinstance(weights.mlp, GatedMlpWeights)
@@ -80,7 +82,9 @@ class RoundedLayers:
     """Callable: embedded tokens to hidden states after the last norm."""
 
     def __init__(self, weights: DecoderWeights, config: ModelConfig) -> None:
-        self._layers = [_RoundedLayer(*each) for each in zip(weights.layers, config.sliding_windows, strict=True)]
+        places = group_layers(config.sliding_windows).layers
+        layers_of = zip(weights.layers, places, config.sliding_windows, strict=True)
+        self._layers = [_RoundedLayer(*each) for each in layers_of]
         self._final_norm = weights.final_norm
         self._config = config
 
@@ -96,8 +100,9 @@ class RoundedLayers:
         update: torch.Tensor | None = None
         for layer, table, kv_cache in zip(self._layers, cos_sin, kv_caches, strict=True):
             qkv = layer.qkv.forward(layer.qkv.norm(update, residual, layer.input_norm, eps), metadata)
-            layers.rope_and_cache(qkv, table, metadata, *kv_cache, heads, layer.q_norm, layer.k_norm, eps)
-            attended = layers.paged_attention(qkv, *kv_cache, metadata, heads, layer.sliding_window)
+            group = metadata.of_group(layer.group)
+            layers.rope_and_cache(qkv, table, group, *kv_cache, heads, layer.q_norm, layer.k_norm, eps)
+            attended = layers.paged_attention(qkv, *kv_cache, group, heads, layer.sliding_window)
             update = layer.output.forward(attended, metadata)
             update = layer.mlp(layer.gated.norm(update, residual, layer.mlp_norm, eps), metadata)
         assert update is not None
