@@ -63,7 +63,8 @@ def describe(config: ModelConfig) -> DecoderSpec:
 def _layer(config: ModelConfig, index: int) -> LayerSpec:
     layer, prefix = llama.layer(config, index), f"model.layers.{index}"
     router = LinearSpec((WeightPart(f"{prefix}.mlp.router", config.num_experts),), config.hidden_size, has_bias=True)
-    experts = tuple(_expert(config, layer.mlp, f"{prefix}.mlp.experts", each) for each in range(config.num_experts))
+    usual = llama.mlp(config, f"{prefix}.mlp")
+    experts = tuple(_expert(config, usual, f"{prefix}.mlp.experts", each) for each in range(config.num_experts))
     attention = layer.attention._replace(sinks=f"{prefix}.self_attn.sinks")
     return layer._replace(attention=attention, mlp=ExpertsSpec(router, experts))
 
