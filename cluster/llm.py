@@ -132,7 +132,8 @@ class _Tracked:
         """Completes a choice that has ended, and with the last one the output."""
         output = self.output
         if self._chat is not None:
-            choice.message = self._chat.message(choice.text)
+            stopped_itself = choice.finish_reason is FinishStatus.FINISHED_STOPPED and choice.stop_reason is None
+            choice.message = self._chat.message(choice.text, is_cut=not stopped_itself)
         self._num_going_on -= 1
         if self._num_going_on == 0:
             output.usage = Usage.of_choices(len(output.prompt_token_ids), self.usages)

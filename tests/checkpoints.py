@@ -96,6 +96,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         "GPTNeoConfig",
         {"num_key_value_heads": None, "window_size": 24, "attention_types": [[["global", "local", "local"], 1]]},
     ),
+    "persimmon": ("PersimmonConfig", {"num_key_value_heads": None}),
     "xglm": ("XGLMConfig", {"num_key_value_heads": None, "ffn_dim": 96}),
 }
 """Name to (transformers configuration class, what differs from the common sizes). The first seven run natively."""

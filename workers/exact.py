@@ -8,9 +8,12 @@ from __future__ import annotations
 
 from manta.workers.model_options import ModelOptions
 from manta.workers.models.model_config import ModelConfig, ModelError
+from manta.workers.models.variants import Variant, variants_of
 
 HEAD_DIM_MULTIPLE = 16
 """Head sizes that the attention kernels take; torch computes others, with sums in an order of its own."""
+_INEXACT = frozenset({Variant.WIDE_NORMS, Variant.LAYER_NORMS, Variant.ACTIVATION, Variant.EXPERTS, Variant.FINAL_CAP})
+"""Variants that torch computes, with functions whose last bits differ between processors."""
 _OR = "or set exact to false"
 
 
@@ -35,6 +38,11 @@ def check_exact(
         raise ModelError(
             f"exact needs a model that Manta computes itself, and {model.architecture} runs through transformers; take "
             f"another model, {_OR}"
+        )
+    if model is not None and (inexact := sorted(each.value for each in variants_of(model) & _INEXACT)):
+        raise ModelError(
+            f"exact needs layers whose every part has compiled kernels, and torch computes {', '.join(inexact)} of "
+            f"this {model.architecture}; take another model, {_OR}"
         )
     if model is not None and model.head_dim % HEAD_DIM_MULTIPLE:
         raise ModelError(

@@ -45,10 +45,12 @@ class Chat(msgspec.Struct, frozen=True, kw_only=True):
     plan: ChatPlan
     """The prompt as text, and the sampling parameters with the constraint."""
 
-    def message(self, text: str) -> Message:
-        """Returns the answer `text` as an assistant message, which may be appended to the conversation."""
+    def message(self, text: str, is_cut: bool = False) -> Message:
+        """Returns the answer `text` as an assistant message, which may be appended to the conversation. `is_cut` says
+        that something else than the model ended the text.
+        """
         reader, builder = ChatReader(self.plan), MessageBuilder()
-        builder.add(reader.feed(text, final=True))
+        builder.add(reader.feed(text, final=True, is_cut=is_cut))
         message = msgspec.to_builtins(builder.message())
         return {key: value for key, value in message.items() if key != "refusal"}
 

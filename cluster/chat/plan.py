@@ -62,6 +62,8 @@ class ChatPlan(msgspec.Struct, frozen=True, kw_only=True):
     """The tools that the answer may call, by name, each with the form of its arguments."""
     not_enforced: tuple[str, ...] = ()
     """Demands in the schemas of tools with `strict: false` that the format cannot carry."""
+    has_whole_marks: bool = False
+    """Whether each mark that begins calls is one token, so that no text is the beginning of a mark."""
     only_calls: bool = False
     """Whether the answer has no text beside calls."""
     is_named: bool = False
@@ -140,6 +142,8 @@ def plan_chat(request: ChatCompletionRequest, params: SamplingParams, tokenizer:
         tool_format=tool_format,
         tools={tool.function.name: argument_forms(arguments_schema(tool)) for tool in request.callable_tools()},
         not_enforced=tuple(left_out),
+        has_whole_marks=tool_format is not None
+        and all(tokenizer.token_to_id(begin) is not None for begin in tool_format.begins),
         only_calls=tool_format is not None and not tool_format.is_channel and must_call(request.tool_choice),
         is_named=isinstance(request.tool_choice, NamedToolChoice),
         reasoning=reasoning,

@@ -37,17 +37,21 @@ class ChatReader:
             strip_answer = plan.params.constraint is None or plan.tool_format is not None
             self._splitter = ReasoningSplitter(plan.reasoning, plan.is_thinking, strip_answer)
         self._parser = (
-            None if plan.tool_format is None else ToolCallParser(plan.tool_format, plan.tools, plan.only_calls)
+            None
+            if plan.tool_format is None
+            else ToolCallParser(plan.tool_format, plan.tools, plan.only_calls, plan.has_whole_marks)
         )
 
-    def feed(self, text: str, final: bool) -> list[ChatDelta]:
-        """Returns the deltas that new text brings; with `final`, also the deltas of text that was held back."""
+    def feed(self, text: str, final: bool, is_cut: bool = False) -> list[ChatDelta]:
+        """Returns the deltas that new text brings; with `final`, also the deltas of text that was held back. `is_cut`
+        says that something else than the model ended the text.
+        """
         deltas = self._read(text)
         if final:
             if self._splitter is not None:
                 deltas += self._answer(*self._splitter.finish())
             if self._parser is not None:
-                deltas += map(self._delta, self._parser.finish())
+                deltas += map(self._delta, self._parser.finish(is_cut))
         return deltas
 
     def ends_with_call(self, finish: FinishStatus) -> bool:
@@ -99,7 +103,7 @@ def whole_arguments(call: ToolCallDelta) -> dict[str, Any] | None:
     """Returns the arguments of a call as an object, for APIs whose calls hold no text; None if the call was cut off."""
     try:
         arguments = json.loads(call.function.arguments or "{}")
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
     return arguments if isinstance(arguments, dict) else None
 

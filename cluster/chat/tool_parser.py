@@ -31,8 +31,16 @@ class Piece(msgspec.Struct, frozen=True):
 class ToolCallParser:
     """`feed` the text, then `finish`."""
 
-    def __init__(self, form: ToolFormat, tools: Mapping[str, ArgumentForms], only_calls: bool = False) -> None:
-        """Takes the `tools` that may be called, by name. With `only_calls` the answer has no other text."""
+    def __init__(
+        self,
+        form: ToolFormat,
+        tools: Mapping[str, ArgumentForms],
+        only_calls: bool = False,
+        has_whole_marks: bool = False,
+    ) -> None:
+        """Takes the `tools` that may be called, by name. With `only_calls` the answer has no other text. With
+        `has_whole_marks` no text ends with a part of a mark that begins calls.
+        """
         self._form = form
         self._tools = tools
         self._text = ""
@@ -43,6 +51,7 @@ class ToolCallParser:
         """Marks that may follow a call, in this order; None if the text does not follow one."""
         self._ids: set[str] = set()
         self._only_calls = only_calls
+        self._has_whole_marks = has_whole_marks
         self.num_calls = 0
         self.is_cut = False
         """Whether the text ended within a call, set by `finish`."""
@@ -62,25 +71,31 @@ class ToolCallParser:
                 pieces += self._read_text()
         return pieces
 
-    def finish(self) -> list[Piece]:
-        """Returns the text that was held back. A call that was cut off before its arguments is left out."""
+    def finish(self, is_cut: bool = False) -> list[Piece]:
+        """Returns the text that was held back. A call that was cut off before its arguments is left out. With `is_cut`
+        the model had not ended the text, which may end with a part of a mark. That is left out too.
+        """
         rest, reader = self._text, self._reader
         if reader is not None:
             self.is_cut = not reader.has_all_arguments
-            rest = "" if reader.is_open or self._is_call(reader.raw) else reader.raw
+            rest = "" if reader.is_open or self._is_call(reader.raw, is_cut) else reader.raw
         elif self._between is not None:
             rest = ""
         elif self._only_calls or self.num_calls:
             self.is_cut, rest = bool(rest.strip()), ""  # it is the beginning of a mark, and no text follows calls
+        elif is_cut and not self._has_whole_marks and rest.strip():
+            self.is_cut, rest = True, ""
         self._reader, self._text = None, ""
         return _as_text(rest)
 
-    def _is_call(self, raw: str) -> bool:
-        """Returns whether a text whose end is missing can only be a call. The grammar allows no other text that begins
-        so.
+    def _is_call(self, raw: str, is_cut: bool) -> bool:
+        """Returns whether a text whose end is missing is a call. The grammar allows no other text that begins as calls
+        do. With `is_cut` the text may be too short to tell.
         """
-        begins = (*self._form.begins, *self._form.bare_starts(self._tools))
-        return self._only_calls or self.num_calls > 0 or raw.lstrip().startswith(begins)
+        raw, bare = raw.lstrip(), self._form.bare_starts(self._tools)
+        begins = raw.startswith((*self._form.begins, *bare))
+        may_begin = is_cut and any(start.startswith(raw) for start in bare)
+        return self._only_calls or self.num_calls > 0 or begins or may_begin
 
     # ---- outside calls -------------------------------------------------------------------------------------------
 

@@ -46,7 +46,7 @@ from manta.workers.kept_weights import check_weights, describe_kept
 from manta.workers.kv_cache_dtype import check_kv_cache, kv_dtype
 from manta.workers.kv_groups import LayerGroups, one_group
 from manta.workers.models.model_config import ModelConfig, ModelError
-from manta.workers.models.variants import check_variants
+from manta.workers.models.variants import check_variants, variants_of
 from manta.workers.parallel.split import check_num_ranks
 from manta.workers.torch_worker.trial import Trial, TrialResult, try_one_layer
 
@@ -64,6 +64,12 @@ class CheckReport(msgspec.Struct, frozen=True, kw_only=True):
     folder: str
     architecture: str
     native: bool
+    wrapper: str | None = None
+    """Architecture of the multimodal model of which this is the text decoder."""
+    variants: tuple[str, ...] = ()
+    """What its layers do beyond Llama's."""
+    runs_in_one_call: bool = False
+    """Whether all layers are one call of compiled code, or one graph."""
     num_parameters: int
     checkpoint_dtype: str
     quantized: str | None = None
@@ -322,6 +328,9 @@ def check_model(engine: EngineConfig) -> CheckReport:
         folder=engine.model if engine.model.endswith(".gguf") else str(folder),
         architecture=model.architecture,
         native=model.native,
+        wrapper=model.wrapper,
+        variants=tuple(sorted(each.value for each in variants_of(model))) if model.native else (),
+        runs_in_one_call=trial.runs_in_one_call,
         num_parameters=parameters,
         checkpoint_dtype=model.dtype,
         quantized=None if tally is None else _quantized(model, engine, tally, dtype, keeps_integers, keeps_float8),
@@ -490,6 +499,11 @@ def _rows(report: CheckReport) -> Iterator[str]:
         rows["sequences"] = "take " + ", ".join(f"{_gib(size)} with {tokens:,} tokens" for tokens, size in sizes)
     if report.kv_groups:
         rows["windows"] = report.kv_groups
+    if report.wrapper:
+        rows["text only"] = f"the decoder of {report.wrapper}; requests with pictures are refused"
+    if report.variants:
+        form = "in one call" if report.runs_in_one_call else "kernel by kernel"
+        rows["layers"] = f"run {form}, with {', '.join(report.variants)}"
     if report.sampling:
         rows["sampling"] = f"{report.sampling}, where a request says nothing (`--generation-config none` for 1)"
     if report.unused_keys:

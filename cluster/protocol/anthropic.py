@@ -334,6 +334,26 @@ def _openai_choice(choice: MessagesToolChoice) -> str | dict[str, Any]:
 
 
 # ---- answers -----------------------------------------------------------------------------------------------------
+# Anthropic's schema requires also what is always null here.
+
+
+class AnswerText(msgspec.Struct, tag_field="type", tag="text"):
+    text: str
+    citations: None = None
+
+
+class DirectCaller(msgspec.Struct, tag_field="type", tag="direct", frozen=True):
+    """The model itself made the call."""
+
+
+class AnswerToolUse(msgspec.Struct, tag_field="type", tag="tool_use"):
+    id: str
+    name: str
+    input: dict[str, Any]
+    caller: DirectCaller = DirectCaller()
+
+
+AnswerBlock = AnswerText | AnswerToolUse | ThinkingBlock
 
 
 class MessagesUsage(msgspec.Struct, kw_only=True):
@@ -342,6 +362,11 @@ class MessagesUsage(msgspec.Struct, kw_only=True):
     output_tokens: int
     cache_read_input_tokens: int = 0
     cache_creation_input_tokens: int = 0
+    cache_creation: None = None
+    inference_geo: None = None
+    output_tokens_details: None = None
+    server_tool_use: None = None
+    service_tier: None = None
 
 
 class MessageAnswer(msgspec.Struct, kw_only=True):
@@ -351,10 +376,12 @@ class MessageAnswer(msgspec.Struct, kw_only=True):
     type: Literal["message"] = "message"
     role: Literal["assistant"] = "assistant"
     model: str
-    content: list[Block]
+    content: list[AnswerBlock]
     stop_reason: str | None
     """`end_turn`, `max_tokens`, `stop_sequence` or `tool_use`."""
     stop_sequence: str | None
+    stop_details: None = None
+    container: None = None
     usage: MessagesUsage
 
 
@@ -368,7 +395,7 @@ class MessageStart(msgspec.Struct, tag_field="type", tag="message_start"):
 
 class BlockStart(msgspec.Struct, tag_field="type", tag="content_block_start"):
     index: int
-    content_block: Block
+    content_block: AnswerBlock
 
 
 class TextDelta(msgspec.Struct, tag_field="type", tag="text_delta"):

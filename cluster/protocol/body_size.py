@@ -8,6 +8,7 @@ made of: values, and the lists, objects and named members that cost more than a 
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from manta.cluster.config import BodyLimits
@@ -57,13 +58,14 @@ def check_body_size(text: bytes, limits: BodyLimits, field: str = "") -> None:
         refuse("over_limit", field, size.num_members, limits.max_members, remedy, unit=unit)
 
 
-def json_within(text: str, field: str) -> Any:
-    """Returns the value of a JSON text that a field of a body holds. Raises `RequestRefused` naming the field.
+def json_within(text: str, field: str, read: Callable[[str], Any] = json.loads) -> Any:
+    """Returns the value that `read` finds in a JSON text that a field of a body holds. Raises `RequestRefused` naming
+    the field.
 
     Escapes hide the text's own values from the count of the body, so it counts as a body of its own.
     """
     try:
         check_body_size(text.encode("utf-8", "surrogatepass"), BodyLimits(), field)
-        return json.loads(text)
+        return read(text)
     except (ValueError, RecursionError) as error:
         refuse("malformed", field, bound="JSON", cause=str(error))

@@ -5,7 +5,7 @@ They are part of the bodies in `cluster/protocol/requests.py` and of `/tokenize`
 
 from __future__ import annotations
 
-import json
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -14,21 +14,15 @@ from msgspec import UNSET, UnsetType
 from manta.cluster.errors import refuse
 from manta.cluster.protocol.body_size import json_within
 from manta.cluster.protocol.foreign_fields import ignore
-
-
-class Arguments(dict[str, Any]):
-    """The arguments of a call for chat templates: an object, and where a template joins it to a text its JSON, as some
-    models' templates expect a string.
-    """
-
-    def __radd__(self, text: str) -> str:
-        return text + json.dumps(self, ensure_ascii=False)
+from manta.cluster.text.call_arguments import arguments_of
 
 
 class CalledFunction(msgspec.Struct, forbid_unknown_fields=True):
     name: str
-    arguments: str
-    """Arguments as JSON text. Blank means none, as some servers answer for a function without parameters."""
+    arguments: str | None = None
+    """Arguments as JSON text, which may end early if the answer was cut. Blank or null means none, as some servers
+    answer for a function without parameters.
+    """
 
 
 class MessageToolCall(msgspec.Struct, forbid_unknown_fields=True):
@@ -48,7 +42,10 @@ class ChatMessage(msgspec.Struct, forbid_unknown_fields=True):
     """Null is empty. Only a message of the assistant may leave it out."""
     name: str | None = None
     reasoning_content: str | None = None
+    reasoning: str | None = None
+    """Another name of `reasoning_content`, which some servers and clients use."""
     refusal: str | None = None
+    """Text of an assistant that declined. It stands in place of a content that is empty."""
     annotations: list[Any] | None = None
     audio: Any = None
     tool_calls: list[MessageToolCall] | None = None
@@ -81,12 +78,14 @@ def template_message(message: ChatMessage, path: str) -> dict[str, Any]:
         refuse("unsupported", f"{path}.audio", remedy="leave it out")
     if message.content is UNSET and message.role != "assistant":
         refuse("missing", f"{path}.content", remedy="give a string or a list of text parts")
-    content = content_text(message.content or "", f"{path}.content")
+    parts = ASSISTANT_PARTS if message.role == "assistant" else TEXT_PARTS
+    content = content_text(message.content or message.refusal or "", f"{path}.content", parts)
     result: dict[str, Any] = {"role": "system" if message.role == "developer" else message.role, "content": content}
     if message.name is not None:
         result["name"] = message.name
-    if message.reasoning_content is not None:
-        result["reasoning_content"] = message.reasoning_content
+    reasoning = message.reasoning if message.reasoning_content is None else message.reasoning_content
+    if reasoning is not None:
+        result["reasoning_content"] = reasoning
     if message.tool_calls:
         result["tool_calls"] = [
             _template_call(call, f"{path}.tool_calls[{index}]") for index, call in enumerate(message.tool_calls)
@@ -114,28 +113,34 @@ def _template_call(call: MessageToolCall, path: str) -> dict[str, Any]:
     """Returns a call for the chat template, which writes the arguments itself and so gets them as an object."""
     if call.type != "function":
         refuse("unsupported", f"{path}.type", call.type, "function", "use 'function'")
-    arguments = json_within(call.function.arguments.strip() or "{}", f"{path}.function.arguments")
-    if isinstance(arguments, dict):
-        arguments = Arguments(arguments)
+    arguments = json_within(call.function.arguments or "", f"{path}.function.arguments", arguments_of)
     result: dict[str, Any] = {"type": "function", "function": {"name": call.function.name, "arguments": arguments}}
     return result if call.id is None else {"id": call.id, **result}
 
 
-def content_text(content: str | list[dict[str, Any]], path: str) -> str:
-    """Returns a content as one text; its parts become lines. Raises `RequestRefused` for a part that is no text."""
+TEXT_PARTS = ("text",)
+ASSISTANT_PARTS = ("text", "refusal")
+"""Types of the parts of a content. Each part has its text in a field of that name."""
+
+
+def content_text(content: str | list[dict[str, Any]], path: str, parts: Sequence[str] = TEXT_PARTS) -> str:
+    """Returns a content as one text; its parts become lines. Raises `RequestRefused` for a part of a type that is not
+    one of `parts`.
+    """
     if isinstance(content, str):
         return content
-    return "\n".join(_part_text(part, f"{path}[{index}]") for index, part in enumerate(content))
+    return "\n".join(_part_text(part, f"{path}[{index}]", parts) for index, part in enumerate(content))
 
 
-def _part_text(part: dict[str, Any], path: str) -> str:
-    if part.get("type") != "text":
-        refuse("unsupported", f"{path}.type", str(part.get("type")), "text", "give text parts only")
-    for name in part.keys() - {"type", "text"}:
+def _part_text(part: dict[str, Any], path: str, parts: Sequence[str]) -> str:
+    kind = str(part.get("type"))
+    if kind not in parts:
+        refuse("unsupported", f"{path}.type", kind, "text", "give text parts only")
+    for name in part.keys() - {"type", kind}:
         ignore(f"{path}.{name}")
-    if not isinstance(part.get("text"), str):
-        refuse("wrong_value", f"{path}.text", bound="a string")
-    return part["text"]
+    if not isinstance(part.get(kind), str):
+        refuse("wrong_value", f"{path}.{kind}", bound="a string")
+    return part[kind]
 
 
 MAX_TEMPLATE_KWARGS = 1024

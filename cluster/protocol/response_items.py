@@ -16,7 +16,7 @@ from manta.cluster.protocol.compaction import Compacted, decode_compacted
 Item = dict[str, Any]
 
 _ROLES = ("user", "assistant", "system", "developer")
-_TEXT_PARTS = ("input_text", "output_text", "text")
+_TEXT_PARTS = ("input_text", "output_text", "text", "refusal")
 _ID_PREFIXES = {
     "message": "msg",
     "reasoning": "rs",
@@ -118,7 +118,7 @@ def content_text(item: Item, field: str, path: str) -> str:
         kind = part.get("type") if isinstance(part, dict) else None
         if kind not in _TEXT_PARTS:
             refuse("unsupported", f"{place}.type", str(kind), _TEXT_PARTS, f"send text ({_TEXT_PARTS[0]})")
-        texts.append(_text(part, "text", place))
+        texts.append(_text(part, "refusal" if kind == "refusal" else "text", place))
     return "\n".join(texts)
 
 

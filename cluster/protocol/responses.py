@@ -138,7 +138,6 @@ class ChatCompletion(msgspec.Struct, kw_only=True):
     usage: UsageInfo
     service_tier: str | UnsetType = UNSET
     """`SERVICE_TIER`, if the request names a tier."""
-    system_fingerprint: str | None = None
     prompt_logprobs: PromptLogprobs | UnsetType = UNSET
     prompt_token_ids: list[int] | UnsetType = UNSET
 
@@ -169,7 +168,6 @@ class ChatCompletionChunk(msgspec.Struct, kw_only=True):
     choices: list[ChatChunkChoice]
     usage: UsageInfo | UnsetType | None = UNSET
     service_tier: str | UnsetType = UNSET
-    system_fingerprint: str | None = None
     prompt_token_ids: list[int] | UnsetType = UNSET
     """Token ids of the prompt, in the first chunk, if the request asks for them."""
 
@@ -199,4 +197,3 @@ class Completion(msgspec.Struct, kw_only=True):
     model: str
     choices: list[CompletionChoice]
     usage: UsageInfo | UnsetType | None = UNSET
-    system_fingerprint: str | None = None

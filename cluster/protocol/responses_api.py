@@ -199,7 +199,7 @@ def _check_event_id(event_id: str | None) -> None:
 class CompactRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     """`POST /v1/responses/compact`."""
 
-    model: str = ""
+    model: str
     input: str | list[dict[str, Any]] | None = None
     """Conversation to compact, after that of `previous_response_id` if there is one."""
     instructions: str | None = None

@@ -356,7 +356,7 @@ BATCH = {"input_file_id": "file-x", "endpoint": "/v1/completions", "completion_w
         ({"completion_window": "8d"}, "completion_window"),
         ({"metadata": {"a": "x" * 513}}, "metadata"),
         ({"metadata": {str(number): "" for number in range(17)}}, "metadata"),
-        ({"window": 1}, "window"),
+        ({"completion_windows": 1}, "completion_windows"),
         ({}, "input_file_id"),
         ({"input_file_id": "../../secret"}, "input_file_id"),
     ],

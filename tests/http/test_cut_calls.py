@@ -20,6 +20,7 @@ from tests.http.test_routes import Repeating, RepeatingEngines
 
 CALL = '<tool_call>{"name": "add", "arguments": {"a": 1, "b": 2}}</tool_call>'
 BEFORE_NAME, WITHIN, BEHIND = CALL[: CALL.index("add")], CALL[: CALL.index(', "b"')], CALL[: CALL.index("</")]
+DEEP = CALL[: CALL.index("1, ")] + "[" * 20_000
 PARAMETERS = {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"type": "integer"}}}
 FUNCTION = {"type": "function", "function": {"name": "add", "parameters": PARAMETERS}}
 COMMON = {"model": "demo", "messages": [{"role": "user", "content": "1 + 2?"}]}
@@ -80,7 +81,7 @@ def test_a_chat_ends_as_stopped_with_what_there_is(text: str, choice: str, argum
     assert "".join(pieces) == (arguments or "")
 
 
-@pytest.mark.parametrize("text", [BEFORE_NAME, WITHIN])
+@pytest.mark.parametrize("text", [BEFORE_NAME, WITHIN, DEEP], ids=["before the name", "within", "deep within"])
 def test_apis_whose_calls_hold_an_object_leave_a_cut_call_out(text: str) -> None:
     whole = json.loads(ask(text, "/api/chat", tools=[FUNCTION], stream=False))
     assert (whole["message"]["content"], whole["message"].get("tool_calls"), whole["done_reason"]) == ("", None, "stop")

@@ -209,7 +209,20 @@ def test_it_is_documented() -> None:
     document = App().ask("GET", "/openapi.json").json()
     operation = document["paths"]["/v1/count/{name}"]["post"]
     assert operation["summary"] == COUNT.summary
-    assert set(operation["responses"]) == {"200", "400", "401", "403", "404", "405", "408", "413", "429", "500", "503"}
+    assert set(operation["responses"]) == {
+        "200",
+        "400",
+        "401",
+        "403",
+        "404",
+        "405",
+        "415",
+        "408",
+        "413",
+        "429",
+        "500",
+        "503",
+    }
     assert [parameter["name"] for parameter in operation["parameters"]] == ["name"]
     for content, value in (
         (operation["requestBody"]["content"], {"text": "a"}),

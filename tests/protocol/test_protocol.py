@@ -173,7 +173,7 @@ CHAT_MISTAKES: list[tuple[dict[str, Any], str]] = [
     ({"messages": [{"role": "user", "content": "x", "tool_calls": [CALL]}]}, "messages[0].tool_calls"),
     ({"messages": [{"role": "assistant", "content": "x", "function_call": {}}]}, "messages[0].function_call"),
     (
-        {"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}]},
+        {"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{}}"}}]}]},
         "messages[0].tool_calls[0].function.arguments",
     ),
     (

@@ -67,6 +67,7 @@ GEMMA: dict[str, Any] = {
     "final_logit_softcapping": (30.0, NUMBER),
     "query_pre_attn_scalar": (256, NUMBER),
 }
+EXPERTS: dict[str, Any] = {"num_experts_per_tok": (2, (*WHOLE, 64))}
 OF_KINDS: dict[str, Any] = {"partial_rotary_factor": None, "rope_local_base_freq": (10000.0, NUMBER)}
 OWN: dict[str, dict[str, Any]] = {
     "LlamaForCausalLM": {"attention_bias": (True, FLAG), "mlp_bias": (True, FLAG)},
@@ -98,6 +99,25 @@ OWN: dict[str, dict[str, Any]] = {
     "GlmForCausalLM": BIASES | PART,
     "Glm4ForCausalLM": BIASES | PART,
     "Phi3ForCausalLM": PART | {"sliding_window": (8, WHOLE)},
+    "Qwen3MoeForCausalLM": BIASES
+    | EXPERTS
+    | {
+        "use_sliding_window": (True, FLAG),
+        "sliding_window": (8, WHOLE),
+        "decoder_sparse_step": (1, (*WHOLE, 2)),
+        "mlp_only_layers": ([], ([1], "1", {"a": 1}, True)),
+        "moe_intermediate_size": (32, WHOLE),
+        "num_experts": (16, WHOLE),
+        "norm_topk_prob": (True, FLAG),
+    },
+    "GptOssForCausalLM": BIASES
+    | KINDS
+    | EXPERTS
+    | {
+        "num_local_experts": (16, WHOLE),
+        "swiglu_alpha": (1.702, (*NUMBER, 1.0)),
+        "swiglu_limit": (7.0, (*NUMBER, 1.0)),
+    },
     "Cohere2ForCausalLM": BIASES
     | KINDS
     | PATTERN
@@ -178,6 +198,8 @@ def test_the_table_has_every_key_that_a_family_reads(family: str) -> None:
         "max_window_layers",
         "original_max_position_embeddings",
         "_sliding_window_pattern",
+        "num_local_experts",
+        "num_experts",
     }
     assert recorder.keys_read - others == recorder.keys() - others
 
@@ -283,6 +305,8 @@ def test_null_is_as_good_as_nothing(family: str, tmp_path: pathlib.Path) -> None
                 with pytest.raises(ConfigError) as caught:
                     read(tmp_path, missing)
                 assert (caught.value.key, caught.value.value) == (key, None)
+        elif (family, key) == ("GptOssForCausalLM", "rope_scaling"):
+            assert refused_key(tmp_path, without) == "rope_parameters"  # transformers' own would be another rope
         elif key not in ("sliding_window", "attn_logit_softcapping", "final_logit_softcapping"):
             assert read(tmp_path, values | {key: None}) == read(tmp_path, without), key
 

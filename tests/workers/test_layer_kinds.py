@@ -10,15 +10,18 @@ import json
 import pathlib
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import pytest
+import safetensors.torch
 import torch
 import transformers
 
 from manta.workers.checkpoints.model_folder import load_model_config
-from tests.checkpoints import on_one_thread, randomise, reference_greedy, reference_logits
+from manta.workers.platforms import choose_platform
+from manta.workers.torch_worker.loader import check_tensors, load_model
+from tests.checkpoints import make_tokenizer, on_one_thread, randomise, reference_greedy, reference_logits
 from tests.workers.cpu_forms import COMPILED, TORCH, in_form
 from tests.workers.test_models import Cache, random_tokens
 
@@ -132,6 +135,29 @@ CASES: dict[str, Case] = {
         {"rope_parameters": ROPE | {"partial_rotary_factor": 0.75}},
         {"partial rotation": {"rope_parameters": ROPE | {"partial_rotary_factor": 1.0}}},
     ),
+    "qwen3_moe": Case(
+        "Qwen3MoeConfig",
+        {
+            "head_dim": 16,
+            "moe_intermediate_size": 32,
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "norm_topk_prob": True,
+            "rope_parameters": ROPE,
+        },
+        {"choice of two experts": {"num_experts_per_tok": 1}, "shares that sum to one": {"norm_topk_prob": False}},
+    ),
+    "gpt_oss": Case(
+        "GptOssConfig",
+        {
+            "head_dim": 16,
+            "sliding_window": 24,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "rope_parameters": YARN | {"truncate": False},
+        },
+        {"choice of two experts": {"num_experts_per_tok": 1}, "scaled rope": {"rope_parameters": ROPE}} | NO_WINDOW,
+    ),
     "cohere2": Case(
         "Cohere2Config",
         {"sliding_window": 24, "layer_types": ALTERNATING, "logit_scale": 0.5},
@@ -158,6 +184,7 @@ def folder_of(name: str) -> pathlib.Path:
         randomise(model, 0)
         folder = pathlib.Path(_root.name) / name.replace(", ", "-")
         model.save_pretrained(folder)
+        make_tokenizer(folder)
         _made[name] = folder
     return _made[name]
 
@@ -201,6 +228,114 @@ def test_without_a_feature_the_tokens_differ(name: str, feature: str, tmp_path: 
     folder, tokens = folder_of(name), random_tokens(NUM_TOKENS)
     without = changed(folder, tmp_path / "without", CASES[name].without[feature])
     assert not torch.equal(logits_of(without, tokens).argmax(-1), reference_logits(folder, tokens).argmax(-1))
+
+
+def rewritten(
+    folder: pathlib.Path, to: pathlib.Path, change: Callable[[str, torch.Tensor], dict[str, torch.Tensor]]
+) -> pathlib.Path:
+    """A copy of a checkpoint, for each tensor of which stand those that `change` makes of it."""
+    shutil.copytree(folder, to)
+    tensors: dict[str, torch.Tensor] = {}
+    for name, tensor in safetensors.torch.load_file(to / "model.safetensors").items():
+        tensors |= change(name, tensor)
+    safetensors.torch.save_file(tensors, to / "model.safetensors", {"format": "pt"})
+    return to
+
+
+def test_without_sinks_the_tokens_differ(tmp_path: pathlib.Path) -> None:
+    def without(name: str, tensor: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {name: tensor - 1e4 if name.endswith("sinks") else tensor}
+
+    tokens = random_tokens(NUM_TOKENS)
+    logits = logits_of(rewritten(folder_of("gpt_oss"), tmp_path / "without", without), tokens)
+    assert not torch.equal(logits.argmax(-1), reference_logits(folder_of("gpt_oss"), tokens).argmax(-1))
+
+
+E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
+
+
+def test_experts_in_mxfp4_are_read_as_the_numbers_that_they_stand_for(tmp_path: pathlib.Path) -> None:
+    """As gpt-oss is published: two numbers a byte, a scale for 32 inputs, outputs before inputs."""
+    generator = torch.Generator().manual_seed(0)
+    dense: dict[str, torch.Tensor] = {}
+
+    def rounded(name: str, tensor: torch.Tensor) -> dict[str, torch.Tensor]:
+        if tensor.dim() != 3:
+            return {name: tensor}
+        num_experts, inputs, outputs = tensor.shape
+        codes = torch.randint(0, 16, (num_experts, outputs, inputs), generator=generator, dtype=torch.uint8)
+        exponents = torch.randint(
+            123, 126, (num_experts, outputs, inputs // 32), generator=generator, dtype=torch.uint8
+        )
+        numbers = E2M1[(codes & 7).int()] * torch.where(codes > 7, -1.0, 1.0)
+        scales = torch.exp2(exponents.float() - 127).repeat_interleave(32, dim=-1)
+        dense[name] = (numbers * scales).transpose(1, 2).contiguous()
+        pairs = codes.view(num_experts, outputs, inputs // 32, 16, 2)
+        return {f"{name}_blocks": pairs[..., 0] | pairs[..., 1] << 4, f"{name}_scales": exponents}
+
+    stored = rewritten(folder_of("gpt_oss"), tmp_path / "stored", rounded)
+    config = json.loads((stored / "config.json").read_text())
+    quantization = {"quantization_config": {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}}
+    (stored / "config.json").write_text(json.dumps(config | quantization))
+    plain = rewritten(folder_of("gpt_oss"), tmp_path / "plain", lambda name, each: {name: dense.get(name, each)})
+    tokens = random_tokens(NUM_TOKENS)
+    model = load_model(stored, load_model_config(stored), "float32", choose_platform("cpu", 1), weights="dense")
+    logits = Cache(stored, model=model).run((0, tokens))[0]
+    assert (logits - reference_logits(plain, tokens)).abs().max() <= 1e-4 * logits.abs().max()
+
+
+WRAPPED: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "gemma3": ("Gemma3Config", "gemma3", {"mm_tokens_per_image": 4}),
+    "mistral": ("Mistral3Config", "MistralConfig", {"spatial_merge_size": 2}),
+}
+
+
+@pytest.mark.parametrize("prefixes", ["published", "transformers 5"])
+@pytest.mark.parametrize("name", WRAPPED)
+def test_the_text_decoder_of_a_multimodal_model_is_served(name: str, prefixes: str, tmp_path: pathlib.Path) -> None:
+    config_class, text, options = WRAPPED[name]
+    text_class, text_options = (CASES[text].config, CASES[text].options) if text in CASES else (text, {})
+    text_config = getattr(transformers, text_class)(**SIZES | text_options)
+    vision = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    vision |= {
+        "image_size": 28,
+        "patch_size": 14,
+        "model_type": "pixtral" if name == "mistral" else "siglip_vision_model",
+    }
+    config = getattr(transformers, config_class)(text_config=text_config, vision_config=vision, **options)
+    model = transformers.AutoModelForImageTextToText.from_config(config, dtype=torch.float32)
+    randomise(model, 0)
+    folder = tmp_path / "model"
+    model.save_pretrained(folder)
+    make_tokenizer(folder)
+    if prefixes == "published":
+        renamed = {
+            "model.language_model.": "language_model.model.",
+            "lm_head.": "language_model.lm_head.",
+            "model.": "",
+        }
+
+        def rename(name: str, tensor: torch.Tensor) -> dict[str, torch.Tensor]:
+            begins = next((each for each in renamed if name.startswith(each)), "")
+            return {renamed.get(begins, "") + name.removeprefix(begins): tensor}
+
+        folder = rewritten(folder, tmp_path / "published", rename)
+    tokens = random_tokens(60)
+    with torch.inference_mode(), on_one_thread():
+        expected = model.eval()(input_ids=torch.tensor([tokens]), use_cache=False).logits[0]
+    served = load_model_config(folder)
+    assert served.native
+    assert served.wrapper == type(model).__name__
+    assert served.unused_keys == ()
+    check_tensors(folder, served)
+    logits = Cache(folder).run((0, tokens))[0]
+    assert (logits - expected).abs().max() <= 1e-4 * (expected.max() - expected.min())
+
+
+def test_half_of_each_head_rotates_in_a_glm_that_does_not_say(tmp_path: pathlib.Path) -> None:
+    folder, tokens = folder_of("glm4"), random_tokens(NUM_TOKENS)
+    silent = changed(folder, tmp_path / "silent", {"rope_parameters": None})
+    assert torch.equal(logits_of(silent, tokens), logits_of(folder, tokens))
 
 
 @pytest.mark.parametrize("name", SCALES_OF_LOGITS)

@@ -259,7 +259,6 @@ def test_yarns_tables_are_those_of_transformers(
 
 
 REFUSED = [
-    ("GptOssConfig", {}, "sinks"),
     ("DeepseekV3Config", {}, "latent attention"),
     ("MambaConfig", {}, "cannot be replaced"),
     ("OpenAIGPTConfig", {}, "in code of its own, which cannot be replaced"),

@@ -44,7 +44,6 @@ CONFIGURATIONS: dict[str, tuple[Any, str, Any]] = {
     "a text": ("gptq", "", "gptq"),
     "no targets": (_changed(PACKED.config, targets=None), f"{IN_GROUP}.targets", None),
     "no method": ({"bits": 4}, "quant_method", None),
-    "experts": ({"quant_method": "mxfp4"}, "quant_method", "mxfp4"),
     "three bits": (gptq_config(4, True) | {"bits": 3}, "bits", 3),
     "three bits of one layer": (
         gptq_config(4, True) | {"dynamic": {"+:.*down_proj": {"bits": 3}}},

@@ -33,6 +33,7 @@ from tests.specdecode.test_speculative import SAMPLED
 from tests.workers import rank_child
 from tests.workers.cpu_forms import COMPILED
 from tests.workers.rank_processes import RankFailed, RankProcesses, in_forms, over_ranks
+from tests.workers.test_layer_kinds import folder_of
 
 pytestmark = pytest.mark.usefixtures("plugin", "cheap_groups")
 
@@ -155,6 +156,16 @@ def test_ranks_give_back_the_same_blocks(two: RankProcesses) -> None:
     windows = {"use_sliding_window": True, "sliding_window": 21, "layer_types": kinds, "max_window_layers": 0}
     path = str(checkpoint("qwen3", num_hidden_layers=len(kinds), **windows))
     assert_same(two, ALL_GREEDY, path, max_num_batched_tokens=32)
+
+
+@pytest.mark.parametrize("kind", ["gemma3", "olmo3", "glm4", "phi3", "cohere2"])
+def test_two_ranks_split_every_kind_of_layer(two: RankProcesses, kind: str) -> None:
+    assert_same(two, ALL_GREEDY, str(folder_of(kind)))
+
+
+def test_four_ranks_share_key_heads_under_one_norm(four: RankProcesses) -> None:
+    """Its squares are counted once, although two ranks hold the same key head."""
+    assert_same(four, ALL_GREEDY, str(folder_of("olmo2")))
 
 
 @pytest.mark.parametrize("what", REQUESTS)

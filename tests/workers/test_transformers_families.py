@@ -83,7 +83,7 @@ SERVED_NAMES = (
     "Dots1 Ernie4_5 Ernie4_5_Moe Exaone4 ExaoneMoe Falcon FlexOlmo Gemma Glm4Moe GPT2 GPTBigCode "
     "GPTJ GPTNeo GPTNeoX GraniteMoe GraniteMoeShared Helium HunYuanDenseV1 HunYuanMoEV1 HYV3 HyperCLOVAX Jais2 "
     "Kolibri1 Laguna Lfm2 Lfm2Moe Mellum MiniMaxM2 MiniMaxM3VLText Ministral Ministral3 Mixtral ModernBertDecoder Mpt "
-    "NanoChat Nemotron Olmo Olmoe OPT Persimmon Phi Phimoe Qwen2Moe Qwen3Moe SarvamMoE "
+    "NanoChat Nemotron Olmo Olmoe OPT Persimmon Phi Phimoe Qwen2Moe SarvamMoE "
     "SolarOpen StableLm Starcoder2 XGLM"
 )
 """Families that are served, by the names of their configurations."""

@@ -17,6 +17,7 @@ from manta.workers.checkpoints.formats.compressed_tensors import read_int, read_
 from manta.workers.checkpoints.formats.float8 import read_float8
 from manta.workers.checkpoints.formats.gguf_blocks import BLOCK_TYPES, read_gguf
 from manta.workers.checkpoints.formats.gptq import read_gptq
+from manta.workers.checkpoints.formats.mxfp4_experts import read_mxfp4_experts
 from manta.workers.checkpoints.formats.stored_part import Reader, StoredPart
 from manta.workers.checkpoints.memory import FLOATING
 from manta.workers.checkpoints.shard import Shard, in_order, take_piece
@@ -33,8 +34,10 @@ READERS: dict[str, Reader] = {
     "gptq": read_gptq,
     "awq": read_awq,
     "gguf": read_gguf,
+    "mxfp4_experts": read_mxfp4_experts,
 }
 """The reader for each kind of `WeightFormat`."""
+MXFP4_EXPERTS = WeightFormat(reader="mxfp4_experts", bits=4, group_size=32)
 GGUF = WeightFormat(reader="gguf")
 """The format of every tensor with a GGUF type."""
 _MARKS = ("weight_scale", "weight_scale_inv", "weight_packed", "qweight")
@@ -103,7 +106,14 @@ class LinearReader:
         """Reads a whole part of a linear, and returns this rank's share."""
         num_rows = part.stored_rows or part.out_features
         stored = StoredPart(
-            part.name, num_rows, spec.in_features, format_, self._dtype, self.checkpoint, self._keeps_float8
+            part.name,
+            num_rows,
+            spec.in_features,
+            format_,
+            self._dtype,
+            self.checkpoint,
+            self._keeps_float8,
+            part.expert,
         )
         weight = READERS[format_.reader](stored)
         if not spec.has_bias and stored.has("bias"):
@@ -122,7 +132,9 @@ class LinearReader:
 
         Raises `ModelError` if configuration and tensors disagree.
         """
-        weight = f"{part.name}.weight"
+        weight = part.weight_name
+        if part.expert is not None:
+            return None if weight in self.checkpoint else MXFP4_EXPERTS
         kind = self.checkpoint.kind_of(weight) if weight in self.checkpoint else None
         marks = [suffix for suffix in _MARKS if f"{part.name}.{suffix}" in self.checkpoint]
         if self._quantization is None:
@@ -149,7 +161,12 @@ class LinearReader:
 
     def _plain(self, part: WeightPart, spec: LinearSpec) -> torch.Tensor:
         """Returns the rank's share of an unquantised part, as a view of the file."""
-        stored = self.checkpoint.view(f"{part.name}.weight", (part.stored_rows or part.out_features, spec.in_features))
+        num_rows = part.stored_rows or part.out_features
+        if part.expert is None:
+            stored = self.checkpoint.view(part.weight_name, (num_rows, spec.in_features))
+        else:
+            of_all = (part.expert.num_experts, spec.in_features, num_rows * part.expert.step)
+            stored = part.expert.rows_of(self.checkpoint.view(part.weight_name, of_all)[part.expert.expert].T)
         taken = self._taken(part, spec.splits_inputs, stored)
         assert isinstance(taken, torch.Tensor)
         return taken
@@ -170,12 +187,22 @@ class LinearReader:
         """Returns the bias as a copy on the device."""
         parts = []
         for part in spec.parts:
-            stored = self.checkpoint.view(f"{part.name}.bias", (part.stored_rows or part.out_features,))
-            bias = take_piece(part, stored)
+            bias = take_piece(part, self._stored_bias(part))
+            assert isinstance(bias, torch.Tensor)
             if self._shard is not None:
                 bias = self._shard.take_bias(part, spec.splits_inputs, bias)
-            parts.append(self._place_bias(in_order(part, bias), self._dtype))
+            ordered = in_order(part, bias)
+            assert isinstance(ordered, torch.Tensor)
+            parts.append(self._place_bias(ordered, self._dtype))
         return torch.cat(parts)
+
+    def _stored_bias(self, part: WeightPart) -> torch.Tensor:
+        num_rows = part.stored_rows or part.out_features
+        if part.expert is None:
+            return self.checkpoint.view(part.bias_name, (num_rows,))
+        of_all = self.checkpoint.view(part.bias_name, (part.expert.num_experts, num_rows * part.expert.step))
+        rows: torch.Tensor = part.expert.rows_of(of_all[part.expert.expert])
+        return rows
 
 
 def stack(parts: Sequence[QuantizedWeight | torch.Tensor], dtype: torch.dtype) -> QuantizedWeight | torch.Tensor:

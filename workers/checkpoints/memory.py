@@ -208,7 +208,32 @@ def weight_headers(folder: pathlib.Path) -> list[tuple[pathlib.Path, dict[str, T
     """
     if is_gguf_folder(folder):
         return [read_gguf_index(folder)]
-    return [(path, read_header(path, folder)) for path in weight_files(folder)]
+    headers = [(path, read_header(path, folder)) for path in weight_files(folder)]
+    names = {name for _, entries in headers for name in entries}
+    if not any(name.startswith(_OF_TEXT) for name in names):
+        return headers
+    return [(path, _text_tensors(entries)) for path, entries in headers]
+
+
+_TEXT_NAMES = {
+    "language_model.model.": "model.",
+    "language_model.lm_head.": "lm_head.",
+    "model.language_model.": "model.",
+    "lm_head.": "lm_head.",
+}
+"""How the names of a text decoder's tensors begin in the checkpoints of multimodal models, and in those of its own."""
+_OF_TEXT = ("language_model.model.", "model.language_model.")
+"""Beginnings that only multimodal checkpoints have."""
+
+
+def _text_tensors(entries: dict[str, TensorEntry]) -> dict[str, TensorEntry]:
+    """Returns the tensors of the text decoder by their usual names, without those of towers and projectors."""
+    found = {}
+    for name, entry in entries.items():
+        for stored, usual in _TEXT_NAMES.items():
+            if name.startswith(stored):
+                found[usual + name.removeprefix(stored)] = entry
+    return found
 
 
 def gguf_cache() -> pathlib.Path:

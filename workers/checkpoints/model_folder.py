@@ -21,6 +21,7 @@ from manta.workers.models.harmless_keys import HARMLESS_KEYS, HARMLESS_QUANTIZAT
 from manta.workers.models.model_config import ModelConfig, ModelError
 from manta.workers.models.quantization import read_quantization
 from manta.workers.models.raw_config import RawConfig, RawValue
+from manta.workers.models.wrappers import text_decoder
 from manta.workers.sampling_params import BOUNDS
 
 _DEMO_FOLDER = pathlib.Path(__file__).resolve().parents[2] / "configs" / "demo" / "target"
@@ -92,24 +93,38 @@ def load_model_config(folder: str | pathlib.Path) -> ModelConfig:
     architecture = raw.architecture
     if architecture is None:
         raise raw["architectures"].refused("a list with the name of an architecture")
+    config, *text = _read_decoder(folder, architecture, raw)
     stored = raw["quantization_config"].object()  # tools write null or {} for unquantised models
     quantization = read_quantization(stored) if len(stored) else None
-    family = FAMILIES.get(architecture)
-    if family is None and quantization is not None:
+    if not config.native and quantization is not None:
         raise ModelError(
             f"{architecture} runs through transformers, and its {quantization.method} checkpoints are not served; "
             "use one in bfloat16, float16 or float32"
         )
-    config = _transformers_config(folder, architecture, raw) if family is None else family.read_config(raw)
     generation = "generation_config.json"
     generations = [] if find_file(folder, generation) is None else [read_json_object(folder, generation)]
     return msgspec.structs.replace(
         config.for_context(None),
-        eos_token_ids=_eos_token_ids(config.vocab_size, raw, *generations),
+        eos_token_ids=_eos_token_ids(config.vocab_size, raw, *text, *generations),
         sampling_defaults=_sampling_defaults(generations),
         quantization=quantization,
-        unused_keys=config.unused_keys if family is None else _unused_keys(raw),
+        unused_keys=_unused_keys(raw) if config.native else config.unused_keys,
     )
+
+
+def _read_decoder(
+    folder: pathlib.Path, architecture: str, raw: RawConfig
+) -> tuple[ModelConfig, *tuple[RawConfig, ...]]:
+    """Returns the configuration of a model, or of the text decoder of a multimodal one, followed by what it was read
+    from in the latter case.
+    """
+    if (wrapped := text_decoder(raw)) is not None:
+        family, text = wrapped
+        config = FAMILIES[family].read_config(text)
+        return msgspec.structs.replace(config, architecture=family, wrapper=architecture), text
+    if architecture in FAMILIES:
+        return (FAMILIES[architecture].read_config(raw),)
+    return (_transformers_config(folder, architecture, raw),)
 
 
 def _transformers_config(folder: pathlib.Path, architecture: str, raw: RawConfig) -> ModelConfig:
@@ -159,7 +174,7 @@ def _unused_keys(raw: RawConfig) -> tuple[str, ...]:
 def _is_harmless(key: str) -> bool:
     if key.startswith("quantization_config."):
         return key.rpartition(".")[2] in HARMLESS_QUANTIZATION_KEYS
-    return key in HARMLESS_KEYS
+    return key.removeprefix("text_config.") in HARMLESS_KEYS
 
 
 def _eos_token_ids(vocab_size: int, *configs: RawConfig) -> tuple[int, ...]:

@@ -9,11 +9,18 @@ from __future__ import annotations
 
 import torch
 
+from manta.workers.decoders.experts import run_experts
 from manta.workers.decoders.rope_table import rope_table
 from manta.workers.kernels import reference
 from manta.workers.kernels.attention_metadata import AttentionMetadata
 from manta.workers.kernels.protocol import KVCaches, RotaryTables
-from manta.workers.kernels.weights import AttentionWeights, DecoderWeights, GatedMlpWeights, max_mlp_rows
+from manta.workers.kernels.weights import (
+    AttentionWeights,
+    DecoderWeights,
+    ExpertsWeights,
+    GatedMlpWeights,
+    max_mlp_rows,
+)
 from manta.workers.kv_groups import group_layers
 from manta.workers.models.model_config import ModelConfig
 from manta.workers.platforms import Platform
@@ -108,7 +115,11 @@ class Decoder:
         attended = self._kernels.paged_attention(qkv, *kv_cache, metadata, heads, sliding_window, attention.sinks)
         return attention.output.forward(attended, metadata)
 
-    def _mlp(self, mlp: GatedMlpWeights, normed: torch.Tensor, metadata: AttentionMetadata) -> torch.Tensor:
+    def _mlp(
+        self, mlp: GatedMlpWeights | ExpertsWeights, normed: torch.Tensor, metadata: AttentionMetadata
+    ) -> torch.Tensor:
+        if isinstance(mlp, ExpertsWeights):
+            return run_experts(mlp, normed)
         num_rows = normed.shape[0]
         if self._mlp_rows is None or num_rows <= self._mlp_rows:
             return mlp.down.forward(mlp.gated.forward(normed, metadata), metadata)

@@ -21,7 +21,7 @@ from manta.workers.decoders.rope_table import rope_table
 from manta.workers.jax_worker.mesh import AXIS, place
 from manta.workers.models.families import describe
 from manta.workers.models.model_config import ModelConfig
-from manta.workers.models.specs import LayerSpec, LinearSpec, NormSpec, Split, WeightPart
+from manta.workers.models.specs import GatedMlpSpec, LayerSpec, LinearSpec, NormSpec, Split, WeightPart
 
 DTYPES: dict[str, Any] = {
     "float32": np.dtype(np.float32),
@@ -114,6 +114,9 @@ class _ParameterReader:
 
     def _layer(self, spec: LayerSpec) -> Layer:
         attention, mlp = spec.attention, spec.mlp
+        assert spec.input_norm is not None
+        assert spec.mlp_norm is not None
+        assert isinstance(mlp, GatedMlpSpec)
         query, key, value = (self._linear(attention.qkv, part) for part in range(3))
         gate, up = (self._linear(mlp.gated, part) for part in range(2))
         return Layer(

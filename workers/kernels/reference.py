@@ -35,17 +35,24 @@ def layer_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tenso
     return F.layer_norm(x.float(), x.shape[-1:], weight.float(), eps=eps).to(x.dtype)
 
 
-ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
-    "silu": F.silu,
-    "gelu": F.gelu,
-    "gelu_tanh": functools.partial(F.gelu, approximate="tanh"),
+def clamped_gate(gates: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    """gpt-oss's gates: clamped to 7, a sigmoid of 1.702 times the gate, and one added to what is let through."""
+    gates, up = gates.clamp(max=7.0), up.clamp(-7.0, 7.0)
+    return (up + 1) * (gates * torch.sigmoid(gates * 1.702))
+
+
+GATES: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
+    "silu": lambda gates, up: F.silu(gates) * up,
+    "gelu": lambda gates, up: F.gelu(gates) * up,
+    "gelu_tanh": lambda gates, up: F.gelu(gates, approximate="tanh") * up,
+    "clamped": clamped_gate,
 }
+"""What gates do to what they let through, by the names of `ModelConfig.activation`."""
 
 
 def gate(activation: str, gate_up: torch.Tensor) -> torch.Tensor:
     """`activation(gate) * up` of gate_up [num_tokens, 2 * intermediate] (gate first), [num_tokens, intermediate]."""
-    gates, up = gate_up.float().chunk(2, dim=-1)
-    return (ACTIVATIONS[activation](gates) * up).to(gate_up.dtype)
+    return GATES[activation](*gate_up.float().chunk(2, dim=-1)).to(gate_up.dtype)
 
 
 silu_and_mul = functools.partial(gate, "silu")

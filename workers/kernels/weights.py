@@ -102,13 +102,26 @@ class GatedMlpWeights:
 
 
 @dataclasses.dataclass(slots=True, frozen=True)
+class ExpertsWeights:
+    router: Linear
+    """hidden -> num_experts"""
+    experts: list[GatedMlpWeights]
+    """Of ranks, each has a part of every expert's inner width."""
+    num_chosen: int
+    normalises_choice: bool
+    """Whether the weights of the chosen experts sum to one."""
+    join: Callable[[torch.Tensor], torch.Tensor]
+    """Sums the results [num_tokens, hidden] of ranks."""
+
+
+@dataclasses.dataclass(slots=True, frozen=True)
 class LayerWeights:
     """A layer of `LayerSpec`: norms are tensors [hidden], or None where a family has none."""
 
     input_norm: torch.Tensor | None
     attention: AttentionWeights
     mlp_norm: torch.Tensor | None
-    mlp: GatedMlpWeights
+    mlp: GatedMlpWeights | ExpertsWeights
     attention_output_norm: torch.Tensor | None = None
     mlp_output_norm: torch.Tensor | None = None
     is_parallel: bool = False

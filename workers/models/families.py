@@ -10,6 +10,7 @@ from manta.workers.models import (
     gemma3,
     glm,
     glm4,
+    gpt_oss,
     granite,
     llama,
     mistral,
@@ -18,6 +19,7 @@ from manta.workers.models import (
     phi3,
     qwen2,
     qwen3,
+    qwen3_moe,
     seed_oss,
     smollm3,
 )
@@ -59,6 +61,8 @@ _MODULES: tuple[Family, ...] = (
     glm4,
     phi3,
     cohere2,
+    qwen3_moe,
+    gpt_oss,
 )
 FAMILIES = {family.ARCHITECTURE: family for family in _MODULES}
 """The native families by architecture. To add a dense family, write its module and add it to `_MODULES`."""

@@ -30,6 +30,6 @@ def describe(config: ModelConfig) -> DecoderSpec:
 
 
 def layer(config: ModelConfig, index: int) -> LayerSpec:
-    usual = llama.layer(config, index)
-    gated = usual.mlp.gated.stored_as(f"model.layers.{index}.mlp.gate_up_proj")
-    return usual._replace(mlp=usual.mlp._replace(gated=gated))
+    prefix = f"model.layers.{index}.mlp"
+    mlp = llama.mlp(config, prefix)
+    return llama.layer(config, index)._replace(mlp=mlp._replace(gated=mlp.gated.stored_as(f"{prefix}.gate_up_proj")))

@@ -49,7 +49,7 @@ def layer(config: ModelConfig, index: int) -> LayerSpec:
         input_norm=NormSpec(f"{prefix}.input_layernorm", hidden),
         attention=_attention(config, f"{prefix}.self_attn"),
         mlp_norm=NormSpec(f"{prefix}.post_attention_layernorm", hidden),
-        mlp=_mlp(config, f"{prefix}.mlp"),
+        mlp=mlp(config, f"{prefix}.mlp"),
     )
 
 
@@ -77,7 +77,7 @@ def _head_order(config: ModelConfig) -> HeadOrder | None:
     return HeadOrder(config.head_dim, rotary_dim, is_interleaved)
 
 
-def _mlp(config: ModelConfig, prefix: str) -> GatedMlpSpec:
+def mlp(config: ModelConfig, prefix: str) -> GatedMlpSpec:
     hidden, inner, has_bias = config.hidden_size, config.intermediate_size, config.mlp_bias
     gate, up = (WeightPart(f"{prefix}.{name}_proj", inner, Split.INNER) for name in ("gate", "up"))
     down = WeightPart(f"{prefix}.down_proj", hidden)

@@ -131,6 +131,9 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     architecture: str
     """The name of the model's class in Hugging Face transformers, such as `Qwen2ForCausalLM`."""
+    wrapper: str | None = None
+    """The architecture of the multimodal model of which this is the text decoder; None if the checkpoint is text only.
+    """
     native: bool
     """Whether `workers/models/` describes its family. Otherwise transformers' own model code runs it."""
     vocab_size: int
@@ -167,7 +170,14 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Keys of the configuration that nothing reads and that are not known to be harmless."""
 
     activation: str = "silu"
-    """The function on an MLP's gates: `silu`, `gelu` or `gelu_tanh`."""
+    """The function of an MLP's gates: `silu`, `gelu`, `gelu_tanh` or `clamped` (gpt-oss)."""
+    num_experts: int = 0
+    """Experts of each layer, of which `num_chosen_experts` compute a token; 0 for one MLP. `intermediate_size` is then
+    that of an expert.
+    """
+    num_chosen_experts: int = 0
+    normalises_choice: bool = False
+    """Whether the weights of the chosen experts sum to one."""
     has_layer_norms: bool = False
     """Whether norms subtract the mean before they divide (Ba et al., 2016). Otherwise they are RMS norms."""
     attention_scale: float | None = None

@@ -30,7 +30,8 @@ def describe(config: ModelConfig) -> DecoderSpec:
 
 
 def _layer(config: ModelConfig, index: int) -> LayerSpec:
-    layer, prefix = llama.layer(config, index), f"model.layers.{index}"
+    prefix = f"model.layers.{index}"
+    layer, mlp = llama.layer(config, index), llama.mlp(config, f"{prefix}.mlp")
     qkv = layer.attention.qkv.stored_as(f"{prefix}.self_attn.qkv_proj")
-    gated = layer.mlp.gated.stored_as(f"{prefix}.mlp.gate_up_proj")
-    return layer._replace(attention=layer.attention._replace(qkv=qkv), mlp=layer.mlp._replace(gated=gated))
+    gated = mlp.gated.stored_as(f"{prefix}.mlp.gate_up_proj")
+    return layer._replace(attention=layer.attention._replace(qkv=qkv), mlp=mlp._replace(gated=gated))

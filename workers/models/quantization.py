@@ -16,7 +16,6 @@ from manta.workers.models.raw_config import RawConfig, RawValue
 
 EVERYTHING = ""
 """The pattern that matches every name."""
-_EXPERTS_ONLY = "a method for more than experts, which are not served yet (use another checkpoint of the model)"
 _COMPRESSED = {
     "int-quantized": "int",
     "naive-quantized": "int",
@@ -34,8 +33,6 @@ _STRATEGIES = ("tensor", "channel", "group", "tensor_group", "block")
 def read_quantization(raw: RawConfig) -> Quantization:
     """Reads a `quantization_config`. Raises `ConfigError` for a method, format or number of bits that is not served."""
     method = raw["quant_method"]
-    if method.value == "mxfp4":
-        raise method.refused(_EXPERTS_ONLY)
     name = method.one_of(*_METHODS)
     return Quantization(method=name, rules=tuple(_METHODS[name](raw)))
 
@@ -165,12 +162,19 @@ def _read_gguf(raw: RawConfig) -> list[QuantizationRule]:
     return []
 
 
+def _read_mxfp4(raw: RawConfig) -> list[QuantizationRule]:
+    """Returns the rule for experts, which are all that gpt-oss's checkpoints quantise."""
+    format_ = WeightFormat(reader="mxfp4_experts", bits=4, group_size=32)
+    return [*_unconverted(raw), QuantizationRule(pattern=r"\.experts\.", format=format_)]
+
+
 _METHODS: dict[str, Callable[[RawConfig], list[QuantizationRule]]] = {
     "compressed-tensors": _read_compressed_tensors,
     "fp8": _read_fp8,
     "awq": _read_awq,
     "gptq": _read_gptq,
     "gguf": _read_gguf,
+    "mxfp4": _read_mxfp4,
 }
 
 

@@ -22,11 +22,11 @@ def read_config(raw: RawConfig) -> ModelConfig:
 
 
 def describe(config: ModelConfig) -> DecoderSpec:
-    return llama.decoder(config, [_layer(config, index) for index in range(config.num_layers)])
+    return llama.decoder(config, [layer(config, index) for index in range(config.num_layers)])
 
 
-def _layer(config: ModelConfig, index: int) -> LayerSpec:
-    layer = llama.layer(config, index)
+def layer(config: ModelConfig, index: int) -> LayerSpec:
+    usual = llama.layer(config, index)
     prefix = f"model.layers.{index}.self_attn"
     q_norm, k_norm = (NormSpec(f"{prefix}.{name}_norm", config.head_dim) for name in ("q", "k"))
-    return layer._replace(attention=layer.attention._replace(q_norm=q_norm, k_norm=k_norm))
+    return usual._replace(attention=usual.attention._replace(q_norm=q_norm, k_norm=k_norm))

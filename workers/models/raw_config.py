@@ -159,6 +159,13 @@ class RawConfig:
     def __iter__(self) -> Iterator[str]:
         return iter(self._values)
 
+    def completed(self, usual: Mapping[str, Any], fixed: Mapping[str, Any]) -> RawConfig:
+        """Returns the same object with the `usual` values of keys that are missing or null, and `fixed` values of
+        others.
+        """
+        own = {key: value for key, value in self._values.items() if value is not None or key not in usual}
+        return RawConfig({**usual, **own, **fixed}, self._file, self._prefix, self._keys_read)
+
     def objects(self) -> Iterator[RawValue]:
         """Yields the values that are objects."""
         yield from (self[key] for key, value in self._values.items() if isinstance(value, Mapping))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 
 class Split(enum.Enum):
@@ -59,6 +59,23 @@ class HeadOrder(NamedTuple):
         return [head + row for head in range(0, num_rows, self.head_dim) for row in first_half + second_half]
 
 
+class ExpertRows(NamedTuple):
+    """The place of a part in a tensor of all experts of a layer (gpt-oss), [num_experts, in_features, columns], whose
+    columns are the outputs of linears.
+    """
+
+    expert: int
+    num_experts: int
+    first: int = 0
+    """The first column of the part."""
+    step: int = 1
+    """Distance between columns of the part."""
+
+    def rows_of(self, outputs: Any) -> Any:
+        """Returns the part's outputs, given an array of an expert whose first dimension is all of its outputs."""
+        return outputs[self.first :: self.step]
+
+
 class WeightPart(NamedTuple):
     """A linear as a checkpoint stores it: `NAME.weight` [out_features, in_features] and perhaps `NAME.bias`."""
 
@@ -71,6 +88,16 @@ class WeightPart(NamedTuple):
     """The part's first row in the stored tensor."""
     stored_rows: int | None = None
     """Number of rows of the stored tensor, of which this part is a piece; None if it is the whole tensor."""
+    expert: ExpertRows | None = None
+    """The place in a tensor of all experts, named `NAME` and `NAME_bias`; None if the tensors are the part's own."""
+
+    @property
+    def weight_name(self) -> str:
+        return f"{self.name}.weight" if self.expert is None else self.name
+
+    @property
+    def bias_name(self) -> str:
+        return f"{self.name}.bias" if self.expert is None else f"{self.name}_bias"
 
 
 class LinearSpec(NamedTuple):
@@ -137,6 +164,20 @@ class GatedMlpSpec(NamedTuple):
     down: LinearSpec
 
 
+class ExpertsSpec(NamedTuple):
+    """A mixture of experts (Shazeer et al., 2017): the results of the experts that a router chooses, weighted and
+    summed. `ModelConfig` says how many it chooses.
+    """
+
+    router: LinearSpec
+    experts: tuple[GatedMlpSpec, ...]
+
+    def linears(self) -> Iterator[LinearSpec]:
+        yield self.router
+        for expert in self.experts:
+            yield from expert
+
+
 class LayerSpec(NamedTuple):
     """A layer adds its attention to the residual stream, then its MLP. Each may have a norm before and one after:
     `x += output_norm(attention(input_norm(x)))`.
@@ -145,7 +186,7 @@ class LayerSpec(NamedTuple):
     input_norm: NormSpec | None
     attention: AttentionSpec
     mlp_norm: NormSpec | None
-    mlp: GatedMlpSpec
+    mlp: GatedMlpSpec | ExpertsSpec
     attention_output_norm: NormSpec | None = None
     mlp_output_norm: NormSpec | None = None
     is_parallel: bool = False
@@ -171,7 +212,8 @@ class DecoderSpec(NamedTuple):
         """Yields every linear of the model."""
         yield self.head
         for layer in self.layers:
-            yield from (layer.attention.qkv, layer.attention.output, layer.mlp.gated, layer.mlp.down)
+            yield from (layer.attention.qkv, layer.attention.output)
+            yield from layer.mlp if isinstance(layer.mlp, GatedMlpSpec) else layer.mlp.linears()
 
     def norms(self) -> Iterator[NormSpec]:
         """Yields every norm of the model."""

@@ -22,13 +22,17 @@ class Variant(enum.Enum):
     PARALLEL = "attention and MLP side by side"
     LAYER_NORMS = "norms that subtract the mean"
     RESIDUAL_SCALE = "scaled residuals"
-    OUTER_SCALES = "scaled or capped embeddings and logits"
+    OUTER_SCALES = "scaled embeddings or logits"
+    FINAL_CAP = "soft caps on logits"
     ACTIVATION = "gates other than SiLU"
     ROPES = "positions that differ by layer"
+    EXPERTS = "experts"
     STORED_OTHERWISE = "linears that the checkpoint stores together or in another order"
 
 
-OUTSIDE_OF_LAYERS = frozenset({Variant.ACTIVATION, Variant.ROPES, Variant.STORED_OTHERWISE, Variant.OUTER_SCALES})
+OUTSIDE_OF_LAYERS = frozenset(
+    {Variant.ACTIVATION, Variant.ROPES, Variant.STORED_OTHERWISE, Variant.OUTER_SCALES, Variant.FINAL_CAP}
+)
 """Variants that any loop over Llama's layers computes: they are in linears, in rotary tables, or outside of layers."""
 
 
@@ -48,8 +52,10 @@ def variants_of(config: ModelConfig) -> frozenset[Variant]:
         Variant.PARALLEL: any(layer.is_parallel for layer in layers),
         Variant.LAYER_NORMS: config.has_layer_norms,
         Variant.RESIDUAL_SCALE: config.residual_scale != 1,
-        Variant.OUTER_SCALES: (config.embedding_scale, config.logits_scale, config.final_cap) != (1, 1, 0),
+        Variant.OUTER_SCALES: (config.embedding_scale, config.logits_scale) != (1, 1),
+        Variant.FINAL_CAP: config.final_cap != 0,
         Variant.ACTIVATION: config.activation != "silu",
+        Variant.EXPERTS: config.num_experts > 0,
         Variant.ROPES: len(set(config.ropes)) > 1 or config.ropes[0] is None,
         Variant.STORED_OTHERWISE: any(part.order or part.stored_rows or part.first_row for part in parts)
         or any(norm.adds_one for norm in spec.norms()),

@@ -8,7 +8,7 @@ from __future__ import annotations
 import msgspec
 
 from manta.workers.models.model_config import ModelConfig, ModelError
-from manta.workers.models.specs import DecoderSpec, LayerSpec, LinearSpec, Split
+from manta.workers.models.specs import DecoderSpec, GatedMlpSpec, LayerSpec, LinearSpec, Split
 
 EXACT_GATES = 16
 """Gates that the CPU's kernels take together. Others are computed apart, and the product is rounded once more."""
@@ -80,7 +80,7 @@ def _split_outputs_of_layer(layer: LayerSpec) -> LayerSpec:
     attention, mlp = layer.attention, layer.mlp
     return layer._replace(
         attention=attention._replace(output=_split_outputs_of_linear(attention.output)),
-        mlp=mlp._replace(down=_split_outputs_of_linear(mlp.down)),
+        mlp=mlp._replace(down=_split_outputs_of_linear(mlp.down)) if isinstance(mlp, GatedMlpSpec) else mlp,
     )
 
 

@@ -29,6 +29,7 @@ from manta.workers.kernels.weights import (
     AttentionWeights,
     DecoderWeights,
     Embedding,
+    ExpertsWeights,
     GatedMlpWeights,
     LayerWeights,
     Linear,
@@ -38,7 +39,16 @@ from manta.workers.kernels.weights import (
 )
 from manta.workers.models.families import describe
 from manta.workers.models.model_config import ModelConfig
-from manta.workers.models.specs import AttentionSpec, DecoderSpec, LayerSpec, LinearSpec, NormSpec, Split
+from manta.workers.models.specs import (
+    AttentionSpec,
+    DecoderSpec,
+    ExpertsSpec,
+    GatedMlpSpec,
+    LayerSpec,
+    LinearSpec,
+    NormSpec,
+    Split,
+)
 from manta.workers.parallel.group import Group, OneRank
 from manta.workers.parallel.sharded_layers import GatheredHead, VocabularyParallelEmbedding, WideNorm
 from manta.workers.parallel.split import check_num_ranks, shard_config, split_outputs
@@ -177,11 +187,19 @@ class _WeightLoader:
             self._norm(spec.input_norm),
             self._attention(spec.attention),
             self._norm(spec.mlp_norm),
-            GatedMlpWeights(self._linear(spec.mlp.gated), self._linear(spec.mlp.down)),
+            self._mlp(spec.mlp),
             self._norm(spec.attention_output_norm),
             self._norm(spec.mlp_output_norm),
             spec.is_parallel,
         )
+
+    def _mlp(self, spec: GatedMlpSpec | ExpertsSpec) -> GatedMlpWeights | ExpertsWeights:
+        if isinstance(spec, GatedMlpSpec):
+            return GatedMlpWeights(self._linear(spec.gated), self._linear(spec.down))
+        experts = [GatedMlpWeights(self._own(each.gated), self._own(each.down)) for each in spec.experts]
+        num_chosen, normalises_choice = self._config.num_chosen_experts, self._config.normalises_choice
+        router = self._linear(spec.router)
+        return ExpertsWeights(router, experts, num_chosen, normalises_choice, self._group.all_reduce)
 
     def _attention(self, spec: AttentionSpec) -> AttentionWeights:
         is_wide = spec.has_wide_norms
@@ -218,7 +236,11 @@ class _WeightLoader:
         return self._platform.place_weight(sinks, torch.float32)
 
     def _linear(self, spec: LinearSpec, is_head: bool = False) -> Linear:
-        """Returns the parts packed as one linear."""
+        """Returns the parts packed as one linear, joined to those of the other ranks."""
+        return self._joined(self._own(spec, is_head), spec)
+
+    def _own(self, spec: LinearSpec, is_head: bool = False) -> Linear:
+        """Returns this rank's linear."""
         weight = self._as_kept(self.linears.read(spec), is_head)
         if weight.gated and self._config.activation != "silu":
             ungated = self._make_linear(dataclasses.replace(weight, gated=False))
@@ -226,7 +248,7 @@ class _WeightLoader:
         else:
             linear = self._make_linear(weight)
         self._checkpoint.release()
-        return self._joined(linear, spec)
+        return linear
 
     def _as_kept(self, weight: LinearWeight, is_head: bool) -> LinearWeight:
         """Applies the option `weights`. What the checkpoint stores as integers stays as it is, unless it is `dense`."""

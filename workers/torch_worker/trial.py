@@ -59,6 +59,8 @@ class TrialResult(msgspec.Struct, frozen=True, kw_only=True):
     advice: str | None = None
     unused_tensors: tuple[str, ...] = ()
     """Tensors of the files that no module of transformers' model takes."""
+    runs_in_one_call: bool = False
+    """Whether all layers are one call of compiled code, or one graph, and not a call of each kernel."""
     error: str | None = None
 
 
@@ -141,6 +143,7 @@ def _run(trial: Trial) -> TrialResult:
         kernels=platform.kernel_form,
         advice=platform.advice,
         unused_tensors=tuple(getattr(model, "unused_tensors", ())),
+        runs_in_one_call=model.compiled is not None,
     )
 
 

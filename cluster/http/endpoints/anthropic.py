@@ -21,7 +21,9 @@ from manta.cluster.http.exchange.exchange import Exchange, Identity
 from manta.cluster.http.exchange.prompts import encode as encode_prompt
 from manta.cluster.http.exchange.state import AppState
 from manta.cluster.protocol.anthropic import (
-    Block,
+    AnswerBlock,
+    AnswerText,
+    AnswerToolUse,
     BlockDelta,
     BlockStart,
     BlockStop,
@@ -34,12 +36,10 @@ from manta.cluster.protocol.anthropic import (
     MessageStart,
     MessageStop,
     MessagesUsage,
-    TextBlock,
     TextDelta,
     ThinkingBlock,
     ThinkingDelta,
     TokenCount,
-    ToolUseBlock,
 )
 from manta.cluster.protocol.responses import ChatDelta
 from manta.cluster.protocol.translated import renamed
@@ -90,13 +90,13 @@ class MessagesAnswer:
             builder.add(self._read(event))
             last = event
         message = builder.message()
-        content: list[Block] = []
+        content: list[AnswerBlock] = []
         if message.reasoning_content:
             content.append(ThinkingBlock(message.reasoning_content))
         if message.content:
-            content.append(TextBlock(message.content))
+            content.append(AnswerText(message.content))
         content += (
-            ToolUseBlock(_call_id(call.id), call.function.name or "", arguments)
+            AnswerToolUse(_call_id(call.id), call.function.name or "", arguments)
             for call in message.tool_calls or []
             if (arguments := whole_arguments(call)) is not None
         )
@@ -121,7 +121,7 @@ class MessagesAnswer:
         yield _event(MessageStop())
 
     def _read(self, event: Event) -> list[ChatDelta]:
-        return self._reader.feed(event.text, event.finish is not None)
+        return self._reader.feed(event.text, event.finish is not None, event.is_cut)
 
     def _ending(self, last: Event) -> MessageEnding:
         assert last.finish is not None
@@ -132,7 +132,7 @@ class MessagesAnswer:
         return MessageEnding(STOP_REASONS.get(last.finish.value, last.finish.value), None)
 
     def _message(
-        self, content: list[Block], stop_reason: str | None, stop_sequence: str | None, usage: MessagesUsage
+        self, content: list[AnswerBlock], stop_reason: str | None, stop_sequence: str | None, usage: MessagesUsage
     ) -> MessageAnswer:
         return MessageAnswer(
             id=self._id,
@@ -149,7 +149,7 @@ class BlockWriter:
 
     def __init__(self) -> None:
         self._index = -1
-        self._open: type[Block] | None = None
+        self._open: type[AnswerBlock] | None = None
 
     def write(self, delta: ChatDelta) -> Iterator[msgspec.Struct]:
         """Returns the events of one delta."""
@@ -157,12 +157,12 @@ class BlockWriter:
             yield from self._open_as(ThinkingBlock(""))
             yield BlockDelta(self._index, ThinkingDelta(delta.reasoning_content))
         if delta.content:
-            yield from self._open_as(TextBlock(""))
+            yield from self._open_as(AnswerText(""))
             yield BlockDelta(self._index, TextDelta(delta.content))
         for call in delta.tool_calls or []:
             if call.id is not None:
                 yield from self.close()
-                yield from self._open_as(ToolUseBlock(_call_id(call.id), call.function.name or "", {}))
+                yield from self._open_as(AnswerToolUse(_call_id(call.id), call.function.name or "", {}))
             if call.function.arguments:
                 yield BlockDelta(self._index, InputDelta(call.function.arguments))
 
@@ -172,7 +172,7 @@ class BlockWriter:
             self._open = None
             yield BlockStop(self._index)
 
-    def _open_as(self, block: Block) -> Iterator[msgspec.Struct]:
+    def _open_as(self, block: AnswerBlock) -> Iterator[msgspec.Struct]:
         if self._open is not type(block):
             yield from self.close()
             self._index, self._open = self._index + 1, type(block)

@@ -114,7 +114,7 @@ class SummaryAnswer:
     async def whole(self, generation: Generation) -> bytes:
         texts, num_reasoning_tokens = [], 0
         async for event in generation:
-            deltas = self._reader.feed(event.text, event.finish is not None)
+            deltas = self._reader.feed(event.text, event.finish is not None, event.is_cut)
             texts += [delta.content for delta in deltas if delta.content]
             if any(delta.reasoning_content for delta in deltas):
                 num_reasoning_tokens += len(event.token_ids)

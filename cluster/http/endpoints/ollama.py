@@ -185,7 +185,7 @@ class OllamaAnswer:
     def _read(self, event: Event) -> list[Any]:
         if self._first is None and event.token_ids:
             self._first = time.perf_counter_ns()
-        return self._reader.feed(event.text, event.finish is not None)
+        return self._reader.feed(event.text, event.finish is not None, event.is_cut)
 
     def _ending(self, finish: FinishStatus | None, generation: Generation) -> dict[str, Any]:
         (usage,), now = generation.usages, time.perf_counter_ns()

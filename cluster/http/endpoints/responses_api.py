@@ -169,7 +169,7 @@ class ResponsesAnswer:
         yield f"response.{name}", {"response": response}
 
     def _read(self, event: Event) -> Iterator[tuple[str, dict[str, Any]]]:
-        for delta in self._reader.feed(event.text, event.finish is not None):
+        for delta in self._reader.feed(event.text, event.finish is not None, event.is_cut):
             yield from self._items.write(delta)
         if isinstance(self._items.open, ReasoningItem):
             self._num_reasoning_tokens += len(event.token_ids)

@@ -130,7 +130,9 @@ class ChatAnswer:
         async for event in generation:
             num_logprobs += _num_logprobs(event)
             token_ids[event.index] += event.token_ids
-            messages[event.index].add(self._readers[event.index].feed(event.text, event.finish is not None))
+            messages[event.index].add(
+                self._readers[event.index].feed(event.text, event.finish is not None, event.is_cut)
+            )
             if event.logprobs:
                 logprobs[event.index].content += self._logprobs(event.logprobs).content
             prompt_entries += event.prompt_logprobs or []
@@ -179,7 +181,7 @@ class ChatAnswer:
                     yield self._chunk(choice, responses.ChatDelta(role="assistant", content=""))
                 begun = True
             logprobs = self._logprobs(event.logprobs) if event.logprobs else None
-            deltas = self._readers[index].feed(event.text, event.finish is not None)
+            deltas = self._readers[index].feed(event.text, event.finish is not None, event.is_cut)
             token_ids: Any = event.token_ids if self._request.return_token_ids and event.token_ids else UNSET
             if (logprobs or token_ids is not UNSET) and not deltas:
                 deltas = [responses.ChatDelta(content="")]

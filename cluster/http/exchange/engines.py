@@ -69,6 +69,12 @@ class Event(msgspec.Struct, kw_only=True):
     finish: FinishStatus | None = None
     stop_reason: str | int | None = None
 
+    @property
+    def is_cut(self) -> bool:
+        """Whether something else than the model ended the text: a limit, a stop string or token, a failure."""
+        stopped_itself = self.finish is FinishStatus.FINISHED_STOPPED and self.stop_reason is None
+        return self.finish is not None and not stopped_itself
+
 
 class Generation(Protocol):
     """The answers to one body while they are generated.

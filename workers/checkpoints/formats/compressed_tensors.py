@@ -49,10 +49,15 @@ def read_mxfp4(part: StoredPart) -> QuantizedWeight:
     Twice an E2M1 number is an integer, so int8 holds the weight exactly.
     """
     packed = part.stored("weight_packed", (part.out_features, part.in_features // 2), torch.uint8)
+    exponents = part.stored("weight_scale", (part.out_features, part.num_groups), torch.uint8)
+    part.skip(*_ACTIVATION_TENSORS)
+    return mxfp4_weight(part, packed, exponents)
+
+
+def mxfp4_weight(part: StoredPart, packed: torch.Tensor, exponents: torch.Tensor) -> QuantizedWeight:
+    """Returns the weight of `packed` numbers uint8 [out, in / 2] and `exponents` uint8 [out, num_groups]."""
     table = torch.tensor(_FP4_DOUBLED + tuple(-number for number in _FP4_DOUBLED), dtype=torch.int8)
     numbers = torch.stack((packed & 15, packed >> 4), dim=-1).flatten(1)
     values = torch.empty_like(numbers, dtype=torch.int8) if packed.is_meta else table[numbers.int()]
-    exponents = part.stored("weight_scale", (part.out_features, part.num_groups), torch.uint8)
-    part.skip(*_ACTIVATION_TENSORS)
     weight = in_groups(part, values, torch.exp2(exponents.float() - 128), None)
     return dataclasses.replace(weight, bits=8)

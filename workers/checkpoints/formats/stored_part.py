@@ -12,6 +12,7 @@ import torch
 
 from manta.workers.kernels.quantized_weight import QuantizedWeight
 from manta.workers.models.model_config import ModelError, WeightFormat
+from manta.workers.models.specs import ExpertRows
 
 
 class StoredTensors(Protocol):
@@ -49,6 +50,8 @@ class StoredPart(NamedTuple):
     tensors: StoredTensors
     keeps_float8: bool = False
     """Whether the platform multiplies by E4M3 weights as they are."""
+    expert: ExpertRows | None = None
+    """The place in a tensor of all experts of a layer; None if the tensors are this part's alone."""
 
     def has(self, suffix: str) -> bool:
         return f"{self.name}.{suffix}" in self.tensors

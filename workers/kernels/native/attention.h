@@ -13,6 +13,7 @@
 #include <algorithm>
 #include <cmath>
 #include <type_traits>
+#include <utility>
 
 #include "attention_plan.h"
 #include "parallel.h"
@@ -114,6 +115,12 @@ MANTA_INLINE void softmax_row(
         }
     }
     memcpy(running_sum, &sums, sizeof(sums));
+}
+
+// A call of its own, so that the usual rows stay short in the loop over rows
+template <bool MASKED, bool SCALED, class E, class... Rest>
+__attribute__((noinline)) void capped_softmax_row(const float* scores, E* probabilities, Rest&&... rest) {
+    softmax_row<MASKED, SCALED, true>(scores, probabilities, std::forward<Rest>(rest)...);
 }
 
 // Runs units of work; T and C as in `Attention`, E is the element of the packed operands (bf16 or float). Packed int8 stay
@@ -456,10 +463,18 @@ class AttentionWorker {
             float& best = maxima_[state];
             constexpr bool scaled = CacheLayout<C>::HAS_SCALES;
             const auto run = [&](auto masked, int vectors) {
-                const auto softmax = is_capped ? softmax_row<decltype(masked)::value, scaled, true, E>
-                                               : softmax_row<decltype(masked)::value, scaled, false, E>;
-                softmax(scores, probabilities, vectors, low, high, cap_scale, factor, best, sum, gathered, width_,
-                        key_scales_, value_scales_);
+                constexpr bool is_masked = decltype(masked)::value;
+                if (is_capped) {
+                    capped_softmax_row<is_masked, scaled>(
+                        scores, probabilities, vectors, low, high, cap_scale, factor, best, sum, gathered, width_,
+                        key_scales_, value_scales_
+                    );
+                } else {
+                    softmax_row<is_masked, scaled, false>(
+                        scores, probabilities, vectors, low, high, cap_scale, factor, best, sum, gathered, width_,
+                        key_scales_, value_scales_
+                    );
+                }
             };
             if (high <= low) {
                 memset(static_cast<void*>(probabilities), 0, span * sizeof(E));

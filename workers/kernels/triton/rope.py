@@ -29,7 +29,7 @@ def rope_and_cache(
     k_norm_weight: torch.Tensor | None = None,
     eps: float = 1e-6,
 ) -> None:
-    num_heads, num_kv_heads, head_dim, _ = heads
+    num_heads, num_kv_heads, head_dim = heads[:3]
     half = padded_size(head_dim // 2)
     all_heads = num_heads + 2 * num_kv_heads
     tile_heads = min(padded_size(all_heads), max(1, _TILE_ELEMENTS // half))
