@@ -19,6 +19,10 @@ import torch
 import transformers
 
 from manta.workers.checkpoints.model_folder import load_model_config
+from manta.workers.exact import check_exact
+from manta.workers.model_options import ModelOptions
+from manta.workers.models.model_config import ModelError
+from manta.workers.models.variants import check_variants
 from manta.workers.platforms import choose_platform
 from manta.workers.torch_worker.loader import check_tensors, load_model
 from tests.checkpoints import make_tokenizer, on_one_thread, randomise, reference_greedy, reference_logits
@@ -336,6 +340,39 @@ def test_half_of_each_head_rotates_in_a_glm_that_does_not_say(tmp_path: pathlib.
     folder, tokens = folder_of("glm4"), random_tokens(NUM_TOKENS)
     silent = changed(folder, tmp_path / "silent", {"rope_parameters": None})
     assert torch.equal(logits_of(silent, tokens), logits_of(folder, tokens))
+
+
+@pytest.mark.parametrize(
+    ("name", "device", "words"),
+    [
+        (
+            "gemma2",
+            "cuda",
+            "device cuda does not compute soft caps on the products of attention, which Gemma2ForCausalLM",
+        ),
+        (
+            "gpt_oss",
+            "cuda",
+            "device cuda does not compute attention sinks, which GptOssForCausalLM has; set device to cpu",
+        ),
+        ("olmo2", "tpu", "device tpu does not compute norms after attention and MLP, norms over all heads together, "),
+    ],
+)
+def test_a_device_refuses_what_it_does_not_compute(name: str, device: str, words: str) -> None:
+    config = load_model_config(folder_of(name))
+    check_variants(config, "cpu")
+    with pytest.raises(ModelError, match=words):
+        check_variants(config, device)
+
+
+@pytest.mark.parametrize(
+    ("name", "words"), [("cohere2", "norms that subtract the mean"), ("gpt_oss", "experts, gates other than SiLU")]
+)
+def test_exact_refuses_what_torch_computes(name: str, words: str) -> None:
+    folder = folder_of(name)
+    options = ModelOptions(model=str(folder), exact=True, weights="int8")
+    with pytest.raises(ModelError, match=f"torch computes .*{words} of this"):
+        check_exact(options, "cpu", load_model_config(folder))
 
 
 @pytest.mark.parametrize("name", SCALES_OF_LOGITS)

@@ -8,6 +8,7 @@ import shutil
 from collections.abc import Iterator
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import safetensors.torch
@@ -24,7 +25,9 @@ from manta.workers.kernels import weights
 from manta.workers.kernels.attention_metadata import AttentionMetadata
 from manta.workers.kernels.model_protocol import Model
 from manta.workers.kernels.query_tokens import QueryTokens
+from manta.workers.models.dense import read_rope
 from manta.workers.models.model_config import ModelError, RopeConfig
+from manta.workers.models.raw_config import RawConfig
 from manta.workers.platforms import choose_platform
 from manta.workers.torch_worker.loader import load_model
 from tests.checkpoints import checkpoint, reference_greedy, reference_logits
@@ -256,6 +259,27 @@ def test_yarns_tables_are_those_of_transformers(
     table = torch.from_numpy(rope_table(rope, head_dim=16, num_positions=40))
     angles = torch.outer(torch.arange(40), inv_freq)
     torch.testing.assert_close(table, torch.cat((angles.cos(), angles.sin()), dim=-1) * expected, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("rope_type", ["dynamic", "longrope"])
+@pytest.mark.parametrize("longest", [40, 64, 65, 200])
+def test_tables_for_a_longest_context_are_those_of_transformers(rope_type: str, longest: int) -> None:
+    """Around and beyond the original context of 64 positions."""
+    lists = {
+        "short_factor": [1.0 + index / 4 for index in range(8)],
+        "long_factor": [2.0 + index for index in range(8)],
+    }
+    scaling = (
+        DYNAMIC_ROPE if rope_type == "dynamic" else DYNAMIC_ROPE | lists | {"original_max_position_embeddings": 64}
+    )
+    sizes: dict[str, Any] = {"hidden_size": 64, "num_attention_heads": 4, "max_position_embeddings": 64}
+    config = transformers.LlamaConfig(**sizes, rope_parameters=scaling | {"rope_type": rope_type})
+    inv_freq, factor = ROPE_INIT_FUNCTIONS[rope_type](config, torch.device("cpu"), seq_len=longest)
+    raw = RawConfig(config.to_dict(), "config.json")
+    rope = msgspec.structs.replace(read_rope(raw, head_dim=16), longest_context=longest)
+    table = torch.from_numpy(rope_table(rope, head_dim=16, num_positions=longest))
+    angles = torch.outer(torch.arange(longest), inv_freq)
+    torch.testing.assert_close(table, torch.cat((angles.cos(), angles.sin()), dim=-1) * factor, atol=1e-5, rtol=1e-5)
 
 
 REFUSED = [
