@@ -31,7 +31,7 @@ from manta.cluster.http.exchange.state import AppState, ClusterState, OtherMetri
 from manta.cluster.http.openapi import openapi_document
 from manta.cluster.http.routes import MESSAGE, ROUTES
 from manta.cluster.http.websockets import WebSockets
-from manta.cluster.protocol.error_bodies import refusal_of
+from manta.cluster.protocol.error_bodies import Writer, openai_body, refusal_of
 from manta.cluster.protocol.foreign_fields import collect_ignored
 from manta.cluster.telemetry.request_log import Examples, open_request_log
 from manta.cluster.text.tokenizer import Tokenizer
@@ -84,6 +84,11 @@ class Router:
         """Returns the methods that a path takes. Raises `ServingError` 404 if there is no such path."""
         methods, _ = self._methods(path, root_path)
         return [*methods, *(["HEAD"] if "GET" in methods else []), "OPTIONS"]
+
+    def error_body(self, path: str) -> Writer:
+        """Returns what writes the refusals of a path, in the shape of its API."""
+        methods = self._exact.get(path) or self._find_with_parameter(path)[0]
+        return next((route.error_body for route in methods.values()), openai_body)
 
     def _methods(self, path: str, root_path: str) -> tuple[dict[str, Route], str]:
         methods, value = self._exact.get(path), ""
@@ -196,6 +201,7 @@ class HttpApp:
         if self._state.drains:
             exchange.reply.headers_always.append((b"connection", b"close"))
         try:
+            exchange.reply.error_body = self._router.error_body(asked.path) if route is None else route.error_body
             exchange.reply.headers_always += self.admission.origins.headers(exchange.headers)
             self.admission.origins.check(exchange.headers)
             if asked.method == "OPTIONS":
@@ -204,7 +210,7 @@ class HttpApp:
                 return
             if route is None:
                 route, asked.path_parameter = self._router.find(asked.method, asked.path, asked.root_path)
-            exchange.route, exchange.reply.error_body = route.path, route.error_body
+            exchange.route = route.path
             await self._handle(route, exchange)
         except ServingError as error:
             await exchange.reply.fail(error.refusal)

@@ -8,7 +8,16 @@ from typing import Any
 import msgspec
 
 from manta.cluster.http.exchange.state import Route
-from manta.cluster.protocol.error_bodies import RETRIED_STATUSES, ErrorBody
+from manta.cluster.protocol.error_bodies import (
+    RETRIED_STATUSES,
+    ErrorBody,
+    MessagesError,
+    OllamaError,
+    Writer,
+    anthropic_body,
+    ollama_body,
+    openai_body,
+)
 from manta.cluster.version import version
 
 _ERRORS = {
@@ -28,13 +37,20 @@ _ERRORS = {
 }
 """Every error status that the application returns, with its description."""
 
+_ERROR_TYPES: dict[Writer, type[msgspec.Struct]] = {
+    openai_body: ErrorBody,
+    anthropic_body: MessagesError,
+    ollama_body: OllamaError,
+}
+"""What each writer of refusals writes."""
+
 _RETRY_AFTER = {"retry-after": {"description": "Seconds", "schema": {"type": "integer"}}}
 
 
 def openapi_document(routes: Iterable[Route]) -> dict[str, Any]:
     """Returns the OpenAPI 3.1 document of the routes."""
     routes = list(routes)
-    types: list[Any] = [ErrorBody]
+    types: list[Any] = [*_ERROR_TYPES.values()]
     types += [kind for route in routes for kind in (route.body, route.form, route.answer) if kind is not None]
     schemas, components = msgspec.json.schema_components(types, ref_template="#/components/schemas/{name}")
     for component in components.values():
@@ -61,7 +77,7 @@ def _operation(route: Route, schema_of: dict[Any, Any]) -> dict[str, Any]:
     if parameters := list(_parameters(route)):
         operation["parameters"] = parameters
     for status in _error_statuses(route):
-        answer = {"description": _ERRORS[status], "content": _json(schema_of[ErrorBody])}
+        answer = {"description": _ERRORS[status], "content": _json(schema_of[_ERROR_TYPES[route.error_body]])}
         if status in RETRIED_STATUSES:
             answer["headers"] = _RETRY_AFTER
         operation["responses"][str(status)] = answer

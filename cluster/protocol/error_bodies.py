@@ -100,6 +100,12 @@ class MessagesError(msgspec.Struct, kw_only=True):
     error: dict[str, Any]
 
 
+class OllamaError(msgspec.Struct):
+    """The same in Ollama's shape."""
+
+    error: str
+
+
 Writer = Callable[[Refusal], bytes]
 """A function that writes a refusal as the JSON body of an answer."""
 
@@ -132,7 +138,7 @@ def anthropic_body(refusal: Refusal) -> bytes:
 
 def ollama_body(refusal: Refusal) -> bytes:
     """Returns the refusal in words as `error`, which Ollama's clients show."""
-    return msgspec.json.encode({"error": sentence(refusal)})
+    return msgspec.json.encode(OllamaError(sentence(refusal)))
 
 
 def connection_error_body(status: int, message: str) -> bytes:

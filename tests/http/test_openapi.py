@@ -103,14 +103,14 @@ def narrow() -> Iterator[Documented]:
     server.stop()
 
 
-def test_the_document_is_valid_with_one_error_schema(shared: Documented) -> None:
+def test_the_document_is_valid_with_one_error_schema_for_each_api(shared: Documented) -> None:
     schemas = set()
     for path, methods in shared.document["paths"].items():
         for operation in methods.values():
             failures = {status: answer for status, answer in operation["responses"].items() if int(status) >= 400}
             assert {"405", "500"} <= set(failures), path
             schemas |= {answer["content"]["application/json"]["schema"]["$ref"] for answer in failures.values()}
-    assert schemas == {"#/components/schemas/ErrorBody"}
+    assert schemas == {f"#/components/schemas/{name}" for name in ("ErrorBody", "MessagesError", "OllamaError")}
     for schema in shared.document["components"]["schemas"].values():
         jsonschema.Draft202012Validator.check_schema(schema)
 
