@@ -64,6 +64,16 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "mistral": ("MistralConfig", {"sliding_window": 24}),
     "qwen2": ("Qwen2Config", {"tie_word_embeddings": True}),
     "qwen3": ("Qwen3Config", {"head_dim": 32}),
+    "qwen3_windows": (
+        "Qwen3Config",
+        {
+            "head_dim": 32,
+            "use_sliding_window": True,
+            "sliding_window": 21,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+            "max_window_layers": 0,
+        },
+    ),
     "seed_oss": ("SeedOssConfig", {"head_dim": 24}),
     "gpt_neox": ("GPTNeoXConfig", {"num_key_value_heads": None}),
     "olmo2": ("Olmo2Config", {}),
@@ -86,9 +96,10 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         "GPTNeoConfig",
         {"num_key_value_heads": None, "window_size": 24, "attention_types": [[["global", "local", "local"], 1]]},
     ),
+    "persimmon": ("PersimmonConfig", {"num_key_value_heads": None}),
     "xglm": ("XGLMConfig", {"num_key_value_heads": None, "ffn_dim": 96}),
 }
-"""Name to (transformers configuration class, what differs from the common sizes). The first six run natively."""
+"""Name to (transformers configuration class, what differs from the common sizes). The first seven run natively."""
 
 NATIVE_FAMILIES = ("llama", "llama3", "mistral", "qwen2", "qwen3")
 

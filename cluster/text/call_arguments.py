@@ -23,9 +23,9 @@ class Arguments(dict[str, Any]):
         return json.dumps(self, ensure_ascii=False)
 
 
-class UnfinishedArguments(Arguments):
-    """Arguments that end before their last bracket, because the answer was cut there. As an object they have the
-    members that have begun to have a value; as a text they are what was written.
+class WrittenArguments(Arguments):
+    """Arguments that are no whole object, mostly because the answer was cut within them. As an object they have the
+    members whose values have begun; as a text they are what was written.
     """
 
     def __init__(self, text: str) -> None:
@@ -39,9 +39,9 @@ class UnfinishedArguments(Arguments):
         return self._written
 
 
-def arguments_of(text: str) -> Any:
-    """Returns the value of a call's arguments: `Arguments` for an object, whole or cut, and no arguments for a blank
-    text. Raises `ValueError` for a text that is no JSON, nor the beginning of an object.
+def arguments_of(text: str) -> Arguments:
+    """Returns the arguments of a call that are written so. A blank text and null are no arguments. Raises `ValueError`
+    or `RecursionError` for a text that is no JSON, nor the beginning of an object.
     """
     text = text.strip()
     if not text:
@@ -51,8 +51,10 @@ def arguments_of(text: str) -> Any:
     except (ValueError, RecursionError):
         if not _is_cut_object(text):
             raise
-        return UnfinishedArguments(text)
-    return Arguments(value) if isinstance(value, dict) else value
+        return WrittenArguments(text)
+    if value is None:
+        return Arguments()
+    return Arguments(value) if isinstance(value, dict) else WrittenArguments(text)
 
 
 def _is_cut_object(text: str) -> bool:
@@ -77,9 +79,13 @@ def _is_cut_object(text: str) -> bool:
 
 
 def _begun_members(text: str) -> dict[str, Any]:
-    """Returns the members of a cut object. A string that was cut is kept as far as it goes; a list or object is not."""
+    """Returns the members of an object that is cut; none of another text. A string that was cut is kept as far as it
+    goes; a list or object is not.
+    """
     members: dict[str, Any] = {}
-    at = text.find("{") + 1
+    if not text.startswith("{"):
+        return members
+    at = 1
     try:
         while True:
             key, at = _DECODER.raw_decode(text, _behind(text, at, ","))

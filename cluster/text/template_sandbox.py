@@ -14,7 +14,7 @@ import jinja2
 import jinja2.ext
 import jinja2.sandbox
 
-from manta.cluster.text.call_arguments import UnfinishedArguments
+from manta.cluster.text.call_arguments import WrittenArguments
 
 _MOST_COMPILED = 8
 """Templates that a process keeps compiled."""
@@ -91,7 +91,7 @@ def _to_json(
     sort_keys: bool = False,
 ) -> str:
     """Returns a value as JSON. Replaces Jinja's own filter, which escapes HTML; no chat template wants that."""
-    if isinstance(value, UnfinishedArguments):
+    if isinstance(value, WrittenArguments):
         return value.json_text()
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 

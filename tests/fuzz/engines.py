@@ -22,6 +22,7 @@ from manta.cluster.engine.request import SequenceOutput
 from manta.cluster.errors import RequestRefused
 from manta.cluster.llm import LLM, RequestOutput, SamplingParams
 from manta.structured.constraint import Resolved
+from manta.workers.checkpoints.memory import choose_groups
 from manta.workers.checkpoints.model_folder import load_model_config
 from manta.workers.platforms.cpu import CpuPlatform
 from tests.checkpoints import checkpoint
@@ -61,13 +62,13 @@ class FuzzLLM(LLM):
 def engine_options(settings: Settings) -> dict[str, Any]:
     """Fields of `manta.cluster.config.EngineConfig`."""
     folder = checkpoint(settings.family, dtype="float32")
-    folders = [folder]
+    target, draft_config = load_model_config(folder), None
     speculative = None
     if settings.proposers:
         draft = None
         if settings.draft_family is not None:
-            folders.append(checkpoint(settings.draft_family, dtype="float32"))
-            draft = str(folders[-1])
+            draft = str(checkpoint(settings.draft_family, dtype="float32"))
+            draft_config = load_model_config(draft)
         speculative = {
             "proposers": list(settings.proposers),
             "draft_model": draft,
@@ -75,7 +76,10 @@ def engine_options(settings: Settings) -> dict[str, Any]:
             "ngram_min": settings.ngram_min,
             "adaptive": settings.adaptive,
         }
-    bytes_per_token = sum(load_model_config(each).kv_bytes_per_token("float32") for each in folders)
+    bytes_per_token = target.kv_bytes_per_token("float32")
+    if draft_config is not None:  # every group's blocks have room for the draft model
+        num_groups = len(choose_groups(target, draft_config).groups)
+        bytes_per_token += num_groups * draft_config.kv_bytes_per_token("float32")
     return {
         "model": str(folder),
         "dtype": "float32",

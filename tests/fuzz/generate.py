@@ -67,7 +67,7 @@ class _Generator:
         block_size = choose((8, 16, 16, 32))
         max_model_len = choose((48, 96, 160, 256))
         least = -(-max_model_len // block_size)
-        family = choose(NATIVE_FAMILIES) if self._chance(0.4) else "llama"
+        family = choose((*NATIVE_FAMILIES, "qwen3_windows")) if self._chance(0.4) else "llama"
         draft_family = family if self._chance(0.5) else choose(NATIVE_FAMILIES)  # its own drafts are all accepted
         proposers: tuple[Any, ...] = choose(PROPOSERS) if self._chance(0.7) else ()
         return Settings(

@@ -266,6 +266,10 @@ MESSAGES: dict[str, tuple[dict[str, Any], str]] = {
         {**OPENED, "tool_calls": [{**CALL_ID, "function": {"name": "f", "arguments": '{"a": "b\\'}}]},
         'f {"a": "b\\',
     ),
+    "arguments that are no object": (
+        {**OPENED, "tool_calls": [{**CALL_ID, "function": {"name": "f", "arguments": '"Rome"'}}]},
+        'f "Rome"',
+    ),
     "reasoning": ({**OPENED, "reasoning": "hm", "content": "yes"}, "<hm>yes"),
     "reasoning_content": ({**OPENED, "reasoning_content": "hm", "content": "yes"}, "<hm>yes"),
     "a refusal": ({**OPENED, "refusal": "I cannot"}, "I cannot"),
