@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol, Self
+from typing import Any, ClassVar, Protocol, Self
 
 import msgspec
 import numpy as np
@@ -75,6 +75,8 @@ class LogitsProcessorFactory(Protocol):
 
 class LogitsProcessorSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
     """The name and arguments of a processor. Raises `ValueError` if the arguments are not plain JSON or too long."""
+
+    must_know_fields: ClassVar[bool] = True
 
     name: str
     arguments: dict[str, Any] = {}

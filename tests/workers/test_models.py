@@ -293,7 +293,6 @@ REFUSED = [
     ("MptConfig", {"attn_config": {"alibi": False}}, "transformers does not compute its attn_config.alibi: False"),
     ("Llama4TextConfig", {}, "chunked_attention"),
     ("T5Config", {"architectures": ["T5ForConditionalGeneration"]}, "encoder-decoder"),
-    ("Gemma3Config", {}, "multimodal"),
     ("LlamaConfig", {"architectures": ["LlamaForSequenceClassification"]}, "no causal language model"),
     ("GPTNeoXConfig", {"rope_parameters": DYNAMIC_ROPE}, "rope type 'dynamic'"),
 ]

@@ -170,7 +170,7 @@ def test_check_says_that_float8_is_kept(tmp_path: pathlib.Path, monkeypatch: pyt
     quantised, _ = quantised_pair(checkpoint("llama"), tmp_path, of_layers(fp8(None)), fp8_config(None))
     config = load_model_config(quantised)
     monkeypatch.setattr("manta.workers.platforms.choose_platform", lambda *options: CudaPlatform(DEVICE))
-    trial = SimpleNamespace(seconds=0.1, kernels="", advice=None, unused_tensors=())
+    trial = SimpleNamespace(seconds=0.1, kernels="", advice=None, unused_tensors=(), runs_in_one_call=True)
     monkeypatch.setattr("manta.cluster.cli.check._try_step", lambda *options: trial)
     report = check_model(EngineConfig(model=str(quantised), dtype="float32"))
     assert report.quantized is not None
