@@ -293,7 +293,7 @@ def grammars_whose_clients_left(target: Target) -> None:
 def too_many_grammars(target: Target) -> None:
     """One client's waiting constraints have a bound, and another's is compiled meanwhile."""
     senders = []
-    for number in range(80):
+    for number in range(112):
         text = json.dumps({"at": {"compile": "hang"}, "number": f"{time.monotonic()} {number}"})
         senders.append(target.send({"structured_outputs": {"regex": text, "backend": "example"}, "max_tokens": 2}))
     time.sleep(1.0)

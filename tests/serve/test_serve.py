@@ -183,7 +183,7 @@ BAD_REQUESTS = [
     ("/v1/chat/completions", chat(max_tokens=10**9), 400, "max_tokens"),
     ("/v1/chat/completions", chat(temperature=3), 400, "temperature"),
     ("/v1/chat/completions", chat(messages=[]), 400, "messages"),
-    ("/v1/chat/completions", chat(frequency=1), 400, "frequency"),
+    ("/v1/chat/completions", chat(frequency_penalti=1), 400, "frequency_penalti"),
     ("/v1/chat/completions", chat(n=17), 400, "n"),
     ("/v1/chat/completions", chat(logit_bias={str(VOCAB_SIZE): 1}), 400, "logit_bias"),
     ("/v1/chat/completions", {"messages": MESSAGES, "max_completion_tokens": 10**9}, 400, "max_completion_tokens"),
