@@ -334,8 +334,8 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     computed position.
     """
     unknown_fields: Literal["ignore", "refuse"] = "ignore"
-    """What becomes of a body's fields that Manta does not know: the answer's header `x-manta-ignored` names them, or
-    the request is refused (HTTP 400). A request can ask for a refusal by its header `x-manta-unknown-fields: refuse`.
+    """Treatment of a body's fields that Manta does not know: the answer's header `x-manta-ignored` names them, or the
+    request is refused (HTTP 400). A request can ask for a refusal by its header `x-manta-unknown-fields: refuse`.
     """
     log_requests: bool = True
     """Whether each finished request, and each one that continued on another engine, gets a structured log line. Engines

@@ -67,7 +67,7 @@ class CheckReport(msgspec.Struct, frozen=True, kw_only=True):
     wrapper: str | None = None
     """Architecture of the multimodal model of which this is the text decoder."""
     variants: tuple[str, ...] = ()
-    """What its layers do beyond Llama's."""
+    """Variants of its layers, beyond Llama's."""
     runs_in_one_call: bool = False
     """Whether all layers are one call of compiled code, or one graph."""
     num_parameters: int

@@ -42,7 +42,7 @@ _ERROR_TYPES: dict[Writer, type[msgspec.Struct]] = {
     anthropic_body: MessagesError,
     ollama_body: OllamaError,
 }
-"""What each writer of refusals writes."""
+"""The type of the bodies that each writer of refusals writes."""
 
 _RETRY_AFTER = {"retry-after": {"description": "Seconds", "schema": {"type": "integer"}}}
 

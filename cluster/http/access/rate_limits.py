@@ -48,7 +48,7 @@ class _Bucket:
     def __init__(self, limit: float, now: float) -> None:
         self.limit = limit
         self.reserved = 0.0
-        """What running requests may still take."""
+        """Tokens that running requests may still take."""
         self._level = limit
         self._at = now
 
@@ -103,7 +103,7 @@ class KeyUse:
 
     @property
     def taken(self) -> Taken:
-        """What was taken here, with what is reserved now."""
+        """Amount that was taken here, with what is reserved now."""
         tokens = self._buckets.get("tokens")
         return self._taken if tokens is None else Taken(self._taken.requests, self._taken.tokens + tokens.reserved)
 
