@@ -121,11 +121,17 @@ class World:
             check_events(answer.body)
 
 
+LAST_EVENTS = ("[DONE]", "message_stop", "response.completed", "response.incomplete", "response.failed")
+
+
 def check_events(body: bytes) -> None:
-    """A stream ends, with `[DONE]` or with an error that is no failure of the server."""
-    events = [event.removeprefix(b"data: ") for event in body.split(b"\n\n") if event]
-    last = json.loads(events[-1]) if events[-1] != b"[DONE]" else {}
-    assert events[-1] == b"[DONE]" or last["error"]["type"] != "server_error", f"the stream ends with {body[-500:]!r}"
+    """A stream ends with its API's last event, or with an error that is no failure of the server."""
+    events = [event.rpartition(b"data: ")[2] for event in body.split(b"\n\n") if event]
+    last = json.loads(events[-1]) if events[-1] != b"[DONE]" else {"type": "[DONE]"}
+    has_ended = last.get("type") in LAST_EVENTS
+    assert has_ended or last["error"]["type"] not in ("server_error", "api_error"), (
+        f"the stream ends with {body[-500:]!r}"
+    )
 
 
 class Client:

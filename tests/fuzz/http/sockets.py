@@ -52,7 +52,7 @@ async def send_frames(port: int, generator: random.Random, transcript: list[str]
         await connection.send(b"".join(_frame(generator) for _ in range(generator.choice((1, 3, 50, 3000)))))
         connection.half_close()
         await asyncio.sleep(generator.choice((0, 0.02)))
-    except Closed:
+    except (Closed, OSError):  # the server has ended the connection
         pass
     finally:
         connection.leave()
