@@ -21,7 +21,7 @@ _SLICE_BYTES = 2**16
 
 
 class BodySize(NamedTuple):
-    """What a JSON text holds."""
+    """The numbers of values and members of a JSON text."""
 
     num_values: int
     """Commas and opening brackets outside strings: each value of a list or an object follows one of them."""

@@ -79,7 +79,7 @@ _LIMITS_AND_CONSTRAINTS = ("guided_", "max_", "stop")
 
 
 class _Ignored:
-    """What one request's body has without effect."""
+    """Names the parts of one request's body that have no effect."""
 
     def __init__(self, refuses: bool) -> None:
         self.names: list[str] = []

@@ -101,7 +101,7 @@ class _Body(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     @property
     def unloads(self) -> bool:
         """Whether `keep_alive` asks to unload the model."""
-        return self.keep_alive is not None and not str(self.keep_alive).strip("0.hms")
+        return self.keep_alive not in (None, "") and not str(self.keep_alive).strip("0.hms")
 
     @property
     def has_limit(self) -> bool:

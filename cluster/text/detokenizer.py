@@ -161,7 +161,7 @@ class _HeldTokens:
         self._token_ids: list[int] = []
         self._logprobs: list[TokenLogprobs] | None = None
         self._ends: list[int] = []
-        """For each token the number of characters of the text up to its end."""
+        """Number of characters of the text up to the end of each token."""
         self._taken_end = 0
 
     def add(self, delta: SequenceOutput, ends: list[int]) -> None:

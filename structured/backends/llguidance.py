@@ -303,7 +303,7 @@ class LLGuidanceBackend:
         return annotations + self._left_out(schemas, spec)
 
     def _left_out(self, schemas: list[Any], spec: ConstraintSpec) -> list[str]:
-        """What llguidance ignores of the schemas in a loose constraint, and what it warns of."""
+        """Returns what llguidance ignores of the schemas in a loose constraint, and what it warns of."""
         controls = [has_control_characters(schema, json_text(schema)) for schema in schemas]
         silent = [text for each in zip(schemas, controls, strict=True) for text in departures(*each)]
         grammar = translated(spec, "proved", self._vocabulary.vocab_size).grammar

@@ -159,6 +159,16 @@ def test_lm_evals_requests_score_a_continuation(max_tokens: int) -> None:
         assert (score == max(top.values())) == (len(top) == 1)
 
 
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+def test_every_chunk_has_the_usage_so_far(path: str) -> None:
+    prompt: dict[str, Any] = {"prompt": "x"} if path == "/v1/completions" else {"messages": MESSAGES}
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    chunks = events(path, **prompt, max_tokens=60, ignore_eos=True, stream_options=options)
+    *counts, last = [chunk["usage"]["completion_tokens"] for chunk in chunks]
+    assert counts == sorted(counts)
+    assert last == max(counts) == 60
+
+
 def test_nothing_to_do_is_refused() -> None:
     field, message = refusal("/v1/completions", prompt="x", max_tokens=0)
     assert field == "max_tokens"

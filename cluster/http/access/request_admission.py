@@ -145,7 +145,8 @@ def check_lists(body: Any, limits: BodyLimits) -> None:
     check_sizes(body)
     for field in _CONVERSATIONS:
         conversation = getattr(body, field, None)
-        num_parts, limit = _num_parts(conversation if isinstance(conversation, list) else ()), limits.max_messages
+        num_parts = _num_messages_and_parts(conversation if isinstance(conversation, list) else ())
+        limit = limits.max_messages
         if num_parts > limit:
             unit, remedy = "messages, parts and calls", "leave some out, or raise body.max_messages"
             refuse("over_limit", field, num_parts, limit, remedy, unit=unit)
@@ -161,9 +162,9 @@ def check_lists(body: Any, limits: BodyLimits) -> None:
             refuse("over_limit", field, num_choices * count, limits.max_token_ids, remedy, unit=unit)
 
 
-def _num_parts(conversation: Sequence[Any]) -> int:
-    """Counts messages, their parts and their calls, or items and their parts. Other APIs' messages have their calls
-    among the parts.
+def _num_messages_and_parts(conversation: Sequence[Any]) -> int:
+    """Returns the number of messages, parts and tool calls, or of items and parts. Anthropic's messages have calls
+    among their parts.
     """
     parts = (_lists_of(each, *_PARTS) for each in conversation)
     return len(conversation) + sum(sum(map(len, lists)) for lists in parts)

@@ -117,8 +117,8 @@ class ChatAnswer:
         self._model = model
         self._tokenizer = tokenizer
         self._created = identity.created
-        self._usage: Any = None if request.include_usage else UNSET
-        """The usage that the next chunk shows."""
+        self._usage: Any = UNSET
+        """The usage that a stream's next chunk shows."""
 
     async def whole(self, generation: Generation) -> bytes:
         messages = [MessageBuilder() for _ in self._readers]
@@ -174,6 +174,7 @@ class ChatAnswer:
         begun = False
         async for event in generation:
             index = event.index
+            self._usage = _usage_of_chunk(self._request, generation)
             if not begun:
                 # All choices begin at once, in order of index, because the `openai` client's stream helper appends each
                 # new choice to its list, whatever its index.
@@ -185,7 +186,6 @@ class ChatAnswer:
             token_ids: Any = event.token_ids if self._request.return_token_ids and event.token_ids else UNSET
             if (logprobs or token_ids is not UNSET) and not deltas:
                 deltas = [responses.ChatDelta(content="")]
-            self._usage = _usage_of_chunk(self._request, generation)
             for delta in deltas:
                 yield self._chunk(index, delta, logprobs, token_ids=token_ids)
                 logprobs, token_ids = None, UNSET

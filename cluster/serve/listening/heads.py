@@ -1,4 +1,4 @@
-"""What RFC 9112 demands of a request's head beyond its syntax, which the parser checks.
+"""Checks a request's head for the demands of RFC 9112 beyond syntax, which the parser checks.
 
 A proxy in front that reads a head in another way would send two requests where this server sees one, or check one Host
 while this server checks another. `cluster/serve/listening/listener.py` refuses such a head.
