@@ -149,7 +149,7 @@ class _Prompt(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     @staticmethod
     def leave_out(body: dict[str, Any]) -> None:
         """Leaves out of a decoded JSON body the tools that Anthropic's service would run or describe."""
-        leave_out_foreign_tools(body, "custom")
+        leave_out_foreign_tools(body, ("custom",))
 
     def check(self) -> None:
         """Raises `RequestRefused` naming the field of the first mistake."""

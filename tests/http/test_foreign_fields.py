@@ -35,12 +35,13 @@ class Asked:
         self.engines = RepeatingEngines()
         config = ServeConfig(engine=EngineConfig(model="demo"), **options)
         self.metrics = Metrics("demo")
-        self._app: Any = HttpApp(config, Tokenizer("demo"), self.engines, self.metrics)
+        self.tokenizer = Tokenizer("demo")
+        self.app: Any = HttpApp(config, self.tokenizer, self.engines, self.metrics)
 
     def post(self, path: str, body: dict[str, Any], **headers: str) -> httpx.Response:
         async def ask() -> httpx.Response:
             async with httpx.AsyncClient(
-                transport=httpx.ASGITransport(self._app), base_url="http://localhost"
+                transport=httpx.ASGITransport(self.app), base_url="http://localhost"
             ) as client:
                 named = {name.replace("_", "-"): value for name, value in headers.items()}
                 return await client.post(path, json={"model": "demo", **body}, headers=named)
