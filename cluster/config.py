@@ -290,7 +290,7 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     weight 1, which is the default. The batches of a key are one more client of the same weight.
     """
     key_limits: dict[str, KeyLimits] = {}
-    """Rate limits of API keys, by name; `*` is every key that is not named. Lines of batches do not count."""
+    """Rate limits of API keys, by name; `*` is every key that is not named. Lines of batches wait for room."""
     share_prefix_cache: bool = False
     """Whether clients with different API keys share the prefix cache. Sharing saves work when they send the same system
     prompt, but it lets a client find out whether another one has sent a text that it guesses.

@@ -63,7 +63,7 @@ class ChatPlan(msgspec.Struct, frozen=True, kw_only=True):
     custom: frozenset[str] = frozenset()
     """Names of the custom tools among them, whose calls hold one text."""
     not_enforced: tuple[str, ...] = ()
-    """Demands in the schemas of tools with `strict: false` that the format cannot carry."""
+    """Demands in the schemas of tools without `strict: true` that the format cannot carry."""
     has_whole_marks: bool = False
     """Whether each mark that begins calls is one token, so that no text is the beginning of a mark."""
     only_calls: bool = False

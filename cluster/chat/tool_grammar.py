@@ -50,7 +50,7 @@ def calls_grammar(
     instead of them. `token_id` gives the id of a mark that is one token, which text then cannot imitate. In harmony's
     channels the grammar covers the whole answer, the reasoning included.
 
-    What the format cannot carry of a function with `strict: false` is appended to `left_out`. For a strict function it
+    What the format cannot carry of a function that is not strict is appended to `left_out`. For a strict function it
     raises `FormatRefused`.
     """
     writer = _CallsGrammar(form, tools, token_id)

@@ -314,7 +314,7 @@ class ChatCompletionRequest(_SamplingFields, kw_only=True):
         constrained = next((name for name in _CONSTRAINT_FIELDS if getattr(self, name) not in (None, "")), None)
         if constrained is not None and self.callable_tools():
             refuse("excludes", constrained, bound="tools", remedy='leave one out, or send tool_choice "none"')
-        if self.modalities not in (None, ["text"]):
+        if self.modalities not in (None, [], ["text"]):
             refuse("unsupported", "modalities", str(self.modalities), "text", 'send ["text"]')
         for name in ("audio", "web_search_options", "moderation"):
             if getattr(self, name) is not None:

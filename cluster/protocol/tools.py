@@ -21,7 +21,9 @@ class Function(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
     parameters: dict[str, Any] | None = None
     """JSON schema of the arguments, an object; None takes no arguments, as in OpenAI's API."""
     strict: bool | None = None
-    """False also accepts a schema that is enforced in part, and the answer's header says which."""
+    """True refuses a schema that cannot be enforced. False and None, OpenAI's default, enforce as much of it as can be,
+    and the answer's header says what is left out.
+    """
 
 
 class Tool(msgspec.Struct, tag_field="type", tag="function", forbid_unknown_fields=True):
@@ -41,7 +43,7 @@ class Tool(msgspec.Struct, tag_field="type", tag="function", forbid_unknown_fiel
     @property
     def is_loose(self) -> bool:
         """Whether what cannot be enforced is left out."""
-        return self.function.strict is False
+        return not self.function.strict
 
 
 class TextFormat(msgspec.Struct, tag_field="type", tag="text", forbid_unknown_fields=True):

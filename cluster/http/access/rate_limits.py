@@ -120,6 +120,22 @@ class KeyUse:
             self._buckets["tokens"].reserved += reserved
         return Reservation(self, reserved)
 
+    def give_back(self, num_prompt_tokens: int) -> None:
+        """Undoes the admission of a request that no engine took and that is tried again."""
+        self._take(Taken(-1, -num_prompt_tokens))
+        self._taken = Taken(self._taken.requests - 1, self._taken.tokens - num_prompt_tokens)
+
+    def seconds_until_room(self) -> float:
+        """Returns the seconds until a request, and as many tokens as are reserved for one at most, are left."""
+        now, amounts = self._clock(), {"requests": 1.0}
+        return max(
+            (
+                bucket.seconds_until(amounts.get(what, bucket.limit * RESERVED_SHARE), now)
+                for what, bucket in self._buckets.items()
+            ),
+            default=0.0,
+        )
+
     def resume(self) -> Reservation:
         """Returns the reservation of a request that another ingress admitted; nothing is reserved for it here."""
         return Reservation(self, 0)
