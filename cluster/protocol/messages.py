@@ -162,6 +162,7 @@ def _part_text(part: dict[str, Any], path: str, parts: Sequence[str]) -> str:
 
 
 MAX_TEMPLATE_KWARGS = 1024
+"""Most values of `chat_template_kwargs`. Published templates read a dozen at most."""
 _RESERVED_TEMPLATE_KWARGS = frozenset({"self", "messages", "tools", "documents", "add_generation_prompt"})
 
 
