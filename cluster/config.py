@@ -93,9 +93,7 @@ class BodyLimits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     vocabularies, has two thirds of these.
     """
     max_messages: Count = 2**14
-    """Messages or items of one conversation, including their parts and tool calls: 4,000 messages with a part and a call
-    each.
-    """
+    """Messages or items of one conversation, including their parts and tool calls."""
     max_token_ids: Count = 2**21
     """Different entries of `allowed_token_ids`, `logit_bias` and `stop_token_ids`, multiplied by the number of choices,
     because each prompt becomes an engine request with its own copy, and each choice a sequence that reads them.

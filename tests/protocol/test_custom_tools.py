@@ -64,6 +64,7 @@ def takes(constraint: ConstraintSpec, text: str, has_marks: bool = True) -> bool
 
 INPUTS: list[tuple[dict[str, Any], str, str]] = [
     (custom("lark", PATCH_GRAMMAR), PATCH, PATCH.replace("@@ def", "?? def")),
+    (custom("lark", "start: /.+/s"), PATCH, ""),
     (custom("lark", SUMS), "1 + (23 + 4)", "1 + (23 + 4"),
     (custom("regex", r"^(?P<day>\d{1,2})/[^\n]+$"), '31/"Ja\\n"', "31/\n"),
     (custom(), 'any "text"\n\\', ""),
