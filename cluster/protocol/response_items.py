@@ -146,7 +146,9 @@ def check_calls(items: Iterable[Item]) -> None:
             calls.add((kind, item["call_id"]))
         elif kind in _OUTPUTS and (call := kind.removesuffix("_output"), item["call_id"]) not in calls:
             remedy = "send the call too, or continue the response that made it"
-            refuse("names_nothing", f"{path}.call_id", item["call_id"], f"the items {call} before it", remedy)
+            refuse(
+                "names_nothing", f"{path}.call_id", item["call_id"], f"the {call.replace('_', ' ')}s before it", remedy
+            )
 
 
 # ---- references --------------------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from manta.cluster.batch import batch_job, line_endpoints
+from manta.cluster.batch import batch_job
 from manta.cluster.batch.batch_job import BatchJob
 from manta.cluster.batch.journal import LineKey
 from manta.cluster.batch.line_endpoints import Endpoints
@@ -108,12 +108,6 @@ async def until_waiting(clocked: Clocked, num_results: int) -> None:
     assert len(clocked.results) == num_results
 
 
-@pytest.fixture(autouse=True)
-def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(line_endpoints, "MAX_PAUSE_S", 0.01)
-    monkeypatch.setattr(batch_job, "RETRY_S", 0.0)
-
-
 def test_lines_wait_for_requests_and_hold_no_place() -> None:
     async def check() -> None:
         clocked = Clocked(requests_per_minute=2)
@@ -156,7 +150,7 @@ def test_what_other_processes_took_counts() -> None:
 def test_a_line_that_the_engines_refuse_for_now_is_charged_once() -> None:
     async def check() -> None:
         clocked = Clocked(requests_per_minute=100, tokens_per_minute=1000)
-        clocked.engines.refuses = 5
+        clocked.engines.refuses = 1
         await clocked.run(1)
         assert clocked.statuses == [200]
         taken = clocked.limits.taken()[KEY]
