@@ -112,7 +112,7 @@ def test_lines_wait_for_requests_and_hold_no_place() -> None:
     async def check() -> None:
         clocked = Clocked(requests_per_minute=2)
         running = asyncio.create_task(clocked.run(5))
-        for number in (2, 3, 4, 5):
+        for number in (1, 2, 3, 4, 5):
             await until_waiting(clocked, number)
             await all_places_are_free(clocked.places)
             clocked.now += 30.0

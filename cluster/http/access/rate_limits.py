@@ -126,15 +126,12 @@ class KeyUse:
         self._taken = Taken(self._taken.requests - 1, self._taken.tokens - num_prompt_tokens)
 
     def seconds_until_room(self) -> float:
-        """Returns the seconds until a request, and as many tokens as are reserved for one at most, are left."""
-        now, amounts = self._clock(), {"requests": 1.0}
-        return max(
-            (
-                bucket.seconds_until(amounts.get(what, bucket.limit * RESERVED_SHARE), now)
-                for what, bucket in self._buckets.items()
-            ),
-            default=0.0,
-        )
+        """Returns the seconds until there is room for a request that waits behind others of its key: as much as it may
+        take, and as much again as others may reserve.
+        """
+        now, most = self._clock(), {what: bucket.limit * RESERVED_SHARE for what, bucket in self._buckets.items()}
+        waits = (bucket.seconds_until(max(1.0, most[what]) + most[what], now) for what, bucket in self._buckets.items())
+        return max(waits, default=0.0)
 
     def resume(self) -> Reservation:
         """Returns the reservation of a request that another ingress admitted; nothing is reserved for it here."""
