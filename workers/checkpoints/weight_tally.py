@@ -9,6 +9,7 @@ import torch
 
 from manta.workers.checkpoints.stored_linears import StoredLinears
 from manta.workers.kept_weights import kept_bytes
+from manta.workers.kernels.experts import LoopedExperts
 from manta.workers.kernels.linears import TorchLinear
 from manta.workers.kernels.quantized_weight import QuantizedWeight
 from manta.workers.kernels.weights import Linear, LinearWeight
@@ -78,6 +79,7 @@ class CountingPlatform:
     dtype = torch.bfloat16
     """The dtype that stands for the activations' while weights are counted. No weight has it as a dtype of its own."""
     keeps_float8 = True
+    join_experts = staticmethod(LoopedExperts)
 
     def __init__(self) -> None:
         self.tally = WeightTally()

@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import pathlib
+from collections.abc import Sequence
 from typing import Protocol, overload
 
 import torch
@@ -29,6 +30,7 @@ from manta.workers.kernels.weights import (
     AttentionWeights,
     DecoderWeights,
     Embedding,
+    Experts,
     ExpertsWeights,
     GatedMlpWeights,
     LayerWeights,
@@ -134,6 +136,8 @@ class _WeightPlatform(Protocol):
 
     def make_linear(self, weight: LinearWeight) -> Linear: ...
 
+    def join_experts(self, experts: Sequence[GatedMlpWeights]) -> Experts: ...
+
     def place_weight(self, view: torch.Tensor, dtype: torch.dtype) -> torch.Tensor: ...
 
     def place_embedding(self, view: torch.Tensor, dtype: torch.dtype) -> torch.Tensor: ...
@@ -199,7 +203,8 @@ class _WeightLoader:
         experts = [GatedMlpWeights(self._own(each.gated), self._own(each.down)) for each in spec.experts]
         num_chosen, normalises_choice = self._config.num_chosen_experts, self._config.normalises_choice
         router = self._linear(spec.router)
-        return ExpertsWeights(router, experts, num_chosen, normalises_choice, self._group.all_reduce)
+        joined = self._platform.join_experts(experts)
+        return ExpertsWeights(router, joined, num_chosen, normalises_choice, self._group.all_reduce)
 
     def _attention(self, spec: AttentionSpec) -> AttentionWeights:
         is_wide = spec.has_wide_norms
