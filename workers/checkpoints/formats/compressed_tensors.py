@@ -56,8 +56,9 @@ def read_mxfp4(part: StoredPart) -> QuantizedWeight:
 
 def mxfp4_weight(part: StoredPart, packed: torch.Tensor, exponents: torch.Tensor) -> QuantizedWeight:
     """Returns the weight of `packed` numbers uint8 [out, in / 2] and `exponents` uint8 [out, num_groups]."""
-    table = torch.tensor(_FP4_DOUBLED + tuple(-number for number in _FP4_DOUBLED), dtype=torch.int8)
+    codebook = _FP4_DOUBLED + tuple(-number for number in _FP4_DOUBLED)
+    table = torch.tensor(codebook, dtype=torch.int8)
     numbers = torch.stack((packed & 15, packed >> 4), dim=-1).flatten(1)
     values = torch.empty_like(numbers, dtype=torch.int8) if packed.is_meta else table[numbers.int()]
     weight = in_groups(part, values, torch.exp2(exponents.float() - 128), None)
-    return dataclasses.replace(weight, bits=8)
+    return dataclasses.replace(weight, bits=8, codebook=codebook)
