@@ -303,7 +303,7 @@ def check_model(engine: EngineConfig) -> CheckReport:
     weights, free = own_bytes + _draft_bytes(engine, dtype), platform.free_memory(lambda: None)
     _check_memory(weights, 0, dtype, free)
     draft = _draft_config(engine)
-    layers = choose_groups(model, draft) if platform.groups_layers else one_group(model.num_layers)
+    layers = choose_groups(model, draft) if platform.groups_layers else one_group(model.attends)
     kv_bytes, num_blocks = plan_kv_cache(
         model,
         dtype,

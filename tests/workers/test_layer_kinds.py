@@ -162,6 +162,15 @@ CASES: dict[str, Case] = {
         },
         {"choice of two experts": {"num_experts_per_tok": 1}, "scaled rope": {"rope_parameters": ROPE}} | NO_WINDOW,
     ),
+    "lfm2": Case(
+        "Lfm2Config",
+        {
+            "layer_types": ["conv", "full_attention", "conv", "full_attention"],
+            "conv_L_cache": 4,
+            "block_multiple_of": 8,
+            "rope_parameters": ROPE,
+        },
+    ),
     "cohere2": Case(
         "Cohere2Config",
         {"sliding_window": 24, "layer_types": ALTERNATING, "logit_scale": 0.5},
@@ -253,6 +262,16 @@ def test_without_sinks_the_tokens_differ(tmp_path: pathlib.Path) -> None:
     tokens = random_tokens(NUM_TOKENS)
     logits = logits_of(rewritten(folder_of("gpt_oss"), tmp_path / "without", without), tokens)
     assert not torch.equal(logits.argmax(-1), reference_logits(folder_of("gpt_oss"), tokens).argmax(-1))
+
+
+def test_without_the_older_taps_of_a_convolution_the_tokens_differ(tmp_path: pathlib.Path) -> None:
+    def without(name: str, tensor: torch.Tensor) -> dict[str, torch.Tensor]:
+        newest = torch.tensor([0, 0, 0, 1])
+        return {name: tensor * newest if name.endswith("conv.conv.weight") else tensor}
+
+    tokens = random_tokens(NUM_TOKENS)
+    logits = logits_of(rewritten(folder_of("lfm2"), tmp_path / "without", without), tokens)
+    assert not torch.equal(logits.argmax(-1), reference_logits(folder_of("lfm2"), tokens).argmax(-1))
 
 
 E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])

@@ -24,7 +24,7 @@ from manta.workers.checkpoints.shard import Shard, in_order, take_piece
 from manta.workers.kernels.quantized_weight import QuantizedWeight
 from manta.workers.kernels.weights import LinearWeight
 from manta.workers.models.model_config import ModelError, Quantization, WeightFormat
-from manta.workers.models.specs import LinearSpec, Split, WeightPart
+from manta.workers.models.specs import LinearSpec, Split, TensorSpec, WeightPart
 
 READERS: dict[str, Reader] = {
     "int": read_int,
@@ -97,8 +97,12 @@ class LinearReader:
 
     def read_vector(self, name: str, size: int, split: Split) -> torch.Tensor:
         """Returns the rank's share of a tensor [size], as a view of the file."""
-        part = WeightPart(name, size, split)
-        taken = self._taken(part, False, self.checkpoint.view(name, (size,)))
+        return self.read_tensor(TensorSpec(name, (size,), split))
+
+    def read_tensor(self, spec: TensorSpec) -> torch.Tensor:
+        """Returns the rank's share of a tensor of any shape, split along its first dimension, as a view of the file."""
+        part = WeightPart(spec.name, spec.shape[0], spec.split)
+        taken = self._taken(part, False, self.checkpoint.view(spec.name, spec.shape))
         assert isinstance(taken, torch.Tensor)
         return taken
 

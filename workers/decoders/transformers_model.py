@@ -103,7 +103,7 @@ class TransformersModel:
         self._num_attended = 0
         self._windows: Windows = {}
         """The sliding window of each layer; empty for families with attention code of their own."""
-        self._places = one_group(config.num_layers).layers
+        self._places = one_group(config.attends).layers
         causal_model = self._load(folder, dtype, platform, kept)
         self._has_own_attention = causal_model.config.model_type in OWN_ATTENTION
         self._alibi = None

@@ -15,8 +15,10 @@ from manta.workers.kernels.attention_metadata import AttentionMetadata
 from manta.workers.models.model_config import HeadShape
 from manta.workers.sampling.sampling_state import SamplingState, SequenceState
 
-KVCaches = list[tuple[torch.Tensor, torch.Tensor]]
-"""(k_cache, v_cache) of each layer; `workers/kernels/kv_cache.py` has their shapes."""
+KVCaches = list[tuple[torch.Tensor, ...]]
+"""What each layer keeps: (k_cache, v_cache) of attention, whose shapes are in `workers/kernels/kv_cache.py`, then the
+tensors of its recurrent state, [num_slots, *shape] (`workers/kernels/recurrent_step.py`).
+"""
 
 
 RotaryTables = list[torch.Tensor]

@@ -95,6 +95,20 @@ class AttentionWeights:
 
 
 @dataclasses.dataclass(slots=True, frozen=True)
+class ShortConvWeights:
+    input: Linear
+    """hidden -> 3 * channels: b, c and x."""
+    kernel: torch.Tensor
+    """float32 [channels, width]"""
+    bias: torch.Tensor | None
+    """float32 [channels]"""
+    output: Linear
+
+
+MixerWeights = AttentionWeights | ShortConvWeights
+
+
+@dataclasses.dataclass(slots=True, frozen=True)
 class GatedMlpWeights:
     gated: Linear
     """hidden -> intermediate: silu(gate) * up."""
@@ -119,7 +133,7 @@ class LayerWeights:
     """A layer of `LayerSpec`: norms are tensors [hidden], or None where a family has none."""
 
     input_norm: torch.Tensor | None
-    mixer: AttentionWeights
+    mixer: MixerWeights
     mlp_norm: torch.Tensor | None
     mlp: GatedMlpWeights | ExpertsWeights
     mixer_output_norm: torch.Tensor | None = None

@@ -12,6 +12,7 @@ from manta.workers.models import (
     glm4,
     gpt_oss,
     granite,
+    lfm2,
     llama,
     mistral,
     olmo2,
@@ -63,6 +64,7 @@ _MODULES: tuple[Family, ...] = (
     cohere2,
     qwen3_moe,
     gpt_oss,
+    lfm2,
 )
 FAMILIES = {family.ARCHITECTURE: family for family in _MODULES}
 """The native families by architecture. To add a dense family, write its module and add it to `_MODULES`."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import msgspec
@@ -126,6 +128,32 @@ class HeadShape(NamedTuple):
         return self.num_heads, self.num_kv_heads, self.num_kv_heads
 
 
+class StateShape(msgspec.Struct, frozen=True):
+    """The recurrent state of one sequence in one layer: float32 tensors, which do not grow with the sequence."""
+
+    tensors: tuple[tuple[int, ...], ...]
+    """The shape of each tensor. Ranks split the first dimension: channels or heads."""
+    kept_whole: tuple[int, ...] = ()
+    """How many entries of each first dimension every rank has, such as channels of groups that all heads share; if
+    empty, none.
+    """
+
+    @property
+    def num_bytes(self) -> int:
+        return 4 * sum(math.prod(shape) for shape in self.tensors)
+
+    def can_split(self, num_ranks: int) -> bool:
+        return all((shape[0] - kept) % num_ranks == 0 for shape, kept in self._split_sizes())
+
+    def share(self, num_ranks: int) -> StateShape:
+        """Returns the part of one rank."""
+        shapes = tuple(((shape[0] - kept) // num_ranks + kept, *shape[1:]) for shape, kept in self._split_sizes())
+        return StateShape(shapes, self.kept_whole)
+
+    def _split_sizes(self) -> Iterator[tuple[tuple[int, ...], int]]:
+        return zip(self.tensors, self.kept_whole or (0,) * len(self.tensors), strict=True)
+
+
 class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     """The shape of one decoder-only model, or of one rank's share of it."""
 
@@ -157,6 +185,10 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     mlp_bias: bool = False
     sliding_windows: tuple[int | None, ...]
     """Positions that a token sees in each layer, including its own; None for all."""
+    layer_states: tuple[StateShape | None, ...] = ()
+    """The recurrent state of each layer; None for a layer without one. If empty, no layer has one."""
+    layer_attends: tuple[bool, ...] = ()
+    """Whether each layer has attention, and so keys and values. If empty, all have."""
     dtype: str
     """The checkpoint's dtype: `bfloat16`, `float16` or `float32`."""
     eos_token_ids: tuple[int, ...] = ()
@@ -169,6 +201,8 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     unused_keys: tuple[str, ...] = ()
     """Keys of the configuration that nothing reads and that are not known to be harmless."""
 
+    conv_bias: bool = False
+    """Whether the convolutions of recurrent mixers, and LFM2's linears around them, have biases."""
     activation: str = "silu"
     """The function of an MLP's gates: `silu`, `gelu`, `gelu_tanh` or `clamped` (gpt-oss)."""
     num_experts: int = 0
@@ -204,6 +238,21 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
         """The rope of each layer; None for a layer without positions."""
         return self.layer_ropes or (self.rope,) * self.num_layers
 
+    @property
+    def attends(self) -> tuple[bool, ...]:
+        """Whether each layer has attention."""
+        return self.layer_attends or (True,) * self.num_layers
+
+    @property
+    def states(self) -> tuple[StateShape | None, ...]:
+        """The recurrent state of each layer; None for a layer without one."""
+        return self.layer_states or (None,) * self.num_layers
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of the recurrent states of one sequence in all layers; 0 if no layer has one."""
+        return sum(state.num_bytes for state in self.layer_states if state is not None)
+
     def first_layers(self, num_layers: int) -> ModelConfig:
         """Returns the same model with its first layers only."""
         return msgspec.structs.replace(
@@ -211,6 +260,8 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
             num_layers=num_layers,
             sliding_windows=self.sliding_windows[:num_layers],
             layer_ropes=self.layer_ropes[:num_layers],
+            layer_states=self.layer_states[:num_layers],
+            layer_attends=self.layer_attends[:num_layers],
         )
 
     def for_context(self, max_model_len: int | None) -> ModelConfig:
@@ -224,6 +275,8 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
         return msgspec.structs.replace(self, rope=scaled[0] or self.rope, layer_ropes=tuple(scaled[1:]))
 
     def kv_bytes_per_token(self, dtype: str) -> int:
-        """Returns the bytes of KV cache that one token takes over all layers, in a dtype of `DTYPE_BYTES` or `int8`."""
+        """Returns the bytes of KV cache that one token takes over all layers with attention, in a dtype of
+        `DTYPE_BYTES` or `int8`.
+        """
         head_bytes = self.head_dim + KV_SCALE_BYTES if dtype == "int8" else self.head_dim * DTYPE_BYTES[dtype]
-        return 2 * self.num_layers * self.num_kv_heads * head_bytes
+        return 2 * sum(self.attends) * self.num_kv_heads * head_bytes

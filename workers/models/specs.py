@@ -7,6 +7,7 @@ are those of Hugging Face's checkpoints. The split over ranks is Megatron-LM's (
 from __future__ import annotations
 
 import enum
+import math
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -23,6 +24,8 @@ class Split(enum.Enum):
     """The inner width of the MLP."""
     VOCABULARY = enum.auto()
     """Rows of the vocabulary, padded with zeros on the last ranks."""
+    CHANNELS = enum.auto()
+    """Channels or heads of a recurrent mixer."""
     OUTPUTS = enum.auto()
     """Outputs without a structure, where ranks do not split the inputs and sum (`workers/parallel/split.py`)."""
 
@@ -36,6 +39,15 @@ class NormSpec(NamedTuple):
     """Whether the tensor holds the weight less one (Gemma)."""
     split: Split = Split.NOTHING
     """The split of a norm over the whole width of queries or keys, instead of over each head (OLMo 2)."""
+
+
+class TensorSpec(NamedTuple):
+    """A tensor of a recurrent mixer that is neither a linear's weight nor a norm's. Ranks split its first dimension."""
+
+    name: str
+    """The whole name in the checkpoint."""
+    shape: tuple[int, ...]
+    split: Split = Split.CHANNELS
 
 
 class HeadOrder(NamedTuple):
@@ -156,6 +168,42 @@ class AttentionSpec(NamedTuple):
         """Whether `q_norm` and `k_norm` are over all heads together."""
         return self.q_norm is not None and self.q_norm.split is not Split.NOTHING
 
+    def linears(self) -> Iterator[LinearSpec]:
+        yield from (self.qkv, self.output)
+
+    def norms(self) -> Iterator[NormSpec]:
+        yield from (norm for norm in (self.q_norm, self.k_norm) if norm is not None)
+
+    def tensors(self) -> Iterator[TensorSpec]:
+        yield from ()  # a model's parameters are counted without sinks
+
+
+class ShortConvSpec(NamedTuple):
+    """A gated short convolution (LFM2): `output(c * convolution(b * x))`, where `input` gives b, c and x. Its state is
+    the last inputs of the convolution.
+    """
+
+    input: LinearSpec
+    """The linear from hidden states to b, c and x, one after the other."""
+    kernel: TensorSpec
+    """[channels, 1, width]: a filter for each channel, whose last number is that of the newest token."""
+    bias: TensorSpec | None
+    """[channels]"""
+    output: LinearSpec
+
+    def linears(self) -> Iterator[LinearSpec]:
+        yield from (self.input, self.output)
+
+    def norms(self) -> Iterator[NormSpec]:
+        yield from ()
+
+    def tensors(self) -> Iterator[TensorSpec]:
+        yield from (tensor for tensor in (self.kernel, self.bias) if tensor is not None)
+
+
+MixerSpec = AttentionSpec | ShortConvSpec
+"""What combines tokens in a layer. Each has an `output` linear, whose inputs ranks split, and lists its weights."""
+
 
 class GatedMlpSpec(NamedTuple):
     """`down(activation(gate(x)) * up(x))`."""
@@ -184,7 +232,7 @@ class LayerSpec(NamedTuple):
     """
 
     input_norm: NormSpec | None
-    mixer: AttentionSpec
+    mixer: MixerSpec
     mlp_norm: NormSpec | None
     mlp: GatedMlpSpec | ExpertsSpec
     mixer_output_norm: NormSpec | None = None
@@ -192,10 +240,17 @@ class LayerSpec(NamedTuple):
     is_parallel: bool = False
     """Whether the MLP gets what attention gets, the residual stream before it after `input_norm`."""
 
+    @property
+    def attention(self) -> AttentionSpec:
+        """The mixer of a layer with attention."""
+        assert isinstance(self.mixer, AttentionSpec)
+        return self.mixer
+
     def norms(self) -> Iterator[NormSpec]:
         """Yields every norm of the layer."""
         around = (self.input_norm, self.mixer_output_norm, self.mlp_norm, self.mlp_output_norm)
-        yield from (norm for norm in (*around, self.mixer.q_norm, self.mixer.k_norm) if norm is not None)
+        yield from (norm for norm in around if norm is not None)
+        yield from self.mixer.norms()
 
 
 class DecoderSpec(NamedTuple):
@@ -212,7 +267,7 @@ class DecoderSpec(NamedTuple):
         """Yields every linear of the model."""
         yield self.head
         for layer in self.layers:
-            yield from (layer.mixer.qkv, layer.mixer.output)
+            yield from layer.mixer.linears()
             yield from layer.mlp if isinstance(layer.mlp, GatedMlpSpec) else layer.mlp.linears()
 
     def norms(self) -> Iterator[NormSpec]:
@@ -229,7 +284,8 @@ class DecoderSpec(NamedTuple):
             if linear is not self.head
         )
         heads = (1 if self.is_tied else 2) * self.head.out_features * self.head.in_features
-        return linears + heads + sum(norm.size for norm in self.norms())
+        tensors = sum(math.prod(tensor.shape) for layer in self.layers for tensor in layer.mixer.tensors())
+        return linears + heads + sum(norm.size for norm in self.norms()) + tensors
 
     @property
     def is_tied(self) -> bool:

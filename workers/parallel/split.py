@@ -43,6 +43,8 @@ def _why_not(config: ModelConfig, num_ranks: int, exact: bool = False) -> str | 
         return f"the {config.num_kv_heads} KV heads"
     if config.intermediate_size % num_ranks:
         return f"the intermediate size {config.intermediate_size}"
+    if not all(state.can_split(num_ranks) for state in config.layer_states if state is not None):
+        return "the channels and heads of the recurrent states"
     if not exact:
         return None
     if config.hidden_size % num_ranks:
@@ -66,6 +68,7 @@ def shard_config(config: ModelConfig, num_ranks: int) -> ModelConfig:
         num_kv_heads=max(1, config.num_kv_heads // num_ranks),
         intermediate_size=config.intermediate_size // num_ranks,
         vocab_size=-(-config.vocab_size // num_ranks),
+        layer_states=tuple(state and state.share(num_ranks) for state in config.layer_states),
     )
 
 
@@ -77,9 +80,9 @@ def split_outputs(spec: DecoderSpec) -> DecoderSpec:
 
 
 def _split_outputs_of_layer(layer: LayerSpec) -> LayerSpec:
-    attention, mlp = layer.mixer, layer.mlp
+    mixer, mlp = layer.mixer, layer.mlp
     return layer._replace(
-        mixer=attention._replace(output=_split_outputs_of_linear(attention.output)),
+        mixer=mixer._replace(output=_split_outputs_of_linear(mixer.output)),
         mlp=mlp._replace(down=_split_outputs_of_linear(mlp.down)) if isinstance(mlp, GatedMlpSpec) else mlp,
     )
 

@@ -97,7 +97,7 @@ class CpuPlatform:
     def allocate_kv(
         self, config: ModelConfig, num_blocks: int, block_size: int, dtype: torch.dtype, num_layers: int | None = None
     ) -> torch.Tensor:
-        num_layers = num_layers or config.num_layers
+        num_layers = config.num_layers if num_layers is None else num_layers
         return allocate_kv(num_layers, num_blocks, block_size, config.num_kv_heads, config.head_dim, dtype)
 
     def free_memory(self, largest_step: Callable[[], object]) -> int:

@@ -41,7 +41,7 @@ def plan_cache(
     """
     draft = None if models.draft is None else models.draft.config
     target = models.target.config
-    layers = choose_groups(target, draft) if platform.groups_layers else one_group(target.num_layers)
+    layers = choose_groups(target, draft) if platform.groups_layers else one_group(target.attends)
     free = _free_memory(models, options, platform, max_draft_tokens, draws=group.rank == 0)
     num_bytes, num_blocks = plan_kv_cache(
         target,

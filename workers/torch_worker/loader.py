@@ -34,8 +34,10 @@ from manta.workers.kernels.weights import (
     LayerWeights,
     Linear,
     LinearWeight,
+    MixerWeights,
     RowNorm,
     SharedLinears,
+    ShortConvWeights,
 )
 from manta.workers.models.families import describe
 from manta.workers.models.model_config import ModelConfig
@@ -46,8 +48,10 @@ from manta.workers.models.specs import (
     GatedMlpSpec,
     LayerSpec,
     LinearSpec,
+    MixerSpec,
     NormSpec,
     Split,
+    TensorSpec,
 )
 from manta.workers.parallel.group import Group, OneRank
 from manta.workers.parallel.sharded_layers import GatheredHead, VocabularyParallelEmbedding, WideNorm
@@ -185,7 +189,7 @@ class _WeightLoader:
     def _layer(self, spec: LayerSpec) -> LayerWeights:
         return LayerWeights(
             self._norm(spec.input_norm),
-            self._attention(spec.mixer),
+            self._mixer(spec.mixer),
             self._norm(spec.mlp_norm),
             self._mlp(spec.mlp),
             self._norm(spec.mixer_output_norm),
@@ -200,6 +204,17 @@ class _WeightLoader:
         num_chosen, normalises_choice = self._config.num_chosen_experts, self._config.normalises_choice
         router = self._linear(spec.router)
         return ExpertsWeights(router, experts, num_chosen, normalises_choice, self._group.all_reduce)
+
+    def _mixer(self, spec: MixerSpec) -> MixerWeights:
+        if isinstance(spec, AttentionSpec):
+            return self._attention(spec)
+        kernel = self._tensor(spec.kernel).flatten(1)
+        bias = None if spec.bias is None else self._tensor(spec.bias)
+        return ShortConvWeights(self._linear(spec.input), kernel, bias, self._linear(spec.output))
+
+    def _tensor(self, spec: TensorSpec) -> torch.Tensor:
+        """Returns this rank's share of a tensor of a recurrent mixer, in float32."""
+        return self._platform.place_weight(self.linears.read_tensor(spec), torch.float32)
 
     def _attention(self, spec: AttentionSpec) -> AttentionWeights:
         is_wide = spec.has_wide_norms

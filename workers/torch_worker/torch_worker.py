@@ -109,7 +109,8 @@ class TorchWorker:
         """Measures steps on this rank only. Called before anything is cached."""
         runner = self.runner
         with self.group.alone():
-            return measure_steps(runner.model, runner.kv_layers, runner.sequences.block_size, runner.platform)
+            sizes = runner.kv_cache.shape[2], runner.sequences.block_size
+            return measure_steps(runner.model, runner.kv_layers, *sizes, runner.platform)
 
     def register_logits_processor(self, name: str, factory: LogitsProcessorFactory) -> None:
         """Registers a factory, which reaches an actor by cloudpickle. Raises `LogitsProcessorError` if the name is

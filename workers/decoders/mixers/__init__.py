@@ -1,1 +1,1 @@
-"""Recurrent mixers: layers that combine tokens by a state of fixed size instead of by keys and values."""
+"""Mixers with a recurrent state, in torch. `Decoder` calls them; none knows of sequences, drafts or snapshots."""
