@@ -63,7 +63,21 @@ class Case(NamedTuple):
 
 
 NO_WINDOW = {"window": {"sliding_window": 4096}}
+DELTA = {
+    "head_dim": 32,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 12,
+    "linear_value_head_dim": 20,
+    "layer_types": ["linear_attention", "full_attention"] * 2,
+    "rope_parameters": ROPE | {"partial_rotary_factor": 0.25},
+}
 CASES: dict[str, Case] = {
+    "qwen3_5": Case(
+        "Qwen3_5TextConfig",
+        DELTA,
+        {"partial rotation": {"rope_parameters": ROPE | {"partial_rotary_factor": 1.0}}},
+    ),
     "gemma2": Case(
         "Gemma2Config",
         {

@@ -101,8 +101,11 @@ class LinearReader:
 
     def read_tensor(self, spec: TensorSpec) -> torch.Tensor:
         """Returns the rank's share of a tensor of any shape, split along its first dimension, as a view of the file."""
-        part = WeightPart(spec.name, spec.shape[0], spec.split)
-        taken = self._taken(part, False, self.checkpoint.view(spec.name, spec.shape))
+        rows, *others = spec.shape
+        part = WeightPart(spec.name, rows, spec.split, first_row=spec.first_row, stored_rows=spec.stored_rows)
+        stored = self.checkpoint.view(spec.name, (spec.stored_rows or rows, *others))
+        stored = stored.flatten(1) if others else stored
+        taken = self._taken(part, False, stored)
         assert isinstance(taken, torch.Tensor)
         return taken
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import torch
 
 from manta.workers.decoders.experts import run_experts
+from manta.workers.decoders.mixers.recurrent_mixers import MIXERS
 from manta.workers.decoders.mixers.short_conv import run_short_conv
 from manta.workers.decoders.rope_table import rope_table
 from manta.workers.kernels import reference
@@ -21,6 +22,7 @@ from manta.workers.kernels.weights import (
     ExpertsWeights,
     GatedMlpWeights,
     MixerWeights,
+    RecurrentWeights,
     max_mlp_rows,
 )
 from manta.workers.kv_groups import LayerPlace, group_layers
@@ -111,7 +113,9 @@ class Decoder:
             assert place is not None
             return self._attend(mixer, normed, cos_sin, metadata.of_group(place.group), cache, sliding_window)
         assert metadata.states is not None, "a model with recurrent states gets their slots with each step"
-        return run_short_conv(mixer, normed, metadata, metadata.states, cache)
+        if isinstance(mixer, RecurrentWeights):
+            return MIXERS[mixer.kind](mixer, normed, metadata, metadata.states, cache, self._kernels)
+        return run_short_conv(mixer, normed, metadata, metadata.states, cache, self._kernels)
 
     def _attend(
         self,
@@ -134,6 +138,8 @@ class Decoder:
         attended = self._kernels.paged_attention(
             qkv, k_cache, v_cache, metadata, heads, sliding_window, attention.sinks
         )
+        if attention.gate is not None:
+            attended = attended * attention.gate.forward(normed, metadata).sigmoid()
         return attention.output.forward(attended, metadata)
 
     def _mlp(

@@ -47,7 +47,7 @@ def _library() -> ctypes.CDLL | None:
 
 def recur(inputs: RecurrentInputs, states: torch.Tensor, step: RecurrentStep) -> torch.Tensor:
     library = _library()
-    num_tokens, num_heads, value_dim = inputs.value.shape
+    num_heads, value_dim = inputs.value.shape[1:]
     if library is None or value_dim < LEAST_VALUE_DIM or not states.is_contiguous():
         return recurrence.recur(inputs, states, step)
     query, key, value, log_decay = (each.contiguous() for each in inputs[:4])

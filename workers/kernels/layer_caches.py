@@ -8,7 +8,7 @@ import torch
 
 from manta.workers.kernels.protocol import KVCaches
 from manta.workers.kv_groups import LayerGroups
-from manta.workers.models.model_config import StateShape
+from manta.workers.models.recurrent_shapes import StateShape
 from manta.workers.step import ZERO_STATE
 
 LayerStates = Sequence[tuple[torch.Tensor, ...]]

@@ -18,7 +18,7 @@ from manta.workers.kernels.recurrent_step import RecurrentStep
 CHUNK = 64
 """Tokens of a chunk with one decay a head, as in the paper's kernels."""
 FINE_CHUNK = 16
-"""Tokens of a chunk with a decay for each dimension of the key, whose pairs of tokens take `key_dim` times the memory."""
+"""Tokens of a chunk with a decay for each dimension of the key, whose pairs of tokens take more memory."""
 
 
 class RecurrentInputs(NamedTuple):
@@ -34,8 +34,8 @@ class RecurrentInputs(NamedTuple):
     value: torch.Tensor
     """[num_tokens, num_heads, value_dim]"""
     log_decay: torch.Tensor
-    """At most 0: [num_tokens, num_heads], or [num_tokens, num_heads, key_dim] where each dimension of the key has its
-    own.
+    """The logarithm of the factor on the state, at most 0: [num_tokens, num_heads], or [num_tokens, num_heads, key_dim]
+    where each dimension of the key has its own.
     """
     beta: torch.Tensor | None = None
     """[num_tokens, num_heads]: the rate of the delta rule; None adds values uncorrected."""

@@ -15,6 +15,7 @@ import torch
 from manta.workers.kernels.attention_metadata import AttentionMetadata
 from manta.workers.kernels.quantized_weight import QuantizedWeight
 from manta.workers.models.model_config import ModelConfig
+from manta.workers.models.recurrent_shapes import RecurrentKind, RecurrentShape
 
 
 @dataclasses.dataclass(slots=True, frozen=True)
@@ -92,6 +93,8 @@ class AttentionWeights:
     """Norms over all query heads and over all key heads, before the rotation; None in families without them."""
     sinks: torch.Tensor | None = None
     """float32 [num_heads]; None in families without attention sinks."""
+    gate: Linear | None = None
+    """hidden -> num_heads * head_dim, whose sigmoids multiply the attended values; None in families without."""
 
 
 @dataclasses.dataclass(slots=True, frozen=True)
@@ -105,7 +108,22 @@ class ShortConvWeights:
     output: Linear
 
 
-MixerWeights = AttentionWeights | ShortConvWeights
+@dataclasses.dataclass(slots=True, frozen=True)
+class RecurrentWeights:
+    """The weights of `RecurrentSpec`, by the names that the mixer's module gives them."""
+
+    kind: RecurrentKind
+    shape: RecurrentShape
+    """The sizes of this rank's share."""
+    inputs: dict[str, Linear]
+    output: Linear
+    tensors: dict[str, torch.Tensor]
+    """float32"""
+    num_ranks: int
+    sum_over_ranks: Callable[[torch.Tensor], torch.Tensor]
+
+
+MixerWeights = AttentionWeights | ShortConvWeights | RecurrentWeights
 
 
 @dataclasses.dataclass(slots=True, frozen=True)

@@ -20,6 +20,7 @@ from manta.workers.models import (
     phi3,
     qwen2,
     qwen3,
+    qwen3_5,
     qwen3_moe,
     seed_oss,
     smollm3,
@@ -63,6 +64,7 @@ _MODULES: tuple[Family, ...] = (
     phi3,
     cohere2,
     qwen3_moe,
+    qwen3_5,
     gpt_oss,
     lfm2,
 )

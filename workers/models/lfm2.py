@@ -8,8 +8,9 @@ import msgspec
 
 from manta.workers.models import llama
 from manta.workers.models.dense import FULL, read_dense, read_head_dim, read_rope, trial_layers
-from manta.workers.models.model_config import ModelConfig, StateShape
+from manta.workers.models.model_config import ModelConfig
 from manta.workers.models.raw_config import MOST_WHOLE, RawConfig
+from manta.workers.models.recurrent_shapes import StateShape
 from manta.workers.models.specs import (
     AttentionSpec,
     DecoderSpec,

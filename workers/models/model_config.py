@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator
 from typing import NamedTuple
 
 import msgspec
 import regex
+
+from manta.workers.models.recurrent_shapes import RecurrentShape, StateShape
 
 DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 PATTERN_SECONDS = 10.0
@@ -128,32 +128,6 @@ class HeadShape(NamedTuple):
         return self.num_heads, self.num_kv_heads, self.num_kv_heads
 
 
-class StateShape(msgspec.Struct, frozen=True):
-    """The recurrent state of one sequence in one layer: float32 tensors, which do not grow with the sequence."""
-
-    tensors: tuple[tuple[int, ...], ...]
-    """The shape of each tensor. Ranks split the first dimension: channels or heads."""
-    kept_whole: tuple[int, ...] = ()
-    """How many entries of each first dimension every rank has, such as channels of groups that all heads share; if
-    empty, none.
-    """
-
-    @property
-    def num_bytes(self) -> int:
-        return 4 * sum(math.prod(shape) for shape in self.tensors)
-
-    def can_split(self, num_ranks: int) -> bool:
-        return all((shape[0] - kept) % num_ranks == 0 for shape, kept in self._split_sizes())
-
-    def share(self, num_ranks: int) -> StateShape:
-        """Returns the part of one rank."""
-        shapes = tuple(((shape[0] - kept) // num_ranks + kept, *shape[1:]) for shape, kept in self._split_sizes())
-        return StateShape(shapes, self.kept_whole)
-
-    def _split_sizes(self) -> Iterator[tuple[tuple[int, ...], int]]:
-        return zip(self.tensors, self.kept_whole or (0,) * len(self.tensors), strict=True)
-
-
 class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     """The shape of one decoder-only model, or of one rank's share of it."""
 
@@ -201,6 +175,8 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     unused_keys: tuple[str, ...] = ()
     """Keys of the configuration that nothing reads and that are not known to be harmless."""
 
+    recurrent: RecurrentShape | None = None
+    """The sizes of the recurrent mixers; None if there are none, and for short convolutions."""
     conv_bias: bool = False
     """Whether the convolutions of recurrent mixers, and LFM2's linears around them, have biases."""
     activation: str = "silu"

@@ -5,12 +5,49 @@ Ranks split heads. `share` returns one rank's part, which the mixers of `workers
 
 from __future__ import annotations
 
+import enum
+import math
+from collections.abc import Iterator
+
 import msgspec
 
-from manta.workers.models.model_config import StateShape
+
+class RecurrentKind(enum.Enum):
+    """A kind of recurrent mixer: the name of its module in `workers/decoders/mixers/`."""
+
+    GATED_DELTA = "gated_delta"
+    KIMI_DELTA = "kimi_delta"
+    STATE_SPACE = "state_space"
+    SELECTIVE_SCAN = "selective_scan"
 
 
-class DeltaShape(msgspec.Struct, frozen=True, kw_only=True):
+class StateShape(msgspec.Struct, frozen=True):
+    """The recurrent state of one sequence in one layer: float32 tensors, which do not grow with the sequence."""
+
+    tensors: tuple[tuple[int, ...], ...]
+    """The shape of each tensor. Ranks split the first dimension: channels or heads."""
+    kept_whole: tuple[int, ...] = ()
+    """How many entries of each first dimension every rank has, such as channels of groups that all heads share; if
+    empty, none.
+    """
+
+    @property
+    def num_bytes(self) -> int:
+        return 4 * sum(math.prod(shape) for shape in self.tensors)
+
+    def can_split(self, num_ranks: int) -> bool:
+        return all((shape[0] - kept) % num_ranks == 0 for shape, kept in self._split_sizes())
+
+    def share(self, num_ranks: int) -> StateShape:
+        """Returns the part of one rank."""
+        shapes = tuple(((shape[0] - kept) // num_ranks + kept, *shape[1:]) for shape, kept in self._split_sizes())
+        return StateShape(shapes, self.kept_whole)
+
+    def _split_sizes(self) -> Iterator[tuple[tuple[int, ...], int]]:
+        return zip(self.tensors, self.kept_whole or (0,) * len(self.tensors), strict=True)
+
+
+class DeltaShape(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Gated delta nets (Yang et al., 2024) and Kimi's delta attention (Kimi Team, 2025)."""
 
     num_key_heads: int
@@ -43,7 +80,7 @@ class DeltaShape(msgspec.Struct, frozen=True, kw_only=True):
         )
 
 
-class StateSpaceShape(msgspec.Struct, frozen=True, kw_only=True):
+class StateSpaceShape(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Mamba 2 (Dao and Gu, 2024)."""
 
     num_groups: int
@@ -85,7 +122,7 @@ class StateSpaceShape(msgspec.Struct, frozen=True, kw_only=True):
         )
 
 
-class SelectiveShape(msgspec.Struct, frozen=True, kw_only=True):
+class SelectiveShape(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Mamba 1 (Gu and Dao, 2023): each channel has a state and a time step of its own."""
 
     channels: int

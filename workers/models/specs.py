@@ -11,6 +11,8 @@ import math
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
+from manta.workers.models.recurrent_shapes import RecurrentKind, RecurrentShape
+
 
 class Split(enum.Enum):
     """The way in which ranks split the outputs of a linear."""
@@ -39,6 +41,8 @@ class NormSpec(NamedTuple):
     """Whether the tensor holds the weight less one (Gemma)."""
     split: Split = Split.NOTHING
     """The split of a norm over the whole width of queries or keys, instead of over each head (OLMo 2)."""
+    order: HeadOrder | None = None
+    """The order of a head's dimensions, which is that of the rows of queries and keys; None for the checkpoint's."""
 
 
 class TensorSpec(NamedTuple):
@@ -48,6 +52,12 @@ class TensorSpec(NamedTuple):
     """The whole name in the checkpoint."""
     shape: tuple[int, ...]
     split: Split = Split.CHANNELS
+    first_row: int = 0
+    """The first row in the stored tensor."""
+    stored_rows: int | None = None
+    """Number of rows of the stored tensor, of which this one is a piece; None if it is the whole tensor."""
+    is_log_rate: bool = False
+    """Whether the tensor holds logarithms of the negatives of its numbers, as rates of decay are stored."""
 
 
 class HeadOrder(NamedTuple):
@@ -69,6 +79,42 @@ class HeadOrder(NamedTuple):
         first_half = [*range(0, half * step, step), *range(self.rotary_dim, self.rotary_dim + rest)]
         second_half = [*range(second, second + half * step, step), *range(self.rotary_dim + rest, self.head_dim)]
         return [head + row for head in range(0, num_rows, self.head_dim) for row in first_half + second_half]
+
+
+class GroupOrder(NamedTuple):
+    """The order of rows that a checkpoint stores by group of heads: each group's part of a first thing, then of a
+    second, and so on. They are read one thing after the other.
+    """
+
+    sizes: tuple[int, ...]
+    """Rows of each thing in one group."""
+
+    def rows(self, num_rows: int) -> list[int]:
+        """Returns the checkpoint's row for each row of the model."""
+        group = sum(self.sizes)
+        starts = [sum(self.sizes[:thing]) for thing in range(len(self.sizes))]
+        return [
+            first + start + row
+            for start, size in zip(starts, self.sizes, strict=True)
+            for first in range(0, num_rows, group)
+            for row in range(size)
+        ]
+
+
+class HeadPiece(NamedTuple):
+    """The place of a part in a tensor that has several things for each head, such as a query and its gate."""
+
+    head_rows: int
+    """Rows of a head in the stored tensor."""
+    first: int
+    """The part's first row of each head."""
+    size: int
+    """The part's rows of each head."""
+
+    def rows(self, num_rows: int) -> list[int]:
+        """Returns the stored row for each of the part's `num_rows` rows."""
+        heads = range(num_rows // self.size)
+        return [head * self.head_rows + self.first + row for head in heads for row in range(self.size)]
 
 
 class ExpertRows(NamedTuple):
@@ -94,8 +140,10 @@ class WeightPart(NamedTuple):
     name: str
     out_features: int
     split: Split = Split.NOTHING
-    order: HeadOrder | None = None
+    order: HeadOrder | GroupOrder | None = None
     """The order in which rows are read; None for the checkpoint's."""
+    piece: HeadPiece | None = None
+    """The rows of each head, if the stored tensor has others too; with it `first_row` is not used."""
     first_row: int = 0
     """The part's first row in the stored tensor."""
     stored_rows: int | None = None
@@ -162,6 +210,8 @@ class AttentionSpec(NamedTuple):
     """The tensor [num_heads] of attention sinks (gpt-oss): a logit of each query head that takes part in the softmax
     and has no value.
     """
+    gate: LinearSpec | None = None
+    """The linear from hidden states to numbers whose sigmoids multiply the attended values (Qwen3-Next)."""
 
     @property
     def has_wide_norms(self) -> bool:
@@ -169,7 +219,7 @@ class AttentionSpec(NamedTuple):
         return self.q_norm is not None and self.q_norm.split is not Split.NOTHING
 
     def linears(self) -> Iterator[LinearSpec]:
-        yield from (self.qkv, self.output)
+        yield from (linear for linear in (self.qkv, self.gate, self.output) if linear is not None)
 
     def norms(self) -> Iterator[NormSpec]:
         yield from (norm for norm in (self.q_norm, self.k_norm) if norm is not None)
@@ -201,7 +251,29 @@ class ShortConvSpec(NamedTuple):
         yield from (tensor for tensor in (self.kernel, self.bias) if tensor is not None)
 
 
-MixerSpec = AttentionSpec | ShortConvSpec
+class RecurrentSpec(NamedTuple):
+    """A recurrent mixer. Its module in `workers/decoders/mixers/` says which weights it has, by name."""
+
+    kind: RecurrentKind
+    shape: RecurrentShape
+    """The sizes of the whole mixer."""
+    inputs: dict[str, LinearSpec]
+    output: LinearSpec
+    pieces: dict[str, tuple[TensorSpec, ...]]
+    """Other tensors, in float32: each is its pieces one after the other."""
+
+    def linears(self) -> Iterator[LinearSpec]:
+        yield from (*self.inputs.values(), self.output)
+
+    def norms(self) -> Iterator[NormSpec]:
+        yield from ()
+
+    def tensors(self) -> Iterator[TensorSpec]:
+        for pieces in self.pieces.values():
+            yield from pieces
+
+
+MixerSpec = AttentionSpec | ShortConvSpec | RecurrentSpec
 """What combines tokens in a layer. Each has an `output` linear, whose inputs ranks split, and lists its weights."""
 
 

@@ -60,7 +60,7 @@ def variants_of(config: ModelConfig) -> frozenset[Variant]:
         Variant.EXPERTS: config.num_experts > 0,
         Variant.RECURRENT: config.state_bytes > 0,
         Variant.ROPES: len(set(config.ropes)) > 1 or config.ropes[0] is None,
-        Variant.STORED_OTHERWISE: any(part.order or part.stored_rows or part.first_row for part in parts)
+        Variant.STORED_OTHERWISE: any(part.order or part.piece or part.stored_rows or part.first_row for part in parts)
         or any(norm.adds_one for norm in spec.norms()),
     }
     return frozenset(variant for variant, is_there in found.items() if is_there)

@@ -69,6 +69,7 @@ def shard_config(config: ModelConfig, num_ranks: int) -> ModelConfig:
         intermediate_size=config.intermediate_size // num_ranks,
         vocab_size=-(-config.vocab_size // num_ranks),
         layer_states=tuple(state and state.share(num_ranks) for state in config.layer_states),
+        recurrent=config.recurrent and config.recurrent.share(num_ranks),
     )
 
 

@@ -35,6 +35,7 @@ from manta.workers.kernels.weights import (
     Linear,
     LinearWeight,
     MixerWeights,
+    RecurrentWeights,
     RowNorm,
     SharedLinears,
     ShortConvWeights,
@@ -50,6 +51,7 @@ from manta.workers.models.specs import (
     LinearSpec,
     MixerSpec,
     NormSpec,
+    RecurrentSpec,
     Split,
     TensorSpec,
 )
@@ -208,13 +210,28 @@ class _WeightLoader:
     def _mixer(self, spec: MixerSpec) -> MixerWeights:
         if isinstance(spec, AttentionSpec):
             return self._attention(spec)
+        if isinstance(spec, RecurrentSpec):
+            return self._recurrent(spec)
         kernel = self._tensor(spec.kernel).flatten(1)
         bias = None if spec.bias is None else self._tensor(spec.bias)
         return ShortConvWeights(self._linear(spec.input), kernel, bias, self._linear(spec.output))
 
+    def _recurrent(self, spec: RecurrentSpec) -> RecurrentWeights:
+        tensors = {name: torch.cat([self._tensor(piece) for piece in pieces]) for name, pieces in spec.pieces.items()}
+        return RecurrentWeights(
+            spec.kind,
+            spec.shape.share(self._group.num_ranks),
+            {name: self._linear(linear) for name, linear in spec.inputs.items()},
+            self._linear(spec.output),
+            tensors,
+            self._group.num_ranks,
+            self._group.all_reduce,
+        )
+
     def _tensor(self, spec: TensorSpec) -> torch.Tensor:
         """Returns this rank's share of a tensor of a recurrent mixer, in float32."""
-        return self._platform.place_weight(self.linears.read_tensor(spec), torch.float32)
+        placed = self._platform.place_weight(self.linears.read_tensor(spec), torch.float32)
+        return -placed.exp() if spec.is_log_rate else placed
 
     def _attention(self, spec: AttentionSpec) -> AttentionWeights:
         is_wide = spec.has_wide_norms
@@ -225,6 +242,7 @@ class _WeightLoader:
             k_norm=None if is_wide else self._norm(spec.k_norm),
             wide_norms=(self._wide_norm(spec.q_norm), self._wide_norm(spec.k_norm)) if is_wide else None,
             sinks=None if spec.sinks is None else self._sinks(spec.sinks),
+            gate=None if spec.gate is None else self._linear(spec.gate),
         )
 
     @overload
@@ -238,6 +256,8 @@ class _WeightLoader:
         if spec is None:
             return None
         weight = self._checkpoint.view(f"{spec.name}.weight", (spec.size,))
+        if spec.order is not None:
+            weight = weight[torch.tensor(spec.order.rows(spec.size), device=weight.device)]
         return self._platform.place_weight(weight.float() + 1 if spec.adds_one else weight, self._dtype)
 
     def _wide_norm(self, spec: NormSpec | None) -> RowNorm:

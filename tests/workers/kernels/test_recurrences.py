@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -12,7 +13,11 @@ from transformers.models.mamba import modeling_mamba as mamba
 from transformers.models.mamba2 import modeling_mamba2 as mamba2
 from transformers.models.qwen3_next import modeling_qwen3_next as qwen3_next
 
+from manta.workers.kernels import convolution, cpu_recurrence, recurrence
 from manta.workers.kernels.recurrence import RecurrentInputs, advance, chunked, one_token, sequential
+from manta.workers.kernels.recurrent_step import RecurrentStep
+from manta.workers.step import StateUse
+from tests.workers.cpu_forms import COMPILED, EMULATED, in_form
 
 NUM_TOKENS, GROUPS, HEADS, KEY_DIM, VALUE_DIM = 150, 2, 6, 24, 16
 KINDS = {
@@ -138,3 +143,86 @@ def test_a_selective_scan_is_that_of_transformers() -> None:
         outputs, after = form(given, torch.zeros(channels, state_size, 1))
         assert close(outputs[..., 0], expected[0].T)
         assert close(after[..., 0], expected_state[0])
+
+
+NUM_SLOTS = 16
+STARTS, LENS = (0, 7, 0, 30), (60, 1, 2, 40)
+"""A prompt, a decode, a short prompt and a chunk."""
+USES = [
+    StateUse(0, [(16, 2), (59, 3), (60, 4)]),
+    StateUse(5, [(8, 6)]),
+    StateUse(0, [(1, 7), (2, 8)]),
+    StateUse(9, [(31, 10), (70, 11)]),
+]
+DECODE = RecurrentStep.build(
+    [3, 9, 0], [1, 1, 1], [StateUse(5, [(4, 2)]), StateUse(9, [(10, 3)]), StateUse(0, [(1, 4)])]
+)
+
+
+@pytest.fixture(scope="module", params=[*COMPILED, *EMULATED])
+def form(request: pytest.FixtureRequest) -> Iterator[str]:
+    with in_form(request.param):
+        yield request.param
+
+
+def states_of(*shape: int) -> torch.Tensor:
+    """States of all slots, the first of which is zeros."""
+    states = random(NUM_SLOTS, *shape, seed=9)
+    states[0] = 0
+    return states
+
+
+def steps() -> list[RecurrentStep]:
+    return [RecurrentStep.build(STARTS, LENS, USES), DECODE]
+
+
+@pytest.mark.parametrize("value_dim", [4, 20, 64, 100])
+@pytest.mark.parametrize("kind", [*KINDS, "rates"])
+def test_compiled_recurrences_are_those_of_torch(form: str, kind: str, value_dim: int) -> None:
+    for step in steps():
+        num_tokens = int(step.starts[-1])
+        inputs = inputs_of("state space" if kind == "rates" else kind, num_tokens)
+        inputs = inputs._replace(value=random(num_tokens, HEADS, value_dim, seed=3))
+        if kind == "rates":
+            inputs = inputs._replace(rates=random(HEADS, KEY_DIM, seed=7).exp())
+        expected_states, states = states_of(HEADS, KEY_DIM, value_dim), states_of(HEADS, KEY_DIM, value_dim)
+        expected = recurrence.recur(inputs, expected_states, step)
+        assert close(cpu_recurrence.recur(inputs, states, step), expected)
+        assert close(states, expected_states)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_compiled_recurrences_have_the_same_bits_wherever_a_step_begins(form: str, kind: str) -> None:
+    inputs, states = inputs_of(kind, 60), states_of(HEADS, KEY_DIM, VALUE_DIM)
+    whole = RecurrentStep.build([0], [60], [StateUse(0, [(60, 1)])])
+    expected = cpu_recurrence.recur(inputs, states, whole)
+    pieces, slot = [], 0
+    for start, end in ((0, 1), (1, 30), (30, 31), (31, 60)):
+        step = RecurrentStep.build([start], [end - start], [StateUse(slot, [(end, slot + 2)])])
+        pieces.append(cpu_recurrence.recur(inputs.of(slice(start, end)), states, step))
+        slot += 2
+    assert torch.equal(torch.cat(pieces), expected)
+    assert torch.equal(states[slot], states[1])
+
+
+@pytest.mark.parametrize("activates", [False, True])
+@pytest.mark.parametrize("has_bias", [False, True])
+@pytest.mark.parametrize("width", [3, 4])
+def test_compiled_convolutions_are_those_of_torch(form: str, width: int, has_bias: bool, activates: bool) -> None:
+    channels = 300
+    kernel, bias = random(channels, width, seed=2), random(channels, seed=3) if has_bias else None
+    for step in steps():
+        x = random(int(step.starts[-1]), channels, seed=1)
+        expected_states, states = states_of(channels, width - 1), states_of(channels, width - 1)
+        expected = convolution.convolve(x, kernel, bias, expected_states, step, activates)
+        found = cpu_recurrence.convolve(x, kernel, bias, states, step, activates)
+        assert close(found, expected) if activates else torch.equal(found, expected)
+        assert torch.equal(states, expected_states)
+
+
+def test_a_convolution_is_that_of_transformers() -> None:
+    channels, width = 10, 4
+    x, kernel, bias = random(60, channels, seed=1), random(channels, width, seed=2), random(channels, seed=3)
+    expected = qwen3_next.causal_conv1d_fn(x.T[None], kernel, bias, "silu")[0].T
+    step = RecurrentStep.build([0], [60], USES[:1])
+    assert close(convolution.convolve(x, kernel, bias, states_of(channels, width - 1), step, True), expected)

@@ -5,9 +5,10 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from manta.workers.decoders.mixers.convolution import convolve
+from manta.workers.decoders.mixers.windows import channels_of
 from manta.workers.kernels.attention_metadata import AttentionMetadata
-from manta.workers.kernels.recurrence import RecurrentInputs, recur
+from manta.workers.kernels.protocol import Kernels
+from manta.workers.kernels.recurrence import RecurrentInputs
 from manta.workers.kernels.recurrent_step import RecurrentStep
 from manta.workers.kernels.reference import rms_norm
 from manta.workers.kernels.weights import RecurrentWeights
@@ -23,6 +24,7 @@ def gated_delta(
     metadata: AttentionMetadata,
     step: RecurrentStep,
     states: tuple[torch.Tensor, ...],
+    kernels: Kernels,
 ) -> torch.Tensor:
     """Returns what a layer adds to the residual stream, from its normed hidden states x [num_tokens, hidden].
 
@@ -31,21 +33,21 @@ def gated_delta(
     """
     shape, tensors = weights.shape, weights.tensors
     assert isinstance(shape, DeltaShape)
-    projected = weights.linears["input"].forward(x, metadata).float()
+    projected = weights.inputs["input"].forward(x, metadata).float()
     heads = shape.num_value_heads
     mixed, gate, beta, time = projected.split([sum(shape.sizes), shape.sizes[2], heads, heads], dim=-1)
-    mixed = F.silu(convolve(mixed, tensors["kernel"], None, merged(states[0]), step))
-    outputs = recur(
+    mixed = kernels.convolve(mixed, tensors["kernel"], None, channels_of(states[0]), step, activates=True)
+    outputs = kernels.recur(
         RecurrentInputs(
             *delta_heads(mixed, shape),
-            log_decay=-tensors["log_rates"].exp() * F.softplus(time + tensors["time_bias"]),
+            log_decay=tensors["rates"] * F.softplus(time + tensors["time_bias"]),
             beta=beta.sigmoid(),
         ),
         states[1],
         step,
     )
     normed = rms_norm(outputs, tensors["norm"], shape.norm_eps).flatten(1) * F.silu(gate)
-    return weights.linears["output"].forward(normed.to(x.dtype), metadata)
+    return weights.output.forward(normed.to(x.dtype), metadata)
 
 
 def delta_heads(mixed: torch.Tensor, shape: DeltaShape) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

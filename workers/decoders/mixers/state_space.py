@@ -5,9 +5,10 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from manta.workers.decoders.mixers.convolution import convolve
+from manta.workers.decoders.mixers.windows import channels_of
 from manta.workers.kernels.attention_metadata import AttentionMetadata
-from manta.workers.kernels.recurrence import RecurrentInputs, recur
+from manta.workers.kernels.protocol import Kernels
+from manta.workers.kernels.recurrence import RecurrentInputs
 from manta.workers.kernels.recurrent_step import RecurrentStep
 from manta.workers.kernels.weights import RecurrentWeights
 from manta.workers.models.recurrent_shapes import StateSpaceShape
@@ -19,6 +20,7 @@ def state_space(
     metadata: AttentionMetadata,
     step: RecurrentStep,
     states: tuple[torch.Tensor, ...],
+    kernels: Kernels,
 ) -> torch.Tensor:
     """Returns what a layer adds to the residual stream, from its normed hidden states x [num_tokens, hidden].
 
@@ -27,19 +29,24 @@ def state_space(
     """
     shape, tensors = weights.shape, weights.tensors
     assert isinstance(shape, StateSpaceShape)
-    projected = weights.linears["input"].forward(x, metadata).float()
+    projected = weights.inputs["input"].forward(x, metadata).float()
     inner, shared = shape.inner, 2 * shape.num_groups * shape.state_size
     gate, values, b_c, time = projected.split([inner, inner, shared, shape.num_heads], dim=-1)
-    values = F.silu(convolve(values, tensors["kernel"], tensors.get("kernel_bias"), merged(states[0]), step))
-    b_c = F.silu(convolve(b_c, tensors["shared_kernel"], tensors.get("shared_bias"), merged(states[1]), step))
+    values = kernels.convolve(
+        values, tensors["kernel"], tensors.get("kernel_bias"), channels_of(states[0]), step, activates=True
+    )
+    b_c = kernels.convolve(
+        b_c, tensors["shared_kernel"], tensors.get("shared_bias"), channels_of(states[1]), step, activates=True
+    )
     b, c = b_c.unflatten(1, (2, shape.num_groups, shape.state_size)).unbind(1)
     values = values.unflatten(1, (-1, shape.head_dim))
     time = F.softplus(time + tensors["time_bias"]).clamp(*shape.step_limits)
-    rates = -tensors["log_rates"].exp()
-    outputs = recur(RecurrentInputs(c, b, values * time.unsqueeze(-1), time * rates), states[2], step)
+    outputs = kernels.recur(
+        RecurrentInputs(c, b, values * time.unsqueeze(-1), time * tensors["rates"]), states[2], step
+    )
     outputs = outputs + values * tensors["skip"].unsqueeze(-1)
     gated = _norm_and_gate(outputs.flatten(1), gate, weights, shape)
-    return weights.linears["output"].forward(gated.to(x.dtype), metadata)
+    return weights.output.forward(gated.to(x.dtype), metadata)
 
 
 def _norm_and_gate(
