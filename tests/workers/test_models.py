@@ -23,6 +23,7 @@ from manta.workers.decoders.rope_table import rope_table
 from manta.workers.decoders.transformers_model import TransformersModel
 from manta.workers.kernels import weights
 from manta.workers.kernels.attention_metadata import AttentionMetadata
+from manta.workers.kernels.kv_cache import layer_caches
 from manta.workers.kernels.model_protocol import Model
 from manta.workers.kernels.query_tokens import QueryTokens
 from manta.workers.models.dense import read_rope
@@ -104,7 +105,7 @@ class Cache:
         self.model: Model = model or load_model(folder, self.config, dtype, platform)
         kv = platform.allocate_kv(self.config, NUM_BLOCKS, BLOCK_SIZE, platform.torch_dtype(dtype))
         kv.fill_(float("nan"))  # what is read but was not written shows
-        self.kv_caches = [(layer[0], layer[1]) for layer in kv]
+        self.kv_caches = layer_caches(kv)
         self.block_tables = np.random.default_rng(0).permutation(NUM_BLOCKS).astype(np.int32).reshape(4, -1)
         self.lengths = [0] * 4
 
@@ -283,7 +284,8 @@ def test_tables_for_a_longest_context_are_those_of_transformers(rope_type: str, 
 
 
 REFUSED = [
-    ("DeepseekV3Config", {}, "latent attention"),
+    ("DeepseekV32Config", {}, "tokens that an indexer chooses"),
+    ("LongcatFlashConfig", {}, "latent attention"),
     ("MambaConfig", {}, "cannot be replaced"),
     ("OpenAIGPTConfig", {}, "in code of its own, which cannot be replaced"),
     ("FalconConfig", {"alibi": True}, "ALiBi over key heads that queries share"),

@@ -10,6 +10,7 @@ from __future__ import annotations
 import torch
 
 from manta.workers.decoders.experts import run_experts
+from manta.workers.decoders.latent_attention import attend_latent
 from manta.workers.decoders.rope_table import rope_table
 from manta.workers.kernels import reference
 from manta.workers.kernels.attention_metadata import AttentionMetadata
@@ -19,6 +20,7 @@ from manta.workers.kernels.weights import (
     DecoderWeights,
     ExpertsWeights,
     GatedMlpWeights,
+    LatentAttentionWeights,
     max_mlp_rows,
 )
 from manta.workers.kv_groups import group_layers
@@ -98,7 +100,7 @@ class Decoder:
 
     def _attend(
         self,
-        attention: AttentionWeights,
+        attention: AttentionWeights | LatentAttentionWeights,
         normed: torch.Tensor,
         cos_sin: torch.Tensor,
         metadata: AttentionMetadata,
@@ -106,6 +108,10 @@ class Decoder:
         sliding_window: int | None,
     ) -> torch.Tensor:
         heads, eps = self.config.heads, self.config.rms_norm_eps
+        if isinstance(attention, LatentAttentionWeights):
+            assert self.config.latent is not None
+            shape = self.config.latent
+            return attend_latent(attention, normed, cos_sin, metadata, kv_cache, heads, shape, self._kernels)
         qkv = attention.qkv.forward(normed, metadata)
         if attention.wide_norms is not None:
             query, key, value = qkv.split([count * heads.head_dim for count in heads.counts], dim=-1)

@@ -21,6 +21,13 @@ def layer_shape(dtype: torch.dtype, num_blocks: int, block_size: int, num_kv_hea
     return [num_blocks, block_size, num_kv_heads, head_dim]
 
 
+def layer_caches(kv: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Returns the keys and the values of each layer of a KV cache [num_layers, num_cached, ...]: twice the same tensor
+    if keys are the values too.
+    """
+    return [(layer[0], layer[-1]) for layer in kv]
+
+
 def write(cache: torch.Tensor, slots: torch.Tensor, numbers: torch.Tensor, block_size: int) -> None:
     """Writes the keys, or the values, [num_tokens, num_kv_heads, head_dim] of tokens to their KV slots."""
     num_tokens, num_kv_heads, head_dim = numbers.shape

@@ -6,13 +6,17 @@ from typing import Protocol
 
 from manta.workers.models import (
     cohere2,
+    deepseek_v2,
+    deepseek_v3,
     gemma2,
     gemma3,
     glm,
     glm4,
+    glm4_moe_lite,
     gpt_oss,
     granite,
     llama,
+    minicpm3,
     mistral,
     olmo2,
     olmo3,
@@ -22,6 +26,7 @@ from manta.workers.models import (
     qwen3_moe,
     seed_oss,
     smollm3,
+    youtu,
 )
 from manta.workers.models.model_config import ModelConfig
 from manta.workers.models.raw_config import RawConfig
@@ -63,6 +68,11 @@ _MODULES: tuple[Family, ...] = (
     cohere2,
     qwen3_moe,
     gpt_oss,
+    deepseek_v2,
+    deepseek_v3,
+    glm4_moe_lite,
+    minicpm3,
+    youtu,
 )
 FAMILIES = {family.ARCHITECTURE: family for family in _MODULES}
 """The native families by architecture. To add a dense family, write its module and add it to `_MODULES`."""

@@ -59,6 +59,21 @@ class HeadOrder(NamedTuple):
         return [head + row for head in range(0, num_rows, self.head_dim) for row in first_half + second_half]
 
 
+class TailOrder(NamedTuple):
+    """The order of the rows of heads whose last `rotary_dim` dimensions rotate in pairs of neighbours, which are read
+    as two halves. Used by latent attention.
+    """
+
+    head_dim: int
+    rotary_dim: int
+
+    def rows(self, num_rows: int) -> list[int]:
+        """Returns the checkpoint's row for each row of the model."""
+        first = self.head_dim - self.rotary_dim
+        order = [*range(first), *range(first, self.head_dim, 2), *range(first + 1, self.head_dim, 2)]
+        return [head + row for head in range(0, num_rows, self.head_dim) for row in order]
+
+
 class ExpertRows(NamedTuple):
     """The place of a part in a tensor of all experts of a layer (gpt-oss), [num_experts, in_features, columns], whose
     columns are the outputs of linears.
@@ -82,7 +97,7 @@ class WeightPart(NamedTuple):
     name: str
     out_features: int
     split: Split = Split.NOTHING
-    order: HeadOrder | None = None
+    order: HeadOrder | TailOrder | None = None
     """The order in which rows are read; None for the checkpoint's."""
     first_row: int = 0
     """The part's first row in the stored tensor."""
@@ -156,6 +171,40 @@ class AttentionSpec(NamedTuple):
         """Whether `q_norm` and `k_norm` are over all heads together."""
         return self.q_norm is not None and self.q_norm.split is not Split.NOTHING
 
+    def linears(self) -> Iterator[LinearSpec]:
+        yield from (self.qkv, self.output)
+
+    def norms(self) -> Iterator[NormSpec]:
+        yield from (norm for norm in (self.q_norm, self.k_norm) if norm is not None)
+
+
+class LatentAttentionSpec(NamedTuple):
+    """Latent attention, whose sizes are in `LatentShape`. Ranks split the heads. Each has the whole latent vector."""
+
+    inputs: LinearSpec
+    """The linear from hidden states to the latent vector of the queries, or to the queries of all heads, and to the
+    cached latent vector with the key that rotates.
+    """
+    query_norm: NormSpec | None
+    """The norm of the queries' latent vector; None if there is none."""
+    queries: LinearSpec | None
+    """The linear from the queries' latent vector to the queries of all heads; None if there is none."""
+    latent_norm: NormSpec
+    expansion: LinearSpec
+    """The linear from the cached latent vector to the unrotated keys and the values of all heads."""
+    output: LinearSpec
+
+    def linears(self) -> Iterator[LinearSpec]:
+        yield self.inputs
+        if self.queries is not None:
+            yield self.queries
+        yield from (self.expansion, self.output)
+
+    def norms(self) -> Iterator[NormSpec]:
+        if self.query_norm is not None:
+            yield self.query_norm
+        yield self.latent_norm
+
 
 class GatedMlpSpec(NamedTuple):
     """`down(activation(gate(x)) * up(x))`."""
@@ -166,16 +215,26 @@ class GatedMlpSpec(NamedTuple):
 
 class ExpertsSpec(NamedTuple):
     """A mixture of experts (Shazeer et al., 2017): the results of the experts that a router chooses, weighted and
-    summed. `ModelConfig` says how many it chooses.
+    summed. `ExpertsConfig` says how it chooses.
     """
 
     router: LinearSpec
     experts: tuple[GatedMlpSpec, ...]
+    choice_bias: str | None = None
+    """The tensor [num_experts] that is added to the scores for the choice alone (DeepSeek-V3)."""
+    shared: GatedMlpSpec | None = None
+    """The expert that computes every token."""
+    shared_gate: LinearSpec | None = None
+    """The linear to one number, whose sigmoid multiplies the result of `shared` (Qwen2-MoE)."""
 
     def linears(self) -> Iterator[LinearSpec]:
         yield self.router
         for expert in self.experts:
             yield from expert
+        if self.shared is not None:
+            yield from self.shared
+        if self.shared_gate is not None:
+            yield self.shared_gate
 
 
 class LayerSpec(NamedTuple):
@@ -184,7 +243,7 @@ class LayerSpec(NamedTuple):
     """
 
     input_norm: NormSpec | None
-    mixer: AttentionSpec
+    mixer: AttentionSpec | LatentAttentionSpec
     mlp_norm: NormSpec | None
     mlp: GatedMlpSpec | ExpertsSpec
     mixer_output_norm: NormSpec | None = None
@@ -195,7 +254,8 @@ class LayerSpec(NamedTuple):
     def norms(self) -> Iterator[NormSpec]:
         """Yields every norm of the layer."""
         around = (self.input_norm, self.mixer_output_norm, self.mlp_norm, self.mlp_output_norm)
-        yield from (norm for norm in (*around, self.mixer.q_norm, self.mixer.k_norm) if norm is not None)
+        yield from (norm for norm in around if norm is not None)
+        yield from self.mixer.norms()
 
 
 class DecoderSpec(NamedTuple):
@@ -212,7 +272,7 @@ class DecoderSpec(NamedTuple):
         """Yields every linear of the model."""
         yield self.head
         for layer in self.layers:
-            yield from (layer.mixer.qkv, layer.mixer.output)
+            yield from layer.mixer.linears()
             yield from layer.mlp if isinstance(layer.mlp, GatedMlpSpec) else layer.mlp.linears()
 
     def norms(self) -> Iterator[NormSpec]:

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
+from manta.workers.kernels.kv_cache import layer_caches
 from manta.workers.kernels.model_protocol import LoadedModel
 from manta.workers.kernels.protocol import DecodeLimits
 from manta.workers.kernels.query_tokens import QueryTokens
@@ -32,7 +33,7 @@ class TorchDraftRunner:
         self._sequences = target.sequences
         block_size, num_blocks = self._sequences.block_size, target.kv_cache.shape[2]
         kv_cache = self._platform.allocate_kv(draft.config, num_blocks, block_size, draft.kv_dtype)
-        self._layers = [(layer[0], layer[1]) for layer in kv_cache]
+        self._layers = layer_caches(kv_cache)
         limits = DecodeLimits(self._sequences.max_num_sequences, self._sequences.max_model_len, block_size)
         self._platform.record_decodes(self.model, self._layers, limits._replace(shares_prefixes=False))
 

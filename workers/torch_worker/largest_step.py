@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from manta.structured.masks import MaskBatch, row_words
+from manta.workers.kernels.kv_cache import layer_caches
 from manta.workers.kernels.model_protocol import LoadedModel
 from manta.workers.kernels.query_tokens import QueryTokens
 from manta.workers.platforms import Platform
@@ -41,7 +42,7 @@ def run_largest_step(
     tables = np.arange(num_blocks, dtype=np.int32)[None]
     metadata = platform.build_metadata(QueryTokens(np.array([0]), np.array([num_tokens]), tables, block_size))
     token_ids = platform.place(np.zeros(num_tokens, dtype=np.int64))
-    hidden = model.forward(token_ids, metadata, [(layer[0], layer[1]) for layer in kv_cache])
+    hidden = model.forward(token_ids, metadata, layer_caches(kv_cache))
     logits = model.compute_logits(hidden[:num_rows])
     if draws:
         # Rows with logits processors are drawn from in float32

@@ -15,6 +15,7 @@ import torch
 from manta.structured.logits_processors import LogitsProcessorRegistry
 from manta.structured.masks import MaskBatch
 from manta.workers.kernels.attention_metadata import copy_blocks
+from manta.workers.kernels.kv_cache import layer_caches
 from manta.workers.kernels.model_protocol import Model
 from manta.workers.kernels.query_tokens import QueryTokens
 from manta.workers.kv_groups import LayerGroups, one_group
@@ -62,8 +63,8 @@ class ModelRunner:
         self._shares_prefixes = layers.groups[0].window is None
         """Whether attention may read a shared prefix once. A layer with a window never does."""
         self.state = self.sequences.sampling
-        # Once: unbinding costs 2 us a layer and step
-        self.kv_layers = [(kv_cache[place.number, 0], kv_cache[place.number, 1]) for place in layers.layers]
+        caches = layer_caches(kv_cache)  # once: unbinding costs 2 us a layer and step
+        self.kv_layers = [caches[place.number] for place in layers.layers]
         self.reset()
 
     def reset(self) -> None:
