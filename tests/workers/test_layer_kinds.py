@@ -63,7 +63,7 @@ class Case(NamedTuple):
 
 
 NO_WINDOW = {"window": {"sliding_window": 4096}}
-DELTA = {
+DELTA: dict[str, Any] = {
     "head_dim": 32,
     "linear_num_key_heads": 2,
     "linear_num_value_heads": 4,
@@ -72,12 +72,84 @@ DELTA = {
     "layer_types": ["linear_attention", "full_attention"] * 2,
     "rope_parameters": ROPE | {"partial_rotary_factor": 0.25},
 }
+LATENT: dict[str, Any] = {
+    "num_key_value_heads": 4,
+    "q_lora_rank": 32,
+    "kv_lora_rank": 24,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 12,
+    "v_head_dim": 20,
+}
+YARN_PAIR = YARN | {"mscale": 1.0, "mscale_all_dim": 0.7}
+OTHER_SCALE = {"scaled products": {"rope_parameters": YARN | {"mscale": 1.0, "mscale_all_dim": 0.0}}}
+EXPERTS: dict[str, Any] = {
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 32,
+    "n_shared_experts": 2,
+    "first_k_dense_replace": 1,
+}
+SHARED_EXPERT: dict[str, Any] = {
+    "moe_intermediate_size": 32,
+    "shared_expert_intermediate_size": 48,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+}
 CASES: dict[str, Case] = {
+    "qwen3_next": Case(
+        "Qwen3NextConfig",
+        DELTA | SHARED_EXPERT | {"mlp_only_layers": [1]},
+        {"choice of two experts": {"num_experts_per_tok": 1}, "shares that sum to one": {"norm_topk_prob": False}},
+    ),
+    "qwen3_5_moe": Case(
+        "Qwen3_5MoeTextConfig", DELTA | SHARED_EXPERT, {"choice of two experts": {"num_experts_per_tok": 1}}
+    ),
     "qwen3_5": Case(
         "Qwen3_5TextConfig",
         DELTA,
         {"partial rotation": {"rope_parameters": ROPE | {"partial_rotary_factor": 1.0}}},
     ),
+    "deepseek_v2": Case(
+        "DeepseekV2Config",
+        LATENT
+        | EXPERTS
+        | {
+            "topk_method": "group_limited_greedy",
+            "n_group": 4,
+            "topk_group": 2,
+            "routed_scaling_factor": 2.0,
+            "rope_parameters": YARN_PAIR,
+        },
+        {
+            "groups of experts": {"topk_method": "greedy"},
+            "scaled shares": {"routed_scaling_factor": 1.0},
+            "choice of three experts": {"num_experts_per_tok": 2},
+        }
+        | OTHER_SCALE,
+    ),
+    "deepseek_v2 without a query rank": Case("DeepseekV2Config", LATENT | EXPERTS | {"q_lora_rank": None}),
+    "deepseek_v3": Case(
+        "DeepseekV3Config",
+        LATENT | EXPERTS | {"n_group": 4, "topk_group": 2, "rope_parameters": YARN_PAIR, "attention_bias": True},
+        {
+            "groups of experts": {"n_group": 1, "topk_group": 1},
+            "shares that sum to one": {"norm_topk_prob": False},
+            "interleaved rope": {"rope_interleave": False},
+        }
+        | OTHER_SCALE,
+    ),
+    "glm4_moe_lite": Case(
+        "Glm4MoeLiteConfig",
+        LATENT | EXPERTS | {"mlp_layer_types": ["dense", "sparse"] * 2, "routed_scaling_factor": 3.0},
+        {"scaled shares": {"routed_scaling_factor": 1.0}},
+    ),
+    "minicpm3": Case(
+        "MiniCPM3Config",
+        LATENT | {"scale_depth": 0.5, "scale_emb": 9.0, "dim_model_base": 256, "tie_word_embeddings": False},
+        {"residual multiplier": {"scale_depth": 2.0}, "embedding multiplier": {"scale_emb": 1}},
+    ),
+    # transformers zeroes the embedding of this family's padding when it loads it.
+    "youtu": Case("YoutuConfig", LATENT | {"tie_word_embeddings": False, "pad_token_id": None}),
     "gemma2": Case(
         "Gemma2Config",
         {
@@ -388,6 +460,7 @@ def test_half_of_each_head_rotates_in_a_glm_that_does_not_say(tmp_path: pathlib.
             "cuda",
             "device cuda does not compute attention sinks, which GptOssForCausalLM has; set device to cpu",
         ),
+        ("deepseek_v3", "cuda", "device cuda does not compute latent attention, which DeepseekV3ForCausalLM has"),
         ("olmo2", "tpu", "device tpu does not compute norms after attention and MLP, norms over all heads together, "),
     ],
 )
@@ -399,7 +472,12 @@ def test_a_device_refuses_what_it_does_not_compute(name: str, device: str, words
 
 
 @pytest.mark.parametrize(
-    ("name", "words"), [("cohere2", "norms that subtract the mean"), ("gpt_oss", "experts, gates other than SiLU")]
+    ("name", "words"),
+    [
+        ("cohere2", "norms that subtract the mean"),
+        ("gpt_oss", "experts, gates other than SiLU"),
+        ("minicpm3", "latent attention"),
+    ],
 )
 def test_exact_refuses_what_torch_computes(name: str, words: str) -> None:
     folder = folder_of(name)

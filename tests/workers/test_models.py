@@ -311,7 +311,8 @@ def test_tables_for_a_longest_context_are_those_of_transformers(rope_type: str, 
 
 
 REFUSED = [
-    ("DeepseekV3Config", {}, "latent attention"),
+    ("DeepseekV32Config", {}, "tokens that an indexer chooses"),
+    ("LongcatFlashConfig", {}, "latent attention"),
     ("MambaConfig", {}, "cannot be replaced"),
     ("OpenAIGPTConfig", {}, "in code of its own, which cannot be replaced"),
     ("FalconConfig", {"alibi": True}, "ALiBi over key heads that queries share"),

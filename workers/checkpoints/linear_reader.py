@@ -74,21 +74,28 @@ class LinearReader:
         self._shapes_only = shapes_only
         self._scratch = torch.empty(0, dtype=torch.uint8)
 
-    def read(self, spec: LinearSpec) -> LinearWeight:
+    def read(self, spec: LinearSpec, shapes_only: bool | None = None) -> LinearWeight:
         """Returns the weight of a linear. It is valid until the next one is read: it may view the file, or memory that
-        is used again.
+        is used again. `shapes_only` False gives a plain weight its data in any case.
         """
+        shapes_only = self._shapes_only if shapes_only is None else shapes_only
+        spec = spec._replace(parts=tuple(map(self.as_stored, spec.parts)))
         formats = [self.format_of(part) for part in spec.parts]
         weight: QuantizedWeight | torch.Tensor
         if any(formats):
             weight = stack([self._part(*each, spec) for each in zip(spec.parts, formats, strict=True)], self._dtype)
         else:
-            weight = self._stack_plain([self._plain(part, spec) for part in spec.parts])
+            weight = self._stack_plain([self._plain(part, spec) for part in spec.parts], shapes_only)
         bias = self._bias(spec) if spec.has_bias else None
         if isinstance(weight, torch.Tensor):
             return LinearWeight(spec.name, weight, bias, self._dtype, spec.is_gated)
         shape = torch.empty(weight.values.shape, dtype=self._dtype, device="meta")
         return LinearWeight(spec.name, shape, bias, self._dtype, spec.is_gated, weight)
+
+    def as_stored(self, part: WeightPart) -> WeightPart:
+        """Returns the part as this checkpoint stores it."""
+        other = part.elsewhere
+        return other if other is not None and other.weight_name in self.checkpoint else part
 
     def read_table(self, part: WeightPart, width: int) -> QuantizedWeight | torch.Tensor:
         """Returns a lookup table: a view of the file [num_rows, width], or integers of a GGUF file."""
@@ -171,6 +178,9 @@ class LinearReader:
         num_rows = part.stored_rows or part.out_features
         if part.expert is None:
             stored = self.checkpoint.view(part.weight_name, (num_rows, spec.in_features))
+        elif part.expert.has_outputs_first:
+            of_all = (part.expert.num_experts, num_rows, spec.in_features)
+            stored = self.checkpoint.view(part.weight_name, of_all)[part.expert.expert]
         else:
             of_all = (part.expert.num_experts, spec.in_features, num_rows * part.expert.step)
             stored = part.expert.rows_of(self.checkpoint.view(part.weight_name, of_all)[part.expert.expert].T)
@@ -178,9 +188,9 @@ class LinearReader:
         assert isinstance(taken, torch.Tensor)
         return taken
 
-    def _stack_plain(self, views: list[torch.Tensor]) -> torch.Tensor:
+    def _stack_plain(self, views: list[torch.Tensor], shapes_only: bool) -> torch.Tensor:
         """Stacks parts in memory that the next call reuses, because fresh pages would double the time."""
-        if self._shapes_only:
+        if shapes_only:
             views = [view.to("meta") for view in views]
         if len(views) == 1:
             return views[0].to(self._dtype).contiguous()

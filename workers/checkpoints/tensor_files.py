@@ -160,11 +160,15 @@ class TensorFiles:
                 _advise(mapped, "MADV_DONTNEED", start, length)
         self._unreleased.clear()
 
-    def check_all_used(self, but: Iterable[str] = ()) -> None:
+    def check_all_used(self, but: Iterable[str] = (), below: tuple[str, ...] = ()) -> None:
         """Raises `ModelError` naming tensors that were never read, because the model would silently run without
-        them.
+        them. `but` are names, and `below` beginnings of names, of tensors that need not be read.
         """
-        left = [name for name in self._entries.keys() - self._taken - set(but) if not name.endswith(_IGNORED_SUFFIXES)]
+        left = [
+            name
+            for name in self._entries.keys() - self._taken - set(but)
+            if not name.endswith(_IGNORED_SUFFIXES) and not name.startswith(below)
+        ]
         if left:
             shown = ", ".join(sorted(left)[:5])
             raise ModelError(f"{self.folder} holds {len(left)} tensors that its architecture does not have: {shown}")

@@ -10,6 +10,7 @@ from __future__ import annotations
 import torch
 
 from manta.workers.decoders.experts import run_experts
+from manta.workers.decoders.latent_attention import attend_latent
 from manta.workers.decoders.mixers.recurrent_mixers import MIXERS
 from manta.workers.decoders.mixers.short_conv import run_short_conv
 from manta.workers.decoders.rope_table import rope_table
@@ -21,6 +22,7 @@ from manta.workers.kernels.weights import (
     DecoderWeights,
     ExpertsWeights,
     GatedMlpWeights,
+    LatentAttentionWeights,
     MixerWeights,
     RecurrentWeights,
     max_mlp_rows,
@@ -109,7 +111,7 @@ class Decoder:
         cache: tuple[torch.Tensor, ...],
         sliding_window: int | None,
     ) -> torch.Tensor:
-        if isinstance(mixer, AttentionWeights):
+        if isinstance(mixer, AttentionWeights | LatentAttentionWeights):
             assert place is not None
             return self._attend(mixer, normed, cos_sin, metadata.of_group(place.group), cache, sliding_window)
         assert metadata.states is not None, "a model with recurrent states gets their slots with each step"
@@ -119,7 +121,7 @@ class Decoder:
 
     def _attend(
         self,
-        attention: AttentionWeights,
+        attention: AttentionWeights | LatentAttentionWeights,
         normed: torch.Tensor,
         cos_sin: torch.Tensor,
         metadata: AttentionMetadata,
@@ -128,6 +130,10 @@ class Decoder:
     ) -> torch.Tensor:
         k_cache, v_cache = kv_cache
         heads, eps = self.config.heads, self.config.rms_norm_eps
+        if isinstance(attention, LatentAttentionWeights):
+            assert self.config.latent is not None
+            shape = self.config.latent
+            return attend_latent(attention, normed, cos_sin, metadata, (k_cache, v_cache), heads, shape, self._kernels)
         qkv = attention.qkv.forward(normed, metadata)
         if attention.wide_norms is not None:
             query, key, value = qkv.split([count * heads.head_dim for count in heads.counts], dim=-1)

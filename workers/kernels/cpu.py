@@ -125,7 +125,7 @@ def rope_and_cache(
         metadata.positions.data_ptr(),
         metadata.slot_mapping.data_ptr(),
         k_cache.data_ptr(),
-        v_cache.data_ptr(),
+        None if heads.keys_are_values else v_cache.data_ptr(),
         None if q_norm_weight is None else q_norm_weight.data_ptr(),
         None if k_norm_weight is None else k_norm_weight.data_ptr(),
         qkv.shape[0],

@@ -14,7 +14,7 @@ import torch
 
 from manta.workers.kernels.attention_metadata import AttentionMetadata
 from manta.workers.kernels.quantized_weight import QuantizedWeight
-from manta.workers.models.model_config import ModelConfig
+from manta.workers.models.model_config import ExpertsConfig, ModelConfig
 from manta.workers.models.recurrent_shapes import RecurrentKind, RecurrentShape
 
 
@@ -123,7 +123,24 @@ class RecurrentWeights:
     sum_over_ranks: Callable[[torch.Tensor], torch.Tensor]
 
 
-MixerWeights = AttentionWeights | ShortConvWeights | RecurrentWeights
+@dataclasses.dataclass(slots=True, frozen=True)
+class LatentAttentionWeights:
+    """The weights of `LatentAttentionSpec`. The two weights between latent vectors and heads are laid out for cached
+    tokens (`workers/decoders/latent_attention.py`).
+    """
+
+    inputs: Linear
+    query_norm: torch.Tensor | None
+    queries: Linear | None
+    latent_norm: torch.Tensor
+    keys: torch.Tensor
+    """[num_heads, plain_dim, head_dim]: from a head's unrotated query to a query of cached tokens."""
+    values: torch.Tensor
+    """[num_heads, head_dim, value_dim]: from attended cached tokens to a head's values."""
+    output: Linear
+
+
+MixerWeights = AttentionWeights | LatentAttentionWeights | ShortConvWeights | RecurrentWeights
 
 
 @dataclasses.dataclass(slots=True, frozen=True)
@@ -135,15 +152,19 @@ class GatedMlpWeights:
 
 @dataclasses.dataclass(slots=True, frozen=True)
 class ExpertsWeights:
+    config: ExpertsConfig
     router: Linear
-    """hidden -> num_experts"""
+    """hidden -> num_experts, in float32 whatever the dtype of the activations is."""
     experts: list[GatedMlpWeights]
     """Of ranks, each has a part of every expert's inner width."""
-    num_chosen: int
-    normalises_choice: bool
-    """Whether the weights of the chosen experts sum to one."""
     join: Callable[[torch.Tensor], torch.Tensor]
     """Sums the results [num_tokens, hidden] of ranks."""
+    choice_bias: torch.Tensor | None = None
+    """float32 [num_experts], added to the scores for the choice alone; None for none."""
+    shared: GatedMlpWeights | None = None
+    """The expert that computes every token; None for none."""
+    shared_gate: Linear | None = None
+    """hidden -> 1, whose sigmoid multiplies the result of `shared`; in float32. None for none."""
 
 
 @dataclasses.dataclass(slots=True, frozen=True)

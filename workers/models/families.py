@@ -6,14 +6,18 @@ from typing import Protocol
 
 from manta.workers.models import (
     cohere2,
+    deepseek_v2,
+    deepseek_v3,
     gemma2,
     gemma3,
     glm,
     glm4,
+    glm4_moe_lite,
     gpt_oss,
     granite,
     lfm2,
     llama,
+    minicpm3,
     mistral,
     olmo2,
     olmo3,
@@ -21,9 +25,12 @@ from manta.workers.models import (
     qwen2,
     qwen3,
     qwen3_5,
+    qwen3_5_moe,
     qwen3_moe,
+    qwen3_next,
     seed_oss,
     smollm3,
+    youtu,
 )
 from manta.workers.models.model_config import ModelConfig
 from manta.workers.models.raw_config import RawConfig
@@ -65,8 +72,15 @@ _MODULES: tuple[Family, ...] = (
     cohere2,
     qwen3_moe,
     qwen3_5,
+    qwen3_5_moe,
+    qwen3_next,
     gpt_oss,
     lfm2,
+    deepseek_v2,
+    deepseek_v3,
+    glm4_moe_lite,
+    minicpm3,
+    youtu,
 )
 FAMILIES = {family.ARCHITECTURE: family for family in _MODULES}
 """The native families by architecture. To add a dense family, write its module and add it to `_MODULES`."""

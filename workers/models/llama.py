@@ -77,8 +77,9 @@ def head_order(config: ModelConfig) -> HeadOrder | None:
     return HeadOrder(config.head_dim, rotary_dim, is_interleaved)
 
 
-def mlp(config: ModelConfig, prefix: str) -> GatedMlpSpec:
-    hidden, inner, has_bias = config.hidden_size, config.intermediate_size, config.mlp_bias
+def mlp(config: ModelConfig, prefix: str, inner: int | None = None) -> GatedMlpSpec:
+    """Returns an MLP of the inner width `inner`, by default the model's."""
+    hidden, inner, has_bias = config.hidden_size, inner or config.intermediate_size, config.mlp_bias
     gate, up = (WeightPart(f"{prefix}.{name}_proj", inner, Split.INNER) for name in ("gate", "up"))
     down = WeightPart(f"{prefix}.down_proj", hidden)
     return GatedMlpSpec(

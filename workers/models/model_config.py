@@ -121,11 +121,61 @@ class HeadShape(NamedTuple):
     """Factor on the products of queries and keys."""
     logit_cap: float = 0.0
     """Bound `c` of the scaled products, which become `c * tanh(product / c)` (Gemma 2); 0 for none."""
+    keys_are_values: bool = False
+    """Whether a cached key is the value too, as in latent attention: then there are no value heads, and the two caches
+    of a layer are one.
+    """
 
     @property
     def counts(self) -> tuple[int, int, int]:
         """The numbers of query, key and value heads, which lie side by side in one row."""
-        return self.num_heads, self.num_kv_heads, self.num_kv_heads
+        return self.num_heads, self.num_kv_heads, 0 if self.keys_are_values else self.num_kv_heads
+
+
+class LatentShape(msgspec.Struct, frozen=True, kw_only=True):
+    """Multi-head latent attention (DeepSeek-V2, 2024, section 2.1): keys and values of all heads are products of one
+    latent vector, which is cached together with one rotated key. `workers/decoders/latent_attention.py` computes it.
+    """
+
+    query_rank: int | None
+    """Width of the latent vector of which the queries are products; None if they are those of the hidden state."""
+    kv_rank: int
+    """Width of the cached latent vector."""
+    plain_dim: int
+    """Dimensions of a query and a key of a head that have no positions."""
+    rope_dim: int
+    """Dimensions of a query and a key that rotate. All heads have the same rotated key."""
+    value_dim: int
+    """Width of a head's value."""
+    norm_eps: float = 1e-6
+    """The constant in the norms of the latent vectors, which is not that of the layers."""
+
+
+class ExpertsConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """The experts of a layer and their router, which is the same in all layers that have experts."""
+
+    num_experts: int
+    num_chosen: int
+    """Experts that compute each token."""
+    intermediate_size: int
+    """The inner width of an expert."""
+    scores: str = "softmax"
+    """The function that makes scores of the router's logits: `softmax` over all experts, or `sigmoid`."""
+    normalises: bool = False
+    """Whether the scores of the chosen experts are divided by their sum."""
+    scale: float = 1.0
+    """Factor on the scores of the chosen experts."""
+    num_groups: int = 1
+    """Groups of experts, of which the best `num_chosen_groups` are searched for the best experts."""
+    num_chosen_groups: int = 1
+    ranks_groups_by: int = 1
+    """Number of a group's best scores whose sum ranks it."""
+    scales_inputs: bool = False
+    """Whether an expert's score multiplies its input, instead of its result (Llama 4)."""
+    shared_intermediate_size: int = 0
+    """The inner width of the expert that computes every token; 0 if there is none."""
+    dense_layers: tuple[int, ...] = ()
+    """Layers with one MLP, of `ModelConfig.intermediate_size`, instead of experts."""
 
 
 class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -181,13 +231,12 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Whether the convolutions of recurrent mixers, and LFM2's linears around them, have biases."""
     activation: str = "silu"
     """The function of an MLP's gates: `silu`, `gelu`, `gelu_tanh` or `clamped` (gpt-oss)."""
-    num_experts: int = 0
-    """Experts of each layer, of which `num_chosen_experts` compute a token; 0 for one MLP. `intermediate_size` is then
-    that of an expert.
+    experts: ExpertsConfig | None = None
+    """The experts of layers; None if every layer has one MLP."""
+    latent: LatentShape | None = None
+    """The shape of latent attention; None for attention over the keys and values of heads. With it `num_kv_heads` is 1,
+    and `head_dim` is the width of a cached token: the latent vector and the rotated key.
     """
-    num_chosen_experts: int = 0
-    normalises_choice: bool = False
-    """Whether the weights of the chosen experts sum to one."""
     has_layer_norms: bool = False
     """Whether norms subtract the mean before they divide (Ba et al., 2016). Otherwise they are RMS norms."""
     attention_scale: float | None = None
@@ -201,13 +250,23 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     final_cap: float = 0.0
     """Soft bound of the scaled logits, as `attention_cap`; 0 for none."""
 
+    num_unused_layers: int = 0
+    """Layers that the checkpoint has after the last and that are not served: those that draft tokens (multi-token
+    prediction).
+    """
     num_trial_layers: int = 1
     """Number of first layers among which is one of every kind. A trial of the model runs so many."""
 
     @property
     def heads(self) -> HeadShape:
         scale = self.head_dim**-0.5 if self.attention_scale is None else self.attention_scale
-        return HeadShape(self.num_heads, self.num_kv_heads, self.head_dim, scale, self.attention_cap)
+        is_latent = self.latent is not None
+        return HeadShape(self.num_heads, self.num_kv_heads, self.head_dim, scale, self.attention_cap, is_latent)
+
+    @property
+    def num_cached(self) -> int:
+        """Number of tensors that a layer caches: keys and values, or only the latent vectors that are both."""
+        return 1 if self.latent is not None else 2
 
     @property
     def ropes(self) -> tuple[RopeConfig | None, ...]:
@@ -255,4 +314,4 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
         `DTYPE_BYTES` or `int8`.
         """
         head_bytes = self.head_dim + KV_SCALE_BYTES if dtype == "int8" else self.head_dim * DTYPE_BYTES[dtype]
-        return 2 * sum(self.attends) * self.num_kv_heads * head_bytes
+        return self.num_cached * sum(self.attends) * self.num_kv_heads * head_bytes

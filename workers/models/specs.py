@@ -117,9 +117,24 @@ class HeadPiece(NamedTuple):
         return [head * self.head_rows + self.first + row for head in heads for row in range(self.size)]
 
 
+class TailOrder(NamedTuple):
+    """The order of the rows of heads whose last `rotary_dim` dimensions rotate in pairs of neighbours, which are read
+    as two halves. Used by latent attention.
+    """
+
+    head_dim: int
+    rotary_dim: int
+
+    def rows(self, num_rows: int) -> list[int]:
+        """Returns the checkpoint's row for each row of the model."""
+        first = self.head_dim - self.rotary_dim
+        order = [*range(first), *range(first, self.head_dim, 2), *range(first + 1, self.head_dim, 2)]
+        return [head + row for head in range(0, num_rows, self.head_dim) for row in order]
+
+
 class ExpertRows(NamedTuple):
-    """The place of a part in a tensor of all experts of a layer (gpt-oss), [num_experts, in_features, columns], whose
-    columns are the outputs of linears.
+    """The place of a part in a tensor of all experts of a layer, [num_experts, in_features, columns], whose columns are
+    the outputs of linears (gpt-oss).
     """
 
     expert: int
@@ -128,6 +143,8 @@ class ExpertRows(NamedTuple):
     """The first column of the part."""
     step: int = 1
     """Distance between columns of the part."""
+    has_outputs_first: bool = False
+    """Whether the tensor is [num_experts, stored_rows, in_features] (Qwen3.5). Then the part's `first_row` counts."""
 
     def rows_of(self, outputs: Any) -> Any:
         """Returns the part's outputs, given an array of an expert whose first dimension is all of its outputs."""
@@ -140,7 +157,7 @@ class WeightPart(NamedTuple):
     name: str
     out_features: int
     split: Split = Split.NOTHING
-    order: HeadOrder | GroupOrder | None = None
+    order: HeadOrder | TailOrder | GroupOrder | None = None
     """The order in which rows are read; None for the checkpoint's."""
     piece: HeadPiece | None = None
     """The rows of each head, if the stored tensor has others too; with it `first_row` is not used."""
@@ -150,6 +167,8 @@ class WeightPart(NamedTuple):
     """Number of rows of the stored tensor, of which this part is a piece; None if it is the whole tensor."""
     expert: ExpertRows | None = None
     """The place in a tensor of all experts, named `NAME` and `NAME_bias`; None if the tensors are the part's own."""
+    elsewhere: WeightPart | None = None
+    """The same part in checkpoints that store it in another way; None if all store it in one."""
 
     @property
     def weight_name(self) -> str:
@@ -273,7 +292,38 @@ class RecurrentSpec(NamedTuple):
             yield from pieces
 
 
-MixerSpec = AttentionSpec | ShortConvSpec | RecurrentSpec
+class LatentAttentionSpec(NamedTuple):
+    """Latent attention, whose sizes are in `LatentShape`. Ranks split the heads. Each has the whole latent vector."""
+
+    inputs: LinearSpec
+    """The linear from hidden states to the latent vector of the queries, or to the queries of all heads, and to the
+    cached latent vector with the key that rotates.
+    """
+    query_norm: NormSpec | None
+    """The norm of the queries' latent vector; None if there is none."""
+    queries: LinearSpec | None
+    """The linear from the queries' latent vector to the queries of all heads; None if there is none."""
+    latent_norm: NormSpec
+    expansion: LinearSpec
+    """The linear from the cached latent vector to the unrotated keys and the values of all heads."""
+    output: LinearSpec
+
+    def linears(self) -> Iterator[LinearSpec]:
+        yield self.inputs
+        if self.queries is not None:
+            yield self.queries
+        yield from (self.expansion, self.output)
+
+    def norms(self) -> Iterator[NormSpec]:
+        if self.query_norm is not None:
+            yield self.query_norm
+        yield self.latent_norm
+
+    def tensors(self) -> Iterator[TensorSpec]:
+        yield from ()
+
+
+MixerSpec = AttentionSpec | LatentAttentionSpec | ShortConvSpec | RecurrentSpec
 """What combines tokens in a layer. Each has an `output` linear, whose inputs ranks split, and lists its weights."""
 
 
@@ -286,16 +336,26 @@ class GatedMlpSpec(NamedTuple):
 
 class ExpertsSpec(NamedTuple):
     """A mixture of experts (Shazeer et al., 2017): the results of the experts that a router chooses, weighted and
-    summed. `ModelConfig` says how many it chooses.
+    summed. `ExpertsConfig` says how it chooses.
     """
 
     router: LinearSpec
     experts: tuple[GatedMlpSpec, ...]
+    choice_bias: str | None = None
+    """The tensor [num_experts] that is added to the scores for the choice alone (DeepSeek-V3)."""
+    shared: GatedMlpSpec | None = None
+    """The expert that computes every token."""
+    shared_gate: LinearSpec | None = None
+    """The linear to one number, whose sigmoid multiplies the result of `shared` (Qwen2-MoE)."""
 
     def linears(self) -> Iterator[LinearSpec]:
         yield self.router
         for expert in self.experts:
             yield from expert
+        if self.shared is not None:
+            yield from self.shared
+        if self.shared_gate is not None:
+            yield self.shared_gate
 
 
 class LayerSpec(NamedTuple):

@@ -28,6 +28,7 @@ class Variant(enum.Enum):
     ROPES = "positions that differ by layer"
     EXPERTS = "experts"
     RECURRENT = "recurrent states"
+    LATENT = "latent attention"
     STORED_OTHERWISE = "linears that the checkpoint stores together or in another order"
 
 
@@ -37,7 +38,10 @@ OUTSIDE_OF_LAYERS = frozenset(
 """Variants that any loop over Llama's layers computes: they are in linears, in rotary tables, or outside of layers."""
 
 
-NOT_COMPUTED = {"cuda": frozenset({Variant.SOFT_CAP, Variant.SINKS, Variant.RECURRENT}), "tpu": frozenset(Variant)}
+NOT_COMPUTED = {
+    "cuda": frozenset({Variant.SOFT_CAP, Variant.SINKS, Variant.LATENT, Variant.RECURRENT}),
+    "tpu": frozenset(Variant),
+}
 """Variants that a device does not compute, by the name of the device."""
 
 
@@ -45,11 +49,11 @@ def variants_of(config: ModelConfig) -> frozenset[Variant]:
     """Returns the deviations of a native model."""
     spec = describe(config)
     layers, parts = spec.layers, [part for linear in spec.linears() for part in linear.parts]
-    attentions = [layer.mixer for layer in layers if isinstance(layer.mixer, AttentionSpec)]
+    of_heads = [layer.mixer for layer in layers if isinstance(layer.mixer, AttentionSpec)]
     found = {
         Variant.SOFT_CAP: config.attention_cap != 0,
-        Variant.SINKS: any(mixer.sinks for mixer in attentions),
-        Variant.WIDE_NORMS: any(mixer.has_wide_norms for mixer in attentions),
+        Variant.SINKS: any(attention.sinks for attention in of_heads),
+        Variant.WIDE_NORMS: any(attention.has_wide_norms for attention in of_heads),
         Variant.OTHER_NORM_PLACES: any(_norms_elsewhere(spec)),
         Variant.PARALLEL: any(layer.is_parallel for layer in layers),
         Variant.LAYER_NORMS: config.has_layer_norms,
@@ -57,7 +61,8 @@ def variants_of(config: ModelConfig) -> frozenset[Variant]:
         Variant.OUTER_SCALES: (config.embedding_scale, config.logits_scale) != (1, 1),
         Variant.FINAL_CAP: config.final_cap != 0,
         Variant.ACTIVATION: config.activation != "silu",
-        Variant.EXPERTS: config.num_experts > 0,
+        Variant.EXPERTS: config.experts is not None,
+        Variant.LATENT: config.latent is not None,
         Variant.RECURRENT: config.state_bytes > 0,
         Variant.ROPES: len(set(config.ropes)) > 1 or config.ropes[0] is None,
         Variant.STORED_OTHERWISE: any(part.order or part.piece or part.stored_rows or part.first_row for part in parts)

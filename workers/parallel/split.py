@@ -41,8 +41,13 @@ def _why_not(config: ModelConfig, num_ranks: int, exact: bool = False) -> str | 
         return f"the {config.num_heads} attention heads"
     if max(config.num_kv_heads, num_ranks) % min(config.num_kv_heads, num_ranks):
         return f"the {config.num_kv_heads} KV heads"
-    if config.intermediate_size % num_ranks:
-        return f"the intermediate size {config.intermediate_size}"
+    experts = config.experts
+    inner_sizes = [config.intermediate_size]
+    if experts is not None:
+        inner_sizes += [experts.intermediate_size, experts.shared_intermediate_size]
+    for size in inner_sizes:
+        if size % num_ranks:
+            return f"the intermediate size {size}"
     if not all(state.can_split(num_ranks) for state in config.layer_states if state is not None):
         return "the channels and heads of the recurrent states"
     if not exact:
@@ -62,8 +67,16 @@ def shard_config(config: ModelConfig, num_ranks: int) -> ModelConfig:
     Raises `ModelError` as `check_num_ranks` does.
     """
     check_num_ranks(config, num_ranks)
+    experts = config.experts
+    if experts is not None:
+        experts = msgspec.structs.replace(
+            experts,
+            intermediate_size=experts.intermediate_size // num_ranks,
+            shared_intermediate_size=experts.shared_intermediate_size // num_ranks,
+        )
     return msgspec.structs.replace(
         config,
+        experts=experts,
         num_heads=config.num_heads // num_ranks,
         num_kv_heads=max(1, config.num_kv_heads // num_ranks),
         intermediate_size=config.intermediate_size // num_ranks,

@@ -20,8 +20,9 @@ from manta.workers.checkpoints.shard import Shard
 from manta.workers.checkpoints.stored_linears import stored_linears
 from manta.workers.checkpoints.weight_tally import CountingPlatform, WeightTally
 from manta.workers.decoders.decoder import Decoder
+from manta.workers.decoders.latent_attention import cached_layout
 from manta.workers.kept_weights import KEPT_BITS
-from manta.workers.kernels.linears import GatedLinear
+from manta.workers.kernels.linears import GatedLinear, TorchLinear
 from manta.workers.kernels.model_protocol import Model
 from manta.workers.kernels.quantized_weight import QuantizedWeight
 from manta.workers.kernels.reference import gate
@@ -31,6 +32,7 @@ from manta.workers.kernels.weights import (
     Embedding,
     ExpertsWeights,
     GatedMlpWeights,
+    LatentAttentionWeights,
     LayerWeights,
     Linear,
     LinearWeight,
@@ -47,6 +49,7 @@ from manta.workers.models.specs import (
     DecoderSpec,
     ExpertsSpec,
     GatedMlpSpec,
+    LatentAttentionSpec,
     LayerSpec,
     LinearSpec,
     MixerSpec,
@@ -129,8 +132,14 @@ def check_tensors(folder: str | pathlib.Path, config: ModelConfig, weights: str 
 
 
 def _check_all_used(checkpoint: Checkpoint, config: ModelConfig) -> None:
-    """Raises `ModelError` naming tensors that the model does not have; a tied model may be saved with the head too."""
-    checkpoint.check_all_used(but=["lm_head.weight"] if config.tie_word_embeddings else [])
+    """Raises `ModelError` naming tensors that the model does not have. A tied model may be saved with the head too, and
+    any model with layers that are not served.
+    """
+    unused = range(config.num_layers, config.num_layers + config.num_unused_layers)
+    checkpoint.check_all_used(
+        but=["lm_head.weight"] if config.tie_word_embeddings else [],
+        below=tuple(f"model.layers.{layer}." for layer in unused),
+    )
 
 
 class _WeightPlatform(Protocol):
@@ -202,14 +211,58 @@ class _WeightLoader:
     def _mlp(self, spec: GatedMlpSpec | ExpertsSpec) -> GatedMlpWeights | ExpertsWeights:
         if isinstance(spec, GatedMlpSpec):
             return GatedMlpWeights(self._linear(spec.gated), self._linear(spec.down))
-        experts = [GatedMlpWeights(self._own(each.gated), self._own(each.down)) for each in spec.experts]
-        num_chosen, normalises_choice = self._config.num_chosen_experts, self._config.normalises_choice
-        router = self._linear(spec.router)
-        return ExpertsWeights(router, experts, num_chosen, normalises_choice, self._group.all_reduce)
+        assert self._config.experts is not None
+        return ExpertsWeights(
+            self._config.experts,
+            self._plain_linear(spec.router),
+            [self._own_mlp(each) for each in spec.experts],
+            self._group.all_reduce,
+            None if spec.choice_bias is None else self._choice_bias(spec.choice_bias),
+            None if spec.shared is None else self._own_mlp(spec.shared),
+            None if spec.shared_gate is None else self._plain_linear(spec.shared_gate),
+        )
+
+    def _own_mlp(self, spec: GatedMlpSpec) -> GatedMlpWeights:
+        """Returns this rank's share of an MLP, whose results are still to be summed."""
+        return GatedMlpWeights(self._own(spec.gated), self._own(spec.down))
+
+    def _plain_linear(self, spec: LinearSpec) -> Linear:
+        """Returns a small linear in float32, such as a router, whose choice should not depend on rounding."""
+        weight = self.linears.read(spec, shapes_only=False)
+        place = self._platform.place_weight
+        dense = place(weight.dense(), torch.float32)
+        bias = None if weight.bias is None else place(weight.bias, torch.float32)
+        self._checkpoint.release()
+        return TorchLinear(dense, bias)
+
+    def _choice_bias(self, name: str) -> torch.Tensor:
+        assert self._config.experts is not None
+        bias = self.linears.read_vector(name, self._config.experts.num_experts, Split.NOTHING)
+        return self._platform.place_weight(bias, torch.float32)
+
+    def _latent_attention(self, spec: LatentAttentionSpec) -> LatentAttentionWeights:
+        shape = self._config.latent
+        assert shape is not None
+        inputs = self._linear(spec.inputs)
+        queries = None if spec.queries is None else self._linear(spec.queries)
+        keys, values = cached_layout(self.linears.read(spec.expansion, shapes_only=False).dense(), shape)
+        weights = LatentAttentionWeights(
+            inputs=inputs,
+            query_norm=self._norm(spec.query_norm),
+            queries=queries,
+            latent_norm=self._norm(spec.latent_norm),
+            keys=self._platform.place_weight(keys, self._dtype),
+            values=self._platform.place_weight(values, self._dtype),
+            output=self._linear(spec.output),
+        )
+        self._checkpoint.release()
+        return weights
 
     def _mixer(self, spec: MixerSpec) -> MixerWeights:
         if isinstance(spec, AttentionSpec):
             return self._attention(spec)
+        if isinstance(spec, LatentAttentionSpec):
+            return self._latent_attention(spec)
         if isinstance(spec, RecurrentSpec):
             return self._recurrent(spec)
         kernel = self._tensor(spec.kernel).flatten(1)
