@@ -20,7 +20,7 @@ from manta.workers.checkpoints.formats.gptq import read_gptq
 from manta.workers.checkpoints.formats.mxfp4_experts import read_mxfp4_experts
 from manta.workers.checkpoints.formats.stored_part import Reader, StoredPart
 from manta.workers.checkpoints.memory import FLOATING
-from manta.workers.checkpoints.shard import Shard, in_order, take_piece
+from manta.workers.checkpoints.shard import Shard, in_order, scaled, take_piece
 from manta.workers.kernels.quantized_weight import QuantizedWeight
 from manta.workers.kernels.weights import LinearWeight
 from manta.workers.models.model_config import ModelError, Quantization, WeightFormat
@@ -139,7 +139,8 @@ class LinearReader:
     ) -> QuantizedWeight | torch.Tensor:
         """Returns this rank's share of a part, given the tensor that holds it."""
         whole = take_piece(part, stored)
-        return in_order(part, whole if self._shard is None else self._shard.take(part, splits_inputs, whole))
+        taken = in_order(part, whole if self._shard is None else self._shard.take(part, splits_inputs, whole))
+        return taken if part.scale == 1 else scaled(taken, part.scale)
 
     def format_of(self, part: WeightPart) -> WeightFormat | None:
         """Returns the format of a part; None if it is not quantised.
@@ -210,7 +211,7 @@ class LinearReader:
                 bias = self._shard.take_bias(part, spec.splits_inputs, bias)
             ordered = in_order(part, bias)
             assert isinstance(ordered, torch.Tensor)
-            parts.append(self._place_bias(ordered, self._dtype))
+            parts.append(self._place_bias(ordered.float() * part.scale if part.scale != 1 else ordered, self._dtype))
         return torch.cat(parts)
 
     def _stored_bias(self, part: WeightPart) -> torch.Tensor:

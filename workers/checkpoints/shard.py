@@ -90,6 +90,14 @@ def _picked(weight: QuantizedWeight | torch.Tensor, numbers: list[int]) -> Quant
     )
 
 
+def scaled(weight: QuantizedWeight | torch.Tensor, factor: float) -> QuantizedWeight | torch.Tensor:
+    """Returns the weight times a factor. Of integers, that is on their scales and offsets."""
+    if isinstance(weight, torch.Tensor):
+        return weight.float() * factor
+    offsets = None if weight.offsets is None else weight.offsets * factor
+    return dataclasses.replace(weight, scales=weight.scales * factor, offsets=offsets, has_half_scales=False)
+
+
 def take_rows(weight: QuantizedWeight | torch.Tensor, start: int, stop: int) -> QuantizedWeight | torch.Tensor:
     """Returns rows `start` to `stop` of a weight, one for each output feature. Rows past its end are zeros."""
     if isinstance(weight, torch.Tensor):

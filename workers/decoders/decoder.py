@@ -25,6 +25,7 @@ from manta.workers.kernels.weights import (
     LatentAttentionWeights,
     MixerWeights,
     RecurrentWeights,
+    SideBySideWeights,
     max_mlp_rows,
 )
 from manta.workers.kv_groups import LayerPlace, group_layers
@@ -76,12 +77,14 @@ class Decoder:
         for (layer, place, sliding_window, next_norm), table, kv_cache in zip(
             self._layers, cos_sin, kv_caches, strict=True
         ):
-            update = self._mix(layer.mixer, normed, table, metadata, place, kv_cache, sliding_window)
-            update = self._norm(update, layer.mixer_output_norm)
-            if layer.is_parallel:
+            if layer.mixer is not None:
+                update = self._mix(layer.mixer, normed, table, metadata, place, kv_cache, sliding_window)
+                update = self._norm(update, layer.mixer_output_norm)
+            if layer.mlp is not None and layer.is_parallel:
                 update = update + self._mlp(layer.mlp, normed, metadata)
-            else:
-                normed = self._add(update, residual, layer.mlp_norm)
+            elif layer.mlp is not None:
+                if layer.mixer is not None:
+                    normed = self._add(update, residual, layer.mlp_norm)
                 update = self._norm(self._mlp(layer.mlp, normed, metadata), layer.mlp_output_norm)
             normed = self._add(update, residual, next_norm)
         return normed
@@ -114,6 +117,9 @@ class Decoder:
         if isinstance(mixer, AttentionWeights | LatentAttentionWeights):
             assert place is not None
             return self._attend(mixer, normed, cos_sin, metadata.of_group(place.group), cache, sliding_window)
+        if isinstance(mixer, SideBySideWeights):
+            attended = self._mix(mixer.attention, normed, cos_sin, metadata, place, cache[:2], sliding_window)
+            return attended + self._mix(mixer.recurrent, normed, cos_sin, metadata, place, cache[2:], sliding_window)
         assert metadata.states is not None, "a model with recurrent states gets their slots with each step"
         if isinstance(mixer, RecurrentWeights):
             return MIXERS[mixer.kind](mixer, normed, metadata, metadata.states, cache, self._kernels)

@@ -26,6 +26,7 @@ from manta.workers.decoders.alibi import Alibi
 from manta.workers.decoders.layer_windows import SHRUNK, Windows, observe_windows, shrunk_lengths
 from manta.workers.decoders.own_attention import alibi_bias, is_linear, replace_attention
 from manta.workers.kept_weights import KEPT_BITS, KeptBits
+from manta.workers.kernels import kv_cache
 from manta.workers.kernels.attention_metadata import AttentionMetadata
 from manta.workers.kernels.layer_caches import layer_caches
 from manta.workers.kernels.protocol import Forward, KVCaches

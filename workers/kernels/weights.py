@@ -140,7 +140,13 @@ class LatentAttentionWeights:
     output: Linear
 
 
-MixerWeights = AttentionWeights | LatentAttentionWeights | ShortConvWeights | RecurrentWeights
+@dataclasses.dataclass(slots=True, frozen=True)
+class SideBySideWeights:
+    attention: AttentionWeights
+    recurrent: RecurrentWeights
+
+
+MixerWeights = AttentionWeights | LatentAttentionWeights | ShortConvWeights | RecurrentWeights | SideBySideWeights
 
 
 @dataclasses.dataclass(slots=True, frozen=True)
@@ -172,9 +178,9 @@ class LayerWeights:
     """A layer of `LayerSpec`: norms are tensors [hidden], or None where a family has none."""
 
     input_norm: torch.Tensor | None
-    mixer: MixerWeights
+    mixer: MixerWeights | None
     mlp_norm: torch.Tensor | None
-    mlp: GatedMlpWeights | ExpertsWeights
+    mlp: GatedMlpWeights | ExpertsWeights | None
     mixer_output_norm: torch.Tensor | None = None
     mlp_output_norm: torch.Tensor | None = None
     is_parallel: bool = False

@@ -170,12 +170,28 @@ class ExpertsConfig(msgspec.Struct, frozen=True, kw_only=True):
     num_chosen_groups: int = 1
     ranks_groups_by: int = 1
     """Number of a group's best scores whose sum ranks it."""
+    has_choice_bias: bool = False
+    """Whether a bias is added to the scores for the choice alone, in families that may do without one."""
     scales_inputs: bool = False
     """Whether an expert's score multiplies its input, instead of its result (Llama 4)."""
     shared_intermediate_size: int = 0
     """The inner width of the expert that computes every token; 0 if there is none."""
     dense_layers: tuple[int, ...] = ()
     """Layers with one MLP, of `ModelConfig.intermediate_size`, instead of experts."""
+
+
+class PartScales(msgspec.Struct, frozen=True, kw_only=True):
+    """Factors inside the layers of Falcon-H1."""
+
+    attention_input: float
+    attention_output: float
+    keys: float
+    recurrent_input: float
+    recurrent_output: float
+    recurrent_parts: tuple[float, ...]
+    """Those on gates, x, B, C and time steps."""
+    mlp: tuple[float, ...]
+    """Those on the gates of the MLP, before their activation, and on its result."""
 
 
 class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -247,6 +263,8 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     residual_scale: float = 1.0
     """Factor on what attention and MLP add to the residual stream."""
     logits_scale: float = 1.0
+    part_scales: PartScales | None = None
+    """Factors inside the layers; None if there are none."""
     final_cap: float = 0.0
     """Soft bound of the scaled logits, as `attention_cap`; 0 for none."""
 

@@ -96,6 +96,10 @@ class StateSpaceShape(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Whether the norm comes before the gate instead of after it."""
     step_limits: tuple[float, float] = (0.0, float("inf"))
     """Bounds of the time steps."""
+    has_kernel_bias: bool = True
+    """Whether the convolution has a bias."""
+    has_input_bias: bool = False
+    has_output_bias: bool = False
 
     @property
     def inner(self) -> int:
@@ -132,6 +136,10 @@ class SelectiveShape(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     width: int
     norm_eps: float | None
     """The constant in the norms of time steps, B and C; None for no norms."""
+    has_kernel_bias: bool = True
+    """Whether the convolution has a bias."""
+    has_bias: bool = False
+    """Whether the linears from and to the hidden state have biases."""
 
     @property
     def state(self) -> StateShape:

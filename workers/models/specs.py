@@ -167,6 +167,8 @@ class WeightPart(NamedTuple):
     """Number of rows of the stored tensor, of which this part is a piece; None if it is the whole tensor."""
     expert: ExpertRows | None = None
     """The place in a tensor of all experts, named `NAME` and `NAME_bias`; None if the tensors are the part's own."""
+    scale: float = 1.0
+    """Factor on the part's outputs, by which its weight and its bias are multiplied."""
     elsewhere: WeightPart | None = None
     """The same part in checkpoints that store it in another way; None if all store it in one."""
 
@@ -189,6 +191,8 @@ class LinearSpec(NamedTuple):
     """The first of two parts gates the second: the result is `activation(gate) * up` (Shazeer, 2020)."""
     splits_inputs: bool = False
     """Whether ranks split the inputs and sum their outputs."""
+    activation: str | None = None
+    """The function of the outputs of a linear without gates, a key of `reference.ACTIVATIONS`; None for none."""
 
     @property
     def name(self) -> str:
@@ -323,15 +327,36 @@ class LatentAttentionSpec(NamedTuple):
         yield from ()
 
 
-MixerSpec = AttentionSpec | LatentAttentionSpec | ShortConvSpec | RecurrentSpec
-"""What combines tokens in a layer. Each has an `output` linear, whose inputs ranks split, and lists its weights."""
+class SideBySideSpec(NamedTuple):
+    """Attention and a recurrent mixer with the same input, whose results are summed (Falcon-H1)."""
+
+    attention: AttentionSpec
+    recurrent: RecurrentSpec
+
+    def linears(self) -> Iterator[LinearSpec]:
+        yield from (*self.attention.linears(), *self.recurrent.linears())
+
+    def norms(self) -> Iterator[NormSpec]:
+        yield from (*self.attention.norms(), *self.recurrent.norms())
+
+    def tensors(self) -> Iterator[TensorSpec]:
+        yield from (*self.attention.tensors(), *self.recurrent.tensors())
+
+
+MixerSpec = AttentionSpec | LatentAttentionSpec | ShortConvSpec | RecurrentSpec | SideBySideSpec
+"""What combines tokens in a layer. Each lists its weights, and has an `output` linear, whose inputs ranks split, or two
+mixers.
+"""
 
 
 class GatedMlpSpec(NamedTuple):
-    """`down(activation(gate(x)) * up(x))`."""
+    """`down(activation(gate(x)) * up(x))`, or `down(activation(up(x)))` if `gated` has no gate."""
 
     gated: LinearSpec
     down: LinearSpec
+
+    def linears(self) -> Iterator[LinearSpec]:
+        yield from self
 
 
 class ExpertsSpec(NamedTuple):
@@ -360,13 +385,14 @@ class ExpertsSpec(NamedTuple):
 
 class LayerSpec(NamedTuple):
     """A layer adds its mixer's result to the residual stream, then its MLP's. A mixer combines tokens. Each may have a
-    norm before and one after: `x += output_norm(mixer(input_norm(x)))`.
+    norm before and one after: `x += output_norm(mixer(input_norm(x)))`. A layer may have only one of the two, whose
+    norm before is `input_norm`.
     """
 
     input_norm: NormSpec | None
-    mixer: MixerSpec
+    mixer: MixerSpec | None
     mlp_norm: NormSpec | None
-    mlp: GatedMlpSpec | ExpertsSpec
+    mlp: GatedMlpSpec | ExpertsSpec | None
     mixer_output_norm: NormSpec | None = None
     mlp_output_norm: NormSpec | None = None
     is_parallel: bool = False
@@ -382,7 +408,19 @@ class LayerSpec(NamedTuple):
         """Yields every norm of the layer."""
         around = (self.input_norm, self.mixer_output_norm, self.mlp_norm, self.mlp_output_norm)
         yield from (norm for norm in around if norm is not None)
-        yield from self.mixer.norms()
+        if self.mixer is not None:
+            yield from self.mixer.norms()
+
+    def linears(self) -> Iterator[LinearSpec]:
+        """Yields every linear of the layer."""
+        for part in (self.mixer, self.mlp):
+            if part is not None:
+                yield from part.linears()
+
+    def tensors(self) -> Iterator[TensorSpec]:
+        """Yields every other tensor of the layer that counts as a parameter."""
+        if self.mixer is not None:
+            yield from self.mixer.tensors()
 
 
 class DecoderSpec(NamedTuple):
@@ -399,8 +437,7 @@ class DecoderSpec(NamedTuple):
         """Yields every linear of the model."""
         yield self.head
         for layer in self.layers:
-            yield from layer.mixer.linears()
-            yield from layer.mlp if isinstance(layer.mlp, GatedMlpSpec) else layer.mlp.linears()
+            yield from layer.linears()
 
     def norms(self) -> Iterator[NormSpec]:
         """Yields every norm of the model."""
@@ -416,7 +453,7 @@ class DecoderSpec(NamedTuple):
             if linear is not self.head
         )
         heads = (1 if self.is_tied else 2) * self.head.out_features * self.head.in_features
-        tensors = sum(math.prod(tensor.shape) for layer in self.layers for tensor in layer.mixer.tensors())
+        tensors = sum(math.prod(tensor.shape) for layer in self.layers for tensor in layer.tensors())
         return linears + heads + sum(norm.size for norm in self.norms()) + tensors
 
     @property

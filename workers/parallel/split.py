@@ -8,7 +8,15 @@ from __future__ import annotations
 import msgspec
 
 from manta.workers.models.model_config import ModelConfig, ModelError
-from manta.workers.models.specs import DecoderSpec, GatedMlpSpec, LayerSpec, LinearSpec, Split
+from manta.workers.models.specs import (
+    DecoderSpec,
+    GatedMlpSpec,
+    LayerSpec,
+    LinearSpec,
+    MixerSpec,
+    SideBySideSpec,
+    Split,
+)
 
 EXACT_GATES = 16
 """Gates that the CPU's kernels take together. Others are computed apart, and the product is rounded once more."""
@@ -96,9 +104,18 @@ def split_outputs(spec: DecoderSpec) -> DecoderSpec:
 def _split_outputs_of_layer(layer: LayerSpec) -> LayerSpec:
     mixer, mlp = layer.mixer, layer.mlp
     return layer._replace(
-        mixer=mixer._replace(output=_split_outputs_of_linear(mixer.output)),
+        mixer=None if mixer is None else _split_outputs_of_mixer(mixer),
         mlp=mlp._replace(down=_split_outputs_of_linear(mlp.down)) if isinstance(mlp, GatedMlpSpec) else mlp,
     )
+
+
+def _split_outputs_of_mixer(mixer: MixerSpec) -> MixerSpec:
+    if isinstance(mixer, SideBySideSpec):
+        return SideBySideSpec(
+            mixer.attention._replace(output=_split_outputs_of_linear(mixer.attention.output)),
+            mixer.recurrent._replace(output=_split_outputs_of_linear(mixer.recurrent.output)),
+        )
+    return mixer._replace(output=_split_outputs_of_linear(mixer.output))
 
 
 def _split_outputs_of_linear(linear: LinearSpec) -> LinearSpec:

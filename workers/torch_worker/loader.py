@@ -25,7 +25,7 @@ from manta.workers.kept_weights import KEPT_BITS
 from manta.workers.kernels.linears import GatedLinear, TorchLinear
 from manta.workers.kernels.model_protocol import Model
 from manta.workers.kernels.quantized_weight import QuantizedWeight
-from manta.workers.kernels.reference import gate
+from manta.workers.kernels.reference import activate, gate
 from manta.workers.kernels.weights import (
     AttentionWeights,
     DecoderWeights,
@@ -41,6 +41,7 @@ from manta.workers.kernels.weights import (
     RowNorm,
     SharedLinears,
     ShortConvWeights,
+    SideBySideWeights,
 )
 from manta.workers.models.families import describe
 from manta.workers.models.model_config import ModelConfig
@@ -55,6 +56,7 @@ from manta.workers.models.specs import (
     MixerSpec,
     NormSpec,
     RecurrentSpec,
+    SideBySideSpec,
     Split,
     TensorSpec,
 )
@@ -200,9 +202,9 @@ class _WeightLoader:
     def _layer(self, spec: LayerSpec) -> LayerWeights:
         return LayerWeights(
             self._norm(spec.input_norm),
-            self._mixer(spec.mixer),
+            None if spec.mixer is None else self._mixer(spec.mixer),
             self._norm(spec.mlp_norm),
-            self._mlp(spec.mlp),
+            None if spec.mlp is None else self._mlp(spec.mlp),
             self._norm(spec.mixer_output_norm),
             self._norm(spec.mlp_output_norm),
             spec.is_parallel,
@@ -265,6 +267,8 @@ class _WeightLoader:
             return self._latent_attention(spec)
         if isinstance(spec, RecurrentSpec):
             return self._recurrent(spec)
+        if isinstance(spec, SideBySideSpec):
+            return SideBySideWeights(self._attention(spec.attention), self._recurrent(spec.recurrent))
         kernel = self._tensor(spec.kernel).flatten(1)
         bias = None if spec.bias is None else self._tensor(spec.bias)
         return ShortConvWeights(self._linear(spec.input), kernel, bias, self._linear(spec.output))
@@ -333,6 +337,8 @@ class _WeightLoader:
         if weight.gated and self._config.activation != "silu":
             ungated = self._make_linear(dataclasses.replace(weight, gated=False))
             linear: Linear = GatedLinear(ungated, functools.partial(gate, self._config.activation))
+        elif spec.activation is not None:
+            linear = GatedLinear(self._make_linear(weight), functools.partial(activate, spec.activation))
         else:
             linear = self._make_linear(weight)
         self._checkpoint.release()
