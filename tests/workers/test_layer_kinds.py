@@ -370,6 +370,9 @@ CASES: dict[str, Case] = {
             "rope_parameters": ROPE,
         },
     ),
+    "lfm2, convolutions only": Case(
+        "Lfm2Config", {"layer_types": ["conv"] * 4, "block_auto_adjust_ff_dim": False, "rope_parameters": ROPE}
+    ),
     "cohere2": Case(
         "Cohere2Config",
         {"sliding_window": 24, "layer_types": ALTERNATING, "logit_scale": 0.5},

@@ -47,7 +47,8 @@ class RecurrentInputs(NamedTuple):
     def of(self, tokens: int | slice | torch.Tensor) -> RecurrentInputs:
         """Returns the inputs of some tokens, or those of one without the first dimension."""
         beta = None if self.beta is None else self.beta[tokens]
-        return RecurrentInputs(*(each[tokens] for each in self[:4]), beta, self.rates)
+        query, key, value, log_decay = (each[tokens] for each in self[:4])
+        return RecurrentInputs(query, key, value, log_decay, beta, self.rates)
 
     @property
     def repeats(self) -> int:

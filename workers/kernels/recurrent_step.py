@@ -58,7 +58,9 @@ class RecurrentStep(NamedTuple):
             writes = np.array([use.writes[0][1] for use in uses], dtype=np.int64)
             rows = place(np.arange(num_sequences + 1))
             return cls(rows, place(reads), place(writes), (rows[:-1],), rows, is_decode=True)
-        segment_starts, segment_reads, segment_writes, sequence_starts = [0], [], [], [0]
+        segment_starts, sequence_starts = [0], [0]
+        segment_reads: list[int] = []
+        segment_writes: list[int] = []
         rounds: list[list[int]] = []
         for start, num_tokens, use in zip(starts, lens, uses, strict=True):
             first_row, read = sequence_starts[-1], use.read
@@ -71,10 +73,15 @@ class RecurrentStep(NamedTuple):
                 segment_writes.append(slot)
                 read = slot
             sequence_starts.append(first_row + num_tokens)
-        arrays = [np.array(each, dtype=np.int64) for each in (segment_starts, segment_reads, segment_writes)]
+
+        def placed(numbers: list[int]) -> torch.Tensor:
+            return place(np.array(numbers, dtype=np.int64))
+
         return cls(
-            *(place(array) for array in arrays),
-            rounds=tuple(place(np.array(each, dtype=np.int64)) for each in rounds),
-            sequence_starts=place(np.array(sequence_starts, dtype=np.int64)),
+            placed(segment_starts),
+            placed(segment_reads),
+            placed(segment_writes),
+            rounds=tuple(map(placed, rounds)),
+            sequence_starts=placed(sequence_starts),
             is_decode=False,
         )

@@ -81,6 +81,15 @@ def _norms_elsewhere(spec: DecoderSpec) -> list[bool]:
     ]
 
 
+def check_draft_model(config: ModelConfig) -> None:
+    """Raises `ModelError` for a draft model with recurrent states, because rejected drafts would stay in them."""
+    if config.state_bytes:
+        raise ModelError(
+            f"the draft model is a {config.architecture}, which has recurrent states, and rejected drafts would stay "
+            "in them; take a draft model with attention only, or the proposer ngram"
+        )
+
+
 def check_variants(config: ModelConfig, device: str) -> None:
     """Raises `ModelError` if a native model has something that the device `cpu`, `cuda` or `tpu` does not compute.
     A device of another name computes everything.
