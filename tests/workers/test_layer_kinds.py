@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import pathlib
+import re
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator
@@ -512,6 +513,14 @@ def test_experts_in_mxfp4_are_read_as_the_numbers_that_they_stand_for(tmp_path: 
 WRAPPED: dict[str, tuple[str, str, dict[str, Any]]] = {
     "gemma3": ("Gemma3Config", "gemma3", {"mm_tokens_per_image": 4}),
     "mistral": ("Mistral3Config", "MistralConfig", {"spatial_merge_size": 2}),
+    "qwen3_5": ("Qwen3_5Config", "qwen3_5", {}),
+    "qwen3_5_moe": ("Qwen3_5MoeConfig", "qwen3_5_moe", {}),
+}
+VISION_TYPES = {
+    "gemma3": "siglip_vision_model",
+    "mistral": "pixtral",
+    "qwen3_5": "qwen3_5_vision",
+    "qwen3_5_moe": "qwen3_5_moe_vision",
 }
 
 
@@ -523,10 +532,10 @@ def test_the_text_decoder_of_a_multimodal_model_is_served(name: str, prefixes: s
     text_config = getattr(transformers, text_class)(**SIZES | text_options)
     vision = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
     vision |= {
-        "image_size": 28,
         "patch_size": 14,
-        "model_type": "pixtral" if name == "mistral" else "siglip_vision_model",
+        "model_type": VISION_TYPES[name],
     }
+    vision |= {"image_size": 28} if name in ("gemma3", "mistral") else {}
     config = getattr(transformers, config_class)(text_config=text_config, vision_config=vision, **options)
     model = transformers.AutoModelForImageTextToText.from_config(config, dtype=torch.float32)
     randomise(model, 0)
@@ -555,6 +564,32 @@ def test_the_text_decoder_of_a_multimodal_model_is_served(name: str, prefixes: s
     check_tensors(folder, served)
     logits = Cache(folder).run((0, tokens))[0]
     assert (logits - expected).abs().max() <= 1e-4 * (expected.max() - expected.min())
+
+
+def test_experts_in_two_tensors_are_read(tmp_path: pathlib.Path) -> None:
+    """As Qwen3.5 is published: gates and what they let through one after the other, outputs before inputs."""
+    expert = re.compile(r"(.*\.experts)\.(\d+)\.(\w+)_proj\.weight")
+    stacks: dict[str, dict[str, torch.Tensor]] = {}
+
+    def grouped(name: str, tensor: torch.Tensor) -> dict[str, torch.Tensor]:
+        found = expert.fullmatch(name)
+        if found is None:
+            return {name: tensor}
+        stacks.setdefault(found[1], {})[f"{found[2]} {found[3]}"] = tensor
+        return {}
+
+    folder = rewritten(folder_of("qwen3_5_moe"), tmp_path / "stored", grouped)
+    tensors = safetensors.torch.load_file(folder / "model.safetensors")
+    for prefix, of_layer in stacks.items():
+        numbers = range(len(of_layer) // 3)
+        gate_up = [torch.cat((of_layer[f"{number} gate"], of_layer[f"{number} up"])) for number in numbers]
+        tensors[f"{prefix}.gate_up_proj"] = torch.stack(gate_up)
+        tensors[f"{prefix}.down_proj"] = torch.stack([of_layer[f"{number} down"] for number in numbers])
+    tensors["mtp.norm.weight"] = torch.ones(64)  # of layers that draft tokens
+    safetensors.torch.save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    check_tensors(folder, load_model_config(folder))
+    tokens = random_tokens(NUM_TOKENS)
+    assert torch.equal(logits_of(folder, tokens), logits_of(folder_of("qwen3_5_moe"), tokens))
 
 
 def test_half_of_each_head_rotates_in_a_glm_that_does_not_say(tmp_path: pathlib.Path) -> None:
