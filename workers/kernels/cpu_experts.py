@@ -27,7 +27,7 @@ def _library() -> ctypes.CDLL | None:
     library = build.load_library()
     if library is not None:
         check("experts.cpp", library.manta_experts_layout, {"the size of Expert": ctypes.sizeof(_Expert)})
-        library.manta_experts.argtypes = [c_int, c_void_p, c_int, *[c_void_p] * 4, *[c_int] * 4]
+        library.manta_experts.argtypes = [c_int, c_void_p, c_int, *[c_void_p] * 4, *[c_int] * 5]
         library.manta_experts.restype = None
     return library
 
@@ -35,8 +35,9 @@ def _library() -> ctypes.CDLL | None:
 class FusedExperts:
     """As `experts.LoopedExperts`, and with the same bits."""
 
-    def __init__(self, library: ctypes.CDLL, experts: Sequence[tuple[_Packed, _Packed]]) -> None:
+    def __init__(self, library: ctypes.CDLL, experts: Sequence[tuple[_Packed, _Packed]], scales_inputs: bool) -> None:
         """`experts` are the two linears of each."""
+        self._scales_inputs = scales_inputs
         self._run = library.manta_experts
         self._kept = experts  # their memory is pointed to
         self._inner = experts[0][0].width
@@ -47,7 +48,7 @@ class FusedExperts:
 
     def forward(self, x: torch.Tensor, chosen: torch.Tensor, shares: torch.Tensor) -> torch.Tensor:
         x, chosen, shares = x.contiguous(), chosen.contiguous(), shares.contiguous()
-        y = torch.empty_like(x)
+        y = torch.empty(x.shape, dtype=torch.float32)
         self._run(
             DTYPES[x.dtype],
             ctypes.addressof(self._experts),
@@ -59,12 +60,15 @@ class FusedExperts:
             *chosen.shape,
             x.shape[1],
             self._inner,
+            self._scales_inputs,
         )
         return y
 
 
-def fuse(experts: Sequence[GatedMlpWeights]) -> FusedExperts | None:
-    """Returns None if nothing can be compiled, or if a linear is none of the kernels'."""
+def fuse(experts: Sequence[GatedMlpWeights], scales_inputs: bool = False) -> FusedExperts | None:
+    """Returns the experts in one call; `scales_inputs` is that of `LoopedExperts`. Returns None if nothing can be
+    compiled, or if a linear is none of the kernels'.
+    """
     pairs = [(e.gated, e.down) for e in experts if isinstance(e.gated, _Packed) and isinstance(e.down, _Packed)]
     library = _library()
-    return None if library is None or len(pairs) < len(experts) else FusedExperts(library, pairs)
+    return None if library is None or len(pairs) < len(experts) else FusedExperts(library, pairs, scales_inputs)

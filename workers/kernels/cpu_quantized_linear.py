@@ -132,8 +132,9 @@ class PackedQuantizedLinear:
 
     def native(self) -> NativeLinear:
         """The same linear, for C++ to call."""
-        pointers = self.packed.data_ptr(), _address(self.bias), _address(self._order), _address(self._codebook)
-        self._state = _QuantizedLinear(*pointers, DTYPES[self.dtype], *self._sizes)
+        if self._state is None:  # callers keep its address
+            pointers = self.packed.data_ptr(), _address(self.bias), _address(self._order), _address(self._codebook)
+            self._state = _QuantizedLinear(*pointers, DTYPES[self.dtype], *self._sizes)
         run = ctypes.cast(self._library.manta_run_quantized_linear, c_void_p).value
         assert run is not None
         return NativeLinear(run, ctypes.addressof(self._state))

@@ -31,6 +31,8 @@ class _ExactKernels:
     silu_and_mul = staticmethod(cpu.silu_and_mul)
     rope_and_cache = staticmethod(cpu.rope_and_cache)
     paged_attention = staticmethod(functools.partial(cpu.paged_attention, exact=True))
+    recur = staticmethod(cpu.recur)
+    convolve = staticmethod(cpu.convolve)
 
 
 class CpuPlatform:
@@ -60,8 +62,8 @@ class CpuPlatform:
         if library is not None:
             library.manta_set_num_threads(num_threads)
 
-    def join_experts(self, experts: Sequence[GatedMlpWeights]) -> Experts:
-        return cpu_experts.fuse(experts) or LoopedExperts(experts)
+    def join_experts(self, experts: Sequence[GatedMlpWeights], scales_inputs: bool = False) -> Experts:
+        return cpu_experts.fuse(experts, scales_inputs) or LoopedExperts(experts, scales_inputs)
 
     @contextlib.contextmanager
     def shared_linears(self, content: str) -> Iterator[SharedLinears | None]:
@@ -101,8 +103,9 @@ class CpuPlatform:
     def allocate_kv(
         self, config: ModelConfig, num_blocks: int, block_size: int, dtype: torch.dtype, num_layers: int | None = None
     ) -> torch.Tensor:
-        num_layers = num_layers or config.num_layers
-        return allocate_kv(num_layers, num_blocks, block_size, config.num_kv_heads, config.head_dim, dtype)
+        num_layers = config.num_layers if num_layers is None else num_layers
+        heads = config.num_kv_heads, config.head_dim
+        return allocate_kv(num_layers, num_blocks, block_size, *heads, dtype, config.num_cached)
 
     def free_memory(self, largest_step: Callable[[], object]) -> int:
         return host.free_memory()

@@ -20,6 +20,7 @@ struct Choice {
     const int64_t* experts;  // [num_rows][num_chosen]
     const float* shares;     // the same
     int num_rows, num_chosen;
+    bool scales_inputs;  // the shares multiply what the experts get, instead of their results
 };
 
 // The places in a `Choice`, sorted by expert: those of expert e are places[starts[e]..starts[e + 1]), in order.
@@ -36,28 +37,36 @@ struct Sorted {
 };
 
 template <class T>
-void run_experts(const Expert* experts, int num_experts, const T* x, const Choice& choice, int hidden, int inner, T* y) {
+void gather_row(const T* from, float share, bool scales, int hidden, T* to) {
+    if (!scales) return (void)memcpy(to, from, hidden * sizeof(T));
+    for (int at = 0; at < hidden; at += LANES)
+        store_rounded_upto(to + at, product(load_upto(from + at, hidden - at), splat(share)), hidden - at);
+}
+
+template <class T>
+void run_experts(const Expert* experts, int num_experts, const T* x, const Choice& choice, int hidden, int inner, float* y) {
     const Sorted sorted(choice, num_experts);
     int most = 0;
     for (int e = 0; e < num_experts; e++) most = std::max(most, sorted.starts[e + 1] - sorted.starts[e]);
-    float* const sums = of_thread<float, 2>((int64_t)choice.num_rows * hidden);
     T* const given = of_thread<T, 3>((int64_t)most * (2 * hidden + inner));
     T* const gated = given + (int64_t)most * hidden;
     T* const results = gated + (int64_t)most * inner;
-    std::fill_n(sums, (int64_t)choice.num_rows * hidden, 0.0f);
+    std::fill_n(y, (int64_t)choice.num_rows * hidden, 0.0f);
     for (int e = 0; e < num_experts; e++) {
         const int* const places = sorted.places.data() + sorted.starts[e];
         const int count = sorted.starts[e + 1] - sorted.starts[e];
         if (count == 0) continue;
         const bool serial = (int64_t)count * hidden < PARALLEL_ELEMENTS;
         const auto input = [&](int i) { return x + (int64_t)(places[i] / choice.num_chosen) * hidden; };
-        if (count > 1)
-            parallel_for(count, serial, [&](int64_t i) { memcpy(given + i * hidden, input(i), hidden * sizeof(T)); });
-        experts[e].gated(count > 1 ? given : input(0), gated, count);
+        const bool gathers = count > 1 || choice.scales_inputs;
+        parallel_for(gathers ? count : 0, serial, [&](int64_t i) {
+            gather_row(input(i), choice.shares[places[i]], choice.scales_inputs, hidden, given + i * hidden);
+        });
+        experts[e].gated(gathers ? given : input(0), gated, count);
         experts[e].down(gated, results, count);
         parallel_for(count, serial, [&](int64_t i) {
-            const Floats share = splat(choice.shares[places[i]]);
-            float* const sum = sums + (int64_t)(places[i] / choice.num_chosen) * hidden;
+            const Floats share = splat(choice.scales_inputs ? 1.0f : choice.shares[places[i]]);
+            float* const sum = y + (int64_t)(places[i] / choice.num_chosen) * hidden;
             const T* const result = results + i * hidden;
             for (int at = 0; at < hidden; at += LANES) {
                 const Floats weighted = product(load_upto(result + at, hidden - at), share);
@@ -65,10 +74,6 @@ void run_experts(const Expert* experts, int num_experts, const T* x, const Choic
             }
         });
     }
-    parallel_for(choice.num_rows, (int64_t)choice.num_rows * hidden < PARALLEL_ELEMENTS, [&](int64_t row) {
-        for (int at = 0; at < hidden; at += LANES)
-            store_rounded_upto(y + row * hidden + at, load_upto(sums + row * hidden + at, hidden - at), hidden - at);
-    });
 }
 
 }  // namespace
@@ -77,14 +82,16 @@ extern "C" int manta_experts_layout(int) {
     return sizeof(Expert);
 }
 
-// x [num_rows, hidden] -> y [num_rows, hidden], of dtype 0: float32 or 1: bfloat16. chosen int64 [num_rows, num_chosen]
+// x [num_rows, hidden], of dtype 0: float32 or 1: bfloat16 -> y float [num_rows, hidden]. chosen int64 [num_rows,
+// num_chosen]
 // names different experts in a row, and shares float [num_rows, num_chosen] weight their results. `inner` is the width
 // of what an expert's gates let through.
 extern "C" void manta_experts(int dtype, const void* experts, int num_experts, const void* x, const void* chosen,
-                              const void* shares, void* y, int num_rows, int num_chosen, int hidden, int inner) {
-    const Choice choice{(const int64_t*)chosen, (const float*)shares, num_rows, num_chosen};
+                              const void* shares, void* y, int num_rows, int num_chosen, int hidden, int inner,
+                              int scales_inputs) {
+    const Choice choice{(const int64_t*)chosen, (const float*)shares, num_rows, num_chosen, scales_inputs != 0};
     if (dtype == 0)
         run_experts((const Expert*)experts, num_experts, (const float*)x, choice, hidden, inner, (float*)y);
     else
-        run_experts((const Expert*)experts, num_experts, (const bf16*)x, choice, hidden, inner, (bf16*)y);
+        run_experts((const Expert*)experts, num_experts, (const bf16*)x, choice, hidden, inner, (float*)y);
 }
