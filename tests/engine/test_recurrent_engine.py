@@ -11,14 +11,18 @@ import functools
 import random
 from typing import Any
 
+import msgspec
 import pytest
 
-from manta.cluster.llm import LLM, SamplingParams
+from manta.cluster.llm import LLM, BeamSearchParams, SamplingParams
+from manta.structured.constraint import ConstraintSpec
 from manta.workers.checkpoints import memory
 from manta.workers.checkpoints.model_folder import load_model_config
 from manta.workers.kv_groups import most_states
 from manta.workers.step import NUM_FIXED_STATES
 from tests.checkpoints import VOCAB_SIZE, reference_greedy, reference_logits
+from tests.fuzz.campaign import check_engine
+from tests.fuzz.cases import Case, Fault, Request, Settings
 from tests.workers.test_layer_kinds import folder_of
 
 NUM_TOKENS = 24
@@ -100,3 +104,86 @@ def test_every_history_gives_the_tokens_of_transformers(kind: str, options: dict
     has_more_hits = llm.engine.stats().prefix_cache_hits > hits
     assert has_more_hits == ("enable_prefix_caching" not in options)
     assert bool(llm.engine.stats().num_preemptions) == ("num_blocks" in options and kind == HYBRID)
+
+
+PROMPTS = ((5, 9, 11) * 11, (7,) * 3, tuple(range(20, 52)), (5, 9, 11) * 11 + (80, 81))
+"""Two begin alike; one fills no block, one ends with a block."""
+
+
+def requests(**params: Any) -> tuple[Request, ...]:
+    """One of each prompt, in different steps."""
+    sampling = SamplingParams(**({"max_tokens": 40, "temperature": 0.8} | params))
+    return tuple(
+        Request(name=f"r{index}", prompt=prompt, params=sampling, step=2 * index)
+        for index, prompt in enumerate(PROMPTS)
+    )
+
+
+REGEX = ConstraintSpec(kind="regex", text="[a-z]{4,18}")
+CASES: dict[str, Case] = {
+    "late masks": Case(
+        seed=0,
+        requests=requests(constraint=REGEX, seed=5),
+        faults=tuple(Fault(kind="late_masks", step=step, duration=2) for step in (1, 2, 4, 7)),
+    ),
+    "masks late at the last prompt token of forks": Case(
+        seed=0,
+        requests=requests(constraint=REGEX, seed=5, n=3),
+        faults=tuple(Fault(kind="late_masks", step=step, duration=1, target=step) for step in range(1, 8)),
+    ),
+    "forks": Case(seed=0, requests=requests(seed=5, n=4, max_tokens=20)),
+    "forks in chunks": Case(
+        seed=0, settings=Settings(max_num_batched_tokens=7), requests=requests(seed=5, n=3, max_tokens=20)
+    ),
+    "rejected drafts": Case(
+        seed=0, settings=Settings(proposers=("ngram",), ngram_min=1), requests=requests(seed=5, max_tokens=30)
+    ),
+    "late masks after drafts": Case(
+        seed=0,
+        settings=Settings(proposers=("forced", "ngram"), ngram_min=1),
+        requests=requests(constraint=REGEX, seed=5, n=2),
+        faults=tuple(Fault(kind="late_masks", step=step, duration=2) for step in (1, 2, 4, 7)),
+    ),
+    "a draft model": Case(
+        seed=0,
+        settings=Settings(proposers=("draft",), draft_family="llama", max_draft_tokens=3),
+        requests=requests(seed=5, max_tokens=20),
+    ),
+    "steps under way": Case(seed=0, settings=Settings(overlap="device"), requests=requests(seed=5, n=2, max_tokens=20)),
+    "late masks of steps under way": Case(
+        seed=0,
+        settings=Settings(overlap="device"),
+        requests=requests(constraint=REGEX, seed=5, n=2),
+        faults=tuple(Fault(kind="late_masks", step=step, duration=2) for step in (1, 2, 4, 7)),
+    ),
+    "failed steps": Case(
+        seed=0,
+        requests=requests(seed=5, n=2, max_tokens=20),
+        faults=(Fault(kind="raise_in_forward", step=2), Fault(kind="raise_after_sample", step=9)),
+    ),
+    "beams": Case(
+        seed=0,
+        requests=tuple(
+            Request(name=f"r{index}", prompt=prompt, beams=BeamSearchParams(beam_width=3, max_tokens=12))
+            for index, prompt in enumerate(PROMPTS)
+        ),
+    ),
+}
+"""Each case in which an engine computes tokens again or shares a state."""
+
+
+@pytest.mark.parametrize("family", ["lfm2", "lfm2_convolutions"])
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.usefixtures("plugin")
+def test_no_state_is_updated_twice(name: str, family: str) -> None:
+    """The tokens are those of each request alone. `check_engine` checks the slots after each step too."""
+    case = CASES[name]
+    settings = msgspec.structs.replace(case.settings, family=family, max_num_sequences=8, max_model_len=128)
+    problems, counts = check_engine(msgspec.structs.replace(case, settings=settings))
+    assert not problems
+    if case.faults:
+        assert any(counts[f"fault {fault.kind}"] for fault in case.faults)
+    if "mask" in name:
+        assert counts["late rows"]
+    if "draft" in name:
+        assert any(counts[f"rejected {each} drafts"] for each in case.settings.proposers)

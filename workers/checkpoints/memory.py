@@ -89,12 +89,12 @@ def plan_kv_cache(
     layers: LayerGroups | None = None,
     shares_memory: bool = True,
     most_of_free: float = MOST_OF_FREE,
-    runs_ahead: bool = False,
+    is_asynchronous: bool = False,
     has_drafts: bool = False,
 ) -> CacheSizes:
     """Returns the sizes of the cache. `layers` are the groups of the model's layers; without them all layers form one
-    group. With `runs_ahead` a step is planned while another one is under way, and with `has_drafts` steps verify
-    drafts. The first rule that applies decides the cache's size:
+    group. `is_asynchronous` says whether the device computes by itself, and `has_drafts` whether steps verify drafts.
+    The first rule that applies decides the cache's size:
 
     1. `kv_cache_bytes`.
     2. `kv_cache_fraction` of `free_bytes`, the memory that is free after loading the weights.
@@ -112,7 +112,8 @@ def plan_kv_cache(
     block_bytes = model.kv_bytes_per_token(cached) // max(1, sum(model.attends)) * layers.layers_per_block * block_size
     if draft is not None:
         block_bytes += draft.kv_bytes_per_token(cached) * block_size
-    states = _StateNeeds(model.state_bytes, most_states(int(runs_ahead), has_drafts))
+    num_steps_ahead = int(options.overlaps(is_asynchronous) and not has_drafts)
+    states = _StateNeeds(model.state_bytes, most_states(num_steps_ahead, has_drafts))
     needs, positions = block_needs(layers.groups, options), model.max_position_embeddings
     if kv_cache_bytes is not None:
         budget = kv_cache_bytes

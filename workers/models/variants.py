@@ -9,7 +9,7 @@ import enum
 
 from manta.workers.models.families import describe
 from manta.workers.models.model_config import ModelConfig, ModelError
-from manta.workers.models.specs import AttentionSpec, DecoderSpec
+from manta.workers.models.specs import AttentionSpec, DecoderSpec, ShortConvSpec
 
 
 class Variant(enum.Enum):
@@ -27,6 +27,7 @@ class Variant(enum.Enum):
     ACTIVATION = "gates other than SiLU"
     ROPES = "positions that differ by layer"
     EXPERTS = "experts"
+    SHORT_CONV = "short convolutions"
     RECURRENT = "recurrent states"
     STORED_OTHERWISE = "linears that the checkpoint stores together or in another order"
 
@@ -37,7 +38,10 @@ OUTSIDE_OF_LAYERS = frozenset(
 """Variants that any loop over Llama's layers computes: they are in linears, in rotary tables, or outside of layers."""
 
 
-NOT_COMPUTED = {"cuda": frozenset({Variant.SOFT_CAP, Variant.SINKS, Variant.RECURRENT}), "tpu": frozenset(Variant)}
+NOT_COMPUTED = {
+    "cuda": frozenset({Variant.SOFT_CAP, Variant.SINKS, Variant.SHORT_CONV, Variant.RECURRENT}),
+    "tpu": frozenset(Variant),
+}
 """Variants that a device does not compute, by the name of the device."""
 
 
@@ -58,7 +62,8 @@ def variants_of(config: ModelConfig) -> frozenset[Variant]:
         Variant.FINAL_CAP: config.final_cap != 0,
         Variant.ACTIVATION: config.activation != "silu",
         Variant.EXPERTS: config.num_experts > 0,
-        Variant.RECURRENT: config.state_bytes > 0,
+        Variant.SHORT_CONV: any(isinstance(layer.mixer, ShortConvSpec) for layer in layers),
+        Variant.RECURRENT: not all(isinstance(layer.mixer, AttentionSpec | ShortConvSpec) for layer in layers),
         Variant.ROPES: len(set(config.ropes)) > 1 or config.ropes[0] is None,
         Variant.STORED_OTHERWISE: any(part.order or part.stored_rows or part.first_row for part in parts)
         or any(norm.adds_one for norm in spec.norms()),
