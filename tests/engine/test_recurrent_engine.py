@@ -24,6 +24,7 @@ from tests.checkpoints import VOCAB_SIZE, reference_greedy, reference_logits
 from tests.fuzz.campaign import check_engine
 from tests.fuzz.cases import Case, Fault, Request, Settings
 from tests.workers.test_layer_kinds import folder_of
+from tests.workers.test_models import random_tokens
 
 NUM_TOKENS = 24
 BLOCK = 16
@@ -187,3 +188,53 @@ def test_no_state_is_updated_twice(name: str, family: str) -> None:
         assert counts["late rows"]
     if "draft" in name:
         assert any(counts[f"rejected {each} drafts"] for each in case.settings.proposers)
+
+
+def num_hits(llm: LLM, prompt: list[int], num_tokens: int = 4) -> int:
+    """The tokens of a prompt that are found in the prefix cache."""
+    before = llm.engine.stats().prefix_cache_hits
+    llm.generate([prompt], msgspec.structs.replace(GREEDY, max_tokens=num_tokens), use_tqdm=False)
+    return llm.engine.stats().prefix_cache_hits - before
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("options", [{}, {"speculative": NGRAM}], ids=["plain", "drafts"])
+def test_a_repeated_prompt_is_found_to_its_last_block(kind: str, options: dict[str, Any]) -> None:
+    llm = make_llm(kind, **options)
+    prompt = random_tokens(100)
+    assert [num_hits(llm, prompt) for _ in range(3)] == [0, 96, 96]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_system_prompt_is_found_from_the_third_request_on(kind: str) -> None:
+    """The second one computes it again, and leaves a snapshot where it parts from the first."""
+    llm = make_llm(kind)
+    system = random_tokens(90)
+    requests = [system + random_tokens(60, seed) for seed in range(1, 5)]
+    assert [num_hits(llm, prompt) for prompt in requests] == [0, 0, 80, 80]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("keeps_thoughts", [True, False])
+def test_the_second_turn_of_a_long_conversation_computes_little(kind: str, keeps_thoughts: bool) -> None:
+    """The first turn has a prompt of 300 tokens, whose last six open the answer, and an answer of 100. A chat template
+    that drops thoughts leaves these six out of the second turn, and all of the answer but its end.
+    """
+    llm = make_llm(kind, num_blocks=128)
+    opening = [9, 8, 7, 6, 5, 4]
+    first = random_tokens(294) + opening
+    (output,) = llm.generate([first], msgspec.structs.replace(GREEDY, max_tokens=100), use_tqdm=False)
+    answer = output.outputs[0].token_ids
+    turn = first + answer if keeps_thoughts else first[:-6] + answer[-40:]
+    second = turn + random_tokens(30, seed=2) + opening
+    num_reusable = len(turn) - 1 if keeps_thoughts else 294
+    assert num_reusable - num_hits(llm, second) <= BLOCK
+
+
+def test_snapshots_of_a_long_output_leave_room_for_others() -> None:
+    """Each block of the output replaces the snapshot of the one before it."""
+    llm = make_llm(HYBRID, num_sequences=2, num_blocks=128)
+    prompt = random_tokens(60)
+    num_hits(llm, prompt)
+    num_hits(llm, random_tokens(30, seed=2), num_tokens=300)
+    assert num_hits(llm, prompt) == 48

@@ -138,6 +138,10 @@ def plan_kv_cache(
     return CacheSizes(block_bytes, num_blocks)
 
 
+MOST_EMPTY_BLOCKS = 1 << 16
+"""Bound of the number of blocks of a model without attention, which take no memory of the device, and about 200 bytes
+of the engine's.
+"""
 TYPICAL_SEQUENCE_TOKENS = 2048
 """Tokens of sequences for which blocks and recurrent states run out at the same time, unless `max_num_sequences` run
 before.
@@ -174,8 +178,10 @@ def _share_out(
             f"the KV cache has {budget} bytes beside its fixed states, and the states of one sequence take "
             f"{states.of_sequence}, and its first blocks {least}; raise kv_cache_bytes"
         )
-    most_blocks = options.max_num_sequences * needs.of_sequence(longest)
-    num_blocks = rest // block_bytes if block_bytes else most_blocks  # blocks without layers only count tokens
+    num_blocks = rest // block_bytes if block_bytes else 0
+    if not block_bytes:  # blocks without layers have the hashes of what snapshots stand for
+        of_snapshots = num_slots * -(-longest // options.block_size)
+        num_blocks = max(options.max_num_sequences * needs.of_sequence(longest), min(of_snapshots, MOST_EMPTY_BLOCKS))
     return CacheSizes(block_bytes, num_blocks, states.slot_bytes, NUM_FIXED_STATES + num_slots)
 
 
