@@ -69,7 +69,8 @@ def test_choices_share_their_prompt(kind: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "kind", [kind if kind in ("gemma2", "gpt_oss") else pytest.param(kind, marks=pytest.mark.prove) for kind in KINDS]
+    "kind",
+    [kind if kind in ("gemma2", "gpt_oss", "lfm2") else pytest.param(kind, marks=pytest.mark.prove) for kind in KINDS],
 )
 @pytest.mark.parametrize("numbers", [{"kv_cache_dtype": "int8"}, {"weights": "int8"}, {"weights": "int4"}], ids=str)
 def test_other_numbers_do_not_depend_on_the_history(kind: str, numbers: dict[str, Any]) -> None:

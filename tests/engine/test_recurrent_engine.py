@@ -14,11 +14,15 @@ from typing import Any
 import msgspec
 import pytest
 
+from manta.cluster.cli.check import run_check
+from manta.cluster.errors import RequestRefused
 from manta.cluster.llm import LLM, BeamSearchParams, SamplingParams
 from manta.structured.constraint import ConstraintSpec
 from manta.workers.checkpoints import memory
 from manta.workers.checkpoints.model_folder import load_model_config
+from manta.workers.kernels import build
 from manta.workers.kv_groups import most_states
+from manta.workers.models.model_config import ModelError
 from manta.workers.step import NUM_FIXED_STATES
 from tests.checkpoints import VOCAB_SIZE, reference_greedy, reference_logits
 from tests.fuzz.campaign import check_engine
@@ -30,6 +34,7 @@ NUM_TOKENS = 24
 BLOCK = 16
 GREEDY = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True)
 HYBRID, PURE = KINDS = ("lfm2", "lfm2, convolutions only")
+needs_kernels = pytest.mark.skipif(build.load_library() is None, reason="no C++ compiler")
 NGRAM = {"proposers": ["ngram"], "ngram_min": 1, "adaptive": False}
 
 
@@ -238,3 +243,56 @@ def test_snapshots_of_a_long_output_leave_room_for_others() -> None:
     num_hits(llm, prompt)
     num_hits(llm, random_tokens(30, seed=2), num_tokens=300)
     assert num_hits(llm, prompt) == 48
+
+
+@needs_kernels
+def test_exact_answers_do_not_depend_on_the_history() -> None:
+    """A short convolution has one order of operations for each token, wherever a chunk or a snapshot begins."""
+
+    def answers(**options: Any) -> list[Any]:
+        llm = LLM(str(folder_of(HYBRID)), exact=True, weights="int8", kv_cache_bytes=1 << 22, **options)
+        params = msgspec.structs.replace(GREEDY, logprobs=2)
+        told = []
+        for _ in range(2):  # the second time from snapshots
+            outputs = llm.generate(prompts(), params, use_tqdm=False)
+            told += [[(entry.token_id, entry.logprob) for entry in each.outputs[0].logprobs or []] for each in outputs]
+        return told
+
+    expected = answers(num_threads=1)
+    for options in (
+        {"max_num_batched_tokens": 11, "num_threads": 1},
+        {"speculative": NGRAM, "num_threads": 2},
+        {"max_num_sequences": 1, "enable_prefix_caching": False},
+    ):
+        assert answers(**options) == expected
+
+
+def test_int8_keys_leave_states_as_they_are() -> None:
+    """A model without attention has nothing to round."""
+    assert run(make_llm(PURE, kv_cache_dtype="int8")) == expected(PURE)
+
+
+def test_a_draft_model_with_states_is_refused_by_name() -> None:
+    with pytest.raises(ModelError, match="draft model is a Lfm2ForCausalLM, which has recurrent states"):
+        make_llm(HYBRID, speculative={"proposers": ["draft"], "draft_model": str(folder_of(HYBRID))})
+
+
+def test_more_choices_than_states_are_refused_with_the_remedy() -> None:
+    llm = LLM(str(folder_of(HYBRID)), dtype="float32", kv_cache_bytes=1 << 16, max_model_len=64)
+    assert llm.engine.scheduler.max_num_sequences < 32
+    with pytest.raises(RequestRefused, match="raise kv_cache_bytes"):
+        llm.generate([[5, 6]], SamplingParams(n=32, max_tokens=4), use_tqdm=False)
+
+
+def test_a_cache_without_room_for_states_is_refused_at_start() -> None:
+    with pytest.raises(ModelError, match=r"the states of one sequence take .* raise kv_cache_bytes"):
+        LLM(str(folder_of(HYBRID)), dtype="float32", kv_cache_bytes=1 << 12)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_check_says_what_states_take(kind: str, capsys: pytest.CaptureFixture[str]) -> None:
+    engine = {"model": str(folder_of(kind)), "device": "cpu", "dtype": "float32", "speculative": NGRAM}
+    assert run_check(None, {"engine": engine}) == 0
+    printed = capsys.readouterr().out
+    assert "states        0.0 MiB each, of which a decode takes two, 0.0 MiB with 8 drafts" in printed
+    assert "1,024 tokens" in printed
