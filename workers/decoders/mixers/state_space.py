@@ -64,6 +64,6 @@ def _norm_of_groups(x: torch.Tensor, weights: RecurrentWeights, shape: StateSpac
     """Returns the RMS norm of each group's part of x. Of ranks, each has whole groups, or a part of the only one."""
     by_group = x.unflatten(1, (shape.num_groups, -1))
     squares, size = by_group.square().sum(-1, keepdim=True), by_group.shape[-1]
-    if shape.num_groups == 1:
+    if shape.shares_group:
         squares, size = weights.sum_over_ranks(squares), size * weights.num_ranks
     return (by_group * torch.rsqrt(squares / size + eps)).flatten(1) * weights.tensors["norm"]
