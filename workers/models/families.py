@@ -12,12 +12,16 @@ from manta.workers.models import (
     gemma3,
     glm,
     glm4,
+    glm4_moe,
     glm4_moe_lite,
     gpt_oss,
     granite,
     llama,
+    llama4,
     minicpm3,
     mistral,
+    mistral4,
+    mixtral,
     olmo2,
     olmo3,
     phi3,
@@ -73,6 +77,10 @@ _MODULES: tuple[Family, ...] = (
     glm4_moe_lite,
     minicpm3,
     youtu,
+    mistral4,
+    glm4_moe,
+    mixtral,
+    llama4,
 )
 FAMILIES = {family.ARCHITECTURE: family for family in _MODULES}
 """The native families by architecture. To add a dense family, write its module and add it to `_MODULES`."""

@@ -56,7 +56,7 @@ def layer(config: ModelConfig, index: int) -> LayerSpec:
 def _attention(config: ModelConfig, prefix: str) -> AttentionSpec:
     hidden = config.hidden_size
     query_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-    order = _head_order(config)
+    order = head_order(config)
     qkv = (
         WeightPart(f"{prefix}.q_proj", query_size, Split.QUERY_HEADS, order),
         WeightPart(f"{prefix}.k_proj", kv_size, Split.KV_HEADS, order),
@@ -69,7 +69,7 @@ def _attention(config: ModelConfig, prefix: str) -> AttentionSpec:
     )
 
 
-def _head_order(config: ModelConfig) -> HeadOrder | None:
+def head_order(config: ModelConfig) -> HeadOrder | None:
     """Returns the order in which the rows of heads are read; None if their two halves rotate, as the kernels need."""
     rotary_dim, is_interleaved = config.rope.rotary_dim or config.head_dim, config.rope.is_interleaved
     if rotary_dim == config.head_dim and not is_interleaved:

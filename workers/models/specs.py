@@ -36,6 +36,10 @@ class NormSpec(NamedTuple):
     """Whether the tensor holds the weight less one (Gemma)."""
     split: Split = Split.NOTHING
     """The split of a norm over the whole width of queries or keys, instead of over each head (OLMo 2)."""
+    order: HeadOrder | None = None
+    """The order in which the numbers of a head's norm are read, that of the head's rows."""
+    is_stored: bool = True
+    """Whether there is a tensor. Otherwise the weight is one."""
 
 
 class HeadOrder(NamedTuple):
@@ -85,6 +89,8 @@ class ExpertRows(NamedTuple):
     """The first column of the part."""
     step: int = 1
     """Distance between columns of the part."""
+    are_rows: bool = False
+    """Whether outputs are rows: the tensor is [num_experts, columns, in_features]."""
 
     def rows_of(self, outputs: Any) -> Any:
         """Returns the part's outputs, given an array of an expert whose first dimension is all of its outputs."""

@@ -28,6 +28,8 @@ class Variant(enum.Enum):
     ROPES = "positions that differ by layer"
     EXPERTS = "experts"
     LATENT = "latent attention"
+    CHUNKS = "layers that see a chunk"
+    QUERY_GROWTH = "queries that grow with their position"
     STORED_OTHERWISE = "linears that the checkpoint stores together or in another order"
 
 
@@ -38,7 +40,7 @@ OUTSIDE_OF_LAYERS = frozenset(
 
 
 NOT_COMPUTED = {
-    "cuda": frozenset({Variant.SOFT_CAP, Variant.SINKS, Variant.LATENT}),
+    "cuda": frozenset({Variant.SOFT_CAP, Variant.SINKS, Variant.LATENT, Variant.CHUNKS, Variant.QUERY_GROWTH}),
     "tpu": frozenset(Variant),
 }
 """Variants that a device does not compute, by the name of the device."""
@@ -62,6 +64,8 @@ def variants_of(config: ModelConfig) -> frozenset[Variant]:
         Variant.ACTIVATION: config.activation != "silu",
         Variant.EXPERTS: config.experts is not None,
         Variant.LATENT: config.latent is not None,
+        Variant.CHUNKS: config.windows_are_chunks,
+        Variant.QUERY_GROWTH: config.query_growth is not None,
         Variant.ROPES: len(set(config.ropes)) > 1 or config.ropes[0] is None,
         Variant.STORED_OTHERWISE: any(part.order or part.stored_rows or part.first_row for part in parts)
         or any(norm.adds_one for norm in spec.norms()),
@@ -77,6 +81,16 @@ def _norms_elsewhere(spec: DecoderSpec) -> list[bool]:
         or layer.mlp_output_norm is not None
         for layer in spec.layers
     ]
+
+
+def check_block_size(config: ModelConfig, block_size: int) -> None:
+    """Raises `ModelError` if a model sees its tokens in chunks that blocks of `block_size` tokens do not fill."""
+    chunks = [window for window in config.sliding_windows if window is not None] if config.windows_are_chunks else []
+    if any(chunk % block_size for chunk in chunks):
+        raise ModelError(
+            f"{config.architecture} sees its tokens in chunks of {chunks[0]} (attention_chunk_size), and block_size "
+            f"{block_size} does not divide them; set block_size to a divisor"
+        )
 
 
 def check_variants(config: ModelConfig, device: str) -> None:
