@@ -23,12 +23,14 @@ from manta.workers.checkpoints.model_folder import load_model_config
 from manta.workers.exact import check_exact
 from manta.workers.model_options import ModelOptions
 from manta.workers.models.model_config import ModelError
-from manta.workers.models.variants import check_variants
+from manta.workers.models.variants import check_block_size, check_variants
 from manta.workers.platforms import choose_platform
 from manta.workers.torch_worker.loader import check_tensors, load_model
 from tests.checkpoints import make_tokenizer, on_one_thread, randomise, reference_greedy, reference_logits
 from tests.workers.cpu_forms import COMPILED, TORCH, in_form
 from tests.workers.test_models import Cache, random_tokens
+
+transformers.AutoModelForCausalLM.register(transformers.Mistral4Config, transformers.Mistral4ForCausalLM, exist_ok=True)
 
 NUM_TOKENS = 120
 SIZES: dict[str, Any] = {
@@ -256,6 +258,52 @@ CASES: dict[str, Case] = {
         "Glm4MoeLiteConfig",
         LATENT | EXPERTS | {"mlp_layer_types": ["dense", "sparse"] * 2, "routed_scaling_factor": 3.0},
         {"scaled shares": {"routed_scaling_factor": 1.0}},
+    ),
+    "mistral4": Case(
+        "Mistral4Config",
+        LATENT
+        | EXPERTS
+        | {
+            "n_group": 4,
+            "topk_group": 2,
+            "rope_parameters": YARN_PAIR
+            | {"llama_4_scaling_beta": 0.6, "partial_rotary_factor": 0.4, "original_max_position_embeddings": 32},
+        },
+        {"groups of experts": {"n_group": 1, "topk_group": 1}, "shares that sum to one": {"norm_topk_prob": False}},
+    ),
+    "glm4_moe": Case(
+        "Glm4MoeConfig",
+        EXPERTS | {"head_dim": 16, "use_qk_norm": True, "attention_bias": True, "n_group": 4, "topk_group": 2},
+        {
+            "groups of experts": {"n_group": 1, "topk_group": 1},
+            "partial rotation": {"rope_parameters": ROPE | {"partial_rotary_factor": 1.0}},
+        },
+    ),
+    "mixtral": Case(
+        "MixtralConfig",
+        {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 24},
+        {"choice of two experts": {"num_experts_per_tok": 1}} | NO_WINDOW,
+    ),
+    "llama4": Case(
+        "Llama4TextConfig",
+        {
+            "head_dim": 16,
+            "intermediate_size_mlp": 80,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "interleave_moe_layer_step": 2,
+            "no_rope_layers": [1, 0, 1, 1],
+            "attention_chunk_size": 32,
+            "floor_scale": 16,
+            "attn_scale": 0.5,
+        },
+        {
+            "chunks": {"attention_chunk_size": 512},
+            "layers without positions": {"no_rope_layers": [1, 1, 1, 1]},
+            "norms of heads": {"use_qk_norm": False},
+            "growing queries": {"attn_temperature_tuning": False},
+            "choice of two experts": {"num_experts_per_tok": 1},
+        },
     ),
     "minicpm3": Case(
         "MiniCPM3Config",
@@ -620,6 +668,13 @@ def test_a_device_refuses_what_it_does_not_compute(name: str, device: str, words
     check_variants(config, "cpu")
     with pytest.raises(ModelError, match=words):
         check_variants(config, device)
+
+
+def test_blocks_that_do_not_fill_chunks_are_refused() -> None:
+    config = load_model_config(folder_of("llama4"))
+    check_block_size(config, 16)
+    with pytest.raises(ModelError, match=r"in chunks of 32 .* and block_size 24 does not"):
+        check_block_size(config, 24)
 
 
 @pytest.mark.parametrize(

@@ -80,9 +80,9 @@ OWN: dict[str, dict[str, Any]] = {
 
 SERVED_NAMES = (
     "Afmoe Apertus Apertus1p5Text Arcee AriaText Beam BioGpt BitNet Bloom CodeGen Cohere Cohere2Moe CTRL Cwm "
-    "Dots1 Ernie4_5 Ernie4_5_Moe Exaone4 ExaoneMoe Falcon FlexOlmo Gemma Glm4Moe GPT2 GPTBigCode "
+    "Dots1 Ernie4_5 Ernie4_5_Moe Exaone4 ExaoneMoe Falcon FlexOlmo Gemma GPT2 GPTBigCode "
     "GPTJ GPTNeo GPTNeoX GraniteMoe GraniteMoeShared Helium HunYuanDenseV1 HunYuanMoEV1 HYV3 HyperCLOVAX Jais2 "
-    "Kolibri1 Laguna Lfm2 Lfm2Moe Mellum MiniMaxM2 MiniMaxM3VLText Ministral Ministral3 Mixtral ModernBertDecoder Mpt "
+    "Kolibri1 Laguna Lfm2 Lfm2Moe Mellum MiniMaxM2 MiniMaxM3VLText Ministral Ministral3 ModernBertDecoder Mpt "
     "NanoChat Nemotron Olmo Olmoe OPT Persimmon Phi Phimoe Qwen2Moe SarvamMoE "
     "SolarOpen StableLm Starcoder2 XGLM"
 )

@@ -179,12 +179,11 @@ class LinearReader:
         num_rows = part.stored_rows or part.out_features
         if part.expert is None:
             stored = self.checkpoint.view(part.weight_name, (num_rows, spec.in_features))
-        elif part.expert.has_outputs_first:
-            of_all = (part.expert.num_experts, num_rows, spec.in_features)
-            stored = self.checkpoint.view(part.weight_name, of_all)[part.expert.expert]
         else:
-            of_all = (part.expert.num_experts, spec.in_features, num_rows * part.expert.step)
-            stored = part.expert.rows_of(self.checkpoint.view(part.weight_name, of_all)[part.expert.expert].T)
+            sizes = spec.in_features, num_rows * part.expert.step
+            of_all = (part.expert.num_experts, *(reversed(sizes) if part.expert.are_rows else sizes))
+            own = self.checkpoint.view(part.weight_name, of_all)[part.expert.expert]
+            stored = part.expert.rows_of(own if part.expert.are_rows else own.T)
         taken = self._taken(part, spec.splits_inputs, stored)
         assert isinstance(taken, torch.Tensor)
         return taken

@@ -15,6 +15,7 @@ from manta.workers.models import (
     gemma3,
     glm,
     glm4,
+    glm4_moe,
     glm4_moe_lite,
     gpt_oss,
     granite,
@@ -23,10 +24,13 @@ from manta.workers.models import (
     lfm2,
     lfm2_moe,
     llama,
+    llama4,
     mamba,
     mamba2,
     minicpm3,
     mistral,
+    mistral4,
+    mixtral,
     nemotron_h,
     olmo2,
     olmo3,
@@ -99,6 +103,10 @@ _MODULES: tuple[Family, ...] = (
     glm4_moe_lite,
     minicpm3,
     youtu,
+    mistral4,
+    glm4_moe,
+    mixtral,
+    llama4,
 )
 FAMILIES = {family.ARCHITECTURE: family for family in _MODULES}
 """The native families by architecture. To add a dense family, write its module and add it to `_MODULES`."""

@@ -151,6 +151,20 @@ class LatentShape(msgspec.Struct, frozen=True, kw_only=True):
     """The constant in the norms of the latent vectors, which is not that of the layers."""
 
 
+class QueryGrowth(msgspec.Struct, frozen=True, kw_only=True):
+    """A factor on queries (Nakanishi, 2025): `1 + rate * ln(1 + floor((position + first) / period))`."""
+
+    rate: float
+    period: int
+    first: int = 0
+    only_without_positions: bool = False
+    """Whether only layers without a rope have it."""
+
+    def is_of(self, rope: RopeConfig | None) -> bool:
+        """Returns whether a layer with this rope has it."""
+        return rope is None or not self.only_without_positions
+
+
 class ExpertsConfig(msgspec.Struct, frozen=True, kw_only=True):
     """The experts of a layer and their router, which is the same in all layers that have experts."""
 
@@ -253,6 +267,12 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     """The shape of latent attention; None for attention over the keys and values of heads. With it `num_kv_heads` is 1,
     and `head_dim` is the width of a cached token: the latent vector and the rotated key.
     """
+    windows_are_chunks: bool = False
+    """Whether layers with a window see the tokens of their chunk, as long as the window, instead of the last ones."""
+    query_growth: QueryGrowth | None = None
+    """A factor on queries that grows with their position; None for none."""
+    has_head_norms: bool = False
+    """Whether a family whose checkpoints may have norms over each query and key head has them."""
     has_layer_norms: bool = False
     """Whether norms subtract the mean before they divide (Ba et al., 2016). Otherwise they are RMS norms."""
     attention_scale: float | None = None

@@ -59,8 +59,7 @@ def stored_together(spec: ExpertsSpec, prefix: str) -> ExpertsSpec:
     count = len(spec.experts)
     return spec._replace(
         experts=tuple(
-            _elsewhere(mlp, prefix, ExpertRows(expert, count, has_outputs_first=True))
-            for expert, mlp in enumerate(spec.experts)
+            _elsewhere(mlp, prefix, ExpertRows(expert, count, are_rows=True)) for expert, mlp in enumerate(spec.experts)
         )
     )
 

@@ -42,7 +42,9 @@ class NormSpec(NamedTuple):
     split: Split = Split.NOTHING
     """The split of a norm over the whole width of queries or keys, instead of over each head (OLMo 2)."""
     order: HeadOrder | None = None
-    """The order of a head's dimensions, which is that of the rows of queries and keys; None for the checkpoint's."""
+    """The order in which the numbers of a head's norm are read, that of the head's rows."""
+    is_stored: bool = True
+    """Whether there is a tensor. Otherwise the weight is one."""
 
 
 class TensorSpec(NamedTuple):
@@ -143,8 +145,8 @@ class ExpertRows(NamedTuple):
     """The first column of the part."""
     step: int = 1
     """Distance between columns of the part."""
-    has_outputs_first: bool = False
-    """Whether the tensor is [num_experts, stored_rows, in_features] (Qwen3.5). Then the part's `first_row` counts."""
+    are_rows: bool = False
+    """Whether outputs are rows: the tensor is [num_experts, columns, in_features]."""
 
     def rows_of(self, outputs: Any) -> Any:
         """Returns the part's outputs, given an array of an expert whose first dimension is all of its outputs."""

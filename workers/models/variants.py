@@ -29,6 +29,8 @@ class Variant(enum.Enum):
     EXPERTS = "experts"
     RECURRENT = "recurrent states"
     LATENT = "latent attention"
+    CHUNKS = "layers that see a chunk"
+    QUERY_GROWTH = "queries that grow with their position"
     STORED_OTHERWISE = "linears that the checkpoint stores together or in another order"
 
 
@@ -39,7 +41,16 @@ OUTSIDE_OF_LAYERS = frozenset(
 
 
 NOT_COMPUTED = {
-    "cuda": frozenset({Variant.SOFT_CAP, Variant.SINKS, Variant.LATENT, Variant.RECURRENT}),
+    "cuda": frozenset(
+        {
+            Variant.SOFT_CAP,
+            Variant.SINKS,
+            Variant.LATENT,
+            Variant.CHUNKS,
+            Variant.QUERY_GROWTH,
+            Variant.RECURRENT,
+        }
+    ),
     "tpu": frozenset(Variant),
 }
 """Variants that a device does not compute, by the name of the device."""
@@ -64,6 +75,8 @@ def variants_of(config: ModelConfig) -> frozenset[Variant]:
         Variant.EXPERTS: config.experts is not None,
         Variant.LATENT: config.latent is not None,
         Variant.RECURRENT: config.state_bytes > 0,
+        Variant.CHUNKS: config.windows_are_chunks,
+        Variant.QUERY_GROWTH: config.query_growth is not None,
         Variant.ROPES: len(set(config.ropes)) > 1 or config.ropes[0] is None,
         Variant.STORED_OTHERWISE: any(part.order or part.piece or part.stored_rows or part.first_row for part in parts)
         or any(norm.adds_one for norm in spec.norms()),
@@ -87,6 +100,16 @@ def check_draft_model(config: ModelConfig) -> None:
         raise ModelError(
             f"the draft model is a {config.architecture}, which has recurrent states, and rejected drafts would stay "
             "in them; take a draft model with attention only, or the proposer ngram"
+        )
+
+
+def check_block_size(config: ModelConfig, block_size: int) -> None:
+    """Raises `ModelError` if a model sees its tokens in chunks that blocks of `block_size` tokens do not fill."""
+    chunks = [window for window in config.sliding_windows if window is not None] if config.windows_are_chunks else []
+    if any(chunk % block_size for chunk in chunks):
+        raise ModelError(
+            f"{config.architecture} sees its tokens in chunks of {chunks[0]} (attention_chunk_size), and block_size "
+            f"{block_size} does not divide them; set block_size to a divisor"
         )
 
 

@@ -312,9 +312,11 @@ class _WeightLoader:
         """Returns a copy in the model's dtype, or None where there is no norm."""
         if spec is None:
             return None
+        if not spec.is_stored:
+            return self._platform.place_weight(torch.ones(spec.size), self._dtype)
         weight = self._checkpoint.view(f"{spec.name}.weight", (spec.size,))
         if spec.order is not None:
-            weight = weight[torch.tensor(spec.order.rows(spec.size), device=weight.device)]
+            weight = weight[spec.order.rows(spec.size)]
         return self._platform.place_weight(weight.float() + 1 if spec.adds_one else weight, self._dtype)
 
     def _wide_norm(self, spec: NormSpec | None) -> RowNorm:
