@@ -130,13 +130,14 @@ class BlockNeeds(NamedTuple):
 
 
 def most_states(num_steps_ahead: int, has_drafts: bool) -> int:
-    """Returns the most slots of recurrent states that one sequence holds at a time: the one that it goes on from, and
-    those that the next step writes, and each of `num_steps_ahead` steps under way.
+    """Returns the most slots of recurrent states that one sequence holds at a time: the one that it goes on from, those
+    at three block borders of its prompt, and those that the next step writes, and each of `num_steps_ahead` steps under
+    way.
 
     A step writes the state at its end, and before the last known token, which a late mask makes uncomputed. With drafts
-    it writes the one before them too. It also writes those at the last two block borders of the prompt.
+    it writes the one before them too.
     """
-    return 1 + (1 + num_steps_ahead) * (2 + has_drafts + 2)
+    return 1 + 3 + (1 + num_steps_ahead) * (2 + has_drafts)
 
 
 def first_needed(window: int, position: int, block_size: int) -> int:

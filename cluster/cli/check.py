@@ -323,7 +323,7 @@ def check_model(engine: EngineConfig) -> CheckReport:
         layers=layers,
         shares_memory=platform.shares_memory,
         most_of_free=platform.kv_share,
-        runs_ahead=platform.runs_ahead,
+        is_asynchronous=platform.runs_ahead,
         has_drafts=engine.speculative is not None,
     )
     _check_memory(weights, sizes.num_bytes, dtype, free)

@@ -67,6 +67,8 @@ class Sequence:
     """The slots that its next step reads and writes."""
     num_settled_tokens: int = 0
     """End of the last step that has succeeded, if it holds states."""
+    branch_border: int = 0
+    """Number of leading tokens that it shares with earlier sequences, in whole blocks, if it holds states."""
     last_snapshot: int = 0
     """Position of its newest snapshot in the prefix cache; 0 if it has made none."""
     num_computed_tokens: int = 0
@@ -278,6 +280,7 @@ class Sequence:
             states={},
             state_use=None,
             num_settled_tokens=0,
+            branch_border=0,
             last_snapshot=0,
             block_hashes=list(self.block_hashes),
             num_computed_tokens=0,

@@ -51,7 +51,12 @@ class StateManager:
         return count
 
     def start_on(self, sequence: Sequence, hashes: list[bytes]) -> None:
-        """Starts the sequence on the snapshot after the blocks with these hashes."""
+        """Starts the sequence on the snapshot after the blocks with these hashes.
+
+        If it shares more blocks with earlier sequences, it will leave a snapshot where it parts from them: a prompt
+        that many requests begin with, such as a system prompt, has one from the second request on.
+        """
+        sequence.branch_border = len(self._blocks.find_prefix(sequence.block_hashes)) * self._block_size
         slot = self._states.find(hashes[-1]) if hashes else ZERO_STATE
         assert slot is not None, "the prefix was chosen by its snapshot"
         self._states.share([slot])
@@ -100,12 +105,13 @@ class StateManager:
             positions.update(self._prompt_borders(sequence))
         return [position for position in positions if start < position <= end]
 
-    def _prompt_borders(self, sequence: Sequence) -> tuple[int, int]:
-        """Returns the last two block borders before the prompt's last token. A later prompt may differ in its last
-        tokens, which a chat template adds before the answer.
+    def _prompt_borders(self, sequence: Sequence) -> tuple[int, int, int]:
+        """Returns the block borders of a prompt at which later ones are most likely to go on: where it parts from
+        earlier ones, and the last two before its last token. A later prompt may differ in the last tokens, which a chat
+        template adds before the answer.
         """
         last = (sequence.num_prompt_tokens - 1) // self._block_size * self._block_size
-        return last - self._block_size, last
+        return sequence.branch_border, last - self._block_size, last
 
     def _give_back(self, sequence: Sequence) -> None:
         """Frees the slots from which the sequence cannot go on: those after its computed tokens, because they hold
@@ -124,8 +130,8 @@ class StateManager:
         """Adds a step's slots at block borders to the prefix cache, because the step has succeeded. Slots of rejected
         drafts do not count.
 
-        Of the borders in a prompt before its last two, and of those in the output before the last, the snapshots are
-        evicted first.
+        The snapshots at other borders of the prompt, where chunks ended, are evicted first, and so are those in the
+        output before the last one.
         """
         sequence.num_settled_tokens = use.writes[-1][0]
         num_valid = min(sequence.num_computed_tokens, len(sequence.token_ids))
@@ -150,7 +156,7 @@ class StateManager:
         """Frees all slots of the sequence."""
         self._states.free(sequence.states.values())
         sequence.states, sequence.state_use = {}, None
-        sequence.num_settled_tokens = sequence.last_snapshot = 0
+        sequence.num_settled_tokens = sequence.last_snapshot = sequence.branch_border = 0
 
     def discard(self, sequence: Sequence, first_block: int) -> None:
         """Removes from the prefix cache the snapshots after the sequence's blocks from number `first_block` on."""

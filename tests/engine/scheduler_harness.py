@@ -18,7 +18,7 @@ from manta.cluster.engine.scheduler import Scheduler
 from manta.cluster.engine.sequence import Sequence
 from manta.cluster.errors import RequestRefused
 from manta.structured.constraint import ConstraintSpec, Resolved
-from manta.workers.kv_groups import BlockNeeds, KVGroup
+from manta.workers.kv_groups import BlockNeeds, KVGroup, most_states
 from manta.workers.sampling_params import SamplingParams
 from manta.workers.step import (
     NO_BLOCK,
@@ -359,6 +359,9 @@ class Harness:
                 first = self.model.visible(group, item.start)[0] // BLOCK_SIZE
                 assert held[first:] == table[first:], "a step reads a block that was given back"
         needs = BlockNeeds(tuple(map(KVGroup, self.windows)), BLOCK_SIZE, self.budget + 1)
+        most = most_states(int(self.ahead), not self.ahead) + (0 if self.ahead else MAX_DRAFT_TOKENS)
+        sizes = [len(sequence.states) for sequence in self.scheduler.running]
+        assert max(sizes, default=0) <= most, "a sequence holds more slots than admission counts"
         for sequence in self.scheduler.running:
             lookahead = len(self.windows) * -(-self.lookahead // BLOCK_SIZE)
             assert len(sequence.held_blocks()) <= needs.of_sequence(sequence.num_blocks * BLOCK_SIZE) + lookahead

@@ -71,7 +71,7 @@ def test_choices_share_their_prompt(kind: str) -> None:
 @pytest.mark.parametrize(
     "kind",
     [
-        kind if kind in ("gemma2", "gpt_oss", "deepseek_v3") else pytest.param(kind, marks=pytest.mark.prove)
+        kind if kind in ("gemma2", "gpt_oss", "deepseek_v3", "lfm2") else pytest.param(kind, marks=pytest.mark.prove)
         for kind in KINDS
     ],
 )

@@ -113,8 +113,10 @@ class OtherPlatform:
             for layer, window, table, caches in each_layer:
                 attention, mlp = layer.mixer, layer.mlp
                 qkv = attention.qkv.forward(kernels.rms_norm(residual, layer.input_norm, eps))
-                kernels.rope_and_cache(qkv, table, metadata, *caches, heads, attention.q_norm, attention.k_norm, eps)
-                attended = kernels.paged_attention(qkv, *caches, metadata, heads, window)
+                k_cache, v_cache = caches
+                norms = attention.q_norm, attention.k_norm
+                kernels.rope_and_cache(qkv, table, metadata, k_cache, v_cache, heads, *norms, eps)
+                attended = kernels.paged_attention(qkv, k_cache, v_cache, metadata, heads, window)
                 residual = residual + attention.output.forward(attended)
                 gated = mlp.gated.forward(kernels.rms_norm(residual, layer.mlp_norm, eps))
                 residual = residual + mlp.down.forward(gated)

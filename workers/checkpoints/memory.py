@@ -89,12 +89,12 @@ def plan_kv_cache(
     layers: LayerGroups | None = None,
     shares_memory: bool = True,
     most_of_free: float = MOST_OF_FREE,
-    runs_ahead: bool = False,
+    is_asynchronous: bool = False,
     has_drafts: bool = False,
 ) -> CacheSizes:
     """Returns the sizes of the cache. `layers` are the groups of the model's layers; without them all layers form one
-    group. With `runs_ahead` a step is planned while another one is under way, and with `has_drafts` steps verify
-    drafts. The first rule that applies decides the cache's size:
+    group. `is_asynchronous` says whether the device computes by itself, and `has_drafts` whether steps verify drafts.
+    The first rule that applies decides the cache's size:
 
     1. `kv_cache_bytes`.
     2. `kv_cache_fraction` of `free_bytes`, the memory that is free after loading the weights.
@@ -112,7 +112,8 @@ def plan_kv_cache(
     block_bytes = model.kv_bytes_per_token(cached) // max(1, sum(model.attends)) * layers.layers_per_block * block_size
     if draft is not None:
         block_bytes += draft.kv_bytes_per_token(cached) * block_size
-    states = _StateNeeds(model.state_bytes, most_states(int(runs_ahead), has_drafts))
+    num_steps_ahead = int(options.overlaps(is_asynchronous) and not has_drafts)
+    states = _StateNeeds(model.state_bytes, most_states(num_steps_ahead, has_drafts))
     needs, positions = block_needs(layers.groups, options), model.max_position_embeddings
     if kv_cache_bytes is not None:
         budget = kv_cache_bytes
@@ -137,6 +138,10 @@ def plan_kv_cache(
     return CacheSizes(block_bytes, num_blocks)
 
 
+MOST_EMPTY_BLOCKS = 1 << 16
+"""Bound of the number of blocks of a model without attention, which take no memory of the device, and about 200 bytes
+of the engine's.
+"""
 TYPICAL_SEQUENCE_TOKENS = 2048
 """Tokens of sequences for which blocks and recurrent states run out at the same time, unless `max_num_sequences` run
 before.
@@ -173,8 +178,10 @@ def _share_out(
             f"the KV cache has {budget} bytes beside its fixed states, and the states of one sequence take "
             f"{states.of_sequence}, and its first blocks {least}; raise kv_cache_bytes"
         )
-    most_blocks = options.max_num_sequences * needs.of_sequence(longest)
-    num_blocks = rest // block_bytes if block_bytes else most_blocks  # blocks without layers only count tokens
+    num_blocks = rest // block_bytes if block_bytes else 0
+    if not block_bytes:  # blocks without layers have the hashes of what snapshots stand for
+        of_snapshots = num_slots * -(-longest // options.block_size)
+        num_blocks = max(options.max_num_sequences * needs.of_sequence(longest), min(of_snapshots, MOST_EMPTY_BLOCKS))
     return CacheSizes(block_bytes, num_blocks, states.slot_bytes, NUM_FIXED_STATES + num_slots)
 
 

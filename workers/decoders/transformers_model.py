@@ -295,7 +295,9 @@ class TransformersModel:
     ) -> torch.Tensor:
         """One layer's attention: query [1, num_heads, num_tokens, head_dim] -> [1, num_tokens, num_heads, head_dim]."""
         assert self._metadata is not None
-        metadata = self._metadata.of_group(self._places[layer].group)
+        place = self._places[layer]
+        assert place is not None
+        metadata = self._metadata.of_group(place.group)
         scale = query.shape[-1] ** -0.5 if scale is None else scale
         value_dim = value.shape[-1]
         if self._alibi is not None:

@@ -9,7 +9,7 @@ import enum
 
 from manta.workers.models.families import describe
 from manta.workers.models.model_config import ModelConfig, ModelError
-from manta.workers.models.specs import AttentionSpec, DecoderSpec
+from manta.workers.models.specs import AttentionSpec, DecoderSpec, RecurrentSpec, ShortConvSpec, SideBySideSpec
 
 
 class Variant(enum.Enum):
@@ -27,6 +27,7 @@ class Variant(enum.Enum):
     ACTIVATION = "gates other than SiLU"
     ROPES = "positions that differ by layer"
     EXPERTS = "experts"
+    SHORT_CONV = "short convolutions"
     RECURRENT = "recurrent states"
     LATENT = "latent attention"
     CHUNKS = "layers that see a chunk"
@@ -48,6 +49,7 @@ NOT_COMPUTED = {
             Variant.LATENT,
             Variant.CHUNKS,
             Variant.QUERY_GROWTH,
+            Variant.SHORT_CONV,
             Variant.RECURRENT,
         }
     ),
@@ -74,9 +76,10 @@ def variants_of(config: ModelConfig) -> frozenset[Variant]:
         Variant.ACTIVATION: config.activation != "silu",
         Variant.EXPERTS: config.experts is not None,
         Variant.LATENT: config.latent is not None,
-        Variant.RECURRENT: config.state_bytes > 0,
         Variant.CHUNKS: config.windows_are_chunks,
         Variant.QUERY_GROWTH: config.query_growth is not None,
+        Variant.SHORT_CONV: any(isinstance(layer.mixer, ShortConvSpec) for layer in layers),
+        Variant.RECURRENT: any(isinstance(layer.mixer, RecurrentSpec | SideBySideSpec) for layer in layers),
         Variant.ROPES: len(set(config.ropes)) > 1 or config.ropes[0] is None,
         Variant.STORED_OTHERWISE: any(part.order or part.piece or part.stored_rows or part.first_row for part in parts)
         or any(norm.adds_one for norm in spec.norms()),

@@ -57,7 +57,7 @@ def plan_cache(
         layers=layers,
         shares_memory=platform.shares_memory,
         most_of_free=platform.kv_share,
-        runs_ahead=platform.runs_ahead,
+        is_asynchronous=platform.runs_ahead,
         has_drafts=max_draft_tokens > 0,
     )
     num_blocks, num_slots = group.least(sizes.num_blocks), group.least(sizes.num_state_slots)
