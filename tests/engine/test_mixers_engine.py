@@ -14,7 +14,18 @@ from tests.workers.test_layer_kinds import folder_of
 
 CHEAP = ("qwen3_next", "falcon_h1", "jamba", "mamba2")
 """Families of every run: gated delta nets with experts, two mixers side by side, Mamba 1 and Mamba 2."""
-KINDS = (*CHEAP, "qwen3_5", "qwen3_5_moe", "granite_hybrid", "nemotron_h", "lfm2_moe", "bamba", "mamba", "falcon_mamba")
+KINDS = (
+    *CHEAP,
+    "qwen3_5",
+    "qwen3_5_moe",
+    "granite_hybrid",
+    "nemotron_h",
+    "lfm2_moe",
+    "bamba",
+    "mamba",
+    "falcon_mamba",
+    "kimi_linear",
+)
 WITHOUT_ATTENTION = ("mamba2", "mamba", "falcon_mamba")
 HISTORIES: dict[str, dict[str, Any]] = {
     "cold": {},

@@ -194,6 +194,27 @@ CASES: dict[str, Case] = {
         },
         {"choice of two experts": {"num_experts_per_tok": 1}},
     ),
+    "kimi_linear": Case(
+        "KimiLinearConfig",
+        HYBRID
+        | LATENT
+        | {
+            "q_lora_rank": None,
+            "linear_num_heads": 4,
+            "linear_head_dim": 12,
+            "num_local_experts": 8,
+            "num_experts_per_tok": 3,
+            "n_group": 4,
+            "topk_group": 2,
+            "moe_intermediate_size": 32,
+        },
+        {
+            "choice of three experts": {"num_experts_per_token": 2},
+            "groups of experts": {"num_expert_group": 1, "topk_group": 1},
+            "shares that sum to one": {"moe_renormalize": False},
+            "scaled shares": {"routed_scaling_factor": 1.0},
+        },
+    ),
     "mamba2": Case("Mamba2Config", {"num_heads": 8, "head_dim": 16, "state_size": 12, "n_groups": 2}),
     "mamba": Case("MambaConfig", {"state_size": 12, "tie_word_embeddings": False}),
     "falcon_mamba": Case(

@@ -312,7 +312,7 @@ def test_tables_for_a_longest_context_are_those_of_transformers(rope_type: str, 
 REFUSED = [
     ("DeepseekV32Config", {}, "tokens that an indexer chooses"),
     ("LongcatFlashConfig", {}, "latent attention"),
-    ("MambaConfig", {}, "cannot be replaced"),
+    ("RwkvConfig", {}, "cannot be replaced"),
     ("OpenAIGPTConfig", {}, "in code of its own, which cannot be replaced"),
     ("FalconConfig", {"alibi": True}, "ALiBi over key heads that queries share"),
     ("FalconConfig", {"rope_parameters": DYNAMIC_ROPE}, "rope type 'dynamic'"),

@@ -110,7 +110,8 @@ class LinearReader:
         """Returns the rank's share of a tensor of any shape, split along its first dimension, as a view of the file."""
         rows, *others = spec.shape
         part = WeightPart(spec.name, rows, spec.split, first_row=spec.first_row, stored_rows=spec.stored_rows)
-        stored = self.checkpoint.view(spec.name, (spec.stored_rows or rows, *others))
+        shape = (spec.stored_rows or rows, *others)
+        stored = self.checkpoint.view(spec.name, spec.stored_shape or shape).view(shape)
         stored = stored.flatten(1) if others else stored
         taken = self._taken(part, False, stored)
         assert isinstance(taken, torch.Tensor)

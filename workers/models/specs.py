@@ -58,6 +58,8 @@ class TensorSpec(NamedTuple):
     """The first row in the stored tensor."""
     stored_rows: int | None = None
     """Number of rows of the stored tensor, of which this one is a piece; None if it is the whole tensor."""
+    stored_shape: tuple[int, ...] | None = None
+    """The shape of the stored tensor, if it has more dimensions than `shape`; None otherwise."""
     is_log_rate: bool = False
     """Whether the tensor holds logarithms of the negatives of its numbers, as rates of decay are stored."""
 
@@ -214,6 +216,11 @@ class LinearSpec(NamedTuple):
         )
         return self._replace(parts=pieces)
 
+    def or_as(self, other: LinearSpec) -> LinearSpec:
+        """Returns the same linear, whose parts some checkpoints store as those of `other`."""
+        pairs = zip(self.parts, other.parts, strict=True)
+        return self._replace(parts=tuple(part._replace(elsewhere=elsewhere) for part, elsewhere in pairs))
+
     @property
     def gathers(self) -> bool:
         """Whether ranks gather the inputs before and the outputs after."""
@@ -359,6 +366,10 @@ class GatedMlpSpec(NamedTuple):
 
     def linears(self) -> Iterator[LinearSpec]:
         yield from self
+
+    def or_as(self, other: GatedMlpSpec) -> GatedMlpSpec:
+        """Returns the same MLP, which some checkpoints store as `other`."""
+        return GatedMlpSpec(self.gated.or_as(other.gated), self.down.or_as(other.down))
 
 
 class ExpertsSpec(NamedTuple):
