@@ -30,8 +30,7 @@ class _ExactKernels:
     silu_and_mul = staticmethod(cpu.silu_and_mul)
     rope_and_cache = staticmethod(cpu.rope_and_cache)
     paged_attention = staticmethod(functools.partial(cpu.paged_attention, exact=True))
-    recur = staticmethod(cpu.recur)
-    convolve = staticmethod(cpu.convolve)
+    recurrent = cpu.recurrent
 
 
 class CpuPlatform:
