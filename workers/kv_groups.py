@@ -50,11 +50,14 @@ class LayerGroups(NamedTuple):
     """Layers whose keys and values are in one block, which the last block of a kind of layers may not fill."""
 
 
-def group_layers(windows: Sequence[int | None]) -> LayerGroups:
-    """Groups layers by their windows (`ModelConfig.sliding_windows`), so that the least of the blocks is left empty."""
+def group_layers(windows: Sequence[int | None], sources: Sequence[int] = ()) -> LayerGroups:
+    """Groups layers by their windows (`ModelConfig.sliding_windows`), so that the least of the blocks is left empty.
+    `sources` are `ModelConfig.kv_sources`: a layer has the place of the one whose keys and values it reads.
+    """
+    sources = sources or range(len(windows))
     kinds: dict[int | None, list[int]] = {}
-    for layer, window in enumerate(windows):
-        kinds.setdefault(window, []).append(layer)
+    for layer in sorted(set(sources)):
+        kinds.setdefault(windows[layer], []).append(layer)
     ordered = sorted(kinds.items(), key=lambda kind: (kind[0] is not None, kind[0] or 0))
     sizes = [len(layers) for layers in kinds.values()]
     most_groups = max(MOST_GROUPS, len(kinds))
@@ -71,7 +74,7 @@ def group_layers(windows: Sequence[int | None]) -> LayerGroups:
         for number, layer in enumerate(layers):
             places[layer] = LayerPlace(len(groups) + number // layers_per_block, number % layers_per_block)
         groups += [KVGroup(window)] * -(-len(layers) // layers_per_block)
-    return LayerGroups(tuple(groups), tuple(places[layer] for layer in range(len(windows))), layers_per_block)
+    return LayerGroups(tuple(groups), tuple(places[source] for source in sources), layers_per_block)
 
 
 def one_group(num_layers: int) -> LayerGroups:

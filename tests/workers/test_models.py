@@ -104,7 +104,7 @@ class Cache:
         self.model: Model = model or load_model(folder, self.config, dtype, platform)
         kv = platform.allocate_kv(self.config, NUM_BLOCKS, BLOCK_SIZE, platform.torch_dtype(dtype))
         kv.fill_(float("nan"))  # what is read but was not written shows
-        self.kv_caches = layer_caches(kv)
+        self.kv_caches = layer_caches(kv, self.config)
         self.block_tables = np.random.default_rng(0).permutation(NUM_BLOCKS).astype(np.int32).reshape(4, -1)
         self.lengths = [0] * 4
 

@@ -72,7 +72,7 @@ def logits_of(model: Decoder) -> torch.Tensor:
     blocks = np.arange(num_blocks, dtype=np.int32)[None]
     metadata = platform.build_metadata(QueryTokens(np.array([0]), np.array([len(TOKENS)]), blocks, 16))
     kv = platform.allocate_kv(model.config, num_blocks, 16, torch.float32)
-    hidden = model.forward(torch.tensor(TOKENS, device=DEVICE), metadata, layer_caches(kv))
+    hidden = model.forward(torch.tensor(TOKENS, device=DEVICE), metadata, layer_caches(kv, model.config))
     return model.compute_logits(hidden).cpu()
 
 

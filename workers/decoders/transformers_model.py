@@ -246,7 +246,7 @@ class TransformersModel:
         platform, block_size = self._platform, 16
         num_blocks = -(-max(map(len, probe)) // block_size)
         kv = platform.allocate_kv(self.config, len(probe) * num_blocks, block_size, dtype)
-        kv_caches = kv_cache.layer_caches(kv)
+        kv_caches = kv_cache.layer_caches(kv, self.config)
         prompt_lens = np.array([len(tokens) - 1 for tokens in probe])
         block_tables = np.arange(len(probe) * num_blocks, dtype=np.int32).reshape(len(probe), num_blocks)
         prompts = platform.place(np.array([token for tokens in probe for token in tokens[:-1]]))

@@ -8,10 +8,12 @@ block_size]. A number is its value times the scale of its token and head. The sc
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from manta.workers.kernels.quantized_reference import round_activations
-from manta.workers.models.model_config import KV_SCALE_BYTES, HeadShape
+from manta.workers.models.model_config import KV_SCALE_BYTES, HeadShape, ModelConfig
 
 
 def layer_shape(dtype: torch.dtype, num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int) -> list[int]:
@@ -21,18 +23,40 @@ def layer_shape(dtype: torch.dtype, num_blocks: int, block_size: int, num_kv_hea
     return [num_blocks, block_size, num_kv_heads, head_dim]
 
 
-def layer_caches(kv: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Returns the keys and the values of each layer of a KV cache [num_layers, num_cached, ...]: twice the same tensor
-    if keys are the values too.
+def layer_caches(
+    kv: torch.Tensor, config: ModelConfig, numbers: Sequence[int] | None = None
+) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Returns the keys and the values of each layer of a model in a KV cache [num_layers, num_cached, ...]: twice the
+    same tensor if keys are the values too. `numbers` says where in the cache each layer is; by default in their order.
+
+    Layers with fewer or narrower heads than others leave a part of each block unused.
     """
-    return [(layer[0], layer[-1]) for layer in kv]
+    numbers = range(config.num_layers) if numbers is None else numbers
+    largest = config.largest_heads
+    caches = []
+    for layer, number in enumerate(numbers):
+        heads = config.heads_of(layer)
+        is_largest = (heads.num_kv_heads, heads.head_dim) == (largest.num_kv_heads, largest.head_dim)
+        own = [kv[number, 0], kv[number, -1]]
+        keys, values = own if is_largest else [_narrowed(cache, heads, largest) for cache in own]
+        caches.append((keys, values))
+    return caches
+
+
+def _narrowed(cache: torch.Tensor, heads: HeadShape, largest: HeadShape) -> torch.Tensor:
+    """Returns the part of a layer's cache for the `largest` heads that a layer with other heads uses."""
+    blocks = cache.flatten(1)
+    scale_bytes = KV_SCALE_BYTES if cache.dtype == torch.int8 else 0
+    block_size = blocks.shape[1] // (largest.num_kv_heads * (largest.head_dim + scale_bytes))
+    used = blocks[:, : block_size * heads.num_kv_heads * (heads.head_dim + scale_bytes)]
+    return used if scale_bytes else used.unflatten(1, (block_size, heads.num_kv_heads, heads.head_dim))
 
 
 def write(cache: torch.Tensor, slots: torch.Tensor, numbers: torch.Tensor, block_size: int) -> None:
     """Writes the keys, or the values, [num_tokens, num_kv_heads, head_dim] of tokens to their KV slots."""
     num_tokens, num_kv_heads, head_dim = numbers.shape
     if cache.dtype != torch.int8:
-        cache.view(-1, num_kv_heads, head_dim)[slots] = numbers.to(cache.dtype)
+        cache[slots // block_size, slots % block_size] = numbers.to(cache.dtype)
         return
     values, scales = split(cache, block_size, num_kv_heads, head_dim)
     rounded = round_activations(numbers.reshape(-1, head_dim), head_dim, one_scale=True)

@@ -10,6 +10,7 @@ from manta.workers.models import (
     deepseek_v3,
     gemma2,
     gemma3,
+    gemma4,
     glm,
     glm4,
     glm4_moe,
@@ -81,6 +82,7 @@ _MODULES: tuple[Family, ...] = (
     glm4_moe,
     mixtral,
     llama4,
+    gemma4,
 )
 FAMILIES = {family.ARCHITECTURE: family for family in _MODULES}
 """The native families by architecture. To add a dense family, write its module and add it to `_MODULES`."""

@@ -28,6 +28,8 @@ class Variant(enum.Enum):
     ROPES = "positions that differ by layer"
     EXPERTS = "experts"
     LATENT = "latent attention"
+    OTHER_HEADS = "heads that differ by layer, or values that are normed or those of another layer"
+    LAYER_INPUTS = "inputs of each layer"
     CHUNKS = "layers that see a chunk"
     QUERY_GROWTH = "queries that grow with their position"
     STORED_OTHERWISE = "linears that the checkpoint stores together or in another order"
@@ -40,7 +42,17 @@ OUTSIDE_OF_LAYERS = frozenset(
 
 
 NOT_COMPUTED = {
-    "cuda": frozenset({Variant.SOFT_CAP, Variant.SINKS, Variant.LATENT, Variant.CHUNKS, Variant.QUERY_GROWTH}),
+    "cuda": frozenset(
+        {
+            Variant.SOFT_CAP,
+            Variant.SINKS,
+            Variant.LATENT,
+            Variant.CHUNKS,
+            Variant.QUERY_GROWTH,
+            Variant.OTHER_HEADS,
+            Variant.LAYER_INPUTS,
+        }
+    ),
     "tpu": frozenset(Variant),
 }
 """Variants that a device does not compute, by the name of the device."""
@@ -64,6 +76,9 @@ def variants_of(config: ModelConfig) -> frozenset[Variant]:
         Variant.ACTIVATION: config.activation != "silu",
         Variant.EXPERTS: config.experts is not None,
         Variant.LATENT: config.latent is not None,
+        Variant.OTHER_HEADS: bool(config.layer_kv_heads or config.kv_sources)
+        or any(attention.v_norm is not None for attention in of_heads),
+        Variant.LAYER_INPUTS: spec.layer_inputs is not None or any(layer.scalar is not None for layer in layers),
         Variant.CHUNKS: config.windows_are_chunks,
         Variant.QUERY_GROWTH: config.query_growth is not None,
         Variant.ROPES: len(set(config.ropes)) > 1 or config.ropes[0] is None,

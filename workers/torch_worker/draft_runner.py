@@ -33,7 +33,7 @@ class TorchDraftRunner:
         self._sequences = target.sequences
         block_size, num_blocks = self._sequences.block_size, target.kv_cache.shape[2]
         kv_cache = self._platform.allocate_kv(draft.config, num_blocks, block_size, draft.kv_dtype)
-        self._layers = layer_caches(kv_cache)
+        self._layers = layer_caches(kv_cache, draft.config)
         limits = DecodeLimits(self._sequences.max_num_sequences, self._sequences.max_model_len, block_size)
         self._platform.record_decodes(self.model, self._layers, limits._replace(shares_prefixes=False))
 

@@ -42,7 +42,7 @@ def run_largest_step(
     tables = np.arange(num_blocks, dtype=np.int32)[None]
     metadata = platform.build_metadata(QueryTokens(np.array([0]), np.array([num_tokens]), tables, block_size))
     token_ids = platform.place(np.zeros(num_tokens, dtype=np.int64))
-    hidden = model.forward(token_ids, metadata, layer_caches(kv_cache))
+    hidden = model.forward(token_ids, metadata, layer_caches(kv_cache, config))
     logits = model.compute_logits(hidden[:num_rows])
     if draws:
         # Rows with logits processors are drawn from in float32

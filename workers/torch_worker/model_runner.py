@@ -63,8 +63,8 @@ class ModelRunner:
         self._shares_prefixes = layers.groups[0].window is None
         """Whether attention may read a shared prefix once. A layer with a window never does."""
         self.state = self.sequences.sampling
-        caches = layer_caches(kv_cache)  # once: unbinding costs 2 us a layer and step
-        self.kv_layers = [caches[place.number] for place in layers.layers]
+        # Once: unbinding costs 2 us a layer and step
+        self.kv_layers = layer_caches(kv_cache, model.config, [place.number for place in layers.layers])
         self.reset()
 
     def reset(self) -> None:
