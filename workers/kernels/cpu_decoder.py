@@ -21,7 +21,7 @@ from manta.workers.kernels.cpu_linear import DTYPES, HasNative, NativeLinear
 from manta.workers.kernels.kept_memory import KeptMemory
 from manta.workers.kernels.layout import check, structure
 from manta.workers.kernels.protocol import KVCaches, RotaryTables
-from manta.workers.kernels.weights import DecoderWeights, GatedMlpWeights, Linear, max_mlp_rows
+from manta.workers.kernels.weights import AttentionWeights, DecoderWeights, GatedMlpWeights, Linear, max_mlp_rows
 from manta.workers.kv_groups import group_layers
 from manta.workers.models.model_config import ModelConfig
 from manta.workers.models.variants import OUTSIDE_OF_LAYERS, Variant, variants_of
@@ -141,6 +141,7 @@ class FusedLayers:
         places = group_layers(config.sliding_windows, config.kv_sources).layers
         for to, layer, place, window in zip(self._layers, weights.layers, places, config.sliding_windows, strict=True):
             attention, mlp = layer.mixer, layer.mlp
+            assert isinstance(attention, AttentionWeights)
             assert isinstance(mlp, GatedMlpWeights)
             to.input_norm, to.mlp_norm = _address(layer.input_norm), _address(layer.mlp_norm)
             to.q_norm, to.k_norm = _address(attention.q_norm), _address(attention.k_norm)

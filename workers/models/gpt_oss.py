@@ -71,7 +71,7 @@ def _layer(config: ModelConfig, index: int) -> LayerSpec:
     router = LinearSpec((WeightPart(f"{prefix}.mlp.router", num_experts),), config.hidden_size, has_bias=True)
     usual = llama.mlp(config, f"{prefix}.mlp")
     experts = tuple(_expert(num_experts, usual, f"{prefix}.mlp.experts", each) for each in range(num_experts))
-    attention = layer.mixer._replace(sinks=f"{prefix}.self_attn.sinks")
+    attention = layer.attention._replace(sinks=f"{prefix}.self_attn.sinks")
     return layer._replace(mixer=attention, mlp=ExpertsSpec(router, experts))
 
 

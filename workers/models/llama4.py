@@ -92,7 +92,7 @@ def _layer(config: ModelConfig, index: int) -> LayerSpec:
     layer, prefix = llama.layer(config, index), f"model.layers.{index}.feed_forward"
     if config.has_head_norms and config.ropes[index] is not None:
         norm = NormSpec("", config.head_dim, is_stored=False)  # it commutes with the rotation
-        layer = layer._replace(mixer=layer.mixer._replace(q_norm=norm, k_norm=norm))
+        layer = layer._replace(mixer=layer.attention._replace(q_norm=norm, k_norm=norm))
     if index in config.experts.dense_layers:
         return layer._replace(mlp=llama.mlp(config, prefix))
     return layer._replace(mlp=_experts(config, config.experts, prefix))

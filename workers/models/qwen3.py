@@ -30,4 +30,4 @@ def layer(config: ModelConfig, index: int) -> LayerSpec:
     prefix = f"model.layers.{index}.self_attn"
     order = llama.head_order(config)
     q_norm, k_norm = (NormSpec(f"{prefix}.{name}_norm", config.head_dim, order=order) for name in ("q", "k"))
-    return usual._replace(mixer=usual.mixer._replace(q_norm=q_norm, k_norm=k_norm))
+    return usual._replace(mixer=usual.attention._replace(q_norm=q_norm, k_norm=k_norm))

@@ -291,6 +291,12 @@ class LayerSpec(NamedTuple):
     scalar: str | None = None
     """The tensor [1] that multiplies the residual stream after the layer; None for none (Gemma 4)."""
 
+    @property
+    def attention(self) -> AttentionSpec:
+        """The mixer of a layer with attention."""
+        assert isinstance(self.mixer, AttentionSpec)
+        return self.mixer
+
     def norms(self) -> Iterator[NormSpec]:
         """Yields every norm of the layer."""
         around = (self.input_norm, self.mixer_output_norm, self.mlp_norm, self.mlp_output_norm)

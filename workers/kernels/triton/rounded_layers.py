@@ -15,7 +15,7 @@ from manta.workers.kernels.protocol import Forward, KVCaches, RotaryTables
 from manta.workers.kernels.triton import layers
 from manta.workers.kernels.triton.quantized_linear import TritonQuantizedLinear
 from manta.workers.kernels.triton.rounded_rows import RoundedRows, round_normed
-from manta.workers.kernels.weights import DecoderWeights, GatedMlpWeights, LayerWeights, Linear
+from manta.workers.kernels.weights import AttentionWeights, DecoderWeights, GatedMlpWeights, LayerWeights, Linear
 from manta.workers.kv_groups import LayerPlace, group_layers
 from manta.workers.models.model_config import ModelConfig
 from manta.workers.models.variants import OUTSIDE_OF_LAYERS, variants_of
@@ -65,6 +65,7 @@ class _RoundedLayer:
         assert weights.input_norm is not None
         assert weights.mlp_norm is not None
         assert isinstance(weights.mlp, GatedMlpWeights)
+        assert isinstance(weights.mixer, AttentionWeights)
         self.input_norm, self.mlp_norm = weights.input_norm, weights.mlp_norm
         self.qkv, self.output = _RoundedInput(weights.mixer.qkv), weights.mixer.output
         self.gated, self.down = _RoundedInput(weights.mlp.gated), _RoundedInput(weights.mlp.down)
