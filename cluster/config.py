@@ -52,10 +52,6 @@ class EngineConfig(ModelOptions, frozen=True, kw_only=True, forbid_unknown_field
     """Limits on what one constraint may cost."""
     grammar_pool: PoolConfig = PoolConfig()
     """Place of the grammar workers, and the time that they may take to fill masks."""
-    overlap: Literal["auto", "on", "off"] = "auto"
-    """Whether the engine does its own work while the device computes a step. The tokens stay the same. `auto` overlaps
-    on devices that compute by themselves (GPUs); `on` does so on CPUs too.
-    """
     speculative: SpeculativeConfig | None = None
     """Proposers of drafts: tokens that the model verifies, several in one step. None generates one token a step."""
 

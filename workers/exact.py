@@ -21,9 +21,12 @@ _INEXACT = frozenset(
         Variant.LATENT,
         Variant.QUERY_GROWTH,
         Variant.FINAL_CAP,
+        Variant.RECURRENT,
     }
 )
-"""Variants that torch computes, with functions whose last bits differ between processors."""
+"""Variants that torch computes, with functions whose last bits differ between processors. Short convolutions are
+products and sums in one order.
+"""
 _OR = "or set exact to false"
 
 

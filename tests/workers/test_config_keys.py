@@ -155,6 +155,19 @@ OWN: dict[str, dict[str, Any]] = {
         "swiglu_alpha": (1.702, (*NUMBER, 1.0)),
         "swiglu_limit": (7.0, (*NUMBER, 1.0)),
     },
+    "Lfm2ForCausalLM": {
+        "rms_norm_eps": None,
+        "norm_eps": (1e-5, NUMBER),
+        "layer_types": (["conv", "full_attention"] * 2, (*LIST, ["conv"], ["sliding_attention"] * 4)),
+        "full_attn_idxs": ([1, 3], (*LIST, [-1])),
+        "conv_L_cache": (3, (*WHOLE, 1)),
+        "conv_bias": (True, FLAG),
+        "block_ff_dim": (96, WHOLE),
+        "block_multiple_of": (8, WHOLE),
+        "block_ffn_dim_multiplier": (1.0, (*NUMBER, 1e-4)),
+        "block_auto_adjust_ff_dim": (True, FLAG),
+        "tie_embedding": (False, FLAG),
+    },
     "Cohere2ForCausalLM": BIASES
     | KINDS
     | PATTERN

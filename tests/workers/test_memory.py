@@ -39,10 +39,10 @@ def plan(
     **options: Any,
 ) -> tuple[int, int]:
     """Returns (bytes, tokens)."""
-    num_bytes, num_blocks = plan_kv_cache(
+    sizes = plan_kv_cache(
         model, "bfloat16", ModelOptions(**options), free_bytes=free_bytes, weight_bytes=weight_bytes, draft=draft
     )
-    return num_bytes, num_blocks * 16
+    return sizes.num_bytes, sizes.num_blocks * 16
 
 
 def test_the_demo_model_takes_half_a_gibibyte() -> None:
@@ -66,11 +66,12 @@ def test_an_exclusive_devices_cache_takes_its_share() -> None:
     """The weights of 8 billion parameters are a seventh of it; by four times the weights half would lie idle."""
     options = ModelOptions()
     free = {"free_bytes": 120 * GIB, "weight_bytes": WEIGHTS_7B, "most_of_free": 0.9}
-    alone, _ = plan_kv_cache(QWEN_7B, "bfloat16", options, shares_memory=False, **free)
-    shared, _ = plan_kv_cache(QWEN_7B, "bfloat16", options, shares_memory=True, **free)
+    alone = plan_kv_cache(QWEN_7B, "bfloat16", options, shares_memory=False, **free).num_bytes
+    shared = plan_kv_cache(QWEN_7B, "bfloat16", options, shares_memory=True, **free).num_bytes
     assert 0.899 * 120 * GIB < alone <= 0.9 * 120 * GIB
     assert shared < 4 * WEIGHTS_7B + 1
-    few, _ = plan_kv_cache(DEMO, "bfloat16", ModelOptions(max_num_sequences=1), shares_memory=False, **free)
+    one = ModelOptions(max_num_sequences=1)
+    few = plan_kv_cache(DEMO, "bfloat16", one, shares_memory=False, **free).num_bytes
     assert few == plan(DEMO, max_num_sequences=1, weight_bytes=8_000_000)[0], "no more than sequences can fill"
 
 

@@ -20,11 +20,11 @@ from manta.workers.checkpoints.formats.gptq import read_gptq
 from manta.workers.checkpoints.formats.mxfp4_experts import read_mxfp4_experts
 from manta.workers.checkpoints.formats.stored_part import Reader, StoredPart
 from manta.workers.checkpoints.memory import FLOATING
-from manta.workers.checkpoints.shard import Shard, in_order, take_piece
+from manta.workers.checkpoints.shard import Shard, in_order, scaled, take_piece
 from manta.workers.kernels.quantized_weight import QuantizedWeight
 from manta.workers.kernels.weights import LinearWeight
 from manta.workers.models.model_config import ModelError, Quantization, WeightFormat
-from manta.workers.models.specs import LinearSpec, Split, WeightPart
+from manta.workers.models.specs import LinearSpec, Split, TensorSpec, WeightPart
 
 READERS: dict[str, Reader] = {
     "int": read_int,
@@ -79,6 +79,7 @@ class LinearReader:
         is used again. `shapes_only` False gives a plain weight its data in any case.
         """
         shapes_only = self._shapes_only if shapes_only is None else shapes_only
+        spec = spec._replace(parts=tuple(map(self.as_stored, spec.parts)))
         formats = [self.format_of(part) for part in spec.parts]
         weight: QuantizedWeight | torch.Tensor
         if any(formats):
@@ -91,6 +92,11 @@ class LinearReader:
         shape = torch.empty(weight.values.shape, dtype=self._dtype, device="meta")
         return LinearWeight(spec.name, shape, bias, self._dtype, spec.is_gated, weight)
 
+    def as_stored(self, part: WeightPart) -> WeightPart:
+        """Returns the part as this checkpoint stores it."""
+        other = part.elsewhere
+        return other if other is not None and other.weight_name in self.checkpoint else part
+
     def read_table(self, part: WeightPart, width: int) -> QuantizedWeight | torch.Tensor:
         """Returns a lookup table: a view of the file [num_rows, width], or integers of a GGUF file."""
         format_ = GGUF if self.format_of(part) is GGUF else None
@@ -98,8 +104,16 @@ class LinearReader:
 
     def read_vector(self, name: str, size: int, split: Split) -> torch.Tensor:
         """Returns the rank's share of a tensor [size], as a view of the file."""
-        part = WeightPart(name, size, split)
-        taken = self._taken(part, False, self.checkpoint.view(name, (size,)))
+        return self.read_tensor(TensorSpec(name, (size,), split))
+
+    def read_tensor(self, spec: TensorSpec) -> torch.Tensor:
+        """Returns the rank's share of a tensor of any shape, split along its first dimension, as a view of the file."""
+        rows, *others = spec.shape
+        part = WeightPart(spec.name, rows, spec.split, first_row=spec.first_row, stored_rows=spec.stored_rows)
+        shape = (spec.stored_rows or rows, *others)
+        stored = self.checkpoint.view(spec.name, spec.stored_shape or shape).view(shape)
+        stored = stored.flatten(1) if others else stored
+        taken = self._taken(part, False, stored)
         assert isinstance(taken, torch.Tensor)
         return taken
 
@@ -126,7 +140,8 @@ class LinearReader:
     ) -> QuantizedWeight | torch.Tensor:
         """Returns this rank's share of a part, given the tensor that holds it."""
         whole = take_piece(part, stored)
-        return in_order(part, whole if self._shard is None else self._shard.take(part, splits_inputs, whole))
+        taken = in_order(part, whole if self._shard is None else self._shard.take(part, splits_inputs, whole))
+        return taken if part.scale == 1 else scaled(taken, part.scale)
 
     def format_of(self, part: WeightPart) -> WeightFormat | None:
         """Returns the format of a part; None if it is not quantised.
@@ -196,7 +211,7 @@ class LinearReader:
                 bias = self._shard.take_bias(part, spec.splits_inputs, bias)
             ordered = in_order(part, bias)
             assert isinstance(ordered, torch.Tensor)
-            parts.append(self._place_bias(ordered, self._dtype))
+            parts.append(self._place_bias(ordered.float() * part.scale if part.scale != 1 else ordered, self._dtype))
         return torch.cat(parts)
 
     def _stored_bias(self, part: WeightPart) -> torch.Tensor:

@@ -12,9 +12,12 @@ import torch
 from manta.workers.decoders.experts import run_experts
 from manta.workers.decoders.latent_attention import attend_latent
 from manta.workers.decoders.layer_inputs import add_own_input, layer_inputs
+from manta.workers.decoders.mixers.recurrent_mixers import MIXERS
+from manta.workers.decoders.mixers.short_conv import run_short_conv
 from manta.workers.decoders.rope_table import rope_table
 from manta.workers.kernels import reference
 from manta.workers.kernels.attention_metadata import AttentionMetadata
+from manta.workers.kernels.kv_cache import narrowed
 from manta.workers.kernels.protocol import KVCaches, RotaryTables
 from manta.workers.kernels.weights import (
     AttentionWeights,
@@ -22,6 +25,10 @@ from manta.workers.kernels.weights import (
     ExpertsWeights,
     GatedMlpWeights,
     LatentAttentionWeights,
+    MixerWeights,
+    RecurrentWeights,
+    ShortConvWeights,
+    SideBySideWeights,
     max_mlp_rows,
 )
 from manta.workers.kv_groups import group_layers
@@ -53,7 +60,7 @@ class Decoder:
         self.weights = weights
         self._kernels = platform.kernels
         next_norms = [*(layer.input_norm for layer in weights.layers[1:]), weights.final_norm]
-        places = group_layers(config.sliding_windows, config.kv_sources).layers
+        places = group_layers(config.sliding_windows, config.attends, config.kv_sources).layers
         heads = [config.heads_of(layer) for layer in range(config.num_layers)]
         grows = [config.query_growth is not None and config.query_growth.is_of(rope) for rope in config.ropes]
         sources = config.kv_sources or range(config.num_layers)
@@ -64,12 +71,15 @@ class Decoder:
         self._embedding_scale = torch.tensor(config.embedding_scale, dtype=weights.dtype).item()
         self.compiled = platform.compile_decoder(weights, config, self._run_layers)
         self._tables: RotaryTables = []
+        self._whole_caches: KVCaches = []
+        self._used_caches: KVCaches = []
+        """The part of each of `_whole_caches` that its layer uses."""
 
     def forward(self, token_ids: torch.Tensor, metadata: AttentionMetadata, kv_caches: KVCaches) -> torch.Tensor:
         """Hidden states after the last norm, [num_tokens, hidden]; writes the tokens' keys and values to their KV
         slots.
 
-        `token_ids` is int64 [num_tokens]; `kv_caches` holds (k_cache, v_cache) of each layer.
+        `token_ids` is int64 [num_tokens]; `kv_caches` holds what each layer keeps.
         """
         tables = self._rotary_tables(metadata.max_context_len, token_ids.device)
         embedded = self.weights.embedding(token_ids)
@@ -77,9 +87,20 @@ class Decoder:
             embedded = embedded.mul_(self._embedding_scale)
         if self.weights.layer_inputs is not None:
             inputs = layer_inputs(self.weights.layer_inputs, token_ids, embedded, self.config, self._kernels)
-            return self._run_layers(embedded, tables, metadata, kv_caches, inputs)
+            return self._run_layers(embedded, tables, metadata, self._own_caches(kv_caches), inputs)
         run = self.compiled or self._run_layers
-        return run(embedded, tables, metadata, kv_caches)
+        return run(embedded, tables, metadata, self._own_caches(kv_caches))
+
+    def _own_caches(self, kv_caches: KVCaches) -> KVCaches:
+        """Returns the caches without what layers with smaller heads than others do not use."""
+        if self.config.layer_kv_heads and kv_caches is not self._whole_caches:
+            largest = self.config.largest_heads
+            self._whole_caches = kv_caches
+            self._used_caches = [
+                tuple(narrowed(each, self.config.heads_of(layer), largest) for each in caches)
+                for layer, caches in enumerate(kv_caches)
+            ]
+        return self._used_caches if self.config.layer_kv_heads else kv_caches
 
     def _run_layers(
         self,
@@ -98,17 +119,19 @@ class Decoder:
             zip(self._layers, cos_sin, strict=True)
         ):
             kv_cache = kv_caches[source]
-            group = metadata.of_group(place.group)
-            window = sliding_window
-            if config.windows_are_chunks and window is not None:
+            group, window = metadata.of_group(0 if place is None else place.group), sliding_window
+            if config.windows_are_chunks and window is not None and place is not None:
                 group = chunks[place.group] = chunks.get(place.group) or group.in_chunks(window)
                 window = None
-            update = self._attend(layer.mixer, normed, table, group, kv_cache, heads, window, growth if grows else None)
-            update = self._norm(update, layer.mixer_output_norm)
-            if layer.is_parallel:
+            if layer.mixer is not None:
+                growing = growth if grows else None
+                update = self._mix(layer.mixer, normed, table, group, kv_cache, heads, window, growing)
+                update = self._norm(update, layer.mixer_output_norm)
+            if layer.mlp is not None and layer.is_parallel:
                 update = update + self._mlp(layer.mlp, normed, metadata)
-            else:
-                normed = self._add(update, residual, layer.mlp_norm)
+            elif layer.mlp is not None:
+                if layer.mixer is not None:
+                    normed = self._add(update, residual, layer.mlp_norm)
                 update = self._norm(self._mlp(layer.mlp, normed, metadata), layer.mlp_output_norm)
             if layer.own_input is None and layer.scalar == 1:
                 normed = self._add(update, residual, next_norm)
@@ -135,22 +158,56 @@ class Decoder:
             return self._norm(residual.add_(update), next_norm)
         return self._kernels.add_rms_norm(update, residual, next_norm, self.config.rms_norm_eps)
 
+    def _mix(
+        self,
+        mixer: MixerWeights,
+        normed: torch.Tensor,
+        cos_sin: torch.Tensor,
+        metadata: AttentionMetadata,
+        cache: tuple[torch.Tensor, ...],
+        heads: HeadShape,
+        sliding_window: int | None,
+        growth: torch.Tensor | None,
+    ) -> torch.Tensor:
+        if isinstance(mixer, AttentionWeights | LatentAttentionWeights):
+            return self._attend(mixer, normed, cos_sin, metadata, cache, heads, sliding_window, growth)
+        if isinstance(mixer, SideBySideWeights):
+            own = cache[:2]
+            attended = self._attend(mixer.attention, normed, cos_sin, metadata, own, heads, sliding_window, growth)
+            return attended + self._recur(mixer.recurrent, normed, metadata, cache[2:])
+        return self._recur(mixer, normed, metadata, cache)
+
+    def _recur(
+        self,
+        mixer: RecurrentWeights | ShortConvWeights,
+        normed: torch.Tensor,
+        metadata: AttentionMetadata,
+        states: tuple[torch.Tensor, ...],
+    ) -> torch.Tensor:
+        step = metadata.states
+        assert step is not None, "a model with recurrent states gets their slots with each step"
+        if isinstance(mixer, ShortConvWeights):
+            return run_short_conv(mixer, normed, metadata, step, states, self._kernels)
+        return MIXERS[mixer.kind](mixer, normed, metadata, step, states, self._kernels)
+
     def _attend(
         self,
         attention: AttentionWeights | LatentAttentionWeights,
         normed: torch.Tensor,
         cos_sin: torch.Tensor,
         metadata: AttentionMetadata,
-        kv_cache: tuple[torch.Tensor, torch.Tensor],
+        kv_cache: tuple[torch.Tensor, ...],
         heads: HeadShape,
         sliding_window: int | None,
         growth: torch.Tensor | None,
     ) -> torch.Tensor:
+        k_cache, v_cache = kv_cache
         eps = self.config.rms_norm_eps
         if isinstance(attention, LatentAttentionWeights):
             assert self.config.latent is not None
             shape = self.config.latent
-            return attend_latent(attention, normed, cos_sin, metadata, kv_cache, heads, shape, self._kernels, growth)
+            caches = k_cache, v_cache
+            return attend_latent(attention, normed, cos_sin, metadata, caches, heads, shape, self._kernels, growth)
         qkv = attention.qkv.forward(normed, metadata)
         if attention.wide_norms is not None:
             query, key, value = qkv.split([count * heads.head_dim for count in heads.counts], dim=-1)
@@ -161,10 +218,14 @@ class Decoder:
             values.copy_(self._kernels.rms_norm(values, attention.v_norm, eps))
         written = heads._replace(num_kv_heads=0) if attention.reads_other_layer else heads
         norms = attention.q_norm, attention.k_norm
-        self._kernels.rope_and_cache(qkv, cos_sin, metadata, *kv_cache, written, *norms, eps)
+        self._kernels.rope_and_cache(qkv, cos_sin, metadata, k_cache, v_cache, written, *norms, eps)
         if growth is not None:
             qkv[:, : heads.num_heads * heads.head_dim] *= growth.to(qkv.dtype)
-        attended = self._kernels.paged_attention(qkv, *kv_cache, metadata, heads, sliding_window, attention.sinks)
+        attended = self._kernels.paged_attention(
+            qkv, k_cache, v_cache, metadata, heads, sliding_window, attention.sinks
+        )
+        if attention.gate is not None:
+            attended = attended * attention.gate.forward(normed, metadata).sigmoid()
         return attention.output.forward(attended, metadata)
 
     def _mlp(

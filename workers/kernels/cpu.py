@@ -12,7 +12,7 @@ from ctypes import c_float, c_int, c_int64, c_void_p
 
 import torch
 
-from manta.workers.kernels import build, layout, reference
+from manta.workers.kernels import build, cpu_recurrence, layout, reference
 from manta.workers.kernels.attention_metadata import AttentionMetadata
 from manta.workers.kernels.cpu_linear import DTYPES
 from manta.workers.kernels.shared_prefixes import MAX_QUERY_LEN, PREFIX_MULTIPLE
@@ -23,6 +23,9 @@ CACHE_DTYPES = {**DTYPES, torch.int8: 2}
 """Numbers that the C++ has for a cache's dtype."""
 HEAD_DIM_MULTIPLE = 16
 """Head sizes the C++ attention takes; the reference serves others."""
+
+recur = cpu_recurrence.recur
+convolve = cpu_recurrence.convolve
 
 
 @functools.cache

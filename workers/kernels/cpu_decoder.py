@@ -138,11 +138,12 @@ class FusedLayers:
         self._raise_errors: dict[Callable[[], None], None] = {}
         """The linears' `NativeLinear.raise_error`: each once, in the order of the linears."""
         self._layers = (_NativeLayer * len(weights.layers))()
-        places = group_layers(config.sliding_windows, config.kv_sources).layers
+        places = group_layers(config.sliding_windows, config.attends, config.kv_sources).layers
         for to, layer, place, window in zip(self._layers, weights.layers, places, config.sliding_windows, strict=True):
             attention, mlp = layer.mixer, layer.mlp
             assert isinstance(attention, AttentionWeights)
             assert isinstance(mlp, GatedMlpWeights)
+            assert place is not None
             to.input_norm, to.mlp_norm = _address(layer.input_norm), _address(layer.mlp_norm)
             to.q_norm, to.k_norm = _address(attention.q_norm), _address(attention.k_norm)
             linears = {

@@ -34,7 +34,7 @@ def _huge_page_buffer(num_bytes: int) -> torch.Tensor:
     """Bytes on huge pages, if Linux grants them. Otherwise each access to a KV block would miss the TLB, because blocks
     are scattered.
     """
-    if not hasattr(mmap, "MADV_HUGEPAGE"):  # no Linux, or a C library that does not know it
+    if not num_bytes or not hasattr(mmap, "MADV_HUGEPAGE"):  # no layer, no Linux, or a C library that does not know it
         return torch.empty(num_bytes, dtype=torch.uint8)
     buffer = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     with contextlib.suppress(OSError):  # a kernel without transparent huge pages

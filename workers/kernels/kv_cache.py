@@ -8,12 +8,10 @@ block_size]. A number is its value times the scale of its token and head. The sc
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 
 from manta.workers.kernels.quantized_reference import round_activations
-from manta.workers.models.model_config import KV_SCALE_BYTES, HeadShape, ModelConfig
+from manta.workers.models.model_config import KV_SCALE_BYTES, HeadShape
 
 
 def layer_shape(dtype: torch.dtype, num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int) -> list[int]:
@@ -23,28 +21,12 @@ def layer_shape(dtype: torch.dtype, num_blocks: int, block_size: int, num_kv_hea
     return [num_blocks, block_size, num_kv_heads, head_dim]
 
 
-def layer_caches(
-    kv: torch.Tensor, config: ModelConfig, numbers: Sequence[int] | None = None
-) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Returns the keys and the values of each layer of a model in a KV cache [num_layers, num_cached, ...]: twice the
-    same tensor if keys are the values too. `numbers` says where in the cache each layer is; by default in their order.
-
-    Layers with fewer or narrower heads than others leave a part of each block unused.
+def narrowed(cache: torch.Tensor, heads: HeadShape, largest: HeadShape) -> torch.Tensor:
+    """Returns the part of a layer's keys, or values, that a layer with other heads than the `largest` ones uses: the
+    beginning of each block.
     """
-    numbers = range(config.num_layers) if numbers is None else numbers
-    largest = config.largest_heads
-    caches = []
-    for layer, number in enumerate(numbers):
-        heads = config.heads_of(layer)
-        is_largest = (heads.num_kv_heads, heads.head_dim) == (largest.num_kv_heads, largest.head_dim)
-        own = [kv[number, 0], kv[number, -1]]
-        keys, values = own if is_largest else [_narrowed(cache, heads, largest) for cache in own]
-        caches.append((keys, values))
-    return caches
-
-
-def _narrowed(cache: torch.Tensor, heads: HeadShape, largest: HeadShape) -> torch.Tensor:
-    """Returns the part of a layer's cache for the `largest` heads that a layer with other heads uses."""
+    if (heads.num_kv_heads, heads.head_dim) == (largest.num_kv_heads, largest.head_dim):
+        return cache
     blocks = cache.flatten(1)
     scale_bytes = KV_SCALE_BYTES if cache.dtype == torch.int8 else 0
     block_size = blocks.shape[1] // (largest.num_kv_heads * (largest.head_dim + scale_bytes))

@@ -55,6 +55,17 @@ def gate(activation: str, gate_up: torch.Tensor) -> torch.Tensor:
     return GATES[activation](*gate_up.float().chunk(2, dim=-1)).to(gate_up.dtype)
 
 
+ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "silu": F.silu,
+    "relu2": lambda x: F.relu(x).square(),
+}
+"""Activations of MLPs without gates."""
+
+
+def activate(activation: str, x: torch.Tensor) -> torch.Tensor:
+    return ACTIVATIONS[activation](x.float()).to(x.dtype)
+
+
 silu_and_mul = functools.partial(gate, "silu")
 
 

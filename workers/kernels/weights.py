@@ -15,6 +15,7 @@ import torch
 from manta.workers.kernels.attention_metadata import AttentionMetadata
 from manta.workers.kernels.quantized_weight import QuantizedWeight
 from manta.workers.models.model_config import ExpertsConfig, ModelConfig
+from manta.workers.models.recurrent_shapes import RecurrentKind, RecurrentShape
 
 
 @dataclasses.dataclass(slots=True, frozen=True)
@@ -96,6 +97,34 @@ class AttentionWeights:
     """[head_dim]; None in families that do not normalise values."""
     reads_other_layer: bool = False
     """Whether `qkv` gives queries only, and keys and values are those of an earlier layer."""
+    gate: Linear | None = None
+    """hidden -> num_heads * head_dim, whose sigmoids multiply the attended values; None in families without."""
+
+
+@dataclasses.dataclass(slots=True, frozen=True)
+class ShortConvWeights:
+    input: Linear
+    """hidden -> 3 * channels: b, c and x."""
+    kernel: torch.Tensor
+    """float32 [channels, width]"""
+    bias: torch.Tensor | None
+    """float32 [channels]"""
+    output: Linear
+
+
+@dataclasses.dataclass(slots=True, frozen=True)
+class RecurrentWeights:
+    """The weights of `RecurrentSpec`, by the names that the mixer's module gives them."""
+
+    kind: RecurrentKind
+    shape: RecurrentShape
+    """The sizes of this rank's share."""
+    inputs: dict[str, Linear]
+    output: Linear
+    tensors: dict[str, torch.Tensor]
+    """float32"""
+    num_ranks: int
+    sum_over_ranks: Callable[[torch.Tensor], torch.Tensor]
 
 
 @dataclasses.dataclass(slots=True, frozen=True)
@@ -113,6 +142,15 @@ class LatentAttentionWeights:
     values: torch.Tensor
     """[num_heads, head_dim, value_dim]: from attended cached tokens to a head's values."""
     output: Linear
+
+
+@dataclasses.dataclass(slots=True, frozen=True)
+class SideBySideWeights:
+    attention: AttentionWeights
+    recurrent: RecurrentWeights
+
+
+MixerWeights = AttentionWeights | LatentAttentionWeights | ShortConvWeights | RecurrentWeights | SideBySideWeights
 
 
 @dataclasses.dataclass(slots=True, frozen=True)
@@ -162,9 +200,9 @@ class LayerWeights:
     """A layer of `LayerSpec`: norms are tensors [hidden], or None where a family has none."""
 
     input_norm: torch.Tensor | None
-    mixer: AttentionWeights | LatentAttentionWeights
+    mixer: MixerWeights | None
     mlp_norm: torch.Tensor | None
-    mlp: GatedMlpWeights | ExpertsWeights
+    mlp: GatedMlpWeights | ExpertsWeights | None
     mixer_output_norm: torch.Tensor | None = None
     mlp_output_norm: torch.Tensor | None = None
     is_parallel: bool = False

@@ -47,13 +47,13 @@ def layer(config: ModelConfig, index: int) -> LayerSpec:
     hidden = config.hidden_size
     return LayerSpec(
         input_norm=NormSpec(f"{prefix}.input_layernorm", hidden),
-        mixer=_attention(config, f"{prefix}.self_attn"),
+        mixer=attention(config, f"{prefix}.self_attn"),
         mlp_norm=NormSpec(f"{prefix}.post_attention_layernorm", hidden),
         mlp=mlp(config, f"{prefix}.mlp"),
     )
 
 
-def _attention(config: ModelConfig, prefix: str) -> AttentionSpec:
+def attention(config: ModelConfig, prefix: str) -> AttentionSpec:
     hidden = config.hidden_size
     query_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
     order = head_order(config)

@@ -7,6 +7,8 @@ from typing import NamedTuple
 import msgspec
 import regex
 
+from manta.workers.models.recurrent_shapes import RecurrentShape, StateShape
+
 DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 PATTERN_SECONDS = 10.0
 """Longest time by the clock to search for a pattern in a name. The patterns of published checkpoints take microseconds.
@@ -185,12 +187,28 @@ class ExpertsConfig(msgspec.Struct, frozen=True, kw_only=True):
     num_chosen_groups: int = 1
     ranks_groups_by: int = 1
     """Number of a group's best scores whose sum ranks it."""
+    has_choice_bias: bool = False
+    """Whether a bias is added to the scores for the choice alone, in families that may do without one."""
     scales_inputs: bool = False
     """Whether an expert's score multiplies its input, instead of its result (Llama 4)."""
     shared_intermediate_size: int = 0
     """The inner width of the expert that computes every token; 0 if there is none."""
     dense_layers: tuple[int, ...] = ()
     """Layers with one MLP, of `ModelConfig.intermediate_size`, instead of experts."""
+
+
+class PartScales(msgspec.Struct, frozen=True, kw_only=True):
+    """Factors inside the layers of Falcon-H1."""
+
+    attention_input: float
+    attention_output: float
+    keys: float
+    recurrent_input: float
+    recurrent_output: float
+    recurrent_parts: tuple[float, ...]
+    """Those on gates, x, B, C and time steps."""
+    mlp: tuple[float, ...]
+    """Those on the gates of the MLP, before their activation, and on its result."""
 
 
 class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -224,6 +242,10 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     mlp_bias: bool = False
     sliding_windows: tuple[int | None, ...]
     """Positions that a token sees in each layer, including its own; None for all."""
+    layer_states: tuple[StateShape | None, ...] = ()
+    """The recurrent state of each layer; None for a layer without one. If empty, no layer has one."""
+    layer_attends: tuple[bool, ...] = ()
+    """Whether each layer has attention, and so keys and values. If empty, all have."""
     dtype: str
     """The checkpoint's dtype: `bfloat16`, `float16` or `float32`."""
     eos_token_ids: tuple[int, ...] = ()
@@ -236,6 +258,10 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     unused_keys: tuple[str, ...] = ()
     """Keys of the configuration that nothing reads and that are not known to be harmless."""
 
+    recurrent: RecurrentShape | None = None
+    """The sizes of the recurrent mixers; None if there are none, and for short convolutions."""
+    conv_bias: bool = False
+    """Whether the convolutions of recurrent mixers, and LFM2's linears around them, have biases."""
     activation: str = "silu"
     """The function of an MLP's gates: `silu`, `gelu`, `gelu_tanh` or `clamped` (gpt-oss)."""
     experts: ExpertsConfig | None = None
@@ -260,6 +286,8 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     residual_scale: float = 1.0
     """Factor on what attention and MLP add to the residual stream."""
     logits_scale: float = 1.0
+    part_scales: PartScales | None = None
+    """Factors inside the layers; None if there are none."""
     final_cap: float = 0.0
     """Soft bound of the scaled logits, as `attention_cap`; 0 for none."""
 
@@ -304,7 +332,7 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def num_cached_layers(self) -> int:
         """Number of layers that have a KV cache of their own."""
-        return len(set(self.kv_sources)) or self.num_layers
+        return len(set(self.kv_sources)) or sum(self.attends)
 
     @property
     def num_cached(self) -> int:
@@ -316,6 +344,21 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
         """The rope of each layer; None for a layer without positions."""
         return self.layer_ropes or (self.rope,) * self.num_layers
 
+    @property
+    def attends(self) -> tuple[bool, ...]:
+        """Whether each layer has attention."""
+        return self.layer_attends or (True,) * self.num_layers
+
+    @property
+    def states(self) -> tuple[StateShape | None, ...]:
+        """The recurrent state of each layer; None for a layer without one."""
+        return self.layer_states or (None,) * self.num_layers
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of the recurrent states of one sequence in all layers; 0 if no layer has one."""
+        return sum(state.num_bytes for state in self.layer_states if state is not None)
+
     def first_layers(self, num_layers: int) -> ModelConfig:
         """Returns the same model with its first layers only."""
         return msgspec.structs.replace(
@@ -325,6 +368,8 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
             layer_ropes=self.layer_ropes[:num_layers],
             layer_kv_heads=self.layer_kv_heads[:num_layers],
             kv_sources=self.kv_sources[:num_layers],
+            layer_states=self.layer_states[:num_layers],
+            layer_attends=self.layer_attends[:num_layers],
         )
 
     def for_context(self, max_model_len: int | None) -> ModelConfig:
@@ -338,7 +383,9 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
         return msgspec.structs.replace(self, rope=scaled[0] or self.rope, layer_ropes=tuple(scaled[1:]))
 
     def kv_bytes_per_token(self, dtype: str) -> int:
-        """Returns the bytes of KV cache that one token takes over all layers, in a dtype of `DTYPE_BYTES` or `int8`."""
+        """Returns the bytes of KV cache that one token takes over all layers with attention, in a dtype of
+        `DTYPE_BYTES` or `int8`.
+        """
         return self.num_cached_layers * self.layer_bytes_per_token(dtype)
 
     def layer_bytes_per_token(self, dtype: str) -> int:

@@ -21,7 +21,7 @@ def read_config(raw: RawConfig) -> ModelConfig:
     window = raw["sliding_window"].whole(4096) if raw["use_sliding_window"].flag(False) else None
     raw.ignore("sliding_window")
     num_experts = read_num_experts(raw, 128, "num_local_experts", "num_experts")
-    dense_layers = _read_dense_layers(raw, config.num_layers)
+    dense_layers = read_dense_layers(raw, config.num_layers)
     return msgspec.structs.replace(
         config,
         qkv_bias=has_biases,
@@ -38,7 +38,7 @@ def read_config(raw: RawConfig) -> ModelConfig:
     )
 
 
-def _read_dense_layers(raw: RawConfig, num_layers: int) -> tuple[int, ...]:
+def read_dense_layers(raw: RawConfig, num_layers: int) -> tuple[int, ...]:
     """Returns the layers of `mlp_only_layers`, and all but each `decoder_sparse_step`-th."""
     step = raw["decoder_sparse_step"].whole(1)
     value = raw["mlp_only_layers"]

@@ -9,7 +9,7 @@ import enum
 
 from manta.workers.models.families import describe
 from manta.workers.models.model_config import ModelConfig, ModelError
-from manta.workers.models.specs import AttentionSpec, DecoderSpec
+from manta.workers.models.specs import AttentionSpec, DecoderSpec, RecurrentSpec, ShortConvSpec, SideBySideSpec
 
 
 class Variant(enum.Enum):
@@ -27,6 +27,8 @@ class Variant(enum.Enum):
     ACTIVATION = "gates other than SiLU"
     ROPES = "positions that differ by layer"
     EXPERTS = "experts"
+    SHORT_CONV = "short convolutions"
+    RECURRENT = "recurrent states"
     LATENT = "latent attention"
     OTHER_HEADS = "heads that differ by layer, or values that are normed or those of another layer"
     LAYER_INPUTS = "inputs of each layer"
@@ -51,6 +53,8 @@ NOT_COMPUTED = {
             Variant.QUERY_GROWTH,
             Variant.OTHER_HEADS,
             Variant.LAYER_INPUTS,
+            Variant.SHORT_CONV,
+            Variant.RECURRENT,
         }
     ),
     "tpu": frozenset(Variant),
@@ -81,8 +85,10 @@ def variants_of(config: ModelConfig) -> frozenset[Variant]:
         Variant.LAYER_INPUTS: spec.layer_inputs is not None or any(layer.scalar is not None for layer in layers),
         Variant.CHUNKS: config.windows_are_chunks,
         Variant.QUERY_GROWTH: config.query_growth is not None,
+        Variant.SHORT_CONV: any(isinstance(layer.mixer, ShortConvSpec) for layer in layers),
+        Variant.RECURRENT: any(isinstance(layer.mixer, RecurrentSpec | SideBySideSpec) for layer in layers),
         Variant.ROPES: len(set(config.ropes)) > 1 or config.ropes[0] is None,
-        Variant.STORED_OTHERWISE: any(part.order or part.stored_rows or part.first_row for part in parts)
+        Variant.STORED_OTHERWISE: any(part.order or part.piece or part.stored_rows or part.first_row for part in parts)
         or any(norm.adds_one for norm in spec.norms()),
     }
     return frozenset(variant for variant, is_there in found.items() if is_there)
@@ -96,6 +102,15 @@ def _norms_elsewhere(spec: DecoderSpec) -> list[bool]:
         or layer.mlp_output_norm is not None
         for layer in spec.layers
     ]
+
+
+def check_draft_model(config: ModelConfig) -> None:
+    """Raises `ModelError` for a draft model with recurrent states, because rejected drafts would stay in them."""
+    if config.state_bytes:
+        raise ModelError(
+            f"the draft model is a {config.architecture}, which has recurrent states, and rejected drafts would stay "
+            "in them; take a draft model with attention only, or the proposer ngram"
+        )
 
 
 def check_block_size(config: ModelConfig, block_size: int) -> None:

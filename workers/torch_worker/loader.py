@@ -25,7 +25,7 @@ from manta.workers.kept_weights import KEPT_BITS
 from manta.workers.kernels.linears import GatedLinear, TorchLinear
 from manta.workers.kernels.model_protocol import Model
 from manta.workers.kernels.quantized_weight import QuantizedWeight
-from manta.workers.kernels.reference import gate
+from manta.workers.kernels.reference import activate, gate
 from manta.workers.kernels.weights import (
     AttentionWeights,
     DecoderWeights,
@@ -38,8 +38,12 @@ from manta.workers.kernels.weights import (
     LayerWeights,
     Linear,
     LinearWeight,
+    MixerWeights,
+    RecurrentWeights,
     RowNorm,
     SharedLinears,
+    ShortConvWeights,
+    SideBySideWeights,
 )
 from manta.workers.models.families import describe
 from manta.workers.models.model_config import ModelConfig
@@ -53,8 +57,12 @@ from manta.workers.models.specs import (
     LayerInputsSpec,
     LayerSpec,
     LinearSpec,
+    MixerSpec,
     NormSpec,
+    RecurrentSpec,
+    SideBySideSpec,
     Split,
+    TensorSpec,
 )
 from manta.workers.parallel.group import Group, OneRank
 from manta.workers.parallel.sharded_layers import GatheredHead, VocabularyParallelEmbedding, WideNorm
@@ -220,9 +228,9 @@ class _WeightLoader:
     def _layer(self, spec: LayerSpec) -> LayerWeights:
         return LayerWeights(
             self._norm(spec.input_norm),
-            self._mixer(spec.mixer),
+            None if spec.mixer is None else self._mixer(spec.mixer),
             self._norm(spec.mlp_norm),
-            self._mlp(spec.mlp),
+            None if spec.mlp is None else self._mlp(spec.mlp),
             self._norm(spec.mixer_output_norm),
             self._norm(spec.mlp_output_norm),
             spec.is_parallel,
@@ -266,9 +274,6 @@ class _WeightLoader:
         bias = self.linears.read_vector(name, self._config.experts.num_experts, Split.NOTHING)
         return self._platform.place_weight(bias, torch.float32)
 
-    def _mixer(self, spec: AttentionSpec | LatentAttentionSpec) -> AttentionWeights | LatentAttentionWeights:
-        return self._attention(spec) if isinstance(spec, AttentionSpec) else self._latent_attention(spec)
-
     def _latent_attention(self, spec: LatentAttentionSpec) -> LatentAttentionWeights:
         shape = self._config.latent
         assert shape is not None
@@ -287,6 +292,36 @@ class _WeightLoader:
         self._checkpoint.release()
         return weights
 
+    def _mixer(self, spec: MixerSpec) -> MixerWeights:
+        if isinstance(spec, AttentionSpec):
+            return self._attention(spec)
+        if isinstance(spec, LatentAttentionSpec):
+            return self._latent_attention(spec)
+        if isinstance(spec, RecurrentSpec):
+            return self._recurrent(spec)
+        if isinstance(spec, SideBySideSpec):
+            return SideBySideWeights(self._attention(spec.attention), self._recurrent(spec.recurrent))
+        kernel = self._tensor(spec.kernel).flatten(1)
+        bias = None if spec.bias is None else self._tensor(spec.bias)
+        return ShortConvWeights(self._linear(spec.input), kernel, bias, self._linear(spec.output))
+
+    def _recurrent(self, spec: RecurrentSpec) -> RecurrentWeights:
+        tensors = {name: torch.cat([self._tensor(piece) for piece in pieces]) for name, pieces in spec.pieces.items()}
+        return RecurrentWeights(
+            spec.kind,
+            spec.shape.share(self._group.num_ranks),
+            {name: self._linear(linear) for name, linear in spec.inputs.items()},
+            self._linear(spec.output),
+            tensors,
+            self._group.num_ranks,
+            self._group.all_reduce,
+        )
+
+    def _tensor(self, spec: TensorSpec) -> torch.Tensor:
+        """Returns this rank's share of a tensor of a recurrent mixer, in float32."""
+        placed = self._platform.place_weight(self.linears.read_tensor(spec), torch.float32)
+        return -placed.exp() if spec.is_log_rate else placed
+
     def _attention(self, spec: AttentionSpec) -> AttentionWeights:
         is_wide = spec.has_wide_norms
         return AttentionWeights(
@@ -298,6 +333,7 @@ class _WeightLoader:
             sinks=None if spec.sinks is None else self._sinks(spec.sinks),
             v_norm=self._norm(spec.v_norm),
             reads_other_layer=spec.reads_other_layer,
+            gate=None if spec.gate is None else self._linear(spec.gate),
         )
 
     @overload
@@ -337,6 +373,8 @@ class _WeightLoader:
         if weight.gated and self._config.activation != "silu":
             ungated = self._make_linear(dataclasses.replace(weight, gated=False))
             linear: Linear = GatedLinear(ungated, functools.partial(gate, self._config.activation))
+        elif spec.activation is not None:
+            linear = GatedLinear(self._make_linear(weight), functools.partial(activate, spec.activation))
         else:
             linear = self._make_linear(weight)
         self._checkpoint.release()
