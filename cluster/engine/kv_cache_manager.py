@@ -119,14 +119,8 @@ class KVCacheManager:
         missing = self._num_blocks_for(sequence.num_computed_tokens + count) - sequence.num_blocks
         return missing <= 0 or missing * self._num_groups <= self.blocks.num_free
 
-    def step_size(self, sequence: Sequence, budget: int) -> int:
-        """Returns how many of the sequence's next tokens a step computes, of at most `budget`."""
-        count = min(sequence.num_wanted_tokens(), budget)
-        return count if self.states is None else self.states.aligned(sequence, count)
-
     def grow(self, sequence: Sequence, count: int, num_others: int) -> bool:
-        """Gives the sequence blocks for its next `count` tokens, and slots for their states. Returns False if too few
-        blocks are free.
+        """Gives the sequence blocks for its next `count` tokens. Returns False if too few are free.
 
         Also adds blocks for the lookahead tokens if at least `num_others` free blocks of each group remain, one for
         each other sequence.
@@ -145,8 +139,6 @@ class KVCacheManager:
                 self._give_back(sequence)
             if 0 < ahead * self._num_groups <= self.blocks.num_free - num_others * self._num_groups:
                 self._append(sequence, ahead)
-        if self.states is not None:
-            self.states.grow(sequence, count)
         return True
 
     def _append(self, sequence: Sequence, count: int) -> None:

@@ -21,7 +21,7 @@ from manta.cluster.engine.stats import DraftCounts
 from manta.cluster.engine.step_plan import StepPlan
 from manta.cluster.engine.turns import SequenceQueue, Turns
 from manta.workers.kv_groups import BlockNeeds
-from manta.workers.step import RowError, StepInput, StepOutput
+from manta.workers.step import RowError, StateUse, StepInput, StepOutput
 
 
 class Scheduler:
@@ -141,29 +141,33 @@ class Scheduler:
         return plan.step
 
     def _schedule_running(self, plan: StepPlan) -> None:
-        running, cache = self.running, self._cache
+        running, cache, states = self.running, self._cache, self._cache.states
         index = 0
         while index < len(running) and plan.budget > 0:
             sequence = running[index]
-            count = cache.step_size(sequence, plan.budget)
+            count = min(sequence.num_wanted_tokens(), plan.budget)
             if not count or sequence.waits_for_mask or sequence.is_paused:
                 index += 1
                 continue
             if sequence.draft_token_ids and not cache.can_grow(sequence, count):
                 sequence.propose([], "")  # no sequence is preempted for drafts
-                count = cache.step_size(sequence, plan.budget)
+                count = min(sequence.num_wanted_tokens(), plan.budget)
+            if states is not None:
+                count = states.aligned(sequence, count)
             while not cache.grow(sequence, count, num_others=len(running)):
                 victim = running[-1]  # not in this step yet: scheduled sequences come earlier in the list
                 self._preempt(victim)
                 if victim is sequence:
                     break
             else:
+                if states is not None:
+                    plan.step.states.append(states.grow(sequence, count))
                 plan.schedule(sequence, count)
                 cache.register_full_blocks(sequence)
                 index += 1
 
     def _admit_waiting(self, plan: StepPlan) -> None:
-        num_taken = self._num_places_taken() if self.waiting else 0
+        num_taken, states = self._num_places_taken() if self.waiting else 0, self._cache.states
         while plan.budget > 0 and (sequence := self._first_waiting()) is not None:
             has_places = num_taken + sequence.num_places <= self.max_num_sequences
             prefix = self._cache.find_prefix(sequence) if has_places else None
@@ -178,7 +182,10 @@ class Scheduler:
             self._admit(sequence, prefix)
             num_taken += sequence.num_places
             plan.start(sequence)
-            count = self._cache.step_size(sequence, plan.budget)
+            count = min(sequence.num_wanted_tokens(), plan.budget)
+            if states is not None:
+                count = states.aligned(sequence, count)
+                plan.step.states.append(states.grow(sequence, count))
             self._cache.grow(sequence, count, num_others=len(self.running))
             plan.schedule(sequence, count)
             self._cache.register_full_blocks(sequence)
@@ -289,7 +296,9 @@ class Scheduler:
         """Applies the output of a step; returns what each sequence gained."""
         changes: list[SequenceOutput] = []
         self.has_advanced = False
-        uses = {item.sequence_id: use for item, use in zip(step.scheduled, step.states, strict=False)}
+        uses: dict[int, StateUse] = {}
+        if step.states:
+            uses = {item.sequence_id: use for item, use in zip(step.scheduled, step.states, strict=True)}
         for computed in computed_by(step):
             sequence = self._by_id.get(computed.sequence_id)
             if sequence is None:

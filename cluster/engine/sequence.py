@@ -16,7 +16,7 @@ from manta.cluster.engine.kv_blocks import hash_blocks
 from manta.cluster.engine.request import ContinuedChoice, FinishStatus, Usage
 from manta.structured.constraint import Resolved
 from manta.workers.sampling_params import SamplingParams, child_seed
-from manta.workers.step import NO_BLOCK, ScheduledSequence, SequenceStart, StateUse
+from manta.workers.step import NO_BLOCK, ScheduledSequence, SequenceStart
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -63,8 +63,6 @@ class Sequence:
     """The slots of recurrent states that it holds, by the number of tokens after which they stand. Empty while the
     sequence waits, and for a model without recurrent states.
     """
-    state_use: StateUse | None = None
-    """The slots that its next step reads and writes."""
     num_settled_tokens: int = 0
     """End of the last step that has succeeded, if it holds states."""
     branch_border: int = 0
@@ -227,9 +225,11 @@ class Sequence:
                 token_ids = token_ids[:count]
                 break
         self.num_pending_tokens -= 1
-        self.num_computed_tokens += len(token_ids) - 1 - num_drafts
-        if self.states:  # go on from a state that it holds
-            self.num_computed_tokens = max(each for each in self.states if each <= self.num_computed_tokens)
+        num_uncomputed = 1 + num_drafts - len(token_ids)
+        if num_uncomputed:
+            self.num_computed_tokens -= num_uncomputed
+            if self.states:  # go on from a state that it holds
+                self.num_computed_tokens = max(each for each in self.states if each <= self.num_computed_tokens)
         return token_ids, finish
 
     def keep_output(self, num_tokens: int) -> None:
@@ -278,7 +278,6 @@ class Sequence:
             unforked=range(0),
             block_tables=[],
             states={},
-            state_use=None,
             num_settled_tokens=0,
             branch_border=0,
             last_snapshot=0,

@@ -81,15 +81,15 @@ class StateManager:
             return border - sequence.num_computed_tokens if border > sequence.num_computed_tokens else count
         return count
 
-    def grow(self, sequence: Sequence, count: int) -> None:
-        """Chooses the slots that the step over the next `count` tokens reads and writes (`Sequence.state_use`)."""
+    def grow(self, sequence: Sequence, count: int) -> StateUse:
+        """Returns the slots that the step over the next `count` tokens reads and writes."""
         start = sequence.num_computed_tokens
         self._give_back(sequence)
         read = sequence.states[start]
         positions = sorted(self._positions(sequence, start, start + count))
         writes = list(zip(positions, self._states.allocate(len(positions)), strict=True))
         sequence.states.update(writes)
-        sequence.state_use = StateUse(read, writes)
+        return StateUse(read, writes)
 
     def _positions(self, sequence: Sequence, start: int, end: int) -> Iterable[int]:
         """Returns the positions whose states a step over `[start, end)` writes: its end, and where the sequence may go
@@ -155,7 +155,7 @@ class StateManager:
     def release(self, sequence: Sequence) -> None:
         """Frees all slots of the sequence."""
         self._states.free(sequence.states.values())
-        sequence.states, sequence.state_use = {}, None
+        sequence.states = {}
         sequence.num_settled_tokens = sequence.last_snapshot = sequence.branch_border = 0
 
     def discard(self, sequence: Sequence, first_block: int) -> None:

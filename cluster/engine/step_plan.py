@@ -93,8 +93,6 @@ class StepPlan:
         """
         item, draws = sequence.schedule(count)
         self.step.scheduled.append(item)
-        if sequence.state_use is not None:
-            self.step.states.append(sequence.state_use)
         self._num_rows += count
         self.budget -= count
         if draws:

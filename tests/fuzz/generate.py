@@ -36,9 +36,10 @@ def generate(seed: int) -> Case:
 
 
 def generate_recurrent(seed: int) -> Case:
-    """The same case on a model with recurrent states, beside attention in three of four cases."""
+    """The same case on a model with recurrent states, beside attention in three of four cases, without actors."""
     case, family = generate(seed), "lfm2" if seed % 4 else "lfm2_convolutions"
-    return msgspec.structs.replace(case, settings=msgspec.structs.replace(case.settings, family=family))
+    settings = msgspec.structs.replace(case.settings, family=family, pool_form="threads")
+    return msgspec.structs.replace(case, settings=settings)
 
 
 class _Generator:

@@ -59,10 +59,7 @@ def test_random_cases_equal_the_plain_engine(first: int) -> None:
 
 
 def test_random_cases_of_a_recurrent_model_equal_the_plain_engine() -> None:
-    run(
-        (seed for seed in range(NUM_RECURRENT) if generate(seed).settings.pool_form == "threads"),
-        make=generate_recurrent,
-    )
+    run(range(NUM_RECURRENT), make=generate_recurrent)
 
 
 @pytest.mark.prove

@@ -201,6 +201,8 @@ def _log_start(info: ModelInfo) -> None:
         info.kv_cache_bytes / 2**30,
         info.max_model_len,
     )
+    if info.num_state_slots:
+        logger.info("recurrent states: %d slots of %.2f MiB", info.num_state_slots, info.state_bytes / 2**20)
     if info.advice:
         logger.warning("%s", info.advice)
 
