@@ -227,6 +227,30 @@ OWN: dict[str, dict[str, Any]] = {
         "floor_scale": (32, WHOLE),
         "use_qk_norm": (True, FLAG),
     },
+    "Gemma4ForCausalLM": BIASES
+    | KINDS
+    | {
+        "hidden_act": None,
+        "hidden_activation": ("gelu_pytorch_tanh", CHOICE),
+        "partial_rotary_factor": None,
+        "rope_theta": None,
+        "rope_scaling": None,
+        "rope_parameters": ({"full_attention": {"rope_type": "default"}}, OBJECT),
+        "enable_moe_block": (False, (*FLAG, True)),
+        "use_bidirectional_attention": ("vision", CHOICE),
+        "attention_k_eq_v": (True, FLAG),
+        "num_global_key_value_heads": (1, (*WHOLE, 3)),
+        "global_head_dim": (32, (*WHOLE, 15)),
+        "per_layer_config": ({}, OBJECT),
+        "final_logit_softcapping": (30.0, NUMBER),
+        "use_double_wide_mlp": (True, FLAG),
+        "hidden_size_per_layer_input": (8, WHOLE_OR_NONE),
+        "vocab_size_per_layer_input": (320, WHOLE),
+        "num_kv_shared_layers": (0, (*WHOLE_OR_NONE, 3)),
+        "moe_intermediate_size": (32, WHOLE),
+        "num_experts": (16, WHOLE),
+        "top_k_experts": (2, WHOLE),
+    },
     "YoutuForCausalLM": BIASES | LATENT | {"mlp_bias": (False, (*FLAG, True)), "rope_interleave": (True, FLAG)},
 }
 """The keys of each family alone; None for a key of `DENSE` that the family does not read."""
@@ -552,15 +576,15 @@ def test_rounded_outputs_are_refused(tmp_path: pathlib.Path) -> None:
 @pytest.mark.parametrize(
     ("class_name", "architecture", "words"),
     [
-        ("Gemma4TextConfig", "Gemma4ForCausalLM", "layers that differ in their head_dim are not implemented"),
-        ("Gemma4Config", "Gemma4ForConditionalGeneration", "multimodal models are not served"),
+        ("Gemma4UnifiedConfig", "Gemma4UnifiedForConditionalGeneration", "multimodal models are not served"),
+        ("Gemma3nConfig", "Gemma3nForConditionalGeneration", "multimodal models are not served"),
     ],
 )
-def test_gemma_4_is_refused_for_what_it_is(
+def test_a_multimodal_model_is_refused_for_what_it_is(
     class_name: str, architecture: str, words: str, tmp_path: pathlib.Path
 ) -> None:
     if not hasattr(transformers, class_name):
-        pytest.skip("this transformers has no Gemma 4")
+        pytest.skip("this transformers has no such model")
     getattr(transformers, class_name)(architectures=[architecture]).save_pretrained(tmp_path)
     with pytest.raises(ModelError, match=words) as caught:
         load_model_config(tmp_path)

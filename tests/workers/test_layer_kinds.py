@@ -67,6 +67,14 @@ EXPERTS: dict[str, Any] = {
     "n_shared_experts": 2,
     "first_k_dense_replace": 1,
 }
+GEMMA4: dict[str, Any] = {
+    "head_dim": 16,
+    "global_head_dim": 32,
+    "sliding_window": 24,
+    "num_hidden_layers": 6,
+    "layer_types": ["sliding_attention", "full_attention"] * 3,
+    "tie_word_embeddings": False,
+}
 CASES: dict[str, Case] = RECURRENT_CASES | {
     "deepseek_v2": Case(
         "DeepseekV2Config",
@@ -146,6 +154,27 @@ CASES: dict[str, Case] = RECURRENT_CASES | {
             "norms of heads": {"use_qk_norm": False},
             "growing queries": {"attn_temperature_tuning": False},
             "choice of two experts": {"num_experts_per_tok": 1},
+        },
+    ),
+    "gemma4": Case(
+        "Gemma4TextConfig",
+        GEMMA4
+        | {
+            "num_kv_shared_layers": 2,
+            "use_double_wide_mlp": True,
+            "hidden_size_per_layer_input": 8,
+            "vocab_size_per_layer_input": 320,
+        },
+        NO_WINDOW,
+    ),
+    "gemma4, keys as values": Case(
+        "Gemma4TextConfig",
+        GEMMA4
+        | {
+            "attention_k_eq_v": True,
+            "num_global_key_value_heads": 1,
+            "hidden_size_per_layer_input": 0,
+            "final_logit_softcapping": 5.0,
         },
     ),
     "minicpm3": Case(
@@ -284,6 +313,16 @@ _root = tempfile.TemporaryDirectory(prefix="manta-layer-kinds-")
 _made: dict[str, pathlib.Path] = {}
 
 
+def set_buffers(model: torch.nn.Module) -> None:
+    """Gives stored buffers numbers with which they matter."""
+    generator = torch.Generator().manual_seed(1)
+    for name, buffer in model.named_buffers():
+        if name.endswith("e_score_correction_bias"):
+            buffer.copy_(0.3 * torch.randn(buffer.shape, generator=generator))
+        if name.endswith("layer_scalar"):
+            buffer.fill_(0.7)
+
+
 def folder_of(name: str) -> pathlib.Path:
     """A checkpoint of a case, made once a process."""
     if name not in _made:
@@ -291,6 +330,7 @@ def folder_of(name: str) -> pathlib.Path:
         config = getattr(transformers, case.config)(**SIZES | case.options, dtype="float32")
         model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
         randomise(model, 0)
+        set_buffers(model)
         folder = pathlib.Path(_root.name) / name.replace(", ", "-")
         model.save_pretrained(folder)
         make_tokenizer(folder)
@@ -351,6 +391,19 @@ def rewritten(
     return to
 
 
+@pytest.mark.parametrize(
+    ("name", "tensor"),
+    [("deepseek_v3", "e_score_correction_bias"), ("gemma4", "layer_scalar"), ("gemma4", "per_layer")],
+)
+def test_with_another_tensor_the_tokens_differ(name: str, tensor: str, tmp_path: pathlib.Path) -> None:
+    def without(key: str, stored: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {key: stored * 0.5 + 0.1 if tensor in key else stored}
+
+    tokens = random_tokens(NUM_TOKENS)
+    logits = logits_of(rewritten(folder_of(name), tmp_path / "without", without), tokens)
+    assert not torch.equal(logits.argmax(-1), reference_logits(folder_of(name), tokens).argmax(-1))
+
+
 def test_without_sinks_the_tokens_differ(tmp_path: pathlib.Path) -> None:
     def without(name: str, tensor: torch.Tensor) -> dict[str, torch.Tensor]:
         return {name: tensor - 1e4 if name.endswith("sinks") else tensor}
@@ -406,11 +459,13 @@ def test_experts_in_mxfp4_are_read_as_the_numbers_that_they_stand_for(tmp_path: 
 WRAPPED: dict[str, tuple[str, str, dict[str, Any]]] = {
     "gemma3": ("Gemma3Config", "gemma3", {"mm_tokens_per_image": 4}),
     "mistral": ("Mistral3Config", "MistralConfig", {"spatial_merge_size": 2}),
+    "gemma4": ("Gemma4Config", "gemma4", {}),
     "qwen3_5": ("Qwen3_5Config", "qwen3_5", {}),
     "qwen3_5_moe": ("Qwen3_5MoeConfig", "qwen3_5_moe", {}),
 }
 VISION_TYPES = {
     "gemma3": "siglip_vision_model",
+    "gemma4": "gemma4_vision",
     "mistral": "pixtral",
     "qwen3_5": "qwen3_5_vision",
     "qwen3_5_moe": "qwen3_5_moe_vision",
@@ -429,6 +484,7 @@ def test_the_text_decoder_of_a_multimodal_model_is_served(name: str, prefixes: s
         "model_type": VISION_TYPES[name],
     }
     vision |= {"image_size": 28} if name in ("gemma3", "mistral") else {}
+    vision |= {"num_key_value_heads": 2, "head_dim": 16} if name == "gemma4" else {}
     config = getattr(transformers, config_class)(text_config=text_config, vision_config=vision, **options)
     model = transformers.AutoModelForImageTextToText.from_config(config, dtype=torch.float32)
     randomise(model, 0)

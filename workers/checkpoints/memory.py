@@ -109,9 +109,9 @@ def plan_kv_cache(
     block_size, kv_cache_bytes = options.block_size, options.kv_cache_bytes
     cached = kv_dtype(options, dtype)
     layers = layers or one_group(model.attends)
-    block_bytes = model.kv_bytes_per_token(cached) // max(1, sum(model.attends)) * layers.layers_per_block * block_size
+    block_bytes = model.layer_bytes_per_token(cached) * layers.layers_per_block * block_size
     if draft is not None:
-        block_bytes += draft.kv_bytes_per_token(cached) * block_size
+        block_bytes += draft.layer_bytes_per_token(cached) * draft.num_layers * block_size
     num_steps_ahead = int(options.overlaps(is_asynchronous) and not has_drafts)
     states = _StateNeeds(model.state_bytes, most_states(num_steps_ahead, has_drafts))
     needs, positions = block_needs(layers.groups, options), model.max_position_embeddings
@@ -191,7 +191,7 @@ def choose_groups(model: ModelConfig, draft: ModelConfig | None) -> LayerGroups:
     A draft model's keys and values are in the blocks of the first group. It reads all of them, so with a draft model
     that group gives nothing back.
     """
-    layers = group_layers(model.sliding_windows, model.attends)
+    layers = group_layers(model.sliding_windows, model.attends, model.kv_sources)
     if draft is None or layers.groups[0].window is None:
         return layers
     return layers._replace(groups=(KVGroup(), *layers.groups[1:]))

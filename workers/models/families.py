@@ -13,6 +13,7 @@ from manta.workers.models import (
     falcon_mamba,
     gemma2,
     gemma3,
+    gemma4,
     glm,
     glm4,
     glm4_moe,
@@ -109,6 +110,7 @@ _MODULES: tuple[Family, ...] = (
     glm4_moe,
     mixtral,
     llama4,
+    gemma4,
 )
 FAMILIES = {family.ARCHITECTURE: family for family in _MODULES}
 """The native families by architecture. To add a dense family, write its module and add it to `_MODULES`."""

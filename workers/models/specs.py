@@ -244,6 +244,13 @@ class AttentionSpec(NamedTuple):
     """
     gate: LinearSpec | None = None
     """The linear from hidden states to numbers whose sigmoids multiply the attended values (Qwen3-Next)."""
+    v_norm: NormSpec | None = None
+    """Norm of each value head over its dimension (Gemma 4)."""
+
+    @property
+    def reads_other_layer(self) -> bool:
+        """Whether `qkv` has queries only, because the keys and values are those of an earlier layer."""
+        return len(self.qkv.parts) == 1 and self.k_norm is None
 
     @property
     def has_wide_norms(self) -> bool:
@@ -254,7 +261,7 @@ class AttentionSpec(NamedTuple):
         yield from (linear for linear in (self.qkv, self.gate, self.output) if linear is not None)
 
     def norms(self) -> Iterator[NormSpec]:
-        yield from (norm for norm in (self.q_norm, self.k_norm) if norm is not None)
+        yield from (norm for norm in (self.q_norm, self.k_norm, self.v_norm) if norm is not None)
 
     def tensors(self) -> Iterator[TensorSpec]:
         yield from ()  # a model's parameters are counted without sinks
@@ -396,6 +403,29 @@ class ExpertsSpec(NamedTuple):
             yield self.shared_gate
 
 
+class LayerInputSpec(NamedTuple):
+    """What a layer adds to the residual stream after its MLP (Gemma 4): `norm(projection(activation(gate(stream)) *
+    input))`, where the input is the layer's own.
+    """
+
+    gate: LinearSpec
+    projection: LinearSpec
+    norm: NormSpec
+
+    def linears(self) -> Iterator[LinearSpec]:
+        yield from (self.gate, self.projection)
+
+
+class LayerInputsSpec(NamedTuple):
+    """The inputs that each layer has of its own: rows of a table, and a normed product of the embedding, added."""
+
+    table: WeightPart
+    """The lookup table, whose rows hold the inputs of all layers."""
+    width: int
+    projection: LinearSpec
+    norm: NormSpec
+
+
 class LayerSpec(NamedTuple):
     """A layer adds its mixer's result to the residual stream, then its MLP's. A mixer combines tokens. Each may have a
     norm before and one after: `x += output_norm(mixer(input_norm(x)))`. A layer may have only one of the two, whose
@@ -410,6 +440,10 @@ class LayerSpec(NamedTuple):
     mlp_output_norm: NormSpec | None = None
     is_parallel: bool = False
     """Whether the MLP gets what attention gets, the residual stream before it after `input_norm`."""
+    own_input: LayerInputSpec | None = None
+    """What is added for the layer's own input; None in families without it."""
+    scalar: str | None = None
+    """The tensor [1] that multiplies the residual stream after the layer; None for none (Gemma 4)."""
 
     @property
     def attention(self) -> AttentionSpec:
@@ -421,12 +455,14 @@ class LayerSpec(NamedTuple):
         """Yields every norm of the layer."""
         around = (self.input_norm, self.mixer_output_norm, self.mlp_norm, self.mlp_output_norm)
         yield from (norm for norm in around if norm is not None)
+        if self.own_input is not None:
+            yield self.own_input.norm
         if self.mixer is not None:
             yield from self.mixer.norms()
 
     def linears(self) -> Iterator[LinearSpec]:
         """Yields every linear of the layer."""
-        for part in (self.mixer, self.mlp):
+        for part in (self.mixer, self.mlp, self.own_input):
             if part is not None:
                 yield from part.linears()
 
@@ -445,10 +481,14 @@ class DecoderSpec(NamedTuple):
     final_norm: NormSpec
     head: LinearSpec
     """The linear from hidden states to logits. A tied head has the embedding's name."""
+    layer_inputs: LayerInputsSpec | None = None
+    """Inputs that each layer has of its own; None in families without them."""
 
     def linears(self) -> Iterator[LinearSpec]:
         """Yields every linear of the model."""
         yield self.head
+        if self.layer_inputs is not None:
+            yield self.layer_inputs.projection
         for layer in self.layers:
             yield from layer.linears()
 

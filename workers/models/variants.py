@@ -30,6 +30,8 @@ class Variant(enum.Enum):
     SHORT_CONV = "short convolutions"
     RECURRENT = "recurrent states"
     LATENT = "latent attention"
+    OTHER_HEADS = "heads that differ by layer, or values that are normed or those of another layer"
+    LAYER_INPUTS = "inputs of each layer"
     CHUNKS = "layers that see a chunk"
     QUERY_GROWTH = "queries that grow with their position"
     STORED_OTHERWISE = "linears that the checkpoint stores together or in another order"
@@ -49,6 +51,8 @@ NOT_COMPUTED = {
             Variant.LATENT,
             Variant.CHUNKS,
             Variant.QUERY_GROWTH,
+            Variant.OTHER_HEADS,
+            Variant.LAYER_INPUTS,
             Variant.SHORT_CONV,
             Variant.RECURRENT,
         }
@@ -76,6 +80,9 @@ def variants_of(config: ModelConfig) -> frozenset[Variant]:
         Variant.ACTIVATION: config.activation != "silu",
         Variant.EXPERTS: config.experts is not None,
         Variant.LATENT: config.latent is not None,
+        Variant.OTHER_HEADS: bool(config.layer_kv_heads or config.kv_sources)
+        or any(attention.v_norm is not None for attention in of_heads),
+        Variant.LAYER_INPUTS: spec.layer_inputs is not None or any(layer.scalar is not None for layer in layers),
         Variant.CHUNKS: config.windows_are_chunks,
         Variant.QUERY_GROWTH: config.query_growth is not None,
         Variant.SHORT_CONV: any(isinstance(layer.mixer, ShortConvSpec) for layer in layers),
