@@ -18,6 +18,7 @@ from manta.cluster.llm import LLM, SamplingParams
 from manta.structured.masks import MaskBatch
 from manta.workers.kernels import build, recurrent_layer, reference, torch_sampler
 from manta.workers.kernels.attention_metadata import AttentionMetadata
+from manta.workers.kernels.experts import LoopedExperts
 from manta.workers.kernels.linears import GatedLinear, TorchLinear
 from manta.workers.kernels.protocol import Forward, KVCaches, RecurrentKernels, RotaryTables
 from manta.workers.kernels.query_tokens import QueryTokens
@@ -94,6 +95,8 @@ class OtherPlatform:
 
     def shared_linears(self, content: str) -> nullcontext[None]:
         return nullcontext()
+
+    join_experts = staticmethod(LoopedExperts)
 
     def record_decodes(self, *arguments: object, **options: object) -> None:
         """Nothing to record."""
