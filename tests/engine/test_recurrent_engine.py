@@ -294,5 +294,6 @@ def test_a_check_says_what_states_take(kind: str, capsys: pytest.CaptureFixture[
     engine = {"model": str(folder_of(kind)), "device": "cpu", "dtype": "float32", "speculative": NGRAM}
     assert run_check(None, {"engine": engine}) == 0
     printed = capsys.readouterr().out
-    assert "states        0.0 MiB each, of which a decode takes two, 0.0 MiB with 8 drafts" in printed
-    assert "1,024 tokens" in printed
+    assert "KiB each, of which a decode takes two" in printed
+    assert "for 256 sequences at a time" in printed
+    assert ("recurrent states only" in printed) == (kind == PURE)

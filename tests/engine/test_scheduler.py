@@ -18,7 +18,7 @@ from manta.workers.sampling_params import SamplingParams, child_seed
 from manta.workers.step import NO_BLOCK
 from tests.engine.scheduler_harness import BLOCK_SIZE, Harness, continuation, name_of
 
-WINDOWS: list[tuple[int | None, ...]] = [(None,), (None, 6), (5,), (None, None, 3, 9)]
+WINDOWS: list[tuple[int | None, ...]] = [(None,), (None, 6), (5,), (1,), (None, None, 3, 9)]
 """Windows of the groups of layers."""
 EXAMPLES = 20_000 if os.environ.get("MANTA_PROVE") == "1" else 200
 
@@ -135,6 +135,17 @@ def test_drafts_change_the_steps_never_the_tokens(batch, budget) -> None:
     for sequence in harness.sequences:
         prompt = sequence.token_ids[: sequence.num_prompt_tokens]
         assert harness.gained[sequence.request_id] == continuation(prompt, sequence.params)
+
+
+@pytest.mark.parametrize("window", [1, 2])
+def test_blocks_that_drafts_fill_and_leave_behind_at_once_stay_cached(window: int) -> None:
+    harness = Harness(num_blocks=24, budget=40, slots=4, windows=(window,))
+    for prompt in ([1], [2]):  # the drafts of the second one are accepted
+        harness.add(prompt, SamplingParams(max_tokens=30, ignore_eos=True))
+    while harness.scheduler.has_unfinished:
+        harness.step(drafts=True)
+    hashes = harness.sequences[1].hash_blocks(7, BLOCK_SIZE)
+    assert all(harness.scheduler.blocks.find(each) is not None for each in hashes)
 
 
 def test_with_one_group_the_ranks_are_sent_plain_lists_of_blocks() -> None:

@@ -123,10 +123,11 @@ def plan_kv_cache(
         max_num_sequences = options.max_num_sequences
         whole = needs.of_sequence(options.max_model_len or positions) * block_bytes + states.of_sequence
         short = min(whole, needs.of_sequence(LEAST_SEQUENCE_TOKENS) * block_bytes + states.of_sequence)
-        budget = min(MOST_WHOLE_SEQUENCES * max_num_sequences * whole, int(most_of_free * free_bytes))
+        fixed = NUM_FIXED_STATES * states.slot_bytes
+        budget = min(MOST_WHOLE_SEQUENCES * max_num_sequences * whole + fixed, int(most_of_free * free_bytes))
         if shares_memory:
             enough = max(WEIGHTS_MULTIPLE * weight_bytes, max_num_sequences * short, LEAST_WHOLE_SEQUENCES * whole)
-            budget = min(enough, budget)
+            budget = min(enough + fixed, budget)
     if model.state_bytes:
         return _share_out(budget, block_bytes, states, needs, options, positions)
     num_blocks = budget // block_bytes
