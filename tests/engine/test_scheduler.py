@@ -79,6 +79,7 @@ def test_every_request_gets_its_tokens_despite_the_others(
     """Also if each step is planned before it is known what the one before it drew: what ends has a row too many then,
     which nobody may read.
     """
+    num_states = num_states or (13 if windows == (1,) else 0)  # layers without keys have states
     harness = Harness(num_blocks * len(windows), budget, slots, caching, ahead, windows, lookahead, num_states)
     for request in first:
         harness.add(*request)

@@ -143,10 +143,6 @@ MOST_EMPTY_BLOCKS = 1 << 16
 """Bound of the number of blocks of a model without attention, which take no memory of the device, and about 200 bytes
 of the engine's.
 """
-TYPICAL_SEQUENCE_TOKENS = 2048
-"""Tokens of sequences for which blocks and recurrent states run out at the same time, unless `max_num_sequences` run
-before.
-"""
 
 
 class _StateNeeds(NamedTuple):
@@ -163,12 +159,12 @@ class _StateNeeds(NamedTuple):
 def _share_out(
     budget: int, block_bytes: int, states: _StateNeeds, needs: BlockNeeds, options: ModelOptions, positions: int
 ) -> CacheSizes:
-    """Divides a budget of bytes so that as many sequences of `TYPICAL_SEQUENCE_TOKENS` as possible have both blocks and
+    """Divides a budget of bytes so that as many sequences of `typical_sequence_tokens` as possible have both blocks and
     states, but a sequence of `max_model_len` always has its blocks. Slots that no running sequence uses hold snapshots.
     """
     longest = min(positions, options.max_model_len or positions)
     budget -= NUM_FIXED_STATES * states.slot_bytes
-    typical = needs.of_sequence(min(longest, TYPICAL_SEQUENCE_TOKENS)) * block_bytes + states.of_sequence
+    typical = needs.of_sequence(min(longest, options.typical_sequence_tokens)) * block_bytes + states.of_sequence
     whole = needs.of_sequence(longest if options.max_model_len else 1) * block_bytes
     num_sequences = min(budget // typical, (budget - whole) // states.of_sequence, options.max_num_sequences)
     num_slots = max(1, num_sequences) * states.most_slots
