@@ -18,6 +18,8 @@ _INEXACT = frozenset(
         Variant.LAYER_NORMS,
         Variant.ACTIVATION,
         Variant.EXPERTS,
+        Variant.LATENT,
+        Variant.QUERY_GROWTH,
         Variant.FINAL_CAP,
         Variant.RECURRENT,
     }

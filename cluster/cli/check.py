@@ -47,7 +47,7 @@ from manta.workers.kept_weights import check_weights, describe_kept
 from manta.workers.kv_cache_dtype import check_kv_cache, kv_dtype
 from manta.workers.kv_groups import LayerGroups, most_states, one_group
 from manta.workers.models.model_config import ModelConfig, ModelError
-from manta.workers.models.variants import check_draft_model, check_variants, variants_of
+from manta.workers.models.variants import check_block_size, check_draft_model, check_variants, variants_of
 from manta.workers.parallel.split import check_num_ranks
 from manta.workers.step import NUM_FIXED_STATES
 from manta.workers.torch_worker.trial import Trial, TrialResult, try_one_layer
@@ -160,6 +160,7 @@ def _check_quickly(engine: EngineConfig) -> None:
     _check_ranks(engine, model)
     device = "cpu" if engine.device == "auto" else engine.device
     check_variants(model, device)
+    check_block_size(model, engine.block_size)
     check_exact(engine, device, model)
     check_kv_cache(engine, device, model)
     num_elements(folder)  # raises unless every file is there and complete

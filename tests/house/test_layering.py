@@ -42,6 +42,7 @@ FOLDERS = (
     "manta.workers.checkpoints",
     "manta.workers.parallel",
     "manta.workers.platforms",
+    "manta.workers.decoders.mixers",
     "manta.workers.decoders",
     "manta.workers.torch_worker",
     # JAX

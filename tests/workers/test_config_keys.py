@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 import transformers
 from compressed_tensors.quantization import QuantizationArgs, QuantizationConfig, QuantizationScheme
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 from transformers.utils import quantization_config
 
 from manta.workers.checkpoints.model_folder import load_model_config
@@ -25,6 +24,7 @@ from tests.workers.test_quantised_formats import FORMATS
 
 HUGE = 10**30
 WHOLE = ("7", [7], {"a": 7}, -1, 1.5, math.nan, HUGE, True)
+WHOLE_OR_NONE = tuple(value for value in WHOLE if value != 0)
 NUMBER = ("7", [7], {"a": 7}, -1, math.nan, math.inf, 1e300, HUGE, True)
 FLAG = ("true", [True], {"a": True}, -1, 1, math.nan, HUGE)
 CHOICE = ("novel", ["silu"], {"a": "silu"}, -1, 7, math.nan, HUGE, True)
@@ -69,6 +69,43 @@ GEMMA: dict[str, Any] = {
 }
 EXPERTS: dict[str, Any] = {"num_experts_per_tok": (2, (*WHOLE, 64))}
 OF_KINDS: dict[str, Any] = {"partial_rotary_factor": None, "rope_local_base_freq": (10000.0, NUMBER)}
+LATENT: dict[str, Any] = {
+    "head_dim": (8, WHOLE),
+    "qk_head_dim": (16, WHOLE),
+    "num_key_value_heads": (4, WHOLE),
+    "q_lora_rank": (32, WHOLE),
+    "kv_lora_rank": (16, (*WHOLE, 15)),
+    "qk_rope_head_dim": (8, (*WHOLE, 7)),
+    "qk_nope_head_dim": (8, WHOLE),
+    "v_head_dim": (8, WHOLE),
+}
+DEEPSEEK: dict[str, Any] = EXPERTS | {
+    "n_routed_experts": (16, WHOLE),
+    "moe_intermediate_size": (32, WHOLE),
+    "moe_layer_freq": (1, (*WHOLE, 2)),
+    "n_shared_experts": (2, WHOLE_OR_NONE),
+    "first_k_dense_replace": (1, WHOLE_OR_NONE),
+    "mlp_layer_types": (["dense", "sparse"] * 2, (*LIST, ["dense"], ["novel"] * 4)),
+    "n_group": (4, (*WHOLE, 3)),
+    "topk_group": (2, (*WHOLE, 5)),
+    "routed_scaling_factor": (2.5, NUMBER),
+    "num_nextn_predict_layers": (1, WHOLE_OR_NONE),
+}
+SIGMOID: dict[str, Any] = {
+    "norm_topk_prob": (True, FLAG),
+    "scoring_func": ("sigmoid", (*CHOICE, "softmax")),
+    "topk_method": ("noaux_tc", (*CHOICE, "greedy")),
+    "rope_interleave": (True, FLAG),
+}
+NULL_MEANS_NONE = {
+    "sliding_window",
+    "attn_logit_softcapping",
+    "final_logit_softcapping",
+    "q_lora_rank",
+    "attention_chunk_size",
+    "scale_depth",
+    "dim_model_base",
+}
 OWN: dict[str, dict[str, Any]] = {
     "LlamaForCausalLM": {"attention_bias": (True, FLAG), "mlp_bias": (True, FLAG)},
     "MistralForCausalLM": {"sliding_window": (8, WHOLE)},
@@ -104,8 +141,8 @@ OWN: dict[str, dict[str, Any]] = {
     | {
         "use_sliding_window": (True, FLAG),
         "sliding_window": (8, WHOLE),
-        "decoder_sparse_step": (1, (*WHOLE, 2)),
-        "mlp_only_layers": ([], ([1], "1", {"a": 1}, True)),
+        "decoder_sparse_step": (1, WHOLE),
+        "mlp_only_layers": ([1], ([-1], "1", {"a": 1}, True)),
         "moe_intermediate_size": (32, WHOLE),
         "num_experts": (16, WHOLE),
         "norm_topk_prob": (True, FLAG),
@@ -135,6 +172,62 @@ OWN: dict[str, dict[str, Any]] = {
     | KINDS
     | PATTERN
     | {"rms_norm_eps": None, "layer_norm_eps": (1e-6, NUMBER), "logit_scale": (0.5, NUMBER)},
+    "DeepseekV2ForCausalLM": BIASES
+    | LATENT
+    | DEEPSEEK
+    | {
+        "mlp_bias": (False, (*FLAG, True)),
+        "norm_topk_prob": (False, (*FLAG, True)),
+        "scoring_func": ("softmax", (*CHOICE, "sigmoid")),
+        "topk_method": ("group_limited_greedy", (*CHOICE, "noaux_tc")),
+        "topk_group": (1, (*WHOLE, 5)),
+    },
+    "DeepseekV3ForCausalLM": BIASES | LATENT | DEEPSEEK | SIGMOID,
+    "Glm4MoeLiteForCausalLM": BIASES | LATENT | DEEPSEEK | SIGMOID | {"topk_group": (1, (*WHOLE, 5))},
+    "MiniCPM3ForCausalLM": BIASES
+    | LATENT
+    | {
+        "mlp_bias": (False, (*FLAG, True)),
+        "scale_emb": (12, NUMBER),
+        "scale_depth": (1.4, NUMBER),
+        "dim_model_base": (256, WHOLE),
+    },
+    "Mistral4ForCausalLM": BIASES
+    | LATENT
+    | DEEPSEEK
+    | {
+        "moe_layer_freq": None,
+        "topk_group": (1, (*WHOLE, 5)),
+        "norm_topk_prob": (True, FLAG),
+        "rope_interleave": (True, FLAG),
+        "partial_rotary_factor": (0.5, ("7", [7], {"a": 7}, -1, math.nan, HUGE, 2.0, 0.45)),
+        "rope_scaling": None,
+        "rope_theta": None,
+        "rope_parameters": ({"rope_type": "default", "rope_theta": 10000.0}, OBJECT),
+    },
+    "Glm4MoeForCausalLM": BIASES
+    | PART
+    | DEEPSEEK
+    | SIGMOID
+    | {"topk_group": (1, (*WHOLE, 5)), "rope_interleave": None, "use_qk_norm": (True, FLAG)},
+    "MixtralForCausalLM": EXPERTS | {"sliding_window": (8, WHOLE), "num_local_experts": (16, WHOLE)},
+    "Llama4ForCausalLM": BIASES
+    | EXPERTS
+    | {
+        "layer_types": (["full_attention", "chunked_attention"] * 2, (*LIST, ["full_attention"], ["novel"] * 4)),
+        "attention_chunk_size": (32, WHOLE),
+        "no_rope_layers": ([1, 0, 1, 0], (*LIST, [1], [2] * 4)),
+        "no_rope_layer_interval": (4, WHOLE),
+        "num_local_experts": (16, WHOLE),
+        "interleave_moe_layer_step": (2, WHOLE),
+        "moe_layers": ([1], ([-1], "1", {"a": 1}, True)),
+        "intermediate_size_mlp": (96, WHOLE),
+        "attn_temperature_tuning": (True, FLAG),
+        "attn_scale": (0.1, NUMBER),
+        "floor_scale": (32, WHOLE),
+        "use_qk_norm": (True, FLAG),
+    },
+    "YoutuForCausalLM": BIASES | LATENT | {"mlp_bias": (False, (*FLAG, True)), "rope_interleave": (True, FLAG)},
 }
 """The keys of each family alone; None for a key of `DENSE` that the family does not read."""
 
@@ -219,8 +312,7 @@ def test_the_table_has_every_key_that_a_family_reads(family: str) -> None:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_key_of_transformers_is_read_or_known_to_be_harmless(family: str, tmp_path: pathlib.Path) -> None:
-    classes: Any = MODEL_FOR_CAUSAL_LM_MAPPING
-    own = next(each for each in classes.keys() if classes[each].__name__ == family)().to_dict()  # noqa: SIM118 no dict
+    own = getattr(transformers, family).config_class().to_dict()
     assert read(tmp_path, own | values_of(family) | {"eos_token_id": 2}).unused_keys == ()
     recorder = Recorder(values_of(family))
     FAMILIES[family].read_config(RawConfig(recorder, "config.json"))
@@ -300,7 +392,7 @@ def test_another_spelling_is_refused_by_its_own_key(key: str, refused: tuple[Any
 
 @pytest.mark.parametrize("family", OWN)
 def test_null_is_as_good_as_nothing(family: str, tmp_path: pathlib.Path) -> None:
-    """Except for windows and caps, of which null means none. What a family must have is named where it is missing."""
+    """Except where null means none. What a family must have is named where it is missing."""
     values = values_of(family)
     required = {
         "vocab_size",
@@ -318,9 +410,9 @@ def test_null_is_as_good_as_nothing(family: str, tmp_path: pathlib.Path) -> None
                 with pytest.raises(ConfigError) as caught:
                     read(tmp_path, missing)
                 assert (caught.value.key, caught.value.value) == (key, None)
-        elif (family, key) == ("GptOssForCausalLM", "rope_scaling"):
+        elif (family, key) in (("GptOssForCausalLM", "rope_scaling"), ("Mistral4ForCausalLM", "rope_parameters")):
             assert refused_key(tmp_path, without) == "rope_parameters"  # transformers' own would be another rope
-        elif key not in ("sliding_window", "attn_logit_softcapping", "final_logit_softcapping"):
+        elif key not in NULL_MEANS_NONE:
             assert read(tmp_path, values | {key: None}) == read(tmp_path, without), key
 
 

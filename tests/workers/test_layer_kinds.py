@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import json
 import pathlib
+import re
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import safetensors.torch
@@ -22,12 +23,15 @@ from manta.workers.checkpoints.model_folder import load_model_config
 from manta.workers.exact import check_exact
 from manta.workers.model_options import ModelOptions
 from manta.workers.models.model_config import ModelError
-from manta.workers.models.variants import check_variants
+from manta.workers.models.variants import check_block_size, check_variants
 from manta.workers.platforms import choose_platform
 from manta.workers.torch_worker.loader import check_tensors, load_model
 from tests.checkpoints import make_tokenizer, on_one_thread, randomise, reference_greedy, reference_logits
 from tests.workers.cpu_forms import COMPILED, TORCH, in_form
+from tests.workers.recurrent_cases import LATENT, RECURRENT_CASES, ROPE, Case
 from tests.workers.test_models import Cache, random_tokens
+
+transformers.AutoModelForCausalLM.register(transformers.Mistral4Config, transformers.Mistral4ForCausalLM, exist_ok=True)
 
 NUM_TOKENS = 120
 SIZES: dict[str, Any] = {
@@ -43,7 +47,6 @@ SIZES: dict[str, Any] = {
     "pad_token_id": 0,
 }
 ALTERNATING = ["sliding_attention", "full_attention"] * 2
-ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 YARN = ROPE | {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
 LINEAR = ROPE | {"rope_type": "linear", "factor": 4.0}
 LONG_ROPE = ROPE | {
@@ -54,16 +57,104 @@ LONG_ROPE = ROPE | {
 }
 
 
-class Case(NamedTuple):
-    config: str
-    """transformers' class of the configuration."""
-    options: dict[str, Any] = {}
-    without: dict[str, dict[str, Any]] = {}
-    """For each feature, the keys of `config.json` that leave it out."""
-
-
 NO_WINDOW = {"window": {"sliding_window": 4096}}
-CASES: dict[str, Case] = {
+YARN_PAIR = YARN | {"mscale": 1.0, "mscale_all_dim": 0.7}
+OTHER_SCALE = {"scaled products": {"rope_parameters": YARN | {"mscale": 1.0, "mscale_all_dim": 0.0}}}
+EXPERTS: dict[str, Any] = {
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 32,
+    "n_shared_experts": 2,
+    "first_k_dense_replace": 1,
+}
+CASES: dict[str, Case] = RECURRENT_CASES | {
+    "deepseek_v2": Case(
+        "DeepseekV2Config",
+        LATENT
+        | EXPERTS
+        | {
+            "topk_method": "group_limited_greedy",
+            "n_group": 4,
+            "topk_group": 2,
+            "routed_scaling_factor": 2.0,
+            "rope_parameters": YARN_PAIR,
+        },
+        {
+            "groups of experts": {"topk_method": "greedy"},
+            "scaled shares": {"routed_scaling_factor": 1.0},
+            "choice of three experts": {"num_experts_per_tok": 2},
+        }
+        | OTHER_SCALE,
+    ),
+    "deepseek_v2 without a query rank": Case("DeepseekV2Config", LATENT | EXPERTS | {"q_lora_rank": None}),
+    "deepseek_v3": Case(
+        "DeepseekV3Config",
+        LATENT | EXPERTS | {"n_group": 4, "topk_group": 2, "rope_parameters": YARN_PAIR, "attention_bias": True},
+        {
+            "groups of experts": {"n_group": 1, "topk_group": 1},
+            "shares that sum to one": {"norm_topk_prob": False},
+            "interleaved rope": {"rope_interleave": False},
+        }
+        | OTHER_SCALE,
+    ),
+    "glm4_moe_lite": Case(
+        "Glm4MoeLiteConfig",
+        LATENT | EXPERTS | {"mlp_layer_types": ["dense", "sparse"] * 2, "routed_scaling_factor": 3.0},
+        {"scaled shares": {"routed_scaling_factor": 1.0}},
+    ),
+    "mistral4": Case(
+        "Mistral4Config",
+        LATENT
+        | EXPERTS
+        | {
+            "n_group": 4,
+            "topk_group": 2,
+            "rope_parameters": YARN_PAIR
+            | {"llama_4_scaling_beta": 0.6, "partial_rotary_factor": 0.4, "original_max_position_embeddings": 32},
+        },
+        {"groups of experts": {"n_group": 1, "topk_group": 1}, "shares that sum to one": {"norm_topk_prob": False}},
+    ),
+    "glm4_moe": Case(
+        "Glm4MoeConfig",
+        EXPERTS | {"head_dim": 16, "use_qk_norm": True, "attention_bias": True, "n_group": 4, "topk_group": 2},
+        {
+            "groups of experts": {"n_group": 1, "topk_group": 1},
+            "partial rotation": {"rope_parameters": ROPE | {"partial_rotary_factor": 1.0}},
+        },
+    ),
+    "mixtral": Case(
+        "MixtralConfig",
+        {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 24},
+        {"choice of two experts": {"num_experts_per_tok": 1}} | NO_WINDOW,
+    ),
+    "llama4": Case(
+        "Llama4TextConfig",
+        {
+            "head_dim": 16,
+            "intermediate_size_mlp": 80,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "interleave_moe_layer_step": 2,
+            "no_rope_layers": [1, 0, 1, 1],
+            "attention_chunk_size": 32,
+            "floor_scale": 16,
+            "attn_scale": 0.5,
+        },
+        {
+            "chunks": {"attention_chunk_size": 512},
+            "layers without positions": {"no_rope_layers": [1, 1, 1, 1]},
+            "norms of heads": {"use_qk_norm": False},
+            "growing queries": {"attn_temperature_tuning": False},
+            "choice of two experts": {"num_experts_per_tok": 1},
+        },
+    ),
+    "minicpm3": Case(
+        "MiniCPM3Config",
+        LATENT | {"scale_depth": 0.5, "scale_emb": 9.0, "dim_model_base": 256, "tie_word_embeddings": False},
+        {"residual multiplier": {"scale_depth": 2.0}, "embedding multiplier": {"scale_emb": 1}},
+    ),
+    # transformers zeroes the embedding of this family's padding when it loads it.
+    "youtu": Case("YoutuConfig", LATENT | {"tie_word_embeddings": False, "pad_token_id": None}),
     "gemma2": Case(
         "Gemma2Config",
         {
@@ -315,6 +406,14 @@ def test_experts_in_mxfp4_are_read_as_the_numbers_that_they_stand_for(tmp_path: 
 WRAPPED: dict[str, tuple[str, str, dict[str, Any]]] = {
     "gemma3": ("Gemma3Config", "gemma3", {"mm_tokens_per_image": 4}),
     "mistral": ("Mistral3Config", "MistralConfig", {"spatial_merge_size": 2}),
+    "qwen3_5": ("Qwen3_5Config", "qwen3_5", {}),
+    "qwen3_5_moe": ("Qwen3_5MoeConfig", "qwen3_5_moe", {}),
+}
+VISION_TYPES = {
+    "gemma3": "siglip_vision_model",
+    "mistral": "pixtral",
+    "qwen3_5": "qwen3_5_vision",
+    "qwen3_5_moe": "qwen3_5_moe_vision",
 }
 
 
@@ -326,10 +425,10 @@ def test_the_text_decoder_of_a_multimodal_model_is_served(name: str, prefixes: s
     text_config = getattr(transformers, text_class)(**SIZES | text_options)
     vision = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
     vision |= {
-        "image_size": 28,
         "patch_size": 14,
-        "model_type": "pixtral" if name == "mistral" else "siglip_vision_model",
+        "model_type": VISION_TYPES[name],
     }
+    vision |= {"image_size": 28} if name in ("gemma3", "mistral") else {}
     config = getattr(transformers, config_class)(text_config=text_config, vision_config=vision, **options)
     model = transformers.AutoModelForImageTextToText.from_config(config, dtype=torch.float32)
     randomise(model, 0)
@@ -360,6 +459,32 @@ def test_the_text_decoder_of_a_multimodal_model_is_served(name: str, prefixes: s
     assert (logits - expected).abs().max() <= 1e-4 * (expected.max() - expected.min())
 
 
+def test_experts_in_two_tensors_are_read(tmp_path: pathlib.Path) -> None:
+    """As Qwen3.5 is published: gates and what they let through one after the other, outputs before inputs."""
+    expert = re.compile(r"(.*\.experts)\.(\d+)\.(\w+)_proj\.weight")
+    stacks: dict[str, dict[str, torch.Tensor]] = {}
+
+    def grouped(name: str, tensor: torch.Tensor) -> dict[str, torch.Tensor]:
+        found = expert.fullmatch(name)
+        if found is None:
+            return {name: tensor}
+        stacks.setdefault(found[1], {})[f"{found[2]} {found[3]}"] = tensor
+        return {}
+
+    folder = rewritten(folder_of("qwen3_5_moe"), tmp_path / "stored", grouped)
+    tensors = safetensors.torch.load_file(folder / "model.safetensors")
+    for prefix, of_layer in stacks.items():
+        numbers = range(len(of_layer) // 3)
+        gate_up = [torch.cat((of_layer[f"{number} gate"], of_layer[f"{number} up"])) for number in numbers]
+        tensors[f"{prefix}.gate_up_proj"] = torch.stack(gate_up)
+        tensors[f"{prefix}.down_proj"] = torch.stack([of_layer[f"{number} down"] for number in numbers])
+    tensors["mtp.norm.weight"] = torch.ones(64)  # of layers that draft tokens
+    safetensors.torch.save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    check_tensors(folder, load_model_config(folder))
+    tokens = random_tokens(NUM_TOKENS)
+    assert torch.equal(logits_of(folder, tokens), logits_of(folder_of("qwen3_5_moe"), tokens))
+
+
 def test_half_of_each_head_rotates_in_a_glm_that_does_not_say(tmp_path: pathlib.Path) -> None:
     folder, tokens = folder_of("glm4"), random_tokens(NUM_TOKENS)
     silent = changed(folder, tmp_path / "silent", {"rope_parameters": None})
@@ -379,6 +504,7 @@ def test_half_of_each_head_rotates_in_a_glm_that_does_not_say(tmp_path: pathlib.
             "cuda",
             "device cuda does not compute attention sinks, which GptOssForCausalLM has; set device to cpu",
         ),
+        ("deepseek_v3", "cuda", "device cuda does not compute latent attention, which DeepseekV3ForCausalLM has"),
         (
             "lfm2",
             "cuda",
@@ -394,8 +520,20 @@ def test_a_device_refuses_what_it_does_not_compute(name: str, device: str, words
         check_variants(config, device)
 
 
+def test_blocks_that_do_not_fill_chunks_are_refused() -> None:
+    config = load_model_config(folder_of("llama4"))
+    check_block_size(config, 16)
+    with pytest.raises(ModelError, match=r"in chunks of 32 .* and block_size 24 does not"):
+        check_block_size(config, 24)
+
+
 @pytest.mark.parametrize(
-    ("name", "words"), [("cohere2", "norms that subtract the mean"), ("gpt_oss", "experts, gates other than SiLU")]
+    ("name", "words"),
+    [
+        ("cohere2", "norms that subtract the mean"),
+        ("gpt_oss", "experts, gates other than SiLU"),
+        ("minicpm3", "latent attention"),
+    ],
 )
 def test_exact_refuses_what_torch_computes(name: str, words: str) -> None:
     folder = folder_of(name)

@@ -16,7 +16,7 @@ import torch
 
 from manta.cluster.llm import LLM, SamplingParams
 from manta.structured.masks import MaskBatch
-from manta.workers.kernels import build, reference, torch_sampler
+from manta.workers.kernels import build, convolution, recurrence, reference, torch_sampler
 from manta.workers.kernels.attention_metadata import AttentionMetadata
 from manta.workers.kernels.linears import GatedLinear, TorchLinear
 from manta.workers.kernels.protocol import Forward, KVCaches, RotaryTables
@@ -37,6 +37,8 @@ class PlacedOnly:
     rms_norm = staticmethod(reference.rms_norm)
     add_rms_norm = staticmethod(reference.add_rms_norm)
     silu_and_mul = staticmethod(reference.silu_and_mul)
+    recur = staticmethod(recurrence.recur)
+    convolve = staticmethod(convolution.convolve)
 
     def __init__(self, placed: list[AttentionMetadata]) -> None:
         self._placed = placed

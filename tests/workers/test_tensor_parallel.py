@@ -40,6 +40,8 @@ pytestmark = pytest.mark.usefixtures("plugin", "cheap_groups")
 needs_kernels = pytest.mark.skipif(build.load_library() is None, reason="no C++ compiler: gloo alone serves")
 
 NUM_TOKENS = 24
+NUM_STATES = 256
+"""Recurrent states for which the caches have room, if the model has any."""
 Ask = Callable[[LLM], Any]
 
 
@@ -68,7 +70,7 @@ def assert_same(ranks: RankProcesses, ask: Ask, folder: str, num_blocks: int = 2
 
 def make_llm(folder: str, num_ranks: int, num_blocks: int, **options: Any) -> LLM:
     share = shard_config(load_model_config(folder), num_ranks)
-    kv_cache_bytes = 16 * num_blocks * share.kv_bytes_per_token("float32")
+    kv_cache_bytes = 16 * num_blocks * share.kv_bytes_per_token("float32") + NUM_STATES * share.state_bytes
     return LLM(folder, dtype="float32", num_threads=1, kv_cache_bytes=kv_cache_bytes, **options)
 
 
@@ -158,8 +160,24 @@ def test_ranks_give_back_the_same_blocks(two: RankProcesses) -> None:
     assert_same(two, ALL_GREEDY, path, max_num_batched_tokens=32)
 
 
-@pytest.mark.parametrize("kind", ["gemma3", "olmo3", "glm4", "phi3", "cohere2", "lfm2"])
+@pytest.mark.parametrize("kind", ["gemma3", "olmo3", "glm4", "phi3", "cohere2", "deepseek_v2", "deepseek_v3", "lfm2"])
 def test_two_ranks_split_every_kind_of_layer(two: RankProcesses, kind: str) -> None:
+    assert_same(two, ALL_GREEDY, str(folder_of(kind)))
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "qwen3_next",
+        "granite_hybrid",
+        "jamba",
+        *(
+            pytest.param(kind, marks=pytest.mark.prove)
+            for kind in ("qwen3_5", "falcon_h1", "nemotron_h", "mamba2", "lfm2")
+        ),
+    ],
+)
+def test_two_ranks_split_recurrent_mixers(two: RankProcesses, kind: str) -> None:
     assert_same(two, ALL_GREEDY, str(folder_of(kind)))
 
 

@@ -10,6 +10,8 @@ from __future__ import annotations
 import torch
 
 from manta.workers.decoders.experts import run_experts
+from manta.workers.decoders.latent_attention import attend_latent
+from manta.workers.decoders.mixers.recurrent_mixers import MIXERS
 from manta.workers.decoders.mixers.short_conv import run_short_conv
 from manta.workers.decoders.rope_table import rope_table
 from manta.workers.kernels import reference
@@ -20,12 +22,23 @@ from manta.workers.kernels.weights import (
     DecoderWeights,
     ExpertsWeights,
     GatedMlpWeights,
+    LatentAttentionWeights,
     MixerWeights,
+    RecurrentWeights,
+    ShortConvWeights,
+    SideBySideWeights,
     max_mlp_rows,
 )
-from manta.workers.kv_groups import LayerPlace, group_layers
-from manta.workers.models.model_config import ModelConfig
+from manta.workers.kv_groups import group_layers
+from manta.workers.models.model_config import ModelConfig, QueryGrowth
 from manta.workers.platforms import Platform
+
+
+def query_growth(growth: QueryGrowth, positions: torch.Tensor) -> torch.Tensor:
+    """Returns the factors on the queries of tokens, float32 [num_tokens, 1]."""
+    steps = (positions.float() + growth.first).div_(growth.period).floor_()
+    return steps.log1p_().mul_(growth.rate).add_(1).unsqueeze(-1)
+
 
 _FIRST_POSITIONS = 4096
 """Rows of the rotary table at first. It grows when a longer context comes, so a model for 1 M tokens does not cost more
@@ -46,7 +59,8 @@ class Decoder:
         self._kernels = platform.kernels
         next_norms = [*(layer.input_norm for layer in weights.layers[1:]), weights.final_norm]
         places = group_layers(config.sliding_windows, config.attends).layers
-        self._layers = list(zip(weights.layers, places, config.sliding_windows, next_norms, strict=True))
+        grows = [config.query_growth is not None and config.query_growth.is_of(rope) for rope in config.ropes]
+        self._layers = list(zip(weights.layers, places, config.sliding_windows, grows, next_norms, strict=True))
         self._mlp_rows = max_mlp_rows(config, weights.dtype) if platform.splits_mlp else None
         self._embedding_scale = torch.tensor(config.embedding_scale, dtype=weights.dtype).item()
         self.compiled = platform.compile_decoder(weights, config, self._run_layers)
@@ -69,15 +83,24 @@ class Decoder:
         self, residual: torch.Tensor, cos_sin: RotaryTables, metadata: AttentionMetadata, kv_caches: KVCaches
     ) -> torch.Tensor:
         normed = self._norm(residual, self.weights.layers[0].input_norm)
-        for (layer, place, sliding_window, next_norm), table, kv_cache in zip(
+        config = self.config
+        growth = None if config.query_growth is None else query_growth(config.query_growth, metadata.positions)
+        chunks: dict[int, AttentionMetadata] = {}
+        for (layer, place, sliding_window, grows, next_norm), table, kv_cache in zip(
             self._layers, cos_sin, kv_caches, strict=True
         ):
-            update = self._mix(layer.mixer, normed, table, metadata, place, kv_cache, sliding_window)
-            update = self._norm(update, layer.mixer_output_norm)
-            if layer.is_parallel:
+            group, window = metadata.of_group(0 if place is None else place.group), sliding_window
+            if config.windows_are_chunks and window is not None and place is not None:
+                group = chunks[place.group] = chunks.get(place.group) or group.in_chunks(window)
+                window = None
+            if layer.mixer is not None:
+                update = self._mix(layer.mixer, normed, table, group, kv_cache, window, growth if grows else None)
+                update = self._norm(update, layer.mixer_output_norm)
+            if layer.mlp is not None and layer.is_parallel:
                 update = update + self._mlp(layer.mlp, normed, metadata)
-            else:
-                normed = self._add(update, residual, layer.mlp_norm)
+            elif layer.mlp is not None:
+                if layer.mixer is not None:
+                    normed = self._add(update, residual, layer.mlp_norm)
                 update = self._norm(self._mlp(layer.mlp, normed, metadata), layer.mlp_output_norm)
             normed = self._add(update, residual, next_norm)
         return normed
@@ -103,27 +126,47 @@ class Decoder:
         normed: torch.Tensor,
         cos_sin: torch.Tensor,
         metadata: AttentionMetadata,
-        place: LayerPlace | None,
         cache: tuple[torch.Tensor, ...],
         sliding_window: int | None,
+        growth: torch.Tensor | None,
     ) -> torch.Tensor:
-        if isinstance(mixer, AttentionWeights):
-            assert place is not None
-            return self._attend(mixer, normed, cos_sin, metadata.of_group(place.group), cache, sliding_window)
-        assert metadata.states is not None, "a model with recurrent states gets their slots with each step"
-        return run_short_conv(mixer, normed, metadata, metadata.states, cache)
+        if isinstance(mixer, AttentionWeights | LatentAttentionWeights):
+            return self._attend(mixer, normed, cos_sin, metadata, cache, sliding_window, growth)
+        if isinstance(mixer, SideBySideWeights):
+            attended = self._attend(mixer.attention, normed, cos_sin, metadata, cache[:2], sliding_window, growth)
+            return attended + self._recur(mixer.recurrent, normed, metadata, cache[2:])
+        return self._recur(mixer, normed, metadata, cache)
+
+    def _recur(
+        self,
+        mixer: RecurrentWeights | ShortConvWeights,
+        normed: torch.Tensor,
+        metadata: AttentionMetadata,
+        states: tuple[torch.Tensor, ...],
+    ) -> torch.Tensor:
+        step = metadata.states
+        assert step is not None, "a model with recurrent states gets their slots with each step"
+        if isinstance(mixer, ShortConvWeights):
+            return run_short_conv(mixer, normed, metadata, step, states, self._kernels)
+        return MIXERS[mixer.kind](mixer, normed, metadata, step, states, self._kernels)
 
     def _attend(
         self,
-        attention: AttentionWeights,
+        attention: AttentionWeights | LatentAttentionWeights,
         normed: torch.Tensor,
         cos_sin: torch.Tensor,
         metadata: AttentionMetadata,
         kv_cache: tuple[torch.Tensor, ...],
         sliding_window: int | None,
+        growth: torch.Tensor | None,
     ) -> torch.Tensor:
         k_cache, v_cache = kv_cache
         heads, eps = self.config.heads, self.config.rms_norm_eps
+        if isinstance(attention, LatentAttentionWeights):
+            assert self.config.latent is not None
+            shape = self.config.latent
+            caches = k_cache, v_cache
+            return attend_latent(attention, normed, cos_sin, metadata, caches, heads, shape, self._kernels, growth)
         qkv = attention.qkv.forward(normed, metadata)
         if attention.wide_norms is not None:
             query, key, value = qkv.split([count * heads.head_dim for count in heads.counts], dim=-1)
@@ -131,9 +174,13 @@ class Decoder:
             qkv = torch.cat((query_norm(query), key_norm(key), value), dim=-1)
         norms = attention.q_norm, attention.k_norm
         self._kernels.rope_and_cache(qkv, cos_sin, metadata, k_cache, v_cache, heads, *norms, eps)
+        if growth is not None:
+            qkv[:, : heads.num_heads * heads.head_dim] *= growth.to(qkv.dtype)
         attended = self._kernels.paged_attention(
             qkv, k_cache, v_cache, metadata, heads, sliding_window, attention.sinks
         )
+        if attention.gate is not None:
+            attended = attended * attention.gate.forward(normed, metadata).sigmoid()
         return attention.output.forward(attended, metadata)
 
     def _mlp(

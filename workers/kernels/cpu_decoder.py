@@ -122,7 +122,7 @@ class FusedLayers:
         self._mlp_rows = max_mlp_rows(config, self._dtype)
         heads, hidden = config.heads, config.hidden_size
         dtype = DTYPES[self._dtype]
-        self._shape = _Shape(dtype, dtype, hidden, *heads[:3], exact, config.rms_norm_eps, *heads[3:])
+        self._shape = _Shape(dtype, dtype, hidden, *heads[:3], exact, config.rms_norm_eps, heads.scale, heads.logit_cap)
         qkv_width = (heads.num_heads + 2 * heads.num_kv_heads) * heads.head_dim
         attended_width = heads.num_heads * heads.head_dim
         self._widths = (hidden, qkv_width, attended_width, config.intermediate_size)

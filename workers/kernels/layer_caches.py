@@ -8,7 +8,7 @@ import torch
 
 from manta.workers.kernels.protocol import KVCaches
 from manta.workers.kv_groups import LayerGroups
-from manta.workers.models.model_config import StateShape
+from manta.workers.models.recurrent_shapes import StateShape
 from manta.workers.step import ZERO_STATE
 
 LayerStates = Sequence[tuple[torch.Tensor, ...]]
@@ -16,10 +16,11 @@ LayerStates = Sequence[tuple[torch.Tensor, ...]]
 
 
 def layer_caches(kv_cache: torch.Tensor, layers: LayerGroups, states: LayerStates = ()) -> KVCaches:
-    """Returns what each layer keeps. `kv_cache` is [layers_per_block, 2, num_blocks, ...]; without `states` no layer
-    has one.
+    """Returns what each layer keeps. `kv_cache` is [layers_per_block, num_cached, num_blocks, ...]. Where keys are the
+    values too, a layer gets them twice. Without `states` no layer has one.
     """
-    keys = [() if place is None else kv_cache[place.number].unbind() for place in layers.layers]
+    by_layer = [() if place is None else kv_cache[place.number].unbind() for place in layers.layers]
+    keys = [(each[0], each[-1]) if each else () for each in by_layer]
     return [(*each, *state) for each, state in zip(keys, states or ((),) * len(keys), strict=True)]
 
 

@@ -13,7 +13,7 @@ from manta.workers.models.model_config import DTYPE_BYTES, ModelConfig, RopeConf
 from manta.workers.models.raw_config import MOST_VOCABULARY, RawConfig, RawValue
 
 MOST_LAYERS = 4096
-FULL, SLIDING = "full_attention", "sliding_attention"
+FULL, SLIDING, CHUNKED = "full_attention", "sliding_attention", "chunked_attention"
 """Kinds of layers in `layer_types`."""
 ACTIVATIONS = {
     "silu": "silu",
@@ -38,20 +38,19 @@ def read_dense(
     norm_eps: tuple[str, float] = ("rms_norm_eps", 1e-6),
     rope: RopeConfig | None = None,
     is_tied: bool = False,
+    kv_heads: tuple[int, int] | None = None,
 ) -> ModelConfig:
     """Returns the shape of a dense decoder without biases, in which every token sees all before it.
 
     `usual_head_dim` is the head dimension of a configuration that names none; None divides the hidden size by the
     number of heads. `activation` and `norm_eps` are the family's keys for its activation and for the constant in its
     norms, with their usual values. `is_tied` says whether a head is tied if the configuration does not say. A family
-    with a `rope` of its own has read it. Raises `ConfigError` for sizes that do not fit, and as `read_rope` does.
+    with a `rope` of its own has read it, and one with `kv_heads` of its own their number and width. Raises
+    `ConfigError` for sizes that do not fit, and as `read_rope` does.
     """
     hidden_size = raw["hidden_size"].whole()
     num_heads = raw["num_attention_heads"].whole(most=hidden_size)
-    num_kv_heads = raw["num_key_value_heads"].whole(num_heads)
-    if num_heads % num_kv_heads:
-        raise raw["num_key_value_heads"].refused(f"a divisor of the {num_heads} attention heads")
-    head_dim = read_head_dim(raw, usual_head_dim)
+    num_kv_heads, head_dim = kv_heads or (read_num_kv_heads(raw), read_head_dim(raw, usual_head_dim))
     num_layers = raw["num_hidden_layers"].whole(most=MOST_LAYERS)
     rope = rope or read_rope(raw, head_dim)
     return ModelConfig(
@@ -72,6 +71,15 @@ def read_dense(
         activation=ACTIVATIONS[raw[activation[0]].one_of(*ACTIVATIONS, default=activation[1])],
         dtype=read_dtype(raw),
     )
+
+
+def read_num_kv_heads(raw: RawConfig) -> int:
+    """Returns the number of KV heads. Raises `ConfigError` unless it divides that of the query heads."""
+    num_heads = raw["num_attention_heads"].whole()
+    num_kv_heads = raw["num_key_value_heads"].whole(num_heads)
+    if num_heads % num_kv_heads:
+        raise raw["num_key_value_heads"].refused(f"a divisor of the {num_heads} attention heads")
+    return num_kv_heads
 
 
 def read_head_dim(raw: RawConfig, usual: int | None = None) -> int:
@@ -197,14 +205,16 @@ def read_windows(raw: RawConfig, num_layers: int) -> tuple[int | None, ...]:
     return tuple(window if kind == SLIDING else None for kind in read_kinds(raw, num_layers))
 
 
-def read_kinds(raw: RawConfig, num_layers: int, period: int = 1) -> tuple[str, ...]:
-    """Returns the kind of each layer, `FULL` or `SLIDING`: those of `layer_types` if it is there. Otherwise each
+def read_kinds(
+    raw: RawConfig, num_layers: int, period: int = 1, allowed: tuple[str, ...] = (FULL, SLIDING)
+) -> tuple[str, ...]:
+    """Returns the kind of each layer, one of those `allowed`: those of `layer_types` if it is there. Otherwise each
     `period`-th layer sees everything, and the others have a window.
     """
     layer_types = raw["layer_types"]
     if layer_types.value is None:
         return tuple(SLIDING if (layer + 1) % period else FULL for layer in range(num_layers))
-    kinds = tuple(kind.one_of(FULL, SLIDING) for kind in layer_types.items())
+    kinds = tuple(kind.one_of(*allowed) for kind in layer_types.items())
     if len(kinds) != num_layers:
         raise layer_types.refused(f"a list of {num_layers} kinds, one for each layer")
     return kinds

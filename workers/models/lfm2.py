@@ -8,8 +8,9 @@ import msgspec
 
 from manta.workers.models import llama
 from manta.workers.models.dense import FULL, read_dense, read_head_dim, read_rope, trial_layers
-from manta.workers.models.model_config import ModelConfig, StateShape
+from manta.workers.models.model_config import ModelConfig
 from manta.workers.models.raw_config import MOST_WHOLE, RawConfig
+from manta.workers.models.recurrent_shapes import StateShape
 from manta.workers.models.specs import (
     AttentionSpec,
     DecoderSpec,
@@ -97,7 +98,7 @@ def _layer(config: ModelConfig, index: int) -> LayerSpec:
         input_norm=NormSpec(f"{prefix}.operator_norm", hidden),
         mixer=_attention(config, index) if config.attends[index] else short_conv(config, f"{prefix}.conv"),
         mlp_norm=NormSpec(f"{prefix}.ffn_norm", hidden),
-        mlp=_mlp(config, f"{prefix}.feed_forward"),
+        mlp=mlp(config, f"{prefix}.feed_forward", config.intermediate_size),
     )
 
 
@@ -122,8 +123,9 @@ def short_conv(config: ModelConfig, prefix: str) -> ShortConvSpec:
     )
 
 
-def _mlp(config: ModelConfig, prefix: str) -> GatedMlpSpec:
-    hidden, inner = config.hidden_size, config.intermediate_size
+def mlp(config: ModelConfig, prefix: str, inner: int) -> GatedMlpSpec:
+    """Returns an MLP of the inner width `inner`."""
+    hidden = config.hidden_size
     gate, up = (WeightPart(f"{prefix}.{name}", inner, Split.INNER) for name in ("w1", "w3"))
     down = WeightPart(f"{prefix}.w2", hidden)
     return GatedMlpSpec(

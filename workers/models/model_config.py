@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator
 from typing import NamedTuple
 
 import msgspec
 import regex
+
+from manta.workers.models.recurrent_shapes import RecurrentShape, StateShape
 
 DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 PATTERN_SECONDS = 10.0
@@ -121,37 +121,91 @@ class HeadShape(NamedTuple):
     """Factor on the products of queries and keys."""
     logit_cap: float = 0.0
     """Bound `c` of the scaled products, which become `c * tanh(product / c)` (Gemma 2); 0 for none."""
+    keys_are_values: bool = False
+    """Whether a cached key is the value too, as in latent attention: then there are no value heads, and the two caches
+    of a layer are one.
+    """
 
     @property
     def counts(self) -> tuple[int, int, int]:
         """The numbers of query, key and value heads, which lie side by side in one row."""
-        return self.num_heads, self.num_kv_heads, self.num_kv_heads
+        return self.num_heads, self.num_kv_heads, 0 if self.keys_are_values else self.num_kv_heads
 
 
-class StateShape(msgspec.Struct, frozen=True):
-    """The recurrent state of one sequence in one layer: float32 tensors, which do not grow with the sequence."""
-
-    tensors: tuple[tuple[int, ...], ...]
-    """The shape of each tensor. Ranks split the first dimension: channels or heads."""
-    kept_whole: tuple[int, ...] = ()
-    """How many entries of each first dimension every rank has, such as channels of groups that all heads share; if
-    empty, none.
+class LatentShape(msgspec.Struct, frozen=True, kw_only=True):
+    """Multi-head latent attention (DeepSeek-V2, 2024, section 2.1): keys and values of all heads are products of one
+    latent vector, which is cached together with one rotated key. `workers/decoders/latent_attention.py` computes it.
     """
 
-    @property
-    def num_bytes(self) -> int:
-        return 4 * sum(math.prod(shape) for shape in self.tensors)
+    query_rank: int | None
+    """Width of the latent vector of which the queries are products; None if they are those of the hidden state."""
+    kv_rank: int
+    """Width of the cached latent vector."""
+    plain_dim: int
+    """Dimensions of a query and a key of a head that have no positions."""
+    rope_dim: int
+    """Dimensions of a query and a key that rotate. All heads have the same rotated key."""
+    value_dim: int
+    """Width of a head's value."""
+    norm_eps: float = 1e-6
+    """The constant in the norms of the latent vectors, which is not that of the layers."""
 
-    def can_split(self, num_ranks: int) -> bool:
-        return all((shape[0] - kept) % num_ranks == 0 for shape, kept in self._split_sizes())
 
-    def share(self, num_ranks: int) -> StateShape:
-        """Returns the part of one rank."""
-        shapes = tuple(((shape[0] - kept) // num_ranks + kept, *shape[1:]) for shape, kept in self._split_sizes())
-        return StateShape(shapes, self.kept_whole)
+class QueryGrowth(msgspec.Struct, frozen=True, kw_only=True):
+    """A factor on queries (Nakanishi, 2025): `1 + rate * ln(1 + floor((position + first) / period))`."""
 
-    def _split_sizes(self) -> Iterator[tuple[tuple[int, ...], int]]:
-        return zip(self.tensors, self.kept_whole or (0,) * len(self.tensors), strict=True)
+    rate: float
+    period: int
+    first: int = 0
+    only_without_positions: bool = False
+    """Whether only layers without a rope have it."""
+
+    def is_of(self, rope: RopeConfig | None) -> bool:
+        """Returns whether a layer with this rope has it."""
+        return rope is None or not self.only_without_positions
+
+
+class ExpertsConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """The experts of a layer and their router, which is the same in all layers that have experts."""
+
+    num_experts: int
+    num_chosen: int
+    """Experts that compute each token."""
+    intermediate_size: int
+    """The inner width of an expert."""
+    scores: str = "softmax"
+    """The function that makes scores of the router's logits: `softmax` over all experts, or `sigmoid`."""
+    normalises: bool = False
+    """Whether the scores of the chosen experts are divided by their sum."""
+    scale: float = 1.0
+    """Factor on the scores of the chosen experts."""
+    num_groups: int = 1
+    """Groups of experts, of which the best `num_chosen_groups` are searched for the best experts."""
+    num_chosen_groups: int = 1
+    ranks_groups_by: int = 1
+    """Number of a group's best scores whose sum ranks it."""
+    has_choice_bias: bool = False
+    """Whether a bias is added to the scores for the choice alone, in families that may do without one."""
+    scales_inputs: bool = False
+    """Whether an expert's score multiplies its input, instead of its result (Llama 4)."""
+    shared_intermediate_size: int = 0
+    """The inner width of the expert that computes every token; 0 if there is none."""
+    dense_layers: tuple[int, ...] = ()
+    """Layers with one MLP, of `ModelConfig.intermediate_size`, instead of experts."""
+
+
+class PartScales(msgspec.Struct, frozen=True, kw_only=True):
+    """Factors inside the layers of Falcon-H1."""
+
+    attention_input: float
+    attention_output: float
+    keys: float
+    recurrent_input: float
+    recurrent_output: float
+    recurrent_parts: tuple[float, ...]
+    """Those on gates, x, B, C and time steps."""
+    mlp: tuple[float, ...]
+    """Those on the gates of the MLP, before their activation, and on its result."""
 
 
 class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -201,17 +255,24 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     unused_keys: tuple[str, ...] = ()
     """Keys of the configuration that nothing reads and that are not known to be harmless."""
 
+    recurrent: RecurrentShape | None = None
+    """The sizes of the recurrent mixers; None if there are none, and for short convolutions."""
     conv_bias: bool = False
     """Whether the convolutions of recurrent mixers, and LFM2's linears around them, have biases."""
     activation: str = "silu"
     """The function of an MLP's gates: `silu`, `gelu`, `gelu_tanh` or `clamped` (gpt-oss)."""
-    num_experts: int = 0
-    """Experts of each layer, of which `num_chosen_experts` compute a token; 0 for one MLP. `intermediate_size` is then
-    that of an expert.
+    experts: ExpertsConfig | None = None
+    """The experts of layers; None if every layer has one MLP."""
+    latent: LatentShape | None = None
+    """The shape of latent attention; None for attention over the keys and values of heads. With it `num_kv_heads` is 1,
+    and `head_dim` is the width of a cached token: the latent vector and the rotated key.
     """
-    num_chosen_experts: int = 0
-    normalises_choice: bool = False
-    """Whether the weights of the chosen experts sum to one."""
+    windows_are_chunks: bool = False
+    """Whether layers with a window see the tokens of their chunk, as long as the window, instead of the last ones."""
+    query_growth: QueryGrowth | None = None
+    """A factor on queries that grows with their position; None for none."""
+    has_head_norms: bool = False
+    """Whether a family whose checkpoints may have norms over each query and key head has them."""
     has_layer_norms: bool = False
     """Whether norms subtract the mean before they divide (Ba et al., 2016). Otherwise they are RMS norms."""
     attention_scale: float | None = None
@@ -222,16 +283,28 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     residual_scale: float = 1.0
     """Factor on what attention and MLP add to the residual stream."""
     logits_scale: float = 1.0
+    part_scales: PartScales | None = None
+    """Factors inside the layers; None if there are none."""
     final_cap: float = 0.0
     """Soft bound of the scaled logits, as `attention_cap`; 0 for none."""
 
+    num_unused_layers: int = 0
+    """Layers that the checkpoint has after the last and that are not served: those that draft tokens (multi-token
+    prediction).
+    """
     num_trial_layers: int = 1
     """Number of first layers among which is one of every kind. A trial of the model runs so many."""
 
     @property
     def heads(self) -> HeadShape:
         scale = self.head_dim**-0.5 if self.attention_scale is None else self.attention_scale
-        return HeadShape(self.num_heads, self.num_kv_heads, self.head_dim, scale, self.attention_cap)
+        is_latent = self.latent is not None
+        return HeadShape(self.num_heads, self.num_kv_heads, self.head_dim, scale, self.attention_cap, is_latent)
+
+    @property
+    def num_cached(self) -> int:
+        """Number of tensors that a layer caches: keys and values, or only the latent vectors that are both."""
+        return 1 if self.latent is not None else 2
 
     @property
     def ropes(self) -> tuple[RopeConfig | None, ...]:
@@ -279,4 +352,4 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
         `DTYPE_BYTES` or `int8`.
         """
         head_bytes = self.head_dim + KV_SCALE_BYTES if dtype == "int8" else self.head_dim * DTYPE_BYTES[dtype]
-        return 2 * sum(self.attends) * self.num_kv_heads * head_bytes
+        return self.num_cached * sum(self.attends) * self.num_kv_heads * head_bytes

@@ -9,7 +9,7 @@ import enum
 
 from manta.workers.models.families import describe
 from manta.workers.models.model_config import ModelConfig, ModelError
-from manta.workers.models.specs import AttentionSpec, DecoderSpec, ShortConvSpec
+from manta.workers.models.specs import AttentionSpec, DecoderSpec, RecurrentSpec, ShortConvSpec, SideBySideSpec
 
 
 class Variant(enum.Enum):
@@ -29,6 +29,9 @@ class Variant(enum.Enum):
     EXPERTS = "experts"
     SHORT_CONV = "short convolutions"
     RECURRENT = "recurrent states"
+    LATENT = "latent attention"
+    CHUNKS = "layers that see a chunk"
+    QUERY_GROWTH = "queries that grow with their position"
     STORED_OTHERWISE = "linears that the checkpoint stores together or in another order"
 
 
@@ -39,7 +42,17 @@ OUTSIDE_OF_LAYERS = frozenset(
 
 
 NOT_COMPUTED = {
-    "cuda": frozenset({Variant.SOFT_CAP, Variant.SINKS, Variant.SHORT_CONV, Variant.RECURRENT}),
+    "cuda": frozenset(
+        {
+            Variant.SOFT_CAP,
+            Variant.SINKS,
+            Variant.LATENT,
+            Variant.CHUNKS,
+            Variant.QUERY_GROWTH,
+            Variant.SHORT_CONV,
+            Variant.RECURRENT,
+        }
+    ),
     "tpu": frozenset(Variant),
 }
 """Variants that a device does not compute, by the name of the device."""
@@ -49,11 +62,11 @@ def variants_of(config: ModelConfig) -> frozenset[Variant]:
     """Returns the deviations of a native model."""
     spec = describe(config)
     layers, parts = spec.layers, [part for linear in spec.linears() for part in linear.parts]
-    attentions = [layer.mixer for layer in layers if isinstance(layer.mixer, AttentionSpec)]
+    of_heads = [layer.mixer for layer in layers if isinstance(layer.mixer, AttentionSpec)]
     found = {
         Variant.SOFT_CAP: config.attention_cap != 0,
-        Variant.SINKS: any(mixer.sinks for mixer in attentions),
-        Variant.WIDE_NORMS: any(mixer.has_wide_norms for mixer in attentions),
+        Variant.SINKS: any(attention.sinks for attention in of_heads),
+        Variant.WIDE_NORMS: any(attention.has_wide_norms for attention in of_heads),
         Variant.OTHER_NORM_PLACES: any(_norms_elsewhere(spec)),
         Variant.PARALLEL: any(layer.is_parallel for layer in layers),
         Variant.LAYER_NORMS: config.has_layer_norms,
@@ -61,11 +74,14 @@ def variants_of(config: ModelConfig) -> frozenset[Variant]:
         Variant.OUTER_SCALES: (config.embedding_scale, config.logits_scale) != (1, 1),
         Variant.FINAL_CAP: config.final_cap != 0,
         Variant.ACTIVATION: config.activation != "silu",
-        Variant.EXPERTS: config.num_experts > 0,
+        Variant.EXPERTS: config.experts is not None,
+        Variant.LATENT: config.latent is not None,
+        Variant.CHUNKS: config.windows_are_chunks,
+        Variant.QUERY_GROWTH: config.query_growth is not None,
         Variant.SHORT_CONV: any(isinstance(layer.mixer, ShortConvSpec) for layer in layers),
-        Variant.RECURRENT: not all(isinstance(layer.mixer, AttentionSpec | ShortConvSpec) for layer in layers),
+        Variant.RECURRENT: any(isinstance(layer.mixer, RecurrentSpec | SideBySideSpec) for layer in layers),
         Variant.ROPES: len(set(config.ropes)) > 1 or config.ropes[0] is None,
-        Variant.STORED_OTHERWISE: any(part.order or part.stored_rows or part.first_row for part in parts)
+        Variant.STORED_OTHERWISE: any(part.order or part.piece or part.stored_rows or part.first_row for part in parts)
         or any(norm.adds_one for norm in spec.norms()),
     }
     return frozenset(variant for variant, is_there in found.items() if is_there)
@@ -87,6 +103,16 @@ def check_draft_model(config: ModelConfig) -> None:
         raise ModelError(
             f"the draft model is a {config.architecture}, which has recurrent states, and rejected drafts would stay "
             "in them; take a draft model with attention only, or the proposer ngram"
+        )
+
+
+def check_block_size(config: ModelConfig, block_size: int) -> None:
+    """Raises `ModelError` if a model sees its tokens in chunks that blocks of `block_size` tokens do not fill."""
+    chunks = [window for window in config.sliding_windows if window is not None] if config.windows_are_chunks else []
+    if any(chunk % block_size for chunk in chunks):
+        raise ModelError(
+            f"{config.architecture} sees its tokens in chunks of {chunks[0]} (attention_chunk_size), and block_size "
+            f"{block_size} does not divide them; set block_size to a divisor"
         )
 
 

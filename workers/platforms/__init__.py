@@ -125,7 +125,7 @@ class Platform(Protocol):
     def allocate_kv(
         self, config: ModelConfig, num_blocks: int, block_size: int, dtype: torch.dtype, num_layers: int | None = None
     ) -> torch.Tensor:
-        """Allocates a KV cache, uninitialised: [num_layers, 2 (k, v), num_blocks, ...], with the shapes of
+        """Allocates a KV cache, uninitialised: [num_layers, config.num_cached, num_blocks, ...], with the shapes of
         `workers/kernels/kv_cache.py`. `num_layers` are those of a block, by default all layers of the model. The dtype
         is the model's, or int8 where `check_kv_cache` allows it.
         """

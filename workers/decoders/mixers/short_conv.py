@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from manta.workers.decoders.mixers.convolution import convolve
 from manta.workers.kernels.attention_metadata import AttentionMetadata
+from manta.workers.kernels.protocol import Kernels
 from manta.workers.kernels.recurrent_step import RecurrentStep
 from manta.workers.kernels.weights import ShortConvWeights
 
@@ -16,10 +16,11 @@ def run_short_conv(
     metadata: AttentionMetadata,
     step: RecurrentStep,
     states: tuple[torch.Tensor, ...],
+    kernels: Kernels,
 ) -> torch.Tensor:
     """Returns the mixer's result [num_tokens, hidden], and writes the step's states, float32 [num_slots, channels,
     width - 1].
     """
     b, c, x = weights.input.forward(normed, metadata).float().chunk(3, dim=-1)
-    convolved = convolve(b * x, weights.kernel, weights.bias, states[0], step)
+    convolved = kernels.convolve(b * x, weights.kernel, weights.bias, states[0], step)
     return weights.output.forward((c * convolved).to(normed.dtype), metadata)
