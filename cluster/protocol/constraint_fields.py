@@ -51,7 +51,8 @@ class JsonSchemaFormat(msgspec.Struct, forbid_unknown_fields=True, kw_only=True)
 
     must_know_fields: ClassVar[bool] = True
 
-    name: str
+    name: str | None = None
+    """Without effect. OpenAI requires it; clients of llama.cpp leave it out."""
     description: str | None = None
     schema: dict[str, Any] | None = None
     strict: bool | None = None
