@@ -25,6 +25,7 @@ HERE = pathlib.Path(__file__).parent
 MODULES = HERE / "node_modules"
 ASK = "Make the file."
 ANSWERED = "The tool has answered."
+SAID = "I say what I was told to say."
 LINES = (
     Line(call("exec_command", cmd="echo made > codex.txt"), tool="exec_command"),
     Line(call("run_shell_command", command="echo made > qwen.txt", is_background=False), tool="run_shell_command"),
@@ -33,7 +34,7 @@ LINES = (
     Line(call("book", city="Rome", days=2), tool="book"),
     Line("greeting.txt\n```\nhello world\n```\n", asked="Please greet the world."),
     Line(ANSWERED, answers_tool=True),
-    Line("I say what I was told to say."),
+    Line(SAID),
 )
 SDKS = (
     "openai",
@@ -50,7 +51,7 @@ SDKS = (
 
 
 class World(NamedTuple):
-    """A running server, and an empty folder, which is a program's home and where it works."""
+    """A running server, and the folder where a program works. Its home is another one, below it."""
 
     server: Server
     folder: pathlib.Path
@@ -61,7 +62,10 @@ class World(NamedTuple):
 
     def run(self, *command: str, **environment: str) -> str:
         """Returns what a command prints. Raises `AssertionError` if it fails, or takes five minutes."""
-        variables = {**os.environ, "HOME": str(self.folder), "NO_PROXY": "127.0.0.1", **environment}
+        home = self.folder / ".home"
+        home.mkdir(exist_ok=True)
+        places = {"HOME": str(home), "PWD": str(self.folder)}  # opencode works where PWD says
+        variables = {**os.environ, **places, "NO_PROXY": "127.0.0.1", **environment}
         done = subprocess.run(
             command,
             cwd=self.folder,
@@ -145,6 +149,23 @@ def aider(world: World) -> None:
     assert world.run("git", "status", "--porcelain", greeting.name) == "", printed
 
 
+def llm(world: World) -> None:
+    model = {"model_id": "manta", "model_name": world.server.model, "api_base": world.v1, "api_key_name": "manta"}
+    model |= {"supports_tools": True, "supports_schema": True}
+    (world.folder / "extra-openai-models.yaml").write_text(json.dumps([model]))  # JSON is YAML
+    given = {"LLM_USER_PATH": str(world.folder)}
+    asked = (str(bin_of("llm")), "-m", "manta", "--key", "none")
+    for option in ((), ("--no-stream",)):
+        assert world.run(*asked, *option, "What do you say?", **given) == f"{SAID}\n"
+    schema = {"type": "object", "properties": {"days": {"enum": [1, 2]}}, "required": ["days"]}
+    schema["additionalProperties"] = False
+    assert json.loads(world.run(*asked, "--schema", json.dumps(schema), "How many?", **given))["days"] in (1, 2)
+    function = (
+        "def book(city: str, days: int) -> str:\n    open('llm.txt', 'w').write('made\\n')\n    return 'booked'\n"
+    )
+    world.made("llm.txt", world.run(*asked, "--functions", function, "Please book a trip.", **given))
+
+
 def guidellm(world: World) -> None:
     """Lets it measure three requests of synthetic text."""
     report = world.folder / "report.json"
@@ -172,6 +193,7 @@ PROGRAMS: dict[str, tuple[str, Program]] = {
     "opencode": ("opencode", opencode),
     "continue": ("cn", continue_cli),
     "aider": ("aider", aider),
+    "llm": ("llm", llm),
     "guidellm": ("guidellm", guidellm),
 }
 """Maps a name to a program's file and to what is done with it."""

@@ -160,8 +160,10 @@ const CLIENTS = {
   ollama: ollama,
   "@ai-sdk/openai": async () => ai(await provider("@ai-sdk/openai", "createOpenAI", v1)),
   "@ai-sdk/openai: chat": async () => ai((await provider("@ai-sdk/openai", "createOpenAI", v1)).chat),
-  "@ai-sdk/openai-compatible": async () =>
-    ai(await provider("@ai-sdk/openai-compatible", "createOpenAICompatible", { ...v1, name: "manta" })),
+  "@ai-sdk/openai-compatible": async () => {
+    const options = { ...v1, name: "manta", supportsStructuredOutputs: true };
+    await ai(await provider("@ai-sdk/openai-compatible", "createOpenAICompatible", options));
+  },
   "@ai-sdk/anthropic": async () => ai(await provider("@ai-sdk/anthropic", "createAnthropic", v1)),
   "ollama-ai-provider-v2": async () =>
     ai(await provider("ollama-ai-provider-v2", "createOllama", { baseURL: `${url}/api` })),

@@ -334,6 +334,7 @@ CONSTRAINTS: list[tuple[dict[str, Any], str, Any]] = [
     ({"grammar": 'root ::= "a"'}, "ebnf", 'root ::= "a"'),
     ({"json_schema": SCHEMA}, "json_schema", SCHEMA),
     ({"response_format": {"type": "json_object", "schema": SCHEMA}}, "json_schema", SCHEMA),
+    ({"response_format": {"type": "json_object", "value": SCHEMA}}, "json_schema", SCHEMA),
     ({"response_format": {"type": "json", "value": SCHEMA}}, "json_schema", SCHEMA),
     ({"response_format": {"type": "regex", "value": "a+"}}, "regex", "a+"),
     ({"response_format": {"type": "json_schema", "value": {"name": "a", "schema": SCHEMA}}}, "json_schema", SCHEMA),
