@@ -7,6 +7,7 @@ costs its parent one schema. Times are the thread's processor time: other work o
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 import pathlib
@@ -35,6 +36,7 @@ from manta.structured.constraint import (
     ConstraintError,
     ConstraintLimits,
     ConstraintSpec,
+    JsonObjects,
     check_form,
     check_limits,
     check_size,
@@ -81,10 +83,10 @@ class Engine(Protocol):
 class MantaEngine:
     """The server's way with its default limits: checked, rewritten, guarded, by the backend that `auto` chooses."""
 
-    def __init__(self, vocabulary: Vocabulary) -> None:
+    def __init__(self, vocabulary: Vocabulary, objects: JsonObjects = JsonObjects()) -> None:  # noqa: B008
         self._limits = ConstraintLimits()
         self.compile_seconds = self._limits.compile_seconds
-        self._backends = Backends(vocabulary)
+        self._backends = Backends(vocabulary, objects)
         self._backends.warm_up()
 
     def compile(self, schema: Any) -> Callable[[], Session]:
@@ -126,8 +128,12 @@ class XGrammarEngine:
         return self._backend.load(spec, self._backend.compile(spec)).session
 
 
+AS_SCHEMA = JsonObjects(additional_properties="as_schema")
+ANY_ORDER = JsonObjects(additional_properties="as_schema", property_order="any")
 ENGINES: dict[str, Callable[[Vocabulary], Engine]] = {
     "manta": MantaEngine,
+    "manta-as-schema": functools.partial(MantaEngine, objects=AS_SCHEMA),
+    "manta-any-order": functools.partial(MantaEngine, objects=ANY_ORDER),
     "llguidance": LLGuidanceEngine,
     "xgrammar": XGrammarEngine,
 }

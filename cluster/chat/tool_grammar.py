@@ -14,8 +14,6 @@ from manta.cluster.chat.tool_formats import ToolFormat
 from manta.cluster.protocol.constraint_fields import json_text
 from manta.cluster.protocol.tools import Tool, arguments_schema
 
-JSON_SPACE = r"[ \n\t]{0,20}"
-"""White space between two tokens of arguments: enough to indent, and so little that a model cannot idle there."""
 _TERMINALS = ["SPACE: /[ \\n]{1,2}/", "INDENT: /[ \\n]{1,8}/", "INDEX: /0|[1-9][0-9]{0,2}/", "ID: /[a-zA-Z0-9]{9}/"]
 _PLACEHOLDERS = {"{index}": "INDEX", "{id}": "ID"}
 
@@ -37,6 +35,7 @@ def calls_grammar(
     required: bool,
     answer_schema: str | None = None,
     left_out: list[str] | None = None,
+    closes: bool = True,
 ) -> str:
     """Returns a Lark grammar (llguidance's dialect) of one call of `tools`, or of several with `parallel`.
 
@@ -45,9 +44,10 @@ def calls_grammar(
     channels the grammar covers the whole answer, the reasoning included.
 
     What the format cannot carry of a function with `strict: false` is appended to `left_out`. For a strict function it
-    raises `FormatRefused`.
+    raises `FormatRefused`. `closes` says that functions which list arguments take no others, unless their schema says
+    so, in formats that do not write arguments as JSON.
     """
-    writer = _CallsGrammar(form, tools, token_id)
+    writer = _CallsGrammar(form, tools, token_id, closes)
     if form.is_channel:
         rules = writer.channels(required, answer_schema)
     else:
@@ -59,7 +59,8 @@ def calls_grammar(
 
 
 class _CallsGrammar:
-    def __init__(self, form: ToolFormat, tools: list[Tool], token_id: TokenId) -> None:
+    def __init__(self, form: ToolFormat, tools: list[Tool], token_id: TokenId, closes: bool) -> None:
+        self._closes = closes
         self._form, self._tools, self._token_id = form, tools, token_id
         self._call = "(" + " | ".join(f"call_{index}" for index in range(len(tools))) + ")"
         self._first = self._call.replace("call_", "first_")
@@ -145,7 +146,7 @@ class _CallsGrammar:
     def call_rules(self) -> list[str]:
         rules = []
         for index, tool in enumerate(self._tools):
-            options = {"whitespace_pattern": JSON_SPACE, "lenient": tool.function.strict is False}
+            options = {"lenient": tool.function.strict is False}
             schema = arguments_schema(tool)
             head, tail = self._frame(tool.function.name)
             if self._form.calls == "list" and self._form.call:
@@ -160,7 +161,7 @@ class _CallsGrammar:
 
     def _arguments(self, name: str, schema: dict[str, Any], options: dict[str, Any]) -> list[str]:
         if self._form.argument:
-            writer = ArgumentRules(self._form, schema, options, self._token_id, name)
+            writer = ArgumentRules(self._form, schema, options, self._token_id, name, self._closes)
             rules = writer.rules()
             self.left_out += writer.left_out
             return rules

@@ -64,6 +64,14 @@ def chat_constraint(**fields: Any) -> ConstraintSpec | None:
         ({"structured_outputs": {"json": {"a": 1}}}, ConstraintSpec(kind="json_schema", text='{"a":1}')),
         ({"structured_outputs": {"json": '{"a": 1}'}}, ConstraintSpec(kind="json_schema", text='{"a": 1}')),
         ({"structured_outputs": {"json": False}}, ConstraintSpec(kind="json_schema", text="false")),
+        (
+            {"additional_properties": "as_schema", "property_order": "any", "structured_outputs": {"json": {"a": 1}}},
+            ConstraintSpec(kind="json_schema", text='{"a":1}', additional_properties="as_schema", property_order="any"),
+        ),
+        (
+            {"structured_outputs": {"json": {"a": 1}, "disable_additional_properties": True}},
+            ConstraintSpec(kind="json_schema", text='{"a":1}', additional_properties="closed"),
+        ),
         ({"structured_outputs": {"regex": "a+"}}, ConstraintSpec(kind="regex", text="a+")),
         ({"structured_outputs": {"choice": ["ü", "b"]}}, ConstraintSpec(kind="choice", text='["ü","b"]')),
         ({"structured_outputs": {"grammar": 'start: "a"'}}, ConstraintSpec(kind="lark", text='start: "a"')),
@@ -93,6 +101,8 @@ def test_fields_become_one_constraint(fields: dict[str, Any], spec: ConstraintSp
     [
         ({"response_format": {"type": "xml"}}, "response_format.type"),
         ({"response_format": {}}, "response_format.type"),
+        ({"additional_properties": "open"}, "additional_properties"),
+        ({"property_order": "schema first"}, "property_order"),
         ({"response_format": {"type": "json_schema"}}, "response_format.json_schema"),
         ({"response_format": {"type": "json_object", "x": 1}}, "response_format.x"),
         ({"response_format": json_schema([])}, "response_format.json_schema.schema"),
