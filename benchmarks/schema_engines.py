@@ -184,7 +184,9 @@ class Trial:
             new = self._engine.compile(data["schema"])
             is_guarded = hasattr(new(), "unguarded")
         except Exception as error:  # each engine has its own kinds
-            return {"refused": f"{type(error).__name__}: {error}"[:500]}
+            refused = {"refused": f"{type(error).__name__}: {error}"[:500]}
+            is_right = _says_unsatisfiable(error) and not any(case["valid"] for case in data["tests"])
+            return {**refused, "unsatisfiable": True} if is_right else refused
         found["compile_ms"] = round((time.thread_time() - started) * 1e3, 3)
         signal.setitimer(signal.ITIMER_PROF, self._seconds)
         kind = jsonschema.validators.validator_for(data["schema"], default=jsonschema.Draft202012Validator)
@@ -192,6 +194,7 @@ class Trial:
         for case in data["tests"][: self._num_tests or None]:
             self._counted(found, lambda case=case: self._instance(new, case, judge, found))
         words = [word for case in data["tests"] if case["valid"] for word in _strings(case["data"])]
+        words += dict.fromkeys(_words_of(data["schema"]))
         for index in range(self._num_walks):
             chooser = random.Random(f"{pathlib.Path(file).name}{index}")
             self._counted(found, lambda chooser=chooser: self._walk(new(), chooser, judge, words, found))
@@ -335,7 +338,9 @@ class Walker:
         self._tokens, self._of_bytes = vocabulary.tokens, vocabulary.byte_token_ids()
         self._chooser = chooser
         self._words = words
-        """Strings of valid instances, of which all or an end is tried: a random text hardly ever matches a pattern."""
+        """Strings of valid instances, and those that the schema lists, of which all or an end is tried: a random text
+        hardly ever matches a pattern, and is hardly ever a required name.
+        """
         self._word: list[int] = []
         """Tokens that are left of the word which is being written."""
         self._in_string = self._is_escaped = False
@@ -366,7 +371,7 @@ class Walker:
         start = self._chooser.choice((0, self._chooser.randrange(len(word) + 1)))
         text = json.dumps(word[start:], ensure_ascii=False).encode()
         first, *self._word = self._ids(text[1:])
-        return [self._ids(b'"'), [first]]
+        return [[first], self._ids(b'"')]
 
     def _ids(self, text: bytes) -> list[int]:
         return [self._of_bytes[byte] for byte in text if byte in self._of_bytes]
@@ -396,6 +401,26 @@ def _strings(value: Any) -> Iterator[str]:
         yield value
     for item in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
         yield from _strings(item)
+
+
+def _words_of(schema: Any) -> Iterator[str]:
+    """Yields the names and strings that a schema lists."""
+    if isinstance(schema, list):
+        for item in schema:
+            yield from _words_of(item)
+    elif isinstance(schema, dict):
+        for name, value in schema.items():
+            if name in ("required", "enum", "const"):
+                yield from _strings([value])
+            elif name == "properties" and isinstance(value, dict):
+                yield from value
+                yield from _words_of(list(value.values()))
+            else:
+                yield from _words_of(value)
+
+
+def _says_unsatisfiable(error: Exception) -> bool:
+    return isinstance(error, ConstraintError) and error.refusal.kind == "unsatisfiable"
 
 
 def _takes(judge: Any, schema: Any, instance: Any) -> bool:

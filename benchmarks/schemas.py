@@ -5,6 +5,7 @@
     texts in order      as passing, where instances have their properties in the schema's order, in any spelling
     tests alone         as passing, without walks: MaskBench's own number
     refused             schemas that it does not compile
+    rightly             those of them that it calls unsatisfiable, of which MaskBench has no valid instance; they pass
     invalid accepted    schemas with an invalid instance, or the text of a walk, that it lets a model write to the end
     valid rejected      schemas with a valid instance that it does not let a model write
     for spelling        those of them whose instances it takes as other tokens, or with numbers without exponents
@@ -51,6 +52,7 @@ COLUMNS = (
         "passing",
         "tests alone",
         "refused",
+        "rightly",
         "invalid accepted",
         "valid rejected",
         "for spelling",
@@ -247,6 +249,7 @@ def line_of(name: str, rows: list[Row]) -> str:
         _share(count(passes_in_order), len(rows)),
         _share(count(passes_tests), len(rows)),
         _share(count(lambda row: "refused" in row), len(rows)),
+        count(is_rightly_refused),
         count(accepts_invalid),
         count(lambda row: row.get("valid_rejected")),
         count(is_only_for("valid_rejected_for_spelling")),
@@ -262,12 +265,12 @@ def line_of(name: str, rows: list[Row]) -> str:
 
 def passes(row: Row) -> bool:
     """Whether an engine does all right: instances, walks, and in time."""
-    return not row.get("valid_rejected") and passes_in_order(row)
+    return is_rightly_refused(row) or (not row.get("valid_rejected") and passes_in_order(row))
 
 
 def passes_in_order(row: Row) -> bool:
-    """As `passes`, with instances X."""
-    return (
+    """As `passes`, with instances in the schema's order of properties, and in any spelling."""
+    return is_rightly_refused(row) or (
         "compile_ms" in row
         and not is_out_of_time(row)
         and not accepts_invalid(row)
@@ -276,6 +279,11 @@ def passes_in_order(row: Row) -> bool:
         and row.get("valid_rejected", 0)
         == sum(row.get(f"valid_rejected_for_{name}", 0) for name in ("order", "spelling"))
     )
+
+
+def is_rightly_refused(row: Row) -> bool:
+    """Whether an engine says that nothing satisfies the schema, of which there is no valid instance."""
+    return bool(row.get("unsatisfiable"))
 
 
 def passes_tests(row: Row) -> bool:
