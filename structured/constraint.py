@@ -75,6 +75,11 @@ class ConstraintSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     begins at once.
     """
 
+    @property
+    def reads_objects(self) -> bool:
+        """Whether objects are read otherwise than JSON Schema says, and properties than in the order of the schema."""
+        return self.additional_properties == "closed" or self.property_order == "any"
+
 
 class JsonObjects(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What a JSON schema leaves open about objects, for requests that do not say it."""

@@ -58,7 +58,7 @@ class Backends:
                 try:
                     return self._compile(attempt, name)
                 except Unsupported as error:
-                    if attempt.additional_properties != "closed":  # the next attempt says what the schema lacks
+                    if not attempt.reads_objects:  # then the next attempt says what the schema lacks
                         first = first or error
                 except ConstraintError:
                     if attempt is attempts[-1]:
@@ -92,10 +92,16 @@ class Backends:
 
 
 def _attempts(spec: ConstraintSpec) -> list[ConstraintSpec]:
-    """The ways to read a constraint, the best one first: exactly and loosely, closed and as its schemas say."""
-    exact = [msgspec.structs.replace(spec, loose=False)]
-    readings = [*exact, spec] if spec.loose else exact
-    if spec.additional_properties != "closed":
-        return readings
-    opened = [msgspec.structs.replace(reading, additional_properties="as_schema") for reading in readings]
-    return [each for pair in zip(readings, opened, strict=True) for each in pair]
+    """The ways to read a constraint, the best one first: exactly and loosely, and of each as the request says of JSON
+    objects, and as the schemas say.
+    """
+    exact = msgspec.structs.replace(spec, loose=False)
+    readings = [exact, spec] if spec.loose else [exact]
+    return [each for reading in readings for each in dict.fromkeys(_readings_of_objects(reading))]
+
+
+def _readings_of_objects(spec: ConstraintSpec) -> list[ConstraintSpec]:
+    if not spec.reads_objects:
+        return [spec]
+    opened = msgspec.structs.replace(spec, additional_properties="as_schema")
+    return [spec, opened, msgspec.structs.replace(opened, property_order="schema")]

@@ -1,8 +1,9 @@
 """Lets the properties of objects come in any order: the grammar knows them as patterns, and the guard counts them.
 
-`free` moves `required` of each object's schema to `NAMES`, a key beside those of the specification. It stays with the
-schema while that is rewritten. `as_patterns` then makes patterns of the properties, whose order a grammar leaves open.
-A `Guard` forbids a name that has come already, and the object's end before all required names have come.
+`free` moves `required` and `dependentRequired` of each object's schema to `NAMES`, a key beside those of the
+specification. It stays with the schema while that is rewritten. `as_patterns` then makes patterns of the properties,
+whose order a grammar leaves open. A `Guard` forbids a name that has come already, and the object's end before all names
+have come that it needs.
 
 The objects of schemas that several branches or conjuncts describe keep the schema's order: what they need depends on
 the branch, which a guard does not know before the object's end.
@@ -19,7 +20,8 @@ from manta.structured.schemas.logic import Logic
 from manta.structured.schemas.possible_types import possible_types
 
 NAMES = "$names"
-"""Required names of an object whose properties come in any order."""
+"""`required` and `dependentRequired` of an object whose properties come in any order, by their names."""
+_MOVED = ("required", "dependentRequired")
 _CHOICES = ("anyOf", "oneOf")
 _CONTAINERS = frozenset(["object", "array"])
 _OF_VALUES = frozenset(["items", "additionalProperties"])
@@ -27,7 +29,7 @@ _MAPS_OF_VALUES = frozenset(["properties", "patternProperties"])
 _KEEPING = frozenset(
     [
         *("$ref", "allOf", "anyOf", "oneOf", "not", "if", "enum", "const", "patternProperties", "propertyNames"),
-        *("minProperties", "maxProperties", "dependentRequired", "dependentSchemas", "unevaluatedProperties"),
+        *("minProperties", "maxProperties", "dependentSchemas", "unevaluatedProperties"),
     ]
 )
 """Keywords beside which an object keeps the order of its schema."""
@@ -59,7 +61,7 @@ class _Freer:
         result = {name: self._within(name, item, schema) for name, item in schema.items()}
         if "properties" in schema and _KEEPING.isdisjoint(schema) and False not in schema["properties"].values():
             self.has_freed = True
-            result[NAMES] = result.pop("required", [])
+            result[NAMES] = {name: result.pop(name) for name in _MOVED if name in result}
         self._document.place(result, self._document.path(schema))
         return result
 
@@ -85,6 +87,17 @@ class _Freer:
             self.made[name] = None
             self.made[name] = self.value(self._document.resolve(ref))
         return f"#/$defs/{name}"
+
+
+def needed_names(flat: list[dict[str, Any]]) -> frozenset[str]:
+    """Returns the names that an object always needs, of those that its grammar does not demand."""
+    return frozenset(name for schema in flat for name in schema.get(NAMES, {}).get("required", ()))
+
+
+def dependent_names(flat: list[dict[str, Any]]) -> list[tuple[str, frozenset[str]]]:
+    """Returns names and what an object needs that has them, of what its grammar does not demand."""
+    found = [schema.get(NAMES, {}).get("dependentRequired", {}) for schema in flat]
+    return [(name, frozenset(needed)) for each in found for name, needed in each.items()]
 
 
 def _containers(logic: Logic, schema: Any) -> frozenset[str]:

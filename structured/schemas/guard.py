@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from manta.structured.constraint import Unsupported
 from manta.structured.regexes.automata import TooLarge
-from manta.structured.schemas.any_order import NAMES, with_certain_branches
+from manta.structured.schemas.any_order import NAMES, dependent_names, needed_names, with_certain_branches
 from manta.structured.schemas.documents import GUARD, SCHEMA, SCHEMA_LIST, SCHEMA_MAP, Document
 from manta.structured.schemas.judge import json_key
 from manta.structured.schemas.logic import Logic, item_schemas, numbers_of, types_of
@@ -68,8 +68,8 @@ class Place:
         self.reaches = is_open or guard.has_any_order or any(map(guard.reaches, self.flat))
         self.has_any_order = any(NAMES in schema for schema in self.flat)
         """Whether the grammar allows the properties in any order, and each several times."""
-        self.needed = frozenset(name for schema in self.flat for name in schema.get(NAMES, ()))
-        """Properties without which the object may not end, where the grammar does not demand them."""
+        self._needed = needed_names(self.flat)
+        self._dependent = dependent_names(self.flat)
         self.types = possible_types(guard.logic, self.flat) if self.is_judged else types_of(self.flat)
         self.is_narrowed = self.types != types_of(self.flat)
         """Whether branches exclude a type that the grammar may allow."""
@@ -111,6 +111,10 @@ class Place:
             schemas = with_certain_branches(self._guard.logic, self.schemas, kind)
             self._of_type[kind] = self._guard.place(schemas, self.is_open)
         return self._of_type[kind]
+
+    def has_needed(self, names: frozenset[str]) -> bool:
+        """Whether an object with these properties has all that its grammar does not demand."""
+        return self._needed <= names and all(needed <= names for name, needed in self._dependent if name in names)
 
     def names(self) -> dict[str, bytes] | None:
         """The properties that an object may have here, each with its text in JSON; None if they are not listed."""
@@ -343,7 +347,7 @@ class Guard:
         if byte in b"]}":
             assert frame is not None
             assert whole is not None
-            if not frame.place.needed <= frame.names:
+            if not frame.place.has_needed(frame.names):
                 return None
             return self._complete(state._replace(frame=frame.parent), whole[frame.start : at + 1], frame.place)
         if byte == 0x22:

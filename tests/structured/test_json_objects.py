@@ -156,6 +156,14 @@ def test_properties_may_come_in_any_order(around: Any, additional: Any) -> None:
     assert not accepts_text(grammar, '{"z":1,"a":1,"ü":{"y":1},"z":1}')
 
 
+def test_names_that_need_others_may_come_in_any_order() -> None:
+    schema = {"type": "object", "properties": dict.fromkeys("abc", True), "dependentRequired": {"a": ["b", "c"]}}
+    grammar = grammar_of(schema, property_order="any")
+    assert [text for text in _texts({"a": 1, "b": 2, "c": 3}) if not accepts_text(grammar, text)] == []
+    assert accepts_text(grammar, '{"c":1,"b":1}')
+    assert not accepts_text(grammar, '{"b":1,"a":1}')
+
+
 def test_an_object_that_may_be_null_has_any_order() -> None:
     schema = {"type": "array", "items": {"anyOf": [{"$ref": "#/$defs/order"}, {"type": "null"}]}}
     schema["$defs"] = {"order": {"type": "object", "properties": {"a": True, "b": True}, "required": ["a", "b"]}}
