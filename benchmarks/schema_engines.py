@@ -49,7 +49,7 @@ from manta.structured.vocabulary import Vocabulary
 RANDOM_TOKENS = 200
 """Tokens of a walk that are drawn at random. Then the walk heads for its end."""
 WALK_TOKENS = 2000
-"""Tokens after which a walk has found no end."""
+"""Tokens after which a walk has found no end, beside twice those of the longest valid instance."""
 OPENING = b'"0123456789ntf{[,:-'
 """First bytes of the tokens among which a walk that heads for its end draws, where nothing can be closed."""
 LETTERS = bytes(range(0x20, 0x7F))
@@ -167,6 +167,7 @@ class Trial:
         self._engine = ENGINES[name](vocabulary)
         self._vocabulary = vocabulary
         self._num_tests, self._num_walks, self._seconds = num_tests, num_walks, seconds
+        self._walk_tokens = WALK_TOKENS
         self._tokenizer = Tokenizer.from_str(vocabulary.tokenizer_json)
         self._row = np.zeros(row_words(vocabulary.vocab_size), dtype=np.int32)
         self._ids = {token: token_id for token_id, token in enumerate(vocabulary.tokens)}
@@ -195,6 +196,8 @@ class Trial:
             self._counted(found, lambda case=case: self._instance(new, case, judge, found))
         words = [word for case in data["tests"] if case["valid"] for word in _strings(case["data"])]
         words += dict.fromkeys(_words_of(data["schema"]))
+        valid_lengths = [len(self._token_ids(case["data"])) for case in data["tests"] if case["valid"]]
+        self._walk_tokens = WALK_TOKENS + 2 * max(valid_lengths, default=0)
         for index in range(self._num_walks):
             chooser = random.Random(f"{pathlib.Path(file).name}{index}")
             self._counted(found, lambda chooser=chooser: self._walk(new(), chooser, judge, words, found))
@@ -299,7 +302,7 @@ class Trial:
         """Writes a text of random tokens that the masks allow, and then one that heads for the end."""
         output, walker = bytearray(), Walker(self._vocabulary, chooser, words)
         found["walks"] += 1
-        for index in range(WALK_TOKENS):
+        for index in range(self._walk_tokens):
             heads_for_end = index >= RANDOM_TOKENS
             if matcher.is_accepting() and (heads_for_end or chooser.random() < 0.3):
                 break

@@ -10,7 +10,7 @@
     valid rejected      schemas with a valid instance that it does not let a model write
     for spelling        those of them whose instances it takes as other tokens, or with numbers without exponents
     for order           those of them whose instances it takes in the schema's order of properties
-    no end              schemas with a walk of 2,000 tokens, the later ones towards its end, that finds none
+    no end              schemas with a walk of 2,000 tokens, and twice the longest instance's, that finds no end
     timed out           schemas that cost an engine more time than it has; crashes too
 
 MaskBench is `maskbench/data` of github.com/guidance-ai/jsonschemabench. Each engine runs in a process of its own, one

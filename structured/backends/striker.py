@@ -32,6 +32,8 @@ class TokenClasses:
         quoted, twice, beyond, further, ending, ready = [], [], [], [], [], []
         self.closing: dict[bytes, list[int]] = {}
         """Tokens by what they begin with, up to their first quote."""
+        self.unquoted: dict[bytes, list[int]] = {}
+        """Tokens without a quote."""
         for token_id, token in enumerate(vocabulary.tokens):
             begun, quote, rest = token.partition(b'"')
             if quote:
@@ -43,6 +45,8 @@ class TokenClasses:
                     beyond.append(token_id)
                 if b"," in rest:
                     further.append(token_id)
+            else:
+                self.unquoted.setdefault(token, []).append(token_id)
             if any(byte in _ENDS for byte in token):
                 ending.append(token_id)
             if not quote or b'"' in rest or not _COMPLETING.isdisjoint(begun):
@@ -87,6 +91,9 @@ class Striker:
 
     def strike(self, row: np.ndarray, state: State, text: bytes) -> None:
         """`row` holds what the grammar allows after `text`, where the guard is in `state`."""
+        names = self.guard.names_begun(state, text)
+        if names is not None:
+            row &= self._writing(names)
         candidates = self._candidates(row, state, text)
         if candidates is None:
             return
@@ -125,8 +132,6 @@ class Striker:
         if state.mode in (STRING, KEY_STRING):
             if state.mode == KEY_STRING and state.frame is not None:
                 place = state.frame.place
-                if place.has_any_order and place.names() is not None:
-                    return row
                 if place.has_any_order or place.may_forbid_names:
                     return row & classes.quoted
             return row & self._several(classes)
@@ -135,6 +140,16 @@ class Striker:
         if state.mode == SCALAR or guard.has_open_places or self._has_domain(state):
             return row
         return row if guard.place_of(state).is_narrowed else row & classes.ready
+
+    def _writing(self, rests: list[bytes]) -> np.ndarray:
+        """Tokens that write one of these texts, or begin one, or go on beyond its end, which is its first quote."""
+        classes = classes_of(self._vocabulary)
+        found: list[int] = []
+        for rest in rests:
+            found += classes.closing.get(rest, ())
+            for length in range(1, len(rest)):
+                found += classes.unquoted.get(rest[:length], ())
+        return _packed(found, self._vocabulary)
 
     def _several(self, classes: TokenClasses) -> np.ndarray:
         """Tokens that close a string and do something more that may be wrong."""

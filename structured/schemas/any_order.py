@@ -3,7 +3,7 @@
 `free` moves `required` and `dependentRequired` of each object's schema to `NAMES`, a key beside those of the
 specification. It stays with the schema while that is rewritten. `as_patterns` then makes patterns of the properties,
 whose order a grammar leaves open. A `Guard` forbids a name that has come already, and the object's end before all names
-have come that it needs.
+have come that it needs. Until then it allows listed names alone: a model might write others for ever.
 
 The objects of schemas that several branches or conjuncts describe keep the schema's order: what they need depends on
 the branch, which a guard does not know before the object's end.
@@ -59,7 +59,9 @@ class _Freer:
         if isinstance(schema, bool):
             return schema
         result = {name: self._within(name, item, schema) for name, item in schema.items()}
-        if "properties" in schema and _KEEPING.isdisjoint(schema) and False not in schema["properties"].values():
+        if not schema.get("dependentSchemas", True):  # as `dependencies` of older drafts leave it
+            del result["dependentSchemas"]
+        if "properties" in result and _KEEPING.isdisjoint(result) and False not in schema["properties"].values():
             self.has_freed = True
             result[NAMES] = {name: result.pop(name) for name in _MOVED if name in result}
         self._document.place(result, self._document.path(schema))
@@ -92,6 +94,16 @@ class _Freer:
 def needed_names(flat: list[dict[str, Any]]) -> frozenset[str]:
     """Returns the names that an object always needs, of those that its grammar does not demand."""
     return frozenset(name for schema in flat for name in schema.get(NAMES, {}).get("required", ()))
+
+
+def listed_names(flat: list[dict[str, Any]]) -> list[str]:
+    """Returns the names that the schemas of an object list, with those that it may need."""
+    found = [*needed_names(flat)]
+    for schema in flat:
+        found += schema.get("properties", ())
+    for _, needed in dependent_names(flat):
+        found += needed
+    return found
 
 
 def dependent_names(flat: list[dict[str, Any]]) -> list[tuple[str, frozenset[str]]]:

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from manta.structured.constraint import Unsupported
 from manta.structured.regexes.automata import TooLarge
-from manta.structured.schemas.any_order import NAMES, dependent_names, needed_names, with_certain_branches
+from manta.structured.schemas.any_order import NAMES, dependent_names, listed_names, needed_names, with_certain_branches
 from manta.structured.schemas.documents import GUARD, SCHEMA, SCHEMA_LIST, SCHEMA_MAP, Document
 from manta.structured.schemas.judge import json_key
 from manta.structured.schemas.logic import Logic, item_schemas, numbers_of, types_of
@@ -81,8 +81,8 @@ class Place:
         """The range of numbers that may stand here; None if none may, or if the grammar has it."""
         self._guard = guard
         self._of_type: dict[str, Place] = {}
-        self._names: dict[str, bytes] | None = None
-        self._knows_names = False
+        self._listed: dict[str, bytes] | None = None
+        self._is_closed = False
         self._length = max((len(schema.get("prefixItems", ())) for schema in self.flat), default=0)
         self._items: dict[int, Place] = {}
         self._properties: dict[str, Place] = {}
@@ -116,13 +116,18 @@ class Place:
         """Whether an object with these properties has all that its grammar does not demand."""
         return self._needed <= names and all(needed <= names for name, needed in self._dependent if name in names)
 
-    def names(self) -> dict[str, bytes] | None:
-        """The properties that an object may have here, each with its text in JSON; None if they are not listed."""
-        if not self._knows_names:
-            self._knows_names = True
-            found = self._guard.logic.possible_names(self.flat)
-            self._names = None if found is None else {name: json_text(name).encode() for name in found}
-        return self._names
+    def names_after(self, names: frozenset[str]) -> dict[str, bytes] | None:
+        """The properties that may follow these in an object of any order, each with its text in JSON; None if they are
+        not listed.
+        """
+        if self._listed is None:
+            closed = self._guard.logic.possible_names(self.flat)
+            self._is_closed = closed is not None
+            listed = listed_names(self.flat) if closed is None else closed
+            self._listed = {name: json_text(name).encode() for name in listed}
+        if not self._is_closed and self.has_needed(names):
+            return None
+        return {name: text for name, text in self._listed.items() if name not in names}
 
     def domain(self) -> frozenset[bytes] | None:
         """The texts of all values, if they are few and each has one text, or is given one."""
@@ -371,16 +376,15 @@ class Guard:
             return None
         if not place.has_any_order:
             return state._replace(frame=state.frame._replace(key=name), mode=COLON)
-        if name in state.frame.names:
+        following = place.names_after(state.frame.names)
+        if name in state.frame.names if following is None else name not in following:
             return None
         return state._replace(frame=state.frame._replace(key=name, names=state.frame.names | {name}), mode=COLON)
 
     def _has_more(self, frame: Frame, begun: bytes = b"") -> bool:
         """Whether another property may follow, whose name in JSON begins so."""
-        names = frame.place.names()
-        if names is None:
-            return True
-        return any(text.startswith(begun) for name, text in names.items() if name not in frame.names)
+        following = frame.place.names_after(frame.names)
+        return following is None or any(text.startswith(begun) for text in following.values())
 
     def _may_begin(self, state: State, byte: int) -> bool:
         """Whether a value of the place may begin with this byte, where the grammar may allow values of other types."""
@@ -439,6 +443,15 @@ class Guard:
     def is_hot(self, state: State) -> bool:
         """Whether the value that is being written is judged when it is complete, or compared with others."""
         return self.place_of(state).is_judged or (state.frame is not None and state.frame.place.is_unique)
+
+    def names_begun(self, state: State, text: bytes) -> list[bytes] | None:
+        """What is left of the names that may be being written, each with its closing quote; None if it may be any."""
+        if state.mode != KEY_STRING or state.frame is None or not state.frame.place.has_any_order:
+            return None
+        following, begun = state.frame.place.names_after(state.frame.names), text[state.start :]
+        if following is None:
+            return None
+        return [name[len(begun) :] for name in following.values() if name.startswith(begun)]
 
     def depends_on_place(self, state: State) -> bool:
         """Whether it depends on the place alone which bytes may follow: in a string that may be any, and between the
