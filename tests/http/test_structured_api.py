@@ -159,6 +159,25 @@ def common(server: Client, seed: int = 1, **more: Any) -> dict[str, Any]:
     return {"model": server.model, "messages": MESSAGES, "seed": seed, **more}
 
 
+def test_a_model_invents_no_properties(client: openai.OpenAI, server: Server) -> None:
+    schema = {"type": "object", "properties": {"city": {"enum": ["Rome", "Oslo"]}, "days": {"enum": [1, 2]}}}
+    names: dict[str, set[str]] = {}
+    for reading in ("closed", "as_schema"):
+        for seed in range(4):
+            reply = client.chat.completions.create(
+                **common(server, seed),
+                temperature=1.5,
+                max_tokens=60,
+                response_format={"type": "json_schema", "json_schema": {"name": "trip", "schema": schema}},
+                extra_body={} if reading == "closed" else {"additional_properties": reading, "property_order": "any"},
+            )
+            text = reply.choices[0].message.content or ""
+            names.setdefault(reading, set()).update(re.findall(r'"([^"]*)"\s*:', text))
+            if reading == "closed":
+                assert jsonschema.Draft202012Validator(schema).is_valid(json.loads(text))
+    assert names["closed"] <= {"city", "days"} < names["as_schema"]
+
+
 def test_the_clients_parse_gives_pydantic_models(client: openai.OpenAI, server: Server) -> None:
     for seed in range(3):
         reply = client.chat.completions.parse(**common(server, seed), response_format=Trip)
