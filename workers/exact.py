@@ -12,8 +12,20 @@ from manta.workers.models.variants import Variant, variants_of
 
 HEAD_DIM_MULTIPLE = 16
 """Head sizes that the attention kernels take; torch computes others, with sums in an order of its own."""
-_INEXACT = frozenset({Variant.WIDE_NORMS, Variant.LAYER_NORMS, Variant.ACTIVATION, Variant.EXPERTS, Variant.FINAL_CAP})
-"""Variants that torch computes, with functions whose last bits differ between processors."""
+_INEXACT = frozenset(
+    {
+        Variant.WIDE_NORMS,
+        Variant.LAYER_NORMS,
+        Variant.ACTIVATION,
+        Variant.EXPERTS,
+        Variant.LATENT,
+        Variant.FINAL_CAP,
+        Variant.RECURRENT,
+    }
+)
+"""Variants that torch computes, with functions whose last bits differ between processors. Short convolutions are
+products and sums in one order.
+"""
 _OR = "or set exact to false"
 
 

@@ -40,8 +40,8 @@ def _layer(config: ModelConfig, index: int) -> LayerSpec:
     )
     return layer._replace(
         input_norm=None,
-        attention=attention,
-        attention_output_norm=NormSpec(f"{prefix}.post_attention_layernorm", hidden),
+        mixer=attention,
+        mixer_output_norm=NormSpec(f"{prefix}.post_attention_layernorm", hidden),
         mlp_norm=None,
         mlp_output_norm=NormSpec(f"{prefix}.post_feedforward_layernorm", hidden),
     )
