@@ -88,6 +88,8 @@ class StructuredOutputs(msgspec.Struct, forbid_unknown_fields=True, kw_only=True
 
     backend: str = "auto"
     disable_any_whitespace: bool = False
+    disable_additional_properties: bool = False
+    """vLLM's field: true asks for `additional_properties: closed`."""
     loose: bool = False
     """Whether a constraint that is enforced in part is accepted; the header `x-manta-not-enforced` lists the rest."""
 
@@ -195,6 +197,7 @@ def _from_structured_outputs(given: StructuredOutputs) -> tuple[ConstraintSpec, 
         backend=given.backend,
         loose=given.loose,
         any_whitespace=not given.disable_any_whitespace,
+        additional_properties="closed" if given.disable_additional_properties else None,
     )
     return spec, field
 

@@ -16,6 +16,7 @@ from manta.structured.backend import DeadEnd, Grammar
 from manta.structured.backends.guarded import GuardedSession
 from manta.structured.backends.llguidance_grammar import Way
 from manta.structured.constraint import ConstraintError, ConstraintSpec
+from manta.structured.schemas.documents import read
 from manta.structured.schemas.loosening import loosened
 from tests.schema_cases import CASES, Case
 from tests.structured.grammar_walk import text_of, walk
@@ -130,4 +131,4 @@ def test_guards_do_not_change_the_instances(case: Case, way: Way) -> None:
 def test_older_drafts_keywords_are_not_loosened() -> None:
     schema = {"$schema": "http://json-schema.org/draft-04/schema#", "oneOf": [{"const": 1}, {"type": "integer"}]}
     with pytest.raises(ConstraintError, match="const cannot be enforced: the draft"):
-        loosened(schema, joins=True)
+        loosened(read(schema), joins=True)

@@ -87,7 +87,8 @@ async def planned(state: AppState, exchange: GenerationExchange, request: ChatCo
     """Returns the plan of a chat, with its admitted sampling parameters."""
     params = await sampling_params(state, exchange, request)
     conversation = await state.rendered(exchange, request, template_tools(request.shown_tools()))
-    return await state.apart(exchange, plan_chat, request, params, state.tokenizer, conversation)
+    objects = state.config.engine.json_objects
+    return await state.apart(exchange, plan_chat, request, params, state.tokenizer, conversation, objects)
 
 
 async def sampling_params(state: AppState, exchange: GenerationExchange, request: GenerationBody) -> SamplingParams:
