@@ -79,7 +79,7 @@ class NumpyLlama:
         slots = table[np.arange(end) // block_size], np.arange(end) % block_size
         hidden = self._weights[f"{self._spec.embedding.name}.weight"][token_ids]
         for index, layer in enumerate(self._spec.layers):
-            attention, mlp = layer.attention, layer.mlp
+            attention, mlp = layer.mixer, layer.mlp
             normed = self._norm(hidden, layer.input_norm)
             query, key, value = (
                 self._linear(normed, attention.qkv, part).reshape(len(token_ids), -1, config.head_dim)

@@ -69,6 +69,8 @@ def fuzz_http(seed: int, seconds: float) -> int:
         campaign.run(seconds)
     finally:
         server.stop()
+    if campaign.failures:
+        print(f"The server printed:\n{server.printed[-10_000:]}\n")
     print(*campaign.failures, campaign.table(), sep="\n\n")
     return bool(campaign.failures)
 

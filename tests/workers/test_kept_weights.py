@@ -51,7 +51,7 @@ def load(folder: pathlib.Path, weights: str, dtype: str = "float32") -> Decoder:
 def linears(model: Decoder) -> list[object]:
     found: list[object] = [model.weights.head]
     for layer in model.weights.layers:
-        found += [layer.attention.qkv, layer.attention.output, layer.mlp.gated, layer.mlp.down]
+        found += [layer.mixer.qkv, layer.mixer.output, layer.mlp.gated, layer.mlp.down]
     return found
 
 

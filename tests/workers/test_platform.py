@@ -109,7 +109,7 @@ class OtherPlatform:
             kernels, heads, eps = self.kernels, config.heads, config.rms_norm_eps
             each_layer = zip(weights.layers, config.sliding_windows, cos_sin, kv_caches, strict=True)
             for layer, window, table, caches in each_layer:
-                attention, mlp = layer.attention, layer.mlp
+                attention, mlp = layer.mixer, layer.mlp
                 qkv = attention.qkv.forward(kernels.rms_norm(residual, layer.input_norm, eps))
                 kernels.rope_and_cache(qkv, table, metadata, *caches, heads, attention.q_norm, attention.k_norm, eps)
                 attended = kernels.paged_attention(qkv, *caches, metadata, heads, window)

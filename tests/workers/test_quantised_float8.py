@@ -97,7 +97,7 @@ def test_norms_round_rows_with_the_decoders_bits(
     layers = [
         dataclasses.replace(
             layer,
-            attention=dataclasses.replace(layer.attention, output=SummedLinear(layer.attention.output, torch.neg)),
+            mixer=dataclasses.replace(layer.mixer, output=SummedLinear(layer.mixer.output, torch.neg)),
             mlp=dataclasses.replace(layer.mlp, down=SummedLinear(layer.mlp.down, lambda x: 2 * x)),
         )
         for layer in whole.weights.layers

@@ -37,7 +37,7 @@ model = load_model(sys.argv[1], load_model_config(sys.argv[1]), "float32", choos
 linears = [
     linear
     for layer in model.weights.layers
-    for linear in (layer.attention.qkv, layer.attention.output, layer.mlp.gated, layer.mlp.down)
+    for linear in (layer.mixer.qkv, layer.mixer.output, layer.mlp.gated, layer.mlp.down)
 ]
 print(*(float(linear.packed.sum()) for linear in linears), flush=True)
 sys.stdin.readline()
@@ -71,7 +71,7 @@ class Holder:
 def linears(model: Decoder) -> list[PackedLinear]:
     found = [model.weights.head]
     for layer in model.weights.layers:
-        found += [layer.attention.qkv, layer.attention.output, layer.mlp.gated, layer.mlp.down]
+        found += [layer.mixer.qkv, layer.mixer.output, layer.mlp.gated, layer.mlp.down]
     packed = [linear for linear in found if isinstance(linear, PackedLinear)]
     assert len(packed) == len(found)
     return packed

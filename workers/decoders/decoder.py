@@ -71,8 +71,8 @@ class Decoder:
             self._layers, cos_sin, kv_caches, strict=True
         ):
             group = metadata.of_group(place.group)
-            update = self._attend(layer.attention, normed, table, group, kv_cache, sliding_window)
-            update = self._norm(update, layer.attention_output_norm)
+            update = self._attend(layer.mixer, normed, table, group, kv_cache, sliding_window)
+            update = self._norm(update, layer.mixer_output_norm)
             if layer.is_parallel:
                 update = update + self._mlp(layer.mlp, normed, metadata)
             else:

@@ -113,7 +113,7 @@ class _ParameterReader:
         )
 
     def _layer(self, spec: LayerSpec) -> Layer:
-        attention, mlp = spec.attention, spec.mlp
+        attention, mlp = spec.mixer, spec.mlp
         assert spec.input_norm is not None
         assert spec.mlp_norm is not None
         assert isinstance(mlp, GatedMlpSpec)

@@ -139,7 +139,7 @@ class FusedLayers:
         self._layers = (_NativeLayer * len(weights.layers))()
         places = group_layers(config.sliding_windows).layers
         for to, layer, place, window in zip(self._layers, weights.layers, places, config.sliding_windows, strict=True):
-            attention, mlp = layer.attention, layer.mlp
+            attention, mlp = layer.mixer, layer.mlp
             assert isinstance(mlp, GatedMlpWeights)
             to.input_norm, to.mlp_norm = _address(layer.input_norm), _address(layer.mlp_norm)
             to.q_norm, to.k_norm = _address(attention.q_norm), _address(attention.k_norm)

@@ -119,10 +119,10 @@ class LayerWeights:
     """A layer of `LayerSpec`: norms are tensors [hidden], or None where a family has none."""
 
     input_norm: torch.Tensor | None
-    attention: AttentionWeights
+    mixer: AttentionWeights
     mlp_norm: torch.Tensor | None
     mlp: GatedMlpWeights | ExpertsWeights
-    attention_output_norm: torch.Tensor | None = None
+    mixer_output_norm: torch.Tensor | None = None
     mlp_output_norm: torch.Tensor | None = None
     is_parallel: bool = False
 

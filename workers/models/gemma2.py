@@ -63,5 +63,5 @@ def layer(config: ModelConfig, index: int) -> LayerSpec:
         for name in ("input", "post_attention", "pre_feedforward", "post_feedforward")
     )
     return llama.layer(config, index)._replace(
-        input_norm=before, attention_output_norm=after, mlp_norm=before_mlp, mlp_output_norm=after_mlp
+        input_norm=before, mixer_output_norm=after, mlp_norm=before_mlp, mlp_output_norm=after_mlp
     )

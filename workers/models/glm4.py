@@ -19,4 +19,4 @@ def _layer(config: ModelConfig, index: int) -> LayerSpec:
     after_attention, after_mlp = (
         NormSpec(f"model.layers.{index}.post_{name}_layernorm", config.hidden_size) for name in ("self_attn", "mlp")
     )
-    return glm.layer(config, index)._replace(attention_output_norm=after_attention, mlp_output_norm=after_mlp)
+    return glm.layer(config, index)._replace(mixer_output_norm=after_attention, mlp_output_norm=after_mlp)

@@ -65,8 +65,8 @@ def _layer(config: ModelConfig, index: int) -> LayerSpec:
     router = LinearSpec((WeightPart(f"{prefix}.mlp.router", config.num_experts),), config.hidden_size, has_bias=True)
     usual = llama.mlp(config, f"{prefix}.mlp")
     experts = tuple(_expert(config, usual, f"{prefix}.mlp.experts", each) for each in range(config.num_experts))
-    attention = layer.attention._replace(sinks=f"{prefix}.self_attn.sinks")
-    return layer._replace(attention=attention, mlp=ExpertsSpec(router, experts))
+    attention = layer.mixer._replace(sinks=f"{prefix}.self_attn.sinks")
+    return layer._replace(mixer=attention, mlp=ExpertsSpec(router, experts))
 
 
 def _expert(config: ModelConfig, usual: GatedMlpSpec, prefix: str, expert: int) -> GatedMlpSpec:

@@ -47,7 +47,7 @@ def layer(config: ModelConfig, index: int) -> LayerSpec:
     hidden = config.hidden_size
     return LayerSpec(
         input_norm=NormSpec(f"{prefix}.input_layernorm", hidden),
-        attention=_attention(config, f"{prefix}.self_attn"),
+        mixer=_attention(config, f"{prefix}.self_attn"),
         mlp_norm=NormSpec(f"{prefix}.post_attention_layernorm", hidden),
         mlp=mlp(config, f"{prefix}.mlp"),
     )

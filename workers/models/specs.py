@@ -179,23 +179,23 @@ class ExpertsSpec(NamedTuple):
 
 
 class LayerSpec(NamedTuple):
-    """A layer adds its attention to the residual stream, then its MLP. Each may have a norm before and one after:
-    `x += output_norm(attention(input_norm(x)))`.
+    """A layer adds its mixer's result to the residual stream, then its MLP's. A mixer combines tokens. Each may have a
+    norm before and one after: `x += output_norm(mixer(input_norm(x)))`.
     """
 
     input_norm: NormSpec | None
-    attention: AttentionSpec
+    mixer: AttentionSpec
     mlp_norm: NormSpec | None
     mlp: GatedMlpSpec | ExpertsSpec
-    attention_output_norm: NormSpec | None = None
+    mixer_output_norm: NormSpec | None = None
     mlp_output_norm: NormSpec | None = None
     is_parallel: bool = False
     """Whether the MLP gets what attention gets, the residual stream before it after `input_norm`."""
 
     def norms(self) -> Iterator[NormSpec]:
         """Yields every norm of the layer."""
-        around = (self.input_norm, self.attention_output_norm, self.mlp_norm, self.mlp_output_norm)
-        yield from (norm for norm in (*around, self.attention.q_norm, self.attention.k_norm) if norm is not None)
+        around = (self.input_norm, self.mixer_output_norm, self.mlp_norm, self.mlp_output_norm)
+        yield from (norm for norm in (*around, self.mixer.q_norm, self.mixer.k_norm) if norm is not None)
 
 
 class DecoderSpec(NamedTuple):
@@ -212,7 +212,7 @@ class DecoderSpec(NamedTuple):
         """Yields every linear of the model."""
         yield self.head
         for layer in self.layers:
-            yield from (layer.attention.qkv, layer.attention.output)
+            yield from (layer.mixer.qkv, layer.mixer.output)
             yield from layer.mlp if isinstance(layer.mlp, GatedMlpSpec) else layer.mlp.linears()
 
     def norms(self) -> Iterator[NormSpec]:

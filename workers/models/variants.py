@@ -46,8 +46,8 @@ def variants_of(config: ModelConfig) -> frozenset[Variant]:
     layers, parts = spec.layers, [part for linear in spec.linears() for part in linear.parts]
     found = {
         Variant.SOFT_CAP: config.attention_cap != 0,
-        Variant.SINKS: any(layer.attention.sinks for layer in layers),
-        Variant.WIDE_NORMS: any(layer.attention.has_wide_norms for layer in layers),
+        Variant.SINKS: any(layer.mixer.sinks for layer in layers),
+        Variant.WIDE_NORMS: any(layer.mixer.has_wide_norms for layer in layers),
         Variant.OTHER_NORM_PLACES: any(_norms_elsewhere(spec)),
         Variant.PARALLEL: any(layer.is_parallel for layer in layers),
         Variant.LAYER_NORMS: config.has_layer_norms,
@@ -67,7 +67,7 @@ def _norms_elsewhere(spec: DecoderSpec) -> list[bool]:
     return [
         layer.input_norm is None
         or (layer.mlp_norm is None and not layer.is_parallel)
-        or layer.attention_output_norm is not None
+        or layer.mixer_output_norm is not None
         or layer.mlp_output_norm is not None
         for layer in spec.layers
     ]

@@ -77,9 +77,9 @@ def split_outputs(spec: DecoderSpec) -> DecoderSpec:
 
 
 def _split_outputs_of_layer(layer: LayerSpec) -> LayerSpec:
-    attention, mlp = layer.attention, layer.mlp
+    attention, mlp = layer.mixer, layer.mlp
     return layer._replace(
-        attention=attention._replace(output=_split_outputs_of_linear(attention.output)),
+        mixer=attention._replace(output=_split_outputs_of_linear(attention.output)),
         mlp=mlp._replace(down=_split_outputs_of_linear(mlp.down)) if isinstance(mlp, GatedMlpSpec) else mlp,
     )
 

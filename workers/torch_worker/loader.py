@@ -185,10 +185,10 @@ class _WeightLoader:
     def _layer(self, spec: LayerSpec) -> LayerWeights:
         return LayerWeights(
             self._norm(spec.input_norm),
-            self._attention(spec.attention),
+            self._attention(spec.mixer),
             self._norm(spec.mlp_norm),
             self._mlp(spec.mlp),
-            self._norm(spec.attention_output_norm),
+            self._norm(spec.mixer_output_norm),
             self._norm(spec.mlp_output_norm),
             spec.is_parallel,
         )

@@ -66,9 +66,9 @@ class _RoundedLayer:
         assert weights.mlp_norm is not None
         assert isinstance(weights.mlp, GatedMlpWeights)
         self.input_norm, self.mlp_norm = weights.input_norm, weights.mlp_norm
-        self.qkv, self.output = _RoundedInput(weights.attention.qkv), weights.attention.output
+        self.qkv, self.output = _RoundedInput(weights.mixer.qkv), weights.mixer.output
         self.gated, self.down = _RoundedInput(weights.mlp.gated), _RoundedInput(weights.mlp.down)
-        self.q_norm, self.k_norm = weights.attention.q_norm, weights.attention.k_norm
+        self.q_norm, self.k_norm = weights.mixer.q_norm, weights.mixer.k_norm
         self.sliding_window = sliding_window
 
     def mlp(self, rows: torch.Tensor | RoundedRows, step: AttentionMetadata) -> torch.Tensor:
