@@ -35,20 +35,22 @@ def every(values: Iterable[Any], step: int) -> list[Any]:
     ]
 
 
+FORM_PARAMETERS = {"form", "kernels"}
+"""Names of parameters that choose a form of the kernels."""
+
+
 def forms_take_turns(items: Iterable[pytest.Item]) -> None:
-    """Marks tests of the marker `forms_in_turns` so that `make test` runs each case with the first value of the
-    parameter `form` and with one of the others. Which one differs from case to case and from test to test.
+    """Marks tests of the marker `forms_in_turns` so that `make test` runs each case with the first form of the kernels
+    and with one of the others. Which one differs from case to case and from test to test.
     """
     cases: dict[str, dict[str, list[pytest.Item]]] = collections.defaultdict(lambda: collections.defaultdict(list))
     for item in items:
         if "forms_in_turns" in item.keywords and "prove" not in item.keywords and hasattr(item, "callspec"):
-            parameters = dict(item.callspec.params)
-            if "form" in parameters:
-                parameters.pop("form")
-                cases[item.nodeid.partition("[")[0]][repr(parameters)].append(item)
+            others = {name: value for name, value in item.callspec.params.items() if name not in FORM_PARAMETERS}
+            if others.keys() != item.callspec.params.keys():
+                cases[item.nodeid.partition("[")[0]][repr(others)].append(item)
     for number, of_test in enumerate(cases.values()):
-        for place, of_case in enumerate(of_test.values()):
-            _, *others = of_case
-            for turn, item in enumerate(others):
-                if turn != (number + place) % len(others):
+        for place, (_, *rest) in enumerate(of_test.values()):
+            for turn, item in enumerate(rest):
+                if turn != (number + place) % len(rest):
                     item.add_marker(pytest.mark.prove)

@@ -31,7 +31,7 @@ from manta.workers.models.raw_config import RawConfig
 from manta.workers.platforms import choose_platform
 from manta.workers.torch_worker.loader import load_model
 from tests.checkpoints import checkpoint, reference_greedy, reference_logits
-from tests.pairs import in_turns
+from tests.pairs import every, in_turns
 from tests.workers.cpu_forms import FORMS, TORCH, in_form
 
 BLOCK_SIZE = 16
@@ -138,7 +138,7 @@ def random_tokens(count: int, seed: int = 0) -> list[int]:
     return np.random.default_rng(seed).integers(0, 320, count).tolist()
 
 
-@pytest.mark.parametrize("name", FALLBACK)
+@pytest.mark.parametrize("name", every(FALLBACK, 2))
 def test_logits_through_transformers_equal_its_own(name: str) -> None:
     check_logits(*FALLBACK[name])
 
