@@ -19,6 +19,7 @@ from instructor.core.exceptions import InstructorRetryException
 
 from tests.house.pages import ROOT
 from tests.local_server import ThreadedServer
+from tests.pairs import every
 
 KINDS = ("plain", "stream", "tools", "schema", "errors")
 PAGE = "docs/clients.md"
@@ -400,8 +401,9 @@ CELLS_ELSEWHERE = {
 CELLS = [(client, kind) for client in CLIENTS for kind in KINDS if (client, kind) not in NO_CELL]
 
 
-@pytest.mark.parametrize(("client", "kind"), CELLS)
-def test_a_client_gets_what_it_asks_for(server: ThreadedServer, client: str, kind: str) -> None:
+@pytest.mark.parametrize("cell", every(CELLS, 2), ids=": ".join)
+def test_a_client_gets_what_it_asks_for(server: ThreadedServer, cell: tuple[str, str]) -> None:
+    client, kind = cell
     CLIENTS[client](server, kind)
 
 
