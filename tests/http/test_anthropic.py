@@ -174,7 +174,10 @@ def test_stop_sequences_are_named_and_schemas_hold() -> None:
         ({"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]}, "messages[0].content[0]"),
         ({"messages": [{"role": "user", "content": [PICTURE]}]}, "messages[0].content[0].content[0].type 'image'"),
         ({"tools": [{"type": "web_search_20250305", "name": "w"}], "tool_choice": {"type": "any"}}, "tool_choice"),
-        ({"tools": [{**TOOL, "input_schema": {"type": "object", "$ref": "#/nowhere"}}]}, "tools[0].input_schema"),
+        (
+            {"tools": [{**TOOL, "strict": True, "input_schema": {"type": "object", "$ref": "#/nowhere"}}]},
+            "tools[0].input_schema",
+        ),
         ({"mcp_servers": [{"url": "http://localhost"}]}, "mcp_servers is not supported"),
         ({"messages": [{**MESSAGES[0], "clear_at": "next_user_message"}]}, "messages[0].clear_at 'next_user_message'"),
         ({"messages": [{**MESSAGES[0], "output_config": {"effort": "low"}}]}, "messages[0].output_config is not"),
