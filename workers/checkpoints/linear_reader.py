@@ -242,6 +242,7 @@ def stack(parts: Sequence[QuantizedWeight | torch.Tensor], dtype: torch.dtype) -
         max(part.bits for part in fine),
         offsets,
         fine[0].input_order,
+        codebook=fine[0].codebook if len({part.codebook for part in fine}) == 1 else None,
         has_int8_activations=all(part.has_int8_activations for part in fine),
     )
 

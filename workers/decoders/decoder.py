@@ -187,8 +187,8 @@ class Decoder:
         step = metadata.states
         assert step is not None, "a model with recurrent states gets their slots with each step"
         if isinstance(mixer, ShortConvWeights):
-            return run_short_conv(mixer, normed, metadata, step, states, self._kernels)
-        return MIXERS[mixer.kind](mixer, normed, metadata, step, states, self._kernels)
+            return run_short_conv(mixer, normed, metadata, step, states, self._kernels.recurrent)
+        return MIXERS[mixer.kind](mixer, normed, metadata, step, states, self._kernels.recurrent)
 
     def _attend(
         self,
@@ -225,7 +225,8 @@ class Decoder:
             qkv, k_cache, v_cache, metadata, heads, sliding_window, attention.sinks
         )
         if attention.gate is not None:
-            attended = attended * attention.gate.forward(normed, metadata).sigmoid()
+            gates = self._kernels.recurrent.sigmoid(attention.gate.forward(normed, metadata).float())
+            attended = (attended * gates).to(attended.dtype)
         return attention.output.forward(attended, metadata)
 
     def _mlp(

@@ -1,7 +1,4 @@
-"""Experts of a layer, one after the other: the plain form of a mixture of experts, on every device.
-
-A step gathers the rows of each chosen expert, runs it, and adds its weighted result. Called by the decoder.
-"""
+"""A mixture of experts: the router chooses experts for each token. Called by the decoder."""
 
 from __future__ import annotations
 
@@ -16,15 +13,8 @@ _LEAST_SUM = 1e-20
 
 def run_experts(experts: ExpertsWeights, x: torch.Tensor) -> torch.Tensor:
     """Returns the weighted sum of the chosen experts' results, [num_tokens, hidden], in the dtype of x."""
-    config = experts.config
-    shares, chosen = route(experts.router.forward(x.float()), experts.choice_bias, config)
-    total = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
-    for index in chosen.unique().tolist():
-        rows, places = torch.where(chosen == index)
-        expert, share = experts.experts[index], shares[rows, places].unsqueeze(-1)
-        inputs = (x[rows].float() * share).to(x.dtype) if config.scales_inputs else x[rows]
-        result = expert.down.forward(expert.gated.forward(inputs)).float()
-        total.index_add_(0, rows, result if config.scales_inputs else result * share)
+    shares, chosen = route(experts.router.forward(x.float()), experts.choice_bias, experts.config)
+    total = experts.experts.forward(x, chosen, shares)
     if experts.shared is not None:
         result = experts.shared.down.forward(experts.shared.gated.forward(x)).float()
         total += result if experts.shared_gate is None else result * experts.shared_gate.forward(x.float()).sigmoid()

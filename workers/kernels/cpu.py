@@ -15,6 +15,7 @@ import torch
 from manta.workers.kernels import build, cpu_recurrence, layout, reference
 from manta.workers.kernels.attention_metadata import AttentionMetadata
 from manta.workers.kernels.cpu_linear import DTYPES
+from manta.workers.kernels.protocol import RecurrentKernels
 from manta.workers.kernels.shared_prefixes import MAX_QUERY_LEN, PREFIX_MULTIPLE
 from manta.workers.models.model_config import HeadShape
 
@@ -24,8 +25,7 @@ CACHE_DTYPES = {**DTYPES, torch.int8: 2}
 HEAD_DIM_MULTIPLE = 16
 """Head sizes the C++ attention takes; the reference serves others."""
 
-recur = cpu_recurrence.recur
-convolve = cpu_recurrence.convolve
+recurrent: RecurrentKernels = cpu_recurrence
 
 
 @functools.cache

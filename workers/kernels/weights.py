@@ -160,12 +160,24 @@ class GatedMlpWeights:
     down: Linear
 
 
+class Experts(Protocol):
+    """The experts of a layer, on any platform."""
+
+    def forward(self, x: torch.Tensor, chosen: torch.Tensor, shares: torch.Tensor) -> torch.Tensor:
+        """Returns the weighted sum of the chosen experts' results for x [num_rows, hidden], float32. `chosen`, int64
+        [num_rows, num_chosen], has different experts in a row, and `shares`, float32, their weights.
+
+        A row's results are added in the order of the experts, so they do not depend on the other rows.
+        """
+        ...
+
+
 @dataclasses.dataclass(slots=True, frozen=True)
 class ExpertsWeights:
     config: ExpertsConfig
     router: Linear
     """hidden -> num_experts, in float32 whatever the dtype of the activations is."""
-    experts: list[GatedMlpWeights]
+    experts: Experts
     """Of ranks, each has a part of every expert's inner width."""
     join: Callable[[torch.Tensor], torch.Tensor]
     """Sums the results [num_tokens, hidden] of ranks."""

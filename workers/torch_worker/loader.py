@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import pathlib
+from collections.abc import Sequence
 from typing import Protocol, overload
 
 import torch
@@ -30,6 +31,7 @@ from manta.workers.kernels.weights import (
     AttentionWeights,
     DecoderWeights,
     Embedding,
+    Experts,
     ExpertsWeights,
     GatedMlpWeights,
     LatentAttentionWeights,
@@ -165,6 +167,8 @@ class _WeightPlatform(Protocol):
 
     def make_linear(self, weight: LinearWeight) -> Linear: ...
 
+    def join_experts(self, experts: Sequence[GatedMlpWeights], scales_inputs: bool) -> Experts: ...
+
     def place_weight(self, view: torch.Tensor, dtype: torch.dtype) -> torch.Tensor: ...
 
     def place_embedding(self, view: torch.Tensor, dtype: torch.dtype) -> torch.Tensor: ...
@@ -246,10 +250,11 @@ class _WeightLoader:
         if isinstance(spec, GatedMlpSpec):
             return GatedMlpWeights(self._linear(spec.gated), self._linear(spec.down))
         assert self._config.experts is not None
+        experts = [self._own_mlp(each) for each in spec.experts]
         return ExpertsWeights(
             self._config.experts,
             self._plain_linear(spec.router),
-            [self._own_mlp(each) for each in spec.experts],
+            self._platform.join_experts(experts, self._config.experts.scales_inputs),
             self._group.all_reduce,
             None if spec.choice_bias is None else self._choice_bias(spec.choice_bias),
             None if spec.shared is None else self._own_mlp(spec.shared),
