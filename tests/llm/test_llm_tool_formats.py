@@ -14,6 +14,7 @@ from manta.cluster.llm import LLM, SamplingParams
 from manta.cluster.text.chat_template import ChatTemplates
 from tests.checkpoints import checkpoint
 from tests.grammar_pools import VOCAB_SIZE
+from tests.pairs import every
 from tests.tool_formats import TOOLS, WRITERS, template_of, tokenizer_folder
 
 MESSAGES = [{"role": "user", "content": "Do it."}]
@@ -49,7 +50,7 @@ def calls_of(llm: LLM, **options: Any) -> list[Any]:
     return found
 
 
-@pytest.mark.parametrize("form", WRITERS, ids=lambda form: form.name)
+@pytest.mark.parametrize("form", every(WRITERS, 2), ids=lambda form: form.name)
 def test_a_random_model_makes_calls_that_fit(llm: LLM, form: ToolFormat) -> None:
     speak(llm, form)
     for parallel in (False, True):

@@ -33,7 +33,7 @@ from manta.cluster.protocol.responses import usage_info
 from manta.cluster.protocol.tools import Function, Tool, arguments_schema, template_tools
 from manta.cluster.text.chat_template import ChatTemplates
 from manta.cluster.text.tokenizer import Tokenizer
-from manta.structured.constraint import ConstraintSpec
+from manta.structured.constraint import ConstraintSpec, JsonObjects
 from manta.workers.checkpoints.model_folder import resolve_model_folder
 from tests.checkpoints import checkpoint
 
@@ -336,7 +336,7 @@ def tokenizer() -> Tokenizer:
 
 def plan(tokenizer: Tokenizer, **fields: Any) -> Any:
     request = body(**fields)
-    return plan_chat(request, request.sampling_params(), tokenizer, "<|im_start|>assistant\n")
+    return plan_chat(request, request.sampling_params(), tokenizer, "<|im_start|>assistant\n", JsonObjects())
 
 
 def test_the_choice_decides_the_constraint(tokenizer: Tokenizer) -> None:

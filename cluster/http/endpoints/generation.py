@@ -26,6 +26,7 @@ from manta.cluster.protocol.tools import template_tools
 from manta.cluster.telemetry.attributes import generation_attributes
 from manta.cluster.text.tokenizer import Tokenizer
 from manta.structured.constraint import FIELD as CONSTRAINT
+from manta.structured.constraint import JsonObjects
 from manta.structured.refusals import Refusal
 from manta.workers.sampling_params import SamplingParams
 
@@ -87,12 +88,15 @@ async def completions(state: AppState, exchange: GenerationExchange, request: Co
 async def planned(state: AppState, exchange: GenerationExchange, request: ChatCompletionRequest) -> ChatPlan:
     """Returns the plan of a chat, with its admitted sampling parameters."""
     params = await sampling_params(state, exchange, request)
-    return await state.rendered(exchange, _plan, state.tokenizer, request, params)
+    objects = state.config.engine.json_objects
+    return await state.rendered(exchange, _plan, state.tokenizer, request, params, objects)
 
 
-def _plan(tokenizer: Tokenizer, request: ChatCompletionRequest, params: SamplingParams) -> ChatPlan:
+def _plan(
+    tokenizer: Tokenizer, request: ChatCompletionRequest, params: SamplingParams, objects: JsonObjects
+) -> ChatPlan:
     conversation = render(tokenizer, request, template_tools(request.shown_tools()))
-    return plan_chat(request, params, tokenizer, conversation)
+    return plan_chat(request, params, tokenizer, conversation, objects)
 
 
 async def sampling_params(state: AppState, exchange: GenerationExchange, request: GenerationBody) -> SamplingParams:
