@@ -22,7 +22,7 @@ from manta.workers.checkpoints.model_folder import load_model_config
 from manta.workers.exact import check_exact
 from manta.workers.model_options import ModelOptions
 from manta.workers.models.model_config import ModelError
-from manta.workers.models.variants import check_variants
+from manta.workers.models.variants import NOT_COMPUTED, Variant, check_variants
 from manta.workers.platforms import choose_platform
 from manta.workers.torch_worker.loader import check_tensors, load_model
 from tests.checkpoints import make_tokenizer, on_one_thread, randomise, reference_greedy, reference_logits
@@ -342,27 +342,21 @@ def test_half_of_each_head_rotates_in_a_glm_that_does_not_say(tmp_path: pathlib.
     assert torch.equal(logits_of(silent, tokens), logits_of(folder, tokens))
 
 
-@pytest.mark.parametrize(
-    ("name", "device", "words"),
-    [
-        (
-            "gemma2",
-            "cuda",
-            "device cuda does not compute soft caps on the products of attention, which Gemma2ForCausalLM",
-        ),
-        (
-            "gpt_oss",
-            "cuda",
-            "device cuda does not compute attention sinks, which GptOssForCausalLM has; set device to cpu",
-        ),
-        ("olmo2", "tpu", "device tpu does not compute norms after attention and MLP, norms over all heads together, "),
-    ],
-)
-def test_a_device_refuses_what_it_does_not_compute(name: str, device: str, words: str) -> None:
-    config = load_model_config(folder_of(name))
+@pytest.mark.parametrize("device", ["cuda", "tpu"])
+@pytest.mark.parametrize("name", CASES)
+def test_devices_compute_every_variant_of_these_families(name: str, device: str) -> None:
+    check_variants(load_model_config(folder_of(name)), device)
+
+
+def test_a_device_refuses_what_it_does_not_compute(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of what it lacks, it names what the model has."""
+    lacking = {Variant.OTHER_NORM_PLACES, Variant.WIDE_NORMS, Variant.SINKS}
+    monkeypatch.setitem(NOT_COMPUTED, "tpu", frozenset(lacking))
+    config = load_model_config(folder_of("olmo2"))
     check_variants(config, "cpu")
+    words = "device tpu does not compute norms after attention and MLP, norms over all heads together, which Olmo2For"
     with pytest.raises(ModelError, match=words):
-        check_variants(config, device)
+        check_variants(config, "tpu")
 
 
 @pytest.mark.parametrize(

@@ -36,7 +36,7 @@ OUTSIDE_OF_LAYERS = frozenset(
 """Variants that any loop over Llama's layers computes: they are in linears, in rotary tables, or outside of layers."""
 
 
-NOT_COMPUTED = {"cuda": frozenset({Variant.SOFT_CAP, Variant.SINKS}), "tpu": frozenset(Variant)}
+NOT_COMPUTED: dict[str, frozenset[Variant]] = {"cuda": frozenset(), "tpu": frozenset()}
 """Variants that a device does not compute, by the name of the device."""
 
 
