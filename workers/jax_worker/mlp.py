@@ -59,8 +59,8 @@ def run_experts(config: ModelConfig, mesh: Mesh | AbstractMesh, weights: Experts
     else:
         shares, chosen = jax.lax.top_k(jax.nn.softmax(logits, axis=-1), config.num_chosen_experts)
     whole = PartitionSpec()
-    inner = LinearArrays(PartitionSpec(None, None, AXIS), PartitionSpec(None, AXIS))
-    outer = LinearArrays(PartitionSpec(None, AXIS, None), whole)
+    inner = LinearArrays._make((PartitionSpec(None, None, AXIS), PartitionSpec(None, AXIS)))
+    outer = LinearArrays._make((PartitionSpec(None, AXIS, None), whole))
     body = functools.partial(_on_device, config.activation)
     specs = (GatedMlpArrays(inner, inner, outer), whole, whole, whole)
     mapped = jax.shard_map(body, mesh=mesh, in_specs=specs, out_specs=whole, check_vma=False)
