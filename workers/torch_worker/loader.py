@@ -21,10 +21,8 @@ from manta.workers.checkpoints.stored_linears import stored_linears
 from manta.workers.checkpoints.weight_tally import CountingPlatform, WeightTally
 from manta.workers.decoders.decoder import Decoder
 from manta.workers.kept_weights import KEPT_BITS
-from manta.workers.kernels.linears import GatedLinear
 from manta.workers.kernels.model_protocol import Model
 from manta.workers.kernels.quantized_weight import QuantizedWeight
-from manta.workers.kernels.reference import gate
 from manta.workers.kernels.weights import (
     AttentionWeights,
     DecoderWeights,
@@ -242,11 +240,7 @@ class _WeightLoader:
     def _own(self, spec: LinearSpec, is_head: bool = False) -> Linear:
         """Returns this rank's linear."""
         weight = self._as_kept(self.linears.read(spec), is_head)
-        if weight.gated and self._config.activation != "silu":
-            ungated = self._make_linear(dataclasses.replace(weight, gated=False))
-            linear: Linear = GatedLinear(ungated, functools.partial(gate, self._config.activation))
-        else:
-            linear = self._make_linear(weight)
+        linear = self._make_linear(dataclasses.replace(weight, activation=self._config.activation))
         self._checkpoint.release()
         return linear
 
