@@ -52,10 +52,6 @@ class EngineConfig(ModelOptions, frozen=True, kw_only=True, forbid_unknown_field
     """Limits on what one constraint may cost."""
     grammar_pool: PoolConfig = PoolConfig()
     """Place of the grammar workers, and the time that they may take to fill masks."""
-    overlap: Literal["auto", "on", "off"] = "auto"
-    """Whether the engine does its own work while the device computes a step. The tokens stay the same. `auto` overlaps
-    on devices that compute by themselves (GPUs); `on` does so on CPUs too.
-    """
     speculative: SpeculativeConfig | None = None
     """Proposers of drafts: tokens that the model verifies, several in one step. None generates one token a step."""
 
@@ -89,11 +85,12 @@ class BodyLimits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     """JSON values in one body. The check counts commas and opening brackets outside strings."""
     max_members: Count = 2**19
     """Lists, objects and members of objects in one body, each of which costs more than a plain value. The check counts
-    opening brackets and colons outside strings.
+    opening brackets and colons outside strings. The largest conversation, with a bias for each token of the largest
+    vocabularies, has two thirds of these.
     """
-    max_messages: Count = 4096
+    max_messages: Count = 2**14
     """Messages or items of one conversation, including their parts and tool calls."""
-    max_token_ids: Count = 2**20
+    max_token_ids: Count = 2**21
     """Different entries of `allowed_token_ids`, `logit_bias` and `stop_token_ids`, multiplied by the number of choices,
     because each prompt becomes an engine request with its own copy, and each choice a sequence that reads them.
     """
@@ -290,7 +287,7 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     weight 1, which is the default. The batches of a key are one more client of the same weight.
     """
     key_limits: dict[str, KeyLimits] = {}
-    """Rate limits of API keys, by name; `*` is every key that is not named. Lines of batches do not count."""
+    """Rate limits of API keys, by name; `*` is every key that is not named. Lines of batches wait for room."""
     share_prefix_cache: bool = False
     """Whether clients with different API keys share the prefix cache. Sharing saves work when they send the same system
     prompt, but it lets a client find out whether another one has sent a text that it guesses.
@@ -315,8 +312,8 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """Size of all bodies that are being received, so that slow senders cannot fill the memory. Clients share it, and
     one client has at most three quarters of it. Above that its requests are refused (HTTP 503).
     """
-    max_prompts_per_request: Count = 1024
-    """Prompts in one `/v1/completions` body."""
+    max_prompts_per_request: Count = 2048
+    """Prompts in one `/v1/completions` body, as many as OpenAI takes."""
     max_choices_per_request: Count = 2048
     """Answers that one body may ask for: its prompts times `n`. Each costs the ingress about 20 us before it runs."""
     request_timeout_s: Seconds = 600.0

@@ -75,6 +75,11 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "seed_oss": ("SeedOssConfig", {"head_dim": 24}),
+    "lfm2": (
+        "Lfm2Config",
+        {"layer_types": ["conv", "full_attention", "conv"], "block_auto_adjust_ff_dim": False, "conv_L_cache": 4},
+    ),
+    "lfm2_convolutions": ("Lfm2Config", {"layer_types": ["conv"] * 3, "block_auto_adjust_ff_dim": False}),
     "gpt_neox": ("GPTNeoXConfig", {"num_key_value_heads": None}),
     "olmo2": ("Olmo2Config", {}),
     "granite": ("GraniteConfig", {}),
@@ -99,7 +104,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "persimmon": ("PersimmonConfig", {"num_key_value_heads": None}),
     "xglm": ("XGLMConfig", {"num_key_value_heads": None, "ffn_dim": 96}),
 }
-"""Name to (transformers configuration class, what differs from the common sizes). The first seven run natively."""
+"""Name to (transformers configuration class, what differs from the common sizes). The first nine run natively."""
 
 NATIVE_FAMILIES = ("llama", "llama3", "mistral", "qwen2", "qwen3")
 

@@ -186,8 +186,37 @@ def _halves(values: np.ndarray) -> np.ndarray:
     return values.astype(np.float16)[..., None].view(np.uint8)
 
 
+def _random_bytes(num_bytes: int, first: int, size: float) -> Callable[[int, int, np.random.Generator], np.ndarray]:
+    """Blocks of 256 inputs of random bytes, with their factor, a float16 at byte `first`; `size` is the usual number
+    that the factor multiplies.
+    """
+
+    def random_blocks(rows: int, inputs: int, random: np.random.Generator) -> np.ndarray:
+        blocks = random.integers(0, 256, (rows, inputs // 256, num_bytes), dtype=np.uint8)
+        blocks[..., first : first + 2] = _halves((0.5 + random.random(blocks.shape[:2])) / (size * inputs**0.5))
+        return blocks.reshape(rows, -1)
+
+    return random_blocks
+
+
 def _random_q2_k(rows: int, inputs: int, random: np.random.Generator) -> np.ndarray:
-    return random.integers(0, 256, (rows, inputs // 256 * 84), dtype=np.uint8)
+    """`d * scale * number - dmin * minimum` with random 4-bit scales and minima, and a mean of 0."""
+    blocks = (rows, inputs // 256)
+    d = (0.5 + random.random(blocks)) / (12 * inputs**0.5)
+    packed = random.integers(0, 256, (*blocks, 80), dtype=np.uint8)
+    return np.concatenate((packed, _halves(d), _halves(1.5 * d)), axis=-1).reshape(rows, -1)
+
+
+def _random_iq4_nl(rows: int, inputs: int, random: np.random.Generator) -> np.ndarray:
+    d = (0.5 + random.random((rows, inputs // 32))) / (60 * inputs**0.5)
+    packed = random.integers(0, 256, (rows, inputs // 32, 16), dtype=np.uint8)
+    return np.concatenate((_halves(d), packed), axis=-1).reshape(rows, -1)
+
+
+def _random_mxfp4(rows: int, inputs: int, random: np.random.Generator) -> np.ndarray:
+    exponents = random.integers(119, 123, (rows, inputs // 32, 1), dtype=np.uint8)
+    packed = random.integers(0, 256, (rows, inputs // 32, 16), dtype=np.uint8)
+    return np.concatenate((exponents, packed), axis=-1).reshape(rows, -1)
 
 
 def _random_q4_k(rows: int, inputs: int, random: np.random.Generator, fifth_bytes: int = 0) -> np.ndarray:
@@ -210,7 +239,17 @@ def _random_q6_k(rows: int, inputs: int, random: np.random.Generator) -> np.ndar
     return np.concatenate((packed, _halves(d)), axis=-1).reshape(rows, -1)
 
 
-RANDOM_BLOCKS = {"Q2_K": _random_q2_k, "Q4_K": _random_q4_k, "Q5_K": _random_q5_k, "Q6_K": _random_q6_k}
+RANDOM_BLOCKS = {
+    "Q2_K": _random_q2_k,
+    "Q3_K": _random_bytes(110, first=108, size=40),
+    "Q4_K": _random_q4_k,
+    "Q5_K": _random_q5_k,
+    "Q6_K": _random_q6_k,
+    "IQ4_NL": _random_iq4_nl,
+    "IQ4_XS": _random_bytes(136, first=0, size=1000),
+    "MXFP4": _random_mxfp4,
+    "IQ2_XXS": _random_bytes(66, first=0, size=1),
+}
 
 
 def dequantized(path: pathlib.Path, original: pathlib.Path, folder: pathlib.Path) -> pathlib.Path:

@@ -60,8 +60,8 @@ class Pools:
         """Maps the arguments of `make` to an unused pool that was made with them, the oldest first."""
 
     def make(self, num_sessions: int = 16, num_drafts: int = 0, num_forced: int = 0, **options: float) -> GrammarPool:
-        """Returns a pool whose workers are ready."""
-        config = PoolConfig(**options)  # type: ignore[arg-type]
+        """Returns a pool whose workers are ready, and which waits for a mask for as long as tests do by default."""
+        config = PoolConfig(**{"mask_seconds": PATIENCE_S} | options)  # type: ignore[arg-type]
         asked = (config, num_sessions, num_drafts, num_forced)
         pool = self._idle.pop(asked, None)
         if pool is None:

@@ -10,6 +10,7 @@ import os
 import pathlib
 import subprocess
 import sys
+import tempfile
 import urllib.request
 
 import psutil
@@ -97,21 +98,21 @@ class Server(Client):
             command += ["--set", setting]
         paths = [os.environ.get("PYTHONPATH", ""), str(pathlib.Path(__file__).parent / "plugin")]
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
-        self.process = subprocess.Popen(
-            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment
-        )
-        printed = ""
-        assert self.process.stdout is not None
-        for line in self.process.stdout:
-            printed += line
-            if "Ctrl-C stops it." in line:
-                return
-        raise RuntimeError(f"the server did not start: {printed}")
+        self._output = tempfile.TemporaryFile()  # noqa: SIM115 - a pipe that nobody reads would fill up and stop the server
+        self.process = subprocess.Popen(command, stdout=self._output, stderr=subprocess.STDOUT, env=environment)
+        wait_until(lambda: "Ctrl-C stops it." in self.printed or self.process.poll() is not None)
+        if self.process.poll() is not None:
+            raise RuntimeError(f"the server did not start: {self.printed}")
+
+    @property
+    def printed(self) -> str:
+        """What the server has printed so far."""
+        return os.pread(self._output.fileno(), 1 << 30, 0).decode(errors="replace")
 
     def stop(self) -> None:
         if self.process.poll() is None:
             self.process.terminate()
-            self.process.communicate(timeout=PATIENCE_S)
+            self.process.wait(PATIENCE_S)
 
 
 def shared_server() -> Server:

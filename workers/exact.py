@@ -12,9 +12,21 @@ from manta.workers.models.variants import Variant, variants_of
 
 HEAD_DIM_MULTIPLE = 16
 """Head sizes that the attention kernels take; torch computes others, with sums in an order of its own."""
-_INEXACT = frozenset({Variant.WIDE_NORMS, Variant.LAYER_NORMS, Variant.ACTIVATION, Variant.EXPERTS, Variant.FINAL_CAP})
-"""Variants that torch computes, with functions whose last bits differ between processors. Some gates are compiled."""
-EXACT_GATES = ("silu", "gelu_tanh")
+_INEXACT = frozenset(
+    {
+        Variant.WIDE_NORMS,
+        Variant.LAYER_NORMS,
+        Variant.ACTIVATION,
+        Variant.EXPERTS,
+        Variant.LATENT,
+        Variant.FINAL_CAP,
+        Variant.RECURRENT,
+    }
+)
+"""Variants that torch computes, with functions whose last bits differ between processors. Some gates are compiled, and
+short convolutions are products and sums in one order.
+"""
+COMPILED_GATES = ("silu", "gelu_tanh")
 """Values of `ModelConfig.activation` with compiled kernels."""
 _OR = "or set exact to false"
 
@@ -55,4 +67,4 @@ def check_exact(
 
 def _inexact_variants(model: ModelConfig) -> frozenset[Variant]:
     found = variants_of(model) & _INEXACT
-    return found - {Variant.ACTIVATION} if model.activation in EXACT_GATES else found
+    return found - {Variant.ACTIVATION} if model.activation in COMPILED_GATES else found

@@ -11,6 +11,7 @@ Plain arithmetic, for the driver and the workers. Imports no framework.
 
 from __future__ import annotations
 
+import itertools
 from bisect import bisect_right
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -32,6 +33,12 @@ ONE_GROUP = (KVGroup(),)
 """The groups of a model whose layers all see every position."""
 
 
+NO_KEYS = (KVGroup(window=1),)
+"""The groups of a model without attention: one without layers, whose blocks have no bytes. Its window is the token
+itself, so a sequence holds only the blocks that its next step computes.
+"""
+
+
 class LayerPlace(NamedTuple):
     """The place of a layer's keys and values."""
 
@@ -44,17 +51,23 @@ class LayerGroups(NamedTuple):
     """The groups of a model, those that see all positions first."""
 
     groups: tuple[KVGroup, ...]
-    layers: tuple[LayerPlace, ...]
-    """The place of each layer."""
+    layers: tuple[LayerPlace | None, ...]
+    """The place of each layer; None for a layer without attention."""
     layers_per_block: int
     """Layers whose keys and values are in one block, which the last block of a kind of layers may not fill."""
 
 
-def group_layers(windows: Sequence[int | None]) -> LayerGroups:
-    """Groups layers by their windows (`ModelConfig.sliding_windows`), so that the least of the blocks is left empty."""
+def group_layers(windows: Sequence[int | None], attends: Sequence[bool] | None = None) -> LayerGroups:
+    """Groups layers by their windows (`ModelConfig.sliding_windows`), so that the least of the blocks is left empty.
+
+    `attends` says which layers have attention; None means all. A model without any has `NO_KEYS`.
+    """
     kinds: dict[int | None, list[int]] = {}
     for layer, window in enumerate(windows):
-        kinds.setdefault(window, []).append(layer)
+        if attends is None or attends[layer]:
+            kinds.setdefault(window, []).append(layer)
+    if not kinds:
+        return LayerGroups(NO_KEYS, (None,) * len(windows), 0)
     ordered = sorted(kinds.items(), key=lambda kind: (kind[0] is not None, kind[0] or 0))
     sizes = [len(layers) for layers in kinds.values()]
     most_groups = max(MOST_GROUPS, len(kinds))
@@ -71,12 +84,18 @@ def group_layers(windows: Sequence[int | None]) -> LayerGroups:
         for number, layer in enumerate(layers):
             places[layer] = LayerPlace(len(groups) + number // layers_per_block, number % layers_per_block)
         groups += [KVGroup(window)] * -(-len(layers) // layers_per_block)
-    return LayerGroups(tuple(groups), tuple(places[layer] for layer in range(len(windows))), layers_per_block)
+    return LayerGroups(tuple(groups), tuple(map(places.get, range(len(windows)))), layers_per_block)
 
 
-def one_group(num_layers: int) -> LayerGroups:
-    """Returns the groups of a model that keeps every position of all its layers."""
-    return LayerGroups(ONE_GROUP, tuple(LayerPlace(0, layer) for layer in range(num_layers)), num_layers)
+def one_group(attends: Sequence[bool]) -> LayerGroups:
+    """Returns the groups of a model that keeps every position of all its layers with attention. `attends` says which
+    layers have it.
+    """
+    if not any(attends):
+        return LayerGroups(NO_KEYS, (None,) * len(attends), 0)
+    numbers = itertools.count()
+    places = tuple(LayerPlace(0, next(numbers)) if each else None for each in attends)
+    return LayerGroups(ONE_GROUP, places, sum(attends))
 
 
 class BlockNeeds(NamedTuple):
@@ -108,6 +127,17 @@ class BlockNeeds(NamedTuple):
         """
         lengths = range(self.block_size, most_tokens + self.block_size, self.block_size)
         return bisect_right(lengths, num_blocks, key=self.of_sequence) * self.block_size
+
+
+def most_states(num_steps_ahead: int, has_drafts: bool) -> int:
+    """Returns the most slots of recurrent states that one sequence holds at a time: the one that it goes on from, those
+    at three block borders of its prompt, and those that the next step writes, and each of `num_steps_ahead` steps under
+    way.
+
+    A step writes the state at its end, and before the last known token, which a late mask makes uncomputed. With drafts
+    it writes the one before them too.
+    """
+    return 1 + 3 + (1 + num_steps_ahead) * (2 + has_drafts)
 
 
 def first_needed(window: int, position: int, block_size: int) -> int:

@@ -19,7 +19,12 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     block_size: int
     groups: tuple[KVGroup, ...] = ONE_GROUP
     """The groups of layers that have a block table each. Their blocks have equally many bytes."""
+    num_state_slots: int = 0
+    """Slots of recurrent states, those included that no sequence writes; 0 for a model without such states."""
+    state_bytes: int = 0
+    """Bytes of one slot, over all layers of this rank."""
     kv_cache_bytes: int
+    """Bytes of blocks and slots."""
     kv_cache_dtype: str
     dtype: str
     platform: str

@@ -86,10 +86,20 @@ class ModelOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """Token budget of one step, prefill and decode together."""
     max_num_sequences: Annotated[int, Meta(ge=1, le=4096)] = 256
     """Sequences that run at a time."""
+    overlap: Literal["auto", "on", "off"] = "auto"
+    """Whether the engine does its own work while the device computes a step. The tokens stay the same. `auto` overlaps
+    on devices that compute by themselves (GPUs); `on` does so on CPUs too.
+    """
     logits_processors: dict[str, str | None] = {}
     """Logits processors that HTTP requests may use: a name and the `module:attribute` of its factory, or null for the
     factory that an installed package registers under this name.
     """
+
+    def overlaps(self, is_asynchronous: bool) -> bool:
+        """Returns whether a step is planned while another one is under way, on a device that does or does not compute
+        by itself.
+        """
+        return is_asynchronous if self.overlap == "auto" else self.overlap == "on"
 
     @property
     def num_ranks(self) -> int:

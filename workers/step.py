@@ -30,6 +30,14 @@ NO_BLOCK = -1
 """In a block table, a block whose positions no layer of the group will read."""
 
 
+ZERO_STATE = 0
+"""The slot of recurrent states that is always zeros: the state before a sequence's first token."""
+SCRATCH_STATE = 1
+"""The slot that steps without sequences write, such as those that measure the device. Nobody reads it."""
+NUM_FIXED_STATES = 2
+"""Slots that the driver never gives to a sequence."""
+
+
 class StepOutOfMemory(RuntimeError):
     """The device ran out of memory in a step; none of its tokens count as computed.
 
@@ -84,6 +92,19 @@ class ScheduledSequence(msgspec.Struct, array_like=True, gc=False):
     """Name of the proposer of the drafts, one of `manta.specdecode.speculative_config.PROPOSERS`."""
 
 
+class StateUse(msgspec.Struct, array_like=True, gc=False):
+    """The slots of recurrent states of one scheduled sequence. A slot holds the state of all layers after the first
+    tokens of a sequence, and never changes once it is written, so a step never writes over the state it started from.
+    """
+
+    read: int
+    """The slot with the state after the first `start` tokens of the `ScheduledSequence`."""
+    writes: list[tuple[int, int]]
+    """(position, slot), ascending: the slot gets the state after the first `position` tokens. The last position is
+    `start + num_tokens`.
+    """
+
+
 class SamplePoint(msgspec.Struct, array_like=True, gc=False):
     """Asks for the token at `position` of `sequence_id`, drawn from the logits of flat token row `row`.
 
@@ -111,6 +132,8 @@ class StepInput(msgspec.Struct, array_like=True):
     """
     scheduled: list[ScheduledSequence] = []
     sample_points: list[SamplePoint] = []
+    states: list[StateUse] = []
+    """The slots of each of `scheduled`, in the same order; empty for a model without recurrent states."""
 
     @property
     def num_tokens(self) -> int:

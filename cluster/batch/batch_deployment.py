@@ -39,7 +39,9 @@ class BatchRunner:
                 config.batches.max_in_flight or max(1, num_places // 2),
                 config.max_body_bytes,
                 KeptResponses(storage, config),
+                endpoints.pace,
             )
+            self._limits = endpoints.limits
         self._serving: asyncio.Task[None] | None = None
 
     async def check_health(self) -> None:
@@ -52,6 +54,13 @@ class BatchRunner:
             self._serving = asyncio.create_task(self._runner.serve())
         elif self._serving.done():
             raise RuntimeError("the runner of batches ended")
+
+    async def exchange_rates(self, peer: str, taken: dict[str, tuple[float, float]]) -> dict[str, tuple[float, float]]:
+        """Notes what an ingress has counted for each API key since it started, and returns what lines of batches were
+        charged.
+        """
+        self._limits.note_peer(peer, taken)
+        return {name: (each.requests, each.tokens) for name, each in self._limits.taken().items()}
 
 
 class DeployedBatchRunner(ReplicaProcess, BatchRunner):

@@ -38,6 +38,8 @@ before.
 
 Answer = Callable[[BatchRequest, str, str], Coroutine[Any, Any, BatchResponse]]
 """Function that answers a request. The second argument is the request's id, the third one the batch's owner."""
+Pace = Callable[[str], Coroutine[Any, Any, None]]
+"""Function that waits until the owner of a batch, its argument, may send another line."""
 Request = tuple[LineKey, BatchRequest | BadLine]
 
 
@@ -72,6 +74,8 @@ class BatchJob(NamedTuple):
     """Owner of the batch, which is that of its API key. The batches of one owner take turns with other clients in the
     engines. Empty for a command's batch.
     """
+    pace: Pace | None = None
+    """Waits until the owner may send another line. A line that waits takes no place. None waits for nothing."""
 
 
 async def run(job: BatchJob, source: BinaryIO) -> None:
@@ -86,6 +90,8 @@ async def run(job: BatchJob, source: BinaryIO) -> None:
                     job.results.write(key, refused(key, request))
                     job.report(LineProgress(True, 0, 0))
                     continue
+                if job.pace is not None:
+                    await job.pace(job.owner)
                 await job.places.acquire()
                 task = tasks.create_task(_answer(job, key, request))
                 task.add_done_callback(lambda _: job.places.release())

@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import BinaryIO, Literal, NamedTuple, TypeVar
 
-from manta.cluster.batch.batch_job import Answer, BatchJob
+from manta.cluster.batch.batch_job import Answer, BatchJob, Pace
 from manta.cluster.batch.batch_job import run as answer_all
 from manta.cluster.batch.journal import BatchRefused, DoneLines, Line, check_encoding, count_lines, read_lines
 from manta.cluster.batch.lease import RENEW_S, Lease, LeaseLost, acquire
@@ -77,6 +77,7 @@ class Answering(NamedTuple):
     answer: Answer
     places: asyncio.Semaphore
     max_line_bytes: int
+    pace: Pace | None = None
 
 
 class BatchRun:
@@ -187,6 +188,7 @@ class BatchRun:
             lambda _: None,
             endpoint=batch.endpoint,
             owner=self.owner,
+            pace=self._answering.pace,
         )
         try:
             with await asyncio.to_thread(held.input, batch) as source:

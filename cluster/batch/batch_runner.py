@@ -11,7 +11,7 @@ import asyncio
 import time
 from typing import NamedTuple
 
-from manta.cluster.batch.batch_job import Answer
+from manta.cluster.batch.batch_job import Answer, Pace
 from manta.cluster.batch.batch_run import Answering, BatchRun, GivenUp, LeaseHeld
 from manta.cluster.batch.lease import LeaseLost, new_holder
 from manta.cluster.storage.kept_responses import KeptResponses
@@ -42,8 +42,8 @@ class _Backoff(NamedTuple):
 
 
 class Runner:
-    """Runs batches of a storage. `answer` answers lines, `max_in_flight` of them at a time. Also removes what has
-    expired from the storage, stored `responses` included.
+    """Runs batches of a storage. `answer` answers lines, `max_in_flight` of them at a time, each after `pace` of its
+    owner. Also removes what has expired from the storage, stored `responses` included.
     """
 
     def __init__(
@@ -53,11 +53,12 @@ class Runner:
         max_in_flight: int,
         max_line_bytes: int,
         responses: KeptResponses | None = None,
+        pace: Pace | None = None,
     ) -> None:
         self._records = records
         self._responses = responses
         self._places = asyncio.Semaphore(max_in_flight)
-        self._answering = Answering(answer, self._places, max_line_bytes)
+        self._answering = Answering(answer, self._places, max_line_bytes, pace)
         self._holder = new_holder()
         self._runs: dict[BatchRun, asyncio.Task[None]] = {}
         self._expires: dict[str, int] = {}

@@ -7,6 +7,10 @@ clients.
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 import msgspec
@@ -18,6 +22,7 @@ from manta.cluster.config import ServeConfig
 from manta.cluster.errors import ServingError
 from manta.cluster.http.access.keys import ApiKeys
 from manta.cluster.http.access.prefix_scope import new_secret
+from manta.cluster.http.access.rate_limits import KeyUse, RateLimits, Reservation
 from manta.cluster.http.access.request_admission import Caller, decode
 from manta.cluster.http.endpoints import generation
 from manta.cluster.http.exchange.engines import Engines
@@ -25,7 +30,7 @@ from manta.cluster.http.exchange.exchange import GenerationExchange
 from manta.cluster.http.exchange.metrics import Metrics
 from manta.cluster.http.exchange.reply import WholeReply
 from manta.cluster.http.exchange.state import AppState
-from manta.cluster.protocol.error_bodies import answer_of, openai_body, refusal_of
+from manta.cluster.protocol.error_bodies import RETRIED_STATUSES, answer_of, openai_body, refusal_of
 from manta.cluster.protocol.foreign_fields import collect_ignored
 from manta.cluster.protocol.requests import ChatCompletionRequest, CompletionRequest
 from manta.cluster.text.tokenizer import Tokenizer
@@ -33,10 +38,47 @@ from manta.structured.refusals import Refusal
 from manta.structured.visible_logs import logger_of
 from manta.workers.checkpoints.model_folder import resolve_model_folder
 
+MAX_PAUSE_S = 1.0
+"""Most seconds between two looks at the rate limits, which other processes charge too."""
+CHARGE_TIMEOUT_S = 5.0
+"""Seconds for which a line waits until the one before it is charged, which may have been cancelled before that."""
+
+
+class RateLimited(Exception):
+    """The rate limits of a line's key leave no room for it until `wait_s` seconds have passed."""
+
+    def __init__(self, wait_s: float) -> None:
+        super().__init__(wait_s)
+        self.wait_s = wait_s
+
 
 def sharer_of(owner: str) -> str:
     """Returns the name under which the batches of an owner take turns with other clients."""
     return f"batches of {owner}"
+
+
+class LineCaller(Caller):
+    """The owner of a batch, as the client of one line. `use` is charged as by any request."""
+
+    def __init__(self, owner: str, use: KeyUse | None, is_charged: asyncio.Event) -> None:
+        """Sets `is_charged` when the line is charged."""
+        super().__init__(sharer_of(owner) if owner else "", owner=owner, use=use)
+        self._is_charged = is_charged
+        self.num_admitted_tokens: int | None = None
+        """Tokens of the line's prompt that were charged; None before that."""
+
+    def admit(
+        self, num_prompt_tokens: int, max_output_tokens: int, headers: list[tuple[bytes, bytes]]
+    ) -> Reservation | None:
+        reservation = super().admit(num_prompt_tokens, max_output_tokens, headers)
+        self.num_admitted_tokens = num_prompt_tokens
+        self._is_charged.set()
+        return reservation
+
+    def give_back(self) -> None:
+        """Undoes what was charged for a line that is tried again."""
+        if self.use is not None and self.num_admitted_tokens is not None:
+            self.use.give_back(self.num_admitted_tokens)
 
 
 class Endpoints:
@@ -49,26 +91,68 @@ class Endpoints:
         engines: Engines,
         metrics: Metrics,
         prefix_secret: bytes | None = None,
+        key_names: Mapping[str, str] = MappingProxyType({}),
+        limits: RateLimits | None = None,
     ) -> None:
+        """Takes the name of the API key of each owner, by which `limits` bounds their lines."""
         self.state = AppState(config, tokenizer, engines, metrics, prefix_secret or new_secret())
+        self.limits = limits or RateLimits(config.key_limits)
+        """Rate limits of the keys, which the ingresses share."""
+        self._key_names = key_names
+        self._begun: dict[str, asyncio.Event] = {}
+        """Whether the latest line of an owner with limits is charged."""
+
+    async def pace(self, owner: str) -> None:
+        """Waits until the owner's line before this one is charged, and then until the rate limits of the owner's key
+        leave room for another line.
+        """
+        use = self._use_of(owner)
+        if use is None:
+            return
+        if owner in self._begun:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(CHARGE_TIMEOUT_S):
+                    await self._begun[owner].wait()
+        while (wait_s := use.seconds_until_room()) > 0:
+            await asyncio.sleep(min(wait_s, MAX_PAUSE_S))
+        self._begun[owner] = asyncio.Event()
+
+    def _use_of(self, owner: str) -> KeyUse | None:
+        name = self._key_names.get(owner)
+        return None if name is None else self.limits.of(name)
 
     async def answer(self, request: BatchRequest, request_id: str, owner: str = "") -> BatchResponse:
-        """Returns the whole answer, which may be an error. `owner` is the batch's; it is empty for a command's batch.
+        """Returns the whole answer, which may be an error. `owner` is the batch's; it is empty for a command's batch. A
+        line for which its key's rate limits leave no room waits.
 
         If the call is cancelled, the engines abort the line.
         """
-        sharer = sharer_of(owner) if owner else ""
+        while True:
+            try:
+                return await self._answered(request, request_id, owner)
+            except RateLimited as error:
+                await asyncio.sleep(min(error.wait_s, MAX_PAUSE_S))
+
+    async def _answered(self, request: BatchRequest, request_id: str, owner: str) -> BatchResponse:
         timeout_s, reply = self.state.config.request_timeout_s, WholeReply()
-        caller = Caller(sharer, owner=owner)
+        is_charged = self._begun.get(owner) or asyncio.Event()
+        caller = LineCaller(owner, self._use_of(owner), is_charged)
         exchange = GenerationExchange(request_id, {}, caller, self.state.engines, reply, timeout_s)
         ignored = collect_ignored(self.state.config.unknown_fields == "refuse")
         try:
             await self._handle(request, exchange)
         except ServingError as error:
-            return _failed(request_id, error.refusal)
+            if error.refusal.kind == "rate_limit":
+                raise RateLimited(error.refusal.retry_after_s or 0.0) from error
+            response = _failed(request_id, error.refusal)
+            if response.status_code in RETRIED_STATUSES:
+                caller.give_back()
+            return response
         except Exception as error:
             logger_of(__name__).exception("line %s failed", request_id)
             return _failed(request_id, refusal_of(error))
+        finally:
+            is_charged.set()
         return BatchResponse(200, request_id, msgspec.Raw(reply.answer), ignored or UNSET)
 
     async def _handle(self, request: BatchRequest, exchange: GenerationExchange) -> None:
@@ -108,5 +192,6 @@ def batch_endpoints(
         batch_storage=None,
         request_timeout_s=max(config.request_timeout_s, config.batches.keep_s),  # a line may take as long as its batch
     )
-    endpoints = Endpoints(inside, tokenizer, client, metrics, prefix_secret)
+    key_names = {keys.owner_of(name): name for name in keys.by_name}
+    endpoints = Endpoints(inside, tokenizer, client, metrics, prefix_secret, key_names)
     return endpoints, client

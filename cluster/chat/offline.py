@@ -18,7 +18,7 @@ from manta.cluster.errors import RequestRefused, refuse
 from manta.cluster.protocol.constraint_fields import requested_constraint
 from manta.cluster.protocol.requests import ChatCompletionRequest
 from manta.cluster.protocol.shape_errors import shape_error
-from manta.cluster.protocol.tools import template_tools
+from manta.cluster.protocol.tools import name_types, template_tools
 from manta.cluster.text.tokenizer import TextError, Tokenizer
 from manta.structured.refusals import Refusal
 from manta.workers.sampling_params import SamplingParams
@@ -67,7 +67,9 @@ def plan_offline(
             refuse("unknown_field", name, remedy=remedy, place="an option of a chat")
     given = {name: value for name, value in options.items() if value is not None}
     try:
-        request = msgspec.convert({"model": "", "messages": list(messages), **given}, ChatCompletionRequest)
+        body = {"model": "", "messages": list(messages), **given}
+        name_types(body)
+        request = msgspec.convert(body, ChatCompletionRequest)
         request.check()
         if request.response_format is not None:
             if params.constraint is not None:

@@ -25,7 +25,7 @@ from manta.cluster.protocol.error_bodies import under_field
 from manta.cluster.protocol.foreign_fields import ignore
 from manta.cluster.protocol.messages import content_text
 from manta.cluster.protocol.requests import ChatCompletionRequest
-from manta.cluster.protocol.tools import NamedToolChoice, Tool, arguments_schema, must_call
+from manta.cluster.protocol.tools import AnyTool, CustomTool, arguments_schema, must_call, named_tool
 from manta.cluster.text.chat_template import TemplateError
 from manta.cluster.text.tokenizer import Tokenizer
 from manta.structured.constraint import ConstraintSpec
@@ -60,14 +60,16 @@ class ChatPlan(msgspec.Struct, frozen=True, kw_only=True):
     """Format of tool calls; None if nothing in the answer is read as a call."""
     tools: dict[str, ArgumentForms] = {}
     """The tools that the answer may call, by name, each with the form of its arguments."""
+    custom: frozenset[str] = frozenset()
+    """Names of the custom tools among them, whose calls hold one text."""
     not_enforced: tuple[str, ...] = ()
-    """Demands in the schemas of tools with `strict: false` that the format cannot carry."""
+    """Demands in the schemas of tools without `strict: true` that the format cannot carry."""
     has_whole_marks: bool = False
     """Whether each mark that begins calls is one token, so that no text is the beginning of a mark."""
     only_calls: bool = False
     """Whether the answer has no text beside calls."""
     is_named: bool = False
-    """Whether the request named the function to call."""
+    """Whether the request named the tool to call."""
     reasoning: ReasoningFormat | None = None
     """Format of the thinking section; None if the answer has none."""
     is_thinking: bool = False
@@ -140,12 +142,13 @@ def plan_chat(request: ChatCompletionRequest, params: SamplingParams, tokenizer:
         prompt=prompt,
         params=msgspec.structs.replace(params, constraint=constraint),
         tool_format=tool_format,
-        tools={tool.function.name: argument_forms(arguments_schema(tool)) for tool in request.callable_tools()},
+        tools={tool.name: argument_forms(arguments_schema(tool)) for tool in request.callable_tools()},
+        custom=frozenset(tool.name for tool in request.callable_tools() if isinstance(tool, CustomTool)),
         not_enforced=tuple(left_out),
         has_whole_marks=tool_format is not None
         and all(tokenizer.token_to_id(begin) is not None for begin in tool_format.begins),
         only_calls=tool_format is not None and not tool_format.is_channel and must_call(request.tool_choice),
-        is_named=isinstance(request.tool_choice, NamedToolChoice),
+        is_named=named_tool(request.tool_choice) is not None,
         reasoning=reasoning,
         is_thinking=is_thinking,
         include_reasoning=request.include_reasoning,
@@ -201,8 +204,9 @@ def _tool_constraint(
     appended to `left_out`.
     """
     tools, choice = request.callable_tools(), request.tool_choice
-    if isinstance(choice, NamedToolChoice):
-        tools = [tool for tool in tools if tool.function.name == choice.function.name]
+    named = named_tool(choice)
+    if named is not None:
+        tools = [tool for tool in tools if tool.name == named]
     answer_schema = None
     if answer is not None:
         answer_schema = answer.text or json_text({"type": "object"})
@@ -211,19 +215,22 @@ def _tool_constraint(
             tool_format,
             tools,
             tokenizer.token_to_id,
-            parallel=request.parallel_tool_calls is not False and not isinstance(choice, NamedToolChoice),
+            parallel=request.parallel_tool_calls is not False and named is None,
             required=must_call(choice),
             answer_schema=answer_schema,
             left_out=left_out,
         )
     except FormatRefused as error:
         _refuse_tool(request, tools, error)
-    loose = any(tool.function.strict is False for tool in tools) or (answer is not None and answer.loose)
+    loose = any(tool.is_loose for tool in tools) or (answer is not None and answer.loose)
     return ConstraintSpec(kind="lark", text=grammar, loose=loose)
 
 
-def _refuse_tool(request: ChatCompletionRequest, tools: list[Tool], error: FormatRefused) -> NoReturn:
+def _refuse_tool(request: ChatCompletionRequest, tools: list[AnyTool], error: FormatRefused) -> NoReturn:
     if error.tool is None:
         refuse("unsupported", "tools", remedy="leave them out", cause=error.cause)
-    field = f"tools[{request.shown_tools().index(tools[error.tool])}].function.parameters"
-    raise RequestRefused(under_field(Refusal("not_enforced", cause=error.cause, can_be_loose=True), field)) from error
+    tool = tools[error.tool]
+    field = f"tools[{request.shown_tools().index(tool)}].{tool.demands}"
+    can_be_loose = not isinstance(tool, CustomTool)
+    refusal = error.refusal or Refusal("not_enforced", cause=error.cause, can_be_loose=can_be_loose)
+    raise RequestRefused(under_field(refusal, field)) from error

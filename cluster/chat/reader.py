@@ -11,11 +11,12 @@ from typing import Any
 from msgspec import UNSET
 
 from manta.cluster.chat.channels import ChannelSplitter
+from manta.cluster.chat.custom_input import InputReader
 from manta.cluster.chat.plan import ChatPlan
 from manta.cluster.chat.reasoning import ReasoningSplitter
 from manta.cluster.chat.tool_parser import Piece, ToolCallParser
 from manta.cluster.engine.request import FinishStatus
-from manta.cluster.protocol.responses import ChatDelta, ChatResponseMessage, FunctionDelta, ToolCallDelta
+from manta.cluster.protocol.responses import ChatDelta, ChatResponseMessage, CustomDelta, FunctionDelta, ToolCallDelta
 
 _LETTERS_AND_DIGITS = string.ascii_letters + string.digits
 UNPREDICTABLE = secrets.SystemRandom()
@@ -41,6 +42,8 @@ class ChatReader:
             if plan.tool_format is None
             else ToolCallParser(plan.tool_format, plan.tools, plan.only_calls, plan.has_whole_marks)
         )
+        self._inputs: dict[int, InputReader] = {}
+        """The readers of the inputs of custom tools, by the number of the call."""
 
     def feed(self, text: str, final: bool, is_cut: bool = False) -> list[ChatDelta]:
         """Returns the deltas that new text brings; with `final`, also the deltas of text that was held back. `is_cut`
@@ -81,15 +84,16 @@ class ChatReader:
     def _delta(self, piece: Piece) -> ChatDelta:
         if piece.call is None:
             return ChatDelta(content=piece.text)
-        if piece.name is None:
-            call = ToolCallDelta(index=piece.call, function=FunctionDelta(arguments=piece.arguments))
+        if piece.name in self._plan.custom:
+            self._inputs[piece.call] = InputReader()
+        is_custom = piece.call in self._inputs
+        call = ToolCallDelta(index=piece.call)
+        if piece.name is not None:
+            call.id, call.type = piece.call_id or self._new_id(), "custom" if is_custom else "function"
+        if is_custom:
+            call.custom = CustomDelta(piece.name, self._inputs[piece.call].read(piece.arguments))
         else:
-            call = ToolCallDelta(
-                index=piece.call,
-                id=piece.call_id or self._new_id(),
-                type="function",
-                function=FunctionDelta(name=piece.name, arguments=""),
-            )
+            call.function = FunctionDelta(piece.name, piece.arguments)
         return ChatDelta(tool_calls=[call])
 
     def _new_id(self) -> str:
@@ -102,7 +106,7 @@ class ChatReader:
 def whole_arguments(call: ToolCallDelta) -> dict[str, Any] | None:
     """Returns the arguments of a call as an object, for APIs whose calls hold no text; None if the call was cut off."""
     try:
-        arguments = json.loads(call.function.arguments or "{}")
+        arguments = json.loads(call.text or "{}")
     except (ValueError, RecursionError):
         return None
     return arguments if isinstance(arguments, dict) else None
@@ -123,14 +127,11 @@ class MessageBuilder:
             for call in delta.tool_calls or []:
                 if call.id is not None:
                     self._calls.append((call, []))
-                self._calls[-1][1].append(call.function.arguments or "")
+                self._calls[-1][1].append(call.text)
 
     def message(self) -> ChatResponseMessage:
         content, reasoning = "".join(self._content), "".join(self._reasoning)
-        calls = [
-            ToolCallDelta(id=call.id, type=call.type, function=FunctionDelta(call.function.name, "".join(arguments)))
-            for call, arguments in self._calls
-        ]
+        calls = [call.with_text("".join(texts)) for call, texts in self._calls]
         return ChatResponseMessage(
             content=content or (None if calls else ""),
             reasoning_content=reasoning or UNSET,

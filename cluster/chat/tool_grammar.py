@@ -6,13 +6,17 @@ schema rules the arguments. So `cluster/chat/tool_parser.py` can parse every cal
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from manta.cluster.chat.argument_grammar import ArgumentRules, NotCarried
+from manta.cluster.chat.custom_input import input_rules
 from manta.cluster.chat.lark_text import ANY_TEXT, TokenId, escaped, literal, starts_with_token, without
 from manta.cluster.chat.tool_formats import ToolFormat
 from manta.cluster.protocol.constraint_fields import json_text
-from manta.cluster.protocol.tools import Tool, arguments_schema
+from manta.cluster.protocol.tools import AnyTool, CustomTool, arguments_schema
+from manta.structured.constraint import ConstraintError
+from manta.structured.refusals import Refusal
 
 JSON_SPACE = r"[ \n\t]{0,20}"
 """White space between two tokens of arguments: enough to indent, and so little that a model cannot idle there."""
@@ -21,16 +25,18 @@ _PLACEHOLDERS = {"{index}": "INDEX", "{id}": "ID"}
 
 
 class FormatRefused(ValueError):
-    """The format cannot hold the calls of tool number `tool`, or of any tool if `tool` is None. `cause` says why."""
+    """The format cannot hold the calls of tool number `tool`, or of any tool if `tool` is None. `cause` says why, or
+    `refusal` if the tool itself has a mistake.
+    """
 
-    def __init__(self, cause: str, tool: int | None = None) -> None:
+    def __init__(self, cause: str, tool: int | None = None, refusal: Refusal | None = None) -> None:
         super().__init__(cause)
-        self.cause, self.tool = cause, tool
+        self.cause, self.tool, self.refusal = cause, tool, refusal
 
 
 def calls_grammar(
     form: ToolFormat,
-    tools: list[Tool],
+    tools: Sequence[AnyTool],
     token_id: TokenId,
     *,
     parallel: bool,
@@ -44,7 +50,7 @@ def calls_grammar(
     instead of them. `token_id` gives the id of a mark that is one token, which text then cannot imitate. In harmony's
     channels the grammar covers the whole answer, the reasoning included.
 
-    What the format cannot carry of a function with `strict: false` is appended to `left_out`. For a strict function it
+    What the format cannot carry of a function that is not strict is appended to `left_out`. For a strict function it
     raises `FormatRefused`.
     """
     writer = _CallsGrammar(form, tools, token_id)
@@ -59,7 +65,7 @@ def calls_grammar(
 
 
 class _CallsGrammar:
-    def __init__(self, form: ToolFormat, tools: list[Tool], token_id: TokenId) -> None:
+    def __init__(self, form: ToolFormat, tools: Sequence[AnyTool], token_id: TokenId) -> None:
         self._form, self._tools, self._token_id = form, tools, token_id
         self._call = "(" + " | ".join(f"call_{index}" for index in range(len(tools))) + ")"
         self._first = self._call.replace("call_", "first_")
@@ -108,7 +114,7 @@ class _CallsGrammar:
         """Returns rules for free text that may end with calls. Once `begin` is written, calls must follow."""
         text = f"/{ANY_TEXT}/"
         if self._form.is_bare:
-            bare_starts = self._form.bare_starts(tool.function.name for tool in self._tools)
+            bare_starts = self._form.bare_starts(tool.name for tool in self._tools)
             text += f" & ~/[ \\n]*({'|'.join(map(escaped, bare_starts))}){ANY_TEXT}/"
         starts, rules = ["TEXT?"], []
         for index, begin in enumerate(self._form.begins):
@@ -145,18 +151,25 @@ class _CallsGrammar:
     def call_rules(self) -> list[str]:
         rules = []
         for index, tool in enumerate(self._tools):
-            options = {"whitespace_pattern": JSON_SPACE, "lenient": tool.function.strict is False}
-            schema = arguments_schema(tool)
-            head, tail = self._frame(tool.function.name)
+            head, tail = self._frame(tool.name)
             if self._form.calls == "list" and self._form.call:
-                rules.append(f"first_{index}: {self._frame(tool.function.name, '[')[0]} arguments_{index} {tail}")
+                rules.append(f"first_{index}: {self._frame(tool.name, '[')[0]} arguments_{index} {tail}")
             rules.append(f"call_{index}: {head} arguments_{index} {tail}")
             try:
-                rules += self._arguments(f"arguments_{index}", schema, options)
+                rules += self._arguments_of(tool, f"arguments_{index}")
             except NotCarried as error:
                 message = f"this model's format of calls ({self._form.name}) cannot carry {error}"
                 raise FormatRefused(message, index) from error
+            except ConstraintError as error:
+                raise FormatRefused("the grammar has a mistake", index, error.refusal) from error
         return rules
+
+    def _arguments_of(self, tool: AnyTool, name: str) -> list[str]:
+        grammar = tool.lark() if isinstance(tool, CustomTool) else None
+        if grammar is not None:
+            return input_rules(self._form, grammar, self._token_id, name)
+        options = {"whitespace_pattern": JSON_SPACE, "lenient": tool.is_loose}
+        return self._arguments(name, arguments_schema(tool), options)
 
     def _arguments(self, name: str, schema: dict[str, Any], options: dict[str, Any]) -> list[str]:
         if self._form.argument:

@@ -29,6 +29,7 @@ from manta.cluster.text.tokenizer_trial import try_tokenizer
 from manta.structured.logits_processors import LogitsProcessorError, LogitsProcessorRegistry
 from manta.structured.visible_text import say, say_lines
 from manta.workers.checkpoints.memory import (
+    CacheSizes,
     block_needs,
     choose_groups,
     num_elements,
@@ -44,10 +45,11 @@ from manta.workers.exact import check_exact
 from manta.workers.host import free_memory, num_cores
 from manta.workers.kept_weights import check_weights, describe_kept
 from manta.workers.kv_cache_dtype import check_kv_cache, kv_dtype
-from manta.workers.kv_groups import LayerGroups, one_group
+from manta.workers.kv_groups import LayerGroups, most_states, one_group
 from manta.workers.models.model_config import ModelConfig, ModelError
-from manta.workers.models.variants import check_variants, variants_of
+from manta.workers.models.variants import check_draft_model, check_variants, variants_of
 from manta.workers.parallel.split import check_num_ranks
+from manta.workers.step import NUM_FIXED_STATES
 from manta.workers.torch_worker.trial import Trial, TrialResult, try_one_layer
 
 if TYPE_CHECKING:
@@ -88,8 +90,12 @@ class CheckReport(msgspec.Struct, frozen=True, kw_only=True):
     kv_cache_tokens: int
     kv_groups: str | None = None
     """One line: the groups of layers and the bytes of their blocks. None if all layers see every position."""
+    states: str | None = None
+    """One line: the recurrent states and their bytes. None if there are none."""
     sequence_bytes: tuple[int, ...] = ()
-    """Bytes of the KV cache that a sequence of each of `SEQUENCE_TOKENS` holds at most."""
+    """Bytes of the KV cache that a sequence of each of `SEQUENCE_TOKENS` holds at most, with the two states of a decode
+    step.
+    """
     has_chat_template: bool
     stop_tokens: str
     """The tokens that end every answer, with their texts."""
@@ -303,8 +309,10 @@ def check_model(engine: EngineConfig) -> CheckReport:
     weights, free = own_bytes + _draft_bytes(engine, dtype), platform.free_memory(lambda: None)
     _check_memory(weights, 0, dtype, free)
     draft = _draft_config(engine)
-    layers = choose_groups(model, draft) if platform.groups_layers else one_group(model.num_layers)
-    kv_bytes, num_blocks = plan_kv_cache(
+    if draft is not None:
+        check_draft_model(draft)
+    layers = choose_groups(model, draft) if platform.groups_layers else one_group(model.attends)
+    sizes = plan_kv_cache(
         model,
         dtype,
         engine,
@@ -314,9 +322,11 @@ def check_model(engine: EngineConfig) -> CheckReport:
         layers=layers,
         shares_memory=platform.shares_memory,
         most_of_free=platform.kv_share,
+        is_asynchronous=platform.runs_ahead,
+        has_drafts=engine.speculative is not None,
     )
-    _check_memory(weights, kv_bytes, dtype, free)
-    needs, block_bytes = block_needs(layers.groups, engine), kv_bytes // num_blocks
+    _check_memory(weights, sizes.num_bytes, dtype, free)
+    needs, block_bytes, num_blocks = block_needs(layers.groups, engine), sizes.block_bytes, sizes.num_blocks
     longest = needs.longest(num_blocks, model.max_position_embeddings)
     max_model_len = plan_max_model_len(model, engine.max_model_len, longest)
     try:
@@ -340,12 +350,15 @@ def check_model(engine: EngineConfig) -> CheckReport:
         device=platform.name,
         num_threads=engine.num_threads or num_cores(),
         weight_bytes=weights,
-        kv_cache_bytes=kv_bytes,
+        kv_cache_bytes=sizes.num_bytes,
         kv_cache_dtype=kv_dtype(engine, dtype),
         kv_bytes_per_token=block_bytes * len(layers.groups) // engine.block_size,
         kv_cache_tokens=num_blocks * engine.block_size // len(layers.groups),
         kv_groups=_describe_groups(layers, engine.block_size, block_bytes),
-        sequence_bytes=tuple(needs.of_sequence(tokens) * block_bytes for tokens in SEQUENCE_TOKENS),
+        states=_describe_states(sizes, engine),
+        sequence_bytes=tuple(
+            needs.of_sequence(tokens) * block_bytes + 2 * sizes.state_bytes for tokens in SEQUENCE_TOKENS
+        ),
         max_model_len=max_model_len,
         model_positions=model.max_position_embeddings,
         free_bytes=free,
@@ -359,15 +372,30 @@ def check_model(engine: EngineConfig) -> CheckReport:
 
 
 def _describe_groups(layers: LayerGroups, block_size: int, block_bytes: int) -> str | None:
-    if all(group.window is None for group in layers.groups):
+    if not layers.layers_per_block or all(group.window is None for group in layers.groups):
         return None
-    num_layers = collections.Counter(layers.groups[place.group].window for place in layers.layers)
+    num_layers = collections.Counter(layers.groups[place.group].window for place in layers.layers if place is not None)
     kinds = [
         f"{count} of {len(layers.layers)} layers see {'all' if window is None else f'{window:,}'} positions"
         for window, count in num_layers.items()
     ]
     block = f"a block has {block_size} tokens of {layers.layers_per_block} layers in {_gib(block_bytes)}"
     return f"{', '.join(kinds)}; {block}"
+
+
+def _describe_states(sizes: CacheSizes, engine: EngineConfig) -> str | None:
+    if not sizes.num_state_slots:
+        return None
+    num_slots, most = sizes.num_state_slots - NUM_FIXED_STATES, most_states(0, engine.speculative is not None)
+    of_drafts = ""
+    if engine.speculative is not None:
+        with_drafts = 2 + engine.speculative.max_draft_tokens
+        of_drafts = f", {_gib(with_drafts * sizes.state_bytes)} with {engine.speculative.max_draft_tokens} drafts"
+    num_sequences = min(num_slots // most, engine.max_num_sequences)
+    return (
+        f"{_gib(sizes.state_bytes)} each, of which a decode takes two{of_drafts}; {num_slots:,} for "
+        f"{num_sequences:,} sequences at a time, the idle ones for snapshots of prefixes"
+    )
 
 
 def _of_text_side(engine: EngineConfig, model: ModelConfig, tokenizer: Tokenizer) -> dict[str, Any]:
@@ -506,6 +534,8 @@ def _rows(report: CheckReport) -> Iterator[str]:
         rows["sequences"] = "take " + ", ".join(f"{_gib(size)} with {tokens:,} tokens" for tokens, size in sizes)
     if report.kv_groups:
         rows["windows"] = report.kv_groups
+    if report.states:
+        rows["states"] = report.states
     if report.wrapper:
         rows["text only"] = f"the decoder of {report.wrapper}; requests with pictures are refused"
     if report.variants:

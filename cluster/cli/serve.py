@@ -34,7 +34,8 @@ from manta.cluster.http.exchange.example import curl
 from manta.cluster.serve.listening.port import bound
 from manta.cluster.storage.storage import check_storage, with_storage
 from manta.cluster.telemetry import exporting as telemetry
-from manta.cluster.text.tokenizer_files import has_chat_template
+from manta.cluster.text.tokenizer_files import has_chat_template, resolve_folder
+from manta.cluster.text.tokenizer_trial import TokenizerTrial
 from manta.structured.visible_text import say, say_lines, visible
 from manta.workers.cache_folder import UntrustedCache, cache_entry
 from manta.workers.checkpoints.model_folder import resolve_model_folder
@@ -99,6 +100,7 @@ def _checked_config(config_path: str | None, overrides: dict[str, Any], name: st
 
 def _serve_until_signal(config: ServeConfig, quiet: bool, name: str | None, replace: bool) -> int:
     say("Starting Ray and loading {} ...", config.engine.model, flush=True)
+    trial = TokenizerTrial(resolve_folder(config.engine.tokenizer or resolve_model_folder(config.engine.model)))
     if ray_address() is None and config.engine.device in ("auto", "cpu") and not _has_kernels():
         say("The CPU kernels are compiled now, once, which takes up to half a minute.", flush=True)
     from manta.cluster.serve import app  # imports Ray, which takes seconds
@@ -118,6 +120,10 @@ def _serve_until_signal(config: ServeConfig, quiet: bool, name: str | None, repl
         logs = start_failure.logs_folder()
         if logs is not None:
             requests.append(RequestLog(logs, name))
+        try:
+            trial.wait()  # it ran while Ray started, and nothing has read the tokenizer yet
+        except ModelError as error:
+            raise app.StartFailed(f"{config.engine.model} cannot be served: {error}") from error
 
     try:
         model = app.start(config, name, replace=replace, on_connected=begin_log)

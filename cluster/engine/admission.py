@@ -66,14 +66,21 @@ def _check_encodable(params: SamplingParams) -> None:
         raise
 
 
-def check_room(sequence: Sequence, max_num_tokens: int, max_num_sequences: int, length_remedy: str) -> int:
+def check_room(
+    sequence: Sequence,
+    max_num_tokens: int,
+    max_num_sequences: int,
+    length_remedy: str,
+    places_option: str = "max_num_sequences",
+) -> int:
     """Returns the length at which the sequence ends, prompt and output together, in tokens.
 
     Raises `RequestRefused` naming the field if the sequence and its choices need more than `max_num_sequences` places
-    or `max_num_tokens` tokens. `length_remedy` says what would let longer sequences in.
+    or `max_num_tokens` tokens. `length_remedy` says what would let longer sequences in, and `places_option` is the
+    option that would let more of them run.
     """
     if sequence.num_places > max_num_sequences:
-        remedy, unit = "lower it or raise max_num_sequences", "sequences that run at a time"
+        remedy, unit = f"lower it or raise {places_option}", "sequences that run at a time"
         refuse("exceeds", "n", sequence.num_places, max_num_sequences, remedy, unit=unit)
     num_prompt_tokens, params = sequence.num_prompt_tokens, sequence.params
     room = max_num_tokens - num_prompt_tokens

@@ -107,9 +107,11 @@ class Engine:
             max_num_batched_tokens=config.max_num_batched_tokens,
             max_num_sequences=config.max_num_sequences,
             max_model_len=self.max_model_len,
-            blocks=KVBlocks(self.model.num_blocks, config.block_size, config.enable_prefix_caching, self.model.groups),
+            blocks=_make_blocks(config, self.model),
             num_lookahead_tokens=config.speculative.num_lookahead_tokens if config.speculative else 0,
             length_remedy=_length_remedy(config, self.model),
+            num_steps_ahead=self.executor.depth if config.speculative is None else 0,
+            max_draft_tokens=config.speculative.max_draft_tokens if config.speculative else 0,
         )
         self.constraints = ConstraintService(config, self.model)
         self.masks = EngineMasks(self.constraints, self.scheduler, _make_forced_proposer(config, self.model))
@@ -423,7 +425,7 @@ class Engine:
         return all(sequence.client != client for sequence in self.scheduler.waiting)
 
     def _free_slots(self) -> int:
-        return max(0, self.config.max_num_sequences - self.scheduler.num_running)
+        return max(0, self.scheduler.max_num_sequences - self.scheduler.num_running)
 
     def abort(self, request_id: str) -> list[SequenceOutput]:
         """Ends a request and frees its blocks at once. Returns nothing for an unknown or ended request."""
@@ -482,6 +484,13 @@ def with_generation_config(model: ModelInfo, config: EngineConfig) -> ModelInfo:
     eos_token_ids = with_tokenizers_eos(own, config.tokenizer or model.folder, vocab_size)
     defaults = model.sampling_defaults if config.generation_config == "auto" else {}
     return msgspec.structs.replace(model, eos_token_ids=eos_token_ids, sampling_defaults=defaults)
+
+
+def _make_blocks(config: EngineConfig, model: ModelInfo) -> KVBlocks:
+    """Returns the blocks of the KV cache, with the slots of recurrent states if the model has any."""
+    sizes = config.block_size, config.enable_prefix_caching
+    states = KVBlocks(model.num_state_slots, *sizes) if model.num_state_slots else None
+    return KVBlocks(model.num_blocks, *sizes, model.groups, states)
 
 
 def _length_remedy(config: EngineConfig, model: ModelInfo) -> str:

@@ -29,7 +29,7 @@ def with_depth(executor: SynchronousExecutor, config: EngineConfig) -> Executor:
     engine's work beside it would take one of them. A thread calls workers that cannot run ahead of the host, such as
     ranks.
     """
-    overlaps = executor.model.is_asynchronous if config.overlap == "auto" else config.overlap == "on"
+    overlaps = config.overlaps(executor.model.is_asynchronous)
     chosen = ThreadExecutor(executor) if overlaps and executor.depth == 0 else executor
     if chosen.depth > 0:
         logger.info("the engine plans a step while the device computes the one before it (overlap)")

@@ -12,7 +12,7 @@ import hashlib
 from array import array
 from collections.abc import Callable, Iterable, Sequence
 
-from manta.cluster.engine.resume_borders import ResumeBorders
+from manta.cluster.engine.resume_borders import SNAPSHOT, ResumeBorders
 from manta.workers.kv_groups import ONE_GROUP, KVGroup
 from manta.workers.step import NO_BLOCK
 
@@ -49,6 +49,9 @@ class IntegrityError(AssertionError):
 class KVBlocks:
     """`num_blocks` blocks of `block_size` tokens, from which the groups of layers take theirs. A group finds its own
     blocks only. Every operation is O(blocks it touches).
+
+    Slots of recurrent states are counted, cached and evicted as blocks are, so an instance with one group stands for
+    their pool.
     """
 
     def __init__(
@@ -57,11 +60,16 @@ class KVBlocks:
         block_size: int,
         enable_prefix_caching: bool = True,
         groups: tuple[KVGroup, ...] = ONE_GROUP,
+        states: KVBlocks | None = None,
     ) -> None:
+        """`states` is the pool of slots of recurrent states; None for a model without. Its cached ones are snapshots:
+        the state after the block with the same hash.
+        """
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.enable_prefix_caching = enable_prefix_caching
         self.groups = groups
+        self.states = states
         self._references = [0] * num_blocks
         self._hashes: list[bytes | None] = [None] * num_blocks
         self._group_of = [0] * num_blocks
@@ -71,23 +79,35 @@ class KVBlocks:
         """Free blocks that hold no cached prefix."""
         self._evictable: collections.OrderedDict[int, None] = collections.OrderedDict()
         """Free blocks that hold a cached prefix, least recently used first."""
+        self._evicted_first: set[int] = set()
+        """Cached blocks that count as least recently used once they are free."""
         self._on_change: Callable[[bytes, bool], None] | None = None
         self._borders: ResumeBorders | None = None
 
     def report_to(self, on_change: Callable[[bytes, bool], None]) -> None:
         """Calls `on_change` from now on with each hash and True when its block enters the prefix cache, and with False
-        when it leaves. If a group has a window, the calls are about borders at which every group can go on
+        when it leaves. If `resumes_at_borders`, the calls are about borders at which every group can go on
         (`resume_borders.py`). Call it while the cache is empty.
         """
-        if self.has_windows:
-            self._borders = ResumeBorders(self.groups, self.block_size, on_change)
-        else:
+        if not self.resumes_at_borders:
             self._on_change = on_change
+            return
+        groups = self.groups if self.states is None else (*self.groups, SNAPSHOT)
+        self._borders = ResumeBorders(groups, self.block_size, on_change)
+        if self.states is not None:
+            self.states.report_to(self._note_snapshot)
+
+    def _note_snapshot(self, block_hash: bytes, is_there: bool) -> None:
+        """Hears of snapshots that leave; `register_snapshot` tells of those that enter."""
+        if not is_there and self._borders is not None:
+            self._borders.leave(block_hash, len(self.groups))
 
     @property
-    def has_windows(self) -> bool:
-        """Whether a group needs only the last blocks of a prefix."""
-        return any(group.window is not None for group in self.groups)
+    def resumes_at_borders(self) -> bool:
+        """Whether a prefix can be read at some of its borders only: a group needs only the last blocks before a
+        border, or there are recurrent states.
+        """
+        return self.states is not None or any(group.window is not None for group in self.groups)
 
     @property
     def num_free(self) -> int:
@@ -124,6 +144,14 @@ class KVBlocks:
                     self._empty.append(block)
                 else:
                     self._evictable[block] = None
+                    if block in self._evicted_first:
+                        self._evictable.move_to_end(block, last=False)
+
+    def evict_first(self, block: int) -> None:
+        """Makes a cached block the first to be evicted once it is free, unless a sequence shares it before."""
+        self._evicted_first.add(block)
+        if block in self._evictable:
+            self._evictable.move_to_end(block, last=False)
 
     def find_prefix(self, hashes: Iterable[bytes], group: int = 0) -> list[int]:
         """Returns the blocks of the group's longest cached chain, without taking references (see `share`)."""
@@ -136,7 +164,7 @@ class KVBlocks:
             blocks.append(block)
         return blocks
 
-    def find(self, block_hash: bytes, group: int) -> int | None:
+    def find(self, block_hash: bytes, group: int = 0) -> int | None:
         """Returns the group's cached block, without taking a reference; None if there is none."""
         return self._cached[group].get(block_hash)
 
@@ -149,6 +177,7 @@ class KVBlocks:
         for block in blocks:
             if self._references[block] == 0:
                 del self._evictable[block]
+                self._evicted_first.discard(block)
             self._references[block] += 1
 
     def fork(self, block_table: list[int], num_tokens: int) -> tuple[list[int], list[tuple[int, int]]]:
@@ -174,6 +203,15 @@ class KVBlocks:
             is_new = self.register(block, hashes[number], group)
             if is_new and self._borders is not None:
                 self._borders.enter(hashes[number], group, hashes[number - 1] if number else None, number)
+
+    def register_snapshot(self, slot: int, hashes: Sequence[bytes], number: int) -> None:
+        """Adds a slot to the snapshots: the state after the block with number `number` of a chain. `hashes` has the
+        chain up to there.
+        """
+        assert self.states is not None
+        if self.states.register(slot, hashes[number]) and self._borders is not None:
+            parent = hashes[number - 1] if number else None
+            self._borders.enter(hashes[number], len(self.groups), parent, number)
 
     def register(self, block: int, block_hash: bytes, group: int = 0) -> bool:
         """Adds a block, which the planned step fills, to the group's prefix cache. Returns whether it did so.
@@ -202,6 +240,8 @@ class KVBlocks:
     def clear_cache(self) -> None:
         """Forgets every cached prefix."""
         self.discard([block for cached in self._cached for block in cached.values()])
+        if self.states is not None:
+            self.states.clear_cache()
 
     def _forget(self, block: int) -> None:
         block_hash = self._hashes[block]
@@ -209,6 +249,7 @@ class KVBlocks:
             group = self._group_of[block]
             del self._cached[group][block_hash]
             self._hashes[block] = None
+            self._evicted_first.discard(block)
             if self._on_change is not None and group == 0:
                 self._on_change(block_hash, False)
             if self._borders is not None:

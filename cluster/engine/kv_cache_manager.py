@@ -11,8 +11,9 @@ from collections.abc import Iterable
 
 from manta.cluster.engine.kv_blocks import KVBlocks
 from manta.cluster.engine.sequence import Sequence
+from manta.cluster.engine.state_manager import StateManager
 from manta.workers.kv_groups import BlockNeeds, first_needed
-from manta.workers.step import NO_BLOCK
+from manta.workers.step import NO_BLOCK, StateUse
 
 Prefix = list[list[int]]
 """The block table of each group over a cached prefix, `NO_BLOCK` where the group needs no block."""
@@ -23,8 +24,16 @@ class KVCacheManager:
     the room that a sequence should have after its own tokens, where a draft model writes.
     """
 
-    def __init__(self, blocks: KVBlocks, needs: BlockNeeds, num_lookahead_tokens: int = 0) -> None:
+    def __init__(
+        self,
+        blocks: KVBlocks,
+        needs: BlockNeeds,
+        num_lookahead_tokens: int = 0,
+        states: StateManager | None = None,
+    ) -> None:
         self.blocks = blocks
+        self.states = states
+        """The recurrent states; None for a model without."""
         self.num_lookahead_tokens = num_lookahead_tokens
         self._needs = needs
         self._block_size = blocks.block_size
@@ -55,7 +64,7 @@ class KVCacheManager:
         count = (len(sequence.token_ids) - 1) // self._block_size
         hashes = sequence.hash_blocks(count, self._block_size)
         chains = {group: self.blocks.find_prefix(hashes, group) for group in self._whole}
-        if self._windows or len(chains) > 1:
+        if self._windows or len(chains) > 1 or self.states is not None:
             count = self._num_resumable(hashes, min(map(len, chains.values()), default=count))
         for group, window in self._windows:
             first = first_needed(window, count * self._block_size, self._block_size)
@@ -65,11 +74,13 @@ class KVCacheManager:
 
     def _num_resumable(self, hashes: list[bytes], count: int) -> int:
         """Returns the most blocks, up to `count`, after which every group with a window has the blocks that the next
-        token reads.
+        token reads, and there is a snapshot of the recurrent states.
         """
         before = -1
         while count != before:
             before = count
+            if self.states is not None:
+                count = self.states.last_snapshot(hashes, count)
             for group, window in self._windows:
                 missing = self._last_missing(hashes, count, group, window)
                 while missing is not None:
@@ -98,6 +109,8 @@ class KVCacheManager:
         sequence.block_tables = prefix
         sequence.num_shared_blocks = sequence.num_registered_blocks = sequence.num_blocks
         sequence.begin_at(sequence.num_blocks * self._block_size)
+        if self.states is not None:
+            self.states.start_on(sequence, sequence.block_hashes[: sequence.num_blocks])
 
     # ---- a step ------------------------------------------------------------------------------------------------
 
@@ -176,14 +189,29 @@ class KVCacheManager:
         child.block_tables = [table for table, _ in forks]
         child.begin_at(num_tokens)
         child.num_shared_blocks = child.num_registered_blocks = num_tokens // self._block_size
+        if self.states is not None:
+            self.states.share(parent, child)
         return [copy for _, copies in forks for copy in copies]
 
     def release(self, sequence: Sequence) -> None:
-        """Frees all blocks of the sequence and resets its progress."""
+        """Frees all blocks and slots of the sequence and resets its progress."""
+        if self.states is not None:
+            self.states.release(sequence)
         self.blocks.free(sequence.held_blocks())
         sequence.block_tables = []
         sequence.num_shared_blocks = sequence.num_registered_blocks = 0
         sequence.restart()
+
+    def settle(self, sequence: Sequence, use: StateUse) -> None:
+        """Notes that a step with these slots has succeeded."""
+        if self.states is not None:
+            self.states.settle(sequence, use)
+
+    def check_integrity(self, running: Iterable[Sequence]) -> None:
+        """Raises `IntegrityError` if a block or a slot leaked, or a reference count is wrong."""
+        self.blocks.check_integrity(sequence.held_blocks() for sequence in running)
+        if self.states is not None:
+            self.states.check_integrity(running)
 
     def discard(self, sequence: Sequence, others: Iterable[Sequence]) -> list[Sequence]:
         """Removes all blocks that a failed sequence read or wrote from the prefix cache, those that it has given back
@@ -198,11 +226,14 @@ class KVCacheManager:
         readers = {}
         for other in others:
             first = self._first_of(other, written)
+            if first is None and self.states is not None:
+                first = self._first_same(other, sequence)
             if first is not None:
                 readers[other.sequence_id] = (other, first)
-        self.blocks.discard(self._blocks_from(sequence, 0))
-        for reader, first in readers.values():
-            self.blocks.discard(self._blocks_from(reader, first))
+        for each, first in ((sequence, 0), *readers.values()):
+            self.blocks.discard(self._blocks_from(each, first))
+            if self.states is not None:
+                self.states.discard(each, first)
         return [reader for reader, _ in readers.values()]
 
     def _blocks_from(self, sequence: Sequence, first: int) -> set[int]:
@@ -222,6 +253,14 @@ class KVCacheManager:
         """Returns the first place in the reader's tables of a block that is in `written`; None if there is none."""
         rows = zip(*reader.block_tables, strict=True)
         return next((index for index, row in enumerate(rows) if not written.isdisjoint(row)), None)
+
+    def _first_same(self, reader: Sequence, writer: Sequence) -> int | None:
+        """Returns the first block with the same tokens that the writer computed and before whose end the reader began:
+        it may have started on a snapshot of the writer's. None if there is none.
+        """
+        first = writer.num_shared_blocks
+        own, other = reader.block_hashes[first : reader.num_shared_blocks], writer.block_hashes[first:]
+        return first if own and other and own[0] == other[0] else None
 
 
 def _real(prefix: Prefix) -> list[int]:

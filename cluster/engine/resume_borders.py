@@ -1,8 +1,9 @@
-"""The block borders at which a new sequence can go on, for a model whose layers have sliding windows.
+"""The block borders at which a new sequence can go on, for a model with sliding windows or recurrent states.
 
-A border counts if every group of layers has what the token after it reads: all blocks before it, or those in its
-window. So a replica may hold a border and lack earlier ones. `KVBlocks` tells which blocks enter and leave the prefix
-cache, and the router learns the borders (`cluster/serve/routing/reports.py`).
+A border counts if every group of layers has what the token after it reads: all blocks before it, those in its window,
+or a snapshot of the recurrent states. So a replica may hold a border and lack earlier ones. `KVBlocks` tells which
+blocks and snapshots enter and leave the prefix cache, and the router learns the borders
+(`cluster/serve/routing/reports.py`).
 """
 
 from __future__ import annotations
@@ -12,6 +13,11 @@ import dataclasses
 from collections.abc import Callable
 
 from manta.workers.kv_groups import KVGroup, first_needed
+
+SNAPSHOT = KVGroup(window=2)
+"""The snapshots of recurrent states as a group. One is needed at the border itself, like the last block of a window
+that shows a token and the one before it.
+"""
 
 
 @dataclasses.dataclass(slots=True)

@@ -16,11 +16,12 @@ from manta.cluster.engine.kv_cache_manager import KVCacheManager, Prefix
 from manta.cluster.engine.outcome import advance, computed_by
 from manta.cluster.engine.request import FinishStatus, SequenceOutput
 from manta.cluster.engine.sequence import Sequence
+from manta.cluster.engine.state_manager import StateManager
 from manta.cluster.engine.stats import DraftCounts
 from manta.cluster.engine.step_plan import StepPlan
 from manta.cluster.engine.turns import SequenceQueue, Turns
 from manta.workers.kv_groups import BlockNeeds
-from manta.workers.step import RowError, StepInput, StepOutput
+from manta.workers.step import RowError, StateUse, StepInput, StepOutput
 
 
 class Scheduler:
@@ -40,7 +41,17 @@ class Scheduler:
         blocks: KVBlocks,
         num_lookahead_tokens: int = 0,
         length_remedy: str = "",
+        num_steps_ahead: int = 0,
+        max_draft_tokens: int = 0,
     ) -> None:
+        """`num_steps_ahead` steps are planned before the results of an earlier one are known; a step verifies at most
+        `max_draft_tokens` drafts of a sequence.
+        """
+        states, self._places_option = None, "max_num_sequences"
+        if blocks.states is not None:
+            states = StateManager(blocks, blocks.states, max_num_sequences, num_steps_ahead, max_draft_tokens)
+            if states.max_num_sequences < max_num_sequences:
+                self._places_option, max_num_sequences = "kv_cache_bytes", states.max_num_sequences
         self.max_num_batched_tokens, self.max_num_sequences = max_num_batched_tokens, max_num_sequences
         self._length_remedy = length_remedy
         self.blocks = blocks
@@ -52,7 +63,7 @@ class Scheduler:
         """Whether the last `update` brought a token, an end, or a position that stays computed."""
         self.drafts = DraftCounts()
         needs = BlockNeeds(blocks.groups, blocks.block_size, max_num_batched_tokens + 1)
-        self._cache = KVCacheManager(blocks, needs, num_lookahead_tokens)
+        self._cache = KVCacheManager(blocks, needs, num_lookahead_tokens, states)
         self.longest = self._cache.longest(max_model_len)
         """The longest sequence in tokens: the model's limit, or what the whole cache holds if that is less."""
         self._plan = StepPlan(0, max_num_batched_tokens)
@@ -100,7 +111,8 @@ class Scheduler:
         """Queues a sequence, which also stands for its `unforked` choices. Raises `RequestRefused` if they can never
         all fit.
         """
-        sequence.max_length = check_room(sequence, self.longest, self.max_num_sequences, self._length_remedy)
+        limits = self.longest, self.max_num_sequences, self._length_remedy, self._places_option
+        sequence.max_length = check_room(sequence, *limits)
         self._turns.give(sequence)
         self._register(sequence)
         self.waiting.add(sequence)
@@ -129,7 +141,7 @@ class Scheduler:
         return plan.step
 
     def _schedule_running(self, plan: StepPlan) -> None:
-        running, cache = self.running, self._cache
+        running, cache, states = self.running, self._cache, self._cache.states
         index = 0
         while index < len(running) and plan.budget > 0:
             sequence = running[index]
@@ -140,18 +152,22 @@ class Scheduler:
             if sequence.draft_token_ids and not cache.can_grow(sequence, count):
                 sequence.propose([], "")  # no sequence is preempted for drafts
                 count = min(sequence.num_wanted_tokens(), plan.budget)
+            if states is not None:
+                count = states.aligned(sequence, count)
             while not cache.grow(sequence, count, num_others=len(running)):
                 victim = running[-1]  # not in this step yet: scheduled sequences come earlier in the list
                 self._preempt(victim)
                 if victim is sequence:
                     break
             else:
+                if states is not None:
+                    plan.step.states.append(states.grow(sequence, count))
                 plan.schedule(sequence, count)
                 cache.register_full_blocks(sequence)
                 index += 1
 
     def _admit_waiting(self, plan: StepPlan) -> None:
-        num_taken = self._num_places_taken() if self.waiting else 0
+        num_taken, states = self._num_places_taken() if self.waiting else 0, self._cache.states
         while plan.budget > 0 and (sequence := self._first_waiting()) is not None:
             has_places = num_taken + sequence.num_places <= self.max_num_sequences
             prefix = self._cache.find_prefix(sequence) if has_places else None
@@ -167,6 +183,9 @@ class Scheduler:
             num_taken += sequence.num_places
             plan.start(sequence)
             count = min(sequence.num_wanted_tokens(), plan.budget)
+            if states is not None:
+                count = states.aligned(sequence, count)
+                plan.step.states.append(states.grow(sequence, count))
             self._cache.grow(sequence, count, num_others=len(self.running))
             plan.schedule(sequence, count)
             self._cache.register_full_blocks(sequence)
@@ -277,6 +296,9 @@ class Scheduler:
         """Applies the output of a step; returns what each sequence gained."""
         changes: list[SequenceOutput] = []
         self.has_advanced = False
+        uses: dict[int, StateUse] = {}
+        if step.states:
+            uses = {item.sequence_id: use for item, use in zip(step.scheduled, step.states, strict=True)}
         for computed in computed_by(step):
             sequence = self._by_id.get(computed.sequence_id)
             if sequence is None:
@@ -290,6 +312,8 @@ class Scheduler:
                 changes.append(self._fail(sequence, error))
                 continue
             change = advance(sequence, computed, output, self.drafts)
+            if uses and computed.num_tokens:
+                self._cache.settle(sequence, uses[computed.sequence_id])
             self.has_advanced |= sequence.num_computed_tokens > computed.start
             if change is not None:
                 changes.append(change)
@@ -379,7 +403,7 @@ class Scheduler:
         """Raises `IntegrityError` if a block leaked, a reference count is wrong, or a sequence is not in exactly one
         queue.
         """
-        self.blocks.check_integrity(sequence.held_blocks() for sequence in self.running)
+        self._cache.check_integrity(self.running)
         listed = sorted(sequence.sequence_id for sequence in (*self.running, *self.waiting))
         if listed != sorted(self._by_id):
             raise IntegrityError(f"{len(listed)} sequences are queued and {len(self._by_id)} are known")

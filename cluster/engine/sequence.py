@@ -59,6 +59,16 @@ class Sequence:
     """The parent of the first block's hash in the prefix cache."""
     block_hashes: list[bytes] = dataclasses.field(default_factory=list)
     """Chained hashes of leading full blocks, computed on demand."""
+    states: dict[int, int] = dataclasses.field(default_factory=dict)
+    """The slots of recurrent states that it holds, by the number of tokens after which they stand. Empty while the
+    sequence waits, and for a model without recurrent states.
+    """
+    num_settled_tokens: int = 0
+    """End of the last step that has succeeded, if it holds states."""
+    branch_border: int = 0
+    """Number of leading tokens that it shares with earlier sequences, in whole blocks, if it holds states."""
+    last_snapshot: int = 0
+    """Position of its newest snapshot in the prefix cache; 0 if it has made none."""
     num_computed_tokens: int = 0
     """Leading tokens whose keys and values are in the cache, or will be after the steps under way."""
     num_pending_tokens: int = 0
@@ -215,7 +225,11 @@ class Sequence:
                 token_ids = token_ids[:count]
                 break
         self.num_pending_tokens -= 1
-        self.num_computed_tokens += len(token_ids) - 1 - num_drafts
+        num_uncomputed = 1 + num_drafts - len(token_ids)
+        if num_uncomputed:
+            self.num_computed_tokens -= num_uncomputed
+            if self.states:  # go on from a state that it holds
+                self.num_computed_tokens = max(each for each in self.states if each <= self.num_computed_tokens)
         return token_ids, finish
 
     def keep_output(self, num_tokens: int) -> None:
@@ -263,6 +277,10 @@ class Sequence:
             self,
             unforked=range(0),
             block_tables=[],
+            states={},
+            num_settled_tokens=0,
+            branch_border=0,
+            last_snapshot=0,
             block_hashes=list(self.block_hashes),
             num_computed_tokens=0,
             num_pending_tokens=0,

@@ -28,6 +28,7 @@ _RENAMED = {
     "response_format": "output_config.format",
     "reasoning_effort": "output_config.effort",
     "chat_template_kwargs": "thinking",
+    "continue_final_message": "messages",
 }
 """Fields of OpenAI's body whose name here is another one."""
 _UNSUPPORTED = (
@@ -95,7 +96,7 @@ class MessagesTool(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     input_schema: dict[str, Any] | None = None
     type: Literal["custom"] | None = None
     strict: bool | None = None
-    """False leaves the arguments free of the schema's demands that cannot be held, as in OpenAI's body."""
+    """True refuses a schema that cannot be enforced, as in OpenAI's body."""
     cache_control: Any = None
 
 
@@ -149,7 +150,7 @@ class _Prompt(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     @staticmethod
     def leave_out(body: dict[str, Any]) -> None:
         """Leaves out of a decoded JSON body the tools that Anthropic's service would run or describe."""
-        leave_out_foreign_tools(body, "custom")
+        leave_out_foreign_tools(body, ("custom",))
 
     def check(self) -> None:
         """Raises `RequestRefused` naming the field of the first mistake."""

@@ -14,6 +14,7 @@ from msgspec import UNSET, UnsetType
 from manta.cluster.errors import refuse
 from manta.cluster.protocol.body_size import json_within
 from manta.cluster.protocol.foreign_fields import ignore
+from manta.cluster.protocol.tools import INPUT, KINDS
 from manta.cluster.text.call_arguments import arguments_of
 
 
@@ -25,10 +26,17 @@ class CalledFunction(msgspec.Struct, forbid_unknown_fields=True):
     """
 
 
+class CalledCustom(msgspec.Struct, forbid_unknown_fields=True):
+    name: str
+    input: str | None = None
+
+
 class MessageToolCall(msgspec.Struct, forbid_unknown_fields=True):
     """A call that an assistant message made, as a response brought it."""
 
-    function: CalledFunction
+    function: CalledFunction | None = None
+    custom: CalledCustom | None = None
+    """Call of a custom tool. Which of the two counts is what `type` says."""
     id: str | None = None
     type: str = "function"
     index: int | None = None
@@ -110,11 +118,21 @@ def _check_role(message: ChatMessage, path: str) -> None:
 
 
 def _template_call(call: MessageToolCall, path: str) -> dict[str, Any]:
-    """Returns a call for the chat template, which writes the arguments itself and so gets them as an object."""
-    if call.type != "function":
-        refuse("unsupported", f"{path}.type", call.type, "function", "use 'function'")
-    arguments = json_within(call.function.arguments or "", f"{path}.function.arguments", arguments_of)
-    result: dict[str, Any] = {"type": "function", "function": {"name": call.function.name, "arguments": arguments}}
+    """Returns a call for the chat template, which writes the arguments itself and so gets them as an object. Templates
+    know functions alone.
+    """
+    function: dict[str, Any]
+    if call.type == "custom" and call.custom is not None:
+        function = {"name": call.custom.name, "arguments": {INPUT: call.custom.input or ""}}
+    elif call.type == "function" and call.function is not None:
+        text = call.function.arguments or ""
+        arguments = json_within(text, f"{path}.function.arguments", arguments_of)
+        function = {"name": call.function.name, "arguments": arguments}
+    elif call.type in KINDS:
+        refuse("required", f"{path}.{call.type}")
+    else:
+        refuse("unsupported", f"{path}.type", call.type, KINDS, f"use one of {', '.join(KINDS)}")
+    result = {"type": "function", "function": function}
     return result if call.id is None else {"id": call.id, **result}
 
 
@@ -144,6 +162,7 @@ def _part_text(part: dict[str, Any], path: str, parts: Sequence[str]) -> str:
 
 
 MAX_TEMPLATE_KWARGS = 1024
+"""Most values of `chat_template_kwargs`. Published templates read a dozen at most."""
 _RESERVED_TEMPLATE_KWARGS = frozenset({"self", "messages", "tools", "documents", "add_generation_prompt"})
 
 

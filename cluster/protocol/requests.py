@@ -31,11 +31,12 @@ from manta.cluster.protocol.messages import (
 )
 from manta.cluster.protocol.tools import (
     AllowedToolsChoice,
-    Tool,
+    AnyTool,
     ToolChoice,
     arguments_constraint,
     check_tools,
     leave_out_foreign_tools,
+    name_types,
 )
 from manta.structured.constraint import FIELD as CONSTRAINT
 from manta.structured.constraint import ConstraintSpec
@@ -247,8 +248,6 @@ class ChatCompletionRequest(_SamplingFields, kw_only=True):
 
     fields_elsewhere: ClassVar[dict[str, str]] = OLDER_NAMES | {
         "prompt": 'it belongs to /v1/completions; a chat has messages: [{"role": "user", "content": ...}]',
-        "tools.custom": "it belongs to a custom tool, whose input is free text; give functions",
-        "messages.tool_calls.custom": "it belongs to the call of a custom tool; only functions are served",
     }
 
     messages: list[ChatMessage]
@@ -268,7 +267,7 @@ class ChatCompletionRequest(_SamplingFields, kw_only=True):
     reasoning_effort: str | None = None
     """Passed to chat templates that know it."""
 
-    tools: list[Tool] | None = None
+    tools: list[AnyTool] | None = None
     tool_choice: ToolChoice | None = None
     """Tools that the answer may or must call; None means "auto" if there are tools."""
     parallel_tool_calls: bool | None = None
@@ -294,7 +293,8 @@ class ChatCompletionRequest(_SamplingFields, kw_only=True):
     @staticmethod
     def leave_out(body: dict[str, Any]) -> None:
         """Leaves out of a decoded JSON body the tools that a server would have to run."""
-        leave_out_foreign_tools(body, "function")
+        leave_out_foreign_tools(body)
+        name_types(body)
 
     def __post_init__(self) -> None:
         if self.add_generation_prompt is None:
@@ -314,7 +314,7 @@ class ChatCompletionRequest(_SamplingFields, kw_only=True):
         constrained = next((name for name in _CONSTRAINT_FIELDS if getattr(self, name) not in (None, "")), None)
         if constrained is not None and self.callable_tools():
             refuse("excludes", constrained, bound="tools", remedy='leave one out, or send tool_choice "none"')
-        if self.modalities not in (None, ["text"]):
+        if self.modalities not in (None, [], ["text"]):
             refuse("unsupported", "modalities", str(self.modalities), "text", 'send ["text"]')
         for name in ("audio", "web_search_options", "moderation"):
             if getattr(self, name) is not None:
@@ -331,20 +331,20 @@ class ChatCompletionRequest(_SamplingFields, kw_only=True):
         """Returns the text of `prediction`; empty without one. Raises `RequestRefused` for a part that is no text."""
         return "" if self.prediction is None else content_text(self.prediction.content, "prediction.content")
 
-    def shown_tools(self) -> list[Tool]:
+    def shown_tools(self) -> list[AnyTool]:
         """Returns the tools that the prompt shows."""
         return [] if self.tool_choice == "none" else self.tools or []
 
-    def callable_tools(self) -> list[Tool]:
+    def callable_tools(self) -> list[AnyTool]:
         """Returns the tools that the answer may call."""
         if not isinstance(self.tool_choice, AllowedToolsChoice):
             return self.shown_tools()
         allowed = self.tool_choice.allowed_tools.names
-        return [tool for tool in self.shown_tools() if tool.function.name in allowed]
+        return [tool for tool in self.shown_tools() if tool.name in allowed]
 
     def tool_constraints(self) -> list[tuple[str, ConstraintSpec]]:
         return [
-            (f"tools[{index}].function.parameters", arguments_constraint(tool))
+            (f"tools[{index}].{tool.demands}", arguments_constraint(tool))
             for index, tool in enumerate(self.shown_tools())
             if tool in self.callable_tools()
         ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 import secrets
 from collections import Counter
 from collections.abc import Iterable
@@ -22,9 +23,13 @@ _ID_PREFIXES = {
     "reasoning": "rs",
     "function_call": "fc",
     "function_call_output": "fco",
+    "custom_tool_call": "ctc",
+    "custom_tool_call_output": "ctco",
     "compaction": "cmp",
 }
 """Beginnings of the ids of items, by type."""
+_CALLS = ("function_call", "custom_tool_call")
+_OUTPUTS = tuple(f"{call}_output" for call in _CALLS)
 MAX_COMPACTIONS = 8
 """Most compaction items of one input. One is enough, because it stands for those before it; each costs a search."""
 SUMMARY_OPENING = "Summary of our conversation so far:\n"
@@ -43,21 +48,23 @@ def chat_messages(instructions: str | None, given: str | list[Item]) -> list[dic
         return [*found, {"role": "user", "content": given}]
     turn: dict[str, Any] | None = None  # of the assistant, to which reasoning, text and calls belong
     for path, item in _expanded(given):
+        if is_reference(item):
+            continue  # it is checked before, and another item takes its place before the conversation is used
         kind = item.get("type", "message")
         _check_names(kind, item, path)
         if kind == "message" and item["role"] != "assistant":
             turn = None
             found.append({"role": item["role"], "content": content_text(item, "content", path)})
-        elif kind == "function_call_output":
+        elif kind in _OUTPUTS:
             turn = None
             call_id, output = _text(item, "call_id", path), content_text(item, "output", path)
             found.append({"role": "tool", "tool_call_id": call_id, "content": output})
-        elif kind in ("message", "function_call", "reasoning"):
-            if turn is None or (kind != "function_call" and ("tool_calls" in turn or turn["content"])):
+        elif kind in ("message", "reasoning", *_CALLS):
+            if turn is None or (kind not in _CALLS and ("tool_calls" in turn or turn["content"])):
                 found.append(turn := {"role": "assistant", "content": ""})
             _add_to_turn(turn, kind, item, path)
         else:
-            known = ("message", "reasoning", "function_call", "function_call_output", "compaction")
+            known = tuple(_ID_PREFIXES)
             refuse("unsupported", f"{path}.type", str(kind), known, f"send items of type {', '.join(known)}")
     return found
 
@@ -82,8 +89,9 @@ def _add_to_turn(turn: dict[str, Any], kind: str, item: Item, path: str) -> None
     elif kind == "reasoning":
         turn["reasoning_content"] = _reasoning_text(item, path)
     else:
-        function = {"name": _text(item, "name", path), "arguments": _text(item, "arguments", path)}
-        call = {"id": _text(item, "call_id", path), "type": "function", "function": function}
+        called, text = ("function", "arguments") if kind == "function_call" else ("custom", "input")
+        fields = {"name": _text(item, "name", path), text: _text(item, text, path)}
+        call = {"id": _text(item, "call_id", path), "type": called, called: fields}
         turn.setdefault("tool_calls", []).append(call)
 
 
@@ -134,11 +142,45 @@ def check_calls(items: Iterable[Item]) -> None:
     calls = set()
     for path, item in _expanded(items):
         kind = item.get("type")
-        if kind == "function_call":
-            calls.add(item["call_id"])
-        elif kind == "function_call_output" and item["call_id"] not in calls:
+        if kind in _CALLS:
+            calls.add((kind, item["call_id"]))
+        elif kind in _OUTPUTS and (call := kind.removesuffix("_output"), item["call_id"]) not in calls:
             remedy = "send the call too, or continue the response that made it"
-            refuse("names_nothing", f"{path}.call_id", item["call_id"], "the function calls before it", remedy)
+            refuse(
+                "names_nothing", f"{path}.call_id", item["call_id"], f"the {call.replace('_', ' ')}s before it", remedy
+            )
+
+
+# ---- references --------------------------------------------------------------------------------------------------
+
+_REFERENCE = {"id", "type"}
+_ITEM_ID = re.compile(r"[a-z]+_([0-9a-f]{38})[0-9a-f]{10}(?:_[0-9]+)?")
+NUM_RANDOM_BYTES = 5
+"""Random bytes at the end of an item's id, behind the 38 digits of its response."""
+
+
+def is_reference(item: Item) -> bool:
+    """Returns whether an item stands for a stored one. As in OpenAI's API, its type may be left out."""
+    kind = item.get("type")
+    return kind == "item_reference" or (kind is None and "id" in item and item.keys() <= _REFERENCE)
+
+
+def check_references(items: Iterable[Item]) -> None:
+    """Raises `RequestRefused` for a reference without an id."""
+    for index, item in enumerate(items):
+        if is_reference(item):
+            _text(item, "id", f"input[{index}]")
+
+
+def item_id_start(prefix: str, response_id: str) -> str:
+    """Returns the beginning of the id of an item that a response brings."""
+    return f"{prefix}_{response_id.removeprefix('resp_')}"
+
+
+def response_of_item(item_id: str) -> str | None:
+    """Returns the id of the response that brought an item, whose conversation holds it; None for a client's own id."""
+    found = _ITEM_ID.fullmatch(item_id)
+    return None if found is None else f"resp_{found[1]}"
 
 
 # ---- compaction items --------------------------------------------------------------------------------------------
@@ -203,10 +245,12 @@ def _restored(compacted: Compacted, path: str) -> list[Item]:
 # ---- with ids ----------------------------------------------------------------------------------------------------
 
 
-def input_items(given: str | list[Item]) -> list[Item]:
-    """Returns an input as items with ids, as `GET /v1/responses/{response_id}/input_items` shows them."""
+def input_items(given: str | list[Item], response_id: str) -> list[Item]:
+    """Returns an input as items with ids, as `GET /v1/responses/{response_id}/input_items` shows them. New ids begin
+    with that of the response.
+    """
     items = [{"role": "user", "content": given}] if isinstance(given, str) else given
-    return [_with_id(item) for item in items]
+    return [_with_id(item, response_id) for item in items]
 
 
 def with_distinct_ids(items: list[Item]) -> list[Item]:
@@ -226,9 +270,10 @@ def with_distinct_ids(items: list[Item]) -> list[Item]:
     return found
 
 
-def _with_id(item: Item) -> Item:
+def _with_id(item: Item, response_id: str) -> Item:
     kind = item.get("type", "message")
-    shown = {"id": f"{_ID_PREFIXES[kind]}_{secrets.token_hex(16)}", "type": kind}
+    new_id = item_id_start(_ID_PREFIXES[kind], response_id) + secrets.token_hex(NUM_RANDOM_BYTES)
+    shown = {"id": new_id, "type": kind}
     if kind != "compaction":
         shown["status"] = "completed"
     shown |= {name: value for name, value in item.items() if value is not None}

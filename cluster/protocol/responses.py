@@ -100,13 +100,43 @@ class FunctionDelta(msgspec.Struct, omit_defaults=True):
     """Arguments as JSON text; in a stream, the next piece of it."""
 
 
+class CustomDelta(msgspec.Struct, omit_defaults=True):
+    name: str | None = None
+    input: str | None = None
+    """Input of a custom tool; in a stream, the next piece of it."""
+
+
 class ToolCallDelta(msgspec.Struct, omit_defaults=True):
-    """A call, or in a stream a part of call number `index`: `id`, `type` and the name come with the first part."""
+    """A call, or in a stream a part of call number `index`: `id`, `type` and the name come with the first part. It is
+    the call of a function or of a custom tool.
+    """
 
     index: int | UnsetType = UNSET
     id: str | None = None
     type: str | None = None
-    function: FunctionDelta = msgspec.field(default_factory=FunctionDelta)
+    function: FunctionDelta | None = None
+    custom: CustomDelta | None = None
+
+    @property
+    def name(self) -> str:
+        """The name of the tool; empty in the later parts of a stream."""
+        return (self.custom or self.function or _NOTHING).name or ""
+
+    @property
+    def text(self) -> str:
+        """The arguments as JSON text, or the input of a custom tool; in a stream, the next piece of it."""
+        if self.custom is not None:
+            return self.custom.input or ""
+        return (self.function or _NOTHING).arguments or ""
+
+    def with_text(self, text: str) -> ToolCallDelta:
+        """Returns the whole call: this one with all of its arguments or its input."""
+        if self.custom is not None:
+            return ToolCallDelta(id=self.id, type=self.type, custom=CustomDelta(self.name, text))
+        return ToolCallDelta(id=self.id, type=self.type, function=FunctionDelta(self.name, text))
+
+
+_NOTHING = FunctionDelta()
 
 
 class ChatResponseMessage(msgspec.Struct):

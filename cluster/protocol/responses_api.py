@@ -13,8 +13,8 @@ import msgspec
 from manta.cluster.errors import refuse
 from manta.cluster.protocol.foreign_fields import ignore
 from manta.cluster.protocol.requests import ChatCompletionRequest
-from manta.cluster.protocol.response_items import chat_messages
-from manta.cluster.protocol.tools import is_foreign
+from manta.cluster.protocol.response_items import chat_messages, check_references
+from manta.cluster.protocol.tools import KINDS, is_foreign
 from manta.cluster.protocol.translated import as_openai
 
 MAX_EVENT_ID = 512
@@ -110,6 +110,8 @@ class ResponsesRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True)
             ignore("context_management")
         if not (self.input or self.previous_response_id or (self.prewarms and self.instructions)):
             refuse("empty", "input", remedy="give text or a list of items")
+        if not isinstance(self.input, str):
+            check_references(self.input)
         chat_messages(self.instructions, self.input)
         _tools(self)
 
@@ -146,7 +148,9 @@ class ResponsesRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True)
             return "input"
         if param == "max_completion_tokens":
             return "max_output_tokens"
-        return _RENAMED.get(param, param.replace(".function", ""))
+        if param.startswith("tools["):
+            return param.replace(".function", "").replace(".custom", "").replace(".format.grammar", ".format")
+        return _RENAMED.get(param, param.replace(".function", "").replace(".custom", ""))
 
 
 class ResponseCreateEvent(ResponsesRequest, forbid_unknown_fields=True, kw_only=True):
@@ -214,44 +218,60 @@ class CompactRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
         """Raises `RequestRefused` naming the field of the first mistake."""
         if not self.input and self.previous_response_id is None:
             refuse("empty", "input", remedy="give a conversation, or previous_response_id")
+        if isinstance(self.input, list):
+            check_references(self.input)
         chat_messages(self.instructions, self.input or [])
 
 
 # ---- tools and formats -------------------------------------------------------------------------------------------
 
 
-_FUNCTION_FIELDS = ("name", "description", "parameters", "strict")
+_TOOL_FIELDS = {
+    "function": ("name", "description", "parameters", "strict"),
+    "custom": ("name", "description", "format"),
+}
+"""Fields of the tools that a client runs itself, by type."""
 
 
 def _tools(body: ResponsesRequest) -> list[dict[str, Any]]:
-    """Returns the functions that may be called, as the chat body has them."""
-    found = []
+    """Returns the tools that may be called, as the chat body has them."""
+    found: list[dict[str, Any]] = []
     for index, tool in enumerate(body.tools or []):
         path = f"tools[{index}]"
-        if is_foreign(tool, path, "function"):
+        if is_foreign(tool, path):
             continue
-        if tool.get("type") is None:
-            refuse("missing", f"{path}.type", remedy='send "function"')
-        for name in tool.keys() - {"type", *_FUNCTION_FIELDS}:
+        kind = tool.get("type")
+        if not isinstance(kind, str):
+            refuse("missing", f"{path}.type", remedy="send function or custom")
+        for name in tool.keys() - {"type", *_TOOL_FIELDS[kind]}:
             ignore(f"{path}.{name}")
-        found.append({name: tool[name] for name in _FUNCTION_FIELDS if name in tool})
+        fields = {name: tool[name] for name in _TOOL_FIELDS[kind] if name in tool}
+        found.append({"type": kind, kind: _with_chat_format(fields) if kind == "custom" else fields})
     choice = body.tool_choice
     if isinstance(choice, dict) and choice.get("type") == "allowed_tools":
-        allowed = _allowed_names(choice)
-        names = [function.get("name") for function in found]
-        for missing in allowed:
-            if missing not in names:
-                refuse("names_nothing", "tool_choice", str(missing), "the functions", "add it to tools")
-        found = [function for function in found if function.get("name") in allowed]
-    return [{"type": "function", "function": function} for function in found]
+        allowed = _allowed_tools(choice)
+        given = [(tool["type"], tool[tool["type"]].get("name")) for tool in found]
+        for kind, missing in allowed:
+            if (kind, missing) not in given:
+                refuse("names_nothing", "tool_choice", str(missing), "the tools", "add it to tools")
+        found = [tool for tool, name in zip(found, given, strict=True) if name in allowed]
+    return found
 
 
-def _allowed_names(choice: dict[str, Any]) -> list[Any]:
-    """Returns the names in a choice of several tools. Raises `RequestRefused` if it lists no tools."""
+def _with_chat_format(custom: dict[str, Any]) -> dict[str, Any]:
+    """Returns the fields of a custom tool as the chat body has them, which puts a grammar one level deeper."""
+    form = custom.get("format")
+    if not isinstance(form, dict) or form.get("type") != "grammar":
+        return custom
+    return {**custom, "format": {"type": "grammar", "grammar": {k: v for k, v in form.items() if k != "type"}}}
+
+
+def _allowed_tools(choice: dict[str, Any]) -> list[tuple[Any, Any]]:
+    """Returns the types and names in a choice of several tools. Raises `RequestRefused` if it lists no tools."""
     tools = choice.get("tools")
     if not isinstance(tools, list) or not all(isinstance(each, dict) for each in tools):
         refuse("wrong_value", "tool_choice.tools", bound='a list such as [{"type": "function", "name": ...}]')
-    return [each.get("name") for each in tools]
+    return [(each.get("type", "function"), each.get("name")) for each in tools]
 
 
 def _tool_choice(body: ResponsesRequest) -> str | dict[str, Any] | None:
@@ -262,9 +282,10 @@ def _tool_choice(body: ResponsesRequest) -> str | dict[str, Any] | None:
         return choice
     if choice.get("type") == "allowed_tools":
         return str(choice.get("mode", "auto"))
-    if choice.get("type") != "function":
-        refuse("unsupported", "tool_choice", str(choice.get("type")), "function", "name a function")
-    return {"type": "function", "function": {"name": choice.get("name")}}
+    kind = choice.get("type")
+    if kind not in KINDS:
+        refuse("unsupported", "tool_choice", str(kind), KINDS, "name a function or a custom tool")
+    return {"type": kind, kind: {"name": choice.get("name")}}
 
 
 def _response_format(form: dict[str, Any] | None) -> dict[str, Any] | None:
@@ -276,9 +297,13 @@ def _response_format(form: dict[str, Any] | None) -> dict[str, Any] | None:
 
 def shown_tools(body: ResponsesRequest) -> list[dict[str, Any]]:
     """Returns the tools as an answer repeats them: with all fields, and `strict` as it was enforced."""
-    functions = (tool for tool in body.tools or [] if tool.get("type") == "function")
-    given = ({name: value for name, value in tool.items() if value is not None} for tool in functions)
-    return [{"description": None, "parameters": None, "strict": True, **tool} for tool in given]
+    defaults: dict[str, dict[str, Any]] = {
+        "function": {"description": None, "parameters": None, "strict": True},
+        "custom": {"format": {"type": "text"}},
+    }
+    own = (tool for tool in body.tools or [] if tool.get("type") in KINDS)
+    given = ({name: value for name, value in tool.items() if value is not None} for tool in own)
+    return [{**defaults[tool["type"]], **tool} for tool in given]
 
 
 def shown_tool_choice(body: ResponsesRequest) -> str | dict[str, Any]:
@@ -287,8 +312,8 @@ def shown_tool_choice(body: ResponsesRequest) -> str | dict[str, Any]:
     if isinstance(choice, str):
         return choice
     if choice.get("type") != "allowed_tools":
-        return {"type": "function", "name": choice.get("name")} if body.tools else "auto"
-    tools = [{"type": "function", "name": name} for name in _allowed_names(choice)]
+        return {"type": choice.get("type"), "name": choice.get("name")} if body.tools else "auto"
+    tools = [{"type": kind, "name": name} for kind, name in _allowed_tools(choice)]
     return {"type": "allowed_tools", "mode": choice.get("mode", "auto"), "tools": tools}
 
 
@@ -334,7 +359,15 @@ class FunctionCallItem(msgspec.Struct, tag_field="type", tag="function_call", kw
     """JSON text."""
 
 
-OutputItem = MessageItem | ReasoningItem | FunctionCallItem
+class CustomToolCallItem(msgspec.Struct, tag_field="type", tag="custom_tool_call", kw_only=True):
+    id: str
+    status: str = "in_progress"
+    call_id: str
+    name: str
+    input: str = ""
+
+
+OutputItem = MessageItem | ReasoningItem | FunctionCallItem | CustomToolCallItem
 
 
 class ResponsesUsage(msgspec.Struct, kw_only=True):

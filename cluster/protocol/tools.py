@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from typing import Any, Literal
+from collections.abc import Sequence
+from typing import Any, ClassVar, Literal
 
 import msgspec
 
@@ -11,6 +12,7 @@ from manta.cluster.errors import refuse
 from manta.cluster.protocol.constraint_fields import json_text
 from manta.cluster.protocol.foreign_fields import ignore
 from manta.structured.constraint import ConstraintSpec
+from manta.structured.lark.grammar import LarkGrammar, in_json_strings, of_regex, read_lark
 
 
 class Function(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
@@ -19,12 +21,85 @@ class Function(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
     parameters: dict[str, Any] | None = None
     """JSON schema of the arguments, an object; None takes no arguments, as in OpenAI's API."""
     strict: bool | None = None
-    """False also accepts a schema that is enforced in part, and the answer's header says which."""
+    """True refuses a schema that cannot be enforced. False and None, OpenAI's default, enforce as much of it as can be,
+    and the answer's header says what is left out.
+    """
 
 
-class Tool(msgspec.Struct, forbid_unknown_fields=True):
+class Tool(msgspec.Struct, tag_field="type", tag="function", forbid_unknown_fields=True):
+    """A function, whose arguments are an object."""
+
     function: Function
-    type: Literal["function"] = "function"
+
+    @property
+    def name(self) -> str:
+        return self.function.name
+
+    @property
+    def demands(self) -> str:
+        """The field of the tool that says which calls are valid."""
+        return "function.parameters"
+
+    @property
+    def is_loose(self) -> bool:
+        """Whether what cannot be enforced is left out."""
+        return not self.function.strict
+
+
+class TextFormat(msgspec.Struct, tag_field="type", tag="text", forbid_unknown_fields=True):
+    """Any text."""
+
+
+class InputGrammar(msgspec.Struct, forbid_unknown_fields=True):
+    must_know_fields: ClassVar[bool] = True
+
+    definition: str
+    syntax: Literal["lark", "regex"]
+
+
+class GrammarFormat(msgspec.Struct, tag_field="type", tag="grammar", forbid_unknown_fields=True):
+    must_know_fields: ClassVar[bool] = True
+
+    grammar: InputGrammar
+
+
+class Custom(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
+    name: str
+    description: str | None = None
+    format: TextFormat | GrammarFormat | None = None
+    """Form of the input; None is any text."""
+
+
+class CustomTool(msgspec.Struct, tag_field="type", tag="custom", forbid_unknown_fields=True):
+    """A tool whose input is one text."""
+
+    custom: Custom
+
+    @property
+    def name(self) -> str:
+        return self.custom.name
+
+    @property
+    def demands(self) -> str:
+        return "custom.format.grammar.definition"
+
+    @property
+    def is_loose(self) -> bool:
+        return False
+
+    @property
+    def grammar(self) -> InputGrammar | None:
+        """The grammar of the input; None for any text."""
+        return self.custom.format.grammar if isinstance(self.custom.format, GrammarFormat) else None
+
+    def lark(self) -> LarkGrammar | None:
+        """Returns the grammar of the input; None for any text. Raises `ConstraintError` for one that has a mistake."""
+        if self.grammar is None:
+            return None
+        return (read_lark if self.grammar.syntax == "lark" else of_regex)(self.grammar.definition)
+
+
+AnyTool = Tool | CustomTool
 
 
 class FunctionName(msgspec.Struct, forbid_unknown_fields=True):
@@ -36,19 +111,32 @@ class NamedToolChoice(msgspec.Struct, tag_field="type", tag="function", forbid_u
 
     function: FunctionName
 
+    @property
+    def name(self) -> str:
+        return self.function.name
 
-class AllowedTool(msgspec.Struct, forbid_unknown_fields=True):
-    function: FunctionName
-    type: Literal["function"] = "function"
+
+class CustomToolChoice(msgspec.Struct, tag_field="type", tag="custom", forbid_unknown_fields=True):
+    """Call this custom tool, once."""
+
+    custom: FunctionName
+
+    @property
+    def name(self) -> str:
+        return self.custom.name
+
+
+NamedChoice = NamedToolChoice | CustomToolChoice
+"""Tool of a choice, by its kind and name."""
 
 
 class AllowedTools(msgspec.Struct, forbid_unknown_fields=True):
     mode: Literal["auto", "required"]
-    tools: list[AllowedTool]
+    tools: list[NamedChoice]
 
     @property
     def names(self) -> set[str]:
-        return {tool.function.name for tool in self.tools}
+        return {tool.name for tool in self.tools}
 
 
 class AllowedToolsChoice(msgspec.Struct, tag_field="type", tag="allowed_tools", forbid_unknown_fields=True):
@@ -57,14 +145,16 @@ class AllowedToolsChoice(msgspec.Struct, tag_field="type", tag="allowed_tools", 
     allowed_tools: AllowedTools
 
 
-ToolChoice = Literal["none", "auto", "required"] | NamedToolChoice | AllowedToolsChoice
+ToolChoice = Literal["none", "auto", "required"] | NamedToolChoice | CustomToolChoice | AllowedToolsChoice
 
 _OF_NO_ARGUMENTS = frozenset({"$schema", "type", "title", "description", "properties", "required"})
 """Keywords with which the schema of a tool may still declare no arguments."""
 _NAME = re.compile(r"[a-zA-Z0-9_-]{1,64}\Z")
+KINDS = ("function", "custom")
+"""Types of the tools that a client runs itself, in OpenAI's APIs."""
 
 
-def leave_out_foreign_tools(body: dict[str, Any], own: str) -> None:
+def leave_out_foreign_tools(body: dict[str, Any], own: Sequence[str] = KINDS) -> None:
     """Removes from a decoded JSON body the `tools` of other types than `own`, which a server would have to run."""
     tools = body.get("tools")
     if not isinstance(tools, list):
@@ -72,41 +162,59 @@ def leave_out_foreign_tools(body: dict[str, Any], own: str) -> None:
     body["tools"] = [tool for index, tool in enumerate(tools) if not is_foreign(tool, f"tools[{index}]", own)]
 
 
-def is_foreign(tool: Any, path: str, own: str) -> bool:
-    """Returns whether the type of a tool is another one than the client's `own`, and notes that it is ignored."""
+def name_types(body: dict[str, Any]) -> None:
+    """Adds the type `function` to tools of a decoded JSON body that have none."""
+    tools = body.get("tools")
+    if isinstance(tools, list):
+        body["tools"] = [{"type": "function", **tool} if isinstance(tool, dict) else tool for tool in tools]
+
+
+def is_foreign(tool: Any, path: str, own: Sequence[str] = KINDS) -> bool:
+    """Returns whether the type of a tool is none of the client's `own`, and notes that it is ignored."""
     kind = tool.get("type") if isinstance(tool, dict) else None
-    if not isinstance(kind, str) or kind == own:
+    if not isinstance(kind, str) or kind in own:
         return False
     ignore(f"{path}.type={kind}")
     return True
 
 
-def check_tools(tools: list[Tool], choice: ToolChoice | None) -> None:
+def check_tools(tools: list[AnyTool], choice: ToolChoice | None) -> None:
     """Raises `RequestRefused` for names that no model could call, and for a choice that no tool fits."""
-    names: set[str] = set()
+    kinds: dict[str, str] = {}
     for index, tool in enumerate(tools):
-        path = f"tools[{index}].function"
-        name, parameters = tool.function.name, tool.function.parameters
+        kind, name = _kind(tool), tool.name
+        path = f"tools[{index}].{kind}"
         if not _NAME.match(name):
             refuse("wrong_value", f"{path}.name", name, "1 to 64 letters, digits, underscores and dashes")
-        if name in names:
+        if name in kinds:
             refuse("not_allowed", f"{path}.name", name, remedy="choose another", cause="an earlier tool has it")
-        names.add(name)
+        kinds[name] = kind
+        parameters = tool.function.parameters if isinstance(tool, Tool) else None
         if parameters and parameters.get("type", "object") != "object":
             refuse("wrong_value", f"{path}.parameters", bound='the schema of an object: {"type": "object", ...}')
-    for name in sorted(_chosen(choice) - names):
-        refuse("names_nothing", "tool_choice", name, "the tools", "add it to tools")
+    for chosen in _chosen(choice):
+        if kinds.get(chosen.name) != _kind(chosen):
+            refuse("names_nothing", "tool_choice", chosen.name, f"the tools of type {_kind(chosen)}", "add it to tools")
     if choice == "required" and not tools:
         refuse("requires", "tool_choice", "required", "tools", "add some")
     if isinstance(choice, AllowedToolsChoice) and not choice.allowed_tools.tools:
         refuse("empty", "tool_choice", remedy='name some tools, or send "none"', place="allowed_tools")
 
 
-def _chosen(choice: ToolChoice | None) -> set[str]:
-    """Returns the functions that a choice names."""
-    if isinstance(choice, NamedToolChoice):
-        return {choice.function.name}
-    return choice.allowed_tools.names if isinstance(choice, AllowedToolsChoice) else set()
+def _kind(tool: AnyTool | NamedChoice) -> str:
+    return str(tool.__struct_config__.tag)
+
+
+def _chosen(choice: ToolChoice | None) -> list[NamedChoice]:
+    """Returns the tools that a choice names."""
+    if isinstance(choice, NamedToolChoice | CustomToolChoice):
+        return [choice]
+    return choice.allowed_tools.tools if isinstance(choice, AllowedToolsChoice) else []
+
+
+def named_tool(choice: ToolChoice | None) -> str | None:
+    """Returns the name of the one tool that must be called; None if the choice names none."""
+    return choice.name if isinstance(choice, NamedToolChoice | CustomToolChoice) else None
 
 
 def must_call(choice: ToolChoice | None) -> bool:
@@ -116,29 +224,49 @@ def must_call(choice: ToolChoice | None) -> bool:
     return choice not in (None, "auto", "none")
 
 
-def template_tools(tools: list[Tool]) -> list[dict[str, Any]]:
-    """Returns the tools as chat templates read them, without `strict`, which is for the server."""
+def template_tools(tools: list[AnyTool]) -> list[dict[str, Any]]:
+    """Returns the tools as chat templates read them, without `strict`, which is for the server. Templates know
+    functions alone, so a custom tool is one with the argument `INPUT`.
+    """
+    functions = [_as_function(tool) if isinstance(tool, CustomTool) else tool.function for tool in tools]
     return [
-        {"type": "function", "function": msgspec.to_builtins(msgspec.structs.replace(tool.function, strict=None))}
-        for tool in tools
+        {"type": "function", "function": msgspec.to_builtins(msgspec.structs.replace(function, strict=None))}
+        for function in functions
     ]
 
 
-def arguments_constraint(tool: Tool) -> ConstraintSpec:
-    """Returns a constraint that is refused if the arguments of a call cannot be constrained: their schema within a
-    grammar, as in the grammar of all calls.
+INPUT = "input"
+"""Argument that holds the input of a custom tool, in the call that the model writes."""
+_LANGUAGES = {"lark": "Lark grammar", "regex": "regular expression"}
+
+
+def _as_function(tool: CustomTool) -> Function:
+    parts = [tool.custom.description or ""]
+    if tool.grammar is not None:
+        parts.append(f"The {INPUT} is text of this {_LANGUAGES[tool.grammar.syntax]}:\n{tool.grammar.definition}")
+    return Function(tool.name, "\n\n".join(filter(None, parts)) or None, arguments_schema(tool))
+
+
+def arguments_constraint(tool: AnyTool) -> ConstraintSpec:
+    """Returns a constraint that is refused if the arguments of a call cannot be constrained: their schema or grammar
+    within a grammar, as in the grammar of all calls.
     """
-    loose = tool.function.strict is False
-    schema = {**arguments_schema(tool), "x-guidance": {"lenient": loose}}
-    return ConstraintSpec(kind="lark", text=f"start: %json {json_text(schema)}\n", loose=loose)
+    grammar = tool.lark() if isinstance(tool, CustomTool) else None
+    if grammar is not None:
+        return ConstraintSpec(kind="lark", text=in_json_strings(grammar))
+    schema = {**arguments_schema(tool), "x-guidance": {"lenient": tool.is_loose}}
+    return ConstraintSpec(kind="lark", text=f"start: %json {json_text(schema)}\n", loose=tool.is_loose)
 
 
-def arguments_schema(tool: Tool) -> dict[str, Any]:
-    """Returns the schema of a tool's arguments, which are always an object.
+def arguments_schema(tool: AnyTool) -> dict[str, Any]:
+    """Returns the schema of a tool's arguments, which are always an object. It says nothing of a custom tool's grammar.
 
     A tool that declares no arguments gets none. Client libraries write an empty `properties` for a function without
     parameters, although JSON Schema allows further ones there. `{"type": "object"}` alone takes any object, as in MCP.
     """
+    if isinstance(tool, CustomTool):
+        properties = {INPUT: {"type": "string"}}
+        return {"type": "object", "properties": properties, "required": [INPUT], "additionalProperties": False}
     given = tool.function.parameters
     if not given or (given.get("properties") == {} and _OF_NO_ARGUMENTS.issuperset(given)):
         return {"type": "object", "properties": {}, "additionalProperties": False}

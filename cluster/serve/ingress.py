@@ -71,6 +71,7 @@ class Ingress:
         batches: Any = None,
     ) -> None:
         with told_in_words():
+            self._batches = batches
             self._start(config, engine, prefix_secret, standby, shares_port)
 
     def _start(self, config: ServeConfig, engine: Any, prefix_secret: bytes, standby: Any, shares_port: bool) -> None:
@@ -113,7 +114,8 @@ class Ingress:
         """
         with told_in_words():
             await self._client.check_reachable()
-        if self._sharing_limits is None and self._app.admission.rate_limits and self._metrics.replica is not None:
+        has_others = self._metrics.replica is not None or self._batches is not None
+        if self._sharing_limits is None and self._app.admission.rate_limits and has_others:
             self._sharing_limits = asyncio.ensure_future(self._share_rate_limits())
 
     def __serve_build_asgi_app__(self) -> Any:
@@ -128,12 +130,28 @@ class Ingress:
         }
 
     async def _share_rate_limits(self) -> None:
-        """Asks the other ingresses every `RATES_S` what they have counted against rate limits."""
+        """Asks the other ingresses and the runner of batches every `RATES_S` what they have counted against rate
+        limits.
+        """
         while True:
             await asyncio.sleep(RATES_S)
-            for peer, taken in await self._of_peers("own_rates"):
+            found = await self._of_peers("own_rates") if self._metrics.replica is not None else []
+            for peer, taken in [*found, *await self._of_batches()]:
                 if peer != _replica_id():
                     self._app.admission.rate_limits.note_peer(peer, taken)
+
+    async def _of_batches(self) -> list[tuple[str, Any]]:
+        """Tells the runner of batches what was counted here, and returns its name with what it has counted, if there is
+        one that answers.
+        """
+        if self._batches is None:
+            return []
+        try:
+            async with asyncio.timeout(ANSWER_TIMEOUT_S):
+                return [("batches", await self._batches.exchange_rates.remote(*await self.own_rates()))]
+        except Exception as error:
+            logger_of(__name__).warning("the runner of batches does not answer: %s", type(error).__name__)
+            return []
 
     async def own_metrics(self) -> tuple[str | None, list[Metric]]:
         """Returns this ingress's name and metrics. The ingress that answers `/metrics` calls it."""

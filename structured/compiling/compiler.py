@@ -237,7 +237,9 @@ class Compiler:
             del self._jobs[key]
             self.num_compiled += 1
             if isinstance(outcome, Resolved):
-                self.cache.put(key, outcome, _num_bytes(outcome))
+                # An engine is asked for a loose constraint twice: to resolve it, and for what it was resolved to.
+                for each in {key, _key(outcome.spec)} if job.spec.loose else {key}:
+                    self.cache.put(each, outcome, _num_bytes(outcome))
             else:
                 known = _Known(time.monotonic() + self._bounds.refusal_seconds, outcome.refusal)
                 self.refusals.put(key, known, ENTRY_BYTES + len(msgspec.msgpack.encode(outcome.refusal)))

@@ -238,7 +238,7 @@ class NumpyWorker:
         folder = resolve_model_folder(options.model)
         config = load_model_config(folder)
         draft_config = None if draft_folder is None else load_model_config(draft_folder)
-        num_bytes, num_blocks = plan_kv_cache(
+        sizes = plan_kv_cache(
             config,
             "float32",
             options,
@@ -246,6 +246,7 @@ class NumpyWorker:
             weight_bytes=weight_bytes(folder, "float32"),
             draft=draft_config,
         )
+        num_blocks = sizes.num_blocks
         max_model_len = plan_max_model_len(config, options.max_model_len, num_blocks * options.block_size)
         self.processors = LogitsProcessorRegistry(options.logits_processors)
         self.sequences = RankSequences(
@@ -262,7 +263,7 @@ class NumpyWorker:
             eos_token_ids=config.eos_token_ids,
             num_blocks=num_blocks,
             block_size=options.block_size,
-            kv_cache_bytes=num_bytes,
+            kv_cache_bytes=sizes.num_bytes,
             kv_cache_dtype="float32",
             dtype="float32",
             platform="cpu",

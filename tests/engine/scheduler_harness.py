@@ -18,11 +18,22 @@ from manta.cluster.engine.scheduler import Scheduler
 from manta.cluster.engine.sequence import Sequence
 from manta.cluster.errors import RequestRefused
 from manta.structured.constraint import ConstraintSpec, Resolved
-from manta.workers.kv_groups import BlockNeeds, KVGroup
+from manta.workers.kv_groups import BlockNeeds, KVGroup, most_states
 from manta.workers.sampling_params import SamplingParams
-from manta.workers.step import NO_BLOCK, RowError, StepInput, StepOutput
+from manta.workers.step import (
+    NO_BLOCK,
+    NUM_FIXED_STATES,
+    ZERO_STATE,
+    RowError,
+    ScheduledSequence,
+    StateUse,
+    StepInput,
+    StepOutput,
+)
 
 BLOCK_SIZE = 4
+MAX_DRAFT_TOKENS = 3
+"""The drafts that the fake model proposes, at most."""
 
 
 def next_token(tokens: list[int], seed: int = 0) -> int:
@@ -51,6 +62,9 @@ class FakeModel:
         self.seeds: dict[int, int] = {}
         self.poisoned: set[int] = set()
         """Slots that hold NaN."""
+        self.states: dict[int, tuple[int, ...]] = {ZERO_STATE: ()}
+        """The tokens after which the state in each slot of recurrent states stands."""
+        self.poisoned_states: set[int] = set()
 
     def execute(
         self, step: StepInput, late: Set[int] = frozenset(), failing: Set[int] = frozenset(), drafts: bool = False
@@ -113,13 +127,38 @@ class FakeModel:
                     written[slot] = (group, *inputs[item.sequence_id][: position + 1])
                     self.poisoned.discard(slot)
         self.slots |= written
+        uses = {item.sequence_id: use for item, use in zip(step.scheduled, step.states, strict=bool(step.states))}
         for item in step.scheduled:  # in one step a sequence that shares a block comes after the block's writer
+            use = uses.get(item.sequence_id)
+            is_poisoned = item.sequence_id in failing or (use is not None and use.read in self.poisoned_states)
             for position in range(item.start, item.start + item.num_tokens):
-                if item.sequence_id in failing or self.poisoned & self._read(item.sequence_id, position).keys():
+                if is_poisoned or self.poisoned & self._read(item.sequence_id, position).keys():
+                    is_poisoned |= use is not None
                     self.poisoned |= {
                         self.slot(item.sequence_id, position, group) for group in range(len(self.windows))
                     }
+            if use is not None:
+                self._write_states(item, use, inputs[item.sequence_id], is_poisoned)
+        self._check_states(step)
         return inputs
+
+    def _write_states(self, item: ScheduledSequence, use: StateUse, inputs: list[int], is_poisoned: bool) -> None:
+        assert self.states[use.read] == tuple(inputs[: item.start]), "a step starts from another state"
+        positions = [position for position, _ in use.writes]
+        assert positions == sorted(set(positions))
+        assert (item.start < positions[0], positions[-1]) == (True, item.start + item.num_tokens)
+        for position, slot in use.writes:
+            self.states[slot] = tuple(inputs[:position])
+            self.poisoned_states.discard(slot)
+            if is_poisoned:
+                self.poisoned_states.add(slot)
+
+    def _check_states(self, step: StepInput) -> None:
+        read = {use.read for use in step.states}
+        written = [slot for use in step.states for _, slot in use.writes]
+        assert len(set(written)) == len(written), "two states in one slot"
+        assert not read & set(written), "a step writes over a state that it starts from"
+        assert min(written, default=NUM_FIXED_STATES) >= NUM_FIXED_STATES
 
     def _read(self, sequence_id: int, position: int) -> dict[int, tuple[int, int]]:
         """Returns the slots that a token reads, each with its group and position."""
@@ -185,7 +224,9 @@ class Harness:
         ahead: bool = False,
         windows: tuple[int | None, ...] = (None,),
         lookahead: int = 0,
+        num_states: int = 0,
     ) -> None:
+        """`num_states` are the slots of a model with recurrent states; 0 for one without."""
         self.windows = windows
         self.budget = budget
         self.lookahead = lookahead
@@ -196,8 +237,16 @@ class Harness:
             max_num_batched_tokens=budget,
             max_num_sequences=slots,
             max_model_len=64,
-            blocks=KVBlocks(num_blocks, BLOCK_SIZE, caching, tuple(map(KVGroup, windows))),
+            blocks=KVBlocks(
+                num_blocks,
+                BLOCK_SIZE,
+                caching,
+                tuple(map(KVGroup, windows)),
+                KVBlocks(num_states, BLOCK_SIZE, caching) if num_states else None,
+            ),
             num_lookahead_tokens=lookahead,
+            num_steps_ahead=int(ahead),
+            max_draft_tokens=0 if ahead else MAX_DRAFT_TOKENS,
         )
         self.borders: set[bytes] = set()
         """Hashes of the blocks after which a prompt may go on, as the router is told."""
@@ -296,6 +345,13 @@ class Harness:
 
     def _check_holding(self, step: StepInput) -> None:
         """The sequences of a planned step hold what the step reads, and of a window not much more."""
+        for item, use in zip(step.scheduled, step.states, strict=False):
+            own = self.sequences[item.sequence_id]
+            held = {slot for each in self.scheduler.running if each is not own for slot in each.states.values()}
+            written = {slot for position, slot in use.writes if own.states.get(position) == slot}
+            assert written <= set(own.states.values())
+            forks = {fork.sequence_id for fork in step.forked if fork.parent_id == own.sequence_id}
+            assert forks or not held & written, "a step writes a state that another sequence holds"
         for item in step.scheduled:
             sequence = self.sequences[item.sequence_id]
             for group, table in enumerate(self.model.tables[item.sequence_id]):
@@ -303,6 +359,9 @@ class Harness:
                 first = self.model.visible(group, item.start)[0] // BLOCK_SIZE
                 assert held[first:] == table[first:], "a step reads a block that was given back"
         needs = BlockNeeds(tuple(map(KVGroup, self.windows)), BLOCK_SIZE, self.budget + 1)
+        most = most_states(int(self.ahead), not self.ahead) + (0 if self.ahead else MAX_DRAFT_TOKENS)
+        sizes = [len(sequence.states) for sequence in self.scheduler.running]
+        assert max(sizes, default=0) <= most, "a sequence holds more slots than admission counts"
         for sequence in self.scheduler.running:
             lookahead = len(self.windows) * -(-self.lookahead // BLOCK_SIZE)
             assert len(sequence.held_blocks()) <= needs.of_sequence(sequence.num_blocks * BLOCK_SIZE) + lookahead
@@ -321,7 +380,8 @@ class Harness:
                     for group in range(len(self.windows))
                     for number in range(self.model.visible(group, end * BLOCK_SIZE)[0] // BLOCK_SIZE, end)
                 ]
-                if all(blocks.find(hashes[number], group) is not None for group, number in read):
+                has_state = blocks.states is None or blocks.states.find(hashes[end - 1], 0) is not None
+                if has_state and all(blocks.find(hashes[number], group) is not None for group, number in read):
                     expected.add(hashes[end - 1])
         assert self.borders == expected
 

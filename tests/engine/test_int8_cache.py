@@ -138,7 +138,7 @@ def test_blocks_take_a_byte_for_each_element() -> None:
         plan_kv_cache(config, "bfloat16", ModelOptions(**options), free_bytes=1 << 30, weight_bytes=1 << 20)
         for options in ({"kv_cache_bytes": 1 << 20, "kv_cache_dtype": kind} for kind in ("auto", "int8"))
     ]
-    assert [num_blocks for _, num_blocks in plans] == [(1 << 20) // (16 * each) for each in (384, 240)]
+    assert [sizes.num_blocks for sizes in plans] == [(1 << 20) // (16 * each) for each in (384, 240)]
     info = make(folder, kv_cache_bytes=1 << 20).engine.model
     assert (info.kv_cache_dtype, info.num_blocks) == ("int8", plans[1][1])
 

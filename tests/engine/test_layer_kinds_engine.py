@@ -16,7 +16,7 @@ from tests.workers.test_layer_kinds import folder_of
 
 NUM_TOKENS = 24
 BLOCK = 16
-KINDS = ("gemma2", "gemma3", "olmo2", "cohere2", "gpt_oss")
+KINDS = ("gemma2", "gemma3", "olmo2", "cohere2", "gpt_oss", "lfm2", "deepseek_v3")
 GREEDY = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True)
 HISTORIES: dict[str, dict[str, Any]] = {
     "cold": {},
@@ -61,7 +61,7 @@ def test_every_history_gives_the_tokens_of_transformers(kind: str) -> None:
             assert llm.engine.stats().prefix_cache_hits > 0
 
 
-@pytest.mark.parametrize("kind", ["gemma3", "gpt_oss"])
+@pytest.mark.parametrize("kind", ["gemma3", "gpt_oss", "deepseek_v3"])
 def test_choices_share_their_prompt(kind: str) -> None:
     """Those of one request are forks, and have the tokens of requests with these seeds alone."""
     params = SamplingParams(n=3, seed=5, temperature=0.8, max_tokens=12, ignore_eos=True)
@@ -69,7 +69,11 @@ def test_choices_share_their_prompt(kind: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "kind", [kind if kind in ("gemma2", "gpt_oss") else pytest.param(kind, marks=pytest.mark.prove) for kind in KINDS]
+    "kind",
+    [
+        kind if kind in ("gemma2", "gpt_oss", "deepseek_v3", "lfm2") else pytest.param(kind, marks=pytest.mark.prove)
+        for kind in KINDS
+    ],
 )
 @pytest.mark.parametrize("numbers", [{"kv_cache_dtype": "int8"}, {"weights": "int8"}, {"weights": "int4"}], ids=str)
 def test_other_numbers_do_not_depend_on_the_history(kind: str, numbers: dict[str, Any]) -> None:

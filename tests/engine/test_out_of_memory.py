@@ -23,8 +23,8 @@ PARAMS = [
 ]
 
 
-def make_llm(**options) -> LLM:
-    return LLM(str(checkpoint("llama")), kv_cache_bytes=1 << 22, max_num_batched_tokens=64, **options)
+def make_llm(family: str = "llama", **options) -> LLM:
+    return LLM(str(checkpoint(family)), kv_cache_bytes=1 << 22, max_num_batched_tokens=64, **options)
 
 
 def answers(llm: LLM) -> list[list[list[int]]]:
@@ -59,8 +59,19 @@ def fail_at(monkeypatch: pytest.MonkeyPatch, method: str, steps: set[int]) -> li
 def test_every_token_stays_the_same(
     method: str, steps: set[int], options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    expected = answers(make_llm())
-    llm = make_llm(**options)
+    check_tokens("llama", method, steps, options, monkeypatch)
+
+
+@pytest.mark.parametrize("options", [{}, {"speculative": {"proposers": ["ngram"], "adaptive": False}}], ids=str)
+def test_recurrent_states_are_computed_again(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    check_tokens("lfm2", "_forward", {1, 4}, options, monkeypatch)
+
+
+def check_tokens(
+    family: str, method: str, steps: set[int], options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = answers(make_llm(family))
+    llm = make_llm(family, **options)
     calls = fail_at(monkeypatch, method, steps)
     assert answers(llm) == expected
     assert len(calls) > max(steps)
@@ -68,14 +79,18 @@ def test_every_token_stays_the_same(
     llm.engine.check_integrity()
 
 
-@pytest.mark.parametrize(("method", "steps"), [("_forward", {4}), ("_logits", {1, 2, 3}), ("_logits", {4})], ids=str)
+@pytest.mark.parametrize(
+    ("method", "steps", "family"),
+    [("_forward", {4}, "llama"), ("_logits", {1, 2, 3}, "llama"), ("_logits", {4}, "llama"), ("_forward", {4}, "lfm2")],
+    ids=str,
+)
 def test_an_asynchronous_device_may_run_out_of_memory(
-    method: str, steps: set[int], monkeypatch: pytest.MonkeyPatch
+    method: str, steps: set[int], family: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """There the loop draws in two parts: what the first one raises comes with the second."""
-    expected = answers(make_llm())
+    expected = answers(make_llm(family))
     monkeypatch.setattr(CpuPlatform, "runs_ahead", True)
-    llm = make_llm(overlap="on")
+    llm = make_llm(family, overlap="on")
     assert llm.engine.executor.depth == 1
     fail_at(monkeypatch, method, steps)
     assert answers(llm) == expected

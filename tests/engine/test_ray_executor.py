@@ -115,8 +115,8 @@ def executor(llm: LLM) -> RayExecutor:
     return found
 
 
-def make_llm(**options: Any) -> LLM:
-    llm = LLM(str(checkpoint("llama", dtype="float32")), **OPTIONS | options)
+def make_llm(family: str = "llama", **options: Any) -> LLM:
+    llm = LLM(str(checkpoint(family, dtype="float32")), **OPTIONS | options)
     if llm.config.tensor_parallel_size > 1:  # no rank is given up because the machine is busy
         executor(llm).deadline.times = StepTimes(shortest_s=PATIENCE_S)
     llm.register_logits_processor("only", Only)
@@ -387,6 +387,21 @@ def test_no_rank_outlives_its_engine(nodes: Any, end: str) -> None:
     finally:
         driver.kill()
         driver.communicate()
+
+
+@pytest.mark.prove
+def test_a_killed_rank_of_a_recurrent_model_costs_no_token(nodes: Any) -> None:
+    wait_until(lambda: ray.available_resources().get("CPU") == 3, poll_s=0.1)
+    alone = make_llm("lfm2")
+    expected = finish(alone, submit(alone))
+    llm = make_llm("lfm2", tensor_parallel_size=2)
+    for rank in (0, 1):
+        ids = submit(llm)
+        for _ in range(4):
+            llm.step()
+        os.kill(executor(llm).rank_pids[rank], signal.SIGKILL)
+        assert finish(llm, ids) == expected
+    assert llm.engine.stats().num_rank_disagreements == 0
 
 
 @pytest.mark.prove

@@ -71,14 +71,15 @@ actions = st.lists(
     caching=st.booleans(),
     lookahead=st.sampled_from([0, 3]),
     windows=st.sampled_from(WINDOWS),
+    num_states=st.sampled_from([0, 0, 10, 13, 24, 40]),
 )
 def test_every_request_gets_its_tokens_despite_the_others(
-    ahead, first, actions, num_blocks, budget, slots, caching, lookahead, windows
+    ahead, first, actions, num_blocks, budget, slots, caching, lookahead, windows, num_states
 ) -> None:
     """Also if each step is planned before it is known what the one before it drew: what ends has a row too many then,
     which nobody may read.
     """
-    harness = Harness(num_blocks * len(windows), budget, slots, caching, ahead, windows, lookahead)
+    harness = Harness(num_blocks * len(windows), budget, slots, caching, ahead, windows, lookahead, num_states)
     for request in first:
         harness.add(*request)
     for action, value in actions:
@@ -103,7 +104,7 @@ def test_every_request_gets_its_tokens_despite_the_others(
         else:
             harness.lose_ranks()
         harness.scheduler.check_integrity()
-        if harness.scheduler.blocks.has_windows:
+        if harness.scheduler.blocks.resumes_at_borders:
             harness.check_borders()
     harness.drain()
     for sequence in harness.sequences:
@@ -149,9 +150,9 @@ def test_with_one_group_the_ranks_are_sent_plain_lists_of_blocks() -> None:
         harness.collect(harness.scheduler.update(step, harness.model.execute(step)))
     seeds = [child_seed(0, index) for index in range(2)]
     start = [0, params, seeds[0], [1] * 6, 6, [], True]
-    first = [0, [], [start], [], [[0, 1, seeds[1]]], [[0, 0, 6, [0, 1], [], ""]], [[5, 0, 6], [5, 1, 6]]]
+    first = [0, [], [start], [], [[0, 1, seeds[1]]], [[0, 0, 6, [0, 1], [], ""]], [[5, 0, 6], [5, 1, 6]], []]
     copies, scheduled = [[1, 2]], [[0, 6, 1, [], [], ""], [1, 6, 1, [0, 2], [], ""]]
-    second = [1, [], [], copies, [], scheduled, [[0, 0, 7], [1, 1, 7]]]
+    second = [1, [], [], copies, [], scheduled, [[0, 0, 7], [1, 1, 7]], []]
     assert encoded == [msgspec.msgpack.encode(each) for each in (first, second)]
 
 

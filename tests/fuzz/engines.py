@@ -24,7 +24,9 @@ from manta.cluster.llm import LLM, RequestOutput, SamplingParams
 from manta.structured.constraint import Resolved
 from manta.workers.checkpoints.memory import choose_groups
 from manta.workers.checkpoints.model_folder import load_model_config
+from manta.workers.kv_groups import most_states
 from manta.workers.platforms.cpu import CpuPlatform
+from manta.workers.step import NUM_FIXED_STATES
 from tests.checkpoints import checkpoint
 from tests.engine_parts import worker_of
 from tests.fuzz import reference
@@ -80,12 +82,16 @@ def engine_options(settings: Settings) -> dict[str, Any]:
     if draft_config is not None:  # every group's blocks have room for the draft model
         num_groups = len(choose_groups(target, draft_config).groups)
         bytes_per_token += num_groups * draft_config.kv_bytes_per_token("float32")
+    kv_cache_bytes = bytes_per_token * settings.block_size * settings.num_blocks
+    if target.state_bytes:  # slots for all sequences, so that the blocks are as few as the settings say
+        most = most_states(int(settings.overlap != "off" and not speculative), speculative is not None)
+        kv_cache_bytes += target.state_bytes * (NUM_FIXED_STATES + settings.max_num_sequences * most)
     return {
         "model": str(folder),
         "dtype": "float32",
         "num_threads": 1,
         "device": DEVICE,
-        "kv_cache_bytes": bytes_per_token * settings.block_size * settings.num_blocks,
+        "kv_cache_bytes": kv_cache_bytes,
         "block_size": settings.block_size,
         "max_model_len": settings.max_length,
         "max_num_batched_tokens": settings.max_num_batched_tokens,
@@ -342,6 +348,7 @@ def _surroundings(run: Run) -> Iterator[None]:
             patch.setattr(CpuPlatform, "runs_ahead", True)
         if run.case.settings.cheap_groups:
             patch.setattr("manta.workers.kernels.shared_prefixes.MEMBER_COST_KEYS", 16)
+        patch.setattr("manta.workers.checkpoints.memory.TYPICAL_SEQUENCE_TOKENS", 0)  # states come first
         yield
 
 

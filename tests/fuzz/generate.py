@@ -8,6 +8,8 @@ from __future__ import annotations
 import random
 from typing import Any
 
+import msgspec
+
 from manta.cluster.engine.beam_search import BeamSearchParams
 from manta.structured.logits_processors import LogitsProcessorSpec
 from manta.workers.sampling_params import OutputKind, SamplingParams
@@ -31,6 +33,13 @@ HANGING_MASK_SECONDS = 1.5
 
 def generate(seed: int) -> Case:
     return _Generator(seed).case()
+
+
+def generate_recurrent(seed: int) -> Case:
+    """The same case on a model with recurrent states, beside attention in three of four cases, without actors."""
+    case, family = generate(seed), "lfm2" if seed % 4 else "lfm2_convolutions"
+    settings = msgspec.structs.replace(case.settings, family=family, pool_form="threads")
+    return msgspec.structs.replace(case, settings=settings)
 
 
 class _Generator:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import msgspec
 import pytest
@@ -15,7 +15,7 @@ import pytest
 from tests.fuzz import campaign as campaigns
 from tests.fuzz.campaign import Campaign, check_engine
 from tests.fuzz.cases import Case, load, save
-from tests.fuzz.generate import generate
+from tests.fuzz.generate import generate, generate_recurrent
 from tests.fuzz.shrink import shrink
 
 pytestmark = pytest.mark.usefixtures("plugin", "quiet")
@@ -27,6 +27,8 @@ SHRINK_SECONDS = 30.0
 """Seconds for shrinking each failure. `make fuzz SEED=... ARGS="--count 1"` takes longer."""
 NUM_PROVEN = 50
 """Seeds within which every feature must occur."""
+NUM_RECURRENT, NUM_RECURRENT_PROVEN, RECURRENT_GROUP = 8, 1000, 100
+"""Seeds of the recurrent model in the suite, and in groups among the long tests."""
 FIRST_LONG_SEED = 1_000_000
 NUM_LONG_PARTS, LONG_PART_SECONDS = 12, 300.0
 """An hour together; each part is recorded by itself when it has passed."""
@@ -42,8 +44,10 @@ def quiet() -> Iterator[None]:
         sys.modules["ray"].shutdown()
 
 
-def run(seeds: Iterator[int] | range, seconds: float = float("inf")) -> Campaign:
-    campaign = Campaign(check_engine, generate, shrink_seconds=SHRINK_SECONDS)
+def run(
+    seeds: Iterator[int] | range, seconds: float = float("inf"), make: Callable[[int], Case] = generate
+) -> Campaign:
+    campaign = Campaign(check_engine, make, shrink_seconds=SHRINK_SECONDS)
     campaign.run(seeds, seconds)
     assert not campaign.failed, f"seeds {campaign.failed} fail; their cases lie in {campaigns.FOLDER}"
     return campaign
@@ -52,6 +56,18 @@ def run(seeds: Iterator[int] | range, seconds: float = float("inf")) -> Campaign
 @pytest.mark.parametrize("first", range(0, NUM_SEEDS, GROUP))
 def test_random_cases_equal_the_plain_engine(first: int) -> None:
     run(seed for seed in range(first, first + GROUP) if generate(seed).settings.pool_form == "threads")
+
+
+def test_random_cases_of_a_recurrent_model_equal_the_plain_engine() -> None:
+    run(range(NUM_RECURRENT), make=generate_recurrent)
+
+
+@pytest.mark.prove
+@pytest.mark.parametrize("first", range(0, NUM_RECURRENT_PROVEN, RECURRENT_GROUP))
+def test_a_thousand_histories_of_a_recurrent_model(first: int, record_property) -> None:
+    campaign = run(range(first, first + RECURRENT_GROUP), make=generate_recurrent)
+    for name in ("cases", "requests", "tokens", "preemptions", "late rows", "prefix cache hits", "near ties"):
+        record_property(name, campaign.counts[name])
 
 
 @pytest.mark.prove

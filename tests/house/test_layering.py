@@ -26,6 +26,7 @@ FOLDERS = (
     "manta.structured",
     "manta.structured.regexes",
     "manta.structured.gbnf",
+    "manta.structured.lark",
     "manta.structured.schemas",
     "manta.structured.backends",
     "manta.structured.compiling",

@@ -124,6 +124,18 @@ def test_a_connection_continues_its_latest_response() -> None:
         assert refused.error.code == "previous_response_not_found"
 
 
+def test_items_of_the_latest_response_can_be_referred_to() -> None:
+    with opened() as connection:
+        first = ask(connection)[-1].response
+        turns: Any = [{"type": "item_reference", "id": first.output[0].id}, {"role": "user", "content": "On."}]
+        second = ask(connection, input=turns)[-1].response
+        whole = by_post(input=[*first.output, {"role": "user", "content": "On."}])
+        assert (second.output_text, second.usage.input_tokens) == (whole.output_text, whole.usage.input_tokens)
+    with opened() as other:
+        (refused,) = ask(other, input=turns)
+        assert (refused.status, refused.error.param) == (400, "input[0].id")
+
+
 def test_a_prewarm_fills_the_prefix_cache_and_says_nothing() -> None:
     text = "Count to nine, and then count back to one, as slowly as you can."
     with opened() as connection:

@@ -43,23 +43,23 @@ def chat(**fields: Any) -> dict[str, Any]:
 TOO_MUCH = [
     (completion(bad_words=[f"{number:x}" for number in range(1025)]), "bad_words", "1025 entries"),
     (completion(bad_words=["a" * 10_001, "b" * 10_000]), "bad_words", "20001 characters"),
-    (completion(prompt=["a"] * 1024, allowed_token_ids=[*range(1025)]), "allowed_token_ids", "1024 choices"),
-    (completion(prompt=["a"] * 1024, stop_token_ids=[*range(1025)] * 2), "stop_token_ids", "1048576"),
-    (completion(prompt=["a"] * 128, n=8, stop_token_ids=[*range(1025)]), "stop_token_ids", "1025 for each of 1024"),
-    (chat(n=128, allowed_token_ids=[*range(8193)]), "allowed_token_ids", "1048704 entries"),
-    (completion(prompt=[[5]] * 1024, logit_bias=dict.fromkeys(range(1025), 1)), "logit_bias", "1025 for each"),
+    (completion(prompt=["a"] * 1024, allowed_token_ids=[*range(2049)]), "allowed_token_ids", "1024 choices"),
+    (completion(prompt=["a"] * 1024, stop_token_ids=[*range(2049)] * 2), "stop_token_ids", "2097152"),
+    (completion(prompt=["a"] * 128, n=8, stop_token_ids=[*range(2049)]), "stop_token_ids", "2049 for each of 1024"),
+    (chat(n=128, allowed_token_ids=[*range(16385)]), "allowed_token_ids", "2097280 entries"),
+    (completion(prompt=[[5]] * 1024, logit_bias=dict.fromkeys(range(2049), 1)), "logit_bias", "2049 for each"),
     (chat(tools=[{"type": "function", "function": {"name": f"f{i}"}} for i in range(129)]), "tools", "129 entries"),
     (chat(n=129), "n", "128"),
     (chat(chat_template_kwargs=dict.fromkeys(map(str, range(1025)), 1)), "chat_template_kwargs", "1025 values"),
     (chat(stop=["a" * 2000, "b" * 2000, "c" * 97]), "stop", "4097 characters"),
-    (chat(messages=[{"role": "user", "content": [{"type": "text"}] * 4096}]), "messages", "4097 messages, parts"),
+    (chat(messages=[{"role": "user", "content": [{"type": "text"}] * 2**14}]), "messages", "16385 messages, parts"),
 ]
 
 
 @pytest.mark.parametrize(("body", "param", "words"), TOO_MUCH, ids=[f"{case[1]}-{case[2]}" for case in TOO_MUCH])
 def test_excess_is_refused_with_value_bound_and_remedy(body: dict, param: str, words: str) -> None:
     encoded = json.dumps(body).encode()
-    assert len(encoded) < 100_000
+    assert len(encoded) < 300_000
     with pytest.raises(RequestRefused, match=words) as caught:
         decode(ChatCompletionRequest if "messages" in body else CompletionRequest, encoded)
     assert caught.value.refusal.field == param

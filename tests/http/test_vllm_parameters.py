@@ -197,7 +197,7 @@ def _asking(way: str, schema: dict[str, Any], is_loose: bool) -> dict[str, Any]:
         form = {"name": "x", "schema": schema} | ({"strict": False} if is_loose else {})
         return {"response_format": {"type": "json_schema", "json_schema": form}}
     if way == "tools":
-        function = {"name": "f", "parameters": schema} | ({"strict": False} if is_loose else {})
+        function = {"name": "f", "parameters": schema} | ({} if is_loose else {"strict": True})
         return {"tools": [{"type": "function", "function": function}]}
     return {"structured_outputs": {"json": schema, "loose": is_loose}}
 

@@ -178,7 +178,7 @@ CHAT_MISTAKES: list[tuple[dict[str, Any], str]] = [
     ),
     (
         {"messages": [{"role": "assistant", "tool_calls": [CALL, {**CALL, "type": "custom"}]}]},
-        "messages[0].tool_calls[1].type",
+        "messages[0].tool_calls[1].custom",
     ),
     ({"messages": [*HELLO, {"role": "user"}]}, "messages[1].content"),
     ({"messages": [*HELLO, {"role": "user", "content": 5}]}, "messages[1].content"),

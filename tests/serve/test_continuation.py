@@ -62,13 +62,14 @@ KINDS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "schema": ({"seed": 2, "n": 3, "temperature": 1.2, "constraint": JSON, "max_tokens": 60}, {}),
     "schema-forced": ({"seed": 5, "n": 2, "constraint": JSON, "max_tokens": 60}, FORCED),
     "drafts": ({"seed": 8, "n": 2, "allowed_token_ids": (9, 11), "ignore_eos": True}, DRAFTS),
+    "recurrent": ({"seed": 8, "n": 2, "ignore_eos": True}, {"family": "lfm2"}),
     "prompt-logprobs": ({"seed": 6, "n": 2, "prompt_logprobs": 1, "logprobs": 1, "ignore_eos": True}, {}),
 }
 """Requests, and options of the engine. Prompts take several steps."""
 
 
-def make_engine(**options: Any) -> Engine:
-    folder = checkpoint("llama", dtype="float32")
+def make_engine(family: str = "llama", **options: Any) -> Engine:
+    folder = checkpoint(family, dtype="float32")
     config = EngineConfig(
         model=str(folder),
         kv_cache_bytes=load_model_config(folder).kv_bytes_per_token("float32") * 16 * 128,

@@ -20,6 +20,7 @@ from manta.cluster.serve.routing.placement import SEQUENCE_TOKENS, SESSION_TOKEN
 from manta.cluster.serve.routing.prefix_index import NUM_SHARDS, PrefixIndex, block_keys, slots_of
 from manta.cluster.serve.routing.replicas import Replicas
 from manta.cluster.serve.routing.reports import CacheReporter, Report, unpacked
+from manta.workers.kv_groups import KVGroup
 from manta.workers.sampling_params import SamplingParams
 from tests.conftest import PROVE
 from tests.house.test_layering import modules, packages
@@ -459,6 +460,57 @@ def test_lost_blocks_are_forgotten_after_every_ingress_knows() -> None:
             take("seldom")
     assert len(reporter._changes) < 3000
     assert told["often"] == told["seldom"] == set(range(5991, 6001))
+
+
+@pytest.mark.parametrize("windows", [(None,), (1,), (None, 5)], ids=["hybrid", "without attention", "window"])
+def test_replicas_of_a_recurrent_model_are_found_where_they_can_resume(windows: tuple[int | None, ...]) -> None:
+    """After random evictions of blocks and of snapshots, against a direct model of what a prompt needs."""
+    rng, size, index, replicas = random.Random(7), 4, PrefixIndex(), []
+    for slot in range(3):
+        blocks = KVBlocks(24, size, groups=tuple(map(KVGroup, windows)), states=KVBlocks(8, size))
+
+        def note(block_hash: bytes, is_there: bool, slot: int = slot) -> None:
+            (index.add if is_there else index.discard)(slot, block_keys([block_hash]))
+
+        blocks.report_to(note)
+        index.set_borders(slot, True)
+        replicas.append(blocks)
+    prompts = [[number % 2] * 8 + [number % 3] * 8 + [number] * 8 for number in range(9)]
+    chains = [hash_blocks(prompt, 6, size) for prompt in prompts]
+
+    def num_resumable(blocks: KVBlocks, hashes: list[bytes]) -> int:
+        def has_all(end: int) -> bool:
+            firsts = [0 if window is None else max(0, end * size - window + 1) // size for window in windows]
+            needed = [(group, number) for group, first in enumerate(firsts) for number in range(first, end)]
+            return all(blocks.find(hashes[number], group) is not None for group, number in needed)
+
+        assert blocks.states is not None
+        ends = [end for end in range(1, 7) if blocks.states.find(hashes[end - 1]) is not None and has_all(end)]
+        return max(ends, default=0)
+
+    lengths = set()
+    for _ in range(400):
+        blocks, hashes = rng.choice(replicas), rng.choice(chains)
+        assert blocks.states is not None
+        count = rng.randint(1, 6)
+        rows = [blocks.allocate(len(windows)) for _ in range(count)]
+        borders = rng.sample(range(count), min(2, count))
+        slots = blocks.states.allocate(len(borders))
+        for number, row in enumerate(rows):
+            blocks.register_row(row, hashes, number)
+        for number, slot in zip(borders, slots, strict=True):
+            blocks.register_snapshot(slot, hashes, number)
+            if rng.random() < 0.3:
+                blocks.states.evict_first(slot)
+        blocks.free([block for row in rows for block in row])
+        blocks.states.free(slots)
+        for hashes in chains:
+            expected = sorted([num_resumable(each, hashes) for each in replicas], reverse=True)
+            keys = block_keys(hashes)
+            found = [length for length, bits in index.find(keys, 0b111) for _ in slots_of(bits)]
+            assert found == expected
+            lengths.update(expected)
+    assert lengths == set(range(7))
 
 
 @given(

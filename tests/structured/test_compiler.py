@@ -50,6 +50,23 @@ def compile_regex(compiler: Compiler, regex: str) -> bytes:
     return compiler.resolve(ConstraintSpec(kind="regex", text=regex)).result(timeout=PATIENCE_S).compiled
 
 
+@pytest.mark.parametrize("keyword", ["minLength", "$dynamicRef"])
+def test_what_a_loose_constraint_is_resolved_to_is_compiled_once(compiler: Compiler, keyword: str) -> None:
+    value = {"minLength": 2, "$dynamicRef": "#nowhere"}[keyword]
+    schema = {
+        "type": "object",
+        "properties": {"a": {"type": "string", keyword: value}},
+        "x-guidance": {"lenient": True},
+    }
+    loose = ConstraintSpec(kind="lark", text=f"start: %json {json.dumps(schema)}\n", loose=True)
+    resolved = compiler.resolve(loose).result(timeout=PATIENCE_S)
+    assert resolved.spec.backend == "llguidance"
+    assert resolved.spec.loose == (keyword == "$dynamicRef")
+    again = compiler.resolve(resolved.spec).result(timeout=PATIENCE_S)
+    assert (again.compiled, again.not_enforced) == (resolved.compiled, resolved.not_enforced)
+    assert compiler.num_compiled == 1
+
+
 @pytest.mark.parametrize("forks", [True, False])
 def test_a_process_whose_parent_ends_prints_nothing(demo_vocabulary: Vocabulary, forks: bool) -> None:
     ours, theirs = socket.socketpair()

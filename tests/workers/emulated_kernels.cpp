@@ -24,9 +24,9 @@ void manta_set_num_threads(int);
 int manta_quantized_layout(int);
 int64_t manta_quantized_bytes(int, int, int, int, int, int, int);
 void manta_round_weight(int, const void*, int, int, int, int, void*, void*);
-void manta_pack_quantized(const void*, const void*, const void*, void*, int, int, int, int, int, int, int);
-void manta_quantized_linear(int, const void*, const void*, const void*, const void*, void*, int, int, int, int, int, int,
-                            int, int, int, int);
+void manta_pack_quantized(const void*, const void*, const void*, const void*, void*, int, int, int, int, int, int, int);
+void manta_quantized_linear(int, const void*, const void*, const void*, const void*, const void*, void*, int, int, int,
+                            int, int, int, int, int, int, int);
 }
 
 namespace {

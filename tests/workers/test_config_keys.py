@@ -25,6 +25,7 @@ from tests.workers.test_quantised_formats import FORMATS
 
 HUGE = 10**30
 WHOLE = ("7", [7], {"a": 7}, -1, 1.5, math.nan, HUGE, True)
+WHOLE_OR_NONE = tuple(value for value in WHOLE if value != 0)
 NUMBER = ("7", [7], {"a": 7}, -1, math.nan, math.inf, 1e300, HUGE, True)
 FLAG = ("true", [True], {"a": True}, -1, 1, math.nan, HUGE)
 CHOICE = ("novel", ["silu"], {"a": "silu"}, -1, 7, math.nan, HUGE, True)
@@ -69,6 +70,42 @@ GEMMA: dict[str, Any] = {
 }
 EXPERTS: dict[str, Any] = {"num_experts_per_tok": (2, (*WHOLE, 64))}
 OF_KINDS: dict[str, Any] = {"partial_rotary_factor": None, "rope_local_base_freq": (10000.0, NUMBER)}
+LATENT: dict[str, Any] = {
+    "head_dim": (8, WHOLE),
+    "qk_head_dim": (16, WHOLE),
+    "num_key_value_heads": (4, WHOLE),
+    "q_lora_rank": (32, WHOLE),
+    "kv_lora_rank": (16, (*WHOLE, 15)),
+    "qk_rope_head_dim": (8, (*WHOLE, 7)),
+    "qk_nope_head_dim": (8, WHOLE),
+    "v_head_dim": (8, WHOLE),
+}
+DEEPSEEK: dict[str, Any] = EXPERTS | {
+    "n_routed_experts": (16, WHOLE),
+    "moe_intermediate_size": (32, WHOLE),
+    "moe_layer_freq": (1, (*WHOLE, 2)),
+    "n_shared_experts": (2, WHOLE_OR_NONE),
+    "first_k_dense_replace": (1, WHOLE_OR_NONE),
+    "mlp_layer_types": (["dense", "sparse"] * 2, (*LIST, ["dense"], ["novel"] * 4)),
+    "n_group": (4, (*WHOLE, 3)),
+    "topk_group": (2, (*WHOLE, 5)),
+    "routed_scaling_factor": (2.5, NUMBER),
+    "num_nextn_predict_layers": (1, WHOLE_OR_NONE),
+}
+SIGMOID: dict[str, Any] = {
+    "norm_topk_prob": (True, FLAG),
+    "scoring_func": ("sigmoid", (*CHOICE, "softmax")),
+    "topk_method": ("noaux_tc", (*CHOICE, "greedy")),
+    "rope_interleave": (True, FLAG),
+}
+NULL_MEANS_NONE = {
+    "sliding_window",
+    "attn_logit_softcapping",
+    "final_logit_softcapping",
+    "q_lora_rank",
+    "scale_depth",
+    "dim_model_base",
+}
 OWN: dict[str, dict[str, Any]] = {
     "LlamaForCausalLM": {"attention_bias": (True, FLAG), "mlp_bias": (True, FLAG)},
     "MistralForCausalLM": {"sliding_window": (8, WHOLE)},
@@ -104,8 +141,8 @@ OWN: dict[str, dict[str, Any]] = {
     | {
         "use_sliding_window": (True, FLAG),
         "sliding_window": (8, WHOLE),
-        "decoder_sparse_step": (1, (*WHOLE, 2)),
-        "mlp_only_layers": ([], ([1], "1", {"a": 1}, True)),
+        "decoder_sparse_step": (1, WHOLE),
+        "mlp_only_layers": ([1], ([-1], "1", {"a": 1}, True)),
         "moe_intermediate_size": (32, WHOLE),
         "num_experts": (16, WHOLE),
         "norm_topk_prob": (True, FLAG),
@@ -118,10 +155,44 @@ OWN: dict[str, dict[str, Any]] = {
         "swiglu_alpha": (1.702, (*NUMBER, 1.0)),
         "swiglu_limit": (7.0, (*NUMBER, 1.0)),
     },
+    "Lfm2ForCausalLM": {
+        "rms_norm_eps": None,
+        "norm_eps": (1e-5, NUMBER),
+        "layer_types": (["conv", "full_attention"] * 2, (*LIST, ["conv"], ["sliding_attention"] * 4)),
+        "full_attn_idxs": ([1, 3], (*LIST, [-1])),
+        "conv_L_cache": (3, (*WHOLE, 1)),
+        "conv_bias": (True, FLAG),
+        "block_ff_dim": (96, WHOLE),
+        "block_multiple_of": (8, WHOLE),
+        "block_ffn_dim_multiplier": (1.0, (*NUMBER, 1e-4)),
+        "block_auto_adjust_ff_dim": (True, FLAG),
+        "tie_embedding": (False, FLAG),
+    },
     "Cohere2ForCausalLM": BIASES
     | KINDS
     | PATTERN
     | {"rms_norm_eps": None, "layer_norm_eps": (1e-6, NUMBER), "logit_scale": (0.5, NUMBER)},
+    "DeepseekV2ForCausalLM": BIASES
+    | LATENT
+    | DEEPSEEK
+    | {
+        "mlp_bias": (False, (*FLAG, True)),
+        "norm_topk_prob": (False, (*FLAG, True)),
+        "scoring_func": ("softmax", (*CHOICE, "sigmoid")),
+        "topk_method": ("group_limited_greedy", (*CHOICE, "noaux_tc")),
+        "topk_group": (1, (*WHOLE, 5)),
+    },
+    "DeepseekV3ForCausalLM": BIASES | LATENT | DEEPSEEK | SIGMOID,
+    "Glm4MoeLiteForCausalLM": BIASES | LATENT | DEEPSEEK | SIGMOID | {"topk_group": (1, (*WHOLE, 5))},
+    "MiniCPM3ForCausalLM": BIASES
+    | LATENT
+    | {
+        "mlp_bias": (False, (*FLAG, True)),
+        "scale_emb": (12, NUMBER),
+        "scale_depth": (1.4, NUMBER),
+        "dim_model_base": (256, WHOLE),
+    },
+    "YoutuForCausalLM": BIASES | LATENT | {"mlp_bias": (False, (*FLAG, True)), "rope_interleave": (True, FLAG)},
 }
 """The keys of each family alone; None for a key of `DENSE` that the family does not read."""
 
@@ -287,7 +358,7 @@ def test_another_spelling_is_refused_by_its_own_key(key: str, refused: tuple[Any
 
 @pytest.mark.parametrize("family", OWN)
 def test_null_is_as_good_as_nothing(family: str, tmp_path: pathlib.Path) -> None:
-    """Except for windows and caps, of which null means none. What a family must have is named where it is missing."""
+    """Except where null means none. What a family must have is named where it is missing."""
     values = values_of(family)
     required = {
         "vocab_size",
@@ -307,7 +378,7 @@ def test_null_is_as_good_as_nothing(family: str, tmp_path: pathlib.Path) -> None
                 assert (caught.value.key, caught.value.value) == (key, None)
         elif (family, key) == ("GptOssForCausalLM", "rope_scaling"):
             assert refused_key(tmp_path, without) == "rope_parameters"  # transformers' own would be another rope
-        elif key not in ("sliding_window", "attn_logit_softcapping", "final_logit_softcapping"):
+        elif key not in NULL_MEANS_NONE:
             assert read(tmp_path, values | {key: None}) == read(tmp_path, without), key
 
 

@@ -11,10 +11,12 @@ import safetensors.torch
 import torch
 
 from manta.cluster.llm import LLM
-from manta.workers.checkpoints.memory import plan_kv_cache, weight_bytes
+from manta.workers.checkpoints.memory import TYPICAL_SEQUENCE_TOKENS, block_needs, plan_kv_cache, weight_bytes
 from manta.workers.checkpoints.model_folder import load_model_config, resolve_model_folder
+from manta.workers.kv_groups import group_layers, most_states
 from manta.workers.model_options import ModelOptions
-from manta.workers.models.model_config import ModelConfig
+from manta.workers.models.model_config import ModelConfig, StateShape
+from manta.workers.step import NUM_FIXED_STATES
 from tests.checkpoints import checkpoint
 
 GIB = 2**30
@@ -39,10 +41,10 @@ def plan(
     **options: Any,
 ) -> tuple[int, int]:
     """Returns (bytes, tokens)."""
-    num_bytes, num_blocks = plan_kv_cache(
+    sizes = plan_kv_cache(
         model, "bfloat16", ModelOptions(**options), free_bytes=free_bytes, weight_bytes=weight_bytes, draft=draft
     )
-    return num_bytes, num_blocks * 16
+    return sizes.num_bytes, sizes.num_blocks * 16
 
 
 def test_the_demo_model_takes_half_a_gibibyte() -> None:
@@ -66,11 +68,12 @@ def test_an_exclusive_devices_cache_takes_its_share() -> None:
     """The weights of 8 billion parameters are a seventh of it; by four times the weights half would lie idle."""
     options = ModelOptions()
     free = {"free_bytes": 120 * GIB, "weight_bytes": WEIGHTS_7B, "most_of_free": 0.9}
-    alone, _ = plan_kv_cache(QWEN_7B, "bfloat16", options, shares_memory=False, **free)
-    shared, _ = plan_kv_cache(QWEN_7B, "bfloat16", options, shares_memory=True, **free)
+    alone = plan_kv_cache(QWEN_7B, "bfloat16", options, shares_memory=False, **free).num_bytes
+    shared = plan_kv_cache(QWEN_7B, "bfloat16", options, shares_memory=True, **free).num_bytes
     assert 0.899 * 120 * GIB < alone <= 0.9 * 120 * GIB
     assert shared < 4 * WEIGHTS_7B + 1
-    few, _ = plan_kv_cache(DEMO, "bfloat16", ModelOptions(max_num_sequences=1), shares_memory=False, **free)
+    one = ModelOptions(max_num_sequences=1)
+    few = plan_kv_cache(DEMO, "bfloat16", one, shares_memory=False, **free).num_bytes
     assert few == plan(DEMO, max_num_sequences=1, weight_bytes=8_000_000)[0], "no more than sequences can fill"
 
 
@@ -115,3 +118,51 @@ def test_quantised_weights_count_as_they_are_stored(tmp_path: pathlib.Path) -> N
     tensors = {"weight": torch.zeros(8, 4, dtype=torch.int8), "weight_scale": torch.zeros(8, 1)}
     safetensors.torch.save_file(tensors, tmp_path / "model.safetensors")
     assert weight_bytes(tmp_path, "bfloat16") == 32 + 8 * 2
+
+
+def recurrent(model: ModelConfig, state_bytes: int, num_attending: int) -> ModelConfig:
+    """The same model, of whose layers only the first few have attention and the last one a state."""
+    states = (None,) * (model.num_layers - 1) + (StateShape(((state_bytes // 4, 1),)),)
+    attends = tuple(layer < num_attending for layer in range(model.num_layers))
+    return msgspec.structs.replace(model, layer_states=states, layer_attends=attends)
+
+
+MIB = 1 << 20
+HYBRID = recurrent(shape(24, 2, 256, 262_144), 19 * MIB, 6)
+"""The sizes of Qwen3.5 with 0.8 billion parameters: a state has the bytes of 1,600 tokens."""
+
+
+@pytest.mark.parametrize("budget", [600 * MIB, 2 * GIB, 8 * GIB, 100 * GIB])
+def test_blocks_and_states_suffice_for_as_many_sequences(budget: int) -> None:
+    sizes = plan_kv_cache(
+        HYBRID, "bfloat16", ModelOptions(kv_cache_bytes=budget), free_bytes=budget, weight_bytes=WEIGHTS_05B
+    )
+    most = most_states(0, has_drafts=False)
+    num_sequences = (sizes.num_state_slots - NUM_FIXED_STATES) // most
+    of_blocks = sizes.num_blocks * 16 // TYPICAL_SEQUENCE_TOKENS
+    assert sizes.num_bytes <= budget
+    assert num_sequences == 256 or num_sequences <= of_blocks <= 1.5 * num_sequences + 3
+
+
+def test_a_long_sequence_has_its_blocks_before_others_have_states() -> None:
+    options = ModelOptions(kv_cache_bytes=GIB, max_model_len=65_536)
+    sizes = plan_kv_cache(HYBRID, "bfloat16", options, free_bytes=GIB, weight_bytes=WEIGHTS_05B)
+    assert sizes.num_blocks * 16 >= 65_536
+    assert sizes.num_state_slots >= NUM_FIXED_STATES + most_states(0, has_drafts=False)
+
+
+def test_without_attention_all_memory_is_for_states() -> None:
+    model = recurrent(shape(24, 2, 64, 262_144), 19 * MIB, 0)
+    layers = group_layers([None] * 24, model.attends)
+    options = ModelOptions(kv_cache_bytes=GIB)
+    sizes = plan_kv_cache(model, "bfloat16", options, free_bytes=GIB, weight_bytes=WEIGHTS_05B, layers=layers)
+    assert sizes.block_bytes == 0
+    assert GIB - 6 * 19 * MIB < sizes.num_bytes <= GIB
+    assert block_needs(layers.groups, options).longest(sizes.num_blocks, 262_144) == 262_144
+
+
+def test_ranks_split_a_state_but_for_what_all_of_them_have() -> None:
+    state = StateShape(((96, 3), (8, 16, 32)), kept_whole=(32, 0))
+    assert state.share(4) == StateShape(((48, 3), (2, 16, 32)), kept_whole=(32, 0))
+    assert not state.can_split(3)
+    assert state.num_bytes == 4 * (96 * 3 + 8 * 16 * 32)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import pathlib
 import shutil
@@ -23,18 +24,24 @@ from manta.workers.decoders.rope_table import rope_table
 from manta.workers.decoders.transformers_model import TransformersModel
 from manta.workers.kernels import weights
 from manta.workers.kernels.attention_metadata import AttentionMetadata
+from manta.workers.kernels.layer_caches import allocate_states, layer_caches
 from manta.workers.kernels.model_protocol import Model
 from manta.workers.kernels.query_tokens import QueryTokens
+from manta.workers.kernels.recurrent_step import RecurrentStep
+from manta.workers.kv_groups import one_group
 from manta.workers.models.dense import read_rope
 from manta.workers.models.model_config import ModelError, RopeConfig
 from manta.workers.models.raw_config import RawConfig
 from manta.workers.platforms import choose_platform
+from manta.workers.step import ZERO_STATE, StateUse
 from manta.workers.torch_worker.loader import load_model
 from tests.checkpoints import checkpoint, reference_greedy, reference_logits
 from tests.workers.cpu_forms import FORMS, TORCH, in_form
 
 BLOCK_SIZE = 16
 NUM_BLOCKS = 40
+NUM_SLOTS = 20
+"""Slots of recurrent states, which steps write in turn; more than four sequences write in two steps."""
 LINEAR_ROPE = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}
 DYNAMIC_ROPE = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}
 YARN_ROPE = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 8.0, "original_max_position_embeddings": 64}
@@ -102,9 +109,18 @@ class Cache:
         self.config = model.config if isinstance(model, Decoder) else load_model_config(folder)
         platform = choose_platform("cpu", None)
         self.model: Model = model or load_model(folder, self.config, dtype, platform)
-        kv = platform.allocate_kv(self.config, NUM_BLOCKS, BLOCK_SIZE, platform.torch_dtype(dtype))
+        layers = one_group(self.config.attends)
+        kv = platform.allocate_kv(
+            self.config, NUM_BLOCKS, BLOCK_SIZE, platform.torch_dtype(dtype), layers.layers_per_block
+        )
         kv.fill_(float("nan"))  # what is read but was not written shows
-        self.kv_caches = [(layer[0], layer[1]) for layer in kv]
+        states = allocate_states(self.config.states, NUM_SLOTS, platform.device)
+        for state in itertools.chain.from_iterable(states):
+            state[1:] = float("nan")
+        self.kv_caches = layer_caches(kv, layers, states)
+        self.slots = [ZERO_STATE] * 4
+        """The slot with the state of each sequence; each step writes others."""
+        self._free_slots = itertools.cycle(range(1, NUM_SLOTS))
         self.block_tables = np.random.default_rng(0).permutation(NUM_BLOCKS).astype(np.int32).reshape(4, -1)
         self.lengths = [0] * 4
 
@@ -114,11 +130,23 @@ class Cache:
         lens = [len(tokens) for _, tokens in pieces]
         starts = np.array([self.lengths[sequence] for sequence in rows])
         metadata = AttentionMetadata.build(QueryTokens(starts, np.array(lens), self.block_tables[rows], BLOCK_SIZE))
+        metadata.states = self._states(rows, lens)
         token_ids = torch.tensor([token for _, tokens in pieces for token in tokens])
         logits = self.model.compute_logits(self.model.forward(token_ids, metadata, self.kv_caches))
         for sequence, length in zip(rows, lens, strict=True):
             self.lengths[sequence] += length
         return list(logits.split(lens))
+
+    def _states(self, rows: list[int], lens: list[int]) -> RecurrentStep:
+        """Each sequence of more than 4 tokens also writes states inside of them."""
+        starts = [self.lengths[row] for row in rows]
+        uses = []
+        for row, start, length in zip(rows, starts, lens, strict=True):
+            positions = {start + length} | ({start + 1, start + length // 2} if length > 4 else set())
+            writes = [(position, next(self._free_slots)) for position in sorted(positions)]
+            uses.append(StateUse(self.slots[row], writes))
+            self.slots[row] = writes[-1][1]
+        return RecurrentStep.build(starts, lens, uses)
 
 
 @pytest.fixture(scope="module", params=FORMS)
@@ -283,7 +311,8 @@ def test_tables_for_a_longest_context_are_those_of_transformers(rope_type: str, 
 
 
 REFUSED = [
-    ("DeepseekV3Config", {}, "latent attention"),
+    ("DeepseekV32Config", {}, "tokens that an indexer chooses"),
+    ("LongcatFlashConfig", {}, "latent attention"),
     ("MambaConfig", {}, "cannot be replaced"),
     ("OpenAIGPTConfig", {}, "in code of its own, which cannot be replaced"),
     ("FalconConfig", {"alibi": True}, "ALiBi over key heads that queries share"),

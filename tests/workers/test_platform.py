@@ -17,8 +17,9 @@ import torch
 
 from manta.cluster.llm import LLM, SamplingParams
 from manta.structured.masks import MaskBatch
-from manta.workers.kernels import build, reference, torch_sampler
+from manta.workers.kernels import build, convolution, recurrence, reference, torch_sampler
 from manta.workers.kernels.attention_metadata import AttentionMetadata
+from manta.workers.kernels.experts import LoopedExperts
 from manta.workers.kernels.linears import GatedLinear, TorchLinear
 from manta.workers.kernels.protocol import Forward, KVCaches, RotaryTables
 from manta.workers.kernels.query_tokens import QueryTokens
@@ -38,6 +39,8 @@ class PlacedOnly:
     rms_norm = staticmethod(reference.rms_norm)
     add_rms_norm = staticmethod(reference.add_rms_norm)
     silu_and_mul = staticmethod(reference.silu_and_mul)
+    recur = staticmethod(recurrence.recur)
+    convolve = staticmethod(convolution.convolve)
 
     def __init__(self, placed: list[AttentionMetadata]) -> None:
         self._placed = placed
@@ -95,6 +98,8 @@ class OtherPlatform:
     def shared_linears(self, content: str) -> nullcontext[None]:
         return nullcontext()
 
+    join_experts = staticmethod(LoopedExperts)
+
     def record_decodes(self, *arguments: object, **options: object) -> None:
         """Nothing to record."""
 
@@ -112,8 +117,10 @@ class OtherPlatform:
             for layer, window, table, caches in each_layer:
                 attention, mlp = layer.mixer, layer.mlp
                 qkv = attention.qkv.forward(kernels.rms_norm(residual, layer.input_norm, eps))
-                kernels.rope_and_cache(qkv, table, metadata, *caches, heads, attention.q_norm, attention.k_norm, eps)
-                attended = kernels.paged_attention(qkv, *caches, metadata, heads, window)
+                k_cache, v_cache = caches
+                norms = attention.q_norm, attention.k_norm
+                kernels.rope_and_cache(qkv, table, metadata, k_cache, v_cache, heads, *norms, eps)
+                attended = kernels.paged_attention(qkv, k_cache, v_cache, metadata, heads, window)
                 residual = residual + attention.output.forward(attended)
                 gated = mlp.gated.forward(kernels.rms_norm(residual, layer.mlp_norm, eps))
                 residual = residual + mlp.down.forward(gated)

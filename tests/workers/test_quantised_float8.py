@@ -18,10 +18,12 @@ from manta.cluster.config import EngineConfig
 from manta.workers.checkpoints.linear_reader import stack
 from manta.workers.checkpoints.model_folder import load_model_config
 from manta.workers.decoders.decoder import Decoder
+from manta.workers.kernels.layer_caches import layer_caches
 from manta.workers.kernels.linears import SummedLinear
 from manta.workers.kernels.quantized_reference import round_to_float8
 from manta.workers.kernels.quantized_weight import QuantizedWeight
 from manta.workers.kernels.query_tokens import QueryTokens
+from manta.workers.kv_groups import one_group
 from manta.workers.models.model_config import WeightFormat
 from manta.workers.models.quantization import read_quantization
 from manta.workers.models.raw_config import RawConfig
@@ -71,7 +73,9 @@ def logits_of(model: Decoder) -> torch.Tensor:
     blocks = np.arange(num_blocks, dtype=np.int32)[None]
     metadata = platform.build_metadata(QueryTokens(np.array([0]), np.array([len(TOKENS)]), blocks, 16))
     kv = platform.allocate_kv(model.config, num_blocks, 16, torch.float32)
-    hidden = model.forward(torch.tensor(TOKENS, device=DEVICE), metadata, [(layer[0], layer[1]) for layer in kv])
+    hidden = model.forward(
+        torch.tensor(TOKENS, device=DEVICE), metadata, layer_caches(kv, one_group(model.config.attends))
+    )
     return model.compute_logits(hidden).cpu()
 
 

@@ -82,7 +82,7 @@ FORMATS: dict[str, Format] = {
     ),
     "mxfp4": _compressed(
         "mxfp4-pack-quantized",
-        "8 bits in groups of 32",
+        "4 bits in groups of 32",
         num_bits=4,
         type="float",
         strategy="group",

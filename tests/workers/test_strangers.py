@@ -12,6 +12,7 @@ import resource
 import shutil
 import socket
 import struct
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -20,7 +21,7 @@ import pytest
 from manta.cluster.cli.check import check_quickly, in_one_sentence
 from manta.cluster.config import EngineConfig
 from manta.cluster.text.tokenizer import Tokenizer
-from manta.cluster.text.tokenizer_trial import try_tokenizer
+from manta.cluster.text.tokenizer_trial import TokenizerTrial, try_tokenizer
 from manta.workers.checkpoints.model_folder import load_model_config
 from manta.workers.checkpoints.stop_tokens import with_tokenizers_eos
 from manta.workers.models.model_config import ModelError, Quantization, QuantizationRule, WeightFormat
@@ -314,6 +315,32 @@ def test_a_tokenizer_is_tried_before_a_check_reads_it(folder: pathlib.Path) -> N
     with pytest.raises(ModelError) as caught:
         try_tokenizer(folder)
     check_sentence(str(caught.value), "tokenizer.json")
+
+
+def test_a_tokenizer_that_passed_is_tried_again_only_if_its_files_change(
+    folder: pathlib.Path, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MANTA_CACHE", str(tmp_path / "cache"))
+    TokenizerTrial(folder).wait()
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "no such program"))
+    TokenizerTrial(folder).wait()
+    (folder / "README.md").write_text("no part of it")
+    TokenizerTrial(folder).wait()
+    config = folder / "tokenizer_config.json"
+    config.write_text(config.read_text() + " ")
+    with pytest.raises(FileNotFoundError):
+        TokenizerTrial(folder)
+
+
+def test_a_tokenizer_that_failed_is_tried_again(
+    folder: pathlib.Path, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MANTA_CACHE", str(tmp_path / "cache"))
+    (folder / "tokenizer.json").write_text("{}")
+    for _ in range(2):
+        trial = TokenizerTrial(folder)  # another's work goes on here
+        with pytest.raises(ModelError):
+            trial.wait()
 
 
 @pytest.mark.prove

@@ -158,7 +158,7 @@ def test_ranks_give_back_the_same_blocks(two: RankProcesses) -> None:
     assert_same(two, ALL_GREEDY, path, max_num_batched_tokens=32)
 
 
-@pytest.mark.parametrize("kind", ["gemma3", "olmo3", "glm4", "phi3", "cohere2"])
+@pytest.mark.parametrize("kind", ["gemma3", "olmo3", "glm4", "phi3", "cohere2", "lfm2", "deepseek_v2", "deepseek_v3"])
 def test_two_ranks_split_every_kind_of_layer(two: RankProcesses, kind: str) -> None:
     assert_same(two, ALL_GREEDY, str(folder_of(kind)))
 

@@ -52,7 +52,10 @@ _LAYER_TENSORS = {
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
 }
-_TYPES = ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K", "Q5_K", "Q6_K")
+_FLOATS = ("F32", "F16", "BF16")
+_ROUNDED = ("Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL", "IQ4_XS", "MXFP4")
+_TYPES = (*_FLOATS, *_ROUNDED)
+"""Types of tensors that are served. `formats/gguf_blocks.py` reads those that are rounded."""
 _ROPE_DIVISORS = "rope_freqs.weight"
 _MOST_DIVISOR_BYTES = 2**20
 _IGNORED = (_ROPE_DIVISORS,)

@@ -20,11 +20,11 @@ from manta.workers.checkpoints.formats.gptq import read_gptq
 from manta.workers.checkpoints.formats.mxfp4_experts import read_mxfp4_experts
 from manta.workers.checkpoints.formats.stored_part import Reader, StoredPart
 from manta.workers.checkpoints.memory import FLOATING
-from manta.workers.checkpoints.shard import Shard, in_order, take_piece
+from manta.workers.checkpoints.shard import Shard, in_order, scaled, take_piece
 from manta.workers.kernels.quantized_weight import QuantizedWeight
 from manta.workers.kernels.weights import LinearWeight
 from manta.workers.models.model_config import ModelError, Quantization, WeightFormat
-from manta.workers.models.specs import LinearSpec, Split, WeightPart
+from manta.workers.models.specs import LinearSpec, Split, TensorSpec, WeightPart
 
 READERS: dict[str, Reader] = {
     "int": read_int,
@@ -74,21 +74,28 @@ class LinearReader:
         self._shapes_only = shapes_only
         self._scratch = torch.empty(0, dtype=torch.uint8)
 
-    def read(self, spec: LinearSpec) -> LinearWeight:
+    def read(self, spec: LinearSpec, shapes_only: bool | None = None) -> LinearWeight:
         """Returns the weight of a linear. It is valid until the next one is read: it may view the file, or memory that
-        is used again.
+        is used again. `shapes_only` False gives a plain weight its data in any case.
         """
+        shapes_only = self._shapes_only if shapes_only is None else shapes_only
+        spec = spec._replace(parts=tuple(map(self.as_stored, spec.parts)))
         formats = [self.format_of(part) for part in spec.parts]
         weight: QuantizedWeight | torch.Tensor
         if any(formats):
             weight = stack([self._part(*each, spec) for each in zip(spec.parts, formats, strict=True)], self._dtype)
         else:
-            weight = self._stack_plain([self._plain(part, spec) for part in spec.parts])
+            weight = self._stack_plain([self._plain(part, spec) for part in spec.parts], shapes_only)
         bias = self._bias(spec) if spec.has_bias else None
         if isinstance(weight, torch.Tensor):
             return LinearWeight(spec.name, weight, bias, self._dtype, spec.is_gated)
         shape = torch.empty(weight.values.shape, dtype=self._dtype, device="meta")
         return LinearWeight(spec.name, shape, bias, self._dtype, spec.is_gated, weight)
+
+    def as_stored(self, part: WeightPart) -> WeightPart:
+        """Returns the part as this checkpoint stores it."""
+        other = part.elsewhere
+        return other if other is not None and other.weight_name in self.checkpoint else part
 
     def read_table(self, part: WeightPart, width: int) -> QuantizedWeight | torch.Tensor:
         """Returns a lookup table: a view of the file [num_rows, width], or integers of a GGUF file."""
@@ -97,8 +104,15 @@ class LinearReader:
 
     def read_vector(self, name: str, size: int, split: Split) -> torch.Tensor:
         """Returns the rank's share of a tensor [size], as a view of the file."""
-        part = WeightPart(name, size, split)
-        taken = self._taken(part, False, self.checkpoint.view(name, (size,)))
+        return self.read_tensor(TensorSpec(name, (size,), split))
+
+    def read_tensor(self, spec: TensorSpec) -> torch.Tensor:
+        """Returns the rank's share of a tensor of any shape, split along its first dimension, as a view of the file."""
+        rows, *others = spec.shape
+        part = WeightPart(spec.name, rows, spec.split, first_row=spec.first_row, stored_rows=spec.stored_rows)
+        stored = self.checkpoint.view(spec.name, (spec.stored_rows or rows, *others))
+        stored = stored.flatten(1) if others else stored
+        taken = self._taken(part, False, stored)
         assert isinstance(taken, torch.Tensor)
         return taken
 
@@ -125,7 +139,8 @@ class LinearReader:
     ) -> QuantizedWeight | torch.Tensor:
         """Returns this rank's share of a part, given the tensor that holds it."""
         whole = take_piece(part, stored)
-        return in_order(part, whole if self._shard is None else self._shard.take(part, splits_inputs, whole))
+        taken = in_order(part, whole if self._shard is None else self._shard.take(part, splits_inputs, whole))
+        return taken if part.scale == 1 else scaled(taken, part.scale)
 
     def format_of(self, part: WeightPart) -> WeightFormat | None:
         """Returns the format of a part; None if it is not quantised.
@@ -164,6 +179,9 @@ class LinearReader:
         num_rows = part.stored_rows or part.out_features
         if part.expert is None:
             stored = self.checkpoint.view(part.weight_name, (num_rows, spec.in_features))
+        elif part.expert.has_outputs_first:
+            of_all = (part.expert.num_experts, num_rows, spec.in_features)
+            stored = self.checkpoint.view(part.weight_name, of_all)[part.expert.expert]
         else:
             of_all = (part.expert.num_experts, spec.in_features, num_rows * part.expert.step)
             stored = part.expert.rows_of(self.checkpoint.view(part.weight_name, of_all)[part.expert.expert].T)
@@ -171,9 +189,9 @@ class LinearReader:
         assert isinstance(taken, torch.Tensor)
         return taken
 
-    def _stack_plain(self, views: list[torch.Tensor]) -> torch.Tensor:
+    def _stack_plain(self, views: list[torch.Tensor], shapes_only: bool) -> torch.Tensor:
         """Stacks parts in memory that the next call reuses, because fresh pages would double the time."""
-        if self._shapes_only:
+        if shapes_only:
             views = [view.to("meta") for view in views]
         if len(views) == 1:
             return views[0].to(self._dtype).contiguous()
@@ -193,7 +211,7 @@ class LinearReader:
                 bias = self._shard.take_bias(part, spec.splits_inputs, bias)
             ordered = in_order(part, bias)
             assert isinstance(ordered, torch.Tensor)
-            parts.append(self._place_bias(ordered, self._dtype))
+            parts.append(self._place_bias(ordered.float() * part.scale if part.scale != 1 else ordered, self._dtype))
         return torch.cat(parts)
 
     def _stored_bias(self, part: WeightPart) -> torch.Tensor:
@@ -224,6 +242,7 @@ def stack(parts: Sequence[QuantizedWeight | torch.Tensor], dtype: torch.dtype) -
         max(part.bits for part in fine),
         offsets,
         fine[0].input_order,
+        codebook=fine[0].codebook if len({part.codebook for part in fine}) == 1 else None,
         has_int8_activations=all(part.has_int8_activations for part in fine),
     )
 

@@ -26,11 +26,12 @@ from manta.workers.checkpoints.stored_files import (
 )
 from manta.workers.kept_weights import KEPT_BITS, KeptBits, kept_bytes
 from manta.workers.kv_cache_dtype import kv_dtype
-from manta.workers.kv_groups import BlockNeeds, KVGroup, LayerGroups, group_layers, one_group
+from manta.workers.kv_groups import BlockNeeds, KVGroup, LayerGroups, group_layers, most_states, one_group
 from manta.workers.model_options import ModelOptions
 from manta.workers.models.families import describe
 from manta.workers.models.model_config import DTYPE_BYTES, ModelConfig, ModelError
 from manta.workers.models.raw_config import RawConfig
+from manta.workers.step import NUM_FIXED_STATES
 
 WEIGHTS_MULTIPLE = 4
 """Default size of the KV cache, as a multiple of the weights' memory. A model of half a billion parameters then has
@@ -62,6 +63,21 @@ GGUF_NO_TOKENIZER = "no_tokenizer"
 """Key of this index: why the file gives no tokenizer; null if the folder has one."""
 
 
+class CacheSizes(NamedTuple):
+    """The memory of a rank's cache, in which keys and values and recurrent states have fixed shares."""
+
+    block_bytes: int
+    num_blocks: int
+    state_bytes: int = 0
+    """Bytes of a slot of recurrent states, of all layers together."""
+    num_state_slots: int = 0
+    """Slots of recurrent states, those included that no sequence writes; 0 for a model without."""
+
+    @property
+    def num_bytes(self) -> int:
+        return self.num_blocks * self.block_bytes + self.num_state_slots * self.state_bytes
+
+
 def plan_kv_cache(
     model: ModelConfig,
     dtype: str,
@@ -73,44 +89,100 @@ def plan_kv_cache(
     layers: LayerGroups | None = None,
     shares_memory: bool = True,
     most_of_free: float = MOST_OF_FREE,
-) -> tuple[int, int]:
-    """Returns the bytes and the number of blocks of the KV cache. `layers` are the groups of the model's layers;
-    without them all layers form one group. The first rule that applies decides the cache's size:
+    is_asynchronous: bool = False,
+    has_drafts: bool = False,
+) -> CacheSizes:
+    """Returns the sizes of the cache. `layers` are the groups of the model's layers; without them all layers form one
+    group. `is_asynchronous` says whether the device computes by itself, and `has_drafts` whether steps verify drafts.
+    The first rule that applies decides the cache's size:
 
     1. `kv_cache_bytes`.
     2. `kv_cache_fraction` of `free_bytes`, the memory that is free after loading the weights.
     3. `most_of_free` of `free_bytes`, but no more than the longest sequences can fill. With `shares_memory`, other
        programs need memory too, and the constants above bound the size.
 
-    A block holds the keys and values of the `draft` model too.
+    A block holds the keys and values of the `draft` model too. `_share_out` divides the cache between blocks and
+    recurrent states.
 
-    Raises `ModelError` if the cache would not hold a single block.
+    Raises `ModelError` if the cache would not hold a single block, or the states of a single sequence.
     """
     block_size, kv_cache_bytes = options.block_size, options.kv_cache_bytes
     cached = kv_dtype(options, dtype)
-    layers = layers or one_group(model.num_layers)
-    block_bytes = model.kv_bytes_per_token(cached) * layers.layers_per_block // model.num_layers * block_size
+    layers = layers or one_group(model.attends)
+    block_bytes = model.kv_bytes_per_token(cached) // max(1, sum(model.attends)) * layers.layers_per_block * block_size
     if draft is not None:
         block_bytes += draft.kv_bytes_per_token(cached) * block_size
+    num_steps_ahead = int(options.overlaps(is_asynchronous) and not has_drafts)
+    states = _StateNeeds(model.state_bytes, most_states(num_steps_ahead, has_drafts))
+    needs, positions = block_needs(layers.groups, options), model.max_position_embeddings
     if kv_cache_bytes is not None:
         budget = kv_cache_bytes
     elif options.kv_cache_fraction is not None:
         budget = int(free_bytes * options.kv_cache_fraction)
     else:
-        max_num_sequences, needs = options.max_num_sequences, block_needs(layers.groups, options)
-        whole = needs.of_sequence(options.max_model_len or model.max_position_embeddings) * block_bytes
-        short = min(whole, needs.of_sequence(LEAST_SEQUENCE_TOKENS) * block_bytes)
+        max_num_sequences = options.max_num_sequences
+        whole = needs.of_sequence(options.max_model_len or positions) * block_bytes + states.of_sequence
+        short = min(whole, needs.of_sequence(LEAST_SEQUENCE_TOKENS) * block_bytes + states.of_sequence)
         budget = min(MOST_WHOLE_SEQUENCES * max_num_sequences * whole, int(most_of_free * free_bytes))
         if shares_memory:
             enough = max(WEIGHTS_MULTIPLE * weight_bytes, max_num_sequences * short, LEAST_WHOLE_SEQUENCES * whole)
             budget = min(enough, budget)
+    if model.state_bytes:
+        return _share_out(budget, block_bytes, states, needs, options, positions)
     num_blocks = budget // block_bytes
     if num_blocks < 1:
         raise ModelError(
             f"the KV cache has {budget} bytes, and one block of {block_size} tokens takes {block_bytes}; "
             "raise kv_cache_bytes"
         )
-    return num_blocks * block_bytes, num_blocks
+    return CacheSizes(block_bytes, num_blocks)
+
+
+MOST_EMPTY_BLOCKS = 1 << 16
+"""Bound of the number of blocks of a model without attention, which take no memory of the device, and about 200 bytes
+of the engine's.
+"""
+TYPICAL_SEQUENCE_TOKENS = 2048
+"""Tokens of sequences for which blocks and recurrent states run out at the same time, unless `max_num_sequences` run
+before.
+"""
+
+
+class _StateNeeds(NamedTuple):
+    slot_bytes: int
+    most_slots: int
+    """The most slots that one sequence holds at a time."""
+
+    @property
+    def of_sequence(self) -> int:
+        """Bytes of the most slots that one sequence holds."""
+        return self.most_slots * self.slot_bytes
+
+
+def _share_out(
+    budget: int, block_bytes: int, states: _StateNeeds, needs: BlockNeeds, options: ModelOptions, positions: int
+) -> CacheSizes:
+    """Divides a budget of bytes so that as many sequences of `TYPICAL_SEQUENCE_TOKENS` as possible have both blocks and
+    states, but a sequence of `max_model_len` always has its blocks. Slots that no running sequence uses hold snapshots.
+    """
+    longest = min(positions, options.max_model_len or positions)
+    budget -= NUM_FIXED_STATES * states.slot_bytes
+    typical = needs.of_sequence(min(longest, TYPICAL_SEQUENCE_TOKENS)) * block_bytes + states.of_sequence
+    whole = needs.of_sequence(longest if options.max_model_len else 1) * block_bytes
+    num_sequences = min(budget // typical, (budget - whole) // states.of_sequence, options.max_num_sequences)
+    num_slots = max(1, num_sequences) * states.most_slots
+    rest = budget - num_slots * states.slot_bytes
+    least = needs.of_sequence(1) * block_bytes
+    if rest < least:
+        raise ModelError(
+            f"the KV cache has {budget} bytes beside its fixed states, and the states of one sequence take "
+            f"{states.of_sequence}, and its first blocks {least}; raise kv_cache_bytes"
+        )
+    num_blocks = rest // block_bytes if block_bytes else 0
+    if not block_bytes:  # blocks without layers have the hashes of what snapshots stand for
+        of_snapshots = num_slots * -(-longest // options.block_size)
+        num_blocks = max(options.max_num_sequences * needs.of_sequence(longest), min(of_snapshots, MOST_EMPTY_BLOCKS))
+    return CacheSizes(block_bytes, num_blocks, states.slot_bytes, NUM_FIXED_STATES + num_slots)
 
 
 def choose_groups(model: ModelConfig, draft: ModelConfig | None) -> LayerGroups:
@@ -119,7 +191,7 @@ def choose_groups(model: ModelConfig, draft: ModelConfig | None) -> LayerGroups:
     A draft model's keys and values are in the blocks of the first group. It reads all of them, so with a draft model
     that group gives nothing back.
     """
-    layers = group_layers(model.sliding_windows)
+    layers = group_layers(model.sliding_windows, model.attends)
     if draft is None or layers.groups[0].window is None:
         return layers
     return layers._replace(groups=(KVGroup(), *layers.groups[1:]))

@@ -64,6 +64,8 @@ def take_piece(part: WeightPart, stored: QuantizedWeight | torch.Tensor) -> Quan
     """Returns the rows of a part, if the checkpoint stores several parts as one tensor."""
     if part.stored_rows is None:
         return stored
+    if part.piece is not None:
+        return _picked(stored, part.piece.rows(part.out_features))
     return take_rows(stored, part.first_row, part.first_row + part.out_features)
 
 
@@ -72,7 +74,12 @@ def in_order(part: WeightPart, weight: QuantizedWeight | torch.Tensor) -> Quanti
     if part.order is None:
         return weight
     num_rows = len(weight if isinstance(weight, torch.Tensor) else weight.values)
-    rows = torch.tensor(part.order.rows(num_rows))
+    return _picked(weight, part.order.rows(num_rows))
+
+
+def _picked(weight: QuantizedWeight | torch.Tensor, numbers: list[int]) -> QuantizedWeight | torch.Tensor:
+    """Returns some rows in an order."""
+    rows = torch.tensor(numbers)
     if isinstance(weight, torch.Tensor):
         return weight[rows.to(weight.device)]
     return dataclasses.replace(
@@ -81,6 +88,14 @@ def in_order(part: WeightPart, weight: QuantizedWeight | torch.Tensor) -> Quanti
         scales=weight.scales[rows],
         offsets=None if weight.offsets is None else weight.offsets[rows],
     )
+
+
+def scaled(weight: QuantizedWeight | torch.Tensor, factor: float) -> QuantizedWeight | torch.Tensor:
+    """Returns the weight times a factor. Of integers, that is on their scales and offsets."""
+    if isinstance(weight, torch.Tensor):
+        return weight.float() * factor
+    offsets = None if weight.offsets is None else weight.offsets * factor
+    return dataclasses.replace(weight, scales=weight.scales * factor, offsets=offsets, has_half_scales=False)
 
 
 def take_rows(weight: QuantizedWeight | torch.Tensor, start: int, stop: int) -> QuantizedWeight | torch.Tensor:

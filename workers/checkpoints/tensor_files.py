@@ -25,6 +25,8 @@ _IGNORED_SUFFIXES = (".rotary_emb.inv_freq", ".k_scale", ".v_scale", ".q_scale")
 """Tensors that are not used: buffers that old checkpoints store but implementations compute, and the scales of a
 quantised KV cache, which Manta does not have.
 """
+_IGNORED_PREFIXES = ("mtp.",)
+"""Beginnings of the names of layers that draft tokens (multi-token prediction), which are not served."""
 _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 _COMPARED_BYTES = 2**24
 """Bytes of the embedding and of the head that are compared at a time."""
@@ -160,11 +162,15 @@ class TensorFiles:
                 _advise(mapped, "MADV_DONTNEED", start, length)
         self._unreleased.clear()
 
-    def check_all_used(self, but: Iterable[str] = ()) -> None:
+    def check_all_used(self, but: Iterable[str] = (), below: tuple[str, ...] = ()) -> None:
         """Raises `ModelError` naming tensors that were never read, because the model would silently run without
-        them.
+        them. `but` are names, and `below` beginnings of names, of tensors that need not be read.
         """
-        left = [name for name in self._entries.keys() - self._taken - set(but) if not name.endswith(_IGNORED_SUFFIXES)]
+        left = [
+            name
+            for name in self._entries.keys() - self._taken - set(but)
+            if not name.endswith(_IGNORED_SUFFIXES) and not name.startswith((*_IGNORED_PREFIXES, *below))
+        ]
         if left:
             shown = ", ".join(sorted(left)[:5])
             raise ModelError(f"{self.folder} holds {len(left)} tensors that its architecture does not have: {shown}")

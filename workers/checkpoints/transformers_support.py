@@ -88,6 +88,8 @@ def why_unsupported(config: Any, architecture: str) -> str | None:
         return "it keeps a recurrent state, and only attention keys and values are cached"
     if architecture in _WITH_SINKS:
         return "attention sinks are not implemented"
+    if getattr(config, "index_topk", None):
+        return "attention over the tokens that an indexer chooses (sparse attention) is not implemented"
     if getattr(config, "kv_lora_rank", None):
         return "multi-head latent attention needs a cache layout of its own"
     if getattr(config, "attn_logit_softcapping", None):

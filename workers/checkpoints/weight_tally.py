@@ -9,6 +9,7 @@ import torch
 
 from manta.workers.checkpoints.stored_linears import StoredLinears
 from manta.workers.kept_weights import kept_bytes
+from manta.workers.kernels.experts import LoopedExperts
 from manta.workers.kernels.linears import TorchLinear
 from manta.workers.kernels.quantized_weight import QuantizedWeight
 from manta.workers.kernels.weights import Linear, LinearWeight
@@ -61,7 +62,7 @@ class WeightTally:
         self.kinds[_kind(weight)] += 1
         self.num_integers += weight.values.numel()
         num_scales = weight.scales.numel() * (1 if weight.offsets is None else 2)
-        self.integer_bytes += weight.values.numel() * weight.bits // 8 + num_scales * weight.scales.element_size()
+        self.integer_bytes += weight.values.numel() * weight.least_bits // 8 + num_scales * weight.scales.element_size()
 
     def num_bytes(self, dtype: str, keeps_integers: bool, keeps_float8: bool = False) -> int:
         """Returns the bytes of all weights on a platform that computes in `dtype`, a key of `DTYPE_BYTES`."""
@@ -78,6 +79,7 @@ class CountingPlatform:
     dtype = torch.bfloat16
     """The dtype that stands for the activations' while weights are counted. No weight has it as a dtype of its own."""
     keeps_float8 = True
+    join_experts = staticmethod(LoopedExperts)
 
     def __init__(self) -> None:
         self.tally = WeightTally()
@@ -99,4 +101,4 @@ class CountingPlatform:
 
 def _kind(weight: QuantizedWeight) -> str:
     where = "by output" if weight.scales.shape[1] == 1 else f"in groups of {weight.group_size}"
-    return f"{weight.bits} bits {where}"
+    return f"{weight.least_bits} bits {where}"

@@ -10,6 +10,9 @@ from __future__ import annotations
 import torch
 
 from manta.workers.decoders.experts import run_experts
+from manta.workers.decoders.latent_attention import attend_latent
+from manta.workers.decoders.mixers.recurrent_mixers import MIXERS
+from manta.workers.decoders.mixers.short_conv import run_short_conv
 from manta.workers.decoders.rope_table import rope_table
 from manta.workers.kernels import reference
 from manta.workers.kernels.attention_metadata import AttentionMetadata
@@ -19,9 +22,13 @@ from manta.workers.kernels.weights import (
     DecoderWeights,
     ExpertsWeights,
     GatedMlpWeights,
+    LatentAttentionWeights,
+    MixerWeights,
+    RecurrentWeights,
+    SideBySideWeights,
     max_mlp_rows,
 )
-from manta.workers.kv_groups import group_layers
+from manta.workers.kv_groups import LayerPlace, group_layers
 from manta.workers.models.model_config import ModelConfig
 from manta.workers.platforms import Platform
 
@@ -43,7 +50,7 @@ class Decoder:
         self.weights = weights
         self._kernels = platform.kernels
         next_norms = [*(layer.input_norm for layer in weights.layers[1:]), weights.final_norm]
-        places = group_layers(config.sliding_windows).layers
+        places = group_layers(config.sliding_windows, config.attends).layers
         self._layers = list(zip(weights.layers, places, config.sliding_windows, next_norms, strict=True))
         self._mlp_rows = max_mlp_rows(config, weights.dtype) if platform.splits_mlp else None
         self._embedding_scale = torch.tensor(config.embedding_scale, dtype=weights.dtype).item()
@@ -54,7 +61,7 @@ class Decoder:
         """Hidden states after the last norm, [num_tokens, hidden]; writes the tokens' keys and values to their KV
         slots.
 
-        `token_ids` is int64 [num_tokens]; `kv_caches` holds (k_cache, v_cache) of each layer.
+        `token_ids` is int64 [num_tokens]; `kv_caches` holds what each layer keeps.
         """
         tables = self._rotary_tables(metadata.max_context_len, token_ids.device)
         embedded = self.weights.embedding(token_ids)
@@ -70,13 +77,14 @@ class Decoder:
         for (layer, place, sliding_window, next_norm), table, kv_cache in zip(
             self._layers, cos_sin, kv_caches, strict=True
         ):
-            group = metadata.of_group(place.group)
-            update = self._attend(layer.mixer, normed, table, group, kv_cache, sliding_window)
-            update = self._norm(update, layer.mixer_output_norm)
-            if layer.is_parallel:
+            if layer.mixer is not None:
+                update = self._mix(layer.mixer, normed, table, metadata, place, kv_cache, sliding_window)
+                update = self._norm(update, layer.mixer_output_norm)
+            if layer.mlp is not None and layer.is_parallel:
                 update = update + self._mlp(layer.mlp, normed, metadata)
-            else:
-                normed = self._add(update, residual, layer.mlp_norm)
+            elif layer.mlp is not None:
+                if layer.mixer is not None:
+                    normed = self._add(update, residual, layer.mlp_norm)
                 update = self._norm(self._mlp(layer.mlp, normed, metadata), layer.mlp_output_norm)
             normed = self._add(update, residual, next_norm)
         return normed
@@ -96,23 +104,54 @@ class Decoder:
             return self._norm(residual.add_(update), next_norm)
         return self._kernels.add_rms_norm(update, residual, next_norm, self.config.rms_norm_eps)
 
-    def _attend(
+    def _mix(
         self,
-        attention: AttentionWeights,
+        mixer: MixerWeights,
         normed: torch.Tensor,
         cos_sin: torch.Tensor,
         metadata: AttentionMetadata,
-        kv_cache: tuple[torch.Tensor, torch.Tensor],
+        place: LayerPlace | None,
+        cache: tuple[torch.Tensor, ...],
         sliding_window: int | None,
     ) -> torch.Tensor:
+        if isinstance(mixer, AttentionWeights | LatentAttentionWeights):
+            assert place is not None
+            return self._attend(mixer, normed, cos_sin, metadata.of_group(place.group), cache, sliding_window)
+        if isinstance(mixer, SideBySideWeights):
+            attended = self._mix(mixer.attention, normed, cos_sin, metadata, place, cache[:2], sliding_window)
+            return attended + self._mix(mixer.recurrent, normed, cos_sin, metadata, place, cache[2:], sliding_window)
+        assert metadata.states is not None, "a model with recurrent states gets their slots with each step"
+        if isinstance(mixer, RecurrentWeights):
+            return MIXERS[mixer.kind](mixer, normed, metadata, metadata.states, cache, self._kernels)
+        return run_short_conv(mixer, normed, metadata, metadata.states, cache, self._kernels)
+
+    def _attend(
+        self,
+        attention: AttentionWeights | LatentAttentionWeights,
+        normed: torch.Tensor,
+        cos_sin: torch.Tensor,
+        metadata: AttentionMetadata,
+        kv_cache: tuple[torch.Tensor, ...],
+        sliding_window: int | None,
+    ) -> torch.Tensor:
+        k_cache, v_cache = kv_cache
         heads, eps = self.config.heads, self.config.rms_norm_eps
+        if isinstance(attention, LatentAttentionWeights):
+            assert self.config.latent is not None
+            shape = self.config.latent
+            return attend_latent(attention, normed, cos_sin, metadata, (k_cache, v_cache), heads, shape, self._kernels)
         qkv = attention.qkv.forward(normed, metadata)
         if attention.wide_norms is not None:
             query, key, value = qkv.split([count * heads.head_dim for count in heads.counts], dim=-1)
             query_norm, key_norm = attention.wide_norms
             qkv = torch.cat((query_norm(query), key_norm(key), value), dim=-1)
-        self._kernels.rope_and_cache(qkv, cos_sin, metadata, *kv_cache, heads, attention.q_norm, attention.k_norm, eps)
-        attended = self._kernels.paged_attention(qkv, *kv_cache, metadata, heads, sliding_window, attention.sinks)
+        norms = attention.q_norm, attention.k_norm
+        self._kernels.rope_and_cache(qkv, cos_sin, metadata, k_cache, v_cache, heads, *norms, eps)
+        attended = self._kernels.paged_attention(
+            qkv, k_cache, v_cache, metadata, heads, sliding_window, attention.sinks
+        )
+        if attention.gate is not None:
+            attended = attended * attention.gate.forward(normed, metadata).sigmoid()
         return attention.output.forward(attended, metadata)
 
     def _mlp(

@@ -1,30 +1,46 @@
-"""Experts of a layer, one after the other: the plain form of a mixture of experts, on every device.
-
-A step gathers the rows of each chosen expert, runs it, and adds its weighted result. Called by the decoder.
-"""
+"""A mixture of experts: the router chooses experts for each token. Called by the decoder."""
 
 from __future__ import annotations
 
 import torch
 
 from manta.workers.kernels.weights import ExpertsWeights
+from manta.workers.models.model_config import ExpertsConfig
+
+_LEAST_SUM = 1e-20
+"""What is added to a sum of scores that divides them, as in DeepSeek-V3."""
 
 
 def run_experts(experts: ExpertsWeights, x: torch.Tensor) -> torch.Tensor:
-    """Returns the weighted sum of the chosen experts' results, [num_tokens, hidden], in the dtype of x.
-
-    The weights are the softmax over the logits of all experts, or over those of the chosen ones (`normalises_choice`).
-    """
-    logits = experts.router.forward(x).float()
-    if experts.normalises_choice:
-        best, chosen = logits.topk(experts.num_chosen, dim=-1)
-        shares = best.softmax(-1)
-    else:
-        shares, chosen = logits.softmax(-1).topk(experts.num_chosen, dim=-1)
-    total = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
-    for index in chosen.unique().tolist():
-        rows, places = torch.where(chosen == index)
-        expert = experts.experts[index]
-        result = expert.down.forward(expert.gated.forward(x[rows]))
-        total.index_add_(0, rows, result.float() * shares[rows, places].unsqueeze(-1))
+    """Returns the weighted sum of the chosen experts' results, [num_tokens, hidden], in the dtype of x."""
+    shares, chosen = route(experts.router.forward(x.float()), experts.choice_bias, experts.config)
+    total = experts.experts.forward(x, chosen, shares)
+    if experts.shared is not None:
+        result = experts.shared.down.forward(experts.shared.gated.forward(x)).float()
+        total += result if experts.shared_gate is None else result * experts.shared_gate.forward(x.float()).sigmoid()
     return experts.join(total.to(x.dtype))
+
+
+def route(
+    logits: torch.Tensor, choice_bias: torch.Tensor | None, config: ExpertsConfig
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns the weights of the chosen experts and their indices, float32 and int64 [num_tokens, num_chosen], from
+    float32 logits [num_tokens, num_experts].
+    """
+    scores = logits.sigmoid() if config.scores == "sigmoid" else logits.softmax(-1)
+    ranked = scores if choice_bias is None else scores + choice_bias
+    if config.num_groups > 1:
+        ranked = _of_best_groups(ranked, config)
+    chosen = ranked.topk(config.num_chosen, dim=-1).indices
+    shares = scores.gather(-1, chosen)
+    if config.normalises:
+        shares = shares / (shares.sum(-1, keepdim=True) + _LEAST_SUM)
+    return shares * config.scale, chosen
+
+
+def _of_best_groups(ranked: torch.Tensor, config: ExpertsConfig) -> torch.Tensor:
+    """Returns the scores, those of the groups that are not searched as minus infinity (DeepSeek-V2, 2024)."""
+    by_group = ranked.unflatten(-1, (config.num_groups, -1))
+    best = by_group.topk(config.ranks_groups_by, dim=-1).values.sum(-1).topk(config.num_chosen_groups, dim=-1).indices
+    is_left_out = torch.ones(by_group.shape[:-1], dtype=torch.bool, device=ranked.device).scatter_(-1, best, False)
+    return by_group.masked_fill(is_left_out.unsqueeze(-1), -torch.inf).flatten(-2)

@@ -28,6 +28,7 @@ from manta.workers.decoders.own_attention import alibi_bias, is_linear, replace_
 from manta.workers.kept_weights import KEPT_BITS, KeptBits
 from manta.workers.kernels import kv_cache
 from manta.workers.kernels.attention_metadata import AttentionMetadata
+from manta.workers.kernels.layer_caches import layer_caches
 from manta.workers.kernels.protocol import Forward, KVCaches
 from manta.workers.kernels.query_tokens import QueryTokens
 from manta.workers.kernels.weights import LinearWeight
@@ -103,7 +104,7 @@ class TransformersModel:
         self._num_attended = 0
         self._windows: Windows = {}
         """The sliding window of each layer; empty for families with attention code of their own."""
-        self._places = one_group(config.num_layers).layers
+        self._places = one_group(config.attends).layers
         causal_model = self._load(folder, dtype, platform, kept)
         self._has_own_attention = causal_model.config.model_type in OWN_ATTENTION
         self._alibi = None
@@ -246,7 +247,7 @@ class TransformersModel:
         platform, block_size = self._platform, 16
         num_blocks = -(-max(map(len, probe)) // block_size)
         kv = platform.allocate_kv(self.config, len(probe) * num_blocks, block_size, dtype)
-        kv_caches = [(layer[0], layer[1]) for layer in kv]
+        kv_caches = layer_caches(kv, one_group(self.config.attends))
         prompt_lens = np.array([len(tokens) - 1 for tokens in probe])
         block_tables = np.arange(len(probe) * num_blocks, dtype=np.int32).reshape(len(probe), num_blocks)
         prompts = platform.place(np.array([token for tokens in probe for token in tokens[:-1]]))
@@ -294,7 +295,9 @@ class TransformersModel:
     ) -> torch.Tensor:
         """One layer's attention: query [1, num_heads, num_tokens, head_dim] -> [1, num_tokens, num_heads, head_dim]."""
         assert self._metadata is not None
-        metadata = self._metadata.of_group(self._places[layer].group)
+        place = self._places[layer]
+        assert place is not None
+        metadata = self._metadata.of_group(place.group)
         scale = query.shape[-1] ** -0.5 if scale is None else scale
         value_dim = value.shape[-1]
         if self._alibi is not None:

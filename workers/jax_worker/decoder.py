@@ -59,7 +59,7 @@ def forward(
         parameters.layers, describe(config).layers, places, config.ropes, config.sliding_windows, strict=True
     ):
         normed = _norm(config, residual, layer.input_norm)
-        query, key, value = _heads(config, spec.mixer, layer.attention, normed, by_rope[rope])
+        query, key, value = _heads(config, spec.attention, layer.attention, normed, by_rope[rope])
         attended, pages[place.number] = attend(
             form, query, key, value, pages[place.number], batch.of_group(place.group), window, layer.attention.sinks
         )

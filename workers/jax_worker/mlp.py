@@ -52,12 +52,12 @@ def run_experts(config: ModelConfig, mesh: Mesh | AbstractMesh, weights: Experts
     """Returns the weighted sum of the results of the experts that the router chooses for each row of x [num_tokens,
     hidden]; `decoders/experts.py` defines it.
     """
-    logits = linear(x, weights.router).astype(jnp.float32)
-    if config.normalises_choice:
-        best, chosen = jax.lax.top_k(logits, config.num_chosen_experts)
-        shares = jax.nn.softmax(best, axis=-1)
-    else:
-        shares, chosen = jax.lax.top_k(jax.nn.softmax(logits, axis=-1), config.num_chosen_experts)
+    assert config.experts is not None
+    router: LinearArrays = jax.tree.map(lambda each: each.astype(jnp.float32), weights.router)
+    scores = jax.nn.softmax(linear(x.astype(jnp.float32), router), axis=-1)
+    shares, chosen = jax.lax.top_k(scores, config.experts.num_chosen)
+    if config.experts.normalises:
+        shares = shares / shares.sum(-1, keepdims=True)
     whole = PartitionSpec()
     inner = LinearArrays._make((PartitionSpec(None, None, AXIS), PartitionSpec(None, AXIS)))
     outer = LinearArrays._make((PartitionSpec(None, AXIS, None), whole))

@@ -157,10 +157,10 @@ class _ParameterReader:
     def _layer(self, spec: LayerSpec) -> Layer:
         return Layer(
             self._optional_norm(spec.input_norm),
-            self._attention(spec.mixer),
+            self._attention(spec.attention),
             self._optional_norm(spec.mixer_output_norm),
             self._optional_norm(spec.mlp_norm),
-            self._mlp(spec.mlp) if isinstance(spec.mlp, GatedMlpSpec) else self._experts(spec.mlp),
+            self._experts(spec.mlp) if isinstance(spec.mlp, ExpertsSpec) else self._mlp(spec.mlp),
             self._optional_norm(spec.mlp_output_norm),
         )
 
@@ -176,7 +176,9 @@ class _ParameterReader:
             None if spec.sinks is None else self._sinks(spec.sinks),
         )
 
-    def _mlp(self, spec: GatedMlpSpec) -> GatedMlpArrays:
+    def _mlp(self, spec: GatedMlpSpec | None) -> GatedMlpArrays:
+        assert spec is not None
+        assert spec.gated.is_gated
         gate, up = (self._linear(spec.gated, part) for part in range(2))
         return GatedMlpArrays(gate, up, self._linear(spec.down))
 
@@ -220,6 +222,7 @@ class _ParameterReader:
         if part.expert is None:
             stored = self._view(part.weight_name, (part.stored_rows or part.out_features, in_features))
         else:
+            assert not part.expert.has_outputs_first
             of_all = (part.expert.num_experts, in_features, part.out_features * part.expert.step)
             stored = part.expert.rows_of(self._view(part.weight_name, of_all)[part.expert.expert].T)
         rows = self._rows(part)
@@ -251,6 +254,9 @@ class _ParameterReader:
 
     def _rows(self, part: WeightPart) -> np.ndarray:
         """Returns the rows of the checkpoint's tensor that the devices hold, in order; -1 is a row of zeros."""
+        assert part.piece is None
+        assert part.elsewhere is None
+        assert part.scale == 1
         size = part.out_features
         rows = part.first_row + (np.arange(size) if part.order is None else np.array(part.order.rows(size)))
         if part.split is Split.VOCABULARY:

@@ -59,7 +59,7 @@ def plan(
     """
     shares_memory = not is_tpu(mesh)
     free = free_bytes(mesh)
-    num_bytes, num_blocks = plan_kv_cache(
+    sizes = plan_kv_cache(
         held_config(model, mesh),
         dtype,
         config,
@@ -71,9 +71,9 @@ def plan(
         most_of_free=MOST_OF_FREE if shares_memory else TPU_KV_SHARE,
     )
     # The number of blocks is part of a compiled program's cache key, so it must not vary with each free byte.
-    step = 1 << max(0, num_blocks.bit_length() - BLOCK_BITS)
-    kept = num_blocks // step * step
-    return num_bytes // num_blocks * kept, kept
+    step = 1 << max(0, sizes.num_blocks.bit_length() - BLOCK_BITS)
+    kept = sizes.num_blocks // step * step
+    return sizes.block_bytes * kept, kept
 
 
 def free_bytes(mesh: Mesh) -> int:

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from manta.workers.kernels.query_tokens import QueryTokens
+from manta.workers.kernels.recurrent_step import RecurrentStep
 from manta.workers.kernels.shared_prefixes import SharedPrefixes, find_shared_prefixes
 from manta.workers.kernels.transfer import place
 
@@ -53,6 +54,8 @@ class AttentionMetadata:
     """The same step with the KV slots and block tables of further groups of layers (`workers/kv_groups.py`). Empty if
     all layers have the same blocks.
     """
+    states: RecurrentStep | None = None
+    """The recurrent states that the step reads and writes; None for models without."""
 
     def of_group(self, group: int) -> AttentionMetadata:
         """Returns the metadata for the layers of a group."""

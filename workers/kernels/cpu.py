@@ -12,7 +12,7 @@ from ctypes import c_float, c_int, c_int64, c_void_p
 
 import torch
 
-from manta.workers.kernels import build, layout, reference
+from manta.workers.kernels import build, cpu_recurrence, layout, reference
 from manta.workers.kernels.attention_metadata import AttentionMetadata
 from manta.workers.kernels.cpu_linear import DTYPES, GATE_KINDS
 from manta.workers.kernels.shared_prefixes import MAX_QUERY_LEN, PREFIX_MULTIPLE
@@ -23,6 +23,9 @@ CACHE_DTYPES = {**DTYPES, torch.int8: 2}
 """Numbers that the C++ has for a cache's dtype."""
 HEAD_DIM_MULTIPLE = 16
 """Head sizes the C++ attention takes; the reference serves others."""
+
+recur = cpu_recurrence.recur
+convolve = cpu_recurrence.convolve
 
 
 @functools.cache
@@ -127,7 +130,7 @@ def rope_and_cache(
         metadata.positions.data_ptr(),
         metadata.slot_mapping.data_ptr(),
         k_cache.data_ptr(),
-        v_cache.data_ptr(),
+        None if heads.keys_are_values else v_cache.data_ptr(),
         None if q_norm_weight is None else q_norm_weight.data_ptr(),
         None if k_norm_weight is None else k_norm_weight.data_ptr(),
         qkv.shape[0],

@@ -21,7 +21,7 @@ from manta.workers.kernels.cpu_linear import DTYPES, HasNative, NativeLinear
 from manta.workers.kernels.kept_memory import KeptMemory
 from manta.workers.kernels.layout import check, structure
 from manta.workers.kernels.protocol import KVCaches, RotaryTables
-from manta.workers.kernels.weights import DecoderWeights, GatedMlpWeights, Linear, max_mlp_rows
+from manta.workers.kernels.weights import AttentionWeights, DecoderWeights, GatedMlpWeights, Linear, max_mlp_rows
 from manta.workers.kv_groups import group_layers
 from manta.workers.models.model_config import ModelConfig
 from manta.workers.models.variants import OUTSIDE_OF_LAYERS, Variant, variants_of
@@ -122,7 +122,7 @@ class FusedLayers:
         self._mlp_rows = max_mlp_rows(config, self._dtype)
         heads, hidden = config.heads, config.hidden_size
         dtype = DTYPES[self._dtype]
-        self._shape = _Shape(dtype, dtype, hidden, *heads[:3], exact, config.rms_norm_eps, *heads[3:])
+        self._shape = _Shape(dtype, dtype, hidden, *heads[:3], exact, config.rms_norm_eps, heads.scale, heads.logit_cap)
         qkv_width = (heads.num_heads + 2 * heads.num_kv_heads) * heads.head_dim
         attended_width = heads.num_heads * heads.head_dim
         self._widths = (hidden, qkv_width, attended_width, config.intermediate_size)
@@ -140,7 +140,9 @@ class FusedLayers:
         places = group_layers(config.sliding_windows).layers
         for to, layer, place, window in zip(self._layers, weights.layers, places, config.sliding_windows, strict=True):
             attention, mlp = layer.mixer, layer.mlp
+            assert isinstance(attention, AttentionWeights)
             assert isinstance(mlp, GatedMlpWeights)
+            assert place is not None
             to.input_norm, to.mlp_norm = _address(layer.input_norm), _address(layer.mlp_norm)
             to.q_norm, to.k_norm = _address(attention.q_norm), _address(attention.k_norm)
             linears = {

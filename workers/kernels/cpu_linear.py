@@ -157,9 +157,10 @@ class PackedLinear:
 
     def native(self) -> NativeLinear:
         """The same linear, for C++ to call."""
-        bias = None if self.bias is None else self.bias.data_ptr()
-        sizes = (self.in_features, self.out_features, self.gate)
-        self._state = _PackedLinear(self.packed.data_ptr(), bias, DTYPES[self.dtype], *sizes)
+        if self._state is None:  # callers keep its address
+            bias = None if self.bias is None else self.bias.data_ptr()
+            sizes = (self.in_features, self.out_features, self.gate)
+            self._state = _PackedLinear(self.packed.data_ptr(), bias, DTYPES[self.dtype], *sizes)
         run = ctypes.cast(self._library.manta_run_packed_linear, c_void_p).value
         assert run is not None
         return NativeLinear(run, ctypes.addressof(self._state))

@@ -22,7 +22,7 @@ from manta.workers.kernels.quantized_reference import input_group
 from manta.workers.kernels.quantized_weight import QuantizedWeight
 
 _SIZES = "dtype bits in_features out_features group half_scales offsets one_scale one_input_scale gated"
-_QuantizedLinear = layout.structure("_QuantizedLinear", "packed bias input_order", _SIZES)
+_QuantizedLinear = layout.structure("_QuantizedLinear", "packed bias input_order codebook", _SIZES)
 
 
 @functools.cache
@@ -33,8 +33,8 @@ def _library() -> ctypes.CDLL | None:
         layout.check("quantized_linear.cpp", library.manta_quantized_layout, sizes)
         library.manta_quantized_bytes.argtypes = [c_int] * 7
         library.manta_quantized_bytes.restype = c_int64
-        library.manta_pack_quantized.argtypes = [*[c_void_p] * 4, *[c_int] * 7]
-        library.manta_quantized_linear.argtypes = [c_int, *[c_void_p] * 5, *[c_int] * 10]
+        library.manta_pack_quantized.argtypes = [*[c_void_p] * 5, *[c_int] * 7]
+        library.manta_quantized_linear.argtypes = [c_int, *[c_void_p] * 6, *[c_int] * 10]
         library.manta_pack_quantized.restype = library.manta_quantized_linear.restype = None
     return library
 
@@ -59,7 +59,8 @@ class PackedQuantizedLinear:
         self.width = self.out_features // 2 if gated else self.out_features
         self.dtype = dtype
         self._library = library
-        self._bits = weight.bits
+        self._bits = weight.least_bits
+        self._codebook = None if weight.codebook is None else torch.tensor(weight.codebook, dtype=torch.int8)
         self._group = input_group(weight)
         self._has_half_scales = weight.has_half_scales
         self._has_offsets = weight.offsets is not None
@@ -87,7 +88,8 @@ class PackedQuantizedLinear:
         self._library.manta_pack_quantized(
             values.data_ptr(),
             scales.data_ptr(),
-            None if offsets is None else offsets.data_ptr(),
+            _address(offsets),
+            _address(self._codebook),
             packed.data_ptr(),
             self._bits,
             self.out_features,
@@ -121,6 +123,7 @@ class PackedQuantizedLinear:
             self.packed.data_ptr(),
             _address(self.bias),
             _address(self._order),
+            _address(self._codebook),
             y.data_ptr(),
             x.numel() // self.in_features,
             *self._sizes,
@@ -129,8 +132,9 @@ class PackedQuantizedLinear:
 
     def native(self) -> NativeLinear:
         """The same linear, for C++ to call."""
-        pointers = self.packed.data_ptr(), _address(self.bias), _address(self._order)
-        self._state = _QuantizedLinear(*pointers, DTYPES[self.dtype], *self._sizes)
+        if self._state is None:  # callers keep its address
+            pointers = self.packed.data_ptr(), _address(self.bias), _address(self._order), _address(self._codebook)
+            self._state = _QuantizedLinear(*pointers, DTYPES[self.dtype], *self._sizes)
         run = ctypes.cast(self._library.manta_run_quantized_linear, c_void_p).value
         assert run is not None
         return NativeLinear(run, ctypes.addressof(self._state))

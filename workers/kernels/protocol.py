@@ -12,11 +12,15 @@ import torch
 
 from manta.structured.masks import MaskBatch
 from manta.workers.kernels.attention_metadata import AttentionMetadata
+from manta.workers.kernels.recurrence import RecurrentInputs
+from manta.workers.kernels.recurrent_step import RecurrentStep
 from manta.workers.models.model_config import HeadShape
 from manta.workers.sampling.sampling_state import SamplingState, SequenceState
 
-KVCaches = list[tuple[torch.Tensor, torch.Tensor]]
-"""(k_cache, v_cache) of each layer; `workers/kernels/kv_cache.py` has their shapes."""
+KVCaches = list[tuple[torch.Tensor, ...]]
+"""What each layer keeps: (k_cache, v_cache) of attention, whose shapes are in `workers/kernels/kv_cache.py`, then the
+tensors of its recurrent state, [num_slots, *shape] (`workers/kernels/recurrent_step.py`).
+"""
 
 
 RotaryTables = list[torch.Tensor]
@@ -74,6 +78,22 @@ class Kernels(Protocol):
         sliding_window: int | None = None,
         sinks: torch.Tensor | None = None,
     ) -> torch.Tensor: ...
+
+    def recur(self, inputs: RecurrentInputs, states: torch.Tensor, step: RecurrentStep) -> torch.Tensor:
+        """`workers/kernels/recurrence.py` documents it."""
+        ...
+
+    def convolve(
+        self,
+        x: torch.Tensor,
+        kernel: torch.Tensor,
+        bias: torch.Tensor | None,
+        states: torch.Tensor,
+        step: RecurrentStep,
+        activates: bool = False,
+    ) -> torch.Tensor:
+        """`workers/kernels/convolution.py` documents it."""
+        ...
 
 
 class Forward(Protocol):

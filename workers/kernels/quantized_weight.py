@@ -36,6 +36,16 @@ class QuantizedWeight:
     has_int8_activations: bool = False
     """Whether the checkpoint was made for activations that are rounded to int8, with one scale for each row (W8A8)."""
 
+    codebook: tuple[int, ...] | None = None
+    """The 16 numbers from -128 to 127 that `values` consist of, so that a kernel may keep codes of 4 bits; `bits` is 8
+    for kernels that do not. None: any number of `bits` bits.
+    """
+
+    @property
+    def least_bits(self) -> int:
+        """The fewest bits in which a kernel may keep a value."""
+        return self.bits if self.codebook is None else (len(self.codebook) - 1).bit_length()
+
     @property
     def is_float8(self) -> bool:
         return self.values.dtype == torch.float8_e4m3fn

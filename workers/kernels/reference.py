@@ -55,6 +55,17 @@ def gate(activation: str, gate_up: torch.Tensor) -> torch.Tensor:
     return GATES[activation](*gate_up.float().chunk(2, dim=-1)).to(gate_up.dtype)
 
 
+ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "silu": F.silu,
+    "relu2": lambda x: F.relu(x).square(),
+}
+"""Activations of MLPs without gates."""
+
+
+def activate(activation: str, x: torch.Tensor) -> torch.Tensor:
+    return ACTIVATIONS[activation](x.float()).to(x.dtype)
+
+
 silu_and_mul = functools.partial(gate, "silu")
 
 
@@ -76,19 +87,20 @@ def rope_and_cache(
 ) -> None:
     """Rotates queries in place and writes rotated keys and plain values to their KV slots.
 
-    qkv is [num_tokens, (num_heads + 2 * num_kv_heads) * head_dim]; afterwards its key part is undefined. `cos_sin` is
+    qkv is [num_tokens, (num_heads + 2 * num_kv_heads) * head_dim], without values if `heads.keys_are_values`, where
+    both caches are one; afterwards its key part is undefined. `cos_sin` is
     float32 [max_position, head_dim], cosines then sines, for rotary embedding (Su et al., 2021) in the half-split order
     of GPT-NeoX and Hugging Face. If norm weights [head_dim] are given, each query and key head is RMS-normalised before
     the rotation (Qwen3). A cache of int8 gets keys and values rounded from the dtype of qkv.
     """
-    num_heads, num_kv_heads, head_dim = heads[:3]
-    by_head = qkv.view(qkv.shape[0], num_heads + 2 * num_kv_heads, head_dim)
-    query, key, value = by_head.split((num_heads, num_kv_heads, num_kv_heads), dim=1)
+    by_head = qkv.view(qkv.shape[0], sum(heads.counts), heads.head_dim)
+    query, key, value = by_head.split(heads.counts, dim=1)
     cos, sin = cos_sin[metadata.positions].unsqueeze(1).chunk(2, dim=-1)
     query.copy_(_rotate(query, cos, sin, q_norm_weight, eps))
     rotated = _rotate(key, cos, sin, k_norm_weight, eps)
     kv_cache.write(k_cache, metadata.slot_mapping, rotated, metadata.block_size)
-    kv_cache.write(v_cache, metadata.slot_mapping, value, metadata.block_size)
+    if not heads.keys_are_values:
+        kv_cache.write(v_cache, metadata.slot_mapping, value, metadata.block_size)
 
 
 def _rotate(
@@ -116,7 +128,7 @@ def paged_attention(
     `h // (num_heads // num_kv_heads)`. `sliding_window` is how many positions a token sees, itself included (Mistral).
     `sinks`, float32 [num_heads], are a further logit of each head, whose probability goes nowhere (gpt-oss).
     """
-    num_heads, num_kv_heads, head_dim, scale, _ = heads
+    num_heads, num_kv_heads, head_dim, scale = heads[:4]
     query = qkv[:, : num_heads * head_dim].view(-1, num_heads, head_dim)
     output = torch.empty_like(query, memory_format=torch.contiguous_format)
     query_start = metadata.query_start.tolist()

@@ -14,7 +14,8 @@ import torch
 
 from manta.workers.kernels.attention_metadata import AttentionMetadata
 from manta.workers.kernels.quantized_weight import QuantizedWeight
-from manta.workers.models.model_config import ModelConfig
+from manta.workers.models.model_config import ExpertsConfig, ModelConfig
+from manta.workers.models.recurrent_shapes import RecurrentKind, RecurrentShape
 
 
 @dataclasses.dataclass(slots=True, frozen=True)
@@ -94,6 +95,60 @@ class AttentionWeights:
     """Norms over all query heads and over all key heads, before the rotation; None in families without them."""
     sinks: torch.Tensor | None = None
     """float32 [num_heads]; None in families without attention sinks."""
+    gate: Linear | None = None
+    """hidden -> num_heads * head_dim, whose sigmoids multiply the attended values; None in families without."""
+
+
+@dataclasses.dataclass(slots=True, frozen=True)
+class ShortConvWeights:
+    input: Linear
+    """hidden -> 3 * channels: b, c and x."""
+    kernel: torch.Tensor
+    """float32 [channels, width]"""
+    bias: torch.Tensor | None
+    """float32 [channels]"""
+    output: Linear
+
+
+@dataclasses.dataclass(slots=True, frozen=True)
+class RecurrentWeights:
+    """The weights of `RecurrentSpec`, by the names that the mixer's module gives them."""
+
+    kind: RecurrentKind
+    shape: RecurrentShape
+    """The sizes of this rank's share."""
+    inputs: dict[str, Linear]
+    output: Linear
+    tensors: dict[str, torch.Tensor]
+    """float32"""
+    num_ranks: int
+    sum_over_ranks: Callable[[torch.Tensor], torch.Tensor]
+
+
+@dataclasses.dataclass(slots=True, frozen=True)
+class LatentAttentionWeights:
+    """The weights of `LatentAttentionSpec`. The two weights between latent vectors and heads are laid out for cached
+    tokens (`workers/decoders/latent_attention.py`).
+    """
+
+    inputs: Linear
+    query_norm: torch.Tensor | None
+    queries: Linear | None
+    latent_norm: torch.Tensor
+    keys: torch.Tensor
+    """[num_heads, plain_dim, head_dim]: from a head's unrotated query to a query of cached tokens."""
+    values: torch.Tensor
+    """[num_heads, head_dim, value_dim]: from attended cached tokens to a head's values."""
+    output: Linear
+
+
+@dataclasses.dataclass(slots=True, frozen=True)
+class SideBySideWeights:
+    attention: AttentionWeights
+    recurrent: RecurrentWeights
+
+
+MixerWeights = AttentionWeights | LatentAttentionWeights | ShortConvWeights | RecurrentWeights | SideBySideWeights
 
 
 @dataclasses.dataclass(slots=True, frozen=True)
@@ -103,17 +158,33 @@ class GatedMlpWeights:
     down: Linear
 
 
+class Experts(Protocol):
+    """The experts of a layer, on any platform."""
+
+    def forward(self, x: torch.Tensor, chosen: torch.Tensor, shares: torch.Tensor) -> torch.Tensor:
+        """Returns the weighted sum of the chosen experts' results for x [num_rows, hidden], float32. `chosen`, int64
+        [num_rows, num_chosen], has different experts in a row, and `shares`, float32, their weights.
+
+        A row's results are added in the order of the experts, so they do not depend on the other rows.
+        """
+        ...
+
+
 @dataclasses.dataclass(slots=True, frozen=True)
 class ExpertsWeights:
+    config: ExpertsConfig
     router: Linear
-    """hidden -> num_experts"""
-    experts: list[GatedMlpWeights]
+    """hidden -> num_experts, in float32 whatever the dtype of the activations is."""
+    experts: Experts
     """Of ranks, each has a part of every expert's inner width."""
-    num_chosen: int
-    normalises_choice: bool
-    """Whether the weights of the chosen experts sum to one."""
     join: Callable[[torch.Tensor], torch.Tensor]
     """Sums the results [num_tokens, hidden] of ranks."""
+    choice_bias: torch.Tensor | None = None
+    """float32 [num_experts], added to the scores for the choice alone; None for none."""
+    shared: GatedMlpWeights | None = None
+    """The expert that computes every token; None for none."""
+    shared_gate: Linear | None = None
+    """hidden -> 1, whose sigmoid multiplies the result of `shared`; in float32. None for none."""
 
 
 @dataclasses.dataclass(slots=True, frozen=True)
@@ -121,9 +192,9 @@ class LayerWeights:
     """A layer of `LayerSpec`: norms are tensors [hidden], or None where a family has none."""
 
     input_norm: torch.Tensor | None
-    mixer: AttentionWeights
+    mixer: MixerWeights | None
     mlp_norm: torch.Tensor | None
-    mlp: GatedMlpWeights | ExpertsWeights
+    mlp: GatedMlpWeights | ExpertsWeights | None
     mixer_output_norm: torch.Tensor | None = None
     mlp_output_norm: torch.Tensor | None = None
     is_parallel: bool = False

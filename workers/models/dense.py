@@ -38,20 +38,19 @@ def read_dense(
     norm_eps: tuple[str, float] = ("rms_norm_eps", 1e-6),
     rope: RopeConfig | None = None,
     is_tied: bool = False,
+    kv_heads: tuple[int, int] | None = None,
 ) -> ModelConfig:
     """Returns the shape of a dense decoder without biases, in which every token sees all before it.
 
     `usual_head_dim` is the head dimension of a configuration that names none; None divides the hidden size by the
     number of heads. `activation` and `norm_eps` are the family's keys for its activation and for the constant in its
     norms, with their usual values. `is_tied` says whether a head is tied if the configuration does not say. A family
-    with a `rope` of its own has read it. Raises `ConfigError` for sizes that do not fit, and as `read_rope` does.
+    with a `rope` of its own has read it, and one with `kv_heads` of its own their number and width. Raises
+    `ConfigError` for sizes that do not fit, and as `read_rope` does.
     """
     hidden_size = raw["hidden_size"].whole()
     num_heads = raw["num_attention_heads"].whole(most=hidden_size)
-    num_kv_heads = raw["num_key_value_heads"].whole(num_heads)
-    if num_heads % num_kv_heads:
-        raise raw["num_key_value_heads"].refused(f"a divisor of the {num_heads} attention heads")
-    head_dim = read_head_dim(raw, usual_head_dim)
+    num_kv_heads, head_dim = kv_heads or (read_num_kv_heads(raw), read_head_dim(raw, usual_head_dim))
     num_layers = raw["num_hidden_layers"].whole(most=MOST_LAYERS)
     rope = rope or read_rope(raw, head_dim)
     return ModelConfig(
@@ -72,6 +71,15 @@ def read_dense(
         activation=ACTIVATIONS[raw[activation[0]].one_of(*ACTIVATIONS, default=activation[1])],
         dtype=read_dtype(raw),
     )
+
+
+def read_num_kv_heads(raw: RawConfig) -> int:
+    """Returns the number of KV heads. Raises `ConfigError` unless it divides that of the query heads."""
+    num_heads = raw["num_attention_heads"].whole()
+    num_kv_heads = raw["num_key_value_heads"].whole(num_heads)
+    if num_heads % num_kv_heads:
+        raise raw["num_key_value_heads"].refused(f"a divisor of the {num_heads} attention heads")
+    return num_kv_heads
 
 
 def read_head_dim(raw: RawConfig, usual: int | None = None) -> int:

@@ -43,4 +43,4 @@ def _layer(config: ModelConfig, index: int) -> LayerSpec:
     layer = gemma2.layer(config, index)
     prefix = f"model.layers.{index}.self_attn"
     q_norm, k_norm = (NormSpec(f"{prefix}.{name}_norm", config.head_dim, adds_one=True) for name in ("q", "k"))
-    return layer._replace(mixer=layer.mixer._replace(q_norm=q_norm, k_norm=k_norm))
+    return layer._replace(mixer=layer.attention._replace(q_norm=q_norm, k_norm=k_norm))

@@ -8,7 +8,8 @@ import msgspec
 
 from manta.workers.models import llama
 from manta.workers.models.dense import read_dense, read_head_dim, read_kinds, read_rope, with_kinds
-from manta.workers.models.model_config import ModelConfig
+from manta.workers.models.experts import read_num_experts
+from manta.workers.models.model_config import ExpertsConfig, ModelConfig
 from manta.workers.models.raw_config import RawConfig
 from manta.workers.models.specs import (
     DecoderSpec,
@@ -42,16 +43,19 @@ def read_config(raw: RawConfig) -> ModelConfig:
     raw["swiglu_limit"].number(_LIMIT, least=_LIMIT, most=_LIMIT)
     raw.ignore("initial_context_length", "experts_per_token")  # its rope and `num_experts_per_tok` say the same
     has_biases = raw["attention_bias"].flag(True)
-    num_experts = raw.first_of("num_local_experts", "num_experts").whole(128)
+    num_experts = read_num_experts(raw, 128, "num_local_experts", "num_experts")
     config = msgspec.structs.replace(
         config,
         qkv_bias=has_biases,
         output_bias=has_biases,
         mlp_bias=True,
         activation="clamped",
-        num_experts=num_experts,
-        num_chosen_experts=raw["num_experts_per_tok"].whole(4, most=num_experts),
-        normalises_choice=True,
+        experts=ExpertsConfig(
+            num_experts=num_experts,
+            num_chosen=raw["num_experts_per_tok"].whole(4, most=num_experts),
+            intermediate_size=config.intermediate_size,
+            normalises=True,
+        ),
     )
     return with_kinds(config, read_kinds(raw, config.num_layers, period=2), raw["sliding_window"].whole(_WINDOW))
 
@@ -62,19 +66,21 @@ def describe(config: ModelConfig) -> DecoderSpec:
 
 def _layer(config: ModelConfig, index: int) -> LayerSpec:
     layer, prefix = llama.layer(config, index), f"model.layers.{index}"
-    router = LinearSpec((WeightPart(f"{prefix}.mlp.router", config.num_experts),), config.hidden_size, has_bias=True)
+    assert config.experts is not None
+    num_experts = config.experts.num_experts
+    router = LinearSpec((WeightPart(f"{prefix}.mlp.router", num_experts),), config.hidden_size, has_bias=True)
     usual = llama.mlp(config, f"{prefix}.mlp")
-    experts = tuple(_expert(config, usual, f"{prefix}.mlp.experts", each) for each in range(config.num_experts))
-    attention = layer.mixer._replace(sinks=f"{prefix}.self_attn.sinks")
+    experts = tuple(_expert(num_experts, usual, f"{prefix}.mlp.experts", each) for each in range(num_experts))
+    attention = layer.attention._replace(sinks=f"{prefix}.self_attn.sinks")
     return layer._replace(mixer=attention, mlp=ExpertsSpec(router, experts))
 
 
-def _expert(config: ModelConfig, usual: GatedMlpSpec, prefix: str, expert: int) -> GatedMlpSpec:
+def _expert(num_experts: int, usual: GatedMlpSpec, prefix: str, expert: int) -> GatedMlpSpec:
     """Returns one expert. Columns of gates and of what they let through alternate in the stored tensor."""
     gate, up = (
-        part._replace(name=f"{prefix}.gate_up_proj", expert=ExpertRows(expert, config.num_experts, first, 2))
+        part._replace(name=f"{prefix}.gate_up_proj", expert=ExpertRows(expert, num_experts, first, 2))
         for first, part in enumerate(usual.gated.parts)
     )
     (down,) = usual.down.parts
-    down = down._replace(name=f"{prefix}.down_proj", expert=ExpertRows(expert, config.num_experts))
+    down = down._replace(name=f"{prefix}.down_proj", expert=ExpertRows(expert, num_experts))
     return GatedMlpSpec(usual.gated._replace(parts=(gate, up)), usual.down._replace(parts=(down,)))

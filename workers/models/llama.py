@@ -47,16 +47,16 @@ def layer(config: ModelConfig, index: int) -> LayerSpec:
     hidden = config.hidden_size
     return LayerSpec(
         input_norm=NormSpec(f"{prefix}.input_layernorm", hidden),
-        mixer=_attention(config, f"{prefix}.self_attn"),
+        mixer=attention(config, f"{prefix}.self_attn"),
         mlp_norm=NormSpec(f"{prefix}.post_attention_layernorm", hidden),
         mlp=mlp(config, f"{prefix}.mlp"),
     )
 
 
-def _attention(config: ModelConfig, prefix: str) -> AttentionSpec:
+def attention(config: ModelConfig, prefix: str) -> AttentionSpec:
     hidden = config.hidden_size
     query_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-    order = _head_order(config)
+    order = head_order(config)
     qkv = (
         WeightPart(f"{prefix}.q_proj", query_size, Split.QUERY_HEADS, order),
         WeightPart(f"{prefix}.k_proj", kv_size, Split.KV_HEADS, order),
@@ -69,7 +69,7 @@ def _attention(config: ModelConfig, prefix: str) -> AttentionSpec:
     )
 
 
-def _head_order(config: ModelConfig) -> HeadOrder | None:
+def head_order(config: ModelConfig) -> HeadOrder | None:
     """Returns the order in which the rows of heads are read; None if their two halves rotate, as the kernels need."""
     rotary_dim, is_interleaved = config.rope.rotary_dim or config.head_dim, config.rope.is_interleaved
     if rotary_dim == config.head_dim and not is_interleaved:
@@ -77,8 +77,9 @@ def _head_order(config: ModelConfig) -> HeadOrder | None:
     return HeadOrder(config.head_dim, rotary_dim, is_interleaved)
 
 
-def mlp(config: ModelConfig, prefix: str) -> GatedMlpSpec:
-    hidden, inner, has_bias = config.hidden_size, config.intermediate_size, config.mlp_bias
+def mlp(config: ModelConfig, prefix: str, inner: int | None = None) -> GatedMlpSpec:
+    """Returns an MLP of the inner width `inner`, by default the model's."""
+    hidden, inner, has_bias = config.hidden_size, inner or config.intermediate_size, config.mlp_bias
     gate, up = (WeightPart(f"{prefix}.{name}_proj", inner, Split.INNER) for name in ("gate", "up"))
     down = WeightPart(f"{prefix}.down_proj", hidden)
     return GatedMlpSpec(

@@ -7,6 +7,8 @@ from typing import NamedTuple
 import msgspec
 import regex
 
+from manta.workers.models.recurrent_shapes import RecurrentShape, StateShape
+
 DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 PATTERN_SECONDS = 10.0
 """Longest time by the clock to search for a pattern in a name. The patterns of published checkpoints take microseconds.
@@ -119,11 +121,77 @@ class HeadShape(NamedTuple):
     """Factor on the products of queries and keys."""
     logit_cap: float = 0.0
     """Bound `c` of the scaled products, which become `c * tanh(product / c)` (Gemma 2); 0 for none."""
+    keys_are_values: bool = False
+    """Whether a cached key is the value too, as in latent attention: then there are no value heads, and the two caches
+    of a layer are one.
+    """
 
     @property
     def counts(self) -> tuple[int, int, int]:
         """The numbers of query, key and value heads, which lie side by side in one row."""
-        return self.num_heads, self.num_kv_heads, self.num_kv_heads
+        return self.num_heads, self.num_kv_heads, 0 if self.keys_are_values else self.num_kv_heads
+
+
+class LatentShape(msgspec.Struct, frozen=True, kw_only=True):
+    """Multi-head latent attention (DeepSeek-V2, 2024, section 2.1): keys and values of all heads are products of one
+    latent vector, which is cached together with one rotated key. `workers/decoders/latent_attention.py` computes it.
+    """
+
+    query_rank: int | None
+    """Width of the latent vector of which the queries are products; None if they are those of the hidden state."""
+    kv_rank: int
+    """Width of the cached latent vector."""
+    plain_dim: int
+    """Dimensions of a query and a key of a head that have no positions."""
+    rope_dim: int
+    """Dimensions of a query and a key that rotate. All heads have the same rotated key."""
+    value_dim: int
+    """Width of a head's value."""
+    norm_eps: float = 1e-6
+    """The constant in the norms of the latent vectors, which is not that of the layers."""
+
+
+class ExpertsConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """The experts of a layer and their router, which is the same in all layers that have experts."""
+
+    num_experts: int
+    num_chosen: int
+    """Experts that compute each token."""
+    intermediate_size: int
+    """The inner width of an expert."""
+    scores: str = "softmax"
+    """The function that makes scores of the router's logits: `softmax` over all experts, or `sigmoid`."""
+    normalises: bool = False
+    """Whether the scores of the chosen experts are divided by their sum."""
+    scale: float = 1.0
+    """Factor on the scores of the chosen experts."""
+    num_groups: int = 1
+    """Groups of experts, of which the best `num_chosen_groups` are searched for the best experts."""
+    num_chosen_groups: int = 1
+    ranks_groups_by: int = 1
+    """Number of a group's best scores whose sum ranks it."""
+    has_choice_bias: bool = False
+    """Whether a bias is added to the scores for the choice alone, in families that may do without one."""
+    scales_inputs: bool = False
+    """Whether an expert's score multiplies its input, instead of its result (Llama 4)."""
+    shared_intermediate_size: int = 0
+    """The inner width of the expert that computes every token; 0 if there is none."""
+    dense_layers: tuple[int, ...] = ()
+    """Layers with one MLP, of `ModelConfig.intermediate_size`, instead of experts."""
+
+
+class PartScales(msgspec.Struct, frozen=True, kw_only=True):
+    """Factors inside the layers of Falcon-H1."""
+
+    attention_input: float
+    attention_output: float
+    keys: float
+    recurrent_input: float
+    recurrent_output: float
+    recurrent_parts: tuple[float, ...]
+    """Those on gates, x, B, C and time steps."""
+    mlp: tuple[float, ...]
+    """Those on the gates of the MLP, before their activation, and on its result."""
 
 
 class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -157,6 +225,10 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     mlp_bias: bool = False
     sliding_windows: tuple[int | None, ...]
     """Positions that a token sees in each layer, including its own; None for all."""
+    layer_states: tuple[StateShape | None, ...] = ()
+    """The recurrent state of each layer; None for a layer without one. If empty, no layer has one."""
+    layer_attends: tuple[bool, ...] = ()
+    """Whether each layer has attention, and so keys and values. If empty, all have."""
     dtype: str
     """The checkpoint's dtype: `bfloat16`, `float16` or `float32`."""
     eos_token_ids: tuple[int, ...] = ()
@@ -169,15 +241,18 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     unused_keys: tuple[str, ...] = ()
     """Keys of the configuration that nothing reads and that are not known to be harmless."""
 
+    recurrent: RecurrentShape | None = None
+    """The sizes of the recurrent mixers; None if there are none, and for short convolutions."""
+    conv_bias: bool = False
+    """Whether the convolutions of recurrent mixers, and LFM2's linears around them, have biases."""
     activation: str = "silu"
     """The function of an MLP's gates: `silu`, `gelu`, `gelu_tanh` or `clamped` (gpt-oss)."""
-    num_experts: int = 0
-    """Experts of each layer, of which `num_chosen_experts` compute a token; 0 for one MLP. `intermediate_size` is then
-    that of an expert.
+    experts: ExpertsConfig | None = None
+    """The experts of layers; None if every layer has one MLP."""
+    latent: LatentShape | None = None
+    """The shape of latent attention; None for attention over the keys and values of heads. With it `num_kv_heads` is 1,
+    and `head_dim` is the width of a cached token: the latent vector and the rotated key.
     """
-    num_chosen_experts: int = 0
-    normalises_choice: bool = False
-    """Whether the weights of the chosen experts sum to one."""
     has_layer_norms: bool = False
     """Whether norms subtract the mean before they divide (Ba et al., 2016). Otherwise they are RMS norms."""
     attention_scale: float | None = None
@@ -188,21 +263,48 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     residual_scale: float = 1.0
     """Factor on what attention and MLP add to the residual stream."""
     logits_scale: float = 1.0
+    part_scales: PartScales | None = None
+    """Factors inside the layers; None if there are none."""
     final_cap: float = 0.0
     """Soft bound of the scaled logits, as `attention_cap`; 0 for none."""
 
+    num_unused_layers: int = 0
+    """Layers that the checkpoint has after the last and that are not served: those that draft tokens (multi-token
+    prediction).
+    """
     num_trial_layers: int = 1
     """Number of first layers among which is one of every kind. A trial of the model runs so many."""
 
     @property
     def heads(self) -> HeadShape:
         scale = self.head_dim**-0.5 if self.attention_scale is None else self.attention_scale
-        return HeadShape(self.num_heads, self.num_kv_heads, self.head_dim, scale, self.attention_cap)
+        is_latent = self.latent is not None
+        return HeadShape(self.num_heads, self.num_kv_heads, self.head_dim, scale, self.attention_cap, is_latent)
+
+    @property
+    def num_cached(self) -> int:
+        """Number of tensors that a layer caches: keys and values, or only the latent vectors that are both."""
+        return 1 if self.latent is not None else 2
 
     @property
     def ropes(self) -> tuple[RopeConfig | None, ...]:
         """The rope of each layer; None for a layer without positions."""
         return self.layer_ropes or (self.rope,) * self.num_layers
+
+    @property
+    def attends(self) -> tuple[bool, ...]:
+        """Whether each layer has attention."""
+        return self.layer_attends or (True,) * self.num_layers
+
+    @property
+    def states(self) -> tuple[StateShape | None, ...]:
+        """The recurrent state of each layer; None for a layer without one."""
+        return self.layer_states or (None,) * self.num_layers
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of the recurrent states of one sequence in all layers; 0 if no layer has one."""
+        return sum(state.num_bytes for state in self.layer_states if state is not None)
 
     def first_layers(self, num_layers: int) -> ModelConfig:
         """Returns the same model with its first layers only."""
@@ -211,6 +313,8 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
             num_layers=num_layers,
             sliding_windows=self.sliding_windows[:num_layers],
             layer_ropes=self.layer_ropes[:num_layers],
+            layer_states=self.layer_states[:num_layers],
+            layer_attends=self.layer_attends[:num_layers],
         )
 
     def for_context(self, max_model_len: int | None) -> ModelConfig:
@@ -224,6 +328,8 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
         return msgspec.structs.replace(self, rope=scaled[0] or self.rope, layer_ropes=tuple(scaled[1:]))
 
     def kv_bytes_per_token(self, dtype: str) -> int:
-        """Returns the bytes of KV cache that one token takes over all layers, in a dtype of `DTYPE_BYTES` or `int8`."""
+        """Returns the bytes of KV cache that one token takes over all layers with attention, in a dtype of
+        `DTYPE_BYTES` or `int8`.
+        """
         head_bytes = self.head_dim + KV_SCALE_BYTES if dtype == "int8" else self.head_dim * DTYPE_BYTES[dtype]
-        return 2 * self.num_layers * self.num_kv_heads * head_bytes
+        return self.num_cached * sum(self.attends) * self.num_kv_heads * head_bytes

@@ -34,7 +34,7 @@ def _layer(config: ModelConfig, index: int) -> LayerSpec:
     layer = llama.layer(config, index)
     prefix, hidden = f"model.layers.{index}", config.hidden_size
     query_size, key_size = (count * config.head_dim for count in (config.num_heads, config.num_kv_heads))
-    attention = layer.mixer._replace(
+    attention = layer.attention._replace(
         q_norm=NormSpec(f"{prefix}.self_attn.q_norm", query_size, split=Split.QUERY_HEADS),
         k_norm=NormSpec(f"{prefix}.self_attn.k_norm", key_size, split=Split.KV_HEADS),
     )

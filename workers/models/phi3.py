@@ -32,6 +32,6 @@ def describe(config: ModelConfig) -> DecoderSpec:
 def _layer(config: ModelConfig, index: int) -> LayerSpec:
     prefix = f"model.layers.{index}"
     layer, mlp = llama.layer(config, index), llama.mlp(config, f"{prefix}.mlp")
-    qkv = layer.mixer.qkv.stored_as(f"{prefix}.self_attn.qkv_proj")
+    qkv = layer.attention.qkv.stored_as(f"{prefix}.self_attn.qkv_proj")
     gated = mlp.gated.stored_as(f"{prefix}.mlp.gate_up_proj")
-    return layer._replace(mixer=layer.mixer._replace(qkv=qkv), mlp=mlp._replace(gated=gated))
+    return layer._replace(mixer=layer.attention._replace(qkv=qkv), mlp=mlp._replace(gated=gated))

@@ -29,4 +29,4 @@ def layer(config: ModelConfig, index: int) -> LayerSpec:
     usual = llama.layer(config, index)
     prefix = f"model.layers.{index}.self_attn"
     q_norm, k_norm = (NormSpec(f"{prefix}.{name}_norm", config.head_dim) for name in ("q", "k"))
-    return usual._replace(mixer=usual.mixer._replace(q_norm=q_norm, k_norm=k_norm))
+    return usual._replace(mixer=usual.attention._replace(q_norm=q_norm, k_norm=k_norm))

@@ -5,33 +5,45 @@ from __future__ import annotations
 import msgspec
 
 from manta.workers.models import llama, qwen3
-from manta.workers.models.dense import read_dense
-from manta.workers.models.model_config import ModelConfig
+from manta.workers.models.dense import read_dense, trial_layers
+from manta.workers.models.experts import experts, read_num_experts
+from manta.workers.models.model_config import ExpertsConfig, ModelConfig
 from manta.workers.models.raw_config import RawConfig
-from manta.workers.models.specs import DecoderSpec, ExpertsSpec, LayerSpec, LinearSpec, WeightPart
+from manta.workers.models.specs import DecoderSpec, LayerSpec
 
 ARCHITECTURE = "Qwen3MoeForCausalLM"
 
 
 def read_config(raw: RawConfig) -> ModelConfig:
-    """Reads the shape of a model. Raises `ConfigError` as `read_dense` does, and for layers without experts."""
+    """Reads the shape of a model. Raises `ConfigError` as `read_dense` does."""
     config = read_dense(raw)
-    raw["decoder_sparse_step"].whole(1, most=1)
-    if raw["mlp_only_layers"].value:
-        raise raw["mlp_only_layers"].refused("empty, so that all layers have experts")
     has_biases = raw["attention_bias"].flag(False)
     window = raw["sliding_window"].whole(4096) if raw["use_sliding_window"].flag(False) else None
     raw.ignore("sliding_window")
+    num_experts = read_num_experts(raw, 128, "num_local_experts", "num_experts")
+    dense_layers = read_dense_layers(raw, config.num_layers)
     return msgspec.structs.replace(
         config,
         qkv_bias=has_biases,
         output_bias=has_biases,
         sliding_windows=(window,) * config.num_layers,
-        intermediate_size=raw["moe_intermediate_size"].whole(768),
-        num_experts=(num_experts := raw.first_of("num_local_experts", "num_experts").whole(128)),
-        num_chosen_experts=raw["num_experts_per_tok"].whole(8, most=num_experts),
-        normalises_choice=raw["norm_topk_prob"].flag(False),
+        experts=ExpertsConfig(
+            num_experts=num_experts,
+            num_chosen=raw["num_experts_per_tok"].whole(8, most=num_experts),
+            intermediate_size=raw["moe_intermediate_size"].whole(768),
+            normalises=raw["norm_topk_prob"].flag(False),
+            dense_layers=dense_layers,
+        ),
+        num_trial_layers=trial_layers([layer in dense_layers for layer in range(config.num_layers)]),
     )
+
+
+def read_dense_layers(raw: RawConfig, num_layers: int) -> tuple[int, ...]:
+    """Returns the layers of `mlp_only_layers`, and all but each `decoder_sparse_step`-th."""
+    step = raw["decoder_sparse_step"].whole(1)
+    value = raw["mlp_only_layers"]
+    named = set() if value.value is None else {*value.wholes(least=0)}
+    return tuple(layer for layer in range(num_layers) if layer in named or (layer + 1) % step)
 
 
 def describe(config: ModelConfig) -> DecoderSpec:
@@ -39,7 +51,8 @@ def describe(config: ModelConfig) -> DecoderSpec:
 
 
 def _layer(config: ModelConfig, index: int) -> LayerSpec:
-    prefix = f"model.layers.{index}.mlp"
-    router = LinearSpec((WeightPart(f"{prefix}.gate", config.num_experts),), config.hidden_size)
-    experts = tuple(llama.mlp(config, f"{prefix}.experts.{expert}") for expert in range(config.num_experts))
-    return qwen3.layer(config, index)._replace(mlp=ExpertsSpec(router, experts))
+    assert config.experts is not None
+    layer = qwen3.layer(config, index)
+    if index in config.experts.dense_layers:
+        return layer
+    return layer._replace(mlp=experts(config, f"model.layers.{index}.mlp"))

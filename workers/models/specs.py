@@ -7,8 +7,11 @@ are those of Hugging Face's checkpoints. The split over ranks is Megatron-LM's (
 from __future__ import annotations
 
 import enum
+import math
 from collections.abc import Iterator
 from typing import Any, NamedTuple
+
+from manta.workers.models.recurrent_shapes import RecurrentKind, RecurrentShape
 
 
 class Split(enum.Enum):
@@ -23,6 +26,8 @@ class Split(enum.Enum):
     """The inner width of the MLP."""
     VOCABULARY = enum.auto()
     """Rows of the vocabulary, padded with zeros on the last ranks."""
+    CHANNELS = enum.auto()
+    """Channels or heads of a recurrent mixer."""
     OUTPUTS = enum.auto()
     """Outputs without a structure, where ranks do not split the inputs and sum (`workers/parallel/split.py`)."""
 
@@ -36,6 +41,23 @@ class NormSpec(NamedTuple):
     """Whether the tensor holds the weight less one (Gemma)."""
     split: Split = Split.NOTHING
     """The split of a norm over the whole width of queries or keys, instead of over each head (OLMo 2)."""
+    order: HeadOrder | None = None
+    """The order of a head's dimensions, which is that of the rows of queries and keys; None for the checkpoint's."""
+
+
+class TensorSpec(NamedTuple):
+    """A tensor of a recurrent mixer that is neither a linear's weight nor a norm's. Ranks split its first dimension."""
+
+    name: str
+    """The whole name in the checkpoint."""
+    shape: tuple[int, ...]
+    split: Split = Split.CHANNELS
+    first_row: int = 0
+    """The first row in the stored tensor."""
+    stored_rows: int | None = None
+    """Number of rows of the stored tensor, of which this one is a piece; None if it is the whole tensor."""
+    is_log_rate: bool = False
+    """Whether the tensor holds logarithms of the negatives of its numbers, as rates of decay are stored."""
 
 
 class HeadOrder(NamedTuple):
@@ -59,9 +81,60 @@ class HeadOrder(NamedTuple):
         return [head + row for head in range(0, num_rows, self.head_dim) for row in first_half + second_half]
 
 
+class GroupOrder(NamedTuple):
+    """The order of rows that a checkpoint stores by group of heads: each group's part of a first thing, then of a
+    second, and so on. They are read one thing after the other.
+    """
+
+    sizes: tuple[int, ...]
+    """Rows of each thing in one group."""
+
+    def rows(self, num_rows: int) -> list[int]:
+        """Returns the checkpoint's row for each row of the model."""
+        group = sum(self.sizes)
+        starts = [sum(self.sizes[:thing]) for thing in range(len(self.sizes))]
+        return [
+            first + start + row
+            for start, size in zip(starts, self.sizes, strict=True)
+            for first in range(0, num_rows, group)
+            for row in range(size)
+        ]
+
+
+class HeadPiece(NamedTuple):
+    """The place of a part in a tensor that has several things for each head, such as a query and its gate."""
+
+    head_rows: int
+    """Rows of a head in the stored tensor."""
+    first: int
+    """The part's first row of each head."""
+    size: int
+    """The part's rows of each head."""
+
+    def rows(self, num_rows: int) -> list[int]:
+        """Returns the stored row for each of the part's `num_rows` rows."""
+        heads = range(num_rows // self.size)
+        return [head * self.head_rows + self.first + row for head in heads for row in range(self.size)]
+
+
+class TailOrder(NamedTuple):
+    """The order of the rows of heads whose last `rotary_dim` dimensions rotate in pairs of neighbours, which are read
+    as two halves. Used by latent attention.
+    """
+
+    head_dim: int
+    rotary_dim: int
+
+    def rows(self, num_rows: int) -> list[int]:
+        """Returns the checkpoint's row for each row of the model."""
+        first = self.head_dim - self.rotary_dim
+        order = [*range(first), *range(first, self.head_dim, 2), *range(first + 1, self.head_dim, 2)]
+        return [head + row for head in range(0, num_rows, self.head_dim) for row in order]
+
+
 class ExpertRows(NamedTuple):
-    """The place of a part in a tensor of all experts of a layer (gpt-oss), [num_experts, in_features, columns], whose
-    columns are the outputs of linears.
+    """The place of a part in a tensor of all experts of a layer, [num_experts, in_features, columns], whose columns are
+    the outputs of linears (gpt-oss).
     """
 
     expert: int
@@ -70,6 +143,8 @@ class ExpertRows(NamedTuple):
     """The first column of the part."""
     step: int = 1
     """Distance between columns of the part."""
+    has_outputs_first: bool = False
+    """Whether the tensor is [num_experts, stored_rows, in_features] (Qwen3.5). Then the part's `first_row` counts."""
 
     def rows_of(self, outputs: Any) -> Any:
         """Returns the part's outputs, given an array of an expert whose first dimension is all of its outputs."""
@@ -82,14 +157,20 @@ class WeightPart(NamedTuple):
     name: str
     out_features: int
     split: Split = Split.NOTHING
-    order: HeadOrder | None = None
+    order: HeadOrder | TailOrder | GroupOrder | None = None
     """The order in which rows are read; None for the checkpoint's."""
+    piece: HeadPiece | None = None
+    """The rows of each head, if the stored tensor has others too; with it `first_row` is not used."""
     first_row: int = 0
     """The part's first row in the stored tensor."""
     stored_rows: int | None = None
     """Number of rows of the stored tensor, of which this part is a piece; None if it is the whole tensor."""
     expert: ExpertRows | None = None
     """The place in a tensor of all experts, named `NAME` and `NAME_bias`; None if the tensors are the part's own."""
+    scale: float = 1.0
+    """Factor on the part's outputs, by which its weight and its bias are multiplied."""
+    elsewhere: WeightPart | None = None
+    """The same part in checkpoints that store it in another way; None if all store it in one."""
 
     @property
     def weight_name(self) -> str:
@@ -110,6 +191,8 @@ class LinearSpec(NamedTuple):
     """The first of two parts gates the second: the result is `activation(gate) * up` (Shazeer, 2020)."""
     splits_inputs: bool = False
     """Whether ranks split the inputs and sum their outputs."""
+    activation: str | None = None
+    """The function of the outputs of a linear without gates, a key of `reference.ACTIVATIONS`; None for none."""
 
     @property
     def name(self) -> str:
@@ -150,52 +233,194 @@ class AttentionSpec(NamedTuple):
     """The tensor [num_heads] of attention sinks (gpt-oss): a logit of each query head that takes part in the softmax
     and has no value.
     """
+    gate: LinearSpec | None = None
+    """The linear from hidden states to numbers whose sigmoids multiply the attended values (Qwen3-Next)."""
 
     @property
     def has_wide_norms(self) -> bool:
         """Whether `q_norm` and `k_norm` are over all heads together."""
         return self.q_norm is not None and self.q_norm.split is not Split.NOTHING
 
+    def linears(self) -> Iterator[LinearSpec]:
+        yield from (linear for linear in (self.qkv, self.gate, self.output) if linear is not None)
+
+    def norms(self) -> Iterator[NormSpec]:
+        yield from (norm for norm in (self.q_norm, self.k_norm) if norm is not None)
+
+    def tensors(self) -> Iterator[TensorSpec]:
+        yield from ()  # a model's parameters are counted without sinks
+
+
+class ShortConvSpec(NamedTuple):
+    """A gated short convolution (LFM2): `output(c * convolution(b * x))`, where `input` gives b, c and x. Its state is
+    the last inputs of the convolution.
+    """
+
+    input: LinearSpec
+    """The linear from hidden states to b, c and x, one after the other."""
+    kernel: TensorSpec
+    """[channels, 1, width]: a filter for each channel, whose last number is that of the newest token."""
+    bias: TensorSpec | None
+    """[channels]"""
+    output: LinearSpec
+
+    def linears(self) -> Iterator[LinearSpec]:
+        yield from (self.input, self.output)
+
+    def norms(self) -> Iterator[NormSpec]:
+        yield from ()
+
+    def tensors(self) -> Iterator[TensorSpec]:
+        yield from (tensor for tensor in (self.kernel, self.bias) if tensor is not None)
+
+
+class RecurrentSpec(NamedTuple):
+    """A recurrent mixer. Its module in `workers/decoders/mixers/` says which weights it has, by name."""
+
+    kind: RecurrentKind
+    shape: RecurrentShape
+    """The sizes of the whole mixer."""
+    inputs: dict[str, LinearSpec]
+    output: LinearSpec
+    pieces: dict[str, tuple[TensorSpec, ...]]
+    """Other tensors, in float32: each is its pieces one after the other."""
+
+    def linears(self) -> Iterator[LinearSpec]:
+        yield from (*self.inputs.values(), self.output)
+
+    def norms(self) -> Iterator[NormSpec]:
+        yield from ()
+
+    def tensors(self) -> Iterator[TensorSpec]:
+        for pieces in self.pieces.values():
+            yield from pieces
+
+
+class LatentAttentionSpec(NamedTuple):
+    """Latent attention, whose sizes are in `LatentShape`. Ranks split the heads. Each has the whole latent vector."""
+
+    inputs: LinearSpec
+    """The linear from hidden states to the latent vector of the queries, or to the queries of all heads, and to the
+    cached latent vector with the key that rotates.
+    """
+    query_norm: NormSpec | None
+    """The norm of the queries' latent vector; None if there is none."""
+    queries: LinearSpec | None
+    """The linear from the queries' latent vector to the queries of all heads; None if there is none."""
+    latent_norm: NormSpec
+    expansion: LinearSpec
+    """The linear from the cached latent vector to the unrotated keys and the values of all heads."""
+    output: LinearSpec
+
+    def linears(self) -> Iterator[LinearSpec]:
+        yield self.inputs
+        if self.queries is not None:
+            yield self.queries
+        yield from (self.expansion, self.output)
+
+    def norms(self) -> Iterator[NormSpec]:
+        if self.query_norm is not None:
+            yield self.query_norm
+        yield self.latent_norm
+
+    def tensors(self) -> Iterator[TensorSpec]:
+        yield from ()
+
+
+class SideBySideSpec(NamedTuple):
+    """Attention and a recurrent mixer with the same input, whose results are summed (Falcon-H1)."""
+
+    attention: AttentionSpec
+    recurrent: RecurrentSpec
+
+    def linears(self) -> Iterator[LinearSpec]:
+        yield from (*self.attention.linears(), *self.recurrent.linears())
+
+    def norms(self) -> Iterator[NormSpec]:
+        yield from (*self.attention.norms(), *self.recurrent.norms())
+
+    def tensors(self) -> Iterator[TensorSpec]:
+        yield from (*self.attention.tensors(), *self.recurrent.tensors())
+
+
+MixerSpec = AttentionSpec | LatentAttentionSpec | ShortConvSpec | RecurrentSpec | SideBySideSpec
+"""What combines tokens in a layer. Each lists its weights, and has an `output` linear, whose inputs ranks split, or two
+mixers.
+"""
+
 
 class GatedMlpSpec(NamedTuple):
-    """`down(activation(gate(x)) * up(x))`."""
+    """`down(activation(gate(x)) * up(x))`, or `down(activation(up(x)))` if `gated` has no gate."""
 
     gated: LinearSpec
     down: LinearSpec
 
+    def linears(self) -> Iterator[LinearSpec]:
+        yield from self
+
 
 class ExpertsSpec(NamedTuple):
     """A mixture of experts (Shazeer et al., 2017): the results of the experts that a router chooses, weighted and
-    summed. `ModelConfig` says how many it chooses.
+    summed. `ExpertsConfig` says how it chooses.
     """
 
     router: LinearSpec
     experts: tuple[GatedMlpSpec, ...]
+    choice_bias: str | None = None
+    """The tensor [num_experts] that is added to the scores for the choice alone (DeepSeek-V3)."""
+    shared: GatedMlpSpec | None = None
+    """The expert that computes every token."""
+    shared_gate: LinearSpec | None = None
+    """The linear to one number, whose sigmoid multiplies the result of `shared` (Qwen2-MoE)."""
 
     def linears(self) -> Iterator[LinearSpec]:
         yield self.router
         for expert in self.experts:
             yield from expert
+        if self.shared is not None:
+            yield from self.shared
+        if self.shared_gate is not None:
+            yield self.shared_gate
 
 
 class LayerSpec(NamedTuple):
     """A layer adds its mixer's result to the residual stream, then its MLP's. A mixer combines tokens. Each may have a
-    norm before and one after: `x += output_norm(mixer(input_norm(x)))`.
+    norm before and one after: `x += output_norm(mixer(input_norm(x)))`. A layer may have only one of the two, whose
+    norm before is `input_norm`.
     """
 
     input_norm: NormSpec | None
-    mixer: AttentionSpec
+    mixer: MixerSpec | None
     mlp_norm: NormSpec | None
-    mlp: GatedMlpSpec | ExpertsSpec
+    mlp: GatedMlpSpec | ExpertsSpec | None
     mixer_output_norm: NormSpec | None = None
     mlp_output_norm: NormSpec | None = None
     is_parallel: bool = False
     """Whether the MLP gets what attention gets, the residual stream before it after `input_norm`."""
 
+    @property
+    def attention(self) -> AttentionSpec:
+        """The mixer of a layer with attention."""
+        assert isinstance(self.mixer, AttentionSpec)
+        return self.mixer
+
     def norms(self) -> Iterator[NormSpec]:
         """Yields every norm of the layer."""
         around = (self.input_norm, self.mixer_output_norm, self.mlp_norm, self.mlp_output_norm)
-        yield from (norm for norm in (*around, self.mixer.q_norm, self.mixer.k_norm) if norm is not None)
+        yield from (norm for norm in around if norm is not None)
+        if self.mixer is not None:
+            yield from self.mixer.norms()
+
+    def linears(self) -> Iterator[LinearSpec]:
+        """Yields every linear of the layer."""
+        for part in (self.mixer, self.mlp):
+            if part is not None:
+                yield from part.linears()
+
+    def tensors(self) -> Iterator[TensorSpec]:
+        """Yields every other tensor of the layer that counts as a parameter."""
+        if self.mixer is not None:
+            yield from self.mixer.tensors()
 
 
 class DecoderSpec(NamedTuple):
@@ -212,8 +437,7 @@ class DecoderSpec(NamedTuple):
         """Yields every linear of the model."""
         yield self.head
         for layer in self.layers:
-            yield from (layer.mixer.qkv, layer.mixer.output)
-            yield from layer.mlp if isinstance(layer.mlp, GatedMlpSpec) else layer.mlp.linears()
+            yield from layer.linears()
 
     def norms(self) -> Iterator[NormSpec]:
         """Yields every norm of the model."""
@@ -229,7 +453,8 @@ class DecoderSpec(NamedTuple):
             if linear is not self.head
         )
         heads = (1 if self.is_tied else 2) * self.head.out_features * self.head.in_features
-        return linears + heads + sum(norm.size for norm in self.norms())
+        tensors = sum(math.prod(tensor.shape) for layer in self.layers for tensor in layer.tensors())
+        return linears + heads + sum(norm.size for norm in self.norms()) + tensors
 
     @property
     def is_tied(self) -> bool:

@@ -8,8 +8,8 @@ from __future__ import annotations
 import enum
 
 from manta.workers.models.families import describe
-from manta.workers.models.model_config import ModelConfig, ModelError
-from manta.workers.models.specs import DecoderSpec
+from manta.workers.models.model_config import ExpertsConfig, ModelConfig, ModelError
+from manta.workers.models.specs import AttentionSpec, DecoderSpec, RecurrentSpec, ShortConvSpec, SideBySideSpec
 
 
 class Variant(enum.Enum):
@@ -27,6 +27,11 @@ class Variant(enum.Enum):
     ACTIVATION = "gates other than SiLU"
     ROPES = "positions that differ by layer"
     EXPERTS = "experts"
+    OTHER_ROUTERS = "routers other than a softmax over the experts"
+    GATED_ATTENTION = "gates on the results of attention"
+    SHORT_CONV = "short convolutions"
+    RECURRENT = "recurrent states"
+    LATENT = "latent attention"
     STORED_OTHERWISE = "linears that the checkpoint stores together or in another order"
 
 
@@ -36,7 +41,12 @@ OUTSIDE_OF_LAYERS = frozenset(
 """Variants that any loop over Llama's layers computes: they are in linears, in rotary tables, or outside of layers."""
 
 
-NOT_COMPUTED: dict[str, frozenset[Variant]] = {"cuda": frozenset(), "tpu": frozenset()}
+NOT_COMPUTED: dict[str, frozenset[Variant]] = {
+    "cuda": frozenset({Variant.LATENT, Variant.SHORT_CONV, Variant.RECURRENT}),
+    "tpu": frozenset(
+        {Variant.LATENT, Variant.SHORT_CONV, Variant.RECURRENT, Variant.GATED_ATTENTION, Variant.OTHER_ROUTERS}
+    ),
+}
 """Variants that a device does not compute, by the name of the device."""
 
 
@@ -44,10 +54,11 @@ def variants_of(config: ModelConfig) -> frozenset[Variant]:
     """Returns the deviations of a native model."""
     spec = describe(config)
     layers, parts = spec.layers, [part for linear in spec.linears() for part in linear.parts]
+    of_heads = [layer.mixer for layer in layers if isinstance(layer.mixer, AttentionSpec)]
     found = {
         Variant.SOFT_CAP: config.attention_cap != 0,
-        Variant.SINKS: any(layer.mixer.sinks for layer in layers),
-        Variant.WIDE_NORMS: any(layer.mixer.has_wide_norms for layer in layers),
+        Variant.SINKS: any(attention.sinks for attention in of_heads),
+        Variant.WIDE_NORMS: any(attention.has_wide_norms for attention in of_heads),
         Variant.OTHER_NORM_PLACES: any(_norms_elsewhere(spec)),
         Variant.PARALLEL: any(layer.is_parallel for layer in layers),
         Variant.LAYER_NORMS: config.has_layer_norms,
@@ -55,12 +66,28 @@ def variants_of(config: ModelConfig) -> frozenset[Variant]:
         Variant.OUTER_SCALES: (config.embedding_scale, config.logits_scale) != (1, 1),
         Variant.FINAL_CAP: config.final_cap != 0,
         Variant.ACTIVATION: config.activation != "silu",
-        Variant.EXPERTS: config.num_experts > 0,
+        Variant.EXPERTS: config.experts is not None,
+        Variant.OTHER_ROUTERS: config.experts is not None and not _is_plain_router(config.experts),
+        Variant.GATED_ATTENTION: any(attention.gate is not None for attention in of_heads),
+        Variant.LATENT: config.latent is not None,
+        Variant.SHORT_CONV: any(isinstance(layer.mixer, ShortConvSpec) for layer in layers),
+        Variant.RECURRENT: any(isinstance(layer.mixer, RecurrentSpec | SideBySideSpec) for layer in layers),
         Variant.ROPES: len(set(config.ropes)) > 1 or config.ropes[0] is None,
-        Variant.STORED_OTHERWISE: any(part.order or part.stored_rows or part.first_row for part in parts)
+        Variant.STORED_OTHERWISE: any(part.order or part.piece or part.stored_rows or part.first_row for part in parts)
         or any(norm.adds_one for norm in spec.norms()),
     }
     return frozenset(variant for variant, is_there in found.items() if is_there)
+
+
+def _is_plain_router(experts: ExpertsConfig) -> bool:
+    """Whether the chosen experts' shares are scores of a softmax, and every token of every layer has such experts."""
+    plain = ExpertsConfig(
+        num_experts=experts.num_experts,
+        num_chosen=experts.num_chosen,
+        intermediate_size=experts.intermediate_size,
+        normalises=experts.normalises,
+    )
+    return experts == plain
 
 
 def _norms_elsewhere(spec: DecoderSpec) -> list[bool]:
@@ -71,6 +98,15 @@ def _norms_elsewhere(spec: DecoderSpec) -> list[bool]:
         or layer.mlp_output_norm is not None
         for layer in spec.layers
     ]
+
+
+def check_draft_model(config: ModelConfig) -> None:
+    """Raises `ModelError` for a draft model with recurrent states, because rejected drafts would stay in them."""
+    if config.state_bytes:
+        raise ModelError(
+            f"the draft model is a {config.architecture}, which has recurrent states, and rejected drafts would stay "
+            "in them; take a draft model with attention only, or the proposer ngram"
+        )
 
 
 def check_variants(config: ModelConfig, device: str) -> None:

@@ -17,6 +17,8 @@ WRAPPERS = frozenset(
         "AyaVisionForConditionalGeneration",
         "Cohere2VisionForConditionalGeneration",
         "InternVLForConditionalGeneration",
+        "Qwen3_5ForConditionalGeneration",
+        "Qwen3_5MoeForConditionalGeneration",
     }
 )
 """Architectures that compute text alone as their decoder does."""
@@ -66,6 +68,29 @@ TEXT_FAMILIES = {
     ),
     "cohere2": TextFamily("Cohere2ForCausalLM"),
     "qwen2": TextFamily("Qwen2ForCausalLM"),
+    "qwen3_5_text": TextFamily(
+        "Qwen3_5ForCausalLM",
+        {
+            "vocab_size": 248320,
+            "hidden_size": 4096,
+            "intermediate_size": 12288,
+            "num_hidden_layers": 32,
+            "num_attention_heads": 16,
+            "num_key_value_heads": 4,
+            "max_position_embeddings": 32768,
+        },
+    ),
+    "qwen3_5_moe_text": TextFamily(
+        "Qwen3_5MoeForCausalLM",
+        {
+            "vocab_size": 248320,
+            "hidden_size": 2048,
+            "num_hidden_layers": 40,
+            "num_attention_heads": 16,
+            "num_key_value_heads": 2,
+            "max_position_embeddings": 32768,
+        },
+    ),
     "qwen3": TextFamily("Qwen3ForCausalLM"),
 }
 """The native family of a text decoder, by the `model_type` of its configuration."""

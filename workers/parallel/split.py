@@ -8,7 +8,15 @@ from __future__ import annotations
 import msgspec
 
 from manta.workers.models.model_config import ModelConfig, ModelError
-from manta.workers.models.specs import DecoderSpec, GatedMlpSpec, LayerSpec, LinearSpec, Split
+from manta.workers.models.specs import (
+    DecoderSpec,
+    GatedMlpSpec,
+    LayerSpec,
+    LinearSpec,
+    MixerSpec,
+    SideBySideSpec,
+    Split,
+)
 
 EXACT_GATES = 16
 """Gates that the CPU's kernels take together. Others are computed apart, and the product is rounded once more."""
@@ -41,8 +49,15 @@ def _why_not(config: ModelConfig, num_ranks: int, exact: bool = False) -> str | 
         return f"the {config.num_heads} attention heads"
     if max(config.num_kv_heads, num_ranks) % min(config.num_kv_heads, num_ranks):
         return f"the {config.num_kv_heads} KV heads"
-    if config.intermediate_size % num_ranks:
-        return f"the intermediate size {config.intermediate_size}"
+    experts = config.experts
+    inner_sizes = [config.intermediate_size]
+    if experts is not None:
+        inner_sizes += [experts.intermediate_size, experts.shared_intermediate_size]
+    for size in inner_sizes:
+        if size % num_ranks:
+            return f"the intermediate size {size}"
+    if not all(state.can_split(num_ranks) for state in config.layer_states if state is not None):
+        return "the channels and heads of the recurrent states"
     if not exact:
         return None
     if config.hidden_size % num_ranks:
@@ -60,12 +75,22 @@ def shard_config(config: ModelConfig, num_ranks: int) -> ModelConfig:
     Raises `ModelError` as `check_num_ranks` does.
     """
     check_num_ranks(config, num_ranks)
+    experts = config.experts
+    if experts is not None:
+        experts = msgspec.structs.replace(
+            experts,
+            intermediate_size=experts.intermediate_size // num_ranks,
+            shared_intermediate_size=experts.shared_intermediate_size // num_ranks,
+        )
     return msgspec.structs.replace(
         config,
+        experts=experts,
         num_heads=config.num_heads // num_ranks,
         num_kv_heads=max(1, config.num_kv_heads // num_ranks),
         intermediate_size=config.intermediate_size // num_ranks,
         vocab_size=-(-config.vocab_size // num_ranks),
+        layer_states=tuple(state and state.share(num_ranks) for state in config.layer_states),
+        recurrent=config.recurrent and config.recurrent.share(num_ranks),
     )
 
 
@@ -77,11 +102,20 @@ def split_outputs(spec: DecoderSpec) -> DecoderSpec:
 
 
 def _split_outputs_of_layer(layer: LayerSpec) -> LayerSpec:
-    attention, mlp = layer.mixer, layer.mlp
+    mixer, mlp = layer.mixer, layer.mlp
     return layer._replace(
-        mixer=attention._replace(output=_split_outputs_of_linear(attention.output)),
+        mixer=None if mixer is None else _split_outputs_of_mixer(mixer),
         mlp=mlp._replace(down=_split_outputs_of_linear(mlp.down)) if isinstance(mlp, GatedMlpSpec) else mlp,
     )
+
+
+def _split_outputs_of_mixer(mixer: MixerSpec) -> MixerSpec:
+    if isinstance(mixer, SideBySideSpec):
+        return SideBySideSpec(
+            mixer.attention._replace(output=_split_outputs_of_linear(mixer.attention.output)),
+            mixer.recurrent._replace(output=_split_outputs_of_linear(mixer.recurrent.output)),
+        )
+    return mixer._replace(output=_split_outputs_of_linear(mixer.output))
 
 
 def _split_outputs_of_linear(linear: LinearSpec) -> LinearSpec:

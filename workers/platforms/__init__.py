@@ -4,7 +4,7 @@ start.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Protocol
 
@@ -18,7 +18,14 @@ if TYPE_CHECKING:
     from manta.workers.kernels.model_protocol import Model
     from manta.workers.kernels.protocol import DecodeLimits, Forward, Kernels, KVCaches, SamplerKernels
     from manta.workers.kernels.query_tokens import QueryTokens
-    from manta.workers.kernels.weights import DecoderWeights, Linear, LinearWeight, SharedLinears
+    from manta.workers.kernels.weights import (
+        DecoderWeights,
+        Experts,
+        GatedMlpWeights,
+        Linear,
+        LinearWeight,
+        SharedLinears,
+    )
     from manta.workers.models.model_config import ModelConfig
     from manta.workers.parallel.group import Group
 
@@ -66,6 +73,10 @@ class Platform(Protocol):
         """Returns a linear with this weight, perhaps repacked. A platform without integer kernels uses
         `weight.dense()`.
         """
+        ...
+
+    def join_experts(self, experts: Sequence[GatedMlpWeights], scales_inputs: bool = False) -> Experts:
+        """Returns the experts of a layer as one, made of linears of this platform; `LoopedExperts` documents it."""
         ...
 
     def shared_linears(self, content: str) -> AbstractContextManager[SharedLinears | None]:
@@ -125,7 +136,7 @@ class Platform(Protocol):
     def allocate_kv(
         self, config: ModelConfig, num_blocks: int, block_size: int, dtype: torch.dtype, num_layers: int | None = None
     ) -> torch.Tensor:
-        """Allocates a KV cache, uninitialised: [num_layers, 2 (k, v), num_blocks, ...], with the shapes of
+        """Allocates a KV cache, uninitialised: [num_layers, config.num_cached, num_blocks, ...], with the shapes of
         `workers/kernels/kv_cache.py`. `num_layers` are those of a block, by default all layers of the model. The dtype
         is the model's, or int8 where `check_kv_cache` allows it.
         """

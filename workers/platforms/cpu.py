@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
 from manta.workers import host
 from manta.workers.checkpoints.memory import MOST_OF_FREE
-from manta.workers.kernels import build, cpu, cpu_decoder, cpu_sampler, processor
+from manta.workers.kernels import build, cpu, cpu_decoder, cpu_experts, cpu_sampler, processor
 from manta.workers.kernels.attention_metadata import AttentionMetadata
 from manta.workers.kernels.cpu_kv_cache import allocate_kv
+from manta.workers.kernels.experts import LoopedExperts
 from manta.workers.kernels.model_protocol import Model
 from manta.workers.kernels.protocol import DecodeLimits, Forward, Kernels, KVCaches, SamplerKernels
 from manta.workers.kernels.shared_weights import shared_weights
-from manta.workers.kernels.weights import DecoderWeights, SharedLinears
+from manta.workers.kernels.weights import DecoderWeights, Experts, GatedMlpWeights, SharedLinears
 from manta.workers.models.model_config import ModelConfig
 from manta.workers.platforms.cpu_group import CpuGroup
 from manta.workers.platforms.cpu_linears import CpuSharedLinears, make_linear
@@ -30,6 +31,8 @@ class _ExactKernels:
     silu_and_mul = staticmethod(cpu.silu_and_mul)
     rope_and_cache = staticmethod(cpu.rope_and_cache)
     paged_attention = staticmethod(functools.partial(cpu.paged_attention, exact=True))
+    recur = staticmethod(cpu.recur)
+    convolve = staticmethod(cpu.convolve)
 
 
 class CpuPlatform:
@@ -58,6 +61,9 @@ class CpuPlatform:
         library = build.load_library()
         if library is not None:
             library.manta_set_num_threads(num_threads)
+
+    def join_experts(self, experts: Sequence[GatedMlpWeights], scales_inputs: bool = False) -> Experts:
+        return cpu_experts.fuse(experts, scales_inputs) or LoopedExperts(experts, scales_inputs)
 
     @contextlib.contextmanager
     def shared_linears(self, content: str) -> Iterator[SharedLinears | None]:
@@ -97,8 +103,9 @@ class CpuPlatform:
     def allocate_kv(
         self, config: ModelConfig, num_blocks: int, block_size: int, dtype: torch.dtype, num_layers: int | None = None
     ) -> torch.Tensor:
-        num_layers = num_layers or config.num_layers
-        return allocate_kv(num_layers, num_blocks, block_size, config.num_kv_heads, config.head_dim, dtype)
+        num_layers = config.num_layers if num_layers is None else num_layers
+        heads = config.num_kv_heads, config.head_dim
+        return allocate_kv(num_layers, num_blocks, block_size, *heads, dtype, config.num_cached)
 
     def free_memory(self, largest_step: Callable[[], object]) -> int:
         return host.free_memory()

@@ -19,6 +19,7 @@ import triton
 from manta.structured.visible_logs import logger_of
 from manta.workers.kernels import reference
 from manta.workers.kernels.attention_metadata import AttentionMetadata
+from manta.workers.kernels.experts import LoopedExperts
 from manta.workers.kernels.linears import GatedLinear, TorchLinear
 from manta.workers.kernels.model_protocol import Model
 from manta.workers.kernels.protocol import DecodeLimits, Forward, Kernels, KVCaches, SamplerKernels
@@ -62,6 +63,8 @@ class CudaPlatform:
         """Layouts of captured steps, ascending."""
         self._work_shape: WorkShape | None = None
         """Shape of the work of the first loaded model's attention. A draft model uses it too, at little cost."""
+
+    join_experts = staticmethod(LoopedExperts)
 
     def make_linear(self, weight: LinearWeight) -> Linear:
         """Returns the layer of a weight. Integers and E4M3 of the checkpoint stay so, and a weight with `rounded_to`

@@ -6,7 +6,13 @@ from typing import NamedTuple
 
 import torch
 
-from manta.workers.checkpoints.memory import block_needs, choose_groups, plan_kv_cache, plan_max_model_len
+from manta.workers.checkpoints.memory import (
+    CacheSizes,
+    block_needs,
+    choose_groups,
+    plan_kv_cache,
+    plan_max_model_len,
+)
 from manta.workers.kv_groups import LayerGroups, one_group
 from manta.workers.model_options import ModelOptions
 from manta.workers.models.model_config import ModelError
@@ -17,10 +23,8 @@ from manta.workers.torch_worker.rank_models import ModelSource, RankModels, kept
 
 
 class CachePlan(NamedTuple):
-    num_blocks: int
-    """Number of blocks of every rank."""
-    num_bytes: int
-    """Bytes of this rank's blocks, those of a draft model included."""
+    sizes: CacheSizes
+    """The sizes of every rank's cache, those of a draft model included."""
     max_model_len: int
     """Longest sequence in tokens."""
     layers: LayerGroups
@@ -41,9 +45,9 @@ def plan_cache(
     """
     draft = None if models.draft is None else models.draft.config
     target = models.target.config
-    layers = choose_groups(target, draft) if platform.groups_layers else one_group(target.num_layers)
+    layers = choose_groups(target, draft) if platform.groups_layers else one_group(target.attends)
     free = _free_memory(models, options, platform, max_draft_tokens, draws=group.rank == 0)
-    num_bytes, num_blocks = plan_kv_cache(
+    sizes = plan_kv_cache(
         target,
         models.dtype,
         options,
@@ -53,11 +57,14 @@ def plan_cache(
         layers=layers,
         shares_memory=platform.shares_memory,
         most_of_free=platform.kv_share,
+        is_asynchronous=platform.runs_ahead,
+        has_drafts=max_draft_tokens > 0,
     )
-    block_bytes, num_blocks = num_bytes // num_blocks, group.least(num_blocks)
+    num_blocks, num_slots = group.least(sizes.num_blocks), group.least(sizes.num_state_slots)
     longest = block_needs(layers.groups, options).longest(num_blocks, source.config.max_position_embeddings)
     max_model_len = plan_max_model_len(source.config, options.max_model_len, longest)
-    return CachePlan(num_blocks, num_blocks * block_bytes, max_model_len, layers)
+    sizes = sizes._replace(num_blocks=num_blocks, num_state_slots=num_slots)
+    return CachePlan(sizes, max_model_len, layers)
 
 
 def _free_memory(

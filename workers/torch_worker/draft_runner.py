@@ -12,9 +12,11 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
+from manta.workers.kernels.layer_caches import layer_caches
 from manta.workers.kernels.model_protocol import LoadedModel
 from manta.workers.kernels.protocol import DecodeLimits
 from manta.workers.kernels.query_tokens import QueryTokens
+from manta.workers.kv_groups import one_group
 from manta.workers.ranks.rank_worker import StepTimes
 from manta.workers.sampling.row_status import OK
 from manta.workers.sampling.sampling_state import SequenceState
@@ -31,8 +33,9 @@ class TorchDraftRunner:
         self._platform = target.platform
         self._sequences = target.sequences
         block_size, num_blocks = self._sequences.block_size, target.kv_cache.shape[2]
+        self._num_blocks = num_blocks
         kv_cache = self._platform.allocate_kv(draft.config, num_blocks, block_size, draft.kv_dtype)
-        self._layers = [(layer[0], layer[1]) for layer in kv_cache]
+        self._layers = layer_caches(kv_cache, one_group(draft.config.attends))
         limits = DecodeLimits(self._sequences.max_num_sequences, self._sequences.max_model_len, block_size)
         self._platform.record_decodes(self.model, self._layers, limits._replace(shares_prefixes=False))
 
@@ -72,4 +75,5 @@ class TorchDraftRunner:
         return [token_id if code == OK else None for token_id, code in pairs]
 
     def measure(self) -> StepTimes:
-        return measure_steps(self.model, self._layers, self._sequences.block_size, self._platform)
+        sizes = self._num_blocks, self._sequences.block_size
+        return measure_steps(self.model, self._layers, *sizes, self._platform)

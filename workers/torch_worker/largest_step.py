@@ -13,12 +13,15 @@ import numpy as np
 import torch
 
 from manta.structured.masks import MaskBatch, row_words
+from manta.workers.kernels.layer_caches import allocate_states, layer_caches
 from manta.workers.kernels.model_protocol import LoadedModel
 from manta.workers.kernels.query_tokens import QueryTokens
+from manta.workers.kernels.recurrent_step import RecurrentStep
+from manta.workers.kv_groups import one_group
 from manta.workers.platforms import Platform
 from manta.workers.sampling.sampling_state import SamplingState
 from manta.workers.sampling_params import SamplingParams
-from manta.workers.step import SamplePoint, SequenceStart
+from manta.workers.step import NUM_FIXED_STATES, SamplePoint, SequenceStart
 from manta.workers.torch_worker.sampler import sample
 
 _EDITS: dict[str, Any] = {"repetition_penalty": 1.1, "logit_bias": {0: 1.0}, "min_tokens": 1}
@@ -37,11 +40,14 @@ def run_largest_step(
     config, model, _, kv_dtype = loaded
     num_tokens = min(num_tokens, config.max_position_embeddings)
     num_blocks = -(-num_tokens // block_size)
-    kv_cache = platform.allocate_kv(config, num_blocks, block_size, kv_dtype)
+    layers = one_group(config.attends)
+    kv_cache = platform.allocate_kv(config, num_blocks, block_size, kv_dtype, layers.layers_per_block)
+    caches = layer_caches(kv_cache, layers, allocate_states(config.states, NUM_FIXED_STATES, platform.device))
     tables = np.arange(num_blocks, dtype=np.int32)[None]
     metadata = platform.build_metadata(QueryTokens(np.array([0]), np.array([num_tokens]), tables, block_size))
     token_ids = platform.place(np.zeros(num_tokens, dtype=np.int64))
-    hidden = model.forward(token_ids, metadata, [(layer[0], layer[1]) for layer in kv_cache])
+    metadata.states = RecurrentStep.measuring(num_tokens, platform.place)
+    hidden = model.forward(token_ids, metadata, caches)
     logits = model.compute_logits(hidden[:num_rows])
     if draws:
         # Rows with logits processors are drawn from in float32

@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import pathlib
+from collections.abc import Sequence
 from typing import Protocol, overload
 
 import torch
@@ -20,20 +21,29 @@ from manta.workers.checkpoints.shard import Shard
 from manta.workers.checkpoints.stored_linears import stored_linears
 from manta.workers.checkpoints.weight_tally import CountingPlatform, WeightTally
 from manta.workers.decoders.decoder import Decoder
+from manta.workers.decoders.latent_attention import cached_layout
 from manta.workers.kept_weights import KEPT_BITS
+from manta.workers.kernels.linears import GatedLinear, TorchLinear
 from manta.workers.kernels.model_protocol import Model
 from manta.workers.kernels.quantized_weight import QuantizedWeight
+from manta.workers.kernels.reference import activate
 from manta.workers.kernels.weights import (
     AttentionWeights,
     DecoderWeights,
     Embedding,
+    Experts,
     ExpertsWeights,
     GatedMlpWeights,
+    LatentAttentionWeights,
     LayerWeights,
     Linear,
     LinearWeight,
+    MixerWeights,
+    RecurrentWeights,
     RowNorm,
     SharedLinears,
+    ShortConvWeights,
+    SideBySideWeights,
 )
 from manta.workers.models.families import describe
 from manta.workers.models.model_config import ModelConfig
@@ -42,10 +52,15 @@ from manta.workers.models.specs import (
     DecoderSpec,
     ExpertsSpec,
     GatedMlpSpec,
+    LatentAttentionSpec,
     LayerSpec,
     LinearSpec,
+    MixerSpec,
     NormSpec,
+    RecurrentSpec,
+    SideBySideSpec,
     Split,
+    TensorSpec,
 )
 from manta.workers.parallel.group import Group, OneRank
 from manta.workers.parallel.sharded_layers import GatheredHead, VocabularyParallelEmbedding, WideNorm
@@ -121,8 +136,14 @@ def check_tensors(folder: str | pathlib.Path, config: ModelConfig, weights: str 
 
 
 def _check_all_used(checkpoint: Checkpoint, config: ModelConfig) -> None:
-    """Raises `ModelError` naming tensors that the model does not have; a tied model may be saved with the head too."""
-    checkpoint.check_all_used(but=["lm_head.weight"] if config.tie_word_embeddings else [])
+    """Raises `ModelError` naming tensors that the model does not have. A tied model may be saved with the head too, and
+    any model with layers that are not served.
+    """
+    unused = range(config.num_layers, config.num_layers + config.num_unused_layers)
+    checkpoint.check_all_used(
+        but=["lm_head.weight"] if config.tie_word_embeddings else [],
+        below=tuple(f"model.layers.{layer}." for layer in unused),
+    )
 
 
 class _WeightPlatform(Protocol):
@@ -131,6 +152,8 @@ class _WeightPlatform(Protocol):
     keeps_float8: bool
 
     def make_linear(self, weight: LinearWeight) -> Linear: ...
+
+    def join_experts(self, experts: Sequence[GatedMlpWeights], scales_inputs: bool) -> Experts: ...
 
     def place_weight(self, view: torch.Tensor, dtype: torch.dtype) -> torch.Tensor: ...
 
@@ -183,9 +206,9 @@ class _WeightLoader:
     def _layer(self, spec: LayerSpec) -> LayerWeights:
         return LayerWeights(
             self._norm(spec.input_norm),
-            self._attention(spec.mixer),
+            None if spec.mixer is None else self._mixer(spec.mixer),
             self._norm(spec.mlp_norm),
-            self._mlp(spec.mlp),
+            None if spec.mlp is None else self._mlp(spec.mlp),
             self._norm(spec.mixer_output_norm),
             self._norm(spec.mlp_output_norm),
             spec.is_parallel,
@@ -194,10 +217,83 @@ class _WeightLoader:
     def _mlp(self, spec: GatedMlpSpec | ExpertsSpec) -> GatedMlpWeights | ExpertsWeights:
         if isinstance(spec, GatedMlpSpec):
             return GatedMlpWeights(self._linear(spec.gated), self._linear(spec.down))
-        experts = [GatedMlpWeights(self._own(each.gated), self._own(each.down)) for each in spec.experts]
-        num_chosen, normalises_choice = self._config.num_chosen_experts, self._config.normalises_choice
-        router = self._linear(spec.router)
-        return ExpertsWeights(router, experts, num_chosen, normalises_choice, self._group.all_reduce)
+        assert self._config.experts is not None
+        experts = [self._own_mlp(each) for each in spec.experts]
+        return ExpertsWeights(
+            self._config.experts,
+            self._plain_linear(spec.router),
+            self._platform.join_experts(experts, self._config.experts.scales_inputs),
+            self._group.all_reduce,
+            None if spec.choice_bias is None else self._choice_bias(spec.choice_bias),
+            None if spec.shared is None else self._own_mlp(spec.shared),
+            None if spec.shared_gate is None else self._plain_linear(spec.shared_gate),
+        )
+
+    def _own_mlp(self, spec: GatedMlpSpec) -> GatedMlpWeights:
+        """Returns this rank's share of an MLP, whose results are still to be summed."""
+        return GatedMlpWeights(self._own(spec.gated), self._own(spec.down))
+
+    def _plain_linear(self, spec: LinearSpec) -> Linear:
+        """Returns a small linear in float32, such as a router, whose choice should not depend on rounding."""
+        weight = self.linears.read(spec, shapes_only=False)
+        place = self._platform.place_weight
+        dense = place(weight.dense(), torch.float32)
+        bias = None if weight.bias is None else place(weight.bias, torch.float32)
+        self._checkpoint.release()
+        return TorchLinear(dense, bias)
+
+    def _choice_bias(self, name: str) -> torch.Tensor:
+        assert self._config.experts is not None
+        bias = self.linears.read_vector(name, self._config.experts.num_experts, Split.NOTHING)
+        return self._platform.place_weight(bias, torch.float32)
+
+    def _latent_attention(self, spec: LatentAttentionSpec) -> LatentAttentionWeights:
+        shape = self._config.latent
+        assert shape is not None
+        inputs = self._linear(spec.inputs)
+        queries = None if spec.queries is None else self._linear(spec.queries)
+        keys, values = cached_layout(self.linears.read(spec.expansion, shapes_only=False).dense(), shape)
+        weights = LatentAttentionWeights(
+            inputs=inputs,
+            query_norm=self._norm(spec.query_norm),
+            queries=queries,
+            latent_norm=self._norm(spec.latent_norm),
+            keys=self._platform.place_weight(keys, self._dtype),
+            values=self._platform.place_weight(values, self._dtype),
+            output=self._linear(spec.output),
+        )
+        self._checkpoint.release()
+        return weights
+
+    def _mixer(self, spec: MixerSpec) -> MixerWeights:
+        if isinstance(spec, AttentionSpec):
+            return self._attention(spec)
+        if isinstance(spec, LatentAttentionSpec):
+            return self._latent_attention(spec)
+        if isinstance(spec, RecurrentSpec):
+            return self._recurrent(spec)
+        if isinstance(spec, SideBySideSpec):
+            return SideBySideWeights(self._attention(spec.attention), self._recurrent(spec.recurrent))
+        kernel = self._tensor(spec.kernel).flatten(1)
+        bias = None if spec.bias is None else self._tensor(spec.bias)
+        return ShortConvWeights(self._linear(spec.input), kernel, bias, self._linear(spec.output))
+
+    def _recurrent(self, spec: RecurrentSpec) -> RecurrentWeights:
+        tensors = {name: torch.cat([self._tensor(piece) for piece in pieces]) for name, pieces in spec.pieces.items()}
+        return RecurrentWeights(
+            spec.kind,
+            spec.shape.share(self._group.num_ranks),
+            {name: self._linear(linear) for name, linear in spec.inputs.items()},
+            self._linear(spec.output),
+            tensors,
+            self._group.num_ranks,
+            self._group.all_reduce,
+        )
+
+    def _tensor(self, spec: TensorSpec) -> torch.Tensor:
+        """Returns this rank's share of a tensor of a recurrent mixer, in float32."""
+        placed = self._platform.place_weight(self.linears.read_tensor(spec), torch.float32)
+        return -placed.exp() if spec.is_log_rate else placed
 
     def _attention(self, spec: AttentionSpec) -> AttentionWeights:
         is_wide = spec.has_wide_norms
@@ -208,6 +304,7 @@ class _WeightLoader:
             k_norm=None if is_wide else self._norm(spec.k_norm),
             wide_norms=(self._wide_norm(spec.q_norm), self._wide_norm(spec.k_norm)) if is_wide else None,
             sinks=None if spec.sinks is None else self._sinks(spec.sinks),
+            gate=None if spec.gate is None else self._linear(spec.gate),
         )
 
     @overload
@@ -221,6 +318,8 @@ class _WeightLoader:
         if spec is None:
             return None
         weight = self._checkpoint.view(f"{spec.name}.weight", (spec.size,))
+        if spec.order is not None:
+            weight = weight[torch.tensor(spec.order.rows(spec.size), device=weight.device)]
         return self._platform.place_weight(weight.float() + 1 if spec.adds_one else weight, self._dtype)
 
     def _wide_norm(self, spec: NormSpec | None) -> RowNorm:
@@ -241,6 +340,8 @@ class _WeightLoader:
         """Returns this rank's linear."""
         weight = self._as_kept(self.linears.read(spec), is_head)
         linear = self._make_linear(dataclasses.replace(weight, activation=self._config.activation))
+        if spec.activation is not None:
+            linear = GatedLinear(linear, functools.partial(activate, spec.activation))
         self._checkpoint.release()
         return linear
 

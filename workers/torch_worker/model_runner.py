@@ -15,8 +15,10 @@ import torch
 from manta.structured.logits_processors import LogitsProcessorRegistry
 from manta.structured.masks import MaskBatch
 from manta.workers.kernels.attention_metadata import copy_blocks
+from manta.workers.kernels.layer_caches import LayerStates, layer_caches
 from manta.workers.kernels.model_protocol import Model
 from manta.workers.kernels.query_tokens import QueryTokens
+from manta.workers.kernels.recurrent_step import RecurrentStep
 from manta.workers.kv_groups import LayerGroups, one_group
 from manta.workers.models.model_config import ModelConfig
 from manta.workers.platforms import Platform
@@ -48,22 +50,24 @@ class ModelRunner:
         max_model_len: int,
         registry: LogitsProcessorRegistry | None = None,
         layers: LayerGroups | None = None,
+        states: LayerStates = (),
     ) -> None:
         """`kv_cache` has the layers of a block, [layers_per_block, 2, num_blocks, ...]. `layers` has the place of each
-        layer in it; without it all layers form one group.
+        layer in it; without it all layers form one group. `states` are those of each layer; without them no layer has
+        one.
         """
         self.model = model
         self.platform = platform
         self.kv_cache = kv_cache
         self.config = config
-        layers = layers or one_group(len(kv_cache))
+        layers = layers or one_group(config.attends)
         sizes = block_size, max_num_sequences, max_model_len
         self.sequences = RankSequences(config.vocab_size, *sizes, registry, self.draws, len(layers.groups))
         self._shares_prefixes = layers.groups[0].window is None
         """Whether attention may read a shared prefix once. A layer with a window never does."""
         self.state = self.sequences.sampling
         # Once: unbinding costs 2 us a layer and step
-        self.kv_layers = [(kv_cache[place.number, 0], kv_cache[place.number, 1]) for place in layers.layers]
+        self.kv_layers = layer_caches(kv_cache, layers, states)
         self.reset()
 
     def reset(self) -> None:
@@ -104,6 +108,8 @@ class ModelRunner:
             sequences.other_tables(members) if sequences.num_groups > 1 else (),
         )
         metadata = self.platform.build_metadata(tokens)
+        if step.states:
+            metadata.states = RecurrentStep.build(starts.tolist(), lens.tolist(), step.states, self.platform.place)
         return self.model.forward(self._token_ids(step), metadata, self.kv_layers)
 
     def _token_ids(self, step: StepInput) -> torch.Tensor:

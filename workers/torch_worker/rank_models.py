@@ -19,7 +19,7 @@ from manta.workers.kernels.model_protocol import LoadedModel
 from manta.workers.kv_cache_dtype import check_kv_cache, kv_dtype
 from manta.workers.model_options import ModelOptions
 from manta.workers.models.model_config import ModelConfig, ModelError
-from manta.workers.models.variants import check_variants
+from manta.workers.models.variants import check_draft_model, check_variants
 from manta.workers.parallel.group import Group
 from manta.workers.parallel.split import check_num_ranks, shard_config
 from manta.workers.platforms import Platform
@@ -63,6 +63,8 @@ def choose_models(options: ModelOptions, platform: Platform, draft_folder: pathl
     folder = resolve_model_folder(options.model)
     target = _source(folder, options, platform)
     draft = None if draft_folder is None else _source(draft_folder, options, platform)
+    if draft is not None:
+        check_draft_model(draft.config)
     check_exact(options, platform.name, target.config, platform.advice)
     check_kv_cache(options, platform.name, target.config)
     check_kv_cache(options, platform.name, None if draft is None else draft.config)

@@ -13,6 +13,7 @@ import torch
 from manta.workers.kernels.model_protocol import Model
 from manta.workers.kernels.protocol import KVCaches
 from manta.workers.kernels.query_tokens import QueryTokens
+from manta.workers.kernels.recurrent_step import RecurrentStep
 from manta.workers.platforms import Platform
 from manta.workers.ranks.rank_worker import StepTimes
 
@@ -27,12 +28,11 @@ most.
 
 
 @torch.inference_mode()
-def measure_steps(model: Model, kv_layers: KVCaches, block_size: int, platform: Platform) -> StepTimes:
+def measure_steps(model: Model, kv_layers: KVCaches, num_blocks: int, block_size: int, platform: Platform) -> StepTimes:
     """Returns the seconds of the forward pass, the logits of every token and their argmax, by number of tokens.
 
-    Overwrites the first KV blocks.
+    Overwrites the first of the `num_blocks` KV blocks.
     """
-    num_blocks = kv_layers[0][0].shape[0]
     table: StepTimes = []
     for size in SIZES:
         if size > num_blocks * block_size:
@@ -43,6 +43,7 @@ def measure_steps(model: Model, kv_layers: KVCaches, block_size: int, platform: 
         while len(seconds) < ROUNDS + 1 or sum(seconds) < LEAST_SECONDS:
             started = time.perf_counter()
             metadata = platform.build_metadata(QueryTokens(np.array([0]), np.array([size]), blocks, block_size))
+            metadata.states = RecurrentStep.measuring(size, platform.place)
             model.compute_logits(model.forward(token_ids, metadata, kv_layers)).argmax(dim=-1).tolist()
             seconds.append(time.perf_counter() - started)
         table.append((size, min(seconds[1:])))

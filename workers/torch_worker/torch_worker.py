@@ -17,6 +17,7 @@ from manta.structured.logits_processors import LogitsProcessorFactory, LogitsPro
 from manta.structured.masks import MaskBatch
 from manta.structured.visible_logs import logger_of
 from manta.workers.kept_weights import describe_kept
+from manta.workers.kernels.layer_caches import LayerStates, allocate_states
 from manta.workers.kernels.protocol import DecodeLimits
 from manta.workers.kv_cache_dtype import kv_dtype
 from manta.workers.model_info import ModelInfo
@@ -66,10 +67,11 @@ class TorchWorker:
         plan = plan_cache(models, sources.target, config, platform, self.group, max_draft_tokens)
         share = models.target
         kv_cache = platform.allocate_kv(
-            share.config, plan.num_blocks, config.block_size, share.kv_dtype, plan.layers.layers_per_block
+            share.config, plan.sizes.num_blocks, config.block_size, share.kv_dtype, plan.layers.layers_per_block
         )
+        states = allocate_states(share.config.states, plan.sizes.num_state_slots, platform.device)
         phases.end("kv_cache")
-        self.runner = self._make_runner(models, kv_cache, sources.target.config, config, plan, platform)
+        self.runner = self._make_runner(models, kv_cache, states, sources.target.config, config, plan, platform)
         limits = DecodeLimits(
             config.max_num_sequences,
             plan.max_model_len,
@@ -88,6 +90,7 @@ class TorchWorker:
         self,
         models: RankModels,
         kv_cache: torch.Tensor,
+        states: LayerStates,
         whole: ModelConfig,
         config: ModelOptions,
         plan: CachePlan,
@@ -95,7 +98,7 @@ class TorchWorker:
     ) -> ModelRunner:
         make = ModelRunner if self.group.num_ranks == 1 else RankRunner if self.group.rank == 0 else FollowerRunner
         sizes = config.block_size, config.max_num_sequences, plan.max_model_len
-        return make(models.target.model, platform, kv_cache, whole, *sizes, self.processors, plan.layers)
+        return make(models.target.model, platform, kv_cache, whole, *sizes, self.processors, plan.layers, states)
 
     @property
     def runs_ahead(self) -> bool:
@@ -109,7 +112,8 @@ class TorchWorker:
         """Measures steps on this rank only. Called before anything is cached."""
         runner = self.runner
         with self.group.alone():
-            return measure_steps(runner.model, runner.kv_layers, runner.sequences.block_size, runner.platform)
+            sizes = runner.kv_cache.shape[2], runner.sequences.block_size
+            return measure_steps(runner.model, runner.kv_layers, *sizes, runner.platform)
 
     def register_logits_processor(self, name: str, factory: LogitsProcessorFactory) -> None:
         """Registers a factory, which reaches an actor by cloudpickle. Raises `LogitsProcessorError` if the name is
@@ -163,10 +167,12 @@ def _model_info(
         max_model_len=plan.max_model_len,
         eos_token_ids=source.config.eos_token_ids,
         sampling_defaults=dict(source.config.sampling_defaults),
-        num_blocks=plan.num_blocks,
+        num_blocks=plan.sizes.num_blocks,
         block_size=config.block_size,
         groups=plan.layers.groups,
-        kv_cache_bytes=plan.num_bytes,
+        kv_cache_bytes=plan.sizes.num_bytes,
+        num_state_slots=plan.sizes.num_state_slots,
+        state_bytes=plan.sizes.state_bytes,
         kv_cache_dtype=kv_dtype(config, dtype),
         dtype=dtype,
         platform=platform.name,
@@ -195,6 +201,8 @@ def _log_start(info: ModelInfo) -> None:
         info.kv_cache_bytes / 2**30,
         info.max_model_len,
     )
+    if info.num_state_slots:
+        logger.info("recurrent states: %d slots of %.2f MiB", info.num_state_slots, info.state_bytes / 2**20)
     if info.advice:
         logger.warning("%s", info.advice)
 

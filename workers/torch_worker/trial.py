@@ -17,9 +17,19 @@ import numpy as np
 
 from manta.structured.masks import NO_MASK, MaskBatch, row_words
 from manta.workers.checkpoints.model_folder import load_model_config
-from manta.workers.models.model_config import ModelError
+from manta.workers.kv_groups import one_group
+from manta.workers.models.model_config import ModelConfig, ModelError
 from manta.workers.sampling_params import SamplingParams
-from manta.workers.step import SamplePoint, ScheduledSequence, SequenceStart, StepInput, StepOutput
+from manta.workers.step import (
+    NUM_FIXED_STATES,
+    ZERO_STATE,
+    SamplePoint,
+    ScheduledSequence,
+    SequenceStart,
+    StateUse,
+    StepInput,
+    StepOutput,
+)
 
 PROMPT_TOKENS = 48
 """Prompt tokens of each of the two sequences. Linears take another code path for more than 32 rows than in decode
@@ -100,6 +110,7 @@ def run(trial: Trial) -> TrialResult:
 def _run(trial: Trial) -> TrialResult:
     import torch
 
+    from manta.workers.kernels.layer_caches import allocate_states
     from manta.workers.platforms import choose_platform
     from manta.workers.torch_worker.loader import load_model
     from manta.workers.torch_worker.model_runner import ModelRunner
@@ -111,8 +122,13 @@ def _run(trial: Trial) -> TrialResult:
     prompt_len = max(1, min(PROMPT_TOKENS, config.max_position_embeddings - DECODE_STEPS - 1))
     num_blocks = -(-(prompt_len + DECODE_STEPS) // trial.block_size)
     kv_dtype = torch.int8 if trial.kv_cache_dtype == "int8" else platform.torch_dtype(trial.dtype)
-    kv_cache = platform.allocate_kv(config, len(_PARAMS) * num_blocks, trial.block_size, kv_dtype)
-    runner = ModelRunner(model, platform, kv_cache, config, trial.block_size, len(_PARAMS), prompt_len + DECODE_STEPS)
+    layers = one_group(config.attends)
+    kv_cache = platform.allocate_kv(
+        config, len(_PARAMS) * num_blocks, trial.block_size, kv_dtype, layers.layers_per_block
+    )
+    states = allocate_states(config.states, NUM_FIXED_STATES + (1 + DECODE_STEPS) * len(_PARAMS), platform.device)
+    sizes = trial.block_size, len(_PARAMS), prompt_len + DECODE_STEPS
+    runner = ModelRunner(model, platform, kv_cache, config, *sizes, layers=layers, states=states)
     prompt = [token % config.vocab_size for token in range(prompt_len)]
     prefill = StepInput(
         step_id=0,
@@ -122,6 +138,7 @@ def _run(trial: Trial) -> TrialResult:
             for index in range(len(_PARAMS))
         ],
         sample_points=[SamplePoint((index + 1) * prompt_len - 1, index, prompt_len) for index in range(len(_PARAMS))],
+        states=_state_uses(config, 0, prompt_len),
     )
     everything = np.full((1, row_words(config.vocab_size)), -1, dtype=np.int32)
     runner.execute(prefill)
@@ -132,6 +149,7 @@ def _run(trial: Trial) -> TrialResult:
             step_id=1 + position - prompt_len,
             scheduled=[ScheduledSequence(index, position, 1, []) for index in range(len(_PARAMS))],
             sample_points=[SamplePoint(index, index, position + 1) for index in range(len(_PARAMS))],
+            states=_state_uses(config, 1 + position - prompt_len, position + 1),
         )
         started = time.perf_counter()
         runner.execute(decode)
@@ -145,6 +163,17 @@ def _run(trial: Trial) -> TrialResult:
         unused_tensors=tuple(getattr(model, "unused_tensors", ())),
         runs_in_one_call=model.compiled is not None,
     )
+
+
+def _state_uses(config: ModelConfig, step: int, end: int) -> list[StateUse]:
+    """Returns the slots of recurrent states of each sequence in a step; none for a model without."""
+    if not config.state_bytes:
+        return []
+    uses = []
+    for index in range(len(_PARAMS)):
+        slot = NUM_FIXED_STATES + step * len(_PARAMS) + index
+        uses.append(StateUse(slot - len(_PARAMS) if step else ZERO_STATE, [(end, slot)]))
+    return uses
 
 
 def _check(output: StepOutput) -> None:

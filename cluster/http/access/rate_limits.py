@@ -120,6 +120,19 @@ class KeyUse:
             self._buckets["tokens"].reserved += reserved
         return Reservation(self, reserved)
 
+    def give_back(self, num_prompt_tokens: int) -> None:
+        """Undoes the admission of a request that no engine took and that is tried again."""
+        self._take(Taken(-1, -num_prompt_tokens))
+        self._taken = Taken(self._taken.requests - 1, self._taken.tokens - num_prompt_tokens)
+
+    def seconds_until_room(self) -> float:
+        """Returns the seconds until there is room for a request that waits behind others of its key: as much as it may
+        take, and as much again as others may reserve.
+        """
+        now, most = self._clock(), {what: bucket.limit * RESERVED_SHARE for what, bucket in self._buckets.items()}
+        waits = (bucket.seconds_until(max(1.0, most[what]) + most[what], now) for what, bucket in self._buckets.items())
+        return max(waits, default=0.0)
+
     def resume(self) -> Reservation:
         """Returns the reservation of a request that another ingress admitted; nothing is reserved for it here."""
         return Reservation(self, 0)

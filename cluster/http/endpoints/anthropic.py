@@ -96,7 +96,7 @@ class MessagesAnswer:
         if message.content:
             content.append(AnswerText(message.content))
         content += (
-            AnswerToolUse(_call_id(call.id), call.function.name or "", arguments)
+            AnswerToolUse(_call_id(call.id), call.name, arguments)
             for call in message.tool_calls or []
             if (arguments := whole_arguments(call)) is not None
         )
@@ -162,9 +162,9 @@ class BlockWriter:
         for call in delta.tool_calls or []:
             if call.id is not None:
                 yield from self.close()
-                yield from self._open_as(AnswerToolUse(_call_id(call.id), call.function.name or "", {}))
-            if call.function.arguments:
-                yield BlockDelta(self._index, InputDelta(call.function.arguments))
+                yield from self._open_as(AnswerToolUse(_call_id(call.id), call.name, {}))
+            if call.text:
+                yield BlockDelta(self._index, InputDelta(call.text))
 
     def close(self) -> Iterator[msgspec.Struct]:
         """Returns the event that stops the open block, if there is one."""

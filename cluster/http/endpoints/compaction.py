@@ -17,11 +17,12 @@ from manta.cluster.chat.plan import ChatPlan
 from manta.cluster.chat.reader import ChatReader
 from manta.cluster.errors import RequestRefused, refuse
 from manta.cluster.http.endpoints import generation
+from manta.cluster.http.endpoints.item_references import with_referenced
 from manta.cluster.http.endpoints.responses_api import usage_of
 from manta.cluster.http.endpoints.stored_responses import check_storage, earlier_items
 from manta.cluster.http.exchange.codec import NAMED_EVENTS, encode
 from manta.cluster.http.exchange.engines import Generation
-from manta.cluster.http.exchange.exchange import Exchange, Identity, response_id
+from manta.cluster.http.exchange.exchange import Exchange, Identity
 from manta.cluster.http.exchange.state import AppState
 from manta.cluster.protocol.compaction import Compacted, encode_compacted
 from manta.cluster.protocol.response_items import (
@@ -66,7 +67,8 @@ async def compact(state: AppState, exchange: Exchange, body: CompactRequest) -> 
     earlier = []
     if body.previous_response_id is not None:
         earlier = await earlier_items(state, exchange, body.previous_response_id)
-    items = await state.apart(exchange, _conversation, earlier, body)
+    given = await with_referenced(state, exchange, body.input or [])
+    items = await state.apart(exchange, _conversation, earlier, given, exchange.identity.response_id)
     if await state.apart(exchange, _num_characters, items) <= KEPT_WHOLE_CHARACTERS:
         return await state.apart(exchange, _compacted, exchange.identity, items, None, _NO_USAGE)
     model = await state.model_info()
@@ -93,9 +95,9 @@ async def compact(state: AppState, exchange: Exchange, body: CompactRequest) -> 
     return None
 
 
-def _conversation(earlier: list[Item], body: CompactRequest) -> list[Item]:
+def _conversation(earlier: list[Item], given: str | list[Item], response_id: str) -> list[Item]:
     """Returns the items of the conversation that is to be compacted, without ids and without compaction items."""
-    items = [*earlier, *input_items(body.input or [])]
+    items = [*earlier, *input_items(given, response_id)]
     check_calls(items)
     return [_without_id(item) for item in expanded_items(items)]
 
@@ -134,9 +136,9 @@ def _compacted(identity: Identity, items: list[Item], summary: str | None, usage
     content = encode_compacted(Compacted(kept, summary))
     users = [item for item in items if is_users(item)]
     return CompactedResponse(
-        id=response_id(identity.stream_id),
+        id=identity.response_id,
         created_at=identity.created,
-        output=input_items([*users, {"type": "compaction", "encrypted_content": content}]),
+        output=input_items([*users, {"type": "compaction", "encrypted_content": content}], identity.response_id),
         usage=usage,
     )
 

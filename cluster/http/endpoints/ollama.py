@@ -218,7 +218,7 @@ def _generate_part(message: OllamaAnswerMessage, **fields: Any) -> OllamaGenerat
 
 def _message(message: ChatResponseMessage) -> OllamaAnswerMessage:
     calls = [
-        OllamaToolCall(OllamaFunction(call.function.name or "", arguments), call.id)
+        OllamaToolCall(OllamaFunction(call.name, arguments), call.id)
         for call in message.tool_calls or []
         if (arguments := whole_arguments(call)) is not None
     ]

@@ -18,10 +18,12 @@ from manta.cluster.http.endpoints.stored_responses import Keeping, prepared
 from manta.cluster.http.exchange.answers import Scored
 from manta.cluster.http.exchange.codec import NAMED_EVENTS, encode, named_event
 from manta.cluster.http.exchange.engines import Event, Generation
-from manta.cluster.http.exchange.exchange import Exchange, GenerationExchange, Identity, response_id
+from manta.cluster.http.exchange.exchange import Exchange, GenerationExchange, Identity
 from manta.cluster.http.exchange.state import AppState
-from manta.cluster.protocol.responses import ChatDelta
+from manta.cluster.protocol.response_items import NUM_RANDOM_BYTES, item_id_start
+from manta.cluster.protocol.responses import ChatDelta, ToolCallDelta
 from manta.cluster.protocol.responses_api import (
+    CustomToolCallItem,
     FunctionCallItem,
     MessageItem,
     OutputItem,
@@ -100,7 +102,7 @@ class ResponsesAnswer:
         self._prewarms = body.prewarms
         params = plan.params
         self.response = ResponseObject(
-            id=response_id(identity.stream_id),
+            id=identity.response_id,
             created_at=identity.created,
             status="queued" if body.background else "in_progress",
             background=bool(body.background),
@@ -233,11 +235,10 @@ class ItemWriter:
             yield self._grow("response.output_text.delta", delta.content, logprobs=[])
         for call in delta.tool_calls or []:
             if call.id is not None:
-                yield from self._add(
-                    FunctionCallItem(id=self._new_id("fc"), call_id=call.id, name=call.function.name or "")
-                )
-            if call.function.arguments:
-                yield self._grow("response.function_call_arguments.delta", call.function.arguments)
+                yield from self._add(self._call_item(call, call.id))
+            if call.text:
+                kind = "function_call_arguments" if call.custom is None else "custom_tool_call_input"
+                yield self._grow(f"response.{kind}.delta", call.text)
 
     def close(self, status: str = "completed") -> Iterator[tuple[str, dict[str, Any]]]:
         """Ends the open item, if there is one."""
@@ -247,6 +248,9 @@ class ItemWriter:
         if isinstance(item, FunctionCallItem):
             item.arguments = text
             yield self._at("response.function_call_arguments.done", arguments=text, name=item.name)
+        elif isinstance(item, CustomToolCallItem):
+            item.input = text
+            yield self._at("response.custom_tool_call_input.done", input=text)
         else:
             part: Any = OutputText(text) if isinstance(item, MessageItem) else ReasoningText(text)
             item.content = [part]
@@ -268,12 +272,17 @@ class ItemWriter:
 
     def _grow(self, name: str, text: str, **more: Any) -> tuple[str, dict[str, Any]]:
         self._text.append(text)
-        index = {} if isinstance(self.open, FunctionCallItem) else {"content_index": 0}
+        index = {} if isinstance(self.open, FunctionCallItem | CustomToolCallItem) else {"content_index": 0}
         return self._at(name, delta=text, **index, **more)
 
     def _at(self, event: str, **fields: Any) -> tuple[str, dict[str, Any]]:
         assert self.open is not None
         return event, {"item_id": self.open.id, "output_index": len(self.items), **fields}
 
+    def _call_item(self, call: ToolCallDelta, call_id: str) -> FunctionCallItem | CustomToolCallItem:
+        if call.custom is not None:
+            return CustomToolCallItem(id=self._new_id("ctc"), call_id=call_id, name=call.name)
+        return FunctionCallItem(id=self._new_id("fc"), call_id=call_id, name=call.name)
+
     def _new_id(self, prefix: str) -> str:
-        return self._identity.new_id(f"{prefix}_", 16)
+        return self._identity.new_id(item_id_start(prefix, self._identity.response_id), NUM_RANDOM_BYTES)

@@ -21,11 +21,18 @@ from msgspec import Meta
 
 from manta.cluster.errors import ServingError, Unavailable, refuse
 from manta.cluster.http.access.request_admission import Caller, decode
+from manta.cluster.http.endpoints.item_references import with_referenced
 from manta.cluster.http.endpoints.lists import page_of
 from manta.cluster.http.endpoints.streams import RESPONSES_PATH, write_again
 from manta.cluster.http.exchange.apart import is_small
 from manta.cluster.http.exchange.codec import decode_query, encode
-from manta.cluster.http.exchange.exchange import Exchange, GenerationExchange, response_id
+from manta.cluster.http.exchange.exchange import (
+    Exchange,
+    GenerationExchange,
+    Identity,
+    new_stream_id,
+    response_id,
+)
 from manta.cluster.http.exchange.recorded_engines import RecordedEngines, ReplayedEngines, record
 from manta.cluster.http.exchange.recordings import Opening, Recording, decode_opening, encode_opening
 from manta.cluster.http.exchange.reply import WholeReply
@@ -156,7 +163,10 @@ async def prepared(
     if isinstance(exchange.engines, ReplayedEngines):  # the recorded body is prepared, and its response is kept
         return body, None
     kept = state.responses
-    items = await state.apart(exchange, input_items, body.input)
+    if body.background:
+        exchange.identity = Identity(new_stream_id())  # ids of items begin with it
+    given = await with_referenced(state, exchange, body.input)
+    items = await state.apart(exchange, input_items, given, exchange.identity.response_id)
     check_storage(state, exchange, body)
     if body.background and body.store is False:
         refuse("requires", "background", bound="a stored response", remedy="leave store out, or send store: true")
@@ -166,7 +176,8 @@ async def prepared(
     await state.apart(exchange, check_calls, items)
     body = msgspec.structs.replace(body, store=stores)
     recorded = exchange.engines if isinstance(exchange.engines, RecordedEngines) else None
-    if body.previous_response_id is not None or body.background or recorded is not None:
+    is_complete = given is body.input and body.previous_response_id is None
+    if not is_complete or body.background or recorded is not None:
         body = msgspec.structs.replace(body, input=items)
         encoded = await state.apart(exchange, _checked, state, body)
         if body.background:
@@ -263,7 +274,7 @@ async def _written(state: AppState, recording: Recording) -> ResponseObject:
         state.streams.may_forget(recording)
     else:
         body = await asyncio.to_thread(decode, ResponsesRequest, opening.body, state.config.body)
-        items = await state.apart(exchange, input_items, body.input)
+        items = await state.apart(exchange, input_items, body.input, response.id)
         await asyncio.to_thread(kept.create, opening.owner, StoredResponse(response, items))
     return response
 

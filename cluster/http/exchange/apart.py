@@ -36,8 +36,8 @@ class Apart:
     between them.
     """
 
-    def __init__(self) -> None:
-        self._thread = ThreadPoolExecutor(1, "apart")
+    def __init__(self, name: str) -> None:
+        self._thread = ThreadPoolExecutor(1, name)
         self._turns: weakref.WeakValueDictionary[str, asyncio.Lock] = weakref.WeakValueDictionary()
         """Locks of the clients with calls."""
 

@@ -47,6 +47,8 @@ class Identity:
         """Time of creation, in seconds since 1970."""
         self.source: random.Random = random.Random(stream_id) if stream_id else UNPREDICTABLE
         """Source of all ids: with a `stream_id`, which is a secret, the same calls draw the same ids."""
+        self.response_id = response_id(stream_id)
+        """Id of the answer, if it is a response."""
 
     def new_id(self, prefix: str, num_bytes: int = 12) -> str:
         return f"{prefix}{self.source.randbytes(num_bytes).hex()}"

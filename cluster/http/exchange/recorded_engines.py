@@ -134,7 +134,8 @@ def record(
     state: AppState, exchange: GenerationExchange, body: bytes, unread_s: float, refusal: Refusal | None = None
 ) -> RecordedEngines:
     """Has the output of a request recorded, with events that can be read again."""
-    exchange.identity = Identity(new_stream_id())
+    if not exchange.identity.stream_id:
+        exchange.identity = Identity(new_stream_id())
     exchange.reply.event_ids = EventIds(exchange.identity.stream_id)
     exchange.engines = recorded = RecordedEngines(state.streams, exchange, body, unread_s, refusal)
     return recorded

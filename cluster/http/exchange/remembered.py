@@ -49,6 +49,11 @@ class Remembered:
         found: list[dict[str, Any]] = msgspec.json.decode(self._content)
         return found
 
+    def items_by_id(self) -> dict[str, dict[str, Any]]:
+        """Returns the items of the conversation that have an id."""
+        items = msgspec.json.decode(self._content) if self._content else []
+        return {item["id"]: item for item in items if "id" in item}
+
     def note(self, response_id: str, items: list[Any]) -> None:
         """Replaces the remembered response, or remembers none if it finds no room. `items` may hold structs."""
         self.forget()

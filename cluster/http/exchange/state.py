@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 import msgspec
 from prometheus_client.metrics_core import Metric
 
+from manta.cluster.chat.plan import Conversation, render
 from manta.cluster.config import ServeConfig
 from manta.cluster.http.access.prefix_scope import PrefixScope
 from manta.cluster.http.access.request_admission import Admission, Body
@@ -162,7 +163,8 @@ class AppState:
         """Lock for parsing a piece of an upload, which allows one piece per turn of the event loop."""
         self.created = int(time.time())
         """Start of this replica, in seconds since 1970."""
-        self._apart = Apart()
+        self._apart = Apart("apart")
+        self._rendering = Apart("rendering")
         self._model: ModelInfo | None = None
         self._asking: asyncio.Future[ModelInfo] | None = None
         """Query to the engines that all waiting requests share; None if none is under way."""
@@ -174,6 +176,16 @@ class AppState:
         if exchange.is_small:
             return function(*arguments)
         return await self._apart.run(exchange.caller.sharer, function, *arguments)
+
+    async def rendered(
+        self, exchange: GenerationExchange, conversation: Conversation, tools: list[dict[str, Any]] | None = None
+    ) -> str:
+        """Returns a conversation as the model reads it, from a thread, in turns with those of other clients. A template
+        may take seconds, however short the conversation is.
+
+        Raises `RequestRefused` if the chat template refuses the conversation.
+        """
+        return await self._rendering.run(exchange.caller.sharer, render, self.tokenizer, conversation, tools)
 
     async def model_info(self) -> ModelInfo:
         """Returns the model's properties as an engine reported them. Raises `Unavailable` if no engine will come."""

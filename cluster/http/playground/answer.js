@@ -33,10 +33,9 @@ class Choice {
     this.content += delta.content ?? "";
     this.reasoning += delta.reasoning_content ?? "";
     for (const part of delta.tool_calls ?? []) {
-      const call = (this.calls[part.index] ??= { id: "", type: "function", function: { name: "", arguments: "" } });
+      const call = (this.calls[part.index] ??= emptyCall(part));
       call.id ||= part.id ?? "";
-      call.function.name += part.function?.name ?? "";
-      call.function.arguments += part.function?.arguments ?? "";
+      for (const [field, text] of Object.entries(part[call.type] ?? {})) call[call.type][field] += text;
     }
     if (this.tokens && logprobs) this.tokens.append(logprobs.content);
     if (finish) this.finish = finish;
@@ -56,7 +55,7 @@ class Choice {
     this.element.setAttribute("aria-busy", "false");
     if (this.finish in ENDINGS) this.note(`This answer was ${ENDINGS[this.finish]}.`, "warning");
     if (schema !== null && this.finish === "stop" && !this.calls.length) this.#check(schema);
-    const copied = () => this.content || JSON.stringify(this.calls.map((call) => call.function), null, 2);
+    const copied = () => this.content || JSON.stringify(this.calls.map((call) => call[call.type]), null, 2);
     if (this.content || this.calls.length) this.notes.append(copyButton(copied));
   }
 
@@ -82,12 +81,18 @@ class Choice {
   }
 }
 
+/** A call without its text, of a function or of a custom tool, as its first part says. */
+function emptyCall(part) {
+  const texts = part.custom ? { custom: { name: "", input: "" } } : { function: { name: "", arguments: "" } };
+  return { id: "", type: part.custom ? "custom" : "function", ...texts };
+}
+
 function callCard(call) {
-  let shown = call.function.arguments;
+  let shown = call.function?.arguments ?? call.custom.input;
   try {
     shown = JSON.stringify(JSON.parse(shown), null, 2);
   } catch {} // it is still arriving
-  const title = make("p", {}, make("span", { className: "muted" }, "calls "), make("strong", {}, call.function.name));
+  const title = make("p", {}, make("span", { className: "muted" }, "calls "), make("strong", {}, call[call.type].name));
   return make("div", { className: "call" }, title, make("pre", { tabIndex: 0 }, make("code", {}, shown)));
 }
 
@@ -160,10 +165,10 @@ export class Answer {
     if (finish !== "tool_calls" && finish !== "stop") return;
     if (!calls.length) return;
     const areas = calls.map((call) =>
-      make("textarea", { rows: 2, required: true, placeholder: `What ${call.function.name} answers` }),
+      make("textarea", { rows: 2, required: true, placeholder: `What ${call[call.type].name} answers` }),
     );
     const fields = areas.map((area, index) =>
-      make("label", {}, make("span", {}, `Result of ${calls[index].function.name}`), area),
+      make("label", {}, make("span", {}, `Result of ${calls[index][calls[index].type].name}`), area),
     );
     this.results = make("form", { className: "results" }, ...fields, make("button", { className: "main" }, "Send result"));
     this.results.addEventListener("submit", (event) => {

@@ -38,7 +38,7 @@ class Report(msgspec.Struct, array_like=True):
     """Tokens for which the KV cache has room that no running sequence holds."""
     are_borders: bool = False
     """Whether the keys are those of blocks after which a prompt can go on, and not of all cached blocks. This is so if
-    layers have sliding windows (`cluster/engine/resume_borders.py`).
+    layers have sliding windows or recurrent states (`cluster/engine/resume_borders.py`).
     """
 
 

@@ -85,11 +85,17 @@ class HttpCampaign:
 
     async def _check_nothing_is_left(self, before: list[int]) -> None:
         deadline = time.monotonic() + SETTLE_S
-        while problems := await self._left(before):
+        while problems := await self._left_or_silent(before):
             if time.monotonic() > deadline:
                 self.failures.append(Failure(f"seed {self.world.seed}, in the end", "; ".join(problems), []))
                 return
             await asyncio.sleep(0.2)
+
+    async def _left_or_silent(self, before: list[int]) -> list[str]:
+        try:
+            return await self._left(before)
+        except (OSError, EOFError, Closed) as error:
+            return [f"the server does not answer: {type(error).__name__}: {error}"]
 
     async def _left(self, before: list[int]) -> list[str]:
         if gone := [process.pid for process in self._processes if not process.is_running()]:

@@ -29,6 +29,9 @@ JSON_TYPES: dict[str, Any] = {
 """A value of each JSON type, which takes the place of another one."""
 
 _CALL = {"type": "function_call", "id": "fc_1", "call_id": "c", "name": "f", "arguments": '{"a": 1}'}
+_CUSTOM_CALL = {"type": "custom_tool_call", "id": "ctc_1", "call_id": "c", "name": "g", "input": "a"}
+_OUTPUT = {"call_id": "c", "output": "b"}
+_GRAMMAR = {"syntax": "lark", "definition": 'start: /a+/ "b"'}
 _TEXT = {"type": "text", "text": "a"}
 _SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
 _FUNCTION = {"name": "f", "description": "a", "parameters": _SCHEMA, "strict": True}
@@ -43,9 +46,16 @@ FREE: dict[str, list[Any]] = {
             {"type": "reasoning", "summary": [], "content": [{"type": "reasoning_text", "text": "b"}]},
         ],
         [{"type": "compaction", "encrypted_content": "manta1.a.b"}, {"role": "user", "content": "a"}],
+        [{"role": "user", "content": "a"}, _CUSTOM_CALL, {**_OUTPUT, "type": "custom_tool_call_output"}],
+        [{"role": "user", "content": "a"}, {"type": "item_reference", "id": f"msg_{'0' * 48}"}],
     ],
-    "tools": [[{"type": "function", **_FUNCTION}], [{"type": "function", "function": _FUNCTION}]],
+    "tools": [
+        [{"type": "function", **_FUNCTION}],
+        [{"type": "function", "function": _FUNCTION}],
+        [{"type": "custom", "name": "g", "description": "a", "format": {"type": "grammar", **_GRAMMAR}}],
+    ],
     "tool_choice": [
+        {"type": "custom", "name": "g"},
         {"type": "function", "name": "f"},
         {"type": "allowed_tools", "mode": "auto", "tools": [{"type": "function", "name": "f"}]},
     ],
@@ -67,7 +77,14 @@ FREE: dict[str, list[Any]] = {
     "prompt_cache_options": [{"mode": "implicit"}],
 }
 """Values of fields whose types are open, by the field's name."""
-_NAMED = {"role": "user", "arguments": "{}", "endpoint": "/v1/completions", "completion_window": "24h", "regex": "a"}
+_NAMED = {
+    "definition": "start: /a+/",
+    "role": "user",
+    "arguments": "{}",
+    "endpoint": "/v1/completions",
+    "completion_window": "24h",
+    "regex": "a",
+}
 """Texts that a field of this name needs for its body to be read on."""
 _NEEDED = frozenset({"content"})
 """Fields with defaults without which a body is refused before anything else is read."""

@@ -9,7 +9,7 @@ import pytest
 
 from manta.cluster.llm import LLM, SamplingParams
 from tests.checkpoints import reference_greedy
-from tests.workers.test_layer_kinds import CASES, folder_of
+from tests.workers.test_layer_kinds import ON_EVERY_DEVICE, folder_of
 from tests.workers.test_models import random_tokens
 
 NUM_TOKENS = 12
@@ -25,7 +25,7 @@ families on all numbers.
 """
 COMBINATIONS = [
     pytest.param(name, size, marks=[] if QUICK.get(name) == size else pytest.mark.prove)
-    for name in CASES
+    for name in ON_EVERY_DEVICE
     for size in (1, 2, 4)
 ]
 

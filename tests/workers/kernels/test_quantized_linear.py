@@ -32,17 +32,22 @@ def random_weight(
     has_half_scales: bool = False,
     has_int8_activations: bool = False,
     is_permuted: bool = False,
+    has_codebook: bool = False,
 ) -> QuantizedWeight:
     generator = torch.Generator().manual_seed(seed)
     in_features, limit = num_groups * group, 1 << (bits - 1)
     values = torch.randint(-limit, limit, (out_features, in_features), generator=generator, dtype=torch.int8)
+    codebook = None
+    if has_codebook:
+        numbers = (torch.randperm(256, generator=generator)[:16] - 128).to(torch.int8)
+        values, codebook, bits = numbers[values.int() & 15], tuple(numbers.tolist()), 8
     scales = torch.randn(out_features, num_groups, generator=generator) * 0.01
     offsets = torch.randn(out_features, num_groups, generator=generator) * 0.01 if has_offsets else None
     if has_half_scales:
         scales = scales.half().float()
         offsets = None if offsets is None else offsets.half().float()
     order = torch.randperm(in_features, generator=generator) if is_permuted else None
-    return QuantizedWeight(values, scales, bits, offsets, order, has_half_scales, has_int8_activations)
+    return QuantizedWeight(values, scales, bits, offsets, order, has_half_scales, has_int8_activations, codebook)
 
 
 def random_rows(seed: int, num_rows: int, in_features: int, dtype: torch.dtype) -> torch.Tensor:
@@ -72,6 +77,7 @@ weights = st.builds(
     has_half_scales=st.booleans(),
     has_int8_activations=st.booleans(),
     is_permuted=st.booleans(),
+    has_codebook=st.booleans(),
 )
 
 
@@ -117,12 +123,12 @@ def test_any_weight_gives_torchs_bits_and_the_product(form: str) -> None:
         check()
 
 
-@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize(("bits", "has_codebook"), [(8, False), (4, False), (4, True)])
 @FORMS
-def test_a_row_ignores_other_rows_and_threads(form: str, bits: int) -> None:
+def test_a_row_ignores_other_rows_and_threads(form: str, bits: int, has_codebook: bool) -> None:
     with in_form(form):
         for dtype in DTYPES:
-            linear = pack(random_weight(0, 500, 5, 64, bits, has_offsets=True), dtype)
+            linear = pack(random_weight(0, 500, 5, 64, bits, has_offsets=True, has_codebook=has_codebook), dtype)
             x = random_rows(1, 200, 320, dtype)
             together = linear.forward(x)
             for num_rows in ROWS if form in QUANTIZED else ROWS[:8]:

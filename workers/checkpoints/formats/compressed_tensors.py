@@ -14,8 +14,8 @@ from manta.workers.checkpoints.formats.stored_part import StoredPart
 from manta.workers.kernels.quantized_weight import QuantizedWeight
 
 _ACTIVATION_TENSORS = ("input_scale", "input_zero_point", "input_global_scale", "output_scale", "output_zero_point")
-_FP4_DOUBLED = (0, 1, 2, 3, 4, 6, 8, 12)
-"""Twice the magnitude of each 3-bit E2M1 number."""
+FP4_CODEBOOK = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
+"""Twice each E2M1 number, by its four bits."""
 
 
 def read_int(part: StoredPart) -> QuantizedWeight:
@@ -56,8 +56,8 @@ def read_mxfp4(part: StoredPart) -> QuantizedWeight:
 
 def mxfp4_weight(part: StoredPart, packed: torch.Tensor, exponents: torch.Tensor) -> QuantizedWeight:
     """Returns the weight of `packed` numbers uint8 [out, in / 2] and `exponents` uint8 [out, num_groups]."""
-    table = torch.tensor(_FP4_DOUBLED + tuple(-number for number in _FP4_DOUBLED), dtype=torch.int8)
+    table = torch.tensor(FP4_CODEBOOK, dtype=torch.int8)
     numbers = torch.stack((packed & 15, packed >> 4), dim=-1).flatten(1)
     values = torch.empty_like(numbers, dtype=torch.int8) if packed.is_meta else table[numbers.int()]
     weight = in_groups(part, values, torch.exp2(exponents.float() - 128), None)
-    return dataclasses.replace(weight, bits=8)
+    return dataclasses.replace(weight, bits=8, codebook=FP4_CODEBOOK)

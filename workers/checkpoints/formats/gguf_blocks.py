@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import torch
 
+from manta.workers.checkpoints.formats.compressed_tensors import FP4_CODEBOOK
 from manta.workers.checkpoints.formats.stored_part import StoredPart
 from manta.workers.kernels.quantized_weight import QuantizedWeight
 from manta.workers.models.model_config import ModelError
@@ -31,6 +32,7 @@ class _BlockType(NamedTuple):
     num_bytes: int
     bits: int
     unpack: Callable[[torch.Tensor], _Integers]
+    codebook: tuple[int, ...] | None = None
 
 
 def read_gguf(part: StoredPart) -> QuantizedWeight:
@@ -44,7 +46,11 @@ def read_gguf(part: StoredPart) -> QuantizedWeight:
         )
     values, scales, offsets = kind.unpack(stored.view(part.out_features, -1, kind.num_bytes))
     return QuantizedWeight(
-        values.flatten(1), scales.flatten(1), kind.bits, None if offsets is None else offsets.flatten(1)
+        values.flatten(1),
+        scales.flatten(1),
+        kind.bits,
+        None if offsets is None else offsets.flatten(1),
+        codebook=kind.codebook,
     )
 
 
@@ -56,6 +62,16 @@ def _half(blocks: torch.Tensor, start: int) -> torch.Tensor:
 def _nibbles(packed: torch.Tensor) -> torch.Tensor:
     """Returns the low halves of all bytes, then the high halves: uint8 [..., 2 * bytes]."""
     return torch.cat((packed & 15, packed >> 4), dim=-1)
+
+
+def _codes(packed: torch.Tensor, codebook: tuple[int, ...]) -> torch.Tensor:
+    """Returns the numbers that the halves of bytes stand for, in the order of `_nibbles`."""
+    return torch.tensor(codebook, dtype=torch.int8, device=packed.device)[_nibbles(packed).int()]
+
+
+def _shifted(packed: torch.Tensor, *shifts: int) -> torch.Tensor:
+    """Returns all bytes shifted right by each number, one after the other: uint8 [..., shifts, bytes]."""
+    return packed[..., None, :] >> torch.tensor(shifts, dtype=torch.uint8, device=packed.device)[:, None]
 
 
 def _fifth_bits(packed: torch.Tensor) -> torch.Tensor:
@@ -129,15 +145,58 @@ def _q6_k(blocks: torch.Tensor) -> _Integers:
     return _Integers(_middle((_nibbles(low) | upper).flatten(-2), 32), scales)
 
 
+def _q2_k(blocks: torch.Tensor) -> _Integers:
+    """Unpacks a block of two halves, each four rows of 32 numbers whose bits are in 32 bytes. A group is 16 numbers,
+    and a byte has the factors of its scale and its minimum.
+    """
+    numbers = _shifted(blocks[..., 16:80].unflatten(-1, (2, 32)), 0, 2, 4, 6) & 3
+    scales, minima = blocks[..., :16] & 15, blocks[..., :16] >> 4
+    return _Integers(_middle(numbers.flatten(-3), 0), _half(blocks, 80) * scales, -_half(blocks, 82) * minima)
+
+
+def _q3_k(blocks: torch.Tensor) -> _Integers:
+    """Unpacks a block whose numbers have two bits as in Q2_K. Where a third bit, in the first 32 bytes, is missing,
+    they are 4 less. The 16 scales have 6 bits, four in the first 8 of 12 bytes and two in the last 4.
+    """
+    upper = _shifted(blocks[..., :32], 0, 1, 2, 3, 4, 5, 6, 7) & 1
+    lower = _shifted(blocks[..., 32:96].unflatten(-1, (2, 32)), 0, 2, 4, 6) & 3
+    low, high = _shifted(blocks[..., 96:104], 0, 4) & 15, _shifted(blocks[..., 104:108], 0, 2, 4, 6) & 3
+    scales = _half(blocks, 108) * _middle(low.flatten(-2) | high.flatten(-2) << 4, 32)
+    return _Integers(_middle(lower.flatten(-3) | upper.flatten(-2) << 2, 4), scales)
+
+
+def _iq4_nl(blocks: torch.Tensor) -> _Integers:
+    return _Integers(_codes(blocks[..., 2:], IQ4_CODEBOOK), _half(blocks, 0))
+
+
+def _iq4_xs(blocks: torch.Tensor) -> _Integers:
+    """Unpacks a block whose eight scales have 6 bits: two in two bytes after the factor, four in the next four."""
+    high = _shifted(blocks[..., 2:4].unsqueeze(-1), 0, 2, 4, 6) & 3
+    low = _shifted(blocks[..., 4:8].unsqueeze(-1), 0, 4) & 15
+    scales = _half(blocks, 0) * _middle(low.flatten(-3) | high.flatten(-3) << 4, 32)
+    return _Integers(_codes(blocks[..., 8:].unflatten(-1, (8, 16)), IQ4_CODEBOOK).flatten(-2), scales)
+
+
+def _mxfp4(blocks: torch.Tensor) -> _Integers:
+    return _Integers(_codes(blocks[..., 1:], FP4_CODEBOOK), torch.exp2(blocks[..., :1].float() - 128))
+
+
+IQ4_CODEBOOK = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
+"""The numbers of IQ4_NL and IQ4_XS (`kvalues_iq4nl`)."""
 _SERVED = (
     _BlockType("Q8_0", 32, 34, 8, _q8_0),
     _BlockType("Q4_0", 32, 18, 4, _q4_0),
     _BlockType("Q4_1", 32, 20, 4, _q4_1),
     _BlockType("Q5_0", 32, 22, 8, _q5_0),
     _BlockType("Q5_1", 32, 24, 8, _q5_1),
+    _BlockType("Q2_K", 256, 84, 4, _q2_k),
+    _BlockType("Q3_K", 256, 110, 4, _q3_k),
     _BlockType("Q4_K", 256, 144, 4, _q4_k),
     _BlockType("Q5_K", 256, 176, 8, _q5_k),
     _BlockType("Q6_K", 256, 210, 8, _q6_k),
+    _BlockType("IQ4_NL", 32, 18, 8, _iq4_nl, IQ4_CODEBOOK),
+    _BlockType("IQ4_XS", 256, 136, 8, _iq4_xs, IQ4_CODEBOOK),
+    _BlockType("MXFP4", 32, 17, 8, _mxfp4, FP4_CODEBOOK),
 )
 BLOCK_TYPES = {kind.name: kind for kind in _SERVED}
 """The supported types, by ggml's names."""

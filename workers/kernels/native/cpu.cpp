@@ -123,7 +123,7 @@ void rope_and_cache_all(
     const T* q_weight, const T* k_weight, const RopeShape& shape, const CacheLayout<C>& layout
 ) {
     const int head_dim = shape.head_dim;
-    const int64_t width = int64_t(shape.num_heads + 2 * shape.num_kv_heads) * head_dim;
+    const int64_t width = int64_t(shape.num_heads + (v_cache ? 2 : 1) * shape.num_kv_heads) * head_dim;
     const int64_t kv_width = int64_t(shape.num_kv_heads) * head_dim;
     parallel_for(shape.num_tokens, shape.num_tokens * width <= PARALLEL_ELEMENTS, [&](int64_t token) {
         T* query = qkv + token * width;
@@ -139,12 +139,12 @@ void rope_and_cache_all(
                 rotate_head(key + i, key + i, cos, k_weight, head_dim, shape.eps);
             }
             cache_rounded(key, k_cache, layout, at, offset);
-            cache_rounded(key + kv_width, v_cache, layout, at, offset);
+            if (v_cache) cache_rounded(key + kv_width, v_cache, layout, at, offset);
         } else {
             for (int i = 0; i < kv_width; i += head_dim) {
                 rotate_head(key + i, k_cache + at + i, cos, k_weight, head_dim, shape.eps);
             }
-            memcpy(v_cache + at, key + kv_width, kv_width * sizeof(T));
+            if (v_cache) memcpy(v_cache + at, key + kv_width, kv_width * sizeof(T));
         }
     });
 }
@@ -187,7 +187,7 @@ void manta_gate(int dtype, int activation, const void* gate_up, void* output, in
     }
 }
 
-// `cache_dtype` is `dtype`, or INT8 if head_dim is a multiple of HEAD_DIM_MULTIPLE
+// `cache_dtype` is `dtype`, or INT8 if head_dim is a multiple of HEAD_DIM_MULTIPLE. A `v_cache` of null: qkv has no values
 void manta_rope_and_cache(
     int dtype, int cache_dtype, void* qkv, const float* cos_sin, const int64_t* positions, const int64_t* slots,
     void* k_cache, void* v_cache, const void* q_weight, const void* k_weight, int num_tokens, int block_size,

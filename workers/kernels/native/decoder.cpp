@@ -4,6 +4,8 @@
 #include <algorithm>
 #include <cstdint>
 
+#include "native_linear.h"
+
 // Of cpu.cpp.
 extern "C" {
 void manta_rms_norm(int dtype, const void* x, void* residual, const void* weight, void* output, int rows, int hidden,
@@ -23,13 +25,6 @@ void manta_paged_attention(int dtype, int cache_dtype, const void* qkv, int64_t 
 namespace {
 
 constexpr int BFLOAT16 = 1;
-
-// Of any kind: x [num_rows, in_features] -> y [num_rows, out_features], in the shape's dtype. What its weights are, and
-// in which precision, is between `run` and `self`.
-struct Linear {
-    void (*run)(const void* self, const void* x, void* y, int num_rows);
-    const void* self;
-};
 
 struct Layer {
     const void *input_norm, *q_norm, *k_norm, *mlp_norm;
@@ -82,7 +77,6 @@ extern "C" void manta_decoder(const Shape* shape, const Layer* layers, int num_l
     const auto norm = [&](const void* x, void* residual, const void* weight, void* to) {
         manta_rms_norm(s.dtype, x, residual, weight, to, rows, s.hidden, s.eps);
     };
-    const auto linear = [&](const Linear& l, const void* x, void* y, int num_rows) { l.run(l.self, x, y, num_rows); };
     const int qkv_width = (s.num_heads + 2 * s.num_kv_heads) * s.head_dim;
     for (int i = 0; i < num_layers; i++) {
         const Layer& layer = layers[i];
@@ -93,7 +87,7 @@ extern "C" void manta_decoder(const Shape* shape, const Layer* layers, int num_l
         const bool is_first_group = layer.group == 0 || step->other_slots == nullptr;
         const int64_t* slots = is_first_group ? step->slots : step->other_slots[layer.group - 1];
         const int32_t* block_tables = is_first_group ? step->block_tables : step->other_tables[layer.group - 1];
-        linear(layer.qkv, b.normed, b.qkv, rows);
+        layer.qkv(b.normed, b.qkv, rows);
         manta_rope_and_cache(s.dtype, s.cache_dtype, b.qkv, layer.cos_sin, step->positions, slots, layer.k_cache,
                              layer.v_cache, layer.q_norm, layer.k_norm, rows, step->block_size, s.num_heads,
                              s.num_kv_heads, s.head_dim, s.eps);
@@ -104,13 +98,13 @@ extern "C" void manta_decoder(const Shape* shape, const Layer* layers, int num_l
                               step->members, step->prefix_lens, step->num_sequences, num_groups, step->max_blocks,
                               step->block_size, s.num_heads, s.num_kv_heads, s.head_dim, layer.window, s.scale,
                               s.logit_cap, layer.sinks, s.exact);
-        linear(layer.attention_output, b.attended, b.update, rows);
+        layer.attention_output(b.attended, b.update, rows);
         norm(b.update, b.residual, layer.mlp_norm, b.normed);
         const int64_t row_bytes = s.hidden * (s.dtype == BFLOAT16 ? 2 : 4);
         for (int first = 0; first < rows; first += b.mlp_rows) {
             const int count = std::min(b.mlp_rows, rows - first);
-            linear(layer.gated, b.normed + first * row_bytes, b.gated, count);
-            linear(layer.down, b.gated, b.update + first * row_bytes, count);
+            layer.gated(b.normed + first * row_bytes, b.gated, count);
+            layer.down(b.gated, b.update + first * row_bytes, count);
         }
     }
     norm(b.update, b.residual, final_norm, output);

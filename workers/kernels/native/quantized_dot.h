@@ -26,8 +26,9 @@ constexpr int PACKED_BYTE_ZERO = BYTE_ZERO;
 #endif
 constexpr int NIBBLE_ZERO = 8;  // both for values of 4 bits
 
-// How the weights of a product lie: values of 8 bits, two of 4 bits in a byte, or one of 4 bits in a byte.
-enum Kind { BYTES, NIBBLES, SINGLE_NIBBLES };
+// How the weights of a product lie: values of 8 bits, two of 4 bits in a byte, one of 4 bits in a byte, or two codes of 4
+// bits in a byte, each of which stands for a value of 8 bits.
+enum Kind { BYTES, NIBBLES, SINGLE_NIBBLES, CODES };
 
 #if MANTA_AMX
 constexpr Kind UNPACKED = BYTES;  // the tiles multiply signed bytes
@@ -36,7 +37,7 @@ constexpr Kind UNPACKED = SINGLE_NIBBLES;
 #endif
 
 constexpr int zero_of(Kind kind) {
-    return kind == BYTES ? BYTE_ZERO : NIBBLE_ZERO;
+    return kind == BYTES || kind == CODES ? BYTE_ZERO : NIBBLE_ZERO;
 }
 
 typedef int8_t FourBytes __attribute__((vector_size(MANTA_LANES * 4)));
@@ -49,6 +50,32 @@ MANTA_INLINE Ints as_dot_bytes(Ints packed) {
 // Values of 4 bits, one in a byte, as UNPACKED ones.
 MANTA_INLINE Ints as_unpacked(Ints nibbles) {
     return UNPACKED == BYTES ? (Ints)((FourBytes)nibbles + (int8_t)(PACKED_BYTE_ZERO - NIBBLE_ZERO)) : nibbles;
+}
+
+// The 16 bytes that codes stand for, `zero` larger than the values, as `lookup` takes them.
+MANTA_INLINE Ints table_of(const int8_t* codebook, int zero) {
+    Ints table;
+    for (int i = 0; i < LANES / 4; i++) memcpy((char*)&table + 16 * i, codebook, 16);
+    return (Ints)((FourBytes)table + (int8_t)zero);
+}
+
+// The byte of a table for each code, one in a byte.
+MANTA_INLINE Ints lookup(Ints codes, Ints table) {
+#if MANTA_LANES == 16 && defined(__AVX512BW__)
+    return (Ints)_mm512_shuffle_epi8((__m512i)table, (__m512i)codes);
+#elif MANTA_LANES == 8 && defined(__AVX2__)
+    return (Ints)_mm256_shuffle_epi8((__m256i)table, (__m256i)codes);
+#elif MANTA_LANES == 4 && defined(__SSSE3__)
+    return (Ints)_mm_shuffle_epi8((__m128i)table, (__m128i)codes);
+#elif MANTA_LANES == 4 && defined(__aarch64__)
+    return (Ints)vqtbl1q_u8((uint8x16_t)table, (uint8x16_t)codes);
+#else
+    uint8_t from[LANES * 4], to[LANES * 4];
+    memcpy(from, &codes, sizeof(from));
+    for (int i = 0; i < LANES * 4; i++) to[i] = ((const uint8_t*)&table)[from[i]];
+    memcpy(&codes, to, sizeof(to));
+    return codes;
+#endif
 }
 
 MANTA_INLINE Ints low_nibbles(Ints packed) {

@@ -13,11 +13,12 @@ constexpr int64_t SERIAL_INPUTS = 16 * 1024;    // the same for rounding activat
 
 // A quantised linear, for decoder.cpp, which runs all layers in one call; mirrored in cpu_quantized_linear.py.
 struct QuantizedLinear {
-    const void *packed, *bias, *input_order;
+    const void *packed, *bias, *input_order, *codebook;
     int dtype, bits, in_features, out_features, group, half_scales, offsets, one_scale, one_input_scale, gated;
 
     WeightLayout layout() const {
-        return {bits, out_features, Groups(in_features, group), half_scales != 0, offsets != 0, one_scale != 0};
+        return {bits, out_features, Groups(in_features, group), half_scales != 0, offsets != 0, one_scale != 0,
+                (const int8_t*)codebook};
     }
 };
 
@@ -29,10 +30,13 @@ int64_t packed_row(const WeightLayout& layout, int place, bool gated) {
 // One group of a panel: rows[64] of int8 values, null where there is none.
 void pack_values(const WeightLayout& layout, const int8_t* const* rows, int first, int count, uint8_t* to) {
     const int zero = layout.bits == 8 ? PACKED_BYTE_ZERO : NIBBLE_ZERO;
+    uint8_t codes[256] = {};
+    for (int code = 0; layout.codebook && code < 16; code++) codes[(uint8_t)layout.codebook[code]] = code;
     for (int k = 0; k < layout.groups.padded; k += 4)
         for (int n = 0; n < PANEL; n++)
             for (int i = 0; i < 4; i++) {
-                const int value = (rows[n] && k + i < count ? rows[n][first + k + i] : 0) + zero;
+                const int8_t given = rows[n] && k + i < count ? rows[n][first + k + i] : 0;
+                const int value = layout.codebook ? codes[(uint8_t)given] : given + zero;
                 if (layout.bits == 8)
                     to[k * PANEL + n * 4 + i] = (uint8_t)value;
                 else if (k % 8 == 0)
@@ -149,17 +153,18 @@ extern "C" int manta_quantized_layout(int which) {
 extern "C" int64_t manta_quantized_bytes(int bits, int out_features, int in_features, int group, int half_scales,
                                          int offsets, int one_scale) {
     const WeightLayout layout = {bits, out_features, Groups(in_features, group), half_scales != 0, offsets != 0,
-                                 one_scale != 0};
+                                 one_scale != 0, nullptr};
     return layout.panels() * layout.panel_bytes();
 }
 
 // values int8 [out_features, in_features]; scales and offsets (or null) float [out_features, groups], or [out_features]
-// if `one_scale`. If gated, half of out_features must be divisible by 16.
-extern "C" void manta_pack_quantized(const void* values, const void* scales, const void* offsets, void* packed, int bits,
-                                     int out_features, int in_features, int group, int half_scales, int one_scale,
-                                     int gated) {
+// if `one_scale`. If gated, half of out_features must be divisible by 16. Of 4 bits with a codebook int8 [16], each
+// value is one of it.
+extern "C" void manta_pack_quantized(const void* values, const void* scales, const void* offsets, const void* codebook,
+                                     void* packed, int bits, int out_features, int in_features, int group,
+                                     int half_scales, int one_scale, int gated) {
     const WeightLayout layout = {bits, out_features, Groups(in_features, group), half_scales != 0, offsets != nullptr,
-                                 one_scale != 0};
+                                 one_scale != 0, (const int8_t*)codebook};
     ask_for_huge_pages(packed, layout.panels() * layout.panel_bytes());
     parallel_for(layout.panels(), false, [&](int64_t panel) {
         pack_panel(layout, (const int8_t*)values, (const float*)scales, (const float*)offsets, panel, gated != 0,
@@ -168,13 +173,14 @@ extern "C" void manta_pack_quantized(const void* values, const void* scales, con
 }
 
 // x [num_rows, in_features] -> y [num_rows, out_features], or half as wide if gated, both of dtype 0: float32 or 1:
-// bfloat16. bias [out_features] is in the order of packing, or null; input_order int64 [in_features], or null.
+// bfloat16. bias [out_features] is in the order of packing, or null; input_order int64 [in_features], or null; codebook
+// is that of packing.
 extern "C" void manta_quantized_linear(int dtype, const void* x, const void* packed, const void* bias,
-                                       const void* input_order, void* y, int num_rows, int bits, int in_features,
-                                       int out_features, int group, int half_scales, int offsets, int one_scale,
-                                       int one_input_scale, int gated) {
-    const QuantizedLinear linear = {packed, bias,        input_order, dtype,     bits,            in_features,
-                                    out_features, group, half_scales, offsets, one_scale, one_input_scale, gated};
+                                       const void* input_order, const void* codebook, void* y, int num_rows,
+                                       int bits, int in_features, int out_features, int group, int half_scales,
+                                       int offsets, int one_scale, int one_input_scale, int gated) {
+    const QuantizedLinear linear = {packed,       bias,  input_order, codebook, dtype,     bits,           in_features,
+                                    out_features, group, half_scales, offsets,  one_scale, one_input_scale, gated};
     if (dtype == 0)
         run(linear, (const float*)x, (float*)y, num_rows);
     else

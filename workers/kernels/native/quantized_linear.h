@@ -6,7 +6,8 @@
 // Weights lie in panels of 64 outputs, a panel's groups one after another. A group is its values, then its 64 scales and
 // offsets, so a thread reads one stretch of memory from begin to end. Values of 8 bits are [inputs / 4][64][4]. Of 4
 // bits they are [inputs / 8][64][4 bytes]: low nibbles are the first four inputs, high nibbles the next four. If all
-// groups have one scale, it stands at the end of the panel.
+// groups have one scale, it stands at the end of the panel. With a codebook, the 4 bits are codes: each stands for one
+// of 16 values of 8 bits (MXFP4 and its like).
 #pragma once
 
 #include "quantized_dot.h"
@@ -48,6 +49,7 @@ struct WeightLayout {
     Groups groups;
     bool has_half_scales, has_offsets;
     bool has_one_scale;  // of an output for all of its groups
+    const int8_t* codebook;  // [16], or null
 
     int panels() const { return (out_features + PANEL - 1) / PANEL; }
     int64_t value_bytes() const { return (int64_t)groups.padded * PANEL * bits / 8; }
@@ -89,31 +91,40 @@ struct QuantizedProduct {
     // Adds a chunk's products to the sums of ROWS rows and of V vectors of outputs, from output `column` on. Weights of
     // these outputs are fetched for later if FETCHES.
     template <Kind KIND, int ROWS, int V, bool FETCHES>
-    MANTA_INLINE void add_products(const Chunk& chunk, int row, int column, Ints (&sums)[ROWS][V]) const {
+    MANTA_INLINE void add_products(const Chunk& chunk, int row, int column, Ints table, Ints (&sums)[ROWS][V]) const {
         const int64_t stride = layout.groups.padded;
         const int8_t* inputs = rows.values + ((int64_t)chunk.group * rows.num_rows + row) * stride + chunk.first;
         const uint8_t* weights = chunk.weights + column * 4;
         const int num_inputs = chunk.end - chunk.first;
 #if MANTA_BYTE_PAIRS
-        if constexpr (KIND != BYTES) {
+        if constexpr (KIND == NIBBLES || KIND == SINGLE_NIBBLES) {
             for (int first = 0; first < num_inputs; first += PAIRED_INPUTS) {
                 const int last = std::min(first + PAIRED_INPUTS, num_inputs);
                 Ints pairs[ROWS][V] = {};
-                add_each<KIND, ROWS, V, FETCHES>(inputs, stride, first, last, weights, pairs, add_paired);
+                add_each<KIND, ROWS, V, FETCHES>(inputs, stride, first, last, weights, table, pairs, add_paired);
                 MANTA_UNROLL for (int i = 0; i < ROWS; i++)
                     MANTA_UNROLL for (int c = 0; c < V; c++) sums[i][c] = add_pairs_to(sums[i][c], pairs[i][c]);
             }
             return;
         }
 #endif
-        add_each<KIND, ROWS, V, FETCHES>(inputs, stride, 0, num_inputs, weights, sums, add_dot<KIND>);
+        constexpr Kind DOT = KIND == CODES ? BYTES : KIND;
+        add_each<KIND, ROWS, V, FETCHES>(inputs, stride, 0, num_inputs, weights, table, sums, add_dot<DOT>);
+    }
+
+    // What codes stand for as `add_dot` takes it; nothing for other kinds.
+    template <Kind KIND>
+    MANTA_INLINE Ints dot_table() const {
+        return KIND == CODES ? table_of(layout.codebook, BYTE_ZERO) : Ints{};
     }
 
     // The same for inputs [first, last) of the chunk, by a function that adds four inputs' products.
     template <Kind KIND, int ROWS, int V, bool FETCHES, class Add>
     static MANTA_INLINE void add_each(const int8_t* inputs, int64_t stride, int first, int last, const uint8_t*& weights,
-                                      Ints (&sums)[ROWS][V], const Add& add) {
-        constexpr int INPUTS = KIND == NIBBLES ? 8 : 4;  // in a unit of 4 bytes
+                                      Ints table, Ints (&sums)[ROWS][V], const Add& add) {
+        constexpr bool HAS_TWO = KIND == NIBBLES || KIND == CODES;  // in a byte
+        constexpr int INPUTS = HAS_TWO ? 8 : 4;                     // in a unit of 4 bytes
+        const auto value = [&](Ints nibbles) { return KIND == CODES ? lookup(nibbles, table) : nibbles; };
         for (int k = first; k < last; k += INPUTS, weights += PANEL * 4) {
             Ints columns[V];
             MANTA_UNROLL for (int c = 0; c < V; c++) {
@@ -128,15 +139,15 @@ struct QuantizedProduct {
                 memcpy(&four, inputs + i * stride + k, 4);
                 const Ints given = splat_int(four);
                 MANTA_UNROLL for (int c = 0; c < V; c++)
-                    sums[i][c] = add(sums[i][c], KIND == NIBBLES ? low_nibbles(columns[c]) : columns[c], given);
+                    sums[i][c] = add(sums[i][c], HAS_TWO ? value(low_nibbles(columns[c])) : columns[c], given);
             }
-            if constexpr (KIND == NIBBLES)
+            if constexpr (HAS_TWO)
                 MANTA_UNROLL for (int i = 0; i < ROWS; i++) {
                     int32_t four;
                     memcpy(&four, inputs + i * stride + k + 4, 4);
                     const Ints given = splat_int(four);
                     MANTA_UNROLL for (int c = 0; c < V; c++)
-                        sums[i][c] = add(sums[i][c], high_nibbles(columns[c]), given);
+                        sums[i][c] = add(sums[i][c], value(high_nibbles(columns[c])), given);
                 }
         }
     }
@@ -158,7 +169,7 @@ struct QuantizedProduct {
             MANTA_UNROLL for (int i = 0; i < ROWS; i++)
                 MANTA_UNROLL for (int c = 0; c < V; c++) sums[i][c] = load_ints(ints + i * PANEL + c * LANES);
         }
-        add_products<KIND, ROWS, V, FETCHES>(chunk, row, column, sums);
+        add_products<KIND, ROWS, V, FETCHES>(chunk, row, column, dot_table<KIND>(), sums);
         if (!chunk.ends) {
             MANTA_UNROLL for (int i = 0; i < ROWS; i++)
                 MANTA_UNROLL for (int c = 0; c < V; c++)
@@ -198,6 +209,7 @@ struct QuantizedProduct {
         Floats totals[ROWS][V] = {};
         const int num_groups = layout.groups.groups;
         const bool has_half_scales = layout.has_half_scales, has_offsets = layout.has_offsets;
+        const Ints table = dot_table<KIND>();
         for (int g = 0; g < num_groups; g++) {
             const char* const values = weights + g * layout.group_bytes();
             const char* const of_group = weights + layout.scales_at(g);
@@ -208,7 +220,7 @@ struct QuantizedProduct {
                 const Ints start = splat_int(-zero_of(KIND) * rows.totals[at + i]);
                 MANTA_UNROLL for (int c = 0; c < V; c++) sums[i][c] = start;
             }
-            add_products<KIND, ROWS, V, true>(chunk, 0, 0, sums);
+            add_products<KIND, ROWS, V, true>(chunk, 0, 0, table, sums);
             MANTA_UNROLL for (int c = 0; c < V; c++) {
                 const Floats scales = load_scales(has_half_scales, of_group, c * LANES);
                 MANTA_UNROLL for (int i = 0; i < ROWS; i++)
@@ -241,7 +253,9 @@ struct QuantizedProduct {
 
     void multiply_few_rows(int panel, const char* weights) const {
         alignas(64) float sums[2 * PANEL];
-        layout.bits == 8 ? pass_few_rows<BYTES>(panel, weights, sums) : pass_few_rows<NIBBLES>(panel, weights, sums);
+        layout.bits == 8 ? pass_few_rows<BYTES>(panel, weights, sums)
+        : layout.codebook ? pass_few_rows<CODES>(panel, weights, sums)
+                          : pass_few_rows<NIBBLES>(panel, weights, sums);
         for (int row = 0; row < rows.num_rows; row++) write(row, panel, sums + row * PANEL);
     }
 
@@ -282,12 +296,19 @@ struct QuantizedProduct {
                        : pass<KIND, 2, V2, true>(chunk, row, 0, column, to);
     }
 
-    // Weights of 4 bits [inputs / 8][PANEL][4] as UNPACKED ones [inputs / 4][PANEL][4].
-    static void unpack(const uint8_t* from, int inputs, uint8_t* to) {
+    // Weights of 4 bits [inputs / 8][PANEL][4] as UNPACKED ones [inputs / 4][PANEL][4], or codes as packed BYTES.
+    void unpack(const uint8_t* from, int inputs, uint8_t* to) const {
+        if (layout.codebook == nullptr) return unpack_by(from, inputs, to, as_unpacked);
+        const Ints table = table_of(layout.codebook, PACKED_BYTE_ZERO);
+        unpack_by(from, inputs, to, [&](Ints codes) { return lookup(codes, table); });
+    }
+
+    template <class Unpacked>
+    static MANTA_INLINE void unpack_by(const uint8_t* from, int inputs, uint8_t* to, const Unpacked& unpacked) {
         for (int k = 0; k < inputs; k += 8, from += PANEL * 4, to += 2 * PANEL * 4)
             for (int i = 0; i < PANEL * 4; i += (int)sizeof(Ints)) {
                 const Ints packed = load_ints(from + i);
-                const Ints low = as_unpacked(low_nibbles(packed)), high = as_unpacked(high_nibbles(packed));
+                const Ints low = unpacked(low_nibbles(packed)), high = unpacked(high_nibbles(packed));
                 memcpy(to + i, &low, sizeof(low));
                 memcpy(to + PANEL * 4 + i, &high, sizeof(high));
                 __builtin_prefetch(from + i + AHEAD_BYTES, 0, 3);
@@ -313,11 +334,13 @@ struct QuantizedProduct {
                     if (layout.bits == 8) {
                         pass_by_rows<BYTES>(chunk, first, last, {floats, ints});
                     } else if (last - first <= UNPACKED_ROWS) {
-                        pass_by_rows<NIBBLES>(chunk, first, last, {floats, ints});
+                        layout.codebook ? pass_by_rows<CODES>(chunk, first, last, {floats, ints})
+                                        : pass_by_rows<NIBBLES>(chunk, first, last, {floats, ints});
                     } else {
                         unpack(chunk.weights, end - k, unpacked);
                         chunk.weights = unpacked;
-                        pass_by_rows<UNPACKED>(chunk, first, last, {floats, ints});
+                        layout.codebook ? pass_by_rows<BYTES>(chunk, first, last, {floats, ints})
+                                        : pass_by_rows<UNPACKED>(chunk, first, last, {floats, ints});
                     }
                 }
             for (int row = first; row < last; row++) write(row, panel, floats + (row - first) * PANEL);

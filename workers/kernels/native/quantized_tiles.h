@@ -100,7 +100,7 @@ class QuantizedTiles {
 
     const uint8_t* bytes(const char* values, int inputs) const {
         if (layout_.bits == 8) return (const uint8_t*)values;
-        QuantizedProduct<T>::unpack((const uint8_t*)values, inputs, memory_->unpacked);
+        product_.unpack((const uint8_t*)values, inputs, memory_->unpacked);
         return memory_->unpacked;
     }
 

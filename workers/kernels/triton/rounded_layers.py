@@ -15,7 +15,7 @@ from manta.workers.kernels.protocol import Forward, KVCaches, RotaryTables
 from manta.workers.kernels.triton import layers
 from manta.workers.kernels.triton.quantized_linear import TritonQuantizedLinear
 from manta.workers.kernels.triton.rounded_rows import RoundedRows, round_normed
-from manta.workers.kernels.weights import DecoderWeights, GatedMlpWeights, LayerWeights, Linear
+from manta.workers.kernels.weights import AttentionWeights, DecoderWeights, GatedMlpWeights, LayerWeights, Linear
 from manta.workers.kv_groups import LayerPlace, group_layers
 from manta.workers.models.model_config import ModelConfig
 from manta.workers.models.variants import OUTSIDE_OF_LAYERS, variants_of
@@ -60,7 +60,9 @@ class _RoundedInput:
 class _RoundedLayer:
     """One layer's linears and norms."""
 
-    def __init__(self, weights: LayerWeights, place: LayerPlace, sliding_window: int | None) -> None:
+    def __init__(self, weights: LayerWeights, place: LayerPlace | None, sliding_window: int | None) -> None:
+        assert place is not None
+        assert isinstance(weights.mixer, AttentionWeights)
         self.group = place.group
         assert weights.input_norm is not None
         assert weights.mlp_norm is not None
@@ -101,8 +103,9 @@ class RoundedLayers:
         for layer, table, kv_cache in zip(self._layers, cos_sin, kv_caches, strict=True):
             qkv = layer.qkv.forward(layer.qkv.norm(update, residual, layer.input_norm, eps), metadata)
             group = metadata.of_group(layer.group)
-            layers.rope_and_cache(qkv, table, group, *kv_cache, heads, layer.q_norm, layer.k_norm, eps)
-            attended = layers.paged_attention(qkv, *kv_cache, group, heads, layer.sliding_window)
+            k_cache, v_cache = kv_cache
+            layers.rope_and_cache(qkv, table, group, k_cache, v_cache, heads, layer.q_norm, layer.k_norm, eps)
+            attended = layers.paged_attention(qkv, k_cache, v_cache, group, heads, layer.sliding_window)
             update = layer.output.forward(attended, metadata)
             update = layer.mlp(layer.gated.norm(update, residual, layer.mlp_norm, eps), metadata)
         assert update is not None

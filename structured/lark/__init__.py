@@ -1,0 +1,1 @@
+"""Lark grammars of clients, in llguidance's dialect: read, and written as parts of other grammars."""

@@ -1,0 +1,76 @@
+"""Multi-head latent attention (DeepSeek-V2, 2024, section 2.1) over a cache of latent vectors.
+
+Keys and values of all heads are products of one latent vector and a weight of each head. The weights are absorbed: the
+keys' one multiplies queries, and the values' one multiplies results. What remains is attention of all query heads over
+one KV head, whose key is also its value, so every kernel of grouped-query attention computes it.
+
+A cached token is one head in the order in which the kernels rotate, dimension `i` with dimension `i + head_dim / 2`:
+half of the rotated key, half of the latent vector, then the other halves. The latent dimensions have a cosine of 1.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from manta.workers.kernels.attention_metadata import AttentionMetadata
+from manta.workers.kernels.protocol import Kernels
+from manta.workers.kernels.weights import LatentAttentionWeights
+from manta.workers.models.model_config import HeadShape, LatentShape
+
+
+def cached_layout(expansion: torch.Tensor, shape: LatentShape) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns `LatentAttentionWeights.keys` and `.values` of the checkpoint's weight [num_heads * (plain_dim +
+    value_dim), kv_rank]. Rows of the rotated dimensions are zeros.
+    """
+    by_head = expansion.view(-1, shape.plain_dim + shape.value_dim, shape.kv_rank)
+    half, zeros = shape.kv_rank // 2, by_head.new_zeros((*by_head.shape[:-1], shape.rope_dim // 2))
+    keys, values = torch.cat((zeros, by_head[..., :half], zeros, by_head[..., half:]), dim=-1).split(
+        (shape.plain_dim, shape.value_dim), dim=1
+    )
+    return keys, values.transpose(1, 2)
+
+
+def attend_latent(
+    weights: LatentAttentionWeights,
+    normed: torch.Tensor,
+    cos_sin: torch.Tensor,
+    metadata: AttentionMetadata,
+    kv_cache: tuple[torch.Tensor, torch.Tensor],
+    heads: HeadShape,
+    shape: LatentShape,
+    kernels: Kernels,
+) -> torch.Tensor:
+    """Returns the attention's result [num_tokens, hidden] of normed hidden states, and writes the tokens' latent
+    vectors and rotated keys to their KV slots.
+    """
+    query_width = shape.query_rank or heads.num_heads * (shape.plain_dim + shape.rope_dim)
+    queries, cached = weights.inputs.forward(normed, metadata).split((query_width, heads.head_dim), dim=-1)
+    if weights.queries is not None:
+        assert weights.query_norm is not None
+        queries = kernels.rms_norm(queries, weights.query_norm, shape.norm_eps)
+        queries = weights.queries.forward(queries, metadata)
+    latent, key = cached.split((shape.kv_rank, shape.rope_dim), dim=-1)
+    latent = kernels.rms_norm(latent, weights.latent_norm, shape.norm_eps)
+    plain, rotated = queries.unflatten(-1, (heads.num_heads, -1)).split((shape.plain_dim, shape.rope_dim), dim=-1)
+    # One row of all query heads and the cached one
+    together = normed.new_empty((len(normed), heads.num_heads + 1, heads.head_dim))
+    together[:, :-1] = torch.bmm(plain.transpose(0, 1), weights.keys).transpose(0, 1)
+    _rotated_part(together[:, :-1], shape).copy_(rotated.unflatten(-1, (2, -1)))
+    _rotated_part(together[:, -1], shape).copy_(key.unflatten(-1, (2, -1)))
+    _latent_part(together[:, -1], shape).copy_(latent.unflatten(-1, (2, -1)))
+    row = together.flatten(1)
+    kernels.rope_and_cache(row, cos_sin, metadata, *kv_cache, heads)
+    attended = kernels.paged_attention(row, *kv_cache, metadata, heads)
+    by_head = attended.unflatten(-1, (heads.num_heads, -1)).transpose(0, 1)
+    values = torch.bmm(by_head, weights.values).transpose(0, 1)
+    return weights.output.forward(values.flatten(1), metadata)
+
+
+def _rotated_part(head: torch.Tensor, shape: LatentShape) -> torch.Tensor:
+    """Returns the view [..., 2, rope_dim / 2] of the rotated dimensions of heads [..., head_dim]."""
+    return head.unflatten(-1, (2, -1))[..., : shape.rope_dim // 2]
+
+
+def _latent_part(head: torch.Tensor, shape: LatentShape) -> torch.Tensor:
+    """Returns the view [..., 2, kv_rank / 2] of the dimensions of latent vectors."""
+    return head.unflatten(-1, (2, -1))[..., shape.rope_dim // 2 :]

@@ -1,0 +1,63 @@
+"""Gated delta nets (Yang et al., 2024): the delta rule with a decay for each head and token, as in Qwen3-Next."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+from manta.workers.decoders.mixers.windows import channels_of
+from manta.workers.kernels.attention_metadata import AttentionMetadata
+from manta.workers.kernels.protocol import Kernels
+from manta.workers.kernels.recurrence import RecurrentInputs
+from manta.workers.kernels.recurrent_step import RecurrentStep
+from manta.workers.kernels.reference import rms_norm
+from manta.workers.kernels.weights import RecurrentWeights
+from manta.workers.models.recurrent_shapes import DeltaShape
+
+_NORM_EPS = 1e-6
+"""The constant in the norms of queries and keys."""
+
+
+def gated_delta(
+    weights: RecurrentWeights,
+    x: torch.Tensor,
+    metadata: AttentionMetadata,
+    step: RecurrentStep,
+    states: tuple[torch.Tensor, ...],
+    kernels: Kernels,
+) -> torch.Tensor:
+    """Returns what a layer adds to the residual stream, from its normed hidden states x [num_tokens, hidden].
+
+    `input` gives queries, keys, values and gates of all heads, then a beta and a time step of each value head. `states`
+    are the windows of the convolution and the states of the heads.
+    """
+    shape, tensors = weights.shape, weights.tensors
+    assert isinstance(shape, DeltaShape)
+    projected = weights.inputs["input"].forward(x, metadata).float()
+    heads = shape.num_value_heads
+    mixed, gate, beta, time = projected.split([sum(shape.sizes), shape.sizes[2], heads, heads], dim=-1)
+    mixed = kernels.convolve(mixed, tensors["kernel"], None, channels_of(states[0]), step, activates=True)
+    outputs = kernels.recur(
+        RecurrentInputs(
+            *delta_heads(mixed, shape),
+            log_decay=tensors["rates"] * F.softplus(time + tensors["time_bias"]),
+            beta=beta.sigmoid(),
+        ),
+        states[1],
+        step,
+    )
+    normed = rms_norm(outputs, tensors["norm"], shape.norm_eps).flatten(1) * F.silu(gate)
+    return weights.output.forward(normed.to(x.dtype), metadata)
+
+
+def delta_heads(mixed: torch.Tensor, shape: DeltaShape) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Returns queries and keys [num_tokens, num_key_heads, key_dim] of length 1, queries scaled, and values
+    [num_tokens, num_value_heads, value_dim], of their rows one after the other.
+    """
+    query, key, value = mixed.split(shape.sizes, dim=-1)
+    query, key = (_of_length_one(each.unflatten(1, (-1, shape.key_dim))) for each in (query, key))
+    return query * shape.key_dim**-0.5, key, value.unflatten(1, (-1, shape.value_dim))
+
+
+def _of_length_one(x: torch.Tensor) -> torch.Tensor:
+    return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + _NORM_EPS)

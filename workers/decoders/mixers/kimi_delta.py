@@ -1,0 +1,50 @@
+"""Kimi's delta attention (Kimi Team, 2025): a gated delta net with a decay for each dimension of a key."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+from manta.workers.decoders.mixers.gated_delta import delta_heads
+from manta.workers.decoders.mixers.windows import channels_of
+from manta.workers.kernels.attention_metadata import AttentionMetadata
+from manta.workers.kernels.protocol import Kernels
+from manta.workers.kernels.recurrence import RecurrentInputs
+from manta.workers.kernels.recurrent_step import RecurrentStep
+from manta.workers.kernels.reference import rms_norm
+from manta.workers.kernels.weights import RecurrentWeights
+from manta.workers.models.recurrent_shapes import DeltaShape
+
+
+def kimi_delta(
+    weights: RecurrentWeights,
+    x: torch.Tensor,
+    metadata: AttentionMetadata,
+    step: RecurrentStep,
+    states: tuple[torch.Tensor, ...],
+    kernels: Kernels,
+) -> torch.Tensor:
+    """Returns what a layer adds to the residual stream, from its normed hidden states x [num_tokens, hidden].
+
+    `input` gives queries, keys and values of all heads, then a beta of each head. Decays and gates are products of two
+    narrow linears each. `states` are the windows of the convolution and the states of the heads.
+    """
+    shape, tensors, inputs = weights.shape, weights.tensors, weights.inputs
+    assert isinstance(shape, DeltaShape)
+    projected = inputs["input"].forward(x, metadata).float()
+    mixed, beta = projected.split([sum(shape.sizes), shape.num_value_heads], dim=-1)
+    mixed = kernels.convolve(mixed, tensors["kernel"], None, channels_of(states[0]), step, activates=True)
+    time = inputs["decay"].forward(inputs["decay_input"].forward(x, metadata), metadata).float()
+    time = F.softplus(time + tensors["time_bias"]).unflatten(1, (-1, shape.key_dim))
+    outputs = kernels.recur(
+        RecurrentInputs(
+            *delta_heads(mixed, shape),
+            log_decay=tensors["rates"].unsqueeze(-1) * time,
+            beta=beta.sigmoid(),
+        ),
+        states[1],
+        step,
+    )
+    gate = inputs["gate"].forward(inputs["gate_input"].forward(x, metadata), metadata).float()
+    normed = rms_norm(outputs, tensors["norm"], shape.norm_eps).flatten(1) * gate.sigmoid()
+    return weights.output.forward(normed.to(x.dtype), metadata)

@@ -1,0 +1,53 @@
+"""Mamba 1 (Gu and Dao, 2023): a state space in which each number of each channel's state has a rate of its own."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+from manta.workers.kernels.attention_metadata import AttentionMetadata
+from manta.workers.kernels.protocol import Kernels
+from manta.workers.kernels.recurrence import RecurrentInputs
+from manta.workers.kernels.recurrent_step import RecurrentStep
+from manta.workers.kernels.reference import rms_norm
+from manta.workers.kernels.weights import RecurrentWeights
+from manta.workers.models.recurrent_shapes import SelectiveShape
+
+_NORMS = ("time_norm", "b_norm", "c_norm")
+"""The names of the norms' weights, which Falcon Mamba does not have."""
+
+
+def selective_scan(
+    weights: RecurrentWeights,
+    x: torch.Tensor,
+    metadata: AttentionMetadata,
+    step: RecurrentStep,
+    states: tuple[torch.Tensor, ...],
+    kernels: Kernels,
+) -> torch.Tensor:
+    """Returns what a layer adds to the residual stream, from its normed hidden states x [num_tokens, hidden].
+
+    `input` gives x and a gate of each channel, and `selection` makes of x the vector of the time steps, B and C.
+    `states` are the windows of the convolution and the states of the channels.
+    """
+    shape, tensors, inputs = weights.shape, weights.tensors, weights.inputs
+    assert isinstance(shape, SelectiveShape)
+    projected = inputs["input"].forward(x, metadata)
+    values, gate = projected.float().chunk(2, dim=-1)
+    values = kernels.convolve(values, tensors["kernel"], tensors.get("kernel_bias"), states[0], step, activates=True)
+    selected = inputs["selection"].forward(values.to(x.dtype), metadata)
+    parts = selected.split([shape.step_rank, shape.state_size, shape.state_size], dim=-1)
+    if shape.norm_eps is not None:
+        norms = [tensors.get(name, part.new_ones(part.shape[-1])) for name, part in zip(_NORMS, parts, strict=True)]
+        parts = tuple(rms_norm(part, norm, shape.norm_eps) for part, norm in zip(parts, norms, strict=True))
+    time, b, c = parts
+    time = F.softplus(inputs["time"].forward(time.contiguous(), metadata).float() + tensors["time_bias"])
+    of_tokens = RecurrentInputs(
+        query=c.float().unsqueeze(1),
+        key=b.float().unsqueeze(1),
+        value=(values * time).unsqueeze(-1),
+        log_decay=time,
+        rates=tensors["rates"],
+    )
+    outputs = kernels.recur(of_tokens, states[1], step).squeeze(-1) + values * tensors["skip"]
+    return weights.output.forward((outputs * F.silu(gate)).to(x.dtype), metadata)

@@ -1,0 +1,26 @@
+"""The gated short convolution of LFM2 (Liquid AI, 2025)."""
+
+from __future__ import annotations
+
+import torch
+
+from manta.workers.kernels.attention_metadata import AttentionMetadata
+from manta.workers.kernels.protocol import Kernels
+from manta.workers.kernels.recurrent_step import RecurrentStep
+from manta.workers.kernels.weights import ShortConvWeights
+
+
+def run_short_conv(
+    weights: ShortConvWeights,
+    normed: torch.Tensor,
+    metadata: AttentionMetadata,
+    step: RecurrentStep,
+    states: tuple[torch.Tensor, ...],
+    kernels: Kernels,
+) -> torch.Tensor:
+    """Returns the mixer's result [num_tokens, hidden], and writes the step's states, float32 [num_slots, channels,
+    width - 1].
+    """
+    b, c, x = weights.input.forward(normed, metadata).float().chunk(3, dim=-1)
+    convolved = kernels.convolve(b * x, weights.kernel, weights.bias, states[0], step)
+    return weights.output.forward((c * convolved).to(normed.dtype), metadata)

@@ -1,0 +1,201 @@
+// Linear recurrences and causal convolutions of recurrent layers, called by cpu_recurrence.py through ctypes;
+// recurrence.py and convolution.py define what they compute. One token follows the other in every sequence, and no sum
+// runs over lanes, so a token's bits depend neither on where a step begins nor on the form.
+#include <algorithm>
+#include <cstdint>
+#include <vector>
+
+#include "parallel.h"
+#include "simd.h"
+
+namespace {
+
+constexpr int BLOCK_VECTORS = 4;  // columns of a state that stay in registers as sums, twice
+constexpr int CHANNELS = 256;     // channels of a convolution that a thread takes together
+constexpr int64_t SERIAL_NUMBERS = 16384;
+
+// Mirrors _Recurrence of cpu_recurrence.py. Rows of inputs and outputs are contiguous
+struct Recurrence {
+    const float *query, *key, *value, *log_decay, *beta, *rates;  // beta and rates may be null
+    float *states, *output;
+    const int64_t *starts, *reads, *writes, *sequence_starts;
+    int num_segments, num_sequences, num_groups, num_heads, key_dim, value_dim;
+    int has_fine_decays;  // log_decay has key_dim numbers for each head
+};
+
+// A head's inputs of one token
+struct Token {
+    const float *query, *key, *decays;  // key_dim each
+    float beta;
+    bool corrects;
+};
+
+// Advances `VECTORS` vectors of a state's columns by one token: from rows `from` to rows `to`. A last vector of fewer
+// than LANES columns has `count` of them
+template <int VECTORS>
+MANTA_INLINE void advance(
+    const Token& token, int key_dim, const float* from, int from_stride, float* to, int to_stride, const float* value,
+    float* output, int count
+) {
+    Floats values[VECTORS], sums[VECTORS] = {};
+    const auto column = [&](int v) { return VECTORS == 1 ? count : LANES; };
+    for (int v = 0; v < VECTORS; v++) values[v] = load_upto(value + v * LANES, column(v));
+    if (token.corrects) {
+        for (int k = 0; k < key_dim; k++) {
+            const Floats key = splat(token.key[k] * token.decays[k]);
+            for (int v = 0; v < VECTORS; v++) {
+                const Floats state = load_upto(from + int64_t(k) * from_stride + v * LANES, column(v));
+                sums[v] = add_product_exactly(sums[v], key, state);
+            }
+        }
+        for (int v = 0; v < VECTORS; v++) {
+            values[v] = (values[v] - sums[v]) * token.beta;
+            sums[v] = splat(0);
+        }
+    }
+    for (int k = 0; k < key_dim; k++) {
+        const Floats key = splat(token.key[k]), query = splat(token.query[k]), decay = splat(token.decays[k]);
+        for (int v = 0; v < VECTORS; v++) {
+            const Floats state = load_upto(from + int64_t(k) * from_stride + v * LANES, column(v));
+            const Floats next = add_product_exactly(key * values[v], state, decay);
+            store_upto(to + int64_t(k) * to_stride + v * LANES, next, column(v));
+            sums[v] = add_product_exactly(sums[v], query, next);
+        }
+    }
+    for (int v = 0; v < VECTORS; v++) store_upto(output + v * LANES, sums[v], column(v));
+}
+
+// exp(log_decay), or exp(log_decay * rate), of each row of a head's state
+void find_decays(const Recurrence& all, int64_t token, int head, float* decays) {
+    const int key_dim = all.key_dim;
+    const float* rates = all.rates ? all.rates + int64_t(head) * key_dim : nullptr;
+    const float* fine = all.log_decay + (token * all.num_heads + head) * (all.has_fine_decays ? key_dim : 1);
+    if (!all.has_fine_decays && !rates) {
+        const float decay = exp2_of<false>(splat(*fine * LOG2_E))[0];
+        std::fill(decays, decays + key_dim, decay);
+        return;
+    }
+    for (int k = 0; k < key_dim; k += LANES) {
+        const int count = key_dim - k;
+        Floats logarithm = all.has_fine_decays ? load_upto(fine + k, count) : splat(*fine);
+        if (rates) logarithm *= load_upto(rates + k, count);
+        store_upto(decays + k, exp2_of<false>(logarithm * LOG2_E), count);
+    }
+}
+
+// The tokens of one sequence for some columns of one head's state
+template <int VECTORS>
+void run_columns(const Recurrence& all, int sequence, int head, int first, int count) {
+    const int key_dim = all.key_dim, value_dim = all.value_dim, group = head / (all.num_heads / all.num_groups);
+    const int width = VECTORS * LANES;
+    thread_local std::vector<float> decays, kept;
+    decays.resize(key_dim);
+    const int64_t last_row = all.sequence_starts[sequence + 1];
+    int64_t segment =
+        std::lower_bound(all.starts, all.starts + all.num_segments, all.sequence_starts[sequence]) - all.starts;
+    for (; segment < all.num_segments && all.starts[segment] < last_row; segment++) {
+        const int64_t start = all.starts[segment], end = all.starts[segment + 1];
+        const auto slot = [&](int64_t number) {
+            return all.states + ((number * all.num_heads + head) * key_dim) * value_dim + first;
+        };
+        if (end - start > 1) kept.resize(int64_t(key_dim) * width);
+        for (int64_t row = start; row < end; row++) {
+            find_decays(all, row, head, decays.data());
+            const int64_t of_key = (row * all.num_groups + group) * key_dim;
+            const int64_t of_value = (row * all.num_heads + head) * value_dim + first;
+            const Token token = {all.query + of_key, all.key + of_key, decays.data(),
+                                 all.beta ? all.beta[row * all.num_heads + head] : 0, all.beta != nullptr};
+            const bool is_first = row == start, is_last = row == end - 1;
+            advance<VECTORS>(
+                token, key_dim, is_first ? slot(all.reads[segment]) : kept.data(), is_first ? value_dim : width,
+                is_last ? slot(all.writes[segment]) : kept.data(), is_last ? value_dim : width, all.value + of_value,
+                all.output + of_value, count
+            );
+        }
+    }
+}
+
+// Mirrors _Convolution of cpu_recurrence.py
+struct Convolution {
+    const float *x, *kernel, *bias;  // [tokens, channels], [channels, width], [channels] or null
+    float *states, *output;          // [slots, channels, width - 1], [tokens, channels]
+    const int64_t *starts, *reads, *writes, *sequence_starts;
+    int num_segments, num_sequences, channels, width;
+    int activates;
+};
+
+template <int WIDTH>
+void convolve_channels(const Convolution& all, int sequence, int first, int count) {
+    const int64_t last_row = all.sequence_starts[sequence + 1], channels = all.channels;
+    int64_t segment =
+        std::lower_bound(all.starts, all.starts + all.num_segments, all.sequence_starts[sequence]) - all.starts;
+    float window[CHANNELS * WIDTH];  // the last inputs of each channel, oldest first
+    bool is_read = false;
+    for (; segment < all.num_segments && all.starts[segment] < last_row; segment++) {
+        if (!is_read) {
+            const float* kept = all.states + (all.reads[segment] * channels + first) * (WIDTH - 1);
+            for (int c = 0; c < count; c++) {
+                for (int i = 0; i < WIDTH - 1; i++) window[c * WIDTH + i] = kept[c * (WIDTH - 1) + i];
+            }
+            is_read = true;
+        }
+        for (int64_t row = all.starts[segment]; row < all.starts[segment + 1]; row++) {
+            const float* x = all.x + row * channels + first;
+            float* output = all.output + row * channels + first;
+            for (int c = 0; c < count; c++) {
+                float* taps = window + c * WIDTH;
+                const float* kernel = all.kernel + (first + c) * int64_t(WIDTH);
+                taps[WIDTH - 1] = x[c];
+                float total = taps[0] * kernel[0];
+                for (int i = 1; i < WIDTH; i++) total += taps[i] * kernel[i];
+                output[c] = all.bias ? total + all.bias[first + c] : total;
+                for (int i = 0; i < WIDTH - 1; i++) taps[i] = taps[i + 1];
+            }
+            if (all.activates) {
+                for (int c = 0; c < count; c += LANES) {
+                    store_upto(output + c, silu_of<false>(load_upto(output + c, count - c)), count - c);
+                }
+            }
+        }
+        float* kept = all.states + (all.writes[segment] * channels + first) * (WIDTH - 1);
+        for (int c = 0; c < count; c++) {
+            for (int i = 0; i < WIDTH - 1; i++) kept[c * (WIDTH - 1) + i] = window[c * WIDTH + i];
+        }
+    }
+}
+
+}  // namespace
+
+extern "C" {
+
+int manta_recurrence_layout(int which) {
+    const int sizes[] = {int(sizeof(Recurrence)), int(sizeof(Convolution))};
+    return sizes[which];
+}
+
+void manta_recur(const Recurrence* all) {
+    constexpr int block = BLOCK_VECTORS * LANES;
+    const int whole = all->value_dim / block, rest = all->value_dim % block;
+    const int parts = whole + (rest + LANES - 1) / LANES;
+    parallel_each(int64_t(all->num_sequences) * all->num_heads * parts, [&](int64_t unit) {
+        const int part = unit % parts, head = unit / parts % all->num_heads, sequence = unit / parts / all->num_heads;
+        if (part < whole) return run_columns<BLOCK_VECTORS>(*all, sequence, head, part * block, LANES);
+        const int first = whole * block + (part - whole) * LANES;
+        run_columns<1>(*all, sequence, head, first, std::min(LANES, all->value_dim - first));
+    });
+}
+
+// `width` is 3 or 4
+void manta_convolve(const Convolution* all) {
+    const int parts = (all->channels + CHANNELS - 1) / CHANNELS;
+    const int64_t count = int64_t(all->num_sequences) * parts;
+    const auto run = [&](int64_t unit) {
+        const int sequence = unit / parts, first = unit % parts * CHANNELS;
+        const int channels = std::min(CHANNELS, all->channels - first);
+        all->width == 4 ? convolve_channels<4>(*all, sequence, first, channels)
+                        : convolve_channels<3>(*all, sequence, first, channels);
+    };
+    const bool is_serial = all->starts[all->num_segments] * all->channels <= SERIAL_NUMBERS;
+    parallel_for(count, is_serial, run);
+}
+}

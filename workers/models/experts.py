@@ -1,0 +1,68 @@
+"""The experts of a layer as the families describe them, and the keys that their configurations share."""
+
+from __future__ import annotations
+
+from manta.workers.models import llama
+from manta.workers.models.model_config import ModelConfig
+from manta.workers.models.raw_config import RawConfig, RawValue
+from manta.workers.models.specs import ExpertsSpec, LinearSpec, WeightPart
+
+MOST_EXPERTS = 4096
+DENSE, SPARSE = "dense", "sparse"
+"""Kinds of layers in `mlp_layer_types`."""
+
+
+def experts(
+    config: ModelConfig,
+    prefix: str,
+    *,
+    router: str = "gate",
+    choice_bias: str | None = None,
+    shared: str = "shared_experts",
+    shared_gate: str | None = None,
+) -> ExpertsSpec:
+    """Returns experts that the checkpoint stores one by one, below `prefix`. The other names are those of the router,
+    of its bias for the choice, of the expert that computes every token, and of that one's gate.
+    """
+    sizes = config.experts
+    assert sizes is not None
+    inner = sizes.shared_intermediate_size
+    return ExpertsSpec(
+        router=LinearSpec((WeightPart(f"{prefix}.{router}", sizes.num_experts),), config.hidden_size),
+        experts=tuple(
+            llama.mlp(config, f"{prefix}.experts.{expert}", sizes.intermediate_size)
+            for expert in range(sizes.num_experts)
+        ),
+        choice_bias=choice_bias and f"{prefix}.{choice_bias}",
+        shared=llama.mlp(config, f"{prefix}.{shared}", inner) if inner else None,
+        shared_gate=LinearSpec((WeightPart(f"{prefix}.{shared_gate}", 1),), config.hidden_size)
+        if shared_gate is not None
+        else None,
+    )
+
+
+def read_num_experts(raw: RawConfig, usual: int, *keys: str) -> int:
+    """Returns the number of experts, which has several spellings."""
+    return raw.first_of(*keys).whole(usual, most=MOST_EXPERTS)
+
+
+def read_groups(raw: RawConfig, num_experts: int, usual: tuple[int, int]) -> tuple[int, int]:
+    """Returns the number of groups of experts, and how many of them are searched, by `n_group` and `topk_group`."""
+    num_groups = raw["n_group"].whole(usual[0], most=num_experts)
+    if num_experts % num_groups:
+        raise raw["n_group"].refused(f"a divisor of the {num_experts} experts")
+    return num_groups, raw["topk_group"].whole(min(usual[1], num_groups), most=num_groups)
+
+
+def read_dense_layers(raw: RawConfig, num_layers: int, first_dense: RawValue | None, usual: int) -> tuple[int, ...]:
+    """Returns the layers that have one MLP: those that `mlp_layer_types` calls dense, else as many first ones as
+    `first_dense` says. None: no key says it.
+    """
+    kinds = raw["mlp_layer_types"]
+    num_dense = usual if first_dense is None else first_dense.whole(usual, least=0)
+    if kinds.value is None:
+        return tuple(range(min(num_dense, num_layers)))
+    listed = [kind.one_of(DENSE, SPARSE) for kind in kinds.items()]
+    if len(listed) != num_layers:
+        raise kinds.refused(f"a list of {num_layers} kinds, one for each layer")
+    return tuple(layer for layer, kind in enumerate(listed) if kind == DENSE)

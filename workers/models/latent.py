@@ -1,0 +1,114 @@
+"""Latent attention as the families describe it, and the keys that their configurations share."""
+
+from __future__ import annotations
+
+import math
+
+import msgspec
+
+from manta.workers.models import llama
+from manta.workers.models.dense import read_dense, read_rope
+from manta.workers.models.model_config import LatentShape, ModelConfig, RopeConfig
+from manta.workers.models.raw_config import RawConfig
+from manta.workers.models.specs import (
+    LatentAttentionSpec,
+    LayerSpec,
+    LinearSpec,
+    NormSpec,
+    Split,
+    TailOrder,
+    WeightPart,
+)
+
+
+def read_latent(
+    raw: RawConfig,
+    usual: LatentShape,
+    *,
+    norm_eps: tuple[str, float] = ("rms_norm_eps", 1e-6),
+    is_interleaved: bool = True,
+    is_tied: bool = False,
+) -> ModelConfig:
+    """Returns the shape of a decoder with latent attention. `usual` has the sizes that a configuration leaves out.
+
+    Raises `ConfigError` as `read_dense` and `read_rope` do, and for sizes that do not fit.
+    """
+    shape = LatentShape(
+        query_rank=_read_query_rank(raw, usual.query_rank),
+        kv_rank=_even(raw, "kv_lora_rank", usual.kv_rank),
+        plain_dim=raw["qk_nope_head_dim"].whole(usual.plain_dim),
+        rope_dim=_even(raw, "qk_rope_head_dim", usual.rope_dim),
+        value_dim=raw["v_head_dim"].whole(usual.value_dim),
+    )
+    for key in ("head_dim", "qk_head_dim", "num_key_value_heads"):
+        raw[key].whole(1)  # the other sizes decide
+    width = shape.kv_rank + shape.rope_dim
+    rope = msgspec.structs.replace(
+        read_rope(raw, shape.rope_dim, is_interleaved=is_interleaved), rotary_dim=shape.rope_dim
+    )
+    config = read_dense(raw, rope=rope, norm_eps=norm_eps, is_tied=is_tied, kv_heads=(1, width))
+    has_biases = raw["attention_bias"].flag(False)
+    if has_biases and shape.query_rank is None:
+        raise raw["attention_bias"].refused("false if q_lora_rank is null, because only some of the inputs have biases")
+    return msgspec.structs.replace(
+        config,
+        latent=shape,
+        qkv_bias=has_biases,
+        output_bias=has_biases,
+        attention_scale=(shape.plain_dim + shape.rope_dim) ** -0.5 * _stretch(rope) ** 2,
+    )
+
+
+def _read_query_rank(raw: RawConfig, usual: int | None) -> int | None:
+    value = raw["q_lora_rank"]
+    if usual is None or (value.is_given and value.value is None):
+        return None
+    return value.whole(usual)
+
+
+def _even(raw: RawConfig, key: str, usual: int) -> int:
+    number = raw[key].whole(usual)
+    if number % 2:
+        raise raw[key].refused(f"an even number instead of {number}")
+    return number
+
+
+def _stretch(rope: RopeConfig) -> float:
+    """The factor on queries and on keys of a stretched context, whose square multiplies their products."""
+    if rope.rope_type == "default" or rope.factor <= 1:
+        return 1.0
+    return 0.1 * rope.mscale_all_dim * math.log(rope.factor) + 1.0
+
+
+def layer(config: ModelConfig, index: int) -> LayerSpec:
+    """Returns Llama's layer with latent attention."""
+    return llama.layer(config, index)._replace(mixer=_attention(config, f"model.layers.{index}.self_attn"))
+
+
+def _attention(config: ModelConfig, prefix: str) -> LatentAttentionSpec:
+    shape = config.latent
+    assert shape is not None
+    hidden, query_dim = config.hidden_size, shape.plain_dim + shape.rope_dim
+    is_interleaved = config.rope.is_interleaved
+    query_order = TailOrder(query_dim, shape.rope_dim) if is_interleaved else None
+    cached_order = TailOrder(config.head_dim, shape.rope_dim) if is_interleaved else None
+    cached = WeightPart(f"{prefix}.kv_a_proj_with_mqa", config.head_dim, order=cached_order)
+    size = config.num_heads * query_dim
+    expanded = config.num_heads * (shape.plain_dim + shape.value_dim)
+    query_norm = queries = None
+    if shape.query_rank is None:
+        first = WeightPart(f"{prefix}.q_proj", size, Split.QUERY_HEADS, query_order)
+    else:
+        first = WeightPart(f"{prefix}.q_a_proj", shape.query_rank)
+        query_norm = NormSpec(f"{prefix}.q_a_layernorm", shape.query_rank)
+        part = WeightPart(f"{prefix}.q_b_proj", size, Split.QUERY_HEADS, query_order)
+        queries = LinearSpec((part,), shape.query_rank)
+    output = WeightPart(f"{prefix}.o_proj", hidden)
+    return LatentAttentionSpec(
+        inputs=LinearSpec((first, cached), hidden, config.qkv_bias),
+        query_norm=query_norm,
+        queries=queries,
+        latent_norm=NormSpec(f"{prefix}.kv_a_layernorm", shape.kv_rank),
+        expansion=LinearSpec((WeightPart(f"{prefix}.kv_b_proj", expanded, Split.QUERY_HEADS),), shape.kv_rank),
+        output=LinearSpec((output,), config.num_heads * shape.value_dim, config.output_bias, splits_inputs=True),
+    )

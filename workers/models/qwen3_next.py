@@ -1,0 +1,49 @@
+"""Qwen3-Next (Qwen Team, 2025): Qwen3.5's layers and experts, whose delta nets have their inputs stored by key head."""
+
+from __future__ import annotations
+
+from manta.workers.models import qwen3_5
+from manta.workers.models.model_config import ModelConfig
+from manta.workers.models.qwen3_5_moe import shared_and_chosen, with_experts
+from manta.workers.models.qwen3_moe import read_dense_layers
+from manta.workers.models.raw_config import RawConfig
+from manta.workers.models.recurrent_shapes import DeltaShape
+from manta.workers.models.specs import DecoderSpec, GroupOrder, LayerSpec, Split, WeightPart
+
+ARCHITECTURE = "Qwen3NextForCausalLM"
+
+
+def read_config(raw: RawConfig) -> ModelConfig:
+    """Reads the shape of a model. Raises `ConfigError` as `qwen3_5.read_config` does."""
+    config = qwen3_5.read_config(raw)
+    return with_experts(raw, config, 512, 10, read_dense_layers(raw, config.num_layers))
+
+
+def describe(config: ModelConfig) -> DecoderSpec:
+    return qwen3_5.decoder(config, [_layer(config, index) for index in range(config.num_layers)])
+
+
+def _layer(config: ModelConfig, index: int) -> LayerSpec:
+    layer, prefix = qwen3_5.layer(config, index), f"model.layers.{index}"
+    shape, experts = config.recurrent, config.experts
+    assert isinstance(shape, DeltaShape)
+    assert experts is not None
+    if config.states[index] is not None:
+        inputs = _inputs(f"{prefix}.linear_attn", shape)
+        layer = layer._replace(mixer=qwen3_5.delta_net(config, f"{prefix}.linear_attn", shape, inputs))
+    if index in experts.dense_layers:
+        return layer
+    return layer._replace(mlp=shared_and_chosen(config, f"{prefix}.mlp"))
+
+
+def _inputs(prefix: str, shape: DeltaShape) -> tuple[WeightPart, ...]:
+    """Returns the linears to queries, keys, values and gates, and to betas and time steps."""
+    repeats = shape.num_value_heads // shape.num_key_heads
+    values = repeats * shape.value_dim
+    sizes = {"qkvz": (shape.key_dim, shape.key_dim, values, values), "ba": (repeats, repeats)}
+    return tuple(
+        WeightPart(
+            f"{prefix}.in_proj_{name}", shape.num_key_heads * sum(group), Split.CHANNELS, order=GroupOrder(group)
+        )
+        for name, group in sizes.items()
+    )

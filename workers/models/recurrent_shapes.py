@@ -1,0 +1,153 @@
+"""The sizes and constants of recurrent mixers, one class for each kind. Plain data; imports no framework.
+
+Ranks split heads. `share` returns one rank's part, which the mixers of `workers/decoders/mixers/` compute with.
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+from collections.abc import Iterator
+
+import msgspec
+
+
+class RecurrentKind(enum.Enum):
+    """A kind of recurrent mixer: the name of its module in `workers/decoders/mixers/`."""
+
+    GATED_DELTA = "gated_delta"
+    KIMI_DELTA = "kimi_delta"
+    STATE_SPACE = "state_space"
+    SELECTIVE_SCAN = "selective_scan"
+
+
+class StateShape(msgspec.Struct, frozen=True):
+    """The recurrent state of one sequence in one layer: float32 tensors, which do not grow with the sequence."""
+
+    tensors: tuple[tuple[int, ...], ...]
+    """The shape of each tensor. Ranks split the first dimension: channels or heads."""
+    kept_whole: tuple[int, ...] = ()
+    """How many entries of each first dimension every rank has, such as channels of groups that all heads share; if
+    empty, none.
+    """
+
+    @property
+    def num_bytes(self) -> int:
+        return 4 * sum(math.prod(shape) for shape in self.tensors)
+
+    def can_split(self, num_ranks: int) -> bool:
+        return all((shape[0] - kept) % num_ranks == 0 for shape, kept in self._split_sizes())
+
+    def share(self, num_ranks: int) -> StateShape:
+        """Returns the part of one rank."""
+        shapes = tuple(((shape[0] - kept) // num_ranks + kept, *shape[1:]) for shape, kept in self._split_sizes())
+        return StateShape(shapes, self.kept_whole)
+
+    def _split_sizes(self) -> Iterator[tuple[tuple[int, ...], int]]:
+        return zip(self.tensors, self.kept_whole or (0,) * len(self.tensors), strict=True)
+
+
+class DeltaShape(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Gated delta nets (Yang et al., 2024) and Kimi's delta attention (Kimi Team, 2025)."""
+
+    num_key_heads: int
+    num_value_heads: int
+    """A multiple of the key heads: neighbouring value heads share a query and a key."""
+    key_dim: int
+    value_dim: int
+    width: int
+    """Tokens that the convolution of queries, keys and values sees."""
+    norm_eps: float
+
+    @property
+    def sizes(self) -> tuple[int, int, int]:
+        """The widths of queries, keys and values of all heads."""
+        keys = self.num_key_heads * self.key_dim
+        return keys, keys, self.num_value_heads * self.value_dim
+
+    @property
+    def state(self) -> StateShape:
+        """The window of the convolution and the states of the heads."""
+        channels = sum(self.sizes) // self.num_key_heads
+        window = (self.num_key_heads, channels, self.width - 1)
+        return StateShape((window, (self.num_value_heads, self.key_dim, self.value_dim)))
+
+    def share(self, num_ranks: int) -> DeltaShape:
+        return msgspec.structs.replace(
+            self,
+            num_key_heads=self.num_key_heads // num_ranks,
+            num_value_heads=self.num_value_heads // num_ranks,
+        )
+
+
+class StateSpaceShape(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Mamba 2 (Dao and Gu, 2024)."""
+
+    num_groups: int
+    """Groups of heads that share B and C. Ranks split them, except a single one, which every rank has."""
+    num_heads: int
+    state_size: int
+    head_dim: int
+    width: int
+    """Tokens that the convolution of x, B and C sees."""
+    norm_eps: float | None
+    """The constant in the norm of each group's results; None for no norm."""
+    norms_before_gate: bool = False
+    """Whether the norm comes before the gate instead of after it."""
+    step_limits: tuple[float, float] = (0.0, float("inf"))
+    """Bounds of the time steps."""
+    has_kernel_bias: bool = True
+    """Whether the convolution has a bias."""
+    has_input_bias: bool = False
+    has_output_bias: bool = False
+
+    @property
+    def inner(self) -> int:
+        """The width of x and of the gate."""
+        return self.num_heads * self.head_dim
+
+    @property
+    def state(self) -> StateShape:
+        """The windows of the convolutions of x and of B and C, and the states of the heads."""
+        return StateShape(
+            (
+                (self.num_heads, self.head_dim, self.width - 1),
+                (self.num_groups, 2 * self.state_size, self.width - 1),
+                (self.num_heads, self.state_size, self.head_dim),
+            ),
+            kept_whole=(0, 1 if self.num_groups == 1 else 0, 0),
+        )
+
+    def share(self, num_ranks: int) -> StateSpaceShape:
+        return msgspec.structs.replace(
+            self,
+            num_groups=max(1, self.num_groups // num_ranks),
+            num_heads=self.num_heads // num_ranks,
+        )
+
+
+class SelectiveShape(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Mamba 1 (Gu and Dao, 2023): each channel has a state and a time step of its own."""
+
+    channels: int
+    state_size: int
+    step_rank: int
+    """The width of the vector of which all channels' time steps are products."""
+    width: int
+    norm_eps: float | None
+    """The constant in the norms of time steps, B and C; None for no norms."""
+    has_kernel_bias: bool = True
+    """Whether the convolution has a bias."""
+    has_bias: bool = False
+    """Whether the linears from and to the hidden state have biases."""
+
+    @property
+    def state(self) -> StateShape:
+        """The window of the convolution and the states of the channels."""
+        return StateShape(((self.channels, self.width - 1), (self.channels, self.state_size, 1)))
+
+    def share(self, num_ranks: int) -> SelectiveShape:
+        return msgspec.structs.replace(self, channels=self.channels // num_ranks)
+
+
+RecurrentShape = DeltaShape | StateSpaceShape | SelectiveShape
