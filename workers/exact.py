@@ -19,6 +19,7 @@ _INEXACT = frozenset(
         Variant.ACTIVATION,
         Variant.EXPERTS,
         Variant.LATENT,
+        Variant.QUERY_GROWTH,
         Variant.FINAL_CAP,
         Variant.RECURRENT,
     }

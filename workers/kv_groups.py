@@ -57,15 +57,19 @@ class LayerGroups(NamedTuple):
     """Layers whose keys and values are in one block, which the last block of a kind of layers may not fill."""
 
 
-def group_layers(windows: Sequence[int | None], attends: Sequence[bool] | None = None) -> LayerGroups:
+def group_layers(
+    windows: Sequence[int | None], attends: Sequence[bool] | None = None, sources: Sequence[int] = ()
+) -> LayerGroups:
     """Groups layers by their windows (`ModelConfig.sliding_windows`), so that the least of the blocks is left empty.
 
-    `attends` says which layers have attention; None means all. A model without any has `NO_KEYS`.
+    `attends` says which layers have attention; None means all. A model without any has `NO_KEYS`. `sources` are
+    `ModelConfig.kv_sources`: a layer has the place of the one whose keys and values it reads.
     """
+    sources = sources or range(len(windows))
     kinds: dict[int | None, list[int]] = {}
-    for layer, window in enumerate(windows):
+    for layer in sorted(set(sources)):
         if attends is None or attends[layer]:
-            kinds.setdefault(window, []).append(layer)
+            kinds.setdefault(windows[layer], []).append(layer)
     if not kinds:
         return LayerGroups(NO_KEYS, (None,) * len(windows), 0)
     ordered = sorted(kinds.items(), key=lambda kind: (kind[0] is not None, kind[0] or 0))
@@ -84,7 +88,7 @@ def group_layers(windows: Sequence[int | None], attends: Sequence[bool] | None =
         for number, layer in enumerate(layers):
             places[layer] = LayerPlace(len(groups) + number // layers_per_block, number % layers_per_block)
         groups += [KVGroup(window)] * -(-len(layers) // layers_per_block)
-    return LayerGroups(tuple(groups), tuple(map(places.get, range(len(windows)))), layers_per_block)
+    return LayerGroups(tuple(groups), tuple(map(places.get, sources)), layers_per_block)
 
 
 def one_group(attends: Sequence[bool]) -> LayerGroups:

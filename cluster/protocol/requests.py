@@ -91,8 +91,8 @@ class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
 class _SamplingFields(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     """Fields that chat and completion bodies share. Where OpenAI allows null, None means the default."""
 
-    model: str = ""
-    """Name of the model; empty means the only one."""
+    model: str | None = None
+    """Name of the model; None, or an empty one, means the only one."""
     temperature: float | None = None
     top_p: float | None = None
     max_tokens: int | None = None

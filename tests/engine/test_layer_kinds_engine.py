@@ -16,7 +16,7 @@ from tests.workers.test_layer_kinds import folder_of
 
 NUM_TOKENS = 24
 BLOCK = 16
-KINDS = ("gemma2", "gemma3", "olmo2", "cohere2", "gpt_oss", "lfm2", "deepseek_v3")
+KINDS = ("gemma2", "gemma3", "olmo2", "cohere2", "gpt_oss", "lfm2", "deepseek_v3", "llama4", "gemma4")
 GREEDY = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True)
 HISTORIES: dict[str, dict[str, Any]] = {
     "cold": {},

@@ -7,14 +7,24 @@ from typing import Any
 
 import pytest
 
-from manta.workers.checkpoints import memory
 from tests.checkpoints import reference_greedy, reference_logits
 from tests.engine.test_recurrent_engine import NGRAM, NUM_TOKENS, make_llm, prompts, run
 from tests.workers.test_layer_kinds import folder_of
 
 CHEAP = ("qwen3_next", "falcon_h1", "jamba", "mamba2")
 """Families of every run: gated delta nets with experts, two mixers side by side, Mamba 1 and Mamba 2."""
-KINDS = (*CHEAP, "qwen3_5", "qwen3_5_moe", "granite_hybrid", "nemotron_h", "lfm2_moe", "bamba", "mamba", "falcon_mamba")
+KINDS = (
+    *CHEAP,
+    "qwen3_5",
+    "qwen3_5_moe",
+    "granite_hybrid",
+    "nemotron_h",
+    "lfm2_moe",
+    "bamba",
+    "mamba",
+    "falcon_mamba",
+    "kimi_linear",
+)
 WITHOUT_ATTENTION = ("mamba2", "mamba", "falcon_mamba")
 HISTORIES: dict[str, dict[str, Any]] = {
     "cold": {},
@@ -36,12 +46,6 @@ def expected(kind: str) -> list[list[int]]:
             tokens.append(int(reference_logits(folder_of(kind), tokens)[-1].argmax()))
         outputs.append(tokens[len(prompt) :])
     return outputs
-
-
-@pytest.fixture(autouse=True)
-def states_come_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A cache of any size then has the states of `max_num_sequences` sequences, and as many blocks as are left."""
-    monkeypatch.setattr(memory, "TYPICAL_SEQUENCE_TOKENS", 0)
 
 
 @pytest.mark.parametrize(

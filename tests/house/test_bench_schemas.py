@@ -38,6 +38,7 @@ def folder(tmp_path: pathlib.Path) -> pathlib.Path:
     return found
 
 
+@pytest.mark.prove
 def test_manta_is_measured_and_an_interrupted_run_goes_on(
     folder: pathlib.Path, tmp_path: pathlib.Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:

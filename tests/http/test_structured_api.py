@@ -214,6 +214,7 @@ def test_every_kind_of_constraint_holds(client: openai.OpenAI, server: Server) -
         assert isinstance(json.loads(reply.choices[0].message.content), dict)
 
 
+STRICT = {"parameters": {"properties": {"a": UNNAMED}}, "strict": True}
 REFUSALS = [
     ({"response_format": json_schema({"type": "strnig"})}, "response_format.json_schema.schema", "strnig"),
     ({"response_format": json_schema(UNNAMED)}, "response_format.json_schema.schema", "$dynamicRef"),
@@ -224,7 +225,7 @@ REFUSALS = [
     ({"structured_outputs": {"grammar": "start: b"}}, "structured_outputs.grammar", "b"),
     ({"structured_outputs": {"regex": "a", "backend": "nobody"}}, "structured_outputs.regex", "nobody"),
     (
-        {"tools": [{"type": "function", "function": {"name": "f", "parameters": {"properties": {"a": UNNAMED}}}}]},
+        {"tools": [{"type": "function", "function": {"name": "f", **STRICT}}]},
         "tools[0].function.parameters",
         "$dynamicRef",
     ),
@@ -232,7 +233,7 @@ REFUSALS = [
         {
             "tools": [
                 {"type": "function", "function": {"name": "f"}},
-                {"type": "function", "function": {"name": "g", "parameters": {"properties": {"a": UNNAMED}}}},
+                {"type": "function", "function": {"name": "g", **STRICT}},
             ]
         },
         "tools[1].function.parameters",

@@ -12,10 +12,10 @@ extern "C" {
 void manta_rms_norm(int, const void*, void*, const void*, void*, int, int, float);
 void manta_silu_and_mul(int, const void*, void*, int, int);
 void manta_rope_and_cache(int, int, void*, const float*, const int64_t*, const int64_t*, void*, void*, const void*,
-                          const void*, int, int, int, int, int, float);
+                          const void*, int, int, int64_t, int, int, int, float);
 void manta_paged_attention(int, int, const void*, int64_t, const void*, const void*, void*, const int32_t*, const int32_t*,
-                           const int32_t*, const int32_t*, const int32_t*, const int32_t*, int, int, int, int, int, int,
-                           int, int, float, int);
+                           const int32_t*, const int32_t*, const int32_t*, const int32_t*, int, int, int, int, int64_t,
+                           int, int, int, int, float, float, const float*, int);
 int manta_attention_layout(int);
 int manta_linear_layout(int);
 void manta_pack_linear(int, const void*, void*, int, int, int);

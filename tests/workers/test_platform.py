@@ -16,11 +16,11 @@ import torch
 
 from manta.cluster.llm import LLM, SamplingParams
 from manta.structured.masks import MaskBatch
-from manta.workers.kernels import build, convolution, recurrence, reference, torch_sampler
+from manta.workers.kernels import build, recurrent_layer, reference, torch_sampler
 from manta.workers.kernels.attention_metadata import AttentionMetadata
 from manta.workers.kernels.experts import LoopedExperts
 from manta.workers.kernels.linears import GatedLinear, TorchLinear
-from manta.workers.kernels.protocol import Forward, KVCaches, RotaryTables
+from manta.workers.kernels.protocol import Forward, KVCaches, RecurrentKernels, RotaryTables
 from manta.workers.kernels.query_tokens import QueryTokens
 from manta.workers.kernels.weights import DecoderWeights, Linear, LinearWeight
 from manta.workers.models.model_config import HeadShape, ModelConfig, ModelError
@@ -38,8 +38,7 @@ class PlacedOnly:
     rms_norm = staticmethod(reference.rms_norm)
     add_rms_norm = staticmethod(reference.add_rms_norm)
     silu_and_mul = staticmethod(reference.silu_and_mul)
-    recur = staticmethod(recurrence.recur)
-    convolve = staticmethod(convolution.convolve)
+    recurrent: RecurrentKernels = recurrent_layer
 
     def __init__(self, placed: list[AttentionMetadata]) -> None:
         self._placed = placed

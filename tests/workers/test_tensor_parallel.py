@@ -29,6 +29,7 @@ from manta.workers.step import ScheduledSequence, SequenceStart, StepInput
 from manta.workers.torch_worker.torch_worker import TorchWorker
 from tests.checkpoints import VOCAB_SIZE, checkpoint
 from tests.engine.test_constrained_drafts import mixed_params
+from tests.pairs import every, in_turns
 from tests.specdecode.test_speculative import SAMPLED
 from tests.workers import rank_child
 from tests.workers.cpu_forms import COMPILED
@@ -40,6 +41,8 @@ pytestmark = pytest.mark.usefixtures("plugin", "cheap_groups")
 needs_kernels = pytest.mark.skipif(build.load_library() is None, reason="no C++ compiler: gloo alone serves")
 
 NUM_TOKENS = 24
+NUM_STATES = 256
+"""Recurrent states for which the caches have room, if the model has any."""
 Ask = Callable[[LLM], Any]
 
 
@@ -68,7 +71,7 @@ def assert_same(ranks: RankProcesses, ask: Ask, folder: str, num_blocks: int = 2
 
 def make_llm(folder: str, num_ranks: int, num_blocks: int, **options: Any) -> LLM:
     share = shard_config(load_model_config(folder), num_ranks)
-    kv_cache_bytes = 16 * num_blocks * share.kv_bytes_per_token("float32")
+    kv_cache_bytes = 16 * num_blocks * share.kv_bytes_per_token("float32") + NUM_STATES * share.state_bytes
     return LLM(folder, dtype="float32", num_threads=1, kv_cache_bytes=kv_cache_bytes, **options)
 
 
@@ -144,8 +147,9 @@ REQUESTS: dict[str, tuple[Ask, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("family", ["llama", "llama3", "mistral", "qwen2", "qwen3"])
-@pytest.mark.parametrize("max_shard_size", ["1GB", "50KB"], ids=["single file", "sharded"])
+@pytest.mark.parametrize(
+    ("family", "max_shard_size"), in_turns(["llama", "llama3", "mistral", "qwen2", "qwen3"], ["1GB", "50KB"])
+)
 def test_two_ranks_draw_the_tokens_of_one(two: RankProcesses, family: str, max_shard_size: str) -> None:
     assert_same(two, ALL_GREEDY, str(checkpoint(family, max_shard_size=max_shard_size)))
 
@@ -158,8 +162,26 @@ def test_ranks_give_back_the_same_blocks(two: RankProcesses) -> None:
     assert_same(two, ALL_GREEDY, path, max_num_batched_tokens=32)
 
 
-@pytest.mark.parametrize("kind", ["gemma3", "olmo3", "glm4", "phi3", "cohere2", "lfm2", "deepseek_v2", "deepseek_v3"])
+@pytest.mark.parametrize(
+    "kind", ["gemma3", "olmo3", "glm4", "phi3", "cohere2", "deepseek_v2", "deepseek_v3", "llama4", "gemma4", "lfm2"]
+)
 def test_two_ranks_split_every_kind_of_layer(two: RankProcesses, kind: str) -> None:
+    assert_same(two, ALL_GREEDY, str(folder_of(kind)))
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "qwen3_next",
+        "granite_hybrid",
+        "jamba",
+        *(
+            pytest.param(kind, marks=pytest.mark.prove)
+            for kind in ("qwen3_5", "falcon_h1", "nemotron_h", "mamba2", "lfm2")
+        ),
+    ],
+)
+def test_two_ranks_split_recurrent_mixers(two: RankProcesses, kind: str) -> None:
     assert_same(two, ALL_GREEDY, str(folder_of(kind)))
 
 
@@ -175,7 +197,10 @@ def test_whatever_is_asked(two: RankProcesses, what: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "what", ["log-probabilities", "a tiny pool, in chunks", "constraints", "logits processors", "beams in a tiny pool"]
+    "what",
+    every(
+        ["a tiny pool, in chunks", "log-probabilities", "constraints", "logits processors", "beams in a tiny pool"], 2
+    ),
 )
 def test_whatever_is_asked_of_the_overlapped_loop(two: RankProcesses, what: str) -> None:
     ask, options = REQUESTS[what]
@@ -194,7 +219,7 @@ def test_a_failed_row_costs_the_others_nothing(two: RankProcesses) -> None:
     assert_same(two, ask, str(checkpoint("llama", dtype="float32")), overlap="on")
 
 
-@pytest.mark.parametrize("what", ["seeds and every parameter", "constraints", "beams", "n-grams"])
+@pytest.mark.parametrize("what", every(["seeds and every parameter", "constraints", "beams", "n-grams"], 2))
 def test_four_ranks_hold_two_kv_heads_twice(four: RankProcesses, what: str) -> None:
     ask, options = REQUESTS[what]
     folder = str(checkpoint("llama", dtype="float32"))
@@ -250,7 +275,7 @@ def bits(folder: str, **options: Any) -> Any:
 
 
 @needs_kernels
-@pytest.mark.parametrize(("weights", "cache"), [("int8", "auto"), ("int4", "auto"), ("int8", "int8")])
+@pytest.mark.parametrize(("weights", "cache"), in_turns(["int8", "int4"], ["int8", "auto"]))
 def test_exact_ranks_of_unlike_forms_agree(two: RankProcesses, four: RankProcesses, weights: str, cache: str) -> None:
     """Without `exact` ranks sum in another order, and a key may be rounded to the next step of an int8 cache."""
     folder = str(checkpoint("llama", **EXACT_SIZES))

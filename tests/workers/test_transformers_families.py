@@ -72,7 +72,6 @@ OWN: dict[str, dict[str, Any]] = {
     "Dots1": {"n_shared_experts": 1, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1},
     "GPTJ": {"rotary_dim": 8},
     "GPTNeo": {"attention_types": [[["global", "local"], 2]], "window_size": WINDOW},
-    "Lfm2Moe": {"layer_types": ["full_attention"] * 4},
     "Qwen2Moe": {"use_sliding_window": True},
 }
 """What differs for a family that cannot be made of `SIZES`."""
@@ -80,9 +79,9 @@ OWN: dict[str, dict[str, Any]] = {
 
 SERVED_NAMES = (
     "Afmoe Apertus Apertus1p5Text Arcee AriaText Beam BioGpt BitNet Bloom CodeGen Cohere Cohere2Moe CTRL Cwm "
-    "Dots1 Ernie4_5 Ernie4_5_Moe Exaone4 ExaoneMoe Falcon FlexOlmo Gemma Glm4Moe GPT2 GPTBigCode "
+    "Dots1 Ernie4_5 Ernie4_5_Moe Exaone4 ExaoneMoe Falcon FlexOlmo Gemma GPT2 GPTBigCode "
     "GPTJ GPTNeo GPTNeoX GraniteMoe GraniteMoeShared Helium HunYuanDenseV1 HunYuanMoEV1 HYV3 HyperCLOVAX Jais2 "
-    "Kolibri1 Laguna Lfm2 Lfm2Moe Mellum MiniMaxM2 MiniMaxM3VLText Ministral Ministral3 Mixtral ModernBertDecoder Mpt "
+    "Kolibri1 Laguna Mellum MiniMaxM2 MiniMaxM3VLText Ministral Ministral3 ModernBertDecoder Mpt "
     "NanoChat Nemotron Olmo Olmoe OPT Persimmon Phi Phimoe Qwen2Moe SarvamMoE "
     "SolarOpen StableLm Starcoder2 XGLM"
 )

@@ -110,7 +110,8 @@ class LinearReader:
         """Returns the rank's share of a tensor of any shape, split along its first dimension, as a view of the file."""
         rows, *others = spec.shape
         part = WeightPart(spec.name, rows, spec.split, first_row=spec.first_row, stored_rows=spec.stored_rows)
-        stored = self.checkpoint.view(spec.name, (spec.stored_rows or rows, *others))
+        shape = (spec.stored_rows or rows, *others)
+        stored = self.checkpoint.view(spec.name, spec.stored_shape or shape).view(shape)
         stored = stored.flatten(1) if others else stored
         taken = self._taken(part, False, stored)
         assert isinstance(taken, torch.Tensor)
@@ -179,12 +180,11 @@ class LinearReader:
         num_rows = part.stored_rows or part.out_features
         if part.expert is None:
             stored = self.checkpoint.view(part.weight_name, (num_rows, spec.in_features))
-        elif part.expert.has_outputs_first:
-            of_all = (part.expert.num_experts, num_rows, spec.in_features)
-            stored = self.checkpoint.view(part.weight_name, of_all)[part.expert.expert]
         else:
-            of_all = (part.expert.num_experts, spec.in_features, num_rows * part.expert.step)
-            stored = part.expert.rows_of(self.checkpoint.view(part.weight_name, of_all)[part.expert.expert].T)
+            sizes = spec.in_features, num_rows * part.expert.step
+            of_all = (part.expert.num_experts, *(reversed(sizes) if part.expert.are_rows else sizes))
+            own = self.checkpoint.view(part.weight_name, of_all)[part.expert.expert]
+            stored = part.expert.rows_of(own if part.expert.are_rows else own.T)
         taken = self._taken(part, spec.splits_inputs, stored)
         assert isinstance(taken, torch.Tensor)
         return taken

@@ -109,9 +109,9 @@ def plan_kv_cache(
     block_size, kv_cache_bytes = options.block_size, options.kv_cache_bytes
     cached = kv_dtype(options, dtype)
     layers = layers or one_group(model.attends)
-    block_bytes = model.kv_bytes_per_token(cached) // max(1, sum(model.attends)) * layers.layers_per_block * block_size
+    block_bytes = model.layer_bytes_per_token(cached) * layers.layers_per_block * block_size
     if draft is not None:
-        block_bytes += draft.kv_bytes_per_token(cached) * block_size
+        block_bytes += draft.layer_bytes_per_token(cached) * draft.num_layers * block_size
     num_steps_ahead = int(options.overlaps(is_asynchronous) and not has_drafts)
     states = _StateNeeds(model.state_bytes, most_states(num_steps_ahead, has_drafts))
     needs, positions = block_needs(layers.groups, options), model.max_position_embeddings
@@ -123,10 +123,11 @@ def plan_kv_cache(
         max_num_sequences = options.max_num_sequences
         whole = needs.of_sequence(options.max_model_len or positions) * block_bytes + states.of_sequence
         short = min(whole, needs.of_sequence(LEAST_SEQUENCE_TOKENS) * block_bytes + states.of_sequence)
-        budget = min(MOST_WHOLE_SEQUENCES * max_num_sequences * whole, int(most_of_free * free_bytes))
+        fixed = NUM_FIXED_STATES * states.slot_bytes
+        budget = min(MOST_WHOLE_SEQUENCES * max_num_sequences * whole + fixed, int(most_of_free * free_bytes))
         if shares_memory:
             enough = max(WEIGHTS_MULTIPLE * weight_bytes, max_num_sequences * short, LEAST_WHOLE_SEQUENCES * whole)
-            budget = min(enough, budget)
+            budget = min(enough + fixed, budget)
     if model.state_bytes:
         return _share_out(budget, block_bytes, states, needs, options, positions)
     num_blocks = budget // block_bytes
@@ -141,10 +142,6 @@ def plan_kv_cache(
 MOST_EMPTY_BLOCKS = 1 << 16
 """Bound of the number of blocks of a model without attention, which take no memory of the device, and about 200 bytes
 of the engine's.
-"""
-TYPICAL_SEQUENCE_TOKENS = 2048
-"""Tokens of sequences for which blocks and recurrent states run out at the same time, unless `max_num_sequences` run
-before.
 """
 
 
@@ -162,12 +159,12 @@ class _StateNeeds(NamedTuple):
 def _share_out(
     budget: int, block_bytes: int, states: _StateNeeds, needs: BlockNeeds, options: ModelOptions, positions: int
 ) -> CacheSizes:
-    """Divides a budget of bytes so that as many sequences of `TYPICAL_SEQUENCE_TOKENS` as possible have both blocks and
+    """Divides a budget of bytes so that as many sequences of `typical_sequence_tokens` as possible have both blocks and
     states, but a sequence of `max_model_len` always has its blocks. Slots that no running sequence uses hold snapshots.
     """
     longest = min(positions, options.max_model_len or positions)
     budget -= NUM_FIXED_STATES * states.slot_bytes
-    typical = needs.of_sequence(min(longest, TYPICAL_SEQUENCE_TOKENS)) * block_bytes + states.of_sequence
+    typical = needs.of_sequence(min(longest, options.typical_sequence_tokens)) * block_bytes + states.of_sequence
     whole = needs.of_sequence(longest if options.max_model_len else 1) * block_bytes
     num_sequences = min(budget // typical, (budget - whole) // states.of_sequence, options.max_num_sequences)
     num_slots = max(1, num_sequences) * states.most_slots
@@ -191,7 +188,7 @@ def choose_groups(model: ModelConfig, draft: ModelConfig | None) -> LayerGroups:
     A draft model's keys and values are in the blocks of the first group. It reads all of them, so with a draft model
     that group gives nothing back.
     """
-    layers = group_layers(model.sliding_windows, model.attends)
+    layers = group_layers(model.sliding_windows, model.attends, model.kv_sources)
     if draft is None or layers.groups[0].window is None:
         return layers
     return layers._replace(groups=(KVGroup(), *layers.groups[1:]))

@@ -11,11 +11,13 @@ import torch
 
 from manta.workers.decoders.experts import run_experts
 from manta.workers.decoders.latent_attention import attend_latent
+from manta.workers.decoders.layer_inputs import add_own_input, layer_inputs
 from manta.workers.decoders.mixers.recurrent_mixers import MIXERS
 from manta.workers.decoders.mixers.short_conv import run_short_conv
 from manta.workers.decoders.rope_table import rope_table
 from manta.workers.kernels import reference
 from manta.workers.kernels.attention_metadata import AttentionMetadata
+from manta.workers.kernels.kv_cache import narrowed
 from manta.workers.kernels.protocol import KVCaches, RotaryTables
 from manta.workers.kernels.weights import (
     AttentionWeights,
@@ -25,12 +27,20 @@ from manta.workers.kernels.weights import (
     LatentAttentionWeights,
     MixerWeights,
     RecurrentWeights,
+    ShortConvWeights,
     SideBySideWeights,
     max_mlp_rows,
 )
-from manta.workers.kv_groups import LayerPlace, group_layers
-from manta.workers.models.model_config import ModelConfig
+from manta.workers.kv_groups import group_layers
+from manta.workers.models.model_config import HeadShape, ModelConfig, QueryGrowth
 from manta.workers.platforms import Platform
+
+
+def query_growth(growth: QueryGrowth, positions: torch.Tensor) -> torch.Tensor:
+    """Returns the factors on the queries of tokens, float32 [num_tokens, 1]."""
+    steps = (positions.float() + growth.first).div_(growth.period).floor_()
+    return steps.log1p_().mul_(growth.rate).add_(1).unsqueeze(-1)
+
 
 _FIRST_POSITIONS = 4096
 """Rows of the rotary table at first. It grows when a longer context comes, so a model for 1 M tokens does not cost more
@@ -50,12 +60,20 @@ class Decoder:
         self.weights = weights
         self._kernels = platform.kernels
         next_norms = [*(layer.input_norm for layer in weights.layers[1:]), weights.final_norm]
-        places = group_layers(config.sliding_windows, config.attends).layers
-        self._layers = list(zip(weights.layers, places, config.sliding_windows, next_norms, strict=True))
+        places = group_layers(config.sliding_windows, config.attends, config.kv_sources).layers
+        heads = [config.heads_of(layer) for layer in range(config.num_layers)]
+        grows = [config.query_growth is not None and config.query_growth.is_of(rope) for rope in config.ropes]
+        sources = config.kv_sources or range(config.num_layers)
+        self._layers = list(
+            zip(weights.layers, places, sources, heads, config.sliding_windows, grows, next_norms, strict=True)
+        )
         self._mlp_rows = max_mlp_rows(config, weights.dtype) if platform.splits_mlp else None
         self._embedding_scale = torch.tensor(config.embedding_scale, dtype=weights.dtype).item()
         self.compiled = platform.compile_decoder(weights, config, self._run_layers)
         self._tables: RotaryTables = []
+        self._whole_caches: KVCaches = []
+        self._used_caches: KVCaches = []
+        """The part of each of `_whole_caches` that its layer uses."""
 
     def forward(self, token_ids: torch.Tensor, metadata: AttentionMetadata, kv_caches: KVCaches) -> torch.Tensor:
         """Hidden states after the last norm, [num_tokens, hidden]; writes the tokens' keys and values to their KV
@@ -67,18 +85,47 @@ class Decoder:
         embedded = self.weights.embedding(token_ids)
         if self._embedding_scale != 1:
             embedded = embedded.mul_(self._embedding_scale)
+        if self.weights.layer_inputs is not None:
+            inputs = layer_inputs(self.weights.layer_inputs, token_ids, embedded, self.config, self._kernels)
+            return self._run_layers(embedded, tables, metadata, self._own_caches(kv_caches), inputs)
         run = self.compiled or self._run_layers
-        return run(embedded, tables, metadata, kv_caches)
+        return run(embedded, tables, metadata, self._own_caches(kv_caches))
+
+    def _own_caches(self, kv_caches: KVCaches) -> KVCaches:
+        """Returns the caches without what layers with smaller heads than others do not use."""
+        if self.config.layer_kv_heads and kv_caches is not self._whole_caches:
+            largest = self.config.largest_heads
+            self._whole_caches = kv_caches
+            self._used_caches = [
+                tuple(narrowed(each, self.config.heads_of(layer), largest) for each in caches)
+                for layer, caches in enumerate(kv_caches)
+            ]
+        return self._used_caches if self.config.layer_kv_heads else kv_caches
 
     def _run_layers(
-        self, residual: torch.Tensor, cos_sin: RotaryTables, metadata: AttentionMetadata, kv_caches: KVCaches
+        self,
+        residual: torch.Tensor,
+        cos_sin: RotaryTables,
+        metadata: AttentionMetadata,
+        kv_caches: KVCaches,
+        inputs: torch.Tensor | None = None,
     ) -> torch.Tensor:
+        """Runs all layers. `inputs` [num_layers, num_tokens, width] are those that each layer has of its own."""
         normed = self._norm(residual, self.weights.layers[0].input_norm)
-        for (layer, place, sliding_window, next_norm), table, kv_cache in zip(
-            self._layers, cos_sin, kv_caches, strict=True
+        config = self.config
+        growth = None if config.query_growth is None else query_growth(config.query_growth, metadata.positions)
+        chunks: dict[int, AttentionMetadata] = {}
+        for index, ((layer, place, source, heads, sliding_window, grows, next_norm), table) in enumerate(
+            zip(self._layers, cos_sin, strict=True)
         ):
+            kv_cache = kv_caches[source]
+            group, window = metadata.of_group(0 if place is None else place.group), sliding_window
+            if config.windows_are_chunks and window is not None and place is not None:
+                group = chunks[place.group] = chunks.get(place.group) or group.in_chunks(window)
+                window = None
             if layer.mixer is not None:
-                update = self._mix(layer.mixer, normed, table, metadata, place, kv_cache, sliding_window)
+                growing = growth if grows else None
+                update = self._mix(layer.mixer, normed, table, group, kv_cache, heads, window, growing)
                 update = self._norm(update, layer.mixer_output_norm)
             if layer.mlp is not None and layer.is_parallel:
                 update = update + self._mlp(layer.mlp, normed, metadata)
@@ -86,7 +133,14 @@ class Decoder:
                 if layer.mixer is not None:
                     normed = self._add(update, residual, layer.mlp_norm)
                 update = self._norm(self._mlp(layer.mlp, normed, metadata), layer.mlp_output_norm)
-            normed = self._add(update, residual, next_norm)
+            if layer.own_input is None and layer.scalar == 1:
+                normed = self._add(update, residual, next_norm)
+                continue
+            residual.add_(update)
+            if layer.own_input is not None:
+                assert inputs is not None
+                residual.add_(add_own_input(layer.own_input, residual, inputs[index], config, self._kernels))
+            normed = self._norm(residual.mul_(layer.scalar), next_norm)
         return normed
 
     def _norm(self, x: torch.Tensor, weight: torch.Tensor | None) -> torch.Tensor:
@@ -110,20 +164,31 @@ class Decoder:
         normed: torch.Tensor,
         cos_sin: torch.Tensor,
         metadata: AttentionMetadata,
-        place: LayerPlace | None,
         cache: tuple[torch.Tensor, ...],
+        heads: HeadShape,
         sliding_window: int | None,
+        growth: torch.Tensor | None,
     ) -> torch.Tensor:
         if isinstance(mixer, AttentionWeights | LatentAttentionWeights):
-            assert place is not None
-            return self._attend(mixer, normed, cos_sin, metadata.of_group(place.group), cache, sliding_window)
+            return self._attend(mixer, normed, cos_sin, metadata, cache, heads, sliding_window, growth)
         if isinstance(mixer, SideBySideWeights):
-            attended = self._mix(mixer.attention, normed, cos_sin, metadata, place, cache[:2], sliding_window)
-            return attended + self._mix(mixer.recurrent, normed, cos_sin, metadata, place, cache[2:], sliding_window)
-        assert metadata.states is not None, "a model with recurrent states gets their slots with each step"
-        if isinstance(mixer, RecurrentWeights):
-            return MIXERS[mixer.kind](mixer, normed, metadata, metadata.states, cache, self._kernels)
-        return run_short_conv(mixer, normed, metadata, metadata.states, cache, self._kernels)
+            own = cache[:2]
+            attended = self._attend(mixer.attention, normed, cos_sin, metadata, own, heads, sliding_window, growth)
+            return attended + self._recur(mixer.recurrent, normed, metadata, cache[2:])
+        return self._recur(mixer, normed, metadata, cache)
+
+    def _recur(
+        self,
+        mixer: RecurrentWeights | ShortConvWeights,
+        normed: torch.Tensor,
+        metadata: AttentionMetadata,
+        states: tuple[torch.Tensor, ...],
+    ) -> torch.Tensor:
+        step = metadata.states
+        assert step is not None, "a model with recurrent states gets their slots with each step"
+        if isinstance(mixer, ShortConvWeights):
+            return run_short_conv(mixer, normed, metadata, step, states, self._kernels.recurrent)
+        return MIXERS[mixer.kind](mixer, normed, metadata, step, states, self._kernels.recurrent)
 
     def _attend(
         self,
@@ -132,26 +197,36 @@ class Decoder:
         cos_sin: torch.Tensor,
         metadata: AttentionMetadata,
         kv_cache: tuple[torch.Tensor, ...],
+        heads: HeadShape,
         sliding_window: int | None,
+        growth: torch.Tensor | None,
     ) -> torch.Tensor:
         k_cache, v_cache = kv_cache
-        heads, eps = self.config.heads, self.config.rms_norm_eps
+        eps = self.config.rms_norm_eps
         if isinstance(attention, LatentAttentionWeights):
             assert self.config.latent is not None
             shape = self.config.latent
-            return attend_latent(attention, normed, cos_sin, metadata, (k_cache, v_cache), heads, shape, self._kernels)
+            caches = k_cache, v_cache
+            return attend_latent(attention, normed, cos_sin, metadata, caches, heads, shape, self._kernels, growth)
         qkv = attention.qkv.forward(normed, metadata)
         if attention.wide_norms is not None:
             query, key, value = qkv.split([count * heads.head_dim for count in heads.counts], dim=-1)
             query_norm, key_norm = attention.wide_norms
             qkv = torch.cat((query_norm(query), key_norm(key), value), dim=-1)
+        if attention.v_norm is not None:
+            values = qkv[:, -heads.num_kv_heads * heads.head_dim :].unflatten(-1, (heads.num_kv_heads, heads.head_dim))
+            values.copy_(self._kernels.rms_norm(values, attention.v_norm, eps))
+        written = heads._replace(num_kv_heads=0) if attention.reads_other_layer else heads
         norms = attention.q_norm, attention.k_norm
-        self._kernels.rope_and_cache(qkv, cos_sin, metadata, k_cache, v_cache, heads, *norms, eps)
+        self._kernels.rope_and_cache(qkv, cos_sin, metadata, k_cache, v_cache, written, *norms, eps)
+        if growth is not None:
+            qkv[:, : heads.num_heads * heads.head_dim] *= growth.to(qkv.dtype)
         attended = self._kernels.paged_attention(
             qkv, k_cache, v_cache, metadata, heads, sliding_window, attention.sinks
         )
         if attention.gate is not None:
-            attended = attended * attention.gate.forward(normed, metadata).sigmoid()
+            gates = self._kernels.recurrent.sigmoid(attention.gate.forward(normed, metadata).float())
+            attended = (attended * gates).to(attended.dtype)
         return attention.output.forward(attended, metadata)
 
     def _mlp(
@@ -177,8 +252,9 @@ class Decoder:
     def _rotary_tables(self, num_positions: int, device: torch.device) -> RotaryTables:
         """Returns the same list until a longer context comes."""
         if not self._tables or self._tables[0].shape[0] < num_positions:
-            rows, head_dim = max(_FIRST_POSITIONS, 1 << (num_positions - 1).bit_length()), self.config.head_dim
-            ropes = self.config.ropes
-            tables = {rope: torch.from_numpy(rope_table(rope, head_dim, rows)).to(device) for rope in set(ropes)}
-            self._tables = [tables[rope] for rope in ropes]
+            rows = max(_FIRST_POSITIONS, 1 << (num_positions - 1).bit_length())
+            widths = [self.config.heads_of(layer).head_dim for layer in range(self.config.num_layers)]
+            kinds = list(zip(self.config.ropes, widths, strict=True))
+            tables = {kind: torch.from_numpy(rope_table(*kind, rows)).to(device) for kind in set(kinds)}
+            self._tables = [tables[kind] for kind in kinds]
         return self._tables

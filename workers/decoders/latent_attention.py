@@ -39,9 +39,10 @@ def attend_latent(
     heads: HeadShape,
     shape: LatentShape,
     kernels: Kernels,
+    growth: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Returns the attention's result [num_tokens, hidden] of normed hidden states, and writes the tokens' latent
-    vectors and rotated keys to their KV slots.
+    vectors and rotated keys to their KV slots. `growth` [num_tokens, 1] multiplies the queries.
     """
     query_width = shape.query_rank or heads.num_heads * (shape.plain_dim + shape.rope_dim)
     queries, cached = weights.inputs.forward(normed, metadata).split((query_width, heads.head_dim), dim=-1)
@@ -60,6 +61,8 @@ def attend_latent(
     _latent_part(together[:, -1], shape).copy_(latent.unflatten(-1, (2, -1)))
     row = together.flatten(1)
     kernels.rope_and_cache(row, cos_sin, metadata, *kv_cache, heads)
+    if growth is not None:
+        row[:, : heads.num_heads * heads.head_dim] *= growth.to(row.dtype)
     attended = kernels.paged_attention(row, *kv_cache, metadata, heads)
     by_head = attended.unflatten(-1, (heads.num_heads, -1)).transpose(0, 1)
     values = torch.bmm(by_head, weights.values).transpose(0, 1)

@@ -26,7 +26,12 @@ def rope_table(rope: RopeConfig | None, head_dim: int, num_positions: int) -> np
     table[:, 0] = 1
     if rope is None:
         return table.reshape(num_positions, head_dim)
-    inv_freq, attention_factor = _inverse_frequencies(rope, rope.rotary_dim or head_dim)
+    rotary_dim = rope.rotary_dim or head_dim
+    if rope.rope_type == "proportional":
+        inv_freq = _frequencies(rope.theta, head_dim)[: rotary_dim // 2] / np.float32(rope.factor)
+        attention_factor = 1.0
+    else:
+        inv_freq, attention_factor = _inverse_frequencies(rope, rotary_dim)
     # The angles are rounded to float32, as in transformers. Their cosines are computed in float64 and rounded once.
     angles = np.outer(np.arange(num_positions, dtype=np.float32), inv_freq)
     for first in range(0, num_positions, _CHUNK_POSITIONS):

@@ -7,6 +7,7 @@ Computes no attention: see `workers/kernels/`.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Sequence
 
 import numpy as np
@@ -60,6 +61,33 @@ class AttentionMetadata:
     def of_group(self, group: int) -> AttentionMetadata:
         """Returns the metadata for the layers of a group."""
         return self.other_groups[group - 1] if group and self.other_groups else self
+
+    def in_chunks(self, chunk_size: int) -> AttentionMetadata:
+        """Returns metadata in which each chunk of a sequence is a sequence of its own, for layers whose tokens see
+        those of their chunk (Llama 4). `chunk_size` is a multiple of `block_size`.
+        """
+        query_start, context_lens = self.query_start.tolist(), self.context_lens.tolist()
+        blocks_per_chunk, width = chunk_size // self.block_size, self.block_tables.shape[1]
+        starts, lens, tables = [0], [], []
+        for sequence, context_len in enumerate(context_lens):
+            first = context_len - (query_start[sequence + 1] - query_start[sequence])
+            for chunk in range(first // chunk_size, -(-context_len // chunk_size)):
+                end = min(context_len, (chunk + 1) * chunk_size)
+                starts.append(starts[-1] + end - max(first, chunk * chunk_size))
+                lens.append(end - chunk * chunk_size)
+                row = self.block_tables[sequence, chunk * blocks_per_chunk : (chunk + 1) * blocks_per_chunk]
+                tables.append(torch.nn.functional.pad(row, (0, min(blocks_per_chunk, width) - len(row))))
+        return dataclasses.replace(
+            self,
+            query_start=torch.tensor(starts, dtype=torch.int32),
+            context_lens=torch.tensor(lens, dtype=torch.int32),
+            block_tables=torch.stack(tables),
+            max_query_len=max(end - start for start, end in itertools.pairwise(starts)),
+            max_context_len=max(lens),
+            total_context_len=sum(lens),
+            shared_prefixes=None,
+            other_groups=(),
+        )
 
     @property
     def num_tokens(self) -> int:

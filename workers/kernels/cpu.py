@@ -15,6 +15,7 @@ import torch
 from manta.workers.kernels import build, cpu_recurrence, layout, reference
 from manta.workers.kernels.attention_metadata import AttentionMetadata
 from manta.workers.kernels.cpu_linear import DTYPES
+from manta.workers.kernels.protocol import RecurrentKernels
 from manta.workers.kernels.shared_prefixes import MAX_QUERY_LEN, PREFIX_MULTIPLE
 from manta.workers.models.model_config import HeadShape
 
@@ -24,8 +25,7 @@ CACHE_DTYPES = {**DTYPES, torch.int8: 2}
 HEAD_DIM_MULTIPLE = 16
 """Head sizes the C++ attention takes; the reference serves others."""
 
-recur = cpu_recurrence.recur
-convolve = cpu_recurrence.convolve
+recurrent: RecurrentKernels = cpu_recurrence
 
 
 @functools.cache
@@ -43,14 +43,16 @@ def _library() -> ctypes.CDLL | None:
     signatures = {
         "manta_rms_norm": [c_int, c_void_p, c_void_p, c_void_p, c_void_p, c_int, c_int, c_float],
         "manta_silu_and_mul": [c_int, c_void_p, c_void_p, c_int, c_int],
-        "manta_rope_and_cache": [c_int, c_int, *[c_void_p] * 8, *[c_int] * 5, c_float],
+        "manta_rope_and_cache": [c_int, c_int, *[c_void_p] * 8, c_int, c_int, c_int64, *[c_int] * 3, c_float],
         "manta_paged_attention": [
             c_int,
             c_int,
             c_void_p,
             c_int64,
             *[c_void_p] * 9,
-            *[c_int] * 8,
+            *[c_int] * 4,
+            c_int64,
+            *[c_int] * 4,
             c_float,
             c_float,
             c_void_p,
@@ -130,6 +132,7 @@ def rope_and_cache(
         None if k_norm_weight is None else k_norm_weight.data_ptr(),
         qkv.shape[0],
         metadata.block_size,
+        k_cache.stride(0),
         heads.num_heads,
         heads.num_kv_heads,
         heads.head_dim,
@@ -175,6 +178,7 @@ def paged_attention(
         0 if groups is None else groups.num_groups,
         max_blocks,
         metadata.block_size,
+        k_cache.stride(0),
         heads.num_heads,
         heads.num_kv_heads,
         heads.head_dim,

@@ -30,7 +30,7 @@ COMPILED_VARIANTS = OUTSIDE_OF_LAYERS | {Variant.SOFT_CAP, Variant.SINKS}
 """What layers in one call compute beyond Llama's."""
 _Linear = structure("_Linear", "run state")
 _Shape = structure(
-    "_Shape", "", "dtype cache_dtype hidden num_heads num_kv_heads head_dim exact", "eps scale logit_cap"
+    "_Shape", "", "dtype cache_dtype hidden num_heads num_kv_heads head_dim exact block_stride", "eps scale logit_cap"
 )
 _Step = structure(
     "_Step",
@@ -122,7 +122,8 @@ class FusedLayers:
         self._mlp_rows = max_mlp_rows(config, self._dtype)
         heads, hidden = config.heads, config.hidden_size
         dtype = DTYPES[self._dtype]
-        self._shape = _Shape(dtype, dtype, hidden, *heads[:3], exact, config.rms_norm_eps, heads.scale, heads.logit_cap)
+        sizes = hidden, *heads[:3], exact, 0
+        self._shape = _Shape(dtype, dtype, *sizes, config.rms_norm_eps, heads.scale, heads.logit_cap)
         qkv_width = (heads.num_heads + 2 * heads.num_kv_heads) * heads.head_dim
         attended_width = heads.num_heads * heads.head_dim
         self._widths = (hidden, qkv_width, attended_width, config.intermediate_size)
@@ -137,7 +138,7 @@ class FusedLayers:
         self._raise_errors: dict[Callable[[], None], None] = {}
         """The linears' `NativeLinear.raise_error`: each once, in the order of the linears."""
         self._layers = (_NativeLayer * len(weights.layers))()
-        places = group_layers(config.sliding_windows).layers
+        places = group_layers(config.sliding_windows, config.attends, config.kv_sources).layers
         for to, layer, place, window in zip(self._layers, weights.layers, places, config.sliding_windows, strict=True):
             attention, mlp = layer.mixer, layer.mlp
             assert isinstance(attention, AttentionWeights)
@@ -178,6 +179,7 @@ class FusedLayers:
         if kv_caches is not self._kv_caches:
             self._kv_caches = kv_caches
             self._shape.cache_dtype = CACHE_DTYPES[kv_caches[0][0].dtype]
+            self._shape.block_stride = kv_caches[0][0].stride(0)
             for layer, (k_cache, v_cache) in zip(self._layers, kv_caches, strict=True):
                 layer.k_cache, layer.v_cache = k_cache.data_ptr(), v_cache.data_ptr()
         groups = metadata.shared_prefixes

@@ -21,11 +21,24 @@ def layer_shape(dtype: torch.dtype, num_blocks: int, block_size: int, num_kv_hea
     return [num_blocks, block_size, num_kv_heads, head_dim]
 
 
+def narrowed(cache: torch.Tensor, heads: HeadShape, largest: HeadShape) -> torch.Tensor:
+    """Returns the part of a layer's keys, or values, that a layer with other heads than the `largest` ones uses: the
+    beginning of each block.
+    """
+    if (heads.num_kv_heads, heads.head_dim) == (largest.num_kv_heads, largest.head_dim):
+        return cache
+    blocks = cache.flatten(1)
+    scale_bytes = KV_SCALE_BYTES if cache.dtype == torch.int8 else 0
+    block_size = blocks.shape[1] // (largest.num_kv_heads * (largest.head_dim + scale_bytes))
+    used = blocks[:, : block_size * heads.num_kv_heads * (heads.head_dim + scale_bytes)]
+    return used if scale_bytes else used.unflatten(1, (block_size, heads.num_kv_heads, heads.head_dim))
+
+
 def write(cache: torch.Tensor, slots: torch.Tensor, numbers: torch.Tensor, block_size: int) -> None:
     """Writes the keys, or the values, [num_tokens, num_kv_heads, head_dim] of tokens to their KV slots."""
     num_tokens, num_kv_heads, head_dim = numbers.shape
     if cache.dtype != torch.int8:
-        cache.view(-1, num_kv_heads, head_dim)[slots] = numbers.to(cache.dtype)
+        cache[slots // block_size, slots % block_size] = numbers.to(cache.dtype)
         return
     values, scales = split(cache, block_size, num_kv_heads, head_dim)
     rounded = round_activations(numbers.reshape(-1, head_dim), head_dim, one_scale=True)

@@ -14,6 +14,8 @@ from manta.workers.models.model_config import ModelConfig
 class Model(Protocol):
     """`workers/decoders/decoder.py` and `workers/decoders/transformers_model.py`."""
 
+    config: ModelConfig
+    """Configuration of this rank's share of the model."""
     compiled: Forward | None
     """The layers as the platform compiled them (`Platform.compile_decoder`); None if it did not."""
 

@@ -44,6 +44,39 @@ class DecodeLimits(NamedTuple):
     """Groups of layers, each with its block tables."""
 
 
+class RecurrentKernels(Protocol):
+    """The parts of a recurrent layer besides its linears; `workers/kernels/recurrent_layer.py` documents them."""
+
+    def recur(self, inputs: RecurrentInputs, states: torch.Tensor, step: RecurrentStep) -> torch.Tensor: ...
+
+    def convolve(
+        self,
+        x: torch.Tensor,
+        kernel: torch.Tensor,
+        bias: torch.Tensor | None,
+        states: torch.Tensor,
+        step: RecurrentStep,
+        activates: bool = False,
+    ) -> torch.Tensor: ...
+
+    def unit_heads(self, x: torch.Tensor, scale: float, eps: float) -> torch.Tensor: ...
+
+    def gated_norm(
+        self,
+        x: torch.Tensor,
+        gate: torch.Tensor,
+        weight: torch.Tensor,
+        eps: float,
+        *,
+        has_sigmoid: bool = False,
+        gates_first: bool = False,
+    ) -> torch.Tensor: ...
+
+    def softplus(self, x: torch.Tensor, bias: torch.Tensor) -> torch.Tensor: ...
+
+    def sigmoid(self, x: torch.Tensor) -> torch.Tensor: ...
+
+
 class Kernels(Protocol):
     """The parts of a decoder layer besides its linears; `workers/kernels/reference.py` documents each function."""
 
@@ -79,21 +112,8 @@ class Kernels(Protocol):
         sinks: torch.Tensor | None = None,
     ) -> torch.Tensor: ...
 
-    def recur(self, inputs: RecurrentInputs, states: torch.Tensor, step: RecurrentStep) -> torch.Tensor:
-        """`workers/kernels/recurrence.py` documents it."""
-        ...
-
-    def convolve(
-        self,
-        x: torch.Tensor,
-        kernel: torch.Tensor,
-        bias: torch.Tensor | None,
-        states: torch.Tensor,
-        step: RecurrentStep,
-        activates: bool = False,
-    ) -> torch.Tensor:
-        """`workers/kernels/convolution.py` documents it."""
-        ...
+    @property
+    def recurrent(self) -> RecurrentKernels: ...
 
 
 class Forward(Protocol):

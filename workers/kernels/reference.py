@@ -87,16 +87,18 @@ def rope_and_cache(
 ) -> None:
     """Rotates queries in place and writes rotated keys and plain values to their KV slots.
 
-    qkv is [num_tokens, (num_heads + 2 * num_kv_heads) * head_dim], without values if `heads.keys_are_values`, where
-    both caches are one; afterwards its key part is undefined. `cos_sin` is
-    float32 [max_position, head_dim], cosines then sines, for rotary embedding (Su et al., 2021) in the half-split order
-    of GPT-NeoX and Hugging Face. If norm weights [head_dim] are given, each query and key head is RMS-normalised before
-    the rotation (Qwen3). A cache of int8 gets keys and values rounded from the dtype of qkv.
+    qkv is [num_tokens, (num_heads + 2 * num_kv_heads) * head_dim]; afterwards its key part is undefined. It has no
+    values if `heads.keys_are_values`, where both caches are one. With no KV heads it has queries only, and nothing is
+    cached. `cos_sin` is float32 [max_position, head_dim], cosines then sines, for rotary embedding (Su et al., 2021) in
+    the half-split order of GPT-NeoX and Hugging Face. If norm weights [head_dim] are given, each query and key head is
+    RMS-normalised before the rotation (Qwen3). A cache of int8 gets keys and values rounded from the dtype of qkv.
     """
     by_head = qkv.view(qkv.shape[0], sum(heads.counts), heads.head_dim)
     query, key, value = by_head.split(heads.counts, dim=1)
     cos, sin = cos_sin[metadata.positions].unsqueeze(1).chunk(2, dim=-1)
     query.copy_(_rotate(query, cos, sin, q_norm_weight, eps))
+    if not heads.num_kv_heads:  # the layer reads keys and values of another one
+        return
     rotated = _rotate(key, cos, sin, k_norm_weight, eps)
     kv_cache.write(k_cache, metadata.slot_mapping, rotated, metadata.block_size)
     if not heads.keys_are_values:

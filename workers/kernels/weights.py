@@ -93,6 +93,10 @@ class AttentionWeights:
     """Norms over all query heads and over all key heads, before the rotation; None in families without them."""
     sinks: torch.Tensor | None = None
     """float32 [num_heads]; None in families without attention sinks."""
+    v_norm: torch.Tensor | None = None
+    """[head_dim]; None in families that do not normalise values."""
+    reads_other_layer: bool = False
+    """Whether `qkv` gives queries only, and keys and values are those of an earlier layer."""
     gate: Linear | None = None
     """hidden -> num_heads * head_dim, whose sigmoids multiply the attended values; None in families without."""
 
@@ -186,6 +190,24 @@ class ExpertsWeights:
 
 
 @dataclasses.dataclass(slots=True, frozen=True)
+class LayerInputWeights:
+    """The weights of `LayerInputSpec`."""
+
+    gate: Linear
+    projection: Linear
+    norm: torch.Tensor
+
+
+@dataclasses.dataclass(slots=True, frozen=True)
+class LayerInputsWeights:
+    """The weights of `LayerInputsSpec`."""
+
+    table: Embedding
+    projection: Linear
+    norm: torch.Tensor
+
+
+@dataclasses.dataclass(slots=True, frozen=True)
 class LayerWeights:
     """A layer of `LayerSpec`: norms are tensors [hidden], or None where a family has none."""
 
@@ -196,6 +218,9 @@ class LayerWeights:
     mixer_output_norm: torch.Tensor | None = None
     mlp_output_norm: torch.Tensor | None = None
     is_parallel: bool = False
+    own_input: LayerInputWeights | None = None
+    scalar: float = 1.0
+    """Factor on the residual stream after the layer."""
 
 
 @dataclasses.dataclass(slots=True, frozen=True)
@@ -205,6 +230,7 @@ class DecoderWeights:
     final_norm: torch.Tensor
     head: Linear
     """hidden -> vocab_size; of ranks, only the one that draws gets them all."""
+    layer_inputs: LayerInputsWeights | None = None
 
     @property
     def dtype(self) -> torch.dtype:

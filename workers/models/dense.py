@@ -13,7 +13,7 @@ from manta.workers.models.model_config import DTYPE_BYTES, ModelConfig, RopeConf
 from manta.workers.models.raw_config import MOST_VOCABULARY, RawConfig, RawValue
 
 MOST_LAYERS = 4096
-FULL, SLIDING = "full_attention", "sliding_attention"
+FULL, SLIDING, CHUNKED = "full_attention", "sliding_attention", "chunked_attention"
 """Kinds of layers in `layer_types`."""
 ACTIVATIONS = {
     "silu": "silu",
@@ -205,14 +205,16 @@ def read_windows(raw: RawConfig, num_layers: int) -> tuple[int | None, ...]:
     return tuple(window if kind == SLIDING else None for kind in read_kinds(raw, num_layers))
 
 
-def read_kinds(raw: RawConfig, num_layers: int, period: int = 1) -> tuple[str, ...]:
-    """Returns the kind of each layer, `FULL` or `SLIDING`: those of `layer_types` if it is there. Otherwise each
+def read_kinds(
+    raw: RawConfig, num_layers: int, period: int = 1, allowed: tuple[str, ...] = (FULL, SLIDING)
+) -> tuple[str, ...]:
+    """Returns the kind of each layer, one of those `allowed`: those of `layer_types` if it is there. Otherwise each
     `period`-th layer sees everything, and the others have a window.
     """
     layer_types = raw["layer_types"]
     if layer_types.value is None:
         return tuple(SLIDING if (layer + 1) % period else FULL for layer in range(num_layers))
-    kinds = tuple(kind.one_of(FULL, SLIDING) for kind in layer_types.items())
+    kinds = tuple(kind.one_of(*allowed) for kind in layer_types.items())
     if len(kinds) != num_layers:
         raise layer_types.refused(f"a list of {num_layers} kinds, one for each layer")
     return kinds

@@ -5,7 +5,7 @@ from __future__ import annotations
 from manta.workers.models import llama
 from manta.workers.models.model_config import ModelConfig
 from manta.workers.models.raw_config import RawConfig, RawValue
-from manta.workers.models.specs import ExpertsSpec, LinearSpec, WeightPart
+from manta.workers.models.specs import ExpertRows, ExpertsSpec, GatedMlpSpec, LinearSpec, WeightPart
 
 MOST_EXPERTS = 4096
 DENSE, SPARSE = "dense", "sparse"
@@ -20,9 +20,12 @@ def experts(
     choice_bias: str | None = None,
     shared: str = "shared_experts",
     shared_gate: str | None = None,
+    names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj"),
+    are_stacked: bool = False,
 ) -> ExpertsSpec:
-    """Returns experts that the checkpoint stores one by one, below `prefix`. The other names are those of the router,
-    of its bias for the choice, of the expert that computes every token, and of that one's gate.
+    """Returns experts below `prefix`, which the checkpoint stores one by one, or all of a layer in two tensors if they
+    `are_stacked`. The other names are those of the router, of its bias for the choice, of the expert that computes
+    every token, of that one's gate, and of an expert's linears.
     """
     sizes = config.experts
     assert sizes is not None
@@ -30,7 +33,9 @@ def experts(
     return ExpertsSpec(
         router=LinearSpec((WeightPart(f"{prefix}.{router}", sizes.num_experts),), config.hidden_size),
         experts=tuple(
-            llama.mlp(config, f"{prefix}.experts.{expert}", sizes.intermediate_size)
+            _stacked_expert(config, f"{prefix}.experts", expert)
+            if are_stacked
+            else _expert(config, f"{prefix}.experts.{expert}", names)
             for expert in range(sizes.num_experts)
         ),
         choice_bias=choice_bias and f"{prefix}.{choice_bias}",
@@ -38,6 +43,31 @@ def experts(
         shared_gate=LinearSpec((WeightPart(f"{prefix}.{shared_gate}", 1),), config.hidden_size)
         if shared_gate is not None
         else None,
+    )
+
+
+def _expert(config: ModelConfig, prefix: str, names: tuple[str, str, str]) -> GatedMlpSpec:
+    assert config.experts is not None
+    usual = llama.mlp(config, prefix, config.experts.intermediate_size)
+    gate, up, down = (
+        part._replace(name=f"{prefix}.{name}")
+        for part, name in zip((*usual.gated.parts, *usual.down.parts), names, strict=True)
+    )
+    return GatedMlpSpec(usual.gated._replace(parts=(gate, up)), usual.down._replace(parts=(down,)))
+
+
+def _stacked_expert(config: ModelConfig, prefix: str, expert: int) -> GatedMlpSpec:
+    """Returns an expert of a layer whose gates are one tensor [num_experts, 2 * inner width, hidden], each followed by
+    what they let through.
+    """
+    assert config.experts is not None
+    place = ExpertRows(expert, config.experts.num_experts, are_rows=True)
+    usual = llama.mlp(config, prefix, config.experts.intermediate_size)
+    gated = usual.gated.stored_as(f"{prefix}.gate_up_proj")
+    (down,) = usual.down.parts
+    return GatedMlpSpec(
+        gated._replace(parts=tuple(part._replace(expert=place) for part in gated.parts)),
+        usual.down._replace(parts=(down._replace(name=f"{prefix}.down_proj", expert=place),)),
     )
 
 

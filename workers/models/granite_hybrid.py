@@ -69,7 +69,7 @@ def _experts(config: ModelConfig, prefix: str, shared: GatedMlpSpec) -> ExpertsS
     router = LinearSpec((WeightPart(f"{prefix}.router.layer", sizes.num_experts),), config.hidden_size)
     names = f"{prefix}.input_linear.weight", f"{prefix}.output_linear.weight"
     usual = _stored_as(llama.mlp(config, "", sizes.intermediate_size), *names)
-    places = [ExpertRows(expert, sizes.num_experts, has_outputs_first=True) for expert in range(sizes.num_experts)]
+    places = [ExpertRows(expert, sizes.num_experts, are_rows=True) for expert in range(sizes.num_experts)]
     return ExpertsSpec(router, tuple(_placed(usual, place) for place in places), shared=shared)
 
 

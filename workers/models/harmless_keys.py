@@ -23,6 +23,7 @@ HARMLESS_KEYS = frozenset(
         "resid_pdrop",
         "aux_loss_alpha",
         "router_aux_loss_coef",
+        "router_jitter_noise",
         "seq_aux",
         "embedding_initializer_range",
         "embd_pdrop",

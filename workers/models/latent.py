@@ -28,8 +28,10 @@ def read_latent(
     norm_eps: tuple[str, float] = ("rms_norm_eps", 1e-6),
     is_interleaved: bool = True,
     is_tied: bool = False,
+    ropes_whole_queries: bool = False,
 ) -> ModelConfig:
     """Returns the shape of a decoder with latent attention. `usual` has the sizes that a configuration leaves out.
+    `ropes_whole_queries` says whether a partial rotation counts the unrotated dimensions of a head too.
 
     Raises `ConfigError` as `read_dense` and `read_rope` do, and for sizes that do not fit.
     """
@@ -44,7 +46,8 @@ def read_latent(
         raw[key].whole(1)  # the other sizes decide
     width = shape.kv_rank + shape.rope_dim
     rope = msgspec.structs.replace(
-        read_rope(raw, shape.rope_dim, is_interleaved=is_interleaved), rotary_dim=shape.rope_dim
+        read_rope(raw, *_rotated(shape, ropes_whole_queries), is_interleaved=is_interleaved),
+        rotary_dim=shape.rope_dim,
     )
     config = read_dense(raw, rope=rope, norm_eps=norm_eps, is_tied=is_tied, kv_heads=(1, width))
     has_biases = raw["attention_bias"].flag(False)
@@ -57,6 +60,14 @@ def read_latent(
         output_bias=has_biases,
         attention_scale=(shape.plain_dim + shape.rope_dim) ** -0.5 * _stretch(rope) ** 2,
     )
+
+
+def _rotated(shape: LatentShape, ropes_whole_queries: bool) -> tuple[int, float, float | None]:
+    """Returns a head's width, the usual theta, and the usual part of the head that rotates, for `read_rope`."""
+    if not ropes_whole_queries:
+        return shape.rope_dim, 10000.0, None
+    query_dim = shape.plain_dim + shape.rope_dim
+    return query_dim, 10000.0, shape.rope_dim / query_dim
 
 
 def _read_query_rank(raw: RawConfig, usual: int | None) -> int | None:

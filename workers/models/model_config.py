@@ -25,7 +25,10 @@ class RopeConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Rotary position embedding (Su et al., 2021) and its scaling for contexts longer than those trained on."""
 
     rope_type: str = "default"
-    """`default`, `linear`, `dynamic`, `llama3`, `yarn` (Peng et al., 2023) or `longrope` (Ding et al., 2024)."""
+    """`default`, `linear`, `dynamic`, `llama3`, `yarn` (Peng et al., 2023), `longrope` (Ding et al., 2024), or
+    `proportional`: the first `rotary_dim` dimensions rotate as they would if all did, half of them in each half of a
+    head (Gemma 4).
+    """
     theta: float = 10000.0
     factor: float = 1.0
     low_freq_factor: float = 1.0
@@ -151,6 +154,20 @@ class LatentShape(msgspec.Struct, frozen=True, kw_only=True):
     """The constant in the norms of the latent vectors, which is not that of the layers."""
 
 
+class QueryGrowth(msgspec.Struct, frozen=True, kw_only=True):
+    """A factor on queries (Nakanishi, 2025): `1 + rate * ln(1 + floor((position + first) / period))`."""
+
+    rate: float
+    period: int
+    first: int = 0
+    only_without_positions: bool = False
+    """Whether only layers without a rope have it."""
+
+    def is_of(self, rope: RopeConfig | None) -> bool:
+        """Returns whether a layer with this rope has it."""
+        return rope is None or not self.only_without_positions
+
+
 class ExpertsConfig(msgspec.Struct, frozen=True, kw_only=True):
     """The experts of a layer and their router, which is the same in all layers that have experts."""
 
@@ -253,6 +270,12 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     """The shape of latent attention; None for attention over the keys and values of heads. With it `num_kv_heads` is 1,
     and `head_dim` is the width of a cached token: the latent vector and the rotated key.
     """
+    windows_are_chunks: bool = False
+    """Whether layers with a window see the tokens of their chunk, as long as the window, instead of the last ones."""
+    query_growth: QueryGrowth | None = None
+    """A factor on queries that grows with their position; None for none."""
+    has_head_norms: bool = False
+    """Whether a family whose checkpoints may have norms over each query and key head has them."""
     has_layer_norms: bool = False
     """Whether norms subtract the mean before they divide (Ba et al., 2016). Otherwise they are RMS norms."""
     attention_scale: float | None = None
@@ -268,6 +291,18 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     final_cap: float = 0.0
     """Soft bound of the scaled logits, as `attention_cap`; 0 for none."""
 
+    layer_kv_heads: tuple[tuple[int, int], ...] = ()
+    """Number and width of the KV heads of each layer, if layers differ. The width is that of query heads too."""
+    kv_sources: tuple[int, ...] = ()
+    """For each layer the one whose cached keys and values it reads, if some read those of an earlier layer."""
+    reader_mlp_factor: int = 1
+    """Factor on the inner width of the MLP in layers that read keys and values of another one."""
+    values_are_projected_keys: bool = False
+    """Whether layers without a window make values of the weights of the keys (Gemma 4)."""
+    per_layer_size: int = 0
+    """Width of the inputs that each layer has of its own (Gemma 4); 0 for none."""
+    per_layer_vocab_size: int = 0
+    """Rows of the table of these inputs."""
     num_unused_layers: int = 0
     """Layers that the checkpoint has after the last and that are not served: those that draft tokens (multi-token
     prediction).
@@ -280,6 +315,24 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
         scale = self.head_dim**-0.5 if self.attention_scale is None else self.attention_scale
         is_latent = self.latent is not None
         return HeadShape(self.num_heads, self.num_kv_heads, self.head_dim, scale, self.attention_cap, is_latent)
+
+    def heads_of(self, layer: int) -> HeadShape:
+        """Returns the heads of a layer."""
+        if not self.layer_kv_heads:
+            return self.heads
+        num_kv_heads, head_dim = self.layer_kv_heads[layer]
+        return self.heads._replace(num_kv_heads=num_kv_heads, head_dim=head_dim)
+
+    @property
+    def largest_heads(self) -> HeadShape:
+        """The heads of a layer that caches the most, as much as every layer has room for."""
+        layers = range(self.num_layers) if self.layer_kv_heads else range(1)
+        return max(map(self.heads_of, layers), key=lambda heads: (heads.num_kv_heads * heads.head_dim, heads))
+
+    @property
+    def num_cached_layers(self) -> int:
+        """Number of layers that have a KV cache of their own."""
+        return len(set(self.kv_sources)) or sum(self.attends)
 
     @property
     def num_cached(self) -> int:
@@ -313,6 +366,8 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
             num_layers=num_layers,
             sliding_windows=self.sliding_windows[:num_layers],
             layer_ropes=self.layer_ropes[:num_layers],
+            layer_kv_heads=self.layer_kv_heads[:num_layers],
+            kv_sources=self.kv_sources[:num_layers],
             layer_states=self.layer_states[:num_layers],
             layer_attends=self.layer_attends[:num_layers],
         )
@@ -331,5 +386,10 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
         """Returns the bytes of KV cache that one token takes over all layers with attention, in a dtype of
         `DTYPE_BYTES` or `int8`.
         """
-        head_bytes = self.head_dim + KV_SCALE_BYTES if dtype == "int8" else self.head_dim * DTYPE_BYTES[dtype]
-        return self.num_cached * sum(self.attends) * self.num_kv_heads * head_bytes
+        return self.num_cached_layers * self.layer_bytes_per_token(dtype)
+
+    def layer_bytes_per_token(self, dtype: str) -> int:
+        """Returns the bytes of KV cache that one token takes in one layer."""
+        _, num_kv_heads, head_dim, *_ = self.largest_heads
+        head_bytes = head_dim + KV_SCALE_BYTES if dtype == "int8" else head_dim * DTYPE_BYTES[dtype]
+        return self.num_cached * num_kv_heads * head_bytes

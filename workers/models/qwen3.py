@@ -28,5 +28,6 @@ def describe(config: ModelConfig) -> DecoderSpec:
 def layer(config: ModelConfig, index: int) -> LayerSpec:
     usual = llama.layer(config, index)
     prefix = f"model.layers.{index}.self_attn"
-    q_norm, k_norm = (NormSpec(f"{prefix}.{name}_norm", config.head_dim) for name in ("q", "k"))
+    order = llama.head_order(config)
+    q_norm, k_norm = (NormSpec(f"{prefix}.{name}_norm", config.head_dim, order=order) for name in ("q", "k"))
     return usual._replace(mixer=usual.attention._replace(q_norm=q_norm, k_norm=k_norm))

@@ -10,7 +10,7 @@ from manta.workers.models import qwen3_5
 from manta.workers.models.experts import experts, read_num_experts
 from manta.workers.models.model_config import ExpertsConfig, ModelConfig
 from manta.workers.models.raw_config import RawConfig
-from manta.workers.models.specs import DecoderSpec, ExpertRows, ExpertsSpec, GatedMlpSpec
+from manta.workers.models.specs import DecoderSpec, ExpertsSpec, LayerSpec
 
 ARCHITECTURE = "Qwen3_5MoeForCausalLM"
 
@@ -42,33 +42,17 @@ def with_experts(
 
 
 def describe(config: ModelConfig) -> DecoderSpec:
-    layers = [qwen3_5.layer(config, index) for index in range(config.num_layers)]
-    prefixes = [f"model.layers.{index}.mlp" for index in range(config.num_layers)]
-    together = [stored_together(shared_and_chosen(config, prefix), f"{prefix}.experts") for prefix in prefixes]
-    return qwen3_5.decoder(config, [layer._replace(mlp=each) for layer, each in zip(layers, together, strict=True)])
+    return qwen3_5.decoder(config, [_layer(config, index) for index in range(config.num_layers)])
 
 
-def shared_and_chosen(config: ModelConfig, prefix: str) -> ExpertsSpec:
-    return experts(config, prefix, shared="shared_expert", shared_gate="shared_expert_gate")
+def _layer(config: ModelConfig, index: int) -> LayerSpec:
+    mixture = mixture_of_experts(config, f"model.layers.{index}.mlp")
+    return qwen3_5.layer(config, index)._replace(mlp=mixture)
 
 
-def stored_together(spec: ExpertsSpec, prefix: str) -> ExpertsSpec:
-    """Returns the same experts, which a checkpoint may store in two tensors, outputs before inputs: `gate_up_proj`,
-    gates first, and `down_proj`.
-    """
-    count = len(spec.experts)
-    return spec._replace(
-        experts=tuple(
-            _elsewhere(mlp, prefix, ExpertRows(expert, count, has_outputs_first=True))
-            for expert, mlp in enumerate(spec.experts)
-        )
-    )
-
-
-def _elsewhere(mlp: GatedMlpSpec, prefix: str, place: ExpertRows) -> GatedMlpSpec:
-    together = mlp.gated.stored_as(f"{prefix}.gate_up_proj").parts
-    pairs = zip(mlp.gated.parts, together, strict=True)
-    gates = tuple(part._replace(elsewhere=other._replace(expert=place)) for part, other in pairs)
-    (down,) = mlp.down.parts
-    down = down._replace(elsewhere=down._replace(name=f"{prefix}.down_proj", expert=place))
-    return GatedMlpSpec(mlp.gated._replace(parts=gates), mlp.down._replace(parts=(down,)))
+def mixture_of_experts(config: ModelConfig, prefix: str) -> ExpertsSpec:
+    """Returns experts that a checkpoint stores one by one, or those of a layer together."""
+    names = {"shared": "shared_expert", "shared_gate": "shared_expert_gate"}
+    apart, together = (experts(config, prefix, are_stacked=are_stacked, **names) for are_stacked in (False, True))
+    pairs = zip(apart.experts, together.experts, strict=True)
+    return apart._replace(experts=tuple(expert.or_as(other) for expert, other in pairs))

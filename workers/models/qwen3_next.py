@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from manta.workers.models import qwen3_5
 from manta.workers.models.model_config import ModelConfig
-from manta.workers.models.qwen3_5_moe import shared_and_chosen, with_experts
+from manta.workers.models.qwen3_5_moe import mixture_of_experts, with_experts
 from manta.workers.models.qwen3_moe import read_dense_layers
 from manta.workers.models.raw_config import RawConfig
 from manta.workers.models.recurrent_shapes import DeltaShape
@@ -33,7 +33,7 @@ def _layer(config: ModelConfig, index: int) -> LayerSpec:
         layer = layer._replace(mixer=qwen3_5.delta_net(config, f"{prefix}.linear_attn", shape, inputs))
     if index in experts.dense_layers:
         return layer
-    return layer._replace(mlp=shared_and_chosen(config, f"{prefix}.mlp"))
+    return layer._replace(mlp=mixture_of_experts(config, f"{prefix}.mlp"))
 
 
 def _inputs(prefix: str, shape: DeltaShape) -> tuple[WeightPart, ...]:

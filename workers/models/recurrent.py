@@ -75,7 +75,7 @@ def stored_together(
     """Returns the pieces of one stored tensor, which ranks split one by one."""
     starts = [sum(sizes[:piece]) for piece in range(len(sizes))]
     return tuple(
-        TensorSpec(name, (size, *others), split, start, sum(sizes), is_log_rate)
+        TensorSpec(name, (size, *others), split, start, sum(sizes), is_log_rate=is_log_rate)
         for size, split, start in zip(sizes, splits, starts, strict=True)
     )
 

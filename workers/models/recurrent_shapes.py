@@ -96,6 +96,8 @@ class StateSpaceShape(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Whether the norm comes before the gate instead of after it."""
     step_limits: tuple[float, float] = (0.0, float("inf"))
     """Bounds of the time steps."""
+    shares_group: bool = False
+    """Whether this is one rank's share of the only group."""
     has_kernel_bias: bool = True
     """Whether the convolution has a bias."""
     has_input_bias: bool = False
@@ -123,6 +125,7 @@ class StateSpaceShape(msgspec.Struct, frozen=True, kw_only=True, tag=True):
             self,
             num_groups=max(1, self.num_groups // num_ranks),
             num_heads=self.num_heads // num_ranks,
+            shares_group=self.num_groups == 1 and num_ranks > 1,
         )
 
 

@@ -21,7 +21,7 @@ def read_config(raw: RawConfig) -> ModelConfig:
     rope = read_rope(raw, read_head_dim(raw), _THETA)
     config = read_dense(raw, rope=rope, is_tied=True)
     has_biases, mlp_bias = raw["attention_bias"].flag(False), raw["mlp_bias"].flag(False)
-    ropes = tuple(rope if rotates else None for rotates in _read_rotations(raw, config.num_layers))
+    ropes = tuple(rope if rotates else None for rotates in read_rotations(raw, config.num_layers))
     windows = _read_windows(raw, [each is not None for each in ropes])
     return msgspec.structs.replace(
         config,
@@ -34,7 +34,7 @@ def read_config(raw: RawConfig) -> ModelConfig:
     )
 
 
-def _read_rotations(raw: RawConfig, num_layers: int) -> list[bool]:
+def read_rotations(raw: RawConfig, num_layers: int) -> list[bool]:
     """Returns whether each layer has positions: by `no_rope_layers`, which is 1 where it has them, else all but each
     `no_rope_layer_interval`-th.
     """

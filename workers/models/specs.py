@@ -42,7 +42,9 @@ class NormSpec(NamedTuple):
     split: Split = Split.NOTHING
     """The split of a norm over the whole width of queries or keys, instead of over each head (OLMo 2)."""
     order: HeadOrder | None = None
-    """The order of a head's dimensions, which is that of the rows of queries and keys; None for the checkpoint's."""
+    """The order in which the numbers of a head's norm are read, that of the head's rows."""
+    is_stored: bool = True
+    """Whether there is a tensor. Otherwise the weight is one."""
 
 
 class TensorSpec(NamedTuple):
@@ -56,6 +58,8 @@ class TensorSpec(NamedTuple):
     """The first row in the stored tensor."""
     stored_rows: int | None = None
     """Number of rows of the stored tensor, of which this one is a piece; None if it is the whole tensor."""
+    stored_shape: tuple[int, ...] | None = None
+    """The shape of the stored tensor, if it has more dimensions than `shape`; None otherwise."""
     is_log_rate: bool = False
     """Whether the tensor holds logarithms of the negatives of its numbers, as rates of decay are stored."""
 
@@ -143,8 +147,8 @@ class ExpertRows(NamedTuple):
     """The first column of the part."""
     step: int = 1
     """Distance between columns of the part."""
-    has_outputs_first: bool = False
-    """Whether the tensor is [num_experts, stored_rows, in_features] (Qwen3.5). Then the part's `first_row` counts."""
+    are_rows: bool = False
+    """Whether outputs are rows: the tensor is [num_experts, columns, in_features]."""
 
     def rows_of(self, outputs: Any) -> Any:
         """Returns the part's outputs, given an array of an expert whose first dimension is all of its outputs."""
@@ -212,6 +216,11 @@ class LinearSpec(NamedTuple):
         )
         return self._replace(parts=pieces)
 
+    def or_as(self, other: LinearSpec) -> LinearSpec:
+        """Returns the same linear, whose parts some checkpoints store as those of `other`."""
+        pairs = zip(self.parts, other.parts, strict=True)
+        return self._replace(parts=tuple(part._replace(elsewhere=elsewhere) for part, elsewhere in pairs))
+
     @property
     def gathers(self) -> bool:
         """Whether ranks gather the inputs before and the outputs after."""
@@ -235,6 +244,13 @@ class AttentionSpec(NamedTuple):
     """
     gate: LinearSpec | None = None
     """The linear from hidden states to numbers whose sigmoids multiply the attended values (Qwen3-Next)."""
+    v_norm: NormSpec | None = None
+    """Norm of each value head over its dimension (Gemma 4)."""
+
+    @property
+    def reads_other_layer(self) -> bool:
+        """Whether `qkv` has queries only, because the keys and values are those of an earlier layer."""
+        return len(self.qkv.parts) == 1 and self.k_norm is None
 
     @property
     def has_wide_norms(self) -> bool:
@@ -245,7 +261,7 @@ class AttentionSpec(NamedTuple):
         yield from (linear for linear in (self.qkv, self.gate, self.output) if linear is not None)
 
     def norms(self) -> Iterator[NormSpec]:
-        yield from (norm for norm in (self.q_norm, self.k_norm) if norm is not None)
+        yield from (norm for norm in (self.q_norm, self.k_norm, self.v_norm) if norm is not None)
 
     def tensors(self) -> Iterator[TensorSpec]:
         yield from ()  # a model's parameters are counted without sinks
@@ -358,6 +374,10 @@ class GatedMlpSpec(NamedTuple):
     def linears(self) -> Iterator[LinearSpec]:
         yield from self
 
+    def or_as(self, other: GatedMlpSpec) -> GatedMlpSpec:
+        """Returns the same MLP, which some checkpoints store as `other`."""
+        return GatedMlpSpec(self.gated.or_as(other.gated), self.down.or_as(other.down))
+
 
 class ExpertsSpec(NamedTuple):
     """A mixture of experts (Shazeer et al., 2017): the results of the experts that a router chooses, weighted and
@@ -383,6 +403,29 @@ class ExpertsSpec(NamedTuple):
             yield self.shared_gate
 
 
+class LayerInputSpec(NamedTuple):
+    """What a layer adds to the residual stream after its MLP (Gemma 4): `norm(projection(activation(gate(stream)) *
+    input))`, where the input is the layer's own.
+    """
+
+    gate: LinearSpec
+    projection: LinearSpec
+    norm: NormSpec
+
+    def linears(self) -> Iterator[LinearSpec]:
+        yield from (self.gate, self.projection)
+
+
+class LayerInputsSpec(NamedTuple):
+    """The inputs that each layer has of its own: rows of a table, and a normed product of the embedding, added."""
+
+    table: WeightPart
+    """The lookup table, whose rows hold the inputs of all layers."""
+    width: int
+    projection: LinearSpec
+    norm: NormSpec
+
+
 class LayerSpec(NamedTuple):
     """A layer adds its mixer's result to the residual stream, then its MLP's. A mixer combines tokens. Each may have a
     norm before and one after: `x += output_norm(mixer(input_norm(x)))`. A layer may have only one of the two, whose
@@ -397,6 +440,10 @@ class LayerSpec(NamedTuple):
     mlp_output_norm: NormSpec | None = None
     is_parallel: bool = False
     """Whether the MLP gets what attention gets, the residual stream before it after `input_norm`."""
+    own_input: LayerInputSpec | None = None
+    """What is added for the layer's own input; None in families without it."""
+    scalar: str | None = None
+    """The tensor [1] that multiplies the residual stream after the layer; None for none (Gemma 4)."""
 
     @property
     def attention(self) -> AttentionSpec:
@@ -408,12 +455,14 @@ class LayerSpec(NamedTuple):
         """Yields every norm of the layer."""
         around = (self.input_norm, self.mixer_output_norm, self.mlp_norm, self.mlp_output_norm)
         yield from (norm for norm in around if norm is not None)
+        if self.own_input is not None:
+            yield self.own_input.norm
         if self.mixer is not None:
             yield from self.mixer.norms()
 
     def linears(self) -> Iterator[LinearSpec]:
         """Yields every linear of the layer."""
-        for part in (self.mixer, self.mlp):
+        for part in (self.mixer, self.mlp, self.own_input):
             if part is not None:
                 yield from part.linears()
 
@@ -432,10 +481,14 @@ class DecoderSpec(NamedTuple):
     final_norm: NormSpec
     head: LinearSpec
     """The linear from hidden states to logits. A tied head has the embedding's name."""
+    layer_inputs: LayerInputsSpec | None = None
+    """Inputs that each layer has of its own; None in families without them."""
 
     def linears(self) -> Iterator[LinearSpec]:
         """Yields every linear of the model."""
         yield self.head
+        if self.layer_inputs is not None:
+            yield self.layer_inputs.projection
         for layer in self.layers:
             yield from layer.linears()
 

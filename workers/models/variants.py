@@ -30,6 +30,10 @@ class Variant(enum.Enum):
     SHORT_CONV = "short convolutions"
     RECURRENT = "recurrent states"
     LATENT = "latent attention"
+    OTHER_HEADS = "heads that differ by layer, or values that are normed or those of another layer"
+    LAYER_INPUTS = "inputs of each layer"
+    CHUNKS = "layers that see a chunk"
+    QUERY_GROWTH = "queries that grow with their position"
     STORED_OTHERWISE = "linears that the checkpoint stores together or in another order"
 
 
@@ -40,7 +44,19 @@ OUTSIDE_OF_LAYERS = frozenset(
 
 
 NOT_COMPUTED = {
-    "cuda": frozenset({Variant.SOFT_CAP, Variant.SINKS, Variant.LATENT, Variant.SHORT_CONV, Variant.RECURRENT}),
+    "cuda": frozenset(
+        {
+            Variant.SOFT_CAP,
+            Variant.SINKS,
+            Variant.LATENT,
+            Variant.CHUNKS,
+            Variant.QUERY_GROWTH,
+            Variant.OTHER_HEADS,
+            Variant.LAYER_INPUTS,
+            Variant.SHORT_CONV,
+            Variant.RECURRENT,
+        }
+    ),
     "tpu": frozenset(Variant),
 }
 """Variants that a device does not compute, by the name of the device."""
@@ -64,6 +80,11 @@ def variants_of(config: ModelConfig) -> frozenset[Variant]:
         Variant.ACTIVATION: config.activation != "silu",
         Variant.EXPERTS: config.experts is not None,
         Variant.LATENT: config.latent is not None,
+        Variant.OTHER_HEADS: bool(config.layer_kv_heads or config.kv_sources)
+        or any(attention.v_norm is not None for attention in of_heads),
+        Variant.LAYER_INPUTS: spec.layer_inputs is not None or any(layer.scalar is not None for layer in layers),
+        Variant.CHUNKS: config.windows_are_chunks,
+        Variant.QUERY_GROWTH: config.query_growth is not None,
         Variant.SHORT_CONV: any(isinstance(layer.mixer, ShortConvSpec) for layer in layers),
         Variant.RECURRENT: any(isinstance(layer.mixer, RecurrentSpec | SideBySideSpec) for layer in layers),
         Variant.ROPES: len(set(config.ropes)) > 1 or config.ropes[0] is None,
@@ -89,6 +110,16 @@ def check_draft_model(config: ModelConfig) -> None:
         raise ModelError(
             f"the draft model is a {config.architecture}, which has recurrent states, and rejected drafts would stay "
             "in them; take a draft model with attention only, or the proposer ngram"
+        )
+
+
+def check_block_size(config: ModelConfig, block_size: int) -> None:
+    """Raises `ModelError` if a model sees its tokens in chunks that blocks of `block_size` tokens do not fill."""
+    chunks = [window for window in config.sliding_windows if window is not None] if config.windows_are_chunks else []
+    if any(chunk % block_size for chunk in chunks):
+        raise ModelError(
+            f"{config.architecture} sees its tokens in chunks of {chunks[0]} (attention_chunk_size), and block_size "
+            f"{block_size} does not divide them; set block_size to a divisor"
         )
 
 

@@ -12,6 +12,8 @@ from manta.workers.models.raw_config import RawConfig
 WRAPPERS = frozenset(
     {
         "Gemma3ForConditionalGeneration",
+        "Gemma4ForConditionalGeneration",
+        "Llama4ForConditionalGeneration",
         "Mistral3ForConditionalGeneration",
         "LlavaForConditionalGeneration",
         "AyaVisionForConditionalGeneration",
@@ -64,6 +66,41 @@ TEXT_FAMILIES = {
             "num_attention_heads": 32,
             "num_key_value_heads": 8,
             "max_position_embeddings": 131072,
+        },
+    ),
+    "gemma4_text": TextFamily(
+        "Gemma4ForCausalLM",
+        {
+            "vocab_size": 262144,
+            "hidden_size": 2304,
+            "intermediate_size": 9216,
+            "num_hidden_layers": 30,
+            "num_attention_heads": 8,
+            "num_key_value_heads": 4,
+            "max_position_embeddings": 131072,
+        },
+    ),
+    "llama4_text": TextFamily(
+        "Llama4ForCausalLM",
+        {
+            "vocab_size": 202048,
+            "hidden_size": 5120,
+            "intermediate_size": 8192,
+            "num_hidden_layers": 48,
+            "num_attention_heads": 40,
+            "num_key_value_heads": 8,
+            "max_position_embeddings": 131072,
+        },
+    ),
+    "mistral4": TextFamily(
+        "Mistral4ForCausalLM",
+        {
+            "vocab_size": 131072,
+            "hidden_size": 4096,
+            "intermediate_size": 12288,
+            "num_hidden_layers": 36,
+            "num_attention_heads": 32,
+            "max_position_embeddings": 1048576,
         },
     ),
     "cohere2": TextFamily("Cohere2ForCausalLM"),

@@ -49,6 +49,8 @@ def _why_not(config: ModelConfig, num_ranks: int, exact: bool = False) -> str | 
         return f"the {config.num_heads} attention heads"
     if max(config.num_kv_heads, num_ranks) % min(config.num_kv_heads, num_ranks):
         return f"the {config.num_kv_heads} KV heads"
+    if len({num_kv_heads for num_kv_heads, _ in config.layer_kv_heads}) > 1:
+        return "the different numbers of KV heads of the layers"
     experts = config.experts
     inner_sizes = [config.intermediate_size]
     if experts is not None:
@@ -85,6 +87,7 @@ def shard_config(config: ModelConfig, num_ranks: int) -> ModelConfig:
     return msgspec.structs.replace(
         config,
         experts=experts,
+        layer_kv_heads=tuple((max(1, count // num_ranks), width) for count, width in config.layer_kv_heads),
         num_heads=config.num_heads // num_ranks,
         num_kv_heads=max(1, config.num_kv_heads // num_ranks),
         intermediate_size=config.intermediate_size // num_ranks,

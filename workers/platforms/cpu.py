@@ -31,8 +31,7 @@ class _ExactKernels:
     silu_and_mul = staticmethod(cpu.silu_and_mul)
     rope_and_cache = staticmethod(cpu.rope_and_cache)
     paged_attention = staticmethod(functools.partial(cpu.paged_attention, exact=True))
-    recur = staticmethod(cpu.recur)
-    convolve = staticmethod(cpu.convolve)
+    recurrent = cpu.recurrent
 
 
 class CpuPlatform:
@@ -104,7 +103,7 @@ class CpuPlatform:
         self, config: ModelConfig, num_blocks: int, block_size: int, dtype: torch.dtype, num_layers: int | None = None
     ) -> torch.Tensor:
         num_layers = config.num_layers if num_layers is None else num_layers
-        heads = config.num_kv_heads, config.head_dim
+        heads = config.largest_heads[1:3]
         return allocate_kv(num_layers, num_blocks, block_size, *heads, dtype, config.num_cached)
 
     def free_memory(self, largest_step: Callable[[], object]) -> int:

@@ -35,6 +35,8 @@ from manta.workers.kernels.weights import (
     ExpertsWeights,
     GatedMlpWeights,
     LatentAttentionWeights,
+    LayerInputsWeights,
+    LayerInputWeights,
     LayerWeights,
     Linear,
     LinearWeight,
@@ -53,6 +55,8 @@ from manta.workers.models.specs import (
     ExpertsSpec,
     GatedMlpSpec,
     LatentAttentionSpec,
+    LayerInputSpec,
+    LayerInputsSpec,
     LayerSpec,
     LinearSpec,
     MixerSpec,
@@ -142,8 +146,18 @@ def _check_all_used(checkpoint: Checkpoint, config: ModelConfig) -> None:
     unused = range(config.num_layers, config.num_layers + config.num_unused_layers)
     checkpoint.check_all_used(
         but=["lm_head.weight"] if config.tie_word_embeddings else [],
-        below=tuple(f"model.layers.{layer}." for layer in unused),
+        below=(*(f"model.layers.{layer}." for layer in unused), *_unread(config)),
     )
+
+
+def _unread(config: ModelConfig) -> list[str]:
+    """Returns how the names of tensors begin that layers without keys and values of their own may have."""
+    readers = [layer for layer, source in enumerate(config.kv_sources) if layer != source]
+    return [
+        f"model.layers.{layer}.self_attn.{name}"
+        for layer in readers
+        for name in ("k_proj.", "v_proj.", "k_norm.", "v_norm.")
+    ]
 
 
 class _WeightPlatform(Protocol):
@@ -201,7 +215,19 @@ class _WeightLoader:
         # The head before the layers: it is the largest weight, and is held twice while it is packed.
         head = (tied_head if self.spec.is_tied else None) or self._linear(self.spec.head, is_head=True)
         layers = [self._layer(layer) for layer in self.spec.layers]
-        return DecoderWeights(embedding, layers, self._norm(self.spec.final_norm), head)
+        final_norm = self._norm(self.spec.final_norm)
+        inputs = None if self.spec.layer_inputs is None else self._layer_inputs(self.spec.layer_inputs)
+        return DecoderWeights(embedding, layers, final_norm, head, inputs)
+
+    def _layer_inputs(self, spec: LayerInputsSpec) -> LayerInputsWeights:
+        read = self.linears.read_table(spec.table, spec.width)
+        assert isinstance(read, torch.Tensor)
+        table = self._platform.place_embedding(read, self._dtype)
+        embedding = functools.partial(_embed, table, self._dtype)
+        return LayerInputsWeights(embedding, self._linear(spec.projection), self._norm(spec.norm))
+
+    def _layer_input(self, spec: LayerInputSpec) -> LayerInputWeights:
+        return LayerInputWeights(self._linear(spec.gate), self._linear(spec.projection), self._norm(spec.norm))
 
     def _layer(self, spec: LayerSpec) -> LayerWeights:
         return LayerWeights(
@@ -212,7 +238,13 @@ class _WeightLoader:
             self._norm(spec.mixer_output_norm),
             self._norm(spec.mlp_output_norm),
             spec.is_parallel,
+            None if spec.own_input is None else self._layer_input(spec.own_input),
+            1.0 if spec.scalar is None else self._scalar(spec.scalar),
         )
+
+    def _scalar(self, name: str) -> float:
+        stored = self._checkpoint.view(name, (1,))
+        return 1.0 if stored.is_meta else stored.to(self._dtype).item()
 
     def _mlp(self, spec: GatedMlpSpec | ExpertsSpec) -> GatedMlpWeights | ExpertsWeights:
         if isinstance(spec, GatedMlpSpec):
@@ -304,6 +336,8 @@ class _WeightLoader:
             k_norm=None if is_wide else self._norm(spec.k_norm),
             wide_norms=(self._wide_norm(spec.q_norm), self._wide_norm(spec.k_norm)) if is_wide else None,
             sinks=None if spec.sinks is None else self._sinks(spec.sinks),
+            v_norm=self._norm(spec.v_norm),
+            reads_other_layer=spec.reads_other_layer,
             gate=None if spec.gate is None else self._linear(spec.gate),
         )
 
@@ -317,9 +351,11 @@ class _WeightLoader:
         """Returns a copy in the model's dtype, or None where there is no norm."""
         if spec is None:
             return None
+        if not spec.is_stored:
+            return self._platform.place_weight(torch.ones(spec.size), self._dtype)
         weight = self._checkpoint.view(f"{spec.name}.weight", (spec.size,))
         if spec.order is not None:
-            weight = weight[torch.tensor(spec.order.rows(spec.size), device=weight.device)]
+            weight = weight[spec.order.rows(spec.size)]
         return self._platform.place_weight(weight.float() + 1 if spec.adds_one else weight, self._dtype)
 
     def _wide_norm(self, spec: NormSpec | None) -> RowNorm:

@@ -19,7 +19,7 @@ from manta.workers.kernels.model_protocol import LoadedModel
 from manta.workers.kv_cache_dtype import check_kv_cache, kv_dtype
 from manta.workers.model_options import ModelOptions
 from manta.workers.models.model_config import ModelConfig, ModelError
-from manta.workers.models.variants import check_draft_model, check_variants
+from manta.workers.models.variants import check_block_size, check_draft_model, check_variants
 from manta.workers.parallel.group import Group
 from manta.workers.parallel.split import check_num_ranks, shard_config
 from manta.workers.platforms import Platform
@@ -75,6 +75,7 @@ def choose_models(options: ModelOptions, platform: Platform, draft_folder: pathl
 def _source(folder: pathlib.Path, options: ModelOptions, platform: Platform) -> ModelSource:
     config = load_model_config(folder).for_context(options.max_model_len)
     check_variants(config, platform.name)
+    check_block_size(config, options.block_size)
     return ModelSource(folder, config)
 
 

@@ -13,7 +13,7 @@ from transformers.models.mamba import modeling_mamba as mamba
 from transformers.models.mamba2 import modeling_mamba2 as mamba2
 from transformers.models.qwen3_next import modeling_qwen3_next as qwen3_next
 
-from manta.workers.kernels import convolution, cpu_recurrence, recurrence
+from manta.workers.kernels import convolution, cpu_recurrence, recurrence, recurrent_layer
 from manta.workers.kernels.recurrence import RecurrentInputs, advance, chunked, one_token, sequential
 from manta.workers.kernels.recurrent_step import RecurrentStep
 from manta.workers.step import StateUse
@@ -231,3 +231,18 @@ def test_a_convolution_is_that_of_transformers() -> None:
     expected = qwen3_next.causal_conv1d_fn(x.T[None], kernel, bias, "silu")[0].T
     step = RecurrentStep.build([0], [60], USES[:1])
     assert close(convolution.convolve(x, kernel, bias, states_of(channels, width - 1), step, True), expected)
+
+
+@pytest.mark.parametrize("size", [20, 64])
+def test_compiled_norms_and_gates_are_those_of_torch(form: str, size: int) -> None:
+    x, gate = random(7, 3, size, seed=1), random(7, 5 * 3 * size, seed=2)[:, : 3 * size]
+    for weight in (random(size, seed=3), random(3 * size, seed=3)):
+        for options in ({}, {"has_sigmoid": True}, {"gates_first": True}):
+            expected = recurrent_layer.gated_norm(x, gate, weight, 1e-6, **options)
+            assert close(cpu_recurrence.gated_norm(x, gate, weight, 1e-6, **options), expected)
+    assert close(cpu_recurrence.unit_heads(x, 0.25, 1e-6), recurrent_layer.unit_heads(x, 0.25, 1e-6))
+    wide = torch.linspace(-90, 40, size)[None]
+    expected = recurrent_layer.softplus(wide, torch.zeros(size))
+    assert (cpu_recurrence.softplus(wide, torch.zeros(size)) - expected).abs().max() < 1e-5
+    assert close(cpu_recurrence.sigmoid(wide), recurrent_layer.sigmoid(wide))
+    assert cpu_recurrence.softplus(torch.full((1, 1), torch.nan), torch.zeros(1)).isnan().all()

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 
 from manta.workers.decoders.mixers.windows import channels_of
 from manta.workers.kernels.attention_metadata import AttentionMetadata
-from manta.workers.kernels.protocol import Kernels
+from manta.workers.kernels.protocol import RecurrentKernels
 from manta.workers.kernels.recurrence import RecurrentInputs
 from manta.workers.kernels.recurrent_step import RecurrentStep
-from manta.workers.kernels.reference import rms_norm
 from manta.workers.kernels.weights import RecurrentWeights
 from manta.workers.models.recurrent_shapes import DeltaShape
 
@@ -24,7 +22,7 @@ def gated_delta(
     metadata: AttentionMetadata,
     step: RecurrentStep,
     states: tuple[torch.Tensor, ...],
-    kernels: Kernels,
+    kernels: RecurrentKernels,
 ) -> torch.Tensor:
     """Returns what a layer adds to the residual stream, from its normed hidden states x [num_tokens, hidden].
 
@@ -39,25 +37,24 @@ def gated_delta(
     mixed = kernels.convolve(mixed, tensors["kernel"], None, channels_of(states[0]), step, activates=True)
     outputs = kernels.recur(
         RecurrentInputs(
-            *delta_heads(mixed, shape),
-            log_decay=tensors["rates"] * F.softplus(time + tensors["time_bias"]),
-            beta=beta.sigmoid(),
+            *delta_heads(mixed, shape, kernels),
+            log_decay=tensors["rates"] * kernels.softplus(time, tensors["time_bias"]),
+            beta=kernels.sigmoid(beta),
         ),
         states[1],
         step,
     )
-    normed = rms_norm(outputs, tensors["norm"], shape.norm_eps).flatten(1) * F.silu(gate)
+    normed = kernels.gated_norm(outputs, gate, tensors["norm"], shape.norm_eps)
     return weights.output.forward(normed.to(x.dtype), metadata)
 
 
-def delta_heads(mixed: torch.Tensor, shape: DeltaShape) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def delta_heads(
+    mixed: torch.Tensor, shape: DeltaShape, kernels: RecurrentKernels
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Returns queries and keys [num_tokens, num_key_heads, key_dim] of length 1, queries scaled, and values
     [num_tokens, num_value_heads, value_dim], of their rows one after the other.
     """
     query, key, value = mixed.split(shape.sizes, dim=-1)
-    query, key = (_of_length_one(each.unflatten(1, (-1, shape.key_dim))) for each in (query, key))
-    return query * shape.key_dim**-0.5, key, value.unflatten(1, (-1, shape.value_dim))
-
-
-def _of_length_one(x: torch.Tensor) -> torch.Tensor:
-    return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + _NORM_EPS)
+    query, key = (each.unflatten(1, (-1, shape.key_dim)) for each in (query, key))
+    scaled = kernels.unit_heads(query, shape.key_dim**-0.5, _NORM_EPS)
+    return scaled, kernels.unit_heads(key, 1.0, _NORM_EPS), value.unflatten(1, (-1, shape.value_dim))

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 
 from manta.workers.decoders.mixers.gated_delta import delta_heads
 from manta.workers.decoders.mixers.windows import channels_of
 from manta.workers.kernels.attention_metadata import AttentionMetadata
-from manta.workers.kernels.protocol import Kernels
+from manta.workers.kernels.protocol import RecurrentKernels
 from manta.workers.kernels.recurrence import RecurrentInputs
 from manta.workers.kernels.recurrent_step import RecurrentStep
-from manta.workers.kernels.reference import rms_norm
 from manta.workers.kernels.weights import RecurrentWeights
 from manta.workers.models.recurrent_shapes import DeltaShape
 
@@ -22,7 +20,7 @@ def kimi_delta(
     metadata: AttentionMetadata,
     step: RecurrentStep,
     states: tuple[torch.Tensor, ...],
-    kernels: Kernels,
+    kernels: RecurrentKernels,
 ) -> torch.Tensor:
     """Returns what a layer adds to the residual stream, from its normed hidden states x [num_tokens, hidden].
 
@@ -35,16 +33,16 @@ def kimi_delta(
     mixed, beta = projected.split([sum(shape.sizes), shape.num_value_heads], dim=-1)
     mixed = kernels.convolve(mixed, tensors["kernel"], None, channels_of(states[0]), step, activates=True)
     time = inputs["decay"].forward(inputs["decay_input"].forward(x, metadata), metadata).float()
-    time = F.softplus(time + tensors["time_bias"]).unflatten(1, (-1, shape.key_dim))
+    time = kernels.softplus(time, tensors["time_bias"]).unflatten(1, (-1, shape.key_dim))
     outputs = kernels.recur(
         RecurrentInputs(
-            *delta_heads(mixed, shape),
+            *delta_heads(mixed, shape, kernels),
             log_decay=tensors["rates"].unsqueeze(-1) * time,
-            beta=beta.sigmoid(),
+            beta=kernels.sigmoid(beta),
         ),
         states[1],
         step,
     )
     gate = inputs["gate"].forward(inputs["gate_input"].forward(x, metadata), metadata).float()
-    normed = rms_norm(outputs, tensors["norm"], shape.norm_eps).flatten(1) * gate.sigmoid()
+    normed = kernels.gated_norm(outputs, gate, tensors["norm"], shape.norm_eps, has_sigmoid=True)
     return weights.output.forward(normed.to(x.dtype), metadata)

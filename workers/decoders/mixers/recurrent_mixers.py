@@ -13,7 +13,7 @@ from manta.workers.decoders.mixers.kimi_delta import kimi_delta
 from manta.workers.decoders.mixers.selective_scan import selective_scan
 from manta.workers.decoders.mixers.state_space import state_space
 from manta.workers.kernels.attention_metadata import AttentionMetadata
-from manta.workers.kernels.protocol import Kernels
+from manta.workers.kernels.protocol import RecurrentKernels
 from manta.workers.kernels.recurrent_step import RecurrentStep
 from manta.workers.kernels.weights import RecurrentWeights
 from manta.workers.models.recurrent_shapes import RecurrentKind
@@ -29,7 +29,7 @@ class RecurrentMixer(Protocol):
         metadata: AttentionMetadata,
         step: RecurrentStep,
         states: tuple[torch.Tensor, ...],
-        kernels: Kernels,
+        kernels: RecurrentKernels,
     ) -> torch.Tensor:
         """Returns what a layer adds to the residual stream, from its normed hidden states x, both
         [num_tokens, hidden]. Reads and writes `states`, the layer's tensors of `StateShape`, as the step says.

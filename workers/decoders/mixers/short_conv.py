@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from manta.workers.kernels.attention_metadata import AttentionMetadata
-from manta.workers.kernels.protocol import Kernels
+from manta.workers.kernels.protocol import RecurrentKernels
 from manta.workers.kernels.recurrent_step import RecurrentStep
 from manta.workers.kernels.weights import ShortConvWeights
 
@@ -16,7 +16,7 @@ def run_short_conv(
     metadata: AttentionMetadata,
     step: RecurrentStep,
     states: tuple[torch.Tensor, ...],
-    kernels: Kernels,
+    kernels: RecurrentKernels,
 ) -> torch.Tensor:
     """Returns the mixer's result [num_tokens, hidden], and writes the step's states, float32 [num_slots, channels,
     width - 1].

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 
 from manta.workers.decoders.mixers.windows import channels_of
 from manta.workers.kernels.attention_metadata import AttentionMetadata
-from manta.workers.kernels.protocol import Kernels
+from manta.workers.kernels.protocol import RecurrentKernels
 from manta.workers.kernels.recurrence import RecurrentInputs
 from manta.workers.kernels.recurrent_step import RecurrentStep
 from manta.workers.kernels.weights import RecurrentWeights
@@ -20,7 +20,7 @@ def state_space(
     metadata: AttentionMetadata,
     step: RecurrentStep,
     states: tuple[torch.Tensor, ...],
-    kernels: Kernels,
+    kernels: RecurrentKernels,
 ) -> torch.Tensor:
     """Returns what a layer adds to the residual stream, from its normed hidden states x [num_tokens, hidden].
 
@@ -40,30 +40,34 @@ def state_space(
     )
     b, c = b_c.unflatten(1, (2, shape.num_groups, shape.state_size)).unbind(1)
     values = values.unflatten(1, (-1, shape.head_dim))
-    time = F.softplus(time + tensors["time_bias"]).clamp(*shape.step_limits)
+    time = kernels.softplus(time, tensors["time_bias"]).clamp(*shape.step_limits)
     outputs = kernels.recur(
         RecurrentInputs(c, b, values * time.unsqueeze(-1), time * tensors["rates"]), states[2], step
     )
     outputs = outputs + values * tensors["skip"].unsqueeze(-1)
-    gated = _norm_and_gate(outputs.flatten(1), gate, weights, shape)
+    gated = _norm_and_gate(outputs.flatten(1), gate, weights, kernels)
     return weights.output.forward(gated.to(x.dtype), metadata)
 
 
 def _norm_and_gate(
-    outputs: torch.Tensor, gate: torch.Tensor, weights: RecurrentWeights, shape: StateSpaceShape
+    outputs: torch.Tensor, gate: torch.Tensor, weights: RecurrentWeights, kernels: RecurrentKernels
 ) -> torch.Tensor:
-    gate = F.silu(gate)
+    """Returns outputs [num_tokens, inner] after their gates and the norm of each group."""
+    shape = weights.shape
+    assert isinstance(shape, StateSpaceShape)
     if shape.norm_eps is None:
-        return outputs * gate
+        return outputs * F.silu(gate)
+    if not shape.shares_group:
+        by_group = outputs.unflatten(1, (shape.num_groups, -1))
+        gates_first = not shape.norms_before_gate
+        return kernels.gated_norm(by_group, gate, weights.tensors["norm"], shape.norm_eps, gates_first=gates_first)
+    gates = F.silu(gate)
     if shape.norms_before_gate:
-        return _norm_of_groups(outputs, weights, shape, shape.norm_eps) * gate
-    return _norm_of_groups(outputs * gate, weights, shape, shape.norm_eps)
+        return _norm_over_ranks(outputs, weights, shape.norm_eps) * gates
+    return _norm_over_ranks(outputs * gates, weights, shape.norm_eps)
 
 
-def _norm_of_groups(x: torch.Tensor, weights: RecurrentWeights, shape: StateSpaceShape, eps: float) -> torch.Tensor:
-    """Returns the RMS norm of each group's part of x. Of ranks, each has whole groups, or a part of the only one."""
-    by_group = x.unflatten(1, (shape.num_groups, -1))
-    squares, size = by_group.square().sum(-1, keepdim=True), by_group.shape[-1]
-    if shape.num_groups == 1:
-        squares, size = weights.sum_over_ranks(squares), size * weights.num_ranks
-    return (by_group * torch.rsqrt(squares / size + eps)).flatten(1) * weights.tensors["norm"]
+def _norm_over_ranks(x: torch.Tensor, weights: RecurrentWeights, eps: float) -> torch.Tensor:
+    """Returns the RMS norm of the only group, of which each rank has a part."""
+    squares = weights.sum_over_ranks(x.square().sum(-1, keepdim=True))
+    return x * torch.rsqrt(squares / (x.shape[-1] * weights.num_ranks) + eps) * weights.tensors["norm"]

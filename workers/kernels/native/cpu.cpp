@@ -190,7 +190,7 @@ void manta_silu_and_mul(int dtype, const void* gate_up, void* output, int rows, 
 void manta_rope_and_cache(
     int dtype, int cache_dtype, void* qkv, const float* cos_sin, const int64_t* positions, const int64_t* slots,
     void* k_cache, void* v_cache, const void* q_weight, const void* k_weight, int num_tokens, int block_size,
-    int num_heads, int num_kv_heads, int head_dim, float eps
+    int64_t block_stride, int num_heads, int num_kv_heads, int head_dim, float eps
 ) {
     const RopeShape shape = {num_tokens, num_heads, num_kv_heads, head_dim, eps};
     in_dtypes(dtype, cache_dtype, [&](auto element, auto cached) {
@@ -198,7 +198,7 @@ void manta_rope_and_cache(
         using C = decltype(cached);
         rope_and_cache_all(
             (T*)qkv, cos_sin, positions, slots, (C*)k_cache, (C*)v_cache, (const T*)q_weight, (const T*)k_weight, shape,
-            CacheLayout<C>{block_size, num_kv_heads, head_dim}
+            CacheLayout<C>{block_size, num_kv_heads, head_dim, block_stride}
         );
     });
 }
@@ -210,8 +210,8 @@ void manta_paged_attention(
     int dtype, int cache_dtype, const void* qkv, int64_t qkv_stride, const void* k_cache, const void* v_cache, void* output,
     const int32_t* query_start, const int32_t* context_lens, const int32_t* block_tables, const int32_t* group_start,
     const int32_t* members, const int32_t* prefix_lens, int num_sequences, int num_groups, int max_blocks,
-    int block_size, int num_heads, int num_kv_heads, int head_dim, int window, float scale, float logit_cap,
-    const float* sinks, int exact
+    int block_size, int64_t block_stride, int num_heads, int num_kv_heads, int head_dim, int window, float scale,
+    float logit_cap, const float* sinks, int exact
 ) {
 #if MANTA_DOT
     using Packed = bf16;
@@ -223,7 +223,7 @@ void manta_paged_attention(
         using C = decltype(cached);
         using E = std::conditional_t<std::is_same<T, bf16>::value, Packed, float>;
         const Attention<T, C> call = {
-            (const T*)qkv, (const C*)k_cache, (const C*)v_cache, {block_size, num_kv_heads, head_dim}, (T*)output,
+            (const T*)qkv, (const C*)k_cache, (const C*)v_cache, {block_size, num_kv_heads, head_dim, block_stride}, (T*)output,
             query_start, context_lens, block_tables, group_start, members, prefix_lens, qkv_stride, num_sequences,
             num_groups, max_blocks, num_heads, num_kv_heads, head_dim, window, scale,
             logit_cap, sinks

@@ -12,14 +12,14 @@ void manta_rms_norm(int dtype, const void* x, void* residual, const void* weight
                     float eps);
 void manta_rope_and_cache(int dtype, int cache_dtype, void* qkv, const float* cos_sin, const int64_t* positions,
                           const int64_t* slots, void* k_cache, void* v_cache, const void* q_weight,
-                          const void* k_weight, int num_tokens, int block_size, int num_heads, int num_kv_heads,
-                          int head_dim, float eps);
+                          const void* k_weight, int num_tokens, int block_size, int64_t block_stride, int num_heads,
+                          int num_kv_heads, int head_dim, float eps);
 void manta_paged_attention(int dtype, int cache_dtype, const void* qkv, int64_t qkv_stride, const void* k_cache,
                            const void* v_cache, void* output, const int32_t* query_start, const int32_t* context_lens,
                            const int32_t* block_tables, const int32_t* group_start, const int32_t* members,
                            const int32_t* prefix_lens, int num_sequences, int num_groups, int max_blocks,
-                           int block_size, int num_heads, int num_kv_heads, int head_dim, int window, float scale,
-                           float logit_cap, const float* sinks, int exact);
+                           int block_size, int64_t block_stride, int num_heads, int num_kv_heads, int head_dim,
+                           int window, float scale, float logit_cap, const float* sinks, int exact);
 }
 
 namespace {
@@ -38,6 +38,7 @@ struct Layer {
 struct Shape {
     int dtype, cache_dtype, hidden, num_heads, num_kv_heads, head_dim;
     int exact;  // attention gives the same bits in every form
+    int block_stride;  // elements from a block of a cache to the next one
     float eps, scale, logit_cap;
 };
 
@@ -89,14 +90,14 @@ extern "C" void manta_decoder(const Shape* shape, const Layer* layers, int num_l
         const int32_t* block_tables = is_first_group ? step->block_tables : step->other_tables[layer.group - 1];
         layer.qkv(b.normed, b.qkv, rows);
         manta_rope_and_cache(s.dtype, s.cache_dtype, b.qkv, layer.cos_sin, step->positions, slots, layer.k_cache,
-                             layer.v_cache, layer.q_norm, layer.k_norm, rows, step->block_size, s.num_heads,
+                             layer.v_cache, layer.q_norm, layer.k_norm, rows, step->block_size, s.block_stride, s.num_heads,
                              s.num_kv_heads, s.head_dim, s.eps);
         // A window may end inside a prefix, and other groups share other blocks
         const int num_groups = layer.window == INT32_MAX && is_first_group ? step->num_groups : 0;
         manta_paged_attention(s.dtype, s.cache_dtype, b.qkv, qkv_width, layer.k_cache, layer.v_cache, b.attended,
                               step->query_start, step->context_lens, block_tables, step->group_start,
                               step->members, step->prefix_lens, step->num_sequences, num_groups, step->max_blocks,
-                              step->block_size, s.num_heads, s.num_kv_heads, s.head_dim, layer.window, s.scale,
+                              step->block_size, s.block_stride, s.num_heads, s.num_kv_heads, s.head_dim, layer.window, s.scale,
                               s.logit_cap, layer.sinks, s.exact);
         layer.attention_output(b.attended, b.update, rows);
         norm(b.update, b.residual, layer.mlp_norm, b.normed);

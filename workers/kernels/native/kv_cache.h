@@ -14,6 +14,7 @@ struct CacheLayout {
     static constexpr bool HAS_SCALES = std::is_same<C, int8_t>::value;
 
     int block_size, num_kv_heads, head_dim;
+    int64_t block_stride;  // elements from a block to the next one, which may leave some of them unused
 
     // Elements from a token to the next one of its block
     size_t slot_size() const {
@@ -22,8 +23,7 @@ struct CacheLayout {
 
     // The element at which a token begins
     size_t token(int64_t block, int offset) const {
-        const size_t scale_bytes = HAS_SCALES ? num_kv_heads * sizeof(float) : 0;
-        return size_t(block) * block_size * (slot_size() + scale_bytes) + offset * slot_size();
+        return size_t(block) * block_stride + offset * slot_size();
     }
 
     // The byte at which a token's scale of a head lies, given the element at which the token begins

@@ -2,9 +2,11 @@
 // recurrence.py and convolution.py define what they compute. One token follows the other in every sequence, and no sum
 // runs over lanes, so a token's bits depend neither on where a step begins nor on the form.
 #include <algorithm>
+#include <cmath>
 #include <cstdint>
 #include <vector>
 
+#include "logarithms.h"
 #include "parallel.h"
 #include "simd.h"
 
@@ -164,12 +166,67 @@ void convolve_channels(const Convolution& all, int sequence, int first, int coun
     }
 }
 
+MANTA_INLINE Floats sigmoid_of(Floats x) {
+    return 1.0f / (1.0f + exp2_of<false>(maximum(splat(-126.0f), x * -LOG2_E)));
+}
+
+MANTA_INLINE float sum_of_squares(const float* x, int count) {
+    LaneSums sums = {};
+    for (int i = 0; i < count; i += SUM_LANES) {
+        for (int v = 0; v < SUM_VECTORS; v++) {
+            const int at = i + v * LANES;
+            const Floats value = load_upto(x + at, count - at);
+            sums[v] += value * value;
+        }
+    }
+    return total_of(sums);
+}
+
+// Mirrors _GatedNorm of cpu_recurrence.py
+struct GatedNorm {
+    const float *x, *gate, *weight;  // [rows, groups * size] twice; [size], or [groups * size] if `has_wide_weight`
+    float* output;
+    int rows, groups, size, gate_stride;
+    int gates_first, has_sigmoid, has_wide_weight;
+    float eps;
+};
+
+void norm_and_gate(const GatedNorm& all, int64_t row, int group) {
+    const int size = all.size;
+    const float* x = all.x + (row * all.groups + group) * size;
+    const float* gate = all.gate + row * all.gate_stride + int64_t(group) * size;
+    const float* weight = all.weight + (all.has_wide_weight ? int64_t(group) * size : 0);
+    float* output = all.output + (row * all.groups + group) * size;
+    const auto gate_at = [&](int i) {
+        const Floats value = load_upto(gate + i, size - i);
+        return all.has_sigmoid ? sigmoid_of(value) : silu_of<false>(value);
+    };
+    if (all.gates_first) {
+        for (int i = 0; i < size; i += LANES) {
+            store_upto(output + i, load_upto(x + i, size - i) * gate_at(i), size - i);
+        }
+        x = output;
+    }
+    const float inverse = 1.0f / std::sqrt(sum_of_squares(x, size) / size + all.eps);
+    for (int i = 0; i < size; i += LANES) {
+        Floats value = load_upto(x + i, size - i) * inverse * load_upto(weight + i, size - i);
+        if (!all.gates_first) value *= gate_at(i);
+        store_upto(output + i, value, size - i);
+    }
+}
+
+float softplus_of(float x) {
+    if (x > 20) return x;
+    if (!(x > -80)) return x != x ? x : 0;  // below a float's smallest number of use
+    return float(log1p_of(double(exp2_of<false>(splat(x * LOG2_E))[0])));
+}
+
 }  // namespace
 
 extern "C" {
 
 int manta_recurrence_layout(int which) {
-    const int sizes[] = {int(sizeof(Recurrence)), int(sizeof(Convolution))};
+    const int sizes[] = {int(sizeof(Recurrence)), int(sizeof(Convolution)), int(sizeof(GatedNorm))};
     return sizes[which];
 }
 
@@ -197,5 +254,37 @@ void manta_convolve(const Convolution* all) {
     };
     const bool is_serial = all->starts[all->num_segments] * all->channels <= SERIAL_NUMBERS;
     parallel_for(count, is_serial, run);
+}
+
+void manta_gated_norm(const GatedNorm* all) {
+    const int64_t count = int64_t(all->rows) * all->groups;
+    parallel_for(count, count * all->size <= SERIAL_NUMBERS, [&](int64_t unit) {
+        norm_and_gate(*all, unit / all->groups, int(unit % all->groups));
+    });
+}
+
+// Heads of length 1, times `scale`
+void manta_unit_heads(const float* x, float* output, int64_t heads, int size, float scale, float eps) {
+    parallel_for(heads, heads * size <= SERIAL_NUMBERS, [&](int64_t head) {
+        const float* from = x + head * size;
+        const float factor = scale / std::sqrt(sum_of_squares(from, size) + eps);
+        for (int i = 0; i < size; i += LANES) {
+            store_upto(output + head * size + i, load_upto(from + i, size - i) * factor, size - i);
+        }
+    });
+}
+
+// log(1 + exp(x + bias)) of rows of `width` numbers
+void manta_softplus(const float* x, const float* bias, float* output, int64_t rows, int width) {
+    parallel_for(rows, rows * width <= SERIAL_NUMBERS / 16, [&](int64_t row) {
+        for (int i = 0; i < width; i++) output[row * width + i] = softplus_of(x[row * width + i] + bias[i]);
+    });
+}
+
+void manta_sigmoid(const float* x, float* output, int64_t count) {
+    for (int64_t i = 0; i < count; i += LANES) {
+        const int left = int(std::min<int64_t>(count - i, LANES));
+        store_upto(output + i, sigmoid_of(load_upto(x + i, left)), left);
+    }
 }
 }

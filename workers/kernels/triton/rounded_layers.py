@@ -67,6 +67,7 @@ class _RoundedLayer:
         assert weights.input_norm is not None
         assert weights.mlp_norm is not None
         assert isinstance(weights.mlp, GatedMlpWeights)
+        assert isinstance(weights.mixer, AttentionWeights)
         self.input_norm, self.mlp_norm = weights.input_norm, weights.mlp_norm
         self.qkv, self.output = _RoundedInput(weights.mixer.qkv), weights.mixer.output
         self.gated, self.down = _RoundedInput(weights.mlp.gated), _RoundedInput(weights.mlp.down)

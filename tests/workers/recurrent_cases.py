@@ -1,0 +1,189 @@
+"""Tiny configurations of families with recurrent mixers, in which each feature matters, for `test_layer_kinds.py`."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+ROPE = {"rope_type": "default", "rope_theta": 10000.0}
+
+
+class Case(NamedTuple):
+    config: str
+    """transformers' class of the configuration."""
+    options: dict[str, Any] = {}
+    without: dict[str, dict[str, Any]] = {}
+    """For each feature, the keys of `config.json` that leave it out."""
+
+
+DELTA: dict[str, Any] = {
+    "head_dim": 32,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 12,
+    "linear_value_head_dim": 20,
+    "layer_types": ["linear_attention", "full_attention"] * 2,
+    "rope_parameters": ROPE | {"partial_rotary_factor": 0.25},
+}
+LATENT: dict[str, Any] = {
+    "num_key_value_heads": 4,
+    "q_lora_rank": 32,
+    "kv_lora_rank": 24,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 12,
+    "v_head_dim": 20,
+}
+HYBRID: dict[str, Any] = {"layer_types": ["linear_attention", "full_attention"] * 2}
+STATE_SPACE: dict[str, Any] = {
+    "mamba_n_heads": 8,
+    "mamba_d_head": 16,
+    "mamba_d_state": 12,
+    "mamba_n_groups": 2,
+}
+SHARED_EXPERT: dict[str, Any] = {
+    "moe_intermediate_size": 32,
+    "shared_expert_intermediate_size": 48,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+}
+RECURRENT_CASES: dict[str, Case] = {
+    "granite_hybrid": Case(
+        "GraniteMoeHybridConfig",
+        HYBRID
+        | STATE_SPACE
+        | {
+            "mamba_n_groups": 1,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "shared_intermediate_size": 48,
+            "attention_multiplier": 0.4,
+            "residual_multiplier": 0.7,
+            "embedding_multiplier": 8.0,
+        },
+        {
+            "choice of two experts": {"num_experts_per_tok": 1},
+            "residual multiplier": {"residual_multiplier": 1.0},
+            "attention multiplier": {"attention_multiplier": 0.25},
+            "attention without positions": {"position_embedding_type": "rope"},
+        },
+    ),
+    "granite_hybrid without experts": Case(
+        "GraniteMoeHybridConfig",
+        HYBRID | STATE_SPACE | {"num_local_experts": 0, "shared_intermediate_size": 96, "attention_multiplier": 0.4},
+    ),
+    "bamba": Case("BambaConfig", STATE_SPACE | {"attn_layer_indices": [1, 3]}),
+    "falcon_h1": Case(
+        "FalconH1Config",
+        STATE_SPACE
+        | {
+            "mamba_d_ssm": 128,
+            "key_multiplier": 0.5,
+            "attention_in_multiplier": 1.5,
+            "attention_out_multiplier": 0.8,
+            "ssm_in_multiplier": 1.3,
+            "ssm_out_multiplier": 0.6,
+            "ssm_multipliers": [0.7, 1.2, 0.8, 1.1, 0.9],
+            "mlp_multipliers": [0.6, 1.4],
+            "embedding_multiplier": 5.0,
+            "lm_head_multiplier": 0.5,
+        },
+        {
+            name: {name: value}
+            for name, value in {
+                "key_multiplier": 1.0,
+                "attention_in_multiplier": 1.0,
+                "attention_out_multiplier": 1.0,
+                "ssm_in_multiplier": 1.0,
+                "ssm_out_multiplier": 1.0,
+                "ssm_multipliers": [1.0] * 5,
+                "mlp_multipliers": [1.0, 1.0],
+            }.items()
+        },
+    ),
+    "falcon_h1 with norms": Case(
+        "FalconH1Config",
+        STATE_SPACE | {"mamba_d_ssm": 128, "mamba_rms_norm": True},
+        {"norms before gates": {"mamba_norm_before_gate": False}},
+    ),
+    "nemotron_h": Case(
+        "NemotronHConfig",
+        {
+            "layers_block_type": ["linear_attention", "moe", "full_attention", "mlp"],
+            "mamba_num_heads": 8,
+            "mamba_head_dim": 16,
+            "ssm_state_size": 12,
+            "n_groups": 2,
+            "head_dim": 16,
+            "n_routed_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 32,
+            "moe_shared_expert_intermediate_size": 48,
+            "routed_scaling_factor": 2.5,
+        },
+        {"choice of two experts": {"num_experts_per_tok": 1}, "scaled shares": {"routed_scaling_factor": 1.0}},
+    ),
+    "jamba": Case(
+        "JambaConfig",
+        {
+            "num_experts": 4,
+            "mamba_d_state": 12,
+            "mamba_dt_rank": 6,
+            "attn_layer_period": 2,
+            "attn_layer_offset": 1,
+            "expert_layer_period": 3,
+            "expert_layer_offset": 1,
+        },
+        {"choice of two experts": {"num_experts_per_tok": 1}},
+    ),
+    "kimi_linear": Case(
+        "KimiLinearConfig",
+        HYBRID
+        | LATENT
+        | {
+            "q_lora_rank": None,
+            "linear_num_heads": 4,
+            "linear_head_dim": 12,
+            "num_local_experts": 8,
+            "num_experts_per_tok": 3,
+            "n_group": 4,
+            "topk_group": 2,
+            "moe_intermediate_size": 32,
+        },
+        {
+            "choice of three experts": {"num_experts_per_token": 2},
+            "groups of experts": {"num_expert_group": 1, "topk_group": 1},
+            "shares that sum to one": {"moe_renormalize": False},
+            "scaled shares": {"routed_scaling_factor": 1.0},
+        },
+    ),
+    "mamba2": Case("Mamba2Config", {"num_heads": 8, "head_dim": 16, "state_size": 12, "n_groups": 2}),
+    "mamba": Case("MambaConfig", {"state_size": 12, "tie_word_embeddings": False}),
+    "falcon_mamba": Case(
+        "FalconMambaConfig", {"state_size": 12, "tie_word_embeddings": False}, {"norms": {"mixer_rms_eps": 0.9}}
+    ),
+    "lfm2_moe": Case(
+        "Lfm2MoeConfig",
+        {
+            "layer_types": ["conv", "full_attention", "conv", "full_attention"],
+            "conv_L_cache": 4,
+            "num_dense_layers": 1,
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 32,
+            "rope_parameters": ROPE,
+        },
+        {"choice of two experts": {"num_experts_per_tok": 1}, "shares that sum to one": {"norm_topk_prob": False}},
+    ),
+    "qwen3_next": Case(
+        "Qwen3NextConfig",
+        DELTA | SHARED_EXPERT | {"mlp_only_layers": [1]},
+        {"choice of two experts": {"num_experts_per_tok": 1}, "shares that sum to one": {"norm_topk_prob": False}},
+    ),
+    "qwen3_5_moe": Case(
+        "Qwen3_5MoeTextConfig", DELTA | SHARED_EXPERT, {"choice of two experts": {"num_experts_per_tok": 1}}
+    ),
+    "qwen3_5": Case(
+        "Qwen3_5TextConfig",
+        DELTA,
+        {"partial rotation": {"rope_parameters": ROPE | {"partial_rotary_factor": 1.0}}},
+    ),
+}

@@ -1,0 +1,60 @@
+"""Each part of a recurrent mixer matters: without it, the same weights give other tokens than transformers."""
+
+from __future__ import annotations
+
+import pathlib
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from tests.checkpoints import reference_logits
+from tests.workers.test_layer_kinds import NUM_TOKENS, folder_of, logits_of, rewritten
+from tests.workers.test_models import random_tokens
+
+WITHOUT_PARTS: dict[str, dict[str, Callable[[torch.Tensor], torch.Tensor]]] = {
+    "qwen3_next": {
+        "conv1d.weight": lambda kernel: kernel * torch.tensor([0.0, 0, 0, 1]),
+        "A_log": lambda rates: rates + 5,
+        "dt_bias": lambda bias: bias - 5,
+        "linear_attn.norm.weight": torch.ones_like,
+        "in_proj_ba.weight": torch.zeros_like,
+        "shared_expert_gate.weight": torch.zeros_like,
+        "q_norm.weight": torch.zeros_like,
+    },
+    "granite_hybrid": {
+        "conv1d.weight": lambda kernel: kernel * torch.tensor([0.0, 0, 0, 1]),
+        "conv1d.bias": torch.zeros_like,
+        "A_log": lambda rates: rates + 5,
+        "dt_bias": lambda bias: bias - 5,
+        "mamba.D": torch.zeros_like,
+        "mamba.norm.weight": torch.ones_like,
+    },
+    "jamba": {
+        "A_log": lambda rates: rates + 5,
+        "mamba.D": torch.zeros_like,
+        "dt_proj.bias": torch.zeros_like,
+        "dt_layernorm.weight": torch.zeros_like,
+        "b_layernorm.weight": lambda weight: weight.flip(0),
+    },
+    "kimi_linear": {
+        "A_log": lambda rates: rates + 5,
+        "dt_bias": torch.zeros_like,
+        "f_a_proj.weight": torch.zeros_like,
+        "g_a_proj.weight": torch.zeros_like,
+        "o_norm.weight": torch.ones_like,
+        "e_score_correction_bias": lambda bias: bias + torch.tensor([3.0, 0, 0, 0, 0, 0, 0, 3.0]),
+    },
+    "nemotron_h": {"A_log": lambda rates: rates + 5, "mixer.norm.weight": torch.ones_like},
+}
+"""For each family, tensors without whose effect the tokens must differ, and what stands in their place."""
+
+
+@pytest.mark.parametrize(("name", "part"), [(name, part) for name, parts in WITHOUT_PARTS.items() for part in parts])
+def test_without_a_part_of_a_mixer_the_tokens_differ(name: str, part: str, tmp_path: pathlib.Path) -> None:
+    def without(tensor_name: str, tensor: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {tensor_name: WITHOUT_PARTS[name][part](tensor) if tensor_name.endswith(part) else tensor}
+
+    tokens = random_tokens(NUM_TOKENS)
+    logits = logits_of(rewritten(folder_of(name), tmp_path / "without", without), tokens)
+    assert not torch.equal(logits.argmax(-1), reference_logits(folder_of(name), tokens).argmax(-1))
