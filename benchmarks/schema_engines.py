@@ -7,6 +7,7 @@ costs its parent one schema. Times are the thread's processor time: other work o
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 import pathlib
@@ -35,6 +36,7 @@ from manta.structured.constraint import (
     ConstraintError,
     ConstraintLimits,
     ConstraintSpec,
+    JsonObjects,
     check_form,
     check_limits,
     check_size,
@@ -47,7 +49,7 @@ from manta.structured.vocabulary import Vocabulary
 RANDOM_TOKENS = 200
 """Tokens of a walk that are drawn at random. Then the walk heads for its end."""
 WALK_TOKENS = 2000
-"""Tokens after which a walk has found no end."""
+"""Tokens after which a walk has found no end, beside twice those of the longest valid instance."""
 OPENING = b'"0123456789ntf{[,:-'
 """First bytes of the tokens among which a walk that heads for its end draws, where nothing can be closed."""
 LETTERS = bytes(range(0x20, 0x7F))
@@ -81,10 +83,10 @@ class Engine(Protocol):
 class MantaEngine:
     """The server's way with its default limits: checked, rewritten, guarded, by the backend that `auto` chooses."""
 
-    def __init__(self, vocabulary: Vocabulary) -> None:
+    def __init__(self, vocabulary: Vocabulary, objects: JsonObjects = JsonObjects()) -> None:  # noqa: B008
         self._limits = ConstraintLimits()
         self.compile_seconds = self._limits.compile_seconds
-        self._backends = Backends(vocabulary)
+        self._backends = Backends(vocabulary, objects)
         self._backends.warm_up()
 
     def compile(self, schema: Any) -> Callable[[], Session]:
@@ -126,8 +128,12 @@ class XGrammarEngine:
         return self._backend.load(spec, self._backend.compile(spec)).session
 
 
+AS_SCHEMA = JsonObjects(additional_properties="as_schema")
+ANY_ORDER = JsonObjects(additional_properties="as_schema", property_order="any")
 ENGINES: dict[str, Callable[[Vocabulary], Engine]] = {
     "manta": MantaEngine,
+    "manta-as-schema": functools.partial(MantaEngine, objects=AS_SCHEMA),
+    "manta-any-order": functools.partial(MantaEngine, objects=ANY_ORDER),
     "llguidance": LLGuidanceEngine,
     "xgrammar": XGrammarEngine,
 }
@@ -161,6 +167,7 @@ class Trial:
         self._engine = ENGINES[name](vocabulary)
         self._vocabulary = vocabulary
         self._num_tests, self._num_walks, self._seconds = num_tests, num_walks, seconds
+        self._walk_tokens = WALK_TOKENS
         self._tokenizer = Tokenizer.from_str(vocabulary.tokenizer_json)
         self._row = np.zeros(row_words(vocabulary.vocab_size), dtype=np.int32)
         self._ids = {token: token_id for token_id, token in enumerate(vocabulary.tokens)}
@@ -178,7 +185,9 @@ class Trial:
             new = self._engine.compile(data["schema"])
             is_guarded = hasattr(new(), "unguarded")
         except Exception as error:  # each engine has its own kinds
-            return {"refused": f"{type(error).__name__}: {error}"[:500]}
+            refused = {"refused": f"{type(error).__name__}: {error}"[:500]}
+            is_right = _says_unsatisfiable(error) and not any(case["valid"] for case in data["tests"])
+            return {**refused, "unsatisfiable": True} if is_right else refused
         found["compile_ms"] = round((time.thread_time() - started) * 1e3, 3)
         signal.setitimer(signal.ITIMER_PROF, self._seconds)
         kind = jsonschema.validators.validator_for(data["schema"], default=jsonschema.Draft202012Validator)
@@ -186,6 +195,9 @@ class Trial:
         for case in data["tests"][: self._num_tests or None]:
             self._counted(found, lambda case=case: self._instance(new, case, judge, found))
         words = [word for case in data["tests"] if case["valid"] for word in _strings(case["data"])]
+        words += dict.fromkeys(_words_of(data["schema"]))
+        valid_lengths = [len(self._token_ids(case["data"])) for case in data["tests"] if case["valid"]]
+        self._walk_tokens = WALK_TOKENS + 2 * max(valid_lengths, default=0)
         for index in range(self._num_walks):
             chooser = random.Random(f"{pathlib.Path(file).name}{index}")
             self._counted(found, lambda chooser=chooser: self._walk(new(), chooser, judge, words, found))
@@ -290,7 +302,7 @@ class Trial:
         """Writes a text of random tokens that the masks allow, and then one that heads for the end."""
         output, walker = bytearray(), Walker(self._vocabulary, chooser, words)
         found["walks"] += 1
-        for index in range(WALK_TOKENS):
+        for index in range(self._walk_tokens):
             heads_for_end = index >= RANDOM_TOKENS
             if matcher.is_accepting() and (heads_for_end or chooser.random() < 0.3):
                 break
@@ -329,7 +341,9 @@ class Walker:
         self._tokens, self._of_bytes = vocabulary.tokens, vocabulary.byte_token_ids()
         self._chooser = chooser
         self._words = words
-        """Strings of valid instances, of which all or an end is tried: a random text hardly ever matches a pattern."""
+        """Strings of valid instances, and those that the schema lists, of which all or an end is tried: a random text
+        hardly ever matches a pattern, and is hardly ever a required name.
+        """
         self._word: list[int] = []
         """Tokens that are left of the word which is being written."""
         self._in_string = self._is_escaped = False
@@ -360,7 +374,7 @@ class Walker:
         start = self._chooser.choice((0, self._chooser.randrange(len(word) + 1)))
         text = json.dumps(word[start:], ensure_ascii=False).encode()
         first, *self._word = self._ids(text[1:])
-        return [self._ids(b'"'), [first]]
+        return [[first], self._ids(b'"')]
 
     def _ids(self, text: bytes) -> list[int]:
         return [self._of_bytes[byte] for byte in text if byte in self._of_bytes]
@@ -390,6 +404,26 @@ def _strings(value: Any) -> Iterator[str]:
         yield value
     for item in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
         yield from _strings(item)
+
+
+def _words_of(schema: Any) -> Iterator[str]:
+    """Yields the names and strings that a schema lists."""
+    if isinstance(schema, list):
+        for item in schema:
+            yield from _words_of(item)
+    elif isinstance(schema, dict):
+        for name, value in schema.items():
+            if name in ("required", "enum", "const"):
+                yield from _strings([value])
+            elif name == "properties" and isinstance(value, dict):
+                yield from value
+                yield from _words_of(list(value.values()))
+            else:
+                yield from _words_of(value)
+
+
+def _says_unsatisfiable(error: Exception) -> bool:
+    return isinstance(error, ConstraintError) and error.refusal.kind == "unsatisfiable"
 
 
 def _takes(judge: Any, schema: Any, instance: Any) -> bool:

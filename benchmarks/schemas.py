@@ -5,11 +5,12 @@
     texts in order      as passing, where instances have their properties in the schema's order, in any spelling
     tests alone         as passing, without walks: MaskBench's own number
     refused             schemas that it does not compile
+    rightly             those of them that it calls unsatisfiable, of which MaskBench has no valid instance; they pass
     invalid accepted    schemas with an invalid instance, or the text of a walk, that it lets a model write to the end
     valid rejected      schemas with a valid instance that it does not let a model write
     for spelling        those of them whose instances it takes as other tokens, or with numbers without exponents
     for order           those of them whose instances it takes in the schema's order of properties
-    no end              schemas with a walk of 2,000 tokens, the later ones towards its end, that finds none
+    no end              schemas with a walk of 2,000 tokens, and twice the longest instance's, that finds no end
     timed out           schemas that cost an engine more time than it has; crashes too
 
 MaskBench is `maskbench/data` of github.com/guidance-ai/jsonschemabench. Each engine runs in a process of its own, one
@@ -51,6 +52,7 @@ COLUMNS = (
         "passing",
         "tests alone",
         "refused",
+        "rightly",
         "invalid accepted",
         "valid rejected",
         "for spelling",
@@ -227,7 +229,7 @@ def table(by_engine: dict[str, list[Row]]) -> str:
         lines.append(line_of(name, rows))
         compiled = [row for row in rows if "compile_ms" in row]
         for is_guarded, part in ((False, "grammar alone"), (True, "with a guard")):
-            if chosen := [row for row in compiled if name == "manta" and row["guarded"] is is_guarded]:
+            if chosen := [row for row in compiled if name.startswith("manta") and row["guarded"] is is_guarded]:
                 lines.append(line_of(f"{name}, {part}", chosen))
     return "\n".join(lines)
 
@@ -247,6 +249,7 @@ def line_of(name: str, rows: list[Row]) -> str:
         _share(count(passes_in_order), len(rows)),
         _share(count(passes_tests), len(rows)),
         _share(count(lambda row: "refused" in row), len(rows)),
+        count(is_rightly_refused),
         count(accepts_invalid),
         count(lambda row: row.get("valid_rejected")),
         count(is_only_for("valid_rejected_for_spelling")),
@@ -262,12 +265,12 @@ def line_of(name: str, rows: list[Row]) -> str:
 
 def passes(row: Row) -> bool:
     """Whether an engine does all right: instances, walks, and in time."""
-    return not row.get("valid_rejected") and passes_in_order(row)
+    return is_rightly_refused(row) or (not row.get("valid_rejected") and passes_in_order(row))
 
 
 def passes_in_order(row: Row) -> bool:
-    """As `passes`, with instances X."""
-    return (
+    """As `passes`, with instances in the schema's order of properties, and in any spelling."""
+    return is_rightly_refused(row) or (
         "compile_ms" in row
         and not is_out_of_time(row)
         and not accepts_invalid(row)
@@ -276,6 +279,11 @@ def passes_in_order(row: Row) -> bool:
         and row.get("valid_rejected", 0)
         == sum(row.get(f"valid_rejected_for_{name}", 0) for name in ("order", "spelling"))
     )
+
+
+def is_rightly_refused(row: Row) -> bool:
+    """Whether an engine says that nothing satisfies the schema, of which there is no valid instance."""
+    return bool(row.get("unsatisfiable"))
 
 
 def passes_tests(row: Row) -> bool:

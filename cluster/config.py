@@ -17,7 +17,7 @@ from msgspec import Meta
 
 from manta.cluster.option_reader import read_options
 from manta.specdecode.speculative_config import SpeculativeConfig
-from manta.structured.constraint import ConstraintLimits
+from manta.structured.constraint import ConstraintLimits, JsonObjects
 from manta.structured.pool_config import PoolConfig
 from manta.workers.model_options import Bytes, Count, ModelOptions
 
@@ -50,6 +50,8 @@ class EngineConfig(ModelOptions, frozen=True, kw_only=True, forbid_unknown_field
     """Whether a prompt reuses the KV blocks of an earlier prompt that begins with the same tokens."""
     constraints: ConstraintLimits = ConstraintLimits()
     """Limits on what one constraint may cost."""
+    json_objects: JsonObjects = JsonObjects()
+    """What the JSON schemas of a request leave open about objects."""
     grammar_pool: PoolConfig = PoolConfig()
     """Place of the grammar workers, and the time that they may take to fill masks."""
     speculative: SpeculativeConfig | None = None

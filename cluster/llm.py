@@ -228,7 +228,7 @@ class LLM:
         return self._run(asked, use_tqdm)
 
     def _planned(self, messages: Sequence[Message], params: SamplingParams, options: dict[str, Any]) -> _Asked:
-        chat = plan_offline(messages, params, self.tokenizer, options)
+        chat = plan_offline(messages, params, self.tokenizer, options, self.config.json_objects)
         return _Asked(chat.prompt, chat.plan.params, chat)
 
     def _run(self, batch: list[_Asked], use_tqdm: bool) -> list[RequestOutput]:

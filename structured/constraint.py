@@ -17,7 +17,12 @@ from manta.structured.refusals import Refusal, RequestRefused
 
 FIELD = "constraint"
 """The field of a request that a refusal of its constraint is about, until the edge knows the body's own name."""
+AdditionalProperties = Literal["as_schema", "closed"]
+PropertyOrder = Literal["schema", "any"]
 Kind = Literal["json_schema", "json_object", "regex", "choice", "lark", "ebnf", "structural_tag"]
+
+HOLDING_SCHEMAS = frozenset(["json_schema", "lark", "structural_tag"])
+"""Kinds of constraints that are, or may hold, JSON schemas."""
 
 
 class ConstraintError(RequestRefused):
@@ -59,12 +64,42 @@ class ConstraintSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     """
     any_whitespace: bool = True
     """JSON: allow whitespace between tokens, as RFC 8259 does. False fixes `", "` and `": "` without line breaks."""
+    additional_properties: AdditionalProperties | None = None
+    """JSON schemas, also those within a grammar: see `JsonObjects`. None takes the engine's option."""
+    property_order: PropertyOrder | None = None
+    """As `additional_properties`."""
     begun: str = ""
     """Beginning of the constrained text that the prompt ends with. The output continues it."""
     begin_after: tuple[int, ...] = ()
     """Token ids, such as the end of a thinking section, after whose first occurrence the constraint begins. Empty: it
     begins at once.
     """
+
+    @property
+    def reads_objects(self) -> bool:
+        """Whether objects are read otherwise than JSON Schema says, and properties than in the order of the schema."""
+        return self.additional_properties == "closed" or self.property_order == "any"
+
+
+class JsonObjects(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What a JSON schema leaves open about objects, for requests that do not say it."""
+
+    additional_properties: AdditionalProperties = "closed"
+    """Properties of an object whose schema lists some and does not say whether there may be others. `closed`: there are
+    no others, because models invent them. `as_schema`: any, as JSON Schema says.
+    """
+    property_order: PropertyOrder = "schema"
+    """Order of an object's properties: that of the schema, or any."""
+
+    def applied(self, spec: ConstraintSpec) -> ConstraintSpec:
+        """Returns the spec with these options where it has none and holds schemas."""
+        if spec.kind not in HOLDING_SCHEMAS:
+            return spec
+        return msgspec.structs.replace(
+            spec,
+            additional_properties=spec.additional_properties or self.additional_properties,
+            property_order=spec.property_order or self.property_order,
+        )
 
 
 class ConstraintLimits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -96,8 +131,9 @@ class Resolved(msgspec.Struct, frozen=True, kw_only=True):
     """A constraint that compiles."""
 
     spec: ConstraintSpec
-    """The requested spec, with `auto` replaced by the chosen backend. `loose` is kept only if the backend makes use of
-    it. Nothing else differs, and `compiled` is what this spec compiles to.
+    """The requested spec, with `auto` replaced by the chosen backend, and the engine's `JsonObjects` where it had none.
+    `loose` and `closed` are kept only if the backend makes use of them. Nothing else differs, and `compiled` is what
+    this spec compiles to.
     """
     compiled: bytes
     not_enforced: list[str] = []

@@ -1,6 +1,6 @@
 """What every test run shares: hypothesis without randomness or deadlines, no usage reports, and the long tests' switch.
 
-`MANTA_PROVE=1` (`make prove`) runs the tests marked `prove` too and ten times the examples, and goes on where an
+`MANTA_PROVE=1` (`make prove`) runs the tests marked `prove` too and 25 times the examples, and goes on where an
 interrupted run of the same sources stopped; see `tests/prove.py`.
 """
 
@@ -18,6 +18,7 @@ import hypothesis
 import pytest
 
 from tests.bare_names import refuse_everywhere
+from tests.pairs import forms_take_turns
 from tests.sharing import end_behind, make_scheduler, put_together
 
 if TYPE_CHECKING:
@@ -43,7 +44,7 @@ PLUGIN = pathlib.Path(__file__).parent / "plugin"
 
 PROVE = os.environ.get("MANTA_PROVE") == "1"
 
-hypothesis.settings.register_profile("fast", derandomize=True, deadline=None, database=None)
+hypothesis.settings.register_profile("fast", derandomize=True, deadline=None, database=None, max_examples=40)
 hypothesis.settings.register_profile("prove", derandomize=True, deadline=None, database=None, max_examples=1000)
 hypothesis.settings.load_profile("prove" if PROVE else "fast")
 
@@ -166,20 +167,22 @@ def implementation(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPat
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "prove: takes minutes; runs with MANTA_PROVE=1 only")
+    config.addinivalue_line("markers", "forms_in_turns: each case has the first form and one of the others")
     if PROVE:
         from tests.prove import ProofRecord
 
         config.pluginmanager.register(ProofRecord(config.rootpath), "manta-prove")
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     put_together(items)
     if PROVE:
         return
-    skip = pytest.mark.skip(reason="takes minutes; run it with make prove")
-    for item in items:
-        if "prove" in item.keywords:
-            item.add_marker(skip)
+    forms_take_turns(items)
+    long = [item for item in items if "prove" in item.keywords]
+    if long:  # to skip each of thousands would take seconds
+        config.hook.pytest_deselected(items=long)
+        items[:] = [item for item in items if "prove" not in item.keywords]
 
 
 def pytest_collection_finish() -> None:

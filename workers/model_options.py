@@ -86,6 +86,11 @@ class ModelOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """Token budget of one step, prefill and decode together."""
     max_num_sequences: Annotated[int, Meta(ge=1, le=4096)] = 256
     """Sequences that run at a time."""
+    typical_sequence_tokens: Count = 2048
+    """Length of a sequence, in tokens, of which the KV cache of a model with recurrent states holds as many as it has
+    states for. With shorter sequences more of the memory is for states, so that more sequences run at a time. No effect
+    on other models.
+    """
     overlap: Literal["auto", "on", "off"] = "auto"
     """Whether the engine does its own work while the device computes a step. The tokens stay the same. `auto` overlaps
     on devices that compute by themselves (GPUs); `on` does so on CPUs too.

@@ -53,9 +53,18 @@ class ArgumentRules:
     """Writes the rules of one tool's arguments; their names begin with `prefix`."""
 
     def __init__(
-        self, form: ToolFormat, schema: dict[str, Any], options: dict[str, Any], token_id: TokenId, prefix: str
+        self,
+        form: ToolFormat,
+        schema: dict[str, Any],
+        options: dict[str, Any],
+        token_id: TokenId,
+        prefix: str,
+        closes: bool,
     ) -> None:
-        """Takes the `options` of `%json`. With `lenient` in them nothing is refused."""
+        """Takes the `options` of `%json`. With `lenient` in them nothing is refused. With `closes`, arguments that the
+        schema lists exclude others, unless it says so.
+        """
+        self._closes = closes
         self._form, self._schema, self._options = form, schema, options
         self._token_id, self._prefix = token_id, prefix
         self._is_lenient = bool(options["lenient"])
@@ -74,7 +83,7 @@ class ArgumentRules:
             self._cannot(f"the keyword {name} of the whole object")
         named = dict(root.get("properties") or {})
         required = [name for name in root.get("required") or [] if isinstance(name, str)]
-        more = root.get("additionalProperties", True)
+        more = root.get("additionalProperties", not (self._closes and named))
         named |= {name: more for name in required if name not in named}
         parts = []
         for index, (key, schema) in enumerate(named.items()):

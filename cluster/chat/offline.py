@@ -15,11 +15,11 @@ import msgspec
 from manta.cluster.chat.plan import ChatPlan, plan_chat, render
 from manta.cluster.chat.reader import ChatReader, MessageBuilder
 from manta.cluster.errors import RequestRefused, refuse
-from manta.cluster.protocol.constraint_fields import requested_constraint
 from manta.cluster.protocol.requests import ChatCompletionRequest
 from manta.cluster.protocol.shape_errors import shape_error
 from manta.cluster.protocol.tools import name_types, template_tools
 from manta.cluster.text.tokenizer import TextError, Tokenizer
+from manta.structured.constraint import JsonObjects
 from manta.structured.refusals import Refusal
 from manta.workers.sampling_params import SamplingParams
 
@@ -30,6 +30,8 @@ OPTIONS = (
     "tool_choice",
     "parallel_tool_calls",
     "response_format",
+    "additional_properties",
+    "property_order",
     "reasoning_effort",
     "add_generation_prompt",
     "continue_final_message",
@@ -56,10 +58,14 @@ class Chat(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def plan_offline(
-    messages: Sequence[Message], params: SamplingParams, tokenizer: Tokenizer, options: dict[str, Any]
+    messages: Sequence[Message],
+    params: SamplingParams,
+    tokenizer: Tokenizer,
+    options: dict[str, Any],
+    objects: JsonObjects,
 ) -> Chat:
-    """Returns the chat of these messages. `options` are some of `OPTIONS`. Raises `RequestRefused` naming the field at
-    fault.
+    """Returns the chat of these messages. `options` are some of `OPTIONS`, and `objects` the engine's. Raises
+    `RequestRefused` naming the field at fault.
     """
     for name in options:
         if name not in OPTIONS:
@@ -74,10 +80,10 @@ def plan_offline(
         if request.response_format is not None:
             if params.constraint is not None:
                 refuse("excludes", "constraint", bound="response_format", remedy="leave one out")
-            constraint, _ = requested_constraint(request.response_format, None)
+            constraint, _ = request.requested_constraint()
             params = msgspec.structs.replace(params, constraint=constraint)
         text = render(tokenizer, request, template_tools(request.shown_tools()))
-        plan = plan_chat(request, params, tokenizer, text)
+        plan = plan_chat(request, params, tokenizer, text, objects)
         return Chat(prompt=tokenizer.encode(plan.prompt, add_special_tokens=False), plan=plan)
     except msgspec.ValidationError as error:
         raise shape_error(error, ChatCompletionRequest) from error

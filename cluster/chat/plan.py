@@ -28,7 +28,7 @@ from manta.cluster.protocol.requests import ChatCompletionRequest
 from manta.cluster.protocol.tools import AnyTool, CustomTool, arguments_schema, must_call, named_tool
 from manta.cluster.text.chat_template import TemplateError
 from manta.cluster.text.tokenizer import Tokenizer
-from manta.structured.constraint import ConstraintSpec
+from manta.structured.constraint import ConstraintSpec, JsonObjects
 from manta.structured.refusals import Refusal
 from manta.workers.sampling_params import SamplingParams
 
@@ -104,8 +104,11 @@ def _until_final_message(text: str) -> str:
     return kept if rest.startswith(" ") else kept.rstrip()
 
 
-def plan_chat(request: ChatCompletionRequest, params: SamplingParams, tokenizer: Tokenizer, prompt: str) -> ChatPlan:
-    """Plans the answer to a rendered conversation, `prompt`.
+def plan_chat(
+    request: ChatCompletionRequest, params: SamplingParams, tokenizer: Tokenizer, prompt: str, objects: JsonObjects
+) -> ChatPlan:
+    """Plans the answer to a rendered conversation, `prompt`. `objects` are the engine's options for what the request
+    does not say.
 
     Raises `RequestRefused` if the request needs something that the model's chat template does not know.
     """
@@ -116,7 +119,7 @@ def plan_chat(request: ChatCompletionRequest, params: SamplingParams, tokenizer:
     constraint = params.constraint
     left_out: list[str] = []
     if tool_format is not None:
-        constraint = _tool_constraint(request, tool_format, tokenizer, constraint, left_out)
+        constraint = _tool_constraint(request, tool_format, tokenizer, constraint, left_out, objects)
     if constraint is not None and request.continue_final_message:
         constraint = msgspec.structs.replace(constraint, begun=_begun(request, template, prompt))
     reasoning = detect_reasoning(template) if request.add_generation_prompt else None
@@ -197,6 +200,7 @@ def _tool_constraint(
     tokenizer: Tokenizer,
     answer: ConstraintSpec | None,
     left_out: list[str],
+    objects: JsonObjects,
 ) -> ConstraintSpec:
     """Returns the grammar of the allowed answers.
 
@@ -219,11 +223,12 @@ def _tool_constraint(
             required=must_call(choice),
             answer_schema=answer_schema,
             left_out=left_out,
+            closes=(request.additional_properties or objects.additional_properties) == "closed",
         )
     except FormatRefused as error:
         _refuse_tool(request, tools, error)
     loose = any(tool.is_loose for tool in tools) or (answer is not None and answer.loose)
-    return ConstraintSpec(kind="lark", text=grammar, loose=loose)
+    return request.with_json_objects(ConstraintSpec(kind="lark", text=grammar, loose=loose))
 
 
 def _refuse_tool(request: ChatCompletionRequest, tools: list[AnyTool], error: FormatRefused) -> NoReturn:

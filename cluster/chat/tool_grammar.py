@@ -18,8 +18,6 @@ from manta.cluster.protocol.tools import AnyTool, CustomTool, arguments_schema
 from manta.structured.constraint import ConstraintError
 from manta.structured.refusals import Refusal
 
-JSON_SPACE = r"[ \n\t]{0,20}"
-"""White space between two tokens of arguments: enough to indent, and so little that a model cannot idle there."""
 _TERMINALS = ["SPACE: /[ \\n]{1,2}/", "INDENT: /[ \\n]{1,8}/", "INDEX: /0|[1-9][0-9]{0,2}/", "ID: /[a-zA-Z0-9]{9}/"]
 _PLACEHOLDERS = {"{index}": "INDEX", "{id}": "ID"}
 
@@ -43,6 +41,7 @@ def calls_grammar(
     required: bool,
     answer_schema: str | None = None,
     left_out: list[str] | None = None,
+    closes: bool = True,
 ) -> str:
     """Returns a Lark grammar (llguidance's dialect) of one call of `tools`, or of several with `parallel`.
 
@@ -51,9 +50,10 @@ def calls_grammar(
     channels the grammar covers the whole answer, the reasoning included.
 
     What the format cannot carry of a function that is not strict is appended to `left_out`. For a strict function it
-    raises `FormatRefused`.
+    raises `FormatRefused`. `closes` says that functions which list arguments take no others, unless their schema says
+    so, in formats that do not write arguments as JSON.
     """
-    writer = _CallsGrammar(form, tools, token_id)
+    writer = _CallsGrammar(form, tools, token_id, closes)
     if form.is_channel:
         rules = writer.channels(required, answer_schema)
     else:
@@ -65,7 +65,8 @@ def calls_grammar(
 
 
 class _CallsGrammar:
-    def __init__(self, form: ToolFormat, tools: Sequence[AnyTool], token_id: TokenId) -> None:
+    def __init__(self, form: ToolFormat, tools: Sequence[AnyTool], token_id: TokenId, closes: bool) -> None:
+        self._closes = closes
         self._form, self._tools, self._token_id = form, tools, token_id
         self._call = "(" + " | ".join(f"call_{index}" for index in range(len(tools))) + ")"
         self._first = self._call.replace("call_", "first_")
@@ -168,12 +169,12 @@ class _CallsGrammar:
         grammar = tool.lark() if isinstance(tool, CustomTool) else None
         if grammar is not None:
             return input_rules(self._form, grammar, self._token_id, name)
-        options = {"whitespace_pattern": JSON_SPACE, "lenient": tool.is_loose}
+        options = {"lenient": tool.is_loose}
         return self._arguments(name, arguments_schema(tool), options)
 
     def _arguments(self, name: str, schema: dict[str, Any], options: dict[str, Any]) -> list[str]:
         if self._form.argument:
-            writer = ArgumentRules(self._form, schema, options, self._token_id, name)
+            writer = ArgumentRules(self._form, schema, options, self._token_id, name, self._closes)
             rules = writer.rules()
             self.left_out += writer.left_out
             return rules

@@ -513,10 +513,7 @@ def _rows(report: CheckReport) -> Iterator[str]:
         "dtype": f"{report.dtype} (the checkpoint's is {report.checkpoint_dtype})",
         "device": f"{report.device}, {report.num_threads} threads, {_gib(report.free_bytes)} of memory free",
         "weights": _gib(report.weight_bytes) + (f": {report.weights}" if report.weights else ""),
-        "KV cache": (
-            f"{_gib(report.kv_cache_bytes)}: holds {report.kv_cache_tokens:,} tokens "
-            f"of {report.kv_bytes_per_token:,} bytes in {report.kv_cache_dtype}"
-        ),
+        "KV cache": f"{_gib(report.kv_cache_bytes)}: {_held(report)}",
         "step": (
             f"ran {_layers(report)} and the head in {report.step_seconds * 1000:.3g} ms (kernels: {report.kernels})"
         ),
@@ -552,9 +549,19 @@ def _rows(report: CheckReport) -> Iterator[str]:
     yield from (f"{name:<13} {text}" for name, text in rows.items())
 
 
+def _held(report: CheckReport) -> str:
+    """Returns what the KV cache holds."""
+    if not report.kv_bytes_per_token:
+        return "recurrent states only, of any number of tokens"
+    size = f"{report.kv_bytes_per_token:,} bytes in {report.kv_cache_dtype}"
+    return f"holds {report.kv_cache_tokens:,} tokens of {size}"
+
+
 def _layers(report: CheckReport) -> str:
     return "one layer" if report.num_trial_layers == 1 else f"{report.num_trial_layers} layers"
 
 
 def _gib(num_bytes: int) -> str:
+    if num_bytes < 2**16:
+        return f"{num_bytes / 2**10:.1f} KiB"
     return f"{num_bytes / 2**30:.2f} GiB" if num_bytes >= 2**29 else f"{num_bytes / 2**20:.1f} MiB"

@@ -57,7 +57,7 @@ class ConstraintService:
             if self._compiler is None:
                 folder = self._config.tokenizer or self._model.folder
                 vocabulary = Vocabulary.load(folder, self._model.vocab_size, self._model.eos_token_ids)
-                compiler = Compiler(vocabulary, self._config.constraints)
+                compiler = Compiler(vocabulary, self._config.constraints, objects=self._config.json_objects)
                 self._ends.append(weakref.finalize(self, compiler.close))
                 pool = self._make_pool(vocabulary)
                 self._ends.append(weakref.finalize(self, pool.close))

@@ -149,6 +149,8 @@ class KVCacheManager:
         """Frees the blocks that no layer will read again. A step under way, a rejected draft or a late mask may take
         the sequence back to its accepted tokens, so these decide.
         """
+        if self._windows:
+            self.register_full_blocks(sequence)  # accepted drafts may have filled a block and left the window at once
         for group, window in self._windows:
             table = sequence.block_tables[group]
             end = first = first_needed(window, sequence.num_accepted_tokens, self._block_size)

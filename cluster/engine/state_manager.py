@@ -84,9 +84,10 @@ class StateManager:
     def grow(self, sequence: Sequence, count: int) -> StateUse:
         """Returns the slots that the step over the next `count` tokens reads and writes."""
         start = sequence.num_computed_tokens
+        end = start + count
         self._give_back(sequence)
         read = sequence.states[start]
-        positions = sorted(self._positions(sequence, start, start + count))
+        positions = [end] if count == 1 else sorted(self._positions(sequence, start, end))
         writes = list(zip(positions, self._states.allocate(len(positions)), strict=True))
         sequence.states.update(writes)
         return StateUse(read, writes)
@@ -121,9 +122,10 @@ class StateManager:
         """
         states = sequence.states
         keep = _last_before(states, sequence.num_accepted_tokens)
+        num_computed, num_settled = sequence.num_computed_tokens, sequence.num_settled_tokens
         for position in list(states):
-            is_settled = position <= sequence.num_settled_tokens or position % self._block_size
-            if position > sequence.num_computed_tokens or (position < keep and is_settled):
+            is_settled = position <= num_settled or position % self._block_size
+            if position > num_computed or (position < keep and is_settled):
                 self._states.free([states.pop(position)])
 
     def settle(self, sequence: Sequence, use: StateUse) -> None:
@@ -134,9 +136,11 @@ class StateManager:
         output before the last one.
         """
         sequence.num_settled_tokens = use.writes[-1][0]
-        num_valid = min(sequence.num_computed_tokens, len(sequence.token_ids))
         for position, slot in use.writes:
-            if position % self._block_size or position > num_valid or sequence.states.get(position) != slot:
+            if position % self._block_size:
+                continue
+            is_valid = position <= min(sequence.num_computed_tokens, len(sequence.token_ids))
+            if not is_valid or sequence.states.get(position) != slot:
                 continue
             number = position // self._block_size - 1
             self._blocks.register_snapshot(slot, sequence.hash_blocks(number + 1, self._block_size), number)
@@ -169,5 +173,9 @@ class StateManager:
 
 
 def _last_before(states: Iterable[int], position: int) -> int:
-    """Returns the last of the positions of states that is at most `position`."""
-    return max(each for each in states if each <= position)
+    """Returns the last of the positions of states that is at most `position`. There must be one."""
+    last = 0
+    for each in states:
+        if last < each <= position:
+            last = each
+    return last

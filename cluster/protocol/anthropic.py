@@ -131,7 +131,7 @@ class Metadata(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
 class _Prompt(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     """The fields that make the prompt."""
 
-    model: str = ""
+    model: str | None = None
     messages: list[Message]
     system: str | list[TextBlock] | None = None
     tools: list[MessagesTool] | None = None
@@ -335,12 +335,13 @@ def _openai_choice(choice: MessagesToolChoice) -> str | dict[str, Any]:
 
 
 # ---- answers -----------------------------------------------------------------------------------------------------
-# Anthropic's schema requires also what is always null here.
+# Anthropic's schema requires also what is always null or empty here.
 
 
 class AnswerText(msgspec.Struct, tag_field="type", tag="text"):
     text: str
-    citations: None = None
+    citations: tuple[()] = ()
+    """Always empty: the schema takes null too, but some clients read a list or nothing."""
 
 
 class DirectCaller(msgspec.Struct, tag_field="type", tag="direct", frozen=True):

@@ -23,11 +23,14 @@ class ResponseText(msgspec.Struct, tag_field="type", tag="text", forbid_unknown_
 
 
 class ResponseJsonObject(msgspec.Struct, tag_field="type", tag="json_object", forbid_unknown_fields=True):
-    """Any JSON object, or what llama.cpp's `schema` describes."""
+    """Any JSON object, or what a schema describes."""
 
     must_know_fields: ClassVar[bool] = True
 
     schema: dict[str, Any] | None = None
+    """llama.cpp's name of a schema."""
+    value: dict[str, Any] | None = None
+    """TGI's name of a schema, which huggingface_hub sends in place of `json_schema`."""
 
 
 class ResponseJson(msgspec.Struct, tag_field="type", tag="json", forbid_unknown_fields=True):
@@ -51,7 +54,8 @@ class JsonSchemaFormat(msgspec.Struct, forbid_unknown_fields=True, kw_only=True)
 
     must_know_fields: ClassVar[bool] = True
 
-    name: str
+    name: str | None = None
+    """Without effect. OpenAI requires it; clients of llama.cpp leave it out."""
     description: str | None = None
     schema: dict[str, Any] | None = None
     strict: bool | None = None
@@ -84,6 +88,8 @@ class StructuredOutputs(msgspec.Struct, forbid_unknown_fields=True, kw_only=True
 
     backend: str = "auto"
     disable_any_whitespace: bool = False
+    disable_additional_properties: bool = False
+    """vLLM's field: true asks for `additional_properties: closed`."""
     loose: bool = False
     """Whether a constraint that is enforced in part is accepted; the header `x-manta-not-enforced` lists the rest."""
 
@@ -139,9 +145,13 @@ def requested_constraint(
 
 def _from_response_format(given: ResponseFormat | None) -> tuple[ConstraintSpec | None, str]:
     match given:
-        case ResponseJsonObject(schema=None):
+        case ResponseJsonObject(schema=None, value=None):
             return ConstraintSpec(kind="json_object"), "response_format"
+        case ResponseJsonObject(schema=None):
+            return ConstraintSpec(kind="json_schema", text=json_text(given.value)), "response_format.value"
         case ResponseJsonObject():
+            if given.value is not None:
+                refuse("excludes", "response_format.schema", bound="response_format.value", remedy="leave one out")
             return ConstraintSpec(kind="json_schema", text=json_text(given.schema)), "response_format.schema"
         case ResponseJson():
             return ConstraintSpec(kind="json_schema", text=json_text(given.value)), "response_format.value"
@@ -187,6 +197,7 @@ def _from_structured_outputs(given: StructuredOutputs) -> tuple[ConstraintSpec, 
         backend=given.backend,
         loose=given.loose,
         any_whitespace=not given.disable_any_whitespace,
+        additional_properties="closed" if given.disable_additional_properties else None,
     )
     return spec, field
 

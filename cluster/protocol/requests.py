@@ -39,7 +39,7 @@ from manta.cluster.protocol.tools import (
     name_types,
 )
 from manta.structured.constraint import FIELD as CONSTRAINT
-from manta.structured.constraint import ConstraintSpec
+from manta.structured.constraint import AdditionalProperties, ConstraintSpec, PropertyOrder
 from manta.structured.logits_processors import LogitsProcessorSpec
 from manta.workers.sampling_params import SamplingParams
 
@@ -91,8 +91,8 @@ class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
 class _SamplingFields(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     """Fields that chat and completion bodies share. Where OpenAI allows null, None means the default."""
 
-    model: str = ""
-    """Name of the model; empty means the only one."""
+    model: str | None = None
+    """Name of the model; None, or an empty one, means the only one."""
     temperature: float | None = None
     top_p: float | None = None
     max_tokens: int | None = None
@@ -139,6 +139,12 @@ class _SamplingFields(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     """Accepted within OpenAI's bounds; nothing is kept that it could label."""
     service_tier: str | None = None
     """Accepted; the answer says "default", the only tier."""
+    additional_properties: AdditionalProperties | None = None
+    """Whether objects whose schema lists properties may have others, if it does not say so; None takes the server's
+    option. This and the next field are Manta's, and are for all schemas of the request.
+    """
+    property_order: PropertyOrder | None = None
+    """Order of an object's properties; None takes the server's option."""
     structured_outputs: StructuredOutputs | None = None
     response_format: ResponseFormat | None = None
     guided_json: dict[str, Any] | bool | str | None = None
@@ -209,8 +215,17 @@ class _SamplingFields(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
         fields ask for one.
         """
         older = {name: value for name in OLDER_CONSTRAINTS if (value := getattr(self, name)) not in (None, "")}
-        return requested_constraint(
+        spec, field = requested_constraint(
             self.response_format, self.structured_outputs, older, self.guided_decoding_backend or "auto"
+        )
+        return spec and self.with_json_objects(spec), field
+
+    def with_json_objects(self, spec: ConstraintSpec) -> ConstraintSpec:
+        """Returns a constraint of this request with what the request says of JSON objects."""
+        return msgspec.structs.replace(
+            spec,
+            additional_properties=spec.additional_properties or self.additional_properties,
+            property_order=spec.property_order or self.property_order,
         )
 
     def tool_constraints(self) -> list[tuple[str, ConstraintSpec]]:
@@ -344,7 +359,7 @@ class ChatCompletionRequest(_SamplingFields, kw_only=True):
 
     def tool_constraints(self) -> list[tuple[str, ConstraintSpec]]:
         return [
-            (f"tools[{index}].{tool.demands}", arguments_constraint(tool))
+            (f"tools[{index}].{tool.demands}", self.with_json_objects(arguments_constraint(tool)))
             for index, tool in enumerate(self.shown_tools())
             if tool in self.callable_tools()
         ]

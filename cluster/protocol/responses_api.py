@@ -58,7 +58,7 @@ class ResponsesRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True)
         "response_format": "belongs to /v1/chat/completions; here it is text.format",
     }
 
-    model: str = ""
+    model: str | None = None
     input: str | list[dict[str, Any]]
     instructions: str | None = None
     max_output_tokens: int | None = None

@@ -13,7 +13,7 @@ import msgspec
 import numpy as np
 
 from manta.structured.backend import Backend, DeadEnd, Grammar, begin, make_backend
-from manta.structured.constraint import ConstraintError, ConstraintSpec, Resolved, Unsupported
+from manta.structured.constraint import ConstraintError, ConstraintSpec, JsonObjects, Resolved, Unsupported
 from manta.structured.masks import row_words
 from manta.structured.regexes.regex_constraint import with_plain_regex
 from manta.structured.vocabulary import Vocabulary
@@ -29,8 +29,9 @@ _FIRST = (
 class Backends:
     """The backends of one process, made when first asked for."""
 
-    def __init__(self, vocabulary: Vocabulary) -> None:
+    def __init__(self, vocabulary: Vocabulary, objects: JsonObjects = JsonObjects()) -> None:  # noqa: B008
         self._vocabulary = vocabulary
+        self._objects = objects
         self._made: dict[str, Backend] = {}
 
     def warm_up(self) -> None:
@@ -42,12 +43,14 @@ class Backends:
                 self.get(name).compile(first)
 
     def resolve(self, spec: ConstraintSpec) -> Resolved:
-        """Compiles the constraint with the first backend that enforces all of it. A loose constraint that no backend
-        enforces is enforced in part. Raises `ConstraintError` if that is impossible too.
+        """Compiles the constraint with the first backend that enforces all of it. A schema whose objects cannot be
+        closed is enforced as it is. A loose constraint that no backend enforces is enforced in part. Raises
+        `ConstraintError` if that is impossible too.
 
         Resolving the result's `spec` again, in another process say, gives the same result.
         """
-        attempts = [msgspec.structs.replace(spec, loose=False), spec] if spec.loose else [spec]
+        spec = self._objects.applied(spec)
+        attempts = _attempts(spec)
         names = AUTO if spec.backend == "auto" else (spec.backend,)
         first: ConstraintError | None = None
         for attempt in attempts:
@@ -55,7 +58,8 @@ class Backends:
                 try:
                     return self._compile(attempt, name)
                 except Unsupported as error:
-                    first = first or error
+                    if not attempt.reads_objects:  # then the next attempt says what the schema lacks
+                        first = first or error
                 except ConstraintError:
                     if attempt is attempts[-1]:
                         raise
@@ -85,3 +89,19 @@ class Backends:
         if name not in self._made:
             self._made[name] = make_backend(name, self._vocabulary)
         return self._made[name]
+
+
+def _attempts(spec: ConstraintSpec) -> list[ConstraintSpec]:
+    """The ways to read a constraint, the best one first: exactly and loosely, and of each as the request says of JSON
+    objects, and as the schemas say.
+    """
+    exact = msgspec.structs.replace(spec, loose=False)
+    readings = [exact, spec] if spec.loose else [exact]
+    return [each for reading in readings for each in dict.fromkeys(_readings_of_objects(reading))]
+
+
+def _readings_of_objects(spec: ConstraintSpec) -> list[ConstraintSpec]:
+    if not spec.reads_objects:
+        return [spec]
+    opened = msgspec.structs.replace(spec, additional_properties="as_schema")
+    return [spec, opened, msgspec.structs.replace(opened, property_order="schema")]

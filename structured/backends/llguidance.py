@@ -189,7 +189,7 @@ class LLGuidanceBackend:
             loose = spec.loose and may_be_partial(schema)
             text = json_text({**schema, "x-guidance": {}} if isinstance(schema, dict) else schema)
             try:
-                self._compiled(ConstraintSpec(kind="json_schema", text=text, loose=loose))
+                self._compiled(msgspec.structs.replace(spec, kind="json_schema", text=text, loose=loose))
             except ConstraintError as error:
                 refusal = error.refusal
                 place = "#" if refusal.place == "json_schema" else refusal.place
@@ -202,45 +202,41 @@ class LLGuidanceBackend:
             return self._last[1]
         found = embedded_schemas(lark_of(spec) or "")
         try:
-            result = self._with_schemas(spec, found, [self._settled(each.schema) for each in found])
+            result = self._with_schemas(spec, found, [self._settled(each.schema, spec) for each in found])
         except ConstraintError:  # one by one their exact grammars are possible, and not together
-            result = self._with_schemas(spec, found, [self._settled(each.schema, tries_all=False) for each in found])
+            settled = [self._settled(each.schema, spec, tries_all=False) for each in found]
+            result = self._with_schemas(spec, found, settled)
         self._last = spec, result
         return result
 
     def _with_schemas(self, spec: ConstraintSpec, found: list[EmbeddedSchema], settled: list[Settled]) -> InPart:
         texts = [f"%json {json_text(each.schema)}" for each in settled]
         grammar = with_replaced(lark_of(spec) or "", found, texts)
-        compiled = self._compiled(ConstraintSpec(kind="lark", text=grammar, loose=True))
+        compiled = self._compiled(msgspec.structs.replace(spec, kind="lark", text=grammar, loose=True))
         return InPart(compiled, [text for each in settled for text in each.left_out])
 
-    def _settled(self, schema: Any, tries_all: bool = True) -> Settled:
+    def _settled(self, schema: Any, spec: ConstraintSpec, tries_all: bool = True) -> Settled:
         """Returns what of a schema is enforced: all of it, what llguidance knows, or its type alone. Raises
         `ConstraintError` if all of it must be enforced and cannot be.
         """
         if not may_be_partial(schema):
-            self._check_alone(schema, loose=False)
+            self._compiled(_alone(schema, spec, loose=False))
             return Settled(schema, [])
         if tries_all:
             with contextlib.suppress(ConstraintError):
                 exact = with_leave(schema, lenient=False)
-                self._check_alone(exact, loose=False)
+                self._compiled(_alone(exact, spec, loose=False))
                 return Settled(exact, [])
         partial = with_leave(schema, lenient=True)
         with contextlib.suppress(ConstraintError):
-            self._check_alone(partial, loose=True)
-            return Settled(partial, self._left_out([schema], self._alone(partial, loose=True)))
+            alone = _alone(partial, spec, loose=True)
+            self._compiled(alone)
+            return Settled(partial, self._left_out([schema], alone))
         given = schema.get("type")
         kind = {"type": given} if isinstance(given, str) and given in TYPES else {}
         options = schema.get("x-guidance", {})
         left_out = "#: no grammar enforces this schema; only the type is enforced"
         return Settled({**kind, "x-guidance": options}, [left_out])
-
-    def _check_alone(self, schema: Any, loose: bool) -> None:
-        self._compiled(self._alone(schema, loose))
-
-    def _alone(self, schema: Any, loose: bool) -> ConstraintSpec:
-        return ConstraintSpec(kind="lark", text=f"start: %json {json_text(schema)}\n", loose=loose)
 
     def compiled_by(self, spec: ConstraintSpec, way: Way = "proved") -> bytes:
         """Compiles in one `way` alone. Builds the grammar's matcher once, because that takes most of the time."""
@@ -445,6 +441,12 @@ def _refusal(spec: ConstraintSpec, messages: list[str]) -> ConstraintError:
         cause = "" if place and UNIMPLEMENTED.search(message) else message  # the place names the keyword
         return Unsupported.at(place or spec.kind, cause)
     return ConstraintError.because("unfit", place or spec.kind, cause=message)
+
+
+def _alone(schema: Any, spec: ConstraintSpec, loose: bool) -> ConstraintSpec:
+    """Returns a grammar of one of the schemas of a grammar."""
+    text = f"start: %json {json_text(schema)}\n"
+    return msgspec.structs.replace(spec, kind="lark", text=text, loose=loose)
 
 
 def _of_kind(spec: ConstraintSpec, error: ConstraintError) -> ConstraintError:

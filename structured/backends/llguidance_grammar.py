@@ -25,9 +25,11 @@ from manta.structured.backends.schema_patterns import (
 )
 from manta.structured.constraint import ConstraintError, ConstraintSpec, Unsupported
 from manta.structured.gbnf.writing import gbnf_as_lark
-from manta.structured.schemas.documents import is_too_old
+from manta.structured.schemas.any_order import as_patterns, free
+from manta.structured.schemas.closing import close
+from manta.structured.schemas.documents import is_too_old, read
 from manta.structured.schemas.formats import is_annotation, with_exact_formats
-from manta.structured.schemas.guard import Guard
+from manta.structured.schemas.guard import Guard, encoded
 from manta.structured.schemas.loosening import loosened
 from manta.structured.schemas.numbers import json_text, read_json
 from manta.structured.schemas.rewriting import needs_rewriting, rewritten
@@ -191,12 +193,13 @@ def _embedded(each: EmbeddedSchema, spec: ConstraintSpec, way: Way) -> tuple[Any
     schema = each.schema
     if not isinstance(schema, dict):
         return schema, ""
+    options = {**_whitespace(spec), **schema.get("x-guidance", {})}
     if spec.loose and may_be_partial(schema):
         check_patterns(schema, is_loose=True)
-        return with_leave(with_grammar_patterns(schema), lenient=True), ""
+        loose = {**with_grammar_patterns(closed(schema, spec)), "x-guidance": options}
+        return with_leave(loose, lenient=True), ""
     check_patterns(schema)
-    prepared = _prepared(schema, spec.kind, way)
-    options = schema.get("x-guidance", {})
+    prepared = _prepared(schema, spec, way)
     if not prepared.has_controls:
         options = {"json_allowed_escapes": _SHORT_ESCAPES, **options}
     return with_leave({**prepared.schema, "x-guidance": options}, lenient=False), prepared.guard
@@ -208,16 +211,30 @@ def _embedded(each: EmbeddedSchema, spec: ConstraintSpec, way: Way) -> tuple[Any
 def _schema_grammar(spec: ConstraintSpec, way: Way) -> Translation:
     schema = read_json(spec.text) if spec.kind == "json_schema" else {"type": "object"}
     check_patterns(schema, spec.loose)
-    prepared = _mended(schema) if spec.loose else _prepared(schema, "json_schema", way)
-    options: dict[str, Any] = {"lenient": spec.loose}
-    if spec.any_whitespace:
-        options |= {"whitespace_flexible": True, "whitespace_pattern": WHITESPACE}
-    else:
-        options |= {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+    prepared = _mended(closed(schema, spec)) if spec.loose else _prepared(schema, spec, way)
+    options = {"lenient": spec.loose, **_whitespace(spec)}
     if not prepared.has_controls:
         options["json_allowed_escapes"] = _SHORT_ESCAPES
     grammar = llguidance.LLMatcher.grammar_from_json_schema(prepared.text, overrides=cast(Any, options))
     return Translation(grammar, prepared.guard)
+
+
+def _whitespace(spec: ConstraintSpec) -> dict[str, Any]:
+    """llguidance's options for the white space that a constraint allows between two tokens of JSON."""
+    if spec.any_whitespace:
+        return {"whitespace_flexible": True, "whitespace_pattern": WHITESPACE}
+    return {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+
+
+def closed(schema: Any, spec: ConstraintSpec) -> Any:
+    """The schema with its objects closed if the constraint asks for that and the schema can be read; else as it is."""
+    if spec.additional_properties != "closed":
+        return schema
+    try:
+        document = read(schema)
+    except ConstraintError:
+        return schema
+    return document.as_schema() if close(document) else schema
 
 
 class _Prepared(NamedTuple):
@@ -238,23 +255,37 @@ def _mended(schema: Any, guard: str = "") -> _Prepared:
     return _Prepared(schema, text, has_controls, guard)
 
 
-def _prepared(schema: Any, kind: str, way: Way) -> _Prepared:
-    """Rewritten or loosened, and mended. Raises `Unsupported` for what llguidance would ignore."""
-    guard = ""
-    if is_too_old(schema):
+def _prepared(given: Any, spec: ConstraintSpec, way: Way) -> _Prepared:
+    """Closed, rewritten or loosened, and mended. Raises `Unsupported` for what llguidance would ignore."""
+    if is_too_old(given):
         cause, remedy = "drafts before 4 are not enforced", "write the schema in a later one"
         raise ConstraintError.because("not_enforced", "#/$schema", cause=cause, remedy=remedy)
-    if way in ("loosened", "apart"):
-        schema, guard = loosened(schema, joins=way == "loosened")
-    elif way == "guarded" or needs_rewriting(schema):
-        schema, guard = rewritten(schema, proves=way == "proved")
+    schema, guard = _translated_schema(given, spec, way)
     if schema is False:
-        raise ConstraintError.because("unsatisfiable", kind)
+        raise ConstraintError.because("unsatisfiable", spec.kind)
     prepared = _mended(schema, guard)
     ignored = [*unenforced_patterns(schema), *departures(prepared.schema, prepared.has_controls)]
     if ignored:
-        raise Unsupported.at(kind, cause="; ".join(ignored))
+        raise Unsupported.at(spec.kind, cause="; ".join(ignored))
     return prepared
+
+
+def _translated_schema(schema: Any, spec: ConstraintSpec, way: Way) -> tuple[Any, str]:
+    """The schema for the grammar, and what a guard needs; empty if the grammar is exact."""
+    closes, frees = spec.additional_properties == "closed", spec.property_order == "any"
+    if not closes and not frees and way == "proved" and not needs_rewriting(schema):
+        return schema, ""
+    document = read(schema)
+    is_closed = closes and close(document)
+    is_free = frees and free(document)
+    plain = document.as_schema() if is_closed or is_free else schema
+    if way in ("loosened", "apart"):
+        result, guard = loosened(document, joins=way == "loosened")
+    elif way == "guarded" or needs_rewriting(plain):
+        result, guard = rewritten(document, proves=way == "proved")
+    else:
+        result, guard = plain, encoded(document)
+    return as_patterns(result) if is_free else result, guard
 
 
 def _tag_grammar(tag: dict[str, Any]) -> str:

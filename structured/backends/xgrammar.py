@@ -23,6 +23,7 @@ import numpy as np
 from manta.structured.backends.keywords import combinations, subschemas
 from manta.structured.backends.lark_schemas import embedded_schemas, with_replaced
 from manta.structured.backends.llguidance import tokenizer_of
+from manta.structured.backends.llguidance_grammar import closed
 from manta.structured.backends.schema_patterns import check_patterns, with_grammar_patterns
 from manta.structured.constraint import ConstraintError, ConstraintSpec, Unsupported
 from manta.structured.gbnf.writing import gbnf_as_ebnf
@@ -89,7 +90,7 @@ class XGrammarBackend:
         if spec.kind == "json_object":
             return compiler.compile_json_schema('{"type": "object"}', spec.any_whitespace, None, None, False, 20, False)
         if spec.kind == "json_schema":
-            text = json_text(_with_patterns(read_json(spec.text)))
+            text = json_text(_with_patterns(closed(read_json(spec.text), spec)))
             return compiler.compile_json_schema(text, spec.any_whitespace, None, None, False, 20, False)
         if spec.kind == "regex":
             return compiler.compile_regex(spec.text)
@@ -100,7 +101,7 @@ class XGrammarBackend:
             return compiler.compile_grammar_from_strings(gbnf_as_ebnf(spec.text), "root")
         if spec.kind == "lark":
             found = embedded_schemas(spec.text)
-            texts = [f"%json {json_text(_with_patterns(each.schema))}" for each in found]
+            texts = [f"%json {json_text(_with_patterns(closed(each.schema, spec)))}" for each in found]
             return compiler.compile_lark(with_replaced(spec.text, found, texts), [], [])
         return compiler.compile_structural_tag(json_text(_tag_with_patterns(read_json(spec.text))))
 
@@ -121,7 +122,7 @@ class XGrammarBackend:
 
     def not_enforced(self, spec: ConstraintSpec) -> list[str]:
         if spec.kind == "json_schema":
-            return _not_proven(read_json(spec.text))
+            return _not_proven(closed(read_json(spec.text), spec))
         if spec.kind == "structural_tag":
             return sorted({text for schema in _schemas(read_json(spec.text)) for text in _not_proven(schema)})
         if spec.kind == "lark":

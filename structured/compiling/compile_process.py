@@ -27,7 +27,15 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from manta.structured.constraint import FIELD, ConstraintError, ConstraintLimits, ConstraintSpec, Resolved, check_limits
+from manta.structured.constraint import (
+    FIELD,
+    ConstraintError,
+    ConstraintLimits,
+    ConstraintSpec,
+    JsonObjects,
+    Resolved,
+    check_limits,
+)
 from manta.structured.frames import read_frame, write_frame
 from manta.structured.refusals import Refusal
 from manta.structured.visible_logs import guard_process
@@ -64,6 +72,7 @@ class Setup(msgspec.Struct, array_like=True):
 
     vocabulary: Vocabulary
     limits: ConstraintLimits
+    objects: JsonObjects
     forks: bool
     """True for a server that forks compile processes, False for a process that compiles itself."""
 
@@ -127,7 +136,7 @@ def _run(control: socket.socket) -> None:
             Backends,  # here, because the parent imports this file without backends
         )
 
-        backends = Backends(setup.vocabulary)
+        backends = Backends(setup.vocabulary, setup.objects)
         backends.warm_up()
         if setup.forks:
             write_frame(stream, b"ready")
@@ -227,9 +236,9 @@ class ForkServer:
     forked processes do not work on this system, each compile process is started by itself. Any thread may call.
     """
 
-    def __init__(self, vocabulary: Vocabulary, limits: ConstraintLimits) -> None:
+    def __init__(self, vocabulary: Vocabulary, limits: ConstraintLimits, objects: JsonObjects) -> None:
         self._forks = forks_well()
-        self._setup = msgspec.msgpack.encode(Setup(vocabulary, limits, self._forks))
+        self._setup = msgspec.msgpack.encode(Setup(vocabulary, limits, objects, self._forks))
         self._lock = threading.Lock()
         self._server: tuple[subprocess.Popen[bytes], socket.socket] | None = None
         self._started: list[subprocess.Popen[bytes]] = []

@@ -23,6 +23,7 @@ from manta.structured.constraint import (
     ConstraintError,
     ConstraintLimits,
     ConstraintSpec,
+    JsonObjects,
     Resolved,
     check_form,
     check_size,
@@ -125,10 +126,11 @@ class Compiler:
         limits: ConstraintLimits,
         num_processes: int = 2,
         bounds: CompilerBounds = CompilerBounds(),  # noqa: B008
+        objects: JsonObjects = JsonObjects(),  # noqa: B008
     ) -> None:
         self._limits = limits
         self._bounds = bounds
-        self._server = ForkServer(vocabulary, limits)
+        self._server = ForkServer(vocabulary, limits, objects)
         self._lock = threading.Lock()
         self._queue: FairQueue[_Job] = FairQueue(num_processes, limits.max_waiting)
         self._jobs: dict[bytes, _Job] = {}

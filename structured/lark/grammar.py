@@ -7,6 +7,7 @@ Source: https://github.com/guidance-ai/llguidance/blob/main/docs/syntax.md.
 
 from __future__ import annotations
 
+import graphlib
 import itertools
 import json
 import re
@@ -35,8 +36,12 @@ _ESCAPE = re.compile(r"\\(?:u([0-9a-fA-F]{4})|x([0-9a-fA-F]{2})|(.))", re.DOTALL
 _SLASH = re.compile(r"(\\.)|/", re.DOTALL)
 _ESCAPES = {"n": "\n", "r": "\r", "t": "\t", "b": "\b", "f": "\f"}
 _ENDS_ATOM = frozenset({"string", "regex", "rule", "terminal", ")", "]", "*", "+", "?"})
-MAX_TOKENS = 50_000
-"""Most lexemes of one grammar, at some microseconds each."""
+MAX_CHARACTERS = 2**16
+"""Most characters of one grammar, at about a microsecond each. Codex CLI's has a thousand."""
+MAX_NESTING = 50
+"""Deepest nesting of parentheses in one rule."""
+MAX_WRITTEN = 2**18
+"""Most characters of what a grammar becomes. Each of its characters may become two hundred."""
 COMMON = {
     "DIGIT": "[0-9]",
     "HEXDIGIT": "[a-fA-F0-9]",
@@ -91,6 +96,7 @@ class LarkGrammar(NamedTuple):
 
 def read_lark(text: str) -> LarkGrammar:
     """Returns a grammar with its imports resolved. Raises `ConstraintError` that names the line of a mistake."""
+    _check_length("lark", len(text), MAX_CHARACTERS)
     definitions: list[Definition] = []
     ignored: list[list[Lexeme]] = []
     for statement in _statements(list(_lexemes(text))):
@@ -111,13 +117,14 @@ def read_lark(text: str) -> LarkGrammar:
 
 def of_regex(pattern: str) -> LarkGrammar:
     """Returns the grammar of the texts that a regular expression matches whole."""
+    _check_length("regex", len(pattern), MAX_CHARACTERS)
     text = _SLASH.sub(lambda found: found[1] or r"\/", pattern)
     lexeme = Lexeme("regex", f"/{text}/", 1) if text else Lexeme("string", '""', 1)
     return LarkGrammar([Definition("start", "", [lexeme])], [])
 
 
 def _lexemes(text: str) -> Iterator[Lexeme]:
-    at, line, count = 0, 1, 0
+    at, line = 0, 1
     while at < len(text):
         found = _LEXEMES.match(text, at)
         if found is None:
@@ -125,14 +132,14 @@ def _lexemes(text: str) -> Iterator[Lexeme]:
             _fail(Lexeme("", shown, line), f"{shown!r} is not supported", "write rules of strings, /regexes/ and names")
         assert found.lastgroup is not None
         if found.lastgroup != "space":
-            count += 1
-            if count > MAX_TOKENS:
-                raise ConstraintError.because(
-                    "over_limit", "lark", value=count, bound=MAX_TOKENS, unit="lexemes up to here", remedy="shorten it"
-                )
             yield Lexeme(found[0] if found.lastgroup == "mark" else found.lastgroup, found[0], line)
         line += found[0].count("\n")
         at = found.end()
+
+
+def _check_length(place: str, length: int, bound: int, unit: str = "characters") -> None:
+    if length > bound:
+        raise ConstraintError.because("over_limit", place, value=length, bound=bound, unit=unit, remedy="shorten it")
 
 
 def _fail(at: Lexeme, cause: str, remedy: str) -> NoReturn:
@@ -142,14 +149,16 @@ def _fail(at: Lexeme, cause: str, remedy: str) -> NoReturn:
 def _statements(lexemes: list[Lexeme]) -> Iterator[list[Lexeme]]:
     """Yields the lines of a grammar. A line that begins with `|` continues the one before it."""
     statement: list[Lexeme] = []
-    for index, each in enumerate(lexemes):
-        if each.kind != "line":
-            statement.append(each)
+    begins_line = True
+    for each in lexemes:
+        if each.kind == "line":
+            begins_line = True
             continue
-        following = next((later for later in lexemes[index + 1 :] if later.kind != "line"), None)
-        if statement and (following is None or following.kind != "|"):
+        if statement and begins_line and each.kind != "|":
             yield statement
             statement = []
+        statement.append(each)
+        begins_line = False
     if statement:
         yield statement
 
@@ -177,7 +186,10 @@ def _definition(statement: list[Lexeme]) -> Definition:
     attributes = "".join(each.text for each in rest[:colon])
     if attributes and not re.fullmatch(r"\[(lazy|capture)(,(lazy|capture))*\]", attributes):
         _fail(name, f"{attributes[:40]!r} behind a name is not supported", "leave it out")
-    return Definition(name.text.lstrip("!?"), attributes, rest[colon + 1 :])
+    body = rest[colon + 1 :]
+    depth = max(itertools.accumulate((each.kind == "(") - (each.kind == ")") for each in body), default=0)
+    _check_length(f"line {name.line}", depth, MAX_NESTING, "levels of parentheses")
+    return Definition(name.text.lstrip("!?"), attributes, body)
 
 
 # ---- written ---------------------------------------------------------------------------------------------------------
@@ -217,12 +229,15 @@ def _as_terminal(grammar: LarkGrammar, kind: type[_Writer], prefix: str) -> list
 
 
 def _is_recursive(bodies: dict[str, list[Lexeme]]) -> bool:
-    left = {name: {each.text for each in body if each.kind in ("rule", "terminal")} for name, body in bodies.items()}
-    while True:
-        done = {name for name, needed in left.items() if not needed & left.keys()}
-        if not done:
-            return bool(left)
-        left = {name: needed for name, needed in left.items() if name not in done}
+    graph = {
+        name: {each.text.lstrip("!?") for each in body if each.kind in ("rule", "terminal")}
+        for name, body in bodies.items()
+    }
+    try:
+        graphlib.TopologicalSorter(graph).prepare()
+    except graphlib.CycleError:
+        return True
+    return False
 
 
 def _written(grammar: LarkGrammar, kind: type[_Writer], less: str = "") -> str:
@@ -246,8 +261,11 @@ class _Writer:
     def __init__(self, names: dict[str, str] | None = None) -> None:
         """With `names`, the names of rules and terminals are replaced."""
         self._names = names or {}
+        self._written = 0
+        """Characters so far."""
 
     def expression(self, body: Sequence[Lexeme]) -> str:
+        """Returns a part of a definition. Raises `ConstraintError` if all so far are too long."""
         return " ".join(self._parts(body)) or '""'
 
     def _parts(self, body: Sequence[Lexeme]) -> Iterator[str]:
@@ -259,16 +277,21 @@ class _Writer:
                 at += 1
                 continue
             if each.kind == "string" and at + 1 < len(body) and body[at].kind == "range":
-                yield self._range(each, body[at + 1])
+                yield self._counted(self._range(each, body[at + 1]))
                 at, before = at + 2, "string"
                 continue
             if each.kind == "~" and before not in _ENDS_ATOM:
                 end = _end_of_atom(body, at)
-                yield self._negated(self.expression(body[at:end]))
+                yield self._counted(self._negated(self.expression(body[at:end])))
                 at, before = end, ")"
                 continue
-            yield self._one(each)
+            yield self._counted(self._one(each))
             before = each.kind
+
+    def _counted(self, text: str) -> str:
+        self._written += len(text)
+        _check_length("lark", self._written, MAX_WRITTEN, "characters in the grammar of a call up to here")
+        return text
 
     def _one(self, each: Lexeme) -> str:
         if each.kind == "string":
@@ -320,8 +343,8 @@ class _JsonWriter(_Writer):
 def _end_of_atom(body: Sequence[Lexeme], at: int) -> int:
     """Returns the index behind the atom at `at`: a name, a text, or what stands in parentheses."""
     depth = 0
-    for index, each in enumerate(itertools.islice(body, at, None), at):
-        depth += (each.kind == "(") - (each.kind == ")")
+    for index in range(at, len(body)):
+        depth += (body[index].kind == "(") - (body[index].kind == ")")
         if depth <= 0:
             return index + 1
     return len(body)

@@ -23,6 +23,8 @@ _ESCAPED = (*range(32), 34, 92)
 """Code points that a string of JSON holds as escapes alone."""
 _PLAIN = r"[^\x00-\x1f\x22\x5c]"
 """A class of the other characters."""
+MAX_LENGTH = 2**18
+"""Most characters of an expression for JSON text."""
 _CONTROLS = {"n": 10, "r": 13, "t": 9, "f": 12, "v": 11, "a": 7}
 _HEX_DIGITS = {"x": 2, "u": 4, "U": 8}
 _CLASSES = "dDsSwW"
@@ -65,9 +67,13 @@ class _Reader:
         """Whether `.` takes line breaks, for each open group."""
 
     def quoted(self) -> str:
-        parts = []
-        while self._at < len(self._text):
+        parts, length = [], 0
+        while self._at < len(self._text) and length < MAX_LENGTH:
             parts.append(self._next())
+            length += len(parts[-1])
+        if length >= MAX_LENGTH:
+            more = {"value": length, "unit": "characters as JSON up to here", "bound": MAX_LENGTH}
+            raise ConstraintError.because("over_limit", f"/{self._text[:80]}/", **more, remedy="shorten it")
         return "".join(parts)
 
     def _fail(self, what: str) -> ConstraintError:
@@ -241,7 +247,7 @@ def _of_controls(codes: list[int]) -> str:
     return rf"(?:\\(?-i:u)00(?:{ways}))"
 
 
-@functools.lru_cache(maxsize=1024)
+@functools.lru_cache(maxsize=128)
 def _escaped_members(python: str) -> tuple[int, ...]:
     """Returns the code points in a class that JSON escapes."""
     try:

@@ -81,6 +81,22 @@ class Document:
     def resolve(self, ref: str) -> Any:
         return self.definitions[ref.removeprefix("#/$defs/")]
 
+    def replace(self, root: Any, definitions: dict[str, Any]) -> None:
+        """Makes `root` the document's schema, with those of the definitions that it refers to."""
+        self.root, self.definitions, self._loops = root, {}, None
+        pending = list(references(root))
+        while pending:
+            name = pending.pop().removeprefix("#/$defs/")
+            if name not in self.definitions:
+                self.definitions[name] = definitions[name]
+                pending += references(definitions[name])
+
+    def as_schema(self) -> Any:
+        """Returns the document as one schema of draft 2020-12."""
+        if not self.definitions or isinstance(self.root, bool):
+            return self.root
+        return {**self.root, "$defs": self.definitions}
+
     def loops(self) -> frozenset[str]:
         """References to definitions that refer, by way of others or not, to themselves."""
         if self._loops is None:

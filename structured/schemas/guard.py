@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 from manta.structured.constraint import Unsupported
 from manta.structured.regexes.automata import TooLarge
+from manta.structured.schemas.any_order import NAMES, dependent_names, listed_names, needed_names, with_certain_branches
 from manta.structured.schemas.documents import GUARD, SCHEMA, SCHEMA_LIST, SCHEMA_MAP, Document
 from manta.structured.schemas.judge import json_key
 from manta.structured.schemas.logic import Logic, item_schemas, numbers_of, types_of
@@ -64,7 +65,11 @@ class Place:
         """Whether the grammar may allow anything within."""
         self.may_forbid_names = self.opens and any(map(_forbids_names, self.flat))
         """Whether a property may be wrong by its name alone."""
-        self.reaches = is_open or any(map(guard.reaches, self.flat))
+        self.reaches = is_open or guard.has_any_order or any(map(guard.reaches, self.flat))
+        self.has_any_order = any(NAMES in schema for schema in self.flat)
+        """Whether the grammar allows the properties in any order, and each several times."""
+        self._needed = needed_names(self.flat)
+        self._dependent = dependent_names(self.flat)
         self.types = possible_types(guard.logic, self.flat) if self.is_judged else types_of(self.flat)
         self.is_narrowed = self.types != types_of(self.flat)
         """Whether branches exclude a type that the grammar may allow."""
@@ -75,6 +80,9 @@ class Place:
         self.numbers = numbers_of(guard.logic, self.flat) if self.is_numeric else None
         """The range of numbers that may stand here; None if none may, or if the grammar has it."""
         self._guard = guard
+        self._of_type: dict[str, Place] = {}
+        self._listed: dict[str, bytes] | None = None
+        self._is_closed = False
         self._length = max((len(schema.get("prefixItems", ())) for schema in self.flat), default=0)
         self._items: dict[int, Place] = {}
         self._properties: dict[str, Place] = {}
@@ -94,6 +102,32 @@ class Place:
             if len(self._properties) < MAX_NAMES:
                 self._properties[name] = found
         return found
+
+    def of_type(self, kind: str) -> Place:
+        """The place of an object or array that stands here: those branches apply too that alone take one."""
+        if not self._guard.has_any_order:
+            return self
+        if kind not in self._of_type:
+            schemas = with_certain_branches(self._guard.logic, self.schemas, kind)
+            self._of_type[kind] = self._guard.place(schemas, self.is_open)
+        return self._of_type[kind]
+
+    def has_needed(self, names: frozenset[str]) -> bool:
+        """Whether an object with these properties has all that its grammar does not demand."""
+        return self._needed <= names and all(needed <= names for name, needed in self._dependent if name in names)
+
+    def names_after(self, names: frozenset[str]) -> dict[str, bytes] | None:
+        """The properties that may follow these in an object of any order, each with its text in JSON; None if they are
+        not listed.
+        """
+        if self._listed is None:
+            closed = self._guard.logic.possible_names(self.flat)
+            self._is_closed = closed is not None
+            listed = listed_names(self.flat) if closed is None else closed
+            self._listed = {name: json_text(name).encode() for name in listed}
+        if not self._is_closed and self.has_needed(names):
+            return None
+        return {name: text for name, text in self._listed.items() if name not in names}
 
     def domain(self) -> frozenset[bytes] | None:
         """The texts of all values, if they are few and each has one text, or is given one."""
@@ -144,12 +178,16 @@ class Frame(NamedTuple):
     """Items that are complete."""
     key: str
     """The property whose value comes next or is being written."""
+    names: frozenset[str]
+    """Properties so far, if they come in any order."""
     seen: frozenset[Any]
     """The items so far, if they must differ."""
     texts: frozenset[bytes]
     """Texts of the items, if their domain is known."""
     depth: int
     """Arrays and objects that are open, this one included."""
+    is_plain: bool
+    """Whether neither this nor an outer one is judged when it is complete, or holds items that must differ."""
 
 
 class State(NamedTuple):
@@ -174,6 +212,8 @@ class Guard:
         self.logic = Logic(document)
         self._reached: dict[int, bool] = {}
         self._places: dict[tuple[int, ...], Place] = {}
+        self.has_any_order = False
+        """Whether the properties of some objects come in any order."""
         self.left_out = self._keywords()
         """The keywords that the grammar leaves out somewhere."""
         self._root = self.place([document.root])
@@ -198,6 +238,7 @@ class Guard:
             if isinstance(schema, dict) and id(schema) not in seen:
                 seen.add(id(schema))
                 found |= set(schema.get(GUARD, ()))
+                self.has_any_order = self.has_any_order or NAMES in schema
                 pending += self._children(schema)
         return found
 
@@ -303,11 +344,16 @@ class Guard:
             depth = 1 if frame is None else frame.depth + 1
             if depth > MAX_DEPTH:
                 return None
-            opened = Frame(frame, self.place_of(state), byte == 0x5B, at, 0, "", frozenset(), frozenset(), depth)
-            return state._replace(frame=opened, mode=FIRST_ITEM if byte == 0x5B else FIRST_KEY)
+            is_array, nothing = byte == 0x5B, frozenset[Any]()
+            place = self.place_of(state).of_type("array" if is_array else "object")
+            is_plain = (frame is None or frame.is_plain) and not (place.is_judged or place.is_unique)
+            opened = Frame(frame, place, is_array, at, 0, "", nothing, nothing, nothing, depth, is_plain)
+            return state._replace(frame=opened, mode=FIRST_ITEM if is_array else FIRST_KEY)
         if byte in b"]}":
             assert frame is not None
             assert whole is not None
+            if not frame.place.has_needed(frame.names):
+                return None
             return self._complete(state._replace(frame=frame.parent), whole[frame.start : at + 1], frame.place)
         if byte == 0x22:
             is_key = state.mode in (FIRST_KEY, KEY)
@@ -316,7 +362,8 @@ class Guard:
             return state._replace(mode=VALUE)
         if byte == 0x2C:
             assert frame is not None
-            return state._replace(mode=VALUE if frame.is_array else KEY)
+            may_follow = frame.is_array or not frame.place.has_any_order or self._has_more(frame)
+            return state._replace(mode=VALUE if frame.is_array else KEY) if may_follow else None
         return state._replace(mode=SCALAR, start=at)
 
     def _string(self, state: State, text: bytes) -> State | None:
@@ -327,7 +374,17 @@ class Guard:
         place = state.frame.place
         if place.may_forbid_names and False in place.property(name).schemas:
             return None
-        return state._replace(frame=state.frame._replace(key=name), mode=COLON)
+        if not place.has_any_order:
+            return state._replace(frame=state.frame._replace(key=name), mode=COLON)
+        following = place.names_after(state.frame.names)
+        if name in state.frame.names if following is None else name not in following:
+            return None
+        return state._replace(frame=state.frame._replace(key=name, names=state.frame.names | {name}), mode=COLON)
+
+    def _has_more(self, frame: Frame, begun: bytes = b"") -> bool:
+        """Whether another property may follow, whose name in JSON begins so."""
+        following = frame.place.names_after(frame.names)
+        return following is None or any(text.startswith(begun) for text in following.values())
 
     def _may_begin(self, state: State, byte: int) -> bool:
         """Whether a value of the place may begin with this byte, where the grammar may allow values of other types."""
@@ -361,6 +418,8 @@ class Guard:
         values where the grammar allows any, or only values that the array does not hold yet.
         """
         frame = state.frame
+        if state.mode == KEY_STRING and frame is not None and frame.place.has_any_order:
+            return self._has_more(frame, (bytes(text) + data)[state.start :])
         if state.mode not in (STRING, SCALAR, VALUE):
             return True
         is_unique = frame is not None and frame.is_array and frame.place.is_unique
@@ -384,6 +443,23 @@ class Guard:
     def is_hot(self, state: State) -> bool:
         """Whether the value that is being written is judged when it is complete, or compared with others."""
         return self.place_of(state).is_judged or (state.frame is not None and state.frame.place.is_unique)
+
+    def names_begun(self, state: State, text: bytes) -> list[bytes] | None:
+        """What is left of the names that may be being written, each with its closing quote; None if it may be any."""
+        if state.mode != KEY_STRING or state.frame is None or not state.frame.place.has_any_order:
+            return None
+        following, begun = state.frame.place.names_after(state.frame.names), text[state.start :]
+        if following is None:
+            return None
+        return [name[len(begun) :] for name in following.values() if name.startswith(begun)]
+
+    def depends_on_place(self, state: State) -> bool:
+        """Whether it depends on the place alone which bytes may follow: in a string that may be any, and between the
+        properties of an object. In no open array or object a value is judged by its text.
+        """
+        if state.frame is None or not state.frame.is_plain or state.escaped:
+            return False
+        return state.mode in (AFTER, KEY, FIRST_KEY) or (state.mode == STRING and not self.is_hot(state))
 
     def reaches_from(self, state: State) -> bool:
         """Whether anything that a token could complete is under a mark."""

@@ -17,7 +17,6 @@ from manta.structured.schemas.documents import (
     SCHEMA_LIST,
     SCHEMA_MAP,
     Document,
-    read,
     references,
 )
 from manta.structured.schemas.formats import is_annotation
@@ -36,11 +35,10 @@ _LEFT_OUT = frozenset(
 _BESIDE_PATTERN = frozenset(["minLength", "maxLength", "format"])
 
 
-def loosened(schema: Any, joins: bool) -> tuple[Any, str]:
-    """The schema for the grammar, and what a `Guard` needs. If `joins` is False, no two schemas apply to one value in
-    the grammar except as branches. Raises `Unsupported` and `ConstraintError`.
+def loosened(document: Document, joins: bool) -> tuple[Any, str]:
+    """The schema for a document's grammar, and what a `Guard` needs. If `joins` is False, no two schemas apply to one
+    value in the grammar except as branches. Raises `Unsupported` and `ConstraintError`.
     """
-    document = read(schema)
     if document.foreign:
         names = ", ".join(sorted(document.foreign))
         raise Unsupported.at(names, cause=NO_KEYWORD, remedy="name a newer draft in $schema")
@@ -49,8 +47,7 @@ def loosened(schema: Any, joins: bool) -> tuple[Any, str]:
     if isinstance(root, bool):
         return root, encoded(document)
     definitions = {name: loosener.loose(value) for name, value in document.definitions.items()}
-    options = {"x-guidance": schema["x-guidance"]} if "x-guidance" in schema else {}
-    return {**root, **({"$defs": definitions} if definitions else {}), **options}, encoded(document)
+    return {**root, **({"$defs": definitions} if definitions else {})}, encoded(document)
 
 
 class _Loosener:

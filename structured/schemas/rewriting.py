@@ -23,7 +23,6 @@ from manta.structured.schemas.documents import (
     Document,
     draft_of,
     has_form,
-    read,
 )
 from manta.structured.schemas.formats import is_annotation
 from manta.structured.schemas.guard import encoded, finite_domain
@@ -84,14 +83,13 @@ def _is_served(name: str, value: Any) -> bool:
     return has_form(name, value) and (value < MAX_COUNT if name in COUNTS else is_kept(name, value))
 
 
-def rewritten(schema: Any, proves: bool = True) -> tuple[Any, str]:
-    """The schema for the grammar, and what a `Guard` needs to keep what the grammar leaves out; that is empty if
-    the rewrite is exact. If `proves` is False, the grammar is as small as can be and the guard does the most. Raises
+def rewritten(document: Document, proves: bool = True) -> tuple[Any, str]:
+    """The schema for a document's grammar, and what a `Guard` needs to keep what the grammar leaves out; that is empty
+    if the rewrite is exact. If `proves` is False, the grammar is as small as can be and the guard does the most. Raises
     `Unsupported` and `ConstraintError`.
     """
     try:
-        rewriter = _Rewriter(read(schema), proves)
-        return rewriter.run(schema), encoded(rewriter.document)
+        return _Rewriter(document, proves).run(), encoded(document)
     except RecursionError as error:
         place, cause = "the schema's branches and references", "they go too deep to tell apart"
         raise Unsupported.at(place, cause, "flatten them") from error
@@ -107,13 +105,12 @@ class _Rewriter:
         self._joint: dict[int, str] = {}
         """The names of definitions that were made of a reference and what stands beside it."""
 
-    def run(self, original: Any) -> Any:
+    def run(self) -> Any:
         root = self.rewrite(self.document.root)
         if isinstance(root, bool):
             return root
         done = {name: schema for name, schema in self._done.items() if schema is not False}
-        options = {"x-guidance": original["x-guidance"]} if "x-guidance" in original else {}
-        return {**root, **({"$defs": done} if done else {}), **options}
+        return {**root, **({"$defs": done} if done else {})}
 
     def rewrite(self, schema: Any) -> Any:
         if isinstance(schema, bool):

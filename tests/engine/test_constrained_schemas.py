@@ -33,7 +33,13 @@ CLOSING = '"}]0'
 """A text at random hardly ever ends; these are made likelier."""
 
 
-@pytest.fixture(scope="module", params=["plain", "drafting"])
+KINDS = pytest.mark.parametrize("llm", ["plain", "drafting"], indirect=True)
+MOSTLY_DRAFTING = pytest.mark.parametrize(
+    "llm", [pytest.param("plain", marks=pytest.mark.prove), "drafting"], indirect=True
+)
+
+
+@pytest.fixture(scope="module")
 def llm(request: pytest.FixtureRequest) -> LLM:
     if request.param == "plain":
         return make_llm()
@@ -79,18 +85,21 @@ def write_and_judge(llm: LLM, wanted: list[Any]) -> Counter[str]:
     return counts
 
 
+@MOSTLY_DRAFTING
 def test_hand_written_schemas(llm: LLM) -> None:
     counts = write_and_judge(llm, [case.schema for case in CASES])
     assert counts["refused"] <= 12
     assert counts["FINISHED_STOPPED"] > len(CASES)
 
 
+@KINDS
 def test_guarded_schemas(llm: LLM) -> None:
     counts = write_and_judge(llm, [schema for schema, _, _ in GUARDED])
     assert counts["refused"] == 0
     assert counts["FINISHED_STOPPED"] > len(GUARDED) / 2
 
 
+@KINDS
 def test_an_uncompletable_text_ends_like_a_long_one(llm: LLM) -> None:
     before = llm.engine.stats().num_dead_ends
     schema = {"type": "integer", "minimum": 10, "maximum": 99, "not": {"multipleOf": 1, "minimum": 20}}
@@ -106,6 +115,7 @@ def test_an_uncompletable_text_ends_like_a_long_one(llm: LLM) -> None:
     settled(llm)
 
 
+@MOSTLY_DRAFTING
 def test_generated_schemas(llm: LLM, record_property: Any) -> None:
     counts: Counter[str] = Counter()
 

@@ -14,22 +14,20 @@ import pytest
 from manta.workers.ranks import rank_worker
 from tests.engine import test_engine
 from tests.engine.numpy_worker import NumpyWorker
-from tests.engine.test_engine import GREEDY, POOL_BLOCKS, make_engine, make_prompts, run
+from tests.engine.test_engine import GREEDY, HISTORIES, make_engine, make_prompts, run
 from tests.engine_parts import worker_of
 from tests.specdecode import test_speculative
 
-ALL_AT_ONCE = {"num_blocks": POOL_BLOCKS, "max_num_batched_tokens": 11, "max_num_sequences": 5}
-"""Options under which prompts are cut and sequences preempted."""
 SEAM: dict[str, Callable[[], None]] = {
-    "prefixes and chunks": lambda: test_engine.test_greedy_tokens_equal_transformers("llama", {}),
-    "preemption": lambda: test_engine.test_greedy_tokens_equal_transformers("qwen3", ALL_AT_ONCE),
+    "prefixes and chunks": lambda: test_engine.test_greedy_tokens_equal_transformers("llama", "batched"),
+    "preemption": lambda: test_engine.test_greedy_tokens_equal_transformers("qwen3", "all at once"),
     "seeds": test_engine.test_seeded_tokens_do_not_depend_on_batch,
     "ends": test_engine.test_stop_tokens_eos_and_min_tokens_end_sequences,
     "errors of rows": test_engine.test_a_nan_row_ends_alone_without_its_blocks,
     "recovery": test_engine.test_a_failed_step_is_recomputed_once_then_unhealthy,
     "logprobs": test_engine.test_logprobs_equal_the_reference,
-    "drafts": lambda: test_speculative.test_speculation_keeps_seeded_outputs("ngram", ALL_AT_ONCE),
-    "a draft model": lambda: test_speculative.test_greedy_tokens_equal_transformers("llama", "qwen2", ALL_AT_ONCE),
+    "drafts": lambda: test_speculative.test_speculation_keeps_seeded_outputs("ngram", HISTORIES["all at once"]),
+    "a draft model": lambda: test_speculative.test_greedy_tokens_equal_transformers("llama by qwen2", "all at once"),
     "drafts of choices": test_speculative.test_choices_of_one_request_speculate_each_for_itself,
     "an end in a draft": test_speculative.test_stop_conditions_inside_a_draft_end_sequences,
     "a draft's blocks": test_speculative.test_the_draft_reads_only_blocks_it_wrote,

@@ -14,6 +14,7 @@ from manta.workers.checkpoints.model_folder import load_model_config
 from manta.workers.sampling_params import SamplingParams
 from tests.checkpoints import NATIVE_FAMILIES, VOCAB_SIZE, checkpoint, reference_greedy
 from tests.engine_parts import poison_block, worker_of
+from tests.pairs import in_turns
 
 LIMITS: dict[str, int] = {}
 """Options of every engine. A worker that compiles programs up to its limits has small ones here."""
@@ -60,19 +61,18 @@ def drain(engine: Engine) -> list[SequenceOutput]:
 GREEDY = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True)
 
 
-@pytest.mark.parametrize("family", NATIVE_FAMILIES)
-@pytest.mark.parametrize(
-    "options",
-    [
-        {},
-        {"max_num_batched_tokens": 7},
-        {"num_blocks": POOL_BLOCKS},
-        {"num_blocks": POOL_BLOCKS, "max_num_batched_tokens": 11, "max_num_sequences": 5},
-    ],
-    ids=["batched", "chunked", "preempted", "all-at-once"],
-)
-def test_greedy_tokens_equal_transformers(family: str, options: dict) -> None:
-    prompts = make_prompts()
+HISTORIES: dict[str, dict] = {
+    "chunked": {"max_num_batched_tokens": 7},
+    "batched": {},
+    "preempted": {"num_blocks": POOL_BLOCKS},
+    "all at once": {"num_blocks": POOL_BLOCKS, "max_num_batched_tokens": 11, "max_num_sequences": 5},
+}
+"""Options under which prompts are computed whole or cut, and sequences preempted."""
+
+
+@pytest.mark.parametrize(("family", "history"), in_turns(NATIVE_FAMILIES, list(HISTORIES)))
+def test_greedy_tokens_equal_transformers(family: str, history: str) -> None:
+    prompts, options = make_prompts(), HISTORIES[history]
     expected = [reference_greedy(checkpoint(family), prompt, NUM_TOKENS) for prompt in prompts]
     engine = make_engine(family, **options)
     assert run(engine, prompts, GREEDY) == expected

@@ -24,6 +24,8 @@ from tests.checkpoints import checkpoint, on_one_thread, reference_model
 from tests.engine.test_exact import SCHEDULES
 from tests.workers.cpu_forms import FORMS, TORCH, in_form
 
+pytestmark = pytest.mark.forms_in_turns
+
 NUM_TOKENS = 16
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {}),

@@ -19,7 +19,7 @@ from manta.workers.sampling_params import SamplingParams
 
 BLOCK_SIZE = 4
 NUM_BLOCKS = 6
-EXAMPLES = 2000 if os.environ.get("MANTA_PROVE") == "1" else 80
+EXAMPLES = 2000 if os.environ.get("MANTA_PROVE") == "1" else 40
 
 
 class PoolMachine(RuleBasedStateMachine):

@@ -8,10 +8,8 @@ from typing import Any
 import pytest
 
 from tests.checkpoints import reference_greedy, reference_logits
-from tests.engine.test_recurrent_engine import NGRAM, NUM_TOKENS, make_llm, prompts, run, states_come_first
+from tests.engine.test_recurrent_engine import NGRAM, NUM_TOKENS, make_llm, prompts, run
 from tests.workers.test_layer_kinds import folder_of
-
-__all__ = ["states_come_first"]  # a fixture of every test here
 
 CHEAP = ("qwen3_next", "falcon_h1", "jamba", "mamba2")
 """Families of every run: gated delta nets with experts, two mixers side by side, Mamba 1 and Mamba 2."""

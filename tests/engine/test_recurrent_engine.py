@@ -18,7 +18,6 @@ from manta.cluster.cli.check import run_check
 from manta.cluster.errors import RequestRefused
 from manta.cluster.llm import LLM, BeamSearchParams, SamplingParams
 from manta.structured.constraint import ConstraintSpec
-from manta.workers.checkpoints import memory
 from manta.workers.checkpoints.model_folder import load_model_config
 from manta.workers.kernels import build
 from manta.workers.kv_groups import most_states
@@ -62,19 +61,19 @@ def expected(kind: str) -> list[list[int]]:
     return outputs
 
 
-@pytest.fixture(autouse=True)
-def states_come_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A cache of any size then has the states of `max_num_sequences` sequences, and as many blocks as are left."""
-    monkeypatch.setattr(memory, "TYPICAL_SEQUENCE_TOKENS", 0)
-
-
 def make_llm(kind: str, num_sequences: int = 8, num_blocks: int = 64, **options: Any) -> LLM:
     """An engine whose cache holds the states of `num_sequences` sequences, and `num_blocks` blocks."""
     config = load_model_config(folder_of(kind))
     num_steps_ahead = int(options.get("overlap") == "on" and "speculative" not in options)
     num_slots = NUM_FIXED_STATES + num_sequences * most_states(num_steps_ahead, "speculative" in options)
     num_bytes = num_slots * config.state_bytes + num_blocks * BLOCK * config.kv_bytes_per_token("float32")
-    defaults = {"dtype": "float32", "num_threads": 1, "kv_cache_bytes": num_bytes, "max_num_sequences": num_sequences}
+    defaults = {
+        "dtype": "float32",
+        "num_threads": 1,
+        "kv_cache_bytes": num_bytes,
+        "max_num_sequences": num_sequences,
+        "typical_sequence_tokens": 1,  # states come first
+    }
     llm = LLM(str(folder_of(kind)), **(defaults | options))
     assert llm.engine.scheduler.max_num_sequences == num_sequences
     return llm
@@ -294,5 +293,6 @@ def test_a_check_says_what_states_take(kind: str, capsys: pytest.CaptureFixture[
     engine = {"model": str(folder_of(kind)), "device": "cpu", "dtype": "float32", "speculative": NGRAM}
     assert run_check(None, {"engine": engine}) == 0
     printed = capsys.readouterr().out
-    assert "states        0.0 MiB each, of which a decode takes two, 0.0 MiB with 8 drafts" in printed
-    assert "1,024 tokens" in printed
+    assert "KiB each, of which a decode takes two" in printed
+    assert "for 256 sequences at a time" in printed
+    assert ("recurrent states only" in printed) == (kind == PURE)

@@ -16,11 +16,11 @@ from manta.cluster.engine.sequence import Sequence
 from manta.cluster.errors import RequestRefused
 from manta.workers.sampling_params import SamplingParams, child_seed
 from manta.workers.step import NO_BLOCK
-from tests.engine.scheduler_harness import BLOCK_SIZE, Harness, continuation, name_of
+from tests.engine.scheduler_harness import BLOCK_SIZE, MAX_DRAFT_TOKENS, Harness, continuation, name_of
 
-WINDOWS: list[tuple[int | None, ...]] = [(None,), (None, 6), (5,), (None, None, 3, 9)]
+WINDOWS: list[tuple[int | None, ...]] = [(None,), (None, 6), (5,), (1,), (None, None, 3, 9)]
 """Windows of the groups of layers."""
-EXAMPLES = 20_000 if os.environ.get("MANTA_PROVE") == "1" else 200
+EXAMPLES = 20_000 if os.environ.get("MANTA_PROVE") == "1" else 100
 
 
 # Few distinct tokens, so that prompts share prefixes.
@@ -79,6 +79,7 @@ def test_every_request_gets_its_tokens_despite_the_others(
     """Also if each step is planned before it is known what the one before it drew: what ends has a row too many then,
     which nobody may read.
     """
+    num_states = num_states or (13 if windows == (1,) else 0)  # layers without keys have states
     harness = Harness(num_blocks * len(windows), budget, slots, caching, ahead, windows, lookahead, num_states)
     for request in first:
         harness.add(*request)
@@ -135,6 +136,43 @@ def test_drafts_change_the_steps_never_the_tokens(batch, budget) -> None:
     for sequence in harness.sequences:
         prompt = sequence.token_ids[: sequence.num_prompt_tokens]
         assert harness.gained[sequence.request_id] == continuation(prompt, sequence.params)
+
+
+@pytest.mark.parametrize("window", [1, 2])
+def test_blocks_that_drafts_fill_and_leave_behind_at_once_stay_cached(window: int) -> None:
+    harness = Harness(num_blocks=24, budget=40, slots=4, windows=(window,))
+    for prompt in ([1], [2]):  # the drafts of the second one are accepted
+        harness.add(prompt, SamplingParams(max_tokens=30, ignore_eos=True))
+    while harness.scheduler.has_unfinished:
+        harness.step(drafts=True)
+    hashes = harness.sequences[1].hash_blocks(7, BLOCK_SIZE)
+    assert all(harness.scheduler.blocks.find(each) is not None for each in hashes)
+
+
+def test_the_state_after_a_rejected_draft_is_no_snapshot() -> None:
+    """Prompts of all lengths, so that rejected drafts lie at block borders; then each goes on from its own output."""
+    harness = Harness(num_blocks=200, budget=40, slots=2, num_states=100)
+    params = SamplingParams(max_tokens=20, ignore_eos=True)
+    conversations = [[length] * length for length in range(1, 9)]
+    for _ in range(2):
+        for number, prompt in enumerate(conversations):
+            assert harness.add(prompt, params)
+            harness.drain(drafts=True)
+            conversations[number] = harness.sequences[-1].token_ids
+    assert harness.scheduler.prefix_cache_hits > 0
+
+
+@pytest.mark.parametrize("num_states", [10, 40], ids=["few slots", "a slot for each draft"])
+def test_only_accepted_drafts_are_computed_again(num_states: int) -> None:
+    """With few slots those of one step, and with a slot for each draft none."""
+    harness = Harness(num_blocks=60, budget=40, slots=1, num_states=num_states)
+    harness.add([1] * 6, SamplingParams(max_tokens=40, ignore_eos=True))
+    most = 0
+    while harness.scheduler.has_unfinished:
+        harness.step(drafts=True)
+        for sequence in harness.scheduler.running:
+            most = max(most, len(sequence.token_ids) - 1 - sequence.num_computed_tokens)
+    assert (0 < most <= MAX_DRAFT_TOKENS) if num_states == 10 else most == 0
 
 
 def test_with_one_group_the_ranks_are_sent_plain_lists_of_blocks() -> None:

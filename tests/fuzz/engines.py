@@ -93,6 +93,7 @@ def engine_options(settings: Settings) -> dict[str, Any]:
         "device": DEVICE,
         "kv_cache_bytes": kv_cache_bytes,
         "block_size": settings.block_size,
+        "typical_sequence_tokens": 1,  # states come first
         "max_model_len": settings.max_length,
         "max_num_batched_tokens": settings.max_num_batched_tokens,
         "max_num_sequences": settings.max_num_sequences,
@@ -348,7 +349,6 @@ def _surroundings(run: Run) -> Iterator[None]:
             patch.setattr(CpuPlatform, "runs_ahead", True)
         if run.case.settings.cheap_groups:
             patch.setattr("manta.workers.kernels.shared_prefixes.MEMBER_COST_KEYS", 16)
-        patch.setattr("manta.workers.checkpoints.memory.TYPICAL_SEQUENCE_TOKENS", 0)  # states come first
         yield
 
 

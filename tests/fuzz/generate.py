@@ -38,7 +38,12 @@ def generate(seed: int) -> Case:
 def generate_recurrent(seed: int) -> Case:
     """The same case on a model with recurrent states, beside attention in three of four cases, without actors."""
     case, family = generate(seed), "lfm2" if seed % 4 else "lfm2_convolutions"
-    settings = msgspec.structs.replace(case.settings, family=family, pool_form="threads")
+    settings = msgspec.structs.replace(
+        case.settings,
+        family=family,
+        pool_form="threads",
+        max_num_sequences=min(case.settings.max_num_sequences, case.settings.num_blocks),
+    )
     return msgspec.structs.replace(case, settings=settings)
 
 

@@ -35,6 +35,7 @@ from manta.cluster.cli.__main__ import main
 from manta.cluster.cli.commands import command_parser
 from manta.cluster.config import ServeConfig
 from manta.workers.checkpoints.model_folder import resolve_model_folder
+from tests.clients.__main__ import PROGRAMS
 from tests.fuzz.__main__ import main as fuzz
 from tests.house.pages import ROOT, blocks
 from tests.patience import PATIENCE_S
@@ -285,6 +286,19 @@ def fuzzes(command: str, manual: Manual) -> None:
         assert "seeds from 1" in manual.run(f"{line} --count 2")
 
 
+def installs_clients(command: str, manual: Manual) -> None:
+    """The page has a row for each package, with its version."""
+    folder = shlex.split(command)[-1]
+    for name, version in json.loads((ROOT / folder / "package.json").read_text())["dependencies"].items():
+        assert name == "zod" or f"{name} {version}" in (ROOT / "docs/clients.md").read_text(), name
+
+
+def asks_clients(command: str, manual: Manual) -> None:
+    """It knows their names."""
+    names = shlex.split(command.partition("-m tests.clients")[2])
+    assert set(names) <= set(PROGRAMS)
+
+
 def soaks(command: str, manual: Manual) -> None:
     """Its flags; `tests/house/test_soak.py` runs one in `make prove`."""
     words = shlex.split(manual.recipe(command)[-1].partition("-m benchmarks.soak")[2])
@@ -445,6 +459,8 @@ COMMANDS: dict[str, Callable[[str, Manual], None]] = {
     "make fuzz ARGS=--http": fuzzes,
     'make fuzz ARGS="--device tpu"': fuzzes,
     "make soak MINUTES=30": soaks,
+    "npm install --prefix tests/clients": installs_clients,
+    ".venv/bin/python -m tests.clients codex opencode": asks_clients,
     "make package": builds_a_package,
     "make package PYTHON=python3.13": builds_a_package,
     "make clean": cleans,

@@ -80,6 +80,7 @@ def test_lines_stand_under_the_header() -> None:
         assert title.index(name) + len(name) == line.index(text) + len(text)
 
 
+@pytest.mark.prove
 def test_the_interval_covers_the_median_in_95_percent() -> None:
     generator = random.Random(1)
     covered = 0

@@ -37,6 +37,7 @@ time.sleep(600)
 """
 
 
+@pytest.mark.prove
 def test_a_terminated_benchmark_ends_its_servers() -> None:
     """One that does nothing about it itself: its servers are sessions of their own, with processes that are too."""
     command = [sys.executable, "-c", BENCHMARK.format(server=SERVER)]
@@ -105,6 +106,7 @@ http.server.HTTPServer(("127.0.0.1", port), Handler).serve_forever()
 """
 
 
+@pytest.mark.prove
 def test_a_peers_server_and_its_processes_run_the_peers_code(tmp_path: pathlib.Path) -> None:
     package = tmp_path / "manta" / "cluster"
     package.mkdir(parents=True)
@@ -168,6 +170,7 @@ def peer_python(tmp_path: pathlib.Path) -> pathlib.Path:
     return tmp_path / "peer" / "bin" / "python"
 
 
+@pytest.mark.prove
 def test_a_peer_and_its_processes_do_not_search_this_checkout(
     peer_python: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

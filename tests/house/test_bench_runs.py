@@ -35,7 +35,12 @@ def small(monkeypatch: pytest.MonkeyPatch, module: Any, **values: Any) -> None:
 @pytest.mark.parametrize(
     ("name", "arguments", "words"),
     [
-        ("host", ["--parts", "step,admission", "--rows", "1", "--arrivals", "1", "--steps", "1"], "| arrivals |"),
+        pytest.param(
+            "host",
+            ["--parts", "step,admission", "--rows", "1", "--arrivals", "1", "--steps", "1"],
+            "| arrivals |",
+            marks=PROVE,
+        ),
         pytest.param("host", ["--parts", "loops", "--steps", "2"], "| two ranks | 256 |", marks=PROVE),
         pytest.param("kernel_times", ["--parts", "caches", "--seconds", "0.01"], "decode 32 x 4096", marks=PROVE),
         pytest.param(

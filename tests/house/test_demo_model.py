@@ -25,6 +25,7 @@ from benchmarks.demo_model.train import encode
 DEMO = pathlib.Path(__file__).resolve().parents[2] / "configs" / "demo"
 
 
+@pytest.mark.prove
 def test_the_data_is_a_function_of_the_seed() -> None:
     assert list(itertools.islice(samples(3), 50)) == list(itertools.islice(samples(3), 50))
     assert list(itertools.islice(samples(3), 50)) != list(itertools.islice(samples(4), 50))
@@ -99,6 +100,7 @@ def test_the_demo_model_keeps_its_score(llm) -> None:
     assert set(bounds) == set(TASKS)
 
 
+@pytest.mark.prove
 def test_a_newcomers_hello_gets_a_sensible_answer(llm) -> None:
     from manta.cluster.llm import SamplingParams
 

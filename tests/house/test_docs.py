@@ -170,6 +170,7 @@ def manual(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Manual]:
         each.stop()
 
 
+@pytest.mark.usefixtures("trials_here")
 @pytest.mark.parametrize("command", ALL_COMMANDS)
 def test_a_command_of_the_documents_runs(command: str, manual: Manual) -> None:
     run = asks_the_server if command.startswith("curl ") else COMMANDS.get(command)

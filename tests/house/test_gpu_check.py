@@ -35,6 +35,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.prove
 def test_it_needs_no_ray() -> None:
     done = subprocess.run([sys.executable, "-c", NO_RAY], capture_output=True, text=True, cwd=gpu_check.ROOT)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]

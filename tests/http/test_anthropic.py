@@ -26,6 +26,7 @@ SCHEMA = {
     "required": ["city", "days"],
     "additionalProperties": False,
 }
+PICTURE = {"type": "tool_result", "tool_use_id": "toolu_1", "content": [{"type": "image", "source": {}}]}
 TOOL: Any = {"name": "weather", "description": "The weather of a city.", "input_schema": SCHEMA}
 
 
@@ -73,6 +74,20 @@ def test_a_stream_carries_the_whole_answer() -> None:
     assert names[0] == "message_start"
     assert names[-1] == "message_stop"
     assert names.count("content_block_start") == names.count("content_block_stop") == 1
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_text_has_a_list_of_citations(stream: bool) -> None:
+    """Vercel's provider takes a list, or a block without any, and no null; Anthropic's schema requires the field."""
+    given: Any = {"model": shared_server().model, "messages": MESSAGES, "max_tokens": 2}
+    if stream:
+        events = client().messages.create(**given, stream=True)
+        (block,) = [event.content_block for event in events if event.type == "content_block_start"]
+    else:
+        (block,) = client().messages.create(**given).content
+    assert block.to_dict()["citations"] == []
+    conversation = [*MESSAGES, {"role": "assistant", "content": [block.to_dict()]}, *MESSAGES]
+    assert client().messages.create(**{**given, "messages": conversation}).content
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -157,8 +172,12 @@ def test_stop_sequences_are_named_and_schemas_hold() -> None:
         ({"stop_sequences": ["x" * 4000] * 20}, "stop_sequences has 80000 characters"),
         ({"messages": []}, "messages is empty"),
         ({"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]}, "messages[0].content[0]"),
+        ({"messages": [{"role": "user", "content": [PICTURE]}]}, "messages[0].content[0].content[0].type 'image'"),
         ({"tools": [{"type": "web_search_20250305", "name": "w"}], "tool_choice": {"type": "any"}}, "tool_choice"),
-        ({"tools": [{**TOOL, "input_schema": {"type": "object", "$ref": "#/nowhere"}}]}, "tools[0].input_schema"),
+        (
+            {"tools": [{**TOOL, "strict": True, "input_schema": {"type": "object", "$ref": "#/nowhere"}}]},
+            "tools[0].input_schema",
+        ),
         ({"mcp_servers": [{"url": "http://localhost"}]}, "mcp_servers is not supported"),
         ({"messages": [{**MESSAGES[0], "clear_at": "next_user_message"}]}, "messages[0].clear_at 'next_user_message'"),
         ({"messages": [{**MESSAGES[0], "output_config": {"effort": "low"}}]}, "messages[0].output_config is not"),

@@ -19,6 +19,7 @@ from instructor.core.exceptions import InstructorRetryException
 
 from tests.house.pages import ROOT
 from tests.local_server import ThreadedServer
+from tests.pairs import every
 
 KINDS = ("plain", "stream", "tools", "schema", "errors")
 PAGE = "docs/clients.md"
@@ -300,6 +301,79 @@ def openai_agents(server: ThreadedServer, kind: str) -> None:
         refused(lambda: agents.Runner.run_sync(agent(TOO_MANY), text), openai.BadRequestError)
 
 
+# ---- clients of Ollama's API, and others of OpenAI's -----------------------------------------------------------------
+
+
+def ollama_client(server: ThreadedServer, kind: str) -> None:
+    import ollama
+
+    asked = ollama.Client(host=server.url)
+    options = {"temperature": 0, "num_predict": 12}
+    given: Any = {"model": server.model, "messages": MESSAGES, "options": options}
+    if kind == "plain":
+        assert asked.chat(**given).message.content == expected(server)
+    elif kind == "stream":
+        assert "".join(part.message.content or "" for part in asked.chat(**given, stream=True)) == expected(server)
+    elif kind == "tools":
+        options["num_predict"] = 200
+        asking = [{"role": "user", "content": "Book a trip to Rome for 2 days."}]
+        called = asked.chat(**{**given, "messages": asking}, tools=[TOOL]).message
+        for call in called.tool_calls or []:
+            assert Trip.model_validate(call.function.arguments)
+        result = {"role": "tool", "tool_name": "book", "content": "booked"}
+        assert asked.chat(**{**given, "messages": [*asking, called, result]}).message.role == "assistant"
+    elif kind == "schema":
+        options["num_predict"] = 200
+        assert Trip.model_validate_json(asked.chat(**given, format=Trip.model_json_schema()).message.content or "")
+    else:
+        options["num_predict"] = TOO_MANY
+        refused(lambda: asked.chat(**given), ollama.ResponseError)
+
+
+def langchain_ollama(server: ThreadedServer, kind: str) -> None:
+    import ollama
+    from langchain_ollama import ChatOllama
+
+    def model(num_predict: int) -> Any:
+        return ChatOllama(model=server.model, base_url=server.url, temperature=0, num_predict=num_predict)
+
+    text = MESSAGES[0]["content"]
+    if kind == "plain":
+        assert model(12).invoke(text).content == expected(server)
+    elif kind == "stream":
+        assert "".join(each.content for each in model(12).stream(text)) == expected(server)
+    elif kind == "tools":
+        for call in model(200).bind_tools([book]).invoke("Book a trip to Rome for 2 days.").tool_calls:
+            assert Trip.model_validate(call["args"])
+    elif kind == "schema":
+        assert isinstance(model(200).with_structured_output(Trip, method="json_schema").invoke(text), Trip)
+    else:
+        refused(lambda: model(TOO_MANY).invoke(text), ollama.ResponseError)
+
+
+def huggingface_client(server: ThreadedServer, kind: str) -> None:
+    import huggingface_hub
+
+    asked = huggingface_hub.InferenceClient(base_url=server.url, api_key="none").chat_completion
+    given: Any = {"model": server.model, "messages": MESSAGES, "temperature": 0, "max_tokens": 12}
+    if kind == "plain":
+        assert asked(**given).choices[0].message.content == expected(server)
+    elif kind == "stream":
+        deltas = [each.choices[0].delta.content or "" for each in asked(**given, stream=True)]
+        assert "".join(deltas) == expected(server)
+    elif kind == "tools":
+        given["max_tokens"] = 200
+        calls = asked(**given, tools=[TOOL], tool_choice="required").choices[0].message.tool_calls
+        assert Trip.model_validate_json(calls[0].function.arguments)
+    elif kind == "schema":
+        given["max_tokens"] = 200
+        content = asked(**given, response_format=FORMAT).choices[0].message.content
+        assert Trip.model_validate_json(content)
+    else:
+        given["max_tokens"] = TOO_MANY
+        refused(lambda: asked(**given), huggingface_hub.errors.BadRequestError)
+
+
 CLIENTS: dict[str, Callable[[ThreadedServer, str], None]] = {
     "openai: chat": chat,
     "openai: completions": completions,
@@ -310,6 +384,9 @@ CLIENTS: dict[str, Callable[[ThreadedServer, str], None]] = {
     "pydantic-ai": pydantic_ai_agent,
     "instructor": instructor_client,
     "openai-agents": openai_agents,
+    "ollama": ollama_client,
+    "langchain-ollama": langchain_ollama,
+    "huggingface_hub": huggingface_client,
 }
 NO_CELL = {
     ("openai: completions", "tools"): "OpenAI's API has none",
@@ -324,9 +401,27 @@ CELLS_ELSEWHERE = {
 CELLS = [(client, kind) for client in CLIENTS for kind in KINDS if (client, kind) not in NO_CELL]
 
 
-@pytest.mark.parametrize(("client", "kind"), CELLS)
-def test_a_client_gets_what_it_asks_for(server: ThreadedServer, client: str, kind: str) -> None:
+@pytest.mark.parametrize("cell", every(CELLS, 2), ids=": ".join)
+def test_a_client_gets_what_it_asks_for(server: ThreadedServer, cell: tuple[str, str]) -> None:
+    client, kind = cell
     CLIENTS[client](server, kind)
+
+
+@pytest.mark.parametrize("max_tokens", [6, 16, 22, 40])
+def test_a_loop_goes_on_behind_calls_that_were_cut(server: ThreadedServer, max_tokens: int) -> None:
+    """litellm's message objects come back as they are, whatever `max_tokens` left of their calls."""
+    import litellm
+
+    given: Any = {"model": f"hosted_vllm/{server.model}", "api_base": f"{server.url}/v1", "api_key": "none"}
+    given |= {"tools": [TOOL], "tool_choice": "required", "num_retries": 0, "temperature": 0}
+    messages = list(MESSAGES)
+    for _ in range(3):
+        message = litellm.completion(messages=messages, max_tokens=max_tokens, **given).choices[0].message
+        messages.append(message)
+        for call in message.tool_calls or []:
+            messages.append({"role": "tool", "tool_call_id": call.id, "content": "booked"})
+        messages += MESSAGES
+    assert len(messages) >= 7
 
 
 def test_the_page_shows_these_cells() -> None:

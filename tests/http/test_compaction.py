@@ -67,7 +67,7 @@ def test_a_short_conversation_is_kept_whole() -> None:
         ({}, "input", "empty"),
         ({"input": []}, "input", "previous_response_id"),
         ({"previous_response_id": "resp_1"}, "previous_response_id", "batch_storage"),
-        ({"input": [{"type": "item_reference", "id": "a"}]}, "input[0].type", "item_reference"),
+        ({"input": [{"type": "item_reference", "id": "a"}]}, "input[0].id", "'a' is none of"),
         ({"input": [TURNS[3]]}, "input[0].call_id", "none of the function calls before it"),
         ({"input": TURNS, "max_output_tokens": 3}, "max_output_tokens", "unknown"),
         ({"input": [TURNS[1], {"role": "assistant", "content": "a b " * 4000}]}, "input", "compact earlier"),

@@ -309,9 +309,10 @@ def outcome(name: str, value: Any, answer: httpx.Response) -> str:
 
 def test_a_missing_model_is_the_only_one(asked: Asked) -> None:
     for path in ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages"):
-        answer = asked.post(path, {**BODIES[path], "model": ""})
-        assert answer.status_code == 200, answer.text
-        assert answer.json()["model"] == "demo"
+        for name in ("", None):
+            answer = asked.post(path, {**BODIES[path], "model": name})
+            assert answer.status_code == 200, answer.text
+            assert answer.json()["model"] == "demo"
         assert asked.post(path, {**BODIES[path], "model": "another"}).status_code == 404
 
 
@@ -324,7 +325,7 @@ def test_a_model_has_other_names() -> None:
     assert any_model.post("/v1/chat/completions", {"messages": HELLO, "model": "c"}).status_code == 200
 
 
-@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions", "/v1/responses"])
 def test_paths_are_found_without_their_version(asked: Asked, path: str) -> None:
     short = asked.post(path.removeprefix("/v1"), BODIES[path])
     assert (short.status_code, short.json().keys()) == (200, asked.post(path, BODIES[path]).json().keys())
@@ -339,9 +340,11 @@ CONSTRAINTS: list[tuple[dict[str, Any], str, Any]] = [
     ({"grammar": 'root ::= "a"'}, "ebnf", 'root ::= "a"'),
     ({"json_schema": SCHEMA}, "json_schema", SCHEMA),
     ({"response_format": {"type": "json_object", "schema": SCHEMA}}, "json_schema", SCHEMA),
+    ({"response_format": {"type": "json_object", "value": SCHEMA}}, "json_schema", SCHEMA),
     ({"response_format": {"type": "json", "value": SCHEMA}}, "json_schema", SCHEMA),
     ({"response_format": {"type": "regex", "value": "a+"}}, "regex", "a+"),
     ({"response_format": {"type": "json_schema", "value": {"name": "a", "schema": SCHEMA}}}, "json_schema", SCHEMA),
+    ({"response_format": {"type": "json_schema", "json_schema": {"schema": SCHEMA}}}, "json_schema", SCHEMA),
 ]
 
 

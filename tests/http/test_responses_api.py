@@ -180,7 +180,7 @@ def test_a_format_of_the_clients_types_holds() -> None:
         ({"conversation": "conv_1"}, "conversation", "previous_response_id"),
         ({"truncation": "some"}, "truncation", "auto"),
         ({"tools": [{"type": "web_search"}], "tool_choice": "required"}, "tool_choice", "tools"),
-        ({"input": [{"type": "item_reference", "id": "a"}]}, "input[0].type", "item_reference"),
+        ({"input": [{"type": "item_reference", "id": "a"}]}, "input[0].id", "'a' is none of"),
         ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content[0].type", "send text"),
         ({"input": [{"role": "king", "content": "a"}]}, "input", "'king'"),
         ({"input": []}, "input", "empty"),

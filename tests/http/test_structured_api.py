@@ -64,6 +64,14 @@ def chat_constraint(**fields: Any) -> ConstraintSpec | None:
         ({"structured_outputs": {"json": {"a": 1}}}, ConstraintSpec(kind="json_schema", text='{"a":1}')),
         ({"structured_outputs": {"json": '{"a": 1}'}}, ConstraintSpec(kind="json_schema", text='{"a": 1}')),
         ({"structured_outputs": {"json": False}}, ConstraintSpec(kind="json_schema", text="false")),
+        (
+            {"additional_properties": "as_schema", "property_order": "any", "structured_outputs": {"json": {"a": 1}}},
+            ConstraintSpec(kind="json_schema", text='{"a":1}', additional_properties="as_schema", property_order="any"),
+        ),
+        (
+            {"structured_outputs": {"json": {"a": 1}, "disable_additional_properties": True}},
+            ConstraintSpec(kind="json_schema", text='{"a":1}', additional_properties="closed"),
+        ),
         ({"structured_outputs": {"regex": "a+"}}, ConstraintSpec(kind="regex", text="a+")),
         ({"structured_outputs": {"choice": ["ü", "b"]}}, ConstraintSpec(kind="choice", text='["ü","b"]')),
         ({"structured_outputs": {"grammar": 'start: "a"'}}, ConstraintSpec(kind="lark", text='start: "a"')),
@@ -93,6 +101,8 @@ def test_fields_become_one_constraint(fields: dict[str, Any], spec: ConstraintSp
     [
         ({"response_format": {"type": "xml"}}, "response_format.type"),
         ({"response_format": {}}, "response_format.type"),
+        ({"additional_properties": "open"}, "additional_properties"),
+        ({"property_order": "schema first"}, "property_order"),
         ({"response_format": {"type": "json_schema"}}, "response_format.json_schema"),
         ({"response_format": {"type": "json_object", "x": 1}}, "response_format.x"),
         ({"response_format": json_schema([])}, "response_format.json_schema.schema"),
@@ -149,6 +159,26 @@ def common(server: Client, seed: int = 1, **more: Any) -> dict[str, Any]:
     return {"model": server.model, "messages": MESSAGES, "seed": seed, **more}
 
 
+def test_a_model_invents_no_properties(client: openai.OpenAI, server: Server) -> None:
+    schema = {"type": "object", "properties": {"city": {"enum": ["Rome", "Oslo"]}, "days": {"enum": [1, 2]}}}
+    names: dict[str, set[str]] = {}
+    for reading in ("closed", "as_schema"):
+        for seed in range(4):
+            reply = client.chat.completions.create(
+                **common(server, seed),
+                temperature=1.5,
+                max_tokens=60,
+                response_format={"type": "json_schema", "json_schema": {"name": "trip", "schema": schema}},
+                extra_body={} if reading == "closed" else {"additional_properties": reading, "property_order": "any"},
+            )
+            text = reply.choices[0].message.content or ""
+            names.setdefault(reading, set()).update(re.findall(r'"([^"]*)"\s*:', text))
+            if reading == "closed":
+                assert jsonschema.Draft202012Validator(schema).is_valid(json.loads(text))
+    assert names["closed"] <= set(schema["properties"])
+    assert names["as_schema"] - set(schema["properties"])
+
+
 def test_the_clients_parse_gives_pydantic_models(client: openai.OpenAI, server: Server) -> None:
     for seed in range(3):
         reply = client.chat.completions.parse(**common(server, seed), response_format=Trip)
@@ -184,6 +214,7 @@ def test_every_kind_of_constraint_holds(client: openai.OpenAI, server: Server) -
         assert isinstance(json.loads(reply.choices[0].message.content), dict)
 
 
+STRICT = {"parameters": {"properties": {"a": UNNAMED}}, "strict": True}
 REFUSALS = [
     ({"response_format": json_schema({"type": "strnig"})}, "response_format.json_schema.schema", "strnig"),
     ({"response_format": json_schema(UNNAMED)}, "response_format.json_schema.schema", "$dynamicRef"),
@@ -194,7 +225,7 @@ REFUSALS = [
     ({"structured_outputs": {"grammar": "start: b"}}, "structured_outputs.grammar", "b"),
     ({"structured_outputs": {"regex": "a", "backend": "nobody"}}, "structured_outputs.regex", "nobody"),
     (
-        {"tools": [{"type": "function", "function": {"name": "f", "parameters": {"properties": {"a": UNNAMED}}}}]},
+        {"tools": [{"type": "function", "function": {"name": "f", **STRICT}}]},
         "tools[0].function.parameters",
         "$dynamicRef",
     ),
@@ -202,7 +233,7 @@ REFUSALS = [
         {
             "tools": [
                 {"type": "function", "function": {"name": "f"}},
-                {"type": "function", "function": {"name": "g", "parameters": {"properties": {"a": UNNAMED}}}},
+                {"type": "function", "function": {"name": "g", **STRICT}},
             ]
         },
         "tools[1].function.parameters",

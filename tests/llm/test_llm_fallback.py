@@ -13,6 +13,7 @@ import pytest
 from manta.cluster.llm import LLM, SamplingParams
 from manta.workers.checkpoints.model_folder import load_model_config
 from tests.checkpoints import VOCAB_SIZE, checkpoint, reference_greedy
+from tests.pairs import every
 
 OWN_ATTENTION = ("falcon", "bloom", "mpt", "gpt_neo", "xglm")
 """Families with attention code of their own, which is replaced."""
@@ -35,8 +36,9 @@ FAMILIES: list[tuple[str, dict[str, Any]]] = [
 ]
 
 
-@pytest.mark.parametrize(("family", "options"), FAMILIES)
-def test_greedy_tokens_through_transformers_are_its_own(family: str, options: dict[str, Any]) -> None:
+@pytest.mark.parametrize("case", every(FAMILIES, 2), ids=str)
+def test_greedy_tokens_through_transformers_are_its_own(case: tuple[str, dict[str, Any]]) -> None:
+    family, options = case
     folder = checkpoint(family, **options)
     llm = LLM(str(folder), dtype="float32", kv_cache_bytes=2**23, num_threads=1)
     prompts = [list(range(5, 42)), [7, 9, 300]]

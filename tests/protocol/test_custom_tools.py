@@ -195,7 +195,13 @@ def test_an_expression_takes_the_same_texts_between_the_quotes_of_json(pattern: 
         "start: /a)/",
         'start: "ab".."c"',
         "start: " + '"a" ' * 60_000,
+        "start: /" + "." * 60_000 + "/",
+        "start: " + "/./ " * 10_000,
+        "start: A\nA: " + "~(" * 20_000 + '"a"' + ")" * 20_000,
+        "start: /" + "a" * 70_000 + "/",
+        "start: A\nA: " + "~" * 60_000,
     ],
+    ids=lambda grammar: grammar[:30],
 )
 def test_a_grammar_with_a_mistake_is_refused(grammar: str) -> None:
     with pytest.raises(ConstraintError):

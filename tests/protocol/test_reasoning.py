@@ -18,6 +18,7 @@ from manta.cluster.protocol.foreign_fields import collect_ignored
 from manta.cluster.protocol.requests import ChatCompletionRequest
 from manta.cluster.text.chat_template import ChatTemplates
 from manta.cluster.text.tokenizer import Tokenizer
+from manta.structured.constraint import JsonObjects
 from manta.workers.checkpoints.model_folder import resolve_model_folder
 
 THINK, MISTRAL, HARMONY = FORMATS
@@ -89,7 +90,7 @@ def tokenizer() -> Tokenizer:
 def plan(tokenizer: Tokenizer, prompt: str, **fields: Any) -> ChatPlan:
     message = {"role": "user", "content": "x"}
     request = decode(ChatCompletionRequest, json.dumps({"model": "m", "messages": [message], **fields}).encode())
-    return plan_chat(request, request.sampling_params(), tokenizer, prompt)
+    return plan_chat(request, request.sampling_params(), tokenizer, prompt, JsonObjects())
 
 
 def answer(tokenizer: Tokenizer, made: ChatPlan, text: str) -> tuple[str | None, Any]:

@@ -27,7 +27,7 @@ from manta.cluster.protocol.requests import ChatCompletionRequest
 from manta.cluster.text.chat_template import ChatTemplates
 from manta.cluster.text.tokenizer import Tokenizer
 from manta.structured.backends.choose import Backends
-from manta.structured.constraint import ConstraintSpec
+from manta.structured.constraint import ConstraintSpec, JsonObjects
 from manta.structured.masks import row_words
 from manta.structured.vocabulary import Vocabulary
 from tests.conftest import PROVE
@@ -63,7 +63,7 @@ class World:
         self.tokenizer.chat_templates = ChatTemplates({"default": template_of(form)})
         body = {"model": "m", "messages": [{"role": "user", "content": "x"}], "tools": TOOLS, **fields}
         request = decode(ChatCompletionRequest, json.dumps(body).encode())
-        return plan_chat(request, request.sampling_params(), self.tokenizer, "<|im_start|>assistant\n")
+        return plan_chat(request, request.sampling_params(), self.tokenizer, "<|im_start|>assistant\n", JsonObjects())
 
     def grammar(self, constraint: ConstraintSpec) -> Any:
         resolved = self.backends.resolve(constraint)

@@ -33,7 +33,7 @@ from manta.cluster.protocol.responses import usage_info
 from manta.cluster.protocol.tools import Function, Tool, arguments_schema, template_tools
 from manta.cluster.text.chat_template import ChatTemplates
 from manta.cluster.text.tokenizer import Tokenizer
-from manta.structured.constraint import ConstraintSpec
+from manta.structured.constraint import ConstraintSpec, JsonObjects
 from manta.workers.checkpoints.model_folder import resolve_model_folder
 from tests.checkpoints import checkpoint
 
@@ -336,7 +336,7 @@ def tokenizer() -> Tokenizer:
 
 def plan(tokenizer: Tokenizer, **fields: Any) -> Any:
     request = body(**fields)
-    return plan_chat(request, request.sampling_params(), tokenizer, "<|im_start|>assistant\n")
+    return plan_chat(request, request.sampling_params(), tokenizer, "<|im_start|>assistant\n", JsonObjects())
 
 
 def test_the_choice_decides_the_constraint(tokenizer: Tokenizer) -> None:
@@ -352,12 +352,14 @@ def test_the_choice_decides_the_constraint(tokenizer: Tokenizer) -> None:
     ]:
         spec = plan(tokenizer, tools=tools_field(), tool_choice=choice).params.constraint
         assert isinstance(spec, ConstraintSpec)
-        assert (spec.kind, spec.loose) == ("lark", False)
+        assert (spec.kind, spec.loose) == ("lark", True)
         assert starts in spec.text
         assert spec.text.count("%json") == calls
     assert plan(tokenizer, tools=tools_field(), tool_choice="none").params.constraint is None
     assert plan(tokenizer, tools=tools_field(), tool_choice="none").tool_format is None
-    assert plan(tokenizer, tools=tools_field(Tool(Function("f", strict=False)))).params.constraint.loose
+    for strict in (None, False, True):
+        loose = plan(tokenizer, tools=tools_field(Tool(Function("f", strict=strict)))).params.constraint.loose
+        assert loose == (not strict)
 
 
 def test_the_prompt_shows_tools_beside_the_choice() -> None:

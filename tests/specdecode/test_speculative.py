@@ -16,8 +16,9 @@ from manta.workers.models.model_config import ModelError
 from manta.workers.sampling_params import SamplingParams
 from manta.workers.step import StepInput, StepOutput
 from tests.checkpoints import VOCAB_SIZE, checkpoint, reference_greedy
-from tests.engine.test_engine import POOL_BLOCKS, drain, make_engine, run
+from tests.engine.test_engine import HISTORIES, POOL_BLOCKS, drain, make_engine, run
 from tests.engine_parts import speculative_worker_of
+from tests.pairs import in_turns
 
 NUM_TOKENS = 40
 NGRAM = SpeculativeConfig(proposers=("ngram",), ngram_min=1, adaptive=False)
@@ -109,21 +110,19 @@ def test_the_incremental_index_equals_a_search() -> None:
         assert index.propose(2) == expected
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {},
-        {"max_num_batched_tokens": 7},
-        {"num_blocks": POOL_BLOCKS},
-        {"num_blocks": POOL_BLOCKS, "max_num_batched_tokens": 11, "max_num_sequences": 5},
-    ],
-    ids=["batched", "chunked", "preempted", "all-at-once"],
-)
-@pytest.mark.parametrize(
-    ("family", "draft"),
-    [("llama", None), ("mistral", None), ("qwen3", "qwen3"), ("llama", "llama"), ("llama", "qwen2")],
-)
-def test_greedy_tokens_equal_transformers(family: str, draft: str | None, options: dict) -> None:
+DRAFTED: dict[str, tuple[str, str | None]] = {
+    "llama": ("llama", None),
+    "mistral": ("mistral", None),
+    "qwen3 by qwen3": ("qwen3", "qwen3"),
+    "llama by llama": ("llama", "llama"),
+    "llama by qwen2": ("llama", "qwen2"),
+}
+"""A family, and that of its draft model; None for n-grams."""
+
+
+@pytest.mark.parametrize(("drafted", "history"), in_turns(DRAFTED, list(HISTORIES)))
+def test_greedy_tokens_equal_transformers(drafted: str, history: str) -> None:
+    (family, draft), options = DRAFTED[drafted], HISTORIES[history]
     prompts = make_prompts()
     expected = [reference_greedy(checkpoint(family), prompt, NUM_TOKENS) for prompt in prompts]
     engine = make_speculative(family, drafting(draft) if draft else NGRAM, **options)
@@ -221,8 +220,12 @@ def sampled(engine: Engine, prompts: list[list[int]]) -> list[tuple]:
     return results
 
 
-@pytest.mark.parametrize("options", [{}, {"num_blocks": POOL_BLOCKS, "max_num_batched_tokens": 11}])
-@pytest.mark.parametrize("proposer", ["ngram", "oracle", "draft", "far draft"])
+@pytest.mark.parametrize(
+    ("proposer", "options"),
+    in_turns(
+        ["ngram", "oracle", "draft", "far draft"], [{}, {"num_blocks": POOL_BLOCKS, "max_num_batched_tokens": 11}]
+    ),
+)
 def test_speculation_keeps_seeded_outputs(proposer: str, options: dict) -> None:
     prompts = make_prompts()
     expected = sampled(make_engine("llama"), prompts)

@@ -21,7 +21,7 @@ import pytest
 
 from manta.structured.compiling.compile_process import Setup, forks_well
 from manta.structured.compiling.compiler import Compiler, CompilerBounds, CompilerFailed
-from manta.structured.constraint import ConstraintError, ConstraintLimits, ConstraintSpec, Kind
+from manta.structured.constraint import ConstraintError, ConstraintLimits, ConstraintSpec, JsonObjects, Kind
 from manta.structured.fair_queue import FairQueue
 from manta.structured.frames import frame, read_frame
 from manta.structured.refusals import QueueFull
@@ -73,7 +73,7 @@ def test_a_process_whose_parent_ends_prints_nothing(demo_vocabulary: Vocabulary,
     command = [sys.executable, "-m", "manta.structured.compiling.compile_process"]
     with theirs, ours, subprocess.Popen(command, stdin=theirs.fileno(), stderr=subprocess.PIPE) as process:
         theirs.close()
-        ours.sendall(frame(msgspec.msgpack.encode(Setup(demo_vocabulary, ConstraintLimits(), forks))))
+        ours.sendall(frame(msgspec.msgpack.encode(Setup(demo_vocabulary, ConstraintLimits(), JsonObjects(), forks))))
         ours.close()
         assert process.stderr is not None
         assert (process.stderr.read(), process.wait(PATIENCE_S)) == (b"", 0)

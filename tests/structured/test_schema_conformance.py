@@ -57,6 +57,7 @@ def validator(schema: Any) -> jsonschema.Draft202012Validator:
 
 
 def grammar_of(schema: Any, backend: str = "auto", **options: Any) -> Grammar:
+    options = {"additional_properties": "as_schema", **options}
     spec = ConstraintSpec(kind="json_schema", text=json.dumps(schema), backend=backend, **options)
     resolved = backends().resolve(spec)
     return make_backend_once(resolved.spec.backend).load(resolved.spec, resolved.compiled)

@@ -17,6 +17,7 @@ from manta.structured.backends.guarded import GuardedSession
 from manta.structured.backends.llguidance import LLGuidanceBackend
 from manta.structured.constraint import ConstraintSpec
 from manta.structured.masks import row_words
+from manta.structured.schemas.documents import read
 from manta.structured.schemas.rewriting import rewritten
 from tests.structured.grammar_walk import allowed_tokens, walk
 from tests.structured.session_checks import check_mask_byte_by_byte, check_state_is_that_of_its_tokens
@@ -204,7 +205,7 @@ def test_values_that_no_mark_reaches_are_not_judged() -> None:
     schema = {"type": "object", "properties": {"a": {"type": "string"}, "b": {"type": "array", "uniqueItems": True}}}
     session = grammar(schema).session()
     assert isinstance(session, GuardedSession)
-    assert rewritten({"type": "object", "properties": {"a": {"uniqueItems": False}}})[1] == ""
+    assert rewritten(read({"type": "object", "properties": {"a": {"uniqueItems": False}}}))[1] == ""
 
 
 # ---- types that no completion saves ----------------------------------------------------------------------------------

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from manta.structured.constraint import ConstraintError, Unsupported
 from manta.structured.schemas import patterns
+from manta.structured.schemas.documents import read
 from manta.structured.schemas.rewriting import needs_rewriting, rewritten
 from tests.conftest import PROVE
 from tests.structured.ecma_patterns import finds, reading_ecma
@@ -40,7 +41,7 @@ def verdicts(schema: Any, draft: Any = jsonschema.Draft202012Validator) -> list[
 
 
 def assert_equivalent(schema: Any, draft: Any = jsonschema.Draft202012Validator) -> None:
-    result, guard = rewritten(schema)
+    result, guard = rewritten(read(schema))
     assert not guard
     expected, found = verdicts(schema, draft), verdicts(result)
     wrong = [value for value, one, other in zip(INSTANCES, expected, found, strict=True) if one != other]
@@ -160,14 +161,14 @@ def test_what_a_draft_said_in_its_own_way() -> None:
 
 def test_an_unknown_keyword_is_not_negated() -> None:
     with pytest.raises(Unsupported, match="const: the draft that"):
-        rewritten({"$schema": "http://json-schema.org/draft-04/schema#", "not": {"const": 1}})
+        rewritten(read({"$schema": "http://json-schema.org/draft-04/schema#", "not": {"const": 1}}))
 
 
 def test_an_unknown_keyword_implies_nothing() -> None:
     branches = [{"properties": {"a": {"const": value}}, "required": ["a"]} for value in (1, 2)]
-    rewritten({"oneOf": branches})
+    rewritten(read({"oneOf": branches}))
     with pytest.raises(Unsupported, match="const: the draft that"):
-        rewritten({"$schema": "http://json-schema.org/draft-04/schema#", "oneOf": branches})
+        rewritten(read({"$schema": "http://json-schema.org/draft-04/schema#", "oneOf": branches}))
 
 
 @pytest.mark.parametrize(
@@ -181,17 +182,17 @@ def test_an_unknown_keyword_implies_nothing() -> None:
 )
 def test_a_refusal_names_the_keyword_and_its_place(schema: Any, said: str) -> None:
     with pytest.raises(ConstraintError, match=said):
-        rewritten(schema)
+        rewritten(read(schema))
 
 
 def test_properties_keep_their_order() -> None:
     schema = {"type": "object", "properties": {"z": {}, "a": {}, "m": {}}, "not": {"required": ["a", "z"]}}
-    assert list(rewritten(schema)[0]["allOf"][0]["properties"]) == ["z", "a", "m"]
+    assert list(rewritten(read(schema))[0]["allOf"][0]["properties"]) == ["z", "a", "m"]
 
 
 def test_oversized_rewrites_are_left_to_the_guard() -> None:
     names = [f"p{index}" for index in range(40)]
-    _, guard = rewritten({"type": "object", "dependentRequired": {name: [f"{name}x"] for name in names}})
+    _, guard = rewritten(read({"type": "object", "dependentRequired": {name: [f"{name}x"] for name in names}}))
     assert guard
 
 
@@ -265,7 +266,7 @@ COUNTS = {"rewritten": 0, "refused": 0}
 def check_generated(schema: Any) -> None:
     for proves in (False, True):  # the second is the one that counts
         try:
-            wider, guard = rewritten(schema, proves)
+            wider, guard = rewritten(read(schema), proves)
         except Unsupported:
             guard = "refused"
             continue

@@ -97,15 +97,8 @@ SIGMOID: dict[str, Any] = {
     "topk_method": ("noaux_tc", (*CHOICE, "greedy")),
     "rope_interleave": (True, FLAG),
 }
-NULL_MEANS_NONE = {
-    "sliding_window",
-    "attn_logit_softcapping",
-    "final_logit_softcapping",
-    "q_lora_rank",
-    "attention_chunk_size",
-    "scale_depth",
-    "dim_model_base",
-}
+NULL_MEANS_NONE = {"sliding_window", "attn_logit_softcapping", "final_logit_softcapping", "q_lora_rank"}
+NULL_MEANS_NONE |= {"attention_chunk_size", "scale_depth", "dim_model_base"}
 OWN: dict[str, dict[str, Any]] = {
     "LlamaForCausalLM": {"attention_bias": (True, FLAG), "mlp_bias": (True, FLAG)},
     "MistralForCausalLM": {"sliding_window": (8, WHOLE)},

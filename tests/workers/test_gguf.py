@@ -28,7 +28,8 @@ from manta.workers.models.raw_config import ConfigError, RawConfig
 from manta.workers.torch_worker.loader import check_tensors, load_model
 from tests.checkpoints import CORPUS, checkpoint
 from tests.gguf_files import Vocabulary, dequantized, write_gguf
-from tests.workers.test_quantised_formats import Recorder, expected_of, greedy, in_turns
+from tests.pairs import in_turns
+from tests.workers.test_quantised_formats import Recorder, expected_of, greedy
 from tests.workers.test_quantised_ranks import logits_alone
 
 KINDS = ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K")

@@ -4,6 +4,7 @@ tokenizer that is damaged or unknown is refused by name.
 
 from __future__ import annotations
 
+import functools
 import json
 import pathlib
 import random
@@ -53,9 +54,12 @@ SPACES = [
     "\x85",
     " " * 17,
 ]
-CHARACTERS = [
-    chr(code) for code in range(1, 0x110000) if unicodedata.category(chr(code)) not in ("Cs", "Cn", "Co")
-]  # those of an older Unicode than any of the two libraries has
+
+
+@functools.cache
+def characters() -> list[str]:
+    """All assigned characters of a Unicode version that is older than those of the two libraries."""
+    return [chr(code) for code in range(1, 0x110000) if unicodedata.category(chr(code)) not in ("Cs", "Cn", "Co")]
 
 
 def mixed_texts(count: int, seed: int, words: Sequence[str] = WORDS) -> Iterator[str]:
@@ -70,7 +74,7 @@ def mixed_texts(count: int, seed: int, words: Sequence[str] = WORDS) -> Iterator
             elif kind < 0.75:
                 parts.append(draw.choice(SPACES) * draw.randint(1, 2))
             elif kind < 0.85:
-                parts.append("".join(draw.choice(CHARACTERS) for _ in range(draw.randint(1, 4))))
+                parts.append("".join(draw.choice(characters()) for _ in range(draw.randint(1, 4))))
             elif kind < 0.95:
                 parts.append("".join(chr(draw.randint(32, 126)) for _ in range(draw.randint(1, 8))))
             else:

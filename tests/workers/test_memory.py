@@ -11,7 +11,7 @@ import safetensors.torch
 import torch
 
 from manta.cluster.llm import LLM
-from manta.workers.checkpoints.memory import TYPICAL_SEQUENCE_TOKENS, block_needs, plan_kv_cache, weight_bytes
+from manta.workers.checkpoints.memory import block_needs, plan_kv_cache, weight_bytes
 from manta.workers.checkpoints.model_folder import load_model_config, resolve_model_folder
 from manta.workers.kv_groups import group_layers, most_states
 from manta.workers.model_options import ModelOptions
@@ -139,7 +139,7 @@ def test_blocks_and_states_suffice_for_as_many_sequences(budget: int) -> None:
     )
     most = most_states(0, has_drafts=False)
     num_sequences = (sizes.num_state_slots - NUM_FIXED_STATES) // most
-    of_blocks = sizes.num_blocks * 16 // TYPICAL_SEQUENCE_TOKENS
+    of_blocks = sizes.num_blocks * 16 // ModelOptions().typical_sequence_tokens
     assert sizes.num_bytes <= budget
     assert num_sequences == 256 or num_sequences <= of_blocks <= 1.5 * num_sequences + 3
 

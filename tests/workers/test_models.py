@@ -6,7 +6,7 @@ import itertools
 import json
 import pathlib
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import msgspec
@@ -36,6 +36,7 @@ from manta.workers.platforms import choose_platform
 from manta.workers.step import ZERO_STATE, StateUse
 from manta.workers.torch_worker.loader import load_model
 from tests.checkpoints import checkpoint, reference_greedy, reference_logits
+from tests.pairs import every, in_turns
 from tests.workers.cpu_forms import FORMS, TORCH, in_form
 
 BLOCK_SIZE = 16
@@ -148,7 +149,12 @@ class Cache:
         return RecurrentStep.build(starts, lens, uses)
 
 
-@pytest.fixture(scope="module", params=FORMS)
+def in_two_forms(names: Iterable[str]) -> pytest.MarkDecorator:
+    """Each name with the best form of the kernels and with one of the others."""
+    return pytest.mark.parametrize(("name", "form"), in_turns(names, FORMS, num_always=1), indirect=["form"])
+
+
+@pytest.fixture(scope="module")
 def form(request: pytest.FixtureRequest) -> Iterator[str]:
     """Every form of the kernels that this processor runs, and torch alone."""
     with in_form(request.param):
@@ -159,12 +165,12 @@ def random_tokens(count: int, seed: int = 0) -> list[int]:
     return np.random.default_rng(seed).integers(0, 320, count).tolist()
 
 
-@pytest.mark.parametrize("name", FALLBACK)
+@pytest.mark.parametrize("name", every(FALLBACK, 2))
 def test_logits_through_transformers_equal_its_own(name: str) -> None:
     check_logits(*FALLBACK[name])
 
 
-@pytest.mark.parametrize("name", NATIVE)
+@in_two_forms(NATIVE)
 def test_logits_of_chunked_prefill_and_decode_equal_transformers(form: str, name: str) -> None:
     family, options = NATIVE[name]
     assert load_model_config(checkpoint(family, **options)).native
@@ -180,7 +186,7 @@ def check_logits(family: str, options: dict[str, Any]) -> None:
     torch.testing.assert_close(logits, reference_logits(folder, tokens), atol=3e-4, rtol=1e-4)
 
 
-@pytest.mark.parametrize("name", ["llama", "mistral, window of 24", "qwen2, tied", "qwen3", "gpt_neox", "bloom"])
+@in_two_forms(["llama", "mistral, window of 24", "qwen2, tied", "qwen3", "gpt_neox", "bloom"])
 def test_greedy_tokens_of_a_mixed_batch_equal_transformers(form: str, name: str) -> None:
     """A late sequence is prefilled in the steps in which the others decode."""
     family, options = ALL[name]
@@ -204,7 +210,7 @@ def test_greedy_tokens_of_a_mixed_batch_equal_transformers(form: str, name: str)
         assert output == reference_greedy(folder, prompt, len(output))
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen2, tied", "qwen3", "gpt_neox", "falcon", "mpt"])
+@in_two_forms(["llama", "qwen2, tied", "qwen3", "gpt_neox", "falcon", "mpt"])
 def test_bfloat16_stays_near_the_float32_logits(form: str, name: str) -> None:
     family, options = ALL[name]
     folder = checkpoint(family, dtype="bfloat16", **options)
@@ -216,7 +222,7 @@ def test_bfloat16_stays_near_the_float32_logits(form: str, name: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-@pytest.mark.parametrize("name", ["llama tied, sharded, with biases", "mistral, window of 24", "qwen2, tied", "qwen3"])
+@in_two_forms(["llama tied, sharded, with biases", "mistral, window of 24", "qwen2, tied", "qwen3"])
 def test_one_call_gives_the_loops_bits(form: str, name: str, dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Prefill, chunks and decodes in one step, groups over a shared prefix, an MLP in parts."""
     family, options = NATIVE[name]

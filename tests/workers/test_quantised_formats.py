@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import dataclasses
 import pathlib
-from collections.abc import Iterable, Sequence
 from contextlib import nullcontext
 from typing import Any, NamedTuple
 
@@ -21,6 +20,7 @@ from manta.workers.platforms.cpu import CpuPlatform
 from manta.workers.platforms.cpu_linears import make_dense_linear, make_linear
 from manta.workers.torch_worker.loader import check_tensors, load_model
 from tests.checkpoints import checkpoint, reference_greedy
+from tests.pairs import in_turns
 from tests.quantised_checkpoints import (
     AWQ_CONFIG,
     Quantise,
@@ -115,15 +115,6 @@ def expected_of(dense: pathlib.Path) -> list[list[int]]:
     expected = [reference_greedy(dense, prompt, NUM_TOKENS) for prompt in PROMPTS]
     assert len({token for tokens in expected for token in tokens}) > 6
     return expected
-
-
-def in_turns(formats: Iterable[str], families: Sequence[str]) -> list[Any]:
-    """All pairs as parameters of a test. Without `make prove` each format has one family, in turns."""
-    return [
-        pytest.param(each, family, marks=[] if number % len(families) == place else [pytest.mark.prove])
-        for number, each in enumerate(formats)
-        for place, family in enumerate(families)
-    ]
 
 
 @pytest.mark.parametrize(("name", "family"), in_turns(FORMATS, FAMILIES))

@@ -18,6 +18,7 @@ from manta.workers.platforms.cpu import CpuPlatform
 from manta.workers.torch_worker.loader import check_tensors, load_model
 from tests.checkpoints import checkpoint, reference_greedy
 from tests.gguf_files import dequantized, write_gguf
+from tests.pairs import in_turns
 from tests.quantised_checkpoints import (
     AWQ_CONFIG,
     Quantise,
@@ -66,8 +67,7 @@ def logits_alone(folder: pathlib.Path, weights: str = "dense", exact: bool = Fal
     return logits_of(folder, model)
 
 
-@pytest.mark.parametrize("num_ranks", [2, 4])
-@pytest.mark.parametrize("name", SPLIT)
+@pytest.mark.parametrize(("name", "num_ranks"), in_turns(SPLIT, [2, 4]))
 def test_ranks_compute_what_one_does(name: str, num_ranks: int, tmp_path: pathlib.Path) -> None:
     """Four ranks have 16 inputs of the attention's output each, and 48 of the MLP's, so groups of 32 and 64 are cut."""
     sizes = {"attention_bias": True, "mlp_bias": True, "intermediate_size": 192}

@@ -27,6 +27,7 @@ from manta.workers.checkpoints.stop_tokens import with_tokenizers_eos
 from manta.workers.models.model_config import ModelError, Quantization, QuantizationRule, WeightFormat
 from manta.workers.torch_worker.loader import check_tensors
 from tests.checkpoints import checkpoint
+from tests.conftest import PROVE
 
 SPARE_BYTES = 2 * 2**30
 """Address space that reading a checkpoint may take. What an attack asks for is more."""
@@ -217,8 +218,8 @@ def test_any_value_at_any_key_is_served_or_refused_in_a_sentence(name: str, fold
     }
     (folder / "chat_template.jinja").unlink(missing_ok=True)
     whole = json.loads((folder / name).read_text()) | more[name]
-    for path in keys_of(whole):
-        for value in VALUES:
+    for number, path in enumerate(keys_of(whole)):
+        for value in VALUES if PROVE else VALUES[number % 2 :: 2]:
             (folder / name).write_text(changed(whole, path, value))
             sentence = refusal(folder)
             if sentence is not None:

@@ -29,6 +29,7 @@ from manta.workers.step import ScheduledSequence, SequenceStart, StepInput
 from manta.workers.torch_worker.torch_worker import TorchWorker
 from tests.checkpoints import VOCAB_SIZE, checkpoint
 from tests.engine.test_constrained_drafts import mixed_params
+from tests.pairs import every, in_turns
 from tests.specdecode.test_speculative import SAMPLED
 from tests.workers import rank_child
 from tests.workers.cpu_forms import COMPILED
@@ -146,8 +147,9 @@ REQUESTS: dict[str, tuple[Ask, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("family", ["llama", "llama3", "mistral", "qwen2", "qwen3"])
-@pytest.mark.parametrize("max_shard_size", ["1GB", "50KB"], ids=["single file", "sharded"])
+@pytest.mark.parametrize(
+    ("family", "max_shard_size"), in_turns(["llama", "llama3", "mistral", "qwen2", "qwen3"], ["1GB", "50KB"])
+)
 def test_two_ranks_draw_the_tokens_of_one(two: RankProcesses, family: str, max_shard_size: str) -> None:
     assert_same(two, ALL_GREEDY, str(checkpoint(family, max_shard_size=max_shard_size)))
 
@@ -195,7 +197,10 @@ def test_whatever_is_asked(two: RankProcesses, what: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "what", ["log-probabilities", "a tiny pool, in chunks", "constraints", "logits processors", "beams in a tiny pool"]
+    "what",
+    every(
+        ["a tiny pool, in chunks", "log-probabilities", "constraints", "logits processors", "beams in a tiny pool"], 2
+    ),
 )
 def test_whatever_is_asked_of_the_overlapped_loop(two: RankProcesses, what: str) -> None:
     ask, options = REQUESTS[what]
@@ -214,7 +219,7 @@ def test_a_failed_row_costs_the_others_nothing(two: RankProcesses) -> None:
     assert_same(two, ask, str(checkpoint("llama", dtype="float32")), overlap="on")
 
 
-@pytest.mark.parametrize("what", ["seeds and every parameter", "constraints", "beams", "n-grams"])
+@pytest.mark.parametrize("what", every(["seeds and every parameter", "constraints", "beams", "n-grams"], 2))
 def test_four_ranks_hold_two_kv_heads_twice(four: RankProcesses, what: str) -> None:
     ask, options = REQUESTS[what]
     folder = str(checkpoint("llama", dtype="float32"))
@@ -270,7 +275,7 @@ def bits(folder: str, **options: Any) -> Any:
 
 
 @needs_kernels
-@pytest.mark.parametrize(("weights", "cache"), [("int8", "auto"), ("int4", "auto"), ("int8", "int8")])
+@pytest.mark.parametrize(("weights", "cache"), in_turns(["int8", "int4"], ["int8", "auto"]))
 def test_exact_ranks_of_unlike_forms_agree(two: RankProcesses, four: RankProcesses, weights: str, cache: str) -> None:
     """Without `exact` ranks sum in another order, and a key may be rounded to the next step of an int8 cache."""
     folder = str(checkpoint("llama", **EXACT_SIZES))

@@ -123,10 +123,11 @@ def plan_kv_cache(
         max_num_sequences = options.max_num_sequences
         whole = needs.of_sequence(options.max_model_len or positions) * block_bytes + states.of_sequence
         short = min(whole, needs.of_sequence(LEAST_SEQUENCE_TOKENS) * block_bytes + states.of_sequence)
-        budget = min(MOST_WHOLE_SEQUENCES * max_num_sequences * whole, int(most_of_free * free_bytes))
+        fixed = NUM_FIXED_STATES * states.slot_bytes
+        budget = min(MOST_WHOLE_SEQUENCES * max_num_sequences * whole + fixed, int(most_of_free * free_bytes))
         if shares_memory:
             enough = max(WEIGHTS_MULTIPLE * weight_bytes, max_num_sequences * short, LEAST_WHOLE_SEQUENCES * whole)
-            budget = min(enough, budget)
+            budget = min(enough + fixed, budget)
     if model.state_bytes:
         return _share_out(budget, block_bytes, states, needs, options, positions)
     num_blocks = budget // block_bytes
@@ -141,10 +142,6 @@ def plan_kv_cache(
 MOST_EMPTY_BLOCKS = 1 << 16
 """Bound of the number of blocks of a model without attention, which take no memory of the device, and about 200 bytes
 of the engine's.
-"""
-TYPICAL_SEQUENCE_TOKENS = 2048
-"""Tokens of sequences for which blocks and recurrent states run out at the same time, unless `max_num_sequences` run
-before.
 """
 
 
@@ -162,12 +159,12 @@ class _StateNeeds(NamedTuple):
 def _share_out(
     budget: int, block_bytes: int, states: _StateNeeds, needs: BlockNeeds, options: ModelOptions, positions: int
 ) -> CacheSizes:
-    """Divides a budget of bytes so that as many sequences of `TYPICAL_SEQUENCE_TOKENS` as possible have both blocks and
+    """Divides a budget of bytes so that as many sequences of `typical_sequence_tokens` as possible have both blocks and
     states, but a sequence of `max_model_len` always has its blocks. Slots that no running sequence uses hold snapshots.
     """
     longest = min(positions, options.max_model_len or positions)
     budget -= NUM_FIXED_STATES * states.slot_bytes
-    typical = needs.of_sequence(min(longest, TYPICAL_SEQUENCE_TOKENS)) * block_bytes + states.of_sequence
+    typical = needs.of_sequence(min(longest, options.typical_sequence_tokens)) * block_bytes + states.of_sequence
     whole = needs.of_sequence(longest if options.max_model_len else 1) * block_bytes
     num_sequences = min(budget // typical, (budget - whole) // states.of_sequence, options.max_num_sequences)
     num_slots = max(1, num_sequences) * states.most_slots

@@ -277,8 +277,8 @@ class Admission:
         shares, remedy = self._prepared, "retry later, or raise engine.max_num_waiting"
         refuse("queue_full", "", shares.held(client), shares.most(client), remedy, unit="requests of yours wait here")
 
-    def check_model(self, name: str) -> None:
-        """Refuses with 404 if `name` is not the served model; an empty name is the only model."""
+    def check_model(self, name: str | None) -> None:
+        """Refuses with 404 if `name` is not the served model; None, or an empty name, is the only model."""
         if name and name not in self._model_names and not self._accepts_any_model:
             refuse("unknown_model", "model", name, self._model_names)
 

@@ -54,8 +54,8 @@ async def messages(state: AppState, exchange: Exchange, body: MessagesRequest) -
     ) -> MessagesAnswer:
         return MessagesAnswer(identity, model, plan, len(prompt))
 
+    request = await state.apart(exchange, body.as_openai)
     try:
-        request = await state.apart(exchange, body.as_openai)
         await generation.chat(state, exchange, request, answer_with)
     except RequestRefused as error:
         raise renamed(error, body) from error

@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 import msgspec
 
-from manta.cluster.chat.plan import ChatPlan, plan_chat
+from manta.cluster.chat.plan import ChatPlan, plan_chat, render
 from manta.cluster.engine.request import EngineRequest
 from manta.cluster.errors import RequestRefused, ServingError, error_of
 from manta.cluster.http.access.request_admission import GenerationBody, max_output_tokens, session_of
@@ -24,7 +24,9 @@ from manta.cluster.protocol.error_bodies import under_field
 from manta.cluster.protocol.requests import ChatCompletionRequest, CompletionRequest
 from manta.cluster.protocol.tools import template_tools
 from manta.cluster.telemetry.attributes import generation_attributes
+from manta.cluster.text.tokenizer import Tokenizer
 from manta.structured.constraint import FIELD as CONSTRAINT
+from manta.structured.constraint import JsonObjects
 from manta.structured.refusals import Refusal
 from manta.workers.sampling_params import SamplingParams
 
@@ -86,8 +88,15 @@ async def completions(state: AppState, exchange: GenerationExchange, request: Co
 async def planned(state: AppState, exchange: GenerationExchange, request: ChatCompletionRequest) -> ChatPlan:
     """Returns the plan of a chat, with its admitted sampling parameters."""
     params = await sampling_params(state, exchange, request)
-    conversation = await state.rendered(exchange, request, template_tools(request.shown_tools()))
-    return await state.apart(exchange, plan_chat, request, params, state.tokenizer, conversation)
+    objects = state.config.engine.json_objects
+    return await state.rendered(exchange, _plan, state.tokenizer, request, params, objects)
+
+
+def _plan(
+    tokenizer: Tokenizer, request: ChatCompletionRequest, params: SamplingParams, objects: JsonObjects
+) -> ChatPlan:
+    conversation = render(tokenizer, request, template_tools(request.shown_tools()))
+    return plan_chat(request, params, tokenizer, conversation, objects)
 
 
 async def sampling_params(state: AppState, exchange: GenerationExchange, request: GenerationBody) -> SamplingParams:

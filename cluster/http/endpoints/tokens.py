@@ -6,6 +6,7 @@ from typing import Any
 
 import msgspec
 
+from manta.cluster.chat.plan import render
 from manta.cluster.errors import refuse
 from manta.cluster.http.exchange.exchange import Exchange
 from manta.cluster.http.exchange.prompts import encode
@@ -77,7 +78,7 @@ async def tokenize(state: AppState, exchange: Exchange, request: TokenizeRequest
     state.admission.check_model(request.model or state.model_name)
     tokenizer, info = state.tokenizer, await state.model_info()
     if request.messages is not None:
-        text = await state.rendered(exchange, request)
+        text = await state.rendered(exchange, render, tokenizer, request)
         tokens = await encode(tokenizer, text, False, info.max_model_len, "messages")
     else:
         text = request.prompt or ""

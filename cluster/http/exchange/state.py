@@ -15,7 +15,6 @@ from typing import Any, TypeVar
 import msgspec
 from prometheus_client.metrics_core import Metric
 
-from manta.cluster.chat.plan import Conversation, render
 from manta.cluster.config import ServeConfig
 from manta.cluster.http.access.prefix_scope import PrefixScope
 from manta.cluster.http.access.request_admission import Admission, Body
@@ -178,14 +177,12 @@ class AppState:
         return await self._apart.run(exchange.caller.sharer, function, *arguments)
 
     async def rendered(
-        self, exchange: GenerationExchange, conversation: Conversation, tools: list[dict[str, Any]] | None = None
-    ) -> str:
-        """Returns a conversation as the model reads it, from a thread, in turns with those of other clients. A template
-        may take seconds, however short the conversation is.
-
-        Raises `RequestRefused` if the chat template refuses the conversation.
+        self, exchange: GenerationExchange, function: Callable[..., Result], *arguments: object
+    ) -> Result:
+        """Returns the result of a call that renders a conversation, from a thread, in turns with those of other
+        clients. A template may take seconds, however short the conversation is.
         """
-        return await self._rendering.run(exchange.caller.sharer, render, self.tokenizer, conversation, tools)
+        return await self._rendering.run(exchange.caller.sharer, function, *arguments)
 
     async def model_info(self) -> ModelInfo:
         """Returns the model's properties as an engine reported them. Raises `Unavailable` if no engine will come."""

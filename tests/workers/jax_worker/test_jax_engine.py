@@ -16,11 +16,14 @@ from tests.engine_parts import worker_of
 from tests.specdecode.test_speculative import *  # noqa: F403
 
 QUICK = {
-    "test_greedy_tokens_equal_transformers": ("[llama-None-chunked]", "[llama-llama-preempted]"),
-    "test_speculation_keeps_seeded_outputs": ("[draft-options0]",),
+    "test_greedy_tokens_equal_transformers": ("[llama-chunked]", "[llama by llama-all at once]"),
+    "test_speculation_keeps_seeded_outputs": ("[draft-options4]",),
 }
 """Cases that `make test` runs of the tests with many cases."""
 ON_ANY_WORKER = {
+    "test_the_index_proposes_what_followed_the_longest_match",
+    "test_the_incremental_index_equals_a_search",
+    "test_configurations_that_contradict_themselves_are_refused",
     "test_a_raising_proposer_is_left_out",
     "test_unservable_requests_are_refused_at_once",
     "test_text_only_parameters_are_not_sent_to_ranks",
@@ -28,6 +31,13 @@ ON_ANY_WORKER = {
     "test_a_draft_shares_memory_and_is_checked",
 }
 """Tests of what happens before a worker gets a step or drafts; `make test` runs them on torch's worker only."""
+ALIKE = {
+    "test_stop_tokens_eos_and_min_tokens_end_sequences",
+    "test_stop_conditions_inside_a_draft_end_sequences",
+    "test_choices_of_one_request_speculate_each_for_itself",
+    "test_mixed_batches_keep_their_tokens",
+}
+"""Tests whose steps are like those of others that `make test` runs here."""
 
 
 @pytest.fixture(autouse=True)
@@ -35,7 +45,7 @@ def jax_worker(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) 
     if not PROVE:
         name = request.node.originalname
         cases = QUICK.get(name)
-        if name in ON_ANY_WORKER or (cases is not None and not request.node.name.endswith(cases)):
+        if name in ON_ANY_WORKER | ALIKE or (cases is not None and not request.node.name.endswith(cases)):
             pytest.skip("make prove runs it")
     for device in rank_worker.WORKERS:
         monkeypatch.setitem(rank_worker.WORKERS, device, "manta.workers.jax_worker.jax_worker:JaxWorker")

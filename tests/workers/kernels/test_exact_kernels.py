@@ -23,7 +23,7 @@ from manta.workers.step import SequenceStart
 from tests.workers.cpu_forms import COMPILED, EMULATED, in_form, threads
 from tests.workers.kernels.test_kernels import heads_of, make_metadata
 
-pytestmark = pytest.mark.usefixtures("cheap_groups")
+pytestmark = [pytest.mark.usefixtures("cheap_groups"), pytest.mark.forms_in_turns]
 
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 HEADS = heads_of(6, 2, 48)

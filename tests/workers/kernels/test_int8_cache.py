@@ -20,7 +20,7 @@ from tests.workers.cpu_forms import COMPILED, EMULATED, in_form, threads
 from tests.workers.kernels.test_exact_kernels import digest, numbers
 from tests.workers.kernels.test_kernels import DTYPES, MIXES, TOLERANCE, heads_of, make_metadata
 
-pytestmark = pytest.mark.usefixtures("cheap_groups")
+pytestmark = [pytest.mark.usefixtures("cheap_groups"), pytest.mark.forms_in_turns]
 
 EXACT_DIGEST = "d59974853ee72fe9"
 """Digest of attention with `exact` over a cache of int8, in every form."""

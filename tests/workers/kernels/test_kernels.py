@@ -21,7 +21,7 @@ from manta.workers.kernels.query_tokens import QueryTokens
 from manta.workers.models.model_config import HeadShape
 from tests.workers.cpu_forms import COMPILED, EMULATED, TORCH, forget_libraries, in_form, threads
 
-pytestmark = pytest.mark.usefixtures("cheap_groups")
+pytestmark = [pytest.mark.usefixtures("cheap_groups"), pytest.mark.forms_in_turns]
 
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2}
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])

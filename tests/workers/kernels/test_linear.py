@@ -16,6 +16,8 @@ from manta.workers.platforms.cpu import CpuPlatform
 from manta.workers.platforms.cpu_linears import make_cpu_gated_linear, make_cpu_linear
 from tests.workers.cpu_forms import COMPILED, EMULATED, FORMS, TORCH, in_form, threads
 
+pytestmark = pytest.mark.forms_in_turns
+
 DTYPES = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bfloat16", "float32"])
 UNIT = {torch.bfloat16: 2.0**-8, torch.float32: 2.0**-24}
 """Largest relative error of one rounding."""

@@ -16,6 +16,8 @@ from manta.workers.kernels.quantized_reference import TorchQuantizedLinear, inpu
 from manta.workers.kernels.quantized_weight import QuantizedWeight
 from tests.workers.cpu_forms import EMULATED, QUANTIZED, in_form, threads
 
+pytestmark = pytest.mark.forms_in_turns
+
 FORMS = pytest.mark.parametrize("form", [*QUANTIZED, *EMULATED])
 DTYPES = (torch.float32, torch.bfloat16)
 ROWS = (1, 2, 3, 5, 6, 7, 8, 9, 13, 31, 33, 97, 200)

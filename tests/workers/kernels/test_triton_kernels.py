@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import os
 import pathlib
 import subprocess
 import sys
+from collections.abc import Sequence
 from typing import Any
 
 import hypothesis.strategies as st
@@ -21,13 +23,20 @@ from manta.workers.kernels.query_tokens import QueryTokens
 from manta.workers.kernels.triton import attention, layers
 from manta.workers.kernels.triton.metadata import Layout, build_metadata
 from manta.workers.kernels.triton.work import Work, WorkShape, plan_work
+from tests.pairs import in_turns
 from tests.workers.kernels.test_kernels import MIXES, heads_of
 from tests.workers.triton_device import DEVICE, THOROUGH
 
 pytestmark = pytest.mark.usefixtures("cheap_groups")
 
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 4e-3}
-DTYPES = pytest.mark.parametrize("dtype", TOLERANCE, ids=["float32", "bfloat16", "float16"])
+DTYPES = list(TOLERANCE)
+
+
+def with_dtypes(name: str, cases: Sequence[Any]) -> pytest.MarkDecorator:
+    """All cases of a parameter, each with every dtype where that is cheap, else with one of them in turns."""
+    pairs = itertools.product(cases, DTYPES) if THOROUGH else in_turns(cases, DTYPES)
+    return pytest.mark.parametrize((name, "dtype"), pairs, ids=lambda value: str(value).removeprefix("torch."))
 
 
 def assert_close(actual: torch.Tensor, expected: torch.Tensor) -> None:
@@ -79,8 +88,7 @@ def check_attention(
     return placed.prefix_rows is not None
 
 
-@DTYPES
-@pytest.mark.parametrize("mix", MIXES if THOROUGH else ["one token", "mix"])
+@with_dtypes("mix", list(MIXES) if THOROUGH else ["one token", "mix"])
 def test_attention_agrees_on_every_mixed_batch(mix: str, dtype: torch.dtype) -> None:
     check_attention(MIXES[mix], (2, 1, 64), 16, dtype)
 
@@ -114,7 +122,7 @@ RAGGED = {
 }
 
 
-@pytest.mark.parametrize("case", RAGGED)
+@pytest.mark.parametrize("case", RAGGED if THOROUGH else list(RAGGED)[::2])
 def test_long_contexts_are_split_and_merged(case: str) -> None:
     for shape in (WorkShape(16, 8), WorkShape(4, 40)):
         check_attention(RAGGED[case], (4, 2, 64), 16, torch.float32, shape_of_work=shape)
@@ -228,8 +236,7 @@ def shared_batch(case: str, block_size: int) -> tuple[list[tuple[int, int]], np.
     return [lengths[index] for index in order], tables[order]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
-@pytest.mark.parametrize("case", SHARED)
+@with_dtypes("case", list(SHARED))
 def test_a_shared_prefix_is_read_once_and_merged(case: str, dtype: torch.dtype) -> None:
     lengths, tables = shared_batch(case, 16)
     assert check_attention(lengths, (4, 2, 64), 16, dtype, tables=tables)
@@ -315,9 +322,9 @@ def test_attention_keeps_huge_scores_finite() -> None:
     assert_close(layers.paged_attention(*arguments), reference.paged_attention(*arguments))
 
 
-@DTYPES
-@pytest.mark.parametrize(("rows", "hidden"), [(1, 7), (3, 896), (5, 64)])
-def test_norms_agree(rows: int, hidden: int, dtype: torch.dtype) -> None:
+@with_dtypes("shape", [(1, 7), (3, 896), (5, 64)])
+def test_norms_agree(shape: tuple[int, int], dtype: torch.dtype) -> None:
+    rows, hidden = shape
     torch.manual_seed(5)
     x, residual = (torch.randn(rows, hidden) * 3).to(dtype), torch.randn(rows, hidden).to(dtype)
     weight = torch.rand(hidden).to(dtype)
@@ -327,18 +334,17 @@ def test_norms_agree(rows: int, hidden: int, dtype: torch.dtype) -> None:
     assert_close(on_device[1], residual)
 
 
-@DTYPES
-@pytest.mark.parametrize(("rows", "intermediate"), [(1, 5), (3, 1100)])
-def test_silu_and_mul_agrees_also_on_extreme_gates(rows: int, intermediate: int, dtype: torch.dtype) -> None:
+@with_dtypes("shape", [(1, 5), (3, 1100)])
+def test_silu_and_mul_agrees_also_on_extreme_gates(shape: tuple[int, int], dtype: torch.dtype) -> None:
+    rows, intermediate = shape
     torch.manual_seed(6)
     gate_up = (torch.randn(rows, 2 * intermediate) * 4).to(dtype)
     gate_up[0, :4] = torch.tensor([1e4, -1e4, float("nan"), 0.0])
     assert_close(layers.silu_and_mul(gate_up.to(DEVICE)), reference.silu_and_mul(gate_up))
 
 
-@DTYPES
 @pytest.mark.parametrize("head_dim", [32, 64, 96, 128, 256] if THOROUGH else [96])
-@pytest.mark.parametrize("with_norm", [False, True], ids=["plain", "qk-norm"])
+@with_dtypes("with_norm", [False, True])
 def test_rope_and_cache_agrees(with_norm: bool, head_dim: int, dtype: torch.dtype) -> None:
     torch.manual_seed(7)
     shape = (5, 2, head_dim)
