@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import pathlib
-import re
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator
@@ -395,32 +394,6 @@ def test_the_text_decoder_of_a_multimodal_model_is_served(name: str, prefixes: s
     check_tensors(folder, served)
     logits = Cache(folder).run((0, tokens))[0]
     assert (logits - expected).abs().max() <= 1e-4 * (expected.max() - expected.min())
-
-
-def test_experts_in_two_tensors_are_read(tmp_path: pathlib.Path) -> None:
-    """As Qwen3.5 is published: gates and what they let through one after the other, outputs before inputs."""
-    expert = re.compile(r"(.*\.experts)\.(\d+)\.(\w+)_proj\.weight")
-    stacks: dict[str, dict[str, torch.Tensor]] = {}
-
-    def grouped(name: str, tensor: torch.Tensor) -> dict[str, torch.Tensor]:
-        found = expert.fullmatch(name)
-        if found is None:
-            return {name: tensor}
-        stacks.setdefault(found[1], {})[f"{found[2]} {found[3]}"] = tensor
-        return {}
-
-    folder = rewritten(folder_of("qwen3_5_moe"), tmp_path / "stored", grouped)
-    tensors = safetensors.torch.load_file(folder / "model.safetensors")
-    for prefix, of_layer in stacks.items():
-        numbers = range(len(of_layer) // 3)
-        gate_up = [torch.cat((of_layer[f"{number} gate"], of_layer[f"{number} up"])) for number in numbers]
-        tensors[f"{prefix}.gate_up_proj"] = torch.stack(gate_up)
-        tensors[f"{prefix}.down_proj"] = torch.stack([of_layer[f"{number} down"] for number in numbers])
-    tensors["mtp.norm.weight"] = torch.ones(64)  # of layers that draft tokens
-    safetensors.torch.save_file(tensors, folder / "model.safetensors", {"format": "pt"})
-    check_tensors(folder, load_model_config(folder))
-    tokens = random_tokens(NUM_TOKENS)
-    assert torch.equal(logits_of(folder, tokens), logits_of(folder_of("qwen3_5_moe"), tokens))
 
 
 def test_half_of_each_head_rotates_in_a_glm_that_does_not_say(tmp_path: pathlib.Path) -> None:
