@@ -285,6 +285,23 @@ def test_with_another_tensor_the_tokens_differ(name: str, tensor: str, tmp_path:
     assert not torch.equal(logits.argmax(-1), reference_logits(folder_of(name), tokens).argmax(-1))
 
 
+@pytest.mark.parametrize(
+    ("name", "extra"),
+    [
+        ("deepseek_v3", "model.layers.4.eh_proj.weight"),  # of the layer that drafts tokens
+        ("gemma4", "model.layers.5.self_attn.k_proj.weight"),  # of a layer that reads those of another
+    ],
+)
+def test_published_tensors_that_no_token_needs_are_not_missed(name: str, extra: str, tmp_path: pathlib.Path) -> None:
+    first = "model.norm.weight"
+    folder = rewritten(
+        folder_of(name),
+        tmp_path / "more",
+        lambda key, each: {key: each} | ({extra: each.clone()} if key == first else {}),
+    )
+    check_tensors(folder, load_model_config(folder))
+
+
 def test_without_sinks_the_tokens_differ(tmp_path: pathlib.Path) -> None:
     def without(name: str, tensor: torch.Tensor) -> dict[str, torch.Tensor]:
         return {name: tensor - 1e4 if name.endswith("sinks") else tensor}
