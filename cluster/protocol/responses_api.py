@@ -122,7 +122,7 @@ class ResponsesRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True)
 
     def as_openai(self) -> ChatCompletionRequest:
         """Returns the chat body that asks the same. Raises `RequestRefused` naming the field of this one."""
-        given = {
+        given: dict[str, Any] = {
             "max_completion_tokens": self.max_output_tokens,
             "temperature": self.temperature,
             "top_p": self.top_p,

@@ -543,6 +543,7 @@ TABLE = {
     "manta.cluster.own_ray": RayToken,
     "manta.cluster.serve.listening.port": test_lock_files_are_opened_as_they_are,
     "manta.cluster.serve.starting.start_failure": FailureLog,
+    "manta.cluster.text.tokenizer_trial": "an empty file in the cache, whose name alone says something",
     "manta.cluster.telemetry.request_log": "a log; a torn line is no request, and stays",
     "manta.workers.cache_folder": "removes what others planted (`tests/workers/test_cache_folder.py`)",
     "manta.workers.checkpoints.gguf_file": GgufFolders,

@@ -103,7 +103,7 @@ class JaxWorker:
         self.runner = JaxRunner(model, self.sequences, compiler, draws, num_hosts > 1)
         self.draft: JaxDraftRunner | None = None
         if draft_config is not None and draft_parameters is not None:
-            in_first = one_group(draft_config.num_layers), mesh, Limits(*largest)
+            in_first = one_group(draft_config.attends), mesh, Limits(*largest)
             self.draft = JaxDraftRunner(ModelState(draft_config, draft_parameters, *in_first, *sizes), self.runner)
         phases.end("kv_cache")
         compiler.compile(folder.name)

@@ -68,7 +68,7 @@ class ModelState:
         self.programs = ModelPrograms(
             compiler,
             config,
-            layers.layers,
+            tuple(place for place in layers.layers if place is not None),
             form,
             parameters,
             self.pages,

@@ -222,7 +222,7 @@ class _ParameterReader:
         if part.expert is None:
             stored = self._view(part.weight_name, (part.stored_rows or part.out_features, in_features))
         else:
-            assert not part.expert.has_outputs_first
+            assert not part.expert.are_rows
             of_all = (part.expert.num_experts, in_features, part.out_features * part.expert.step)
             stored = part.expert.rows_of(self._view(part.weight_name, of_all)[part.expert.expert].T)
         rows = self._rows(part)

@@ -56,7 +56,7 @@ def try_first_layer(options: ModelOptions, folder: pathlib.Path) -> MeshTrial:
         )
     kv_cache_bytes, num_blocks = plan(options, config, None, mesh, dtype, whole, choose_groups(config, None), weights)
     first = config.first_layers(config.num_trial_layers)
-    layers = one_group(first.num_layers)
+    layers = one_group(first.attends)
     parameters = load_parameters(folder, first, dtype, mesh, TOKENS, whole=False)
     limits, compiler = Limits(TOKENS, 1, TOKENS, options.block_size), ProgramCompiler(1)
     model = ModelState(first, parameters, layers, mesh, limits, 1, first.vocab_size, compiler)

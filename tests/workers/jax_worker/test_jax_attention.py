@@ -82,9 +82,10 @@ def test_caps_and_sinks_are_those_of_the_reference(cap: float, has_sinks: bool, 
     starts = np.asarray(batch.context_lens)[:5] - lens
     metadata = AttentionMetadata.build(QueryTokens(starts, lens, np.array(batch.block_tables)[:5], BLOCK_SIZE))
     rows = torch.from_numpy(query[: lens.sum()].reshape(-1, 4 * 24))
-    caches = (torch.from_numpy(np.ascontiguousarray(pages[:, :, half::2])) for half in range(2))
+    keys, values = (torch.from_numpy(np.ascontiguousarray(pages[:, :, half::2])) for half in range(2))
     of_reference = None if sinks is None else torch.from_numpy(sinks)
-    expected = reference.paged_attention(rows, *caches, metadata, HeadShape(4, 2, 24, 0.3, cap), window, of_reference)
+    heads = HeadShape(4, 2, 24, 0.3, cap)
+    expected = reference.paged_attention(rows, keys, values, metadata, heads, window, of_reference)
     np.testing.assert_allclose(found[: len(rows)].reshape(len(rows), -1), expected.numpy(), atol=3e-6)
 
 
