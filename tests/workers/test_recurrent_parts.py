@@ -1,13 +1,19 @@
-"""Each part of a recurrent mixer matters: without it, the same weights give other tokens than transformers."""
+"""Each part of a recurrent mixer matters: without it, the same weights give other tokens than transformers. Beside it,
+other ways in which checkpoints of these families store their weights.
+"""
 
 from __future__ import annotations
 
 import pathlib
+import re
 from collections.abc import Callable
 
 import pytest
+import safetensors.torch
 import torch
 
+from manta.workers.checkpoints.model_folder import load_model_config
+from manta.workers.torch_worker.loader import check_tensors
 from tests.checkpoints import reference_logits
 from tests.workers.test_layer_kinds import NUM_TOKENS, folder_of, logits_of, rewritten
 from tests.workers.test_models import random_tokens
@@ -58,3 +64,29 @@ def test_without_a_part_of_a_mixer_the_tokens_differ(name: str, part: str, tmp_p
     tokens = random_tokens(NUM_TOKENS)
     logits = logits_of(rewritten(folder_of(name), tmp_path / "without", without), tokens)
     assert not torch.equal(logits.argmax(-1), reference_logits(folder_of(name), tokens).argmax(-1))
+
+
+def test_experts_in_two_tensors_are_read(tmp_path: pathlib.Path) -> None:
+    """As Qwen3.5 is published: gates and what they let through one after the other, outputs before inputs."""
+    expert = re.compile(r"(.*\.experts)\.(\d+)\.(\w+)_proj\.weight")
+    stacks: dict[str, dict[str, torch.Tensor]] = {}
+
+    def grouped(name: str, tensor: torch.Tensor) -> dict[str, torch.Tensor]:
+        found = expert.fullmatch(name)
+        if found is None:
+            return {name: tensor}
+        stacks.setdefault(found[1], {})[f"{found[2]} {found[3]}"] = tensor
+        return {}
+
+    folder = rewritten(folder_of("qwen3_5_moe"), tmp_path / "stored", grouped)
+    tensors = safetensors.torch.load_file(folder / "model.safetensors")
+    for prefix, of_layer in stacks.items():
+        numbers = range(len(of_layer) // 3)
+        gate_up = [torch.cat((of_layer[f"{number} gate"], of_layer[f"{number} up"])) for number in numbers]
+        tensors[f"{prefix}.gate_up_proj"] = torch.stack(gate_up)
+        tensors[f"{prefix}.down_proj"] = torch.stack([of_layer[f"{number} down"] for number in numbers])
+    tensors["mtp.norm.weight"] = torch.ones(64)  # of layers that draft tokens
+    safetensors.torch.save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    check_tensors(folder, load_model_config(folder))
+    tokens = random_tokens(NUM_TOKENS)
+    assert torch.equal(logits_of(folder, tokens), logits_of(folder_of("qwen3_5_moe"), tokens))

@@ -1,7 +1,7 @@
 """The parts of recurrent layers on the CPU: thin ctypes calls into `recurrence.cpp`, or torch without a compiler.
 
-Same functions and meanings as `workers/kernels/recurrent_layer.py`. The C++ takes one
-token after the other, which on a CPU costs no more than chunks, so a token's bits do not depend on where a step begins.
+Same functions and meanings as `workers/kernels/recurrent_layer.py`. The C++ takes one token after the other, which on a
+CPU costs no more than chunks, so a token's bits do not depend on where a step begins.
 """
 
 from __future__ import annotations

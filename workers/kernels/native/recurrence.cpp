@@ -167,7 +167,8 @@ void convolve_channels(const Convolution& all, int sequence, int first, int coun
 }
 
 MANTA_INLINE Floats sigmoid_of(Floats x) {
-    return 1.0f / (1.0f + exp2_of<false>(maximum(splat(-126.0f), x * -LOG2_E)));
+    const Floats exponent = maximum(splat(-126.0f), x * LOG2_E);  // so that 2^-x stays finite; a NaN passes
+    return 1.0f / (1.0f + exp2_of<false>(-exponent));
 }
 
 MANTA_INLINE float sum_of_squares(const float* x, int count) {
