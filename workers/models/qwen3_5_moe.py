@@ -52,7 +52,9 @@ def _layer(config: ModelConfig, index: int) -> LayerSpec:
 
 def mixture_of_experts(config: ModelConfig, prefix: str) -> ExpertsSpec:
     """Returns experts that a checkpoint stores one by one, or those of a layer together."""
-    names = {"shared": "shared_expert", "shared_gate": "shared_expert_gate"}
-    apart, together = (experts(config, prefix, are_stacked=are_stacked, **names) for are_stacked in (False, True))
+    apart, together = (
+        experts(config, prefix, shared="shared_expert", shared_gate="shared_expert_gate", are_stacked=are_stacked)
+        for are_stacked in (False, True)
+    )
     pairs = zip(apart.experts, together.experts, strict=True)
     return apart._replace(experts=tuple(expert.or_as(other) for expert, other in pairs))

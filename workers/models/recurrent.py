@@ -165,7 +165,7 @@ def state_space(
         WeightPart("", size, split, scale=scale) for size, split, scale in zip(sizes, of_inputs, scales, strict=True)
     )
     x, *b_c = stored_together(f"{prefix}.conv1d.weight", channels, splits, 1, shape.width)
-    pieces = {
+    pieces: dict[str, tuple[TensorSpec, ...]] = {
         "kernel": (x,),
         "shared_kernel": tuple(b_c),
         "rates": (TensorSpec(f"{prefix}.A_log", (shape.num_heads,), is_log_rate=True),),
@@ -213,7 +213,7 @@ def selective_scan(config: ModelConfig, prefix: str, norms: tuple[str, ...] = ()
     channels, rank, size = shape.channels, shape.step_rank, shape.state_size
     inputs = LinearSpec((WeightPart("", channels, Split.CHANNELS),) * 2, config.hidden_size, shape.has_bias)
     selection = WeightPart(f"{prefix}.x_proj", rank + 2 * size)
-    pieces = {
+    pieces: dict[str, tuple[TensorSpec, ...]] = {
         "kernel": (TensorSpec(f"{prefix}.conv1d.weight", (channels, 1, shape.width)),),
         "rates": (TensorSpec(f"{prefix}.A_log", (channels, size), is_log_rate=True),),
         "time_bias": (TensorSpec(f"{prefix}.dt_proj.bias", (channels,)),),
