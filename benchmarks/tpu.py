@@ -60,8 +60,8 @@ def attention_rows() -> Iterator[str]:
     lens, starts = np.array([1, 100, 1, 33]), np.array([900, 0, 17, 300])
     shape = BatchShape(256, 8, 64)
     blocks = random.permutation(256).reshape(4, 64).astype(np.int32)
-    packed = jnp.asarray(pack(shape, np.zeros(lens.sum(), dtype=np.int32), starts, lens, blocks))
-    batch = StepBatch.unpack(packed, shape)
+    packed = jnp.asarray(pack(shape, np.zeros(lens.sum(), dtype=np.int32), starts, lens, [blocks]))
+    batch = StepBatch.unpack(packed, shape).of_group(0)
     for window in (None, 128):
         for dtype in (jnp.float32, jnp.bfloat16):
             query = jnp.asarray(random.normal(size=(256, 32, 128)), dtype)
@@ -124,7 +124,7 @@ def _timed(model: ModelState, starts: np.ndarray, lens: np.ndarray) -> float:
     seconds = []
     for _ in range(ROUNDS + 2):
         started = time.perf_counter()
-        model.forward(tokens, starts, lens, tables)
+        model.forward(tokens, starts, lens, [tables] * model.limits.num_groups)
         jax.block_until_ready(model.logits(np.cumsum(lens) - 1))
         seconds.append(time.perf_counter() - started)
     return statistics.median(seconds[2:])

@@ -24,9 +24,11 @@ _INEXACT = frozenset(
         Variant.RECURRENT,
     }
 )
-"""Variants that torch computes, with functions whose last bits differ between processors. Short convolutions are
-products and sums in one order.
+"""Variants that torch computes, with functions whose last bits differ between processors. Some gates are compiled, and
+short convolutions are products and sums in one order.
 """
+COMPILED_GATES = ("silu", "gelu_tanh")
+"""Values of `ModelConfig.activation` with compiled kernels."""
 _OR = "or set exact to false"
 
 
@@ -52,7 +54,7 @@ def check_exact(
             f"exact needs a model that Manta computes itself, and {model.architecture} runs through transformers; take "
             f"another model, {_OR}"
         )
-    if model is not None and (inexact := sorted(each.value for each in variants_of(model) & _INEXACT)):
+    if model is not None and (inexact := sorted(each.value for each in _inexact_variants(model))):
         raise ModelError(
             f"exact needs layers whose every part has compiled kernels, and torch computes {', '.join(inexact)} of "
             f"this {model.architecture}; take another model, {_OR}"
@@ -62,3 +64,8 @@ def check_exact(
             f"exact needs heads of a multiple of {HEAD_DIM_MULTIPLE}, and those of this {model.architecture} have "
             f"{model.head_dim}; take another model, {_OR}"
         )
+
+
+def _inexact_variants(model: ModelConfig) -> frozenset[Variant]:
+    found = variants_of(model) & _INEXACT
+    return found - {Variant.ACTIVATION} if model.activation in COMPILED_GATES else found

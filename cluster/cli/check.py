@@ -421,11 +421,15 @@ def _check_on_tpu(engine: EngineConfig) -> CheckReport:
     _check_templates(tokenizer.folder)
     _check_vocabulary(tokenizer, model)
     trial = try_first_layer(engine, folder)
-    capacity = trial.num_blocks * engine.block_size
+    layers = choose_groups(model, _draft_config(engine))
+    needs, block_bytes = block_needs(layers.groups, engine), trial.kv_cache_bytes // trial.num_blocks
+    longest = needs.longest(trial.num_blocks, model.max_position_embeddings)
     return CheckReport(
         folder=engine.model if engine.model.endswith(".gguf") else str(folder),
         architecture=model.architecture,
         native=model.native,
+        wrapper=model.wrapper,
+        variants=tuple(sorted(each.value for each in variants_of(model))),
         num_parameters=num_parameters(folder, model),
         checkpoint_dtype=model.dtype,
         dtype=trial.dtype,
@@ -435,12 +439,15 @@ def _check_on_tpu(engine: EngineConfig) -> CheckReport:
         weight_bytes=trial.weight_bytes,
         kv_cache_bytes=trial.kv_cache_bytes,
         kv_cache_dtype=trial.dtype,
-        kv_bytes_per_token=trial.kv_cache_bytes // capacity,
-        kv_cache_tokens=capacity,
-        max_model_len=plan_max_model_len(model, engine.max_model_len, capacity),
+        kv_bytes_per_token=block_bytes * len(layers.groups) // engine.block_size,
+        kv_cache_tokens=trial.num_blocks * engine.block_size // len(layers.groups),
+        kv_groups=_describe_groups(layers, engine.block_size, block_bytes),
+        sequence_bytes=tuple(needs.of_sequence(tokens) * block_bytes for tokens in SEQUENCE_TOKENS),
+        max_model_len=plan_max_model_len(model, engine.max_model_len, longest),
         model_positions=model.max_position_embeddings,
         free_bytes=trial.free_bytes,
         step_seconds=trial.seconds,
+        num_trial_layers=model.num_trial_layers,
         kernels=trial.kernels,
         advice=None,
         **_of_text_side(engine, model, tokenizer),

@@ -296,7 +296,7 @@ def _response_format(form: dict[str, Any] | None) -> dict[str, Any] | None:
 
 
 def shown_tools(body: ResponsesRequest) -> list[dict[str, Any]]:
-    """Returns the tools as an answer repeats them: with all fields, and `strict` as it was enforced."""
+    """Returns the tools as an answer repeats them: with all fields, and OpenAI's defaults."""
     defaults: dict[str, dict[str, Any]] = {
         "function": {"description": None, "parameters": None, "strict": True},
         "custom": {"format": {"type": "text"}},

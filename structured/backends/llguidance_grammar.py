@@ -193,7 +193,9 @@ def _embedded(each: EmbeddedSchema, spec: ConstraintSpec, way: Way) -> tuple[Any
     schema = each.schema
     if not isinstance(schema, dict):
         return schema, ""
-    options = {**_whitespace(spec), **schema.get("x-guidance", {})}
+    options = schema.get("x-guidance", {})
+    if options.keys().isdisjoint(("whitespace_flexible", "whitespace_pattern")):
+        options = {**_whitespace(spec), **options}
     if spec.loose and may_be_partial(schema):
         check_patterns(schema, is_loose=True)
         loose = {**with_grammar_patterns(closed(schema, spec)), "x-guidance": options}

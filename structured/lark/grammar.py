@@ -33,6 +33,7 @@ _LEXEMES = re.compile(
     re.VERBOSE | re.DOTALL,
 )
 _ESCAPE = re.compile(r"\\(?:u([0-9a-fA-F]{4})|x([0-9a-fA-F]{2})|(.))", re.DOTALL)
+_REPEATED_CLASS = re.compile(r"(\[\^?\]?(?:\\.|[^\[\]\\])*\]|\\[sdwSDW]|[^\\\[\](){}.*+?^$|])[+*]")
 _SLASH = re.compile(r"(\\.)|/", re.DOTALL)
 _ESCAPES = {"n": "\n", "r": "\r", "t": "\t", "b": "\b", "f": "\f"}
 _ENDS_ATOM = frozenset({"string", "regex", "rule", "terminal", ")", "]", "*", "+", "?"})
@@ -251,8 +252,21 @@ def _written(grammar: LarkGrammar, kind: type[_Writer], less: str = "") -> str:
         if less and each.name.lstrip("_")[:1].isupper():
             body = f"({body}){less}"
         lines.append(f"{each.name}{each.attributes}: {body}")
-    lines += [f"%ignore {writer.expression(each)}" for each in grammar.ignored]
+    lines += [f"%ignore {writer.expression(_without_repeats(each, grammar))}" for each in grammar.ignored]
     return "\n".join(lines)
+
+
+def _without_repeats(ignored: list[Lexeme], grammar: LarkGrammar) -> list[Lexeme]:
+    """Returns an expression of texts to ignore. Of one class of characters, such as `/\\s+/`, each character is ignored
+    by itself: the texts are the same, and no terminal takes the beginning of the escape that follows it.
+    """
+    bodies = {each.name: each.body for each in grammar.definitions}
+    found = bodies.get(ignored[0].text, ignored) if len(ignored) == 1 else ignored
+    if len(found) == 1 and found[0].kind == "regex":
+        pattern, _, flags = found[0].text[1:].rpartition("/")
+        if repeated := _REPEATED_CLASS.fullmatch(pattern):
+            return [Lexeme("regex", f"/{repeated[1]}/{flags}", found[0].line)]
+    return ignored
 
 
 class _Writer:

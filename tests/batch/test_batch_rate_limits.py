@@ -77,7 +77,7 @@ class Clocked:
 
     async def run(self, num_lines: int, owner: str = OWNER) -> None:
         self.places = places = asyncio.Semaphore(NUM_PLACES)
-        job = BatchJob(self.endpoints.answer, self, places, 4096, lambda _: None, owner=owner, pace=self.endpoints.pace)  # type: ignore[arg-type]
+        job = BatchJob(self.endpoints.answer, self, places, 4096, lambda _: None, owner=owner, pace=self.endpoints.pace)
         await batch_job.run(job, io.BytesIO(b"".join(line(number) for number in range(num_lines))))
 
     @property

@@ -79,7 +79,10 @@ def constraints(text: str) -> dict[str, tuple[ConstraintSpec, str]]:
         "property": (schema(fixed), within),
         "lark": (ConstraintSpec(kind="lark", text=f"start: {in_parts(text, ' ')}"), text),
         "lark with a header": (ConstraintSpec(kind="lark", text=f"%llguidance {{}}\nstart: {quoted}"), text),
-        "lark with a schema": (ConstraintSpec(kind="lark", text=f'start: "x" %json {fixed}'), f"x{within}"),
+        "lark with a schema": (
+            ConstraintSpec(kind="lark", text=f'start: "x" %json {fixed}', any_whitespace=False),
+            f"x{within}",
+        ),
         "ebnf": (ConstraintSpec(kind="ebnf", text=f"root ::= {in_parts(text, ' ')}"), text),
         "structural tag": (ConstraintSpec(kind="structural_tag", text=json.dumps(tag)), f"begin {text}{quoted}{text}"),
     }

@@ -63,6 +63,9 @@ def test_white_space_can_be_fixed_within_a_grammar() -> None:
     assert not accepts_text(grammar, "[1,2]")
     own = {**NUMBERS, "x-guidance": {"whitespace_pattern": "[ ]{0,30}"}}
     assert accepts_text(grammar_of_spec(_lark(own)), f"[{' ' * 30}1]")
+    tight = grammar_of_spec(_lark({**NUMBERS, "x-guidance": {"whitespace_flexible": False}}))
+    assert accepts_text(tight, "[1,2]")
+    assert not accepts_text(tight, "[1, 2]")
 
 
 # ---- further properties ----------------------------------------------------------------------------------------------

@@ -10,7 +10,7 @@
 
 extern "C" {
 void manta_rms_norm(int, const void*, void*, const void*, void*, int, int, float);
-void manta_silu_and_mul(int, const void*, void*, int, int);
+void manta_gate(int, int, const void*, void*, int, int);
 void manta_rope_and_cache(int, int, void*, const float*, const int64_t*, const int64_t*, void*, void*, const void*,
                           const void*, int, int, int64_t, int, int, int, float);
 void manta_paged_attention(int, int, const void*, int64_t, const void*, const void*, void*, const int32_t*, const int32_t*,
@@ -88,7 +88,7 @@ int64_t call(Result (*function)(Types...), const std::vector<Argument>& argument
 int64_t call(const std::string& name, const std::vector<Argument>& arguments) {
 #define KERNEL(function) if (name == #function) return call(function, arguments)
     KERNEL(manta_rms_norm);
-    KERNEL(manta_silu_and_mul);
+    KERNEL(manta_gate);
     KERNEL(manta_rope_and_cache);
     KERNEL(manta_paged_attention);
     KERNEL(manta_attention_layout);

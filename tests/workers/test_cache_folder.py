@@ -6,6 +6,7 @@ import json
 import os
 import pathlib
 import shutil
+import sys
 import tempfile
 from collections.abc import Callable
 from typing import Any
@@ -13,6 +14,7 @@ from typing import Any
 import pytest
 
 from benchmarks.checkpoints import benchmark_checkpoint
+from manta.cluster.text.tokenizer_trial import TokenizerTrial
 from manta.workers.cache_folder import UntrustedCache, cache_entry
 from manta.workers.checkpoints.gguf_file import gguf_folder
 from manta.workers.jax_worker.programs import jax, keep_compiled_programs
@@ -68,8 +70,25 @@ def models(root: pathlib.Path, _: pytest.MonkeyPatch) -> pathlib.Path:
     return benchmark_checkpoint("one-layer-llama") / "config.json"
 
 
+def tokenizers(root: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> pathlib.Path:
+    """Returns the mark that says that a tokenizer passed; its trial is a program that always does."""
+    monkeypatch.setattr(sys, "executable", shutil.which("true"))
+    folder = root / "tokenizer"
+    folder.mkdir(exist_ok=True)
+    (folder / "tokenizer.json").write_text("{}")
+    TokenizerTrial(folder).wait()
+    (mark,) = cache_entry("tokenizers").iterdir()
+    return mark
+
+
 Kind = Callable[[pathlib.Path, pytest.MonkeyPatch], pathlib.Path]
-KINDS: dict[str, Kind] = {"kernels": kernels, "gguf": gguf, "jax": programs, "benchmarks": models}
+KINDS: dict[str, Kind] = {
+    "kernels": kernels,
+    "gguf": gguf,
+    "jax": programs,
+    "benchmarks": models,
+    "tokenizers": tokenizers,
+}
 """A file that is loaded from each folder of the cache, by the folder's name."""
 PLANTED = json.dumps({"planted": True})
 

@@ -37,6 +37,7 @@ from manta.workers.torch_worker.loader import load_model
 from tests.checkpoints import VOCAB_SIZE, checkpoint, reference_greedy
 from tests.engine_parts import device_of
 from tests.patience import PATIENCE_S
+from tests.workers.test_layer_kinds import folder_of
 from tests.workers.triton_device import DEVICE, NEEDS_GPU, THOROUGH
 
 NUM_TOKENS = 12 if THOROUGH else 3
@@ -301,6 +302,18 @@ def test_layers_with_windows_have_blocks_of_their_own(monkeypatch: pytest.Monkey
         expected = [reference_greedy(folder, prompt, NUM_TOKENS) for prompt in prompts]
         assert [output.outputs[0].token_ids for output in outputs] == expected
     assert llm.engine.stats().prefix_cache_hits == 48 + 32
+
+
+@pytest.mark.parametrize("name", [pytest.param("gemma2", marks=[] if THOROUGH else pytest.mark.prove), "gpt_oss"])
+def test_models_with_caps_and_sinks_give_transformers_tokens(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prompts longer than their windows, from which the second one shares blocks."""
+    folder = folder_of(name)
+    prompts = [[5 + (7 * place + place // 32 * shift) % 300 for place in range(40)] for shift in (0, 3)]
+    llm = make_llm(monkeypatch, str(folder), dtype="float32")
+    greedy = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True)
+    outputs = llm.generate(prompts, greedy, use_tqdm=False)
+    expected = [reference_greedy(folder, prompt, NUM_TOKENS) for prompt in prompts]
+    assert [output.outputs[0].token_ids for output in outputs] == expected
 
 
 def test_float16_log_probabilities_stay_near_float32(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,7 +22,7 @@ from manta.workers.checkpoints.model_folder import load_model_config
 from manta.workers.exact import check_exact
 from manta.workers.model_options import ModelOptions
 from manta.workers.models.model_config import ModelError
-from manta.workers.models.variants import check_block_size, check_variants
+from manta.workers.models.variants import NOT_COMPUTED, Variant, check_block_size, check_variants
 from manta.workers.platforms import choose_platform
 from manta.workers.torch_worker.loader import check_tensors, load_model
 from tests.checkpoints import make_tokenizer, on_one_thread, randomise, reference_greedy, reference_logits
@@ -285,6 +285,23 @@ def test_with_another_tensor_the_tokens_differ(name: str, tensor: str, tmp_path:
     assert not torch.equal(logits.argmax(-1), reference_logits(folder_of(name), tokens).argmax(-1))
 
 
+@pytest.mark.parametrize(
+    ("name", "extra"),
+    [
+        ("deepseek_v3", "model.layers.4.eh_proj.weight"),  # of the layer that drafts tokens
+        ("gemma4", "model.layers.5.self_attn.k_proj.weight"),  # of a layer that reads those of another
+    ],
+)
+def test_published_tensors_that_no_token_needs_are_not_missed(name: str, extra: str, tmp_path: pathlib.Path) -> None:
+    first = "model.norm.weight"
+    folder = rewritten(
+        folder_of(name),
+        tmp_path / "more",
+        lambda key, each: {key: each} | ({extra: each.clone()} if key == first else {}),
+    )
+    check_tensors(folder, load_model_config(folder))
+
+
 def test_without_sinks_the_tokens_differ(tmp_path: pathlib.Path) -> None:
     def without(name: str, tensor: torch.Tensor) -> dict[str, torch.Tensor]:
         return {name: tensor - 1e4 if name.endswith("sinks") else tensor}
@@ -402,32 +419,36 @@ def test_half_of_each_head_rotates_in_a_glm_that_does_not_say(tmp_path: pathlib.
     assert torch.equal(logits_of(silent, tokens), logits_of(folder, tokens))
 
 
-@pytest.mark.parametrize(
-    ("name", "device", "words"),
-    [
-        (
-            "gemma2",
-            "cuda",
-            "device cuda does not compute soft caps on the products of attention, which Gemma2ForCausalLM",
-        ),
-        (
-            "gpt_oss",
-            "cuda",
-            "device cuda does not compute attention sinks, which GptOssForCausalLM has; set device to cpu",
-        ),
-        ("deepseek_v3", "cuda", "device cuda does not compute latent attention, which DeepseekV3ForCausalLM has"),
-        (
-            "lfm2",
-            "cuda",
-            "device cuda does not compute short convolutions, which Lfm2ForCausalLM has; set device to cpu",
-        ),
-        ("olmo2", "tpu", "device tpu does not compute norms after attention and MLP, norms over all heads together, "),
-    ],
+ON_EVERY_DEVICE = (
+    "gemma2",
+    "gemma3",
+    "olmo2",
+    "olmo3",
+    "smollm3",
+    "granite",
+    "glm",
+    "glm4",
+    "phi3",
+    "phi3, longrope",
+    "phi4, partial rotation",
+    "qwen3_moe",
+    "gpt_oss",
+    "cohere2",
 )
-def test_a_device_refuses_what_it_does_not_compute(name: str, device: str, words: str) -> None:
+"""Cases that GPUs and TPUs compute too."""
+
+
+@pytest.mark.parametrize("device", ["cuda", "tpu"])
+@pytest.mark.parametrize("name", ON_EVERY_DEVICE)
+def test_devices_compute_every_variant_of_these_families(name: str, device: str) -> None:
+    check_variants(load_model_config(folder_of(name)), device)
+
+
+@pytest.mark.parametrize("device", ["cuda", "tpu"])
+@pytest.mark.parametrize(("name", "words"), [("deepseek_v3", "latent attention"), ("lfm2", "short convolutions")])
+def test_devices_refuse_states_and_latent_vectors(name: str, words: str, device: str) -> None:
     config = load_model_config(folder_of(name))
-    check_variants(config, "cpu")
-    with pytest.raises(ModelError, match=words):
+    with pytest.raises(ModelError, match=f"device {device} does not compute .*{words}.*; set device to cpu"):
         check_variants(config, device)
 
 
@@ -436,6 +457,17 @@ def test_blocks_that_do_not_fill_chunks_are_refused() -> None:
     check_block_size(config, 16)
     with pytest.raises(ModelError, match=r"in chunks of 32 .* and block_size 24 does not"):
         check_block_size(config, 24)
+
+
+def test_a_device_refuses_what_it_does_not_compute(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of what it lacks, it names what the model has."""
+    lacking = {Variant.OTHER_NORM_PLACES, Variant.WIDE_NORMS, Variant.SINKS}
+    monkeypatch.setitem(NOT_COMPUTED, "tpu", frozenset(lacking))
+    config = load_model_config(folder_of("olmo2"))
+    check_variants(config, "cpu")
+    words = "device tpu does not compute norms after attention and MLP, norms over all heads together, which Olmo2For"
+    with pytest.raises(ModelError, match=words):
+        check_variants(config, "tpu")
 
 
 @pytest.mark.parametrize(
@@ -451,6 +483,20 @@ def test_exact_refuses_what_torch_computes(name: str, words: str) -> None:
     options = ModelOptions(model=str(folder), exact=True, weights="int8")
     with pytest.raises(ModelError, match=f"torch computes .*{words} of this"):
         check_exact(options, "cpu", load_model_config(folder))
+
+
+def test_exact_gives_gelu_with_tanh_the_same_bits_in_every_form() -> None:
+    folder, tokens = folder_of("gemma3"), random_tokens(60)
+    config = load_model_config(folder)
+    check_exact(ModelOptions(model=str(folder), exact=True, weights="int8"), "cpu", config)
+    found = []
+    for name in COMPILED:
+        with in_form(name), torch.inference_mode():
+            platform = choose_platform("cpu", 1, exact=True)
+            model = load_model(folder, config, "bfloat16", platform, weights="int8", exact=True)
+            cache = Cache(folder, "bfloat16", model)
+            found.append(torch.cat([cache.run((0, piece))[0] for piece in (tokens[:50], tokens[50:51], tokens[51:])]))
+    assert all(torch.equal(each, found[0]) for each in found)
 
 
 @pytest.mark.parametrize("name", SCALES_OF_LOGITS)

@@ -5,6 +5,7 @@ It counts and checks what it is asked for; the arithmetic is the references', an
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from types import SimpleNamespace
@@ -91,7 +92,7 @@ class OtherPlatform:
     def make_linear(self, weight: LinearWeight) -> Linear:
         self.num_weights += 1
         linear = TorchLinear(weight.dense().to(weight.dtype, copy=True), weight.bias)
-        return GatedLinear(linear, reference.silu_and_mul) if weight.gated else linear
+        return GatedLinear(linear, functools.partial(reference.gate, weight.activation)) if weight.gated else linear
 
     def shared_linears(self, content: str) -> nullcontext[None]:
         return nullcontext()

@@ -41,6 +41,8 @@ class AttentionForm(NamedTuple):
     """Factor on the products of queries and keys."""
     uses_kernel: bool
     """Whether Pallas's kernel computes it."""
+    logit_cap: float = 0.0
+    """Soft bound of the scaled products (`HeadShape.logit_cap`); 0 for none."""
 
 
 def page_head_dim(head_dim: int, uses_kernel: bool) -> int:
@@ -66,17 +68,19 @@ def attend(
     pages: jax.Array,
     batch: StepBatch,
     sliding_window: int | None,
+    sinks: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Writes keys and values into the pages. Returns the attention's output for each query, and the pages.
 
     `query` is [num_tokens, num_heads, head_dim], `key` and `value` are [num_tokens, num_kv_heads, head_dim]. Query head
     `h` reads KV head `h // (num_heads // num_kv_heads)` of its device. A token sees `sliding_window` positions
-    including its own; None means all.
+    including its own; None means all. `sinks`, float32 [num_heads], are a further logit of each head, which has no
+    value. Pallas's kernel has none, so the loop computes layers with sinks on TPUs too.
     """
     body = functools.partial(_attend_on_device, form, sliding_window)
-    specs = (_HEADS, _HEADS, _HEADS, _PAGES, _WHOLE)
+    specs = (_HEADS, _HEADS, _HEADS, _PAGES, _WHOLE, PartitionSpec(AXIS))
     mapped = jax.shard_map(body, mesh=form.mesh, in_specs=specs, out_specs=(_HEADS, _PAGES), check_vma=False)
-    attended, pages = mapped(query, key, value, pages, batch)
+    attended, pages = mapped(query, key, value, pages, batch, sinks)
     return attended, pages
 
 
@@ -88,13 +92,17 @@ def _attend_on_device(
     value: jax.Array,
     pages: jax.Array,
     batch: StepBatch,
+    sinks: jax.Array | None,
 ) -> tuple[jax.Array, jax.Array]:
     head_dim = query.shape[-1]
     padding = ((0, 0), (0, 0), (0, pages.shape[-1] - head_dim))
     query, key, value = (jnp.pad(each, padding) for each in (query, key, value))
     pages = write_pages(key, value, pages, batch)
-    compute = attend_by_kernel if form.uses_kernel else attend_by_chunks
-    return compute(query, pages, batch, form.scale, sliding_window)[:, :, :head_dim], pages
+    if form.uses_kernel and sinks is None:
+        attended = attend_by_kernel(query, pages, batch, form.scale, sliding_window, form.logit_cap)
+    else:
+        attended = attend_by_chunks(query, pages, batch, form.scale, sliding_window, form.logit_cap, sinks)
+    return attended[:, :, :head_dim], pages
 
 
 def write_pages(key: jax.Array, value: jax.Array, pages: jax.Array, batch: StepBatch) -> jax.Array:
@@ -110,9 +118,16 @@ def write_pages(key: jax.Array, value: jax.Array, pages: jax.Array, batch: StepB
 
 
 def attend_by_kernel(
-    query: jax.Array, pages: jax.Array, batch: StepBatch, scale: float, sliding_window: int | None
+    query: jax.Array,
+    pages: jax.Array,
+    batch: StepBatch,
+    scale: float,
+    sliding_window: int | None,
+    logit_cap: float = 0.0,
 ) -> jax.Array:
-    """Computes what `attend_by_chunks` does by the Pallas kernel, on TPUs only."""
+    """Computes what `attend_by_chunks` does without sinks by the Pallas kernel, on TPUs only."""
+    if sliding_window is not None:
+        batch = batch._replace(block_tables=_tables_from_window(batch, sliding_window, pages.shape[1]))
     page_bytes = pages[0].size * pages.dtype.itemsize
     return ragged_paged_attention(
         query,
@@ -123,14 +138,34 @@ def attend_by_kernel(
         batch.num_sequences,
         sm_scale=scale,
         sliding_window=sliding_window,
+        soft_cap=logit_cap or None,
         num_kv_pages_per_block=min(batch.block_tables.shape[1], max(1, _KERNEL_BUFFER_BYTES // page_bytes)),
         num_queries_per_block=min(query.shape[0], _KERNEL_QUERIES),
         vmem_limit_bytes=_KERNEL_MEMORY_BYTES,
     )
 
 
+def _tables_from_window(batch: StepBatch, sliding_window: int, block_size: int) -> jax.Array:
+    """Returns block tables whose entries before the window of a sequence's first query name the first block of the
+    window. The kernel reads those too, and weighs them with zero, which hides no NaN; and the sequence may have given
+    them back.
+    """
+    query_lens = batch.query_start[1:] - batch.query_start[:-1]
+    first_seen = jnp.maximum(batch.context_lens - query_lens - sliding_window + 1, 0)
+    columns = jnp.arange(batch.block_tables.shape[1])
+    return jnp.take_along_axis(
+        batch.block_tables, jnp.maximum(columns, (first_seen // block_size)[:, None]), axis=1, mode="clip"
+    )
+
+
 def attend_by_chunks(
-    query: jax.Array, pages: jax.Array, batch: StepBatch, scale: float, sliding_window: int | None
+    query: jax.Array,
+    pages: jax.Array,
+    batch: StepBatch,
+    scale: float,
+    sliding_window: int | None,
+    logit_cap: float = 0.0,
+    sinks: jax.Array | None = None,
 ) -> jax.Array:
     """Returns the attention of every token over its sequence's pages, [num_tokens, num_heads, head_dim], without a
     kernel. Results for padding are undefined.
@@ -156,7 +191,7 @@ def attend_by_chunks(
             chosen = jax.lax.bitcast_convert_type(chosen, query.dtype)
         both = chosen.reshape(num_tokens, chunk, num_kv_heads, 2, head_dim).astype(jnp.float32)
         key, value = both[:, :, :, 0], both[:, :, :, 1]
-        scores = jnp.einsum("tkgd,tskd->tkgs", grouped, key, precision=precision)
+        scores = soft_cap(jnp.einsum("tkgd,tskd->tkgs", grouped, key, precision=precision), logit_cap)
         distance = positions[:, None] - (index * chunk + jnp.arange(chunk))
         visible = distance >= 0
         if sliding_window is not None:
@@ -174,7 +209,14 @@ def attend_by_chunks(
 
     shape = (num_tokens, num_kv_heads, num_heads // num_kv_heads)
     state = (jnp.full(shape, -jnp.inf), jnp.zeros(shape), jnp.zeros((*shape, head_dim)))
+    if sinks is not None:  # the softmax has seen one logit, without a value
+        state = (jnp.broadcast_to(sinks.reshape(1, num_kv_heads, -1), shape), jnp.ones(shape), state[2])
     num_chunks = jnp.max(positions) // chunk + 1
     _, total, mixed = jax.lax.fori_loop(jnp.maximum(first_seen, 0) // chunk, num_chunks, add_chunk, state)
     attended = mixed / jnp.where(total == 0, 1.0, total)[..., None]
     return attended.reshape(num_tokens, num_heads, head_dim).astype(query.dtype)
+
+
+def soft_cap(x: jax.Array, limit: float) -> jax.Array:
+    """Returns soft-capped numbers (Gemma 2): `limit * tanh(x / limit)`; x itself if `limit` is 0."""
+    return jnp.tanh(x / limit) * limit if limit else x

@@ -44,12 +44,15 @@ class BatchShape(NamedTuple):
     num_sequences: int
     num_blocks: int
     """Blocks of the longest sequence, which is the width of block tables."""
+    num_groups: int = 1
+    """Groups of layers, each with its block tables (`workers/kv_groups.py`)."""
 
     @property
     def sizes(self) -> tuple[int, ...]:
         """Elements of each field of `StepBatch`."""
         tokens, sequences = self.num_tokens, self.num_sequences
-        return tokens, tokens, tokens, tokens, sequences + 1, sequences, 1, sequences * self.num_blocks
+        tables = self.num_groups * sequences * self.num_blocks
+        return tokens, tokens, tokens, tokens, sequences + 1, sequences, 1, tables
 
 
 class StepBatch(NamedTuple):
@@ -72,14 +75,18 @@ class StepBatch(NamedTuple):
     num_sequences: jax.Array
     """Number of sequences of the step, [1]."""
     block_tables: jax.Array
-    """Block tables [num_sequences, num_blocks]."""
+    """Block tables [num_groups, num_sequences, num_blocks]; `of_group` leaves those of one group."""
 
     @classmethod
     def unpack(cls, packed: jax.Array, shape: BatchShape) -> StepBatch:
         ends = np.cumsum(shape.sizes).tolist()
         fields = [packed[end - size : end] for size, end in zip(shape.sizes, ends, strict=True)]
-        fields[-1] = fields[-1].reshape(shape.num_sequences, shape.num_blocks)
+        fields[-1] = fields[-1].reshape(shape.num_groups, shape.num_sequences, shape.num_blocks)
         return cls(*fields)
+
+    def of_group(self, group: int) -> StepBatch:
+        """Returns the batch for the layers of one group, with block tables [num_sequences, num_blocks]."""
+        return self._replace(block_tables=self.block_tables[group])
 
 
 def pack(
@@ -87,13 +94,13 @@ def pack(
     token_ids: np.ndarray,
     starts: np.ndarray,
     lens: np.ndarray,
-    block_tables: np.ndarray,
+    block_tables: Sequence[np.ndarray],
     sources: tuple[Sequence[int], Sequence[int]] = ((), ()),
 ) -> np.ndarray:
     """Packs `lens[i]` tokens of each sequence `i` from position `starts[i]`. Returns int32 [sum of `shape.sizes`].
 
-    `token_ids` is the flat batch, [sum of lens]; `block_tables` is int32 [n, blocks]. `sources` are the rows that take
-    a token of the previous step's draw, and the index of that token for each.
+    `token_ids` is the flat batch, [sum of lens]; `block_tables` are int32 [n, blocks] of each group of layers.
+    `sources` are the rows that take a token of the previous step's draw, and the index of that token for each.
     """
     packed = np.zeros(sum(shape.sizes), dtype=np.int32)
     ends = np.cumsum(shape.sizes).tolist()
@@ -111,5 +118,7 @@ def pack(
     query_start[num_sequences:] = num_tokens
     context_lens[:num_sequences] = starts + lens
     count[0] = num_sequences
-    tables.reshape(shape.num_sequences, shape.num_blocks)[:num_sequences, : block_tables.shape[1]] = block_tables
+    by_group = tables.reshape(shape.num_groups, shape.num_sequences, shape.num_blocks)
+    for own, table in zip(by_group, block_tables, strict=True):
+        own[:num_sequences, : table.shape[1]] = table
     return packed

@@ -38,7 +38,7 @@ class JaxDraftRunner:
     ) -> list[int | None]:
         # The target's padded vocabulary may be wider than the draft model's; tokens never have ids of the padding.
         known = np.minimum(token_ids, self.model.config.vocab_size - 1)
-        self.model.forward(known, np.array(starts), np.array(counts), block_tables)
+        self.model.forward(known, np.array(starts), np.array(counts), [block_tables])
         rows = (np.cumsum(counts) - 1)[list(drawing)]
         sequences, results = list(drawing.values()), []
         most = self.model.limits.max_points

@@ -17,7 +17,7 @@ from manta.structured.logits_processors import LogitsProcessorFactory, LogitsPro
 from manta.structured.masks import MaskBatch
 from manta.structured.visible_logs import logger_of
 from manta.workers import host
-from manta.workers.checkpoints.memory import plan_max_model_len, weight_bytes
+from manta.workers.checkpoints.memory import block_needs, choose_groups, plan_max_model_len, weight_bytes
 from manta.workers.checkpoints.model_folder import resolve_model_folder
 from manta.workers.exact import check_exact
 from manta.workers.jax_worker.draft_runner import JaxDraftRunner
@@ -30,6 +30,7 @@ from manta.workers.jax_worker.runner import JaxRunner
 from manta.workers.jax_worker.step_times import measure_steps
 from manta.workers.kept_weights import check_weights
 from manta.workers.kv_cache_dtype import check_kv_cache
+from manta.workers.kv_groups import one_group
 from manta.workers.model_info import ModelInfo
 from manta.workers.model_options import ModelOptions
 from manta.workers.models.model_config import ModelError
@@ -80,9 +81,12 @@ class JaxWorker:
             longest = min(longest, draft_config.max_position_embeddings)
             draft_parameters = load_parameters(draft_folder, draft_config, dtype, mesh, longest)
         phases.end("weights")
-        num_bytes, num_blocks = plan(config, model_config, draft_config, mesh, dtype, weight_bytes(folder, dtype))
-        max_model_len = plan_max_model_len(model_config, config.max_model_len, num_blocks * config.block_size)
-        limits = Limits(config.max_num_batched_tokens, config.max_num_sequences, max_model_len, config.block_size)
+        layers, whole = choose_groups(model_config, draft_config), weight_bytes(folder, dtype)
+        num_bytes, num_blocks = plan(config, model_config, draft_config, mesh, dtype, whole, layers)
+        fitting = block_needs(layers.groups, config).longest(num_blocks, positions)
+        max_model_len = plan_max_model_len(model_config, config.max_model_len, fitting)
+        largest = config.max_num_batched_tokens, config.max_num_sequences, max_model_len, config.block_size
+        limits = Limits(*largest, len(layers.groups))
         _check_tables(limits, mesh)
         self.sequences = RankSequences(
             model_config.vocab_size,
@@ -91,14 +95,16 @@ class JaxWorker:
             max_model_len,
             self.processors,
             draws,
+            len(layers.groups),
         )
         compiler = ProgramCompiler(config.num_threads or host.num_cores())
-        sizes = (mesh, limits, num_blocks, model_config.vocab_size, compiler)
-        model = ModelState(model_config, parameters, *sizes)
+        sizes = (num_blocks, model_config.vocab_size, compiler)
+        model = ModelState(model_config, parameters, layers, mesh, limits, *sizes)
         self.runner = JaxRunner(model, self.sequences, compiler, draws, num_hosts > 1)
         self.draft: JaxDraftRunner | None = None
         if draft_config is not None and draft_parameters is not None:
-            self.draft = JaxDraftRunner(ModelState(draft_config, draft_parameters, *sizes), self.runner)
+            in_first = one_group(draft_config.num_layers), mesh, Limits(*largest)
+            self.draft = JaxDraftRunner(ModelState(draft_config, draft_parameters, *in_first, *sizes), self.runner)
         phases.end("kv_cache")
         compiler.compile(folder.name)
         phases.end("programs")
@@ -114,6 +120,7 @@ class JaxWorker:
             sampling_defaults=dict(model_config.sampling_defaults),
             num_blocks=num_blocks,
             block_size=config.block_size,
+            groups=layers.groups,
             kv_cache_bytes=num_bytes,
             kv_cache_dtype=dtype,
             dtype=dtype,

@@ -15,16 +15,21 @@ from manta.workers.jax_worker.batch import BatchShape, pack, padded, size_for, s
 from manta.workers.jax_worker.mesh import AXIS, is_tpu, on_first_device, place, replicated
 from manta.workers.jax_worker.parameters import Parameters, num_kv_heads
 from manta.workers.jax_worker.programs import NUM_COPIES, ModelPrograms, ProgramCompiler, jitted
+from manta.workers.kv_groups import LayerGroups
 from manta.workers.models.model_config import ModelConfig
 
 
 class Limits:
     """The static sizes of all programs of a worker."""
 
-    def __init__(self, max_num_tokens: int, max_num_sequences: int, max_model_len: int, block_size: int) -> None:
+    def __init__(
+        self, max_num_tokens: int, max_num_sequences: int, max_model_len: int, block_size: int, num_groups: int = 1
+    ) -> None:
         self.block_size = block_size
+        self.num_groups = num_groups
         num_sequences, num_blocks = padded(max_num_sequences), -(-max_model_len // block_size)
-        self.shapes = [BatchShape(size, num_sequences, num_blocks) for size in sizes_up_to(max_num_tokens)]
+        sizes = sizes_up_to(max_num_tokens)
+        self.shapes = [BatchShape(size, num_sequences, num_blocks, num_groups) for size in sizes]
         self.point_sizes = sizes_up_to(max_num_sequences, growth=4)  # each has five short programs
 
     @property
@@ -34,12 +39,15 @@ class Limits:
 
 
 class ModelState:
-    """A model with `num_blocks` KV blocks. Its logits are `vocab_size` wide."""
+    """A model with `num_blocks` KV blocks, in which its layers have the places of `layers`. Its logits are `vocab_size`
+    wide.
+    """
 
     def __init__(
         self,
         config: ModelConfig,
         parameters: Parameters,
+        layers: LayerGroups,
         mesh: Mesh,
         limits: Limits,
         num_blocks: int,
@@ -52,13 +60,15 @@ class ModelState:
         self.limits = limits
         self.num_blocks = num_blocks
         self._dtype = parameters.embedding.dtype
-        form = AttentionForm(mesh, config.heads.scale, is_tpu(mesh))
+        self._num_pages = layers.layers_per_block
+        form = AttentionForm(mesh, config.heads.scale, is_tpu(mesh), config.heads.logit_cap)
         self._zeros = _zero_pages(config, form, num_blocks, limits.block_size, self._dtype)
         self._no_tokens = place(mesh, np.zeros(limits.max_points, dtype=np.int32))
         self.allocate()
         self.programs = ModelPrograms(
             compiler,
             config,
+            layers.layers,
             form,
             parameters,
             self.pages,
@@ -69,7 +79,7 @@ class ModelState:
 
     def allocate(self) -> None:
         """Allocates the KV cache and the hidden states, which a failed step may have deleted."""
-        self.pages = [self._zeros() for _ in range(self.config.num_layers)]
+        self.pages = [self._zeros() for _ in range(self._num_pages)]
         size = (self.limits.shapes[-1].num_tokens, self.config.hidden_size)
         self.hidden = place(self.mesh, np.zeros(size, dtype=self._dtype))
 
@@ -97,7 +107,7 @@ class ModelState:
         token_ids: np.ndarray,
         starts: np.ndarray,
         lens: np.ndarray,
-        block_tables: np.ndarray,
+        block_tables: Sequence[np.ndarray],
         drawn: jax.Array | None = None,
         sources: tuple[Sequence[int], Sequence[int]] = ((), ()),
     ) -> np.ndarray:
@@ -134,7 +144,7 @@ def held_config(config: ModelConfig, mesh: Mesh) -> ModelConfig:
 def _zero_pages(
     config: ModelConfig, form: AttentionForm, num_blocks: int, block_size: int, dtype: np.dtype
 ) -> jax.stages.Wrapped:
-    """Returns a function that allocates the zeroed pages of one layer on their devices."""
+    """Returns a function that allocates the zeroed pages of one layer of a block on their devices."""
     mesh = form.mesh
     assert isinstance(mesh, Mesh)
     heads = 2 * num_kv_heads(config, mesh.size)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import pathlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -20,8 +20,17 @@ from manta.workers.checkpoints.tensor_files import TensorFiles
 from manta.workers.decoders.rope_table import rope_table
 from manta.workers.jax_worker.mesh import AXIS, place
 from manta.workers.models.families import describe
-from manta.workers.models.model_config import ModelConfig
-from manta.workers.models.specs import GatedMlpSpec, LayerSpec, LinearSpec, NormSpec, Split, WeightPart
+from manta.workers.models.model_config import ModelConfig, RopeConfig
+from manta.workers.models.specs import (
+    AttentionSpec,
+    ExpertsSpec,
+    GatedMlpSpec,
+    LayerSpec,
+    LinearSpec,
+    NormSpec,
+    Split,
+    WeightPart,
+)
 
 DTYPES: dict[str, Any] = {
     "float32": np.dtype(np.float32),
@@ -41,20 +50,48 @@ class LinearArrays(NamedTuple):
     """The bias [out_features], or None."""
 
 
-class Layer(NamedTuple):
-    """The weights of one layer; norms are [size]."""
+class AttentionArrays(NamedTuple):
+    """The weights of a layer's attention."""
 
-    input_norm: jax.Array
     query: LinearArrays
     key: LinearArrays
     value: LinearArrays
     output: LinearArrays
     q_norm: jax.Array | None
+    """The norm of query heads [head_dim], or of all of them together [num_heads * head_dim]; `k_norm` is that of key
+    heads.
+    """
     k_norm: jax.Array | None
-    mlp_norm: jax.Array
+    sinks: jax.Array | None
+    """A logit of each head, float32 [num_heads]."""
+
+
+class GatedMlpArrays(NamedTuple):
     gate: LinearArrays
     up: LinearArrays
     down: LinearArrays
+
+
+class ExpertsArrays(NamedTuple):
+    """The weights of a mixture of experts. Each linear has those of all experts, a weight [num_experts, in_features,
+    out_features] and a bias [num_experts, out_features].
+    """
+
+    router: LinearArrays
+    """The linear from hidden states to a logit of each expert, of the usual form."""
+    experts: GatedMlpArrays
+
+
+class Layer(NamedTuple):
+    """The weights of one layer; norms are [size], and None where `LayerSpec` has none."""
+
+    input_norm: jax.Array | None
+    attention: AttentionArrays
+    attention_norm: jax.Array | None
+    """The norm after attention; `output_norm` is that after the MLP."""
+    mlp_norm: jax.Array | None
+    mlp: GatedMlpArrays | ExpertsArrays
+    output_norm: jax.Array | None
 
 
 class Parameters(NamedTuple):
@@ -66,8 +103,13 @@ class Parameters(NamedTuple):
     final_norm: jax.Array
     head: LinearArrays
     """The linear from hidden states to logits of the padded vocabulary."""
-    cos_sin: jax.Array
-    """Rotary cosines then sines, float32 [max_model_len, head_dim]."""
+    rotary_tables: tuple[jax.Array, ...]
+    """Rotary cosines then sines of each of `distinct_ropes`, float32 [max_model_len, head_dim]."""
+
+
+def distinct_ropes(config: ModelConfig) -> list[RopeConfig | None]:
+    """Returns the ropes of a model's layers, each once; None for layers without positions."""
+    return list(dict.fromkeys(config.ropes))
 
 
 def num_kv_heads(config: ModelConfig, num_devices: int) -> int:
@@ -103,61 +145,122 @@ class _ParameterReader:
         spec, config = describe(self._config), self._config
         embedding = self._part(spec.embedding, config.hidden_size)
         head = LinearArrays(embedding, None) if spec.is_tied else self._linear(spec.head)
-        table = rope_table(config.rope, config.head_dim, max_model_len)
+        tables = (rope_table(rope, config.head_dim, max_model_len) for rope in distinct_ropes(config))
         return Parameters(
             embedding,
             tuple(self._layer(layer) for layer in spec.layers),
             self._norm(spec.final_norm),
             head,
-            place(self._mesh, table),
+            tuple(place(self._mesh, table) for table in tables),
         )
 
     def _layer(self, spec: LayerSpec) -> Layer:
-        attention, mlp = spec.attention, spec.mlp
-        assert spec.input_norm is not None
-        assert spec.mlp_norm is not None
-        assert isinstance(mlp, GatedMlpSpec)
-        query, key, value = (self._linear(attention.qkv, part) for part in range(3))
-        gate, up = (self._linear(mlp.gated, part) for part in range(2))
         return Layer(
-            self._norm(spec.input_norm),
+            self._optional_norm(spec.input_norm),
+            self._attention(spec.attention),
+            self._optional_norm(spec.mixer_output_norm),
+            self._optional_norm(spec.mlp_norm),
+            self._experts(spec.mlp) if isinstance(spec.mlp, ExpertsSpec) else self._mlp(spec.mlp),
+            self._optional_norm(spec.mlp_output_norm),
+        )
+
+    def _attention(self, spec: AttentionSpec) -> AttentionArrays:
+        query, key, value = (self._linear(spec.qkv, part) for part in range(3))
+        return AttentionArrays(
             query,
             key,
             value,
-            self._linear(attention.output),
-            None if attention.q_norm is None else self._norm(attention.q_norm),
-            None if attention.k_norm is None else self._norm(attention.k_norm),
-            self._norm(spec.mlp_norm),
-            gate,
-            up,
-            self._linear(mlp.down),
+            self._linear(spec.output),
+            self._optional_norm(spec.q_norm),
+            self._optional_norm(spec.k_norm),
+            None if spec.sinks is None else self._sinks(spec.sinks),
         )
+
+    def _mlp(self, spec: GatedMlpSpec | None) -> GatedMlpArrays:
+        assert spec is not None
+        assert spec.gated.is_gated
+        gate, up = (self._linear(spec.gated, part) for part in range(2))
+        return GatedMlpArrays(gate, up, self._linear(spec.down))
+
+    def _experts(self, spec: ExpertsSpec) -> ExpertsArrays:
+        gated, down = [each.gated for each in spec.experts], [each.down for each in spec.experts]
+        gate, up = (self._stacked(gated, part) for part in range(2))
+        return ExpertsArrays(self._linear(spec.router), GatedMlpArrays(gate, up, self._stacked(down, 0)))
 
     def _linear(self, spec: LinearSpec, part: int = 0) -> LinearArrays:
         weight = self._part(spec.parts[part], spec.in_features, spec.splits_inputs)
         return LinearArrays(weight, self._bias(spec.parts[part]) if spec.has_bias else None)
 
     def _part(self, part: WeightPart, in_features: int, splits_inputs: bool = False) -> jax.Array:
-        whole = self._view(f"{part.name}.weight", (part.out_features, in_features))
-        rows = self._rows(part)
-        axes = (None, AXIS) if splits_inputs else (None if part.split is Split.NOTHING else AXIS, None)
-        return self._divided((len(rows), in_features), axes, lambda index: _taken(whole, rows[index[0]])[:, index[1]])
+        read, num_rows = self._weight(part, in_features), len(self._rows(part))
+        return self._divided((num_rows, in_features), _axes(part, splits_inputs), lambda index: read(*index))
 
     def _bias(self, part: WeightPart) -> jax.Array:
         """Returns a bias. Where inputs are split, the bias is whole on every device and added once, after the sum."""
-        whole, rows = self._view(f"{part.name}.bias", (part.out_features,)), self._rows(part)
-        axis = None if part.split is Split.NOTHING else AXIS
-        return self._divided((len(rows),), (axis,), lambda index: _taken(whole, rows[index[0]]))
+        whole, rows = self._stored_bias(part), self._rows(part)
+        return self._divided((len(rows),), _axes(part)[:1], lambda index: _taken(whole, rows[index[0]]))
+
+    def _stacked(self, linears: Sequence[LinearSpec], part: int) -> LinearArrays:
+        """Returns the same part of the linears of all experts."""
+        spec, parts = linears[0], [linear.parts[part] for linear in linears]
+        reads = [self._weight(each, spec.in_features) for each in parts]
+        of_outputs, of_inputs = _axes(parts[0], spec.splits_inputs)
+        weight = self._divided(
+            (len(parts), spec.in_features, parts[0].out_features),
+            (None, of_inputs, of_outputs),
+            lambda index: np.stack([read(index[2], index[1]).T for read in reads[index[0]]]),
+        )
+        if not spec.has_bias:
+            return LinearArrays(weight, None)
+        biases = [self._stored_bias(each) for each in parts]
+        shape, axes = (len(parts), parts[0].out_features), (None, _axes(parts[0])[0])
+        bias = self._divided(shape, axes, lambda index: np.stack([each[index[1]] for each in biases[index[0]]]))
+        return LinearArrays(weight, bias)
+
+    def _weight(self, part: WeightPart, in_features: int) -> Callable[[slice, slice], np.ndarray]:
+        """Returns a function from slices of the rows that the devices hold, and of inputs, to the weight there."""
+        if part.expert is None:
+            stored = self._view(part.weight_name, (part.stored_rows or part.out_features, in_features))
+        else:
+            assert not part.expert.has_outputs_first
+            of_all = (part.expert.num_experts, in_features, part.out_features * part.expert.step)
+            stored = part.expert.rows_of(self._view(part.weight_name, of_all)[part.expert.expert].T)
+        rows = self._rows(part)
+        return lambda outputs, inputs: _taken(stored, rows[outputs])[:, inputs]
+
+    def _stored_bias(self, part: WeightPart) -> np.ndarray:
+        if part.expert is None:
+            return self._view(part.bias_name, (part.stored_rows or part.out_features,))
+        of_all = (part.expert.num_experts, part.out_features * part.expert.step)
+        of_expert: np.ndarray = part.expert.rows_of(self._view(part.bias_name, of_all)[part.expert.expert])
+        return of_expert
 
     def _norm(self, spec: NormSpec) -> jax.Array:
-        return place(self._mesh, self._view(f"{spec.name}.weight", (spec.size,)).astype(self._dtype))
+        weight = self._view(f"{spec.name}.weight", (spec.size,))
+        if spec.adds_one:
+            weight = weight.astype(np.float32) + 1
+        part = WeightPart(spec.name, spec.size, spec.split)
+        rows = self._rows(part)
+        return self._divided((len(rows),), _axes(part)[:1], lambda index: weight[rows[index[0]]])
+
+    def _optional_norm(self, spec: NormSpec | None) -> jax.Array | None:
+        return None if spec is None else self._norm(spec)
+
+    def _sinks(self, name: str) -> jax.Array:
+        sinks = self._view(name, (self._config.num_heads,)).astype(np.float32)
+        return jax.make_array_from_callback(
+            sinks.shape, NamedSharding(self._mesh, PartitionSpec(AXIS)), lambda index: sinks[index]
+        )
 
     def _rows(self, part: WeightPart) -> np.ndarray:
         """Returns the rows of the checkpoint's tensor that the devices hold, in order; -1 is a row of zeros."""
-        rows = np.arange(part.out_features)
+        assert part.piece is None
+        assert part.elsewhere is None
+        assert part.scale == 1
+        size = part.out_features
+        rows = part.first_row + (np.arange(size) if part.order is None else np.array(part.order.rows(size)))
         if part.split is Split.VOCABULARY:
-            padding = -part.out_features % self._mesh.size
-            return np.concatenate([rows, np.full(padding, -1)])
+            return np.concatenate([rows, np.full(-size % self._mesh.size, -1)])
         if part.split is Split.KV_HEADS:
             repeats = num_kv_heads(self._config, self._mesh.size) // self._config.num_kv_heads
             return rows.reshape(self._config.num_kv_heads, -1).repeat(repeats, axis=0).reshape(-1)
@@ -172,6 +275,11 @@ class _ParameterReader:
     def _view(self, name: str, shape: tuple[int, ...]) -> np.ndarray:
         mapped, entry = self._files.find(name, shape, _ITEM_BYTES)
         return np.frombuffer(mapped, _STORED[entry.dtype], math.prod(shape), entry.start).reshape(shape)
+
+
+def _axes(part: WeightPart, splits_inputs: bool = False) -> tuple[str | None, str | None]:
+    """Returns the axes of the mesh along which outputs and inputs of a part are split."""
+    return (None, AXIS) if splits_inputs else (None if part.split is Split.NOTHING else AXIS, None)
 
 
 def _taken(whole: np.ndarray, rows: np.ndarray) -> np.ndarray:

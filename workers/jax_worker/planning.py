@@ -11,6 +11,7 @@ from manta.workers.checkpoints.memory import MOST_OF_FREE, plan_kv_cache
 from manta.workers.checkpoints.model_folder import load_model_config
 from manta.workers.jax_worker.mesh import free_memory, is_tpu
 from manta.workers.jax_worker.model_state import held_config
+from manta.workers.kv_groups import LayerGroups
 from manta.workers.model_options import ModelOptions
 from manta.workers.models.model_config import ModelConfig, ModelError
 from manta.workers.models.variants import check_variants
@@ -50,10 +51,11 @@ def plan(
     mesh: Mesh,
     dtype: str,
     weight_bytes: int,
+    layers: LayerGroups | None = None,
     unread_bytes: int = 0,
 ) -> tuple[int, int]:
-    """Returns (bytes, blocks) of the KV cache of each device. `unread_bytes` are the bytes of each device's weights
-    that are not loaded yet.
+    """Returns (bytes, blocks) of the KV cache of each device, whose layers form the groups `layers`. `unread_bytes` are
+    the bytes of each device's weights that are not loaded yet.
     """
     shares_memory = not is_tpu(mesh)
     free = free_bytes(mesh)
@@ -64,6 +66,7 @@ def plan(
         free_bytes=free - unread_bytes,
         weight_bytes=weight_bytes // mesh.size,
         draft=None if draft is None else held_config(draft, mesh),
+        layers=layers,
         shares_memory=shares_memory,
         most_of_free=MOST_OF_FREE if shares_memory else TPU_KV_SHARE,
     )

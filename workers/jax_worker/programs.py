@@ -26,6 +26,7 @@ from manta.workers.jax_worker.batch import BatchShape
 from manta.workers.jax_worker.decoder import Pages, compute_logits, forward
 from manta.workers.jax_worker.mesh import replicated
 from manta.workers.jax_worker.parameters import LinearArrays, Parameters
+from manta.workers.kv_groups import LayerPlace
 from manta.workers.models.model_config import ModelConfig
 
 logger = logger_of(__name__)
@@ -100,6 +101,7 @@ class ModelPrograms:
         self,
         compiler: ProgramCompiler,
         config: ModelConfig,
+        places: tuple[LayerPlace, ...],
         form: AttentionForm,
         parameters: Parameters,
         pages: Pages,
@@ -110,8 +112,8 @@ class ModelPrograms:
     ) -> None:
         """Adds the programs to the compiler.
 
-        `shapes` are the sizes of batches, and `point_sizes` those of sample points. `vocab_size` is the width of the
-        logits: for a draft model, that of its target.
+        `places` are those of the layers' keys and values, `shapes` the sizes of batches, and `point_sizes` those of
+        sample points. `vocab_size` is the width of the logits: for a draft model, that of its target.
         """
         mesh = form.mesh
         assert isinstance(mesh, Mesh)
@@ -126,12 +128,12 @@ class ModelPrograms:
         """
         for shape in shapes:
             shardings = (pages[0].sharding, whole)
-            body = jitted(forward, config, form, shape, donate_argnums=(1, 2), out_shardings=shardings)
+            body = jitted(forward, config, places, form, shape, donate_argnums=(1, 2), out_shardings=shardings)
             packed = array((sum(shape.sizes),), jnp.int32)
             compiler.add(self.forward, shape.num_tokens, body, models, held, hidden, drawn, packed)
         self.logits: dict[int, Program] = {}
         """Programs by number of points: (head, hidden, rows) -> (logits, model's status)."""
-        body = jitted(_logits_and_status, config.vocab_size, vocab_size, out_shardings=whole)
+        body = jitted(_logits_and_status, config, vocab_size, out_shardings=whole)
         for size in point_sizes:
             compiler.add(self.logits, size, body, models.head, hidden, array((size,), jnp.int32))
         self.copy_blocks: dict[int, Program] = {}
@@ -140,9 +142,9 @@ class ModelPrograms:
 
 
 def _logits_and_status(
-    model_vocab_size: int, vocab_size: int, head: LinearArrays, hidden: jax.Array, rows: jax.Array
+    config: ModelConfig, vocab_size: int, head: LinearArrays, hidden: jax.Array, rows: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    logits = compute_logits(min(model_vocab_size, vocab_size), head, hidden, rows)
+    logits = compute_logits(config, head, hidden, rows)[:, :vocab_size]
     padding = ((0, 0), (0, vocab_size - logits.shape[1]))
     return jnp.pad(logits, padding, constant_values=-jnp.inf), sampler.model_status(logits)
 

@@ -113,7 +113,8 @@ class JaxRunner:
         self.model.copy_blocks(step.block_copies)
         self._step, self._digest = step, 0
         if step.scheduled:
-            tables = self.sequences.block_tables([item.sequence_id for item in step.scheduled])
+            members = [item.sequence_id for item in step.scheduled]
+            tables = self.sequences.block_tables(members), *self.sequences.other_tables(members)
             starts = np.array([item.start for item in step.scheduled])
             lens = np.array([item.num_tokens for item in step.scheduled])
             sources = self._pending.places(step)

@@ -28,7 +28,8 @@ def measure_steps(model: ModelState) -> StepTimes:
         seconds = []
         for _ in range(ROUNDS + 1):
             started = time.perf_counter()
-            model.forward(np.arange(size) % 64, np.array([0]), np.array([size]), blocks)
+            tables = [blocks] * model.limits.num_groups
+            model.forward(np.arange(size) % 64, np.array([0]), np.array([size]), tables)
             jax.block_until_ready(model.logits(np.arange(size)))
             seconds.append(time.perf_counter() - started)
         table.append((size, min(seconds[1:])))

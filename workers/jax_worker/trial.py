@@ -1,4 +1,4 @@
-"""Runs a step of a model's first layer on this host's devices, so that `manta check` fails if serving would fail."""
+"""Runs a step of a model's first layers on this host's devices, so that `manta check` fails if serving would fail."""
 
 from __future__ import annotations
 
@@ -9,12 +9,13 @@ from typing import NamedTuple
 import jax
 import numpy as np
 
-from manta.workers.checkpoints.memory import weight_bytes
+from manta.workers.checkpoints.memory import choose_groups, weight_bytes
 from manta.workers.jax_worker.mesh import is_tpu, open_mesh
 from manta.workers.jax_worker.model_state import Limits, ModelState
 from manta.workers.jax_worker.parameters import load_parameters
 from manta.workers.jax_worker.planning import free_bytes, native_config, plan, resolve_dtype
 from manta.workers.jax_worker.programs import ProgramCompiler, keep_compiled_programs
+from manta.workers.kv_groups import one_group
 from manta.workers.model_options import ModelOptions
 from manta.workers.models.model_config import ModelError
 
@@ -34,7 +35,7 @@ class MeshTrial(NamedTuple):
     num_blocks: int
     kernels: str
     seconds: float
-    """Seconds of one layer and the head."""
+    """Seconds of the first layers, among which is one of every kind, and the head."""
 
 
 def try_first_layer(options: ModelOptions, folder: pathlib.Path) -> MeshTrial:
@@ -53,11 +54,12 @@ def try_first_layer(options: ModelOptions, folder: pathlib.Path) -> MeshTrial:
             f"its weights take {weights} bytes of each device in {dtype}, and {free} are free; raise "
             "tensor_parallel_size, or take a smaller model"
         )
-    kv_cache_bytes, num_blocks = plan(options, config, None, mesh, dtype, whole, unread_bytes=weights)
-    first = config.first_layers(1)
+    kv_cache_bytes, num_blocks = plan(options, config, None, mesh, dtype, whole, choose_groups(config, None), weights)
+    first = config.first_layers(config.num_trial_layers)
+    layers = one_group(first.num_layers)
     parameters = load_parameters(folder, first, dtype, mesh, TOKENS, whole=False)
     limits, compiler = Limits(TOKENS, 1, TOKENS, options.block_size), ProgramCompiler(1)
-    model = ModelState(first, parameters, mesh, limits, 1, first.vocab_size, compiler)
+    model = ModelState(first, parameters, layers, mesh, limits, 1, first.vocab_size, compiler)
     compiler.compile(folder.name)
     kind = mesh.devices.flat[0].device_kind
     kernels = "pallas" if is_tpu(mesh) else "xla"
@@ -68,8 +70,8 @@ def try_first_layer(options: ModelOptions, folder: pathlib.Path) -> MeshTrial:
 def _step_seconds(model: ModelState) -> float:
     started = time.perf_counter()
     token_ids = np.arange(TOKENS, dtype=np.int32) % model.config.vocab_size
-    model.forward(token_ids, np.array([0]), np.array([TOKENS]), np.zeros((1, 1), dtype=np.int32))
+    model.forward(token_ids, np.array([0]), np.array([TOKENS]), [np.zeros((1, 1), dtype=np.int32)])
     logits, _ = jax.block_until_ready(model.logits(np.array([TOKENS - 1])))
     if not np.isfinite(np.asarray(logits)[0]).all():
-        raise ModelError("one step of its first layer gives logits that are not finite")
+        raise ModelError("one step of its first layers gives logits that are not finite")
     return time.perf_counter() - started

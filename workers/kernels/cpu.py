@@ -14,7 +14,7 @@ import torch
 
 from manta.workers.kernels import build, cpu_recurrence, layout, reference
 from manta.workers.kernels.attention_metadata import AttentionMetadata
-from manta.workers.kernels.cpu_linear import DTYPES
+from manta.workers.kernels.cpu_linear import DTYPES, GATE_KINDS
 from manta.workers.kernels.protocol import RecurrentKernels
 from manta.workers.kernels.shared_prefixes import MAX_QUERY_LEN, PREFIX_MULTIPLE
 from manta.workers.models.model_config import HeadShape
@@ -42,7 +42,7 @@ def _library() -> ctypes.CDLL | None:
     layout.check("the attention kernel", library.manta_attention_layout, shared)
     signatures = {
         "manta_rms_norm": [c_int, c_void_p, c_void_p, c_void_p, c_void_p, c_int, c_int, c_float],
-        "manta_silu_and_mul": [c_int, c_void_p, c_void_p, c_int, c_int],
+        "manta_gate": [c_int, c_int, c_void_p, c_void_p, c_int, c_int],
         "manta_rope_and_cache": [c_int, c_int, *[c_void_p] * 8, c_int, c_int, c_int64, *[c_int] * 3, c_float],
         "manta_paged_attention": [
             c_int,
@@ -92,15 +92,20 @@ def add_rms_norm(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, 
     return output
 
 
-def silu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
+def gate(activation: str, gate_up: torch.Tensor) -> torch.Tensor:
+    """Computes `reference.gate`, by torch if the gate is not compiled."""
     library = _library()
-    if library is None:
-        return reference.silu_and_mul(gate_up)
+    if library is None or activation not in GATE_KINDS:
+        return reference.gate(activation, gate_up)
     gate_up = gate_up.contiguous()
     rows, width = gate_up.shape
     output = gate_up.new_empty((rows, width // 2))
-    library.manta_silu_and_mul(DTYPES[gate_up.dtype], gate_up.data_ptr(), output.data_ptr(), rows, width // 2)
+    kind = GATE_KINDS[activation]
+    library.manta_gate(DTYPES[gate_up.dtype], kind, gate_up.data_ptr(), output.data_ptr(), rows, width // 2)
     return output
+
+
+silu_and_mul = functools.partial(gate, "silu")
 
 
 def rope_and_cache(

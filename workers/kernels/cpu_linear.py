@@ -21,7 +21,7 @@ DTYPES = {torch.float32: 0, torch.bfloat16: 1}
 """The numbers by which the kernels know dtypes."""
 
 
-_PackedLinear = layout.structure("_PackedLinear", "packed bias", "dtype in_features out_features gated")
+_PackedLinear = layout.structure("_PackedLinear", "packed bias", "dtype in_features out_features gate")
 
 
 class NativeLinear(NamedTuple):
@@ -72,6 +72,10 @@ GATES = 16
 """Outputs of a gate that lie together in packed weights, followed by as many of what it lets through."""
 
 
+GATE_KINDS = {"silu": 1, "gelu_tanh": 2}
+"""The gates that are compiled, by their numbers in `simd.h`."""
+
+
 def gates_fit(out_features: int) -> bool:
     """Whether the kernels take gates and what they let through, `out_features` together."""
     return out_features % (2 * GATES) == 0
@@ -85,7 +89,7 @@ def gated_bias(bias: torch.Tensor | None) -> torch.Tensor | None:
 class PackedLinear:
     """`x @ weight.T + bias` for x [..., in_features] in the weight's dtype, accumulated in float32.
 
-    With `gated`, the result is `silu` of its first half times its second half, rounded once.
+    With a `gate`, a key of `GATE_KINDS`, the result is the gate of its first half times its second half, rounded once.
     """
 
     __slots__ = (
@@ -95,7 +99,7 @@ class PackedLinear:
         "_state",
         "bias",
         "dtype",
-        "gated",
+        "gate",
         "in_features",
         "out_features",
         "packed",
@@ -107,13 +111,13 @@ class PackedLinear:
         library: ctypes.CDLL,
         weight: torch.Tensor,
         bias: torch.Tensor | None,
-        gated: bool = False,
+        gate: str | None = None,
         place: Place = place_alone,
     ) -> None:
         panel, step = (library.manta_linear_layout(which) for which in (1, 2))
         self.out_features, self.in_features = weight.shape
-        self.width = self.out_features // 2 if gated else self.out_features
-        self.gated = gated
+        self.gate = 0 if gate is None else GATE_KINDS[gate]
+        self.width = self.out_features // 2 if gate else self.out_features
         self.dtype = weight.dtype
         self._library = library
         self._run = library.manta_linear
@@ -123,7 +127,7 @@ class PackedLinear:
         self.packed = place(size, self.dtype, lambda packed: self._pack(weight.contiguous(), packed))
         self.bias = bias
         if bias is not None:
-            self.bias = gated_bias(bias) if gated else bias.contiguous()
+            self.bias = gated_bias(bias) if gate else bias.contiguous()
 
     def _pack(self, weight: torch.Tensor, packed: torch.Tensor) -> None:
         self._library.manta_pack_linear(
@@ -132,7 +136,7 @@ class PackedLinear:
             packed.data_ptr(),
             self.out_features,
             self.in_features,
-            self.gated,
+            self.gate,
         )
 
     def forward(self, x: torch.Tensor, step: AttentionMetadata | None = None) -> torch.Tensor:
@@ -147,7 +151,7 @@ class PackedLinear:
             x.numel() // self.in_features,
             self.in_features,
             self.out_features,
-            self.gated,
+            self.gate,
         )
         return y
 
@@ -155,7 +159,7 @@ class PackedLinear:
         """The same linear, for C++ to call."""
         if self._state is None:  # callers keep its address
             bias = None if self.bias is None else self.bias.data_ptr()
-            sizes = (self.in_features, self.out_features, self.gated)
+            sizes = (self.in_features, self.out_features, self.gate)
             self._state = _PackedLinear(self.packed.data_ptr(), bias, DTYPES[self.dtype], *sizes)
         run = ctypes.cast(self._library.manta_run_packed_linear, c_void_p).value
         assert run is not None
@@ -163,11 +167,13 @@ class PackedLinear:
 
 
 def pack(
-    weight: torch.Tensor, bias: torch.Tensor | None, gated: bool = False, place: Place = place_alone
+    weight: torch.Tensor, bias: torch.Tensor | None, gate: str | None = None, place: Place = place_alone
 ) -> PackedLinear | None:
     """A linear with a packed copy of `weight`; None if nothing can be compiled, or if the kernels do not support the
-    dtype or size.
+    dtype, size or gate.
     """
-    if weight.dtype not in DTYPES or (library := _library()) is None or (gated and not gates_fit(weight.shape[0])):
+    if weight.dtype not in DTYPES or (library := _library()) is None:
         return None
-    return PackedLinear(library, weight, bias, gated, place)
+    if gate is not None and (gate not in GATE_KINDS or not gates_fit(weight.shape[0])):
+        return None
+    return PackedLinear(library, weight, bias, gate, place)

@@ -23,14 +23,16 @@ class TorchLinear:
 
 
 class GatedLinear:
-    """`silu` of the first half of a linear's outputs times the second half (SwiGLU, Shazeer, 2020)."""
+    """A function of the first half of a linear's outputs times the second half (Shazeer, 2020), such as
+    `reference.silu_and_mul`.
+    """
 
-    def __init__(self, linear: Linear, silu_and_mul: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    def __init__(self, linear: Linear, gate: Callable[[torch.Tensor], torch.Tensor]) -> None:
         self._linear = linear
-        self._silu_and_mul = silu_and_mul
+        self._gate = gate
 
     def forward(self, x: torch.Tensor, step: AttentionMetadata | None = None) -> torch.Tensor:
-        return self._silu_and_mul(self._linear.forward(x, step))
+        return self._gate(self._linear.forward(x, step))
 
 
 class SummedLinear:

@@ -33,13 +33,15 @@ class LinearWeight:
     dtype: torch.dtype
     """The dtype of the activations."""
     gated: bool = False
-    """The first half of the rows are a gate's, the second what it lets through: the result is `silu(gate) * up`, half
-    as wide (SwiGLU).
+    """The first half of the rows are a gate's, the second what it lets through: the result is `activation(gate) * up`,
+    half as wide (Shazeer, 2020).
     """
     quantized: QuantizedWeight | None = None
     """The weight as integers, if the checkpoint stores it so."""
     rounded_to: int | None = None
     """Bits of the integers to which the platform rounds `weight` when it makes the linear; None keeps its dtype."""
+    activation: str = "silu"
+    """The function of the gate, by its name in `ModelConfig.activation`."""
 
     def dense(self) -> torch.Tensor:
         """Returns the weight [out_features, in_features] in `dtype`, computed anew if it is quantised."""
@@ -156,7 +158,7 @@ MixerWeights = AttentionWeights | LatentAttentionWeights | ShortConvWeights | Re
 @dataclasses.dataclass(slots=True, frozen=True)
 class GatedMlpWeights:
     gated: Linear
-    """hidden -> intermediate: silu(gate) * up."""
+    """hidden -> intermediate: activation(gate) * up."""
     down: Linear
 
 

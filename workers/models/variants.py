@@ -8,7 +8,7 @@ from __future__ import annotations
 import enum
 
 from manta.workers.models.families import describe
-from manta.workers.models.model_config import ModelConfig, ModelError
+from manta.workers.models.model_config import ExpertsConfig, ModelConfig, ModelError
 from manta.workers.models.specs import AttentionSpec, DecoderSpec, RecurrentSpec, ShortConvSpec, SideBySideSpec
 
 
@@ -27,6 +27,8 @@ class Variant(enum.Enum):
     ACTIVATION = "gates other than SiLU"
     ROPES = "positions that differ by layer"
     EXPERTS = "experts"
+    OTHER_ROUTERS = "routers other than a softmax over the experts"
+    GATED_ATTENTION = "gates on the results of attention"
     SHORT_CONV = "short convolutions"
     RECURRENT = "recurrent states"
     LATENT = "latent attention"
@@ -43,21 +45,21 @@ OUTSIDE_OF_LAYERS = frozenset(
 """Variants that any loop over Llama's layers computes: they are in linears, in rotary tables, or outside of layers."""
 
 
-NOT_COMPUTED = {
-    "cuda": frozenset(
-        {
-            Variant.SOFT_CAP,
-            Variant.SINKS,
-            Variant.LATENT,
-            Variant.CHUNKS,
-            Variant.QUERY_GROWTH,
-            Variant.OTHER_HEADS,
-            Variant.LAYER_INPUTS,
-            Variant.SHORT_CONV,
-            Variant.RECURRENT,
-        }
-    ),
-    "tpu": frozenset(Variant),
+_ON_CPUS_ONLY = frozenset(
+    {
+        Variant.LATENT,
+        Variant.CHUNKS,
+        Variant.QUERY_GROWTH,
+        Variant.OTHER_HEADS,
+        Variant.LAYER_INPUTS,
+        Variant.SHORT_CONV,
+        Variant.RECURRENT,
+    }
+)
+"""Variants that only CPUs compute."""
+NOT_COMPUTED: dict[str, frozenset[Variant]] = {
+    "cuda": _ON_CPUS_ONLY,
+    "tpu": _ON_CPUS_ONLY | {Variant.GATED_ATTENTION, Variant.OTHER_ROUTERS},
 }
 """Variants that a device does not compute, by the name of the device."""
 
@@ -79,6 +81,8 @@ def variants_of(config: ModelConfig) -> frozenset[Variant]:
         Variant.FINAL_CAP: config.final_cap != 0,
         Variant.ACTIVATION: config.activation != "silu",
         Variant.EXPERTS: config.experts is not None,
+        Variant.OTHER_ROUTERS: config.experts is not None and not _is_plain_router(config.experts),
+        Variant.GATED_ATTENTION: any(attention.gate is not None for attention in of_heads),
         Variant.LATENT: config.latent is not None,
         Variant.OTHER_HEADS: bool(config.layer_kv_heads or config.kv_sources)
         or any(attention.v_norm is not None for attention in of_heads),
@@ -92,6 +96,17 @@ def variants_of(config: ModelConfig) -> frozenset[Variant]:
         or any(norm.adds_one for norm in spec.norms()),
     }
     return frozenset(variant for variant, is_there in found.items() if is_there)
+
+
+def _is_plain_router(experts: ExpertsConfig) -> bool:
+    """Whether the chosen experts' shares are scores of a softmax, and every token of every layer has such experts."""
+    plain = ExpertsConfig(
+        num_experts=experts.num_experts,
+        num_chosen=experts.num_chosen,
+        intermediate_size=experts.intermediate_size,
+        normalises=experts.normalises,
+    )
+    return experts == plain
 
 
 def _norms_elsewhere(spec: DecoderSpec) -> list[bool]:

@@ -28,8 +28,9 @@ _PACK_ROWS = 32
 
 def make_dense_linear(weight: LinearWeight, place: Place = place_alone) -> Linear:
     """Returns a linear that keeps its weight in the activations' dtype, however the checkpoint stores it."""
-    make = make_cpu_gated_linear if weight.gated else make_cpu_linear
-    return make(weight.dense(), weight.bias, place)
+    if weight.gated:
+        return make_cpu_gated_linear(weight.dense(), weight.bias, place, weight.activation)
+    return make_cpu_linear(weight.dense(), weight.bias, place)
 
 
 def make_linear(weight: LinearWeight, place: Place = place_alone) -> Linear:
@@ -58,13 +59,16 @@ def make_quantized_linear(weight: LinearWeight, place: Place = place_alone) -> L
         assert weight.rounded_to is not None
         shape = rounded_shape(weight.weight, weight.rounded_to)
     pack = functools.partial(cpu_quantized_linear.pack, shape, weight.bias, weight.dtype, place=place, fill=read)
-    linear = pack(gated=weight.gated)
-    if linear is not None:
-        return linear
-    ungated = pack() if weight.gated else None  # the kernel does not take gates of this size
-    if ungated is not None:
-        return GatedLinear(ungated, cpu.silu_and_mul)
-    return TorchQuantizedLinear(read(), weight.bias, weight.gated)
+    has_silu = weight.gated and weight.activation == "silu"
+    gated = pack(gated=True) if has_silu else None
+    if gated is not None:
+        return gated
+    # The kernel takes no other gates, and none of other sizes
+    linear: Linear | None = pack()
+    if linear is None and has_silu:
+        return TorchQuantizedLinear(read(), weight.bias, gated=True)
+    linear = linear or TorchQuantizedLinear(read(), weight.bias)
+    return GatedLinear(linear, functools.partial(cpu.gate, weight.activation)) if weight.gated else linear
 
 
 def _with_half_scales(weight: QuantizedWeight) -> QuantizedWeight:
@@ -117,14 +121,15 @@ class OneDnnLinear:
         return _apply(x, self._packed, self._bias, "none", self._no_scalars, "")
 
 
-def make_cpu_gated_linear(weight: torch.Tensor, bias: torch.Tensor | None, place: Place = place_alone) -> Linear:
-    """Returns `silu(x @ gate.T) * (x @ up.T)` (SwiGLU, Shazeer, 2020). The weight has the rows of gate, then those of
-    up.
+def make_cpu_gated_linear(
+    weight: torch.Tensor, bias: torch.Tensor | None, place: Place = place_alone, activation: str = "silu"
+) -> Linear:
+    """Returns `activation(x @ gate.T) * (x @ up.T)` (Shazeer, 2020). The weight has the rows of gate, then those of up.
 
     In bfloat16 one kernel computes it, which keeps the products out of memory: at 2,048 rows, those of Qwen2.5-0.5B are
     40 MB.
     """
-    gated = cpu_linear.pack(weight, bias, gated=True, place=place)
+    gated = cpu_linear.pack(weight, bias, activation, place)
     if gated is not None:
         return gated
-    return GatedLinear(make_cpu_linear(weight, bias, place), cpu.silu_and_mul)
+    return GatedLinear(make_cpu_linear(weight, bias, place), functools.partial(cpu.gate, activation))

@@ -7,6 +7,7 @@ device.
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -16,6 +17,7 @@ import torch
 import triton
 
 from manta.structured.visible_logs import logger_of
+from manta.workers.kernels import reference
 from manta.workers.kernels.attention_metadata import AttentionMetadata
 from manta.workers.kernels.experts import LoopedExperts
 from manta.workers.kernels.linears import GatedLinear, TorchLinear
@@ -72,10 +74,15 @@ class CudaPlatform:
         quantized = weight.quantized
         if weight.rounded_to is not None:
             quantized = round_weight(weight.weight, weight.rounded_to)
+        has_silu = weight.gated and weight.activation == "silu"
+        if quantized is not None and has_silu:
+            return TritonQuantizedLinear(quantized, weight.bias, self.device, gated=True)
         if quantized is not None:
-            return TritonQuantizedLinear(quantized, weight.bias, self.device, weight.gated)
-        linear = TorchLinear(self.place_weight(weight.weight, weight.dtype), weight.bias)
-        return GatedLinear(linear, layers.silu_and_mul) if weight.gated else linear
+            linear: Linear = TritonQuantizedLinear(quantized, weight.bias, self.device)
+        else:
+            linear = TorchLinear(self.place_weight(weight.weight, weight.dtype), weight.bias)
+        gate = layers.silu_and_mul if has_silu else functools.partial(reference.gate, weight.activation)
+        return GatedLinear(linear, gate) if weight.gated else linear
 
     def shared_linears(self, content: str) -> nullcontext[None]:
         return nullcontext()

@@ -26,7 +26,7 @@ from manta.workers.kept_weights import KEPT_BITS
 from manta.workers.kernels.linears import GatedLinear, TorchLinear
 from manta.workers.kernels.model_protocol import Model
 from manta.workers.kernels.quantized_weight import QuantizedWeight
-from manta.workers.kernels.reference import activate, gate
+from manta.workers.kernels.reference import activate
 from manta.workers.kernels.weights import (
     AttentionWeights,
     DecoderWeights,
@@ -375,13 +375,9 @@ class _WeightLoader:
     def _own(self, spec: LinearSpec, is_head: bool = False) -> Linear:
         """Returns this rank's linear."""
         weight = self._as_kept(self.linears.read(spec), is_head)
-        if weight.gated and self._config.activation != "silu":
-            ungated = self._make_linear(dataclasses.replace(weight, gated=False))
-            linear: Linear = GatedLinear(ungated, functools.partial(gate, self._config.activation))
-        elif spec.activation is not None:
-            linear = GatedLinear(self._make_linear(weight), functools.partial(activate, spec.activation))
-        else:
-            linear = self._make_linear(weight)
+        linear = self._make_linear(dataclasses.replace(weight, activation=self._config.activation))
+        if spec.activation is not None:
+            linear = GatedLinear(linear, functools.partial(activate, spec.activation))
         self._checkpoint.release()
         return linear
 

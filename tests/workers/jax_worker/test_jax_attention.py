@@ -10,17 +10,26 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import torch
 from jax.experimental.pallas.ops.tpu.ragged_paged_attention import ref_ragged_paged_attention
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 from manta.workers.checkpoints.model_folder import load_model_config
+from manta.workers.jax_worker import attention
 from manta.workers.jax_worker.attention import AttentionForm, attend, attend_by_chunks, page_head_dim
 from manta.workers.jax_worker.batch import BatchShape, StepBatch, pack
 from manta.workers.jax_worker.decoder import forward
 from manta.workers.jax_worker.mesh import AXIS, open_mesh
 from manta.workers.jax_worker.parameters import Parameters, load_parameters, num_kv_heads
+from manta.workers.kernels import reference
+from manta.workers.kernels.attention_metadata import AttentionMetadata
+from manta.workers.kernels.query_tokens import QueryTokens
+from manta.workers.kv_groups import group_layers
+from manta.workers.models.model_config import HeadShape
+from manta.workers.step import NO_BLOCK
 from tests.checkpoints import checkpoint
 from tests.conftest import PROVE
+from tests.workers.test_layer_kinds import CASES, folder_of
 
 BLOCK_SIZE, NUM_BLOCKS = 16, 40
 
@@ -31,7 +40,7 @@ def random_batch(random: np.random.Generator, num_tokens: int, max_blocks: int) 
     lens = np.array([1, 5, 1, 17, 3])
     starts = np.array([37, 0, 0, 30, 92])
     blocks = random.permutation(NUM_BLOCKS)[: 5 * max_blocks].reshape(5, max_blocks).astype(np.int32)
-    return shape, pack(shape, random.integers(0, 9, lens.sum()), starts, lens, blocks)
+    return shape, pack(shape, random.integers(0, 9, lens.sum()), starts, lens, [blocks])
 
 
 FORMS = list(itertools.product([(4, 2), (6, 1), (3, 3)], [None, 24, 8]))
@@ -44,7 +53,7 @@ the reference's operations anew for each shape.
 def test_the_loop_computes_what_the_kernels_reference_does(heads: tuple[int, int], window: int | None) -> None:
     random = np.random.default_rng(sum(heads))
     shape, packed = random_batch(random, 32, 7)
-    batch = StepBatch.unpack(jnp.asarray(packed), shape)
+    batch = StepBatch.unpack(jnp.asarray(packed), shape).of_group(0)
     num_heads, num_kv = heads
     query = jnp.asarray(random.normal(size=(32, num_heads, 24)).astype(np.float32))
     pages = jnp.asarray(random.normal(size=(NUM_BLOCKS, BLOCK_SIZE, 2 * num_kv, 24)).astype(np.float32))
@@ -54,10 +63,60 @@ def test_the_loop_computes_what_the_kernels_reference_does(heads: tuple[int, int
     np.testing.assert_allclose(found[: len(expected)], expected, atol=3e-6)
 
 
+VARIANTS = [(0.7, False, None), (0.0, True, 24), (0.7, True, 24)]
+"""A cap, whether there are sinks, and a window."""
+
+
+@pytest.mark.parametrize(("cap", "has_sinks", "window"), VARIANTS if PROVE else VARIANTS[2:])
+def test_caps_and_sinks_are_those_of_the_reference(cap: float, has_sinks: bool, window: int | None) -> None:
+    random = np.random.default_rng(2)
+    shape, packed = random_batch(random, 32, 7)
+    batch = StepBatch.unpack(jnp.asarray(packed), shape).of_group(0)
+    query = random.normal(size=(32, 4, 24)).astype(np.float32)
+    pages = random.normal(size=(NUM_BLOCKS, BLOCK_SIZE, 4, 24)).astype(np.float32)
+    sinks = random.normal(size=4).astype(np.float32) + 1 if has_sinks else None
+    found = attend_by_chunks(
+        jnp.asarray(query), jnp.asarray(pages), batch, 0.3, window, cap, None if sinks is None else jnp.asarray(sinks)
+    )
+    lens = np.diff(batch.query_start)[:5]
+    starts = np.asarray(batch.context_lens)[:5] - lens
+    metadata = AttentionMetadata.build(QueryTokens(starts, lens, np.array(batch.block_tables)[:5], BLOCK_SIZE))
+    rows = torch.from_numpy(query[: lens.sum()].reshape(-1, 4 * 24))
+    caches = (torch.from_numpy(np.ascontiguousarray(pages[:, :, half::2])) for half in range(2))
+    of_reference = None if sinks is None else torch.from_numpy(sinks)
+    expected = reference.paged_attention(rows, *caches, metadata, HeadShape(4, 2, 24, 0.3, cap), window, of_reference)
+    np.testing.assert_allclose(found[: len(rows)].reshape(len(rows), -1), expected.numpy(), atol=3e-6)
+
+
+def test_the_kernel_reads_no_block_before_a_window(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pallas's kernel reads every block that its tables name, and weighs NaN with zero, as its reference does. Here the
+    blocks before a window belong to others, who wrote NaN, or are no blocks.
+    """
+    random, window = np.random.default_rng(3), 24
+    shape, packed = random_batch(random, 32, 7)
+    batch = StepBatch.unpack(jnp.asarray(packed), shape).of_group(0)
+    pages = random.normal(size=(NUM_BLOCKS, BLOCK_SIZE, 4, 24)).astype(np.float32)
+    query = jnp.asarray(random.normal(size=(32, 4, 24)).astype(np.float32))
+    expected = attend_by_chunks(query, jnp.asarray(pages), batch, 0.3, window)
+    tables = np.array(batch.block_tables)
+    first = (np.asarray(batch.context_lens) - np.diff(batch.query_start) - window + 1).clip(0) // BLOCK_SIZE
+    assert first.tolist()[:5] == [0, 0, 0, 0, 4]
+    pages[tables[4, :3]] = np.nan
+    tables[4, 3] = NO_BLOCK
+    given_back = batch._replace(block_tables=jnp.asarray(tables))
+
+    def by_reference(*arguments: jax.Array, sm_scale: float, sliding_window: int, **_: object) -> jax.Array:
+        return ref_ragged_paged_attention(*arguments, sm_scale=sm_scale, sliding_window=sliding_window)
+
+    monkeypatch.setattr(attention, "ragged_paged_attention", by_reference)
+    found = attention.attend_by_kernel(query, jnp.asarray(pages), given_back, 0.3, window)
+    np.testing.assert_allclose(found, expected[: len(found)], atol=3e-6)
+
+
 def test_blocks_of_others_may_hold_nan() -> None:
     random = np.random.default_rng(0)
     shape, packed = random_batch(random, 32, 7)
-    batch = StepBatch.unpack(jnp.asarray(packed), shape)
+    batch = StepBatch.unpack(jnp.asarray(packed), shape).of_group(0)
     query = jnp.ones((32, 2, 8))
     pages = np.ones((NUM_BLOCKS, BLOCK_SIZE, 2, 8), dtype=np.float32)
     used = {
@@ -95,7 +154,7 @@ def test_the_kernel_lowers_for_a_tpu(shape: tuple[int, ...], dtype: str, window:
         batch_shape = BatchShape(num_tokens, 64, 128)
 
         def step(query, key, value, pages, packed, batch_shape=batch_shape):
-            return attend(form, query, key, value, pages, StepBatch.unpack(packed, batch_shape), window)
+            return attend(form, query, key, value, pages, StepBatch.unpack(packed, batch_shape).of_group(0), window)
 
         array = jax.ShapeDtypeStruct
         page = array((256, 32, 2 * num_kv, page_head_dim(head_dim, True)), dtype)
@@ -106,16 +165,18 @@ def test_the_kernel_lowers_for_a_tpu(shape: tuple[int, ...], dtype: str, window:
         assert "tpu_custom_call" in lowered.as_text()
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3", "mistral"])
+@pytest.mark.parametrize("family", ["llama", "qwen3", "mistral", "gemma2", "qwen3_moe", "gpt_oss"])
 def test_the_whole_forward_pass_lowers_for_a_tpu(family: str) -> None:
-    """Of every layer the kernel is a part of the program, and the KV cache is donated."""
+    """The kernel is a part of the program, except where layers have sinks, and the KV cache is donated."""
     num_devices = 4
-    folder = checkpoint(family, num_attention_heads=8, num_key_value_heads=2)
+    of_llama = {"num_attention_heads": 8, "num_key_value_heads": 2}
+    folder = folder_of(family) if family in CASES else checkpoint(family, **of_llama)
     config = load_model_config(folder)
     parameters = load_parameters(folder, config, "bfloat16", open_mesh(num_devices), 256)
     mesh = tpu_mesh(num_devices)
-    form = AttentionForm(mesh, config.heads.scale, True)
-    shape = BatchShape(32, 16, 16)
+    form = AttentionForm(mesh, config.heads.scale, True, config.heads.logit_cap)
+    groups = group_layers(config.sliding_windows)
+    shape = BatchShape(32, 16, 16, len(groups.groups))
 
     def on_tpu(array: jax.Array) -> jax.ShapeDtypeStruct:
         assert isinstance(array.sharding, NamedSharding)
@@ -126,13 +187,13 @@ def test_the_whole_forward_pass_lowers_for_a_tpu(family: str) -> None:
     heads = 2 * num_kv_heads(config, num_devices)
     page_shape = (64, 16, heads, page_head_dim(config.head_dim, True))
     page_sharding = NamedSharding(mesh, PartitionSpec(None, None, AXIS, None))
-    pages = [jax.ShapeDtypeStruct(page_shape, jnp.bfloat16, sharding=page_sharding)] * config.num_layers
+    pages = [jax.ShapeDtypeStruct(page_shape, jnp.bfloat16, sharding=page_sharding)] * groups.layers_per_block
     hidden = jax.ShapeDtypeStruct((32, config.hidden_size), jnp.bfloat16, sharding=whole)
     drawn = jax.ShapeDtypeStruct((16,), jnp.int32, sharding=whole)
     packed = jax.ShapeDtypeStruct((sum(shape.sizes),), jnp.int32, sharding=whole)
-    body = jax.jit(functools.partial(forward, config, form, shape), donate_argnums=(1, 2))
+    body = jax.jit(functools.partial(forward, config, groups.layers, form, shape), donate_argnums=(1, 2))
     with jax.sharding.use_abstract_mesh(mesh):
         lowered = body.trace(abstract, pages, hidden, drawn, packed).lower(lowering_platforms=("tpu",))
     text = lowered.as_text()
-    assert text.count("tpu_custom_call") >= 1
-    assert text.count("jax.buffer_donor") + text.count("tf.aliasing_output") >= config.num_layers + 1
+    assert ("tpu_custom_call" in text) == (family != "gpt_oss")
+    assert text.count("jax.buffer_donor") + text.count("tf.aliasing_output") >= groups.layers_per_block + 1

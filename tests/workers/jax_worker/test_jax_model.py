@@ -66,9 +66,9 @@ def test_devices_hold_shares_of_weights_and_cache() -> None:
     worker: Any = llm.engine.executor
     model = worker.worker.runner.model
     layer = model.parameters.layers[0]
-    for array, share in ((layer.query.weight, 8), (layer.key.weight, 8), (layer.down.weight, 8), (model.pages[0], 8)):
-        sizes = {np.prod(shard.data.shape) for shard in array.addressable_shards}
-        assert sizes == {array.size // share}
+    held = layer.attention.query.weight, layer.attention.key.weight, layer.mlp.down.weight, model.pages[0]
+    for array in held:
+        assert {np.prod(shard.data.shape) for shard in array.addressable_shards} == {array.size // 8}
     assert model.parameters.embedding.addressable_shards[0].data.shape[0] == VOCAB_SIZE // 8
 
 

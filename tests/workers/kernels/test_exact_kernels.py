@@ -37,6 +37,8 @@ DIGESTS = {
     "norms of 100, bfloat16": "7d1421506646756e",
     "silu, float32": "440089d11c0e5ccb",
     "silu, bfloat16": "e561d58a8e1de965",
+    "gelu_tanh, float32": "43590bcb10a9f866",
+    "gelu_tanh, bfloat16": "32c3affdaaee7be3",
     "rotary, float32": "6485fbd751bd2779",
     "rotary, bfloat16": "8cb181de49d5143b",
     "attention, float32": "5722cf8881db09cd",
@@ -84,9 +86,10 @@ def test_norms(form: str, hidden: int, dtype: torch.dtype) -> None:
 
 
 @DTYPES
-def test_silu(form: str, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
+def test_gates(form: str, activation: str, dtype: torch.dtype) -> None:
     gate_up = numbers(4, 5, 2 * 200, dtype=dtype, scale=2.0**-11)
-    check("silu", dtype, cpu.silu_and_mul(gate_up))
+    check(activation, dtype, cpu.gate(activation, gate_up))
 
 
 @DTYPES

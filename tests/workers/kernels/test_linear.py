@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import hypothesis
 import hypothesis.strategies as st
 import pytest
 import torch
-import torch.nn.functional as F
 
-from manta.workers.kernels import cpu_linear, processor
+from manta.workers.kernels import cpu_linear, processor, reference
 from manta.workers.platforms import cpu_linears
 from manta.workers.platforms.cpu import CpuPlatform
 from manta.workers.platforms.cpu_linears import make_cpu_gated_linear, make_cpu_linear
@@ -84,23 +83,25 @@ def test_random_shapes(name: str, dtype: torch.dtype) -> None:
         in_features=st.integers(1, 700),
         num_rows=st.integers(1, 512),
         bias=st.booleans(),
-        gated=st.booleans(),
+        activation=st.sampled_from([None, "silu", "gelu_tanh"]),
         seed=st.integers(0, 2**31),
     )
-    def check(out_features: int, in_features: int, num_rows: int, bias: bool, gated: bool, seed: int) -> None:
-        make: Callable = make_cpu_gated_linear if gated else make_cpu_linear
-        weight, offset, generator = random_weight(seed, out_features * (1 + gated), in_features, dtype, bias)
+    def check(
+        out_features: int, in_features: int, num_rows: int, bias: bool, activation: str | None, seed: int
+    ) -> None:
+        num_halves = 1 if activation is None else 2
+        weight, offset, generator = random_weight(seed, out_features * num_halves, in_features, dtype, bias)
         x = torch.randn(num_rows, in_features, generator=generator).to(dtype)
-        y = make(weight, offset).forward(x)
         expected = exact(x, weight, offset)
-        if gated:
+        if activation is not None:
+            y = make_cpu_gated_linear(weight, offset, activation=activation).forward(x)
             gate, up = expected.chunk(2, dim=-1)
             # Each factor may stray like a product, and those that are not gated by the kernel itself are rounded too
             scale = (1 + gate.abs()) * (1 + up.abs())
-            error = (y.double() - F.silu(gate) * up).abs() / scale
+            error = (y.double() - reference.GATES[activation](gate, up)).abs() / scale
             assert error.max() <= 3 * UNIT[dtype] + 8 * UNIT[torch.float32] * in_features + 1e-6
         else:
-            assert_rounded(y, expected, in_features)
+            assert_rounded(make_cpu_linear(weight, offset).forward(x), expected, in_features)
 
     with in_form(name):
         check()
@@ -110,17 +111,17 @@ def test_random_shapes(name: str, dtype: torch.dtype) -> None:
     ("out_features", "in_features"),
     [(32, 64), (80, 96), (1216, 896), pytest.param(4864, 896, marks=pytest.mark.prove), (10, 64), (48, 40)],
 )
-@pytest.mark.parametrize("bias", [False, True], ids=["", "bias"])
+@pytest.mark.parametrize(("bias", "activation"), [(False, "gelu_tanh"), (True, "silu")])
 @DTYPES
 def test_gated_products_of_any_number_of_rows(
-    form: str, out_features: int, in_features: int, bias: bool, dtype: torch.dtype
+    form: str, out_features: int, in_features: int, bias: bool, activation: str, dtype: torch.dtype
 ) -> None:
     """Whole and partial panels, and sizes that the kernel leaves to a linear and a separate gate."""
     weight, offset, generator = random_weight(0, 2 * out_features, in_features, dtype, bias)
-    gated = make_cpu_gated_linear(weight, offset)
+    gated = make_cpu_gated_linear(weight, offset, activation=activation)
     x = torch.randn(530, in_features, generator=generator).to(dtype)
     gate, up = exact(x, weight, offset).chunk(2, dim=-1)
-    expected = F.silu(gate) * up
+    expected = reference.GATES[activation](gate, up)
     for num_rows in (0, 1, 3, 6, 7, 16, 17, 33, 100, 150, 530):
         y = gated.forward(x[:num_rows])
         assert y.dtype == dtype
@@ -202,7 +203,7 @@ def test_not_a_number_stays_in_its_row(form: str) -> None:
 
 def test_other_shapes_are_left_to_torch() -> None:
     assert cpu_linear.pack(torch.zeros(64, 40, dtype=torch.float16), None) is None
-    assert cpu_linear.pack(torch.zeros(80, 64), None, gated=True) is None
+    assert cpu_linear.pack(torch.zeros(80, 64), None, gate="silu") is None
 
 
 def without_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:

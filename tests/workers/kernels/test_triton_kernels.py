@@ -62,6 +62,8 @@ def check_attention(
     tables: np.ndarray | None = None,
     layout: Layout | None = None,
     shape_of_work: WorkShape | None = None,
+    cap: float = 0.0,
+    has_sinks: bool = False,
 ) -> bool:
     """Compares with the reference, NaN lying in every slot that no sequence may read. Returns whether groups were
     found.
@@ -80,10 +82,11 @@ def check_attention(
         used[table[position // block_size] * block_size + position % block_size] = True
     kv.view(2, -1, num_kv_heads, head_dim)[:, ~used] = float("nan")
     qkv = torch.randn(plain.num_tokens, (num_heads + 2 * num_kv_heads) * head_dim).to(dtype)
-    heads = heads_of(*shape)
-    expected = reference.paged_attention(qkv, kv[0], kv[1], plain, heads, window)
-    on_device = kv.to(DEVICE)
-    actual = layers.paged_attention(qkv.to(DEVICE), on_device[0], on_device[1], placed, heads, window)
+    heads = heads_of(*shape)._replace(logit_cap=cap)
+    sinks = 2 * torch.randn(num_heads) + 1 if has_sinks else None
+    expected = reference.paged_attention(qkv, kv[0], kv[1], plain, heads, window, sinks)
+    on_device, sinks = kv.to(DEVICE), None if sinks is None else sinks.to(DEVICE)
+    actual = layers.paged_attention(qkv.to(DEVICE), on_device[0], on_device[1], placed, heads, window, sinks)
     assert_close(actual, expected)
     return placed.prefix_rows is not None
 
@@ -108,6 +111,36 @@ def test_attention_agrees_on_every_head_shape(
     dtype = torch.float16 if head_dim % 64 else torch.bfloat16
     check_attention([(0, 20), (37, 5)], (num_heads, num_kv_heads, head_dim), block_size, dtype)
     check_attention([(130, 1)], (num_heads, num_kv_heads, head_dim), block_size, dtype)
+
+
+@pytest.mark.parametrize("window", [None, 40])
+@pytest.mark.parametrize(("cap", "has_sinks"), [(0.7, False), (0.0, True), (0.7, True)], ids=["cap", "sinks", "both"])
+def test_caps_and_sinks_agree(cap: float, has_sinks: bool, window: int | None) -> None:
+    """In decodes, prompts, drafts, items that are split, and steps that are padded."""
+    options: dict[str, Any] = {"window": window, "cap": cap, "has_sinks": has_sinks}
+    check_attention(MIXES["mix"], (6, 2, 64), 16, torch.bfloat16, **options)
+    check_attention([(700, 1), (3, 1)], (6, 2, 64), 16, torch.float32, shape_of_work=WorkShape(16, 8), **options)
+    layout, shape = Layout(5, 4), WorkShape(16, 8)
+    check_attention([(300, 3), (3, 5)], (2, 1, 80), 16, torch.float32, layout=layout, shape_of_work=shape, **options)
+
+
+@pytest.mark.parametrize("layout", [None, Layout(5, 8)], ids=["plain", "padded"])
+def test_caps_and_sinks_go_with_shared_prefixes(layout: Layout | None) -> None:
+    lengths, tables = shared_batch("drafts", 16)
+    options: dict[str, Any] = {"tables": tables, "layout": layout, "cap": 0.7, "has_sinks": True}
+    assert check_attention(lengths, (4, 2, 64), 16, torch.float32, **options)
+
+
+def test_capped_scores_may_be_huge() -> None:
+    """Their products overflow a power of two, at both ends."""
+    torch.manual_seed(3)
+    lengths = [(200, 1), (0, 40)]
+    starts, counts = np.array(lengths).T
+    metadata = build_metadata(QueryTokens(starts, counts, tables_of(lengths, 16), 16), DEVICE)
+    kv = torch.randn(2, 32, 16, 1, 64).to(DEVICE)
+    qkv = (torch.randn(41, 4 * 64) * 1e4).to(DEVICE)
+    arguments = (qkv, kv[0], kv[1], metadata, heads_of(2, 1, 64)._replace(logit_cap=30.0))
+    assert_close(layers.paged_attention(*arguments), reference.paged_attention(*arguments))
 
 
 def test_drafts_are_verified_in_one_tile_with_decodes() -> None:
@@ -396,7 +429,8 @@ def test_attention_agrees_on_random_batches(seed: int) -> None:
     members = random.permutation(len(lengths))[: len(lengths) // 2]
     tables[members, :shared] = tables[members[:1], :shared]
     window = int(random.integers(1, 400)) if seed % 4 == 3 else None
-    check_attention(lengths, shape, block_size, dtype, window, tables)
+    cap, has_sinks = (0.0, 0.7)[seed % 2], bool(seed % 5 == 2)
+    check_attention(lengths, shape, block_size, dtype, window, tables, cap=cap, has_sinks=has_sinks)
 
 
 @pytest.mark.prove

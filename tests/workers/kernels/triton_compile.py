@@ -213,8 +213,9 @@ def attend(lengths: list[tuple[int, int]], shape: tuple[int, int, int], dtype: t
     metadata = build_metadata(QueryTokens(starts, counts, tables, 16), CPU)
     kv = torch.zeros(2, 8, 16, num_kv_heads, head_dim, dtype=dtype)
     qkv = torch.zeros(metadata.num_tokens, (num_heads + 2 * num_kv_heads) * head_dim, dtype=dtype)
-    heads = HeadShape(num_heads, num_kv_heads, head_dim, head_dim**-0.5)
-    attention.paged_attention(qkv, kv[0], kv[1], metadata, heads, case.get("window"))
+    heads = HeadShape(num_heads, num_kv_heads, head_dim, head_dim**-0.5, case.get("cap", 0.0))
+    sinks = torch.zeros(num_heads) if case.get("has_sinks") else None
+    attention.paged_attention(qkv, kv[0], kv[1], metadata, heads, case.get("window"), sinks)
     weight = torch.zeros(head_dim, dtype=dtype) if "window" in case else None
     rope.rope_and_cache(qkv, torch.zeros(16, head_dim), metadata, kv[0], kv[1], heads, weight, weight)
 
@@ -287,6 +288,10 @@ def main() -> None:
             attend([(100, 1)] * 64, shape, dtype)
             attend([(100, 5), (30, 1)], shape, dtype)
             attend([(0, 500), (30, 1)], shape, dtype, window=100)
+            for variant in ({"cap": 50.0}, {"has_sinks": True}):
+                attend([(2000, 1)] * 64, shape, dtype, shared=100, **variant)
+                attend([(0, 500), (30, 1)], shape, dtype, **variant)
+                attend([(0, 500), (30, 1)], shape, dtype, window=100, **variant)
         x, weight = torch.zeros(3, 4096, dtype=dtype), torch.zeros(4096, dtype=dtype)
         rows.rms_norm(x, weight, 1e-5)
         rows.add_rms_norm(x, x.clone(), weight, 1e-5)

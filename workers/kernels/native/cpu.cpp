@@ -56,7 +56,7 @@ void rms_norm_all(const T* x, T* residual, const T* weight, T* output, int rows,
 }
 
 template <class T>
-void silu_and_mul_all(const T* gate_up, T* output, int rows, int intermediate) {
+void gate_all(int activation, const T* gate_up, T* output, int rows, int intermediate) {
     constexpr int CHUNK = 1024;
     const int chunks = (intermediate + CHUNK - 1) / CHUNK;
     parallel_for(int64_t(rows) * chunks, int64_t(rows) * intermediate <= PARALLEL_ELEMENTS, [&](int64_t piece) {
@@ -67,7 +67,7 @@ void silu_and_mul_all(const T* gate_up, T* output, int rows, int intermediate) {
         for (int i = first; i < last; i += LANES) {
             const Floats gate = load_upto(gates + i, last - i);
             const Floats up = load_upto(gates + intermediate + i, last - i);
-            store_rounded_upto(output + row * intermediate + i, silu_of<false>(gate) * up, last - i);
+            store_rounded_upto(output + row * intermediate + i, gate_of<false>(activation, gate) * up, last - i);
         }
     });
 }
@@ -178,11 +178,12 @@ void manta_rms_norm(
     }
 }
 
-void manta_silu_and_mul(int dtype, const void* gate_up, void* output, int rows, int intermediate) {
+// `activation` is SILU or GELU_TANH
+void manta_gate(int dtype, int activation, const void* gate_up, void* output, int rows, int intermediate) {
     if (dtype == BFLOAT16) {
-        silu_and_mul_all((const bf16*)gate_up, (bf16*)output, rows, intermediate);
+        gate_all(activation, (const bf16*)gate_up, (bf16*)output, rows, intermediate);
     } else {
-        silu_and_mul_all((const float*)gate_up, (float*)output, rows, intermediate);
+        gate_all(activation, (const float*)gate_up, (float*)output, rows, intermediate);
     }
 }
 

@@ -102,16 +102,16 @@ static const T* padded_rows(const T* x, int num_rows, int in_features, int padde
 
 template <class T>
 static void linear(const T* x, const T* packed, const T* bias, T* y, int num_rows, int in_features, int out_features,
-                   int gated) {
+                   int gate) {
     const int padded = (in_features + STEP - 1) / STEP * STEP;
     if (padded != in_features) x = padded_rows(x, num_rows, in_features, padded);
-    multiply(Product<T>{x, packed, bias, y, num_rows, padded, out_features, gated != 0});
+    multiply(Product<T>{x, packed, bias, y, num_rows, padded, out_features, gate});
 }
 
 // A packed linear, for decoder.cpp, which runs all layers in one call; mirrored in cpu_linear.py.
 struct PackedLinear {
     const void *packed, *bias;
-    int dtype, in_features, out_features, gated;
+    int dtype, in_features, out_features, gate;
 };
 
 extern "C" int manta_linear_layout(int which) {
@@ -126,22 +126,22 @@ extern "C" void manta_pack_linear(int dtype, const void* weight, void* packed, i
     pack((const char*)weight, (int32_t*)packed, out_features, in_features * size, padded * size / 4, gated != 0);
 }
 
-// x [num_rows, in_features] -> y [num_rows, out_features], or half as wide if gated. bias [out_features] is in the
-// order of packing, or null.
+// x [num_rows, in_features] -> y [num_rows, out_features], or half as wide with a gate (simd.h), if it is not 0. bias
+// [out_features] is in the order of packing, or null.
 extern "C" void manta_linear(int dtype, const void* x, const void* packed, const void* bias, void* y, int num_rows,
-                             int in_features, int out_features, int gated) {
+                             int in_features, int out_features, int gate) {
     if (dtype == 0)
         linear((const float*)x, (const float*)packed, (const float*)bias, (float*)y, num_rows, in_features,
-               out_features, gated);
+               out_features, gate);
     else
         linear((const bf16*)x, (const bf16*)packed, (const bf16*)bias, (bf16*)y, num_rows, in_features, out_features,
-               gated);
+               gate);
 }
 
 // `manta_linear` with the signature by which decoder.cpp calls every linear; `linear` is a PackedLinear.
 extern "C" void manta_run_packed_linear(const void* linear, const void* x, void* y, int num_rows) {
     const PackedLinear& l = *(const PackedLinear*)linear;
-    manta_linear(l.dtype, x, l.packed, l.bias, y, num_rows, l.in_features, l.out_features, l.gated);
+    manta_linear(l.dtype, x, l.packed, l.bias, y, num_rows, l.in_features, l.out_features, l.gate);
 }
 
 extern "C" void manta_set_num_threads(int threads) {

@@ -1,7 +1,7 @@
 // A product of activations with weights that are packed once: y = x @ weight.T + bias, summed in float32. If gated, the
-// weight's halves give `gate` and `up`, and y = silu(gate) * up (SwiGLU, Shazeer, 2020). This file has what all forms
-// share: how weights lie, and how finished sums are written. linear_vectors.h and linear_tiles.h multiply; linear.cpp
-// packs and chooses.
+// weight's halves give `gate` and `up`, and y = silu(gate) * up, or another function of the gate (Shazeer, 2020). This
+// file has what all forms share: how weights lie, and how finished sums are written. linear_vectors.h and linear_tiles.h
+// multiply; linear.cpp packs and chooses.
 //
 // Weights lie in strips of 32 outputs. Of bfloat16 a strip is [in / 2][32][2], with pairs of inputs together: AVX-512's
 // and NEON's dot products and AMX's tiles read that as it is, and other processors widen a vector of it by one
@@ -63,7 +63,7 @@ struct Product {
     const T *x, *packed, *bias;
     T* y;
     int num_rows, in_features, out_features;
-    bool gated;  // a strip holds 16 outputs of `gate`, then the 16 of `up`; y is half as wide as the sums
+    int gate;  // of simd.h: a strip holds 16 outputs of `gate`, then the 16 of `up`; y is half as wide as the sums
 
     const T* panel(int p) const { return packed + p * panel_size(in_features); }
     const T* strip(int s) const { return packed + (int64_t)s * in_features * STRIP; }
@@ -74,12 +74,12 @@ struct Product {
         const int column = strip * STRIP, left = out_features - column;
         if (bias)
             for (int v = 0; v < VECTORS; v++) sums[v] += load_upto(bias + column + v * LANES, left - v * LANES);
-        if (gated) {
+        if (gate) {
             constexpr int GATES = VECTORS / 2;
             const int width = out_features / 2;
             T* const to = y + (int64_t)row * width + column / 2;
             for (int v = 0; v < GATES; v++) {
-                const Floats value = silu_of<PAIR == 2>(sums[v]) * sums[v + GATES];
+                const Floats value = gate_of<PAIR == 2>(gate, sums[v]) * sums[v + GATES];
                 store_upto(to + v * LANES, value, width - column / 2 - v * LANES);
             }
             return;
@@ -105,7 +105,7 @@ struct Product {
     Product of_rows(int first, int last) const {
         Product part = *this;
         part.x = input(first);
-        part.y += (int64_t)first * (gated ? out_features / 2 : out_features);
+        part.y += (int64_t)first * (gate ? out_features / 2 : out_features);
         part.num_rows = last - first;
         return part;
     }

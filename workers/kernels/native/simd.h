@@ -313,6 +313,21 @@ MANTA_INLINE Floats silu_of(Floats x) {
     return x / (1.0f + exp2_of<COARSE>(-exponent));
 }
 
+// GELU with tanh: x * sigmoid(2 * sqrt(2 / pi) * (x + 0.044715 * x^3)); COARSE as in `exp2_of`
+template <bool COARSE>
+MANTA_INLINE Floats gelu_tanh_of(Floats x) {
+    const Floats twice = x * (1.5957691216057308f + 0.07135481282989504f * (x * x));
+    return x / (1.0f + exp2_of<COARSE>(-maximum(splat(-126.0f), twice * LOG2_E)));
+}
+
+// The gates that are compiled, by the numbers of GATE_KINDS in cpu_linear.py, where 0 is none
+constexpr int SILU = 1, GELU_TANH = 2;
+
+template <bool COARSE>
+MANTA_INLINE Floats gate_of(int gate, Floats x) {
+    return gate == GELU_TANH ? gelu_tanh_of<COARSE>(x) : silu_of<COARSE>(x);
+}
+
 // To about 1e-7, absolutely
 MANTA_INLINE Floats tanh_of(Floats x) {
     const Floats shrunk = exp2_of<false>(maximum(x, -x) * (-2.0f * LOG2_E));

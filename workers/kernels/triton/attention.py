@@ -1,9 +1,9 @@
 """Paged attention in Triton: one kernel for prefill chunks, decodes and mixes of both, cut into items of similar length
 (`work.py`). A shared prefix is read once for its group, and the results are merged by log-sum-exp.
 
-`reference.paged_attention` defines the result. The softmax is that of FlashAttention-2 (Dao, 2023) in powers of two.
-Splits and their merge follow Flash-Decoding (Dao et al., 2023), and shared prefixes follow Hydragen (Juravsky et al.,
-2024). The query heads of one KV head are rows of one tile (packed GQA), so that its keys are read once for all of them.
+`reference.paged_attention` defines the result. Splits and their merge follow Flash-Decoding (Dao et al., 2023), and
+shared prefixes follow Hydragen (Juravsky et al., 2024). An attention sink is in the sum of the first split from the
+start. The query heads of one KV head are rows of one tile (packed GQA), so that its keys are read once for all of them.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 
 from manta.workers.kernels.attention_metadata import AttentionMetadata
+from manta.workers.kernels.triton.attention_softmax import over_keys
 from manta.workers.kernels.triton.launch import needs_wide_dot, num_processors, padded_size, shared_bytes
 from manta.workers.kernels.triton.metadata import DeviceMetadata, PrefixRows
 from manta.workers.kernels.triton.work import PROGRAMS_PER_PROCESSOR, TILE_ROWS
@@ -42,9 +43,7 @@ def paged_attention(
     sliding_window: int | None = None,
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Computes `reference.paged_attention` without caps and sinks; `metadata` must be a `DeviceMetadata`."""
-    assert sinks is None, "the platform refuses such models"
-    assert not heads.logit_cap, "the platform refuses such models"
+    """Computes `reference.paged_attention`; `metadata` must be a `DeviceMetadata`."""
     num_heads, num_kv_heads, head_dim, scale = heads[:4]
     group = num_heads // num_kv_heads
     output = qkv.new_empty((qkv.shape[0], num_heads * head_dim))
@@ -60,16 +59,17 @@ def paged_attention(
         "BLOCK_SIZE": metadata.block_size,
         "TILE_KEYS": _tile_keys(head_dim, k_cache.dtype),
         "HAS_VISIBLE": head_dim <= MOST_VISIBLE_DIM,
+        "HAS_CAP": heads.logit_cap != 0,
         "WIDE": needs_wide_dot(qkv.dtype),
     }
     rows = metadata.prefix_rows if isinstance(metadata, DeviceMetadata) and sliding_window is None else None
     caches = (qkv, k_cache, v_cache)
-    scale_log2 = scale * math.log2(math.e)
+    factors = _factors(scale, heads.logit_cap)
     prefix, num_prefix_splits = output, 0
     first_rows = metadata.context_lens
     prefix_sums = output
     if rows is not None:
-        prefix, prefix_sums = _attend_prefixes(caches, metadata, rows, scale_log2, constants)
+        prefix, prefix_sums = _attend_prefixes(caches, metadata, rows, factors, constants)
         first_rows, num_prefix_splits = rows.first_rows, prefix.shape[0]
     partials, log_sums = _partials(max(1, work.num_slots), work.item_tokens, num_heads, head_dim, qkv.device)
     _attend[(work.items.shape[0], num_kv_heads, triton.cdiv(work.item_tokens, tile_tokens))](
@@ -79,6 +79,7 @@ def paged_attention(
         log_sums,
         prefix,
         prefix_sums,
+        output if sinks is None else sinks,
         work.items,
         metadata.query_start,
         metadata.context_lens,
@@ -90,12 +91,13 @@ def paged_attention(
         metadata.block_tables.stride(0),
         0 if sliding_window is None else sliding_window,
         num_prefix_splits,
-        scale_log2,
+        *factors,
         **constants,
         TILE_TOKENS=tile_tokens,
         TILE_ROWS=tile_rows,
         HAS_PREFIX=rows is not None,
         HAS_WINDOW=sliding_window is not None,
+        HAS_SINKS=sinks is not None,
         num_warps=_num_warps(head_dim, qkv.dtype),
         num_stages=_num_stages(qkv, tile_rows * constants["PADDED_DIM"]),
     )
@@ -119,7 +121,7 @@ def _attend_prefixes(
     caches: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
     metadata: AttentionMetadata,
     rows: PrefixRows,
-    scale_log2: float,
+    factors: tuple[float, float],
     constants: dict[str, int | bool],
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns the attention of every row of a group over its shared keys, float32 [splits, num_rows, num_heads,
@@ -145,7 +147,7 @@ def _attend_prefixes(
         rows.num_rows,
         qkv.stride(0),
         metadata.block_tables.stride(0),
-        scale_log2,
+        *factors,
         **constants,
         TILE_TOKENS=tile_tokens,
         TILE_ROWS=tile_rows,
@@ -153,6 +155,14 @@ def _attend_prefixes(
         num_stages=_num_stages(qkv, tile_rows * constants["PADDED_DIM"]),
     )
     return partials, log_sums
+
+
+def _factors(scale: float, cap: float) -> tuple[float, float]:
+    """Returns the factor on products of queries and keys, and the bound of capped ones, as the kernels take them. The
+    scores are logits in units of ln 2. The kernels compute `tanh(x)` as `1 - 2 / (2 ** (2 x log2(e)) + 1)`.
+    """
+    log2_e = math.log2(math.e)
+    return (2 * scale / cap * log2_e, cap * log2_e) if cap else (scale * log2_e, 0.0)
 
 
 def _partials(
@@ -216,126 +226,6 @@ def _find(starts, num_items, tile, TILE_TOKENS: tl.constexpr):
     return left - 1
 
 
-@triton.jit
-def _dot(a, b, WIDE: tl.constexpr):
-    if WIDE:
-        a = a.to(tl.float32)
-        b = b.to(tl.float32)
-    # For float32: three products on tensor cores are about as exact as one without them, which would spill registers
-    return tl.dot(a, b, input_precision="tf32x3")
-
-
-@triton.jit
-def _over_tile(
-    query,
-    position,
-    k_cache,
-    v_cache,
-    table,
-    kv_head,
-    first,
-    end,
-    window,
-    scale_log2,
-    largest,
-    total,
-    attended,
-    NUM_KV_HEADS: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    PADDED_DIM: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    TILE_KEYS: tl.constexpr,
-    HAS_WINDOW: tl.constexpr,
-    IS_VISIBLE: tl.constexpr,
-    WIDE: tl.constexpr,
-):
-    """Continues the softmax of `_over_keys` over the tile of keys from `first` on. With `IS_VISIBLE` every row sees
-    every key of the tile, so that nothing is masked.
-    """
-    dim = tl.arange(0, PADDED_DIM)
-    is_dim = dim < HEAD_DIM
-    key = first + tl.arange(0, TILE_KEYS)
-    if IS_VISIBLE:
-        block = tl.load(table + key // BLOCK_SIZE).to(tl.int64)
-    else:
-        block = tl.load(table + key // BLOCK_SIZE, mask=key < end, other=0).to(tl.int64)
-    offset = ((block * BLOCK_SIZE + key % BLOCK_SIZE) * NUM_KV_HEADS + kv_head) * HEAD_DIM
-    key_places = k_cache + offset[None, :] + dim[:, None]
-    value_places = v_cache + offset[:, None] + dim[None, :]
-    if IS_VISIBLE and HEAD_DIM == PADDED_DIM:
-        keys = tl.load(key_places)
-    elif IS_VISIBLE:
-        keys = tl.load(key_places, mask=is_dim[:, None], other=0.0)
-    else:
-        keys = tl.load(key_places, mask=(key < end)[None, :] & is_dim[:, None], other=0.0)
-    scores = _dot(query, keys, WIDE) * scale_log2
-    if not IS_VISIBLE:
-        visible = (key < end)[None, :] & (key[None, :] <= position[:, None])
-        if HAS_WINDOW:
-            visible = visible & (position[:, None] - key[None, :] < window)
-        scores = tl.where(visible, scores, float("-inf"))
-    new_largest = tl.maximum(largest, tl.max(scores, axis=1))
-    shift = tl.where(new_largest == float("-inf"), 0.0, new_largest)
-    weights = tl.exp2(scores - shift[:, None])
-    decay = tl.exp2(largest - shift)
-    if IS_VISIBLE and HEAD_DIM == PADDED_DIM:
-        values = tl.load(value_places)
-    elif IS_VISIBLE:
-        values = tl.load(value_places, mask=is_dim[None, :], other=0.0)
-    else:
-        values = tl.load(value_places, mask=(key < end)[:, None] & is_dim[None, :], other=0.0)
-    total = total * decay + tl.sum(weights, axis=1)
-    attended = attended * decay[:, None] + _dot(weights.to(values.dtype), values, WIDE)
-    return new_largest, total, attended
-
-
-@triton.jit
-def _over_keys(
-    query,
-    position,
-    k_cache,
-    v_cache,
-    table,
-    kv_head,
-    begin,
-    end,
-    window,
-    scale_log2,
-    largest,
-    total,
-    attended,
-    NUM_KV_HEADS: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    PADDED_DIM: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    TILE_KEYS: tl.constexpr,
-    HAS_WINDOW: tl.constexpr,
-    HAS_VISIBLE: tl.constexpr,
-    WIDE: tl.constexpr,
-):
-    """Continues the softmax of `query` [rows, dim] over the visible keys in `[begin, end)`. Returns the updated state.
-
-    The state is `largest` [rows], the largest score; `total` [rows], the sum of powers of two relative to it; and
-    `attended` [rows, dim], which is not yet divided by the sum. With `HAS_VISIBLE`, the tiles that every row sees come
-    first and are not masked.
-    """
-    masked_begin = begin
-    if HAS_VISIBLE:
-        num_visible = tl.minimum(end, tl.min(position, axis=0) + 1) - begin
-        masked_begin = begin + tl.maximum(num_visible, 0) // TILE_KEYS * TILE_KEYS
-        for first in range(begin, masked_begin, TILE_KEYS):
-            largest, total, attended = _over_tile(
-                query, position, k_cache, v_cache, table, kv_head, first, end, window, scale_log2, largest, total,
-                attended, NUM_KV_HEADS, HEAD_DIM, PADDED_DIM, BLOCK_SIZE, TILE_KEYS, HAS_WINDOW, True, WIDE,
-            )  # fmt: skip
-    for first in range(masked_begin, end, TILE_KEYS):
-        largest, total, attended = _over_tile(
-            query, position, k_cache, v_cache, table, kv_head, first, end, window, scale_log2, largest, total, attended,
-            NUM_KV_HEADS, HEAD_DIM, PADDED_DIM, BLOCK_SIZE, TILE_KEYS, HAS_WINDOW, False, WIDE,
-        )  # fmt: skip
-    return largest, total, attended
-
-
 @triton.jit(do_not_specialize=["item_tokens", "num_prefix_rows", "table_stride", "window", "num_prefix_splits"])
 def _attend(
     qkv,
@@ -346,6 +236,7 @@ def _attend(
     log_sums,
     prefix,
     prefix_sums,
+    sinks,
     items,
     query_start,
     context_lens,
@@ -357,7 +248,8 @@ def _attend(
     table_stride,
     window,
     num_prefix_splits,
-    scale_log2,
+    factor,
+    cap,
     NUM_KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -365,14 +257,16 @@ def _attend(
     BLOCK_SIZE: tl.constexpr,
     TILE_KEYS: tl.constexpr,
     HAS_VISIBLE: tl.constexpr,
+    HAS_CAP: tl.constexpr,
     WIDE: tl.constexpr,
     TILE_TOKENS: tl.constexpr,
     TILE_ROWS: tl.constexpr,
     HAS_PREFIX: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
 ):
     """Computes one item of `items`, one KV head and one tile of the item's query tokens in each program. The first
-    split starts from the result of its group's shared prefix.
+    split starts from the head's sink and the result of its group's shared prefix.
     """
     item = items + tl.program_id(0) * 6
     kv_head = tl.program_id(1)
@@ -413,6 +307,11 @@ def _attend(
     largest = tl.full([TILE_ROWS], float("-inf"), tl.float32)
     total = tl.zeros([TILE_ROWS], tl.float32)
     attended = tl.zeros([TILE_ROWS, PADDED_DIM], tl.float32)
+    if HAS_SINKS:
+        has_sink = exists & (token < tl.where(split == 0, end_token, 0))
+        sink = tl.load(sinks + head, mask=has_sink, other=float("-inf"))
+        largest = sink * 1.4426950408889634  # log2(e)
+        total = tl.where(has_sink, 1.0, 0.0)
     if HAS_PREFIX:
         first_row = tl.load(first_rows + sequence)
         in_group = exists & (token < tl.where((first_row >= 0) & (split == 0), query_len, 0))
@@ -427,7 +326,7 @@ def _attend(
             total = total * decay + weight
             attended = attended * decay[:, None] + seen * weight[:, None]
             largest = new_largest
-    largest, total, attended = _over_keys(
+    largest, total, attended = over_keys(
         query,
         position,
         k_cache,
@@ -437,7 +336,8 @@ def _attend(
         first_key,
         last_key,
         window,
-        scale_log2,
+        factor,
+        cap,
         largest,
         total,
         attended,
@@ -448,6 +348,7 @@ def _attend(
         TILE_KEYS,
         HAS_WINDOW,
         HAS_VISIBLE and TILE_TOKENS > 1 and not HAS_WINDOW,  # the items of a decode have few tiles
+        HAS_CAP,
         WIDE,
     )
     sees_nothing = total == 0.0
@@ -478,7 +379,8 @@ def _attend_prefix(
     num_rows,
     qkv_stride,
     table_stride,
-    scale_log2,
+    factor,
+    cap,
     NUM_KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -486,6 +388,7 @@ def _attend_prefix(
     BLOCK_SIZE: tl.constexpr,
     TILE_KEYS: tl.constexpr,
     HAS_VISIBLE: tl.constexpr,
+    HAS_CAP: tl.constexpr,
     WIDE: tl.constexpr,
     TILE_TOKENS: tl.constexpr,
     TILE_ROWS: tl.constexpr,
@@ -516,7 +419,7 @@ def _attend_prefix(
     first_key = split * split_keys
     last_key = tl.minimum(prefix_len, first_key + split_keys)
     NUM_HEADS: tl.constexpr = NUM_KV_HEADS * GROUP
-    largest, total, attended = _over_keys(
+    largest, total, attended = over_keys(
         query,
         tl.zeros([TILE_ROWS], tl.int32) + prefix_len,
         k_cache,
@@ -526,7 +429,8 @@ def _attend_prefix(
         first_key,
         last_key,
         0,
-        scale_log2,
+        factor,
+        cap,
         tl.full([TILE_ROWS], float("-inf"), tl.float32),
         tl.zeros([TILE_ROWS], tl.float32),
         tl.zeros([TILE_ROWS, PADDED_DIM], tl.float32),
@@ -537,6 +441,7 @@ def _attend_prefix(
         TILE_KEYS,
         False,
         HAS_VISIBLE,
+        HAS_CAP,
         WIDE,
     )
     sees_nothing = total == 0.0
