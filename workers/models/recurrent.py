@@ -165,7 +165,7 @@ def state_space(
         WeightPart("", size, split, scale=scale) for size, split, scale in zip(sizes, of_inputs, scales, strict=True)
     )
     x, *b_c = stored_together(f"{prefix}.conv1d.weight", channels, splits, 1, shape.width)
-    pieces = {
+    pieces: dict[str, tuple[TensorSpec, ...]] = {
         "kernel": (x,),
         "shared_kernel": tuple(b_c),
         "rates": (TensorSpec(f"{prefix}.A_log", (shape.num_heads,), is_log_rate=True),),
