@@ -75,7 +75,8 @@ def is_valid(schema: Any, value: Any) -> bool:
 
 
 def grammar_of(schema: Any, backend: str, loose: bool = False) -> tuple[Grammar, list[str]]:
-    spec = ConstraintSpec(kind="json_schema", text=text_of(schema), backend=backend, any_whitespace=False, loose=loose)
+    options = {"backend": backend, "loose": loose, "any_whitespace": False, "additional_properties": "as_schema"}
+    spec = ConstraintSpec(kind="json_schema", text=text_of(schema), **options)  # type: ignore[arg-type]
     resolved = backends().resolve(spec)
     return make_backend_once(resolved.spec.backend).load(resolved.spec, resolved.compiled), resolved.not_enforced
 

@@ -201,7 +201,9 @@ def _rows(heading: str) -> list[str]:
 
 
 def _resolved(schema: Any) -> Resolved:
-    return backends().resolve(ConstraintSpec(kind="json_schema", text=json.dumps(schema)))
+    return backends().resolve(
+        ConstraintSpec(kind="json_schema", text=json.dumps(schema), additional_properties="as_schema")
+    )
 
 
 def test_every_row_of_the_page_is_tried() -> None:

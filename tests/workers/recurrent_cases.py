@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any, NamedTuple
+
+import transformers
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 
@@ -187,3 +191,15 @@ RECURRENT_CASES: dict[str, Case] = {
         {"partial rotation": {"rope_parameters": ROPE | {"partial_rotary_factor": 1.0}}},
     ),
 }
+
+
+def recurrent_values(sizes: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """Returns the `config.json` of each family with recurrent mixers, by its architecture. `sizes` are those of tiny
+    models.
+    """
+    found: dict[str, dict[str, Any]] = {}
+    for case in RECURRENT_CASES.values():
+        config = getattr(transformers, case.config)(**sizes | case.options, dtype="float32")
+        architecture = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)].__name__
+        found.setdefault(architecture, json.loads(config.to_json_string()) | {"architectures": [architecture]})
+    return found
