@@ -269,7 +269,7 @@ def passes(row: Row) -> bool:
 
 
 def passes_in_order(row: Row) -> bool:
-    """As `passes`, with instances in the schema's order of properties, and in any spelling."""
+    """The same as `passes`, with instances in the schema's order of properties, and in any spelling."""
     return is_rightly_refused(row) or (
         "compile_ms" in row
         and not is_out_of_time(row)

@@ -51,7 +51,7 @@ class EngineConfig(ModelOptions, frozen=True, kw_only=True, forbid_unknown_field
     constraints: ConstraintLimits = ConstraintLimits()
     """Limits on what one constraint may cost."""
     json_objects: JsonObjects = JsonObjects()
-    """What the JSON schemas of a request leave open about objects."""
+    """Options for what the JSON schemas of a request leave open about objects."""
     grammar_pool: PoolConfig = PoolConfig()
     """Place of the grammar workers, and the time that they may take to fill masks."""
     speculative: SpeculativeConfig | None = None

@@ -67,7 +67,7 @@ class ConstraintSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     additional_properties: AdditionalProperties | None = None
     """JSON schemas, also those within a grammar: see `JsonObjects`. None takes the engine's option."""
     property_order: PropertyOrder | None = None
-    """As `additional_properties`."""
+    """The order of properties; None takes the engine's option too."""
     begun: str = ""
     """Beginning of the constrained text that the prompt ends with. The output continues it."""
     begin_after: tuple[int, ...] = ()
@@ -82,7 +82,7 @@ class ConstraintSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
 
 class JsonObjects(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What a JSON schema leaves open about objects, for requests that do not say it."""
+    """Options for what a JSON schema leaves open about objects. They hold for requests that do not say it."""
 
     additional_properties: AdditionalProperties = "closed"
     """Properties of an object whose schema lists some and does not say whether there may be others. `closed`: there are

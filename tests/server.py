@@ -106,7 +106,7 @@ class Server(Client):
 
     @property
     def printed(self) -> str:
-        """What the server has printed so far."""
+        """The text that the server has printed so far."""
         return os.pread(self._output.fileno(), 1 << 30, 0).decode(errors="replace")
 
     def stop(self) -> None:

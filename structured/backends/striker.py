@@ -68,7 +68,7 @@ def _packed(token_ids: list[int], vocabulary: Vocabulary) -> np.ndarray:
 
 
 class _Verdicts(NamedTuple):
-    """Which tokens are struck, in one frame and mode of a guard."""
+    """The tokens that are struck, in one frame and mode of a guard."""
 
     frame: Frame | None
     mode: int

@@ -83,7 +83,7 @@ class Lexeme(NamedTuple):
 class Definition(NamedTuple):
     name: str
     attributes: str
-    """What stands between the name and its colon."""
+    """The text between the name and its colon."""
     body: list[Lexeme]
 
 

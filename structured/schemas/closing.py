@@ -28,7 +28,7 @@ _PART_LISTS = frozenset(["allOf", "anyOf"])
 
 
 class _Names(NamedTuple):
-    """What the schemas of one object say of its properties."""
+    """The names and patterns of properties in the schemas of one object."""
 
     listed: dict[str, None]
     """Names in the order of the schemas, those of `required` included."""

@@ -445,7 +445,7 @@ class Guard:
         return self.place_of(state).is_judged or (state.frame is not None and state.frame.place.is_unique)
 
     def names_begun(self, state: State, text: bytes) -> list[bytes] | None:
-        """What is left of the names that may be being written, each with its closing quote; None if it may be any."""
+        """Returns the rests of the names that may be being written, each with its closing quote; None if any is."""
         if state.mode != KEY_STRING or state.frame is None or not state.frame.place.has_any_order:
             return None
         following, begun = state.frame.place.names_after(state.frame.names), text[state.start :]

@@ -164,7 +164,7 @@ def test_the_state_after_a_rejected_draft_is_no_snapshot() -> None:
 
 @pytest.mark.parametrize("num_states", [10, 40], ids=["few slots", "a slot for each draft"])
 def test_only_accepted_drafts_are_computed_again(num_states: int) -> None:
-    """With few slots those of one step, and with a slot for each draft none."""
+    """They are those of one step with few slots, and none with a slot for each draft."""
     harness = Harness(num_blocks=60, budget=40, slots=1, num_states=num_states)
     harness.add([1] * 6, SamplingParams(max_tokens=40, ignore_eos=True))
     most = 0

@@ -292,7 +292,7 @@ def test_every_field_of_a_client_is_done_ignored_or_refused_by_name(asked: Asked
 
 
 def outcome(name: str, value: Any, answer: httpx.Response) -> str:
-    """What became of a field, which is nothing that nobody is told of."""
+    """The outcomes of a field. None of them is hidden from the client."""
     assert answer.status_code in (200, 400, 404), (name, value, answer.text)
     if answer.status_code != 200:
         said = refused_field(answer)

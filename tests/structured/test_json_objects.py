@@ -1,4 +1,4 @@
-"""What requests say of JSON objects beyond their schemas: white space, further properties, the order of properties."""
+"""Requests say more of JSON objects than their schemas: white space, further properties, the order of properties."""
 
 from __future__ import annotations
 

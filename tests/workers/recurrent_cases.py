@@ -6,7 +6,7 @@ import json
 from typing import Any, NamedTuple
 
 import transformers
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 
@@ -16,7 +16,7 @@ class Case(NamedTuple):
     """transformers' class of the configuration."""
     options: dict[str, Any] = {}
     without: dict[str, dict[str, Any]] = {}
-    """For each feature, the keys of `config.json` that leave it out."""
+    """The keys of `config.json` that leave out each feature."""
 
 
 DELTA: dict[str, Any] = {
@@ -200,6 +200,6 @@ def recurrent_values(sizes: dict[str, Any]) -> dict[str, dict[str, Any]]:
     found: dict[str, dict[str, Any]] = {}
     for case in RECURRENT_CASES.values():
         config = getattr(transformers, case.config)(**sizes | case.options, dtype="float32")
-        architecture = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)].__name__
+        architecture = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[config.model_type]
         found.setdefault(architecture, json.loads(config.to_json_string()) | {"architectures": [architecture]})
     return found

@@ -460,7 +460,7 @@ def test_blocks_that_do_not_fill_chunks_are_refused() -> None:
 
 
 def test_a_device_refuses_what_it_does_not_compute(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of what it lacks, it names what the model has."""
+    """It names those of its missing variants that the model has."""
     lacking = {Variant.OTHER_NORM_PLACES, Variant.WIDE_NORMS, Variant.SINKS}
     monkeypatch.setitem(NOT_COMPUTED, "tpu", frozenset(lacking))
     config = load_model_config(folder_of("olmo2"))

@@ -53,7 +53,7 @@ WITHOUT_PARTS: dict[str, dict[str, Callable[[torch.Tensor], torch.Tensor]]] = {
     },
     "nemotron_h": {"A_log": lambda rates: rates + 5, "mixer.norm.weight": torch.ones_like},
 }
-"""For each family, tensors without whose effect the tokens must differ, and what stands in their place."""
+"""The tensors of each family without whose effect the tokens must differ, and what stands in their place."""
 
 
 @pytest.mark.parametrize(("name", "part"), [(name, part) for name, parts in WITHOUT_PARTS.items() for part in parts])
@@ -67,7 +67,7 @@ def test_without_a_part_of_a_mixer_the_tokens_differ(name: str, part: str, tmp_p
 
 
 def test_experts_in_two_tensors_are_read(tmp_path: pathlib.Path) -> None:
-    """As Qwen3.5 is published: gates and what they let through one after the other, outputs before inputs."""
+    """Qwen3.5 is published like this: gates and what they let through one after the other, outputs before inputs."""
     expert = re.compile(r"(.*\.experts)\.(\d+)\.(\w+)_proj\.weight")
     stacks: dict[str, dict[str, torch.Tensor]] = {}
 

@@ -8,7 +8,7 @@ from manta.workers.kernels.weights import ExpertsWeights
 from manta.workers.models.model_config import ExpertsConfig
 
 _LEAST_SUM = 1e-20
-"""What is added to a sum of scores that divides them, as in DeepSeek-V3."""
+"""A number that is added to a sum of scores that divides them, as in DeepSeek-V3."""
 
 
 def run_experts(experts: ExpertsWeights, x: torch.Tensor) -> torch.Tensor:

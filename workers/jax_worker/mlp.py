@@ -40,7 +40,7 @@ _GATES: dict[str, Callable[[jax.Array, jax.Array], jax.Array]] = {
     "gelu_tanh": lambda gates, up: jax.nn.gelu(gates, approximate=True) * up,
     "clamped": _clamped,
 }
-"""What gates do to what they let through, by the names of `ModelConfig.activation`."""
+"""The functions of gates, by the names of `ModelConfig.activation`."""
 
 
 def gate(activation: str, gates: jax.Array, up: jax.Array) -> jax.Array:

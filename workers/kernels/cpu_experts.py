@@ -33,7 +33,7 @@ def _library() -> ctypes.CDLL | None:
 
 
 class FusedExperts:
-    """As `experts.LoopedExperts`, and with the same bits."""
+    """Does the same as `experts.LoopedExperts`, with the same bits."""
 
     def __init__(self, library: ctypes.CDLL, experts: Sequence[tuple[_Packed, _Packed]], scales_inputs: bool) -> None:
         """`experts` are the two linears of each."""

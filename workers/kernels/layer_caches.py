@@ -1,4 +1,4 @@
-"""What each layer of a model keeps on the device: the keys and values of its attention, and its recurrent states."""
+"""The memory of each layer on the device: the keys and values of its attention, and its recurrent states."""
 
 from __future__ import annotations
 

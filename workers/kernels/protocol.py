@@ -18,7 +18,7 @@ from manta.workers.models.model_config import HeadShape
 from manta.workers.sampling.sampling_state import SamplingState, SequenceState
 
 KVCaches = list[tuple[torch.Tensor, ...]]
-"""What each layer keeps: (k_cache, v_cache) of attention, whose shapes are in `workers/kernels/kv_cache.py`, then the
+"""The tensors of each layer: (k_cache, v_cache) of attention, whose shapes are in `workers/kernels/kv_cache.py`, then
 tensors of its recurrent state, [num_slots, *shape] (`workers/kernels/recurrent_step.py`).
 """
 

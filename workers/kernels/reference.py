@@ -47,7 +47,7 @@ GATES: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
     "gelu_tanh": lambda gates, up: F.gelu(gates, approximate="tanh") * up,
     "clamped": clamped_gate,
 }
-"""What gates do to what they let through, by the names of `ModelConfig.activation`."""
+"""The functions of gates, by the names of `ModelConfig.activation`."""
 
 
 def gate(activation: str, gate_up: torch.Tensor) -> torch.Tensor:

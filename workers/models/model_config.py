@@ -294,7 +294,7 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     layer_kv_heads: tuple[tuple[int, int], ...] = ()
     """Number and width of the KV heads of each layer, if layers differ. The width is that of query heads too."""
     kv_sources: tuple[int, ...] = ()
-    """For each layer the one whose cached keys and values it reads, if some read those of an earlier layer."""
+    """The layer whose cached keys and values each layer reads, if some read those of an earlier layer."""
     reader_mlp_factor: int = 1
     """Factor on the inner width of the MLP in layers that read keys and values of another one."""
     values_are_projected_keys: bool = False

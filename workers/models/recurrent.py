@@ -1,4 +1,4 @@
-"""What families with recurrent layers share: the kinds of their layers, and the weights of their mixers."""
+"""The parts that families with recurrent layers share: the kinds of their layers, and the weights of their mixers."""
 
 from __future__ import annotations
 

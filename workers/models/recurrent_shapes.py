@@ -27,8 +27,8 @@ class StateShape(msgspec.Struct, frozen=True):
     tensors: tuple[tuple[int, ...], ...]
     """The shape of each tensor. Ranks split the first dimension: channels or heads."""
     kept_whole: tuple[int, ...] = ()
-    """How many entries of each first dimension every rank has, such as channels of groups that all heads share; if
-    empty, none.
+    """The number of entries of each first dimension that every rank has, such as channels of groups that all heads
+    share; if empty, none.
     """
 
     @property

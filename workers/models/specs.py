@@ -360,8 +360,8 @@ class SideBySideSpec(NamedTuple):
 
 
 MixerSpec = AttentionSpec | LatentAttentionSpec | ShortConvSpec | RecurrentSpec | SideBySideSpec
-"""What combines tokens in a layer. Each lists its weights, and has an `output` linear, whose inputs ranks split, or two
-mixers.
+"""The part of a layer that combines tokens. Each kind lists its weights, and has an `output` linear, whose inputs ranks
+split, or two mixers.
 """
 
 
@@ -404,8 +404,8 @@ class ExpertsSpec(NamedTuple):
 
 
 class LayerInputSpec(NamedTuple):
-    """What a layer adds to the residual stream after its MLP (Gemma 4): `norm(projection(activation(gate(stream)) *
-    input))`, where the input is the layer's own.
+    """The part that a layer adds to the residual stream after its MLP (Gemma 4):
+    `norm(projection(activation(gate(stream)) * input))`, where the input is the layer's own.
     """
 
     gate: LinearSpec
@@ -441,7 +441,7 @@ class LayerSpec(NamedTuple):
     is_parallel: bool = False
     """Whether the MLP gets what attention gets, the residual stream before it after `input_norm`."""
     own_input: LayerInputSpec | None = None
-    """What is added for the layer's own input; None in families without it."""
+    """The sum's part of the layer's own input; None in families without it."""
     scalar: str | None = None
     """The tensor [1] that multiplies the residual stream after the layer; None for none (Gemma 4)."""
 

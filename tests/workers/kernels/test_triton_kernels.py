@@ -116,7 +116,7 @@ def test_attention_agrees_on_every_head_shape(
 @pytest.mark.parametrize("window", [None, 40])
 @pytest.mark.parametrize(("cap", "has_sinks"), [(0.7, False), (0.0, True), (0.7, True)], ids=["cap", "sinks", "both"])
 def test_caps_and_sinks_agree(cap: float, has_sinks: bool, window: int | None) -> None:
-    """In decodes, prompts, drafts, items that are split, and steps that are padded."""
+    """They do so in decodes, prompts, drafts, items that are split, and steps that are padded."""
     options: dict[str, Any] = {"window": window, "cap": cap, "has_sinks": has_sinks}
     check_attention(MIXES["mix"], (6, 2, 64), 16, torch.bfloat16, **options)
     check_attention([(700, 1), (3, 1)], (6, 2, 64), 16, torch.float32, shape_of_work=WorkShape(16, 8), **options)
