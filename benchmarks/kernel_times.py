@@ -1,9 +1,10 @@
 """Times the CPU kernels against the torch operations that they replace: `manta bench kernel-times`.
 
 Each line alternates the two in one process and prints medians and their ratio (above 1: the kernel is faster), for
-decode attention and linears also how much of its time the hardware alone would need: to read the bytes at the bandwidth
-of a plain sum, or to multiply at the rate of torch's largest product. Linears stand against oneDNN's, with weights in
-oneDNN's own layout. Figures of shared machines are noisy: take the ratios.
+decode attention, linears and experts also how much of its time the hardware alone would need: to read the bytes at the
+bandwidth of a plain sum, or to multiply at the rate of torch's largest product. Linears stand against oneDNN's, with
+weights in oneDNN's own layout, and experts in one call against one after the other. Figures of shared machines are
+noisy: take the ratios.
 """
 
 from __future__ import annotations
@@ -19,14 +20,16 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from manta.workers.kernels import cpu, kv_cache, processor
+from benchmarks.forms import bytes_of
+from manta.workers.kernels import cpu, cpu_experts, kv_cache, processor
 from manta.workers.kernels.attention_metadata import AttentionMetadata
 from manta.workers.kernels.cpu_kv_cache import allocate_kv
 from manta.workers.kernels.linears import GatedLinear
+from manta.workers.kernels.looped_experts import LoopedExperts
 from manta.workers.kernels.query_tokens import QueryTokens
-from manta.workers.kernels.weights import Linear
+from manta.workers.kernels.weights import Experts, GatedMlpWeights, Linear, LinearWeight
 from manta.workers.models.model_config import KV_SCALE_BYTES, HeadShape
-from manta.workers.platforms.cpu_linears import OneDnnLinear, make_cpu_gated_linear, make_cpu_linear
+from manta.workers.platforms.cpu_linears import OneDnnLinear, make_cpu_gated_linear, make_cpu_linear, make_linear
 
 HEADS, KV_HEADS, HEAD_DIM, BLOCK_SIZE = 14, 2, 64, 16
 HIDDEN, INTERMEDIATE = 896, 4864
@@ -34,6 +37,10 @@ SCALE = HEAD_DIM**-0.5
 HEAD_SHAPE = HeadShape(HEADS, KV_HEADS, HEAD_DIM, SCALE)
 LINEARS = {"qkv": (1152, HIDDEN), "output": (HIDDEN, HIDDEN), "down": (HIDDEN, INTERMEDIATE), "head": (151_936, HIDDEN)}
 """Outputs and inputs."""
+EXPERTS, CHOSEN, EXPERT_HIDDEN, EXPERT_INNER = 128, 8, 2048, 768
+"""Experts of a layer of Qwen3-30B-A3B, of which a token chooses some, and their widths."""
+GATED, DOWN = (2 * EXPERT_INNER, EXPERT_HIDDEN), (EXPERT_HIDDEN, EXPERT_INNER)
+"""Outputs and inputs of an expert's linears."""
 COLD_BYTES = 1 << 27
 """Bytes of weights that are used in turn, so that no cache holds them."""
 
@@ -180,12 +187,41 @@ def linear_rows(seconds: float, bandwidth: float, rate: float) -> None:
             report(f"{name} {rows} x {in_features}", alternate(in_turn(ours, x), in_turn(theirs, x), seconds), floor)
 
 
+def expert_rows(seconds: float, bandwidth: float, rate: float) -> None:
+    """A layer of experts in one call, with one expert after the other in the place of torch."""
+    print(f"{'':36}{'kernel ms':>10}{'loop ms':>10}{'ratio':>8}{'of floor':>9}")
+    for name, bits in {"bfloat16": None, "int8": 8, "int4": 4}.items():
+        experts = [GatedMlpWeights(expert_linear(GATED, bits, True), expert_linear(DOWN, bits)) for _ in range(EXPERTS)]
+        fused, looped = cpu_experts.fuse(experts), LoopedExperts(experts)
+        if fused is None:
+            sys.exit("no kernels were compiled: install a C++ compiler")
+        bytes_of_one = 3 * EXPERT_INNER * EXPERT_HIDDEN * bytes_of(bits)
+        for rows in [1, 32, 512]:
+            x, shares = torch.randn(rows, EXPERT_HIDDEN).bfloat16(), torch.rand(rows, CHOSEN)
+            choices = [torch.rand(rows, EXPERTS).topk(CHOSEN).indices for _ in range(8)]
+            num_hit = statistics.mean(len(each.unique()) for each in choices)
+            times = alternate(chosen(fused, x, choices, shares), chosen(looped, x, choices, shares), seconds)
+            report(f"experts {name}, {rows} rows", times, num_hit * bytes_of_one / bandwidth if rows < 512 else None)
+
+
+def expert_linear(sizes: tuple[int, int], bits: int | None, gated: bool = False) -> Linear:
+    weight = torch.randn(*sizes).bfloat16()
+    return make_linear(LinearWeight("expert", weight, None, torch.bfloat16, gated, rounded_to=bits))
+
+
+def chosen(
+    experts: Experts, x: torch.Tensor, choices: list[torch.Tensor], shares: torch.Tensor
+) -> Callable[[], object]:
+    each = itertools.cycle(choices)
+    return lambda: experts.forward(x, next(each), shares)
+
+
 def torch_silu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
     gate, up = gate_up.chunk(2, dim=-1)
     return F.silu(gate) * up
 
 
-PARTS = {"caches": cache_rows, "attention": attention_rows, "linears": linear_rows}
+PARTS = {"caches": cache_rows, "attention": attention_rows, "linears": linear_rows, "experts": expert_rows}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

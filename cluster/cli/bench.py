@@ -19,6 +19,7 @@ SUITES = {
     "cluster-http": "HTTP on a cluster, by the way from a client to an engine",
     "batch": "what a batch costs beside its engine",
     "schemas": "engines for JSON schemas on MaskBench",
+    "objects": "what closed objects and any order of properties bring and cost",
     "faults": "what others feel when a constraint goes wrong beside them",
     "start": "what the seconds of `manta serve` go to, from the command to the first answer",
     "host": "what a step costs besides the model, by rows",

@@ -4,36 +4,22 @@ with several choices, with drafts. In float32 it gives transformers' tokens, in 
 
 from __future__ import annotations
 
-import random
 from typing import Any
 
 import pytest
 
 from manta.cluster.llm import LLM, SamplingParams
 from manta.workers.checkpoints.model_folder import load_model_config
-from tests.checkpoints import VOCAB_SIZE, reference_greedy
+from tests.engine.histories import BLOCK, GREEDY, NGRAM, expected, prompts
 from tests.workers.test_layer_kinds import folder_of
 
-NUM_TOKENS = 24
-BLOCK = 16
 KINDS = ("gemma2", "gemma3", "olmo2", "cohere2", "gpt_oss", "lfm2", "deepseek_v3", "llama4", "gemma4")
-GREEDY = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True)
 HISTORIES: dict[str, dict[str, Any]] = {
     "cold": {},
     "in chunks": {"max_num_batched_tokens": 11},
     "preempted": {"num_blocks": 9, "max_num_batched_tokens": 24},
-    "drafts": {"speculative": {"proposers": ["ngram"], "ngram_min": 1, "adaptive": False}},
+    "drafts": {"speculative": NGRAM},
 }
-
-
-def prompts() -> list[list[int]]:
-    """Repetitive ones, longer than the windows; the last begins like the one before it."""
-    generator = random.Random(3)
-    found = []
-    for length in (5, 37, 64):
-        period = [generator.randrange(5, VOCAB_SIZE) for _ in range(max(3, length // 3))]
-        found.append((period * length)[:length])
-    return [*found, [*found[2][:48], 7, 8]]
 
 
 def make_llm(kind: str, num_blocks: int = 64, **options: Any) -> LLM:
@@ -52,12 +38,12 @@ def tokens(llm: LLM, params: SamplingParams = GREEDY) -> list[list[list[int]]]:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_history_gives_the_tokens_of_transformers(kind: str) -> None:
-    expected = [[reference_greedy(folder_of(kind), prompt, NUM_TOKENS)] for prompt in prompts()]
+    greedy = [[token_ids] for token_ids in expected(kind)]
     for history, options in HISTORIES.items():
         llm = make_llm(kind, **options)
-        assert tokens(llm) == expected, history
+        assert tokens(llm) == greedy, history
         if history == "cold":
-            assert tokens(llm) == expected, "from the prefix cache"
+            assert tokens(llm) == greedy, "from the prefix cache"
             assert llm.engine.stats().prefix_cache_hits > 0
 
 

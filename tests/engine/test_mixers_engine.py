@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import pytest
 
-from tests.checkpoints import reference_greedy, reference_logits
-from tests.engine.test_recurrent_engine import NGRAM, NUM_TOKENS, make_llm, prompts, run
-from tests.workers.test_layer_kinds import folder_of
+from tests.engine.histories import NGRAM, expected
+from tests.engine.test_recurrent_engine import make_llm, run
 
 CHEAP = ("qwen3_next", "falcon_h1", "jamba", "mamba2")
 """Families of every run: gated delta nets with experts, two mixers side by side, Mamba 1 and Mamba 2."""
@@ -25,27 +23,12 @@ KINDS = (
     "falcon_mamba",
     "kimi_linear",
 )
-WITHOUT_ATTENTION = ("mamba2", "mamba", "falcon_mamba")
 HISTORIES: dict[str, dict[str, Any]] = {
     "cold": {},
     "chunks": {"max_num_batched_tokens": 11},
     "drafts": {"speculative": NGRAM},
     "preempted": {"num_blocks": 8, "max_num_batched_tokens": 24},
 }
-
-
-@functools.cache
-def expected(kind: str) -> list[list[int]]:
-    """transformers' own generation needs a layer of attention."""
-    if kind not in WITHOUT_ATTENTION:
-        return [reference_greedy(folder_of(kind), prompt, NUM_TOKENS) for prompt in prompts()]
-    outputs = []
-    for prompt in prompts():
-        tokens = list(prompt)
-        for _ in range(NUM_TOKENS):
-            tokens.append(int(reference_logits(folder_of(kind), tokens)[-1].argmax()))
-        outputs.append(tokens[len(prompt) :])
-    return outputs
 
 
 @pytest.mark.parametrize(

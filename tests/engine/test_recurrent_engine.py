@@ -7,8 +7,6 @@ The hybrid model is a tiny LFM2 with convolutions and attention, the recurrent o
 
 from __future__ import annotations
 
-import functools
-import random
 from typing import Any
 
 import msgspec
@@ -23,42 +21,14 @@ from manta.workers.kernels import build
 from manta.workers.kv_groups import most_states
 from manta.workers.models.model_config import ModelError
 from manta.workers.step import NUM_FIXED_STATES
-from tests.checkpoints import VOCAB_SIZE, reference_greedy, reference_logits
+from tests.engine.histories import BLOCK, GREEDY, NGRAM, expected, prompts
 from tests.fuzz.campaign import check_engine
 from tests.fuzz.cases import Case, Fault, Request, Settings
 from tests.workers.test_layer_kinds import folder_of
 from tests.workers.test_models import random_tokens
 
-NUM_TOKENS = 24
-BLOCK = 16
-GREEDY = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True)
 HYBRID, PURE = KINDS = ("lfm2", "lfm2, convolutions only")
 needs_kernels = pytest.mark.skipif(build.load_library() is None, reason="no C++ compiler")
-NGRAM = {"proposers": ["ngram"], "ngram_min": 1, "adaptive": False}
-
-
-@functools.cache
-def prompts() -> list[list[int]]:
-    """Repetitive ones; the last begins like the one before it."""
-    generator = random.Random(3)
-    found = []
-    for length in (5, 37, 64):
-        period = [generator.randrange(5, VOCAB_SIZE) for _ in range(max(3, length // 3))]
-        found.append((period * length)[:length])
-    return [*found, [*found[2][:48], 7, 8]]
-
-
-@functools.cache
-def expected(kind: str) -> list[list[int]]:
-    if kind != PURE:
-        return [reference_greedy(folder_of(kind), prompt, NUM_TOKENS) for prompt in prompts()]
-    outputs = []  # transformers generates nothing without a layer of attention
-    for prompt in prompts():
-        tokens = list(prompt)
-        for _ in range(NUM_TOKENS):
-            tokens.append(int(reference_logits(folder_of(kind), tokens)[-1].argmax()))
-        outputs.append(tokens[len(prompt) :])
-    return outputs
 
 
 def make_llm(kind: str, num_sequences: int = 8, num_blocks: int = 64, **options: Any) -> LLM:

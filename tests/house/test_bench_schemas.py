@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks import schema_engines, schemas
+from benchmarks import objects, schema_engines, schemas
 from benchmarks.property_order import in_order
 from tests.patience import PATIENCE_S
 
@@ -140,3 +140,23 @@ def test_properties_follow_the_schemas_that_apply(schema: Any, names: str) -> No
         return "c" not in schema.get("properties", {}) or "type" not in schema["properties"]["c"]
 
     assert "".join(in_order({"c": 1, "b": 2, "a": 3}, schema, takes)) == names
+
+
+def test_instances_that_closed_objects_exclude_are_counted(
+    tmp_path: pathlib.Path, capsys: pytest.CaptureFixture
+) -> None:
+    open_object = {"type": "object", "properties": {"a": {}}}
+    cases: dict[str, tuple[dict[str, Any], list[tuple[Any, bool]]]] = {
+        "Open_1": (open_object, [({"a": 1}, True), ({"b": 1}, True), ({"a": 1, "c": 1}, True), ([], False)]),
+        "Open_2": (open_object | {"additionalProperties": True}, [({"b": 1}, True)]),
+        "Unlisted_1": ({"type": "object"}, [({"b": 1}, True), ("mislabelled", True)]),
+    }
+    for name, (schema, instances) in cases.items():
+        tests = [{"data": data, "valid": valid} for data, valid in instances]
+        (tmp_path / f"{name}.json").write_text(json.dumps({"schema": schema, "tests": tests}))
+    assert objects.main(["--data", str(tmp_path)]) == 0
+    assert capsys.readouterr().out.splitlines()[2:] == [
+        "| Open | 4 | 2 | 1 |",
+        "| Unlisted | 1 | 0 | 0 |",
+        "| all | 5 | 2 | 1 |",
+    ]

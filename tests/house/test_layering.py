@@ -104,7 +104,6 @@ SHARED_NAMES = {
     "app": "an application of ASGI and one of Serve",
     "logits_processors": "what is registered, and what runs in the sampler",
     "cpu": "the platform of the CPU and its kernels",
-    "experts": "what families say of experts, and the loop that computes them",
 }
 """Names that modules of several folders have, and what tells them apart. Not to grow: give a module a name that says
 where it belongs.

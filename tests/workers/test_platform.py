@@ -19,8 +19,8 @@ from manta.cluster.llm import LLM, SamplingParams
 from manta.structured.masks import MaskBatch
 from manta.workers.kernels import build, recurrent_layer, reference, torch_sampler
 from manta.workers.kernels.attention_metadata import AttentionMetadata
-from manta.workers.kernels.experts import LoopedExperts
 from manta.workers.kernels.linears import GatedLinear, TorchLinear
+from manta.workers.kernels.looped_experts import LoopedExperts
 from manta.workers.kernels.protocol import Forward, KVCaches, RecurrentKernels, RotaryTables
 from manta.workers.kernels.query_tokens import QueryTokens
 from manta.workers.kernels.weights import DecoderWeights, Linear, LinearWeight

@@ -100,8 +100,10 @@ REFUSED_NAMES = (
 SERVED, REFUSED = SERVED_NAMES.split(), REFUSED_NAMES.split()
 LEFT_OUT = ("Blt", "CohereCompassText", "Dbrx", "Gemma3nText", "Phi4Multimodal", "XLMRobertaXL")
 """Families of which transformers makes no tiny model, or not within minutes."""
-CHEAP = ("Ministral3", "Mellum", "Phimoe", "Moshi", "Doge", "Git")
-"""Families of every run: a window in the mask only, other kinds of layers, scaled queries, three kinds of refusals."""
+CHEAP = ("Ministral3", "Mellum", "Phimoe", "SarvamMoE", "Moshi", "Doge", "Git")
+"""Families of every run: a window in the mask only, other kinds of layers, scaled queries, the architecture of a native
+family with other tensors, three kinds of refusals.
+"""
 
 
 def families() -> Iterator[tuple[str, Any]]:

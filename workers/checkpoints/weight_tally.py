@@ -9,8 +9,8 @@ import torch
 
 from manta.workers.checkpoints.stored_linears import StoredLinears
 from manta.workers.kept_weights import kept_bytes
-from manta.workers.kernels.experts import LoopedExperts
 from manta.workers.kernels.linears import TorchLinear
+from manta.workers.kernels.looped_experts import LoopedExperts
 from manta.workers.kernels.quantized_weight import QuantizedWeight
 from manta.workers.kernels.weights import Linear, LinearWeight
 from manta.workers.models.model_config import DTYPE_BYTES

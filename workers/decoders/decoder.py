@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import torch
 
-from manta.workers.decoders.experts import run_experts
+from manta.workers.decoders.expert_routing import run_experts
 from manta.workers.decoders.latent_attention import attend_latent
 from manta.workers.decoders.layer_inputs import add_own_input, layer_inputs
 from manta.workers.decoders.mixers.recurrent_mixers import MIXERS

@@ -1,6 +1,7 @@
 """The experts of a layer on the CPU, in one call of `experts.cpp`, whatever the precision of their weights.
 
-`fuse` returns None where there are no kernels, and `experts.py` runs them one by one. Nothing is compiled at import.
+`fuse` returns None where there are no kernels, and `looped_experts.py` runs them one by one. Nothing is compiled at
+import.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ def _library() -> ctypes.CDLL | None:
 
 
 class FusedExperts:
-    """Does the same as `experts.LoopedExperts`, with the same bits."""
+    """Does the same as `LoopedExperts`, with the same bits."""
 
     def __init__(self, library: ctypes.CDLL, experts: Sequence[tuple[_Packed, _Packed]], scales_inputs: bool) -> None:
         """`experts` are the two linears of each."""

@@ -13,7 +13,7 @@ from manta.workers.checkpoints.memory import MOST_OF_FREE
 from manta.workers.kernels import build, cpu, cpu_decoder, cpu_experts, cpu_sampler, processor
 from manta.workers.kernels.attention_metadata import AttentionMetadata
 from manta.workers.kernels.cpu_kv_cache import allocate_kv
-from manta.workers.kernels.experts import LoopedExperts
+from manta.workers.kernels.looped_experts import LoopedExperts
 from manta.workers.kernels.model_protocol import Model
 from manta.workers.kernels.protocol import DecodeLimits, Forward, Kernels, KVCaches, SamplerKernels
 from manta.workers.kernels.shared_weights import shared_weights

@@ -19,8 +19,8 @@ import triton
 from manta.structured.visible_logs import logger_of
 from manta.workers.kernels import reference
 from manta.workers.kernels.attention_metadata import AttentionMetadata
-from manta.workers.kernels.experts import LoopedExperts
 from manta.workers.kernels.linears import GatedLinear, TorchLinear
+from manta.workers.kernels.looped_experts import LoopedExperts
 from manta.workers.kernels.model_protocol import Model
 from manta.workers.kernels.protocol import DecodeLimits, Forward, Kernels, KVCaches, SamplerKernels
 from manta.workers.kernels.query_tokens import QueryTokens

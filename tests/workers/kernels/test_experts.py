@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from manta.workers.kernels import cpu_experts
-from manta.workers.kernels.experts import LoopedExperts
+from manta.workers.kernels.looped_experts import LoopedExperts
 from manta.workers.kernels.weights import GatedMlpWeights, LinearWeight
 from manta.workers.platforms.cpu_linears import make_linear
 
