@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import itertools
 import math
 import shutil
@@ -406,6 +407,17 @@ def test_without_a_compiler_the_reference_serves():
     with in_form(TORCH):
         x, weight = torch.randn(3, 8), torch.rand(8)
         assert torch.equal(cpu.rms_norm(x, weight, 1e-6), reference.rms_norm(x, weight, 1e-6))
+
+
+def test_ranks_that_start_together_compile_once(tmp_path, monkeypatch):
+    """The compiler here counts what it links, late enough for all others to have found nothing."""
+    links = f'case "$*" in *-shared*) sleep 0.2; echo >> "{tmp_path}/linked";; esac'
+    script = f'{links}; for last; do :; done; echo > "$last"'
+    monkeypatch.setenv("MANTA_CACHE", str(tmp_path))
+    with concurrent.futures.ThreadPoolExecutor(4) as ranks:
+        asked = [ranks.submit(build.library_for, processor.form(), ("sh", "-c", script, "compiler")) for _ in range(4)]
+    assert len({each.result() for each in asked}) == 1
+    assert (tmp_path / "linked").read_text() == "\n"
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="no C++ compiler")
