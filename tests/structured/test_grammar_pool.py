@@ -271,7 +271,7 @@ def test_when_every_worker_hangs_sessions_fail(vocabulary: Vocabulary, tmp_path:
 
 @ACTORS
 def test_a_killed_actors_sessions_are_replayed(make_pool: MakePool) -> None:
-    pool = make_pool()
+    pool = make_pool(migrate_seconds=SOON_S)
     for session_id in range(8):
         pool.start(session_id, example(allowed=[10 + session_id, 50 + session_id]))
     outputs: dict[int, list[int]] = {session_id: [] for session_id in range(8)}
@@ -293,7 +293,7 @@ def test_a_killed_actors_sessions_are_replayed(make_pool: MakePool) -> None:
 
 @ACTORS
 def test_a_session_that_kills_its_workers_fails_alone(make_pool: MakePool) -> None:
-    pool = make_pool()
+    pool = make_pool(migrate_seconds=SOON_S)
     pool.start(0, example(at={"1": "exit"}))
     pool.start(1, example())
     pool.prepare([(0, []), (1, [])])
