@@ -37,6 +37,29 @@ MOST_STEP_S = 1.0
 """Seconds after which the beginning of the next step no longer tells how long a step takes: the engine was idle."""
 
 
+class Waiting:
+    """Decides how long the ready rows of a step wait for missing ones. Times are seconds of one clock.
+
+    A row that is left out has to be computed again, so it loses the time of a step. The ready rows wait until they have
+    lost as much together. Whenever the others come, that loses at most twice as much as the best decision in hindsight
+    (Karp, 1992, on renting skis).
+    """
+
+    def __init__(self, num_rows: int, step_seconds: float, now: float) -> None:
+        self._num_rows = num_rows
+        self._step_seconds = step_seconds
+        self._num_ready = 0
+        self._looked_at = now
+        self._lost = 0.0
+        """Seconds that ready rows have waited, summed over the rows."""
+
+    def is_over(self, num_missing: int, now: float) -> bool:
+        """Returns whether to go on without the missing rows, which are `num_missing` now."""
+        self._lost += self._num_ready * (now - self._looked_at)
+        self._num_ready, self._looked_at = self._num_rows - num_missing, now
+        return self._num_ready > 0 and num_missing * self._step_seconds <= self._lost
+
+
 class StepMasks:
     """The masks of one step. Call `begin`, `collect` and `settle` once each, in this order; if the engine plans ahead,
     call `end_sequences` instead of `settle`.
@@ -151,22 +174,16 @@ class StepMasks:
         """Waits for masks, and returns the sessions whose masks are late.
 
         Waiting costs nothing while the model runs. If every row is constrained, the step waits longer, because no
-        unconstrained row is delayed. A late row has to be computed again, so it loses the time of a step. The ready
-        rows wait until they have lost as much together, which is at most twice the least possible loss (Karp, 1992, on
-        renting skis).
+        unconstrained row is delayed (`Waiting`).
         """
         ids = list(self._points)
         if is_computing():
             pool.wait(ids, math.inf, lambda count: not is_computing())
-        started = time.perf_counter()
-
-        def has_lost_enough(num_missing: int) -> bool:
-            lost_by_waiting = (time.perf_counter() - started) * (len(ids) - num_missing)
-            return lost_by_waiting >= num_missing * self._step_seconds and num_missing < len(ids)
-
         num_constrained = sum(len(points) for points in self._points.values())
         if num_constrained == len(self._slots):
-            pool.wait(ids, LONGEST_WAIT_S, has_lost_enough, for_drafts=True)
+            started = time.perf_counter()
+            waiting = Waiting(len(ids), self._step_seconds, started)
+            pool.wait(ids, LONGEST_WAIT_S, lambda count: waiting.is_over(count, time.perf_counter()), for_drafts=True)
             self.waited = time.perf_counter() - started
         # Check again: the masks of a grammar worker that was replaced in the meantime are lost.
         return {session_id for session_id in ids if not pool.is_ready(session_id)}
