@@ -14,6 +14,8 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
+import numpy as np
+
 from manta.structured.grammar_pool.grammar_worker import Job, SessionStart
 from manta.structured.grammar_pool.pool_workers import PoolSession, PoolWorker, Workers
 from manta.structured.grammar_pool.transport import ActorTransport, ProcessTransport, ThreadTransport, Transport
@@ -208,6 +210,19 @@ class GrammarPool:
             for session, is_filled in zip(sessions, is_done.tolist(), strict=True)
             if not ((is_filled and session.slot >= 0) or session.failure is not None)
             or (for_drafts and session.drafts and not session.is_complete())
+        ]
+
+    def plain_rows(self, session_ids: Iterable[int]) -> list[int | None]:
+        """Returns the slot of each session whose row is there and is a mask without adjustments, and None for the
+        others: those that are missing, finished or failed.
+        """
+        buffer, sessions = self.buffer, [self._sessions[session_id] for session_id in session_ids]
+        slots = np.array([session.slot for session in sessions], dtype=np.int64)
+        is_there = buffer.done[slots] == [session.number for session in sessions]
+        is_plain = is_there & (slots >= 0) & (buffer.flags[slots] == 0) & (buffer.num_adjustments[slots] == 0)
+        return [
+            session.slot if plain and session.failure is None else None
+            for session, plain in zip(sessions, is_plain.tolist(), strict=True)
         ]
 
     # ---- asking --------------------------------------------------------------------------------------------------
