@@ -381,6 +381,8 @@ class TensorEntry(NamedTuple):
     end: int
     interleaved_head_dim: int = 0
     """Width of a head whose two halves are interleaved in the rows, as llama.cpp stores them; 0 if they are not."""
+    added: float = 0.0
+    """What the file adds to each element, as llama.cpp stores some norms."""
 
 
 def read_header(path: pathlib.Path, folder: pathlib.Path | None = None) -> dict[str, TensorEntry]:
