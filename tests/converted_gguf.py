@@ -43,15 +43,21 @@ _EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(\w+)\.weight")
 
 
 def convert(
-    folder: pathlib.Path, path: pathlib.Path, kind_of: KindOf = lambda name: "F32", *, is_dense: bool = False
+    folder: pathlib.Path,
+    path: pathlib.Path,
+    kind_of: KindOf = lambda name: "F32",
+    *,
+    is_dense: bool = False,
+    tensors_each: int = 0,
 ) -> pathlib.Path:
     """Writes the checkpoint of `folder` to `path`. `kind_of` chooses the types of tensors that are no vectors; if
-    `is_dense`, the file has the numbers that their blocks stand for.
+    `is_dense`, the file has the numbers that their blocks stand for. With `tensors_each`, the model is split into files
+    of so many tensors.
     """
     config = json.loads((folder / "config.json").read_text())
     name = ARCHITECTURES[config["architectures"][0]]
     (architecture,) = (arch for arch, spelled in MODEL_ARCH_NAMES.items() if spelled == name)
-    writer = gguf.GGUFWriter(path, name)
+    writer = gguf.GGUFWriter(path, name, split_max_tensors=tensors_each)
     _add_keys(writer, config, name)
     add_tokenizer(writer, folder)
     stored = safetensors.torch.load_file(folder / "model.safetensors")

@@ -150,7 +150,7 @@ def test_every_key_of_llama_cpp_is_read_or_refused_or_known_to_be_harmless(tmp_p
 
     def refused_key(key: str) -> str | None:
         try:
-            gguf_config(GgufFile(path, RawConfig(values | {key: 7.5}, str(path)), tensors))
+            gguf_config(GgufFile((path,), RawConfig(values | {key: 7.5}, str(path)), tensors))
         except ConfigError as error:
             return error.key
         return None
@@ -283,7 +283,7 @@ def test_a_damaged_file_is_named(damage: Callable[[pathlib.Path], None], words: 
     ("metadata", "words"),
     [
         ({"general__architecture": "bert"}, 'general.architecture must be llama or .*, not "bert"'),
-        ({"split__count": 3}, "is one of 3 files of a model; merge them"),
+        ({"split__count": 3}, "is one of 3 files of a model, and its name says 1"),
         ({"llama__expert_count": 8}, "expert_used_count must be an integer from 1 to"),
         ({"llama__rope__dimension_count": 32}, "rope.dimension_count must be 64, not 32"),
         ({"llama__rope__scaling__attn_factor": 2.0}, "attn_factor must be left out or 1, not 2"),

@@ -15,6 +15,8 @@ import transformers
 
 from manta.workers.checkpoints.gguf_architectures import ARCHITECTURES
 from manta.workers.checkpoints.gguf_file import gguf_folder
+from manta.workers.checkpoints.model_folder import resolve_model_folder
+from manta.workers.models.model_config import ModelError
 from manta.workers.models.raw_config import ConfigError
 from tests import converted_gguf, gguf_files
 from tests.checkpoints import make_tokenizer, randomise
@@ -157,6 +159,39 @@ def test_every_architecture_has_a_case() -> None:
     tried = {converted_gguf.ARCHITECTURES[name] for name in converted_gguf.ARCHITECTURES}
     assert tried | set(gguf_files.ARCHITECTURES.values()) | {"mistral"} == set(ARCHITECTURES)
     assert len(CASES) == len(converted_gguf.ARCHITECTURES)
+
+
+def split(folder: pathlib.Path, name: str = "olmo2") -> list[pathlib.Path]:
+    """Writes a model as several files. The first holds metadata alone."""
+    folder.mkdir(exist_ok=True)
+    convert(original(name), folder / f"{name}.gguf", tensors_each=20)
+    return sorted(folder.glob(f"{name}-*.gguf"))
+
+
+def test_a_split_model_is_served_by_any_of_its_files_or_its_folder(tmp_path: pathlib.Path) -> None:
+    parts = split(tmp_path)
+    assert len(parts) > 2
+    folders = {resolve_model_folder(str(path)) for path in (*parts, tmp_path)}
+    assert len(folders) == 1
+    assert greedy(parts[1]) == expected_of(original("olmo2"))
+
+
+def test_parts_that_are_missing_or_foreign_are_named(tmp_path: pathlib.Path) -> None:
+    first, second, *_, last = split(tmp_path)
+    kept = last.read_bytes()
+    last.unlink()
+    with pytest.raises(ModelError, match=f"{last.name} is missing"):
+        gguf_folder(first)
+    last.write_bytes(second.read_bytes())
+    with pytest.raises(ModelError, match=r"split\.no"):
+        gguf_folder(first)
+    last.write_bytes(kept[:-64])
+    with pytest.raises(ModelError, match=f"{last.name} is truncated"):
+        gguf_folder(first)
+    last.write_bytes(kept)
+    first.rename(tmp_path / "whole.gguf")
+    with pytest.raises(ModelError, match="its name says 1; give it the name that ends in -00001-of-"):
+        gguf_folder(tmp_path / "whole.gguf")
 
 
 def test_an_unknown_architecture_is_refused_by_name(tmp_path: pathlib.Path) -> None:

@@ -38,12 +38,17 @@ _GATED = 2
 
 
 class GgufFile(NamedTuple):
-    """The header of a file."""
+    """The headers of a model's files."""
 
-    path: pathlib.Path
+    paths: tuple[pathlib.Path, ...]
     values: RawConfig
     """The metadata."""
     tensors: dict[str, GgufTensor]
+
+    @property
+    def path(self) -> pathlib.Path:
+        """The file with the metadata."""
+        return self.paths[0]
 
     @property
     def architecture(self) -> str:
@@ -69,13 +74,13 @@ class GgufFile(NamedTuple):
 
     def floats(self, name: str) -> list[float]:
         """Returns the values of a small float32 tensor."""
-        kind, shape, start, num_bytes = self.tensors[name]
+        kind, shape, start, num_bytes, file = self.tensors[name]
         if kind != "F32" or num_bytes > _MOST_DIVISOR_BYTES:
             raise ModelError(
                 f"{self.path}: {name} is of type {kind} with {num_bytes} bytes; it must be F32 with at most "
                 f"{_MOST_DIVISOR_BYTES}"
             )
-        with self.path.open("rb") as opened:
+        with self.paths[file].open("rb") as opened:
             opened.seek(start)
             return list(struct.unpack(f"<{math.prod(shape)}f", opened.read(num_bytes)))
 
@@ -92,23 +97,18 @@ def gguf_config(file: GgufFile) -> dict[str, Any]:
 
 
 def _check(file: GgufFile) -> None:
-    num_files = file.values["split.count"].whole(1, least=0)
-    if num_files > 1:
-        raise ModelError(
-            f"{file.path} is one of {num_files} files of a model; merge them (llama-gguf-split --merge) "
-            "and give the result"
-        )
     for name, tensor in file.tensors.items():
         if tensor.kind not in _TYPES:
             raise ModelError(
                 f"{file.path}: {name} is of type {tensor.kind}, which is not served; {', '.join(_TYPES)} are"
             )
-    size = file.path.stat().st_size
-    end = max((tensor.start + tensor.num_bytes for tensor in file.tensors.values()), default=0)
-    if end > size:
-        raise ModelError(
-            f"{file.path} is truncated: it has {size} bytes and its header says {end}; copy or download it again"
-        )
+    for number, path in enumerate(file.paths):
+        size, own = path.stat().st_size, [tensor for tensor in file.tensors.values() if tensor.file == number]
+        end = max((tensor.start + tensor.num_bytes for tensor in own), default=0)
+        if end > size:
+            raise ModelError(
+                f"{path} is truncated: it has {size} bytes and its header says {end}; copy or download it again"
+            )
 
 
 def _shape(file: GgufFile) -> dict[str, Any]:

@@ -18,39 +18,36 @@ from typing import Any
 
 from manta.workers.checkpoints.gguf_architectures import ARCHITECTURES, CONVOLUTIONS, EXPERT, name_of
 from manta.workers.checkpoints.gguf_config import IN_CONFIG, GgufFile, gguf_config
-from manta.workers.checkpoints.gguf_header import read_gguf_header
-from manta.workers.checkpoints.gguf_values import check_values
+from manta.workers.checkpoints.gguf_parts import first_part, parts_of, read_model
 from manta.workers.checkpoints.memory import GGUF_INDEX, GGUF_NO_TOKENIZER, gguf_cache
 from manta.workers.checkpoints.stored_files import lfs_pointer
 from manta.workers.models.model_config import ModelError
-from manta.workers.models.raw_config import RawConfig
 
 _FOLDER = re.compile(r".+-[0-9a-f]{16}|\.new-.{8}")
 """Form of the names of these folders, finished and not."""
-_LAYOUT = 3
+_LAYOUT = 4
 """Version of the folder's contents. Folders of another version are not used."""
 
 
 def gguf_folder(path: pathlib.Path) -> pathlib.Path:
-    """Returns the folder that stands for a GGUF file, and writes it if it does not exist.
+    """Returns the folder that stands for a GGUF file or all files of a split model, and writes it if it does not exist.
 
     Raises `ModelError` if the file is damaged, or if its architecture or a tensor's type is not served.
     """
-    path = path.resolve()
-    stat = path.stat()
-    identity = f"{_LAYOUT} {path} {stat.st_size} {stat.st_mtime_ns}"
+    path = first_part(path.resolve())
+    parts = [each for each in parts_of(path) if each.is_file()]
+    identity = f"{_LAYOUT} {[(str(each), each.stat().st_size, each.stat().st_mtime_ns) for each in parts]}"
     name = hashlib.blake2b(identity.encode(), digest_size=8).hexdigest()
     folder = gguf_cache() / f"{path.stem}-{name}"
     if _is_whole(folder):
         return folder
-    if (pointer := lfs_pointer(path.parent, path.name)) is not None:
-        raise ModelError(pointer)
+    for each in parts:
+        if (pointer := lfs_pointer(each.parent, each.name)) is not None:
+            raise ModelError(pointer)
     try:
         new = pathlib.Path(tempfile.mkdtemp(dir=folder.parent, prefix=".new-"))
         try:
-            values, tensors = read_gguf_header(path)
-            check_values(values, str(path))
-            _write(GgufFile(path, RawConfig(values, str(path)), tensors), new)
+            _write(read_model(path), new)
             _forget_gone(folder.parent)
             _rename(new, folder)
         finally:
@@ -66,7 +63,7 @@ def _forget_gone(parent: pathlib.Path) -> None:
         if not _FOLDER.fullmatch(index.parent.name):
             continue
         with contextlib.suppress(OSError, ValueError, LookupError, TypeError):  # another process removes it too
-            if not pathlib.Path(json.loads(index.read_text())["file"]).exists():
+            if not all(pathlib.Path(path).exists() for path in json.loads(index.read_text())["files"]):
                 shutil.rmtree(index.parent, ignore_errors=True)
 
 
@@ -103,9 +100,11 @@ def _write(file: GgufFile, folder: pathlib.Path) -> None:
 
 
 def _index(file: GgufFile, head_dim: int) -> dict[str, Any]:
-    """Returns the place of each tensor in the file. The tensors of all experts of a layer become one for each."""
+    """Returns the place of each tensor: the number of its file, and its `TensorEntry`. The tensor of all experts of a
+    layer becomes one for each.
+    """
     architecture, tensors = ARCHITECTURES[file.architecture], {}
-    for stored, (kind, shape, start, num_bytes) in file.tensors.items():
+    for stored, (kind, shape, start, num_bytes, number) in file.tensors.items():
         if stored in IN_CONFIG:
             continue
         name, part = name_of(architecture, stored), stored.rpartition(".")[0]
@@ -114,14 +113,14 @@ def _index(file: GgufFile, head_dim: int) -> dict[str, Any]:
         if part.endswith(CONVOLUTIONS):
             shape = (shape[0], 1, *shape[1:])
         if EXPERT not in name:
-            tensors[name] = (kind, shape, start, start + num_bytes, *changes)
+            tensors[name] = (number, kind, shape, start, start + num_bytes, *changes)
             continue
         own_bytes = num_bytes // shape[0]
         for expert in range(shape[0]):
             own_start = start + expert * own_bytes
-            own = (kind, shape[1:], own_start, own_start + own_bytes, *changes)
+            own = (number, kind, shape[1:], own_start, own_start + own_bytes, *changes)
             tensors[name.replace(EXPERT, str(expert))] = own
-    return {"file": str(file.path), "size": file.path.stat().st_size, "tensors": tensors}
+    return {"files": {str(path): path.stat().st_size for path in file.paths}, "tensors": tensors}
 
 
 def _write_tokenizer(file: GgufFile, num_rows: int, folder: pathlib.Path) -> str | None:
