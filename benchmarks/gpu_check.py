@@ -39,16 +39,18 @@ TESTS = {
     "float8": "tests/workers/kernels/test_float8_linear.py",
     "rounding": "tests/workers/kernels/test_rounded_rows.py",
     "engine": "tests/workers/test_cuda_platform.py",
+    "expert kernels": "tests/workers/kernels/test_triton_experts.py",
+    "expert engines": "tests/workers/test_experts_cuda.py",
 }
 MEASURED = (
-    "smoke", "device", "attention", "linears", "profile", "qwen2.5-0.5b", "llama-3.1-8b",
+    "smoke", "device", "attention", "linears", "experts", "profile", "qwen2.5-0.5b", "llama-3.1-8b",
     "speculation", "sanitizer",
 )  # fmt: skip
 PARTS = (*TESTS, *MEASURED)
 STEPS = {
     1: ("smoke", "device", "engine"),
-    2: ("kernels", "sampler", "quantised", "float8", "rounding"),
-    3: ("attention", "linears", "profile"),
+    2: ("kernels", "sampler", "quantised", "float8", "rounding", "expert kernels", "expert engines"),
+    3: ("attention", "linears", "experts", "profile"),
     4: ("llama-3.1-8b",),
     5: ("sanitizer", "qwen2.5-0.5b", "speculation"),
 }
@@ -56,7 +58,7 @@ STEPS = {
 STEP_SECONDS = 570.0
 PART_SECONDS = 540.0
 """The longest that a part may take."""
-PARALLEL = {"kernels": 8, "sampler": 4, "quantised": 4, "float8": 4}
+PARALLEL = {"kernels": 8, "sampler": 4, "quantised": 4, "float8": 4, "expert kernels": 8}
 """Processes of the tests that compile many kernels, if pytest-xdist is there."""
 SHOWN_FAILURES = 8
 

@@ -233,7 +233,7 @@ class Decoder:
         self, mlp: GatedMlpWeights | ExpertsWeights, normed: torch.Tensor, metadata: AttentionMetadata
     ) -> torch.Tensor:
         if isinstance(mlp, ExpertsWeights):
-            return run_experts(mlp, normed)
+            return run_experts(mlp, normed, self._kernels, metadata)
         num_rows = normed.shape[0]
         if self._mlp_rows is None or num_rows <= self._mlp_rows:
             return mlp.down.forward(mlp.gated.forward(normed, metadata), metadata)

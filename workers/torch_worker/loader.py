@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import pathlib
-from collections.abc import Sequence
+from collections.abc import Iterable
 from typing import Protocol, overload
 
 import torch
@@ -48,7 +48,7 @@ from manta.workers.kernels.weights import (
     SideBySideWeights,
 )
 from manta.workers.models.families import describe
-from manta.workers.models.model_config import ModelConfig
+from manta.workers.models.model_config import ExpertsConfig, ModelConfig
 from manta.workers.models.specs import (
     AttentionSpec,
     DecoderSpec,
@@ -167,7 +167,7 @@ class _WeightPlatform(Protocol):
 
     def make_linear(self, weight: LinearWeight) -> Linear: ...
 
-    def join_experts(self, experts: Sequence[GatedMlpWeights], scales_inputs: bool) -> Experts: ...
+    def join_experts(self, experts: Iterable[GatedMlpWeights], config: ExpertsConfig, activation: str) -> Experts: ...
 
     def place_weight(self, view: torch.Tensor, dtype: torch.dtype) -> torch.Tensor: ...
 
@@ -249,12 +249,13 @@ class _WeightLoader:
     def _mlp(self, spec: GatedMlpSpec | ExpertsSpec) -> GatedMlpWeights | ExpertsWeights:
         if isinstance(spec, GatedMlpSpec):
             return GatedMlpWeights(self._linear(spec.gated), self._linear(spec.down))
-        assert self._config.experts is not None
-        experts = [self._own_mlp(each) for each in spec.experts]
+        config = self._config.experts
+        assert config is not None
+        activation = spec.experts[0].gated.activation or self._config.activation
         return ExpertsWeights(
-            self._config.experts,
+            config,
             self._plain_linear(spec.router),
-            self._platform.join_experts(experts, self._config.experts.scales_inputs),
+            self._platform.join_experts(map(self._own_mlp, spec.experts), config, activation),
             self._group.all_reduce,
             None if spec.choice_bias is None else self._choice_bias(spec.choice_bias),
             None if spec.shared is None else self._own_mlp(spec.shared),

@@ -80,16 +80,34 @@ def padded_to(layouts: Sequence[Layout], query_lens: np.ndarray) -> Layout | Non
     return next((each for each in layouts if each.fits(query_lens)), None)
 
 
+def prompt_sizes(max_num_tokens: int) -> tuple[int, ...]:
+    """Returns sizes in tokens of steps that are not captured, each twice the one before."""
+    sizes = []
+    size = MIXED_TOKENS[-1]
+    while size < max_num_tokens:
+        size = min(2 * size, max_num_tokens)
+        sizes.append(size)
+    return tuple(sizes)
+
+
 def compile_prompts(
     forward: Callable[[torch.Tensor, AttentionMetadata], object],
     limits: DecodeLimits,
     shape: WorkShape,
     device: torch.device,
+    has_experts: bool = False,
 ) -> None:
     """Runs empty steps of more than one token for each sequence by `forward`, without and with groups.
 
-    Otherwise the first prompts, and all sequences beside them, would wait seconds for attention to be compiled.
+    Otherwise the first prompts, and all sequences beside them, would wait seconds for attention to be compiled. The
+    products of experts have forms for several numbers of rows, so `has_experts` runs steps of many sizes.
     """
+    if has_experts:
+        for num_tokens in prompt_sizes(limits.max_num_tokens):
+            layout = Layout(num_tokens, 1)
+            step = empty_step(_empty_tables(1, limits, device), layout, limits, has_groups=False, shape=shape)
+            token_ids = torch.zeros(num_tokens, dtype=torch.int64, device=device)
+            forward(token_ids, dataclasses.replace(step, layout=None))
     layout = Layout(2, min(2, limits.max_num_sequences))
     tables = _empty_tables(layout.num_sequences, limits, device)
     for has_groups in _group_forms(layout, limits):
