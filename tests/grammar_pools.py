@@ -31,6 +31,10 @@ MakePool = Callable[..., GrammarPool]
 PLUGIN = pathlib.Path(__file__).parent / "plugin"
 MAX_IDLE = 3
 """The most unused pools that are kept for a later test; each has processes."""
+SOON_S = 0.02
+"""Seconds that a row waits for a busy worker before its session moves, in pools of tests about such moves. A pool whose
+sessions have moved has more workers than a new one, so no other test can use it.
+"""
 IDLE_S = 10.0
 """Seconds after which a pool that still has sessions is not used again."""
 
@@ -60,8 +64,10 @@ class Pools:
         """Maps the arguments of `make` to an unused pool that was made with them, the oldest first."""
 
     def make(self, num_sessions: int = 16, num_drafts: int = 0, num_forced: int = 0, **options: float) -> GrammarPool:
-        """Returns a pool whose workers are ready, and which waits for a mask for as long as tests do by default."""
-        config = PoolConfig(**{"mask_seconds": PATIENCE_S} | options)  # type: ignore[arg-type]
+        """Returns a pool whose workers are ready. By default it waits for a mask for as long as tests do, and sessions
+        stay with workers that are merely slow.
+        """
+        config = PoolConfig(**{"mask_seconds": PATIENCE_S, "migrate_seconds": 30.0} | options)  # type: ignore[arg-type]
         asked = (config, num_sessions, num_drafts, num_forced)
         pool = self._idle.pop(asked, None)
         if pool is None:

@@ -29,6 +29,7 @@ from manta.structured.pool_config import PoolConfig
 from manta.structured.vocabulary import Vocabulary
 from tests.grammar_pools import (
     EOS,
+    SOON_S,
     VOCAB_SIZE,
     MakePool,
     allowed,
@@ -40,7 +41,7 @@ from tests.grammar_pools import (
     llguidance,
     spelled,
 )
-from tests.patience import PATIENCE_S, wait_until
+from tests.patience import wait_until
 
 pytestmark = pytest.mark.usefixtures("plugin")
 ACTORS = pytest.mark.parametrize("make_pool", ["actors"], indirect=True)
@@ -195,7 +196,7 @@ def test_a_failed_or_grown_grammar_is_rebuilt(vocabulary: Vocabulary, monkeypatc
 
 
 def test_a_hanging_session_fails_alone_within_its_budget(make_pool: MakePool) -> None:
-    pool = make_pool(mask_seconds=5.0)
+    pool = make_pool(mask_seconds=5.0, migrate_seconds=SOON_S)
     for session_id in range(8):
         pool.start(session_id, example(at={"1": "hang"} if session_id == 3 else {}))
     pool.prepare([(session_id, []) for session_id in range(8)])
@@ -214,7 +215,7 @@ def test_a_hanging_session_fails_alone_within_its_budget(make_pool: MakePool) ->
 
 
 def test_sessions_behind_a_slow_one_move(make_pool: MakePool, tmp_path: pathlib.Path) -> None:
-    pool = make_pool(num_workers=1, mask_seconds=PATIENCE_S)
+    pool = make_pool(num_workers=1, migrate_seconds=SOON_S)
     pool.start(0, example(at={"1": f"until {tmp_path}/gate"}))
     for session_id in range(1, 4):
         pool.start(session_id, example())
