@@ -11,9 +11,14 @@ _LEAST_SUM = 1e-20
 """A number that is added to a sum of scores that divides them, as in DeepSeek-V3."""
 
 
-def run_experts(experts: ExpertsWeights, x: torch.Tensor) -> torch.Tensor:
-    """Returns the weighted sum of the chosen experts' results, [num_tokens, hidden], in the dtype of x."""
-    shares, chosen = route(experts.router.forward(x.float()), experts.choice_bias, experts.config)
+def run_experts(experts: ExpertsWeights, x: torch.Tensor, routed: torch.Tensor | None = None) -> torch.Tensor:
+    """Returns the weighted sum of the chosen experts' results, [num_tokens, hidden], in the dtype of x. The router
+    reads x, or `routed` of the same shape.
+    """
+    rows = x if routed is None else routed
+    shares, chosen = route(experts.router.forward(rows.float()), experts.choice_bias, experts.config)
+    if experts.share_scales is not None:
+        shares = shares * experts.share_scales[chosen]
     total = experts.experts.forward(x, chosen, shares)
     if experts.shared is not None:
         result = experts.shared.down.forward(experts.shared.gated.forward(x)).float()
