@@ -197,7 +197,8 @@ class _Prompt(JsonObjectFields, forbid_unknown_fields=True, kw_only=True):
             if self.output_config.effort is not None:
                 fields["reasoning_effort"] = self.output_config.effort
             if self.output_config.format is not None:
-                schema = {"name": "format", "schema": self.output_config.format.schema}
+                # Anthropic's API promises an answer that fits, and refuses what it cannot enforce.
+                schema = {"name": "format", "schema": self.output_config.format.schema, "strict": True}
                 fields["response_format"] = {"type": "json_schema", "json_schema": schema}
         return fields
 

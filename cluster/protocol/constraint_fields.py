@@ -61,7 +61,7 @@ class ResponseRegex(msgspec.Struct, tag_field="type", tag="regex", forbid_unknow
 
 
 class JsonSchemaFormat(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
-    """A JSON schema. `strict` = false also accepts one that is enforced in part, and the answer's header says which."""
+    """A JSON schema. Unless `strict` is true, it may be enforced in part; the answer's header says what is left out."""
 
     must_know_fields: ClassVar[bool] = True
 
@@ -178,8 +178,8 @@ def _from_response_format(given: ResponseFormat | None) -> tuple[ConstraintSpec 
                 refuse("required", "response_format.json_schema")
             if schema.schema is None:
                 return ConstraintSpec(kind="json_object"), field
-            loose = schema.strict is False
-            return ConstraintSpec(kind="json_schema", text=json_text(schema.schema), loose=loose), f"{field}.schema"
+            spec = ConstraintSpec(kind="json_schema", text=json_text(schema.schema), loose=not schema.strict)
+            return spec, f"{field}.schema"
     return None, ""
 
 
