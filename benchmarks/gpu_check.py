@@ -38,17 +38,19 @@ TESTS = {
     "quantised": "tests/workers/kernels/test_triton_quantized_linear.py",
     "float8": "tests/workers/kernels/test_float8_linear.py",
     "rounding": "tests/workers/kernels/test_rounded_rows.py",
+    "recurrences": "tests/workers/kernels/test_triton_recurrences.py",
     "engine": "tests/workers/test_cuda_platform.py",
+    "recurrent engine": "tests/workers/test_cuda_states.py",
 }
 MEASURED = (
-    "smoke", "device", "attention", "linears", "profile", "qwen2.5-0.5b", "llama-3.1-8b",
+    "smoke", "device", "attention", "linears", "recurrent", "profile", "qwen2.5-0.5b", "llama-3.1-8b",
     "speculation", "sanitizer",
 )  # fmt: skip
 PARTS = (*TESTS, *MEASURED)
 STEPS = {
     1: ("smoke", "device", "engine"),
-    2: ("kernels", "sampler", "quantised", "float8", "rounding"),
-    3: ("attention", "linears", "profile"),
+    2: ("kernels", "sampler", "quantised", "float8", "rounding", "recurrences", "recurrent engine"),
+    3: ("attention", "linears", "recurrent", "profile"),
     4: ("llama-3.1-8b",),
     5: ("sanitizer", "qwen2.5-0.5b", "speculation"),
 }

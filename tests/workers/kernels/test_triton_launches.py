@@ -18,14 +18,14 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from manta.cluster.llm import SamplingParams
 from manta.structured.logits_processors import LogitsProcessorSpec
 from manta.workers.kernels.protocol import KVCaches
-from manta.workers.kernels.triton import attention, edits, launch, quantized_linear, rope, rounded_rows, rows, sampler
+from manta.workers.kernels.triton import launch
 from manta.workers.kernels.triton.graphs import GraphedLayers
 from manta.workers.kernels.triton.metadata import DeviceMetadata, Layout
 from manta.workers.step import StepInput
 from manta.workers.torch_worker import sampler as torch_sampling
 from manta.workers.torch_worker.model_runner import ModelRunner
 from tests.checkpoints import VOCAB_SIZE, checkpoint
-from tests.workers.kernels.triton_compile import LAUNCHED
+from tests.workers.kernels.triton_compile import LAUNCHED, MODULES
 from tests.workers.test_cuda_platform import make_llm
 from tests.workers.triton_device import DEVICE
 
@@ -48,7 +48,7 @@ class Launches:
         """The memory of every tensor that a kernel was given."""
         self.calls: list[Call] = []
         """Every launch, in order."""
-        for module in (attention, edits, quantized_linear, rope, rounded_rows, rows, sampler):
+        for module in MODULES:
             for name, kernel in list(vars(module).items()):
                 if name.startswith(LAUNCHED) and hasattr(kernel, "arg_names"):
                     monkeypatch.setattr(module, name, Watched(self, name, kernel))

@@ -40,6 +40,7 @@ def gated_delta(
             *delta_heads(mixed, shape, kernels),
             log_decay=tensors["rates"] * kernels.softplus(time, tensors["time_bias"]),
             beta=kernels.sigmoid(beta),
+            dtype=x.dtype,
         ),
         states[1],
         step,
