@@ -38,19 +38,31 @@ TESTS = {
     "quantised": "tests/workers/kernels/test_triton_quantized_linear.py",
     "float8": "tests/workers/kernels/test_float8_linear.py",
     "rounding": "tests/workers/kernels/test_rounded_rows.py",
+    "recurrences": "tests/workers/kernels/test_triton_recurrences.py",
     "engine": "tests/workers/test_cuda_platform.py",
     "expert kernels": "tests/workers/kernels/test_triton_experts.py",
     "expert engines": "tests/workers/test_experts_cuda.py",
+    "recurrent engine": "tests/workers/test_cuda_states.py",
 }
 MEASURED = (
-    "smoke", "device", "attention", "linears", "experts", "profile", "qwen2.5-0.5b", "llama-3.1-8b",
+    "smoke", "device", "attention", "linears", "experts", "recurrent", "profile", "qwen2.5-0.5b", "llama-3.1-8b",
     "speculation", "sanitizer",
 )  # fmt: skip
 PARTS = (*TESTS, *MEASURED)
 STEPS = {
     1: ("smoke", "device", "engine"),
-    2: ("kernels", "sampler", "quantised", "float8", "rounding", "expert kernels", "expert engines"),
-    3: ("attention", "linears", "experts", "profile"),
+    2: (
+        "kernels",
+        "sampler",
+        "quantised",
+        "float8",
+        "rounding",
+        "recurrences",
+        "recurrent engine",
+        "expert kernels",
+        "expert engines",
+    ),
+    3: ("attention", "linears", "experts", "recurrent", "profile"),
     4: ("llama-3.1-8b",),
     5: ("sanitizer", "qwen2.5-0.5b", "speculation"),
 }

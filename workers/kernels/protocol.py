@@ -42,6 +42,8 @@ class DecodeLimits(NamedTuple):
     """Tokens of a step that computes prompts; 0 if none does."""
     num_groups: int = 1
     """Groups of layers, each with its block tables."""
+    has_states: bool = False
+    """Whether layers have recurrent states."""
 
 
 class RecurrentKernels(Protocol):

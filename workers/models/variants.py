@@ -56,14 +56,12 @@ _ON_CPUS_ONLY = frozenset(
         Variant.LAYER_INPUTS,
         Variant.EXPERTS_BESIDE,
         Variant.NORMED_STREAM,
-        Variant.SHORT_CONV,
-        Variant.RECURRENT,
     }
 )
 """Variants that only CPUs compute."""
 NOT_COMPUTED: dict[str, frozenset[Variant]] = {
     "cuda": _ON_CPUS_ONLY,
-    "tpu": _ON_CPUS_ONLY | {Variant.GATED_ATTENTION, Variant.OTHER_ROUTERS},
+    "tpu": _ON_CPUS_ONLY | {Variant.GATED_ATTENTION, Variant.OTHER_ROUTERS, Variant.SHORT_CONV, Variant.RECURRENT},
 }
 """Variants that a device does not compute, by the name of the device."""
 

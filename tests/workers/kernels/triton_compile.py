@@ -28,13 +28,18 @@ from manta.structured.masks import MaskBatch, row_words
 from manta.workers.checkpoints.formats.compressed_tensors import FP4_CODEBOOK
 from manta.workers.kernels.quantized_weight import QuantizedWeight
 from manta.workers.kernels.query_tokens import QueryTokens
+from manta.workers.kernels.recurrence import RecurrentInputs
 from manta.workers.kernels.triton import (
     attention,
+    chunked_recurrence,
+    convolution,
     edits,
     expert_products,
     expert_rows,
+    gates,
     launch,
     quantized_linear,
+    recurrence,
     rope,
     rounded_rows,
     router,
@@ -45,7 +50,7 @@ from manta.workers.kernels.triton.device_weight import DeviceWeight
 from manta.workers.kernels.triton.metadata import build_metadata
 from manta.workers.models.model_config import HeadShape
 from manta.workers.sampling_params import SamplingParams
-from manta.workers.step import SequenceStart
+from manta.workers.step import SequenceStart, StateUse
 from tests.workers.sampling.test_sampler import CASES, EOS, state_of
 
 H100 = 90
@@ -63,11 +68,13 @@ POINTERS = {
 }
 LAUNCHED = (
     "_attend", "_merge", "_rope_and", "_rms", "_silu", "_find_", "_choose", "_count", "_compute", "_edit_rows",
-    "_replace", "_add", "_round_rows", "_round_normed", "_multiply", "_sort_pairs", "_combine", "_route",
+    "_replace", "_add", "_round_rows", "_round_normed", "_multiply", "_sort_pairs", "_combine", "_route", "_recur",
+    "_convolve", "_unit_heads", "_gated_norm", "_gate_each",
 )  # fmt: skip
 """Beginnings of the names of kernels that the host launches; the others are called by these."""
 KERNEL_MODULES = (
-    attention, edits, expert_products, expert_rows, quantized_linear, rope, rounded_rows, router, rows,
+    attention, chunked_recurrence, convolution, edits, expert_products, expert_rows, gates, quantized_linear,
+    recurrence, rope, rounded_rows, router, rows,
     sampler,
 )  # fmt: skip
 OPTIONS = ("num_warps", "num_stages", "enable_fp_fusion")
@@ -93,6 +100,14 @@ AT_A_TIME = {
     "_silu_and_mul": lambda c: 2 * c["COLUMNS"],
 }
 """Elements of its first argument's dtype that a program asks for at a time: of attention a tile of keys and values."""
+RECURRENT = {
+    "delta": (16, 32, 128, 128),
+    "kimi": (32, 32, 128, 128),
+    "space": (8, 128, 128, 64),
+    "wide space": (1, 24, 256, 64),
+    "selective": (1, 8192, 16, 1),
+}
+"""Groups, heads, key_dim and value_dim of Qwen3-Next, Kimi Linear, Nemotron-H, Falcon-H1 and Falcon Mamba."""
 CPU = torch.device("cpu")
 VOCAB_SIZE = 151_936
 
@@ -363,6 +378,30 @@ def compile_experts() -> None:
         experts(QWEN3_30B, num_rows, None, torch.float16)
 
 
+def recur(lens: list[int], shape: tuple[int, int, int, int], kind: str, dtype: torch.dtype) -> None:
+    """A recurrence with `shape` key heads, heads, key_dim and value_dim, its convolution, gates and norms."""
+    num_groups, num_heads, key_dim, value_dim = shape
+    num_tokens = sum(lens)
+    uses = [StateUse(0, [(num_tokens, 2 + index)]) for index, num_tokens in enumerate(lens)]
+    tables = np.zeros((len(lens), 1 + max(lens) // 16), dtype=np.int32)
+    counts = np.array(lens)
+    step = build_metadata(QueryTokens(0 * counts, counts, tables, 16, may_share=False, states=uses), CPU).states
+    assert step is not None
+    decays = torch.zeros(num_tokens, num_heads, *([key_dim] if kind == "kimi" else []))
+    keys, values = torch.zeros(num_tokens, num_groups, key_dim), torch.zeros(num_tokens, num_heads, value_dim)
+    beta = torch.zeros(num_tokens, num_heads) if kind in ("delta", "kimi") else None
+    rates = torch.zeros(num_heads, key_dim) if kind == "selective" else None
+    states = torch.zeros(2, num_heads, key_dim, value_dim)
+    recurrence.recur(RecurrentInputs(keys, keys, values, decays, beta, rates, dtype), states, step)
+    channels = num_heads * value_dim
+    x, windows = torch.zeros(num_tokens, channels), torch.zeros(2, channels, 3)
+    convolution.convolve(x, torch.zeros(channels, 4), None, windows, step, activates=True)
+    gates.unit_heads(keys, 1.0, 1e-6)
+    gates.gated_norm(values, x, torch.zeros(value_dim), 1e-6)
+    gates.softplus(x, torch.zeros(channels))
+    gates.sigmoid(x)
+
+
 def draw(names: list[str], dtype: torch.dtype) -> None:
     starts = [SequenceStart(i, SamplingParams(**CASES[name]), 5, [1, 2], 1, (EOS,)) for i, name in enumerate(names)]
     state = state_of(VOCAB_SIZE, starts)
@@ -399,6 +438,10 @@ def main() -> None:
                 multiply(bits, group, num_rows, dtype, gated=num_rows > 1)
             for block in (None, 128):
                 multiply_float8(block, num_rows, dtype, gated=num_rows > 1)
+    for kind, sizes in RECURRENT.items():
+        recur([1, 1, 1], sizes, kind, torch.float32)
+        for dtype in (torch.bfloat16, torch.float32):
+            recur([200, 1, 7], sizes, kind, dtype)
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
         for names in (["greedy"], ["temperature", "top_p"], ["logit_bias", "top_k_top_p_min_p"], ["everything"]):
             draw(names, dtype)

@@ -28,6 +28,7 @@ from manta.workers.kernels.triton.metadata import (
     padded_views,
     padding,
     prefix_rows_of,
+    states_of,
     work_of,
 )
 from manta.workers.kernels.triton.work import WorkShape
@@ -283,7 +284,7 @@ def empty_step(
     tables: torch.Tensor, layout: Layout, limits: DecodeLimits, has_groups: bool, shape: WorkShape
 ) -> DeviceMetadata:
     """Returns the metadata of a step that is all padding. Its block tables are the first of each group's `tables`."""
-    sizes = layout, has_groups, shape, limits.num_groups - 1
+    sizes = layout, has_groups, shape, limits.num_groups - 1, limits.has_states
     packed = padding(*sizes).to(tables.device)
     arrays = padded_views(packed, *sizes)
     step = DeviceMetadata(
@@ -300,6 +301,7 @@ def empty_step(
         prefix_rows=prefix_rows_of(arrays) if has_groups else None,
         packed=packed,
         layout=layout,
+        states=states_of(arrays, layout.tokens_each == 1) if limits.has_states else None,
     )
     add_other_groups(step, arrays, tables[1:, : layout.num_sequences])
     return step
