@@ -45,21 +45,19 @@ OUTSIDE_OF_LAYERS = frozenset(
 """Variants that any loop over Llama's layers computes: they are in linears, in rotary tables, or outside of layers."""
 
 
-_ON_CPUS_ONLY = frozenset(
-    {
+_STATES = frozenset({Variant.SHORT_CONV, Variant.RECURRENT})
+NOT_COMPUTED: dict[str, frozenset[Variant]] = {
+    "cuda": _STATES,
+    "tpu": _STATES
+    | {
         Variant.LATENT,
         Variant.CHUNKS,
         Variant.QUERY_GROWTH,
         Variant.OTHER_HEADS,
         Variant.LAYER_INPUTS,
-        Variant.SHORT_CONV,
-        Variant.RECURRENT,
-    }
-)
-"""Variants that only CPUs compute."""
-NOT_COMPUTED: dict[str, frozenset[Variant]] = {
-    "cuda": _ON_CPUS_ONLY,
-    "tpu": _ON_CPUS_ONLY | {Variant.GATED_ATTENTION, Variant.OTHER_ROUTERS},
+        Variant.GATED_ATTENTION,
+        Variant.OTHER_ROUTERS,
+    },
 }
 """Variants that a device does not compute, by the name of the device."""
 
