@@ -462,9 +462,22 @@ def test_devices_compute_every_variant_of_these_families(name: str, device: str)
     check_variants(load_model_config(folder_of(name)), device)
 
 
-@pytest.mark.parametrize("device", ["cuda", "tpu"])
-@pytest.mark.parametrize(("name", "words"), [("deepseek_v3", "latent attention"), ("lfm2", "short convolutions")])
-def test_devices_refuse_states_and_latent_vectors(name: str, words: str, device: str) -> None:
+@pytest.mark.parametrize("name", ATTENTION_CASES)
+def test_a_gpu_computes_every_kind_of_attention(name: str) -> None:
+    check_variants(load_model_config(folder_of(name)), "cuda")
+
+
+@pytest.mark.parametrize(
+    ("name", "words", "device"),
+    [
+        ("deepseek_v3", "latent attention", "tpu"),
+        ("llama4", "layers that see a chunk, queries that grow", "tpu"),
+        ("gemma4", "heads that differ by layer, .*inputs of each layer", "tpu"),
+        ("lfm2", "short convolutions", "tpu"),
+        ("lfm2", "short convolutions", "cuda"),
+    ],
+)
+def test_devices_refuse_what_they_do_not_compute(name: str, words: str, device: str) -> None:
     config = load_model_config(folder_of(name))
     with pytest.raises(ModelError, match=f"device {device} does not compute .*{words}.*; set device to cpu"):
         check_variants(config, device)

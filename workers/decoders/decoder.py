@@ -86,11 +86,11 @@ class Decoder:
         embedded = self.weights.embedding(token_ids)
         if self._embedding_scale != 1:
             embedded = embedded.mul_(self._embedding_scale)
-        if self.weights.layer_inputs is not None:
-            inputs = layer_inputs(self.weights.layer_inputs, token_ids, embedded, self.config, self._kernels)
-            return self._run_layers(embedded, tables, metadata, self._own_caches(kv_caches), inputs)
-        run = self.compiled or self._run_layers
-        return run(embedded, tables, metadata, self._own_caches(kv_caches))
+        run, caches = self.compiled or self._run_layers, self._own_caches(kv_caches)
+        if self.weights.layer_inputs is None:
+            return run(embedded, tables, metadata, caches)
+        inputs = layer_inputs(self.weights.layer_inputs, token_ids, embedded, self.config, self._kernels)
+        return run(embedded, tables, metadata, caches, inputs)
 
     def _own_caches(self, kv_caches: KVCaches) -> KVCaches:
         """Returns the caches without what layers with smaller heads than others do not use."""
