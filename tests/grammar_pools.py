@@ -15,8 +15,8 @@ import pytest
 from manta.structured.backend import Grammar, make_backend
 from manta.structured.constraint import ConstraintSpec
 from manta.structured.grammar_pool.grammar_worker import SessionStart, TrackedSession
-from manta.structured.grammar_pool.pool import GrammarPool, PoolForm
-from manta.structured.pool_config import PoolConfig
+from manta.structured.grammar_pool.pool import GrammarPool
+from manta.structured.pool_config import PoolConfig, PoolForm
 from manta.structured.vocabulary import Vocabulary
 from tests.patience import PATIENCE_S, wait_until
 from tests.sharing import shared
@@ -99,7 +99,7 @@ def is_as_new(pool: GrammarPool) -> bool:
     pool.prepare([])  # sends the news
     deadline = time.monotonic() + IDLE_S
     workers = pool.workers
-    while (workers.num_replaced, workers.given_up, len(workers.active)) == (0, [], pool.config.num_workers):
+    while (workers.num_replaced, workers.given_up, len(workers.active)) == (0, [], pool.num_workers):
         if pool.num_slots_in_use == 0:
             return True
         if time.monotonic() > deadline:

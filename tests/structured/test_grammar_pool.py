@@ -27,7 +27,20 @@ from manta.structured.grammar_pool.transport import ActorTransport
 from manta.structured.masks import FAILED, FINISHED, BufferShape, MaskBuffer
 from manta.structured.pool_config import PoolConfig
 from manta.structured.vocabulary import Vocabulary
-from tests.grammar_pools import EOS, SOON_S, VOCAB_SIZE, MakePool, allowed, bits, end_all, example, finish, llguidance
+from tests.grammar_pools import (
+    EOS,
+    SOON_S,
+    VOCAB_SIZE,
+    MakePool,
+    allowed,
+    allowed_behind,
+    bits,
+    end_all,
+    example,
+    finish,
+    llguidance,
+    spelled,
+)
 from tests.patience import wait_until
 
 pytestmark = pytest.mark.usefixtures("plugin")
@@ -120,6 +133,20 @@ def test_any_backend_exception_costs_only_its_session(make_pool: MakePool, how: 
     assert pool.session(0).error() is not None
     assert allowed(pool, 1) == [5, 6, 7]
     assert pool.workers.num_replaced == 0
+
+
+@pytest.mark.parametrize("num_replaced", [0, 1, 200])
+def test_the_end_of_a_long_output_may_be_replaced(vocabulary: Vocabulary, num_replaced: int) -> None:
+    """The row is that of the new output, where other tokens may follow than behind the old one."""
+    pool = GrammarPool(PoolConfig(num_workers=1), vocabulary, 1, form="threads")
+    one, other = (spelled(vocabulary, letter)[0] for letter in "ab")
+    pool.start(0, llguidance("a*(b{99,400}c)?"))
+    for output in ([one] * 700, [one] * (700 - num_replaced) + [other] * (num_replaced + 99)):
+        pool.prepare([(0, output)])
+        finish(pool, [0])
+        assert pool.session(0).error() is None
+        assert allowed(pool, 0) == allowed_behind(llguidance("a*(b{99,400}c)?"), vocabulary, output)
+    pool.close()
 
 
 def test_an_unloadable_grammar_fails_its_session_alone(vocabulary: Vocabulary) -> None:

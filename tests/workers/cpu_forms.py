@@ -12,7 +12,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from manta.workers import host
+from manta.structured import host
 from manta.workers.kernels import (
     build,
     cpu,
