@@ -10,11 +10,19 @@ from manta.workers.kernels.weights import ExpertsWeights
 
 
 def run_experts(
-    experts: ExpertsWeights, x: torch.Tensor, kernels: Kernels, step: AttentionMetadata | None = None
+    experts: ExpertsWeights,
+    x: torch.Tensor,
+    kernels: Kernels,
+    step: AttentionMetadata | None = None,
+    routed: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Returns the weighted sum of the chosen experts' results, [num_tokens, hidden], in the dtype of x."""
-    logits = experts.router.forward(x.float())
+    """Returns the weighted sum of the chosen experts' results, [num_tokens, hidden], in the dtype of x. The router
+    reads x, or `routed` of the same shape.
+    """
+    logits = experts.router.forward((x if routed is None else routed).float())
     shares, chosen = kernels.route(logits, experts.choice_bias, experts.config, step)
+    if experts.share_scales is not None:
+        shares = shares * experts.share_scales[chosen]
     total = experts.experts.forward(x, chosen, shares)
     if experts.shared is not None:
         result = experts.shared.down.forward(experts.shared.gated.forward(x)).float()

@@ -42,6 +42,8 @@ class DecodeLimits(NamedTuple):
     """Tokens of a step that computes prompts; 0 if none does."""
     num_groups: int = 1
     """Groups of layers, each with its block tables."""
+    has_states: bool = False
+    """Whether layers have recurrent states."""
 
 
 class RecurrentKernels(Protocol):
@@ -130,10 +132,16 @@ class Forward(Protocol):
     """Runs all layers of a decoder in one call."""
 
     def __call__(
-        self, residual: torch.Tensor, cos_sin: RotaryTables, metadata: AttentionMetadata, kv_caches: KVCaches
+        self,
+        residual: torch.Tensor,
+        cos_sin: RotaryTables,
+        metadata: AttentionMetadata,
+        kv_caches: KVCaches,
+        inputs: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Hidden states after the last norm, [num_tokens, hidden]. `residual` holds the embedded tokens, and may be
-        overwritten. The same list of tables is the same numbers in the same memory.
+        overwritten. The same list of tables is the same numbers in the same memory. `inputs` [num_layers, num_tokens,
+        width] are those that each layer has of its own (Gemma 4); None for none.
         """
         ...
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator
 
 import torch
 
-from manta.workers import host
+from manta.structured import host
 from manta.workers.checkpoints.memory import MOST_OF_FREE
 from manta.workers.kernels import build, cpu, cpu_decoder, cpu_experts, cpu_sampler, processor
 from manta.workers.kernels.attention_metadata import AttentionMetadata

@@ -19,6 +19,7 @@ import triton
 from manta.structured.visible_logs import logger_of
 from manta.workers.kernels import reference
 from manta.workers.kernels.attention_metadata import AttentionMetadata
+from manta.workers.kernels.kv_cache import layer_shape
 from manta.workers.kernels.linears import GatedLinear, TorchLinear
 from manta.workers.kernels.model_protocol import Model
 from manta.workers.kernels.protocol import DecodeLimits, Forward, Kernels, KVCaches, SamplerKernels
@@ -26,6 +27,7 @@ from manta.workers.kernels.query_tokens import QueryTokens
 from manta.workers.kernels.rounding import round_weight
 from manta.workers.kernels.transfer import place
 from manta.workers.kernels.triton import launch, layers, sampler
+from manta.workers.kernels.triton.attention_tiles import work_shape_of
 from manta.workers.kernels.triton.experts import join
 from manta.workers.kernels.triton.graphs import GraphedLayers, compile_prompts, layouts_to_capture, padded_to, record
 from manta.workers.kernels.triton.metadata import DeviceMetadata, Layout, build_metadata
@@ -91,7 +93,7 @@ class CudaPlatform:
         return nullcontext()
 
     def compile_decoder(self, weights: DecoderWeights, config: ModelConfig, run_layers: Forward) -> Forward | None:
-        self._work_shape = self._work_shape or WorkShape.of(config.num_heads, config.num_kv_heads, self.device)
+        self._work_shape = self._work_shape or work_shape_of(config.heads, weights.dtype, self.device)
         return GraphedLayers(rounded_layers(weights, config, run_layers))
 
     def record_decodes(
@@ -160,8 +162,10 @@ class CudaPlatform:
     def allocate_kv(
         self, config: ModelConfig, num_blocks: int, block_size: int, dtype: torch.dtype, num_layers: int | None = None
     ) -> torch.Tensor:
-        shape = (num_layers or config.num_layers, 2, num_blocks, block_size, config.num_kv_heads, config.head_dim)
-        return torch.empty(shape, dtype=dtype, device=self.device)
+        num_layers = config.num_layers if num_layers is None else num_layers
+        heads = config.largest_heads
+        layer = layer_shape(dtype, num_blocks, block_size, heads.num_kv_heads, heads.head_dim)
+        return torch.empty((num_layers, config.num_cached, *layer), dtype=dtype, device=self.device)
 
     def free_memory(self, largest_step: Callable[[], object]) -> int:
         return launch.free_memory(self.device, largest_step)

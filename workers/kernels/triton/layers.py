@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from manta.workers.kernels import recurrent_layer
 from manta.workers.kernels.protocol import RecurrentKernels
+from manta.workers.kernels.triton import recurrent_layer
 from manta.workers.kernels.triton.attention import paged_attention
 from manta.workers.kernels.triton.rope import rope_and_cache
 from manta.workers.kernels.triton.router import route
