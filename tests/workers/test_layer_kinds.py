@@ -204,19 +204,20 @@ def set_buffers(model: torch.nn.Module) -> None:
             buffer.fill_(0.7)
 
 
-def folder_of(name: str) -> pathlib.Path:
-    """A checkpoint of a case, made once a process."""
-    if name not in _made:
+def folder_of(name: str, **changes: Any) -> pathlib.Path:
+    """A checkpoint of a case, perhaps with `changes` of its configuration, made once a process."""
+    kept_as = f"{name}, {changes}" if changes else name
+    if kept_as not in _made:
         case = CASES[name]
-        config = getattr(transformers, case.config)(**SIZES | case.options, dtype="float32")
+        config = getattr(transformers, case.config)(**SIZES | case.options | changes, dtype="float32")
         model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
         randomise(model, 0)
         set_buffers(model)
-        folder = pathlib.Path(_root.name) / name.replace(", ", "-")
+        folder = pathlib.Path(_root.name) / f"model-{len(_made)}"
         model.save_pretrained(folder)
         make_tokenizer(folder)
-        _made[name] = folder
-    return _made[name]
+        _made[kept_as] = folder
+    return _made[kept_as]
 
 
 def changed(folder: pathlib.Path, to: pathlib.Path, keys: dict[str, Any]) -> pathlib.Path:
