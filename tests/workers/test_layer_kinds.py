@@ -77,6 +77,18 @@ CASES: dict[str, Case] = (
             }
             | NO_WINDOW,
         ),
+        "vaultgemma": Case(
+            "VaultGemmaConfig",
+            {
+                "head_dim": 16,
+                "sliding_window": 24,
+                "attn_logit_softcapping": 3.0,
+                "final_logit_softcapping": 5.0,
+                "query_pre_attn_scalar": 2,
+            },
+            {"attention's cap": {"attn_logit_softcapping": None}, "query scale": {"query_pre_attn_scalar": 16}}
+            | NO_WINDOW,
+        ),
         "gemma3": Case(
             "Gemma3TextConfig",
             {
@@ -275,7 +287,13 @@ def rewritten(
 
 @pytest.mark.parametrize(
     ("name", "tensor"),
-    [("deepseek_v3", "e_score_correction_bias"), ("gemma4", "layer_scalar"), ("gemma4", "per_layer")],
+    [
+        ("deepseek_v3", "e_score_correction_bias"),
+        ("gemma4", "layer_scalar"),
+        ("gemma4", "per_layer"),
+        ("gemma4, experts", "router.scale"),
+        ("gemma4, experts", "per_expert_scale"),
+    ],
 )
 def test_with_another_tensor_the_tokens_differ(name: str, tensor: str, tmp_path: pathlib.Path) -> None:
     def without(key: str, stored: torch.Tensor) -> dict[str, torch.Tensor]:

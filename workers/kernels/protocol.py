@@ -14,7 +14,7 @@ from manta.structured.masks import MaskBatch
 from manta.workers.kernels.attention_metadata import AttentionMetadata
 from manta.workers.kernels.recurrence import RecurrentInputs
 from manta.workers.kernels.recurrent_step import RecurrentStep
-from manta.workers.models.model_config import HeadShape
+from manta.workers.models.model_config import ExpertsConfig, HeadShape
 from manta.workers.sampling.sampling_state import SamplingState, SequenceState
 
 KVCaches = list[tuple[torch.Tensor, ...]]
@@ -42,6 +42,8 @@ class DecodeLimits(NamedTuple):
     """Tokens of a step that computes prompts; 0 if none does."""
     num_groups: int = 1
     """Groups of layers, each with its block tables."""
+    has_states: bool = False
+    """Whether layers have recurrent states."""
 
 
 class RecurrentKernels(Protocol):
@@ -111,6 +113,16 @@ class Kernels(Protocol):
         sliding_window: int | None = None,
         sinks: torch.Tensor | None = None,
     ) -> torch.Tensor: ...
+
+    def route(
+        self,
+        logits: torch.Tensor,
+        choice_bias: torch.Tensor | None,
+        config: ExpertsConfig,
+        step: AttentionMetadata | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """`workers/kernels/expert_choice.py` documents it."""
+        ...
 
     @property
     def recurrent(self) -> RecurrentKernels: ...

@@ -294,6 +294,10 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     residual_scale: float = 1.0
     """Factor on what attention and MLP add to the residual stream."""
     logits_scale: float = 1.0
+    stream_factors: tuple[tuple[float, float, float, float], ...] = ()
+    """For each layer whose norms replace the residual stream (MiniMax): the factors on the stream and on the mixer's
+    result, then on the stream and on the MLP's result, which are summed. Empty in other families.
+    """
     part_scales: PartScales | None = None
     """Factors inside the layers; None if there are none."""
     final_cap: float = 0.0
@@ -378,6 +382,7 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
             kv_sources=self.kv_sources[:num_layers],
             layer_states=self.layer_states[:num_layers],
             layer_attends=self.layer_attends[:num_layers],
+            stream_factors=self.stream_factors[:num_layers],
         )
 
     def for_context(self, max_model_len: int | None) -> ModelConfig:

@@ -28,6 +28,7 @@ from manta.workers.kernels.triton.metadata import (
     padded_views,
     padding,
     prefix_rows_of,
+    states_of,
     work_of,
 )
 from manta.workers.kernels.triton.work import WorkShape
@@ -80,16 +81,34 @@ def padded_to(layouts: Sequence[Layout], query_lens: np.ndarray) -> Layout | Non
     return next((each for each in layouts if each.fits(query_lens)), None)
 
 
+def prompt_sizes(max_num_tokens: int) -> tuple[int, ...]:
+    """Returns sizes in tokens of steps that are not captured, each twice the one before."""
+    sizes = []
+    size = MIXED_TOKENS[-1]
+    while size < max_num_tokens:
+        size = min(2 * size, max_num_tokens)
+        sizes.append(size)
+    return tuple(sizes)
+
+
 def compile_prompts(
     forward: Callable[[torch.Tensor, AttentionMetadata], object],
     limits: DecodeLimits,
     shape: WorkShape,
     device: torch.device,
+    has_experts: bool = False,
 ) -> None:
     """Runs empty steps of more than one token for each sequence by `forward`, without and with groups.
 
-    Otherwise the first prompts, and all sequences beside them, would wait seconds for attention to be compiled.
+    Otherwise the first prompts, and all sequences beside them, would wait seconds for attention to be compiled. The
+    products of experts have forms for several numbers of rows, so `has_experts` runs steps of many sizes.
     """
+    if has_experts:
+        for num_tokens in prompt_sizes(limits.max_num_tokens):
+            layout = Layout(num_tokens, 1)
+            step = empty_step(_empty_tables(1, limits, device), layout, limits, has_groups=False, shape=shape)
+            token_ids = torch.zeros(num_tokens, dtype=torch.int64, device=device)
+            forward(token_ids, dataclasses.replace(step, layout=None))
     layout = Layout(2, min(2, limits.max_num_sequences))
     tables = _empty_tables(layout.num_sequences, limits, device)
     for has_groups in _group_forms(layout, limits):
@@ -278,7 +297,7 @@ def empty_step(
     tables: torch.Tensor, layout: Layout, limits: DecodeLimits, has_groups: bool, shape: WorkShape
 ) -> DeviceMetadata:
     """Returns the metadata of a step that is all padding. Its block tables are the first of each group's `tables`."""
-    sizes = layout, has_groups, shape, limits.num_groups - 1
+    sizes = layout, has_groups, shape, limits.num_groups - 1, limits.has_states
     packed = padding(*sizes).to(tables.device)
     arrays = padded_views(packed, *sizes)
     step = DeviceMetadata(
@@ -295,6 +314,7 @@ def empty_step(
         prefix_rows=prefix_rows_of(arrays) if has_groups else None,
         packed=packed,
         layout=layout,
+        states=states_of(arrays, layout.tokens_each == 1) if limits.has_states else None,
     )
     add_other_groups(step, arrays, tables[1:, : layout.num_sequences])
     return step
