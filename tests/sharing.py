@@ -2,7 +2,8 @@
 
 Both take many seconds to start. A file shares one by naming the function or the fixture that starts it. The files that
 share one run one after the other, under xdist in the same worker, and it ends after the last of them. That saves starts
-and nothing else: a test passes alone and in any order, because whoever finds nothing running starts it.
+and nothing else: a test passes alone and in any order, because whoever finds nothing running starts it. Files that read
+the syntax trees of all modules run together too, because a process parses them once.
 """
 
 from __future__ import annotations
@@ -17,7 +18,11 @@ import pytest
 
 T = TypeVar("T")
 
-NAMED = {"server": re.compile(r"\bshared_server\("), "ray": re.compile(r"\b(local_ray|make_pool)\b")}
+NAMED = {
+    "server": re.compile(r"\bshared_server\("),
+    "ray": re.compile(r"\b(local_ray|make_pool)\b"),
+    "syntax trees": re.compile(r"test_layering import .*\bmodules\b|def modules\("),
+}
 """Maps a shared thing to a pattern: the text of each test file that shares it matches."""
 
 LONGEST = (

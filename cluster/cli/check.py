@@ -26,6 +26,7 @@ from manta.cluster.text.chat_template import ChatTemplates, TemplateError, templ
 from manta.cluster.text.tokenizer import Tokenizer
 from manta.cluster.text.tokenizer_files import read_tokenizer_config, resolve_folder
 from manta.cluster.text.tokenizer_trial import try_tokenizer
+from manta.structured.host import free_memory, num_cores
 from manta.structured.logits_processors import LogitsProcessorError, LogitsProcessorRegistry
 from manta.structured.visible_text import say, say_lines
 from manta.workers.checkpoints.memory import (
@@ -42,7 +43,6 @@ from manta.workers.checkpoints.model_folder import load_model_config, resolve_mo
 from manta.workers.checkpoints.stop_tokens import with_tokenizers_eos
 from manta.workers.checkpoints.stored_files import find_file
 from manta.workers.exact import check_exact
-from manta.workers.host import free_memory, num_cores
 from manta.workers.kept_weights import check_weights, describe_kept
 from manta.workers.kv_cache_dtype import check_kv_cache, kv_dtype
 from manta.workers.kv_groups import LayerGroups, most_states, one_group

@@ -77,6 +77,18 @@ CASES: dict[str, Case] = (
             }
             | NO_WINDOW,
         ),
+        "vaultgemma": Case(
+            "VaultGemmaConfig",
+            {
+                "head_dim": 16,
+                "sliding_window": 24,
+                "attn_logit_softcapping": 3.0,
+                "final_logit_softcapping": 5.0,
+                "query_pre_attn_scalar": 2,
+            },
+            {"attention's cap": {"attn_logit_softcapping": None}, "query scale": {"query_pre_attn_scalar": 16}}
+            | NO_WINDOW,
+        ),
         "gemma3": Case(
             "Gemma3TextConfig",
             {
@@ -274,7 +286,13 @@ def rewritten(
 
 @pytest.mark.parametrize(
     ("name", "tensor"),
-    [("deepseek_v3", "e_score_correction_bias"), ("gemma4", "layer_scalar"), ("gemma4", "per_layer")],
+    [
+        ("deepseek_v3", "e_score_correction_bias"),
+        ("gemma4", "layer_scalar"),
+        ("gemma4", "per_layer"),
+        ("gemma4, experts", "router.scale"),
+        ("gemma4, experts", "per_expert_scale"),
+    ],
 )
 def test_with_another_tensor_the_tokens_differ(name: str, tensor: str, tmp_path: pathlib.Path) -> None:
     def without(key: str, stored: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -444,9 +462,22 @@ def test_devices_compute_every_variant_of_these_families(name: str, device: str)
     check_variants(load_model_config(folder_of(name)), device)
 
 
-@pytest.mark.parametrize("device", ["cuda", "tpu"])
-@pytest.mark.parametrize(("name", "words"), [("deepseek_v3", "latent attention"), ("lfm2", "short convolutions")])
-def test_devices_refuse_states_and_latent_vectors(name: str, words: str, device: str) -> None:
+@pytest.mark.parametrize("name", ATTENTION_CASES)
+def test_a_gpu_computes_every_kind_of_attention(name: str) -> None:
+    check_variants(load_model_config(folder_of(name)), "cuda")
+
+
+@pytest.mark.parametrize(
+    ("name", "words", "device"),
+    [
+        ("deepseek_v3", "latent attention", "tpu"),
+        ("llama4", "layers that see a chunk, queries that grow", "tpu"),
+        ("gemma4", "heads that differ by layer, .*inputs of each layer", "tpu"),
+        ("lfm2", "short convolutions", "tpu"),
+        ("lfm2", "short convolutions", "cuda"),
+    ],
+)
+def test_devices_refuse_what_they_do_not_compute(name: str, words: str, device: str) -> None:
     config = load_model_config(folder_of(name))
     with pytest.raises(ModelError, match=f"device {device} does not compute .*{words}.*; set device to cpu"):
         check_variants(config, device)

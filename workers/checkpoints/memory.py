@@ -276,7 +276,7 @@ def weight_headers(folder: pathlib.Path) -> list[tuple[pathlib.Path, dict[str, T
     Raises `ModelError` like `weight_files` and `read_header`.
     """
     if is_gguf_folder(folder):
-        return [read_gguf_index(folder)]
+        return read_gguf_index(folder)
     headers = [(path, read_header(path, folder)) for path in weight_files(folder)]
     names = {name for _, entries in headers for name in entries}
     if not any(name.startswith(_OF_TEXT) for name in names):
@@ -330,22 +330,25 @@ def is_gguf_folder(folder: pathlib.Path) -> bool:
     return True
 
 
-def read_gguf_index(folder: pathlib.Path) -> tuple[pathlib.Path, dict[str, TensorEntry]]:
-    """Returns the GGUF file that a folder stands for, and its tensors.
+def read_gguf_index(folder: pathlib.Path) -> list[tuple[pathlib.Path, dict[str, TensorEntry]]]:
+    """Returns the GGUF files that a folder stands for, and the tensors of each.
 
-    Raises `ModelError` if the file has gone or changed.
+    Raises `ModelError` if a file has gone or changed.
     """
     index = read_json(folder, GGUF_INDEX, MOST_INDEX_BYTES)
-    path = pathlib.Path(index["file"])
-    if not path.is_file() or path.stat().st_size != index["size"]:
-        raise ModelError(f"{path} has gone or changed since it was first read; start again with the file in place")
-    return path, {name: TensorEntry(entry[0], tuple(entry[1]), *entry[2:]) for name, entry in index["tensors"].items()}
+    for path, size in index["files"].items():
+        if not os.path.isfile(path) or os.path.getsize(path) != size:
+            raise ModelError(f"{path} has gone or changed since it was first read; start again with the file in place")
+    found: list[tuple[pathlib.Path, dict[str, TensorEntry]]] = [(pathlib.Path(path), {}) for path in index["files"]]
+    for name, (number, kind, shape, *rest) in index["tensors"].items():
+        found[number][1][name] = TensorEntry(kind, tuple(shape), *rest)
+    return found
 
 
 def weight_files(folder: pathlib.Path) -> list[pathlib.Path]:
-    """Returns the safetensors files of a checkpoint, or its GGUF file. Raises `ModelError` naming a missing file."""
+    """Returns the safetensors files of a checkpoint, or its GGUF files. Raises `ModelError` naming a missing file."""
     if is_gguf_folder(folder):
-        return [read_gguf_index(folder)[0]]
+        return [path for path, _ in read_gguf_index(folder)]
     if find_file(folder, SAFETENSORS_INDEX) is not None:
         names = _names_in_index(folder)
     else:
@@ -381,6 +384,8 @@ class TensorEntry(NamedTuple):
     end: int
     interleaved_head_dim: int = 0
     """Width of a head whose two halves are interleaved in the rows, as llama.cpp stores them; 0 if they are not."""
+    added: float = 0.0
+    """What the file adds to each element, as llama.cpp stores some norms."""
 
 
 def read_header(path: pathlib.Path, folder: pathlib.Path | None = None) -> dict[str, TensorEntry]:

@@ -111,6 +111,14 @@ class DeviceMetadata(AttentionMetadata):
     """All arrays except the block tables, int32, in the sizes of `layout`; None if not padded."""
     layout: Layout | None = None
     """The layout that the step is padded to, if a graph may run it."""
+    chunk_size: int | None = None
+    """Length of the chunks whose tokens see one another; None for layers without chunks."""
+
+    def in_chunks(self, chunk_size: int) -> DeviceMetadata:
+        """Returns the same step for layers whose tokens see those of their chunk. The kernels find a token's chunk by
+        its position, so that no length has to come to the host.
+        """
+        return dataclasses.replace(self, chunk_size=chunk_size, prefix_rows=None)
 
 
 def build_metadata(
