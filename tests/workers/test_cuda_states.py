@@ -41,20 +41,20 @@ PROMPTS = [[5 + (7 * place + place // 32 * shift) % 300 for place in range(40)] 
 """They begin alike, and are longer than a captured step."""
 
 
-def expected(name: str, prompt: list[int]) -> list[int]:
-    """Returns transformers' greedy tokens. Its own generation needs a layer of attention."""
+def expected(name: str, prompt: list[int], allowed: list[int] | None = None) -> list[int]:
+    """Returns the most probable tokens by transformers, of those that are allowed."""
     folder = folder_of(name)
-    if any(load_model_config(folder).attends):
+    if allowed is None and any(load_model_config(folder).attends):  # else it cannot generate by itself
         return reference_greedy(folder, prompt, NUM_TOKENS)
     tokens = list(prompt)
     for _ in range(NUM_TOKENS):
-        tokens.append(int(reference_logits(folder, tokens)[-1].argmax()))
+        logits = reference_logits(folder, tokens)[-1]
+        tokens.append(int(logits.argmax()) if allowed is None else allowed[int(logits[allowed].argmax())])
     return tokens[len(prompt) :]
 
 
-def answers(llm: LLM, prompts: list[list[int]], num_choices: int = 1) -> list[list[int]]:
+def answers(llm: LLM, prompts: list[list[int]], params: SamplingParams = GREEDY) -> list[list[int]]:
     """Returns the tokens of every choice."""
-    params = msgspec.structs.replace(GREEDY, n=num_choices)
     outputs = llm.generate(prompts, params, use_tqdm=False)
     llm.engine.step()
     llm.engine.check_integrity()
@@ -93,10 +93,11 @@ def test_graphs_verify_drafts_and_fork_states(name: str, monkeypatch: pytest.Mon
     drafts = NGRAM | {"max_draft_tokens": 2}
     llm = make_llm(monkeypatch, str(folder_of(name)), dtype="float32", speculative=drafts)
     monkeypatch.setattr(graphs.GraphedLayers, "__call__", watched)
-    prompts = [[5, 9, 11] * 7, [5, 9, 11] * 3]
-    found = [expected(name, prompt) for prompt in prompts]
-    assert answers(llm, prompts[:1], num_choices=2) == [found[0]] * 2
-    assert answers(llm, prompts) == found
-    assert {tokens_each for tokens_each, most_tokens in layouts if most_tokens is None} >= {3}
+    allowed = [5, 9, 11]  # so that each token is in the prompt, and drafts follow it
+    params = msgspec.structs.replace(GREEDY, allowed_token_ids=tuple(allowed))
+    prompts = [allowed * 7, allowed * 3]
+    found = [expected(name, prompt, allowed) for prompt in prompts]
+    assert answers(llm, prompts[:1], msgspec.structs.replace(params, n=2)) == [found[0]] * 2
+    assert answers(llm, prompts, params) == found
+    assert (3, None) in layouts
     assert any(most_tokens is not None for _, most_tokens in layouts)
-    assert llm.engine.stats().drafts.drafted
