@@ -102,7 +102,6 @@ def _recur_within(
     them, and `solved`, the inverse of `I + beta * key key^T` below the diagonal, times beta. In both, rows see only
     those of their own segment.
     """
-    precision: tl.constexpr = "tf32" if ROUNDS else "tf32x3"
     head = tl.program_id(0)
     place = tl.arange(0, CHUNK)
     number = tl.program_id(1) * CHUNK + place
@@ -161,13 +160,13 @@ def _recur_within(
         # Infinite numbers of one segment would come into others by products with zeros
         counts = sees & (place[:, None] < place[None, :]) & (tl.abs(system) < float("inf"))
         system = tl.where(counts, system, 0.0)
-        inverse = inverted(system, CHUNK, SOLVED, precision)
+        inverse = inverted(system, CHUNK, SOLVED)
         of_rows = (row[:, None] * NUM_HEADS + head) * CHUNK + place[None, :]
         tl.store(solved + of_rows, (inverse * rule[None, :]).to(solved.dtype.element_ty), mask=is_own[:, None])
 
 
 @triton.jit
-def inverted(system, CHUNK: tl.constexpr, SOLVED: tl.constexpr, precision: tl.constexpr):
+def inverted(system, CHUNK: tl.constexpr, SOLVED: tl.constexpr):
     """Returns the inverse of `I + system^T` [CHUNK, CHUNK], where `system` has numbers above its diagonal only.
 
     Each row follows from those before it. Only the `SOLVED` rows of a part are solved so, in all parts at once. Of two
@@ -183,7 +182,8 @@ def inverted(system, CHUNK: tl.constexpr, SOLVED: tl.constexpr, precision: tl.co
         inverse = tl.where(is_same_part & (place[:, None] % SOLVED == later), inverse - change[None, :], inverse)
     if CHUNK > SOLVED:
         rest = tl.trans(tl.where(is_same_part, 0.0, system))
-        joined = tl.dot(inverse, tl.dot(rest, inverse, input_precision=precision), input_precision=precision)
+        # On an H200 these two products in TF32 gave an inverse that was off by half
+        joined = tl.dot(inverse, tl.dot(rest, inverse, input_precision="ieee"), input_precision="ieee")
         inverse = inverse - joined
     return inverse
 
