@@ -179,6 +179,34 @@ def test_convolutions_agree(name: str, width: int, has_bias: bool, activates: bo
         assert torch.equal(states, expected_states)
 
 
+@pytest.mark.skipif(DEVICE.type != "cpu", reason="the host gives memory that nobody touches for nothing")
+@pytest.mark.parametrize("lens", [[1, 1], [2, 3]])
+def test_states_beyond_2_31_numbers_are_addressed(lens: list[int]) -> None:
+    """An address that is computed in 32 bits would wrap around: to another slot, or outside of the memory."""
+    sizes, channels = (1, 1, 128, 128), 128
+    slots = [2**31 // 128**2 + 1, 2**31 // (3 * channels) + 1]
+    shapes = (sizes[1:], (channels, 3))
+    states, windows = (torch.empty(slot + 6, *shape) for slot, shape in zip(slots, shapes, strict=True))
+    for memory, slot in ((states, slots[0]), (windows, slots[1])):
+        memory[slot:] = random(6, *memory.shape[1:], seed=slot)
+    small = [memory[slot:].clone() for memory, slot in ((states, slots[0]), (windows, slots[1]))]
+    inputs = [inputs_of("delta", sizes, sum(lens), dtype) for dtype in (torch.float32, torch.bfloat16)]
+    x, kernel = random(sum(lens), channels), random(channels, 4, seed=1)
+
+    def steps(first: int) -> Steps:
+        uses = [StateUse(first + row, [(length, first + 2 + row)]) for row, length in enumerate(lens)]
+        return [0, 0], lens, uses
+
+    for each in inputs:
+        expected = recurrence.recur(each, small[0], plain_step(steps(0)))
+        assert differences(triton_layer.recur(each, states, device_step(steps(slots[0]), None)), expected) < 1e-5
+        assert differences(states[slots[0] :], small[0]) < 1e-5
+    expected = convolution.convolve(x, kernel, None, small[1], plain_step(steps(0)))
+    found = triton_layer.convolve(x, kernel, None, windows, device_step(steps(slots[1]), None))
+    assert torch.equal(found, expected)
+    assert torch.equal(windows[slots[1] :], small[1])
+
+
 @pytest.mark.parametrize("size", [20, 128])
 def test_norms_and_gates_agree(size: int) -> None:
     x, gate = random(7, 3, size, seed=1), random(7, 5 * 3 * size, seed=2)[:, : 3 * size]
