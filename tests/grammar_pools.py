@@ -29,7 +29,7 @@ MakePool = Callable[..., GrammarPool]
 """The type of the fixture `make_pool`."""
 
 PLUGIN = pathlib.Path(__file__).parent / "plugin"
-MAX_IDLE = 3
+MAX_IDLE = 5
 """The most unused pools that are kept for a later test; each has processes."""
 SOON_S = 0.02
 """Seconds that a row waits for a busy worker before its session moves, in pools of tests about such moves. A pool whose

@@ -252,7 +252,7 @@ def test_a_worker_hanging_without_its_session_is_replaced(make_pool: MakePool) -
 
 def test_a_hanging_thread_keeps_only_its_slot(vocabulary: Vocabulary, tmp_path: pathlib.Path) -> None:
     """The slots of the worker's other sessions are free at once; else a few workers that hang would leave none."""
-    pool = GrammarPool(PoolConfig(num_workers=1, mask_seconds=0.2), vocabulary, 4, form="threads")
+    pool = GrammarPool(PoolConfig(num_workers=1, mask_seconds=1.0), vocabulary, 4, form="threads")
     others = [1, 2, 3]
     for session_id in others:
         pool.start(session_id, example())
@@ -263,7 +263,7 @@ def test_a_hanging_thread_keeps_only_its_slot(vocabulary: Vocabulary, tmp_path: 
         pool.start(hanging, example(at={"0": f"until {tmp_path}/gate"}))
         pool.prepare([(hanging, [])])
         finish(pool, [hanging])
-        assert "was not there after 0.2 s" in (pool.session(hanging).error() or "")
+        assert "was not there after 1 s" in (pool.session(hanging).error() or "")
         pool.end(hanging)
         finish(pool, others)
         wait_until(lambda: pool.num_slots_in_use == len(others) + num_hanging)  # noqa: B023 # once the message is done
@@ -274,12 +274,12 @@ def test_a_hanging_thread_keeps_only_its_slot(vocabulary: Vocabulary, tmp_path: 
 
 def test_when_every_worker_hangs_sessions_fail(vocabulary: Vocabulary, tmp_path: pathlib.Path) -> None:
     """Threads that hang cannot be ended. The pool goes on with those that it has left, be it none."""
-    pool = GrammarPool(PoolConfig(num_workers=1, mask_seconds=0.2), vocabulary, 4, form="threads", max_workers=3)
+    pool = GrammarPool(PoolConfig(num_workers=1, mask_seconds=1.0), vocabulary, 4, form="threads", max_workers=3)
     for hanging in range(3):
         pool.start(hanging, example(at={"0": f"until {tmp_path}/gate"}))
         pool.prepare([(hanging, [])])
         finish(pool, [hanging])
-        assert "was not there after 0.2 s" in (pool.session(hanging).error() or "")
+        assert "was not there after 1 s" in (pool.session(hanging).error() or "")
         pool.end(hanging)
     assert (len(pool.workers.given_up), pool.workers.active) == (3, [])
     pool.start(7, example())
@@ -298,7 +298,7 @@ def test_when_every_worker_hangs_sessions_fail(vocabulary: Vocabulary, tmp_path:
 
 @ACTORS
 def test_a_killed_actors_sessions_are_replayed(make_pool: MakePool) -> None:
-    pool = make_pool()
+    pool = make_pool(migrate_seconds=SOON_S)
     for session_id in range(8):
         pool.start(session_id, example(allowed=[10 + session_id, 50 + session_id]))
     outputs: dict[int, list[int]] = {session_id: [] for session_id in range(8)}
@@ -320,7 +320,7 @@ def test_a_killed_actors_sessions_are_replayed(make_pool: MakePool) -> None:
 
 @ACTORS
 def test_a_session_that_kills_its_workers_fails_alone(make_pool: MakePool) -> None:
-    pool = make_pool()
+    pool = make_pool(migrate_seconds=SOON_S)
     pool.start(0, example(at={"1": "exit"}))
     pool.start(1, example())
     pool.prepare([(0, []), (1, [])])

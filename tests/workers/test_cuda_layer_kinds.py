@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from manta.cluster.llm import SamplingParams
+from manta.workers.checkpoints.model_folder import load_model_config
 from manta.workers.kernels.triton import launch
 from tests.checkpoints import reference_greedy
 from tests.workers.test_cuda_platform import NUM_TOKENS, make_llm
@@ -24,9 +25,13 @@ pytestmark = pytest.mark.usefixtures("cheap_groups")
 DRAFTS = {"speculative": {"proposers": ["ngram"], "max_draft_tokens": 2, "adaptive": False}}
 WITH_DRAFTS = ("deepseek_v3",)
 """Cases that verify drafts in the interpreter too, which takes it as long again."""
-EVERYWHERE = ("deepseek_v3", "llama4", "gemma4")
-"""Cases that the interpreter computes in each run of the tests."""
-CASES = (*EVERYWHERE, "deepseek_v2", "glm4_moe_lite", "mistral4", "minicpm3", "youtu", "gemma4, keys as values")
+FEWER_LAYERS: dict[str, dict[str, Any]] = {
+    "deepseek_v3": {"num_hidden_layers": 2},
+    "llama4": {"num_hidden_layers": 2, "no_rope_layers": [1, 0]},
+    "gemma4": {"num_hidden_layers": 4, "layer_types": ["sliding_attention", "full_attention"] * 2},
+}
+"""Cases that the interpreter computes in each run of the tests, with one layer of every kind."""
+CASES = (*FEWER_LAYERS, "deepseek_v2", "glm4_moe_lite", "mistral4", "minicpm3", "youtu", "gemma4, keys as values")
 GREEDY = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True)
 
 
@@ -45,13 +50,13 @@ def replays(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[] if THOROUGH or name in EVERYWHERE else pytest.mark.prove) for name in CASES]
+    "name", [pytest.param(name, marks=[] if THOROUGH or name in FEWER_LAYERS else pytest.mark.prove) for name in CASES]
 )
 def test_tokens_are_those_of_transformers(name: str, monkeypatch: pytest.MonkeyPatch, replays: list[int]) -> None:
     """In steps of at most 32 tokens, the second prompt shares its keys with the first within a step, and the third
     begins alike. The second time all are cached.
     """
-    folder = folder_of(name)
+    folder = folder_of(name, **{} if THOROUGH else FEWER_LAYERS.get(name, {}))
     prompts = [[5 + (7 * place + place // 32 * shift) % 300 for place in range(40)] for shift in (0, 3)]
     drafts = DRAFTS if THOROUGH or name in WITH_DRAFTS else {}
     llm = make_llm(monkeypatch, str(folder), dtype="float32", **drafts)
@@ -60,4 +65,5 @@ def test_tokens_are_those_of_transformers(name: str, monkeypatch: pytest.MonkeyP
     for _ in range(2 if THOROUGH else 1):
         outputs = llm.generate([prompts[0], *prompts], GREEDY, use_tqdm=False)
         assert [output.outputs[0].token_ids for output in outputs] == [expected[0], *expected]
-    assert len(replays) >= NUM_TOKENS - 1
+    if load_model_config(folder).experts is None:  # a platform may run experts one after the other, which none captures
+        assert len(replays) >= NUM_TOKENS - 1

@@ -10,7 +10,7 @@ import math
 import os
 import pathlib
 import reprlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 from manta.workers.cache_folder import UntrustedCache, cache_entry
@@ -31,6 +31,7 @@ from manta.workers.model_options import ModelOptions
 from manta.workers.models.families import describe
 from manta.workers.models.model_config import DTYPE_BYTES, ModelConfig, ModelError
 from manta.workers.models.raw_config import RawConfig
+from manta.workers.models.specs import LinearSpec
 from manta.workers.step import NUM_FIXED_STATES
 
 WEIGHTS_MULTIPLE = 4
@@ -251,8 +252,8 @@ def _loaded_bytes(entry: TensorEntry, dtype: str, bits: int | None) -> int:
         return entry.end - entry.start
     if bits is None:
         return math.prod(entry.shape) * DTYPE_BYTES[dtype]
-    out_features, in_features = entry.shape
-    return kept_bytes(out_features, in_features, bits)
+    *outer, in_features = entry.shape  # experts in one tensor have three dimensions
+    return kept_bytes(math.prod(outer), in_features, bits)
 
 
 def _rounded_bits(entries: Mapping[str, TensorEntry], config: ModelConfig, kept: KeptBits) -> dict[str, int]:
@@ -265,9 +266,14 @@ def _rounded_bits(entries: Mapping[str, TensorEntry], config: ModelConfig, kept:
         matrices = [name for name, entry in entries.items() if len(entry.shape) == 2]
         return {name: kept.layers for name in matrices if entries[name].shape[0] < config.vocab_size}
     spec = describe(config)
-    layers = {part.name for linear in spec.linears() if linear is not spec.head for part in linear.parts}
-    head = {part.name for part in spec.head.parts}
-    return {f"{name}.weight": kept.layers for name in layers} | {f"{name}.weight": kept.head for name in head}
+    layers = _stored_names(linear for linear in spec.linears() if linear is not spec.head)
+    return dict.fromkeys(layers, kept.layers) | dict.fromkeys(_stored_names([spec.head]), kept.head)
+
+
+def _stored_names(linears: Iterable[LinearSpec]) -> set[str]:
+    """Returns the names of the linears' weights, in whichever way a checkpoint stores them."""
+    parts = [part for linear in linears for part in linear.parts]
+    return {part.weight_name for part in (*parts, *(part.elsewhere for part in parts if part.elsewhere is not None))}
 
 
 def weight_headers(folder: pathlib.Path) -> list[tuple[pathlib.Path, dict[str, TensorEntry]]]:

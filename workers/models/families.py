@@ -121,7 +121,7 @@ _MODULES: tuple[Family, ...] = (
 FAMILIES = {family.ARCHITECTURE: family for family in _MODULES}
 """The native families by architecture. To add a dense family, write its module and add it to `_MODULES`."""
 
-OTHER_MODEL_TYPES = ("sarvam_mla", "sarvam_moe")
+OTHER_MODEL_TYPES = ("exaone", "sarvam_mla", "sarvam_moe")
 """Values of `model_type` whose checkpoints name the architecture of a native family, and name its tensors otherwise."""
 
 

@@ -351,7 +351,7 @@ def experts(shape: ExpertShape, num_rows: int, form: QuantizedWeight | None, dty
     inputs whose kind the experts' weights have; None: they are plain.
     """
     chosen = torch.zeros(num_rows, shape.num_chosen, dtype=torch.int64)
-    size = expert_products.block_rows(chosen.numel(), shape.num_experts)
+    size = expert_products.block_rows(chosen.numel(), shape.num_experts, dtype)
     blocks = expert_rows.sort_pairs(chosen, shape.num_experts, size)
     has_bias = shape.activation == "clamped"
     gate = expert_products.Activation(shape.activation, is_gated=True)

@@ -256,8 +256,10 @@ def _attend(
     is the length of a chunk.
     """
     NUM_HEAD_TILES: tl.constexpr = (NUM_HEADS + GROUP - 1) // GROUP
-    head_tile = tl.program_id(0) % NUM_HEAD_TILES  # tiles that read the same keys run beside one another
-    item = items + tl.program_id(0) // NUM_HEAD_TILES * 6
+    # From the last item on: a prompt's last tokens see the most keys, and would be computed alone at the end
+    program = tl.num_programs(0) - 1 - tl.program_id(0)
+    head_tile = program % NUM_HEAD_TILES  # tiles that read the same keys run beside one another
+    item = items + program // NUM_HEAD_TILES * 6
     item_row = tl.program_id(1) * TILE_TOKENS
     sequence = tl.load(item)
     if sequence < 0:

@@ -83,29 +83,28 @@ def _over_tile(
     read = key if IS_VISIBLE else tl.minimum(key, end - 1)
     block = tl.load(table + read // BLOCK_SIZE).to(tl.int64)
     offset = block * BLOCK_STRIDE + (read % BLOCK_SIZE * NUM_CACHED + cached_head) * HEAD_DIM
-    key_places = k_cache + offset[None, :] + dim[:, None]
-    value_places = v_cache + offset[:, None] + places_of(dim, HEAD_DIM, TAIL_DIM)[None, :]
+    # Keys and values in the same order, so that their addresses are computed once
+    places = offset[:, None] + places_of(dim, HEAD_DIM, TAIL_DIM)[None, :]
+    keys = _load(k_cache + places, dim[None, :], HEAD_DIM - TAIL_DIM, PADDED_DIM)
+    scores = _dot(query, tl.trans(keys), WIDE)
     if TAIL_DIM > 0:
         tail_dim = tl.arange(0, PADDED_TAIL)
-        tail_places = k_cache + offset[None, :] + tail_places_of(tail_dim, HEAD_DIM, TAIL_DIM)[:, None]
-        values = _load(value_places, dim[None, :], HEAD_DIM - TAIL_DIM, PADDED_DIM)
-        tail_keys = _load(tail_places, tail_dim[:, None], TAIL_DIM, PADDED_TAIL)
-        scores = (_dot(query, tl.trans(values), WIDE) + _dot(tail, tail_keys, WIDE)) * factor
-    else:
-        scores = _dot(query, _load(key_places, dim[:, None], HEAD_DIM, PADDED_DIM), WIDE) * factor
+        tail_places = offset[:, None] + tail_places_of(tail_dim, HEAD_DIM, TAIL_DIM)[None, :]
+        tail_keys = _load(k_cache + tail_places, tail_dim[None, :], TAIL_DIM, PADDED_TAIL)
+        scores += _dot(tail, tl.trans(tail_keys), WIDE)
     if HAS_CAP:
-        scores = cap * (1.0 - 2.0 / (tl.exp2(scores) + 1.0))  # a power that overflows gives the cap
+        scores = cap * (1.0 - 2.0 / (tl.exp2(scores * factor) + 1.0))  # a power that overflows gives the cap
+        factor = 1.0
     if not IS_VISIBLE:
         visible = (key < end)[None, :] & (key[None, :] <= position[:, None])
         if HAS_WINDOW:
             visible = visible & (key[None, :] >= first_seen[:, None])
         scores = tl.where(visible, scores, float("-inf"))
-    new_largest = tl.maximum(largest, tl.max(scores, axis=1))
+    new_largest = tl.maximum(largest, tl.max(scores, axis=1) * factor)
     shift = tl.where(new_largest == float("-inf"), 0.0, new_largest)
-    weights = tl.exp2(scores - shift[:, None])
+    weights = tl.exp2(scores * factor - shift[:, None])
     decay = tl.exp2(largest - shift)
-    if TAIL_DIM == 0:
-        values = _load(value_places, dim[None, :], HEAD_DIM, PADDED_DIM)
+    values = keys if TAIL_DIM > 0 else _load(v_cache + places, dim[None, :], HEAD_DIM, PADDED_DIM)
     total = total * decay + tl.sum(weights, axis=1)
     attended = attended * decay[:, None] + _dot(weights.to(values.dtype), values, WIDE)
     return new_largest, total, attended

@@ -18,12 +18,14 @@ import triton.language as tl
 
 from manta.workers.kernels.triton.device_weight import DeviceWeight
 from manta.workers.kernels.triton.expert_rows import ExpertBlocks, load_block
-from manta.workers.kernels.triton.grouped_sums import sum_groups, times_sigmoid
+from manta.workers.kernels.triton.grouped_sums import gated_columns, split_gates, sum_groups, times_sigmoid
 from manta.workers.kernels.triton.launch import needs_wide_dot, num_processors, padded_size
 from manta.workers.kernels.triton.rounded_rows import RoundedRows
 from manta.workers.kernels.triton.rows import times_silu
 
 BLOCK_ROWS = (16, 32, 64, 128)
+_MOST_ROWS_FLOAT32, _MOST_FLOAT32 = 32, 64
+"""Most rows and columns of a block in float32, which tensor cores do not multiply and registers have to hold."""
 _BLOCK_OUTPUTS = (128, 64, 32, 16)
 _TILE_BYTES = 128
 """Bytes of a row of weights that a program reads at a time: of 32 rows in 4 stages it has 16 KiB on their way."""
@@ -44,10 +46,11 @@ class Activation(NamedTuple):
 NONE = Activation("", is_gated=False)
 
 
-def block_rows(num_pairs: int, num_experts: int) -> int:
+def block_rows(num_pairs: int, num_experts: int, dtype: torch.dtype) -> int:
     """Returns the pairs of a block: as many as hold those of most experts, if the choice is even."""
     expected = 1.5 * num_pairs / num_experts
-    return next((size for size in BLOCK_ROWS if size >= expected), BLOCK_ROWS[-1])
+    size = next((size for size in BLOCK_ROWS if size >= expected), BLOCK_ROWS[-1])
+    return min(size, _MOST_ROWS_FLOAT32) if dtype == torch.float32 else size
 
 
 def multiply(
@@ -65,7 +68,8 @@ def multiply(
     num_experts, out_features, in_features = weight.shape
     width = out_features // 2 if activation.is_gated else out_features
     y = torch.empty((len(x) * pairs_of_row, width), dtype=x.dtype, device=x.device)
-    outputs = _block_outputs(blocks, width, activation.is_gated, x.device)
+    most = _MOST_FLOAT32 if x.dtype == torch.float32 else 128
+    outputs = _block_outputs(blocks, width, most // (1 + activation.is_gated), x.device)
     tile = min(padded_size(in_features, 16), _TILE_BYTES // x.itemsize)
     staged = tile * x.itemsize * (blocks.size + outputs * (1 + activation.is_gated))
     _multiply_experts[(blocks.num_blocks, triton.cdiv(width, outputs))](
@@ -88,8 +92,7 @@ def multiply_quantized(
     form, tensors = weight
     width = form.out_features // 2 if activation.is_gated else form.out_features
     y = torch.empty((rows.num_rows * pairs_of_row, width), dtype=rows.dtype, device=rows.values.device)
-    # A gate doubles the sums, and the registers would not hold more
-    outputs = _block_outputs(blocks, width, activation.is_gated, y.device)
+    outputs = _block_outputs(blocks, width, form.most_outputs(blocks.size, activation.is_gated), y.device)
     tile_bytes = form.tile * (blocks.size + outputs)
     _multiply_quantized_experts[(blocks.num_blocks, triton.cdiv(width, outputs))](
         rows.values, rows.scales, rows.shifts, blocks.order, blocks.table, tensors.values, tensors.scales,
@@ -100,22 +103,22 @@ def multiply_quantized(
         tensors.values.stride(0), tensors.scales.stride(0),
         **form.constants, IS_SINGLE_ROW=blocks.is_single_row, HAS_BIAS=tensors.bias is not None,
         IS_GATED=activation.is_gated, ACTIVATION=activation.name, ROWS=blocks.size, OUTPUTS=outputs,
-        num_warps=8 if blocks.size * outputs >= 64 * 128 else 4,
+        num_warps=8 if blocks.size * outputs * (1 + activation.is_gated) >= 64 * 128 else 4,
         num_stages=min(8, max(3, _BYTES_AHEAD // tile_bytes)), enable_fp_fusion=False,
     )  # fmt: skip
     return y
 
 
-def _block_outputs(blocks: ExpertBlocks, width: int, is_gated: bool, device: torch.device) -> int:
-    """Returns the largest block of outputs with which every processor of the device has two programs, for as many
-    blocks as there surely are. Few rows wait for memory, which several programs of a processor ask at a time.
+def _block_outputs(blocks: ExpertBlocks, width: int, most: int, device: torch.device) -> int:
+    """Returns the largest block of at most so many outputs with which every processor of the device has two programs,
+    for as many blocks as there surely are. Few rows wait for memory, which several programs of a processor ask at a
+    time.
     """
-    sizes = _BLOCK_OUTPUTS[is_gated:]
     least_blocks = blocks.num_blocks if blocks.is_single_row else max(1, blocks.num_blocks // 2)
-    for size in sizes:
-        if least_blocks * triton.cdiv(width, size) >= 2 * num_processors(device):
+    for size in _BLOCK_OUTPUTS:
+        if size <= most and least_blocks * triton.cdiv(width, size) >= 2 * num_processors(device):
             return size
-    return sizes[-1]
+    return _BLOCK_OUTPUTS[-1]
 
 
 def _num_warps(rows: int, outputs: int, is_gated: bool) -> int:
@@ -199,26 +202,28 @@ def _multiply_quantized_experts(
         offsets += expert * expert_scales
     if HAS_BIAS:
         bias += expert * out_features
-    sums = sum_groups(
-        values, scales, shifts, weights, weight_scales, offsets, bias, row, column, is_pair, is_output,
-        padded_rows, out_features, scale_stride, in_features, num_groups,
-        GROUP, IS_EVEN, IS_PACKED, CODEBOOK, HAS_ONE_SCALE, SCALE_ROWS, HAS_OFFSETS, HAS_BIAS, ROWS, OUTPUTS, TILE,
-    )  # fmt: skip
     DTYPE: tl.constexpr = y.dtype.element_ty
     if IS_GATED:
-        let_through = sum_groups(
-            values, scales, shifts, weights, weight_scales, offsets, bias, row, column + width, is_pair, is_output,
-            padded_rows, out_features, scale_stride, in_features, num_groups,
-            GROUP, IS_EVEN, IS_PACKED, CODEBOOK, HAS_ONE_SCALE, SCALE_ROWS, HAS_OFFSETS, HAS_BIAS, ROWS, OUTPUTS, TILE,
+        both, is_both = gated_columns(width, OUTPUTS)
+        sums = sum_groups(
+            values, scales, shifts, weights, weight_scales, offsets, bias, row, both, is_pair, is_both,
+            padded_rows, out_features, scale_stride, in_features, num_groups, GROUP, IS_EVEN, IS_PACKED, CODEBOOK,
+            HAS_ONE_SCALE, SCALE_ROWS, HAS_OFFSETS, HAS_BIAS, ROWS, 2 * OUTPUTS, TILE,
         )  # fmt: skip
+        gates, up = split_gates(sums, ROWS, OUTPUTS)
         if ACTIVATION == "silu":
-            sums = times_sigmoid(sums) * let_through
+            result = times_sigmoid(gates) * up
         else:
-            sums = gate(sums.to(DTYPE).to(tl.float32), let_through.to(DTYPE).to(tl.float32), ACTIVATION)
+            result = gate(gates.to(DTYPE).to(tl.float32), up.to(DTYPE).to(tl.float32), ACTIVATION)
     else:
-        sums = activate(sums.to(DTYPE).to(tl.float32), ACTIVATION)
+        sums = sum_groups(
+            values, scales, shifts, weights, weight_scales, offsets, bias, row, column, is_pair, is_output,
+            padded_rows, out_features, scale_stride, in_features, num_groups, GROUP, IS_EVEN, IS_PACKED, CODEBOOK,
+            HAS_ONE_SCALE, SCALE_ROWS, HAS_OFFSETS, HAS_BIAS, ROWS, OUTPUTS, TILE,
+        )  # fmt: skip
+        result = activate(sums.to(DTYPE).to(tl.float32), ACTIVATION)
     place = y + pair[:, None] * width + column[None, :]
-    tl.store(place, sums.to(DTYPE), mask=is_pair[:, None] & is_output[None, :])
+    tl.store(place, result.to(DTYPE), mask=is_pair[:, None] & is_output[None, :])
 
 
 _HALF_ROOT, _TANH_ROOT = tl.constexpr(0.7071067811865476), tl.constexpr(0.7978845608028654)

@@ -31,12 +31,10 @@ class ExpertBlocks(NamedTuple):
     """The work of the products: blocks of pairs of one expert. A single row needs no order; its pairs are blocks."""
 
     order: torch.Tensor
-    """int32 [num_pairs]: pairs, those of one expert together, in the order of the experts. For a single row, the
-    experts of its pairs.
-    """
+    """int32 [num_pairs]: pairs, those of one expert together, in the order of the experts. A single row needs none."""
     table: torch.Tensor
     """int32 [3, num_blocks]: the expert of each block, or -1 for no block; its first place in `order`, and the place
-    after the expert's last one.
+    after the expert's last one. For a single row, int64: the experts of its pairs.
     """
     num_blocks: int
     size: int
@@ -49,8 +47,7 @@ def sort_pairs(chosen: torch.Tensor, num_experts: int, block_size: int) -> Exper
     chosen = chosen.contiguous()
     num_rows, num_pairs, device = chosen.shape[0], chosen.numel(), chosen.device
     if num_rows == 1:
-        experts = chosen.view(-1).to(torch.int32)
-        return ExpertBlocks(experts, experts, num_pairs, block_size, is_single_row=True)
+        return ExpertBlocks(chosen, chosen, num_pairs, block_size, is_single_row=True)
     num_blocks = num_pairs // block_size + min(num_experts, num_pairs)
     order = torch.empty(num_pairs, dtype=torch.int32, device=device)
     table = torch.empty((3, num_blocks), dtype=torch.int32, device=device)
@@ -163,7 +160,7 @@ def load_block(order, table, num_blocks, num_experts, IS_SINGLE_ROW: tl.constexp
     """
     block = tl.program_id(0)
     place = tl.arange(0, ROWS)
-    expert = tl.load(table + block)
+    expert = tl.load(table + block).to(tl.int32)
     if IS_SINGLE_ROW:
         expert = tl.where(expert < num_experts, expert, -1)
         is_pair = place < 1

@@ -103,7 +103,7 @@ class GroupedExperts:
 
     def forward(self, x: torch.Tensor, chosen: torch.Tensor, shares: torch.Tensor) -> torch.Tensor:
         num_experts = self.linears[0].num_experts
-        blocks = sort_pairs(chosen, num_experts, block_rows(chosen.numel(), num_experts))
+        blocks = sort_pairs(chosen, num_experts, block_rows(chosen.numel(), num_experts, x.dtype))
         pairs_of_row = chosen.shape[1]
         if self._scales_inputs:
             x = (x.float().unsqueeze(1) * shares.unsqueeze(-1)).to(x.dtype).flatten(0, 1)

@@ -72,53 +72,74 @@ def sum_groups(
     """
     row_place = values + row[:, None] * in_features
     PRODUCT: tl.constexpr = tl.float32 if weights.dtype.element_ty == tl.float8e4nv else tl.int32
+    SCALED: tl.constexpr = 0.0625 if IS_PACKED and CODEBOOK == 0 else 1.0  # nibbles are 16 times as large
     sums = tl.zeros((ROWS, OUTPUTS), tl.float32)
-    if IS_PACKED:
+    # Scales of few rows are loaded a tile ahead, as Triton does with what products take; for many registers are scarce
+    AHEAD: tl.constexpr = ROWS <= 32
+    weight_scale, scale, offset, shift = _load_scales(
+        scales, shifts, weight_scales, offsets, row, column, is_row, is_output, padded_rows, scale_stride,
+        0, num_groups, SCALED, HAS_ONE_SCALE, SCALE_ROWS, HAS_OFFSETS,
+    )  # fmt: skip
+    if IS_PACKED and GROUP <= TILE:  # two groups in a tile, and no loop inside
+        second_weight_scale, second_scale, second_offset, second_shift = weight_scale, scale, offset, shift
+        if AHEAD:
+            second_weight_scale, second_scale, second_offset, second_shift = _load_scales(
+                scales, shifts, weight_scales, offsets, row, column, is_row, is_output, padded_rows, scale_stride,
+                1, num_groups, SCALED, HAS_ONE_SCALE, SCALE_ROWS, HAS_OFFSETS,
+            )  # fmt: skip
         weight_place = weights + column[:, None] * TILE + tl.arange(0, TILE)[None, :]
-        if GROUP <= TILE:  # then this loop has no other inside, and Triton loads the next tile ahead
-            for tile in range((num_groups + 1) // 2):
-                pairs = tl.load(weight_place, mask=is_output[:, None], other=0)
-                weight_place += out_features * TILE
-                low, high = unpack(pairs, CODEBOOK)
-                products = tl.zeros((ROWS, OUTPUTS), PRODUCT)
-                inputs = _load_inputs(row_place, is_row, 2 * tile, 0, GROUP, in_features, IS_EVEN, TILE)
-                products = _dot_tile(inputs, low, products, TILE)
-                sums = _add_group(
-                    sums, products, scales, shifts, weight_scales, offsets, row, column, is_row, is_output,
-                    padded_rows, scale_stride, 2 * tile, num_groups, CODEBOOK, True, HAS_ONE_SCALE, SCALE_ROWS,
-                    HAS_OFFSETS,
-                )  # fmt: skip
-                products = tl.zeros((ROWS, OUTPUTS), PRODUCT)
-                inputs = _load_inputs(row_place, is_row, 2 * tile + 1, 0, GROUP, in_features, False, TILE)
-                products = _dot_tile(inputs, high, products, TILE)
-                sums = _add_group(
-                    sums, products, scales, shifts, weight_scales, offsets, row, column, is_row, is_output,
-                    padded_rows, scale_stride, 2 * tile + 1, num_groups, CODEBOOK, True, HAS_ONE_SCALE, SCALE_ROWS,
-                    HAS_OFFSETS,
-                )  # fmt: skip
+        for tile in range((num_groups + 1) // 2):
+            pairs = tl.load(weight_place, mask=is_output[:, None], other=0)
+            weight_place += out_features * TILE
+            inputs = _load_inputs(row_place, is_row, 2 * tile, 0, GROUP, in_features, IS_EVEN, TILE)
+            second_inputs = _load_inputs(row_place, is_row, 2 * tile + 1, 0, GROUP, in_features, False, TILE)
+            first = 2 * tile + 2 if AHEAD else 2 * tile
+            next_weight_scale, next_scale, next_offset, next_shift = _load_scales(
+                scales, shifts, weight_scales, offsets, row, column, is_row, is_output, padded_rows, scale_stride,
+                first, num_groups, SCALED, HAS_ONE_SCALE, SCALE_ROWS, HAS_OFFSETS,
+            )  # fmt: skip
+            if not AHEAD:
+                weight_scale, scale, offset, shift = next_weight_scale, next_scale, next_offset, next_shift
+            low, high = unpack(pairs, CODEBOOK)
+            products = _dot_tile(inputs, low, tl.zeros((ROWS, OUTPUTS), PRODUCT), TILE)
+            sums = _add_group(sums, products, weight_scale, scale, offset, shift, HAS_OFFSETS)
+            last_weight_scale, last_scale, last_offset, last_shift = _load_scales(
+                scales, shifts, weight_scales, offsets, row, column, is_row, is_output, padded_rows, scale_stride,
+                first + 1, num_groups, SCALED, HAS_ONE_SCALE, SCALE_ROWS, HAS_OFFSETS,
+            )  # fmt: skip
+            if not AHEAD:
+                second_weight_scale, second_scale = last_weight_scale, last_scale
+                second_offset, second_shift = last_offset, last_shift
+            products = _dot_tile(second_inputs, high, tl.zeros((ROWS, OUTPUTS), PRODUCT), TILE)
+            sums = _add_group(
+                sums, products, second_weight_scale, second_scale, second_offset, second_shift, HAS_OFFSETS
+            )
+            if AHEAD:
+                weight_scale, scale, offset, shift = next_weight_scale, next_scale, next_offset, next_shift
+                second_weight_scale, second_scale = last_weight_scale, last_scale
+                second_offset, second_shift = last_offset, last_shift
+    else:
+        if IS_PACKED:
+            weight_place = weights + column[:, None] * TILE + tl.arange(0, TILE)[None, :]
         else:
-            NUM_TILES: tl.constexpr = (GROUP + 2 * TILE - 1) // (2 * TILE)
-            for group in range(num_groups):
-                products = tl.zeros((ROWS, OUTPUTS), PRODUCT)
-                for piece in range(NUM_TILES):
+            weight_place = weights + column[:, None] * in_features
+        for group in range(num_groups):
+            if AHEAD:
+                next_weight_scale, next_scale, next_offset, next_shift = _load_scales(
+                    scales, shifts, weight_scales, offsets, row, column, is_row, is_output, padded_rows, scale_stride,
+                    group + 1, num_groups, SCALED, HAS_ONE_SCALE, SCALE_ROWS, HAS_OFFSETS,
+                )  # fmt: skip
+            products = tl.zeros((ROWS, OUTPUTS), PRODUCT)
+            if IS_PACKED:
+                for start in range(0, GROUP, 2 * TILE):
                     pairs = tl.load(weight_place, mask=is_output[:, None], other=0)
                     weight_place += out_features * TILE
                     low, high = unpack(pairs, CODEBOOK)
-                    start = piece * 2 * TILE
                     inputs = _load_inputs(row_place, is_row, group, start, GROUP, in_features, False, TILE)
                     products = _dot_tile(inputs, low, products, TILE)
                     inputs = _load_inputs(row_place, is_row, group, start + TILE, GROUP, in_features, False, TILE)
                     products = _dot_tile(inputs, high, products, TILE)
-                sums = _add_group(
-                    sums, products, scales, shifts, weight_scales, offsets, row, column, is_row, is_output,
-                    padded_rows, scale_stride, group, num_groups, CODEBOOK, True, HAS_ONE_SCALE, SCALE_ROWS,
-                    HAS_OFFSETS,
-                )  # fmt: skip
-    else:
-        weight_place = weights + column[:, None] * in_features
-        for group in range(num_groups):
-            products = tl.zeros((ROWS, OUTPUTS), PRODUCT)
-            if GROUP <= TILE:
+            elif GROUP <= TILE:  # then this loop has no other inside, and Triton loads the next group ahead
                 inputs = _load_inputs(row_place, is_row, group, 0, GROUP, in_features, IS_EVEN, TILE)
                 columns = _load_inputs(weight_place, is_output, group, 0, GROUP, in_features, IS_EVEN, TILE)
                 products = _dot_tile(inputs, columns, products, TILE)
@@ -127,10 +148,14 @@ def sum_groups(
                     inputs = _load_inputs(row_place, is_row, group, start, GROUP, in_features, IS_EVEN, TILE)
                     columns = _load_inputs(weight_place, is_output, group, start, GROUP, in_features, IS_EVEN, TILE)
                     products = _dot_tile(inputs, columns, products, TILE)
-            sums = _add_group(
-                sums, products, scales, shifts, weight_scales, offsets, row, column, is_row, is_output,
-                padded_rows, scale_stride, group, num_groups, CODEBOOK, False, HAS_ONE_SCALE, SCALE_ROWS, HAS_OFFSETS,
-            )  # fmt: skip
+            if not AHEAD:
+                weight_scale, scale, offset, shift = _load_scales(
+                    scales, shifts, weight_scales, offsets, row, column, is_row, is_output, padded_rows, scale_stride,
+                    group, num_groups, SCALED, HAS_ONE_SCALE, SCALE_ROWS, HAS_OFFSETS,
+                )  # fmt: skip
+            sums = _add_group(sums, products, weight_scale, scale, offset, shift, HAS_OFFSETS)
+            if AHEAD:
+                weight_scale, scale, offset, shift = next_weight_scale, next_scale, next_offset, next_shift
     if HAS_BIAS:
         sums += tl.load(bias + column, mask=is_output, other=0.0).to(tl.float32)[None, :]
     return sums
@@ -187,26 +212,51 @@ def _dot_tile(inputs, columns, products, TILE: tl.constexpr):
 
 
 @triton.jit
-def _add_group(
-    sums, products, scales, shifts, weight_scales, offsets, row, column, is_row, is_output,
-    padded_rows, scale_stride, group, num_groups, CODEBOOK: tl.constexpr, IS_PACKED: tl.constexpr,
-    HAS_ONE_SCALE: tl.constexpr, SCALE_ROWS: tl.constexpr, HAS_OFFSETS: tl.constexpr,
+def _load_scales(
+    scales, shifts, weight_scales, offsets, row, column, is_row, is_output, padded_rows, scale_stride,
+    group, num_groups, SCALED: tl.constexpr, HAS_ONE_SCALE: tl.constexpr, SCALE_ROWS: tl.constexpr,
+    HAS_OFFSETS: tl.constexpr,
 ):  # fmt: skip
-    """Adds a group's products times both scales, and its offsets. A group after the last one adds nothing."""
-    if IS_PACKED:
-        is_row = is_row & (tl.zeros_like(row) + group < num_groups)
-        is_output = is_output & (tl.zeros_like(column) + group < num_groups)
+    """Returns a group's scales of the weights, times SCALED, and of the rows; its offsets and the rows' shifts, without
+    `HAS_OFFSETS` anything. Those of a group after the last one are zero.
+    """
+    is_row = is_row & (tl.zeros_like(row) + group < num_groups)
+    is_output = is_output & (tl.zeros_like(column) + group < num_groups)
     place = (0 if HAS_ONE_SCALE else group) * scale_stride + column // SCALE_ROWS
     weight_scale = _scale_of(tl.load(weight_scales + place, mask=is_output, other=0))
-    if IS_PACKED and CODEBOOK == 0:
-        weight_scale *= 0.0625  # the products are 16 times too large
-    scale = tl.load(scales + group * padded_rows + row, mask=is_row, other=0.0)
-    sums += products.to(tl.float32) * weight_scale[None, :] * scale[:, None]
+    if SCALED != 1.0:
+        weight_scale *= SCALED
+    row_scale = tl.load(scales + group * padded_rows + row, mask=is_row, other=0.0)
+    offset, shift = weight_scale, row_scale
     if HAS_OFFSETS:
         offset = tl.load(offsets + place, mask=is_output, other=0.0).to(tl.float32)
         shift = tl.load(shifts + group * padded_rows + row, mask=is_row, other=0.0)
+    return weight_scale, row_scale, offset, shift
+
+
+@triton.jit
+def _add_group(sums, products, weight_scale, scale, offset, shift, HAS_OFFSETS: tl.constexpr):
+    """Adds a group's products times both scales, and its offsets."""
+    sums += products.to(tl.float32) * weight_scale[None, :] * scale[:, None]
+    if HAS_OFFSETS:
         sums += offset[None, :] * shift[:, None]
     return sums
+
+
+@triton.jit
+def gated_columns(width, OUTPUTS: tl.constexpr):
+    """Returns the columns of the gates and of what they let through in turn, int64 [2 * OUTPUTS], for the outputs of
+    program_id(1); and which are there.
+    """
+    lane = tl.arange(0, 2 * OUTPUTS)
+    output = (tl.program_id(1) * OUTPUTS + lane // 2).to(tl.int64)
+    return output + (lane % 2) * width, output < width
+
+
+@triton.jit
+def split_gates(sums, ROWS: tl.constexpr, OUTPUTS: tl.constexpr):
+    """Returns the gates and what they let through [ROWS, OUTPUTS] of sums of `gated_columns`."""
+    return tl.split(tl.reshape(sums, (ROWS, OUTPUTS, 2)))
 
 
 @triton.jit

@@ -19,7 +19,7 @@ import triton.language as tl
 from manta.workers.kernels.attention_metadata import AttentionMetadata
 from manta.workers.kernels.quantized_weight import QuantizedWeight
 from manta.workers.kernels.triton.device_weight import DeviceWeight
-from manta.workers.kernels.triton.grouped_sums import sum_groups, times_sigmoid
+from manta.workers.kernels.triton.grouped_sums import gated_columns, split_gates, sum_groups, times_sigmoid
 from manta.workers.kernels.triton.launch import num_processors
 from manta.workers.kernels.triton.library_products import choose_product
 from manta.workers.kernels.triton.rounded_rows import RoundedRows, RowRounding, round_rows
@@ -88,7 +88,8 @@ class TritonQuantizedLinear:
         width = self.out_features // 2 if self.gated else self.out_features
         y = torch.empty((num_rows, width), dtype=rows.dtype, device=rows.values.device)
         block_rows = next((size for size in _BLOCK_ROWS if size >= num_rows), _BLOCK_ROWS[-1])
-        block_outputs = self._block_outputs(triton.cdiv(num_rows, block_rows), width)
+        most = form.most_outputs(block_rows, self.gated)
+        block_outputs = self._block_outputs(triton.cdiv(num_rows, block_rows), width, most)
         tile_bytes = form.tile * (block_rows + block_outputs)
         _multiply[(triton.cdiv(num_rows, block_rows), triton.cdiv(width, block_outputs))](
             # Arguments that a form of the kernel does not read still need a pointer
@@ -99,15 +100,17 @@ class TritonQuantizedLinear:
             self.rounding.num_groups,
             **form.constants, HAS_BIAS=tensors.bias is not None, IS_GATED=self.gated,
             ROWS=block_rows, OUTPUTS=block_outputs,
-            num_warps=8 if block_rows * block_outputs >= 64 * 128 else 4,
+            num_warps=8 if block_rows * block_outputs * (1 + self.gated) >= 64 * 128 else 4,
             num_stages=min(8, max(3, _BYTES_AHEAD // tile_bytes)), enable_fp_fusion=False,
         )  # fmt: skip
         return y
 
-    def _block_outputs(self, row_blocks: int, width: int) -> int:
-        """Returns the largest block of outputs with which every processor of the device has a program."""
-        for size in _BLOCK_OUTPUTS[self.gated :]:  # a gate doubles the sums, and the registers would not hold them
-            if row_blocks * triton.cdiv(width, size) >= self._num_processors:
+    def _block_outputs(self, row_blocks: int, width: int, most: int) -> int:
+        """Returns the largest block of at most so many outputs with which every processor of the device has a
+        program.
+        """
+        for size in _BLOCK_OUTPUTS:
+            if size <= most and row_blocks * triton.cdiv(width, size) >= self._num_processors:
                 return size
         return _BLOCK_OUTPUTS[-1]
 
@@ -124,17 +127,20 @@ def _multiply(
     row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
     column = (tl.program_id(1) * OUTPUTS + tl.arange(0, OUTPUTS)).to(tl.int64)
     is_row, is_output = row < num_rows, column < width
-    result = sum_groups(
-        values, scales, shifts, weights, weight_scales, offsets, bias, row, column, is_row, is_output,
-        padded_rows, out_features, scale_stride, in_features, num_groups,
-        GROUP, IS_EVEN, IS_PACKED, CODEBOOK, HAS_ONE_SCALE, SCALE_ROWS, HAS_OFFSETS, HAS_BIAS, ROWS, OUTPUTS, TILE,
-    )  # fmt: skip
     if IS_GATED:
-        let_through = sum_groups(
-            values, scales, shifts, weights, weight_scales, offsets, bias, row, column + width, is_row, is_output,
-            padded_rows, out_features, scale_stride, in_features, num_groups,
-            GROUP, IS_EVEN, IS_PACKED, CODEBOOK, HAS_ONE_SCALE, SCALE_ROWS, HAS_OFFSETS, HAS_BIAS, ROWS, OUTPUTS, TILE,
+        both, is_both = gated_columns(width, OUTPUTS)
+        sums = sum_groups(
+            values, scales, shifts, weights, weight_scales, offsets, bias, row, both, is_row, is_both,
+            padded_rows, out_features, scale_stride, in_features, num_groups, GROUP, IS_EVEN, IS_PACKED, CODEBOOK,
+            HAS_ONE_SCALE, SCALE_ROWS, HAS_OFFSETS, HAS_BIAS, ROWS, 2 * OUTPUTS, TILE,
         )  # fmt: skip
-        result = times_sigmoid(result) * let_through
+        gates, up = split_gates(sums, ROWS, OUTPUTS)
+        result = times_sigmoid(gates) * up
+    else:
+        result = sum_groups(
+            values, scales, shifts, weights, weight_scales, offsets, bias, row, column, is_row, is_output,
+            padded_rows, out_features, scale_stride, in_features, num_groups, GROUP, IS_EVEN, IS_PACKED, CODEBOOK,
+            HAS_ONE_SCALE, SCALE_ROWS, HAS_OFFSETS, HAS_BIAS, ROWS, OUTPUTS, TILE,
+        )  # fmt: skip
     place = y + row[:, None] * width + column[None, :]
     tl.store(place, result.to(y.dtype.element_ty), mask=is_row[:, None] & is_output[None, :])
