@@ -21,8 +21,6 @@ _CHUNK = 64
 """Rows of a block with one decay a head: as many as the tensor cores multiply at once."""
 _FINE_CHUNK = 16
 """Rows of a block with a decay for each dimension of the key, whose pairs of rows are not products of matrices."""
-_SOLVED = 32
-"""Rows of the triangular systems that are solved one row after the other; products join them."""
 _STATE_NUMBERS = 4096
 """Numbers of the states in a program, as registers allow."""
 _KEY_PART = 64
@@ -62,7 +60,7 @@ def recur_chunks(inputs: RecurrentInputs, states: torch.Tensor, step: RecurrentS
     arrays = query, key, log_decay, log_decay if beta is None else beta
     _recur_within[(num_heads, triton.cdiv(num_tokens, chunk))](
         *arrays, scores, solved, step.row_segments, *strides, num_tokens, **form,
-        KEY_PART=min(_KEY_PART, keys), SOLVED=min(_SOLVED, chunk), num_warps=4,
+        KEY_PART=min(_KEY_PART, keys), num_warps=4,
     )  # fmt: skip
     _recur_chunks[(num_heads, triton.cdiv(value_dim, values), len(step.sequence_starts) - 1)](
         *arrays[:3], value, scores, solved, states, output, step.starts, step.reads, step.writes, step.first_segments,
@@ -95,7 +93,6 @@ def _recur_within(
     TILE_KEYS: tl.constexpr,
     ROUNDS: tl.constexpr,
     KEY_PART: tl.constexpr,
-    SOLVED: tl.constexpr,
 ):
     """Computes one block and head in each program: `scores`, the products of queries and keys with the decays between
     them, and `solved`, the inverse of `I + beta * key key^T` below the diagonal, times beta. In both, rows see only
@@ -159,31 +156,22 @@ def _recur_within(
         # Infinite numbers of one segment would come into others by products with zeros
         counts = sees & (place[:, None] < place[None, :]) & (tl.abs(system) < float("inf"))
         system = tl.where(counts, system, 0.0)
-        inverse = inverted(system, CHUNK, SOLVED)
+        inverse = inverted(system, CHUNK)
         of_rows = (row[:, None] * NUM_HEADS + head) * CHUNK + place[None, :]
         tl.store(solved + of_rows, (inverse * rule[None, :]).to(solved.dtype.element_ty), mask=is_own[:, None])
 
 
 @triton.jit
-def inverted(system, CHUNK: tl.constexpr, SOLVED: tl.constexpr):
-    """Returns the inverse of `I + system^T` [CHUNK, CHUNK], where `system` has numbers above its diagonal only.
-
-    Each row follows from those before it. Only the `SOLVED` rows of a part are solved so, in all parts at once. Of two
-    parts, with `A` the rest of the system and `T` the inverse of both, the whole inverse is `T - T A T`.
+def inverted(system, CHUNK: tl.constexpr):
+    """Returns the inverse of `I + system^T` [CHUNK, CHUNK], where `system` has numbers above its diagonal only: each
+    row follows from those before it.
     """
     place = tl.arange(0, CHUNK)
-    is_same_part = place[:, None] // SOLVED == place[None, :] // SOLVED
-    own = tl.where(is_same_part, system, 0.0)
     inverse = tl.where(place[:, None] == place[None, :], 1.0, 0.0)
-    for later in range(1, SOLVED):
-        factors = tl.sum(tl.where(place[None, :] % SOLVED == later, own, 0.0), axis=1)
+    for later in range(1, CHUNK):
+        factors = tl.sum(tl.where(place[None, :] == later, system, 0.0), axis=1)
         change = tl.sum(factors[:, None] * inverse, axis=0)
-        inverse = tl.where(is_same_part & (place[:, None] % SOLVED == later), inverse - change[None, :], inverse)
-    if CHUNK > SOLVED:
-        rest = tl.trans(tl.where(is_same_part, 0.0, system))
-        # On an H200 these two products in TF32 gave an inverse that was off by half
-        joined = tl.dot(inverse, tl.dot(rest, inverse, input_precision="ieee"), input_precision="ieee")
-        inverse = inverse - joined
+        inverse = tl.where(place[:, None] == later, inverse - change[None, :], inverse)
     return inverse
 
 
