@@ -85,6 +85,10 @@ MOST_SPILLED_BY_64_LATENT_ROWS = 416
 """Bytes a thread. Their results take half of the registers. Triton 3.6, which torch 2.11 brings, spills nothing but 224
 bytes before the loop over keys, where groups share prefixes; 3.9 spills some addresses too.
 """
+MOST_SPILLED_BY_CHUNKS = 256
+"""Bytes a thread of recurrences in chunks, each of which waits for the one before it: tiles as large as the registers
+take help them more than a second program on the multiprocessor.
+"""
 REGISTERS, WARPS, PROGRAMS = 65_536, {90: 64, 89: 48}, {90: 32, 89: 24}
 """Resources of a multiprocessor, by compute capability."""
 SHARED_RESERVED = 1 << 10
@@ -159,6 +163,8 @@ class Compiled:
         check_instructions(kernel.__name__, signature, constants, self.capability, compiled.asm["ptx"], form)
         assert shared <= SHARED_BYTES[self.capability], f"{form} needs {shared} bytes of shared memory"
         most_spilled = MOST_SPILLED_BY_64_LATENT_ROWS if is_large_latent(constants) else MOST_SPILLED[self.capability]
+        if kernel.__name__ == "_recur_chunks":
+            most_spilled = MOST_SPILLED_BY_CHUNKS
         assert spilled <= most_spilled, f"{form} spills {spilled} bytes of registers a thread"
         resident = num_resident(self.capability, registers, shared, warps)
         own = {name: value for name, value in constants.items() if name.isupper()}
