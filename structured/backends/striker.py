@@ -141,9 +141,9 @@ class Striker:
         if state.mode == STRING and guard.is_hot(state):
             return row if self._has_domain(state) else row & self._closing(state, classes, text)
         if state.mode in (STRING, KEY_STRING):
-            if state.mode == KEY_STRING and state.frame is not None:
-                if is_free(state.frame) or state.frame.place.may_forbid_names:
-                    return row & (classes.quoted | self._writing(guard.taken_begun(state, text)))
+            frame = state.frame if state.mode == KEY_STRING else None
+            if frame is not None and (is_free(frame) or frame.place.may_forbid_names):
+                return row & (classes.quoted | self._writing(guard.taken_begun(state, text)))
             return row & self._several(classes)
         if state.mode == SCALAR and not self._has_domain(state) and not guard.place_of(state).is_numeric:
             return row & classes.ending

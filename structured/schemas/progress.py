@@ -19,6 +19,8 @@ from manta.structured.schemas.patterns import are_disjoint, of_beginning
 
 MAX_PLACES = 10_000
 """Most places, and verdicts on values, that are remembered. Beyond it all are forgotten."""
+MAX_FOLLOWING = 100
+"""Most sets of properties of an object for which it is remembered which may follow."""
 MAX_UNLISTED = 4
 """Most properties that no schema lists before all that are needed have come."""
 _COMBINING = frozenset(["$ref", "allOf", "anyOf"])
@@ -85,7 +87,7 @@ class Way:
         self._most = smallest(conjuncts, "maxProperties", math.inf)
         self._space = space
         self._names: dict[str, bytes] | None = None
-        self._taken: dict[str, bool] = {}
+        self._taken: dict[tuple[int, ...], bool] = {}
         self._begun: dict[str, bool] = {}
         closed = [each for each in conjuncts if each.get("additionalProperties") is False]
         self.is_closed = bool(closed)
@@ -103,11 +105,11 @@ class Way:
 
     def takes(self, name: str) -> bool:
         """Whether there may be a property of this name, as far as that is known."""
-        if name not in self._taken:
-            if len(self._taken) >= MAX_PLACES:
-                self._taken.clear()
-            self._taken[name] = not self._space.prover.is_empty(self.property_schemas(name))
-        return self._taken[name]
+        schemas = self.property_schemas(name)
+        key = tuple(map(id, schemas))
+        if key not in self._taken:
+            self._taken[key] = not self._space.prover.is_empty(schemas)
+        return self._taken[key]
 
     def room(self, names: frozenset[str]) -> float:
         """Returns how many properties may follow these besides those that are needed; below 0 if the needed ones are
@@ -154,6 +156,7 @@ class Ways:
         self._within: dict[tuple[Any, ...], Ways] = {}
         self._left: dict[tuple[Any, ...], tuple[int, ...]] = {}
         self._apart: dict[str | int, bool] = {}
+        self._following: dict[tuple[tuple[int, ...], frozenset[str]], dict[str, bytes] | None] = {}
 
     def begun(self, kind: str) -> Progress:
         """Returns the progress of an object or array that begins here."""
@@ -202,6 +205,17 @@ class Ways:
                 self._left.clear()
             self._left[known] = found
         return found
+
+    def following(self, left: tuple[int, ...], names: frozenset[str]) -> dict[str, bytes] | None:
+        """Returns the names that may follow in one of the ways that are left; None if they are not listed."""
+        key = (left, names)
+        if key not in self._following:
+            if len(self._following) >= MAX_FOLLOWING:
+                self._following.clear()
+            found = [self.ways[index].following(names) for index in left]
+            merged = {name: text for each in found for name, text in (each or {}).items()}
+            self._following[key] = None if None in found else merged
+        return self._following[key]
 
     @property
     def types(self) -> frozenset[str]:
@@ -278,13 +292,7 @@ class Progress(NamedTuple):
 
     def following(self) -> dict[str, bytes] | None:
         """Returns the names that may follow, each with its text in JSON; None if they are not listed."""
-        found: dict[str, bytes] = {}
-        for index in self.left:
-            names = self.place.ways[index].following(self.names)
-            if names is None:
-                return None
-            found |= names
-        return found
+        return self.place.following(self.left, self.names)
 
     def may_begin(self, text: bytes) -> bool:
         """Whether a name may follow whose text in JSON begins so, with a quote."""

@@ -201,7 +201,7 @@ BRANCHES: list[tuple[dict[str, Any], list[dict[str, Any]], list[dict[str, Any]]]
     (
         {
             "type": "object",
-            "properties": dict.fromkeys("abc", {"type": "integer"}),
+            "properties": {name: {"type": "integer"} for name in "abc"},
             "anyOf": [{"required": ["a", "b"]}, {"required": ["c"]}],
         },
         [{"a": 1, "b": 2}, {"c": 3}, {"c": 3, "a": 1}],
@@ -281,6 +281,55 @@ def test_what_several_schemas_describe_may_come_in_any_order(
     values = [json.loads(text) for text in walks if text is not None]
     assert values
     assert all(map(check.is_valid, values))
+
+
+def _random_value(chooser: random.Random, depth: int) -> Any:
+    simple = ({"const": 1}, {"type": "integer"}, {"enum": ["x", "y"]}, {"type": "string"}, True, {"type": "null"})
+    return _random_object(chooser, depth + 1) if chooser.random() < 0.2 else chooser.choice(simple)
+
+
+def _random_object(chooser: random.Random, depth: int = 0) -> dict[str, Any]:
+    """A schema of objects with the names a, b and c, of one to four schemas."""
+
+    def some(probability: float) -> bool:
+        return chooser.random() < probability
+
+    schema: dict[str, Any] = {"type": "object"}
+    schema["properties"] = {name: _random_value(chooser, depth) for name in "abc" if some(0.6)}
+    schema["required"] = [name for name in "abc" if some(0.4)]
+    if some(0.4):
+        schema["additionalProperties"] = chooser.choice([False, {"type": "integer"}])
+    if some(0.2):
+        schema["patternProperties"] = {chooser.choice(["^a", "^[ab]$", "b"]): _random_value(chooser, depth)}
+    if some(0.15):
+        schema[chooser.choice(["minProperties", "maxProperties"])] = 2
+    if depth < 2:
+        for name in ("anyOf", "oneOf", "allOf"):
+            if some(0.3):
+                schema[name] = [_random_object(chooser, depth + 1) for _ in range(chooser.randint(1, 2))]
+        if some(0.15):
+            schema["not"] = {"required": [chooser.choice("abc")]}
+        if some(0.15):
+            schema |= {"if": {"properties": {"a": {"const": 1}}, "required": ["a"]}, "then": {"required": ["b"]}}
+    return schema
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_random_objects_in_any_order_are_judged_as_jsonschema_does(seed: int) -> None:
+    chooser = random.Random(seed)
+    values: list[Any] = [1, "x", None, {}, {"a": 1}, {"b": "x", "a": 1}, {"c": 1}]
+    for _ in range(3):
+        schema = _random_object(chooser)
+        try:
+            grammar = grammar_of(schema, any_whitespace=False, additional_properties="as_schema", property_order="any")
+        except ConstraintError:  # nothing satisfies it
+            continue
+        check = validator(schema)
+        for _ in range(20):
+            names = chooser.sample(["a", "b", "c", "z"], chooser.randrange(5))
+            value = {name: chooser.choice(values) for name in names}
+            text = json.dumps(value)
+            assert accepts_text(grammar, text) == check.is_valid(value), (schema, text)
 
 
 def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
