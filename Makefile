@@ -9,6 +9,7 @@
 #   make fuzz [MINUTES=10] [SEED=1]         random cases against the plain engine; CASE=file runs one again
 #   make fuzz ARGS=--http [MINUTES=10]     clients of all kinds, good and hostile, against a live server
 #   make fuzz ARGS=--numbers [MINUTES=10]  extreme numbers in schemas, options and a model's files
+#   make families                          a table of every decoder of transformers: served, or refused and why
 #   make soak [MINUTES=30]                  memory and delays of a server under constant mixed load
 #   make package [PACKAGE=folder]           sdist and wheel in .work/package/dist, tried in an empty environment
 #   make lint | make clean | make constraints
@@ -29,7 +30,7 @@ LOG := .venv/install.log
 
 export RAY_USAGE_STATS_ENABLED := 0
 
-.PHONY: serve test lint bench gpu-check prove fuzz soak check clean install package constraints
+.PHONY: serve test lint bench gpu-check prove families fuzz soak check clean install package constraints
 .DEFAULT_GOAL := serve
 
 # Tests start hundreds of processes. Where this is set, as in many containers, each would compile all its sources anew,
@@ -78,6 +79,9 @@ gpu-check: $(if $(GPU_PYTHON),,$(STAMP))
 
 prove: $(STAMP)
 	MANTA_PROVE=1 $(BIN)/python -m pytest --timeout 1800 $(ARGS)
+
+families: $(STAMP)
+	@$(BIN)/python -m tests.families $(ARGS)
 
 fuzz: $(STAMP)
 	@$(BIN)/python -m tests.fuzz $(if $(MINUTES),--minutes '$(MINUTES)') $(if $(SEED),--seed '$(SEED)') $(if $(CASE),--case '$(CASE)') $(ARGS)

@@ -27,7 +27,7 @@ from ray._private.node import Node
 from ray._raylet import AuthenticationTokenLoader  # type: ignore[attr-defined]
 
 from manta.cluster.private_folder import PrivateFolder
-from manta.workers.host import num_cores
+from manta.structured.host import num_cores
 
 STOP_PATIENCE_S = 15.0
 """Seconds after which processes that were asked to end are killed."""

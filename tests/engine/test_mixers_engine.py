@@ -22,6 +22,8 @@ KINDS = (
     "mamba",
     "falcon_mamba",
     "kimi_linear",
+    "olmo_hybrid",
+    "minimax",
 )
 HISTORIES: dict[str, dict[str, Any]] = {
     "cold": {},

@@ -286,6 +286,14 @@ def fuzzes(command: str, manual: Manual) -> None:
         assert "seeds from 1" in manual.run(f"{line} --count 2")
 
 
+def judges_families(command: str, manual: Manual) -> None:
+    """In `make prove` one model type, which is refused before a model is made."""
+    line = manual.recipe(command)[-1]
+    assert "-m tests.families" in line
+    if PROVE:
+        assert "bart: refused" in manual.run(f"{line} bart")
+
+
 def installs_clients(command: str, manual: Manual) -> None:
     """The page has a row for each package, with its version."""
     folder = shlex.split(command)[-1]
@@ -454,6 +462,7 @@ COMMANDS: dict[str, Callable[[str, Manual], None]] = {
     "make prove": runs_tests,
     "make lint": lints,
     "make gpu-check": checks_a_gpu,
+    "make families": judges_families,
     "make fuzz": fuzzes,
     "make fuzz MINUTES=10 SEED=1": fuzzes,
     "make fuzz ARGS=--http": fuzzes,

@@ -127,6 +127,18 @@ ATTENTION_CASES: dict[str, Case] = {
             "final_logit_softcapping": 5.0,
         },
     ),
+    "gemma4, experts": Case(
+        "Gemma4TextConfig",
+        GEMMA4
+        | {
+            "hidden_size_per_layer_input": 0,
+            "enable_moe_block": True,
+            "num_experts": 4,
+            "top_k_experts": 2,
+            "moe_intermediate_size": 32,
+        },
+        {"choice of two experts": {"top_k_experts": 1}} | NO_WINDOW,
+    ),
     "minicpm3": Case(
         "MiniCPM3Config",
         LATENT | {"scale_depth": 0.5, "scale_emb": 9.0, "dim_model_base": 256, "tie_word_embeddings": False},

@@ -159,6 +159,28 @@ RECURRENT_CASES: dict[str, Case] = {
             "scaled shares": {"routed_scaling_factor": 1.0},
         },
     ),
+    "minimax": Case(
+        "MiniMaxConfig",
+        {
+            "head_dim": 16,
+            "layer_types": ["linear_attention", "full_attention"] * 2,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "full_attn_alpha_factor": 1.7,
+            "full_attn_beta_factor": 0.8,
+            "linear_attn_alpha_factor": 1.5,
+            "linear_attn_beta_factor": 1.2,
+            "mlp_alpha_factor": 1.4,
+            "mlp_beta_factor": 0.7,
+            "rope_parameters": ROPE,
+        },
+        {"choice of two experts": {"num_experts_per_tok": 1}}
+        | {
+            f"{part}'s {name}": {f"{part}_{name}_factor": 1.0}
+            for part in ("full_attn", "linear_attn", "mlp")
+            for name in ("alpha", "beta")
+        },
+    ),
     "mamba2": Case("Mamba2Config", {"num_heads": 8, "head_dim": 16, "state_size": 12, "n_groups": 2}),
     "mamba": Case("MambaConfig", {"state_size": 12, "tie_word_embeddings": False}),
     "falcon_mamba": Case(
@@ -184,6 +206,21 @@ RECURRENT_CASES: dict[str, Case] = {
     ),
     "qwen3_5_moe": Case(
         "Qwen3_5MoeTextConfig", DELTA | SHARED_EXPERT, {"choice of two experts": {"num_experts_per_tok": 1}}
+    ),
+    "olmo_hybrid": Case(
+        "OlmoHybridConfig",
+        HYBRID
+        | {
+            "linear_num_key_heads": 2,
+            "linear_num_value_heads": 4,
+            "linear_key_head_dim": 12,
+            "linear_value_head_dim": 6,  # transformers writes the three convolutions with equal sizes
+            "rope_parameters": ROPE,
+        },
+        {
+            "negative eigenvalues": {"linear_allow_neg_eigval": False},
+            "positions": {"rope_parameters": None},
+        },
     ),
     "qwen3_5": Case(
         "Qwen3_5TextConfig",

@@ -51,6 +51,18 @@ WITHOUT_PARTS: dict[str, dict[str, Callable[[torch.Tensor], torch.Tensor]]] = {
         "o_norm.weight": torch.ones_like,
         "e_score_correction_bias": lambda bias: bias + torch.tensor([3.0, 0, 0, 0, 0, 0, 0, 3.0]),
     },
+    "olmo_hybrid": {
+        "k_conv1d.weight": lambda kernel: kernel * torch.tensor([0.0, 0, 0, 1]),
+        "A_log": lambda rates: rates + 5,
+        "g_proj.weight": torch.zeros_like,
+        "o_norm.weight": torch.ones_like,
+        "feedforward_layer_norm.weight": torch.ones_like,
+    },
+    "minimax": {
+        "slope_rate": lambda slopes: slopes + 5,
+        "output_gate.weight": torch.zeros_like,
+        "self_attn.norm.weight": torch.ones_like,
+    },
     "nemotron_h": {"A_log": lambda rates: rates + 5, "mixer.norm.weight": torch.ones_like},
 }
 """The tensors of each family without whose effect the tokens must differ, and what stands in their place."""

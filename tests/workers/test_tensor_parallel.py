@@ -175,9 +175,10 @@ def test_two_ranks_split_every_kind_of_layer(two: RankProcesses, kind: str) -> N
         "qwen3_next",
         "granite_hybrid",
         "jamba",
+        "minimax",
         *(
             pytest.param(kind, marks=pytest.mark.prove)
-            for kind in ("qwen3_5", "falcon_h1", "nemotron_h", "mamba2", "lfm2")
+            for kind in ("qwen3_5", "falcon_h1", "nemotron_h", "mamba2", "lfm2", "olmo_hybrid", "gemma4, experts")
         ),
     ],
 )

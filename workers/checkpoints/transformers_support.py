@@ -33,8 +33,16 @@ _BLOOM_POSITIONS = 2048
 """Number of positions that Bloom was trained on. Its configuration may name another in `seq_length`."""
 _MPT_COMPUTED = {"alibi": True, "alibi_bias_max": 8, "prefix_lm": False, "qk_ln": False}
 """The options of MPT's attention with the only values that transformers implements."""
-_WITH_SINKS = {"GptOssForCausalLM"}
-"""Architectures with attention sinks that their configuration does not show. The probe after loading finds others."""
+_POSITIONS_AFTER_PADDING = {
+    "camembert",
+    "data2vec-text",
+    "roberta",
+    "roberta-prelayernorm",
+    "xlm-roberta",
+    "xlm-roberta-xl",
+    "xmod",
+}
+"""Model types whose first token has the position after the id of the padding token, as in fairseq."""
 _OLDER_KEYS = ("architectures", "dtype", "torch_dtype", "rope_scaling", "rope_theta", "partial_rotary_factor")
 """Keys that transformers reads although no class of configurations declares them."""
 _SHAPE = (
@@ -86,14 +94,10 @@ def why_unsupported(config: Any, architecture: str) -> str | None:
         return "transformers computes its attention in code of its own, which cannot be replaced by a paged one"
     if getattr(model_class, "_is_stateful", False):
         return "it keeps a recurrent state, and only attention keys and values are cached"
-    if architecture in _WITH_SINKS:
-        return "attention sinks are not implemented"
     if getattr(config, "index_topk", None):
         return "attention over the tokens that an indexer chooses (sparse attention) is not implemented"
     if getattr(config, "kv_lora_rank", None):
         return "multi-head latent attention needs a cache layout of its own"
-    if getattr(config, "attn_logit_softcapping", None):
-        return "soft-capped attention logits are not implemented"
     others = set(getattr(config, "layer_types", None) or ()) - _LAYER_TYPES
     if others:
         return f"layers of type {', '.join(sorted(others))} are not implemented"
@@ -153,6 +157,8 @@ def num_kv_heads(config: Any) -> int:
         return config.num_kv_heads
     if getattr(config, "multi_query", False):
         return 1
+    if config.model_type == "jetmoe":  # repeats them for each expert of a token
+        return config.num_attention_heads
     return getattr(config, "num_key_value_heads", None) or config.num_attention_heads
 
 
@@ -173,7 +179,15 @@ def longest_context(config: Any) -> int | None:
     """Returns the number of positions of the model; None if it names none."""
     if config.model_type == "bloom":
         return getattr(config, "seq_length", None) or _BLOOM_POSITIONS
-    return config.max_seq_len if config.model_type == "mpt" else getattr(config, "max_position_embeddings", None)
+    if config.model_type == "mpt":
+        return config.max_seq_len
+    longest = getattr(config, "max_position_embeddings", None)
+    return longest if longest is None else longest - first_position(config)
+
+
+def first_position(config: Any) -> int:
+    """Returns the position of a sequence's first token."""
+    return config.pad_token_id + 1 if config.model_type in _POSITIONS_AFTER_PADDING else 0
 
 
 def _has_replaceable_attention(model_class: Any) -> bool:

@@ -21,7 +21,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from manta.structured.visible_logs import logger_of
 from manta.workers.checkpoints.memory import weight_files
-from manta.workers.checkpoints.transformers_support import OWN_ATTENTION, uses_alibi
+from manta.workers.checkpoints.transformers_support import OWN_ATTENTION, first_position, uses_alibi
 from manta.workers.decoders.alibi import Alibi
 from manta.workers.decoders.layer_windows import SHRUNK, Windows, observe_windows, shrunk_lengths
 from manta.workers.decoders.own_attention import alibi_bias, is_linear, replace_attention
@@ -41,11 +41,7 @@ logger = logger_of(__name__)
 _COMPUTED_BUFFERS = (".inv_freq", ".attn.bias", ".attention.bias", ".masked_bias", ".position_ids")
 """Ends of the names of buffers that older checkpoints store and that transformers computes."""
 _ATTENTION_NAME = "manta_paged"
-_REFUSED_ARGUMENTS = {
-    "s_aux": "attention sinks",
-    "softcap": "soft-capped attention logits",
-    "position_bias": "attention biases by position",
-}
+_REFUSED_ARGUMENTS = {"position_bias": "attention biases by position"}
 _PROBE_LENS = (SHRUNK * SHRUNK + 8, 11)
 """Tokens of the two sequences of a probe. The first is longer than everything that is shrunk for it."""
 _PROBE_IDS = 97
@@ -107,6 +103,7 @@ class TransformersModel:
         self._places = one_group(config.attends).layers
         causal_model = self._load(folder, dtype, platform, kept)
         self._has_own_attention = causal_model.config.model_type in OWN_ATTENTION
+        self._first_position = first_position(causal_model.config)
         self._alibi = None
         if uses_alibi(causal_model.config):
             bias = alibi_bias(causal_model, config.max_position_embeddings)
@@ -272,8 +269,9 @@ class TransformersModel:
     def forward(self, token_ids: torch.Tensor, metadata: AttentionMetadata, kv_caches: KVCaches) -> torch.Tensor:
         """Final hidden states [num_tokens, hidden] of int64 token_ids [num_tokens]; fills the layers' KV caches."""
         self._metadata, self._kv_caches, self._num_attended = metadata, kv_caches, 0
+        positions = metadata.positions + self._first_position
         output = self._transformer(
-            input_ids=token_ids.unsqueeze(0), position_ids=metadata.positions.unsqueeze(0), use_cache=False
+            input_ids=token_ids.unsqueeze(0), position_ids=positions.unsqueeze(0), use_cache=False
         )
         return output.last_hidden_state[0]
 
@@ -292,8 +290,12 @@ class TransformersModel:
         value: torch.Tensor,
         scale: float | None,
         sliding_window: int | None,
+        sinks: torch.Tensor | None = None,
+        cap: float = 0.0,
     ) -> torch.Tensor:
-        """One layer's attention: query [1, num_heads, num_tokens, head_dim] -> [1, num_tokens, num_heads, head_dim]."""
+        """One layer's attention: query [1, num_heads, num_tokens, head_dim] -> [1, num_tokens, num_heads, head_dim].
+        There may be `sinks` [num_heads] and a soft `cap` of its products.
+        """
         assert self._metadata is not None
         place = self._places[layer]
         assert place is not None
@@ -312,7 +314,7 @@ class TransformersModel:
         k_cache, v_cache = self._kv_caches[layer]
         for cache, new in ((k_cache, key), (v_cache, value)):
             kv_cache.write(cache, metadata.slot_mapping, new[0].transpose(0, 1), metadata.block_size)
-        heads = HeadShape(num_heads, self.config.num_kv_heads, head_dim, scale)
+        heads = HeadShape(num_heads, self.config.num_kv_heads, head_dim, scale, cap)
         attended = self._platform.kernels.paged_attention(
             query[0].transpose(0, 1).reshape(num_tokens, num_heads * head_dim).contiguous(),
             k_cache,
@@ -320,6 +322,7 @@ class TransformersModel:
             metadata,
             heads,
             sliding_window,
+            None if sinks is None else sinks.detach().float().contiguous(),
         )
         self._num_attended += 1
         return attended.view(1, num_tokens, num_heads, head_dim)[..., :value_dim]
@@ -333,6 +336,8 @@ def _attend(
     attention_mask: torch.Tensor | None,
     scaling: float | None = None,
     sliding_window: int | None = None,
+    s_aux: torch.Tensor | None = None,
+    softcap: float | None = None,
     **arguments: Any,
 ) -> tuple[torch.Tensor, None]:
     """transformers' attention function; each module has its `TransformersModel` in `manta_model`."""
@@ -342,7 +347,8 @@ def _attend(
     if attention_mask is not None or not getattr(module, "is_causal", True):
         raise ModelError(f"{type(module).__name__} is not supported: it attends otherwise than causally")
     model, layer = module.manta_model, module.layer_idx
-    return model.attend(layer, query, key, value, scaling, model.window_of(layer, sliding_window)), None
+    window = model.window_of(layer, sliding_window)
+    return model.attend(layer, query, key, value, scaling, window, s_aux, softcap or 0.0), None
 
 
 def _probe_tokens(config: ModelConfig, own: Any) -> list[list[int]]:

@@ -187,8 +187,22 @@ class ExpertsWeights:
     """float32 [num_experts], added to the scores for the choice alone; None for none."""
     shared: GatedMlpWeights | None = None
     """The expert that computes every token; None for none."""
+    share_scales: torch.Tensor | None = None
+    """float32 [num_experts], which multiply the shares of chosen experts; None for none."""
     shared_gate: Linear | None = None
     """hidden -> 1, whose sigmoid multiplies the result of `shared`; in float32. None for none."""
+
+
+@dataclasses.dataclass(slots=True, frozen=True)
+class ExpertsBesideWeights:
+    """The weights of `ExpertsBesideSpec`."""
+
+    experts: ExpertsWeights
+    input_norm: torch.Tensor
+    output_norm: torch.Tensor
+    mlp_norm: torch.Tensor
+    router_norm: torch.Tensor
+    """[hidden], of the norm whose result the router reads."""
 
 
 @dataclasses.dataclass(slots=True, frozen=True)
@@ -220,6 +234,8 @@ class LayerWeights:
     mixer_output_norm: torch.Tensor | None = None
     mlp_output_norm: torch.Tensor | None = None
     is_parallel: bool = False
+    stream_factors: tuple[float, float] | None = None
+    beside: ExpertsBesideWeights | None = None
     own_input: LayerInputWeights | None = None
     scalar: float = 1.0
     """Factor on the residual stream after the layer."""

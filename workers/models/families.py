@@ -30,12 +30,14 @@ from manta.workers.models import (
     mamba,
     mamba2,
     minicpm3,
+    minimax,
     mistral,
     mistral4,
     mixtral,
     nemotron_h,
     olmo2,
     olmo3,
+    olmo_hybrid,
     phi3,
     qwen2,
     qwen3,
@@ -45,6 +47,7 @@ from manta.workers.models import (
     qwen3_next,
     seed_oss,
     smollm3,
+    vaultgemma,
     youtu,
 )
 from manta.workers.models.model_config import ModelConfig
@@ -76,9 +79,11 @@ _MODULES: tuple[Family, ...] = (
     qwen3,
     seed_oss,
     gemma2,
+    vaultgemma,
     gemma3,
     olmo2,
     olmo3,
+    olmo_hybrid,
     smollm3,
     granite,
     glm,
@@ -101,6 +106,7 @@ _MODULES: tuple[Family, ...] = (
     mamba,
     falcon_mamba,
     kimi_linear,
+    minimax,
     deepseek_v2,
     deepseek_v3,
     glm4_moe_lite,
@@ -115,7 +121,7 @@ _MODULES: tuple[Family, ...] = (
 FAMILIES = {family.ARCHITECTURE: family for family in _MODULES}
 """The native families by architecture. To add a dense family, write its module and add it to `_MODULES`."""
 
-OTHER_MODEL_TYPES = ("sarvam_mla", "sarvam_moe")
+OTHER_MODEL_TYPES = ("exaone", "sarvam_mla", "sarvam_moe")
 """Values of `model_type` whose checkpoints name the architecture of a native family, and name its tensors otherwise."""
 
 

@@ -1,6 +1,6 @@
-"""Gemma 4 (Gemma Team, 2026), its text decoder without experts: Gemma 3's pattern of layers with norms of values too.
+"""Gemma 4 (Gemma Team, 2026), its text decoder: Gemma 3's pattern of layers with norms of values too.
 Layers that see everything have wider heads, of which a part rotates. Layers may have inputs of their own, and the last
-ones may read the keys and values of earlier layers.
+ones may read the keys and values of earlier layers. Layers may have experts beside their MLP.
 """
 
 from __future__ import annotations
@@ -9,11 +9,13 @@ import msgspec
 
 from manta.workers.models import llama
 from manta.workers.models.dense import FULL, SLIDING, read_dense, read_head_dim, read_kinds, with_kinds
-from manta.workers.models.model_config import ModelConfig, RopeConfig
+from manta.workers.models.experts import experts, read_num_experts
+from manta.workers.models.model_config import ExpertsConfig, ModelConfig, RopeConfig
 from manta.workers.models.raw_config import MOST_VOCABULARY, RawConfig, RawValue
 from manta.workers.models.specs import (
     AttentionSpec,
     DecoderSpec,
+    ExpertsBesideSpec,
     LayerInputSpec,
     LayerInputsSpec,
     LayerSpec,
@@ -29,11 +31,8 @@ _HEAD_DIM, _GLOBAL_HEAD_DIM, _WINDOW, _ROTATED = 256, 512, 512, 0.25
 
 
 def read_config(raw: RawConfig) -> ModelConfig:
-    """Reads the shape of a model. Raises `ConfigError` as `read_dense` and `read_kinds` do, and for experts."""
-    raw["enable_moe_block"].only(False)
+    """Reads the shape of a model. Raises `ConfigError` as `read_dense` and `read_kinds` do."""
     raw.ignore("hidden_act")
-    for key in ("moe_intermediate_size", "num_experts", "top_k_experts"):
-        raw[key].whole(1)  # of no layer
     if raw["use_bidirectional_attention"].value is not None:
         raw["use_bidirectional_attention"].one_of("vision")  # of pictures alone
     head_dim = read_head_dim(raw, _HEAD_DIM)
@@ -62,12 +61,28 @@ def read_config(raw: RawConfig) -> ModelConfig:
         kv_sources=_read_sources(raw["num_kv_shared_layers"], kinds),
         reader_mlp_factor=2 if is_wide else 1,
         values_are_projected_keys=shares,
+        experts=_read_experts(raw),
         per_layer_size=size,
         per_layer_vocab_size=rows if size else 0,
     )
     config = with_kinds(config, kinds, raw["sliding_window"].whole(_WINDOW), {SLIDING: local, FULL: rope})
     # The table of the layers' inputs has a row of all layers, so a trial needs them all.
     return msgspec.structs.replace(config, num_trial_layers=config.num_layers)
+
+
+def _read_experts(raw: RawConfig) -> ExpertsConfig | None:
+    """Returns the experts of every layer; None if there are none."""
+    if not raw["enable_moe_block"].flag(False):
+        for key in ("moe_intermediate_size", "num_experts", "top_k_experts"):
+            raw[key].whole(1)  # of no layer
+        return None
+    num_experts = read_num_experts(raw, 128, "num_experts")
+    return ExpertsConfig(
+        num_experts=num_experts,
+        num_chosen=raw["top_k_experts"].whole(most=num_experts),
+        intermediate_size=raw["moe_intermediate_size"].whole(),
+        normalises=True,
+    )
 
 
 def _read_global_rope(value: RawValue, head_dim: int) -> RopeConfig:
@@ -157,8 +172,24 @@ def _layer(config: ModelConfig, index: int) -> LayerSpec:
         mlp=llama.mlp(config, f"{prefix}.mlp", inner),
         mixer_output_norm=after,
         mlp_output_norm=after_mlp,
+        beside=None if config.experts is None else _experts(config, prefix),
         own_input=own_input if size else None,
         scalar=f"{prefix}.layer_scalar",
+    )
+
+
+def _experts(config: ModelConfig, prefix: str) -> ExpertsBesideSpec:
+    before, after, after_mlp = (
+        NormSpec(f"{prefix}.{name}", config.hidden_size)
+        for name in ("pre_feedforward_layernorm_2", "post_feedforward_layernorm_2", "post_feedforward_layernorm_1")
+    )
+    return ExpertsBesideSpec(
+        experts=experts(config, prefix, router="router.proj", are_stacked=True),
+        input_norm=before,
+        output_norm=after,
+        mlp_norm=after_mlp,
+        router_scale=f"{prefix}.router.scale",
+        share_scales=f"{prefix}.router.per_expert_scale",
     )
 
 

@@ -34,9 +34,9 @@ def read_config(raw: RawConfig) -> ModelConfig:
 
 
 def describe(config: ModelConfig) -> DecoderSpec:
-    return llama.decoder(config, [_layer(config, index) for index in range(config.num_layers)])
+    return llama.decoder(config, [layer(config, index) for index in range(config.num_layers)])
 
 
-def _layer(config: ModelConfig, index: int) -> LayerSpec:
+def layer(config: ModelConfig, index: int) -> LayerSpec:
     mixture = experts(config, f"model.layers.{index}.block_sparse_moe", names=_NAMES)
     return llama.layer(config, index)._replace(mlp=mixture)

@@ -27,18 +27,18 @@ def with_biases(raw: RawConfig, config: ModelConfig) -> ModelConfig:
 
 
 def describe(config: ModelConfig) -> DecoderSpec:
-    return llama.decoder(config, [_layer(config, index) for index in range(config.num_layers)])
+    return llama.decoder(config, [layer(config, index) for index in range(config.num_layers)])
 
 
-def _layer(config: ModelConfig, index: int) -> LayerSpec:
-    layer = llama.layer(config, index)
+def layer(config: ModelConfig, index: int) -> LayerSpec:
+    usual = llama.layer(config, index)
     prefix, hidden = f"model.layers.{index}", config.hidden_size
     query_size, key_size = (count * config.head_dim for count in (config.num_heads, config.num_kv_heads))
-    attention = layer.attention._replace(
+    attention = usual.attention._replace(
         q_norm=NormSpec(f"{prefix}.self_attn.q_norm", query_size, split=Split.QUERY_HEADS),
         k_norm=NormSpec(f"{prefix}.self_attn.k_norm", key_size, split=Split.KV_HEADS),
     )
-    return layer._replace(
+    return usual._replace(
         input_norm=None,
         mixer=attention,
         mixer_output_norm=NormSpec(f"{prefix}.post_attention_layernorm", hidden),

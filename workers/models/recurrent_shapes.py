@@ -19,6 +19,7 @@ class RecurrentKind(enum.Enum):
     KIMI_DELTA = "kimi_delta"
     STATE_SPACE = "state_space"
     SELECTIVE_SCAN = "selective_scan"
+    LIGHTNING = "lightning"
 
 
 class StateShape(msgspec.Struct, frozen=True):
@@ -58,6 +59,8 @@ class DeltaShape(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     width: int
     """Tokens that the convolution of queries, keys and values sees."""
     norm_eps: float
+    beta_scale: float = 1.0
+    """Factor on the rates of the delta rule; with 2 a state may change its sign (Grazzi et al., 2025)."""
 
     @property
     def sizes(self) -> tuple[int, int, int]:
@@ -153,4 +156,21 @@ class SelectiveShape(msgspec.Struct, frozen=True, kw_only=True, tag=True):
         return msgspec.structs.replace(self, channels=self.channels // num_ranks)
 
 
-RecurrentShape = DeltaShape | StateSpaceShape | SelectiveShape
+class LightningShape(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Lightning attention (MiniMax, 2025)."""
+
+    num_heads: int
+    head_dim: int
+    norm_eps: float = 1e-6
+    """The constant in the norm of the results of all heads together."""
+
+    @property
+    def state(self) -> StateShape:
+        """The states of the heads."""
+        return StateShape(((self.num_heads, self.head_dim, self.head_dim),))
+
+    def share(self, num_ranks: int) -> LightningShape:
+        return msgspec.structs.replace(self, num_heads=self.num_heads // num_ranks)
+
+
+RecurrentShape = DeltaShape | StateSpaceShape | SelectiveShape | LightningShape

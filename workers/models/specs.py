@@ -45,6 +45,8 @@ class NormSpec(NamedTuple):
     """The order in which the numbers of a head's norm are read, that of the head's rows."""
     is_stored: bool = True
     """Whether there is a tensor. Otherwise the weight is one."""
+    elsewhere: str | None = None
+    """The name in checkpoints that store it under another one; None if all have one name."""
 
 
 class TensorSpec(NamedTuple):
@@ -403,6 +405,28 @@ class ExpertsSpec(NamedTuple):
             yield self.shared_gate
 
 
+class ExpertsBesideSpec(NamedTuple):
+    """Experts beside a layer's MLP (Gemma 4). They read the residual stream that the MLP reads, after a norm of their
+    own, and each of the two results has a norm before they are summed.
+    """
+
+    experts: ExpertsSpec
+    input_norm: NormSpec
+    output_norm: NormSpec
+    mlp_norm: NormSpec
+    """The norm of the MLP's result."""
+    router_scale: str
+    """The tensor [hidden] that multiplies the normed rows of the router."""
+    share_scales: str
+    """The tensor [num_experts] that multiplies the shares of chosen experts."""
+
+    def linears(self) -> Iterator[LinearSpec]:
+        yield from self.experts.linears()
+
+    def norms(self) -> Iterator[NormSpec]:
+        yield from (self.input_norm, self.output_norm, self.mlp_norm)
+
+
 class LayerInputSpec(NamedTuple):
     """The part that a layer adds to the residual stream after its MLP (Gemma 4):
     `norm(projection(activation(gate(stream)) * input))`, where the input is the layer's own.
@@ -440,6 +464,12 @@ class LayerSpec(NamedTuple):
     mlp_output_norm: NormSpec | None = None
     is_parallel: bool = False
     """Whether the MLP gets what attention gets, the residual stream before it after `input_norm`."""
+    stream_factors: tuple[float, float] | None = None
+    """Factors on the norms before mixer and MLP, whose results replace the residual stream (MiniMax); None leaves the
+    stream as it is.
+    """
+    beside: ExpertsBesideSpec | None = None
+    """Experts beside the MLP; None for none."""
     own_input: LayerInputSpec | None = None
     """The sum's part of the layer's own input; None in families without it."""
     scalar: str | None = None
@@ -457,12 +487,14 @@ class LayerSpec(NamedTuple):
         yield from (norm for norm in around if norm is not None)
         if self.own_input is not None:
             yield self.own_input.norm
+        if self.beside is not None:
+            yield from self.beside.norms()
         if self.mixer is not None:
             yield from self.mixer.norms()
 
     def linears(self) -> Iterator[LinearSpec]:
         """Yields every linear of the layer."""
-        for part in (self.mixer, self.mlp, self.own_input):
+        for part in (self.mixer, self.mlp, self.beside, self.own_input):
             if part is not None:
                 yield from part.linears()
 

@@ -22,11 +22,13 @@ class Variant(enum.Enum):
     PARALLEL = "attention and MLP side by side"
     LAYER_NORMS = "norms that subtract the mean"
     RESIDUAL_SCALE = "scaled residuals"
+    NORMED_STREAM = "norms that replace the residual stream"
     OUTER_SCALES = "scaled embeddings or logits"
     FINAL_CAP = "soft caps on logits"
     ACTIVATION = "gates other than SiLU"
     ROPES = "positions that differ by layer"
     EXPERTS = "experts"
+    EXPERTS_BESIDE = "experts beside an MLP"
     OTHER_ROUTERS = "routers other than a softmax over the experts"
     GATED_ATTENTION = "gates on the results of attention"
     SHORT_CONV = "short convolutions"
@@ -45,21 +47,23 @@ OUTSIDE_OF_LAYERS = frozenset(
 """Variants that any loop over Llama's layers computes: they are in linears, in rotary tables, or outside of layers."""
 
 
-_ON_CPUS_ONLY = frozenset(
-    {
-        Variant.LATENT,
-        Variant.CHUNKS,
-        Variant.QUERY_GROWTH,
-        Variant.OTHER_HEADS,
-        Variant.LAYER_INPUTS,
-        Variant.SHORT_CONV,
-        Variant.RECURRENT,
-    }
-)
-"""Variants that only CPUs compute."""
 NOT_COMPUTED: dict[str, frozenset[Variant]] = {
-    "cuda": _ON_CPUS_ONLY,
-    "tpu": _ON_CPUS_ONLY | {Variant.GATED_ATTENTION, Variant.OTHER_ROUTERS},
+    "cuda": frozenset(),
+    "tpu": frozenset(
+        {
+            Variant.LATENT,
+            Variant.CHUNKS,
+            Variant.QUERY_GROWTH,
+            Variant.OTHER_HEADS,
+            Variant.LAYER_INPUTS,
+            Variant.EXPERTS_BESIDE,
+            Variant.NORMED_STREAM,
+            Variant.SHORT_CONV,
+            Variant.RECURRENT,
+            Variant.GATED_ATTENTION,
+            Variant.OTHER_ROUTERS,
+        }
+    ),
 }
 """Variants that a device does not compute, by the name of the device."""
 
@@ -77,10 +81,12 @@ def variants_of(config: ModelConfig) -> frozenset[Variant]:
         Variant.PARALLEL: any(layer.is_parallel for layer in layers),
         Variant.LAYER_NORMS: config.has_layer_norms,
         Variant.RESIDUAL_SCALE: config.residual_scale != 1,
+        Variant.NORMED_STREAM: bool(config.stream_factors),
         Variant.OUTER_SCALES: (config.embedding_scale, config.logits_scale) != (1, 1),
         Variant.FINAL_CAP: config.final_cap != 0,
         Variant.ACTIVATION: config.activation != "silu",
         Variant.EXPERTS: config.experts is not None,
+        Variant.EXPERTS_BESIDE: any(layer.beside is not None for layer in layers),
         Variant.OTHER_ROUTERS: config.experts is not None and not _is_plain_router(config.experts),
         Variant.GATED_ATTENTION: any(attention.gate is not None for attention in of_heads),
         Variant.LATENT: config.latent is not None,

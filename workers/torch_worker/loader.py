@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import pathlib
-from collections.abc import Sequence
+from collections.abc import Iterable
 from typing import Protocol, overload
 
 import torch
@@ -32,6 +32,7 @@ from manta.workers.kernels.weights import (
     DecoderWeights,
     Embedding,
     Experts,
+    ExpertsBesideWeights,
     ExpertsWeights,
     GatedMlpWeights,
     LatentAttentionWeights,
@@ -48,10 +49,12 @@ from manta.workers.kernels.weights import (
     SideBySideWeights,
 )
 from manta.workers.models.families import describe
-from manta.workers.models.model_config import ModelConfig
+from manta.workers.models.model_config import ExpertsConfig, ModelConfig
+from manta.workers.models.recurrent_shapes import LightningShape
 from manta.workers.models.specs import (
     AttentionSpec,
     DecoderSpec,
+    ExpertsBesideSpec,
     ExpertsSpec,
     GatedMlpSpec,
     LatentAttentionSpec,
@@ -151,13 +154,14 @@ def _check_all_used(checkpoint: Checkpoint, config: ModelConfig) -> None:
 
 
 def _unread(config: ModelConfig) -> list[str]:
-    """Returns how the names of tensors begin that layers without keys and values of their own may have."""
+    """Returns how the names of tensors begin that the checkpoint may have and no layer needs: those of keys and values
+    of layers that read others', and what is computed of other tensors.
+    """
     readers = [layer for layer, source in enumerate(config.kv_sources) if layer != source]
-    return [
-        f"model.layers.{layer}.self_attn.{name}"
-        for layer in readers
-        for name in ("k_proj.", "v_proj.", "k_norm.", "v_norm.")
-    ]
+    names = ["k_proj.", "v_proj.", "k_norm.", "v_norm."]
+    if isinstance(config.recurrent, LightningShape):  # transformers writes powers of each slope
+        readers, names = [*range(config.num_layers)], ["query_decay", "key_decay", "diagonal_decay"]
+    return [f"model.layers.{layer}.self_attn.{name}" for layer in readers for name in names]
 
 
 class _WeightPlatform(Protocol):
@@ -167,7 +171,7 @@ class _WeightPlatform(Protocol):
 
     def make_linear(self, weight: LinearWeight) -> Linear: ...
 
-    def join_experts(self, experts: Sequence[GatedMlpWeights], scales_inputs: bool) -> Experts: ...
+    def join_experts(self, experts: Iterable[GatedMlpWeights], config: ExpertsConfig, activation: str) -> Experts: ...
 
     def place_weight(self, view: torch.Tensor, dtype: torch.dtype) -> torch.Tensor: ...
 
@@ -238,6 +242,8 @@ class _WeightLoader:
             self._norm(spec.mixer_output_norm),
             self._norm(spec.mlp_output_norm),
             spec.is_parallel,
+            spec.stream_factors,
+            None if spec.beside is None else self._beside(spec.beside),
             None if spec.own_input is None else self._layer_input(spec.own_input),
             1.0 if spec.scalar is None else self._scalar(spec.scalar),
         )
@@ -249,16 +255,32 @@ class _WeightLoader:
     def _mlp(self, spec: GatedMlpSpec | ExpertsSpec) -> GatedMlpWeights | ExpertsWeights:
         if isinstance(spec, GatedMlpSpec):
             return GatedMlpWeights(self._linear(spec.gated), self._linear(spec.down))
-        assert self._config.experts is not None
-        experts = [self._own_mlp(each) for each in spec.experts]
+        return self._experts(spec)
+
+    def _beside(self, spec: ExpertsBesideSpec) -> ExpertsBesideWeights:
+        hidden = self._config.hidden_size
+        scale = self.linears.read_vector(spec.router_scale, hidden, Split.NOTHING).float() * hidden**-0.5
+        experts = dataclasses.replace(self._experts(spec.experts), share_scales=self._of_experts(spec.share_scales))
+        return ExpertsBesideWeights(
+            experts,
+            self._norm(spec.input_norm),
+            self._norm(spec.output_norm),
+            self._norm(spec.mlp_norm),
+            self._platform.place_weight(scale, self._dtype),
+        )
+
+    def _experts(self, spec: ExpertsSpec) -> ExpertsWeights:
+        config = self._config.experts
+        assert config is not None
+        activation = spec.experts[0].gated.activation or self._config.activation
         return ExpertsWeights(
-            self._config.experts,
+            config,
             self._plain_linear(spec.router),
-            self._platform.join_experts(experts, self._config.experts.scales_inputs),
+            self._platform.join_experts(map(self._own_mlp, spec.experts), config, activation),
             self._group.all_reduce,
-            None if spec.choice_bias is None else self._choice_bias(spec.choice_bias),
+            None if spec.choice_bias is None else self._of_experts(spec.choice_bias),
             None if spec.shared is None else self._own_mlp(spec.shared),
-            None if spec.shared_gate is None else self._plain_linear(spec.shared_gate),
+            shared_gate=None if spec.shared_gate is None else self._plain_linear(spec.shared_gate),
         )
 
     def _own_mlp(self, spec: GatedMlpSpec) -> GatedMlpWeights:
@@ -274,10 +296,11 @@ class _WeightLoader:
         self._checkpoint.release()
         return TorchLinear(dense, bias)
 
-    def _choice_bias(self, name: str) -> torch.Tensor:
+    def _of_experts(self, name: str) -> torch.Tensor:
+        """Returns a tensor with a number for each expert, in float32."""
         assert self._config.experts is not None
-        bias = self.linears.read_vector(name, self._config.experts.num_experts, Split.NOTHING)
-        return self._platform.place_weight(bias, torch.float32)
+        numbers = self.linears.read_vector(name, self._config.experts.num_experts, Split.NOTHING)
+        return self._platform.place_weight(numbers, torch.float32)
 
     def _latent_attention(self, spec: LatentAttentionSpec) -> LatentAttentionWeights:
         shape = self._config.latent
@@ -353,7 +376,9 @@ class _WeightLoader:
             return None
         if not spec.is_stored:
             return self._platform.place_weight(torch.ones(spec.size), self._dtype)
-        weight = self._checkpoint.view(f"{spec.name}.weight", (spec.size,))
+        other = None if spec.elsewhere is None else f"{spec.elsewhere}.weight"
+        name = other if other is not None and other in self._checkpoint else f"{spec.name}.weight"
+        weight = self._checkpoint.view(name, (spec.size,))
         if spec.order is not None:
             weight = weight[spec.order.rows(spec.size)]
         return self._platform.place_weight(weight.float() + 1 if spec.adds_one else weight, self._dtype)

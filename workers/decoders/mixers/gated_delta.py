@@ -35,11 +35,13 @@ def gated_delta(
     heads = shape.num_value_heads
     mixed, gate, beta, time = projected.split([sum(shape.sizes), shape.sizes[2], heads, heads], dim=-1)
     mixed = kernels.convolve(mixed, tensors["kernel"], None, channels_of(states[0]), step, activates=True)
+    beta = kernels.sigmoid(beta)
     outputs = kernels.recur(
         RecurrentInputs(
             *delta_heads(mixed, shape, kernels),
             log_decay=tensors["rates"] * kernels.softplus(time, tensors["time_bias"]),
-            beta=kernels.sigmoid(beta),
+            beta=beta if shape.beta_scale == 1 else beta * shape.beta_scale,
+            dtype=x.dtype,
         ),
         states[1],
         step,

@@ -1,0 +1,66 @@
+"""The table of all decoders of the installed transformers: equal in every history, or refused with which sentence.
+
+    python -m tests.families              # all of them, going on where an interrupted run of the same sources stopped
+    python -m tests.families gpt2 llama   # some of them, whatever was found before
+
+The table is written to `benchmarks/results/`.
+"""
+
+from __future__ import annotations
+
+import datetime
+import os
+import pathlib
+import sys
+
+import msgspec
+
+from tests.families.children import verdicts
+from tests.families.judge import Verdict
+from tests.families.tiny import MODEL_TYPES
+from tests.prove import source_key
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+
+
+def table(found: list[Verdict]) -> str:
+    """Returns the table in Markdown: counts, then a row for each model type."""
+    counts = {result: sum(each.result == result for each in found) for result in dict.fromkeys(v.result for v in found)}
+    lines = [
+        f"{len(found)} model types: " + ", ".join(f"{count} {result}" for result, count in counts.items()) + ".",
+        "",
+    ]
+    lines += ["| model type | architecture | result | difference | why |", "| --- | --- | --- | --- | --- |"]
+    for each in sorted(found, key=lambda verdict: (list(counts).index(verdict.result), verdict.model_type)):
+        difference = "" if each.difference is None else f"{each.difference:.0e}"
+        reason = each.reason.replace("|", "/")
+        lines.append(f"| {each.model_type} | {each.architecture} | {each.result} | {difference} | {reason} |")
+    return "\n".join(lines) + "\n"
+
+
+def main(names: list[str]) -> int:
+    import transformers
+
+    record = ROOT / ".prove" / f"families-{source_key(ROOT)}.jsonl"
+    record.parent.mkdir(exist_ok=True)
+    lines = record.read_bytes().splitlines() if record.exists() and not names else []
+    found = {each.model_type: each for each in (msgspec.json.decode(line, type=Verdict) for line in lines)}
+    for verdict in verdicts(name for name in names or MODEL_TYPES if name not in found):
+        found[verdict.model_type] = verdict
+        print(f"{verdict.model_type}: {verdict.result} {verdict.reason} ({verdict.seconds:g} s)", flush=True)
+        if not names:
+            with record.open("ab") as file:
+                file.write(msgspec.json.encode(verdict) + b"\n")
+    if not names:
+        today = datetime.date.today().isoformat()
+        heading = f"# The decoders of transformers {transformers.__version__} on {today}\n\n"
+        how = "`python -m tests.families`; [what is compared](../../tests/families/judge.py).\n\n"
+        path = ROOT / "benchmarks" / "results" / f"families-{today}.md"
+        path.write_text(heading + how + table(list(found.values())))
+        print(f"wrote {path.relative_to(ROOT)}")
+    return int(any(verdict.result in ("different", "died") for verdict in found.values()))
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")
+    sys.exit(main(sys.argv[1:]))

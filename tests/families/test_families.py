@@ -1,0 +1,98 @@
+"""Each decoder of the installed transformers is served with transformers' tokens, or refused by a sentence."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.families.children import Child
+from tests.families.judge import judge
+from tests.families.tiny import MODEL_TYPES, MODELS_WITH_PICTURES, architecture_of
+
+REFUSED_NAMES = (
+    # Encoders and decoders.
+    "bart bigbird_pegasus blenderbot blenderbot-small marian mbart musicgen musicgen_melody mvp pegasus plbart "
+    "prophetnet whisper "
+    # Attention in code of transformers' own that nothing here replaces.
+    "big_bird cpmant gpt_neox_japanese megatron-bert openai-gpt reformer rembert roformer rwkv trocr xlm xlnet xlstm "
+    # Recurrent states without a native form.
+    "bailing_hybrid deepseek_v4 lara_mini qwen4_exp qwen4_exp_text recurrent_gemma zamba zamba2 zaya lfm3 "
+    "inkling2_loop_text inkling2_text inkling_text "
+    # An indexer chooses the tokens that attention reads.
+    "axk2 deepseek_v32 dots3_note_text glm_moe_dsa hy_v4 "
+    # Latent attention without a native form.
+    "axk1 longcat_flash sarvam_mla "
+    # Layers that differ in their heads.
+    "gemma4_unified_text mimo_v2_flash "
+    # Pictures or sounds, whose text decoder has no native form.
+    "emu3 fuyu gemma3n gemma3n_text gemma4_unified gemma4_unified_assistant got_ocr2 mllama moss_transcribe_diarize "
+    "phi4_multimodal "
+    # A model of bytes in patches.
+    "blt "
+)
+"""Model types that are refused before weights are read."""
+REFUSED_LATE_NAMES = (
+    # Attention that a layer calls twice, masks of their own, a cache that forgets positions which the mask shows.
+    "diffllama doge dory git hrm_text moshi"
+)
+"""Model types that are refused by what they turn out to do."""
+LEFT_OUT = ("dots3_note", "gemma4_assistant")
+"""Model types of which transformers makes no tiny configuration by rules: the text of one is tried by itself, and the
+other is a drafter.
+"""
+SERVED_WITH_PICTURES = (
+    "aya_vision",
+    "cohere2_vision",
+    "gemma3",
+    "gemma4",
+    "internvl",
+    "llama4",
+    "llava",
+    "mistral3",
+    "mistral4",
+    "qwen3_5",
+    "qwen3_5_moe",
+)
+CHEAP = ("gpt2", "olmo_hybrid", "minimax", "aya_vision", "bart", "deepseek_v32", "doge")
+"""Model types of every run: through transformers, natively, with pictures, and three ways to be refused."""
+
+
+def expected(model_type: str) -> set[str]:
+    """The results that are right for a model type."""
+    if model_type in LEFT_OUT:
+        return {"left out"}
+    if model_type in REFUSED_LATE_NAMES.split():
+        return {"refused late"}
+    has_pictures_alone = model_type in MODELS_WITH_PICTURES and model_type not in SERVED_WITH_PICTURES
+    if model_type in REFUSED_NAMES.split() or has_pictures_alone:
+        return {"refused", "left out"} if has_pictures_alone else {"refused"}
+    return {"native", "through transformers"}
+
+
+@pytest.mark.parametrize("model_type", CHEAP)
+def test_a_decoder_is_served_with_the_tokens_of_transformers_or_refused(model_type: str) -> None:
+    if model_type not in MODEL_TYPES:
+        pytest.skip("this transformers has no such model")
+    verdict = judge(model_type)
+    assert verdict.result in expected(model_type), verdict.reason
+
+
+@pytest.fixture(scope="module")
+def child() -> Iterator[list[Child]]:
+    children = [Child()]
+    yield children
+    children[-1].close()
+
+
+@pytest.mark.prove
+@pytest.mark.parametrize("model_type", [name for name in MODEL_TYPES if name not in CHEAP])
+def test_every_decoder_is_served_with_the_tokens_of_transformers_or_refused(
+    model_type: str, child: list[Child], record_property: pytest.RecordProperty
+) -> None:
+    verdict = child[-1].judge(model_type)
+    if verdict is None:
+        child.append(Child())
+        pytest.fail(f"{architecture_of(model_type)} killed its process, or took too long")
+    record_property("result", verdict.result)
+    assert verdict.result in expected(model_type), verdict.reason
