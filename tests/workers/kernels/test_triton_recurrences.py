@@ -86,8 +86,7 @@ def states_of(*shape: int) -> torch.Tensor:
 
 
 def plain_step(steps: Steps) -> RecurrentStep:
-    step = RecurrentStep.build(*steps)
-    return RecurrentStep(*(each.to(DEVICE) for each in step[:-1]), step.is_decode)
+    return RecurrentStep.build(*steps).to(DEVICE)
 
 
 def device_step(steps: Steps, layout: Layout | None) -> RecurrentStep:
