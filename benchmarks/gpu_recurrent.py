@@ -77,7 +77,8 @@ class Case:
         assert step is not None
         self.step: RecurrentStep = step
         plain = RecurrentStep.build([0] * num_sequences, lens, uses)
-        self.plain_step = RecurrentStep(*(each.to(device) for each in plain[:-1]), plain.is_decode)
+        tensors = {name: getattr(plain, name).to(device) for name in plain._fields if name != "is_decode"}
+        self.plain_step = RecurrentStep(**tensors, is_decode=plain.is_decode)
         random = functools.partial(torch.randn, device=device)
         keys = num_tokens, shape.num_groups, shape.key_dim
         self.inputs = RecurrentInputs(

@@ -81,7 +81,7 @@ def test_tokens_are_those_of_transformers(name: str, monkeypatch: pytest.MonkeyP
 )
 def test_graphs_verify_drafts_and_fork_states(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Steps of every kind are padded: decodes, verifications and prompts."""
-    layouts = set()
+    layouts: set[tuple[int, int | None]] = set()
     call = graphs.GraphedLayers.__call__
 
     def watched(self: graphs.GraphedLayers, *arguments: Any) -> torch.Tensor:

@@ -87,7 +87,8 @@ def states_of(*shape: int) -> torch.Tensor:
 
 def plain_step(steps: Steps) -> RecurrentStep:
     step = RecurrentStep.build(*steps)
-    return RecurrentStep(*(each.to(DEVICE) for each in step[:-1]), step.is_decode)
+    tensors = {name: getattr(step, name).to(DEVICE) for name in step._fields if name != "is_decode"}
+    return RecurrentStep(**tensors, is_decode=step.is_decode)
 
 
 def device_step(steps: Steps, layout: Layout | None) -> RecurrentStep:
