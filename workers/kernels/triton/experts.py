@@ -101,9 +101,14 @@ class GroupedExperts:
         self.activation = Activation(activation, is_gated=gated.out_features == 2 * down.in_features)
         self._scales_inputs = scales_inputs
 
+    def block_rows(self, num_pairs: int, dtype: torch.dtype) -> int:
+        """Returns the pairs of a block, for rows of this dtype."""
+        are_quantized = all(each.form is not None for each in self.linears)
+        return block_rows(num_pairs, self.linears[0].num_experts, dtype, are_quantized)
+
     def forward(self, x: torch.Tensor, chosen: torch.Tensor, shares: torch.Tensor) -> torch.Tensor:
         num_experts = self.linears[0].num_experts
-        blocks = sort_pairs(chosen, num_experts, block_rows(chosen.numel(), num_experts, x.dtype))
+        blocks = sort_pairs(chosen, num_experts, self.block_rows(chosen.numel(), x.dtype))
         pairs_of_row = chosen.shape[1]
         if self._scales_inputs:
             x = (x.float().unsqueeze(1) * shares.unsqueeze(-1)).to(x.dtype).flatten(0, 1)
