@@ -121,7 +121,7 @@ def _part_seconds(
 ) -> dict[str, float]:
     """Seconds of the layer's kernels, each by itself."""
     gated, down = layer.linears
-    size = expert_products.block_rows(drawn[0].numel(), gated.num_experts, x.dtype)
+    size = layer.block_rows(drawn[0].numel(), x.dtype)
     blocks = [expert_rows.sort_pairs(chosen, gated.num_experts, size) for chosen in drawn]
     pairs_of_row = drawn[0].shape[1]
     inner = gated.multiply(x, drawn[0], blocks[0], layer.activation, pairs_of_row)

@@ -77,7 +77,7 @@ class Case:
         assert step is not None
         self.step: RecurrentStep = step
         plain = RecurrentStep.build([0] * num_sequences, lens, uses)
-        self.plain_step = RecurrentStep(*(each.to(device) for each in plain[:-1]), plain.is_decode)
+        self.plain_step = plain.to(device)
         random = functools.partial(torch.randn, device=device)
         keys = num_tokens, shape.num_groups, shape.key_dim
         self.inputs = RecurrentInputs(

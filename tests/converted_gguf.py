@@ -30,6 +30,7 @@ ARCHITECTURES = {
     "GptOssForCausalLM": "gpt-oss",
     "GraniteForCausalLM": "granite",
     "Lfm2ForCausalLM": "lfm2",
+    "Lfm2MoeForCausalLM": "lfm2moe",
     "MixtralForCausalLM": "llama",
     "Olmo2ForCausalLM": "olmo2",
     "Phi3ForCausalLM": "phi3",
@@ -38,7 +39,14 @@ ARCHITECTURES = {
     "SmolLM3ForCausalLM": "smollm3",
 }
 _INTERLEAVED = ("llama", "granite", "smollm3")
+_CONVOLVING = ("lfm2", "lfm2moe")
 _ADDS_ONE = ("gemma2", "gemma3")
+_SPELLED = {
+    "self_attn.sinks": "self_attn.sinks.weight",
+    "e_score_correction_bias": "e_score_correction.bias",
+    ".expert_bias": ".expert_bias.bias",
+}
+"""Ends of names that the converter changes."""
 _EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(\w+)\.weight")
 
 
@@ -87,10 +95,10 @@ def _of_architecture(tensors: Tensors, config: dict[str, Any], name: str) -> Ten
         tensors |= {k: v + 1 for k, v in tensors.items() if k.endswith("norm.weight")}
     if name == "gpt-oss":
         tensors = _split_gates(tensors)
-    for key, suffix in (("self_attn.sinks", ".weight"), ("e_score_correction_bias", ".bias")):
-        for found in [each for each in tensors if each.endswith(key)]:
-            tensors[found.removesuffix("_bias") + suffix] = tensors.pop(found)
-    if name == "lfm2":
+    for end, spelled in _SPELLED.items():
+        for found in [each for each in tensors if each.endswith(end)]:
+            tensors[found.removesuffix(end) + spelled] = tensors.pop(found)
+    if name in _CONVOLVING:
         tensors |= {k: v.squeeze(1) for k, v in tensors.items() if k.endswith("conv.conv.weight")}
     return tensors
 
@@ -103,7 +111,11 @@ def _merged_experts(tensors: Tensors) -> Tensors:
             merged[key] = tensor
         else:
             experts.setdefault(f"{found[1]}.{found[3]}.weight", {})[int(found[2])] = tensor
-    return merged | {key: np.stack([each[index] for index in sorted(each)]) for key, each in experts.items()}
+    stacked = {key: np.stack([each[index] for index in sorted(each)]) for key, each in experts.items()}
+    # The table of names has LFM2's without their beginning
+    return merged | {
+        key.removeprefix("model.") if ".feed_forward." in key else key: each for key, each in stacked.items()
+    }
 
 
 def _split_gates(tensors: Tensors) -> Tensors:
@@ -134,7 +146,7 @@ def _add_keys(writer: gguf.GGUFWriter, config: dict[str, Any], name: str) -> Non
     writer.add_block_count(config["num_hidden_layers"])
     writer.add_feed_forward_length(config["intermediate_size"])
     writer.add_head_count(config["num_attention_heads"])
-    kinds = config.get("layer_types") if name == "lfm2" else None
+    kinds = config.get("layer_types") if name in _CONVOLVING else None
     key_heads = config["num_key_value_heads"]
     writer.add_head_count_kv(key_heads if kinds is None else [key_heads * (kind != "conv") for kind in kinds])
     writer.add_key_length(head_dim)
@@ -188,6 +200,15 @@ def _add_glms(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
     writer.add_expert_weights_norm(config["norm_topk_prob"])
 
 
+def _add_taps(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
+    writer.add_shortconv_l_cache(config["conv_L_cache"])
+
+
+def _add_dense_layers(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
+    writer.add_leading_dense_block_count(config["num_dense_layers"])
+    writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
+
+
 _OWN: dict[str, tuple[Add, ...]] = {
     "llama": (_add_experts,),
     "qwen3moe": (_add_experts, _add_expert_width),
@@ -195,6 +216,7 @@ _OWN: dict[str, tuple[Add, ...]] = {
     "gemma2": (_add_caps,),
     "granite": (_add_granites,),
     "cohere2": (lambda writer, config: writer.add_logit_scale(config["logit_scale"]),),
-    "lfm2": (lambda writer, config: writer.add_shortconv_l_cache(config["conv_L_cache"]),),
+    "lfm2": (_add_taps,),
+    "lfm2moe": (_add_taps, _add_experts, _add_expert_width, _add_dense_layers),
     "glm4moe": (_add_experts, _add_expert_width, _add_glms),
 }

@@ -115,10 +115,10 @@ def _slices() -> list[str]:
 
 @functools.cache
 def executor() -> llguidance.LLExecutor:
-    """Returns the threads that compute masks together: one for each four processors, because the model needs the
-    others.
+    """Returns the threads that compute masks together: one for each eight processors, because the model and the pool's
+    other processes need the others.
     """
-    return llguidance.LLExecutor(max(1, min(MOST_MASK_THREADS, num_cores() // 4)))
+    return llguidance.LLExecutor(max(1, min(MOST_MASK_THREADS, num_cores() // 8)))
 
 
 def masks_of(matchers: Sequence[llguidance.LLMatcher], vocabulary: Vocabulary) -> np.ndarray:

@@ -8,16 +8,18 @@ The table is written to `benchmarks/results/`.
 
 from __future__ import annotations
 
+import collections
 import datetime
 import os
 import pathlib
 import sys
+from typing import get_args
 
 import msgspec
 
 from tests.families.children import verdicts
-from tests.families.judge import Verdict
-from tests.families.tiny import MODEL_TYPES
+from tests.families.judge import Result, Verdict
+from tests.families.tiny import MODEL_TYPES, MODELS_WITH_PICTURES
 from tests.prove import source_key
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
@@ -25,17 +27,23 @@ ROOT = pathlib.Path(__file__).resolve().parents[2]
 
 def table(found: list[Verdict]) -> str:
     """Returns the table in Markdown: counts, then a row for each model type."""
-    counts = {result: sum(each.result == result for each in found) for result in dict.fromkeys(v.result for v in found)}
-    lines = [
-        f"{len(found)} model types: " + ", ".join(f"{count} {result}" for result, count in counts.items()) + ".",
-        "",
-    ]
+    with_pictures = [each for each in found if each.model_type in MODELS_WITH_PICTURES]
+    without = [each for each in found if each not in with_pictures]
+    parts = {"causal language models": without, "models of text beside pictures": with_pictures}
+    lines = [f"- {len(part)} {name}: {_counts(part)}" for name, part in parts.items()]
+    order = list(get_args(Result))
+    lines.append("")
     lines += ["| model type | architecture | result | difference | why |", "| --- | --- | --- | --- | --- |"]
-    for each in sorted(found, key=lambda verdict: (list(counts).index(verdict.result), verdict.model_type)):
+    for each in sorted(found, key=lambda verdict: (order.index(verdict.result), verdict.model_type)):
         difference = "" if each.difference is None else f"{each.difference:.0e}"
         reason = each.reason.replace("|", "/")
         lines.append(f"| {each.model_type} | {each.architecture} | {each.result} | {difference} | {reason} |")
     return "\n".join(lines) + "\n"
+
+
+def _counts(found: list[Verdict]) -> str:
+    counted = collections.Counter(verdict.result for verdict in found)
+    return ", ".join(f"{counted[result]} {result}" for result in get_args(Result) if counted[result])
 
 
 def main(names: list[str]) -> int:

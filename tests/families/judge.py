@@ -75,7 +75,7 @@ def _judge(verdict: Verdict, folder: pathlib.Path) -> None:
     try:
         load_model_config(folder)
     except ModelError as error:
-        verdict.result, verdict.reason = "refused", _in_a_line(error)
+        verdict.result, verdict.reason = "refused", _in_a_line(error, folder)
         return
     try:
         model = make_model(verdict.model_type, config, folder)
@@ -87,7 +87,7 @@ def _judge(verdict: Verdict, folder: pathlib.Path) -> None:
         with on_one_thread():
             verdict.difference = check_histories(folder, served, model)
     except ModelError as error:
-        verdict.result, verdict.reason = "refused late", _in_a_line(error)
+        verdict.result, verdict.reason = "refused late", _in_a_line(error, folder)
     except Different as error:
         verdict.result, verdict.reason = "different", str(error)
     else:
@@ -168,5 +168,8 @@ def check_answer(model: Any, history: str, prompt: list[int], output: list[int],
     return float(differences.max())
 
 
-def _in_a_line(error: Exception) -> str:
-    return f"{'' if isinstance(error, ModelError) else type(error).__name__ + ': '}{' '.join(str(error).split())}"[:300]
+def _in_a_line(error: Exception, folder: pathlib.Path | None = None) -> str:
+    """Returns what an error says, with its kind if it is not Manta's."""
+    kind = "" if isinstance(error, ModelError) else f"{type(error).__name__}: "
+    words = " ".join(str(error).split())
+    return (kind + (words if folder is None else words.replace(f"{folder}/", "")))[:300]

@@ -16,6 +16,7 @@ from manta.cluster.llm import SamplingParams
 from manta.workers.checkpoints.model_folder import load_model_config
 from manta.workers.kernels.triton import launch
 from tests.checkpoints import reference_greedy
+from tests.workers.kernels.test_triton_launches import poison
 from tests.workers.test_cuda_platform import NUM_TOKENS, make_llm
 from tests.workers.test_layer_kinds import folder_of
 from tests.workers.triton_device import THOROUGH
@@ -54,16 +55,18 @@ def replays(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 )
 def test_tokens_are_those_of_transformers(name: str, monkeypatch: pytest.MonkeyPatch, replays: list[int]) -> None:
     """In steps of at most 32 tokens, the second prompt shares its keys with the first within a step, and the third
-    begins alike. The second time all are cached.
+    begins alike. The second time all are cached. New memory holds NaN, so that no token depends on rows that pad.
     """
     folder = folder_of(name, **{} if THOROUGH else FEWER_LAYERS.get(name, {}))
     prompts = [[5 + (7 * place + place // 32 * shift) % 300 for place in range(40)] for shift in (0, 3)]
     drafts = DRAFTS if THOROUGH or name in WITH_DRAFTS else {}
-    llm = make_llm(monkeypatch, str(folder), dtype="float32", **drafts)
     expected = [reference_greedy(folder, prompt, NUM_TOKENS) for prompt in prompts]
+    check_poisoned = poison(monkeypatch)
+    llm = make_llm(monkeypatch, str(folder), dtype="float32", **drafts)
     replays.clear()
     for _ in range(2 if THOROUGH else 1):
         outputs = llm.generate([prompts[0], *prompts], GREEDY, use_tqdm=False)
         assert [output.outputs[0].token_ids for output in outputs] == [expected[0], *expected]
     if load_model_config(folder).experts is None:  # a platform may run experts one after the other, which none captures
         assert len(replays) >= NUM_TOKENS - 1
+    check_poisoned()

@@ -95,9 +95,11 @@ def test_graphs_verify_drafts_and_fork_states(name: str, monkeypatch: pytest.Mon
     monkeypatch.setattr(graphs.GraphedLayers, "__call__", watched)
     allowed = [5, 9, 11]  # so that each token is in the prompt, and drafts follow it
     params = msgspec.structs.replace(GREEDY, allowed_token_ids=tuple(allowed))
-    prompts = [allowed * 7, allowed * 3]
+    prompts = [[*(allowed * 6), allowed[0]], allowed * 3]
     found = [expected(name, prompt, allowed) for prompt in prompts]
     assert answers(llm, prompts[:1], msgspec.structs.replace(params, n=2)) == [found[0]] * 2
+    # The last three tokens of the cached prompt are a step of as many as verify two drafts
     assert answers(llm, prompts, params) == found
+    assert llm.engine.stats().prefix_cache_hits == 16
     assert (3, None) in layouts
     assert any(most_tokens is not None for _, most_tokens in layouts)

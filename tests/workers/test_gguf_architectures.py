@@ -92,6 +92,16 @@ CASES = {
             "block_auto_adjust_ff_dim": False,
         },
     ),
+    "lfm2moe": Case(
+        "Lfm2MoeConfig",
+        {
+            **EXPERTS,
+            "layer_types": ["conv", "full_attention", "conv", "full_attention"],
+            "conv_L_cache": 4,
+            "num_dense_layers": 1,
+            "num_experts": 6,
+        },
+    ),
     "mixtral": Case("MixtralConfig", {"num_local_experts": 4, "num_experts_per_tok": 2}),
     "olmo2": Case("Olmo2Config"),
     "phi3": Case("Phi3Config", {"sliding_window": None}),

@@ -71,6 +71,24 @@ _SHARED_EXPERT = {
 _DENSE = _ATTENTION | _MLP
 _MIXTRAL = _experts("block_sparse_moe", "gate", "w1", "w3", "w2")
 
+_LFM_2 = {
+    "attn_norm": "operator_norm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.out_proj",
+    "attn_q_norm": "self_attn.q_layernorm",
+    "attn_k_norm": "self_attn.k_layernorm",
+    "shortconv.conv": "conv.conv",
+    "shortconv.in_proj": "conv.in_proj",
+    "shortconv.out_proj": "conv.out_proj",
+    "ffn_norm": "ffn_norm",
+    "ffn_gate": "feed_forward.w1",
+    "ffn_up": "feed_forward.w3",
+    "ffn_down": "feed_forward.w2",
+}
+_LFM_2_NORM = {"token_embd_norm": "model.embedding_norm"}
+
 ARCHITECTURES: dict[str, GgufArchitecture] = {
     "llama": GgufArchitecture("LlamaForCausalLM", _DENSE | _MIXTRAL, interleaves_heads=True),  # Mistral's and Mixtral's
     "mistral": GgufArchitecture("LlamaForCausalLM", _DENSE, interleaves_heads=True),
@@ -119,25 +137,11 @@ ARCHITECTURES: dict[str, GgufArchitecture] = {
     ),
     "cohere2": GgufArchitecture("Cohere2ForCausalLM", _DENSE),
     "seed_oss": GgufArchitecture("SeedOssForCausalLM", _DENSE | {"post_attention_norm": "post_attention_layernorm"}),
-    "lfm2": GgufArchitecture(
-        "Lfm2ForCausalLM",
-        {
-            "attn_norm": "operator_norm",
-            "attn_q": "self_attn.q_proj",
-            "attn_k": "self_attn.k_proj",
-            "attn_v": "self_attn.v_proj",
-            "attn_output": "self_attn.out_proj",
-            "attn_q_norm": "self_attn.q_layernorm",
-            "attn_k_norm": "self_attn.k_layernorm",
-            "shortconv.conv": "conv.conv",
-            "shortconv.in_proj": "conv.in_proj",
-            "shortconv.out_proj": "conv.out_proj",
-            "ffn_norm": "ffn_norm",
-            "ffn_gate": "feed_forward.w1",
-            "ffn_up": "feed_forward.w3",
-            "ffn_down": "feed_forward.w2",
-        },
-        wholes={"token_embd_norm": "model.embedding_norm"},
+    "lfm2": GgufArchitecture("Lfm2ForCausalLM", _LFM_2, wholes=_LFM_2_NORM),
+    "lfm2moe": GgufArchitecture(
+        "Lfm2MoeForCausalLM",
+        _LFM_2 | _experts("feed_forward", "gate", "w1", "w3", "w2") | {"exp_probs_b.bias": "feed_forward.expert_bias"},
+        wholes=_LFM_2_NORM,
     ),
 }
 """The architectures by llama.cpp's name."""
@@ -152,7 +156,7 @@ def name_of(architecture: GgufArchitecture, name: str) -> str:
     is reported as unused.
     """
     base, _, suffix = name.rpartition(".")
-    wholes = _WHOLES | architecture.wholes
+    wholes = {**_WHOLES, **architecture.wholes}
     if base in wholes:
         return f"{wholes[base]}.{suffix}"
     kind, _, rest = base.partition(".")

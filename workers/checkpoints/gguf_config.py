@@ -31,6 +31,8 @@ IN_CONFIG = (_ROPE_DIVISORS, _LONG_FACTORS, _SHORT_FACTORS)
 _MOST_DIVISOR_BYTES = 2**20
 _PARTLY_ROTATED = ("glm4", "glm4moe", "phi3")
 """Architectures of whose heads only the first dimensions may rotate."""
+_CONVOLVING = ("lfm2", "lfm2moe")
+"""Architectures whose layers without key heads are convolutions."""
 _LARGE_GEMMA_2, _LARGE_GEMMA_3 = 46, 62
 """Numbers of layers of the Gemma models whose queries are scaled by the width of the model."""
 _GATED = 2
@@ -151,7 +153,9 @@ def _shape(file: GgufFile) -> dict[str, Any]:
 
 def _key_heads(file: GgufFile) -> int:
     """Returns the number of key heads of all layers that have attention."""
-    counts = {count for count in file.of_layers("attention.head_count_kv") if count or file.architecture != "lfm2"}
+    counts = {
+        count for count in file.of_layers("attention.head_count_kv") if count or file.architecture not in _CONVOLVING
+    }
     if len(counts) != 1 or 0 in counts:
         raise file.of_model("attention.head_count_kv").refused("the same number above 0 for all layers with attention")
     return counts.pop()
@@ -322,6 +326,18 @@ def _lfm_2(file: GgufFile, config: Config) -> Config:
     }
 
 
+def _lfm_2_moe(file: GgufFile, config: Config) -> Config:
+    router = file.of_model("expert_gating_func")
+    router.whole(_GATED, least=_GATED, most=_GATED)
+    own = _lfm_2(file, config) | _chosen_experts(file)
+    return own | {
+        "num_experts": file.of_model("expert_count").whole(),
+        "moe_intermediate_size": file.of_model("expert_feed_forward_length").whole(),
+        "num_dense_layers": file.of_model("leading_dense_block_count").whole(0, least=0),
+        "use_expert_bias": any(name.endswith(".exp_probs_b.bias") for name in file.tensors),
+    }
+
+
 _OWN: dict[str, Callable[[GgufFile, Config], Config]] = {
     **dict.fromkeys(ARCHITECTURES, _nothing),
     "llama": _llama,
@@ -335,5 +351,6 @@ _OWN: dict[str, Callable[[GgufFile, Config], Config]] = {
     "glm4moe": _glm_4_moe,
     "cohere2": _cohere_2,
     "lfm2": _lfm_2,
+    "lfm2moe": _lfm_2_moe,
 }
 """What each architecture adds to the common keys, or puts in their place."""

@@ -43,6 +43,18 @@ _POSITIONS_AFTER_PADDING = {
     "xmod",
 }
 """Model types whose first token has the position after the id of the padding token, as in fairseq."""
+_OTHER_ATTENTION = {
+    "diffllama": "each of its layers attends twice (differential attention)",
+    "doge": "it makes attention masks of its own",
+    "dory": "its layers attend several times",
+    "git": "its tokens attend to those of a picture",
+    "hrm_text": "its layers run several times",
+    "mimo_v2_flash": "its layers differ in their heads, and values are narrower than keys",
+    "moshi": "transformers' cache forgets positions that its mask shows",
+}
+"""Reasons why model types cannot run over the paged cache that their configurations do not show. The probe after
+loading finds others.
+"""
 _OLDER_KEYS = ("architectures", "dtype", "torch_dtype", "rope_scaling", "rope_theta", "partial_rotary_factor")
 """Keys that transformers reads although no class of configurations declares them."""
 _SHAPE = (
@@ -92,6 +104,8 @@ def why_unsupported(config: Any, architecture: str) -> str | None:
         return "it is no causal language model of transformers"
     if config.model_type not in OWN_ATTENTION and not _has_replaceable_attention(model_class):
         return "transformers computes its attention in code of its own, which cannot be replaced by a paged one"
+    if config.model_type in _OTHER_ATTENTION:
+        return _OTHER_ATTENTION[config.model_type]
     if getattr(model_class, "_is_stateful", False):
         return "it keeps a recurrent state, and only attention keys and values are cached"
     if getattr(config, "index_topk", None):

@@ -64,8 +64,24 @@ class RecurrentStep(NamedTuple):
             first_segments.append(len(segment_reads))
             sequence_starts.append(first_row + num_tokens)
         return cls(
-            *map(torch.tensor, (segment_starts, segment_reads, segment_writes, first_segments, sequence_starts)),
+            starts=torch.tensor(segment_starts),
+            reads=torch.tensor(segment_reads),
+            writes=torch.tensor(segment_writes),
+            first_segments=torch.tensor(first_segments),
+            sequence_starts=torch.tensor(sequence_starts),
             row_sequences=torch.from_numpy(np.repeat(np.arange(num_sequences), lens)),
             row_segments=torch.from_numpy(np.repeat(np.arange(len(segment_reads)), np.diff(segment_starts))),
             is_decode=False,
+        )
+
+    def to(self, device: torch.device) -> RecurrentStep:
+        """Returns the step with its tensors on a device."""
+        return self._replace(
+            starts=self.starts.to(device),
+            reads=self.reads.to(device),
+            writes=self.writes.to(device),
+            first_segments=self.first_segments.to(device),
+            sequence_starts=self.sequence_starts.to(device),
+            row_sequences=self.row_sequences.to(device),
+            row_segments=self.row_segments.to(device),
         )

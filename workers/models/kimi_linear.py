@@ -38,8 +38,7 @@ def read_config(raw: RawConfig) -> ModelConfig:
     raw["moe_router_activation_func"].one_of("sigmoid", default="sigmoid")
     raw["mla_use_nope"].flag(True)
     raw.ignore("use_grouped_topk", "num_nextn_predict_layers")
-    usual = {key: usual if raw[name].value is None else raw[name].value for key, (name, usual) in _SPELLINGS.items()}
-    raw = raw.completed(usual, {})
+    raw = raw.respelled(_SPELLINGS)
     config = latent.read_latent(raw, _LATENT, norm_eps=("rms_norm_eps", 1e-5), is_interleaved=False)
     config = msgspec.structs.replace(config, layer_ropes=(None,) * config.num_layers)
     own = raw["linear_attn_config"].object()

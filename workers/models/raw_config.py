@@ -138,17 +138,26 @@ class RawConfig:
     """An object of a configuration, whose values know their keys."""
 
     def __init__(
-        self, values: Mapping[str, Any], file: str, prefix: str = "", keys_read: set[str] | None = None
+        self,
+        values: Mapping[str, Any],
+        file: str,
+        prefix: str = "",
+        keys_read: set[str] | None = None,
+        spellings: Mapping[str, str] | None = None,
     ) -> None:
-        """`prefix` precedes its keys in messages: those of the objects around it. `keys_read` is shared with them."""
+        """`prefix` precedes its keys in messages: those of the objects around it. `keys_read` is shared with them.
+        `spellings` are the names that some keys have in the file.
+        """
         self._values = values
         self._file = file
         self._prefix = prefix
         self._keys_read = set() if keys_read is None else keys_read
+        self._spellings = spellings or {}
 
     def __getitem__(self, key: str) -> RawValue:
         self._keys_read.add(self._prefix + key)
-        return RawValue(self._file, self._prefix + key, self._values.get(key), key in self._values, self._keys_read)
+        spelled = self._prefix + self._spellings.get(key, key)
+        return RawValue(self._file, spelled, self._values.get(key), key in self._values, self._keys_read)
 
     def __contains__(self, key: str) -> bool:
         return key in self._values
@@ -164,7 +173,16 @@ class RawConfig:
         others.
         """
         own = {key: value for key, value in self._values.items() if value is not None or key not in usual}
-        return RawConfig({**usual, **own, **fixed}, self._file, self._prefix, self._keys_read)
+        return RawConfig({**usual, **own, **fixed}, self._file, self._prefix, self._keys_read, self._spellings)
+
+    def respelled(self, usual: Mapping[str, tuple[str, Any]]) -> RawConfig:
+        """Returns the same object, in which values of other spellings stand under the keys of `usual`: for each the
+        spelling in the file, and the value of a key that is missing or null.
+        """
+        given = {key: self[spelled].value for key, (spelled, _) in usual.items()}
+        values = {key: default if given[key] is None else given[key] for key, (_, default) in usual.items()}
+        spellings = {key: spelled for key, (spelled, _) in usual.items()}
+        return RawConfig({**self._values, **values}, self._file, self._prefix, self._keys_read, spellings)
 
     def objects(self) -> Iterator[RawValue]:
         """Yields the values that are objects."""

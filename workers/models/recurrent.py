@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import msgspec
@@ -144,11 +144,13 @@ def _read_limits(limits: RawValue) -> tuple[float, float]:
     """Returns the bounds of time steps. transformers writes infinity as an object."""
     if limits.value is None:
         return 0.0, math.inf
-    low, high = (
-        math.inf if isinstance(item.value, Mapping) or item.value == math.inf else item.number(least=0)
+    bounds = [
+        math.inf if item.value == {"__float__": "Infinity"} or item.value == math.inf else item.number(least=0)
         for item in limits.items()
-    )
-    return low, high
+    ]
+    if len(bounds) != 2:
+        raise limits.refused("a list of two numbers, the least and the largest time step")
+    return bounds[0], bounds[1]
 
 
 def state_space(

@@ -7,6 +7,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import gc
+import pathlib
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -27,6 +28,7 @@ from manta.workers.torch_worker.model_runner import ModelRunner
 from tests.checkpoints import VOCAB_SIZE, checkpoint
 from tests.workers.kernels.triton_compile import KERNEL_MODULES, LAUNCHED
 from tests.workers.test_cuda_platform import make_llm
+from tests.workers.test_layer_kinds import folder_of
 from tests.workers.triton_device import DEVICE
 
 pytestmark = pytest.mark.skipif(DEVICE.type != "cpu", reason="watches the interpreter's kernels")
@@ -127,11 +129,13 @@ class Served(NamedTuple):
     compiled: set[Form]
 
 
-def serve(monkeypatch: pytest.MonkeyPatch, dtype: str = "bfloat16", family: str = "llama") -> Served:
+def serve(
+    monkeypatch: pytest.MonkeyPatch, dtype: str = "bfloat16", family: str = "llama", folder: pathlib.Path | None = None
+) -> Served:
     launches = Launches(monkeypatch)
     llm = make_llm(
         monkeypatch,
-        str(checkpoint(family, num_hidden_layers=1)),
+        str(folder or checkpoint(family, num_hidden_layers=1)),
         dtype=dtype,
         max_num_sequences=4,
         logits_processors={"automaton": None},
@@ -162,6 +166,14 @@ def test_nothing_is_compiled_while_requests_are_served(served: Served) -> None:
 def test_nothing_is_compiled_for_float32_either(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     of_float32 = serve(monkeypatch, "float32", family)
     assert not of_float32.compiled - of_float32.compiled_at_start
+
+
+@pytest.mark.prove
+@pytest.mark.usefixtures("plugin", "cheap_groups")
+@pytest.mark.parametrize("name", ["qwen3_5", "falcon_h1", "mamba", "kimi_linear"])
+def test_nothing_is_compiled_for_recurrent_layers_either(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    recurrent = serve(monkeypatch, folder=folder_of(name))
+    assert not recurrent.compiled - recurrent.compiled_at_start
 
 
 def test_a_decode_layer_is_six_kernels_beside_linears(monkeypatch: pytest.MonkeyPatch) -> None:

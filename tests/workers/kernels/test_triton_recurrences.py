@@ -50,6 +50,10 @@ SHAPES = {
     "fine": {"small": (1, 2, 12, 20)},
 }
 """Key heads, heads, key_dim and value_dim, by kind of recurrence and model."""
+IN_CHUNKS = ("delta", "fine delta", "space")
+"""Kinds whose prompts are computed in chunks, if activations are in bfloat16."""
+ROUNDED = 1e-5 if DEVICE.type == "cpu" else 0.02
+"""Largest difference of products of numbers that are rounded to bfloat16."""
 CASES = [(kind, shape) for kind, shapes in SHAPES.items() for shape in (shapes if THOROUGH else ("small",))]
 
 
@@ -82,8 +86,7 @@ def states_of(*shape: int) -> torch.Tensor:
 
 
 def plain_step(steps: Steps) -> RecurrentStep:
-    step = RecurrentStep.build(*steps)
-    return RecurrentStep(*(each.to(DEVICE) for each in step[:-1]), step.is_decode)
+    return RecurrentStep.build(*steps).to(DEVICE)
 
 
 def device_step(steps: Steps, layout: Layout | None) -> RecurrentStep:
@@ -105,50 +108,46 @@ def differences(found: torch.Tensor, expected: torch.Tensor) -> float:
     return float((found - expected).abs().max() / expected.abs().max())
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("kind", "shape"), CASES)
 @pytest.mark.parametrize("name", STEPS)
-def test_recurrences_agree(name: str, kind: str, shape: str) -> None:
+def test_recurrences_agree(name: str, kind: str, shape: str, dtype: torch.dtype) -> None:
+    """For activations in bfloat16 the tensor cores multiply rounded numbers, which the interpreter does not round."""
+    if dtype == torch.bfloat16 and (name == "decode" or kind not in IN_CHUNKS):
+        pytest.skip("the same kernel as in float32")
+    most = ROUNDED if dtype == torch.bfloat16 else 1e-5
     sizes = SHAPES[kind][shape]
-    inputs = inputs_of(kind, sizes, sum(STEPS[name][1]))
+    inputs = inputs_of(kind, sizes, sum(STEPS[name][1]), dtype)
     expected_states = states_of(*sizes[1:])
     expected = recurrence.recur(inputs, expected_states, plain_step(STEPS[name]))
     for step in forms_of(name):
         states = states_of(*sizes[1:])
-        assert differences(triton_layer.recur(inputs, states, step), expected) < 1e-5
-        assert differences(states, expected_states) < 1e-5
+        assert differences(triton_layer.recur(inputs, states, step), expected) < most
+        assert differences(states, expected_states) < most
 
 
-@pytest.mark.parametrize("kind", ["delta", "fine delta", "space"])
-def test_chunks_in_bfloat16_stay_near_float32(kind: str) -> None:
-    """Products of rounded numbers: the differences are those of bfloat16."""
-    sizes = SHAPES[kind]["small"]
-    inputs = inputs_of(kind, sizes, sum(STEPS["mixed"][1]), torch.bfloat16)
-    expected_states, states = states_of(*sizes[1:]), states_of(*sizes[1:])
-    expected = recurrence.recur(inputs, expected_states, plain_step(STEPS["mixed"]))
-    assert differences(triton_layer.recur(inputs, states, device_step(STEPS["mixed"], None)), expected) < 0.02
-    assert differences(states, expected_states) < 0.02
-
-
-@pytest.mark.parametrize("kind", ["delta", "fine delta", "space"])
+@pytest.mark.parametrize("kind", IN_CHUNKS)
 @pytest.mark.parametrize("strength", [0.0, 1e-8, 1e4])
 def test_decays_of_any_strength_stay_finite(kind: str, strength: float) -> None:
     """Keys of a sequence are alike, so that the delta rule's system is as hard as it can be."""
     sizes, steps = SHAPES[kind]["small"], STEPS["mixed"]
-    inputs = inputs_of(kind, sizes, sum(steps[1]))
+    inputs = inputs_of(kind, sizes, sum(steps[1]), torch.bfloat16)
     alike = inputs.key[:1].expand_as(inputs.key).contiguous()
     inputs = inputs._replace(log_decay=inputs.log_decay * strength, key=alike)
     if inputs.beta is not None:
         inputs = inputs._replace(beta=torch.ones_like(inputs.beta))
     expected_states, states = states_of(*sizes[1:]), states_of(*sizes[1:])
     expected = recurrence.recur(inputs, expected_states, plain_step(steps))
-    assert differences(triton_layer.recur(inputs, states, device_step(steps, None)), expected) < 1e-4
-    assert differences(states, expected_states) < 1e-4
+    assert differences(triton_layer.recur(inputs, states, device_step(steps, None)), expected) < max(ROUNDED, 1e-4)
+    assert differences(states, expected_states) < max(ROUNDED, 1e-4)
 
 
-def test_a_sequence_of_nan_leaves_others_alone() -> None:
-    """Its slots too: neither a state that nobody reads nor rows beside a chunk come into it."""
-    sizes, steps = SHAPES["delta"]["small"], STEPS["mixed"]
-    inputs = inputs_of("delta", sizes, sum(steps[1]))
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kind", IN_CHUNKS)
+def test_a_sequence_of_nan_leaves_others_alone(kind: str, dtype: torch.dtype) -> None:
+    """Its slots too: neither states that nobody reads nor the rows of others beside a chunk count."""
+    sizes, steps = SHAPES[kind]["small"], STEPS["mixed"]
+    inputs = inputs_of(kind, sizes, sum(steps[1]), dtype)
     first = slice(0, steps[1][0])
     for tensor in (inputs.query, inputs.key, inputs.value, inputs.log_decay):
         tensor[first] = torch.nan
@@ -158,9 +157,9 @@ def test_a_sequence_of_nan_leaves_others_alone() -> None:
     expected = recurrence.recur(inputs, expected_states, plain_step(steps))
     for step in (device_step(steps, None), device_step(steps, LAYOUTS["mixed"])):
         output = triton_layer.recur(inputs, states, step)
-        others = slice(first.stop, None)
-        assert differences(output[others], expected[others]) < 1e-5
-        assert differences(states[[0, 5, 6, 7, 8, 9, 10, 11]], expected_states[[0, 5, 6, 7, 8, 9, 10, 11]]) < 1e-5
+        others, slots = slice(first.stop, None), [0, *range(5, 12)]
+        assert differences(output[others], expected[others]) < max(ROUNDED, 1e-5)
+        assert differences(states[slots], expected_states[slots]) < max(ROUNDED, 1e-5)
 
 
 @pytest.mark.parametrize(("width", "has_bias", "activates"), [(3, False, False), (4, True, False), (4, False, True)])
@@ -177,6 +176,34 @@ def test_convolutions_agree(name: str, width: int, has_bias: bool, activates: bo
         assert differences(found, expected) < 1e-6
         assert activates or torch.equal(found, expected)
         assert torch.equal(states, expected_states)
+
+
+@pytest.mark.skipif(DEVICE.type != "cpu", reason="the host gives memory that nobody touches for nothing")
+@pytest.mark.parametrize("lens", [[1, 1], [2, 3]])
+def test_states_beyond_2_31_numbers_are_addressed(lens: list[int]) -> None:
+    """An address that is computed in 32 bits would wrap around: to another slot, or outside of the memory."""
+    sizes, channels = (1, 1, 128, 128), 128
+    slots = [2**31 // 128**2 + 1, 2**31 // (3 * channels) + 1]
+    shapes = (sizes[1:], (channels, 3))
+    states, windows = (torch.empty(slot + 6, *shape) for slot, shape in zip(slots, shapes, strict=True))
+    for memory, slot in ((states, slots[0]), (windows, slots[1])):
+        memory[slot:] = random(6, *memory.shape[1:], seed=slot)
+    small = [memory[slot:].clone() for memory, slot in ((states, slots[0]), (windows, slots[1]))]
+    inputs = [inputs_of("delta", sizes, sum(lens), dtype) for dtype in (torch.float32, torch.bfloat16)]
+    x, kernel = random(sum(lens), channels), random(channels, 4, seed=1)
+
+    def steps(first: int) -> Steps:
+        uses = [StateUse(first + row, [(length, first + 2 + row)]) for row, length in enumerate(lens)]
+        return [0, 0], lens, uses
+
+    for each in inputs:
+        expected = recurrence.recur(each, small[0], plain_step(steps(0)))
+        assert differences(triton_layer.recur(each, states, device_step(steps(slots[0]), None)), expected) < 1e-5
+        assert differences(states[slots[0] :], small[0]) < 1e-5
+    expected = convolution.convolve(x, kernel, None, small[1], plain_step(steps(0)))
+    found = triton_layer.convolve(x, kernel, None, windows, device_step(steps(slots[1]), None))
+    assert torch.equal(found, expected)
+    assert torch.equal(windows[slots[1] :], small[1])
 
 
 @pytest.mark.parametrize("size", [20, 128])

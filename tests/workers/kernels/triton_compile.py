@@ -47,7 +47,7 @@ from manta.workers.kernels.triton import (
     rows,
     sampler,
 )
-from manta.workers.kernels.triton.device_weight import DeviceWeight
+from manta.workers.kernels.triton.device_weight import DeviceWeight, WeightTensors
 from manta.workers.kernels.triton.metadata import build_metadata
 from manta.workers.models.model_config import HeadShape
 from manta.workers.sampling_params import SamplingParams
@@ -81,9 +81,13 @@ KERNEL_MODULES = (
 OPTIONS = ("num_warps", "num_stages", "enable_fp_fusion")
 MOST_SPILLED = {H100: 16, 89: 64}
 """Bytes a thread: the compiler may put a few scalars aside so that one program more is resident. Not to be raised."""
-MOST_SPILLED_BY_64_LATENT_ROWS = 320
-"""Bytes a thread. Their results take half of the registers. Triton 3.6, which torch 2.11 brings, spills nothing; 3.9
-spills some addresses.
+MOST_SPILLED_BY_64_LATENT_ROWS = 416
+"""Bytes a thread. Their results take half of the registers. Triton 3.6, which torch 2.11 brings, spills nothing but 224
+bytes before the loop over keys, where groups share prefixes; 3.9 spills some addresses too.
+"""
+MOST_SPILLED_BY_CHUNKS = 256
+"""Bytes a thread of recurrences in chunks, each of which waits for the one before it: tiles as large as the registers
+take help them more than a second program on the multiprocessor.
 """
 REGISTERS, WARPS, PROGRAMS = 65_536, {90: 64, 89: 48}, {90: 32, 89: 24}
 """Resources of a multiprocessor, by compute capability."""
@@ -159,6 +163,8 @@ class Compiled:
         check_instructions(kernel.__name__, signature, constants, self.capability, compiled.asm["ptx"], form)
         assert shared <= SHARED_BYTES[self.capability], f"{form} needs {shared} bytes of shared memory"
         most_spilled = MOST_SPILLED_BY_64_LATENT_ROWS if is_large_latent(constants) else MOST_SPILLED[self.capability]
+        if kernel.__name__ == "_recur_chunks":
+            most_spilled = MOST_SPILLED_BY_CHUNKS
         assert spilled <= most_spilled, f"{form} spills {spilled} bytes of registers a thread"
         resident = num_resident(self.capability, registers, shared, warps)
         own = {name: value for name, value in constants.items() if name.isupper()}
@@ -199,7 +205,10 @@ def check_instructions(
     if name in ("_multiply", "_multiply_quantized_experts"):
         product = r"(mma|wgmma)\S*\.s32\.s8"
         if signature["weights"] == POINTERS[torch.float8_e4m3fn]:  # widened to float16, exactly, for few rows
-            product = r"wgmma\S*\.e4m3\.e4m3" if constants["ROWS"] >= 64 else r"mma\S*\.f32\.f16\.f16\.f32"
+            columns = constants["OUTPUTS"] * (1 + constants["IS_GATED"])
+            product = (
+                r"wgmma\S*\.e4m3\.e4m3" if columns >= 64 and constants["ROWS"] >= 16 else r"mma\S*\.f32\.f16\.f16\.f32"
+            )
         assert re.search(product, ptx), f"{form} does not multiply on tensor cores"
     if name == "_multiply_experts" and signature["x"] != POINTERS[torch.float32]:
         product = "wgmma.mma_async" if constants["ROWS"] >= 64 else r"mma\S*\.f32\.b?f16"
@@ -345,7 +354,7 @@ def experts(shape: ExpertShape, num_rows: int, form: QuantizedWeight | None, dty
     inputs whose kind the experts' weights have; None: they are plain.
     """
     chosen = torch.zeros(num_rows, shape.num_chosen, dtype=torch.int64)
-    size = expert_products.block_rows(chosen.numel(), shape.num_experts, dtype)
+    size = expert_products.block_rows(chosen.numel(), shape.num_experts, dtype, form is not None)
     blocks = expert_rows.sort_pairs(chosen, shape.num_experts, size)
     has_bias = shape.activation == "clamped"
     gate = expert_products.Activation(shape.activation, is_gated=True)
@@ -368,8 +377,8 @@ def experts(shape: ExpertShape, num_rows: int, form: QuantizedWeight | None, dty
             offsets=None if form.offsets is None else form.offsets[:1, :1].expand(outputs, inputs // group),
         )
         form_, tensors = DeviceWeight.of(whole, None, CPU)
-        stacked = tensors._make(
-            None if each is None else each.expand(shape.num_experts, *each.shape) for each in tensors
+        stacked = WeightTensors(
+            *(None if each is None else each.expand(shape.num_experts, *each.shape) for each in tensors)  # type: ignore[arg-type]
         )
         weights = DeviceWeight(form_, stacked._replace(bias=bias))
         rows_ = rounded_rows.round_rows(x, form_.rounding)

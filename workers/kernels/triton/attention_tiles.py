@@ -17,7 +17,11 @@ LEAST_DOT = 16
 """Smallest side of a matrix product in Triton."""
 TILE_BYTES = 16384
 """Bytes of keys, and of values, in one tile of keys."""
-MOST_TILE_KEYS = 128
+MOST_TILE_KEYS, MOST_KEYS_IN_REGISTERS = 128, 64
+LARGE_SHARED_BYTES = 200 << 10
+"""Shared memory from which on a device multiplies out of it (Hopper and later). Others multiply out of registers, which
+`MOST_KEYS_IN_REGISTERS` keys fill.
+"""
 _OTHER_BYTES = 2048
 """Shared memory of a program beside its tiles of queries and keys."""
 WIDE_DIM = 256
@@ -70,11 +74,12 @@ def tiles_of(heads: HeadShape, dtype: torch.dtype, device: torch.device, decodes
     free_bytes = most_shared - num_rows * row_bytes
     is_wide = heads.head_dim > WIDE_DIM and num_rows > LEAST_DOT
     tile_bytes = 2 * TILE_BYTES if is_wide and free_bytes >= 8 * TILE_BYTES else TILE_BYTES
+    most_keys = MOST_TILE_KEYS if most_shared >= LARGE_SHARED_BYTES else MOST_KEYS_IN_REGISTERS
     return Tiles(
         heads.num_kv_heads,
         group,
         num_tokens,
-        num_keys=max(LEAST_DOT, min(MOST_TILE_KEYS, tile_bytes // row_bytes)),
+        num_keys=max(LEAST_DOT, min(most_keys, tile_bytes // row_bytes)),
         num_warps=8 if is_wide or (dtype.itemsize == 4 and heads.head_dim > MOST_VISIBLE_DIM) else 4,
         num_stages=max(1, min(3 if dtype.itemsize == 2 else 2, free_bytes // (2 * tile_bytes))),
     )

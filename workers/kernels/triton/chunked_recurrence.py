@@ -17,14 +17,10 @@ from manta.workers.kernels.recurrence import RecurrentInputs
 from manta.workers.kernels.recurrent_step import RecurrentStep
 from manta.workers.kernels.triton.launch import needs_wide_dot, padded_size
 
-_CHUNK, _EXACT_CHUNK = 64, 32
-"""Rows of a block with one decay a head: what the tensor cores multiply at once in bfloat16, and fewer where three
-products in TF32 stand for one in float32, because these keep their numbers in registers.
-"""
+_CHUNK = 64
+"""Rows of a block with one decay a head: as many as the tensor cores multiply at once."""
 _FINE_CHUNK = 16
 """Rows of a block with a decay for each dimension of the key, whose pairs of rows are not products of matrices."""
-_SOLVED = 32
-"""Rows of the triangular systems that are solved one row after the other; products join them."""
 _STATE_NUMBERS = 4096
 """Numbers of the states in a program, as registers allow."""
 _KEY_PART = 64
@@ -34,16 +30,17 @@ _LEAST = 16
 
 
 def recur_chunks(inputs: RecurrentInputs, states: torch.Tensor, step: RecurrentStep) -> torch.Tensor:
-    """Computes `workers.kernels.recurrence.recur` of inputs without `rates`, whose tokens' numbers lie one after the
-    other. Rows that pad a step are not written.
+    """Computes `workers.kernels.recurrence.recur` in products of bfloat16, for activations that are rounded to it.
+
+    The inputs are without `rates`, and have a decay for each dimension of a key only with `beta`. The numbers of each
+    token lie one after the other. Rows that pad a step are not written.
     """
-    query, key, value, log_decay, beta = inputs[:5]
+    value, log_decay, beta = inputs.value, inputs.log_decay, inputs.beta
+    rounded = torch.float32 if needs_wide_dot(torch.bfloat16) else torch.bfloat16
+    query, key = inputs.query.to(rounded), inputs.key.to(rounded)
     num_tokens, num_heads, value_dim = value.shape
     key_dim, has_fine_decays = key.shape[2], log_decay.dim() == 3
-    is_rounded = inputs.dtype == torch.bfloat16
-    if is_rounded:  # the tensor cores then take them from memory as they are
-        query, key = query.to(torch.bfloat16), key.to(torch.bfloat16)
-    chunk = _FINE_CHUNK if has_fine_decays else _CHUNK if is_rounded else _EXACT_CHUNK
+    chunk = _FINE_CHUNK if has_fine_decays else _CHUNK
     output = value.new_empty((num_tokens, num_heads, value_dim))
     scores = query.new_empty((num_tokens, num_heads, chunk))
     solved = scores if beta is None else torch.empty_like(scores)
@@ -58,17 +55,17 @@ def recur_chunks(inputs: RecurrentInputs, states: torch.Tensor, step: RecurrentS
         "HAS_FINE_DECAYS": has_fine_decays,
         "CHUNK": chunk,
         "TILE_KEYS": keys,
-        "ROUNDS": is_rounded and not needs_wide_dot(inputs.dtype),
+        "ROUNDS": rounded == torch.bfloat16,
     }
     arrays = query, key, log_decay, log_decay if beta is None else beta
     _recur_within[(num_heads, triton.cdiv(num_tokens, chunk))](
         *arrays, scores, solved, step.row_segments, *strides, num_tokens, **form,
-        KEY_PART=min(_KEY_PART, keys), SOLVED=min(_SOLVED, chunk), num_warps=4,
+        KEY_PART=min(_KEY_PART, keys), num_warps=4,
     )  # fmt: skip
     _recur_chunks[(num_heads, triton.cdiv(value_dim, values), len(step.sequence_starts) - 1)](
         *arrays[:3], value, scores, solved, states, output, step.starts, step.reads, step.writes, step.first_segments,
         *strides[:3], value.stride(0), **form, VALUE_DIM=value_dim, TILE_VALUES=values,
-        num_warps=4, num_stages=1,
+        num_warps=8, num_stages=1,
     )  # fmt: skip
     return output
 
@@ -96,7 +93,6 @@ def _recur_within(
     TILE_KEYS: tl.constexpr,
     ROUNDS: tl.constexpr,
     KEY_PART: tl.constexpr,
-    SOLVED: tl.constexpr,
 ):
     """Computes one block and head in each program: `scores`, the products of queries and keys with the decays between
     them, and `solved`, the inverse of `I + beta * key key^T` below the diagonal, times beta. In both, rows see only
@@ -160,31 +156,22 @@ def _recur_within(
         # Infinite numbers of one segment would come into others by products with zeros
         counts = sees & (place[:, None] < place[None, :]) & (tl.abs(system) < float("inf"))
         system = tl.where(counts, system, 0.0)
-        inverse = inverted(system, CHUNK, SOLVED)
+        inverse = inverted(system, CHUNK)
         of_rows = (row[:, None] * NUM_HEADS + head) * CHUNK + place[None, :]
         tl.store(solved + of_rows, (inverse * rule[None, :]).to(solved.dtype.element_ty), mask=is_own[:, None])
 
 
 @triton.jit
-def inverted(system, CHUNK: tl.constexpr, SOLVED: tl.constexpr):
-    """Returns the inverse of `I + system^T` [CHUNK, CHUNK], where `system` has numbers above its diagonal only.
-
-    Each row follows from those before it. Only the `SOLVED` rows of a part are solved so, in all parts at once. Of two
-    parts, with `A` the rest of the system and `T` the inverse of both, the whole inverse is `T - T A T`.
+def inverted(system, CHUNK: tl.constexpr):
+    """Returns the inverse of `I + system^T` [CHUNK, CHUNK], where `system` has numbers above its diagonal only: each
+    row follows from those before it.
     """
     place = tl.arange(0, CHUNK)
-    is_same_part = place[:, None] // SOLVED == place[None, :] // SOLVED
-    own = tl.where(is_same_part, system, 0.0)
     inverse = tl.where(place[:, None] == place[None, :], 1.0, 0.0)
-    for later in range(1, SOLVED):
-        factors = tl.sum(tl.where(place[None, :] % SOLVED == later, own, 0.0), axis=1)
+    for later in range(1, CHUNK):
+        factors = tl.sum(tl.where(place[None, :] == later, system, 0.0), axis=1)
         change = tl.sum(factors[:, None] * inverse, axis=0)
-        inverse = tl.where(is_same_part & (place[:, None] % SOLVED == later), inverse - change[None, :], inverse)
-    if CHUNK > SOLVED:
-        rest = tl.trans(tl.where(is_same_part, 0.0, system))
-        # On an H200 these two products in TF32 gave an inverse that was off by half
-        joined = tl.dot(inverse, tl.dot(rest, inverse, input_precision="ieee"), input_precision="ieee")
-        inverse = inverse - joined
+        inverse = tl.where(place[:, None] == later, inverse - change[None, :], inverse)
     return inverse
 
 
@@ -295,7 +282,7 @@ def _recur_chunks(
 
 @triton.jit
 def product(left, right, addend, ROUNDS: tl.constexpr):
-    """Returns `left @ right + addend`: of bfloat16 with `ROUNDS`, else three products in TF32 for one in float32."""
+    """Returns `left @ right + addend` in float32, the factors rounded to bfloat16 with `ROUNDS`."""
     if ROUNDS:
-        return tl.dot(left.to(tl.bfloat16), right.to(tl.bfloat16), addend)
-    return tl.dot(left.to(tl.float32), right.to(tl.float32), addend, input_precision="tf32x3")
+        left, right = left.to(tl.bfloat16), right.to(tl.bfloat16)
+    return tl.dot(left, right, addend)

@@ -39,12 +39,6 @@ class WeightForm(NamedTuple):
         """The scales of a group."""
         return self.out_features // self.scale_rows
 
-    def most_outputs(self, block_rows: int, is_gated: bool) -> int:
-        """Returns the most outputs of a program, so that registers hold the sums of a block of rows."""
-        is_large = self.has_offsets or (is_gated and self.rounding.dtype == torch.float8_e4m3fn)
-        columns = 64 if block_rows > 64 and is_large else 128
-        return columns // 2 if is_gated else columns
-
     @property
     def constants(self) -> dict[str, int]:
         """The constant arguments of `grouped_sums.sum_groups` that a weight decides."""

@@ -18,15 +18,23 @@ import triton.language as tl
 
 from manta.workers.kernels.triton.device_weight import DeviceWeight
 from manta.workers.kernels.triton.expert_rows import ExpertBlocks, load_block
-from manta.workers.kernels.triton.grouped_sums import gated_columns, split_gates, sum_groups, times_sigmoid
+from manta.workers.kernels.triton.grouped_sums import (
+    gated_columns,
+    most_outputs,
+    split_gates,
+    sum_groups,
+    times_sigmoid,
+)
 from manta.workers.kernels.triton.launch import needs_wide_dot, num_processors, padded_size
 from manta.workers.kernels.triton.rounded_rows import RoundedRows
 from manta.workers.kernels.triton.rows import times_silu
 
-BLOCK_ROWS = (16, 32, 64, 128)
+BLOCK_ROWS = (8, 16, 32, 64, 128)
+_LEAST_PLAIN = 16
+"""Least rows of a block of plain weights, which come second in products on tensor cores."""
 _MOST_ROWS_FLOAT32, _MOST_FLOAT32 = 32, 64
 """Most rows and columns of a block in float32, which tensor cores do not multiply and registers have to hold."""
-_BLOCK_OUTPUTS = (128, 64, 32, 16)
+_BLOCK_OUTPUTS = (256, 128, 64, 32, 16)
 _TILE_BYTES = 128
 """Bytes of a row of weights that a program reads at a time: of 32 rows in 4 stages it has 16 KiB on their way."""
 _STAGED_BYTES = 160 << 10
@@ -46,9 +54,9 @@ class Activation(NamedTuple):
 NONE = Activation("", is_gated=False)
 
 
-def block_rows(num_pairs: int, num_experts: int, dtype: torch.dtype) -> int:
+def block_rows(num_pairs: int, num_experts: int, dtype: torch.dtype, are_quantized: bool) -> int:
     """Returns the pairs of a block: as many as hold those of most experts, if the choice is even."""
-    expected = 1.5 * num_pairs / num_experts
+    expected = max(1.5 * num_pairs / num_experts, 0 if are_quantized else _LEAST_PLAIN)
     size = next((size for size in BLOCK_ROWS if size >= expected), BLOCK_ROWS[-1])
     return min(size, _MOST_ROWS_FLOAT32) if dtype == torch.float32 else size
 
@@ -68,7 +76,7 @@ def multiply(
     num_experts, out_features, in_features = weight.shape
     width = out_features // 2 if activation.is_gated else out_features
     y = torch.empty((len(x) * pairs_of_row, width), dtype=x.dtype, device=x.device)
-    most = _MOST_FLOAT32 if x.dtype == torch.float32 else 128
+    most = _MOST_FLOAT32 if x.dtype == torch.float32 else 256 if blocks.size > 64 else 128
     outputs = _block_outputs(blocks, width, most // (1 + activation.is_gated), x.device)
     tile = min(padded_size(in_features, 16), _TILE_BYTES // x.itemsize)
     staged = tile * x.itemsize * (blocks.size + outputs * (1 + activation.is_gated))
@@ -92,7 +100,7 @@ def multiply_quantized(
     form, tensors = weight
     width = form.out_features // 2 if activation.is_gated else form.out_features
     y = torch.empty((rows.num_rows * pairs_of_row, width), dtype=rows.dtype, device=rows.values.device)
-    outputs = _block_outputs(blocks, width, form.most_outputs(blocks.size, activation.is_gated), y.device)
+    outputs = _block_outputs(blocks, width, most_outputs(blocks.size, activation.is_gated), y.device)
     tile_bytes = form.tile * (blocks.size + outputs)
     _multiply_quantized_experts[(blocks.num_blocks, triton.cdiv(width, outputs))](
         rows.values, rows.scales, rows.shifts, blocks.order, blocks.table, tensors.values, tensors.scales,
@@ -137,38 +145,35 @@ def _multiply_experts(
     if expert < 0:
         return
     expert = expert.to(tl.int64)
-    column = (tl.program_id(1) * OUTPUTS + tl.arange(0, OUTPUTS)).to(tl.int64)
-    is_output = column < width
+    output = (tl.program_id(1) * OUTPUTS + tl.arange(0, OUTPUTS)).to(tl.int64)
+    column, is_column = output, output < width
+    if IS_GATED:
+        column, is_column = gated_columns(width, OUTPUTS)
+    COLUMNS: tl.constexpr = 2 * OUTPUTS if IS_GATED else OUTPUTS
     k = tl.arange(0, TILE)
     row_place = x + (pair // pairs_of_row)[:, None] * in_features + k[None, :]
     weight_place = weights + (expert * out_features + column)[None, :] * in_features + k[:, None]
-    second_place = weights + (expert * out_features + column + width)[None, :] * in_features + k[:, None]
-    sums = tl.zeros((ROWS, OUTPUTS), tl.float32)
-    let_through = tl.zeros((ROWS, OUTPUTS), tl.float32)
+    sums = tl.zeros((ROWS, COLUMNS), tl.float32)
     for start in range(0, in_features, TILE):
-        row_mask, weight_mask = is_pair[:, None], is_output[None, :]
+        row_mask, weight_mask = is_pair[:, None], is_column[None, :]
         if not IS_EVEN:
             is_input = start + k < in_features
             row_mask, weight_mask = row_mask & is_input[None, :], weight_mask & is_input[:, None]
         inputs = tl.load(row_place + start, mask=row_mask, other=0.0)
         columns = tl.load(weight_place + start, mask=weight_mask, other=0.0)
         sums = _dot(inputs, columns, sums, IS_WIDE)
-        if IS_GATED:
-            columns = tl.load(second_place + start, mask=weight_mask, other=0.0)
-            let_through = _dot(inputs, columns, let_through, IS_WIDE)
     DTYPE: tl.constexpr = y.dtype.element_ty
     if HAS_BIAS:
         place = bias + expert * out_features + column
-        sums += tl.load(place, mask=is_output, other=0.0).to(tl.float32)[None, :]
-        if IS_GATED:
-            let_through += tl.load(place + width, mask=is_output, other=0.0).to(tl.float32)[None, :]
+        sums += tl.load(place, mask=is_column, other=0.0).to(tl.float32)[None, :]
     result = sums.to(DTYPE).to(tl.float32)
     if IS_GATED:
-        result = gate(result, let_through.to(DTYPE).to(tl.float32), ACTIVATION)
+        gates, up = split_gates(result, ROWS, OUTPUTS)
+        result = gate(gates, up, ACTIVATION)
     else:
         result = activate(result, ACTIVATION)
-    place = y + pair[:, None] * width + column[None, :]
-    tl.store(place, result.to(DTYPE), mask=is_pair[:, None] & is_output[None, :])
+    place = y + pair[:, None] * width + output[None, :]
+    tl.store(place, result.to(DTYPE), mask=is_pair[:, None] & (output < width)[None, :])
 
 
 @triton.jit

@@ -84,13 +84,13 @@ class StackedLinear:
             weight, bias = self._tensors
             assert weight is not None
             return multiply(x.contiguous(), blocks, weight, bias, activation, pairs_of_row)
-        weight = DeviceWeight(self.form, WeightTensors(*self._tensors))  # type: ignore[arg-type]
-        order = weight.tensors.order
+        weights = DeviceWeight(self.form, WeightTensors(*self._tensors))  # type: ignore[arg-type]
+        order = weights.tensors.order
         if order is not None:  # each expert has its own
             experts = chosen.flatten().clamp(0, len(order) - 1)
             x = x.repeat_interleave(pairs_of_row, 0).gather(1, order[experts].long())
             pairs_of_row = 1
-        return multiply_quantized(round_rows(x, self.form.rounding), blocks, weight, activation, pairs_of_row)
+        return multiply_quantized(round_rows(x, self.form.rounding), blocks, weights, activation, pairs_of_row)
 
 
 class GroupedExperts:
@@ -101,9 +101,14 @@ class GroupedExperts:
         self.activation = Activation(activation, is_gated=gated.out_features == 2 * down.in_features)
         self._scales_inputs = scales_inputs
 
+    def block_rows(self, num_pairs: int, dtype: torch.dtype) -> int:
+        """Returns the pairs of a block, for rows of this dtype."""
+        are_quantized = all(each.form is not None for each in self.linears)
+        return block_rows(num_pairs, self.linears[0].num_experts, dtype, are_quantized)
+
     def forward(self, x: torch.Tensor, chosen: torch.Tensor, shares: torch.Tensor) -> torch.Tensor:
         num_experts = self.linears[0].num_experts
-        blocks = sort_pairs(chosen, num_experts, block_rows(chosen.numel(), num_experts, x.dtype))
+        blocks = sort_pairs(chosen, num_experts, self.block_rows(chosen.numel(), x.dtype))
         pairs_of_row = chosen.shape[1]
         if self._scales_inputs:
             x = (x.float().unsqueeze(1) * shares.unsqueeze(-1)).to(x.dtype).flatten(0, 1)

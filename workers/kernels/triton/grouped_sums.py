@@ -16,9 +16,11 @@ import triton
 import triton.language as tl
 
 from manta.workers.kernels.quantized_reference import EXP2, EXP2_FIRST, LOG2_E
-from manta.workers.kernels.triton.launch import padded_size
+from manta.workers.kernels.triton.launch import INTERPRETED, padded_size
 from manta.workers.kernels.triton.rounded_rows import round_half_even
 
+_INTERPRETED = tl.constexpr(INTERPRETED)
+"""Whether nibbles are unpacked by Triton's operations, because its interpreter has no instructions of a GPU."""
 _LEAST_DOT = 32
 """The least number of inputs in a product of matrices of bytes on tensor cores."""
 _MOST_TILE = 128
@@ -28,6 +30,12 @@ _MOST_TILE = 128
 def tile_of(group: int) -> int:
     """Returns the inputs of a group that a program reads at a time."""
     return min(_MOST_TILE, max(_LEAST_DOT, padded_size(group)))
+
+
+def most_outputs(block_rows: int, is_gated: bool) -> int:
+    """Returns the most outputs of a program, whose registers hold the sums of a block of rows."""
+    columns = 64 if block_rows > 64 else 128
+    return columns // 2 if is_gated else columns
 
 
 def pack_tiles(codes: torch.Tensor, group: int) -> torch.Tensor:
@@ -73,7 +81,7 @@ def sum_groups(
     row_place = values + row[:, None] * in_features
     PRODUCT: tl.constexpr = tl.float32 if weights.dtype.element_ty == tl.float8e4nv else tl.int32
     SCALED: tl.constexpr = 0.0625 if IS_PACKED and CODEBOOK == 0 else 1.0  # nibbles are 16 times as large
-    sums = tl.zeros((ROWS, OUTPUTS), tl.float32)
+    sums = tl.zeros((OUTPUTS, ROWS), tl.float32)
     # Scales of few rows are loaded a tile ahead, as Triton does with what products take; for many registers are scarce
     AHEAD: tl.constexpr = ROWS <= 32
     weight_scale, scale, offset, shift = _load_scales(
@@ -101,7 +109,7 @@ def sum_groups(
             if not AHEAD:
                 weight_scale, scale, offset, shift = next_weight_scale, next_scale, next_offset, next_shift
             low, high = unpack(pairs, CODEBOOK)
-            products = _dot_tile(inputs, low, tl.zeros((ROWS, OUTPUTS), PRODUCT), TILE)
+            products = _dot_tile(low, inputs, tl.zeros((OUTPUTS, ROWS), PRODUCT), TILE)
             sums = _add_group(sums, products, weight_scale, scale, offset, shift, HAS_OFFSETS)
             last_weight_scale, last_scale, last_offset, last_shift = _load_scales(
                 scales, shifts, weight_scales, offsets, row, column, is_row, is_output, padded_rows, scale_stride,
@@ -110,7 +118,7 @@ def sum_groups(
             if not AHEAD:
                 second_weight_scale, second_scale = last_weight_scale, last_scale
                 second_offset, second_shift = last_offset, last_shift
-            products = _dot_tile(second_inputs, high, tl.zeros((ROWS, OUTPUTS), PRODUCT), TILE)
+            products = _dot_tile(high, second_inputs, tl.zeros((OUTPUTS, ROWS), PRODUCT), TILE)
             sums = _add_group(
                 sums, products, second_weight_scale, second_scale, second_offset, second_shift, HAS_OFFSETS
             )
@@ -129,25 +137,25 @@ def sum_groups(
                     scales, shifts, weight_scales, offsets, row, column, is_row, is_output, padded_rows, scale_stride,
                     group + 1, num_groups, SCALED, HAS_ONE_SCALE, SCALE_ROWS, HAS_OFFSETS,
                 )  # fmt: skip
-            products = tl.zeros((ROWS, OUTPUTS), PRODUCT)
+            products = tl.zeros((OUTPUTS, ROWS), PRODUCT)
             if IS_PACKED:
                 for start in range(0, GROUP, 2 * TILE):
                     pairs = tl.load(weight_place, mask=is_output[:, None], other=0)
                     weight_place += out_features * TILE
                     low, high = unpack(pairs, CODEBOOK)
                     inputs = _load_inputs(row_place, is_row, group, start, GROUP, in_features, False, TILE)
-                    products = _dot_tile(inputs, low, products, TILE)
+                    products = _dot_tile(low, inputs, products, TILE)
                     inputs = _load_inputs(row_place, is_row, group, start + TILE, GROUP, in_features, False, TILE)
-                    products = _dot_tile(inputs, high, products, TILE)
+                    products = _dot_tile(high, inputs, products, TILE)
             elif GROUP <= TILE:  # then this loop has no other inside, and Triton loads the next group ahead
                 inputs = _load_inputs(row_place, is_row, group, 0, GROUP, in_features, IS_EVEN, TILE)
                 columns = _load_inputs(weight_place, is_output, group, 0, GROUP, in_features, IS_EVEN, TILE)
-                products = _dot_tile(inputs, columns, products, TILE)
+                products = _dot_tile(columns, inputs, products, TILE)
             else:
                 for start in range(0, GROUP, TILE):
                     inputs = _load_inputs(row_place, is_row, group, start, GROUP, in_features, IS_EVEN, TILE)
                     columns = _load_inputs(weight_place, is_output, group, start, GROUP, in_features, IS_EVEN, TILE)
-                    products = _dot_tile(inputs, columns, products, TILE)
+                    products = _dot_tile(columns, inputs, products, TILE)
             if not AHEAD:
                 weight_scale, scale, offset, shift = _load_scales(
                     scales, shifts, weight_scales, offsets, row, column, is_row, is_output, padded_rows, scale_stride,
@@ -157,8 +165,8 @@ def sum_groups(
             if AHEAD:
                 weight_scale, scale, offset, shift = next_weight_scale, next_scale, next_offset, next_shift
     if HAS_BIAS:
-        sums += tl.load(bias + column, mask=is_output, other=0.0).to(tl.float32)[None, :]
-    return sums
+        sums += tl.load(bias + column, mask=is_output, other=0.0).to(tl.float32)[:, None]
+    return tl.trans(sums)
 
 
 @triton.jit
@@ -177,12 +185,51 @@ def _load_inputs(
 @triton.jit
 def unpack(pairs, CODEBOOK: tl.constexpr):
     """Returns the numbers of low and of high nibbles, int8: those of the codebook, else 16 times the signed nibble."""
-    if CODEBOOK == 0:
+    if not _INTERPRETED:  # four bytes at a time
+        low, high = tl.inline_asm_elementwise(
+            _assembly(CODEBOOK), "=r,=r,r", [pairs], dtype=(tl.int8, tl.int8), is_pure=True, pack=4
+        )
+    elif CODEBOOK == 0:
         low, high = pairs << 4, pairs & -16
     else:
         low = _look_up(pairs.to(tl.int32) & 15, CODEBOOK)
         high = _look_up((pairs.to(tl.int32) >> 4) & 15, CODEBOOK)
     return low, high
+
+
+_UNPACK = """{
+.reg .b32 low;
+shl.b32 low, $2, 4;
+and.b32 $0, low, 0xF0F0F0F0;
+and.b32 $1, $2, 0xF0F0F0F0;
+}"""
+_LOOK_UP = """
+prmt.b32 first, %s, %s, places;
+prmt.b32 second, %s, %s, places;
+prmt.b32 mask, 0x80808080, 0x80808080, codes;
+shl.b32 shifted, mask, 1;
+lop3.b32 mask, mask, shifted, 0x7F7F7F7F, 0xE4;
+lop3.b32 %s, first, second, mask, 0xD8;
+"""
+"""Looks four nibbles of `codes` up: those below 8 in the first half of the table, which `places` without the highest
+bits index, the others in the second half. A nibble's highest bit makes a byte of the mask 0xFF or 0.
+"""
+
+
+@triton.constexpr_function
+def _assembly(codebook):
+    """Returns the instructions for four bytes of pairs ($2), whose low nibbles' numbers are $0, and high ones' $1."""
+    if codebook == 0:
+        return _UNPACK
+    words = codebook & 0xFFFFFFFF, codebook >> 32 & 0xFFFFFFFF, codebook >> 64 & 0xFFFFFFFF, codebook >> 96
+    return (
+        "{ .reg .b32 codes, places, first, second, mask, shifted, one, two;"
+        "mov.b32 codes, $2; and.b32 places, $2, 0x77777777;"
+        + _LOOK_UP % (*words, "one")
+        + "shr.u32 codes, codes, 16; shr.u32 places, places, 16;"
+        + _LOOK_UP % (*words, "two")
+        + "prmt.b32 $0, one, two, 0x6420; prmt.b32 $1, one, two, 0x7531; }"
+    )
 
 
 @triton.jit
@@ -204,11 +251,12 @@ def _word(codebook, index):
 
 
 @triton.jit
-def _dot_tile(inputs, columns, products, TILE: tl.constexpr):
-    """Adds the products of a tile of rows and of weights. Tensor cores add E4M3 with less than float32's precision, so
-    each tile's sum is added by itself.
+def _dot_tile(columns, inputs, products, TILE: tl.constexpr):
+    """Adds the products of a tile of weights and of rows, [OUTPUTS, ROWS]. Weights come first, because tensor cores
+    take the first factor from registers, where nibbles are unpacked, and no more than 8 columns of the second one, for
+    few rows. They add E4M3 with less than float32's precision, so each tile's sum is added by itself.
     """
-    return tl.dot(inputs, tl.trans(columns), products, max_num_imprecise_acc=TILE, out_dtype=products.dtype)
+    return tl.dot(columns, tl.trans(inputs), products, max_num_imprecise_acc=TILE, out_dtype=products.dtype)
 
 
 @triton.jit
@@ -237,9 +285,9 @@ def _load_scales(
 @triton.jit
 def _add_group(sums, products, weight_scale, scale, offset, shift, HAS_OFFSETS: tl.constexpr):
     """Adds a group's products times both scales, and its offsets."""
-    sums += products.to(tl.float32) * weight_scale[None, :] * scale[:, None]
+    sums += products.to(tl.float32) * weight_scale[:, None] * scale[None, :]
     if HAS_OFFSETS:
-        sums += offset[None, :] * shift[:, None]
+        sums += offset[:, None] * shift[None, :]
     return sums
 
 

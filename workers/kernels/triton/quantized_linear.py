@@ -19,13 +19,19 @@ import triton.language as tl
 from manta.workers.kernels.attention_metadata import AttentionMetadata
 from manta.workers.kernels.quantized_weight import QuantizedWeight
 from manta.workers.kernels.triton.device_weight import DeviceWeight
-from manta.workers.kernels.triton.grouped_sums import gated_columns, split_gates, sum_groups, times_sigmoid
+from manta.workers.kernels.triton.grouped_sums import (
+    gated_columns,
+    most_outputs,
+    split_gates,
+    sum_groups,
+    times_sigmoid,
+)
 from manta.workers.kernels.triton.launch import num_processors
 from manta.workers.kernels.triton.library_products import choose_product
 from manta.workers.kernels.triton.rounded_rows import RoundedRows, RowRounding, round_rows
 from manta.workers.kernels.triton.rows import silu_and_mul
 
-_BLOCK_ROWS = (16, 32, 64, 128)
+_BLOCK_ROWS = (8, 16, 32, 64, 128)
 _BLOCK_OUTPUTS = (128, 64, 32, 16)
 _BYTES_AHEAD = 16 << 10
 """Bytes of rows and weights that a program has on their way to hide the latency of memory (an estimate: no GPU has run
@@ -88,7 +94,7 @@ class TritonQuantizedLinear:
         width = self.out_features // 2 if self.gated else self.out_features
         y = torch.empty((num_rows, width), dtype=rows.dtype, device=rows.values.device)
         block_rows = next((size for size in _BLOCK_ROWS if size >= num_rows), _BLOCK_ROWS[-1])
-        most = form.most_outputs(block_rows, self.gated)
+        most = most_outputs(block_rows, self.gated)
         block_outputs = self._block_outputs(triton.cdiv(num_rows, block_rows), width, most)
         tile_bytes = form.tile * (block_rows + block_outputs)
         _multiply[(triton.cdiv(num_rows, block_rows), triton.cdiv(width, block_outputs))](

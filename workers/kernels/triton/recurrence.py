@@ -1,4 +1,5 @@
-"""Linear recurrences one token after the other in Triton: decode steps, drafts, and short prompts.
+"""Linear recurrences in Triton: one token after the other in decode steps, for Mamba 1 and in float32. Other steps take
+chunks (`chunked_recurrence.py`).
 
 `workers/kernels/recurrence.py` defines the results. A program keeps a tile of one sequence's states in registers from
 its first token to its last, and writes it where a segment ends: a decode step reads and writes each state once. A token
@@ -50,8 +51,9 @@ def recur(inputs: RecurrentInputs, states: torch.Tensor, step: RecurrentStep) ->
     query, key, value, log_decay = map(in_rows, inputs[:4])
     beta = None if inputs.beta is None else in_rows(inputs.beta)
     has_fine_decays = log_decay.dim() == 3
-    if not step.is_decode and inputs.rates is None and (beta is not None or not has_fine_decays):
-        return recur_chunks(RecurrentInputs(query, key, value, log_decay, beta, dtype=inputs.dtype), states, step)
+    has_chunks = inputs.rates is None and (beta is not None or not has_fine_decays)
+    if has_chunks and inputs.dtype == torch.bfloat16 and not step.is_decode:
+        return recur_chunks(RecurrentInputs(query, key, value, log_decay, beta), states, step)
     num_tokens, num_heads, value_dim = value.shape
     key_dim = key.shape[2]
     output = value.new_empty((num_tokens, num_heads, value_dim))
