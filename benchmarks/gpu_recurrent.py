@@ -77,8 +77,7 @@ class Case:
         assert step is not None
         self.step: RecurrentStep = step
         plain = RecurrentStep.build([0] * num_sequences, lens, uses)
-        tensors = {name: getattr(plain, name).to(device) for name in plain._fields if name != "is_decode"}
-        self.plain_step = RecurrentStep(**tensors, is_decode=plain.is_decode)
+        self.plain_step = plain.to(device)
         random = functools.partial(torch.randn, device=device)
         keys = num_tokens, shape.num_groups, shape.key_dim
         self.inputs = RecurrentInputs(

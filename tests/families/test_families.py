@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 
@@ -24,7 +24,7 @@ REFUSED_NAMES = (
     # Latent attention without a native form.
     "axk1 longcat_flash sarvam_mla "
     # Layers that differ in their heads.
-    "gemma4_unified_text mimo_v2_flash "
+    "gemma4_unified_text "
     # Attention that a layer calls twice, masks of their own, a cache that forgets positions which the mask shows.
     "diffllama doge dory git hrm_text moshi "
     # Pictures or sounds, whose text decoder has no native form.
@@ -86,7 +86,7 @@ def child() -> Iterator[list[Child]]:
 @pytest.mark.prove
 @pytest.mark.parametrize("model_type", [name for name in MODEL_TYPES if name not in CHEAP])
 def test_every_decoder_is_served_with_the_tokens_of_transformers_or_refused(
-    model_type: str, child: list[Child], record_property: pytest.RecordProperty
+    model_type: str, child: list[Child], record_property: Callable[[str, object], None]
 ) -> None:
     verdict = child[-1].judge(model_type)
     if verdict is None:

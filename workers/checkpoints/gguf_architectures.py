@@ -156,7 +156,7 @@ def name_of(architecture: GgufArchitecture, name: str) -> str:
     is reported as unused.
     """
     base, _, suffix = name.rpartition(".")
-    wholes = _WHOLES | architecture.wholes
+    wholes = {**_WHOLES, **architecture.wholes}
     if base in wholes:
         return f"{wholes[base]}.{suffix}"
     kind, _, rest = base.partition(".")

@@ -73,3 +73,15 @@ class RecurrentStep(NamedTuple):
             row_segments=torch.from_numpy(np.repeat(np.arange(len(segment_reads)), np.diff(segment_starts))),
             is_decode=False,
         )
+
+    def to(self, device: torch.device) -> RecurrentStep:
+        """Returns the step with its tensors on a device."""
+        return self._replace(
+            starts=self.starts.to(device),
+            reads=self.reads.to(device),
+            writes=self.writes.to(device),
+            first_segments=self.first_segments.to(device),
+            sequence_starts=self.sequence_starts.to(device),
+            row_sequences=self.row_sequences.to(device),
+            row_segments=self.row_segments.to(device),
+        )

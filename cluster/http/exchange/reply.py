@@ -228,11 +228,11 @@ class Reply:
         if self.ignored:
             fixed.append((IGNORED, ignored_header(self.ignored)))
         if self.not_enforced:
-            fixed.append((NOT_ENFORCED, _not_enforced_header(self.not_enforced)))
+            fixed.append((NOT_ENFORCED, not_enforced_header(self.not_enforced)))
         await self._send({"type": "http.response.start", "status": status, "headers": [*fixed, *headers]})
 
 
-def _not_enforced_header(demands: Sequence[str]) -> bytes:
+def not_enforced_header(demands: Sequence[str]) -> bytes:
     """Returns the value of the header: ASCII without control characters, cut at `MAX_HEADER_CHARACTERS`."""
     value = ", ".join(demand.encode("unicode_escape").decode() for demand in demands)
     return (value if len(value) <= MAX_HEADER_CHARACTERS else f"{value[:MAX_HEADER_CHARACTERS]} ...").encode()

@@ -199,16 +199,18 @@ def test_layers_with_smaller_heads_use_the_beginning_of_each_block(
     plain, placed = AttentionMetadata.build(tokens), build_metadata(tokens, DEVICE)
     whole = torch.randn(2, int(tables.max()) + 1, BLOCK_SIZE, largest.num_kv_heads, largest.head_dim).to(dtype)
     on_device = whole.to(DEVICE)
-    own, placed_own = ([narrowed(cache, heads, largest) for cache in caches] for caches in (whole, on_device))
+    (keys, values), (placed_keys, placed_values) = (
+        [narrowed(cache, heads, largest) for cache in caches] for caches in (whole, on_device)
+    )
     qkv = torch.randn(13, sum(heads.counts) * heads.head_dim).to(dtype)
     cos_sin, norm = torch.randn(64, heads.head_dim), torch.rand(heads.head_dim).to(dtype)
     rotated = qkv.to(DEVICE, copy=True)
-    reference.rope_and_cache(qkv, cos_sin, plain, *own, heads, norm, norm)
-    norms = norm.to(DEVICE), norm.to(DEVICE)
-    layers.rope_and_cache(rotated, cos_sin.to(DEVICE), placed, *placed_own, heads, *norms)
+    reference.rope_and_cache(qkv, cos_sin, plain, keys, values, heads, norm, norm)
+    own_norm, own_table = norm.to(DEVICE), cos_sin.to(DEVICE)
+    layers.rope_and_cache(rotated, own_table, placed, placed_keys, placed_values, heads, own_norm, own_norm)
     assert_close(on_device, whole)
-    expected = reference.paged_attention(qkv, *own, plain, heads)
-    assert_close(layers.paged_attention(qkv.to(DEVICE), *placed_own, placed, heads), expected)
+    expected = reference.paged_attention(qkv, keys, values, plain, heads)
+    assert_close(layers.paged_attention(qkv.to(DEVICE), placed_keys, placed_values, placed, heads), expected)
 
 
 def test_a_layer_that_reads_another_ones_keys_rotates_queries_alone() -> None:

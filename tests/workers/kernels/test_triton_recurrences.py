@@ -86,9 +86,7 @@ def states_of(*shape: int) -> torch.Tensor:
 
 
 def plain_step(steps: Steps) -> RecurrentStep:
-    step = RecurrentStep.build(*steps)
-    tensors = {name: getattr(step, name).to(DEVICE) for name in step._fields if name != "is_decode"}
-    return RecurrentStep(**tensors, is_decode=step.is_decode)
+    return RecurrentStep.build(*steps).to(DEVICE)
 
 
 def device_step(steps: Steps, layout: Layout | None) -> RecurrentStep:

@@ -47,7 +47,7 @@ from manta.workers.kernels.triton import (
     rows,
     sampler,
 )
-from manta.workers.kernels.triton.device_weight import DeviceWeight
+from manta.workers.kernels.triton.device_weight import DeviceWeight, WeightTensors
 from manta.workers.kernels.triton.metadata import build_metadata
 from manta.workers.models.model_config import HeadShape
 from manta.workers.sampling_params import SamplingParams
@@ -377,8 +377,8 @@ def experts(shape: ExpertShape, num_rows: int, form: QuantizedWeight | None, dty
             offsets=None if form.offsets is None else form.offsets[:1, :1].expand(outputs, inputs // group),
         )
         form_, tensors = DeviceWeight.of(whole, None, CPU)
-        stacked = tensors._make(
-            None if each is None else each.expand(shape.num_experts, *each.shape) for each in tensors
+        stacked = WeightTensors(
+            *(None if each is None else each.expand(shape.num_experts, *each.shape) for each in tensors)  # type: ignore[arg-type]
         )
         weights = DeviceWeight(form_, stacked._replace(bias=bias))
         rows_ = rounded_rows.round_rows(x, form_.rounding)

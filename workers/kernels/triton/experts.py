@@ -84,13 +84,13 @@ class StackedLinear:
             weight, bias = self._tensors
             assert weight is not None
             return multiply(x.contiguous(), blocks, weight, bias, activation, pairs_of_row)
-        weight = DeviceWeight(self.form, WeightTensors(*self._tensors))  # type: ignore[arg-type]
-        order = weight.tensors.order
+        weights = DeviceWeight(self.form, WeightTensors(*self._tensors))  # type: ignore[arg-type]
+        order = weights.tensors.order
         if order is not None:  # each expert has its own
             experts = chosen.flatten().clamp(0, len(order) - 1)
             x = x.repeat_interleave(pairs_of_row, 0).gather(1, order[experts].long())
             pairs_of_row = 1
-        return multiply_quantized(round_rows(x, self.form.rounding), blocks, weight, activation, pairs_of_row)
+        return multiply_quantized(round_rows(x, self.form.rounding), blocks, weights, activation, pairs_of_row)
 
 
 class GroupedExperts:
