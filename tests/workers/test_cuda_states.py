@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 import pytest
 import torch
+import transformers
 
 from manta.cluster.llm import LLM, SamplingParams
 from manta.workers.checkpoints.model_folder import load_model_config
@@ -17,7 +18,7 @@ from manta.workers.kernels.triton import graphs
 from tests.checkpoints import reference_greedy, reference_logits
 from tests.engine.histories import NGRAM
 from tests.workers.test_cuda_platform import make_llm
-from tests.workers.test_layer_kinds import folder_of
+from tests.workers.test_layer_kinds import CASES, folder_of
 from tests.workers.triton_device import THOROUGH
 
 NUM_TOKENS = 12 if THOROUGH else 3
@@ -36,6 +37,9 @@ FAMILIES = (
     "bamba",
     "falcon_mamba",
     "lfm2_moe",
+    "kimi_linear",
+    "olmo_hybrid",
+    "minimax",
 )
 """Gated delta nets, Mamba 2 beside attention, Mamba 1, short convolutions, and their other families."""
 FEWER_LAYERS: dict[str, dict[str, Any]] = {
@@ -47,6 +51,8 @@ PROMPTS = [[5 + (7 * place + place // 32 * shift) % 300 for place in range(40)] 
 
 
 def model_of(name: str) -> pathlib.Path:
+    if not hasattr(transformers, CASES[name].config):
+        pytest.skip(f"transformers {transformers.__version__} has no {CASES[name].config}")
     return folder_of(name, **({} if THOROUGH else FEWER_LAYERS.get(name, {})))
 
 

@@ -138,7 +138,9 @@ def _recur(
     sequence = tl.program_id(2)
     head = tl.program_id(0) * TILE_HEADS + tl.arange(0, TILE_HEADS)
     dim = tl.arange(0, TILE_KEYS)
-    column = tl.program_id(1) * TILE_VALUES + tl.arange(0, TILE_VALUES)
+    column = tl.arange(0, TILE_VALUES)
+    if TILE_VALUES < VALUE_DIM:  # else the compiler would not know that it is a multiple of 4
+        column += tl.program_id(1) * TILE_VALUES
     has_head = head < NUM_HEADS
     has_key = has_head[:, None] & (dim < KEY_DIM)[None, :]
     has_value = has_head[:, None] & (column < VALUE_DIM)[None, :]
