@@ -1,11 +1,13 @@
 """Paged attention in Triton beside torch's over keys without pages: the part `attention` of `make gpu-check`.
 
-Both read the same keys and values in bfloat16, and their results are compared.
+Both read the same keys and values in bfloat16, and their results are compared. torch has no kernel for the shapes of
+latent attention, which are compared with its float32 products.
 """
 
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Iterator
 
 import numpy as np
@@ -17,8 +19,8 @@ from benchmarks.gpu_rows import Figure, one_line
 from manta.workers.kernels.attention_metadata import AttentionMetadata
 from manta.workers.kernels.query_tokens import QueryTokens
 from manta.workers.kernels.triton.attention import paged_attention
+from manta.workers.kernels.triton.attention_tiles import work_shape_of
 from manta.workers.kernels.triton.metadata import build_metadata
-from manta.workers.kernels.triton.work import WorkShape
 from manta.workers.models.model_config import HeadShape
 
 PAGE = 16
@@ -27,8 +29,14 @@ LEAST_BYTES = 256 << 20
 """Keys and values of a case: several times what the device's cache holds."""
 MOST_DIFFERENCE = 0.02
 """Largest relative difference of two results (norm). bfloat16's rounding makes about a fifth of it."""
-SHAPES = {"llama-3.1-8b": (32, 8, 128), "qwen2.5-0.5b": (14, 2, 64)}
-"""Heads, KV heads and head size."""
+SHAPES = {
+    "llama-3.1-8b": HeadShape(32, 8, 128, 128**-0.5),
+    "qwen2.5-0.5b": HeadShape(14, 2, 64, 64**-0.5),
+    "deepseek-v3": HeadShape(128, 1, 576, 192**-0.5, latent_dim=512),
+    "deepseek-v3, a rank of 8": HeadShape(16, 1, 576, 192**-0.5, latent_dim=512),
+}
+OF_LATENT = ("decode, 1 row of 8k", "decode, 1 row of 128k", "decode, 64 rows of 1k", "prefill, 4 of 2k")
+"""Batches that latent attention is measured on."""
 BATCHES = {
     "decode, 1 row of 8k": ([8192], 1),
     "decode, 1 row of 128k": ([131_072], 1),
@@ -50,25 +58,25 @@ class Case:
     cache does not hold the keys and values from one round to the next.
     """
 
-    def __init__(self, shape: tuple[int, int, int], batch: tuple[list[int], int]) -> None:
-        self.num_heads, self.num_kv_heads, self.head_dim = shape
+    def __init__(self, heads: HeadShape, batch: tuple[list[int], int]) -> None:
+        self.heads = heads
         self.contexts, self.query_len = np.array(batch[0]), batch[1]
         self.count = len(self.contexts)
-        device = torch.device("cuda")
+        device, dtype = torch.device("cuda"), torch.bfloat16
         widths = self.contexts // PAGE
         tables = np.zeros((self.count, widths.max()), dtype=np.int32)
         tables[np.arange(widths.max()) < widths[:, None]] = np.random.default_rng(0).permutation(widths.sum())
         self.tables = torch.from_numpy(tables).to(device)
-        self.kv_bytes = 4 * int(self.contexts.sum()) * self.num_kv_heads * self.head_dim
-        layer = (2, int(widths.sum()), PAGE, self.num_kv_heads, self.head_dim)
-        kv = torch.randn(-(-LEAST_BYTES // self.kv_bytes), *layer, device=device, dtype=torch.bfloat16)
-        self.layers = [(each[0], each[1]) for each in kv]
+        num_cached = 1 if heads.latent_dim else 2
+        layer = (num_cached, int(widths.sum()), PAGE, heads.num_kv_heads, heads.head_dim)
+        self.kv_bytes = 2 * math.prod(layer)
+        kv = torch.randn(-(-LEAST_BYTES // self.kv_bytes), *layer, device=device, dtype=dtype)
+        self.layers = [(each[0], each[-1]) for each in kv]
         num_tokens = self.count * self.query_len
-        self.queries = torch.randn(num_tokens, self.num_heads * self.head_dim, device=device, dtype=torch.bfloat16)
+        self.queries = torch.randn(num_tokens, heads.num_heads * heads.head_dim, device=device, dtype=dtype)
         lens = np.full(self.count, self.query_len)
         tokens = QueryTokens(self.contexts - lens, lens, tables, PAGE)
-        work = WorkShape.of(self.num_heads, self.num_kv_heads, device)
-        self.metadata: AttentionMetadata = build_metadata(tokens, device, shape=work)
+        self.metadata: AttentionMetadata = build_metadata(tokens, device, shape=work_shape_of(heads, dtype, device))
 
     @property
     def context_len(self) -> int:
@@ -80,24 +88,25 @@ class Case:
     @property
     def by_sequence(self) -> torch.Tensor:
         """[sequences, tokens, heads, dim]."""
-        return self.queries.view(self.count, self.query_len, self.num_heads, self.head_dim)
+        return self.queries.view(self.count, self.query_len, self.heads.num_heads, self.heads.head_dim)
 
     def without_pages(self, cache: torch.Tensor) -> torch.Tensor:
         """[sequences, KV heads, keys, dim]."""
         pages = cache[self.tables.long()]
-        return pages.view(self.count, self.context_len, self.num_kv_heads, self.head_dim).transpose(1, 2)
+        return pages.view(self.count, self.context_len, self.heads.num_kv_heads, self.heads.head_dim).transpose(1, 2)
 
     def floor(self, device: Device) -> float:
-        """Seconds to read keys and values once, or of a prefill to make its products."""
-        if self.query_len == 1:
-            return self.kv_bytes / device.bytes_per_second
-        seen = self.query_len * (2 * self.context_len - self.query_len + 1) / 2
-        return 4 * self.count * seen * self.num_heads * self.head_dim / device.operations_per_second
+        """Seconds to read keys and values once and to make their products, whichever takes longer."""
+        seen = self.query_len * (2 * self.contexts - self.query_len + 1).sum() / 2
+        heads = self.heads
+        operations = 2 * seen * heads.num_heads * (heads.head_dim + (heads.latent_dim or heads.head_dim))
+        return max(self.kv_bytes / device.bytes_per_second, operations / device.operations_per_second)
 
 
 def _triton(case: Case) -> Calls:
-    heads = HeadShape(case.num_heads, case.num_kv_heads, case.head_dim, case.head_dim**-0.5)
-    return [functools.partial(paged_attention, case.queries, *layer, case.metadata, heads) for layer in case.layers]
+    return [
+        functools.partial(paged_attention, case.queries, *layer, case.metadata, case.heads) for layer in case.layers
+    ]
 
 
 def _torch(case: Case) -> Calls:
@@ -113,14 +122,31 @@ def _torch(case: Case) -> Calls:
 @torch.inference_mode()
 def attention_figures() -> Iterator[Figure]:
     device = measure_device()
-    for model, shape in SHAPES.items():
+    for model, heads in SHAPES.items():
         for batch, sizes in BATCHES.items():
-            case = Case(shape, sizes)
+            if heads.latent_dim and batch not in OF_LATENT:
+                continue
+            case = Case(heads, sizes)
             what = f"{model}: attention, {batch}"
             seconds = graph_seconds(_triton(case))
             share = case.floor(device) / seconds
             yield Figure(f"{what}, Triton", f"{seconds * 1e6:.0f} us, {share:.2f} of the floor")
+            if heads.latent_dim:
+                yield Figure(f"{what}, its last token by products in float32", _compare_latent(case))
+                continue
             yield Figure(f"{what}, torch, keys without pages", _compare(case, seconds))
+
+
+def _compare_latent(case: Case) -> str:
+    """Compares the last query token of the last sequence."""
+    heads, cache = case.heads, case.layers[0][0]
+    keys = cache[case.tables[-1].long()].flatten(0, 2)[: case.contexts[-1]].float()
+    query = case.queries[-1].view(heads.num_heads, heads.head_dim).float()
+    expected = (query @ keys.T * heads.scale).softmax(-1) @ keys
+    actual = _triton(case)[0]()[-1].view(expected.shape).float()
+    is_latent = torch.arange(heads.head_dim) % (heads.head_dim // 2) >= (heads.head_dim - heads.latent_dim) // 2
+    difference = (actual - expected)[:, is_latent].norm() / expected[:, is_latent].norm()
+    return f"{'' if difference < MOST_DIFFERENCE else 'failed: '}the results differ by {difference:.1%}"
 
 
 def _compare(case: Case, seconds: float) -> str:

@@ -34,29 +34,40 @@ from benchmarks.processes import interrupted_once
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 TESTS = {
     "kernels": "tests/workers/kernels/test_triton_kernels.py",
+    "kinds": "tests/workers/kernels/test_triton_attention_kinds.py",
     "sampler": "tests/workers/kernels/test_triton_sampler.py",
     "quantised": "tests/workers/kernels/test_triton_quantized_linear.py",
     "float8": "tests/workers/kernels/test_float8_linear.py",
     "rounding": "tests/workers/kernels/test_rounded_rows.py",
+    "recurrences": "tests/workers/kernels/test_triton_recurrences.py",
     "engine": "tests/workers/test_cuda_platform.py",
+    "expert kernels": "tests/workers/kernels/test_triton_experts.py",
+    "expert engines": "tests/workers/test_experts_cuda.py",
+    "recurrent engine": "tests/workers/test_cuda_states.py",
+    "families": "tests/workers/test_cuda_layer_kinds.py",
 }
 MEASURED = (
-    "smoke", "device", "attention", "linears", "profile", "qwen2.5-0.5b", "llama-3.1-8b",
+    "smoke", "device", "attention", "linears", "experts", "recurrent", "profile", "qwen2.5-0.5b", "llama-3.1-8b",
     "speculation", "sanitizer",
 )  # fmt: skip
 PARTS = (*TESTS, *MEASURED)
 STEPS = {
     1: ("smoke", "device", "engine"),
-    2: ("kernels", "sampler", "quantised", "float8", "rounding"),
-    3: ("attention", "linears", "profile"),
+    2: (
+        "kernels", "kinds", "families", "sampler", "quantised", "float8", "rounding", "recurrences", "recurrent engine",
+        "expert kernels", "expert engines",
+    ),
+    3: ("attention", "linears", "experts", "recurrent", "profile"),
     4: ("llama-3.1-8b",),
     5: ("sanitizer", "qwen2.5-0.5b", "speculation"),
-}
+}  # fmt: skip
 """Parts of each step, the most telling first, for a machine that ends every command after ten minutes."""
 STEP_SECONDS = 570.0
 PART_SECONDS = 540.0
 """The longest that a part may take."""
-PARALLEL = {"kernels": 8, "sampler": 4, "quantised": 4, "float8": 4}
+PARALLEL = {
+    "kernels": 8, "kinds": 4, "families": 4, "sampler": 4, "quantised": 4, "float8": 4, "expert kernels": 8,
+}  # fmt: skip
 """Processes of the tests that compile many kernels, if pytest-xdist is there."""
 SHOWN_FAILURES = 8
 

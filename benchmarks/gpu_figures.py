@@ -22,7 +22,9 @@ import msgspec
 from benchmarks.checkpoints import benchmark_checkpoint
 from benchmarks.gpu_attention import attention_figures
 from benchmarks.gpu_device import LARGE, Device, measure_device
+from benchmarks.gpu_experts import expert_figures
 from benchmarks.gpu_linears import linear_figures
+from benchmarks.gpu_recurrent import recurrent_figures
 from benchmarks.gpu_rows import FIGURE, Figure, one_line
 from benchmarks.gpu_smoke import profile_figures, sanitizer_figures, smoke_figures, worker_of
 from benchmarks.workloads import PromptSource
@@ -196,6 +198,8 @@ PARTS: dict[str, Callable[[], Iterator[Figure]]] = {
     "device": device_figures,
     "attention": attention_figures,
     "linears": linear_figures,
+    "experts": expert_figures,
+    "recurrent": recurrent_figures,
     "profile": profile_figures,
     "sanitizer": sanitizer_figures,
     **{name: functools.partial(model_figures, name) for name in MODELS},

@@ -105,7 +105,9 @@ def _own_figure(
 
     seconds = graph_seconds([functools.partial(run, linear) for linear in linears])
     products = 2 * x.shape[0] * whole.numel() / device.operations_per_second
-    floor = max(linears[0].num_bytes / device.bytes_per_second, products / 2)  # of bytes they are twice as fast
+    floor = max(
+        linears[0].weight.tensors.num_bytes / device.bytes_per_second, products / 2
+    )  # of bytes they are twice as fast
     expected = F.linear(x.float(), whole)
     difference = (run(linears[0]).float() - expected).norm() / expected.norm()
     verdict = "" if difference < most_difference else f"; failed: the results differ by {difference:.1%}"
@@ -130,7 +132,7 @@ def _library_figures(what: str, linears: list[TritonQuantizedLinear], x: torch.T
     elif linears[0].rounding.dtype == torch.float8_e4m3fn:
         yield Figure(f"{what}, by _scaled_mm", "failed: torch has no product for it here")
     if linears[0].rounding.has_one_scale and x.shape[0] > 16:  # `_int_mm` refuses fewer
-        calls = [functools.partial(torch._int_mm, rows.values, linear.values.t()) for linear in linears]
+        calls = [functools.partial(torch._int_mm, rows.values, linear.weight.tensors.values.t()) for linear in linears]
         seconds = graph_seconds(calls)
         value = (
             f"{seconds * 1e6:.1f} us without scales, {own / seconds:.2f} times as fast as Triton's product with them"
@@ -140,7 +142,7 @@ def _library_figures(what: str, linears: list[TritonQuantizedLinear], x: torch.T
 
 def _norm_figures(hidden: int = 4096) -> Iterator[Figure]:
     """The norm that rounds its rows beside the norm and the rounding."""
-    rounding = TritonQuantizedLinear(
+    rounding = TritonQuantizedLinear.of(
         _float8(torch.randn(BLOCK, hidden), (1, hidden)), None, torch.device("cuda")
     ).rounding
     weight = torch.ones(hidden, device="cuda", dtype=torch.bfloat16)
@@ -158,6 +160,6 @@ def _num_copies(num_bytes: int) -> int:
 
 def _linears(weight: QuantizedWeight) -> list[TritonQuantizedLinear]:
     """Returns copies of a linear, so many that the device's cache does not hold them."""
-    first = TritonQuantizedLinear(weight, None, torch.device("cuda"))
-    rest = range(1, _num_copies(first.num_bytes))
-    return [first, *(TritonQuantizedLinear(weight, None, torch.device("cuda")) for _ in rest)]
+    first = TritonQuantizedLinear.of(weight, None, torch.device("cuda"))
+    rest = range(1, _num_copies(first.weight.tensors.num_bytes))
+    return [first, *(TritonQuantizedLinear.of(weight, None, torch.device("cuda")) for _ in rest)]

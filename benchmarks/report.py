@@ -22,7 +22,7 @@ import psutil
 from tqdm import tqdm
 
 from benchmarks.workloads import Row
-from manta.workers.host import num_cores
+from manta.structured.host import num_cores
 
 T = TypeVar("T")
 

@@ -46,6 +46,10 @@ NO_MASK, LATE = -1, -2
 """
 
 
+EVERY_SESSION = -1
+"""Value in `MaskBuffer.current`: the worker may be writing for any of its sessions."""
+
+
 def row_words(vocab_size: int) -> int:
     """Number of int32 words in a packed row."""
     return -(-vocab_size // 32)
@@ -55,6 +59,11 @@ def allowed_of(row: np.ndarray, token_ids: Iterable[int]) -> list[int]:
     """The tokens among `token_ids` that a packed row of int32 allows."""
     words = row.view(np.uint32)
     return [token_id for token_id in token_ids if int(words[token_id // 32]) >> token_id % 32 & 1]
+
+
+def allows_any(row: np.ndarray) -> bool:
+    """Whether a packed row of int32 allows a token."""
+    return bool(np.bitwise_or.reduce(row))  # several times faster than `any`, which makes booleans first
 
 
 class MaskBatch(NamedTuple):
@@ -72,9 +81,14 @@ class MaskBatch(NamedTuple):
 
     def packed(self) -> MaskBatch:
         """A copy that holds only the rows in use, each once: int32 [used rows, words]."""
+        used, slots = self.used_rows()
+        return self._replace(slots=slots, rows=self.rows[used])
+
+    def used_rows(self) -> tuple[list[int], list[int]]:
+        """Returns the rows in use, each once and ascending, and `slots` with places among these instead of rows."""
         used = sorted({slot for slot in self.slots if slot >= 0})
         place = {slot: row for row, slot in enumerate(used)}
-        return self._replace(slots=[place.get(slot, slot) for slot in self.slots], rows=self.rows[used])
+        return used, [place.get(slot, slot) for slot in self.slots]
 
     def __reduce__(self) -> tuple[type[MaskBatch], tuple[object, ...]]:
         return MaskBatch, tuple(self.packed())
@@ -147,8 +161,8 @@ class MaskBuffer:
         self.acknowledged = arrays["acknowledged"]
         """int64 [workers]: number of the last message that the worker has finished."""
         self.current = arrays["current"]
-        """int64 [workers]: 1 + id of the session that the worker is busy with; 0 for none. It stays readable after the
-        worker's death.
+        """int64 [workers]: 1 + id of the session that the worker is busy with; 0 for none; `EVERY_SESSION` while it
+        writes the rows of several. It stays readable after the worker's death.
         """
         self.cached = arrays["cached"]
         """int64 [workers, 2]: number of cached grammars, and their bytes."""

@@ -18,6 +18,7 @@ import hypothesis
 import pytest
 
 from tests.bare_names import refuse_everywhere
+from tests.costs import Costs
 from tests.pairs import forms_take_turns
 from tests.sharing import end_behind, make_scheduler, put_together
 
@@ -168,6 +169,7 @@ def implementation(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPat
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "prove: takes minutes; runs with MANTA_PROVE=1 only")
     config.addinivalue_line("markers", "forms_in_turns: each case has the first form and one of the others")
+    config.pluginmanager.register(Costs(), "manta-costs")
     if PROVE:
         from tests.prove import ProofRecord
 

@@ -7,6 +7,7 @@ random too. What a file stands for is read back by transformers or by `gguf.dequ
 from __future__ import annotations
 
 import json
+import math
 import pathlib
 import shutil
 from collections.abc import Callable
@@ -70,7 +71,7 @@ def write_gguf(
     writer.add_name(path.stem)
     _add_sizes(writer, config)
     if vocabulary is None:
-        _add_tokenizer(writer, folder)
+        add_tokenizer(writer, folder)
     else:
         _add_vocabulary(writer, vocabulary)
     for key, value in metadata.items():
@@ -85,10 +86,10 @@ def write_gguf(
         if name == "lm_head.weight" and config["tie_word_embeddings"]:
             continue
         if architecture == "llama" and ".self_attn.q_proj." in name:
-            tensor = _interleaved(tensor, config["num_attention_heads"])
+            tensor = interleaved(tensor, config["num_attention_heads"])
         if architecture == "llama" and ".self_attn.k_proj." in name:
-            tensor = _interleaved(tensor, config["num_key_value_heads"])
-        _add_tensor(writer, gguf_name(name), tensor, kind_of)
+            tensor = interleaved(tensor, config["num_key_value_heads"])
+        add_tensor(writer, gguf_name(name), tensor, kind_of)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -105,7 +106,7 @@ def gguf_name(name: str) -> str:
     return f"blk.{layer}.{_PARTS[part]}.{suffix}"
 
 
-def _interleaved(tensor: np.ndarray, num_heads: int) -> np.ndarray:
+def interleaved(tensor: np.ndarray, num_heads: int) -> np.ndarray:
     """The two halves of each head interleaved, as llama.cpp's converter does."""
     halves = tensor.reshape(num_heads, 2, tensor.shape[0] // num_heads // 2, *tensor.shape[1:])
     return halves.swapaxes(1, 2).reshape(tensor.shape)
@@ -127,7 +128,7 @@ def _add_sizes(writer: gguf.GGUFWriter, config: dict) -> None:
     writer.add_vocab_size(config["vocab_size"])
 
 
-def _add_tokenizer(writer: gguf.GGUFWriter, folder: pathlib.Path) -> None:
+def add_tokenizer(writer: gguf.GGUFWriter, folder: pathlib.Path) -> None:
     loaded = json.loads((folder / "tokenizer.json").read_text())
     ids = loaded["model"]["vocab"] | {token["content"]: token["id"] for token in loaded["added_tokens"]}
     special = {token["content"] for token in loaded["added_tokens"] if token["special"]}
@@ -171,14 +172,20 @@ def _value_type(value: object) -> gguf.GGUFValueType:
     return kinds[type(value)]
 
 
-def _add_tensor(writer: gguf.GGUFWriter, name: str, tensor: np.ndarray, kind_of: KindOf) -> None:
+def add_tensor(
+    writer: gguf.GGUFWriter, name: str, tensor: np.ndarray, kind_of: KindOf, *, is_dense: bool = False
+) -> None:
+    """Writes a tensor in the type that `kind_of` chooses; if `is_dense`, the numbers that its blocks stand for."""
     kind = "F32" if tensor.ndim == 1 else kind_of(name)
     kind_number: gguf.GGMLQuantizationType = getattr(gguf.GGMLQuantizationType, kind)
     if kind in RANDOM_BLOCKS:
-        rows, inputs = tensor.shape
-        data = RANDOM_BLOCKS[kind](rows, inputs, np.random.default_rng(sum(name.encode())))
+        *outer, inputs = tensor.shape
+        rows = RANDOM_BLOCKS[kind](math.prod(outer), inputs, np.random.default_rng(sum(name.encode())))
+        data = rows.reshape(*outer, -1)
     else:
         data = gguf.quantize(tensor.astype(np.float32), kind_number)
+    if is_dense:
+        data, kind_number = gguf.dequantize(data, kind_number), gguf.GGMLQuantizationType.F32
     writer.add_tensor(name, data, raw_dtype=kind_number)
 
 
@@ -274,6 +281,6 @@ def dequantized(path: pathlib.Path, original: pathlib.Path, folder: pathlib.Path
 
 
 def _in_halves(tensor: np.ndarray, num_heads: int) -> np.ndarray:
-    """Undoes `_interleaved`."""
+    """Undoes `interleaved`."""
     pairs = tensor.reshape(num_heads, tensor.shape[0] // num_heads // 2, 2, *tensor.shape[1:])
     return pairs.swapaxes(1, 2).reshape(tensor.shape)

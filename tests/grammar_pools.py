@@ -15,8 +15,8 @@ import pytest
 from manta.structured.backend import Grammar, make_backend
 from manta.structured.constraint import ConstraintSpec
 from manta.structured.grammar_pool.grammar_worker import SessionStart, TrackedSession
-from manta.structured.grammar_pool.pool import GrammarPool, PoolForm
-from manta.structured.pool_config import PoolConfig
+from manta.structured.grammar_pool.pool import GrammarPool
+from manta.structured.pool_config import PoolConfig, PoolForm
 from manta.structured.vocabulary import Vocabulary
 from tests.patience import PATIENCE_S, wait_until
 from tests.sharing import shared
@@ -29,8 +29,12 @@ MakePool = Callable[..., GrammarPool]
 """The type of the fixture `make_pool`."""
 
 PLUGIN = pathlib.Path(__file__).parent / "plugin"
-MAX_IDLE = 3
+MAX_IDLE = 5
 """The most unused pools that are kept for a later test; each has processes."""
+SOON_S = 0.02
+"""Seconds that a row waits for a busy worker before its session moves, in pools of tests about such moves. A pool whose
+sessions have moved has more workers than a new one, so no other test can use it.
+"""
 IDLE_S = 10.0
 """Seconds after which a pool that still has sessions is not used again."""
 
@@ -60,8 +64,10 @@ class Pools:
         """Maps the arguments of `make` to an unused pool that was made with them, the oldest first."""
 
     def make(self, num_sessions: int = 16, num_drafts: int = 0, num_forced: int = 0, **options: float) -> GrammarPool:
-        """Returns a pool whose workers are ready, and which waits for a mask for as long as tests do by default."""
-        config = PoolConfig(**{"mask_seconds": PATIENCE_S} | options)  # type: ignore[arg-type]
+        """Returns a pool whose workers are ready. By default it waits for a mask for as long as tests do, and sessions
+        stay with workers that are merely slow.
+        """
+        config = PoolConfig(**{"mask_seconds": PATIENCE_S, "migrate_seconds": 30.0} | options)  # type: ignore[arg-type]
         asked = (config, num_sessions, num_drafts, num_forced)
         pool = self._idle.pop(asked, None)
         if pool is None:
@@ -93,7 +99,7 @@ def is_as_new(pool: GrammarPool) -> bool:
     pool.prepare([])  # sends the news
     deadline = time.monotonic() + IDLE_S
     workers = pool.workers
-    while (workers.num_replaced, workers.given_up, len(workers.active)) == (0, [], pool.config.num_workers):
+    while (workers.num_replaced, workers.given_up, len(workers.active)) == (0, [], pool.num_workers):
         if pool.num_slots_in_use == 0:
             return True
         if time.monotonic() > deadline:

@@ -6,7 +6,13 @@ The interface is https://github.com/ggml-org/llama.cpp, `include/llama.h`.
 from __future__ import annotations
 
 import ctypes
+import functools
 import pathlib
+from typing import Any
+
+import httpx
+
+from tests.patience import PATIENCE_S
 
 
 class _ModelParams(ctypes.Structure):
@@ -82,3 +88,32 @@ def _library() -> ctypes.CDLL:
     library.llama_log_set(_no_log, None)
     library.llama_backend_init()
     return library
+
+
+def greedy_of_llamacpp(path: pathlib.Path, prompt: list[int], num_tokens: int) -> list[int]:
+    """Returns the greedy tokens of llama.cpp behind a prompt of ids, with keys and values in float32. The first end
+    token is the last.
+    """
+    request = {
+        "prompt": prompt,
+        "n_predict": num_tokens,
+        "temperature": 0,
+        "cache_prompt": False,
+        "return_tokens": True,
+    }
+    answer = httpx.post(f"{_server(path).listening_address}/completion", json=request, timeout=PATIENCE_S)
+    return answer.raise_for_status().json()["tokens"]
+
+
+@functools.cache
+def _server(path: pathlib.Path) -> Any:
+    import xllamacpp
+
+    params = xllamacpp.CommonParams()
+    params.model.path = str(path)
+    params.n_parallel = 1
+    params.n_ctx = 512
+    params.cpuparams.n_threads = params.cpuparams_batch.n_threads = 1
+    params.cache_type_k = params.cache_type_v = 0  # GGML_TYPE_F32
+    params.warmup = False
+    return xllamacpp.Server(params)

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from manta.workers.host import num_cores
+from manta.structured.host import num_cores
 
 SHOWN_SECONDS = 5.0
 """A quicker test is a row of the table only if it gives figures."""

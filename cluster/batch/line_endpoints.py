@@ -153,7 +153,8 @@ class Endpoints:
             return _failed(request_id, refusal_of(error))
         finally:
             is_charged.set()
-        return BatchResponse(200, request_id, msgspec.Raw(reply.answer), ignored or UNSET)
+        not_enforced = list(reply.not_enforced) or UNSET
+        return BatchResponse(200, request_id, msgspec.Raw(reply.answer), ignored or UNSET, not_enforced)
 
     async def _handle(self, request: BatchRequest, exchange: GenerationExchange) -> None:
         body, limits = bytes(request.body), self.state.config.body

@@ -53,6 +53,8 @@ class BatchResponse(msgspec.Struct):
     body: msgspec.Raw
     ignored: list[str] | UnsetType = UNSET
     """Fields of the request's body that had no effect, if there are any."""
+    not_enforced: list[str] | UnsetType = UNSET
+    """Demands of the body's constraint that the answer may break, if there are any."""
 
 
 class BatchResult(msgspec.Struct):

@@ -13,7 +13,7 @@ import os
 import pathlib
 import sys
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import jinja2
@@ -26,6 +26,7 @@ from manta.cluster.text.chat_template import ChatTemplates, TemplateError, templ
 from manta.cluster.text.tokenizer import Tokenizer
 from manta.cluster.text.tokenizer_files import read_tokenizer_config, resolve_folder
 from manta.cluster.text.tokenizer_trial import try_tokenizer
+from manta.structured.host import free_memory, num_cores
 from manta.structured.logits_processors import LogitsProcessorError, LogitsProcessorRegistry
 from manta.structured.visible_text import say, say_lines
 from manta.workers.checkpoints.memory import (
@@ -42,7 +43,6 @@ from manta.workers.checkpoints.model_folder import load_model_config, resolve_mo
 from manta.workers.checkpoints.stop_tokens import with_tokenizers_eos
 from manta.workers.checkpoints.stored_files import find_file
 from manta.workers.exact import check_exact
-from manta.workers.host import free_memory, num_cores
 from manta.workers.kept_weights import check_weights, describe_kept
 from manta.workers.kv_cache_dtype import check_kv_cache, kv_dtype
 from manta.workers.kv_groups import LayerGroups, most_states, one_group
@@ -186,9 +186,11 @@ def check_machine(engine: EngineConfig) -> None:
             folder = resolve_model_folder(engine.model)
             model = load_model_config(folder)
             dtype = model.dtype if engine.dtype == "auto" else engine.dtype
-            _check_memory(
-                weight_bytes(folder, dtype, model, engine.weights), engine.kv_cache_bytes or 0, dtype, free_memory()
+            weights, smaller = (
+                weight_bytes(folder, dtype, model, engine.weights),
+                _smaller_weights(folder, dtype, model),
             )
+            _check_memory(weights, engine.kv_cache_bytes or 0, dtype, free_memory(), smaller)
 
 
 def _check_tpu() -> None:
@@ -216,12 +218,23 @@ def _runs_on_cpu(engine: EngineConfig) -> bool:
     return engine.device == "cpu" or (engine.device == "auto" and not has_gpu)
 
 
-def _check_memory(weights: int, kv_bytes: int, dtype: str, free: int) -> None:
+def _smaller_weights(folder: pathlib.Path, dtype: str, model: ModelConfig) -> dict[str, int]:
+    """Returns the bytes of a model's weights by the values of the option `weights` that round them."""
+    if model.quantization is not None:
+        return {}
+    return {form: weight_bytes(folder, dtype, model, form) for form in ("int8", "int4")}
+
+
+def _check_memory(weights: int, kv_bytes: int, dtype: str, free: int, smaller: Mapping[str, int]) -> None:
+    """Raises `ModelError` if weights and KV cache do not fit. `smaller` has the bytes of rounded weights."""
     if weights >= free:
-        raise ModelError(
-            f"its weights take {_gib(weights)} in {dtype}, and {_gib(free)} of memory is free; "
-            "free some, or take a smaller model"
-        )
+        smaller = {form: num_bytes for form, num_bytes in smaller.items() if num_bytes < weights}
+        fitting = {form: num_bytes for form, num_bytes in smaller.items() if num_bytes < free}
+        sizes = " and ".join(f"{_gib(each)} with weights: {form}" for form, each in (fitting or smaller).items())
+        remedy = "free some, or take a smaller model"
+        if sizes:
+            remedy = f"they take {sizes}" if fitting else f"{remedy} (this one takes {sizes})"
+        raise ModelError(f"its weights take {_gib(weights)} in {dtype}, and {_gib(free)} of memory is free; {remedy}")
     if weights + kv_bytes > free:
         raise ModelError(
             f"its weights take {_gib(weights)} and the KV cache {_gib(kv_bytes)}, and {_gib(free)} of memory is free; "
@@ -308,7 +321,8 @@ def check_model(engine: EngineConfig) -> CheckReport:
     if tally is not None and model.quantization is not None:
         own_bytes = tally.num_bytes(dtype, keeps_integers, keeps_float8)
     weights, free = own_bytes + _draft_bytes(engine, dtype), platform.free_memory(lambda: None)
-    _check_memory(weights, 0, dtype, free)
+    smaller = _smaller_weights(folder, dtype, model)
+    _check_memory(weights, 0, dtype, free, smaller)
     draft = _draft_config(engine)
     if draft is not None:
         check_draft_model(draft)
@@ -326,7 +340,7 @@ def check_model(engine: EngineConfig) -> CheckReport:
         is_asynchronous=platform.runs_ahead,
         has_drafts=engine.speculative is not None,
     )
-    _check_memory(weights, sizes.num_bytes, dtype, free)
+    _check_memory(weights, sizes.num_bytes, dtype, free, smaller)
     needs, block_bytes, num_blocks = block_needs(layers.groups, engine), sizes.block_bytes, sizes.num_blocks
     longest = needs.longest(num_blocks, model.max_position_embeddings)
     max_model_len = plan_max_model_len(model, engine.max_model_len, longest)

@@ -29,21 +29,43 @@ from manta.structured.grammar_pool.pool import GrammarPool
 from manta.structured.masks import DEAD_END, FINISHED, LATE, NO_MASK, MaskBatch
 from manta.workers.step import StepInput, StepOutput
 
-PATIENCE = 0.25
-"""Share of a step's time that ready rows wait for late ones if every row of the step is constrained."""
-
 LONGEST_WAIT_S = 0.03
-"""Longest wait for the first mask if every row is constrained and none is ready. After it no row draws, and the engine
-handles new requests, aborts and deadlines.
+"""Longest wait for masks behind the forward pass, if every row is constrained. After it the engine handles new
+requests, aborts and deadlines.
 """
+MOST_STEP_S = 1.0
+"""Seconds after which the beginning of the next step no longer tells how long a step takes: the engine was idle."""
+
+
+class Waiting:
+    """Decides how long the ready rows of a step wait for missing ones. Times are seconds of one clock.
+
+    A row that is left out has to be computed again, so it loses the time of a step. The ready rows wait until they have
+    lost as much together. Whenever the others come, that loses at most twice as much as the best decision in hindsight
+    (Karp, 1992, on renting skis).
+    """
+
+    def __init__(self, num_rows: int, step_seconds: float, now: float) -> None:
+        self._num_rows = num_rows
+        self._step_seconds = step_seconds
+        self._num_ready = 0
+        self._looked_at = now
+        self._lost = 0.0
+        """Seconds that ready rows have waited, summed over the rows."""
+
+    def is_over(self, num_missing: int, now: float) -> bool:
+        """Returns whether to go on without the missing rows, which are `num_missing` now."""
+        self._lost += self._num_ready * (now - self._looked_at)
+        self._num_ready, self._looked_at = self._num_rows - num_missing, now
+        return self._num_ready > 0 and num_missing * self._step_seconds <= self._lost
 
 
 class StepMasks:
     """The masks of one step. Call `begin`, `collect` and `settle` once each, in this order; if the engine plans ahead,
     call `end_sequences` instead of `settle`.
 
-    A failed step loses nothing, because a session is a function of its tokens. If every row of the step is constrained,
-    ready rows wait `patience_s` seconds for late ones.
+    A failed step loses nothing, because a session is a function of its tokens. `step_seconds` is the time of a step
+    without such waits, which a row loses if its mask is late.
     """
 
     def __init__(
@@ -51,14 +73,15 @@ class StepMasks:
         pool: GrammarPool | None,
         scheduler: Scheduler,
         forced: ForcedProposer | None,
-        patience_s: float,
+        step_seconds: float,
     ) -> None:
         self._pool = pool
         self._scheduler = scheduler
         self._forced = forced
-        self._patience_s = patience_s
+        self._step_seconds = step_seconds
         self._step_id = 0
-        self._started = 0.0
+        self.began_at = 0.0
+        """Time of `begin` (`time.perf_counter`); 0 without a pool."""
         self._slots: list[int] = []
         """The mask slot of each sample point, as in `MaskBatch`."""
         self._points: dict[int, list[int]] = {}
@@ -77,8 +100,8 @@ class StepMasks:
         """Sequences that draw nothing in this step because their masks are late."""
         self.num_dead_ends = 0
         """Sequences that ended because their constraint left no token to draw."""
-        self.seconds = 0.0
-        """Seconds from `begin` to the end of `collect`; 0 without constraints."""
+        self.waited = 0.0
+        """Seconds that the draw waited for masks behind the forward pass."""
         self.asked_early: list[int] = []
         """Sessions whose masks for the next step were requested early."""
         self.forced_tokens: dict[int, list[int]] = {}
@@ -89,7 +112,7 @@ class StepMasks:
         pool = self._pool
         if pool is None:
             return
-        self._started = time.perf_counter()
+        self.began_at = time.perf_counter()
         self._step_id = step.step_id
         self._drafts = {item.sequence_id: item.draft_token_ids for item in step.scheduled if item.draft_token_ids}
         self._find_points(step)
@@ -129,9 +152,12 @@ class StepMasks:
             return None
         missing = self._wait(pool, is_computing)
         adjustments = {}
-        for sequence in self._sequences:
+        for sequence, plain_row in zip(self._sequences, pool.plain_rows(self._points), strict=True):
             sequence_id = sequence.sequence_id
             points = self._points[sequence_id]
+            if plain_row is not None and len(points) == 1 and not sequence.params.token_origins:
+                self._slots[points[0]] = plain_row
+                continue
             for index in points:
                 self._slots[index] = LATE
             if sequence_id in missing:
@@ -145,25 +171,25 @@ class StepMasks:
                 self._slots[index] = slot
                 if pool.buffer.num_adjustments[slot]:
                     adjustments[index] = pool.buffer.adjustments(slot)
-        self.seconds = time.perf_counter() - self._started
         return MaskBatch(self._step_id, self._slots, pool.buffer.rows, adjustments)
 
     def _wait(self, pool: GrammarPool, is_computing: Callable[[], bool]) -> set[int]:
         """Waits for masks, and returns the sessions whose masks are late.
 
-        Waiting costs nothing while the model runs. If every row is constrained, the step waits a little longer, because
-        no unconstrained row is delayed, and a row that draws nothing has to be computed again.
+        Waiting costs nothing while the model runs. If every row is constrained, the step waits longer, because no
+        unconstrained row is delayed (`Waiting`).
         """
         ids = list(self._points)
         if is_computing():
             pool.wait(ids, math.inf, lambda count: not is_computing())
         num_constrained = sum(len(points) for points in self._points.values())
-        all_constrained = num_constrained == len(self._slots)
-        pool.wait(ids, LONGEST_WAIT_S if all_constrained else 0.0, lambda count: count < len(ids))
-        if all_constrained:
-            pool.wait(ids, self._patience_s, lambda count: count == 0, for_drafts=True)
-        # Check again: the masks of a grammar worker that was replaced in the meantime are lost.
-        return {session_id for session_id in ids if not pool.is_ready(session_id)}
+        if num_constrained == len(self._slots):
+            started = time.perf_counter()
+            waiting = Waiting(len(ids), self._step_seconds, started)
+            pool.wait(ids, LONGEST_WAIT_S, lambda count: waiting.is_over(count, time.perf_counter()), for_drafts=True)
+            self.waited = time.perf_counter() - started
+        # Look again: the masks of a grammar worker that was replaced in the meantime are lost.
+        return set(pool.wait(ids, 0.0, lambda count: True))
 
     def _rows(self, pool: GrammarPool, sequence: Sequence) -> list[int]:
         """Returns the mask slots of a sequence's sample points, up to the first missing mask. Records a sequence that
@@ -246,7 +272,7 @@ class EngineMasks:
         self.forced = forced
         self._constraints = constraints
         self._scheduler = scheduler
-        self._last = StepMasks(None, scheduler, None, 0.0)
+        self._last = StepMasks(None, scheduler, None, step_seconds=0.0)
         self._num_late_before = 0
         self._num_dead_ends_before = 0
         self._step_seconds = 0.0
@@ -271,8 +297,11 @@ class EngineMasks:
         self._end_sessions()
         self._num_late_before += self._last.num_late
         self._num_dead_ends_before += self._last.num_dead_ends
-        self._last = StepMasks(self.pool, self._scheduler, self.forced, PATIENCE * self._step_seconds)
+        before, self._last = self._last, StepMasks(self.pool, self._scheduler, self.forced, self._step_seconds)
         self._last.begin(step)
+        if before.began_at and (seconds := self._last.began_at - before.began_at - before.waited) < MOST_STEP_S:
+            slowly_risen = self._step_seconds + 0.1 * (seconds - self._step_seconds)
+            self._step_seconds = min(seconds, slowly_risen)  # a step with a long prompt says nothing of the others
         return self._last
 
     def before_step(self) -> list[SequenceOutput]:
@@ -285,8 +314,6 @@ class EngineMasks:
         if pool is None:
             return []
         pool.supervise()
-        if last.seconds:
-            self._step_seconds = 0.9 * self._step_seconds + 0.1 * last.seconds
         outputs: list[SequenceOutput] = []
         for sequence_id in last.asked_early:
             if sequence_id in pool and (finish := finish_of(pool, sequence_id)) is not None:

@@ -26,7 +26,7 @@ from manta.cluster.http.exchange.codec import body_of_event, encode
 from manta.cluster.http.exchange.exchange import Exchange
 from manta.cluster.http.exchange.incoming import Receive, Scope, bodies_refusal
 from manta.cluster.http.exchange.remembered import RememberedResponses
-from manta.cluster.http.exchange.reply import Send
+from manta.cluster.http.exchange.reply import NOT_ENFORCED, Send
 from manta.cluster.protocol.error_bodies import ErrorDetail, answer_of, openai_body
 from manta.cluster.protocol.foreign_fields import IGNORED
 from manta.cluster.protocol.responses_api import MAX_EVENT_ID, ResponseCancelEvent
@@ -332,8 +332,8 @@ class _Turn:
         """Whether the last event was sent."""
         self._streams = False
         """Whether the answer is a stream of events, as opposed to the body of an error."""
-        self._ignored = ""
-        """Parts of the message without effect, as the header of an HTTP answer lists them."""
+        self._notes: dict[str, str] = {}
+        """The headers of an HTTP answer that say which parts of the message have no effect."""
         self._unsent = b""
 
     def leave(self) -> None:
@@ -363,7 +363,8 @@ class _Turn:
         """Takes a part of the HTTP answer, and sends what it completes: the events of a stream, or a whole error."""
         if message["type"] == "http.response.start":
             self._streams = message["status"] == 200
-            self._ignored = dict(message["headers"]).get(IGNORED, b"").decode()
+            headers = dict(message["headers"])
+            self._notes = {name.decode(): headers[name].decode() for name in (IGNORED, NOT_ENFORCED) if name in headers}
             return
         self._unsent += message["body"]
         if self._streams:
@@ -380,8 +381,8 @@ class _Turn:
             return
         if name == b"event: response.created":
             self.response_id = msgspec.json.decode(body, type=_Created).response.id
-            if self._ignored:
-                body = encode({**msgspec.json.decode(body), IGNORED.decode(): self._ignored})
+            if self._notes:
+                body = encode(msgspec.json.decode(body) | self._notes)
         await self._send(body, is_last=name in _LAST_EVENTS)
 
     async def _fail(self, body: bytes) -> None:

@@ -13,6 +13,7 @@ from typing import Any, Literal
 import msgspec
 
 from manta.cluster.errors import refuse
+from manta.cluster.protocol.constraint_fields import JsonObjectFields
 from manta.cluster.protocol.foreign_fields import ignore
 from manta.cluster.protocol.requests import ChatCompletionRequest
 from manta.cluster.protocol.tools import leave_out_foreign_tools
@@ -128,8 +129,8 @@ class Metadata(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     user_id: str | None = None
 
 
-class _Prompt(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
-    """The fields that make the prompt."""
+class _Prompt(JsonObjectFields, forbid_unknown_fields=True, kw_only=True):
+    """The fields that make the prompt, and those about JSON objects, which do not change it."""
 
     model: str | None = None
     messages: list[Message]
@@ -196,7 +197,8 @@ class _Prompt(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
             if self.output_config.effort is not None:
                 fields["reasoning_effort"] = self.output_config.effort
             if self.output_config.format is not None:
-                schema = {"name": "format", "schema": self.output_config.format.schema}
+                # Anthropic's API promises an answer that fits, and refuses what it cannot enforce.
+                schema = {"name": "format", "schema": self.output_config.format.schema, "strict": True}
                 fields["response_format"] = {"type": "json_schema", "json_schema": schema}
         return fields
 
@@ -253,6 +255,8 @@ class MessagesRequest(_Prompt, kw_only=True):
             "top_p": self.top_p,
             "top_k": self.top_k,
             "user": self.metadata and self.metadata.user_id,
+            "additional_properties": self.additional_properties,
+            "property_order": self.property_order,
         }
         fields = self._prompt_fields() | {name: value for name, value in given.items() if value is not None}
         found: ChatCompletionRequest = as_openai(fields, ChatCompletionRequest, self)

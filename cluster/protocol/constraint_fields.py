@@ -1,7 +1,7 @@
 """`response_format` and `structured_outputs` of a request body, and the `ConstraintSpec` that they ask for.
 
-They are fields of the bodies in `cluster/protocol/requests.py`. The engine decides whether a constraint can be
-enforced.
+They are fields of the bodies in `cluster/protocol/requests.py`. Bodies of other APIs have `JsonObjectFields` too. The
+engine decides whether a constraint can be enforced.
 """
 
 from __future__ import annotations
@@ -15,7 +15,18 @@ from msgspec import UNSET, UnsetType
 
 from manta.cluster.errors import TOO_DEEP, RequestRefused, refuse
 from manta.cluster.protocol.body_size import json_within
-from manta.structured.constraint import ConstraintSpec, Kind
+from manta.structured.constraint import AdditionalProperties, ConstraintSpec, Kind, PropertyOrder
+
+
+class JsonObjectFields(msgspec.Struct, kw_only=True):
+    """Manta's own fields of a body about the JSON objects in its answer. They are for all schemas of the request."""
+
+    additional_properties: AdditionalProperties | None = None
+    """Whether objects whose schema lists properties may have others, if it does not say so; None takes the server's
+    option.
+    """
+    property_order: PropertyOrder | None = None
+    """Order of an object's properties; None takes the server's option."""
 
 
 class ResponseText(msgspec.Struct, tag_field="type", tag="text", forbid_unknown_fields=True):
@@ -50,7 +61,7 @@ class ResponseRegex(msgspec.Struct, tag_field="type", tag="regex", forbid_unknow
 
 
 class JsonSchemaFormat(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
-    """A JSON schema. `strict` = false also accepts one that is enforced in part, and the answer's header says which."""
+    """A JSON schema. Unless `strict` is true, it may be enforced in part; the answer's header says what is left out."""
 
     must_know_fields: ClassVar[bool] = True
 
@@ -167,8 +178,8 @@ def _from_response_format(given: ResponseFormat | None) -> tuple[ConstraintSpec 
                 refuse("required", "response_format.json_schema")
             if schema.schema is None:
                 return ConstraintSpec(kind="json_object"), field
-            loose = schema.strict is False
-            return ConstraintSpec(kind="json_schema", text=json_text(schema.schema), loose=loose), f"{field}.schema"
+            spec = ConstraintSpec(kind="json_schema", text=json_text(schema.schema), loose=not schema.strict)
+            return spec, f"{field}.schema"
     return None, ""
 
 

@@ -7,7 +7,7 @@ its answer, are accepted and have no effect. `cluster/http/endpoints/ollama.py` 
 from __future__ import annotations
 
 import json
-from typing import Any
+from typing import Any, ClassVar
 
 import msgspec
 
@@ -26,8 +26,10 @@ RENAMED = {
     "presence_penalty": "presence_penalty",
     "frequency_penalty": "frequency_penalty",
     "repeat_penalty": "repetition_penalty",
+    "additional_properties": "additional_properties",
+    "property_order": "property_order",
 }
-"""Ollama's options with their names in OpenAI's bodies."""
+"""Ollama's options, and Manta's own, with their names in OpenAI's bodies. Ollama's clients send any option."""
 _WITHOUT_EFFECT = (
     *("num_ctx", "num_keep", "num_batch", "num_gpu", "main_gpu", "num_thread", "numa", "low_vram", "f16_kv"),
     *("logits_all", "vocab_only", "use_mmap", "use_mlock", "embedding_only", "repeat_last_n", "penalize_newline"),
@@ -42,6 +44,10 @@ LATEST = ":latest"
 
 
 class _Body(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    fields_elsewhere: ClassVar[dict[str, str]] = {
+        name: f"it belongs into options here: options.{name}" for name in ("additional_properties", "property_order")
+    }
+
     model: str
     stream: bool = True
     format: str | dict[str, Any] | None = None

@@ -18,6 +18,7 @@ import msgspec
 from manta.cluster.errors import RequestRefused, refuse
 from manta.cluster.protocol.constraint_fields import (
     OLDER_CONSTRAINTS,
+    JsonObjectFields,
     ResponseFormat,
     StructuredOutputs,
     requested_constraint,
@@ -39,7 +40,7 @@ from manta.cluster.protocol.tools import (
     name_types,
 )
 from manta.structured.constraint import FIELD as CONSTRAINT
-from manta.structured.constraint import AdditionalProperties, ConstraintSpec, PropertyOrder
+from manta.structured.constraint import ConstraintSpec
 from manta.structured.logits_processors import LogitsProcessorSpec
 from manta.workers.sampling_params import SamplingParams
 
@@ -88,7 +89,7 @@ class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
     """Whether every chunk has the usage so far (vLLM's extension)."""
 
 
-class _SamplingFields(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+class _SamplingFields(JsonObjectFields, forbid_unknown_fields=True, kw_only=True):
     """Fields that chat and completion bodies share. Where OpenAI allows null, None means the default."""
 
     model: str | None = None
@@ -139,12 +140,6 @@ class _SamplingFields(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     """Accepted within OpenAI's bounds; nothing is kept that it could label."""
     service_tier: str | None = None
     """Accepted; the answer says "default", the only tier."""
-    additional_properties: AdditionalProperties | None = None
-    """Whether objects whose schema lists properties may have others, if it does not say so; None takes the server's
-    option. This and the next field are Manta's, and are for all schemas of the request.
-    """
-    property_order: PropertyOrder | None = None
-    """Order of an object's properties; None takes the server's option."""
     structured_outputs: StructuredOutputs | None = None
     response_format: ResponseFormat | None = None
     guided_json: dict[str, Any] | bool | str | None = None

@@ -11,6 +11,7 @@ from typing import Any, ClassVar, Literal
 import msgspec
 
 from manta.cluster.errors import refuse
+from manta.cluster.protocol.constraint_fields import JsonObjectFields
 from manta.cluster.protocol.foreign_fields import ignore
 from manta.cluster.protocol.requests import ChatCompletionRequest
 from manta.cluster.protocol.response_items import chat_messages, check_references
@@ -49,7 +50,7 @@ class Reasoning(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     generate_summary: str | None = None
 
 
-class ResponsesRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+class ResponsesRequest(JsonObjectFields, forbid_unknown_fields=True, kw_only=True):
     """`POST /v1/responses`."""
 
     fields_elsewhere: ClassVar[dict[str, str]] = {
@@ -136,6 +137,8 @@ class ResponsesRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True)
             "reasoning_effort": self.reasoning and self.reasoning.effort,
             "verbosity": self.text and self.text.verbosity,
             "response_format": self.text and _response_format(self.text.format),
+            "additional_properties": self.additional_properties,
+            "property_order": self.property_order,
         }
         fields = {name: value for name, value in given.items() if value is not None}
         fields |= {"model": self.model, "messages": chat_messages(self.instructions, self.input)}

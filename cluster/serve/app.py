@@ -49,7 +49,7 @@ from manta.cluster.serve.starting.start_failure import StartFailed, unexpected
 from manta.cluster.serve.starting.start_watch import wait_until_running
 from manta.cluster.storage.storage import with_storage
 from manta.cluster.version import version
-from manta.workers.host import num_cores
+from manta.structured.host import num_cores
 from manta.workers.model_info import ModelInfo
 from manta.workers.model_options import DEMO_MODEL
 

@@ -299,7 +299,7 @@ class GuardedPartsSession:
         passing = []
         with contextlib.ExitStack() as bounds:
             for guard in guards.values():
-                bounds.enter_context(guard.logic.judge.one_mask())
+                bounds.enter_context(guard.one_mask())
             for token_id in token_ids:
                 if self._advance(token_id):
                     passing.append(token_id)

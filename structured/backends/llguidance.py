@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import os
 import re
 from collections.abc import Sequence
 from typing import Any, NamedTuple, cast
@@ -41,6 +40,7 @@ from manta.structured.backends.llguidance_schema import departures, has_control_
 from manta.structured.backends.schema_patterns import unenforced_patterns
 from manta.structured.backends.striker import Striker
 from manta.structured.constraint import ConstraintError, ConstraintSpec, Unsupported
+from manta.structured.host import num_cores
 from manta.structured.masks import row_words
 from manta.structured.schemas.documents import TYPES
 from manta.structured.schemas.guard import Guard
@@ -115,10 +115,10 @@ def _slices() -> list[str]:
 
 @functools.cache
 def executor() -> llguidance.LLExecutor:
-    """Returns the threads that compute masks together: one for each four processors, because the model needs the
-    others.
+    """Returns the threads that compute masks together: one for each eight processors, because the model and the pool's
+    other processes need the others.
     """
-    return llguidance.LLExecutor(max(1, min(MOST_MASK_THREADS, len(os.sched_getaffinity(0)) // 4)))
+    return llguidance.LLExecutor(max(1, min(MOST_MASK_THREADS, num_cores() // 8)))
 
 
 def masks_of(matchers: Sequence[llguidance.LLMatcher], vocabulary: Vocabulary) -> np.ndarray:

@@ -25,7 +25,7 @@ from manta.structured.backends.schema_patterns import (
 )
 from manta.structured.constraint import ConstraintError, ConstraintSpec, Unsupported
 from manta.structured.gbnf.writing import gbnf_as_lark
-from manta.structured.schemas.any_order import as_patterns, free
+from manta.structured.schemas.any_order import free
 from manta.structured.schemas.closing import close
 from manta.structured.schemas.documents import is_too_old, read
 from manta.structured.schemas.formats import is_annotation, with_exact_formats
@@ -279,15 +279,15 @@ def _translated_schema(schema: Any, spec: ConstraintSpec, way: Way) -> tuple[Any
         return schema, ""
     document = read(schema)
     is_closed = closes and close(document)
-    is_free = frees and free(document)
-    plain = document.as_schema() if is_closed or is_free else schema
+    plain = document.as_schema() if is_closed or frees else schema
     if way in ("loosened", "apart"):
         result, guard = loosened(document, joins=way == "loosened")
     elif way == "guarded" or needs_rewriting(plain):
-        result, guard = rewritten(document, proves=way == "proved")
+        result, guard = rewritten(document, proves=way == "proved", counts=frees)
     else:
         result, guard = plain, encoded(document)
-    return as_patterns(result) if is_free else result, guard
+    freed = free(result, document.draft) if frees else None
+    return (result, guard) if freed is None else (freed.grammar, encoded(document, freed.marked))
 
 
 def _tag_grammar(tag: dict[str, Any]) -> str:

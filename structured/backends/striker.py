@@ -12,7 +12,18 @@ from typing import NamedTuple
 import numpy as np
 
 from manta.structured.masks import row_words
-from manta.structured.schemas.guard import AFTER, FIRST_KEY, KEY, KEY_STRING, SCALAR, STRING, Frame, Guard, State
+from manta.structured.schemas.guard import (
+    AFTER,
+    FIRST_KEY,
+    KEY,
+    KEY_STRING,
+    SCALAR,
+    STRING,
+    Frame,
+    Guard,
+    State,
+    is_free,
+)
 from manta.structured.vocabulary import Vocabulary
 
 _ENDS = b",]} \t\r\nel"
@@ -99,7 +110,7 @@ class Striker:
             return
         tokens = self._vocabulary.tokens
         known = self._known_verdicts(state)
-        with self.guard.logic.judge.one_mask():
+        with self.guard.one_mask():
             struck = []
             for token_id in token_ids_of(candidates):
                 is_struck = known.get(token_id)
@@ -130,16 +141,15 @@ class Striker:
         if state.mode == STRING and guard.is_hot(state):
             return row if self._has_domain(state) else row & self._closing(state, classes, text)
         if state.mode in (STRING, KEY_STRING):
-            if state.mode == KEY_STRING and state.frame is not None:
-                place = state.frame.place
-                if place.has_any_order or place.may_forbid_names:
-                    return row & classes.quoted
+            frame = state.frame if state.mode == KEY_STRING else None
+            if frame is not None and (is_free(frame) or frame.place.may_forbid_names):
+                return row & (classes.quoted | self._writing(guard.taken_begun(state, text)))
             return row & self._several(classes)
         if state.mode == SCALAR and not self._has_domain(state) and not guard.place_of(state).is_numeric:
             return row & classes.ending
         if state.mode == SCALAR or guard.has_open_places or self._has_domain(state):
             return row
-        return row if guard.place_of(state).is_narrowed else row & classes.ready
+        return row if guard.is_narrowed(state) else row & classes.ready
 
     def _writing(self, rests: list[bytes]) -> np.ndarray:
         """Tokens that write one of these texts, or begin one, or go on beyond its end, which is its first quote."""
@@ -163,7 +173,8 @@ class Striker:
         go on as one of the others does. A backslash may spell a character in two ways, so then each token is tried.
         """
         frame, begun = state.frame, text[state.start :]
-        if frame is None or self.guard.place_of(state).is_judged or b"\\" in begun:
+        is_judged = self.guard.place_of(state).is_judged or self.guard.tells_apart(state)
+        if frame is None or is_judged or b"\\" in begun:
             return classes.quoted
         found: list[int] = []
         for other in frame.texts:
@@ -176,7 +187,8 @@ class Striker:
         return row
 
     def _has_domain(self, state: State) -> bool:
-        return self.guard.place_of(state).domain() is not None
+        guard = self.guard
+        return guard.place_of(state).domain() is not None or guard.narrowed_domain(state) is not None
 
 
 def token_ids_of(row: np.ndarray) -> list[int]:

@@ -22,6 +22,7 @@ from manta.structured.constraint import ConstraintSpec
 from manta.structured.lru import ByteLRU
 from manta.structured.masks import (
     DEAD_END,
+    EVERY_SESSION,
     FAILED,
     FINISHED,
     MAX_ADJUSTMENTS,
@@ -29,6 +30,7 @@ from manta.structured.masks import (
     REFUSED,
     MaskBuffer,
     allowed_of,
+    allows_any,
 )
 from manta.structured.vocabulary import Vocabulary
 
@@ -84,6 +86,11 @@ class Job(msgspec.Struct, frozen=True, array_like=True):
     """Maximum number of forced tokens to look for after the last output token and after the last draft."""
     start: SessionStart | None = None
     """Set if the worker does not hold this session yet."""
+
+    @property
+    def looks_ahead(self) -> bool:
+        """Whether rows of drafts or forced tokens are wanted behind the row."""
+        return bool(self.draft_slots or self.num_forced)
 
 
 class Message(msgspec.Struct, frozen=True, array_like=True):
@@ -201,6 +208,12 @@ class TrackedSession:
         """The backend's session; None before the constraint begins."""
         return self._session
 
+    @property
+    def takes_rows_as_filled(self) -> bool:
+        """Whether `complete` changes nothing in a row of `fill_all`, and no logits are adjusted."""
+        has_adjustments = getattr(self._session, "adjustments", None) is not None
+        return self._session is not None and not self._stop_ids and not has_adjustments
+
     def complete(self, row: np.ndarray) -> None:
         """Allows or forbids the tokens that end the sequence, in a row that the session has filled. Raises `DeadEnd` if
         no token may follow.
@@ -218,7 +231,7 @@ class TrackedSession:
                 vocabulary.set_tokens(row, ends, True)
             else:
                 self._forbid_early_stops(self._session, row)
-        if not row.any():
+        if not allows_any(row):
             raise DeadEnd(f"the grammar allows no token at output position {len(self.tokens)}")
 
     def _forbid_early_stops(self, session: Session, row: np.ndarray) -> None:
@@ -336,10 +349,11 @@ class GrammarWorker:
         to_look_ahead: list[Job] = []
         for jobs in self._batches(to_fill):
             rows = self._filled(jobs)
+            published = self._publish_together(jobs, rows)
             to_look_ahead += [
                 job
                 for job, row in zip(jobs, rows, strict=True)
-                if self._attempt(job, functools.partial(self._publish_row, row))
+                if (job.looks_ahead if job.number in published else self._attempt(job, self._publisher(row)))
             ]
         for job in to_look_ahead:
             self._attempt(job, self._look_ahead)
@@ -431,7 +445,35 @@ class GrammarWorker:
             except DeadEnd:
                 self._publish(job, job.slot, DEAD_END)
                 return False
-        return bool(job.draft_slots or job.num_forced)
+        return job.looks_ahead
+
+    def _publisher(self, filled: Filled) -> Callable[[Job], bool]:
+        return functools.partial(self._publish_row, filled)
+
+    def _publish_together(self, jobs: list[Job], rows: list[Filled]) -> set[int]:
+        """Publishes the rows that stay as they were filled together. Returns the numbers of their jobs; the others are
+        published one by one.
+        """
+        plain = [
+            (job, row)
+            for job, row in zip(jobs, rows, strict=True)
+            if isinstance(row, np.ndarray) and self._sessions[job.session_id].takes_rows_as_filled
+        ]
+        buffer = self._buffer
+        if plain:
+            buffer.current[self._index] = EVERY_SESSION  # as in `_attempt`, before it looks at `stopped`
+        slots, numbers = [], []
+        for job, row in plain:
+            if self.stopped:
+                return set()
+            if not buffer.cancelled[job.slot] and allows_any(row):
+                buffer.rows[job.slot] = row
+                slots.append(job.slot)
+                numbers.append(job.number)
+        buffer.num_adjustments[slots] = 0
+        buffer.flags[slots] = 0
+        buffer.done[slots] = numbers
+        return set(numbers)
 
     def _look_ahead(self, job: Job) -> bool:
         """Fills the drafts' rows and finds forced tokens, for which no step waits. A grammar that fails at a draft gets

@@ -13,13 +13,14 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Literal
+
+import numpy as np
 
 from manta.structured.grammar_pool.grammar_worker import Job, SessionStart
 from manta.structured.grammar_pool.pool_workers import PoolSession, PoolWorker, Workers
 from manta.structured.grammar_pool.transport import ActorTransport, ProcessTransport, ThreadTransport, Transport
 from manta.structured.masks import BufferShape, MaskBuffer, MaskSlots, row_words
-from manta.structured.pool_config import PoolConfig
+from manta.structured.pool_config import PoolConfig, PoolForm
 from manta.structured.vocabulary import Vocabulary
 
 MAX_ATTEMPTS = 3
@@ -34,12 +35,16 @@ START_SECONDS = 60.0
 WAIT_SLICE_S = 0.0001
 """Seconds that `wait` sleeps between two looks at the rows."""
 
+MOST_REWRITTEN = 256
+"""Most tokens at the end of a session's output that a later request may have replaced while the output grew. Earlier
+ones are not compared in each step, which would take longer and longer.
+"""
+
 SUPERVISE_S = 0.001
 """Seconds between two looks of `wait` at the workers. Such a look takes as long as a slice, and threads that fill rows
 need the interpreter's lock meanwhile.
 """
 
-PoolForm = Literal["threads", "processes", "actors"]
 _TRANSPORTS: dict[PoolForm, Callable[[Vocabulary, MaskBuffer, int], Transport]] = {
     "threads": ThreadTransport,
     "processes": ProcessTransport,
@@ -81,7 +86,8 @@ class GrammarPool:
         self._sessions: dict[int, PoolSession] = {}
         self._waiting: dict[int, PoolSession] = {}
         """Sessions whose wanted row was not ready at the pool's last look."""
-        self.workers = Workers(config.num_workers, max_workers, self._transport, self.buffer, has_spare=is_shared)
+        self.num_workers = config.num_workers_of(form)
+        self.workers = Workers(self.num_workers, max_workers, self._transport, self.buffer, has_spare=is_shared)
 
     def _transport(self, index: int) -> Transport:
         return _TRANSPORTS[self.form](self._vocabulary, self.buffer, index)
@@ -204,6 +210,19 @@ class GrammarPool:
             for session, is_filled in zip(sessions, is_done.tolist(), strict=True)
             if not ((is_filled and session.slot >= 0) or session.failure is not None)
             or (for_drafts and session.drafts and not session.is_complete())
+        ]
+
+    def plain_rows(self, session_ids: Iterable[int]) -> list[int | None]:
+        """Returns the slot of each session whose row is there and is a mask without adjustments, and None for the
+        others: those that are missing, finished or failed.
+        """
+        buffer, sessions = self.buffer, [self._sessions[session_id] for session_id in session_ids]
+        slots = np.array([session.slot for session in sessions], dtype=np.int64)
+        is_there = buffer.done[slots] == [session.number for session in sessions]
+        is_plain = is_there & (slots >= 0) & (buffer.flags[slots] == 0) & (buffer.num_adjustments[slots] == 0)
+        return [
+            session.slot if plain and session.failure is None else None
+            for session, plain in zip(sessions, is_plain.tolist(), strict=True)
         ]
 
     # ---- asking --------------------------------------------------------------------------------------------------
@@ -329,7 +348,7 @@ class GrammarPool:
         best = min(others, key=self._load, default=None)
         if best is not None and self._load(best)[:2] == (False, False):
             return best
-        return self.workers.add() if len(self.workers.active) < 2 * self.config.num_workers else None
+        return self.workers.add() if len(self.workers.active) < 2 * self.num_workers else None
 
     def _replace(self, worker: PoolWorker) -> None:
         """Abandons a worker; other workers rebuild its sessions."""
@@ -342,8 +361,9 @@ class GrammarPool:
             worker.retire(session, -1)
             session.worker, session.slot, session.num_held, session.draft_slots = None, -1, 0, []
         if worker.transport.stops_between_sessions:
-            self._slots.free(retired.slot for retired in worker.retired if retired.session_id != busy_with)
-            worker.retired = [retired for retired in worker.retired if retired.session_id == busy_with]
+            kept = [retired for retired in worker.retired if self.workers.may_write(worker, retired.session_id)]
+            self._slots.free(retired.slot for retired in worker.retired if retired not in kept)
+            worker.retired = kept
         for session in sessions:
             session.drafts = []
             session.takes_drafts &= session.session_id != busy_with or session.session_id in missing
@@ -416,7 +436,10 @@ class GrammarPool:
 
 
 def _num_common(old: list[int], new: Sequence[int]) -> int:
-    if new[: len(old)] == old:  # a list that usually grows at its end
-        return len(old)
+    """Returns the number of leading tokens that are the same, if none before the last `MOST_REWRITTEN` differ."""
+    known = min(len(old), len(new))
+    first = max(0, known - MOST_REWRITTEN)
+    if new[first:known] == old[first:known]:
+        return known
     pairs = enumerate(zip(old, new, strict=False))
     return next((index for index, pair in pairs if pair[0] != pair[1]), min(len(old), len(new)))

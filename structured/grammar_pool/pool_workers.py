@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from manta.structured.grammar_pool.grammar_worker import Job, Message, SessionStart
 from manta.structured.grammar_pool.transport import Transport
-from manta.structured.masks import FAILED, FINISHED, MaskBuffer, forced_after
+from manta.structured.masks import EVERY_SESSION, FAILED, FINISHED, MaskBuffer, forced_after
 from manta.structured.visible_logs import logger_of
 
 logger = logger_of(__name__)
@@ -211,8 +211,12 @@ class Workers:
         return PoolWorker(self._make(index), index)
 
     def busy_with(self, worker: PoolWorker) -> int:
-        """The session that a worker is busy with, also after its death; -1 for none."""
-        return int(self._buffer.current[worker.index]) - 1
+        """The session that a worker is busy with, also after its death; -1 for none or several."""
+        return max(int(self._buffer.current[worker.index]), 0) - 1
+
+    def may_write(self, worker: PoolWorker, session_id: int) -> bool:
+        """Whether a worker that stops between sessions may still write a slot of this one after it was stopped."""
+        return int(self._buffer.current[worker.index]) in (EVERY_SESSION, session_id + 1)
 
     def seconds_under_way(self, worker: PoolWorker, now: float) -> float:
         """Seconds since the worker's oldest unacknowledged message was sent; 0 if there is none."""

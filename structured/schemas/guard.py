@@ -8,6 +8,7 @@ session rolls back and forks by keeping them.
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Iterator
 from decimal import Decimal
@@ -15,13 +16,13 @@ from typing import Any, NamedTuple
 
 from manta.structured.constraint import Unsupported
 from manta.structured.regexes.automata import TooLarge
-from manta.structured.schemas.any_order import NAMES, dependent_names, listed_names, needed_names, with_certain_branches
 from manta.structured.schemas.documents import GUARD, SCHEMA, SCHEMA_LIST, SCHEMA_MAP, Document
 from manta.structured.schemas.judge import json_key
 from manta.structured.schemas.logic import Logic, item_schemas, numbers_of, types_of
 from manta.structured.schemas.numbers import NUMERIC, is_number, json_text, plain_text, range_of, read_json
 from manta.structured.schemas.patterns import matcher
 from manta.structured.schemas.possible_types import possible_types
+from manta.structured.schemas.progress import Progress, Space, Ways
 
 MAX_DOMAIN = 256
 """An array of unique items knows which are left if its items have at most this many values."""
@@ -66,10 +67,6 @@ class Place:
         self.may_forbid_names = self.opens and any(map(_forbids_names, self.flat))
         """Whether a property may be wrong by its name alone."""
         self.reaches = is_open or guard.has_any_order or any(map(guard.reaches, self.flat))
-        self.has_any_order = any(NAMES in schema for schema in self.flat)
-        """Whether the grammar allows the properties in any order, and each several times."""
-        self._needed = needed_names(self.flat)
-        self._dependent = dependent_names(self.flat)
         self.types = possible_types(guard.logic, self.flat) if self.is_judged else types_of(self.flat)
         self.is_narrowed = self.types != types_of(self.flat)
         """Whether branches exclude a type that the grammar may allow."""
@@ -80,9 +77,6 @@ class Place:
         self.numbers = numbers_of(guard.logic, self.flat) if self.is_numeric else None
         """The range of numbers that may stand here; None if none may, or if the grammar has it."""
         self._guard = guard
-        self._of_type: dict[str, Place] = {}
-        self._listed: dict[str, bytes] | None = None
-        self._is_closed = False
         self._length = max((len(schema.get("prefixItems", ())) for schema in self.flat), default=0)
         self._items: dict[int, Place] = {}
         self._properties: dict[str, Place] = {}
@@ -102,32 +96,6 @@ class Place:
             if len(self._properties) < MAX_NAMES:
                 self._properties[name] = found
         return found
-
-    def of_type(self, kind: str) -> Place:
-        """The place of an object or array that stands here: those branches apply too that alone take one."""
-        if not self._guard.has_any_order:
-            return self
-        if kind not in self._of_type:
-            schemas = with_certain_branches(self._guard.logic, self.schemas, kind)
-            self._of_type[kind] = self._guard.place(schemas, self.is_open)
-        return self._of_type[kind]
-
-    def has_needed(self, names: frozenset[str]) -> bool:
-        """Whether an object with these properties has all that its grammar does not demand."""
-        return self._needed <= names and all(needed <= names for name, needed in self._dependent if name in names)
-
-    def names_after(self, names: frozenset[str]) -> dict[str, bytes] | None:
-        """The properties that may follow these in an object of any order, each with its text in JSON; None if they are
-        not listed.
-        """
-        if self._listed is None:
-            closed = self._guard.logic.possible_names(self.flat)
-            self._is_closed = closed is not None
-            listed = listed_names(self.flat) if closed is None else closed
-            self._listed = {name: json_text(name).encode() for name in listed}
-        if not self._is_closed and self.has_needed(names):
-            return None
-        return {name: text for name, text in self._listed.items() if name not in names}
 
     def domain(self) -> frozenset[bytes] | None:
         """The texts of all values, if they are few and each has one text, or is given one."""
@@ -178,8 +146,8 @@ class Frame(NamedTuple):
     """Items that are complete."""
     key: str
     """The property whose value comes next or is being written."""
-    names: frozenset[str]
-    """Properties so far, if they come in any order."""
+    progress: Progress | None
+    """Branches that are left and properties so far; None if no properties come in any order."""
     seen: frozenset[Any]
     """The items so far, if they must differ."""
     texts: frozenset[bytes]
@@ -208,11 +176,13 @@ START = State(None, VALUE, 0, False, 0)
 class Guard:
     """One for each compiled grammar. Not for two threads at once."""
 
-    def __init__(self, document: Document) -> None:
+    def __init__(self, document: Document, ordered: Document | None = None) -> None:
+        """Follows what the grammar leaves out of a document, and the objects of any order in `ordered`."""
         self.logic = Logic(document)
+        self._space = None if ordered is None else Space(ordered)
         self._reached: dict[int, bool] = {}
         self._places: dict[tuple[int, ...], Place] = {}
-        self.has_any_order = False
+        self.has_any_order = ordered is not None
         """Whether the properties of some objects come in any order."""
         self.left_out = self._keywords()
         """The keywords that the grammar leaves out somewhere."""
@@ -225,10 +195,9 @@ class Guard:
     @classmethod
     def of(cls, text: str) -> Guard:
         """Makes a guard from what `encoded` returned."""
-        draft, root, definitions = read_json(text)
-        document = Document(draft)
-        document.root, document.definitions = root, definitions
-        return cls(document)
+        draft, root, definitions, *ordered = read_json(text)
+        document = _document(draft, root, definitions)
+        return cls(document, _document(draft, *ordered) if ordered else None)
 
     def _keywords(self) -> set[str]:
         document = self.logic.document
@@ -238,7 +207,6 @@ class Guard:
             if isinstance(schema, dict) and id(schema) not in seen:
                 seen.add(id(schema))
                 found |= set(schema.get(GUARD, ()))
-                self.has_any_order = self.has_any_order or NAMES in schema
                 pending += self._children(schema)
         return found
 
@@ -278,6 +246,16 @@ class Guard:
         branches += [schema[name] for name in ("not", "if", "then", "else", "contains") if name in schema]
         return any(map(self.reaches, branches))
 
+    @contextlib.contextmanager
+    def one_mask(self) -> Iterator[None]:
+        """Bounds the cost of all verdicts within."""
+        with self.logic.judge.one_mask():
+            if self._space is None:
+                yield
+            else:
+                with self._space.logic.judge.one_mask():
+                    yield
+
     # ---- the text ----------------------------------------------------------------------------------------------------
 
     def place_of(self, state: State) -> Place:
@@ -286,6 +264,13 @@ class Guard:
         if frame is None:
             return self._root
         return frame.place.item(frame.num_items) if frame.is_array else frame.place.property(frame.key)
+
+    def _ways_of(self, state: State) -> Ways | None:
+        """What may stand where the value is that comes next; None if no properties come in any order."""
+        frame = state.frame
+        if self._space is None or frame is None or frame.progress is None:
+            return None if self._space is None else self._space.root
+        return frame.progress.within(_key_of(frame))
 
     def may_end(self, state: State, text: bytes | bytearray) -> bool:
         """Whether the text may end here: a number at the top is complete only when it ends."""
@@ -345,16 +330,18 @@ class Guard:
             if depth > MAX_DEPTH:
                 return None
             is_array, nothing = byte == 0x5B, frozenset[Any]()
-            place = self.place_of(state).of_type("array" if is_array else "object")
+            place, ways = self.place_of(state), self._ways_of(state)
             is_plain = (frame is None or frame.is_plain) and not (place.is_judged or place.is_unique)
-            opened = Frame(frame, place, is_array, at, 0, "", nothing, nothing, nothing, depth, is_plain)
+            progress = None if ways is None else ways.begun("array" if is_array else "object")
+            opened = Frame(frame, place, is_array, at, 0, "", progress, nothing, nothing, depth, is_plain)
             return state._replace(frame=opened, mode=FIRST_ITEM if is_array else FIRST_KEY)
         if byte in b"]}":
             assert frame is not None
             assert whole is not None
-            if not frame.place.has_needed(frame.names):
+            text = whole[frame.start : at + 1]
+            if frame.progress is not None and (not frame.progress.may_end() or frame.progress.is_wrong(text)):
                 return None
-            return self._complete(state._replace(frame=frame.parent), whole[frame.start : at + 1], frame.place)
+            return self._complete(state._replace(frame=frame.parent), text, frame.place)
         if byte == 0x22:
             is_key = state.mode in (FIRST_KEY, KEY)
             return state._replace(mode=KEY_STRING if is_key else STRING, start=at, escaped=False)
@@ -362,7 +349,7 @@ class Guard:
             return state._replace(mode=VALUE)
         if byte == 0x2C:
             assert frame is not None
-            may_follow = frame.is_array or not frame.place.has_any_order or self._has_more(frame)
+            may_follow = frame.is_array or self._has_more(frame)
             return state._replace(mode=VALUE if frame.is_array else KEY) if may_follow else None
         return state._replace(mode=SCALAR, start=at)
 
@@ -374,24 +361,42 @@ class Guard:
         place = state.frame.place
         if place.may_forbid_names and False in place.property(name).schemas:
             return None
-        if not place.has_any_order:
-            return state._replace(frame=state.frame._replace(key=name), mode=COLON)
-        following = place.names_after(state.frame.names)
-        if name in state.frame.names if following is None else name not in following:
-            return None
-        return state._replace(frame=state.frame._replace(key=name, names=state.frame.names | {name}), mode=COLON)
+        progress = state.frame.progress
+        if progress is not None:
+            progress = progress.after_name(name)
+            if progress is None:
+                return None
+        return state._replace(frame=state.frame._replace(key=name, progress=progress), mode=COLON)
 
-    def _has_more(self, frame: Frame, begun: bytes = b"") -> bool:
+    def _has_more(self, frame: Frame, begun: bytes = b'"') -> bool:
         """Whether another property may follow, whose name in JSON begins so."""
-        following = frame.place.names_after(frame.names)
-        return following is None or any(text.startswith(begun) for text in following.values())
+        return not is_free(frame) or frame.progress is None or frame.progress.may_begin(begun)
 
     def _may_begin(self, state: State, byte: int) -> bool:
         """Whether a value of the place may begin with this byte, where the grammar may allow values of other types."""
-        place = self.place_of(state)
+        place, ways = self.place_of(state), self._narrowed(state)
+        if ways is not None and ways.types.isdisjoint(_BEGUN.get(byte, _NUMBERS)):
+            return False
         if not place.is_judged:
             return True
         return False not in place.schemas and not place.types.isdisjoint(_BEGUN.get(byte, _NUMBERS))
+
+    def _narrowed(self, state: State) -> Ways | None:
+        """What may stand where the value is that comes next, if the grammar may allow more for want of properties."""
+        progress = None if state.frame is None else state.frame.progress
+        return self._ways_of(state) if progress is not None and progress.is_narrowed else None
+
+    def narrowed_domain(self, state: State) -> frozenset[bytes] | None:
+        """The texts of all values that may stand at such a place, if they are listed and each has one text."""
+        ways = self._narrowed(state)
+        values = None if ways is None else ways.values()
+        if values is None or any(isinstance(value, list | dict | Decimal) for value in values):
+            return None
+        return frozenset(json_text(value).encode() for value in values)
+
+    def is_narrowed(self, state: State) -> bool:
+        """Whether a value may be wrong from its first byte."""
+        return self.place_of(state).is_narrowed or self._narrowed(state) is not None
 
     def _literal(self, state: State, text: bytes) -> State | None:
         return self._complete(state, text) if text in _LITERALS else state
@@ -411,6 +416,11 @@ class Guard:
             if key in frame.seen:
                 return None
             frame = frame._replace(seen=frame.seen | {key}, texts=frame.texts | {text})
+        if frame.progress is not None:
+            progress = frame.progress.after_value(_key_of(frame), text)
+            if progress is None:
+                return None
+            frame = frame._replace(progress=progress)
         return state._replace(frame=frame._replace(num_items=frame.num_items + 1), mode=AFTER)
 
     def _leads_on(self, state: State, text: bytes | bytearray, data: bytes) -> bool:
@@ -418,7 +428,7 @@ class Guard:
         values where the grammar allows any, or only values that the array does not hold yet.
         """
         frame = state.frame
-        if state.mode == KEY_STRING and frame is not None and frame.place.has_any_order:
+        if state.mode == KEY_STRING and frame is not None and is_free(frame):
             return self._has_more(frame, (bytes(text) + data)[state.start :])
         if state.mode not in (STRING, SCALAR, VALUE):
             return True
@@ -430,7 +440,7 @@ class Guard:
                 return False
             if begun in (b"0", b"-0") and place.types == {"integer"}:  # no digit may follow
                 return self._complete(state, b"0") is not None
-        domain = place.domain() if is_unique or place.is_open or place.is_listed else None
+        domain = place.domain() if is_unique or place.is_open or place.is_listed else self.narrowed_domain(state)
         if domain is None:
             return True
         taken = frame.texts if is_unique and frame is not None else frozenset()
@@ -442,16 +452,31 @@ class Guard:
 
     def is_hot(self, state: State) -> bool:
         """Whether the value that is being written is judged when it is complete, or compared with others."""
-        return self.place_of(state).is_judged or (state.frame is not None and state.frame.place.is_unique)
+        frame = state.frame
+        return (
+            self.place_of(state).is_judged or (frame is not None and frame.place.is_unique) or self.tells_apart(state)
+        )
+
+    def tells_apart(self, state: State) -> bool:
+        """Whether the value that is being written decides which branches are left of what holds it."""
+        frame = state.frame
+        return frame is not None and frame.progress is not None and frame.progress.tells_apart(_key_of(frame))
 
     def names_begun(self, state: State, text: bytes) -> list[bytes] | None:
         """Returns the rests of the names that may be being written, each with its closing quote; None if any is."""
-        if state.mode != KEY_STRING or state.frame is None or not state.frame.place.has_any_order:
+        if state.mode != KEY_STRING or state.frame is None:
             return None
-        following, begun = state.frame.place.names_after(state.frame.names), text[state.start :]
+        following, begun = _following(state.frame), text[state.start :]
         if following is None:
             return None
         return [name[len(begun) :] for name in following.values() if name.startswith(begun)]
+
+    def taken_begun(self, state: State, text: bytes) -> list[bytes]:
+        """Returns the rests of names that have come, if what is being written may begin one and others are not free."""
+        if state.mode != KEY_STRING or state.frame is None or state.frame.progress is None:
+            return []
+        begun = text[state.start :]
+        return [name[len(begun) :] for name in state.frame.progress.taken() if name.startswith(begun)]
 
     def depends_on_place(self, state: State) -> bool:
         """Whether it depends on the place alone which bytes may follow: in a string that may be any, and between the
@@ -471,6 +496,27 @@ class Guard:
         return self._root.reaches
 
 
+def is_free(frame: Frame) -> bool:
+    """Whether the properties of an open object come in any order."""
+    return frame.progress is not None and frame.progress.is_free
+
+
+def _following(frame: Frame) -> dict[str, bytes] | None:
+    """The names that may follow in an object of any order, each with its text in JSON; None if they are not listed."""
+    return frame.progress.following() if frame.progress is not None and frame.progress.is_free else None
+
+
+def _key_of(frame: Frame) -> str | int:
+    """The property or item that comes next or is being written."""
+    return frame.num_items if frame.is_array else frame.key
+
+
+def _document(draft: int, root: Any, definitions: dict[str, Any]) -> Document:
+    document = Document(draft)
+    document.root, document.definitions = root, definitions
+    return document
+
+
 def _is_number_of(place: Place, text: bytes) -> bool:
     """Whether a number may begin with, or be, this text. Literals may."""
     if not place.is_numeric or text[:1].isalpha():
@@ -478,17 +524,22 @@ def _is_number_of(place: Place, text: bytes) -> bool:
     return place.numbers is not None and place.numbers.has_prefix(text)
 
 
-def encoded(document: Document) -> str:
-    """The marked schema; empty if it has no mark. Raises `Unsupported` for a pattern that no guard can follow."""
-    if not document.has_marks:
+def encoded(document: Document, ordered: Any = None) -> str:
+    """The marked schema, and that of objects of any order; empty if there is neither a mark nor such objects. Raises
+    `Unsupported` for a pattern that no guard can follow.
+    """
+    if not document.has_marks and ordered is None:
         return ""
-    for pattern in _patterns_in([document.root, *document.definitions.values()]):
+    for pattern in _patterns_in([document.root, *document.definitions.values(), ordered]):
         try:
             matcher(pattern)
         except TooLarge as error:
             place = f"the pattern {pattern[:80]!r}"
             raise Unsupported.at(place, "its automaton is too large", "simplify it") from error
-    return json_text([document.draft, document.root, document.definitions])
+    parts = [document.draft, document.root, document.definitions]
+    if ordered is not None:
+        parts += [{name: item for name, item in ordered.items() if name != "$defs"}, ordered.get("$defs", {})]
+    return json_text(parts)
 
 
 def _patterns_in(value: Any) -> Iterator[str]:

@@ -83,6 +83,11 @@ def of_texts(texts: list[str]) -> str:
     return "^(?:" + "|".join("".join(_escaped(character) for character in text) for text in texts) + ")$"
 
 
+def of_beginning(text: str) -> str:
+    """A pattern for all texts that begin so."""
+    return "^" + "".join(map(_escaped, text))
+
+
 def _escaped(character: str) -> str:
     return class_text(((ord(character), ord(character)),))
 

@@ -83,22 +83,23 @@ def _is_served(name: str, value: Any) -> bool:
     return has_form(name, value) and (value < MAX_COUNT if name in COUNTS else is_kept(name, value))
 
 
-def rewritten(document: Document, proves: bool = True) -> tuple[Any, str]:
+def rewritten(document: Document, proves: bool = True, counts: bool = False) -> tuple[Any, str]:
     """The schema for a document's grammar, and what a `Guard` needs to keep what the grammar leaves out; that is empty
-    if the rewrite is exact. If `proves` is False, the grammar is as small as can be and the guard does the most. Raises
-    `Unsupported` and `ConstraintError`.
+    if the rewrite is exact. With `counts` the numbers of properties stay as they are. If `proves` is False, the grammar
+    is as small as can be and the guard does the most. Raises `Unsupported` and `ConstraintError`.
     """
     try:
-        return _Rewriter(document, proves).run(), encoded(document)
+        return _Rewriter(document, proves, counts).run(), encoded(document)
     except RecursionError as error:
         place, cause = "the schema's branches and references", "they go too deep to tell apart"
         raise Unsupported.at(place, cause, "flatten them") from error
 
 
 class _Rewriter:
-    def __init__(self, document: Document, proves: bool) -> None:
+    def __init__(self, document: Document, proves: bool, counts: bool) -> None:
         self.document = document
         self.logic = Logic(document, proves)
+        self._counts = counts
         self._keeps_multiples = keeps_multiples([document.root, document.definitions])
         self._done: dict[str, Any] = {}
         """Definitions that the result refers to, rewritten; None while that is under way."""
@@ -248,10 +249,11 @@ class _Rewriter:
             if set(whole) - {"enum", "type"} or not is_kept(name, schema[name]):
                 return self._listed(name, schema, self.logic.finite_values(self.logic.flat([whole]) or []) or [])
         schema = with_apart_names(self.logic, unevaluated.closed(self.document, schema))
-        choice = property_counts.as_choice(self.logic, schema)
-        if choice is not None:
-            return self.rewrite(choice)
-        schema = self._without_counts(schema)
+        if not self._counts:
+            choice = property_counts.as_choice(self.logic, schema)
+            if choice is not None:
+                return self.rewrite(choice)
+            schema = self._without_counts(schema)
         result: dict[str, Any] = {}
         for name, value in schema.items():
             if name == "$ref":

@@ -188,6 +188,12 @@ def _gguf_file(at: pathlib.Path) -> pathlib.Path:
     return at / "model.gguf"
 
 
+def _gguf_folder_of_two(at: pathlib.Path) -> pathlib.Path:
+    _gguf_file(at)
+    (at / "other.gguf").write_bytes(b"GGUF")
+    return at
+
+
 def _gguf_folder(at: pathlib.Path) -> pathlib.Path:
     _gguf_file(at)
     return at
@@ -229,7 +235,8 @@ def _parent(at: pathlib.Path) -> pathlib.Path:
     ("make", "words"),
     [
         (_gguf_file, ["model.gguf is no whole GGUF file", "copy or download it again"]),
-        (_gguf_folder, ["holds no config.json but GGUF files; give one file, such as ", "model.gguf"]),
+        (_gguf_folder, ["model.gguf is no whole GGUF file", "copy or download it again"]),
+        (_gguf_folder_of_two, ["holds no config.json but 2 GGUF models; give one of ", "model.gguf", "other.gguf"]),
         (_config_file, ["is one file of a model; give its folder, "]),
         (_lfs_pointer, ["model.safetensors is a Git LFS pointer", "run 'git lfs pull' in "]),
         (_hub_cache, ["is a folder of the hub's cache; give its snapshot, ", "snapshots/0123"]),

@@ -275,6 +275,7 @@ def test_check_quotes_a_checkpoint_visibly(
     check_printed(capsys.readouterr().err, 1)
 
 
+@pytest.mark.usefixtures("trials_here")
 def test_a_report_shows_a_checkpoints_texts_visibly(tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Those of a model that can be served: a key that nobody knows, and a token that ends every answer."""
     folder = tmp_path / "model"
@@ -290,6 +291,7 @@ def test_a_report_shows_a_checkpoints_texts_visibly(tmp_path: pathlib.Path, caps
             tokenizer["model"]["vocab"].pop(token["content"], None)
             token["content"] = EVERYTHING
     file.write_text(json.dumps(tokenizer))
+    capsys.readouterr()  # the progress with which transformers made the checkpoint
     code = main(["check", str(folder), "--set", "engine.kv_cache_bytes=1048576"])
     printed = capsys.readouterr()
     check_printed(printed.out + printed.err)

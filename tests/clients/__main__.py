@@ -26,7 +26,10 @@ MODULES = HERE / "node_modules"
 ASK = "Make the file."
 ANSWERED = "The tool has answered."
 SAID = "I say what I was told to say."
+ASK_FOR_PATCH = "Please patch the file."
+PATCH = "*** Begin Patch\n*** Update File: patched.txt\n@@\n-not yet\n+made\n*** End Patch\n"
 LINES = (
+    Line(call("apply_patch", input=PATCH), asked=ASK_FOR_PATCH, tool="apply_patch"),
     Line(call("exec_command", cmd="echo made > codex.txt"), tool="exec_command"),
     Line(call("run_shell_command", command="echo made > qwen.txt", is_background=False), tool="run_shell_command"),
     Line(call("bash", command="echo made > opencode.txt", description="Makes it"), tool="bash"),
@@ -95,14 +98,38 @@ def bin_of(name: str) -> str | None:
 
 
 def codex(world: World, websockets: bool) -> None:
+    """Lets it run a command."""
+    printed = run_codex(world, ASK, websockets)
+    world.made("codex.txt", printed)
+
+
+def codex_patch(world: World, websockets: bool) -> None:
+    """Lets it change a file by `apply_patch`, which it offers to models whose entry in its catalog says so."""
+    (world.folder / "patched.txt").write_text("not yet\n")
+    catalog = world.folder / "catalog.json"
+    model = {"slug": world.server.model, "display_name": "Manta", "apply_patch_tool_type": "freeform"}
+    model |= {"base_instructions": "You edit files.", "shell_type": "unified_exec", "priority": 1, "visibility": "list"}
+    model |= {
+        "supported_in_api": True,
+        "support_verbosity": False,
+        "truncation_policy": {"mode": "tokens", "limit": 10_000},
+    }
+    model |= {"supported_reasoning_levels": [], "experimental_supported_tools": []}
+    catalog.write_text(json.dumps({"models": [model]}))
+    printed = run_codex(world, ASK_FOR_PATCH, websockets, f"model_catalog_json = {json.dumps(str(catalog))}\n")
+    world.made("patched.txt", printed)
+
+
+def run_codex(world: World, asked: str, websockets: bool, configured: str = "") -> str:
+    """Returns what Codex prints when it is asked. `configured` are further lines of its configuration."""
     home = world.folder / ".codex"
     home.mkdir()
     provider = f'name = "manta"\nbase_url = "{world.v1}"\nwire_api = "responses"\n'
     provider += f"supports_websockets = {str(websockets).lower()}\n"
     chosen = f'model = "{world.server.model}"\nmodel_provider = "manta"\n'
-    (home / "config.toml").write_text(f"{chosen}[model_providers.manta]\n{provider}")
+    (home / "config.toml").write_text(f"{chosen}{configured}[model_providers.manta]\n{provider}")
     options = ("--skip-git-repo-check", "--dangerously-bypass-approvals-and-sandbox")
-    world.made("codex.txt", world.run(str(bin_of("codex")), "exec", *options, ASK, CODEX_HOME=str(home)))
+    return world.run(str(bin_of("codex")), "exec", *options, asked, CODEX_HOME=str(home))
 
 
 def qwen(world: World) -> None:
@@ -189,6 +216,8 @@ def sdk(world: World, name: str) -> None:
 PROGRAMS: dict[str, tuple[str, Program]] = {
     "codex": ("codex", functools.partial(codex, websockets=False)),
     "codex: WebSocket": ("codex", functools.partial(codex, websockets=True)),
+    "codex: apply_patch": ("codex", functools.partial(codex_patch, websockets=False)),
+    "codex: apply_patch, WebSocket": ("codex", functools.partial(codex_patch, websockets=True)),
     "qwen-code": ("qwen", qwen),
     "opencode": ("opencode", opencode),
     "continue": ("cn", continue_cli),

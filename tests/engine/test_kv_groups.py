@@ -193,6 +193,7 @@ def test_the_blocks_of_all_groups_are_equal(windows: list[int | None], layers_pe
     assert all(place.number < layers_per_block for place in layers.layers)
 
 
+@pytest.mark.usefixtures("trials_here")
 def test_a_check_says_what_sequences_take(capsys: pytest.CaptureFixture[str]) -> None:
     assert run_check(None, {"engine": {"model": str(folder()), "device": "cpu", "dtype": "float32"}}) == 0
     printed = capsys.readouterr().out

@@ -285,7 +285,8 @@ def test_ranks_that_died_idle_are_rebuilt(llm: LLM, expected: list[Any]) -> None
 
 
 @pytest.mark.parametrize(
-    ("ranks", "num_rebuilds"), [([0, 1], 0), ([1], 1), pytest.param([0], 1, marks=pytest.mark.prove)]
+    ("ranks", "num_rebuilds"),
+    [([0, 1], 0), *(pytest.param([rank], 1, marks=pytest.mark.prove) for rank in (0, 1))],
 )
 def test_an_exception_on_ranks_costs_no_token(
     llm: LLM, expected: list[Any], ranks: list[int], num_rebuilds: int, monkeypatch: pytest.MonkeyPatch

@@ -258,6 +258,7 @@ def test_a_cache_without_room_for_states_is_refused_at_start() -> None:
         LLM(str(folder_of(HYBRID)), dtype="float32", kv_cache_bytes=1 << 12)
 
 
+@pytest.mark.usefixtures("trials_here")
 @pytest.mark.parametrize("kind", [HYBRID, pytest.param(PURE, marks=pytest.mark.prove)])
 def test_a_check_says_what_states_take(kind: str, capsys: pytest.CaptureFixture[str]) -> None:
     engine = {"model": str(folder_of(kind)), "device": "cpu", "dtype": "float32", "speculative": NGRAM}

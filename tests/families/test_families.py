@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 
@@ -86,7 +86,7 @@ def child() -> Iterator[list[Child]]:
 @pytest.mark.prove
 @pytest.mark.parametrize("model_type", [name for name in MODEL_TYPES if name not in CHEAP])
 def test_every_decoder_is_served_with_the_tokens_of_transformers_or_refused(
-    model_type: str, child: list[Child], record_property: pytest.RecordProperty
+    model_type: str, child: list[Child], record_property: Callable[[str, object], None]
 ) -> None:
     verdict = child[-1].judge(model_type)
     if verdict is None:

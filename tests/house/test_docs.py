@@ -157,6 +157,7 @@ def manual(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Manual]:
                 "engine.speculative={proposers: [forced, ngram]}",
                 "engine.logits_processors={never-twice: null}",
                 f"batch_storage={home}/batches",
+                "engine.max_model_len=512",  # some answers of the pages end there
             )
             started.append(Server("served_model_name=demo", *options, folder=DEMO))
         return started[0]

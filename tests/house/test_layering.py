@@ -277,11 +277,11 @@ def test_imports_in_functions_and_for_type_checkers_count() -> None:
     tree = ast.parse(
         "import manta.workers.step\n"
         "if TYPE_CHECKING:\n    from manta.workers.decoders.decoder import Decoder\n"
-        "def load():\n    from manta.workers import host, model_info\n    import torch\n"
+        "def load():\n    from manta.workers import kv_groups, model_info\n    import torch\n"
     )
     assert sorted(imports("manta.workers.example", tree)) == [
         "manta.workers.decoders.decoder",
-        "manta.workers.host",
+        "manta.workers.kv_groups",
         "manta.workers.model_info",
         "manta.workers.step",
     ]

@@ -5,6 +5,7 @@ it.
 from __future__ import annotations
 
 import pathlib
+import re
 import types
 from typing import Any
 
@@ -13,6 +14,41 @@ import pytest
 from tests import sharing
 
 TESTS = pathlib.Path(__file__).parents[1]
+
+STARTS = re.compile(
+    r"from tests\.server import .*\bServer\b(?s:.*)(?<![\w.])Server\(|own_ray\.start\(|\bray_cluster\(|"
+    r"ray\.cluster_utils|\bnamespaces\b|\"start\", \"--head\"|cli\", (?:\*\(command or \()?\"serve\""
+)
+"""Matches what starts a server or a Ray of a test file's own: 13 and 5 CPU seconds."""
+PROVED = "make prove alone"
+OWN = {
+    "test_batch_cluster": PROVED,
+    "test_closed_doors": "its clients attack, and one of them measures how the server bears it",
+    "test_configs": "applies what configs/ has for Ray's dashboard",
+    "test_docs": "the demo model under the options of the pages",
+    "test_http_fuzz": PROVED,
+    "test_interrupted_start": "interrupts starts",
+    "test_jax_hosts": "two hosts",
+    "test_joined_ray": "joins a Ray that others started",
+    "test_link_cuts": PROVED,
+    "test_node_autoscaling": PROVED,
+    "test_node_faults": PROVED,
+    "test_node_tls": PROVED,
+    "test_other_systems": PROVED,
+    "test_loopback": PROVED,
+    "test_private_files": "looks at the files of a start",
+    "test_quantised_server": PROVED,
+    "test_ray_executor": "two nodes, and ranks that it kills",
+    "test_resume": "kills engines and ingresses",
+    "test_serve_command": "flags and prints of the command, and deaths of its engine",
+    "test_serve_ranks": PROVED,
+    "test_start_failures": "starts that fail",
+    "test_start_storm": PROVED,
+    "test_telemetry": PROVED,
+    "test_two_applications": PROVED,
+    "test_two_nodes": PROVED,
+}
+"""Test files that start servers or Rays of their own, and why no shared one serves."""
 
 
 def items(*names: str) -> list[Any]:
@@ -64,3 +100,9 @@ def test_a_shared_resource_ends_with_its_last_file(monkeypatch: pytest.MonkeyPat
 @pytest.mark.parametrize("name", sharing.NAMED)
 def test_each_is_shared_by_several_files(name: str) -> None:
     assert sum(sharing.shared_by(path) == name for path in TESTS.rglob("test_*.py")) > 1
+
+
+def test_each_file_that_starts_a_server_of_its_own_says_why() -> None:
+    """All others share one (`NAMED`), or serve without Ray in their own process (`tests/local_server.py`)."""
+    starting = {path.stem for path in TESTS.rglob("test_*.py") if STARTS.search(path.read_text())}
+    assert starting - {pathlib.Path(__file__).stem} == OWN.keys()

@@ -150,7 +150,8 @@ def test_wrong_methods_models_and_token_ids_are_documented(shared: Documented) -
     assert shared.ask_url("/v1/models/{model}", "/v1/models/gpt-9") == 404
     assert shared.ask("/detokenize", {"tokens": [VOCAB_SIZE + 10**6]}) == 400
     for schema in ({"type": "object", "not": {}}, {"type": "nothing"}):
-        constrained = {"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": schema}}}
+        strict = {"name": "a", "schema": schema, "strict": True}
+        constrained = {"response_format": {"type": "json_schema", "json_schema": strict}}
         for path in GENERATING:
             assert shared.ask(path, {"model": shared.server.model, **BODIES[path], **constrained}) == 400
 

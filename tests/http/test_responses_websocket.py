@@ -159,6 +159,14 @@ def test_unknown_fields_are_named_in_the_first_event() -> None:
         assert "x-manta-ignored" not in (events[1].model_extra or {})
 
 
+def test_what_is_not_enforced_is_named_in_the_first_event() -> None:
+    schema = {"type": "object", "properties": {"a": {"$dynamicRef": "#nowhere"}}}
+    with opened() as connection:
+        events = ask(connection, text={"format": {"type": "json_schema", "name": "n", "schema": schema}})
+        assert "$dynamicRef" in events[0].model_extra["x-manta-not-enforced"]
+        assert "x-manta-not-enforced" not in (events[1].model_extra or {})
+
+
 def test_a_failed_continuation_is_forgotten() -> None:
     with opened() as connection:
         first = ask(connection)[-1].response

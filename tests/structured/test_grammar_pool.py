@@ -27,8 +27,21 @@ from manta.structured.grammar_pool.transport import ActorTransport
 from manta.structured.masks import FAILED, FINISHED, BufferShape, MaskBuffer
 from manta.structured.pool_config import PoolConfig
 from manta.structured.vocabulary import Vocabulary
-from tests.grammar_pools import EOS, VOCAB_SIZE, MakePool, allowed, bits, end_all, example, finish, llguidance
-from tests.patience import PATIENCE_S, wait_until
+from tests.grammar_pools import (
+    EOS,
+    SOON_S,
+    VOCAB_SIZE,
+    MakePool,
+    allowed,
+    allowed_behind,
+    bits,
+    end_all,
+    example,
+    finish,
+    llguidance,
+    spelled,
+)
+from tests.patience import wait_until
 
 pytestmark = pytest.mark.usefixtures("plugin")
 ACTORS = pytest.mark.parametrize("make_pool", ["actors"], indirect=True)
@@ -122,6 +135,20 @@ def test_any_backend_exception_costs_only_its_session(make_pool: MakePool, how: 
     assert pool.workers.num_replaced == 0
 
 
+@pytest.mark.parametrize("num_replaced", [0, 1, 200])
+def test_the_end_of_a_long_output_may_be_replaced(vocabulary: Vocabulary, num_replaced: int) -> None:
+    """The row is that of the new output, where other tokens may follow than behind the old one."""
+    pool = GrammarPool(PoolConfig(num_workers=1), vocabulary, 1, form="threads")
+    one, other = (spelled(vocabulary, letter)[0] for letter in "ab")
+    pool.start(0, llguidance("a*(b{99,400}c)?"))
+    for output in ([one] * 700, [one] * (700 - num_replaced) + [other] * (num_replaced + 99)):
+        pool.prepare([(0, output)])
+        finish(pool, [0])
+        assert pool.session(0).error() is None
+        assert allowed(pool, 0) == allowed_behind(llguidance("a*(b{99,400}c)?"), vocabulary, output)
+    pool.close()
+
+
 def test_an_unloadable_grammar_fails_its_session_alone(vocabulary: Vocabulary) -> None:
     pool = GrammarPool(PoolConfig(num_workers=1), vocabulary, 8, form="threads")
     for session_id, backend in enumerate(("llguidance", "xgrammar", "nowhere", "\ud800")):
@@ -169,7 +196,7 @@ def test_a_failed_or_grown_grammar_is_rebuilt(vocabulary: Vocabulary, monkeypatc
 
 
 def test_a_hanging_session_fails_alone_within_its_budget(make_pool: MakePool) -> None:
-    pool = make_pool(mask_seconds=5.0)
+    pool = make_pool(mask_seconds=5.0, migrate_seconds=SOON_S)
     for session_id in range(8):
         pool.start(session_id, example(at={"1": "hang"} if session_id == 3 else {}))
     pool.prepare([(session_id, []) for session_id in range(8)])
@@ -188,7 +215,7 @@ def test_a_hanging_session_fails_alone_within_its_budget(make_pool: MakePool) ->
 
 
 def test_sessions_behind_a_slow_one_move(make_pool: MakePool, tmp_path: pathlib.Path) -> None:
-    pool = make_pool(num_workers=1, mask_seconds=PATIENCE_S)
+    pool = make_pool(num_workers=1, migrate_seconds=SOON_S)
     pool.start(0, example(at={"1": f"until {tmp_path}/gate"}))
     for session_id in range(1, 4):
         pool.start(session_id, example())
@@ -225,7 +252,7 @@ def test_a_worker_hanging_without_its_session_is_replaced(make_pool: MakePool) -
 
 def test_a_hanging_thread_keeps_only_its_slot(vocabulary: Vocabulary, tmp_path: pathlib.Path) -> None:
     """The slots of the worker's other sessions are free at once; else a few workers that hang would leave none."""
-    pool = GrammarPool(PoolConfig(num_workers=1, mask_seconds=0.2), vocabulary, 4, form="threads")
+    pool = GrammarPool(PoolConfig(num_workers=1, mask_seconds=1.0), vocabulary, 4, form="threads")
     others = [1, 2, 3]
     for session_id in others:
         pool.start(session_id, example())
@@ -236,7 +263,7 @@ def test_a_hanging_thread_keeps_only_its_slot(vocabulary: Vocabulary, tmp_path: 
         pool.start(hanging, example(at={"0": f"until {tmp_path}/gate"}))
         pool.prepare([(hanging, [])])
         finish(pool, [hanging])
-        assert "was not there after 0.2 s" in (pool.session(hanging).error() or "")
+        assert "was not there after 1 s" in (pool.session(hanging).error() or "")
         pool.end(hanging)
         finish(pool, others)
         wait_until(lambda: pool.num_slots_in_use == len(others) + num_hanging)  # noqa: B023 # once the message is done
@@ -247,12 +274,12 @@ def test_a_hanging_thread_keeps_only_its_slot(vocabulary: Vocabulary, tmp_path: 
 
 def test_when_every_worker_hangs_sessions_fail(vocabulary: Vocabulary, tmp_path: pathlib.Path) -> None:
     """Threads that hang cannot be ended. The pool goes on with those that it has left, be it none."""
-    pool = GrammarPool(PoolConfig(num_workers=1, mask_seconds=0.2), vocabulary, 4, form="threads", max_workers=3)
+    pool = GrammarPool(PoolConfig(num_workers=1, mask_seconds=1.0), vocabulary, 4, form="threads", max_workers=3)
     for hanging in range(3):
         pool.start(hanging, example(at={"0": f"until {tmp_path}/gate"}))
         pool.prepare([(hanging, [])])
         finish(pool, [hanging])
-        assert "was not there after 0.2 s" in (pool.session(hanging).error() or "")
+        assert "was not there after 1 s" in (pool.session(hanging).error() or "")
         pool.end(hanging)
     assert (len(pool.workers.given_up), pool.workers.active) == (3, [])
     pool.start(7, example())
@@ -271,7 +298,7 @@ def test_when_every_worker_hangs_sessions_fail(vocabulary: Vocabulary, tmp_path:
 
 @ACTORS
 def test_a_killed_actors_sessions_are_replayed(make_pool: MakePool) -> None:
-    pool = make_pool()
+    pool = make_pool(migrate_seconds=SOON_S)
     for session_id in range(8):
         pool.start(session_id, example(allowed=[10 + session_id, 50 + session_id]))
     outputs: dict[int, list[int]] = {session_id: [] for session_id in range(8)}
@@ -287,13 +314,14 @@ def test_a_killed_actors_sessions_are_replayed(make_pool: MakePool) -> None:
             assert pool.session(session_id).error() is None
             assert allowed(pool, session_id) == [10 + session_id, 50 + session_id]
             output.append(random.Random(step).choice([10 + session_id, 50 + session_id]))
-    assert pool.workers.num_replaced >= 1
+    # Sessions may have left a dead worker before anybody knew.
+    wait_until(lambda: pool.supervise() or pool.workers.num_replaced >= 1)
     end_all(pool)
 
 
 @ACTORS
 def test_a_session_that_kills_its_workers_fails_alone(make_pool: MakePool) -> None:
-    pool = make_pool()
+    pool = make_pool(migrate_seconds=SOON_S)
     pool.start(0, example(at={"1": "exit"}))
     pool.start(1, example())
     pool.prepare([(0, []), (1, [])])

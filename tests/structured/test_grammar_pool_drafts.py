@@ -16,6 +16,7 @@ from manta.structured.masks import FINISHED, REFUSED, BufferShape, MaskBuffer
 from manta.structured.vocabulary import Vocabulary
 from tests.grammar_pools import (
     EOS,
+    SOON_S,
     VOCAB_SIZE,
     MakePool,
     allowed,
@@ -31,7 +32,6 @@ from tests.grammar_pools import (
     regex_of,
     spelled,
 )
-from tests.patience import PATIENCE_S
 
 pytestmark = pytest.mark.usefixtures("plugin")
 
@@ -72,8 +72,8 @@ def test_no_row_follows_an_end_token_among_drafts(make_pool: MakePool, vocabular
 
 
 def test_drafts_without_slots_have_no_rows(make_pool: MakePool, vocabulary: Vocabulary) -> None:
-    # One worker, and patience: a session that moves would leave slots behind.
-    pool = make_pool(num_sessions=2, num_drafts=3, num_workers=1, migrate_seconds=30.0)
+    # One worker: a session that moves would leave slots behind.
+    pool = make_pool(num_sessions=2, num_drafts=3, num_workers=1)
     ones = spelled(vocabulary, "11111")
     for session_id in range(2):
         pool.start(session_id, llguidance("1+"))
@@ -93,7 +93,11 @@ def test_drafts_without_slots_have_no_rows(make_pool: MakePool, vocabulary: Voca
 def test_a_failure_on_a_draft_costs_its_session(make_pool: MakePool, how: str) -> None:
     # A budget that a busy machine may spend would replace workers besides those that die, and a session that moves from
     # a slow one may end both.
-    patience = {"mask_seconds": 1.0} if how == "hang" else {"mask_seconds": 30.0, "migrate_seconds": 0.5}
+    patience = (
+        {"mask_seconds": 1.0, "migrate_seconds": SOON_S}
+        if how == "hang"
+        else {"mask_seconds": 30.0, "migrate_seconds": 0.5}
+    )
     pool = make_pool(num_drafts=3, num_workers=1, **patience)
     if how == "exit" and pool.form == "threads":
         pytest.skip("it would end this process")
@@ -139,7 +143,7 @@ def test_a_raising_draft_leaves_the_session_unchanged(make_pool: MakePool) -> No
 
 
 def test_a_session_that_moves_takes_its_drafts_along(make_pool: MakePool, vocabulary: Vocabulary) -> None:
-    pool = make_pool(num_workers=1, num_drafts=2, mask_seconds=PATIENCE_S)
+    pool = make_pool(num_workers=1, num_drafts=2, migrate_seconds=SOON_S)
     start = llguidance("[0-9]{3}(ab|cd)!")
     digits = spelled(vocabulary, "123a")
     pool.start(0, example(at={"1": "hang"}))

@@ -11,6 +11,7 @@ import pytest
 
 from manta.structured.backend import DeadEnd
 from manta.structured.constraint import ConstraintError, ConstraintSpec, JsonObjects
+from manta.structured.schemas.progress import MAX_UNLISTED
 from tests.schema_cases import CASES
 from tests.structured.test_schema_conformance import (
     accepts,
@@ -155,8 +156,10 @@ def test_properties_may_come_in_any_order(is_within: bool, additional: Any) -> N
     twice = ['{"a":1,"ü":{"y":1},"a":2}', '{"ü":{"y":1,"x":1,"y":1},"a":2}', '{"\\u0061":1,"ü":{"y":1}}']
     assert [text for text in twice if accepts_text(grammar, text)] == []
     assert accepts_text(grammar, '{"a":1,"ü":{"y":1},"z":1,"abc":true}') == (additional == "as_schema")
-    for unlisted in ('{"z":1,"a":1,"ü":{"y":1}}', '{"a":1,"ü":{"y":1},"z":1,"z":1}'):
-        assert not accepts_text(grammar, unlisted)
+    assert accepts_text(grammar, '{"z":1,"a":1,"ü":{"y":1}}') == (additional == "as_schema")
+    assert not accepts_text(grammar, '{"a":1,"ü":{"y":1},"z":1,"z":1}')
+    many = {f"z{number}": number for number in range(MAX_UNLISTED + 1)}
+    assert not accepts(grammar, {**many, "a": 1, "ü": {"y": 1}})
     walks = [wild_output(grammar.session(), random.Random(seed)) for seed in range(6)]
     values = [json.loads(text, object_pairs_hook=_without_repeats) for text in walks if text is not None]
     assert values
@@ -177,6 +180,156 @@ def test_an_object_that_may_be_null_has_any_order() -> None:
     grammar = grammar_of(schema, property_order="any")
     assert accepts_text(grammar, '[null,{"b":1,"a":2},{"a":1,"b":2}]')
     assert not accepts_text(grammar, '[{"b":1}]')
+
+
+KIND_A = {"properties": {"kind": {"const": "a"}, "x": {"$ref": "#/$defs/two"}}, "required": ["kind", "x"]}
+KIND_B = {"properties": {"kind": {"const": "b"}, "x": {"properties": {"p": {"type": "integer"}}}, "y": True}}
+BRANCHES: list[tuple[dict[str, Any], list[dict[str, Any]], list[dict[str, Any]]]] = [
+    (
+        {
+            "oneOf": [
+                {**KIND_A, "type": "object", "additionalProperties": False},
+                {**KIND_B, "type": "object", "required": ["kind", "x"], "additionalProperties": False},
+            ],
+            "$defs": {
+                "two": {"type": "object", "properties": {"p": {"type": "integer"}, "q": True}, "required": ["p", "q"]}
+            },
+        },
+        [{"kind": "a", "x": {"p": 1, "q": 2}}, {"kind": "b", "x": {"p": 1}}, {"kind": "b", "x": {}, "y": 1}],
+        [{"kind": "a", "x": {"p": 1}}, {"kind": "a", "x": {"p": 1, "q": 1}, "y": 1}, {"x": {"p": 1, "q": 2}}],
+    ),
+    (
+        {
+            "type": "object",
+            "properties": {name: {"type": "integer"} for name in "abc"},
+            "anyOf": [{"required": ["a", "b"]}, {"required": ["c"]}],
+        },
+        [{"a": 1, "b": 2}, {"c": 3}, {"c": 3, "a": 1}],
+        [{}, {"a": 1}, {"b": 2}, {"b": 2, "c": "x"}],
+    ),
+    (
+        {
+            "allOf": [{"properties": {"a": True}, "required": ["a"]}, {"$ref": "#/$defs/d"}],
+            "type": "object",
+            "$defs": {"d": {"properties": {"b": {"type": "integer"}, "c": True}, "required": ["b"]}},
+        },
+        [{"a": 1, "b": 2}, {"a": 1, "b": 2, "c": 3}],
+        [{"a": 1}, {"b": 2, "c": 3}, {"a": 1, "b": "x"}],
+    ),
+    (
+        {
+            "type": "object",
+            "properties": {"a": {"enum": [1, 2]}, "b": True, "c": True},
+            "required": ["a"],
+            "if": {"properties": {"a": {"const": 1}}},
+            "then": {"required": ["b"]},
+            "else": {"required": ["c"]},
+        },
+        [{"a": 1, "b": 0}, {"a": 2, "c": 0}, {"a": 2, "b": 0, "c": 0}],
+        [{"a": 1, "c": 0}, {"a": 2, "b": 0}, {"b": 0, "c": 0}],
+    ),
+    (
+        {
+            "type": "object",
+            "properties": {"id": {"type": "integer"}, "x-y": {"maxLength": 3}},
+            "required": ["id"],
+            "patternProperties": {"^x-": {"type": "string"}},
+            "additionalProperties": False,
+        },
+        [{"id": 1, "x-a": "s", "x-y": "abc"}, {"x-b": "s", "id": 1}],
+        [{"x-a": "s"}, {"id": 1, "x-y": "abcd"}, {"id": 1, "x-y": 1}, {"id": 1, "y": "s"}, {"id": 1, "x-a": 1}],
+    ),
+    (
+        {
+            "type": "object",
+            "properties": dict.fromkeys("abc", True),
+            "not": {"required": ["a", "b"]},
+            "dependentSchemas": {"c": {"required": ["b"]}},
+            "additionalProperties": False,
+        },
+        [{"a": 1}, {"b": 1, "c": 2}, {}],
+        [{"a": 1, "b": 1}, {"c": 1}, {"a": 1, "c": 1}],
+    ),
+    (
+        {
+            "type": "object",
+            "properties": dict.fromkeys("abcd", True),
+            "required": ["a", "b"],
+            "minProperties": 3,
+            "maxProperties": 3,
+            "additionalProperties": {"type": "integer"},
+        },
+        [{"a": 1, "b": 1, "c": 1}, {"d": 1, "a": 1, "b": 1}, {"a": 1, "b": 1, "z": 1}],
+        [{"a": 1, "b": 1}, {"a": 1, "c": 1, "d": 1}, {"a": 1, "b": 1, "c": 1, "d": 1}],
+    ),
+]
+"""Schemas whose objects are described by several schemas, with valid and invalid instances."""
+
+
+@pytest.mark.parametrize(("schema", "valid", "invalid"), BRANCHES)
+def test_what_several_schemas_describe_may_come_in_any_order(
+    schema: dict[str, Any], valid: list[Any], invalid: list[Any]
+) -> None:
+    options: dict[str, Any] = {"additional_properties": "as_schema", "property_order": "any"}
+    check = validator(schema)
+    assert all(map(check.is_valid, valid)), "the case is wrong"
+    assert not any(map(check.is_valid, invalid)), "the case is wrong"
+    grammar = grammar_of(schema, **options)
+    assert [text for value in valid for text in _texts(value) if not accepts_text(grammar, text)] == []
+    assert [text for value in invalid for text in _texts(value) if accepts_text(grammar, text)] == []
+    walks = [wild_output(grammar.session(), random.Random(seed)) for seed in range(8)]
+    values = [json.loads(text) for text in walks if text is not None]
+    assert values
+    assert all(map(check.is_valid, values))
+
+
+def _random_value(chooser: random.Random, depth: int) -> Any:
+    simple = ({"const": 1}, {"type": "integer"}, {"enum": ["x", "y"]}, {"type": "string"}, True, {"type": "null"})
+    return _random_object(chooser, depth + 1) if chooser.random() < 0.2 else chooser.choice(simple)
+
+
+def _random_object(chooser: random.Random, depth: int = 0) -> dict[str, Any]:
+    """A schema of objects with the names a, b and c, of one to four schemas."""
+
+    def some(probability: float) -> bool:
+        return chooser.random() < probability
+
+    schema: dict[str, Any] = {"type": "object"}
+    schema["properties"] = {name: _random_value(chooser, depth) for name in "abc" if some(0.6)}
+    schema["required"] = [name for name in "abc" if some(0.4)]
+    if some(0.4):
+        schema["additionalProperties"] = chooser.choice([False, {"type": "integer"}])
+    if some(0.2):
+        schema["patternProperties"] = {chooser.choice(["^a", "^[ab]$", "b"]): _random_value(chooser, depth)}
+    if some(0.15):
+        schema[chooser.choice(["minProperties", "maxProperties"])] = 2
+    if depth < 2:
+        for name in ("anyOf", "oneOf", "allOf"):
+            if some(0.3):
+                schema[name] = [_random_object(chooser, depth + 1) for _ in range(chooser.randint(1, 2))]
+        if some(0.15):
+            schema["not"] = {"required": [chooser.choice("abc")]}
+        if some(0.15):
+            schema |= {"if": {"properties": {"a": {"const": 1}}, "required": ["a"]}, "then": {"required": ["b"]}}
+    return schema
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_random_objects_in_any_order_are_judged_as_jsonschema_does(seed: int) -> None:
+    chooser = random.Random(seed)
+    values: list[Any] = [1, "x", None, {}, {"a": 1}, {"b": "x", "a": 1}, {"c": 1}]
+    for _ in range(3):
+        schema = _random_object(chooser)
+        try:
+            grammar = grammar_of(schema, any_whitespace=False, additional_properties="as_schema", property_order="any")
+        except ConstraintError:  # nothing satisfies it
+            continue
+        check = validator(schema)
+        for _ in range(20):
+            names = chooser.sample(["a", "b", "c", "z"], chooser.randrange(5))
+            value = {name: chooser.choice(values) for name in names}
+            text = json.dumps(value)
+            assert accepts_text(grammar, text) == check.is_valid(value), (schema, text)
 
 
 def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -149,6 +149,14 @@ def test_attention_over_prompts_is_compiled_before_any_comes() -> None:
     assert steps == [(2, 1, False), (2, 2, False)]
 
 
+def test_products_of_experts_are_compiled_for_prompts_of_every_size() -> None:
+    sizes: list[int] = []
+    limits = DecodeLimits(1, 4096, 8, max_num_tokens=3000)
+    device = torch.device("cpu")
+    graphs.compile_prompts(lambda tokens, step: sizes.append(len(tokens)), limits, SHAPE, device, has_experts=True)
+    assert sizes == [1024, 2048, 3000, 2]
+
+
 def test_ranks_keep_what_all_have_captured(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     """In threads: the second rank cannot run one layout, so that neither keeps it; both go on with smaller ones. The
     first does not take part in sums over ranks for which it would wait in vain.

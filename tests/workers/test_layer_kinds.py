@@ -216,19 +216,20 @@ def set_buffers(model: torch.nn.Module) -> None:
             buffer.fill_(0.7)
 
 
-def folder_of(name: str) -> pathlib.Path:
-    """A checkpoint of a case, made once a process."""
-    if name not in _made:
+def folder_of(name: str, **changes: Any) -> pathlib.Path:
+    """A checkpoint of a case, perhaps with `changes` of its configuration, made once a process."""
+    kept_as = f"{name}, {changes}" if changes else name
+    if kept_as not in _made:
         case = CASES[name]
-        config = getattr(transformers, case.config)(**SIZES | case.options, dtype="float32")
+        config = getattr(transformers, case.config)(**SIZES | case.options | changes, dtype="float32")
         model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
         randomise(model, 0)
         set_buffers(model)
-        folder = pathlib.Path(_root.name) / name.replace(", ", "-")
+        folder = pathlib.Path(_root.name) / f"model-{len(_made)}"
         model.save_pretrained(folder)
         make_tokenizer(folder)
-        _made[name] = folder
-    return _made[name]
+        _made[kept_as] = folder
+    return _made[kept_as]
 
 
 def changed(folder: pathlib.Path, to: pathlib.Path, keys: dict[str, Any]) -> pathlib.Path:
@@ -463,9 +464,21 @@ def test_devices_compute_every_variant_of_these_families(name: str, device: str)
     check_variants(load_model_config(folder_of(name)), device)
 
 
-@pytest.mark.parametrize("device", ["cuda", "tpu"])
-@pytest.mark.parametrize(("name", "words"), [("deepseek_v3", "latent attention"), ("lfm2", "short convolutions")])
-def test_devices_refuse_states_and_latent_vectors(name: str, words: str, device: str) -> None:
+@pytest.mark.parametrize("name", ATTENTION_CASES)
+def test_a_gpu_computes_every_kind_of_attention(name: str) -> None:
+    check_variants(load_model_config(folder_of(name)), "cuda")
+
+
+@pytest.mark.parametrize(
+    ("name", "words", "device"),
+    [
+        ("deepseek_v3", "latent attention", "tpu"),
+        ("llama4", "layers that see a chunk, queries that grow", "tpu"),
+        ("gemma4", "heads that differ by layer, .*inputs of each layer", "tpu"),
+        ("lfm2", "short convolutions", "tpu"),
+    ],
+)
+def test_devices_refuse_what_they_do_not_compute(name: str, words: str, device: str) -> None:
     config = load_model_config(folder_of(name))
     with pytest.raises(ModelError, match=f"device {device} does not compute .*{words}.*; set device to cpu"):
         check_variants(config, device)

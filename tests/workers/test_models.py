@@ -27,7 +27,6 @@ from manta.workers.kernels.attention_metadata import AttentionMetadata
 from manta.workers.kernels.layer_caches import allocate_states, layer_caches
 from manta.workers.kernels.model_protocol import Model
 from manta.workers.kernels.query_tokens import QueryTokens
-from manta.workers.kernels.recurrent_step import RecurrentStep
 from manta.workers.kv_groups import one_group
 from manta.workers.models.dense import read_rope
 from manta.workers.models.model_config import ModelError, RopeConfig
@@ -129,15 +128,15 @@ class Cache:
         rows = [sequence for sequence, _ in pieces]
         lens = [len(tokens) for _, tokens in pieces]
         starts = np.array([self.lengths[sequence] for sequence in rows])
-        metadata = AttentionMetadata.build(QueryTokens(starts, np.array(lens), self.block_tables[rows], BLOCK_SIZE))
-        metadata.states = self._states(rows, lens)
+        tables, states = self.block_tables[rows], self._states(rows, lens)
+        metadata = AttentionMetadata.build(QueryTokens(starts, np.array(lens), tables, BLOCK_SIZE, states=states))
         token_ids = torch.tensor([token for _, tokens in pieces for token in tokens])
         logits = self.model.compute_logits(self.model.forward(token_ids, metadata, self.kv_caches))
         for sequence, length in zip(rows, lens, strict=True):
             self.lengths[sequence] += length
         return list(logits.split(lens))
 
-    def _states(self, rows: list[int], lens: list[int]) -> RecurrentStep:
+    def _states(self, rows: list[int], lens: list[int]) -> list[StateUse]:
         """Each sequence of more than 4 tokens also writes states inside of them."""
         starts = [self.lengths[row] for row in rows]
         uses = []
@@ -146,7 +145,7 @@ class Cache:
             writes = [(position, next(self._free_slots)) for position in sorted(positions)]
             uses.append(StateUse(self.slots[row], writes))
             self.slots[row] = writes[-1][1]
-        return RecurrentStep.build(starts, lens, uses)
+        return uses
 
 
 def in_two_forms(names: Iterable[str]) -> pytest.MarkDecorator:

@@ -6,7 +6,7 @@ It counts and checks what it is asked for; the arithmetic is the references', an
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
@@ -17,14 +17,14 @@ import torch
 
 from manta.cluster.llm import LLM, SamplingParams
 from manta.structured.masks import MaskBatch
-from manta.workers.kernels import build, recurrent_layer, reference, torch_sampler
+from manta.workers.kernels import build, expert_choice, recurrent_layer, reference, torch_sampler
 from manta.workers.kernels.attention_metadata import AttentionMetadata
 from manta.workers.kernels.linears import GatedLinear, TorchLinear
 from manta.workers.kernels.looped_experts import LoopedExperts
 from manta.workers.kernels.protocol import Forward, KVCaches, RecurrentKernels, RotaryTables
 from manta.workers.kernels.query_tokens import QueryTokens
-from manta.workers.kernels.weights import DecoderWeights, Linear, LinearWeight
-from manta.workers.models.model_config import HeadShape, ModelConfig, ModelError
+from manta.workers.kernels.weights import DecoderWeights, Experts, GatedMlpWeights, Linear, LinearWeight
+from manta.workers.models.model_config import ExpertsConfig, HeadShape, ModelConfig, ModelError
 from manta.workers.sampling.sampling_state import SequenceState
 from manta.workers.torch_worker import torch_worker
 from tests.checkpoints import VOCAB_SIZE, checkpoint, reference_greedy
@@ -40,6 +40,7 @@ class PlacedOnly:
     add_rms_norm = staticmethod(reference.add_rms_norm)
     silu_and_mul = staticmethod(reference.silu_and_mul)
     recurrent: RecurrentKernels = recurrent_layer
+    route = staticmethod(expert_choice.route)
 
     def __init__(self, placed: list[AttentionMetadata]) -> None:
         self._placed = placed
@@ -97,7 +98,8 @@ class OtherPlatform:
     def shared_linears(self, content: str) -> nullcontext[None]:
         return nullcontext()
 
-    join_experts = staticmethod(LoopedExperts)
+    def join_experts(self, experts: Iterable[GatedMlpWeights], config: ExpertsConfig, activation: str) -> Experts:
+        return LoopedExperts(experts, config.scales_inputs)
 
     def record_decodes(self, *arguments: object, **options: object) -> None:
         """Nothing to record."""

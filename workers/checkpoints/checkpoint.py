@@ -44,9 +44,11 @@ class Checkpoint(TensorFiles):
         return self._view(mapped, entry, (shape[0], (entry.end - entry.start) // shape[0]), torch.uint8)
 
     def _view(self, mapped: mmap.mmap, entry: TensorEntry, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """Returns the rows in Hugging Face's order, in which the halves of each head are not interleaved."""
+        """Returns the numbers as Hugging Face stores them: with nothing added, and without halves that interleave."""
         count = (entry.end - entry.start) // dtype.itemsize
         rows = torch.frombuffer(mapped, dtype=dtype, count=count, offset=entry.start).view(shape)
+        if entry.added:
+            return rows - entry.added
         if not entry.interleaved_head_dim:
             return rows
         heads = torch.arange(rows.shape[0]).view(-1, entry.interleaved_head_dim // 2, 2)

@@ -7,10 +7,13 @@ from __future__ import annotations
 
 import pathlib
 
+from manta.workers.checkpoints.gguf_parts import models_in
 from manta.workers.checkpoints.stored_files import read_json
 from manta.workers.models.model_config import ModelError
 
 _OTHER_WEIGHTS = {"*.bin": "PyTorch's own format", "*.gguf": "GGUF, llama.cpp's format", "*.onnx": "ONNX"}
+_MOST_SHOWN = 8
+"""Most files that a message lists."""
 
 
 def why_no_folder(path: pathlib.Path) -> str | None:
@@ -33,9 +36,9 @@ def why_no_checkpoint(folder: pathlib.Path) -> str:
     snapshots = _with_config(folder / "snapshots")
     if snapshots:
         return f"{folder} is a folder of the hub's cache; give its snapshot, {snapshots[-1]}"
-    files = sorted(folder.glob("*.gguf"))
-    if files:
-        return f"{folder} holds no config.json but GGUF files; give one file, such as {files[0]}"
+    if ggufs := models_in(folder):
+        shown = ", ".join(str(path) for path in ggufs[:_MOST_SHOWN]) + ", …" * (len(ggufs) > _MOST_SHOWN)
+        return f"{folder} holds no config.json but {len(ggufs)} GGUF models; give one of {shown}"
     models = _with_config(folder)
     if models:
         return f"{folder} holds no config.json, and {len(models)} of its folders do; give one, such as {models[0]}"

@@ -45,6 +45,8 @@ class GgufTensor(NamedTuple):
     start: int
     """Byte offset in the file."""
     num_bytes: int
+    file: int = 0
+    """The number of the file among those of the model."""
 
 
 class GgufArray(msgspec.Struct, frozen=True):

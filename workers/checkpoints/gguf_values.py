@@ -9,7 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from manta.workers.checkpoints.gguf_header import GgufArray
 from manta.workers.models.dense import MOST_LAYERS
+from manta.workers.models.experts import MOST_EXPERTS
 from manta.workers.models.raw_config import MOST_VOCABULARY, RawConfig, RawValue
 
 _MOST_FACTOR = 1e6
@@ -29,6 +31,11 @@ def _flag(value: RawValue) -> object:
     return value.flag(False)
 
 
+def _of_layers(value: RawValue) -> object:
+    """Checks one number, or leaves a list of one for each layer to `GgufFile.of_layers`."""
+    return None if isinstance(value.value, GgufArray) else value.whole(least=0)
+
+
 OF_MODELS: dict[str, Callable[[RawValue], object]] = {
     "context_length": _whole(),
     "embedding_length": _whole(),
@@ -36,16 +43,33 @@ OF_MODELS: dict[str, Callable[[RawValue], object]] = {
     "feed_forward_length": _whole(),
     "vocab_size": _whole(most=MOST_VOCABULARY),
     "attention.head_count": _whole(),
-    "attention.head_count_kv": _whole(),
+    "attention.head_count_kv": _of_layers,
     "attention.key_length": _whole(),
     "attention.value_length": _whole(),
     "attention.sliding_window": _whole(least=0),
     "attention.layer_norm_rms_epsilon": _number(0, 1),
     "attention.scale": _number(0, _MOST_FACTOR),
-    "expert_count": _whole(least=0),
-    "expert_used_count": _whole(least=0),
+    "attention.layer_norm_epsilon": _number(0, 1),
+    "attn_logit_softcapping": _number(0, _MOST_FACTOR),
+    "final_logit_softcapping": _number(0, _MOST_FACTOR),
+    "embedding_scale": _number(0, _MOST_FACTOR),
+    "residual_scale": _number(0, _MOST_FACTOR),
+    "logit_scale": _number(0, _MOST_FACTOR),
+    "shortconv.l_cache": _whole(least=0),
+    "expert_count": _whole(least=0, most=MOST_EXPERTS),
+    "expert_used_count": _whole(least=0, most=MOST_EXPERTS),
+    "expert_shared_count": _whole(least=0, most=MOST_EXPERTS),
+    "expert_group_count": _whole(least=0, most=MOST_EXPERTS),
+    "expert_group_used_count": _whole(least=0, most=MOST_EXPERTS),
+    "expert_feed_forward_length": _whole(least=0),
+    "expert_weights_scale": _number(0, _MOST_FACTOR),
+    "expert_weights_norm": _flag,
+    "expert_gating_func": _whole(least=0),
+    "leading_dense_block_count": _whole(least=0, most=MOST_LAYERS),
+    "nextn_predict_layers": _whole(least=0, most=MOST_LAYERS),
     "rope.dimension_count": _whole(),
     "rope.freq_base": _number(1.001, 1e15),
+    "rope.freq_base_swa": _number(1.001, 1e15),
     "rope.scale_linear": _number(0, _MOST_FACTOR),
     "rope.scaling.type": RawValue.text,
     "rope.scaling.factor": _number(0, _MOST_FACTOR),

@@ -10,7 +10,7 @@ import math
 import os
 import pathlib
 import reprlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 from manta.workers.cache_folder import UntrustedCache, cache_entry
@@ -31,6 +31,7 @@ from manta.workers.model_options import ModelOptions
 from manta.workers.models.families import describe
 from manta.workers.models.model_config import DTYPE_BYTES, ModelConfig, ModelError
 from manta.workers.models.raw_config import RawConfig
+from manta.workers.models.specs import LinearSpec
 from manta.workers.step import NUM_FIXED_STATES
 
 WEIGHTS_MULTIPLE = 4
@@ -251,8 +252,8 @@ def _loaded_bytes(entry: TensorEntry, dtype: str, bits: int | None) -> int:
         return entry.end - entry.start
     if bits is None:
         return math.prod(entry.shape) * DTYPE_BYTES[dtype]
-    out_features, in_features = entry.shape
-    return kept_bytes(out_features, in_features, bits)
+    *outer, in_features = entry.shape  # experts in one tensor have three dimensions
+    return kept_bytes(math.prod(outer), in_features, bits)
 
 
 def _rounded_bits(entries: Mapping[str, TensorEntry], config: ModelConfig, kept: KeptBits) -> dict[str, int]:
@@ -265,9 +266,14 @@ def _rounded_bits(entries: Mapping[str, TensorEntry], config: ModelConfig, kept:
         matrices = [name for name, entry in entries.items() if len(entry.shape) == 2]
         return {name: kept.layers for name in matrices if entries[name].shape[0] < config.vocab_size}
     spec = describe(config)
-    layers = {part.name for linear in spec.linears() if linear is not spec.head for part in linear.parts}
-    head = {part.name for part in spec.head.parts}
-    return {f"{name}.weight": kept.layers for name in layers} | {f"{name}.weight": kept.head for name in head}
+    layers = _stored_names(linear for linear in spec.linears() if linear is not spec.head)
+    return dict.fromkeys(layers, kept.layers) | dict.fromkeys(_stored_names([spec.head]), kept.head)
+
+
+def _stored_names(linears: Iterable[LinearSpec]) -> set[str]:
+    """Returns the names of the linears' weights, in whichever way a checkpoint stores them."""
+    parts = [part for linear in linears for part in linear.parts]
+    return {part.weight_name for part in (*parts, *(part.elsewhere for part in parts if part.elsewhere is not None))}
 
 
 def weight_headers(folder: pathlib.Path) -> list[tuple[pathlib.Path, dict[str, TensorEntry]]]:
@@ -276,7 +282,7 @@ def weight_headers(folder: pathlib.Path) -> list[tuple[pathlib.Path, dict[str, T
     Raises `ModelError` like `weight_files` and `read_header`.
     """
     if is_gguf_folder(folder):
-        return [read_gguf_index(folder)]
+        return read_gguf_index(folder)
     headers = [(path, read_header(path, folder)) for path in weight_files(folder)]
     names = {name for _, entries in headers for name in entries}
     if not any(name.startswith(_OF_TEXT) for name in names):
@@ -330,22 +336,25 @@ def is_gguf_folder(folder: pathlib.Path) -> bool:
     return True
 
 
-def read_gguf_index(folder: pathlib.Path) -> tuple[pathlib.Path, dict[str, TensorEntry]]:
-    """Returns the GGUF file that a folder stands for, and its tensors.
+def read_gguf_index(folder: pathlib.Path) -> list[tuple[pathlib.Path, dict[str, TensorEntry]]]:
+    """Returns the GGUF files that a folder stands for, and the tensors of each.
 
-    Raises `ModelError` if the file has gone or changed.
+    Raises `ModelError` if a file has gone or changed.
     """
     index = read_json(folder, GGUF_INDEX, MOST_INDEX_BYTES)
-    path = pathlib.Path(index["file"])
-    if not path.is_file() or path.stat().st_size != index["size"]:
-        raise ModelError(f"{path} has gone or changed since it was first read; start again with the file in place")
-    return path, {name: TensorEntry(entry[0], tuple(entry[1]), *entry[2:]) for name, entry in index["tensors"].items()}
+    for path, size in index["files"].items():
+        if not os.path.isfile(path) or os.path.getsize(path) != size:
+            raise ModelError(f"{path} has gone or changed since it was first read; start again with the file in place")
+    found: list[tuple[pathlib.Path, dict[str, TensorEntry]]] = [(pathlib.Path(path), {}) for path in index["files"]]
+    for name, (number, kind, shape, *rest) in index["tensors"].items():
+        found[number][1][name] = TensorEntry(kind, tuple(shape), *rest)
+    return found
 
 
 def weight_files(folder: pathlib.Path) -> list[pathlib.Path]:
-    """Returns the safetensors files of a checkpoint, or its GGUF file. Raises `ModelError` naming a missing file."""
+    """Returns the safetensors files of a checkpoint, or its GGUF files. Raises `ModelError` naming a missing file."""
     if is_gguf_folder(folder):
-        return [read_gguf_index(folder)[0]]
+        return [path for path, _ in read_gguf_index(folder)]
     if find_file(folder, SAFETENSORS_INDEX) is not None:
         names = _names_in_index(folder)
     else:
@@ -381,6 +390,8 @@ class TensorEntry(NamedTuple):
     end: int
     interleaved_head_dim: int = 0
     """Width of a head whose two halves are interleaved in the rows, as llama.cpp stores them; 0 if they are not."""
+    added: float = 0.0
+    """What the file adds to each element, as llama.cpp stores some norms."""
 
 
 def read_header(path: pathlib.Path, folder: pathlib.Path | None = None) -> dict[str, TensorEntry]:

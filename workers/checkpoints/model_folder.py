@@ -13,6 +13,7 @@ import msgspec
 
 from manta.workers.checkpoints.folder_kinds import why_no_checkpoint, why_no_folder
 from manta.workers.checkpoints.gguf_file import gguf_folder
+from manta.workers.checkpoints.gguf_parts import models_in
 from manta.workers.checkpoints.stored_files import MOST_JSON_BYTES, find_file, read_json
 from manta.workers.model_options import DEMO_MODEL
 from manta.workers.models.dense import MOST_LAYERS
@@ -46,7 +47,9 @@ def resolve_model_folder(name: str) -> pathlib.Path:
                 f"this installation lacks the demo model, which belongs into {folder}; give a folder or a hub id"
             )
         if find_file(folder, "config.json") is None:
-            raise ModelError(why_no_checkpoint(folder))
+            if len(models := models_in(folder)) != 1:
+                raise ModelError(why_no_checkpoint(folder))
+            return gguf_folder(models[0])
         return folder
     if folder.suffix == ".gguf" and folder.is_file():
         return gguf_folder(folder)

@@ -10,6 +10,8 @@ import contextlib
 import math
 import mmap
 import pathlib
+import platform
+import sys
 from collections.abc import Iterable, Mapping
 
 import msgspec
@@ -27,6 +29,8 @@ quantised KV cache, which Manta does not have.
 """
 _IGNORED_PREFIXES = ("mtp.",)
 """Beginnings of the names of layers that draft tokens (multi-token prediction), which are not served."""
+_MAP_NORESERVE, _USUAL_MACHINES = 0x4000, ("x86_64", "aarch64")
+"""The flag of Linux, which Python has from 3.13 on, and processors for which it has this value."""
 _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 _COMPARED_BYTES = 2**24
 """Bytes of the embedding and of the head that are compared at a time."""
@@ -58,9 +62,7 @@ class TensorFiles:
     def _map(self, path: pathlib.Path, entries: Mapping[str, TensorEntry]) -> None:
         folder = self.folder if path.is_relative_to(self.folder) else path.parent  # a GGUF file lies elsewhere
         with open_file(folder, path.relative_to(folder)) as file:
-            # torch warns of memory that it cannot write to, so the mapping is private and writable. Nothing writes to
-            # it.
-            mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+            mapped = _map_privately(file.fileno())
         self._entries |= {name: (mapped, entry) for name, entry in entries.items()}
         self._paths |= dict.fromkeys(entries, path)
         if self._read_ahead:
@@ -174,6 +176,16 @@ class TensorFiles:
         if left:
             shown = ", ".join(sorted(left)[:5])
             raise ModelError(f"{self.folder} holds {len(left)} tensors that its architecture does not have: {shown}")
+
+
+def _map_privately(file: int) -> mmap.mmap:
+    """Maps a file. torch warns of memory that it cannot write to, so the mapping is private and writable, and nothing
+    writes to it. But for `MAP_NORESERVE`, Linux would refuse one larger than its memory, which it might have to copy.
+    """
+    if sys.platform != "linux" or platform.machine() not in _USUAL_MACHINES:
+        return mmap.mmap(file, 0, access=mmap.ACCESS_COPY)
+    flags = mmap.MAP_PRIVATE | _MAP_NORESERVE
+    return mmap.mmap(file, 0, flags=flags, prot=mmap.PROT_READ | mmap.PROT_WRITE)
 
 
 def _advise(mapped: mmap.mmap, name: str, *part: int) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+from collections.abc import Iterable
 
 import torch
 
@@ -12,8 +13,8 @@ from manta.workers.kept_weights import kept_bytes
 from manta.workers.kernels.linears import TorchLinear
 from manta.workers.kernels.looped_experts import LoopedExperts
 from manta.workers.kernels.quantized_weight import QuantizedWeight
-from manta.workers.kernels.weights import Linear, LinearWeight
-from manta.workers.models.model_config import DTYPE_BYTES
+from manta.workers.kernels.weights import Experts, GatedMlpWeights, Linear, LinearWeight
+from manta.workers.models.model_config import DTYPE_BYTES, ExpertsConfig
 
 
 @dataclasses.dataclass
@@ -79,7 +80,6 @@ class CountingPlatform:
     dtype = torch.bfloat16
     """The dtype that stands for the activations' while weights are counted. No weight has it as a dtype of its own."""
     keeps_float8 = True
-    join_experts = staticmethod(LoopedExperts)
 
     def __init__(self) -> None:
         self.tally = WeightTally()
@@ -87,6 +87,9 @@ class CountingPlatform:
     def make_linear(self, weight: LinearWeight) -> Linear:
         self.tally.add_linear(weight)
         return TorchLinear(weight.weight, weight.bias)
+
+    def join_experts(self, experts: Iterable[GatedMlpWeights], config: ExpertsConfig, activation: str) -> Experts:
+        return LoopedExperts(experts, config.scales_inputs)
 
     def place_weight(self, view: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         weight = view.to(dtype)

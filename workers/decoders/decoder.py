@@ -94,11 +94,11 @@ class Decoder:
         embedded = self.weights.embedding(token_ids)
         if self._embedding_scale != 1:
             embedded = embedded.mul_(self._embedding_scale)
-        if self.weights.layer_inputs is not None:
-            inputs = layer_inputs(self.weights.layer_inputs, token_ids, embedded, self.config, self._kernels)
-            return self._run_layers(embedded, tables, metadata, self._own_caches(kv_caches), inputs)
-        run = self.compiled or self._run_layers
-        return run(embedded, tables, metadata, self._own_caches(kv_caches))
+        run, caches = self.compiled or self._run_layers, self._own_caches(kv_caches)
+        if self.weights.layer_inputs is None:
+            return run(embedded, tables, metadata, caches)
+        inputs = layer_inputs(self.weights.layer_inputs, token_ids, embedded, self.config, self._kernels)
+        return run(embedded, tables, metadata, caches, inputs)
 
     def _own_caches(self, kv_caches: KVCaches) -> KVCaches:
         """Returns the caches without what layers with smaller heads than others do not use."""
@@ -147,7 +147,8 @@ class Decoder:
                     torch.mul(normed, layer.stream_factors[1], out=residual)
                 update = self._mlp(layer.mlp, normed, metadata)
                 if layer.beside is not None:
-                    update = self._norm(update, layer.beside.mlp_norm) + self._experts_beside(layer.beside, residual)
+                    update = self._norm(update, layer.beside.mlp_norm)
+                    update = update + self._experts_beside(layer.beside, residual, metadata)
                 update = self._norm(update, layer.mlp_output_norm)
             if layer.own_input is None and layer.scalar == 1:
                 normed = self._add(update, residual, next_norm)
@@ -249,16 +250,18 @@ class Decoder:
             attended = (attended * gates).to(attended.dtype)
         return attention.output.forward(attended, metadata)
 
-    def _experts_beside(self, beside: ExpertsBesideWeights, residual: torch.Tensor) -> torch.Tensor:
+    def _experts_beside(
+        self, beside: ExpertsBesideWeights, residual: torch.Tensor, metadata: AttentionMetadata
+    ) -> torch.Tensor:
         """Returns the normed result of experts that read the residual stream."""
         normed, routed = (self._norm(residual, weight) for weight in (beside.input_norm, beside.router_norm))
-        return self._norm(run_experts(beside.experts, normed, routed), beside.output_norm)
+        return self._norm(run_experts(beside.experts, normed, self._kernels, metadata, routed), beside.output_norm)
 
     def _mlp(
         self, mlp: GatedMlpWeights | ExpertsWeights, normed: torch.Tensor, metadata: AttentionMetadata
     ) -> torch.Tensor:
         if isinstance(mlp, ExpertsWeights):
-            return run_experts(mlp, normed)
+            return run_experts(mlp, normed, self._kernels, metadata)
         num_rows = normed.shape[0]
         if self._mlp_rows is None or num_rows <= self._mlp_rows:
             return mlp.down.forward(mlp.gated.forward(normed, metadata), metadata)

@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import torch
 
+from manta.workers.kernels.attention_metadata import AttentionMetadata
+from manta.workers.kernels.protocol import Kernels
 from manta.workers.kernels.weights import ExpertsWeights
-from manta.workers.models.model_config import ExpertsConfig
-
-_LEAST_SUM = 1e-20
-"""A number that is added to a sum of scores that divides them, as in DeepSeek-V3."""
 
 
-def run_experts(experts: ExpertsWeights, x: torch.Tensor, routed: torch.Tensor | None = None) -> torch.Tensor:
+def run_experts(
+    experts: ExpertsWeights,
+    x: torch.Tensor,
+    kernels: Kernels,
+    step: AttentionMetadata | None = None,
+    routed: torch.Tensor | None = None,
+) -> torch.Tensor:
     """Returns the weighted sum of the chosen experts' results, [num_tokens, hidden], in the dtype of x. The router
     reads x, or `routed` of the same shape.
     """
-    rows = x if routed is None else routed
-    shares, chosen = route(experts.router.forward(rows.float()), experts.choice_bias, experts.config)
+    logits = experts.router.forward((x if routed is None else routed).float())
+    shares, chosen = kernels.route(logits, experts.choice_bias, experts.config, step)
     if experts.share_scales is not None:
         shares = shares * experts.share_scales[chosen]
     total = experts.experts.forward(x, chosen, shares)
@@ -24,28 +28,3 @@ def run_experts(experts: ExpertsWeights, x: torch.Tensor, routed: torch.Tensor |
         result = experts.shared.down.forward(experts.shared.gated.forward(x)).float()
         total += result if experts.shared_gate is None else result * experts.shared_gate.forward(x.float()).sigmoid()
     return experts.join(total.to(x.dtype))
-
-
-def route(
-    logits: torch.Tensor, choice_bias: torch.Tensor | None, config: ExpertsConfig
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns the weights of the chosen experts and their indices, float32 and int64 [num_tokens, num_chosen], from
-    float32 logits [num_tokens, num_experts].
-    """
-    scores = logits.sigmoid() if config.scores == "sigmoid" else logits.softmax(-1)
-    ranked = scores if choice_bias is None else scores + choice_bias
-    if config.num_groups > 1:
-        ranked = _of_best_groups(ranked, config)
-    chosen = ranked.topk(config.num_chosen, dim=-1).indices
-    shares = scores.gather(-1, chosen)
-    if config.normalises:
-        shares = shares / (shares.sum(-1, keepdim=True) + _LEAST_SUM)
-    return shares * config.scale, chosen
-
-
-def _of_best_groups(ranked: torch.Tensor, config: ExpertsConfig) -> torch.Tensor:
-    """Returns the scores, those of the groups that are not searched as minus infinity (DeepSeek-V2, 2024)."""
-    by_group = ranked.unflatten(-1, (config.num_groups, -1))
-    best = by_group.topk(config.ranks_groups_by, dim=-1).values.sum(-1).topk(config.num_chosen_groups, dim=-1).indices
-    is_left_out = torch.ones(by_group.shape[:-1], dtype=torch.bool, device=ranked.device).scatter_(-1, best, False)
-    return by_group.masked_fill(is_left_out.unsqueeze(-1), -torch.inf).flatten(-2)

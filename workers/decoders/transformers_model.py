@@ -293,8 +293,8 @@ class TransformersModel:
         sinks: torch.Tensor | None = None,
         cap: float = 0.0,
     ) -> torch.Tensor:
-        """One layer's attention, perhaps with `sinks` [num_heads] and a soft `cap` of its products: query [1, num_heads, num_tokens, head_dim] ->
-        [1, num_tokens, num_heads, head_dim].
+        """One layer's attention: query [1, num_heads, num_tokens, head_dim] -> [1, num_tokens, num_heads, head_dim].
+        There may be `sinks` [num_heads] and a soft `cap` of its products.
         """
         assert self._metadata is not None
         place = self._places[layer]

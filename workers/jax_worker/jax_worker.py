@@ -13,10 +13,10 @@ from collections.abc import Iterator, Mapping
 import jax
 from jax.sharding import Mesh
 
+from manta.structured import host
 from manta.structured.logits_processors import LogitsProcessorFactory, LogitsProcessorRegistry
 from manta.structured.masks import MaskBatch
 from manta.structured.visible_logs import logger_of
-from manta.workers import host
 from manta.workers.checkpoints.memory import block_needs, choose_groups, plan_max_model_len, weight_bytes
 from manta.workers.checkpoints.model_folder import resolve_model_folder
 from manta.workers.exact import check_exact

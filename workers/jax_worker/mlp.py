@@ -50,7 +50,7 @@ def gate(activation: str, gates: jax.Array, up: jax.Array) -> jax.Array:
 
 def run_experts(config: ModelConfig, mesh: Mesh | AbstractMesh, weights: ExpertsArrays, x: jax.Array) -> jax.Array:
     """Returns the weighted sum of the results of the experts that the router chooses for each row of x [num_tokens,
-    hidden]; `decoders/expert_routing.py` defines it.
+    hidden]; `kernels/expert_choice.py` defines it.
     """
     assert config.experts is not None
     router: LinearArrays = jax.tree.map(lambda each: each.astype(jnp.float32), weights.router)

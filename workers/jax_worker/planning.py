@@ -6,7 +6,7 @@ import pathlib
 
 from jax.sharding import Mesh
 
-from manta.workers import host
+from manta.structured import host
 from manta.workers.checkpoints.memory import MOST_OF_FREE, plan_kv_cache
 from manta.workers.checkpoints.model_folder import load_model_config
 from manta.workers.jax_worker.mesh import free_memory, is_tpu

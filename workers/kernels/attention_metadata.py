@@ -103,7 +103,7 @@ class AttentionMetadata:
 
         A numpy call costs 1 to 3 us whatever its size, so a step of decodes makes as few as possible.
         """
-        starts, query_lens, _, block_size, *_ = tokens
+        starts, query_lens, block_size = tokens.starts, tokens.lens, tokens.block_size
         num_sequences = len(starts)
         max_query_len = int(query_lens.max()) if num_sequences else 0
         rows = np.arange(num_sequences + 1)
@@ -138,6 +138,8 @@ class AttentionMetadata:
             total_context_len=int(context_lens.sum()),
             shared_prefixes=find_shared_prefixes(tokens) if tokens.may_share else None,
         )
+        if tokens.states:
+            step.states = RecurrentStep.build(starts.tolist(), query_lens.tolist(), tokens.states)
         if tokens.other_tables:
             step.other_groups = tuple(
                 dataclasses.replace(

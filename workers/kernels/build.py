@@ -9,7 +9,9 @@ and callers use their torch reference.
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
 import ctypes
+import fcntl
 import functools
 import hashlib
 import importlib.util
@@ -22,6 +24,7 @@ import struct
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
 
 from manta.workers.cache_folder import UntrustedCache, cache_entry, is_own
 from manta.workers.kernels import processor
@@ -32,6 +35,8 @@ FLAGS = ("-O3", "-fno-math-errno", "-fno-trapping-math", "-ffp-contract=off", "-
 
 REMEDY = f"install one: apt install g++, or {shlex.quote(sys.executable)} -m pip install ziglang"
 SOURCES = pathlib.Path(__file__).parent / "native"
+_LOCK = "compiling.lock"
+"""Name of the file that a process locks while it compiles."""
 
 
 def find_compiler() -> tuple[str, ...] | None:
@@ -98,8 +103,22 @@ def library_for(form: processor.Form, compiler: tuple[str, ...], extra: tuple[st
     key = hashlib.sha256(b"\0".join(parts)).hexdigest()[:16]
     library = cache_entry("kernels") / f"{form.name}-{key}.so"
     if not _is_ours(library):  # missing, or others could have changed it
-        _compile((*compiler, *flags), library)
+        with _one_at_a_time(library.parent):
+            if not _is_ours(library):
+                _compile((*compiler, *flags), library)
     return library
+
+
+@contextlib.contextmanager
+def _one_at_a_time(folder: pathlib.Path) -> Iterator[None]:
+    """Waits until no other process compiles into `folder`. Ranks start together, and each would compile the same."""
+    file = os.open(folder / _LOCK, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    try:
+        with contextlib.suppress(OSError):  # a file system without locks
+            fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(file)
 
 
 def load_checked(library: pathlib.Path) -> ctypes.CDLL:

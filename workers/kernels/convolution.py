@@ -32,14 +32,13 @@ def convolve(
         return _weighted([window[:, :, number] for number in range(width)], kernel, bias, activates)
     # The inputs of each sequence behind those of its state, one sequence after the other
     num_before = width - 1
-    lens = step.sequence_starts.diff()
-    sequences = torch.arange(len(lens), device=x.device)
-    places = torch.arange(len(x), device=x.device) + num_before * (1 + sequences.repeat_interleave(lens))
+    sequences = torch.arange(len(step.sequence_starts) - 1, device=x.device)
+    places = torch.arange(len(x), device=x.device) + num_before * (1 + step.row_sequences)
     before = torch.arange(num_before, device=x.device)
-    padded = x.new_empty(len(x) + num_before * len(lens), x.shape[1])
+    padded = x.new_empty(len(x) + num_before * len(sequences), x.shape[1])
     padded[places] = x
     first_places = step.sequence_starts[:-1] + num_before * sequences
-    padded[first_places.unsqueeze(1) + before] = states[step.reads[step.rounds[0]]].transpose(1, 2)
+    padded[first_places.unsqueeze(1) + before] = states[step.reads[step.first_segments[:-1]]].transpose(1, 2)
     ends = places[step.starts[1:] - 1]
     states[step.writes] = padded[ends.unsqueeze(1) - num_before + 1 + before].transpose(1, 2)
     return _weighted([padded[places - num_before + number] for number in range(width)], kernel, bias, activates)

@@ -12,7 +12,7 @@ from ctypes import c_float, c_int, c_int64, c_void_p
 
 import torch
 
-from manta.workers.kernels import build, cpu_recurrence, layout, reference
+from manta.workers.kernels import build, cpu_recurrence, expert_choice, layout, reference
 from manta.workers.kernels.attention_metadata import AttentionMetadata
 from manta.workers.kernels.cpu_linear import DTYPES, GATE_KINDS
 from manta.workers.kernels.protocol import RecurrentKernels
@@ -26,6 +26,7 @@ HEAD_DIM_MULTIPLE = 16
 """Head sizes the C++ attention takes; the reference serves others."""
 
 recurrent: RecurrentKernels = cpu_recurrence
+route = expert_choice.route
 
 
 @functools.cache

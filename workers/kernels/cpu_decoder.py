@@ -170,8 +170,12 @@ class FusedLayers:
         cos_sin: RotaryTables,
         metadata: AttentionMetadata,
         kv_caches: KVCaches,
+        inputs: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Hidden states after the last norm, [num_tokens, hidden]; `residual`, of the same shape, is overwritten."""
+        """Hidden states after the last norm, [num_tokens, hidden]; `residual`, of the same shape, is overwritten. There
+        are no `inputs`: torch runs the layers that have some.
+        """
+        assert inputs is None
         if cos_sin is not self._tables:
             self._tables = cos_sin
             for layer, table in zip(self._layers, cos_sin, strict=True):

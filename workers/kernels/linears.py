@@ -28,11 +28,15 @@ class GatedLinear:
     """
 
     def __init__(self, linear: Linear, gate: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        self._linear = linear
+        self.linear = linear
         self._gate = gate
 
+    def around(self, linear: Linear) -> GatedLinear:
+        """Returns the same function of another linear."""
+        return GatedLinear(linear, self._gate)
+
     def forward(self, x: torch.Tensor, step: AttentionMetadata | None = None) -> torch.Tensor:
-        return self._gate(self._linear.forward(x, step))
+        return self._gate(self.linear.forward(x, step))
 
 
 class SummedLinear:

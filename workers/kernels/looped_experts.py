@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 
 import torch
 
@@ -14,9 +14,9 @@ class LoopedExperts:
     read.
     """
 
-    def __init__(self, experts: Sequence[GatedMlpWeights], scales_inputs: bool = False) -> None:
+    def __init__(self, experts: Iterable[GatedMlpWeights], scales_inputs: bool = False) -> None:
         """With `scales_inputs`, the weights multiply what the experts get, instead of their results (Llama 4)."""
-        self._experts = experts
+        self._experts = tuple(experts)
         self._scales_inputs = scales_inputs
 
     def forward(self, x: torch.Tensor, chosen: torch.Tensor, shares: torch.Tensor) -> torch.Tensor:

@@ -14,7 +14,7 @@ from manta.structured.masks import MaskBatch
 from manta.workers.kernels.attention_metadata import AttentionMetadata
 from manta.workers.kernels.recurrence import RecurrentInputs
 from manta.workers.kernels.recurrent_step import RecurrentStep
-from manta.workers.models.model_config import HeadShape
+from manta.workers.models.model_config import ExpertsConfig, HeadShape
 from manta.workers.sampling.sampling_state import SamplingState, SequenceState
 
 KVCaches = list[tuple[torch.Tensor, ...]]
@@ -42,6 +42,8 @@ class DecodeLimits(NamedTuple):
     """Tokens of a step that computes prompts; 0 if none does."""
     num_groups: int = 1
     """Groups of layers, each with its block tables."""
+    has_states: bool = False
+    """Whether layers have recurrent states."""
 
 
 class RecurrentKernels(Protocol):
@@ -112,6 +114,16 @@ class Kernels(Protocol):
         sinks: torch.Tensor | None = None,
     ) -> torch.Tensor: ...
 
+    def route(
+        self,
+        logits: torch.Tensor,
+        choice_bias: torch.Tensor | None,
+        config: ExpertsConfig,
+        step: AttentionMetadata | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """`workers/kernels/expert_choice.py` documents it."""
+        ...
+
     @property
     def recurrent(self) -> RecurrentKernels: ...
 
@@ -120,10 +132,16 @@ class Forward(Protocol):
     """Runs all layers of a decoder in one call."""
 
     def __call__(
-        self, residual: torch.Tensor, cos_sin: RotaryTables, metadata: AttentionMetadata, kv_caches: KVCaches
+        self,
+        residual: torch.Tensor,
+        cos_sin: RotaryTables,
+        metadata: AttentionMetadata,
+        kv_caches: KVCaches,
+        inputs: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Hidden states after the last norm, [num_tokens, hidden]. `residual` holds the embedded tokens, and may be
-        overwritten. The same list of tables is the same numbers in the same memory.
+        overwritten. The same list of tables is the same numbers in the same memory. `inputs` [num_layers, num_tokens,
+        width] are those that each layer has of its own (Gemma 4); None for none.
         """
         ...
 

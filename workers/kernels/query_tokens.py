@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
+
+from manta.workers.step import SCRATCH_STATE, ZERO_STATE, StateUse
 
 
 class QueryTokens(NamedTuple):
@@ -24,3 +27,14 @@ class QueryTokens(NamedTuple):
     """The block tables of further groups of layers (`workers/kv_groups.py`), in the form of `block_tables`, which are
     those of the first group. Empty if all layers have the same blocks.
     """
+    states: Sequence[StateUse] = ()
+    """The slots of recurrent states of each sequence; empty for a model without such states."""
+
+    @classmethod
+    def measuring(cls, num_tokens: int, block_size: int, has_states: bool) -> QueryTokens:
+        """Builds a step of `num_tokens` tokens from position 0, in the first blocks of the cache, whose result nobody
+        reads. With `has_states` it writes the scratch slot of a model with recurrent states.
+        """
+        blocks = np.arange(-(-num_tokens // block_size), dtype=np.int32)[None]
+        states = [StateUse(ZERO_STATE, [(num_tokens, SCRATCH_STATE)])] if has_states else ()
+        return cls(np.array([0]), np.array([num_tokens]), blocks, block_size, states=states)

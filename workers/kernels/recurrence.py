@@ -43,12 +43,14 @@ class RecurrentInputs(NamedTuple):
     """[num_heads, key_dim]: factors on `log_decay` for each dimension of the key, the same for all tokens; None for
     none.
     """
+    dtype: torch.dtype = torch.float32
+    """The dtype of the layer's activations, which the outputs become: products need not be more exact."""
 
     def of(self, tokens: int | slice | torch.Tensor) -> RecurrentInputs:
         """Returns the inputs of some tokens, or those of one without the first dimension."""
         beta = None if self.beta is None else self.beta[tokens]
         query, key, value, log_decay = (each[tokens] for each in self[:4])
-        return RecurrentInputs(query, key, value, log_decay, beta, self.rates)
+        return RecurrentInputs(query, key, value, log_decay, beta, self.rates, self.dtype)
 
     @property
     def repeats(self) -> int:
@@ -78,7 +80,9 @@ def recur(inputs: RecurrentInputs, states: torch.Tensor, step: RecurrentStep) ->
         outputs, states[step.writes] = advance(inputs, states[step.reads])
         return outputs
     outputs = torch.empty_like(inputs.value)
-    for segments in step.rounds:
+    first, counts = step.first_segments[:-1], step.first_segments.diff()
+    for number in range(int(counts.max())):  # the first segment of every sequence, then the second ones, and so on
+        segments = first[counts > number] + number
         starts, ends = step.starts[segments], step.starts[segments + 1]
         is_short = ends - starts == 1
         rows, short = starts[is_short], segments[is_short]

@@ -15,6 +15,15 @@ def place(array: np.ndarray, device: torch.device) -> torch.Tensor:
     return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
 
 
+def place_rows(rows: np.ndarray, indices: list[int], device: torch.device) -> torch.Tensor:
+    """Returns the named rows of an int32 matrix as `place` would. This thread alone makes the only copy on the host,
+    because the other processors may fill the next rows.
+    """
+    staged = torch.empty((len(indices), rows.shape[1]), dtype=torch.int32, pin_memory=device.type == "cuda")
+    np.take(rows, indices, axis=0, out=staged.numpy(), mode="clip")  # any other mode makes a copy in between
+    return move(staged, device)
+
+
 def staging(num_words: int, device: torch.device) -> torch.Tensor:
     """Returns zeros on the host, int32 [num_words], to be filled and then given to `move`. For CUDA they lie in pinned
     memory, so that the move needs no copy in between.

@@ -76,11 +76,19 @@ def _layer(config: ModelConfig, index: int) -> LayerSpec:
 
 
 def _expert(num_experts: int, usual: GatedMlpSpec, prefix: str, expert: int) -> GatedMlpSpec:
-    """Returns one expert. Columns of gates and of what they let through alternate in the stored tensor."""
+    """Returns one expert. Columns of gates and of what they let through alternate in the stored tensor, or experts and
+    their linears are stored one by one, as in GGUF files.
+    """
     gate, up = (
         part._replace(name=f"{prefix}.gate_up_proj", expert=ExpertRows(expert, num_experts, first, 2))
         for first, part in enumerate(usual.gated.parts)
     )
     (down,) = usual.down.parts
     down = down._replace(name=f"{prefix}.down_proj", expert=ExpertRows(expert, num_experts))
-    return GatedMlpSpec(usual.gated._replace(parts=(gate, up)), usual.down._replace(parts=(down,)))
+    together = GatedMlpSpec(usual.gated._replace(parts=(gate, up)), usual.down._replace(parts=(down,)))
+    gate, up, down = (
+        part._replace(name=f"{prefix}.{expert}.{part.name.rpartition('.')[2]}")
+        for part in (*usual.gated.parts, *usual.down.parts)
+    )
+    apart = GatedMlpSpec(usual.gated._replace(parts=(gate, up)), usual.down._replace(parts=(down,)))
+    return together.or_as(apart)

@@ -124,10 +124,18 @@ class HeadShape(NamedTuple):
     """Factor on the products of queries and keys."""
     logit_cap: float = 0.0
     """Bound `c` of the scaled products, which become `c * tanh(product / c)` (Gemma 2); 0 for none."""
-    keys_are_values: bool = False
-    """Whether a cached key is the value too, as in latent attention: then there are no value heads, and the two caches
-    of a layer are one.
+    latent_dim: int = 0
+    """Width of the latent vector in a cached head, which is key and value of all query heads (DeepSeek-V2); 0 for keys
+    and values of their own. The other dimensions of a cached head rotate, and are key alone.
+    `workers/decoders/latent_attention.py` has their order.
     """
+
+    @property
+    def keys_are_values(self) -> bool:
+        """Whether a cached key is the value too: then there are no value heads, and the two caches of a layer are
+        one.
+        """
+        return self.latent_dim > 0
 
     @property
     def counts(self) -> tuple[int, int, int]:
@@ -321,8 +329,8 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def heads(self) -> HeadShape:
         scale = self.head_dim**-0.5 if self.attention_scale is None else self.attention_scale
-        is_latent = self.latent is not None
-        return HeadShape(self.num_heads, self.num_kv_heads, self.head_dim, scale, self.attention_cap, is_latent)
+        latent_dim = 0 if self.latent is None else self.latent.kv_rank
+        return HeadShape(self.num_heads, self.num_kv_heads, self.head_dim, scale, self.attention_cap, latent_dim)
 
     def heads_of(self, layer: int) -> HeadShape:
         """Returns the heads of a layer."""

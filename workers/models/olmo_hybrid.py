@@ -1,5 +1,5 @@
-"""OLMo Hybrid (OLMo Team, 2026): three of four layers are gated delta nets with norms before mixer and MLP. The others are
-OLMo 2's, perhaps without positions.
+"""OLMo Hybrid (OLMo Team, 2026): three of four layers are gated delta nets with norms before mixer and MLP. The others
+are OLMo 2's, perhaps without positions.
 """
 
 from __future__ import annotations

@@ -47,23 +47,23 @@ OUTSIDE_OF_LAYERS = frozenset(
 """Variants that any loop over Llama's layers computes: they are in linears, in rotary tables, or outside of layers."""
 
 
-_ON_CPUS_ONLY = frozenset(
-    {
-        Variant.LATENT,
-        Variant.CHUNKS,
-        Variant.QUERY_GROWTH,
-        Variant.OTHER_HEADS,
-        Variant.LAYER_INPUTS,
-        Variant.EXPERTS_BESIDE,
-        Variant.NORMED_STREAM,
-        Variant.SHORT_CONV,
-        Variant.RECURRENT,
-    }
-)
-"""Variants that only CPUs compute."""
 NOT_COMPUTED: dict[str, frozenset[Variant]] = {
-    "cuda": _ON_CPUS_ONLY,
-    "tpu": _ON_CPUS_ONLY | {Variant.GATED_ATTENTION, Variant.OTHER_ROUTERS},
+    "cuda": frozenset(),
+    "tpu": frozenset(
+        {
+            Variant.LATENT,
+            Variant.CHUNKS,
+            Variant.QUERY_GROWTH,
+            Variant.OTHER_HEADS,
+            Variant.LAYER_INPUTS,
+            Variant.EXPERTS_BESIDE,
+            Variant.NORMED_STREAM,
+            Variant.SHORT_CONV,
+            Variant.RECURRENT,
+            Variant.GATED_ATTENTION,
+            Variant.OTHER_ROUTERS,
+        }
+    ),
 }
 """Variants that a device does not compute, by the name of the device."""
 

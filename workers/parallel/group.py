@@ -21,7 +21,7 @@ from typing import Any, Protocol
 import torch
 from torch import distributed
 
-from manta.workers import host
+from manta.structured import host
 from manta.workers.kernels.linears import GatheringLinear, SummedLinear
 from manta.workers.kernels.weights import Linear
 

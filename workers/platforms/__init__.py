@@ -4,7 +4,7 @@ start.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Protocol
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
         LinearWeight,
         SharedLinears,
     )
-    from manta.workers.models.model_config import ModelConfig
+    from manta.workers.models.model_config import ExpertsConfig, ModelConfig
     from manta.workers.parallel.group import Group
 
 
@@ -75,8 +75,11 @@ class Platform(Protocol):
         """
         ...
 
-    def join_experts(self, experts: Sequence[GatedMlpWeights], scales_inputs: bool = False) -> Experts:
-        """Returns the experts of a layer as one, made of linears of this platform; `LoopedExperts` documents it."""
+    def join_experts(self, experts: Iterable[GatedMlpWeights], config: ExpertsConfig, activation: str) -> Experts:
+        """Returns the experts of a layer as one; `LoopedExperts` computes the same. Each expert is read, and made of
+        linears of this platform, when the iterable gets to it. `activation` is what follows an expert's first linear:
+        a name of `reference.GATES`, or of `reference.ACTIVATIONS` where it has no gate.
+        """
         ...
 
     def shared_linears(self, content: str) -> AbstractContextManager[SharedLinears | None]:

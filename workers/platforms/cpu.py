@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 
 import torch
 
-from manta.workers import host
+from manta.structured import host
 from manta.workers.checkpoints.memory import MOST_OF_FREE
 from manta.workers.kernels import build, cpu, cpu_decoder, cpu_experts, cpu_sampler, processor
 from manta.workers.kernels.attention_metadata import AttentionMetadata
@@ -18,7 +18,7 @@ from manta.workers.kernels.model_protocol import Model
 from manta.workers.kernels.protocol import DecodeLimits, Forward, Kernels, KVCaches, SamplerKernels
 from manta.workers.kernels.shared_weights import shared_weights
 from manta.workers.kernels.weights import DecoderWeights, Experts, GatedMlpWeights, SharedLinears
-from manta.workers.models.model_config import ModelConfig
+from manta.workers.models.model_config import ExpertsConfig, ModelConfig
 from manta.workers.platforms.cpu_group import CpuGroup
 from manta.workers.platforms.cpu_linears import CpuSharedLinears, make_linear
 
@@ -32,6 +32,7 @@ class _ExactKernels:
     rope_and_cache = staticmethod(cpu.rope_and_cache)
     paged_attention = staticmethod(functools.partial(cpu.paged_attention, exact=True))
     recurrent = cpu.recurrent
+    route = staticmethod(cpu.route)
 
 
 class CpuPlatform:
@@ -61,8 +62,9 @@ class CpuPlatform:
         if library is not None:
             library.manta_set_num_threads(num_threads)
 
-    def join_experts(self, experts: Sequence[GatedMlpWeights], scales_inputs: bool = False) -> Experts:
-        return cpu_experts.fuse(experts, scales_inputs) or LoopedExperts(experts, scales_inputs)
+    def join_experts(self, experts: Iterable[GatedMlpWeights], config: ExpertsConfig, activation: str) -> Experts:
+        own = tuple(experts)
+        return cpu_experts.fuse(own, config.scales_inputs) or LoopedExperts(own, config.scales_inputs)
 
     @contextlib.contextmanager
     def shared_linears(self, content: str) -> Iterator[SharedLinears | None]:

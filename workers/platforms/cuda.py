@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 
 import numpy as np
@@ -19,21 +19,23 @@ import triton
 from manta.structured.visible_logs import logger_of
 from manta.workers.kernels import reference
 from manta.workers.kernels.attention_metadata import AttentionMetadata
+from manta.workers.kernels.kv_cache import layer_shape
 from manta.workers.kernels.linears import GatedLinear, TorchLinear
-from manta.workers.kernels.looped_experts import LoopedExperts
 from manta.workers.kernels.model_protocol import Model
 from manta.workers.kernels.protocol import DecodeLimits, Forward, Kernels, KVCaches, SamplerKernels
 from manta.workers.kernels.query_tokens import QueryTokens
 from manta.workers.kernels.rounding import round_weight
 from manta.workers.kernels.transfer import place
 from manta.workers.kernels.triton import launch, layers, sampler
+from manta.workers.kernels.triton.attention_tiles import work_shape_of
+from manta.workers.kernels.triton.experts import join
 from manta.workers.kernels.triton.graphs import GraphedLayers, compile_prompts, layouts_to_capture, padded_to, record
 from manta.workers.kernels.triton.metadata import DeviceMetadata, Layout, build_metadata
 from manta.workers.kernels.triton.quantized_linear import TritonQuantizedLinear
 from manta.workers.kernels.triton.rounded_layers import rounded_layers
 from manta.workers.kernels.triton.work import WorkShape
-from manta.workers.kernels.weights import DecoderWeights, Linear, LinearWeight
-from manta.workers.models.model_config import ModelConfig
+from manta.workers.kernels.weights import DecoderWeights, Experts, GatedMlpWeights, Linear, LinearWeight
+from manta.workers.models.model_config import ExpertsConfig, ModelConfig
 from manta.workers.platforms.cuda_group import NcclGroup
 
 logger = logger_of(__name__)
@@ -59,12 +61,15 @@ class CudaPlatform:
         self.kernel_form = f"triton {triton.__version__}"
         self.advice = None
         self._group: NcclGroup | None = None
+        self._has_experts = False
         self.graph_layouts: tuple[Layout, ...] = ()
         """Layouts of captured steps, ascending."""
         self._work_shape: WorkShape | None = None
         """Shape of the work of the first loaded model's attention. A draft model uses it too, at little cost."""
 
-    join_experts = staticmethod(LoopedExperts)
+    def join_experts(self, experts: Iterable[GatedMlpWeights], config: ExpertsConfig, activation: str) -> Experts:
+        self._has_experts = True
+        return join(experts, config.num_experts, activation, config.scales_inputs)
 
     def make_linear(self, weight: LinearWeight) -> Linear:
         """Returns the layer of a weight. Integers and E4M3 of the checkpoint stay so, and a weight with `rounded_to`
@@ -76,9 +81,9 @@ class CudaPlatform:
             quantized = round_weight(weight.weight, weight.rounded_to)
         has_silu = weight.gated and weight.activation == "silu"
         if quantized is not None and has_silu:
-            return TritonQuantizedLinear(quantized, weight.bias, self.device, gated=True)
+            return TritonQuantizedLinear.of(quantized, weight.bias, self.device, gated=True)
         if quantized is not None:
-            linear: Linear = TritonQuantizedLinear(quantized, weight.bias, self.device)
+            linear: Linear = TritonQuantizedLinear.of(quantized, weight.bias, self.device)
         else:
             linear = TorchLinear(self.place_weight(weight.weight, weight.dtype), weight.bias)
         gate = layers.silu_and_mul if has_silu else functools.partial(reference.gate, weight.activation)
@@ -88,7 +93,7 @@ class CudaPlatform:
         return nullcontext()
 
     def compile_decoder(self, weights: DecoderWeights, config: ModelConfig, run_layers: Forward) -> Forward | None:
-        self._work_shape = self._work_shape or WorkShape.of(config.num_heads, config.num_kv_heads, self.device)
+        self._work_shape = self._work_shape or work_shape_of(config.heads, weights.dtype, self.device)
         return GraphedLayers(rounded_layers(weights, config, run_layers))
 
     def record_decodes(
@@ -108,7 +113,7 @@ class CudaPlatform:
         shape = self._work_shape or WorkShape.of(1, 1, self.device)
         alone = nullcontext if self._group is None else self._group.alone
         with alone():
-            compile_prompts(forward, limits, shape, self.device)
+            compile_prompts(forward, limits, shape, self.device, self._has_experts)
         # A draft model uses its target's layouts.
         sizes = limits.max_num_sequences, limits.max_draft_tokens, limits.max_num_tokens
         layouts = self.graph_layouts or layouts_to_capture(*sizes)
@@ -157,8 +162,10 @@ class CudaPlatform:
     def allocate_kv(
         self, config: ModelConfig, num_blocks: int, block_size: int, dtype: torch.dtype, num_layers: int | None = None
     ) -> torch.Tensor:
-        shape = (num_layers or config.num_layers, 2, num_blocks, block_size, config.num_kv_heads, config.head_dim)
-        return torch.empty(shape, dtype=dtype, device=self.device)
+        num_layers = config.num_layers if num_layers is None else num_layers
+        heads = config.largest_heads
+        layer = layer_shape(dtype, num_blocks, block_size, heads.num_kv_heads, heads.head_dim)
+        return torch.empty((num_layers, config.num_cached, *layer), dtype=dtype, device=self.device)
 
     def free_memory(self, largest_step: Callable[[], object]) -> int:
         return launch.free_memory(self.device, largest_step)

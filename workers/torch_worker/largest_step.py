@@ -16,7 +16,6 @@ from manta.structured.masks import MaskBatch, row_words
 from manta.workers.kernels.layer_caches import allocate_states, layer_caches
 from manta.workers.kernels.model_protocol import LoadedModel
 from manta.workers.kernels.query_tokens import QueryTokens
-from manta.workers.kernels.recurrent_step import RecurrentStep
 from manta.workers.kv_groups import one_group
 from manta.workers.platforms import Platform
 from manta.workers.sampling.sampling_state import SamplingState
@@ -43,10 +42,9 @@ def run_largest_step(
     layers = one_group(config.attends)
     kv_cache = platform.allocate_kv(config, num_blocks, block_size, kv_dtype, layers.layers_per_block)
     caches = layer_caches(kv_cache, layers, allocate_states(config.states, NUM_FIXED_STATES, platform.device))
-    tables = np.arange(num_blocks, dtype=np.int32)[None]
-    metadata = platform.build_metadata(QueryTokens(np.array([0]), np.array([num_tokens]), tables, block_size))
+    has_states = bool(config.state_bytes)
+    metadata = platform.build_metadata(QueryTokens.measuring(num_tokens, block_size, has_states))
     token_ids = platform.place(np.zeros(num_tokens, dtype=np.int64))
-    metadata.states = RecurrentStep.measuring(num_tokens, platform.place)
     hidden = model.forward(token_ids, metadata, caches)
     logits = model.compute_logits(hidden[:num_rows])
     if draws:

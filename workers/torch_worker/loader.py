@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import pathlib
-from collections.abc import Sequence
+from collections.abc import Iterable
 from typing import Protocol, overload
 
 import torch
@@ -49,7 +49,7 @@ from manta.workers.kernels.weights import (
     SideBySideWeights,
 )
 from manta.workers.models.families import describe
-from manta.workers.models.model_config import ModelConfig
+from manta.workers.models.model_config import ExpertsConfig, ModelConfig
 from manta.workers.models.recurrent_shapes import LightningShape
 from manta.workers.models.specs import (
     AttentionSpec,
@@ -171,7 +171,7 @@ class _WeightPlatform(Protocol):
 
     def make_linear(self, weight: LinearWeight) -> Linear: ...
 
-    def join_experts(self, experts: Sequence[GatedMlpWeights], scales_inputs: bool) -> Experts: ...
+    def join_experts(self, experts: Iterable[GatedMlpWeights], config: ExpertsConfig, activation: str) -> Experts: ...
 
     def place_weight(self, view: torch.Tensor, dtype: torch.dtype) -> torch.Tensor: ...
 
@@ -270,12 +270,13 @@ class _WeightLoader:
         )
 
     def _experts(self, spec: ExpertsSpec) -> ExpertsWeights:
-        assert self._config.experts is not None
-        experts = [self._own_mlp(each) for each in spec.experts]
+        config = self._config.experts
+        assert config is not None
+        activation = spec.experts[0].gated.activation or self._config.activation
         return ExpertsWeights(
-            self._config.experts,
+            config,
             self._plain_linear(spec.router),
-            self._platform.join_experts(experts, self._config.experts.scales_inputs),
+            self._platform.join_experts(map(self._own_mlp, spec.experts), config, activation),
             self._group.all_reduce,
             None if spec.choice_bias is None else self._of_experts(spec.choice_bias),
             None if spec.shared is None else self._own_mlp(spec.shared),

@@ -18,7 +18,6 @@ from manta.workers.kernels.attention_metadata import copy_blocks
 from manta.workers.kernels.layer_caches import LayerStates, layer_caches
 from manta.workers.kernels.model_protocol import Model
 from manta.workers.kernels.query_tokens import QueryTokens
-from manta.workers.kernels.recurrent_step import RecurrentStep
 from manta.workers.kv_groups import LayerGroups, one_group
 from manta.workers.models.model_config import ModelConfig
 from manta.workers.platforms import Platform
@@ -106,11 +105,9 @@ class ModelRunner:
             sequences.block_size,
             self._shares_prefixes,
             sequences.other_tables(members) if sequences.num_groups > 1 else (),
+            step.states,
         )
-        metadata = self.platform.build_metadata(tokens)
-        if step.states:
-            metadata.states = RecurrentStep.build(starts.tolist(), lens.tolist(), step.states, self.platform.place)
-        return self.model.forward(self._token_ids(step), metadata, self.kv_layers)
+        return self.model.forward(self._token_ids(step), self.platform.build_metadata(tokens), self.kv_layers)
 
     def _token_ids(self, step: StepInput) -> torch.Tensor:
         """Returns the input ids of the flat batch, int64 [num_tokens]."""

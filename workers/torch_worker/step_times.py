@@ -13,7 +13,6 @@ import torch
 from manta.workers.kernels.model_protocol import Model
 from manta.workers.kernels.protocol import KVCaches
 from manta.workers.kernels.query_tokens import QueryTokens
-from manta.workers.kernels.recurrent_step import RecurrentStep
 from manta.workers.platforms import Platform
 from manta.workers.ranks.rank_worker import StepTimes
 
@@ -28,22 +27,22 @@ most.
 
 
 @torch.inference_mode()
-def measure_steps(model: Model, kv_layers: KVCaches, num_blocks: int, block_size: int, platform: Platform) -> StepTimes:
+def measure_steps(
+    model: Model, kv_layers: KVCaches, num_blocks: int, block_size: int, platform: Platform, has_states: bool = False
+) -> StepTimes:
     """Returns the seconds of the forward pass, the logits of every token and their argmax, by number of tokens.
 
-    Overwrites the first of the `num_blocks` KV blocks.
+    Overwrites the first of the `num_blocks` KV blocks. `has_states` says whether the model has recurrent states.
     """
     table: StepTimes = []
     for size in SIZES:
         if size > num_blocks * block_size:
             break
-        blocks = np.arange(-(-size // block_size), dtype=np.int32)[None]
         token_ids = platform.place(np.arange(size) % 64)
         seconds: list[float] = []
         while len(seconds) < ROUNDS + 1 or sum(seconds) < LEAST_SECONDS:
             started = time.perf_counter()
-            metadata = platform.build_metadata(QueryTokens(np.array([0]), np.array([size]), blocks, block_size))
-            metadata.states = RecurrentStep.measuring(size, platform.place)
+            metadata = platform.build_metadata(QueryTokens.measuring(size, block_size, has_states))
             model.compute_logits(model.forward(token_ids, metadata, kv_layers)).argmax(dim=-1).tolist()
             seconds.append(time.perf_counter() - started)
         table.append((size, min(seconds[1:])))

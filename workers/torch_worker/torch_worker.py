@@ -79,6 +79,7 @@ class TorchWorker:
             max_draft_tokens,
             max_num_tokens=config.max_num_batched_tokens,
             num_groups=len(plan.layers.groups),
+            has_states=bool(share.config.state_bytes),
         )
         platform.record_decodes(share.model, self.runner.kv_layers, limits, agree=self.group.least)
         self.draft = None if models.draft is None else TorchDraftRunner(models.draft, self.runner)
@@ -113,7 +114,8 @@ class TorchWorker:
         runner = self.runner
         with self.group.alone():
             sizes = runner.kv_cache.shape[2], runner.sequences.block_size
-            return measure_steps(runner.model, runner.kv_layers, *sizes, runner.platform)
+            has_states = bool(runner.config.state_bytes)
+            return measure_steps(runner.model, runner.kv_layers, *sizes, runner.platform, has_states)
 
     def register_logits_processor(self, name: str, factory: LogitsProcessorFactory) -> None:
         """Registers a factory, which reaches an actor by cloudpickle. Raises `LogitsProcessorError` if the name is

@@ -13,7 +13,7 @@ import ray
 from ray._private.state import available_resources_per_node
 
 from manta.cluster.config import EngineConfig
-from manta.workers.host import num_cores
+from manta.structured.host import num_cores
 
 TPU = "TPU"
 """Ray's resource name for TPU chips."""

@@ -34,10 +34,10 @@ from manta.cluster.engine.ranks.rank_messages import (
     Sample,
     Step,
 )
+from manta.structured.host import num_cores
 from manta.structured.logits_processors import LogitsProcessorError, LogitsProcessorFactory
 from manta.structured.masks import MaskBatch
 from manta.structured.visible_logs import logger_of
-from manta.workers.host import num_cores
 from manta.workers.model_info import ModelInfo
 from manta.workers.step import StepInput, StepOutput
 

@@ -30,9 +30,6 @@ from manta.structured.constraint import JsonObjects
 from manta.structured.refusals import Refusal
 from manta.workers.sampling_params import SamplingParams
 
-MAX_HEADER_CHARACTERS = 4000
-"""Most characters of one header's value; many clients refuse more than 8 KiB of headers."""
-
 
 async def chat(
     state: AppState,
@@ -202,16 +199,9 @@ async def _field_at_fault(
 async def _enforceable(
     exchange: GenerationExchange, params: SamplingParams, not_carried: tuple[str, ...]
 ) -> SamplingParams:
-    """Returns `params` with a loose constraint resolved. A header of the answer lists what is not enforced."""
+    """Returns `params` with a loose constraint resolved. The reply notes what is not enforced."""
     if params.constraint is None or not params.constraint.loose:
         return params
     spec, not_enforced = await exchange.engines.resolve(params.constraint, exchange.caller.sharer)
-    if not_enforced or not_carried:
-        exchange.reply.headers_out.append((b"x-manta-not-enforced", _header_value([*not_carried, *not_enforced])))
+    exchange.reply.not_enforced = (*not_carried, *not_enforced)
     return msgspec.structs.replace(params, constraint=spec)
-
-
-def _header_value(names: list[str]) -> bytes:
-    """Returns a list as a header value: ASCII without control characters, cut at `MAX_HEADER_CHARACTERS`."""
-    value = ", ".join(name.encode("unicode_escape").decode() for name in names)
-    return (value if len(value) <= MAX_HEADER_CHARACTERS else f"{value[:MAX_HEADER_CHARACTERS]} ...").encode()

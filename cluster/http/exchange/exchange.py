@@ -10,6 +10,7 @@ import random
 import re
 import secrets
 import time
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -175,8 +176,14 @@ class Exchange(GenerationExchange):
             others=num_others,
             **self.notes,
             **_reason(self.reply.refusal),
-            ignored=[name[:MAX_REASON] for name in self.reply.ignored[:MAX_NAMES]] or None,
+            ignored=_names(self.reply.ignored),
+            not_enforced=_names(self.reply.not_enforced),
         )
+
+
+def _names(names: Sequence[str]) -> list[str] | None:
+    """Returns names within the bounds of a log line; None if there are none."""
+    return [name[:MAX_REASON] for name in names[:MAX_NAMES]] or None
 
 
 def _reason(refusal: Refusal | None) -> dict[str, Any]:

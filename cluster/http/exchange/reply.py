@@ -24,6 +24,11 @@ from manta.structured.visible_logs import logger_of
 SEND_BYTES = 65536
 """Bytes of the pieces in which an answer is sent, each after most of the previous one was taken."""
 
+NOT_ENFORCED = b"x-manta-not-enforced"
+"""Header of an answer that lists the demands of the body's constraint that the answer may break."""
+MAX_HEADER_CHARACTERS = 4000
+"""Most characters of that header's value; many clients refuse more than 8 KiB of headers."""
+
 Send = Callable[[dict[str, Any]], Awaitable[None]]
 
 
@@ -100,6 +105,8 @@ class GenerationReply(Protocol):
     """Further headers of an answer without an error."""
     event_ids: EventIds | None
     """Ids of a stream's events; None if they have none."""
+    not_enforced: Sequence[str]
+    """Demands of the body's constraint that the answer may break."""
 
     async def send_json(self, body: bytes) -> None: ...
 
@@ -113,6 +120,7 @@ class WholeReply:
         self.headers_always: list[tuple[bytes, bytes]] = []
         self.headers_out: list[tuple[bytes, bytes]] = []
         self.event_ids: EventIds | None = None
+        self.not_enforced: Sequence[str] = ()
         self.answer = b""
 
     async def send_json(self, body: bytes) -> None:
@@ -134,6 +142,7 @@ class Reply:
         self.headers_out: list[tuple[bytes, bytes]] = []
         self.ignored: Sequence[str] = ()
         """Fields of the body that have no effect, which a header names."""
+        self.not_enforced: Sequence[str] = ()
         self.error_body: Writer = openai_body
         """Function that writes an error in the shape of the route."""
         self.event_ids: EventIds | None = None
@@ -218,7 +227,15 @@ class Reply:
         fixed += self.headers_always
         if self.ignored:
             fixed.append((IGNORED, ignored_header(self.ignored)))
+        if self.not_enforced:
+            fixed.append((NOT_ENFORCED, not_enforced_header(self.not_enforced)))
         await self._send({"type": "http.response.start", "status": status, "headers": [*fixed, *headers]})
+
+
+def not_enforced_header(demands: Sequence[str]) -> bytes:
+    """Returns the value of the header: ASCII without control characters, cut at `MAX_HEADER_CHARACTERS`."""
+    value = ", ".join(demand.encode("unicode_escape").decode() for demand in demands)
+    return (value if len(value) <= MAX_HEADER_CHARACTERS else f"{value[:MAX_HEADER_CHARACTERS]} ...").encode()
 
 
 async def _fill(buffer: StreamBuffer, events: AsyncIterator[bytes], generation: Generation) -> None:

@@ -82,7 +82,7 @@ def test_any_weight_gives_the_product(
     gated = gated and out_features % 2 == 0
     x = torch.randn(num_rows, in_features, generator=torch.Generator().manual_seed(seed)).to(dtype)
     bias = torch.randn(out_features).to(dtype) if has_bias else None
-    linear = TritonQuantizedLinear(weight, None if bias is None else bias.to(DEVICE), DEVICE, gated)
+    linear = TritonQuantizedLinear.of(weight, None if bias is None else bias.to(DEVICE), DEVICE, gated)
     assert_close(linear.forward(x.to(DEVICE)), expected(weight, x, bias, gated))
 
 
@@ -90,17 +90,19 @@ def test_an_infinite_value_fails_its_row_alone() -> None:
     weight = float8_weight(0, 64, 256, (64, 128))
     x = torch.randn(5, 256)
     x[3, 40] = float("inf")
-    y = TritonQuantizedLinear(weight, None, DEVICE).forward(x.to(DEVICE)).cpu()
+    y = TritonQuantizedLinear.of(weight, None, DEVICE).forward(x.to(DEVICE)).cpu()
     assert y[3].isnan().all()
     assert y[[0, 1, 2, 4]].isfinite().all()
 
 
 def test_blocks_of_outputs_keep_one_scale() -> None:
     assert (
-        TritonQuantizedLinear(float8_weight(0, 256, 512, (128, 128)), None, DEVICE).num_bytes == 256 * 512 + 2 * 4 * 4
+        TritonQuantizedLinear.of(float8_weight(0, 256, 512, (128, 128)), None, DEVICE).weight.tensors.num_bytes
+        == 256 * 512 + 2 * 4 * 4
     )
     assert (
-        TritonQuantizedLinear(float8_weight(0, 256, 512, (64, 128)), None, DEVICE).num_bytes == 256 * 512 + 256 * 4 * 4
+        TritonQuantizedLinear.of(float8_weight(0, 256, 512, (64, 128)), None, DEVICE).weight.tensors.num_bytes
+        == 256 * 512 + 256 * 4 * 4
     )
 
 
@@ -112,7 +114,7 @@ def test_scaled_mm_gives_the_kernels_product(gated: bool, num_rows: int, monkeyp
     assert isinstance(weight, QuantizedWeight)
     x = random_rows(2, num_rows, 160, torch.bfloat16)
     bias = torch.randn(64, dtype=torch.bfloat16)
-    linear = TritonQuantizedLinear(weight, bias.to(DEVICE), DEVICE, gated)
+    linear = TritonQuantizedLinear.of(weight, bias.to(DEVICE), DEVICE, gated)
     rows = round_rows(x.to(DEVICE), linear.rounding)
     by_triton = linear.multiply(rows).cpu()
     monkeypatch.setattr(library_products, "LEAST_ROWS", 1)
@@ -120,7 +122,7 @@ def test_scaled_mm_gives_the_kernels_product(gated: bool, num_rows: int, monkeyp
     assert y.shape == by_triton.shape
     assert_close(y, expected(weight, x, bias, gated))
     assert_close(y, by_triton.double())
-    down = TritonQuantizedLinear(float8_weight(3, 32, y.shape[1], None), None, DEVICE)
+    down = TritonQuantizedLinear.of(float8_weight(3, 32, y.shape[1], None), None, DEVICE)
     rounded = linear.multiply_and_round(rows, down.rounding)
     alone = round_rows(y, down.rounding)
     assert torch.equal(rounded.values.float(), alone.values.float())
@@ -134,7 +136,7 @@ def test_scaled_mm_knows_blocks_on_hopper(num_rows: int) -> None:
         pytest.skip("only Hopper has products of blocks")
     weight = float8_weight(1, 256, 1024, (128, 128))
     x = random_rows(2, num_rows, 1024, torch.bfloat16)
-    linear = TritonQuantizedLinear(weight, None, DEVICE)
+    linear = TritonQuantizedLinear.of(weight, None, DEVICE)
     rows = round_rows(x.to(DEVICE), linear.rounding)
     assert linear.library is not None
     assert_close(linear.library.multiply(rows), expected(weight, x, None, False))
@@ -181,7 +183,7 @@ def test_a_missing_product_is_left_to_triton(caplog: pytest.LogCaptureFixture) -
     library_products._runs.cache_clear()
     weight = float8_weight(0, 128, 512, (128, 128))
     with caplog.at_level(logging.WARNING):
-        linears = [TritonQuantizedLinear(weight, None, DEVICE) for _ in range(2)]
+        linears = [TritonQuantizedLinear.of(weight, None, DEVICE) for _ in range(2)]
     assert [linear.library for linear in linears] == [None, None]
     (record,) = caplog.records
     assert "in blocks of 1 x 128 and 128 x 128 are multiplied by Triton's kernel" in record.message

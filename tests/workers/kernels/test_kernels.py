@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import itertools
 import math
 import shutil
@@ -408,11 +409,22 @@ def test_without_a_compiler_the_reference_serves():
         assert torch.equal(cpu.rms_norm(x, weight, 1e-6), reference.rms_norm(x, weight, 1e-6))
 
 
+def test_ranks_that_start_together_compile_once(tmp_path, monkeypatch):
+    """The compiler here counts what it links, late enough for all others to have found nothing."""
+    links = f'case "$*" in *-shared*) sleep 0.2; echo >> "{tmp_path}/linked";; esac'
+    script = f'{links}; for last; do :; done; echo > "$last"'
+    monkeypatch.setenv("MANTA_CACHE", str(tmp_path))
+    with concurrent.futures.ThreadPoolExecutor(4) as ranks:
+        asked = [ranks.submit(build.library_for, processor.form(), ("sh", "-c", script, "compiler")) for _ in range(4)]
+    assert len({each.result() for each in asked}) == 1
+    assert (tmp_path / "linked").read_text() == "\n"
+
+
 @pytest.mark.skipif(shutil.which("g++") is None, reason="no C++ compiler")
 def test_an_old_compiler_builds_a_lower_form(tmp_path, monkeypatch):
     """The compiler here refuses the higher forms, and gives what the real one made of the lower one."""
     low = [form for form in processor.lower_forms(processor.best_form()) if "-mavx512f" not in form.flags]
-    made = build.library_for(low[0], ("g++",))
+    made = build.library_for(low[0], build.find_compiler() or ("g++",))
     compiler = tmp_path / "old-g++"
     compiler.write_text(
         '#!/bin/sh\ncase "$*" in *avx512*) echo "unrecognized option" >&2; exit 1;; esac\n'

@@ -14,11 +14,11 @@ from manta.workers.kernels import cpu_quantized_linear, rounding
 from manta.workers.kernels.cpu_quantized_linear import PackedQuantizedLinear
 from manta.workers.kernels.quantized_reference import TorchQuantizedLinear, input_group, round_activations
 from manta.workers.kernels.quantized_weight import QuantizedWeight
-from tests.workers.cpu_forms import EMULATED, QUANTIZED, in_form, threads
+from tests.workers.cpu_forms import EMULATED, QUANTIZED, QUANTIZED_CASES, in_form, threads
 
 pytestmark = pytest.mark.forms_in_turns
 
-FORMS = pytest.mark.parametrize("form", [*QUANTIZED, *EMULATED])
+FORMS = pytest.mark.parametrize("form", [*QUANTIZED_CASES, *EMULATED])
 DTYPES = (torch.float32, torch.bfloat16)
 ROWS = (1, 2, 3, 5, 6, 7, 8, 9, 13, 31, 33, 97, 200)
 """Tiles of each size, more rows than weights of 4 bits are unpacked for, and more rows than a block has."""
@@ -140,7 +140,7 @@ def test_a_row_ignores_other_rows_and_threads(form: str, bits: int, has_codebook
                     assert torch.equal(linear.forward(x), together)
 
 
-@pytest.mark.parametrize("form", QUANTIZED)
+@pytest.mark.parametrize("form", QUANTIZED_CASES)
 def test_inputs_beyond_the_cache_give_torchs_bits(form: str) -> None:
     """Their rows are multiplied in several blocks (`INPUT_BLOCK_BYTES` in quantized_linear.cpp)."""
     with in_form(form):
@@ -234,7 +234,7 @@ def test_weights_are_rounded_to_the_bits_of_torch(form: str) -> None:
                     assert found.has_half_scales
 
 
-@pytest.mark.parametrize("form", QUANTIZED)
+@pytest.mark.parametrize("form", QUANTIZED_CASES)
 @pytest.mark.parametrize(("bits", "bound"), [(8, 1.02), (4, 0.52)])
 def test_packed_weights_are_as_small_as_their_bits(form: str, bits: int, bound: float) -> None:
     """A byte or half a byte each, and two bytes for the scale of a group of 128."""

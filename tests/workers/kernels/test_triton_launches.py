@@ -7,6 +7,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import gc
+import pathlib
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -18,15 +19,16 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from manta.cluster.llm import SamplingParams
 from manta.structured.logits_processors import LogitsProcessorSpec
 from manta.workers.kernels.protocol import KVCaches
-from manta.workers.kernels.triton import attention, edits, launch, quantized_linear, rope, rounded_rows, rows, sampler
+from manta.workers.kernels.triton import launch
 from manta.workers.kernels.triton.graphs import GraphedLayers
 from manta.workers.kernels.triton.metadata import DeviceMetadata, Layout
 from manta.workers.step import StepInput
 from manta.workers.torch_worker import sampler as torch_sampling
 from manta.workers.torch_worker.model_runner import ModelRunner
 from tests.checkpoints import VOCAB_SIZE, checkpoint
-from tests.workers.kernels.triton_compile import LAUNCHED
+from tests.workers.kernels.triton_compile import KERNEL_MODULES, LAUNCHED
 from tests.workers.test_cuda_platform import make_llm
+from tests.workers.test_layer_kinds import folder_of
 from tests.workers.triton_device import DEVICE
 
 pytestmark = pytest.mark.skipif(DEVICE.type != "cpu", reason="watches the interpreter's kernels")
@@ -48,7 +50,7 @@ class Launches:
         """The memory of every tensor that a kernel was given."""
         self.calls: list[Call] = []
         """Every launch, in order."""
-        for module in (attention, edits, quantized_linear, rope, rounded_rows, rows, sampler):
+        for module in KERNEL_MODULES:
             for name, kernel in list(vars(module).items()):
                 if name.startswith(LAUNCHED) and hasattr(kernel, "arg_names"):
                     monkeypatch.setattr(module, name, Watched(self, name, kernel))
@@ -127,11 +129,13 @@ class Served(NamedTuple):
     compiled: set[Form]
 
 
-def serve(monkeypatch: pytest.MonkeyPatch, dtype: str = "bfloat16") -> Served:
+def serve(
+    monkeypatch: pytest.MonkeyPatch, dtype: str = "bfloat16", family: str = "llama", folder: pathlib.Path | None = None
+) -> Served:
     launches = Launches(monkeypatch)
     llm = make_llm(
         monkeypatch,
-        str(checkpoint("llama", num_hidden_layers=1)),
+        str(folder or checkpoint(family, num_hidden_layers=1)),
         dtype=dtype,
         max_num_sequences=4,
         logits_processors={"automaton": None},
@@ -158,9 +162,18 @@ def test_nothing_is_compiled_while_requests_are_served(served: Served) -> None:
 
 @pytest.mark.prove
 @pytest.mark.usefixtures("plugin", "cheap_groups")
-def test_nothing_is_compiled_for_float32_either(monkeypatch: pytest.MonkeyPatch) -> None:
-    of_float32 = serve(monkeypatch, "float32")
+@pytest.mark.parametrize("family", ["llama", "mixtral"])
+def test_nothing_is_compiled_for_float32_either(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    of_float32 = serve(monkeypatch, "float32", family)
     assert not of_float32.compiled - of_float32.compiled_at_start
+
+
+@pytest.mark.prove
+@pytest.mark.usefixtures("plugin", "cheap_groups")
+@pytest.mark.parametrize("name", ["qwen3_5", "falcon_h1", "mamba", "kimi_linear"])
+def test_nothing_is_compiled_for_recurrent_layers_either(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    recurrent = serve(monkeypatch, folder=folder_of(name))
+    assert not recurrent.compiled - recurrent.compiled_at_start
 
 
 def test_a_decode_layer_is_six_kernels_beside_linears(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -203,7 +216,8 @@ def test_a_graph_keeps_all_that_it_reads(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 @pytest.mark.usefixtures("cheap_groups")
-def test_a_graph_launches_the_same_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("family", ["llama", pytest.param("mixtral", marks=pytest.mark.prove)])
+def test_a_graph_launches_the_same_kernels(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A replay launches the grids and numbers of the capture, whose step was empty and as long as a step can be. So
     none of them may follow from what the host knows of a step.
     """
@@ -248,7 +262,7 @@ def test_a_graph_launches_the_same_kernels(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(GraphedLayers, "__call__", watched)
     llm = make_llm(
         monkeypatch,
-        str(checkpoint("llama", num_hidden_layers=1)),
+        str(checkpoint(family, num_hidden_layers=1)),
         dtype="float32",
         max_num_sequences=4,
         max_model_len=80,

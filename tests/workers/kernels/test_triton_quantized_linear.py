@@ -21,7 +21,7 @@ def check(weight: QuantizedWeight, x: torch.Tensor, has_bias: bool = False, gate
     """Returns the result after comparing it with torch's, NaN with NaN."""
     bias = torch.randn(weight.values.shape[0]).to(x.dtype) if has_bias else None
     on_device = None if bias is None else bias.to(DEVICE)
-    y = TritonQuantizedLinear(weight, on_device, DEVICE, gated).forward(x.to(DEVICE)).cpu()
+    y = TritonQuantizedLinear.of(weight, on_device, DEVICE, gated).forward(x.to(DEVICE)).cpu()
     expected = TorchQuantizedLinear(weight, bias, gated).forward(x)
     assert y.dtype == expected.dtype == x.dtype
     # Triton's interpreter cuts bfloat16 off where a GPU rounds it
@@ -46,7 +46,7 @@ def test_rows_do_not_depend_on_block_size(bits: int, num_rows: int) -> None:
     weight = random_weight(0, 160, 5, 64, bits, has_offsets=True)
     x = random_rows(1, num_rows, 320, torch.bfloat16)
     together = check(weight, x, gated=True)
-    linear = TritonQuantizedLinear(weight, None, DEVICE, gated=True)
+    linear = TritonQuantizedLinear.of(weight, None, DEVICE, gated=True)
     for rows in (x[:1], x[-1:], x[3:9]):
         where = torch.cat([(x == row).all(1).nonzero()[0] for row in rows])
         assert torch.equal(linear.forward(rows.to(DEVICE)).cpu(), together[where])
@@ -64,5 +64,5 @@ def test_an_infinite_value_fails_its_row_alone(one_scale: bool) -> None:
 
 
 def test_a_weight_takes_half_a_byte() -> None:
-    linear = TritonQuantizedLinear(random_weight(0, 64, 4, 32, bits=4, has_half_scales=True), None, DEVICE)
-    assert linear.num_bytes == 64 * 128 // 2 + 64 * 4 * 2
+    linear = TritonQuantizedLinear.of(random_weight(0, 64, 4, 32, bits=4, has_half_scales=True), None, DEVICE)
+    assert linear.weight.tensors.num_bytes == 64 * 128 // 2 + 64 * 4 * 2

@@ -41,6 +41,7 @@ def gated_delta(
             *delta_heads(mixed, shape, kernels),
             log_decay=tensors["rates"] * kernels.softplus(time, tensors["time_bias"]),
             beta=beta if shape.beta_scale == 1 else beta * shape.beta_scale,
+            dtype=x.dtype,
         ),
         states[1],
         step,

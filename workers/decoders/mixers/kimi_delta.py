@@ -39,6 +39,7 @@ def kimi_delta(
             *delta_heads(mixed, shape, kernels),
             log_decay=tensors["rates"].unsqueeze(-1) * time,
             beta=kernels.sigmoid(beta),
+            dtype=x.dtype,
         ),
         states[1],
         step,

@@ -48,6 +48,7 @@ def selective_scan(
         value=(values * time).unsqueeze(-1),
         log_decay=time,
         rates=tensors["rates"],
+        dtype=x.dtype,
     )
     outputs = kernels.recur(of_tokens, states[1], step).squeeze(-1) + values * tensors["skip"]
     return weights.output.forward((outputs * F.silu(gate)).to(x.dtype), metadata)

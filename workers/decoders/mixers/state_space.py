@@ -41,9 +41,8 @@ def state_space(
     b, c = b_c.unflatten(1, (2, shape.num_groups, shape.state_size)).unbind(1)
     values = values.unflatten(1, (-1, shape.head_dim))
     time = kernels.softplus(time, tensors["time_bias"]).clamp(*shape.step_limits)
-    outputs = kernels.recur(
-        RecurrentInputs(c, b, values * time.unsqueeze(-1), time * tensors["rates"]), states[2], step
-    )
+    of_tokens = RecurrentInputs(c, b, values * time.unsqueeze(-1), time * tensors["rates"], dtype=x.dtype)
+    outputs = kernels.recur(of_tokens, states[2], step)
     outputs = outputs + values * tensors["skip"].unsqueeze(-1)
     gated = _norm_and_gate(outputs.flatten(1), gate, weights, kernels)
     return weights.output.forward(gated.to(x.dtype), metadata)

@@ -4,6 +4,7 @@
 `reference.paged_attention` defines the result. Splits and their merge follow Flash-Decoding (Dao et al., 2023), and
 shared prefixes follow Hydragen (Juravsky et al., 2024). An attention sink is in the sum of the first split from the
 start. The query heads of one KV head are rows of one tile (packed GQA), so that its keys are read once for all of them.
+With latent attention (DeepSeek-V2) these are all query heads, and a key is read once as the value too.
 """
 
 from __future__ import annotations
@@ -15,20 +16,13 @@ import triton
 import triton.language as tl
 
 from manta.workers.kernels.attention_metadata import AttentionMetadata
-from manta.workers.kernels.triton.attention_softmax import over_keys
-from manta.workers.kernels.triton.launch import needs_wide_dot, num_processors, padded_size, shared_bytes
+from manta.workers.kernels.triton.attention_softmax import over_keys, places_of, tail_places_of
+from manta.workers.kernels.triton.attention_tiles import LEAST_DOT, MOST_VISIBLE_DIM, Tiles, tiles_of
+from manta.workers.kernels.triton.launch import needs_wide_dot, num_processors, padded_size
 from manta.workers.kernels.triton.metadata import DeviceMetadata, PrefixRows
-from manta.workers.kernels.triton.work import PROGRAMS_PER_PROCESSOR, TILE_ROWS
+from manta.workers.kernels.triton.work import PROGRAMS_PER_PROCESSOR
 from manta.workers.models.model_config import HeadShape
 
-LEAST_DOT = 16
-"""Smallest side of a matrix product in Triton."""
-TILE_BYTES = 16384
-"""Bytes of keys, and of values, in one tile of keys."""
-MOST_TILE_KEYS = 128
-MOST_VISIBLE_DIM = 128
-"""Largest head size with a loop of its own for the tiles that every row sees: with 256, two loops spill registers.
-"""
 MOST_PREFIX_SPLITS = 8
 SPLITS_AT_A_TIME = 32
 """Number of splits of a token that are merged in one iteration."""
@@ -43,36 +37,27 @@ def paged_attention(
     sliding_window: int | None = None,
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Computes `reference.paged_attention`; `metadata` must be a `DeviceMetadata`."""
-    num_heads, num_kv_heads, head_dim, scale = heads[:4]
-    group = num_heads // num_kv_heads
+    """Computes `reference.paged_attention`; `metadata` must be a `DeviceMetadata`. With latent attention the result has
+    zeros in the rotated dimensions.
+    """
+    assert isinstance(metadata, DeviceMetadata), "the kernels read how attention is cut"
+    assert metadata.work is not None
+    work, num_heads, head_dim = metadata.work, heads.num_heads, heads.head_dim
     output = qkv.new_empty((qkv.shape[0], num_heads * head_dim))
-    work = metadata.work if isinstance(metadata, DeviceMetadata) else None
-    assert work is not None, "the kernels read how attention is cut"
-    tile_tokens = 1 if work.item_tokens == 1 else _tile_tokens(group, qkv.dtype)
-    tile_rows = padded_size(tile_tokens * group, LEAST_DOT)
-    constants = {
-        "NUM_KV_HEADS": num_kv_heads,
-        "GROUP": group,
-        "HEAD_DIM": head_dim,
-        "PADDED_DIM": padded_size(head_dim, LEAST_DOT),
-        "BLOCK_SIZE": metadata.block_size,
-        "TILE_KEYS": _tile_keys(head_dim, k_cache.dtype),
-        "HAS_VISIBLE": head_dim <= MOST_VISIBLE_DIM,
-        "HAS_CAP": heads.logit_cap != 0,
-        "WIDE": needs_wide_dot(qkv.dtype),
-    }
-    rows = metadata.prefix_rows if isinstance(metadata, DeviceMetadata) and sliding_window is None else None
+    tiles = tiles_of(heads, qkv.dtype, qkv.device, decodes=work.item_tokens == 1)
     caches = (qkv, k_cache, v_cache)
-    factors = _factors(scale, heads.logit_cap)
+    constants = _constants(caches, metadata.block_size, heads)
+    window = metadata.chunk_size if sliding_window is None else sliding_window
+    rows = metadata.prefix_rows if window is None else None
+    factors = _factors(heads.scale, heads.logit_cap)
     prefix, num_prefix_splits = output, 0
     first_rows = metadata.context_lens
     prefix_sums = output
     if rows is not None:
-        prefix, prefix_sums = _attend_prefixes(caches, metadata, rows, factors, constants)
+        prefix, prefix_sums = _attend_prefixes(caches, metadata, rows, heads, factors, constants)
         first_rows, num_prefix_splits = rows.first_rows, prefix.shape[0]
-    partials, log_sums = _partials(max(1, work.num_slots), work.item_tokens, num_heads, head_dim, qkv.device)
-    _attend[(work.items.shape[0], num_kv_heads, triton.cdiv(work.item_tokens, tile_tokens))](
+    partials, log_sums = _partials(max(1, work.num_slots), work.item_tokens, heads, qkv.device)
+    _attend[(tiles.num_head_tiles * work.items.shape[0], triton.cdiv(work.item_tokens, tiles.num_tokens))](
         *caches,
         output,
         partials,
@@ -89,17 +74,15 @@ def paged_attention(
         prefix.shape[1],
         qkv.stride(0),
         metadata.block_tables.stride(0),
-        0 if sliding_window is None else sliding_window,
+        window or 0,
         num_prefix_splits,
         *factors,
         **constants,
-        TILE_TOKENS=tile_tokens,
-        TILE_ROWS=tile_rows,
+        **_tile_constants(tiles),
         HAS_PREFIX=rows is not None,
-        HAS_WINDOW=sliding_window is not None,
+        HAS_WINDOW=window is not None,
+        HAS_CHUNKS=metadata.chunk_size is not None,
         HAS_SINKS=sinks is not None,
-        num_warps=_num_warps(head_dim, qkv.dtype),
-        num_stages=_num_stages(qkv, tile_rows * constants["PADDED_DIM"]),
     )
     if work.merges.shape[0]:
         _merge[(work.merges.shape[0], num_heads)](
@@ -108,33 +91,64 @@ def paged_attention(
             log_sums,
             work.merges,
             work.item_tokens,
-            NUM_HEADS=num_heads,
-            HEAD_DIM=head_dim,
-            PADDED_DIM=constants["PADDED_DIM"],
+            **{name: constants[name] for name in ("NUM_HEADS", "HEAD_DIM", "PADDED_DIM", "TAIL_DIM", "PADDED_TAIL")},
             SPLITS_AT_A_TIME=SPLITS_AT_A_TIME,
             num_warps=4,
         )
     return output
 
 
+def _constants(
+    caches: tuple[torch.Tensor, torch.Tensor, torch.Tensor], block_size: int, heads: HeadShape
+) -> dict[str, int | bool]:
+    """Returns the constants of both kernels that read keys, but for those of their tiles."""
+    qkv, k_cache, _ = caches
+    tail_dim = heads.head_dim - heads.latent_dim if heads.latent_dim else 0
+    return {
+        "NUM_HEADS": heads.num_heads,
+        "NUM_CACHED": heads.num_kv_heads,
+        "HEAD_DIM": heads.head_dim,
+        "PADDED_DIM": padded_size(heads.head_dim - tail_dim, LEAST_DOT),
+        "TAIL_DIM": tail_dim,
+        "PADDED_TAIL": padded_size(tail_dim, LEAST_DOT),
+        "BLOCK_SIZE": block_size,
+        "BLOCK_STRIDE": k_cache.stride(0),
+        "HAS_VISIBLE": heads.head_dim <= MOST_VISIBLE_DIM,
+        "HAS_CAP": heads.logit_cap != 0,
+        "WIDE": needs_wide_dot(qkv.dtype),
+    }
+
+
+def _tile_constants(tiles: Tiles) -> dict[str, int]:
+    """Returns the constants of a kernel's tiles, and how it is launched."""
+    return {
+        "GROUP": tiles.group,
+        "TILE_KEYS": tiles.num_keys,
+        "TILE_TOKENS": tiles.num_tokens,
+        "TILE_ROWS": tiles.num_rows,
+        "num_warps": tiles.num_warps,
+        "num_stages": tiles.num_stages,
+    }
+
+
 def _attend_prefixes(
     caches: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
     metadata: AttentionMetadata,
     rows: PrefixRows,
+    heads: HeadShape,
     factors: tuple[float, float],
     constants: dict[str, int | bool],
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns the attention of every row of a group over its shared keys, float32 [splits, num_rows, num_heads,
-    head_dim], and the base-2 logarithms of the softmax sums, [splits, num_rows, num_heads].
+    width of values], and the base-2 logarithms of the softmax sums, [splits, num_rows, num_heads].
     """
     qkv = caches[0]
-    group, num_kv_heads, head_dim = constants["GROUP"], constants["NUM_KV_HEADS"], constants["HEAD_DIM"]
-    tile_tokens = _tile_tokens(group, qkv.dtype)
-    tile_rows = padded_size(tile_tokens * group, LEAST_DOT)
-    num_tiles = rows.num_rows // tile_tokens + rows.num_groups
-    num_splits = _num_prefix_splits(triton.cdiv(rows.num_rows, tile_tokens) * num_kv_heads, qkv.device)
-    partials, log_sums = _partials(num_splits, rows.num_rows, group * num_kv_heads, head_dim, qkv.device)
-    _attend_prefix[(num_tiles, num_kv_heads, num_splits)](
+    tiles = tiles_of(heads, qkv.dtype, qkv.device)
+    num_tiles = rows.num_rows // tiles.num_tokens + rows.num_groups
+    num_programs = triton.cdiv(rows.num_rows, tiles.num_tokens) * tiles.num_head_tiles
+    num_splits = _num_prefix_splits(num_programs, qkv.device)
+    partials, log_sums = _partials(num_splits, rows.num_rows, heads, qkv.device)
+    _attend_prefix[(tiles.num_head_tiles * num_tiles, num_splits)](
         *caches,
         partials,
         log_sums,
@@ -149,10 +163,7 @@ def _attend_prefixes(
         metadata.block_tables.stride(0),
         *factors,
         **constants,
-        TILE_TOKENS=tile_tokens,
-        TILE_ROWS=tile_rows,
-        num_warps=_num_warps(head_dim, qkv.dtype),
-        num_stages=_num_stages(qkv, tile_rows * constants["PADDED_DIM"]),
+        **_tile_constants(tiles),
     )
     return partials, log_sums
 
@@ -166,10 +177,10 @@ def _factors(scale: float, cap: float) -> tuple[float, float]:
 
 
 def _partials(
-    num_splits: int, num_rows: int, num_heads: int, head_dim: int, device: torch.device
+    num_splits: int, num_rows: int, heads: HeadShape, device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    shape = (num_splits, num_rows, num_heads)
-    return torch.empty((*shape, head_dim), device=device), torch.empty(shape, device=device)
+    shape, width = (num_splits, num_rows, heads.num_heads), heads.latent_dim or heads.head_dim
+    return torch.empty((*shape, width), device=device), torch.empty(shape, device=device)
 
 
 def _num_prefix_splits(num_programs: int, device: torch.device) -> int:
@@ -179,36 +190,6 @@ def _num_prefix_splits(num_programs: int, device: torch.device) -> int:
     """
     wanted = PROGRAMS_PER_PROCESSOR * num_processors(device)
     return min(MOST_PREFIX_SPLITS, max(1, wanted // max(1, num_programs)))
-
-
-def _tile_tokens(group: int, dtype: torch.dtype) -> int:
-    """Returns the number of query tokens of a tile.
-
-    One size serves every step that does more than decode, because each size is a separate kernel, which takes seconds
-    to compile. A tile of float32 has `LEAST_DOT` rows, because a product of three passes takes four times the
-    registers.
-    """
-    return max(1, (TILE_ROWS if dtype.itemsize == 2 else LEAST_DOT) // group)
-
-
-def _num_warps(head_dim: int, dtype: torch.dtype) -> int:
-    """Returns the number of warps. Every warp holds all rows of its queries, and 256 float32 exceed the registers of
-    four.
-    """
-    return 8 if dtype.itemsize == 4 and head_dim > 128 else 4
-
-
-def _tile_keys(head_dim: int, dtype: torch.dtype) -> int:
-    fitting = TILE_BYTES // (padded_size(head_dim, LEAST_DOT) * dtype.itemsize)
-    return max(LEAST_DOT, min(MOST_TILE_KEYS, fitting))
-
-
-def _num_stages(qkv: torch.Tensor, tile_size: int) -> int:
-    """Returns the number of key and value tiles in flight, limited by the memory that a program's tile of queries
-    leaves.
-    """
-    fitting = (shared_bytes(qkv.device) - tile_size * qkv.dtype.itemsize) // (2 * TILE_BYTES)
-    return max(1, min(3 if qkv.dtype.itemsize == 2 else 2, fitting))
 
 
 @triton.jit
@@ -250,27 +231,36 @@ def _attend(
     num_prefix_splits,
     factor,
     cap,
-    NUM_KV_HEADS: tl.constexpr,
-    GROUP: tl.constexpr,
+    NUM_HEADS: tl.constexpr,
+    NUM_CACHED: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     PADDED_DIM: tl.constexpr,
+    TAIL_DIM: tl.constexpr,
+    PADDED_TAIL: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
-    TILE_KEYS: tl.constexpr,
+    BLOCK_STRIDE: tl.constexpr,
     HAS_VISIBLE: tl.constexpr,
     HAS_CAP: tl.constexpr,
     WIDE: tl.constexpr,
+    GROUP: tl.constexpr,
+    TILE_KEYS: tl.constexpr,
     TILE_TOKENS: tl.constexpr,
     TILE_ROWS: tl.constexpr,
     HAS_PREFIX: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
+    HAS_CHUNKS: tl.constexpr,
     HAS_SINKS: tl.constexpr,
 ):
-    """Computes one item of `items`, one KV head and one tile of the item's query tokens in each program. The first
-    split starts from the head's sink and the result of its group's shared prefix.
+    """Computes one item of `items`, one tile of query heads and one tile of the item's query tokens in each program.
+    The first split starts from the head's sink and the result of its group's shared prefix. With `HAS_CHUNKS`, `window`
+    is the length of a chunk.
     """
-    item = items + tl.program_id(0) * 6
-    kv_head = tl.program_id(1)
-    item_row = tl.program_id(2) * TILE_TOKENS
+    NUM_HEAD_TILES: tl.constexpr = (NUM_HEADS + GROUP - 1) // GROUP
+    # From the last item on: a prompt's last tokens see the most keys, and would be computed alone at the end
+    program = tl.num_programs(0) - 1 - tl.program_id(0)
+    head_tile = program % NUM_HEAD_TILES  # tiles that read the same keys run beside one another
+    item = items + program // NUM_HEAD_TILES * 6
+    item_row = tl.program_id(1) * TILE_TOKENS
     sequence = tl.load(item)
     if sequence < 0:
         return
@@ -289,21 +279,34 @@ def _attend(
     row = tl.arange(0, TILE_ROWS)
     dim = tl.arange(0, PADDED_DIM)
     token = first_token + row // GROUP
-    head = kv_head * GROUP + row % GROUP
-    exists = (row < TILE_TOKENS * GROUP) & (token < end_token)
-    mask = exists[:, None] & (dim < HEAD_DIM)[None, :]
+    head = head_tile * GROUP + row % GROUP
+    exists = (row < TILE_TOKENS * GROUP) & (token < end_token) & (head < NUM_HEADS)
+    VALUE_DIM: tl.constexpr = HEAD_DIM - TAIL_DIM
+    mask = exists[:, None] & (dim < VALUE_DIM)[None, :]
+    place = places_of(dim, HEAD_DIM, TAIL_DIM)[None, :]
     flat = (first_flat + token).to(tl.int64)
-    query = tl.load(qkv + flat[:, None] * qkv_stride + head[:, None] * HEAD_DIM + dim[None, :], mask=mask, other=0.0)
+    query_row = flat[:, None] * qkv_stride + head[:, None] * HEAD_DIM
+    query = tl.load(qkv + query_row + place, mask=mask, other=0.0)
+    tail = query
+    if TAIL_DIM > 0:
+        tail_dim = tl.arange(0, PADDED_TAIL)
+        tail_place = tail_places_of(tail_dim, HEAD_DIM, TAIL_DIM)[None, :]
+        tail_mask = exists[:, None] & (tail_dim < TAIL_DIM)[None, :]
+        tail = tl.load(qkv + query_row + tail_place, mask=tail_mask, other=0.0)
     position = num_computed + token
 
     first_key = tl.load(item + 2)
     if not HAS_PREFIX:  # a layer with a window reads the shared keys itself
         first_key = tl.where(split == 0, 0, first_key)
-    if HAS_WINDOW:
+    first_seen = position
+    if HAS_CHUNKS:
+        first_seen = position // window * window
+        first_key = tl.maximum((num_computed + first_token) // window * window, first_key)
+    elif HAS_WINDOW:
+        first_seen = position - window + 1
         first_key = tl.maximum(num_computed + first_token - window + 1, first_key)
     last_key = tl.minimum(tl.load(item + 3), num_computed + tl.minimum(first_token + TILE_TOKENS, end_token))
 
-    NUM_HEADS: tl.constexpr = NUM_KV_HEADS * GROUP
     largest = tl.full([TILE_ROWS], float("-inf"), tl.float32)
     total = tl.zeros([TILE_ROWS], tl.float32)
     attended = tl.zeros([TILE_ROWS, PADDED_DIM], tl.float32)
@@ -316,9 +319,10 @@ def _attend(
         first_row = tl.load(first_rows + sequence)
         in_group = exists & (token < tl.where((first_row >= 0) & (split == 0), query_len, 0))
         for prefix_split in tl.range(0, num_prefix_splits, num_stages=1):
-            place = (prefix_split * num_prefix_rows + first_row + token).to(tl.int64) * NUM_HEADS + head
-            log_sum = tl.load(prefix_sums + place, mask=in_group, other=float("-inf"))
-            seen = tl.load(prefix + place[:, None] * HEAD_DIM + dim[None, :], mask=in_group[:, None] & mask, other=0.0)
+            part = (prefix_split * num_prefix_rows + first_row + token).to(tl.int64) * NUM_HEADS + head
+            log_sum = tl.load(prefix_sums + part, mask=in_group, other=float("-inf"))
+            part_places = part[:, None] * VALUE_DIM + dim[None, :]
+            seen = tl.load(prefix + part_places, mask=in_group[:, None] & mask, other=0.0)
             new_largest = tl.maximum(largest, log_sum)
             shift = tl.where(new_largest == float("-inf"), 0.0, new_largest)
             decay = tl.exp2(largest - shift)
@@ -328,23 +332,27 @@ def _attend(
             largest = new_largest
     largest, total, attended = over_keys(
         query,
+        tail,
         position,
+        first_seen,
         k_cache,
         v_cache,
         block_tables + sequence.to(tl.int64) * table_stride,
-        kv_head,
+        head_tile % NUM_CACHED,
         first_key,
         last_key,
-        window,
         factor,
         cap,
         largest,
         total,
         attended,
-        NUM_KV_HEADS,
+        NUM_CACHED,
         HEAD_DIM,
         PADDED_DIM,
+        TAIL_DIM,
+        PADDED_TAIL,
         BLOCK_SIZE,
+        BLOCK_STRIDE,
         TILE_KEYS,
         HAS_WINDOW,
         HAS_VISIBLE and TILE_TOKENS > 1 and not HAS_WINDOW,  # the items of a decode have few tiles
@@ -354,11 +362,13 @@ def _attend(
     sees_nothing = total == 0.0
     result = attended / tl.where(sees_nothing, 1.0, total)[:, None]
     if slot < 0:
-        own = (flat * NUM_HEADS + head)[:, None] * HEAD_DIM + dim[None, :]
-        tl.store(output + own, result.to(output.dtype.element_ty), mask=mask)
+        own = output + (flat * NUM_HEADS + head)[:, None] * HEAD_DIM
+        tl.store(own + place, result.to(output.dtype.element_ty), mask=mask)
+        if TAIL_DIM > 0:
+            tl.store(own + tail_place, tl.zeros_like(tail), mask=tail_mask)
     else:
         part = (slot.to(tl.int64) * item_tokens + item_row + row // GROUP) * NUM_HEADS + head
-        tl.store(partials + part[:, None] * HEAD_DIM + dim[None, :], result, mask=mask)
+        tl.store(partials + part[:, None] * VALUE_DIM + dim[None, :], result, mask=mask)
         log_sum = tl.where(sees_nothing, float("-inf"), largest + tl.log2(total))
         tl.store(log_sums + part, log_sum, mask=exists)
 
@@ -381,24 +391,29 @@ def _attend_prefix(
     table_stride,
     factor,
     cap,
-    NUM_KV_HEADS: tl.constexpr,
-    GROUP: tl.constexpr,
+    NUM_HEADS: tl.constexpr,
+    NUM_CACHED: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     PADDED_DIM: tl.constexpr,
+    TAIL_DIM: tl.constexpr,
+    PADDED_TAIL: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
-    TILE_KEYS: tl.constexpr,
+    BLOCK_STRIDE: tl.constexpr,
     HAS_VISIBLE: tl.constexpr,
     HAS_CAP: tl.constexpr,
     WIDE: tl.constexpr,
+    GROUP: tl.constexpr,
+    TILE_KEYS: tl.constexpr,
     TILE_TOKENS: tl.constexpr,
     TILE_ROWS: tl.constexpr,
 ):
-    """Computes a tile of a group's query tokens, one KV head and one split of the shared keys in each program. Every
-    row sees every key.
+    """Computes a tile of a group's query tokens, one tile of query heads and one split of the shared keys in each
+    program. Every row sees every key.
     """
-    tile = tl.program_id(0)
-    kv_head = tl.program_id(1)
-    split = tl.program_id(2)
+    NUM_HEAD_TILES: tl.constexpr = (NUM_HEADS + GROUP - 1) // GROUP
+    head_tile = tl.program_id(0) % NUM_HEAD_TILES
+    tile = tl.program_id(0) // NUM_HEAD_TILES
+    split = tl.program_id(1)
     group = _find(row_start, num_groups, tile, TILE_TOKENS)
     group_row = tl.load(row_start + group)
     count = tl.load(row_start + group + 1) - group_row
@@ -408,36 +423,49 @@ def _attend_prefix(
     row = tl.arange(0, TILE_ROWS)
     dim = tl.arange(0, PADDED_DIM)
     token = first + row // GROUP
-    head = kv_head * GROUP + row % GROUP
-    exists = (row < TILE_TOKENS * GROUP) & (token < count)
-    mask = exists[:, None] & (dim < HEAD_DIM)[None, :]
+    head = head_tile * GROUP + row % GROUP
+    exists = (row < TILE_TOKENS * GROUP) & (token < count) & (head < NUM_HEADS)
+    VALUE_DIM: tl.constexpr = HEAD_DIM - TAIL_DIM
+    mask = exists[:, None] & (dim < VALUE_DIM)[None, :]
     flat = tl.load(tokens + group_row + token, mask=exists, other=0).to(tl.int64)
-    query = tl.load(qkv + flat[:, None] * qkv_stride + head[:, None] * HEAD_DIM + dim[None, :], mask=mask, other=0.0)
+    query_row = flat[:, None] * qkv_stride + head[:, None] * HEAD_DIM
+    query = tl.load(qkv + query_row + places_of(dim, HEAD_DIM, TAIL_DIM)[None, :], mask=mask, other=0.0)
+    tail = query
+    if TAIL_DIM > 0:
+        tail_dim = tl.arange(0, PADDED_TAIL)
+        tail_mask = exists[:, None] & (tail_dim < TAIL_DIM)[None, :]
+        tail = tl.load(
+            qkv + query_row + tail_places_of(tail_dim, HEAD_DIM, TAIL_DIM)[None, :], mask=tail_mask, other=0.0
+        )
 
     prefix_len = tl.load(group_lens + group)
-    split_keys = tl.cdiv(tl.cdiv(prefix_len, TILE_KEYS), tl.num_programs(2)) * TILE_KEYS
+    split_keys = tl.cdiv(tl.cdiv(prefix_len, TILE_KEYS), tl.num_programs(1)) * TILE_KEYS
     first_key = split * split_keys
     last_key = tl.minimum(prefix_len, first_key + split_keys)
-    NUM_HEADS: tl.constexpr = NUM_KV_HEADS * GROUP
+    position = tl.zeros([TILE_ROWS], tl.int32) + prefix_len
     largest, total, attended = over_keys(
         query,
-        tl.zeros([TILE_ROWS], tl.int32) + prefix_len,
+        tail,
+        position,
+        position,
         k_cache,
         v_cache,
         block_tables + tl.load(leaders + group).to(tl.int64) * table_stride,
-        kv_head,
+        head_tile % NUM_CACHED,
         first_key,
         last_key,
-        0,
         factor,
         cap,
         tl.full([TILE_ROWS], float("-inf"), tl.float32),
         tl.zeros([TILE_ROWS], tl.float32),
         tl.zeros([TILE_ROWS, PADDED_DIM], tl.float32),
-        NUM_KV_HEADS,
+        NUM_CACHED,
         HEAD_DIM,
         PADDED_DIM,
+        TAIL_DIM,
+        PADDED_TAIL,
         BLOCK_SIZE,
+        BLOCK_STRIDE,
         TILE_KEYS,
         False,
         HAS_VISIBLE,
@@ -445,10 +473,10 @@ def _attend_prefix(
         WIDE,
     )
     sees_nothing = total == 0.0
-    place = (split.to(tl.int64) * num_rows + group_row + token) * NUM_HEADS + head
+    part = (split.to(tl.int64) * num_rows + group_row + token) * NUM_HEADS + head
     result = attended / tl.where(sees_nothing, 1.0, total)[:, None]
-    tl.store(partials + place[:, None] * HEAD_DIM + dim[None, :], result, mask=mask)
-    tl.store(log_sums + place, tl.where(sees_nothing, float("-inf"), largest + tl.log2(total)), mask=exists)
+    tl.store(partials + part[:, None] * VALUE_DIM + dim[None, :], result, mask=mask)
+    tl.store(log_sums + part, tl.where(sees_nothing, float("-inf"), largest + tl.log2(total)), mask=exists)
 
 
 @triton.jit(do_not_specialize=["item_tokens"])
@@ -461,6 +489,8 @@ def _merge(
     NUM_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     PADDED_DIM: tl.constexpr,
+    TAIL_DIM: tl.constexpr,
+    PADDED_TAIL: tl.constexpr,
     SPLITS_AT_A_TIME: tl.constexpr,
 ):
     """Merges the splits of one query head of one token: their mean, weighted by their softmax sums."""
@@ -471,6 +501,7 @@ def _merge(
     count = tl.load(merge + 2)
     if count == 0:
         return
+    VALUE_DIM: tl.constexpr = HEAD_DIM - TAIL_DIM
     dim = tl.arange(0, PADDED_DIM)
     largest: tl.float32 = float("-inf")
     total: tl.float32 = 0.0
@@ -484,11 +515,16 @@ def _merge(
         shift = tl.where(new_largest == float("-inf"), 0.0, new_largest)
         weight = tl.exp2(log_sum - shift)
         decay = tl.exp2(largest - shift)
-        mask = exists[:, None] & (dim < HEAD_DIM)[None, :]
-        parts = tl.load(partials + places[:, None] * HEAD_DIM + dim[None, :], mask=mask, other=0.0)
+        mask = exists[:, None] & (dim < VALUE_DIM)[None, :]
+        parts = tl.load(partials + places[:, None] * VALUE_DIM + dim[None, :], mask=mask, other=0.0)
         total = total * decay + tl.sum(weight, axis=0)
         result = result * decay + tl.sum(parts * weight[:, None], axis=0)
         largest = new_largest
     result = result / tl.where(total == 0.0, 1.0, total)
-    place = (token * NUM_HEADS + head) * HEAD_DIM + dim
-    tl.store(output + place, result.to(output.dtype.element_ty), mask=dim < HEAD_DIM)
+    own = output + (token * NUM_HEADS + head) * HEAD_DIM
+    result = result.to(output.dtype.element_ty)
+    tl.store(own + places_of(dim, HEAD_DIM, TAIL_DIM), result, mask=dim < VALUE_DIM)
+    if TAIL_DIM > 0:
+        tail_dim = tl.arange(0, PADDED_TAIL)
+        zeros = tl.zeros([PADDED_TAIL], output.dtype.element_ty)
+        tl.store(own + tail_places_of(tail_dim, HEAD_DIM, TAIL_DIM), zeros, mask=tail_dim < TAIL_DIM)

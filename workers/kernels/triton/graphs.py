@@ -28,6 +28,7 @@ from manta.workers.kernels.triton.metadata import (
     padded_views,
     padding,
     prefix_rows_of,
+    states_of,
     work_of,
 )
 from manta.workers.kernels.triton.work import WorkShape
@@ -80,16 +81,34 @@ def padded_to(layouts: Sequence[Layout], query_lens: np.ndarray) -> Layout | Non
     return next((each for each in layouts if each.fits(query_lens)), None)
 
 
+def prompt_sizes(max_num_tokens: int) -> tuple[int, ...]:
+    """Returns sizes in tokens of steps that are not captured, each twice the one before."""
+    sizes = []
+    size = MIXED_TOKENS[-1]
+    while size < max_num_tokens:
+        size = min(2 * size, max_num_tokens)
+        sizes.append(size)
+    return tuple(sizes)
+
+
 def compile_prompts(
     forward: Callable[[torch.Tensor, AttentionMetadata], object],
     limits: DecodeLimits,
     shape: WorkShape,
     device: torch.device,
+    has_experts: bool = False,
 ) -> None:
     """Runs empty steps of more than one token for each sequence by `forward`, without and with groups.
 
-    Otherwise the first prompts, and all sequences beside them, would wait seconds for attention to be compiled.
+    Otherwise the first prompts, and all sequences beside them, would wait seconds for attention to be compiled. The
+    products of experts have forms for several numbers of rows, so `has_experts` runs steps of many sizes.
     """
+    if has_experts:
+        for num_tokens in prompt_sizes(limits.max_num_tokens):
+            layout = Layout(num_tokens, 1)
+            step = empty_step(_empty_tables(1, limits, device), layout, limits, has_groups=False, shape=shape)
+            token_ids = torch.zeros(num_tokens, dtype=torch.int64, device=device)
+            forward(token_ids, dataclasses.replace(step, layout=None))
     layout = Layout(2, min(2, limits.max_num_sequences))
     tables = _empty_tables(layout.num_sequences, limits, device)
     for has_groups in _group_forms(layout, limits):
@@ -104,6 +123,8 @@ class _Graph:
 
     residual: torch.Tensor
     """Input [num_tokens, hidden]. Padding rows keep their last values, which no other row reads."""
+    inputs: torch.Tensor | None
+    """The inputs that each layer has of its own, [num_layers, num_tokens, width]; None for none."""
     metadata: DeviceMetadata
     cos_sin: RotaryTables
     """Tables of rotary angles, kept because the graph reads their memory."""
@@ -125,21 +146,29 @@ class GraphedLayers:
         """Graphs by layout and by whether groups of sequences share prefixes."""
 
     def __call__(
-        self, residual: torch.Tensor, cos_sin: RotaryTables, metadata: AttentionMetadata, kv_caches: KVCaches
+        self,
+        residual: torch.Tensor,
+        cos_sin: RotaryTables,
+        metadata: AttentionMetadata,
+        kv_caches: KVCaches,
+        inputs: torch.Tensor | None = None,
     ) -> torch.Tensor:
         if not isinstance(metadata, DeviceMetadata) or metadata.layout is None:
-            return self._run_layers(residual, cos_sin, metadata, kv_caches)
+            return self._run_layers(residual, cos_sin, metadata, kv_caches, inputs)
         key = (metadata.layout, metadata.prefix_rows is not None)
         if self.capture is not None:
             self._kv_caches = kv_caches
-            self._graphs[key] = self._record(self.capture, residual, cos_sin, metadata, kv_caches)
+            self._graphs[key] = self._record(self.capture, residual, cos_sin, metadata, kv_caches, inputs)
         graph = self._graphs.get(key)
         if graph is None or kv_caches is not self._kv_caches:
-            return self._run_layers(residual, cos_sin, metadata, kv_caches)
+            return self._run_layers(residual, cos_sin, metadata, kv_caches, inputs)
         assert metadata.packed is not None
         assert graph.metadata.packed is not None
         num_sequences, num_blocks = metadata.block_tables.shape
         graph.residual[: metadata.num_tokens].copy_(residual)
+        if graph.inputs is not None:
+            assert inputs is not None
+            graph.inputs[:, : metadata.num_tokens].copy_(inputs)
         graph.metadata.packed.copy_(metadata.packed)
         groups = (metadata, *metadata.other_groups), (graph.metadata, *graph.metadata.other_groups)
         for group, own in zip(*groups, strict=True):
@@ -154,13 +183,16 @@ class GraphedLayers:
         cos_sin: RotaryTables,
         metadata: DeviceMetadata,
         kv_caches: KVCaches,
+        inputs: torch.Tensor | None,
     ) -> _Graph:
         """Captures a graph. `metadata` and the tables of rotary angles must have the largest size of steps with this
         layout.
         """
-        own_residual = residual.clone()
-        hidden, replay = capture.capture(lambda: self._run_layers(own_residual, cos_sin, metadata, kv_caches))
-        return _Graph(own_residual, metadata, cos_sin, hidden, replay)
+        own_residual, own_inputs = residual.clone(), None if inputs is None else inputs.clone()
+        hidden, replay = capture.capture(
+            lambda: self._run_layers(own_residual, cos_sin, metadata, kv_caches, own_inputs)
+        )
+        return _Graph(own_residual, own_inputs, metadata, cos_sin, hidden, replay)
 
     def forget(self, layout: Layout) -> None:
         for has_groups in (False, True):
@@ -265,7 +297,7 @@ def empty_step(
     tables: torch.Tensor, layout: Layout, limits: DecodeLimits, has_groups: bool, shape: WorkShape
 ) -> DeviceMetadata:
     """Returns the metadata of a step that is all padding. Its block tables are the first of each group's `tables`."""
-    sizes = layout, has_groups, shape, limits.num_groups - 1
+    sizes = layout, has_groups, shape, limits.num_groups - 1, limits.has_states
     packed = padding(*sizes).to(tables.device)
     arrays = padded_views(packed, *sizes)
     step = DeviceMetadata(
@@ -282,6 +314,7 @@ def empty_step(
         prefix_rows=prefix_rows_of(arrays) if has_groups else None,
         packed=packed,
         layout=layout,
+        states=states_of(arrays, layout.tokens_each == 1) if limits.has_states else None,
     )
     add_other_groups(step, arrays, tables[1:, : layout.num_sequences])
     return step

@@ -16,6 +16,7 @@ import torch
 
 from manta.workers.kernels.attention_metadata import AttentionMetadata
 from manta.workers.kernels.query_tokens import QueryTokens
+from manta.workers.kernels.recurrent_step import RecurrentStep
 from manta.workers.kernels.shared_prefixes import SharedPrefixes
 from manta.workers.kernels.transfer import move, staging
 from manta.workers.kernels.triton.launch import aligned_places
@@ -110,6 +111,14 @@ class DeviceMetadata(AttentionMetadata):
     """All arrays except the block tables, int32, in the sizes of `layout`; None if not padded."""
     layout: Layout | None = None
     """The layout that the step is padded to, if a graph may run it."""
+    chunk_size: int | None = None
+    """Length of the chunks whose tokens see one another; None for layers without chunks."""
+
+    def in_chunks(self, chunk_size: int) -> DeviceMetadata:
+        """Returns the same step for layers whose tokens see those of their chunk. The kernels find a token's chunk by
+        its position, so that no length has to come to the host.
+        """
+        return dataclasses.replace(self, chunk_size=chunk_size, prefix_rows=None)
 
 
 def build_metadata(
@@ -134,8 +143,11 @@ def build_metadata(
     num_others = len(host.other_groups)
     if num_others:
         arrays["other_slots"] = _other_slots(host, host.num_tokens if layout is None else layout.num_tokens)
+    if host.states is not None:
+        arrays |= {name: getattr(host.states, name).numpy().astype(np.int32) for name in STATE_ARRAYS}
     if layout is not None:
-        arrays = _padded(arrays, padded_sizes(layout, host.shared_prefixes is not None, shape, num_others))
+        has_groups, has_states = host.shared_prefixes is not None, host.states is not None
+        arrays = _padded(arrays, padded_sizes(layout, has_groups, shape, num_others, has_states))
     words = {name: array.view(np.int32) for name, array in arrays.items()}
     places, end = aligned_places({name: len(array) for name, array in words.items()})
     staged = staging(end + tables.size, device)
@@ -161,6 +173,7 @@ def build_metadata(
         prefix_rows=prefix_rows_of(views) if host.shared_prefixes is not None else None,
         packed=None if layout is None else buffer[:end],
         layout=layout,
+        states=None if host.states is None else states_of(views, host.states.is_decode),
     )
     add_other_groups(step, views, device_tables[1:])
     return step
@@ -192,8 +205,18 @@ def prefix_rows_of(views: dict[str, torch.Tensor]) -> PrefixRows:
     return PrefixRows(**{field.name: views[field.name] for field in dataclasses.fields(PrefixRows)})
 
 
-def padded_sizes(layout: Layout, has_groups: bool, shape: WorkShape, num_others: int = 0) -> dict[str, int]:
-    """Returns the int32 words of each array. Layers have `num_others` groups besides the first."""
+def states_of(views: dict[str, torch.Tensor], is_decode: bool) -> RecurrentStep:
+    """Returns the recurrent states that a step reads and writes, whose arrays are among `views`, padded as they are."""
+    arrays = {name: views[name] for name in STATE_ARRAYS}
+    return RecurrentStep(**arrays, sequence_starts=views["query_start"], is_decode=is_decode)
+
+
+def padded_sizes(
+    layout: Layout, has_groups: bool, shape: WorkShape, num_others: int = 0, has_states: bool = False
+) -> dict[str, int]:
+    """Returns the int32 words of each array. Layers have `num_others` groups besides the first, and recurrent states if
+    `has_states`.
+    """
     num_tokens, num_sequences = layout.num_tokens, layout.num_sequences
     sizes = {
         "positions": 2 * num_tokens,
@@ -205,6 +228,15 @@ def padded_sizes(layout: Layout, has_groups: bool, shape: WorkShape, num_others:
     }
     if num_others:
         sizes["other_slots"] = num_others * 2 * num_tokens
+    if has_states:
+        sizes |= {
+            "starts": num_tokens + 1,
+            "reads": num_tokens,
+            "writes": num_tokens,
+            "first_segments": num_sequences + 1,
+            "row_sequences": num_tokens,
+            "row_segments": num_tokens,
+        }
     if has_groups:
         most_groups = max(1, num_sequences // 2)
         sizes |= {
@@ -218,18 +250,31 @@ def padded_sizes(layout: Layout, has_groups: bool, shape: WorkShape, num_others:
     return sizes
 
 
-_PADDING = {"slot_mapping": -1, "other_slots": -1, "first_rows": -1, "items": -1}
+STATE_ARRAYS = ("starts", "reads", "writes", "first_segments", "row_sequences", "row_segments")
+"""The tensors of a `RecurrentStep` besides `sequence_starts`, which is `query_start`."""
+_PADDING = {
+    "slot_mapping": -1,
+    "other_slots": -1,
+    "first_rows": -1,
+    "items": -1,
+    "reads": -1,
+    "writes": -1,
+    "row_sequences": -1,
+    "row_segments": -1,
+}
 """Values that pad arrays. Cumulative arrays are padded with their last value, and others with 0.
 
-A padding sequence has no tokens. A padding token belongs to no sequence: it writes no key, and attention does not write
-its output.
+A padding sequence has no tokens, and a padding segment reads and writes no state. A padding token belongs to no
+sequence: it writes no key, and attention and recurrences do not write its output.
 """
-_CUMULATIVE = ("query_start", "row_start")
+_CUMULATIVE = ("query_start", "row_start", "starts", "first_segments")
 
 
-def padding(layout: Layout, has_groups: bool, shape: WorkShape, num_others: int = 0) -> torch.Tensor:
+def padding(
+    layout: Layout, has_groups: bool, shape: WorkShape, num_others: int = 0, has_states: bool = False
+) -> torch.Tensor:
     """Returns the buffer of a step without sequences, int32 on the CPU."""
-    places, end = aligned_places(padded_sizes(layout, has_groups, shape, num_others))
+    places, end = aligned_places(padded_sizes(layout, has_groups, shape, num_others, has_states))
     buffer = torch.zeros(end, dtype=torch.int32)
     for name, value in _PADDING.items():
         if name in places:
@@ -238,10 +283,15 @@ def padding(layout: Layout, has_groups: bool, shape: WorkShape, num_others: int 
 
 
 def padded_views(
-    buffer: torch.Tensor, layout: Layout, has_groups: bool, shape: WorkShape, num_others: int = 0
+    buffer: torch.Tensor,
+    layout: Layout,
+    has_groups: bool,
+    shape: WorkShape,
+    num_others: int = 0,
+    has_states: bool = False,
 ) -> dict[str, torch.Tensor]:
     """Returns the arrays of a buffer with that layout, int32."""
-    places, _ = aligned_places(padded_sizes(layout, has_groups, shape, num_others))
+    places, _ = aligned_places(padded_sizes(layout, has_groups, shape, num_others, has_states))
     return {name: buffer[where] for name, where in places.items()}
 
 

@@ -1,7 +1,7 @@
 """One Triton kernel after the qkv linear: q/k norm, rotation, and the write of keys and values to their KV slots.
 
 `reference.rope_and_cache` defines the result. A token with a negative slot is padding of a captured graph: it writes no
-key and no value.
+key and no value. Blocks may lie further apart than their size, in layers with smaller heads than others.
 """
 
 from __future__ import annotations
@@ -29,9 +29,8 @@ def rope_and_cache(
     k_norm_weight: torch.Tensor | None = None,
     eps: float = 1e-6,
 ) -> None:
-    num_heads, num_kv_heads, head_dim = heads[:3]
+    head_dim, all_heads = heads.head_dim, sum(heads.counts)
     half = padded_size(head_dim // 2)
-    all_heads = num_heads + 2 * num_kv_heads
     tile_heads = min(padded_size(all_heads), max(1, _TILE_ELEMENTS // half))
     has_norm = q_norm_weight is not None
     _rope_and_cache[(qkv.shape[0], triton.cdiv(all_heads, tile_heads))](
@@ -41,13 +40,16 @@ def rope_and_cache(
         metadata.slot_mapping,
         k_cache,
         v_cache,
-        q_norm_weight if has_norm else qkv,
-        k_norm_weight if has_norm else qkv,
+        qkv if q_norm_weight is None else q_norm_weight,
+        qkv if k_norm_weight is None else k_norm_weight,
         qkv.stride(0),
         eps,
-        NUM_HEADS=num_heads,
-        NUM_KV_HEADS=num_kv_heads,
+        NUM_HEADS=heads.num_heads,
+        NUM_KEYS=heads.num_kv_heads,
+        NUM_VALUES=heads.counts[2],
         HEAD_DIM=head_dim,
+        BLOCK_SIZE=metadata.block_size,
+        BLOCK_STRIDE=k_cache.stride(0),
         HALF=half,
         TILE_HEADS=tile_heads,
         HAS_NORM=has_norm,
@@ -67,23 +69,28 @@ def _rope_and_cache(
     qkv_stride,
     eps,
     NUM_HEADS: tl.constexpr,
-    NUM_KV_HEADS: tl.constexpr,
+    NUM_KEYS: tl.constexpr,
+    NUM_VALUES: tl.constexpr,
     HEAD_DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    BLOCK_STRIDE: tl.constexpr,
     HALF: tl.constexpr,
     TILE_HEADS: tl.constexpr,
     HAS_NORM: tl.constexpr,
 ):
-    """Rotates `TILE_HEADS` heads of one token in each program, as [TILE_HEADS, HALF] for each half of the heads."""
+    """Rotates `TILE_HEADS` heads of one token in each program, as [TILE_HEADS, HALF] for each half of the heads. A row
+    has `NUM_HEADS` queries, then `NUM_KEYS` keys and `NUM_VALUES` values.
+    """
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * TILE_HEADS + tl.arange(0, TILE_HEADS)[:, None]
     dim = tl.arange(0, HALF)[None, :]
-    exists = (head < NUM_HEADS + 2 * NUM_KV_HEADS) & (dim < HEAD_DIM // 2)
+    exists = (head < NUM_HEADS + NUM_KEYS + NUM_VALUES) & (dim < HEAD_DIM // 2)
     is_query = head < NUM_HEADS
-    is_key = (head >= NUM_HEADS) & (head < NUM_HEADS + NUM_KV_HEADS)
+    is_key = (head >= NUM_HEADS) & (head < NUM_HEADS + NUM_KEYS)
     source = qkv + token * qkv_stride + head * HEAD_DIM + dim
     low = tl.load(source, mask=exists, other=0.0).to(tl.float32)
     high = tl.load(source + HEAD_DIM // 2, mask=exists, other=0.0).to(tl.float32)
-    is_value = head >= NUM_HEADS + NUM_KV_HEADS
+    is_value = head >= NUM_HEADS + NUM_KEYS
     plain_low = low
     plain_high = high
     if HAS_NORM:
@@ -108,11 +115,15 @@ def _rope_and_cache(
     result_high = turned_high.to(qkv.dtype.element_ty)
     tl.store(source, result_low, mask=exists & is_query)
     tl.store(source + HEAD_DIM // 2, result_high, mask=exists & is_query)
+    if NUM_KEYS == 0:  # the layer reads keys and values of another one
+        return
     slot = tl.load(slot_mapping + token)
-    kv_head = tl.where(is_key, head - NUM_HEADS, head - NUM_HEADS - NUM_KV_HEADS)
-    offset = (slot * NUM_KV_HEADS + kv_head) * HEAD_DIM + dim
+    kv_head = tl.where(is_key, head - NUM_HEADS, head - NUM_HEADS - NUM_KEYS)
+    place = (slot % BLOCK_SIZE * NUM_KEYS + kv_head) * HEAD_DIM
+    offset = slot // BLOCK_SIZE * BLOCK_STRIDE + place + dim
     has_slot = exists & (dim < tl.where(slot >= 0, HALF, 0))
     tl.store(k_cache + offset, result_low, mask=has_slot & is_key)
     tl.store(k_cache + offset + HEAD_DIM // 2, result_high, mask=has_slot & is_key)
-    tl.store(v_cache + offset, result_low, mask=has_slot & is_value)
-    tl.store(v_cache + offset + HEAD_DIM // 2, result_high, mask=has_slot & is_value)
+    if NUM_VALUES > 0:
+        tl.store(v_cache + offset, result_low, mask=has_slot & is_value)
+        tl.store(v_cache + offset + HEAD_DIM // 2, result_high, mask=has_slot & is_value)

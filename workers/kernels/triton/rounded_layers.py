@@ -97,8 +97,14 @@ class RoundedLayers:
         return any(each.rounds_in_norm for layer in self._layers for each in (layer.qkv, layer.gated))
 
     def __call__(
-        self, residual: torch.Tensor, cos_sin: RotaryTables, metadata: AttentionMetadata, kv_caches: KVCaches
+        self,
+        residual: torch.Tensor,
+        cos_sin: RotaryTables,
+        metadata: AttentionMetadata,
+        kv_caches: KVCaches,
+        inputs: torch.Tensor | None = None,
     ) -> torch.Tensor:
+        assert inputs is None, "another loop runs layers with inputs of their own"
         heads, eps = self._config.heads, self._config.rms_norm_eps
         update: torch.Tensor | None = None
         for layer, table, kv_cache in zip(self._layers, cos_sin, kv_caches, strict=True):

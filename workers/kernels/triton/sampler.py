@@ -16,7 +16,7 @@ import triton.language as tl
 from manta.structured.masks import LATE as LATE_SLOT
 from manta.structured.masks import NO_MASK, MaskBatch
 from manta.workers.kernels.torch_sampler import logprobs
-from manta.workers.kernels.transfer import place
+from manta.workers.kernels.transfer import place, place_rows
 from manta.workers.kernels.triton.edits import edited_rows, edits_of
 from manta.workers.kernels.triton.launch import padded_size
 from manta.workers.kernels.triton.noise import gumbel_noise
@@ -65,10 +65,9 @@ def draw(
         table[edits.points, _EDITED.value] = np.arange(len(edits.points))
         edited = edited_rows(logits, edits, vocab_size)
     if masks is not None:
-        packed = masks.packed()
-        table[:, _SLOT.value] = packed.slots
-        if len(packed.rows):
-            words = place(packed.rows, device)
+        used, table[:, _SLOT.value] = masks.used_rows()
+        if used:
+            words = place_rows(masks.rows, used, device)
     points = place(table.ravel(), device)
     num_chunks = triton.cdiv(vocab_size, CHUNK)
     best = torch.empty((count, num_chunks), dtype=torch.float32, device=device)

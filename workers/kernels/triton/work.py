@@ -21,6 +21,10 @@ PROGRAMS_PER_PROCESSOR = 2
 """Programs for each multiprocessor, up to which contexts are cut."""
 LEAST_KEYS = 128
 """Context length up to which a run is not split, because smaller items cost more than they gain."""
+SLACK = 1.25
+"""Factor by which a run's keys may exceed an item's share before the run is split. Its merge would cost more, most of
+all with latent attention, whose results are as long as its keys for every query head.
+"""
 KEYS_STEP = 64
 """Multiple to which an item's keys are rounded up, unless its sequence has fewer left, so that tiles
 of keys are full.
@@ -82,7 +86,7 @@ def plan_work(
     num_tokens = np.minimum(item_tokens, query_lens[sequence] - first_token)
     begin, end = first_keys[sequence], starts[sequence] + first_token + num_tokens
     most_keys = max(LEAST_KEYS, -(-int((end - begin).sum()) // num_programs))
-    num_splits = np.maximum(1, -(-(end - begin) // most_keys))
+    num_splits = np.where(end - begin <= SLACK * most_keys, 1, -(-(end - begin) // most_keys))
     split_keys = _round_up(-(-(end - begin) // num_splits), KEYS_STEP)
     num_splits = np.maximum(1, -(-(end - begin) // split_keys))
 

@@ -12,7 +12,7 @@ import psutil
 import pytest
 
 from manta.cluster.llm import LLM, SamplingParams
-from manta.workers import host
+from manta.structured import host
 from tests.checkpoints import checkpoint
 
 GIB = 2**30
@@ -112,7 +112,7 @@ def test_an_engine_works_without_affinity_and_madvise(monkeypatch: pytest.Monkey
 
 def test_processes_of_one_machine_know_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
     here = host.identity()
-    command = [sys.executable, "-c", "from manta.workers import host; print(host.identity())"]
+    command = [sys.executable, "-c", "from manta.structured import host; print(host.identity())"]
     assert int(subprocess.run(command, capture_output=True, check=True).stdout) == here
     assert 0 <= here < 2**63
     monkeypatch.setattr("socket.gethostname", lambda: "another container")

@@ -1,0 +1,222 @@
+"""Converts a tiny checkpoint of any served architecture to GGUF as llama.cpp's converter does.
+
+Names come from the package `gguf` (`tensor_mapping.py`), which the converter uses too. What the converter does to
+tensors and which keys it writes follow https://github.com/ggml-org/llama.cpp, `conversion/`.
+"""
+
+from __future__ import annotations
+
+import json
+import pathlib
+import re
+from collections.abc import Callable
+from typing import Any
+
+import gguf
+import numpy as np
+import safetensors.torch
+from gguf.constants import MODEL_ARCH_NAMES
+
+from tests.gguf_files import KindOf, add_tensor, add_tokenizer, interleaved
+
+Tensors = dict[str, np.ndarray]
+
+ARCHITECTURES = {
+    "Cohere2ForCausalLM": "cohere2",
+    "Gemma2ForCausalLM": "gemma2",
+    "Gemma3ForCausalLM": "gemma3",
+    "Glm4ForCausalLM": "glm4",
+    "Glm4MoeForCausalLM": "glm4moe",
+    "GptOssForCausalLM": "gpt-oss",
+    "GraniteForCausalLM": "granite",
+    "Lfm2ForCausalLM": "lfm2",
+    "Lfm2MoeForCausalLM": "lfm2moe",
+    "MixtralForCausalLM": "llama",
+    "Olmo2ForCausalLM": "olmo2",
+    "Phi3ForCausalLM": "phi3",
+    "Qwen3MoeForCausalLM": "qwen3moe",
+    "SeedOssForCausalLM": "seed_oss",
+    "SmolLM3ForCausalLM": "smollm3",
+}
+_INTERLEAVED = ("llama", "granite", "smollm3")
+_CONVOLVING = ("lfm2", "lfm2moe")
+_ADDS_ONE = ("gemma2", "gemma3")
+_SPELLED = {
+    "self_attn.sinks": "self_attn.sinks.weight",
+    "e_score_correction_bias": "e_score_correction.bias",
+    ".expert_bias": ".expert_bias.bias",
+}
+"""Ends of names that the converter changes."""
+_EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(\w+)\.weight")
+
+
+def convert(
+    folder: pathlib.Path,
+    path: pathlib.Path,
+    kind_of: KindOf = lambda name: "F32",
+    *,
+    is_dense: bool = False,
+    tensors_each: int = 0,
+) -> pathlib.Path:
+    """Writes the checkpoint of `folder` to `path`. `kind_of` chooses the types of tensors that are no vectors; if
+    `is_dense`, the file has the numbers that their blocks stand for. With `tensors_each`, the model is split into files
+    of so many tensors.
+    """
+    config = json.loads((folder / "config.json").read_text())
+    name = ARCHITECTURES[config["architectures"][0]]
+    (architecture,) = (arch for arch, spelled in MODEL_ARCH_NAMES.items() if spelled == name)
+    writer = gguf.GGUFWriter(path, name, split_max_tensors=tensors_each)
+    _add_keys(writer, config, name)
+    add_tokenizer(writer, folder)
+    stored = safetensors.torch.load_file(folder / "model.safetensors")
+    tensors = _of_architecture({key: value.float().numpy() for key, value in stored.items()}, config, name)
+    names = gguf.get_tensor_name_map(architecture, config["num_hidden_layers"])
+    for key, tensor in sorted(tensors.items()):
+        if key == "lm_head.weight" and config.get("tie_word_embeddings"):
+            continue
+        converted = names.get_name(key, try_suffixes=(".weight", ".bias"))
+        assert converted is not None, key
+        add_tensor(writer, converted, tensor, kind_of, is_dense=is_dense)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def _of_architecture(tensors: Tensors, config: dict[str, Any], name: str) -> Tensors:
+    """Returns the tensors as the converter writes them, under names that the table of names knows."""
+    tensors = _merged_experts(tensors)
+    if name in _INTERLEAVED:
+        for key, heads in (("q_proj", "num_attention_heads"), ("k_proj", "num_key_value_heads")):
+            rotated = {k: v for k, v in tensors.items() if f".self_attn.{key}." in k}
+            tensors |= {k: interleaved(v, config[heads]) for k, v in rotated.items()}
+    if name in _ADDS_ONE:
+        tensors |= {k: v + 1 for k, v in tensors.items() if k.endswith("norm.weight")}
+    if name == "gpt-oss":
+        tensors = _split_gates(tensors)
+    for end, spelled in _SPELLED.items():
+        for found in [each for each in tensors if each.endswith(end)]:
+            tensors[found.removesuffix(end) + spelled] = tensors.pop(found)
+    if name in _CONVOLVING:
+        tensors |= {k: v.squeeze(1) for k, v in tensors.items() if k.endswith("conv.conv.weight")}
+    return tensors
+
+
+def _merged_experts(tensors: Tensors) -> Tensors:
+    """Returns the experts of a layer as one tensor."""
+    merged, experts = {}, {}
+    for key, tensor in tensors.items():
+        if (found := _EXPERT.fullmatch(key)) is None:
+            merged[key] = tensor
+        else:
+            experts.setdefault(f"{found[1]}.{found[3]}.weight", {})[int(found[2])] = tensor
+    stacked = {key: np.stack([each[index] for index in sorted(each)]) for key, each in experts.items()}
+    # The table of names has LFM2's without their beginning
+    return merged | {
+        key.removeprefix("model.") if ".feed_forward." in key else key: each for key, each in stacked.items()
+    }
+
+
+def _split_gates(tensors: Tensors) -> Tensors:
+    """Returns gpt-oss's experts with gates and what they let through apart, outputs first."""
+    split: Tensors = {}
+    for key, tensor in tensors.items():
+        if key.endswith("experts.gate_up_proj_bias"):
+            prefix = key.removesuffix("gate_up_proj_bias")
+            split |= {f"{prefix}gate_proj.bias": tensor[:, ::2], f"{prefix}up_proj.bias": tensor[:, 1::2]}
+        elif key.endswith("experts.down_proj_bias"):
+            split[key.removesuffix("_bias") + ".bias"] = tensor
+        elif key.endswith("experts.gate_up_proj"):
+            prefix, rows = key.removesuffix("gate_up_proj"), tensor.swapaxes(1, 2)
+            split |= {f"{prefix}gate_proj.weight": rows[:, ::2], f"{prefix}up_proj.weight": rows[:, 1::2]}
+        elif key.endswith("experts.down_proj"):
+            split[f"{key}.weight"] = tensor.swapaxes(1, 2)
+        else:
+            split[key] = tensor
+    return {key: np.ascontiguousarray(tensor) for key, tensor in split.items()}
+
+
+def _add_keys(writer: gguf.GGUFWriter, config: dict[str, Any], name: str) -> None:
+    head_dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+    rope = config.get("rope_parameters") or {}
+    rope = rope.get("full_attention", rope)
+    writer.add_context_length(config["max_position_embeddings"])
+    writer.add_embedding_length(config["hidden_size"])
+    writer.add_block_count(config["num_hidden_layers"])
+    writer.add_feed_forward_length(config["intermediate_size"])
+    writer.add_head_count(config["num_attention_heads"])
+    kinds = config.get("layer_types") if name in _CONVOLVING else None
+    key_heads = config["num_key_value_heads"]
+    writer.add_head_count_kv(key_heads if kinds is None else [key_heads * (kind != "conv") for kind in kinds])
+    writer.add_key_length(head_dim)
+    writer.add_value_length(head_dim)
+    writer.add_rope_dimension_count(int(head_dim * rope.get("partial_rotary_factor", 1)))
+    writer.add_rope_freq_base(rope.get("rope_theta", 10000.0))
+    writer.add_vocab_size(config["vocab_size"])
+    if rope.get("rope_type") == "yarn":
+        writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
+        writer.add_rope_scaling_factor(rope["factor"])
+        writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
+    if name == "cohere2":
+        writer.add_layer_norm_eps(config["layer_norm_eps"])
+    else:
+        writer.add_layer_norm_rms_eps(config.get("rms_norm_eps") or config["norm_eps"])
+    if config.get("sliding_window") and name != "qwen3moe":
+        writer.add_sliding_window(config["sliding_window"])
+    for add in _OWN.get(name, ()):
+        add(writer, config)
+
+
+Add = Callable[[gguf.GGUFWriter, dict[str, Any]], None]
+
+
+def _add_experts(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
+    writer.add_expert_count(config.get("num_experts") or config.get("num_local_experts") or config["n_routed_experts"])
+    writer.add_expert_used_count(config["num_experts_per_tok"])
+
+
+def _add_expert_width(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
+    writer.add_expert_feed_forward_length(config.get("moe_intermediate_size", config["intermediate_size"]))
+
+
+def _add_caps(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
+    writer.add_attn_logit_softcapping(config["attn_logit_softcapping"])
+    writer.add_final_logit_softcapping(config["final_logit_softcapping"])
+
+
+def _add_granites(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
+    writer.add_attention_scale(config["attention_multiplier"])
+    writer.add_embedding_scale(config["embedding_multiplier"])
+    writer.add_residual_scale(config["residual_multiplier"])
+    writer.add_logit_scale(config["logits_scaling"])
+
+
+def _add_glms(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
+    writer.add_expert_shared_count(config["n_shared_experts"])
+    writer.add_leading_dense_block_count(config["first_k_dense_replace"])
+    writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
+    writer.add_expert_weights_scale(config["routed_scaling_factor"])
+    writer.add_expert_weights_norm(config["norm_topk_prob"])
+
+
+def _add_taps(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
+    writer.add_shortconv_l_cache(config["conv_L_cache"])
+
+
+def _add_dense_layers(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
+    writer.add_leading_dense_block_count(config["num_dense_layers"])
+    writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
+
+
+_OWN: dict[str, tuple[Add, ...]] = {
+    "llama": (_add_experts,),
+    "qwen3moe": (_add_experts, _add_expert_width),
+    "gpt-oss": (_add_experts, _add_expert_width),
+    "gemma2": (_add_caps,),
+    "granite": (_add_granites,),
+    "cohere2": (lambda writer, config: writer.add_logit_scale(config["logit_scale"]),),
+    "lfm2": (_add_taps,),
+    "lfm2moe": (_add_taps, _add_experts, _add_expert_width, _add_dense_layers),
+    "glm4moe": (_add_experts, _add_expert_width, _add_glms),
+}

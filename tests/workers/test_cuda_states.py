@@ -1,0 +1,114 @@
+"""Models with recurrent states on the CUDA platform give transformers' tokens: in Triton's interpreter, or on a GPU
+(`make gpu-check`). In the interpreter only one of them runs in every test.
+"""
+
+from __future__ import annotations
+
+import pathlib
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+
+from manta.cluster.llm import LLM, SamplingParams
+from manta.workers.checkpoints.model_folder import load_model_config
+from manta.workers.kernels.triton import graphs
+from tests.checkpoints import reference_greedy, reference_logits
+from tests.engine.histories import NGRAM
+from tests.workers.test_cuda_platform import make_llm
+from tests.workers.test_layer_kinds import folder_of
+from tests.workers.triton_device import THOROUGH
+
+NUM_TOKENS = 12 if THOROUGH else 3
+GREEDY = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True)
+FAMILIES = (
+    "qwen3_5",
+    "falcon_h1",
+    "mamba",
+    "lfm2",
+    "mamba2",
+    "jamba",
+    "qwen3_next",
+    "qwen3_5_moe",
+    "granite_hybrid",
+    "nemotron_h",
+    "bamba",
+    "falcon_mamba",
+    "lfm2_moe",
+)
+"""Gated delta nets, Mamba 2 beside attention, Mamba 1, short convolutions, and their other families."""
+FEWER_LAYERS: dict[str, dict[str, Any]] = {
+    "qwen3_5": {"num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"]}
+}
+"""The configuration of models that run in every test."""
+PROMPTS = [[5 + (7 * place + place // 32 * shift) % 300 for place in range(40)] for shift in (0, 3)]
+"""They begin alike, and are longer than a captured step."""
+
+
+def model_of(name: str) -> pathlib.Path:
+    return folder_of(name, **({} if THOROUGH else FEWER_LAYERS.get(name, {})))
+
+
+def expected(name: str, prompt: list[int], allowed: list[int] | None = None) -> list[int]:
+    """Returns the most probable tokens by transformers, of those that are allowed."""
+    folder = model_of(name)
+    if allowed is None and any(load_model_config(folder).attends):  # else it cannot generate by itself
+        return reference_greedy(folder, prompt, NUM_TOKENS)
+    tokens = list(prompt)
+    for _ in range(NUM_TOKENS):
+        logits = reference_logits(folder, tokens)[-1]
+        tokens.append(int(logits.argmax()) if allowed is None else allowed[int(logits[allowed].argmax())])
+    return tokens[len(prompt) :]
+
+
+def answers(llm: LLM, prompts: list[list[int]], params: SamplingParams = GREEDY) -> list[list[int]]:
+    """Returns the tokens of every choice."""
+    outputs = llm.generate(prompts, params, use_tqdm=False)
+    llm.engine.step()
+    llm.engine.check_integrity()
+    return [choice.token_ids for output in outputs for choice in output.outputs]
+
+
+@pytest.mark.parametrize(
+    "name", [name if THOROUGH else pytest.param(name, marks=pytest.mark.prove) for name in FAMILIES]
+)
+def test_tokens_are_those_of_transformers(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Cold, and from snapshots."""
+    llm = make_llm(monkeypatch, str(model_of(name)), dtype="float32")
+    for _ in range(2):
+        assert answers(llm, PROMPTS) == [expected(name, prompt) for prompt in PROMPTS]
+    assert llm.engine.stats().prefix_cache_hits == 64
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        name if THOROUGH or name == "qwen3_5" else pytest.param(name, marks=pytest.mark.prove)
+        for name in ("qwen3_5", "falcon_h1", "mamba", "lfm2")
+    ],
+)
+def test_graphs_verify_drafts_and_fork_states(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps of every kind are padded: decodes, verifications and prompts."""
+    layouts: set[tuple[int, int | None]] = set()
+    call = graphs.GraphedLayers.__call__
+
+    def watched(self: graphs.GraphedLayers, *arguments: Any) -> torch.Tensor:
+        metadata = arguments[2]
+        if self.capture is None and metadata.layout is not None:
+            layouts.add((metadata.layout.tokens_each, metadata.layout.most_tokens))
+        return call(self, *arguments)
+
+    drafts = NGRAM | {"max_draft_tokens": 2}
+    llm = make_llm(monkeypatch, str(model_of(name)), dtype="float32", speculative=drafts)
+    monkeypatch.setattr(graphs.GraphedLayers, "__call__", watched)
+    allowed = [5, 9, 11]  # so that each token is in the prompt, and drafts follow it
+    params = msgspec.structs.replace(GREEDY, allowed_token_ids=tuple(allowed))
+    prompts = [[*(allowed * 6), allowed[0]], allowed * 3]
+    found = [expected(name, prompt, allowed) for prompt in prompts]
+    assert answers(llm, prompts[:1], msgspec.structs.replace(params, n=2)) == [found[0]] * 2
+    # The last three tokens of the cached prompt are a step of as many as verify two drafts
+    assert answers(llm, prompts, params) == found
+    assert llm.engine.stats().prefix_cache_hits == 16
+    assert (3, None) in layouts
+    assert any(most_tokens is not None for _, most_tokens in layouts)
