@@ -508,6 +508,8 @@ def test_a_device_refuses_what_it_does_not_compute(monkeypatch: pytest.MonkeyPat
         ("cohere2", "norms that subtract the mean"),
         ("gpt_oss", "experts, gates other than SiLU"),
         ("minicpm3", "latent attention"),
+        ("qwen3_5", "recurrent states"),
+        ("minimax", "experts, recurrent states"),
     ],
 )
 def test_exact_refuses_what_torch_computes(name: str, words: str) -> None:

@@ -1,0 +1,92 @@
+"""Every key of families without a table of their own, set to values of other types, which it is refused for by name."""
+
+from __future__ import annotations
+
+import pathlib
+
+import pytest
+
+from manta.workers.models.families import FAMILIES
+from manta.workers.models.harmless_keys import HARMLESS_KEYS
+from manta.workers.models.raw_config import ConfigError
+from tests.workers.test_config_keys import (
+    CHOICE,
+    FLAG,
+    LIST,
+    NUMBER,
+    OBJECT,
+    OWN,
+    WHOLE,
+    read,
+    refused_key,
+    values_of,
+)
+
+OF_TYPE = {bool: FLAG, int: WHOLE, float: NUMBER, str: CHOICE, list: LIST, dict: OBJECT}
+"""Values that are refused in place of a served one, by its type."""
+NO_WHOLE_NUMBER = {"expand", "mamba_expand"}
+WITHOUT_EFFECT = {
+    # Training, and the first weights.
+    "hidden_dropout",
+    "linear_a_log_max",
+    "linear_a_log_min",
+    "linear_dt_init_floor",
+    "linear_dt_max",
+    "linear_dt_min",
+    "mtp_layers_block_type",
+    "rescale_prenorm_residual",
+    "time_step_floor",
+    "time_step_init_scheme",
+    "time_step_max",
+    "time_step_scale",
+    "z_loss_coefficient",
+    # How transformers and others compute.
+    "block_size",
+    "chunk_size",
+    "mamba_chunk_size",
+    "mamba_ssm_cache_dtype",
+    "moe_shared_expert_overlap",
+    "num_logits_to_keep",
+    "residual_in_fp32",
+    "use_associative_scan",
+    "use_mamba_kernels",
+    "use_mambapy",
+}
+"""Keys of families with recurrent mixers that change no number."""
+SAID_OTHERWISE = {
+    ("FalconH1ForCausalLM", "mamba_expand"),
+    ("NemotronHForCausalLM", "expand"),
+    ("NemotronHForCausalLM", "mamba_proj_bias"),
+    ("Mamba2ForCausalLM", "intermediate_size"),
+    ("Mamba2ForCausalLM", "time_step_rank"),
+    *(
+        (family, key)
+        for family in ("Mamba2ForCausalLM", "MambaForCausalLM", "FalconMambaForCausalLM")
+        for key in ("num_attention_heads", "num_key_value_heads", "time_step_min")
+    ),
+}
+"""Keys of a family without effect, which matter in others or whose meaning other keys have."""
+
+
+@pytest.mark.parametrize("family", [family for family in FAMILIES if family not in OWN])
+def test_a_value_of_another_type_is_refused_by_its_key_in_other_families(family: str, tmp_path: pathlib.Path) -> None:
+    values = values_of(family)
+    usual, known = read(tmp_path, values), HARMLESS_KEYS | {"architectures", "eos_token_id"}
+    for key in [key for key, value in values.items() if value is not None and key not in known]:
+        for value in OF_TYPE[type(values[key])]:
+            if value == 1.5 and key in NO_WHOLE_NUMBER:
+                continue
+            if key in WITHOUT_EFFECT or (family, key) in SAID_OTHERWISE:
+                assert read(tmp_path, values | {key: value}) == usual, key
+                continue
+            with pytest.raises(ConfigError) as caught:
+                read(tmp_path, values | {key: value})
+            assert caught.value.key.partition("[")[0].partition(".")[0] == key, value
+
+
+def test_time_steps_have_two_bounds(tmp_path: pathlib.Path) -> None:
+    values = values_of("Mamba2ForCausalLM")
+    for limits in ([], [0.0], [0.0, 1.0, 2.0], [0.0, {"a": 1}]):
+        refused = refused_key(tmp_path, values | {"time_step_limit": limits})
+        assert refused in ("time_step_limit", "time_step_limit[1]"), limits
+    assert refused_key(tmp_path, values | {"time_step_limit": [0.0, {"__float__": "Infinity"}]}) is None
