@@ -18,9 +18,9 @@ from manta.structured.schemas.numbers import json_text, read_json
 from manta.structured.schemas.patterns import are_disjoint, of_beginning
 
 MAX_PLACES = 10_000
-"""Most places, and verdicts on values, that are remembered. Beyond it all are forgotten."""
-MAX_FOLLOWING = 100
-"""Most sets of properties of an object for which it is remembered which may follow."""
+"""Most places that are remembered. Beyond it all are forgotten."""
+MAX_KEPT = 100
+"""Most verdicts on values, and most sets of names with those that may follow, that one place remembers."""
 MAX_UNLISTED = 4
 """Most properties that no schema lists before all that are needed have come."""
 _COMBINING = frozenset(["$ref", "allOf", "anyOf"])
@@ -201,7 +201,7 @@ class Ways:
             value, judge = read_json(text), self._space.logic.judge
             pairs = zip(left, self.schemas_within(left, key), strict=True)
             found = tuple(index for index, schemas in pairs if judge.is_valid(value, schemas))
-            if len(self._left) >= MAX_PLACES:
+            if len(self._left) >= MAX_KEPT:
                 self._left.clear()
             self._left[known] = found
         return found
@@ -210,7 +210,7 @@ class Ways:
         """Returns the names that may follow in one of the ways that are left; None if they are not listed."""
         key = (left, names)
         if key not in self._following:
-            if len(self._following) >= MAX_FOLLOWING:
+            if len(self._following) >= MAX_KEPT:
                 self._following.clear()
             found = [self.ways[index].following(names) for index in left]
             merged = {name: text for each in found for name, text in (each or {}).items()}
@@ -320,5 +320,4 @@ class Progress(NamedTuple):
 
     def _may_repeat(self, name: str) -> bool:
         """Whether a name may come again, because only patterns say which names there are, perhaps too few."""
-        ways = [self.place.ways[index] for index in self.left]
-        return all(way.is_closed for way in ways) and not any(name in way.names() for way in ways)
+        return self._has_rules_alone() and not any(name in self.place.ways[index].names() for index in self.left)

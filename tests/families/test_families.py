@@ -24,7 +24,7 @@ REFUSED_NAMES = (
     # Latent attention without a native form.
     "axk1 longcat_flash sarvam_mla "
     # Layers that differ in their heads.
-    "gemma4_unified_text mimo_v2_flash "
+    "gemma4_unified_text "
     # Attention that a layer calls twice, masks of their own, a cache that forgets positions which the mask shows.
     "diffllama doge dory git hrm_text moshi "
     # Pictures or sounds, whose text decoder has no native form.

@@ -80,6 +80,27 @@ ATTENTION_CASES: dict[str, Case] = {
             "partial rotation": {"rope_parameters": ROPE | {"partial_rotary_factor": 1.0}},
         },
     ),
+    "mimo_v2": Case(
+        "MiMoV2FlashConfig",
+        EXPERTS
+        | {
+            "n_shared_experts": None,
+            "head_dim": 32,
+            "v_head_dim": 20,
+            "sliding_window": 24,
+            "layer_types": ["full_attention", "sliding_attention"] * 2,
+            "rope_parameters": {
+                "full_attention": ROPE | {"partial_rotary_factor": 0.5},
+                "sliding_attention": ROPE | {"rope_theta": 100.0, "partial_rotary_factor": 0.5},
+            },
+        },
+        {
+            "scaled values": {"attention_value_scale": 1.0},
+            "local rope": {"rope_parameters": {"full_attention": ROPE | {"partial_rotary_factor": 0.5}}},
+            "choice of three experts": {"num_experts_per_tok": 2},
+        }
+        | NO_WINDOW,
+    ),
     "mixtral": Case(
         "MixtralConfig",
         {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 24},

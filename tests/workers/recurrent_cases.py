@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import transformers
@@ -230,12 +231,10 @@ RECURRENT_CASES: dict[str, Case] = {
 }
 
 
-def recurrent_values(sizes: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """Returns the `config.json` of each family with recurrent mixers, by its architecture. `sizes` are those of tiny
-    models.
-    """
+def values_of_cases(cases: Iterable[Case], sizes: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """Returns the `config.json` of each family, by its architecture. `sizes` are those of tiny models."""
     found: dict[str, dict[str, Any]] = {}
-    for case in RECURRENT_CASES.values():
+    for case in cases:
         config = getattr(transformers, case.config)(**sizes | case.options, dtype="float32")
         architecture = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[config.model_type]
         found.setdefault(architecture, json.loads(config.to_json_string()) | {"architectures": [architecture]})

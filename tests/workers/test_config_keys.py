@@ -20,7 +20,8 @@ from manta.workers.models.harmless_keys import HARMLESS_KEYS
 from manta.workers.models.model_config import ModelConfig, ModelError
 from manta.workers.models.raw_config import ConfigError, RawConfig
 from tests.quantised_checkpoints import AWQ_CONFIG, fp8_config, gptq_config
-from tests.workers.recurrent_cases import recurrent_values
+from tests.workers.attention_cases import ATTENTION_CASES
+from tests.workers.recurrent_cases import RECURRENT_CASES, values_of_cases
 from tests.workers.test_layer_kinds import SIZES
 from tests.workers.test_quantised_formats import FORMATS
 
@@ -284,7 +285,7 @@ QUANTIZATIONS: dict[str, dict[str, Any]] = {
 
 def values_of(family: str) -> dict[str, Any]:
     if family not in OWN:
-        return recurrent_values(SIZES)[family]
+        return values_of_cases([*RECURRENT_CASES.values(), ATTENTION_CASES["mimo_v2"]], SIZES)[family]
     table = table_of(family)
     return {"architectures": [family]} | {key: served for key, (served, _) in table.items()}
 
@@ -442,9 +443,7 @@ SAID_OTHERWISE = {
 
 
 @pytest.mark.parametrize("family", [family for family in FAMILIES if family not in OWN])
-def test_a_value_of_another_type_is_refused_by_its_key_in_recurrent_families(
-    family: str, tmp_path: pathlib.Path
-) -> None:
+def test_a_value_of_another_type_is_refused_by_its_key_in_other_families(family: str, tmp_path: pathlib.Path) -> None:
     values = values_of(family)
     usual, known = read(tmp_path, values), HARMLESS_KEYS | {"architectures", "eos_token_id"}
     for key in [key for key, value in values.items() if value is not None and key not in known]:

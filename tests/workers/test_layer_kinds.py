@@ -291,6 +291,7 @@ def rewritten(
         ("deepseek_v3", "e_score_correction_bias"),
         ("gemma4", "layer_scalar"),
         ("gemma4", "per_layer"),
+        ("mimo_v2", "attention_sink_bias"),
         ("gemma4, experts", "router.scale"),
         ("gemma4, experts", "per_expert_scale"),
     ],

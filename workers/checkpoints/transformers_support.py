@@ -49,7 +49,6 @@ _OTHER_ATTENTION = {
     "dory": "its layers attend several times",
     "git": "its tokens attend to those of a picture",
     "hrm_text": "its layers run several times",
-    "mimo_v2_flash": "its layers differ in their heads, and values are narrower than keys",
     "moshi": "transformers' cache forgets positions that its mask shows",
 }
 """Reasons why model types cannot run over the paged cache that their configurations do not show. The probe after

@@ -8,6 +8,7 @@ model runner calls it; it knows neither files nor sequences.
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 
 from manta.workers.decoders.expert_routing import run_experts
 from manta.workers.decoders.latent_attention import attend_latent
@@ -41,6 +42,13 @@ def query_growth(growth: QueryGrowth, positions: torch.Tensor) -> torch.Tensor:
     """Returns the factors on the queries of tokens, float32 [num_tokens, 1]."""
     steps = (positions.float() + growth.first).div_(growth.period).floor_()
     return steps.log1p_().mul_(growth.rate).add_(1).unsqueeze(-1)
+
+
+def _filled_up(qkv: torch.Tensor, heads: HeadShape, value_dim: int) -> torch.Tensor:
+    """Returns rows of queries, keys and values whose values have the width of keys: zeros follow each."""
+    values = qkv[:, -heads.num_kv_heads * value_dim :].unflatten(-1, (-1, value_dim))
+    wide = F.pad(values, (0, heads.head_dim - value_dim)).flatten(1)
+    return torch.cat((qkv[:, : -heads.num_kv_heads * value_dim], wide), dim=-1)
 
 
 _FIRST_POSITIONS = 4096
@@ -218,6 +226,8 @@ class Decoder:
             caches = k_cache, v_cache
             return attend_latent(attention, normed, cos_sin, metadata, caches, heads, shape, self._kernels, growth)
         qkv = attention.qkv.forward(normed, metadata)
+        if attention.value_dim is not None:
+            qkv = _filled_up(qkv, heads, attention.value_dim)
         if attention.wide_norms is not None:
             query, key, value = qkv.split([count * heads.head_dim for count in heads.counts], dim=-1)
             query_norm, key_norm = attention.wide_norms
@@ -233,6 +243,8 @@ class Decoder:
         attended = self._kernels.paged_attention(
             qkv, k_cache, v_cache, metadata, heads, sliding_window, attention.sinks
         )
+        if attention.value_dim is not None:
+            attended = attended.unflatten(-1, (-1, heads.head_dim))[..., : attention.value_dim].flatten(1)
         if attention.gate is not None:
             gates = self._kernels.recurrent.sigmoid(attention.gate.forward(normed, metadata).float())
             attended = (attended * gates).to(attended.dtype)

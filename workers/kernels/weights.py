@@ -99,6 +99,8 @@ class AttentionWeights:
     """[head_dim]; None in families that do not normalise values."""
     reads_other_layer: bool = False
     """Whether `qkv` gives queries only, and keys and values are those of an earlier layer."""
+    value_dim: int | None = None
+    """Width of a value, which is filled up with zeros to that of a key; None in families in which both are equal."""
     gate: Linear | None = None
     """hidden -> num_heads * head_dim, whose sigmoids multiply the attended values; None in families without."""
 

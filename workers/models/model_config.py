@@ -309,6 +309,10 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     """The layer whose cached keys and values each layer reads, if some read those of an earlier layer."""
     reader_mlp_factor: int = 1
     """Factor on the inner width of the MLP in layers that read keys and values of another one."""
+    value_dim: int | None = None
+    """Width of a value, if it is narrower than a key (MiMo-V2). Cached values are filled up with zeros."""
+    value_scale: float = 1.0
+    """Factor on values."""
     values_are_projected_keys: bool = False
     """Whether layers without a window make values of the weights of the keys (Gemma 4)."""
     per_layer_size: int = 0

@@ -248,6 +248,8 @@ class AttentionSpec(NamedTuple):
     """The linear from hidden states to numbers whose sigmoids multiply the attended values (Qwen3-Next)."""
     v_norm: NormSpec | None = None
     """Norm of each value head over its dimension (Gemma 4)."""
+    value_dim: int | None = None
+    """Width of a value, if it is narrower than a key (MiMo-V2)."""
 
     @property
     def reads_other_layer(self) -> bool:

@@ -361,6 +361,7 @@ class _WeightLoader:
             sinks=None if spec.sinks is None else self._sinks(spec.sinks),
             v_norm=self._norm(spec.v_norm),
             reads_other_layer=spec.reads_other_layer,
+            value_dim=spec.value_dim,
             gate=None if spec.gate is None else self._linear(spec.gate),
         )
 

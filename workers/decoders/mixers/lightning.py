@@ -31,7 +31,8 @@ def lightning(
     mixed, gate = weights.inputs["input"].forward(x, metadata).float().split([3 * width, width], dim=-1)
     query, key, value = F.silu(mixed).unflatten(1, (shape.num_heads, 3, shape.head_dim)).unbind(2)
     log_decay = -tensors["slopes"].expand(len(x), -1)
-    inputs = RecurrentInputs(query.contiguous(), key.contiguous(), value.contiguous(), log_decay.contiguous())
+    query, key, value, log_decay = (each.contiguous() for each in (query, key, value, log_decay))
+    inputs = RecurrentInputs(query, key, value, log_decay, dtype=x.dtype)
     outputs = kernels.recur(inputs, states[0], step).flatten(1)
     squares = weights.sum_over_ranks(outputs.square().sum(-1, keepdim=True)) / (width * weights.num_ranks)
     normed = outputs * torch.rsqrt(squares + shape.norm_eps) * tensors["norm"]
