@@ -126,8 +126,10 @@ def _part_seconds(
     pairs_of_row = drawn[0].shape[1]
     inner = gated.multiply(x, drawn[0], blocks[0], layer.activation, pairs_of_row)
     results = down.multiply(inner, drawn[0], blocks[0], expert_products.NONE, 1)
-    calls: dict[str, list[Callable[[], object]]] = {
-        "sorting": [lambda: expert_rows.sort_pairs(drawn[0], gated.num_experts, size)] * len(drawn),
+    calls: dict[str, list[Callable[[], object]]] = {}
+    if len(x) > 1:  # a single row needs no order
+        calls["sorting"] = [lambda: expert_rows.sort_pairs(drawn[0], gated.num_experts, size)] * len(drawn)
+    calls |= {
         "gates": [
             functools.partial(gated.multiply, x, chosen, each, layer.activation, pairs_of_row)
             for chosen, each in zip(drawn, blocks, strict=True)

@@ -16,9 +16,9 @@ from tests.workers.test_cuda_platform import NUM_TOKENS, make_llm
 from tests.workers.test_layer_kinds import folder_of
 from tests.workers.triton_device import THOROUGH
 
-FAMILIES = ["mixtral", "qwen3_moe", "gpt_oss", "glm4_moe"]
+FAMILIES = ["mixtral", "qwen3_moe", "gpt_oss", "glm4_moe", "llama4", "deepseek_v3"]
 """Softmax over all experts; normalised shares; biases and clamped gates; sigmoids in groups, with a bias for the choice
-and an expert for every token.
+and an expert for every token; shares that scale inputs; groups ranked by two scores.
 """
 PROMPTS = [[5 + (7 * place + place // 32 * shift) % 300 for place in range(40)] for shift in (0, 3)]
 GREEDY = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True)

@@ -402,12 +402,11 @@ def expert_forms() -> list[QuantizedWeight | None]:
 
 
 def compile_experts() -> None:
-    for shape in (QWEN3_30B, GPT_OSS_20B):
-        for num_rows in (1, 32, 256, 4096):
-            for form in expert_forms():
-                if form is not None and shape.inner % form.group_size and form.scales.shape[1] > 1:
-                    continue
-                experts(shape, num_rows, form, torch.bfloat16)
+    for num_rows in (1, 32, 256, 4096):
+        for form in expert_forms():
+            experts(QWEN3_30B, num_rows, form, torch.bfloat16)
+            if form is None or form.codebook is not None:
+                experts(GPT_OSS_20B, num_rows, form, torch.bfloat16)
     for num_rows in (1, 4096):
         experts(QWEN3_30B, num_rows, None, torch.float32)
         experts(QWEN3_30B, num_rows, None, torch.float16)
