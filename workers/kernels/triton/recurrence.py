@@ -55,7 +55,8 @@ def recur(inputs: RecurrentInputs, states: torch.Tensor, step: RecurrentStep) ->
     query, key, value, log_decay = map(in_rows, inputs[:4])
     beta = None if inputs.beta is None else in_rows(inputs.beta)
     has_fine_decays = log_decay.dim() == 3
-    has_chunks = inputs.rates is None and (beta is not None or not has_fine_decays) and key.shape[2] <= MOST_CHUNK_KEYS
+    has_chunks = inputs.rates is None and (beta is not None or not has_fine_decays)
+    has_chunks = has_chunks and key.shape[2] <= MOST_CHUNK_KEYS
     if has_chunks and inputs.dtype == torch.bfloat16 and not step.is_decode:
         return recur_chunks(RecurrentInputs(query, key, value, log_decay, beta), states, step)
     num_tokens, num_heads, value_dim = value.shape
