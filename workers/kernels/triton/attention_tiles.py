@@ -27,8 +27,8 @@ _OTHER_BYTES = 2048
 WIDE_DIM = 256
 """Largest head size whose results fit in the registers of four warps, 64 rows of them."""
 PROMPT_ROWS = 128
-"""Rows of a tile of prompts where the device multiplies out of shared memory. On an H200 prompts of Llama-3.1-8B's shape
-took 423 us so and 441 us with 64 rows, and those of Qwen2.5-0.5B's 97 and 121 us.
+"""Rows of a tile of prompts where the device multiplies out of shared memory. On an H200, prompts of Llama-3.1-8B's
+shape took 423 us so and 441 us with 64 rows, and those of Qwen2.5-0.5B's 97 and 121 us.
 """
 MOST_VISIBLE_DIM = 128
 """Largest head size with a loop of its own for the tiles that every row sees: with 256, two loops spill registers.
