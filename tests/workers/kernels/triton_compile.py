@@ -85,7 +85,7 @@ MOST_SPILLED_BY_64_LATENT_ROWS = 416
 """Bytes a thread. Their results take half of the registers. Triton 3.6, which torch 2.11 brings, spills nothing but 224
 bytes before the loop over keys, where groups share prefixes; 3.9 spills some addresses too.
 """
-MOST_SPILLED_BY_CHUNKS = 256
+MOST_SPILLED_BY_CHUNKS = 64
 """Bytes a thread of recurrences in chunks, each of which waits for the one before it: tiles as large as the registers
 take help them more than a second program on the multiprocessor.
 """
@@ -115,8 +115,12 @@ RECURRENT = {
     "space": (8, 128, 128, 64),
     "wide space": (1, 24, 256, 64),
     "selective": (1, 8192, 16, 1),
+    "delta of small keys": (16, 32, 64, 64),
+    "space of small keys": (8, 128, 64, 64),
 }
-"""Groups, heads, key_dim and value_dim of Qwen3-Next, Kimi Linear, Nemotron-H, Falcon-H1 and Falcon Mamba."""
+"""Groups, heads, key_dim and value_dim of Qwen3-Next, Kimi Linear, Nemotron-H, Falcon-H1 and Falcon Mamba, and of keys
+that are short enough for chunks.
+"""
 CPU = torch.device("cpu")
 VOCAB_SIZE = 151_936
 
@@ -202,6 +206,8 @@ def check_instructions(
         assert widest_load(ptx) >= WIDE_LOADS[name], (
             f"{form} reads no more than {widest_load(ptx)} bytes a thread at a time"
         )
+    if name in ("_recur_within", "_recur_chunks"):
+        assert "wgmma" not in ptx, f"{form} uses products of warp groups, which Triton compiles wrongly for it"
     if name in ("_multiply", "_multiply_quantized_experts"):
         product = r"(mma|wgmma)\S*\.s32\.s8"
         if signature["weights"] == POINTERS[torch.float8_e4m3fn]:  # widened to float16, exactly, for few rows
@@ -423,7 +429,7 @@ def recur(lens: list[int], shape: tuple[int, int, int, int], kind: str, dtype: t
     assert step is not None
     decays = torch.zeros(num_tokens, num_heads, *([key_dim] if kind == "kimi" else []))
     keys, values = torch.zeros(num_tokens, num_groups, key_dim), torch.zeros(num_tokens, num_heads, value_dim)
-    beta = torch.zeros(num_tokens, num_heads) if kind in ("delta", "kimi") else None
+    beta = torch.zeros(num_tokens, num_heads) if "delta" in kind or kind == "kimi" else None
     rates = torch.zeros(num_heads, key_dim) if kind == "selective" else None
     states = torch.zeros(2, num_heads, key_dim, value_dim)
     recurrence.recur(RecurrentInputs(keys, keys, values, decays, beta, rates, dtype), states, step)

@@ -17,14 +17,18 @@ from manta.workers.kernels.recurrence import RecurrentInputs
 from manta.workers.kernels.recurrent_step import RecurrentStep
 from manta.workers.kernels.triton.launch import needs_wide_dot, padded_size
 
-_CHUNK = 64
-"""Rows of a block with one decay a head: as many as the tensor cores multiply at once."""
+_CHUNK = 32
+"""Rows of a block with one decay a head."""
 _FINE_CHUNK = 16
 """Rows of a block with a decay for each dimension of the key, whose pairs of rows are not products of matrices."""
-_STATE_NUMBERS = 4096
+_STATE_NUMBERS = 2048
 """Numbers of the states in a program, as registers allow."""
 _KEY_PART = 64
 """Dimensions of the keys that are multiplied at a time where no state is needed."""
+_WARPS = 2
+"""Too few for the products of warp groups, which Triton from 3.4 on compiles wrongly for Hopper in chunks of 64 rows:
+results that are off by half, or reads outside of memory (flash-linear-attention's issue 984, Triton's 11366).
+"""
 _LEAST = 16
 """Smallest side of a product on tensor cores."""
 
@@ -60,12 +64,12 @@ def recur_chunks(inputs: RecurrentInputs, states: torch.Tensor, step: RecurrentS
     arrays = query, key, log_decay, log_decay if beta is None else beta
     _recur_within[(num_heads, triton.cdiv(num_tokens, chunk))](
         *arrays, scores, solved, step.row_segments, *strides, num_tokens, **form,
-        KEY_PART=min(_KEY_PART, keys), num_warps=4,
+        KEY_PART=min(_KEY_PART, keys), num_warps=_WARPS,
     )  # fmt: skip
     _recur_chunks[(num_heads, triton.cdiv(value_dim, values), len(step.sequence_starts) - 1)](
         *arrays[:3], value, scores, solved, states, output, step.starts, step.reads, step.writes, step.first_segments,
         *strides[:3], value.stride(0), **form, VALUE_DIM=value_dim, TILE_VALUES=values,
-        num_warps=8, num_stages=1,
+        num_warps=_WARPS, num_stages=1,
     )  # fmt: skip
     return output
 

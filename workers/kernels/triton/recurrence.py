@@ -24,14 +24,15 @@ _DECODE_NUMBERS = 4096
 """Numbers of the states in a program of a decode step: 16 KiB, of which a few programs on each multiprocessor keep its
 memory busy.
 """
-_NUMBERS = 512
+_NUMBERS = 1024
 """Numbers of the states in a program that computes several tokens, which wait for each other: one warp needs no other
 for its sums over a key.
 """
 _NUMBERS_OF_WARP = 1024
 MOST_CHUNK_KEYS = 64
 """Largest keys whose prompts are computed in chunks. On an H200 chunks of keys of 128 numbers read outside of memory
-(Qwen3-Next's shape in bfloat16, 2026-11-27), and smaller ones were right; the cause is not known yet.
+(Qwen3-Next's shape in bfloat16), while they used the products that `chunked_recurrence.py` now avoids. They have not
+run on a GPU since.
 """
 
 
