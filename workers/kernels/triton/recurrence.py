@@ -1,5 +1,5 @@
-"""Linear recurrences in Triton: one token after the other in decode steps, for Mamba 1 and in float32. Other steps take
-chunks (`chunked_recurrence.py`).
+"""Linear recurrences in Triton, one token after the other. Prompts in bfloat16 whose keys are short take chunks
+(`chunked_recurrence.py`).
 
 `workers/kernels/recurrence.py` defines the results. A program keeps a tile of one sequence's states in registers from
 its first token to its last, and writes it where a segment ends: a decode step reads and writes each state once. A token
