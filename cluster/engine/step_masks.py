@@ -155,12 +155,13 @@ class StepMasks:
         for sequence, plain_row in zip(self._sequences, pool.plain_rows(self._points), strict=True):
             sequence_id = sequence.sequence_id
             points = self._points[sequence_id]
-            if plain_row is not None and len(points) == 1 and not sequence.params.token_origins:
+            is_missing = sequence_id in missing
+            if plain_row is not None and len(points) == 1 and not (is_missing or sequence.params.token_origins):
                 self._slots[points[0]] = plain_row
                 continue
             for index in points:
                 self._slots[index] = LATE
-            if sequence_id in missing:
+            if is_missing:
                 self._scheduler.wait_for_mask(sequence)
                 self.num_late += 1
                 continue
@@ -189,7 +190,7 @@ class StepMasks:
             pool.wait(ids, LONGEST_WAIT_S, lambda count: waiting.is_over(count, time.perf_counter()), for_drafts=True)
             self.waited = time.perf_counter() - started
         # Look again: the masks of a grammar worker that was replaced in the meantime are lost.
-        return set(pool.wait(ids, 0.0, lambda count: True))
+        return {session_id for session_id in ids if not pool.is_ready(session_id)}
 
     def _rows(self, pool: GrammarPool, sequence: Sequence) -> list[int]:
         """Returns the mask slots of a sequence's sample points, up to the first missing mask. Records a sequence that

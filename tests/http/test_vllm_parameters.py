@@ -194,7 +194,7 @@ def test_a_suffix_is_refused_in_words() -> None:
 
 def _asking(way: str, schema: dict[str, Any], is_loose: bool) -> dict[str, Any]:
     if way == "response_format":
-        form = {"name": "x", "schema": schema} | ({"strict": False} if is_loose else {})
+        form = {"name": "x", "schema": schema, "strict": not is_loose}
         return {"response_format": {"type": "json_schema", "json_schema": form}}
     if way == "tools":
         function = {"name": "f", "parameters": schema} | ({} if is_loose else {"strict": True})

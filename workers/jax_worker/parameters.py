@@ -202,7 +202,7 @@ class _ParameterReader:
 
     def _stacked(self, linears: Sequence[LinearSpec], part: int) -> LinearArrays:
         """Returns the same part of the linears of all experts."""
-        spec, parts = linears[0], [linear.parts[part] for linear in linears]
+        spec, parts = linears[0], [self._as_stored(linear.parts[part]) for linear in linears]
         reads = [self._weight(each, spec.in_features) for each in parts]
         of_outputs, of_inputs = _axes(parts[0], spec.splits_inputs)
         weight = self._divided(
@@ -216,6 +216,11 @@ class _ParameterReader:
         shape, axes = (len(parts), parts[0].out_features), (None, _axes(parts[0])[0])
         bias = self._divided(shape, axes, lambda index: np.stack([each[index[1]] for each in biases[index[0]]]))
         return LinearArrays(weight, bias)
+
+    def _as_stored(self, part: WeightPart) -> WeightPart:
+        """Returns the part as this checkpoint stores it."""
+        other = part.elsewhere
+        return other if other is not None and other.weight_name in self._files else part._replace(elsewhere=None)
 
     def _weight(self, part: WeightPart, in_features: int) -> Callable[[slice, slice], np.ndarray]:
         """Returns a function from slices of the rows that the devices hold, and of inputs, to the weight there."""
