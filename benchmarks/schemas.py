@@ -50,6 +50,7 @@ COLUMNS = (
         "engine",
         "schemas",
         "passing",
+        "texts in order",
         "tests alone",
         "refused",
         "rightly",
