@@ -31,7 +31,7 @@ CLOSED = ConstraintSpec(kind="json_schema", text="", additional_properties="clos
 READINGS = [("as_schema", "schema"), ("closed", "schema"), ("closed", "any")]
 """Values of `additional_properties` and `property_order`."""
 UNJUDGED = (referencing.exceptions.Unresolvable, re.error, RecursionError, OSError, ValueError, TypeError)
-"""What the judge raises: for other documents, for patterns that are none of Python's, and for endless references."""
+"""The exceptions of the judge: for other documents, patterns that are none of Python's, and endless references."""
 Case = tuple[dict[str, Any], dict[str, Any]]
 """A schema and a valid instance of it."""
 NUM_ANSWERS, MAX_TOKENS, MOST_CHARACTERS = 64, 200, 1500

@@ -1,4 +1,4 @@
-"""What the tests of each file cost in CPU seconds, printed at the end of a long run.
+"""Prints the CPU seconds that the tests of each file cost, at the end of a long run.
 
 A machine that is busy or slow changes wall time far more than CPU seconds. Counted are pytest's own processes and what
 they started, once it has ended and its parent has waited for it. `CONTRIBUTING.md` says what a test may cost.

@@ -266,7 +266,7 @@ class Guard:
         return frame.place.item(frame.num_items) if frame.is_array else frame.place.property(frame.key)
 
     def _ways_of(self, state: State) -> Ways | None:
-        """What may stand where the value is that comes next; None if no properties come in any order."""
+        """Returns what may stand where the next value is; None if no properties come in any order."""
         frame = state.frame
         if self._space is None or frame is None or frame.progress is None:
             return None if self._space is None else self._space.root
@@ -382,7 +382,7 @@ class Guard:
         return False not in place.schemas and not place.types.isdisjoint(_BEGUN.get(byte, _NUMBERS))
 
     def _narrowed(self, state: State) -> Ways | None:
-        """What may stand where the value is that comes next, if the grammar may allow more for want of properties."""
+        """Returns what may stand where the next value is, if the grammar may allow more for want of properties."""
         progress = None if state.frame is None else state.frame.progress
         return self._ways_of(state) if progress is not None and progress.is_narrowed else None
 

@@ -145,7 +145,7 @@ class Way:
 
 
 class Ways:
-    """What may stand at one place."""
+    """Lists the schemas of the values that may stand at one place."""
 
     def __init__(self, space: Space, ways: list[Way], is_free: bool = False) -> None:
         """With `is_free` these are the ways of an object whose properties come in any order."""

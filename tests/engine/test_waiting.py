@@ -1,4 +1,4 @@
-"""How long ready rows wait for missing masks: never more than twice the loss of the best decision in hindsight."""
+"""Ready rows wait for missing masks, and lose never more than twice what the best decision in hindsight loses."""
 
 from __future__ import annotations
 

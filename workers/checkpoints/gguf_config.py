@@ -353,4 +353,4 @@ _OWN: dict[str, Callable[[GgufFile, Config], Config]] = {
     "lfm2": _lfm_2,
     "lfm2moe": _lfm_2_moe,
 }
-"""What each architecture adds to the common keys, or puts in their place."""
+"""The keys that each architecture adds to the common ones, or puts in their place."""

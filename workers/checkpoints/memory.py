@@ -391,7 +391,7 @@ class TensorEntry(NamedTuple):
     interleaved_head_dim: int = 0
     """Width of a head whose two halves are interleaved in the rows, as llama.cpp stores them; 0 if they are not."""
     added: float = 0.0
-    """What the file adds to each element, as llama.cpp stores some norms."""
+    """The number that the file adds to each element, as llama.cpp stores some norms."""
 
 
 def read_header(path: pathlib.Path, folder: pathlib.Path | None = None) -> dict[str, TensorEntry]:

@@ -189,7 +189,7 @@ NARROWED = [(4, 1, 16), (4, 2, 32)], [(4, 1, 16), (32, 16, 256), (32, 4, 512), (
 def test_layers_with_smaller_heads_use_the_beginning_of_each_block(
     shape: tuple[int, int, int], dtype: torch.dtype
 ) -> None:
-    """As in Gemma 4: rotation, cache and attention of heads that fill a part of a block."""
+    """Rotation, cache and attention take heads that fill a part of a block, as Gemma 4 has them."""
     torch.manual_seed(0)
     heads, largest = heads_of(*shape), heads_of(shape[0], shape[1] * 2, shape[2] * 2)
     lengths = [(40, 9), (30, 1), (0, 3)]

@@ -285,7 +285,7 @@ def attend(lengths: list[tuple[int, int]], shape: tuple[int, int, int], dtype: t
 
 
 def attend_latent(lengths: list[tuple[int, int]], shape: tuple[int, int, int], dtype: torch.dtype) -> None:
-    """As `attend`, with heads that share 100 blocks of latent vectors and rotated keys."""
+    """Does as `attend`, with heads that share 100 blocks of latent vectors and rotated keys."""
     num_heads, latent_dim, rotated_dim = shape
     width = latent_dim + rotated_dim
     starts, counts = np.array(lengths).T

@@ -16,7 +16,7 @@ from manta.workers.kernels.triton.rounded_rows import RowRounding
 
 
 class WeightForm(NamedTuple):
-    """What kernels are compiled for."""
+    """The form of a weight, for which kernels are compiled."""
 
     out_features: int
     rounding: RowRounding

@@ -46,7 +46,7 @@ class Activation(NamedTuple):
     """The function that follows the first linear of an expert."""
 
     name: str
-    """Of `reference.GATES` with gates, else of `reference.ACTIVATIONS`; empty for none."""
+    """A key of `reference.GATES` with gates, else of `reference.ACTIVATIONS`; empty for none."""
     is_gated: bool
     """Whether the first half of the outputs are gates, the second what they let through."""
 
