@@ -61,7 +61,7 @@ def allowed_of(row: np.ndarray, token_ids: Iterable[int]) -> list[int]:
     return [token_id for token_id in token_ids if int(words[token_id // 32]) >> token_id % 32 & 1]
 
 
-def allows_any(row: np.ndarray) -> bool:
+def allows_a_token(row: np.ndarray) -> bool:
     """Whether a packed row of int32 allows a token."""
     return bool(np.bitwise_or.reduce(row))  # several times faster than `any`, which makes booleans first
 

@@ -30,7 +30,7 @@ from manta.structured.masks import (
     REFUSED,
     MaskBuffer,
     allowed_of,
-    allows_any,
+    allows_a_token,
 )
 from manta.structured.vocabulary import Vocabulary
 
@@ -231,7 +231,7 @@ class TrackedSession:
                 vocabulary.set_tokens(row, ends, True)
             else:
                 self._forbid_early_stops(self._session, row)
-        if not allows_any(row):
+        if not allows_a_token(row):
             raise DeadEnd(f"the grammar allows no token at output position {len(self.tokens)}")
 
     def _forbid_early_stops(self, session: Session, row: np.ndarray) -> None:
@@ -466,7 +466,7 @@ class GrammarWorker:
         for job, row in plain:
             if self.stopped:
                 return set()
-            if not buffer.cancelled[job.slot] and allows_any(row):
+            if not buffer.cancelled[job.slot] and allows_a_token(row):
                 buffer.rows[job.slot] = row
                 slots.append(job.slot)
                 numbers.append(job.number)

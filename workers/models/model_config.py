@@ -295,8 +295,8 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Factor on what attention and MLP add to the residual stream."""
     logits_scale: float = 1.0
     stream_factors: tuple[tuple[float, float, float, float], ...] = ()
-    """For each layer whose norms replace the residual stream (MiniMax): the factors on the stream and on the mixer's
-    result, then on the stream and on the MLP's result, which are summed. Empty in other families.
+    """Each layer whose norms replace the residual stream (MiniMax) adds the stream and its mixer's result, then the
+    stream and its MLP's result; these are the four factors on them. Empty in other families.
     """
     part_scales: PartScales | None = None
     """Factors inside the layers; None if there are none."""

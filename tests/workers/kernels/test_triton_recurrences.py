@@ -112,7 +112,7 @@ def differences(found: torch.Tensor, expected: torch.Tensor) -> float:
 @pytest.mark.parametrize(("kind", "shape"), CASES)
 @pytest.mark.parametrize("name", STEPS)
 def test_recurrences_agree(name: str, kind: str, shape: str, dtype: torch.dtype) -> None:
-    """For activations in bfloat16 the tensor cores multiply rounded numbers, which the interpreter does not round."""
+    """The tensor cores multiply rounded numbers for activations in bfloat16, where the interpreter rounds none."""
     if dtype == torch.bfloat16 and (name == "decode" or kind not in IN_CHUNKS):
         pytest.skip("the same kernel as in float32")
     most = ROUNDED if dtype == torch.bfloat16 else 1e-5
