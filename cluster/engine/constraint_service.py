@@ -10,6 +10,7 @@ import threading
 import weakref
 from collections.abc import Callable
 from concurrent.futures import Future
+from typing import cast
 
 from manta.cluster.config import EngineConfig
 from manta.cluster.engine.stats import ConstraintStats, GrammarPoolStats
@@ -54,7 +55,7 @@ class ConstraintService:
         its constraint as `resolve` makes it. The future is None for a request that only bounds its thinking.
         """
         if params.constraint is not None:
-            return self.resolve(params.constraint, client)
+            return cast("Future[Resolved | None]", self.resolve(params.constraint, client))
         if not params.is_masked:
             return None
         started: Future[Resolved | None] = Future()

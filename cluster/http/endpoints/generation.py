@@ -45,13 +45,10 @@ async def chat(
     `ChatAnswer`. With `most_tokens` the answer has at most so many, or what the prompt leaves if that is less.
     """
     state.admission.check_generation(request, exchange.caller, num_prompts=1)
-    plan = await planned(state, exchange, request)
-    params = plan.params
+    plan, prompt = await prompted(state, exchange, request)
     model = await state.model_info()
-    kept = num_kept_tokens(request.truncate_prompt_tokens, params, model.max_model_len)
-    prompt = await encode(state.tokenizer, plan.prompt, False, model.max_model_len, "messages", kept)
     state.admission.check_answer(plan.params, [prompt], model.max_model_len, bool(request.stream))
-    params = await _with_prediction(state, request, params, model.max_model_len)
+    params = await _with_prediction(state, request, plan.params, model.max_model_len)
     answer = answer_with(request, exchange.identity, state.model_name, state.tokenizer, plan, prompt)
     if most_tokens is not None:
         params = msgspec.structs.replace(params, max_tokens=min(most_tokens, model.max_model_len - len(prompt)))
@@ -98,11 +95,16 @@ async def _sections(state: AppState, params: SamplingParams, prompts: list[list[
     return [(await aside(with_thinking, params, state.tokenizer, prompt)).thinking for prompt in prompts]
 
 
-async def planned(state: AppState, exchange: GenerationExchange, request: ChatCompletionRequest) -> ChatPlan:
-    """Returns the plan of a chat, with its admitted sampling parameters."""
+async def prompted(
+    state: AppState, exchange: GenerationExchange, request: ChatCompletionRequest
+) -> tuple[ChatPlan, list[int]]:
+    """Returns the plan of a chat, with its admitted sampling parameters, and the tokens of the prompt."""
     params = await sampling_params(state, exchange, request)
     objects = state.config.engine.json_objects
-    return await state.rendered(exchange, _plan, state.tokenizer, request, params, objects)
+    plan = await state.rendered(exchange, _plan, state.tokenizer, request, params, objects)
+    max_model_len = (await state.model_info()).max_model_len
+    kept = num_kept_tokens(request.truncate_prompt_tokens, plan.params, max_model_len)
+    return plan, await encode(state.tokenizer, plan.prompt, False, max_model_len, "messages", kept)
 
 
 def _plan(
