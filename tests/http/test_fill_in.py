@@ -88,6 +88,61 @@ def test_a_model_without_tokens_refuses_a_suffix(tmp_path: pathlib.Path) -> None
     assert asked.post("/v1/completions", prompt=BEFORE, suffix="", max_tokens=2).status_code == 200
 
 
+EXTRA = [{"filename": "a.py", "text": "A = 1"}, {"text": "B = 2"}]
+
+
+@pytest.mark.parametrize("has_marks", [True, False])
+def test_other_files_come_before_a_gap(has_marks: bool, tmp_path: pathlib.Path) -> None:
+    form = FORMATS[0]
+    marks = (form.repository, form.file) if has_marks else ()
+    asked = Asked(tmp_path, (form.prefix, form.suffix, form.middle, *marks))
+    body = {"input_prefix": BEFORE, "input_suffix": BEHIND, "prompt": "a ", "input_extra": EXTRA, "n_predict": 2}
+    answer = asked.post("/infill", **body, cache_prompt=True, t_max_predict_ms=9, samplers=["top_k"])
+    assert answer.status_code == 200, answer.text
+    assert answer.headers["x-manta-ignored"] == "cache_prompt, t_max_predict_ms, samplers"
+    (prompt,) = asked.engines.request.prompts
+    assert answer.json() == {
+        "index": 0,
+        "content": "abcabc",
+        "tokens": [1, 1],
+        "stop": True,
+        "model": "demo",
+        "stop_type": "limit",
+        "stopping_word": "",
+        "tokens_predicted": 2,
+        "tokens_evaluated": len(prompt),
+        "tokens_cached": 0,
+        "truncated": False,
+    }
+    repository, file = marks or ("", "")
+    files = f"{file}a.py\nA = 1\n{file}file\nB = 2\n"
+    files = f"{repository}project\n{files}{file}file\n" if has_marks else files
+    gap = PROMPTS[form.prefix].format(before=BEFORE, behind=BEHIND)
+    assert asked.prompts() == [f"{files}{gap}a "]
+    streamed = asked.post("/infill", **body, stream=True)
+    events = [json.loads(line.removeprefix("data: ")) for line in streamed.text.splitlines() if line]
+    assert [event["stop"] for event in events] == [False, True]
+    assert "".join(event["content"] for event in events) == "abcabc"
+    asked.post("/infill", input_prefix=BEFORE)
+    assert asked.engines.request.engine.params.max_tokens is None
+
+
+@pytest.mark.parametrize(
+    ("fields", "field"),
+    [
+        ({"n_predict": 0}, "n_predict"),
+        ({"repeat_penalty": 0}, "repeat_penalty"),
+        ({"input_extra": [{}]}, "input_extra[0].text"),
+    ],
+)
+def test_a_refusal_has_the_bodys_own_names(fields: dict[str, Any], field: str, tmp_path: pathlib.Path) -> None:
+    form = FORMATS[0]
+    answer = Asked(tmp_path, (form.prefix, form.suffix, form.middle)).post("/infill", input_prefix="x", **fields)
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, field)
+    answer = Asked(tmp_path, ()).post("/infill", input_prefix="x")
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "input_suffix")
+
+
 def test_a_sequence_begins_once(tmp_path: pathlib.Path) -> None:
     """A peer wrote the beginning-of-sequence token twice."""
     form = FORMATS[0]
