@@ -158,6 +158,7 @@ def test_every_form_gives_the_results_of_one_by_one(form: str) -> None:
             check(both(form, dtype), *step(num_rows, dtype), form)
 
 
+@pytest.mark.axes_in_turns
 @pytest.mark.parametrize("form", ["plain", "int4", "E4M3 by output"] if THOROUGH else ["plain", "int4"])
 @pytest.mark.parametrize("activation", ["clamped", "gelu", "gelu_tanh", "relu2"])
 def test_every_activation_gives_the_results_of_one_by_one(activation: str, form: str) -> None:
