@@ -295,7 +295,9 @@ class LLM:
     def step(self) -> list[RequestOutput]:
         """Runs one step and returns the requests that it changed, each once and as its `output_kind` shows it."""
         with uninterrupted():
-            return self._take(self.engine.step())
+            outputs = self._take(self.engine.step())
+            self.engine.keep_prefixes()
+            return outputs
 
     def _take(self, deltas: Sequence[SequenceOutput]) -> list[RequestOutput]:
         changed: dict[str, _Tracked] = {}

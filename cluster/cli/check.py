@@ -49,6 +49,7 @@ from manta.workers.kv_groups import LayerGroups, most_states, one_group
 from manta.workers.models.model_config import ModelConfig, ModelError
 from manta.workers.models.variants import check_block_size, check_draft_model, check_variants, variants_of
 from manta.workers.parallel.split import check_num_ranks
+from manta.workers.prefix_store import check_prefix_store
 from manta.workers.step import NUM_FIXED_STATES
 from manta.workers.torch_worker.trial import Trial, TrialResult, try_one_layer
 
@@ -163,6 +164,7 @@ def _check_quickly(engine: EngineConfig) -> None:
     check_block_size(model, engine.block_size)
     check_exact(engine, device, model)
     check_kv_cache(engine, device, model)
+    check_prefix_store(engine, device)
     num_elements(folder)  # raises unless every file is there and complete
     _check_templates(folder if engine.tokenizer is None else resolve_folder(engine.tokenizer))
     if engine.max_model_len is not None:
@@ -292,6 +294,7 @@ def check_model(engine: EngineConfig) -> CheckReport:
         check_weights(engine.weights, "tpu")
         check_exact(engine, "tpu")
         check_kv_cache(engine, "tpu")
+        check_prefix_store(engine, "tpu")
         return _check_on_tpu(engine)
     from manta.workers.platforms import choose_platform
     from manta.workers.torch_worker.loader import check_tensors
@@ -311,6 +314,7 @@ def check_model(engine: EngineConfig) -> CheckReport:
         raise ModelError(str(error)) from error
     check_weights(engine.weights, platform.name)
     check_exact(engine, platform.name, model, platform.advice)
+    check_prefix_store(engine, platform.name)
     for each in (model, _draft_config(engine)):
         check_kv_cache(engine, platform.name, each)
         if each is not None:
