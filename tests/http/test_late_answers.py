@@ -55,13 +55,13 @@ class LateApp(App):
 
     def __init__(self, answering: list[EngineStats]) -> None:
         super().__init__()
-        self.engines = LateEngines()
-        self.engines.answering = answering
+        self.late_engines = LateEngines()
+        self.late_engines.answering = answering
         self.metrics = Metrics("demo")
-        self.app = HttpApp(self.config, self.tokenizer, self.engines, self.metrics, cluster=self._cluster)
+        self.app = HttpApp(self.config, self.tokenizer, self.late_engines, self.metrics, cluster=self._cluster)
 
     async def _cluster(self) -> tuple[list[DeploymentState], list[Any]]:
-        while self.engines.is_late:
+        while self.late_engines.is_late:
             await asyncio.sleep(0.01)
         return [DEPLOYMENT], []
 
@@ -77,7 +77,7 @@ async def test_late_engines_are_shown_as_they_were(stats: EngineStats) -> None:
     assert (now.engines_age_s, now.cluster_age_s, now.problem) == (0, 0, None)
     assert "manta:engines_serving" in (await app.send("GET", "/metrics")).text
 
-    app.engines.is_late = True
+    app.late_engines.is_late = True
     late, answer = await asyncio.gather(app.status(), app.send("GET", "/metrics"))
     assert late.engines == now.engines
     assert late.deployments == now.deployments
@@ -90,7 +90,7 @@ async def test_late_engines_are_shown_as_they_were(stats: EngineStats) -> None:
     assert "abc" in shown
     assert "Serve has told nothing for" in shown
 
-    app.engines.is_late = False
+    app.late_engines.is_late = False
     again = await app.status()
     assert (again.engines_age_s, again.cluster_age_s) == (0, 0)
 
@@ -98,14 +98,14 @@ async def test_late_engines_are_shown_as_they_were(stats: EngineStats) -> None:
 @async_test
 async def test_engines_that_never_answered_are_told_as_such() -> None:
     app = LateApp([])
-    app.engines.is_late = True
+    app.late_engines.is_late = True
     status = await app.status()
     assert status.engines == []
     assert status.engines_age_s > 0
     shown = "\n".join(lines(status, "http://h:1"))
     assert "The engines have not answered for" in shown
     assert "No engine runs" not in shown
-    app.engines.is_late = False
+    app.late_engines.is_late = False
 
 
 @async_test

@@ -102,6 +102,12 @@ class Metrics:
             ["model_name", *replica_label, "client"],
             registry=self._own,
         )
+        self._answers = Counter(
+            "manta:answers",
+            "Answers of endpoints that generate, by HTTP status. A stream that fails has that of its error event.",
+            ["model_name", *replica_label, "status"],
+            registry=self._own,
+        )
         self._unrouted = Counter(
             "manta:unrouted_requests",
             "Requests that no route took, by status: unknown paths and methods, and refused Origins and Hosts.",
@@ -188,8 +194,9 @@ class Metrics:
             return
         told: list[EngineConfig] = []
         for stats in engines:
-            if stats.service is not None and stats.service.config not in (None, *told):
-                told.append(stats.service.config)
+            config = None if stats.service is None else stats.service.config
+            if config is not None and config not in told:
+                told.append(config)
         self._configurations.set(len(told))
         self._options.clear()
         self._cache_config.clear()
@@ -210,6 +217,10 @@ class Metrics:
     def request_of(self, client: str) -> None:
         """Counts a request under the name of the client's API key."""
         self._by_client.labels(*self._labels(self.replica), client).inc()
+
+    def answered(self, status: int) -> None:
+        """Counts an answer of a route whose requests are logged."""
+        self._answers.labels(*self._labels(self.replica), str(status)).inc()
 
     def unrouted_request(self, status: int) -> None:
         """Counts a request that no route took. It has no label of the client's."""
