@@ -404,6 +404,8 @@ COMMANDS: dict[str, Callable[[str, Manual], None]] = {
     ): names_files,
     "kubectl create secret generic manta --from-literal=api-keys=NAME:KEY": names_files,
     "kubectl apply -f configs/kuberay/rayservice.yaml": names_files,
+    "kubectl apply -k configs/prometheus/operator": names_files,
+    "promtool check rules configs/prometheus/rules.yml": names_files,
     "kubectl port-forward service/manta-serve-svc 8000": names_files,
     "prometheus --config.file=configs/grafana/prometheus.yml": names_files,
     (

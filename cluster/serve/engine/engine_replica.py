@@ -232,6 +232,7 @@ class EngineReplica:
             waiting_tokens=self._meter.waiting_tokens,
             ttft_s=self._meter.ttft_s,
             requests_per_s=self._meter.requests_per_s,
+            config=self.engine.config,
         )
         stats = msgspec.structs.replace(self.engine.stats(), service=service)
         return stats if self._thread.failure is None else msgspec.structs.replace(stats, alive=False)
