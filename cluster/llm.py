@@ -20,6 +20,7 @@ import msgspec
 from tqdm import tqdm
 
 from manta.cluster.chat.offline import Chat, Message, plan_offline
+from manta.cluster.chat.reasoning import with_thinking
 from manta.cluster.config import EngineConfig
 from manta.cluster.engine.beam_search import BeamSearchParams, BeamSequence, beam_search
 from manta.cluster.engine.interrupts import uninterrupted, uninterrupted_steps
@@ -328,15 +329,15 @@ class LLM:
         except TextError as error:
             raise RequestRefused(Refusal("unfit", "prompt", cause=str(error))) from error
 
-    def _resolve(self, params: SamplingParams) -> Future[Resolved] | None:
-        return None if params.constraint is None else self.engine.constraints.resolve(params.constraint)
+    def _resolve(self, params: SamplingParams) -> Future[Resolved | None] | None:
+        return self.engine.constraints.prepare(params)
 
     def _submit(
         self,
         request_id: str,
         asked: _Asked,
         priority: int = 0,
-        constraint: Future[Resolved] | None = None,
+        constraint: Future[Resolved | None] | None = None,
         kind: OutputKind | None = None,
         queue_is_bounded: bool = True,
     ) -> None:
@@ -347,6 +348,8 @@ class LLM:
         text = chat.plan.prompt if chat is not None else prompt if isinstance(prompt, str) else None
         token_ids = self._token_ids(prompt)
         params = self.tokenizer.resolve_bad_words(asked.params)
+        if chat is None:
+            params = with_thinking(params, self.tokenizer, token_ids)
         request = EngineRequest(request_id=request_id, prompt_token_ids=token_ids, params=params, priority=priority)
         resolved = None if constraint is None else constraint.result()
         with uninterrupted():

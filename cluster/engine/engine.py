@@ -380,6 +380,8 @@ class Engine:
             params = msgspec.structs.replace(params, constraint=constraint.spec)
         elif params.constraint is not None:
             raise ValueError("a request with a constraint comes with what `resolve` made of it")
+        elif params.is_masked:
+            self.constraints.start()
         if not self.scheduler.has_unfinished:
             self._last_progress = time.monotonic()
         for sequence in self._sequences(request, params.without_text(), constraint):

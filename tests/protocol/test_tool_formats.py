@@ -348,6 +348,4 @@ def test_channels_do_not_depend_on_cuts(text: str, data: Any) -> None:
 def test_a_constraint_begins_after_the_answers_header() -> None:
     here = world(True)
     plan = here.plan(formats.GPT_OSS, tools=None, response_format={"type": "json_object"})
-    assert plan.params.constraint.begin_after == tuple(
-        here.tokenizer.encode("<|channel|>final<|message|>", add_special_tokens=False)
-    )
+    assert plan.params.thinking.answer == "<|channel|>final<|message|>"
