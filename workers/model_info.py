@@ -5,6 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from manta.workers.kv_groups import ONE_GROUP, KVGroup
+from manta.workers.pooling_info import PoolingInfo
 
 
 class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
@@ -39,6 +40,8 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     """Effect of the option `weights`, in words; None if it changes nothing."""
     is_asynchronous: bool = False
     """Whether the device computes asynchronously, without the host's cores."""
+    pooling: PoolingInfo | None = None
+    """How the model pools; None if it generates text."""
     step_costs: tuple[tuple[int, float], ...] = ()
     """(tokens, seconds) of steps with ascending tokens. Empty unless the number of drafts is adaptive."""
 

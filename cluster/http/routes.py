@@ -9,10 +9,12 @@ from manta.cluster.http.endpoints import (
     anthropic,
     batches,
     compaction,
+    embeddings,
     files,
     generation,
     models,
     ollama,
+    ollama_embed,
     pages,
     playground,
     responses_api,
@@ -29,6 +31,10 @@ from manta.cluster.protocol.error_bodies import anthropic_body, ollama_body
 from manta.cluster.protocol.ollama import (
     OllamaChatAnswer,
     OllamaChatRequest,
+    OllamaEmbedding,
+    OllamaEmbeddingRequest,
+    OllamaEmbeddings,
+    OllamaEmbedRequest,
     OllamaGenerateAnswer,
     OllamaGenerateRequest,
     OllamaModels,
@@ -37,6 +43,7 @@ from manta.cluster.protocol.ollama import (
     OllamaShowRequest,
     OllamaVersion,
 )
+from manta.cluster.protocol.pooling_api import EmbeddingList, EmbeddingRequest
 from manta.cluster.protocol.requests import ChatCompletionRequest, CompletionRequest
 from manta.cluster.protocol.responses import ChatCompletion, Completion
 from manta.cluster.protocol.responses_api import (
@@ -169,6 +176,17 @@ ROUTES = (
         error_body=anthropic_body,
     ),
     Route(
+        "POST",
+        "/v1/embeddings",
+        embeddings.create,
+        "A vector for each text",
+        alias="/embeddings",
+        body=EmbeddingRequest,
+        answer=EmbeddingList,
+        errors=GENERATION_ERRORS,
+        logged=True,
+    ),
+    Route(
         "GET",
         "/v1/streams/{stream_id}",
         streams.resume,
@@ -219,6 +237,28 @@ ROUTES = (
         body=OllamaGenerateRequest,
         answer=OllamaGenerateAnswer,
         media_type=LINES,
+        error_body=ollama_body,
+        errors=GENERATION_ERRORS,
+        logged=True,
+    ),
+    Route(
+        "POST",
+        "/api/embed",
+        ollama_embed.embed,
+        "Vectors in Ollama's shape",
+        body=OllamaEmbedRequest,
+        answer=OllamaEmbeddings,
+        error_body=ollama_body,
+        errors=GENERATION_ERRORS,
+        logged=True,
+    ),
+    Route(
+        "POST",
+        "/api/embeddings",
+        ollama_embed.embed_one,
+        "One vector in Ollama's older shape",
+        body=OllamaEmbeddingRequest,
+        answer=OllamaEmbedding,
         error_body=ollama_body,
         errors=GENERATION_ERRORS,
         logged=True,
