@@ -14,9 +14,10 @@ import os
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from typing import Any, NamedTuple, TypeVar, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
 
 import msgspec
+import numpy as np
 from tqdm import tqdm
 
 from manta.cluster.chat.offline import Chat, Message, plan_offline
@@ -35,6 +36,10 @@ from manta.structured.refusals import Refusal
 from manta.workers.model_options import DEMO_MODEL
 from manta.workers.sampling_params import OutputKind, SamplingParams
 from manta.workers.step import TokenLogprobs
+
+if TYPE_CHECKING:
+    from manta.cluster.engine.engine import Engine  # it imports torch
+    from manta.cluster.text.offline_pooling import OfflinePooler
 
 __all__ = [
     "LLM",
@@ -177,18 +182,67 @@ class LLM:
         # cores.
         os.environ.setdefault("GOMP_SPINCOUNT", "1000")
         from manta.cluster.engine.engine import Engine
+        from manta.cluster.text.offline_pooling import make_pooler
 
+        self._pooler = make_pooler(self.config)
+        if self._pooler is not None:
+            self.tokenizer = self._pooler.tokenizer
+            return
         between_steps: collections.deque[tuple[asyncio.Future[None], Callable[[], object]]] = collections.deque()
         self._between_steps = between_steps
         # The lambda holds no reference to this object, so the model's memory is freed as soon as the object is, without
         # a garbage collection.
-        self.engine = Engine(self.config, has_messages=lambda: bool(between_steps))
+        self._engine = Engine(self.config, has_messages=lambda: bool(between_steps))
         self.tokenizer = Tokenizer(self.config.tokenizer or self.engine.model.folder)
         self._tracked: dict[str, _Tracked] = {}
         self._ids = itertools.count()
         self._streams: dict[str, asyncio.Queue[RequestOutput | Exception]] = {}
         self._pump: asyncio.Task[None] | None = None
         self._step_thread = ThreadPoolExecutor(1, thread_name_prefix="manta-step")
+
+    @property
+    def engine(self) -> Engine:
+        """The engine that generates. Raises `RequestRefused` if the model pools."""
+        if self._pooler is not None:
+            refuse("unsupported", "model", cause="it generates no text", remedy="call embed, score or classify")
+        return self._engine
+
+    # ---- models that pool --------------------------------------------------------------------------------------
+
+    def embed(
+        self,
+        texts: Prompt | Sequence[Prompt],
+        prompt_name: str | None = None,
+        dimensions: int | None = None,
+        truncate: bool = False,
+    ) -> np.ndarray:
+        """Returns the vectors of texts, or of token ids: float32 [num_texts, dimension].
+
+        `prompt_name` is one of the model's prompts, which goes before each text; None takes the model's default.
+        `dimensions` keeps so many numbers of each vector and divides it by its length. Raises `RequestRefused` if the
+        model gives no vectors, or for a text that is too long; `truncate` cuts its end instead.
+        """
+        return self._pooling.embed(_as_batch(texts), prompt_name, dimensions, truncate)
+
+    def classify(self, texts: str | Sequence[str], truncate: bool = False) -> np.ndarray:
+        """Returns a number for each of the model's labels: float32 [num_texts, num_labels]. Raises `RequestRefused` as
+        `embed` does.
+        """
+        return self._pooling.classify([texts] if isinstance(texts, str) else texts, truncate)
+
+    def score(self, queries: str | Sequence[str], texts: str | Sequence[str], truncate: bool = False) -> np.ndarray:
+        """Returns how well each text fits its query, or the only query: float32 [num_texts]. `truncate` cuts the end of
+        texts and never queries. Raises `RequestRefused` as `embed` does, and `ValueError` if the numbers of queries and
+        texts differ.
+        """
+        texts = [texts] if isinstance(texts, str) else texts
+        return self._pooling.score([queries] * len(texts) if isinstance(queries, str) else queries, texts, truncate)
+
+    @property
+    def _pooling(self) -> OfflinePooler:
+        if self._pooler is None:
+            refuse("unsupported", "model", cause="it generates text and does not pool", remedy="call generate or chat")
+        return self._pooler
 
     # ---- synchronous -------------------------------------------------------------------------------------------
 

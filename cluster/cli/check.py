@@ -20,6 +20,7 @@ import jinja2
 import msgspec
 
 from manta.cluster.cli.invocation import serve_command
+from manta.cluster.cli.pooling_check import check_pooling, pooling_rows
 from manta.cluster.cli.refusal import Refusal
 from manta.cluster.config import EngineConfig, load_config
 from manta.cluster.text.chat_template import ChatTemplates, TemplateError, template_process
@@ -40,6 +41,7 @@ from manta.workers.checkpoints.memory import (
     weight_bytes,
 )
 from manta.workers.checkpoints.model_folder import load_model_config, resolve_model_folder
+from manta.workers.checkpoints.pooling_folder import read_pooling
 from manta.workers.checkpoints.stop_tokens import with_tokenizers_eos
 from manta.workers.checkpoints.stored_files import find_file
 from manta.workers.exact import check_exact
@@ -124,11 +126,12 @@ def run_check(config_path: str | None, overrides: dict[str, Any]) -> int:
         raise Refusal(str(error)) from error
     try:
         with in_one_sentence():
-            report = check_model(config.engine)
+            pools = read_pooling(resolve_model_folder(config.engine.model)) is not None
+            rows = list(pooling_rows(config.engine) if pools else _rows(check_model(config.engine)))
     except ModelError as error:
         say("{} cannot be served: {}", config.engine.model, error, file=sys.stderr)
         return 1
-    say_lines(_rows(report))
+    say_lines(rows)
     say("\nIt can be served: {}", serve_command(config.engine.model, config_path))
     return 0
 
@@ -157,6 +160,9 @@ def check_quickly(engine: EngineConfig) -> None:
 
 def _check_quickly(engine: EngineConfig) -> None:
     folder = resolve_model_folder(engine.model)
+    if read_pooling(folder) is not None:
+        check_pooling(engine, folder)
+        return
     model = load_model_config(folder)
     _check_ranks(engine, model)
     device = "cpu" if engine.device == "auto" else engine.device
@@ -184,8 +190,7 @@ def check_machine(engine: EngineConfig) -> None:
             _check_tpu()
         elif engine.device == "cuda" or engine.dtype == "float16":
             _check_gpu(engine)
-        elif _runs_on_cpu(engine):
-            folder = resolve_model_folder(engine.model)
+        elif _runs_on_cpu(engine) and read_pooling(folder := resolve_model_folder(engine.model)) is None:
             model = load_model_config(folder)
             dtype = model.dtype if engine.dtype == "auto" else engine.dtype
             weights, smaller = (
