@@ -48,6 +48,7 @@ __all__ = [
 ]
 
 Prompt = str | Sequence[int]
+_One = TypeVar("_One", bound=SamplingParams | str)
 _Given = TypeVar("_Given", bound=SamplingParams | Sequence[SamplingParams])
 
 
@@ -94,6 +95,8 @@ class _Asked(NamedTuple):
     prompt: Prompt
     params: SamplingParams
     chat: Chat | None = None
+    adapter: str = ""
+    """The name of the adapter that computes it; empty for the model alone."""
 
 
 class _Tracked:
@@ -196,22 +199,27 @@ class LLM:
         prompts: Prompt | Sequence[Prompt],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         use_tqdm: bool = True,
+        adapter: str | Sequence[str] = "",
     ) -> list[RequestOutput]:
         """Completes every prompt (text or token ids), however many, and returns the whole outputs in the order of the
         prompts.
 
-        `params` holds one for all prompts or one for each. Raises `RequestRefused` before anything runs if a prompt can
+        `params` holds one for all prompts or one for each. So does `adapter`, which names one of the option `adapters`,
+        or is empty for the model alone. Raises `RequestRefused` before anything runs if a prompt can
         never fit. After an exception, also Ctrl-C, no request of the call stays in the engine.
         """
         batch: list[Prompt] = _as_batch(prompts)
         each = _for_each(self._params(params), len(batch), "prompt")
-        return self._run([_Asked(prompt, one) for prompt, one in zip(batch, each, strict=True)], use_tqdm)
+        names = _for_each(adapter, len(batch), "prompt")
+        asked = [_Asked(prompt, one, None, name) for prompt, one, name in zip(batch, each, names, strict=True)]
+        return self._run(asked, use_tqdm)
 
     def chat(
         self,
         messages: Sequence[Message] | Sequence[Sequence[Message]],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         use_tqdm: bool = True,
+        adapter: str | Sequence[str] = "",
         **options: Any,
     ) -> list[RequestOutput]:
         """Answers a conversation, or each of several, through the model's chat template.
@@ -219,17 +227,20 @@ class LLM:
         `messages` are OpenAI's. `options` are the fields of a chat body that are no sampling parameters: `tools`,
         `tool_choice`, `parallel_tool_calls`, `response_format`, `reasoning_effort`, `add_generation_prompt`,
         `continue_final_message`, `chat_template_kwargs`. The answer is `outputs[0].message`; `outputs[0].text` holds it
-        as the model wrote it. Raises `RequestRefused` naming the message or option at fault, and otherwise as
-        `generate` does.
+        as the model wrote it. `adapter` is that of `generate`. Raises `RequestRefused` naming the message or option at
+        fault, and otherwise as `generate` does.
         """
         batch = _as_conversations(messages)
         each = _for_each(self._params(params), len(batch), "conversation")
-        asked = [self._planned(one, its, options) for one, its in zip(batch, each, strict=True)]
+        names = _for_each(adapter, len(batch), "conversation")
+        asked = [self._planned(*one, options) for one in zip(batch, each, names, strict=True)]
         return self._run(asked, use_tqdm)
 
-    def _planned(self, messages: Sequence[Message], params: SamplingParams, options: dict[str, Any]) -> _Asked:
+    def _planned(
+        self, messages: Sequence[Message], params: SamplingParams, adapter: str, options: dict[str, Any]
+    ) -> _Asked:
         chat = plan_offline(messages, params, self.tokenizer, options, self.config.json_objects)
-        return _Asked(chat.prompt, chat.plan.params, chat)
+        return _Asked(chat.prompt, chat.plan.params, chat, adapter)
 
     def _run(self, batch: list[_Asked], use_tqdm: bool) -> list[RequestOutput]:
         request_ids = [f"generate-{next(self._ids)}" for _ in batch]
@@ -263,14 +274,17 @@ class LLM:
                             bar.set_postfix_str(f"{generated / (time.perf_counter() - started):.0f} tok/s")
                             bar.update()
 
-    def beam_search(self, prompts: Prompt | Sequence[Prompt], params: BeamSearchParams) -> list[list[BeamSequence]]:
+    def beam_search(
+        self, prompts: Prompt | Sequence[Prompt], params: BeamSearchParams, adapter: str = ""
+    ) -> list[list[BeamSequence]]:
         """Returns the `beam_width` best continuations of each prompt by log-probability, best first, as transformers'
-        beam search finds them.
+        beam search finds them. `adapter` names the adapter of all of them.
 
         Raises `RequestRefused` if a prompt can never fit, and `ValueError` if the width is too large.
         """
         token_ids = [self._token_ids(prompt) for prompt in _as_batch(prompts)]
-        found = beam_search(self.engine, token_ids, params, f"beams-{next(self._ids)}", self._take)
+        name, digest = f"beams-{next(self._ids)}", self._digest_of(adapter)
+        found = beam_search(self.engine, token_ids, params, name, self._take, digest)
         for sequence in itertools.chain.from_iterable(found):
             sequence.text = self.tokenizer.decode(sequence.token_ids)
         return found
@@ -286,11 +300,16 @@ class LLM:
         return self.get_default_sampling_params() if params is None else params
 
     def add_request(
-        self, request_id: str, prompt: Prompt, params: SamplingParams | None = None, priority: int = 0
+        self,
+        request_id: str,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        priority: int = 0,
+        adapter: str = "",
     ) -> None:
         """Queues a request for `step`. Raises `RequestRefused` if it can never be served."""
         params = self._params(params)
-        self._submit(request_id, _Asked(prompt, params), priority, self._resolve(params))
+        self._submit(request_id, _Asked(prompt, params, None, adapter), priority, self._resolve(params))
 
     def step(self) -> list[RequestOutput]:
         """Runs one step and returns the requests that it changed, each once and as its `output_kind` shows it."""
@@ -326,6 +345,13 @@ class LLM:
         except TextError as error:
             raise RequestRefused(Refusal("unfit", "prompt", cause=str(error))) from error
 
+    def _digest_of(self, adapter: str) -> str:
+        """Returns the digest of an adapter; empty for none. Raises `RequestRefused` for an unknown name."""
+        adapters = self.engine.model.adapters
+        if adapter and adapter not in adapters:
+            refuse("unknown_value", "adapter", adapter, tuple(adapters) or "none, for this LLM has none")
+        return adapters[adapter].digest if adapter else ""
+
     def _resolve(self, params: SamplingParams) -> Future[Resolved] | None:
         return None if params.constraint is None else self.engine.constraints.resolve(params.constraint)
 
@@ -345,7 +371,13 @@ class LLM:
         text = chat.plan.prompt if chat is not None else prompt if isinstance(prompt, str) else None
         token_ids = self._token_ids(prompt)
         params = self.tokenizer.resolve_bad_words(asked.params)
-        request = EngineRequest(request_id=request_id, prompt_token_ids=token_ids, params=params, priority=priority)
+        request = EngineRequest(
+            request_id=request_id,
+            prompt_token_ids=token_ids,
+            params=params,
+            priority=priority,
+            adapter=self._digest_of(asked.adapter),
+        )
         resolved = None if constraint is None else constraint.result()
         with uninterrupted():
             self.engine.add_request(request, resolved, queue_is_bounded)
@@ -392,20 +424,25 @@ class LLM:
     # ---- asyncio -----------------------------------------------------------------------------------------------
 
     def stream(
-        self, prompt: Prompt, params: SamplingParams | None = None, priority: int = 0
+        self, prompt: Prompt, params: SamplingParams | None = None, priority: int = 0, adapter: str = ""
     ) -> AsyncIterator[RequestOutput]:
         """Yields what `output_kind` shows after each step that changed it; leaving the loop early aborts the request.
 
         A request's own errors are raised in its stream alone; an engine failure is raised in all streams. Any number of
         streams may run in one event loop; don't mix them with `generate` or `step` at the same time.
         """
-        return self._stream(_Asked(prompt, self._params(params)), priority)
+        return self._stream(_Asked(prompt, self._params(params), None, adapter), priority)
 
     def stream_chat(
-        self, messages: Sequence[Message], params: SamplingParams | None = None, priority: int = 0, **options: Any
+        self,
+        messages: Sequence[Message],
+        params: SamplingParams | None = None,
+        priority: int = 0,
+        adapter: str = "",
+        **options: Any,
     ) -> AsyncIterator[RequestOutput]:
         """Streams the answer to a conversation, with the `options` of `chat`. Each choice ends with its `message`."""
-        return self._stream(self._planned(messages, self._params(params), options), priority)
+        return self._stream(self._planned(messages, self._params(params), adapter, options), priority)
 
     async def _stream(self, asked: _Asked, priority: int) -> AsyncIterator[RequestOutput]:
         self._leave_other_loop(asyncio.get_running_loop())
@@ -520,10 +557,13 @@ def _as_conversations(messages: Sequence[Message] | Sequence[Sequence[Message]])
     return list(cast(Sequence[Sequence[Message]], messages))
 
 
-def _for_each(params: SamplingParams | Sequence[SamplingParams], count: int, what: str) -> Sequence[SamplingParams]:
-    """Returns one set of parameters for each of `count` prompts. Raises `ValueError` if a list has another length."""
-    if isinstance(params, SamplingParams):
-        return [params] * count
-    if len(params) != count:
-        raise ValueError(f"{len(params)} sampling parameters for {count} {what}s; give one, or one a {what}")
-    return params
+def _for_each(given: _One | Sequence[_One], count: int, what: str) -> Sequence[_One]:
+    """Returns one set of parameters, or one adapter, for each of `count` prompts. Raises `ValueError` if a list has
+    another length.
+    """
+    if isinstance(given, SamplingParams | str):
+        return [cast(_One, given)] * count
+    if len(given) != count:
+        noun = "adapters" if given and isinstance(given[0], str) else "sampling parameters"
+        raise ValueError(f"{len(given)} {noun} for {count} {what}s; give one, or one a {what}")
+    return given

@@ -29,6 +29,7 @@ from manta.cluster.text.tokenizer_trial import try_tokenizer
 from manta.structured.host import free_memory, num_cores
 from manta.structured.logits_processors import LogitsProcessorError, LogitsProcessorRegistry
 from manta.structured.visible_text import say, say_lines
+from manta.workers.adapter_support import check_adapters
 from manta.workers.checkpoints.memory import (
     CacheSizes,
     block_needs,
@@ -162,6 +163,7 @@ def _check_quickly(engine: EngineConfig) -> None:
     check_variants(model, device)
     check_block_size(model, engine.block_size)
     check_exact(engine, device, model)
+    check_adapters(engine, device, model)
     check_kv_cache(engine, device, model)
     num_elements(folder)  # raises unless every file is there and complete
     _check_templates(folder if engine.tokenizer is None else resolve_folder(engine.tokenizer))
@@ -291,6 +293,7 @@ def check_model(engine: EngineConfig) -> CheckReport:
     if engine.device == "tpu":
         check_weights(engine.weights, "tpu")
         check_exact(engine, "tpu")
+        check_adapters(engine, "tpu")
         check_kv_cache(engine, "tpu")
         return _check_on_tpu(engine)
     from manta.workers.platforms import choose_platform
@@ -311,6 +314,7 @@ def check_model(engine: EngineConfig) -> CheckReport:
         raise ModelError(str(error)) from error
     check_weights(engine.weights, platform.name)
     check_exact(engine, platform.name, model, platform.advice)
+    check_adapters(engine, platform.name, model)
     for each in (model, _draft_config(engine)):
         check_kv_cache(engine, platform.name, each)
         if each is not None:

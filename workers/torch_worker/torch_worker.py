@@ -20,7 +20,7 @@ from manta.workers.kept_weights import describe_kept
 from manta.workers.kernels.layer_caches import LayerStates, allocate_states
 from manta.workers.kernels.protocol import DecodeLimits
 from manta.workers.kv_cache_dtype import kv_dtype
-from manta.workers.model_info import ModelInfo
+from manta.workers.model_info import AdapterInfo, ModelInfo
 from manta.workers.model_options import ModelOptions
 from manta.workers.models.model_config import ModelConfig
 from manta.workers.parallel.group import Group, OneRank
@@ -33,7 +33,13 @@ from manta.workers.step import StepInput, StepOutOfMemory, StepOutput
 from manta.workers.torch_worker.cache_plan import CachePlan, plan_cache
 from manta.workers.torch_worker.draft_runner import TorchDraftRunner
 from manta.workers.torch_worker.model_runner import ModelRunner
-from manta.workers.torch_worker.rank_models import ModelSource, RankModels, choose_models, load_models
+from manta.workers.torch_worker.rank_models import (
+    ModelSource,
+    RankModels,
+    choose_models,
+    load_adapters,
+    load_models,
+)
 from manta.workers.torch_worker.rank_runner import FollowerRunner, RankRunner
 from manta.workers.torch_worker.step_times import measure_steps
 
@@ -64,6 +70,9 @@ class TorchWorker:
         phases.end("config")
         models = load_models(sources, config, platform, self.group)
         phases.end("weights")
+        adapters = load_adapters(models.bank, config.adapters, self.group)
+        if adapters:
+            phases.end("adapters")
         plan = plan_cache(models, sources.target, config, platform, self.group, max_draft_tokens)
         share = models.target
         kv_cache = platform.allocate_kv(
@@ -84,7 +93,7 @@ class TorchWorker:
         platform.record_decodes(share.model, self.runner.kv_layers, limits, agree=self.group.least)
         self.draft = None if models.draft is None else TorchDraftRunner(models.draft, self.runner)
         phases.end("runner")
-        self.info = _model_info(sources.target, models.dtype, config, plan, platform, phases)
+        self.info = _model_info(sources.target, models.dtype, config, plan, platform, phases, adapters)
         _log_start(self.info)
 
     def _make_runner(
@@ -99,7 +108,8 @@ class TorchWorker:
     ) -> ModelRunner:
         make = ModelRunner if self.group.num_ranks == 1 else RankRunner if self.group.rank == 0 else FollowerRunner
         sizes = config.block_size, config.max_num_sequences, plan.max_model_len
-        return make(models.target.model, platform, kv_cache, whole, *sizes, self.processors, plan.layers, states)
+        target, processors = models.target.model, self.processors
+        return make(target, platform, kv_cache, whole, *sizes, processors, plan.layers, states, models.bank)
 
     @property
     def runs_ahead(self) -> bool:
@@ -161,7 +171,13 @@ def _named_memory_errors() -> Iterator[None]:
 
 
 def _model_info(
-    source: ModelSource, dtype: str, config: ModelOptions, plan: CachePlan, platform: Platform, phases: Phases
+    source: ModelSource,
+    dtype: str,
+    config: ModelOptions,
+    plan: CachePlan,
+    platform: Platform,
+    phases: Phases,
+    adapters: dict[str, AdapterInfo],
 ) -> ModelInfo:
     return ModelInfo(
         folder=str(source.folder),
@@ -183,6 +199,7 @@ def _model_info(
         load_phases=phases.seconds,
         advice=platform.advice,
         weights=describe_kept(config.weights),
+        adapters=adapters,
         is_asynchronous=platform.runs_ahead,
     )
 
