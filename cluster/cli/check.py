@@ -30,6 +30,7 @@ from manta.cluster.text.tokenizer_trial import try_tokenizer
 from manta.structured.host import free_memory, num_cores
 from manta.structured.logits_processors import LogitsProcessorError, LogitsProcessorRegistry
 from manta.structured.visible_text import say, say_lines
+from manta.workers.adapter_support import check_adapters
 from manta.workers.checkpoints.memory import (
     CacheSizes,
     block_needs,
@@ -169,6 +170,7 @@ def _check_quickly(engine: EngineConfig) -> None:
     check_variants(model, device)
     check_block_size(model, engine.block_size)
     check_exact(engine, device, model)
+    check_adapters(engine, device, model)
     check_kv_cache(engine, device, model)
     check_prefix_store(engine, device)
     num_elements(folder)  # raises unless every file is there and complete
@@ -298,6 +300,7 @@ def check_model(engine: EngineConfig) -> CheckReport:
     if engine.device == "tpu":
         check_weights(engine.weights, "tpu")
         check_exact(engine, "tpu")
+        check_adapters(engine, "tpu")
         check_kv_cache(engine, "tpu")
         check_prefix_store(engine, "tpu")
         return _check_on_tpu(engine)
@@ -320,6 +323,7 @@ def check_model(engine: EngineConfig) -> CheckReport:
     check_weights(engine.weights, platform.name)
     check_exact(engine, platform.name, model, platform.advice)
     check_prefix_store(engine, platform.name)
+    check_adapters(engine, platform.name, model)
     for each in (model, _draft_config(engine)):
         check_kv_cache(engine, platform.name, each)
         if each is not None:

@@ -77,14 +77,9 @@ def application(config: ServeConfig, nodes: list[int], shares_port: bool = True)
     standby = None
     if config.num_standby_replicas:
         engine = msgspec.structs.replace(config.engine, claims_cpus=False)
-<<<<<<< HEAD
-        standby = engine_deployment(engine, config.num_standby_replicas, "standby").bind(engine)
+        standby = engine_deployment(engine, config.num_standby_replicas, STANDBY).bind(engine)
     engines, batches = _engines(config), None
     secret = kept_secret() if config.engine.prefix_store_bytes else new_secret()
-=======
-        standby = engine_deployment(engine, config.num_standby_replicas, STANDBY).bind(engine)
-    engines, batches, secret = _engines(config), None, new_secret()
->>>>>>> ops
     if config.batch_storage is not None:
         batches = batch_deployment(config).bind(config, engines, standby, secret)
     return ingress_deployment(config, num_living).bind(config, engines, secret, standby, shares_port, batches)
