@@ -57,6 +57,8 @@ class Sequence:
     """
     cache_root: bytes = b""
     """The parent of the first block's hash in the prefix cache."""
+    adapter: str = ""
+    """The digest of its adapter; empty for the model alone."""
     block_hashes: list[bytes] = dataclasses.field(default_factory=list)
     """Chained hashes of leading full blocks, computed on demand."""
     states: dict[int, int] = dataclasses.field(default_factory=dict)
@@ -305,6 +307,7 @@ class Sequence:
             self.num_prompt_tokens,
             self.eos_token_ids,
             not self.num_branches,
+            self.adapter,
         )
 
     def hash_blocks(self, count: int, block_size: int) -> list[bytes]:

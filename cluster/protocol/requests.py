@@ -9,7 +9,7 @@ this module are checked before any work that grows with the body, after those of
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, ClassVar, Literal, NoReturn
 
@@ -474,23 +474,7 @@ class CompletionRequest(_SamplingFields, kw_only=True):
 
     def prompts(self) -> list[str | list[int]]:
         """Returns every prompt, as text or as token ids."""
-        prompt = self.prompt
-        if isinstance(prompt, str):
-            prompt = [prompt]
-        if not prompt:
-            refuse("empty", "prompt", remedy="give a string, token ids, or a list of either")
-        if set(map(type, prompt)) == {int}:
-            return [checked_token_ids(prompt, "prompt")]
-        found: list[str | list[int]] = []
-        for index, item in enumerate(prompt):
-            param = "prompt" if isinstance(self.prompt, str) else f"prompt[{index}]"
-            if isinstance(item, int) or type(item) is not type(prompt[0]):
-                cause = "strings, token ids and lists of token ids cannot be mixed"
-                refuse("unfit", param, remedy="use one of them", cause=cause)
-            if not item:
-                refuse("empty", param, remedy="give at least one character or token id")
-            found.append(item if isinstance(item, str) else checked_token_ids(item, param))
-        return found
+        return texts_or_ids(self.prompt, "prompt")
 
     def sampling_params(self, defaults: Mapping[str, float] = MappingProxyType({})) -> SamplingParams:
         """Returns the sampling parameters; what the body leaves out is the model's `defaults`. Raises `RequestRefused`
@@ -507,6 +491,29 @@ class CompletionRequest(_SamplingFields, kw_only=True):
             # token.
             max_tokens={None: DEFAULT_COMPLETION_TOKENS, 0: 1}.get(self.max_tokens),
         )
+
+
+def texts_or_ids(
+    given: str | Sequence[str | int | list[int]] | None, field: str, allows_empty_texts: bool = False
+) -> list[str | list[int]]:
+    """Returns every text of a field, as text or as token ids. Raises `RequestRefused` naming the place of the first
+    mistake.
+    """
+    texts = [given] if isinstance(given, str) else given
+    if not texts:
+        refuse("empty", field, remedy="give a string, token ids, or a list of either")
+    if set(map(type, texts)) == {int}:
+        return [checked_token_ids(list(texts), field)]
+    found: list[str | list[int]] = []
+    for index, item in enumerate(texts):
+        param = field if isinstance(given, str) else f"{field}[{index}]"
+        if isinstance(item, int) or type(item) is not type(texts[0]):
+            cause = "strings, token ids and lists of token ids cannot be mixed"
+            refuse("unfit", param, remedy="use one of them", cause=cause)
+        if not item and not (allows_empty_texts and isinstance(item, str)):
+            refuse("empty", param, remedy="give at least one character or token id")
+        found.append(item if isinstance(item, str) else checked_token_ids(item, param))
+    return found
 
 
 def checked_token_ids(token_ids: list[Any], param: str) -> list[int]:

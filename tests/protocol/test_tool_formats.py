@@ -177,6 +177,7 @@ def test_text_resembling_a_call_stays_text(form: ToolFormat, text: str) -> None:
     assert parse(form, [text]) == (text, [])
 
 
+@pytest.mark.axes_in_turns
 @pytest.mark.parametrize("required", [False, True])
 @pytest.mark.parametrize("has_marks", [True, False], ids=["tokens", "text"])
 @pytest.mark.parametrize("form", WRITERS, ids=lambda form: form.name)

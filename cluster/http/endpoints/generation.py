@@ -138,7 +138,7 @@ async def sampling_params(state: AppState, exchange: GenerationExchange, request
     """Returns the body's admitted sampling parameters, with the tokens of its `bad_words`. What the body leaves out has
     the model's recommended value.
     """
-    defaults = (await state.model_info()).sampling_defaults
+    defaults = (await state.generating_model()).sampling_defaults
     params = await state.apart(exchange, state.admission.sampling_params, request, defaults)
     return await aside(state.tokenizer.resolve_bad_words, params) if params.bad_words else params
 

@@ -9,6 +9,7 @@ from typing import Protocol
 
 import msgspec
 
+from manta.cluster.engine.pooling_request import PoolingRequest, PoolingResult
 from manta.cluster.engine.request import EngineRequest, FinishStatus, Usage
 from manta.cluster.engine.stats import EngineStats
 from manta.structured.constraint import ConstraintSpec
@@ -129,6 +130,10 @@ class Engines(GenerationEngines, Protocol):
     """All engine replicas of one model."""
 
     async def model(self) -> ModelInfo: ...
+
+    async def pool(self, request: PoolingRequest) -> PoolingResult:
+        """Returns the numbers of the request's texts, or a refusal. Cancelling the call ends the work for it."""
+        ...
 
     async def stats(self) -> list[EngineStats]:
         """Returns the statistics of every replica that answers; an empty list if none runs.

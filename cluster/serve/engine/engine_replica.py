@@ -68,17 +68,13 @@ class EngineReplica:
     With `is_alone` there is no other replica to choose, so ingresses are not told which blocks the prefix cache holds.
     """
 
-    def __init__(self, config: EngineConfig, is_alone: bool = False) -> None:
+    def __init__(self, config: EngineConfig, is_alone: bool = False, seconds_before: float = 0.0) -> None:
+        """`seconds_before` are those that this replica's process ran before the constructor; 0 if it is shared."""
         with told_in_words():
-            self._start(config, is_alone)
+            self._start(config, is_alone, seconds_before)
 
-    @staticmethod
-    def seconds_before() -> float:
-        """Returns the seconds that this replica's process ran before the constructor; 0 if the process is shared."""
-        return 0.0
-
-    def _start(self, config: EngineConfig, is_alone: bool) -> None:
-        self._phases = Phases(process=self.seconds_before())
+    def _start(self, config: EngineConfig, is_alone: bool, seconds_before: float) -> None:
+        self._phases = Phases(process=seconds_before)
         from manta.cluster.engine.engine import (
             Engine,  # a process that only deploys this class needs none of these imports
         )
@@ -233,6 +229,7 @@ class EngineReplica:
             waiting_tokens=self._meter.waiting_tokens,
             ttft_s=self._meter.ttft_s,
             requests_per_s=self._meter.requests_per_s,
+            config=self.engine.config,
         )
         stats = msgspec.structs.replace(self.engine.stats(), service=service)
         return stats if self._thread.failure is None else msgspec.structs.replace(stats, alive=False)
