@@ -198,3 +198,21 @@ def test_a_head_of_its_own_is_used_whatever_the_embedding_is_called(tmp_path: pa
     plain, tokens = folder_of("nemotron_h"), random_tokens(100)
     tied = changed(plain, tmp_path / "tied", {"tie_word_embeddings": True})
     assert torch.equal(logits_of(tied, tokens), logits_of(plain, tokens))
+
+
+DRAFTING = {
+    "Qwen3-Next": "mtp.layers.0.self_attn.q_proj.weight",
+    "MiMo-V2": "model.mtp.layers.0.self_attn.q_proj.weight",
+    "MiMo": "model.mtp_layers.0.self_attn.q_proj.weight",
+    "ERNIE 4.5": "model.mtp_block.0.self_attn.q_proj.weight",
+}
+"""A tensor of the layers that draft tokens in published checkpoints."""
+
+
+@pytest.mark.parametrize("name", DRAFTING.values(), ids=list(DRAFTING))
+def test_layers_that_draft_tokens_are_left_out(name: str, tmp_path: pathlib.Path) -> None:
+    def with_drafts(tensor_name: str, tensor: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {tensor_name: tensor, name: torch.ones(3, 3)}
+
+    folder = rewritten(checkpoint("qwen3"), tmp_path / "drafting", with_drafts)
+    check_tensors(folder, load_model_config(folder))
