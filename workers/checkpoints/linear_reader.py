@@ -79,7 +79,7 @@ class LinearReader:
         is used again. `shapes_only` False gives a plain weight its data in any case.
         """
         shapes_only = self._shapes_only if shapes_only is None else shapes_only
-        spec = spec._replace(parts=tuple(map(self.as_stored, spec.parts)))
+        spec = self.stored(spec)
         formats = [self.format_of(part) for part in spec.parts]
         weight: QuantizedWeight | torch.Tensor
         if any(formats):
@@ -91,6 +91,10 @@ class LinearReader:
             return LinearWeight(spec.name, weight, bias, self._dtype, spec.is_gated)
         shape = torch.empty(weight.values.shape, dtype=self._dtype, device="meta")
         return LinearWeight(spec.name, shape, bias, self._dtype, spec.is_gated, weight)
+
+    def stored(self, spec: LinearSpec) -> LinearSpec:
+        """Returns a linear with its parts as this checkpoint stores them."""
+        return spec._replace(parts=tuple(map(self.as_stored, spec.parts)))
 
     def as_stored(self, part: WeightPart) -> WeightPart:
         """Returns the part as this checkpoint stores it."""

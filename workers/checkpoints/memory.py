@@ -310,6 +310,12 @@ _OF_TOWERS = ("visual.", "audio_tower.")
 """Beginnings of tensors that see or hear, beside a text decoder with its usual names (Qwen2-VL)."""
 
 
+def usual_name(name: str) -> str:
+    """Returns the name in a text decoder's own checkpoint of a tensor or module, given that in a multimodal model."""
+    stored = next((each for each in _OF_TEXT if name.startswith(each)), "")
+    return _TEXT_NAMES[stored] + name.removeprefix(stored) if stored else name
+
+
 def _text_tensors(entries: dict[str, TensorEntry]) -> dict[str, TensorEntry]:
     """Returns the tensors of the text decoder by their usual names, without those of towers and projectors."""
     found = {}
