@@ -148,7 +148,12 @@ FORMS = {
     ),
     "Kimi-VL": Form(
         "deepseek_v3",
-        {"architectures": ["KimiVLForConditionalGeneration"], "model_type": "kimi_vl", "vision_config": {"depth": 1}},
+        {
+            "architectures": ["KimiVLForConditionalGeneration"],
+            "model_type": "kimi_vl",
+            "vision_config": {"depth": 1},
+            "tie_word_embeddings": True,  # says the whole model, and the files have a head unlike the embedding
+        },
         ("text_config",),
         {"model.": "language_model.model.", "lm_head.": "language_model.lm_head."},
         "multi_modal_projector.linear_1.weight",
