@@ -29,7 +29,7 @@ REFUSED_NAMES = (
     # Attention that a layer calls twice, masks of their own, a cache that forgets positions which the mask shows.
     "diffllama doge dory git hrm_text moshi "
     # Pictures or sounds, whose text decoder has no native form.
-    "emu3 gemma3n gemma3n_text gemma4_unified_assistant mllama moss_transcribe_diarize "
+    "emu3 gemma3n gemma3n_text gemma4_unified_assistant mllama "
     # A model of bytes in patches.
     "blt "
 )

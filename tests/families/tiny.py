@@ -19,8 +19,10 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+    MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES,
 )
 
+from manta.workers.models.wrappers import WRAPPERS
 from tests.checkpoints import make_tokenizer, on_one_thread, randomise
 from tests.workers.recurrent_cases import ROPE
 from tests.workers.test_layer_kinds import CASES, SIZES, set_buffers
@@ -149,19 +151,22 @@ MISNAMED = {
     "qianfan_ocr": ("language_model.model.encoder.layers.", "language_model.model.layers."),
 }
 """Beginnings of names that transformers writes and no published checkpoint has, and those that these have."""
-MODEL_TYPES = tuple(dict.fromkeys([*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, *MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES]))
-"""The names of transformers' configurations that have a causal language model, or text beside pictures."""
-
+_WITH_SOUNDS = {name: each for name, each in MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES.items() if each in WRAPPERS}
+_ARCHITECTURES = _WITH_SOUNDS | MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES | MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+MODEL_TYPES = tuple(
+    dict.fromkeys([*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, *MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES, *_WITH_SOUNDS])
+)
+"""The names of transformers' configurations that have a causal language model, or text beside pictures or sounds. Of
+those with sounds these are the ones that are served.
+"""
 MODELS_WITH_PICTURES = tuple(name for name in MODEL_TYPES if name not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+"""Those with pictures or sounds."""
 
 
 def architecture_of(model_type: str) -> str:
     """Returns the class of a model type's causal language model; for one with pictures only, that of the whole."""
     own = {"emu3_text_model": "Emu3ForCausalLM", "mllama_text_model": "MllamaForCausalLM"}
-    return (
-        own.get(model_type)
-        or (MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES | MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)[model_type]
-    )
+    return own.get(model_type) or _ARCHITECTURES[model_type]
 
 
 def tiny_config(model_type: str) -> Any:
@@ -246,7 +251,7 @@ def _decoder_of(model: Any) -> Any:
     if (own := next((each for each in model.modules() if isinstance(each, causal_class)), None)) is not None:
         return own
     text = copy.deepcopy(text)
-    text.tie_word_embeddings = model.config.tie_word_embeddings
+    text.tie_word_embeddings = getattr(model.config, "tie_word_embeddings", False)
     decoder: Any = causal_class._from_config(text, attn_implementation="eager").float().eval()
     decoder.base_model.load_state_dict(model.get_decoder().state_dict())
     decoder.get_output_embeddings().load_state_dict(model.get_output_embeddings().state_dict())

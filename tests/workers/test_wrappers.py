@@ -17,6 +17,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+    MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES,
 )
 
 from manta.workers.checkpoints.model_folder import load_model_config
@@ -39,6 +40,7 @@ MODEL_TYPES = {
         ("qwen3_omni_moe", "Qwen3OmniMoeForConditionalGeneration"),
         ("got_ocr2", "GotOcr2ForConditionalGeneration"),
         *((name, each) for name, each in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items() if each in WRAPPERS),
+        *((name, each) for name, each in MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES.items() if each in WRAPPERS),
     )
 }
 """The names of transformers' configurations of wrappers, by architecture."""
