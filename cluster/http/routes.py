@@ -12,6 +12,7 @@ from manta.cluster.http.endpoints import (
     embeddings,
     files,
     generation,
+    infill,
     input_tokens,
     models,
     ollama,
@@ -29,6 +30,7 @@ from manta.cluster.http.exchange.uploads import UploadForm
 from manta.cluster.protocol.anthropic import CountTokensRequest, MessageAnswer, MessagesRequest, TokenCount
 from manta.cluster.protocol.batches_api import Batch, FileObject
 from manta.cluster.protocol.error_bodies import anthropic_body, ollama_body
+from manta.cluster.protocol.infill import InfillAnswer, InfillRequest
 from manta.cluster.protocol.ollama import (
     OllamaChatAnswer,
     OllamaChatRequest,
@@ -93,6 +95,17 @@ ROUTES = (
         alias="/completions",
         body=CompletionRequest,
         answer=Completion,
+        media_type=EVENTS,
+        errors=GENERATION_ERRORS,
+        logged=True,
+    ),
+    Route(
+        "POST",
+        "/infill",
+        infill.infill,
+        "The text of a gap, in llama.cpp's shape",
+        body=InfillRequest,
+        answer=InfillAnswer,
         media_type=EVENTS,
         errors=GENERATION_ERRORS,
         logged=True,

@@ -35,6 +35,8 @@ from manta.workers.sampling_params import SamplingParams
 _CONVERTIBLE = ("*.model", "vocab.*", "*.tiktoken", "*.tekken", "tekken.json")
 """Patterns of tokenizer files that transformers converts."""
 _OTHER_TOKENIZER = "give the tokenizer's folder in the option `tokenizer`"
+_PROBE = "a"
+"""A text of which every tokenizer makes a token."""
 LONG_TEXT = 20_000
 """Characters from which a text is tokenised in a thread, because a megabyte would delay every stream."""
 
@@ -292,6 +294,11 @@ class Tokenizer:
         except TypeError as error:
             _check_unicode(text)
             raise error
+
+    def leading_special_ids(self) -> list[int]:
+        """Returns the special tokens that `encode` puts in front of a text, such as the beginning of a sequence."""
+        plain, whole = self.encode(_PROBE, add_special_tokens=False), self.encode(_PROBE)
+        return whole[: whole.index(plain[0])]
 
     def encode_batch(self, texts: Sequence[str], add_special_tokens: bool = True) -> list[list[int]]:
         """Returns the token ids of each text, as `encode` does; other Python threads run meanwhile."""
