@@ -88,7 +88,7 @@ class BlockKeeper:
         if self._writer.is_full:
             return False
         content = torch.cat([_bytes_of(each) for each in self._tensors(part)])
-        self._writer.write(part, memoryview(content.numpy()))
+        self._writer.write(part, content.numpy().data)
         return True
 
     @torch.inference_mode()
