@@ -110,6 +110,14 @@ class ModelOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     factory that an installed package registers under this name.
     """
 
+    adapters: dict[str, str] = {}
+    """LoRA adapters that requests may name as their `model`: a name and the folder in which PEFT saved it
+    (`adapter_config.json` and `adapter_model.safetensors`). They are for CPUs, and for models that Manta computes
+    itself.
+    """
+    max_adapter_bytes: Bytes = 2**30
+    """Memory of all adapters together, for each rank. Adapters that take more are refused at start."""
+
     def overlaps(self, is_asynchronous: bool) -> bool:
         """Returns whether a step is planned while another one is under way, on a device that does or does not compute
         by itself.

@@ -132,6 +132,7 @@ class Engine:
         """Submitted steps whose tokens the engine has not read yet, oldest first."""
         self._plans_ahead = self.executor.depth > 0 and config.speculative is None
         """Whether a step is planned before the tokens of the step under way are known."""
+        self._adapter_digests = frozenset(each.digest for each in self.model.adapters.values())
         self._step_budget = StepBudget(config.max_num_batched_tokens)
         self._id = secrets.token_hex(8)
         self._next_sequence_id = 0
@@ -380,11 +381,13 @@ class Engine:
             remedy, unit = "retry later or raise max_num_waiting", "requests are waiting"
             refuse("queue_full", "", self.scheduler.num_waiting, self.config.max_num_waiting, remedy, unit=unit)
         params = request.params
-        check_request(request, self.vocab_size, self.scheduler.longest, self.processors)
+        check_request(request, self.vocab_size, self.scheduler.longest, self.processors, self._adapter_digests)
         if constraint is not None:
             params = msgspec.structs.replace(params, constraint=constraint.spec)
         elif params.constraint is not None:
             raise ValueError("a request with a constraint comes with what `resolve` made of it")
+        elif params.is_masked:
+            self.constraints.start()
         if not self.scheduler.has_unfinished:
             self._last_progress = time.monotonic()
         for sequence in self._sequences(request, params.without_text(), constraint):
@@ -409,7 +412,8 @@ class Engine:
             priority=request.priority,
             client=request.client,
             weight=request.weight,
-            cache_root=request.cache_root,
+            cache_root=request.chain_root,
+            adapter=request.adapter,
             eos_token_ids=self.model.eos_token_ids,
             constraint=constraint,
             deadline=deadline,

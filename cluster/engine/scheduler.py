@@ -219,7 +219,7 @@ class Scheduler:
         forks = [parent.fork(index) for index in parent.unforked]
         parent.unforked = range(0)
         last_block_is_full = parent.num_prompt_tokens % self.blocks.block_size == 0
-        may_recompute_last_token = parent.constraint is not None
+        may_recompute_last_token = parent.is_masked
         num_shared = parent.num_prompt_tokens
         if last_block_is_full and may_recompute_last_token:
             num_shared -= 1  # then the last block is not full, and is copied

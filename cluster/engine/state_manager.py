@@ -92,7 +92,7 @@ class StateManager:
         """
         known = len(sequence.token_ids) + sequence.num_pending_tokens
         positions = {end}
-        if sequence.constraint is not None:
+        if sequence.is_masked:
             positions.add(known - 1)  # a late mask makes the last known token uncomputed
         if end > known:
             positions.update(range(known, end) if self._keeps_draft_states else [known])

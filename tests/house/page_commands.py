@@ -404,6 +404,8 @@ COMMANDS: dict[str, Callable[[str, Manual], None]] = {
     ): names_files,
     "kubectl create secret generic manta --from-literal=api-keys=NAME:KEY": names_files,
     "kubectl apply -f configs/kuberay/rayservice.yaml": names_files,
+    "kubectl apply -k configs/prometheus/operator": names_files,
+    "promtool check rules configs/prometheus/rules.yml": names_files,
     "kubectl port-forward service/manta-serve-svc 8000": names_files,
     "prometheus --config.file=configs/grafana/prometheus.yml": names_files,
     (
@@ -440,6 +442,8 @@ COMMANDS: dict[str, Callable[[str, Manual], None]] = {
     "manta check": is_named,
     "manta check --set engine.tensor_parallel_size=2": checks_a_model,
     "manta check ~/models/Qwen2.5-0.5B-Instruct": checks_a_model,
+    "manta check ~/models/all-MiniLM-L6-v2": checks_a_model,
+    "manta serve ~/models/all-MiniLM-L6-v2": starts_a_server,
     "manta check ~/models/qwen2.5-0.5b-instruct-q4_k_m.gguf": checks_a_model,
     "manta serve ~/models/qwen2.5-0.5b-instruct-q4_k_m.gguf": starts_a_server,
     "manta chat": talks,

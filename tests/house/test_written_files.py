@@ -25,7 +25,6 @@ from typing import Any
 import msgspec
 import pytest
 
-from manta.cluster import own_ray
 from manta.cluster.batch.journal import BatchRefused, Journal
 from manta.cluster.batch.lease import Lease, acquire
 from manta.cluster.batch.lines import BatchResponse, BatchResult, LineKey
@@ -227,21 +226,6 @@ class PrivateFolders(Writer):
         self.made.pop(-1).close()
 
 
-class RayToken(Writer):
-    """There is one token, and a second one must not replace it."""
-
-    foreign = (".ray/notes",)
-    is_torn = False
-
-    def write(self, number: int) -> None:
-        own_ray.create_token(self.root / ".ray" / "auth_token")
-
-    def read(self) -> set[int]:
-        path = self.root / ".ray" / "auth_token"
-        assert not path.exists() or len(path.read_text()) > 30
-        return set(range(len(INPUT))) if path.exists() else set()
-
-
 class GgufFolders(Writer):
     foreign = ("gguf/mine/gguf_tensors.json", "gguf/model-copy/config.json", "gguf/.new/config.json", "gguf/notes")
 
@@ -346,7 +330,6 @@ WRITERS = (
     Parts,
     Leases,
     PrivateFolders,
-    RayToken,
     GgufFolders,
     Kernels,
     KeptBlocks,
@@ -561,8 +544,8 @@ TABLE = {
     "manta.cluster.storage.local_files": StorageWriter,
     "manta.cluster.storage.storage": StorageWriter,
     "manta.cluster.private_folder": PrivateFolders,
-    "manta.cluster.own_ray": RayToken,
     "manta.cluster.serve.listening.port": test_lock_files_are_opened_as_they_are,
+    "manta.cluster.serve.starting.ray_messages": "Ray's messages, which end with the command; without room it says so",
     "manta.cluster.serve.starting.start_failure": FailureLog,
     "manta.cluster.text.tokenizer_trial": "an empty file in the cache, whose name alone says something",
     "manta.cluster.telemetry.request_log": "a log; a torn line is no request, and stays",

@@ -17,6 +17,7 @@ from manta.structured import host
 from manta.structured.logits_processors import LogitsProcessorFactory, LogitsProcessorRegistry
 from manta.structured.masks import MaskBatch
 from manta.structured.visible_logs import logger_of
+from manta.workers.adapter_support import check_adapters
 from manta.workers.checkpoints.memory import block_needs, choose_groups, plan_max_model_len, weight_bytes
 from manta.workers.checkpoints.model_folder import resolve_model_folder
 from manta.workers.exact import check_exact
@@ -62,6 +63,7 @@ class JaxWorker:
     ) -> None:
         check_weights(config.weights, "tpu")
         check_exact(config, "tpu")
+        check_adapters(config, "tpu")
         check_kv_cache(config, "tpu")
         check_prefix_store(config, "tpu")
         phases = Phases()

@@ -21,7 +21,7 @@ from manta.workers.kernels.build import library_name
 from manta.workers.kernels.layer_caches import LayerStates, allocate_states
 from manta.workers.kernels.protocol import DecodeLimits
 from manta.workers.kv_cache_dtype import kv_dtype
-from manta.workers.model_info import ModelInfo
+from manta.workers.model_info import AdapterInfo, ModelInfo
 from manta.workers.model_options import ModelOptions
 from manta.workers.models.model_config import DEPENDING_ON_CONTEXT, ModelConfig
 from manta.workers.parallel.group import Group, OneRank
@@ -36,7 +36,13 @@ from manta.workers.torch_worker.block_keeper import open_keeper, values_for_stor
 from manta.workers.torch_worker.cache_plan import CachePlan, plan_cache
 from manta.workers.torch_worker.draft_runner import TorchDraftRunner
 from manta.workers.torch_worker.model_runner import ModelRunner
-from manta.workers.torch_worker.rank_models import ModelSource, RankModels, choose_models, load_models
+from manta.workers.torch_worker.rank_models import (
+    ModelSource,
+    RankModels,
+    choose_models,
+    load_adapters,
+    load_models,
+)
 from manta.workers.torch_worker.rank_runner import FollowerRunner, RankRunner
 from manta.workers.torch_worker.step_times import measure_steps
 
@@ -68,6 +74,9 @@ class TorchWorker:
         values = values_for_store(config, sources.target.folder)
         models = load_models(sources, config, platform, self.group)
         phases.end("weights")
+        adapters = load_adapters(models.bank, config.adapters, self.group)
+        if adapters:
+            phases.end("adapters")
         plan = plan_cache(models, sources.target, config, platform, self.group, max_draft_tokens)
         share = models.target
         kv_cache = platform.allocate_kv(
@@ -94,7 +103,7 @@ class TorchWorker:
         self.draft = None if models.draft is None else TorchDraftRunner(models.draft, self.runner)
         phases.end("runner")
         store = None if self._keeper is None else self._keeper.place
-        self.info = _model_info(sources.target, models.dtype, config, plan, platform, phases, store)
+        self.info = _model_info(sources.target, models.dtype, config, plan, platform, phases, store, adapters)
         _log_start(self.info)
 
     def _make_runner(
@@ -109,7 +118,8 @@ class TorchWorker:
     ) -> ModelRunner:
         make = ModelRunner if self.group.num_ranks == 1 else RankRunner if self.group.rank == 0 else FollowerRunner
         sizes = config.block_size, config.max_num_sequences, plan.max_model_len
-        return make(models.target.model, platform, kv_cache, whole, *sizes, self.processors, plan.layers, states)
+        target, processors = models.target.model, self.processors
+        return make(target, platform, kv_cache, whole, *sizes, processors, plan.layers, states, models.bank)
 
     @property
     def runs_ahead(self) -> bool:
@@ -198,6 +208,7 @@ def _model_info(
     platform: Platform,
     phases: Phases,
     prefix_store: StorePlace | None,
+    adapters: dict[str, AdapterInfo],
 ) -> ModelInfo:
     return ModelInfo(
         folder=str(source.folder),
@@ -219,6 +230,7 @@ def _model_info(
         load_phases=phases.seconds,
         advice=platform.advice,
         weights=describe_kept(config.weights),
+        adapters=adapters,
         is_asynchronous=platform.runs_ahead,
         prefix_store=prefix_store,
     )
