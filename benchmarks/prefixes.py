@@ -27,6 +27,7 @@ from benchmarks.processes import BenchmarkError, ServerProcess, Setup, free_port
 from benchmarks.report import machine, markdown_head, markdown_row
 from benchmarks.start import ENGINE
 from manta.structured.visible_text import say_lines, visible_lines
+from manta.workers.cache_folder import cache_entry
 
 MODEL = "qwen2.5-0.5b"
 CACHE_BYTES, KEPT_BYTES = 1 << 30, 4 << 30
@@ -34,10 +35,22 @@ REPLACED_S = 120.0
 """Seconds within which Serve must have replaced an engine."""
 
 
+WRITTEN_S = 60.0
+"""Seconds within which an idle engine must have written a prompt."""
+BLOCK_TOKENS = 16
+"""Tokens of a block, by default."""
+
+
+def num_kept() -> int:
+    """Returns how many files the node's prefix store has."""
+    return len(os.listdir(cache_entry("prefixes")))
+
+
 class KeepingServer(ServerProcess):
     """A server whose engine can be killed. With `keeps` it keeps prefixes."""
 
     def __init__(self, model: str, keeps: bool) -> None:
+        self.keeps = keeps
         kept = {"engine.prefix_store_bytes": KEPT_BYTES if keeps else 0}
         super().__init__("manta", model, Setup(kv_cache_bytes=CACHE_BYTES), free_port(), kept)
 
@@ -86,9 +99,14 @@ def measure(server: KeepingServer, num_tokens: int, num_kills: int) -> tuple[lis
     found = []
     for _ in range(num_kills):
         system = random.choices(range(10, 500), k=num_tokens)  # others each time, because the last run's are kept
+        kept_before = num_kept()
         for question in range(2):
             server.ask([*system, 5, 6 + question])
-        time.sleep(1.0)  # idle, so that all is written
+        deadline = time.perf_counter() + WRITTEN_S
+        while server.keeps and num_kept() < kept_before + num_tokens // BLOCK_TOKENS:
+            if time.perf_counter() > deadline:
+                raise server.fail(f"the prompt was not kept within {WRITTEN_S:.0f} s")
+            time.sleep(0.1)
         server.replace_engine()
         found.append(server.ask([*system, 5, 9]))
     return [seconds for seconds, _ in found], [cached for _, cached in found]

@@ -47,12 +47,11 @@ from manta.workers.checkpoints.stop_tokens import with_tokenizers_eos
 from manta.workers.checkpoints.stored_files import find_file
 from manta.workers.exact import check_exact
 from manta.workers.kept_weights import check_weights, describe_kept
-from manta.workers.kv_cache_dtype import check_kv_cache, kv_dtype
+from manta.workers.kv_cache_dtype import check_kv_cache, check_prefix_store, kv_dtype
 from manta.workers.kv_groups import LayerGroups, most_states, one_group
 from manta.workers.models.model_config import ModelConfig, ModelError
 from manta.workers.models.variants import check_block_size, check_draft_model, check_variants, variants_of
 from manta.workers.parallel.split import check_num_ranks
-from manta.workers.prefix_store import check_prefix_store
 from manta.workers.step import NUM_FIXED_STATES
 from manta.workers.torch_worker.trial import Trial, TrialResult, try_one_layer
 

@@ -30,14 +30,13 @@ from manta.workers.jax_worker.programs import ProgramCompiler, keep_compiled_pro
 from manta.workers.jax_worker.runner import JaxRunner
 from manta.workers.jax_worker.step_times import measure_steps
 from manta.workers.kept_weights import check_weights
-from manta.workers.kv_cache_dtype import check_kv_cache
+from manta.workers.kv_cache_dtype import check_kv_cache, check_prefix_store
 from manta.workers.kv_groups import one_group
 from manta.workers.model_info import ModelInfo
 from manta.workers.model_options import ModelOptions
 from manta.workers.models.model_config import ModelError
 from manta.workers.parallel.split import check_num_ranks
 from manta.workers.phases import Phases
-from manta.workers.prefix_store import check_prefix_store
 from manta.workers.ranks.rank_sequences import RankSequences
 from manta.workers.ranks.rank_worker import ALONE, RankPlace, StepTimes
 from manta.workers.sampling.pending_draw import PendingDraw

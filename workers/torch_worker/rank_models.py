@@ -19,7 +19,7 @@ from manta.workers.checkpoints.model_folder import load_model_config, resolve_mo
 from manta.workers.exact import check_exact
 from manta.workers.kept_weights import check_weights
 from manta.workers.kernels.model_protocol import LoadedModel
-from manta.workers.kv_cache_dtype import check_kv_cache, kv_dtype
+from manta.workers.kv_cache_dtype import check_kv_cache, check_prefix_store, kv_dtype
 from manta.workers.model_info import AdapterInfo
 from manta.workers.model_options import ModelOptions
 from manta.workers.models.model_config import ModelConfig, ModelError
@@ -27,7 +27,6 @@ from manta.workers.models.variants import check_block_size, check_draft_model, c
 from manta.workers.parallel.group import Group
 from manta.workers.parallel.split import check_num_ranks, shard_config
 from manta.workers.platforms import Platform
-from manta.workers.prefix_store import check_prefix_store
 from manta.workers.torch_worker.loader import check_tensors, load_model, rank_shard
 
 _COMMON_DTYPES = ("float32", "bfloat16", "float16")
