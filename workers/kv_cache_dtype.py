@@ -1,5 +1,4 @@
-"""The options `kv_cache_dtype` and `prefix_store_bytes`: in which dtype keys and values are cached, and sentences for
-what cannot have int8, or keep blocks in files.
+"""The option `kv_cache_dtype`: in which dtype keys and values are cached, and sentences for what cannot have int8.
 
 Plain checks, called by the workers and by `manta check`.
 """
@@ -30,13 +29,4 @@ def check_kv_cache(options: ModelOptions, device: str, model: ModelConfig | None
         raise ModelError(
             f"kv_cache_dtype {options.kv_cache_dtype} is not for {model.architecture}, whose cached keys hold the "
             f"biases of their positions (ALiBi) too, and 8 bits are too few for these; {_REMEDY}"
-        )
-
-
-def check_prefix_store(options: ModelOptions, device: str) -> None:
-    """Raises `ModelError` if a prefix store is configured and the device `cpu`, `cuda` or `tpu` can have none."""
-    if options.prefix_store_bytes and device != "cpu":
-        raise ModelError(
-            f"prefix_store_bytes {options.prefix_store_bytes} is for CPUs, and the device is {device}; set it to 0, or "
-            "set device to cpu"
         )

@@ -22,6 +22,8 @@ import msgspec
 
 from manta.structured.visible_logs import logger_of
 from manta.workers.cache_folder import PARTIAL, cache_entry, is_own, read_private, write_private
+from manta.workers.model_options import ModelOptions
+from manta.workers.models.model_config import ModelError
 
 logger = logger_of(__name__)
 
@@ -35,6 +37,15 @@ _SLACK = 16
 _PAGE = 4096
 _NAME = re.compile(r"[0-9a-f]{32}-\d+-[0-9a-f]{32}-\d+")
 _PARTIAL_NAME = re.compile(re.escape(PARTIAL) + "[0-9a-f]{32}")
+
+
+def check_prefix_store(options: ModelOptions, device: str) -> None:
+    """Raises `ModelError` if a prefix store is configured and the device `cpu`, `cuda` or `tpu` can have none."""
+    if options.prefix_store_bytes and device != "cpu":
+        raise ModelError(
+            f"prefix_store_bytes {options.prefix_store_bytes} is for CPUs, and the device is {device}; set it to 0, or "
+            "set device to cpu"
+        )
 
 
 def store_key(content: str) -> str:

@@ -24,9 +24,8 @@ from manta.cluster.config import EngineConfig
 from manta.cluster.engine.kv_blocks import hash_blocks
 from manta.cluster.llm import LLM, SamplingParams
 from manta.workers.kernels import build
-from manta.workers.kv_cache_dtype import check_prefix_store
 from manta.workers.models.model_config import ModelError
-from manta.workers.prefix_store import PrefixStore
+from manta.workers.prefix_store import PrefixStore, check_prefix_store
 from tests.checkpoints import checkpoint
 from tests.conftest import PROVE
 from tests.engine import test_layer_kinds_engine, test_recurrent_engine
