@@ -31,6 +31,12 @@ pytestmark = pytest.mark.prove
 PORT = 8000
 NUM_TOKENS = 480
 NUM_STREAMS = 16
+NODE_ID = """
+import sys, ray
+ray.init(logging_level="ERROR")
+print(*(node["NodeID"] for node in ray.nodes() if node["Alive"] and node["NodeManagerAddress"] == sys.argv[1]))
+"""
+"""Prints the id of the node with an address."""
 
 
 @pytest.fixture(scope="module")
@@ -175,6 +181,10 @@ def test_the_end_of_a_pod_loses_no_stream(namespaces: TwoNodes, server: subproce
     operations = yaml.safe_load((CONFIGS / "kuberay" / "production" / "workers.yaml").read_text())
     (hook,) = (each["value"]["preStop"] for each in operations if each["path"].endswith("/lifecycle"))
     drain = re.sub(r"(--deadline-remaining-seconds) \d+", r"\1 30", hook["exec"]["command"][-1].partition(";")[0])
+    # Ray finds a pod's node by what it has written to the pod's own /tmp, which both nodes share here.
+    finding = namespaces.head.popen([sys.executable, "-c", NODE_ID, namespaces.worker.address], namespaces.environment)
+    printed, _ = finding.communicate(timeout=PATIENCE_S)
+    drain = f"{drain} --node-id {printed.split()[-1]}"
     path = os.pathsep.join((str(BIN), namespaces.environment["PATH"]))
     pod = namespaces.worker.popen(["bash", "-c", drain], namespaces.environment | {"PATH": path})
     expected = asyncio.run(streams(namespaces.head.address))
