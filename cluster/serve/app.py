@@ -40,7 +40,7 @@ from manta.cluster.engine.ranks.claims import (
 )
 from manta.cluster.engine.stats import STANDBY
 from manta.cluster.http.access.keys import with_api_keys
-from manta.cluster.http.access.prefix_scope import new_secret
+from manta.cluster.http.access.prefix_scope import kept_secret, new_secret
 from manta.cluster.option_reader import read_options
 from manta.cluster.serve.engine.engine_deployment import engine_deployment
 from manta.cluster.serve.ingress import ingress_deployment
@@ -78,7 +78,8 @@ def application(config: ServeConfig, nodes: list[int], shares_port: bool = True)
     if config.num_standby_replicas:
         engine = msgspec.structs.replace(config.engine, claims_cpus=False)
         standby = engine_deployment(engine, config.num_standby_replicas, STANDBY).bind(engine)
-    engines, batches, secret = _engines(config), None, new_secret()
+    engines, batches = _engines(config), None
+    secret = kept_secret() if config.engine.prefix_store_bytes else new_secret()
     if config.batch_storage is not None:
         batches = batch_deployment(config).bind(config, engines, standby, secret)
     return ingress_deployment(config, num_living).bind(config, engines, secret, standby, shares_port, batches)

@@ -41,6 +41,7 @@ from manta.cluster.storage.storage import Storage
 from manta.workers.checkpoints.gguf_file import gguf_folder
 from manta.workers.kernels import build, cpu_all_reduce, processor
 from manta.workers.models.model_config import ModelError
+from manta.workers.prefix_store import PrefixStore
 from tests.checkpoints import checkpoint
 from tests.gguf_files import write_gguf
 from tests.house.test_layering import ROOMS, modules
@@ -282,6 +283,25 @@ class Kernels(Writer):
         return whole
 
 
+class KeptBlocks(Writer):
+    foreign = ("prefixes/notes", "prefixes/.partial-mine", "prefixes/0123-0-0123-0")
+
+    def store(self) -> PrefixStore:
+        os.environ["MANTA_CACHE"] = str(self.root)
+        return PrefixStore("0" * 32, 0, 1 << 20, 1e6)
+
+    def write(self, number: int) -> None:
+        self.store().write(number.to_bytes(16, "big"), 0, memoryview(b"%03d\n" % number * 40))
+
+    def read(self) -> set[int]:
+        found = {number: self.store().read(number.to_bytes(16, "big"), 0, 160) for number in range(len(INPUT))}
+        assert all(part is None or part == b"%03d\n" % number * 40 for number, part in found.items())
+        return {number for number, part in found.items() if part is not None}
+
+    def clean(self) -> None:
+        self.store().make_room()
+
+
 class FailureLog(Writer):
     """The cause of a failed start: in a file, or in the message."""
 
@@ -312,6 +332,7 @@ WRITERS = (
     PrivateFolders,
     GgufFolders,
     Kernels,
+    KeptBlocks,
     FailureLog,
 )
 SLOW = (GgufFolders, Kernels)
@@ -528,7 +549,8 @@ TABLE = {
     "manta.cluster.serve.starting.start_failure": FailureLog,
     "manta.cluster.text.tokenizer_trial": "an empty file in the cache, whose name alone says something",
     "manta.cluster.telemetry.request_log": "a log; a torn line is no request, and stays",
-    "manta.workers.cache_folder": "removes what others planted (`tests/workers/test_cache_folder.py`)",
+    "manta.workers.cache_folder": KeptBlocks,
+    "manta.workers.prefix_store": KeptBlocks,
     "manta.workers.checkpoints.gguf_file": GgufFolders,
     "manta.workers.checkpoints.gguf_tokenizer": GgufFolders,
     "manta.workers.kernels.build": Kernels,

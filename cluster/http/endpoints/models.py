@@ -8,6 +8,7 @@ import msgspec
 
 from manta.cluster.http.exchange.exchange import Exchange
 from manta.cluster.http.exchange.state import AppState
+from manta.workers.pooling_info import PoolingTask
 
 
 class ModelCard(msgspec.Struct, kw_only=True):
@@ -16,6 +17,8 @@ class ModelCard(msgspec.Struct, kw_only=True):
     created: int
     owned_by: str = "manta"
     max_model_len: int
+    task: Literal["generate"] | PoolingTask
+    """What the model answers with: text, vectors, or scores of labels."""
 
 
 class ModelList(msgspec.Struct):
@@ -35,4 +38,5 @@ async def one_model(state: AppState, exchange: Exchange, _: None) -> ModelCard:
 
 async def _card(state: AppState, name: str) -> ModelCard:
     info = await state.model_info()
-    return ModelCard(id=name, created=state.created, max_model_len=info.max_model_len)
+    task = "generate" if info.pooling is None else info.pooling.task
+    return ModelCard(id=name, created=state.created, max_model_len=info.max_model_len, task=task)

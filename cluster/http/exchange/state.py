@@ -10,13 +10,14 @@ import dataclasses
 import re
 import time
 from collections.abc import Awaitable, Callable
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import msgspec
 from prometheus_client.metrics_core import Metric
 
 from manta.cluster.config import ServeConfig
 from manta.cluster.engine.stats import EngineStats
+from manta.cluster.errors import refuse
 from manta.cluster.http.access.prefix_scope import PrefixScope
 from manta.cluster.http.access.request_admission import Admission, Body
 from manta.cluster.http.exchange.apart import Apart
@@ -31,8 +32,11 @@ from manta.cluster.storage.records import Records
 from manta.cluster.storage.storage import Storage
 from manta.cluster.text.tokenizer import Tokenizer
 from manta.workers.model_info import ModelInfo
+from manta.workers.pooling_info import PoolingInfo, PoolingTask
 
 Result = TypeVar("Result")
+NOUNS: dict[PoolingTask, str] = {"embed": "embeddings", "classify": "scores of labels"}
+"""What models that pool answer with."""
 OtherMetrics = Callable[[], Awaitable[list[list[Metric]]]]
 """Function that returns the metrics of the other replicas of the endpoint, as far as they answer."""
 
@@ -198,6 +202,30 @@ class AppState:
                 self._asking.add_done_callback(self._note_model)
             return await asyncio.shield(self._asking)  # it goes on for others when one client leaves
         return self._model
+
+    @property
+    def known_model(self) -> ModelInfo | None:
+        """The model's properties; None as long as no request has needed them."""
+        return self._model
+
+    async def generating_model(self) -> ModelInfo:
+        """Returns the model's properties. Refuses if the model pools, and so has no text to answer with."""
+        info = await self.model_info()
+        if info.pooling is not None:
+            self.refuse_model(f"it answers with {NOUNS[info.pooling.task]} and generates no text")
+        return info
+
+    async def pooling_model(self, *tasks: PoolingTask) -> tuple[ModelInfo, PoolingInfo]:
+        """Returns the model's properties, and how it pools. Refuses if it does nothing of `tasks`."""
+        info = await self.model_info()
+        if info.pooling is None or info.pooling.task not in tasks:
+            actual = "text" if info.pooling is None else NOUNS[info.pooling.task]
+            self.refuse_model(f"it answers with {actual}, and not with {' or '.join(NOUNS[task] for task in tasks)}")
+        return info, info.pooling
+
+    def refuse_model(self, cause: str) -> NoReturn:
+        """Refuses a request that the served model cannot answer, whoever asks."""
+        refuse("unsupported", "model", self.model_name, remedy="ask a server with another model", cause=cause)
 
     def _note_model(self, answer: asyncio.Future[ModelInfo]) -> None:
         self._asking = None
