@@ -28,7 +28,7 @@ def status(connection: socket.socket) -> bytes:
     return connection.makefile("rb").readline().split()[1]
 
 
-def test_few_open_files_refuse_connections_and_the_server_goes_on() -> None:
+def test_with_few_open_files_resting_connections_give_way() -> None:
     port = free_port()
     command = [sys.executable, "-m", "manta.cluster.cli", "serve", str(checkpoint("llama")), "--port", str(port)]
     command += ["--set", "engine.num_threads=1", "--set", "engine.kv_cache_bytes=8388608"]
@@ -44,12 +44,11 @@ def test_few_open_files_refuse_connections_and_the_server_goes_on() -> None:
         printed = [line for line in iter(server.stdout.readline, "Ctrl-C stops it.\n") if line]
         with contextlib.ExitStack() as stack:
             address = ("127.0.0.1", port)
-            idle = [stack.enter_context(socket.create_connection(address, PATIENCE_S)) for _ in range(NUM_CONNECTIONS)]
+            for _ in range(NUM_CONNECTIONS):
+                stack.enter_context(socket.create_connection(address, PATIENCE_S))
             late = stack.enter_context(socket.create_connection(address, PATIENCE_S))
             late.sendall(HEALTH)
-            assert status(late) == b"503"
-            idle[0].sendall(HEALTH)
-            assert status(idle[0]) == b"200", "who was there before is served"
+            assert status(late) == b"200", "connections that rest give way"
         body = {"model": checkpoint("llama").name, "prompt": [5, 6], "max_tokens": 4, "ignore_eos": True}
         answer = httpx.post(f"http://127.0.0.1:{port}/v1/completions", json=body, timeout=PATIENCE_S, trust_env=False)
         assert answer.json()["usage"]["completion_tokens"] == 4
