@@ -296,6 +296,7 @@ def check_model(engine: EngineConfig) -> CheckReport:
         check_adapters(engine, "tpu")
         check_kv_cache(engine, "tpu")
         return _check_on_tpu(engine)
+    from manta.workers.adapters.adapter_files import read_adapter
     from manta.workers.platforms import choose_platform
     from manta.workers.torch_worker.loader import check_tensors
 
@@ -315,6 +316,8 @@ def check_model(engine: EngineConfig) -> CheckReport:
     check_weights(engine.weights, platform.name)
     check_exact(engine, platform.name, model, platform.advice)
     check_adapters(engine, platform.name, model)
+    for path in engine.adapters.values():
+        read_adapter(path, engine.max_adapter_bytes)
     for each in (model, _draft_config(engine)):
         check_kv_cache(engine, platform.name, each)
         if each is not None:

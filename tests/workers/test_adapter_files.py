@@ -191,7 +191,7 @@ def test_files_that_are_no_adapter_or_lie_elsewhere(folder: pathlib.Path, tmp_pa
 
     refused(tmp_path / "nowhere", "no such folder")
     refused(checkpoint("llama"), "holds no adapter_config.json")
-    refused(folder, "max_adapter_bytes", 1000)
+    refused(folder, "max_adapter_bytes", 500)
     whole = (folder / WEIGHTS).read_bytes()
     (folder / WEIGHTS).write_bytes(whole[:-10])
     refused(folder, "is truncated")

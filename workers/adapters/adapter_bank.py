@@ -85,7 +85,7 @@ class AdapterBank:
 
     def read(self, path: str) -> FittedAdapter:
         """Reads the adapter in a folder, in the form for this rank's linears. Raises `ModelError` as `load` does."""
-        adapter = read_adapter(path, 2 * self._max_bytes)  # float32 may be stored and bfloat16 kept
+        adapter = read_adapter(path, self._max_bytes)
         known = {part.name for place in self._places for part in place.spec.parts}
         for module in adapter.modules:
             if module not in known:

@@ -54,7 +54,8 @@ class Adapter(NamedTuple):
 
 
 def read_adapter(path: str, max_bytes: int) -> Adapter:
-    """Reads an adapter's folder, whose weights have at most `max_bytes`.
+    """Reads an adapter's folder. `max_bytes` is the memory that adapters may take: stored in float32 and kept in
+    bfloat16, the file may have twice as many.
 
     Raises `ModelError` naming the file, key or tensor that is missing, damaged or not supported.
     """
@@ -81,9 +82,9 @@ def _read_weights(folder: pathlib.Path, max_bytes: int) -> tuple[dict[str, Tenso
         raise ModelError(pointer)
     entries = read_header(folder / WEIGHTS)
     with open_file(folder, WEIGHTS) as file:
-        data = bytearray(file.read(max_bytes + 1))
-    if len(data) > max_bytes:
-        raise ModelError(f"{folder / WEIGHTS} has more than {max_bytes} bytes; raise max_adapter_bytes")
+        data = bytearray(file.read(2 * max_bytes + 1))
+    if len(data) > 2 * max_bytes:
+        raise ModelError(f"{folder / WEIGHTS} has more than twice {max_bytes} bytes; raise max_adapter_bytes")
     if len(data) != max((entry.end for entry in entries.values()), default=0):
         raise ModelError(f"{folder / WEIGHTS} holds no tensors, or changed while it was read; {COPY_AGAIN}")
     return entries, data

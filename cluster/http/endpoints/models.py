@@ -1,4 +1,4 @@
-"""`GET /v1/models` and `GET /v1/models/{model}`: the served model by each of its names."""
+"""`GET /v1/models` and `GET /v1/models/{model}`: the served model and its adapters, by each of their names."""
 
 from __future__ import annotations
 
@@ -16,6 +16,10 @@ class ModelCard(msgspec.Struct, kw_only=True):
     created: int
     owned_by: str = "manta"
     max_model_len: int
+    root: str
+    """The name of the model that is computed; an adapter's is that of its model."""
+    parent: str | None = None
+    """The model that an adapter belongs to; null for the model itself."""
 
 
 class ModelList(msgspec.Struct):
@@ -24,7 +28,7 @@ class ModelList(msgspec.Struct):
 
 
 async def list_models(state: AppState, exchange: Exchange, _: None) -> ModelList:
-    return ModelList([await _card(state, name) for name in (state.model_name, *state.config.model_aliases)])
+    return ModelList([await _card(state, name) for name in state.admission.names.listed])
 
 
 async def one_model(state: AppState, exchange: Exchange, _: None) -> ModelCard:
@@ -34,5 +38,6 @@ async def one_model(state: AppState, exchange: Exchange, _: None) -> ModelCard:
 
 
 async def _card(state: AppState, name: str) -> ModelCard:
-    info = await state.model_info()
-    return ModelCard(id=name, created=state.created, max_model_len=info.max_model_len)
+    info, names = await state.model_info(), state.admission.names
+    parent = names.model if names.adapter_of(name) else None
+    return ModelCard(id=name, created=state.created, max_model_len=info.max_model_len, root=names.model, parent=parent)

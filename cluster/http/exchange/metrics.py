@@ -102,6 +102,12 @@ class Metrics:
             ["model_name", *replica_label, "client"],
             registry=self._own,
         )
+        self._by_adapter = Counter(
+            "manta:adapter_requests",
+            "Requests by the adapter that computes them; empty for the model alone.",
+            ["model_name", *replica_label, "adapter"],
+            registry=self._own,
+        )
         self._unrouted = Counter(
             "manta:unrouted_requests",
             "Requests that no route took, by status: unknown paths and methods, and refused Origins and Hosts.",
@@ -180,6 +186,10 @@ class Metrics:
     def request_of(self, client: str) -> None:
         """Counts a request under the name of the client's API key."""
         self._by_client.labels(*self._labels(self.replica), client).inc()
+
+    def model_used(self, adapter: str) -> None:
+        """Counts a request under the name of its adapter, one of the configuration; empty for the model alone."""
+        self._by_adapter.labels(*self._labels(self.replica), adapter).inc()
 
     def unrouted_request(self, status: int) -> None:
         """Counts a request that no route took. It has no label of the client's."""

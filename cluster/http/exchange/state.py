@@ -16,6 +16,7 @@ import msgspec
 from prometheus_client.metrics_core import Metric
 
 from manta.cluster.config import ServeConfig
+from manta.cluster.errors import refuse
 from manta.cluster.http.access.prefix_scope import PrefixScope
 from manta.cluster.http.access.request_admission import Admission, Body
 from manta.cluster.http.exchange.apart import Apart
@@ -192,6 +193,20 @@ class AppState:
                 self._asking.add_done_callback(self._note_model)
             return await asyncio.shield(self._asking)  # it goes on for others when one client leaves
         return self._model
+
+    def forget_model(self) -> None:
+        """Asks an engine for the model's properties again before the next request, because they have changed."""
+        self._model = None
+
+    async def adapter_digest(self, name: str) -> str:
+        """Returns the digest of an adapter's values; empty for the model alone."""
+        if not name:
+            return ""
+        adapters = (await self.model_info()).adapters
+        if name not in adapters:
+            self.forget_model()
+            refuse("adapter_gone", "model", name, remedy="send the request again")
+        return adapters[name].digest
 
     def _note_model(self, answer: asyncio.Future[ModelInfo]) -> None:
         self._asking = None
