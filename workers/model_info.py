@@ -5,6 +5,8 @@ from __future__ import annotations
 import msgspec
 
 from manta.workers.kv_groups import ONE_GROUP, KVGroup
+from manta.workers.pooling_info import PoolingInfo
+from manta.workers.prefix_store import StorePlace
 
 
 class AdapterInfo(msgspec.Struct, frozen=True):
@@ -55,6 +57,10 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     """The adapters by name."""
     is_asynchronous: bool = False
     """Whether the device computes asynchronously, without the host's cores."""
+    prefix_store: StorePlace | None = None
+    """Place of the files with kept blocks; None if the ranks keep none."""
+    pooling: PoolingInfo | None = None
+    """How the model pools; None if it generates text."""
     step_costs: tuple[tuple[int, float], ...] = ()
     """(tokens, seconds) of steps with ascending tokens. Empty unless the number of drafts is adaptive."""
 

@@ -24,7 +24,7 @@ from manta.cluster.http.access.keys import ApiKeys
 from manta.cluster.http.access.prefix_scope import new_secret
 from manta.cluster.http.access.rate_limits import KeyUse, RateLimits, Reservation
 from manta.cluster.http.access.request_admission import Caller, decode
-from manta.cluster.http.endpoints import generation
+from manta.cluster.http.endpoints import embeddings, generation
 from manta.cluster.http.exchange.engines import Engines
 from manta.cluster.http.exchange.exchange import GenerationExchange
 from manta.cluster.http.exchange.metrics import Metrics
@@ -32,6 +32,7 @@ from manta.cluster.http.exchange.reply import WholeReply
 from manta.cluster.http.exchange.state import AppState
 from manta.cluster.protocol.error_bodies import RETRIED_STATUSES, answer_of, openai_body, refusal_of
 from manta.cluster.protocol.foreign_fields import collect_ignored
+from manta.cluster.protocol.pooling_api import EmbeddingRequest
 from manta.cluster.protocol.requests import ChatCompletionRequest, CompletionRequest
 from manta.cluster.text.tokenizer import Tokenizer
 from manta.structured.refusals import Refusal
@@ -160,6 +161,8 @@ class Endpoints:
         body, limits = bytes(request.body), self.state.config.body
         if request.url == "/v1/completions":
             await generation.completions(self.state, exchange, decode(CompletionRequest, body, limits))
+        elif request.url == "/v1/embeddings":
+            await embeddings.create(self.state, exchange, decode(EmbeddingRequest, body, limits))
         else:
             await generation.chat(self.state, exchange, decode(ChatCompletionRequest, body, limits))
 

@@ -105,11 +105,14 @@ class Sequence:
     """Whether it is excluded from steps until its late mask is ready."""
     finish: FinishStatus | None = None
     stop_ids: frozenset[int] = frozenset()
+    is_masked: bool = False
+    """Whether each of its tokens needs a mask; set from the parameters."""
 
     def __post_init__(self) -> None:
         self.num_prompt_tokens = len(self.token_ids)
         if self.params.ignore_eos and self.constraint is None:  # a grammar decides about the end itself
             self.eos_token_ids = ()
+        self.is_masked = self.params.is_masked
         if not self.stop_ids:  # a fork has its parent's
             self.stop_ids = frozenset(self.eos_token_ids) | frozenset(self.params.stop_token_ids)
 

@@ -422,7 +422,7 @@ def test_the_endpoints_can_be_read_in_a_browser() -> None:
 
 
 def test_an_unknown_endpoint_lists_the_served_ones() -> None:
-    status, _, body = _get("/v1/embeddings")
+    status, _, body = _get("/v1/images")
     message = json.loads(body)["error"]["message"]
     assert status == 404
     for served in ("POST /v1/chat/completions", "POST /v1/completions", "GET /v1/models"):

@@ -47,6 +47,7 @@ FOLDERS = (
     "manta.workers.decoders.mixers",
     "manta.workers.decoders",
     "manta.workers.torch_worker",
+    "manta.workers.pooling",
     # JAX
     "manta.workers.jax_worker",
     "manta.specdecode",

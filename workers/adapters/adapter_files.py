@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import pathlib
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import torch
@@ -67,6 +68,12 @@ def read_adapter(path: str, max_bytes: int) -> Adapter:
     config = read_peft_config(folder)
     entries, data = _read_weights(folder, max_bytes)
     return _assembled(folder, config, {name: _tensor(folder, name, entry, data) for name, entry in entries.items()})
+
+
+def describe_adapters(folders: Mapping[str, str], max_bytes: int) -> tuple[str, ...]:
+    """Reads adapters by name, and returns what each is in words. Raises `ModelError` as `read_adapter` does."""
+    read = {name: read_adapter(path, max_bytes) for name, path in folders.items()}
+    return tuple(f"{name}: rank {each.rank}, {len(each.modules)} linears" for name, each in read.items())
 
 
 def _read_weights(folder: pathlib.Path, max_bytes: int) -> tuple[dict[str, TensorEntry], bytearray]:

@@ -185,10 +185,11 @@ class LinearReader:
         if part.expert is None:
             stored = self.checkpoint.view(part.weight_name, (num_rows, spec.in_features))
         else:
-            sizes = spec.in_features, num_rows * part.expert.step
-            of_all = (part.expert.num_experts, *(reversed(sizes) if part.expert.are_rows else sizes))
+            sizes = num_rows * part.expert.step, spec.in_features
+            are_rows = part.expert.are_rows_of(self.checkpoint.shape_of(part.weight_name), *sizes)
+            of_all = (part.expert.num_experts, *(sizes if are_rows else reversed(sizes)))
             own = self.checkpoint.view(part.weight_name, of_all)[part.expert.expert]
-            stored = part.expert.rows_of(own if part.expert.are_rows else own.T)
+            stored = part.expert.rows_of(own if are_rows else own.T)
         taken = self._taken(part, spec.splits_inputs, stored)
         assert isinstance(taken, torch.Tensor)
         return taken

@@ -37,6 +37,7 @@ from manta.workers.model_options import ModelOptions
 from manta.workers.models.model_config import ModelError
 from manta.workers.parallel.split import check_num_ranks
 from manta.workers.phases import Phases
+from manta.workers.prefix_store import check_prefix_store
 from manta.workers.ranks.rank_sequences import RankSequences
 from manta.workers.ranks.rank_worker import ALONE, RankPlace, StepTimes
 from manta.workers.sampling.pending_draw import PendingDraw
@@ -64,6 +65,7 @@ class JaxWorker:
         check_exact(config, "tpu")
         check_adapters(config, "tpu")
         check_kv_cache(config, "tpu")
+        check_prefix_store(config, "tpu")
         phases = Phases()
         draws, num_hosts = place.rank == 0, config.num_ranks
         keep_compiled_programs()

@@ -27,6 +27,7 @@ from manta.workers.models.variants import check_block_size, check_draft_model, c
 from manta.workers.parallel.group import Group
 from manta.workers.parallel.split import check_num_ranks, shard_config
 from manta.workers.platforms import Platform
+from manta.workers.prefix_store import check_prefix_store
 from manta.workers.torch_worker.loader import check_tensors, load_model, rank_shard
 
 _COMMON_DTYPES = ("float32", "bfloat16", "float16")
@@ -78,6 +79,7 @@ def choose_models(options: ModelOptions, platform: Platform, draft_folder: pathl
     check_exact(options, platform.name, target.config, platform.advice)
     check_adapters(options, platform.name, target.config)
     check_kv_cache(options, platform.name, target.config)
+    check_prefix_store(options, platform.name)
     check_kv_cache(options, platform.name, None if draft is None else draft.config)
     check_num_ranks(target.config, options.tensor_parallel_size, options.exact)
     return ModelSources(target, draft, platform.resolve_dtype(options.dtype, target.config.dtype))

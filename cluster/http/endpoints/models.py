@@ -8,6 +8,7 @@ import msgspec
 
 from manta.cluster.http.exchange.exchange import Exchange
 from manta.cluster.http.exchange.state import AppState
+from manta.workers.pooling_info import PoolingTask
 
 
 class ModelCard(msgspec.Struct, kw_only=True):
@@ -16,6 +17,8 @@ class ModelCard(msgspec.Struct, kw_only=True):
     created: int
     owned_by: str = "manta"
     max_model_len: int
+    task: Literal["generate"] | PoolingTask
+    """What the model answers with: text, vectors, or scores of labels."""
     root: str
     """The name of the model that is computed; an adapter's is that of its model."""
     parent: str | None = None
@@ -39,5 +42,12 @@ async def one_model(state: AppState, exchange: Exchange, _: None) -> ModelCard:
 
 async def _card(state: AppState, name: str) -> ModelCard:
     info, names = await state.model_info(), state.admission.names
-    parent = names.model if names.adapter_of(name) else None
-    return ModelCard(id=name, created=state.created, max_model_len=info.max_model_len, root=names.model, parent=parent)
+    task = "generate" if info.pooling is None else info.pooling.task
+    return ModelCard(
+        id=name,
+        created=state.created,
+        max_model_len=info.max_model_len,
+        task=task,
+        root=names.model,
+        parent=names.model if names.adapter_of(name) else None,
+    )

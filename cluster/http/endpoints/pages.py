@@ -53,13 +53,20 @@ def _home(state: AppState, exchange: Exchange) -> Home:
     name = None if needs_key else state.model_name
     host, root = exchange.headers.get("host", ""), exchange.incoming.root_path
     url = f"{state.config.scheme}://{host or f'{state.config.host}:{state.config.port}'}{root}"
+    pooling = None if state.known_model is None else state.known_model.pooling
     return Home(
         version=version(),
         model=name,
         endpoints=[
             f"{method.upper()} {root}{path}" for path, methods in state.document["paths"].items() for method in methods
         ],
-        example=curl(url, name or "YOUR-MODEL", chats=state.tokenizer.has_chat_template, needs_key=needs_key),
+        example=curl(
+            url,
+            name or "YOUR-MODEL",
+            chats=state.tokenizer.has_chat_template,
+            needs_key=needs_key,
+            pooling=pooling,
+        ),
         docs=f"{root}/docs",
         openapi=f"{root}/openapi.json",
     )
