@@ -346,6 +346,11 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """
 
     def __post_init__(self) -> None:
+        for adapter in self.engine.adapters:
+            if adapter in ("", self.model_name, *self.model_aliases):
+                raise ValueError(
+                    f"engine.adapters: the name {adapter!r} is empty or the model's own; give the adapter another one"
+                )
         for proxy in self.trusted_proxies:
             _check_network("trusted_proxies", proxy)
         if (self.tls_certificate is None) != (self.tls_key is None):

@@ -10,6 +10,7 @@ _OPTIONS_OF_GENERATION = (
     ("weights", "auto"),
     ("kv_cache_dtype", "auto"),
     ("tensor_parallel_size", 1),
+    ("adapters", {}),
 )
 """Options that mean nothing for a model that pools, and their only values."""
 

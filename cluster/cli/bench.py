@@ -27,6 +27,7 @@ SUITES = {
     "forms": "a lesser processor's kernels, and what the hardware allows",
     "kernel-times": "the CPU kernels against torch's operations and against floors",
     "speculative": "what drafts save",
+    "adapters": "what LoRA adapters cost a step",
     "same-tokens": "whether another commit gives the same tokens, bit for bit",
 }
 """Benchmarks with a command line of their own, and what each measures."""

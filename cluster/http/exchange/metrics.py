@@ -103,6 +103,12 @@ class Metrics:
             ["model_name", *replica_label, "client"],
             registry=self._own,
         )
+        self._by_adapter = Counter(
+            "manta:adapter_requests",
+            "Requests by the adapter that computes them; empty for the model alone.",
+            ["model_name", *replica_label, "adapter"],
+            registry=self._own,
+        )
         self._answers = Counter(
             "manta:answers",
             "Answers of endpoints that generate, by HTTP status. A stream that fails has that of its error event.",
@@ -218,6 +224,10 @@ class Metrics:
     def request_of(self, client: str) -> None:
         """Counts a request under the name of the client's API key."""
         self._by_client.labels(*self._labels(self.replica), client).inc()
+
+    def model_used(self, adapter: str) -> None:
+        """Counts a request under the name of its adapter, one of the configuration; empty for the model alone."""
+        self._by_adapter.labels(*self._labels(self.replica), adapter).inc()
 
     def answered(self, status: int) -> None:
         """Counts an answer of a route whose requests are logged."""
