@@ -1,4 +1,4 @@
-"""`/v1/embeddings` and Ollama's two endpoints, asked by their clients, beside sentence-transformers."""
+"""`/v1/embeddings` and Ollama's two endpoints, asked by other people's clients, beside sentence-transformers."""
 
 from __future__ import annotations
 
@@ -8,10 +8,14 @@ from collections.abc import Iterator
 from typing import Any
 
 import httpx
+import langchain_openai
+import litellm
 import numpy as np
 import ollama
 import openai
+import pydantic
 import pytest
+from llama_index.embeddings.openai import OpenAIEmbedding
 from sentence_transformers import SentenceTransformer
 
 from tests.local_server import ThreadedServer
@@ -166,3 +170,27 @@ def test_the_metrics_count_texts_as_requests(server: ThreadedServer) -> None:
 def test_home_shows_a_request_that_works(server: ThreadedServer) -> None:
     example = json.loads(server.get("/"))["example"]
     assert "/v1/embeddings" in example
+
+
+def test_langchain_client(server: ThreadedServer, theirs: SentenceTransformer) -> None:
+    base_url: Any = f"{server.url}/v1"
+    client = langchain_openai.OpenAIEmbeddings(
+        model=server.model, base_url=base_url, api_key=pydantic.SecretStr("none"), check_embedding_ctx_length=False
+    )
+    expected = theirs.encode(TEXTS)
+    np.testing.assert_allclose(np.array(client.embed_documents(TEXTS)), expected, atol=1e-5)
+    np.testing.assert_allclose(np.array(client.embed_query(TEXTS[0])), expected[0], atol=1e-5)
+
+
+def test_llama_index_client(server: ThreadedServer, theirs: SentenceTransformer) -> None:
+    client = OpenAIEmbedding(model_name=server.model, api_base=f"{server.url}/v1", api_key="none")
+    found = client.get_text_embedding_batch(TEXTS)
+    np.testing.assert_allclose(np.array(found), theirs.encode(TEXTS), atol=1e-5)
+
+
+def test_litellm_client(server: ThreadedServer, theirs: SentenceTransformer) -> None:
+    expected = theirs.encode(TEXTS)
+    for provider, base in (("openai", f"{server.url}/v1"), ("hosted_vllm", f"{server.url}/v1"), ("ollama", server.url)):
+        answer = litellm.embedding(f"{provider}/{server.model}", input=TEXTS, api_base=base, api_key="none")
+        found = [each["embedding"] for each in answer.data]
+        np.testing.assert_allclose(np.array(found), expected, atol=1e-5)

@@ -51,11 +51,7 @@ async def embedded(
     check_vectors(info, body.dimensions, body.normalize)
     texts = body.texts()
     check_texts(state, exchange, len(texts), body.priority, field)
-    is_single = isinstance(body.input, str) or isinstance(body.input[0], int)
-
-    def field_of(index: int) -> str:
-        return field if is_single else f"{field}[{index}]"
-
+    field_of = field_names(field, is_single=isinstance(body.input, str) or isinstance(body.input[0], int))
     form = TextForm(
         model=model,
         field_of=field_of,
@@ -69,6 +65,11 @@ async def embedded(
     num_tokens = sum(len(each.token_ids) for each in inputs)
     usage = PoolingUsage(prompt_tokens=num_tokens, total_tokens=num_tokens)
     return shaped(vectors, body.dimensions, body.normalize), usage
+
+
+def field_names(field: str, is_single: bool) -> Callable[[int], str]:
+    """Returns the function that names a text of a field, which holds one text or a list."""
+    return lambda index: field if is_single else f"{field}[{index}]"
 
 
 def _answer(
