@@ -101,7 +101,10 @@ def _checked_config(config_path: str | None, overrides: dict[str, Any], name: st
 
 
 def _serve_until_signal(config: ServeConfig, quiet: bool, name: str | None, replace: bool) -> int:
-    say("Starting Ray and loading {} ...", config.engine.model, flush=True)
+    if ray_address() is None:
+        say("Starting Ray and loading {} ...", config.engine.model, flush=True)
+    else:
+        say("Joining the Ray cluster at {} and loading {} ...", ray_address(), config.engine.model, flush=True)
     trial = TokenizerTrial(resolve_folder(config.engine.tokenizer or resolve_model_folder(config.engine.model)))
     if ray_address() is None and config.engine.device in ("auto", "cpu") and not _has_kernels():
         say("The CPU kernels are compiled now, once, which takes up to half a minute.", flush=True)

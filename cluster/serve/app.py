@@ -38,8 +38,9 @@ from manta.cluster.engine.ranks.claims import (
     threads_each,
     with_device,
 )
+from manta.cluster.engine.stats import STANDBY
 from manta.cluster.http.access.keys import with_api_keys
-from manta.cluster.http.access.prefix_scope import new_secret
+from manta.cluster.http.access.prefix_scope import kept_secret, new_secret
 from manta.cluster.option_reader import read_options
 from manta.cluster.serve.engine.engine_deployment import engine_deployment
 from manta.cluster.serve.ingress import ingress_deployment
@@ -76,8 +77,9 @@ def application(config: ServeConfig, nodes: list[int], shares_port: bool = True)
     standby = None
     if config.num_standby_replicas:
         engine = msgspec.structs.replace(config.engine, claims_cpus=False)
-        standby = engine_deployment(engine, config.num_standby_replicas, "standby").bind(engine)
-    engines, batches, secret = _engines(config), None, new_secret()
+        standby = engine_deployment(engine, config.num_standby_replicas, STANDBY).bind(engine)
+    engines, batches = _engines(config), None
+    secret = kept_secret() if config.engine.prefix_store_bytes else new_secret()
     if config.batch_storage is not None:
         batches = batch_deployment(config).bind(config, engines, standby, secret)
     return ingress_deployment(config, num_living).bind(config, engines, secret, standby, shares_port, batches)
@@ -218,12 +220,12 @@ def _start(config: ServeConfig, name: str, replace: bool, on_connected: Callable
     if runs_already is not None and not listens:
         _check_proxies(runs_already.http_config.port, config.port)
         deployed.check_prefix(name, "/")
-    try:
-        serve.start(ProxyLocation.Disabled if listens else None, http, logging_config=_LOGGING)
-    except Exception:
-        if runs_already is None:
+    if runs_already is None:  # Serve keeps the options that it was started with, and warns of any others
+        try:
+            serve.start(ProxyLocation.Disabled if listens else None, http, logging_config=_LOGGING)
+        except Exception:
             serve.shutdown()  # else the next start would find a Serve that cannot listen
-        raise
+            raise
     what = f"{config.model_name} on port {config.port}"
     _run(application(config, nodes, shares_port=not is_alone), name, None if listens else "/", what)
     client = get_client()
@@ -252,7 +254,8 @@ def _connect(config: ServeConfig) -> list[int]:
     Raises `CannotPlace` if the cluster is too small.
     """
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    logging.getLogger("ray.serve").setLevel(logging.WARNING)
+    # `start_watch` tells in words what Serve's warnings here are about, such as a replica that is slow to answer.
+    logging.getLogger("ray.serve").setLevel(logging.ERROR)
     address = ray_address()
     if address is None:
         nodes = [num_cores()]

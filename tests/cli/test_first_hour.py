@@ -240,7 +240,7 @@ def _parent(at: pathlib.Path) -> pathlib.Path:
         (_config_file, ["is one file of a model; give its folder, "]),
         (_lfs_pointer, ["model.safetensors is a Git LFS pointer", "run 'git lfs pull' in "]),
         (_hub_cache, ["is a folder of the hub's cache; give its snapshot, ", "snapshots/0123"]),
-        (_adapter, ["is a LoRA adapter for meta/base", "merge"]),
+        (_adapter, ["is a LoRA adapter for meta/base", "--lora-modules"]),
         (_pytorch, ["weights in PyTorch's own format only", "safetensors"]),
         (_parent, ["1 of its folders do; give one, such as ", "models/llama"]),
     ],

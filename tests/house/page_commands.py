@@ -404,6 +404,8 @@ COMMANDS: dict[str, Callable[[str, Manual], None]] = {
     ): names_files,
     "kubectl create secret generic manta --from-literal=api-keys=NAME:KEY": names_files,
     "kubectl apply -f configs/kuberay/rayservice.yaml": names_files,
+    "kubectl apply -k configs/prometheus/operator": names_files,
+    "promtool check rules configs/prometheus/rules.yml": names_files,
     "kubectl port-forward service/manta-serve-svc 8000": names_files,
     "prometheus --config.file=configs/grafana/prometheus.yml": names_files,
     (
@@ -418,6 +420,7 @@ COMMANDS: dict[str, Callable[[str, Manual], None]] = {
     "manta serve demo --set engine.weights=int8 --set engine.exact=true": starts_a_server,
     "manta serve demo --generation-config none": starts_a_server,
     "manta serve demo --kv-cache-dtype int8": starts_a_server,
+    "manta serve --set engine.prefix_store_bytes=4GiB": starts_a_server,
     "manta serve --quiet": is_named,
     "manta serve demo --max-model-len 512": starts_a_server,
     "manta serve --help": is_helped,

@@ -36,6 +36,7 @@ PRINTS = {
     "docs/models.md": [],
     "docs/clusters.md": [],
     "docs/operate.md": [],
+    "docs/runbook.md": [],
     "docs/batch.md": ["Manta serves"],
     "docs/deploy.md": [],
     "docs/constrain.md": ["customer='Paul Stein' city='Rome'", "minutes=20", 'set_timer {"minutes": 20}'],

@@ -41,6 +41,7 @@ FOLDERS = (
     "manta.workers.kernels.triton",
     "manta.workers.checkpoints.formats",
     "manta.workers.checkpoints",
+    "manta.workers.adapters",
     "manta.workers.parallel",
     "manta.workers.platforms",
     "manta.workers.decoders.mixers",

@@ -38,5 +38,5 @@ async def one_model(state: AppState, exchange: Exchange, _: None) -> ModelCard:
 
 async def _card(state: AppState, name: str) -> ModelCard:
     info = await state.model_info()
-    task = "generate" if info.pooling is None else info.pooling.task
+    task: Literal["generate"] | PoolingTask = "generate" if info.pooling is None else info.pooling.task
     return ModelCard(id=name, created=state.created, max_model_len=info.max_model_len, task=task)

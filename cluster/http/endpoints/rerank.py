@@ -6,6 +6,7 @@ A pair of texts is cut only in its second one: a query that lost its end would s
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -106,7 +107,8 @@ async def _inputs(
     check_texts(state, exchange, len(texts), body.priority, "input")
     field_of = field_names("input", is_single=isinstance(body.input, str) or isinstance(body.input[0], int))
     form = _form(model, body, field_of, prompt=prompt_of(info, None), adds_special=body.add_special_tokens)
-    return *await _rows(state, exchange, texts, form, body.priority), model
+    rows, usage = await _rows(state, exchange, texts, form, body.priority)
+    return rows, usage, model
 
 
 async def _scoring_model(state: AppState) -> ModelInfo:
@@ -150,6 +152,6 @@ async def _rows(
     return rows, PoolingUsage(prompt_tokens=num_tokens, total_tokens=num_tokens)
 
 
-def _common(state: AppState, exchange: GenerationExchange, prefix: str) -> dict[str, object]:
+def _common(state: AppState, exchange: GenerationExchange, prefix: str) -> dict[str, Any]:
     identity = exchange.identity
     return {"id": identity.new_id(prefix), "created": identity.created, "model": state.model_name}

@@ -4,6 +4,7 @@ what runs where, its metrics and its endpoints.
 
 from __future__ import annotations
 
+import asyncio
 import time
 from typing import Any, Literal
 
@@ -11,10 +12,15 @@ import msgspec
 
 from manta.cluster.config import ServeConfig
 from manta.cluster.engine.stats import EngineStats
-from manta.cluster.errors import ServingError, refuse
+from manta.cluster.errors import refuse
 from manta.cluster.http.exchange.exchange import Exchange
 from manta.cluster.http.exchange.state import AppState, DeploymentState, NodeState
 from manta.cluster.version import version
+
+PATIENCE_S = 2.0
+"""Seconds that `/status` and `/metrics` wait for answers of engines, of Serve and of other ingresses. All are asked at
+once, and then the last known answers are shown with their age. Programs that ask wait for 5 s or longer.
+"""
 
 
 class Health(msgspec.Struct, omit_defaults=True, kw_only=True):
@@ -34,16 +40,17 @@ async def health(state: AppState, exchange: Exchange, _: None) -> Health:
     if not engines and may_stop_all(state.config):
         return Health(status="ok", reason="no engine runs; the next request starts one")
     knew_engines, state.knows_engines = state.knows_engines, state.knows_engines or bool(engines)
-    return health_of(engines, state.config.health_bound_s, knew_engines)
+    return health_of(engines, state.config.health_bound_s, knew_engines, state.config.num_engines_wanted)
 
 
 def may_stop_all(config: ServeConfig) -> bool:
     return config.autoscaling is not None and config.autoscaling.min_replicas == 0
 
 
-def health_of(engines: list[EngineStats], bound_s: float, knew_engines: bool = False) -> Health:
+def health_of(engines: list[EngineStats], bound_s: float, knew_engines: bool = False, num_wanted: int = 1) -> Health:
     """Returns the health of the engines. Refuses with 503 if none is healthy; Serve replaces engines that have
-    failed. `engines` are those that answer. `knew_engines` says whether any answered this ingress before.
+    failed. `engines` are those that answer. `knew_engines` says whether any answered this ingress before. With fewer
+    than `num_wanted` the health is "degraded", because the others serve all requests.
 
     An engine that cannot compile constraints serves all other requests, and retries by itself. It stays in service and
     counts as "degraded".
@@ -62,10 +69,13 @@ def health_of(engines: list[EngineStats], bound_s: float, knew_engines: bool = F
     if seconds > bound_s:
         cause = f"no request made progress for {seconds:.0f} s; the bound is {bound_s:.0f} s"
         refuse("unavailable", "", round(seconds), bound_s, cause=cause)
-    if all(stats.constraints.can_compile for stats in alive):
-        return Health(status="ok")
-    reason = "no grammar compiler starts, so requests with a constraint fail; the log says why"
-    return Health(status="degraded", reason=reason)
+    if not all(stats.constraints.can_compile for stats in alive):
+        reason = "no grammar compiler starts, so requests with a constraint fail; the log says why"
+        return Health(status="degraded", reason=reason)
+    num_serving = sum(stats.is_serving for stats in engines)
+    if num_serving < num_wanted:
+        return Health(status="degraded", reason=f"{num_serving} of {num_wanted} engines serve")
+    return Health(status="ok")
 
 
 async def ready(state: AppState, exchange: Exchange, _: None) -> None:
@@ -117,24 +127,28 @@ class Status(msgspec.Struct, kw_only=True):
     nodes: list[NodeState]
     problem: str | None = None
     """Reason why the engines do not answer."""
+    engines_age_s: float = 0.0
+    """Seconds since `engines` were heard; 0 if they have answered now. Without any answer so far it counts from the
+    ingress's start.
+    """
+    cluster_age_s: float = 0.0
+    """Seconds since Serve and Ray told `deployments` and `nodes`, likewise."""
 
 
 async def status(state: AppState, exchange: Exchange, _: None) -> Status:
-    """Returns the status, whatever state the engines are in."""
-    problem, stats = None, []
-    try:
-        stats = await state.engines.stats()
-    except ServingError as error:
-        problem = str(error)
-    deployments, nodes = await state.cluster()
+    """Returns the status within `PATIENCE_S`, whatever state the engines are in."""
+    engines, cluster = await asyncio.gather(state.engine_stats.read(PATIENCE_S), state.cluster.read(PATIENCE_S))
+    deployments, nodes = cluster.value
     return Status(
         version=version(),
         uptime_s=time.time() - state.created,
         num_held=state.engines.num_held,
-        engines=[_engine_state(each, state.config.health_bound_s) for each in stats],
+        engines=[_engine_state(each, state.config.health_bound_s) for each in engines.value],
         deployments=deployments,
         nodes=nodes,
-        problem=problem,
+        problem=None if engines.problem is None else str(engines.problem),
+        engines_age_s=engines.age_s,
+        cluster_age_s=cluster.age_s,
     )
 
 
@@ -165,7 +179,11 @@ def _word(stats: EngineStats, bound_s: float) -> Literal["idle", "running", "sta
 
 
 async def metrics(state: AppState, exchange: Exchange, _: None) -> None:
-    text = state.metrics.render(await state.engines.stats(), await state.other_metrics())
+    """Sends the metrics within `PATIENCE_S`. Engines that do not answer by then have no part in them: their gauges
+    are missing, and `manta:engines_serving` does not count them.
+    """
+    engines, others = await asyncio.gather(state.engine_stats.read(PATIENCE_S), state.other_metrics.read(PATIENCE_S))
+    text = state.metrics.render([] if engines.age_s else engines.value, others.value)
     await exchange.reply.send_body(text, "text/plain; version=0.0.4; charset=utf-8")
 
 

@@ -13,6 +13,7 @@ from manta.cluster.engine.pooling_request import PoolingRequest, PoolingResult
 from manta.cluster.engine.request import EngineRequest, FinishStatus, Usage
 from manta.cluster.engine.stats import EngineStats
 from manta.structured.constraint import ConstraintSpec
+from manta.structured.thinking import ThinkingSection
 from manta.workers.model_info import ModelInfo
 from manta.workers.step import TokenLogprobs
 
@@ -27,11 +28,17 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
     """Whether the space that some tokenizers put in front of an answer's first word is dropped."""
     shown_ids: frozenset[int] = frozenset()
     """Special tokens that stay in the text."""
+    thinking: list[ThinkingSection | None] = []
+    """The thinking section of each prompt, where prompts of one body may differ in it."""
 
     def of_prompt(self, number: int) -> EngineRequest:
         """Returns the request to an engine for one of the prompts."""
-        request_id = f"{self.engine.request_id}-{number}"
-        return msgspec.structs.replace(self.engine, request_id=request_id, prompt_token_ids=self.prompts[number])
+        request_id, params = f"{self.engine.request_id}-{number}", self.engine.params
+        if self.thinking:
+            params = msgspec.structs.replace(params, thinking=self.thinking[number])
+        return msgspec.structs.replace(
+            self.engine, request_id=request_id, prompt_token_ids=self.prompts[number], params=params
+        )
 
 
 class Meter(Protocol):

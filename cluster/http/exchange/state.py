@@ -16,12 +16,14 @@ import msgspec
 from prometheus_client.metrics_core import Metric
 
 from manta.cluster.config import ServeConfig
+from manta.cluster.engine.stats import EngineStats
 from manta.cluster.errors import refuse
 from manta.cluster.http.access.prefix_scope import PrefixScope
 from manta.cluster.http.access.request_admission import Admission, Body
 from manta.cluster.http.exchange.apart import Apart
 from manta.cluster.http.exchange.engines import Engines
 from manta.cluster.http.exchange.exchange import Exchange, GenerationExchange
+from manta.cluster.http.exchange.last_answer import LastAnswer
 from manta.cluster.http.exchange.metrics import Metrics
 from manta.cluster.http.exchange.recordings import NoStreams, Streams
 from manta.cluster.protocol.error_bodies import Writer, openai_body
@@ -53,6 +55,8 @@ class DeploymentState(msgspec.Struct, kw_only=True):
     """Ray Serve's status, such as HEALTHY or UPSCALING."""
     replicas: dict[str, int]
     """Number of replicas in each state, such as RUNNING or STARTING."""
+    num_wanted: int | None = None
+    """Number of replicas that Serve tries to run; None if it is unknown."""
     note: str | None = None
     """Reason why the deployment waits or does not start; None if Serve reports none."""
 
@@ -143,8 +147,10 @@ class AppState:
         self.engines = engines
         self.metrics = metrics
         self.admission = Admission(config)
-        self.other_metrics = other_metrics
-        self.cluster = cluster
+        self.other_metrics = LastAnswer[list[list[Metric]]](other_metrics, [])
+        """The metrics of the other replicas of the endpoint."""
+        self.engine_stats = LastAnswer[list[EngineStats]](engines.stats, [])
+        self.cluster = LastAnswer[tuple[list[DeploymentState], list[NodeState]]](cluster, ([], []))
         self.knows_engines = False
         """Whether an engine has answered a question about its health here."""
         self.document = document or {}

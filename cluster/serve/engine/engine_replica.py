@@ -169,7 +169,7 @@ class EngineReplica:
         for place, request in call.open.items():
             self._reporter.begin(call.address, request)
             running = Running.of(request, call.address, (call, place))
-            (plain if request.params.constraint is None else constrained).append(running)
+            (constrained if request.params.is_masked else plain).append(running)
         if plain:
             self._thread.add(plain)
         try:
@@ -182,10 +182,11 @@ class EngineReplica:
                 self._reporter.end(call.address, request)
 
     async def _add_resolved(self, running: Running) -> None:
-        spec = running.request.params.constraint
-        assert spec is not None
+        request = running.request
+        prepared = self.engine.constraints.prepare(request.params, request.client)
+        assert prepared is not None
         try:
-            constraint = await asyncio.wrap_future(self.engine.constraints.resolve(spec, running.request.client))
+            constraint = await asyncio.wrap_future(prepared)
         except (RequestRefused, QueueFull) as error:
             self._end(running, self._thread.refusal(error))
             return
@@ -228,6 +229,7 @@ class EngineReplica:
             waiting_tokens=self._meter.waiting_tokens,
             ttft_s=self._meter.ttft_s,
             requests_per_s=self._meter.requests_per_s,
+            config=self.engine.config,
         )
         stats = msgspec.structs.replace(self.engine.stats(), service=service)
         return stats if self._thread.failure is None else msgspec.structs.replace(stats, alive=False)

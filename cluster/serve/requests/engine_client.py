@@ -18,7 +18,7 @@ import msgspec
 from manta.cluster.config import EngineConfig
 from manta.cluster.engine.pooling_request import PoolingRequest, PoolingResult
 from manta.cluster.engine.request import EngineRequest, SequenceOutput
-from manta.cluster.engine.stats import EngineStats
+from manta.cluster.engine.stats import STANDBY, EngineStats
 from manta.cluster.errors import ServingError, Unavailable, error_of
 from manta.cluster.http.exchange.engines import UNMETERED, GenerationRequest, Meter
 from manta.cluster.http.exchange.metrics import Metrics, RequestMetrics
@@ -47,8 +47,8 @@ from manta.workers.model_info import ModelInfo
 
 logger = logger_of(__name__)
 
-ENGINE, STANDBY = "engine", "standby"
-"""Names of the two engine deployments."""
+ENGINE = "engine"
+"""Name of the deployment of all engines but the standbys."""
 
 ANSWER_TIMEOUT_S = 3.0
 """Longest time, in seconds, that replicas get to answer with their statistics; all are asked at once."""

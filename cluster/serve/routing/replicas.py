@@ -147,7 +147,7 @@ def _prompt(request: EngineRequest, block_size: int) -> Prompt:
     num_blocks = (len(token_ids) - 1) // block_size if is_cached else 0
     return Prompt(
         request_id=request.request_id,
-        keys=block_keys(hash_blocks(token_ids, num_blocks, block_size, root=request.cache_root)) if num_blocks else (),
+        keys=block_keys(hash_blocks(token_ids, num_blocks, block_size, root=request.chain_root)) if num_blocks else (),
         num_tokens=len(token_ids),
         block_size=block_size,
         num_sequences=request.params.n,

@@ -11,8 +11,16 @@ import time
 
 import ray
 from ray import serve
+from ray.serve._private.common import DeploymentStatusTrigger
+from ray.serve.context import _get_global_client as get_client
 from ray.serve.exceptions import RayServeException
-from ray.serve.schema import ApplicationStatus, ApplicationStatusOverview, DeploymentStatusOverview
+from ray.serve.schema import (
+    ApplicationStatus,
+    ApplicationStatusOverview,
+    DeploymentStatus,
+    DeploymentStatusOverview,
+    ServeInstanceDetails,
+)
 
 from manta.cluster.http.exchange.state import DeploymentState, NodeState
 from manta.cluster.serve.starting.start_failure import in_words, last_exception, waiting_for_room
@@ -53,21 +61,28 @@ def _deployments() -> list[DeploymentState]:
     except RayServeException:  # no replica: a batch job or a test
         return []
     try:
-        application = serve.status().applications.get(name)
+        client = get_client()
+        assert client is not None, "a replica belongs to a Serve"
+        details = ServeInstanceDetails(**client.get_serve_details())
     except Exception as error:  # the controller may be gone, and Ray raises many types then
         note = f"Serve's controller does not answer: {in_words(error)}"
         return [DeploymentState(name="Serve", status="UNKNOWN", replicas={}, note=note)]
+    application = details._get_status().applications.get(name)
     if application is None:
         return []
-    return [deployment_state(application, each) for each in application.deployments]
+    wanted = {each: found.target_num_replicas for each, found in details.applications[name].deployments.items()}
+    return [deployment_state(application, each, wanted[each]) for each in application.deployments]
 
 
-def deployment_state(application: ApplicationStatusOverview, name: str) -> DeploymentState:
+def deployment_state(
+    application: ApplicationStatusOverview, name: str, num_wanted: int | None = None
+) -> DeploymentState:
     overview = application.deployments[name]
     return DeploymentState(
         name=name,
         status=overview.status.value,
         replicas={str(state): number for state, number in overview.replica_states.items() if number},
+        num_wanted=num_wanted,
         note=waiting_for_room(application, name) or _note(overview),
     )
 
@@ -77,6 +92,9 @@ def _note(overview: DeploymentStatusOverview) -> str | None:
     message = overview.message.strip()
     if not message:
         return None
+    has_failed_check = overview.status_trigger == DeploymentStatusTrigger.HEALTH_CHECK_FAILED
+    if has_failed_check and overview.status == DeploymentStatus.UNHEALTHY:
+        return "a replica died or failed its health check, and Serve starts another one"
     slow = _SLOW_START.search(message)
     if slow is not None:
         return f"{slow[1]} have been starting for more than {slow[2]} s; their logs say what they do"
