@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import json
 from collections.abc import Iterator
@@ -10,6 +11,7 @@ from typing import Any
 import httpx
 import langchain_openai
 import litellm
+import msgspec
 import numpy as np
 import ollama
 import openai
@@ -18,7 +20,12 @@ import pytest
 from llama_index.embeddings.openai import OpenAIEmbedding
 from sentence_transformers import SentenceTransformer
 
-from tests.local_server import ThreadedServer
+from manta.cluster.batch.line_endpoints import batch_endpoints
+from manta.cluster.batch.lines import BatchRequest, BatchResponse
+from manta.cluster.config import EngineConfig, ServeConfig
+from manta.cluster.serve.engine.model_replica import make_replica
+from tests.local_server import Handle, ThreadedServer
+from tests.patience import PATIENCE_S
 from tests.pooled_checkpoints import MAX_TOKENS, TEXTS, embedder
 
 LONG = "the manta ray " * 100
@@ -37,7 +44,7 @@ def theirs() -> SentenceTransformer:
 
 
 def asked(server: ThreadedServer, path: str = "/v1/embeddings", **fields: Any) -> httpx.Response:
-    return httpx.post(server.url + path, json={"model": server.model, **fields})
+    return httpx.post(server.url + path, json={"model": server.model, **fields}, timeout=PATIENCE_S)
 
 
 def vectors(answer: httpx.Response) -> np.ndarray:
@@ -194,3 +201,24 @@ def test_litellm_client(server: ThreadedServer, theirs: SentenceTransformer) -> 
         answer = litellm.embedding(f"{provider}/{server.model}", input=TEXTS, api_base=base, api_key="none")
         found = [each["embedding"] for each in answer.data]
         np.testing.assert_allclose(np.array(found), expected, atol=1e-5)
+
+
+def test_lines_of_a_batch(theirs: SentenceTransformer) -> None:
+    folder = embedder("xlm_roberta")
+    options = {"model": str(folder), "dtype": "float32", "num_threads": 1}
+
+    async def main() -> list[BatchResponse]:
+        replica = await asyncio.to_thread(make_replica, EngineConfig(**options))
+        endpoints, client = batch_endpoints(ServeConfig(engine=EngineConfig(**options)), Handle(replica), "127.0.0.1")
+        bodies = [{"input": text} for text in TEXTS] + [{"input": LONG}]
+        lines = [BatchRequest("a", "/v1/embeddings", msgspec.Raw(json.dumps(body).encode())) for body in bodies]
+        try:
+            return await asyncio.gather(*(endpoints.answer(line, f"line-{i}") for i, line in enumerate(lines)))
+        finally:
+            await client.close()
+            await asyncio.to_thread(replica.close)
+
+    *answers, refused = asyncio.run(main())
+    found = [json.loads(bytes(answer.body))["data"][0]["embedding"] for answer in answers]
+    np.testing.assert_allclose(np.array(found), theirs.encode(TEXTS), atol=1e-5)
+    assert refused.status_code == 400

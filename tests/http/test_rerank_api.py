@@ -14,6 +14,7 @@ import torch
 import transformers
 
 from tests.local_server import ThreadedServer
+from tests.patience import PATIENCE_S
 from tests.pooled_checkpoints import MAX_TOKENS, TEXTS, classifier
 
 QUERY, DOCUMENTS = TEXTS[2], TEXTS[:8]
@@ -49,7 +50,7 @@ def of_inputs(model: Any, inputs: Any) -> float:
 
 
 def asked(server: ThreadedServer, path: str, **fields: Any) -> httpx.Response:
-    return httpx.post(server.url + path, json={"model": server.model, **fields})
+    return httpx.post(server.url + path, json={"model": server.model, **fields}, timeout=PATIENCE_S)
 
 
 def answered(server: ThreadedServer, path: str, **fields: Any) -> dict[str, Any]:
