@@ -185,7 +185,7 @@ class PoolingEngine:
     def _store(self, turn: Turn, row: np.ndarray) -> None:
         job = turn.job
         job.num_running -= 1
-        job.rows[turn.index] = row
+        job.rows[turn.place] = row
         if job.is_done:
             numbers = np.stack([row for row in job.rows if row is not None]).astype("<f4")
             self._end(job, PoolingResult(numbers=numbers.tobytes(), dimension=numbers.shape[1]))
@@ -195,7 +195,7 @@ class PoolingEngine:
         with self._has_work:
             self._queue.remove(turn.job)
         turn.job.num_running -= 1
-        self._end(turn.job, PoolingResult(refusal=Refusal("failed", cause=cause), text=turn.index))
+        self._end(turn.job, PoolingResult(refusal=Refusal("failed", cause=cause), text=turn.place))
 
     def _end(self, job: PoolingJob, result: PoolingResult) -> None:
         if not job.has_ended:

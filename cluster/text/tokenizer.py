@@ -340,7 +340,8 @@ class Tokenizer:
         if before and most_of_second is not None:
             room = min(room, most_of_second)
         last.truncate(room, direction=side)
-        return TokenSequence.of(self._fast.post_process(*before, last, add_special_tokens=add_special_tokens))
+        first, second = (before[0], last) if before else (last, None)
+        return TokenSequence.of(self._fast.post_process(first, second, add_special_tokens=add_special_tokens))
 
     def _cut_after(self, text: str, room: int, add_special_tokens: bool, num_kept: int) -> TokenSequence | None:
         """Returns a text without what follows its first `num_kept` characters, as much as must go."""

@@ -75,10 +75,14 @@ def field_names(field: str, is_single: bool) -> Callable[[int], str]:
 def _answer(
     model: str, exchange: GenerationExchange, body: EmbeddingRequest, vectors: np.ndarray, usage: PoolingUsage
 ) -> bytes:
-    write: Callable[[np.ndarray], Any] = _base64 if body.encoding_format == "base64" else np.ndarray.tolist
+    write: Callable[[np.ndarray], Any] = _base64 if body.encoding_format == "base64" else _numbers
     rows = [_Row(index=index, embedding=msgspec.Raw(encode(write(row)))) for index, row in enumerate(vectors)]
     identity = exchange.identity
     return encode(_Rows(id=identity.new_id("embd-"), created=identity.created, model=model, data=rows, usage=usage))
+
+
+def _numbers(row: np.ndarray) -> Any:
+    return row.tolist()
 
 
 def _base64(row: np.ndarray) -> str:
