@@ -329,10 +329,11 @@ class Tokenizer:
         side: Literal["left", "right"] = "right",
         add_special_tokens: bool = True,
         num_kept_characters: int = 0,
+        most_of_second: int | None = None,
     ) -> TokenSequence | None:
         """Returns the tokens of a text without those beyond `room`, cut at the end (`right`) or at the beginning; None
         if there is no room for a token of it. Special tokens stay, the first `num_kept_characters` too. Of a pair only
-        the second text is cut.
+        the second text is cut, to at most `most_of_second` tokens.
         """
         if num_kept_characters and side == "left" and isinstance(text, str):
             return self._cut_after(text, room, add_special_tokens, num_kept_characters)
@@ -343,8 +344,11 @@ class Tokenizer:
         room -= num_special + sum(map(len, before))
         if room <= num_kept:
             return None
+        if before and most_of_second is not None:
+            room = min(room, most_of_second)
         last.truncate(room, direction=side)
-        return TokenSequence.of(self._fast.post_process(*before, last, add_special_tokens=add_special_tokens))
+        first, second = (before[0], last) if before else (last, None)
+        return TokenSequence.of(self._fast.post_process(first, second, add_special_tokens=add_special_tokens))
 
     def _cut_after(self, text: str, room: int, add_special_tokens: bool, num_kept: int) -> TokenSequence | None:
         """Returns a text without what follows its first `num_kept` characters, as much as must go."""

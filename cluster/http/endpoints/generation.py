@@ -50,7 +50,8 @@ async def chat(
     model = await state.model_info()
     state.admission.check_answer(plan.params, [prompt], model.max_model_len, bool(request.stream))
     params = await _with_prediction(state, request, plan.params, model.max_model_len)
-    answer = answer_with(request, exchange.identity, state.model_name, state.tokenizer, plan, prompt)
+    name = state.admission.check_model(request.model) or state.model_name
+    answer = answer_with(request, exchange.identity, name, state.tokenizer, plan, prompt)
     if most_tokens is not None:
         params = msgspec.structs.replace(params, max_tokens=min(most_tokens, model.max_model_len - len(prompt)))
     await generate(state, exchange, [prompt], params, request, answer, plan.shown_ids, plan.not_enforced)
@@ -82,7 +83,8 @@ async def completions(state: AppState, exchange: GenerationExchange, request: Co
         prompts = await encode_all(state.tokenizer, given, adds, model.max_model_len, "prompt", kept)
     given = given if kept is None else [*prompts]  # echo repeats what was used
     state.admission.check_answer(params, prompts, model.max_model_len, bool(request.stream))
-    answer = CompletionAnswer(request, exchange.identity, state.model_name, state.tokenizer, given, prompts)
+    name = state.admission.check_model(request.model) or state.model_name
+    answer = CompletionAnswer(request, exchange.identity, name, state.tokenizer, given, prompts)
     thinking = await _sections(state, params, prompts)
     await generate(state, exchange, prompts, params, request, answer, thinking=thinking)
 
@@ -160,10 +162,14 @@ async def generate(
     """
     try:
         params = await _enforceable(exchange, params, not_carried)
-        asked = _engines_request(state, exchange, prompts, params, request, shown_ids, thinking)
+        exchange.adapter = state.admission.check_model(request.model)
+        digest = await state.adapter_digest(exchange.adapter)
+        asked = _engines_request(state, exchange, prompts, params, request, shown_ids, thinking, digest)
         streams = bool(request.stream)
+        state.metrics.model_used(exchange.adapter)
         if exchange.span is not None:
-            attributes = generation_attributes(state.model_name, params, chat=asked.chat, stream=streams)
+            name = exchange.adapter or state.model_name
+            attributes = generation_attributes(name, params, chat=asked.chat, stream=streams)
             exchange.span.set_attributes(attributes)
         generation = await _submitted(state, exchange, asked)
         exchange.hand_over()
@@ -176,6 +182,8 @@ async def generate(
             generation.close()
             exchange.note(generation)
     except RequestRefused as error:
+        if error.refusal.kind == "adapter_gone":
+            state.forget_model()
         field, refusal = await _field_at_fault(exchange, request, error.refusal)
         raise error_of(under_field(refusal, field)) from error
 
@@ -200,6 +208,7 @@ def _engines_request(
     request: GenerationBody,
     shown_ids: frozenset[int],
     thinking: Sequence[ThinkingSection | None],
+    adapter: str,
 ) -> GenerationRequest:
     sharer = exchange.caller.sharer
     engine = EngineRequest(
@@ -213,6 +222,7 @@ def _engines_request(
         session=session_of(exchange.headers),
         traceparent=exchange.traceparent,
         cache_root=state.prefix_scope.root(exchange.caller.owner, request.cache_salt),
+        adapter=adapter,
     )
     chat = isinstance(request, ChatCompletionRequest)
     return GenerationRequest(prompts=prompts, engine=engine, chat=chat, shown_ids=shown_ids, thinking=[*thinking])

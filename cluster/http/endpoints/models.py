@@ -1,4 +1,4 @@
-"""`GET /v1/models` and `GET /v1/models/{model}`: the served model by each of its names."""
+"""`GET /v1/models` and `GET /v1/models/{model}`: the served model and its adapters, by each of their names."""
 
 from __future__ import annotations
 
@@ -19,6 +19,10 @@ class ModelCard(msgspec.Struct, kw_only=True):
     max_model_len: int
     task: Literal["generate"] | PoolingTask
     """What the model answers with: text, vectors, or scores of labels."""
+    root: str
+    """The name of the model that is computed; an adapter's is that of its model."""
+    parent: str | None = None
+    """The model that an adapter belongs to; null for the model itself."""
 
 
 class ModelList(msgspec.Struct):
@@ -27,7 +31,7 @@ class ModelList(msgspec.Struct):
 
 
 async def list_models(state: AppState, exchange: Exchange, _: None) -> ModelList:
-    return ModelList([await _card(state, name) for name in (state.model_name, *state.config.model_aliases)])
+    return ModelList([await _card(state, name) for name in state.admission.names.listed])
 
 
 async def one_model(state: AppState, exchange: Exchange, _: None) -> ModelCard:
@@ -37,6 +41,13 @@ async def one_model(state: AppState, exchange: Exchange, _: None) -> ModelCard:
 
 
 async def _card(state: AppState, name: str) -> ModelCard:
-    info = await state.model_info()
-    task = "generate" if info.pooling is None else info.pooling.task
-    return ModelCard(id=name, created=state.created, max_model_len=info.max_model_len, task=task)
+    info, names = await state.model_info(), state.admission.names
+    task: Literal["generate"] | PoolingTask = "generate" if info.pooling is None else info.pooling.task
+    return ModelCard(
+        id=name,
+        created=state.created,
+        max_model_len=info.max_model_len,
+        task=task,
+        root=names.model,
+        parent=names.model if names.adapter_of(name) else None,
+    )

@@ -227,6 +227,20 @@ class AppState:
         """Refuses a request that the served model cannot answer, whoever asks."""
         refuse("unsupported", "model", self.model_name, remedy="ask a server with another model", cause=cause)
 
+    def forget_model(self) -> None:
+        """Asks an engine for the model's properties again before the next request, because they have changed."""
+        self._model = None
+
+    async def adapter_digest(self, name: str) -> str:
+        """Returns the digest of an adapter's values; empty for the model alone."""
+        if not name:
+            return ""
+        adapters = (await self.model_info()).adapters
+        if name not in adapters:
+            self.forget_model()
+            refuse("adapter_gone", "model", name, remedy="send the request again")
+        return adapters[name].digest
+
     def _note_model(self, answer: asyncio.Future[ModelInfo]) -> None:
         self._asking = None
         if not answer.cancelled() and answer.exception() is None:
