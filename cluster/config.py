@@ -336,6 +336,10 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """Treatment of a body's fields that Manta does not know: the answer's header `x-manta-ignored` names them, or the
     request is refused (HTTP 400). A request can ask for a refusal by its header `x-manta-unknown-fields: refuse`.
     """
+    vllm_metrics: bool = False
+    """Whether `/metrics` has the metrics that vLLM has too under its names (`vllm:`) as well. Gateways and dashboards
+    that were made for vLLM read those.
+    """
     log_requests: bool = True
     """Whether each finished request, and each one that continued on another engine, gets a structured log line. Engines
     always log what they abort, preempt, continue or fail at.

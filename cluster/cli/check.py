@@ -16,17 +16,14 @@ import traceback
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-import jinja2
-
 from manta.cluster.cli.check_report import SEQUENCE_TOKENS, CheckReport, gib, report_rows
 from manta.cluster.cli.invocation import serve_command
 from manta.cluster.cli.pooling_check import check_pooling, pooling_rows
 from manta.cluster.cli.refusal import Refusal
+from manta.cluster.cli.tokenizer_check import check_templates, check_tokenizer, check_vocabulary
 from manta.cluster.config import EngineConfig, load_config
-from manta.cluster.text.chat_template import ChatTemplates, TemplateError, template_process
 from manta.cluster.text.tokenizer import Tokenizer
-from manta.cluster.text.tokenizer_files import read_tokenizer_config, resolve_folder
-from manta.cluster.text.tokenizer_trial import try_tokenizer
+from manta.cluster.text.tokenizer_files import resolve_folder
 from manta.structured.host import free_memory, num_cores
 from manta.structured.logits_processors import LogitsProcessorError, LogitsProcessorRegistry
 from manta.structured.visible_text import say, say_lines
@@ -110,11 +107,11 @@ def _check_quickly(engine: EngineConfig) -> None:
     check_block_size(model, engine.block_size)
     check_options(engine, device, model)
     num_elements(folder)  # raises unless every file is there and complete
-    _check_templates(folder if engine.tokenizer is None else resolve_folder(engine.tokenizer))
+    check_templates(folder if engine.tokenizer is None else resolve_folder(engine.tokenizer))
     if engine.max_model_len is not None:
         plan_max_model_len(model, engine.max_model_len, capacity=engine.max_model_len)
     if engine.tokenizer is not None or find_file(folder, "tokenizer.json") is None:
-        _check_tokenizer(engine, folder, tries=False)
+        check_tokenizer(engine, folder, tries=False)
 
 
 def check_machine(engine: EngineConfig) -> None:
@@ -187,44 +184,9 @@ def _check_memory(weights: int, kv_bytes: int, dtype: str, free: int, smaller: M
         )
 
 
-def _check_templates(folder: pathlib.Path) -> None:
-    try:
-        config = read_tokenizer_config(folder)
-        ChatTemplates(config.chat_templates).check(config.special_tokens)
-        template_process().close()  # this process renders no more
-    except jinja2.TemplateError as error:
-        raise ModelError(f"the chat template of {folder} is no valid Jinja: {error}") from error
-    except TemplateError as error:
-        raise ModelError(str(error)) from error
-
-
 def _check_ranks(engine: EngineConfig, model: ModelConfig) -> None:
     if engine.tensor_parallel_size > 1:
         check_num_ranks(model, engine.tensor_parallel_size, engine.exact)
-
-
-def _check_tokenizer(engine: EngineConfig, folder: pathlib.Path, tries: bool = True) -> Tokenizer:
-    """Returns the tokenizer. Raises `ModelError` if it cannot be used; `tries` says whether to run it on probes."""
-    source = engine.tokenizer or folder
-    try:
-        if tries:
-            try_tokenizer(resolve_folder(source))
-        return Tokenizer(source)
-    except ModelError:
-        raise
-    except Exception as error:  # whatever an unexpected type of value leads to
-        raise ModelError(f"the tokenizer of {source} cannot be read: {type(error).__name__}: {error}") from error
-
-
-def _check_vocabulary(tokenizer: Tokenizer, model: ModelConfig) -> None:
-    """Raises `ModelError` if the tokenizer has more tokens than the model's vocabulary. Added tokens may lie beyond it;
-    a prompt with such a token is refused later.
-    """
-    if tokenizer.base_vocab_size > model.vocab_size:
-        raise ModelError(
-            f"the tokenizer of {tokenizer.folder} has {tokenizer.base_vocab_size} tokens and the model's vocabulary "
-            f"{model.vocab_size}, so it is another model's; give the right one in the option `tokenizer`"
-        )
 
 
 def check_model(engine: EngineConfig) -> CheckReport:
@@ -244,9 +206,9 @@ def check_model(engine: EngineConfig) -> CheckReport:
     model = load_model_config(folder)
     _check_ranks(engine, model)
     parameters = num_parameters(folder, model)
-    tokenizer = _check_tokenizer(engine, folder)
-    _check_templates(tokenizer.folder)
-    _check_vocabulary(tokenizer, model)
+    tokenizer = check_tokenizer(engine, folder)
+    check_templates(tokenizer.folder)
+    check_vocabulary(tokenizer, model)
     tally = check_tensors(folder, model, engine.weights) if model.native else None
     try:
         platform = choose_platform(engine.device, engine.num_threads, engine.exact)
@@ -375,9 +337,9 @@ def _check_on_tpu(engine: EngineConfig) -> CheckReport:
     folder = resolve_model_folder(engine.model)
     model = load_model_config(folder)
     _check_ranks(engine, model)
-    tokenizer = _check_tokenizer(engine, folder)
-    _check_templates(tokenizer.folder)
-    _check_vocabulary(tokenizer, model)
+    tokenizer = check_tokenizer(engine, folder)
+    check_templates(tokenizer.folder)
+    check_vocabulary(tokenizer, model)
     trial = try_first_layer(engine, folder)
     layers = choose_groups(model, _draft_config(engine))
     needs, block_bytes = block_needs(layers.groups, engine), trial.kv_cache_bytes // trial.num_blocks

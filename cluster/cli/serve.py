@@ -25,7 +25,7 @@ from manta.cluster.cli.interruption import (
     note_start,
     raise_interrupted,
 )
-from manta.cluster.cli.invocation import program, under_make
+from manta.cluster.cli.invocation import program, ray_to_use, under_make
 from manta.cluster.cli.pooling_check import pooling_message
 from manta.cluster.cli.refusal import NotStarted, Refusal
 from manta.cluster.cli.request_lines import RequestLog
@@ -101,10 +101,7 @@ def _checked_config(config_path: str | None, overrides: dict[str, Any], name: st
 
 
 def _serve_until_signal(config: ServeConfig, quiet: bool, name: str | None, replace: bool) -> int:
-    if ray_address() is None:
-        say("Starting Ray and loading {} ...", config.engine.model, flush=True)
-    else:
-        say("Joining the Ray cluster at {} and loading {} ...", ray_address(), config.engine.model, flush=True)
+    say("{} and loading {} ...", ray_to_use(), config.engine.model, flush=True)
     trial = TokenizerTrial(resolve_folder(config.engine.tokenizer or resolve_model_folder(config.engine.model)))
     if ray_address() is None and config.engine.device in ("auto", "cpu") and not _has_kernels():
         say("The CPU kernels are compiled now, once, which takes up to half a minute.", flush=True)

@@ -26,6 +26,7 @@ from manta.cluster.protocol.foreign_fields import ignore
 from manta.cluster.protocol.requests import ChatCompletionRequest, CompletionRequest
 from manta.cluster.protocol.tools import template_tools
 from manta.cluster.telemetry.attributes import generation_attributes
+from manta.cluster.text.fill_in import FillIn
 from manta.cluster.text.tokenizer import Tokenizer
 from manta.structured.constraint import FIELD as CONSTRAINT
 from manta.structured.constraint import JsonObjects
@@ -76,13 +77,32 @@ async def completions(state: AppState, exchange: GenerationExchange, request: Co
     model = await state.model_info()
     kept = num_kept_tokens(request.truncate_prompt_tokens, params, model.max_model_len)
     adds = request.add_special_tokens
-    prompts = await encode_all(state.tokenizer, given, adds, model.max_model_len, "prompt", kept)
+    if request.suffix:
+        params, prompts = await filled_in(state, request, params)
+    else:
+        prompts = await encode_all(state.tokenizer, given, adds, model.max_model_len, "prompt", kept)
     given = given if kept is None else [*prompts]  # echo repeats what was used
     state.admission.check_answer(params, prompts, model.max_model_len, bool(request.stream))
     name = state.admission.check_model(request.model) or state.model_name
     answer = CompletionAnswer(request, exchange.identity, name, state.tokenizer, given, prompts)
     thinking = await _sections(state, params, prompts)
     await generate(state, exchange, prompts, params, request, answer, thinking=thinking)
+
+
+async def filled_in(
+    state: AppState, request: CompletionRequest, params: SamplingParams
+) -> tuple[SamplingParams, list[list[int]]]:
+    """Returns the prompts for the gaps between the body's prompts and its suffix, and the parameters with the tokens
+    that end the text of a gap. Raises `RequestRefused` for a model that has no tokens for gaps.
+    """
+    tokenizer, limit = state.tokenizer, (await state.model_info()).max_model_len
+    fill_in = FillIn(tokenizer)
+    before = await encode_all(tokenizer, request.prompts(), False, limit, "prompt")
+    behind = await encode(tokenizer, request.suffix or "", False, limit, "suffix")
+    leading = tokenizer.leading_special_ids() if request.add_special_tokens else []
+    ends = (*params.stop_token_ids, *fill_in.end_token_ids)
+    params = msgspec.structs.replace(params, stop_token_ids=ends)
+    return params, [fill_in.prompt(leading, each, behind) for each in before]
 
 
 async def _sections(state: AppState, params: SamplingParams, prompts: list[list[int]]) -> list[ThinkingSection | None]:

@@ -42,7 +42,7 @@ async def one_model(state: AppState, exchange: Exchange, _: None) -> ModelCard:
 
 async def _card(state: AppState, name: str) -> ModelCard:
     info, names = await state.model_info(), state.admission.names
-    task = "generate" if info.pooling is None else info.pooling.task
+    task: Literal["generate"] | PoolingTask = "generate" if info.pooling is None else info.pooling.task
     return ModelCard(
         id=name,
         created=state.created,

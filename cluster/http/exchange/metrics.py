@@ -25,6 +25,7 @@ from prometheus_client.metrics_core import Metric
 from manta.cluster.config import EngineConfig, ServeConfig
 from manta.cluster.engine.request import FinishStatus, Usage
 from manta.cluster.engine.stats import EngineStats
+from manta.cluster.http.exchange.vllm_metrics import as_vllm
 
 M = TypeVar("M", Counter, Gauge, Histogram)
 
@@ -257,7 +258,10 @@ class Metrics:
         self._show_starts(engines)
         self._show_options(engines)
         self._add_up(engines)
-        return generate_latest(_Merged([self.own(), *others, self._of_engines.collect()]))
+        merged = _Merged([self.own(), *others, self._of_engines.collect()])
+        if self._config is not None and self._config.vllm_metrics:
+            merged.add(as_vllm(merged.collect()))
+        return generate_latest(merged)
 
     def _show_starts(self, engines: Sequence[EngineStats]) -> None:
         """Shows the start phases of the running engines."""
@@ -295,7 +299,11 @@ class _Merged:
 
     def __init__(self, registries: Iterable[Iterable[Metric]]) -> None:
         self._families: dict[str, Metric] = {}
-        for family in (family for families in registries for family in families):
+        for families in registries:
+            self.add(families)
+
+    def add(self, families: Iterable[Metric]) -> None:
+        for family in list(families):
             merged = self._families.setdefault(family.name, Metric(family.name, family.documentation, family.type))
             merged.samples += family.samples
 
