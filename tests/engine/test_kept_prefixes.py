@@ -10,8 +10,6 @@ import os
 import pathlib
 import random
 import shutil
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -31,7 +29,6 @@ from tests.conftest import PROVE
 from tests.engine import test_layer_kinds_engine, test_recurrent_engine
 from tests.engine.histories import BLOCK, GREEDY, NGRAM, prompts
 from tests.engine.test_exact import whole_numbers
-from tests.patience import wait_until
 from tests.workers.test_cache_folder import STRANGER, needs_root
 
 STORE: dict[str, Any] = {"prefix_store_bytes": 1 << 28}
@@ -256,42 +253,6 @@ def _cold() -> list[int]:
 
 _COLD: list[list[int]] = []
 """The tokens of an engine without a store, computed once."""
-
-
-KILLED = """
-import random, sys
-from tests.engine.test_kept_prefixes import STORE, ask, make_llm
-
-llm, generator = make_llm(folder=sys.argv[1], **STORE), random.Random(int(sys.argv[2]))
-print("begins", flush=True)
-while True:
-    prompt = generator.choices(range(5, 300), k=generator.randrange(20, 200))
-    for last in (7, 8):
-        ask(llm, last, shared=prompt, num_tokens=2)
-"""
-"""An engine that keeps one prompt after another until it is killed."""
-
-
-@pytest.mark.prove
-@pytest.mark.parametrize("seed", range(20))
-def test_a_killed_engine_leaves_no_wrong_blocks(seed: int, cache: pathlib.Path) -> None:
-    """It is killed at any moment, mostly while it writes."""
-    folder, root = str(checkpoint("llama")), str(pathlib.Path(__file__).parents[2])
-    command = [sys.executable, "-c", KILLED, folder, str(seed)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=root) as child:
-        assert child.stdout is not None
-        assert child.stdout.readline() == "begins\n"
-        wait_until(lambda: len(os.listdir(cache)) > 10 + seed)
-        time.sleep(random.Random(seed).random() / 10)
-        child.kill()
-    generator, hits = random.Random(seed), 0
-    after, cold = make_llm(**STORE), make_llm()
-    for _ in range(5):
-        prompt = generator.choices(range(5, 300), k=generator.randrange(20, 200))
-        tokens, num_cached = ask(after, 9, shared=prompt)
-        assert tokens == ask(cold, 9, shared=prompt)[0]
-        hits += num_cached
-    assert hits > 0
 
 
 @needs_root
