@@ -1,11 +1,13 @@
-"""`GET /v1/models` and `GET /v1/models/{model}`: the served model by each of its names."""
+"""`GET /v1/models` and `GET /v1/models/{model}`: the served models by each of their names."""
 
 from __future__ import annotations
 
 from typing import Literal
 
 import msgspec
+from msgspec import UNSET, UnsetType
 
+from manta.cluster.http.exchange.condition import Stage
 from manta.cluster.http.exchange.exchange import Exchange
 from manta.cluster.http.exchange.state import AppState
 
@@ -15,7 +17,12 @@ class ModelCard(msgspec.Struct, kw_only=True):
     object: Literal["model"] = "model"
     created: int
     owned_by: str = "manta"
-    max_model_len: int
+    max_model_len: int | UnsetType = UNSET
+    """Tokens of the longest sequence. Left out while none of several models' engines has told it."""
+    state: Stage | UnsetType = UNSET
+    """How one of several models fares. Left out by a server of one model."""
+    reason: str | UnsetType = UNSET
+    """Reason why one of several models is not loaded."""
 
 
 class ModelList(msgspec.Struct):
@@ -24,15 +31,25 @@ class ModelList(msgspec.Struct):
 
 
 async def list_models(state: AppState, exchange: Exchange, _: None) -> ModelList:
-    return ModelList([await _card(state, name) for name in (state.model_name, *state.config.model_aliases)])
+    served = [each for each in state.models if exchange.caller.may_use(each)]
+    return ModelList([await _card(each, name) for each in served for name in each.model_names])
 
 
 async def one_model(state: AppState, exchange: Exchange, _: None) -> ModelCard:
     name = exchange.incoming.path_parameter
-    state.admission.check_model(name)
-    return await _card(state, name)
+    served = state.models.find(name, exchange.caller)
+    served.admission.check_model(name)
+    return await _card(served, name)
 
 
 async def _card(state: AppState, name: str) -> ModelCard:
-    info = await state.model_info()
-    return ModelCard(id=name, created=state.created, max_model_len=info.max_model_len)
+    if state.condition is None:
+        info = await state.model_info()
+        return ModelCard(id=name, created=state.created, max_model_len=info.max_model_len)
+    return ModelCard(
+        id=name,
+        created=state.created,
+        max_model_len=UNSET if state.known_model is None else state.known_model.max_model_len,
+        state=state.condition.stage,
+        reason=state.condition.reason or UNSET,
+    )

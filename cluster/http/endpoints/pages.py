@@ -27,7 +27,9 @@ class Home(msgspec.Struct, kw_only=True):
     name: str = "Manta"
     version: str
     model: str | None
-    """Name of the served model; None if the server requires keys, because this page requires none."""
+    """Name of the served model, or of the first of several; None if the server requires keys, because this page
+    requires none.
+    """
     endpoints: list[str]
     example: str
     docs: str
@@ -50,7 +52,8 @@ async def docs(state: AppState, exchange: Exchange, _: None) -> None:
 
 def _home(state: AppState, exchange: Exchange) -> Home:
     needs_key = bool(state.config.api_keys)
-    name = None if needs_key else state.model_name
+    named = [each for each in state.models if each.condition is None or each.condition.stage != "failed"]
+    name = None if needs_key or not named else named[0].model_name
     host, root = exchange.headers.get("host", ""), exchange.incoming.root_path
     url = f"{state.config.scheme}://{host or f'{state.config.host}:{state.config.port}'}{root}"
     return Home(
@@ -59,7 +62,9 @@ def _home(state: AppState, exchange: Exchange) -> Home:
         endpoints=[
             f"{method.upper()} {root}{path}" for path, methods in state.document["paths"].items() for method in methods
         ],
-        example=curl(url, name or "YOUR-MODEL", chats=state.tokenizer.has_chat_template, needs_key=needs_key),
+        example=curl(
+            url, name or "YOUR-MODEL", chats=not named or named[0].tokenizer.has_chat_template, needs_key=needs_key
+        ),
         docs=f"{root}/docs",
         openapi=f"{root}/openapi.json",
     )

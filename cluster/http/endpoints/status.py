@@ -8,11 +8,15 @@ import time
 from typing import Any, Literal
 
 import msgspec
+from msgspec import UNSET, UnsetType
 
 from manta.cluster.config import ServeConfig
 from manta.cluster.engine.stats import EngineStats
 from manta.cluster.errors import ServingError, refuse
+from manta.cluster.http.exchange.all_engines import stats_by_model
+from manta.cluster.http.exchange.condition import Stage
 from manta.cluster.http.exchange.exchange import Exchange
+from manta.cluster.http.exchange.metrics import render
 from manta.cluster.http.exchange.state import AppState, DeploymentState, NodeState
 from manta.cluster.version import version
 
@@ -30,6 +34,8 @@ async def health(state: AppState, exchange: Exchange, _: None) -> Health:
     if state.drains:
         refuse("unavailable", remedy="ask another one", cause="this replica was told to go")
     await state.engines.check_reachable()
+    if state.models.are_several:
+        return health_of_models(await stats_by_model(state.models), state.config.health_bound_s)
     engines = await state.engines.stats()
     if not engines and may_stop_all(state.config):
         return Health(status="ok", reason="no engine runs; the next request starts one")
@@ -39,6 +45,28 @@ async def health(state: AppState, exchange: Exchange, _: None) -> Health:
 
 def may_stop_all(config: ServeConfig) -> bool:
     return config.autoscaling is not None and config.autoscaling.min_replicas == 0
+
+
+def health_of_models(models: list[tuple[AppState, list[EngineStats]]], bound_s: float) -> Health:
+    """Returns the health of several models. One that is not healthy takes no other one out of service: the server
+    counts as "degraded". Refuses with 503 if none is healthy, because none has loaded or all stand still.
+    """
+    faults, num_healthy = [], 0
+    for state, engines in models:
+        assert state.condition is not None, "it is one of several"
+        fault = None
+        try:
+            state.condition.check(state.model_name)
+            if state.condition.stage != "unloaded":
+                fault = health_of(engines, bound_s).reason
+            num_healthy += 1
+        except ServingError as error:
+            fault = error.refusal.cause
+        if fault:
+            faults.append(f"{state.model_name}: {fault}")
+    if not num_healthy:
+        refuse("unavailable", cause="; ".join(faults) or "no model is served here yet")
+    return Health(status="degraded", reason="; ".join(faults)) if faults else Health(status="ok")
 
 
 def health_of(engines: list[EngineStats], bound_s: float, knew_engines: bool = False) -> Health:
@@ -85,6 +113,8 @@ async def server_version(state: AppState, exchange: Exchange, _: None) -> Versio
 class EngineState(msgspec.Struct, kw_only=True):
     """One engine that answers."""
 
+    model: str | UnsetType = UNSET
+    """Name of the engine's model, if the server has several."""
     replica: str
     """Last part of the engine's name in Serve."""
     node: str
@@ -104,6 +134,16 @@ class EngineState(msgspec.Struct, kw_only=True):
     """Seconds of each phase of the engine's start, in order."""
 
 
+class ModelState(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """One of several models."""
+
+    name: str
+    state: Stage
+    reason: str = ""
+    """Reason why it is not loaded."""
+    aliases: list[str] = []
+
+
 class Status(msgspec.Struct, kw_only=True):
     """All that `manta status` shows."""
 
@@ -117,13 +157,19 @@ class Status(msgspec.Struct, kw_only=True):
     nodes: list[NodeState]
     problem: str | None = None
     """Reason why the engines do not answer."""
+    models: list[ModelState] | UnsetType = UNSET
+    """The models, if the server may have several."""
 
 
 async def status(state: AppState, exchange: Exchange, _: None) -> Status:
     """Returns the status, whatever state the engines are in."""
-    problem, stats = None, []
+    problem, engines, bound_s = None, [], state.config.health_bound_s
     try:
-        stats = await state.engines.stats()
+        if state.models.are_several:
+            for served, stats in await stats_by_model(state.models):
+                engines += [_engine_state(each, bound_s, served.model_name) for each in stats]
+        else:
+            engines = [_engine_state(each, bound_s) for each in await state.engines.stats()]
     except ServingError as error:
         problem = str(error)
     deployments, nodes = await state.cluster()
@@ -131,17 +177,30 @@ async def status(state: AppState, exchange: Exchange, _: None) -> Status:
         version=version(),
         uptime_s=time.time() - state.created,
         num_held=state.engines.num_held,
-        engines=[_engine_state(each, state.config.health_bound_s) for each in stats],
+        engines=engines,
         deployments=deployments,
         nodes=nodes,
         problem=problem,
+        models=[*map(_model_state, state.models)] if state.models.are_several else UNSET,
     )
 
 
-def _engine_state(stats: EngineStats, bound_s: float) -> EngineState:
+def _model_state(state: AppState) -> ModelState:
+    assert state.condition is not None, "it is one of several"
+    condition = state.condition
+    return ModelState(
+        name=state.model_name,
+        state=condition.stage,
+        reason=condition.reason,
+        aliases=[*state.config.model_aliases],
+    )
+
+
+def _engine_state(stats: EngineStats, bound_s: float, model: str | UnsetType = UNSET) -> EngineState:
     service = stats.service
     assert service is not None, "replicas say it"
     return EngineState(
+        model=model,
         replica=service.replica.rpartition("#")[2],
         node=service.node,
         state=_word(stats, bound_s),
@@ -165,7 +224,11 @@ def _word(stats: EngineStats, bound_s: float) -> Literal["idle", "running", "sta
 
 
 async def metrics(state: AppState, exchange: Exchange, _: None) -> None:
-    text = state.metrics.render(await state.engines.stats(), await state.other_metrics())
+    if state.models.are_several:
+        found = [(served.metrics, stats) for served, stats in await stats_by_model(state.models)]
+        text = render(found, [state.metrics.own(), *await state.other_metrics()])
+    else:
+        text = state.metrics.render(await state.engines.stats(), await state.other_metrics())
     await exchange.reply.send_body(text, "text/plain; version=0.0.4; charset=utf-8")
 
 
