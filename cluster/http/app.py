@@ -35,7 +35,6 @@ from manta.cluster.http.exchange.state import (
     Models,
     OtherMetrics,
     Route,
-    asked_model,
     no_cluster,
     no_other_metrics,
 )
@@ -296,15 +295,11 @@ class HttpApp:
 
     def _state_for(self, exchange: Exchange, body: Any) -> AppState:
         """Returns the state of the model that a body names, whose engines then answer the exchange."""
-        state = self._state
-        if hasattr(body, "model"):
-            state = state.models.find(asked_model(body), exchange.caller)
-            exchange.engines = state.engines
-            if state.condition is not None:
-                exchange.notes["model"] = state.model_name
-                state.condition.check(state.model_name)
+        state = self._state.for_body(body, exchange)
         if self._state.models.are_several:
             _count(state, exchange)
+            if state is not self._state:
+                exchange.notes["model"] = state.model_name
         return state
 
     def _refuses_unknown(self, exchange: Exchange) -> bool:

@@ -98,9 +98,10 @@ def address_application(config: ServeConfig, shares_port: bool = True) -> serve.
     config = msgspec.structs.replace(config, models=(), served_model_name=None)
     config = with_storage(with_api_keys(_with_ingresses(config, num_living)))
     Certificate.of(config)
+    secret, batches = new_secret(), None
     if config.batch_storage is not None:
-        raise ValueError("batch_storage is for a server of one model so far; leave it out, or serve one model")
-    return ingress_deployment(config, num_living).bind(config, None, new_secret(), None, shares_port, None)
+        batches = batch_deployment(config).bind(config, None, None, secret)
+    return ingress_deployment(config, num_living).bind(config, None, secret, None, shares_port, batches)
 
 
 def model_application(model: ServedModel, address: str, nodes: list[int]) -> serve.Application:

@@ -9,10 +9,14 @@ import json
 from typing import Any
 
 import httpx
+import msgspec
 import pytest
 
+from manta.cluster.batch.line_endpoints import endpoints_of_models
+from manta.cluster.batch.lines import BatchRequest
 from manta.cluster.config import EngineConfig, KeyLimits, ServeConfig, ServedModel
 from manta.cluster.errors import ServingError
+from manta.cluster.http.access.keys import ApiKeys
 from manta.cluster.http.access.request_admission import Caller
 from manta.cluster.http.app import HttpApp
 from manta.cluster.http.exchange.all_engines import AllEngines
@@ -233,6 +237,32 @@ def test_a_key_of_a_server_of_one_model_may_not_use_it() -> None:
 
     assert asyncio.run(send("GET", "/v1/models")).json()["data"] == []
     assert asyncio.run(send("POST", "/v1/completions", json={"prompt": "a"})).status_code == 404
+
+
+def test_lines_of_batches_go_to_the_models_that_they_name() -> None:
+    config = ServeConfig(
+        default_model="two", api_keys=(f"limited:{KEY}",), key_limits={"limited": KeyLimits(models=("one",))}
+    )
+    lines = endpoints_of_models(config, bytes(32))
+    for name in ("one", "two"):
+        model = ServedModel(name=name, engine=EngineConfig(model="demo"))
+        of_model = config.of_model(model)
+        lines.add_model(of_model, Tokenizer("demo"), SayingEngines(f"{name} "), Metrics(name))
+    owner = ApiKeys(config.api_keys or ()).owner_of("limited")
+
+    def answered(owner: str = "", **body: Any) -> tuple[int, str]:
+        content = msgspec.Raw(json.dumps({"prompt": "a"} | body).encode())
+        request = BatchRequest(custom_id="1", method="POST", url="/v1/completions", body=content)
+        response = asyncio.run(lines.answer(request, "line", owner))
+        return response.status_code, bytes(response.body).decode()
+
+    for name, model in (("one", "one"), ("two", "two"), (None, "two")):
+        status, text = answered(**({} if name is None else {"model": name}))
+        assert (status, f"{model} {model} " in text) == (200, True)
+    assert answered(model="three")[0] == 404
+    assert [answered(owner, model=name)[0] for name in ("one", "two")] == [200, 404]
+    lines.remove_model("one")
+    assert answered(model="one")[0] == 404
 
 
 def test_metrics_have_the_models_name(address: Address) -> None:

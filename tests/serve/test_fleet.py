@@ -125,9 +125,8 @@ class World:
             config,
             self.app,
             self.streams,
-            None,
-            lambda address: models_among(self.applications, address),
-            lambda _, application: self.handles[application],
+            find=lambda address: models_among(self.applications, address),
+            handle_of=lambda _, application: self.handles[application],
         )
         self.client = httpx.AsyncClient(
             transport=httpx.ASGITransport(self.app), base_url="http://localhost", timeout=PATIENCE_S
@@ -262,7 +261,6 @@ def details_of(user_config: Any) -> dict[str, Any]:
         (app.build, {"models": [{"name": "a"}]}, "build_model"),
         (app.build_address, {"engine": {"model": "demo"}}, "engine"),
         (app.build_address, {"served_model_name": "a"}, "served_model_name"),
-        (app.build_address, {"batch_storage": "/tmp/x"}, "batch_storage"),
         (app.build_model, {"nam": "a"}, "`nam`"),
         (app.build_model, {"name": ""}, "name"),
         (app.build_model, {"model": "demo", "engine": {"model": "other"}}, "engine.model"),

@@ -1,84 +1,78 @@
-"""Three models of different families at one address on a Ray cluster, deployed by Serve's own command: one is killed,
-updated, removed and one fails to load, while another answers without a pause and in the same processes.
+"""Three models of different families at one address on an own Ray: one is killed, updated, removed and one fails
+to load, while another answers without a pause and in the same processes.
 """
 
 from __future__ import annotations
 
-import contextlib
+import json
 import pathlib
 import threading
 from collections.abc import Iterator
-from typing import Any
 
 import httpx
 import psutil
 import pytest
-import yaml
+from ray import serve
+from ray.serve.context import _get_global_client as get_client
 
 from benchmarks.processes import free_port
+from manta.cluster.config import EngineConfig, ServeConfig, ServedModel
+from manta.cluster.serve import app
+from manta.structured.host import num_cores
 from tests.checkpoints import checkpoint
-from tests.patience import PATIENCE_S
-from tests.ray_cluster import RayCluster, ray_cluster, until
+from tests.patience import PATIENCE_S, wait_until
 
 pytestmark = pytest.mark.prove
 
-CONFIG = pathlib.Path(__file__).parents[2] / "configs" / "serve" / "several-models.yaml"
 FAMILIES = ("llama", "qwen2", "gpt_neox")
 BODY = {"prompt": [5, 9, 17, 30], "temperature": 0, "ignore_eos": True, "max_tokens": 200, "stream": True}
 
 
+def served(family: str, *aliases: str, folder: pathlib.Path | None = None) -> ServedModel:
+    model = str(folder or checkpoint(family))
+    engine = EngineConfig(model=model, dtype="float32", kv_cache_bytes=8 << 20)
+    return ServedModel(name=family, aliases=aliases, engine=engine)
+
+
 class Deployed:
-    """The address and its models on a cluster, as a file says it."""
+    """The address and its models, which this process has started."""
 
-    def __init__(self, cluster: RayCluster, folder: pathlib.Path) -> None:
-        self.cluster = cluster
-        self.file = folder / "models.yaml"
-        config = yaml.safe_load(CONFIG.read_text())
-        self.url = f"http://127.0.0.1:{free_port()}"
-        config["http_options"]["port"] = int(self.url.rpartition(":")[2])
-        config["proxy_location"] = "Disabled"
-        address = config["applications"][0]
-        address["args"] |= {"http_server": "listener", "port": config["http_options"]["port"], "drain_timeout_s": 1.0}
-        self._base = config | {"applications": [address]}
-        self.models = {family: str(checkpoint(family)) for family in FAMILIES}
-        self.options: dict[str, dict[str, Any]] = {family: {} for family in FAMILIES}
+    def __init__(self) -> None:
+        port = free_port()
+        self.url = f"http://127.0.0.1:{port}"
+        models = tuple(map(served, FAMILIES))
+        loaded = app.start(ServeConfig(models=models, port=port, drain_timeout_s=1.0))
+        assert len(loaded) == len(FAMILIES)
 
-    def deploy(self) -> None:
-        models = [
-            {
-                "name": f"engines-{name}",
-                "route_prefix": None,
-                "import_path": "manta.cluster.serve.app:build_model",
-                "args": {
-                    "name": name,
-                    "engine": {"model": folder, "dtype": "float32", "kv_cache_bytes": 8 << 20},
-                    **self.options.get(name, {}),
-                },
-            }
-            for name, folder in self.models.items()
-        ]
-        self.file.write_text(yaml.safe_dump(self._base | {"applications": [*self._base["applications"], *models]}))
-        deploy = ("serve", "deploy", "--address", self.cluster.address, self.file)
-        until(lambda: self.cluster.run(*deploy).returncode == 0)
+    def deploy(self, model: ServedModel) -> None:
+        """Deploys one model's application, as `serve deploy` does if only this one has changed."""
+        made = app.model_application(model, app.APP_NAME, [num_cores()])
+        target = serve.RunTarget(made, f"{app.APP_NAME}.{model.model_name}", None)
+        serve.run_many([target], wait_for_applications_running=False)
 
     def states(self) -> dict[str, str]:
-        with contextlib.suppress(httpx.TransportError):
-            return {card["id"]: card["state"] for card in httpx.get(f"{self.url}/v1/models").json()["data"]}
-        return {}
+        cards = httpx.get(f"{self.url}/v1/models", timeout=PATIENCE_S).json()["data"]
+        return {card["id"]: card["state"] for card in cards}
 
     def process_ids(self) -> dict[str, set[int]]:
-        """Returns the processes of the replicas of each application."""
-        found = self.cluster.get("/api/serve/applications/")["applications"]
+        """Returns the processes of the replicas of each application, as far as they have started."""
+        client = get_client()
+        assert client is not None
         return {
-            name: {replica["pid"] for each in details["deployments"].values() for replica in each["replicas"]}
-            for name, details in found.items()
+            name: {
+                replica["pid"]
+                for each in details["deployments"].values()
+                for replica in each["replicas"]
+                if replica.get("pid") is not None
+            }
+            for name, details in client.get_serve_details()["applications"].items()
         }
 
     def text(self, model: str) -> str:
         answer = httpx.post(f"{self.url}/v1/completions", json=BODY | {"model": model}, timeout=PATIENCE_S)
         assert answer.status_code == 200, answer.text
         lines = [line for line in answer.text.splitlines() if line.startswith("data: {")]
-        return "".join(httpx.Response(200, text=line[6:]).json()["choices"][0]["text"] for line in lines)
+        return "".join(json.loads(line.removeprefix("data: "))["choices"][0]["text"] for line in lines)
 
 
 class Asking:
@@ -110,14 +104,11 @@ class Asking:
 
 
 @pytest.fixture(scope="module")
-def deployed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployed]:
-    with ray_cluster(num_cpus=4) as cluster:
-        cluster.environment["RAY_ADDRESS"] = f"127.0.0.1:{cluster.port}"
-        until(lambda: cluster.run("ray", "status").returncode == 0)
-        made = Deployed(cluster, tmp_path_factory.mktemp("models"))
-        made.deploy()
-        until(lambda: made.states() == dict.fromkeys(sorted(FAMILIES), "loaded"))
-        yield made
+def deployed() -> Iterator[Deployed]:
+    try:
+        yield Deployed()
+    finally:
+        app.stop()
 
 
 def test_one_models_faults_and_changes_reach_no_other(deployed: Deployed, tmp_path: pathlib.Path) -> None:
@@ -126,27 +117,26 @@ def test_one_models_faults_and_changes_reach_no_other(deployed: Deployed, tmp_pa
     before = deployed.process_ids()
     asking = Asking(deployed, "llama")
     try:
-        (victim,) = before["engines-qwen2"]
+        (victim,) = before["manta.qwen2"]
         psutil.Process(victim).kill()
-        until(lambda: deployed.process_ids()["engines-qwen2"] not in (set(), {victim}))
+        wait_until(lambda: not deployed.process_ids()["manta.qwen2"] <= {victim}, poll_s=0.5)
         assert deployed.text("qwen2") == texts["qwen2"]
 
-        deployed.options["qwen2"] = {"aliases": ["q"]}
-        deployed.deploy()
-        until(lambda: deployed.states().get("q") == "loaded")
+        deployed.deploy(served("qwen2", "q"))
+        wait_until(lambda: deployed.states().get("q") == "loaded", poll_s=0.5)
         assert deployed.text("q") == texts["qwen2"]
 
-        deployed.models["broken"] = str(tmp_path)
-        deployed.deploy()
-        until(lambda: deployed.states().get("broken") == "failed")
+        deployed.deploy(served("broken", folder=tmp_path))
+        wait_until(lambda: deployed.states().get("broken") == "failed", poll_s=0.5)
+        assert httpx.post(f"{deployed.url}/v1/completions", json=BODY | {"model": "broken"}).status_code == 503
 
-        del deployed.models["broken"], deployed.models["gpt_neox"]
-        deployed.deploy()
-        until(lambda: set(deployed.states()) == {"llama", "qwen2", "q"})
+        serve.delete("manta.broken")
+        serve.delete("manta.gpt_neox")
+        wait_until(lambda: set(deployed.states()) == {"llama", "qwen2", "q"}, poll_s=0.5)
     finally:
         asking.stop()
     assert not asking.faults
     assert asking.num_asked > 2
     after = deployed.process_ids()
-    for application in ("manta", "engines-llama"):
+    for application in ("manta", "manta.llama"):
         assert after[application] == before[application]

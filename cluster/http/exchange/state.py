@@ -201,6 +201,19 @@ class AppState:
         """The model's name and its aliases."""
         return (self.model_name, *self.config.model_aliases)
 
+    def for_body(self, body: Any, exchange: GenerationExchange) -> AppState:
+        """Returns the state of the model that a body names, whose engines then answer the exchange. A body without the
+        field is for the server itself. Refuses a model that is not served, or has failed.
+        """
+        if not hasattr(body, "model"):
+            return self
+        state = self.models.find(asked_model(body), exchange.caller)
+        if state is not self:
+            exchange.engines = state.engines
+        if state.condition is not None:
+            state.condition.check(state.model_name)
+        return state
+
     def all_metrics(self) -> list[Metrics]:
         """Returns the metrics of the server, and those of each of several models."""
         return [self.metrics, *(state.metrics for state in self.models if state is not self)]

@@ -1,4 +1,4 @@
-"""One ingress's table of models, kept like what Serve runs: models come, change and go while the ingress goes on."""
+"""One process's table of models, kept like what Serve runs: models come, change and go while the process goes on."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import functools
 from collections.abc import Callable, Coroutine
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 import ray
@@ -14,7 +14,6 @@ from ray import serve
 
 from manta.cluster.config import ServeConfig
 from manta.cluster.errors import ServingError
-from manta.cluster.http.app import HttpApp
 from manta.cluster.http.exchange.all_engines import AllEngines
 from manta.cluster.http.exchange.condition import Condition
 from manta.cluster.http.exchange.engines import Engines
@@ -63,27 +62,42 @@ class _Member:
         """Set if the model cannot be served here however its engines fare."""
 
 
+class Table(Protocol):
+    """What answers for the models: the application of an ingress, or the endpoints of batches."""
+
+    def add_model(
+        self, config: ServeConfig, tokenizer: Tokenizer | None, engines: Engines, metrics: Metrics
+    ) -> AppState: ...
+
+    def remove_model(self, name: str) -> None: ...
+
+
 class Fleet:
-    """Owns the clients of all models' engines in one ingress. `address` is the name of the ingress's application, and
-    `replica` that of the ingress if there are several. `find` returns the models of an address, and `handle_of` the
-    handle of a deployment of an application.
+    """Owns the clients of all models' engines in one process, which are of the type `client`.
+
+    - `address` is the name of the application that answers requests, and `replica` that of the ingress if there are
+      several.
+    - `streams` records streams; None records none.
+    - `find` returns the models of an address, and `handle_of` the handle of a deployment of an application.
     """
 
     def __init__(
         self,
         address: str,
         config: ServeConfig,
-        app: HttpApp,
-        streams: StreamsOfModels,
-        replica: str | None,
+        table: Table,
+        streams: StreamsOfModels | None = None,
+        replica: str | None = None,
+        client: type[EngineClient] = EngineClient,
         find: Callable[[str], list[FoundModel]] = found_models,
         handle_of: Callable[[str, str], Any] = serve.get_deployment_handle,
     ) -> None:
         self._address = address
         self._config = config
-        self._app = app
+        self._table = table
         self._streams = streams
         self._replica = replica
+        self._client_type = client
         self._find = find
         self._handle_of = handle_of
         self._members: dict[str, _Member] = {}
@@ -136,10 +150,10 @@ class Fleet:
         metrics = Metrics(name, self._replica)
         metrics.show_options(config)
         client = None if tokenizer is None else await self._client(found, config, tokenizer, metrics)
-        if client is not None:
+        if client is not None and self._streams is not None:
             self._streams.put(name, RecordedStreams(client, config.streams, own_node(), self._shares))
         engines: Engines = AllEngines(Models()) if client is None else client
-        state = self._app.add_model(config, tokenizer, engines, metrics)
+        state = self._table.add_model(config, tokenizer, engines, metrics)
         member = self._members[name] = _Member(found, state, client, fault)
         self._tell(member, found)
         logger.info("the model %s is served from the application %s", name, found.application)
@@ -147,13 +161,14 @@ class Fleet:
     async def _client(
         self, found: FoundModel, config: ServeConfig, tokenizer: Tokenizer, metrics: Metrics
     ) -> EngineClient:
-        return EngineClient(
+        return self._client_type(
             await asyncio.to_thread(self._handle_of, ENGINE, found.application),
             tokenizer,
             ray.util.get_node_ip_address(),
             metrics,
-            max_held=config.engine.max_num_waiting,
-            is_removed=functools.partial(is_removed, found.application),
+            None,
+            config.engine.max_num_waiting,
+            functools.partial(is_removed, found.application),
         )
 
     async def _change(self, name: str, member: _Member, found: FoundModel) -> None:
@@ -165,7 +180,7 @@ class Fleet:
             await self._add(name, found)
         else:
             member.client.tokenizer = tokenizer
-            member.state = self._app.add_model(config, tokenizer, member.client, member.client.metrics)
+            member.state = self._table.add_model(config, tokenizer, member.client, member.client.metrics)
             self._tell(member, found)
 
     async def _tokenizer(self, config: ServeConfig) -> tuple[Tokenizer | None, Condition | None]:
@@ -184,8 +199,9 @@ class Fleet:
 
     def _remove(self, name: str) -> None:
         member = self._members.pop(name)
-        self._app.remove_model(name)
-        self._streams.remove(name)
+        self._table.remove_model(name)
+        if self._streams is not None:
+            self._streams.remove(name)
         if member.client is not None:
             self._begin(self._retire(member.client))
         logger.info("the model %s is served no more: the application %s has gone", name, member.found.application)
