@@ -445,6 +445,11 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         return self.num_engine_replicas if self.autoscaling is None else self.autoscaling.num_initial
 
     @property
+    def num_engines_wanted(self) -> int:
+        """Engines that should serve at any time, without standbys; 0 if all may stop."""
+        return self.num_engine_replicas if self.autoscaling is None else self.autoscaling.min_replicas
+
+    @property
     def max_engines(self) -> int:
         """Engines that may run at a time, without standbys."""
         return self.num_engine_replicas if self.autoscaling is None else self.autoscaling.max_replicas

@@ -14,26 +14,30 @@ import os
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from typing import Any, NamedTuple, TypeVar, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
 
-import msgspec
+import numpy as np
 from tqdm import tqdm
 
 from manta.cluster.chat.offline import Chat, Message, plan_offline
+from manta.cluster.chat.offline_outputs import CompletionOutput, RequestOutput, TrackedRequest, snapshot
+from manta.cluster.chat.reasoning import with_thinking
 from manta.cluster.config import EngineConfig
 from manta.cluster.engine.beam_search import BeamSearchParams, BeamSequence, beam_search
 from manta.cluster.engine.interrupts import uninterrupted, uninterrupted_steps
-from manta.cluster.engine.request import EngineRequest, FinishStatus, SequenceOutput, Usage
+from manta.cluster.engine.request import EngineRequest, FinishStatus, SequenceOutput
 from manta.cluster.errors import RequestRefused, refuse
 from manta.cluster.option_reader import read_options
-from manta.cluster.text.detokenizer import SequenceText
 from manta.cluster.text.tokenizer import TextError, Tokenizer
 from manta.structured.constraint import ConstraintSpec, Resolved
 from manta.structured.logits_processors import LogitsProcessorFactory, LogitsProcessorSpec
 from manta.structured.refusals import Refusal
 from manta.workers.model_options import DEMO_MODEL
 from manta.workers.sampling_params import OutputKind, SamplingParams
-from manta.workers.step import TokenLogprobs
+
+if TYPE_CHECKING:
+    from manta.cluster.engine.engine import Engine  # it imports torch
+    from manta.cluster.text.offline_pooling import OfflinePooler
 
 __all__ = [
     "LLM",
@@ -48,44 +52,8 @@ __all__ = [
 ]
 
 Prompt = str | Sequence[int]
+_One = TypeVar("_One", bound=SamplingParams | str)
 _Given = TypeVar("_Given", bound=SamplingParams | Sequence[SamplingParams])
-
-
-class CompletionOutput(msgspec.Struct, kw_only=True):
-    """One choice of a request: its output so far or, with `OutputKind.DELTA`, the new text, tokens and
-    log-probabilities.
-    """
-
-    index: int = 0
-    text: str = ""
-    token_ids: list[int] = []
-    logprobs: list[TokenLogprobs] | None = None
-    finish_reason: FinishStatus | None = None
-    stop_reason: str | int | None = None
-    """Stop string or stop token id that ended the text; None for end-of-sequence and length."""
-    message: Message | None = None
-    """Answer of a chat that has ended, in OpenAI's form: `content`, `reasoning_content` and `tool_calls`. The message
-    may be appended to the conversation.
-    """
-    error: str | None = None
-    """Reason why this choice ended with `FINISHED_INTERNAL_ERROR`; the others go on."""
-
-
-class RequestOutput(msgspec.Struct, kw_only=True):
-    """A request's output so far, or with `OutputKind.DELTA` the new part. `finished` is set once every choice has
-    ended.
-    """
-
-    request_id: str
-    prompt: str | None
-    prompt_token_ids: list[int]
-    prompt_logprobs: list[TokenLogprobs | None] | None = None
-    """One entry for each prompt token, the first of which is None; only if `prompt_logprobs` was asked for."""
-    outputs: list[CompletionOutput]
-    """The `n` choices in order of index."""
-    finished: bool = False
-    usage: Usage | None = None
-    """The prompt counted once and the output tokens of all choices; set with `finished`."""
 
 
 class _Asked(NamedTuple):
@@ -94,73 +62,8 @@ class _Asked(NamedTuple):
     prompt: Prompt
     params: SamplingParams
     chat: Chat | None = None
-
-
-class _Tracked:
-    """A request under way: its output so far, the text of each choice, and how much its reader has seen."""
-
-    def __init__(
-        self,
-        output: RequestOutput,
-        tokenizer: Tokenizer,
-        params: SamplingParams,
-        kind: OutputKind,
-        chat: Chat | None = None,
-    ) -> None:
-        self.output = output
-        self.kind = kind
-        self._chat = chat
-        self.texts = [
-            SequenceText(
-                tokenizer,
-                params,
-                kind is OutputKind.FINAL_ONLY,
-                continues_prompt=chat is None,
-                shown_ids=frozenset() if chat is None else chat.plan.shown_ids,
-            )
-            for _ in range(params.n)
-        ]
-        self.usages = [Usage(len(output.prompt_token_ids), 0, 0) for _ in range(params.n)]
-        """Latest usage of each choice."""
-        self._shown = [(0, 0) for _ in range(params.n)]
-        """Characters and tokens that the reader has seen of each choice."""
-        self._num_shown_prompt_logprobs = 0
-        self._num_going_on = params.n
-        """Choices that have not ended."""
-
-    def end(self, choice: CompletionOutput) -> None:
-        """Completes a choice that has ended, and with the last one the output."""
-        output = self.output
-        if self._chat is not None:
-            stopped_itself = choice.finish_reason is FinishStatus.FINISHED_STOPPED and choice.stop_reason is None
-            choice.message = self._chat.message(choice.text, is_cut=not stopped_itself)
-        self._num_going_on -= 1
-        if self._num_going_on == 0:
-            output.usage = Usage.of_choices(len(output.prompt_token_ids), self.usages)
-            output.finished = True
-
-    def news(self) -> RequestOutput | None:
-        """Returns what the reader gets now; None if that is nothing."""
-        if self.kind is OutputKind.CUMULATIVE:
-            return self.output
-        if self.kind is OutputKind.FINAL_ONLY:
-            return self.output if self.output.finished else None
-        prompt_logprobs = self.output.prompt_logprobs
-        if prompt_logprobs is not None:
-            prompt_logprobs = prompt_logprobs[self._num_shown_prompt_logprobs :]
-            self._num_shown_prompt_logprobs += len(prompt_logprobs)
-        choices = [self._new_part(choice) for choice in self.output.outputs]
-        return msgspec.structs.replace(self.output, outputs=choices, prompt_logprobs=prompt_logprobs)
-
-    def _new_part(self, choice: CompletionOutput) -> CompletionOutput:
-        num_characters, num_tokens = self._shown[choice.index]
-        self._shown[choice.index] = len(choice.text), len(choice.token_ids)
-        return msgspec.structs.replace(
-            choice,
-            text=choice.text[num_characters:],
-            token_ids=choice.token_ids[num_tokens:],
-            logprobs=None if choice.logprobs is None else choice.logprobs[num_tokens:],
-        )
+    adapter: str = ""
+    """The name of the adapter that computes it; empty for the model alone."""
 
 
 class LLM:
@@ -176,18 +79,67 @@ class LLM:
         # cores.
         os.environ.setdefault("GOMP_SPINCOUNT", "1000")
         from manta.cluster.engine.engine import Engine
+        from manta.cluster.text.offline_pooling import make_pooler
 
+        self._pooler = make_pooler(self.config)
+        if self._pooler is not None:
+            self.tokenizer = self._pooler.tokenizer
+            return
         between_steps: collections.deque[tuple[asyncio.Future[None], Callable[[], object]]] = collections.deque()
         self._between_steps = between_steps
         # The lambda holds no reference to this object, so the model's memory is freed as soon as the object is, without
         # a garbage collection.
-        self.engine = Engine(self.config, has_messages=lambda: bool(between_steps))
+        self._engine = Engine(self.config, has_messages=lambda: bool(between_steps))
         self.tokenizer = Tokenizer(self.config.tokenizer or self.engine.model.folder)
-        self._tracked: dict[str, _Tracked] = {}
+        self._tracked: dict[str, TrackedRequest] = {}
         self._ids = itertools.count()
         self._streams: dict[str, asyncio.Queue[RequestOutput | Exception]] = {}
         self._pump: asyncio.Task[None] | None = None
         self._step_thread = ThreadPoolExecutor(1, thread_name_prefix="manta-step")
+
+    @property
+    def engine(self) -> Engine:
+        """The engine that generates. Raises `RequestRefused` if the model pools."""
+        if self._pooler is not None:
+            refuse("unsupported", "model", cause="it generates no text", remedy="call embed, score or classify")
+        return self._engine
+
+    # ---- models that pool --------------------------------------------------------------------------------------
+
+    def embed(
+        self,
+        texts: Prompt | Sequence[Prompt],
+        prompt_name: str | None = None,
+        dimensions: int | None = None,
+        truncate: bool = False,
+    ) -> np.ndarray:
+        """Returns the vectors of texts, or of token ids: float32 [num_texts, dimension].
+
+        `prompt_name` is one of the model's prompts, which goes before each text; None takes the model's default.
+        `dimensions` keeps so many numbers of each vector and divides it by its length. Raises `RequestRefused` if the
+        model gives no vectors, or for a text that is too long; `truncate` cuts its end instead.
+        """
+        return self._pooling.embed(_as_batch(texts), prompt_name, dimensions, truncate)
+
+    def classify(self, texts: str | Sequence[str], truncate: bool = False) -> np.ndarray:
+        """Returns a number for each of the model's labels: float32 [num_texts, num_labels]. Raises `RequestRefused` as
+        `embed` does.
+        """
+        return self._pooling.classify([texts] if isinstance(texts, str) else texts, truncate)
+
+    def score(self, queries: str | Sequence[str], texts: str | Sequence[str], truncate: bool = False) -> np.ndarray:
+        """Returns how well each text fits its query, or the only query: float32 [num_texts]. `truncate` cuts the end of
+        texts and never queries. Raises `RequestRefused` as `embed` does, and `ValueError` if the numbers of queries and
+        texts differ.
+        """
+        texts = [texts] if isinstance(texts, str) else texts
+        return self._pooling.score([queries] * len(texts) if isinstance(queries, str) else queries, texts, truncate)
+
+    @property
+    def _pooling(self) -> OfflinePooler:
+        if self._pooler is None:
+            refuse("unsupported", "model", cause="it generates text and does not pool", remedy="call generate or chat")
+        return self._pooler
 
     # ---- synchronous -------------------------------------------------------------------------------------------
 
@@ -196,22 +148,27 @@ class LLM:
         prompts: Prompt | Sequence[Prompt],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         use_tqdm: bool = True,
+        adapter: str | Sequence[str] = "",
     ) -> list[RequestOutput]:
         """Completes every prompt (text or token ids), however many, and returns the whole outputs in the order of the
         prompts.
 
-        `params` holds one for all prompts or one for each. Raises `RequestRefused` before anything runs if a prompt can
+        `params` holds one for all prompts or one for each. So does `adapter`, which names one of the option `adapters`,
+        or is empty for the model alone. Raises `RequestRefused` before anything runs if a prompt can
         never fit. After an exception, also Ctrl-C, no request of the call stays in the engine.
         """
         batch: list[Prompt] = _as_batch(prompts)
         each = _for_each(self._params(params), len(batch), "prompt")
-        return self._run([_Asked(prompt, one) for prompt, one in zip(batch, each, strict=True)], use_tqdm)
+        names = _for_each(adapter, len(batch), "prompt")
+        asked = [_Asked(prompt, one, None, name) for prompt, one, name in zip(batch, each, names, strict=True)]
+        return self._run(asked, use_tqdm)
 
     def chat(
         self,
         messages: Sequence[Message] | Sequence[Sequence[Message]],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         use_tqdm: bool = True,
+        adapter: str | Sequence[str] = "",
         **options: Any,
     ) -> list[RequestOutput]:
         """Answers a conversation, or each of several, through the model's chat template.
@@ -219,17 +176,20 @@ class LLM:
         `messages` are OpenAI's. `options` are the fields of a chat body that are no sampling parameters: `tools`,
         `tool_choice`, `parallel_tool_calls`, `response_format`, `reasoning_effort`, `add_generation_prompt`,
         `continue_final_message`, `chat_template_kwargs`. The answer is `outputs[0].message`; `outputs[0].text` holds it
-        as the model wrote it. Raises `RequestRefused` naming the message or option at fault, and otherwise as
-        `generate` does.
+        as the model wrote it. `adapter` is that of `generate`. Raises `RequestRefused` naming the message or option at
+        fault, and otherwise as `generate` does.
         """
         batch = _as_conversations(messages)
         each = _for_each(self._params(params), len(batch), "conversation")
-        asked = [self._planned(one, its, options) for one, its in zip(batch, each, strict=True)]
+        names = _for_each(adapter, len(batch), "conversation")
+        asked = [self._planned(*one, options) for one in zip(batch, each, names, strict=True)]
         return self._run(asked, use_tqdm)
 
-    def _planned(self, messages: Sequence[Message], params: SamplingParams, options: dict[str, Any]) -> _Asked:
+    def _planned(
+        self, messages: Sequence[Message], params: SamplingParams, adapter: str, options: dict[str, Any]
+    ) -> _Asked:
         chat = plan_offline(messages, params, self.tokenizer, options, self.config.json_objects)
-        return _Asked(chat.prompt, chat.plan.params, chat)
+        return _Asked(chat.prompt, chat.plan.params, chat, adapter)
 
     def _run(self, batch: list[_Asked], use_tqdm: bool) -> list[RequestOutput]:
         request_ids = [f"generate-{next(self._ids)}" for _ in batch]
@@ -263,14 +223,17 @@ class LLM:
                             bar.set_postfix_str(f"{generated / (time.perf_counter() - started):.0f} tok/s")
                             bar.update()
 
-    def beam_search(self, prompts: Prompt | Sequence[Prompt], params: BeamSearchParams) -> list[list[BeamSequence]]:
+    def beam_search(
+        self, prompts: Prompt | Sequence[Prompt], params: BeamSearchParams, adapter: str = ""
+    ) -> list[list[BeamSequence]]:
         """Returns the `beam_width` best continuations of each prompt by log-probability, best first, as transformers'
-        beam search finds them.
+        beam search finds them. `adapter` names the adapter of all of them.
 
         Raises `RequestRefused` if a prompt can never fit, and `ValueError` if the width is too large.
         """
         token_ids = [self._token_ids(prompt) for prompt in _as_batch(prompts)]
-        found = beam_search(self.engine, token_ids, params, f"beams-{next(self._ids)}", self._take)
+        name, digest = f"beams-{next(self._ids)}", self._digest_of(adapter)
+        found = beam_search(self.engine, token_ids, params, name, self._take, digest)
         for sequence in itertools.chain.from_iterable(found):
             sequence.text = self.tokenizer.decode(sequence.token_ids)
         return found
@@ -286,19 +249,26 @@ class LLM:
         return self.get_default_sampling_params() if params is None else params
 
     def add_request(
-        self, request_id: str, prompt: Prompt, params: SamplingParams | None = None, priority: int = 0
+        self,
+        request_id: str,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        priority: int = 0,
+        adapter: str = "",
     ) -> None:
         """Queues a request for `step`. Raises `RequestRefused` if it can never be served."""
         params = self._params(params)
-        self._submit(request_id, _Asked(prompt, params), priority, self._resolve(params))
+        self._submit(request_id, _Asked(prompt, params, None, adapter), priority, self._resolve(params))
 
     def step(self) -> list[RequestOutput]:
         """Runs one step and returns the requests that it changed, each once and as its `output_kind` shows it."""
         with uninterrupted():
-            return self._take(self.engine.step())
+            outputs = self._take(self.engine.step())
+            self.engine.keep_prefixes()
+            return outputs
 
     def _take(self, deltas: Sequence[SequenceOutput]) -> list[RequestOutput]:
-        changed: dict[str, _Tracked] = {}
+        changed: dict[str, TrackedRequest] = {}
         for delta in deltas:
             tracked = self._tracked.get(delta.request_id)
             if tracked is not None and self._apply(delta, tracked):
@@ -326,15 +296,22 @@ class LLM:
         except TextError as error:
             raise RequestRefused(Refusal("unfit", "prompt", cause=str(error))) from error
 
-    def _resolve(self, params: SamplingParams) -> Future[Resolved] | None:
-        return None if params.constraint is None else self.engine.constraints.resolve(params.constraint)
+    def _digest_of(self, adapter: str) -> str:
+        """Returns the digest of an adapter; empty for none. Raises `RequestRefused` for an unknown name."""
+        adapters = self.engine.model.adapters
+        if adapter and adapter not in adapters:
+            refuse("unknown_value", "adapter", adapter, tuple(adapters) or "none, for this LLM has none")
+        return adapters[adapter].digest if adapter else ""
+
+    def _resolve(self, params: SamplingParams) -> Future[Resolved | None] | None:
+        return self.engine.constraints.prepare(params)
 
     def _submit(
         self,
         request_id: str,
         asked: _Asked,
         priority: int = 0,
-        constraint: Future[Resolved] | None = None,
+        constraint: Future[Resolved | None] | None = None,
         kind: OutputKind | None = None,
         queue_is_bounded: bool = True,
     ) -> None:
@@ -345,16 +322,24 @@ class LLM:
         text = chat.plan.prompt if chat is not None else prompt if isinstance(prompt, str) else None
         token_ids = self._token_ids(prompt)
         params = self.tokenizer.resolve_bad_words(asked.params)
-        request = EngineRequest(request_id=request_id, prompt_token_ids=token_ids, params=params, priority=priority)
+        if chat is None:
+            params = with_thinking(params, self.tokenizer, token_ids)
+        request = EngineRequest(
+            request_id=request_id,
+            prompt_token_ids=token_ids,
+            params=params,
+            priority=priority,
+            adapter=self._digest_of(asked.adapter),
+        )
         resolved = None if constraint is None else constraint.result()
         with uninterrupted():
             self.engine.add_request(request, resolved, queue_is_bounded)
             choices = [CompletionOutput(index=index) for index in range(params.n)]
             output = RequestOutput(request_id=request_id, prompt=text, prompt_token_ids=token_ids, outputs=choices)
-            tracked = _Tracked(output, self.tokenizer, params, kind or params.output_kind, chat)
+            tracked = TrackedRequest(output, self.tokenizer, params, kind or params.output_kind, chat)
             self._tracked[request_id] = tracked
 
-    def _apply(self, delta: SequenceOutput, tracked: _Tracked) -> bool:
+    def _apply(self, delta: SequenceOutput, tracked: TrackedRequest) -> bool:
         """Adds one step's tokens to a choice, and ends the choice if its text reached a stop string. Returns False if
         it had ended before.
         """
@@ -392,20 +377,25 @@ class LLM:
     # ---- asyncio -----------------------------------------------------------------------------------------------
 
     def stream(
-        self, prompt: Prompt, params: SamplingParams | None = None, priority: int = 0
+        self, prompt: Prompt, params: SamplingParams | None = None, priority: int = 0, adapter: str = ""
     ) -> AsyncIterator[RequestOutput]:
         """Yields what `output_kind` shows after each step that changed it; leaving the loop early aborts the request.
 
         A request's own errors are raised in its stream alone; an engine failure is raised in all streams. Any number of
         streams may run in one event loop; don't mix them with `generate` or `step` at the same time.
         """
-        return self._stream(_Asked(prompt, self._params(params)), priority)
+        return self._stream(_Asked(prompt, self._params(params), None, adapter), priority)
 
     def stream_chat(
-        self, messages: Sequence[Message], params: SamplingParams | None = None, priority: int = 0, **options: Any
+        self,
+        messages: Sequence[Message],
+        params: SamplingParams | None = None,
+        priority: int = 0,
+        adapter: str = "",
+        **options: Any,
     ) -> AsyncIterator[RequestOutput]:
         """Streams the answer to a conversation, with the `options` of `chat`. Each choice ends with its `message`."""
-        return self._stream(self._planned(messages, self._params(params), options), priority)
+        return self._stream(self._planned(messages, self._params(params), adapter, options), priority)
 
     async def _stream(self, asked: _Asked, priority: int) -> AsyncIterator[RequestOutput]:
         self._leave_other_loop(asyncio.get_running_loop())
@@ -458,7 +448,7 @@ class LLM:
                 for output in await self._step_in_thread():
                     queue = self._streams.get(output.request_id)
                     if queue is not None:
-                        queue.put_nowait(_snapshot(output))
+                        queue.put_nowait(snapshot(output))
                 self._act()
         except asyncio.CancelledError:
             self._end_all(RuntimeError("the task that steps the engine for all streams was cancelled"))
@@ -493,17 +483,6 @@ class LLM:
             queue.put_nowait(error)
 
 
-def _snapshot(output: RequestOutput) -> RequestOutput:
-    """Returns a copy that later steps do not change."""
-    choices = [
-        msgspec.structs.replace(
-            choice, token_ids=list(choice.token_ids), logprobs=choice.logprobs and list(choice.logprobs)
-        )
-        for choice in output.outputs
-    ]
-    return msgspec.structs.replace(output, outputs=choices)
-
-
 def _as_batch(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     """Returns the prompts as a list; a single prompt, as text or as token ids, is a batch of one."""
     if isinstance(prompts, str):
@@ -520,10 +499,13 @@ def _as_conversations(messages: Sequence[Message] | Sequence[Sequence[Message]])
     return list(cast(Sequence[Sequence[Message]], messages))
 
 
-def _for_each(params: SamplingParams | Sequence[SamplingParams], count: int, what: str) -> Sequence[SamplingParams]:
-    """Returns one set of parameters for each of `count` prompts. Raises `ValueError` if a list has another length."""
-    if isinstance(params, SamplingParams):
-        return [params] * count
-    if len(params) != count:
-        raise ValueError(f"{len(params)} sampling parameters for {count} {what}s; give one, or one a {what}")
-    return params
+def _for_each(given: _One | Sequence[_One], count: int, what: str) -> Sequence[_One]:
+    """Returns one set of parameters, or one adapter, for each of `count` prompts. Raises `ValueError` if a list has
+    another length.
+    """
+    if isinstance(given, SamplingParams | str):
+        return [cast(_One, given)] * count
+    if len(given) != count:
+        noun = "adapters" if given and isinstance(given[0], str) else "sampling parameters"
+        raise ValueError(f"{len(given)} {noun} for {count} {what}s; give one, or one a {what}")
+    return given

@@ -12,7 +12,6 @@ import logging
 import os
 import pathlib
 import signal
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -21,10 +20,9 @@ from typing import Any
 import psutil
 import ray
 from ray._private import ray_constants, services
-from ray._private.authentication import authentication_token_setup
 from ray._private.authentication.authentication_token_generator import generate_new_authentication_token
 from ray._private.node import Node
-from ray._raylet import AuthenticationTokenLoader  # type: ignore[attr-defined]
+from ray._raylet import AuthenticationTokenLoader, Config  # type: ignore[attr-defined]
 
 from manta.cluster.private_folder import PrivateFolder
 from manta.structured.host import num_cores
@@ -57,6 +55,8 @@ _ENVIRONMENT = {
     "SCAN_EVENT_DIR_INTERVAL_SECONDS": "60",
 }
 """Environment of Ray's own processes."""
+_ACCESS = ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN")
+"""Variables that say whether Ray requires a token, and which one."""
 
 
 def _no_api_server(node: Node, **_: Any) -> None:
@@ -79,6 +79,8 @@ more than a tenth and takes 40 to 60 MiB.
 
 _folders: list[PrivateFolder] = []
 """Folders of the running Ray."""
+_before: dict[str, str | None] = {}
+"""Values of `_ACCESS` before the running Ray was started; None for a variable that was not set."""
 _roots: list[psutil.Process] = []
 """Ray's first processes; this process may have other children."""
 
@@ -98,7 +100,7 @@ def start(num_cpus: int = 0) -> None:
     except BaseException as error:
         if isinstance(error, Exception):
             keep_logs()  # the error names files in Ray's folder
-        _close_folders()
+        _forget()
         raise
     _roots[:] = set(psutil.Process().children()) - others
 
@@ -132,43 +134,38 @@ def stop() -> None:
     ray.shutdown()
     impatience.cancel()
     _kill(psutil.wait_procs(started, timeout=STOP_PATIENCE_S)[1])
-    _close_folders()
+    _forget()
 
 
-def _close_folders() -> None:
+def _forget() -> None:
+    """Closes the folders of a Ray that has ended, and restores the environment that its token had replaced."""
     while _folders:
         _folders.pop().close()
+    while _before:
+        name, value = _before.popitem()
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value
+    _read_environment()
 
 
 def _require_token() -> None:
-    """Makes this process and Ray's processes require Ray's token, whatever RAY_AUTH_MODE says.
+    """Makes this process and Ray's processes require a new token, whatever RAY_AUTH_MODE says.
 
-    Whoever can talk to Ray can run code as this user. Ray would make a missing token file readable for everybody, and
-    an existing one may be so; this function restricts it to this user.
+    Whoever can talk to Ray can run code as this user. The token is in the environment of these processes only. In the
+    file `~/.ray/auth_token`, where Ray would write it, every later `ray start` of this user would require it too.
     """
-    authentication_token_setup._enable_token_auth()
-    path = pathlib.Path.home() / ".ray" / "auth_token"
-    with contextlib.suppress(OSError):  # there is no such file, or it belongs to another user
-        path.chmod(0o600)
-    loader = AuthenticationTokenLoader.instance()
-    if not loader.has_token(ignore_auth_mode=True):
-        create_token(path)
-        loader.reset_cache()
+    for name, value in zip(_ACCESS, ("token", generate_new_authentication_token()), strict=True):
+        _before.setdefault(name, os.environ.get(name))
+        os.environ[name] = value
+    _read_environment()
 
 
-def create_token(path: pathlib.Path) -> None:
-    """Writes a new token, unless another process has written one meanwhile."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    file, unfinished = tempfile.mkstemp(dir=path.parent)  # mode 0600
-    try:
-        with os.fdopen(file, "w") as opened:
-            opened.write(generate_new_authentication_token())
-            opened.flush()
-            os.fsync(opened.fileno())
-        with contextlib.suppress(FileExistsError):
-            os.link(unfinished, path)
-    finally:
-        os.unlink(unfinished)
+def _read_environment() -> None:
+    """Makes Ray in this process read again whether it requires a token, and which one."""
+    Config.initialize("")
+    AuthenticationTokenLoader.instance().reset_cache()
 
 
 def _processes() -> list[psutil.Process]:

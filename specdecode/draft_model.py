@@ -9,7 +9,7 @@ and draws. Called by `specdecode/proposers.py`; imports no framework.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
@@ -184,6 +184,10 @@ class DraftModel:
         full = num_computed // self._sequences.block_size
         self._written.update(table[progress.num_marked_blocks : full].tolist())
         progress.num_marked_blocks = max(progress.num_marked_blocks, full)
+
+    def overwrite(self, block_ids: Iterable[int]) -> None:
+        """Notes that blocks got the model's keys and values of other tokens, without a step."""
+        self._written.difference_update(block_ids)
 
     def reset(self) -> None:
         """Forgets everything; called when the model's cache is lost and block ids start again."""

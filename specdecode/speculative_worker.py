@@ -9,7 +9,7 @@ back in the next step, where the model's worker verifies them. On an asynchronou
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import cast
 
 import msgspec
@@ -22,7 +22,8 @@ from manta.specdecode.speculative_config import SpeculativeConfig
 from manta.structured.logits_processors import LogitsProcessorFactory
 from manta.structured.masks import MaskBatch
 from manta.workers.model_info import ModelInfo
-from manta.workers.ranks.rank_worker import Drawn, RunAheadWorker, SpeculationTarget
+from manta.workers.prefix_store import BlockPart
+from manta.workers.ranks.rank_worker import Drawn, KeepingWorker, RunAheadWorker, SpeculationTarget
 from manta.workers.step import StepInput, StepOutput
 
 
@@ -117,6 +118,19 @@ class SpeculativeWorker:
         self.chain.propose(step, output)
         self._last_end = time.perf_counter()
         return output
+
+    def restore_blocks(self, parts: Sequence[BlockPart]) -> list[bool]:
+        """Restores parts of prefixes; a draft model has no keys and values for their blocks."""
+        for proposer in self.chain.proposers:
+            if isinstance(proposer, DraftModel):
+                proposer.overwrite([part.place for part in parts])
+        return cast(KeepingWorker, self.target).restore_blocks(parts)
+
+    def keep_blocks(self, parts: Sequence[BlockPart]) -> list[bool]:
+        return cast(KeepingWorker, self.target).keep_blocks(parts)
+
+    def drop_kept(self, hashes: Sequence[bytes]) -> None:
+        cast(KeepingWorker, self.target).drop_kept(hashes)
 
     def reset(self) -> None:
         self.target.reset()

@@ -21,7 +21,7 @@ RequestKind = Literal[_Shape, _Choice, _Together, _Size, _Parameter, _Constraint
 """Faults of a request, whoever is to serve it."""
 _Access = Literal["no_key", "forbidden_origin", "unknown_url", "wrong_method", "no_websocket", "connection_too_old"]
 _Thing = Literal["unknown_file", "unknown_model", "unknown_object", "unknown_response", "unknown_stream"]
-_State = Literal["no_storage", "batch_has_ended", "cancelled_by_client", "cancelled", "stream_lost"]
+_State = Literal["no_storage", "batch_has_ended", "adapter_gone", "cancelled_by_client", "cancelled", "stream_lost"]
 _Load = Literal["quota", "over_rate_limit", "rate_limit", "queue_full", "too_many_streams", "too_many_messages"]
 _Transfer = Literal["too_many_bodies", "body_too_large", "foreign_encoding", "client_too_slow", "deadline"]
 _Failure = Literal["bug", "failed", "engine_failed", "unavailable"]
@@ -132,6 +132,7 @@ WORDS: dict[Kind, str] = {
     "unknown_response": "there is no stored response {value} of yours; it may have expired",
     "unknown_stream": "there is no stream {value} of yours; it may have ended, or nobody read it for too long",
     "no_storage": "this server {cause}",
+    "adapter_gone": "the adapter's values {value} are not here: it was replaced, or its folder has other ones",
     "batch_has_ended": "batch {place} has ended: it is {value}",
     "foreign_encoding": "the body has the encoding {value}",
     "no_websocket": "{place} opens a WebSocket connection",

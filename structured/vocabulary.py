@@ -43,7 +43,7 @@ class Vocabulary(msgspec.Struct, frozen=True, array_like=True):
     @property
     def tokens(self) -> list[bytes]:
         """The bytes of each id below the tokenizer's size: a special token has its name's, an unused id has none."""
-        return _tables(self.tokenizer_json)[0]
+        return tokens_of(self.tokenizer_json)
 
     @property
     def special_token_ids(self) -> list[int]:
@@ -83,6 +83,11 @@ class Vocabulary(msgspec.Struct, frozen=True, array_like=True):
                 words[..., word] |= bit
             else:
                 words[..., word] &= ~bit
+
+
+def tokens_of(tokenizer_json: str) -> list[bytes]:
+    """The bytes of each token of a `tokenizer.json`, as `Vocabulary.tokens` has them."""
+    return _tables(tokenizer_json)[0]
 
 
 @functools.lru_cache(maxsize=4)

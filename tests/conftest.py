@@ -19,7 +19,7 @@ import pytest
 
 from tests.bare_names import refuse_everywhere
 from tests.costs import Costs
-from tests.pairs import forms_take_turns
+from tests.pairs import axes_take_turns, forms_take_turns
 from tests.sharing import end_behind, make_scheduler, put_together
 
 if TYPE_CHECKING:
@@ -168,6 +168,7 @@ def implementation(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPat
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "prove: takes minutes; runs with MANTA_PROVE=1 only")
+    config.addinivalue_line("markers", "axes_in_turns: the fewest cases that together have every value of each axis")
     config.addinivalue_line("markers", "forms_in_turns: each case has the first form and one of the others")
     config.pluginmanager.register(Costs(), "manta-costs")
     if PROVE:
@@ -181,6 +182,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if PROVE:
         return
     forms_take_turns(items)
+    axes_take_turns(items)
     long = [item for item in items if "prove" in item.keywords]
     if long:  # to skip each of thousands would take seconds
         config.hook.pytest_deselected(items=long)

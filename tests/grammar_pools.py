@@ -14,8 +14,8 @@ import pytest
 
 from manta.structured.backend import Grammar, make_backend
 from manta.structured.constraint import ConstraintSpec
-from manta.structured.grammar_pool.grammar_worker import SessionStart, TrackedSession
 from manta.structured.grammar_pool.pool import GrammarPool
+from manta.structured.grammar_pool.tracked_session import SessionStart, TrackedSession
 from manta.structured.pool_config import PoolConfig, PoolForm
 from manta.structured.vocabulary import Vocabulary
 from tests.patience import PATIENCE_S, wait_until

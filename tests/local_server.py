@@ -22,6 +22,7 @@ from manta.cluster.config import EngineConfig, ServeConfig, load_config
 from manta.cluster.http.access.keys import with_api_keys
 from manta.cluster.http.access.prefix_scope import new_secret
 from manta.cluster.serve.engine.engine_replica import EngineReplica
+from manta.cluster.serve.engine.model_replica import make_replica
 from manta.cluster.serve.ingress import ListeningIngress
 from tests.checkpoints import checkpoint
 from tests.patience import PATIENCE_S, until
@@ -176,7 +177,7 @@ async def local_server(
 
 @contextlib.asynccontextmanager
 async def _serving(config: ServeConfig) -> AsyncIterator[LocalServer]:
-    replica = await asyncio.to_thread(EngineReplica, config.engine)
+    replica = cast(EngineReplica, await asyncio.to_thread(make_replica, config.engine))
     ingress = ListeningIngress(config, Handle(replica), new_secret())
     await ingress.check_health()
     server = LocalServer(ingress, replica, config.port)
@@ -186,7 +187,7 @@ async def _serving(config: ServeConfig) -> AsyncIterator[LocalServer]:
         ingress._listener.should_exit = True
         assert ingress._listener._serving is not None
         await asyncio.wait_for(ingress._listener._serving, PATIENCE_S)
-        for opened in replica._sender._connections.values():
+        for opened in replica._sender._connections.values() if isinstance(replica, EngineReplica) else ():
             (await opened).close()
         await asyncio.to_thread(replica.close)
 

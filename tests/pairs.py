@@ -1,11 +1,12 @@
-"""Parameters of tests that have two axes: `make test` runs enough pairs that every value of both is met, and
+"""Parameters of tests that have several axes: `make test` runs enough cases that every value of each axis is met, and
 `make prove` runs the whole product.
 """
 
 from __future__ import annotations
 
 import collections
-from collections.abc import Iterable, Sequence
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -54,3 +55,39 @@ def forms_take_turns(items: Iterable[pytest.Item]) -> None:
             for turn, item in enumerate(rest):
                 if turn != (number + place) % len(rest):
                     item.add_marker(pytest.mark.prove)
+
+
+def values_on_axes(item: pytest.Item) -> Iterator[str]:
+    """Names the value of a case on each axis. An axis is one `parametrize`, or a fixture with parameters."""
+    params = dict(item.callspec.params)  # type: ignore[attr-defined]
+    for mark in item.iter_markers("parametrize"):
+        names = mark.args[0].replace(" ", "").split(",") if isinstance(mark.args[0], str) else mark.args[0]
+        yield repr([(name, params.pop(name)) for name in names])
+    yield from (repr(param) for param in params.items())
+
+
+def axes_take_turns(items: Iterable[pytest.Item]) -> None:
+    """Marks tests of the marker `axes_in_turns` so that `make test` runs only as many cases of a test as it takes to
+    meet every value of each of its axes: those of the longest axis, while the values of the others, and their pairs,
+    take turns.
+    """
+    cases: dict[str, list[pytest.Item]] = collections.defaultdict(list)
+    for item in items:
+        if "axes_in_turns" in item.keywords and "prove" not in item.keywords:
+            cases[item.nodeid.partition("[")[0]].append(item)
+    for of_test in cases.values():
+        values = {item: list(values_on_axes(item)) for item in of_test}
+        missing = set(itertools.chain(*values.values()))
+        times: collections.Counter[Any] = collections.Counter()
+        while missing:
+            usual = {item: sum(times[each] for each in with_pairs(having)) for item, having in values.items()}
+            chosen = max(usual, key=lambda item: (len(missing.intersection(values[item])), -usual[item]))
+            times.update(with_pairs(values[chosen]))
+            missing.difference_update(values.pop(chosen))
+        for item in values:
+            item.add_marker(pytest.mark.prove)
+
+
+def with_pairs(values: Sequence[Any]) -> Iterator[Any]:
+    """Gives the values and their pairs."""
+    return itertools.chain(values, itertools.combinations(values, 2))

@@ -14,6 +14,7 @@ from collections.abc import Iterator, Sequence
 
 import psutil
 
+from tests.patience import PATIENCE_S
 from tests.processes import kill_all
 
 NETWORK = "10.87.0"
@@ -135,7 +136,7 @@ def _ip(*arguments: str) -> None:
         raise NoNamespaces(f"ip {' '.join(arguments)}: {done.stderr.strip()}")
 
 
-def wait_for_line(process: subprocess.Popen[str], text: str, seconds: float = 120.0) -> str:
+def wait_for_line(process: subprocess.Popen[str], text: str, seconds: float = PATIENCE_S) -> str:
     """What a process printed up to the line with `text`. Raises `RuntimeError` if it ends before."""
     printed, deadline = "", time.monotonic() + seconds
     assert process.stdout is not None

@@ -7,17 +7,22 @@ the cache. It checks who could have written the folder, what is in it, and every
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import functools
 import os
 import pathlib
+import secrets
 import shutil
 import stat
 import tempfile
+from collections.abc import Iterator
 
 from manta.structured.visible_logs import logger_of
 
 logger = logger_of(__name__)
 
+PARTIAL = ".partial-"
+"""Beginning of the names of files that are being written."""
 OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 """Mode bits with which other users may write."""
 OTHERS = stat.S_IRWXG | stat.S_IRWXO
@@ -44,6 +49,49 @@ def cache_entry(name: str) -> pathlib.Path:
         folder = _private(own, name, owns_root=True)
         _warn(str(error), folder)
         return folder
+
+
+@contextlib.contextmanager
+def one_at_a_time(lock: pathlib.Path) -> Iterator[None]:
+    """Waits until no other process is in this context with the same file, which is made if it is missing. Ranks start
+    together, and each would do the same work.
+    """
+    file = os.open(lock, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    try:
+        with contextlib.suppress(OSError):  # a file system without locks
+            fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(file)
+
+
+def write_private(path: pathlib.Path, *parts: bytes | memoryview) -> None:
+    """Creates or replaces a file that only this user can read. Readers see the old content or the new one, even if this
+    process is killed. After a crash of the machine the content may be torn, because nothing waits for the disk.
+    """
+    partial = path.with_name(f"{PARTIAL}{secrets.token_hex(16)}")
+    try:
+        with open(os.open(partial, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, 0o600), "wb") as file:
+            file.writelines(parts)
+        os.rename(partial, path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            partial.unlink()
+        raise
+
+
+def read_private(path: pathlib.Path) -> tuple[bytearray, os.stat_result] | None:
+    """Returns the content of a file, and its status. None if there is none or somebody else could have written it."""
+    try:
+        file = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except OSError:
+        return None
+    with open(file, "rb", buffering=0) as stream:
+        status = os.fstat(file)
+        if not stat.S_ISREG(status.st_mode) or not is_own(status):
+            return None
+        content = bytearray(status.st_size)
+        return (content, status) if stream.readinto(content) == len(content) else None
 
 
 def is_own(status: os.stat_result) -> bool:

@@ -5,6 +5,22 @@ from __future__ import annotations
 import msgspec
 
 from manta.workers.kv_groups import ONE_GROUP, KVGroup
+from manta.workers.pooling_info import PoolingInfo
+from manta.workers.prefix_store import StorePlace
+
+
+class AdapterInfo(msgspec.Struct, frozen=True):
+    """An adapter that a rank has loaded."""
+
+    path: str
+    digest: str
+    """Hexadecimal digest of its values, by which requests name it."""
+    rank: int
+    """The highest rank of its modules."""
+    num_bytes: int
+    """Bytes that its values take on a rank."""
+    base_model: str = ""
+    """The base model that its configuration names."""
 
 
 class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
@@ -37,8 +53,14 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     """One line that says what slows the device down, and the remedy; None if nothing does."""
     weights: str | None = None
     """Effect of the option `weights`, in words; None if it changes nothing."""
+    adapters: dict[str, AdapterInfo] = {}
+    """The adapters by name."""
     is_asynchronous: bool = False
     """Whether the device computes asynchronously, without the host's cores."""
+    prefix_store: StorePlace | None = None
+    """Place of the files with kept blocks; None if the ranks keep none."""
+    pooling: PoolingInfo | None = None
+    """How the model pools; None if it generates text."""
     step_costs: tuple[tuple[int, float], ...] = ()
     """(tokens, seconds) of steps with ascending tokens. Empty unless the number of drafts is adaptive."""
 

@@ -82,6 +82,16 @@ class ModelOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     tokens of each of `max_num_sequences`, whichever is more. It never takes more than 40% of the free memory, nor more
     than all sequences at full length 4 times over. `workers/checkpoints/memory.py` has the exact rule.
     """
+    prefix_store_bytes: Annotated[int, Meta(ge=0)] = 0
+    """Size of the files in which a node keeps prompts' KV blocks, so that an engine that starts finds those of earlier
+    ones. A block is kept from the second request on that begins with it. All engines of the node share the files; the
+    least recently used leave first. They lie in the folder `prefixes` of Manta's cache (`MANTA_CACHE`). For CPUs; 0
+    keeps none.
+    """
+    prefix_store_keep_s: Annotated[float, Meta(gt=0)] = 7 * 86_400.0
+    """Seconds since its last use after which a kept block counts no more. It is removed within an hour, if an engine
+    runs.
+    """
     max_num_batched_tokens: Annotated[int, Meta(ge=1, le=1_048_576)] = 2048
     """Token budget of one step, prefill and decode together."""
     max_num_sequences: Annotated[int, Meta(ge=1, le=4096)] = 256
@@ -99,6 +109,14 @@ class ModelOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """Logits processors that HTTP requests may use: a name and the `module:attribute` of its factory, or null for the
     factory that an installed package registers under this name.
     """
+
+    adapters: dict[str, str] = {}
+    """LoRA adapters that requests may name as their `model`: a name and the folder in which PEFT saved it
+    (`adapter_config.json` and `adapter_model.safetensors`). They are for CPUs, and for models that Manta computes
+    itself.
+    """
+    max_adapter_bytes: Bytes = 2**30
+    """Memory of all adapters together, for each rank. Adapters that take more are refused at start."""
 
     def overlaps(self, is_asynchronous: bool) -> bool:
         """Returns whether a step is planned while another one is under way, on a device that does or does not compute

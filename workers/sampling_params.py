@@ -17,6 +17,7 @@ import msgspec
 from manta.structured.constraint import ConstraintSpec
 from manta.structured.logits_processors import MAX_LOGITS_PROCESSORS, LogitsProcessorSpec
 from manta.structured.refusals import Refusal, RequestRefused
+from manta.structured.thinking import ThinkingSection
 
 MAX_LOGPROBS = 64
 """Maximum number of alternatives reported for a position; it bounds the size of the answer."""
@@ -57,6 +58,7 @@ BOUNDS = {
     "min_tokens": Bound(0, INT32_MAX),
     "logprobs": Bound(0, MAX_LOGPROBS),
     "prompt_logprobs": Bound(0, MAX_LOGPROBS),
+    "thinking_token_budget": Bound(-1, INT32_MAX, "-1 sets no limit"),
 }
 """Range of every number in `SamplingParams`, so that each fits the ranks' tables and the messages to them."""
 
@@ -163,6 +165,13 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     nothing else may follow.
     """
 
+    thinking_token_budget: int | None = None
+    """The most tokens of thinking, not counting the marks around it; then the end of the section is forced. 0 leaves no
+    thinking; None and -1 set no limit. The tokenizing side turns it into `thinking`.
+    """
+    thinking: ThinkingSection | None = None
+    """The thinking section of the output. `constraint` begins after it."""
+
     prediction_token_ids: tuple[int, ...] = ()
     """Text that the output is expected to repeat in large part: drafts, if the engine speculates. It never changes the
     output.
@@ -229,6 +238,11 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
                 _TOKEN_ID.check(name, min(ids), "token id")
                 _TOKEN_ID.check(name, max(ids), "token id")
 
+    @property
+    def is_masked(self) -> bool:
+        """Whether masks restrict the tokens: a constraint does, and a bound on thinking."""
+        return self.constraint is not None or self.thinking is not None
+
     def without_text(self) -> SamplingParams:
         """Returns the parameters without the fields that only the text side reads, for messages to ranks."""
         if _text_values(self) == _TEXT_DEFAULTS:
@@ -259,7 +273,14 @@ def _holds(field: str, what: str) -> RequestRefused:
 
 _TEXT_FIELDS: dict[str, Any] = {
     name: getattr(SamplingParams(), name)
-    for name in ("stop", "include_stop_str_in_output", "skip_special_tokens", "bad_words", "output_kind")
+    for name in (
+        "stop",
+        "include_stop_str_in_output",
+        "skip_special_tokens",
+        "bad_words",
+        "thinking_token_budget",
+        "output_kind",
+    )
 }
 """The fields that no rank reads, with their defaults. Ranks read `bad_words_token_ids` instead of `bad_words`."""
 _text_values = operator.attrgetter(*_TEXT_FIELDS)

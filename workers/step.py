@@ -63,6 +63,8 @@ class SequenceStart(msgspec.Struct, array_like=True):
     """Tokens that may not be drawn before `min_tokens`, like `stop_token_ids`."""
     speculates: bool = True
     """Whether the driver uses drafts for this sequence."""
+    adapter: str = ""
+    """The digest of the adapter that computes this sequence; empty for the model alone."""
 
 
 class SequenceFork(msgspec.Struct, array_like=True):

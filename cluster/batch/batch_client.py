@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from manta.cluster.engine.pooling_request import PoolingRequest, PoolingResult
 from manta.cluster.engine.request import EngineRequest
 from manta.cluster.http.exchange.engines import UNMETERED, GenerationRequest, Meter
 from manta.cluster.http.exchange.metrics import RequestMetrics, Unmeasured
@@ -48,6 +49,9 @@ class BatchEngineClient(EngineClient):
         asked = request.engine
         asked = msgspec.structs.replace(asked, priority=asked.priority + PRIORITY, reads_whole=True)
         return await super().submit(msgspec.structs.replace(request, engine=asked), meter)
+
+    async def pool(self, request: PoolingRequest) -> PoolingResult:
+        return await super().pool(msgspec.structs.replace(request, priority=request.priority + PRIORITY))
 
     def measure(self, num_choices: int) -> RequestMetrics:
         return UNMEASURED

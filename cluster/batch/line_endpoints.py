@@ -24,7 +24,7 @@ from manta.cluster.http.access.keys import ApiKeys
 from manta.cluster.http.access.prefix_scope import new_secret
 from manta.cluster.http.access.rate_limits import KeyUse, RateLimits, Reservation
 from manta.cluster.http.access.request_admission import Caller, decode
-from manta.cluster.http.endpoints import generation
+from manta.cluster.http.endpoints import embeddings, generation
 from manta.cluster.http.exchange.all_engines import AllEngines
 from manta.cluster.http.exchange.engines import Engines
 from manta.cluster.http.exchange.exchange import GenerationExchange
@@ -33,6 +33,7 @@ from manta.cluster.http.exchange.reply import WholeReply
 from manta.cluster.http.exchange.state import AppState, Models
 from manta.cluster.protocol.error_bodies import RETRIED_STATUSES, answer_of, openai_body, refusal_of
 from manta.cluster.protocol.foreign_fields import collect_ignored
+from manta.cluster.protocol.pooling_api import EmbeddingRequest
 from manta.cluster.protocol.requests import ChatCompletionRequest, CompletionRequest
 from manta.cluster.text.tokenizer import Tokenizer
 from manta.structured.refusals import Refusal
@@ -183,6 +184,9 @@ class Endpoints:
         if request.url == "/v1/completions":
             completion = decode(CompletionRequest, body, limits)
             await generation.completions(self.state.for_body(completion, exchange), exchange, completion)
+        elif request.url == "/v1/embeddings":
+            texts = decode(EmbeddingRequest, body, limits)
+            await embeddings.create(self.state.for_body(texts, exchange), exchange, texts)
         else:
             chat = decode(ChatCompletionRequest, body, limits)
             await generation.chat(self.state.for_body(chat, exchange), exchange, chat)

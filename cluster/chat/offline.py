@@ -14,6 +14,7 @@ import msgspec
 
 from manta.cluster.chat.plan import ChatPlan, plan_chat, render
 from manta.cluster.chat.reader import ChatReader, MessageBuilder
+from manta.cluster.chat.reasoning import budget_of, require_reasoning
 from manta.cluster.errors import RequestRefused, refuse
 from manta.cluster.protocol.requests import ChatCompletionRequest
 from manta.cluster.protocol.shape_errors import shape_error
@@ -82,6 +83,8 @@ def plan_offline(
                 refuse("excludes", "constraint", bound="response_format", remedy="leave one out")
             constraint, _ = request.requested_constraint()
             params = msgspec.structs.replace(params, constraint=constraint)
+        if budget_of(params) is not None:
+            require_reasoning(tokenizer.chat_template_source(bool(request.callable_tools())))
         text = render(tokenizer, request, template_tools(request.shown_tools()))
         plan = plan_chat(request, params, tokenizer, text, objects)
         return Chat(prompt=tokenizer.encode(plan.prompt, add_special_tokens=False), plan=plan)

@@ -12,7 +12,9 @@ import msgspec
 from manta.cluster.chat.argument_forms import ArgumentForms, argument_forms
 from manta.cluster.chat.channels import CHANNEL_MARKS
 from manta.cluster.chat.reasoning import (
+    NOT_THINKING,
     ReasoningFormat,
+    budget_of,
     detect_reasoning,
     section_is_closed,
     section_is_open,
@@ -24,7 +26,7 @@ from manta.cluster.protocol.constraint_fields import json_text
 from manta.cluster.protocol.error_bodies import under_field
 from manta.cluster.protocol.foreign_fields import ignore
 from manta.cluster.protocol.messages import content_text
-from manta.cluster.protocol.requests import ChatCompletionRequest
+from manta.cluster.protocol.requests import NO_EFFORT, ChatCompletionRequest
 from manta.cluster.protocol.tools import AnyTool, CustomTool, arguments_schema, must_call, named_tool
 from manta.cluster.text.chat_template import TemplateError
 from manta.cluster.text.tokenizer import Tokenizer
@@ -113,8 +115,7 @@ def plan_chat(
     Raises `RequestRefused` if the request needs something that the model's chat template does not know.
     """
     template = tokenizer.chat_template_source(bool(request.callable_tools()))
-    if request.reasoning_effort is not None and "reasoning_effort" not in template:
-        ignore("reasoning_effort", "leave it out; this model's chat template does not know it")
+    _note_ignored(request, params, template)
     tool_format = _tool_format(request, template)
     constraint = params.constraint
     left_out: list[str] = []
@@ -135,15 +136,16 @@ def plan_chat(
             # Left to itself the model might think or not; a constraint has to know where the answer begins.
             prompt += reasoning.opening
             is_thinking = True
+    budget = _budget(request, params)
     held_by_calls = tool_format is not None and tool_format.is_channel
-    if reasoning is not None and constraint is not None and not held_by_calls:
-        end = tuple(tokenizer.encode(reasoning.end, add_special_tokens=False))
-        constraint = msgspec.structs.replace(constraint, begin_after=end)
+    thinking = None
+    if reasoning is not None and (budget is not None or (constraint is not None and not held_by_calls)):
+        thinking = reasoning.section(tokenizer, budget, is_thinking, is_within_grammar=held_by_calls)
     marks = list(tool_format.parts) if tool_format is not None else []
     marks += _marks(reasoning) if reasoning is not None else []
     return ChatPlan(
         prompt=prompt,
-        params=msgspec.structs.replace(params, constraint=constraint),
+        params=msgspec.structs.replace(params, constraint=constraint, thinking=thinking),
         tool_format=tool_format,
         tools={tool.name: argument_forms(arguments_schema(tool)) for tool in request.callable_tools()},
         custom=frozenset(tool.name for tool in request.callable_tools() if isinstance(tool, CustomTool)),
@@ -154,9 +156,25 @@ def plan_chat(
         is_named=named_tool(request.tool_choice) is not None,
         reasoning=reasoning,
         is_thinking=is_thinking,
-        include_reasoning=request.include_reasoning,
+        include_reasoning=request.shows_reasoning,
         shown_ids=_shown_ids(tokenizer, marks),
     )
+
+
+def _note_ignored(request: ChatCompletionRequest, params: SamplingParams, template: str) -> None:
+    """Notes what a request says of thinking that the template cannot do."""
+    can_think = detect_reasoning(template) is not None
+    turns_off = request.reasoning_effort == NO_EFFORT and can_think
+    if request.reasoning_effort is not None and "reasoning_effort" not in template and not turns_off:
+        ignore("reasoning_effort", "leave it out; this model's chat template does not know it")
+    if budget_of(params) is not None and not can_think:
+        ignore("thinking_token_budget", NOT_THINKING)
+
+
+def _budget(request: ChatCompletionRequest, params: SamplingParams) -> int | None:
+    """Returns the most tokens of thinking. The effort "none" allows none, also where a template cannot turn it off."""
+    budget = budget_of(params)
+    return 0 if budget is None and request.reasoning_effort == NO_EFFORT else budget
 
 
 def _begun(request: ChatCompletionRequest, template: str, prompt: str) -> str:

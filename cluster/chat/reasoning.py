@@ -1,12 +1,17 @@
 """Thinking sections: how a model marks them, and where its reasoning ends and its answer begins.
 
 A chat template says whether a model thinks, and the rendered prompt whether the section is open already. Used by
-`cluster/chat/plan.py`.
+`cluster/chat/plan.py`, and for prompts without a conversation by the endpoint of completions and `manta.cluster.llm`.
 """
 
 from __future__ import annotations
 
 import msgspec
+
+from manta.cluster.errors import refuse
+from manta.cluster.text.tokenizer import Tokenizer
+from manta.structured.thinking import ThinkingSection
+from manta.workers.sampling_params import SamplingParams
 
 
 class ReasoningFormat(msgspec.Struct, frozen=True):
@@ -18,13 +23,43 @@ class ReasoningFormat(msgspec.Struct, frozen=True):
     """Whether reasoning and answer are messages of OpenAI's harmony format, which `cluster/chat/channels.py` reads. The
     model is then free to think or not, and `end` is the header of the answer.
     """
+    message_end: str = ""
+    """The mark that ends a message of reasoning, if the reasoning consists of messages."""
+
+    def section(
+        self, tokenizer: Tokenizer, budget: int | None, is_open: bool, is_within_grammar: bool = False
+    ) -> ThinkingSection:
+        """Returns the section of an answer, with the most tokens of thinking. `is_open` says that the prompt ends
+        inside, and `is_within_grammar` that a grammar covers the section too.
+        """
+        end = self.message_end or self.end
+        return ThinkingSection(
+            begin=self.begin,
+            end=end,
+            end_token_ids=tuple(tokenizer.encode(end, add_special_tokens=False)),
+            answer=self.end if self.is_channel else "",
+            is_open=is_open,
+            recurs=self.is_channel,
+            is_within_grammar=is_within_grammar,
+            budget=budget,
+        )
 
 
 FORMATS = (
     ReasoningFormat("<think>", "</think>", "<think>\n"),
     ReasoningFormat("[THINK]", "[/THINK]", "[THINK]"),
-    ReasoningFormat("<|channel|>analysis<|message|>", "<|channel|>final<|message|>", "", is_channel=True),
+    ReasoningFormat(
+        "<|channel|>analysis<|message|>",
+        "<|channel|>final<|message|>",
+        "",
+        is_channel=True,
+        message_end="<|end|>",
+    ),
 )
+
+
+NOT_THINKING = "leave it out; this model's chat template shows no thinking sections"
+"""What a note says of a bound on thinking that a model keeps anyway."""
 
 
 def detect_reasoning(template: str) -> ReasoningFormat | None:
@@ -40,6 +75,42 @@ def section_is_closed(form: ReasoningFormat, prompt: str) -> bool:
 def section_is_open(form: ReasoningFormat, prompt: str) -> bool:
     """Returns whether the rendered prompt ends in an open section, which the model continues."""
     return prompt.rstrip().endswith(form.begin)
+
+
+def budget_of(params: SamplingParams) -> int | None:
+    """Returns the most tokens of thinking that a request allows; None for any number."""
+    budget = params.thinking_token_budget
+    return None if budget is None or budget < 0 else budget
+
+
+def with_thinking(params: SamplingParams, tokenizer: Tokenizer, prompt: list[int]) -> SamplingParams:
+    """Returns the parameters of a prompt without a conversation with the section that its `thinking_token_budget`
+    bounds. The constraint begins after a section that the prompt leaves open, and otherwise at once.
+
+    Raises `RequestRefused` if the model's chat template shows no thinking sections.
+    """
+    budget = budget_of(params)
+    if budget is None:
+        return params
+    form = require_reasoning(tokenizer.chat_template_source())
+    text = tokenizer.decode(prompt, skip_special_tokens=False)
+    is_open = text.rfind(form.begin) > text.rfind(form.message_end or form.end)
+    starts_at_once = params.constraint is not None and not is_open
+    if starts_at_once and not form.is_channel:
+        return params
+    section = form.section(tokenizer, budget, is_open, is_within_grammar=starts_at_once)
+    return msgspec.structs.replace(params, thinking=section)
+
+
+def require_reasoning(template: str) -> ReasoningFormat:
+    """Returns the format of a chat template. Raises `RequestRefused` if it shows no thinking sections, because a bound
+    on them could then not be kept.
+    """
+    form = detect_reasoning(template)
+    if form is None:
+        field, cause = "thinking_token_budget", "this model's chat template shows no thinking sections"
+        refuse("unsupported", field, remedy="leave it out, or set max_tokens", cause=cause)
+    return form
 
 
 class ReasoningSplitter:

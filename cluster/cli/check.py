@@ -20,6 +20,7 @@ import jinja2
 import msgspec
 
 from manta.cluster.cli.invocation import serve_command
+from manta.cluster.cli.pooling_check import check_pooling, pooling_rows
 from manta.cluster.cli.refusal import Refusal
 from manta.cluster.config import EngineConfig, load_config
 from manta.cluster.text.chat_template import ChatTemplates, TemplateError, template_process
@@ -29,6 +30,7 @@ from manta.cluster.text.tokenizer_trial import try_tokenizer
 from manta.structured.host import free_memory, num_cores
 from manta.structured.logits_processors import LogitsProcessorError, LogitsProcessorRegistry
 from manta.structured.visible_text import say, say_lines
+from manta.workers.adapter_support import check_adapters
 from manta.workers.checkpoints.memory import (
     CacheSizes,
     block_needs,
@@ -40,6 +42,7 @@ from manta.workers.checkpoints.memory import (
     weight_bytes,
 )
 from manta.workers.checkpoints.model_folder import load_model_config, resolve_model_folder
+from manta.workers.checkpoints.pooling_folder import read_pooling
 from manta.workers.checkpoints.stop_tokens import with_tokenizers_eos
 from manta.workers.checkpoints.stored_files import find_file
 from manta.workers.exact import check_exact
@@ -49,6 +52,7 @@ from manta.workers.kv_groups import LayerGroups, most_states, one_group
 from manta.workers.models.model_config import ModelConfig, ModelError
 from manta.workers.models.variants import check_block_size, check_draft_model, check_variants, variants_of
 from manta.workers.parallel.split import check_num_ranks
+from manta.workers.prefix_store import check_prefix_store
 from manta.workers.step import NUM_FIXED_STATES
 from manta.workers.torch_worker.trial import Trial, TrialResult, try_one_layer
 
@@ -124,11 +128,12 @@ def run_check(config_path: str | None, overrides: dict[str, Any]) -> int:
     for each in config.of_each_model:
         try:
             with in_one_sentence():
-                report = check_model(each.engine)
+                pools = read_pooling(resolve_model_folder(each.engine.model)) is not None
+                rows = list(pooling_rows(each.engine) if pools else _rows(check_model(each.engine)))
         except ModelError as error:
             say("{} cannot be served: {}", each.engine.model, error, file=sys.stderr)
             return 1
-        say_lines(_rows(report))
+        say_lines(rows)
         say("\nIt can be served: {}", serve_command(each.engine.model, config_path))
     return 0
 
@@ -157,13 +162,18 @@ def check_quickly(engine: EngineConfig) -> None:
 
 def _check_quickly(engine: EngineConfig) -> None:
     folder = resolve_model_folder(engine.model)
+    if read_pooling(folder) is not None:
+        check_pooling(engine, folder)
+        return
     model = load_model_config(folder)
     _check_ranks(engine, model)
     device = "cpu" if engine.device == "auto" else engine.device
     check_variants(model, device)
     check_block_size(model, engine.block_size)
     check_exact(engine, device, model)
+    check_adapters(engine, device, model)
     check_kv_cache(engine, device, model)
+    check_prefix_store(engine, device)
     num_elements(folder)  # raises unless every file is there and complete
     _check_templates(folder if engine.tokenizer is None else resolve_folder(engine.tokenizer))
     if engine.max_model_len is not None:
@@ -183,8 +193,7 @@ def check_machine(engine: EngineConfig) -> None:
             _check_tpu()
         elif engine.device == "cuda" or engine.dtype == "float16":
             _check_gpu(engine)
-        elif _runs_on_cpu(engine):
-            folder = resolve_model_folder(engine.model)
+        elif _runs_on_cpu(engine) and read_pooling(folder := resolve_model_folder(engine.model)) is None:
             model = load_model_config(folder)
             dtype = model.dtype if engine.dtype == "auto" else engine.dtype
             weights, smaller = (
@@ -292,7 +301,9 @@ def check_model(engine: EngineConfig) -> CheckReport:
     if engine.device == "tpu":
         check_weights(engine.weights, "tpu")
         check_exact(engine, "tpu")
+        check_adapters(engine, "tpu")
         check_kv_cache(engine, "tpu")
+        check_prefix_store(engine, "tpu")
         return _check_on_tpu(engine)
     from manta.workers.platforms import choose_platform
     from manta.workers.torch_worker.loader import check_tensors
@@ -312,6 +323,8 @@ def check_model(engine: EngineConfig) -> CheckReport:
         raise ModelError(str(error)) from error
     check_weights(engine.weights, platform.name)
     check_exact(engine, platform.name, model, platform.advice)
+    check_prefix_store(engine, platform.name)
+    check_adapters(engine, platform.name, model)
     for each in (model, _draft_config(engine)):
         check_kv_cache(engine, platform.name, each)
         if each is not None:

@@ -26,6 +26,7 @@ from manta.cluster.cli.interruption import (
     raise_interrupted,
 )
 from manta.cluster.cli.invocation import program, under_make
+from manta.cluster.cli.pooling_check import pooling_message
 from manta.cluster.cli.refusal import NotStarted, Refusal
 from manta.cluster.cli.request_lines import RequestLog
 from manta.cluster.config import EngineConfig, ServeConfig, load_config, ray_address
@@ -41,6 +42,7 @@ from manta.workers.cache_folder import UntrustedCache, cache_entry
 from manta.workers.checkpoints.model_folder import resolve_model_folder
 from manta.workers.model_info import ModelInfo
 from manta.workers.models.model_config import ModelError
+from manta.workers.pooling_info import PoolingInfo
 
 ORPHANS_S = 5.0
 """Seconds after which Ray's agents are killed. They usually notice within seconds that Ray has ended."""
@@ -101,7 +103,11 @@ def _checked_config(config_path: str | None, overrides: dict[str, Any], name: st
 
 def _serve_until_signal(config: ServeConfig, quiet: bool, name: str | None, replace: bool) -> int:
     engines = [each.engine for each in config.of_each_model]
-    say("Starting Ray and loading {} ...", ", ".join(engine.model for engine in engines), flush=True)
+    loading = ", ".join(engine.model for engine in engines)
+    if ray_address() is None:
+        say("Starting Ray and loading {} ...", loading, flush=True)
+    else:
+        say("Joining the Ray cluster at {} and loading {} ...", ray_address(), loading, flush=True)
     trials = [
         (engine.model, TokenizerTrial(resolve_folder(engine.tokenizer or resolve_model_folder(engine.model))))
         for engine in engines
@@ -141,7 +147,8 @@ def _serve_until_signal(config: ServeConfig, quiet: bool, name: str | None, repl
             say_lines((f"{each.model_name}: {message}" if config.models else message).split("\n"))
         say_lines(["", f"Logs: {logs or 'on the nodes of the cluster'}"])
         serving = True  # the reader of the next lines may send a signal at once
-        say_lines(ready_message(config, has_chat=_has_chat(engines[0])).split("\n"), flush=True)
+        ready = ready_message(config, has_chat=_has_chat(engines[0]), pooling=models[0].pooling)
+        say_lines(ready.split("\n"), flush=True)
         process_tree.adopt_orphans(False)
         if requests and not quiet:
             _print_requests(requests[0])
@@ -210,6 +217,8 @@ def _has_chat(engine: EngineConfig) -> bool:
 
 def model_message(model: ModelInfo) -> str:
     """Returns a paragraph: what was loaded, how much the KV cache holds, and what would make it faster."""
+    if model.pooling is not None:
+        return pooling_message(model)
     kept = f", weights {model.weights}," if model.weights else ""
     form = f"{model.platform} (kernels: {model.kernels})"
     room = f"{model.kv_cache_bytes / 2**30:.2f} GiB ({model.kv_cache_tokens:,} tokens in {model.kv_cache_dtype})"
@@ -221,15 +230,18 @@ def model_message(model: ModelInfo) -> str:
     return f"{text}\n\nSlower than need be: {visible(model.advice)}" if model.advice else text
 
 
-def ready_message(config: ServeConfig, has_chat: bool = True) -> str:
+def ready_message(config: ServeConfig, has_chat: bool = True, pooling: PoolingInfo | None = None) -> str:
     """Returns the text for a newcomer when the server is up: commands to paste, and how to stop it. Without a chat
-    template, the commands ask for completions.
+    template, the commands ask for completions; with `pooling`, for what such a model gives.
     """
     host = "127.0.0.1" if config.host in ("0.0.0.0", "::") else config.host
     url = f"{config.scheme}://{f'[{host}]' if ':' in host else host}:{config.port}"
     names = [visible(each.model_name) for each in config.of_each_model]
     name = names[0]
     key = "YOUR-KEY" if config.api_keys else "none"
+    if pooling is not None:
+        example = curl(url, name, chats=False, needs_key=bool(config.api_keys), pooling=pooling)
+        return f"\nManta is ready: {name} at {url}\n\nAsk it something:\n\n  {example}\n\nCtrl-C stops it.\n"
     chat_flags = "" if url == "http://127.0.0.1:8000" else f" --url {url}"
     if host == "127.0.0.1" and chat_flags and config.scheme == "http":
         chat_flags = f" --port {config.port}"

@@ -18,8 +18,8 @@ from manta.cluster.http.endpoints.status import EngineState, ModelState, Status
 from manta.cluster.http.exchange.state import DeploymentState, NodeState
 from manta.structured.visible_text import pass_on, say_lines, visible
 
-ANSWER_S = 30.0
-"""Seconds to wait for the answer; the server itself waits 3 s for its engines."""
+ANSWER_S = 10.0
+"""Seconds to wait for the answer; the server itself waits 2 s for engines and Serve."""
 ENGINES = ("engine", "node", "state", "running", "waiting", "KV", "cache hits", "first token", "requests/s", "start")
 MAX_CELL = 500
 """Most characters of one text of the status."""
@@ -77,16 +77,19 @@ def lines(status: Status, base: str) -> Iterator[str]:
     if status.num_held:
         yield f"{status.num_held} requests wait here for an engine to start"
     yield ""
-    if status.problem is not None:
-        yield f"The engines do not answer: {status.problem}"
+    if (trouble := engine_trouble(status)) is not None:
+        yield trouble
     elif not status.engines:
         yield "No engine runs; a request starts one."
-    else:
+    if status.engines:
         yield from table([ENGINES, *map(engine_row, status.engines)])
     if status.models is not UNSET:
         yield ""
         yield from table([("model", "state", "also called"), *map(_model, status.models)])
         yield from (f"{each.name}: {each.reason}" for each in status.models if each.reason)
+    if status.cluster_age_s:
+        yield ""
+        yield f"Serve has told nothing for {duration(status.cluster_age_s)}. It told before:"
     if status.deployments:
         yield ""
         yield from table([("deployment", "status", "replicas"), *map(_deployment, status.deployments)])
@@ -94,6 +97,17 @@ def lines(status: Status, base: str) -> Iterator[str]:
     if status.nodes:
         yield ""
         yield from table([("node", "", "resources"), *map(_node, status.nodes)])
+
+
+def engine_trouble(status: Status) -> str | None:
+    """Returns a sentence if the engines of a status are not those of now, else None."""
+    if status.problem is not None:
+        text = f"The engines do not answer: {status.problem}"
+    elif status.engines_age_s:
+        text = f"The engines have not answered for {duration(status.engines_age_s)}."
+    else:
+        return None
+    return f"{text.rstrip('.')}. As they were {duration(status.engines_age_s)} ago:" if status.engines else text
 
 
 def table(rows: Sequence[Sequence[str]]) -> Iterator[str]:
@@ -129,7 +143,15 @@ def _model(model: ModelState) -> tuple[str, ...]:
 
 def _deployment(deployment: DeploymentState) -> tuple[str, ...]:
     replicas = ", ".join(f"{number} {state.lower()}" for state, number in deployment.replicas.items())
-    return deployment.name, deployment.status.lower(), replicas or "none"
+    return deployment.name, _state(deployment), replicas or "none"
+
+
+def _state(deployment: DeploymentState) -> str:
+    """Returns Serve's status in words. Serve calls a deployment unhealthy as soon as one of its replicas is."""
+    num_running = deployment.replicas.get("RUNNING", 0)
+    if deployment.status == "UNHEALTHY" and num_running and deployment.num_wanted is not None:
+        return f"degraded, {num_running} of {deployment.num_wanted}"
+    return deployment.status.lower()
 
 
 def _node(node: NodeState) -> tuple[str, ...]:

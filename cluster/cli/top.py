@@ -21,12 +21,10 @@ from rich.text import Text
 
 from manta.cluster.cli.refusal import Refusal
 from manta.cluster.cli.server import connect
-from manta.cluster.cli.status import ENGINES, MAX_CELL, duration, engine_row, read_status
+from manta.cluster.cli.status import ANSWER_S, ENGINES, MAX_CELL, duration, engine_row, engine_trouble, read_status
 from manta.cluster.http.endpoints.status import Status
 from manta.structured.visible_text import visible
 
-ANSWER_S = 10.0
-"""Seconds to wait for an answer; the server itself waits 3 s for its engines."""
 INTERVAL_BOUNDS_S = (0.2, 3600.0)
 """Bounds of `--interval`. Each answer takes a little of the server's time, so 5 times a second is enough."""
 PRINTED_WIDTH = 140
@@ -41,7 +39,7 @@ class Reading(NamedTuple):
     """Time of the answers on the monotonic clock, in seconds."""
     status: Status
     samples: list[Sample]
-    """Series of `/metrics`; empty while the engines do not answer."""
+    """Series of `/metrics`; empty if it did not answer."""
 
     def total(self, name: str, **labels: str) -> float:
         """Returns the sum of the series `manta:NAME` with these labels, over all engines and ingresses."""
@@ -107,12 +105,12 @@ def frame(base: str, latest: Reading, before: Reading | None = None, problem: st
     parts: list[RenderableType] = [Text(title, "bold")]
     if problem:
         parts.append(Text(visible(problem), "bold red"))
-    if status.problem is not None:
-        parts.append(Text(f"The engines do not answer: {status.problem}", "bold red"))
+    if (trouble := engine_trouble(status)) is not None:
+        parts.append(Text(trouble, "bold red"))
     parts += [Text(), _speed(latest, before), Text()]
     if status.engines:
         parts += [_engines(status), Text()]
-    elif status.problem is None:
+    elif trouble is None:
         parts += [Text("No engine runs; a request starts one."), Text()]
     parts += [_constraints(latest, before), Text(), _drafts(latest, before)]
     return Group(*parts)

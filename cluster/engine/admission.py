@@ -6,6 +6,8 @@ The engine checks each request on arrival (`check_request`), and the scheduler c
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 import msgspec
 
 from manta.cluster.engine.request import ContinuedChoice, EngineRequest
@@ -18,14 +20,21 @@ _encoder = msgspec.msgpack.Encoder()
 
 
 def check_request(
-    request: EngineRequest, vocab_size: int, max_num_tokens: int, processors: LogitsProcessorRegistry
+    request: EngineRequest,
+    vocab_size: int,
+    max_num_tokens: int,
+    processors: LogitsProcessorRegistry,
+    adapters: Collection[str] = (),
 ) -> None:
     """Raises `RequestRefused` naming the field if the request does not fit the model.
 
     - Token ids must be in `[0, vocab_size)`.
     - A continued choice must have fewer than `max_num_tokens` tokens, the longest sequence of this engine.
     - `processors` must know the logits processors that the request names.
+    - `adapters` must have the digest that the request names.
     """
+    if request.adapter and request.adapter not in adapters:
+        refuse("adapter_gone", "adapter", request.adapter, remedy="send the request again")
     if not request.prompt_token_ids:
         refuse("empty", "prompt", remedy="give at least one token")
     low, high = min(request.prompt_token_ids), max(request.prompt_token_ids)

@@ -125,18 +125,19 @@ def beam_search(
     params: BeamSearchParams,
     name: str,
     others: Callable[[list[SequenceOutput]], object],
+    adapter: str = "",
 ) -> list[list[BeamSequence]]:
     """Returns the `beam_width` best continuations of each prompt, best first.
 
-    `others` receives the outputs of other requests. Raises `RequestRefused` if a prompt can never fit, and
-    `RuntimeError` if a beam fails.
+    `others` receives the outputs of other requests. `adapter` is that of `EngineRequest`. Raises `RequestRefused` if a
+    prompt can never fit, and `RuntimeError` if a beam fails.
     """
     request_ids = [f"{name}-{index}" for index in range(len(prompts))]
     groups: dict[str, _Group] = {}
     try:
         for request_id, prompt in zip(request_ids, prompts, strict=True):
             with uninterrupted():
-                groups[request_id] = _Group(engine, request_id, prompt, params)
+                groups[request_id] = _Group(engine, request_id, prompt, params, adapter)
         with uninterrupted_steps() as take_interrupt:
             while any(group.is_open for group in groups.values()):
                 take_interrupt()
@@ -161,7 +162,9 @@ def _step(engine: Engine, groups: dict[str, _Group], others: Callable[[list[Sequ
 class _Group:
     """One prompt's beams in the engine."""
 
-    def __init__(self, engine: Engine, request_id: str, prompt: list[int], params: BeamSearchParams) -> None:
+    def __init__(
+        self, engine: Engine, request_id: str, prompt: list[int], params: BeamSearchParams, adapter: str
+    ) -> None:
         self._engine = engine
         self.request_id = request_id
         self.is_open = True
@@ -173,7 +176,13 @@ class _Group:
             temperature=0, logprobs=self.beams.num_candidates, max_tokens=params.max_tokens, ignore_eos=True
         )
         engine.add_request(
-            EngineRequest(request_id=request_id, prompt_token_ids=prompt, params=one, num_branches=params.beam_width),
+            EngineRequest(
+                request_id=request_id,
+                prompt_token_ids=prompt,
+                params=one,
+                num_branches=params.beam_width,
+                adapter=adapter,
+            ),
             queue_is_bounded=False,
         )
 

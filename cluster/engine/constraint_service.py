@@ -10,6 +10,7 @@ import threading
 import weakref
 from collections.abc import Callable
 from concurrent.futures import Future
+from typing import cast
 
 from manta.cluster.config import EngineConfig
 from manta.cluster.engine.stats import ConstraintStats, GrammarPoolStats
@@ -21,6 +22,7 @@ from manta.structured.grammar_pool.pool import GrammarPool
 from manta.structured.masks import MAX_FORCED
 from manta.structured.vocabulary import Vocabulary
 from manta.workers.model_info import ModelInfo
+from manta.workers.sampling_params import SamplingParams
 
 
 class ConstraintService:
@@ -47,6 +49,22 @@ class ConstraintService:
             future: Future[Resolved] = Future()
             future.set_exception(error)
             return future
+
+    def prepare(self, params: SamplingParams, client: str = "") -> Future[Resolved | None] | None:
+        """Prepares the masks of a request; callable from any thread. Returns None if it needs none, else a future of
+        its constraint as `resolve` makes it. The future is None for a request that only bounds its thinking.
+        """
+        if params.constraint is not None:
+            return cast("Future[Resolved | None]", self.resolve(params.constraint, client))
+        if not params.is_masked:
+            return None
+        started: Future[Resolved | None] = Future()
+        try:
+            self.start()
+            started.set_result(None)
+        except RequestRefused as error:
+            started.set_exception(error)
+        return started
 
     def start(self) -> Compiler:
         """Starts the compiler and the pool if they do not run yet; they become ready in the background.

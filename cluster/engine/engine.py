@@ -31,6 +31,7 @@ from manta.cluster.engine.admission import check_request
 from manta.cluster.engine.constraint_service import ConstraintService
 from manta.cluster.engine.executor_choice import make_executor
 from manta.cluster.engine.executors.executor import Executor, StepCall, no_masks
+from manta.cluster.engine.kept_prefixes import open_kept_prefixes
 from manta.cluster.engine.kv_blocks import KVBlocks
 from manta.cluster.engine.request import Branch, EngineRequest, SequenceOutput
 from manta.cluster.engine.scheduler import Scheduler
@@ -103,15 +104,21 @@ class Engine:
         self.executor = executor or make_executor(config)
         self.model = with_generation_config(self.executor.model, config)
         self.max_model_len = self.model.max_model_len
+        blocks = _make_blocks(config, self.model)
+        keep_s, num_ranks = config.prefix_store_keep_s, config.num_ranks
+        self._kept = open_kept_prefixes(blocks, self.executor, self.model, keep_s, num_ranks)
+        self._settled_step = -1
+        """The last step that has succeeded."""
         self.scheduler = Scheduler(
             max_num_batched_tokens=config.max_num_batched_tokens,
             max_num_sequences=config.max_num_sequences,
             max_model_len=self.max_model_len,
-            blocks=_make_blocks(config, self.model),
+            blocks=blocks,
             num_lookahead_tokens=config.speculative.num_lookahead_tokens if config.speculative else 0,
             length_remedy=_length_remedy(config, self.model),
             num_steps_ahead=self.executor.depth if config.speculative is None else 0,
             max_draft_tokens=config.speculative.max_draft_tokens if config.speculative else 0,
+            kept=self._kept,
         )
         self.constraints = ConstraintService(config, self.model)
         self.masks = EngineMasks(self.constraints, self.scheduler, _make_forced_proposer(config, self.model))
@@ -125,6 +132,7 @@ class Engine:
         """Submitted steps whose tokens the engine has not read yet, oldest first."""
         self._plans_ahead = self.executor.depth > 0 and config.speculative is None
         """Whether a step is planned before the tokens of the step under way are known."""
+        self._adapter_digests = frozenset(each.digest for each in self.model.adapters.values())
         self._step_budget = StepBudget(config.max_num_batched_tokens)
         self._id = secrets.token_hex(8)
         self._next_sequence_id = 0
@@ -185,6 +193,8 @@ class Engine:
         except (_StepFailed, KeyboardInterrupt, SystemExit) as failure:
             self._void_steps(failure)
         self._send_last_ends()
+        if self._kept is not None and self._kept.has_pending:
+            self._kept.keep_next(self._settled_step, self._under_way[-1].step.step_id if self._under_way else -1)
         return changes
 
     @property
@@ -198,6 +208,7 @@ class Engine:
         while len(self._under_way) > most_under_way:
             step, call, masks = self._under_way.popleft()
             output = self._ask(step, call.result)
+            self._settled_step = step.step_id
             if step.scheduled:
                 self._step_went_well(step)
             masks.mark_forced(output)
@@ -283,6 +294,8 @@ class Engine:
         finally:
             self.is_rebuilding = False
         self.scheduler.recompute_all()
+        if self._kept is not None:
+            self._kept.forget_failed_steps()
 
     def check_ranks(self) -> None:
         """Rebuilds the ranks if one died while the engine was idle, so that the next request need not wait for the
@@ -318,11 +331,17 @@ class Engine:
             self._void_steps(failure)
 
     def _run_when_idle(self) -> None:
-        """Checks integrity once after each busy period."""
+        """Checks integrity once after each busy period, and keeps the prefixes that wait to be kept."""
         self._send_last_ends()
+        self.keep_prefixes()
         if self._num_steps_checked < self._num_steps:
             self.check_integrity()
             self._num_steps_checked = self._num_steps
+
+    def keep_prefixes(self) -> None:
+        """Has the ranks keep the prefixes that wait to be kept, until a message comes. Call it while nothing runs."""
+        if self._kept is not None and not self.has_unfinished:
+            self._kept.keep_all(is_wanted=self._has_messages)
 
     # ---- requests ------------------------------------------------------------------------------------------------
 
@@ -357,11 +376,13 @@ class Engine:
             remedy, unit = "retry later or raise max_num_waiting", "requests are waiting"
             refuse("queue_full", "", self.scheduler.num_waiting, self.config.max_num_waiting, remedy, unit=unit)
         params = request.params
-        check_request(request, self.vocab_size, self.scheduler.longest, self.processors)
+        check_request(request, self.vocab_size, self.scheduler.longest, self.processors, self._adapter_digests)
         if constraint is not None:
             params = msgspec.structs.replace(params, constraint=constraint.spec)
         elif params.constraint is not None:
             raise ValueError("a request with a constraint comes with what `resolve` made of it")
+        elif params.is_masked:
+            self.constraints.start()
         if not self.scheduler.has_unfinished:
             self._last_progress = time.monotonic()
         for sequence in self._sequences(request, params.without_text(), constraint):
@@ -386,7 +407,8 @@ class Engine:
             priority=request.priority,
             client=request.client,
             weight=request.weight,
-            cache_root=request.cache_root,
+            cache_root=request.chain_root,
+            adapter=request.adapter,
             eos_token_ids=self.model.eos_token_ids,
             constraint=constraint,
             deadline=deadline,

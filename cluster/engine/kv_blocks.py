@@ -168,6 +168,20 @@ class KVBlocks:
         """Returns the group's cached block, without taking a reference; None if there is none."""
         return self._cached[group].get(block_hash)
 
+    def pool(self, group: int) -> tuple[KVBlocks, int]:
+        """Returns the blocks of a group, and its number there. The number after the last group stands for snapshots of
+        recurrent states, whose pool has one group.
+        """
+        if group < len(self.groups):
+            return self, group
+        assert self.states is not None
+        return self.states, 0
+
+    def find_part(self, block_hash: bytes, group: int) -> int | None:
+        """Returns the group's cached block, or slot, as `find` does; see `pool`."""
+        pool, number = self.pool(group)
+        return pool.find(block_hash, number)
+
     def num_evictable(self, blocks: Iterable[int]) -> int:
         """Returns how many of `blocks` are free, and would not be free once they are shared."""
         return sum(block in self._evictable for block in blocks)
@@ -200,9 +214,16 @@ class KVBlocks:
         there.
         """
         for group, block in enumerate(blocks):
-            is_new = self.register(block, hashes[number], group)
-            if is_new and self._borders is not None:
-                self._borders.enter(hashes[number], group, hashes[number - 1] if number else None, number)
+            self.register_block(block, hashes, number, group)
+
+    def register_block(self, block: int, hashes: Sequence[bytes], number: int, group: int) -> None:
+        """Adds one group's block, or a snapshot, to the prefix cache; see `register_row` and `pool`."""
+        if group == len(self.groups):
+            self.register_snapshot(block, hashes, number)
+            return
+        is_new = self.register(block, hashes[number], group)
+        if is_new and self._borders is not None:
+            self._borders.enter(hashes[number], group, hashes[number - 1] if number else None, number)
 
     def register_snapshot(self, slot: int, hashes: Sequence[bytes], number: int) -> None:
         """Adds a slot to the snapshots: the state after the block with number `number` of a chain. `hashes` has the

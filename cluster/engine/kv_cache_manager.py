@@ -7,16 +7,22 @@ sequence computes and is the only caller. `KVBlocks` counts references and knows
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
 
+from manta.cluster.engine.kept_prefixes import KeptPrefixes
 from manta.cluster.engine.kv_blocks import KVBlocks
 from manta.cluster.engine.sequence import Sequence
 from manta.cluster.engine.state_manager import StateManager
 from manta.workers.kv_groups import BlockNeeds, first_needed
+from manta.workers.prefix_store import BlockPart
 from manta.workers.step import NO_BLOCK, StateUse
 
 Prefix = list[list[int]]
 """The block table of each group over a cached prefix, `NO_BLOCK` where the group needs no block."""
+
+
+_IsThere = Callable[[bytes, int], bool]
+"""Returns whether a group has the block with a hash; see `KVBlocks.pool`."""
 
 
 class KVCacheManager:
@@ -30,10 +36,15 @@ class KVCacheManager:
         needs: BlockNeeds,
         num_lookahead_tokens: int = 0,
         states: StateManager | None = None,
+        kept: KeptPrefixes | None = None,
     ) -> None:
         self.blocks = blocks
         self.states = states
         """The recurrent states; None for a model without."""
+        self._kept = kept
+        """The prefixes that outlive the engine; None if there are none."""
+        self._looked_for: tuple[int, int] | None = None
+        """The last sequence that was looked for among the kept prefixes, and its first step."""
         self.num_lookahead_tokens = num_lookahead_tokens
         self._needs = needs
         self._block_size = blocks.block_size
@@ -65,35 +76,98 @@ class KVCacheManager:
         hashes = sequence.hash_blocks(count, self._block_size)
         chains = {group: self.blocks.find_prefix(hashes, group) for group in self._whole}
         if self._windows or len(chains) > 1 or self.states is not None:
-            count = self._num_resumable(hashes, min(map(len, chains.values()), default=count))
+            longest = min(map(len, chains.values()), default=count)
+            count = self._num_resumable(hashes, longest, self._is_cached)
         for group, window in self._windows:
             first = first_needed(window, count * self._block_size, self._block_size)
             found = self.blocks.find_prefix(hashes[first:count], group)
             chains[group] = [NO_BLOCK] * first + found
         return [chains[group][:count] for group in range(self._num_groups)]
 
-    def _num_resumable(self, hashes: list[bytes], count: int) -> int:
+    def _num_resumable(self, hashes: list[bytes], count: int, is_there: _IsThere) -> int:
         """Returns the most blocks, up to `count`, after which every group with a window has the blocks that the next
-        token reads, and there is a snapshot of the recurrent states.
+        token reads, and there is a snapshot of the recurrent states, as far as `is_there` knows.
         """
         before = -1
         while count != before:
             before = count
-            if self.states is not None:
-                count = self.states.last_snapshot(hashes, count)
+            while self.states is not None and count and not is_there(hashes[count - 1], self._num_groups):
+                count -= 1
             for group, window in self._windows:
-                missing = self._last_missing(hashes, count, group, window)
+                missing = self._last_missing(hashes, count, group, window, is_there)
                 while missing is not None:
                     count = missing
-                    missing = self._last_missing(hashes, count, group, window)
+                    missing = self._last_missing(hashes, count, group, window, is_there)
         return count
 
-    def _last_missing(self, hashes: list[bytes], count: int, group: int, window: int) -> int | None:
+    def _last_missing(self, hashes: list[bytes], count: int, group: int, window: int, is_there: _IsThere) -> int | None:
         """Returns the last block that the token after `count` blocks reads and the group lacks; None if it has all."""
         for index in range(count - 1, first_needed(window, count * self._block_size, self._block_size) - 1, -1):
-            if self.blocks.find(hashes[index], group) is None:
+            if not is_there(hashes[index], group):
                 return index
         return None
+
+    def _is_cached(self, block_hash: bytes, group: int) -> bool:
+        """Returns whether a group has a block in memory, or whether there is a snapshot (`KVBlocks.pool`)."""
+        return self.blocks.find_part(block_hash, group) is not None
+
+    # ---- kept prefixes -----------------------------------------------------------------------------------------
+
+    def find_any_prefix(self, sequence: Sequence) -> Prefix:
+        """Returns what `find_prefix` does, after it has loaded the kept blocks that lengthen the prefix. They are
+        looked for once.
+        """
+        prefix = self.find_prefix(sequence)
+        looking = sequence.sequence_id, sequence.first_step
+        if self._kept is None or looking == self._looked_for or sequence.params.prompt_logprobs is not None:
+            return prefix
+        if not self.fits(sequence, prefix):
+            return prefix
+        self._looked_for = looking
+        return self.find_prefix(sequence) if self._load_kept(sequence, self._kept, len(prefix[0])) else prefix
+
+    def _load_kept(self, sequence: Sequence, kept: KeptPrefixes, num_found: int) -> bool:
+        """Loads the kept blocks of a sequence's longest prefix, if it is longer than `num_found` blocks. Returns
+        whether it loaded any.
+        """
+
+        def is_there(block_hash: bytes, group: int) -> bool:
+            return self._is_cached(block_hash, group) or kept.has(block_hash, group)
+
+        hashes = sequence.hash_blocks((len(sequence.token_ids) - 1) // self._block_size, self._block_size)
+        count = num_found
+        while count < len(hashes) and all(is_there(hashes[count], group) for group in self._whole):
+            count += 1
+        count = self._num_resumable(hashes, count, is_there)
+        if count <= num_found:
+            return False
+        found = {each: self.blocks.find_part(hashes[each[0]], each[1]) for each in self._parts(count)}
+        held = [place for (_, group), place in found.items() if place is not None and group < self._num_groups]
+        missing = [each for each, place in found.items() if place is None]
+        num_blocks = sum(group < self._num_groups for _, group in missing)
+        if num_blocks > self.blocks.num_free - self.blocks.num_evictable(held):
+            return False
+        self.blocks.share(held)
+        parts = [
+            BlockPart(hashes[number], group, self.blocks.pool(group)[0].allocate(1)[0]) for number, group in missing
+        ]
+        for (number, group), part, is_restored in zip(missing, parts, kept.restore(parts), strict=True):
+            if is_restored:
+                self.blocks.register_block(part.place, hashes, number, group)
+        for part in reversed(parts):
+            self.blocks.pool(part.group)[0].free([part.place])
+        self.blocks.free(held)
+        return True
+
+    def _parts(self, count: int) -> Iterator[tuple[int, int]]:
+        """Yields the (block number, group) of all that the token after `count` blocks reads."""
+        for group in self._whole:
+            yield from ((number, group) for number in range(count))
+        for group, window in self._windows:
+            first = first_needed(window, count * self._block_size, self._block_size)
+            yield from ((number, group) for number in range(first, count))
+        if self.states is not None:
+            yield count - 1, self._num_groups
 
     def fits(self, sequence: Sequence, prefix: Prefix) -> bool:
         """Returns whether the whole prompt fits, not only its first chunk, so that admission does not lead to a
@@ -103,14 +177,18 @@ class KVCacheManager:
         missing = self._needs.of_sequence(len(sequence.token_ids)) - len(found)
         return missing <= self.blocks.num_free - self.blocks.num_evictable(found)
 
-    def start_on(self, sequence: Sequence, prefix: Prefix) -> None:
-        """Starts the sequence on the cached blocks of its prefix; it computes from their end on."""
+    def start_on(self, sequence: Sequence, prefix: Prefix, step_id: int) -> None:
+        """Starts the sequence on the cached blocks of its prefix; it computes from their end on. The step with this id
+        is the first that does so.
+        """
         self.blocks.share(_real(prefix))
         sequence.block_tables = prefix
         sequence.num_shared_blocks = sequence.num_registered_blocks = sequence.num_blocks
         sequence.begin_at(sequence.num_blocks * self._block_size)
         if self.states is not None:
             self.states.start_on(sequence, sequence.block_hashes[: sequence.num_blocks])
+        if self._kept is not None and sequence.num_blocks and sequence.num_cached_tokens is None:
+            self._kept.note_use(step_id, sequence.block_hashes[: sequence.num_blocks], prefix)
 
     # ---- a step ------------------------------------------------------------------------------------------------
 
@@ -234,6 +312,8 @@ class KVCacheManager:
                 readers[other.sequence_id] = (other, first)
         for each, first in ((sequence, 0), *readers.values()):
             self.blocks.discard(self._blocks_from(each, first))
+            if self._kept is not None:
+                self._kept.drop(each.block_hashes[first:])
             if self.states is not None:
                 self.states.discard(each, first)
         return [reader for reader, _ in readers.values()]

@@ -6,10 +6,12 @@ Plain data with token ids only, because text belongs to `cluster/text/`. Imports
 from __future__ import annotations
 
 import enum
+import hashlib
 from typing import NamedTuple
 
 import msgspec
 
+from manta.cluster.engine.kv_blocks import HASH_BYTES
 from manta.workers.sampling_params import SamplingParams
 from manta.workers.step import TokenLogprobs
 
@@ -98,7 +100,18 @@ class EngineRequest(msgspec.Struct, kw_only=True, array_like=True):
     last.
     """
     cache_root: bytes = b""
-    """The parent of the first block's hash in the prefix cache. Requests with different roots share no block."""
+    """What requests must have in common to share blocks of the prefix cache, beside their adapter; see `chain_root`."""
+    adapter: str = ""
+    """The digest of the values of the adapter that computes it (`AdapterInfo.digest`); empty for the model alone. An
+    engine without these values refuses the request.
+    """
+
+    @property
+    def chain_root(self) -> bytes:
+        """The parent of the first block's hash in the prefix cache. Requests with different roots share no block."""
+        if not self.adapter:
+            return self.cache_root
+        return hashlib.blake2b(self.cache_root + bytes.fromhex(self.adapter), digest_size=HASH_BYTES).digest()
 
 
 class Branch(NamedTuple):

@@ -11,6 +11,7 @@ from __future__ import annotations
 import msgspec
 
 from manta.cluster.engine.admission import check_room
+from manta.cluster.engine.kept_prefixes import KeptPrefixes
 from manta.cluster.engine.kv_blocks import IntegrityError, KVBlocks
 from manta.cluster.engine.kv_cache_manager import KVCacheManager, Prefix
 from manta.cluster.engine.outcome import advance, computed_by
@@ -43,6 +44,7 @@ class Scheduler:
         length_remedy: str = "",
         num_steps_ahead: int = 0,
         max_draft_tokens: int = 0,
+        kept: KeptPrefixes | None = None,
     ) -> None:
         """`num_steps_ahead` steps are planned before the results of an earlier one are known; a step verifies at most
         `max_draft_tokens` drafts of a sequence.
@@ -63,7 +65,7 @@ class Scheduler:
         """Whether the last `update` brought a token, an end, or a position that stays computed."""
         self.drafts = DraftCounts()
         needs = BlockNeeds(blocks.groups, blocks.block_size, max_num_batched_tokens + 1)
-        self._cache = KVCacheManager(blocks, needs, num_lookahead_tokens, states)
+        self._cache = KVCacheManager(blocks, needs, num_lookahead_tokens, states, kept)
         self.longest = self._cache.longest(max_model_len)
         """The longest sequence in tokens: the model's limit, or what the whole cache holds if that is less."""
         self._plan = StepPlan(0, max_num_batched_tokens)
@@ -170,7 +172,7 @@ class Scheduler:
         num_taken, states = self._num_places_taken() if self.waiting else 0, self._cache.states
         while plan.budget > 0 and (sequence := self._first_waiting()) is not None:
             has_places = num_taken + sequence.num_places <= self.max_num_sequences
-            prefix = self._cache.find_prefix(sequence) if has_places else None
+            prefix = self._cache.find_any_prefix(sequence) if has_places else None
             if prefix is None or not self._cache.fits(sequence, prefix):
                 paused = [other for other in self.running if other.is_paused and not other.num_pending_tokens]
                 if plan.step.scheduled or not paused:
@@ -179,7 +181,7 @@ class Scheduler:
                 num_taken -= paused[-1].num_places
                 continue
             self.waiting.remove(sequence)
-            self._admit(sequence, prefix)
+            self._admit(sequence, prefix, plan.step.step_id)
             num_taken += sequence.num_places
             plan.start(sequence)
             count = min(sequence.num_wanted_tokens(), plan.budget)
@@ -197,8 +199,8 @@ class Scheduler:
         """Returns the places that running sequences and their future forks take, of `max_num_sequences`."""
         return sum(other.num_places for other in self.running)
 
-    def _admit(self, sequence: Sequence, prefix: Prefix) -> None:
-        self._cache.start_on(sequence, prefix)
+    def _admit(self, sequence: Sequence, prefix: Prefix, step_id: int) -> None:
+        self._cache.start_on(sequence, prefix, step_id)
         self._turns.reach(sequence)
         if sequence.num_cached_tokens is None:
             sequence.num_cached_tokens = sequence.num_computed_tokens
@@ -217,7 +219,7 @@ class Scheduler:
         forks = [parent.fork(index) for index in parent.unforked]
         parent.unforked = range(0)
         last_block_is_full = parent.num_prompt_tokens % self.blocks.block_size == 0
-        may_recompute_last_token = parent.constraint is not None
+        may_recompute_last_token = parent.is_masked
         num_shared = parent.num_prompt_tokens
         if last_block_is_full and may_recompute_last_token:
             num_shared -= 1  # then the last block is not full, and is copied

@@ -57,6 +57,8 @@ class Sequence:
     """
     cache_root: bytes = b""
     """The parent of the first block's hash in the prefix cache."""
+    adapter: str = ""
+    """The digest of its adapter; empty for the model alone."""
     block_hashes: list[bytes] = dataclasses.field(default_factory=list)
     """Chained hashes of leading full blocks, computed on demand."""
     states: dict[int, int] = dataclasses.field(default_factory=dict)
@@ -103,11 +105,14 @@ class Sequence:
     """Whether it is excluded from steps until its late mask is ready."""
     finish: FinishStatus | None = None
     stop_ids: frozenset[int] = frozenset()
+    is_masked: bool = False
+    """Whether each of its tokens needs a mask; set from the parameters."""
 
     def __post_init__(self) -> None:
         self.num_prompt_tokens = len(self.token_ids)
         if self.params.ignore_eos and self.constraint is None:  # a grammar decides about the end itself
             self.eos_token_ids = ()
+        self.is_masked = self.params.is_masked
         if not self.stop_ids:  # a fork has its parent's
             self.stop_ids = frozenset(self.eos_token_ids) | frozenset(self.params.stop_token_ids)
 
@@ -302,6 +307,7 @@ class Sequence:
             self.num_prompt_tokens,
             self.eos_token_ids,
             not self.num_branches,
+            self.adapter,
         )
 
     def hash_blocks(self, count: int, block_size: int) -> list[bytes]:

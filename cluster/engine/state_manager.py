@@ -44,12 +44,6 @@ class StateManager:
 
     # ---- prefixes ------------------------------------------------------------------------------------------------
 
-    def last_snapshot(self, hashes: list[bytes], count: int) -> int:
-        """Returns the most blocks, up to `count`, after which there is a snapshot; 0 if there is none."""
-        while count and self._states.find(hashes[count - 1]) is None:
-            count -= 1
-        return count
-
     def start_on(self, sequence: Sequence, hashes: list[bytes]) -> None:
         """Starts the sequence on the snapshot after the blocks with these hashes.
 
@@ -98,7 +92,7 @@ class StateManager:
         """
         known = len(sequence.token_ids) + sequence.num_pending_tokens
         positions = {end}
-        if sequence.constraint is not None:
+        if sequence.is_masked:
             positions.add(known - 1)  # a late mask makes the last known token uncomputed
         if end > known:
             positions.update(range(known, end) if self._keeps_draft_states else [known])

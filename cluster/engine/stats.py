@@ -4,6 +4,11 @@ from __future__ import annotations
 
 import msgspec
 
+from manta.cluster.config import EngineConfig
+
+STANDBY = "standby"
+"""Name of the deployment whose engines serve only while no other engine can."""
+
 
 class DraftCounts(msgspec.Struct, array_like=True):
     """Counts of drafts by proposer name. Entry `i` counts the drafts at place `i` of their row."""
@@ -77,6 +82,14 @@ class ServiceStats(msgspec.Struct, array_like=True, kw_only=True):
     """The recent 90th percentile of the time to the first token, in seconds, or the longest present wait for one."""
     requests_per_s: float
     """Requests that ended per second, over the last minute."""
+    config: EngineConfig | None = None
+    """The options that the engine runs with. During an update they may differ from those of an ingress."""
+
+    @property
+    def is_standby(self) -> bool:
+        """Whether the engine serves only while no other engine can."""
+        _, _, deployment = self.replica.rpartition("#")[0].rpartition("#")
+        return deployment == STANDBY
 
 
 class EngineStats(msgspec.Struct, array_like=True):
@@ -123,3 +136,8 @@ class EngineStats(msgspec.Struct, array_like=True):
     constraints: ConstraintStats
     service: ServiceStats | None = None
     """The report of the replica around the engine; None if the engine serves no HTTP endpoint."""
+
+    @property
+    def is_serving(self) -> bool:
+        """Whether the engine has not failed and is no standby."""
+        return self.alive and (self.service is None or not self.service.is_standby)

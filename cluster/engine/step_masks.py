@@ -24,8 +24,8 @@ from manta.cluster.engine.scheduler import Scheduler
 from manta.cluster.engine.sequence import Sequence
 from manta.specdecode.forced import ForcedProposer
 from manta.specdecode.lengths import Load
-from manta.structured.grammar_pool.grammar_worker import SessionStart
 from manta.structured.grammar_pool.pool import GrammarPool
+from manta.structured.grammar_pool.tracked_session import SessionStart
 from manta.structured.masks import DEAD_END, FINISHED, LATE, NO_MASK, MaskBatch
 from manta.workers.step import StepInput, StepOutput
 
@@ -137,7 +137,7 @@ class StepMasks:
                 self._points[sequence_id].append(index)
                 continue
             sequence = self._scheduler.get(sequence_id)
-            if sequence is None or sequence.constraint is None or step.step_id < sequence.first_step:
+            if sequence is None or not sequence.is_masked or step.step_id < sequence.first_step:
                 continue  # the last case: preempted after the step was planned, so its draw is ignored
             self._points[sequence_id] = [index]
             self._sequences.append(sequence)
@@ -405,6 +405,8 @@ def _output(sequence: Sequence) -> list[int]:
 
 
 def _session_start(sequence: Sequence) -> SessionStart:
-    assert sequence.constraint is not None
     end_token_ids = (*sequence.eos_token_ids, *sequence.params.stop_token_ids)
-    return SessionStart(sequence.constraint.spec, sequence.constraint.compiled, end_token_ids)
+    thinking, constraint = sequence.params.thinking, sequence.constraint
+    if constraint is None:
+        return SessionStart(None, b"", end_token_ids, thinking)
+    return SessionStart(constraint.spec, constraint.compiled, end_token_ids, thinking)

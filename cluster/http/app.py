@@ -258,10 +258,13 @@ class HttpApp:
             self._log_end(exchange, route)
 
     def _log_end(self, exchange: Exchange, route: Route | None) -> None:
-        """Writes the line of a request that has ended. Of requests that no route took, one a minute gets a line, and
-        all are counted, because anybody can send any number of them.
+        """Counts a request that has ended, and writes its line. Of requests that no route took, one a minute gets a
+        line, because anybody can send any number of them.
         """
         if route is not None:
+            if route.logged:
+                metrics = self._state.models.metrics_of(exchange.notes.get("model"), self._state.metrics)
+                metrics.answered(exchange.reply.status)
             if self._logs_requests and route.logged:
                 exchange.log()
         elif exchange.reply.status >= 400:

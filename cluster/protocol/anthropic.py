@@ -29,6 +29,7 @@ _RENAMED = {
     "response_format": "output_config.format",
     "reasoning_effort": "output_config.effort",
     "chat_template_kwargs": "thinking",
+    "thinking_token_budget": "thinking.budget_tokens",
     "continue_final_message": "messages",
 }
 """Fields of OpenAI's body whose name here is another one."""
@@ -110,7 +111,7 @@ class MessagesToolChoice(msgspec.Struct, forbid_unknown_fields=True, kw_only=Tru
 class Thinking(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     type: Literal["enabled", "disabled", "adaptive", "between_tools"]
     budget_tokens: int | None = None
-    """Accepted; thinking counts against `max_tokens` alone."""
+    """The most tokens of thinking. It has no effect on a model that does not think."""
     display: str | None = None
 
 
@@ -185,6 +186,8 @@ class _Prompt(JsonObjectFields, forbid_unknown_fields=True, kw_only=True):
             "chat_template_kwargs": {"enable_thinking": self.thinks},
             "include_reasoning": self.thinks,
         }
+        if self.thinking is not None and self.thinks and self.thinking.budget_tokens is not None:
+            fields["thinking_token_budget"] = self.thinking.budget_tokens
         last = self.messages[-1]
         if last.role == "assistant":
             fields["continue_final_message"] = True

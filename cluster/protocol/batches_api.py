@@ -9,7 +9,7 @@ from typing import Literal
 
 import msgspec
 
-URLS = ("/v1/chat/completions", "/v1/completions")
+URLS = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings")
 """URLs that a line may name."""
 
 

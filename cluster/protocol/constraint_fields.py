@@ -149,7 +149,10 @@ def requested_constraint(
         return _from_structured_outputs(structured_outputs)
     for field, value in older.items():
         asked: dict[str, Any] = {OLDER_CONSTRAINTS[field]: value}
-        spec, _ = _from_structured_outputs(StructuredOutputs(**asked, backend=backend))
+        try:
+            spec, _ = _from_structured_outputs(StructuredOutputs(**asked, backend=backend))
+        except RequestRefused as error:
+            raise RequestRefused(msgspec.structs.replace(error.refusal, field=field)) from error
         return spec, field
     return _from_response_format(response_format)
 

@@ -258,6 +258,52 @@ class OllamaGenerateAnswer(_Answer, kw_only=True):
     thinking: str | None = None
 
 
+class _EmbedBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    model: str
+    options: dict[str, Any] | None = None
+    keep_alive: float | str | None = None
+    """Accepted without effect; the model stays loaded."""
+
+    @property
+    def served_model(self) -> str:
+        """Name of the model without Ollama's tag for the latest version."""
+        return self.model.removesuffix(LATEST)
+
+    def check(self) -> None:
+        """Raises `RequestRefused` for an option that would change the answer."""
+        for name, value in (self.options or {}).items():
+            if name not in (*_EFFECTIVE, *_WITHOUT_EFFECT):  # what bounds a text has no effect on a vector
+                judge_foreign(f"options.{name}", name, value, _EFFECTIVE, is_of_body=True)
+
+
+class OllamaEmbedRequest(_EmbedBody, kw_only=True):
+    """`POST /api/embed`."""
+
+    input: str | list[str] = ""
+    truncate: bool | None = None
+    """Whether the end of a text that is too long is cut; Ollama's default is true."""
+    dimensions: int | None = None
+
+
+class OllamaEmbeddings(msgspec.Struct, kw_only=True):
+    model: str
+    embeddings: list[list[float]]
+    total_duration: int
+    """Nanoseconds."""
+    load_duration: int = 0
+    prompt_eval_count: int
+
+
+class OllamaEmbeddingRequest(_EmbedBody, kw_only=True):
+    """`POST /api/embeddings`, which older clients send."""
+
+    prompt: str = ""
+
+
+class OllamaEmbedding(msgspec.Struct, kw_only=True):
+    embedding: list[float]
+
+
 class OllamaDetails(msgspec.Struct, kw_only=True):
     parent_model: str = ""
     format: str = "safetensors"

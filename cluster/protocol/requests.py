@@ -9,7 +9,7 @@ this module are checked before any work that grows with the body, after those of
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, ClassVar, Literal, NoReturn
 
@@ -47,6 +47,8 @@ from manta.workers.sampling_params import SamplingParams
 DEFAULT_COMPLETION_TOKENS = 16
 """Default `max_tokens` of `/v1/completions`, as in OpenAI's API; a chat may use the whole context length."""
 
+NO_EFFORT = "none"
+"""The value of `reasoning_effort` that turns thinking off."""
 MAX_SALT_CHARACTERS = 1024
 """Most characters of `cache_salt`."""
 MAX_TOOLS = 128
@@ -79,6 +81,19 @@ class Prediction(msgspec.Struct, forbid_unknown_fields=True):
 
     content: str | list[dict[str, Any]]
     type: Literal["content"] = "content"
+
+
+class ReasoningOptions(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    """OpenRouter's options of the thinking section."""
+
+    effort: str | None = None
+    """As `reasoning_effort`."""
+    max_tokens: int | None = None
+    """As `thinking_token_budget`."""
+    exclude: bool | None = None
+    """Whether the answer has no `reasoning_content`."""
+    enabled: bool | None = None
+    """False tells the chat template not to think."""
 
 
 class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
@@ -128,6 +143,8 @@ class _SamplingFields(JsonObjectFields, forbid_unknown_fields=True, kw_only=True
     """
     return_token_ids: bool | None = None
     """Whether the answer has the token ids of prompt and output (vLLM's extension)."""
+    thinking_token_budget: int | None = None
+    """The most tokens of thinking (vLLM's extension)."""
     logits_processors: tuple[LogitsProcessorSpec, ...] | None = None
     """Logits processors, which run in this order; only those that the operator registered."""
 
@@ -249,6 +266,7 @@ _SAMPLING_FIELDS = (
     "logit_bias",
     "bad_words",
     "allowed_token_ids",
+    "thinking_token_budget",
     "logits_processors",
 )
 
@@ -275,7 +293,9 @@ class ChatCompletionRequest(_SamplingFields, kw_only=True):
     include_reasoning: bool = True
     """Whether the answer has `reasoning_content` (vLLM's extension). The model thinks in any case."""
     reasoning_effort: str | None = None
-    """Passed to chat templates that know it."""
+    """Passed to chat templates that know it. "none" turns thinking off."""
+    reasoning: ReasoningOptions | None = None
+    """OpenRouter's names of `reasoning_effort`, `thinking_token_budget` and `include_reasoning`."""
 
     tools: list[AnyTool] | None = None
     tool_choice: ToolChoice | None = None
@@ -309,10 +329,13 @@ class ChatCompletionRequest(_SamplingFields, kw_only=True):
     def __post_init__(self) -> None:
         if self.add_generation_prompt is None:
             self.add_generation_prompt = not self.continue_final_message
+        if self.reasoning is not None:
+            self.reasoning_effort = self.reasoning_effort or self.reasoning.effort
 
     def check(self) -> None:
         """Raises `RequestRefused` naming the field of the first mistake."""
         self._check_common()
+        self._check_reasoning()
         if not self.messages:
             refuse("empty", "messages", remedy="give at least one message")
         check_continuation(self.messages, self.continue_final_message, bool(self.add_generation_prompt))
@@ -336,6 +359,20 @@ class ChatCompletionRequest(_SamplingFields, kw_only=True):
         check_template_kwargs(self.chat_template_kwargs)
         self.template_messages()
         self.predicted_text()
+
+    def _check_reasoning(self) -> None:
+        given = self.reasoning
+        if given is None:
+            return
+        if given.effort is not None and given.effort != self.reasoning_effort:
+            refuse("excludes", "reasoning.effort", bound="reasoning_effort", remedy="leave one out")
+        if given.max_tokens is not None and self.thinking_token_budget is not None:
+            refuse("excludes", "reasoning.max_tokens", bound="thinking_token_budget", remedy="leave one out")
+
+    @property
+    def shows_reasoning(self) -> bool:
+        """Whether the answer has `reasoning_content`."""
+        return self.include_reasoning and not (self.reasoning and self.reasoning.exclude)
 
     def predicted_text(self) -> str:
         """Returns the text of `prediction`; empty without one. Raises `RequestRefused` for a part that is no text."""
@@ -364,6 +401,8 @@ class ChatCompletionRequest(_SamplingFields, kw_only=True):
             return "tools"
         if param == "max_tokens" and self.max_completion_tokens is not None:
             return "max_completion_tokens"
+        if param == "thinking_token_budget" and self.thinking_token_budget is None:
+            return "reasoning.max_tokens"
         return "messages" if param == "prompt" else super().field_of(param)
 
     def template_messages(self) -> list[dict[str, Any]]:
@@ -372,8 +411,13 @@ class ChatCompletionRequest(_SamplingFields, kw_only=True):
 
     def template_kwargs(self) -> dict[str, Any]:
         """Returns the values that the chat template gets in addition to messages and tools."""
-        effort = {} if self.reasoning_effort is None else {"reasoning_effort": self.reasoning_effort}
-        return effort | (self.chat_template_kwargs or {})
+        found: dict[str, Any] = {}
+        if self.reasoning_effort is not None:
+            found["reasoning_effort"] = self.reasoning_effort
+        is_off = self.reasoning is not None and self.reasoning.enabled is False
+        if is_off or self.reasoning_effort == NO_EFFORT:
+            found["enable_thinking"] = False
+        return found | (self.chat_template_kwargs or {})
 
     def sampling_params(self, defaults: Mapping[str, float] = MappingProxyType({})) -> SamplingParams:
         """Returns the sampling parameters; what the body leaves out is the model's `defaults`. Raises `RequestRefused`
@@ -382,10 +426,13 @@ class ChatCompletionRequest(_SamplingFields, kw_only=True):
         names = {"logprobs": "top_logprobs"}
         if self.max_completion_tokens is not None:
             names["max_tokens"] = "max_completion_tokens"
+        if self.reasoning is not None and self.reasoning.max_tokens is not None:
+            names["thinking_token_budget"] = "reasoning.max_tokens"
         return self._sampling_params(
             defaults,
             names,
             max_tokens=self.max_completion_tokens,
+            thinking_token_budget=self.reasoning and self.reasoning.max_tokens,
             logprobs=(self.top_logprobs or 0) if self.logprobs else None,
             token_origins=self.return_token_origins,
         )
@@ -427,23 +474,7 @@ class CompletionRequest(_SamplingFields, kw_only=True):
 
     def prompts(self) -> list[str | list[int]]:
         """Returns every prompt, as text or as token ids."""
-        prompt = self.prompt
-        if isinstance(prompt, str):
-            prompt = [prompt]
-        if not prompt:
-            refuse("empty", "prompt", remedy="give a string, token ids, or a list of either")
-        if set(map(type, prompt)) == {int}:
-            return [checked_token_ids(prompt, "prompt")]
-        found: list[str | list[int]] = []
-        for index, item in enumerate(prompt):
-            param = "prompt" if isinstance(self.prompt, str) else f"prompt[{index}]"
-            if isinstance(item, int) or type(item) is not type(prompt[0]):
-                cause = "strings, token ids and lists of token ids cannot be mixed"
-                refuse("unfit", param, remedy="use one of them", cause=cause)
-            if not item:
-                refuse("empty", param, remedy="give at least one character or token id")
-            found.append(item if isinstance(item, str) else checked_token_ids(item, param))
-        return found
+        return texts_or_ids(self.prompt, "prompt")
 
     def sampling_params(self, defaults: Mapping[str, float] = MappingProxyType({})) -> SamplingParams:
         """Returns the sampling parameters; what the body leaves out is the model's `defaults`. Raises `RequestRefused`
@@ -460,6 +491,29 @@ class CompletionRequest(_SamplingFields, kw_only=True):
             # token.
             max_tokens={None: DEFAULT_COMPLETION_TOKENS, 0: 1}.get(self.max_tokens),
         )
+
+
+def texts_or_ids(
+    given: str | Sequence[str | int | list[int]] | None, field: str, allows_empty_texts: bool = False
+) -> list[str | list[int]]:
+    """Returns every text of a field, as text or as token ids. Raises `RequestRefused` naming the place of the first
+    mistake.
+    """
+    texts = [given] if isinstance(given, str) else given
+    if not texts:
+        refuse("empty", field, remedy="give a string, token ids, or a list of either")
+    if set(map(type, texts)) == {int}:
+        return [checked_token_ids(list(texts), field)]
+    found: list[str | list[int]] = []
+    for index, item in enumerate(texts):
+        param = field if isinstance(given, str) else f"{field}[{index}]"
+        if isinstance(item, int) or type(item) is not type(texts[0]):
+            cause = "strings, token ids and lists of token ids cannot be mixed"
+            refuse("unfit", param, remedy="use one of them", cause=cause)
+        if not item and not (allows_empty_texts and isinstance(item, str)):
+            refuse("empty", param, remedy="give at least one character or token id")
+        found.append(item if isinstance(item, str) else checked_token_ids(item, param))
+    return found
 
 
 def checked_token_ids(token_ids: list[Any], param: str) -> list[int]:

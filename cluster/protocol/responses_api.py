@@ -30,6 +30,7 @@ _REFUSED = {
 _RENAMED = {
     "max_tokens": "max_output_tokens",
     "reasoning_effort": "reasoning.effort",
+    "thinking_token_budget": "reasoning.max_tokens",
     "response_format": "text.format",
     "response_format.json_schema.schema": "text.format.schema",
 }
@@ -44,7 +45,9 @@ class TextOptions(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
 
 class Reasoning(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     effort: str | None = None
-    """Given to chat templates that know `reasoning_effort`."""
+    """Given to chat templates that know `reasoning_effort`. "none" turns thinking off."""
+    max_tokens: int | msgspec.UnsetType | None = msgspec.UNSET
+    """The most tokens of thinking, as in OpenRouter's API. Answers repeat it if it was given."""
     summary: str | None = None
     """Accepted; the reasoning itself is reported."""
     generate_summary: str | None = None
@@ -135,6 +138,7 @@ class ResponsesRequest(JsonObjectFields, forbid_unknown_fields=True, kw_only=Tru
             "tool_choice": _tool_choice(self),
             "parallel_tool_calls": self.parallel_tool_calls,
             "reasoning_effort": self.reasoning and self.reasoning.effort,
+            "thinking_token_budget": self._thinking_budget(),
             "verbosity": self.text and self.text.verbosity,
             "response_format": self.text and _response_format(self.text.format),
             "additional_properties": self.additional_properties,
@@ -144,6 +148,10 @@ class ResponsesRequest(JsonObjectFields, forbid_unknown_fields=True, kw_only=Tru
         fields |= {"model": self.model, "messages": chat_messages(self.instructions, self.input)}
         found: ChatCompletionRequest = as_openai(fields, ChatCompletionRequest, self)
         return found
+
+    def _thinking_budget(self) -> int | None:
+        budget = None if self.reasoning is None else self.reasoning.max_tokens
+        return None if budget is msgspec.UNSET else budget
 
     def field_of(self, param: str) -> str:
         """Returns this body's name of a field of the chat body."""

@@ -38,8 +38,9 @@ from manta.cluster.engine.ranks.claims import (
     threads_each,
     with_device,
 )
+from manta.cluster.engine.stats import STANDBY
 from manta.cluster.http.access.keys import with_api_keys
-from manta.cluster.http.access.prefix_scope import new_secret
+from manta.cluster.http.access.prefix_scope import kept_secret, new_secret
 from manta.cluster.model_list import with_engine_model
 from manta.cluster.option_reader import read_options
 from manta.cluster.serve.engine.engine_deployment import engine_deployment
@@ -83,8 +84,9 @@ def application(config: ServeConfig, nodes: list[int], shares_port: bool = True)
     standby = None
     if config.num_standby_replicas:
         engine = msgspec.structs.replace(config.engine, claims_cpus=False)
-        standby = engine_deployment(engine, config.num_standby_replicas, "standby").bind(engine)
-    engines, batches, secret = _engines(config), None, new_secret()
+        standby = engine_deployment(engine, config.num_standby_replicas, STANDBY).bind(engine)
+    engines, batches = _engines(config), None
+    secret = kept_secret() if config.engine.prefix_store_bytes else new_secret()
     if config.batch_storage is not None:
         batches = batch_deployment(config).bind(config, engines, standby, secret)
     return ingress_deployment(config, num_living).bind(config, engines, secret, standby, shares_port, batches)
@@ -98,7 +100,7 @@ def address_application(config: ServeConfig, shares_port: bool = True) -> serve.
     config = msgspec.structs.replace(config, models=(), served_model_name=None)
     config = with_storage(with_api_keys(_with_ingresses(config, num_living)))
     Certificate.of(config)
-    secret, batches = new_secret(), None
+    secret, batches = kept_secret(), None
     if config.batch_storage is not None:
         batches = batch_deployment(config).bind(config, None, None, secret)
     return ingress_deployment(config, num_living).bind(config, None, secret, None, shares_port, batches)
@@ -294,20 +296,19 @@ def _start(config: ServeConfig, name: str, replace: bool, on_connected: Callable
     if runs_already is not None and not listens:
         _check_proxies(runs_already.http_config.port, config.port)
         deployed.check_prefix(name, "/")
-    try:
-        serve.start(ProxyLocation.Disabled if listens else None, http, logging_config=_LOGGING)
-    except Exception:
-        if runs_already is None:
+    if runs_already is None:  # Serve keeps the options that it was started with, and warns of any others
+        try:
+            serve.start(ProxyLocation.Disabled if listens else None, http, logging_config=_LOGGING)
+        except Exception:
             serve.shutdown()  # else the next start would find a Serve that cannot listen
-        raise
-    prefix = None if listens else "/"
+            raise
     if models:
         _run_models(models, name, nodes)
         served = ", ".join(model.model_name for model in config.models)
         app = address_application(config, shares_port=not is_alone)
     else:
         served, app = config.model_name, application(config, nodes, shares_port=not is_alone)
-    _run(app, name, prefix, f"{served} on port {config.port}")
+    _run(app, name, None if listens else "/", f"{served} on port {config.port}")
     client = get_client()
     assert client is not None, "an application runs"
     client.wait_for_proxies_serving()
@@ -348,7 +349,8 @@ def _connect(config: ServeConfig) -> list[int]:
     Raises `CannotPlace` if the cluster is too small.
     """
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    logging.getLogger("ray.serve").setLevel(logging.WARNING)
+    # `start_watch` tells in words what Serve's warnings here are about, such as a replica that is slow to answer.
+    logging.getLogger("ray.serve").setLevel(logging.ERROR)
     address = ray_address()
     if address is None:
         nodes = [num_cores()]

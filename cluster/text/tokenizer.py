@@ -11,7 +11,7 @@ import codecs
 import pathlib
 import re
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 import jinja2
 import msgspec
@@ -45,6 +45,23 @@ _BYTE_OF_CHARACTER = byte_of_character()
 
 class TextError(ValueError):
     """A text that is not valid Unicode; the message names the place."""
+
+
+TextOrPair = str | tuple[str, str]
+
+
+class TokenSequence(NamedTuple):
+    """The tokens of one text or of a pair."""
+
+    token_ids: list[int]
+    num_first: int
+    """Tokens up to the second text of a pair, with the special tokens around the first one; all of a single text."""
+
+    @classmethod
+    def of(cls, encoding: Any) -> TokenSequence:
+        """Reads the library's encoding, whose types say which text a token belongs to if the model is told so."""
+        types = encoding.type_ids
+        return cls(encoding.ids, types.index(1) if 1 in types else len(types))
 
 
 class TextDecoder(Protocol):
@@ -284,6 +301,57 @@ class Tokenizer:
             for text in texts:
                 _check_unicode(text)
             raise error
+
+    def sequences(self, texts: Sequence[TextOrPair], add_special_tokens: bool = True) -> list[TokenSequence]:
+        """Returns the tokens of texts, or of pairs of texts in one sequence each, as models that pool read them.
+        Other Python threads run meanwhile. Raises `TextError`.
+        """
+        try:
+            encodings = self._fast.encode_batch_fast(list(texts), add_special_tokens=add_special_tokens)
+        except TypeError as error:
+            for text in texts:
+                for part in (text,) if isinstance(text, str) else text:
+                    _check_unicode(part)
+            raise error
+        return [TokenSequence.of(encoding) for encoding in encodings]
+
+    def cut_sequence(
+        self,
+        text: TextOrPair,
+        room: int,
+        side: Literal["left", "right"] = "right",
+        add_special_tokens: bool = True,
+        num_kept_characters: int = 0,
+    ) -> TokenSequence | None:
+        """Returns the tokens of a text without those beyond `room`, cut at the end (`right`) or at the beginning; None
+        if there is no room for a token of it. Special tokens stay, the first `num_kept_characters` too. Of a pair only
+        the second text is cut.
+        """
+        if num_kept_characters and side == "left" and isinstance(text, str):
+            return self._cut_after(text, room, add_special_tokens, num_kept_characters)
+        texts = [text] if isinstance(text, str) else text
+        *before, last = [self._fast.encode(part, add_special_tokens=False) for part in texts]
+        num_special = self._fast.num_special_tokens_to_add(bool(before)) if add_special_tokens else 0
+        num_kept = len(self.encode(texts[0][:num_kept_characters], False)) if num_kept_characters else 0
+        room -= num_special + sum(map(len, before))
+        if room <= num_kept:
+            return None
+        last.truncate(room, direction=side)
+        return TokenSequence.of(self._fast.post_process(*before, last, add_special_tokens=add_special_tokens))
+
+    def _cut_after(self, text: str, room: int, add_special_tokens: bool, num_kept: int) -> TokenSequence | None:
+        """Returns a text without what follows its first `num_kept` characters, as much as must go."""
+        start = num_kept
+        while start < len(text):
+            sequence = TokenSequence.of(
+                self._fast.encode(text[:num_kept] + text[start:], add_special_tokens=add_special_tokens)
+            )
+            excess = len(sequence.token_ids) - room
+            if excess <= 0:
+                return sequence
+            spans = self._fast.encode(text[start:], add_special_tokens=False).offsets
+            start += max(1, spans[min(excess, len(spans)) - 1][1]) if spans else len(text)
+        return None
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Returns the text of a whole sequence, exactly as transformers decodes it. Ids without a token add no text."""

@@ -16,8 +16,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import numpy as np
 
-from manta.structured.grammar_pool.grammar_worker import Job, SessionStart
+from manta.structured.grammar_pool.grammar_worker import Job
 from manta.structured.grammar_pool.pool_workers import PoolSession, PoolWorker, Workers
+from manta.structured.grammar_pool.tracked_session import SessionStart
 from manta.structured.grammar_pool.transport import ActorTransport, ProcessTransport, ThreadTransport, Transport
 from manta.structured.masks import BufferShape, MaskBuffer, MaskSlots, row_words
 from manta.structured.pool_config import PoolConfig, PoolForm

@@ -7,7 +7,8 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from manta.structured.grammar_pool.grammar_worker import Job, Message, SessionStart
+from manta.structured.grammar_pool.grammar_worker import Job, Message
+from manta.structured.grammar_pool.tracked_session import SessionStart
 from manta.structured.grammar_pool.transport import Transport
 from manta.structured.masks import EVERY_SESSION, FAILED, FINISHED, MaskBuffer, forced_after
 from manta.structured.visible_logs import logger_of

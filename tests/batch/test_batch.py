@@ -77,7 +77,7 @@ def results(path: pathlib.Path) -> list[dict]:
         ('{"custom_id": "a"}', "missing required field `url`", "a"),
         ('{"custom_id": 3, "url": "/v1/completions", "body": {}}', "Expected `str`, got `int`", None),
         ('{"custom_id": "a", "method": "GET", "url": "/v1/completions", "body": {}}', "method 'GET'", "a"),
-        ('{"custom_id": "a", "url": "/v1/embeddings", "body": {}}', "url '/v1/embeddings' is not served", "a"),
+        ('{"custom_id": "a", "url": "/v1/images", "body": {}}', "url '/v1/images' is not served", "a"),
         ("\xff", "no batch request", None),
     ],
 )

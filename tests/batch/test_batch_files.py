@@ -88,6 +88,7 @@ def test_an_output_that_is_not_ours_is_refused_and_stays(
     assert target.stat().st_mtime_ns == made.st_mtime_ns
 
 
+@pytest.mark.axes_in_turns
 @pytest.mark.parametrize("link", [None, os.symlink, os.link], ids=["itself", "a symlink", "a hard link"])
 @pytest.mark.parametrize(
     "content", [INPUT[0], b"\n".join(INPUT), b"", result(0)], ids=["a line", "12 lines", "empty", "ours"]

@@ -351,7 +351,7 @@ BATCH = {"input_file_id": "file-x", "endpoint": "/v1/completions", "completion_w
 @pytest.mark.parametrize(
     ("change", "param"),
     [
-        ({"endpoint": "/v1/embeddings"}, "endpoint"),
+        ({"endpoint": "/v1/images"}, "endpoint"),
         ({"completion_window": "soon"}, "completion_window"),
         ({"completion_window": "8d"}, "completion_window"),
         ({"metadata": {"a": "x" * 513}}, "metadata"),

@@ -240,7 +240,7 @@ def _parent(at: pathlib.Path) -> pathlib.Path:
         (_config_file, ["is one file of a model; give its folder, "]),
         (_lfs_pointer, ["model.safetensors is a Git LFS pointer", "run 'git lfs pull' in "]),
         (_hub_cache, ["is a folder of the hub's cache; give its snapshot, ", "snapshots/0123"]),
-        (_adapter, ["is a LoRA adapter for meta/base", "merge"]),
+        (_adapter, ["is a LoRA adapter for meta/base", "--lora-modules"]),
         (_pytorch, ["weights in PyTorch's own format only", "safetensors"]),
         (_parent, ["1 of its folders do; give one, such as ", "models/llama"]),
     ],
@@ -422,7 +422,7 @@ def test_the_endpoints_can_be_read_in_a_browser() -> None:
 
 
 def test_an_unknown_endpoint_lists_the_served_ones() -> None:
-    status, _, body = _get("/v1/embeddings")
+    status, _, body = _get("/v1/images")
     message = json.loads(body)["error"]["message"]
     assert status == 404
     for served in ("POST /v1/chat/completions", "POST /v1/completions", "GET /v1/models"):

@@ -223,6 +223,7 @@ TYPED = {name: text for name, text in HOSTILE.items() if "\0" not in text}
 # ---- commands -------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.axes_in_turns
 @pytest.mark.parametrize("text", TYPED.values(), ids=TYPED)
 @pytest.mark.parametrize(
     "command",

@@ -52,6 +52,7 @@ def reference_beams(
     return sequences
 
 
+@pytest.mark.axes_in_turns
 @pytest.mark.parametrize(
     "params",
     [

@@ -54,6 +54,7 @@ def test_choices_share_their_prompt(kind: str) -> None:
     assert tokens(make_llm(kind), params) == tokens(make_llm(kind, num_blocks=20, max_num_batched_tokens=16), params)
 
 
+@pytest.mark.axes_in_turns
 @pytest.mark.parametrize(
     "kind",
     [

@@ -49,6 +49,7 @@ def fail_at(monkeypatch: pytest.MonkeyPatch, method: str, steps: set[int]) -> li
     return calls
 
 
+@pytest.mark.axes_in_turns
 @pytest.mark.parametrize("method", ["_forward", "_logits"])
 @pytest.mark.parametrize("steps", [{0}, {1, 2, 3}, {4}, {9}], ids=str)
 @pytest.mark.parametrize(

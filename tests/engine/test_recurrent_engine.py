@@ -56,6 +56,7 @@ def run(llm: LLM, params: SamplingParams = GREEDY) -> list[list[int]]:
     return [choice.token_ids for output in outputs for choice in output.outputs]
 
 
+@pytest.mark.axes_in_turns
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(
     "options",
@@ -147,6 +148,7 @@ CASES: dict[str, Case] = {
 """Each case in which an engine computes tokens again or shares a state."""
 
 
+@pytest.mark.axes_in_turns
 @pytest.mark.parametrize("family", ["lfm2", "lfm2_convolutions"])
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.usefixtures("plugin")

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
+from manta.workers.models.wrappers import WRAPPERS
 from tests.families.children import Child
 from tests.families.judge import judge
 from tests.families.tiny import MODEL_TYPES, MODELS_WITH_PICTURES, architecture_of
@@ -28,30 +29,19 @@ REFUSED_NAMES = (
     # Attention that a layer calls twice, masks of their own, a cache that forgets positions which the mask shows.
     "diffllama doge dory git hrm_text moshi "
     # Pictures or sounds, whose text decoder has no native form.
-    "emu3 fuyu gemma3n gemma3n_text gemma4_unified gemma4_unified_assistant got_ocr2 mllama moss_transcribe_diarize "
+    "emu3 fuyu gemma3n gemma3n_text gemma4_unified_assistant mllama moss_transcribe_diarize "
     # A model of bytes in patches.
     "blt "
 )
 """Model types that are refused before weights are read."""
 REFUSED_LATE = ("shieldgemma2",)
 """A classifier, which transformers stores here under Gemma 3's name and with names of its own for tensors."""
-LEFT_OUT = ("dots3_note", "gemma4_assistant")
-"""Model types of which transformers makes no tiny configuration by rules: the text of one is tried by itself, and the
-other is a drafter.
+LEFT_OUT = ("dots3_note", "fast_vlm", "gemma4_assistant", "perception_lm")
+"""Model types of which no tiny model is made: the text of one is tried by itself, one is a drafter, and two need the
+package timm.
 """
-SERVED_WITH_PICTURES = (
-    "aya_vision",
-    "cohere2_vision",
-    "gemma3",
-    "gemma4",
-    "internvl",
-    "llama4",
-    "llava",
-    "mistral3",
-    "mistral4",
-    "qwen3_5",
-    "qwen3_5_moe",
-)
+SERVED = (*WRAPPERS, "Mistral4ForCausalLM")
+"""Architectures in transformers' table of models with pictures whose text is served."""
 CHEAP = ("gpt2", "olmo_hybrid", "minimax", "aya_vision", "bart", "deepseek_v32", "doge")
 """Model types of every run: through transformers, natively, with pictures, and three ways to be refused."""
 
@@ -62,7 +52,7 @@ def expected(model_type: str) -> set[str]:
         return {"left out"}
     if model_type in REFUSED_LATE:
         return {"refused late"}
-    has_pictures_alone = model_type in MODELS_WITH_PICTURES and model_type not in SERVED_WITH_PICTURES
+    has_pictures_alone = model_type in MODELS_WITH_PICTURES and architecture_of(model_type) not in SERVED
     if model_type in REFUSED_NAMES.split() or has_pictures_alone:
         return {"refused", "left out"} if has_pictures_alone else {"refused"}
     return {"native", "through transformers"}

@@ -6,12 +6,14 @@ families take the configurations of `tests/workers/test_layer_kinds.py`, in whic
 
 from __future__ import annotations
 
+import copy
 import pathlib
 import re
 from typing import Any
 
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
@@ -102,12 +104,28 @@ OWN: dict[str, dict[str, Any]] = {
     },
     "dots1": {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1, "first_k_dense_replace": 1},
     "dots3_note_text": {"num_key_value_heads": 4, "head_dim": 20, "per_layer_config": None},
+    "glm4v_moe_text": {"rope_parameters": ROPE | {"partial_rotary_factor": 0.5, "mrope_section": [1, 1, 2]}},
+    "glm4v_text": {"rope_parameters": ROPE | {"mrope_section": [2, 3, 3]}},
+    "glm_ocr_text": {"rope_parameters": ROPE | {"mrope_section": [2, 3, 3]}},
     "gpt_neo": {"attention_types": [[["global", "local"], 2]], "num_layers": 4},
+    "granite4_vision": {"deepstack_layer_map": [[0, 0]], "spatial_target_layers": [1], "downsample_rate": "1/2"},
     "hunyuan_v1_dense": {"head_dim": 16},
     "hunyuan_v1_moe": {"head_dim": 16},
+    "janus_vision_model": {"projection_dim": 64},
+    "janus_vqgan": {
+        "base_channels": 32,
+        "channel_multiplier": [1, 1],
+        "image_token_embed_dim": 64,
+        "latent_channels": 32,
+        "num_embeddings": 64,
+        "projection_dim": 64,
+    },
     "ministral": {"head_dim": 16},
     "nemotron": {"num_key_value_heads": 2},
-    "qwen2_moe": {"use_sliding_window": True},
+    "qwen2_5_omni_text": {"rope_parameters": ROPE | {"mrope_section": [2, 3, 3]}},
+    "qwen2_5_vl_text": {"rope_parameters": ROPE | {"mrope_section": [2, 3, 3]}},
+    "qwen2_vl_text": {"rope_parameters": ROPE | {"mrope_section": [2, 3, 3]}},
+    "qwen3_vl_text": {"rope_parameters": ROPE | {"mrope_section": [4, 2, 2], "mrope_interleaved": True}},
     "qwen4_exp_text": {
         "indexer_n_heads": 2,
         "indexer_kv_heads": 1,
@@ -115,11 +133,18 @@ OWN: dict[str, dict[str, Any]] = {
         "indexer_budget": 16,
         "indexer_compress_ratio": 4,
     },
+    "nemotron_h_omni": {"projector_hidden_size": 64, "vision_hidden_size": 64},
+    "radio": {"max_img_size": 56, "video_temporal_patch_size": 2},
     "reformer": _BERT | {"axial_pos_embds": False},
     "zamba2": {"layers_block_type": ["linear_attention", "hybrid"] * 2, "mamba_headdim": 16},
     "zaya": {"num_experts_per_tok": 1},
 }
 """Further values of families for which the rules make no model, or one without its features."""
+MISNAMED = {
+    "kimi_k25": ("language_model.model.blocks.", "language_model.model.layers."),
+    "qianfan_ocr": ("language_model.model.encoder.layers.", "language_model.model.layers."),
+}
+"""Beginnings of names that transformers writes and no published checkpoint has, and those that these have."""
 MODEL_TYPES = tuple(dict.fromkeys([*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, *MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES]))
 """The names of transformers' configurations that have a causal language model, or text beside pictures."""
 
@@ -138,13 +163,18 @@ def architecture_of(model_type: str) -> str:
 def tiny_config(model_type: str) -> Any:
     """Makes the configuration of a tiny model. Whatever transformers raises for it passes through."""
     config_class: Any = CONFIG_MAPPING[model_type]
-    for case in CASES.values():
-        if case.config == config_class.__name__:
-            return config_class(**SIZES | case.options, dtype="float32")
+    if case := _case(config_class):
+        return config_class(**case, dtype="float32")
     config = config_class(**_shrunk(config_class().to_dict()) | OWN.get(model_type, {}), dtype="float32")
     text = config if config.is_encoder_decoder else config.get_text_config()
     is_of_text_alone = isinstance(text, getattr(transformers, architecture_of(model_type)).config_class)
     return tiny_config(text.model_type) if text is not config and is_of_text_alone else config
+
+
+def _case(config_class: Any) -> dict[str, Any]:
+    """Returns the values of a native family's configuration in which many features are on; none for another class."""
+    found = (each for each in CASES.values() if each.config == config_class.__name__)
+    return next((SIZES | case.options for case in found), {})
 
 
 def _shrunk(usual: dict[str, Any]) -> dict[str, Any]:
@@ -152,13 +182,16 @@ def _shrunk(usual: dict[str, Any]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for key, value in usual.items():
         if isinstance(value, dict) and "model_type" in value:
-            found[key] = {"model_type": value["model_type"]} | _shrunk(value)
+            is_named = value["model_type"] in CONFIG_MAPPING
+            small = (_case(CONFIG_MAPPING[value["model_type"]]) if is_named else {}) or _shrunk(value)
+            found[key] = {"model_type": value["model_type"]} | small | OWN.get(value["model_type"], {})
         elif type(value) in (int, float) and value > 0:
             fitting = [small for pattern, small in RULES.items() if re.fullmatch(pattern, key)]
             found |= {key: fitting[-1]} if fitting else {}
     kinds = list(dict.fromkeys(usual.get("layer_types") or []))
     if kinds == ["full_attention"] and "sliding_window" in usual:
         kinds = ["sliding_attention", *kinds]
+        found |= {"use_sliding_window": True} if "use_sliding_window" in usual else {}
     if kinds:
         num_layers = max(NUM_LAYERS, len(kinds))
         found |= {"layer_types": (kinds * NUM_LAYERS)[:num_layers], "num_hidden_layers": num_layers}
@@ -184,16 +217,33 @@ def make_model(model_type: str, config: Any, folder: pathlib.Path) -> Any:
         if head is not None and getattr(head, "bias", None) is not None:
             head.bias.data[0] = -100.0  # some families give tokens after padding other positions
     model.save_pretrained(folder)
+    if model_type in MISNAMED:
+        rename_tensors(folder, *MISNAMED[model_type])
     make_tokenizer(folder)
     return model if model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES else _decoder_of(model)
+
+
+def rename_tensors(folder: pathlib.Path, written: str, published: str) -> None:
+    """Renames the tensors of a checkpoint in one file whose names begin as `written`."""
+    tensors = load_file(folder / "model.safetensors")
+    renamed = {
+        published + name.removeprefix(written) if name.startswith(written) else name: tensor
+        for name, tensor in tensors.items()
+    }
+    save_file(renamed, folder / "model.safetensors")
 
 
 def _decoder_of(model: Any) -> Any:
     """transformers' wrappers leave out what the decoder's own class does to logits, such as Cohere 2's scale."""
     text = model.config.get_text_config()
-    if text is model.config:
+    if text is model.config or text.model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
         return model
+    own = model.get_decoder()
+    if own.get_output_embeddings() is not None:
+        return own
+    text = copy.deepcopy(text)
+    text.tie_word_embeddings = model.config.tie_word_embeddings
     decoder: Any = transformers.AutoModelForCausalLM.from_config(text, attn_implementation="eager").float().eval()
-    decoder.base_model.load_state_dict(model.get_decoder().state_dict())
+    decoder.base_model.load_state_dict(own.state_dict())
     decoder.get_output_embeddings().load_state_dict(model.get_output_embeddings().state_dict())
     return decoder

@@ -41,11 +41,13 @@ FOLDERS = (
     "manta.workers.kernels.triton",
     "manta.workers.checkpoints.formats",
     "manta.workers.checkpoints",
+    "manta.workers.adapters",
     "manta.workers.parallel",
     "manta.workers.platforms",
     "manta.workers.decoders.mixers",
     "manta.workers.decoders",
     "manta.workers.torch_worker",
+    "manta.workers.pooling",
     # JAX
     "manta.workers.jax_worker",
     "manta.specdecode",

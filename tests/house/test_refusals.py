@@ -40,6 +40,7 @@ READERS = {
     ("cluster/serve/listening/tls.py", "_load"): "`reason` is OpenSSL's code",
     ("cluster/serve/scaling/cluster_state.py", "_note"): SERVE,
     ("cluster/serve/starting/joined_ray.py", "_token"): "the first sentence of Ray's message is told",
+    ("cluster/serve/starting/start_failure.py", "_ray_error_in_words"): "the first sentence of Ray's message is told",
     ("cluster/serve/starting/start_failure.py", "waiting_for_room"): SERVE,
     ("cluster/serve/starting/start_failure.py", "cause_and_log"): SERVE,
     ("cluster/serve/starting/start_failure.py", "last_exception"): SERVE,

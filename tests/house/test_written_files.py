@@ -25,7 +25,6 @@ from typing import Any
 import msgspec
 import pytest
 
-from manta.cluster import own_ray
 from manta.cluster.batch.journal import BatchRefused, Journal
 from manta.cluster.batch.lease import Lease, acquire
 from manta.cluster.batch.lines import BatchResponse, BatchResult, LineKey
@@ -42,6 +41,7 @@ from manta.cluster.storage.storage import Storage
 from manta.workers.checkpoints.gguf_file import gguf_folder
 from manta.workers.kernels import build, cpu_all_reduce, processor
 from manta.workers.models.model_config import ModelError
+from manta.workers.prefix_store import PrefixStore
 from tests.checkpoints import checkpoint
 from tests.gguf_files import write_gguf
 from tests.house.test_layering import ROOMS, modules
@@ -226,21 +226,6 @@ class PrivateFolders(Writer):
         self.made.pop(-1).close()
 
 
-class RayToken(Writer):
-    """There is one token, and a second one must not replace it."""
-
-    foreign = (".ray/notes",)
-    is_torn = False
-
-    def write(self, number: int) -> None:
-        own_ray.create_token(self.root / ".ray" / "auth_token")
-
-    def read(self) -> set[int]:
-        path = self.root / ".ray" / "auth_token"
-        assert not path.exists() or len(path.read_text()) > 30
-        return set(range(len(INPUT))) if path.exists() else set()
-
-
 class GgufFolders(Writer):
     foreign = ("gguf/mine/gguf_tensors.json", "gguf/model-copy/config.json", "gguf/.new/config.json", "gguf/notes")
 
@@ -298,6 +283,25 @@ class Kernels(Writer):
         return whole
 
 
+class KeptBlocks(Writer):
+    foreign = ("prefixes/notes", "prefixes/.partial-mine", "prefixes/0123-0-0123-0")
+
+    def store(self) -> PrefixStore:
+        os.environ["MANTA_CACHE"] = str(self.root)
+        return PrefixStore("0" * 32, 0, 1 << 20, 1e6)
+
+    def write(self, number: int) -> None:
+        self.store().write(number.to_bytes(16, "big"), 0, memoryview(b"%03d\n" % number * 40))
+
+    def read(self) -> set[int]:
+        found = {number: self.store().read(number.to_bytes(16, "big"), 0, 160) for number in range(len(INPUT))}
+        assert all(part is None or part == b"%03d\n" % number * 40 for number, part in found.items())
+        return {number for number, part in found.items() if part is not None}
+
+    def clean(self) -> None:
+        self.store().make_room()
+
+
 class FailureLog(Writer):
     """The cause of a failed start: in a file, or in the message."""
 
@@ -326,9 +330,9 @@ WRITERS = (
     Parts,
     Leases,
     PrivateFolders,
-    RayToken,
     GgufFolders,
     Kernels,
+    KeptBlocks,
     FailureLog,
 )
 SLOW = (GgufFolders, Kernels)
@@ -540,12 +544,13 @@ TABLE = {
     "manta.cluster.storage.local_files": StorageWriter,
     "manta.cluster.storage.storage": StorageWriter,
     "manta.cluster.private_folder": PrivateFolders,
-    "manta.cluster.own_ray": RayToken,
     "manta.cluster.serve.listening.port": test_lock_files_are_opened_as_they_are,
+    "manta.cluster.serve.starting.ray_messages": "Ray's messages, which end with the command; without room it says so",
     "manta.cluster.serve.starting.start_failure": FailureLog,
     "manta.cluster.text.tokenizer_trial": "an empty file in the cache, whose name alone says something",
     "manta.cluster.telemetry.request_log": "a log; a torn line is no request, and stays",
-    "manta.workers.cache_folder": "removes what others planted (`tests/workers/test_cache_folder.py`)",
+    "manta.workers.cache_folder": KeptBlocks,
+    "manta.workers.prefix_store": KeptBlocks,
     "manta.workers.checkpoints.gguf_file": GgufFolders,
     "manta.workers.checkpoints.gguf_tokenizer": GgufFolders,
     "manta.workers.kernels.build": Kernels,

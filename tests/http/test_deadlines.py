@@ -278,6 +278,7 @@ storage that has the request's time (`test_an_unresponsive_storage_ends_an_uploa
 """
 
 
+@pytest.mark.axes_in_turns
 @pytest.mark.parametrize("end", ["leaves", "waits"])
 @pytest.mark.parametrize("route", PLAIN_ROUTES, ids=lambda route: f"{route.method} {route.path}")
 def test_an_endless_handler_ends_with_client_or_deadline(route: Route, end: str) -> None:

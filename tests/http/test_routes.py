@@ -135,20 +135,20 @@ class App:
 
     def __init__(self, root_path: str = "", **options: Any) -> None:
         self.root_path = root_path
-        config = ServeConfig(engine=EngineConfig(model="demo"), **options)
+        config = self.config = ServeConfig(engine=EngineConfig(model="demo"), **options)
         self.tokenizer = Tokenizer("demo")
         self.engines = RepeatingEngines()
         self.metrics = Metrics("demo")
         self.app = HttpApp(config, self.tokenizer, self.engines, self.metrics, routes=(*ROUTES, COUNT))
 
     def ask(self, method: str, path: str, body: Any = None, **headers: str) -> httpx.Response:
-        async def send() -> httpx.Response:
-            transport = httpx.ASGITransport(self.app, root_path=self.root_path)
-            async with httpx.AsyncClient(transport=transport, base_url="http://localhost", trust_env=False) as client:
-                content = body if isinstance(body, bytes | None) else json.dumps(body).encode()
-                return await client.request(method, path, content=content, headers=headers)
+        return asyncio.run(self.send(method, path, body, **headers))
 
-        return asyncio.run(send())
+    async def send(self, method: str, path: str, body: Any = None, **headers: str) -> httpx.Response:
+        transport = httpx.ASGITransport(self.app, root_path=self.root_path)
+        async with httpx.AsyncClient(transport=transport, base_url="http://localhost", trust_env=False) as client:
+            content = body if isinstance(body, bytes | None) else json.dumps(body).encode()
+            return await client.request(method, path, content=content, headers=headers)
 
 
 def test_a_row_is_all_that_an_endpoint_needs() -> None:

@@ -39,9 +39,24 @@ BODIES: dict[str, dict[str, Any]] = {
     "/api/show": {},
     "/tokenize": {"prompt": "a"},
     "/detokenize": {"tokens": [1]},
+    "/v1/chat/completions/input_tokens": CHAT,
+    "/v1/responses/input_tokens": {"input": "a"},
+    "/v1/embeddings": {"input": "a"},
+    "/api/embed": {"input": "a"},
+    "/api/embeddings": {"prompt": "a"},
 }
 """A body without a model for each route that takes one."""
-ANSWERED = [path for path in BODIES if path not in ("/v1/messages/count_tokens", "/api/show", "/v1/responses/compact")]
+ANSWERED = (
+    "/v1/chat/completions",
+    "/v1/completions",
+    "/v1/responses",
+    "/v1/messages",
+    "/api/chat",
+    "/api/generate",
+    "/tokenize",
+    "/detokenize",
+)
+"""Those that the stand-ins answer with their text, or whose answer needs no engine."""
 REQUIRED = ("/v1/messages", "/v1/responses/compact")
 """Routes whose API always requires a model, so that the shape of the body is refused."""
 KEY = "a-secret-of-the-test"

@@ -391,6 +391,97 @@ def test_constraints_and_calls_come_behind_the_reasoning(thinking: ThreadedServe
     assert called.content is None
 
 
+END_OF_THOUGHTS, BUDGETS = 4, (0, 1, 20, None)
+TWO_CITIES = {"structured_outputs": {"json": SCHEMA, "disable_any_whitespace": True}}
+
+
+def thinking_tokens(token_ids: list[int]) -> int:
+    return token_ids.index(END_OF_THOUGHTS) if END_OF_THOUGHTS in token_ids else len(token_ids)
+
+
+@pytest.mark.parametrize("budget", BUDGETS)
+def test_a_bound_on_thinking_is_exact_whole_and_streamed(thinking: ThreadedServer, budget: int | None) -> None:
+    body = common(thinking, n=2, max_tokens=60, return_token_ids=True, **TWO_CITIES)
+    body["logit_bias"] = {str(END_OF_THOUGHTS): 30} if budget is None else {}
+    body |= {} if budget is None else {"thinking_token_budget": budget}
+    status, _, whole = thinking.post("/v1/chat/completions", body)
+    assert status == 200, whole
+    for choice in whole["choices"]:
+        assert budget is None or thinking_tokens(choice["token_ids"]) == budget
+        jsonschema.validate(json.loads(choice["message"]["content"]), SCHEMA)
+    pieces: list[dict[str, str]] = [{"content": "", "reasoning_content": ""} for _ in range(2)]
+    client = openai.OpenAI(base_url=thinking.url + "/v1", api_key="none", max_retries=0)
+    for event in client.post(
+        "/chat/completions", body=body | {"stream": True}, cast_to=object, stream=True, stream_cls=openai.Stream[Any]
+    ):
+        for choice in event["choices"]:
+            for name, piece in pieces[choice["index"]].items():
+                pieces[choice["index"]][name] = piece + (choice["delta"].get(name) or "")
+    for choice, streamed in zip(whole["choices"], pieces, strict=True):
+        assert streamed["content"] == choice["message"]["content"]
+        assert streamed["reasoning_content"] == choice["message"].get("reasoning_content", "")
+
+
+def test_every_api_bounds_thinking_by_its_own_field(thinking: ThreadedServer) -> None:
+    """Of the chat, all forms of the same bound are the same request."""
+    forms: list[dict[str, Any]] = [
+        {"thinking_token_budget": 3},
+        {"reasoning": {"max_tokens": 3}},
+        {"thinking_token_budget": 0},
+        {"reasoning": {"effort": "none"}, "chat_template_kwargs": {"enable_thinking": True}},
+        {"reasoning_effort": "none", "chat_template_kwargs": {"enable_thinking": True}},
+    ]
+    bodies = [common(thinking, max_tokens=60, return_token_ids=True, **TWO_CITIES, **form) for form in forms]
+    ids = [thinking.post("/v1/chat/completions", body)[2]["choices"][0]["token_ids"] for body in bodies]
+    assert list(map(thinking_tokens, ids)) == [3, 3, 0, 0, 0]
+    assert (ids[0], ids[2], ids[2]) == (ids[1], ids[3], ids[4])
+    output = {"format": {"type": "json_schema", "schema": SCHEMA}}
+    body = {"model": thinking.model, "max_tokens": 90, "messages": MESSAGES, "output_config": output}
+    status, _, message = thinking.post("/v1/messages", {**body, "thinking": {"type": "enabled", "budget_tokens": 3}})
+    assert (status, message["content"][0]["type"]) == (200, "thinking"), message
+    text = {"format": {"type": "json_schema", "name": "trip", "schema": SCHEMA, "strict": True}}
+    body = {"model": thinking.model, "max_output_tokens": 90, "input": "Hello", "text": text}
+    status, _, response = thinking.post("/v1/responses", {**body, "reasoning": {"max_tokens": 3}})
+    assert (status, response["reasoning"]["max_tokens"]) == (200, 3), response
+    assert [item["type"] for item in response["output"]] == ["reasoning", "message"]
+
+
+def test_a_completion_bounds_each_prompt_that_thinks(thinking: ThreadedServer) -> None:
+    prompts = ["So.\n<think>Hm", "So.\n<think>Hm</think>"]
+    body = {"model": thinking.model, "prompt": prompts, "max_tokens": 9, "seed": 1, "return_token_ids": True}
+    status, _, answer = thinking.post("/v1/completions", {**body, "thinking_token_budget": 2, "temperature": 1})
+    assert status == 200, answer
+    inside, closed = (choice["token_ids"] for choice in answer["choices"])
+    assert thinking_tokens(inside) == 2
+    assert thinking_tokens(closed) == len(closed)
+
+
+@pytest.mark.parametrize(
+    ("fields", "kind", "field"),
+    [
+        ({"thinking_token_budget": -2}, "out_of_range", "thinking_token_budget"),
+        ({"reasoning": {"max_tokens": -2}}, "out_of_range", "reasoning.max_tokens"),
+        ({"reasoning": {"max_tokens": 1}, "thinking_token_budget": 1}, "excludes", "reasoning.max_tokens"),
+        ({"reasoning": {"effort": "low"}, "reasoning_effort": "high"}, "excludes", "reasoning.effort"),
+        ({"guided_choice": []}, "empty", "guided_choice"),
+    ],
+)
+def test_fields_without_a_meaning_are_refused(fields: dict[str, Any], kind: str, field: str) -> None:
+    with pytest.raises(RequestRefused) as caught:
+        chat_constraint(**fields)
+    assert (caught.value.refusal.kind, caught.value.refusal.field) == (kind, field)
+
+
+def test_a_model_that_does_not_think_keeps_any_bound(server: Server) -> None:
+    for path, fields in (("/v1/chat/completions", {"messages": MESSAGES}), ("/v1/completions", {"prompt": "Hello"})):
+        body = {"model": server.model, "max_tokens": 2, "thinking_token_budget": 1, **fields}
+        status, headers, _ = server.post(path, body)
+        assert (status, headers["x-manta-ignored"]) == (200, "thinking_token_budget")
+    thinks = {"thinking": {"type": "enabled", "budget_tokens": 1024}, "max_tokens": 2, "messages": MESSAGES}
+    status, headers, _ = server.post("/v1/messages", {"model": server.model, **thinks})
+    assert (status, headers["x-manta-ignored"]) == (200, "thinking.budget_tokens")
+
+
 def test_a_spontaneous_call_is_completed_by_the_grammar(thinking: ThreadedServer) -> None:
     client = openai.OpenAI(base_url=thinking.url + "/v1", api_key="none", max_retries=0)
     begin = 5  # <tool_call>

@@ -129,17 +129,17 @@ def test_a_constraint_begins_after_the_section(tokenizer: Tokenizer) -> None:
     end = tokenizer.token_to_id("</think>")
     for prompt in (PROMPT, PROMPT + "<think>\n"):
         made = plan(tokenizer, prompt, **JSON)
-        assert made.params.constraint.begin_after == (end,)
+        assert made.params.thinking.end_token_ids == (end,)
         assert (made.prompt, made.is_thinking) == (PROMPT + "<think>\n", True)
         assert answer(tokenizer, made, 'Hm.</think>\n{"a": 1}') == ('\n{"a": 1}', "Hm.")
     closed = plan(tokenizer, PROMPT + "<think>\n\n</think>\n\n", **JSON)
-    assert closed.params.constraint.begin_after == ()
+    assert closed.params.thinking is None
 
 
 def test_tool_calls_come_behind_the_section(tokenizer: Tokenizer) -> None:
     tools = [{"type": "function", "function": {"name": "f"}}]
     made = plan(tokenizer, PROMPT + "<think>\n", tools=tools)
-    assert made.params.constraint.begin_after == (tokenizer.token_to_id("</think>"),)
+    assert made.params.thinking.end == "</think>"
     text = 'I could <tool_call>.</think>\n\n<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call>'
     message = MessageBuilder()
     message.add(ChatReader(made).feed(text, True))

@@ -19,6 +19,7 @@ from manta.cluster.serve.requests.prompt_run import Progress
 from manta.specdecode.speculative_config import SpeculativeConfig
 from manta.structured.constraint import ConstraintLimits, ConstraintSpec, Resolved
 from manta.structured.logits_processors import LogitsProcessorSpec
+from manta.structured.thinking import ThinkingSection
 from manta.workers.checkpoints.model_folder import load_model_config
 from manta.workers.sampling_params import SamplingParams
 from manta.workers.step import TokenLogprobs
@@ -38,6 +39,8 @@ PERSON = {
 DRAFTS = {"speculative": SpeculativeConfig(proposers=("ngram", "forced"), ngram_min=1, adaptive=False)}
 FORCED = {"speculative": SpeculativeConfig(proposers=("forced",), adaptive=False)}
 JSON = ConstraintSpec(kind="json_schema", text=json.dumps(PERSON))
+THINKING = ThinkingSection(begin="((", end="))!", end_token_ids=(), is_open=True, budget=7)
+"""A section that is open. The tokenizer has no token of its own for its mark."""
 AUTOMATON = LogitsProcessorSpec(name="automaton", arguments={"num_states": 97})
 
 KINDS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
@@ -60,6 +63,7 @@ KINDS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     ),
     "processors": ({"seed": 4, "n": 2, "logits_processors": (AUTOMATON,), "ignore_eos": True}, {}),
     "schema": ({"seed": 2, "n": 3, "temperature": 1.2, "constraint": JSON, "max_tokens": 60}, {}),
+    "thinking": ({"seed": 2, "n": 2, "constraint": JSON, "max_tokens": 60, "thinking": THINKING}, FORCED),
     "schema-forced": ({"seed": 5, "n": 2, "constraint": JSON, "max_tokens": 60}, FORCED),
     "drafts": ({"seed": 8, "n": 2, "allowed_token_ids": (9, 11), "ignore_eos": True}, DRAFTS),
     "recurrent": ({"seed": 8, "n": 2, "ignore_eos": True}, {"family": "lfm2"}),

@@ -125,8 +125,9 @@ def test_a_token_that_opens_nothing_is_explained(
     ("address", "words"),
     [
         ("nowhere.invalid:6379", ["no Ray cluster answers at RAY_ADDRESS=nowhere.invalid:6379"]),
-        ("http://127.0.0.1:8265", ["no Ray cluster's address", "host:port"]),
+        ("http://127.0.0.1:8265", ["the address of Ray's dashboard", "host:port"]),
         ("nonsense", ["nonsense", "host:port"]),
+        ("tcp://127.0.0.1:6379", ["is no address of a Ray cluster", "host:port"]),
     ],
 )
 def test_an_address_without_cluster_is_explained(address: str, words: list[str]) -> None:
@@ -177,7 +178,11 @@ time.sleep(600)
 
 
 def test_more_threads_than_any_node_has_are_refused(cluster: Cluster) -> None:
-    said = refusal(joining(cluster, free_port(), "engine.num_threads=3"))
+    process = joining(cluster, free_port(), "engine.num_threads=3")
+    assert process.stdout is not None
+    begun = f"Joining the Ray cluster at {cluster.address} and loading {checkpoint('llama')} ...\n"
+    assert process.stdout.readline() == begun
+    said = refusal(process)
     assert "engines claim 1 x 3 CPUs, one a thread, and the cluster's nodes have 2 CPUs; lower" in said
 
 

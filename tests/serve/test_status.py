@@ -126,10 +126,10 @@ def test_what_does_not_start_is_told_in_words() -> None:
 
 
 def test_serves_messages_in_words() -> None:
-    def note(message: str, status: str = "UPSCALING") -> str | None:
+    def note(message: str, status: str = "UPSCALING", trigger: str = "AUTOSCALING") -> str | None:
         overview = DeploymentStatusOverview(
             status=DeploymentStatus(status),
-            status_trigger=DeploymentStatusTrigger.AUTOSCALING,
+            status_trigger=DeploymentStatusTrigger(trigger),
             replica_states={"RUNNING": 1, "STARTING": 0},  # type: ignore[dict-item]
             message=message,
         )
@@ -153,6 +153,8 @@ def test_serves_messages_in_words() -> None:
     assert note(slow_process) == "2 have been starting for more than 30 s; their logs say what they do"
     failed = "The deployment failed to start 1 times\nTraceback (most recent call last):\n  a\ncluster.InWords: no room"
     assert note(failed, "UNHEALTHY") == "no room"
+    died = note("A replica's health check failed. It will be UNHEALTHY.", "UNHEALTHY", "HEALTH_CHECK_FAILED")
+    assert died == "a replica died or failed its health check, and Serve starts another one"
 
 
 @pytest.mark.parametrize("flags", [[], ["--json"]])

@@ -11,10 +11,16 @@ import time
 from collections.abc import Iterator
 
 import httpx
+import msgspec
+import psutil
 import pytest
 
+from manta.cluster.cli.status import lines
+from manta.cluster.http.endpoints.status import Status
 from tests.checkpoints import checkpoint
 from tests.patience import PATIENCE_S
+from tests.processes import kill_all
+from tests.ray_cluster import until
 from tests.two_nodes import TwoNodes, wait_for_line
 
 pytestmark = pytest.mark.prove
@@ -102,6 +108,34 @@ def test_a_cut_link_only_pauses_the_heads_clients(
     deadline = time.monotonic() + PATIENCE_S
     while asyncio.run(streams(namespaces.worker.address)) != expected:
         assert time.monotonic() < deadline, "the other node's ingress does not serve again"
+
+
+def test_one_dead_engine_of_two_is_told_as_degraded(namespaces: TwoNodes, server: subprocess.Popen[str]) -> None:
+    """By both nodes, in every answer until Serve has replaced it; and its death is one sentence on the terminal."""
+    engines = [
+        process
+        for process in psutil.Process(namespaces.head.ray.pid).children(recursive=True)
+        if process.cmdline()[:1] == ["ray::ServeReplica:manta:engine"]
+    ]
+    urls = [f"http://{node.address}:{PORT}" for node in (namespaces.head, namespaces.worker)]
+    with httpx.Client(trust_env=False, timeout=PATIENCE_S) as client:
+        states = []
+
+        def is_well() -> bool:
+            answers = [client.get(f"{url}/health") for url in urls]
+            assert [answer.status_code for answer in answers] == [200, 200]
+            status = msgspec.json.decode(client.get(f"{urls[1]}/status").content, type=Status)
+            states.append((tuple(answer.json().get("reason") for answer in answers), "\n".join(lines(status, urls[1]))))
+            return all(answer.json()["status"] == "ok" for answer in answers)
+
+        assert is_well()
+        kill_all(engines)
+        until(lambda: not is_well())
+        until(is_well)
+    assert any(reasons == ("1 of 2 engines serve",) * 2 for reasons, _ in states)
+    assert any("degraded, 1 of 2" in shown for _, shown in states)
+    assert not any("unhealthy" in shown for _, shown in states)
+    assert "Ray says: " in wait_for_line(server, "Its whole text is in")
 
 
 def test_one_nodes_death_costs_the_others_clients_nothing(namespaces: TwoNodes, server: subprocess.Popen[str]) -> None:

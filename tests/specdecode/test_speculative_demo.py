@@ -71,6 +71,7 @@ def test_plain_answers_are_those_of_transformers() -> None:
         assert reference_greedy(folder, prompt, one.max_tokens)[: len(tokens)] == tokens
 
 
+@pytest.mark.axes_in_turns
 @pytest.mark.parametrize("kind", ["greedy", "sampled"])
 @pytest.mark.parametrize("proposer", SPECULATIVE)
 def test_answers_are_equal_and_drafts_are_accepted(proposer: str, kind: str) -> None:

@@ -108,6 +108,7 @@ def walked(spec: ConstraintSpec, known: Vocabulary, text: str, backend: str) -> 
     assert session.is_accepting()
 
 
+@pytest.mark.axes_in_turns
 @pytest.mark.parametrize("tokenizer", ["demo", "bytelevel", "unigram"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_name_of_a_mark_is_forced_as_text(kind: str, tokenizer: str) -> None:
@@ -125,6 +126,7 @@ def test_the_name_of_a_special_token_is_text_to_xgrammar(kind: str) -> None:
         walked(spec, known, text, "xgrammar")
 
 
+@pytest.mark.axes_in_turns
 @pytest.mark.parametrize("tokenizer", ["demo", "bytelevel", "unigram"])
 @pytest.mark.parametrize("text", ["e\u0301", " a", "\uff41", "☃😀", "a  b", "<|im_end|>e\u0301"])
 def test_a_text_that_the_tokenizer_would_change_is_forced_as_it_is(text: str, tokenizer: str) -> None:

@@ -21,8 +21,9 @@ import pytest
 from manta.structured.backend import Grammar
 from manta.structured.backends.llguidance import ROW_BYTES, LLGuidanceBackend
 from manta.structured.constraint import ConstraintSpec
-from manta.structured.grammar_pool.grammar_worker import GrammarWorker, Job, Message, SessionStart, TrackedSession
+from manta.structured.grammar_pool.grammar_worker import GrammarWorker, Job, Message
 from manta.structured.grammar_pool.pool import GrammarPool
+from manta.structured.grammar_pool.tracked_session import SessionStart, TrackedSession
 from manta.structured.grammar_pool.transport import ActorTransport
 from manta.structured.masks import FAILED, FINISHED, BufferShape, MaskBuffer
 from manta.structured.pool_config import PoolConfig

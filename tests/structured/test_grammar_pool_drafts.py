@@ -11,7 +11,8 @@ import time
 import numpy as np
 import pytest
 
-from manta.structured.grammar_pool.grammar_worker import GrammarWorker, Job, Message, TrackedSession
+from manta.structured.grammar_pool.grammar_worker import GrammarWorker, Job, Message
+from manta.structured.grammar_pool.tracked_session import TrackedSession
 from manta.structured.masks import FINISHED, REFUSED, BufferShape, MaskBuffer
 from manta.structured.vocabulary import Vocabulary
 from tests.grammar_pools import (

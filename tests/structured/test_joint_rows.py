@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 
 from manta.structured.backends.llguidance import LLGuidanceBackend, LLGuidanceSession
-from manta.structured.grammar_pool.grammar_worker import TrackedSession
 from manta.structured.grammar_pool.pool import GrammarPool
+from manta.structured.grammar_pool.tracked_session import TrackedSession
 from manta.structured.masks import row_words
 from manta.structured.pool_config import PoolConfig
 from manta.structured.vocabulary import Vocabulary

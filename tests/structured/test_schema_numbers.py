@@ -218,6 +218,7 @@ def _negated(schema: Any, instances: list[Any]) -> tuple[Any, list[Any]]:
 # ---- tests -----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.axes_in_turns
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("part", range(10))
 def test_numbers_mean_what_they_say(part: int, backend: str) -> None:

@@ -20,6 +20,9 @@ from tests.local_server import local_server
 
 GRAFANA = pathlib.Path(__file__).resolve().parents[2] / "configs" / "grafana"
 DASHBOARDS = {path.stem: json.loads(path.read_text()) for path in sorted(GRAFANA.glob("dashboards/*.json"))}
+GROUPS = yaml.safe_load((GRAFANA.parent / "prometheus" / "rules.yml").read_text())["groups"]
+RULES = [rule for group in GROUPS for rule in group["rules"]]
+"""Alerts and recorded ratios; `test_alerts.py` evaluates them."""
 QUERIES = [
     (f"{name}: {panel['title']} {target['refId']}", target["expr"])
     for name, dashboard in DASHBOARDS.items()
@@ -141,6 +144,17 @@ def test_every_dashboard_query_selects_exposed_series(place: str, query: str, ex
 def test_a_query_with_a_mistake_is_found(query: str, complaint: str, exposed: Exposed) -> None:
     with pytest.raises(ValueError, match=complaint):
         check(query, exposed)
+
+
+@pytest.mark.parametrize("rule", RULES, ids=[rule.get("alert") or rule["record"] for rule in RULES])
+def test_every_rule_reads_exposed_series(rule: dict[str, Any], exposed: Exposed) -> None:
+    recorded = {other["record"] for other in RULES if "record" in other}
+    for selector, function in selectors(parsed(rule["expr"], exposed.model)):
+        if selector.name not in recorded:
+            assert selector.name in exposed.labels
+            assert exposed.grows[selector.name] == (function in GROWING)
+            labels = set(exposed.labels[selector.name][0])
+            assert {matcher.name for matcher in selector.matchers.matchers} <= labels
 
 
 def test_several_ingresses_have_names() -> None:

@@ -7,14 +7,15 @@ from __future__ import annotations
 
 import asyncio
 import math
+from typing import Any
 
 import msgspec
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from manta.cluster.config import ServeConfig
+from manta.cluster.config import EngineConfig, ServeConfig
 from manta.cluster.engine.request import FinishStatus
-from manta.cluster.engine.stats import DraftCounts, EngineStats
+from manta.cluster.engine.stats import DraftCounts, EngineStats, ServiceStats
 from manta.cluster.http.exchange.metrics import Metrics, numbers
 from tests.async_tests import async_test
 from tests.engine.test_engine import make_engine
@@ -124,6 +125,32 @@ async def test_limits_and_sizes_hold_under_load() -> None:
         assert found["manta:prefix_cache_blocks", ()] == (64 + 20 - 1) // 16
         assert found["manta:prefix_cache_queries_total", ()] == 3 * 64
         assert all(math.isfinite(value) for value in found.values())
+
+
+def test_options_are_those_that_engines_have() -> None:
+    """In an update an ingress may have the new ones before an engine has."""
+    metrics = Metrics("m")
+    metrics.show_options(ServeConfig(engine=EngineConfig(max_num_waiting=9, block_size=32)))
+    engine = make_engine("llama").stats()
+
+    def told(name: str, **options: Any) -> EngineStats:
+        service = ServiceStats(
+            replica="", node="", start_seconds={}, waiting_tokens=0, ttft_s=0, requests_per_s=0,
+            config=EngineConfig(**options),
+        )  # fmt: skip
+        return msgspec.structs.replace(engine, engine_id=name, service=service)
+
+    def shown(*engines: EngineStats) -> tuple[float, set[str], float]:
+        found = series(metrics.render(engines))
+        sizes = {dict(labels)["block_size"] for name, labels in found if name == "manta:cache_config_info"}
+        option = found["manta:option", (("option", "engine.max_num_waiting"),)]
+        return option, sizes, found["manta:engine_configurations", ()]
+
+    old, new = told("a", max_num_waiting=5), told("b", max_num_waiting=9, block_size=32)
+    assert shown() == (9, {"32"}, 0)
+    assert shown(old) == (5, {"16"}, 1)
+    assert shown(old, new) == (5, {"16", "32"}, 2)
+    assert shown(new, told("c", max_num_waiting=9, block_size=32)) == (9, {"32"}, 1)
 
 
 def test_counters_do_not_fall_at_engine_restarts() -> None:

@@ -16,6 +16,7 @@ from manta.structured import host
 from manta.workers.kernels import (
     build,
     cpu,
+    cpu_adapters,
     cpu_all_reduce,
     cpu_decoder,
     cpu_linear,
@@ -43,6 +44,7 @@ EMULATED = [pytest.param(name, marks=pytest.mark.prove) for name in emulated.FOR
 """Forms of other processors: kernels only, no decoder in one call and no sampler."""
 _WITH_LIBRARIES = (
     cpu,
+    cpu_adapters,
     cpu_all_reduce,
     cpu_decoder,
     cpu_linear,

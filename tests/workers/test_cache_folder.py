@@ -17,8 +17,10 @@ from benchmarks.checkpoints import benchmark_checkpoint
 from manta.cluster.text.tokenizer_trial import TokenizerTrial
 from manta.workers.cache_folder import UntrustedCache, cache_entry
 from manta.workers.checkpoints.gguf_file import gguf_folder
+from manta.workers.checkpoints.values_digest import CheckpointValues
 from manta.workers.jax_worker.programs import jax, keep_compiled_programs
 from manta.workers.kernels import build, processor
+from manta.workers.prefix_store import PrefixStore
 from tests.checkpoints import checkpoint
 from tests.gguf_files import write_gguf
 
@@ -81,6 +83,21 @@ def tokenizers(root: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> pathlib.P
     return mark
 
 
+def prefixes(root: pathlib.Path, _: pytest.MonkeyPatch) -> pathlib.Path:
+    """Returns the file of a kept block."""
+    store = PrefixStore("0" * 32, 0, 1 << 20, 1e6)
+    if store.read(bytes(16), 0, 4) is None:
+        store.write(bytes(16), 0, memoryview(b"part"))
+    (block,) = cache_entry("prefixes").iterdir()
+    return block
+
+
+def digests(root: pathlib.Path, _: pytest.MonkeyPatch) -> pathlib.Path:
+    """Returns the file with the digest of one of a checkpoint's files, which may be new."""
+    CheckpointValues(checkpoint("llama"), settled_s=-1e6).digest()
+    return min(path for path in cache_entry("digests").iterdir() if path.suffix != ".lock")
+
+
 Kind = Callable[[pathlib.Path, pytest.MonkeyPatch], pathlib.Path]
 KINDS: dict[str, Kind] = {
     "kernels": kernels,
@@ -88,9 +105,11 @@ KINDS: dict[str, Kind] = {
     "jax": programs,
     "benchmarks": models,
     "tokenizers": tokenizers,
+    "prefixes": prefixes,
+    "digests": digests,
 }
 """A file that is loaded from each folder of the cache, by the folder's name."""
-PLANTED = json.dumps({"planted": True})
+PLANTED = json.dumps({"planted": True}).encode()
 
 
 @pytest.fixture(params=KINDS)
@@ -114,12 +133,12 @@ def test_a_planted_folder_is_not_used(
     file = KINDS[kind](tmp_path, monkeypatch)
     assert cache in file.parents
     assert KINDS[kind](tmp_path, monkeypatch) == file, "it is found again"
-    file.write_text(PLANTED)
+    file.write_bytes(PLANTED)
     give_away(cache / kind)
     found = KINDS[kind](tmp_path, monkeypatch)
-    assert found.read_text() != PLANTED
+    assert found.read_bytes() != PLANTED
     assert found.is_relative_to(tmp_path / "tmp" / f"manta-cache-{os.getuid()}")
-    assert file.read_text() == PLANTED, "what is another user's stays"
+    assert file.read_bytes() == PLANTED, "what is another user's stays"
 
 
 @needs_root
@@ -128,24 +147,24 @@ def test_planted_files_in_a_folder_of_ours_are_removed(
 ) -> None:
     """The folder was open to others once."""
     file = KINDS[kind](tmp_path, monkeypatch)
-    file.write_text(PLANTED)
+    file.write_bytes(PLANTED)
     give_away(file)
     found = KINDS[kind](tmp_path, monkeypatch)
     assert found == file
-    assert found.read_text() != PLANTED
+    assert found.read_bytes() != PLANTED
 
 
 def test_what_others_could_have_written_is_removed(
     kind: str, cache: pathlib.Path, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file = KINDS[kind](tmp_path, monkeypatch)
-    file.write_text(PLANTED)
+    file.write_bytes(PLANTED)
     for each in (file, *file.parents):
         if each.is_relative_to(cache / kind):
             each.chmod(0o777)
     found = KINDS[kind](tmp_path, monkeypatch)
     assert found == file
-    assert found.read_text() != PLANTED
+    assert found.read_bytes() != PLANTED
     assert not (cache / kind).stat().st_mode & 0o077
 
 
@@ -153,10 +172,10 @@ def test_a_shared_folder_above_is_not_used(
     kind: str, cache: pathlib.Path, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file = KINDS[kind](tmp_path, monkeypatch)
-    file.write_text(PLANTED)
+    file.write_bytes(PLANTED)
     cache.chmod(0o777)
     found = KINDS[kind](tmp_path, monkeypatch)
-    assert found.read_text() != PLANTED
+    assert found.read_bytes() != PLANTED
     assert not found.is_relative_to(cache)
     cache.chmod(0o1777)
     assert KINDS[kind](tmp_path, monkeypatch) == file, "as in /tmp nobody can replace what another user has made"

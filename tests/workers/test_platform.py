@@ -76,6 +76,7 @@ class OtherPlatform:
     keeps_float8 = False
     groups_layers = False
     splits_mlp = False
+    adapting = None
     advice = None
     sampler = torch_sampler
 

@@ -158,6 +158,7 @@ ANY_JSON: dict[str, Callable[[pathlib.Path], None]] = {
 }
 
 
+@pytest.mark.axes_in_turns
 @pytest.mark.parametrize("damage", ANY_FILE)
 @pytest.mark.parametrize("name", READ)
 def test_a_damaged_file_is_refused_by_name(name: str, damage: str, folder: pathlib.Path) -> None:
@@ -168,6 +169,7 @@ def test_a_damaged_file_is_refused_by_name(name: str, damage: str, folder: pathl
     check_sentence(sentence, name)
 
 
+@pytest.mark.axes_in_turns
 @pytest.mark.parametrize("damage", ANY_JSON)
 @pytest.mark.parametrize("name", JSON)
 def test_damaged_json_is_refused_by_name(name: str, damage: str, folder: pathlib.Path) -> None:

@@ -27,6 +27,7 @@ from manta.workers.models.specs import Split, WeightPart
 from manta.workers.parallel.split import EXACT_GATES, check_num_ranks, shard_config, split_outputs
 from manta.workers.step import ScheduledSequence, SequenceStart, StepInput
 from manta.workers.torch_worker.torch_worker import TorchWorker
+from tests.adapters import adapters_of
 from tests.checkpoints import VOCAB_SIZE, checkpoint
 from tests.engine.test_constrained_drafts import mixed_params
 from tests.pairs import every, in_turns
@@ -206,6 +207,21 @@ def test_whatever_is_asked(two: RankProcesses, what: str) -> None:
 def test_whatever_is_asked_of_the_overlapped_loop(two: RankProcesses, what: str) -> None:
     ask, options = REQUESTS[what]
     assert_same(two, ask, str(checkpoint("llama", dtype="float32")), overlap="on", **options)
+
+
+@pytest.mark.parametrize("family", ["llama", pytest.param("phi3", marks=pytest.mark.prove)])
+def test_ranks_split_adapters_as_they_split_linears(two: RankProcesses, family: str) -> None:
+    adapters = adapters_of(checkpoint(family))
+    adapters.add("ranks", 3, r=6)
+
+    def ask(llm: LLM) -> Any:
+        names = ["ranks", "", "ranks"]
+        return [
+            answer.outputs[0].token_ids
+            for answer in llm.generate(prompts()[:3], greedy(), use_tqdm=False, adapter=names)
+        ]
+
+    assert_same(two, ask, str(checkpoint(family)), adapters={"ranks": adapters.folders["ranks"]})
 
 
 def test_a_failed_row_costs_the_others_nothing(two: RankProcesses) -> None:

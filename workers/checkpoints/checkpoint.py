@@ -9,7 +9,7 @@ import torch
 from manta.workers.checkpoints.memory import FLOATING, TensorEntry
 from manta.workers.checkpoints.tensor_files import TensorFiles
 
-_DTYPES = {
+DTYPES = {
     "F32": torch.float32,
     "BF16": torch.bfloat16,
     "F16": torch.float16,
@@ -19,6 +19,7 @@ _DTYPES = {
     "I8": torch.int8,
     "U8": torch.uint8,
 }
+"""Dtypes by their names in safetensors."""
 
 
 class Checkpoint(TensorFiles):
@@ -32,11 +33,11 @@ class Checkpoint(TensorFiles):
         """
         readable = {
             stored: dtype.itemsize
-            for stored, dtype in _DTYPES.items()
+            for stored, dtype in DTYPES.items()
             if (stored in FLOATING if kind == torch.float32 else dtype == kind)
         }
         mapped, entry = self.find(name, shape, readable)
-        return self._view(mapped, entry, shape, _DTYPES[entry.dtype])
+        return self._view(mapped, entry, shape, DTYPES[entry.dtype])
 
     def blocks(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
         """Returns a tensor of a GGUF type whose weight has this shape: uint8 [out_features, bytes of a row]."""

@@ -30,8 +30,8 @@ def why_no_checkpoint(folder: pathlib.Path) -> str:
     adapter = folder / "adapter_config.json"
     if adapter.is_file():
         return (
-            f"{folder} is a LoRA adapter{_of_base(adapter)}, and adapters are not served; merge it into its base model "
-            "(peft: merge_and_unload, then save_pretrained) and give that folder"
+            f"{folder} is a LoRA adapter{_of_base(adapter)}; give its base model as the model, and this folder under a "
+            "name in adapters (--lora-modules NAME=FOLDER)"
         )
     snapshots = _with_config(folder / "snapshots")
     if snapshots:

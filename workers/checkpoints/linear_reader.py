@@ -79,7 +79,7 @@ class LinearReader:
         is used again. `shapes_only` False gives a plain weight its data in any case.
         """
         shapes_only = self._shapes_only if shapes_only is None else shapes_only
-        spec = spec._replace(parts=tuple(map(self.as_stored, spec.parts)))
+        spec = self.stored(spec)
         formats = [self.format_of(part) for part in spec.parts]
         weight: QuantizedWeight | torch.Tensor
         if any(formats):
@@ -91,6 +91,10 @@ class LinearReader:
             return LinearWeight(spec.name, weight, bias, self._dtype, spec.is_gated)
         shape = torch.empty(weight.values.shape, dtype=self._dtype, device="meta")
         return LinearWeight(spec.name, shape, bias, self._dtype, spec.is_gated, weight)
+
+    def stored(self, spec: LinearSpec) -> LinearSpec:
+        """Returns a linear with its parts as this checkpoint stores them."""
+        return spec._replace(parts=tuple(map(self.as_stored, spec.parts)))
 
     def as_stored(self, part: WeightPart) -> WeightPart:
         """Returns the part as this checkpoint stores it."""
@@ -181,10 +185,11 @@ class LinearReader:
         if part.expert is None:
             stored = self.checkpoint.view(part.weight_name, (num_rows, spec.in_features))
         else:
-            sizes = spec.in_features, num_rows * part.expert.step
-            of_all = (part.expert.num_experts, *(reversed(sizes) if part.expert.are_rows else sizes))
+            sizes = num_rows * part.expert.step, spec.in_features
+            are_rows = part.expert.are_rows_of(self.checkpoint.shape_of(part.weight_name), *sizes)
+            of_all = (part.expert.num_experts, *(sizes if are_rows else reversed(sizes)))
             own = self.checkpoint.view(part.weight_name, of_all)[part.expert.expert]
-            stored = part.expert.rows_of(own if part.expert.are_rows else own.T)
+            stored = part.expert.rows_of(own if are_rows else own.T)
         taken = self._taken(part, spec.splits_inputs, stored)
         assert isinstance(taken, torch.Tensor)
         return taken

@@ -285,20 +285,35 @@ def weight_headers(folder: pathlib.Path) -> list[tuple[pathlib.Path, dict[str, T
         return read_gguf_index(folder)
     headers = [(path, read_header(path, folder)) for path in weight_files(folder)]
     names = {name for _, entries in headers for name in entries}
-    if not any(name.startswith(_OF_TEXT) for name in names):
-        return headers
-    return [(path, _text_tensors(entries)) for path, entries in headers]
+    if any(name.startswith(_OF_TEXT) for name in names):
+        return [(path, _text_tensors(entries)) for path, entries in headers]
+    return [
+        (path, {name: entry for name, entry in entries.items() if not name.startswith(_OF_TOWERS)})
+        for path, entries in headers
+    ]
 
 
 _TEXT_NAMES = {
     "language_model.model.": "model.",
+    "language_model.backbone.": "backbone.",
     "language_model.lm_head.": "lm_head.",
+    "thinker.model.": "model.",
+    "thinker.lm_head.": "lm_head.",
     "model.language_model.": "model.",
+    "model.text_model.": "model.",
     "lm_head.": "lm_head.",
 }
 """How the names of a text decoder's tensors begin in the checkpoints of multimodal models, and in those of its own."""
-_OF_TEXT = ("language_model.model.", "model.language_model.")
+_OF_TEXT = tuple(stored for stored, usual in _TEXT_NAMES.items() if stored != usual)
 """Beginnings that only multimodal checkpoints have."""
+_OF_TOWERS = ("visual.", "audio_tower.")
+"""Beginnings of tensors that see or hear, beside a text decoder with its usual names (Qwen2-VL)."""
+
+
+def usual_name(name: str) -> str:
+    """Returns the name in a text decoder's own checkpoint of a tensor or module, given that in a multimodal model."""
+    stored = next((each for each in _OF_TEXT if name.startswith(each)), "")
+    return _TEXT_NAMES[stored] + name.removeprefix(stored) if stored else name
 
 
 def _text_tensors(entries: dict[str, TensorEntry]) -> dict[str, TensorEntry]:

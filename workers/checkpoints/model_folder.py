@@ -22,7 +22,7 @@ from manta.workers.models.harmless_keys import HARMLESS_KEYS, HARMLESS_QUANTIZAT
 from manta.workers.models.model_config import ModelConfig, ModelError
 from manta.workers.models.quantization import read_quantization
 from manta.workers.models.raw_config import RawConfig, RawValue
-from manta.workers.models.wrappers import text_decoder
+from manta.workers.models.wrappers import TEXT_PATHS, text_decoder
 from manta.workers.sampling_params import BOUNDS
 
 _DEMO_FOLDER = pathlib.Path(__file__).resolve().parents[2] / "configs" / "demo" / "target"
@@ -177,7 +177,8 @@ def _unused_keys(raw: RawConfig) -> tuple[str, ...]:
 def _is_harmless(key: str) -> bool:
     if key.startswith("quantization_config."):
         return key.rpartition(".")[2] in HARMLESS_QUANTIZATION_KEYS
-    return key.removeprefix("text_config.") in HARMLESS_KEYS
+    path = next((path for path in TEXT_PATHS if key.startswith(path)), "")
+    return key.removeprefix(path) in HARMLESS_KEYS
 
 
 def _eos_token_ids(vocab_size: int, *configs: RawConfig) -> tuple[int, ...]:

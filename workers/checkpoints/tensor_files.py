@@ -19,6 +19,7 @@ import msgspec
 from manta.structured.visible_logs import logger_of
 from manta.workers.checkpoints.memory import TensorEntry, weight_headers
 from manta.workers.checkpoints.stored_files import open_file
+from manta.workers.models.families import describe
 from manta.workers.models.model_config import ModelConfig, ModelError
 
 logger = logger_of(__name__)
@@ -31,7 +32,7 @@ _IGNORED_PREFIXES = ("mtp.",)
 """Beginnings of the names of layers that draft tokens (multi-token prediction), which are not served."""
 _MAP_NORESERVE, _USUAL_MACHINES = 0x4000, ("x86_64", "aarch64")
 """The flag of Linux, which Python has from 3.13 on, and processors for which it has this value."""
-_EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
+_HEAD = "lm_head.weight"
 _COMPARED_BYTES = 2**24
 """Bytes of the embedding and of the head that are compared at a time."""
 _REMEDY = "copy or download configuration and weights of one model again"
@@ -126,20 +127,23 @@ class TensorFiles:
         """Returns the configuration of a tied model without its tie, if a file holds a head unlike the embedding. So
         does transformers.
         """
-        if not config.tie_word_embeddings or not self._holds_other_head():
+        if not config.tie_word_embeddings or _HEAD not in self._entries:
+            return config
+        embedding = describe(config).embedding.weight_name
+        if not self._holds_other_head(embedding):
             return config
         logger.warning(
             "%s says tie_word_embeddings, but %s differs from %s; it is used. Set tie_word_embeddings to false",
             self.folder / "config.json",
             _HEAD,
-            _EMBEDDING,
+            embedding,
         )
         return msgspec.structs.replace(config, tie_word_embeddings=False)
 
-    def _holds_other_head(self) -> bool:
-        if _EMBEDDING not in self._entries or _HEAD not in self._entries:
+    def _holds_other_head(self, embedding: str) -> bool:
+        if embedding not in self._entries:
             return False
-        stored = self._entries[_HEAD], self._entries[_EMBEDDING]
+        stored = self._entries[_HEAD], self._entries[embedding]
         head, table = (entry for _, entry in stored)
         if (head.dtype, head.shape) != (table.dtype, table.shape):
             return True

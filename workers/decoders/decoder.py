@@ -263,7 +263,7 @@ class Decoder:
         if isinstance(mlp, ExpertsWeights):
             return run_experts(mlp, normed, self._kernels, metadata)
         num_rows = normed.shape[0]
-        if self._mlp_rows is None or num_rows <= self._mlp_rows:
+        if self._mlp_rows is None or num_rows <= self._mlp_rows or metadata.adapters is not None:
             return mlp.down.forward(mlp.gated.forward(normed, metadata), metadata)
         num_parts = -(-num_rows // self._mlp_rows)
         # As decoder.cpp does: all ranks sum the same parts. Their rows are not those of the step.

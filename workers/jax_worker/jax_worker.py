@@ -17,6 +17,7 @@ from manta.structured import host
 from manta.structured.logits_processors import LogitsProcessorFactory, LogitsProcessorRegistry
 from manta.structured.masks import MaskBatch
 from manta.structured.visible_logs import logger_of
+from manta.workers.adapter_support import check_adapters
 from manta.workers.checkpoints.memory import block_needs, choose_groups, plan_max_model_len, weight_bytes
 from manta.workers.checkpoints.model_folder import resolve_model_folder
 from manta.workers.exact import check_exact
@@ -36,6 +37,7 @@ from manta.workers.model_options import ModelOptions
 from manta.workers.models.model_config import ModelError
 from manta.workers.parallel.split import check_num_ranks
 from manta.workers.phases import Phases
+from manta.workers.prefix_store import check_prefix_store
 from manta.workers.ranks.rank_sequences import RankSequences
 from manta.workers.ranks.rank_worker import ALONE, RankPlace, StepTimes
 from manta.workers.sampling.pending_draw import PendingDraw
@@ -61,7 +63,9 @@ class JaxWorker:
     ) -> None:
         check_weights(config.weights, "tpu")
         check_exact(config, "tpu")
+        check_adapters(config, "tpu")
         check_kv_cache(config, "tpu")
+        check_prefix_store(config, "tpu")
         phases = Phases()
         draws, num_hosts = place.rank == 0, config.num_ranks
         keep_compiled_programs()

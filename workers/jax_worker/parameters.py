@@ -227,9 +227,11 @@ class _ParameterReader:
         if part.expert is None:
             stored = self._view(part.weight_name, (part.stored_rows or part.out_features, in_features))
         else:
-            assert not part.expert.are_rows
-            of_all = (part.expert.num_experts, in_features, part.out_features * part.expert.step)
-            stored = part.expert.rows_of(self._view(part.weight_name, of_all)[part.expert.expert].T)
+            sizes = part.out_features * part.expert.step, in_features
+            are_rows = part.expert.are_rows_of(self._files.shape_of(part.weight_name), *sizes)
+            of_all = (part.expert.num_experts, *(sizes if are_rows else reversed(sizes)))
+            own = self._view(part.weight_name, of_all)[part.expert.expert]
+            stored = part.expert.rows_of(own if are_rows else own.T)
         rows = self._rows(part)
         return lambda outputs, inputs: _taken(stored, rows[outputs])[:, inputs]
 

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
+from manta.workers.kernels.adapter_rows import AdapterRows
 from manta.workers.kernels.query_tokens import QueryTokens
 from manta.workers.kernels.recurrent_step import RecurrentStep
 from manta.workers.kernels.shared_prefixes import SharedPrefixes, find_shared_prefixes
@@ -57,6 +58,8 @@ class AttentionMetadata:
     """
     states: RecurrentStep | None = None
     """The recurrent states that the step reads and writes; None for models without."""
+    adapters: AdapterRows | None = None
+    """The rows with adapters; None if no row has one."""
 
     def of_group(self, group: int) -> AttentionMetadata:
         """Returns the metadata for the layers of a group."""
@@ -137,6 +140,7 @@ class AttentionMetadata:
             max_context_len=int(context_lens.max()) if num_sequences else 0,
             total_context_len=int(context_lens.sum()),
             shared_prefixes=find_shared_prefixes(tokens) if tokens.may_share else None,
+            adapters=tokens.adapters,
         )
         if tokens.states:
             step.states = RecurrentStep.build(starts.tolist(), query_lens.tolist(), tokens.states)

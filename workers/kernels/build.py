@@ -9,9 +9,7 @@ and callers use their torch reference.
 from __future__ import annotations
 
 import concurrent.futures
-import contextlib
 import ctypes
-import fcntl
 import functools
 import hashlib
 import importlib.util
@@ -24,9 +22,8 @@ import struct
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
 
-from manta.workers.cache_folder import UntrustedCache, cache_entry, is_own
+from manta.workers.cache_folder import UntrustedCache, cache_entry, is_own, one_at_a_time
 from manta.workers.kernels import processor
 
 FLAGS = ("-O3", "-fno-math-errno", "-fno-trapping-math", "-ffp-contract=off", "-std=c++17", "-fPIC", "-pthread", "-w")
@@ -86,8 +83,15 @@ def _load() -> tuple[ctypes.CDLL | None, str | None]:
 
 def form_in_use() -> str:
     """The name of the form that the library was compiled for; `torch` without one."""
+    return library_name().split("-")[0]
+
+
+def library_name() -> str:
+    """The name of the library in use, which differs with its sources, its compiler and the processor's form; `torch`
+    without one.
+    """
     library = load_library()
-    return "torch" if library is None else pathlib.Path(library._name).name.split("-")[0]
+    return "torch" if library is None else pathlib.Path(library._name).name
 
 
 def library_for(form: processor.Form, compiler: tuple[str, ...], extra: tuple[str, ...] = ()) -> pathlib.Path:
@@ -103,22 +107,10 @@ def library_for(form: processor.Form, compiler: tuple[str, ...], extra: tuple[st
     key = hashlib.sha256(b"\0".join(parts)).hexdigest()[:16]
     library = cache_entry("kernels") / f"{form.name}-{key}.so"
     if not _is_ours(library):  # missing, or others could have changed it
-        with _one_at_a_time(library.parent):
+        with one_at_a_time(library.parent / _LOCK):
             if not _is_ours(library):
                 _compile((*compiler, *flags), library)
     return library
-
-
-@contextlib.contextmanager
-def _one_at_a_time(folder: pathlib.Path) -> Iterator[None]:
-    """Waits until no other process compiles into `folder`. Ranks start together, and each would compile the same."""
-    file = os.open(folder / _LOCK, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-    try:
-        with contextlib.suppress(OSError):  # a file system without locks
-            fcntl.flock(file, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(file)
 
 
 def load_checked(library: pathlib.Path) -> ctypes.CDLL:

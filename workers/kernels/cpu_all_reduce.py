@@ -152,7 +152,7 @@ class _RowParallelLinear(SummedLinear):
     def native(self) -> NativeLinear:
         inner = self._native_linear.native()
         self._state = _RowParallel(inner.run, inner.state, ctypes.addressof(self._group.state), *self._sizes)
-        return _native(self._group._library.manta_run_row_parallel, self._state, self._group)
+        return _native(self._group._library.manta_run_row_parallel, self._state, self._group, inner)
 
 
 class _ColumnParallelLinear(GatheringLinear):
@@ -170,11 +170,11 @@ class _ColumnParallelLinear(GatheringLinear):
     def native(self) -> NativeLinear:
         inner = self._native_linear.native()
         self._state = _ColumnParallel(inner.run, inner.state, ctypes.addressof(self._group.state), *self._row_bytes)
-        return _native(self._group._library.manta_run_column_parallel, self._state, self._group)
+        return _native(self._group._library.manta_run_column_parallel, self._state, self._group, inner)
 
 
-def _native(function: Any, state: Any, group: SharedGroup) -> NativeLinear:
-    """The call of `function` with `state`, which the caller keeps alive."""
+def _native(function: Any, state: Any, group: SharedGroup, inner: NativeLinear) -> NativeLinear:
+    """The call of `function` with `state`, which the caller keeps alive, around `inner`."""
     run = ctypes.cast(function, c_void_p).value
     assert run is not None
-    return NativeLinear(run, ctypes.addressof(state), group.raise_error)
+    return NativeLinear(run, ctypes.addressof(state), group.raise_error, begin=inner.begin)

@@ -137,6 +137,8 @@ class FusedLayers:
         """Linears that only Python can run."""
         self._raise_errors: dict[Callable[[], None], None] = {}
         """The linears' `NativeLinear.raise_error`: each once, in the order of the linears."""
+        self._begins: dict[Callable[[AttentionMetadata], None], None] = {}
+        """The linears' `NativeLinear.begin`: each once."""
         self._layers = (_NativeLayer * len(weights.layers))()
         places = group_layers(config.sliding_windows, config.attends, config.kv_sources).layers
         for to, layer, place, window in zip(self._layers, weights.layers, places, config.sliding_windows, strict=True):
@@ -157,6 +159,8 @@ class FusedLayers:
                 setattr(to, name, _Linear(native.run, native.state))
                 if native.raise_error is not None:
                     self._raise_errors[native.raise_error] = None
+                if native.begin is not None:
+                    self._begins[native.begin] = None
             to.sinks = _address(attention.sinks)
             to.window = NO_WINDOW if window is None else window
             to.group = place.group
@@ -207,9 +211,12 @@ class FusedLayers:
             metadata.block_size,
         )
         output = torch.empty_like(residual)
-        buffers, _memory = self._buffers(residual)  # the memory lives until the call has returned
+        mlp_rows = self._mlp_rows if metadata.adapters is None else len(residual)
+        buffers, _memory = self._buffers(residual, mlp_rows)  # the memory lives until the call has returned
         for linear in self.called_back:
             linear.step = metadata
+        for begin in self._begins:
+            begin(metadata)
         library = _library()
         assert library is not None
         library.manta_decoder(
@@ -232,11 +239,11 @@ class FusedLayers:
         self.called_back.append(called_back)
         return called_back.native()
 
-    def _buffers(self, residual: torch.Tensor) -> tuple[Any, torch.Tensor]:
-        """Returns the addresses of the buffers, and the memory that holds them."""
+    def _buffers(self, residual: torch.Tensor, mlp_rows: int) -> tuple[Any, torch.Tensor]:
+        """Returns the addresses of the buffers for MLPs of up to `mlp_rows`, and the memory that holds them."""
         hidden, qkv, attended, gated = self._widths
         rows = residual.shape[0]
-        mlp_rows = -(-rows // -(-rows // self._mlp_rows))  # as few parts as possible, of about equal size
+        mlp_rows = -(-rows // -(-rows // mlp_rows))  # as few parts as possible, of about equal size
         sizes = [rows * hidden, rows * qkv, rows * attended, mlp_rows * gated, rows * hidden]
         memory = self._memory.empty((sum(sizes),), self._dtype)
         addresses, at = [residual.data_ptr()], memory.data_ptr()

@@ -44,8 +44,8 @@ class FusedExperts:
         self._inner = experts[0][0].width
         self._experts = (_Expert * len(experts))()
         for to, (gated, down) in zip(self._experts, experts, strict=True):
-            to.run_gated, to.gated, _ = gated.native()
-            to.run_down, to.down, _ = down.native()
+            to.run_gated, to.gated, *_ = gated.native()
+            to.run_down, to.down, *_ = down.native()
 
     def forward(self, x: torch.Tensor, chosen: torch.Tensor, shares: torch.Tensor) -> torch.Tensor:
         x, chosen, shares = x.contiguous(), chosen.contiguous(), shares.contiguous()

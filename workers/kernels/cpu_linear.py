@@ -33,6 +33,12 @@ class NativeLinear(NamedTuple):
     """Address of its first argument; the linear keeps what is there alive."""
     raise_error: Callable[[], None] | None = None
     """Raises an error that occurred in the function: no exception can pass through C++."""
+    run_adding: int | None = None
+    """Address of the same function with addends of the sums, float32 rows or null, as its last argument; None if there
+    is none.
+    """
+    begin: Callable[[AttentionMetadata], None] | None = None
+    """Called before the function runs for a step, for linears that differ by sequence."""
 
 
 @runtime_checkable
@@ -161,9 +167,14 @@ class PackedLinear:
             bias = None if self.bias is None else self.bias.data_ptr()
             sizes = (self.in_features, self.out_features, self.gate)
             self._state = _PackedLinear(self.packed.data_ptr(), bias, DTYPES[self.dtype], *sizes)
-        run = ctypes.cast(self._library.manta_run_packed_linear, c_void_p).value
-        assert run is not None
-        return NativeLinear(run, ctypes.addressof(self._state))
+        return native_of(self._library, "manta_run_packed_linear", self._state)
+
+
+def native_of(library: ctypes.CDLL, name: str, state: Any) -> NativeLinear:
+    """Returns the call of a linear's function, whose form with addends is `NAME_adding`."""
+    run, run_adding = (ctypes.cast(library[each], c_void_p).value for each in (name, f"{name}_adding"))
+    assert run is not None
+    return NativeLinear(run, ctypes.addressof(state), run_adding=run_adding)
 
 
 def pack(

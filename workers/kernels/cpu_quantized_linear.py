@@ -16,7 +16,15 @@ import torch
 
 from manta.workers.kernels import build, layout
 from manta.workers.kernels.attention_metadata import AttentionMetadata
-from manta.workers.kernels.cpu_linear import DTYPES, NativeLinear, Place, gated_bias, gates_fit, place_alone
+from manta.workers.kernels.cpu_linear import (
+    DTYPES,
+    NativeLinear,
+    Place,
+    gated_bias,
+    gates_fit,
+    native_of,
+    place_alone,
+)
 from manta.workers.kernels.kept_memory import KeptMemory
 from manta.workers.kernels.quantized_reference import input_group
 from manta.workers.kernels.quantized_weight import QuantizedWeight
@@ -135,9 +143,7 @@ class PackedQuantizedLinear:
         if self._state is None:  # callers keep its address
             pointers = self.packed.data_ptr(), _address(self.bias), _address(self._order), _address(self._codebook)
             self._state = _QuantizedLinear(*pointers, DTYPES[self.dtype], *self._sizes)
-        run = ctypes.cast(self._library.manta_run_quantized_linear, c_void_p).value
-        assert run is not None
-        return NativeLinear(run, ctypes.addressof(self._state))
+        return native_of(self._library, "manta_run_quantized_linear", self._state)
 
 
 def _address(tensor: torch.Tensor | None) -> int | None:

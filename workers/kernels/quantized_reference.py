@@ -13,7 +13,9 @@ import torch
 
 from manta.workers.kept_weights import GROUPS
 from manta.workers.kernels.attention_metadata import AttentionMetadata
+from manta.workers.kernels.linears import GatedLinear
 from manta.workers.kernels.quantized_weight import QuantizedWeight
+from manta.workers.kernels.weights import Linear
 
 INPUT_GROUP = GROUPS[8]
 """Inputs whose activations share a scale where all inputs of the weight do and the checkpoint does not ask for one
@@ -100,6 +102,12 @@ class TorchQuantizedLinear:
         self._gated = gated
         self._group = input_group(weight)
 
+    def with_gate_apart(self) -> Linear:
+        """Returns the same function as a linear and its gate; itself if it has none."""
+        if not self._gated:
+            return self
+        return GatedLinear(TorchQuantizedLinear(self._weight, self._bias), _silu_and_mul)
+
     def forward(self, x: torch.Tensor, step: AttentionMetadata | None = None) -> torch.Tensor:
         weight, in_features = self._weight, x.shape[-1]
         rows = x.reshape(-1, in_features)
@@ -121,6 +129,11 @@ class TorchQuantizedLinear:
             gate, up = sums.chunk(2, dim=-1)
             sums = _silu(gate) * up
         return sums.to(x.dtype).view(*x.shape[:-1], -1)
+
+
+def _silu_and_mul(x: torch.Tensor) -> torch.Tensor:
+    gate, up = x.float().chunk(2, dim=-1)
+    return (_silu(gate) * up).to(x.dtype)
 
 
 def _silu(x: torch.Tensor) -> torch.Tensor:

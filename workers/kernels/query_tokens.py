@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from manta.workers.kernels.adapter_rows import AdapterRows
 from manta.workers.step import SCRATCH_STATE, ZERO_STATE, StateUse
 
 
@@ -29,6 +30,8 @@ class QueryTokens(NamedTuple):
     """
     states: Sequence[StateUse] = ()
     """The slots of recurrent states of each sequence; empty for a model without such states."""
+    adapters: AdapterRows | None = None
+    """The rows with adapters; None if no sequence has one."""
 
     @classmethod
     def measuring(cls, num_tokens: int, block_size: int, has_states: bool) -> QueryTokens:

@@ -22,10 +22,11 @@ def experts(
     shared_gate: str | None = None,
     names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj"),
     are_stacked: bool = False,
+    are_rows: bool | None = True,
 ) -> ExpertsSpec:
     """Returns experts below `prefix`, which the checkpoint stores one by one, or all of a layer in two tensors if they
-    `are_stacked`. The other names are those of the router, of its bias for the choice, of the expert that computes
-    every token, of that one's gate, and of an expert's linears.
+    `are_stacked`, where `are_rows` is that of `ExpertRows`. The other names are those of the router, of its bias for
+    the choice, of the expert that computes every token, of that one's gate, and of an expert's linears.
     """
     sizes = config.experts
     assert sizes is not None
@@ -33,7 +34,7 @@ def experts(
     return ExpertsSpec(
         router=LinearSpec((WeightPart(f"{prefix}.{router}", sizes.num_experts),), config.hidden_size),
         experts=tuple(
-            _stacked_expert(config, f"{prefix}.experts", expert)
+            _stacked_expert(config, f"{prefix}.experts", expert, are_rows)
             if are_stacked
             else _expert(config, f"{prefix}.experts.{expert}", names)
             for expert in range(sizes.num_experts)
@@ -56,12 +57,12 @@ def _expert(config: ModelConfig, prefix: str, names: tuple[str, str, str]) -> Ga
     return GatedMlpSpec(usual.gated._replace(parts=(gate, up)), usual.down._replace(parts=(down,)))
 
 
-def _stacked_expert(config: ModelConfig, prefix: str, expert: int) -> GatedMlpSpec:
-    """Returns an expert of a layer whose gates are one tensor [num_experts, 2 * inner width, hidden], each followed by
-    what they let through.
+def _stacked_expert(config: ModelConfig, prefix: str, expert: int, are_rows: bool | None) -> GatedMlpSpec:
+    """Returns an expert of a layer whose gates are one tensor, each followed by what they let through. `are_rows` is
+    that of `ExpertRows`.
     """
     assert config.experts is not None
-    place = ExpertRows(expert, config.experts.num_experts, are_rows=True)
+    place = ExpertRows(expert, config.experts.num_experts, are_rows=are_rows)
     usual = llama.mlp(config, prefix, config.experts.intermediate_size)
     gated = usual.gated.stored_as(f"{prefix}.gate_up_proj")
     (down,) = usual.down.parts
@@ -69,6 +70,12 @@ def _stacked_expert(config: ModelConfig, prefix: str, expert: int) -> GatedMlpSp
         gated._replace(parts=tuple(part._replace(expert=place) for part in gated.parts)),
         usual.down._replace(parts=(down._replace(name=f"{prefix}.down_proj", expert=place),)),
     )
+
+
+def stored_either_way(apart: ExpertsSpec, together: ExpertsSpec) -> ExpertsSpec:
+    """Returns experts that some checkpoints store one by one, and others together."""
+    pairs = zip(apart.experts, together.experts, strict=True)
+    return apart._replace(experts=tuple(expert.or_as(other) for expert, other in pairs))
 
 
 def read_num_experts(raw: RawConfig, usual: int, *keys: str) -> int:

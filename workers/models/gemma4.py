@@ -105,14 +105,16 @@ def _read_global_heads(raw: RawConfig, local: tuple[int, int], kinds: tuple[str,
     heads = num_kv_heads.whole(local[0]) if shares else local[0], head_dim.whole(_GLOBAL_HEAD_DIM)
     listed = raw["per_layer_config"].object()
     if len(listed):
+        spelled = {key.lstrip("0") or "0": key for key in listed}  # transformers writes 05 if there are ten layers
         found = set()
         for layer, kind in enumerate(kinds):
-            own = listed[str(layer)].object()
+            stored = listed[spelled.get(str(layer), str(layer))]
+            own = stored.object()
             read = own["num_key_value_heads"].whole(local[0]), own["head_dim"].whole(local[1])
             if kind == FULL:
                 found.add(read)
             elif read != local:
-                raise listed[str(layer)].refused("left out, because layers with a window have the usual heads")
+                raise stored.refused("left out, because layers with a window have the usual heads")
         if len(found) > 1:
             raise raw["per_layer_config"].refused("the same for all layers that see everything")
         (heads,) = found

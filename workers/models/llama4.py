@@ -9,19 +9,14 @@ import msgspec
 
 from manta.workers.models import llama
 from manta.workers.models.dense import CHUNKED, FULL, read_dense, read_head_dim, read_kinds, read_rope, trial_layers
-from manta.workers.models.experts import read_num_experts
+from manta.workers.models.experts import experts, read_num_experts
 from manta.workers.models.model_config import ExpertsConfig, ModelConfig, QueryGrowth
 from manta.workers.models.raw_config import RawConfig
 from manta.workers.models.smollm3 import read_rotations
 from manta.workers.models.specs import (
     DecoderSpec,
-    ExpertRows,
-    ExpertsSpec,
-    GatedMlpSpec,
     LayerSpec,
-    LinearSpec,
     NormSpec,
-    WeightPart,
 )
 
 ARCHITECTURE = "Llama4ForCausalLM"
@@ -95,19 +90,5 @@ def _layer(config: ModelConfig, index: int) -> LayerSpec:
         layer = layer._replace(mixer=layer.attention._replace(q_norm=norm, k_norm=norm))
     if index in config.experts.dense_layers:
         return layer._replace(mlp=llama.mlp(config, prefix))
-    return layer._replace(mlp=_experts(config, config.experts, prefix))
-
-
-def _experts(config: ModelConfig, sizes: ExpertsConfig, prefix: str) -> ExpertsSpec:
-    """Returns experts of which one tensor has all gates, followed by what they let through."""
-    usual = llama.mlp(config, f"{prefix}.shared_expert", sizes.intermediate_size)
-    gated = usual.gated.stored_as(f"{prefix}.experts.gate_up_proj")
-    (down,) = usual.down.parts
-    experts = []
-    for expert in range(sizes.num_experts):
-        place = ExpertRows(expert, sizes.num_experts)
-        parts = tuple(part._replace(expert=place) for part in gated.parts)
-        own_down = down._replace(name=f"{prefix}.experts.down_proj", expert=place)
-        experts.append(GatedMlpSpec(gated._replace(parts=parts), usual.down._replace(parts=(own_down,))))
-    router = LinearSpec((WeightPart(f"{prefix}.router", sizes.num_experts),), config.hidden_size)
-    return ExpertsSpec(router, tuple(experts), shared=usual)
+    mixture = experts(config, prefix, router="router", shared="shared_expert", are_stacked=True, are_rows=False)
+    return layer._replace(mlp=mixture)

@@ -21,6 +21,10 @@ class ModelError(ValueError):
     """The model cannot be served. The message names what is missing or unsupported, and a remedy if there is one."""
 
 
+DEPENDING_ON_CONTEXT = ("dynamic", "longrope")
+"""Types of ropes whose angles depend on the longest context that is served (`RopeConfig.longest_context`)."""
+
+
 class RopeConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Rotary position embedding (Su et al., 2021) and its scaling for contexts longer than those trained on."""
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 import msgspec
 
 from manta.workers.models import qwen3_5
-from manta.workers.models.experts import experts, read_num_experts
+from manta.workers.models.experts import experts, read_num_experts, stored_either_way
 from manta.workers.models.model_config import ExpertsConfig, ModelConfig
 from manta.workers.models.raw_config import RawConfig
 from manta.workers.models.specs import DecoderSpec, ExpertsSpec, LayerSpec
@@ -56,5 +56,4 @@ def mixture_of_experts(config: ModelConfig, prefix: str) -> ExpertsSpec:
         experts(config, prefix, shared="shared_expert", shared_gate="shared_expert_gate", are_stacked=are_stacked)
         for are_stacked in (False, True)
     )
-    pairs = zip(apart.experts, together.experts, strict=True)
-    return apart._replace(experts=tuple(expert.or_as(other) for expert, other in pairs))
+    return stored_either_way(apart, together)

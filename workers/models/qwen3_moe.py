@@ -43,16 +43,16 @@ def read_dense_layers(raw: RawConfig, num_layers: int) -> tuple[int, ...]:
     step = raw["decoder_sparse_step"].whole(1)
     value = raw["mlp_only_layers"]
     named = set() if value.value is None else {*value.wholes(least=0)}
-    return tuple(layer for layer in range(num_layers) if layer in named or (layer + 1) % step)
+    return tuple(index for index in range(num_layers) if index in named or (index + 1) % step)
 
 
 def describe(config: ModelConfig) -> DecoderSpec:
-    return llama.decoder(config, [_layer(config, index) for index in range(config.num_layers)])
+    return llama.decoder(config, [layer(config, index) for index in range(config.num_layers)])
 
 
-def _layer(config: ModelConfig, index: int) -> LayerSpec:
+def layer(config: ModelConfig, index: int) -> LayerSpec:
     assert config.experts is not None
-    layer = qwen3.layer(config, index)
+    usual = qwen3.layer(config, index)
     if index in config.experts.dense_layers:
-        return layer
-    return layer._replace(mlp=experts(config, f"model.layers.{index}.mlp"))
+        return usual
+    return usual._replace(mlp=experts(config, f"model.layers.{index}.mlp"))

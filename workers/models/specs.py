@@ -149,8 +149,14 @@ class ExpertRows(NamedTuple):
     """The first column of the part."""
     step: int = 1
     """Distance between columns of the part."""
-    are_rows: bool = False
-    """Whether outputs are rows: the tensor is [num_experts, columns, in_features]."""
+    are_rows: bool | None = False
+    """Whether outputs are rows: the tensor is [num_experts, columns, in_features]. None if checkpoints have either."""
+
+    def are_rows_of(self, shape: tuple[int, ...], num_outputs: int, in_features: int) -> bool:
+        """Returns whether outputs are rows in a stored tensor of this shape."""
+        if self.are_rows is not None:
+            return self.are_rows
+        return shape[1:] == (num_outputs, in_features)
 
     def rows_of(self, outputs: Any) -> Any:
         """Returns the part's outputs, given an array of an expert whose first dimension is all of its outputs."""

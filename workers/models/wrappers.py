@@ -5,148 +5,130 @@ Plain data; imports no framework. `workers/checkpoints/` finds the decoder's ten
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from manta.workers.models.raw_config import RawConfig
-
-WRAPPERS = frozenset(
-    {
-        "Gemma3ForConditionalGeneration",
-        "Gemma4ForConditionalGeneration",
-        "Llama4ForConditionalGeneration",
-        "Mistral3ForConditionalGeneration",
-        "LlavaForConditionalGeneration",
-        "AyaVisionForConditionalGeneration",
-        "Cohere2VisionForConditionalGeneration",
-        "InternVLForConditionalGeneration",
-        "Qwen3_5ForConditionalGeneration",
-        "Qwen3_5MoeForConditionalGeneration",
-    }
-)
-"""Architectures that compute text alone as their decoder does."""
+from manta.workers.models.text_families import TEXT_FAMILIES
 
 
-class TextFamily(NamedTuple):
-    architecture: str
-    usual: dict[str, Any] = {}
-    """Values of keys that published configurations leave out, because transformers' class has them as defaults."""
+class Wrapper(NamedTuple):
+    """Where the configuration of a wrapper's text decoder lies."""
+
+    usual_type: str
+    """The `model_type` of a text decoder whose configuration names none."""
+    path: tuple[str, ...] = ("text_config",)
+    """The keys that lead to the text decoder's configuration."""
+    may_be_flat: bool = False
+    """Whether published configurations have the text decoder's keys beside those of the whole model instead."""
 
 
-TEXT_FAMILIES = {
-    "gemma3_text": TextFamily(
-        "Gemma3ForCausalLM",
-        {
-            "vocab_size": 262208,
-            "hidden_size": 2304,
-            "intermediate_size": 9216,
-            "num_hidden_layers": 26,
-            "num_attention_heads": 8,
-            "num_key_value_heads": 4,
-            "max_position_embeddings": 131072,
-        },
-    ),
-    "llama": TextFamily(
-        "LlamaForCausalLM",
-        {
-            "vocab_size": 32000,
-            "hidden_size": 4096,
-            "intermediate_size": 11008,
-            "num_hidden_layers": 32,
-            "num_attention_heads": 32,
-            "max_position_embeddings": 2048,
-        },
-    ),
-    "mistral": TextFamily(
-        "MistralForCausalLM",
-        {
-            "vocab_size": 32000,
-            "hidden_size": 4096,
-            "intermediate_size": 14336,
-            "num_hidden_layers": 32,
-            "num_attention_heads": 32,
-            "num_key_value_heads": 8,
-            "max_position_embeddings": 131072,
-        },
-    ),
-    "gemma4_text": TextFamily(
-        "Gemma4ForCausalLM",
-        {
-            "vocab_size": 262144,
-            "hidden_size": 2304,
-            "intermediate_size": 9216,
-            "num_hidden_layers": 30,
-            "num_attention_heads": 8,
-            "num_key_value_heads": 4,
-            "max_position_embeddings": 131072,
-        },
-    ),
-    "llama4_text": TextFamily(
-        "Llama4ForCausalLM",
-        {
-            "vocab_size": 202048,
-            "hidden_size": 5120,
-            "intermediate_size": 8192,
-            "num_hidden_layers": 48,
-            "num_attention_heads": 40,
-            "num_key_value_heads": 8,
-            "max_position_embeddings": 131072,
-        },
-    ),
-    "mistral4": TextFamily(
-        "Mistral4ForCausalLM",
-        {
-            "vocab_size": 131072,
-            "hidden_size": 4096,
-            "intermediate_size": 12288,
-            "num_hidden_layers": 36,
-            "num_attention_heads": 32,
-            "max_position_embeddings": 1048576,
-        },
-    ),
-    "cohere2": TextFamily("Cohere2ForCausalLM"),
-    "qwen2": TextFamily("Qwen2ForCausalLM"),
-    "qwen3_5_text": TextFamily(
-        "Qwen3_5ForCausalLM",
-        {
-            "vocab_size": 248320,
-            "hidden_size": 4096,
-            "intermediate_size": 12288,
-            "num_hidden_layers": 32,
-            "num_attention_heads": 16,
-            "num_key_value_heads": 4,
-            "max_position_embeddings": 32768,
-        },
-    ),
-    "qwen3_5_moe_text": TextFamily(
-        "Qwen3_5MoeForCausalLM",
-        {
-            "vocab_size": 248320,
-            "hidden_size": 2048,
-            "num_hidden_layers": 40,
-            "num_attention_heads": 16,
-            "num_key_value_heads": 2,
-            "max_position_embeddings": 32768,
-        },
-    ),
-    "qwen3": TextFamily("Qwen3ForCausalLM"),
+WRAPPERS = {
+    "AyaVisionForConditionalGeneration": Wrapper("cohere2"),
+    "Cohere2VisionForConditionalGeneration": Wrapper("cohere2"),
+    "DeepseekVLForConditionalGeneration": Wrapper("llama"),
+    "DeepseekVLHybridForConditionalGeneration": Wrapper("llama"),
+    "FastVlmForConditionalGeneration": Wrapper("qwen2"),
+    "Gemma3ForConditionalGeneration": Wrapper("gemma3_text"),
+    "Gemma4ForConditionalGeneration": Wrapper("gemma4_text"),
+    "Gemma4UnifiedForConditionalGeneration": Wrapper("gemma4_unified_text"),
+    "Glm46VForConditionalGeneration": Wrapper("glm4v_text"),
+    "Glm4vForConditionalGeneration": Wrapper("glm4v_text"),
+    "Glm4vMoeForConditionalGeneration": Wrapper("glm4v_moe_text"),
+    "GlmOcrForConditionalGeneration": Wrapper("glm_ocr_text"),
+    "GotOcr2ForConditionalGeneration": Wrapper("qwen2"),
+    "Granite4VisionForConditionalGeneration": Wrapper("granite4_vision_text"),
+    "GraniteDoclingForConditionalGeneration": Wrapper("granite_docling_text"),
+    "Idefics2ForConditionalGeneration": Wrapper("mistral"),
+    "Idefics3ForConditionalGeneration": Wrapper("llama"),
+    "InternVLForConditionalGeneration": Wrapper("qwen2"),
+    "InternVLChatModel": Wrapper("llama", ("llm_config",)),
+    "JanusForConditionalGeneration": Wrapper("llama"),
+    "KimiK25ForConditionalGeneration": Wrapper("deepseek_v3"),
+    "KimiVLForConditionalGeneration": Wrapper("deepseek_v3"),
+    "Kimi_K25ForConditionalGeneration": Wrapper("deepseek_v3"),
+    "Lfm2VlForConditionalGeneration": Wrapper("lfm2"),
+    "LightOnOcrForConditionalGeneration": Wrapper("qwen3"),
+    "Llama4ForConditionalGeneration": Wrapper("llama4_text"),
+    "LlavaForConditionalGeneration": Wrapper("llama"),
+    "LlavaNextForConditionalGeneration": Wrapper("llama"),
+    "LlavaNextVideoForConditionalGeneration": Wrapper("llama"),
+    "LlavaOnevisionForConditionalGeneration": Wrapper("qwen2"),
+    "MiniCPMOcrForConditionalGeneration": Wrapper("qwen3_5_text"),
+    "MiniCPMV4_6ForConditionalGeneration": Wrapper("qwen3_5_text"),
+    "MiniCPMV4_7ForConditionalGeneration": Wrapper("qwen3_5_text"),
+    "Mistral3ForConditionalGeneration": Wrapper("mistral"),
+    "NemotronH_Omni_Reasoning_V3": Wrapper("nemotron_h"),
+    "Ovis2ForConditionalGeneration": Wrapper("qwen2"),
+    "PerceptionLMForConditionalGeneration": Wrapper("llama"),
+    "QianfanOCRForConditionalGeneration": Wrapper("qwen3"),
+    "Qwen2VLForConditionalGeneration": Wrapper("qwen2_vl_text", may_be_flat=True),
+    "Qwen2_5OmniForConditionalGeneration": Wrapper("qwen2_5_omni_text", ("thinker_config", "text_config")),
+    "Qwen2_5OmniModel": Wrapper("qwen2_5_omni_text", ("thinker_config", "text_config")),
+    "Qwen2_5OmniThinkerForConditionalGeneration": Wrapper("qwen2_5_omni_text"),
+    "Qwen2_5_VLForConditionalGeneration": Wrapper("qwen2_5_vl_text", may_be_flat=True),
+    "Qwen3OmniMoeForConditionalGeneration": Wrapper("qwen3_omni_moe_text", ("thinker_config", "text_config")),
+    "Qwen3OmniMoeThinkerForConditionalGeneration": Wrapper("qwen3_omni_moe_text"),
+    "Qwen3VLForConditionalGeneration": Wrapper("qwen3_vl_text"),
+    "Qwen3VLMoeForConditionalGeneration": Wrapper("qwen3_vl_moe_text"),
+    "Qwen3_5ForConditionalGeneration": Wrapper("qwen3_5_text"),
+    "Qwen3_5MoeForConditionalGeneration": Wrapper("qwen3_5_moe_text"),
+    "SmolVLMForConditionalGeneration": Wrapper("llama"),
+    "VideoLlama3ForConditionalGeneration": Wrapper("qwen2"),
+    "VideoLlavaForConditionalGeneration": Wrapper("llama"),
+    "VipLlavaForConditionalGeneration": Wrapper("llama"),
 }
-"""The native family of a text decoder, by the `model_type` of its configuration."""
+"""Architectures that compute text alone as their decoder does."""
+TEXT_PATHS = tuple(sorted({".".join((*each.path, "")) for each in WRAPPERS.values()}))
+"""Beginnings of the names of keys in text decoders' configurations."""
 _DTYPES = ("dtype", "torch_dtype")
-"""Keys of the dtype, which may stand beside `text_config` instead of in it."""
+"""Keys of the dtype, which may stand beside the text decoder's configuration instead of in it."""
+_ROPES = ("rope_parameters", "rope_scaling")
+_OF_THREE_POSITIONS = ("mrope_section", "mrope_interleaved")
+"""Keys of a rope that rotates parts of a head by a token's time, height and width, which are equal in text."""
+_OF_PICTURES = (
+    "vision_config",
+    "image_token_id",
+    "video_token_id",
+    "vision_end_token_id",
+    "vision_start_token_id",
+    "vision_token_id",
+)
+"""Keys beside those of a flat configuration's text decoder."""
 
 
 def text_decoder(raw: RawConfig) -> tuple[str, RawConfig] | None:
     """Returns the native architecture of a wrapper's text decoder and its configuration; None if the model is no
     wrapper, or if its decoder has no native form.
     """
-    if raw.architecture not in WRAPPERS:
+    wrapper = WRAPPERS.get(raw.architecture or "")
+    if wrapper is None:
         return None
-    text = raw["text_config"].object()
-    family = TEXT_FAMILIES.get(text["model_type"].text(""))
+    text = raw
+    if not (wrapper.may_be_flat and raw[wrapper.path[0]].value is None):
+        for key in wrapper.path:
+            text = text[key].object()
+    is_flat = text is raw
+    family = TEXT_FAMILIES.get(wrapper.usual_type if is_flat else text["model_type"].text(wrapper.usual_type))
     if family is None:
         return None
-    raw.ignore(*(key for key in raw if key != "text_config"))
+    raw.ignore(*(_OF_PICTURES if is_flat else (key for key in raw if key != wrapper.path[0])))
     dtype = {key: raw[key].value for key in _DTYPES if raw[key].value is not None}
     # transformers ties the head by the whole model's key. A file with a head of its own has the last word.
-    is_tied = raw["tie_word_embeddings"].flag(True)
-    return family.architecture, text.completed(family.usual | dtype, {"tie_word_embeddings": is_tied})
+    is_tied = raw["tie_word_embeddings"].flag(text["tie_word_embeddings"].flag(True))
+    fixed = {"tie_word_embeddings": is_tied} | _plain_ropes(text)
+    return family.architecture, text.completed(family.usual | dtype, fixed)
+
+
+def _plain_ropes(text: RawConfig) -> dict[str, dict[str, object]]:
+    """Returns the ropes of a configuration as those of one position for each token."""
+    found = {}
+    for key in _ROPES:
+        values = text[key].object().values
+        if any(each in values for each in _OF_THREE_POSITIONS):
+            text[key].object().ignore(*_OF_THREE_POSITIONS)
+            rope = {name: value for name, value in values.items() if name not in _OF_THREE_POSITIONS}
+            for kind in ("type", "rope_type"):
+                if rope.get(kind) == "mrope":
+                    rope[kind] = "default"
+            found[key] = rope
+    return found

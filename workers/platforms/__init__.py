@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     import numpy as np
     import torch
 
+    from manta.workers.kernels.adapted_linear import LinearAdapting
     from manta.workers.kernels.attention_metadata import AttentionMetadata
     from manta.workers.kernels.model_protocol import Model
     from manta.workers.kernels.protocol import DecodeLimits, Forward, Kernels, KVCaches, SamplerKernels
@@ -57,6 +58,8 @@ class Platform(Protocol):
     """Whether the widest activations are made for at most `max_mlp_rows` rows at a time
     (`workers/kernels/weights.py`).
     """
+    adapting: Callable[[], LinearAdapting] | None
+    """Returns what makes the linears with adapters of one model; None if the device serves no adapters."""
 
     @property
     def advice(self) -> str | None:

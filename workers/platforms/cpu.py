@@ -11,6 +11,7 @@ import torch
 from manta.structured import host
 from manta.workers.checkpoints.memory import MOST_OF_FREE
 from manta.workers.kernels import build, cpu, cpu_decoder, cpu_experts, cpu_sampler, processor
+from manta.workers.kernels.adapted_linear import LinearAdapting
 from manta.workers.kernels.attention_metadata import AttentionMetadata
 from manta.workers.kernels.cpu_kv_cache import allocate_kv
 from manta.workers.kernels.looped_experts import LoopedExperts
@@ -20,7 +21,7 @@ from manta.workers.kernels.shared_weights import shared_weights
 from manta.workers.kernels.weights import DecoderWeights, Experts, GatedMlpWeights, SharedLinears
 from manta.workers.models.model_config import ExpertsConfig, ModelConfig
 from manta.workers.platforms.cpu_group import CpuGroup
-from manta.workers.platforms.cpu_linears import CpuSharedLinears, make_linear
+from manta.workers.platforms.cpu_linears import CpuLinearAdapting, CpuSharedLinears, make_linear
 
 
 class _ExactKernels:
@@ -48,6 +49,7 @@ class CpuPlatform:
     keeps_float8 = False
     groups_layers = True
     splits_mlp = True
+    adapting: Callable[[], LinearAdapting] | None = CpuLinearAdapting
 
     def __init__(self, num_threads: int | None, exact: bool = False) -> None:
         self.kernels: Kernels = _ExactKernels() if exact else cpu

@@ -10,9 +10,12 @@ import functools
 
 import torch
 
-from manta.workers.kernels import cpu, cpu_linear, cpu_quantized_linear, processor
+from manta.workers.kernels import cpu, cpu_adapters, cpu_linear, cpu_quantized_linear, processor
+from manta.workers.kernels.adapted_linear import AdapterPlaces, TorchLinearAdapting
 from manta.workers.kernels.attention_metadata import AttentionMetadata
-from manta.workers.kernels.cpu_linear import Place, place_alone
+from manta.workers.kernels.cpu_adapters import StepAdapters
+from manta.workers.kernels.cpu_linear import PackedLinear, Place, place_alone
+from manta.workers.kernels.cpu_quantized_linear import PackedQuantizedLinear
 from manta.workers.kernels.linears import GatedLinear, TorchLinear
 from manta.workers.kernels.quantized_reference import TorchQuantizedLinear
 from manta.workers.kernels.quantized_weight import QuantizedWeight
@@ -90,6 +93,25 @@ class CpuSharedLinears:
 
     def make_linear(self, weight: LinearWeight) -> Linear:
         return make_linear(weight, self._weights.place)
+
+
+class CpuLinearAdapting:
+    """Makes linears with adapters: by the kernels around packed linears, by torch around others."""
+
+    def __init__(self) -> None:
+        self._step_adapters = StepAdapters()
+        self._by_torch = TorchLinearAdapting()
+
+    def adapt(self, linear: Linear) -> tuple[Linear, AdapterPlaces]:
+        if isinstance(linear, TorchQuantizedLinear):
+            linear = linear.with_gate_apart()
+        if isinstance(linear, GatedLinear):
+            inner, places = self.adapt(linear.linear)
+            return linear.around(inner), places
+        if isinstance(linear, PackedLinear | PackedQuantizedLinear):
+            adapted = cpu_adapters.adapt(linear, self._step_adapters)
+            return adapted, adapted
+        return self._by_torch.adapt(linear)
 
 
 def make_cpu_linear(weight: torch.Tensor, bias: torch.Tensor | None, place: Place = place_alone) -> Linear:

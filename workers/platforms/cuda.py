@@ -52,6 +52,7 @@ class CudaPlatform:
     keeps_integers = True
     groups_layers = True
     splits_mlp = False
+    adapting = None
 
     def __init__(self, device: torch.device) -> None:
         """`device` is a CUDA GPU, or the CPU where Triton's interpreter runs the kernels."""

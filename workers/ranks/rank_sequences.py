@@ -67,6 +67,8 @@ class RankSequences:
         self._num_blocks = [0] * self.max_num_sequences
         self._free_rows = list(range(self.max_num_sequences - 1, -1, -1))
         self._rows: dict[int, int] = {}
+        self.adapters: dict[int, str] = {}
+        """The digests of the adapters of sequences that have one, by sequence id."""
         self._start_errors: dict[int, RowError] = {}
         """Sequences that could not be started, each with its error, until they end."""
         self.sampling.clear()
@@ -85,6 +87,8 @@ class RankSequences:
         for fork in step.forked:
             self._start(self.sampling.start_of_fork(fork.parent_id, fork.sequence_id, fork.seed))
             self.sampling.fork_processors(fork.parent_id, fork.sequence_id)
+            if fork.parent_id in self.adapters:
+                self.adapters[fork.sequence_id] = self.adapters[fork.parent_id]
             if fork.parent_id in self._start_errors:
                 self._start_errors[fork.sequence_id] = self._start_errors[fork.parent_id]
         for item in step.scheduled:
@@ -101,6 +105,8 @@ class RankSequences:
         row = self._free_rows.pop()
         self._rows[sequence.sequence_id] = row
         self._num_blocks[row] = 0
+        if sequence.adapter:
+            self.adapters[sequence.sequence_id] = sequence.adapter
         try:
             self.sampling.start(sequence)
         except Exception as error:
@@ -116,6 +122,7 @@ class RankSequences:
             self._free_rows.append(row)
             self.sampling.forget(sequence_id)
             self._start_errors.pop(sequence_id, None)
+            self.adapters.pop(sequence_id, None)
 
     def _append_blocks(self, row: int, block_ids: list[int]) -> None:
         first = self._num_blocks[row]

@@ -23,6 +23,7 @@ from manta.structured.logits_processors import LogitsProcessorFactory
 from manta.structured.masks import MaskBatch
 from manta.workers.model_info import ModelInfo
 from manta.workers.model_options import ModelOptions
+from manta.workers.prefix_store import BlockPart
 from manta.workers.ranks.rank_sequences import RankSequences
 from manta.workers.sampling.sampling_state import SequenceState
 from manta.workers.step import StepInput, StepOutput
@@ -98,6 +99,24 @@ class RankWorker(Protocol):
 
     def reset(self) -> None:
         """Drops every sequence and all keys and values; the weights stay."""
+        ...
+
+
+class KeepingWorker(RankWorker, Protocol):
+    """A worker whose `ModelInfo.prefix_store` is set. Its calls come between two steps."""
+
+    def restore_blocks(self, parts: Sequence[BlockPart]) -> list[bool]:
+        """Fills blocks and slots from the prefix store. Returns for each part whether it was there and undamaged."""
+        ...
+
+    def keep_blocks(self, parts: Sequence[BlockPart]) -> list[bool]:
+        """Copies blocks and slots, which are written to the prefix store later. Those that are there count as used.
+        Returns for each part whether that is done; the others may be tried again.
+        """
+        ...
+
+    def drop_kept(self, hashes: Sequence[bytes]) -> None:
+        """Removes the blocks with these hashes from the prefix store."""
         ...
 
 

@@ -50,4 +50,4 @@ def _is_restricted(params: SamplingParams) -> bool:
     A logits processor that masks every token by itself is the operator's fault. A request that combines it with such
     parameters chose both.
     """
-    return bool(params.constraint or params.allowed_token_ids or params.bad_words_token_ids or params.min_tokens)
+    return bool(params.is_masked or params.allowed_token_ids or params.bad_words_token_ids or params.min_tokens)

@@ -14,6 +14,7 @@ from typing import Protocol, overload
 import torch
 import torch.nn.functional as F
 
+from manta.workers.adapters.adapter_bank import AdapterBank
 from manta.workers.checkpoints.checkpoint import Checkpoint, CheckpointHeaders
 from manta.workers.checkpoints.linear_reader import LinearReader
 from manta.workers.checkpoints.memory import weight_files
@@ -84,13 +85,15 @@ def load_model(
     group: Group | None = None,
     weights: str = "auto",
     exact: bool = False,
+    bank: AdapterBank | None = None,
 ) -> Model:
     """Returns the model of a checkpoint in `bfloat16`, `float16` or `float32`, on the platform's device. With a `group`
     of ranks it is this one's share, which computes together with the others'.
 
     `weights` is the option of this name. If `whole` is False, `config` may have fewer layers than the checkpoint: the
-    others are not read. With `exact` ranks split no sums. Raises `ModelError` naming a tensor that is missing,
-    misshapen, or unexpected; and if the model cannot be split over so many ranks.
+    others are not read. With `exact` ranks split no sums. With a `bank` its linears take adapters.
+    Raises `ModelError` naming a tensor that is missing, misshapen, or unexpected; and if the model cannot be split over
+    so many ranks.
     """
     group = group or OneRank()
     if not config.native:
@@ -102,7 +105,8 @@ def load_model(
     config = checkpoint.as_stored(config)
     share = shard_config(config, group.num_ranks)
     with platform.shared_linears(_identity(folder, config, dtype, group, weights, exact)) as shared:
-        loader = _WeightLoader(checkpoint, config, platform.torch_dtype(dtype), platform, group, weights, exact, shared)
+        compute_dtype = platform.torch_dtype(dtype)
+        loader = _WeightLoader(checkpoint, config, compute_dtype, platform, group, weights, exact, shared, bank)
         loaded = loader.load()
     if whole:
         _check_all_used(checkpoint, config)
@@ -195,6 +199,7 @@ class _WeightLoader:
         weights: str,
         exact: bool,
         shared: SharedLinears | None = None,
+        bank: AdapterBank | None = None,
     ) -> None:
         self.spec: DecoderSpec = split_outputs(describe(config)) if exact else describe(config)
         self._checkpoint = checkpoint
@@ -203,10 +208,11 @@ class _WeightLoader:
         self._platform = platform
         self._group = group
         self._weights = weights
+        self._bank = bank
         self._make_linear = (shared or platform).make_linear
         self.linears = LinearReader(
             checkpoint,
-            Shard(group.rank, group.num_ranks, config.num_kv_heads) if group.num_ranks > 1 else None,
+            rank_shard(config, group),
             config.quantization,
             dtype,
             platform.place_weight,
@@ -215,6 +221,8 @@ class _WeightLoader:
         )
 
     def load(self) -> DecoderWeights:
+        if self._bank is not None:
+            self._bank.note_modules(part.name for linear in self.spec.linears() for part in linear.parts)
         embedding, tied_head = self._embedding()
         # The head before the layers: it is the largest weight, and is held twice while it is packed.
         head = (tied_head if self.spec.is_tied else None) or self._linear(self.spec.head, is_head=True)
@@ -254,7 +262,7 @@ class _WeightLoader:
 
     def _mlp(self, spec: GatedMlpSpec | ExpertsSpec) -> GatedMlpWeights | ExpertsWeights:
         if isinstance(spec, GatedMlpSpec):
-            return GatedMlpWeights(self._linear(spec.gated), self._linear(spec.down))
+            return GatedMlpWeights(self._adapted(spec.gated), self._adapted(spec.down))
         return self._experts(spec)
 
     def _beside(self, spec: ExpertsBesideSpec) -> ExpertsBesideWeights:
@@ -305,8 +313,8 @@ class _WeightLoader:
     def _latent_attention(self, spec: LatentAttentionSpec) -> LatentAttentionWeights:
         shape = self._config.latent
         assert shape is not None
-        inputs = self._linear(spec.inputs)
-        queries = None if spec.queries is None else self._linear(spec.queries)
+        inputs = self._adapted(spec.inputs)
+        queries = None if spec.queries is None else self._adapted(spec.queries)
         keys, values = cached_layout(self.linears.read(spec.expansion, shapes_only=False).dense(), shape)
         weights = LatentAttentionWeights(
             inputs=inputs,
@@ -315,7 +323,7 @@ class _WeightLoader:
             latent_norm=self._norm(spec.latent_norm),
             keys=self._platform.place_weight(keys, self._dtype),
             values=self._platform.place_weight(values, self._dtype),
-            output=self._linear(spec.output),
+            output=self._adapted(spec.output),
         )
         self._checkpoint.release()
         return weights
@@ -331,15 +339,15 @@ class _WeightLoader:
             return SideBySideWeights(self._attention(spec.attention), self._recurrent(spec.recurrent))
         kernel = self._tensor(spec.kernel).flatten(1)
         bias = None if spec.bias is None else self._tensor(spec.bias)
-        return ShortConvWeights(self._linear(spec.input), kernel, bias, self._linear(spec.output))
+        return ShortConvWeights(self._adapted(spec.input), kernel, bias, self._adapted(spec.output))
 
     def _recurrent(self, spec: RecurrentSpec) -> RecurrentWeights:
         tensors = {name: torch.cat([self._tensor(piece) for piece in pieces]) for name, pieces in spec.pieces.items()}
         return RecurrentWeights(
             spec.kind,
             spec.shape.share(self._group.num_ranks),
-            {name: self._linear(linear) for name, linear in spec.inputs.items()},
-            self._linear(spec.output),
+            {name: self._adapted(linear) for name, linear in spec.inputs.items()},
+            self._adapted(spec.output),
             tensors,
             self._group.num_ranks,
             self._group.all_reduce,
@@ -353,8 +361,8 @@ class _WeightLoader:
     def _attention(self, spec: AttentionSpec) -> AttentionWeights:
         is_wide = spec.has_wide_norms
         return AttentionWeights(
-            qkv=self._linear(spec.qkv),
-            output=self._linear(spec.output),
+            qkv=self._adapted(spec.qkv),
+            output=self._adapted(spec.output),
             q_norm=None if is_wide else self._norm(spec.q_norm),
             k_norm=None if is_wide else self._norm(spec.k_norm),
             wide_norms=(self._wide_norm(spec.q_norm), self._wide_norm(spec.k_norm)) if is_wide else None,
@@ -362,7 +370,7 @@ class _WeightLoader:
             v_norm=self._norm(spec.v_norm),
             reads_other_layer=spec.reads_other_layer,
             value_dim=spec.value_dim,
-            gate=None if spec.gate is None else self._linear(spec.gate),
+            gate=None if spec.gate is None else self._adapted(spec.gate),
         )
 
     @overload
@@ -398,10 +406,16 @@ class _WeightLoader:
         """Returns the parts packed as one linear, joined to those of the other ranks."""
         return self._joined(self._own(spec, is_head), spec)
 
-    def _own(self, spec: LinearSpec, is_head: bool = False) -> Linear:
-        """Returns this rank's linear."""
+    def _adapted(self, spec: LinearSpec) -> Linear:
+        """Returns a linear of a layer, which takes adapters if there is a bank of them."""
+        return self._joined(self._own(spec, bank=self._bank), spec)
+
+    def _own(self, spec: LinearSpec, is_head: bool = False, bank: AdapterBank | None = None) -> Linear:
+        """Returns this rank's linear, which takes the adapters of `bank`."""
         weight = self._as_kept(self.linears.read(spec), is_head)
         linear = self._make_linear(dataclasses.replace(weight, activation=self._config.activation))
+        if bank is not None:
+            linear = bank.around(linear, self.linears.stored(spec))
         if spec.activation is not None:
             linear = GatedLinear(linear, functools.partial(activate, spec.activation))
         self._checkpoint.release()
@@ -445,6 +459,11 @@ class _WeightLoader:
         )
         self._checkpoint.release()
         return functools.partial(_embed_quantized, kept, self._dtype)
+
+
+def rank_shard(config: ModelConfig, group: Group) -> Shard | None:
+    """Returns the share of the model that this rank of a group has; None if it has all."""
+    return Shard(group.rank, group.num_ranks, config.num_kv_heads) if group.num_ranks > 1 else None
 
 
 def _embed(table: torch.Tensor, dtype: torch.dtype, token_ids: torch.Tensor) -> torch.Tensor:

@@ -14,6 +14,8 @@ import torch
 
 from manta.structured.logits_processors import LogitsProcessorRegistry
 from manta.structured.masks import MaskBatch
+from manta.workers.adapters.adapter_bank import AdapterBank
+from manta.workers.kernels.adapter_rows import AdapterRows
 from manta.workers.kernels.attention_metadata import copy_blocks
 from manta.workers.kernels.layer_caches import LayerStates, layer_caches
 from manta.workers.kernels.model_protocol import Model
@@ -50,12 +52,14 @@ class ModelRunner:
         registry: LogitsProcessorRegistry | None = None,
         layers: LayerGroups | None = None,
         states: LayerStates = (),
+        bank: AdapterBank | None = None,
     ) -> None:
         """`kv_cache` has the layers of a block, [layers_per_block, 2, num_blocks, ...]. `layers` has the place of each
         layer in it; without it all layers form one group. `states` are those of each layer; without them no layer has
-        one.
+        one. `bank` holds the adapters that sequences may have; without it they have none.
         """
         self.model = model
+        self._bank = bank
         self.platform = platform
         self.kv_cache = kv_cache
         self.config = config
@@ -106,8 +110,18 @@ class ModelRunner:
             self._shares_prefixes,
             sequences.other_tables(members) if sequences.num_groups > 1 else (),
             step.states,
+            self._adapter_rows(members, lens),
         )
         return self.model.forward(self._token_ids(step), self.platform.build_metadata(tokens), self.kv_layers)
+
+    def _adapter_rows(self, members: list[int], lens: np.ndarray) -> AdapterRows | None:
+        """Returns the rows of the sequences that have adapters; None if none has one."""
+        adapters = self.sequences.adapters
+        if not adapters or adapters.keys().isdisjoint(members):
+            return None
+        assert self._bank is not None, "the engine refuses adapters that the ranks do not hold"
+        numbers = [self._bank.number_of(adapters[each]) if each in adapters else None for each in members]
+        return AdapterRows.of_sequences(numbers, lens)
 
     def _token_ids(self, step: StepInput) -> torch.Tensor:
         """Returns the input ids of the flat batch, int64 [num_tokens]."""

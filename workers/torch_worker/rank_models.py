@@ -6,29 +6,38 @@ A rank has its share of the target, and perhaps a whole draft model. Called by t
 from __future__ import annotations
 
 import pathlib
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import msgspec
 import torch
 
+from manta.workers.adapter_support import check_adapters
+from manta.workers.adapters.adapter_bank import AdapterBank
 from manta.workers.checkpoints.memory import weight_bytes
 from manta.workers.checkpoints.model_folder import load_model_config, resolve_model_folder
 from manta.workers.exact import check_exact
 from manta.workers.kept_weights import check_weights
 from manta.workers.kernels.model_protocol import LoadedModel
 from manta.workers.kv_cache_dtype import check_kv_cache, kv_dtype
+from manta.workers.model_info import AdapterInfo
 from manta.workers.model_options import ModelOptions
 from manta.workers.models.model_config import ModelConfig, ModelError
 from manta.workers.models.variants import check_block_size, check_draft_model, check_variants
 from manta.workers.parallel.group import Group
 from manta.workers.parallel.split import check_num_ranks, shard_config
 from manta.workers.platforms import Platform
-from manta.workers.torch_worker.loader import check_tensors, load_model
+from manta.workers.prefix_store import check_prefix_store
+from manta.workers.torch_worker.loader import check_tensors, load_model, rank_shard
 
 _COMMON_DTYPES = ("float32", "bfloat16", "float16")
 """Dtypes in order of preference if ranks differ: all take the first one that any rank takes, because a processor
 without bfloat16 supports only float32.
 """
+
+
+_COMPARED_DIGITS = 15
+"""Hexadecimal digits of a digest that ranks compare, which fit into 64 bits."""
 
 
 class ModelSource(NamedTuple):
@@ -53,6 +62,8 @@ class RankModels(NamedTuple):
     """The whole draft model."""
     dtype: str
     """Dtype of activations, in which all ranks compute."""
+    bank: AdapterBank | None
+    """Adapters of the target; None if the options name none."""
 
 
 def choose_models(options: ModelOptions, platform: Platform, draft_folder: pathlib.Path | None) -> ModelSources:
@@ -66,7 +77,9 @@ def choose_models(options: ModelOptions, platform: Platform, draft_folder: pathl
     if draft is not None:
         check_draft_model(draft.config)
     check_exact(options, platform.name, target.config, platform.advice)
+    check_adapters(options, platform.name, target.config)
     check_kv_cache(options, platform.name, target.config)
+    check_prefix_store(options, platform.name)
     check_kv_cache(options, platform.name, None if draft is None else draft.config)
     check_num_ranks(target.config, options.tensor_parallel_size, options.exact)
     return ModelSources(target, draft, platform.resolve_dtype(options.dtype, target.config.dtype))
@@ -85,7 +98,10 @@ def load_models(sources: ModelSources, options: ModelOptions, platform: Platform
     name = _COMMON_DTYPES[group.least(_COMMON_DTYPES.index(sources.dtype))]
     dtype = platform.torch_dtype(name)
     cached = torch.int8 if kv_dtype(options, name) == "int8" else dtype
-    model = load_model(folder, config, name, platform, group=group, weights=options.weights, exact=options.exact)
+    bank = _open_bank(options, config, dtype, platform, group)
+    model = load_model(
+        folder, config, name, platform, group=group, weights=options.weights, exact=options.exact, bank=bank
+    )
     # transformers' own model code shows its windows only once it is loaded
     config = msgspec.structs.replace(config, sliding_windows=model.sliding_windows)
     target = LoadedModel(shard_config(config, group.num_ranks), model, dtype, cached)
@@ -94,7 +110,27 @@ def load_models(sources: ModelSources, options: ModelOptions, platform: Platform
         draft_model = load_model(draft.folder, draft.config, name, platform, weights=options.weights)
         loaded_draft = LoadedModel(draft.config, draft_model, dtype, cached)
     group.barrier()
-    return RankModels(target, loaded_draft, name)
+    return RankModels(target, loaded_draft, name, bank)
+
+
+def _open_bank(
+    options: ModelOptions, config: ModelConfig, dtype: torch.dtype, platform: Platform, group: Group
+) -> AdapterBank | None:
+    if not options.adapters or platform.adapting is None:
+        return None
+    return AdapterBank(platform.adapting(), dtype, options.max_adapter_bytes, rank_shard(config, group))
+
+
+def load_adapters(bank: AdapterBank | None, folders: Mapping[str, str], group: Group) -> dict[str, AdapterInfo]:
+    """Loads adapters by name. Raises `ModelError` if one cannot be served, or if ranks find different values."""
+    if bank is None:
+        return {}
+    adapters = {name: bank.load(name, path) for name, path in folders.items()}
+    for name, info in adapters.items():
+        number = int(info.digest[:_COMPARED_DIGITS], 16)
+        if (group.least(number), -group.least(-number)) != (number, number):
+            raise ModelError(f"adapter {name!r}: {info.path} has other values on other nodes; copy it there again")
+    return adapters
 
 
 def kept_weight_bytes(source: ModelSource, dtype: str, platform: Platform, weights: str) -> int:

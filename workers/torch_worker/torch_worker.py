@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import pathlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 
@@ -17,23 +17,32 @@ from manta.structured.logits_processors import LogitsProcessorFactory, LogitsPro
 from manta.structured.masks import MaskBatch
 from manta.structured.visible_logs import logger_of
 from manta.workers.kept_weights import describe_kept
+from manta.workers.kernels.build import library_name
 from manta.workers.kernels.layer_caches import LayerStates, allocate_states
 from manta.workers.kernels.protocol import DecodeLimits
 from manta.workers.kv_cache_dtype import kv_dtype
-from manta.workers.model_info import ModelInfo
+from manta.workers.model_info import AdapterInfo, ModelInfo
 from manta.workers.model_options import ModelOptions
-from manta.workers.models.model_config import ModelConfig
+from manta.workers.models.model_config import DEPENDING_ON_CONTEXT, ModelConfig
 from manta.workers.parallel.group import Group, OneRank
 from manta.workers.phases import Phases
 from manta.workers.platforms import Platform, choose_platform
+from manta.workers.prefix_store import BlockPart, StorePlace
 from manta.workers.ranks.rank_sequences import RankSequences
 from manta.workers.ranks.rank_worker import ALONE, RankPlace, StepTimes
 from manta.workers.sampling.pending_draw import PendingDraw
 from manta.workers.step import StepInput, StepOutOfMemory, StepOutput
+from manta.workers.torch_worker.block_keeper import open_keeper, values_for_store
 from manta.workers.torch_worker.cache_plan import CachePlan, plan_cache
 from manta.workers.torch_worker.draft_runner import TorchDraftRunner
 from manta.workers.torch_worker.model_runner import ModelRunner
-from manta.workers.torch_worker.rank_models import ModelSource, RankModels, choose_models, load_models
+from manta.workers.torch_worker.rank_models import (
+    ModelSource,
+    RankModels,
+    choose_models,
+    load_adapters,
+    load_models,
+)
 from manta.workers.torch_worker.rank_runner import FollowerRunner, RankRunner
 from manta.workers.torch_worker.step_times import measure_steps
 
@@ -62,8 +71,12 @@ class TorchWorker:
         sources = choose_models(config, platform, draft_folder)
         self.group = _open_group(place, config.tensor_parallel_size, platform)
         phases.end("config")
+        values = values_for_store(config, sources.target.folder)
         models = load_models(sources, config, platform, self.group)
         phases.end("weights")
+        adapters = load_adapters(models.bank, config.adapters, self.group)
+        if adapters:
+            phases.end("adapters")
         plan = plan_cache(models, sources.target, config, platform, self.group, max_draft_tokens)
         share = models.target
         kv_cache = platform.allocate_kv(
@@ -82,9 +95,15 @@ class TorchWorker:
             has_states=bool(share.config.state_bytes),
         )
         platform.record_decodes(share.model, self.runner.kv_layers, limits, agree=self.group.least)
+        content = _block_content(sources.target.config, models, config, plan, kv_cache)
+        self._keeper = None
+        if values is not None:
+            num_groups = len(plan.layers.groups)
+            self._keeper = open_keeper(config, place.rank, values, content, kv_cache, states, num_groups)
         self.draft = None if models.draft is None else TorchDraftRunner(models.draft, self.runner)
         phases.end("runner")
-        self.info = _model_info(sources.target, models.dtype, config, plan, platform, phases)
+        store = None if self._keeper is None else self._keeper.place
+        self.info = _model_info(sources.target, models.dtype, config, plan, platform, phases, store, adapters)
         _log_start(self.info)
 
     def _make_runner(
@@ -99,7 +118,8 @@ class TorchWorker:
     ) -> ModelRunner:
         make = ModelRunner if self.group.num_ranks == 1 else RankRunner if self.group.rank == 0 else FollowerRunner
         sizes = config.block_size, config.max_num_sequences, plan.max_model_len
-        return make(models.target.model, platform, kv_cache, whole, *sizes, self.processors, plan.layers, states)
+        target, processors = models.target.model, self.processors
+        return make(target, platform, kv_cache, whole, *sizes, processors, plan.layers, states, models.bank)
 
     @property
     def runs_ahead(self) -> bool:
@@ -147,6 +167,16 @@ class TorchWorker:
     def is_computing(self) -> bool:
         return self.runner.is_computing()
 
+    def restore_blocks(self, parts: Sequence[BlockPart]) -> list[bool]:
+        return [False] * len(parts) if self._keeper is None else self._keeper.restore(parts)
+
+    def keep_blocks(self, parts: Sequence[BlockPart]) -> list[bool]:
+        return [True] * len(parts) if self._keeper is None else self._keeper.keep(parts)
+
+    def drop_kept(self, hashes: Sequence[bytes]) -> None:
+        if self._keeper is not None:
+            self._keeper.drop(hashes)
+
     def reset(self) -> None:
         self.runner.reset()
 
@@ -160,8 +190,25 @@ def _named_memory_errors() -> Iterator[None]:
         raise StepOutOfMemory(str(error)) from error
 
 
+def _block_content(
+    whole: ModelConfig, models: RankModels, options: ModelOptions, plan: CachePlan, kv_cache: torch.Tensor
+) -> str:
+    """Returns a text of all that the bytes of a block or a snapshot depend on, apart from the checkpoint's values."""
+    ropes = [rope for rope in (whole.rope, *whole.layer_ropes) if rope and rope.rope_type in DEPENDING_ON_CONTEXT]
+    shapes = kv_cache.shape[:2], kv_cache.shape[3:], kv_cache.dtype, models.target.config.states
+    settings = models.dtype, options.weights, options.exact, options.block_size, options.tensor_parallel_size
+    return repr((whole.for_context(None), ropes, shapes, plan.layers, settings, library_name(), torch.__version__))
+
+
 def _model_info(
-    source: ModelSource, dtype: str, config: ModelOptions, plan: CachePlan, platform: Platform, phases: Phases
+    source: ModelSource,
+    dtype: str,
+    config: ModelOptions,
+    plan: CachePlan,
+    platform: Platform,
+    phases: Phases,
+    prefix_store: StorePlace | None,
+    adapters: dict[str, AdapterInfo],
 ) -> ModelInfo:
     return ModelInfo(
         folder=str(source.folder),
@@ -183,7 +230,9 @@ def _model_info(
         load_phases=phases.seconds,
         advice=platform.advice,
         weights=describe_kept(config.weights),
+        adapters=adapters,
         is_asynchronous=platform.runs_ahead,
+        prefix_store=prefix_store,
     )
 
 

@@ -7,12 +7,13 @@ for it. Imports neither torch nor ray.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from manta.structured.logits_processors import LogitsProcessorFactory
 from manta.structured.masks import MaskBatch
 from manta.workers.model_info import ModelInfo
+from manta.workers.prefix_store import BlockPart
 from manta.workers.step import StepInput, StepOutput
 
 Collect = Callable[[Callable[[], bool]], MaskBatch | None]
@@ -75,6 +76,22 @@ class Executor(Protocol):
         """Returns at once whether a rank is known to have died. Called between two steps; raises nothing."""
         ...
 
+    def restore_blocks(self, parts: Sequence[BlockPart]) -> list[bool]:
+        """Fills blocks and slots from the ranks' prefix stores, behind the steps under way. Returns for each part
+        whether every rank had it; none if a rank is lost. Called only if `ModelInfo.prefix_store` is set.
+        """
+        ...
+
+    def keep_blocks(self, parts: Sequence[BlockPart]) -> list[bool]:
+        """Has the ranks keep blocks and slots as they are after the steps under way; see `restore_blocks`. Returns for
+        each part whether every rank took it; the others may be tried again.
+        """
+        ...
+
+    def drop_kept(self, hashes: Sequence[bytes]) -> None:
+        """Removes the blocks with these hashes from the ranks' prefix stores; see `restore_blocks`."""
+        ...
+
     def rebuild(self) -> None:
         """Drops every sequence and all keys and values that the workers hold.
 
@@ -120,6 +137,15 @@ class SynchronousExecutor:
 
     def has_lost_ranks(self) -> bool:
         return False
+
+    def restore_blocks(self, parts: Sequence[BlockPart]) -> list[bool]:
+        raise NotImplementedError
+
+    def keep_blocks(self, parts: Sequence[BlockPart]) -> list[bool]:
+        raise NotImplementedError
+
+    def drop_kept(self, hashes: Sequence[bytes]) -> None:
+        raise NotImplementedError
 
     def rebuild(self) -> None:
         raise NotImplementedError

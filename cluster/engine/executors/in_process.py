@@ -4,6 +4,7 @@ step.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import cast
 
 from manta.cluster.config import EngineConfig
@@ -11,7 +12,8 @@ from manta.cluster.engine.executors.executor import Collect, StepCall, Synchrono
 from manta.structured.logits_processors import LogitsProcessorFactory
 from manta.structured.masks import MaskBatch
 from manta.workers.model_info import ModelInfo
-from manta.workers.ranks.rank_worker import Drawn, RankWorker, RunAheadWorker
+from manta.workers.prefix_store import BlockPart
+from manta.workers.ranks.rank_worker import Drawn, KeepingWorker, RankWorker, RunAheadWorker
 from manta.workers.step import StepInput, StepOutput
 
 
@@ -55,6 +57,19 @@ class InProcessExecutor(SynchronousExecutor):
 
     def register_logits_processor(self, name: str, factory: LogitsProcessorFactory) -> None:
         self.worker.register_logits_processor(name, factory)
+
+    def restore_blocks(self, parts: Sequence[BlockPart]) -> list[bool]:
+        return self._keeping.restore_blocks(parts)
+
+    def keep_blocks(self, parts: Sequence[BlockPart]) -> list[bool]:
+        return self._keeping.keep_blocks(parts)
+
+    def drop_kept(self, hashes: Sequence[bytes]) -> None:
+        self._keeping.drop_kept(hashes)
+
+    @property
+    def _keeping(self) -> KeepingWorker:
+        return cast(KeepingWorker, self.worker)
 
     def rebuild(self) -> None:
         self.worker.reset()

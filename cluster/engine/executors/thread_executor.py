@@ -5,11 +5,13 @@ Kernels release the GIL and ranks are separate processes, so the engine's own wo
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
 from manta.cluster.engine.executors.executor import Collect, StepCall, SynchronousExecutor
 from manta.structured.logits_processors import LogitsProcessorFactory
 from manta.workers.model_info import ModelInfo
+from manta.workers.prefix_store import BlockPart
 from manta.workers.step import StepInput, StepOutput
 
 
@@ -63,6 +65,16 @@ class ThreadExecutor:
 
     def has_lost_ranks(self) -> bool:
         return self._thread.submit(self.inner.has_lost_ranks).result()
+
+    def restore_blocks(self, parts: Sequence[BlockPart]) -> list[bool]:
+        return self._thread.submit(self.inner.restore_blocks, parts).result()
+
+    def keep_blocks(self, parts: Sequence[BlockPart]) -> list[bool]:
+        self._thread.submit(self.inner.keep_blocks, parts)  # nobody waits for the steps before it
+        return [True] * len(parts)
+
+    def drop_kept(self, hashes: Sequence[bytes]) -> None:
+        self._thread.submit(self.inner.drop_kept, hashes)
 
     def rebuild(self) -> None:
         """Rebuilds `inner` after all calls queued before, whether or not they failed."""

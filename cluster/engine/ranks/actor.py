@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import gc
 import os
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import msgspec
 import ray
@@ -19,11 +19,15 @@ from manta.cluster.engine.ranks.rank_channel import Address, connect
 from manta.cluster.engine.ranks.rank_messages import (
     Answer,
     Done,
+    DropKept,
     Failed,
+    KeepBlocks,
     Message,
+    Moved,
     Output,
     Register,
     Reset,
+    RestoreBlocks,
     Sample,
     Step,
 )
@@ -33,7 +37,7 @@ from manta.structured.visible_logs import guard_process, logger_of
 from manta.workers.model_info import ModelInfo
 
 if TYPE_CHECKING:
-    from manta.workers.ranks.rank_worker import RankWorker
+    from manta.workers.ranks.rank_worker import KeepingWorker, RankWorker
 
 logger = logger_of(__name__)
 
@@ -131,6 +135,12 @@ class RankActor:
                 return Output(worker.sample(None if message.masks is None else message.masks.batch()))
             case Register():
                 worker.register_logits_processor(message.name, cloudpickle.loads(message.factory))
+            case RestoreBlocks():
+                return Moved(cast("KeepingWorker", worker).restore_blocks(message.parts))
+            case KeepBlocks():
+                return Moved(cast("KeepingWorker", worker).keep_blocks(message.parts))
+            case DropKept():
+                cast("KeepingWorker", worker).drop_kept(message.hashes)
             case Reset():
                 worker.reset()
         return Done()

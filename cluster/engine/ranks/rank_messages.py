@@ -11,6 +11,7 @@ import msgspec
 import numpy as np
 
 from manta.structured.masks import MaskBatch
+from manta.workers.prefix_store import BlockPart
 from manta.workers.step import StepInput, StepOutput
 
 
@@ -62,12 +63,35 @@ class Register(msgspec.Struct, array_like=True, tag=True):
     """The factory as cloudpickle bytes."""
 
 
+class RestoreBlocks(msgspec.Struct, array_like=True, tag=True):
+    """Restores parts of prefixes; the rank answers `Moved`."""
+
+    parts: list[BlockPart]
+
+
+class KeepBlocks(msgspec.Struct, array_like=True, tag=True):
+    """Keeps parts of prefixes; the rank answers `Moved`."""
+
+    parts: list[BlockPart]
+
+
+class DropKept(msgspec.Struct, array_like=True, tag=True):
+    """Removes kept blocks."""
+
+    hashes: list[bytes]
+
+
 class Reset(msgspec.Struct, array_like=True, tag=True):
     pass
 
 
 class Output(msgspec.Struct, array_like=True, tag=True):
     output: StepOutput
+
+
+class Moved(msgspec.Struct, array_like=True, tag=True):
+    are_done: list[bool]
+    """Whether the rank has restored, or kept, each part."""
 
 
 class Done(msgspec.Struct, array_like=True, tag=True):
@@ -80,5 +104,5 @@ class Failed(msgspec.Struct, array_like=True, tag=True):
     reason: str
 
 
-Message = Step | Ping | Sample | Register | Reset
-Answer = Output | Done | Failed
+Message = Step | Ping | Sample | Register | RestoreBlocks | KeepBlocks | DropKept | Reset
+Answer = Output | Moved | Done | Failed

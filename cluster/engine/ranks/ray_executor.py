@@ -10,6 +10,7 @@ import contextlib
 import logging
 import time
 import weakref
+from collections.abc import Sequence
 
 import msgspec
 import ray
@@ -24,13 +25,17 @@ from manta.cluster.engine.ranks.rank_channel import RankLost
 from manta.cluster.engine.ranks.rank_group import RankGroup
 from manta.cluster.engine.ranks.rank_messages import (
     Answer,
+    DropKept,
     Failed,
+    KeepBlocks,
     Message,
+    Moved,
     Output,
     PackedMasks,
     Ping,
     Register,
     Reset,
+    RestoreBlocks,
     Sample,
     Step,
 )
@@ -39,6 +44,7 @@ from manta.structured.logits_processors import LogitsProcessorError, LogitsProce
 from manta.structured.masks import MaskBatch
 from manta.structured.visible_logs import logger_of
 from manta.workers.model_info import ModelInfo
+from manta.workers.prefix_store import BlockPart
 from manta.workers.step import StepInput, StepOutput
 
 logger = logger_of(__name__)
@@ -142,6 +148,25 @@ class RayExecutor(SynchronousExecutor):
             return True
         return False
 
+    def restore_blocks(self, parts: Sequence[BlockPart]) -> list[bool]:
+        return self._move(RestoreBlocks(list(parts)), otherwise=[False] * len(parts))
+
+    def keep_blocks(self, parts: Sequence[BlockPart]) -> list[bool]:
+        return self._move(KeepBlocks(list(parts)), otherwise=[True] * len(parts))
+
+    def _move(self, message: RestoreBlocks | KeepBlocks, otherwise: list[bool]) -> list[bool]:
+        """Returns what all ranks have done; `otherwise` if one is lost, because then the next step fails too."""
+        try:
+            answers = self._tell(message, *self._ranks.all)
+        except (RankLost, RankFailed):
+            return otherwise
+        by_rank = [answer.are_done for answer in answers if isinstance(answer, Moved)]
+        return [all(each) for each in zip(*by_rank, strict=True)]
+
+    def drop_kept(self, hashes: Sequence[bytes]) -> None:
+        with contextlib.suppress(RankLost, RankFailed):
+            self._tell(DropKept(list(hashes)), *self._ranks.all)
+
     def rebuild(self) -> None:
         if self._reset():
             return
@@ -176,11 +201,14 @@ class RayExecutor(SynchronousExecutor):
             return False
         return True
 
-    def _tell(self, message: Message, *ranks: int) -> None:
+    def _tell(self, message: Message, *ranks: int) -> list[Answer]:
+        """Returns the answers of the ranks to a message other than a step."""
         self._ranks.ask(message, *ranks)
-        for answer in self._ranks.collect(CONTROL_S):
+        answers = self._ranks.collect(CONTROL_S)
+        for answer in answers:
             if isinstance(answer, Failed):
                 raise RankFailed(answer.reason)
+        return answers
 
 
 def _outputs(answers: list[Answer]) -> list[StepOutput]:

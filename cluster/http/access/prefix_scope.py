@@ -12,6 +12,10 @@ import hashlib
 import secrets
 
 from manta.cluster.engine.kv_blocks import HASH_BYTES
+from manta.structured.visible_logs import logger_of
+from manta.workers.cache_folder import UntrustedCache, cache_entry, one_at_a_time, read_private, write_private
+
+logger = logger_of(__name__)
 
 SECRET_BYTES = 32
 
@@ -19,6 +23,25 @@ SECRET_BYTES = 32
 def new_secret() -> bytes:
     """Returns a random secret of `SECRET_BYTES` bytes; all processes of one application that send prompts share it."""
     return secrets.token_bytes(SECRET_BYTES)
+
+
+def kept_secret() -> bytes:
+    """Returns the secret of this user's applications on this machine, whose engines then find one another's kept
+    prefixes (`EngineConfig.prefix_store_bytes`). Returns a new one, with a warning, if none can be kept.
+    """
+    try:
+        folder = cache_entry("prefixes")
+        path = folder / "secret"
+        with one_at_a_time(folder / "secret.lock"):
+            found = read_private(path)
+            if found is not None and len(found[0]) == SECRET_BYTES:
+                return bytes(found[0])
+            secret = new_secret()
+            write_private(path, secret)
+            return secret
+    except (OSError, UntrustedCache) as error:
+        logger.warning("a new start of this server will find no kept prefixes: %s", error)
+        return new_secret()
 
 
 class PrefixScope:

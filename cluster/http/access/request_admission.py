@@ -318,7 +318,7 @@ class Admission:
     def check_generation(self, body: GenerationBody, caller: Caller, num_prompts: int) -> None:
         """Checks the model, the priority, and the operator's limits on prompts and choices of one request."""
         self.check_model(body.model)
-        self._check_priority(caller, body.priority)
+        self.check_priority(caller, body.priority)
         limit = self._config.max_prompts_per_request
         if num_prompts > limit:
             remedy = "send several requests or raise max_prompts_per_request"
@@ -328,7 +328,7 @@ class Admission:
             remedy = "lower it, send fewer prompts or raise max_choices_per_request"
             refuse("over_limit", "n", num_choices, limit, remedy, unit=f"choices of {num_prompts} prompts")
 
-    def _check_priority(self, caller: Caller, priority: int) -> None:
+    def check_priority(self, caller: Caller, priority: int) -> None:
         """Refuses a negative priority if the client may not ask for one."""
         allowed = self._config.priority_clients
         if priority < 0 and "*" not in allowed and not (caller.key and caller.key in allowed):

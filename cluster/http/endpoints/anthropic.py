@@ -18,7 +18,6 @@ from manta.cluster.http.endpoints import generation
 from manta.cluster.http.exchange.codec import NAMED_EVENTS, encode, named_event
 from manta.cluster.http.exchange.engines import Event, Generation
 from manta.cluster.http.exchange.exchange import Exchange, Identity
-from manta.cluster.http.exchange.prompts import encode as encode_prompt
 from manta.cluster.http.exchange.state import AppState
 from manta.cluster.protocol.anthropic import (
     AnswerBlock,
@@ -66,9 +65,8 @@ async def count_tokens(state: AppState, exchange: Exchange, body: CountTokensReq
     request = await state.apart(exchange, body.as_openai)
     state.admission.check_model(request.model)
     try:
-        plan = await generation.planned(state, exchange, request)
-        limit = (await state.model_info()).max_model_len
-        return TokenCount(len(await encode_prompt(state.tokenizer, plan.prompt, False, limit, "messages")))
+        _, prompt = await generation.prompted(state, exchange, request)
+        return TokenCount(len(prompt))
     except RequestRefused as error:
         raise renamed(error, body) from error
 

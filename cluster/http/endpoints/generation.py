@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import msgspec
 
 from manta.cluster.chat.plan import ChatPlan, plan_chat, render
+from manta.cluster.chat.reasoning import NOT_THINKING, budget_of, detect_reasoning, with_thinking
 from manta.cluster.engine.request import EngineRequest
 from manta.cluster.errors import RequestRefused, ServingError, error_of
 from manta.cluster.http.access.request_admission import GenerationBody, max_output_tokens, session_of
@@ -21,6 +22,7 @@ from manta.cluster.http.exchange.exchange import GenerationExchange
 from manta.cluster.http.exchange.prompts import aside, encode, encode_all, num_kept_tokens
 from manta.cluster.http.exchange.state import AppState
 from manta.cluster.protocol.error_bodies import under_field
+from manta.cluster.protocol.foreign_fields import ignore
 from manta.cluster.protocol.requests import ChatCompletionRequest, CompletionRequest
 from manta.cluster.protocol.tools import template_tools
 from manta.cluster.telemetry.attributes import generation_attributes
@@ -28,6 +30,7 @@ from manta.cluster.text.tokenizer import Tokenizer
 from manta.structured.constraint import FIELD as CONSTRAINT
 from manta.structured.constraint import JsonObjects
 from manta.structured.refusals import Refusal
+from manta.structured.thinking import ThinkingSection
 from manta.workers.sampling_params import SamplingParams
 
 
@@ -42,13 +45,10 @@ async def chat(
     `ChatAnswer`. With `most_tokens` the answer has at most so many, or what the prompt leaves if that is less.
     """
     state.admission.check_generation(request, exchange.caller, num_prompts=1)
-    plan = await planned(state, exchange, request)
-    params = plan.params
+    plan, prompt = await prompted(state, exchange, request)
     model = await state.model_info()
-    kept = num_kept_tokens(request.truncate_prompt_tokens, params, model.max_model_len)
-    prompt = await encode(state.tokenizer, plan.prompt, False, model.max_model_len, "messages", kept)
     state.admission.check_answer(plan.params, [prompt], model.max_model_len, bool(request.stream))
-    params = await _with_prediction(state, request, params, model.max_model_len)
+    params = await _with_prediction(state, request, plan.params, model.max_model_len)
     answer = answer_with(request, exchange.identity, state.model_name, state.tokenizer, plan, prompt)
     if most_tokens is not None:
         params = msgspec.structs.replace(params, max_tokens=min(most_tokens, model.max_model_len - len(prompt)))
@@ -79,14 +79,32 @@ async def completions(state: AppState, exchange: GenerationExchange, request: Co
     given = given if kept is None else [*prompts]  # echo repeats what was used
     state.admission.check_answer(params, prompts, model.max_model_len, bool(request.stream))
     answer = CompletionAnswer(request, exchange.identity, state.model_name, state.tokenizer, given, prompts)
-    await generate(state, exchange, prompts, params, request, answer)
+    thinking = await _sections(state, params, prompts)
+    await generate(state, exchange, prompts, params, request, answer, thinking=thinking)
 
 
-async def planned(state: AppState, exchange: GenerationExchange, request: ChatCompletionRequest) -> ChatPlan:
-    """Returns the plan of a chat, with its admitted sampling parameters."""
+async def _sections(state: AppState, params: SamplingParams, prompts: list[list[int]]) -> list[ThinkingSection | None]:
+    """Returns the thinking section of each prompt; none if nothing bounds them. A model without such sections keeps any
+    bound.
+    """
+    if budget_of(params) is None:
+        return []
+    if detect_reasoning(state.tokenizer.chat_template_source()) is None:
+        ignore("thinking_token_budget", NOT_THINKING)
+        return []
+    return [(await aside(with_thinking, params, state.tokenizer, prompt)).thinking for prompt in prompts]
+
+
+async def prompted(
+    state: AppState, exchange: GenerationExchange, request: ChatCompletionRequest
+) -> tuple[ChatPlan, list[int]]:
+    """Returns the plan of a chat, with its admitted sampling parameters, and the tokens of the prompt."""
     params = await sampling_params(state, exchange, request)
     objects = state.config.engine.json_objects
-    return await state.rendered(exchange, _plan, state.tokenizer, request, params, objects)
+    plan = await state.rendered(exchange, _plan, state.tokenizer, request, params, objects)
+    max_model_len = (await state.model_info()).max_model_len
+    kept = num_kept_tokens(request.truncate_prompt_tokens, plan.params, max_model_len)
+    return plan, await encode(state.tokenizer, plan.prompt, False, max_model_len, "messages", kept)
 
 
 def _plan(
@@ -100,7 +118,7 @@ async def sampling_params(state: AppState, exchange: GenerationExchange, request
     """Returns the body's admitted sampling parameters, with the tokens of its `bad_words`. What the body leaves out has
     the model's recommended value.
     """
-    defaults = (await state.model_info()).sampling_defaults
+    defaults = (await state.generating_model()).sampling_defaults
     params = await state.apart(exchange, state.admission.sampling_params, request, defaults)
     return await aside(state.tokenizer.resolve_bad_words, params) if params.bad_words else params
 
@@ -114,13 +132,15 @@ async def generate(
     answer: Answer,
     shown_ids: frozenset[int] = frozenset(),
     not_carried: tuple[str, ...] = (),
+    thinking: Sequence[ThinkingSection | None] = (),
 ) -> None:
     """Runs the prompts and sends the answer. A header of the answer names what its constraint leaves out, `not_carried`
-    included. Raises `ServingError` naming the field of `request` if the engine refuses one of `params`.
+    included. `thinking` has the section of each prompt, if they may differ in it. Raises `ServingError` naming the
+    field of `request` if the engine refuses one of `params`.
     """
     try:
         params = await _enforceable(exchange, params, not_carried)
-        asked = _engines_request(state, exchange, prompts, params, request, shown_ids)
+        asked = _engines_request(state, exchange, prompts, params, request, shown_ids, thinking)
         streams = bool(request.stream)
         if exchange.span is not None:
             attributes = generation_attributes(state.model_name, params, chat=asked.chat, stream=streams)
@@ -159,6 +179,7 @@ def _engines_request(
     params: SamplingParams,
     request: GenerationBody,
     shown_ids: frozenset[int],
+    thinking: Sequence[ThinkingSection | None],
 ) -> GenerationRequest:
     sharer = exchange.caller.sharer
     engine = EngineRequest(
@@ -174,7 +195,7 @@ def _engines_request(
         cache_root=state.prefix_scope.root(exchange.caller.owner, request.cache_salt),
     )
     chat = isinstance(request, ChatCompletionRequest)
-    return GenerationRequest(prompts=prompts, engine=engine, chat=chat, shown_ids=shown_ids)
+    return GenerationRequest(prompts=prompts, engine=engine, chat=chat, shown_ids=shown_ids, thinking=[*thinking])
 
 
 async def _field_at_fault(

@@ -10,6 +10,7 @@ from msgspec import UNSET, UnsetType
 from manta.cluster.http.exchange.condition import Stage
 from manta.cluster.http.exchange.exchange import Exchange
 from manta.cluster.http.exchange.state import AppState
+from manta.workers.pooling_info import PoolingTask
 
 
 class ModelCard(msgspec.Struct, kw_only=True):
@@ -19,6 +20,8 @@ class ModelCard(msgspec.Struct, kw_only=True):
     owned_by: str = "manta"
     max_model_len: int | UnsetType = UNSET
     """Tokens of the longest sequence. Left out while none of several models' engines has told it."""
+    task: Literal["generate"] | PoolingTask | UnsetType = UNSET
+    """What the model answers with: text, vectors, or scores of labels. Left out likewise."""
     state: Stage | UnsetType = UNSET
     """How one of several models fares. Left out by a server of one model."""
     reason: str | UnsetType = UNSET
@@ -43,13 +46,11 @@ async def one_model(state: AppState, exchange: Exchange, _: None) -> ModelCard:
 
 
 async def _card(state: AppState, name: str) -> ModelCard:
-    if state.condition is None:
-        info = await state.model_info()
-        return ModelCard(id=name, created=state.created, max_model_len=info.max_model_len)
-    return ModelCard(
-        id=name,
-        created=state.created,
-        max_model_len=UNSET if state.known_model is None else state.known_model.max_model_len,
-        state=state.condition.stage,
-        reason=state.condition.reason or UNSET,
-    )
+    info = await state.model_info() if state.condition is None else state.known_model
+    card = ModelCard(id=name, created=state.created)
+    if info is not None:
+        card.max_model_len = info.max_model_len
+        card.task = "generate" if info.pooling is None else info.pooling.task
+    if state.condition is not None:
+        card.state, card.reason = state.condition.stage, state.condition.reason or UNSET
+    return card

@@ -45,6 +45,7 @@ from manta.cluster.protocol.ollama import (
 )
 from manta.cluster.protocol.responses import ChatResponseMessage
 from manta.cluster.protocol.translated import renamed
+from manta.workers.pooling_info import PoolingInfo
 
 _NEVER = "2318-01-01T00:00:00Z"
 """Time at which a model that stays loaded expires, as Ollama writes it."""
@@ -144,8 +145,13 @@ async def show(state: AppState, exchange: Exchange, body: OllamaShowRequest) -> 
         modified_at=_time(state.created),
         details=await _details(state),
         model_info={"general.architecture": "manta", "manta.context_length": info.max_model_len},
-        capabilities=["completion", *(name for name, form in found.items() if form is not None)],
+        capabilities=_capabilities(info.pooling) or ["completion", *(name for name, form in found.items() if form)],
     )
+
+
+def _capabilities(pooling: PoolingInfo | None) -> list[str]:
+    """Returns what a model that pools can do, by Ollama's names; none for one that generates."""
+    return [] if pooling is None else ["embedding" if pooling.task == "embed" else "classification"]
 
 
 async def _details(state: AppState) -> OllamaDetails:

@@ -52,10 +52,13 @@ async def docs(state: AppState, exchange: Exchange, _: None) -> None:
 
 def _home(state: AppState, exchange: Exchange) -> Home:
     needs_key = bool(state.config.api_keys)
-    named = [each for each in state.models if each.condition is None or each.condition.stage != "failed"]
-    name = None if needs_key or not named else named[0].model_name
+    served = (each for each in state.models if each.condition is None or each.condition.stage != "failed")
+    first = next(served, None)
+    name = None if needs_key or first is None else first.model_name
     host, root = exchange.headers.get("host", ""), exchange.incoming.root_path
     url = f"{state.config.scheme}://{host or f'{state.config.host}:{state.config.port}'}{root}"
+    known = None if first is None else first.known_model
+    pooling = None if known is None else known.pooling
     return Home(
         version=version(),
         model=name,
@@ -63,7 +66,11 @@ def _home(state: AppState, exchange: Exchange) -> Home:
             f"{method.upper()} {root}{path}" for path, methods in state.document["paths"].items() for method in methods
         ],
         example=curl(
-            url, name or "YOUR-MODEL", chats=not named or named[0].tokenizer.has_chat_template, needs_key=needs_key
+            url,
+            name or "YOUR-MODEL",
+            chats=first is None or first.tokenizer.has_chat_template,
+            needs_key=needs_key,
+            pooling=pooling,
         ),
         docs=f"{root}/docs",
         openapi=f"{root}/openapi.json",

@@ -4,6 +4,7 @@ what runs where, its metrics and its endpoints.
 
 from __future__ import annotations
 
+import asyncio
 import time
 from typing import Any, Literal
 
@@ -16,9 +17,15 @@ from manta.cluster.errors import ServingError, refuse
 from manta.cluster.http.exchange.all_engines import stats_by_model
 from manta.cluster.http.exchange.condition import Stage
 from manta.cluster.http.exchange.exchange import Exchange
+from manta.cluster.http.exchange.last_answer import Known
 from manta.cluster.http.exchange.metrics import render
 from manta.cluster.http.exchange.state import AppState, DeploymentState, NodeState
 from manta.cluster.version import version
+
+PATIENCE_S = 2.0
+"""Seconds that `/status` and `/metrics` wait for answers of engines, of Serve and of other ingresses. All are asked at
+once, and then the last known answers are shown with their age. Programs that ask wait for 5 s or longer.
+"""
 
 
 class Health(msgspec.Struct, omit_defaults=True, kw_only=True):
@@ -40,7 +47,7 @@ async def health(state: AppState, exchange: Exchange, _: None) -> Health:
     if not engines and may_stop_all(state.config):
         return Health(status="ok", reason="no engine runs; the next request starts one")
     knew_engines, state.knows_engines = state.knows_engines, state.knows_engines or bool(engines)
-    return health_of(engines, state.config.health_bound_s, knew_engines)
+    return health_of(engines, state.config.health_bound_s, knew_engines, state.config.num_engines_wanted)
 
 
 def may_stop_all(config: ServeConfig) -> bool:
@@ -58,7 +65,7 @@ def health_of_models(models: list[tuple[AppState, list[EngineStats]]], bound_s: 
         try:
             state.condition.check(state.model_name)
             if state.condition.stage != "unloaded":
-                fault = health_of(engines, bound_s).reason
+                fault = health_of(engines, bound_s, num_wanted=state.config.num_engines_wanted).reason
             num_healthy += 1
         except ServingError as error:
             fault = error.refusal.cause
@@ -69,9 +76,10 @@ def health_of_models(models: list[tuple[AppState, list[EngineStats]]], bound_s: 
     return Health(status="degraded", reason="; ".join(faults)) if faults else Health(status="ok")
 
 
-def health_of(engines: list[EngineStats], bound_s: float, knew_engines: bool = False) -> Health:
+def health_of(engines: list[EngineStats], bound_s: float, knew_engines: bool = False, num_wanted: int = 1) -> Health:
     """Returns the health of the engines. Refuses with 503 if none is healthy; Serve replaces engines that have
-    failed. `engines` are those that answer. `knew_engines` says whether any answered this ingress before.
+    failed. `engines` are those that answer. `knew_engines` says whether any answered this ingress before. With fewer
+    than `num_wanted` the health is "degraded", because the others serve all requests.
 
     An engine that cannot compile constraints serves all other requests, and retries by itself. It stays in service and
     counts as "degraded".
@@ -90,10 +98,13 @@ def health_of(engines: list[EngineStats], bound_s: float, knew_engines: bool = F
     if seconds > bound_s:
         cause = f"no request made progress for {seconds:.0f} s; the bound is {bound_s:.0f} s"
         refuse("unavailable", "", round(seconds), bound_s, cause=cause)
-    if all(stats.constraints.can_compile for stats in alive):
-        return Health(status="ok")
-    reason = "no grammar compiler starts, so requests with a constraint fail; the log says why"
-    return Health(status="degraded", reason=reason)
+    if not all(stats.constraints.can_compile for stats in alive):
+        reason = "no grammar compiler starts, so requests with a constraint fail; the log says why"
+        return Health(status="degraded", reason=reason)
+    num_serving = sum(stats.is_serving for stats in engines)
+    if num_serving < num_wanted:
+        return Health(status="degraded", reason=f"{num_serving} of {num_wanted} engines serve")
+    return Health(status="ok")
 
 
 async def ready(state: AppState, exchange: Exchange, _: None) -> None:
@@ -159,30 +170,43 @@ class Status(msgspec.Struct, kw_only=True):
     """Reason why the engines do not answer."""
     models: list[ModelState] | UnsetType = UNSET
     """The models, if the server may have several."""
+    engines_age_s: float = 0.0
+    """Seconds since `engines` were heard; 0 if they have answered now. Without any answer so far it counts from the
+    ingress's start. Of several models those that do not answer are left out.
+    """
+    cluster_age_s: float = 0.0
+    """Seconds since Serve and Ray told `deployments` and `nodes`, likewise."""
 
 
 async def status(state: AppState, exchange: Exchange, _: None) -> Status:
-    """Returns the status, whatever state the engines are in."""
-    problem, engines, bound_s = None, [], state.config.health_bound_s
-    try:
-        if state.models.are_several:
-            for served, stats in await stats_by_model(state.models):
-                engines += [_engine_state(each, bound_s, served.model_name) for each in stats]
-        else:
-            engines = [_engine_state(each, bound_s) for each in await state.engines.stats()]
-    except ServingError as error:
-        problem = str(error)
-    deployments, nodes = await state.cluster()
+    """Returns the status within `PATIENCE_S`, whatever state the engines are in."""
+    heard, cluster = await asyncio.gather(_engines_heard(state), state.cluster.read(PATIENCE_S))
+    bound_s, are_several = state.config.health_bound_s, state.models.are_several
+    alone = None if are_several else heard[0][1]
+    deployments, nodes = cluster.value
     return Status(
         version=version(),
         uptime_s=time.time() - state.created,
         num_held=state.engines.num_held,
-        engines=engines,
+        engines=[
+            _engine_state(each, bound_s, served.model_name if are_several else UNSET)
+            for served, known in heard
+            for each in (known.value if known.age_s == 0 or not are_several else ())
+        ],
         deployments=deployments,
         nodes=nodes,
-        problem=problem,
-        models=[*map(_model_state, state.models)] if state.models.are_several else UNSET,
+        problem=None if alone is None or alone.problem is None else str(alone.problem),
+        models=[*map(_model_state, state.models)] if are_several else UNSET,
+        engines_age_s=0.0 if alone is None else alone.age_s,
+        cluster_age_s=cluster.age_s,
     )
+
+
+async def _engines_heard(state: AppState) -> list[tuple[AppState, Known[list[EngineStats]]]]:
+    """Returns each model with what its engines have told within `PATIENCE_S`."""
+    states = list(state.models)
+    heard = await asyncio.gather(*(each.engine_stats.read(PATIENCE_S) for each in states))
+    return list(zip(states, heard, strict=True))
 
 
 def _model_state(state: AppState) -> ModelState:
@@ -224,11 +248,13 @@ def _word(stats: EngineStats, bound_s: float) -> Literal["idle", "running", "sta
 
 
 async def metrics(state: AppState, exchange: Exchange, _: None) -> None:
-    if state.models.are_several:
-        found = [(served.metrics, stats) for served, stats in await stats_by_model(state.models)]
-        text = render(found, [state.metrics.own(), *await state.other_metrics()])
-    else:
-        text = state.metrics.render(await state.engines.stats(), await state.other_metrics())
+    """Sends the metrics within `PATIENCE_S`. Engines that do not answer by then have no part in them: their gauges
+    are missing, and `manta:engines_serving` does not count them.
+    """
+    heard, others = await asyncio.gather(_engines_heard(state), state.other_metrics.read(PATIENCE_S))
+    models = [(served.metrics, [] if known.age_s else known.value) for served, known in heard]
+    of_server = [state.metrics.own()] if state.models.are_several else []
+    text = render(models, [*of_server, *others.value])
     await exchange.reply.send_body(text, "text/plain; version=0.0.4; charset=utf-8")
 
 

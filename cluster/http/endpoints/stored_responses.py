@@ -165,18 +165,12 @@ async def prepared(
     kept = state.responses
     if body.background:
         exchange.identity = Identity(new_stream_id())  # ids of items begin with it
-    given = await with_referenced(state, exchange, body.input)
-    items = await state.apart(exchange, input_items, given, exchange.identity.response_id)
-    check_storage(state, exchange, body)
+    items, is_complete = await conversation(state, exchange, body)
     if body.background and body.store is False:
         refuse("requires", "background", bound="a stored response", remedy="leave store out, or send store: true")
     stores = kept is not None and body.store is not False
-    if body.previous_response_id is not None:
-        items = [*await earlier_items(state, exchange, body.previous_response_id), *items]
-    await state.apart(exchange, check_calls, items)
     body = msgspec.structs.replace(body, store=stores)
     recorded = exchange.engines if isinstance(exchange.engines, RecordedEngines) else None
-    is_complete = given is body.input and body.previous_response_id is None
     if not is_complete or body.background or recorded is not None:
         body = msgspec.structs.replace(body, input=items)
         encoded = await state.apart(exchange, _checked, state, body)
@@ -187,6 +181,19 @@ async def prepared(
     keeps = stores or exchange.remembered is not None
     background = recorded if body.background else None
     return body, Keeping(kept if stores else None, exchange, items, background) if keeps else None
+
+
+async def conversation(
+    state: AppState, exchange: GenerationExchange, body: ResponsesRequest
+) -> tuple[list[dict[str, Any]], bool]:
+    """Returns the whole conversation as items, and whether the body's input holds all of it."""
+    given = await with_referenced(state, exchange, body.input)
+    items = await state.apart(exchange, input_items, given, exchange.identity.response_id)
+    check_storage(state, exchange, body)
+    if body.previous_response_id is not None:
+        items = [*await earlier_items(state, exchange, body.previous_response_id), *items]
+    await state.apart(exchange, check_calls, items)
+    return items, given is body.input and body.previous_response_id is None
 
 
 def check_storage(state: AppState, exchange: GenerationExchange, body: Any) -> None:

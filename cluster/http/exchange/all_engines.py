@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import NoReturn
 
+from manta.cluster.engine.pooling_request import PoolingRequest, PoolingResult
 from manta.cluster.engine.stats import EngineStats
 from manta.cluster.errors import ServingError
 from manta.cluster.http.exchange.engines import UNMETERED, Generation, GenerationRequest, Meter
@@ -36,6 +37,9 @@ class AllEngines:
         _no_model()
 
     async def resolve(self, spec: ConstraintSpec, client: str = "") -> tuple[ConstraintSpec, list[str]]:
+        _no_model()
+
+    async def pool(self, request: PoolingRequest) -> PoolingResult:
         _no_model()
 
     async def submit(self, request: GenerationRequest, meter: Meter = UNMETERED) -> Generation:

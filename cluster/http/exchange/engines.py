@@ -9,9 +9,11 @@ from typing import Protocol
 
 import msgspec
 
+from manta.cluster.engine.pooling_request import PoolingRequest, PoolingResult
 from manta.cluster.engine.request import EngineRequest, FinishStatus, Usage
 from manta.cluster.engine.stats import EngineStats
 from manta.structured.constraint import ConstraintSpec
+from manta.structured.thinking import ThinkingSection
 from manta.workers.model_info import ModelInfo
 from manta.workers.step import TokenLogprobs
 
@@ -26,11 +28,17 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
     """Whether the space that some tokenizers put in front of an answer's first word is dropped."""
     shown_ids: frozenset[int] = frozenset()
     """Special tokens that stay in the text."""
+    thinking: list[ThinkingSection | None] = []
+    """The thinking section of each prompt, where prompts of one body may differ in it."""
 
     def of_prompt(self, number: int) -> EngineRequest:
         """Returns the request to an engine for one of the prompts."""
-        request_id = f"{self.engine.request_id}-{number}"
-        return msgspec.structs.replace(self.engine, request_id=request_id, prompt_token_ids=self.prompts[number])
+        request_id, params = f"{self.engine.request_id}-{number}", self.engine.params
+        if self.thinking:
+            params = msgspec.structs.replace(params, thinking=self.thinking[number])
+        return msgspec.structs.replace(
+            self.engine, request_id=request_id, prompt_token_ids=self.prompts[number], params=params
+        )
 
 
 class Meter(Protocol):
@@ -122,6 +130,10 @@ class Engines(GenerationEngines, Protocol):
     """All engine replicas of one model."""
 
     async def model(self) -> ModelInfo: ...
+
+    async def pool(self, request: PoolingRequest) -> PoolingResult:
+        """Returns the numbers of the request's texts, or a refusal. Cancelling the call ends the work for it."""
+        ...
 
     async def stats(self) -> list[EngineStats]:
         """Returns the statistics of every replica that answers; an empty list if none runs.

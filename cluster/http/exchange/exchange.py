@@ -118,6 +118,9 @@ class GenerationExchange:
     def note(self, generation: Generation) -> None:
         """Notes the token counts of a generation that is over."""
 
+    def note_texts(self, num_texts: int, num_tokens: int) -> None:
+        """Notes how many texts were pooled."""
+
 
 class Exchange(GenerationExchange):
     """One HTTP request and its answer. `returns_id` says whether the answer has an x-request-id."""
@@ -164,6 +167,9 @@ class Exchange(GenerationExchange):
             "prompt_tokens": sum(usage.num_prompt_tokens for usage in usages),
             "output_tokens": sum(usage.num_output_tokens for usage in usages),
         }
+
+    def note_texts(self, num_texts: int, num_tokens: int) -> None:
+        self.notes = {"texts": num_texts, "prompt_tokens": num_tokens}
 
     def log(self, num_others: int | None = None) -> None:
         """Writes the line of this request, which has ended. It stands for `num_others` others without a line."""

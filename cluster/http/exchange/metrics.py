@@ -22,7 +22,7 @@ import msgspec
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disable_created_metrics, generate_latest
 from prometheus_client.metrics_core import Metric
 
-from manta.cluster.config import ServeConfig
+from manta.cluster.config import EngineConfig, ServeConfig
 from manta.cluster.engine.request import FinishStatus, Usage
 from manta.cluster.engine.stats import EngineStats
 
@@ -102,6 +102,12 @@ class Metrics:
             ["model_name", *replica_label, "client"],
             registry=self._own,
         )
+        self._answers = Counter(
+            "manta:answers",
+            "Answers of endpoints that generate, by HTTP status. A stream that fails has that of its error event.",
+            ["model_name", *replica_label, "status"],
+            registry=self._own,
+        )
         self._unrouted = Counter(
             "manta:unrouted_requests",
             "Requests that no route took, by status: unknown paths and methods, and refused Origins and Hosts.",
@@ -155,11 +161,20 @@ class Metrics:
             ["model_name", "engine", "phase"],
             registry=self._of_engines,
         )
+        self._config: ServeConfig | None = None
         self._counted: dict[str, dict[tuple[Counter, tuple[str, ...]], int]] = defaultdict(dict)
         """Highest value seen of each counter, with the labels after the engine's, by engine."""
         self._options = Gauge(
-            "manta:option", "Numbers of the configuration.", ["model_name", "option"], registry=self._of_engines
+            "manta:option",
+            "Numbers of the configuration; while engines differ, the lowest that one of them has.",
+            ["model_name", "option"],
+            registry=self._of_engines,
         )
+        self._configurations = labelled(
+            Gauge, "engine_configurations", "Different configurations of engines; more than 1 during an update."
+        )
+        self._engines_serving = labelled(Gauge, "engines_serving", "Engines that answer and have not failed.")
+        self._engines_wanted = labelled(Gauge, "engines_wanted", "Engines that should serve at any time.")
         self._cache_config = Gauge(
             "manta:cache_config_info",
             "Always 1; its labels describe the KV cache.",
@@ -168,11 +183,33 @@ class Metrics:
         )
 
     def show_options(self, config: ServeConfig) -> None:
-        """Shows every number of the configuration under its dotted name, and the form of the KV cache."""
-        engine = config.engine
-        self._cache_config.labels(self._model, engine.kv_cache_dtype, str(engine.block_size)).set(1)
-        for name, value in numbers(config):
-            self._options.labels(self._model, name).set(value)
+        """Makes `render` show every number of the configuration under its dotted name, and the form of the KV cache.
+        Those of the engines are what the engines tell, or of `config` while none tells any.
+        """
+        self._config = config
+        self._engines_wanted.set(config.num_engines_wanted)
+
+    def _show_options(self, engines: Sequence[EngineStats]) -> None:
+        if self._config is None:
+            return
+        told: list[EngineConfig] = []
+        for stats in engines:
+            config = None if stats.service is None else stats.service.config
+            if config is not None and config not in told:
+                told.append(config)
+        self._configurations.set(len(told))
+        self._options.clear()
+        self._cache_config.clear()
+        for option, value in numbers(self._config):
+            if not option.startswith("engine."):
+                self._options.labels(self._model, option).set(value)
+        lowest: dict[str, float] = {}
+        for config in told or [self._config.engine]:
+            self._cache_config.labels(self._model, config.kv_cache_dtype, str(config.block_size)).set(1)
+            for option, value in numbers(config, "engine."):
+                lowest[option] = min(value, lowest.get(option, value))
+        for option, value in lowest.items():
+            self._options.labels(self._model, option).set(value)
 
     def _labels(self, replica: str | None) -> tuple[str, ...]:
         return (self._model,) if replica is None else (self._model, replica)
@@ -180,6 +217,10 @@ class Metrics:
     def request_of(self, client: str) -> None:
         """Counts a request under the name of the client's API key."""
         self._by_client.labels(*self._labels(self.replica), client).inc()
+
+    def answered(self, status: int) -> None:
+        """Counts an answer of a route whose requests are logged."""
+        self._answers.labels(*self._labels(self.replica), str(status)).inc()
 
     def unrouted_request(self, status: int) -> None:
         """Counts a request that no route took. It has no label of the client's."""
@@ -206,7 +247,9 @@ class Metrics:
         self._standstill.set(max((stats.seconds_since_progress for stats in engines), default=0.0))
         for field, gauge in self._sums.items():
             gauge.set(sum(map(operator.attrgetter(field), engines)))
+        self._engines_serving.set(sum(stats.is_serving for stats in engines))
         self._show_starts(engines)
+        self._show_options(engines)
         self._add_up(engines)
         return self._of_engines.collect()
 

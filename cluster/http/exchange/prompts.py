@@ -88,9 +88,14 @@ async def aside(function: Callable[..., Result], *arguments: Any) -> Result:
 
 
 async def _tokenised(tokenizer: Tokenizer, texts: list[str], add_special_tokens: bool) -> list[list[int]]:
-    """Tokenises texts in a thread of low priority, which holds no lock that the engine or the event loop waits for."""
-    loop = asyncio.get_running_loop()
-    return await loop.run_in_executor(_tokenising, tokenizer.encode_batch, texts, add_special_tokens)
+    return await tokenising(tokenizer.encode_batch, texts, add_special_tokens)
+
+
+async def tokenising(function: Callable[..., Result], *arguments: Any) -> Result:
+    """Calls `function`, which tokenises, in a thread of low priority. The thread holds no lock that the engine or the
+    event loop waits for.
+    """
+    return await asyncio.get_running_loop().run_in_executor(_tokenising, function, *arguments)
 
 
 def _yield_to_others() -> None:

@@ -19,6 +19,7 @@ import msgspec
 from prometheus_client.metrics_core import Metric
 
 from manta.cluster.config import ServeConfig
+from manta.cluster.engine.stats import EngineStats
 from manta.cluster.errors import refuse
 from manta.cluster.http.access.prefix_scope import PrefixScope
 from manta.cluster.http.access.request_admission import Admission, Body, Caller
@@ -26,6 +27,7 @@ from manta.cluster.http.exchange.apart import Apart
 from manta.cluster.http.exchange.condition import Condition
 from manta.cluster.http.exchange.engines import Engines
 from manta.cluster.http.exchange.exchange import Exchange, GenerationExchange
+from manta.cluster.http.exchange.last_answer import LastAnswer
 from manta.cluster.http.exchange.metrics import Metrics
 from manta.cluster.http.exchange.recordings import NoStreams, Streams
 from manta.cluster.protocol.error_bodies import Writer, openai_body
@@ -34,8 +36,11 @@ from manta.cluster.storage.records import Records
 from manta.cluster.storage.storage import Storage
 from manta.cluster.text.tokenizer import Tokenizer
 from manta.workers.model_info import ModelInfo
+from manta.workers.pooling_info import PoolingInfo, PoolingTask
 
 Result = TypeVar("Result")
+NOUNS: dict[PoolingTask, str] = {"embed": "embeddings", "classify": "scores of labels"}
+"""What models that pool answer with."""
 OtherMetrics = Callable[[], Awaitable[list[list[Metric]]]]
 """Function that returns the metrics of the other replicas of the endpoint, as far as they answer."""
 
@@ -54,6 +59,8 @@ class DeploymentState(msgspec.Struct, kw_only=True):
     """Ray Serve's status, such as HEALTHY or UPSCALING."""
     replicas: dict[str, int]
     """Number of replicas in each state, such as RUNNING or STARTING."""
+    num_wanted: int | None = None
+    """Number of replicas that Serve tries to run; None if it is unknown."""
     note: str | None = None
     """Reason why the deployment waits or does not start; None if Serve reports none."""
 
@@ -143,8 +150,9 @@ class AppState:
         self._serve(config, tokenizer, engines, metrics)
         self.models: Models = OnlyModel(self)
         """The models of the address."""
-        self.other_metrics = other_metrics
-        self.cluster = cluster
+        self.other_metrics = LastAnswer[list[list[Metric]]](other_metrics, [])
+        """The metrics of the other replicas of the endpoint."""
+        self.cluster = LastAnswer[tuple[list[DeploymentState], list[NodeState]]](cluster, ([], []))
         self.knows_engines = False
         """Whether an engine has answered a question about its health here."""
         self.document = document or {}
@@ -173,6 +181,7 @@ class AppState:
         """Name of the model in the API."""
         self._tokenizer = tokenizer
         self.engines = engines
+        self.engine_stats = LastAnswer[list[EngineStats]](engines.stats, [])
         self.metrics = metrics
         self.condition: Condition | None = None
         """How one of several models fares. None for the only model of an address."""
@@ -218,11 +227,6 @@ class AppState:
         """Returns the metrics of the server, and those of each of several models."""
         return [self.metrics, *(state.metrics for state in self.models if state is not self)]
 
-    @property
-    def known_model(self) -> ModelInfo | None:
-        """The model's properties, if an engine has reported them."""
-        return self._model
-
     async def apart(self, exchange: GenerationExchange, function: Callable[..., Result], *arguments: object) -> Result:
         """Returns the result of a call that costs time with the size of the exchange's body: of a small one at once, of
         another one from a thread, in turns with the calls of other clients.
@@ -247,6 +251,30 @@ class AppState:
                 self._asking.add_done_callback(self._note_model)
             return await asyncio.shield(self._asking)  # it goes on for others when one client leaves
         return self._model
+
+    @property
+    def known_model(self) -> ModelInfo | None:
+        """The model's properties; None as long as no request has needed them."""
+        return self._model
+
+    async def generating_model(self) -> ModelInfo:
+        """Returns the model's properties. Refuses if the model pools, and so has no text to answer with."""
+        info = await self.model_info()
+        if info.pooling is not None:
+            self.refuse_model(f"it answers with {NOUNS[info.pooling.task]} and generates no text")
+        return info
+
+    async def pooling_model(self, *tasks: PoolingTask) -> tuple[ModelInfo, PoolingInfo]:
+        """Returns the model's properties, and how it pools. Refuses if it does nothing of `tasks`."""
+        info = await self.model_info()
+        if info.pooling is None or info.pooling.task not in tasks:
+            actual = "text" if info.pooling is None else NOUNS[info.pooling.task]
+            self.refuse_model(f"it answers with {actual}, and not with {' or '.join(NOUNS[task] for task in tasks)}")
+        return info, info.pooling
+
+    def refuse_model(self, cause: str) -> NoReturn:
+        """Refuses a request that the served model cannot answer, whoever asks."""
+        refuse("unsupported", "model", self.model_name, remedy="ask a server with another model", cause=cause)
 
     def _note_model(self, answer: asyncio.Future[ModelInfo]) -> None:
         self._asking = None
@@ -292,6 +320,11 @@ class Models:
         """Returns a model by its own name, for work that began with it. Refuses with 404 if it is gone."""
         state = self._states.get(name)
         return self._unknown(name, self.names) if state is None else state
+
+    def metrics_of(self, name: str | None, of_server: Metrics) -> Metrics:
+        """Returns the metrics of a model, or those of the server for a request without one."""
+        state = self._states.get(name or "")
+        return of_server if state is None else state.metrics
 
     def find(self, name: str | None, caller: Caller) -> AppState:
         """Returns the model that answers a request, by any of its names. Refuses with 404 a name that is none of those

@@ -9,13 +9,13 @@ from ray.serve.config import RequestRouterConfig
 
 from manta.cluster.config import AutoscalingOptions, EngineConfig
 from manta.cluster.engine.ranks.claims import TPU, gpu_environment, gpus_each, own_cpus, tpus_each
-from manta.cluster.serve.engine.engine_replica import EngineReplica
+from manta.cluster.serve.engine.model_replica import ModelReplica
 from manta.cluster.serve.routing.request_router import EngineRouter
 from manta.cluster.serve.scaling.autoscaling import autoscaling_config
 from manta.cluster.serve.starting.replica_process import REPLICA_ENVIRONMENT, ReplicaProcess
 
 
-class DeployedEngine(ReplicaProcess, EngineReplica):
+class DeployedEngine(ReplicaProcess, ModelReplica):
     """The class that Serve deploys."""
 
     async def reconfigure(self, announcement: dict[str, Any]) -> None:

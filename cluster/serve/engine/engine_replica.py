@@ -68,17 +68,13 @@ class EngineReplica:
     With `is_alone` there is no other replica to choose, so ingresses are not told which blocks the prefix cache holds.
     """
 
-    def __init__(self, config: EngineConfig, is_alone: bool = False) -> None:
+    def __init__(self, config: EngineConfig, is_alone: bool = False, seconds_before: float = 0.0) -> None:
+        """`seconds_before` are those that this replica's process ran before the constructor; 0 if it is shared."""
         with told_in_words():
-            self._start(config, is_alone)
+            self._start(config, is_alone, seconds_before)
 
-    @staticmethod
-    def seconds_before() -> float:
-        """Returns the seconds that this replica's process ran before the constructor; 0 if the process is shared."""
-        return 0.0
-
-    def _start(self, config: EngineConfig, is_alone: bool) -> None:
-        self._phases = Phases(process=self.seconds_before())
+    def _start(self, config: EngineConfig, is_alone: bool, seconds_before: float) -> None:
+        self._phases = Phases(process=seconds_before)
         from manta.cluster.engine.engine import (
             Engine,  # a process that only deploys this class needs none of these imports
         )
@@ -173,7 +169,7 @@ class EngineReplica:
         for place, request in call.open.items():
             self._reporter.begin(call.address, request)
             running = Running.of(request, call.address, (call, place))
-            (plain if request.params.constraint is None else constrained).append(running)
+            (constrained if request.params.is_masked else plain).append(running)
         if plain:
             self._thread.add(plain)
         try:
@@ -186,10 +182,11 @@ class EngineReplica:
                 self._reporter.end(call.address, request)
 
     async def _add_resolved(self, running: Running) -> None:
-        spec = running.request.params.constraint
-        assert spec is not None
+        request = running.request
+        prepared = self.engine.constraints.prepare(request.params, request.client)
+        assert prepared is not None
         try:
-            constraint = await asyncio.wrap_future(self.engine.constraints.resolve(spec, running.request.client))
+            constraint = await asyncio.wrap_future(prepared)
         except (RequestRefused, QueueFull) as error:
             self._end(running, self._thread.refusal(error))
             return
@@ -232,6 +229,7 @@ class EngineReplica:
             waiting_tokens=self._meter.waiting_tokens,
             ttft_s=self._meter.ttft_s,
             requests_per_s=self._meter.requests_per_s,
+            config=self.engine.config,
         )
         stats = msgspec.structs.replace(self.engine.stats(), service=service)
         return stats if self._thread.failure is None else msgspec.structs.replace(stats, alive=False)

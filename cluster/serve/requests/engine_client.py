@@ -16,8 +16,9 @@ from typing import Any, Protocol
 import msgspec
 
 from manta.cluster.config import EngineConfig
+from manta.cluster.engine.pooling_request import PoolingRequest, PoolingResult
 from manta.cluster.engine.request import EngineRequest, SequenceOutput
-from manta.cluster.engine.stats import EngineStats
+from manta.cluster.engine.stats import STANDBY, EngineStats
 from manta.cluster.errors import ServingError, Unavailable, error_of
 from manta.cluster.http.exchange.engines import UNMETERED, GenerationRequest, Meter
 from manta.cluster.http.exchange.metrics import Metrics, RequestMetrics
@@ -30,6 +31,7 @@ from manta.cluster.serve.channel.token_channel import (
     OutputReceiver,
     RequestResult,
 )
+from manta.cluster.serve.requests.pooling_calls import pool
 from manta.cluster.serve.requests.prompt_run import Call, PromptRun
 from manta.cluster.serve.requests.submission import Submission
 from manta.cluster.serve.routing import replicas
@@ -45,8 +47,8 @@ from manta.workers.model_info import ModelInfo
 
 logger = logger_of(__name__)
 
-ENGINE, STANDBY = "engine", "standby"
-"""Names of the two engine deployments."""
+ENGINE = "engine"
+"""Name of the deployment of all engines but the standbys."""
 
 ANSWER_TIMEOUT_S = 3.0
 """Longest time, in seconds, that replicas get to answer with their statistics; all are asked at once."""
@@ -287,6 +289,15 @@ class EngineClient(EngineQuestions):
 
     def measure(self, num_choices: int) -> RequestMetrics:
         return RequestMetrics(self.metrics, num_choices)
+
+    async def pool(self, request: PoolingRequest) -> PoolingResult:
+        return await pool(self, self._replicas, request)
+
+    async def pool_once(self, request: PoolingRequest) -> PoolingResult:
+        return await answer_of(self.serving.pool.remote(request))
+
+    async def until_awake(self, deadline_s: float, client: str) -> float:
+        return deadline_s if not self.is_asleep() else await self._waker.wait(deadline_s, client)
 
     async def check_reachable(self) -> None:
         address = await self._listen()

@@ -298,7 +298,7 @@ class PromptRun:
 
     def receive(self, output: SequenceOutput, connection: Connection) -> None:
         # The first output without tokens acknowledges the request, and the second one the constraint.
-        self._has_begun = self._request.params.constraint is None or self.connection is not None
+        self._has_begun = not self._request.params.is_masked or self.connection is not None
         if self.connection is None:
             self._take(connection)
         if not self._progress.add(output):

@@ -18,6 +18,7 @@ from ray import serve
 from ray.serve.exceptions import RayServeException
 
 from manta.cluster.engine.kv_blocks import hash_blocks
+from manta.cluster.engine.pooling_request import PoolingRequest
 from manta.cluster.engine.request import EngineRequest
 from manta.cluster.serve.routing.placement import Placement, Prompt
 from manta.cluster.serve.routing.prefix_index import block_keys
@@ -107,6 +108,23 @@ class Replicas:
         placed = zip(requests, estimates, strict=True)
         return replica, [msgspec.structs.replace(request, num_new_tokens=number) for request, number in placed]
 
+    def place_texts(self, request: PoolingRequest, deployment: str) -> str:
+        """Chooses a replica for texts, which no replica has cached. They count as under way until
+        `self.placement.end`.
+        """
+        prompt = Prompt(
+            request_id=request.request_id,
+            keys=(),
+            num_tokens=request.num_tokens,
+            block_size=0,
+            num_sequences=1,
+            client=request.client,
+            session="",
+        )
+        replica, _ = self.placement.place(prompt, deployment, self._now_avoided())
+        self.routed[request.request_id] = replica
+        return replica
+
     def pick(self, deployment: str) -> str:
         """Returns the replica that gets a call which any replica can answer."""
         return self.placement.pick(deployment, self._now_avoided())
@@ -129,7 +147,7 @@ def _prompt(request: EngineRequest, block_size: int) -> Prompt:
     num_blocks = (len(token_ids) - 1) // block_size if is_cached else 0
     return Prompt(
         request_id=request.request_id,
-        keys=block_keys(hash_blocks(token_ids, num_blocks, block_size, root=request.cache_root)) if num_blocks else (),
+        keys=block_keys(hash_blocks(token_ids, num_blocks, block_size, root=request.chain_root)) if num_blocks else (),
         num_tokens=len(token_ids),
         block_size=block_size,
         num_sequences=request.params.n,

@@ -16,6 +16,7 @@ from ray.serve._private.common import RunningReplicaInfo
 from ray.serve._private.replica_result import ReplicaResult
 from ray.serve.request_router import PendingRequest, RequestRouter, RunningReplica
 
+from manta.cluster.engine.pooling_request import PoolingRequest
 from manta.cluster.engine.request import EngineRequest
 from manta.cluster.serve.routing.replicas import known_replicas
 from manta.structured.visible_logs import logger_of
@@ -91,6 +92,8 @@ class EngineRouter(RequestRouter):
         if isinstance(asked, EngineRequest):
             replica, (placed,) = self._known.place([asked], self._deployment, self._block_size)
             pending.args = [placed, *others]
+        elif isinstance(asked, PoolingRequest):
+            replica = self._known.place_texts(asked, self._deployment)
         elif isinstance(asked, list):
             replica, asked[:] = self._known.place(asked, self._deployment, self._block_size)
         else:

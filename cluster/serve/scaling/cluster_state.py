@@ -12,8 +12,16 @@ from collections.abc import Callable, Mapping
 
 import ray
 from ray import serve
+from ray.serve._private.common import DeploymentStatusTrigger
+from ray.serve.context import _get_global_client as get_client
 from ray.serve.exceptions import RayServeException
-from ray.serve.schema import ApplicationStatus, ApplicationStatusOverview, DeploymentStatusOverview
+from ray.serve.schema import (
+    ApplicationStatus,
+    ApplicationStatusOverview,
+    DeploymentStatus,
+    DeploymentStatusOverview,
+    ServeInstanceDetails,
+)
 
 from manta.cluster.http.exchange.state import DeploymentState, NodeState
 from manta.cluster.serve.starting.start_failure import in_words, last_exception, waiting_for_room
@@ -59,26 +67,33 @@ def _deployments(models: Mapping[str, str]) -> list[DeploymentState]:
     except RayServeException:  # no replica: a batch job or a test
         return []
     try:
-        applications = serve.status().applications
+        client = get_client()
+        assert client is not None, "a replica belongs to a Serve"
+        details = ServeInstanceDetails(**client.get_serve_details())
     except Exception as error:  # the controller may be gone, and Ray raises many types then
         note = f"Serve's controller does not answer: {in_words(error)}"
         return [DeploymentState(name="Serve", status="UNKNOWN", replicas={}, note=note)]
+    applications = details._get_status().applications
     shown = {name: "", **{of_model: f"{model}: " for of_model, model in sorted(models.items())}}
-    return [
-        deployment_state(applications[each], deployment, prefix)
-        for each, prefix in shown.items()
-        if each in applications
-        for deployment in applications[each].deployments
-    ]
+    found = []
+    for each, prefix in shown.items():
+        if each in applications:
+            for deployment, told in details.applications[each].deployments.items():
+                state = deployment_state(applications[each], deployment, told.target_num_replicas)
+                state.name = f"{prefix}{deployment}"
+                found.append(state)
+    return found
 
 
-def deployment_state(application: ApplicationStatusOverview, name: str, prefix: str = "") -> DeploymentState:
-    """Returns a deployment's state, under its name behind `prefix`."""
+def deployment_state(
+    application: ApplicationStatusOverview, name: str, num_wanted: int | None = None
+) -> DeploymentState:
     overview = application.deployments[name]
     return DeploymentState(
-        name=f"{prefix}{name}",
+        name=name,
         status=overview.status.value,
         replicas={str(state): number for state, number in overview.replica_states.items() if number},
+        num_wanted=num_wanted,
         note=waiting_for_room(application, name) or _note(overview),
     )
 
@@ -88,6 +103,9 @@ def _note(overview: DeploymentStatusOverview) -> str | None:
     message = overview.message.strip()
     if not message:
         return None
+    has_failed_check = overview.status_trigger == DeploymentStatusTrigger.HEALTH_CHECK_FAILED
+    if has_failed_check and overview.status == DeploymentStatus.UNHEALTHY:
+        return "a replica died or failed its health check, and Serve starts another one"
     slow = _SLOW_START.search(message)
     if slow is not None:
         return f"{slow[1]} have been starting for more than {slow[2]} s; their logs say what they do"

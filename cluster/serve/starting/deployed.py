@@ -20,7 +20,7 @@ from ray.serve import RunTarget
 from ray.serve.context import _get_global_client as get_client
 from ray.serve.schema import ApplicationStatus, ApplicationStatusOverview, LoggingConfig
 
-from manta.cluster.serve.starting.start_failure import StartFailed, in_words
+from manta.cluster.serve.starting.start_failure import StartFailed, in_words_with_story
 from manta.structured.visible_logs import logger_of
 
 POLL_S = 0.5
@@ -151,7 +151,7 @@ def delete_own() -> None:
             else:
                 serve.delete(name)
         except Exception as error:  # the cluster may have ended already, in one of many ways
-            logger.warning("the application %r may still run on the cluster: %s", name, in_words(error))
+            logger.warning("the application %r may still run on the cluster: %s", name, in_words_with_story(error))
 
 
 def _note(name: str, what: str, updates: bool) -> None:

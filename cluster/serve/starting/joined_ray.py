@@ -18,10 +18,12 @@ from ray._raylet import AuthenticationTokenLoader  # type: ignore[attr-defined]
 from ray.core.generated import gcs_service_pb2, gcs_service_pb2_grpc
 from ray.exceptions import AuthenticationError
 
-from manta.cluster.serve.starting.start_failure import StartFailed, in_words
+from manta.cluster.serve.starting.start_failure import StartFailed, in_words_with_story
 
 ANSWER_S = 5.0
 """Seconds that the cluster's head may take to answer."""
+_DASHBOARD_SCHEMES = ("http", "https")
+_REMEDY = "write host:port, as `ray start` prints it (port 6379 unless told otherwise)"
 _TOKEN_PLACES = "RAY_AUTH_TOKEN, the file that RAY_AUTH_TOKEN_PATH names, or ~/.ray/auth_token"
 
 
@@ -30,14 +32,21 @@ def start(given: str) -> None:
 
     Raises `StartFailed` if no cluster answers, if it requires another token, or if it runs another version of Ray.
     """
-    if "://" not in given:
+    scheme, _, _ = given.rpartition("://")
+    if scheme in _DASHBOARD_SCHEMES:
+        raise StartFailed(
+            f"RAY_ADDRESS={given} is the address of Ray's dashboard, which `ray job submit` and `serve deploy` take as "
+            f"--address; {_REMEDY}"
+        )
+    if scheme not in ("", "ray"):
+        raise StartFailed(f"RAY_ADDRESS={given} is no address of a Ray cluster; {_REMEDY}")
+    if not scheme:
         _ask(given)
-    elif not given.startswith("ray://"):
-        raise StartFailed(f"RAY_ADDRESS={given} is no Ray cluster's address; write host:port, as `ray start` prints it")
     try:
         ray.init(log_to_driver=False, logging_level=logging.ERROR)
     except Exception as error:
-        raise StartFailed(f"the Ray cluster at RAY_ADDRESS={given} cannot be joined: {in_words(error)}") from error
+        story = in_words_with_story(error)
+        raise StartFailed(f"the Ray cluster at RAY_ADDRESS={given} cannot be joined: {story}") from error
 
 
 def _ask(given: str) -> None:

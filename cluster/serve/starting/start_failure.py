@@ -16,7 +16,7 @@ import tempfile
 from collections.abc import Iterator
 
 from ray._private import worker
-from ray.exceptions import RayTaskError
+from ray.exceptions import RayActorError, RayError, RayTaskError
 from ray.serve.schema import ApplicationStatusOverview
 
 from manta.structured.visible_logs import logger_of
@@ -60,8 +60,10 @@ def told_in_words() -> Iterator[None]:
 
 def in_words(error: BaseException) -> str:
     """Returns an exception as one line: its name unless it is a `ValueError` or `OSError`, its message, and a remedy if
-    known.
+    known. Of an error of Ray it is the first sentence, or the cause that Ray quotes below it.
     """
+    if isinstance(error, RayError):
+        return _ray_error_in_words(error)
     text = " ".join(str(error).split())
     if isinstance(error, OSError):
         text = re.sub(r"^\[Errno \d+\] ", "", text)
@@ -70,18 +72,31 @@ def in_words(error: BaseException) -> str:
     return _with_remedy(text)
 
 
+def _ray_error_in_words(error: RayError) -> str:
+    if isinstance(error, RayTaskError) and isinstance(error.cause, Exception):
+        return in_words(error.cause)
+    is_quoting = isinstance(error, RayTaskError) or (isinstance(error, RayActorError) and error.actor_init_failed)
+    if is_quoting:
+        return last_exception(str(error))
+    sentence = str(error).strip().partition("\n")[0].partition(". ")[0].rstrip(".")
+    return _with_remedy(f"{type(error).__name__}: {sentence}" if sentence else type(error).__name__)
+
+
 def unexpected(error: Exception) -> StartFailed:
-    """Returns the `StartFailed` for an exception that Ray or Serve raised in this process. Writes the traceback to a
-    file, which the message names, or into the message if no file can be written.
+    """Returns the `StartFailed` for an exception that Ray or Serve raised in this process."""
+    return StartFailed(f"the application did not start: {in_words_with_story(error)}")
+
+
+def in_words_with_story(error: Exception) -> str:
+    """Returns `in_words(error)` and where the traceback is: in a new file, or below if none can be written. It is for
+    the person who runs the command, and not for clients.
     """
-    cause = last_exception(str(error)) if isinstance(error, RayTaskError) else in_words(error)
     try:
         with tempfile.NamedTemporaryFile("w", prefix="manta-serve-", suffix=".log", delete=False) as log:
             log.write(f"{visible_traceback(error)}\n")
     except OSError as failure:
-        story = visible_traceback(error)
-        return StartFailed(f"the application did not start: {cause}. No log was written ({failure.strerror}):\n{story}")
-    return StartFailed(f"the application did not start: {cause}. The whole story is in {log.name}")
+        return f"{in_words(error)}. No log was written ({failure.strerror}):\n{visible_traceback(error)}"
+    return f"{in_words(error)}. The whole story is in {log.name}"
 
 
 def waiting_for_room(application: ApplicationStatusOverview, which: str | None = None) -> str | None:

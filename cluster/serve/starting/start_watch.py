@@ -23,6 +23,7 @@ from ray.serve.schema import (
     ReplicaState,
 )
 
+from manta.cluster.serve.starting.ray_messages import RayMessages
 from manta.cluster.serve.starting.start_failure import (
     FULL_MEMORY,
     StartFailed,
@@ -118,7 +119,6 @@ def wait_until_running(name: str, updates: bool = False) -> None:
     start = Start(updates)
     outcome: queue.SimpleQueue[StartFailed | None] = queue.SimpleQueue()
     raylet = _Raylet(name)
-    shown = worker.print_to_stdstream
     # Ray would print at length how a process ended; one sentence here says it.
     worker.print_to_stdstream = lambda *_, **__: None
     threading.Thread(target=_watch, args=(name, start, outcome), name="start", daemon=True).start()
@@ -131,7 +131,7 @@ def wait_until_running(name: str, updates: bool = False) -> None:
             failure = raylet.killed(start)
         if failure is not None:
             raise failure
-    worker.print_to_stdstream = shown
+    worker.print_to_stdstream = RayMessages().tell
 
 
 def _watch(name: str, start: Start, outcome: queue.SimpleQueue[StartFailed | None]) -> None:

@@ -66,6 +66,7 @@ def test_the_noise_is_that_of_every_sampler(seed: int) -> None:
     np.testing.assert_allclose(drawn, expected, atol=2e-6, rtol=5e-7)
 
 
+@pytest.mark.axes_in_turns
 @pytest.mark.parametrize("spread", [0.3, 1.0, 4.0])
 @pytest.mark.parametrize("vocab_size", [37, 600, 5003])
 def test_every_parameter_works_in_a_mixed_batch(vocab_size: int, spread: float) -> None:

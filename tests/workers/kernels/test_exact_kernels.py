@@ -113,6 +113,7 @@ def attended(
     return cpu.paged_attention(qkv, caches[0], caches[1], metadata, HEADS, window, exact=True)
 
 
+@pytest.mark.axes_in_turns
 @DTYPES
 @pytest.mark.parametrize("window", [None, 300], ids=["full", "window"])
 def test_attention_of_prompts_equals_their_parts(form: str, dtype: torch.dtype, window: int | None) -> None:

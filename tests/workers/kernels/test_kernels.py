@@ -181,6 +181,7 @@ SHARED = {
 }
 
 
+@pytest.mark.axes_in_turns
 @DTYPES
 @pytest.mark.parametrize("case", SHARED)
 def test_a_shared_prefix_gives_the_same_bits(kernels, case, dtype):

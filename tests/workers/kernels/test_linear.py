@@ -53,6 +53,7 @@ def assert_rounded(y: torch.Tensor, expected: torch.Tensor, in_features: int) ->
     assert (error <= bound).all(), f"{(error / bound).max():.2f} times what rounding explains"
 
 
+@pytest.mark.axes_in_turns
 @DTYPES
 @pytest.mark.parametrize("bias", [False, True], ids=["", "bias"])
 @pytest.mark.parametrize(
@@ -107,6 +108,7 @@ def test_random_shapes(name: str, dtype: torch.dtype) -> None:
         check()
 
 
+@pytest.mark.axes_in_turns
 @pytest.mark.parametrize(
     ("out_features", "in_features"),
     [(32, 64), (80, 96), (1216, 896), pytest.param(4864, 896, marks=pytest.mark.prove), (10, 64), (48, 40)],

@@ -30,6 +30,7 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 NUM_EXPERTS, NUM_CHOSEN = (8, 3) if THOROUGH else (5, 2)
 HIDDEN, INNER = (2880, 352) if THOROUGH else (96, 64)
 ROWS = (1, 2, 17, 300)
+FEWER_ROWS = (1, 17)
 
 
 def plain(generator: torch.Generator, out_features: int, in_features: int) -> torch.Tensor:
@@ -151,13 +152,13 @@ def check(
 
 @pytest.mark.parametrize("form", FORMS)
 def test_every_form_gives_the_results_of_one_by_one(form: str) -> None:
-    rows = ROWS if THOROUGH or form == "plain" else (1, 17)
-    for index, num_rows in enumerate(rows):
-        dtypes = DTYPES[: 3 if form == "plain" else 2] if THOROUGH else (DTYPES[index == 1],)
+    for index, num_rows in enumerate(ROWS if THOROUGH else FEWER_ROWS if form == "plain" else FEWER_ROWS[1:]):
+        dtypes = DTYPES[: 3 if form == "plain" else 2] if THOROUGH else (DTYPES[index],)
         for dtype in dtypes:
             check(both(form, dtype), *step(num_rows, dtype), form)
 
 
+@pytest.mark.axes_in_turns
 @pytest.mark.parametrize("form", ["plain", "int4", "E4M3 by output"] if THOROUGH else ["plain", "int4"])
 @pytest.mark.parametrize("activation", ["clamped", "gelu", "gelu_tanh", "relu2"])
 def test_every_activation_gives_the_results_of_one_by_one(activation: str, form: str) -> None:
@@ -172,7 +173,7 @@ def test_every_activation_gives_the_results_of_one_by_one(activation: str, form:
 
 @pytest.mark.parametrize("form", ["plain", "int8 in groups", "int4 in any order"])
 def test_shares_scale_inputs_instead(form: str) -> None:
-    for num_rows in (1, 9):
+    for num_rows in (1, 9) if THOROUGH else (9,):
         check(both(form, torch.float32, scales_inputs=True), *step(num_rows, torch.float32), form)
 
 
@@ -195,7 +196,7 @@ def test_rows_that_pad_reach_no_other_row(form: str) -> None:
     x, chosen, shares = step(10, torch.float32)
     alone = grouped.forward(x[:7], chosen[:7], shares[:7])
     x[7:] = float("nan")
-    for index in (0, NUM_EXPERTS, -1, 2**31 - 1):
+    for index in (0, NUM_EXPERTS, -1, 2**31 - 1) if THOROUGH else (0, -1):
         chosen[7:] = torch.arange(NUM_CHOSEN, device=DEVICE) if index == 0 else index
         shares[7:] = float("nan")
         padded = grouped.forward(x, chosen, shares)

@@ -113,6 +113,7 @@ def test_attention_agrees_on_every_head_shape(
     check_attention([(130, 1)], (num_heads, num_kv_heads, head_dim), block_size, dtype)
 
 
+@pytest.mark.axes_in_turns
 @pytest.mark.parametrize("window", [None, 40])
 @pytest.mark.parametrize(("cap", "has_sinks"), [(0.7, False), (0.0, True), (0.7, True)], ids=["cap", "sinks", "both"])
 def test_caps_and_sinks_agree(cap: float, has_sinks: bool, window: int | None) -> None:

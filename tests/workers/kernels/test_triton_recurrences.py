@@ -108,6 +108,7 @@ def differences(found: torch.Tensor, expected: torch.Tensor) -> float:
     return float((found - expected).abs().max() / expected.abs().max())
 
 
+@pytest.mark.axes_in_turns
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("kind", "shape"), CASES)
 @pytest.mark.parametrize("name", STEPS)
@@ -126,6 +127,7 @@ def test_recurrences_agree(name: str, kind: str, shape: str, dtype: torch.dtype)
         assert differences(states, expected_states) < most
 
 
+@pytest.mark.axes_in_turns
 @pytest.mark.parametrize("kind", IN_CHUNKS)
 @pytest.mark.parametrize("strength", [0.0, 1e-8, 1e4])
 def test_decays_of_any_strength_stay_finite(kind: str, strength: float) -> None:
@@ -142,6 +144,7 @@ def test_decays_of_any_strength_stay_finite(kind: str, strength: float) -> None:
     assert differences(states, expected_states) < max(ROUNDED, 1e-4)
 
 
+@pytest.mark.axes_in_turns
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("kind", IN_CHUNKS)
 def test_a_sequence_of_nan_leaves_others_alone(kind: str, dtype: torch.dtype) -> None:
@@ -162,6 +165,7 @@ def test_a_sequence_of_nan_leaves_others_alone(kind: str, dtype: torch.dtype) ->
         assert differences(states[slots], expected_states[slots]) < max(ROUNDED, 1e-5)
 
 
+@pytest.mark.axes_in_turns
 @pytest.mark.parametrize(("width", "has_bias", "activates"), [(3, False, False), (4, True, False), (4, False, True)])
 @pytest.mark.parametrize("name", STEPS)
 def test_convolutions_agree(name: str, width: int, has_bias: bool, activates: bool) -> None:

@@ -93,6 +93,7 @@ def draw_rows(
     return sample(logits, points, state_of(logits.shape[1], starts, **factories), masks).to_host()
 
 
+@pytest.mark.axes_in_turns
 @pytest.mark.usefixtures("implementation")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize("name", CASES)

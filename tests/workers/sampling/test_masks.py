@@ -34,6 +34,7 @@ def draw(logits: torch.Tensor, params: list[SamplingParams], masks: MaskBatch | 
     return sample(logits, points, state_of(logits.shape[1], starts), masks).to_host()
 
 
+@pytest.mark.axes_in_turns
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize("name", CASES)
 def test_a_mask_is_minus_infinity_where_it_forbids(name: str, dtype: torch.dtype) -> None:

@@ -87,6 +87,7 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.axes_in_turns
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize("name", CASES)
 def test_draws_what_sorting_and_summing_everything_gives(name: str, dtype: torch.dtype) -> None:

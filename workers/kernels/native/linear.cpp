@@ -102,10 +102,10 @@ static const T* padded_rows(const T* x, int num_rows, int in_features, int padde
 
 template <class T>
 static void linear(const T* x, const T* packed, const T* bias, T* y, int num_rows, int in_features, int out_features,
-                   int gate) {
+                   int gate, const float* const* addends = nullptr) {
     const int padded = (in_features + STEP - 1) / STEP * STEP;
     if (padded != in_features) x = padded_rows(x, num_rows, in_features, padded);
-    multiply(Product<T>{x, packed, bias, y, num_rows, padded, out_features, gate});
+    multiply(Product<T>{x, packed, bias, y, num_rows, padded, out_features, gate, addends});
 }
 
 // A packed linear, for decoder.cpp, which runs all layers in one call; mirrored in cpu_linear.py.
@@ -142,6 +142,18 @@ extern "C" void manta_linear(int dtype, const void* x, const void* packed, const
 extern "C" void manta_run_packed_linear(const void* linear, const void* x, void* y, int num_rows) {
     const PackedLinear& l = *(const PackedLinear*)linear;
     manta_linear(l.dtype, x, l.packed, l.bias, y, num_rows, l.in_features, l.out_features, l.gate);
+}
+
+// The same, with floats that are added to the sums of each row before the bias, or null for a row.
+extern "C" void manta_run_packed_linear_adding(const void* self, const void* x, void* y, int num_rows,
+                                               const float* const* addends) {
+    const PackedLinear& l = *(const PackedLinear*)self;
+    if (l.dtype == 0)
+        linear((const float*)x, (const float*)l.packed, (const float*)l.bias, (float*)y, num_rows, l.in_features,
+               l.out_features, l.gate, addends);
+    else
+        linear((const bf16*)x, (const bf16*)l.packed, (const bf16*)l.bias, (bf16*)y, num_rows, l.in_features,
+               l.out_features, l.gate, addends);
 }
 
 extern "C" void manta_set_num_threads(int threads) {

@@ -64,6 +64,7 @@ struct Product {
     T* y;
     int num_rows, in_features, out_features;
     int gate;  // of simd.h: a strip holds 16 outputs of `gate`, then the 16 of `up`; y is half as wide as the sums
+    const float* const* addends = nullptr;  // of each row, in the order of packing, or null: added to the sums
 
     const T* panel(int p) const { return packed + p * panel_size(in_features); }
     const T* strip(int s) const { return packed + (int64_t)s * in_features * STRIP; }
@@ -72,6 +73,8 @@ struct Product {
     // Writes the outputs of a row and a strip, given their sums.
     MANTA_INLINE void write(int row, int strip, Sums& sums) const {
         const int column = strip * STRIP, left = out_features - column;
+        if (addends && addends[row])
+            for (int v = 0; v < VECTORS; v++) sums[v] += load_upto(addends[row] + column + v * LANES, left - v * LANES);
         if (bias)
             for (int v = 0; v < VECTORS; v++) sums[v] += load_upto(bias + column + v * LANES, left - v * LANES);
         if (gate) {
@@ -107,6 +110,7 @@ struct Product {
         part.x = input(first);
         part.y += (int64_t)first * (gate ? out_features / 2 : out_features);
         part.num_rows = last - first;
+        if (addends) part.addends = addends + first;
         return part;
     }
 };

@@ -120,7 +120,7 @@ void multiply_by_tiles(const QuantizedProduct<T>& product, int threads, Shares& 
 #endif
 
 template <class T>
-void run(const QuantizedLinear& linear, const T* x, T* y, int num_rows) {
+void run(const QuantizedLinear& linear, const T* x, T* y, int num_rows, const float* const* addends = nullptr) {
     const WeightLayout layout = linear.layout();
     const int64_t count = (int64_t)num_rows * layout.groups.groups;
     float* const floats = of_thread<float, 3>(3 * count);
@@ -128,7 +128,7 @@ void run(const QuantizedLinear& linear, const T* x, T* y, int num_rows) {
                              (int32_t*)floats + count, floats + 2 * count};
     quantize_rows(linear, x, layout.groups, rows);
     const QuantizedProduct<T> product{layout, (const char*)linear.packed, (const T*)linear.bias, y, rows,
-                                      linear.gated != 0};
+                                      linear.gated != 0, addends};
     const bool serial = (int64_t)num_rows * linear.in_features * linear.out_features < SERIAL_PRODUCTS;
     const int threads = serial ? 1 : max_threads();
     Shares shares(layout.panels(), threads);
@@ -194,4 +194,14 @@ extern "C" void manta_run_quantized_linear(const void* linear, const void* x, vo
         run(l, (const float*)x, (float*)y, num_rows);
     else
         run(l, (const bf16*)x, (bf16*)y, num_rows);
+}
+
+// The same, with floats that are added to the sums of each row before the bias, or null for a row.
+extern "C" void manta_run_quantized_linear_adding(const void* linear, const void* x, void* y, int num_rows,
+                                                  const float* const* addends) {
+    const QuantizedLinear& l = *(const QuantizedLinear*)linear;
+    if (l.dtype == 0)
+        run(l, (const float*)x, (float*)y, num_rows, addends);
+    else
+        run(l, (const bf16*)x, (bf16*)y, num_rows, addends);
 }

@@ -74,6 +74,7 @@ struct QuantizedProduct {
     T* y;
     QuantizedRows rows;
     bool gated;  // 16 outputs of `gate` and 16 of `up` alternate; y is half as wide as the sums
+    const float* const* addends = nullptr;  // of each row, in the order of packing, or null: added to the sums
 
     // What is done in one pass over a chunk of a group.
     struct Chunk {
@@ -350,6 +351,9 @@ struct QuantizedProduct {
     // Writes the outputs of a row and a panel, given their sums.
     void write(int row, int panel, float* sums) const {
         const int column = panel * PANEL, left = layout.out_features - column;
+        if (addends && addends[row])
+            for (int i = 0; i < PANEL; i += LANES)
+                store(sums + i, load(sums + i) + load_upto(addends[row] + column + i, left - i));
         if (bias)
             for (int i = 0; i < PANEL; i += LANES) store(sums + i, load(sums + i) + load_upto(bias + column + i, left - i));
         if (!gated) {

@@ -1,0 +1,130 @@
+"""The replica of a model that pools: remote calls on the event loop, and a thread of its own that runs the steps.
+
+An answer is the result of its call, so nothing goes over the token channel. A lost replica loses nothing: its callers
+ask another one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from typing import Any
+
+import msgspec
+import ray
+
+from manta.cluster.config import EngineConfig
+from manta.cluster.engine.pooling_queue import PoolingJob
+from manta.cluster.engine.pooling_request import PooledInput, PoolingRequest, PoolingResult
+from manta.cluster.engine.stats import EngineStats, ServiceStats
+from manta.cluster.errors import QueueFull, RequestRefused
+from manta.cluster.serve.engine.meter import LoadMeter
+from manta.cluster.serve.routing.replicas import own_name
+from manta.cluster.serve.starting.start_failure import told_in_words
+from manta.workers.model_info import ModelInfo
+from manta.workers.phases import Phases
+
+IDLE_WAIT_S = 1.0
+"""Longest wait in seconds for texts before the thread looks whether it is to end."""
+
+
+class PoolingReplica:
+    """One replica of a model that pools. `phases` measures the start, which began before the constructor."""
+
+    def __init__(self, config: EngineConfig, phases: Phases) -> None:
+        with told_in_words():
+            from manta.cluster.engine.pooling_engine import PoolingEngine  # it imports torch
+
+            phases.end("imports")
+            self.engine = PoolingEngine(config)
+            phases.end("engine")
+        self._phases = phases
+        self._meter = LoadMeter()
+        self._node = ray.util.get_node_ip_address()
+        self._is_open = True
+        self._thread = threading.Thread(target=self._run_steps, name="engine", daemon=True)
+        self._warm_up()
+        phases.end("warm_up")
+        self._thread.start()
+
+    def _warm_up(self) -> None:
+        text = PooledInput([0] * min(16, self.engine.model.max_model_len), 16)
+        self.engine.add(PoolingRequest(request_id="warm-up", texts=[text]), lambda job, result: None)
+        while self.engine.step():
+            pass
+
+    def _run_steps(self) -> None:
+        while self._is_open:
+            if not self.engine.step():
+                self.engine.wait(IDLE_WAIT_S)
+
+    def close(self) -> None:
+        """Ends the thread after its step. Serve ends the process instead."""
+        self._is_open = False
+        self._thread.join()
+
+    # ---- remote calls --------------------------------------------------------------------------------------------
+
+    async def pool(self, request: PoolingRequest) -> PoolingResult:
+        """Returns the numbers of a request's texts, or why there are none. Cancelling the call aborts the request."""
+        loop = asyncio.get_running_loop()
+        ended: asyncio.Future[PoolingResult] = loop.create_future()
+
+        def note(result: PoolingResult) -> None:
+            if not ended.done():
+                ended.set_result(result)
+
+        def on_end(_: PoolingJob, result: PoolingResult) -> None:
+            loop.call_soon_threadsafe(note, result)
+
+        try:
+            job = self.engine.add(request, on_end)
+        except QueueFull as error:
+            retry_after_s = self._meter.retry_after_s(self.engine.stats().num_waiting)
+            return PoolingResult(refusal=msgspec.structs.replace(error.refusal, retry_after_s=retry_after_s))
+        except RequestRefused as error:
+            return PoolingResult(refusal=error.refusal)
+        self._meter.arrived(request.request_id, request.num_tokens)
+        try:
+            return await ended
+        finally:
+            self.engine.abort(job)
+            self._meter.has_first_token(request.request_id)
+            self._meter.ended(request.request_id)
+
+    async def connect(self, address: Any) -> None:
+        """Does nothing: no tokens go from here to an ingress."""
+
+    async def model(self) -> ModelInfo:
+        return self.engine.model
+
+    async def stats(self) -> EngineStats:
+        service = ServiceStats(
+            replica=own_name(),
+            node=self._node,
+            start_seconds=self._phases.seconds,
+            waiting_tokens=self._meter.waiting_tokens,
+            ttft_s=self._meter.ttft_s,
+            requests_per_s=self._meter.requests_per_s,
+        )
+        stats = msgspec.structs.replace(self.engine.stats(), service=service)
+        return stats if self._thread.is_alive() else msgspec.structs.replace(stats, alive=False)
+
+    async def start_seconds(self) -> float:
+        """Returns the seconds from the start of the process to the end of its constructor."""
+        return sum(self._phases.seconds.values())
+
+    async def record_autoscaling_stats(self) -> dict[str, float]:
+        """Returns the load that `cluster/serve/scaling/decision.py` reads."""
+        stats = self.engine.stats()
+        return {
+            "num_sequences": stats.num_running + stats.num_waiting,
+            "kv_usage": 0.0,
+            "waiting_tokens": self._meter.waiting_tokens,
+            "ttft_s": self._meter.ttft_s,
+        }
+
+    async def check_health(self) -> None:
+        """Raises `RuntimeError` if the thread has ended."""
+        if not self._thread.is_alive():
+            raise RuntimeError("the thread that runs the steps has ended")

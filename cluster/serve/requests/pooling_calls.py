@@ -1,0 +1,73 @@
+"""Requests to models that pool, as an ingress makes them: one call each, repeated on another engine if one is lost."""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import time
+from typing import Protocol
+
+import msgspec
+
+from manta.cluster.engine.pooling_request import PoolingRequest, PoolingResult
+from manta.cluster.errors import ServingError, Unavailable
+from manta.cluster.serve.requests.prompt_run import OVERDUE_S, RETRY_PAUSE_S, overdue_error
+from manta.cluster.serve.routing.replicas import Replicas
+from manta.cluster.serve.starting.start_failure import in_words
+from manta.structured.refusals import Refusal
+from manta.structured.visible_logs import logger_of
+
+logger = logger_of(__name__)
+
+MAX_ATTEMPTS = 4
+"""Engines on which a request may be lost before it is given up, because it may be what ends them."""
+
+
+class Caller(Protocol):
+    """The part of an ingress that calls engines."""
+
+    async def pool_once(self, request: PoolingRequest) -> PoolingResult:
+        """Calls an engine that Serve chooses."""
+        ...
+
+    async def until_awake(self, deadline_s: float, client: str) -> float:
+        """Waits for an engine. Returns the seconds left of `deadline_s`."""
+        ...
+
+
+async def pool(caller: Caller, known: Replicas, request: PoolingRequest) -> PoolingResult:
+    """Returns the answer of an engine. Raises `Overdue` if none has come by the request's deadline, and `Unavailable`
+    if engines were lost again and again.
+    """
+    assert request.deadline_s is not None
+    ends = time.monotonic() + request.deadline_s
+    try:
+        async with asyncio.timeout(request.deadline_s + OVERDUE_S):
+            for attempt in range(MAX_ATTEMPTS):
+                left_s = await caller.until_awake(max(0.0, ends - time.monotonic()), request.client)
+                try:
+                    return await _in_own_context(caller, msgspec.structs.replace(request, deadline_s=left_s))
+                except ServingError:
+                    raise
+                except Exception as error:  # Ray raises many types when a replica ends
+                    logger.warning("request %s was lost: %s", request.request_id, in_words(error))
+                    replica = known.routed.get(request.request_id)
+                    if replica is not None:
+                        known.avoid(replica)
+                finally:
+                    known.routed.pop(request.request_id, None)
+                    known.placement.end(request.request_id)
+                await asyncio.sleep(RETRY_PAUSE_S * 2**attempt)
+    except TimeoutError as error:
+        raise overdue_error() from error
+    cause = f"{MAX_ATTEMPTS} engines were lost while they had the request"
+    raise Unavailable(Refusal("unavailable", cause=cause, remedy="retry later"))
+
+
+async def _in_own_context(caller: Caller, request: PoolingRequest) -> PoolingResult:
+    """Makes a call in a context of its own, because Serve takes calls of one context for retries of one call."""
+    task = asyncio.get_running_loop().create_task(caller.pool_once(request), context=contextvars.Context())
+    try:
+        return await task
+    finally:
+        task.cancel()

@@ -1,0 +1,122 @@
+"""Texts for models that pool: what becomes of a text, a pair of texts or token ids before the model gets it.
+
+The endpoints and `LLM` call it alike. What must not be cut stays: special tokens, a prompt, the first text of a pair.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Literal
+
+import msgspec
+import numpy as np
+
+from manta.cluster.engine.pooling_request import PooledInput, check_text
+from manta.cluster.errors import RequestRefused, refuse
+from manta.cluster.text.tokenizer import TextError, TextOrPair, Tokenizer, TokenSequence
+from manta.structured.refusals import Refusal
+from manta.workers.model_info import ModelInfo
+from manta.workers.pooling_info import PoolingInfo
+
+FieldOf = Callable[[int], str]
+"""Function that returns the caller's name of a text by its index."""
+
+
+class TextForm(msgspec.Struct, frozen=True, kw_only=True):
+    """How the texts of one request become tokens."""
+
+    model: ModelInfo
+    field_of: FieldOf
+    prompt: str = ""
+    """Text before each text; never before token ids."""
+    add_special_tokens: bool = True
+    """Whether texts get the tokenizer's special tokens. Token ids never do."""
+    most_tokens: int | None = None
+    """Most tokens of a text, special tokens included, beyond which it is cut; None refuses what the model does not
+    read.
+    """
+    side: Literal["left", "right"] = "right"
+    """Side on which a text is cut."""
+
+
+def tokenise(
+    tokenizer: Tokenizer, texts: Sequence[TextOrPair | list[int]], form: TextForm, first: int = 0
+) -> list[PooledInput]:
+    """Returns the tokens of texts, whose first one has the index `first` in the request. Raises `RequestRefused` naming
+    a text that the model does not take.
+    """
+    info = form.model.pooling
+    assert info is not None
+    written = [_written(text, form.prompt, info) for text in texts if not isinstance(text, list)]
+    try:
+        sequences = zip(tokenizer.sequences(written, form.add_special_tokens), written, strict=True)
+    except TextError as error:
+        raise RequestRefused(Refusal("unfit", form.field_of(first), cause=str(error))) from error
+    num_skipped = 0
+    if form.prompt and not info.includes_prompt:  # as sentence-transformers counts them: without the token at the end
+        num_skipped = len(tokenizer.encode(form.prompt, form.add_special_tokens)) - form.add_special_tokens
+    found: list[PooledInput] = []
+    for index, text in enumerate(texts, first):
+        if isinstance(text, list):
+            sequence, skipped = _cut_ids(text, form), 0
+        else:
+            (sequence, whole), skipped = next(sequences), num_skipped
+            if form.most_tokens is not None and len(sequence.token_ids) > form.most_tokens:
+                sequence = _cut(tokenizer, whole, form, index)
+        check_text(sequence.token_ids, form.model, form.field_of(index))
+        found.append(PooledInput(sequence.token_ids, sequence.num_first, skipped))
+    return found
+
+
+def _written(text: TextOrPair, prompt: str, info: PoolingInfo) -> TextOrPair:
+    """Returns a text with its prompt, in the letters that the model was trained on."""
+    parts = (prompt + text,) if isinstance(text, str) else text
+    first, *others = [part.lower() for part in parts] if info.lowercases else parts
+    return (first, others[0]) if others else first
+
+
+def _cut(tokenizer: Tokenizer, text: TextOrPair, form: TextForm, index: int) -> TokenSequence:
+    """Returns the tokens of a text that is too long. Refuses if none is left beside what must stay."""
+    assert form.most_tokens is not None
+    cut = tokenizer.cut_sequence(text, form.most_tokens, form.side, form.add_special_tokens, len(form.prompt))
+    if cut is None:
+        cause = f"{form.most_tokens} tokens have no room for a token of it beside what goes before it"
+        refuse(
+            "unfit", form.field_of(index), remedy="let more tokens be used, or shorten what goes before", cause=cause
+        )
+    return cut
+
+
+def _cut_ids(token_ids: list[int], form: TextForm) -> TokenSequence:
+    most = form.most_tokens
+    if most is not None and len(token_ids) > most:
+        token_ids = token_ids[-most:] if form.side == "left" else token_ids[:most]
+    return TokenSequence(token_ids, len(token_ids))
+
+
+def prompt_of(info: PoolingInfo, name: str | None, field: str = "prompt_name") -> str:
+    """Returns the prompt that goes before texts. Refuses a name that the model does not have, under `field`."""
+    chosen = info.default_prompt if name is None else name
+    if chosen is None:
+        return ""
+    if chosen not in info.prompts:
+        refuse("unknown_value", field, chosen, tuple(info.prompts) or "none, for this model has no prompts")
+    return info.prompts[chosen]
+
+
+def check_vectors(info: PoolingInfo, dimensions: int | None, normalize: bool | None) -> None:
+    """Raises `RequestRefused` for dimensions and a length that the model's vectors cannot have."""
+    if dimensions is not None and not 1 <= dimensions <= info.dimension:
+        refuse("out_of_range", "dimensions", dimensions, (1, info.dimension))
+    if normalize is False and info.normalises:
+        refuse("unsupported", "normalize", "false", remedy="leave it out", cause="the model's vectors have length 1")
+
+
+def shaped(vectors: np.ndarray, dimensions: int | None, normalize: bool | None) -> np.ndarray:
+    """Returns the first `dimensions` numbers of each vector, divided by its length as Matryoshka embeddings are
+    (Kusupati et al., 2022). `normalize` divides whole vectors too.
+    """
+    if dimensions is None and not normalize:
+        return vectors
+    kept = vectors[:, :dimensions]
+    return kept / np.maximum(np.linalg.norm(kept, axis=1, keepdims=True), np.finfo(np.float32).tiny)

@@ -1,0 +1,227 @@
+"""Adapters that are damaged, hostile, of another model or of another kind: each is refused by what is wrong with it."""
+
+from __future__ import annotations
+
+import json
+import pathlib
+import shutil
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from manta.workers.adapters.adapter_bank import AdapterBank
+from manta.workers.adapters.adapter_files import read_adapter
+from manta.workers.checkpoints.model_folder import load_model_config
+from manta.workers.models.model_config import ModelError
+from manta.workers.models.raw_config import ConfigError
+from manta.workers.platforms import choose_platform
+from manta.workers.platforms.cpu_linears import CpuLinearAdapting
+from manta.workers.torch_worker.loader import load_model
+from tests.adapters import adapters_of
+from tests.checkpoints import checkpoint
+
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+PREFIX = "base_model.model."
+QUERY = f"{PREFIX}model.layers.0.self_attn.q_proj.lora_A.weight"
+Tensors = dict[str, torch.Tensor]
+
+
+@pytest.fixture(scope="module")
+def made() -> pathlib.Path:
+    return pathlib.Path(adapters_of(checkpoint("llama")).add("damaged", 9, target_modules=["q_proj", "v_proj"]))
+
+
+@pytest.fixture(scope="module")
+def bank() -> AdapterBank:
+    folder = checkpoint("llama")
+    found = AdapterBank(CpuLinearAdapting(), torch.float32, 2**20, None)
+    load_model(folder, load_model_config(folder), "float32", choose_platform("cpu", 1), bank=found)
+    return found
+
+
+@pytest.fixture
+def folder(made: pathlib.Path, tmp_path: pathlib.Path) -> pathlib.Path:
+    return pathlib.Path(shutil.copytree(made, tmp_path / "adapter"))
+
+
+def configure(folder: pathlib.Path, **values: Any) -> None:
+    config = json.loads((folder / CONFIG).read_text())
+    (folder / CONFIG).write_text(json.dumps(config | values))
+
+
+def retensor(folder: pathlib.Path, change: Callable[[Tensors], object]) -> None:
+    tensors = load_file(folder / WEIGHTS)
+    change(tensors)
+    save_file(tensors, folder / WEIGHTS)
+
+
+KEYS: dict[str, Any] = {
+    "r": [0, -1, 10**9, "8", True, None],
+    "lora_alpha": [float("inf"), 1e30, "16"],
+    "peft_type": ["IA3", None],
+    "use_dora": [True],
+    "use_rslora": ["yes"],
+    "bias": ["all", "lora_only"],
+    "lora_bias": [True],
+    "modules_to_save": [["lm_head"]],
+    "fan_in_fan_out": [True],
+    "init_lora_weights": ["pissa", "olora"],
+    "trainable_token_indices": [[1, 2]],
+    "alora_invocation_tokens": [[5]],
+    "layer_replication": [[[0, 2]]],
+    "target_parameters": [["mlp.experts"]],
+    "rank_pattern": [{"q_proj": 0}, {"(": 4}, {"a" * 2000: 4}, ["q_proj"]],
+    "alpha_pattern": [{"q_proj": "4"}],
+    "target_modules": [[5]],
+}
+
+
+@pytest.mark.parametrize(("key", "value"), [(key, value) for key, values in KEYS.items() for value in values])
+def test_a_key_that_changes_what_is_computed_is_refused_by_its_name(
+    folder: pathlib.Path, key: str, value: object
+) -> None:
+    configure(folder, **{key: value})
+    with pytest.raises(ConfigError) as refused:
+        read_adapter(str(folder), 2**20)
+    assert refused.value.key.startswith(key)
+
+
+def test_an_unknown_key_and_a_pattern_that_backtracks_are_no_trap(folder: pathlib.Path) -> None:
+    configure(folder, rank_pattern={r"(.*a.*)*(.*b.*)*(.*c.*)*\d{3}z": 4, "[qv]_proj": 4})
+    read_adapter(str(folder), 2**20)
+    configure(folder, use_newest_idea=True)
+    with pytest.raises(ModelError, match="use_newest_idea"):
+        read_adapter(str(folder), 2**20)
+
+
+def without_b(tensors: Tensors) -> None:
+    del tensors[QUERY.replace("lora_A", "lora_B")]
+
+
+def as_integers(tensors: Tensors) -> None:
+    tensors[QUERY] = tensors[QUERY].to(torch.int32)
+
+
+def with_nan(tensors: Tensors) -> None:
+    tensors[QUERY][0, 0] = float("nan")
+
+
+def with_rank_5(tensors: Tensors) -> None:
+    tensors[QUERY] = torch.zeros(5, 64)
+
+
+def with_three_dimensions(tensors: Tensors) -> None:
+    tensors[QUERY] = tensors[QUERY][None].clone()
+
+
+def with_narrow_inputs(tensors: Tensors) -> None:
+    tensors[QUERY] = tensors[QUERY][:, :32].clone()
+
+
+def with_narrow_outputs(tensors: Tensors) -> None:
+    name = QUERY.replace("lora_A", "lora_B")
+    tensors[name] = tensors[name][:32].clone()
+
+
+def moved(to: str) -> Callable[[Tensors], None]:
+    """Gives the query's halves to another module."""
+
+    def move(tensors: Tensors) -> None:
+        for half in ("lora_A", "lora_B"):
+            name = QUERY.replace("lora_A", half)
+            tensors[name.replace("layers.0.self_attn.q_proj", to)] = tensors.pop(name)
+
+    return move
+
+
+def renamed(to: str) -> Callable[[Tensors], None]:
+    return lambda tensors: tensors.__setitem__(to, tensors.pop(QUERY))
+
+
+DAMAGES: dict[str, tuple[Callable[[Tensors], object], str]] = {
+    "a missing half": (without_b, "layers.0.self_attn.q_proj has no lora_B"),
+    "a half of integers": (as_integers, "lora_A.weight is I32"),
+    "what is no number": (with_nan, "q_proj.lora_A.weight holds"),
+    "another rank": (with_rank_5, "rank of model.layers.0.self_attn.q_proj is 4"),
+    "three dimensions": (with_three_dimensions, "is no matrix"),
+    "narrow inputs": (with_narrow_inputs, r"lora_A of .*q_proj has shape \[4, 32\]"),
+    "narrow outputs": (with_narrow_outputs, r"lora_B of .*q_proj has shape \[32, 4\]"),
+    "a layer that is not there": (moved("layers.40.self_attn.q_proj"), "layers.40.self_attn.q_proj, which this model"),
+    "another family's names": (moved("h.0.attn.c_attn"), "h.0.attn.c_attn, which this model does not have"),
+    "the head": (moved("X"), "model.X"),
+    "DoRA's magnitudes": (renamed(QUERY.replace("lora_A.weight", "lora_magnitude_vector")), "lora_magnitude_vector"),
+    "an embedding": (renamed(f"{PREFIX}model.embed_tokens.lora_embedding_A"), "lora_embedding_A"),
+    "a saved module": (renamed(f"{PREFIX}lm_head.weight"), "lm_head.weight"),
+    "no prefix": (renamed(QUERY.removeprefix(PREFIX)), "q_proj.lora_A.weight is none of"),
+    "no tensors": (lambda tensors: tensors.clear(), "holds no tensors"),
+    "a target without tensors": (
+        lambda tensors: [tensors.pop(name) for name in list(tensors) if "v_proj" in name],
+        "target module v_proj",
+    ),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_or_foreign_file_is_refused_by_what_is_wrong(
+    folder: pathlib.Path, bank: AdapterBank, damage: str
+) -> None:
+    change, named = DAMAGES[damage]
+    retensor(folder, change)
+    with pytest.raises(ModelError, match=named):
+        bank.read(str(folder))
+
+
+def test_the_head_is_a_module_that_takes_no_adapter(folder: pathlib.Path, bank: AdapterBank) -> None:
+    def to_head(tensors: Tensors) -> None:
+        tensors[f"{PREFIX}lm_head.lora_A.weight"] = torch.zeros(4, 64)
+        tensors[f"{PREFIX}lm_head.lora_B.weight"] = torch.zeros(320, 4)
+
+    retensor(folder, to_head)
+    with pytest.raises(ModelError, match="lm_head, which takes no adapters"):
+        bank.read(str(folder))
+
+
+def test_files_that_are_no_adapter_or_lie_elsewhere(folder: pathlib.Path, tmp_path: pathlib.Path) -> None:
+    def refused(path: pathlib.Path | str, named: str, max_bytes: int = 2**20) -> None:
+        with pytest.raises(ModelError, match=named):
+            read_adapter(str(path), max_bytes)
+
+    refused(tmp_path / "nowhere", "no such folder")
+    refused(checkpoint("llama"), "holds no adapter_config.json")
+    refused(folder, "max_adapter_bytes", 1000)
+    whole = (folder / WEIGHTS).read_bytes()
+    (folder / WEIGHTS).write_bytes(whole[:-10])
+    refused(folder, "is truncated")
+    (folder / WEIGHTS).write_bytes(b"\x80\x04pickle")
+    refused(folder, "not a safetensors file")
+    (folder / WEIGHTS).unlink()
+    (folder / "adapter_model.bin").write_bytes(b"\x80\x04.")
+    refused(folder, "a pickle, which is never opened")
+    outside = tmp_path / "outside.safetensors"
+    outside.write_bytes(whole)
+    (folder / WEIGHTS).symlink_to(outside)
+    refused(folder, "leads out of the model's folder")
+    (folder / CONFIG).write_text("{")
+    refused(folder, "not valid JSON")
+
+
+def test_the_digest_is_of_the_values(folder: pathlib.Path, made: pathlib.Path) -> None:
+    def digest() -> str:
+        return read_adapter(str(folder), 2**20).digest
+
+    first = read_adapter(str(made), 2**20).digest
+    assert digest() == first
+    configure(folder, base_model_name_or_path="elsewhere", lora_dropout=0.5)
+    assert digest() == first, "what is not computed with does not count"
+    configure(folder, lora_alpha=17)
+    assert digest() != first
+    configure(folder, lora_alpha=16)
+
+    def add(tensors: Tensors) -> None:
+        tensors[QUERY][0, 0] += 1
+
+    retensor(folder, add)
+    assert digest() != first

@@ -1,0 +1,30 @@
+"""The option `adapters`: sentences for the devices and models that serve none.
+
+Plain checks, called by the workers and by `manta check` before anything is loaded.
+"""
+
+from __future__ import annotations
+
+from manta.workers.model_options import ModelOptions
+from manta.workers.models.model_config import ModelConfig, ModelError
+
+_MERGED = "merge the adapter into its base model (peft: merge_and_unload, then save_pretrained), or leave adapters out"
+
+
+def check_adapters(options: ModelOptions, device: str, model: ModelConfig | None = None) -> None:
+    """Raises `ModelError` if `options` names adapters, and the device `cpu`, `cuda` or `tpu`, the model, or `exact`
+    cannot serve any.
+    """
+    if not options.adapters:
+        return
+    if device != "cpu":
+        raise ModelError(f"adapters are for CPUs, and the device is {device}; {_MERGED}")
+    if options.exact:
+        raise ModelError(
+            f"adapters add floating-point products, and exact allows none; set exact to false, or {_MERGED}"
+        )
+    if model is not None and not model.native:
+        raise ModelError(
+            f"adapters need a model that Manta computes itself, and {model.architecture} runs through transformers; "
+            f"{_MERGED}"
+        )

@@ -1,0 +1,173 @@
+"""The adapters that one rank holds: their values, cut to the rank's share, at each linear of its model.
+
+The loader hands in the linears that take adapters, the worker loads adapters by name, and the model runner asks for the
+numbers of those that a step's sequences have. An adapter is known by the digest of its values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+import torch
+
+from manta.workers.adapters.adapter_files import Adapter, LowRankModule, read_adapter
+from manta.workers.checkpoints.shard import Shard, in_order, scaled, take_piece
+from manta.workers.kernels.adapted_linear import AdapterPlaces, LinearAdapting, LowRank, LowRankPart
+from manta.workers.kernels.weights import Linear
+from manta.workers.model_info import AdapterInfo
+from manta.workers.models.model_config import ModelError
+from manta.workers.models.specs import LinearSpec, Split, WeightPart
+
+
+class _Place(NamedTuple):
+    spec: LinearSpec
+    places: AdapterPlaces
+
+
+class FittedAdapter(NamedTuple):
+    """An adapter in the form in which linears use it, which is not in use yet."""
+
+    digest: str
+    rank: int
+    base_model: str
+    low_ranks: list[tuple[AdapterPlaces, LowRank]]
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(low_rank.num_bytes for _, low_rank in self.low_ranks)
+
+
+class AdapterBank:
+    """Holds adapters of at most `max_bytes` together, with values in `dtype`. `shard` is the rank's share, None for all
+    of the model. Not thread-safe, except for `read`.
+    """
+
+    def __init__(self, adapting: LinearAdapting, dtype: torch.dtype, max_bytes: int, shard: Shard | None) -> None:
+        self._adapting = adapting
+        self._dtype = dtype
+        self._max_bytes = max_bytes
+        self._shard = shard
+        self._places: list[_Place] = []
+        self._other_modules: frozenset[str] = frozenset()
+        self._numbers: dict[str, int] = {}
+        """The numbers of adapters by their digests."""
+        self._num_bytes = 0
+
+    # ---- the model -----------------------------------------------------------------------------------------------
+
+    def around(self, linear: Linear, spec: LinearSpec) -> Linear:
+        """Returns a linear with adapters that computes what `linear` does, whose description is `spec`."""
+        adapted, places = self._adapting.adapt(linear)
+        self._places.append(_Place(spec, places))
+        return adapted
+
+    def note_modules(self, names: Iterable[str]) -> None:
+        """Notes the names of all modules of the model, for messages."""
+        self._other_modules = frozenset(names)
+
+    # ---- adapters ------------------------------------------------------------------------------------------------
+
+    def number_of(self, digest: str) -> int:
+        """Returns the number of an adapter that is held."""
+        return self._numbers[digest]
+
+    def load(self, name: str, path: str) -> AdapterInfo:
+        """Reads the adapter in a folder and holds it. Raises `ModelError` if it is damaged, does not fit the model, or
+        would take more memory than is left.
+        """
+        try:
+            fitted = self.read(path)
+        except ModelError as error:
+            raise ModelError(f"adapter {name!r}: {error}") from error
+        self._hold(name, fitted)
+        return AdapterInfo(path, fitted.digest, fitted.rank, fitted.num_bytes, fitted.base_model)
+
+    def read(self, path: str) -> FittedAdapter:
+        """Reads the adapter in a folder, in the form for this rank's linears. Raises `ModelError` as `load` does."""
+        adapter = read_adapter(path, 2 * self._max_bytes)  # float32 may be stored and bfloat16 kept
+        known = {part.name for place in self._places for part in place.spec.parts}
+        for module in adapter.modules:
+            if module not in known:
+                raise ModelError(_why_unknown(adapter, module, module in self._other_modules))
+        low_ranks = [
+            (place.places, self._low_rank(adapter, place.spec))
+            for place in self._places
+            if any(part.name in adapter.modules for part in place.spec.parts)
+        ]
+        return FittedAdapter(adapter.digest, adapter.rank, adapter.base_model, low_ranks)
+
+    def _hold(self, name: str, fitted: FittedAdapter) -> None:
+        if fitted.digest in self._numbers:
+            return
+        if self._num_bytes + fitted.num_bytes > self._max_bytes:
+            raise ModelError(
+                f"adapter {name!r} takes {fitted.num_bytes} bytes, and {self._max_bytes - self._num_bytes} of "
+                f"max_adapter_bytes {self._max_bytes} are left; raise it, or name fewer adapters"
+            )
+        number = len(self._numbers)
+        for places, low_rank in fitted.low_ranks:
+            places.hold(number, low_rank)
+        self._numbers[fitted.digest] = number
+        self._num_bytes += fitted.num_bytes
+
+    def _low_rank(self, adapter: Adapter, spec: LinearSpec) -> LowRank:
+        """Returns the rank's share of what an adapter adds to one linear."""
+        own = dict.fromkeys(part.name for part in spec.parts if part.name in adapter.modules)
+        firsts, rank = {}, 0
+        for name in own:
+            firsts[name] = rank
+            rank += len(adapter.modules[name].a)
+        a = torch.cat([self._inputs(adapter, name, spec) for name in own])
+        parts, first_output = [], 0
+        for part in spec.parts:
+            num_outputs = self._num_outputs(part)
+            if part.name in own:
+                module = adapter.modules[part.name]
+                b = self._outputs(adapter, part, module).to(self._dtype).T.contiguous()
+                parts.append(LowRankPart(b, firsts[part.name], first_output, module.scale))
+            first_output += num_outputs
+        return LowRank(a.to(self._dtype).contiguous(), tuple(parts))
+
+    def _inputs(self, adapter: Adapter, name: str, spec: LinearSpec) -> torch.Tensor:
+        a = adapter.modules[name].a
+        if a.shape[1] != spec.in_features:
+            raise ModelError(_wrong_shape(adapter, name, "A", a, f"[rank, {spec.in_features}]"))
+        if self._shard is None:
+            return a
+        return self._shard.take(WeightPart(name, spec.out_features, Split.NOTHING), spec.splits_inputs, a)
+
+    def _outputs(self, adapter: Adapter, part: WeightPart, module: LowRankModule) -> torch.Tensor:
+        num_rows = part.stored_rows or part.out_features
+        if len(module.b) != num_rows:
+            raise ModelError(_wrong_shape(adapter, part.name, "B", module.b, f"[{num_rows}, rank]"))
+        return self._share_of(part, module.b)
+
+    def _num_outputs(self, part: WeightPart) -> int:
+        """Returns the number of the rank's outputs of a part."""
+        return len(self._share_of(part, torch.empty(part.stored_rows or part.out_features, 0)))
+
+    def _share_of(self, part: WeightPart, rows: torch.Tensor) -> torch.Tensor:
+        """Returns the rank's rows of a part, in the order of the linear's outputs."""
+        whole = take_piece(part, rows)
+        ordered = in_order(part, whole if self._shard is None else self._shard.take(part, False, whole))
+        taken = ordered if part.scale == 1 else scaled(ordered, part.scale)
+        assert isinstance(taken, torch.Tensor)
+        return taken
+
+
+def _why_unknown(adapter: Adapter, module: str, is_there: bool) -> str:
+    if is_there:
+        return (
+            f"{adapter.folder} changes {module}, which takes no adapters here; linears of attention, of other mixers "
+            "and of MLPs do: embeddings, heads, routers and experts have to be merged into the model"
+        )
+    base = f", and names the base model {adapter.base_model}" if adapter.base_model else ""
+    return f"{adapter.folder} changes {module}, which this model does not have{base}; take the adapter's own base model"
+
+
+def _wrong_shape(adapter: Adapter, module: str, half: str, tensor: torch.Tensor, wanted: str) -> str:
+    return (
+        f"{adapter.folder}: lora_{half} of {module} has shape {list(tensor.shape)}, and this model asks for {wanted}; "
+        "take the adapter's own base model"
+    )

@@ -1,0 +1,148 @@
+"""Reads `adapter_config.json`, the configuration that PEFT saves with an adapter, whose author is not trusted.
+
+Only what a plain LoRA adapter is gets read; everything that would change what it computes is refused by its key.
+"""
+
+from __future__ import annotations
+
+import math
+import pathlib
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from manta.structured.regexes.automata import TooLarge
+from manta.structured.regexes.ecma import Unreadable
+from manta.structured.regexes.matching import matcher_of
+from manta.workers.checkpoints.model_folder import read_json_object
+from manta.workers.models.model_config import ModelError
+from manta.workers.models.raw_config import RawConfig, RawValue
+
+CONFIG = "adapter_config.json"
+MOST_RANK = 4096
+"""Highest rank: published adapters have up to 512, and a linear of this rank is no longer low-rank."""
+_MOST_ALPHA = 1e6
+_MOST_PATTERN_CHARACTERS = 1000
+_PLAIN_STARTS = (True, False, "gaussian", "orthogonal", "eva")
+"""Values of `init_lora_weights` that leave the base model's weights as they are."""
+_OTHER_KINDS = (
+    "use_dora",
+    "lora_bias",
+    "fan_in_fan_out",
+    "use_qalora",
+    "use_bdlora",
+)
+"""Flags of other kinds of adapters."""
+_OTHER_VALUES = (
+    "modules_to_save",
+    "layer_replication",
+    "target_parameters",
+    "trainable_token_indices",
+    "alora_invocation_tokens",
+    "arrow_config",
+    "kasa_config",
+)
+"""Keys whose values would change more than an adapter's linears."""
+_OF_TRAINING = (
+    "auto_mapping",
+    "corda_config",
+    "ensure_weight_tying",
+    "eva_config",
+    "exclude_modules",
+    "inference_mode",
+    "layers_pattern",
+    "layers_to_transform",
+    "loftq_config",
+    "lora_dropout",
+    "lora_ga_config",
+    "megatron_config",
+    "megatron_core",
+    "monteclora_config",
+    "peft_version",
+    "qalora_group_size",
+    "revision",
+    "task_type",
+    "velora_config",
+)
+"""Keys that say how the adapter was made, or which modules have tensors, as the tensors say themselves."""
+
+
+class PeftConfig(NamedTuple):
+    """The ranks and scales of an adapter's modules, and the names that it was made for."""
+
+    rank: int
+    alpha: float
+    is_rank_stabilised: bool
+    """Whether the scale is alpha / sqrt(rank) (rsLoRA; Kalajdzievski, 2023), instead of alpha / rank."""
+    ranks: dict[str, int]
+    """Ranks of modules that match an expression (`rank_pattern`)."""
+    alphas: dict[str, float]
+    """The same for alpha (`alpha_pattern`)."""
+    targets: tuple[str, ...] | None
+    """Ends of the names of its modules; None if the configuration has an expression."""
+    base_model: str
+
+    def rank_of(self, module: str) -> int:
+        """Returns the rank of a module, given its name in the base model."""
+        return self.ranks.get(_key_of(self.ranks, module), self.rank)
+
+    def scale_of(self, module: str) -> float:
+        """Returns the factor on what the adapter adds to a module."""
+        rank, alpha = self.rank_of(module), self.alphas.get(_key_of(self.alphas, module), self.alpha)
+        return alpha / (math.sqrt(rank) if self.is_rank_stabilised else rank)
+
+
+def read_peft_config(folder: pathlib.Path) -> PeftConfig:
+    """Reads the configuration of an adapter. Raises `ConfigError` naming the key that is not supported or out of
+    bounds, and `ModelError` if the file is missing or no JSON object.
+    """
+    raw = read_json_object(folder, CONFIG)
+    raw["peft_type"].one_of("LORA")
+    for key in _OTHER_KINDS:
+        raw[key].only(value=False)
+    for key in _OTHER_VALUES:
+        if raw[key].value not in (None, [], {}, ""):
+            raise raw[key].refused("null or left out: adapters change linears only")
+    raw["bias"].one_of("none", default="none")
+    start = raw["init_lora_weights"]
+    if start.value is not None and start.value not in _PLAIN_STARTS:
+        raise start.refused("true: other ways to begin change the base model's weights; convert it to plain LoRA")
+    config = PeftConfig(
+        rank=raw["r"].whole(most=MOST_RANK),
+        alpha=_alpha(raw["lora_alpha"]),
+        is_rank_stabilised=raw["use_rslora"].flag(False),
+        ranks={key: value.whole(most=MOST_RANK) for key, value in _patterns(raw, "rank_pattern")},
+        alphas={key: _alpha(value) for key, value in _patterns(raw, "alpha_pattern")},
+        targets=None if isinstance(raw["target_modules"].value, str) else raw["target_modules"].texts(),
+        base_model=raw["base_model_name_or_path"].text(""),
+    )
+    raw.ignore(*_OF_TRAINING)
+    if unknown := raw.unread():
+        raise ModelError(f"{folder / CONFIG}: {unknown[0]} is not known, and may change what the adapter computes")
+    return config
+
+
+def _alpha(value: RawValue) -> float:
+    return value.number(least=-_MOST_ALPHA, most=_MOST_ALPHA)
+
+
+def _patterns(raw: RawConfig, key: str) -> list[tuple[str, RawValue]]:
+    """Returns the expressions of a pattern with their values. Raises `ConfigError` for one that cannot be read."""
+    patterns = raw[key].object()
+    for expression in patterns:
+        if len(expression) > _MOST_PATTERN_CHARACTERS:
+            raise patterns[expression].refused(f"under an expression of at most {_MOST_PATTERN_CHARACTERS} characters")
+        try:
+            matcher_of(_whole(expression))
+        except (Unreadable, TooLarge) as error:
+            raise patterns[expression].refused(f"under an expression that can be read ({error})") from error
+    return [(expression, patterns[expression]) for expression in patterns]
+
+
+def _key_of(patterns: Mapping[str, object], module: str) -> str:
+    """Returns the first expression that matches a module, as PEFT chooses it; empty if none does."""
+    return next((expression for expression in patterns if matcher_of(_whole(expression)).finds(module)), "")
+
+
+def _whole(expression: str) -> str:
+    """Returns the expression for whole names: PEFT lets it begin after any dot."""
+    return rf"^(.*\.)?({expression.removeprefix('^')})$"

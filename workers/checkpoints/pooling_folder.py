@@ -1,0 +1,325 @@
+"""Reads whether and how a checkpoint pools: sentence-transformers' modules, cross-encoders, and bare encoders.
+
+Refuses by name what it does not know, because a module that is left out gives other vectors. The engine, the ingress
+and `manta check` call it. Imports no framework. Source of the formats: sentence-transformers' `modules.json`,
+`N_Pooling/config.json`, `N_Dense/config.json`, `sentence_bert_config.json` and `config_sentence_transformers.json`.
+"""
+
+from __future__ import annotations
+
+import pathlib
+from typing import Any, cast, get_args
+
+import msgspec
+
+from manta.workers.checkpoints.stored_files import COPY_AGAIN, MOST_JSON_BYTES, find_file, read_json, read_text
+from manta.workers.models.model_config import ModelError
+from manta.workers.models.raw_config import RawConfig, RawValue
+from manta.workers.pooling_info import Activation, DenseLayer, PoolingInfo, PoolingMode
+
+_MODULES = "modules.json"
+_TRANSFORMER_CONFIGS = (
+    "sentence_bert_config.json",
+    "sentence_roberta_config.json",
+    "sentence_distilbert_config.json",
+    "sentence_camembert_config.json",
+    "sentence_albert_config.json",
+    "sentence_xlm-roberta_config.json",
+    "sentence_xlnet_config.json",
+)
+"""Names of the transformer module's configuration, of which the first that exists counts."""
+_SERVED = ("Transformer", "Pooling", "Dense", "Normalize", "Dropout")
+"""Modules of sentence-transformers that are served. `Dropout` does nothing after training."""
+_CLASSIFIER = "ForSequenceClassification"
+_ENCODER_ENDINGS = ("Model", "ForMaskedLM", "ForPreTraining")
+_ENCODERS = frozenset(
+    {
+        "albert",
+        "bert",
+        "camembert",
+        "deberta",
+        "deberta-v2",
+        "distilbert",
+        "electra",
+        "eurobert",
+        "ernie",
+        "gte",
+        "modernbert",
+        "mpnet",
+        "nomic_bert",
+        "roberta",
+        "xlm-roberta",
+    }
+)
+"""Model types that read a text in both directions. Without modules, sentence-transformers takes their mean."""
+_ACTIVATIONS: dict[str, Activation] = {
+    "torch.nn.modules.linear.Identity": "identity",
+    "torch.nn.modules.activation.Tanh": "tanh",
+    "torch.nn.modules.activation.ReLU": "relu",
+    "torch.nn.modules.activation.GELU": "gelu",
+    "torch.nn.modules.activation.Sigmoid": "sigmoid",
+}
+_LEGACY_MODES: dict[str, PoolingMode] = {
+    "pooling_mode_cls_token": "cls",
+    "pooling_mode_max_tokens": "max",
+    "pooling_mode_mean_tokens": "mean",
+    "pooling_mode_mean_sqrt_len_tokens": "mean_sqrt_len_tokens",
+    "pooling_mode_weightedmean_tokens": "weightedmean",
+    "pooling_mode_lasttoken": "lasttoken",
+}
+"""Flags of older files, in the order in which their vectors are joined."""
+_POOLING_KEYS = {"embedding_dimension", "word_embedding_dimension", "pooling_mode", "include_prompt", *_LEGACY_MODES}
+_DENSE_KEYS = {
+    "in_features",
+    "out_features",
+    "bias",
+    "activation_function",
+    "module_input_name",
+    "module_output_name",
+    "use_residual",
+}
+_TRANSFORMER_KEYS = {
+    "max_seq_length",
+    "do_lower_case",
+    "transformer_task",
+    "modality_config",
+    "module_output_name",
+    "processing_kwargs",
+    "unpad_inputs",
+    "query_length",
+    "document_length",
+    "query_expansion",
+    "model_args",
+    "model_kwargs",
+    "tokenizer_args",
+    "processor_kwargs",
+    "config_args",
+    "config_kwargs",
+}
+_POOLED = "sentence_embedding"
+"""Name under which sentence-transformers' modules pass on the pooled vector."""
+_TASKS = {"feature-extraction", "sequence-classification"}
+_UNLIMITED_TOKENS = 10**9
+"""Tokenizers that know no longest text name a larger number than this."""
+
+
+class _Module(msgspec.Struct, frozen=True):
+    """An entry of `modules.json`."""
+
+    type: str
+    path: str = ""
+
+
+def read_pooling(folder: pathlib.Path) -> PoolingInfo | None:
+    """Returns how the checkpoint in `folder` pools; None if it generates. Raises `ModelError` naming the module or the
+    key that is not served.
+    """
+    if find_file(folder, "config.json") is None:
+        return None
+    raw = _read(folder, "config.json")
+    architecture = raw.architecture or ""
+    has_modules = find_file(folder, _MODULES) is not None
+    if architecture.endswith(_CLASSIFIER):
+        if has_modules:
+            _check_classifier_modules(folder)
+        return _classifier(folder, raw)
+    if has_modules:
+        return _embedder(folder, raw)
+    is_bare = architecture.endswith(_ENCODER_ENDINGS) and raw.values.get("model_type") in _ENCODERS
+    if not is_bare:
+        return None
+    return PoolingInfo(
+        task="embed",
+        modes=("mean",),
+        dimension=_hidden_size(raw),
+        max_tokens=_longest(folder, None),
+        source=f"no {_MODULES}: the mean of the tokens, as in sentence-transformers",
+    )
+
+
+# ---- modules of sentence-transformers --------------------------------------------------------------------------------
+
+
+def _embedder(folder: pathlib.Path, raw: RawConfig) -> PoolingInfo:
+    modules = _modules(folder)
+    names = [_class_of(module) for module in modules]
+    for name, module in zip(names, modules, strict=True):
+        if name not in _SERVED:
+            raise ModelError(f"{folder / _MODULES}: the module {module.type} is not served; served are {_SERVED}")
+    if names[:2] != ["Transformer", "Pooling"] or names.count("Transformer") + names.count("Pooling") != 2:
+        raise ModelError(f"{folder / _MODULES} must begin with one Transformer and one Pooling, not {names}")
+    if modules[0].path:
+        raise ModelError(f"{folder / _MODULES}: the Transformer lies in {modules[0].path}; move its files up")
+    if "Normalize" in names[:-1] and any(name == "Dense" for name in names[names.index("Normalize") :]):
+        raise ModelError(f"{folder / _MODULES}: a Dense after Normalize is not served")
+    transformer = _transformer(folder)
+    modes, includes_prompt = _pooling(folder, modules[1].path)
+    dense = tuple(_dense(folder, module.path) for name, module in zip(names, modules, strict=True) if name == "Dense")
+    dimension = _hidden_size(raw) * len(modes)
+    for layer in dense:
+        if layer.in_features != dimension:
+            raise ModelError(f"{folder / layer.folder}: in_features must be {dimension}, not {layer.in_features}")
+        dimension = layer.out_features
+    prompts, default = _prompts(folder)
+    return PoolingInfo(
+        task="embed",
+        modes=modes,
+        includes_prompt=includes_prompt,
+        dense=dense,
+        normalises="Normalize" in names,
+        dimension=dimension,
+        prompts=prompts,
+        default_prompt=default,
+        max_tokens=_longest(folder, transformer["max_seq_length"]),
+        lowercases=transformer["do_lower_case"].flag(False),
+        source=_MODULES,
+    )
+
+
+def _modules(folder: pathlib.Path) -> list[_Module]:
+    path = folder / _MODULES
+    try:
+        return msgspec.json.decode(read_text(folder, _MODULES, MOST_JSON_BYTES), type=list[_Module])
+    except msgspec.DecodeError as error:
+        raise ModelError(f"{path} is not a list of sentence-transformers' modules: {error}; {COPY_AGAIN}") from error
+
+
+def _class_of(module: _Module) -> str:
+    """Returns the class of a module of sentence-transformers, whose package moved it between its versions; the whole
+    name of a class of another package.
+    """
+    package, _, name = module.type.rpartition(".")
+    return name if package.partition(".")[0] == "sentence_transformers" else module.type
+
+
+def _transformer(folder: pathlib.Path) -> RawConfig:
+    """Returns the configuration of the transformer module, which is checked."""
+    name = next((name for name in _TRANSFORMER_CONFIGS if find_file(folder, name) is not None), None)
+    if name is None:
+        return RawConfig({}, str(folder / _TRANSFORMER_CONFIGS[0]))
+    raw = _read(folder, name)
+    _check_keys(raw, _TRANSFORMER_KEYS)
+    raw["transformer_task"].one_of(*sorted(_TASKS), default="feature-extraction")
+    for key in ("query_length", "document_length", "query_expansion", "processing_kwargs"):
+        if raw[key].value:
+            raise raw[key].refused("left out")
+    for key in ("model_args", "model_kwargs", "tokenizer_args", "processor_kwargs", "config_args", "config_kwargs"):
+        if raw[key].value:
+            raise raw[key].refused("empty")
+    return raw
+
+
+def _pooling(folder: pathlib.Path, path: str) -> tuple[tuple[PoolingMode, ...], bool]:
+    raw = _read(folder, f"{path}/config.json")
+    _check_keys(raw, _POOLING_KEYS)
+    known = get_args(PoolingMode)
+    given = raw["pooling_mode"]
+    if given.value is None:
+        modes = tuple(mode for key, mode in _LEGACY_MODES.items() if raw[key].flag(False)) or ("mean",)
+    elif isinstance(given.value, list):
+        modes = tuple(cast(PoolingMode, item.one_of(*known)) for item in given.items())
+    else:
+        modes = (cast(PoolingMode, given.one_of(*known)),)
+    return modes, raw["include_prompt"].flag(True)
+
+
+def _dense(folder: pathlib.Path, path: str) -> DenseLayer:
+    raw = _read(folder, f"{path}/config.json")
+    _check_keys(raw, _DENSE_KEYS)
+    raw["module_input_name"].one_of(_POOLED, default=_POOLED)
+    raw["module_output_name"].one_of(_POOLED, default=_POOLED)
+    raw["use_residual"].only(False)
+    name = raw["activation_function"].one_of(*_ACTIVATIONS, default="torch.nn.modules.activation.Tanh")
+    return DenseLayer(
+        path,
+        raw["in_features"].whole(),
+        raw["out_features"].whole(),
+        raw["bias"].flag(True),
+        _ACTIVATIONS[name],
+    )
+
+
+def _prompts(folder: pathlib.Path) -> tuple[dict[str, str], str | None]:
+    """Returns the named prompts, and the name of the one that texts get by default."""
+    name = "config_sentence_transformers.json"
+    if find_file(folder, name) is None:
+        return {}, None
+    raw = _read(folder, name)
+    given = raw["prompts"].object()
+    prompts = {key: given[key].text("") for key in given}
+    default = raw["default_prompt_name"]
+    return prompts, None if default.value is None else default.one_of(*prompts)
+
+
+# ---- classifiers -----------------------------------------------------------------------------------------------------
+
+
+def _check_classifier_modules(folder: pathlib.Path) -> None:
+    modules = _modules(folder)
+    if [_class_of(module) for module in modules] != ["Transformer"] or modules[0].path:
+        names = [module.type for module in modules]
+        raise ModelError(f"{folder / _MODULES} must hold one Transformer for a classifier, not {names}")
+    _transformer(folder)
+
+
+def _classifier(folder: pathlib.Path, raw: RawConfig) -> PoolingInfo:
+    labels = _labels(raw)
+    return PoolingInfo(
+        task="classify",
+        activation=_classifier_activation(folder, raw, len(labels)),
+        labels=labels,
+        dimension=len(labels),
+        max_tokens=_longest(folder, None),
+        source=f"{raw.architecture}",
+    )
+
+
+def _labels(raw: RawConfig) -> tuple[str, ...]:
+    """Returns the names of the labels in order; transformers' default is two."""
+    given = raw["id2label"].object()
+    if not len(given):
+        return tuple(f"LABEL_{index}" for index in range(raw["num_labels"].whole(2)))
+    return tuple(given[str(index)].text() for index in range(len(given)))
+
+
+def _classifier_activation(folder: pathlib.Path, raw: RawConfig, num_labels: int) -> Activation:
+    """Returns the activation that sentence-transformers' cross-encoders name, wherever their versions wrote it.
+    Otherwise one number becomes a probability, and several become probabilities of which one label is true, or, in a
+    model of several true labels, each is true.
+    """
+    saved = "config_sentence_transformers.json"
+    named = [raw["sentence_transformers"].object()["activation_fn"], raw["sbert_ce_default_activation_function"]]
+    if find_file(folder, saved) is not None:
+        named.append(_read(folder, saved)["activation_fn"])
+    for value in named:
+        if value.value is not None and num_labels == 1:
+            return _ACTIVATIONS[value.one_of(*_ACTIVATIONS)]
+    is_multiple = raw["problem_type"].text("") == "multi_label_classification"
+    return "sigmoid" if num_labels == 1 or is_multiple else "softmax"
+
+
+# ---- common ----------------------------------------------------------------------------------------------------------
+
+
+def _read(folder: pathlib.Path, name: str) -> RawConfig:
+    return RawConfig(read_json(folder, name), str(folder / name))
+
+
+def _check_keys(raw: RawConfig, known: set[str]) -> None:
+    for key in raw:
+        if key not in known:
+            raise raw[key].refused("left out, for it is not known")
+
+
+def _hidden_size(raw: RawConfig) -> int:
+    return raw.first_of("hidden_size", "dim", "d_model", "n_embd").whole()
+
+
+def _longest(folder: pathlib.Path, named: RawValue | None) -> int | None:
+    """Returns the longest text in tokens: the transformer module's, else the tokenizer's; None if neither says."""
+    if named is not None and named.value is not None:
+        return named.whole()
+    if find_file(folder, "tokenizer_config.json") is None:
+        return None
+    longest: Any = read_json(folder, "tokenizer_config.json").get("model_max_length")
+    return int(longest) if isinstance(longest, int | float) and 0 < longest < _UNLIMITED_TOKENS else None

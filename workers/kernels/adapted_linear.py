@@ -1,0 +1,105 @@
+"""Linears with low-rank adapters (LoRA; Hu et al., 2021): `y = linear(x) + scale * (x @ a.T) @ b`, for each row by its
+sequence's adapter.
+
+`TorchAdaptedLinear` defines what they compute; `cpu_adapters.py` computes it faster. A bank of adapters
+(`workers/adapters/adapter_bank.py`) gives them their values, and `AttentionMetadata.adapters` says which rows have one.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple, Protocol
+
+import torch
+
+from manta.workers.kernels.attention_metadata import AttentionMetadata
+from manta.workers.kernels.linears import GatedLinear
+from manta.workers.kernels.weights import Linear
+
+
+class LowRankPart(NamedTuple):
+    """What an adapter adds to some outputs of a linear, such as its queries."""
+
+    b: torch.Tensor
+    """[rank, outputs]"""
+    first_rank: int
+    """The first of its rows of `LowRank.a`."""
+    first_output: int
+    scale: float
+
+
+class LowRank(NamedTuple):
+    """What an adapter adds to one linear."""
+
+    a: torch.Tensor
+    """[sum of ranks, in_features]"""
+    parts: tuple[LowRankPart, ...]
+    """Parts with different outputs; other outputs stay as they are."""
+
+    @property
+    def num_bytes(self) -> int:
+        return self.a.nbytes + sum(part.b.nbytes for part in self.parts)
+
+
+class AdapterPlaces(Protocol):
+    """The values of adapters for one linear, by the adapters' numbers. It may change between steps for numbers that no
+    running sequence has.
+    """
+
+    def hold(self, number: int, low_rank: LowRank) -> None:
+        """Keeps the values of an adapter."""
+        ...
+
+    def drop(self, number: int) -> None:
+        """Forgets the values of an adapter; harmless if there are none."""
+        ...
+
+
+class LinearAdapting(Protocol):
+    """Makes the linears with adapters of one model, on one device."""
+
+    def adapt(self, linear: Linear) -> tuple[Linear, AdapterPlaces]:
+        """Returns a linear that computes the same for rows without an adapter, and where it finds those of others."""
+        ...
+
+
+class TorchAdaptedLinear:
+    """The linear with adapters by torch alone, for a linear without a gate of its own."""
+
+    def __init__(self, linear: Linear) -> None:
+        self._linear = linear
+        self._held: dict[int, LowRank] = {}
+
+    def hold(self, number: int, low_rank: LowRank) -> None:
+        self._held[number] = low_rank
+
+    def drop(self, number: int) -> None:
+        self._held.pop(number, None)
+
+    def forward(self, x: torch.Tensor, step: AttentionMetadata | None = None) -> torch.Tensor:
+        y = self._linear.forward(x, step)
+        adapted = None if step is None else step.adapters
+        if adapted is None:
+            return y
+        for number, first, count in adapted.segments.tolist():
+            low_rank = self._held.get(number)
+            if low_rank is None:
+                continue
+            rows = torch.from_numpy(adapted.rows[first : first + count]).long()
+            products = x[rows].float() @ low_rank.a.float().T
+            for part in low_rank.parts:
+                rank, num_outputs = part.b.shape
+                outputs = slice(part.first_output, part.first_output + num_outputs)
+                added = products[:, part.first_rank : part.first_rank + rank] @ part.b.float()
+                y[rows, outputs] = (y[rows, outputs].float() + added * part.scale).to(y.dtype)
+        return y
+
+
+class TorchLinearAdapting:
+    """Makes linears with adapters by torch."""
+
+    def adapt(self, linear: Linear) -> tuple[Linear, AdapterPlaces]:
+        if isinstance(linear, GatedLinear):
+            inner, places = self.adapt(linear.linear)
+            return linear.around(inner), places
+        adapted = TorchAdaptedLinear(linear)
+        return adapted, adapted

@@ -1,0 +1,32 @@
+"""The options of an engine that a model that pools does not have. Imports no framework."""
+
+from __future__ import annotations
+
+from manta.workers.model_options import ModelOptions
+from manta.workers.models.model_config import ModelError
+
+_OPTIONS_OF_GENERATION = (
+    ("exact", False),
+    ("weights", "auto"),
+    ("kv_cache_dtype", "auto"),
+    ("tensor_parallel_size", 1),
+)
+"""Options that mean nothing for a model that pools, and their only values."""
+
+
+def check_pooling_options(config: ModelOptions) -> None:
+    """Raises `ModelError` naming an option that a model that pools does not have."""
+    for name, only in _OPTIONS_OF_GENERATION:
+        if getattr(config, name) != only:
+            raise ModelError(f"{name} {getattr(config, name)} is not there for a model that pools; leave it out")
+    if config.device == "tpu":
+        raise ModelError("device tpu is not there for a model that pools; set device to cpu or cuda")
+
+
+def pooling_dtype(requested: str, checkpoint: str) -> str:
+    """Returns the dtype of a model that pools. `auto` takes the checkpoint's, except that float16, in which few CPUs
+    compute, becomes float32: bfloat16 would round vectors more coarsely than the checkpoint does.
+    """
+    if requested != "auto":
+        return requested
+    return "float32" if checkpoint == "float16" else checkpoint
