@@ -17,6 +17,7 @@ from msgspec import Meta
 
 from manta.cluster.model_list import name_of, owners_of, with_engine_model, with_shared_engine
 from manta.cluster.option_reader import read_options
+from manta.cluster.ray_llm_file import is_ray_llm, ray_llm_options
 from manta.specdecode.speculative_config import SpeculativeConfig
 from manta.structured.constraint import ConstraintLimits, JsonObjects
 from manta.structured.pool_config import PoolConfig
@@ -546,6 +547,8 @@ def _read_yaml(path: pathlib.Path) -> dict[str, Any]:
     if loaded is not None and not isinstance(loaded, dict):
         raise ValueError(f"{path} must hold a mapping of options, not a {type(loaded).__name__}")
     data = loaded or {}
+    if is_ray_llm(data):
+        return ray_llm_options(data, path, _read_yaml)
     if "applications" in data or "import_path" in data:
         raise ValueError(
             f"{path} is a configuration of Ray Serve: 'serve deploy {path}' takes it. For --config give a file with "
