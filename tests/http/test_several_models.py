@@ -24,6 +24,7 @@ from manta.cluster.http.exchange.condition import Condition
 from manta.cluster.http.exchange.metrics import Metrics
 from manta.cluster.http.exchange.state import Models
 from manta.cluster.text.tokenizer import Tokenizer
+from manta.workers.model_info import ModelInfo
 from tests.http.test_routes import Repeating, RepeatingEngines
 
 CHAT = {"messages": [{"role": "user", "content": "a"}]}
@@ -204,6 +205,19 @@ def test_a_failed_model_takes_no_other_one_with_it() -> None:
     assert answer.status_code == 503
     assert "its files are gone" in answer.json()["error"]["message"]
     assert address.ask("POST", "/v1/completions", {"prompt": "a", "model": "one"}).status_code == 200
+
+
+@pytest.mark.parametrize("path", ["/v1/models", "/v1/models/two", "/api/tags", "/api/ps", "/status", "/metrics", "/"])
+def test_a_list_wakes_no_model(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stopped model costs nothing until a request names it."""
+    address = Address()
+    address.states["two"].condition = Condition("unloaded")
+
+    async def woken() -> ModelInfo:
+        raise AssertionError("its engines were asked")
+
+    monkeypatch.setattr(address.engines["two"], "model", woken)
+    assert address.ask("GET", path).status_code == 200
 
 
 def test_models_come_and_go() -> None:

@@ -60,6 +60,8 @@ class _Member:
         """None if the model cannot be served here."""
         self.fault = fault
         """Set if the model cannot be served here however its engines fare."""
+        self.asking: asyncio.Task[None] | None = None
+        """Asks the engines for the model's properties; None before they have loaded."""
 
 
 class Table(Protocol):
@@ -104,6 +106,8 @@ class Fleet:
         self._shares = ClientShares(config.streams.max_bytes, config.streams.max_client_bytes, drops_own=True)
         self._watching: asyncio.Task[None] | None = None
         self._tasks: set[asyncio.Task[None]] = set()
+        self._handles: dict[str, Any] = {}
+        """Handles of the engines, by application."""
 
     @property
     def applications(self) -> dict[str, str]:
@@ -161,8 +165,10 @@ class Fleet:
     async def _client(
         self, found: FoundModel, config: ServeConfig, tokenizer: Tokenizer, metrics: Metrics
     ) -> EngineClient:
+        handle = await asyncio.to_thread(self._handle_of, ENGINE, found.application)
+        self._handles[found.application] = handle
         return self._client_type(
-            await asyncio.to_thread(self._handle_of, ENGINE, found.application),
+            handle,
             tokenizer,
             ray.util.get_node_ip_address(),
             metrics,
@@ -194,8 +200,9 @@ class Fleet:
     def _tell(self, member: _Member, found: FoundModel) -> None:
         """Notes how a model fares. Of one that has just loaded its properties are asked, for the list of models."""
         member.found, member.state.condition = found, member.fault or found.condition
-        if member.state.condition.stage == "loaded" and member.state.known_model is None:
-            self._begin(self._ask(member.state))
+        is_unknown = member.state.condition.stage == "loaded" and member.state.known_model is None
+        if is_unknown and (member.asking is None or member.asking.done()):
+            member.asking = self._begin(self._ask(member.state))
 
     def _remove(self, name: str) -> None:
         member = self._members.pop(name)
@@ -203,20 +210,22 @@ class Fleet:
         if self._streams is not None:
             self._streams.remove(name)
         if member.client is not None:
-            self._begin(self._retire(member.client))
+            self._begin(self._retire(member.client, self._handles.pop(member.found.application)))
         logger.info("the model %s is served no more: the application %s has gone", name, member.found.application)
 
-    def _begin(self, work: Coroutine[Any, Any, None]) -> None:
-        task = asyncio.ensure_future(work)
+    def _begin(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        task = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+        return task
 
     async def _ask(self, state: AppState) -> None:
         with contextlib.suppress(ServingError):
             await state.model_info()
 
-    async def _retire(self, client: EngineClient) -> None:
-        """Closes the client of a model that is gone, when its last requests have ended."""
+    async def _retire(self, client: EngineClient, handle: Any) -> None:
+        """Closes the client of a model that is gone, when its last requests have ended, and its handle."""
         while client.runs:
             await asyncio.sleep(LOOK_S)
         await client.close()
+        await handle.shutdown_async()  # an open handle wakes up ten times a second
