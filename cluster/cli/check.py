@@ -30,7 +30,6 @@ from manta.cluster.text.tokenizer_trial import try_tokenizer
 from manta.structured.host import free_memory, num_cores
 from manta.structured.logits_processors import LogitsProcessorError, LogitsProcessorRegistry
 from manta.structured.visible_text import say, say_lines
-from manta.workers.adapter_support import check_adapters
 from manta.workers.checkpoints.memory import (
     CacheSizes,
     block_needs,
@@ -45,14 +44,13 @@ from manta.workers.checkpoints.model_folder import load_model_config, resolve_mo
 from manta.workers.checkpoints.pooling_folder import read_pooling
 from manta.workers.checkpoints.stop_tokens import with_tokenizers_eos
 from manta.workers.checkpoints.stored_files import find_file
-from manta.workers.exact import check_exact
 from manta.workers.kept_weights import check_weights, describe_kept
-from manta.workers.kv_cache_dtype import check_kv_cache, kv_dtype
+from manta.workers.kv_cache_dtype import kv_dtype
 from manta.workers.kv_groups import LayerGroups, most_states, one_group
 from manta.workers.models.model_config import ModelConfig, ModelError
 from manta.workers.models.variants import check_block_size, check_draft_model, check_variants, variants_of
+from manta.workers.option_support import check_options
 from manta.workers.parallel.split import check_num_ranks
-from manta.workers.prefix_store import check_prefix_store
 from manta.workers.step import NUM_FIXED_STATES
 from manta.workers.torch_worker.trial import Trial, TrialResult, try_one_layer
 
@@ -170,10 +168,7 @@ def _check_quickly(engine: EngineConfig) -> None:
     device = "cpu" if engine.device == "auto" else engine.device
     check_variants(model, device)
     check_block_size(model, engine.block_size)
-    check_exact(engine, device, model)
-    check_adapters(engine, device, model)
-    check_kv_cache(engine, device, model)
-    check_prefix_store(engine, device)
+    check_options(engine, device, model)
     num_elements(folder)  # raises unless every file is there and complete
     _check_templates(folder if engine.tokenizer is None else resolve_folder(engine.tokenizer))
     if engine.max_model_len is not None:
@@ -299,11 +294,7 @@ def check_model(engine: EngineConfig) -> CheckReport:
     Raises `ModelError`.
     """
     if engine.device == "tpu":
-        check_weights(engine.weights, "tpu")
-        check_exact(engine, "tpu")
-        check_adapters(engine, "tpu")
-        check_kv_cache(engine, "tpu")
-        check_prefix_store(engine, "tpu")
+        check_options(engine, "tpu")
         return _check_on_tpu(engine)
     from manta.workers.platforms import choose_platform
     from manta.workers.torch_worker.loader import check_tensors
@@ -321,12 +312,9 @@ def check_model(engine: EngineConfig) -> CheckReport:
         dtype = platform.resolve_dtype(engine.dtype, model.dtype)
     except ValueError as error:
         raise ModelError(str(error)) from error
-    check_weights(engine.weights, platform.name)
-    check_exact(engine, platform.name, model, platform.advice)
-    check_prefix_store(engine, platform.name)
-    check_adapters(engine, platform.name, model)
-    for each in (model, _draft_config(engine)):
-        check_kv_cache(engine, platform.name, each)
+    draft = _draft_config(engine)
+    check_options(engine, platform.name, model, draft, platform.advice)
+    for each in (model, draft):
         if each is not None:
             check_variants(each, platform.name)
     keeps_integers = platform.keeps_integers and engine.weights != "dense"

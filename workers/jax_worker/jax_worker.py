@@ -17,10 +17,8 @@ from manta.structured import host
 from manta.structured.logits_processors import LogitsProcessorFactory, LogitsProcessorRegistry
 from manta.structured.masks import MaskBatch
 from manta.structured.visible_logs import logger_of
-from manta.workers.adapter_support import check_adapters
 from manta.workers.checkpoints.memory import block_needs, choose_groups, plan_max_model_len, weight_bytes
 from manta.workers.checkpoints.model_folder import resolve_model_folder
-from manta.workers.exact import check_exact
 from manta.workers.jax_worker.draft_runner import JaxDraftRunner
 from manta.workers.jax_worker.mesh import is_tpu, open_mesh
 from manta.workers.jax_worker.model_state import Limits, ModelState
@@ -29,15 +27,13 @@ from manta.workers.jax_worker.planning import native_config, plan, resolve_dtype
 from manta.workers.jax_worker.programs import ProgramCompiler, keep_compiled_programs
 from manta.workers.jax_worker.runner import JaxRunner
 from manta.workers.jax_worker.step_times import measure_steps
-from manta.workers.kept_weights import check_weights
-from manta.workers.kv_cache_dtype import check_kv_cache
 from manta.workers.kv_groups import one_group
 from manta.workers.model_info import ModelInfo
 from manta.workers.model_options import ModelOptions
 from manta.workers.models.model_config import ModelError
+from manta.workers.option_support import check_options
 from manta.workers.parallel.split import check_num_ranks
 from manta.workers.phases import Phases
-from manta.workers.prefix_store import check_prefix_store
 from manta.workers.ranks.rank_sequences import RankSequences
 from manta.workers.ranks.rank_worker import ALONE, RankPlace, StepTimes
 from manta.workers.sampling.pending_draw import PendingDraw
@@ -61,11 +57,7 @@ class JaxWorker:
         max_draft_tokens: int = 0,
         draft_folder: pathlib.Path | None = None,
     ) -> None:
-        check_weights(config.weights, "tpu")
-        check_exact(config, "tpu")
-        check_adapters(config, "tpu")
-        check_kv_cache(config, "tpu")
-        check_prefix_store(config, "tpu")
+        check_options(config, "tpu")
         phases = Phases()
         draws, num_hosts = place.rank == 0, config.num_ranks
         keep_compiled_programs()

@@ -12,22 +12,19 @@ from typing import NamedTuple
 import msgspec
 import torch
 
-from manta.workers.adapter_support import check_adapters
 from manta.workers.adapters.adapter_bank import AdapterBank
 from manta.workers.checkpoints.memory import weight_bytes
 from manta.workers.checkpoints.model_folder import load_model_config, resolve_model_folder
-from manta.workers.exact import check_exact
-from manta.workers.kept_weights import check_weights
 from manta.workers.kernels.model_protocol import LoadedModel
-from manta.workers.kv_cache_dtype import check_kv_cache, kv_dtype
+from manta.workers.kv_cache_dtype import kv_dtype
 from manta.workers.model_info import AdapterInfo
 from manta.workers.model_options import ModelOptions
 from manta.workers.models.model_config import ModelConfig, ModelError
 from manta.workers.models.variants import check_block_size, check_draft_model, check_variants
+from manta.workers.option_support import check_options
 from manta.workers.parallel.group import Group
 from manta.workers.parallel.split import check_num_ranks, shard_config
 from manta.workers.platforms import Platform
-from manta.workers.prefix_store import check_prefix_store
 from manta.workers.torch_worker.loader import check_tensors, load_model, rank_shard
 
 _COMMON_DTYPES = ("float32", "bfloat16", "float16")
@@ -70,17 +67,13 @@ def choose_models(options: ModelOptions, platform: Platform, draft_folder: pathl
     """Finds the checkpoints and reads their configurations. Raises `ModelError` or `ValueError` if the platform cannot
     serve them with these options.
     """
-    check_weights(options.weights, platform.name)
     folder = resolve_model_folder(options.model)
     target = _source(folder, options, platform)
     draft = None if draft_folder is None else _source(draft_folder, options, platform)
     if draft is not None:
         check_draft_model(draft.config)
-    check_exact(options, platform.name, target.config, platform.advice)
-    check_adapters(options, platform.name, target.config)
-    check_kv_cache(options, platform.name, target.config)
-    check_prefix_store(options, platform.name)
-    check_kv_cache(options, platform.name, None if draft is None else draft.config)
+    draft_config = None if draft is None else draft.config
+    check_options(options, platform.name, target.config, draft_config, platform.advice)
     check_num_ranks(target.config, options.tensor_parallel_size, options.exact)
     return ModelSources(target, draft, platform.resolve_dtype(options.dtype, target.config.dtype))
 
