@@ -43,9 +43,9 @@ serve check: export MANTA_UNDER_MAKE := 1
 serve: $(STAMP)
 	@exec $(BIN)/manta serve $(if $(MODEL),--model '$(MODEL)') $(if $(PORT),--port '$(PORT)') $(if $(CONFIG),--config '$(CONFIG)') $(ARGS)
 
-# Three at a time keep two cores busy, because many tests wait for processes that they have started.
+# Four at a time keep two cores busy, because many tests wait for processes that they have started.
 test: $(STAMP)
-	$(BIN)/python -m pytest --numprocesses 3 --dist loadfile --no-loadscope-reorder $(ARGS)
+	$(BIN)/python -m pytest --numprocesses 4 --dist loadfile --no-loadscope-reorder $(ARGS)
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

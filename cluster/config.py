@@ -381,12 +381,21 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """Treatment of a body's fields that Manta does not know: the answer's header `x-manta-ignored` names them, or the
     request is refused (HTTP 400). A request can ask for a refusal by its header `x-manta-unknown-fields: refuse`.
     """
+    vllm_metrics: bool = False
+    """Whether `/metrics` has the metrics that vLLM has too under its names (`vllm:`) as well. Gateways and dashboards
+    that were made for vLLM read those.
+    """
     log_requests: bool = True
     """Whether each finished request, and each one that continued on another engine, gets a structured log line. Engines
     always log what they abort, preempt, continue or fail at.
     """
 
     def __post_init__(self) -> None:
+        for adapter in self.engine.adapters:
+            if adapter in ("", self.model_name, *self.model_aliases):
+                raise ValueError(
+                    f"engine.adapters: the name {adapter!r} is empty or the model's own; give the adapter another one"
+                )
         for proxy in self.trusted_proxies:
             _check_network("trusted_proxies", proxy)
         if (self.tls_certificate is None) != (self.tls_key is None):
@@ -406,7 +415,7 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
             )
 
     def _check_models(self) -> None:
-        owners = owners_of(model.names for model in self.models)
+        owners = owners_of((*model.names, *model.engine.adapters) for model in self.models)
         if owners and self.default_model is not None and self.default_model not in owners:
             raise ValueError(
                 f"default_model: no model is called {self.default_model!r}; name one of {', '.join(owners)}"

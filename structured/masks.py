@@ -118,6 +118,7 @@ class MaskBuffer:
             ("rows", np.dtype(np.int32), (slots, words)),
             ("done", np.dtype(np.int64), (slots,)),
             ("flags", np.dtype(np.uint8), (slots,)),
+            ("is_free", np.dtype(np.uint8), (slots,)),
             ("cancelled", np.dtype(np.uint8), (slots,)),
             ("num_adjustments", np.dtype(np.int32), (slots,)),
             ("adjusted_ids", np.dtype(np.int32), (slots, MAX_ADJUSTMENTS)),
@@ -146,6 +147,8 @@ class MaskBuffer:
         """int64 [slots]: number of the job that filled the row; 0 for none."""
         self.flags = arrays["flags"]
         """uint8 [slots]: `FINISHED`, `FAILED`, `REFUSED` or `DEAD_END`; 0 if the row holds a mask."""
+        self.is_free = arrays["is_free"]
+        """uint8 [slots]: 1 if the row and all later ones allow every token; set for sessions without a grammar."""
         self.cancelled = arrays["cancelled"]
         """uint8 [slots], written by the pool: 1 if the slot's jobs are obsolete."""
         self.num_adjustments = arrays["num_adjustments"]

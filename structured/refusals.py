@@ -13,7 +13,7 @@ import msgspec
 
 _Shape = Literal["malformed", "unknown_field", "required", "wrong_type", "missing", "empty", "foreign_item"]
 _Choice = Literal["wrong_value", "unknown_value", "unsupported", "unsupported_thread", "not_allowed", "unfit"]
-_Together = Literal["excludes", "requires", "names_nothing", "unknown_previous_response"]
+_Together = Literal["excludes", "requires", "names_nothing", "unknown_previous_response", "adapter_gone"]
 _Size = Literal["over_limit", "exceeds", "context_length"]
 _Parameter = Literal["out_of_range", "too_many_values", "invalid_value", "wrong_arguments", "outside_vocabulary"]
 _Constraint = Literal["contradictory_parameters", "not_enforced", "unsatisfiable", "over_budget"]
@@ -21,7 +21,7 @@ RequestKind = Literal[_Shape, _Choice, _Together, _Size, _Parameter, _Constraint
 """Faults of a request, whoever is to serve it."""
 _Access = Literal["no_key", "forbidden_origin", "unknown_url", "wrong_method", "no_websocket", "connection_too_old"]
 _Thing = Literal["unknown_file", "unknown_model", "unknown_object", "unknown_response", "unknown_stream"]
-_State = Literal["no_storage", "batch_has_ended", "adapter_gone", "cancelled_by_client", "cancelled", "stream_lost"]
+_State = Literal["no_storage", "batch_has_ended", "cancelled_by_client", "cancelled", "stream_lost"]
 _Load = Literal["quota", "over_rate_limit", "rate_limit", "queue_full", "too_many_streams", "too_many_messages"]
 _Transfer = Literal["too_many_bodies", "body_too_large", "foreign_encoding", "client_too_slow", "deadline"]
 _Failure = Literal["bug", "failed", "engine_failed", "unavailable"]

@@ -69,14 +69,18 @@ class Node:
         finally:
             _ip("link", "set", f"{self.name}-out", "up")
 
-    def kill(self) -> None:
-        """All that runs in it, as a machine that loses its power."""
+    def processes(self) -> list[psutil.Process]:
+        """All that run in it."""
         found = subprocess.run(["ip", "netns", "pids", self.name], capture_output=True, text=True, check=True)
         processes = []
         for pid in found.stdout.split():
             with contextlib.suppress(psutil.NoSuchProcess):
                 processes.append(psutil.Process(int(pid)))
-        kill_all(processes)
+        return processes
+
+    def kill(self) -> None:
+        """All that runs in it, as a machine that loses its power."""
+        kill_all(self.processes())
 
 
 class TwoNodes:

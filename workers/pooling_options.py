@@ -5,11 +5,13 @@ from __future__ import annotations
 from manta.workers.model_options import ModelOptions
 from manta.workers.models.model_config import ModelError
 
-_OPTIONS_OF_GENERATION = (
+_OPTIONS_OF_GENERATION: tuple[tuple[str, object], ...] = (
     ("exact", False),
     ("weights", "auto"),
     ("kv_cache_dtype", "auto"),
     ("tensor_parallel_size", 1),
+    ("prefix_store_bytes", 0),
+    ("adapters", {}),
 )
 """Options that mean nothing for a model that pools, and their only values."""
 

@@ -21,6 +21,7 @@ from manta.cluster.batch.batch_job import Answer, BatchJob, LineProgress, run
 from manta.cluster.batch.journal import BatchRefused, Journal, check_encoding
 from manta.cluster.cli.check import check_machine, check_quickly
 from manta.cluster.cli.interruption import abandoned_when_interrupted, note_start, stopped_by_sigterm
+from manta.cluster.cli.invocation import ray_to_use
 from manta.cluster.cli.refusal import NotStarted, Refusal
 from manta.cluster.config import ServeConfig, load_config, ray_address
 from manta.cluster.serve.starting.replica_process import REPLICA_ENVIRONMENT, collect_rarely, yield_to_engines
@@ -86,7 +87,7 @@ def _run(source: BinaryIO, journal: Journal, config: ServeConfig) -> int:
     say("{:,} of {:,} lines are done.", num_done, num_lines, file=sys.stderr)
     if num_done == num_lines:
         return 0
-    say("Starting Ray and loading {} ...", config.engine.model, file=sys.stderr)
+    say("{} and loading {} ...", ray_to_use(), config.engine.model, file=sys.stderr)
     os.environ.update(REPLICA_ENVIRONMENT)  # this process calls the engines as an ingress does
     from manta.cluster.serve import app  # imports Ray, which takes seconds and reads it
     from manta.cluster.serve.starting.ray_job import fate_of

@@ -22,10 +22,12 @@ SUITES = {
     "objects": "what closed objects and any order of properties bring and cost",
     "faults": "what others feel when a constraint goes wrong beside them",
     "start": "what the seconds of `manta serve` go to, from the command to the first answer",
+    "prefixes": "the first token of a known prompt after its engine was killed",
     "host": "what a step costs besides the model, by rows",
     "forms": "a lesser processor's kernels, and what the hardware allows",
     "kernel-times": "the CPU kernels against torch's operations and against floors",
     "speculative": "what drafts save",
+    "adapters": "what LoRA adapters cost a step",
     "same-tokens": "whether another commit gives the same tokens, bit for bit",
 }
 """Benchmarks with a command line of their own, and what each measures."""

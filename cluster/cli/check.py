@@ -16,17 +16,14 @@ import traceback
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-import jinja2
-import msgspec
-
+from manta.cluster.cli.check_report import SEQUENCE_TOKENS, CheckReport, gib, report_rows
 from manta.cluster.cli.invocation import serve_command
 from manta.cluster.cli.pooling_check import check_pooling, pooling_rows
 from manta.cluster.cli.refusal import Refusal
+from manta.cluster.cli.tokenizer_check import check_templates, check_tokenizer, check_vocabulary
 from manta.cluster.config import EngineConfig, load_config
-from manta.cluster.text.chat_template import ChatTemplates, TemplateError, template_process
 from manta.cluster.text.tokenizer import Tokenizer
-from manta.cluster.text.tokenizer_files import read_tokenizer_config, resolve_folder
-from manta.cluster.text.tokenizer_trial import try_tokenizer
+from manta.cluster.text.tokenizer_files import resolve_folder
 from manta.structured.host import free_memory, num_cores
 from manta.structured.logits_processors import LogitsProcessorError, LogitsProcessorRegistry
 from manta.structured.visible_text import say, say_lines
@@ -58,65 +55,6 @@ if TYPE_CHECKING:
     from manta.workers.checkpoints.weight_tally import WeightTally  # it imports torch
 
 
-SEQUENCE_TOKENS = (1024, 8192, 131_072)
-"""Lengths of sequences whose memory is reported."""
-
-
-class CheckReport(msgspec.Struct, frozen=True, kw_only=True):
-    """The resources that this model needs to be served here."""
-
-    folder: str
-    architecture: str
-    native: bool
-    wrapper: str | None = None
-    """Architecture of the multimodal model of which this is the text decoder."""
-    variants: tuple[str, ...] = ()
-    """Variants of its layers, beyond Llama's."""
-    runs_in_one_call: bool = False
-    """Whether all layers are one call of compiled code, or one graph."""
-    num_parameters: int
-    checkpoint_dtype: str
-    quantized: str | None = None
-    """One line: what the checkpoint quantises how, and as what it is kept."""
-    unquantized: str | None = None
-    """One line: the matrices that a quantised checkpoint leaves as they are. None if it leaves none."""
-    dtype: str
-    device: str
-    num_threads: int
-    weight_bytes: int
-    weights: str | None
-    """Form of the linears' weights, as in `ModelInfo`."""
-    kv_cache_bytes: int
-    kv_cache_dtype: str
-    kv_bytes_per_token: int
-    kv_cache_tokens: int
-    kv_groups: str | None = None
-    """One line: the groups of layers and the bytes of their blocks. None if all layers see every position."""
-    states: str | None = None
-    """One line: the recurrent states and their bytes. None if there are none."""
-    sequence_bytes: tuple[int, ...] = ()
-    """Bytes of the KV cache that a sequence of each of `SEQUENCE_TOKENS` holds at most, with the two states of a decode
-    step.
-    """
-    has_chat_template: bool
-    stop_tokens: str
-    """The tokens that end every answer, with their texts."""
-    sampling: str | None = None
-    """Sampling parameters of requests that name none; None for OpenAI's."""
-    unused_keys: tuple[str, ...] = ()
-    """Keys of the configuration that neither Manta nor transformers knows for this architecture."""
-    unused_tensors: tuple[str, ...] = ()
-    """Tensors of the files that belong to no module of the model."""
-    max_model_len: int
-    model_positions: int
-    free_bytes: int
-    step_seconds: float
-    """Seconds of a step of `num_trial_layers` layers, the head and the sampler, for two sequences."""
-    num_trial_layers: int = 1
-    kernels: str
-    advice: str | None
-
-
 def run_check(config_path: str | None, overrides: dict[str, Any]) -> int:
     """Prints the report. Returns 0 if the model can be served, else 1 after printing the reason."""
     try:
@@ -127,7 +65,7 @@ def run_check(config_path: str | None, overrides: dict[str, Any]) -> int:
         try:
             with in_one_sentence():
                 pools = read_pooling(resolve_model_folder(each.engine.model)) is not None
-                rows = list(pooling_rows(each.engine) if pools else _rows(check_model(each.engine)))
+                rows = list(pooling_rows(each.engine) if pools else report_rows(check_model(each.engine)))
         except ModelError as error:
             say("{} cannot be served: {}", each.engine.model, error, file=sys.stderr)
             return 1
@@ -170,11 +108,11 @@ def _check_quickly(engine: EngineConfig) -> None:
     check_block_size(model, engine.block_size)
     check_options(engine, device, model)
     num_elements(folder)  # raises unless every file is there and complete
-    _check_templates(folder if engine.tokenizer is None else resolve_folder(engine.tokenizer))
+    check_templates(folder if engine.tokenizer is None else resolve_folder(engine.tokenizer))
     if engine.max_model_len is not None:
         plan_max_model_len(model, engine.max_model_len, capacity=engine.max_model_len)
     if engine.tokenizer is not None or find_file(folder, "tokenizer.json") is None:
-        _check_tokenizer(engine, folder, tries=False)
+        check_tokenizer(engine, folder, tries=False)
 
 
 def check_machine(engine: EngineConfig) -> None:
@@ -235,56 +173,21 @@ def _check_memory(weights: int, kv_bytes: int, dtype: str, free: int, smaller: M
     if weights >= free:
         smaller = {form: num_bytes for form, num_bytes in smaller.items() if num_bytes < weights}
         fitting = {form: num_bytes for form, num_bytes in smaller.items() if num_bytes < free}
-        sizes = " and ".join(f"{_gib(each)} with weights: {form}" for form, each in (fitting or smaller).items())
+        sizes = " and ".join(f"{gib(each)} with weights: {form}" for form, each in (fitting or smaller).items())
         remedy = "free some, or take a smaller model"
         if sizes:
             remedy = f"they take {sizes}" if fitting else f"{remedy} (this one takes {sizes})"
-        raise ModelError(f"its weights take {_gib(weights)} in {dtype}, and {_gib(free)} of memory is free; {remedy}")
+        raise ModelError(f"its weights take {gib(weights)} in {dtype}, and {gib(free)} of memory is free; {remedy}")
     if weights + kv_bytes > free:
         raise ModelError(
-            f"its weights take {_gib(weights)} and the KV cache {_gib(kv_bytes)}, and {_gib(free)} of memory is free; "
+            f"its weights take {gib(weights)} and the KV cache {gib(kv_bytes)}, and {gib(free)} of memory is free; "
             "lower kv_cache_bytes"
         )
-
-
-def _check_templates(folder: pathlib.Path) -> None:
-    try:
-        config = read_tokenizer_config(folder)
-        ChatTemplates(config.chat_templates).check(config.special_tokens)
-        template_process().close()  # this process renders no more
-    except jinja2.TemplateError as error:
-        raise ModelError(f"the chat template of {folder} is no valid Jinja: {error}") from error
-    except TemplateError as error:
-        raise ModelError(str(error)) from error
 
 
 def _check_ranks(engine: EngineConfig, model: ModelConfig) -> None:
     if engine.tensor_parallel_size > 1:
         check_num_ranks(model, engine.tensor_parallel_size, engine.exact)
-
-
-def _check_tokenizer(engine: EngineConfig, folder: pathlib.Path, tries: bool = True) -> Tokenizer:
-    """Returns the tokenizer. Raises `ModelError` if it cannot be used; `tries` says whether to run it on probes."""
-    source = engine.tokenizer or folder
-    try:
-        if tries:
-            try_tokenizer(resolve_folder(source))
-        return Tokenizer(source)
-    except ModelError:
-        raise
-    except Exception as error:  # whatever an unexpected type of value leads to
-        raise ModelError(f"the tokenizer of {source} cannot be read: {type(error).__name__}: {error}") from error
-
-
-def _check_vocabulary(tokenizer: Tokenizer, model: ModelConfig) -> None:
-    """Raises `ModelError` if the tokenizer has more tokens than the model's vocabulary. Added tokens may lie beyond it;
-    a prompt with such a token is refused later.
-    """
-    if tokenizer.base_vocab_size > model.vocab_size:
-        raise ModelError(
-            f"the tokenizer of {tokenizer.folder} has {tokenizer.base_vocab_size} tokens and the model's vocabulary "
-            f"{model.vocab_size}, so it is another model's; give the right one in the option `tokenizer`"
-        )
 
 
 def check_model(engine: EngineConfig) -> CheckReport:
@@ -296,6 +199,7 @@ def check_model(engine: EngineConfig) -> CheckReport:
     if engine.device == "tpu":
         check_options(engine, "tpu")
         return _check_on_tpu(engine)
+    from manta.workers.adapters.adapter_files import describe_adapters
     from manta.workers.platforms import choose_platform
     from manta.workers.torch_worker.loader import check_tensors
 
@@ -303,9 +207,9 @@ def check_model(engine: EngineConfig) -> CheckReport:
     model = load_model_config(folder)
     _check_ranks(engine, model)
     parameters = num_parameters(folder, model)
-    tokenizer = _check_tokenizer(engine, folder)
-    _check_templates(tokenizer.folder)
-    _check_vocabulary(tokenizer, model)
+    tokenizer = check_tokenizer(engine, folder)
+    check_templates(tokenizer.folder)
+    check_vocabulary(tokenizer, model)
     tally = check_tensors(folder, model, engine.weights) if model.native else None
     try:
         platform = choose_platform(engine.device, engine.num_threads, engine.exact)
@@ -364,6 +268,7 @@ def check_model(engine: EngineConfig) -> CheckReport:
         unquantized=None if tally is None or tally.stored is None else tally.stored.describe_unquantized() or None,
         dtype=dtype,
         weights=describe_kept(engine.weights),
+        adapters=describe_adapters(engine.adapters, engine.max_adapter_bytes),
         device=platform.name,
         num_threads=engine.num_threads or num_cores(),
         weight_bytes=weights,
@@ -396,7 +301,7 @@ def _describe_groups(layers: LayerGroups, block_size: int, block_bytes: int) -> 
         f"{count} of {len(layers.layers)} layers see {'all' if window is None else f'{window:,}'} positions"
         for window, count in num_layers.items()
     ]
-    block = f"a block has {block_size} tokens of {layers.layers_per_block} layers in {_gib(block_bytes)}"
+    block = f"a block has {block_size} tokens of {layers.layers_per_block} layers in {gib(block_bytes)}"
     return f"{', '.join(kinds)}; {block}"
 
 
@@ -407,10 +312,10 @@ def _describe_states(sizes: CacheSizes, engine: EngineConfig) -> str | None:
     of_drafts = ""
     if engine.speculative is not None:
         with_drafts = 2 + engine.speculative.max_draft_tokens
-        of_drafts = f", {_gib(with_drafts * sizes.state_bytes)} with {engine.speculative.max_draft_tokens} drafts"
+        of_drafts = f", {gib(with_drafts * sizes.state_bytes)} with {engine.speculative.max_draft_tokens} drafts"
     num_sequences = min(num_slots // most, engine.max_num_sequences)
     return (
-        f"{_gib(sizes.state_bytes)} each, of which a decode takes two{of_drafts}; {num_slots:,} for "
+        f"{gib(sizes.state_bytes)} each, of which a decode takes two{of_drafts}; {num_slots:,} for "
         f"{num_sequences:,} sequences at a time, the idle ones for snapshots of prefixes"
     )
 
@@ -433,9 +338,9 @@ def _check_on_tpu(engine: EngineConfig) -> CheckReport:
     folder = resolve_model_folder(engine.model)
     model = load_model_config(folder)
     _check_ranks(engine, model)
-    tokenizer = _check_tokenizer(engine, folder)
-    _check_templates(tokenizer.folder)
-    _check_vocabulary(tokenizer, model)
+    tokenizer = check_tokenizer(engine, folder)
+    check_templates(tokenizer.folder)
+    check_vocabulary(tokenizer, model)
     trial = try_first_layer(engine, folder)
     layers = choose_groups(model, _draft_config(engine))
     needs, block_bytes = block_needs(layers.groups, engine), trial.kv_cache_bytes // trial.num_blocks
@@ -501,12 +406,12 @@ def _quantized(
     if not tally.stored.quantized:
         return f"{model.quantization.method}: no matrix is"
     if keeps_float8 and tally.num_float8:
-        kept, remedy = f"in 8-bit floats, {_gib(tally.float8_bytes)}", "; activations are rounded to 8 bits"
+        kept, remedy = f"in 8-bit floats, {gib(tally.float8_bytes)}", "; activations are rounded to 8 bits"
     elif not tally.kinds:
         kept = f"in {dtype}" if engine.weights in ("auto", "dense") else f"in {engine.weights}"
         remedy = "; `engine.weights: int8` keeps a byte each" if engine.weights == "auto" else ""
     elif keeps_integers:
-        kept, remedy = f"as integers, {_gib(tally.integer_bytes)}", "; activations are rounded to 8 bits"
+        kept, remedy = f"as integers, {gib(tally.integer_bytes)}", "; activations are rounded to 8 bits"
     else:
         kept, remedy = f"in {dtype}, as `engine.weights: dense` asks", ""
     return f"{model.quantization.method}: {tally.stored.describe_quantized()}; kept {kept}{remedy}"
@@ -526,65 +431,3 @@ def _draft_config(engine: EngineConfig) -> ModelConfig | None:
 def _draft_bytes(engine: EngineConfig, dtype: str) -> int:
     folder = _draft_folder(engine)
     return 0 if folder is None else weight_bytes(folder, dtype, load_model_config(folder), engine.weights)
-
-
-def _rows(report: CheckReport) -> Iterator[str]:
-    how = "natively" if report.native else "through transformers"
-    rows = {
-        "model": report.folder,
-        "architecture": f"{report.architecture}, run {how}; {report.num_parameters / 1e6:,.1f} M parameters",
-        "dtype": f"{report.dtype} (the checkpoint's is {report.checkpoint_dtype})",
-        "device": f"{report.device}, {report.num_threads} threads, {_gib(report.free_bytes)} of memory free",
-        "weights": _gib(report.weight_bytes) + (f": {report.weights}" if report.weights else ""),
-        "KV cache": f"{_gib(report.kv_cache_bytes)}: {_held(report)}",
-        "step": (
-            f"ran {_layers(report)} and the head in {report.step_seconds * 1000:.3g} ms (kernels: {report.kernels})"
-        ),
-        "longest": f"{report.max_model_len:,} tokens a sequence (the model allows {report.model_positions:,})",
-        "stop tokens": report.stop_tokens,
-    }
-    if report.sequence_bytes:
-        sizes = zip(SEQUENCE_TOKENS, report.sequence_bytes, strict=True)
-        rows["sequences"] = "take " + ", ".join(f"{_gib(size)} with {tokens:,} tokens" for tokens, size in sizes)
-    if report.kv_groups:
-        rows["windows"] = report.kv_groups
-    if report.states:
-        rows["states"] = report.states
-    if report.wrapper:
-        rows["text only"] = f"the decoder of {report.wrapper}; requests with pictures are refused"
-    if report.variants:
-        form = "in one call" if report.runs_in_one_call else "kernel by kernel"
-        rows["layers"] = f"run {form}, with {', '.join(report.variants)}"
-    if report.sampling:
-        rows["sampling"] = f"{report.sampling}, where a request says nothing (`--generation-config none` for 1)"
-    if report.unused_keys:
-        rows["keys unused"] = f"{', '.join(report.unused_keys)}: not known for this architecture"
-    if report.unused_tensors:
-        rows["tensors unused"] = f"{', '.join(report.unused_tensors)}: of no part of the model"
-    if report.quantized:
-        rows["quantised"] = report.quantized
-    if report.unquantized:
-        rows["not quantised"] = report.unquantized
-    if not report.has_chat_template:
-        rows["no chat"] = "its tokenizer brings no chat template: it serves /v1/completions only"
-    if report.advice:
-        rows["slower"] = f"than need be: {report.advice}"
-    yield from (f"{name:<13} {text}" for name, text in rows.items())
-
-
-def _held(report: CheckReport) -> str:
-    """Returns what the KV cache holds."""
-    if not report.kv_bytes_per_token:
-        return "recurrent states only, of any number of tokens"
-    size = f"{report.kv_bytes_per_token:,} bytes in {report.kv_cache_dtype}"
-    return f"holds {report.kv_cache_tokens:,} tokens of {size}"
-
-
-def _layers(report: CheckReport) -> str:
-    return "one layer" if report.num_trial_layers == 1 else f"{report.num_trial_layers} layers"
-
-
-def _gib(num_bytes: int) -> str:
-    if num_bytes < 2**16:
-        return f"{num_bytes / 2**10:.1f} KiB"
-    return f"{num_bytes / 2**30:.2f} GiB" if num_bytes >= 2**29 else f"{num_bytes / 2**20:.1f} MiB"

@@ -9,8 +9,10 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
+import msgspec
 import yaml
 
+from manta.cluster.cli.refusal import Refusal
 from manta.cluster.config import ServeConfig
 from manta.cluster.option_docs import option_text
 
@@ -29,10 +31,12 @@ FLAGS = {
     "--max-num-batched-tokens": "engine.max_num_batched_tokens",
     "--block-size": "engine.block_size",
     "--enable-prefix-caching": "engine.enable_prefix_caching",
+    "--lora-modules": "engine.adapters",
 }
 """Flags, and the options that they set."""
 
 _NAME = "served_model_name"
+_ADAPTERS = "engine.adapters"
 _NEEDS_NO_FLAG = "it works without a flag"
 KEYS_ARE_SEEN = "keys on a command line are seen by whoever lists this machine's processes"
 _NOT_SERVED = "that is not served here"
@@ -56,7 +60,13 @@ ANSWERS = {
     "--tool-call-parser": "the model's chat template says how it calls tools",
     "--reasoning-parser": "the model's chat template says how it thinks",
     "--chat-template": "put the template into the model's folder as chat_template.jinja",
-    "--enable-lora": "adapters are not served; merge them into the model",
+    "--enable-lora": f"{_NEEDS_NO_FLAG}: --lora-modules NAME=FOLDER names adapters",
+    "--max-lora-rank": f"{_NEEDS_NO_FLAG}: an adapter's own rank counts",
+    "--max-loras": "all adapters may be in one batch; --set engine.max_adapter_bytes=4GB bounds their memory",
+    "--max-cpu-loras": "write --set engine.max_adapter_bytes=4GB, the memory of all adapters",
+    "--lora-dtype": "adapters have the dtype of the activations, --dtype",
+    "--fully-sharded-loras": "ranks split adapters as they split the model",
+    "--lora": "write --lora-modules NAME=FOLDER, with a folder that PEFT saved; GGUF adapters are not read",
     "--speculative-config": "write --set 'engine.speculative={proposers: [ngram]}'",
     "--guided-decoding-backend": "a request chooses with structured_outputs.backend; auto is the default",
     "--structured-outputs-config": "a request chooses with structured_outputs.backend; auto is the default",
@@ -71,6 +81,15 @@ ANSWERS = {
 """Flags of other servers, each with its replacement or the reason why there is none."""
 
 
+class _LoraModule(msgspec.Struct, forbid_unknown_fields=True):
+    """An adapter in vLLM's form."""
+
+    name: str
+    path: str
+    base_model_name: str | None = None
+    """Accepted without effect: there is one base model."""
+
+
 def add_flags(parser: argparse.ArgumentParser) -> None:
     """Adds `FLAGS` with help from the configuration."""
     for flag, key in FLAGS.items():
@@ -83,6 +102,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         if key == _NAME:
             kind["nargs"] = "+"
             help_text += "; further names are its model_aliases"
+        if key == _ADAPTERS:
+            kind = {"metavar": "NAME=FOLDER", "nargs": "+"}
         parser.add_argument(flag, dest=_destination(key), help=help_text.replace("%", "%%"), default=None, **kind)
 
 
@@ -92,7 +113,30 @@ def given_options(options: argparse.Namespace) -> dict[str, Any]:
     if names := found[_NAME]:
         found[_NAME], *aliases = names
         found["model_aliases"] = aliases or None
+    if adapters := found[_ADAPTERS]:
+        found[_ADAPTERS] = _adapters(adapters)
     return {key: _read(key, value) for key, value in found.items() if value is not None}
+
+
+def _adapters(given: list[str]) -> dict[str, str]:
+    """Returns the folders of adapters by name, given as `NAME=FOLDER` or as an object of JSON with `name` and `path`.
+    Raises `Refusal` for anything else, and for a name that is given twice.
+    """
+    found: dict[str, str] = {}
+    for text in given:
+        try:
+            one = msgspec.json.decode(text, type=_LoraModule) if text.startswith("{") else None
+        except msgspec.MsgspecError as error:
+            raise Refusal(
+                f"--lora-modules {text}: {error}; give NAME=FOLDER, or an object with name and path"
+            ) from error
+        name, path = (one.name, one.path) if one is not None else text.partition("=")[::2]
+        if not name or not path:
+            raise Refusal(f"--lora-modules {text} must be NAME=FOLDER, or an object of JSON with name and path")
+        if name in found:
+            raise Refusal(f"--lora-modules names {name} twice")
+        found[name] = path
+    return found
 
 
 def _destination(key: str) -> str:
@@ -101,7 +145,7 @@ def _destination(key: str) -> str:
 
 def _read(key: str, value: Any) -> Any:
     """Parses a value as YAML unless the option takes any text: a model may be called 7."""
-    if isinstance(value, bool | list) or not option_text(ServeConfig, key).values:
+    if isinstance(value, bool | list | dict) or not option_text(ServeConfig, key).values:
         return value
     try:
         return yaml.safe_load(value)

@@ -8,6 +8,8 @@ import shlex
 import shutil
 import sys
 
+from manta.cluster.config import ray_address
+
 
 def program() -> str:
     """Returns `manta` if the shell finds it, else the shortest path to it that works from here."""
@@ -21,6 +23,12 @@ def program() -> str:
         return shlex.quote(f"./{script.name}")
     is_below = script.is_relative_to(here) and here != pathlib.Path(here.anchor)
     return shlex.quote(str(script.relative_to(here) if is_below else script))
+
+
+def ray_to_use() -> str:
+    """Returns words for what a command does with Ray first, for the line that it prints then."""
+    address = ray_address()
+    return "Starting Ray" if address is None else f"Joining the Ray cluster at {address}"
 
 
 def under_make() -> bool:

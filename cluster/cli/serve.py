@@ -25,7 +25,7 @@ from manta.cluster.cli.interruption import (
     note_start,
     raise_interrupted,
 )
-from manta.cluster.cli.invocation import program, under_make
+from manta.cluster.cli.invocation import program, ray_to_use, under_make
 from manta.cluster.cli.pooling_check import pooling_message
 from manta.cluster.cli.refusal import NotStarted, Refusal
 from manta.cluster.cli.request_lines import RequestLog
@@ -103,11 +103,7 @@ def _checked_config(config_path: str | None, overrides: dict[str, Any], name: st
 
 def _serve_until_signal(config: ServeConfig, quiet: bool, name: str | None, replace: bool) -> int:
     engines = [each.engine for each in config.of_each_model]
-    loading = ", ".join(engine.model for engine in engines)
-    if ray_address() is None:
-        say("Starting Ray and loading {} ...", loading, flush=True)
-    else:
-        say("Joining the Ray cluster at {} and loading {} ...", ray_address(), loading, flush=True)
+    say("{} and loading {} ...", ray_to_use(), ", ".join(engine.model for engine in engines), flush=True)
     trials = [
         (engine.model, TokenizerTrial(resolve_folder(engine.tokenizer or resolve_model_folder(engine.model))))
         for engine in engines

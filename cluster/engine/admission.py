@@ -34,7 +34,7 @@ def check_request(
     - `adapters` must have the digest that the request names.
     """
     if request.adapter and request.adapter not in adapters:
-        refuse("adapter_gone", "adapter", request.adapter, remedy="send the request again")
+        refuse("adapter_gone", "model", request.adapter, remedy="send the request again")
     if not request.prompt_token_ids:
         refuse("empty", "prompt", remedy="give at least one token")
     low, high = min(request.prompt_token_ids), max(request.prompt_token_ids)

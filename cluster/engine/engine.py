@@ -343,6 +343,11 @@ class Engine:
         if self._kept is not None and not self.has_unfinished:
             self._kept.keep_all(is_wanted=self._has_messages)
 
+    def drop_kept(self, hashes: list[bytes]) -> None:
+        """Removes the blocks with these hashes from the prefix store."""
+        if self._kept is not None:
+            self._kept.drop(hashes)
+
     # ---- requests ------------------------------------------------------------------------------------------------
 
     def warm_up(self) -> None:

@@ -125,6 +125,8 @@ class KeptPrefixes:
 
     def drop(self, hashes: Sequence[bytes]) -> None:
         """Removes blocks from the stores of all ranks."""
+        dropped = frozenset(hashes)
+        self._pending = collections.deque(each for each in self._pending if each.block_hash not in dropped)
         for block_hash in hashes:
             self._noted.pop(block_hash, None)
         self._executor.drop_kept(hashes)

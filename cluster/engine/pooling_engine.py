@@ -12,6 +12,8 @@ from __future__ import annotations
 import secrets
 import threading
 import time
+from collections.abc import Callable, Sequence
+from typing import Protocol
 
 import numpy as np
 
@@ -32,14 +34,28 @@ CPU_STEP_TOKENS = 512
 """Most tokens of a step on a CPU, whose cores are busy with so many: a longer step would only make others wait."""
 
 
+class Pooler(Protocol):
+    """What computes the steps. `PoolingWorker` does."""
+
+    @property
+    def info(self) -> ModelInfo: ...
+
+    def run(self, texts: Sequence[PooledText], between: Callable[[], None] | None = None) -> np.ndarray:
+        """Returns float32 [num_texts, dimension]. Calls `between` between two layers, from where it may be called
+        again.
+        """
+        ...
+
+
 class PoolingEngine:
     """Raises `ModelError` if the model cannot be loaded, or if an option is set that only models that generate have."""
 
-    def __init__(self, config: EngineConfig) -> None:
+    def __init__(self, config: EngineConfig, worker: Pooler | None = None) -> None:
+        """Without a `worker`, the engine loads the model of the configuration."""
         if config.speculative is not None:
             raise ModelError("speculative drafts tokens, and a model that pools generates none; leave it out")
         self.config = config
-        self._worker = PoolingWorker(config)
+        self._worker = worker or PoolingWorker(config)
         self.model: ModelInfo = self._worker.info
         self._has_work = threading.Condition()
         self._queue = PoolingQueue(max(1, config.max_num_waiting) * self.model.max_model_len)
@@ -169,7 +185,7 @@ class PoolingEngine:
     def _store(self, turn: Turn, row: np.ndarray) -> None:
         job = turn.job
         job.num_running -= 1
-        job.rows[turn.index] = row
+        job.rows[turn.place] = row
         if job.is_done:
             numbers = np.stack([row for row in job.rows if row is not None]).astype("<f4")
             self._end(job, PoolingResult(numbers=numbers.tobytes(), dimension=numbers.shape[1]))
@@ -179,7 +195,7 @@ class PoolingEngine:
         with self._has_work:
             self._queue.remove(turn.job)
         turn.job.num_running -= 1
-        self._end(turn.job, PoolingResult(refusal=Refusal("failed", cause=cause), text=turn.index))
+        self._end(turn.job, PoolingResult(refusal=Refusal("failed", cause=cause), text=turn.place))
 
     def _end(self, job: PoolingJob, result: PoolingResult) -> None:
         if not job.has_ended:

@@ -83,11 +83,12 @@ class Turn(NamedTuple):
     """A text that is to run."""
 
     job: PoolingJob
-    index: int
+    place: int
+    """Index of the text in its request."""
 
     @property
     def text(self) -> PooledInput:
-        return self.job.request.texts[self.index]
+        return self.job.request.texts[self.place]
 
 
 class PoolingQueue:

@@ -106,7 +106,9 @@ class Sequence:
     finish: FinishStatus | None = None
     stop_ids: frozenset[int] = frozenset()
     is_masked: bool = False
-    """Whether each of its tokens needs a mask; set from the parameters."""
+    """Whether each of its next tokens needs a mask; set from the parameters. A sequence with a bound on thinking alone
+    needs none once its answer has begun.
+    """
 
     def __post_init__(self) -> None:
         self.num_prompt_tokens = len(self.token_ids)

@@ -156,6 +156,8 @@ class StepMasks:
             sequence_id = sequence.sequence_id
             points = self._points[sequence_id]
             is_missing = sequence_id in missing
+            if plain_row is not None and sequence.constraint is None and pool.buffer.is_free[plain_row]:
+                sequence.is_masked = False
             if plain_row is not None and len(points) == 1 and not (is_missing or sequence.params.token_origins):
                 self._slots[points[0]] = plain_row
                 continue
@@ -255,7 +257,9 @@ class StepMasks:
             for sequence, num_before, drafts in self._tried:
                 self._forced.learn(sequence.sequence_id, drafts, sequence.token_ids[num_before:])
         outputs = self.end_sequences()
-        going_on = [s for s in self._sequences if s.finish is None and s.block_tables and not s.waits_for_mask]
+        going_on = [
+            s for s in self._sequences if s.finish is None and s.block_tables and s.is_masked and not s.waits_for_mask
+        ]
         if going_on:
             if self._forced is not None:
                 self.forced_tokens = {s.sequence_id: pool.session(s.sequence_id).forced(_output(s)) for s in going_on}
@@ -367,14 +371,14 @@ class EngineMasks:
     # ---- sessions ----------------------------------------------------------------------------------------------
 
     def _end_sessions(self) -> None:
-        """Ends the sessions of sequences that do not run. A preempted sequence frees its mask slots and gets a new
-        session, built from its tokens, when it runs again.
+        """Ends the sessions of sequences that do not run, or need no masks any more. A preempted sequence frees its
+        mask slots and gets a new session, built from its tokens, when it runs again.
         """
         if self.pool is None:
             return
         for session_id in self.pool.session_ids:
             sequence = self._scheduler.get(session_id)
-            if sequence is None or not sequence.block_tables:
+            if sequence is None or not (sequence.block_tables and sequence.is_masked):
                 self.pool.end(session_id)
                 if self.forced is not None:
                     self.forced.forget((session_id,))

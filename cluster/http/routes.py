@@ -12,12 +12,14 @@ from manta.cluster.http.endpoints import (
     embeddings,
     files,
     generation,
+    infill,
     input_tokens,
     models,
     ollama,
     ollama_embed,
     pages,
     playground,
+    rerank,
     responses_api,
     status,
     stored_responses,
@@ -29,6 +31,7 @@ from manta.cluster.http.exchange.uploads import UploadForm
 from manta.cluster.protocol.anthropic import CountTokensRequest, MessageAnswer, MessagesRequest, TokenCount
 from manta.cluster.protocol.batches_api import Batch, FileObject
 from manta.cluster.protocol.error_bodies import anthropic_body, ollama_body
+from manta.cluster.protocol.infill import InfillAnswer, InfillRequest
 from manta.cluster.protocol.ollama import (
     OllamaChatAnswer,
     OllamaChatRequest,
@@ -46,6 +49,15 @@ from manta.cluster.protocol.ollama import (
 )
 from manta.cluster.protocol.pooling_api import EmbeddingList, EmbeddingRequest
 from manta.cluster.protocol.requests import ChatCompletionRequest, CompletionRequest
+from manta.cluster.protocol.rerank_api import (
+    ClassificationList,
+    ClassifyRequest,
+    PooledList,
+    RerankAnswer,
+    RerankRequest,
+    ScoreList,
+    ScoreRequest,
+)
 from manta.cluster.protocol.responses import ChatCompletion, Completion
 from manta.cluster.protocol.responses_api import (
     CompactedResponse,
@@ -93,6 +105,17 @@ ROUTES = (
         alias="/completions",
         body=CompletionRequest,
         answer=Completion,
+        media_type=EVENTS,
+        errors=GENERATION_ERRORS,
+        logged=True,
+    ),
+    Route(
+        "POST",
+        "/infill",
+        infill.infill,
+        "The text of a gap, in llama.cpp's shape",
+        body=InfillRequest,
+        answer=InfillAnswer,
         media_type=EVENTS,
         errors=GENERATION_ERRORS,
         logged=True,
@@ -204,6 +227,59 @@ ROUTES = (
         alias="/embeddings",
         body=EmbeddingRequest,
         answer=EmbeddingList,
+        errors=GENERATION_ERRORS,
+        logged=True,
+    ),
+    Route(
+        "POST",
+        "/v1/rerank",
+        rerank.rerank,
+        "Documents by their relevance to a query",
+        alias="/rerank",
+        body=RerankRequest,
+        answer=RerankAnswer,
+        errors=GENERATION_ERRORS,
+        logged=True,
+    ),
+    Route(
+        "POST",
+        "/v2/rerank",
+        rerank.rerank_v2,
+        "The same as in the second version of Cohere's API",
+        body=RerankRequest,
+        answer=RerankAnswer,
+        errors=GENERATION_ERRORS,
+        logged=True,
+    ),
+    Route(
+        "POST",
+        "/v1/score",
+        rerank.score,
+        "A score for each pair of texts",
+        alias="/score",
+        body=ScoreRequest,
+        answer=ScoreList,
+        errors=GENERATION_ERRORS,
+        logged=True,
+    ),
+    Route(
+        "POST",
+        "/v1/classify",
+        rerank.classify,
+        "A number for each label of a text",
+        alias="/classify",
+        body=ClassifyRequest,
+        answer=ClassificationList,
+        errors=GENERATION_ERRORS,
+        logged=True,
+    ),
+    Route(
+        "POST",
+        "/pooling",
+        rerank.pool_texts,
+        "What a model that pools gives for a text",
+        body=ClassifyRequest,
+        answer=PooledList,
         errors=GENERATION_ERRORS,
         logged=True,
     ),

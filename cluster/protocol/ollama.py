@@ -164,6 +164,7 @@ class OllamaGenerateRequest(_Body, kw_only=True):
     raw: bool | None = None
     """Whether the prompt goes to the model as it is, without a chat template."""
     suffix: str | None = None
+    """Text behind the gap that the answer fills. The prompt is then the text in front of it, without a template."""
     template: str | None = None
     context: list[int] | None = None
     images: list[Any] | None = None
@@ -172,9 +173,6 @@ class OllamaGenerateRequest(_Body, kw_only=True):
         super().check()
         if self.images:
             refuse("unsupported", "images", remedy="send text")
-        if self.suffix:
-            cause = "no text is filled in before another one"
-            refuse("unsupported", "suffix", remedy="leave it out", cause=cause)
         if self.template:
             remedy = "send raw: true to write the prompt"
             refuse("unsupported", "template", remedy=remedy, cause="the model's own is used")
@@ -192,7 +190,11 @@ class OllamaGenerateRequest(_Body, kw_only=True):
 
     def as_completion(self) -> CompletionRequest:
         """Returns the prompt as it is. Raises `RequestRefused` naming the field of this body."""
-        fields = self._common() | {"prompt": self.prompt, "add_special_tokens": not self.raw}
+        fields = self._common() | {
+            "prompt": self.prompt,
+            "suffix": self.suffix,
+            "add_special_tokens": not self.raw,
+        }
         return as_openai(fields, CompletionRequest, self)
 
 

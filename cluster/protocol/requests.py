@@ -453,16 +453,16 @@ class CompletionRequest(_SamplingFields, kw_only=True):
     """Whether text prompts get the tokenizer's own special tokens, such as a beginning-of-sequence token."""
     best_of: int | None = None
     suffix: str | None = None
+    """Text behind the gap that the answer fills, for models with tokens for it."""
 
     def check(self) -> None:
         """Raises `RequestRefused` naming the field of the first mistake."""
         self._check_common()
         if self.best_of not in (None, self.num_choices):
             refuse("wrong_value", "best_of", self.best_of, f"equal to n, {self.num_choices}", "leave it out")
-        if self.suffix:
-            cause = "no text is filled in before another one"
-            remedy = "leave it out, or write the model's own fill-in tokens into the prompt"
-            refuse("unsupported", "suffix", remedy=remedy, cause=cause)
+        for name in ("echo", "truncate_prompt_tokens") if self.suffix else ():
+            if getattr(self, name):
+                refuse("excludes", "suffix", bound=name, remedy="leave one out")
         if self.scores_only and not (self.echo or self.prompt_logprobs is not None):
             refuse("requires", "max_tokens", 0, "echo or prompt_logprobs, to score", "add one, or send at least 1")
         self.prompts()

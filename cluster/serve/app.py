@@ -139,6 +139,7 @@ def _for_nodes(config: ServeConfig, nodes: list[int], num_living: int = 1) -> Se
         with_device(config.engine, cluster_gpus(), cluster_tpus()),
         model=_absolute(config.engine.model),
         tokenizer=_absolute(config.engine.tokenizer),
+        adapters={name: str(_absolute(path)) for name, path in config.engine.adapters.items()},
         num_threads=threads_each(config.engine, config.max_engines, nodes),
     )
     return _with_ingresses(

@@ -44,6 +44,8 @@ class StoredResponse(msgspec.Struct):
     """The conversation that it answers, earlier turns included."""
     opening: bytes | None = None
     """The encoded opening of the recorded stream, from which a background response can be run again; else None."""
+    block_hashes: list[bytes] = []
+    """Hashes of the blocks of its prompt, if engines may keep them in files, so that they go when it is deleted."""
 
 
 class EndedResponse(msgspec.Struct):

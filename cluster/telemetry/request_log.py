@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import logging
 import logging.handlers
+import math
 import pathlib
 import re
 import sys
@@ -17,7 +18,7 @@ import time
 import urllib.parse
 from typing import Any
 
-from manta.structured.visible_logs import JSON_LOG
+from manta.structured.visible_logs import JSON_LOG, logger_of
 from manta.structured.visible_text import cut
 
 MAX_PATH = 200
@@ -30,6 +31,8 @@ NUM_OLD_FILES = 3
 """Rotated files of a replica that are kept: its log takes 64 MiB at most, some 250,000 requests."""
 EXAMPLE_INTERVAL_S = 60.0
 """Seconds between two lines about requests that no route takes."""
+LOST_INTERVAL_S = 60.0
+"""Seconds between two warnings that lines are lost."""
 _ENGINE_NAME = re.compile(r"(?P<id>.*)-[0-9a-f]{8}-\d+(~\d+)?(/\d+)?", re.DOTALL)
 """Form of the ids that `cluster/http/endpoints/generation.py` and `cluster/serve/requests/` make from a request's id.
 They append random digits for the body, the number of the prompt, the epoch of an owner that is not the first one, and
@@ -38,6 +41,7 @@ the number of continuations.
 
 
 _logger = logging.getLogger(JSON_LOG)
+_own_logger = logger_of(__name__)
 
 
 def log_folder(logs: pathlib.Path, application: str) -> pathlib.Path:
@@ -51,7 +55,27 @@ def keep_request_log(path: pathlib.Path, max_bytes: int = MAX_FILE_BYTES) -> Non
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     options: dict[str, Any] = {"maxBytes": max_bytes, "backupCount": NUM_OLD_FILES, "encoding": "ascii"}
-    _open(logging.handlers.RotatingFileHandler(path, **options))
+    handler = logging.handlers.RotatingFileHandler(path, **options)
+    handler.handleError = _Losses().note  # type: ignore[method-assign]
+    _open(handler)
+
+
+class _Losses:
+    """The lines that could not be written, because the disk is full. Requests go on."""
+
+    def __init__(self) -> None:
+        self._num_lost = 0
+        self._next_s = -math.inf
+
+    def note(self, record: logging.LogRecord) -> None:
+        """Logs why lines are lost, once in `LOST_INTERVAL_S`. `logging` would print a traceback for each of them."""
+        self._num_lost += 1
+        now_s = time.monotonic()
+        if now_s >= self._next_s:
+            self._next_s = now_s + LOST_INTERVAL_S
+            error = sys.exception()
+            why = error.strerror if isinstance(error, OSError) else type(error).__name__
+            _own_logger.warning("%s: %d lines of the request log are lost so far", why, self._num_lost)
 
 
 def open_request_log() -> logging.Logger:

@@ -5,6 +5,7 @@ The endpoints and `LLM` call it alike. What must not be cut stays: special token
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from typing import Literal
 
@@ -35,6 +36,10 @@ class TextForm(msgspec.Struct, frozen=True, kw_only=True):
     """Most tokens of a text, special tokens included, beyond which it is cut; None refuses what the model does not
     read.
     """
+    first_field: str = ""
+    """The caller's name of the first text of the pairs, if all have the same."""
+    most_of_second: int | None = None
+    """Most tokens of the second text of a pair, beyond which it is cut."""
     side: Literal["left", "right"] = "right"
     """Side on which a text is cut."""
 
@@ -61,7 +66,8 @@ def tokenise(
             sequence, skipped = _cut_ids(text, form), 0
         else:
             (sequence, whole), skipped = next(sequences), num_skipped
-            if form.most_tokens is not None and len(sequence.token_ids) > form.most_tokens:
+            is_long = form.most_tokens is not None and len(sequence.token_ids) > form.most_tokens
+            if is_long or (form.most_of_second is not None and isinstance(whole, tuple)):
                 sequence = _cut(tokenizer, whole, form, index)
         check_text(sequence.token_ids, form.model, form.field_of(index))
         found.append(PooledInput(sequence.token_ids, sequence.num_first, skipped))
@@ -77,13 +83,12 @@ def _written(text: TextOrPair, prompt: str, info: PoolingInfo) -> TextOrPair:
 
 def _cut(tokenizer: Tokenizer, text: TextOrPair, form: TextForm, index: int) -> TokenSequence:
     """Returns the tokens of a text that is too long. Refuses if none is left beside what must stay."""
-    assert form.most_tokens is not None
-    cut = tokenizer.cut_sequence(text, form.most_tokens, form.side, form.add_special_tokens, len(form.prompt))
+    room = sys.maxsize if form.most_tokens is None else form.most_tokens
+    cut = tokenizer.cut_sequence(text, room, form.side, form.add_special_tokens, len(form.prompt), form.most_of_second)
     if cut is None:
-        cause = f"{form.most_tokens} tokens have no room for a token of it beside what goes before it"
-        refuse(
-            "unfit", form.field_of(index), remedy="let more tokens be used, or shorten what goes before", cause=cause
-        )
+        cause = f"{room} tokens have no room for what must not be cut and a token more"
+        remedy = "let more tokens be used, or shorten what is not cut"
+        refuse("unfit", form.first_field or form.field_of(index), remedy=remedy, cause=cause)
     return cut
 
 

@@ -35,6 +35,8 @@ from manta.workers.sampling_params import SamplingParams
 _CONVERTIBLE = ("*.model", "vocab.*", "*.tiktoken", "*.tekken", "tekken.json")
 """Patterns of tokenizer files that transformers converts."""
 _OTHER_TOKENIZER = "give the tokenizer's folder in the option `tokenizer`"
+_PROBE = "a"
+"""A text of which every tokenizer makes a token."""
 LONG_TEXT = 20_000
 """Characters from which a text is tokenised in a thread, because a megabyte would delay every stream."""
 
@@ -293,6 +295,11 @@ class Tokenizer:
             _check_unicode(text)
             raise error
 
+    def leading_special_ids(self) -> list[int]:
+        """Returns the special tokens that `encode` puts in front of a text, such as the beginning of a sequence."""
+        plain, whole = self.encode(_PROBE, add_special_tokens=False), self.encode(_PROBE)
+        return whole[: whole.index(plain[0])]
+
     def encode_batch(self, texts: Sequence[str], add_special_tokens: bool = True) -> list[list[int]]:
         """Returns the token ids of each text, as `encode` does; other Python threads run meanwhile."""
         try:
@@ -322,10 +329,11 @@ class Tokenizer:
         side: Literal["left", "right"] = "right",
         add_special_tokens: bool = True,
         num_kept_characters: int = 0,
+        most_of_second: int | None = None,
     ) -> TokenSequence | None:
         """Returns the tokens of a text without those beyond `room`, cut at the end (`right`) or at the beginning; None
         if there is no room for a token of it. Special tokens stay, the first `num_kept_characters` too. Of a pair only
-        the second text is cut.
+        the second text is cut, to at most `most_of_second` tokens.
         """
         if num_kept_characters and side == "left" and isinstance(text, str):
             return self._cut_after(text, room, add_special_tokens, num_kept_characters)
@@ -336,8 +344,11 @@ class Tokenizer:
         room -= num_special + sum(map(len, before))
         if room <= num_kept:
             return None
+        if before and most_of_second is not None:
+            room = min(room, most_of_second)
         last.truncate(room, direction=side)
-        return TokenSequence.of(self._fast.post_process(*before, last, add_special_tokens=add_special_tokens))
+        first, second = (before[0], last) if before else (last, None)
+        return TokenSequence.of(self._fast.post_process(first, second, add_special_tokens=add_special_tokens))
 
     def _cut_after(self, text: str, room: int, add_special_tokens: bool, num_kept: int) -> TokenSequence | None:
         """Returns a text without what follows its first `num_kept` characters, as much as must go."""

@@ -293,6 +293,7 @@ class GrammarWorker:
         if not self.stopped:
             buffer.adjusted_ids[slot, : len(ids)] = ids
             buffer.adjusted_by[slot, : len(ids)] = values
+            buffer.is_free[slot] = tracked.is_free
             self._publish(job, slot, 0, len(ids))
 
     def _publish(self, job: Job, slot: int, flags: int, num_adjustments: int = 0) -> None:

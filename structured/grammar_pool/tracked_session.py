@@ -159,6 +159,11 @@ class TrackedSession:
         return self._session
 
     @property
+    def is_free(self) -> bool:
+        """Whether nothing restricts the output from here on: there is no grammar, and the answer has begun."""
+        return self._grammar is None and self._thinking is not None and self._thinking.is_answering
+
+    @property
     def takes_rows_as_filled(self) -> bool:
         """Whether `complete` changes nothing in a row of `fill_all`, and no logits are adjusted."""
         has_adjustments = getattr(self._session, "adjustments", None) is not None

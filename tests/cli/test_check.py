@@ -17,6 +17,7 @@ from manta.cluster.cli.check import check_model
 from manta.cluster.config import EngineConfig
 from manta.specdecode.speculative_config import SpeculativeConfig
 from manta.workers.models.model_config import ModelError
+from tests.adapters import adapters_of
 from tests.checkpoints import checkpoint, make_tokenizer
 
 
@@ -119,3 +120,13 @@ def test_a_step_that_ends_the_process_fails(tmp_path: pathlib.Path, monkeypatch:
 def test_an_unloadable_logits_processor_fails() -> None:
     with pytest.raises(ModelError, match="'nowhere:nothing' cannot be imported"):
         check_model(config(checkpoint("llama"), logits_processors={"nothing": "nowhere:nothing"}))
+
+
+def test_the_report_names_adapters_and_refuses_damaged_ones(
+    tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = adapters_of(checkpoint("llama")).add("checked", 4, target_modules=["q_proj", "v_proj"])
+    command = ["check", str(checkpoint("llama")), "--set", "engine.kv_cache_bytes=1048576", "--lora-modules"]
+    assert main([*command, f"support={folder}"]) == 0
+    assert re.search(r"^adapters +support: rank 4, 6 linears$", capsys.readouterr().out, re.MULTILINE)
+    assert main([*command, f"support={tmp_path}"]) == 1

@@ -41,6 +41,10 @@ def test_flags_say_what_the_configuration_says(capsys: pytest.CaptureFixture[str
         (["--no-enable-prefix-caching"], {"engine": {"enable_prefix_caching": False}}),
         (["--max-num-seqs", "8", "--set", "engine.max_num_sequences=9"], {"engine": {"max_num_sequences": 8}}),
         (["--port", "8001"], {"port": 8001}),
+        (
+            ["--lora-modules", "a=folder/a", '{"name": "b", "path": "x=y", "base_model_name": "m"}'],
+            {"engine": {"adapters": {"a": "folder/a", "b": "x=y"}}},
+        ),
     ],
 )
 def test_flags_of_other_servers_set_options(
@@ -65,6 +69,10 @@ def test_flags_of_other_servers_set_options(
         (["chat", "--api-key=secret"], ["there is no --api-key: put the key into MANTA_API_KEY"]),
         (["serve", "--gpu-memory-utilization", "0.9"], ["engine.kv_cache_fraction"]),
         (["serve", "--kv-cache-dtype", "fp8"], ["`engine.kv_cache_dtype` cannot be 'fp8'", "auto, int8"]),
+        (["serve", "--lora-modules", "folder"], ["--lora-modules folder must be NAME=FOLDER"]),
+        (["serve", "--lora-modules", "a=b", "a=c"], ["names a twice"]),
+        (["check", "--lora-modules", '{"name": "a"}'], ["missing required field `path`"]),
+        (["serve", "--enable-lora"], ["works without a flag", "--lora-modules NAME=FOLDER"]),
         (["check", "--quantization", "awq"], ["how a checkpoint is quantised is read from it"]),
     ],
 )

@@ -10,6 +10,8 @@ import os
 import pathlib
 import random
 import shutil
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -19,6 +21,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from manta.cluster.config import EngineConfig
+from manta.cluster.engine.kv_blocks import hash_blocks
 from manta.cluster.llm import LLM, SamplingParams
 from manta.workers.kernels import build
 from manta.workers.models.model_config import ModelError
@@ -28,6 +31,7 @@ from tests.conftest import PROVE
 from tests.engine import test_layer_kinds_engine, test_recurrent_engine
 from tests.engine.histories import BLOCK, GREEDY, NGRAM, prompts
 from tests.engine.test_exact import whole_numbers
+from tests.patience import wait_until
 from tests.workers.test_cache_folder import STRANGER, needs_root
 
 STORE: dict[str, Any] = {"prefix_store_bytes": 1 << 28}
@@ -46,10 +50,10 @@ def cache(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> pathlib.Pa
     return tmp_path / "prefixes"
 
 
-def make_llm(**options: Any) -> LLM:
+def make_llm(folder: str | None = None, **options: Any) -> LLM:
     """Makes one of the tiny Llama."""
     defaults = {"dtype": "float32", "num_threads": 1, "kv_cache_bytes": 1 << 22}
-    return LLM(str(checkpoint("llama")), **(defaults | options))
+    return LLM(folder or str(checkpoint("llama")), **(defaults | options))
 
 
 def end() -> None:
@@ -60,10 +64,10 @@ def end() -> None:
         thread.join()
 
 
-def ask(llm: LLM, *prompt: int, num_tokens: int = 6) -> tuple[list[int], int]:
+def ask(llm: LLM, *prompt: int, num_tokens: int = 6, shared: list[int] = SHARED) -> tuple[list[int], int]:
     """Returns the tokens after the shared prompt and the given tokens, and how many of the prompt's were cached."""
     params = SamplingParams(temperature=0, max_tokens=num_tokens, ignore_eos=True)
-    (output,) = llm.generate([[*SHARED, *prompt]], params, use_tqdm=False)
+    (output,) = llm.generate([[*shared, *prompt]], params, use_tqdm=False)
     llm.engine.step()
     llm.engine.check_integrity()
     assert output.usage is not None
@@ -254,6 +258,42 @@ _COLD: list[list[int]] = []
 """The tokens of an engine without a store, computed once."""
 
 
+KILLED = """
+import random, sys
+from tests.engine.test_kept_prefixes import STORE, ask, make_llm
+
+llm, generator = make_llm(folder=sys.argv[1], **STORE), random.Random(int(sys.argv[2]))
+print("begins", flush=True)
+while True:
+    prompt = generator.choices(range(5, 300), k=generator.randrange(20, 200))
+    for last in (7, 8):
+        ask(llm, last, shared=prompt, num_tokens=2)
+"""
+"""An engine that keeps one prompt after another until it is killed."""
+
+
+@pytest.mark.prove
+@pytest.mark.parametrize("seed", range(20))
+def test_a_killed_engine_leaves_no_wrong_blocks(seed: int, cache: pathlib.Path) -> None:
+    """It is killed at any moment, mostly while it writes."""
+    folder, root = str(checkpoint("llama")), str(pathlib.Path(__file__).parents[2])
+    command = [sys.executable, "-c", KILLED, folder, str(seed)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=root) as child:
+        assert child.stdout is not None
+        assert child.stdout.readline() == "begins\n"
+        wait_until(lambda: len(os.listdir(cache)) > 10 + seed)
+        time.sleep(random.Random(seed).random() / 10)
+        child.kill()
+    generator, hits = random.Random(seed), 0
+    after, cold = make_llm(**STORE), make_llm()
+    for _ in range(5):
+        prompt = generator.choices(range(5, 300), k=generator.randrange(20, 200))
+        tokens, num_cached = ask(after, 9, shared=prompt)
+        assert tokens == ask(cold, 9, shared=prompt)[0]
+        hits += num_cached
+    assert hits > 0
+
+
 @needs_root
 def test_a_file_of_another_user_is_no_hit(cache: pathlib.Path) -> None:
     """It comes into the folder after the engine has looked at it."""
@@ -294,6 +334,19 @@ def test_the_store_is_bounded_and_the_least_recently_used_leave_first(cache: pat
     assert sum(path.stat().st_size for path in cache.iterdir()) <= (1 << 20) * 18 // 16
     assert one.read(name(198), 0, 10_000) == part
     assert one.read(name(2), 0, 10_000) is None
+
+
+def test_dropped_blocks_are_gone(cache: pathlib.Path) -> None:
+    """Those that are kept, and those that wait to be kept."""
+    llm = make_llm(**STORE)
+    ask(llm, 7)
+    ask(llm, 8)
+    hashes = hash_blocks(SHARED, NUM_FOUND // BLOCK, BLOCK)
+    llm.engine.drop_kept(hashes[3:])
+    del llm
+    end()
+    assert {path.name.split("-")[2] for path in cache.iterdir()} == {each.hex() for each in hashes[:3]}
+    assert ask(make_llm(**STORE), 9)[1] == 3 * BLOCK
 
 
 def test_what_is_not_used_for_long_counts_no_more_and_is_removed(cache: pathlib.Path) -> None:

@@ -29,7 +29,7 @@ REFUSED_NAMES = (
     # Attention that a layer calls twice, masks of their own, a cache that forgets positions which the mask shows.
     "diffllama doge dory git hrm_text moshi "
     # Pictures or sounds, whose text decoder has no native form.
-    "emu3 fuyu gemma3n gemma3n_text gemma4_unified_assistant mllama moss_transcribe_diarize "
+    "emu3 gemma3n gemma3n_text gemma4_unified_assistant mllama "
     # A model of bytes in patches.
     "blt "
 )
@@ -40,9 +40,14 @@ LEFT_OUT = ("dots3_note", "fast_vlm", "gemma4_assistant", "perception_lm")
 """Model types of which no tiny model is made: the text of one is tried by itself, one is a drafter, and two need the
 package timm.
 """
-SERVED = (*WRAPPERS, "Mistral4ForCausalLM")
+THROUGH_TRANSFORMERS = (
+    "aria blip-2 cohere_compass cosmos3_omni ernie4_5_vl_moe exaone4_5 hunyuan_vl hyperclovax_vision_v2 instructblip "
+    "instructblipvideo minimax_m3_vl muse_glimmer paddleocr_vl step3p7"
+)
+"""Model types with pictures whose text decoder has no native form and is served."""
+SERVED = (*WRAPPERS, "Mistral4ForCausalLM", *map(architecture_of, THROUGH_TRANSFORMERS.split()))
 """Architectures in transformers' table of models with pictures whose text is served."""
-CHEAP = ("gpt2", "olmo_hybrid", "minimax", "aya_vision", "bart", "deepseek_v32", "doge")
+CHEAP = ("gpt2", "olmo_hybrid", "minimax", "exaone4_5", "bart", "deepseek_v32", "doge")
 """Model types of every run: through transformers, natively, with pictures, and three ways to be refused."""
 
 

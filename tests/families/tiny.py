@@ -16,10 +16,13 @@ import transformers
 from safetensors.torch import load_file, save_file
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+    MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES,
 )
 
+from manta.workers.models.wrappers import WRAPPERS
 from tests.checkpoints import make_tokenizer, on_one_thread, randomise
 from tests.workers.recurrent_cases import ROPE
 from tests.workers.test_layer_kinds import CASES, SIZES, set_buffers
@@ -107,10 +110,12 @@ OWN: dict[str, dict[str, Any]] = {
     "glm4v_moe_text": {"rope_parameters": ROPE | {"partial_rotary_factor": 0.5, "mrope_section": [1, 1, 2]}},
     "glm4v_text": {"rope_parameters": ROPE | {"mrope_section": [2, 3, 3]}},
     "glm_ocr_text": {"rope_parameters": ROPE | {"mrope_section": [2, 3, 3]}},
+    "ernie4_5_vl_moe_text": {"rope_parameters": ROPE | {"mrope_section": [3, 3, 2]}},
     "gpt_neo": {"attention_types": [[["global", "local"], 2]], "num_layers": 4},
     "granite4_vision": {"deepstack_layer_map": [[0, 0]], "spatial_target_layers": [1], "downsample_rate": "1/2"},
     "hunyuan_v1_dense": {"head_dim": 16},
     "hunyuan_v1_moe": {"head_dim": 16},
+    "hunyuan_vl_text": {"head_dim": 16, "rope_parameters": ROPE | {"xdrope_section": [2, 2, 2, 2]}},
     "janus_vision_model": {"projection_dim": 64},
     "janus_vqgan": {
         "base_channels": 32,
@@ -122,6 +127,7 @@ OWN: dict[str, dict[str, Any]] = {
     },
     "ministral": {"head_dim": 16},
     "nemotron": {"num_key_value_heads": 2},
+    "paddleocr_vl_text": {"rope_parameters": ROPE | {"mrope_section": [2, 3, 3]}},
     "qwen2_5_omni_text": {"rope_parameters": ROPE | {"mrope_section": [2, 3, 3]}},
     "qwen2_5_vl_text": {"rope_parameters": ROPE | {"mrope_section": [2, 3, 3]}},
     "qwen2_vl_text": {"rope_parameters": ROPE | {"mrope_section": [2, 3, 3]}},
@@ -145,19 +151,22 @@ MISNAMED = {
     "qianfan_ocr": ("language_model.model.encoder.layers.", "language_model.model.layers."),
 }
 """Beginnings of names that transformers writes and no published checkpoint has, and those that these have."""
-MODEL_TYPES = tuple(dict.fromkeys([*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, *MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES]))
-"""The names of transformers' configurations that have a causal language model, or text beside pictures."""
-
+_WITH_SOUNDS = {name: each for name, each in MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES.items() if each in WRAPPERS}
+_ARCHITECTURES = _WITH_SOUNDS | MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES | MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+MODEL_TYPES = tuple(
+    dict.fromkeys([*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, *MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES, *_WITH_SOUNDS])
+)
+"""The names of transformers' configurations that have a causal language model, or text beside pictures or sounds. Of
+those with sounds these are the ones that are served.
+"""
 MODELS_WITH_PICTURES = tuple(name for name in MODEL_TYPES if name not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+"""Those with pictures or sounds."""
 
 
 def architecture_of(model_type: str) -> str:
     """Returns the class of a model type's causal language model; for one with pictures only, that of the whole."""
     own = {"emu3_text_model": "Emu3ForCausalLM", "mllama_text_model": "MllamaForCausalLM"}
-    return (
-        own.get(model_type)
-        or (MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES | MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)[model_type]
-    )
+    return own.get(model_type) or _ARCHITECTURES[model_type]
 
 
 def tiny_config(model_type: str) -> Any:
@@ -238,12 +247,12 @@ def _decoder_of(model: Any) -> Any:
     text = model.config.get_text_config()
     if text is model.config or text.model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
         return model
-    own = model.get_decoder()
-    if own.get_output_embeddings() is not None:
+    causal_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(text)]
+    if (own := next((each for each in model.modules() if isinstance(each, causal_class)), None)) is not None:
         return own
     text = copy.deepcopy(text)
-    text.tie_word_embeddings = model.config.tie_word_embeddings
-    decoder: Any = transformers.AutoModelForCausalLM.from_config(text, attn_implementation="eager").float().eval()
-    decoder.base_model.load_state_dict(own.state_dict())
+    text.tie_word_embeddings = getattr(model.config, "tie_word_embeddings", False)
+    decoder: Any = causal_class._from_config(text, attn_implementation="eager").float().eval()
+    decoder.base_model.load_state_dict(model.get_decoder().state_dict())
     decoder.get_output_embeddings().load_state_dict(model.get_output_embeddings().state_dict())
     return decoder

@@ -404,7 +404,7 @@ COMMANDS: dict[str, Callable[[str, Manual], None]] = {
         "--version 1.7.0"
     ): names_files,
     "kubectl create secret generic manta --from-literal=api-keys=NAME:KEY": names_files,
-    "kubectl apply -f configs/kuberay/rayservice.yaml": names_files,
+    "kubectl apply -k configs/kuberay/cpu": names_files,
     "kubectl apply -k configs/prometheus/operator": names_files,
     "promtool check rules configs/prometheus/rules.yml": names_files,
     "kubectl port-forward service/manta-serve-svc 8000": names_files,
@@ -463,6 +463,7 @@ COMMANDS: dict[str, Callable[[str, Manual], None]] = {
     "manta bench constraints": measures,
     "manta bench schemas --data PATH": measures,
     "manta bench faults": measures,
+    "manta bench prefixes": measures,
     "make test": runs_tests,
     'make test ARGS="tests/cli/test_cli.py -k check"': runs_tests,
     "make prove": runs_tests,

@@ -28,7 +28,6 @@ WITH_EFFECT = {
     "function_call": {"name": "f"},
     "modalities": ["audio"],
     "best_of": 3,
-    "suffix": "x",
 }
 """Values that would change something, of parameters that are refused; of others anything will do."""
 

@@ -56,6 +56,12 @@ def small(monkeypatch: pytest.MonkeyPatch, module: Any, **values: Any) -> None:
             marks=PROVE,
         ),
         pytest.param(
+            "prefixes",
+            ["--tokens", "40", "--kills", "1", "--model", "tiny-llama"],
+            "| 32 |",
+            marks=PROVE,
+        ),
+        pytest.param(
             "forms",
             ["--formats", "bfloat16,int8,int8 exact,int4", "--turns", "2", "--model", "tiny-llama"],
             "prefill, 16 x 128                              int4",

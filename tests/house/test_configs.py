@@ -41,7 +41,7 @@ CONFIGS = ROOT / "configs"
 CRD = ROOT / "tests" / "kuberay" / "rayservice-1.7.0.json.xz"
 
 SERVE = sorted(CONFIGS.glob("serve/*.yaml"))
-KUBERAY = sorted(CONFIGS.glob("kuberay/*.yaml"))
+KUBERAY = sorted(CONFIGS.glob("kuberay/*/rayservice.yaml"))
 LAUNCHER = sorted(CONFIGS.glob("cluster/*.yaml"))
 
 Edit = Callable[[dict[str, Any]], object]
@@ -50,7 +50,7 @@ Edit = Callable[[dict[str, Any]], object]
 
 def named(paths: list[pathlib.Path]) -> dict[str, Any]:
     """Arguments of `parametrize`."""
-    return {"argvalues": paths, "ids": [path.name for path in paths]}
+    return {"argvalues": paths, "ids": [f"{path.parent.name}/{path.name}" for path in paths]}
 
 
 def read(path: pathlib.Path) -> dict[str, Any]:
@@ -252,7 +252,7 @@ KUBERAY_MISTAKES: dict[str, Edit] = {
 
 @pytest.mark.parametrize("edit", KUBERAY_MISTAKES.values(), ids=KUBERAY_MISTAKES.keys())
 def test_a_mistake_in_a_kuberay_service_is_found(edit: Edit) -> None:
-    service = copy.deepcopy(read(CONFIGS / "kuberay" / "rayservice.yaml"))
+    service = copy.deepcopy(read(CONFIGS / "kuberay" / "cpu" / "rayservice.yaml"))
     edit(service)
     with pytest.raises((ValueError, jsonschema.ValidationError)):
         check_kuberay(service)
@@ -392,8 +392,9 @@ def test_the_images_contents_run_a_model(tmp_path: pathlib.Path) -> None:
 
 def test_every_file_of_a_folder_is_looked_at() -> None:
     looked_at = {*SERVE, *KUBERAY, *LAUNCHER, CONFIGS / "engine.yaml"}
-    elsewhere = {"grafana", "prometheus"}  # `tests/telemetry/` and `test_kubernetes.py` look at those
-    assert {path for path in CONFIGS.rglob("*.yaml") if not elsewhere & set(path.parts)} == looked_at
+    elsewhere = {"grafana", "prometheus", "kuberay"}  # `tests/telemetry/` and `test_kubernetes.py` look at those
+    others = {path for path in CONFIGS.rglob("*.yaml") if not elsewhere & set(path.parts)}
+    assert others == {path for path in looked_at if "kuberay" not in path.parts}
     assert {path.stem for path in SERVE} == {*DEPLOYED, "multi-node", "two-models", "several-models", "tpu"}
     assert len(KUBERAY) == 4
     assert len(LAUNCHER) == 2

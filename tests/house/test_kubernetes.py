@@ -7,15 +7,25 @@ import functools
 import json
 import lzma
 import pathlib
+import re
+import shutil
+import subprocess
+from collections.abc import Iterator
 from typing import Any
 
+import jsonpatch
 import jsonschema
 import pytest
 import yaml
 
-from tests.house.test_configs import CONFIGS, ROOT, closed, named, read
+from manta.cluster.config import ServeConfig
+from tests.house.test_configs import CONFIGS, KUBERAY, ROOT, check_kuberay, closed, named, read
+from tests.patience import PATIENCE_S
 
 SCHEMAS = ROOT / "tests" / "kuberay"
+DEVICES = [path.parent for path in KUBERAY]
+"""Folders that `kubectl apply -k` takes."""
+COMPONENTS = [CONFIGS / "kuberay" / name for name in ("production", "gcs-in-redis", "ingress")]
 OPERATOR = sorted((CONFIGS / "prometheus" / "operator").glob("*-*.yaml"))
 
 
@@ -51,3 +61,123 @@ def test_one_target_is_scraped() -> None:
     """With two of them each count would be double, because an ingress answers for all."""
     applied = read(CONFIGS / "prometheus" / "operator" / "kustomization.yaml")["resources"]
     assert sum("monitor" in name for name in applied) == 1
+
+
+# ---- the overlays --------------------------------------------------------------------------------------------------
+
+
+def documents(path: pathlib.Path) -> list[dict[str, Any]]:
+    """The documents of a file. What YAML's anchors repeat is there several times, for a patch changes one place."""
+    return json.loads(json.dumps(list(yaml.safe_load_all(path.read_text()))))
+
+
+def resources(folder: pathlib.Path, components: tuple[pathlib.Path, ...] = ()) -> list[dict[str, Any]]:
+    """What `kubectl kustomize` makes of a folder, as far as our files go: resources, components and JSON Patches.
+    `components` are added to those that the folder names.
+    """
+    kustomization = read(folder / "kustomization.yaml")
+    found = [each for name in kustomization["resources"] for each in documents(folder / name)]
+    named_components = [(folder / name).resolve() for name in kustomization.get("components", ())]
+    for component in (*named_components, *components):
+        content = read(component / "kustomization.yaml")
+        assert content["kind"] == "Component"
+        assert set(content) <= {"apiVersion", "kind", "resources", "patches"}
+        found += [each for name in content.get("resources", ()) for each in documents(component / name)]
+        for patch in content.get("patches", ()):
+            text = patch["patch"] if "patch" in patch else (component / patch["path"]).read_text()
+            (target,) = (number for number, each in enumerate(found) if each["kind"] == patch["target"]["kind"])
+            found[target] = jsonpatch.apply_patch(found[target], yaml.safe_load(text))
+    return found
+
+
+@functools.cache
+def kubernetes_schemas() -> dict[str, Any]:
+    """The strict schemas of Kubernetes' own kinds: `kinds` has the name of each among `definitions`."""
+    return json.loads(lzma.decompress((SCHEMAS / "kubernetes-1.34.json.xz").read_bytes()))
+
+
+def check(resource: dict[str, Any]) -> None:
+    """Raises `ValidationError` or `ValueError` for what Kubernetes, KubeRay or Serve would refuse."""
+    if resource["kind"] == "RayService":
+        check_kuberay(resource)
+        return
+    schemas = kubernetes_schemas()
+    reference = {"$ref": f"#/definitions/{schemas['kinds'][resource['kind']]}"}
+    jsonschema.Draft202012Validator(reference | {"definitions": schemas["definitions"]}).validate(resource)
+
+
+def pods(service: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    cluster = service["spec"]["rayClusterConfig"]
+    for group in (cluster["headGroupSpec"], *cluster["workerGroupSpecs"]):
+        yield group["template"]
+
+
+def ray_service(folder: pathlib.Path) -> dict[str, Any]:
+    (service,) = (each for each in resources(folder, tuple(COMPONENTS[1:])) if each["kind"] == "RayService")
+    return service
+
+
+@pytest.mark.parametrize("folder", DEVICES, ids=lambda folder: folder.name)
+def test_kubernetes_takes_every_overlay(folder: pathlib.Path) -> None:
+    found = resources(folder, tuple(COMPONENTS[1:]))
+    kinds = {"RayService", "PodDisruptionBudget", "NetworkPolicy", "PersistentVolumeClaim", "ServiceAccount", "Ingress"}
+    assert {resource["kind"] for resource in found} == kinds
+    for resource in found:
+        check(resource)
+        wrong = copy.deepcopy(resource) | {"specs": {}}
+        with pytest.raises(jsonschema.ValidationError):
+            check(wrong)
+    assert "redisAddress" in ray_service(folder)["spec"]["rayClusterConfig"]["gcsFaultToleranceOptions"]
+
+
+@pytest.mark.parametrize("folder", DEVICES, ids=lambda folder: folder.name)
+def test_kustomize_makes_the_same(folder: pathlib.Path) -> None:
+    if shutil.which("kubectl") is None:
+        pytest.skip("kubectl is not installed")
+    done = subprocess.run(["kubectl", "kustomize", folder], capture_output=True, text=True, timeout=PATIENCE_S)
+    if "unknown field" in done.stderr or "components" in done.stderr:
+        pytest.skip(f"this kubectl's kustomize knows no components: {done.stderr}")
+    assert done.returncode == 0, done.stderr
+    key = "{0[kind]} {0[metadata][name]}".format
+    made = sorted(yaml.safe_load_all(done.stdout), key=key)
+    assert made == sorted(resources(folder), key=key)
+
+
+@pytest.mark.parametrize("folder", DEVICES, ids=lambda folder: folder.name)
+def test_pods_have_no_rights_beyond_their_work(folder: pathlib.Path) -> None:
+    """As the profile "restricted" of Kubernetes' pod security standards demands, and with a read-only root."""
+    accounts = {each["metadata"]["name"] for each in resources(folder) if each["kind"] == "ServiceAccount"}
+    for pod in pods(ray_service(folder)):
+        spec = pod["spec"]
+        assert spec["securityContext"]["runAsNonRoot"]
+        assert spec["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
+        assert spec["serviceAccountName"] in accounts
+        made = {pathlib.Path(word).name for each in spec["initContainers"] for word in each["command"][1:]}
+        for container in (*spec["initContainers"], *spec["containers"]):
+            rights = container["securityContext"]
+            assert not rights["allowPrivilegeEscalation"]
+            assert rights["readOnlyRootFilesystem"]
+            assert rights["capabilities"] == {"drop": ["ALL"]}
+            assert container["image"] == spec["containers"][0]["image"]
+            assert {mount["subPath"] for mount in container["volumeMounts"] if "subPath" in mount} <= made
+        assert {"/tmp", "/home/manta/.cache"} <= {mount["mountPath"] for mount in spec["containers"][0]["volumeMounts"]}
+
+
+@pytest.mark.parametrize("folder", DEVICES, ids=lambda folder: folder.name)
+def test_a_pod_has_time_for_its_drain(folder: pathlib.Path) -> None:
+    _, worker = pods(ray_service(folder))
+    config, grace_s = ServeConfig(), worker["spec"]["terminationGracePeriodSeconds"]
+    (_, _, command) = worker["spec"]["containers"][0]["lifecycle"]["preStop"]["exec"]["command"]
+    (deadline_s,) = map(int, re.findall(r"--deadline-remaining-seconds (\d+)", command))
+    assert config.drain_notice_s + config.drain_timeout_s < deadline_s < grace_s
+
+
+@pytest.mark.parametrize("folder", DEVICES, ids=lambda folder: folder.name)
+def test_policies_select_the_pods(folder: pathlib.Path) -> None:
+    found = resources(folder, tuple(COMPONENTS[1:]))
+    labels = [pod["metadata"]["labels"] for pod in pods(ray_service(folder))]
+    (policy,) = (each["spec"] for each in found if each["kind"] == "NetworkPolicy")
+    (budget,) = (each["spec"] for each in found if each["kind"] == "PodDisruptionBudget")
+    for each in labels:  # KubeRay adds ray.io/node-type
+        assert policy["podSelector"]["matchLabels"] == each
+        assert budget["selector"]["matchLabels"] == each | {"ray.io/node-type": "worker"}

@@ -31,6 +31,7 @@ OWN = {
     "test_jax_hosts": "two hosts",
     "test_joined_ray": "joins a Ray that others started",
     "test_link_cuts": PROVED,
+    "test_machine_limits": PROVED,
     "test_node_autoscaling": PROVED,
     "test_node_faults": PROVED,
     "test_node_tls": PROVED,

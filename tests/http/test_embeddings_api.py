@@ -1,20 +1,31 @@
-"""`/v1/embeddings` and Ollama's two endpoints, asked by their clients, beside sentence-transformers."""
+"""`/v1/embeddings` and Ollama's two endpoints, asked by other people's clients, beside sentence-transformers."""
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import json
 from collections.abc import Iterator
 from typing import Any
 
 import httpx
+import langchain_openai
+import litellm
+import msgspec
 import numpy as np
 import ollama
 import openai
+import pydantic
 import pytest
+from llama_index.embeddings.openai import OpenAIEmbedding
 from sentence_transformers import SentenceTransformer
 
-from tests.local_server import ThreadedServer
+from manta.cluster.batch.line_endpoints import batch_endpoints
+from manta.cluster.batch.lines import BatchRequest, BatchResponse
+from manta.cluster.config import EngineConfig, ServeConfig
+from manta.cluster.serve.engine.model_replica import make_replica
+from tests.local_server import Handle, ThreadedServer
+from tests.patience import PATIENCE_S
 from tests.pooled_checkpoints import MAX_TOKENS, TEXTS, embedder
 
 LONG = "the manta ray " * 100
@@ -33,7 +44,7 @@ def theirs() -> SentenceTransformer:
 
 
 def asked(server: ThreadedServer, path: str = "/v1/embeddings", **fields: Any) -> httpx.Response:
-    return httpx.post(server.url + path, json={"model": server.model, **fields})
+    return httpx.post(server.url + path, json={"model": server.model, **fields}, timeout=PATIENCE_S)
 
 
 def vectors(answer: httpx.Response) -> np.ndarray:
@@ -166,3 +177,48 @@ def test_the_metrics_count_texts_as_requests(server: ThreadedServer) -> None:
 def test_home_shows_a_request_that_works(server: ThreadedServer) -> None:
     example = json.loads(server.get("/"))["example"]
     assert "/v1/embeddings" in example
+
+
+def test_langchain_client(server: ThreadedServer, theirs: SentenceTransformer) -> None:
+    base_url: Any = f"{server.url}/v1"
+    client = langchain_openai.OpenAIEmbeddings(
+        model=server.model, base_url=base_url, api_key=pydantic.SecretStr("none"), check_embedding_ctx_length=False
+    )
+    expected = theirs.encode(TEXTS)
+    np.testing.assert_allclose(np.array(client.embed_documents(TEXTS)), expected, atol=1e-5)
+    np.testing.assert_allclose(np.array(client.embed_query(TEXTS[0])), expected[0], atol=1e-5)
+
+
+def test_llama_index_client(server: ThreadedServer, theirs: SentenceTransformer) -> None:
+    client = OpenAIEmbedding(model_name=server.model, api_base=f"{server.url}/v1", api_key="none")
+    found = client.get_text_embedding_batch(TEXTS)
+    np.testing.assert_allclose(np.array(found), theirs.encode(TEXTS), atol=1e-5)
+
+
+def test_litellm_client(server: ThreadedServer, theirs: SentenceTransformer) -> None:
+    expected = theirs.encode(TEXTS)
+    for provider, base in (("openai", f"{server.url}/v1"), ("hosted_vllm", f"{server.url}/v1"), ("ollama", server.url)):
+        answer = litellm.embedding(f"{provider}/{server.model}", input=TEXTS, api_base=base, api_key="none")
+        found = [each["embedding"] for each in answer.data]
+        np.testing.assert_allclose(np.array(found), expected, atol=1e-5)
+
+
+def test_lines_of_a_batch(theirs: SentenceTransformer) -> None:
+    folder = embedder("xlm_roberta")
+    options = {"model": str(folder), "dtype": "float32", "num_threads": 1}
+
+    async def main() -> list[BatchResponse]:
+        replica = await asyncio.to_thread(make_replica, EngineConfig(**options))
+        endpoints, client = batch_endpoints(ServeConfig(engine=EngineConfig(**options)), Handle(replica), "127.0.0.1")
+        bodies = [{"input": text} for text in TEXTS] + [{"input": LONG}]
+        lines = [BatchRequest("a", "/v1/embeddings", msgspec.Raw(json.dumps(body).encode())) for body in bodies]
+        try:
+            return await asyncio.gather(*(endpoints.answer(line, f"line-{i}") for i, line in enumerate(lines)))
+        finally:
+            await client.close()
+            await asyncio.to_thread(replica.close)
+
+    *answers, refused = asyncio.run(main())
+    found = [json.loads(bytes(answer.body))["data"][0]["embedding"] for answer in answers]
+    np.testing.assert_allclose(np.array(found), theirs.encode(TEXTS), atol=1e-5)
+    assert refused.status_code == 400

@@ -69,7 +69,9 @@ class Repeating:
 
 
 class RepeatingEngines:
-    """In place of engines: they say one text, and nobody watches them. `request` is the last one."""
+    """In place of engines: they say one text, and nobody watches them. `request` is the last one, and `dropped` are
+    the hashes of the blocks that were to be removed.
+    """
 
     request: GenerationRequest
 
@@ -84,6 +86,11 @@ class RepeatingEngines:
 
     async def model(self) -> ModelInfo:
         return self.loaded
+
+    dropped: tuple[bytes, ...] = ()
+
+    async def drop_kept(self, hashes: list[bytes]) -> None:
+        self.dropped = (*self.dropped, *hashes)
 
     num_held = 0
     answering: list[EngineStats] | None = None

@@ -45,6 +45,12 @@ BODIES: dict[str, dict[str, Any]] = {
     "/v1/embeddings": {"input": "a"},
     "/api/embed": {"input": "a"},
     "/api/embeddings": {"prompt": "a"},
+    "/infill": {"input_prefix": "a", "input_suffix": "b"},
+    "/v1/rerank": {"query": "a", "documents": ["b"]},
+    "/v2/rerank": {"query": "a", "documents": ["b"]},
+    "/v1/score": {"text_1": "a", "text_2": "b"},
+    "/v1/classify": {"input": "a"},
+    "/pooling": {"input": "a"},
 }
 """A body without a model for each route that takes one."""
 ANSWERED = (

@@ -16,6 +16,7 @@ import openai
 import pytest
 
 from manta.cluster.config import EngineConfig, ResponseLimits, ServeConfig
+from manta.cluster.engine.kv_blocks import hash_blocks
 from manta.cluster.errors import GenerationFailed, RequestRefused
 from manta.cluster.http.access.keys import ApiKeys
 from manta.cluster.http.app import HttpApp
@@ -401,6 +402,24 @@ class FailingStreams(NoStreams):
 
     def read(self, recording: Recording) -> Generation:
         return cast(Generation, Failing())
+
+
+@async_test
+async def test_a_deleted_response_takes_its_kept_blocks_along(tmp_path: pathlib.Path) -> None:
+    """Those of its prompt, and so those of the answers in it."""
+    engine = EngineConfig(model="demo", prefix_store_bytes=1 << 20, block_size=8)
+    config, engines = ServeConfig(engine=engine, batch_storage=str(tmp_path)), RepeatingEngines()
+    app = HttpApp(config, Tokenizer("demo"), engines, Metrics("demo"))
+    http = httpx2.AsyncClient(transport=httpx2.ASGITransport(cast(Any, app)), trust_env=False)
+    asked = openai.AsyncOpenAI(base_url="http://localhost/v1", api_key="none", http_client=http, max_retries=0)
+    for fields in ({}, {"stream": True}):
+        response = await asked.responses.create(model="demo", input="Count to ten. " * 5, **cast(Any, fields))
+        response_id = [event async for event in response][-1].response.id if "stream" in fields else response.id
+        (prompt,), root = engines.request.prompts, engines.request.engine.cache_root
+        engines.dropped = ()
+        await asked.responses.delete(response_id)
+        assert engines.dropped == tuple(hash_blocks(prompt, len(prompt) // 8, 8, root=root))
+        assert engines.dropped
 
 
 @async_test

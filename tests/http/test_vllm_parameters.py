@@ -186,10 +186,10 @@ def test_a_pattern_of_whitespace_points_to_structured_outputs() -> None:
         assert "disable_any_whitespace" in message
 
 
-def test_a_suffix_is_refused_in_words() -> None:
+def test_a_suffix_is_refused_for_a_model_without_tokens_for_it() -> None:
     field, message = refusal("/v1/completions", prompt="def f(", suffix="return 1")
     assert field == "suffix"
-    assert "write the model's own fill-in tokens into the prompt" in message
+    assert "the model's tokenizer has no tokens for a text around a gap" in message
 
 
 def _asking(way: str, schema: dict[str, Any], is_loose: bool) -> dict[str, Any]:

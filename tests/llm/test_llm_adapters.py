@@ -146,7 +146,7 @@ def test_an_unknown_name_is_refused_before_anything_runs() -> None:
         llm.generate([PROMPT], GREEDY, use_tqdm=False, adapter="else")
     refusal = refused.value.refusal
     assert (refusal.kind, refusal.field, refusal.value) == ("unknown_value", "adapter", "else")
-    assert refusal.bound == tuple(KINDS)
+    assert {*KINDS} <= {*refusal.bound}
 
 
 def test_adapters_of_a_device_a_model_or_a_mode_that_has_none_are_refused(tmp_path: pathlib.Path) -> None:

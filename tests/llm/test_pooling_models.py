@@ -90,7 +90,15 @@ def test_a_model_refuses_what_it_does_not_do() -> None:
 
 
 @pytest.mark.parametrize(
-    ("option", "value"), [("exact", True), ("weights", "int8"), ("kv_cache_dtype", "int8"), ("max_model_len", 4096)]
+    ("option", "value"),
+    [
+        ("exact", True),
+        ("weights", "int8"),
+        ("kv_cache_dtype", "int8"),
+        ("prefix_store_bytes", 2**20),
+        ("adapters", {"mine": "folder"}),
+        ("max_model_len", 4096),
+    ],
 )
 def test_options_of_generation_are_refused(option: str, value: object) -> None:
     with pytest.raises(ModelError) as caught:

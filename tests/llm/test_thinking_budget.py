@@ -115,6 +115,19 @@ def test_a_model_without_sections_refuses_a_bound(llm: LLM) -> None:
         assert (caught.value.refusal.kind, caught.value.refusal.field) == ("unsupported", "thinking_token_budget")
 
 
+def test_an_answer_without_a_constraint_needs_no_masks(llm: LLM) -> None:
+    (form,) = (each for each in SECTIONS if each.begin == "<think>")
+    speak(llm, opened(form))
+    params = SamplingParams(temperature=1, seed=1, max_tokens=40, thinking_token_budget=4, ignore_eos=True)
+    llm.add_request("bounded", "Why?\n<think>", params)
+    sessions = []
+    while llm.engine.has_unfinished:
+        llm.step()
+        sessions.append(llm.engine.stats().grammar_pool.num_sessions)
+    assert sessions[2] == 1
+    assert sessions[8:] == [0] * len(sessions[8:])
+
+
 def test_a_prompt_that_thinks_is_bounded_too(llm: LLM) -> None:
     (form,) = (each for each in SECTIONS if each.begin == "<think>")
     speak(llm, opened(form))

@@ -9,6 +9,7 @@ import json
 import random
 from typing import Any
 
+import msgspec
 import pytest
 
 from manta.cluster.config import EngineConfig
@@ -23,6 +24,7 @@ from manta.structured.thinking import ThinkingSection
 from manta.workers.checkpoints.model_folder import load_model_config
 from manta.workers.sampling_params import SamplingParams
 from manta.workers.step import TokenLogprobs
+from tests.adapters import adapters_of
 from tests.checkpoints import VOCAB_SIZE, checkpoint
 from tests.conftest import PROVE
 from tests.patience import PATIENCE_S
@@ -168,6 +170,23 @@ def test_a_request_cut_anywhere_ends_unchanged(kind: str) -> None:
         if not progress.has_ended:
             run(engines[len(lengths) % 2], attempt, answer, progress)
         answer.check(expected, "speculative" in options)
+
+
+def test_a_request_with_an_adapter_goes_on_with_the_same_values() -> None:
+    adapters = {"moved": adapters_of(checkpoint("llama")).add("moved", 8)}
+    engines = make_engine(adapters=adapters), make_engine(adapters=adapters)
+    digest = engines[0].model.adapters["moved"].digest
+    params = SamplingParams(seed=3, max_tokens=12)
+    request = EngineRequest(request_id="whole", prompt_token_ids=[*range(5, 45)], params=params, adapter=digest)
+    answers = {name: Answer() for name in ("whole", "plain", "moved")}
+    run(engines[0], request, answers["whole"], Progress(request))
+    plain = msgspec.structs.replace(request, adapter="")
+    run(engines[0], plain, answers["plain"], Progress(plain))
+    progress = Progress(request)
+    run(engines[0], request, answers["moved"], progress, 4)
+    run(engines[1], progress.continuation("moved", None), answers["moved"], progress)
+    answers["moved"].check(answers["whole"], False)
+    assert answers["plain"].token_ids != answers["whole"].token_ids
 
 
 def test_only_the_first_engine_counts_cached_prompts() -> None:

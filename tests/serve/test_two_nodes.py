@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
+import re
 import signal
 import subprocess
 import sys
@@ -12,15 +14,16 @@ from collections.abc import Iterator
 
 import httpx
 import msgspec
-import psutil
 import pytest
+import yaml
 
 from manta.cluster.cli.status import lines
 from manta.cluster.http.endpoints.status import Status
 from tests.checkpoints import checkpoint
+from tests.house.test_configs import CONFIGS
 from tests.patience import PATIENCE_S
 from tests.processes import kill_all
-from tests.ray_cluster import until
+from tests.ray_cluster import BIN, until
 from tests.two_nodes import TwoNodes, wait_for_line
 
 pytestmark = pytest.mark.prove
@@ -28,6 +31,12 @@ pytestmark = pytest.mark.prove
 PORT = 8000
 NUM_TOKENS = 480
 NUM_STREAMS = 16
+NODE_ID = """
+import sys, ray
+ray.init(logging_level="ERROR")
+print(*(node["NodeID"] for node in ray.nodes() if node["Alive"] and node["NodeManagerAddress"] == sys.argv[1]))
+"""
+"""Prints the id of the node with an address."""
 
 
 @pytest.fixture(scope="module")
@@ -114,9 +123,10 @@ def test_one_dead_engine_of_two_is_told_as_degraded(namespaces: TwoNodes, server
     """By both nodes, in every answer until Serve has replaced it; and its death is one sentence on the terminal."""
     engines = [
         process
-        for process in psutil.Process(namespaces.head.ray.pid).children(recursive=True)
-        if process.cmdline()[:1] == ["ray::ServeReplica:manta:engine"]
+        for process in namespaces.head.processes()
+        if " ".join(process.cmdline()).startswith("ray::ServeReplica:manta:engine")
     ]
+    assert len(engines) == 1
     urls = [f"http://{node.address}:{PORT}" for node in (namespaces.head, namespaces.worker)]
     with httpx.Client(trust_env=False, timeout=PATIENCE_S) as client:
         states = []
@@ -162,3 +172,30 @@ def test_one_nodes_death_costs_the_others_clients_nothing(namespaces: TwoNodes, 
     moved = [line for line in metrics.splitlines() if line.startswith("manta:continuations_total")]
     assert sum(float(line.split()[-1]) for line in moved) > 0, "some of the head's streams ran on the node that died"
     assert asyncio.run(streams(namespaces.head.address)) == expected
+
+
+def test_the_end_of_a_pod_loses_no_stream(namespaces: TwoNodes, server: subprocess.Popen[str]) -> None:
+    """Its node is drained by the command that Kubernetes runs before it ends the pod, with less time."""
+    namespaces.keep_worker()
+    until(lambda: num_engines(namespaces) == 2)
+    operations = yaml.safe_load((CONFIGS / "kuberay" / "production" / "workers.yaml").read_text())
+    (hook,) = (each["value"]["preStop"] for each in operations if each["path"].endswith("/lifecycle"))
+    drain = re.sub(r"(--deadline-remaining-seconds) \d+", r"\1 30", hook["exec"]["command"][-1].partition(";")[0])
+    # Ray finds a pod's node by what it has written to the pod's own /tmp, which both nodes share here.
+    finding = namespaces.head.popen([sys.executable, "-c", NODE_ID, namespaces.worker.address], namespaces.environment)
+    printed, _ = finding.communicate(timeout=PATIENCE_S)
+    drain = f"{drain} --node-id {printed.split()[-1]}"
+    path = os.pathsep.join((str(BIN), namespaces.environment["PATH"]))
+    pod = namespaces.worker.popen(["bash", "-c", drain], namespaces.environment | {"PATH": path})
+    expected = asyncio.run(streams(namespaces.head.address))
+    while any(" ".join(each.cmdline()).startswith("ray::ServeReplica") for each in namespaces.worker.processes()):
+        assert asyncio.run(streams(namespaces.head.address)) == expected
+    printed, _ = pod.communicate(timeout=PATIENCE_S)
+    assert pod.returncode == 0, printed
+    assert asyncio.run(streams(namespaces.head.address)) == expected
+
+
+def num_engines(namespaces: TwoNodes) -> int:
+    """Engines that answer the head's ingress."""
+    answer = httpx.get(f"http://{namespaces.head.address}:{PORT}/status", trust_env=False, timeout=PATIENCE_S)
+    return len(msgspec.json.decode(answer.content, type=Status).engines)

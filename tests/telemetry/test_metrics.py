@@ -153,6 +153,23 @@ def test_options_are_those_that_engines_have() -> None:
     assert shown(new, told("c", max_num_waiting=9, block_size=32)) == (9, {"32"}, 1)
 
 
+@async_test
+async def test_a_gateway_made_for_vllm_finds_its_metrics() -> None:
+    """The names and labels of the model server protocol of the Gateway API Inference Extension (proposal 003)."""
+    async with local_server(vllm_metrics=True) as server:
+        await server.post(max_tokens=20)
+        found = series((await server.get("/metrics"))[1])
+        num_blocks = server.replica.engine.model.num_blocks
+    for name in ("num_requests_waiting", "num_requests_running", "kv_cache_usage_perc"):
+        assert found[f"vllm:{name}", ()] == 0
+    (labels,) = (dict(labels) for name, labels in found if name == "vllm:cache_config_info")
+    assert (labels["block_size"], labels["num_gpu_blocks"]) == ("16", str(num_blocks))
+    assert found["vllm:generation_tokens_total", ()] == 20
+    assert found["vllm:time_to_first_token_seconds_count", ()] == 1
+    copied = {name.removeprefix("vllm:"): value for (name, labels), value in found.items() if name.startswith("vllm:")}
+    assert all(f"manta:{name}" in {each for each, _ in found} for name in copied)
+
+
 def test_counters_do_not_fall_at_engine_restarts() -> None:
     one, other = make_engine("llama").stats(), make_engine("llama").stats()
     assert one.engine_id != other.engine_id

@@ -191,7 +191,7 @@ def test_files_that_are_no_adapter_or_lie_elsewhere(folder: pathlib.Path, tmp_pa
 
     refused(tmp_path / "nowhere", "no such folder")
     refused(checkpoint("llama"), "holds no adapter_config.json")
-    refused(folder, "max_adapter_bytes", 1000)
+    refused(folder, "max_adapter_bytes", 500)
     whole = (folder / WEIGHTS).read_bytes()
     (folder / WEIGHTS).write_bytes(whole[:-10])
     refused(folder, "is truncated")
@@ -206,6 +206,17 @@ def test_files_that_are_no_adapter_or_lie_elsewhere(folder: pathlib.Path, tmp_pa
     refused(folder, "leads out of the model's folder")
     (folder / CONFIG).write_text("{")
     refused(folder, "not valid JSON")
+
+
+def test_more_bytes_than_fit_are_refused(made: pathlib.Path, folder: pathlib.Path) -> None:
+    configure(folder, lora_alpha=3)
+    small = AdapterBank(CpuLinearAdapting(), torch.float32, 20_000, None)
+    base = checkpoint("llama")
+    load_model(base, load_model_config(base), "float32", choose_platform("cpu", 1), bank=small)
+    small.load("first", str(made))
+    small.load("again", str(made))  # the same values are held once
+    with pytest.raises(ModelError, match=r"'second' takes \d+ bytes, and \d+ of max_adapter_bytes 20000 are left"):
+        small.load("second", str(folder))
 
 
 def test_the_digest_is_of_the_values(folder: pathlib.Path, made: pathlib.Path) -> None:

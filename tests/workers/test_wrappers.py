@@ -17,6 +17,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+    MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES,
 )
 
 from manta.workers.checkpoints.model_folder import load_model_config
@@ -39,6 +40,7 @@ MODEL_TYPES = {
         ("qwen3_omni_moe", "Qwen3OmniMoeForConditionalGeneration"),
         ("got_ocr2", "GotOcr2ForConditionalGeneration"),
         *((name, each) for name, each in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items() if each in WRAPPERS),
+        *((name, each) for name, each in MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES.items() if each in WRAPPERS),
     )
 }
 """The names of transformers' configurations of wrappers, by architecture."""
@@ -148,7 +150,12 @@ FORMS = {
     ),
     "Kimi-VL": Form(
         "deepseek_v3",
-        {"architectures": ["KimiVLForConditionalGeneration"], "model_type": "kimi_vl", "vision_config": {"depth": 1}},
+        {
+            "architectures": ["KimiVLForConditionalGeneration"],
+            "model_type": "kimi_vl",
+            "vision_config": {"depth": 1},
+            "tie_word_embeddings": True,  # says the whole model, and the files have a head unlike the embedding
+        },
         ("text_config",),
         {"model.": "language_model.model.", "lm_head.": "language_model.lm_head."},
         "multi_modal_projector.linear_1.weight",
@@ -198,3 +205,21 @@ def test_a_head_of_its_own_is_used_whatever_the_embedding_is_called(tmp_path: pa
     plain, tokens = folder_of("nemotron_h"), random_tokens(100)
     tied = changed(plain, tmp_path / "tied", {"tie_word_embeddings": True})
     assert torch.equal(logits_of(tied, tokens), logits_of(plain, tokens))
+
+
+DRAFTING = {
+    "Qwen3-Next": "mtp.layers.0.self_attn.q_proj.weight",
+    "MiMo-V2": "model.mtp.layers.0.self_attn.q_proj.weight",
+    "MiMo": "model.mtp_layers.0.self_attn.q_proj.weight",
+    "ERNIE 4.5": "model.mtp_block.0.self_attn.q_proj.weight",
+}
+"""A tensor of the layers that draft tokens in published checkpoints."""
+
+
+@pytest.mark.parametrize("name", DRAFTING.values(), ids=list(DRAFTING))
+def test_layers_that_draft_tokens_are_left_out(name: str, tmp_path: pathlib.Path) -> None:
+    def with_drafts(tensor_name: str, tensor: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {tensor_name: tensor, name: torch.ones(3, 3)}
+
+    folder = rewritten(checkpoint("qwen3"), tmp_path / "drafting", with_drafts)
+    check_tensors(folder, load_model_config(folder))

@@ -13,7 +13,13 @@ import torch
 
 from manta.workers.adapters.adapter_files import Adapter, LowRankModule, read_adapter
 from manta.workers.checkpoints.shard import Shard, in_order, scaled, take_piece
-from manta.workers.kernels.adapted_linear import AdapterPlaces, LinearAdapting, LowRank, LowRankPart
+from manta.workers.kernels.adapted_linear import (
+    MOST_ADAPTERS,
+    AdapterPlaces,
+    LinearAdapting,
+    LowRank,
+    LowRankPart,
+)
 from manta.workers.kernels.weights import Linear
 from manta.workers.model_info import AdapterInfo
 from manta.workers.models.model_config import ModelError
@@ -85,7 +91,7 @@ class AdapterBank:
 
     def read(self, path: str) -> FittedAdapter:
         """Reads the adapter in a folder, in the form for this rank's linears. Raises `ModelError` as `load` does."""
-        adapter = read_adapter(path, 2 * self._max_bytes)  # float32 may be stored and bfloat16 kept
+        adapter = read_adapter(path, self._max_bytes)
         known = {part.name for place in self._places for part in place.spec.parts}
         for module in adapter.modules:
             if module not in known:
@@ -100,6 +106,8 @@ class AdapterBank:
     def _hold(self, name: str, fitted: FittedAdapter) -> None:
         if fitted.digest in self._numbers:
             return
+        if len(self._numbers) == MOST_ADAPTERS:
+            raise ModelError(f"adapter {name!r} is one more than the {MOST_ADAPTERS} that a model holds; name fewer")
         if self._num_bytes + fitted.num_bytes > self._max_bytes:
             raise ModelError(
                 f"adapter {name!r} takes {fitted.num_bytes} bytes, and {self._max_bytes - self._num_bytes} of "

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import pathlib
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import torch
@@ -54,7 +55,8 @@ class Adapter(NamedTuple):
 
 
 def read_adapter(path: str, max_bytes: int) -> Adapter:
-    """Reads an adapter's folder, whose weights have at most `max_bytes`.
+    """Reads an adapter's folder. `max_bytes` is the memory that adapters may take: stored in float32 and kept in
+    bfloat16, the file may have twice as many.
 
     Raises `ModelError` naming the file, key or tensor that is missing, damaged or not supported.
     """
@@ -66,6 +68,12 @@ def read_adapter(path: str, max_bytes: int) -> Adapter:
     config = read_peft_config(folder)
     entries, data = _read_weights(folder, max_bytes)
     return _assembled(folder, config, {name: _tensor(folder, name, entry, data) for name, entry in entries.items()})
+
+
+def describe_adapters(folders: Mapping[str, str], max_bytes: int) -> tuple[str, ...]:
+    """Reads adapters by name, and returns what each is in words. Raises `ModelError` as `read_adapter` does."""
+    read = {name: read_adapter(path, max_bytes) for name, path in folders.items()}
+    return tuple(f"{name}: rank {each.rank}, {len(each.modules)} linears" for name, each in read.items())
 
 
 def _read_weights(folder: pathlib.Path, max_bytes: int) -> tuple[dict[str, TensorEntry], bytearray]:
@@ -81,9 +89,9 @@ def _read_weights(folder: pathlib.Path, max_bytes: int) -> tuple[dict[str, Tenso
         raise ModelError(pointer)
     entries = read_header(folder / WEIGHTS)
     with open_file(folder, WEIGHTS) as file:
-        data = bytearray(file.read(max_bytes + 1))
-    if len(data) > max_bytes:
-        raise ModelError(f"{folder / WEIGHTS} has more than {max_bytes} bytes; raise max_adapter_bytes")
+        data = bytearray(file.read(2 * max_bytes + 1))
+    if len(data) > 2 * max_bytes:
+        raise ModelError(f"{folder / WEIGHTS} has more than twice {max_bytes} bytes; raise max_adapter_bytes")
     if len(data) != max((entry.end for entry in entries.values()), default=0):
         raise ModelError(f"{folder / WEIGHTS} holds no tensors, or changed while it was read; {COPY_AGAIN}")
     return entries, data

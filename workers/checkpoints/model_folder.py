@@ -127,10 +127,12 @@ def _read_decoder(
         return msgspec.structs.replace(config, architecture=family, wrapper=architecture), text
     if architecture in FAMILIES and raw.values.get("model_type") not in OTHER_MODEL_TYPES:
         return (FAMILIES[architecture].read_config(raw),)
-    return (_transformers_config(folder, architecture, raw),)
+    return _transformers_config(folder, architecture, raw)
 
 
-def _transformers_config(folder: pathlib.Path, architecture: str, raw: RawConfig) -> ModelConfig:
+def _transformers_config(
+    folder: pathlib.Path, architecture: str, raw: RawConfig
+) -> tuple[ModelConfig, *tuple[RawConfig, ...]]:
     _check_counts(RawValue(str(folder / "config.json"), "", raw.values))
     from manta.workers.checkpoints import transformers_support  # takes seconds to import, and only these models need it
 
@@ -141,9 +143,14 @@ def _transformers_config(folder: pathlib.Path, architecture: str, raw: RawConfig
     reason = transformers_support.why_unsupported(config, architecture)
     if reason is not None:
         raise ModelError(f"architecture {architecture} is not supported: {reason}")
-    served = transformers_support.model_config(config, architecture, str(folder / "config.json"))
+    file, text = str(folder / "config.json"), transformers_support.text_config(config)
+    served = transformers_support.model_config(text, architecture, file)
     raw.ignore(*transformers_support.known_keys(config))
-    return msgspec.structs.replace(served, unused_keys=_unused_keys(raw))
+    served = msgspec.structs.replace(served, unused_keys=_unused_keys(raw))
+    if text is config:
+        return (served,)
+    stop = RawConfig({"eos_token_id": getattr(text, "eos_token_id", None)}, file, "text_config.")
+    return msgspec.structs.replace(served, wrapper=architecture), stop
 
 
 def _check_counts(value: RawValue) -> None:

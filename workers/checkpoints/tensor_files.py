@@ -28,7 +28,7 @@ _IGNORED_SUFFIXES = (".rotary_emb.inv_freq", ".k_scale", ".v_scale", ".q_scale")
 """Tensors that are not used: buffers that old checkpoints store but implementations compute, and the scales of a
 quantised KV cache, which Manta does not have.
 """
-_IGNORED_PREFIXES = ("mtp.",)
+_IGNORED_PREFIXES = ("mtp.", "model.mtp.", "model.mtp_")
 """Beginnings of the names of layers that draft tokens (multi-token prediction), which are not served."""
 _MAP_NORESERVE, _USUAL_MACHINES = 0x4000, ("x86_64", "aarch64")
 """The flag of Linux, which Python has from 3.13 on, and processors for which it has this value."""

@@ -12,7 +12,11 @@ from typing import Any
 
 import transformers
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+    MODEL_MAPPING,
+)
 
 from manta.workers.models.dense import MOST_LAYERS, read_dtype
 from manta.workers.models.model_config import ModelConfig, RopeConfig
@@ -54,6 +58,16 @@ _OTHER_ATTENTION = {
 """Reasons why model types cannot run over the paged cache that their configurations do not show. The probe after
 loading finds others.
 """
+NO_WRAPPER = "multimodal models are not served; use the text-only checkpoint if there is one"
+"""The reason why a model of text beside pictures or sounds is refused that has no causal text decoder."""
+_OTHER_WRAPPERS = {
+    "diffusion_gemma": "it writes blocks of tokens by diffusion",
+    "gemma3n": NO_WRAPPER,
+    "kosmos-2": "its text decoder counts positions in a way of its own",
+    "kosmos-2.5": "its text decoder counts positions in a way of its own",
+    "paligemma": "its text attends to later tokens of the prompt",
+}
+"""Reasons why wrappers are refused although transformers has a text decoder of theirs."""
 _OLDER_KEYS = ("architectures", "dtype", "torch_dtype", "rope_scaling", "rope_theta", "partial_rotary_factor")
 """Keys that transformers reads although no class of configurations declares them."""
 _SHAPE = (
@@ -92,15 +106,29 @@ def why_unsupported(config: Any, architecture: str) -> str | None:
     """Returns why a model cannot run over the paged cache; None if its configuration shows no reason."""
     if getattr(config, "is_encoder_decoder", False):
         return "encoder-decoder models have no single token stream to batch"
-    if config.get_text_config() is not config:
-        return "multimodal models are not served; use the text-only checkpoint if there is one"
+    text = text_config(config)
+    model_classes: Any = MODEL_FOR_CAUSAL_LM_MAPPING if text is config else MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+    model_class = model_classes.get(type(config), None)
+    # MPT's own checkpoints spell it MPTForCausalLM.
+    if model_class is None or model_class.__name__.lower() != architecture.lower():
+        return "it is no causal language model of transformers" if text is config else NO_WRAPPER
+    if text is config:
+        return _why_no_decoder(config, model_class)
+    if config.model_type in _OTHER_WRAPPERS:
+        return _OTHER_WRAPPERS[config.model_type]
+    return _why_no_decoder(text, MODEL_MAPPING.get(type(text), model_class))
+
+
+def text_config(config: Any) -> Any:
+    """Returns the configuration of the text decoder: of a model of text alone its own."""
+    return config.get_text_config(decoder=True)
+
+
+def _why_no_decoder(config: Any, model_class: Any) -> str | None:
+    """Returns why the decoder of a configuration cannot run over the paged cache, as `why_unsupported` does."""
     differing = set(getattr(config, "per_layer_attributes", None) or ()) & set(_SHAPE)
     if differing:
         return f"layers that differ in their {' and '.join(sorted(differing))} are not implemented"
-    model_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
-    # MPT's own checkpoints spell it MPTForCausalLM.
-    if model_class is None or model_class.__name__.lower() != architecture.lower():
-        return "it is no causal language model of transformers"
     if config.model_type not in OWN_ATTENTION and not _has_replaceable_attention(model_class):
         return "transformers computes its attention in code of its own, which cannot be replaced by a paged one"
     if config.model_type in _OTHER_ATTENTION:

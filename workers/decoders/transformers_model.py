@@ -21,10 +21,11 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from manta.structured.visible_logs import logger_of
 from manta.workers.checkpoints.memory import weight_files
-from manta.workers.checkpoints.transformers_support import OWN_ATTENTION, first_position, uses_alibi
+from manta.workers.checkpoints.transformers_support import OWN_ATTENTION, first_position, text_config, uses_alibi
 from manta.workers.decoders.alibi import Alibi
 from manta.workers.decoders.layer_windows import SHRUNK, Windows, observe_windows, shrunk_lengths
 from manta.workers.decoders.own_attention import alibi_bias, is_linear, replace_attention
+from manta.workers.decoders.text_part import text_part
 from manta.workers.kept_weights import KEPT_BITS, KeptBits
 from manta.workers.kernels import kv_cache
 from manta.workers.kernels.attention_metadata import AttentionMetadata
@@ -101,21 +102,21 @@ class TransformersModel:
         self._windows: Windows = {}
         """The sliding window of each layer; empty for families with attention code of their own."""
         self._places = one_group(config.attends).layers
-        causal_model = self._load(folder, dtype, platform, kept)
-        self._has_own_attention = causal_model.config.model_type in OWN_ATTENTION
-        self._first_position = first_position(causal_model.config)
+        causal_model, self._transformer = self._load(folder, dtype, platform, kept)
+        own = text_config(causal_model.config)
+        self._has_own_attention = own.model_type in OWN_ATTENTION
+        self._first_position = first_position(own)
         self._alibi = None
-        if uses_alibi(causal_model.config):
+        if uses_alibi(own):
             bias = alibi_bias(causal_model, config.max_position_embeddings)
             self._alibi = Alibi(bias, config.head_dim, dtype, platform.device)
         windows = self._observe(causal_model)
         # Own attention keeps its windows in tensors, so a probe of it is as long as they are.
         with contextlib.nullcontext() if self._has_own_attention else shrunk_lengths(causal_model):
             self._windows = self._observe(causal_model)
-            probe = _probe_tokens(config, causal_model.config)
+            probe = _probe_tokens(config, own)
             expected = self._own_logits(causal_model, probe)
             prefix = causal_model.base_model_prefix
-            self._transformer = getattr(causal_model, prefix)
             self._final_hidden = _FinalHidden()
             setattr(causal_model, prefix, self._final_hidden)
             self._head = causal_model
@@ -125,21 +126,27 @@ class TransformersModel:
         """The window of each layer in positions, the token's own included; None for all."""
         self._places = group_layers(self.sliding_windows).layers
 
-    def _load(self, folder: str | pathlib.Path, dtype: torch.dtype, platform: Platform, kept: KeptBits) -> Any:
+    def _load(
+        self, folder: str | pathlib.Path, dtype: torch.dtype, platform: Platform, kept: KeptBits
+    ) -> tuple[Any, Any]:
+        """Returns what computes logits, and its part that computes final hidden states."""
         transformers.AttentionInterface.register(_ATTENTION_NAME, _attend)
         transformers.utils.logging.disable_progress_bar()
         weight_files(pathlib.Path(folder))  # raises for an index that names files elsewhere, which transformers reads
         config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False)
-        num_stored = config.num_hidden_layers
+        text = text_config(config)
+        num_stored = text.num_hidden_layers
+        _keep_first_layers(text, self.config.num_layers)
+        models = transformers.AutoModelForCausalLM if text is config else transformers.AutoModelForImageTextToText
         try:
-            loaded: Any = transformers.AutoModelForCausalLM.from_pretrained(
+            loaded: Any = models.from_pretrained(
                 folder,
-                config=_first_layers(config, self.config.num_layers),
+                config=config,
                 trust_remote_code=False,
                 use_safetensors=True,  # a pickle runs what its author likes
                 dtype=dtype,
                 # Falcon's own choice is not "eager", which adds its ALiBi twice.
-                attn_implementation=None if config.model_type in OWN_ATTENTION else _ATTENTION_NAME,
+                attn_implementation=None if text.model_type in OWN_ATTENTION else _ATTENTION_NAME,
                 output_loading_info=True,
             )
         except (
@@ -154,14 +161,16 @@ class TransformersModel:
             if report[kind]:
                 raise ModelError(f"{folder}: {kind.replace('_keys', '')} tensors {sorted(map(str, report[kind]))[:5]}")
         self.unused_tensors = self._unused_tensors(model, sorted(map(str, report["unexpected_keys"])), num_stored)
-        model.eval().to(platform.device)
+        model, transformer = text_part(model.eval())
         head = model.get_output_embeddings()
-        for name, module in model.named_modules():
-            if hasattr(module, "layer_idx"):
-                module.manta_model = self
-            if is_linear(module):
-                _pack(name, module, dtype, platform, kept.head if module is head else kept.layers)
-        return model
+        for part in (transformer, head):
+            part.to(platform.device)
+            for name, module in part.named_modules():
+                if hasattr(module, "layer_idx"):
+                    module.manta_model = self
+                if is_linear(module):
+                    _pack(name, module, dtype, platform, kept.head if module is head else kept.layers)
+        return model, transformer
 
     def _unused_tensors(self, model: Any, unexpected: list[str], num_stored: int) -> list[str]:
         """Returns the stored tensors that no module takes, but for those of the checkpoint's `num_stored` layers that
@@ -359,15 +368,14 @@ def _probe_tokens(config: ModelConfig, own: Any) -> list[list[int]]:
     return [[1 + (5 * position + shift) % most_ids for position in range(length)] for shift, length in enumerate(lens)]
 
 
-def _first_layers(config: Any, num_layers: int) -> Any:
-    """`config` with at most its first `num_layers` layers; its lists with an entry for each layer are cut too."""
+def _keep_first_layers(config: Any, num_layers: int) -> None:
+    """Leaves at most the first `num_layers` layers in `config`; its lists with an entry for each layer are cut too."""
     total = config.num_hidden_layers
     if num_layers < total:
         for name, value in config.to_dict().items():
             if isinstance(value, list) and len(value) == total:
                 setattr(config, name, value[:num_layers])
         config.num_hidden_layers = num_layers
-    return config
 
 
 def _layer(name: str) -> int | None:

@@ -15,6 +15,9 @@ from manta.workers.kernels.attention_metadata import AttentionMetadata
 from manta.workers.kernels.linears import GatedLinear
 from manta.workers.kernels.weights import Linear
 
+MOST_ADAPTERS = 1024
+"""Most adapters that a model holds. Each of its linears has a table of so many entries, of 24 bytes on CPUs."""
+
 
 class LowRankPart(NamedTuple):
     """What an adapter adds to some outputs of a linear, such as its queries."""

@@ -13,15 +13,13 @@ from typing import Any
 import torch
 
 from manta.workers.kernels import build, layout
-from manta.workers.kernels.adapted_linear import LowRank
+from manta.workers.kernels.adapted_linear import MOST_ADAPTERS, LowRank
 from manta.workers.kernels.adapter_rows import AdapterRows
 from manta.workers.kernels.attention_metadata import AttentionMetadata
 from manta.workers.kernels.cpu_linear import DTYPES, GATES, NativeLinear, PackedLinear
 from manta.workers.kernels.cpu_quantized_linear import PackedQuantizedLinear
 from manta.workers.kernels.kept_memory import KeptMemory
 
-MOST_ADAPTERS = 1024
-"""Most adapters that a model holds at a time. Each of its linears has a table of so many entries of 24 bytes."""
 _Part = layout.structure("_Part", "b", "first_rank rank first_output num_outputs is_interleaved", "scale")
 _LowRank = layout.structure("_LowRank", "a parts", "rank num_parts")
 _StepRows = layout.structure("_StepRows", "segments rows", "num_segments")

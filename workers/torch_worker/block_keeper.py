@@ -29,6 +29,10 @@ logger = logger_of(__name__)
 
 MOST_QUEUED_BYTES = 64 << 20
 """Bytes of copies that wait for the thread, to which the last one adds."""
+WRITER_NICENESS = 10
+"""Niceness of the thread: a tenth of the weight of a thread that computes a step. With 19 it waited for seconds beside
+other programs.
+"""
 CLOSE_S = 5.0
 """Longest time in seconds for which a process that ends writes what waits."""
 LISTING_S = 3600.0
@@ -88,7 +92,7 @@ class BlockKeeper:
         if self._writer.is_full:
             return False
         content = torch.cat([_bytes_of(each) for each in self._tensors(part)])
-        self._writer.write(part, memoryview(content.numpy()))
+        self._writer.write(part, content.numpy().data)
         return True
 
     @torch.inference_mode()
@@ -163,7 +167,7 @@ class _Writer:
 
     def _run(self) -> None:
         if sys.platform == "linux":  # elsewhere threads have no priority of their own
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), WRITER_NICENESS)
         while True:
             try:
                 job = self._jobs.get(timeout=LISTING_S)

@@ -36,6 +36,7 @@ import msgspec
 from manta.cluster.config import BodyLimits, ServeConfig
 from manta.cluster.errors import TOO_DEEP, Overdue, RequestRefused, refuse
 from manta.cluster.http.access.keys import ApiKeys
+from manta.cluster.http.access.model_names import ModelNames
 from manta.cluster.http.access.origins import Headers, Origins
 from manta.cluster.http.access.rate_limits import KeyUse, RateLimits, Reservation
 from manta.cluster.protocol.body_size import check_body_size
@@ -243,7 +244,7 @@ class Admission:
 
     def _serve(self, config: ServeConfig) -> None:
         self._config = config
-        self._model_names = (config.model_name, *config.model_aliases)
+        self.names = ModelNames(config)
         self._accepts_any_model = config.accept_any_model
 
     def of_model(self, config: ServeConfig) -> Admission:
@@ -308,10 +309,14 @@ class Admission:
         shares, remedy = self._prepared, "retry later, or raise engine.max_num_waiting"
         refuse("queue_full", "", shares.held(client), shares.most(client), remedy, unit="requests of yours wait here")
 
-    def check_model(self, name: str | None) -> None:
-        """Refuses with 404 if `name` is not the served model; None, or an empty name, is the only model."""
-        if name and name not in self._model_names and not self._accepts_any_model:
-            refuse("unknown_model", "model", name, self._model_names)
+    def check_model(self, name: str | None) -> str:
+        """Returns the name of the adapter that a request names as its model; empty for the model alone, which None or
+        an empty name stands for. Refuses with 404 a name that nothing is served under.
+        """
+        adapter = self.names.adapter_of(name) if name else ""
+        if adapter is None and not self._accepts_any_model:
+            refuse("unknown_model", "model", name, self.names.listed)
+        return adapter or ""
 
     # ---- a chat or a completion ----------------------------------------------------------------------------------
 

@@ -51,11 +51,7 @@ async def embedded(
     check_vectors(info, body.dimensions, body.normalize)
     texts = body.texts()
     check_texts(state, exchange, len(texts), body.priority, field)
-    is_single = isinstance(body.input, str) or isinstance(body.input[0], int)
-
-    def field_of(index: int) -> str:
-        return field if is_single else f"{field}[{index}]"
-
+    field_of = field_names(field, is_single=isinstance(body.input, str) or isinstance(body.input[0], int))
     form = TextForm(
         model=model,
         field_of=field_of,
@@ -71,13 +67,22 @@ async def embedded(
     return shaped(vectors, body.dimensions, body.normalize), usage
 
 
+def field_names(field: str, is_single: bool) -> Callable[[int], str]:
+    """Returns the function that names a text of a field, which holds one text or a list."""
+    return lambda index: field if is_single else f"{field}[{index}]"
+
+
 def _answer(
     model: str, exchange: GenerationExchange, body: EmbeddingRequest, vectors: np.ndarray, usage: PoolingUsage
 ) -> bytes:
-    write: Callable[[np.ndarray], Any] = _base64 if body.encoding_format == "base64" else np.ndarray.tolist
+    write: Callable[[np.ndarray], Any] = _base64 if body.encoding_format == "base64" else _numbers
     rows = [_Row(index=index, embedding=msgspec.Raw(encode(write(row)))) for index, row in enumerate(vectors)]
     identity = exchange.identity
     return encode(_Rows(id=identity.new_id("embd-"), created=identity.created, model=model, data=rows, usage=usage))
+
+
+def _numbers(row: np.ndarray) -> Any:
+    return row.tolist()
 
 
 def _base64(row: np.ndarray) -> str:

@@ -26,6 +26,7 @@ from manta.cluster.protocol.foreign_fields import ignore
 from manta.cluster.protocol.requests import ChatCompletionRequest, CompletionRequest
 from manta.cluster.protocol.tools import template_tools
 from manta.cluster.telemetry.attributes import generation_attributes
+from manta.cluster.text.fill_in import FillIn
 from manta.cluster.text.tokenizer import Tokenizer
 from manta.structured.constraint import FIELD as CONSTRAINT
 from manta.structured.constraint import JsonObjects
@@ -49,7 +50,8 @@ async def chat(
     model = await state.model_info()
     state.admission.check_answer(plan.params, [prompt], model.max_model_len, bool(request.stream))
     params = await _with_prediction(state, request, plan.params, model.max_model_len)
-    answer = answer_with(request, exchange.identity, state.model_name, state.tokenizer, plan, prompt)
+    name = state.admission.check_model(request.model) or state.model_name
+    answer = answer_with(request, exchange.identity, name, state.tokenizer, plan, prompt)
     if most_tokens is not None:
         params = msgspec.structs.replace(params, max_tokens=min(most_tokens, model.max_model_len - len(prompt)))
     await generate(state, exchange, [prompt], params, request, answer, plan.shown_ids, plan.not_enforced)
@@ -75,12 +77,32 @@ async def completions(state: AppState, exchange: GenerationExchange, request: Co
     model = await state.model_info()
     kept = num_kept_tokens(request.truncate_prompt_tokens, params, model.max_model_len)
     adds = request.add_special_tokens
-    prompts = await encode_all(state.tokenizer, given, adds, model.max_model_len, "prompt", kept)
+    if request.suffix:
+        params, prompts = await filled_in(state, request, params)
+    else:
+        prompts = await encode_all(state.tokenizer, given, adds, model.max_model_len, "prompt", kept)
     given = given if kept is None else [*prompts]  # echo repeats what was used
     state.admission.check_answer(params, prompts, model.max_model_len, bool(request.stream))
-    answer = CompletionAnswer(request, exchange.identity, state.model_name, state.tokenizer, given, prompts)
+    name = state.admission.check_model(request.model) or state.model_name
+    answer = CompletionAnswer(request, exchange.identity, name, state.tokenizer, given, prompts)
     thinking = await _sections(state, params, prompts)
     await generate(state, exchange, prompts, params, request, answer, thinking=thinking)
+
+
+async def filled_in(
+    state: AppState, request: CompletionRequest, params: SamplingParams
+) -> tuple[SamplingParams, list[list[int]]]:
+    """Returns the prompts for the gaps between the body's prompts and its suffix, and the parameters with the tokens
+    that end the text of a gap. Raises `RequestRefused` for a model that has no tokens for gaps.
+    """
+    tokenizer, limit = state.tokenizer, (await state.model_info()).max_model_len
+    fill_in = FillIn(tokenizer)
+    before = await encode_all(tokenizer, request.prompts(), False, limit, "prompt")
+    behind = await encode(tokenizer, request.suffix or "", False, limit, "suffix")
+    leading = tokenizer.leading_special_ids() if request.add_special_tokens else []
+    ends = (*params.stop_token_ids, *fill_in.end_token_ids)
+    params = msgspec.structs.replace(params, stop_token_ids=ends)
+    return params, [fill_in.prompt(leading, each, behind) for each in before]
 
 
 async def _sections(state: AppState, params: SamplingParams, prompts: list[list[int]]) -> list[ThinkingSection | None]:
@@ -140,10 +162,14 @@ async def generate(
     """
     try:
         params = await _enforceable(exchange, params, not_carried)
-        asked = _engines_request(state, exchange, prompts, params, request, shown_ids, thinking)
+        exchange.adapter = state.admission.check_model(request.model)
+        digest = await state.adapter_digest(exchange.adapter)
+        asked = _engines_request(state, exchange, prompts, params, request, shown_ids, thinking, digest)
         streams = bool(request.stream)
+        state.metrics.model_used(exchange.adapter)
         if exchange.span is not None:
-            attributes = generation_attributes(state.model_name, params, chat=asked.chat, stream=streams)
+            name = exchange.adapter or state.model_name
+            attributes = generation_attributes(name, params, chat=asked.chat, stream=streams)
             exchange.span.set_attributes(attributes)
         generation = await _submitted(state, exchange, asked)
         exchange.hand_over()
@@ -156,6 +182,8 @@ async def generate(
             generation.close()
             exchange.note(generation)
     except RequestRefused as error:
+        if error.refusal.kind == "adapter_gone":
+            state.forget_model()
         field, refusal = await _field_at_fault(exchange, request, error.refusal)
         raise error_of(under_field(refusal, field)) from error
 
@@ -180,6 +208,7 @@ def _engines_request(
     request: GenerationBody,
     shown_ids: frozenset[int],
     thinking: Sequence[ThinkingSection | None],
+    adapter: str,
 ) -> GenerationRequest:
     sharer = exchange.caller.sharer
     engine = EngineRequest(
@@ -193,6 +222,7 @@ def _engines_request(
         session=session_of(exchange.headers),
         traceparent=exchange.traceparent,
         cache_root=state.prefix_scope.root(exchange.caller.owner, request.cache_salt),
+        adapter=adapter,
     )
     chat = isinstance(request, ChatCompletionRequest)
     return GenerationRequest(prompts=prompts, engine=engine, chat=chat, shown_ids=shown_ids, thinking=[*thinking])

@@ -1,4 +1,4 @@
-"""`GET /v1/models` and `GET /v1/models/{model}`: the served models by each of their names."""
+"""`GET /v1/models` and `GET /v1/models/{model}`: the served models and their adapters, by each of their names."""
 
 from __future__ import annotations
 
@@ -22,6 +22,10 @@ class ModelCard(msgspec.Struct, kw_only=True):
     """Tokens of the longest sequence. Left out while none of several models' engines has told it."""
     task: Literal["generate"] | PoolingTask | UnsetType = UNSET
     """What the model answers with: text, vectors, or scores of labels. Left out likewise."""
+    root: str
+    """The name of the model that is computed; an adapter's is that of its model."""
+    parent: str | None = None
+    """The model that an adapter belongs to; null for the model itself."""
     state: Stage | UnsetType = UNSET
     """How one of several models fares. Left out by a server of one model."""
     reason: str | UnsetType = UNSET
@@ -46,8 +50,9 @@ async def one_model(state: AppState, exchange: Exchange, _: None) -> ModelCard:
 
 
 async def _card(state: AppState, name: str) -> ModelCard:
-    info = await state.model_info() if state.condition is None else state.known_model
-    card = ModelCard(id=name, created=state.created)
+    info, names = await state.model_info() if state.condition is None else state.known_model, state.admission.names
+    parent = names.model if names.adapter_of(name) else None
+    card = ModelCard(id=name, created=state.created, root=names.model, parent=parent)
     if info is not None:
         card.max_model_len = info.max_model_len
         card.task = "generate" if info.pooling is None else info.pooling.task

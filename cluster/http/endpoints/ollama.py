@@ -65,7 +65,7 @@ async def generate(state: AppState, exchange: Exchange, body: OllamaGenerateRequ
     state.admission.check_model(body.served_model)
     if not body.prompt:
         return _generate_part(OllamaAnswerMessage(content="", role="assistant"), **_loaded(body))
-    if state.tokenizer.has_chat_template and not body.raw:
+    if state.tokenizer.has_chat_template and not (body.raw or body.suffix):
         await _chat(state, exchange, body, await state.apart(exchange, body.as_chat), _generate_part)
     else:
         await _complete(state, exchange, body)
@@ -90,7 +90,10 @@ async def _complete(state: AppState, exchange: Exchange, body: OllamaGenerateReq
             params = msgspec.structs.replace(params, max_tokens=None)
         model = await state.model_info()
         adds = request.add_special_tokens
-        prompts = await encode_all(state.tokenizer, request.prompts(), adds, model.max_model_len, "prompt")
+        if request.suffix:
+            params, prompts = await generation.filled_in(state, request, params)
+        else:
+            prompts = await encode_all(state.tokenizer, request.prompts(), adds, model.max_model_len, "prompt")
         answer = OllamaAnswer(body.model, ChatPlan(prompt=body.prompt, params=params), _generate_part)
         await generation.generate(state, exchange, prompts, params, request, answer)
     except RequestRefused as error:

@@ -52,6 +52,8 @@ async def create(state: AppState, exchange: GenerationExchange, body: ResponsesR
     def answer_with(
         request: Any, identity: Identity, model: str, tokenizer: Any, plan: ChatPlan, prompt: list[int]
     ) -> ResponsesAnswer:
+        if keeping is not None:
+            keeping.prompt, keeping.cache_salt = prompt, request.cache_salt
         answer = ResponsesAnswer(body, identity, model, plan, keeping)
         if background is not None:
             background.keep_before(answer.response)

@@ -19,6 +19,7 @@ from typing import Annotated, Any, Literal, cast
 import msgspec
 from msgspec import Meta
 
+from manta.cluster.engine.kv_blocks import hash_blocks
 from manta.cluster.errors import ServingError, Unavailable, refuse
 from manta.cluster.http.access.request_admission import Caller, decode
 from manta.cluster.http.endpoints.item_references import with_referenced
@@ -104,15 +105,20 @@ class Keeping:
 
     def __init__(
         self,
+        state: AppState,
         kept: KeptResponses | None,
         exchange: GenerationExchange,
         items: list[dict[str, Any]],
         background: RecordedEngines | None,
     ) -> None:
+        self._state = state
         self._kept = kept
         self._exchange = exchange
         self._items = items
         self._background = background
+        self.prompt: list[int] = []
+        """The tokens of the prompt; empty until it is rendered."""
+        self.cache_salt: str | None = None
 
     @property
     def in_background(self) -> bool:
@@ -126,8 +132,13 @@ class Keeping:
     async def _begin(self, response: ResponseObject, opening: Opening) -> None:
         """Raises `RequestRefused` if the response is too large."""
         assert self._kept is not None
-        stored = StoredResponse(response, self._items, encode_opening(opening))
-        await asyncio.to_thread(self._kept.create, opening.owner, stored)
+        await asyncio.to_thread(self._store, response, encode_opening(opening))
+
+    def _store(self, response: ResponseObject, opening: bytes | None = None) -> None:
+        assert self._kept is not None
+        state, owner = self._state, self._exchange.caller.owner
+        hashes = _block_hashes(state, state.prefix_scope.root(owner, self.cache_salt), self.prompt)
+        self._kept.create(owner, StoredResponse(response, self._items, opening, hashes))
 
     async def undo(self) -> None:
         """Removes a background response that was refused after it had been stored."""
@@ -145,8 +156,7 @@ class Keeping:
             return
         try:
             async with asyncio.timeout(STORE_TIMEOUT_S):
-                stored = StoredResponse(response, self._items)
-                await asyncio.to_thread(self._kept.create, self._exchange.caller.owner, stored)
+                await asyncio.to_thread(self._store, response)
         except Exception:
             logger.exception("response %s is not stored", response.id)
             response.store = False
@@ -180,7 +190,17 @@ async def prepared(
             recorded.body = encoded
     keeps = stores or exchange.remembered is not None
     background = recorded if body.background else None
-    return body, Keeping(kept if stores else None, exchange, items, background) if keeps else None
+    return body, Keeping(state, kept if stores else None, exchange, items, background) if keeps else None
+
+
+def _block_hashes(state: AppState, root: bytes, prompt: list[int]) -> list[bytes]:
+    """Returns the hashes of a prompt's blocks if engines may keep them in files; else nothing. They keep a block only
+    if it is in the prompt of a request, so the blocks of an output are among those of the next turn's prompt.
+    """
+    engine = state.config.engine
+    if not engine.prefix_store_bytes:
+        return []
+    return hash_blocks(prompt, len(prompt) // engine.block_size, engine.block_size, root=root)
 
 
 async def conversation(
@@ -282,7 +302,10 @@ async def _written(state: AppState, recording: Recording) -> ResponseObject:
     else:
         body = await asyncio.to_thread(decode, ResponsesRequest, opening.body, state.config.body)
         items = await state.apart(exchange, input_items, body.input, response.id)
-        await asyncio.to_thread(kept.create, opening.owner, StoredResponse(response, items))
+        (prompt,) = opening.generation.prompts
+        hashes = _block_hashes(state, opening.generation.engine.cache_root, prompt)
+        stored = StoredResponse(response, items, block_hashes=hashes)
+        await asyncio.to_thread(kept.create, opening.owner, stored)
     return response
 
 
@@ -318,7 +341,7 @@ async def list_items(state: AppState, exchange: Exchange, _: None) -> ItemList:
 
 
 async def delete(state: AppState, exchange: Exchange, _: None) -> ResponseDeleted:
-    """Removes a response and its stream, and ends it if it runs in the background."""
+    """Removes a response, its stream and what engines keep of its prompt, and ends it if it runs in the background."""
     kept, stored = await _found(state, exchange)
     has_ended = stored.opening is None
     has_ended = has_ended or await asyncio.to_thread(kept.ended, exchange.caller.owner, stored.response.id) is not None
@@ -329,6 +352,8 @@ async def delete(state: AppState, exchange: Exchange, _: None) -> ResponseDelete
             recording = await state.streams.find(decode_opening(stored.opening).stream_id, exchange.caller.owner)
             if recording is not None:
                 await state.streams.cancel(recording)
+    if stored.block_hashes:
+        await state.engines.drop_kept(stored.block_hashes)
     return ResponseDeleted(stored.response.id)
 
 

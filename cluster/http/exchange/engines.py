@@ -142,6 +142,12 @@ class Engines(GenerationEngines, Protocol):
         """
         ...
 
+    async def drop_kept(self, hashes: list[bytes]) -> None:
+        """Removes the blocks with these hashes from what running engines keep in files (`prefix_store_bytes`). Raises
+        nothing: what a replica does not remove, because it does not run, leaves by its age.
+        """
+        ...
+
     @property
     def num_held(self) -> int:
         """Requests that wait for an engine to start."""

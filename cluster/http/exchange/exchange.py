@@ -98,6 +98,8 @@ class GenerationExchange:
         """Whether work that grows with the body may be done at once; see `AppState.apart`."""
         self.remembered: Remembered | None = None
         """Set if the request came on a WebSocket connection, which remembers its latest response."""
+        self.adapter = ""
+        """Name of the adapter that computes the answer; empty for the model alone."""
         self.span: Span | None = None
         """Span of the request; None if it is not traced."""
         self._remaining_s = remaining_s
@@ -177,6 +179,7 @@ class Exchange(GenerationExchange):
             self.request_id,
             self.incoming.url_path,
             client=self.caller.key or None,
+            adapter=self.adapter or None,
             status=self.reply.status,
             seconds=round(time.perf_counter() - self._begun, 4),
             others=num_others,

@@ -25,6 +25,7 @@ from prometheus_client.metrics_core import Metric
 from manta.cluster.config import EngineConfig, ServeConfig
 from manta.cluster.engine.request import FinishStatus, Usage
 from manta.cluster.engine.stats import EngineStats
+from manta.cluster.http.exchange.vllm_metrics import as_vllm
 
 M = TypeVar("M", Counter, Gauge, Histogram)
 
@@ -100,6 +101,12 @@ class Metrics:
             "manta:client_requests",
             "Requests by the name of their API key.",
             ["model_name", *replica_label, "client"],
+            registry=self._own,
+        )
+        self._by_adapter = Counter(
+            "manta:adapter_requests",
+            "Requests by the adapter that computes them; empty for the model alone.",
+            ["model_name", *replica_label, "adapter"],
             registry=self._own,
         )
         self._answers = Counter(
@@ -218,6 +225,10 @@ class Metrics:
         """Counts a request under the name of the client's API key."""
         self._by_client.labels(*self._labels(self.replica), client).inc()
 
+    def model_used(self, adapter: str) -> None:
+        """Counts a request under the name of its adapter, one of the configuration; empty for the model alone."""
+        self._by_adapter.labels(*self._labels(self.replica), adapter).inc()
+
     def answered(self, status: int) -> None:
         """Counts an answer of a route whose requests are logged."""
         self._answers.labels(*self._labels(self.replica), str(status)).inc()
@@ -239,6 +250,11 @@ class Metrics:
     def render(self, engines: Sequence[EngineStats], others: Iterable[list[Metric]] = ()) -> bytes:
         """Returns Prometheus' text format: the engines' statistics, and the metrics of this ingress and of `others`."""
         return render([(self, engines)], others)
+
+    @property
+    def has_vllm_names(self) -> bool:
+        """Whether the metrics are shown under vLLM's names too."""
+        return self._config is not None and self._config.vllm_metrics
 
     def of_engines(self, engines: Sequence[EngineStats]) -> Iterable[Metric]:
         """Returns the engines' statistics as metrics."""
@@ -290,7 +306,10 @@ def render(models: Iterable[tuple[Metrics, Sequence[EngineStats]]], others: Iter
     """
     models = list(models)
     own = [metrics.own() for metrics, _ in models]
-    return generate_latest(_Merged([*own, *others, *(metrics.of_engines(engines) for metrics, engines in models)]))
+    merged = _Merged([*own, *others, *(metrics.of_engines(engines) for metrics, engines in models)])
+    if any(metrics.has_vllm_names for metrics, _ in models):
+        merged.add(as_vllm(merged.collect()))
+    return generate_latest(merged)
 
 
 class _Merged:
@@ -298,7 +317,11 @@ class _Merged:
 
     def __init__(self, registries: Iterable[Iterable[Metric]]) -> None:
         self._families: dict[str, Metric] = {}
-        for family in (family for families in registries for family in families):
+        for families in registries:
+            self.add(families)
+
+    def add(self, families: Iterable[Metric]) -> None:
+        for family in list(families):
             merged = self._families.setdefault(family.name, Metric(family.name, family.documentation, family.type))
             merged.samples += family.samples
 

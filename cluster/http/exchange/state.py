@@ -207,8 +207,8 @@ class AppState:
 
     @property
     def model_names(self) -> tuple[str, ...]:
-        """The model's name and its aliases."""
-        return (self.model_name, *self.config.model_aliases)
+        """The model's name, its aliases and its adapters."""
+        return self.admission.names.listed
 
     def for_body(self, body: Any, exchange: GenerationExchange) -> AppState:
         """Returns the state of the model that a body names, whose engines then answer the exchange. A body without the
@@ -276,6 +276,20 @@ class AppState:
         """Refuses a request that the served model cannot answer, whoever asks."""
         refuse("unsupported", "model", self.model_name, remedy="ask a server with another model", cause=cause)
 
+    def forget_model(self) -> None:
+        """Asks an engine for the model's properties again before the next request, because they have changed."""
+        self._model = None
+
+    async def adapter_digest(self, name: str) -> str:
+        """Returns the digest of an adapter's values; empty for the model alone."""
+        if not name:
+            return ""
+        adapters = (await self.model_info()).adapters
+        if name not in adapters:
+            self.forget_model()
+            refuse("adapter_gone", "model", name, remedy="send the request again")
+        return adapters[name].digest
+
     def _note_model(self, answer: asyncio.Future[ModelInfo]) -> None:
         self._asking = None
         if not answer.cancelled() and answer.exception() is None:
@@ -309,7 +323,7 @@ class Models:
         """Adds a model, or replaces the one of its name."""
         self.remove(state.model_name)
         self._states[state.model_name] = state
-        self._owners |= dict.fromkeys(state.model_names, state.model_name)
+        self._owners |= dict.fromkeys(state.admission.names.every, state.model_name)
 
     def remove(self, name: str) -> None:
         """Removes a model by its name, if there is one. Requests under way keep its state."""

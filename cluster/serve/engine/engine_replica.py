@@ -234,6 +234,10 @@ class EngineReplica:
         stats = msgspec.structs.replace(self.engine.stats(), service=service)
         return stats if self._thread.failure is None else msgspec.structs.replace(stats, alive=False)
 
+    async def drop_kept(self, hashes: list[bytes]) -> None:
+        """Removes blocks from the prefix store."""
+        self._thread.drop_kept(hashes)
+
     async def start_seconds(self) -> float:
         """Returns the seconds from the start of the process to the first health check."""
         return sum(self._phases.seconds.values())

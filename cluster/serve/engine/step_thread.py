@@ -123,6 +123,9 @@ class StepThread:
     def check_ranks(self) -> None:
         self._inbox.put(self._engine.check_ranks)
 
+    def drop_kept(self, hashes: list[bytes]) -> None:
+        self._inbox.put(lambda: self._engine.drop_kept(hashes))
+
     def refusal(self, error: RequestRefused | QueueFull) -> RequestResult:
         """Returns the result of a request that the engine does not take."""
         if isinstance(error, RequestRefused):

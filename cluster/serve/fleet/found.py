@@ -75,11 +75,12 @@ def models_among(applications: Mapping[str, Any], address: str) -> list[FoundMod
         model = _model_of(details, address)
         if model is None or details["status"] == ApplicationStatus.DELETING:
             continue
-        taken = [each for each in model.names if each in owners]
+        names = (*model.names, *model.engine.adapters)
+        taken = [each for each in names if each in owners]
         if taken:
             logger.error("the model of %s is not served: %s has its name %r", name, owners[taken[0]], taken[0])
             continue
-        owners |= dict.fromkeys(model.names, name)
+        owners |= dict.fromkeys(names, name)
         settled = details["status"] == ApplicationStatus.RUNNING
         found.append(FoundModel(name, model, _condition(details), settled))
     return found

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import contextvars
+import itertools
 import weakref
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from typing import Any, Protocol
@@ -162,8 +163,7 @@ class EngineQuestions:
         """
         if self.is_asleep():
             return []
-        answers = await asyncio.gather(*map(self._stats_of, self._handles.values()))
-        found = [answer for answers_of_one in answers for answer in answers_of_one]
+        found = await self._ask_all("stats")
         stats = [each for each in found if isinstance(each, EngineStats)]
         if not stats:
             reasons = sorted({type(error).__name__ for error in found})
@@ -174,8 +174,16 @@ class EngineQuestions:
             self._waker.measured(max(starts))
         return stats
 
-    async def _stats_of(self, handle: Any) -> list[Any]:
-        answers = handle.broadcast("stats")
+    async def drop_kept(self, hashes: list[bytes]) -> None:
+        if not self.is_asleep():
+            await self._ask_all("drop_kept", hashes)
+
+    async def _ask_all(self, method: str, *arguments: object) -> list[Any]:
+        """Returns the answers or exceptions of all replicas."""
+        asked = (self._answers(handle.broadcast(method, *arguments)) for handle in self._handles.values())
+        return list(itertools.chain.from_iterable(await asyncio.gather(*asked)))
+
+    async def _answers(self, answers: Any) -> list[Any]:
         try:  # in a thread, because awaiting would turn one silent replica into an error of all
             return await asyncio.to_thread(answers.results, timeout_s=ANSWER_TIMEOUT_S, return_exceptions=True)
         except Exception as error:

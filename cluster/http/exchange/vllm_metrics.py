@@ -1,0 +1,42 @@
+"""Metrics under vLLM's names too, for gateways and dashboards that were made for vLLM (`vllm_metrics`).
+
+A gateway with an endpoint picker reads `vllm:num_requests_waiting`, `vllm:num_requests_running`,
+`vllm:kv_cache_usage_perc` and the labels `block_size` and `num_gpu_blocks` of `vllm:cache_config_info`, as the model
+server protocol of the Gateway API Inference Extension says (proposal 003).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+from prometheus_client.metrics_core import Metric
+from prometheus_client.samples import Sample
+
+OWN, VLLM = "manta:", "vllm:"
+CACHE_CONFIG, NUM_BLOCKS = "cache_config_info", "kv_cache_blocks"
+SAME_MEANING = frozenset(
+    {
+        *("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc", CACHE_CONFIG),
+        *("prefix_cache_queries", "prefix_cache_hits", "num_preemptions"),
+        *("prompt_tokens", "generation_tokens", "request_success"),
+        *("time_to_first_token_seconds", "inter_token_latency_seconds", "e2e_request_latency_seconds"),
+        *("spec_decode_num_draft_tokens", "spec_decode_num_accepted_tokens"),
+    }
+)
+"""Metrics that vLLM has under the same name and with the same meaning. Some have more labels here."""
+
+
+def as_vllm(families: Iterable[Metric]) -> Iterator[Metric]:
+    """Yields copies of the metrics that vLLM has too, under its names."""
+    by_name = {family.name.removeprefix(OWN): family for family in families}
+    num_blocks = sum(sample.value for sample in by_name[NUM_BLOCKS].samples)
+    for name in sorted(SAME_MEANING & by_name.keys()):
+        family = by_name[name]
+        more = {"num_gpu_blocks": f"{num_blocks:.0f}"} if name == CACHE_CONFIG else {}
+        copy = Metric(f"{VLLM}{name}", family.documentation, family.type)
+        copy.samples = [_renamed(sample, more) for sample in family.samples]
+        yield copy
+
+
+def _renamed(sample: Sample, more: dict[str, str]) -> Sample:
+    return Sample(f"{VLLM}{sample.name.removeprefix(OWN)}", {**sample.labels, **more}, sample.value)

@@ -1,0 +1,111 @@
+"""Filling in the middle: the tokens with which a model is given the text around a gap, and the prompts made of them.
+
+A tokenizer that has all tokens of a family's format is of such a model. The formats are those of the models' own pages
+(Bavarian et al., 2022, arXiv:2207.14255, on the two orders).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+
+from manta.cluster.errors import refuse
+from manta.cluster.text.tokenizer import Tokenizer
+
+
+class FillInFormat(msgspec.Struct, frozen=True):
+    prefix: str
+    """The token before the text in front of the gap."""
+    suffix: str
+    """The token before the text behind it."""
+    middle: str
+    """The token after which the model writes what belongs into the gap."""
+    ends: tuple[str, ...] = ()
+    """Tokens that end the text of the gap, besides the model's end-of-sequence tokens; those that the tokenizer has."""
+    repository: str = ""
+    """The token before a project's name."""
+    file: str = ""
+    """The token before a file's name."""
+    suffix_first: bool = False
+    """Whether the text behind the gap comes first."""
+
+
+FORMATS = (
+    FillInFormat(
+        "<|fim_prefix|>",
+        "<|fim_suffix|>",
+        "<|fim_middle|>",
+        ("<|endoftext|>", "<|fim_pad|>", "<|repo_name|>", "<|file_sep|>", "<|file_separator|>"),
+        repository="<|repo_name|>",
+        file="<|file_sep|>",
+    ),
+    FillInFormat(
+        "<fim_prefix>",
+        "<fim_suffix>",
+        "<fim_middle>",
+        ("<|endoftext|>", "<fim_pad>", "<file_sep>", "<repo_name>", "<reponame>", "<filename>"),
+        repository="<repo_name>",
+        file="<file_sep>",
+    ),
+    FillInFormat("<fim-prefix>", "<fim-suffix>", "<fim-middle>", ("<|endoftext|>", "<fim-pad>")),
+    FillInFormat("<｜fim▁begin｜>", "<｜fim▁hole｜>", "<｜fim▁end｜>"),
+    FillInFormat("<|code_prefix|>", "<|code_suffix|>", "<|code_middle|>", ("<|endoftext|>",)),
+    FillInFormat("<[fim-prefix]>", "<[fim-suffix]>", "<[fim-middle]>", suffix_first=True),
+)
+"""Qwen Coder, CodeGemma and Granite 4; StarCoder and Granite Code; SantaCoder; DeepSeek; GLM; Seed-Coder."""
+
+
+PROJECT, OWN_FILE = "project", "file"
+"""Names of the project, and of the file with the gap, which no request says."""
+
+
+class FillIn:
+    """Makes prompts of the texts around a gap. Raises `RequestRefused` for a model without tokens for it."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        for form in FORMATS:
+            ids = [tokenizer.token_to_id(token) for token in (form.prefix, form.suffix, form.middle)]
+            found = [token_id for token_id in ids if token_id is not None]
+            if len(found) == len(ids):
+                break
+        else:
+            cause = "the model's tokenizer has no tokens for a text around a gap"
+            refuse("unsupported", "suffix", remedy="leave it out", cause=cause)
+        self._prefix, self._suffix, self._middle = found
+        self._suffix_first = form.suffix_first
+        self._repository, self._file = tokenizer.token_to_id(form.repository), tokenizer.token_to_id(form.file)
+        ends = (tokenizer.token_to_id(token) for token in form.ends)
+        self.end_token_ids = tuple(token_id for token_id in ends if token_id is not None)
+        """Tokens that end the text of the gap."""
+
+    def other_files(self, files: Sequence[tuple[str, str]]) -> list[str]:
+        """Returns the texts for other files of the project, given as names and texts, in front of the gap's own."""
+        if not files:
+            return []
+        texts = [f"{name or 'file'}\n{text}\n" for name, text in files]
+        return [f"{PROJECT}\n", *texts, f"{OWN_FILE}\n"] if self._has_files else texts
+
+    def joined(self, texts: Sequence[Sequence[int]]) -> list[int]:
+        """Returns the prompt's part of the tokens of `other_files`."""
+        found: list[int] = []
+        for index, token_ids in enumerate(texts):
+            if self._has_files:
+                mark = self._repository if index == 0 else self._file
+                assert mark is not None
+                found.append(mark)
+            found += token_ids
+        return found
+
+    @property
+    def _has_files(self) -> bool:
+        """Whether the model has marks for the files of a project."""
+        return self._repository is not None and self._file is not None
+
+    def prompt(self, leading: Sequence[int], before: Sequence[int], behind: Sequence[int]) -> list[int]:
+        """Returns the prompt for the gap between two texts. `leading` are the special tokens of the prompt's
+        beginning.
+        """
+        around = [self._prefix, *before], [self._suffix, *behind]
+        first, second = reversed(around) if self._suffix_first else around
+        return [*leading, *first, *second, self._middle]
