@@ -8,6 +8,7 @@ adapters' bytes beside the model's would leave of the speed: below 1 the rest is
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import pathlib
 import statistics
@@ -63,10 +64,7 @@ def _measure(
 ) -> None:
     sides = {"": [""] * count} | {what: [each[row % len(each)] for row in range(count)] for what, each in names.items()}
     seconds = in_turns(
-        {
-            what: lambda _, of_rows=of_rows: _step_seconds(llm, of_rows, options.steps)
-            for what, of_rows in sides.items()
-        },
+        {what: functools.partial(_step_seconds, llm, of_rows, options.steps) for what, of_rows in sides.items()},
         options.turns,
         f"{weights}, {count} rows",
     )
@@ -78,7 +76,7 @@ def _measure(
         markdown_row(weights, what, count, *times, f"{ratio:.3f}", f"{ratio / left:.3f}")
 
 
-def _step_seconds(llm: LLM, adapters: list[str], num_steps: int) -> float:
+def _step_seconds(llm: LLM, adapters: list[str], num_steps: int, turn: int) -> float:
     """Returns the median of decode steps with one row of each of `adapters`."""
     params = SamplingParams(temperature=0, max_tokens=num_steps + 2 * WARM_UP_STEPS, ignore_eos=True)
     for row, adapter in enumerate(adapters):

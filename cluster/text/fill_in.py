@@ -107,5 +107,5 @@ class FillIn:
         beginning.
         """
         around = [self._prefix, *before], [self._suffix, *behind]
-        first, second = reversed(around) if self._suffix_first else around
+        first, second = around[::-1] if self._suffix_first else around
         return [*leading, *first, *second, self._middle]

@@ -5,6 +5,7 @@ is a function of the tokens.
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import numpy as np
 import pytest
@@ -81,9 +82,7 @@ def num_thinking(vocabulary: Vocabulary, section: ThinkingSection, tokens: list[
 
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("has_grammar", [False, True])
-def test_a_random_walk_never_thinks_more_than_its_budget(
-    vocabulary: Vocabulary, form: object, has_grammar: bool
-) -> None:
+def test_a_random_walk_never_thinks_more_than_its_budget(vocabulary: Vocabulary, form: Any, has_grammar: bool) -> None:
     chooser = random.Random(1)
     grammar = llguidance("(yes|no)")
     letters = [token for token, text in enumerate(vocabulary.tokens) if text.isascii() and text.isalpha()]
@@ -113,7 +112,7 @@ def test_a_random_walk_never_thinks_more_than_its_budget(
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_a_state_is_a_function_of_the_tokens(vocabulary: Vocabulary, form: object) -> None:
+def test_a_state_is_a_function_of_the_tokens(vocabulary: Vocabulary, form: Any) -> None:
     chooser = random.Random(2)
     grammar = llguidance("(yes|no)")
     section = form(vocabulary, 4, is_open=True)
@@ -122,7 +121,7 @@ def test_a_state_is_a_function_of_the_tokens(vocabulary: Vocabulary, form: objec
     def fresh() -> TrackedSession:
         return TrackedSession(start, make_grammar(grammar, vocabulary), vocabulary)
 
-    kept, tokens = fresh(), []
+    kept, tokens = fresh(), list[int]()
     for _ in range(NUM_WALKS):
         if kept.flags() or (tokens and chooser.random() < 0.3):
             del tokens[chooser.randrange(len(tokens)) :]

@@ -58,8 +58,13 @@ class Platform(Protocol):
     """Whether the widest activations are made for at most `max_mlp_rows` rows at a time
     (`workers/kernels/weights.py`).
     """
-    adapting: Callable[[], LinearAdapting] | None
-    """Returns what makes the linears with adapters of one model; None if the device serves no adapters."""
+
+    @property
+    def adapting(self) -> Callable[[], LinearAdapting] | None:
+        """A function that returns what makes the linears with adapters of one model; None if the device serves no
+        adapters.
+        """
+        ...
 
     @property
     def advice(self) -> str | None:

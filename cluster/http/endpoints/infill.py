@@ -51,7 +51,7 @@ class GapAnswer:
         self._model = model
 
     async def whole(self, generation: Generation) -> bytes:
-        text, token_ids = "", []
+        text, token_ids = "", list[int]()
         async for event in generation:
             text += event.text
             token_ids += event.token_ids
