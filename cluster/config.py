@@ -15,7 +15,9 @@ import msgspec
 import yaml
 from msgspec import Meta
 
+from manta.cluster.model_list import name_of, owners_of, with_engine_model, with_shared_engine
 from manta.cluster.option_reader import read_options
+from manta.cluster.ray_llm_file import is_ray_llm, ray_llm_options
 from manta.specdecode.speculative_config import SpeculativeConfig
 from manta.structured.constraint import ConstraintLimits, JsonObjects
 from manta.structured.pool_config import PoolConfig
@@ -203,8 +205,12 @@ class ResponseLimits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
 
 class KeyLimits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Rates of one API key. A request beyond them is refused (HTTP 429). All ingresses count together."""
+    """Limits of one API key. A request beyond its rates is refused (HTTP 429). All ingresses count together."""
 
+    models: tuple[str, ...] | None = None
+    """Models that the key may use, by any of their names. Requests for others are answered as if these were not served
+    (HTTP 404). None allows all.
+    """
     requests_per_minute: Count | None = None
     """Chat and completion requests a minute. None sets no limit."""
     tokens_per_minute: Count | None = None
@@ -214,11 +220,50 @@ class KeyLimits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     """
 
 
+class ServedModel(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One of several models behind one address. Its engines are a Serve application of their own."""
+
+    name: str | None = None
+    """Name of the model in the API. None takes the last part of `engine.model`."""
+    aliases: tuple[str, ...] = ()
+    """Other names that requests may give. No two models share a name."""
+    engine: EngineConfig = EngineConfig()
+    """The model replica. It takes what it leaves out from the server's `engine`."""
+    num_engine_replicas: Count = 1
+    """Engines that run. Each loads the whole model."""
+    autoscaling: AutoscalingOptions | None = None
+    """Limits and targets between which the number of engines follows the load. Without it `num_engine_replicas` run."""
+
+    def __post_init__(self) -> None:
+        _check_fixed_number(self)
+        if not self.model_name or "" in self.aliases:
+            raise ValueError("a model's name is empty; write at least one character")
+
+    @property
+    def model_name(self) -> str:
+        """The model's name in the API."""
+        return self.name if self.name is not None else name_of(self.engine.model)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The name and the aliases, each once."""
+        return tuple(dict.fromkeys((self.model_name, *self.aliases)))
+
+    @property
+    def max_engines(self) -> int:
+        """Engines that may run at a time."""
+        return self.num_engine_replicas if self.autoscaling is None else self.autoscaling.max_replicas
+
+
 class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The Ray Serve application: the HTTP server, its clients, and the number of replicas."""
 
     engine: EngineConfig = EngineConfig()
-    """The model replica: what it loads, where it runs, how it schedules."""
+    """The model replica: what it loads, where it runs, how it schedules. With `models`, what they leave out."""
+    models: tuple[ServedModel, ...] = ()
+    """Models behind this address, if there are several. Requests name one of them."""
+    default_model: str | None = None
+    """Name of the model that answers requests without a `model`, if there are several. None refuses them (HTTP 400)."""
     listener: ListenerLimits = ListenerLimits()
     """Limits on connections and headers."""
     body: BodyLimits = BodyLimits()
@@ -361,18 +406,43 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
                 "tls_certificate is for the listener, and http_server is proxy: leave http_server out, or give the "
                 "certificate to what stands in front of Serve's proxies"
             )
-        if self.autoscaling is None:
-            return
-        if self.num_engine_replicas != 1:
-            raise ValueError(
-                f"num_engine_replicas {self.num_engine_replicas} is a fixed number, and with autoscaling there is "
-                "none; set autoscaling.min_replicas and autoscaling.max_replicas"
-            )
-        if self.num_standby_replicas and self.autoscaling.min_replicas == 0:
+        self._check_models()
+        _check_fixed_number(self)
+        if self.autoscaling is not None and self.num_standby_replicas and self.autoscaling.min_replicas == 0:
             raise ValueError(
                 f"num_standby_replicas {self.num_standby_replicas} would serve whenever no other engine runs; with it "
                 "autoscaling.min_replicas must be at least 1"
             )
+
+    def _check_models(self) -> None:
+        owners = owners_of((*model.names, *model.engine.adapters) for model in self.models)
+        if owners and self.default_model is not None and self.default_model not in owners:
+            raise ValueError(
+                f"default_model: no model is called {self.default_model!r}; name one of {', '.join(owners)}"
+            )
+        for option in OF_ONE_MODEL if owners else ():
+            if getattr(self, option) != _default_of(option):
+                raise ValueError(
+                    f"{option} is for a server of one model; set it in an entry of models, or leave it out"
+                )
+
+    def of_model(self, model: ServedModel) -> ServeConfig:
+        """Returns the configuration as it would be if `model` was the only one."""
+        return msgspec.structs.replace(
+            self,
+            models=(),
+            default_model=None,
+            engine=model.engine,
+            served_model_name=model.model_name,
+            model_aliases=tuple(name for name in model.names if name != model.model_name),
+            num_engine_replicas=model.num_engine_replicas,
+            autoscaling=model.autoscaling,
+        )
+
+    @property
+    def of_each_model(self) -> tuple[ServeConfig, ...]:
+        """The configuration of each of several models as if it was the only one, or this one of the only model."""
+        return tuple(map(self.of_model, self.models)) or (self,)
 
     @property
     def scheme(self) -> str:
@@ -399,10 +469,31 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         """The model's name in the API: the configured one. Else it is the last part of its folder or hub id without a
         revision, or the name of its GGUF file without the suffix.
         """
-        model = pathlib.Path(self.engine.model)
-        if model.suffix == ".gguf":
-            return self.served_model_name or model.stem
-        return self.served_model_name or (model.name if model.is_dir() else model.name.partition("@")[0])
+        return self.served_model_name or name_of(self.engine.model)
+
+
+OF_ONE_MODEL = (
+    "served_model_name",
+    "model_aliases",
+    "accept_any_model",
+    "num_engine_replicas",
+    "autoscaling",
+    "num_standby_replicas",
+)
+"""Options of the server that belong to its only model. Of several models each has its own, or none."""
+
+
+def _default_of(option: str) -> Any:
+    return next(field.default for field in msgspec.structs.fields(ServeConfig) if field.name == option)
+
+
+def _check_fixed_number(config: ServeConfig | ServedModel) -> None:
+    """Raises `ValueError` for a fixed number of engines beside an automatic one."""
+    if config.autoscaling is not None and config.num_engine_replicas != 1:
+        raise ValueError(
+            f"num_engine_replicas {config.num_engine_replicas} is a fixed number, and with autoscaling there is "
+            "none; set autoscaling.min_replicas and autoscaling.max_replicas"
+        )
 
 
 def _check_network(option: str, network: str) -> None:
@@ -427,8 +518,7 @@ def load_config(path: str | pathlib.Path | None, overrides: dict[str, Any] | Non
     """
     data = {} if path is None else _read_yaml(pathlib.Path(path))
     where = f" {path}" if path else ""
-    if "model" in data:
-        _move_model(data, where)
+    data = with_engine_model(data, where)
     for key, value in (overrides or {}).items():
         key = "engine.model" if key == "model" else key
         target = data
@@ -440,22 +530,13 @@ def load_config(path: str | pathlib.Path | None, overrides: dict[str, Any] | Non
             if not isinstance(target, dict):
                 raise ValueError(f"configuration: {key} cannot be set: {parent} is a value, no group of options")
         target[last] = value
+    data = with_shared_engine(data, where)
     if "api_keys" in data and data["api_keys"] is None:  # a variable that was to hold them and is not set
         raise ValueError(f"configuration{where}: api_keys is empty; leave it out, or list the keys")
     try:
         return read_options(data, ServeConfig)
     except ValueError as error:
         raise ValueError(f"configuration{where}: {error}") from error
-
-
-def _move_model(data: dict[str, Any], where: str) -> None:
-    """Makes a `model` at the top, where other servers have it, the engine's. Raises `ValueError` if there are two."""
-    model, engine = data.pop("model"), data.get("engine") or {}
-    if not isinstance(engine, dict) or model is None:
-        return
-    if engine.get("model") not in (None, model):
-        raise ValueError(f"configuration{where}: model is {model} and engine.model {engine['model']}; give one")
-    data["engine"] = engine | {"model": model}
 
 
 def _read_yaml(path: pathlib.Path) -> dict[str, Any]:
@@ -475,6 +556,8 @@ def _read_yaml(path: pathlib.Path) -> dict[str, Any]:
     if loaded is not None and not isinstance(loaded, dict):
         raise ValueError(f"{path} must hold a mapping of options, not a {type(loaded).__name__}")
     data = loaded or {}
+    if is_ray_llm(data):
+        return ray_llm_options(data, path, _read_yaml)
     if "applications" in data or "import_path" in data:
         raise ValueError(
             f"{path} is a configuration of Ray Serve: 'serve deploy {path}' takes it. For --config give a file with "

@@ -54,12 +54,14 @@ def option_text(kind: type[msgspec.Struct], key: str) -> OptionText:
 
 
 def group_of(kind: type[msgspec.Struct], name: str) -> type[msgspec.Struct] | None:
-    """Returns the struct of the options below the field `name`, which may be a mapping of names to such structs; None
-    if the field is an option itself.
+    """Returns the struct of the options below the field `name`, which may be a mapping of names to such structs or a
+    list of them; None if the field is an option itself.
     """
     found = _first_of(typing.get_type_hints(kind)[name])
     if typing.get_origin(found) is dict:
         found = typing.get_args(found)[1]
+    elif typing.get_origin(found) is tuple:
+        found = typing.get_args(found)[0]
     return found if isinstance(found, type) and issubclass(found, msgspec.Struct) else None
 
 

@@ -38,6 +38,9 @@ class Handle:
     def __getattr__(self, name: str) -> Any:
         return _Method(getattr(self._replicas[0], name))
 
+    async def shutdown_async(self) -> None:
+        pass
+
     def broadcast(self, name: str, *arguments: Any) -> Any:
         calls = [functools.partial(getattr(replica, name), *arguments) for replica in self._replicas]
         return _Broadcast(asyncio.get_running_loop(), calls)

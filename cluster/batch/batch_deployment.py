@@ -11,9 +11,11 @@ from typing import Any
 import ray
 from ray import serve
 
+from manta.cluster.batch.batch_client import BatchEngineClient
 from manta.cluster.batch.batch_runner import Runner
-from manta.cluster.batch.line_endpoints import batch_endpoints
+from manta.cluster.batch.line_endpoints import batch_endpoints, endpoints_of_models
 from manta.cluster.config import ServeConfig
+from manta.cluster.serve.fleet.fleet import Fleet
 from manta.cluster.serve.starting.replica_process import REPLICA_ENVIRONMENT, ReplicaProcess, yield_to_engines
 from manta.cluster.serve.starting.start_failure import told_in_words
 from manta.cluster.storage.kept_responses import KeptResponses
@@ -22,15 +24,23 @@ from manta.cluster.storage.storage import Storage
 
 
 class BatchRunner:
-    """Runs batches. `engine` and `standby` are the handles of the engines and of the standby engines; `prefix_secret`
-    is the application's.
+    """Runs batches. `engine` and `standby` are the handles of the engines and of the standby engines; without `engine`
+    it runs lines of the models whose engines name its application as their address. `prefix_secret` is the
+    application's.
     """
 
     def __init__(self, config: ServeConfig, engine: Any, standby: Any, prefix_secret: bytes) -> None:
         assert config.batch_storage is not None
         with told_in_words():
-            host = ray.util.get_node_ip_address()
-            endpoints, self._client = batch_endpoints(config, engine, host, standby, prefix_secret=prefix_secret)
+            self._fleet: Fleet | None = None
+            if engine is None:
+                endpoints = endpoints_of_models(config, prefix_secret)
+                address = serve.get_replica_context().app_name
+                self._fleet = Fleet(address, endpoints.state.config, endpoints, client=BatchEngineClient)
+            else:
+                host = ray.util.get_node_ip_address()
+                endpoints, _ = batch_endpoints(config, engine, host, standby, prefix_secret=prefix_secret)
+            self._engines = endpoints.state.engines
             num_places = config.max_engines * config.engine.max_num_sequences
             storage = Storage(config.batch_storage)
             self._runner = Runner(
@@ -49,7 +59,9 @@ class BatchRunner:
         ready.
         """
         with told_in_words():
-            await self._client.check_reachable()
+            if self._fleet is not None:
+                await self._fleet.start()
+            await self._engines.check_reachable()
         if self._serving is None:
             self._serving = asyncio.create_task(self._runner.serve())
         elif self._serving.done():

@@ -25,11 +25,12 @@ from manta.cluster.http.access.prefix_scope import new_secret
 from manta.cluster.http.access.rate_limits import KeyUse, RateLimits, Reservation
 from manta.cluster.http.access.request_admission import Caller, decode
 from manta.cluster.http.endpoints import embeddings, generation
+from manta.cluster.http.exchange.all_engines import AllEngines
 from manta.cluster.http.exchange.engines import Engines
 from manta.cluster.http.exchange.exchange import GenerationExchange
 from manta.cluster.http.exchange.metrics import Metrics
 from manta.cluster.http.exchange.reply import WholeReply
-from manta.cluster.http.exchange.state import AppState
+from manta.cluster.http.exchange.state import AppState, Models
 from manta.cluster.protocol.error_bodies import RETRIED_STATUSES, answer_of, openai_body, refusal_of
 from manta.cluster.protocol.foreign_fields import collect_ignored
 from manta.cluster.protocol.pooling_api import EmbeddingRequest
@@ -61,9 +62,11 @@ def sharer_of(owner: str) -> str:
 class LineCaller(Caller):
     """The owner of a batch, as the client of one line. `use` is charged as by any request."""
 
-    def __init__(self, owner: str, use: KeyUse | None, is_charged: asyncio.Event) -> None:
+    def __init__(
+        self, owner: str, use: KeyUse | None, is_charged: asyncio.Event, models: tuple[str, ...] | None = None
+    ) -> None:
         """Sets `is_charged` when the line is charged."""
-        super().__init__(sharer_of(owner) if owner else "", owner=owner, use=use)
+        super().__init__(sharer_of(owner) if owner else "", owner=owner, use=use, models=models)
         self._is_charged = is_charged
         self.num_admitted_tokens: int | None = None
         """Tokens of the line's prompt that were charged; None before that."""
@@ -88,20 +91,37 @@ class Endpoints:
     def __init__(
         self,
         config: ServeConfig,
-        tokenizer: Tokenizer,
+        tokenizer: Tokenizer | None,
         engines: Engines,
         metrics: Metrics,
         prefix_secret: bytes | None = None,
         key_names: Mapping[str, str] = MappingProxyType({}),
         limits: RateLimits | None = None,
+        models: Models | None = None,
     ) -> None:
-        """Takes the name of the API key of each owner, by which `limits` bounds their lines."""
+        """Takes the name of the API key of each owner, by which `limits` bounds their lines. `models` is the table of a
+        server of several models, to which `add_model` adds them; `tokenizer` is then None.
+        """
         self.state = AppState(config, tokenizer, engines, metrics, prefix_secret or new_secret())
+        if models is not None:
+            self.state.models = models
         self.limits = limits or RateLimits(config.key_limits)
         """Rate limits of the keys, which the ingresses share."""
         self._key_names = key_names
         self._begun: dict[str, asyncio.Event] = {}
         """Whether the latest line of an owner with limits is charged."""
+
+    def add_model(
+        self, config: ServeConfig, tokenizer: Tokenizer | None, engines: Engines, metrics: Metrics
+    ) -> AppState:
+        """Adds one of several models, or replaces the one of its name."""
+        state = self.state.of_model(config, tokenizer, engines, metrics)
+        self.state.models.put(state)
+        return state
+
+    def remove_model(self, name: str) -> None:
+        """Removes one of several models. Lines under way go on."""
+        self.state.models.remove(name)
 
     async def pace(self, owner: str) -> None:
         """Waits until the owner's line before this one is charged, and then until the rate limits of the owner's key
@@ -137,7 +157,9 @@ class Endpoints:
     async def _answered(self, request: BatchRequest, request_id: str, owner: str) -> BatchResponse:
         timeout_s, reply = self.state.config.request_timeout_s, WholeReply()
         is_charged = self._begun.get(owner) or asyncio.Event()
-        caller = LineCaller(owner, self._use_of(owner), is_charged)
+        name = self._key_names.get(owner)
+        models = None if name is None else self.limits.models_of(name)
+        caller = LineCaller(owner, self._use_of(owner), is_charged, models)
         exchange = GenerationExchange(request_id, {}, caller, self.state.engines, reply, timeout_s)
         ignored = collect_ignored(self.state.config.unknown_fields == "refuse")
         try:
@@ -160,11 +182,14 @@ class Endpoints:
     async def _handle(self, request: BatchRequest, exchange: GenerationExchange) -> None:
         body, limits = bytes(request.body), self.state.config.body
         if request.url == "/v1/completions":
-            await generation.completions(self.state, exchange, decode(CompletionRequest, body, limits))
+            completion = decode(CompletionRequest, body, limits)
+            await generation.completions(self.state.for_body(completion, exchange), exchange, completion)
         elif request.url == "/v1/embeddings":
-            await embeddings.create(self.state, exchange, decode(EmbeddingRequest, body, limits))
+            texts = decode(EmbeddingRequest, body, limits)
+            await embeddings.create(self.state.for_body(texts, exchange), exchange, texts)
         else:
-            await generation.chat(self.state, exchange, decode(ChatCompletionRequest, body, limits))
+            chat = decode(ChatCompletionRequest, body, limits)
+            await generation.chat(self.state.for_body(chat, exchange), exchange, chat)
 
 
 def _failed(request_id: str, refusal: Refusal) -> BatchResponse:
@@ -187,6 +212,19 @@ def batch_endpoints(
     tokenizer = Tokenizer(config.engine.tokenizer or str(resolve_model_folder(config.engine.model)))
     metrics = Metrics(config.model_name)
     client = BatchEngineClient(engine, tokenizer, host, metrics, standby)
+    inside, key_names = _inside(config, priority_clients)
+    return Endpoints(inside, tokenizer, client, metrics, prefix_secret, key_names), client
+
+
+def endpoints_of_models(config: ServeConfig, prefix_secret: bytes) -> Endpoints:
+    """Returns the endpoints of a server of several models, without any model."""
+    models = Models(config.default_model)
+    inside, key_names = _inside(config)
+    return Endpoints(inside, None, AllEngines(models), Metrics(""), prefix_secret, key_names, models=models)
+
+
+def _inside(config: ServeConfig, priority_clients: tuple[str, ...] = ()) -> tuple[ServeConfig, dict[str, str]]:
+    """Returns the configuration under which lines are answered, and the name of the API key of each owner."""
     keys, weights = ApiKeys(config.api_keys or ()), config.client_weights
     inside = msgspec.structs.replace(
         config,
@@ -196,6 +234,4 @@ def batch_endpoints(
         batch_storage=None,
         request_timeout_s=max(config.request_timeout_s, config.batches.keep_s),  # a line may take as long as its batch
     )
-    key_names = {keys.owner_of(name): name for name in keys.by_name}
-    endpoints = Endpoints(inside, tokenizer, client, metrics, prefix_secret, key_names)
-    return endpoints, client
+    return inside, {keys.owner_of(name): name for name in keys.by_name}

@@ -61,15 +61,16 @@ def run_check(config_path: str | None, overrides: dict[str, Any]) -> int:
         config = load_config(config_path, overrides)
     except ValueError as error:
         raise Refusal(str(error)) from error
-    try:
-        with in_one_sentence():
-            pools = read_pooling(resolve_model_folder(config.engine.model)) is not None
-            rows = list(pooling_rows(config.engine) if pools else report_rows(check_model(config.engine)))
-    except ModelError as error:
-        say("{} cannot be served: {}", config.engine.model, error, file=sys.stderr)
-        return 1
-    say_lines(rows)
-    say("\nIt can be served: {}", serve_command(config.engine.model, config_path))
+    for each in config.of_each_model:
+        try:
+            with in_one_sentence():
+                pools = read_pooling(resolve_model_folder(each.engine.model)) is not None
+                rows = list(pooling_rows(each.engine) if pools else report_rows(check_model(each.engine)))
+        except ModelError as error:
+            say("{} cannot be served: {}", each.engine.model, error, file=sys.stderr)
+            return 1
+        say_lines(rows)
+        say("\nIt can be served: {}", serve_command(each.engine.model, config_path))
     return 0
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import pathlib
 from typing import Any
 
 import yaml
@@ -49,8 +50,10 @@ def command_parser() -> tuple[argparse.ArgumentParser, list[str]]:
     parser.add_argument("--version", action=_PrintVersion, nargs=0, help="print the version, and the commit if known")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND", parser_class=CommandParser)
 
-    serve = commands.add_parser("serve", help="serve a model over HTTP with OpenAI's API")
-    _add_model(serve)
+    serve = commands.add_parser("serve", help="serve a model, or several, over HTTP with OpenAI's API")
+    several = "; several, or NAME=MODEL, are served under their names at one address"
+    serve.add_argument("models", nargs="*", metavar="MODEL", help=f"{MODEL_HELP}{several}")
+    serve.add_argument("--model", dest="model_flag", metavar="MODEL", help="the same for one model")
     add_flags(serve)
     serve.add_argument("--quiet", action="store_true", help="print no line for each request")
     serve.add_argument("--name", help="name of the application on a Ray cluster (default: manta)")
@@ -115,6 +118,30 @@ def _model(options: argparse.Namespace) -> None:
     options.model = options.model or options.model_flag
 
 
+def _served_models(options: argparse.Namespace) -> dict[str, Any]:
+    """Returns the options that the arguments of `manta serve` set: one model, or several. Raises `Refusal`."""
+    given = list(dict.fromkeys([*options.models, *filter(None, [options.model_flag])]))
+    if options.model_flag is not None and len(given) > 1:
+        others = ", ".join(options.models)
+        raise Refusal(f"there are two models, {others} and --model {options.model_flag}; give one")
+    entries = [_named_model(text) for text in given]
+    if len(entries) == 1 and "name" in entries[0]:
+        return {"engine.model": entries[0]["model"], "served_model_name": entries[0]["name"]}
+    if len(entries) == 1:
+        return {"engine.model": entries[0]["model"]}
+    return {"models": entries} if entries else {}
+
+
+def _named_model(text: str) -> dict[str, str]:
+    """Returns an entry of `models` for MODEL or NAME=MODEL. A path that exists has no name in front."""
+    name, separator, model = text.partition("=")
+    if not separator or pathlib.Path(text).exists():
+        return {"model": text}
+    if not name or not model:
+        raise Refusal(f"{text!r} is no NAME=MODEL; write for example qwen=~/models/Qwen2.5-0.5B-Instruct")
+    return {"name": name, "model": str(pathlib.Path(model).expanduser()) if model.startswith("~") else model}
+
+
 def _add_config_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--config", help="YAML file with the options of cluster/config.py")
     parser.add_argument(
@@ -148,8 +175,7 @@ def _overrides(options: argparse.Namespace, flags: dict[str, str]) -> dict[str, 
 def _serve(options: argparse.Namespace) -> int:
     from manta.cluster.cli.serve import run_serve
 
-    _model(options)
-    overrides = _overrides(options, {"model": "engine.model"}) | given_options(options)
+    overrides = _overrides(options, {}) | given_options(options) | _served_models(options)
     return run_serve(options.config, overrides, options.quiet, options.name, options.replace)
 
 

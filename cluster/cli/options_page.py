@@ -39,10 +39,13 @@ FLAG_OF = {option: flag for flag, option in FLAGS.items()}
 
 def page() -> str:
     """Returns the page in Markdown: a table for each group of options."""
-    return "\n".join([HEAD, *_tables(ServeConfig, "")]) + "\n"
+    return "\n".join([HEAD, *_tables(ServeConfig, "", {})]) + "\n"
 
 
-def _tables(kind: type[msgspec.Struct], prefix: str) -> Iterator[str]:
+def _tables(kind: type[msgspec.Struct], prefix: str, shown: dict[type[msgspec.Struct], str]) -> Iterator[str]:
+    """Yields the lines of a group and of the groups in it. `shown` holds the groups that have a table, by their keys: a
+    second place with the same options is told in a row.
+    """
     names = [field.name for field in msgspec.structs.fields(kind)]
     groups = {name: found for name in names if (found := group_of(kind, name)) is not None}
     yield f"## `{prefix.rstrip('.')}`\n" if prefix else "## The server\n"
@@ -50,13 +53,25 @@ def _tables(kind: type[msgspec.Struct], prefix: str) -> Iterator[str]:
     yield "| option | type, values | default | meaning |"
     yield "| --- | --- | --- | --- |"
     texts = {name: option_text(kind, name) for name in names}
-    named = {name for name in groups if texts[name].type_name.startswith("mapping")}
+    keys = {name: _key_below(prefix + name, texts[name]) for name in groups}
     for name in names:
-        if name not in groups or name in named:
+        if name not in groups or keys[name] != prefix + name:
             yield _row(prefix + name, texts[name])
+        elif groups[name] in shown:
+            meaning = texts[name].full_doc
+            yield f"| `{prefix}{name}` | options, as `{shown[groups[name]]}` | `{{}}` | {meaning} |"
     yield ""
-    for name, group in groups.items():
-        yield from _tables(group, f"{prefix}{name}.{'NAME.' if name in named else ''}")
+    for name in sorted(groups, key=lambda name: keys[name].endswith("]")):  # lists repeat groups of the only model
+        if groups[name] not in shown:
+            shown[groups[name]] = keys[name]
+            yield from _tables(groups[name], f"{keys[name]}.", shown)
+
+
+def _key_below(key: str, text: OptionText) -> str:
+    """Returns the key below which the options of a group stand, with a word for the operator's names or an index."""
+    if text.type_name.startswith("mapping"):
+        return f"{key}.NAME"
+    return f"{key}[0]" if text.type_name.startswith("list") else key
 
 
 def _summary(kind: type[msgspec.Struct]) -> str:

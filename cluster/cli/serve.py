@@ -29,7 +29,7 @@ from manta.cluster.cli.invocation import program, ray_to_use, under_make
 from manta.cluster.cli.pooling_check import pooling_message
 from manta.cluster.cli.refusal import NotStarted, Refusal
 from manta.cluster.cli.request_lines import RequestLog
-from manta.cluster.config import ServeConfig, load_config, ray_address
+from manta.cluster.config import EngineConfig, ServeConfig, load_config, ray_address
 from manta.cluster.http.access.keys import VARIABLE, openness, with_api_keys
 from manta.cluster.http.exchange.example import curl
 from manta.cluster.serve.listening.port import bound
@@ -91,19 +91,25 @@ def _checked_config(config_path: str | None, overrides: dict[str, Any], name: st
         say("manta: warning: {}", warning, file=sys.stderr, flush=True)
     if (warning := telemetry.missing()) is not None:
         say("manta: warning: {}", warning, file=sys.stderr, flush=True)
-    try:
-        check_quickly(config.engine)
-        if ray_address() is None:
-            check_machine(config.engine)
-    except ModelError as error:
-        raise Refusal(f"{config.engine.model} cannot be served: {error}") from error
+    for each in config.of_each_model:
+        try:
+            check_quickly(each.engine)
+            if ray_address() is None:
+                check_machine(each.engine)
+        except ModelError as error:
+            raise Refusal(f"{each.engine.model} cannot be served: {error}") from error
     return config
 
 
 def _serve_until_signal(config: ServeConfig, quiet: bool, name: str | None, replace: bool) -> int:
-    say("{} and loading {} ...", ray_to_use(), config.engine.model, flush=True)
-    trial = TokenizerTrial(resolve_folder(config.engine.tokenizer or resolve_model_folder(config.engine.model)))
-    if ray_address() is None and config.engine.device in ("auto", "cpu") and not _has_kernels():
+    engines = [each.engine for each in config.of_each_model]
+    say("{} and loading {} ...", ray_to_use(), ", ".join(engine.model for engine in engines), flush=True)
+    trials = [
+        (engine.model, TokenizerTrial(resolve_folder(engine.tokenizer or resolve_model_folder(engine.model))))
+        for engine in engines
+    ]
+    on_cpus = any(engine.device in ("auto", "cpu") for engine in engines)
+    if ray_address() is None and on_cpus and not _has_kernels():
         say("The CPU kernels are compiled now, once, which takes up to half a minute.", flush=True)
     from manta.cluster.serve import app  # imports Ray, which takes seconds
     from manta.cluster.serve.starting import start_failure
@@ -122,18 +128,23 @@ def _serve_until_signal(config: ServeConfig, quiet: bool, name: str | None, repl
         logs = start_failure.logs_folder()
         if logs is not None:
             requests.append(RequestLog(logs, name))
-        try:
-            trial.wait()  # it ran while Ray started, and nothing has read the tokenizer yet
-        except ModelError as error:
-            raise app.StartFailed(f"{config.engine.model} cannot be served: {error}") from error
+        for model, trial in trials:
+            try:
+                trial.wait()  # it ran while Ray started, and nothing has read the tokenizer yet
+            except ModelError as error:
+                raise app.StartFailed(f"{model} cannot be served: {error}") from error
 
     try:
-        model = app.start(config, name, replace=replace, on_connected=begin_log)
+        models = app.start(config, name, replace=replace, on_connected=begin_log)
         handle_signals(raise_interrupted)
         logs = start_failure.logs_folder()
-        say_lines([*model_message(model).split("\n"), "", f"Logs: {logs or 'on the nodes of the cluster'}"])
+        for each, model in zip(config.of_each_model, models, strict=True):
+            message = model_message(model)
+            say_lines((f"{each.model_name}: {message}" if config.models else message).split("\n"))
+        say_lines(["", f"Logs: {logs or 'on the nodes of the cluster'}"])
         serving = True  # the reader of the next lines may send a signal at once
-        say_lines(ready_message(config, has_chat=_has_chat(config), pooling=model.pooling).split("\n"), flush=True)
+        ready = ready_message(config, has_chat=_has_chat(engines[0]), pooling=models[0].pooling)
+        say_lines(ready.split("\n"), flush=True)
         process_tree.adopt_orphans(False)
         if requests and not quiet:
             _print_requests(requests[0])
@@ -193,11 +204,11 @@ def _check_port(host: str, port: int) -> None:
         raise Refusal(error.strerror or str(error)) from error
 
 
-def _has_chat(config: ServeConfig) -> bool:
-    tokenizer = config.engine.tokenizer
+def _has_chat(engine: EngineConfig) -> bool:
+    tokenizer = engine.tokenizer
     if tokenizer is not None and pathlib.Path(tokenizer).is_dir():  # it need not hold a model
         return has_chat_template(pathlib.Path(tokenizer))
-    return has_chat_template(resolve_model_folder(tokenizer or config.engine.model))
+    return has_chat_template(resolve_model_folder(tokenizer or engine.model))
 
 
 def model_message(model: ModelInfo) -> str:
@@ -221,7 +232,8 @@ def ready_message(config: ServeConfig, has_chat: bool = True, pooling: PoolingIn
     """
     host = "127.0.0.1" if config.host in ("0.0.0.0", "::") else config.host
     url = f"{config.scheme}://{f'[{host}]' if ':' in host else host}:{config.port}"
-    name = visible(config.model_name)
+    names = [visible(each.model_name) for each in config.of_each_model]
+    name = names[0]
     key = "YOUR-KEY" if config.api_keys else "none"
     if pooling is not None:
         example = curl(url, name, chats=False, needs_key=bool(config.api_keys), pooling=pooling)
@@ -238,7 +250,7 @@ def ready_message(config: ServeConfig, has_chat: bool = True, pooling: PoolingIn
         method, text, argument = "completions", "text", 'prompt="A manta ray is"'
         chat = "The model has no chat template, so it completes texts and does not chat."
     return f"""
-Manta is ready: {name} at {url}
+Manta is ready: {", ".join(names)} at {url}
 
 Ask it something:
 

@@ -10,10 +10,11 @@ from typing import Any
 
 import httpx
 import msgspec
+from msgspec import UNSET
 
 from manta.cluster.cli.refusal import Refusal
 from manta.cluster.cli.server import connect, no_server
-from manta.cluster.http.endpoints.status import EngineState, Status
+from manta.cluster.http.endpoints.status import EngineState, ModelState, Status
 from manta.cluster.http.exchange.state import DeploymentState, NodeState
 from manta.structured.visible_text import pass_on, say_lines, visible
 
@@ -82,6 +83,10 @@ def lines(status: Status, base: str) -> Iterator[str]:
         yield "No engine runs; a request starts one."
     if status.engines:
         yield from table([ENGINES, *map(engine_row, status.engines)])
+    if status.models is not UNSET:
+        yield ""
+        yield from table([("model", "state", "also called"), *map(_model, status.models)])
+        yield from (f"{each.name}: {each.reason}" for each in status.models if each.reason)
     if status.cluster_age_s:
         yield ""
         yield f"Serve has told nothing for {duration(status.cluster_age_s)}. It told before:"
@@ -114,7 +119,7 @@ def table(rows: Sequence[Sequence[str]]) -> Iterator[str]:
 def engine_row(engine: EngineState) -> tuple[str, ...]:
     """Returns a cell for each column of `ENGINES`."""
     return (
-        engine.replica,
+        engine.replica if engine.model is UNSET else f"{engine.model}: {engine.replica}",
         engine.node,
         engine.state,
         str(engine.num_running),
@@ -130,6 +135,10 @@ def engine_row(engine: EngineState) -> tuple[str, ...]:
 def _start(seconds: dict[str, float]) -> str:
     longest = sorted(seconds.items(), key=lambda each: -each[1])[:NUM_PHASES]
     return f"{sum(seconds.values()):.1f} s ({', '.join(f'{name} {each:.1f}' for name, each in longest)})"
+
+
+def _model(model: ModelState) -> tuple[str, ...]:
+    return model.name, model.state, ", ".join(model.aliases)
 
 
 def _deployment(deployment: DeploymentState) -> tuple[str, ...]:

@@ -12,6 +12,8 @@ import functools
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
+from prometheus_client.metrics_core import Metric
+
 from manta.cluster.config import ServeConfig
 from manta.cluster.errors import ServingError, refuse
 from manta.cluster.http.access.prefix_scope import new_secret
@@ -27,7 +29,15 @@ from manta.cluster.http.exchange.metrics import Metrics
 from manta.cluster.http.exchange.recorded_engines import RESUMABLE, make_resumable
 from manta.cluster.http.exchange.recordings import Opening, Streams, last_event
 from manta.cluster.http.exchange.reply import Send
-from manta.cluster.http.exchange.state import AppState, ClusterState, OtherMetrics, Route, no_cluster, no_other_metrics
+from manta.cluster.http.exchange.state import (
+    AppState,
+    ClusterState,
+    Models,
+    OtherMetrics,
+    Route,
+    no_cluster,
+    no_other_metrics,
+)
 from manta.cluster.http.openapi import openapi_document
 from manta.cluster.http.routes import MESSAGE, ROUTES
 from manta.cluster.http.websockets import WebSockets
@@ -112,6 +122,8 @@ class Router:
 class HttpApp:
     """The ASGI application.
 
+    - `models` is the table of an address of several models, to which `add_model` adds them. `tokenizer` is then None,
+      and `engines` are those of all models. None is for the only model of an address.
     - `returns_request_id` says whether answers have an x-request-id; otherwise a proxy in front sets one.
     - `spans` makes a span for each POST request; None for no spans.
     - `streams` records streams that can be resumed; None records none.
@@ -122,10 +134,11 @@ class HttpApp:
     def __init__(
         self,
         config: ServeConfig,
-        tokenizer: Tokenizer,
+        tokenizer: Tokenizer | None,
         engines: Engines,
         metrics: Metrics,
         *,
+        models: Models | None = None,
         other_metrics: OtherMetrics = no_other_metrics,
         cluster: ClusterState = no_cluster,
         routes: Iterable[Route] = ROUTES,
@@ -139,6 +152,8 @@ class HttpApp:
         document = openapi_document(routes)
         secret = prefix_secret or new_secret()
         self._state = AppState(config, tokenizer, engines, metrics, secret, other_metrics, cluster, document)
+        if models is not None:
+            self._state.models = models
         if streams is not None:
             self._state.streams = streams
             streams.meter_of = self._meter_of
@@ -191,6 +206,24 @@ class HttpApp:
             logger_of(__name__).exception("stream %s goes on", opening.stream_id)
             return False
 
+    def add_model(
+        self, config: ServeConfig, tokenizer: Tokenizer | None, engines: Engines, metrics: Metrics
+    ) -> AppState:
+        """Adds one of several models, or replaces the one of its name. `config` is as if it was the only one. A model
+        without a tokenizer must have failed.
+        """
+        state = self._state.of_model(config, tokenizer, engines, metrics)
+        self._state.models.put(state)
+        return state
+
+    def remove_model(self, name: str) -> None:
+        """Removes one of several models. Requests under way go on."""
+        self._state.models.remove(name)
+
+    def own_metrics(self) -> list[Metric]:
+        """Returns the metrics of this process, for the one that answers `/metrics`."""
+        return [metric for each in self._state.all_metrics() for metric in each.own()]
+
     def begin_drain(self) -> None:
         """Makes readiness probes fail from now on, and closes each connection after its answer."""
         self._state.drains = True
@@ -230,7 +263,8 @@ class HttpApp:
         """
         if route is not None:
             if route.logged:
-                self._state.metrics.answered(exchange.reply.status)
+                metrics = self._state.models.metrics_of(exchange.notes.get("model"), self._state.metrics)
+                metrics.answered(exchange.reply.status)
             if self._logs_requests and route.logged:
                 exchange.log()
         elif exchange.reply.status >= 400:
@@ -242,7 +276,7 @@ class HttpApp:
     async def _handle(self, route: Route, exchange: Exchange) -> None:
         exchange.reply.ignored = collect_ignored(self._refuses_unknown(exchange))
         if not route.public:
-            self._check_key(exchange)
+            self._check_key(exchange, route)
         if route.form is not None:  # its handler reads the body, with a bound and a deadline of its own
             answer = await route.handler(self._state, exchange, None)
         else:
@@ -254,20 +288,22 @@ class HttpApp:
             await exchange.reply.send_json(encode(answer))
 
     async def _body(self, route: Route, exchange: Exchange, content: bytes) -> Any:
-        """Returns the decoded body; None if the route takes none. A long one waits for its turn and counts as before
-        while it does.
-        """
-        if route.body is None:
-            return None
+        """Returns the decoded body. A long one waits for its turn and counts as before while it does."""
+        assert route.body is not None
         exchange.is_small = is_small(content)
         if exchange.is_small:
-            body = decode(route.body, content, self._config.body)
-        else:
-            async with exchange.incoming.room(exchange.caller.sharer, len(content)):
-                body = await self._state.apart(exchange, decode, route.body, content, self._config.body)
-        if RESUMABLE in exchange.headers:
-            make_resumable(self._state, exchange, route, content, body)
-        return body
+            return decode(route.body, content, self._config.body)
+        async with exchange.incoming.room(exchange.caller.sharer, len(content)):
+            return await self._state.apart(exchange, decode, route.body, content, self._config.body)
+
+    def _state_for(self, exchange: Exchange, body: Any) -> AppState:
+        """Returns the state of the model that a body names, whose engines then answer the exchange."""
+        state = self._state.for_body(body, exchange)
+        if self._state.models.are_several:
+            _count(state, exchange)
+            if state is not self._state:
+                exchange.notes["model"] = state.model_name
+        return state
 
     def _refuses_unknown(self, exchange: Exchange) -> bool:
         """Returns whether fields that Manta does not know are refused, by the configuration or for this request."""
@@ -278,17 +314,28 @@ class HttpApp:
 
     async def _result(self, route: Route, exchange: Exchange, content: bytes) -> Any:
         """Returns what is to be sent as JSON; None if the answer was sent."""
+        if route.body is None:
+            return await route.handler(self._state, exchange, None)
         body = await self._body(route, exchange, content)
-        if route.body is not None and "last-event-id" in exchange.headers:
+        state = self._state_for(exchange, body)
+        if RESUMABLE in exchange.headers:
+            make_resumable(state, exchange, route, content, body)
+        if "last-event-id" in exchange.headers:
             resumed = last_event(exchange.headers)
             if resumed is not None:
                 return await stream_endpoints.read_on(self._state, exchange, *resumed)
-        return await route.handler(self._state, exchange, body)
+        return await route.handler(state, exchange, body)
 
-    def _check_key(self, exchange: Exchange) -> None:
+    def _check_key(self, exchange: Exchange, route: Route) -> None:
         exchange.caller = self.admission.caller(exchange.headers, exchange.caller.address)
-        if exchange.caller.key:
-            self._state.metrics.request_of(exchange.caller.key)
+        if route.body is None or not self._state.models.are_several:  # else it counts once its model is known
+            _count(self._state, exchange)
+
+
+def _count(state: AppState, exchange: Exchange) -> None:
+    """Counts a request under the name of its API key, if it has one."""
+    if exchange.caller.key:
+        state.metrics.request_of(exchange.caller.key)
 
 
 async def _lifespan(receive: Receive, send: Send) -> None:

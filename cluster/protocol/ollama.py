@@ -87,7 +87,7 @@ class _Body(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
                 "type": "json_schema",
                 "json_schema": {"name": "format", "schema": self.format},
             }
-        return {"model": self.model.removesuffix(LATEST), "stream": self.stream, **fields}
+        return {"model": self.served_model, "stream": self.stream, **fields}
 
     def _chat_fields(self) -> dict[str, Any]:
         thinks = {} if self.think is None else {"chat_template_kwargs": {"enable_thinking": bool(self.think)}}
@@ -103,6 +103,11 @@ class _Body(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
             return "think"
         names = {theirs: f"options.{name}" for name, theirs in RENAMED.items()}
         return names.get(param, param)
+
+    @property
+    def served_model(self) -> str:
+        """Name of the model without Ollama's tag for the latest version."""
+        return self.model.removesuffix(LATEST)
 
     @property
     def unloads(self) -> bool:
@@ -261,6 +266,11 @@ class _EmbedBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     keep_alive: float | str | None = None
     """Accepted without effect; the model stays loaded."""
 
+    @property
+    def served_model(self) -> str:
+        """Name of the model without Ollama's tag for the latest version."""
+        return self.model.removesuffix(LATEST)
+
     def check(self) -> None:
         """Raises `RequestRefused` for an option that would change the answer."""
         for name, value in (self.options or {}).items():
@@ -338,6 +348,11 @@ class OllamaShowRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True
 
     model: str
     verbose: bool | None = None
+
+    @property
+    def served_model(self) -> str:
+        """Name of the model without Ollama's tag for the latest version."""
+        return self.model.removesuffix(LATEST)
 
     def check(self) -> None:
         """Does nothing, because every value is valid."""

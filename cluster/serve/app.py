@@ -26,7 +26,7 @@ from ray.serve.schema import LoggingConfig
 
 from manta.cluster import own_ray
 from manta.cluster.batch.batch_deployment import batch_deployment
-from manta.cluster.config import ServeConfig, ray_address
+from manta.cluster.config import OF_ONE_MODEL, ServeConfig, ServedModel, ray_address
 from manta.cluster.engine.ranks.claims import (
     CannotPlace,
     check_room,
@@ -41,8 +41,10 @@ from manta.cluster.engine.ranks.claims import (
 from manta.cluster.engine.stats import STANDBY
 from manta.cluster.http.access.keys import with_api_keys
 from manta.cluster.http.access.prefix_scope import kept_secret, new_secret
+from manta.cluster.model_list import with_engine_model
 from manta.cluster.option_reader import read_options
 from manta.cluster.serve.engine.engine_deployment import engine_deployment
+from manta.cluster.serve.fleet.found import announced, application_name
 from manta.cluster.serve.ingress import ingress_deployment
 from manta.cluster.serve.listening.tls import Certificate
 from manta.cluster.serve.starting import deployed, joined_ray
@@ -71,6 +73,11 @@ def application(config: ServeConfig, nodes: list[int], shares_port: bool = True)
     ingresses accept connections themselves if `http_server` is `listener`; otherwise Serve's proxies do. Without
     `shares_port` no other process may listen at the port, which suits a single ingress that is never updated.
     """
+    if config.models:
+        raise ValueError(
+            "models lists several models, and each needs an application of its own: deploy each with import_path "
+            "manta.cluster.serve.app:build_model, and what answers requests with build_address"
+        )
     num_living = num_nodes()
     config = with_storage(with_api_keys(_for_nodes(config, nodes, num_living)))
     Certificate.of(config)
@@ -83,6 +90,37 @@ def application(config: ServeConfig, nodes: list[int], shares_port: bool = True)
     if config.batch_storage is not None:
         batches = batch_deployment(config).bind(config, engines, standby, secret)
     return ingress_deployment(config, num_living).bind(config, engines, secret, standby, shares_port, batches)
+
+
+def address_application(config: ServeConfig, shares_port: bool = True) -> serve.Application:
+    """Binds the application that answers the requests of several models, without engines: its ingresses find the models
+    whose applications name it as their address. Raises `ValueError` as `application` does.
+    """
+    num_living = num_nodes()
+    config = msgspec.structs.replace(config, models=(), served_model_name=None)
+    config = with_storage(with_api_keys(_with_ingresses(config, num_living)))
+    Certificate.of(config)
+    secret, batches = kept_secret(), None
+    if config.batch_storage is not None:
+        batches = batch_deployment(config).bind(config, None, None, secret)
+    return ingress_deployment(config, num_living).bind(config, None, secret, None, shares_port, batches)
+
+
+def model_application(model: ServedModel, address: str, nodes: list[int]) -> serve.Application:
+    """Binds the application with the engines of one of several models. `address` is the name of the application that
+    answers its requests. An engine without `num_threads` may use all cores of its node and claims none, because models
+    that are idle leave them to the others.
+    """
+    engine = model.engine
+    if engine.num_threads is None:
+        engine = msgspec.structs.replace(engine, claims_cpus=False)
+    config = _for_nodes(ServeConfig().of_model(msgspec.structs.replace(model, engine=engine)), nodes)
+    placed = msgspec.structs.replace(model, name=config.model_name, engine=config.engine)
+    is_alone = placed.max_engines == 1
+    deployment = engine_deployment(
+        placed.engine, placed.num_engine_replicas, autoscaling=placed.autoscaling, is_alone=is_alone
+    )
+    return deployment.options(user_config=announced(address, placed)).bind(placed.engine, is_alone)
 
 
 def _engines(config: ServeConfig) -> serve.Application:
@@ -104,14 +142,18 @@ def _for_nodes(config: ServeConfig, nodes: list[int], num_living: int = 1) -> Se
         adapters={name: str(_absolute(path)) for name, path in config.engine.adapters.items()},
         num_threads=threads_each(config.engine, config.max_engines, nodes),
     )
+    return _with_ingresses(
+        msgspec.structs.replace(config, engine=engine, served_model_name=config.model_name), num_living
+    )
+
+
+def _with_ingresses(config: ServeConfig, num_living: int) -> ServeConfig:
     num_ingresses, listens = config.num_ingress_replicas, config.http_server == "listener"
     follow_engines = listens and num_living > 1 and config.autoscaling is not None
     if num_ingresses is None and not follow_engines:
         num_ingresses = num_living if listens else 1
     return msgspec.structs.replace(
         config,
-        engine=engine,
-        served_model_name=config.model_name,
         num_ingress_replicas=num_ingresses,
         tls_certificate=_absolute_file(config.tls_certificate),
         tls_key=_absolute_file(config.tls_key),
@@ -122,14 +164,46 @@ def build(options: dict[str, Any]) -> serve.Application:
     """Builds the application for Serve's configuration files: `import_path: manta.cluster.serve.app:build`, options
     under `args`.
     """
+    return application(_served_by_serve(read_options(options, ServeConfig)), node_cpus())
+
+
+def build_address(options: dict[str, Any]) -> serve.Application:
+    """Builds, for Serve's configuration files, the application that answers the requests of several models. `options`
+    are those of `build` without any of a model's.
+    """
     config = read_options(options, ServeConfig)
-    nodes = node_cpus()
+    for option in ("models", "engine", *OF_ONE_MODEL):
+        if option in options:
+            raise ValueError(f"{option} belongs to the models; set it in the args of build_model, or leave it out")
+    return address_application(_served_by_serve(config))
+
+
+class ModelApplication(ServedModel, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The options of one of several models in Serve's configuration files."""
+
+    address: str = APP_NAME
+    """Name of the application that answers the model's requests."""
+
+
+def build_model(options: dict[str, Any]) -> serve.Application:
+    """Builds, for Serve's configuration files, the engines of one of several models. `options` are those of an entry of
+    `models`, and `address`: the name of the application that `build_address` builds, by default `manta`.
+    """
+    given = read_options(with_engine_model(options, " of the model"), ModelApplication)
+    fields = {name: getattr(given, name) for name in ServedModel.__struct_fields__}
+    return model_application(ServedModel(**fields), given.address, node_cpus())
+
+
+def _served_by_serve(config: ServeConfig) -> ServeConfig:
+    """Returns the configuration as Serve's own configuration files mean it. Raises `ValueError` for a certificate that
+    Serve's proxies would need.
+    """
     if config.http_server != "listener":
         if config.tls_certificate is not None:
             raise ValueError("tls_certificate is for the listener: set http_server: listener, or give it to the proxy")
         # Serve's own options set the address that it listens at; `host` here has no effect on it.
         config = msgspec.structs.replace(config, allowed_hosts=config.allowed_hosts or ("*",))
-    return application(config, nodes)
+    return config
 
 
 def start(
@@ -138,9 +212,9 @@ def start(
     *,
     replace: bool = False,
     on_connected: Callable[[], None] = lambda: None,
-) -> ModelInfo:
-    """Starts Ray and Serve in this process, deploys the application `name`, and returns its engine's `ModelInfo` once
-    the application runs.
+) -> list[ModelInfo]:
+    """Starts Ray and Serve in this process, deploys the application `name` and one for each of several models, and
+    returns the `ModelInfo` of each model's engines once all run.
 
     If `RAY_ADDRESS` names a cluster (as in a Ray job), the application runs there. Otherwise it runs on a Ray of its
     own, never on one that happens to run on this machine. `on_connected` is called after Ray is joined and before
@@ -208,9 +282,11 @@ def _told_on_failure() -> Iterator[None]:
         raise unexpected(error) from error
 
 
-def _start(config: ServeConfig, name: str, replace: bool, on_connected: Callable[[], None]) -> ModelInfo:
+def _start(config: ServeConfig, name: str, replace: bool, on_connected: Callable[[], None]) -> list[ModelInfo]:
     nodes = _connect(config)
-    deployed.check_name(name, replace)
+    models = {application_name(name, model.model_name): model for model in config.models}
+    for each in (name, *models):
+        deployed.check_name(each, replace)
     on_connected()
     listens = config.http_server != "proxy"
     if listens:
@@ -227,12 +303,31 @@ def _start(config: ServeConfig, name: str, replace: bool, on_connected: Callable
         except Exception:
             serve.shutdown()  # else the next start would find a Serve that cannot listen
             raise
-    what = f"{config.model_name} on port {config.port}"
-    _run(application(config, nodes, shares_port=not is_alone), name, None if listens else "/", what)
+    if models:
+        _run_models(models, name, nodes)
+        served = ", ".join(model.model_name for model in config.models)
+        app = address_application(config, shares_port=not is_alone)
+    else:
+        served, app = config.model_name, application(config, nodes, shares_port=not is_alone)
+    _run(app, name, None if listens else "/", f"{served} on port {config.port}")
     client = get_client()
     assert client is not None, "an application runs"
     client.wait_for_proxies_serving()
-    return asyncio.run(_loaded_model(name))
+    return [asyncio.run(_loaded_model(each)) for each in models or (name,)]
+
+
+def _run_models(models: dict[str, ServedModel], name: str, nodes: list[int]) -> None:
+    """Deploys the applications of several models, by their names, at the same time. Returns when all run."""
+    updates = {
+        each: deployed.deploy(model_application(model, name, nodes), each, None, _LOGGING, model.model_name)
+        for each, model in models.items()
+    }
+    for each, is_update in updates.items():
+        try:
+            wait_until_running(each, is_update)
+        except StartFailed as error:
+            raise StartFailed(f"{models[each].model_name}: {error}") from error
+        deployed.note_running(each)
 
 
 async def _loaded_model(name: str) -> ModelInfo:
@@ -262,12 +357,22 @@ def _connect(config: ServeConfig) -> list[int]:
         nodes = [num_cores()]
         # Otherwise uvicorn in Serve's proxies would trust X-Forwarded-For from every client on this machine.
         os.environ["FORWARDED_ALLOW_IPS"] = ",".join(config.trusted_proxies)
-        own_ray.start(num_claimed(config.engine, config.max_engines, nodes))
+        own_ray.start(_num_claimed(config, nodes))
     else:
         joined_ray.start(address)
         nodes = node_cpus()
-        check_room(_for_nodes(config, nodes).engine, config.num_initial_engines, nodes)
+        for each in _of_each_model(config):
+            check_room(_for_nodes(each, nodes).engine, each.num_initial_engines, nodes)
     return nodes
+
+
+def _of_each_model(config: ServeConfig) -> list[ServeConfig]:
+    """Returns the configuration of each of several models whose engines claim CPUs, or that of the only model."""
+    return [each for each in config.of_each_model if not config.models or each.engine.num_threads is not None]
+
+
+def _num_claimed(config: ServeConfig, nodes: list[int]) -> int:
+    return sum(num_claimed(each.engine, each.max_engines, nodes) for each in _of_each_model(config))
 
 
 def _run(app: serve.Application, name: str, prefix: str | None, what: str) -> None:

@@ -19,10 +19,15 @@ from ray.serve.exceptions import DeploymentUnavailableError
 from manta.cluster.config import ServeConfig
 from manta.cluster.http.access.keys import openness
 from manta.cluster.http.app import HttpApp
+from manta.cluster.http.exchange.all_engines import AllEngines
+from manta.cluster.http.exchange.engines import Engines
 from manta.cluster.http.exchange.incoming import Receive, Scope
 from manta.cluster.http.exchange.metrics import Metrics
 from manta.cluster.http.exchange.reply import Send
+from manta.cluster.http.exchange.state import Models
 from manta.cluster.http.server_span import open_server_spans
+from manta.cluster.serve.fleet.fleet import Fleet, tokenizer_of
+from manta.cluster.serve.fleet.streams_of_models import StreamsOfModels
 from manta.cluster.serve.listening.listener import Listener
 from manta.cluster.serve.recorded.streams import RecordedStreams
 from manta.cluster.serve.requests.engine_client import ANSWER_TIMEOUT_S, EngineClient
@@ -31,10 +36,7 @@ from manta.cluster.serve.scaling.autoscaling import ingress_autoscaling_config
 from manta.cluster.serve.scaling.cluster_state import ClusterWatch, is_removed
 from manta.cluster.serve.starting.replica_process import REPLICA_ENVIRONMENT, ReplicaProcess
 from manta.cluster.serve.starting.start_failure import told_in_words
-from manta.cluster.text.chat_template import template_process
-from manta.cluster.text.tokenizer import Tokenizer
 from manta.structured.visible_logs import logger_of
-from manta.workers.checkpoints.model_folder import resolve_model_folder
 
 DRAIN_POLL_S = 0.5
 """Seconds between two checks of a draining replica whether another one has taken its place."""
@@ -49,7 +51,8 @@ waits for them. Serve gives the engines 20 s; streams that still run then end wi
 class Ingress:
     """One replica of the endpoint, behind Serve's proxy.
 
-    - `engine` and `standby` are the handles of the engines and of the standby engines.
+    - `engine` and `standby` are the handles of the engines and of the standby engines. Without `engine` the ingress
+      serves the models whose engines name its application as their address.
     - `prefix_secret` is the same for all ingresses of an application.
     - `shares_port` applies only to ingresses that listen themselves.
     - `batches` is the handle of the batch runner. Nothing calls it, but Serve starts a deployment whose handle is
@@ -75,13 +78,28 @@ class Ingress:
             self._start(config, engine, prefix_secret, standby, shares_port)
 
     def _start(self, config: ServeConfig, engine: Any, prefix_secret: bytes, standby: Any, shares_port: bool) -> None:
-        tokenizer = Tokenizer(config.engine.tokenizer or str(resolve_model_folder(config.engine.model)))
-        if tokenizer.has_chat_template:
-            template_process().start()
         if (warning := openness(config)) is not None:
             logger_of(__name__).warning("%s", warning)
         has_peers = _follow_engines(config) or (config.num_ingress_replicas or 1) > 1
-        self._metrics = Metrics(config.model_name, _replica_id() if has_peers else None)
+        replica = _replica_id() if has_peers else None
+        more = {
+            "other_metrics": self._other_metrics,
+            "returns_request_id": self.returns_request_id,
+            "spans": open_server_spans(),
+            "prefix_secret": prefix_secret,
+        }
+        self._fleet: Fleet | None = None
+        if engine is None:
+            self._start_fleet(config, replica, more)
+        else:
+            self._start_only_model(config, engine, standby, replica, more)
+        self._sharing_limits: asyncio.Task[None] | None = None
+
+    def _start_only_model(
+        self, config: ServeConfig, engine: Any, standby: Any, replica: str | None, more: dict[str, Any]
+    ) -> None:
+        tokenizer = tokenizer_of(config)
+        self._metrics = Metrics(config.model_name, replica)
         self._metrics.show_options(config)
         self._client = EngineClient(
             engine,
@@ -92,28 +110,32 @@ class Ingress:
             max_held=config.engine.max_num_waiting,
             is_removed=is_removed,
         )
+        self._engines: Engines = self._client
         self.streams = RecordedStreams(self._client, config.streams, own_node())
         """The recorded streams of this ingress."""
         self._app = HttpApp(
-            config,
-            tokenizer,
-            self._client,
-            self._metrics,
-            other_metrics=self._other_metrics,
-            cluster=ClusterWatch(),
-            returns_request_id=self.returns_request_id,
-            spans=open_server_spans(),
-            prefix_secret=prefix_secret,
-            streams=self.streams,
+            config, tokenizer, self._client, self._metrics, cluster=ClusterWatch(), streams=self.streams, **more
         )
-        self._sharing_limits: asyncio.Task[None] | None = None
+
+    def _start_fleet(self, config: ServeConfig, replica: str | None, more: dict[str, Any]) -> None:
+        """Makes an application without models; the first check of its health finds them."""
+        models, streams = Models(config.default_model), StreamsOfModels()
+        self._metrics = Metrics("", replica)
+        self._engines = AllEngines(models)
+        cluster = ClusterWatch(lambda: self._fleet.applications if self._fleet is not None else {})
+        self._app = HttpApp(
+            config, None, self._engines, self._metrics, cluster=cluster, streams=streams, models=models, **more
+        )
+        self._fleet = Fleet(_app_name(), config, self._app, streams, replica)
 
     async def check_health(self) -> None:
         """Raises if the ingress cannot serve. Serve calls it for the first time before the replica counts as
         ready, and replaces a replica that raises.
         """
         with told_in_words():
-            await self._client.check_reachable()
+            if self._fleet is not None:
+                await self._fleet.start()
+            await self._engines.check_reachable()
         has_others = self._metrics.replica is not None or self._batches is not None
         if self._sharing_limits is None and self._app.admission.rate_limits and has_others:
             self._sharing_limits = asyncio.ensure_future(self._share_rate_limits())
@@ -155,7 +177,7 @@ class Ingress:
 
     async def own_metrics(self) -> tuple[str | None, list[Metric]]:
         """Returns this ingress's name and metrics. The ingress that answers `/metrics` calls it."""
-        return self._metrics.replica, self._metrics.own()
+        return self._metrics.replica, self._app.own_metrics()
 
     async def _other_metrics(self) -> list[list[Metric]]:
         """Returns the metrics of the other ingresses that answer."""
@@ -202,8 +224,10 @@ class ListeningIngress(Ingress):
             await self._listener.ensure_listening()
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
-        """Returns the number of nodes with engines, which `cluster/serve/scaling/decision.py` reads. Serve calls it."""
-        return {"engine_nodes": self._client.num_engine_nodes}
+        """Returns the number of nodes with engines, which `cluster/serve/scaling/decision.py` reads. Serve calls it.
+        The ingresses of several models follow no engines.
+        """
+        return {} if self._fleet is not None else {"engine_nodes": self._client.num_engine_nodes}
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         with contextlib.suppress(asyncio.CancelledError):  # a client that left matters to Serve's counts only

@@ -395,7 +395,7 @@ def test_every_file_of_a_folder_is_looked_at() -> None:
     elsewhere = {"grafana", "prometheus", "kuberay"}  # `tests/telemetry/` and `test_kubernetes.py` look at those
     others = {path for path in CONFIGS.rglob("*.yaml") if not elsewhere & set(path.parts)}
     assert others == {path for path in looked_at if "kuberay" not in path.parts}
-    assert {path.stem for path in SERVE} == {*DEPLOYED, "multi-node", "two-models", "tpu"}
+    assert {path.stem for path in SERVE} == {*DEPLOYED, "multi-node", "two-models", "several-models", "tpu"}
     assert len(KUBERAY) == 4
     assert len(LAUNCHER) == 2
 

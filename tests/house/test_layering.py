@@ -76,6 +76,7 @@ FOLDERS = (
     "manta.cluster.serve.requests",
     "manta.cluster.serve.recorded",
     "manta.cluster.serve.engine",
+    "manta.cluster.serve.fleet",
     "manta.cluster.batch",
     "manta.cluster.serve",
     "manta.cluster.cli",

@@ -18,6 +18,11 @@ class ModelNames:
         self._adapters = {f"{name}:{adapter}": adapter for name in own for adapter in adapters}
         self._adapters |= dict.fromkeys(own, "") | {adapter: adapter for adapter in adapters}
 
+    @property
+    def every(self) -> tuple[str, ...]:
+        """All names that requests may give."""
+        return tuple(self._adapters)
+
     def adapter_of(self, name: str) -> str | None:
         """Returns the adapter that a name stands for, empty for the model alone; None for an unknown name."""
         return self._adapters.get(name)

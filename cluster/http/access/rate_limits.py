@@ -210,6 +210,11 @@ class RateLimits:
             self._keys[name] = KeyUse(name, limits, self._clock)
         return self._keys[name]
 
+    def models_of(self, name: str) -> tuple[str, ...] | None:
+        """Returns the names of the models that a key may use; None if it may use all."""
+        limits = self._limits.get(name) or self._limits.get(EVERY_KEY)
+        return None if limits is None else limits.models
+
     def taken(self) -> dict[str, Taken]:
         """Returns what this ingress has taken since it started, by key name."""
         return {name: use.taken for name, use in self._keys.items()}

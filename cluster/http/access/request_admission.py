@@ -25,6 +25,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import copy
 import functools
 import time
 from collections.abc import AsyncIterator, Collection, Iterator, Mapping, Sequence
@@ -59,10 +60,26 @@ _TOKEN_ID_LISTS = ("logit_bias", "allowed_token_ids", "stop_token_ids")
 _LIMITS = BodyLimits()
 
 
+class NamedModel(Protocol):
+    """A model with its names."""
+
+    @property
+    def model_names(self) -> tuple[str, ...]: ...
+
+
 class Caller:
     """The client of one request. `address` is its own, or that of a proxy in front; for IPv6, the network of it."""
 
-    def __init__(self, address: str, key: str = "", owner: str = EVERYBODY, use: KeyUse | None = None) -> None:
+    def __init__(
+        self,
+        address: str,
+        key: str = "",
+        owner: str = EVERYBODY,
+        use: KeyUse | None = None,
+        models: tuple[str, ...] | None = None,
+    ) -> None:
+        self.models = models
+        """Names of models that the API key may use; None if it may use all."""
         self.address = address
         self.key = key
         """Name of the API key that the request brought; empty without keys."""
@@ -72,6 +89,10 @@ class Caller:
         """
         self.use = use
         """Rate limits of the API key; None if it has none, or if the request was admitted before."""
+
+    def may_use(self, model: NamedModel) -> bool:
+        """Returns whether the client may use a model."""
+        return self.models is None or not set(self.models).isdisjoint(model.model_names)
 
     @property
     def sharer(self) -> str:
@@ -213,15 +234,24 @@ class Admission:
 
     def __init__(self, config: ServeConfig) -> None:
         engine = config.engine
-        self._config = config
-        self.names = ModelNames(config)
-        self._accepts_any_model = config.accept_any_model
+        self._serve(config)
         self._keys = ApiKeys(config.api_keys or ())
         self.origins = Origins(config)
         self.rate_limits = RateLimits(config.key_limits)
         self.max_prepared = config.max_engines * (engine.max_num_sequences + engine.max_num_waiting)
         """Requests that are prepared at a time: at most as many as all engines may run and queue."""
         self._prepared = ClientShares(self.max_prepared)
+
+    def _serve(self, config: ServeConfig) -> None:
+        self._config = config
+        self.names = ModelNames(config)
+        self._accepts_any_model = config.accept_any_model
+
+    def of_model(self, config: ServeConfig) -> Admission:
+        """Returns the checks for one of several models, which share what they count."""
+        admission = copy.copy(self)
+        admission._serve(config)
+        return admission
 
     @property
     def num_prepared(self) -> int:
@@ -242,7 +272,8 @@ class Admission:
         name = self._keys.name_of(given) if given else None
         if name is None:
             refuse("no_key", remedy="send Authorization: Bearer KEY")
-        return Caller(address, name, self._keys.owner_of(name), self.use_of(name))
+        use, models = self.use_of(name), self.rate_limits.models_of(name)
+        return Caller(address, name, self._keys.owner_of(name), use, models)
 
     def use_of(self, client: str) -> KeyUse | None:
         """Returns the rate limits of a client; None if it has none. Without API keys nobody has any."""

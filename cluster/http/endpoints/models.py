@@ -1,11 +1,13 @@
-"""`GET /v1/models` and `GET /v1/models/{model}`: the served model and its adapters, by each of their names."""
+"""`GET /v1/models` and `GET /v1/models/{model}`: the served models and their adapters, by each of their names."""
 
 from __future__ import annotations
 
 from typing import Literal
 
 import msgspec
+from msgspec import UNSET, UnsetType
 
+from manta.cluster.http.exchange.condition import Stage
 from manta.cluster.http.exchange.exchange import Exchange
 from manta.cluster.http.exchange.state import AppState
 from manta.workers.pooling_info import PoolingTask
@@ -16,13 +18,18 @@ class ModelCard(msgspec.Struct, kw_only=True):
     object: Literal["model"] = "model"
     created: int
     owned_by: str = "manta"
-    max_model_len: int
-    task: Literal["generate"] | PoolingTask
-    """What the model answers with: text, vectors, or scores of labels."""
+    max_model_len: int | UnsetType = UNSET
+    """Tokens of the longest sequence. Left out while none of several models' engines has told it."""
+    task: Literal["generate"] | PoolingTask | UnsetType = UNSET
+    """What the model answers with: text, vectors, or scores of labels. Left out likewise."""
     root: str
     """The name of the model that is computed; an adapter's is that of its model."""
     parent: str | None = None
     """The model that an adapter belongs to; null for the model itself."""
+    state: Stage | UnsetType = UNSET
+    """How one of several models fares. Left out by a server of one model."""
+    reason: str | UnsetType = UNSET
+    """Reason why one of several models is not loaded."""
 
 
 class ModelList(msgspec.Struct):
@@ -31,23 +38,24 @@ class ModelList(msgspec.Struct):
 
 
 async def list_models(state: AppState, exchange: Exchange, _: None) -> ModelList:
-    return ModelList([await _card(state, name) for name in state.admission.names.listed])
+    served = [each for each in state.models if exchange.caller.may_use(each)]
+    return ModelList([await _card(each, name) for each in served for name in each.model_names])
 
 
 async def one_model(state: AppState, exchange: Exchange, _: None) -> ModelCard:
     name = exchange.incoming.path_parameter
-    state.admission.check_model(name)
-    return await _card(state, name)
+    served = state.models.find(name, exchange.caller)
+    served.admission.check_model(name)
+    return await _card(served, name)
 
 
 async def _card(state: AppState, name: str) -> ModelCard:
-    info, names = await state.model_info(), state.admission.names
-    task: Literal["generate"] | PoolingTask = "generate" if info.pooling is None else info.pooling.task
-    return ModelCard(
-        id=name,
-        created=state.created,
-        max_model_len=info.max_model_len,
-        task=task,
-        root=names.model,
-        parent=names.model if names.adapter_of(name) else None,
-    )
+    info, names = await state.model_info() if state.condition is None else state.known_model, state.admission.names
+    parent = names.model if names.adapter_of(name) else None
+    card = ModelCard(id=name, created=state.created, root=names.model, parent=parent)
+    if info is not None:
+        card.max_model_len = info.max_model_len
+        card.task = "generate" if info.pooling is None else info.pooling.task
+    if state.condition is not None:
+        card.state, card.reason = state.condition.stage, state.condition.reason or UNSET
+    return card

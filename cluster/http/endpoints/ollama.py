@@ -27,7 +27,6 @@ from manta.cluster.http.exchange.prompts import encode_all
 from manta.cluster.http.exchange.state import AppState
 from manta.cluster.protocol.ollama import (
     API_VERSION,
-    LATEST,
     OllamaAnswerMessage,
     OllamaChatAnswer,
     OllamaChatRequest,
@@ -55,7 +54,7 @@ Write = Callable[..., msgspec.Struct]
 
 
 async def chat(state: AppState, exchange: Exchange, body: OllamaChatRequest) -> OllamaChatAnswer | None:
-    state.admission.check_model(body.model.removesuffix(LATEST))
+    state.admission.check_model(body.served_model)
     if not body.messages:
         return _chat_part(OllamaAnswerMessage(content="", role="assistant"), **_loaded(body))
     await _chat(state, exchange, body, await state.apart(exchange, body.as_openai), _chat_part)
@@ -63,7 +62,7 @@ async def chat(state: AppState, exchange: Exchange, body: OllamaChatRequest) -> 
 
 
 async def generate(state: AppState, exchange: Exchange, body: OllamaGenerateRequest) -> OllamaGenerateAnswer | None:
-    state.admission.check_model(body.model.removesuffix(LATEST))
+    state.admission.check_model(body.served_model)
     if not body.prompt:
         return _generate_part(OllamaAnswerMessage(content="", role="assistant"), **_loaded(body))
     if state.tokenizer.has_chat_template and not (body.raw or body.suffix):
@@ -102,14 +101,23 @@ async def _complete(state: AppState, exchange: Exchange, body: OllamaGenerateReq
 
 
 async def tags(state: AppState, exchange: Exchange, _: None) -> OllamaModels:
-    return OllamaModels([OllamaModel(**await _model(state))])
+    served = [each for each in state.models if exchange.caller.may_use(each)]
+    return OllamaModels([OllamaModel(**await _model(each)) for each in served])
 
 
 async def running(state: AppState, exchange: Exchange, _: None) -> OllamaRunning:
-    """Answers with the served model, which never expires."""
+    """Answers with the models that are loaded, which never expire."""
+    loaded = [each for each in state.models if exchange.caller.may_use(each) and _is_loaded(each)]
+    return OllamaRunning([await _running(each) for each in loaded])
+
+
+def _is_loaded(state: AppState) -> bool:
+    return state.condition is None or state.condition.stage == "loaded"
+
+
+async def _running(state: AppState) -> OllamaRunningModel:
     info = await state.model_info()
-    model = OllamaRunningModel(**await _model(state), expires_at=_NEVER, context_length=info.max_model_len)
-    return OllamaRunning([model])
+    return OllamaRunningModel(**await _model(state), expires_at=_NEVER, context_length=info.max_model_len)
 
 
 async def api_version(state: AppState, exchange: Exchange, _: None) -> OllamaVersion:
@@ -129,7 +137,7 @@ async def _model(state: AppState) -> dict[str, Any]:
 
 
 async def show(state: AppState, exchange: Exchange, body: OllamaShowRequest) -> OllamaShow:
-    state.admission.check_model(body.model.removesuffix(LATEST))
+    state.admission.check_model(body.served_model)
     info, template = await state.model_info(), state.tokenizer.chat_template_source()
     found = {
         "tools": detect_format(state.tokenizer.chat_template_source(tools=True)),
@@ -150,6 +158,8 @@ def _capabilities(pooling: PoolingInfo | None) -> list[str]:
 
 
 async def _details(state: AppState) -> OllamaDetails:
+    if not _is_loaded(state):  # its engines are not there to ask
+        return OllamaDetails(quantization_level="" if state.known_model is None else state.known_model.dtype)
     return OllamaDetails(quantization_level=(await state.model_info()).dtype)
 
 

@@ -11,7 +11,6 @@ from manta.cluster.http.exchange.codec import encode
 from manta.cluster.http.exchange.exchange import Exchange
 from manta.cluster.http.exchange.state import AppState
 from manta.cluster.protocol.ollama import (
-    LATEST,
     OllamaEmbedding,
     OllamaEmbeddingRequest,
     OllamaEmbeddings,
@@ -22,7 +21,7 @@ from manta.cluster.protocol.pooling_api import EmbeddingRequest
 
 async def embed(state: AppState, exchange: Exchange, body: OllamaEmbedRequest) -> OllamaEmbeddings | None:
     """Sends vectors of length 1, as Ollama does. Without a text it only confirms that the model is loaded."""
-    state.admission.check_model(body.model.removesuffix(LATEST))
+    state.admission.check_model(body.served_model)
     began = time.perf_counter_ns()
     if not body.input:
         await state.pooling_model("embed")
@@ -53,7 +52,7 @@ def _whole(model: str, vectors: np.ndarray, duration: int, num_tokens: int) -> b
 
 
 async def embed_one(state: AppState, exchange: Exchange, body: OllamaEmbeddingRequest) -> OllamaEmbedding:
-    state.admission.check_model(body.model.removesuffix(LATEST))
+    state.admission.check_model(body.served_model)
     if not body.prompt:
         await state.pooling_model("embed")
         return OllamaEmbedding(embedding=[])

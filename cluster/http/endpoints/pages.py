@@ -27,7 +27,9 @@ class Home(msgspec.Struct, kw_only=True):
     name: str = "Manta"
     version: str
     model: str | None
-    """Name of the served model; None if the server requires keys, because this page requires none."""
+    """Name of the served model, or of the first of several; None if the server requires keys, because this page
+    requires none.
+    """
     endpoints: list[str]
     example: str
     docs: str
@@ -50,10 +52,13 @@ async def docs(state: AppState, exchange: Exchange, _: None) -> None:
 
 def _home(state: AppState, exchange: Exchange) -> Home:
     needs_key = bool(state.config.api_keys)
-    name = None if needs_key else state.model_name
+    served = (each for each in state.models if each.condition is None or each.condition.stage != "failed")
+    first = next(served, None)
+    name = None if needs_key or first is None else first.model_name
     host, root = exchange.headers.get("host", ""), exchange.incoming.root_path
     url = f"{state.config.scheme}://{host or f'{state.config.host}:{state.config.port}'}{root}"
-    pooling = None if state.known_model is None else state.known_model.pooling
+    known = None if first is None else first.known_model
+    pooling = None if known is None else known.pooling
     return Home(
         version=version(),
         model=name,
@@ -63,7 +68,7 @@ def _home(state: AppState, exchange: Exchange) -> Home:
         example=curl(
             url,
             name or "YOUR-MODEL",
-            chats=state.tokenizer.has_chat_template,
+            chats=first is None or first.tokenizer.has_chat_template,
             needs_key=needs_key,
             pooling=pooling,
         ),

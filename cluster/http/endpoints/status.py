@@ -9,11 +9,16 @@ import time
 from typing import Any, Literal
 
 import msgspec
+from msgspec import UNSET, UnsetType
 
 from manta.cluster.config import ServeConfig
 from manta.cluster.engine.stats import EngineStats
-from manta.cluster.errors import refuse
+from manta.cluster.errors import ServingError, refuse
+from manta.cluster.http.exchange.all_engines import stats_by_model
+from manta.cluster.http.exchange.condition import Stage
 from manta.cluster.http.exchange.exchange import Exchange
+from manta.cluster.http.exchange.last_answer import Known
+from manta.cluster.http.exchange.metrics import render
 from manta.cluster.http.exchange.state import AppState, DeploymentState, NodeState
 from manta.cluster.version import version
 
@@ -36,6 +41,8 @@ async def health(state: AppState, exchange: Exchange, _: None) -> Health:
     if state.drains:
         refuse("unavailable", remedy="ask another one", cause="this replica was told to go")
     await state.engines.check_reachable()
+    if state.models.are_several:
+        return health_of_models(await stats_by_model(state.models), state.config.health_bound_s)
     engines = await state.engines.stats()
     if not engines and may_stop_all(state.config):
         return Health(status="ok", reason="no engine runs; the next request starts one")
@@ -45,6 +52,28 @@ async def health(state: AppState, exchange: Exchange, _: None) -> Health:
 
 def may_stop_all(config: ServeConfig) -> bool:
     return config.autoscaling is not None and config.autoscaling.min_replicas == 0
+
+
+def health_of_models(models: list[tuple[AppState, list[EngineStats]]], bound_s: float) -> Health:
+    """Returns the health of several models. One that is not healthy takes no other one out of service: the server
+    counts as "degraded". Refuses with 503 if none is healthy, because none has loaded or all stand still.
+    """
+    faults, num_healthy = [], 0
+    for state, engines in models:
+        assert state.condition is not None, "it is one of several"
+        fault = None
+        try:
+            state.condition.check(state.model_name)
+            if state.condition.stage != "unloaded":
+                fault = health_of(engines, bound_s, num_wanted=state.config.num_engines_wanted).reason
+            num_healthy += 1
+        except ServingError as error:
+            fault = error.refusal.cause
+        if fault:
+            faults.append(f"{state.model_name}: {fault}")
+    if not num_healthy:
+        refuse("unavailable", cause="; ".join(faults) or "no model is served here yet")
+    return Health(status="degraded", reason="; ".join(faults)) if faults else Health(status="ok")
 
 
 def health_of(engines: list[EngineStats], bound_s: float, knew_engines: bool = False, num_wanted: int = 1) -> Health:
@@ -95,6 +124,8 @@ async def server_version(state: AppState, exchange: Exchange, _: None) -> Versio
 class EngineState(msgspec.Struct, kw_only=True):
     """One engine that answers."""
 
+    model: str | UnsetType = UNSET
+    """Name of the engine's model, if the server has several."""
     replica: str
     """Last part of the engine's name in Serve."""
     node: str
@@ -114,6 +145,16 @@ class EngineState(msgspec.Struct, kw_only=True):
     """Seconds of each phase of the engine's start, in order."""
 
 
+class ModelState(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """One of several models."""
+
+    name: str
+    state: Stage
+    reason: str = ""
+    """Reason why it is not loaded."""
+    aliases: list[str] = []
+
+
 class Status(msgspec.Struct, kw_only=True):
     """All that `manta status` shows."""
 
@@ -127,9 +168,11 @@ class Status(msgspec.Struct, kw_only=True):
     nodes: list[NodeState]
     problem: str | None = None
     """Reason why the engines do not answer."""
+    models: list[ModelState] | UnsetType = UNSET
+    """The models, if the server may have several."""
     engines_age_s: float = 0.0
     """Seconds since `engines` were heard; 0 if they have answered now. Without any answer so far it counts from the
-    ingress's start.
+    ingress's start. Of several models those that do not answer are left out.
     """
     cluster_age_s: float = 0.0
     """Seconds since Serve and Ray told `deployments` and `nodes`, likewise."""
@@ -137,25 +180,51 @@ class Status(msgspec.Struct, kw_only=True):
 
 async def status(state: AppState, exchange: Exchange, _: None) -> Status:
     """Returns the status within `PATIENCE_S`, whatever state the engines are in."""
-    engines, cluster = await asyncio.gather(state.engine_stats.read(PATIENCE_S), state.cluster.read(PATIENCE_S))
+    heard, cluster = await asyncio.gather(_engines_heard(state), state.cluster.read(PATIENCE_S))
+    bound_s, are_several = state.config.health_bound_s, state.models.are_several
+    alone = None if are_several else heard[0][1]
     deployments, nodes = cluster.value
     return Status(
         version=version(),
         uptime_s=time.time() - state.created,
         num_held=state.engines.num_held,
-        engines=[_engine_state(each, state.config.health_bound_s) for each in engines.value],
+        engines=[
+            _engine_state(each, bound_s, served.model_name if are_several else UNSET)
+            for served, known in heard
+            for each in (known.value if known.age_s == 0 or not are_several else ())
+        ],
         deployments=deployments,
         nodes=nodes,
-        problem=None if engines.problem is None else str(engines.problem),
-        engines_age_s=engines.age_s,
+        problem=None if alone is None or alone.problem is None else str(alone.problem),
+        models=[*map(_model_state, state.models)] if are_several else UNSET,
+        engines_age_s=0.0 if alone is None else alone.age_s,
         cluster_age_s=cluster.age_s,
     )
 
 
-def _engine_state(stats: EngineStats, bound_s: float) -> EngineState:
+async def _engines_heard(state: AppState) -> list[tuple[AppState, Known[list[EngineStats]]]]:
+    """Returns each model with what its engines have told within `PATIENCE_S`."""
+    states = list(state.models)
+    heard = await asyncio.gather(*(each.engine_stats.read(PATIENCE_S) for each in states))
+    return list(zip(states, heard, strict=True))
+
+
+def _model_state(state: AppState) -> ModelState:
+    assert state.condition is not None, "it is one of several"
+    condition = state.condition
+    return ModelState(
+        name=state.model_name,
+        state=condition.stage,
+        reason=condition.reason,
+        aliases=[*state.config.model_aliases],
+    )
+
+
+def _engine_state(stats: EngineStats, bound_s: float, model: str | UnsetType = UNSET) -> EngineState:
     service = stats.service
     assert service is not None, "replicas say it"
     return EngineState(
+        model=model,
         replica=service.replica.rpartition("#")[2],
         node=service.node,
         state=_word(stats, bound_s),
@@ -182,8 +251,10 @@ async def metrics(state: AppState, exchange: Exchange, _: None) -> None:
     """Sends the metrics within `PATIENCE_S`. Engines that do not answer by then have no part in them: their gauges
     are missing, and `manta:engines_serving` does not count them.
     """
-    engines, others = await asyncio.gather(state.engine_stats.read(PATIENCE_S), state.other_metrics.read(PATIENCE_S))
-    text = state.metrics.render([] if engines.age_s else engines.value, others.value)
+    heard, others = await asyncio.gather(_engines_heard(state), state.other_metrics.read(PATIENCE_S))
+    models = [(served.metrics, [] if known.age_s else known.value) for served, known in heard]
+    of_server = [state.metrics.own()] if state.models.are_several else []
+    text = render(models, [*of_server, *others.value])
     await exchange.reply.send_body(text, "text/plain; version=0.0.4; charset=utf-8")
 
 

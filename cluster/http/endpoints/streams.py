@@ -83,7 +83,10 @@ def route_of(state: AppState, recording: Recording) -> Route:
 async def write_again(
     state: AppState, exchange: Exchange, recording: Recording, after: int = -1, streams: bool = True
 ) -> None:
-    """Has the route that answered a request answer it again, from its recording: as a stream, or as a whole."""
+    """Has the route that answered a request answer it again, from its recording: as a stream, or as a whole. Refuses
+    with 404 if its model is served no more.
+    """
+    state = state.models.named(recording.opening.model)
     route = route_of(state, recording)
     assert route.body is not None
     exchange.is_small = is_small(recording.opening.body)

@@ -145,7 +145,7 @@ class Exchange(GenerationExchange):
         reply.on_start = self.hand_over  # from then on the client's own pace is timed
         super().__init__(asked.request_id, asked.headers, caller, engines, reply, config.request_timeout_s)
         self.notes: dict[str, Any] = {}
-        """Token counts of the generation, for the log."""
+        """The model, if there are several, and token counts of the generation, for the log."""
         self.preparation: Preparation | None = None
         """Place among the requests that are prepared; set before the handler is called."""
         self._begun = time.perf_counter()
@@ -164,7 +164,7 @@ class Exchange(GenerationExchange):
     def note(self, generation: Generation) -> None:
         """Adds the token counts of a generation to the log line."""
         usages = generation.usages
-        self.notes = {
+        self.notes |= {
             "choices": generation.num_choices,
             "prompt_tokens": sum(usage.num_prompt_tokens for usage in usages),
             "output_tokens": sum(usage.num_output_tokens for usage in usages),

@@ -249,6 +249,15 @@ class Metrics:
 
     def render(self, engines: Sequence[EngineStats], others: Iterable[list[Metric]] = ()) -> bytes:
         """Returns Prometheus' text format: the engines' statistics, and the metrics of this ingress and of `others`."""
+        return render([(self, engines)], others)
+
+    @property
+    def has_vllm_names(self) -> bool:
+        """Whether the metrics are shown under vLLM's names too."""
+        return self._config is not None and self._config.vllm_metrics
+
+    def of_engines(self, engines: Sequence[EngineStats]) -> Iterable[Metric]:
+        """Returns the engines' statistics as metrics."""
         num_blocks = sum(stats.num_blocks for stats in engines)
         self._kv_usage.set(sum(stats.kv_usage * stats.num_blocks for stats in engines) / max(1, num_blocks))
         self._standstill.set(max((stats.seconds_since_progress for stats in engines), default=0.0))
@@ -258,10 +267,7 @@ class Metrics:
         self._show_starts(engines)
         self._show_options(engines)
         self._add_up(engines)
-        merged = _Merged([self.own(), *others, self._of_engines.collect()])
-        if self._config is not None and self._config.vllm_metrics:
-            merged.add(as_vllm(merged.collect()))
-        return generate_latest(merged)
+        return self._of_engines.collect()
 
     def _show_starts(self, engines: Sequence[EngineStats]) -> None:
         """Shows the start phases of the running engines."""
@@ -292,6 +298,18 @@ class Metrics:
             for proposer, places in counts.items():
                 for place, count in enumerate(places):
                     yield self._drafts[kind], (proposer, str(place)), count
+
+
+def render(models: Iterable[tuple[Metrics, Sequence[EngineStats]]], others: Iterable[list[Metric]] = ()) -> bytes:
+    """Returns Prometheus' text format for one model or several, each with its engines' statistics, and the metrics of
+    `others`.
+    """
+    models = list(models)
+    own = [metrics.own() for metrics, _ in models]
+    merged = _Merged([*own, *others, *(metrics.of_engines(engines) for metrics, engines in models)])
+    if any(metrics.has_vllm_names for metrics, _ in models):
+        merged.add(as_vllm(merged.collect()))
+    return generate_latest(merged)
 
 
 class _Merged:

@@ -34,7 +34,8 @@ STREAM_ID = b"x-stream-id"
 
 class RecordedEngines:
     """Engines that record the output of one request, the body of which is `body`. `exchange` is the request's, with the
-    id of a stream. `refusal` says why the request cannot be recorded, if it cannot.
+    id of a stream. `refusal` says why the request cannot be recorded, if it cannot. `model` is the name of the engines'
+    model.
     """
 
     def __init__(
@@ -44,6 +45,7 @@ class RecordedEngines:
         body: bytes,
         unread_s: float,
         refusal: Refusal | None = None,
+        model: str = "",
     ) -> None:
         self.body = body
         """Body from which the answer is written again."""
@@ -53,6 +55,7 @@ class RecordedEngines:
         self._streams = streams
         self._exchange = exchange
         self._unread_s = unread_s
+        self._model = model
         self._refusal = refusal
 
     async def resolve(self, spec: ConstraintSpec, client: str = "") -> tuple[ConstraintSpec, list[str]]:
@@ -93,6 +96,7 @@ class RecordedEngines:
             unread_s=self._unread_s,
             generation=request,
             seeds=[secrets.randbits(63) if seed is None else seed for _ in request.prompts],
+            model=self._model,
         )
 
 
@@ -137,7 +141,7 @@ def record(
     if not exchange.identity.stream_id:
         exchange.identity = Identity(new_stream_id())
     exchange.reply.event_ids = EventIds(exchange.identity.stream_id)
-    exchange.engines = recorded = RecordedEngines(state.streams, exchange, body, unread_s, refusal)
+    exchange.engines = recorded = RecordedEngines(state.streams, exchange, body, unread_s, refusal, state.model_name)
     return recorded
 
 

@@ -40,6 +40,8 @@ class Opening(msgspec.Struct, kw_only=True, frozen=True):
     generation: GenerationRequest
     seeds: list[int]
     """Seed of each prompt."""
+    model: str = ""
+    """Name of the model that answers; empty in openings of versions that knew one model only."""
 
     @property
     def client(self) -> str:

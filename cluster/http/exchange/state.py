@@ -1,16 +1,19 @@
 """All endpoints share the form of a route, and the state with configuration, tokenizer, engines and metrics.
 
-`cluster/http/routes.py` holds the routes. `cluster/http/app.py` makes the state, and finds the route of a request.
+An address of one model has one `AppState`. An address of several has one for each model, and one for routes that name
+no model; `cluster/serve/fleet/` adds them. `cluster/http/routes.py` holds the routes. `cluster/http/app.py` makes the
+state, and finds the route of a request.
 """
 
 from __future__ import annotations
 
 import asyncio
+import copy
 import dataclasses
 import re
 import time
-from collections.abc import Awaitable, Callable
-from typing import Any, NoReturn, TypeVar
+from collections.abc import Awaitable, Callable, Iterator
+from typing import Any, ClassVar, NoReturn, TypeVar
 
 import msgspec
 from prometheus_client.metrics_core import Metric
@@ -19,8 +22,9 @@ from manta.cluster.config import ServeConfig
 from manta.cluster.engine.stats import EngineStats
 from manta.cluster.errors import refuse
 from manta.cluster.http.access.prefix_scope import PrefixScope
-from manta.cluster.http.access.request_admission import Admission, Body
+from manta.cluster.http.access.request_admission import Admission, Body, Caller
 from manta.cluster.http.exchange.apart import Apart
+from manta.cluster.http.exchange.condition import Condition
 from manta.cluster.http.exchange.engines import Engines
 from manta.cluster.http.exchange.exchange import Exchange, GenerationExchange
 from manta.cluster.http.exchange.last_answer import LastAnswer
@@ -132,7 +136,7 @@ class AppState:
     def __init__(
         self,
         config: ServeConfig,
-        tokenizer: Tokenizer,
+        tokenizer: Tokenizer | None,
         engines: Engines,
         metrics: Metrics,
         prefix_secret: bytes,
@@ -140,16 +144,14 @@ class AppState:
         cluster: ClusterState = no_cluster,
         document: dict[str, Any] | None = None,
     ) -> None:
-        self.config = config
-        self.model_name = config.model_name
-        """Name of the model in the API."""
-        self.tokenizer = tokenizer
-        self.engines = engines
-        self.metrics = metrics
         self.admission = Admission(config)
+        self.created = int(time.time())
+        """Start of this replica, in seconds since 1970; of one of several models, the time when it was added."""
+        self._serve(config, tokenizer, engines, metrics)
+        self.models: Models = OnlyModel(self)
+        """The models of the address."""
         self.other_metrics = LastAnswer[list[list[Metric]]](other_metrics, [])
         """The metrics of the other replicas of the endpoint."""
-        self.engine_stats = LastAnswer[list[EngineStats]](engines.stats, [])
         self.cluster = LastAnswer[tuple[list[DeploymentState], list[NodeState]]](cluster, ([], []))
         self.knows_engines = False
         """Whether an engine has answered a question about its health here."""
@@ -170,13 +172,60 @@ class AppState:
         """Tasks that store responses whose streams have ended."""
         self.parsing = asyncio.Lock()
         """Lock for parsing a piece of an upload, which allows one piece per turn of the event loop."""
-        self.created = int(time.time())
-        """Start of this replica, in seconds since 1970."""
         self._apart = Apart("apart")
         self._rendering = Apart("rendering")
+
+    def _serve(self, config: ServeConfig, tokenizer: Tokenizer | None, engines: Engines, metrics: Metrics) -> None:
+        self.config = config
+        self.model_name = config.model_name
+        """Name of the model in the API."""
+        self._tokenizer = tokenizer
+        self.engines = engines
+        self.engine_stats = LastAnswer[list[EngineStats]](engines.stats, [])
+        self.metrics = metrics
+        self.condition: Condition | None = None
+        """How one of several models fares. None for the only model of an address."""
         self._model: ModelInfo | None = None
         self._asking: asyncio.Future[ModelInfo] | None = None
         """Query to the engines that all waiting requests share; None if none is under way."""
+
+    def of_model(
+        self, config: ServeConfig, tokenizer: Tokenizer | None, engines: Engines, metrics: Metrics
+    ) -> AppState:
+        """Returns the state of one of several models. It shares with this state all that belongs to the server."""
+        state = copy.copy(self)
+        state.created = int(time.time())
+        state.admission = self.admission.of_model(config)
+        state._serve(config, tokenizer, engines, metrics)
+        return state
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The model's tokenizer. Routes that name none of several models have none."""
+        assert self._tokenizer is not None, "a request names its model"
+        return self._tokenizer
+
+    @property
+    def model_names(self) -> tuple[str, ...]:
+        """The model's name, its aliases and its adapters."""
+        return self.admission.names.listed
+
+    def for_body(self, body: Any, exchange: GenerationExchange) -> AppState:
+        """Returns the state of the model that a body names, whose engines then answer the exchange. A body without the
+        field is for the server itself. Refuses a model that is not served, or has failed.
+        """
+        if not hasattr(body, "model"):
+            return self
+        state = self.models.find(asked_model(body), exchange.caller)
+        if state is not self:
+            exchange.engines = state.engines
+        if state.condition is not None:
+            state.condition.check(state.model_name)
+        return state
+
+    def all_metrics(self) -> list[Metrics]:
+        """Returns the metrics of the server, and those of each of several models."""
+        return [self.metrics, *(state.metrics for state in self.models if state is not self)]
 
     async def apart(self, exchange: GenerationExchange, function: Callable[..., Result], *arguments: object) -> Result:
         """Returns the result of a call that costs time with the size of the exchange's body: of a small one at once, of
@@ -245,3 +294,89 @@ class AppState:
         self._asking = None
         if not answer.cancelled() and answer.exception() is None:
             self._model = answer.result()
+
+
+class Models:
+    """The models of an address. `default_model` answers requests that name none."""
+
+    def __init__(self, default_model: str | None = None) -> None:
+        self._default = default_model
+        self._states: dict[str, AppState] = {}
+        self._owners: dict[str, str] = {}
+        """Name of the model of each name and alias."""
+
+    def __iter__(self) -> Iterator[AppState]:
+        return iter(list(self._states.values()))
+
+    def __len__(self) -> int:
+        return len(self._states)
+
+    are_several: ClassVar[bool] = True
+    """Whether the address may have several models, even if it has one or none now."""
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """All names and aliases."""
+        return tuple(self._owners)
+
+    def put(self, state: AppState) -> None:
+        """Adds a model, or replaces the one of its name."""
+        self.remove(state.model_name)
+        self._states[state.model_name] = state
+        self._owners |= dict.fromkeys(state.admission.names.every, state.model_name)
+
+    def remove(self, name: str) -> None:
+        """Removes a model by its name, if there is one. Requests under way keep its state."""
+        self._states.pop(name, None)
+        self._owners = {each: owner for each, owner in self._owners.items() if owner != name}
+
+    def named(self, name: str) -> AppState:
+        """Returns a model by its own name, for work that began with it. Refuses with 404 if it is gone."""
+        state = self._states.get(name)
+        return self._unknown(name, self.names) if state is None else state
+
+    def metrics_of(self, name: str | None, of_server: Metrics) -> Metrics:
+        """Returns the metrics of a model, or those of the server for a request without one."""
+        state = self._states.get(name or "")
+        return of_server if state is None else state.metrics
+
+    def find(self, name: str | None, caller: Caller) -> AppState:
+        """Returns the model that answers a request, by any of its names. Refuses with 404 a name that is none of those
+        which the caller may use, and with 400 a request that names none, unless there is a default model.
+        """
+        allowed = tuple(each for each in self._owners if caller.may_use(self._states[self._owners[each]]))
+        asked = name or self._default
+        if not asked:
+            names = ", ".join(allowed)
+            refuse("required", "model", bound=allowed or "none", remedy=f"name one of {names}" if names else "")
+        return self._states[self._owners[asked]] if asked in allowed else self._unknown(asked, allowed)
+
+    def _unknown(self, name: str, known: tuple[str, ...]) -> NoReturn:
+        refuse("unknown_model", "model", name, known or "nothing")
+
+
+class OnlyModel(Models):
+    """The table of an address of one model, which checks names itself (`Admission.check_model`)."""
+
+    are_several = False
+
+    def __init__(self, state: AppState) -> None:
+        super().__init__()
+        self.put(state)
+        self._only = state
+
+    def named(self, name: str) -> AppState:
+        return self._only
+
+    def find(self, name: str | None, caller: Caller) -> AppState:
+        if not caller.may_use(self._only):
+            self._unknown(name or self._only.model_name, ())
+        return self._only
+
+
+def asked_model(body: Any) -> str | None:
+    """Returns the model that a body names; None if it names none. Bodies of an API that writes names in a way of its
+    own have `served_model`.
+    """
+    name: str | None = getattr(body, "served_model", None) or body.model
+    return name

@@ -18,6 +18,11 @@ from manta.cluster.serve.starting.replica_process import REPLICA_ENVIRONMENT, Re
 class DeployedEngine(ReplicaProcess, ModelReplica):
     """The class that Serve deploys."""
 
+    async def reconfigure(self, announcement: dict[str, Any]) -> None:
+        """Takes what the deployment says of itself to ingresses (`cluster/serve/fleet/found.py`), which read it from
+        Serve. Serve calls it for the engines of one of several models; it changes no engine.
+        """
+
 
 def engine_deployment(
     config: EngineConfig,

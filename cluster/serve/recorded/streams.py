@@ -70,9 +70,11 @@ class _Own:
 
 
 class RecordedStreams:
-    """Owns the recordings of one ingress. `client` is its `EngineClient`, and `node` the id of its Ray node."""
+    """Owns the recordings of one ingress. `client` is its `EngineClient`, and `node` the id of its Ray node. `shares`
+    counts their bytes together with those of other models; None counts them alone.
+    """
 
-    def __init__(self, client: Any, limits: StreamLimits, node: str) -> None:
+    def __init__(self, client: Any, limits: StreamLimits, node: str, shares: ClientShares | None = None) -> None:
         self._client = client
         self._limits = limits
         self.copies = Copies(node, client.metrics.replica is not None, self)
@@ -83,7 +85,7 @@ class RecordedStreams:
         self._tasks: set[asyncio.Task[Any]] = set()
         self._unwritten: dict[str, _Own] = {}
         """Streams with entries that no keeper was sent."""
-        self.shares = ClientShares(limits.max_bytes, limits.max_client_bytes, drops_own=True)
+        self.shares = shares or ClientShares(limits.max_bytes, limits.max_client_bytes, drops_own=True)
         """Bytes of recordings, by client. Those of ended streams that the storage has too can be taken away."""
         self.meter_of: Callable[[Opening], Meter] = lambda _: UNMETERED
         self.on_end: Callable[[Recording], None] = lambda _: None

@@ -85,7 +85,8 @@ class EngineQuestions:
 
     def __init__(self, engine: Any, standby: Any, max_held: int, is_removed: Callable[[], Awaitable[bool]]) -> None:
         self._handles = {ENGINE: engine} if standby is None else {ENGINE: engine, STANDBY: standby}
-        self._replicas = replicas.known_replicas()
+        # A stand-in that calls replicas in its own process belongs to no application.
+        self._replicas = replicas.known_replicas(str(getattr(engine, "app_name", "")))
         self._is_removed = is_removed
         self._waker = Waker(self.is_asleep, lambda: self.serving.start_seconds.remote(), max_held)
 

@@ -1,9 +1,9 @@
 """The engine replicas as one ingress knows them: which ones Serve runs, which are alive, and which got a request last.
 
 Serve's router (`request_router.py`) reports the running replicas and asks which one gets a request. The channel reports
-which replicas were heard, and what they report. Each process has one `Replicas` between the two, because Serve creates
-the router where the ingress cannot pass it anything. Everything here may be called from another thread, because Serve's
-router may run in one.
+which replicas were heard, and what they report. Each process has one `Replicas` between the two for each application
+with engines, because Serve creates the router where the ingress cannot pass it anything. Everything here may be called
+from another thread, because Serve's router may run in one.
 """
 
 from __future__ import annotations
@@ -157,9 +157,9 @@ def _prompt(request: EngineRequest, block_size: int) -> Prompt:
 
 
 @functools.cache
-def known_replicas() -> Replicas:
-    """Returns the replicas that this process calls. It is a function because Serve copies the router's class with
-    everything that it refers to, except functions of modules.
+def known_replicas(application: str) -> Replicas:
+    """Returns the engines of an application that this process calls. It is a function because Serve copies the router's
+    class with everything that it refers to, except functions of modules.
     """
     return Replicas()
 

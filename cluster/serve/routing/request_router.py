@@ -45,7 +45,7 @@ class EngineRouter(RequestRouter):
     def initialize_state(self, deployment: str, block_size: int) -> None:  # type: ignore[override]
         self._deployment = deployment
         self._block_size = block_size
-        self._known = known_replicas()
+        self._known = known_replicas(self._deployment_id.app_name)
         self._listed: list[RunningReplica] = []
         self._by_name: dict[str, RunningReplica] = {}
 

@@ -8,6 +8,7 @@ import asyncio
 import math
 import re
 import time
+from collections.abc import Callable, Mapping
 
 import ray
 from ray import serve
@@ -33,9 +34,12 @@ KEEP_S = 0.25
 
 
 class ClusterWatch:
-    """The state of the application that this process belongs to; call it in its event loop."""
+    """The state of the application that this process belongs to; call it in its event loop. `models` returns the
+    applications with the engines of several models, and the names of these.
+    """
 
-    def __init__(self) -> None:
+    def __init__(self, models: Callable[[], Mapping[str, str]] = dict) -> None:
+        self._models = models
         self._asking = asyncio.Lock()
         self._found: tuple[list[DeploymentState], list[NodeState]] = [], []
         self._asked_at = -math.inf
@@ -43,19 +47,21 @@ class ClusterWatch:
     async def __call__(self) -> tuple[list[DeploymentState], list[NodeState]]:
         async with self._asking:
             if time.monotonic() - self._asked_at > KEEP_S:
-                self._found = await asyncio.to_thread(lambda: (_deployments(), _nodes()))
+                self._found = await asyncio.to_thread(lambda: (_deployments(self._models()), _nodes()))
                 self._asked_at = time.monotonic()
         return self._found
 
 
-async def is_removed() -> bool:
-    """Returns whether Serve is deleting this replica's application, including its engines, or has done so."""
-    name = serve.get_replica_context().app_name
+async def is_removed(application: str | None = None) -> bool:
+    """Returns whether Serve is deleting an application, including its engines, or has done so; that of this replica
+    unless one is named.
+    """
+    name = application or serve.get_replica_context().app_name
     applications = (await asyncio.to_thread(serve.status)).applications
     return name not in applications or applications[name].status == ApplicationStatus.DELETING
 
 
-def _deployments() -> list[DeploymentState]:
+def _deployments(models: Mapping[str, str]) -> list[DeploymentState]:
     try:
         name = serve.get_replica_context().app_name
     except RayServeException:  # no replica: a batch job or a test
@@ -67,11 +73,16 @@ def _deployments() -> list[DeploymentState]:
     except Exception as error:  # the controller may be gone, and Ray raises many types then
         note = f"Serve's controller does not answer: {in_words(error)}"
         return [DeploymentState(name="Serve", status="UNKNOWN", replicas={}, note=note)]
-    application = details._get_status().applications.get(name)
-    if application is None:
-        return []
-    wanted = {each: found.target_num_replicas for each, found in details.applications[name].deployments.items()}
-    return [deployment_state(application, each, wanted[each]) for each in application.deployments]
+    applications = details._get_status().applications
+    shown = {name: "", **{of_model: f"{model}: " for of_model, model in sorted(models.items())}}
+    found = []
+    for each, prefix in shown.items():
+        if each in applications:
+            for deployment, told in details.applications[each].deployments.items():
+                state = deployment_state(applications[each], deployment, told.target_num_replicas)
+                state.name = f"{prefix}{deployment}"
+                found.append(state)
+    return found
 
 
 def deployment_state(

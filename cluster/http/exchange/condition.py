@@ -1,0 +1,25 @@
+"""How one of several models fares, as clients are told."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+from manta.cluster.errors import refuse
+
+Stage = Literal["unloaded", "loading", "loaded", "failed"]
+"""How one of several models fares. `unloaded`: no engine runs, and a request starts one."""
+
+
+class Condition(msgspec.Struct, frozen=True):
+    """The stage of one of several models. `reason` says why it is not loaded."""
+
+    stage: Stage
+    reason: str = ""
+
+    def check(self, model: str) -> None:
+        """Refuses with 503 a request to a model that has failed."""
+        if self.stage == "failed":
+            remedy = "use another model, or retry when the operator has mended it"
+            refuse("unavailable", cause=f"the model {model} did not start: {self.reason}", remedy=remedy)

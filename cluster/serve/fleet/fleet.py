@@ -1,0 +1,231 @@
+"""One process's table of models, kept like what Serve runs: models come, change and go while the process goes on."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+from collections.abc import Callable, Coroutine
+from typing import Any, Protocol
+
+import msgspec
+import ray
+from ray import serve
+
+from manta.cluster.config import ServeConfig
+from manta.cluster.errors import ServingError
+from manta.cluster.http.exchange.all_engines import AllEngines
+from manta.cluster.http.exchange.condition import Condition
+from manta.cluster.http.exchange.engines import Engines
+from manta.cluster.http.exchange.metrics import Metrics
+from manta.cluster.http.exchange.state import AppState, Models
+from manta.cluster.serve.fleet.found import FoundModel, found_models
+from manta.cluster.serve.fleet.streams_of_models import StreamsOfModels
+from manta.cluster.serve.recorded.streams import RecordedStreams
+from manta.cluster.serve.requests.engine_client import ENGINE, EngineClient
+from manta.cluster.serve.routing.replicas import own_node
+from manta.cluster.serve.scaling.cluster_state import is_removed
+from manta.cluster.serve.starting.start_failure import in_words
+from manta.cluster.text.chat_template import template_process
+from manta.cluster.text.tokenizer import Tokenizer
+from manta.structured.client_shares import ClientShares
+from manta.structured.visible_logs import logger_of
+from manta.workers.checkpoints.model_folder import resolve_model_folder
+
+logger = logger_of(__name__)
+
+LOOK_S = 0.5
+"""Seconds between two queries to Serve's controller for the models of the address."""
+
+
+def tokenizer_of(config: ServeConfig) -> Tokenizer:
+    """Returns the tokenizer of a configuration's model, and starts the process that renders chat templates if the
+    tokenizer has one.
+    """
+    tokenizer = Tokenizer(config.engine.tokenizer or str(resolve_model_folder(config.engine.model)))
+    if tokenizer.has_chat_template:
+        template_process().start()
+    return tokenizer
+
+
+class _Member:
+    """One model of the table, with everything that this ingress holds for it."""
+
+    def __init__(
+        self, found: FoundModel, state: AppState, client: EngineClient | None, fault: Condition | None
+    ) -> None:
+        self.found = found
+        self.state = state
+        self.client = client
+        """None if the model cannot be served here."""
+        self.fault = fault
+        """Set if the model cannot be served here however its engines fare."""
+        self.asking: asyncio.Task[None] | None = None
+        """Asks the engines for the model's properties; None before they have loaded."""
+
+
+class Table(Protocol):
+    """What answers for the models: the application of an ingress, or the endpoints of batches."""
+
+    def add_model(
+        self, config: ServeConfig, tokenizer: Tokenizer | None, engines: Engines, metrics: Metrics
+    ) -> AppState: ...
+
+    def remove_model(self, name: str) -> None: ...
+
+
+class Fleet:
+    """Owns the clients of all models' engines in one process, which are of the type `client`.
+
+    - `address` is the name of the application that answers requests, and `replica` that of the ingress if there are
+      several.
+    - `streams` records streams; None records none.
+    - `find` returns the models of an address, and `handle_of` the handle of a deployment of an application.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        config: ServeConfig,
+        table: Table,
+        streams: StreamsOfModels | None = None,
+        replica: str | None = None,
+        client: type[EngineClient] = EngineClient,
+        find: Callable[[str], list[FoundModel]] = found_models,
+        handle_of: Callable[[str, str], Any] = serve.get_deployment_handle,
+    ) -> None:
+        self._address = address
+        self._config = config
+        self._table = table
+        self._streams = streams
+        self._replica = replica
+        self._client_type = client
+        self._find = find
+        self._handle_of = handle_of
+        self._members: dict[str, _Member] = {}
+        self._shares = ClientShares(config.streams.max_bytes, config.streams.max_client_bytes, drops_own=True)
+        self._watching: asyncio.Task[None] | None = None
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._handles: dict[str, Any] = {}
+        """Handles of the engines, by application."""
+
+    @property
+    def applications(self) -> dict[str, str]:
+        """The names of the models by those of their applications."""
+        return {member.found.application: name for name, member in self._members.items()}
+
+    async def start(self) -> None:
+        """Brings the table up to date, and keeps it so from now on. Later calls do nothing."""
+        if self._watching is None:
+            await self.look()
+            self._watching = asyncio.ensure_future(self._watch())
+
+    async def _watch(self) -> None:
+        while True:
+            await asyncio.sleep(LOOK_S)
+            try:
+                await self.look()
+            except Exception as error:  # the controller may be restarting, and Ray raises many types
+                logger.warning("Serve does not tell its models: %s", in_words(error))
+
+    async def look(self) -> None:
+        """Makes the table like what Serve tells now."""
+        found = {each.model.model_name: each for each in await asyncio.to_thread(self._find, self._address)}
+        for name in self._members.keys() - found.keys():
+            self._remove(name)
+        for name, each in found.items():
+            await self._update(name, each)
+
+    async def _update(self, name: str, found: FoundModel) -> None:
+        member = self._members.get(name)
+        if member is not None and member.found.application != found.application:
+            self._remove(name)
+            member = None
+        if member is None:
+            await self._add(name, found)
+        elif found.is_settled and found.model != member.found.model:
+            await self._change(name, member, found)
+        else:
+            self._tell(member, msgspec.structs.replace(found, model=member.found.model))
+
+    async def _add(self, name: str, found: FoundModel) -> None:
+        config = self._config.of_model(found.model)
+        tokenizer, fault = await self._tokenizer(config)
+        metrics = Metrics(name, self._replica)
+        metrics.show_options(config)
+        client = None if tokenizer is None else await self._client(found, config, tokenizer, metrics)
+        if client is not None and self._streams is not None:
+            self._streams.put(name, RecordedStreams(client, config.streams, own_node(), self._shares))
+        engines: Engines = AllEngines(Models()) if client is None else client
+        state = self._table.add_model(config, tokenizer, engines, metrics)
+        member = self._members[name] = _Member(found, state, client, fault)
+        self._tell(member, found)
+        logger.info("the model %s is served from the application %s", name, found.application)
+
+    async def _client(
+        self, found: FoundModel, config: ServeConfig, tokenizer: Tokenizer, metrics: Metrics
+    ) -> EngineClient:
+        handle = await asyncio.to_thread(self._handle_of, ENGINE, found.application)
+        self._handles[found.application] = handle
+        return self._client_type(
+            handle,
+            tokenizer,
+            ray.util.get_node_ip_address(),
+            metrics,
+            None,
+            config.engine.max_num_waiting,
+            functools.partial(is_removed, found.application),
+        )
+
+    async def _change(self, name: str, member: _Member, found: FoundModel) -> None:
+        """Takes the new options of a model, whose engines have been replaced by now. Its streams go on."""
+        config = self._config.of_model(found.model)
+        tokenizer, _ = await self._tokenizer(config)
+        if member.client is None or tokenizer is None:
+            self._remove(name)
+            await self._add(name, found)
+        else:
+            member.client.tokenizer = tokenizer
+            member.state = self._table.add_model(config, tokenizer, member.client, member.client.metrics)
+            self._tell(member, found)
+
+    async def _tokenizer(self, config: ServeConfig) -> tuple[Tokenizer | None, Condition | None]:
+        """Returns a model's tokenizer, or the condition of a model whose tokenizer cannot be read here."""
+        try:
+            return await asyncio.to_thread(tokenizer_of, config), None
+        except Exception as error:  # files of any kind may be there, and libraries raise many types
+            reason = f"its tokenizer cannot be read on the ingress's node: {in_words(error)}"
+            return None, Condition("failed", reason)
+
+    def _tell(self, member: _Member, found: FoundModel) -> None:
+        """Notes how a model fares. Of one that has just loaded its properties are asked, for the list of models."""
+        member.found, member.state.condition = found, member.fault or found.condition
+        is_unknown = member.state.condition.stage == "loaded" and member.state.known_model is None
+        if is_unknown and (member.asking is None or member.asking.done()):
+            member.asking = self._begin(self._ask(member.state))
+
+    def _remove(self, name: str) -> None:
+        member = self._members.pop(name)
+        self._table.remove_model(name)
+        if self._streams is not None:
+            self._streams.remove(name)
+        if member.client is not None:
+            self._begin(self._retire(member.client, self._handles.pop(member.found.application)))
+        logger.info("the model %s is served no more: the application %s has gone", name, member.found.application)
+
+    def _begin(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+    async def _ask(self, state: AppState) -> None:
+        with contextlib.suppress(ServingError):
+            await state.model_info()
+
+    async def _retire(self, client: EngineClient, handle: Any) -> None:
+        """Closes the client of a model that is gone, when its last requests have ended, and its handle."""
+        while client.runs:
+            await asyncio.sleep(LOOK_S)
+        await client.close()
+        await handle.shutdown_async()  # an open handle wakes up ten times a second

@@ -1,0 +1,111 @@
+"""The models of an address as Serve tells them: which application has which model's engines, and how it fares.
+
+The engines' deployment carries an announcement as its `user_config`: the address that it belongs to, and the model's
+entry in the configuration. So Serve keeps the list of models, durably as its own state, and whoever deploys or deletes
+a model's application changes the list of every ingress without restarting one.
+"""
+
+from __future__ import annotations
+
+import re
+import zlib
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+from ray.serve.context import _get_global_client as get_client
+from ray.serve.schema import ApplicationStatus, ReplicaState
+
+from manta.cluster.config import ServedModel
+from manta.cluster.http.exchange.condition import Condition
+from manta.cluster.serve.requests.engine_client import ENGINE
+from manta.cluster.serve.starting.start_failure import last_exception
+from manta.structured.visible_logs import logger_of
+
+logger = logger_of(__name__)
+
+_UNFIT = re.compile(r"[^A-Za-z0-9_.-]")
+"""Characters that names of applications do not have, because actors, log files and metrics carry them."""
+
+
+class Announcement(msgspec.Struct, frozen=True):
+    """What the engines of one of several models say of themselves in Serve's configuration."""
+
+    address: str
+    """Name of the application that answers requests."""
+    model: ServedModel
+
+
+class FoundModel(msgspec.Struct, frozen=True):
+    """One model of an address."""
+
+    application: str
+    """Name of the Serve application with its engines."""
+    model: ServedModel
+    condition: Condition
+    is_settled: bool
+    """Whether all its engines are of its present options."""
+
+
+def application_name(address: str, model: str) -> str:
+    """Returns the name of the application with a model's engines, a different one for each name of a model."""
+    fit = _UNFIT.sub("-", model)
+    return f"{address}.{fit}" if fit == model else f"{address}.{fit}-{zlib.crc32(model.encode()):08x}"
+
+
+def announced(address: str, model: ServedModel) -> dict[str, Any]:
+    """Returns the announcement as Serve's `user_config` holds it."""
+    found: dict[str, Any] = msgspec.to_builtins(Announcement(address, model))
+    return found
+
+
+def found_models(address: str) -> list[FoundModel]:
+    """Returns the models of an address, as Serve's controller tells them now."""
+    client = get_client(raise_if_no_controller_running=False)
+    return [] if client is None else models_among(client.get_serve_details()["applications"], address)
+
+
+def models_among(applications: Mapping[str, Any], address: str) -> list[FoundModel]:
+    """Returns the models of an address among Serve's details of all applications. Of two models with a common name the
+    one whose application's name comes first is served.
+    """
+    owners: dict[str, str] = {}
+    found = []
+    for name, details in sorted(applications.items()):
+        model = _model_of(details, address)
+        if model is None or details["status"] == ApplicationStatus.DELETING:
+            continue
+        names = (*model.names, *model.engine.adapters)
+        taken = [each for each in names if each in owners]
+        if taken:
+            logger.error("the model of %s is not served: %s has its name %r", name, owners[taken[0]], taken[0])
+            continue
+        owners |= dict.fromkeys(names, name)
+        settled = details["status"] == ApplicationStatus.RUNNING
+        found.append(FoundModel(name, model, _condition(details), settled))
+    return found
+
+
+def _model_of(details: Mapping[str, Any], address: str) -> ServedModel | None:
+    engine = details["deployments"].get(ENGINE)
+    told = None if engine is None else engine["deployment_config"].get("user_config")
+    if not told:
+        return None
+    try:
+        announcement = msgspec.convert(told, Announcement)
+    except msgspec.ValidationError as error:  # another version has deployed it
+        logger.warning("the application %s is not understood: %s", details["name"], error)
+        return None
+    return announcement.model if announcement.address == address else None
+
+
+def _condition(details: Mapping[str, Any]) -> Condition:
+    engine = details["deployments"][ENGINE]
+    if any(replica["state"] == ReplicaState.RUNNING for replica in engine["replicas"]):
+        return Condition("loaded")
+    message = last_exception(engine["message"]) if engine["message"] else ""
+    if details["status"] == ApplicationStatus.DEPLOY_FAILED:
+        return Condition("failed", message or details["message"])
+    if details["status"] == ApplicationStatus.RUNNING and not engine["replicas"]:
+        return Condition("unloaded")
+    return Condition("loading", message)
