@@ -504,7 +504,7 @@ def _for_each(given: _One | Sequence[_One], count: int, what: str) -> Sequence[_
     another length.
     """
     if isinstance(given, SamplingParams | str):
-        return [cast(_One, given)] * count
+        return [given] * count
     if len(given) != count:
         noun = "adapters" if given and isinstance(given[0], str) else "sampling parameters"
         raise ValueError(f"{len(given)} {noun} for {count} {what}s; give one, or one a {what}")

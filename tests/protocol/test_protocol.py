@@ -410,7 +410,7 @@ def test_openai_s_types_parse_a_completion() -> None:
 
 
 def test_openai_s_types_parse_the_models() -> None:
-    card = ModelCard(id="m", created=1, max_model_len=512, task="generate")
+    card = ModelCard(id="m", created=1, max_model_len=512, task="generate", root="m")
     body = json.loads(encode(ModelList([card])))
     assert body["object"] == "list"
     assert openai_types.Model.model_validate(body["data"][0], strict=True).id == "m"
