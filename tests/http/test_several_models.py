@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import pathlib
 from typing import Any
 
 import httpx
@@ -272,6 +273,16 @@ def test_a_key_of_a_server_of_one_model_may_not_use_it() -> None:
 
     assert asyncio.run(send("GET", "/v1/models")).json()["data"] == []
     assert asyncio.run(send("POST", "/v1/completions", json={"prompt": "a"})).status_code == 404
+
+
+def test_a_deleted_response_takes_its_kept_blocks_along(tmp_path: pathlib.Path) -> None:
+    """Nothing in the request says which model has them, so all are told."""
+    address = Address(batch_storage=str(tmp_path))
+    engine = EngineConfig(model="demo", prefix_store_bytes=1 << 20, block_size=8)
+    address.add(ServedModel(name="keeping", engine=engine))
+    response = address.ask("POST", "/v1/responses", {"model": "keeping", "input": "Count to ten. " * 5}).json()
+    assert address.ask("DELETE", f"/v1/responses/{response['id']}").status_code == 200
+    assert address.engines["keeping"].dropped
 
 
 def test_lines_of_batches_go_to_the_models_that_they_name() -> None:

@@ -15,7 +15,7 @@ from manta.workers.model_info import ModelInfo
 
 
 class AllEngines:
-    """The engines of all models, for what concerns no single one: statistics and health. Implements
+    """The engines of all models, for what concerns no single one: statistics, health and what is deleted. Implements
     `manta.cluster.http.exchange.engines.Engines`, and answers no generation.
     """
 
@@ -32,6 +32,9 @@ class AllEngines:
     async def check_reachable(self) -> None:
         for state in self._models:
             await state.engines.check_reachable()
+
+    async def drop_kept(self, hashes: list[bytes]) -> None:
+        await asyncio.gather(*(state.engines.drop_kept(hashes) for state in self._models))
 
     async def model(self) -> ModelInfo:
         _no_model()
