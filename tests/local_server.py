@@ -32,6 +32,8 @@ from tests.server import SETTINGS, Client
 class Handle:
     """Of replicas in this event loop. Requests go to the first one."""
 
+    app_name = "local"
+
     def __init__(self, *replicas: Any) -> None:
         self._replicas = replicas
 

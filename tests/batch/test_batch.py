@@ -420,7 +420,7 @@ def test_a_batch_has_the_weight_of_its_key() -> None:
         return [RequestResult(refusal=Refusal("unfit", cause="not now"))] * len(requests)
 
     async def model() -> Any:
-        return types.SimpleNamespace(max_model_len=64, vocab_size=64, sampling_defaults={})
+        return types.SimpleNamespace(max_model_len=64, vocab_size=64, sampling_defaults={}, pooling=None)
 
     async def scenario() -> None:
         handle: Any = Handle(types.SimpleNamespace(generate_group=generate_group, model=model))

@@ -378,7 +378,7 @@ def test_a_base_model_is_offered_for_completions(tmp_path: pathlib.Path, capsys:
     assert code == 0
     assert out.rstrip().endswith(f" serve {folder}")
     assert re.search(r"^no chat +.*/v1/completions only", out, re.MULTILINE)
-    assert not _has_chat(ServeConfig(engine=EngineConfig(model=str(folder))))
+    assert not _has_chat(EngineConfig(model=str(folder)))
     banner = ready_message(ServeConfig(), has_chat=False)
     assert "/v1/completions -H" in banner
     assert "client.completions.create(" in banner

@@ -200,13 +200,13 @@ def test_an_idle_engine_rebuilds_a_rank_that_died(llm: LLM, expected: list[Any])
 
 
 @pytest.fixture
-def overlapped(llm: LLM) -> Iterator[LLM]:
+def overlapped(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> LLM:
     """The same ranks under the other loop."""
     plain = llm.engine
-    engine = llm.engine = Engine(plain.config, executor=ThreadExecutor(executor(llm)))
+    engine = Engine(plain.config, executor=ThreadExecutor(executor(llm)))
     engine.processors = plain.processors
-    yield llm
-    llm.engine = plain
+    monkeypatch.setattr(LLM, "engine", engine)
+    return llm
 
 
 @pytest.mark.parametrize("num_deaths", [20 if PROVE else 0])

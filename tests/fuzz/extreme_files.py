@@ -64,6 +64,8 @@ def numeric_options(group: type = ServeConfig, path: str = "") -> Iterator[str]:
         kinds = set(_kinds(hints[field.name]))
         if kinds & {int, float} and bool not in kinds:
             yield path + field.name
+        if tuple in _origins(hints[field.name]):  # what is in a list has no dotted path
+            continue
         key = "someone." if typing.get_origin(hints[field.name]) is dict else ""
         for kind in kinds:
             if isinstance(kind, type) and issubclass(kind, msgspec.Struct):
@@ -76,6 +78,10 @@ def _kinds(hint: Any) -> Iterator[Any]:
             yield from _kinds(each)
     else:
         yield hint
+
+
+def _origins(hint: Any) -> set[Any]:
+    return {typing.get_origin(hint), *(typing.get_origin(each) for each in typing.get_args(hint))}
 
 
 @functools.cache

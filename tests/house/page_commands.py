@@ -463,7 +463,6 @@ COMMANDS: dict[str, Callable[[str, Manual], None]] = {
     "manta bench constraints": measures,
     "manta bench schemas --data PATH": measures,
     "manta bench faults": measures,
-    "manta bench prefixes": measures,
     "make test": runs_tests,
     'make test ARGS="tests/cli/test_cli.py -k check"': runs_tests,
     "make prove": runs_tests,

@@ -28,6 +28,7 @@ from manta.cluster.serve.requests import prompt_run
 from manta.cluster.storage.file_records import FileRecords, Upload
 from manta.structured.refusals import Refusal
 from manta.workers.model_info import ModelInfo
+from tests.http.test_routes import RepeatingEngines
 from tests.local_server import LocalServer, answer, local_server, post, until
 from tests.patience import PATIENCE_S
 
@@ -296,7 +297,8 @@ def test_an_endless_handler_ends_with_client_or_deadline(route: Route, end: str)
 
         plain = dataclasses.replace(route, handler=handler, body=None)
         config = ServeConfig(request_timeout_s=0.05 if end == "waits" else 3600.0, log_requests=False)
-        app = HttpApp(config, None, None, Metrics("m"), routes=[plain])  # type: ignore[arg-type]
+        engines: Any = RepeatingEngines()
+        app = HttpApp(config, None, engines, Metrics("m"), routes=[plain])
         messages: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
         messages.put_nowait({"type": "http.request", "body": b"", "more_body": False})
         sent: list[dict[str, Any]] = []

@@ -69,7 +69,8 @@ def test_openai_client(server: ThreadedServer, theirs: SentenceTransformer) -> N
         assert [each.index for each in answer.data] == list(range(len(TEXTS)))
         num_tokens = sum(map(len, theirs.tokenizer(TEXTS)["input_ids"]))
         assert answer.usage.prompt_tokens == answer.usage.total_tokens == num_tokens
-    assert client.models.list().data[0].model_extra == {"max_model_len": MAX_TOKENS, "task": "embed"}
+    card = {"max_model_len": MAX_TOKENS, "task": "embed", "root": server.model, "parent": None}
+    assert client.models.list().data[0].model_extra == card
 
 
 def test_ollama_client(server: ThreadedServer, theirs: SentenceTransformer) -> None:

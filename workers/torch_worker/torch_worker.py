@@ -95,9 +95,9 @@ class TorchWorker:
             has_states=bool(share.config.state_bytes),
         )
         platform.record_decodes(share.model, self.runner.kv_layers, limits, agree=self.group.least)
-        content = _block_content(sources.target.config, models, config, plan, kv_cache)
         self._keeper = None
         if values is not None:
+            content = _block_content(sources.target.config, models, config, plan, kv_cache)
             num_groups = len(plan.layers.groups)
             self._keeper = open_keeper(config, place.rank, values, content, kv_cache, states, num_groups)
         self.draft = None if models.draft is None else TorchDraftRunner(models.draft, self.runner)
