@@ -29,7 +29,7 @@ logger = logger_of(__name__)
 
 CHECKSUM_BYTES = 32
 MOST_FILES = 1 << 16
-"""Files of the store. With small models it is full before its bytes are: listing so many takes 0.3 s."""
+"""Files of the store, so that listing them stays short. With small models it is full before its bytes are."""
 _STALE_S = 600.0
 """Age in seconds from which on an unfinished file counts as left behind; writing one takes less than a second."""
 _SLACK = 16

@@ -1,4 +1,4 @@
-"""What the offline interface returns of a request, and how far each reader has read."""
+"""The offline interface returns these of a request, and follows how far each reader has read."""
 
 from __future__ import annotations
 

@@ -59,7 +59,7 @@ FORMATS = (
 
 
 NOT_THINKING = "leave it out; this model's chat template shows no thinking sections"
-"""What a note says of a bound on thinking that a model keeps anyway."""
+"""The remedy that a note names if a bound on thinking has no effect, because the model never thinks."""
 
 
 def detect_reasoning(template: str) -> ReasoningFormat | None:

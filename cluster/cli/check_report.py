@@ -1,4 +1,4 @@
-"""What `manta check` found out of a model, and the lines that say it."""
+"""`CheckReport` holds what `manta check` found out about a model, and `report_rows` makes the lines that say it."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class CheckReport(msgspec.Struct, frozen=True, kw_only=True):
     step.
     """
     adapters: tuple[str, ...] = ()
-    """What each adapter is, in words."""
+    """A description of each adapter, in words."""
     has_chat_template: bool
     stop_tokens: str
     """The tokens that end every answer, with their texts."""

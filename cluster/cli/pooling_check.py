@@ -1,4 +1,4 @@
-"""What `manta check` and `manta serve` check and say of a model that pools."""
+"""`manta check` and `manta serve` check models that pool with these functions, and describe them."""
 
 from __future__ import annotations
 

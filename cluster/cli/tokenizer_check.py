@@ -1,4 +1,4 @@
-"""What `manta check` and `manta serve` check of a model's tokenizer and chat templates."""
+"""`manta check` and `manta serve` check a model's tokenizer and chat templates with these functions."""
 
 from __future__ import annotations
 

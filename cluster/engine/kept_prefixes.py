@@ -20,7 +20,7 @@ from manta.workers.prefix_store import BlockPart, PrefixFiles
 from manta.workers.step import NO_BLOCK
 
 STEP_BYTES = 1 << 20
-"""Bytes that are copied after a step: 0.2 ms. At least one part is."""
+"""Bytes that are copied after a step, which the next one waits for. At least one part is."""
 QUEUE_WAIT_S = 0.005
 """Seconds that an idle engine waits if a rank has too many parts to write."""
 REFRESH_S = 300.0

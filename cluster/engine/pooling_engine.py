@@ -31,7 +31,7 @@ from manta.workers.pooling.pooling_worker import PoolingWorker
 logger = logger_of(__name__)
 
 CPU_STEP_TOKENS = 512
-"""Most tokens of a step on a CPU, whose cores are busy with so many: a longer step would only make others wait."""
+"""Most tokens of a step on a CPU, so that other requests soon get their turn. No measurement chose the number."""
 
 
 class Pooler(Protocol):

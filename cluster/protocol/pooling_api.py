@@ -36,21 +36,13 @@ class Truncation(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
             refuse("requires", "truncation_side", self.truncation_side, "truncate_prompt_tokens", "send -1 there")
 
 
-class EmbeddingRequest(Truncation, forbid_unknown_fields=True, kw_only=True):
-    """`POST /v1/embeddings`."""
+class TextsRequest(Truncation, forbid_unknown_fields=True, kw_only=True):
+    """A request about texts that have nothing to do with each other."""
 
     model: str | None = None
     """Name of the model; None, or an empty one, means the only one."""
     input: str | list[str | int | list[int]]
     """A text, token ids, or a list of either."""
-    encoding_format: Literal["float", "base64"] | None = None
-    """`base64` sends little-endian float32, which is a third as long. None means `float`."""
-    dimensions: int | None = None
-    """Numbers of each vector that are kept; it is then divided by its length, as Matryoshka embeddings are."""
-    normalize: bool | None = None
-    """Whether vectors have length 1; None leaves it to the model (vLLM's extension)."""
-    prompt_name: str | None = None
-    """Name of the model's prompt that is put before each text; None takes its default (sentence-transformers')."""
     add_special_tokens: bool = True
     """Whether texts get the tokenizer's special tokens. Token ids never do."""
     user: str | None = None
@@ -66,6 +58,19 @@ class EmbeddingRequest(Truncation, forbid_unknown_fields=True, kw_only=True):
     def texts(self) -> list[str | list[int]]:
         """Returns every text, as text or as token ids."""
         return texts_or_ids(self.input, "input", allows_empty_texts=True)
+
+
+class EmbeddingRequest(TextsRequest, forbid_unknown_fields=True, kw_only=True):
+    """`POST /v1/embeddings`."""
+
+    encoding_format: Literal["float", "base64"] | None = None
+    """`base64` sends little-endian float32, which is a third as long. None means `float`."""
+    dimensions: int | None = None
+    """Numbers of each vector that are kept; it is then divided by its length, as Matryoshka embeddings are."""
+    normalize: bool | None = None
+    """Whether vectors have length 1; None leaves it to the model (vLLM's extension)."""
+    prompt_name: str | None = None
+    """Name of the model's prompt that is put before each text; None takes its default (sentence-transformers')."""
 
 
 class Embedding(msgspec.Struct, kw_only=True):

@@ -10,8 +10,7 @@ from typing import Any, Literal
 import msgspec
 
 from manta.cluster.errors import refuse
-from manta.cluster.protocol.pooling_api import PoolingUsage, Truncation
-from manta.cluster.protocol.requests import texts_or_ids
+from manta.cluster.protocol.pooling_api import PoolingUsage, TextsRequest, Truncation
 
 
 class RerankDocument(msgspec.Struct, kw_only=True):
@@ -105,25 +104,8 @@ class ScoreList(msgspec.Struct, kw_only=True):
     usage: PoolingUsage
 
 
-class ClassifyRequest(Truncation, forbid_unknown_fields=True, kw_only=True):
+class ClassifyRequest(TextsRequest, forbid_unknown_fields=True, kw_only=True):
     """`POST /v1/classify` and `/pooling`."""
-
-    model: str | None = None
-    input: str | list[str | int | list[int]]
-    """A text, token ids, or a list of either."""
-    add_special_tokens: bool = True
-    user: str | None = None
-    """Accepted without effect."""
-    priority: int = 0
-
-    def check(self) -> None:
-        """Raises `RequestRefused` naming the field of the first mistake."""
-        self.check_truncation()
-        self.texts()
-
-    def texts(self) -> list[str | list[int]]:
-        """Returns every text, as text or as token ids."""
-        return texts_or_ids(self.input, "input", allows_empty_texts=True)
 
 
 class Classification(msgspec.Struct, kw_only=True):

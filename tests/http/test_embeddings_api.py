@@ -175,6 +175,11 @@ def test_the_metrics_count_texts_as_requests(server: ThreadedServer) -> None:
     assert server.metrics()["manta:prompt_tokens_total"] == before + num_tokens
 
 
+def test_an_engine_that_pools_tells_its_configuration(server: ThreadedServer) -> None:
+    """Without it an update of such a model would never show as settled."""
+    assert server.metrics()["manta:engine_configurations"] == 1
+
+
 def test_home_shows_a_request_that_works(server: ThreadedServer) -> None:
     example = json.loads(server.get("/"))["example"]
     assert "/v1/embeddings" in example

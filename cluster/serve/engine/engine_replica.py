@@ -15,7 +15,7 @@ import ray
 
 from manta.cluster.config import EngineConfig
 from manta.cluster.engine.request import EngineRequest, SequenceOutput
-from manta.cluster.engine.stats import EngineStats, ServiceStats
+from manta.cluster.engine.stats import EngineStats
 from manta.cluster.errors import QueueFull, RequestRefused
 from manta.cluster.serve.channel.packed import Packed
 from manta.cluster.serve.channel.token_channel import (
@@ -222,15 +222,7 @@ class EngineReplica:
         return self.engine.model
 
     async def stats(self) -> EngineStats:
-        service = ServiceStats(
-            replica=own_name(),
-            node=self._node,
-            start_seconds=self._phases.seconds,
-            waiting_tokens=self._meter.waiting_tokens,
-            ttft_s=self._meter.ttft_s,
-            requests_per_s=self._meter.requests_per_s,
-            config=self.engine.config,
-        )
+        service = self._meter.service(own_name(), self._node, self._phases.seconds, self.engine.config)
         stats = msgspec.structs.replace(self.engine.stats(), service=service)
         return stats if self._thread.failure is None else msgspec.structs.replace(stats, alive=False)
 
@@ -243,14 +235,8 @@ class EngineReplica:
         return sum(self._phases.seconds.values())
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
-        """Returns the load that `cluster/serve/scaling/decision.py` reads. Serve calls it."""
-        stats = self.engine.stats()
-        return {
-            "num_sequences": stats.num_running + stats.num_waiting,
-            "kv_usage": stats.kv_usage,
-            "waiting_tokens": self._meter.waiting_tokens,
-            "ttft_s": self._meter.ttft_s,
-        }
+        """Returns the load of this replica. Serve calls it."""
+        return self._meter.load(self.engine.stats())
 
     async def check_health(self) -> None:
         """Raises `RuntimeError` if the engine has failed; Serve calls it, and then replaces the replica."""

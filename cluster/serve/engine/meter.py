@@ -11,6 +11,12 @@ import threading
 import time
 from collections.abc import Callable
 
+import msgspec
+
+from manta.cluster.config import EngineConfig
+from manta.cluster.engine.stats import EngineStats, ServiceStats
+from manta.structured.refusals import Refusal
+
 TTFT_WINDOW_S = 10.0
 """Seconds over which times to first token are considered."""
 TTFT_SHARE = 0.9
@@ -76,6 +82,31 @@ class LoadMeter:
             now = self._now()
             recent = [at for at in self._ended if now - at <= RATE_WINDOW_S]
         return len(recent) / max(1.0, now - recent[0]) if recent else 0.0
+
+    def service(self, replica: str, node: str, start_seconds: dict[str, float], config: EngineConfig) -> ServiceStats:
+        """Returns what a replica of this name on a node adds to its engine's statistics."""
+        return ServiceStats(
+            replica=replica,
+            node=node,
+            start_seconds=start_seconds,
+            waiting_tokens=self.waiting_tokens,
+            ttft_s=self.ttft_s,
+            requests_per_s=self.requests_per_s,
+            config=config,
+        )
+
+    def load(self, stats: EngineStats) -> dict[str, float]:
+        """Returns the load that `cluster/serve/scaling/decision.py` reads."""
+        return {
+            "num_sequences": stats.num_running + stats.num_waiting,
+            "kv_usage": stats.kv_usage,
+            "waiting_tokens": self.waiting_tokens,
+            "ttft_s": self.ttft_s,
+        }
+
+    def with_retry(self, refusal: Refusal, num_waiting: int) -> Refusal:
+        """Returns the refusal of a full queue with the time after which the client may retry."""
+        return msgspec.structs.replace(refusal, retry_after_s=self.retry_after_s(num_waiting))
 
     def retry_after_s(self, num_waiting: int) -> float | None:
         """Returns the seconds until half of the waiting requests will have been served at the present rate, at most

@@ -16,7 +16,7 @@ import ray
 from manta.cluster.config import EngineConfig
 from manta.cluster.engine.pooling_queue import PoolingJob
 from manta.cluster.engine.pooling_request import PooledInput, PoolingRequest, PoolingResult
-from manta.cluster.engine.stats import EngineStats, ServiceStats
+from manta.cluster.engine.stats import EngineStats
 from manta.cluster.errors import QueueFull, RequestRefused
 from manta.cluster.serve.engine.meter import LoadMeter
 from manta.cluster.serve.routing.replicas import own_name
@@ -80,8 +80,7 @@ class PoolingReplica:
         try:
             job = self.engine.add(request, on_end)
         except QueueFull as error:
-            retry_after_s = self._meter.retry_after_s(self.engine.stats().num_waiting)
-            return PoolingResult(refusal=msgspec.structs.replace(error.refusal, retry_after_s=retry_after_s))
+            return PoolingResult(refusal=self._meter.with_retry(error.refusal, self.engine.stats().num_waiting))
         except RequestRefused as error:
             return PoolingResult(refusal=error.refusal)
         self._meter.arrived(request.request_id, request.num_tokens)
@@ -99,14 +98,7 @@ class PoolingReplica:
         return self.engine.model
 
     async def stats(self) -> EngineStats:
-        service = ServiceStats(
-            replica=own_name(),
-            node=self._node,
-            start_seconds=self._phases.seconds,
-            waiting_tokens=self._meter.waiting_tokens,
-            ttft_s=self._meter.ttft_s,
-            requests_per_s=self._meter.requests_per_s,
-        )
+        service = self._meter.service(own_name(), self._node, self._phases.seconds, self.engine.config)
         stats = msgspec.structs.replace(self.engine.stats(), service=service)
         return stats if self._thread.is_alive() else msgspec.structs.replace(stats, alive=False)
 
@@ -116,13 +108,7 @@ class PoolingReplica:
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
         """Returns the load that `cluster/serve/scaling/decision.py` reads."""
-        stats = self.engine.stats()
-        return {
-            "num_sequences": stats.num_running + stats.num_waiting,
-            "kv_usage": 0.0,
-            "waiting_tokens": self._meter.waiting_tokens,
-            "ttft_s": self._meter.ttft_s,
-        }
+        return self._meter.load(self.engine.stats())
 
     async def check_health(self) -> None:
         """Raises `RuntimeError` if the thread has ended."""

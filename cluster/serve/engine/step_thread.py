@@ -130,8 +130,7 @@ class StepThread:
         """Returns the result of a request that the engine does not take."""
         if isinstance(error, RequestRefused):
             return RequestResult(refusal=error.refusal)
-        retry_after_s = self._meter.retry_after_s(self._engine.num_waiting)
-        return RequestResult(refusal=msgspec.structs.replace(error.refusal, retry_after_s=retry_after_s))
+        return RequestResult(refusal=self._meter.with_retry(error.refusal, self._engine.num_waiting))
 
     def close(self) -> None:
         """Ends the thread, even while requests run."""
