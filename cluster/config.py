@@ -329,6 +329,10 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """Names of API keys whose requests may have a `priority` below 0 and so go before others; `*` is everybody. Any
     client may set a priority above 0, which lets others go first.
     """
+    operator_keys: tuple[str, ...] = ()
+    """Names of API keys that may change what the server serves: load and unload; `*` is everybody. If the list is
+    empty, every client of a server whose `host` is a loopback address may, and nobody else (HTTP 403).
+    """
     client_weights: dict[str, Annotated[float, Meta(gt=0, le=1000)]] = {}
     """Shares of API keys in a full engine, by name. A key with weight 3 gets three turns for each turn of a key with
     weight 1, which is the default. The batches of a key are one more client of the same weight.

@@ -19,7 +19,8 @@ _Parameter = Literal["out_of_range", "too_many_values", "invalid_value", "wrong_
 _Constraint = Literal["contradictory_parameters", "not_enforced", "unsatisfiable", "over_budget"]
 RequestKind = Literal[_Shape, _Choice, _Together, _Size, _Parameter, _Constraint]
 """Faults of a request, whoever is to serve it."""
-_Access = Literal["no_key", "forbidden_origin", "unknown_url", "wrong_method", "no_websocket", "connection_too_old"]
+_Door = Literal["no_key", "forbidden_origin", "operators_only"]
+_Access = Literal[_Door, "unknown_url", "wrong_method", "no_websocket", "connection_too_old"]
 _Thing = Literal["unknown_file", "unknown_model", "unknown_object", "unknown_response", "unknown_stream"]
 _State = Literal["no_storage", "batch_has_ended", "cancelled_by_client", "cancelled", "stream_lost"]
 _Load = Literal["quota", "over_rate_limit", "rate_limit", "queue_full", "too_many_streams", "too_many_messages"]
@@ -124,6 +125,7 @@ WORDS: dict[Kind, str] = {
     "unsatisfiable": "{subject}: nothing satisfies it",
     "over_budget": "{subject}: compiling takes more than {bound} {unit}",
     "no_key": "a valid API key is required",
+    "operators_only": "only operators may change what is served here",
     "unknown_url": "there is nothing at {place}; what is served: {bound}",
     "wrong_method": "{place} takes {bound}, not {value}",
     "unknown_file": "the playground has no file {value}",

@@ -328,6 +328,8 @@ class HttpApp:
 
     def _check_key(self, exchange: Exchange, route: Route) -> None:
         exchange.caller = self.admission.caller(exchange.headers, exchange.caller.address)
+        if route.for_operators:
+            self.admission.check_operator(exchange.caller)
         if route.body is None or not self._state.models.are_several:  # else it counts once its model is known
             _count(self._state, exchange)
 

@@ -23,7 +23,7 @@ from manta.cluster.version import version
 _ERRORS = {
     400: "The body is wrong or cannot be served; `param` names the field",
     401: "An API key is required",
-    403: "The Host, or the page that asks, is not allowed here",
+    403: "The Host, the page that asks, or the key is not allowed here",
     404: "There is no such model, file, batch, stream or response here",
     405: "The path takes another method",
     408: "A time limit has passed: of the request, or of a client that sends or reads too slowly",

@@ -39,6 +39,7 @@ ANSWERS: dict[Kind, Answer] = {
     "contradictory_parameters": Answer(code="contradictory_parameters"),
     "no_key": Answer(401, "invalid_api_key"),
     "forbidden_origin": Answer(403, "forbidden_origin"),
+    "operators_only": Answer(403, "operators_only"),
     "unknown_url": Answer(404, "unknown_url"),
     "wrong_method": Answer(405, "method_not_allowed"),
     "unknown_file": Answer(404),

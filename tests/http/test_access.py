@@ -249,6 +249,7 @@ def test_keys_come_from_configuration_file_and_environment(
     [
         ({"client_weights": {"tean": 2}}, r"client_weights: no API key has the name 'tean': .* names team, key-2;"),
         ({"priority_clients": ("*", "key-3")}, "priority_clients: no API key has the name 'key-3'"),
+        ({"operator_keys": ("*", "tean")}, "operator_keys: no API key has the name 'tean'"),
         ({"client_weights": {"team": 2}, "api_keys": ()}, "client_weights: .* there are no API keys"),
     ],
 )
@@ -257,6 +258,30 @@ def test_key_options_without_keys_are_refused(options: dict[str, Any], message: 
     given = {"api_keys": keys, "client_weights": {"team": 3}, "priority_clients": ("*", "key-2"), **options}
     with pytest.raises(ValueError, match=message):
         with_api_keys(ServeConfig(**{**given, "api_keys": given["api_keys"] or None}))
+
+
+KEYS = ("team:a-secret-of-the-test", "boss:another-secret-of-it")
+
+
+@pytest.mark.parametrize(
+    ("options", "statuses"),
+    [
+        ({}, [200, 200]),
+        ({"host": "0.0.0.0"}, [403, 403]),
+        ({"api_keys": KEYS}, [401, 200]),
+        ({"api_keys": KEYS, "host": "0.0.0.0"}, [401, 403]),
+        ({"api_keys": KEYS, "host": "0.0.0.0", "operator_keys": ("team",)}, [401, 200]),
+        ({"api_keys": KEYS, "operator_keys": ("boss",)}, [401, 403]),
+        ({"api_keys": KEYS, "host": "0.0.0.0", "operator_keys": ("*",)}, [401, 200]),
+    ],
+)
+def test_only_operators_change_what_is_served(options: dict[str, Any], statuses: list[int]) -> None:
+    app = App(**options)
+    for headers, status in zip(({}, {"authorization": "Bearer a-secret-of-the-test"}), statuses, strict=True):
+        answer = app.ask("POST", "/v1/operators/x", {"text": "a"}, **headers)
+        assert answer.status_code == status
+        if status == 403:
+            assert answer.json()["error"]["code"] == "operators_only"
 
 
 def test_null_from_an_unset_variable_opens_nothing(tmp_path: pathlib.Path) -> None:

@@ -5,6 +5,7 @@ the real application and tokenizer, without Ray. No engine serves it.
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import json
 import logging
 import re
@@ -135,6 +136,7 @@ COUNT = Route(
 )
 KEY = {"authorization": "Bearer a-secret-of-the-test"}
 ERROR = {"message": "wrong", "type": "not_found_error", "param": None, "code": None}
+FOR_OPERATORS = dataclasses.replace(COUNT, path="/v1/operators/{name}", for_operators=True)
 
 
 class App:
@@ -146,7 +148,8 @@ class App:
         self.tokenizer = Tokenizer("demo")
         self.engines = RepeatingEngines()
         self.metrics = Metrics("demo")
-        self.app = HttpApp(config, self.tokenizer, self.engines, self.metrics, routes=(*ROUTES, COUNT))
+        routes = (*ROUTES, COUNT, FOR_OPERATORS)
+        self.app = HttpApp(config, self.tokenizer, self.engines, self.metrics, routes=routes)
 
     def ask(self, method: str, path: str, body: Any = None, **headers: str) -> httpx.Response:
         return asyncio.run(self.send(method, path, body, **headers))

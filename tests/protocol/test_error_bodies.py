@@ -43,6 +43,7 @@ TABLE: dict[Kind, tuple[str, str | None, str]] = {
     "unsupported_thread": (REQUEST, "thread_unsupported_request", REQUEST),
     "no_key": ("authentication_error", "invalid_api_key", "authentication_error"),
     "forbidden_origin": ("permission_error", "forbidden_origin", "permission_error"),
+    "operators_only": ("permission_error", "operators_only", "permission_error"),
     "unknown_model": ("not_found_error", "model_not_found", "not_found_error"),
     "wrong_method": (REQUEST, "method_not_allowed", REQUEST),
     "deadline": ("timeout_error", None, "timeout_error"),

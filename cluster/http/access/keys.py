@@ -91,6 +91,7 @@ def with_api_keys(config: ServeConfig) -> ServeConfig:
     keys = ApiKeys(entries)
     _check_names("client_weights", config.client_weights, keys)
     _check_names("key_limits", (name for name in config.key_limits if name != "*"), keys)
+    _check_names("operator_keys", (name for name in config.operator_keys if name != "*"), keys)
     _check_names("priority_clients", (name for name in config.priority_clients if name != "*"), keys)
     return msgspec.structs.replace(config, api_keys=keys.entries or None, api_keys_file=None)
 

@@ -4,6 +4,7 @@
 | --- | --- | --- |
 | the page and the name that the client used | `Origins.check` | 403 |
 | the API key | `Admission.caller` | 401 |
+| whether it is an operator's, where that matters | `Admission.check_operator` | 403 |
 | bytes and time of the body | `Incoming.body` | 408, 413, 503 |
 | requests that are prepared at a time, and the deadline | `Admission.prepare` | 408, 429 |
 | values, encoding, shape and lists of the body | `decode` | 400 |
@@ -37,7 +38,7 @@ from manta.cluster.config import BodyLimits, ServeConfig
 from manta.cluster.errors import TOO_DEEP, Overdue, RequestRefused, refuse
 from manta.cluster.http.access.keys import ApiKeys
 from manta.cluster.http.access.model_names import ModelNames
-from manta.cluster.http.access.origins import Headers, Origins
+from manta.cluster.http.access.origins import Headers, Origins, is_loopback
 from manta.cluster.http.access.rate_limits import KeyUse, RateLimits, Reservation
 from manta.cluster.protocol.body_size import check_body_size
 from manta.cluster.protocol.foreign_fields import leave_out_foreign
@@ -274,6 +275,13 @@ class Admission:
             refuse("no_key", remedy="send Authorization: Bearer KEY")
         use, models = self.use_of(name), self.rate_limits.models_of(name)
         return Caller(address, name, self._keys.owner_of(name), use, models)
+
+    def check_operator(self, caller: Caller) -> None:
+        """Refuses with 403 a client that may not change what is served."""
+        allowed = self._config.operator_keys
+        may = "*" in allowed or caller.key in allowed if allowed else is_loopback(self._config.host)
+        if not may:
+            refuse("operators_only", value=caller.key or None, remedy="name a key in operator_keys")
 
     def use_of(self, client: str) -> KeyUse | None:
         """Returns the rate limits of a client; None if it has none. Without API keys nobody has any."""

@@ -108,6 +108,8 @@ class Route:
     """Function that writes an error, in a stream too."""
     public: bool = False
     """Whether it is answered without an API key, because probes and scrapers have none."""
+    for_operators: bool = False
+    """Whether only the keys in `operator_keys` may call it."""
     logged: bool = False
     """Whether each request writes a line to the request log."""
 
