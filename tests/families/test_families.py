@@ -16,9 +16,9 @@ REFUSED_NAMES = (
     "bart bigbird_pegasus blenderbot blenderbot-small marian mbart musicgen musicgen_melody mvp pegasus plbart "
     "prophetnet whisper "
     # Attention in code of transformers' own that nothing here replaces.
-    "big_bird cpmant gpt_neox_japanese megatron-bert openai-gpt reformer rembert roformer rwkv trocr xlm xlnet xlstm "
+    "big_bird cpmant gpt_neox_japanese megatron-bert openai-gpt reformer rembert roformer rwkv trocr xlm xlnet "
     # Recurrent states without a native form.
-    "bailing_hybrid deepseek_v4 lara_mini qwen4_exp qwen4_exp_text recurrent_gemma zamba zamba2 zaya lfm3 "
+    "bailing_hybrid deepseek_v4 lara_mini qwen4_exp qwen4_exp_text recurrent_gemma zamba zaya lfm3 "
     "inkling2_loop_text inkling2_text inkling_text "
     # An indexer chooses the tokens that attention reads.
     "axk2 deepseek_v32 dots3_note_text glm_moe_dsa hy_v4 "
@@ -29,7 +29,7 @@ REFUSED_NAMES = (
     # Attention that a layer calls twice, masks of their own, a cache that forgets positions which the mask shows.
     "diffllama doge dory git hrm_text moshi "
     # Pictures or sounds, whose text decoder has no native form.
-    "emu3 gemma3n gemma3n_text gemma4_unified_assistant mllama "
+    "emu3 gemma4_unified_assistant mllama "
     # A model of bytes in patches.
     "blt "
 )
