@@ -15,6 +15,7 @@ import msgspec
 import yaml
 from msgspec import Meta
 
+from manta.cluster.kv_event_options import KVEventOptions
 from manta.cluster.model_list import name_of, owners_of, with_engine_model, with_shared_engine
 from manta.cluster.option_reader import read_options
 from manta.cluster.ray_llm_file import is_ray_llm, ray_llm_options
@@ -50,6 +51,8 @@ class EngineConfig(ModelOptions, frozen=True, kw_only=True, forbid_unknown_field
     """
     enable_prefix_caching: bool = True
     """Whether a prompt reuses the KV blocks of an earlier prompt that begins with the same tokens."""
+    kv_events: KVEventOptions | None = None
+    """Address at which the engine publishes what its prefix cache holds, for gateways. None publishes nothing."""
     constraints: ConstraintLimits = ConstraintLimits()
     """Limits on what one constraint may cost."""
     json_objects: JsonObjects = JsonObjects()
@@ -58,6 +61,10 @@ class EngineConfig(ModelOptions, frozen=True, kw_only=True, forbid_unknown_field
     """Place of the grammar workers, and the time that they may take to fill masks."""
     speculative: SpeculativeConfig | None = None
     """Proposers of drafts: tokens that the model verifies, several in one step. None generates one token a step."""
+
+    def __post_init__(self) -> None:
+        if self.kv_events is not None and not self.enable_prefix_caching:
+            raise ValueError("kv_events: there are none without enable_prefix_caching; set it, or leave kv_events out")
 
 
 class ListenerLimits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -222,6 +222,7 @@ def _engines_request(
         traceparent=exchange.traceparent,
         cache_root=state.prefix_scope.root(exchange.caller.owner, request.cache_salt),
         adapter=exchange.adapter_digest,
+        cache_salt=request.cache_salt or "",
     )
     chat = isinstance(request, ChatCompletionRequest)
     return GenerationRequest(prompts=prompts, engine=engine, chat=chat, shown_ids=shown_ids, thinking=[*thinking])

@@ -149,6 +149,8 @@ class AppState:
         self.admission = Admission(config)
         self.created = int(time.time())
         """Start of this replica, in seconds since 1970; of one of several models, the time when it was added."""
+        self.started = time.monotonic()
+        """Start of this replica on `time.monotonic`'s clock."""
         self._serve(config, tokenizer, engines, metrics)
         self.models: Models = OnlyModel(self)
         """The models of the address."""
