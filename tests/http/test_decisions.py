@@ -164,10 +164,13 @@ def test_ten_thousand_draws(server: ThreadedServer) -> None:
         begun = next(iter(set(counts) - set(paths)))
         allowed = tuple({path[len(begun)] for path in paths if path[: len(begun)] == begun})
         left = counts.pop(begun)
-        params = SamplingParams(n=left, max_tokens=1, allowed_token_ids=allowed, seed=next(seeds), ignore_eos=True)
-        (output,) = llm.generate([[*prompt, *begun]], params, use_tqdm=False)
-        for each in output.outputs:
-            path = (*begun, each.token_ids[0])
+        params = [
+            SamplingParams(n=min(200, left - done), max_tokens=1, allowed_token_ids=allowed, seed=next(seeds))
+            for done in range(0, left, 200)
+        ]
+        outputs = llm.generate([[*prompt, *begun]] * len(params), params, use_tqdm=False)
+        for each in itertools.chain.from_iterable(output.outputs for output in outputs):
+            path = (*begun, each.token_ids[0] if each.token_ids else EOS_TOKEN_ID)
             counts[path] = counts.get(path, 0) + 1
     wanted = [draws * each["probability"] for each in answer["probabilities"]]
     statistic = sum((counts.get(path, 0) - each) ** 2 / each for path, each in zip(paths, wanted, strict=True))
