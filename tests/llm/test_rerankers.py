@@ -102,7 +102,7 @@ def test_a_model_without_a_word_about_ranking_generates(tmp_path: pathlib.Path) 
         "pipeline_tag: text-ranking",
         "---\npipeline_tag: text-generation\n---",
         "---\n: [\n---\n",
-        "---\n" + "[" * 5000 + "\n---",
+        "---\n" + "[" * 500 + "\n---",
         "---\npipeline_tag: text-ranking",
         "",
     ):

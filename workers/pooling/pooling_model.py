@@ -86,6 +86,7 @@ class PoolingModel:
     def _load(self, folder: pathlib.Path) -> Any:
         weight_files(folder)  # raises for an index that names files elsewhere, which transformers reads
         transformers.utils.logging.disable_progress_bar()
+        transformers.utils.logging.set_verbosity_error()  # it would print a table of the heads that are not needed
         kind: Any = transformers.AutoModel
         if self.info.answer_tokens:
             kind = transformers.AutoModelForCausalLM
