@@ -9,6 +9,7 @@ from manta.cluster.http.endpoints import (
     anthropic,
     batches,
     compaction,
+    decisions,
     embeddings,
     files,
     generation,
@@ -30,6 +31,7 @@ from manta.cluster.http.exchange.state import Route
 from manta.cluster.http.exchange.uploads import UploadForm
 from manta.cluster.protocol.anthropic import CountTokensRequest, MessageAnswer, MessagesRequest, TokenCount
 from manta.cluster.protocol.batches_api import Batch, FileObject
+from manta.cluster.protocol.decisions import Decision, DecisionRequest
 from manta.cluster.protocol.error_bodies import anthropic_body, ollama_body
 from manta.cluster.protocol.infill import InfillAnswer, InfillRequest
 from manta.cluster.protocol.ollama import (
@@ -117,6 +119,17 @@ ROUTES = (
         body=InfillRequest,
         answer=InfillAnswer,
         media_type=EVENTS,
+        errors=GENERATION_ERRORS,
+        logged=True,
+    ),
+    Route(
+        "POST",
+        "/v1/decisions",
+        decisions.decide,
+        "Probabilities of the allowed answers to questions, in OpenAI's shape",
+        alias="/decisions",
+        body=DecisionRequest,
+        answer=Decision,
         errors=GENERATION_ERRORS,
         logged=True,
     ),

@@ -448,6 +448,8 @@ COMMANDS: dict[str, Callable[[str, Manual], None]] = {
     "manta check ~/models/Qwen2.5-0.5B-Instruct": checks_a_model,
     "manta check ~/models/all-MiniLM-L6-v2": checks_a_model,
     "manta serve ~/models/all-MiniLM-L6-v2": starts_a_server,
+    "manta serve ~/models/Qwen3-Reranker-0.6B": starts_a_server,
+    "manta serve ~/models/Qwen2.5-0.5B-Instruct --task embed": starts_a_server,
     "manta check ~/models/qwen2.5-0.5b-instruct-q4_k_m.gguf": checks_a_model,
     "manta serve ~/models/qwen2.5-0.5b-instruct-q4_k_m.gguf": starts_a_server,
     "manta chat": talks,
