@@ -60,7 +60,7 @@ ANSWERS = {
     "--tool-call-parser": "the model's chat template says how it calls tools",
     "--reasoning-parser": "the model's chat template says how it thinks",
     "--chat-template": "put the template into the model's folder as chat_template.jinja",
-    "--enable-lora": f"{_NEEDS_NO_FLAG}: --lora-modules NAME=FOLDER names adapters",
+    "--enable-lora": f"{_NEEDS_NO_FLAG}: --lora-modules NAME=FOLDER names adapters, and engine.adapter_roots folders",
     "--max-lora-rank": f"{_NEEDS_NO_FLAG}: an adapter's own rank counts",
     "--max-loras": "all adapters may be in one batch; --set engine.max_adapter_bytes=4GB bounds their memory",
     "--max-cpu-loras": "write --set engine.max_adapter_bytes=4GB, the memory of all adapters",

@@ -34,6 +34,7 @@ from manta.cluster.engine.executors.executor import Executor, StepCall, no_masks
 from manta.cluster.engine.kept_prefixes import open_kept_prefixes
 from manta.cluster.engine.kv_blocks import KVBlocks
 from manta.cluster.engine.request import Branch, EngineRequest, SequenceOutput
+from manta.cluster.engine.resident_adapters import ResidentAdapters
 from manta.cluster.engine.scheduler import Scheduler
 from manta.cluster.engine.sequence import Sequence
 from manta.cluster.engine.stats import EngineStats
@@ -132,7 +133,8 @@ class Engine:
         """Submitted steps whose tokens the engine has not read yet, oldest first."""
         self._plans_ahead = self.executor.depth > 0 and config.speculative is None
         """Whether a step is planned before the tokens of the step under way are known."""
-        self._adapter_digests = frozenset(each.digest for each in self.model.adapters.values())
+        self.adapters = ResidentAdapters(self.executor, self.scheduler, self.model.adapters.values())
+        """The adapters that requests may have."""
         self._step_budget = StepBudget(config.max_num_batched_tokens)
         self._id = secrets.token_hex(8)
         self._next_sequence_id = 0
@@ -381,7 +383,8 @@ class Engine:
             remedy, unit = "retry later or raise max_num_waiting", "requests are waiting"
             refuse("queue_full", "", self.scheduler.num_waiting, self.config.max_num_waiting, remedy, unit=unit)
         params = request.params
-        check_request(request, self.vocab_size, self.scheduler.longest, self.processors, self._adapter_digests)
+        check_request(request, self.vocab_size, self.scheduler.longest, self.processors, self.adapters)
+        self.adapters.use(request.adapter)
         if constraint is not None:
             params = msgspec.structs.replace(params, constraint=constraint.spec)
         elif params.constraint is not None:

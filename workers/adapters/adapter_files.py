@@ -87,14 +87,19 @@ def _read_weights(folder: pathlib.Path, max_bytes: int) -> tuple[dict[str, Tenso
         raise ModelError(f"adapter {folder} holds no {WEIGHTS}; {COPY_AGAIN}")
     if (pointer := lfs_pointer(folder, WEIGHTS)) is not None:
         raise ModelError(pointer)
-    entries = read_header(folder / WEIGHTS)
+    entries, data = read_header(folder / WEIGHTS), read_weights_file(folder, max_bytes)
+    if len(data) != max((entry.end for entry in entries.values()), default=0):
+        raise ModelError(f"{folder / WEIGHTS} holds no tensors, or changed while it was read; {COPY_AGAIN}")
+    return entries, data
+
+
+def read_weights_file(folder: pathlib.Path, max_bytes: int) -> bytearray:
+    """Returns the whole file of an adapter's values. Raises `ModelError` if it has more than twice `max_bytes`."""
     with open_file(folder, WEIGHTS) as file:
         data = bytearray(file.read(2 * max_bytes + 1))
     if len(data) > 2 * max_bytes:
         raise ModelError(f"{folder / WEIGHTS} has more than twice {max_bytes} bytes; raise max_adapter_bytes")
-    if len(data) != max((entry.end for entry in entries.values()), default=0):
-        raise ModelError(f"{folder / WEIGHTS} holds no tensors, or changed while it was read; {COPY_AGAIN}")
-    return entries, data
+    return data
 
 
 def _tensor(folder: pathlib.Path, name: str, entry: TensorEntry, data: bytearray) -> torch.Tensor:
