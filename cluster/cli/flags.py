@@ -66,7 +66,7 @@ ANSWERS = {
     "--max-cpu-loras": "write --set engine.max_adapter_bytes=4GB, the memory of all adapters",
     "--lora-dtype": "adapters have the dtype of the activations, --dtype",
     "--fully-sharded-loras": "ranks split adapters as they split the model",
-    "--lora": "write --lora-modules NAME=FOLDER, with a folder that PEFT saved; GGUF adapters are not read",
+    "--lora": "write --lora-modules NAME=FILE, and requests name it as their model",
     "--speculative-config": "write --set 'engine.speculative={proposers: [ngram]}'",
     "--guided-decoding-backend": "a request chooses with structured_outputs.backend; auto is the default",
     "--structured-outputs-config": "a request chooses with structured_outputs.backend; auto is the default",

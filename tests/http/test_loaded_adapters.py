@@ -162,6 +162,9 @@ async def test_names_and_paths_that_cannot_be_are_refused(tmp_path: pathlib.Path
         assert await server.names() == before
         await expect(server, "kept", "two")
         assert (await server.load("new", str(tmp_path / "inside"))).status_code == 200
+        made().convert("two", root / "adapter.gguf")
+        assert (await server.load("file", "adapter.gguf")).status_code == 200
+        await expect(server, "file", "two")
         assert (await server.load("first", "two", load_inplace=True)).status_code == 200
         await expect(server, "first", "two")
         assert (await server.unload("first")).status_code == 200

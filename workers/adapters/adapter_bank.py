@@ -12,7 +12,9 @@ from typing import NamedTuple
 
 import torch
 
-from manta.workers.adapters.adapter_files import Adapter, LowRankModule, read_adapter
+from manta.workers.adapters.adapter_files import read_adapter
+from manta.workers.adapters.low_rank_adapter import Adapter, LowRankModule
+from manta.workers.checkpoints.checkpoint import in_halves
 from manta.workers.checkpoints.shard import Shard, in_order, scaled, take_piece
 from manta.workers.kernels.adapted_linear import (
     MOST_ADAPTERS,
@@ -53,14 +55,18 @@ class FittedAdapter(NamedTuple):
 
 class AdapterBank:
     """Holds adapters of at most `max_bytes` together, with values in `dtype`. `shard` is the rank's share, None for all
-    of the model. Not thread-safe, except for `read`.
+    of the model. `head_dim` is the width of the model's heads, which adapters of GGUF files need. Not thread-safe,
+    except for `read`.
     """
 
-    def __init__(self, adapting: LinearAdapting, dtype: torch.dtype, max_bytes: int, shard: Shard | None) -> None:
+    def __init__(
+        self, adapting: LinearAdapting, dtype: torch.dtype, max_bytes: int, shard: Shard | None, head_dim: int = 0
+    ) -> None:
         self._adapting = adapting
         self._dtype = dtype
         self._max_bytes = max_bytes
         self._shard = shard
+        self._head_dim = head_dim
         self._places: list[_Place] = []
         self._other_modules: frozenset[str] = frozenset()
         self._held: dict[str, _Held] = {}
@@ -169,7 +175,7 @@ class AdapterBank:
         num_rows = part.stored_rows or part.out_features
         if len(module.b) != num_rows:
             raise ModelError(_wrong_shape(adapter, part.name, "B", module.b, f"[{num_rows}, rank]"))
-        return self._share_of(part, module.b)
+        return self._share_of(part, in_halves(module.b, self._head_dim) if module.is_interleaved else module.b)
 
     def _num_outputs(self, part: WeightPart) -> int:
         """Returns the number of the rank's outputs of a part."""

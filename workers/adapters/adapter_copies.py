@@ -1,8 +1,8 @@
 """Copies of adapters in the cache of a node, by the digests of their values.
 
 Whoever trains an adapter replaces the files in its folder while engines use the old values. A copy keeps these until
-nothing needs them any more, so that an engine which starts later finds them. It is a folder as PEFT saves it. A copy
-counts only if its values have its digest, however it was torn.
+nothing needs them any more, so that an engine which starts later finds them. It is a folder as PEFT saves it, or with a
+GGUF file. A copy counts only if its values have its digest, however it was torn.
 """
 
 from __future__ import annotations
@@ -14,12 +14,15 @@ import re
 import shutil
 import time
 
-from manta.workers.adapters.adapter_files import WEIGHTS, read_adapter, read_weights_file
+from manta.workers.adapters.adapter_files import WEIGHTS, read_adapter
+from manta.workers.adapters.gguf_adapter import SUFFIX
+from manta.workers.adapters.low_rank_adapter import read_bounded
 from manta.workers.adapters.peft_config import CONFIG
 from manta.workers.cache_folder import cache_entry, write_private
 from manta.workers.checkpoints.stored_files import COPY_AGAIN, MOST_JSON_BYTES, read_text
 from manta.workers.models.model_config import ModelError
 
+_FILE = f"adapter{SUFFIX}"
 LEFT_S = 7 * 86_400.0
 """Age in seconds from which on the copies of a server that has gone are removed."""
 _FORM = re.compile(r"[0-9a-f]{32}")
@@ -47,9 +50,13 @@ class AdapterCopies:
         os.utime(self._folder)
 
     def find(self, digest: str) -> pathlib.Path | None:
-        """Returns the folder of a copy; None if there is none. Its values are still to be compared with the digest."""
+        """Returns the folder or the GGUF file of a copy; None if there is none. Its values are still to be compared
+        with the digest.
+        """
         folder = self._folder / digest
-        return folder if (folder / WEIGHTS).is_file() else None
+        if (folder / WEIGHTS).is_file():
+            return folder
+        return folder / _FILE if (folder / _FILE).is_file() else None
 
     def keep(self, source: pathlib.Path, digest: str) -> None:
         """Copies an adapter whose values have this digest, unless there is a copy. Raises `ModelError` if the files
@@ -57,12 +64,16 @@ class AdapterCopies:
         """
         if self.has(digest):
             return
-        config, weights = read_text(source, CONFIG, MOST_JSON_BYTES), read_weights_file(source, self._max_bytes)
+        if source.suffix == SUFFIX:
+            content = {_FILE: read_bounded(source, self._max_bytes)}
+        else:
+            config = bytearray(read_text(source, CONFIG, MOST_JSON_BYTES).encode())
+            content = {CONFIG: config, WEIGHTS: read_bounded(source / WEIGHTS, self._max_bytes)}
         self.use()
         folder = self._folder / digest
         folder.mkdir(mode=0o700, exist_ok=True)
-        write_private(folder / CONFIG, config.encode())
-        write_private(folder / WEIGHTS, memoryview(weights))
+        for name, data in content.items():
+            write_private(folder / name, memoryview(data))
         if not self.has(digest):
             self.drop(digest)
             raise ModelError(f"{source} changed while it was read; {COPY_AGAIN}")

@@ -20,6 +20,7 @@ from manta.cluster.serve.starting.start_failure import in_words
 from manta.structured.refusals import Refusal
 from manta.structured.visible_logs import logger_of
 from manta.workers.adapters.adapter_copies import AdapterCopies
+from manta.workers.adapters.gguf_adapter import SUFFIX
 from manta.workers.models.model_config import ModelError
 from manta.workers.ranks.rank_worker import ReadAdapter
 
@@ -157,9 +158,10 @@ class ReplicaAdapters:
 
 
 def resolve_adapter(path: str, roots: tuple[str, ...]) -> pathlib.Path:
-    """Returns the folder that an operator names, without links. A relative path begins at each of the roots in turn.
+    """Returns the folder or GGUF file that an operator names, without links. A relative path begins at each of the
+    roots in turn.
 
-    Refuses a path that leads out of the roots, whether or not anything is there, and one where no folder is.
+    Refuses a path that leads out of the roots, whether or not anything is there, and one where neither is.
     """
     real_roots = [os.path.realpath(root) for root in roots]
     inside = [
@@ -170,7 +172,11 @@ def resolve_adapter(path: str, roots: tuple[str, ...]) -> pathlib.Path:
     if not inside:
         remedy = "name a folder below one of engine.adapter_roots"
         refuse("not_allowed", "lora_path", path, roots, remedy)
-    folder = next(filter(os.path.isdir, inside), None)
-    if folder is None:
+    found = next((each for each in inside if os.path.isdir(each) or _is_gguf(each)), None)
+    if found is None:
         refuse("unknown_object", "lora_path", path, unit="folder of an adapter")
-    return pathlib.Path(folder)
+    return pathlib.Path(found)
+
+
+def _is_gguf(path: str) -> bool:
+    return path.endswith(SUFFIX) and os.path.isfile(path)
