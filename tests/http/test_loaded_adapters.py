@@ -233,7 +233,7 @@ async def test_damaged_and_hostile_adapters_change_nothing(tmp_path: pathlib.Pat
         await server.server.until_idle()
 
 
-@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("overlap", [pytest.param(False, marks=pytest.mark.prove), True])
 @async_test
 async def test_more_adapters_than_fit_take_turns(tmp_path: pathlib.Path, overlap: bool) -> None:
     """Each of them is served, whatever others run, and one that can never fit is refused by its bytes."""

@@ -33,9 +33,9 @@ ENGINE, INGRESS = "ray::ServeReplica:manta:engine", "ray::ServeReplica:manta:ing
 
 
 class Address:
-    """Two ingresses and two engines, which this process has started."""
+    """Two ingresses and two engines, or what `options` have instead, which this process has started."""
 
-    def __init__(self, root: pathlib.Path) -> None:
+    def __init__(self, root: pathlib.Path, **options: Any) -> None:
         port = free_port()
         self.root = root
         self.url = f"http://127.0.0.1:{port}"
@@ -49,9 +49,8 @@ class Address:
             num_threads=1,
             adapter_roots=(str(root),),
         )
-        app.start(
-            ServeConfig(engine=engine, port=port, num_engine_replicas=2, num_ingress_replicas=2, drain_timeout_s=1.0)
-        )
+        options = options or {"num_engine_replicas": 2, "num_ingress_replicas": 2}
+        app.start(ServeConfig(engine=engine, port=port, drain_timeout_s=1.0, **options))
 
     def put(self, adapter: str) -> None:
         shutil.copytree(self.made.folders[adapter], self.root / "live", dirs_exist_ok=True)
