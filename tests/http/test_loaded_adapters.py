@@ -23,6 +23,7 @@ from tests.adapters import Adapters, adapters_of
 from tests.async_tests import async_test
 from tests.checkpoints import checkpoint
 from tests.loaded_adapters import Loading, loading
+from tests.patience import until
 
 PROMPT = [30 + 7 * place % 280 for place in range(40)]
 NUM_TOKENS = 6
@@ -249,6 +250,17 @@ async def test_more_adapters_than_fit_take_turns(tmp_path: pathlib.Path, overlap
         for name in ("one", "three", "two", "two", "one"):
             await expect(server, name, name)
         assert len(server.server.replica.engine.adapters) == 1
+        is_over = asyncio.Event()
+
+        async def ask_again() -> None:
+            while not is_over.is_set():
+                assert (await server.ask("one", PROMPT, 20)).status_code == 200
+
+        busy = [asyncio.ensure_future(ask_again()) for _ in range(4)]
+        await until(lambda: server.server.replica.engine.stats().num_running > 1)
+        await expect(server, "two", "two")  # however many ask for another one
+        is_over.set()
+        await asyncio.gather(*busy)
 
 
 @async_test

@@ -63,8 +63,8 @@ class Address:
         """Asks over a connection of its own."""
         return httpx.post(f"{self.url}{path}", json=body, timeout=PATIENCE_S)
 
-    def tokens(self) -> list[int]:
-        body = {"prompt": PROMPT, "max_tokens": NUM_TOKENS, "temperature": 0, "ignore_eos": True}
+    def tokens(self, prompt: list[int]) -> list[int]:
+        body = {"prompt": prompt, "max_tokens": NUM_TOKENS, "temperature": 0, "ignore_eos": True}
         answer = self.post("/v1/completions", model="live", return_token_ids=True, **body)
         assert answer.status_code == 200, answer.text
         found: list[int] = answer.json()["choices"][0]["token_ids"]
@@ -72,9 +72,15 @@ class Address:
 
     def check(self, adapter: str) -> None:
         """Checks that every ingress and engine has the values of an adapter."""
+        prompts = [[5 + number, *PROMPT] for number in range(NUM_CONNECTIONS)]
         with concurrent.futures.ThreadPoolExecutor(NUM_CONNECTIONS // 3) as pool:
-            found = list(pool.map(lambda _: self.tokens(), range(NUM_CONNECTIONS)))
-        assert found == [self.made.greedy(PROMPT, adapter, NUM_TOKENS)] * NUM_CONNECTIONS
+            found = list(pool.map(self.tokens, prompts))
+        assert found == [self.made.greedy(prompt, adapter, NUM_TOKENS) for prompt in prompts]
+
+    def shares(self, series: str) -> list[float]:
+        """Returns what each ingress or engine has counted in a series, whose labels begin as given."""
+        text = httpx.get(f"{self.url}/metrics", timeout=PATIENCE_S).text
+        return [float(line.split()[-1]) for line in text.splitlines() if line.startswith(series)]
 
     def stream(self, begun: threading.Barrier) -> list[int]:
         body = {"prompt": PROMPT, "max_tokens": NUM_STREAMED, "temperature": 0, "ignore_eos": True, "stream": True}
@@ -114,6 +120,9 @@ def test_a_reload_reaches_everybody_at_once_and_no_running_stream(address: Addre
     address.put("one")
     address.load()
     address.check("one")
+    for series in ('manta:adapter_requests_total{adapter="live"', "manta:prefix_cache_queries_total"):
+        assert len(address.shares(series)) == 2
+        assert min(address.shares(series)) > 0, "one of two takes no request"
     alone = address.stream(threading.Barrier(1))
     begun = threading.Barrier(NUM_STREAMS + 1)
     with concurrent.futures.ThreadPoolExecutor(NUM_STREAMS) as pool:

@@ -48,7 +48,7 @@ def test_a_sleeping_engine_wakes_for_a_load_and_with_its_adapters(address: Addre
     assert missing.status_code == 404
     until_asleep()
     address.put("two")
-    assert address.tokens() == address.made.greedy(PROMPT, "one", NUM_TOKENS)
+    assert address.tokens(PROMPT) == address.made.greedy(PROMPT, "one", NUM_TOKENS)
 
 
 def test_lines_of_a_batch_have_the_adapter_that_they_name(address: Address) -> None:
