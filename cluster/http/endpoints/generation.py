@@ -163,8 +163,8 @@ async def generate(
     try:
         params = await _enforceable(exchange, params, not_carried)
         exchange.adapter = state.admission.check_model(request.model)
-        digest = await state.adapter_digest(exchange.adapter)
-        asked = _engines_request(state, exchange, prompts, params, request, shown_ids, thinking, digest)
+        exchange.adapter_digest = await state.adapter_digest(exchange.adapter)
+        asked = _engines_request(state, exchange, prompts, params, request, shown_ids, thinking)
         streams = bool(request.stream)
         state.metrics.model_used(exchange.adapter)
         if exchange.span is not None:
@@ -209,7 +209,6 @@ def _engines_request(
     request: GenerationBody,
     shown_ids: frozenset[int],
     thinking: Sequence[ThinkingSection | None],
-    adapter: str,
 ) -> GenerationRequest:
     sharer = exchange.caller.sharer
     engine = EngineRequest(
@@ -223,7 +222,7 @@ def _engines_request(
         session=session_of(exchange.headers),
         traceparent=exchange.traceparent,
         cache_root=state.prefix_scope.root(exchange.caller.owner, request.cache_salt),
-        adapter=adapter,
+        adapter=exchange.adapter_digest,
     )
     chat = isinstance(request, ChatCompletionRequest)
     return GenerationRequest(prompts=prompts, engine=engine, chat=chat, shown_ids=shown_ids, thinking=[*thinking])
