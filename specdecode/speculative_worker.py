@@ -24,7 +24,14 @@ from manta.structured.logits_processors import LogitsProcessorFactory
 from manta.structured.masks import MaskBatch
 from manta.workers.model_info import ModelInfo
 from manta.workers.prefix_store import BlockPart
-from manta.workers.ranks.rank_worker import Drawn, KeepingWorker, RunAheadWorker, SpeculationTarget
+from manta.workers.ranks.rank_worker import (
+    AdaptingWorker,
+    Drawn,
+    KeepingWorker,
+    ReadAdapter,
+    RunAheadWorker,
+    SpeculationTarget,
+)
 from manta.workers.step import StepInput, StepOutput
 
 
@@ -134,6 +141,15 @@ class SpeculativeWorker:
 
     def drop_kept(self, hashes: Sequence[bytes]) -> None:
         cast(KeepingWorker, self.target).drop_kept(hashes)
+
+    def read_adapter(self, path: str) -> ReadAdapter:
+        return cast(AdaptingWorker, self.target).read_adapter(path)
+
+    def hold_adapter(self, adapter: ReadAdapter) -> bool:
+        return cast(AdaptingWorker, self.target).hold_adapter(adapter)
+
+    def drop_adapter(self, digest: str) -> None:
+        cast(AdaptingWorker, self.target).drop_adapter(digest)
 
     def reset(self) -> None:
         self.target.reset()

@@ -121,11 +121,19 @@ class ModelOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
     adapters: dict[str, str] = {}
     """LoRA adapters that requests may name as their `model`: a name and the folder in which PEFT saved it
-    (`adapter_config.json` and `adapter_model.safetensors`). They are for CPUs, and for models that Manta computes
-    itself.
+    (`adapter_config.json` and `adapter_model.safetensors`), or the GGUF file that llama.cpp's converter made of it.
+    They are for CPUs, and for models that Manta computes itself.
+    """
+    adapter_roots: tuple[str, ...] = ()
+    """Folders below which operators may name adapters in `/v1/load_lora_adapter` while the server runs. A path whose
+    links lead out of them is refused. They are for engines of one rank. If the list is empty, no adapter is loaded over
+    HTTP.
     """
     max_adapter_bytes: Bytes = 2**30
-    """Memory of all adapters together, for each rank. Adapters that take more are refused at start."""
+    """Memory of all adapters together, for each rank. Adapters of `adapters` that take more are refused at start. Of
+    those that are loaded over HTTP the least recently used ones leave the memory, and come back when a request names
+    them.
+    """
 
     def overlaps(self, is_asynchronous: bool) -> bool:
         """Returns whether a step is planned while another one is under way, on a device that does or does not compute

@@ -35,6 +35,7 @@ from manta.cluster.engine.executors.executor import Executor, StepCall, no_masks
 from manta.cluster.engine.kept_prefixes import open_kept_prefixes
 from manta.cluster.engine.kv_blocks import KVBlocks
 from manta.cluster.engine.request import Branch, EngineRequest, SequenceOutput
+from manta.cluster.engine.resident_adapters import ResidentAdapters
 from manta.cluster.engine.scheduler import Scheduler
 from manta.cluster.engine.sequence import Sequence
 from manta.cluster.engine.stats import EngineStats
@@ -136,7 +137,8 @@ class Engine:
         """Submitted steps whose tokens the engine has not read yet, oldest first."""
         self._plans_ahead = self.executor.depth > 0 and config.speculative is None
         """Whether a step is planned before the tokens of the step under way are known."""
-        self._adapter_digests = frozenset(names)
+        self.adapters = ResidentAdapters(self.executor, self.scheduler, self.model.adapters.values())
+        """The adapters that requests may have."""
         self._step_budget = StepBudget(config.max_num_batched_tokens)
         self._next_sequence_id = 0
         self._num_steps = 0
@@ -392,7 +394,8 @@ class Engine:
             remedy, unit = "retry later or raise max_num_waiting", "requests are waiting"
             refuse("queue_full", "", self.scheduler.num_waiting, self.config.max_num_waiting, remedy, unit=unit)
         params = request.params
-        check_request(request, self.vocab_size, self.scheduler.longest, self.processors, self._adapter_digests)
+        check_request(request, self.vocab_size, self.scheduler.longest, self.processors, self.adapters)
+        self.adapters.use(request.adapter)
         if constraint is not None:
             params = msgspec.structs.replace(params, constraint=constraint.spec)
         elif params.constraint is not None:

@@ -184,6 +184,7 @@ async def generate(
     except RequestRefused as error:
         if error.refusal.kind == "adapter_gone":
             state.forget_model()
+            await state.refresh_adapters()
         field, refusal = await _field_at_fault(exchange, request, error.refusal)
         raise error_of(under_field(refusal, field)) from error
 

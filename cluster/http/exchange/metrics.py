@@ -227,7 +227,7 @@ class Metrics:
         self._by_client.labels(*self._labels(self.replica), client).inc()
 
     def model_used(self, adapter: str) -> None:
-        """Counts a request under the name of its adapter, one of the configuration; empty for the model alone."""
+        """Counts a request under the name of its adapter, which an operator gave; empty for the model alone."""
         self._by_adapter.labels(*self._labels(self.replica), adapter).inc()
 
     def answered(self, status: int) -> None:
