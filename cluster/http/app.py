@@ -25,6 +25,7 @@ from manta.cluster.http.exchange.codec import encode
 from manta.cluster.http.exchange.engines import UNMETERED, Engines, Meter
 from manta.cluster.http.exchange.exchange import Exchange
 from manta.cluster.http.exchange.incoming import ClientGone, Receive, Scope
+from manta.cluster.http.exchange.loaded_adapters import LoadedAdapters
 from manta.cluster.http.exchange.metrics import Metrics
 from manta.cluster.http.exchange.recorded_engines import RESUMABLE, make_resumable
 from manta.cluster.http.exchange.recordings import Opening, Streams, last_event
@@ -220,6 +221,10 @@ class HttpApp:
         """Removes one of several models. Requests under way go on."""
         self._state.models.remove(name)
 
+    def use_adapters(self, loaded: LoadedAdapters | None) -> None:
+        """Serves the adapters of the only model that operators load."""
+        self._state.use_adapters(loaded)
+
     def own_metrics(self) -> list[Metric]:
         """Returns the metrics of this process, for the one that answers `/metrics`."""
         return [metric for each in self._state.all_metrics() for metric in each.own()]
@@ -296,14 +301,12 @@ class HttpApp:
         async with exchange.incoming.room(exchange.caller.sharer, len(content)):
             return await self._state.apart(exchange, decode, route.body, content, self._config.body)
 
-    def _state_for(self, exchange: Exchange, body: Any) -> AppState:
-        """Returns the state of the model that a body names, whose engines then answer the exchange."""
-        state = self._state.for_body(body, exchange)
+    def _note_model(self, exchange: Exchange, state: AppState) -> None:
+        """Counts a request of one of several models, and notes the model for the log."""
         if self._state.models.are_several:
             _count(state, exchange)
             if state is not self._state:
                 exchange.notes["model"] = state.model_name
-        return state
 
     def _refuses_unknown(self, exchange: Exchange) -> bool:
         """Returns whether fields that Manta does not know are refused, by the configuration or for this request."""
@@ -317,14 +320,16 @@ class HttpApp:
         if route.body is None:
             return await route.handler(self._state, exchange, None)
         body = await self._body(route, exchange, content)
-        state = self._state_for(exchange, body)
-        if RESUMABLE in exchange.headers:
-            make_resumable(state, exchange, route, content, body)
-        if "last-event-id" in exchange.headers:
-            resumed = last_event(exchange.headers)
-            if resumed is not None:
-                return await stream_endpoints.read_on(self._state, exchange, *resumed)
-        return await route.handler(state, exchange, body)
+        await self._state.models.settle()
+        async with self._state.for_body(body, exchange) as state:
+            self._note_model(exchange, state)
+            if RESUMABLE in exchange.headers:
+                make_resumable(state, exchange, route, content, body)
+            if "last-event-id" in exchange.headers:
+                resumed = last_event(exchange.headers)
+                if resumed is not None:
+                    return await stream_endpoints.read_on(self._state, exchange, *resumed)
+            return await route.handler(state, exchange, body)
 
     def _check_key(self, exchange: Exchange, route: Route) -> None:
         exchange.caller = self.admission.caller(exchange.headers, exchange.caller.address)

@@ -6,7 +6,7 @@ import mmap
 
 import torch
 
-from manta.workers.checkpoints.formats.head_orders import in_head_order, rows_of_transposed
+from manta.workers.checkpoints.formats.head_orders import in_halves, in_head_order, rows_of_transposed
 from manta.workers.checkpoints.formats.stored_form import StoredForm
 from manta.workers.checkpoints.memory import FLOATING, TensorEntry
 from manta.workers.checkpoints.tensor_files import TensorFiles
@@ -68,8 +68,7 @@ class Checkpoint(TensorFiles):
             return rows_of_transposed(stored, form.transposed_heads, shape)
         rows = stored.view(shape)
         if form.interleaved_head_dim:
-            heads = torch.arange(shape[0]).view(-1, form.interleaved_head_dim // 2, 2)
-            return rows[heads.transpose(1, 2).reshape(-1)]
+            return in_halves(rows, form.interleaved_head_dim)
         if not form.head_order:
             return rows
         if not form.orders_inputs:

@@ -13,3 +13,9 @@ def in_head_order(head_order: tuple[int, ...], size: int) -> torch.Tensor:
 def rows_of_transposed(stored: torch.Tensor, num_heads: int, shape: tuple[int, ...]) -> torch.Tensor:
     """Returns a weight [out_features, in_features], of which the file has each head's rows as columns."""
     return stored.view(num_heads, shape[1], -1).transpose(1, 2).reshape(shape)
+
+
+def in_halves(rows: torch.Tensor, head_dim: int) -> torch.Tensor:
+    """Returns the rows of heads whose two halves were interleaved, with one half behind the other."""
+    heads = torch.arange(rows.shape[0]).view(-1, head_dim // 2, 2)
+    return rows[heads.transpose(1, 2).reshape(-1)]
