@@ -36,8 +36,8 @@ REFUSED_NAMES = (
 """Model types that are refused before weights are read."""
 REFUSED_LATE = ("shieldgemma2",)
 """A classifier, which transformers stores here under Gemma 3's name and with names of its own for tensors."""
-LEFT_OUT = ("dots3_note", "fast_vlm", "gemma4_assistant", "perception_lm")
-"""Model types of which no tiny model is made: the text of one is tried by itself, one is a drafter, and two need the
+LEFT_OUT = ("dots3_note", "fast_vlm", "gemma3n", "gemma4_assistant", "perception_lm")
+"""Model types of which no tiny model is made: the text of one is tried by itself, one is a drafter, and three need the
 package timm.
 """
 THROUGH_TRANSFORMERS = (
