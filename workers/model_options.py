@@ -88,8 +88,8 @@ class ModelOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """
     kv_cache_fraction: Annotated[float, Meta(gt=0, le=0.95)] | None = None
     """Share of the memory free after loading that the KV cache takes. None takes 4 times the weights, or room for 512
-    tokens of each of `max_num_sequences`, whichever is more. It never takes more than 40% of the free memory, nor more
-    than all sequences at full length 4 times over. `workers/checkpoints/memory.py` has the exact rule.
+    tokens of each of `max_num_sequences`, whichever is more. It never takes more than 40% of the free memory (90% on
+    GPUs), nor more than all sequences at full length 4 times over. `workers/checkpoints/memory.py` has the exact rule.
     """
     prefix_store_bytes: Annotated[int, Meta(ge=0)] = 0
     """Size of the files in which a node keeps prompts' KV blocks, so that an engine that starts finds those of earlier
@@ -121,11 +121,19 @@ class ModelOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
     adapters: dict[str, str] = {}
     """LoRA adapters that requests may name as their `model`: a name and the folder in which PEFT saved it
-    (`adapter_config.json` and `adapter_model.safetensors`). They are for CPUs, and for models that Manta computes
-    itself.
+    (`adapter_config.json` and `adapter_model.safetensors`), or the GGUF file that llama.cpp's converter made of it.
+    They are for CPUs, and for models that Manta computes itself.
+    """
+    adapter_roots: tuple[str, ...] = ()
+    """Folders below which operators may name adapters in `/v1/load_lora_adapter` while the server runs. A path whose
+    links lead out of them is refused. They are for engines of one rank. If the list is empty, no adapter is loaded over
+    HTTP.
     """
     max_adapter_bytes: Bytes = 2**30
-    """Memory of all adapters together, for each rank. Adapters that take more are refused at start."""
+    """Memory of all adapters together, for each rank. Adapters of `adapters` that take more are refused at start. Of
+    those that are loaded over HTTP the least recently used ones leave the memory, and come back when a request names
+    them.
+    """
 
     def overlaps(self, is_asynchronous: bool) -> bool:
         """Returns whether a step is planned while another one is under way, on a device that does or does not compute

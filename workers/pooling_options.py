@@ -11,6 +11,7 @@ _OPTIONS_OF_GENERATION: tuple[tuple[str, object], ...] = (
     ("tensor_parallel_size", 1),
     ("prefix_store_bytes", 0),
     ("adapters", {}),
+    ("adapter_roots", ()),
 )
 """Options that mean nothing for a model that pools, and their only values."""
 

@@ -6,6 +6,7 @@ A new endpoint is a row here and a file in `cluster/http/endpoints/` with its ha
 from __future__ import annotations
 
 from manta.cluster.http.endpoints import (
+    adapters,
     anthropic,
     batches,
     compaction,
@@ -309,6 +310,30 @@ ROUTES = (
     Route("DELETE", "/v1/streams/{stream_id}", streams.delete, "End it", answer=streams.StreamDeleted, errors=(404,)),
     Route("GET", "/v1/models", models.list_models, "The models served", alias="/models", answer=models.ModelList),
     Route("GET", "/v1/models/{model}", models.one_model, "One model", answer=models.ModelCard, errors=(404,)),
+    Route(
+        "POST",
+        "/v1/load_lora_adapter",
+        adapters.load,
+        "Load an adapter under a name",
+        alias="/load_lora_adapter",
+        body=adapters.LoadAdapterRequest,
+        answer=adapters.AdaptersAnswer,
+        errors=(404, 409, 503),
+        for_operators=True,
+        logged=True,
+    ),
+    Route(
+        "POST",
+        "/v1/unload_lora_adapter",
+        adapters.unload,
+        "Unload it",
+        alias="/unload_lora_adapter",
+        body=adapters.UnloadAdapterRequest,
+        answer=adapters.AdaptersAnswer,
+        errors=(404, 503),
+        for_operators=True,
+        logged=True,
+    ),
     Route(
         "POST",
         "/tokenize",

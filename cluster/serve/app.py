@@ -140,7 +140,9 @@ def _for_nodes(config: ServeConfig, nodes: list[int], num_living: int = 1) -> Se
         model=_absolute(config.engine.model),
         tokenizer=_absolute(config.engine.tokenizer),
         adapters={name: str(_absolute(path)) for name, path in config.engine.adapters.items()},
+        adapter_roots=tuple(os.path.abspath(pathlib.Path(root).expanduser()) for root in config.engine.adapter_roots),
         num_threads=threads_each(config.engine, config.max_engines, nodes),
+        kv_events=config.engine.kv_events and config.engine.kv_events.for_model(config.model_name),
     )
     return _with_ingresses(
         msgspec.structs.replace(config, engine=engine, served_model_name=config.model_name), num_living

@@ -12,7 +12,7 @@ import copy
 import dataclasses
 import re
 import time
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Collection, Iterator
 from typing import Any, ClassVar, NoReturn, TypeVar
 
 import msgspec
@@ -28,6 +28,7 @@ from manta.cluster.http.exchange.condition import Condition
 from manta.cluster.http.exchange.engines import Engines
 from manta.cluster.http.exchange.exchange import Exchange, GenerationExchange
 from manta.cluster.http.exchange.last_answer import LastAnswer
+from manta.cluster.http.exchange.loaded_adapters import LoadedAdapters
 from manta.cluster.http.exchange.metrics import Metrics
 from manta.cluster.http.exchange.recordings import NoStreams, Streams
 from manta.cluster.protocol.error_bodies import Writer, openai_body
@@ -149,6 +150,8 @@ class AppState:
         self.admission = Admission(config)
         self.created = int(time.time())
         """Start of this replica, in seconds since 1970; of one of several models, the time when it was added."""
+        self.started = time.monotonic()
+        """Start of this replica on `time.monotonic`'s clock."""
         self._serve(config, tokenizer, engines, metrics)
         self.models: Models = OnlyModel(self)
         """The models of the address."""
@@ -185,6 +188,8 @@ class AppState:
         self.engines = engines
         self.engine_stats = LastAnswer[list[EngineStats]](engines.stats, [])
         self.metrics = metrics
+        self.loaded_adapters: LoadedAdapters | None = None
+        """The adapters that operators load; None if the configuration lets nobody load any. `use_adapters` sets it."""
         self.condition: Condition | None = None
         """How one of several models fares. None for the only model of an address."""
         self._model: ModelInfo | None = None
@@ -211,6 +216,22 @@ class AppState:
     def model_names(self) -> tuple[str, ...]:
         """The model's name, its aliases and its adapters."""
         return self.admission.names.listed
+
+    def use_adapters(self, loaded: LoadedAdapters | None) -> None:
+        """Serves the adapters that operators load, from now on."""
+        self.loaded_adapters = loaded
+        if loaded is not None:
+            loaded.tell = self._serve_adapters
+            self._serve_adapters(loaded.paths)
+
+    def _serve_adapters(self, names: Collection[str]) -> None:
+        self.admission.names.serve(names)
+        self.models.note_names(self)
+
+    async def refresh_adapters(self) -> None:
+        """Learns which adapters are loaded."""
+        if self.loaded_adapters is not None:
+            await self.loaded_adapters.refresh()
 
     def for_body(self, body: Any, exchange: GenerationExchange) -> AppState:
         """Returns the state of the model that a body names, whose engines then answer the exchange. A body without the
@@ -286,6 +307,9 @@ class AppState:
         """Returns the digest of an adapter's values; empty for the model alone."""
         if not name:
             return ""
+        digest = None if self.loaded_adapters is None else self.loaded_adapters.digest_of(name)
+        if digest is not None:
+            return digest
         adapters = (await self.model_info()).adapters
         if name not in adapters:
             self.forget_model()
@@ -325,7 +349,23 @@ class Models:
         """Adds a model, or replaces the one of its name."""
         self.remove(state.model_name)
         self._states[state.model_name] = state
-        self._owners |= dict.fromkeys(state.admission.names.every, state.model_name)
+        self.note_names(state)
+
+    def note_names(self, state: AppState) -> None:
+        """Notes the names of a model of the table, which may have changed. A name that two models have is that of the
+        model whose configuration has it.
+        """
+        own, names = state.model_name, state.admission.names
+        if self._states.get(own) is state:
+            others = {each: owner for each, owner in self._owners.items() if owner != own}
+            free = [each for each in names.every if each not in others or each in names.configured]
+            self._owners = others | dict.fromkeys(free, own)
+
+    async def settle(self) -> None:
+        """Lets models whose adapters other processes may have changed unnoticed learn which ones are loaded."""
+        for state in self:
+            if state.loaded_adapters is not None and state.loaded_adapters.is_settling:
+                await state.loaded_adapters.refresh()
 
     def remove(self, name: str) -> None:
         """Removes a model by its name, if there is one. Requests under way keep its state."""
