@@ -22,6 +22,7 @@ from manta.cluster.cli.pooling_check import check_pooling, pooling_rows
 from manta.cluster.cli.refusal import Refusal
 from manta.cluster.cli.tokenizer_check import check_templates, check_tokenizer, check_vocabulary
 from manta.cluster.config import EngineConfig, load_config
+from manta.cluster.models_folder import with_models_dir
 from manta.cluster.text.tokenizer import Tokenizer
 from manta.cluster.text.tokenizer_files import resolve_folder
 from manta.structured.host import free_memory, num_cores
@@ -58,7 +59,7 @@ if TYPE_CHECKING:
 def run_check(config_path: str | None, overrides: dict[str, Any]) -> int:
     """Prints the report. Returns 0 if the model can be served, else 1 after printing the reason."""
     try:
-        config = load_config(config_path, overrides)
+        config = with_models_dir(load_config(config_path, overrides))
     except ValueError as error:
         raise Refusal(str(error)) from error
     for each in config.of_each_model:

@@ -20,6 +20,7 @@ FLAGS = {
     "--host": "host",
     "--port": "port",
     "--served-model-name": "served_model_name",
+    "--models-dir": "models_dir",
     "--tokenizer": "engine.tokenizer",
     "--generation-config": "engine.generation_config",
     "--task": "engine.task",
@@ -81,6 +82,9 @@ ANSWERS = {
     "--seed": "a request brings its seed",
     "--ctx-size": "write --max-model-len",
     "--n-gpu-layers": "a model runs on one device; --device chooses it",
+    "--models-max": "write --set max_loaded_models=4",
+    "--models-preset": "write --config FILE, whose models have a name, options and on_demand: true",
+    "--no-models-autoload": "whoever may use a model may load it; key_limits.NAME.models names those of a key",
 }
 """Flags of other servers, each with its replacement or the reason why there is none."""
 

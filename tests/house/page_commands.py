@@ -370,6 +370,8 @@ COMMANDS: dict[str, Callable[[str, Manual], None]] = {
     "make serve PORT=8080 CONFIG=configs/engine.yaml": starts_a_server,
     "manta serve": starts_a_server,
     "manta serve demo qwen=~/models/Qwen2.5-0.5B-Instruct": starts_a_server,
+    "manta serve --models-dir ~/models": starts_a_server,
+    "manta serve demo --models-dir ~/models": starts_a_server,
     "manta serve --set engine.tensor_parallel_size=2": starts_a_server,
     "manta serve --set num_engine_replicas=2": starts_a_server,
     "JAX_PLATFORMS=cpu XLA_FLAGS=--xla_force_host_platform_device_count=4 manta serve --set engine.device=tpu "
