@@ -22,6 +22,7 @@ from manta.specdecode.speculative_config import SpeculativeConfig
 from tests.adapters import Adapters, adapters_of
 from tests.async_tests import async_test
 from tests.checkpoints import checkpoint
+from tests.full_disk import full_disk
 from tests.loaded_adapters import Loading, loading
 from tests.patience import until
 
@@ -229,6 +230,8 @@ async def test_damaged_and_hostile_adapters_change_nothing(tmp_path: pathlib.Pat
             for name in ("new", "kept"):
                 answer = await server.load(name, what, load_inplace=True)
                 assert code_of(answer) == (400, "lora_path", None), (what, answer.text)
+        with full_disk(1000):
+            assert code_of(await server.load("new", "three")) == (503, "lora_path", None)
         assert server.registry.table is table
         await expect(server, "kept", "two")
         await server.server.until_idle()
