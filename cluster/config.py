@@ -12,11 +12,11 @@ import pathlib
 from typing import Annotated, Any, Literal
 
 import msgspec
-import yaml
 from msgspec import Meta
 
+from manta.cluster.kv_event_options import KVEventOptions
 from manta.cluster.model_list import name_of, owners_of, with_engine_model, with_shared_engine
-from manta.cluster.option_reader import read_options
+from manta.cluster.option_reader import read_options, read_yaml
 from manta.cluster.ray_llm_file import is_ray_llm, ray_llm_options
 from manta.specdecode.speculative_config import SpeculativeConfig
 from manta.structured.constraint import ConstraintLimits, JsonObjects
@@ -50,6 +50,8 @@ class EngineConfig(ModelOptions, frozen=True, kw_only=True, forbid_unknown_field
     """
     enable_prefix_caching: bool = True
     """Whether a prompt reuses the KV blocks of an earlier prompt that begins with the same tokens."""
+    kv_events: KVEventOptions | None = None
+    """Address at which the engine publishes what its prefix cache holds, for gateways. None publishes nothing."""
     constraints: ConstraintLimits = ConstraintLimits()
     """Limits on what one constraint may cost."""
     json_objects: JsonObjects = JsonObjects()
@@ -58,6 +60,10 @@ class EngineConfig(ModelOptions, frozen=True, kw_only=True, forbid_unknown_field
     """Place of the grammar workers, and the time that they may take to fill masks."""
     speculative: SpeculativeConfig | None = None
     """Proposers of drafts: tokens that the model verifies, several in one step. None generates one token a step."""
+
+    def __post_init__(self) -> None:
+        if self.kv_events is not None and not self.enable_prefix_caching:
+            raise ValueError("kv_events: there are none without enable_prefix_caching; set it, or leave kv_events out")
 
 
 class ListenerLimits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -227,6 +233,10 @@ class ServedModel(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """Name of the model in the API. None takes the last part of `engine.model`."""
     aliases: tuple[str, ...] = ()
     """Other names that requests may give. No two models share a name."""
+    on_demand: bool = False
+    """Whether the model is loaded when a request names it, and not at the start. It may leave again for another one
+    (`max_loaded_models`).
+    """
     engine: EngineConfig = EngineConfig()
     """The model replica. It takes what it leaves out from the server's `engine`."""
     num_engine_replicas: Count = 1
@@ -262,6 +272,18 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """The model replica: what it loads, where it runs, how it schedules. With `models`, what they leave out."""
     models: tuple[ServedModel, ...] = ()
     """Models behind this address, if there are several. Requests name one of them."""
+    models_dir: str | None = None
+    """Folder whose models are served too, each loaded on demand: every folder in it that has a `config.json`, and every
+    GGUF file. It is read when the server starts.
+    """
+    max_loaded_models: Count = 3
+    """Models on demand that are loaded at a time, those that are starting or leaving included. A request for another
+    one waits until one without requests can leave, the one that was used longest ago first.
+    """
+    min_loaded_s: Annotated[float, Meta(ge=0)] = 10.0
+    """Seconds for which a model that was loaded on demand stays. A request that has waited as long for a busy model to
+    leave lets the one that was loaded first take no more requests, so that it becomes idle.
+    """
     default_model: str | None = None
     """Name of the model that answers requests without a `model`, if there are several. None refuses them (HTTP 400)."""
     listener: ListenerLimits = ListenerLimits()
@@ -419,22 +441,35 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
             )
 
     def _check_models(self) -> None:
-        owners = owners_of((*model.names, *model.engine.adapters) for model in self.models)
-        if owners and self.default_model is not None and self.default_model not in owners:
-            raise ValueError(
-                f"default_model: no model is called {self.default_model!r}; name one of {', '.join(owners)}"
-            )
-        for option in OF_ONE_MODEL if owners else ():
+        self.name_owners()
+        if self.models_dir is not None and self.engine.model != EngineConfig().model:
+            raise ValueError(f"engine.model is {self.engine.model}, and models_dir is set; add it to models")
+        for option in OF_ONE_MODEL if self.has_several_models else ():
             if getattr(self, option) != _default_of(option):
                 raise ValueError(
                     f"{option} is for a server of one model; set it in an entry of models, or leave it out"
                 )
+
+    def name_owners(self) -> dict[str, str]:
+        """Returns the model of each name of several models and their adapters. Raises `ValueError` if two share one."""
+        return owners_of((*model.names, *model.engine.adapters) for model in self.models)
+
+    def check_default_model(self) -> None:
+        """Raises `ValueError` if none of several models has the name of the default one. It is for a list of all models
+        of the address, and checks nothing before a `models_dir` is read.
+        """
+        owners = {} if self.models_dir is not None else self.name_owners()
+        if owners and self.default_model is not None and self.default_model not in owners:
+            raise ValueError(
+                f"default_model: no model is called {self.default_model!r}; name one of {', '.join(owners)}"
+            )
 
     def of_model(self, model: ServedModel) -> ServeConfig:
         """Returns the configuration as it would be if `model` was the only one."""
         return msgspec.structs.replace(
             self,
             models=(),
+            models_dir=None,
             default_model=None,
             engine=model.engine,
             served_model_name=model.model_name,
@@ -444,9 +479,24 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         )
 
     @property
+    def has_several_models(self) -> bool:
+        """Whether the address may have several models."""
+        return bool(self.models) or self.models_dir is not None
+
+    @property
     def of_each_model(self) -> tuple[ServeConfig, ...]:
         """The configuration of each of several models as if it was the only one, or this one of the only model."""
         return tuple(map(self.of_model, self.models)) or (self,)
+
+    @property
+    def of_each_model_at_start(self) -> tuple[ServeConfig, ...]:
+        """Those of the models that are loaded at the start; none if all are on demand."""
+        return tuple(map(self.of_model, self.models_at_start)) if self.models else (self,)
+
+    @property
+    def models_at_start(self) -> tuple[ServedModel, ...]:
+        """Those of several models that are loaded at the start."""
+        return tuple(model for model in self.models if not model.on_demand)
 
     @property
     def scheme(self) -> str:
@@ -520,7 +570,7 @@ def load_config(path: str | pathlib.Path | None, overrides: dict[str, Any] | Non
     Raises `ValueError` for an unknown key, a wrong type or a value out of range, naming the key and the bound. If the
     file is no YAML, the message shows the line with a mark below the place.
     """
-    data = {} if path is None else _read_yaml(pathlib.Path(path))
+    data = {} if path is None else _read_file(pathlib.Path(path))
     where = f" {path}" if path else ""
     data = with_engine_model(data, where)
     for key, value in (overrides or {}).items():
@@ -538,30 +588,17 @@ def load_config(path: str | pathlib.Path | None, overrides: dict[str, Any] | Non
     if "api_keys" in data and data["api_keys"] is None:  # a variable that was to hold them and is not set
         raise ValueError(f"configuration{where}: api_keys is empty; leave it out, or list the keys")
     try:
-        return read_options(data, ServeConfig)
+        config = read_options(data, ServeConfig)
+        config.check_default_model()
     except ValueError as error:
         raise ValueError(f"configuration{where}: {error}") from error
+    return config
 
 
-def _read_yaml(path: pathlib.Path) -> dict[str, Any]:
-    try:
-        text = path.read_text()
-    except (OSError, UnicodeError) as error:
-        raise ValueError(f"cannot read the configuration {path}: {getattr(error, 'strerror', error)}") from error
-    try:
-        loaded = yaml.safe_load(text)
-    except yaml.MarkedYAMLError as error:
-        mark, lines = error.problem_mark, [*text.splitlines(), ""]
-        place = "" if mark is None else f", line {mark.line + 1}, column {mark.column + 1}"
-        shown = "" if mark is None else f"\n{lines[min(mark.line, len(lines) - 1)]}\n{' ' * mark.column}^"
-        raise ValueError(f"{path} is not valid YAML{place}: {error.problem or error.context}{shown}") from error
-    except yaml.YAMLError as error:
-        raise ValueError(f"{path} is not valid YAML: {error}") from error
-    if loaded is not None and not isinstance(loaded, dict):
-        raise ValueError(f"{path} must hold a mapping of options, not a {type(loaded).__name__}")
-    data = loaded or {}
+def _read_file(path: pathlib.Path) -> dict[str, Any]:
+    data = read_yaml(path)
     if is_ray_llm(data):
-        return ray_llm_options(data, path, _read_yaml)
+        return ray_llm_options(data, path, _read_file)
     if "applications" in data or "import_path" in data:
         raise ValueError(
             f"{path} is a configuration of Ray Serve: 'serve deploy {path}' takes it. For --config give a file with "

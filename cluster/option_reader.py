@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import difflib
 import functools
+import pathlib
 import re
 import reprlib
 import types
@@ -18,6 +19,7 @@ from decimal import Decimal
 from typing import Any, TypeVar
 
 import msgspec
+import yaml
 
 AnyOptions = TypeVar("AnyOptions", bound=msgspec.Struct)
 
@@ -25,6 +27,28 @@ _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([kKMGT]?)(i?)B", re.ASCII)
 MOST_NUMBER = 2**63 - 1
 """Greatest number of an option: what every process and library reads that is told of it."""
 _POWERS = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4}
+
+
+def read_yaml(path: pathlib.Path) -> dict[str, Any]:
+    """Returns the mapping in a YAML file. Raises `ValueError` for a file that cannot be read or holds something else,
+    and shows the line of a mistake with a mark below the place.
+    """
+    try:
+        text = path.read_text()
+    except (OSError, UnicodeError) as error:
+        raise ValueError(f"cannot read the configuration {path}: {getattr(error, 'strerror', error)}") from error
+    try:
+        loaded = yaml.safe_load(text)
+    except yaml.MarkedYAMLError as error:
+        mark, lines = error.problem_mark, [*text.splitlines(), ""]
+        place = "" if mark is None else f", line {mark.line + 1}, column {mark.column + 1}"
+        shown = "" if mark is None else f"\n{lines[min(mark.line, len(lines) - 1)]}\n{' ' * mark.column}^"
+        raise ValueError(f"{path} is not valid YAML{place}: {error.problem or error.context}{shown}") from error
+    except yaml.YAMLError as error:
+        raise ValueError(f"{path} is not valid YAML: {error}") from error
+    if loaded is not None and not isinstance(loaded, dict):
+        raise ValueError(f"{path} must hold a mapping of options, not a {type(loaded).__name__}")
+    return loaded or {}
 
 
 def read_options(data: Any, kind: type[AnyOptions]) -> AnyOptions:

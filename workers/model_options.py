@@ -11,6 +11,7 @@ import msgspec
 from msgspec import Meta
 
 from manta.workers.kept_weights import WeightsOption
+from manta.workers.pooling_info import TaskOption
 
 DEMO_MODEL = "demo"
 """The name that stands for the model embedded in `configs/demo/`."""
@@ -26,6 +27,12 @@ class ModelOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     model: str = DEMO_MODEL
     """Folder with `config.json` and safetensors, a GGUF file, a Hugging Face hub id, or `demo`. `ID@REVISION` selects
     a commit, tag or branch of a hub id. Only a commit always means the same files.
+    """
+    task: TaskOption = "auto"
+    """What the engine answers with. `auto` takes what the checkpoint was published for: text, embeddings, scores or
+    labels. `embed` has a model that generates give embeddings instead: the last token's vectors, of length 1.
+    `score` has it score pairs of texts by the probability of `yes` against `no`, and `generate` has it write text,
+    whatever it was published for.
     """
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
     """Dtype of weights and activations. `auto` takes the checkpoint's, except that float16 becomes bfloat16. `float16`
@@ -44,6 +51,8 @@ class ModelOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """Whether a request with a seed, or a greedy one, gets the same tokens on every machine with CPU kernels. Batch,
     threads, ranks, drafts and prefix cache then change no token. It needs `weights` `int8`
     or `int4`, and a CPU with a C++ compiler. Processors with instructions for bfloat16 then do attention in float32.
+    A model that pools needs none of it: each text then runs by itself, and gets the same bits whatever else is in its
+    step, on one machine.
     """
     device: Literal["auto", "cpu", "cuda", "tpu"] = "auto"
     """Device of the model. `auto` takes CUDA GPUs if the cluster has any when the application starts, else CPUs. With

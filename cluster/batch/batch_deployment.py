@@ -14,9 +14,10 @@ from ray import serve
 from manta.cluster.batch.batch_client import BatchEngineClient
 from manta.cluster.batch.batch_runner import Runner
 from manta.cluster.batch.line_endpoints import batch_endpoints, endpoints_of_models
-from manta.cluster.config import ServeConfig
+from manta.cluster.config import ServeConfig, ServedModel
 from manta.cluster.serve.adapters.adapter_directory import open_directory
 from manta.cluster.serve.fleet.fleet import Fleet
+from manta.cluster.serve.fleet.holds import Holds
 from manta.cluster.serve.starting.replica_process import REPLICA_ENVIRONMENT, ReplicaProcess, yield_to_engines
 from manta.cluster.serve.starting.start_failure import told_in_words
 from manta.cluster.storage.kept_responses import KeptResponses
@@ -27,17 +28,31 @@ from manta.cluster.storage.storage import Storage
 class BatchRunner:
     """Runs batches. `engine` and `standby` are the handles of the engines and of the standby engines; without `engine`
     it runs lines of the models whose engines name its application as their address. `prefix_secret` is the
-    application's.
+    application's. `on_demand` are models that requests load, and `loader` is the handle of what loads them.
     """
 
-    def __init__(self, config: ServeConfig, engine: Any, standby: Any, prefix_secret: bytes) -> None:
+    def __init__(
+        self,
+        config: ServeConfig,
+        engine: Any,
+        standby: Any,
+        prefix_secret: bytes,
+        on_demand: tuple[ServedModel, ...] = (),
+        loader: Any = None,
+    ) -> None:
         assert config.batch_storage is not None
         with told_in_words():
             self._fleet: Fleet | None = None
+            self._holds: Holds | None = None
             if engine is None:
                 endpoints = endpoints_of_models(config, prefix_secret)
                 address = serve.get_replica_context().app_name
-                self._fleet = Fleet(address, endpoints.state.config, endpoints, client=BatchEngineClient)
+                self._fleet = Fleet(
+                    address, endpoints.state.config, endpoints, on_demand=on_demand, client=BatchEngineClient
+                )
+                if loader is not None:
+                    own_id = serve.get_replica_context().replica_id.unique_id
+                    endpoints.state.models.on_demand = self._holds = Holds(self._fleet, loader, own_id)
             else:
                 host = ray.util.get_node_ip_address()
                 endpoints, client = batch_endpoints(config, engine, host, standby, prefix_secret=prefix_secret)
@@ -77,6 +92,14 @@ class BatchRunner:
             await self._fleet.refresh_adapters()
         else:
             await self._state.refresh_adapters()
+
+    async def idle_seconds(self) -> dict[str, float]:
+        """Answers the loader of models as `manta.cluster.serve.ingress.Ingress.idle_seconds` does."""
+        return {} if self._holds is None else self._holds.idle_seconds()
+
+    async def let_go(self, model: str, num_waiting: dict[str, int]) -> bool:
+        """Answers the loader of models as `manta.cluster.serve.ingress.Ingress.let_go` does."""
+        return self._holds is None or self._holds.let_go(model, num_waiting)
 
     async def exchange_rates(self, peer: str, taken: dict[str, tuple[float, float]]) -> dict[str, tuple[float, float]]:
         """Notes what an ingress has counted for each API key since it started, and returns what lines of batches were

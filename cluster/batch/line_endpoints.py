@@ -183,13 +183,16 @@ class Endpoints:
         body, limits = bytes(request.body), self.state.config.body
         if request.url == "/v1/completions":
             completion = decode(CompletionRequest, body, limits)
-            await generation.completions(self.state.for_body(completion, exchange), exchange, completion)
+            async with self.state.for_body(completion, exchange) as state:
+                await generation.completions(state, exchange, completion)
         elif request.url == "/v1/embeddings":
             texts = decode(EmbeddingRequest, body, limits)
-            await embeddings.create(self.state.for_body(texts, exchange), exchange, texts)
+            async with self.state.for_body(texts, exchange) as state:
+                await embeddings.create(state, exchange, texts)
         else:
             chat = decode(ChatCompletionRequest, body, limits)
-            await generation.chat(self.state.for_body(chat, exchange), exchange, chat)
+            async with self.state.for_body(chat, exchange) as state:
+                await generation.chat(state, exchange, chat)
 
 
 def _failed(request_id: str, refusal: Refusal) -> BatchResponse:

@@ -42,7 +42,7 @@ def run_batch(source: str, target: str, config_path: str | None, overrides: dict
         config = load_config(config_path, overrides)
     except ValueError as error:
         raise Refusal(f"{error}{_why_missing(config_path)}") from error
-    if config.models:
+    if config.has_several_models:
         raise Refusal("a batch runs one model, and the configuration has models; give one: --set engine.model=MODEL")
     try:
         check_quickly(config.engine)

@@ -118,13 +118,17 @@ def _model(options: argparse.Namespace) -> None:
     options.model = options.model or options.model_flag
 
 
-def _served_models(options: argparse.Namespace) -> dict[str, Any]:
-    """Returns the options that the arguments of `manta serve` set: one model, or several. Raises `Refusal`."""
+def _served_models(options: argparse.Namespace, has_folder: bool) -> dict[str, Any]:
+    """Returns the options that the arguments of `manta serve` set: one model, or several, also if they stand beside
+    those of a folder. Raises `Refusal`.
+    """
     given = list(dict.fromkeys([*options.models, *filter(None, [options.model_flag])]))
     if options.model_flag is not None and len(given) > 1:
         others = ", ".join(options.models)
         raise Refusal(f"there are two models, {others} and --model {options.model_flag}; give one")
     entries = [_named_model(text) for text in given]
+    if has_folder:
+        return {"models": entries} if entries else {}
     if len(entries) == 1 and "name" in entries[0]:
         return {"engine.model": entries[0]["model"], "served_model_name": entries[0]["name"]}
     if len(entries) == 1:
@@ -175,7 +179,8 @@ def _overrides(options: argparse.Namespace, flags: dict[str, str]) -> dict[str, 
 def _serve(options: argparse.Namespace) -> int:
     from manta.cluster.cli.serve import run_serve
 
-    overrides = _overrides(options, {}) | given_options(options) | _served_models(options)
+    flags = given_options(options)
+    overrides = _overrides(options, {}) | flags | _served_models(options, "models_dir" in flags)
     return run_serve(options.config, overrides, options.quiet, options.name, options.replace)
 
 

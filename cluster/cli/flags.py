@@ -20,8 +20,10 @@ FLAGS = {
     "--host": "host",
     "--port": "port",
     "--served-model-name": "served_model_name",
+    "--models-dir": "models_dir",
     "--tokenizer": "engine.tokenizer",
     "--generation-config": "engine.generation_config",
+    "--task": "engine.task",
     "--dtype": "engine.dtype",
     "--kv-cache-dtype": "engine.kv_cache_dtype",
     "--device": "engine.device",
@@ -59,6 +61,9 @@ ANSWERS = {
     "--enable-auto-tool-choice": f"{_NEEDS_NO_FLAG}: the model's chat template says how it calls tools",
     "--tool-call-parser": "the model's chat template says how it calls tools",
     "--reasoning-parser": "the model's chat template says how it thinks",
+    "--runner": f"{_NEEDS_NO_FLAG}: the checkpoint says whether it generates; --task embed or score converts it",
+    "--convert": "write --task embed, or --task score",
+    "--hf-overrides": "the checkpoint's own files count; --task score is for a reranker that they do not tell",
     "--chat-template": "put the template into the model's folder as chat_template.jinja",
     "--enable-lora": f"{_NEEDS_NO_FLAG}: --lora-modules NAME=FOLDER names adapters, and engine.adapter_roots folders",
     "--max-lora-rank": f"{_NEEDS_NO_FLAG}: an adapter's own rank counts",
@@ -77,6 +82,9 @@ ANSWERS = {
     "--seed": "a request brings its seed",
     "--ctx-size": "write --max-model-len",
     "--n-gpu-layers": "a model runs on one device; --device chooses it",
+    "--models-max": "write --set max_loaded_models=4",
+    "--models-preset": "write --config FILE, whose models have a name, options and on_demand: true",
+    "--no-models-autoload": "whoever may use a model may load it; key_limits.NAME.models names those of a key",
 }
 """Flags of other servers, each with its replacement or the reason why there is none."""
 

@@ -32,6 +32,7 @@ from manta.cluster.cli.request_lines import RequestLog
 from manta.cluster.config import EngineConfig, ServeConfig, load_config, ray_address
 from manta.cluster.http.access.keys import VARIABLE, openness, with_api_keys
 from manta.cluster.http.exchange.example import curl
+from manta.cluster.models_folder import with_models_dir
 from manta.cluster.serve.listening.port import bound
 from manta.cluster.storage.storage import check_storage, with_storage
 from manta.cluster.telemetry import exporting as telemetry
@@ -81,7 +82,9 @@ def _checked_config(config_path: str | None, overrides: dict[str, Any], name: st
         message = "--set api_keys shows the keys to whoever lists this machine's processes; put them into"
         raise Refusal(f"{message} {VARIABLE}, or into a file that api_keys_file names")
     try:
-        config = with_storage(with_api_keys(load_config(config_path, overrides)))
+        config = with_models_dir(load_config(config_path, overrides))
+        config.check_default_model()
+        config = with_storage(with_api_keys(config))
     except ValueError as error:
         raise Refusal(str(error)) from error
     if ray_address() is None:  # a cluster's Serve may hold the port already, and accepts this application too
@@ -91,7 +94,7 @@ def _checked_config(config_path: str | None, overrides: dict[str, Any], name: st
         say("manta: warning: {}", warning, file=sys.stderr, flush=True)
     if (warning := telemetry.missing()) is not None:
         say("manta: warning: {}", warning, file=sys.stderr, flush=True)
-    for each in config.of_each_model:
+    for each in config.of_each_model_at_start:
         try:
             check_quickly(each.engine)
             if ray_address() is None:
@@ -102,8 +105,9 @@ def _checked_config(config_path: str | None, overrides: dict[str, Any], name: st
 
 
 def _serve_until_signal(config: ServeConfig, quiet: bool, name: str | None, replace: bool) -> int:
-    engines = [each.engine for each in config.of_each_model]
-    say("{} and loading {} ...", ray_to_use(), ", ".join(engine.model for engine in engines), flush=True)
+    engines = [each.engine for each in config.of_each_model_at_start]
+    loading = f" and loading {', '.join(engine.model for engine in engines)}" if engines else ""
+    say("{}{} ...", ray_to_use(), loading, flush=True)
     trials = [
         (engine.model, TokenizerTrial(resolve_folder(engine.tokenizer or resolve_model_folder(engine.model))))
         for engine in engines
@@ -138,12 +142,16 @@ def _serve_until_signal(config: ServeConfig, quiet: bool, name: str | None, repl
         models = app.start(config, name, replace=replace, on_connected=begin_log)
         handle_signals(raise_interrupted)
         logs = start_failure.logs_folder()
-        for each, model in zip(config.of_each_model, models, strict=True):
+        for each, model in zip(config.of_each_model_at_start, models, strict=True):
             message = model_message(model)
             say_lines((f"{each.model_name}: {message}" if config.models else message).split("\n"))
+        if on_demand := [visible(each.model_name) for each in config.models if each.on_demand]:
+            limit = config.max_loaded_models
+            say_lines([f"Loaded when a request names them, {limit} at a time: {', '.join(on_demand)}"])
         say_lines(["", f"Logs: {logs or 'on the nodes of the cluster'}"])
         serving = True  # the reader of the next lines may send a signal at once
-        ready = ready_message(config, has_chat=_has_chat(engines[0]), pooling=models[0].pooling)
+        has_chat, pooling = (_has_chat(engines[0]), models[0].pooling) if engines else (True, None)
+        ready = ready_message(config, has_chat, pooling)
         say_lines(ready.split("\n"), flush=True)
         process_tree.adopt_orphans(False)
         if requests and not quiet:
@@ -233,7 +241,7 @@ def ready_message(config: ServeConfig, has_chat: bool = True, pooling: PoolingIn
     host = "127.0.0.1" if config.host in ("0.0.0.0", "::") else config.host
     url = f"{config.scheme}://{f'[{host}]' if ':' in host else host}:{config.port}"
     names = [visible(each.model_name) for each in config.of_each_model]
-    name = names[0]
+    name = visible((config.of_each_model_at_start or config.of_each_model)[0].model_name)
     key = "YOUR-KEY" if config.api_keys else "none"
     if pooling is not None:
         example = curl(url, name, chats=False, needs_key=bool(config.api_keys), pooling=pooling)

@@ -105,6 +105,8 @@ class EngineRequest(msgspec.Struct, kw_only=True, array_like=True):
     """The digest of the values of the adapter that computes it (`AdapterInfo.digest`); empty for the model alone. An
     engine without these values refuses the request.
     """
+    cache_salt: str = ""
+    """The client's `cache_salt`, which KV events name; it counts in `cache_root` already."""
 
     @property
     def chain_root(self) -> bytes:

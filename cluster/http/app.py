@@ -301,14 +301,12 @@ class HttpApp:
         async with exchange.incoming.room(exchange.caller.sharer, len(content)):
             return await self._state.apart(exchange, decode, route.body, content, self._config.body)
 
-    def _state_for(self, exchange: Exchange, body: Any) -> AppState:
-        """Returns the state of the model that a body names, whose engines then answer the exchange."""
-        state = self._state.for_body(body, exchange)
+    def _note_model(self, exchange: Exchange, state: AppState) -> None:
+        """Counts a request of one of several models, and notes the model for the log."""
         if self._state.models.are_several:
             _count(state, exchange)
             if state is not self._state:
                 exchange.notes["model"] = state.model_name
-        return state
 
     def _refuses_unknown(self, exchange: Exchange) -> bool:
         """Returns whether fields that Manta does not know are refused, by the configuration or for this request."""
@@ -323,14 +321,15 @@ class HttpApp:
             return await route.handler(self._state, exchange, None)
         body = await self._body(route, exchange, content)
         await self._state.models.settle()
-        state = self._state_for(exchange, body)
-        if RESUMABLE in exchange.headers:
-            make_resumable(state, exchange, route, content, body)
-        if "last-event-id" in exchange.headers:
-            resumed = last_event(exchange.headers)
-            if resumed is not None:
-                return await stream_endpoints.read_on(self._state, exchange, *resumed)
-        return await route.handler(state, exchange, body)
+        async with self._state.for_body(body, exchange) as state:
+            self._note_model(exchange, state)
+            if RESUMABLE in exchange.headers:
+                make_resumable(state, exchange, route, content, body)
+            if "last-event-id" in exchange.headers:
+                resumed = last_event(exchange.headers)
+                if resumed is not None:
+                    return await stream_endpoints.read_on(self._state, exchange, *resumed)
+            return await route.handler(state, exchange, body)
 
     def _check_key(self, exchange: Exchange, route: Route) -> None:
         exchange.caller = self.admission.caller(exchange.headers, exchange.caller.address)

@@ -10,11 +10,13 @@ from manta.cluster.http.endpoints import (
     anthropic,
     batches,
     compaction,
+    decisions,
     embeddings,
     files,
     generation,
     infill,
     input_tokens,
+    loading,
     models,
     ollama,
     ollama_embed,
@@ -31,6 +33,7 @@ from manta.cluster.http.exchange.state import Route
 from manta.cluster.http.exchange.uploads import UploadForm
 from manta.cluster.protocol.anthropic import CountTokensRequest, MessageAnswer, MessagesRequest, TokenCount
 from manta.cluster.protocol.batches_api import Batch, FileObject
+from manta.cluster.protocol.decisions import Decision, DecisionRequest
 from manta.cluster.protocol.error_bodies import anthropic_body, ollama_body
 from manta.cluster.protocol.infill import InfillAnswer, InfillRequest
 from manta.cluster.protocol.ollama import (
@@ -118,6 +121,17 @@ ROUTES = (
         body=InfillRequest,
         answer=InfillAnswer,
         media_type=EVENTS,
+        errors=GENERATION_ERRORS,
+        logged=True,
+    ),
+    Route(
+        "POST",
+        "/v1/decisions",
+        decisions.decide,
+        "Probabilities of the allowed answers to questions, in OpenAI's shape",
+        alias="/decisions",
+        body=DecisionRequest,
+        answer=Decision,
         errors=GENERATION_ERRORS,
         logged=True,
     ),
@@ -317,6 +331,28 @@ ROUTES = (
         alias="/unload_lora_adapter",
         body=adapters.UnloadAdapterRequest,
         answer=adapters.AdaptersAnswer,
+        errors=(404, 503),
+        for_operators=True,
+        logged=True,
+    ),
+    Route(
+        "POST",
+        "/models/load",
+        loading.load,
+        "Load a model on demand",
+        body=loading.ModelRequest,
+        answer=loading.Begun,
+        errors=(404, 503),
+        for_operators=True,
+        logged=True,
+    ),
+    Route(
+        "POST",
+        "/models/unload",
+        loading.unload,
+        "Unload it",
+        body=loading.ModelRequest,
+        answer=loading.Begun,
         errors=(404, 503),
         for_operators=True,
         logged=True,

@@ -54,7 +54,9 @@ class _Body(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     """`json`, or a JSON schema."""
     options: dict[str, Any] | None = None
     keep_alive: float | str | None = None
-    """Accepted without effect; the model stays loaded. 0 with nothing to answer is confirmed as an unload."""
+    """Accepted without effect on others: models leave as the operator has set. 0 with nothing to answer is confirmed as
+    an unload.
+    """
     think: bool | str | None = None
     """Passed to chat templates that know `enable_thinking`."""
     logprobs: bool | None = None
@@ -144,8 +146,13 @@ class OllamaChatRequest(_Body, kw_only=True):
     """`POST /api/chat`."""
 
     messages: list[OllamaMessage] = []
-    """Messages of the conversation; an empty list only asks whether the model is loaded."""
+    """Messages of the conversation; an empty list only loads the model."""
     tools: list[dict[str, Any]] | None = None
+
+    @property
+    def needs_model(self) -> bool:
+        """Whether the model has to be loaded: not for a request that only unloads."""
+        return bool(self.messages) or not self.unloads
 
     def as_openai(self) -> ChatCompletionRequest:
         """Returns the equivalent OpenAI body. Raises `RequestRefused` naming the field of this body."""
@@ -159,7 +166,7 @@ class OllamaGenerateRequest(_Body, kw_only=True):
     """`POST /api/generate`."""
 
     prompt: str = ""
-    """Text of the prompt; an empty one only asks whether the model is loaded."""
+    """Text of the prompt; an empty one only loads the model."""
     system: str | None = None
     raw: bool | None = None
     """Whether the prompt goes to the model as it is, without a chat template."""
@@ -168,6 +175,11 @@ class OllamaGenerateRequest(_Body, kw_only=True):
     template: str | None = None
     context: list[int] | None = None
     images: list[Any] | None = None
+
+    @property
+    def needs_model(self) -> bool:
+        """Whether the model has to be loaded: not for a request that only unloads."""
+        return bool(self.prompt) or not self.unloads
 
     def check(self) -> None:
         super().check()
@@ -264,7 +276,7 @@ class _EmbedBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     model: str
     options: dict[str, Any] | None = None
     keep_alive: float | str | None = None
-    """Accepted without effect; the model stays loaded."""
+    """Accepted without effect on others: models leave as the operator has set."""
 
     @property
     def served_model(self) -> str:
@@ -348,6 +360,8 @@ class OllamaShowRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True
 
     model: str
     verbose: bool | None = None
+    needs_model: ClassVar[bool] = False
+    """Programs ask about every model that is listed, and load none by that."""
 
     @property
     def served_model(self) -> str:

@@ -30,31 +30,31 @@ from manta.cluster.config import OF_ONE_MODEL, ServeConfig, ServedModel, ray_add
 from manta.cluster.engine.ranks.claims import (
     CannotPlace,
     check_room,
-    cluster_gpus,
-    cluster_tpus,
     node_cpus,
     num_claimed,
     num_nodes,
-    threads_each,
-    with_device,
 )
 from manta.cluster.engine.stats import STANDBY
 from manta.cluster.http.access.keys import with_api_keys
 from manta.cluster.http.access.prefix_scope import kept_secret, new_secret
-from manta.cluster.model_list import with_engine_model
-from manta.cluster.option_reader import read_options
+from manta.cluster.model_list import with_engine_model, with_shared_engine
+from manta.cluster.models_folder import with_models_dir
+from manta.cluster.option_reader import read_options, read_yaml
+from manta.cluster.ray_llm_file import is_ray_llm, ray_llm_options
 from manta.cluster.serve.engine.engine_deployment import engine_deployment
-from manta.cluster.serve.fleet.found import announced, application_name
+from manta.cluster.serve.fleet.found import application_name
+from manta.cluster.serve.fleet.loader_deployment import loader_deployment
+from manta.cluster.serve.fleet.model_application import model_application, placed_model
 from manta.cluster.serve.ingress import ingress_deployment
 from manta.cluster.serve.listening.tls import Certificate
 from manta.cluster.serve.starting import deployed, joined_ray
+from manta.cluster.serve.starting.placed import absolute_file, placed_engine
 from manta.cluster.serve.starting.start_failure import StartFailed, unexpected
 from manta.cluster.serve.starting.start_watch import wait_until_running
 from manta.cluster.storage.storage import with_storage
 from manta.cluster.version import version
 from manta.structured.host import num_cores
 from manta.workers.model_info import ModelInfo
-from manta.workers.model_options import DEMO_MODEL
 
 APP_NAME = "manta"
 """Name of the application, unless its user gives another one."""
@@ -73,10 +73,10 @@ def application(config: ServeConfig, nodes: list[int], shares_port: bool = True)
     ingresses accept connections themselves if `http_server` is `listener`; otherwise Serve's proxies do. Without
     `shares_port` no other process may listen at the port, which suits a single ingress that is never updated.
     """
-    if config.models:
+    if config.has_several_models:
         raise ValueError(
-            "models lists several models, and each needs an application of its own: deploy each with import_path "
-            "manta.cluster.serve.app:build_model, and what answers requests with build_address"
+            "models and models_dir name several models: give them to import_path "
+            "manta.cluster.serve.app:build_address, or deploy each by itself with build_model"
         )
     num_living = num_nodes()
     config = with_storage(with_api_keys(_for_nodes(config, nodes, num_living)))
@@ -92,35 +92,25 @@ def application(config: ServeConfig, nodes: list[int], shares_port: bool = True)
     return ingress_deployment(config, num_living).bind(config, engines, secret, standby, shares_port, batches)
 
 
-def address_application(config: ServeConfig, shares_port: bool = True) -> serve.Application:
-    """Binds the application that answers the requests of several models, without engines: its ingresses find the models
-    whose applications name it as their address. Raises `ValueError` as `application` does.
+def address_application(config: ServeConfig, nodes: list[int], shares_port: bool = True) -> serve.Application:
+    """Binds the application that answers the requests of several models. Its ingresses find the models whose
+    applications name it as their address. Its loader deploys those that the configuration lists, some of them on
+    demand. Raises `ValueError` as `application` does.
     """
     num_living = num_nodes()
+    config = with_models_dir(config)
+    models = tuple(placed_model(model, nodes) for model in config.models)
+    on_demand = tuple(model for model in models if model.on_demand)
+    loader = loader_deployment().bind(models, config.max_loaded_models, config.min_loaded_s) if models else None
     config = msgspec.structs.replace(config, models=(), served_model_name=None)
     config = with_storage(with_api_keys(_with_ingresses(config, num_living)))
     Certificate.of(config)
     secret, batches = kept_secret(), None
     if config.batch_storage is not None:
-        batches = batch_deployment(config).bind(config, None, None, secret)
-    return ingress_deployment(config, num_living).bind(config, None, secret, None, shares_port, batches)
-
-
-def model_application(model: ServedModel, address: str, nodes: list[int]) -> serve.Application:
-    """Binds the application with the engines of one of several models. `address` is the name of the application that
-    answers its requests. An engine without `num_threads` may use all cores of its node and claims none, because models
-    that are idle leave them to the others.
-    """
-    engine = model.engine
-    if engine.num_threads is None:
-        engine = msgspec.structs.replace(engine, claims_cpus=False)
-    config = _for_nodes(ServeConfig().of_model(msgspec.structs.replace(model, engine=engine)), nodes)
-    placed = msgspec.structs.replace(model, name=config.model_name, engine=config.engine)
-    is_alone = placed.max_engines == 1
-    deployment = engine_deployment(
-        placed.engine, placed.num_engine_replicas, autoscaling=placed.autoscaling, is_alone=is_alone
+        batches = batch_deployment(config).bind(config, None, None, secret, on_demand, loader)
+    return ingress_deployment(config, num_living).bind(
+        config, None, secret, None, shares_port, batches, on_demand, loader
     )
-    return deployment.options(user_config=announced(address, placed)).bind(placed.engine, is_alone)
 
 
 def _engines(config: ServeConfig) -> serve.Application:
@@ -132,17 +122,10 @@ def _engines(config: ServeConfig) -> serve.Application:
 
 
 def _for_nodes(config: ServeConfig, nodes: list[int], num_living: int = 1) -> ServeConfig:
-    """Fills in the threads of an engine and the number of ingresses, unless ingresses follow the engines. Makes paths
-    absolute, because each replica runs in a folder of its own. The model keeps its name in the API.
+    """Fills in the threads of an engine and the number of ingresses, unless ingresses follow the engines, and makes
+    paths absolute. The model keeps its name in the API.
     """
-    engine = msgspec.structs.replace(
-        with_device(config.engine, cluster_gpus(), cluster_tpus()),
-        model=_absolute(config.engine.model),
-        tokenizer=_absolute(config.engine.tokenizer),
-        adapters={name: str(_absolute(path)) for name, path in config.engine.adapters.items()},
-        adapter_roots=tuple(os.path.abspath(pathlib.Path(root).expanduser()) for root in config.engine.adapter_roots),
-        num_threads=threads_each(config.engine, config.max_engines, nodes),
-    )
+    engine = placed_engine(config.engine, config.model_name, config.max_engines, nodes)
     return _with_ingresses(
         msgspec.structs.replace(config, engine=engine, served_model_name=config.model_name), num_living
     )
@@ -156,8 +139,8 @@ def _with_ingresses(config: ServeConfig, num_living: int) -> ServeConfig:
     return msgspec.structs.replace(
         config,
         num_ingress_replicas=num_ingresses,
-        tls_certificate=_absolute_file(config.tls_certificate),
-        tls_key=_absolute_file(config.tls_key),
+        tls_certificate=absolute_file(config.tls_certificate),
+        tls_key=absolute_file(config.tls_key),
     )
 
 
@@ -170,13 +153,24 @@ def build(options: dict[str, Any]) -> serve.Application:
 
 def build_address(options: dict[str, Any]) -> serve.Application:
     """Builds, for Serve's configuration files, the application that answers the requests of several models. `options`
-    are those of `build` without any of a model's.
+    are those of `build` without any of an only model's. Models may be listed here, or be applications of `build_model`.
+    With `models` or `models_dir`, `engine` has what holds for all of them.
     """
-    config = read_options(options, ServeConfig)
-    for option in ("models", "engine", *OF_ONE_MODEL):
+    shared = with_shared_engine(options, "")
+    config = read_options(shared, ServeConfig)
+    for option in OF_ONE_MODEL if config.has_several_models else ("engine", *OF_ONE_MODEL):
         if option in options:
             raise ValueError(f"{option} belongs to the models; set it in the args of build_model, or leave it out")
-    return address_application(_served_by_serve(config))
+    return address_application(_served_by_serve(config), node_cpus())
+
+
+def build_app(options: dict[str, Any]) -> serve.Application:
+    """Builds the application of several models for a configuration file of Ray Serve LLM, in the place of its own
+    `ray.serve.llm:build_openai_app`. Raises `ValueError` naming a key of `llm_configs` that has no counterpart.
+    """
+    if not is_ray_llm(options):
+        raise ValueError("llm_configs is missing; list the models as Ray Serve LLM does, or use build_address")
+    return build_address(ray_llm_options(options, pathlib.Path(), read_yaml))
 
 
 class ModelApplication(ServedModel, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -191,8 +185,10 @@ def build_model(options: dict[str, Any]) -> serve.Application:
     `models`, and `address`: the name of the application that `build_address` builds, by default `manta`.
     """
     given = read_options(with_engine_model(options, " of the model"), ModelApplication)
+    if given.on_demand:
+        raise ValueError("on_demand is for entries of models in the args of build_address; leave it out here")
     fields = {name: getattr(given, name) for name in ServedModel.__struct_fields__}
-    return model_application(ServedModel(**fields), given.address, node_cpus())
+    return model_application(placed_model(ServedModel(**fields), node_cpus()), given.address)
 
 
 def _served_by_serve(config: ServeConfig) -> ServeConfig:
@@ -215,7 +211,7 @@ def start(
     on_connected: Callable[[], None] = lambda: None,
 ) -> list[ModelInfo]:
     """Starts Ray and Serve in this process, deploys the application `name` and one for each of several models, and
-    returns the `ModelInfo` of each model's engines once all run.
+    returns the `ModelInfo` of each model's engines once all run. Models on demand have none yet.
 
     If `RAY_ADDRESS` names a cluster (as in a Ray job), the application runs there. Otherwise it runs on a Ray of its
     own, never on one that happens to run on this machine. `on_connected` is called after Ray is joined and before
@@ -284,8 +280,9 @@ def _told_on_failure() -> Iterator[None]:
 
 
 def _start(config: ServeConfig, name: str, replace: bool, on_connected: Callable[[], None]) -> list[ModelInfo]:
+    config = with_models_dir(config)
     nodes = _connect(config)
-    models = {application_name(name, model.model_name): model for model in config.models}
+    models = {application_name(name, model.model_name): model for model in config.models_at_start}
     for each in (name, *models):
         deployed.check_name(each, replace)
     on_connected()
@@ -304,23 +301,26 @@ def _start(config: ServeConfig, name: str, replace: bool, on_connected: Callable
         except Exception:
             serve.shutdown()  # else the next start would find a Serve that cannot listen
             raise
-    if models:
+    if config.models:
         _run_models(models, name, nodes)
         served = ", ".join(model.model_name for model in config.models)
-        app = address_application(config, shares_port=not is_alone)
+        others = msgspec.structs.replace(config, models=tuple(model for model in config.models if model.on_demand))
+        app = address_application(others, nodes, shares_port=not is_alone)
     else:
         served, app = config.model_name, application(config, nodes, shares_port=not is_alone)
     _run(app, name, None if listens else "/", f"{served} on port {config.port}")
     client = get_client()
     assert client is not None, "an application runs"
     client.wait_for_proxies_serving()
-    return [asyncio.run(_loaded_model(each)) for each in models or (name,)]
+    return [asyncio.run(_loaded_model(each)) for each in (models if config.models else (name,))]
 
 
 def _run_models(models: dict[str, ServedModel], name: str, nodes: list[int]) -> None:
     """Deploys the applications of several models, by their names, at the same time. Returns when all run."""
     updates = {
-        each: deployed.deploy(model_application(model, name, nodes), each, None, _LOGGING, model.model_name)
+        each: deployed.deploy(
+            model_application(placed_model(model, nodes), name), each, None, _LOGGING, model.model_name
+        )
         for each, model in models.items()
     }
     for each, is_update in updates.items():
@@ -409,14 +409,3 @@ def stop() -> None:
         deployed.delete_own()
     finally:
         ray.shutdown()
-
-
-def _absolute_file(path: str | None) -> str | None:
-    return None if path is None else str(pathlib.Path(path).expanduser().resolve())
-
-
-def _absolute(name: str | None) -> Any:
-    """Returns the absolute path of a folder or file; `demo` and hub ids stay as they are."""
-    if name is None or name == DEMO_MODEL or not pathlib.Path(name).exists():
-        return name
-    return str(pathlib.Path(name).resolve())

@@ -16,7 +16,7 @@ from prometheus_client.metrics_core import Metric
 from ray import serve
 from ray.serve.exceptions import DeploymentUnavailableError
 
-from manta.cluster.config import ServeConfig
+from manta.cluster.config import ServeConfig, ServedModel
 from manta.cluster.http.access.keys import openness
 from manta.cluster.http.app import HttpApp
 from manta.cluster.http.exchange.all_engines import AllEngines
@@ -28,6 +28,7 @@ from manta.cluster.http.exchange.state import Models
 from manta.cluster.http.server_span import open_server_spans
 from manta.cluster.serve.adapters.adapter_directory import ask_every, open_directory
 from manta.cluster.serve.fleet.fleet import Fleet, tokenizer_of
+from manta.cluster.serve.fleet.holds import Holds
 from manta.cluster.serve.fleet.streams_of_models import StreamsOfModels
 from manta.cluster.serve.listening.listener import Listener
 from manta.cluster.serve.recorded.streams import RecordedStreams
@@ -58,6 +59,7 @@ class Ingress:
     - `shares_port` applies only to ingresses that listen themselves.
     - `batches` is the handle of the batch runner. Nothing calls it, but Serve starts a deployment whose handle is
       passed on.
+    - `on_demand` are models that requests load, and `loader` is the handle of what loads them, if there is any.
     """
 
     returns_request_id = False
@@ -73,9 +75,13 @@ class Ingress:
         standby: Any = None,
         shares_port: bool = False,
         batches: Any = None,
+        on_demand: tuple[ServedModel, ...] = (),
+        loader: Any = None,
     ) -> None:
         with told_in_words():
             self._batches = batches
+            self._on_demand = on_demand
+            self._loader = loader
             self._start(config, engine, prefix_secret, standby, shares_port)
 
     def _start(self, config: ServeConfig, engine: Any, prefix_secret: bytes, standby: Any, shares_port: bool) -> None:
@@ -90,6 +96,7 @@ class Ingress:
             "prefix_secret": prefix_secret,
         }
         self._fleet: Fleet | None = None
+        self._holds: Holds | None = None
         if engine is None:
             self._start_fleet(config, replica, more)
         else:
@@ -129,7 +136,11 @@ class Ingress:
         self._app = HttpApp(
             config, None, self._engines, self._metrics, cluster=cluster, streams=streams, models=models, **more
         )
-        self._fleet = Fleet(_app_name(), config, self._app, streams, replica, tell_others=self._tell_others)
+        self._fleet = Fleet(
+            _app_name(), config, self._app, streams, replica, self._on_demand, tell_others=self._tell_others
+        )
+        if self._loader is not None:
+            models.on_demand = self._holds = Holds(self._fleet, self._loader, _replica_id())
 
     async def check_health(self) -> None:
         """Raises if the ingress cannot serve. Serve calls it for the first time before the replica counts as
@@ -193,6 +204,18 @@ class Ingress:
             await ask_every(lambda: self._peers.broadcast("refresh_adapters"))
         if self._batches is not None:
             await ask_every(lambda: self._batches.broadcast("refresh_adapters"))
+
+    async def idle_seconds(self) -> dict[str, float]:
+        """Returns the seconds since the last request of each model on demand; 0 for one that is in use. The loader
+        calls it.
+        """
+        return {} if self._holds is None else self._holds.idle_seconds()
+
+    async def let_go(self, model: str, num_waiting: dict[str, int]) -> bool:
+        """Makes requests ask the loader for a model on demand again. Returns whether nothing here uses it. The loader
+        calls it, with the number of requests of each ingress that wait there.
+        """
+        return self._holds is None or self._holds.let_go(model, num_waiting)
 
     async def own_metrics(self) -> tuple[str | None, list[Metric]]:
         """Returns this ingress's name and metrics. The ingress that answers `/metrics` calls it."""

@@ -47,11 +47,14 @@ BODIES: dict[str, dict[str, Any]] = {
     "/api/embed": {"input": "a"},
     "/api/embeddings": {"prompt": "a"},
     "/infill": {"input_prefix": "a", "input_suffix": "b"},
+    "/v1/decisions": {"input": "a", "questions": [{"type": "predicate", "instructions": "b"}]},
     "/v1/rerank": {"query": "a", "documents": ["b"]},
     "/v2/rerank": {"query": "a", "documents": ["b"]},
     "/v1/score": {"text_1": "a", "text_2": "b"},
     "/v1/classify": {"input": "a"},
     "/pooling": {"input": "a"},
+    "/models/load": {},
+    "/models/unload": {},
 }
 """A body without a model for each route that takes one."""
 ANSWERED = (
@@ -65,7 +68,7 @@ ANSWERED = (
     "/detokenize",
 )
 """Those that the stand-ins answer with their text, or whose answer needs no engine."""
-REQUIRED = ("/v1/messages", "/v1/responses/compact")
+REQUIRED = ("/v1/messages", "/v1/responses/compact", "/models/load", "/models/unload")
 """Routes whose API always requires a model, so that the shape of the body is refused."""
 KEY = "a-secret-of-the-test"
 

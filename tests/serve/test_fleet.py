@@ -24,6 +24,7 @@ from manta.cluster.http.exchange.all_engines import AllEngines
 from manta.cluster.http.exchange.condition import Condition
 from manta.cluster.http.exchange.metrics import Metrics
 from manta.cluster.http.exchange.state import Models
+from manta.cluster.models_folder import with_models_dir
 from manta.cluster.serve import app
 from manta.cluster.serve.fleet.fleet import Fleet
 from manta.cluster.serve.fleet.found import announced, application_name, models_among
@@ -37,6 +38,8 @@ from tests.patience import PATIENCE_S
 from tests.replicas import Replicas
 
 ADDRESS = "manta"
+FOLDER = str(pathlib.Path(__file__).parents[2] / "configs" / "demo")
+"""A folder of models."""
 STREAM = {"prompt": [5, 9, 17, 30], "temperature": 0, "ignore_eos": True, "max_tokens": 120, "stream": True}
 
 
@@ -44,10 +47,14 @@ STREAM = {"prompt": [5, 9, 17, 30], "temperature": 0, "ignore_eos": True, "max_t
 
 
 def details(
-    model: ServedModel | None, status: str = "RUNNING", replicas: tuple[str, ...] = ("RUNNING",), message: str = ""
+    model: ServedModel | None,
+    status: str = "RUNNING",
+    replicas: tuple[str, ...] = ("RUNNING",),
+    message: str = "",
+    by_loader: bool = False,
 ) -> dict[str, Any]:
     """Returns Serve's details of the application with a model's engines, as far as they are read."""
-    told = None if model is None else announced(ADDRESS, model)
+    told = None if model is None else announced(ADDRESS, model, by_loader)
     engine = {
         "message": message,
         "deployment_config": {"user_config": told},
@@ -365,6 +372,8 @@ def test_models_take_what_they_leave_out_from_the_shared_engine() -> None:
         (["demo"], {"engine.model": "demo"}),
         (["a=demo"], {"engine.model": "demo", "served_model_name": "a"}),
         (["demo", "b=demo"], {"models": [{"model": "demo"}, {"name": "b", "model": "demo"}]}),
+        (["--models-dir", FOLDER], {"models_dir": FOLDER}),
+        (["b=demo", "--models-dir", FOLDER], {"models": [{"name": "b", "model": "demo"}], "models_dir": FOLDER}),
     ],
 )
 def test_the_command_takes_several_models(
@@ -375,5 +384,5 @@ def test_the_command_takes_several_models(
         monkeypatch.setattr(f"manta.cluster.cli.serve.{name}", lambda *_: None)
     monkeypatch.setattr("manta.cluster.cli.serve._serve_until_signal", lambda config, *_: seen.append(config))
     assert main(["serve", *arguments]) == 0
-    assert seen == [load_config(None, options)]
+    assert seen == [with_models_dir(load_config(None, options))]
     assert main(["serve", "demo", "a=", "--quiet"]) == 2

@@ -18,6 +18,7 @@ from ray.serve.context import _get_global_client as get_client
 from benchmarks.processes import free_port
 from manta.cluster.config import EngineConfig, ServeConfig, ServedModel
 from manta.cluster.serve import app
+from manta.cluster.serve.fleet.model_application import model_application, placed_model
 from manta.structured.host import num_cores
 from tests.checkpoints import checkpoint
 from tests.patience import PATIENCE_S, wait_until
@@ -46,7 +47,7 @@ class Deployed:
 
     def deploy(self, model: ServedModel) -> None:
         """Deploys one model's application, as `serve deploy` does if only this one has changed."""
-        made = app.model_application(model, app.APP_NAME, [num_cores()])
+        made = model_application(placed_model(model, [num_cores()]), app.APP_NAME)
         target = serve.RunTarget(made, f"{app.APP_NAME}.{model.model_name}", None)
         serve.run_many([target], wait_for_applications_running=False)
 

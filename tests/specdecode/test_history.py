@@ -6,6 +6,7 @@ import itertools
 import random
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -117,6 +118,18 @@ def test_answers_stay_those_of_transformers(name: str) -> None:
     for _ in range(2):
         assert run(engine, prompts, greedy()) == expected
     assert counts["accepted"] > 20 * len(prompts)
+
+
+@pytest.mark.parametrize(("history_tokens", "is_known"), [(1024, False), (1 << 12, True)])
+def test_the_configured_number_of_tokens_is_remembered(history_tokens: int, is_known: bool) -> None:
+    engine = make_speculative("llama", msgspec.structs.replace(HISTORY, history_tokens=history_tokens))
+    counts = watch(engine)
+    ask(engine, PROMPT)
+    for number in range(50):  # with the ends of their prompts more than 1,024 tokens
+        ask(engine, [20 + number, *PROMPT[1:]], NUM_TOKENS)
+    before = counts["accepted"]
+    ask(engine, PROMPT)
+    assert (counts["accepted"] - before > NUM_TOKENS * 0.7) == is_known
 
 
 def test_choices_of_one_request_have_its_history() -> None:

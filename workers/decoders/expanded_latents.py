@@ -80,7 +80,9 @@ def attend_expanded(
         keys = torch.cat((plain, rotated.expand(len(plain), -1, -1)), dim=-1)
         values = torch.matmul(cached, weights.values[own])
         attended = F.scaled_dot_product_attention(
-            *(_widened(each, width) for each in (queries[:, own].transpose(0, 1), keys, values)),
+            _widened(queries[:, own].transpose(0, 1), width),
+            _widened(keys, width),
+            _widened(values, width),
             attn_mask=visible,
             is_causal=visible is None,
             scale=heads.scale,

@@ -98,7 +98,7 @@ async def filled_in(
     tokenizer, limit = state.tokenizer, (await state.model_info()).max_model_len
     fill_in = FillIn(tokenizer)
     before = await encode_all(tokenizer, request.prompts(), False, limit, "prompt")
-    behind = await encode(tokenizer, request.suffix or "", False, limit, "suffix")
+    behind = fill_in.own(await encode(tokenizer, fill_in.continuing(request.suffix or ""), False, limit, "suffix"))
     leading = tokenizer.leading_special_ids() if request.add_special_tokens else []
     ends = (*params.stop_token_ids, *fill_in.end_token_ids)
     params = msgspec.structs.replace(params, stop_token_ids=ends)
@@ -223,6 +223,7 @@ def _engines_request(
         traceparent=exchange.traceparent,
         cache_root=state.prefix_scope.root(exchange.caller.owner, request.cache_salt),
         adapter=exchange.adapter_digest,
+        cache_salt=request.cache_salt or "",
     )
     chat = isinstance(request, ChatCompletionRequest)
     return GenerationRequest(prompts=prompts, engine=engine, chat=chat, shown_ids=shown_ids, thinking=[*thinking])

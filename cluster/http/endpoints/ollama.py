@@ -106,7 +106,7 @@ async def tags(state: AppState, exchange: Exchange, _: None) -> OllamaModels:
 
 
 async def running(state: AppState, exchange: Exchange, _: None) -> OllamaRunning:
-    """Answers with the models that are loaded, which never expire."""
+    """Answers with the models that are loaded. None expires: those on demand leave when others need their place."""
     loaded = [each for each in state.models if exchange.caller.may_use(each) and _is_loaded(each)]
     return OllamaRunning([await _running(each) for each in loaded])
 
@@ -138,6 +138,8 @@ async def _model(state: AppState) -> dict[str, Any]:
 
 async def show(state: AppState, exchange: Exchange, body: OllamaShowRequest) -> OllamaShow:
     state.admission.check_model(body.served_model)
+    if not _is_loaded(state):
+        return await _show_unloaded(state)
     info, template = await state.model_info(), state.tokenizer.chat_template_source()
     found = {
         "tools": detect_format(state.tokenizer.chat_template_source(tools=True)),
@@ -149,6 +151,17 @@ async def show(state: AppState, exchange: Exchange, body: OllamaShowRequest) -> 
         details=await _details(state),
         model_info={"general.architecture": "manta", "manta.context_length": info.max_model_len},
         capabilities=_capabilities(info.pooling) or ["completion", *(name for name, form in found.items() if form)],
+    )
+
+
+async def _show_unloaded(state: AppState) -> OllamaShow:
+    """Returns what is known of a model whose engines are not there to ask. It is shown as one that generates."""
+    return OllamaShow(
+        template="",
+        modified_at=_time(state.created),
+        details=await _details(state),
+        model_info={"general.architecture": "manta"},
+        capabilities=["completion"],
     )
 
 
@@ -250,7 +263,9 @@ def _message(message: ChatResponseMessage) -> OllamaAnswerMessage:
 
 
 def _loaded(body: OllamaChatRequest | OllamaGenerateRequest) -> dict[str, Any]:
-    """Returns the fields of the answer to a request that only asks whether the model is loaded, or to unload it."""
+    """Returns the fields of the answer to a request that only loads the model, or that asks to unload it. Only the
+    operator's options decide when a model leaves, so nothing is done for the latter.
+    """
     reason = "unload" if body.unloads else "load"
     return {"model": body.model, "created_at": _time(time.time()), "done": True, "done_reason": reason}
 

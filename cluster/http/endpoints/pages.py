@@ -68,7 +68,7 @@ def _home(state: AppState, exchange: Exchange) -> Home:
         example=curl(
             url,
             name or "YOUR-MODEL",
-            chats=first is None or first.tokenizer.has_chat_template,
+            chats=first is None or first.may_chat,
             needs_key=needs_key,
             pooling=pooling,
         ),

@@ -64,7 +64,7 @@ def health_of_models(models: list[tuple[AppState, list[EngineStats]]], bound_s: 
         fault = None
         try:
             state.condition.check(state.model_name)
-            if state.condition.stage != "unloaded":
+            if state.condition.stage != "unloaded" and not (state.is_on_demand and state.condition.stage == "loading"):
                 fault = health_of(engines, bound_s, num_wanted=state.config.num_engines_wanted).reason
             num_healthy += 1
         except ServingError as error:
@@ -186,7 +186,7 @@ async def status(state: AppState, exchange: Exchange, _: None) -> Status:
     deployments, nodes = cluster.value
     return Status(
         version=version(),
-        uptime_s=time.time() - state.created,
+        uptime_s=time.monotonic() - state.started,
         num_held=state.engines.num_held,
         engines=[
             _engine_state(each, bound_s, served.model_name if are_several else UNSET)

@@ -12,7 +12,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
-import time
 from collections.abc import Iterator
 from typing import Annotated, Any, Literal, cast
 
@@ -434,8 +433,7 @@ async def _running(state: AppState, kept: KeptResponses, opening: Opening) -> Re
     if await asyncio.to_thread(kept.is_deleted, opening.owner, lost):
         refuse("unknown_response", "", lost)
     logger.warning("response of stream %s was lost while it ran; it is run again", opening.stream_id)
-    timeout_s = time.time() - opening.created + state.config.request_timeout_s
-    engine = msgspec.structs.replace(opening.generation.engine, deadline_s=timeout_s)
+    engine = msgspec.structs.replace(opening.generation.engine, deadline_s=state.config.request_timeout_s)
     generation = msgspec.structs.replace(opening.generation, engine=engine)
     return state.streams.begin(msgspec.structs.replace(opening, generation=generation), is_repeated=True)
 

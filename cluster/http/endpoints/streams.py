@@ -86,10 +86,10 @@ async def write_again(
     """Has the route that answered a request answer it again, from its recording: as a stream, or as a whole. Refuses
     with 404 if its model is served no more.
     """
-    state = state.models.named(recording.opening.model)
-    route = route_of(state, recording)
-    assert route.body is not None
-    exchange.is_small = is_small(recording.opening.body)
-    body: Any = await state.apart(exchange, decode, route.body, recording.opening.body, state.config.body)
-    replay(state, exchange, recording, after)
-    await route.handler(state, exchange, msgspec.structs.replace(body, stream=streams))
+    async with state.models.named(recording.opening.model).in_use(exchange) as served:
+        route = route_of(served, recording)
+        assert route.body is not None
+        exchange.is_small = is_small(recording.opening.body)
+        body: Any = await served.apart(exchange, decode, route.body, recording.opening.body, served.config.body)
+        replay(served, exchange, recording, after)
+        await route.handler(served, exchange, msgspec.structs.replace(body, stream=streams))

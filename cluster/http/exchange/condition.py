@@ -6,7 +6,8 @@ from typing import Literal
 
 import msgspec
 
-from manta.cluster.errors import refuse
+from manta.cluster.errors import error_of
+from manta.structured.refusals import Refusal
 
 Stage = Literal["unloaded", "loading", "loaded", "failed"]
 """How one of several models fares. `unloaded`: no engine runs, and a request starts one."""
@@ -21,5 +22,9 @@ class Condition(msgspec.Struct, frozen=True):
     def check(self, model: str) -> None:
         """Refuses with 503 a request to a model that has failed."""
         if self.stage == "failed":
-            remedy = "use another model, or retry when the operator has mended it"
-            refuse("unavailable", cause=f"the model {model} did not start: {self.reason}", remedy=remedy)
+            raise error_of(self.refusal(model))
+
+    def refusal(self, model: str) -> Refusal:
+        """Returns why a model that has failed serves no request."""
+        remedy = "use another model, or retry when the operator has mended it"
+        return Refusal("unavailable", cause=f"the model {model} did not start: {self.reason}", remedy=remedy)

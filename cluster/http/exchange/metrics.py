@@ -86,6 +86,7 @@ class Metrics:
         )
         self.prompt_tokens = own(Counter, "prompt_tokens", "Prompt tokens of ended requests.")
         self.generation_tokens = own(Counter, "generation_tokens", "Tokens generated.")
+        self.pooled_texts = own(Counter, "pooled_texts", "Texts answered with a vector, a score or numbers of labels.")
         self.continuations = own(
             Counter, "continuations", "Times that a request went on on another engine, or on a restarted one."
         )

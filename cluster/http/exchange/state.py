@@ -8,11 +8,12 @@ state, and finds the route of a request.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import copy
 import dataclasses
 import re
 import time
-from collections.abc import Awaitable, Callable, Collection, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterator
 from typing import Any, ClassVar, NoReturn, TypeVar
 
 import msgspec
@@ -30,6 +31,7 @@ from manta.cluster.http.exchange.exchange import Exchange, GenerationExchange
 from manta.cluster.http.exchange.last_answer import LastAnswer
 from manta.cluster.http.exchange.loaded_adapters import LoadedAdapters
 from manta.cluster.http.exchange.metrics import Metrics
+from manta.cluster.http.exchange.on_demand import OnDemand
 from manta.cluster.http.exchange.recordings import NoStreams, Streams
 from manta.cluster.protocol.error_bodies import Writer, openai_body
 from manta.cluster.storage.kept_responses import KeptResponses
@@ -150,6 +152,8 @@ class AppState:
         self.admission = Admission(config)
         self.created = int(time.time())
         """Start of this replica, in seconds since 1970; of one of several models, the time when it was added."""
+        self.started = time.monotonic()
+        """Start of this replica on `time.monotonic`'s clock."""
         self._serve(config, tokenizer, engines, metrics)
         self.models: Models = OnlyModel(self)
         """The models of the address."""
@@ -190,6 +194,8 @@ class AppState:
         """The adapters that operators load; None if the configuration lets nobody load any. `use_adapters` sets it."""
         self.condition: Condition | None = None
         """How one of several models fares. None for the only model of an address."""
+        self.is_on_demand = False
+        """Whether requests load the model. `cluster/serve/fleet/` sets it."""
         self._model: ModelInfo | None = None
         self._asking: asyncio.Future[ModelInfo] | None = None
         """Query to the engines that all waiting requests share; None if none is under way."""
@@ -211,6 +217,16 @@ class AppState:
         return self._tokenizer
 
     @property
+    def loader(self) -> OnDemand | None:
+        """Loads the model when requests need it; None if they do not load it."""
+        return self.models.on_demand if self.is_on_demand else None
+
+    @property
+    def may_chat(self) -> bool:
+        """Whether the model has a chat template, as far as that is known while it is not loaded."""
+        return self._tokenizer is None or self._tokenizer.has_chat_template
+
+    @property
     def model_names(self) -> tuple[str, ...]:
         """The model's name, its aliases and its adapters."""
         return self.admission.names.listed
@@ -224,25 +240,43 @@ class AppState:
 
     def _serve_adapters(self, names: Collection[str]) -> None:
         self.admission.names.serve(names)
-        self.models.note_names(self)
+        self.models.note_names()
 
     async def refresh_adapters(self) -> None:
         """Learns which adapters are loaded."""
         if self.loaded_adapters is not None:
             await self.loaded_adapters.refresh()
 
-    def for_body(self, body: Any, exchange: GenerationExchange) -> AppState:
-        """Returns the state of the model that a body names, whose engines then answer the exchange. A body without the
-        field is for the server itself. Refuses a model that is not served, or has failed.
+    @contextlib.asynccontextmanager
+    async def for_body(self, body: Any, exchange: GenerationExchange) -> AsyncIterator[AppState]:
+        """Yields the state of the model that a body names, whose engines then answer the exchange. A model on demand is
+        loaded first, and stays loaded until the end of the `async with`. A body without the field is for the server
+        itself. Refuses a model that is not served, has failed, or is not loaded in time.
         """
         if not hasattr(body, "model"):
-            return self
-        state = self.models.find(asked_model(body), exchange.caller)
-        if state is not self:
-            exchange.engines = state.engines
-        if state.condition is not None:
-            state.condition.check(state.model_name)
-        return state
+            yield self
+            return
+        found = self.models.find(asked_model(body), exchange.caller)
+        if not needs_model(body):
+            yield found
+            return
+        async with found.in_use(exchange) as state:
+            if state is not self:
+                exchange.engines = state.engines
+            if state.condition is not None:
+                state.condition.check(state.model_name)
+            yield state
+
+    @contextlib.asynccontextmanager
+    async def in_use(self, exchange: GenerationExchange) -> AsyncIterator[AppState]:
+        """Yields the state of this model once it is loaded. A model on demand stays loaded until the end of the `async
+        with`.
+        """
+        if self.loader is None:
+            yield self
+            return
+        async with self.loader.use(self.model_name, exchange.caller.sharer, exchange.remaining_s):
+            yield self.models.named(self.model_name)
 
     def all_metrics(self) -> list[Metrics]:
         """Returns the metrics of the server, and those of each of several models."""
@@ -325,6 +359,8 @@ class Models:
 
     def __init__(self, default_model: str | None = None) -> None:
         self._default = default_model
+        self.on_demand: OnDemand | None = None
+        """Loads models on demand. `cluster/serve/` sets it if there are any."""
         self._states: dict[str, AppState] = {}
         self._owners: dict[str, str] = {}
         """Name of the model of each name and alias."""
@@ -344,20 +380,9 @@ class Models:
         return tuple(self._owners)
 
     def put(self, state: AppState) -> None:
-        """Adds a model, or replaces the one of its name."""
-        self.remove(state.model_name)
+        """Adds a model, or replaces the one of its name at its place."""
         self._states[state.model_name] = state
-        self.note_names(state)
-
-    def note_names(self, state: AppState) -> None:
-        """Notes the names of a model of the table, which may have changed. A name that two models have is that of the
-        model whose configuration has it.
-        """
-        own, names = state.model_name, state.admission.names
-        if self._states.get(own) is state:
-            others = {each: owner for each, owner in self._owners.items() if owner != own}
-            free = [each for each in names.every if each not in others or each in names.configured]
-            self._owners = others | dict.fromkeys(free, own)
+        self.note_names()
 
     async def settle(self) -> None:
         """Lets models whose adapters other processes may have changed unnoticed learn which ones are loaded."""
@@ -368,7 +393,22 @@ class Models:
     def remove(self, name: str) -> None:
         """Removes a model by its name, if there is one. Requests under way keep its state."""
         self._states.pop(name, None)
-        self._owners = {each: owner for each, owner in self._owners.items() if owner != name}
+        self.note_names()
+
+    def note_names(self) -> None:
+        """Finds out whose each name is, after the names of a model have changed. Of two models that have one, it is the
+        model's whose configuration has it, then the one's that has it as a whole name, and last the one's whose name
+        stands before a colon.
+        """
+        names = [(own, state.admission.names) for own, state in self._states.items()]
+        owners: dict[str, str] = {}
+        for name, own in (
+            *((name, own) for own, having in names for name in having.configured),
+            *((name, own) for own, having in names for name in having.listed),
+            *((name, own) for own, having in names for name in having.every),
+        ):
+            owners.setdefault(name, own)
+        self._owners = owners
 
     def named(self, name: str) -> AppState:
         """Returns a model by its own name, for work that began with it. Refuses with 404 if it is gone."""
@@ -412,6 +452,13 @@ class OnlyModel(Models):
         if not caller.may_use(self._only):
             self._unknown(name or self._only.model_name, ())
         return self._only
+
+
+def needs_model(body: Any) -> bool:
+    """Returns whether the model that a body names must be loaded for the answer. Bodies that may do without it have
+    `needs_model`.
+    """
+    return bool(getattr(body, "needs_model", True))
 
 
 def asked_model(body: Any) -> str | None:

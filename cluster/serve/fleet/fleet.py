@@ -5,14 +5,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine, Iterable
 from typing import Any, Protocol
 
 import msgspec
 import ray
 from ray import serve
 
-from manta.cluster.config import ServeConfig
+from manta.cluster.config import ServeConfig, ServedModel
 from manta.cluster.errors import ServingError
 from manta.cluster.http.exchange.all_engines import AllEngines
 from manta.cluster.http.exchange.condition import Condition
@@ -20,7 +20,7 @@ from manta.cluster.http.exchange.engines import Engines
 from manta.cluster.http.exchange.metrics import Metrics
 from manta.cluster.http.exchange.state import AppState, Models
 from manta.cluster.serve.adapters.adapter_directory import open_directory, tell_nobody
-from manta.cluster.serve.fleet.found import FoundModel, found_models
+from manta.cluster.serve.fleet.found import FoundModel, found_models, with_unloaded
 from manta.cluster.serve.fleet.streams_of_models import StreamsOfModels
 from manta.cluster.serve.recorded.streams import RecordedStreams
 from manta.cluster.serve.requests.engine_client import ENGINE, EngineClient
@@ -53,7 +53,12 @@ class _Member:
     """One model of the table, with everything that this ingress holds for it."""
 
     def __init__(
-        self, found: FoundModel, state: AppState, client: EngineClient | None, fault: Condition | None
+        self,
+        found: FoundModel,
+        state: AppState,
+        client: EngineClient | None,
+        fault: Condition | None,
+        handle: Any,
     ) -> None:
         self.found = found
         self.state = state
@@ -61,6 +66,8 @@ class _Member:
         """None if the model cannot be served here."""
         self.fault = fault
         """Set if the model cannot be served here however its engines fare."""
+        self.handle = handle
+        """The handle of the engines; None without a client."""
         self.asking: asyncio.Task[None] | None = None
         """Asks the engines for the model's properties; None before they have loaded."""
 
@@ -81,6 +88,7 @@ class Fleet:
     - `address` is the name of the application that answers requests, and `replica` that of the ingress if there are
       several.
     - `streams` records streams; None records none.
+    - `on_demand` are the models that the table has whether they are loaded or not.
     - `find` returns the models of an address, and `handle_of` the handle of a deployment of an application.
     - `tell_others` makes the other processes that serve call `refresh_adapters`.
     """
@@ -92,6 +100,7 @@ class Fleet:
         table: Table,
         streams: StreamsOfModels | None = None,
         replica: str | None = None,
+        on_demand: Iterable[ServedModel] = (),
         client: type[EngineClient] = EngineClient,
         find: Callable[[str], list[FoundModel]] = found_models,
         handle_of: Callable[[str, str], Any] = serve.get_deployment_handle,
@@ -102,21 +111,31 @@ class Fleet:
         self._table = table
         self._streams = streams
         self._replica = replica
+        self._on_demand = tuple(on_demand)
         self._client_type = client
         self._find = find
         self._handle_of = handle_of
         self._tell_others = tell_others
         self._members: dict[str, _Member] = {}
+        self._looking = asyncio.Lock()
         self._shares = ClientShares(config.streams.max_bytes, config.streams.max_client_bytes, drops_own=True)
         self._watching: asyncio.Task[None] | None = None
         self._tasks: set[asyncio.Task[None]] = set()
-        self._handles: dict[str, Any] = {}
-        """Handles of the engines, by application."""
 
     @property
     def applications(self) -> dict[str, str]:
         """The names of the models by those of their applications."""
-        return {member.found.application: name for name, member in self._members.items()}
+        return {member.found.application: name for name, member in self._members.items() if member.found.application}
+
+    def is_served(self, name: str) -> bool:
+        """Returns whether a model's engines can be called, or it cannot be served here however they fare."""
+        member = self._members.get(name)
+        return member is not None and (member.client is not None or member.fault is not None)
+
+    def is_running(self, name: str) -> bool:
+        """Returns whether engines work for this process, also for clients that have left."""
+        member = self._members.get(name)
+        return member is not None and member.client is not None and bool(member.client.runs)
 
     async def start(self) -> None:
         """Brings the table up to date, and keeps it so from now on. Later calls do nothing."""
@@ -134,44 +153,49 @@ class Fleet:
 
     async def look(self) -> None:
         """Makes the table like what Serve tells now."""
-        found = {each.model.model_name: each for each in await asyncio.to_thread(self._find, self._address)}
-        for name in self._members.keys() - found.keys():
-            self._remove(name)
-        for name, each in found.items():
-            await self._update(name, each)
+        async with self._looking:
+            told = with_unloaded(await asyncio.to_thread(self._find, self._address), self._on_demand)
+            found = {each.model.model_name: each for each in told}
+            for name in self._members.keys() - found.keys():
+                self._remove(name)
+            for name, each in found.items():
+                await self._update(name, each)
 
     async def _update(self, name: str, found: FoundModel) -> None:
         member = self._members.get(name)
-        if member is not None and member.found.application != found.application:
-            self._remove(name)
-            member = None
-        if member is None:
-            await self._add(name, found)
+        if member is None or member.found.application != found.application:
+            await self._add(name, found, member)
         elif found.is_settled and found.model != member.found.model:
             await self._change(name, member, found)
         else:
             self._tell(member, msgspec.structs.replace(found, model=member.found.model))
 
-    async def _add(self, name: str, found: FoundModel) -> None:
+    async def _add(self, name: str, found: FoundModel, before: _Member | None) -> None:
+        """Adds a model to the table, or puts it in the place of what it was `before`, which requests under way keep."""
         config = self._config.of_model(found.model)
-        tokenizer, fault = await self._tokenizer(config)
-        metrics = Metrics(name, self._replica)
+        tokenizer, fault = await self._tokenizer(config) if found.application else (None, None)
+        metrics = Metrics(name, self._replica) if before is None else before.state.metrics
         metrics.show_options(config)
-        client = None if tokenizer is None else await self._client(found, config, tokenizer, metrics)
+        handle = client = None
+        if tokenizer is not None:
+            handle = await asyncio.to_thread(self._handle_of, ENGINE, found.application)
+            client = self._client(handle, found, config, tokenizer, metrics)
+        if before is not None:
+            self._let_go(name, before)
         if client is not None and self._streams is not None:
             self._streams.put(name, RecordedStreams(client, config.streams, own_node(), self._shares))
         engines: Engines = AllEngines(Models()) if client is None else client
         state = self._table.add_model(config, tokenizer, engines, metrics)
+        state.is_on_demand = found.model.on_demand
         await self._use_adapters(state, client)
-        member = self._members[name] = _Member(found, state, client, fault)
+        member = self._members[name] = _Member(found, state, client, fault, handle)
         self._tell(member, found)
-        logger.info("the model %s is served from the application %s", name, found.application)
+        if found.application:
+            logger.info("the model %s is served from the application %s", name, found.application)
 
-    async def _client(
-        self, found: FoundModel, config: ServeConfig, tokenizer: Tokenizer, metrics: Metrics
+    def _client(
+        self, handle: Any, found: FoundModel, config: ServeConfig, tokenizer: Tokenizer, metrics: Metrics
     ) -> EngineClient:
-        handle = await asyncio.to_thread(self._handle_of, ENGINE, found.application)
-        self._handles[found.application] = handle
         return self._client_type(
             handle,
             tokenizer,
@@ -187,11 +211,11 @@ class Fleet:
         config = self._config.of_model(found.model)
         tokenizer, _ = await self._tokenizer(config)
         if member.client is None or tokenizer is None:
-            self._remove(name)
-            await self._add(name, found)
+            await self._add(name, found, member)
         else:
             member.client.tokenizer = tokenizer
             member.state = self._table.add_model(config, tokenizer, member.client, member.client.metrics)
+            member.state.is_on_demand = found.model.on_demand
             await self._use_adapters(member.state, member.client)
             self._tell(member, found)
 
@@ -227,11 +251,15 @@ class Fleet:
     def _remove(self, name: str) -> None:
         member = self._members.pop(name)
         self._table.remove_model(name)
+        self._let_go(name, member)
+        logger.info("the model %s is served no more: the application %s has gone", name, member.found.application)
+
+    def _let_go(self, name: str, member: _Member) -> None:
+        """Lets go of what this process held for a model whose engines have gone."""
         if self._streams is not None:
             self._streams.remove(name)
         if member.client is not None:
-            self._begin(self._retire(member.client, self._handles.pop(member.found.application)))
-        logger.info("the model %s is served no more: the application %s has gone", name, member.found.application)
+            self._begin(self._retire(member.client, member.handle))
 
     def _begin(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.get_running_loop().create_task(work)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import msgspec
@@ -34,17 +34,21 @@ class Announcement(msgspec.Struct, frozen=True):
     address: str
     """Name of the application that answers requests."""
     model: ServedModel
+    by_loader: bool = False
+    """Whether the loader of the address has deployed the engines (`loader.py`), and not an operator."""
 
 
 class FoundModel(msgspec.Struct, frozen=True):
     """One model of an address."""
 
     application: str
-    """Name of the Serve application with its engines."""
+    """Name of the Serve application with its engines; empty for a model on demand that has none now."""
     model: ServedModel
     condition: Condition
     is_settled: bool
     """Whether all its engines are of its present options."""
+    by_loader: bool = False
+    """Whether the loader of the address has deployed it."""
 
 
 def application_name(address: str, model: str) -> str:
@@ -53,16 +57,22 @@ def application_name(address: str, model: str) -> str:
     return f"{address}.{fit}" if fit == model else f"{address}.{fit}-{zlib.crc32(model.encode()):08x}"
 
 
-def announced(address: str, model: ServedModel) -> dict[str, Any]:
+def announced(address: str, model: ServedModel, by_loader: bool = False) -> dict[str, Any]:
     """Returns the announcement as Serve's `user_config` holds it."""
-    found: dict[str, Any] = msgspec.to_builtins(Announcement(address, model))
+    found: dict[str, Any] = msgspec.to_builtins(Announcement(address, model, by_loader))
     return found
 
 
 def found_models(address: str) -> list[FoundModel]:
     """Returns the models of an address, as Serve's controller tells them now."""
+    return models_among(serve_applications(), address)
+
+
+def serve_applications() -> Mapping[str, Any]:
+    """Returns the details of all applications, as Serve's controller tells them now."""
     client = get_client(raise_if_no_controller_running=False)
-    return [] if client is None else models_among(client.get_serve_details()["applications"], address)
+    found: Mapping[str, Any] = {} if client is None else client.get_serve_details()["applications"]
+    return found
 
 
 def models_among(applications: Mapping[str, Any], address: str) -> list[FoundModel]:
@@ -72,21 +82,46 @@ def models_among(applications: Mapping[str, Any], address: str) -> list[FoundMod
     owners: dict[str, str] = {}
     found = []
     for name, details in sorted(applications.items()):
-        model = _model_of(details, address)
-        if model is None or details["status"] == ApplicationStatus.DELETING:
+        told = _announcement_of(details, address)
+        if told is None or details["status"] == ApplicationStatus.DELETING:
             continue
-        names = (*model.names, *model.engine.adapters)
+        model = told.model
+        names = _names(model)
         taken = [each for each in names if each in owners]
         if taken:
             logger.error("the model of %s is not served: %s has its name %r", name, owners[taken[0]], taken[0])
             continue
         owners |= dict.fromkeys(names, name)
         settled = details["status"] == ApplicationStatus.RUNNING
-        found.append(FoundModel(name, model, _condition(details), settled))
+        found.append(FoundModel(name, model, _condition(details), settled, told.by_loader))
     return found
 
 
-def _model_of(details: Mapping[str, Any], address: str) -> ServedModel | None:
+def with_unloaded(found: Iterable[FoundModel], models: Iterable[ServedModel]) -> list[FoundModel]:
+    """Returns the models of an address with those of `models` that have no application now. A model one of whose names
+    another one has is left out.
+    """
+    every = list(found)
+    taken = {name for each in every for name in _names(each.model)}
+    unloaded = (model for model in models if taken.isdisjoint(_names(model)))
+    return [*every, *(FoundModel("", model, Condition("unloaded"), is_settled=True) for model in unloaded)]
+
+
+def _names(model: ServedModel) -> tuple[str, ...]:
+    """Returns all names under which a model and its adapters are served."""
+    return (*model.names, *model.engine.adapters)
+
+
+def leaving_among(applications: Mapping[str, Any], address: str) -> frozenset[str]:
+    """Returns the applications of an address's models that Serve is deleting, among its details of all. Serve tells no
+    more of these than their names.
+    """
+    leaving = (name for name, each in applications.items() if each["status"] == ApplicationStatus.DELETING)
+    return frozenset(name for name in leaving if name.startswith(f"{address}."))
+
+
+def _announcement_of(details: Mapping[str, Any], address: str) -> Announcement | None:
+    """Returns what an application says of itself, if it belongs to the address."""
     engine = details["deployments"].get(ENGINE)
     told = None if engine is None else engine["deployment_config"].get("user_config")
     if not told:
@@ -96,7 +131,7 @@ def _model_of(details: Mapping[str, Any], address: str) -> ServedModel | None:
     except msgspec.ValidationError as error:  # another version has deployed it
         logger.warning("the application %s is not understood: %s", details["name"], error)
         return None
-    return announcement.model if announcement.address == address else None
+    return announcement if announcement.address == address else None
 
 
 def _condition(details: Mapping[str, Any]) -> Condition:

@@ -1,0 +1,182 @@
+"""The loader of models as a Serve deployment: one replica beside the ingresses, which Serve restarts if it
+dies. It deploys and deletes the applications of models, and asks the ingresses and the engines.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Mapping
+from typing import Any
+
+from ray import serve
+from ray.serve.schema import ApplicationStatus, LoggingConfig, ReplicaState
+
+from manta.cluster.config import ServedModel
+from manta.cluster.engine.stats import EngineStats
+from manta.cluster.serve.fleet.found import (
+    FoundModel,
+    application_name,
+    leaving_among,
+    models_among,
+    serve_applications,
+)
+from manta.cluster.serve.fleet.loader import Loader, Told
+from manta.cluster.serve.fleet.model_application import model_application
+from manta.cluster.serve.requests.engine_client import ANSWER_TIMEOUT_S, ENGINE
+from manta.cluster.serve.scaling.cluster_state import is_removed
+from manta.cluster.serve.starting.replica_process import REPLICA_ENVIRONMENT, ReplicaProcess
+from manta.cluster.serve.starting.start_failure import in_words, told_in_words
+from manta.structured.visible_logs import logger_of
+
+logger = logger_of(__name__)
+
+DRAIN_POLL_S = 0.5
+"""Seconds between two checks whether requests still wait at a loader that ends."""
+LOADER = "loader"
+"""Name of the loader's deployment."""
+HOLDERS = ("ingress", "batches")
+"""Deployments whose replicas use models: the ingresses, and the runner of batches if there is one."""
+
+
+class DeployedModels:
+    """The models of the application `address`, for the loader that is Serve's replica `own_id`. Implements
+    `manta.cluster.serve.fleet.loader.Deployments` with Serve.
+    """
+
+    def __init__(self, address: str, own_id: str) -> None:
+        self._address = address
+        self._own_id = own_id
+        self._handles: dict[str, Any] = {}
+        """Handles of the deployments whose replicas use models, by name."""
+        self._num_holders: dict[str, int] = {}
+        """Replicas of these deployments that run."""
+
+    async def look(self) -> Told:
+        applications = await asyncio.to_thread(serve_applications)
+        own = applications.get(self._address)
+        if own is None or own["status"] == ApplicationStatus.DELETING or not _has_replica(own, self._own_id):
+            return Told([], frozenset(), is_over=True)
+        self._num_holders = {name: _num_running(own, name) for name in HOLDERS if name in own["deployments"]}
+        return Told(models_among(applications, self._address), leaving_among(applications, self._address))
+
+    async def deploy(self, model: ServedModel) -> None:
+        name = application_name(self._address, model.model_name)
+        made = model_application(model, self._address, by_loader=True)
+        target = serve.RunTarget(made, name, None, LoggingConfig(enable_access_log=False))
+        await asyncio.to_thread(serve.run_many, [target], wait_for_applications_running=False)
+
+    async def delete(self, application: str) -> None:
+        await asyncio.to_thread(serve.delete, application, _blocking=False)
+
+    async def idle_seconds(self) -> dict[str, float]:
+        found: dict[str, float] = {}
+        for answer in await self._of_holders("idle_seconds"):
+            if isinstance(answer, dict):
+                found |= {name: min(idle_s, found.get(name, idle_s)) for name, idle_s in answer.items()}
+        return found
+
+    async def let_go(self, found: FoundModel, num_waiting: Mapping[str, int]) -> bool:
+        answers = await self._of_holders("let_go", found.model.model_name, dict(num_waiting))
+        return all(answer is True for answer in answers) and await self._are_idle(found)
+
+    async def _of_holders(self, method: str, *arguments: object) -> list[Any]:
+        """Returns the answers or exceptions of all replicas that use models."""
+        names = [name for name, count in self._num_holders.items() if count > 0]
+        for name in names:
+            if name not in self._handles:
+                self._handles[name] = await asyncio.to_thread(serve.get_deployment_handle, name, self._address)
+        asked = (_answers(self._handles[name], self._num_holders[name], method, *arguments) for name in names)
+        return [answer for answers in await asyncio.gather(*asked) for answer in answers]
+
+    async def _are_idle(self, found: FoundModel) -> bool:
+        """Returns whether a model's engines run nothing, which an ingress that is being replaced may still read."""
+        if found.condition.stage != "loaded":
+            return True  # there is no engine
+        handle = await asyncio.to_thread(serve.get_deployment_handle, ENGINE, found.application)
+        try:
+            stats = await _answers(handle, 1, "stats")
+        finally:
+            await handle.shutdown_async()  # an open handle wakes up ten times a second
+        return all(isinstance(each, EngineStats) and each.num_running + each.num_waiting == 0 for each in stats)
+
+    async def delete_all(self) -> None:
+        """Deletes the applications of all models that the loader has deployed, because that of their address ends."""
+        for each in models_among(await asyncio.to_thread(serve_applications), self._address):
+            if each.by_loader:
+                await self.delete(each.application)
+
+
+def _num_running(application: Mapping[str, Any], deployment: str) -> int:
+    states = [replica["state"] for replica in application["deployments"][deployment]["replicas"]]
+    return states.count(ReplicaState.RUNNING)
+
+
+def _has_replica(application: Mapping[str, Any], replica_id: str) -> bool:
+    """Returns whether Serve counts on a replica of the loader, and has not told it to stop."""
+    replicas = application["deployments"].get(LOADER, {"replicas": []})["replicas"]
+    return any(each["replica_id"] == replica_id and each["state"] != ReplicaState.STOPPING for each in replicas)
+
+
+async def _answers(handle: Any, num_running: int, method: str, *arguments: object) -> list[Any]:
+    """Returns the answers of all replicas of a deployment. There is an exception among them if not every one of the
+    `num_running` replicas that Serve tells of has answered, because then nobody knows what runs there.
+    """
+    try:
+        answers = handle.broadcast(method, *arguments)
+        found: list[Any] = await answers.results_async(timeout_s=ANSWER_TIMEOUT_S, return_exceptions=True)
+    except Exception as error:  # Ray raises many types
+        logger.info("not every replica answers %s: %s", method, in_words(error))
+        return [error]
+    return found if len(found) >= num_running else [*found, LookupError("a replica was not asked")]
+
+
+class DeployedLoader(ReplicaProcess):
+    """The class that Serve deploys. Serve calls `__del__` of a replica that has to go, and then ends the process."""
+
+    def __init__(self, models: tuple[ServedModel, ...], max_loaded: int, min_loaded_s: float) -> None:
+        super().__init__()
+        with told_in_words():
+            context = serve.get_replica_context()
+            self._deployed = DeployedModels(context.app_name, context.replica_id.unique_id)
+            self._loader = Loader(context.app_name, models, max_loaded, min_loaded_s, self._deployed)
+        self._running: asyncio.Task[None] | None = None
+
+    async def check_health(self) -> None:
+        """Raises if the loader has ended. Serve calls it for the first time before the replica counts as ready."""
+        if self._running is None:
+            self._running = asyncio.create_task(self._loader.run())
+        elif self._running.done():
+            raise RuntimeError("the loader of models ended")
+
+    async def load(self, name: str, client: str, timeout_s: float, holder: str) -> None:
+        await self._loader.load(name, client, timeout_s, holder)
+
+    async def begin_load(self, name: str, timeout_s: float) -> None:
+        await self._loader.begin_load(name, timeout_s)
+
+    async def begin_unload(self, name: str) -> None:
+        await self._loader.begin_unload(name)
+
+    async def __del__(self) -> None:
+        """Ends the models that it has deployed together with the application of their address, and leaves them to the
+        next loader if this one is only replaced.
+        """
+        if self._running is not None:
+            self._running.cancel()
+        if await is_removed():
+            with contextlib.suppress(Exception):  # the controller may be ending too
+                await self._deployed.delete_all()
+
+
+def loader_deployment() -> Any:
+    """Returns the Serve deployment of the loader; bind it with its models and the limits of those on demand."""
+    return serve.deployment(
+        DeployedLoader,
+        name=LOADER,
+        num_replicas=1,
+        max_ongoing_requests=100_000,  # each is a request that waits in an ingress, where they are bounded
+        graceful_shutdown_timeout_s=10,
+        graceful_shutdown_wait_loop_s=DRAIN_POLL_S,
+        ray_actor_options={"num_cpus": 0, "runtime_env": {"env_vars": REPLICA_ENVIRONMENT}},
+    )

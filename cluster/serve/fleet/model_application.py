@@ -1,0 +1,40 @@
+"""The Serve application with the engines of one of several models. Operators deploy some, and the loader (`loader.py`)
+others.
+"""
+
+from __future__ import annotations
+
+import msgspec
+from ray import serve
+
+from manta.cluster.config import ServedModel
+from manta.cluster.serve.engine.engine_deployment import engine_deployment
+from manta.cluster.serve.fleet.found import announced
+from manta.cluster.serve.starting.placed import placed_engine
+
+DRAIN_POLL_S = 0.25
+"""Seconds between two checks whether an engine that ends still runs requests. Another model may wait for its memory."""
+
+
+def placed_model(model: ServedModel, nodes: list[int]) -> ServedModel:
+    """Returns a model as it is deployed on `nodes`, the number of cores of each node. Its name stays. An engine without
+    `num_threads` may use all cores of its node and claims none, because models that are idle leave them to the others.
+    """
+    engine = model.engine
+    if engine.num_threads is None:
+        engine = msgspec.structs.replace(engine, claims_cpus=False)
+    placed = placed_engine(engine, model.model_name, model.max_engines, nodes)
+    return msgspec.structs.replace(model, name=model.model_name, engine=placed)
+
+
+def model_application(placed: ServedModel, address: str, by_loader: bool = False) -> serve.Application:
+    """Binds the application with the engines of a model that is placed already. `address` is the name of the
+    application that answers its requests, and `by_loader` says whether its loader deploys it.
+    """
+    is_alone = placed.max_engines == 1
+    deployment = engine_deployment(
+        placed.engine, placed.num_engine_replicas, autoscaling=placed.autoscaling, is_alone=is_alone
+    )
+    told = announced(address, placed, by_loader)
+    deployment = deployment.options(user_config=told, graceful_shutdown_wait_loop_s=DRAIN_POLL_S)
+    return deployment.bind(placed.engine, is_alone)

@@ -1,0 +1,503 @@
+"""Models that requests load, over HTTP: ingresses, their tables and the loader are real and run in this process. Serve
+and the engines are stand-ins: what is deployed loads a few turns of the event loop later.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import pathlib
+import random
+import time
+from collections.abc import AsyncIterator, Mapping
+from types import SimpleNamespace
+from typing import Any
+
+import httpx
+import msgspec
+import pytest
+
+from manta.cluster.batch.line_endpoints import endpoints_of_models
+from manta.cluster.batch.lines import BatchRequest
+from manta.cluster.config import EngineConfig, ServeConfig, ServedModel, load_config
+from manta.cluster.errors import ServingError
+from manta.cluster.http.app import HttpApp
+from manta.cluster.http.exchange.all_engines import AllEngines
+from manta.cluster.http.exchange.engines import Event
+from manta.cluster.http.exchange.metrics import Metrics
+from manta.cluster.http.exchange.state import Models
+from manta.cluster.models_folder import with_models_dir
+from manta.cluster.serve import app
+from manta.cluster.serve.fleet.fleet import Fleet
+from manta.cluster.serve.fleet.found import FoundModel, application_name, leaving_among, models_among
+from manta.cluster.serve.fleet.holds import Holds
+from manta.cluster.serve.fleet.loader import RETRY_FAILED_S, Loader, Told
+from tests.async_tests import async_test
+from tests.checkpoints import checkpoint
+from tests.http.test_routes import Repeating, RepeatingEngines
+from tests.local_server import Handle
+from tests.patience import PATIENCE_S, until
+from tests.serve.test_fleet import ADDRESS, details
+
+KEYS = ("operator:a-secret-of-the-test-1", "client:a-secret-of-the-test-2")
+OPERATOR, CLIENT = ({"authorization": f"Bearer {key.partition(':')[2]}"} for key in KEYS)
+TURNS = 20
+"""Turns of the event loop that a load and an end take."""
+
+
+def on_demand(name: str, *aliases: str) -> ServedModel:
+    engine = EngineConfig(model=str(checkpoint("llama")), dtype="float32")
+    return ServedModel(name=name, aliases=aliases, on_demand=True, engine=engine)
+
+
+class World:
+    """Serve with the loader of an address, and its ingresses."""
+
+    def __init__(self, *models: ServedModel, max_loaded: int = 2, broken: tuple[str, ...] = ()) -> None:
+        self.models = models
+        self.broken = broken
+        self.applications: dict[str, dict[str, Any]] = {}
+        self.deployed: list[str] = []
+        self.most_there = 0
+        self.ingresses: list[Ingress] = []
+        self.may_load = asyncio.Event()
+        self.may_load.set()
+        self.has_loader = True
+        self.loader = Loader(ADDRESS, models, max_loaded, 0.0, self, step_s=0.005)
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._running = asyncio.ensure_future(self.loader.run())
+
+    def ingress(self, **options: Any) -> Ingress:
+        self.ingresses.append(Ingress(self, **options))
+        return self.ingresses[-1]
+
+    async def close(self) -> None:
+        for task in (self._running, *self._tasks):
+            task.cancel()
+        await asyncio.gather(*(each.client.aclose() for each in self.ingresses))
+
+    # ---- the loader, as ingresses see it -----------------------------------------------------------------------------
+
+    async def load(self, name: str, client: str, timeout_s: float, holder: str) -> None:
+        if not self.has_loader:
+            raise ConnectionError("the loader is being replaced")
+        await self.loader.load(name, client, timeout_s, holder)
+
+    async def begin_load(self, name: str, timeout_s: float) -> None:
+        await self.loader.begin_load(name, timeout_s)
+
+    async def begin_unload(self, name: str) -> None:
+        await self.loader.begin_unload(name)
+
+    # ---- Serve, as the loader sees it --------------------------------------------------------------------------------
+
+    async def look(self) -> Told:
+        return Told(models_among(self.applications, ADDRESS), leaving_among(self.applications, ADDRESS))
+
+    async def deploy(self, model: ServedModel) -> None:
+        self.deployed.append(model.model_name)
+        name = application_name(ADDRESS, model.model_name)
+        self.applications[name] = details(model, "DEPLOYING", ("STARTING",), by_loader=True)
+        there = [each for each in self.applications.values() if each["status"] != "DEPLOY_FAILED"]
+        self.most_there = max(self.most_there, len(there))
+        self._later(name, None if model.model_name in self.broken else model)
+
+    async def delete(self, application: str) -> None:
+        self.applications[application].update(status="DELETING", deployments={})
+        self._later(application, None)
+
+    def _later(self, application: str, model: ServedModel | None) -> None:
+        task = asyncio.ensure_future(self._become(application, model, self.applications[application]))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _become(self, application: str, model: ServedModel | None, before: dict[str, Any]) -> None:
+        for _ in range(TURNS):
+            await asyncio.sleep(0)
+        if before["status"] != "DELETING":
+            await self.may_load.wait()
+        if self.applications.get(application) is not before:
+            return
+        if before["status"] == "DELETING":
+            del self.applications[application]
+        elif model is None:
+            before.update(status="DEPLOY_FAILED")
+            before["deployments"]["engine"]["replicas"] = []
+        else:
+            self.applications[application] = details(model, by_loader=True)
+
+    async def idle_seconds(self) -> dict[str, float]:
+        found: dict[str, float] = {}
+        for ingress in self.ingresses:
+            for name, idle_s in ingress.holds.idle_seconds().items():
+                found[name] = min(idle_s, found.get(name, idle_s))
+        return found
+
+    async def let_go(self, found: FoundModel, num_waiting: Mapping[str, int]) -> bool:
+        answers = [ingress.holds.let_go(found.model.model_name, num_waiting) for ingress in self.ingresses]
+        return all(answers)
+
+
+class Engines(RepeatingEngines):
+    """The engines of one application, as an ingress calls them. They say its name, and fail if it ends meanwhile."""
+
+    def __init__(self, handle: Any, tokenizer: Any, host: str, metrics: Metrics, *_: object) -> None:
+        self.tokenizer = tokenizer
+        self.metrics = metrics
+        self.runs: dict[str, object] = {}
+        self.answering = []
+        self._handle = handle
+
+    async def submit(self, request: Any, meter: Any = None) -> Repeating:
+        return Answer(self._handle, request.prompts)
+
+    async def close(self) -> None:
+        pass
+
+
+class Answer(Repeating):
+    def __init__(self, handle: Any, prompts: list[list[int]]) -> None:
+        super().__init__(prompts, f"{handle.application} ")
+        self._handle = handle
+
+    async def __aiter__(self) -> AsyncIterator[Event]:
+        async for event in super().__aiter__():
+            for _ in range(TURNS):
+                await asyncio.sleep(0)
+                assert self._handle.is_running(), "the engine ended under a request"
+            yield event
+
+
+class Ingress:
+    """One ingress of an address, with a client of it."""
+
+    def __init__(self, world: World, **options: Any) -> None:
+        config = ServeConfig(**options)
+        table = Models()
+        self.app: Any = HttpApp(config, None, AllEngines(table), Metrics(""), models=table)
+        self.fleet = fleet_of(world, config, self.app)
+        table.on_demand = self.holds = Holds(self.fleet, Handle(world), f"ingress {len(world.ingresses)}")
+        self.client = httpx.AsyncClient(
+            transport=httpx.ASGITransport(self.app), base_url="http://localhost", timeout=PATIENCE_S
+        )
+
+    async def ask(self, method: str, path: str, headers: dict[str, str] | None = None, **body: Any) -> httpx.Response:
+        return await self.client.request(method, path, json=body or None, headers=headers)
+
+    async def text(self, model: str) -> str:
+        answer = await self.ask("POST", "/v1/completions", model=model, prompt="a")
+        assert answer.status_code == 200, answer.text
+        text: str = answer.json()["choices"][0]["text"]
+        return text
+
+    async def states(self) -> dict[str, str]:
+        await self.fleet.look()
+        return {card["id"]: card["state"] for card in (await self.ask("GET", "/v1/models")).json()["data"]}
+
+
+def fleet_of(world: World, config: ServeConfig, table: Any) -> Fleet:
+    def handle_of(_: str, application: str) -> Any:
+        def is_running() -> bool:
+            return world.applications.get(application, {}).get("status") == "RUNNING"
+
+        async def shutdown_async() -> None:
+            pass
+
+        return SimpleNamespace(application=application, is_running=is_running, shutdown_async=shutdown_async)
+
+    return Fleet(
+        ADDRESS,
+        config,
+        table,
+        on_demand=world.models,
+        client=Engines,  # type: ignore[arg-type]
+        find=lambda address: models_among(world.applications, address),
+        handle_of=handle_of,
+    )
+
+
+@contextlib.asynccontextmanager
+async def world_of(*models: ServedModel, **options: Any) -> AsyncIterator[World]:
+    world = World(*models, **options)
+    try:
+        yield world
+    finally:
+        await world.close()
+
+
+async def ready(world: World, **options: Any) -> Ingress:
+    ingress = world.ingress(**options)
+    await ingress.fleet.look()
+    return ingress
+
+
+# ---- requests load models -------------------------------------------------------------------------------------------
+
+
+@async_test
+async def test_many_models_share_a_few_places() -> None:
+    """More models than places, two ingresses and four requests at a time in random order: each is answered by its own
+    model, no engine ends under a request, and only the model that fails counts as failed.
+    """
+    begun, names = time.monotonic(), [f"m{number}" for number in range(7)]
+    draw = random.Random(5)
+    async with world_of(*map(on_demand, names), max_loaded=3, broken=("m6",)) as world:
+        ingresses = [await ready(world), await ready(world)]
+        waiting = [draw.choice(names) for _ in range(60)]
+
+        async def work() -> None:
+            while waiting:
+                name = waiting.pop()
+                answer = await draw.choice(ingresses).ask("POST", "/v1/completions", model=name, prompt="a")
+                if name == "m6":
+                    assert answer.status_code == 503
+                    assert "m6 did not start" in answer.text
+                else:
+                    assert answer.json()["choices"][0]["text"] == f"manta.{name} manta.{name} "
+
+        await asyncio.gather(*(work() for _ in range(4)))
+        assert world.most_there <= 3
+        assert world.deployed.count("m6") <= 1 + (time.monotonic() - begun) // RETRY_FAILED_S
+        states = await ingresses[0].states()
+        assert states["m6"] == "failed"
+        assert list(states) == names
+        assert {*states.values()} <= {"loaded", "unloaded", "failed"}
+
+
+@async_test
+async def test_two_ingresses_that_want_the_only_place_both_get_it() -> None:
+    async with world_of(on_demand("a"), on_demand("b"), max_loaded=1) as world:
+        first, second = await ready(world), await ready(world)
+        texts = await asyncio.gather(*(each.text(name) for name in "abab" for each in (first, second)))
+        assert texts == [f"manta.{name} manta.{name} " for name in "aabbaabb"]
+        assert world.most_there == 1
+
+
+@async_test
+async def test_a_loaded_model_is_used_without_the_loader() -> None:
+    """What loads models may be away while those that are loaded answer."""
+    async with world_of(on_demand("a", "alias")) as world:
+        ingress = await ready(world)
+        assert await ingress.text("alias") == "manta.a manta.a "
+        world.has_loader = False
+        assert await ingress.text("a")
+        assert world.deployed == ["a"]
+
+
+@async_test
+async def test_a_loader_that_is_away_for_a_moment_is_asked_again() -> None:
+    async with world_of(on_demand("a")) as world:
+        ingress = await ready(world)
+        world.has_loader = False
+        with pytest.raises(ServingError) as error:
+            async with ingress.holds.use("a", "", 0.0):
+                pass
+        assert error.value.refusal.kind == "unavailable"
+        asked = asyncio.ensure_future(ingress.text("a"))
+        for _ in range(TURNS):
+            await asyncio.sleep(0)
+        world.has_loader = True
+        assert await asked == "manta.a manta.a "
+
+
+@async_test
+async def test_a_request_counts_from_the_loaders_answer_on() -> None:
+    """Also while the answer is under way. Only requests that wait at the loader keep no model there."""
+    async with world_of(on_demand("a")) as world:
+        ingress = await ready(world)
+        world.may_load.clear()
+        asked = asyncio.ensure_future(ingress.text("a"))
+        await until(lambda: world.deployed == ["a"])
+        assert ingress.holds.let_go("a", {"ingress 0": 1})
+        assert not ingress.holds.let_go("a", {"ingress 1": 1})
+        world.may_load.set()
+        await asked
+        assert ingress.holds.let_go("a", {})
+        async with ingress.holds.use("a", "", PATIENCE_S):
+            assert not ingress.holds.let_go("a", {})
+            assert ingress.holds.idle_seconds() == {"a": 0.0}
+        assert ingress.holds.let_go("a", {})
+
+
+@async_test
+async def test_a_request_that_waits_too_long_may_come_again() -> None:
+    async with world_of(on_demand("a")) as world:
+        world.may_load.clear()
+        ingress = await ready(world)
+        with pytest.raises(ServingError) as error:
+            async with ingress.holds.use("a", "", 1.1):
+                pass
+        refusal = error.value.refusal
+        assert (refusal.kind, (refusal.retry_after_s or 0) > 0) == ("unavailable", True)
+        world.may_load.set()
+        assert await ingress.text("a")
+        assert world.deployed == ["a"]
+
+
+@async_test
+async def test_a_line_of_a_batch_loads_its_model() -> None:
+    async with world_of(on_demand("a")) as world:
+        endpoints = endpoints_of_models(ServeConfig(), bytes(32))
+        fleet = fleet_of(world, ServeConfig(), endpoints)
+        endpoints.state.models.on_demand = Holds(fleet, Handle(world), "batches")
+        await fleet.look()
+        body = msgspec.Raw(b'{"model": "a", "prompt": "a"}')
+        line = BatchRequest(custom_id="1", method="POST", url="/v1/completions", body=body)
+        response = await endpoints.answer(line, "line")
+        assert (response.status_code, b"manta.a manta.a " in bytes(response.body)) == (200, True)
+
+
+# ---- what loads none ------------------------------------------------------------------------------------------------
+
+
+@async_test
+async def test_lists_and_questions_load_no_model() -> None:
+    async with world_of(on_demand("a", "alias"), on_demand("b")) as world:
+        ingress = await ready(world)
+        for path in ("/v1/models", "/v1/models/a", "/api/tags", "/api/ps", "/status", "/metrics", "/", "/health"):
+            assert (await ingress.ask("GET", path)).status_code == 200, path
+        shown = (await ingress.ask("POST", "/api/show", model="a:latest")).json()
+        assert shown["capabilities"] == ["completion"]
+        unload = {"model": "a", "keep_alive": 0}
+        for path in ("/api/generate", "/api/chat"):
+            assert (await ingress.ask("POST", path, **unload)).json()["done_reason"] == "unload"
+        unknown = await ingress.ask("POST", "/v1/completions", model="c", prompt="a")
+        assert unknown.status_code == 404
+        await ready(world)  # an ingress that comes
+        assert (await ingress.states(), world.deployed) == ({"a": "unloaded", "alias": "unloaded", "b": "unloaded"}, [])
+
+
+@async_test
+async def test_ollamas_clients_load_models_and_unload_none() -> None:
+    async with world_of(on_demand("a"), on_demand("b")) as world:
+        ingress = await ready(world)
+        loaded = await ingress.ask("POST", "/api/generate", model="a")
+        assert loaded.json()["done_reason"] == "load"
+        body = {"model": "a", "prompt": "a", "stream": False}
+        for keep_alive in (0, "0s", "5m", -1):
+            answer = await ingress.ask("POST", "/api/generate", keep_alive=keep_alive, **body)
+            assert answer.json()["response"].startswith("manta.a")
+        await ingress.ask("POST", "/api/generate", model="a", keep_alive=0)
+        assert [each["name"] for each in (await ingress.ask("GET", "/api/ps")).json()["models"]] == ["a"]
+        assert (await ingress.states(), world.deployed) == ({"a": "loaded", "b": "unloaded"}, ["a"])
+
+
+# ---- operators ------------------------------------------------------------------------------------------------------
+
+
+@async_test
+async def test_operators_load_and_unload() -> None:
+    async with world_of(on_demand("a", "alias"), on_demand("b"), broken=("b",)) as world:
+        ingress = await ready(world, api_keys=KEYS, operator_keys=("operator",), host="0.0.0.0")
+
+        async def states() -> dict[str, str]:
+            await ingress.fleet.look()
+            cards = (await ingress.ask("GET", "/v1/models", CLIENT)).json()["data"]
+            return {card["id"]: card["state"] for card in cards}
+
+        async def until_state(name: str, state: str) -> None:
+            while (await states())[name] != state:
+                await asyncio.sleep(0)
+
+        for path in ("/models/load", "/models/unload"):
+            refused = await ingress.ask("POST", path, CLIENT, model="a")
+            assert (refused.status_code, refused.json()["error"]["code"]) == (403, "operators_only")
+            assert (await ingress.ask("POST", path, OPERATOR, model="c")).status_code == 404
+            assert (await ingress.ask("POST", path, OPERATOR, name="a")).status_code == 400
+        assert (await ingress.ask("POST", "/models/load", OPERATOR, model="alias")).json() == {"success": True}
+        await until_state("a", "loaded")
+        assert (await ingress.ask("POST", "/models/unload", OPERATOR, model="a")).json() == {"success": True}
+        await until_state("a", "unloaded")
+        await ingress.ask("POST", "/models/load", OPERATOR, model="b")
+        await until_state("b", "failed")
+        await ingress.ask("POST", "/models/unload", OPERATOR, model="b")
+        await until_state("b", "unloaded")
+        assert world.deployed == ["a", "b"]
+
+
+@async_test
+async def test_a_model_of_the_start_stays() -> None:
+    config = ServeConfig()
+    table = Models()
+    application: Any = HttpApp(config, None, AllEngines(table), Metrics(""), models=table)
+    async with world_of() as world:
+        fleet = fleet_of(world, config, application)
+        fixed = ServedModel(name="fixed", engine=EngineConfig(model=str(checkpoint("llama"))))
+        world.applications["manta.fixed"] = details(fixed)
+        await fleet.look()
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(application), base_url="http://localhost") as client:
+            assert (await client.post("/models/load", json={"model": "fixed"})).json() == {"success": True}
+            refused = await client.post("/models/unload", json={"model": "fixed"})
+            assert (refused.status_code, refused.json()["error"]["param"]) == (400, "model")
+
+
+# ---- configuration --------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def folder(tmp_path: pathlib.Path) -> pathlib.Path:
+    """A folder with two checkpoints, a GGUF file, one in two parts, and what is no model."""
+    for name in ("qwen", "llama", ".cache"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text("{}")
+    (tmp_path / "notes").mkdir()
+    for name in ("small.gguf", "big-00001-of-00002.gguf", "big-00002-of-00002.gguf", ".hidden.gguf", "README.md"):
+        (tmp_path / name).write_bytes(b"")
+    return tmp_path
+
+
+def test_a_folder_is_a_list_of_models(folder: pathlib.Path) -> None:
+    options = {"models_dir": str(folder), "engine.dtype": "float32", "default_model": "small"}
+    config = with_models_dir(load_config(None, options | {"models": [{"name": "first", "model": "demo"}]}))
+    assert [model.model_name for model in config.models] == ["first", "llama", "qwen", "big-00001-of-00002", "small"]
+    assert [model.on_demand for model in config.models] == [False, True, True, True, True]
+    assert {model.engine.dtype for model in config.models} == {"float32"}
+    assert config.models[1].engine.model == str(folder / "llama")
+    assert config.models_dir is None
+    config.check_default_model()
+    assert [each.model_name for each in config.of_each_model_at_start] == ["first"]
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"models_dir": "{folder}/notes"}, "holds no model"),
+        ({"models_dir": "{folder}/nowhere"}, "cannot be read"),
+        ({"models_dir": "{folder}", "engine.model": "other"}, "engine.model is other"),
+        ({"models_dir": "{folder}", "served_model_name": "a"}, "served_model_name"),
+        ({"models_dir": "{folder}", "models": [{"name": "llama"}]}, "'llama' is a name of llama and of llama"),
+        ({"models": [{"name": "a", "on_demand": True}], "max_loaded_models": 0}, "max_loaded_models"),
+        ({"models": [{"name": "a", "on_demand": True}], "min_loaded_s": -1}, "min_loaded_s"),
+    ],
+)
+def test_a_folder_that_cannot_be_served_is_refused(options: dict[str, Any], words: str, folder: pathlib.Path) -> None:
+    given = {name: value.format(folder=folder) if isinstance(value, str) else value for name, value in options.items()}
+    with pytest.raises(ValueError, match=words):
+        with_models_dir(load_config(None, given))
+
+
+def test_the_default_model_may_be_on_demand() -> None:
+    models = [{"name": "a", "on_demand": True}]
+    load_config(None, {"models": models, "default_model": "a"}).check_default_model()
+    with pytest.raises(ValueError, match="default_model"):
+        load_config(None, {"models": models, "default_model": "b"}).check_default_model()
+
+
+def test_an_address_lists_models(folder: pathlib.Path) -> None:
+    def listed(built: Any) -> list[tuple[str, bool, str]]:
+        models = built._bound_deployment.init_args[-1]._bound_deployment.init_args[0]
+        return [(each.model_name, each.on_demand, each.engine.dtype) for each in models]
+
+    models = [{"name": "a", "model": "demo", "on_demand": True}, {"name": "b", "model": "demo"}]
+    options = {"http_server": "listener", "engine": {"dtype": "float32"}, "models": models}
+    assert listed(app.build_address(options)) == [("a", True, "float32"), ("b", False, "float32")]
+    found = listed(app.build_address({"models_dir": str(folder)}))
+    assert [name for name, _, _ in found] == ["llama", "qwen", "big-00001-of-00002", "small"]
+    llm = [{"model_loading_config": {"model_id": "c", "model_source": "demo"}, "engine_kwargs": {"dtype": "half"}}]
+    assert listed(app.build_app({"llm_configs": llm})) == [("c", False, "float16")]
+    with pytest.raises(ValueError, match="gpu_memory_utilization"):
+        app.build_app({"llm_configs": [llm[0] | {"engine_kwargs": {"gpu_memory_utilization": 0.9}}]})
+    with pytest.raises(ValueError, match="llm_configs"):
+        app.build_app({"models": models})
+    with pytest.raises(ValueError, match="on_demand"):
+        app.build_model({"name": "a", "on_demand": True})
