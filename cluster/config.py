@@ -219,7 +219,7 @@ class KeyLimits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     (HTTP 404). None allows all.
     """
     requests_per_minute: Count | None = None
-    """Chat and completion requests a minute. None sets no limit."""
+    """Requests a minute that generate, or that ask for vectors or scores. None sets no limit."""
     tokens_per_minute: Count | None = None
     """Tokens of prompts and outputs a minute. None sets no limit. An output counts as it is generated. Until then, as
     many tokens as the request asks for are reserved, but at most an eighth of the limit. What running requests generate
@@ -371,11 +371,11 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     one client has at most three quarters of it. Above that its requests are refused (HTTP 503).
     """
     max_prompts_per_request: Count = 2048
-    """Prompts in one `/v1/completions` body, as many as OpenAI takes."""
+    """Prompts of a completion, as many as OpenAI takes, or texts of a body that asks for vectors or scores."""
     max_choices_per_request: Count = 2048
     """Answers that one body may ask for: its prompts times `n`. Each costs the ingress about 20 us before it runs."""
     request_timeout_s: Seconds = 600.0
-    """Seconds after which a running request is aborted."""
+    """Seconds after which a running request is aborted (HTTP 408)."""
     client_timeout_s: Seconds = 60.0
     """Seconds in which a client must send a request's whole body, and in which it must read more of its answer. Then
     the ingress closes the connection and aborts the request.

@@ -15,6 +15,7 @@ from typing import cast
 import msgspec
 
 from manta.specdecode.draft_model import DraftModel
+from manta.specdecode.history import HistoryProposer
 from manta.specdecode.lengths import Costs, StepCost
 from manta.specdecode.prediction import PredictionProposer
 from manta.specdecode.proposers import NgramProposer, Proposer, ProposerChain
@@ -40,6 +41,8 @@ class SpeculativeWorker:
         for name in speculative.rank_proposers:
             if name == "prediction":
                 proposers.append(PredictionProposer(speculative.ngram_min))
+            elif name == "history":
+                proposers.append(HistoryProposer(sequences.sampling, speculative.history_tokens))
             elif name == "ngram":
                 proposers.append(NgramProposer(speculative.ngram_min, speculative.ngram_max))
             elif target.draft is not None:

@@ -79,8 +79,8 @@ class ModelOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """
     kv_cache_fraction: Annotated[float, Meta(gt=0, le=0.95)] | None = None
     """Share of the memory free after loading that the KV cache takes. None takes 4 times the weights, or room for 512
-    tokens of each of `max_num_sequences`, whichever is more. It never takes more than 40% of the free memory, nor more
-    than all sequences at full length 4 times over. `workers/checkpoints/memory.py` has the exact rule.
+    tokens of each of `max_num_sequences`, whichever is more. It never takes more than 40% of the free memory (90% on
+    GPUs), nor more than all sequences at full length 4 times over. `workers/checkpoints/memory.py` has the exact rule.
     """
     prefix_store_bytes: Annotated[int, Meta(ge=0)] = 0
     """Size of the files in which a node keeps prompts' KV blocks, so that an engine that starts finds those of earlier

@@ -136,7 +136,8 @@ class KVCacheManager:
 
         hashes = sequence.hash_blocks((len(sequence.token_ids) - 1) // self._block_size, self._block_size)
         count = num_found
-        while count < len(hashes) and all(is_there(hashes[count], group) for group in self._whole):
+        most = min(len(hashes), num_found + kept.most_restored)
+        while count < most and all(is_there(hashes[count], group) for group in self._whole):
             count += 1
         count = self._num_resumable(hashes, count, is_there)
         if count <= num_found:

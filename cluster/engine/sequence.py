@@ -312,6 +312,8 @@ class Sequence:
             self.eos_token_ids,
             not self.num_branches,
             self.adapter,
+            self.client,
+            self.cache_root,
         )
 
     def hash_blocks(self, count: int, block_size: int) -> list[bytes]:

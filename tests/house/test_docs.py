@@ -44,6 +44,9 @@ PRINTS = {
     "docs/extend.md": [],
     "docs/security.md": [],
     "docs/options.md": [],
+    "docs/metrics.md": [],
+    "docs/errors.md": [],
+    "docs/flags.md": [],
     "docs/design.md": [],
     "docs/clients.md": [],
 }

@@ -79,6 +79,16 @@ def test_a_prompt_is_the_one_of_the_models_page(form: FillInFormat, tmp_path: pa
     assert asked.prompts() == [expected], "without a chat template"
 
 
+@pytest.mark.parametrize("path", ["/v1/completions", "/api/generate"])
+def test_a_gap_may_begin_a_file(path: str, tmp_path: pathlib.Path) -> None:
+    """Ollama's empty prompt without a suffix only asks whether the model is loaded."""
+    form = FORMATS[0]
+    asked = Asked(tmp_path, (form.prefix, form.suffix, form.middle))
+    answer = asked.post(path, prompt="", suffix=BEHIND, stream=False)
+    assert answer.status_code == 200, answer.text
+    assert asked.prompts() == [PROMPTS[form.prefix].format(before="", behind=BEHIND)]
+
+
 def test_a_model_without_tokens_refuses_a_suffix(tmp_path: pathlib.Path) -> None:
     asked = Asked(tmp_path, ("<|fim_prefix|>", "<|fim_middle|>", "<fim_suffix>"))
     for path in ("/v1/completions", "/api/generate"):

@@ -70,8 +70,7 @@ class ThreadExecutor:
         return self._thread.submit(self.inner.restore_blocks, parts).result()
 
     def keep_blocks(self, parts: Sequence[BlockPart]) -> list[bool]:
-        self._thread.submit(self.inner.keep_blocks, parts)  # nobody waits for the steps before it
-        return [True] * len(parts)
+        return self._thread.submit(self.inner.keep_blocks, parts).result()
 
     def drop_kept(self, hashes: Sequence[bytes]) -> None:
         self._thread.submit(self.inner.drop_kept, hashes)

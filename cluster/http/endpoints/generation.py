@@ -163,8 +163,8 @@ async def generate(
     try:
         params = await _enforceable(exchange, params, not_carried)
         exchange.adapter = state.admission.check_model(request.model)
-        digest = await state.adapter_digest(exchange.adapter)
-        asked = _engines_request(state, exchange, prompts, params, request, shown_ids, thinking, digest)
+        exchange.adapter_digest = await state.adapter_digest(exchange.adapter)
+        asked = _engines_request(state, exchange, prompts, params, request, shown_ids, thinking)
         streams = bool(request.stream)
         state.metrics.model_used(exchange.adapter)
         if exchange.span is not None:
@@ -208,7 +208,6 @@ def _engines_request(
     request: GenerationBody,
     shown_ids: frozenset[int],
     thinking: Sequence[ThinkingSection | None],
-    adapter: str,
 ) -> GenerationRequest:
     sharer = exchange.caller.sharer
     engine = EngineRequest(
@@ -222,7 +221,7 @@ def _engines_request(
         session=session_of(exchange.headers),
         traceparent=exchange.traceparent,
         cache_root=state.prefix_scope.root(exchange.caller.owner, request.cache_salt),
-        adapter=adapter,
+        adapter=exchange.adapter_digest,
         cache_salt=request.cache_salt or "",
     )
     chat = isinstance(request, ChatCompletionRequest)

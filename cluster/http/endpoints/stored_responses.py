@@ -19,6 +19,7 @@ import msgspec
 from msgspec import Meta
 
 from manta.cluster.engine.kv_blocks import hash_blocks
+from manta.cluster.engine.request import chain_root
 from manta.cluster.errors import ServingError, Unavailable, refuse
 from manta.cluster.http.access.request_admission import Caller, decode
 from manta.cluster.http.endpoints.item_references import with_referenced
@@ -136,7 +137,8 @@ class Keeping:
     def _store(self, response: ResponseObject, opening: bytes | None = None) -> None:
         assert self._kept is not None
         state, owner = self._state, self._exchange.caller.owner
-        hashes = _block_hashes(state, state.prefix_scope.root(owner, self.cache_salt), self.prompt)
+        root = chain_root(state.prefix_scope.root(owner, self.cache_salt), self._exchange.adapter_digest)
+        hashes = _block_hashes(state, root, self.prompt)
         self._kept.create(owner, StoredResponse(response, self._items, opening, hashes))
 
     async def undo(self) -> None:
@@ -302,7 +304,7 @@ async def _written(state: AppState, recording: Recording) -> ResponseObject:
         body = await asyncio.to_thread(decode, ResponsesRequest, opening.body, state.config.body)
         items = await state.apart(exchange, input_items, body.input, response.id)
         (prompt,) = opening.generation.prompts
-        hashes = _block_hashes(state, opening.generation.engine.cache_root, prompt)
+        hashes = _block_hashes(state, opening.generation.engine.chain_root, prompt)
         stored = StoredResponse(response, items, block_hashes=hashes)
         await asyncio.to_thread(kept.create, opening.owner, stored)
     return response

@@ -45,11 +45,11 @@ _CONSTRAINTS = (
     ("num_compilers", "Compile processes that there should be."),
     ("num_compilers_alive", "Compile processes that there are, or that are starting."),
     ("num_cached", "Compiled constraints that are kept."),
-    ("cached_bytes", "What they hold."),
-    ("max_cached_bytes", "What they may hold."),
+    ("cached_bytes", "Bytes of compiled constraints that are kept."),
+    ("max_cached_bytes", "Most bytes of compiled constraints that are kept."),
     ("num_grammars", "Grammars that grammar workers keep."),
-    ("grammar_bytes", "What they hold."),
-    ("max_grammar_bytes", "What they may hold."),
+    ("grammar_bytes", "Bytes of the grammars that grammar workers keep."),
+    ("max_grammar_bytes", "Most bytes of those grammars."),
 )
 
 
