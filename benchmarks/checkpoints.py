@@ -6,6 +6,7 @@ engine loads them. Text from them is noise; speed does not depend on it.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import os
 import pathlib
@@ -13,6 +14,7 @@ import shutil
 import string
 import sys
 import tempfile
+from collections.abc import Callable
 from typing import Any
 
 from manta.workers.cache_folder import cache_entry
@@ -97,12 +99,17 @@ SHAPES: dict[str, tuple[str, int, dict[str, Any]]] = {
 
 def benchmark_checkpoint(name: str) -> pathlib.Path:
     """The folder of one of `SHAPES`, made if it does not exist yet (1 GB and under a minute for the half billion)."""
+    return made_once(name, functools.partial(_make, name))
+
+
+def made_once(name: str, make: Callable[[pathlib.Path], None]) -> pathlib.Path:
+    """Returns a folder of the benchmarks' cache, which `make` fills if it does not exist yet."""
     folder = cache_entry("benchmarks") / name
     if not (folder / "config.json").is_file():
         print(f"making the benchmark checkpoint {name} in {folder} (once) ...", file=sys.stderr, flush=True)
         partial = pathlib.Path(tempfile.mkdtemp(dir=folder.parent))
         try:
-            _make(name, partial)
+            make(partial)
             shutil.rmtree(folder, ignore_errors=True)
             partial.chmod(0o755)
             os.replace(partial, folder)

@@ -1,6 +1,7 @@
 """`manta bench speculative`: the gain from drafts, against the same engine without them.
 
     demo      the demo model with its draft, with n-grams, and with both in a chain, over its own tasks
+    history   the demo model with earlier answers, over new tasks and over tasks that come again each turn
     h         n-grams in the large shape, on prompts that repeat 32 tokens 8 times
     json      forced tokens, in the large shape, under a schema whose text is mostly fixed, T = 1
 
@@ -26,7 +27,7 @@ from benchmarks.workloads import PromptSource, Row
 from manta.cluster.engine.stats import DraftCounts
 from manta.cluster.llm import LLM, ConstraintSpec, SamplingParams
 
-PARTS = ("demo", "h", "json")
+PARTS = ("demo", "history", "h", "json")
 ROWS = (1, 4, 16, 32)
 DEMO = pathlib.Path(__file__).resolve().parents[1] / "configs" / "demo"
 DEMO_TASKS = ("order", "contact", "sorting", "question")
@@ -90,6 +91,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
             for count in rows:
                 _compare(engines, f"demo, {name}", count, make, options.pairs, table)
             del engines
+    if "history" in parts:
+        engines = _engines("demo", {"proposers": ["history"]}, 2**28)
+        make = _demo_requests(engines["plain"], options.temperature)
+        for count in rows:
+            _compare(engines, "history, new tasks", count, make, options.pairs, table)
+            _compare(engines, "history, the same", count, lambda count, turn: make(count, -1), options.pairs, table)
+        del engines
     for part, proposer, kind in (("h", "ngram", _repetitive), ("json", "forced", _mostly_fixed)):
         if part in parts:
             model = options.model or str(benchmark_checkpoint("qwen2.5-0.5b"))
@@ -115,7 +123,7 @@ def _demo_requests(llm: LLM, temperature: float) -> Callable[[int, int], Request
 
     def make(count: int, turn: int) -> Requests:
         samples = [
-            held_out(DEMO_TASKS[index % len(DEMO_TASKS)], 1, seed=1000 * turn + index)[0]
+            held_out(DEMO_TASKS[index % len(DEMO_TASKS)], 1, seed=1000 * (turn + 1) + index)[0]
             for index in range(max(4 * count, DEMO_REQUESTS))
         ]
         prompts = [llm.tokenizer.apply_chat_template(list(each.messages), tools=each.tools) for each in samples]

@@ -14,6 +14,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
+from manta.cluster.kv_event_options import KVEventOptions
 from manta.cluster.model_list import name_of, owners_of, with_engine_model, with_shared_engine
 from manta.cluster.option_reader import read_options, read_yaml
 from manta.cluster.ray_llm_file import is_ray_llm, ray_llm_options
@@ -49,6 +50,8 @@ class EngineConfig(ModelOptions, frozen=True, kw_only=True, forbid_unknown_field
     """
     enable_prefix_caching: bool = True
     """Whether a prompt reuses the KV blocks of an earlier prompt that begins with the same tokens."""
+    kv_events: KVEventOptions | None = None
+    """Address at which the engine publishes what its prefix cache holds, for gateways. None publishes nothing."""
     constraints: ConstraintLimits = ConstraintLimits()
     """Limits on what one constraint may cost."""
     json_objects: JsonObjects = JsonObjects()
@@ -57,6 +60,10 @@ class EngineConfig(ModelOptions, frozen=True, kw_only=True, forbid_unknown_field
     """Place of the grammar workers, and the time that they may take to fill masks."""
     speculative: SpeculativeConfig | None = None
     """Proposers of drafts: tokens that the model verifies, several in one step. None generates one token a step."""
+
+    def __post_init__(self) -> None:
+        if self.kv_events is not None and not self.enable_prefix_caching:
+            raise ValueError("kv_events: there are none without enable_prefix_caching; set it, or leave kv_events out")
 
 
 class ListenerLimits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -211,7 +218,7 @@ class KeyLimits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     (HTTP 404). None allows all.
     """
     requests_per_minute: Count | None = None
-    """Chat and completion requests a minute. None sets no limit."""
+    """Requests a minute that generate, or that ask for vectors or scores. None sets no limit."""
     tokens_per_minute: Count | None = None
     """Tokens of prompts and outputs a minute. None sets no limit. An output counts as it is generated. Until then, as
     many tokens as the request asks for are reserved, but at most an eighth of the limit. What running requests generate
@@ -379,11 +386,11 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     one client has at most three quarters of it. Above that its requests are refused (HTTP 503).
     """
     max_prompts_per_request: Count = 2048
-    """Prompts in one `/v1/completions` body, as many as OpenAI takes."""
+    """Prompts of a completion, as many as OpenAI takes, or texts of a body that asks for vectors or scores."""
     max_choices_per_request: Count = 2048
     """Answers that one body may ask for: its prompts times `n`. Each costs the ingress about 20 us before it runs."""
     request_timeout_s: Seconds = 600.0
-    """Seconds after which a running request is aborted."""
+    """Seconds after which a running request is aborted (HTTP 408)."""
     client_timeout_s: Seconds = 60.0
     """Seconds in which a client must send a request's whole body, and in which it must read more of its answer. Then
     the ingress closes the connection and aborts the request.

@@ -127,13 +127,22 @@ class LLM:
         """
         return self._pooling.classify([texts] if isinstance(texts, str) else texts, truncate)
 
-    def score(self, queries: str | Sequence[str], texts: str | Sequence[str], truncate: bool = False) -> np.ndarray:
-        """Returns how well each text fits its query, or the only query: float32 [num_texts]. `truncate` cuts the end of
-        texts and never queries. Raises `RequestRefused` as `embed` does, and `ValueError` if the numbers of queries and
-        texts differ.
+    def score(
+        self,
+        queries: str | Sequence[str],
+        texts: str | Sequence[str],
+        truncate: bool = False,
+        instruction: str | None = None,
+    ) -> np.ndarray:
+        """Returns how well each text fits its query, or the only query: float32 [num_texts].
+
+        `truncate` cuts the end of texts and never queries. `instruction` says what they are compared for, to a model
+        that reads one, instead of the model's own. Raises `RequestRefused` as `embed` does, and `ValueError` if the
+        numbers of queries and texts differ.
         """
         texts = [texts] if isinstance(texts, str) else texts
-        return self._pooling.score([queries] * len(texts) if isinstance(queries, str) else queries, texts, truncate)
+        queries = [queries] * len(texts) if isinstance(queries, str) else queries
+        return self._pooling.score(queries, texts, truncate, instruction)
 
     @property
     def _pooling(self) -> OfflinePooler:

@@ -84,7 +84,9 @@ def ray_llm_options(data: dict[str, Any], path: pathlib.Path, read: ReadYaml) ->
         _only(data, ("llm_configs",), "applications[0].args.")
     else:
         _only(data, ("llm_configs",), "")
-    entries = _list(data["llm_configs"])
+    entries = data["llm_configs"]
+    if not isinstance(entries, list) or not entries:
+        _refuse("llm_configs", entries, "write a list of models, of at least one")
     return options | {"models": [_model(entry, f"llm_configs[{n}]", path, read) for n, entry in enumerate(entries)]}
 
 
@@ -161,7 +163,8 @@ def _replicas(given: dict[str, Any], where: str) -> dict[str, Any]:
         scaling = _mapping(given["autoscaling_config"], where)
         _only(scaling, (*_AUTOSCALING, "initial_replicas"), f"{where}.autoscaling_config.")
         initial = scaling.get("initial_replicas")
-        if initial not in (None, max(1, scaling.get("min_replicas", 1))):
+        least = scaling.get("min_replicas")
+        if initial not in (None, 1 if least is None else max(1, least)):
             remedy = "leave it out: min_replicas start, or 1"
             _refuse(f"{where}.autoscaling_config.initial_replicas", initial, remedy)
         found["autoscaling"] = {

@@ -24,7 +24,7 @@ from manta.workers.step import StepInput, StepOutput
 
 logger = logger_of(__name__)
 
-PRIORS = {"prediction": 0.8, "ngram": 0.5, "draft": 0.7}
+PRIORS = {"prediction": 0.8, "history": 0.6, "ngram": 0.5, "draft": 0.7}
 """Prior acceptance probability of a draft, by proposer name."""
 
 
@@ -42,8 +42,8 @@ class DraftRequest:
 
 
 class Proposer(Protocol):
-    """A proposer on a rank: `NgramProposer`, `manta.specdecode.prediction.PredictionProposer` or
-    `manta.specdecode.draft_model.DraftModel`.
+    """A proposer on a rank: `NgramProposer`, `manta.specdecode.prediction.PredictionProposer`,
+    `manta.specdecode.history.HistoryProposer` or `manta.specdecode.draft_model.DraftModel`.
     """
 
     name: str

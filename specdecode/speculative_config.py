@@ -7,8 +7,8 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
-ProposerName = Literal["prediction", "forced", "ngram", "draft"]
-PROPOSERS: tuple[ProposerName, ...] = ("prediction", "forced", "ngram", "draft")
+ProposerName = Literal["prediction", "forced", "history", "ngram", "draft"]
+PROPOSERS: tuple[ProposerName, ...] = ("prediction", "forced", "history", "ngram", "draft")
 
 
 class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -19,8 +19,9 @@ class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
 
     proposers: tuple[ProposerName, ...] = ("prediction", "forced", "ngram")
     """Proposers in order: a sequence gets the drafts of the first one that has any. `prediction` proposes the text that
-    the request's `prediction` expects. `forced` proposes tokens that a constraint leaves no choice about. `ngram`
-    proposes what followed an earlier occurrence of the last tokens. `draft` proposes what `draft_model` draws.
+    the request's `prediction` expects. `forced` proposes tokens that a constraint leaves no choice about. `history`
+    proposes what followed the last four tokens in an earlier answer to the same client. `ngram` proposes what followed
+    an earlier occurrence of the last tokens in the text itself. `draft` proposes what `draft_model` draws.
     """
     draft_model: str | None = None
     """Folder or hub id of a small model with the same tokenizer, for the proposer `draft`. Its weights and its KV
@@ -34,6 +35,10 @@ class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     """
     ngram_max: Annotated[int, Meta(ge=1, le=64)] = 8
     """Tokens that `ngram` compares at most, to find the longest of several matches."""
+    history_tokens: Annotated[int, Meta(ge=1024, le=2**22)] = 2**16
+    """Tokens of earlier answers that `history` remembers of each client, rounded up to a power of two. They take 28
+    bytes each, on rank 0, and at most 64 clients, or salts of clients, are remembered.
+    """
     adaptive: bool = True
     """Whether the number of drafts follows their acceptance rate and the cost of a step. If False, every proposer
     drafts `max_draft_tokens` whenever it can.

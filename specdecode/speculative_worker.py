@@ -15,6 +15,7 @@ from typing import cast
 import msgspec
 
 from manta.specdecode.draft_model import DraftModel
+from manta.specdecode.history import HistoryProposer
 from manta.specdecode.lengths import Costs, StepCost
 from manta.specdecode.prediction import PredictionProposer
 from manta.specdecode.proposers import NgramProposer, Proposer, ProposerChain
@@ -23,7 +24,14 @@ from manta.structured.logits_processors import LogitsProcessorFactory
 from manta.structured.masks import MaskBatch
 from manta.workers.model_info import ModelInfo
 from manta.workers.prefix_store import BlockPart
-from manta.workers.ranks.rank_worker import Drawn, KeepingWorker, RunAheadWorker, SpeculationTarget
+from manta.workers.ranks.rank_worker import (
+    AdaptingWorker,
+    Drawn,
+    KeepingWorker,
+    ReadAdapter,
+    RunAheadWorker,
+    SpeculationTarget,
+)
 from manta.workers.step import StepInput, StepOutput
 
 
@@ -40,6 +48,8 @@ class SpeculativeWorker:
         for name in speculative.rank_proposers:
             if name == "prediction":
                 proposers.append(PredictionProposer(speculative.ngram_min))
+            elif name == "history":
+                proposers.append(HistoryProposer(sequences.sampling, speculative.history_tokens))
             elif name == "ngram":
                 proposers.append(NgramProposer(speculative.ngram_min, speculative.ngram_max))
             elif target.draft is not None:
@@ -131,6 +141,15 @@ class SpeculativeWorker:
 
     def drop_kept(self, hashes: Sequence[bytes]) -> None:
         cast(KeepingWorker, self.target).drop_kept(hashes)
+
+    def read_adapter(self, path: str) -> ReadAdapter:
+        return cast(AdaptingWorker, self.target).read_adapter(path)
+
+    def hold_adapter(self, adapter: ReadAdapter) -> bool:
+        return cast(AdaptingWorker, self.target).hold_adapter(adapter)
+
+    def drop_adapter(self, digest: str) -> None:
+        cast(AdaptingWorker, self.target).drop_adapter(digest)
 
     def reset(self) -> None:
         self.target.reset()

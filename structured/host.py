@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import os
 import pathlib
+import resource
 import socket
 import subprocess
 import sys
@@ -37,9 +38,11 @@ def num_cores() -> int:
 
 
 def free_memory() -> int:
-    """Returns the bytes that this process may still allocate without swapping or exceeding its container's limit."""
+    """Returns the bytes that this process may still allocate without swapping or exceeding a limit: its container's, or
+    its own (`ulimit -v`).
+    """
     left = [rest for group in _groups("memory") if (rest := _memory_left(group)) is not None]
-    return max(0, min([psutil.virtual_memory().available, *left]))
+    return max(0, min([psutil.virtual_memory().available, _address_space_left(), *left]))
 
 
 def identity() -> int:
@@ -94,6 +97,12 @@ def _memory_left(group: pathlib.Path) -> int | None:
         return None
     counts = dict(line.split(" ", 1) for line in (_read(group / "memory.stat") or "").splitlines())
     return int(limit) - int(used) + int(counts.get("total_inactive_file", counts.get("inactive_file", 0)))
+
+
+def _address_space_left() -> int:
+    """Returns the bytes of address space that are left to this process; without a limit more than any memory has."""
+    limit = resource.getrlimit(resource.RLIMIT_AS)[0] if hasattr(resource, "RLIMIT_AS") else resource.RLIM_INFINITY
+    return sys.maxsize if limit == resource.RLIM_INFINITY else limit - psutil.Process().memory_info().vms
 
 
 def _read(path: pathlib.Path) -> str | None:

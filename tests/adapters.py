@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import copy
 import functools
+import json
 import pathlib
 import tempfile
 from typing import Any
 
+import gguf
 import peft
 import torch
+from safetensors.torch import load_file
 
 from tests.checkpoints import on_one_thread, reference_model
+from tests.gguf_files import ARCHITECTURES, add_tensor, gguf_name, interleaved
 
 _FOLDERS = tempfile.TemporaryDirectory(prefix="manta-adapters-")
 
@@ -43,6 +47,38 @@ class Adapters:
         self._model.save_pretrained(folder, selected_adapters=[name])
         self.folders[name] = str(folder if name == "default" else folder / name)
         return self.folders[name]
+
+    def convert(self, adapter: str, file: pathlib.Path, kind: str = "F32", **metadata: object) -> str:
+        """Writes an adapter as a GGUF file, as llama.cpp's `convert_lora_to_gguf.py` does, with its first halves
+        of type `kind`, and returns its path. Values of `metadata` replace the converter's; None leaves one out, and two
+        underscores stand for a dot.
+        """
+        folder = pathlib.Path(self.folders[adapter])
+        alpha = json.loads((folder / "adapter_config.json").read_text())["lora_alpha"]
+        config = json.loads((self.base / "config.json").read_text())
+        heads = {"q_proj": config["num_attention_heads"], "k_proj": config["num_key_value_heads"]}
+        architecture = ARCHITECTURES[config["architectures"][0]]
+        writer = gguf.GGUFWriter(file, architecture)
+        values = {"general__type": "adapter", "adapter__type": "lora", "adapter__lora__alpha": float(alpha), **metadata}
+        for key, value in values.items():
+            name = key.replace("__", ".")
+            writer.kv_data[0].pop(name, None)
+            if isinstance(value, float):
+                writer.add_float32(name, value)
+            elif value is not None:
+                writer.add_string(name, str(value))
+        for stored, tensor in load_file(folder / "adapter_model.safetensors").items():
+            base, _, half = stored.removeprefix("base_model.model.").removesuffix(".weight").rpartition(".")
+            rows, module = tensor.numpy(), base.rpartition(".")[2]
+            if architecture == "llama" and half == "lora_B" and module in heads:
+                rows = interleaved(rows, heads[module])
+            stored_kind = kind if half == "lora_A" else "F32"
+            add_tensor(writer, f"{gguf_name(f'{base}.weight')}.{half.lower()}", rows, lambda _, each=stored_kind: each)
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_tensors_to_file()
+        writer.close()
+        return str(file)
 
     def greedy(self, prompt: list[int], name: str, num_tokens: int) -> list[int]:
         """PEFT's greedy continuation with an adapter; that of the base model for an empty name."""

@@ -28,9 +28,6 @@ if TYPE_CHECKING:
     from tests.replicas import Replicas
     from tests.two_nodes import TwoNodes
 
-# Importing all tests makes millions of objects that stay. Looking for cycles among them would double the time. After
-# the collection of tests, `pytest_collection_finish` enables it again.
-gc.disable()
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 refuse_everywhere()
 # The suite runs on the CPU, Triton's kernels in their interpreter; `make gpu-check` runs them on a GPU. Triton and
@@ -187,6 +184,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if long:  # to skip each of thousands would take seconds
         config.hook.pytest_deselected(items=long)
         items[:] = [item for item in items if "prove" not in item.keywords]
+
+
+def pytest_collection() -> None:
+    """Importing all tests makes millions of objects that stay; looking for cycles among them would double the time.
+    Not at the import of this module: `make fuzz` imports it too, and would keep every cycle for hours.
+    """
+    gc.disable()
 
 
 def pytest_collection_finish() -> None:

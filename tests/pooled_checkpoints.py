@@ -9,9 +9,9 @@ from typing import Any, NamedTuple
 
 import torch
 import transformers
-from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
+from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
-from tests.checkpoints import CORPUS
+from tests.checkpoints import CHAT_TEMPLATE, CORPUS
 
 VOCAB_SIZE = 400
 MAX_TOKENS = 120
@@ -140,3 +140,129 @@ def classifier(name: str) -> pathlib.Path:
     config_class, fields = CLASSIFIERS[name]
     config = getattr(transformers, config_class)(**fields)
     return _saved(name, transformers.AutoModelForSequenceClassification, config)
+
+
+# ---- models that read messages ---------------------------------------------------------------------------------------
+
+_CAUSAL = {**_DECODER, "max_position_embeddings": 1024, "bos_token_id": 0, "eos_token_id": 2}
+MAX_PROMPT_TOKENS = 600
+INSTRUCTION = "Find the text that answers the question"
+"""Prompt of the checkpoints below."""
+_MARKS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<think>", "</think>"]
+
+
+def pair_template(has_parts: bool = False) -> str:
+    """A chat template that writes the messages of a pair, as rerankers have it."""
+    content = "content[0].text" if has_parts else "content"
+    written = {
+        role: f"{{% for each in messages if each.role == '{role}' %}}{{{{ each.{content} }}}}{{% endfor %}}"
+        for role in ("system", "query", "document")
+    }
+    return (
+        f"<|im_start|>user\nTask: {written['system']} Query: {written['query']} Document: {written['document']}"
+        "<|im_end|>\n<|im_start|>assistant\n{% if add_generation_prompt %}<think></think>{% endif %}"
+    )
+
+
+def answering_tokenizer(template: str) -> transformers.PreTrainedTokenizerFast:
+    """A byte-level tokenizer with the tokens `yes` and `no`, and a chat template."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCAB_SIZE, special_tokens=_MARKS, initial_alphabet=alphabet, show_progress=False
+    )
+    tokenizer.train_from_iterator([*CORPUS, *["yes", "no"] * 50], trainer)
+    tokenizer.add_special_tokens([AddedToken(mark, special=True) for mark in _MARKS])
+    fast = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        eos_token="<|im_end|>",
+        pad_token="<|endoftext|>",
+        model_max_length=MAX_PROMPT_TOKENS,
+    )
+    fast.chat_template = template
+    return fast
+
+
+def _saved_decoder(name: str, automatic: Any, template: str, **fields: Any) -> pathlib.Path:
+    folder = pathlib.Path(_folder().name) / name
+    torch.manual_seed(len(name))
+    config = transformers.Qwen3Config(**{**_CAUSAL, **fields})
+    automatic.from_config(config).save_pretrained(folder)
+    answering_tokenizer(template).save_pretrained(folder)
+    return folder
+
+
+class Scoring(NamedTuple):
+    """A cross-encoder of sentence-transformers that reads messages."""
+
+    has_false_token: bool = True
+    has_head: bool = False
+    """Whether it has a head for one label instead of scoring by its answer."""
+    has_parts: bool = False
+    variables: dict[str, bool] = {}
+    has_padding: bool = True
+    tied: bool = False
+
+
+SCORERS = {
+    "two_tokens": Scoring(),
+    "one_token": Scoring(has_false_token=False, variables={"add_generation_prompt": True}),
+    "parts": Scoring(has_parts=True, tied=True),
+    "no_padding": Scoring(has_padding=False),
+    "head": Scoring(has_head=True),
+}
+
+
+@functools.cache
+def scorer(name: str) -> pathlib.Path:
+    """The folder of a kind of `SCORERS`, as sentence-transformers saves it."""
+    from sentence_transformers import CrossEncoder
+    from sentence_transformers.base.modules import Transformer
+    from sentence_transformers.cross_encoder.modules import LogitScore
+
+    kind = SCORERS[name]
+    automatic = transformers.AutoModelForSequenceClassification if kind.has_head else transformers.AutoModelForCausalLM
+    fields: dict[str, Any] = {"tie_word_embeddings": kind.tied, **({"num_labels": 1} if kind.has_head else {})}
+    if not kind.has_padding:
+        fields["pad_token_id"] = None
+    bare = _saved_decoder(f"{name}-bare", automatic, pair_template(kind.has_parts), **fields)
+    task: Any = "sequence-classification" if kind.has_head else "text-generation"
+    processing: Any = {"chat_template": kind.variables} if kind.variables else None
+    parts: list[Any] = [Transformer(str(bare), transformer_task=task, processing_kwargs=processing)]
+    if not kind.has_head:
+        ids = parts[0].tokenizer.convert_tokens_to_ids(["yes", "no"])
+        parts.append(LogitScore(ids[0], ids[1] if kind.has_false_token else None))
+    folder = pathlib.Path(_folder().name) / name
+    activation = None if kind.has_false_token else torch.nn.Identity()
+    model = CrossEncoder(modules=parts, device="cpu", activation_fn=activation, prompts={"task": INSTRUCTION})
+    model.default_prompt_name = "task"
+    model.save(str(folder))
+    return folder
+
+
+@functools.cache
+def generator(pipeline_tag: str = "") -> pathlib.Path:
+    """The folder of a Qwen3 that generates. With a `pipeline_tag` it has a page that names it, as the first
+    Qwen3-Reranker has.
+    """
+    folder = _saved_decoder(f"generator-{pipeline_tag}", transformers.AutoModelForCausalLM, CHAT_TEMPLATE)
+    if pipeline_tag:
+        metadata = f"license: apache-2.0\nbase_model:\n- Qwen/Qwen3-0.6B-Base\npipeline_tag: {pipeline_tag}"
+        (folder / "README.md").write_text(f"---\n{metadata}\n---\n# A model\n")
+    return folder
+
+
+@functools.cache
+def conversing_embedder() -> pathlib.Path:
+    """The folder of a model of sentence-transformers that reads each text as a message of a user."""
+    from sentence_transformers import SentenceTransformer
+    from sentence_transformers.base.modules import Transformer
+    from sentence_transformers.sentence_transformer.modules import Pooling
+
+    bare = _saved_decoder("conversing-bare", transformers.AutoModel, CHAT_TEMPLATE)
+    parts: list[Any] = [Transformer(str(bare)), Pooling(_CAUSAL["hidden_size"], "lasttoken", include_prompt=False)]
+    folder = pathlib.Path(_folder().name) / "conversing"
+    SentenceTransformer(modules=parts, prompts={"task": INSTRUCTION}, device="cpu").save(str(folder))
+    return folder

@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 import pathlib
 import re
+import sys
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -78,10 +79,28 @@ def put_together(items: list[pytest.Item]) -> None:
 
 
 def end_behind(item: pytest.Item, next_item: pytest.Item | None) -> None:
-    """Ends what the file of a test shares, unless the file of the next test shares it too."""
+    """Ends what the file of a test shares, unless the file of the next test shares it too. Also ends a Ray that engines
+    of this process have started: no file finds another's, whose token is in the environment.
+    """
+    if next_item is not None and next_item.path == item.path:
+        return
     name = shared_by(item.path)
-    if name is not None and (next_item is None or shared_by(next_item.path) != name):
+    goes_on = name is not None and next_item is not None and shared_by(next_item.path) == name
+    if name is not None and not goes_on:
         end(name)
+    if not (goes_on and name == "ray"):
+        _end_ray()
+
+
+def _end_ray() -> None:
+    if "ray" not in sys.modules:
+        return
+    import ray
+
+    from manta.cluster import own_ray
+
+    if ray.is_initialized():
+        own_ray.stop()
 
 
 def make_scheduler(config: pytest.Config, log: Any) -> Any:

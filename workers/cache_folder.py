@@ -81,17 +81,22 @@ def write_private(path: pathlib.Path, *parts: bytes | memoryview) -> None:
 
 
 def read_private(path: pathlib.Path) -> tuple[bytearray, os.stat_result] | None:
-    """Returns the content of a file, and its status. None if there is none or somebody else could have written it."""
+    """Returns the content of a file, and its status. None if there is none, if it cannot be read, or if somebody else
+    could have written it.
+    """
     try:
-        file = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
-    except OSError:
+        with open(path, "rb", buffering=0, opener=_without_links) as stream:
+            status = os.fstat(stream.fileno())
+            if not stat.S_ISREG(status.st_mode) or not is_own(status):
+                return None
+            content = bytearray(status.st_size)
+            return (content, status) if stream.readinto(content) == len(content) else None
+    except OSError:  # there is none, or the disk fails
         return None
-    with open(file, "rb", buffering=0) as stream:
-        status = os.fstat(file)
-        if not stat.S_ISREG(status.st_mode) or not is_own(status):
-            return None
-        content = bytearray(status.st_size)
-        return (content, status) if stream.readinto(content) == len(content) else None
+
+
+def _without_links(path: str, flags: int) -> int:
+    return os.open(path, flags | os.O_NOFOLLOW)
 
 
 def is_own(status: os.stat_result) -> bool:

@@ -11,6 +11,7 @@ import msgspec
 from msgspec import Meta
 
 from manta.workers.kept_weights import WeightsOption
+from manta.workers.pooling_info import TaskOption
 
 DEMO_MODEL = "demo"
 """The name that stands for the model embedded in `configs/demo/`."""
@@ -26,6 +27,12 @@ class ModelOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     model: str = DEMO_MODEL
     """Folder with `config.json` and safetensors, a GGUF file, a Hugging Face hub id, or `demo`. `ID@REVISION` selects
     a commit, tag or branch of a hub id. Only a commit always means the same files.
+    """
+    task: TaskOption = "auto"
+    """What the engine answers with. `auto` takes what the checkpoint was published for: text, embeddings, scores or
+    labels. `embed` has a model that generates give embeddings instead: the last token's vectors, of length 1.
+    `score` has it score pairs of texts by the probability of `yes` against `no`, and `generate` has it write text,
+    whatever it was published for.
     """
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
     """Dtype of weights and activations. `auto` takes the checkpoint's, except that float16 becomes bfloat16. `float16`
@@ -44,6 +51,8 @@ class ModelOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """Whether a request with a seed, or a greedy one, gets the same tokens on every machine with CPU kernels. Batch,
     threads, ranks, drafts and prefix cache then change no token. It needs `weights` `int8`
     or `int4`, and a CPU with a C++ compiler. Processors with instructions for bfloat16 then do attention in float32.
+    A model that pools needs none of it: each text then runs by itself, and gets the same bits whatever else is in its
+    step, on one machine.
     """
     device: Literal["auto", "cpu", "cuda", "tpu"] = "auto"
     """Device of the model. `auto` takes CUDA GPUs if the cluster has any when the application starts, else CPUs. With
@@ -79,8 +88,8 @@ class ModelOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """
     kv_cache_fraction: Annotated[float, Meta(gt=0, le=0.95)] | None = None
     """Share of the memory free after loading that the KV cache takes. None takes 4 times the weights, or room for 512
-    tokens of each of `max_num_sequences`, whichever is more. It never takes more than 40% of the free memory, nor more
-    than all sequences at full length 4 times over. `workers/checkpoints/memory.py` has the exact rule.
+    tokens of each of `max_num_sequences`, whichever is more. It never takes more than 40% of the free memory (90% on
+    GPUs), nor more than all sequences at full length 4 times over. `workers/checkpoints/memory.py` has the exact rule.
     """
     prefix_store_bytes: Annotated[int, Meta(ge=0)] = 0
     """Size of the files in which a node keeps prompts' KV blocks, so that an engine that starts finds those of earlier
@@ -112,11 +121,19 @@ class ModelOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
     adapters: dict[str, str] = {}
     """LoRA adapters that requests may name as their `model`: a name and the folder in which PEFT saved it
-    (`adapter_config.json` and `adapter_model.safetensors`). They are for CPUs, and for models that Manta computes
-    itself.
+    (`adapter_config.json` and `adapter_model.safetensors`), or the GGUF file that llama.cpp's converter made of it.
+    They are for CPUs, and for models that Manta computes itself.
+    """
+    adapter_roots: tuple[str, ...] = ()
+    """Folders below which operators may name adapters in `/v1/load_lora_adapter` while the server runs. A path whose
+    links lead out of them is refused. They are for engines of one rank. If the list is empty, no adapter is loaded over
+    HTTP.
     """
     max_adapter_bytes: Bytes = 2**30
-    """Memory of all adapters together, for each rank. Adapters that take more are refused at start."""
+    """Memory of all adapters together, for each rank. Adapters of `adapters` that take more are refused at start. Of
+    those that are loaded over HTTP the least recently used ones leave the memory, and come back when a request names
+    them.
+    """
 
     def overlaps(self, is_asynchronous: bool) -> bool:
         """Returns whether a step is planned while another one is under way, on a device that does or does not compute

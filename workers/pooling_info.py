@@ -15,6 +15,8 @@ PoolingTask = Literal["embed", "classify"]
 PoolingMode = Literal["cls", "max", "mean", "mean_sqrt_len_tokens", "weightedmean", "lasttoken"]
 """How the vectors of a text's tokens become one, by sentence-transformers' names."""
 Activation = Literal["identity", "tanh", "relu", "gelu", "sigmoid", "softmax"]
+TaskOption = Literal["auto", "generate", "embed", "score"]
+"""Values of the option `task`."""
 
 
 class DenseLayer(msgspec.Struct, frozen=True):
@@ -26,6 +28,21 @@ class DenseLayer(msgspec.Struct, frozen=True):
     out_features: int
     has_bias: bool
     activation: Activation
+
+
+class PromptMessages(msgspec.Struct, frozen=True, kw_only=True):
+    """The messages that a template writes as the model's prompt, and how texts become them.
+
+    As in sentence-transformers, a single text is a message of the role `user`, and the texts of a pair are messages of
+    `query` and `document`. A prompt, which says what the texts are compared for, is a message of `system` before them.
+    """
+
+    template: str = ""
+    """Jinja source. Empty means the checkpoint's own chat template."""
+    variables: dict[str, bool | int | float | str] = {}
+    """Values that the template gets beside the messages."""
+    has_parts: bool = False
+    """Whether the content of a message is a list with one part of type `text`, instead of the text itself."""
 
 
 class PoolingInfo(msgspec.Struct, frozen=True, kw_only=True):
@@ -52,6 +69,13 @@ class PoolingInfo(msgspec.Struct, frozen=True, kw_only=True):
     """Longest text in tokens, as the checkpoint says; None if it does not."""
     lowercases: bool = False
     """Whether texts are made lower case before the tokenizer's own steps."""
+    messages: PromptMessages | None = None
+    """How texts become messages; None if the tokenizer reads them as they are."""
+    answer_tokens: tuple[int, ...] = ()
+    """Ids of the tokens whose logits at the end of the prompt are the score of a model that generates: the first one
+    says that two texts fit, and the second one, if there is one, that they do not. The score is their difference,
+    before the activation. Empty for a model with a head for labels.
+    """
     source: str = ""
     """Where the description comes from, for display."""
 

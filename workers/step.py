@@ -65,6 +65,10 @@ class SequenceStart(msgspec.Struct, array_like=True):
     """Whether the driver uses drafts for this sequence."""
     adapter: str = ""
     """The digest of the adapter that computes this sequence; empty for the model alone."""
+    client: str = ""
+    """Name under which the request's client takes turns with others."""
+    scope: bytes = b""
+    """What requests must have in common to learn from one another's tokens: the root of their blocks' hash chain."""
 
 
 class SequenceFork(msgspec.Struct, array_like=True):

@@ -15,6 +15,7 @@ from manta.cluster.batch.batch_client import BatchEngineClient
 from manta.cluster.batch.batch_runner import Runner
 from manta.cluster.batch.line_endpoints import batch_endpoints, endpoints_of_models
 from manta.cluster.config import ServeConfig, ServedModel
+from manta.cluster.serve.adapters.adapter_directory import open_directory
 from manta.cluster.serve.fleet.fleet import Fleet
 from manta.cluster.serve.fleet.holds import Holds
 from manta.cluster.serve.starting.replica_process import REPLICA_ENVIRONMENT, ReplicaProcess, yield_to_engines
@@ -54,7 +55,10 @@ class BatchRunner:
                     endpoints.state.models.on_demand = self._holds = Holds(self._fleet, loader, own_id)
             else:
                 host = ray.util.get_node_ip_address()
-                endpoints, _ = batch_endpoints(config, engine, host, standby, prefix_secret=prefix_secret)
+                endpoints, client = batch_endpoints(config, engine, host, standby, prefix_secret=prefix_secret)
+                client.loaded_adapters = open_directory(config, client)
+                endpoints.state.use_adapters(client.loaded_adapters)
+            self._state = endpoints.state
             self._engines = endpoints.state.engines
             num_places = config.max_engines * config.engine.max_num_sequences
             storage = Storage(config.batch_storage)
@@ -81,6 +85,13 @@ class BatchRunner:
             self._serving = asyncio.create_task(self._runner.serve())
         elif self._serving.done():
             raise RuntimeError("the runner of batches ended")
+
+    async def refresh_adapters(self) -> None:
+        """Learns which adapters are loaded. The ingress that has loaded or unloaded one calls it."""
+        if self._fleet is not None:
+            await self._fleet.refresh_adapters()
+        else:
+            await self._state.refresh_adapters()
 
     async def idle_seconds(self) -> dict[str, float]:
         """Answers the loader of models as `manta.cluster.serve.ingress.Ingress.idle_seconds` does."""

@@ -18,7 +18,7 @@ from typing import BinaryIO, Literal, NamedTuple, TypeVar
 from manta.cluster.batch.batch_job import Answer, BatchJob, Pace
 from manta.cluster.batch.batch_job import run as answer_all
 from manta.cluster.batch.journal import BatchRefused, DoneLines, Line, check_encoding, count_lines, read_lines
-from manta.cluster.batch.lease import RENEW_S, Lease, LeaseLost, acquire
+from manta.cluster.batch.lease import RENEW_S, Holder, Lease, LeaseLost, acquire
 from manta.cluster.batch.lines import BatchResult, custom_id_of, encode
 from manta.cluster.batch.stored import StoredResults
 from manta.cluster.protocol.batches_api import Batch, BatchError, BatchErrors, FileObject, RequestCounts
@@ -81,9 +81,9 @@ class Answering(NamedTuple):
 
 
 class BatchRun:
-    """One batch that runs here. `holder` is the runner's name in the lease."""
+    """One batch that runs here. `holder` is the runner."""
 
-    def __init__(self, records: Records, answering: Answering, holder: str, owner: str, batch_id: str) -> None:
+    def __init__(self, records: Records, answering: Answering, holder: Holder, owner: str, batch_id: str) -> None:
         self.owner = owner
         self.id = batch_id
         self._records = records

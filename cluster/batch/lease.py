@@ -14,7 +14,8 @@ This guarantees:
   the lease lasts still saves. Therefore no save can undo the work of a successor (`records.py`). Parts have names of
   their own, the outcome of a batch is claimed and never rewritten, and only counts may go back.
 
-Expiry compares the clocks of two machines. A clock that is wrong by more than a lease costs repeated work, not results.
+Expiry compares the clocks of two machines. A clock that is wrong, or is set, by more than a lease costs repeated work
+and no results. It delays nobody for longer than a lease (`Holder`).
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from __future__ import annotations
 import os
 import secrets
 import socket
+import threading
 import time
 
 import msgspec
@@ -34,6 +36,8 @@ killed.
 """
 RENEW_S = 5.0
 """Seconds between two renewals, so that two may fail before the lease ends."""
+FORGET_S = 4 * LEASE_S
+"""Seconds after its last look for which a runner remembers the lease of another one."""
 SETTLE_S = 1.0
 """Seconds after which a claim is read back where claims may overlap; longer than a small write takes."""
 
@@ -51,13 +55,40 @@ class _Held(msgspec.Struct):
 _decoder = msgspec.json.Decoder(_Held)
 
 
-def new_holder() -> str:
-    """Returns a name that no other runner has. It begins with host and process id, for people who read the storage."""
-    return f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(8)}"
+class Holder:
+    """A runner: the name by which leases know it, and the leases of others as it has seen them.
+
+    A lease that stays as it is for `LEASE_S` on a clock that is never set has no holder, even if it names a later time:
+    the clock of its holder, or of this machine, was wrong or has been set since. Any thread may use it.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self._lock = threading.Lock()
+        self._seen: dict[str, tuple[_Held, float, float]] = {}
+        """Each lease by its path, with the times of the first and of the last look at it as it is."""
+
+    def left_s(self, path: str, held: _Held) -> float:
+        """Returns the seconds until the lease of another runner at `path` ends."""
+        now = time.monotonic()
+        with self._lock:
+            self._seen = {each: seen for each, seen in self._seen.items() if now - seen[2] < FORGET_S}
+            known, first, _ = self._seen.get(path, (held, now, now))
+            if known != held:
+                first = now
+            self._seen[path] = held, first, now
+        return min(held.expires_at - time.time(), first + LEASE_S - now)
+
+
+def new_holder() -> Holder:
+    """Returns a runner with a name that no other has. It begins with host and process id, for people who read the
+    storage.
+    """
+    return Holder(f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(8)}")
 
 
 class Lease:
-    """A lease that `holder` has. All methods may be called in any thread."""
+    """A lease that the runner named `holder` has. All methods may be called in any thread."""
 
     def __init__(self, storage: Storage, folder: str, holder: str, epoch: int, expires_at: float) -> None:
         self._storage = storage
@@ -92,27 +123,27 @@ class Lease:
         self._expires_at = expires_at
 
 
-def acquire(storage: Storage, folder: str, holder: str) -> Lease | float:
+def acquire(storage: Storage, folder: str, holder: Holder) -> Lease | float:
     """Returns the lease, or the seconds until the present lease ends. `LEASE_S` bounds them."""
     epoch = max((int(name) for name in storage.sizes(folder) if name.isdecimal()), default=0)
     while storage.has(_path(folder, epoch + 1)):  # the listing was out of date
         epoch += 1
     held = _decoded(storage.read(_path(folder, epoch)))
-    left_s = 0.0 if held is None else held.expires_at - time.time()
-    if held is not None and held.holder == holder:
-        lease = Lease(storage, folder, holder, epoch, held.expires_at)
+    if held is not None and held.holder == holder.name:
+        lease = Lease(storage, folder, holder.name, epoch, held.expires_at)
         lease.renew()
         return lease
+    left_s = 0.0 if held is None else holder.left_s(_path(folder, epoch), held)
     if left_s > 0.0:
-        return min(left_s, LEASE_S)
-    mine = _Held(holder, time.time() + LEASE_S)
+        return left_s
+    mine = _Held(holder.name, time.time() + LEASE_S)
     found = _decoded(storage.claim(_path(folder, epoch + 1), msgspec.json.encode(mine)))
     if not storage.has_atomic_claims:
         time.sleep(SETTLE_S)
         found = _decoded(storage.read(_path(folder, epoch + 1)))
-    if found is None or found.holder != holder:
+    if found is None or found.holder != holder.name:
         return LEASE_S
-    return Lease(storage, folder, holder, epoch + 1, mine.expires_at)
+    return Lease(storage, folder, holder.name, epoch + 1, mine.expires_at)
 
 
 def _path(folder: str, epoch: int) -> str:

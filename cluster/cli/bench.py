@@ -28,6 +28,7 @@ SUITES = {
     "kernel-times": "the CPU kernels against torch's operations and against floors",
     "speculative": "what drafts save",
     "adapters": "what LoRA adapters cost a step",
+    "embeddings": "texts a second beside sentence-transformers and llama.cpp, and how long a text waits",
     "same-tokens": "whether another commit gives the same tokens, bit for bit",
 }
 """Benchmarks with a command line of their own, and what each measures."""

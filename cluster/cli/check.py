@@ -65,7 +65,7 @@ def run_check(config_path: str | None, overrides: dict[str, Any]) -> int:
     for each in config.of_each_model:
         try:
             with in_one_sentence():
-                pools = read_pooling(resolve_model_folder(each.engine.model)) is not None
+                pools = read_pooling(resolve_model_folder(each.engine.model), each.engine.task) is not None
                 rows = list(pooling_rows(each.engine) if pools else report_rows(check_model(each.engine)))
         except ModelError as error:
             say("{} cannot be served: {}", each.engine.model, error, file=sys.stderr)
@@ -99,8 +99,8 @@ def check_quickly(engine: EngineConfig) -> None:
 
 def _check_quickly(engine: EngineConfig) -> None:
     folder = resolve_model_folder(engine.model)
-    if read_pooling(folder) is not None:
-        check_pooling(engine, folder)
+    if (pooling := read_pooling(folder, engine.task)) is not None:
+        check_pooling(engine, folder, pooling)
         return
     model = load_model_config(folder)
     _check_ranks(engine, model)
@@ -127,7 +127,7 @@ def check_machine(engine: EngineConfig) -> None:
             _check_tpu()
         elif engine.device == "cuda" or engine.dtype == "float16":
             _check_gpu(engine)
-        elif _runs_on_cpu(engine) and read_pooling(folder := resolve_model_folder(engine.model)) is None:
+        elif _runs_on_cpu(engine) and read_pooling(folder := resolve_model_folder(engine.model), engine.task) is None:
             model = load_model_config(folder)
             dtype = model.dtype if engine.dtype == "auto" else engine.dtype
             weights, smaller = (

@@ -8,6 +8,11 @@ from collections.abc import Iterator
 
 from manta.cluster.config import EngineConfig
 from manta.cluster.engine.pooling_request import PooledInput, PoolingRequest, PoolingResult
+from manta.cluster.errors import RequestRefused
+from manta.cluster.text.chat_template import TemplateError, template_process
+from manta.cluster.text.message_prompts import MessagePrompts
+from manta.cluster.text.pooled_texts import prompt_of
+from manta.cluster.text.tokenizer import Tokenizer
 from manta.structured.host import num_cores
 from manta.workers.checkpoints.memory import num_elements
 from manta.workers.model_info import ModelInfo
@@ -18,10 +23,24 @@ from manta.workers.pooling_options import check_pooling_options
 _TRIAL_TOKENS = 48
 
 
-def check_pooling(engine: EngineConfig, folder: pathlib.Path) -> None:
+def check_pooling(engine: EngineConfig, folder: pathlib.Path, pooling: PoolingInfo) -> None:
     """Checks what needs no torch: the files and the options of a model that pools. Raises `ModelError`."""
     check_pooling_options(engine)
     num_elements(folder)  # raises unless every file is there and complete
+    if pooling.messages is not None:
+        check_messages(engine, folder, pooling)
+
+
+def check_messages(engine: EngineConfig, folder: pathlib.Path, pooling: PoolingInfo) -> None:
+    """Checks that the model's template writes the texts that it is to answer. Raises `ModelError`."""
+    assert pooling.messages is not None
+    prompts = MessagePrompts(Tokenizer(engine.tokenizer or folder), pooling.messages, prompt_of(pooling, None))
+    try:
+        prompts.check(2 if pooling.scores_pairs else 1, "model")
+    except (RequestRefused, TemplateError) as error:
+        raise ModelError(f"{folder}: {error}") from error
+    finally:
+        template_process().close()  # this process renders no more
 
 
 def pooling_rows(engine: EngineConfig) -> Iterator[str]:
@@ -42,6 +61,8 @@ def pooling_rows(engine: EngineConfig) -> Iterator[str]:
         raise ModelError("a step gives no finite numbers")
     info = model.pooling
     assert info is not None
+    if info.messages is not None:
+        check_messages(engine, pathlib.Path(model.folder), info)
     rows = {
         "model": model.folder,
         "task": describe(info),
@@ -59,7 +80,8 @@ def pooling_rows(engine: EngineConfig) -> Iterator[str]:
 def describe(info: PoolingInfo) -> str:
     """Returns one line: what the model answers, and how."""
     if info.task == "classify":
-        what = "a score for a text or a pair" if info.dimension == 1 else f"{info.dimension} labels"
+        texts = "a pair of texts" if info.messages is not None else "a text or a pair"
+        what = f"a score for {texts}" if info.dimension == 1 else f"{info.dimension} labels"
         return f"{what}, by {info.source} ({info.activation})"
     steps = [" and ".join(info.modes), *(f"dense {layer.out_features}" for layer in info.dense)]
     steps += ["normalised"] if info.normalises else []

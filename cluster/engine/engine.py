@@ -29,11 +29,13 @@ import msgspec
 from manta.cluster.config import EngineConfig
 from manta.cluster.engine.admission import check_request
 from manta.cluster.engine.constraint_service import ConstraintService
+from manta.cluster.engine.event_publisher import open_publisher
 from manta.cluster.engine.executor_choice import make_executor
 from manta.cluster.engine.executors.executor import Executor, StepCall, no_masks
 from manta.cluster.engine.kept_prefixes import open_kept_prefixes
 from manta.cluster.engine.kv_blocks import KVBlocks
 from manta.cluster.engine.request import Branch, EngineRequest, SequenceOutput
+from manta.cluster.engine.resident_adapters import ResidentAdapters
 from manta.cluster.engine.scheduler import Scheduler
 from manta.cluster.engine.sequence import Sequence
 from manta.cluster.engine.stats import EngineStats
@@ -105,6 +107,9 @@ class Engine:
         self.model = with_generation_config(self.executor.model, config)
         self.max_model_len = self.model.max_model_len
         blocks = _make_blocks(config, self.model)
+        self._id = secrets.token_hex(8)
+        names = {each.digest: name for name, each in self.model.adapters.items()}
+        self._publisher = open_publisher(config, self._id, blocks, names)
         keep_s, num_ranks = config.prefix_store_keep_s, config.num_ranks
         self._kept = open_kept_prefixes(blocks, self.executor, self.model, keep_s, num_ranks)
         self._settled_step = -1
@@ -132,9 +137,9 @@ class Engine:
         """Submitted steps whose tokens the engine has not read yet, oldest first."""
         self._plans_ahead = self.executor.depth > 0 and config.speculative is None
         """Whether a step is planned before the tokens of the step under way are known."""
-        self._adapter_digests = frozenset(each.digest for each in self.model.adapters.values())
+        self.adapters = ResidentAdapters(self.executor, self.scheduler, self.model.adapters.values())
+        """The adapters that requests may have."""
         self._step_budget = StepBudget(config.max_num_batched_tokens)
-        self._id = secrets.token_hex(8)
         self._next_sequence_id = 0
         self._num_steps = 0
         self._num_steps_without_progress = 0
@@ -195,6 +200,7 @@ class Engine:
         self._send_last_ends()
         if self._kept is not None and self._kept.has_pending:
             self._kept.keep_next(self._settled_step, self._under_way[-1].step.step_id if self._under_way else -1)
+        self._publish_events()
         return changes
 
     @property
@@ -294,6 +300,7 @@ class Engine:
         finally:
             self.is_rebuilding = False
         self.scheduler.recompute_all()
+        self._publish_events()
         if self._kept is not None:
             self._kept.forget_failed_steps()
 
@@ -333,6 +340,7 @@ class Engine:
     def _run_when_idle(self) -> None:
         """Checks integrity once after each busy period, and keeps the prefixes that wait to be kept."""
         self._send_last_ends()
+        self._publish_events()
         self.keep_prefixes()
         if self._num_steps_checked < self._num_steps:
             self.check_integrity()
@@ -342,6 +350,11 @@ class Engine:
         """Has the ranks keep the prefixes that wait to be kept, until a message comes. Call it while nothing runs."""
         if self._kept is not None and not self.has_unfinished:
             self._kept.keep_all(is_wanted=self._has_messages)
+
+    def _publish_events(self) -> None:
+        """Hands over the events of the prefix cache, which a thread sends."""
+        if self._publisher is not None:
+            self._publisher.flush()
 
     def drop_kept(self, hashes: list[bytes]) -> None:
         """Removes the blocks with these hashes from the prefix store."""
@@ -381,7 +394,8 @@ class Engine:
             remedy, unit = "retry later or raise max_num_waiting", "requests are waiting"
             refuse("queue_full", "", self.scheduler.num_waiting, self.config.max_num_waiting, remedy, unit=unit)
         params = request.params
-        check_request(request, self.vocab_size, self.scheduler.longest, self.processors, self._adapter_digests)
+        check_request(request, self.vocab_size, self.scheduler.longest, self.processors, self.adapters)
+        self.adapters.use(request.adapter)
         if constraint is not None:
             params = msgspec.structs.replace(params, constraint=constraint.spec)
         elif params.constraint is not None:
@@ -414,6 +428,7 @@ class Engine:
             weight=request.weight,
             cache_root=request.chain_root,
             adapter=request.adapter,
+            cache_salt=request.cache_salt,
             eos_token_ids=self.model.eos_token_ids,
             constraint=constraint,
             deadline=deadline,

@@ -21,6 +21,10 @@ from manta.workers.step import NO_BLOCK
 
 STEP_BYTES = 1 << 20
 """Bytes that are copied after a step, which the next one waits for. At least one part is."""
+RESTORED_BYTES = 256 << 20
+"""Bytes that are read for one sequence, while which no step begins: about a third of a second. What is left of a longer
+prefix is computed.
+"""
 QUEUE_WAIT_S = 0.005
 """Seconds that an idle engine waits if a rank has too many parts to write."""
 REFRESH_S = 300.0
@@ -58,6 +62,8 @@ class KeptPrefixes:
         self._most_parts = max(1, STEP_BYTES // max(1, part_bytes))
         """Parts that are copied after a step."""
         self._num_groups = len(blocks.groups)
+        self.most_restored = max(1, RESTORED_BYTES // max(1, part_bytes * self._num_groups))
+        """Blocks of a sequence that are restored at most."""
         self._pending: collections.deque[_Pending] = collections.deque()
         self._unsettled: list[_Unsettled] = []
         self._noted: collections.OrderedDict[bytes, float] = collections.OrderedDict()

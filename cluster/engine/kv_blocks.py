@@ -11,6 +11,7 @@ import collections
 import hashlib
 from array import array
 from collections.abc import Callable, Iterable, Sequence
+from typing import Protocol
 
 from manta.cluster.engine.resume_borders import SNAPSHOT, ResumeBorders
 from manta.workers.kv_groups import ONE_GROUP, KVGroup
@@ -44,6 +45,31 @@ def hash_blocks(
 
 class IntegrityError(AssertionError):
     """The engine's bookkeeping is inconsistent: a bug in Manta, never the caller's fault."""
+
+
+class TokenChain(Protocol):
+    """A sequence as the prefix cache knows it."""
+
+    token_ids: list[int]
+    block_hashes: list[bytes]
+    """Hashes of leading full blocks."""
+    adapter: str
+    """Digest of the adapter that computes it; empty for the model alone."""
+    cache_salt: str
+    """The client's salt, which is part of its first hash; empty without one."""
+
+
+class CacheListener(Protocol):
+    """Hears of every change of a prefix cache, in each group of layers."""
+
+    def store(self, chain: TokenChain, number: int, group: int) -> None:
+        """Hears that the group's block with a number of a chain has entered the cache."""
+
+    def remove(self, block_hash: bytes, group: int) -> None:
+        """Hears that a block has left the cache."""
+
+    def clear(self) -> None:
+        """Hears that the whole cache has been forgotten."""
 
 
 class KVBlocks:
@@ -83,6 +109,17 @@ class KVBlocks:
         """Cached blocks that count as least recently used once they are free."""
         self._on_change: Callable[[bytes, bool], None] | None = None
         self._borders: ResumeBorders | None = None
+        self._listener: CacheListener | None = None
+        self._first_group = 0
+        """Number of the first group for the listener."""
+
+    def tell(self, listener: CacheListener, first_group: int = 0) -> None:
+        """Tells a listener of every change from now on. Groups count from `first_group`, and snapshots of recurrent
+        states are the group after the last one. Call it while the cache is empty.
+        """
+        self._listener, self._first_group = listener, first_group
+        if self.states is not None:
+            self.states.tell(listener, len(self.groups))
 
     def report_to(self, on_change: Callable[[bytes, bool], None]) -> None:
         """Calls `on_change` from now on with each hash and True when its block enters the prefix cache, and with False
@@ -209,30 +246,29 @@ class KVBlocks:
         (copy,) = self.allocate(1)
         return [*table, copy], [(block_table[full], copy)]
 
-    def register_row(self, blocks: Iterable[int], hashes: Sequence[bytes], number: int) -> None:
-        """Adds the groups' blocks with number `number` of a chain to the prefix cache. `hashes` has the chain up to
+    def register_row(self, blocks: Iterable[int], chain: TokenChain, number: int) -> None:
+        """Adds the groups' blocks with number `number` of a chain to the prefix cache. The chain has the hashes up to
         there.
         """
         for group, block in enumerate(blocks):
-            self.register_block(block, hashes, number, group)
+            self.register_block(block, chain, number, group)
 
-    def register_block(self, block: int, hashes: Sequence[bytes], number: int, group: int) -> None:
-        """Adds one group's block, or a snapshot, to the prefix cache; see `register_row` and `pool`."""
-        if group == len(self.groups):
-            self.register_snapshot(block, hashes, number)
-            return
-        is_new = self.register(block, hashes[number], group)
-        if is_new and self._borders is not None:
-            self._borders.enter(hashes[number], group, hashes[number - 1] if number else None, number)
-
-    def register_snapshot(self, slot: int, hashes: Sequence[bytes], number: int) -> None:
-        """Adds a slot to the snapshots: the state after the block with number `number` of a chain. `hashes` has the
-        chain up to there.
+    def register_block(self, block: int, chain: TokenChain, number: int, group: int) -> None:
+        """Adds one group's block, or a snapshot, to the prefix cache; see `register_row` and `pool`. A snapshot is the
+        state after the block with this number.
         """
-        assert self.states is not None
-        if self.states.register(slot, hashes[number]) and self._borders is not None:
-            parent = hashes[number - 1] if number else None
-            self._borders.enter(hashes[number], len(self.groups), parent, number)
+        pool, group_there = self.pool(group)
+        if not pool.register(block, chain.block_hashes[number], group_there):
+            return
+        if self._borders is not None:
+            parent = chain.block_hashes[number - 1] if number else None
+            self._borders.enter(chain.block_hashes[number], group, parent, number)
+        if self._listener is not None:
+            self._listener.store(chain, number, group)
+
+    def register_snapshot(self, slot: int, chain: TokenChain, number: int) -> None:
+        """Adds a slot to the snapshots: the state after the block with number `number` of a chain."""
+        self.register_block(slot, chain, number, len(self.groups))
 
     def register(self, block: int, block_hash: bytes, group: int = 0) -> bool:
         """Adds a block, which the planned step fills, to the group's prefix cache. Returns whether it did so.
@@ -263,6 +299,8 @@ class KVBlocks:
         self.discard([block for cached in self._cached for block in cached.values()])
         if self.states is not None:
             self.states.clear_cache()
+        if self._listener is not None:
+            self._listener.clear()
 
     def _forget(self, block: int) -> None:
         block_hash = self._hashes[block]
@@ -275,6 +313,8 @@ class KVBlocks:
                 self._on_change(block_hash, False)
             if self._borders is not None:
                 self._borders.leave(block_hash, group)
+            if self._listener is not None:
+                self._listener.remove(block_hash, self._first_group + group)
 
     def check_integrity(self, holders: Iterable[Iterable[int]]) -> None:
         """Raises `IntegrityError` unless every block is free or counted once for each holder. `holders` are the blocks

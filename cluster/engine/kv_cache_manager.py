@@ -136,7 +136,8 @@ class KVCacheManager:
 
         hashes = sequence.hash_blocks((len(sequence.token_ids) - 1) // self._block_size, self._block_size)
         count = num_found
-        while count < len(hashes) and all(is_there(hashes[count], group) for group in self._whole):
+        most = min(len(hashes), num_found + kept.most_restored)
+        while count < most and all(is_there(hashes[count], group) for group in self._whole):
             count += 1
         count = self._num_resumable(hashes, count, is_there)
         if count <= num_found:
@@ -153,7 +154,7 @@ class KVCacheManager:
         ]
         for (number, group), part, is_restored in zip(missing, parts, kept.restore(parts), strict=True):
             if is_restored:
-                self.blocks.register_block(part.place, hashes, number, group)
+                self.blocks.register_block(part.place, sequence, number, group)
         for part in reversed(parts):
             self.blocks.pool(part.group)[0].free([part.place])
         self.blocks.free(held)
@@ -242,9 +243,9 @@ class KVCacheManager:
         """Adds to the prefix cache the blocks that computed tokens fill, as far as the tokens are known."""
         if sequence.num_computed_tokens // self._block_size > sequence.num_registered_blocks:
             full = min(sequence.num_computed_tokens, len(sequence.token_ids)) // self._block_size
-            hashes = sequence.hash_blocks(full, self._block_size)
+            sequence.hash_blocks(full, self._block_size)
             for index in range(sequence.num_registered_blocks, full):
-                self.blocks.register_row([table[index] for table in sequence.block_tables], hashes, index)
+                self.blocks.register_row([table[index] for table in sequence.block_tables], sequence, index)
             sequence.num_registered_blocks = full
 
     def _num_blocks_for(self, num_tokens: int) -> int:

@@ -34,6 +34,14 @@ CPU_STEP_TOKENS = 512
 """Most tokens of a step on a CPU, so that other requests soon get their turn. No measurement chose the number."""
 
 
+PROBE_TOKENS = 16
+"""Tokens of the text that shows whether the model works at all."""
+
+
+class ModelBroken(RuntimeError):
+    """The model fails at any text, so its process must be replaced."""
+
+
 class Pooler(Protocol):
     """What computes the steps. `PoolingWorker` does."""
 
@@ -66,6 +74,9 @@ class PoolingEngine:
         """Tokens of short requests that may still run inside the step under way."""
         self._has_newcomers = False
         self._num_running = 0
+        """Texts in steps."""
+        self.is_broken = False
+        """Whether the model fails at any text."""
         self._num_steps = 0
         self._progress_at = time.monotonic()
 
@@ -99,7 +110,7 @@ class PoolingEngine:
 
     def stats(self) -> EngineStats:
         with self._has_work:
-            num_waiting, num_running = self._queue.num_texts, self._num_running
+            num_waiting, num_running = self._queue.num_jobs, self._num_running
         is_idle = not num_waiting and not num_running
         return EngineStats(
             engine_id=self._engine_id,
@@ -116,7 +127,7 @@ class PoolingEngine:
             num_steps=self._num_steps,
             num_steps_without_progress=0,
             seconds_since_progress=0.0 if is_idle else time.monotonic() - self._progress_at,
-            alive=True,
+            alive=not self.is_broken,
             num_constraints_compiled=0,
             num_late_rows=0,
             num_dead_ends=0,
@@ -131,7 +142,9 @@ class PoolingEngine:
     # ---- in the thread that runs steps ---------------------------------------------------------------------------
 
     def step(self) -> bool:
-        """Runs one step. Returns False if nothing waits."""
+        """Runs one step. Returns False if nothing waits. Raises `ModelBroken` if the model fails at any text; whoever
+        waits then asks another engine.
+        """
         with self._has_work:
             overdue = self._queue.overdue()
             for job in overdue:
@@ -171,6 +184,7 @@ class PoolingEngine:
                     self._run([turn], is_outer=False)
             else:
                 logger.exception("a text of request %s failed", turns[0].job.request.request_id)
+                self._probe()
                 self._fail(turns[0], f"the model failed ({type(error).__name__})")
             return
         self._num_running -= len(turns)
@@ -181,6 +195,17 @@ class PoolingEngine:
                 self._store(turn, row)
             else:
                 self._fail(turn, "the model gives numbers that are not finite (NaN)")
+
+    def _probe(self) -> None:
+        """Runs a text that every model takes. Raises `ModelBroken` if that fails, too: after some errors a device fails
+        at everything.
+        """
+        num_tokens = min(PROBE_TOKENS, self.model.max_model_len)
+        try:
+            self._worker.run([PooledText([0] * num_tokens, num_tokens, 0)])
+        except Exception as error:
+            self.is_broken = True
+            raise ModelBroken(f"the model fails at any text ({type(error).__name__})") from error
 
     def _store(self, turn: Turn, row: np.ndarray) -> None:
         job = turn.job

@@ -105,8 +105,9 @@ class PoolingQueue:
         """Tokens of waiting texts."""
 
     @property
-    def num_texts(self) -> int:
-        return sum(len(job.waiting) for job in self.jobs())
+    def num_jobs(self) -> int:
+        """Requests of which texts wait."""
+        return sum(map(len, self._jobs.values()))
 
     def jobs(self) -> Iterator[PoolingJob]:
         for jobs in self._jobs.values():

@@ -105,13 +105,22 @@ class EngineRequest(msgspec.Struct, kw_only=True, array_like=True):
     """The digest of the values of the adapter that computes it (`AdapterInfo.digest`); empty for the model alone. An
     engine without these values refuses the request.
     """
+    cache_salt: str = ""
+    """The client's `cache_salt`, which KV events name; it counts in `cache_root` already."""
 
     @property
     def chain_root(self) -> bytes:
-        """The parent of the first block's hash in the prefix cache. Requests with different roots share no block."""
-        if not self.adapter:
-            return self.cache_root
-        return hashlib.blake2b(self.cache_root + bytes.fromhex(self.adapter), digest_size=HASH_BYTES).digest()
+        """The root of the request's blocks; see the function of this name."""
+        return chain_root(self.cache_root, self.adapter)
+
+
+def chain_root(cache_root: bytes, adapter: str) -> bytes:
+    """Returns the parent of the first block's hash in the prefix cache, for an adapter's digest or an empty text.
+    Requests with different roots share no block.
+    """
+    if not adapter:
+        return cache_root
+    return hashlib.blake2b(cache_root + bytes.fromhex(adapter), digest_size=HASH_BYTES).digest()
 
 
 class Branch(NamedTuple):

@@ -107,6 +107,10 @@ class Scheduler:
         """Returns the sequences of a request that have not ended."""
         return list(self._by_request.get(request_id, ()))
 
+    def adapters_in_use(self) -> set[str]:
+        """Returns the digests of the adapters of all sequences that have not ended."""
+        return {sequence.adapter for sequence in self._by_id.values() if sequence.adapter}
+
     # ---- arrival -----------------------------------------------------------------------------------------------
 
     def add(self, sequence: Sequence) -> None:

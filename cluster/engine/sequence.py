@@ -59,6 +59,8 @@ class Sequence:
     """The parent of the first block's hash in the prefix cache."""
     adapter: str = ""
     """The digest of its adapter; empty for the model alone."""
+    cache_salt: str = ""
+    """The client's salt of its cached prefixes; empty without one."""
     block_hashes: list[bytes] = dataclasses.field(default_factory=list)
     """Chained hashes of leading full blocks, computed on demand."""
     states: dict[int, int] = dataclasses.field(default_factory=dict)
@@ -310,6 +312,8 @@ class Sequence:
             self.eos_token_ids,
             not self.num_branches,
             self.adapter,
+            self.client,
+            self.cache_root,
         )
 
     def hash_blocks(self, count: int, block_size: int) -> list[bytes]:

@@ -137,7 +137,8 @@ class StateManager:
             if not is_valid or sequence.states.get(position) != slot:
                 continue
             number = position // self._block_size - 1
-            self._blocks.register_snapshot(slot, sequence.hash_blocks(number + 1, self._block_size), number)
+            sequence.hash_blocks(number + 1, self._block_size)
+            self._blocks.register_snapshot(slot, sequence, number)
             if sequence.last_snapshot not in self._prompt_borders(sequence):
                 self._demote(sequence, sequence.last_snapshot)
             sequence.last_snapshot = position

@@ -25,6 +25,7 @@ from manta.cluster.http.exchange.codec import encode
 from manta.cluster.http.exchange.engines import UNMETERED, Engines, Meter
 from manta.cluster.http.exchange.exchange import Exchange
 from manta.cluster.http.exchange.incoming import ClientGone, Receive, Scope
+from manta.cluster.http.exchange.loaded_adapters import LoadedAdapters
 from manta.cluster.http.exchange.metrics import Metrics
 from manta.cluster.http.exchange.recorded_engines import RESUMABLE, make_resumable
 from manta.cluster.http.exchange.recordings import Opening, Streams, last_event
@@ -220,6 +221,10 @@ class HttpApp:
         """Removes one of several models. Requests under way go on."""
         self._state.models.remove(name)
 
+    def use_adapters(self, loaded: LoadedAdapters | None) -> None:
+        """Serves the adapters of the only model that operators load."""
+        self._state.use_adapters(loaded)
+
     def own_metrics(self) -> list[Metric]:
         """Returns the metrics of this process, for the one that answers `/metrics`."""
         return [metric for each in self._state.all_metrics() for metric in each.own()]
@@ -315,6 +320,7 @@ class HttpApp:
         if route.body is None:
             return await route.handler(self._state, exchange, None)
         body = await self._body(route, exchange, content)
+        await self._state.models.settle()
         async with self._state.for_body(body, exchange) as state:
             self._note_model(exchange, state)
             if RESUMABLE in exchange.headers:

@@ -6,9 +6,11 @@ A new endpoint is a row here and a file in `cluster/http/endpoints/` with its ha
 from __future__ import annotations
 
 from manta.cluster.http.endpoints import (
+    adapters,
     anthropic,
     batches,
     compaction,
+    decisions,
     embeddings,
     files,
     generation,
@@ -31,6 +33,7 @@ from manta.cluster.http.exchange.state import Route
 from manta.cluster.http.exchange.uploads import UploadForm
 from manta.cluster.protocol.anthropic import CountTokensRequest, MessageAnswer, MessagesRequest, TokenCount
 from manta.cluster.protocol.batches_api import Batch, FileObject
+from manta.cluster.protocol.decisions import Decision, DecisionRequest
 from manta.cluster.protocol.error_bodies import anthropic_body, ollama_body
 from manta.cluster.protocol.infill import InfillAnswer, InfillRequest
 from manta.cluster.protocol.ollama import (
@@ -118,6 +121,17 @@ ROUTES = (
         body=InfillRequest,
         answer=InfillAnswer,
         media_type=EVENTS,
+        errors=GENERATION_ERRORS,
+        logged=True,
+    ),
+    Route(
+        "POST",
+        "/v1/decisions",
+        decisions.decide,
+        "Probabilities of the allowed answers to questions, in OpenAI's shape",
+        alias="/decisions",
+        body=DecisionRequest,
+        answer=Decision,
         errors=GENERATION_ERRORS,
         logged=True,
     ),
@@ -297,6 +311,30 @@ ROUTES = (
     Route("DELETE", "/v1/streams/{stream_id}", streams.delete, "End it", answer=streams.StreamDeleted, errors=(404,)),
     Route("GET", "/v1/models", models.list_models, "The models served", alias="/models", answer=models.ModelList),
     Route("GET", "/v1/models/{model}", models.one_model, "One model", answer=models.ModelCard, errors=(404,)),
+    Route(
+        "POST",
+        "/v1/load_lora_adapter",
+        adapters.load,
+        "Load an adapter under a name",
+        alias="/load_lora_adapter",
+        body=adapters.LoadAdapterRequest,
+        answer=adapters.AdaptersAnswer,
+        errors=(404, 409, 503),
+        for_operators=True,
+        logged=True,
+    ),
+    Route(
+        "POST",
+        "/v1/unload_lora_adapter",
+        adapters.unload,
+        "Unload it",
+        alias="/unload_lora_adapter",
+        body=adapters.UnloadAdapterRequest,
+        answer=adapters.AdaptersAnswer,
+        errors=(404, 503),
+        for_operators=True,
+        logged=True,
+    ),
     Route(
         "POST",
         "/models/load",

@@ -49,6 +49,7 @@ ANSWERS: dict[Kind, Answer] = {
     "unknown_stream": Answer(404, "stream_not_found"),
     "no_storage": Answer(404, "no_batch_storage"),
     "batch_has_ended": Answer(409, "batch_has_ended"),
+    "name_taken": Answer(409, "name_taken"),
     "adapter_gone": Answer(503, "adapter_gone"),
     "foreign_encoding": Answer(415, "unsupported_encoding"),
     "no_websocket": Answer(426, "upgrade_required"),

@@ -473,8 +473,10 @@ class CompletionRequest(_SamplingFields, kw_only=True):
         return self.max_tokens == 0
 
     def prompts(self) -> list[str | list[int]]:
-        """Returns every prompt, as text or as token ids."""
-        return texts_or_ids(self.prompt, "prompt")
+        """Returns every prompt, as text or as token ids. Before a `suffix` it may be an empty text: the gap is then at
+        the beginning of a file.
+        """
+        return texts_or_ids(self.prompt, "prompt", allows_empty_texts=bool(self.suffix))
 
     def sampling_params(self, defaults: Mapping[str, float] = MappingProxyType({})) -> SamplingParams:
         """Returns the sampling parameters; what the body leaves out is the model's `defaults`. Raises `RequestRefused`

@@ -29,6 +29,8 @@ class RerankRequest(Truncation, forbid_unknown_fields=True, kw_only=True):
     """Whether results have their texts. None means yes, but in Cohere's second version no."""
     max_tokens_per_doc: int | None = None
     """Most tokens of a document, whose end is cut beyond them."""
+    instruction: str | None = None
+    """What documents are compared with the query for; None takes the model's own. For models that read one."""
     priority: int = 0
 
     def check(self) -> None:
@@ -68,6 +70,8 @@ class ScoreRequest(Truncation, forbid_unknown_fields=True, kw_only=True):
     model: str | None = None
     text_1: str | list[str]
     text_2: str | list[str]
+    instruction: str | None = None
+    """What texts are compared for; None takes the model's own. For models that read one."""
     priority: int = 0
 
     def check(self) -> None:

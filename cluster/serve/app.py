@@ -125,7 +125,7 @@ def _for_nodes(config: ServeConfig, nodes: list[int], num_living: int = 1) -> Se
     """Fills in the threads of an engine and the number of ingresses, unless ingresses follow the engines, and makes
     paths absolute. The model keeps its name in the API.
     """
-    engine = placed_engine(config.engine, config.max_engines, nodes)
+    engine = placed_engine(config.engine, config.model_name, config.max_engines, nodes)
     return _with_ingresses(
         msgspec.structs.replace(config, engine=engine, served_model_name=config.model_name), num_living
     )

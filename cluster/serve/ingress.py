@@ -26,6 +26,7 @@ from manta.cluster.http.exchange.metrics import Metrics
 from manta.cluster.http.exchange.reply import Send
 from manta.cluster.http.exchange.state import Models
 from manta.cluster.http.server_span import open_server_spans
+from manta.cluster.serve.adapters.adapter_directory import ask_every, open_directory
 from manta.cluster.serve.fleet.fleet import Fleet, tokenizer_of
 from manta.cluster.serve.fleet.holds import Holds
 from manta.cluster.serve.fleet.streams_of_models import StreamsOfModels
@@ -117,12 +118,14 @@ class Ingress:
             max_held=config.engine.max_num_waiting,
             is_removed=is_removed,
         )
+        self._client.loaded_adapters = open_directory(config, self._client, self._tell_others)
         self._engines: Engines = self._client
         self.streams = RecordedStreams(self._client, config.streams, own_node())
         """The recorded streams of this ingress."""
         self._app = HttpApp(
             config, tokenizer, self._client, self._metrics, cluster=ClusterWatch(), streams=self.streams, **more
         )
+        self._app.use_adapters(self._client.loaded_adapters)
 
     def _start_fleet(self, config: ServeConfig, replica: str | None, more: dict[str, Any]) -> None:
         """Makes an application without models; the first check of its health finds them."""
@@ -133,7 +136,9 @@ class Ingress:
         self._app = HttpApp(
             config, None, self._engines, self._metrics, cluster=cluster, streams=streams, models=models, **more
         )
-        self._fleet = Fleet(_app_name(), config, self._app, streams, replica, self._on_demand)
+        self._fleet = Fleet(
+            _app_name(), config, self._app, streams, replica, self._on_demand, tell_others=self._tell_others
+        )
         if self._loader is not None:
             models.on_demand = self._holds = Holds(self._fleet, self._loader, _replica_id())
 
@@ -183,6 +188,22 @@ class Ingress:
         except Exception as error:
             logger_of(__name__).warning("the runner of batches does not answer: %s", type(error).__name__)
             return []
+
+    async def refresh_adapters(self) -> None:
+        """Learns which adapters are loaded. The ingress that has loaded or unloaded one calls it."""
+        if self._fleet is not None:
+            await self._fleet.refresh_adapters()
+        elif self._client.loaded_adapters is not None:
+            await self._client.loaded_adapters.refresh()
+
+    async def _tell_others(self) -> None:
+        """Makes every other ingress and the runner of batches learn which adapters are loaded. Raises `Unavailable` if
+        one does not answer.
+        """
+        if self._metrics.replica is not None:
+            await ask_every(lambda: self._peers.broadcast("refresh_adapters"))
+        if self._batches is not None:
+            await ask_every(lambda: self._batches.broadcast("refresh_adapters"))
 
     async def idle_seconds(self) -> dict[str, float]:
         """Returns the seconds since the last request of each model on demand; 0 for one that is in use. The loader

@@ -20,7 +20,7 @@ class FillInFormat(msgspec.Struct, frozen=True):
     suffix: str
     """The token before the text behind it."""
     middle: str
-    """The token after which the model writes what belongs into the gap."""
+    """The token after which the model writes what belongs into the gap; empty if the text before the gap is last."""
     ends: tuple[str, ...] = ()
     """Tokens that end the text of the gap, besides the model's end-of-sequence tokens; those that the tokenizer has."""
     repository: str = ""
@@ -29,6 +29,10 @@ class FillInFormat(msgspec.Struct, frozen=True):
     """The token before a file's name."""
     suffix_first: bool = False
     """Whether the text behind the gap comes first."""
+    continues: bool = False
+    """Whether the text behind the gap, and the one within it, are tokenised as parts of a longer text: without the
+    space that SentencePiece puts before a text.
+    """
 
 
 FORMATS = (
@@ -52,8 +56,16 @@ FORMATS = (
     FillInFormat("<｜fim▁begin｜>", "<｜fim▁hole｜>", "<｜fim▁end｜>"),
     FillInFormat("<|code_prefix|>", "<|code_suffix|>", "<|code_middle|>", ("<|endoftext|>",)),
     FillInFormat("<[fim-prefix]>", "<[fim-suffix]>", "<[fim-middle]>", suffix_first=True),
+    FillInFormat("\u2581<PRE>", "\u2581<SUF>", "\u2581<MID>", ("\u2581<EOT>",), continues=True),
+    FillInFormat("[PREFIX]", "[SUFFIX]", "", suffix_first=True, continues=True),
 )
-"""Qwen Coder, CodeGemma and Granite 4; StarCoder and Granite Code; SantaCoder; DeepSeek; GLM; Seed-Coder."""
+"""Qwen Coder, CodeGemma and Granite 4; StarCoder and Granite Code; SantaCoder; DeepSeek; GLM; Seed-Coder; CodeLlama;
+Codestral.
+"""
+_LEAD = "\u263a"
+"""Text that stands before a text that continues another, while it is tokenised. The families' tokenizers do not merge
+it with what follows (https://github.com/meta-llama/codellama/issues/87).
+"""
 
 
 PROJECT, OWN_FILE = "project", "file"
@@ -65,19 +77,30 @@ class FillIn:
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         for form in FORMATS:
-            ids = [tokenizer.token_to_id(token) for token in (form.prefix, form.suffix, form.middle)]
+            marks = filter(None, (form.prefix, form.suffix, form.middle))
+            ids = [tokenizer.token_to_id(token) for token in marks]
             found = [token_id for token_id in ids if token_id is not None]
             if len(found) == len(ids):
                 break
         else:
             cause = "the model's tokenizer has no tokens for a text around a gap"
             refuse("unsupported", "suffix", remedy="leave it out", cause=cause)
-        self._prefix, self._suffix, self._middle = found
+        self._prefix, self._suffix, *self._middle = found
+        self._lead = _LEAD if form.continues else ""
+        self._num_lead = len(tokenizer.encode(self._lead, add_special_tokens=False))
         self._suffix_first = form.suffix_first
         self._repository, self._file = tokenizer.token_to_id(form.repository), tokenizer.token_to_id(form.file)
         ends = (tokenizer.token_to_id(token) for token in form.ends)
         self.end_token_ids = tuple(token_id for token_id in ends if token_id is not None)
         """Tokens that end the text of the gap."""
+
+    def continuing(self, text: str) -> str:
+        """Returns what is tokenised in place of a text behind the gap or within it; `own` takes its tokens."""
+        return self._lead + text
+
+    def own(self, token_ids: Sequence[int]) -> Sequence[int]:
+        """Returns the tokens of a text itself, of those of what `continuing` returned for it."""
+        return token_ids[self._num_lead :]
 
     def other_files(self, files: Sequence[tuple[str, str]]) -> list[str]:
         """Returns the texts for other files of the project, given as names and texts, in front of the gap's own."""
@@ -108,4 +131,4 @@ class FillIn:
         """
         around = [self._prefix, *before], [self._suffix, *behind]
         first, second = around[::-1] if self._suffix_first else around
-        return [*leading, *first, *second, self._middle]
+        return [*leading, *first, *second, *self._middle]

@@ -11,7 +11,7 @@ from manta.cluster.config import EngineConfig
 from manta.cluster.engine.pooling_engine import PoolingEngine
 from manta.cluster.engine.pooling_request import PooledInput, PoolingRequest, PoolingResult
 from manta.cluster.errors import error_of, refuse
-from manta.cluster.text.pooled_texts import TextForm, check_vectors, prompt_of, shaped, tokenise
+from manta.cluster.text.pooled_texts import TextForm, check_vectors, instruction_of, prompt_of, shaped, tokenise
 from manta.cluster.text.tokenizer import TextOrPair, Tokenizer
 from manta.workers.checkpoints.model_folder import resolve_model_folder
 from manta.workers.checkpoints.pooling_folder import read_pooling
@@ -42,22 +42,29 @@ class OfflinePooler:
         return shaped(self._rows(given, prompt_of(info, prompt_name), truncate), dimensions, None)
 
     def classify(self, texts: Sequence[str], truncate: bool) -> np.ndarray:
-        self._info("classify")
-        return self._rows(list(texts), "", truncate)
+        return self._rows(list(texts), prompt_of(self._info("classify"), None), truncate)
 
-    def score(self, queries: Sequence[str], texts: Sequence[str], truncate: bool) -> np.ndarray:
-        if not self._info("classify").scores_pairs:
+    def score(
+        self, queries: Sequence[str], texts: Sequence[str], truncate: bool, instruction: str | None
+    ) -> np.ndarray:
+        info = self._info("classify")
+        if not info.scores_pairs:
             refuse(
                 "unsupported", "model", cause="it has several labels, and no score of a pair", remedy="call classify"
             )
-        return self._rows(list(zip(queries, texts, strict=True)), "", truncate)[:, 0]
+        pairs = list(zip(queries, texts, strict=True))
+        field = "model" if instruction is None else "instruction"
+        return self._rows(pairs, instruction_of(info, instruction), truncate, field)[:, 0]
 
-    def _rows(self, texts: Sequence[TextOrPair | list[int]], prompt: str, truncate: bool) -> np.ndarray:
+    def _rows(
+        self, texts: Sequence[TextOrPair | list[int]], prompt: str, truncate: bool, prompt_field: str = "model"
+    ) -> np.ndarray:
         model = self.engine.model
         form = TextForm(
             model=model,
             field_of=lambda index: f"texts[{index}]",
             prompt=prompt,
+            prompt_field=prompt_field,
             most_tokens=model.max_model_len if truncate else None,
         )
         inputs = tokenise(self.tokenizer, texts, form)
@@ -85,4 +92,5 @@ class OfflinePooler:
 
 def make_pooler(config: EngineConfig) -> OfflinePooler | None:
     """Returns what answers with vectors or scores; None if the model generates text."""
-    return None if read_pooling(resolve_model_folder(config.model)) is None else OfflinePooler(config)
+    pools = read_pooling(resolve_model_folder(config.model), config.task) is not None
+    return OfflinePooler(config) if pools else None

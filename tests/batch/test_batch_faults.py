@@ -18,7 +18,7 @@ import pytest
 
 from manta.cluster.batch import batch_run, lease, stored
 from manta.cluster.batch import batch_runner as runner_module
-from manta.cluster.batch.lease import Lease, LeaseLost, acquire
+from manta.cluster.batch.lease import Holder, Lease, LeaseLost, acquire
 from manta.cluster.config import BatchLimits
 from manta.cluster.storage import local_files, retention
 from manta.cluster.storage.records import Records
@@ -541,19 +541,19 @@ def test_expiry_leaves_what_another_runner_is_finishing(
 def test_a_lease_is_fenced_off_by_its_successor(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     now = time.time
     storage = Storage(str(tmp_path))
-    first = acquire(storage, "lease", "one")
+    first = acquire(storage, "lease", Holder("one"))
     assert isinstance(first, Lease)
-    left_s = acquire(storage, "lease", "two")
+    left_s = acquire(storage, "lease", Holder("two"))
     assert isinstance(left_s, float)
     assert 0 < left_s <= lease.LEASE_S
-    again = acquire(storage, "lease", "one")
+    again = acquire(storage, "lease", Holder("one"))
     assert isinstance(again, Lease)
     assert again.epoch == first.epoch
     monkeypatch.setattr(lease.time, "time", lambda: now() + lease.LEASE_S + 1)
     first.check()  # it has expired, but nobody took it: it is renewed
-    assert isinstance(acquire(storage, "lease", "two"), float)
+    assert isinstance(acquire(storage, "lease", Holder("two")), float)
     monkeypatch.setattr(lease.time, "time", lambda: now() + 3 * lease.LEASE_S)
-    second = acquire(storage, "lease", "two")
+    second = acquire(storage, "lease", Holder("two"))
     assert isinstance(second, Lease)
     assert second.epoch == first.epoch + 1
     for lost in (first.check, first.renew):
@@ -563,7 +563,25 @@ def test_a_lease_is_fenced_off_by_its_successor(tmp_path: pathlib.Path, monkeypa
     second.release()
     with pytest.raises(LeaseLost):
         second.check()
-    assert isinstance(acquire(storage, "lease", "three"), Lease)
+    assert isinstance(acquire(storage, "lease", Holder("three")), Lease)
+
+
+def test_a_lease_from_a_clock_that_was_set_back_ends(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It names a time that is far ahead. Its holder renews it or has died; only the first keeps it."""
+    storage, wall, steady, other = Storage(str(tmp_path)), time.time, time.monotonic, Holder("two")
+    monkeypatch.setattr(lease.time, "time", lambda: wall() + 3600)
+    held = acquire(storage, "lease", Holder("one"))
+    assert isinstance(held, Lease)
+    for waited_s in (0.0, 1.5 * lease.LEASE_S):
+        monkeypatch.setattr(lease.time, "monotonic", lambda waited_s=waited_s: steady() + waited_s)
+        monkeypatch.setattr(lease.time, "time", lambda: wall() + 3600)
+        held.renew()
+        monkeypatch.setattr(lease.time, "time", wall)
+        left_s = acquire(storage, "lease", other)
+        assert isinstance(left_s, float)
+        assert 0 < left_s <= lease.LEASE_S
+    monkeypatch.setattr(lease.time, "monotonic", lambda: steady() + 2.6 * lease.LEASE_S)
+    assert isinstance(acquire(storage, "lease", other), Lease)
 
 
 def test_one_of_several_runners_gets_the_lease(tmp_path: pathlib.Path) -> None:
@@ -571,7 +589,7 @@ def test_one_of_several_runners_gets_the_lease(tmp_path: pathlib.Path) -> None:
 
     def take(name: str) -> None:
         barrier.wait()
-        found.append(acquire(storage, "lease", name))
+        found.append(acquire(storage, "lease", Holder(name)))
 
     threads = [threading.Thread(target=take, args=(str(number),)) for number in range(8)]
     for thread in threads:

@@ -112,6 +112,8 @@ def test_every_part_has_its_place(tmp_path: pathlib.Path) -> None:
         (entry(model_loading_config={"model_id": "m", "model_source": {"bucket_uri": "s3://x"}}), "model_source"),
         (entry(model_loading_config={}), "model_loading_config.model_id"),
         (entry() | {"other": 1}, "other"),
+        ({"llm_configs": "model.yaml"}, "llm_configs 'model.yaml'"),
+        ({"llm_configs": []}, "llm_configs []"),
         ({"applications": [{"args": entry(), "route_prefix": "/x"}]}, "route_prefix"),
         ({"applications": [{"args": entry()}, {"args": entry()}]}, "applications 2"),
         ({"applications": [{"args": entry() | {"ingress_cls_config": {}}}]}, "ingress_cls_config"),
@@ -121,6 +123,13 @@ def test_what_has_no_counterpart_is_refused_by_name(data: dict[str, Any], key: s
     with pytest.raises(ValueError, match="has no counterpart here") as refused:
         load_config(written(tmp_path, data))
     assert key in str(refused.value)
+
+
+def test_a_number_that_is_null_is_left_out(tmp_path: pathlib.Path) -> None:
+    scaling = {"min_replicas": None, "max_replicas": 3, "initial_replicas": 1}
+    data = entry(deployment_config={"autoscaling_config": scaling})
+    (model,) = load_config(written(tmp_path, data)).models
+    assert model.autoscaling == AutoscalingOptions(max_replicas=3)
 
 
 def test_values_keep_the_bounds_of_the_options(tmp_path: pathlib.Path) -> None:

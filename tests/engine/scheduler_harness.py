@@ -13,6 +13,7 @@ from collections.abc import Set
 import msgspec
 
 from manta.cluster.engine.kv_blocks import KVBlocks
+from manta.cluster.engine.kv_events import CacheLog
 from manta.cluster.engine.request import SequenceOutput
 from manta.cluster.engine.scheduler import Scheduler
 from manta.cluster.engine.sequence import Sequence
@@ -30,6 +31,7 @@ from manta.workers.step import (
     StepInput,
     StepOutput,
 )
+from tests.engine.gateway import Gateway
 
 BLOCK_SIZE = 4
 MAX_DRAFT_TOKENS = 3
@@ -251,6 +253,9 @@ class Harness:
         self.borders: set[bytes] = set()
         """Hashes of the blocks after which a prompt may go on, as the router is told."""
         self.scheduler.blocks.report_to(self._note_border)
+        self.events = CacheLog(self.scheduler.blocks.groups, BLOCK_SIZE, {})
+        self.scheduler.blocks.tell(self.events)
+        self.gateway = Gateway()
         self.model = FakeModel(windows)
         self.sequences: list[Sequence] = []
         """One a choice, by id: the scheduler's own, or before the fork a stand-in of the same prompt."""
@@ -292,6 +297,11 @@ class Harness:
         self.sequences += sequences
         self.gained |= {name_of(sequence): [] for sequence in sequences}
         return True
+
+    def check_events(self) -> None:
+        """Checks that a subscriber of KV events knows what is cached."""
+        self.gateway.hear(msgspec.to_builtins(self.events.take()))
+        self.gateway.check(self.scheduler.blocks)
 
     def meet_forks(self) -> None:
         """Puts the sequences that the scheduler made in the place of their stand-ins."""

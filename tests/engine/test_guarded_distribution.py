@@ -28,7 +28,7 @@ from tests.conftest import PROVE
 from tests.engine.test_constrained_engine import make_llm
 from tests.structured.grammar_walk import allowed_tokens
 
-NUM_DRAWS = 20_000 if PROVE else 1000
+NUM_DRAWS = 20_000 if PROVE else 600
 ALPHA = 1e-4
 """Seeds are fixed, so nothing is flaky."""
 FAMILY = "llama"

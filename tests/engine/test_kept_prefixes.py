@@ -255,6 +255,16 @@ _COLD: list[list[int]] = []
 """The tokens of an engine without a store, computed once."""
 
 
+def test_a_file_that_cannot_be_read_is_no_hit(cache: pathlib.Path) -> None:
+    """A folder stands in for a disk that fails: opening it succeeds, and reading it does not."""
+    keep(lambda: make_llm(**STORE))
+    llm = make_llm(**STORE)
+    for path in cache.iterdir():
+        path.unlink()
+        path.mkdir(mode=0o700)
+    assert ask(llm, 9) == (_cold(), 0)
+
+
 @needs_root
 def test_a_file_of_another_user_is_no_hit(cache: pathlib.Path) -> None:
     """It comes into the folder after the engine has looked at it."""

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from manta.cluster.config import EngineConfig
-from manta.cluster.engine.pooling_engine import PoolingEngine
+from manta.cluster.engine.pooling_engine import ModelBroken, PoolingEngine
 from manta.cluster.engine.pooling_queue import PoolingJob
 from manta.cluster.engine.pooling_request import PooledInput, PoolingRequest, PoolingResult
 from manta.cluster.errors import QueueFull, RequestRefused
@@ -29,6 +29,7 @@ class Counting:
         self.info = msgspec.structs.replace(
             MODEL, platform="cpu", max_model_len=300, pooling=PoolingInfo(task="embed", modes=("mean",), dimension=2)
         )
+        self.fails = False
         self.steps: list[list[int]] = []
         """First tokens of the texts of each step, in the order in which steps began."""
         self.on_layer: list[Callable[[], object]] = []
@@ -42,7 +43,7 @@ class Counting:
                 self.on_layer.pop(0)()
             if between is not None:
                 between()
-        if POISON in first:
+        if POISON in first or self.fails:
             raise RuntimeError("poison")
         rows = [
             [np.nan if token == NAN else token, len(text.token_ids)] for token, text in zip(first, texts, strict=True)
@@ -120,6 +121,17 @@ def test_one_text_that_the_model_fails_at_fails_its_request_alone() -> None:
         asked.add(name, token)
     asked.run()
     assert [asked.results[name].refusal is None for name in ("a", "bad", "b")] == [True, False, True]
+
+
+def test_a_model_that_fails_at_any_text_ends_its_engine() -> None:
+    """As after an error of a GPU: failed requests would be answered at once, and so draw all others here."""
+    asked = Asked()
+    asked.add("a", 1)
+    asked.model.fails = True
+    with pytest.raises(ModelBroken):
+        asked.run()
+    assert not asked.engine.stats().alive
+    assert not asked.results, "it is asked of another engine"
 
 
 def test_a_request_ends_at_its_deadline() -> None:

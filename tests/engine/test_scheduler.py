@@ -105,9 +105,11 @@ def test_every_request_gets_its_tokens_despite_the_others(
         else:
             harness.lose_ranks()
         harness.scheduler.check_integrity()
+        harness.check_events()
         if harness.scheduler.blocks.resumes_at_borders:
             harness.check_borders()
     harness.drain()
+    harness.check_events()
     for sequence in harness.sequences:
         end = harness.ends[name_of(sequence)]
         prompt = sequence.token_ids[: sequence.num_prompt_tokens]

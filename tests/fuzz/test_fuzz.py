@@ -54,7 +54,7 @@ def run(
     return campaign
 
 
-@pytest.mark.parametrize("first", every(range(0, NUM_SEEDS, GROUP), 2))
+@pytest.mark.parametrize("first", every(range(0, NUM_SEEDS, GROUP), 4))
 def test_random_cases_equal_the_plain_engine(first: int) -> None:
     run(seed for seed in range(first, first + GROUP) if generate(seed).settings.pool_form == "threads")
 

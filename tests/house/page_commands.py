@@ -206,7 +206,7 @@ def names_files(command: str, manual: Manual) -> None:
 
 def names_extras(command: str, manual: Manual) -> None:
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
-    assert set(re.findall(r"\[(\w+)\]", command)) <= set(extras)
+    assert set(re.findall(r"\[([\w-]+)\]", command)) <= set(extras)
 
 
 def checks_a_model(command: str, manual: Manual) -> None:
@@ -416,6 +416,9 @@ COMMANDS: dict[str, Callable[[str, Manual], None]] = {
         "--volume ./configs/grafana/dashboards:/var/lib/grafana/dashboards grafana/grafana"
     ): names_files,
     "pip install --editable '.[otel]'": names_extras,
+    "pip install --editable '.[kv-events]'": names_extras,
+    "manta serve --set engine.kv_events.endpoint=tcp://*:5557 "
+    "--set engine.kv_events.replay_endpoint=tcp://*:5657": starts_a_server,
     "OTEL_EXPORTER_OTLP_ENDPOINT=http://localhost:4318 OTEL_SERVICE_NAME=chat manta serve": starts_a_server,
     "manta serve demo --set engine.kv_cache_bytes=1GB": starts_a_server,
     "manta serve --set engine.max_num_sequences=64 --set port=8001": starts_a_server,
@@ -447,6 +450,8 @@ COMMANDS: dict[str, Callable[[str, Manual], None]] = {
     "manta check ~/models/Qwen2.5-0.5B-Instruct": checks_a_model,
     "manta check ~/models/all-MiniLM-L6-v2": checks_a_model,
     "manta serve ~/models/all-MiniLM-L6-v2": starts_a_server,
+    "manta serve ~/models/Qwen3-Reranker-0.6B": starts_a_server,
+    "manta serve ~/models/Qwen2.5-0.5B-Instruct --task embed": starts_a_server,
     "manta check ~/models/qwen2.5-0.5b-instruct-q4_k_m.gguf": checks_a_model,
     "manta serve ~/models/qwen2.5-0.5b-instruct-q4_k_m.gguf": starts_a_server,
     "manta chat": talks,

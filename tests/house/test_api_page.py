@@ -17,7 +17,7 @@ from manta.cluster.protocol.requests import ChatCompletionRequest, CompletionReq
 
 PAGE = (pathlib.Path(__file__).resolve().parents[2] / "docs" / "api.md").read_text()
 CHAT, COMPLETION = set(ChatCompletionRequest.__struct_fields__), set(CompletionRequest.__struct_fields__)
-SECTIONS = {"Both endpoints": CHAT & COMPLETION, "Chats": CHAT - COMPLETION, "Completions": COMPLETION - CHAT}
+SECTIONS = {"Chats and completions": CHAT & COMPLETION, "Chats": CHAT - COMPLETION, "Completions": COMPLETION - CHAT}
 MINIMAL: dict[Any, dict[str, Any]] = {
     ChatCompletionRequest: {"model": "m", "messages": [{"role": "user", "content": "x"}]},
     CompletionRequest: {"model": "m", "prompt": "x"},

@@ -62,6 +62,12 @@ def small(monkeypatch: pytest.MonkeyPatch, module: Any, **values: Any) -> None:
             marks=PROVE,
         ),
         pytest.param(
+            "embeddings",
+            ["--shapes", "tiny", "--texts", "6", "--turns", "2", "--singles", "5", "--batch", "20"],
+            "| tiny | 20 texts |",
+            marks=PROVE,
+        ),
+        pytest.param(
             "forms",
             ["--formats", "bfloat16,int8,int8 exact,int4", "--turns", "2", "--model", "tiny-llama"],
             "prefill, 16 x 128                              int4",

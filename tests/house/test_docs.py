@@ -22,7 +22,7 @@ from tests.bare_names import ROOMS
 from tests.gguf_files import write_gguf
 from tests.house.page_commands import COMMANDS, DEMO, Manual, asks_the_server, write_package
 from tests.house.pages import PAGES, ROOT, blocks, commands, prose
-from tests.pooled_checkpoints import embedder
+from tests.pooled_checkpoints import embedder, generator
 from tests.server import Server
 
 MAX_LINES = {"README.md": 150, "CONTRIBUTING.md": 70}
@@ -44,6 +44,9 @@ PRINTS = {
     "docs/extend.md": [],
     "docs/security.md": [],
     "docs/options.md": [],
+    "docs/metrics.md": [],
+    "docs/errors.md": [],
+    "docs/flags.md": [],
     "docs/design.md": [],
     "docs/clients.md": [],
 }
@@ -150,6 +153,7 @@ def manual(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Manual]:
     (home / "models").mkdir()
     (home / "models" / "Qwen2.5-0.5B-Instruct").symlink_to(DEMO)
     (home / "models" / "all-MiniLM-L6-v2").symlink_to(embedder("bert_mean"))
+    (home / "models" / "Qwen3-Reranker-0.6B").symlink_to(generator("text-ranking"))
     write_gguf(DEMO, home / "models" / "qwen2.5-0.5b-instruct-q4_k_m.gguf", lambda name: "Q4_0")
     write_package(package)
     started: list[Server] = []

@@ -73,6 +73,7 @@ FOLDERS = (
     "manta.cluster.serve.scaling",
     "manta.cluster.serve.routing",
     "manta.cluster.serve.channel",
+    "manta.cluster.serve.adapters",
     "manta.cluster.serve.requests",
     "manta.cluster.serve.recorded",
     "manta.cluster.serve.engine",

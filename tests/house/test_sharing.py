@@ -10,7 +10,9 @@ import types
 from typing import Any
 
 import pytest
+import ray
 
+from manta.cluster import own_ray
 from tests import sharing
 
 TESTS = pathlib.Path(__file__).parents[1]
@@ -37,6 +39,7 @@ OWN = {
     "test_node_faults": PROVED,
     "test_node_tls": PROVED,
     "test_other_systems": PROVED,
+    "test_live_alerts": PROVED,
     "test_loopback": PROVED,
     "test_private_files": "looks at the files of a start",
     "test_quantised_server": PROVED,
@@ -97,6 +100,23 @@ def test_a_shared_resource_ends_with_its_last_file(monkeypatch: pytest.MonkeyPat
     sharing.end_behind(serve, None)
     sharing.end_behind(serve, None)
     assert told == ["starts", "ends"] * 2
+
+
+def test_a_ray_that_engines_have_started_ends_with_its_file(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next file would find its token in the environment, and `ray.init` would refuse to join another cluster."""
+    ended: list[str] = []
+    monkeypatch.setattr(ray, "is_initialized", lambda: True)
+    monkeypatch.setattr(own_ray, "stop", lambda: ended.append("ray"))
+    kernels, same, other = items("kernels", "linear")[:3]
+    sharing.end_behind(kernels, same)
+    assert not ended
+    sharing.end_behind(same, other)
+    assert ended == ["ray"]
+    sharing.end_behind(other, None)
+    assert ended == ["ray"] * 2
+    pool, next_pool = items("grammar_pool", "grammar_pool_drafts")[1:3]
+    sharing.end_behind(pool, next_pool)
+    assert ended == ["ray"] * 2, "these files share one"
 
 
 @pytest.mark.parametrize("name", sharing.NAMED)

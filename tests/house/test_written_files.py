@@ -26,7 +26,7 @@ import msgspec
 import pytest
 
 from manta.cluster.batch.journal import BatchRefused, Journal
-from manta.cluster.batch.lease import Lease, acquire
+from manta.cluster.batch.lease import Holder, Lease, acquire
 from manta.cluster.batch.lines import BatchResponse, BatchResult, LineKey
 from manta.cluster.batch.stored import StoredResults
 from manta.cluster.config import BatchLimits, ResponseLimits, ServeConfig
@@ -193,15 +193,14 @@ class Leases(StorageWriter):
     """A lease's epoch is its value: nobody else gets it."""
 
     def write(self, number: int) -> None:
-        lease = acquire(self.storage, f"batches/me/{number}/lease", "me")
+        lease = acquire(self.storage, f"batches/me/{number}/lease", Holder("me"))
         assert isinstance(lease, Lease)
         lease.check()
         self.ids[f"batches/me/{number}/lease"] = number
 
     def read(self) -> set[int]:
-        return {
-            number for folder, number in self.ids.items() if isinstance(acquire(self.storage, folder, "you"), float)
-        }
+        you = Holder("you")
+        return {number for folder, number in self.ids.items() if isinstance(acquire(self.storage, folder, you), float)}
 
 
 class PrivateFolders(Writer):
@@ -549,6 +548,7 @@ TABLE = {
     "manta.cluster.serve.starting.start_failure": FailureLog,
     "manta.cluster.text.tokenizer_trial": "an empty file in the cache, whose name alone says something",
     "manta.cluster.telemetry.request_log": "a log; a torn line is no request, and stays",
+    "manta.workers.adapters.adapter_copies": "folders in the cache, which count only with the digest of their values",
     "manta.workers.cache_folder": KeptBlocks,
     "manta.workers.prefix_store": KeptBlocks,
     "manta.workers.checkpoints.gguf_file": GgufFolders,

@@ -27,7 +27,7 @@ from tests.patience import PATIENCE_S
 
 TURN_S = 0.1
 """Most processor seconds of one turn of the event loop. Bodies that held it took seconds."""
-PART = 1 if PROVE else 8
+PART = 1 if PROVE else 16
 """The suite sends bodies of this part of the largest size."""
 MOST_BYTES = (8 * 2**20 - 1000) // PART
 MOST_CHARACTERS = MOST_BYTES if PROVE else 50_000

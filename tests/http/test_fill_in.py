@@ -10,6 +10,7 @@ from typing import Any
 
 import httpx
 import pytest
+import transformers
 
 from manta.cluster.config import EngineConfig, ServeConfig
 from manta.cluster.http.app import HttpApp
@@ -27,6 +28,8 @@ PROMPTS = {
     "<｜fim▁begin｜>": "<｜fim▁begin｜>{before}<｜fim▁hole｜>{behind}<｜fim▁end｜>",
     "<|code_prefix|>": "<|code_prefix|>{before}<|code_suffix|>{behind}<|code_middle|>",
     "<[fim-prefix]>": "<[fim-suffix]>{behind}<[fim-prefix]>{before}<[fim-middle]>",
+    "▁<PRE>": "▁<PRE>{before}▁<SUF>{behind}▁<MID>",
+    "[PREFIX]": "[SUFFIX]{behind}[PREFIX]{before}",
 }
 """The prompts of the models' own pages, by the first mark."""
 
@@ -35,12 +38,13 @@ class Asked:
     """The application with the demo model's tokenizer, which has the tokens of a format too, and begins sequences."""
 
     def __init__(self, folder: pathlib.Path, tokens: tuple[str, ...]) -> None:
+        folder.mkdir(exist_ok=True)
         demo = pathlib.Path(resolve_model_folder("demo"))
         shutil.copy(demo / "tokenizer_config.json", folder)
         description = json.loads((demo / "tokenizer.json").read_text())
         options = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
         known = max([*description["model"]["vocab"].values(), *(each["id"] for each in description["added_tokens"])])
-        for number, token in enumerate(tokens):
+        for number, token in enumerate(filter(None, tokens)):
             description["added_tokens"].append({"id": known + 1 + number, "content": token, **options})
         (folder / "tokenizer.json").write_text(json.dumps(description, ensure_ascii=False))
         self.tokenizer = Tokenizer(folder)
@@ -63,13 +67,14 @@ class Asked:
 
 @pytest.mark.parametrize("form", FORMATS, ids=lambda form: form.prefix)
 def test_a_prompt_is_the_one_of_the_models_page(form: FillInFormat, tmp_path: pathlib.Path) -> None:
-    asked = Asked(tmp_path, (form.prefix, form.suffix, form.middle, *form.ends[1:]))
+    ends = [end for end in form.ends if end != "<|endoftext|>"]  # which the demo model's tokenizer has
+    asked = Asked(tmp_path, (form.prefix, form.suffix, form.middle, *ends))
     expected = PROMPTS[form.prefix].format(before=BEFORE, behind=BEHIND)
     answer = asked.post("/v1/completions", prompt=[BEFORE, "x = "], suffix=BEHIND, max_tokens=2)
     assert answer.status_code == 200, answer.text
     assert asked.prompts() == [expected, PROMPTS[form.prefix].format(before="x = ", behind=BEHIND)]
-    ends = {asked.tokenizer.token_to_id(end) for end in form.ends}
-    assert set(asked.engines.request.engine.params.stop_token_ids) == ends
+    end_ids = {asked.tokenizer.token_to_id(end) for end in form.ends}
+    assert set(asked.engines.request.engine.params.stop_token_ids) == end_ids
     assert [choice["text"] for choice in answer.json()["choices"]] == ["abcabc"] * 2
     given = asked.tokenizer.encode(BEFORE, add_special_tokens=False)
     asked.post("/v1/completions", prompt=given, suffix=BEHIND, max_tokens=2)
@@ -79,6 +84,16 @@ def test_a_prompt_is_the_one_of_the_models_page(form: FillInFormat, tmp_path: pa
     assert asked.prompts() == [expected], "without a chat template"
 
 
+@pytest.mark.parametrize("path", ["/v1/completions", "/api/generate"])
+def test_a_gap_may_begin_a_file(path: str, tmp_path: pathlib.Path) -> None:
+    """Ollama's empty prompt without a suffix only asks whether the model is loaded."""
+    form = FORMATS[0]
+    asked = Asked(tmp_path, (form.prefix, form.suffix, form.middle))
+    answer = asked.post(path, prompt="", suffix=BEHIND, stream=False)
+    assert answer.status_code == 200, answer.text
+    assert asked.prompts() == [PROMPTS[form.prefix].format(before="", behind=BEHIND)]
+
+
 def test_a_model_without_tokens_refuses_a_suffix(tmp_path: pathlib.Path) -> None:
     asked = Asked(tmp_path, ("<|fim_prefix|>", "<|fim_middle|>", "<fim_suffix>"))
     for path in ("/v1/completions", "/api/generate"):
@@ -86,6 +101,39 @@ def test_a_model_without_tokens_refuses_a_suffix(tmp_path: pathlib.Path) -> None
         assert answer.status_code == 400
         assert "suffix" in answer.text
     assert asked.post("/v1/completions", prompt=BEFORE, suffix="", max_tokens=2).status_code == 200
+
+
+@pytest.mark.parametrize("begin", ["", "return x", "  x"])
+def test_only_the_text_before_a_gap_gets_a_space(begin: str, tmp_path: pathlib.Path) -> None:
+    """llama.cpp once wrote CodeLlama's suffix with the space that SentencePiece puts before a text."""
+    pieces = [
+        "<unk>",
+        "<s>",
+        "</s>",
+        *(f"<0x{byte:02X}>" for byte in range(256)),
+        "▁",
+        *"abdefghijlnoprtux(),1\n:+",
+        "▁r",
+    ]
+    vocabulary = {piece: index for index, piece in enumerate(pieces)}
+    theirs, bare = (
+        transformers.CodeLlamaTokenizer(vocab=vocabulary, merges=[("▁", "r")], add_prefix_space=adds)
+        for adds in (True, False)
+    )
+    theirs.save_pretrained(tmp_path)
+    asked = Asked(tmp_path / "demo", ())
+    tokenizer = Tokenizer(tmp_path)
+    asked.app = HttpApp(ServeConfig(engine=EngineConfig(model="demo")), tokenizer, asked.engines, Metrics("demo"))
+    marks = theirs.convert_tokens_to_ids(["▁<PRE>", "▁<SUF>", "▁<MID>"])
+    before = theirs.encode(BEFORE, add_special_tokens=False)
+    behind, begun = (bare.encode(text, add_special_tokens=False) for text in (BEHIND, begin))
+    expected = [1, marks[0], *before, marks[1], *behind, marks[2]]
+    answer = asked.post("/v1/completions", prompt=BEFORE, suffix=BEHIND, max_tokens=2)
+    assert answer.status_code == 200, answer.text
+    assert asked.engines.request.prompts == [expected]
+    answer = asked.post("/infill", input_prefix=BEFORE, input_suffix=BEHIND, prompt=begin, n_predict=2)
+    assert answer.status_code == 200, answer.text
+    assert asked.engines.request.prompts == [expected + begun]
 
 
 EXTRA = [{"filename": "a.py", "text": "A = 1"}, {"text": "B = 2"}]

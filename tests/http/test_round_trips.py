@@ -238,7 +238,7 @@ async def trips(world: World, apis: Sequence[str], step: int) -> int:
 @pytest.mark.parametrize("form", WRITERS, ids=lambda form: form.name)
 def test_every_answer_comes_back_wherever_it_is_cut(form: ToolFormat, tmp_path: pathlib.Path) -> None:
     world = World(form, tmp_path, has_marks=True)
-    assert asyncio.run(trips(world, list(TRIPS), 1 if PROVE else 11)) > 10
+    assert asyncio.run(trips(world, list(TRIPS), 1 if PROVE else 23)) > 10
 
 
 SPELT = [form for form in WRITERS if form.begin.isascii() and not form.is_channel]
@@ -248,7 +248,7 @@ SPELT = [form for form in WRITERS if form.begin.isascii() and not form.is_channe
 @pytest.mark.parametrize("form", SPELT, ids=lambda form: form.name)
 def test_no_part_of_a_mark_is_text(form: ToolFormat, tmp_path: pathlib.Path) -> None:
     world = World(form, tmp_path, has_marks=False)
-    assert asyncio.run(trips(world, list(TRIPS) if PROVE else ["chat"], 1 if PROVE else 3)) > 10
+    assert asyncio.run(trips(world, list(TRIPS) if PROVE else ["chat"], 1 if PROVE else 7)) > 10
 
 
 OPENED: dict[str, Any] = {"role": "assistant", "content": None}

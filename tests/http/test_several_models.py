@@ -47,6 +47,7 @@ BODIES: dict[str, dict[str, Any]] = {
     "/api/embed": {"input": "a"},
     "/api/embeddings": {"prompt": "a"},
     "/infill": {"input_prefix": "a", "input_suffix": "b"},
+    "/v1/decisions": {"input": "a", "questions": [{"type": "predicate", "instructions": "b"}]},
     "/v1/rerank": {"query": "a", "documents": ["b"]},
     "/v2/rerank": {"query": "a", "documents": ["b"]},
     "/v1/score": {"text_1": "a", "text_2": "b"},

@@ -28,8 +28,9 @@ from manta.cluster.storage.kept_responses import DELETED_S, EndedResponse, KeptR
 from manta.cluster.storage.storage import Storage
 from manta.cluster.text.tokenizer import Tokenizer
 from manta.structured.refusals import Refusal
+from manta.workers.model_info import AdapterInfo
 from tests.async_tests import async_test
-from tests.http.test_routes import RepeatingEngines
+from tests.http.test_routes import MODEL, RepeatingEngines
 from tests.local_server import ThreadedServer
 from tests.patience import PATIENCE_S, wait_until
 
@@ -411,15 +412,17 @@ class FailingStreams(NoStreams):
 @async_test
 async def test_a_deleted_response_takes_its_kept_blocks_along(tmp_path: pathlib.Path) -> None:
     """Those of its prompt, and so those of the answers in it."""
-    engine = EngineConfig(model="demo", prefix_store_bytes=1 << 20, block_size=8)
+    engine = EngineConfig(model="demo", prefix_store_bytes=1 << 20, block_size=8, adapters={"tuned": "folder"})
     config, engines = ServeConfig(engine=engine, batch_storage=str(tmp_path)), RepeatingEngines()
+    tuned = AdapterInfo(path="folder", digest="ab" * 16, rank=8, num_bytes=1)
+    engines.loaded = msgspec.structs.replace(MODEL, adapters={"tuned": tuned})
     app = HttpApp(config, Tokenizer("demo"), engines, Metrics("demo"))
     http = httpx2.AsyncClient(transport=httpx2.ASGITransport(cast(Any, app)), trust_env=False)
     asked = openai.AsyncOpenAI(base_url="http://localhost/v1", api_key="none", http_client=http, max_retries=0)
-    for fields in ({}, {"stream": True}):
-        response = await asked.responses.create(model="demo", input="Count to ten. " * 5, **cast(Any, fields))
+    for model, fields in (("demo", {}), ("demo", {"stream": True}), ("tuned", {})):
+        response = await asked.responses.create(model=model, input="Count to ten. " * 5, **cast(Any, fields))
         response_id = [event async for event in response][-1].response.id if "stream" in fields else response.id
-        (prompt,), root = engines.request.prompts, engines.request.engine.cache_root
+        (prompt,), root = engines.request.prompts, engines.request.engine.chain_root
         engines.dropped = ()
         await asked.responses.delete(response_id)
         assert engines.dropped == tuple(hash_blocks(prompt, len(prompt) // 8, 8, root=root))

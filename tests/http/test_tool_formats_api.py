@@ -12,6 +12,7 @@ import pytest
 
 from manta.cluster.chat.tool_formats import GLM, GPT_OSS, ToolFormat
 from tests.checkpoints import checkpoint
+from tests.conftest import PROVE
 from tests.grammar_pools import VOCAB_SIZE
 from tests.local_server import ThreadedServer
 from tests.tool_formats import TOOLS, template_of, tokenizer_folder
@@ -39,7 +40,7 @@ def fields(server: ThreadedServer, seed: int, **more: Any) -> dict[str, Any]:
 def test_streamed_calls_are_the_whole_ones_and_fit(server: ThreadedServer) -> None:
     client = openai.OpenAI(base_url=server.url + "/v1", api_key="none", max_retries=0)
     num_calls = 0
-    for seed in range(8):
+    for seed in range(8 if PROVE else 3):
         asked = fields(server, seed, parallel_tool_calls=False)
         whole = client.chat.completions.create(**asked).choices[0]
         if whole.finish_reason == "length":

@@ -13,6 +13,7 @@ from manta.structured.refusals import RequestRefused
 from manta.workers.models.model_config import ModelError
 from tests.adapters import Adapters, adapters_of
 from tests.checkpoints import checkpoint
+from tests.gguf_files import write_gguf
 from tests.workers.test_layer_kinds import folder_of
 
 NUM_TOKENS = 12
@@ -88,6 +89,23 @@ def test_linears_of_other_families(family: str) -> None:
 @pytest.mark.parametrize("case", MIXERS)
 def test_linears_of_other_mixers(case: str) -> None:
     assert_as_peft(folder_of(case), MIXERS[case])
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2"])
+def test_files_of_llamacpps_converter(family: str, tmp_path: pathlib.Path) -> None:
+    """Over the checkpoint and over a GGUF file of it. The first family's heads are interleaved there."""
+    adapters = adapters_of(checkpoint(family))
+    adapters.add("converted", 5, r=8, lora_alpha=20)
+    named = {
+        "converted": adapters.convert("converted", tmp_path / "adapter.gguf"),
+        "saved": adapters.folders["converted"],
+    }
+    base = write_gguf(adapters.base, tmp_path / "base.gguf", lambda _: "F32")
+    expected = [adapters.greedy(PROMPT, name, NUM_TOKENS) for name in ("converted", "converted", "")]
+    assert expected[0] != expected[2]
+    for model in (adapters.base, base):
+        llm = LLM(str(model), dtype="float32", num_threads=1, adapters=named)
+        assert tokens(llm, ["converted", "saved", ""]) == expected
 
 
 def assert_as_peft(base: pathlib.Path, targets: Any) -> None:

@@ -56,6 +56,29 @@ def test_scores_are_those_of_transformers(name: str) -> None:
     np.testing.assert_allclose(llm.classify(TEXTS[:8]), probabilities.numpy(), atol=1e-4)
 
 
+def test_a_ranking_of_200_texts_is_that_of_sentence_transformers() -> None:
+    words = sorted({word for text in TEXTS for word in text.split()})
+    texts = [" ".join(words[(7 * index + 3 * place) % len(words)] for place in range(9)) for index in range(200)]
+    llm, theirs = loaded(embedder("bert_mean")), SentenceTransformer(str(embedder("bert_mean")), device="cpu")
+    for query in TEXTS[:3]:
+        found = llm.embed(texts) @ llm.embed(query)[0]
+        expected = theirs.similarity(theirs.encode(query), theirs.encode(texts))[0].numpy()
+        gaps = -np.diff(-np.sort(-expected))
+        order, wanted = np.argsort(-found), np.argsort(-expected)
+        swapped = np.flatnonzero(order != wanted)
+        assert all(gaps[max(0, place - 1) : place + 1].min() < 1e-6 for place in swapped), "only ties may change places"
+
+
+@pytest.mark.parametrize("name", ["bert_mean", "deberta", "qwen3"])
+def test_an_exact_vector_has_the_same_bits_in_any_batch(name: str) -> None:
+    llm = LLM(str(embedder(name)), num_threads=2, dtype="float32", exact=True)
+    alone = np.concatenate([llm.embed(text) for text in TEXTS])
+    np.testing.assert_array_equal(llm.embed(TEXTS), alone)
+    np.testing.assert_array_equal(llm.embed(TEXTS[::-1])[::-1], alone)
+    many = llm.embed([*TEXTS[5:], *TEXTS * 3])
+    np.testing.assert_array_equal(many[-len(TEXTS) :], alone)
+
+
 def test_a_text_that_is_too_long_is_refused_or_cut() -> None:
     llm = loaded(embedder("qwen3"))
     long = "the manta ray " * 200
@@ -92,7 +115,6 @@ def test_a_model_refuses_what_it_does_not_do() -> None:
 @pytest.mark.parametrize(
     ("option", "value"),
     [
-        ("exact", True),
         ("weights", "int8"),
         ("kv_cache_dtype", "int8"),
         ("prefix_store_bytes", 2**20),

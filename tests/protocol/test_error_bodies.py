@@ -45,6 +45,7 @@ TABLE: dict[Kind, tuple[str, str | None, str]] = {
     "forbidden_origin": ("permission_error", "forbidden_origin", "permission_error"),
     "operators_only": ("permission_error", "operators_only", "permission_error"),
     "unknown_model": ("not_found_error", "model_not_found", "not_found_error"),
+    "name_taken": (REQUEST, "name_taken", REQUEST),
     "wrong_method": (REQUEST, "method_not_allowed", REQUEST),
     "deadline": ("timeout_error", None, "timeout_error"),
     "foreign_encoding": (REQUEST, "unsupported_encoding", REQUEST),

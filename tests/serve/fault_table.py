@@ -70,11 +70,17 @@ class Row(NamedTuple):
     witness: Callable[[Application], float] = continuations
 
 
-def hold(row: Row, application: Application, undisturbed: list[Stream], record_property: RecordProperty) -> None:
+def hold(
+    row: Row,
+    application: Application,
+    undisturbed: list[Stream],
+    record_property: RecordProperty,
+    num_repetitions: int = NUM_REPETITIONS,
+) -> None:
     """Every stream ends as if nothing had happened, in each repetition, and nothing is left over."""
     streams: list[Stream] = []
     pauses: list[float] = []
-    for _ in range(NUM_REPETITIONS):
+    for _ in range(num_repetitions):
         for _ in range(MOST_TRIES):
             application.deploy(row.setup)
             before = row.witness(application)
@@ -90,7 +96,7 @@ def hold(row: Row, application: Application, undisturbed: list[Stream], record_p
     expected = undisturbed * (len(streams) // len(undisturbed))
     equal = [stream.equals(other, row.setup.is_exact) for stream, other in zip(streams, expected, strict=True)]
     half_s = statistics.median(pauses)
-    record_property("repetitions", NUM_REPETITIONS)
+    record_property("repetitions", num_repetitions)
     record_property("streams complete", f"{sum(stream.is_complete for stream in streams)} of {len(streams)}")
     record_property("equal", f"{sum(equal)} of {len(streams)}")
     record_property("pause p50, s", f"{half_s:.2f} (bar {row.bar_s:g})")

@@ -145,6 +145,7 @@ class Ingress:
         assert most is not None
         assert request.request_id not in self._world.requests, "an engine would run two requests of one id"
         self._world.requests.add(request.request_id)
+        self._world.deadlines.append(request.deadline_s)
         try:
             begun = request.continued[0].token_ids if request.continued else []
             end = len(begun)
@@ -186,6 +187,8 @@ class World:
         self.tokenizer = Tokenizer(checkpoint("llama"))
         self.requests: set[str] = set()
         """Ids of the requests that engines run."""
+        self.deadlines: list[float | None] = []
+        """Deadline in seconds of each request that an engine began."""
         self.keepers = [KeeperProcess(f"keeper {number}") for number in range(num_keepers)]
         self.ingresses: list[Ingress] = []
         self.tokens_at_once: Callable[[], int] = lambda: 1

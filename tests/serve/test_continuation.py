@@ -4,18 +4,27 @@ probabilities, finish reasons and usage, whatever else the request asks for.
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import json
+import pathlib
 import random
-from typing import Any
+import shutil
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any, cast
 
 import msgspec
 import pytest
 
 from manta.cluster.config import EngineConfig
+from manta.cluster.engine.adapter_table import LoadedAdapter
 from manta.cluster.engine.engine import Engine
 from manta.cluster.engine.request import ContinuedChoice, EngineRequest, FinishStatus, SequenceOutput, Usage
 from manta.cluster.errors import QueueFull, RequestRefused
+from manta.cluster.serve.engine.replica_adapters import ReplicaAdapters
+from manta.cluster.serve.engine.step_thread import StepThread
 from manta.cluster.serve.requests.prompt_run import Progress
 from manta.specdecode.speculative_config import SpeculativeConfig
 from manta.structured.constraint import ConstraintLimits, ConstraintSpec, Resolved
@@ -27,6 +36,7 @@ from manta.workers.step import TokenLogprobs
 from tests.adapters import adapters_of
 from tests.checkpoints import VOCAB_SIZE, checkpoint
 from tests.conftest import PROVE
+from tests.loaded_adapters import memory_registries
 from tests.patience import PATIENCE_S
 
 pytestmark = pytest.mark.usefixtures("plugin")
@@ -187,6 +197,56 @@ def test_a_request_with_an_adapter_goes_on_with_the_same_values() -> None:
     run(engines[1], progress.continuation("moved", None), answers["moved"], progress)
     answers["moved"].check(answers["whole"], False)
     assert answers["plain"].token_ids != answers["whole"].token_ids
+
+
+class OwnThread:
+    """In place of the step thread of an engine, whose steps the test makes itself."""
+
+    def call(self, function: Callable[..., Any], *arguments: object) -> Future[Any]:
+        called: Future[Any] = Future()
+        called.set_result(function(*arguments))
+        return called
+
+
+def test_a_request_goes_on_elsewhere_with_values_that_were_replaced(tmp_path: pathlib.Path) -> None:
+    """The second engine starts after the folder got others, and forgets the old ones when no stream may need them."""
+    adapters = adapters_of(checkpoint("llama"))
+    folders = [adapters.add(name, seed) for seed, name in ((8, "old"), (9, "new"))]
+    answers = {name: Answer() for name in ("whole", "moved")}
+    with memory_registries() as registries:
+        registry = registries[str(checkpoint("llama"))]
+
+        def engine_with_adapters() -> tuple[Engine, ReplicaAdapters]:
+            engine = make_engine(adapter_roots=(str(tmp_path),))
+            return engine, ReplicaAdapters(engine.config, engine, cast(StepThread, OwnThread()), registry)
+
+        def load(loading: ReplicaAdapters, folder: str) -> LoadedAdapter:
+            shutil.copytree(folder, tmp_path / "live", dirs_exist_ok=True)
+            loaded = asyncio.run(loading.read("live"))
+            assert isinstance(loaded, LoadedAdapter)
+            assert registry.replace(registry.table.changed({"live": loaded}, time.time(), PATIENCE_S))
+            return loaded
+
+        first, of_first = engine_with_adapters()
+        old = load(of_first, folders[0])
+        params = SamplingParams(seed=3, max_tokens=12)
+        request = EngineRequest(request_id="a", prompt_token_ids=[*range(5, 45)], params=params, adapter=old.digest)
+        progress = Progress(request)
+        run(first, request, answers["whole"], Progress(request))
+        run(first, request, answers["moved"], progress, 4)
+        new = load(of_first, folders[1])
+        second, of_second = engine_with_adapters()
+        of_second.start()
+        assert [*second.adapters] == [new.digest]
+        assert second.adapters.hold(asyncio.run(of_second.find(old.digest)))
+        run(second, progress.continuation("b", None), answers["moved"], progress)
+        answers["moved"].check(answers["whole"], False)
+        assert registry.replace(registry.table.changed({"live": new}, time.time() + 2 * PATIENCE_S, 0))
+        asyncio.run(of_second.catch_up())
+        assert [*second.adapters] == [new.digest]
+        with pytest.raises(RequestRefused) as refused:
+            asyncio.run(of_second.find(old.digest))
+        assert refused.value.refusal.kind == "adapter_gone"
 
 
 def test_only_the_first_engine_counts_cached_prompts() -> None:

@@ -6,8 +6,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import json
 import pathlib
+import shutil
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -27,8 +29,10 @@ from manta.cluster.serve import app
 from manta.cluster.serve.fleet.fleet import Fleet
 from manta.cluster.serve.fleet.found import announced, application_name, models_among
 from manta.cluster.serve.fleet.streams_of_models import StreamsOfModels
+from tests.adapters import adapters_of
 from tests.async_tests import async_test
 from tests.checkpoints import checkpoint
+from tests.loaded_adapters import memory_registries
 from tests.local_server import Handle
 from tests.patience import PATIENCE_S
 from tests.replicas import Replicas
@@ -182,8 +186,8 @@ async def world() -> AsyncIterator[tuple[World, Any, Any]]:
         await asyncio.to_thread(replicas.close)
 
 
-def served(family: str, *aliases: str) -> ServedModel:
-    return named(family, *aliases, model=str(checkpoint(family)), dtype="float32", kv_cache_bytes=8 << 20)
+def served(family: str, *aliases: str, **options: Any) -> ServedModel:
+    return named(family, *aliases, model=str(checkpoint(family)), dtype="float32", kv_cache_bytes=8 << 20, **options)
 
 
 @async_test
@@ -211,6 +215,48 @@ async def test_models_come_change_fail_and_go_while_another_streams() -> None:
 
         await made.tell("manta.qwen", served("qwen2"), qwen)
         assert await made.text("qwen2") == alone["qwen2"]
+
+
+@async_test
+async def test_each_model_loads_adapters_of_its_own(tmp_path: pathlib.Path) -> None:
+    adapters = adapters_of(checkpoint("llama"))
+    shutil.copytree(adapters.add("ours", 70), tmp_path / "ours")
+    replicas, made, roots = Replicas(), World(), {"adapter_roots": (str(tmp_path),)}
+
+    async def change(what: str, name: str, **fields: Any) -> tuple[int, str | None]:
+        body = {"lora_name": name, **fields}
+        answer = await made.client.post(f"/v1/{what}_lora_adapter", json=body)
+        return answer.status_code, answer.json().get("error", {}).get("param")
+
+    async def load(name: str, **fields: Any) -> tuple[int, str | None]:
+        return await change("load", name, lora_path="ours", **fields)
+
+    with memory_registries():
+        try:
+            for family, alias in (("llama", "l"), ("phi3", "p")):
+                replica = await asyncio.to_thread(functools.partial(replicas, model=str(checkpoint(family)), **roots))
+                await made.tell(f"manta.{family}", served(family, alias, **roots), replica)
+            for name, fields, expected in (
+                ("new", {}, (400, "base_model_name")),
+                ("new", {"base_model_name": "else"}, (404, "base_model_name")),
+                ("new", {"base_model_name": "p"}, (400, "lora_path")),
+                ("p", {"base_model_name": "llama"}, (409, "lora_name")),
+                ("new", {"base_model_name": "l"}, (200, None)),
+                ("new", {"base_model_name": "phi3", "load_inplace": True}, (409, "lora_name")),
+            ):
+                assert await load(name, **fields) == expected, (name, fields)
+            assert [*await made.states()] == ["llama", "l", "new", "phi3", "p"]
+            texts = [await made.text(name) for name in ("new", "llama:new", "l:new", "llama", "phi3")]
+            assert texts[0] == texts[1] == texts[2] != texts[3]
+            await made.tell("manta.phi3", served("phi3", "p", "new", **roots), made.handles["manta.phi3"])
+            assert await made.text("new") == texts[4], "a name of the configuration"
+            assert await made.text("llama:new") == texts[0]
+            assert await change("unload", "new") == (200, None)
+            assert [*await made.states()] == ["llama", "l", "phi3", "p", "new"]
+        finally:
+            for application in list(made.applications):
+                await made.forget(application)
+            await asyncio.to_thread(replicas.close)
 
 
 @async_test

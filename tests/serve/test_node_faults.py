@@ -13,18 +13,31 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import msgspec
 import psutil
 import pytest
 
 from benchmarks.processes import free_port
 from manta.workers.kernels import processor
+from tests.patience import wait_until
 from tests.processes import kill_all
-from tests.serve.fault_streams import ENGINE, Application, Setup, Stream
-from tests.serve.fault_table import ANOTHER_S, RecordProperty, Row, begin, hold, undisturbed_streams
+from tests.serve.fault_streams import ENGINE, Application, Setup, Stream, Streams
+from tests.serve.fault_table import (
+    ANOTHER_S,
+    NUM_REPETITIONS,
+    Act,
+    RecordProperty,
+    Row,
+    begin,
+    hold,
+    started,
+    undisturbed_streams,
+)
 
 ray = pytest.importorskip("ray")
 pytestmark = [pytest.mark.prove, pytest.mark.timeout(3600)]
@@ -33,6 +46,10 @@ ROOT = str(pathlib.Path(__file__).resolve().parents[2])
 PLACE, INGRESS_PLACE = {"engine": 1.0}, {"ingress": 1.0}
 """Resources that a node has and an engine, or an ingress, claims."""
 TWO, ONE = Setup(resources=PLACE), Setup(num_engines=1, resources=PLACE)
+ROOM = Setup(resources={"engine": 0.5})
+"""Each node has room for another engine while an update runs."""
+CHANGED = msgspec.structs.replace(ROOM, options={"max_num_sequences": 200})
+"""The same with an option that engines and the ingress are told, so that Serve replaces all of them."""
 ABSENCE_S = 5.0
 """Seconds between the death of a node and the start of another one."""
 GCS_RESTART_S = 2.0
@@ -196,3 +213,37 @@ def test_streams_outlive_the_gcs(
     if not and_an_engine:
         row = row._replace(witness=lambda _: nodes.gcs.create_time())
     hold(row, application, undisturbed, record_property)
+
+
+def update(goes_back: bool) -> Act:
+    """Serve replaces the engines on both nodes, and the ingress, under 32 streams. With `goes_back` it is told the
+    former configuration again as soon as an engine has the other one.
+    """
+
+    def act(application: Application) -> list[Stream]:
+        before = {process.pid for process in application.processes(ENGINE)}
+
+        def deploy() -> None:
+            application.deploy(CHANGED)
+
+        def go_back() -> None:
+            wait_until(lambda: any(each.pid not in before for each in application.processes(ENGINE)), poll_s=0.25)
+            application.deploy(ROOM)
+
+        threads = [threading.Thread(target=work) for work in ([deploy, go_back] if goes_back else [deploy])]
+        for thread in threads:
+            thread.start()
+        found: list[Stream] = []
+        while any(thread.is_alive() for thread in threads):
+            found += Streams(application.url, application.requests * 2).join()
+        return found
+
+    return act
+
+
+@pytest.mark.parametrize("goes_back", [False, True], ids=["to its end", "and back"])
+def test_an_update_over_two_nodes_loses_no_stream(
+    application: Application, undisturbed: list[Stream], record_property: RecordProperty, goes_back: bool
+) -> None:
+    row = Row(ROOM, update(goes_back), ANOTHER_S, witness=started(ENGINE, of=2))
+    hold(row, application, undisturbed, record_property, num_repetitions=min(3, NUM_REPETITIONS))

@@ -6,6 +6,7 @@ import collections
 import itertools
 import random
 import statistics
+import types
 from collections.abc import Sequence
 
 import hypothesis.strategies as st
@@ -497,9 +498,9 @@ def test_replicas_of_a_recurrent_model_are_found_where_they_can_resume(windows: 
         borders = rng.sample(range(count), min(2, count))
         slots = blocks.states.allocate(len(borders))
         for number, row in enumerate(rows):
-            blocks.register_row(row, hashes, number)
+            blocks.register_row(row, types.SimpleNamespace(block_hashes=hashes), number)
         for number, slot in zip(borders, slots, strict=True):
-            blocks.register_snapshot(slot, hashes, number)
+            blocks.register_snapshot(slot, types.SimpleNamespace(block_hashes=hashes), number)
             if rng.random() < 0.3:
                 blocks.states.evict_first(slot)
         blocks.free([block for row in rows for block in row])

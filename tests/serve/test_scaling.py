@@ -65,6 +65,7 @@ lessons = st.none() | st.builds(Lesson, st.floats(0, 20), st.just(0.0))
         (IDLE._replace(ongoing_requests=1, ttft_s=2.5, num_target=3), 3),  # two are starting
         (IDLE._replace(num_running=3, num_target=3, ongoing_requests=16), 3),  # two would be full
         (IDLE._replace(num_running=3, num_target=3, ongoing_requests=12), 2),
+        (IDLE._replace(num_target=3), 0),  # two that cannot start are needed no more (ai-dynamo/dynamo issue 14251)
         (IDLE._replace(num_running=0, num_target=1), 1),  # it is on its way
         (IDLE._replace(num_running=0, num_target=0), 0),
     ],
@@ -198,6 +199,12 @@ def test_how_many_ingresses_there_are(
     number = None if scaling is not None else ingress.num_replicas
     assert (number, ingress._replica_config.max_replicas_per_node) == expected
     assert scaling is None or scaling.min_replicas == num_nodes
+
+
+def test_the_topic_of_kv_events_has_the_models_name_in_the_api() -> None:
+    config = load_config(None, {"engine.kv_events.endpoint": "tcp://*:5557", "served_model_name": "poet"})
+    (engine,) = (each for each in build_app(application(config, [1]), name="m").deployments if each.name == "engine")
+    assert engine.init_args[0].kv_events.topic == "kv@{ip}@poet"
 
 
 def test_options_that_cannot_be() -> None:

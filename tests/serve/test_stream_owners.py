@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 
 import msgspec
 import pytest
@@ -119,6 +120,26 @@ async def test_a_takeover_counts_each_token_once() -> None:
     assert await read(second, found) == tokens_of(3, NUM_TOKENS)
     assert (at_first.num_tokens, at_second.num_tokens) == (5, NUM_TOKENS - 5)
     assert at_second.has_ended
+    world.close()
+
+
+@pytest.mark.parametrize("step_s", [86_400.0, -86_400.0], ids=["forward", "back"])
+@async_test
+async def test_a_clock_that_is_set_moves_no_deadline(step_s: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever continues a stream gives it the time that is left, whatever the clock on the wall says since."""
+    world, wall = World(2, 1), time.time
+    first, second = world.ingresses
+    recording = first.streams.begin(opening(NUM_TOKENS))
+    world.run_engines(5)
+    await until(lambda: recording.num_safe == 5)
+    monkeypatch.setattr(time, "time", lambda: wall() + step_s)
+    world.kill_ingress(first)
+    await until(lambda: len(world.deadlines) == 2)
+    assert second.owns(recording.opening.stream_id)
+    before, after = world.deadlines
+    assert before is not None
+    assert after is not None
+    assert 0 < after < before <= 600
     world.close()
 
 

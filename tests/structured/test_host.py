@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pathlib
+import resource
 import stat
 import subprocess
 import sys
@@ -57,6 +58,17 @@ def test_the_tightest_group_above_the_process_counts(groups: pathlib.Path) -> No
     write(groups / "kubepods", cpu__max="800000 100000", memory__max=50 * GIB, memory__current=4 * GIB)
     assert host.num_cores() == 4
     assert host.free_memory() == 5 * GIB
+
+
+def test_a_limit_of_address_space_counts(groups: pathlib.Path) -> None:
+    before = resource.getrlimit(resource.RLIMIT_AS)
+    assert host.free_memory() == 100 * GIB
+    used = psutil.Process().memory_info().vms
+    resource.setrlimit(resource.RLIMIT_AS, (used + 2 * GIB, before[1]))
+    try:
+        assert GIB < host.free_memory() < 3 * GIB
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, before)
 
 
 def test_cgroup_v1_limits_count_wherever_seen(groups: pathlib.Path) -> None:

@@ -16,7 +16,7 @@ from manta.structured.vocabulary import Vocabulary
 from tests.conftest import PROVE
 from tests.grammar_pools import DEMO, EOS, VOCAB_SIZE, bits, llguidance, make_grammar, spelled
 
-NUM_WALKS = 300 if PROVE else 25
+NUM_WALKS = 300 if PROVE else 10
 BUDGETS = (0, 1, 5, 20, None)
 WORDS = VOCAB_SIZE // 32
 

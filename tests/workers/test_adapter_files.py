@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import pathlib
 import shutil
 from collections.abc import Callable
@@ -236,3 +237,38 @@ def test_the_digest_is_of_the_values(folder: pathlib.Path, made: pathlib.Path) -
 
     retensor(folder, add)
     assert digest() != first
+
+
+FILES: dict[str, dict[str, Any]] = {
+    "a model": {"general__type": "model"},
+    "another kind": {"adapter__type": "control_vector"},
+    "an unknown architecture": {"general__architecture": "bert"},
+    "no alpha": {"adapter__lora__alpha": None},
+    "an alpha without end": {"adapter__lora__alpha": float("inf")},
+    "a part of a prompt": {"adapter__alora__invocation_tokens": "7"},
+}
+
+
+@pytest.mark.parametrize("fault", [*FILES, "rounded", "cut", "a link", "a pipe", "too large"])
+def test_a_damaged_or_foreign_gguf_file_is_refused(fault: str, made: pathlib.Path, tmp_path: pathlib.Path) -> None:
+    adapters, file = adapters_of(checkpoint("llama")), tmp_path / "adapter.gguf"
+    adapters.convert("damaged", file, "Q8_0" if fault == "rounded" else "F32", **FILES.get(fault, {}))
+    if fault == "cut":
+        os.truncate(file, file.stat().st_size - 64)
+    elif fault == "a link":
+        (tmp_path / "below").mkdir()
+        os.symlink(file, tmp_path / "below" / "adapter.gguf")
+        file = tmp_path / "below" / "adapter.gguf"
+    elif fault == "a pipe":
+        file.unlink()
+        os.mkfifo(file)
+    with pytest.raises(ModelError):
+        read_adapter(str(file), 1000 if fault == "too large" else 2**20)
+
+
+def test_an_adapter_has_one_digest_in_each_form(made: pathlib.Path, tmp_path: pathlib.Path) -> None:
+    """The order of rows counts, because it is undone only where the width of heads is known."""
+    adapters = adapters_of(checkpoint("llama"))
+    first, second = (adapters.convert("damaged", tmp_path / f"{number}.gguf") for number in range(2))
+    digests = [read_adapter(each, 2**20).digest for each in (str(made), first, second)]
+    assert digests[0] != digests[1] == digests[2]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import pathlib
@@ -15,12 +16,15 @@ import pytest
 
 from benchmarks.checkpoints import benchmark_checkpoint
 from manta.cluster.text.tokenizer_trial import TokenizerTrial
+from manta.workers.adapters.adapter_copies import AdapterCopies
+from manta.workers.adapters.adapter_files import read_adapter
 from manta.workers.cache_folder import UntrustedCache, cache_entry
 from manta.workers.checkpoints.gguf_file import gguf_folder
 from manta.workers.checkpoints.values_digest import CheckpointValues
 from manta.workers.jax_worker.programs import jax, keep_compiled_programs
 from manta.workers.kernels import build, processor
 from manta.workers.prefix_store import PrefixStore
+from tests.adapters import adapters_of
 from tests.checkpoints import checkpoint
 from tests.gguf_files import write_gguf
 
@@ -98,6 +102,19 @@ def digests(root: pathlib.Path, _: pytest.MonkeyPatch) -> pathlib.Path:
     return min(path for path in cache_entry("digests").iterdir() if path.suffix != ".lock")
 
 
+@functools.cache
+def made_adapter() -> pathlib.Path:
+    return pathlib.Path(adapters_of(checkpoint("llama")).add("kept", 3, target_modules=["q_proj"]))
+
+
+def adapters(root: pathlib.Path, _: pytest.MonkeyPatch) -> pathlib.Path:
+    """Returns the values of an adapter's copy."""
+    digest = read_adapter(str(made_adapter()), 1 << 20).digest
+    copies = AdapterCopies("0" * 32, 1 << 20)
+    copies.keep(made_adapter(), digest)
+    return cache_entry("adapters") / ("0" * 32) / digest / "adapter_model.safetensors"
+
+
 Kind = Callable[[pathlib.Path, pytest.MonkeyPatch], pathlib.Path]
 KINDS: dict[str, Kind] = {
     "kernels": kernels,
@@ -107,6 +124,7 @@ KINDS: dict[str, Kind] = {
     "tokenizers": tokenizers,
     "prefixes": prefixes,
     "digests": digests,
+    "adapters": adapters,
 }
 """A file that is loaded from each folder of the cache, by the folder's name."""
 PLANTED = json.dumps({"planted": True}).encode()

@@ -62,7 +62,7 @@ def test_tokens_are_those_of_transformers(name: str, monkeypatch: pytest.MonkeyP
     drafts = DRAFTS if THOROUGH or name in WITH_DRAFTS else {}
     expected = [reference_greedy(folder, prompt, NUM_TOKENS) for prompt in prompts]
     check_poisoned = poison(monkeypatch)
-    llm = make_llm(monkeypatch, str(folder), dtype="float32", **drafts)
+    llm = make_llm(monkeypatch, str(folder), dtype="float32", mixed_tokens=2, **drafts)
     replays.clear()
     for _ in range(2 if THOROUGH else 1):
         outputs = llm.generate([prompts[0], *prompts], GREEDY, use_tqdm=False)

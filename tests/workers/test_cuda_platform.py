@@ -43,12 +43,15 @@ from tests.workers.triton_device import DEVICE, NEEDS_GPU, THOROUGH
 NUM_TOKENS = 12 if THOROUGH else 3
 
 
-def make_llm(monkeypatch: pytest.MonkeyPatch, model: str, **options: Any) -> LLM:
-    """Over the CUDA platform, on whichever device Triton's kernels run here."""
+def make_llm(monkeypatch: pytest.MonkeyPatch, model: str, mixed_tokens: int = 12, **options: Any) -> LLM:
+    """Over the CUDA platform, on whichever device Triton's kernels run here. In the interpreter, which takes its time
+    for rows that pad, steps that also compute prompts are captured for so many tokens, and larger ones are not warmed.
+    """
     with monkeypatch.context() as patch:
         patch.setattr(torch_worker, "choose_platform", lambda *arguments: CudaPlatform(DEVICE))
         if not THOROUGH:
-            patch.setattr(graphs, "MIXED_TOKENS", (12,))  # the interpreter takes its time for rows that pad
+            patch.setattr(graphs, "MIXED_TOKENS", (mixed_tokens,))
+            patch.setattr(graphs, "prompt_sizes", lambda max_num_tokens: ())
         limits = {"kv_cache_bytes": 1 << 20, "max_num_batched_tokens": 32, "max_model_len": 96, "max_num_sequences": 2}
         llm = LLM(model, **limits | options)
     assert llm.engine.model.platform == "cuda"
@@ -301,7 +304,7 @@ def test_layers_with_windows_have_blocks_of_their_own(monkeypatch: pytest.Monkey
     kinds = ["sliding_attention", "full_attention", "sliding_attention"][: 3 if THOROUGH else 2]
     windows = {"use_sliding_window": True, "sliding_window": 21, "layer_types": kinds, "max_window_layers": 0}
     folder = checkpoint("qwen3", num_hidden_layers=len(kinds), **windows)
-    llm = make_llm(monkeypatch, str(folder), dtype="float32")
+    llm = make_llm(monkeypatch, str(folder), dtype="float32", mixed_tokens=2)
     assert [group.window for group in llm.engine.model.groups] == [None, 21, 21][: len(kinds)]
     prompts = [[5 + (7 * place + shift) % 300 for place in range(length)] for shift, length in ((0, 60), (3, 41))]
     params = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True)
@@ -318,7 +321,7 @@ def test_models_with_caps_and_sinks_give_transformers_tokens(name: str, monkeypa
     layers = {"num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_attention"]}
     folder = folder_of(name, **{} if THOROUGH else layers)
     prompts = [[5 + (7 * place + place // 32 * shift) % 300 for place in range(40)] for shift in (0, 3)]
-    llm = make_llm(monkeypatch, str(folder), dtype="float32")
+    llm = make_llm(monkeypatch, str(folder), dtype="float32", mixed_tokens=2)
     greedy = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True)
     outputs = llm.generate(prompts, greedy, use_tqdm=False)
     expected = [reference_greedy(folder, prompt, NUM_TOKENS) for prompt in prompts]

@@ -6,12 +6,15 @@ numbers of those that a step's sequences have. An adapter is known by the digest
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Iterable
 from typing import NamedTuple
 
 import torch
 
-from manta.workers.adapters.adapter_files import Adapter, LowRankModule, read_adapter
+from manta.workers.adapters.adapter_files import read_adapter
+from manta.workers.adapters.low_rank_adapter import Adapter, LowRankModule
+from manta.workers.checkpoints.checkpoint import in_halves
 from manta.workers.checkpoints.shard import Shard, in_order, scaled, take_piece
 from manta.workers.kernels.adapted_linear import (
     MOST_ADAPTERS,
@@ -31,6 +34,12 @@ class _Place(NamedTuple):
     places: AdapterPlaces
 
 
+class _Held(NamedTuple):
+    number: int
+    """Its place in the table of each linear."""
+    num_bytes: int
+
+
 class FittedAdapter(NamedTuple):
     """An adapter in the form in which linears use it, which is not in use yet."""
 
@@ -46,18 +55,23 @@ class FittedAdapter(NamedTuple):
 
 class AdapterBank:
     """Holds adapters of at most `max_bytes` together, with values in `dtype`. `shard` is the rank's share, None for all
-    of the model. Not thread-safe, except for `read`.
+    of the model. `head_dim` is the width of the model's heads, which adapters of GGUF files need. Not thread-safe,
+    except for `read`.
     """
 
-    def __init__(self, adapting: LinearAdapting, dtype: torch.dtype, max_bytes: int, shard: Shard | None) -> None:
+    def __init__(
+        self, adapting: LinearAdapting, dtype: torch.dtype, max_bytes: int, shard: Shard | None, head_dim: int = 0
+    ) -> None:
         self._adapting = adapting
         self._dtype = dtype
         self._max_bytes = max_bytes
         self._shard = shard
+        self._head_dim = head_dim
         self._places: list[_Place] = []
         self._other_modules: frozenset[str] = frozenset()
-        self._numbers: dict[str, int] = {}
-        """The numbers of adapters by their digests."""
+        self._held: dict[str, _Held] = {}
+        """The adapters by their digests."""
+        self._free_numbers = list(range(MOST_ADAPTERS))
         self._num_bytes = 0
 
     # ---- the model -----------------------------------------------------------------------------------------------
@@ -76,7 +90,7 @@ class AdapterBank:
 
     def number_of(self, digest: str) -> int:
         """Returns the number of an adapter that is held."""
-        return self._numbers[digest]
+        return self._held[digest].number
 
     def load(self, name: str, path: str) -> AdapterInfo:
         """Reads the adapter in a folder and holds it. Raises `ModelError` if it is damaged, does not fit the model, or
@@ -86,7 +100,12 @@ class AdapterBank:
             fitted = self.read(path)
         except ModelError as error:
             raise ModelError(f"adapter {name!r}: {error}") from error
-        self._hold(name, fitted)
+        if not self.hold(fitted):
+            raise ModelError(
+                f"adapter {name!r} takes {fitted.num_bytes} bytes, and {self._max_bytes - self._num_bytes} of "
+                f"max_adapter_bytes {self._max_bytes} are left for at most {MOST_ADAPTERS} adapters; raise it, or name "
+                "fewer adapters"
+            )
         return AdapterInfo(path, fitted.digest, fitted.rank, fitted.num_bytes, fitted.base_model)
 
     def read(self, path: str) -> FittedAdapter:
@@ -103,21 +122,28 @@ class AdapterBank:
         ]
         return FittedAdapter(adapter.digest, adapter.rank, adapter.base_model, low_ranks)
 
-    def _hold(self, name: str, fitted: FittedAdapter) -> None:
-        if fitted.digest in self._numbers:
-            return
-        if len(self._numbers) == MOST_ADAPTERS:
-            raise ModelError(f"adapter {name!r} is one more than the {MOST_ADAPTERS} that a model holds; name fewer")
-        if self._num_bytes + fitted.num_bytes > self._max_bytes:
-            raise ModelError(
-                f"adapter {name!r} takes {fitted.num_bytes} bytes, and {self._max_bytes - self._num_bytes} of "
-                f"max_adapter_bytes {self._max_bytes} are left; raise it, or name fewer adapters"
-            )
-        number = len(self._numbers)
+    def hold(self, fitted: FittedAdapter) -> bool:
+        """Holds an adapter. Returns False if there is no room for it beside the others."""
+        if fitted.digest in self._held:
+            return True
+        if not self._free_numbers or self._num_bytes + fitted.num_bytes > self._max_bytes:
+            return False
+        number = heapq.heappop(self._free_numbers)
         for places, low_rank in fitted.low_ranks:
             places.hold(number, low_rank)
-        self._numbers[fitted.digest] = number
+        self._held[fitted.digest] = _Held(number, fitted.num_bytes)
         self._num_bytes += fitted.num_bytes
+        return True
+
+    def drop(self, digest: str) -> None:
+        """Forgets an adapter that no sequence of the next steps has; harmless if it is not held."""
+        held = self._held.pop(digest, None)
+        if held is None:
+            return
+        for place in self._places:
+            place.places.drop(held.number)
+        heapq.heappush(self._free_numbers, held.number)
+        self._num_bytes -= held.num_bytes
 
     def _low_rank(self, adapter: Adapter, spec: LinearSpec) -> LowRank:
         """Returns the rank's share of what an adapter adds to one linear."""
@@ -149,7 +175,7 @@ class AdapterBank:
         num_rows = part.stored_rows or part.out_features
         if len(module.b) != num_rows:
             raise ModelError(_wrong_shape(adapter, part.name, "B", module.b, f"[{num_rows}, rank]"))
-        return self._share_of(part, module.b)
+        return self._share_of(part, in_halves(module.b, self._head_dim) if module.is_interleaved else module.b)
 
     def _num_outputs(self, part: WeightPart) -> int:
         """Returns the number of the rank's outputs of a part."""

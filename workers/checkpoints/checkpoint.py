@@ -50,10 +50,7 @@ class Checkpoint(TensorFiles):
         rows = torch.frombuffer(mapped, dtype=dtype, count=count, offset=entry.start).view(shape)
         if entry.added:
             return rows - entry.added
-        if not entry.interleaved_head_dim:
-            return rows
-        heads = torch.arange(rows.shape[0]).view(-1, entry.interleaved_head_dim // 2, 2)
-        return rows[heads.transpose(1, 2).reshape(-1)]
+        return in_halves(rows, entry.interleaved_head_dim) if entry.interleaved_head_dim else rows
 
 
 class CheckpointHeaders(Checkpoint):
@@ -64,3 +61,9 @@ class CheckpointHeaders(Checkpoint):
 
     def release(self) -> None:
         pass
+
+
+def in_halves(rows: torch.Tensor, head_dim: int) -> torch.Tensor:
+    """Returns the rows of heads whose two halves were interleaved, with one half behind the other."""
+    heads = torch.arange(rows.shape[0]).view(-1, head_dim // 2, 2)
+    return rows[heads.transpose(1, 2).reshape(-1)]

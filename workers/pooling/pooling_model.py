@@ -53,12 +53,20 @@ class PooledText(msgspec.Struct, frozen=True):
 class PoolingModel:
     """Raises `ModelError` if the checkpoint cannot be loaded or transformers does not know it."""
 
-    def __init__(self, folder: pathlib.Path, info: PoolingInfo, dtype: str, platform: Platform) -> None:
+    def __init__(
+        self, folder: pathlib.Path, info: PoolingInfo, dtype: str, platform: Platform, is_exact: bool = False
+    ) -> None:
+        """With `is_exact` each text runs by itself, so that no bit of its answer depends on the others of its step:
+        libraries choose the order of a product's sums by its shape.
+        """
         self.info = info
+        self._is_exact = is_exact
         self.device = platform.device
         self._dtype = platform.torch_dtype(dtype)
         packed_attention.register()
         self._model = self._load(folder)
+        if info.answer_tokens:
+            _keep_answers(self._model, info.answer_tokens, folder)
         self._base = self._model if info.task == "embed" else getattr(self._model, self._model.base_model_prefix)
         self._config = self._model.config
         self._takes_types = "token_type_ids" in inspect.signature(self._base.forward).parameters
@@ -78,8 +86,11 @@ class PoolingModel:
     def _load(self, folder: pathlib.Path) -> Any:
         weight_files(folder)  # raises for an index that names files elsewhere, which transformers reads
         transformers.utils.logging.disable_progress_bar()
+        transformers.utils.logging.set_verbosity_error()  # it would print a table of the heads that are not needed
         kind: Any = transformers.AutoModel
-        if self.info.task == "classify":
+        if self.info.answer_tokens:
+            kind = transformers.AutoModelForCausalLM
+        elif self.info.task == "classify":
             kind = transformers.AutoModelForSequenceClassification
         try:
             config = read_config(folder, "")
@@ -91,7 +102,7 @@ class PoolingModel:
                 dtype=self._dtype,
                 output_loading_info=True,
             )
-        except (LookupError, AttributeError, TypeError, ValueError, OSError) as error:
+        except (LookupError, AttributeError, TypeError, ValueError, OSError, ImportError) as error:
             raise ModelError(f"{folder} does not load in transformers: {first_sentence(error)}") from error
         missing = sorted(str(name) for name in report["missing_keys"])
         if self.info.task == "embed":
@@ -110,7 +121,9 @@ class PoolingModel:
         """
         outer, self._between = self._between, between
         try:
-            rows = self._run_packed(texts) if self.is_packed else self._run_by_length(texts)
+            steps = [[text] for text in texts] if self._is_exact else [texts]
+            run = self._run_packed if self.is_packed else self._run_by_length
+            rows = torch.cat([run(step) for step in steps])
         finally:
             self._between = outer
         return ACTIVATIONS[self.info.activation](rows).cpu()
@@ -145,9 +158,18 @@ class PoolingModel:
         try:
             ids = torch.zeros((rows.shape[0], 1), dtype=torch.int64, device=self.device)
             mask = torch.ones_like(ids)
-            return self._model(input_ids=ids, attention_mask=mask, **self._no_cache).logits.float()
+            return self._numbers(self._model(input_ids=ids, attention_mask=mask, **self._no_cache).logits)
         finally:
             setattr(self._model, prefix, base)
+
+    def _numbers(self, logits: torch.Tensor) -> torch.Tensor:
+        """Returns the numbers of the labels [num_texts, num_labels], before the activation, of what the model's head
+        gives. That of a model that scores by answers gives the answers' logits [num_texts, num_tokens, num_answers].
+        """
+        if not self.info.answer_tokens:
+            return logits.float()
+        fit, *misfit = logits[:, -1].float().split(1, dim=1)
+        return fit - misfit[0] if misfit else fit
 
     def _run_by_length(self, texts: Sequence[PooledText]) -> torch.Tensor:
         rows: list[torch.Tensor | None] = [None] * len(texts)
@@ -155,7 +177,8 @@ class PoolingModel:
         for _, group in itertools.groupby(order, key=lambda index: len(texts[index].token_ids)):
             indices = list(group)
             # without a padding token, transformers' classifiers of decoders take one text at a time
-            size = len(indices) if self._head or self._config.pad_token_id is not None else 1
+            pads = self._config.pad_token_id is not None
+            size = len(indices) if self._head or self.info.answer_tokens or pads else 1
             for start in range(0, len(indices), size):
                 batch = indices[start : start + size]
                 for index, row in zip(batch, self._run_equal([texts[index] for index in batch]), strict=True):
@@ -170,7 +193,7 @@ class PoolingModel:
             inputs["token_type_ids"] = torch.stack([_types(text) for text in texts]).to(self.device)
         output = self._model(**inputs, **self._no_cache)
         if self._head is None:
-            return list(output.logits.float())
+            return list(self._numbers(output.logits))
         return [self._head(own, text.num_skipped) for own, text in zip(output.last_hidden_state, texts, strict=True)]
 
     def _inputs(self, token_ids: list[list[int]]) -> dict[str, torch.Tensor]:
@@ -222,12 +245,28 @@ class _Given(nn.Module):
         super().__init__()
         pooler = getattr(base, "pooler", None)
         pooled = None if pooler is None else pooler(hidden)
-        self._output = transformers.modeling_outputs.BaseModelOutputWithPooling(
+        self._output = transformers.modeling_outputs.BaseModelOutputWithPoolingAndCrossAttentions(
             last_hidden_state=hidden, pooler_output=pooled
         )
 
     def forward(self, *_: Any, **__: Any) -> Any:
         return self._output
+
+
+def _keep_answers(model: Any, answers: Sequence[int], folder: pathlib.Path) -> None:
+    """Has a model compute the logits of `answers` alone, in their order. Raises `ModelError` if it cannot."""
+    head = model.get_output_embeddings()
+    if not isinstance(head, nn.Linear):
+        raise ModelError(f"{folder}: {type(model).__name__} has no linear for logits, and cannot score by answers")
+    if max(answers) >= head.out_features:
+        raise ModelError(f"{folder}: the answer {max(answers)} is not among the {head.out_features} tokens")
+    rows = torch.tensor(answers, device=head.weight.device)
+    kept = nn.Linear(head.in_features, len(answers), head.bias is not None, head.weight.device, head.weight.dtype)
+    with torch.no_grad():
+        kept.weight.copy_(head.weight[rows])
+        if head.bias is not None:
+            kept.bias.copy_(head.bias[rows])
+    model.set_output_embeddings(kept)
 
 
 def _types(text: PooledText) -> torch.Tensor:

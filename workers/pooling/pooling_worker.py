@@ -18,7 +18,7 @@ from manta.workers.models.model_config import ModelError
 from manta.workers.phases import Phases
 from manta.workers.platforms import choose_platform
 from manta.workers.pooling.pooling_model import PooledText, PoolingModel
-from manta.workers.pooling_options import check_pooling_options, pooling_dtype
+from manta.workers.pooling_options import check_exact_pooling, check_pooling_options, pooling_dtype
 
 
 class PoolingWorker:
@@ -28,13 +28,14 @@ class PoolingWorker:
         check_pooling_options(config)
         phases = Phases()
         folder = resolve_model_folder(config.model)
-        pooling = read_pooling(folder)
+        pooling = read_pooling(folder, config.task)
         if pooling is None:
             raise ModelError(f"{folder} generates text, and does not pool")
         platform = choose_platform(config.device, config.num_threads)
+        check_exact_pooling(config, platform.name)
         dtype = pooling_dtype(config.dtype, read_dtype(read_json_object(folder, "config.json")))
         phases.end("config")
-        self._model = PoolingModel(folder, pooling, platform.resolve_dtype(dtype, dtype), platform)
+        self._model = PoolingModel(folder, pooling, platform.resolve_dtype(dtype, dtype), platform, config.exact)
         phases.end("weights")
         longest = self._model.max_tokens
         if config.max_model_len is not None and config.max_model_len > longest:
@@ -50,7 +51,7 @@ class PoolingWorker:
             kv_cache_dtype=dtype,
             dtype=dtype,
             platform=platform.name,
-            kernels="transformers" if self._model.is_packed else "transformers, texts of one length together",
+            kernels=_kernels(config.exact, self._model.is_packed),
             load_seconds=sum(phases.seconds.values()),
             load_phases=phases.seconds,
             pooling=pooling,
@@ -61,3 +62,10 @@ class PoolingWorker:
         again.
         """
         return self._model.run(texts, between).numpy()
+
+
+def _kernels(is_exact: bool, is_packed: bool) -> str:
+    """Returns what computes a step, for display."""
+    if is_exact:
+        return "transformers, each text by itself"
+    return "transformers" if is_packed else "transformers, texts of one length together"

@@ -120,6 +120,40 @@ class KeepingWorker(RankWorker, Protocol):
         ...
 
 
+class ReadAdapter(Protocol):
+    """An adapter that a worker has read and cut to its linears, and does not compute with yet."""
+
+    @property
+    def digest(self) -> str:
+        """Hexadecimal digest of its values, by which sequences name it."""
+        ...
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes that its values take."""
+        ...
+
+
+class AdaptingWorker(RankWorker, Protocol):
+    """A worker whose options have `adapter_roots`."""
+
+    def read_adapter(self, path: str) -> ReadAdapter:
+        """Reads the adapter in a folder. Any thread may call it, also while a step runs. Raises `ModelError` if the
+        adapter is damaged or does not fit the model.
+        """
+        ...
+
+    def hold_adapter(self, adapter: ReadAdapter) -> bool:
+        """Lets the sequences of later steps have an adapter. Returns False if there is no room for it. Called between
+        two steps.
+        """
+        ...
+
+    def drop_adapter(self, digest: str) -> None:
+        """Forgets an adapter that no later step uses. Called between two steps."""
+        ...
+
+
 class Drawn(Protocol):
     """The drawn tokens of a step, which the device may still compute."""
 

@@ -109,9 +109,10 @@ def load_models(sources: ModelSources, options: ModelOptions, platform: Platform
 def _open_bank(
     options: ModelOptions, config: ModelConfig, dtype: torch.dtype, platform: Platform, group: Group
 ) -> AdapterBank | None:
-    if not options.adapters or platform.adapting is None:
+    if not (options.adapters or options.adapter_roots) or platform.adapting is None:
         return None
-    return AdapterBank(platform.adapting(), dtype, options.max_adapter_bytes, rank_shard(config, group))
+    shard = rank_shard(config, group)
+    return AdapterBank(platform.adapting(), dtype, options.max_adapter_bytes, shard, config.head_dim)
 
 
 def load_adapters(bank: AdapterBank | None, folders: Mapping[str, str], group: Group) -> dict[str, AdapterInfo]:

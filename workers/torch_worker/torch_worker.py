@@ -16,6 +16,7 @@ import torch
 from manta.structured.logits_processors import LogitsProcessorFactory, LogitsProcessorRegistry
 from manta.structured.masks import MaskBatch
 from manta.structured.visible_logs import logger_of
+from manta.workers.adapters.adapter_bank import FittedAdapter
 from manta.workers.kept_weights import describe_kept
 from manta.workers.kernels.build import library_name
 from manta.workers.kernels.layer_caches import LayerStates, allocate_states
@@ -29,7 +30,7 @@ from manta.workers.phases import Phases
 from manta.workers.platforms import Platform, choose_platform
 from manta.workers.prefix_store import BlockPart, StorePlace
 from manta.workers.ranks.rank_sequences import RankSequences
-from manta.workers.ranks.rank_worker import ALONE, RankPlace, StepTimes
+from manta.workers.ranks.rank_worker import ALONE, RankPlace, ReadAdapter, StepTimes
 from manta.workers.sampling.pending_draw import PendingDraw
 from manta.workers.step import StepInput, StepOutOfMemory, StepOutput
 from manta.workers.torch_worker.block_keeper import open_keeper, values_for_store
@@ -74,6 +75,7 @@ class TorchWorker:
         values = values_for_store(config, sources.target.folder)
         models = load_models(sources, config, platform, self.group)
         phases.end("weights")
+        self._bank = models.bank
         adapters = load_adapters(models.bank, config.adapters, self.group)
         if adapters:
             phases.end("adapters")
@@ -176,6 +178,19 @@ class TorchWorker:
     def drop_kept(self, hashes: Sequence[bytes]) -> None:
         if self._keeper is not None:
             self._keeper.drop(hashes)
+
+    def read_adapter(self, path: str) -> FittedAdapter:
+        assert self._bank is not None, "the options name folders of adapters"
+        return self._bank.read(path)
+
+    def hold_adapter(self, adapter: ReadAdapter) -> bool:
+        assert self._bank is not None, "the options name folders of adapters"
+        assert isinstance(adapter, FittedAdapter), "it was read here"
+        return self._bank.hold(adapter)
+
+    def drop_adapter(self, digest: str) -> None:
+        if self._bank is not None:
+            self._bank.drop(digest)
 
     def reset(self) -> None:
         self.runner.reset()

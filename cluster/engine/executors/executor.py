@@ -14,6 +14,7 @@ from manta.structured.logits_processors import LogitsProcessorFactory
 from manta.structured.masks import MaskBatch
 from manta.workers.model_info import ModelInfo
 from manta.workers.prefix_store import BlockPart
+from manta.workers.ranks.rank_worker import ReadAdapter
 from manta.workers.step import StepInput, StepOutput
 
 Collect = Callable[[Callable[[], bool]], MaskBatch | None]
@@ -92,6 +93,21 @@ class Executor(Protocol):
         """Removes the blocks with these hashes from the ranks' prefix stores; see `restore_blocks`."""
         ...
 
+    def read_adapter(self, path: str) -> ReadAdapter:
+        """Reads the adapter in a folder, for `hold_adapter`. Any thread may call it, also while steps run. Raises
+        `ModelError` if the adapter is damaged or does not fit the model. Called only if the options have
+        `adapter_roots`, as the next two.
+        """
+        ...
+
+    def hold_adapter(self, adapter: ReadAdapter) -> bool:
+        """Lets the sequences of later steps have an adapter. Returns False if there is no room for it."""
+        ...
+
+    def drop_adapter(self, digest: str) -> None:
+        """Forgets an adapter after the steps under way. No later step may use it."""
+        ...
+
     def rebuild(self) -> None:
         """Drops every sequence and all keys and values that the workers hold.
 
@@ -145,6 +161,15 @@ class SynchronousExecutor:
         raise NotImplementedError
 
     def drop_kept(self, hashes: Sequence[bytes]) -> None:
+        raise NotImplementedError
+
+    def read_adapter(self, path: str) -> ReadAdapter:
+        raise NotImplementedError
+
+    def hold_adapter(self, adapter: ReadAdapter) -> bool:
+        raise NotImplementedError
+
+    def drop_adapter(self, digest: str) -> None:
         raise NotImplementedError
 
     def rebuild(self) -> None:

@@ -13,7 +13,14 @@ from manta.structured.logits_processors import LogitsProcessorFactory
 from manta.structured.masks import MaskBatch
 from manta.workers.model_info import ModelInfo
 from manta.workers.prefix_store import BlockPart
-from manta.workers.ranks.rank_worker import Drawn, KeepingWorker, RankWorker, RunAheadWorker
+from manta.workers.ranks.rank_worker import (
+    AdaptingWorker,
+    Drawn,
+    KeepingWorker,
+    RankWorker,
+    ReadAdapter,
+    RunAheadWorker,
+)
 from manta.workers.step import StepInput, StepOutput
 
 
@@ -66,6 +73,19 @@ class InProcessExecutor(SynchronousExecutor):
 
     def drop_kept(self, hashes: Sequence[bytes]) -> None:
         self._keeping.drop_kept(hashes)
+
+    def read_adapter(self, path: str) -> ReadAdapter:
+        return self._adapting.read_adapter(path)
+
+    def hold_adapter(self, adapter: ReadAdapter) -> bool:
+        return self._adapting.hold_adapter(adapter)
+
+    def drop_adapter(self, digest: str) -> None:
+        self._adapting.drop_adapter(digest)
+
+    @property
+    def _adapting(self) -> AdaptingWorker:
+        return cast(AdaptingWorker, self.worker)
 
     @property
     def _keeping(self) -> KeepingWorker:

@@ -12,6 +12,7 @@ from manta.cluster.engine.executors.executor import Collect, StepCall, Synchrono
 from manta.structured.logits_processors import LogitsProcessorFactory
 from manta.workers.model_info import ModelInfo
 from manta.workers.prefix_store import BlockPart
+from manta.workers.ranks.rank_worker import ReadAdapter
 from manta.workers.step import StepInput, StepOutput
 
 
@@ -70,11 +71,19 @@ class ThreadExecutor:
         return self._thread.submit(self.inner.restore_blocks, parts).result()
 
     def keep_blocks(self, parts: Sequence[BlockPart]) -> list[bool]:
-        self._thread.submit(self.inner.keep_blocks, parts)  # nobody waits for the steps before it
-        return [True] * len(parts)
+        return self._thread.submit(self.inner.keep_blocks, parts).result()
 
     def drop_kept(self, hashes: Sequence[bytes]) -> None:
         self._thread.submit(self.inner.drop_kept, hashes)
+
+    def read_adapter(self, path: str) -> ReadAdapter:
+        return self.inner.read_adapter(path)  # in the caller's thread, beside the steps
+
+    def hold_adapter(self, adapter: ReadAdapter) -> bool:
+        return self._thread.submit(self.inner.hold_adapter, adapter).result()
+
+    def drop_adapter(self, digest: str) -> None:
+        self._thread.submit(self.inner.drop_adapter, digest)
 
     def rebuild(self) -> None:
         """Rebuilds `inner` after all calls queued before, whether or not they failed."""

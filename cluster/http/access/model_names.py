@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 from manta.cluster.config import ServeConfig
 
 
@@ -9,14 +11,24 @@ class ModelNames:
     """The names of one model. An adapter is found by its own name and as `MODEL:ADAPTER`; whole names win."""
 
     def __init__(self, config: ServeConfig) -> None:
-        own = (config.model_name, *config.model_aliases)
-        adapters = config.engine.adapters
+        self._own = (config.model_name, *config.model_aliases)
+        self.configured = (*self._own, *config.engine.adapters)
+        """The names of the configuration."""
         self.model = config.model_name
         """The model's name in answers."""
-        self.listed = (*own, *adapters)
+        self.serve(())
+
+    def serve(self, loaded: Collection[str]) -> None:
+        """Serves the loaded adapters with these names beside those of the configuration, and no others. The model's own
+        names stay its own.
+        """
+        names = dict.fromkeys((*self.configured, *loaded))
+        self.adapters = tuple(each for each in names if each not in self._own)
+        """The adapters' own names."""
+        self.listed = (*self._own, *self.adapters)
         """The names that `/v1/models` lists."""
-        self._adapters = {f"{name}:{adapter}": adapter for name in own for adapter in adapters}
-        self._adapters |= dict.fromkeys(own, "") | {adapter: adapter for adapter in adapters}
+        table = {f"{name}:{adapter}": adapter for name in self._own for adapter in self.adapters}
+        self._adapters = table | dict.fromkeys(self._own, "") | {adapter: adapter for adapter in self.adapters}
 
     @property
     def every(self) -> tuple[str, ...]:

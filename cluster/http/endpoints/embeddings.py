@@ -56,11 +56,12 @@ async def embedded(
         model=model,
         field_of=field_of,
         prompt=prompt_of(info, body.prompt_name),
+        prompt_field="model" if body.prompt_name is None else "prompt_name",
         add_special_tokens=body.add_special_tokens,
         most_tokens=body.most_tokens(model.max_model_len),
         side=body.truncation_side or "right",
     )
-    inputs = await tokenised(state, texts, form)
+    inputs = await tokenised(state, exchange, texts, form)
     vectors = await pooled(state, exchange, inputs, field_of, body.priority)
     num_tokens = sum(len(each.token_ids) for each in inputs)
     usage = PoolingUsage(prompt_tokens=num_tokens, total_tokens=num_tokens)

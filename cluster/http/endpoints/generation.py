@@ -98,7 +98,7 @@ async def filled_in(
     tokenizer, limit = state.tokenizer, (await state.model_info()).max_model_len
     fill_in = FillIn(tokenizer)
     before = await encode_all(tokenizer, request.prompts(), False, limit, "prompt")
-    behind = await encode(tokenizer, request.suffix or "", False, limit, "suffix")
+    behind = fill_in.own(await encode(tokenizer, fill_in.continuing(request.suffix or ""), False, limit, "suffix"))
     leading = tokenizer.leading_special_ids() if request.add_special_tokens else []
     ends = (*params.stop_token_ids, *fill_in.end_token_ids)
     params = msgspec.structs.replace(params, stop_token_ids=ends)
@@ -163,8 +163,8 @@ async def generate(
     try:
         params = await _enforceable(exchange, params, not_carried)
         exchange.adapter = state.admission.check_model(request.model)
-        digest = await state.adapter_digest(exchange.adapter)
-        asked = _engines_request(state, exchange, prompts, params, request, shown_ids, thinking, digest)
+        exchange.adapter_digest = await state.adapter_digest(exchange.adapter)
+        asked = _engines_request(state, exchange, prompts, params, request, shown_ids, thinking)
         streams = bool(request.stream)
         state.metrics.model_used(exchange.adapter)
         if exchange.span is not None:
@@ -184,6 +184,7 @@ async def generate(
     except RequestRefused as error:
         if error.refusal.kind == "adapter_gone":
             state.forget_model()
+            await state.refresh_adapters()
         field, refusal = await _field_at_fault(exchange, request, error.refusal)
         raise error_of(under_field(refusal, field)) from error
 
@@ -208,7 +209,6 @@ def _engines_request(
     request: GenerationBody,
     shown_ids: frozenset[int],
     thinking: Sequence[ThinkingSection | None],
-    adapter: str,
 ) -> GenerationRequest:
     sharer = exchange.caller.sharer
     engine = EngineRequest(
@@ -222,7 +222,8 @@ def _engines_request(
         session=session_of(exchange.headers),
         traceparent=exchange.traceparent,
         cache_root=state.prefix_scope.root(exchange.caller.owner, request.cache_salt),
-        adapter=adapter,
+        adapter=exchange.adapter_digest,
+        cache_salt=request.cache_salt or "",
     )
     chat = isinstance(request, ChatCompletionRequest)
     return GenerationRequest(prompts=prompts, engine=engine, chat=chat, shown_ids=shown_ids, thinking=[*thinking])

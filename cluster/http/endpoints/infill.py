@@ -32,10 +32,11 @@ async def infill(state: AppState, exchange: GenerationExchange, body: InfillRequ
         )
         limit = (await state.model_info()).max_model_len
         extra = [(file.filename, file.text) for file in body.input_extra]
-        texts = [*fill_in.other_files(extra), body.input_prefix, body.input_suffix, body.prompt]
+        continuing = map(fill_in.continuing, (body.input_suffix, body.prompt))
+        texts = [*fill_in.other_files(extra), body.input_prefix, *continuing]
         *others, before, behind, begun = await encode_all(state.tokenizer, texts, False, limit, "input_prefix")
         leading = [*state.tokenizer.leading_special_ids(), *fill_in.joined(others)]
-        prompt = [*fill_in.prompt(leading, before, behind), *begun]
+        prompt = [*fill_in.prompt(leading, before, fill_in.own(behind)), *fill_in.own(begun)]
         state.admission.check_answer(params, [prompt], limit, body.stream)
         await generation.generate(state, exchange, [prompt], params, request, GapAnswer(state.model_name))
     except RequestRefused as error:

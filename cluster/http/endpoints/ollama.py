@@ -63,7 +63,7 @@ async def chat(state: AppState, exchange: Exchange, body: OllamaChatRequest) -> 
 
 async def generate(state: AppState, exchange: Exchange, body: OllamaGenerateRequest) -> OllamaGenerateAnswer | None:
     state.admission.check_model(body.served_model)
-    if not body.prompt:
+    if not body.prompt and not body.suffix:
         return _generate_part(OllamaAnswerMessage(content="", role="assistant"), **_loaded(body))
     if state.tokenizer.has_chat_template and not (body.raw or body.suffix):
         await _chat(state, exchange, body, await state.apart(exchange, body.as_chat), _generate_part)

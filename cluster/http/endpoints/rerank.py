@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from manta.cluster.http.endpoints.embeddings import field_names
@@ -29,7 +30,7 @@ from manta.cluster.protocol.rerank_api import (
     ScoreList,
     ScoreRequest,
 )
-from manta.cluster.text.pooled_texts import TextForm, prompt_of
+from manta.cluster.text.pooled_texts import TextForm, instruction_of, prompt_of
 from manta.cluster.text.tokenizer import TextOrPair
 from manta.workers.model_info import ModelInfo
 from manta.workers.pooling_info import PoolingTask
@@ -50,7 +51,7 @@ async def _reranked(state: AppState, exchange: Exchange, body: RerankRequest, ha
     texts = body.texts()
     check_texts(state, exchange, len(texts), body.priority, "documents")
     field_of = field_names("documents", is_single=False)
-    form = _form(await _scoring_model(state), body, field_of, body.max_tokens_per_doc, first_field="query")
+    form = await _pair_form(state, body, field_of, body.max_tokens_per_doc, first_field="query")
     rows, usage = await _rows(state, exchange, [(body.query, text) for text in texts], form, body.priority)
     scores = rows[:, 0]
     best = np.argsort(-scores, kind="stable")[: body.top_n]
@@ -73,7 +74,7 @@ async def score(state: AppState, exchange: Exchange, body: ScoreRequest) -> Scor
     pairs = body.pairs()
     check_texts(state, exchange, len(pairs), body.priority, "text_2")
     field_of = field_names("text_2", is_single=isinstance(body.text_2, str))
-    form = _form(await _scoring_model(state), body, field_of)
+    form = await _pair_form(state, body, field_of)
     rows, usage = await _rows(state, exchange, pairs, form, body.priority)
     scores = [Score(index=index, score=number) for index, number in enumerate(rows[:, 0].tolist())]
     return ScoreList(**_common(state, exchange, "score-"), data=scores, usage=usage)
@@ -111,11 +112,21 @@ async def _inputs(
     return rows, usage, model
 
 
-async def _scoring_model(state: AppState) -> ModelInfo:
+async def _pair_form(
+    state: AppState,
+    body: RerankRequest | ScoreRequest,
+    field_of: Callable[[int], str],
+    most_of_second: int | None = None,
+    first_field: str = "",
+) -> TextForm:
+    """Returns how pairs of texts become tokens. Refuses a model that gives them no score."""
     model, info = await state.pooling_model("classify")
     if not info.scores_pairs:
         state.refuse_model(f"it has {info.dimension} labels, and a score of two texts needs a model with one")
-    return model
+    prompt = instruction_of(info, body.instruction)
+    form = _form(model, body, field_of, prompt=prompt, most_of_second=most_of_second, first_field=first_field)
+    field = "model" if body.instruction is None else "instruction"
+    return msgspec.structs.replace(form, prompt_field=field)
 
 
 def _form(
@@ -146,7 +157,7 @@ async def _rows(
     form: TextForm,
     priority: int,
 ) -> tuple[np.ndarray, PoolingUsage]:
-    inputs = await tokenised(state, texts, form)
+    inputs = await tokenised(state, exchange, texts, form)
     rows = await pooled(state, exchange, inputs, form.field_of, priority)
     num_tokens = sum(len(each.token_ids) for each in inputs)
     return rows, PoolingUsage(prompt_tokens=num_tokens, total_tokens=num_tokens)

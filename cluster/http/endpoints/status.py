@@ -186,7 +186,7 @@ async def status(state: AppState, exchange: Exchange, _: None) -> Status:
     deployments, nodes = cluster.value
     return Status(
         version=version(),
-        uptime_s=time.time() - state.created,
+        uptime_s=time.monotonic() - state.started,
         num_held=state.engines.num_held,
         engines=[
             _engine_state(each, bound_s, served.model_name if are_several else UNSET)

@@ -12,7 +12,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
-import time
 from collections.abc import Iterator
 from typing import Annotated, Any, Literal, cast
 
@@ -20,6 +19,7 @@ import msgspec
 from msgspec import Meta
 
 from manta.cluster.engine.kv_blocks import hash_blocks
+from manta.cluster.engine.request import chain_root
 from manta.cluster.errors import ServingError, Unavailable, refuse
 from manta.cluster.http.access.request_admission import Caller, decode
 from manta.cluster.http.endpoints.item_references import with_referenced
@@ -137,7 +137,8 @@ class Keeping:
     def _store(self, response: ResponseObject, opening: bytes | None = None) -> None:
         assert self._kept is not None
         state, owner = self._state, self._exchange.caller.owner
-        hashes = _block_hashes(state, state.prefix_scope.root(owner, self.cache_salt), self.prompt)
+        root = chain_root(state.prefix_scope.root(owner, self.cache_salt), self._exchange.adapter_digest)
+        hashes = _block_hashes(state, root, self.prompt)
         self._kept.create(owner, StoredResponse(response, self._items, opening, hashes))
 
     async def undo(self) -> None:
@@ -303,7 +304,7 @@ async def _written(state: AppState, recording: Recording) -> ResponseObject:
         body = await asyncio.to_thread(decode, ResponsesRequest, opening.body, state.config.body)
         items = await state.apart(exchange, input_items, body.input, response.id)
         (prompt,) = opening.generation.prompts
-        hashes = _block_hashes(state, opening.generation.engine.cache_root, prompt)
+        hashes = _block_hashes(state, opening.generation.engine.chain_root, prompt)
         stored = StoredResponse(response, items, block_hashes=hashes)
         await asyncio.to_thread(kept.create, opening.owner, stored)
     return response
@@ -432,8 +433,7 @@ async def _running(state: AppState, kept: KeptResponses, opening: Opening) -> Re
     if await asyncio.to_thread(kept.is_deleted, opening.owner, lost):
         refuse("unknown_response", "", lost)
     logger.warning("response of stream %s was lost while it ran; it is run again", opening.stream_id)
-    timeout_s = time.time() - opening.created + state.config.request_timeout_s
-    engine = msgspec.structs.replace(opening.generation.engine, deadline_s=timeout_s)
+    engine = msgspec.structs.replace(opening.generation.engine, deadline_s=state.config.request_timeout_s)
     generation = msgspec.structs.replace(opening.generation, engine=engine)
     return state.streams.begin(msgspec.structs.replace(opening, generation=generation), is_repeated=True)
 

@@ -100,6 +100,8 @@ class GenerationExchange:
         """Set if the request came on a WebSocket connection, which remembers its latest response."""
         self.adapter = ""
         """Name of the adapter that computes the answer; empty for the model alone."""
+        self.adapter_digest = ""
+        """The digest of its values."""
         self.span: Span | None = None
         """Span of the request; None if it is not traced."""
         self._remaining_s = remaining_s
@@ -171,7 +173,8 @@ class Exchange(GenerationExchange):
         }
 
     def note_texts(self, num_texts: int, num_tokens: int) -> None:
-        self.notes = {"texts": num_texts, "prompt_tokens": num_tokens}
+        """Adds the counts of texts that were pooled to the log line."""
+        self.notes |= {"texts": num_texts, "prompt_tokens": num_tokens}
 
     def log(self, num_others: int | None = None) -> None:
         """Writes the line of this request, which has ended. It stands for `num_others` others without a line."""

@@ -45,11 +45,11 @@ _CONSTRAINTS = (
     ("num_compilers", "Compile processes that there should be."),
     ("num_compilers_alive", "Compile processes that there are, or that are starting."),
     ("num_cached", "Compiled constraints that are kept."),
-    ("cached_bytes", "What they hold."),
-    ("max_cached_bytes", "What they may hold."),
+    ("cached_bytes", "Bytes of compiled constraints that are kept."),
+    ("max_cached_bytes", "Most bytes of compiled constraints that are kept."),
     ("num_grammars", "Grammars that grammar workers keep."),
-    ("grammar_bytes", "What they hold."),
-    ("max_grammar_bytes", "What they may hold."),
+    ("grammar_bytes", "Bytes of the grammars that grammar workers keep."),
+    ("max_grammar_bytes", "Most bytes of those grammars."),
 )
 
 
@@ -86,6 +86,7 @@ class Metrics:
         )
         self.prompt_tokens = own(Counter, "prompt_tokens", "Prompt tokens of ended requests.")
         self.generation_tokens = own(Counter, "generation_tokens", "Tokens generated.")
+        self.pooled_texts = own(Counter, "pooled_texts", "Texts answered with a vector, a score or numbers of labels.")
         self.continuations = own(
             Counter, "continuations", "Times that a request went on on another engine, or on a restarted one."
         )
@@ -226,7 +227,7 @@ class Metrics:
         self._by_client.labels(*self._labels(self.replica), client).inc()
 
     def model_used(self, adapter: str) -> None:
-        """Counts a request under the name of its adapter, one of the configuration; empty for the model alone."""
+        """Counts a request under the name of its adapter, which an operator gave; empty for the model alone."""
         self._by_adapter.labels(*self._labels(self.replica), adapter).inc()
 
     def answered(self, status: int) -> None:

@@ -31,9 +31,15 @@ def check_texts(state: AppState, exchange: GenerationExchange, num_texts: int, p
         refuse("over_limit", field, num_texts, limit, remedy, unit="texts")
 
 
-async def tokenised(state: AppState, texts: Sequence[TextOrPair | list[int]], form: TextForm) -> list[PooledInput]:
-    """Returns the tokens of texts. Long ones are tokenised in a thread, in pieces, so that others get their turn."""
-    if sum(map(_size, texts)) < LONG_TEXT:
+async def tokenised(
+    state: AppState, exchange: GenerationExchange, texts: Sequence[TextOrPair | list[int]], form: TextForm
+) -> list[PooledInput]:
+    """Returns the tokens of texts. Long ones, and those that a template writes, are tokenised in a thread, in pieces,
+    so that others get their turn.
+    """
+    assert form.model.pooling is not None
+    renders = form.model.pooling.messages is not None
+    if not renders and sum(map(_size, texts)) < LONG_TEXT:
         return tokenise(state.tokenizer, texts, form)
     found: list[PooledInput] = []
     batch: list[TextOrPair | list[int]] = []
@@ -42,7 +48,8 @@ async def tokenised(state: AppState, texts: Sequence[TextOrPair | list[int]], fo
         batch.append(text)
         size += _size(text)
         if size >= LONG_TEXT or index == len(texts):
-            found += await tokenising(tokenise, state.tokenizer, batch, form, len(found))
+            piece = tokenise, state.tokenizer, batch, form, len(found)
+            found += await (state.rendered(exchange, *piece) if renders else tokenising(*piece))
             batch, size = [], 0
     return found
 
@@ -81,4 +88,5 @@ async def pooled(
     state.metrics.request_ended(FinishStatus.FINISHED_STOPPED)
     state.metrics.e2e_latency.observe(time.perf_counter() - began)
     state.metrics.prompt_tokens.inc(num_tokens)
+    state.metrics.pooled_texts.inc(len(texts))
     return result.rows()

@@ -99,8 +99,12 @@ class Recording:
     leaves.
     """
 
-    def __init__(self, opening: Opening, on_unread: Callable[[Recording], None] = lambda _: None) -> None:
+    def __init__(
+        self, opening: Opening, on_unread: Callable[[Recording], None] = lambda _: None, age_s: float = 0.0
+    ) -> None:
+        """`age_s` are the seconds since the stream began, in whichever process."""
         self.opening = opening
+        self._began = time.monotonic() - age_s
         self.entries: list[bytes] = []
         self.num_safe = 0
         """Entries that another process has too, or that need not be anywhere else; readers get only these."""
@@ -119,6 +123,11 @@ class Recording:
     def is_complete(self) -> bool:
         """Whether readers can get all of it."""
         return self.is_ended and self.num_safe == len(self.entries)
+
+    @property
+    def age_s(self) -> float:
+        """Seconds since the stream began, which no clock that is set anew changes."""
+        return time.monotonic() - self._began
 
     @property
     def num_tokens(self) -> int:

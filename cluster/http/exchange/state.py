@@ -13,7 +13,7 @@ import copy
 import dataclasses
 import re
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterator
 from typing import Any, ClassVar, NoReturn, TypeVar
 
 import msgspec
@@ -29,6 +29,7 @@ from manta.cluster.http.exchange.condition import Condition
 from manta.cluster.http.exchange.engines import Engines
 from manta.cluster.http.exchange.exchange import Exchange, GenerationExchange
 from manta.cluster.http.exchange.last_answer import LastAnswer
+from manta.cluster.http.exchange.loaded_adapters import LoadedAdapters
 from manta.cluster.http.exchange.metrics import Metrics
 from manta.cluster.http.exchange.on_demand import OnDemand
 from manta.cluster.http.exchange.recordings import NoStreams, Streams
@@ -151,6 +152,8 @@ class AppState:
         self.admission = Admission(config)
         self.created = int(time.time())
         """Start of this replica, in seconds since 1970; of one of several models, the time when it was added."""
+        self.started = time.monotonic()
+        """Start of this replica on `time.monotonic`'s clock."""
         self._serve(config, tokenizer, engines, metrics)
         self.models: Models = OnlyModel(self)
         """The models of the address."""
@@ -187,6 +190,8 @@ class AppState:
         self.engines = engines
         self.engine_stats = LastAnswer[list[EngineStats]](engines.stats, [])
         self.metrics = metrics
+        self.loaded_adapters: LoadedAdapters | None = None
+        """The adapters that operators load; None if the configuration lets nobody load any. `use_adapters` sets it."""
         self.condition: Condition | None = None
         """How one of several models fares. None for the only model of an address."""
         self.is_on_demand = False
@@ -225,6 +230,22 @@ class AppState:
     def model_names(self) -> tuple[str, ...]:
         """The model's name, its aliases and its adapters."""
         return self.admission.names.listed
+
+    def use_adapters(self, loaded: LoadedAdapters | None) -> None:
+        """Serves the adapters that operators load, from now on."""
+        self.loaded_adapters = loaded
+        if loaded is not None:
+            loaded.tell = self._serve_adapters
+            self._serve_adapters(loaded.paths)
+
+    def _serve_adapters(self, names: Collection[str]) -> None:
+        self.admission.names.serve(names)
+        self.models.note_names()
+
+    async def refresh_adapters(self) -> None:
+        """Learns which adapters are loaded."""
+        if self.loaded_adapters is not None:
+            await self.loaded_adapters.refresh()
 
     @contextlib.asynccontextmanager
     async def for_body(self, body: Any, exchange: GenerationExchange) -> AsyncIterator[AppState]:
@@ -318,6 +339,9 @@ class AppState:
         """Returns the digest of an adapter's values; empty for the model alone."""
         if not name:
             return ""
+        digest = None if self.loaded_adapters is None else self.loaded_adapters.digest_of(name)
+        if digest is not None:
+            return digest
         adapters = (await self.model_info()).adapters
         if name not in adapters:
             self.forget_model()
@@ -358,16 +382,33 @@ class Models:
     def put(self, state: AppState) -> None:
         """Adds a model, or replaces the one of its name at its place."""
         self._states[state.model_name] = state
-        self._find_owners()
+        self.note_names()
+
+    async def settle(self) -> None:
+        """Lets models whose adapters other processes may have changed unnoticed learn which ones are loaded."""
+        for state in self:
+            if state.loaded_adapters is not None and state.loaded_adapters.is_settling:
+                await state.loaded_adapters.refresh()
 
     def remove(self, name: str) -> None:
         """Removes a model by its name, if there is one. Requests under way keep its state."""
         self._states.pop(name, None)
-        self._find_owners()
+        self.note_names()
 
-    def _find_owners(self) -> None:
-        states = self._states.items()
-        self._owners = {each: name for name, state in states for each in state.admission.names.every}
+    def note_names(self) -> None:
+        """Finds out whose each name is, after the names of a model have changed. Of two models that have one, it is the
+        model's whose configuration has it, then the one's that has it as a whole name, and last the one's whose name
+        stands before a colon.
+        """
+        names = [(own, state.admission.names) for own, state in self._states.items()]
+        owners: dict[str, str] = {}
+        for name, own in (
+            *((name, own) for own, having in names for name in having.configured),
+            *((name, own) for own, having in names for name in having.listed),
+            *((name, own) for own, having in names for name in having.every),
+        ):
+            owners.setdefault(name, own)
+        self._owners = owners
 
     def named(self, name: str) -> AppState:
         """Returns a model by its own name, for work that began with it. Refuses with 404 if it is gone."""

@@ -5,6 +5,8 @@ import { $, make } from "./dom.js";
 
 const ORIGINS = {
   forced: "forced by the grammar",
+  prediction: "an accepted draft from the request's prediction",
+  history: "an accepted draft from an earlier answer",
   ngram: "an accepted draft from the text before",
   draft: "an accepted draft of the draft model",
 };

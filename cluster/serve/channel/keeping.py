@@ -46,6 +46,8 @@ class Write(msgspec.Struct, array_like=True):
     keep_s: float = 0.0
     """Seconds for which an orphan is kept that nobody claims; with `first` 0 only."""
     is_ended: bool = False
+    age_s: float = 0.0
+    """Seconds since the stream began; with `first` 0 only."""
 
 
 class Keep(msgspec.Struct, array_like=True, tag="keep"):
@@ -101,6 +103,8 @@ class Copy(msgspec.Struct, array_like=True, tag="copy"):
     is_owned: bool = False
     """Whether some ingress runs it, or has claimed it."""
     is_yours: bool = False
+    age_s: float = 0.0
+    """Seconds since the stream began. They are told, and not the time, because machines disagree about that."""
 
 
 class News(msgspec.Struct, array_like=True, tag="news"):

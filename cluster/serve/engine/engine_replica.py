@@ -9,14 +9,18 @@ from __future__ import annotations
 
 import asyncio
 import queue
+import time
+from typing import TYPE_CHECKING
 
 import msgspec
 import ray
 
 from manta.cluster.config import EngineConfig
+from manta.cluster.engine.adapter_table import LoadedAdapter
 from manta.cluster.engine.request import EngineRequest, SequenceOutput
 from manta.cluster.engine.stats import EngineStats
-from manta.cluster.errors import QueueFull, RequestRefused
+from manta.cluster.errors import Overdue, QueueFull, RequestRefused, refuse
+from manta.cluster.serve.adapters import adapter_registry
 from manta.cluster.serve.channel.packed import Packed
 from manta.cluster.serve.channel.token_channel import (
     BEAT_S,
@@ -28,14 +32,18 @@ from manta.cluster.serve.channel.token_channel import (
 from manta.cluster.serve.engine.meter import LoadMeter
 from manta.cluster.serve.engine.step_thread import Inbox, News, Running, StepThread
 from manta.cluster.serve.recorded.keeper import Keeper
-from manta.cluster.serve.routing.replicas import own_name, own_node
+from manta.cluster.serve.routing.replicas import own_application, own_name, own_node
 from manta.cluster.serve.routing.reports import CacheReporter
 from manta.cluster.serve.starting.start_failure import told_in_words
-from manta.structured.constraint import ConstraintSpec
+from manta.structured.constraint import ConstraintSpec, Resolved
+from manta.structured.refusals import Refusal
 from manta.structured.visible_logs import logger_of
 from manta.structured.visible_text import say
 from manta.workers.model_info import ModelInfo
 from manta.workers.phases import Phases
+
+if TYPE_CHECKING:
+    from manta.cluster.serve.engine.replica_adapters import ReplicaAdapters  # it imports torch
 
 logger = logger_of(__name__)
 
@@ -49,6 +57,10 @@ IMPORTS, ENGINE, WARM_UP, FIRST_HEALTH = "imports", "engine", "warm_up", "first_
 
 The phase `process` (Python and Ray's worker) precedes them.
 """
+
+
+ROOM_POLL_S = 0.05
+"""Seconds between two attempts to hold an adapter while those of running requests leave no room for it."""
 
 
 class _Call:
@@ -104,6 +116,16 @@ class EngineReplica:
             on_keep=lambda address, message: self._keeper.receive(address, message),
         )
         self._keeper = Keeper(self._sender.send_kept)
+        self._adapters: ReplicaAdapters | None = None
+        """The adapters that operators load; None if they load none."""
+        if config.adapter_roots:
+            from manta.cluster.serve.engine.replica_adapters import ReplicaAdapters
+
+            registry = adapter_registry.open_registry(own_application(), config.model)
+            self._adapters = ReplicaAdapters(config, self.engine, self._thread, registry)
+            self._adapters.start()
+        self._room = asyncio.Lock()
+        """Lock of the request that is next to have its adapter held."""
         self._calls: set[_Call] = set()
         """Calls of `generate` and `generate_group` that have not returned."""
         self._beating: asyncio.Task[None] | None = None
@@ -161,19 +183,20 @@ class EngineReplica:
         self._beating = None
 
     async def _results_of(self, call: _Call) -> list[RequestResult]:
-        """Adds a call's requests to the engine and returns their results. Requests with a constraint each get a task,
-        because the constraint may have to be compiled.
+        """Adds a call's requests to the engine and returns their results. Requests with a constraint or an adapter each
+        get a task, because the constraint may have to be compiled, and the adapter to be read.
         """
         plain: list[Running] = []
-        constrained: list[Running] = []
+        waiting: list[Running] = []
         for place, request in call.open.items():
             self._reporter.begin(call.address, request)
             running = Running.of(request, call.address, (call, place))
-            (constrained if request.params.is_masked else plain).append(running)
+            is_adapted = bool(request.adapter) and self._adapters is not None
+            (waiting if request.params.is_masked or is_adapted else plain).append(running)
         if plain:
             self._thread.add(plain)
         try:
-            await asyncio.gather(call.ended, *map(self._add_resolved, constrained))
+            await asyncio.gather(call.ended, *map(self._prepare, waiting))
             return call.results
         finally:
             while call.open:
@@ -181,19 +204,51 @@ class EngineReplica:
                 self._thread.abort(request.request_id)
                 self._reporter.end(call.address, request)
 
-    async def _add_resolved(self, running: Running) -> None:
-        request = running.request
+    async def _prepare(self, running: Running) -> None:
+        """Adds a request when its constraint is compiled and its adapter is held."""
+        call, place = running.key
+        try:
+            constraint = await self._resolved(running.request)
+            if place not in call.open:  # the call ended meanwhile
+                return
+            if constraint is not None:
+                self._sender.send(running.address, [_acknowledgement(running.request)])
+            if self._adapters is None or not running.request.adapter:
+                self._thread.add([running], constraint)
+            else:
+                await self._add_adapted(self._adapters, running, constraint)
+        except (RequestRefused, QueueFull, Overdue) as error:
+            self._end(running, self._thread.refusal(error))
+
+    async def _resolved(self, request: EngineRequest) -> Resolved | None:
+        """Returns the request's constraint, compiled; None if it has none."""
+        if not request.params.is_masked:
+            return None
         prepared = self.engine.constraints.prepare(request.params, request.client)
         assert prepared is not None
-        try:
-            constraint = await asyncio.wrap_future(prepared)
-        except (RequestRefused, QueueFull) as error:
-            self._end(running, self._thread.refusal(error))
+        return await asyncio.wrap_future(prepared)
+
+    async def _add_adapted(self, adapters: ReplicaAdapters, running: Running, constraint: Resolved | None) -> None:
+        """Adds a request with an adapter, which is read first if the engine does not hold it. While those of running
+        requests leave no room for it, it waits until its deadline, and later requests with adapters wait behind it.
+        Otherwise requests with one adapter could keep out another one for ever.
+        """
+        request = running.request
+        if not self._room.locked() and await asyncio.wrap_future(self._thread.add_held(running, constraint)):
             return
-        call, place = running.key
-        if place in call.open:  # else the call ended meanwhile
-            self._sender.send(running.address, [_acknowledgement(running.request)])
-            self._thread.add([running], constraint)
+        ends = None if request.deadline_s is None else running.arrived + request.deadline_s
+        try:
+            async with asyncio.timeout(None if ends is None else max(0.0, ends - time.monotonic())):
+                adapter = None if request.adapter in self.engine.adapters else await adapters.find(request.adapter)
+                async with self._room:
+                    while not await asyncio.wrap_future(self._thread.add_held(running, constraint, adapter)):
+                        if adapter is None:  # it has left meanwhile
+                            adapter = await adapters.find(request.adapter)
+                        else:
+                            await asyncio.sleep(ROOM_POLL_S)
+        except TimeoutError:
+            self._thread.abort(request.request_id)
+            refuse("deadline", place="request_timeout_s", cause="its adapter had no room in time")
 
     def _end(self, running: Running, result: RequestResult) -> None:
         call, place = running.key
@@ -226,6 +281,11 @@ class EngineReplica:
         stats = msgspec.structs.replace(self.engine.stats(), service=service)
         return stats if self._thread.failure is None else msgspec.structs.replace(stats, alive=False)
 
+    async def read_adapter(self, path: str) -> LoadedAdapter | Refusal:
+        """Reads the adapter in a folder, for requests that name its values. Returns why if it cannot be served."""
+        assert self._adapters is not None, "the configuration names folders"
+        return await self._adapters.read(path)
+
     async def drop_kept(self, hashes: list[bytes]) -> None:
         """Removes blocks from the prefix store."""
         self._thread.drop_kept(hashes)
@@ -247,6 +307,8 @@ class EngineReplica:
             say("{}", start_line(self._phases.seconds), flush=True)
         if self.engine.config.num_ranks > 1:
             self._thread.check_ranks()
+        if self._adapters is not None:
+            self._adapters.follow()
 
     def _on_lost_ingress(self, address: Address) -> None:
         """Cancels the calls of an ingress whose connection broke, which aborts their requests.

@@ -1,6 +1,6 @@
 """The replica of whatever model the configuration names: one that generates, or one that pools.
 
-The checkpoint decides, when the replica starts. A node that only deploys need not have it.
+The checkpoint decides, or the option `task`, when the replica starts. A node that only deploys need not have it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ def make_replica(
 ) -> EngineReplica | PoolingReplica:
     """Returns the replica for a configuration; see `EngineReplica`."""
     with told_in_words():
-        pools = read_pooling(resolve_model_folder(config.model)) is not None
+        pools = read_pooling(resolve_model_folder(config.model), config.task) is not None
     if pools:
         return PoolingReplica(config, Phases(process=seconds_before))
     return EngineReplica(config, is_alone, seconds_before)

@@ -21,8 +21,11 @@ from manta.cluster.errors import QueueFull, RequestRefused
 from manta.cluster.serve.engine.meter import LoadMeter
 from manta.cluster.serve.routing.replicas import own_name
 from manta.cluster.serve.starting.start_failure import told_in_words
+from manta.structured.visible_logs import logger_of
 from manta.workers.model_info import ModelInfo
 from manta.workers.phases import Phases
+
+logger = logger_of(__name__)
 
 IDLE_WAIT_S = 1.0
 """Longest wait in seconds for texts before the thread looks whether it is to end."""
@@ -54,9 +57,13 @@ class PoolingReplica:
             pass
 
     def _run_steps(self) -> None:
-        while self._is_open:
-            if not self.engine.step():
-                self.engine.wait(IDLE_WAIT_S)
+        """Ends when the replica is closed, or when the model is broken: then Serve replaces the replica."""
+        try:
+            while self._is_open:
+                if not self.engine.step():
+                    self.engine.wait(IDLE_WAIT_S)
+        except Exception:
+            logger.exception("the thread that runs the steps ends")
 
     def close(self) -> None:
         """Ends the thread after its step. Serve ends the process instead."""
@@ -85,10 +92,12 @@ class PoolingReplica:
             return PoolingResult(refusal=error.refusal)
         self._meter.arrived(request.request_id, request.num_tokens)
         try:
-            return await ended
+            result = await ended
+            if result.refusal is None:
+                self._meter.has_first_token(request.request_id)
+            return result
         finally:
             self.engine.abort(job)
-            self._meter.has_first_token(request.request_id)
             self._meter.ended(request.request_id)
 
     async def connect(self, address: Any) -> None:

@@ -11,12 +11,13 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from concurrent.futures import Future
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 
 from manta.cluster.engine.request import EngineRequest, SequenceOutput, Usage
-from manta.cluster.errors import QueueFull, RequestRefused
+from manta.cluster.errors import QueueFull, RequestRefused, ServingError
 from manta.cluster.serve.channel.token_channel import Address, Control, RequestResult
 from manta.cluster.serve.engine.burst import Burst
 from manta.cluster.serve.engine.meter import LoadMeter
@@ -24,11 +25,14 @@ from manta.cluster.serve.requests.gathering import Gathering
 from manta.cluster.telemetry.engine_watch import EngineWatch
 from manta.structured.constraint import Resolved
 from manta.structured.visible_logs import logger_of
+from manta.workers.ranks.rank_worker import ReadAdapter
 
 if TYPE_CHECKING:
     from manta.cluster.engine.engine import Engine  # it imports torch
 
 logger = logger_of(__name__)
+
+T = TypeVar("T")
 
 HOLD_S = 0.1
 """Longest time, in seconds, for which outputs of requests that are read whole are held back while other requests wait
@@ -113,6 +117,22 @@ class StepThread:
 
         self._inbox.put(add_all)
 
+    def add_held(
+        self, running: Running, constraint: Resolved | None = None, adapter: ReadAdapter | None = None
+    ) -> Future[bool]:
+        """Has a request run with its adapter: with `adapter`, which the engine then holds, or with the one that it
+        holds. The result is False if there is no room for it, or if it is not held.
+        """
+
+        def add() -> bool:
+            adapters = self._engine.adapters
+            is_held = running.request.adapter in adapters if adapter is None else adapters.hold(adapter)
+            if is_held:
+                self._add(running, constraint)
+            return is_held
+
+        return self.call(add)
+
     def finish(self, control: Control) -> None:
         """Ends a choice at a stop string, or a whole request."""
         self._inbox.put(lambda: self._finish(control))
@@ -126,9 +146,26 @@ class StepThread:
     def drop_kept(self, hashes: list[bytes]) -> None:
         self._inbox.put(lambda: self._engine.drop_kept(hashes))
 
-    def refusal(self, error: RequestRefused | QueueFull) -> RequestResult:
+    def call(self, function: Callable[..., T], *arguments: object) -> Future[T]:
+        """Calls a function between two steps, unless the result is cancelled before."""
+        called: Future[T] = Future()
+
+        def run() -> None:
+            if not called.set_running_or_notify_cancel():
+                return
+            try:
+                result = function(*arguments)
+            except Exception as error:
+                called.set_exception(error)
+            else:
+                called.set_result(result)
+
+        self._inbox.put(run)
+        return called
+
+    def refusal(self, error: ServingError) -> RequestResult:
         """Returns the result of a request that the engine does not take."""
-        if isinstance(error, RequestRefused):
+        if not isinstance(error, QueueFull):
             return RequestResult(refusal=error.refusal)
         return RequestResult(refusal=self._meter.with_retry(error.refusal, self._engine.num_waiting))
 

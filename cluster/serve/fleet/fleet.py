@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
-from collections.abc import Callable, Coroutine, Iterable
+from collections.abc import Awaitable, Callable, Coroutine, Iterable
 from typing import Any, Protocol
 
 import msgspec
@@ -19,6 +19,7 @@ from manta.cluster.http.exchange.condition import Condition
 from manta.cluster.http.exchange.engines import Engines
 from manta.cluster.http.exchange.metrics import Metrics
 from manta.cluster.http.exchange.state import AppState, Models
+from manta.cluster.serve.adapters.adapter_directory import open_directory, tell_nobody
 from manta.cluster.serve.fleet.found import FoundModel, found_models, with_unloaded
 from manta.cluster.serve.fleet.streams_of_models import StreamsOfModels
 from manta.cluster.serve.recorded.streams import RecordedStreams
@@ -89,6 +90,7 @@ class Fleet:
     - `streams` records streams; None records none.
     - `on_demand` are the models that the table has whether they are loaded or not.
     - `find` returns the models of an address, and `handle_of` the handle of a deployment of an application.
+    - `tell_others` makes the other processes that serve call `refresh_adapters`.
     """
 
     def __init__(
@@ -102,6 +104,7 @@ class Fleet:
         client: type[EngineClient] = EngineClient,
         find: Callable[[str], list[FoundModel]] = found_models,
         handle_of: Callable[[str, str], Any] = serve.get_deployment_handle,
+        tell_others: Callable[[], Awaitable[None]] = tell_nobody,
     ) -> None:
         self._address = address
         self._config = config
@@ -112,6 +115,7 @@ class Fleet:
         self._client_type = client
         self._find = find
         self._handle_of = handle_of
+        self._tell_others = tell_others
         self._members: dict[str, _Member] = {}
         self._looking = asyncio.Lock()
         self._shares = ClientShares(config.streams.max_bytes, config.streams.max_client_bytes, drops_own=True)
@@ -183,6 +187,7 @@ class Fleet:
         engines: Engines = AllEngines(Models()) if client is None else client
         state = self._table.add_model(config, tokenizer, engines, metrics)
         state.is_on_demand = found.model.on_demand
+        await self._use_adapters(state, client)
         member = self._members[name] = _Member(found, state, client, fault, handle)
         self._tell(member, found)
         if found.application:
@@ -211,7 +216,22 @@ class Fleet:
             member.client.tokenizer = tokenizer
             member.state = self._table.add_model(config, tokenizer, member.client, member.client.metrics)
             member.state.is_on_demand = found.model.on_demand
+            await self._use_adapters(member.state, member.client)
             self._tell(member, found)
+
+    async def _use_adapters(self, state: AppState, client: EngineClient | None) -> None:
+        """Serves the adapters that operators load for a model."""
+        if client is None:
+            return
+        client.loaded_adapters = open_directory(state.config, client, self._tell_others)
+        state.use_adapters(client.loaded_adapters)
+        if client.loaded_adapters is not None:
+            await client.loaded_adapters.follow()
+
+    async def refresh_adapters(self) -> None:
+        """Learns which adapters are loaded."""
+        for member in list(self._members.values()):
+            await member.state.refresh_adapters()
 
     async def _tokenizer(self, config: ServeConfig) -> tuple[Tokenizer | None, Condition | None]:
         """Returns a model's tokenizer, or the condition of a model whose tokenizer cannot be read here."""

@@ -27,7 +27,7 @@ def placed_model(model: ServedModel, nodes: list[int]) -> ServedModel:
     engine = model.engine
     if engine.num_threads is None:
         engine = msgspec.structs.replace(engine, claims_cpus=False)
-    placed = placed_engine(engine, model.max_engines, nodes)
+    placed = placed_engine(engine, model.model_name, model.max_engines, nodes)
     return msgspec.structs.replace(model, name=model.model_name, engine=placed)
 
 

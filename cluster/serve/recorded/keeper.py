@@ -65,6 +65,8 @@ class _Stream(msgspec.Struct):
     owner: Address | None
     opening: bytes
     keep_s: float
+    began: float
+    """Time of the stream's begin, on `time.monotonic`'s clock."""
     entries: list[bytes] = []
     is_ended: bool = False
     orphan_since: float = 0.0
@@ -86,6 +88,7 @@ class _Stream(msgspec.Struct):
             is_ended=self.is_ended,
             is_owned=self.owner is not None,
             is_yours=self.owner == address,
+            age_s=time.monotonic() - self.began,
         )
 
 
@@ -140,7 +143,8 @@ class Keeper:
         if stream is not None and (stream.epoch > write.epoch or stream.is_owned_by_another(write.epoch, address)):
             return False
         if write.first == 0:
-            stream = _Stream(write.epoch, address, write.opening, write.keep_s)
+            began = time.monotonic() - write.age_s
+            stream = _Stream(write.epoch, address, write.opening, write.keep_s, began)
             self._streams[write.stream_id] = stream
         if stream is None or stream.owner != address or write.first > len(stream.entries):
             return False

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import functools
-import time
 from collections.abc import Callable
 
 import msgspec
@@ -17,7 +16,7 @@ from manta.cluster.engine.request import EngineRequest, SequenceOutput
 from manta.cluster.errors import ServingError, error_of
 from manta.cluster.http.exchange.engines import UNMETERED, Meter
 from manta.cluster.http.exchange.metrics import Unmeasured
-from manta.cluster.http.exchange.recordings import Entry, Opening, Recording, encode_entry
+from manta.cluster.http.exchange.recordings import Entry, Recording, encode_entry
 from manta.cluster.serve.channel.token_channel import RequestResult
 from manta.cluster.serve.requests.prompt_run import Dispatcher, PromptRun
 from manta.cluster.serve.requests.submission import Answers, Choice, Prompt, failure_of
@@ -99,7 +98,7 @@ class Recorder(Recorded):
         self._on_entry = on_entry
         self._runs: dict[Prompt, PromptRun] = {}
         for number, prompt in enumerate(self._prompts):
-            run = PromptRun(client, _request(recording.opening, number, epoch), functools.partial(self._record, number))
+            run = PromptRun(client, _request(recording, number, epoch), functools.partial(self._record, number))
             self._runs[prompt] = prompt.run = run
 
     def _record(self, number: int, item: SequenceOutput | RequestResult | Exception) -> None:
@@ -149,14 +148,14 @@ def _item(entry: Entry) -> SequenceOutput | ServingError:
     return entry.output
 
 
-def _request(opening: Opening, number: int, epoch: int) -> EngineRequest:
+def _request(recording: Recording, number: int, epoch: int) -> EngineRequest:
     """Returns the request to an engine for one prompt, with the seed and the time that are left."""
+    opening = recording.opening
     request = opening.generation.of_prompt(number)
     assert request.deadline_s is not None
-    left_s = opening.created + request.deadline_s - time.time()
     return msgspec.structs.replace(
         request,
         request_id=f"{request.request_id}~{epoch}" if epoch else request.request_id,
         params=msgspec.structs.replace(request.params, seed=opening.seeds[number]),
-        deadline_s=max(0.0, min(left_s, request.deadline_s)),
+        deadline_s=max(0.0, request.deadline_s - recording.age_s),
     )

@@ -252,6 +252,7 @@ class RecordedStreams:
             write = Write(stream_id, own.epoch, first, recording.entries[first:], is_ended=recording.is_ended)
             if first == 0:
                 write.opening, write.keep_s = own.opening, recording.opening.unread_s
+                write.age_s = recording.age_s
             own.num_sent = len(recording.entries)
             writes.append(write)
             counts.append((stream_id, own.num_sent))
@@ -359,7 +360,7 @@ class RecordedStreams:
 
     def _copy_of(self, found: Found) -> Recording:
         """Returns a recording that is not followed before somebody reads it, because following counts as reading."""
-        recording = Recording(decode_opening(found.copy.opening), self._on_unread)
+        recording = Recording(decode_opening(found.copy.opening), self._on_unread, found.copy.age_s)
         add_copy(recording, found.copy)
         return recording
 
@@ -410,7 +411,7 @@ class RecordedStreams:
             self._adopting.discard(stream_id)
 
     def _take_over(self, copy: Copy, opening: Opening) -> None:
-        recording = self._following.pop(copy.stream_id) or Recording(opening, self._on_unread)
+        recording = self._following.pop(copy.stream_id) or Recording(opening, self._on_unread, copy.age_s)
         recording.last_read = time.monotonic()
         add_copy(recording, copy)
         own = _Own(recording, copy.epoch, copy.opening, self.shares.hold(opening.client))

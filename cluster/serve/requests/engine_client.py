@@ -23,6 +23,7 @@ from manta.cluster.engine.stats import STANDBY, EngineStats
 from manta.cluster.errors import ServingError, Unavailable, error_of
 from manta.cluster.http.exchange.engines import UNMETERED, GenerationRequest, Meter
 from manta.cluster.http.exchange.metrics import Metrics, RequestMetrics
+from manta.cluster.serve.adapters.adapter_directory import AdapterDirectory
 from manta.cluster.serve.channel.keeping import FromKeeper
 from manta.cluster.serve.channel.token_channel import (
     BEAT_S,
@@ -53,6 +54,8 @@ ENGINE = "engine"
 
 ANSWER_TIMEOUT_S = 3.0
 """Longest time, in seconds, that replicas get to answer with their statistics; all are asked at once."""
+ADAPTER_TIMEOUT_S = 300.0
+"""Longest time, in seconds, that engines get to read an adapter from a slow disk."""
 REMOVAL_POLL_S = 0.5
 """Seconds between two queries whether Serve has removed the application, while requests wait and no engine runs."""
 
@@ -85,8 +88,9 @@ class EngineQuestions:
 
     def __init__(self, engine: Any, standby: Any, max_held: int, is_removed: Callable[[], Awaitable[bool]]) -> None:
         self._handles = {ENGINE: engine} if standby is None else {ENGINE: engine, STANDBY: standby}
-        # A stand-in that calls replicas in its own process belongs to no application.
-        self._replicas = replicas.known_replicas(str(getattr(engine, "app_name", "")))
+        self.application = str(getattr(engine, "app_name", ""))
+        """Name of the application with the engines; empty for a stand-in that calls replicas in its own process."""
+        self._replicas = replicas.known_replicas(self.application)
         self._is_removed = is_removed
         self._waker = Waker(self.is_asleep, lambda: self.serving.start_seconds.remote(), max_held)
 
@@ -178,14 +182,22 @@ class EngineQuestions:
         if not self.is_asleep():
             await self._ask_all("drop_kept", hashes)
 
-    async def _ask_all(self, method: str, *arguments: object) -> list[Any]:
+    async def read_adapter(self, path: str) -> list[Any]:
+        """Makes every replica read the adapter in a folder, and waits for one to start if none runs. Returns for each
+        the `LoadedAdapter`, the `Refusal`, or the exception.
+        """
+        if self.is_asleep():
+            await self._waker.wait(ADAPTER_TIMEOUT_S, "")
+        return await self._ask_all("read_adapter", path, timeout_s=ADAPTER_TIMEOUT_S)
+
+    async def _ask_all(self, method: str, *arguments: object, timeout_s: float = ANSWER_TIMEOUT_S) -> list[Any]:
         """Returns the answers or exceptions of all replicas."""
-        asked = (self._answers(handle.broadcast(method, *arguments)) for handle in self._handles.values())
+        asked = (self._answers(handle.broadcast(method, *arguments), timeout_s) for handle in self._handles.values())
         return list(itertools.chain.from_iterable(await asyncio.gather(*asked)))
 
-    async def _answers(self, answers: Any) -> list[Any]:
+    async def _answers(self, answers: Any, timeout_s: float) -> list[Any]:
         try:  # in a thread, because awaiting would turn one silent replica into an error of all
-            return await asyncio.to_thread(answers.results, timeout_s=ANSWER_TIMEOUT_S, return_exceptions=True)
+            return await asyncio.to_thread(answers.results, timeout_s=timeout_s, return_exceptions=True)
         except Exception as error:
             return [error]
 
@@ -279,6 +291,8 @@ class EngineClient(EngineQuestions):
         self.metrics = metrics
         self.runs: dict[str, PromptRun] = {}
         self.suspects = asyncio.Lock()
+        self.loaded_adapters: AdapterDirectory | None = None
+        """The adapters that operators load; None if the configuration lets nobody load any. Its owner sets it."""
         self.keepers: Keepers | None = None
         """Those who talk to the keepers in the engines' processes, over the same connections; None for nobody."""
         self._greeting: asyncio.Task[None] | None = None
@@ -308,6 +322,8 @@ class EngineClient(EngineQuestions):
         return deadline_s if not self.is_asleep() else await self._waker.wait(deadline_s, client)
 
     async def check_reachable(self) -> None:
+        if self.loaded_adapters is not None:
+            await self.loaded_adapters.follow()
         address = await self._listen()
         if self._greeting is None or (self._greeting.done() and self._greeted != self._replicas.running):
             self._greeting = asyncio.ensure_future(self._greet(address))

@@ -172,6 +172,14 @@ def own_name() -> str:
         return ""
 
 
+def own_application() -> str:
+    """Returns the name of the application of the replica that runs in this process; empty outside Serve."""
+    try:
+        return str(serve.get_replica_context().app_name)
+    except RayServeException:
+        return ""
+
+
 def own_node() -> str:
     """Returns the id of the Ray node that this process runs on; empty without Ray."""
     return str(ray.get_runtime_context().get_node_id()) if ray.is_initialized() else ""

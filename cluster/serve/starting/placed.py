@@ -4,6 +4,7 @@ folder of its own.
 
 from __future__ import annotations
 
+import os
 import pathlib
 from typing import Any
 
@@ -14,16 +15,18 @@ from manta.cluster.engine.ranks.claims import cluster_gpus, cluster_tpus, thread
 from manta.workers.model_options import DEMO_MODEL
 
 
-def placed_engine(engine: EngineConfig, max_engines: int, nodes: list[int]) -> EngineConfig:
-    """Returns the options of an engine with its threads, its device and absolute paths. `max_engines` of them may run
-    at a time, and `nodes` holds the number of cores of each node.
+def placed_engine(engine: EngineConfig, model_name: str, max_engines: int, nodes: list[int]) -> EngineConfig:
+    """Returns the options of an engine of a model with its threads, its device and absolute paths. `max_engines` of
+    them may run at a time, and `nodes` holds the number of cores of each node.
     """
     return msgspec.structs.replace(
         with_device(engine, cluster_gpus(), cluster_tpus()),
         model=absolute_model(engine.model),
         tokenizer=absolute_model(engine.tokenizer),
         adapters={name: str(absolute_model(path)) for name, path in engine.adapters.items()},
+        adapter_roots=tuple(os.path.abspath(pathlib.Path(root).expanduser()) for root in engine.adapter_roots),
         num_threads=threads_each(engine, max_engines, nodes),
+        kv_events=engine.kv_events and engine.kv_events.for_model(model_name),
     )
 
 

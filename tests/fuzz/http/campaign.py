@@ -16,6 +16,7 @@ import psutil
 
 from tests.fuzz.http.clients import ACTIONS, Client, World
 from tests.fuzz.http.connection import Closed, connect, request
+from tests.fuzz.http.pulse import BOUND_S, GROWTH, Pulse, Seen
 from tests.processes import running_below
 
 NUM_CLIENTS = 12
@@ -61,6 +62,8 @@ class HttpCampaign:
         self.world = World(port, model, seed, num_examples)
         self.failures: list[Failure] = []
         self._processes = processes
+        self.seen: Seen | None = None
+        """What one more client has seen of the server meanwhile; None before the campaign's end."""
         self._starts: dict[str, float] = {}
         """`STARTS` before the first client."""
 
@@ -71,8 +74,15 @@ class HttpCampaign:
         """Everything alone first, then all clients, then a look at what is left."""
         await self.world.prepare()
         before, self._starts = self._num_fds(), await self._metrics(STARTS)
+        pulse = Pulse(self.world.port, self._processes)
         deadline = time.monotonic() + seconds
         await asyncio.gather(*(self._drive(Client(self.world, number), deadline) for number in range(num_clients)))
+        self.seen = await asyncio.to_thread(pulse.stop)
+        if self.seen is None:
+            self.failures.append(Failure(f"seed {self.world.seed}", "one more client got no answer", []))
+        elif self.seen.growth > GROWTH:
+            memory = [size >> 20 for size in self.seen.memory_bytes]
+            self.failures.append(Failure(f"seed {self.world.seed}", f"the memory in MiB was {memory}", []))
         await self._check_nothing_is_left(before)
 
     async def _drive(self, client: Client, deadline: float) -> None:
@@ -136,7 +146,18 @@ class HttpCampaign:
         """How often what occurred."""
         others = sorted(set(self.world.counts) - set(ACTIONS))
         rows = [f"{self.world.counts[name]:>9}  {name}" for name in (*ACTIONS, *others)]
-        return "\n".join([*rows, f"{len(self.failures):>9}  failures"])
+        return "\n".join([*rows, f"{len(self.failures):>9}  failures", *self._waits()])
+
+    def _waits(self) -> list[str]:
+        if self.seen is None:
+            return []
+        seen = self.seen
+        waits = ", ".join(f"{wait:.3f}" for wait in seen.longest_waits_s)
+        return [
+            f"One more client asked {seen.num_questions} times, {seen.num_over_bound} times for over {BOUND_S} s;",
+            f"its longest waits were {waits} s, and it ran {seen.longest_delay_s:.3f} s late itself.",
+            f"The server's memory in MiB: {[size >> 20 for size in seen.memory_bytes[::30]]}",
+        ]
 
 
 def serving_processes(root_pid: int) -> tuple[psutil.Process, ...]:

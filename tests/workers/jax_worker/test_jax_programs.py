@@ -69,7 +69,11 @@ def random_request(chooser: random.Random) -> tuple[list[int], SamplingParams]:
 
 
 @pytest.mark.parametrize(
-    "speculative", [None, {"proposers": ["ngram"], "max_draft_tokens": 3}], ids=["plain", "drafts"]
+    "speculative",
+    [
+        pytest.param(None, marks=pytest.mark.prove, id="plain"),
+        pytest.param({"proposers": ["ngram"], "max_draft_tokens": 3}, id="drafts"),
+    ],
 )
 def test_nothing_compiles_after_the_start(compilations: list[str], speculative: dict[str, Any] | None) -> None:
     chooser = random.Random(1)

@@ -99,7 +99,7 @@ def call_of(name: str, grid: tuple[int, ...], arguments: tuple[Any, ...], named:
 def requests(seed: int) -> tuple[list[list[int]], list[SamplingParams]]:
     """Prompts of many lengths, some of which begin alike, and parameters of every kind."""
     generator = np.random.default_rng(seed)
-    shared = generator.integers(3, VOCAB_SIZE, 40).tolist()
+    shared = generator.integers(3, VOCAB_SIZE, 24).tolist()
     processor = {"logits_processors": (LogitsProcessorSpec(name="automaton", arguments={"num_states": 97}),)}
     kinds: list[dict[str, Any]] = [
         {"temperature": 0.0},
@@ -114,7 +114,7 @@ def requests(seed: int) -> tuple[list[list[int]], list[SamplingParams]]:
         {"prompt_logprobs": 1},
     ]
     prompts = [
-        (shared if index % 2 else []) + generator.integers(3, VOCAB_SIZE, 1 + int(generator.integers(1, 20))).tolist()
+        (shared if index % 2 else []) + generator.integers(3, VOCAB_SIZE, 1 + int(generator.integers(1, 8))).tolist()
         for index in range(len(kinds))
     ]
     return prompts, [SamplingParams(**{"max_tokens": 3, "seed": seed, **kind}) for kind in kinds]
@@ -180,7 +180,8 @@ def test_a_decode_layer_is_six_kernels_beside_linears(monkeypatch: pytest.Monkey
     """Norm, rotation with the cache, attention with its merge, norm, activation. The figure may fall and not rise."""
     launches, totals = Launches(monkeypatch), []
     for num_layers in (1, 2):
-        llm = make_llm(monkeypatch, str(checkpoint("llama", num_hidden_layers=num_layers)), max_num_sequences=1)
+        folder = str(checkpoint("llama", num_hidden_layers=num_layers))
+        llm = make_llm(monkeypatch, folder, mixed_tokens=2, max_num_sequences=1)
         llm.add_request("0", [5, 6, 7], SamplingParams(temperature=0, max_tokens=3, ignore_eos=True))
         for _ in range(2):
             llm.step()
@@ -208,7 +209,7 @@ def test_a_graph_keeps_all_that_it_reads(monkeypatch: pytest.MonkeyPatch) -> Non
         return captured
 
     monkeypatch.setattr(launch.GraphCapture, "capture", watched)
-    llm = make_llm(monkeypatch, str(checkpoint("llama", num_hidden_layers=1)), max_num_sequences=2)
+    llm = make_llm(monkeypatch, str(checkpoint("llama", num_hidden_layers=1)), mixed_tokens=2)
     gc.collect()
     assert len(outer) > 20
     assert not [each for each in outer if each.expired()]

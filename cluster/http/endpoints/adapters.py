@@ -1,0 +1,120 @@
+"""`POST /v1/load_lora_adapter` and `POST /v1/unload_lora_adapter`: adapters that come and go while the server runs.
+
+The bodies are those of vLLM and SGLang, and the answer is SGLang's. Only operators may call them.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from manta.cluster.errors import ServingError, error_of, refuse
+from manta.cluster.http.exchange.exchange import Exchange
+from manta.cluster.http.exchange.state import AppState
+from manta.cluster.protocol.error_bodies import under_field
+from manta.structured.refusals import Refusal
+
+MOST_NAME_CHARACTERS = 256
+
+
+class LoadAdapterRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    """`POST /v1/load_lora_adapter`."""
+
+    lora_name: str
+    """The name that requests give as their `model`."""
+    lora_path: str
+    """The adapter's folder, as PEFT saved it, below one of `engine.adapter_roots`. A relative path begins there."""
+    load_inplace: bool = False
+    """Whether it may take the place of the adapter of this name."""
+    base_model_name: str | None = None
+    """The model that the adapter belongs to, if the server has several."""
+
+    def check(self) -> None:
+        _check_name(self.lora_name)
+        if not self.lora_path:
+            refuse("empty", "lora_path", remedy="give the adapter's folder")
+        if "\0" in self.lora_path:
+            refuse("wrong_value", "lora_path", self.lora_path, "a path, without null characters")
+
+
+class UnloadAdapterRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    """`POST /v1/unload_lora_adapter`."""
+
+    lora_name: str
+
+    def check(self) -> None:
+        _check_name(self.lora_name)
+
+
+class AdaptersAnswer(msgspec.Struct, kw_only=True):
+    """The adapters that are loaded after a change."""
+
+    success: bool = True
+    error_message: str = ""
+    loaded_adapters: dict[str, str]
+    """Folders by name, without those of the configuration."""
+
+
+async def load(state: AppState, exchange: Exchange, request: LoadAdapterRequest) -> AdaptersAnswer:
+    exchange.adapter = request.lora_name
+    of_model = _base_model(state, exchange, request.base_model_name)
+    loaded = of_model.loaded_adapters
+    if loaded is None:
+        cause, remedy = "this server loads no adapters over HTTP", "set engine.adapter_roots"
+        refuse("not_allowed", "lora_path", request.lora_path, remedy=remedy, cause=cause)
+    await loaded.refresh()
+    _check_free(state, of_model, request)
+    await loaded.load(request.lora_name, request.lora_path, request.load_inplace)
+    return AdaptersAnswer(loaded_adapters=dict(loaded.paths))
+
+
+async def unload(state: AppState, exchange: Exchange, request: UnloadAdapterRequest) -> AdaptersAnswer:
+    name = exchange.adapter = request.lora_name
+    tables = [each.loaded_adapters for each in state.models if each.loaded_adapters is not None]
+    for loaded in tables:
+        await loaded.refresh()
+        if name in loaded.paths:
+            await loaded.unload(name)
+            return AdaptersAnswer(loaded_adapters=dict(loaded.paths))
+    if any(name in each.config.engine.adapters for each in state.models):
+        cause, remedy = "the configuration names it", "take it out of engine.adapters"
+        refuse("not_allowed", "lora_name", name, remedy=remedy, cause=cause)
+    names = tuple(each for loaded in tables for each in loaded.paths)
+    raise error_of(Refusal("unknown_model", "lora_name", name, names or "no adapter"))
+
+
+def _base_model(state: AppState, exchange: Exchange, asked: str | None) -> AppState:
+    """Returns the model that an adapter is for: the named one, the default one, or the only one."""
+    only = next(iter(state.models)) if len(state.models) == 1 else None
+    try:
+        found = only if only is not None and asked is None else state.models.find(asked, exchange.caller)
+        if asked is not None:
+            found.admission.check_model(asked)
+    except ServingError as error:
+        raise error_of(under_field(error.refusal, "base_model_name")) from error
+    return found
+
+
+def _check_name(name: str) -> None:
+    if not name:
+        refuse("empty", "lora_name", remedy="give the name that requests will have as their model")
+    if len(name) > MOST_NAME_CHARACTERS:
+        remedy = "give a shorter name"
+        refuse("over_limit", "lora_name", len(name), MOST_NAME_CHARACTERS, remedy, unit="characters")
+    if not name.isprintable():
+        refuse("wrong_value", "lora_name", name, "printable characters")
+
+
+def _check_free(state: AppState, of_model: AppState, request: LoadAdapterRequest) -> None:
+    """Refuses a name that something else has: a model, an alias, an adapter of another model, or an adapter that is not
+    to be replaced.
+    """
+    name = request.lora_name
+    for owner in state.models:
+        if owner.admission.names.adapter_of(name) is None:
+            continue
+        is_adapter = owner is of_model and name in owner.admission.names.adapters
+        if not is_adapter:
+            refuse("name_taken", "lora_name", name, f"a name of the model {owner.model_name}", "give another name")
+        if not request.load_inplace:
+            remedy = "unload it first, or send load_inplace: true"
+            refuse("name_taken", "lora_name", name, "an adapter that is loaded", remedy)

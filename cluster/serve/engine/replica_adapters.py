@@ -1,0 +1,182 @@
+"""The loaded adapters of one engine: reads them beside the steps, and keeps what the registry says that it needs.
+
+Imports torch, so only a process with an engine imports it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import pathlib
+import time
+
+from manta.cluster.config import EngineConfig
+from manta.cluster.engine.adapter_table import AdapterTable, LoadedAdapter
+from manta.cluster.engine.engine import Engine
+from manta.cluster.errors import RequestRefused, ServingError, error_of, refuse
+from manta.cluster.serve.adapters.adapter_registry import AdapterRegistry
+from manta.cluster.serve.engine.step_thread import StepThread
+from manta.cluster.serve.starting.start_failure import in_words
+from manta.structured.refusals import Refusal
+from manta.structured.visible_logs import logger_of
+from manta.workers.adapters.adapter_copies import AdapterCopies
+from manta.workers.adapters.gguf_adapter import SUFFIX
+from manta.workers.models.model_config import ModelError
+from manta.workers.ranks.rank_worker import ReadAdapter
+
+logger = logger_of(__name__)
+
+LOADING_S = 600.0
+"""Seconds for which an engine keeps an adapter that it has read for a load whose end it does not know. Other engines
+read it at the same time.
+"""
+
+
+class ReplicaAdapters:
+    """The adapters that `engine` can compute with, besides those of its configuration."""
+
+    def __init__(self, config: EngineConfig, engine: Engine, thread: StepThread, registry: AdapterRegistry) -> None:
+        self._config = config
+        self._engine = engine
+        self._thread = thread
+        self._registry = registry
+        self._copies = AdapterCopies(registry.server, config.max_adapter_bytes)
+        self._table = AdapterTable()
+        self._loading: dict[str, float] = {}
+        """Digests of adapters that were read lately, each with the time until which they stay, by `time.monotonic`."""
+        self._following: asyncio.Task[None] | None = None
+        self._finding: dict[str, asyncio.Task[ReadAdapter]] = {}
+
+    # ---- what the registry says --------------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Holds the adapters of the registry, as many as there is room for. Waits for the store and the disk."""
+        self._table = self._registry.read()
+        for digest in sorted(self._table.digests):
+            try:
+                if not self._thread.call(self._engine.adapters.hold, self._find(digest)).result():
+                    break
+            except RequestRefused:
+                logger.error("the adapter of %s has other values by now; load it again", self._table.path_of(digest))
+
+    def follow(self) -> None:
+        """Begins to read the registry, and to forget what nothing needs any more. Serve's health check calls it, which
+        must not wait for the store.
+        """
+        if self._following is None or self._following.done():
+            self._following = asyncio.ensure_future(self.catch_up())
+
+    async def catch_up(self) -> None:
+        """Reads the registry, and forgets what nothing needs any more."""
+        try:
+            await asyncio.to_thread(self._catch_up)
+        except Exception as error:  # Ray raises many types when its store does not answer
+            logger.warning("the table of loaded adapters cannot be read: %s", in_words(error))
+
+    def _catch_up(self) -> None:
+        self._table = self._registry.read()
+        now = time.monotonic()
+        for digest in [digest for digest, until in self._loading.copy().items() if until <= now]:
+            del self._loading[digest]
+        needed = self._table.needed(time.time()) | self._loading.keys()
+        for digest in self._engine.adapters.loaded:
+            if digest not in needed:
+                self._thread.call(self._engine.adapters.drop, digest)
+        self._copies.use()
+        for digest in self._copies.digests(older_than_s=LOADING_S):
+            if digest not in needed:
+                self._copies.drop(digest)
+
+    # ---- loading -----------------------------------------------------------------------------------------------------
+
+    async def read(self, path: str) -> LoadedAdapter | Refusal:
+        """Reads and checks the adapter in a folder, keeps a copy, and holds it if there is room. Returns why if it
+        cannot be served.
+        """
+        try:
+            return await asyncio.to_thread(self._read, path)
+        except ServingError as error:
+            return error.refusal
+
+    def _read(self, path: str) -> LoadedAdapter:
+        folder = resolve_adapter(path, self._config.adapter_roots)
+        try:
+            adapter = self._engine.executor.read_adapter(str(folder))
+            room = self._config.max_adapter_bytes - self._engine.adapters.num_fixed_bytes
+            if adapter.num_bytes > room:
+                remedy = "raise engine.max_adapter_bytes"
+                refuse("over_limit", "lora_path", adapter.num_bytes, room, remedy, unit="bytes")
+            self._loading[adapter.digest] = time.monotonic() + LOADING_S
+            self._copies.keep(folder, adapter.digest)
+        except ModelError as error:
+            refuse("unfit", "lora_path", path, cause=str(error))
+        except OSError as error:
+            refuse("unavailable", "lora_path", cause=f"the adapter cannot be copied to the cache: {in_words(error)}")
+        self._thread.call(self._engine.adapters.hold, adapter).result()
+        return LoadedAdapter(str(folder), adapter.digest)
+
+    async def find(self, digest: str) -> ReadAdapter:
+        """Reads the adapter with these values. Raises `RequestRefused` if they are gone."""
+        finding = self._finding.get(digest)
+        if finding is None:
+            finding = asyncio.ensure_future(asyncio.to_thread(self._find, digest))
+            self._finding[digest] = finding
+            finding.add_done_callback(lambda task: self._forget(digest, task))
+        return await asyncio.shield(finding)  # it goes on for others when one request is aborted
+
+    def _forget(self, digest: str, task: asyncio.Task[ReadAdapter]) -> None:
+        del self._finding[digest]
+        if not task.cancelled():
+            task.exception()  # which those who wait get
+
+    def _find(self, digest: str) -> ReadAdapter:
+        if digest not in self._table.needed(time.time()):
+            self._table = self._registry.read()
+        adapter = self._read_copy(digest)
+        if adapter is None:
+            raise error_of(Refusal("adapter_gone", "model", digest, remedy="send the request again"))
+        return adapter
+
+    def _read_copy(self, digest: str) -> ReadAdapter | None:
+        """Returns the adapter with these values: from the copy here, or from the folder that an operator named. None if
+        they are in neither, or if nothing needs them.
+        """
+        if digest not in self._table.needed(time.time()):
+            return None
+        copy, path = self._copies.find(digest), self._table.path_of(digest)
+        folders = [copy] if copy is not None else []
+        for folder in [*folders, pathlib.Path(path)] if path is not None else folders:
+            try:
+                adapter = self._engine.executor.read_adapter(str(folder))
+                if adapter.digest == digest:
+                    if folder != copy:
+                        self._copies.keep(folder, digest)
+                    return adapter
+            except (ModelError, OSError) as error:
+                logger.warning("%s cannot be served: %s", folder, error)
+        return None
+
+
+def resolve_adapter(path: str, roots: tuple[str, ...]) -> pathlib.Path:
+    """Returns the folder or GGUF file that an operator names, without links. A relative path begins at each of the
+    roots in turn.
+
+    Refuses a path that leads out of the roots, whether or not anything is there, and one where neither is.
+    """
+    real_roots = [os.path.realpath(root) for root in roots]
+    inside = [
+        real
+        for real in (os.path.realpath(os.path.join(root, path)) for root in roots)
+        if any(os.path.commonpath((real, root)) == root for root in real_roots)
+    ]
+    if not inside:
+        remedy = "name a folder below one of engine.adapter_roots"
+        refuse("not_allowed", "lora_path", path, roots, remedy)
+    found = next((each for each in inside if os.path.isdir(each) or _is_gguf(each)), None)
+    if found is None:
+        refuse("unknown_object", "lora_path", path, unit="folder of an adapter")
+    return pathlib.Path(found)
+
+
+def _is_gguf(path: str) -> bool:
+    return path.endswith(SUFFIX) and os.path.isfile(path)

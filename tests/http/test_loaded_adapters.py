@@ -1,0 +1,302 @@
+"""Adapters that operators load while the server runs: at once, checked in full, replaced in place and never stale."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import json
+import os
+import pathlib
+import shutil
+from collections.abc import Callable
+from typing import Any
+
+import httpx
+import pytest
+from safetensors.torch import load_file, save_file
+
+from manta.cluster.engine.adapter_table import LoadedAdapter
+from manta.cluster.http.routes import ROUTES
+from manta.cluster.serve.engine.model_replica import make_replica
+from manta.specdecode.speculative_config import SpeculativeConfig
+from tests.adapters import Adapters, adapters_of
+from tests.async_tests import async_test
+from tests.checkpoints import checkpoint
+from tests.loaded_adapters import Loading, loading
+from tests.patience import until
+
+PROMPT = [30 + 7 * place % 280 for place in range(40)]
+NUM_TOKENS = 6
+NUM_STREAMED = 200
+WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
+
+
+@functools.cache
+def made() -> Adapters:
+    adapters = adapters_of(checkpoint("llama"))
+    for seed, name in enumerate(("one", "two", "three")):
+        adapters.add(name, 40 + seed)
+    adapters.add("wide", 50, r=64)
+    return adapters
+
+
+async def expect(server: Loading, model: str, adapter: str) -> int:
+    """Checks that a model has the tokens of an adapter, and returns how many tokens of the prompt were cached."""
+    answer = await server.ask(model, PROMPT, NUM_TOKENS)
+    assert answer.status_code == 200, answer.text
+    assert answer.json()["choices"][0]["token_ids"] == made().greedy(PROMPT, adapter, NUM_TOKENS)
+    cached: int = answer.json()["usage"]["prompt_tokens_details"]["cached_tokens"]
+    return cached
+
+
+@async_test
+async def test_each_adapter_is_there_from_its_load_to_its_unload(tmp_path: pathlib.Path) -> None:
+    async with loading(tmp_path, made(), {"adapters": {"first": made().folders["three"]}}) as server:
+        for number, name in enumerate(("one", "two", "wide")):
+            answer = await server.load(name, str(tmp_path / name))
+            assert answer.status_code == 200, answer.text
+            assert answer.json()["success"]
+            assert list(answer.json()["loaded_adapters"]) == ["one", "two", "wide"][: number + 1]
+            await expect(server, name, name)
+            await expect(server, f"{server.server.model}:{name}", name)
+        for model, adapter in (("first", "three"), (server.server.model, ""), ("one", "one")):
+            await expect(server, model, adapter)
+        card = (await server.client.get("/v1/models/two")).json()
+        assert (card["root"], card["parent"]) == (server.server.model, server.server.model)
+        sampled = await server.ask("two", PROMPT, 30, n=4, temperature=1)
+        assert sampled.status_code == 200
+        assert (await server.unload("two")).status_code == 200
+        assert await server.names() == [server.server.model, "first", "one", "wide"]
+        assert (await server.ask("two", PROMPT, 1)).status_code == 404
+        assert (await server.unload("two")).status_code == 404
+        assert (await server.load("two")).status_code == 200
+        await expect(server, "two", "two")
+        await server.server.until_idle()
+
+
+@async_test
+async def test_running_streams_keep_the_values_that_a_reload_replaces(tmp_path: pathlib.Path) -> None:
+    async with loading(tmp_path, made()) as server:
+        assert (await server.load("live", "one")).status_code == 200
+        await expect(server, "live", "one")
+        assert await expect(server, "live", "one") == 32
+        alone = (await server.ask("live", PROMPT, NUM_STREAMED)).json()["choices"][0]["token_ids"]
+        streams = [Stream(server, "live") for _ in range(8)]
+        await asyncio.gather(*(each.has_begun.wait() for each in streams))
+        server.put("two", "one")
+        assert (await server.load("live", "one")).status_code == 409
+        assert (await server.load("live", "one", load_inplace=True)).status_code == 200
+        assert await expect(server, "live", "two") == 0
+        assert await expect(server, "live", "two") == 32
+        assert await asyncio.gather(*(each.tokens for each in streams)) == [alone] * 8
+        assert (await server.unload("live")).status_code == 200
+        assert (await server.ask("live", PROMPT, 1)).status_code == 404
+
+
+class Stream:
+    """A stream that this process reads, from its creation on."""
+
+    def __init__(self, server: Loading, model: str) -> None:
+        self._body = server.server.body(
+            model=model, prompt=PROMPT, max_tokens=NUM_STREAMED, stream=True, return_token_ids=True
+        )
+        self._client = server.client
+        self.has_begun = asyncio.Event()
+        self.tokens = asyncio.ensure_future(self._read())
+
+    async def _read(self) -> list[int]:
+        found: list[int] = []
+        async with self._client.stream("POST", "/v1/completions", json=self._body) as answer:
+            async for line in answer.aiter_lines():
+                if line.startswith("data: {"):
+                    event = json.loads(line.removeprefix("data: "))
+                    found += [token for choice in event["choices"] for token in choice["token_ids"]]
+                    self.has_begun.set()
+        return found
+
+
+def code_of(answer: httpx.Response) -> tuple[int, str | None, str | None]:
+    error = answer.json()["error"]
+    return answer.status_code, error["param"], error["code"]
+
+
+@async_test
+async def test_names_and_paths_that_cannot_be_are_refused(tmp_path: pathlib.Path) -> None:
+    root = tmp_path / "root"
+    root.mkdir()
+    shutil.copytree(made().folders["one"], tmp_path / "outside")
+    os.symlink(tmp_path / "outside", root / "link")
+    os.symlink(root / "one", tmp_path / "inside")
+    taken, unknown = (409, "lora_name", "name_taken"), (404, "base_model_name", "model_not_found")
+    async with loading(
+        root, made(), {"adapters": {"first": made().folders["one"]}}, model_aliases=("other",)
+    ) as server:
+        model = server.server.model
+        assert (await server.load("kept", "two")).status_code == 200
+        before = await server.names()
+        for name, path, expected in (
+            ("new", "nothing", (404, "lora_path", "not_found")),
+            ("new", "/", (400, "lora_path", None)),
+            ("new", str(tmp_path / "outside"), (400, "lora_path", None)),
+            ("new", str(tmp_path / "nothing"), (400, "lora_path", None)),
+            ("new", "../outside", (400, "lora_path", None)),
+            ("new", "link", (400, "lora_path", None)),
+            ("new", "a\0b", (400, "lora_path", None)),
+            ("new", "~root", (404, "lora_path", "not_found")),
+            ("new", "x" * 5000, (404, "lora_path", "not_found")),
+            ("new", f"one/{WEIGHTS}", (404, "lora_path", "not_found")),
+            ("", "one", (400, "lora_name", None)),
+            ("a\nb", "one", (400, "lora_name", None)),
+            ("x" * 300, "one", (400, "lora_name", None)),
+            (model, "one", taken),
+            ("other", "one", taken),
+            ("kept", "one", taken),
+            ("first", "one", taken),
+            (f"{model}:kept", "one", taken),
+        ):
+            assert code_of(await server.load(name, path)) == expected, (name, path)
+        for name in (model, "other", "other:first"):
+            assert code_of(await server.load(name, "one", load_inplace=True)) == taken
+        assert code_of(await server.load("new", "one", base_model_name="else")) == unknown
+        assert code_of(await server.unload("first")) == (400, "lora_name", None)
+        assert code_of(await server.unload(model)) == (404, "lora_name", "model_not_found")
+        assert await server.names() == before
+        await expect(server, "kept", "two")
+        assert (await server.load("new", str(tmp_path / "inside"))).status_code == 200
+        made().convert("two", root / "adapter.gguf")
+        assert (await server.load("file", "adapter.gguf")).status_code == 200
+        await expect(server, "file", "two")
+        assert (await server.load("first", "two", load_inplace=True)).status_code == 200
+        await expect(server, "first", "two")
+        assert (await server.unload("first")).status_code == 200
+        await expect(server, "first", "one")
+
+
+def configured(**values: Any) -> Callable[[pathlib.Path], None]:
+    def change(folder: pathlib.Path) -> None:
+        config = json.loads((folder / CONFIG).read_text())
+        (folder / CONFIG).write_text(json.dumps(config | values))
+
+    return change
+
+
+def without_a_half(folder: pathlib.Path) -> None:
+    tensors = load_file(folder / WEIGHTS)
+    tensors.pop(min(tensors))
+    save_file(tensors, folder / WEIGHTS)
+
+
+def of_another_model(folder: pathlib.Path) -> None:
+    tensors = load_file(folder / WEIGHTS)
+    save_file({name.replace("q_proj", "query"): each for name, each in tensors.items()}, folder / WEIGHTS)
+
+
+def of_another_shape(folder: pathlib.Path) -> None:
+    tensors = load_file(folder / WEIGHTS)
+    name = min(name for name in tensors if name.endswith("lora_A.weight"))
+    tensors[name] = tensors[name][:, :-8].contiguous()
+    save_file(tensors, folder / WEIGHTS)
+
+
+def pickled(folder: pathlib.Path) -> None:
+    (folder / WEIGHTS).rename(folder / "adapter_model.bin")
+
+
+HOSTILE: dict[str, Callable[[pathlib.Path], object]] = {
+    "rank 0": configured(r=0),
+    "a huge rank": configured(r=10**9),
+    "another kind": configured(use_dora=True),
+    "no configuration": lambda folder: (folder / CONFIG).unlink(),
+    "no values": lambda folder: (folder / WEIGHTS).write_bytes(b""),
+    "a cut file": lambda folder: os.truncate(folder / WEIGHTS, 1000),
+    "a link to another file": lambda folder: ((folder / CONFIG).unlink(), os.symlink("/etc/passwd", folder / CONFIG)),
+    "a pipe": lambda folder: ((folder / CONFIG).unlink(), os.mkfifo(folder / CONFIG)),
+    "a missing half": without_a_half,
+    "another model's names": of_another_model,
+    "another model's shapes": of_another_shape,
+    "a pickle": pickled,
+}
+
+
+@async_test
+async def test_damaged_and_hostile_adapters_change_nothing(tmp_path: pathlib.Path) -> None:
+    async with loading(tmp_path, made()) as server:
+        assert (await server.load("kept", "two")).status_code == 200
+        table = server.registry.table
+        for what, harm in HOSTILE.items():
+            server.put("one", what)
+            harm(tmp_path / what)
+            for name in ("new", "kept"):
+                answer = await server.load(name, what, load_inplace=True)
+                assert code_of(answer) == (400, "lora_path", None), (what, answer.text)
+        assert server.registry.table is table
+        await expect(server, "kept", "two")
+        await server.server.until_idle()
+
+
+@pytest.mark.parametrize("overlap", [pytest.param(False, marks=pytest.mark.prove), True])
+@async_test
+async def test_more_adapters_than_fit_take_turns(tmp_path: pathlib.Path, overlap: bool) -> None:
+    """Each of them is served, whatever others run, and one that can never fit is refused by its bytes."""
+    size = (pathlib.Path(made().folders["one"]) / WEIGHTS).stat().st_size
+    options: dict[str, Any] = {"max_adapter_bytes": 3 * size // 2}
+    if overlap:
+        options |= {"overlap": "on", "speculative": SpeculativeConfig(proposers=("ngram",))}
+    async with loading(tmp_path, made(), options) as server:
+        for name in ("one", "two", "three"):
+            assert (await server.load(name)).status_code == 200
+        assert code_of(await server.load("wide")) == (400, "lora_path", None)
+        await asyncio.gather(*(expect(server, name, name) for name in ("one", "two", "three") * 3))
+        for name in ("one", "three", "two", "two", "one"):
+            await expect(server, name, name)
+        assert len(server.server.replica.engine.adapters) == 1
+        is_over = asyncio.Event()
+
+        async def ask_again() -> None:
+            while not is_over.is_set():
+                assert (await server.ask("one", PROMPT, 20)).status_code == 200
+
+        busy = [asyncio.ensure_future(ask_again()) for _ in range(4)]
+        await until(lambda: server.server.replica.engine.stats().num_running > 1)
+        await expect(server, "two", "two")  # however many ask for another one
+        is_over.set()
+        await asyncio.gather(*busy)
+
+
+@async_test
+async def test_an_engine_that_starts_later_has_the_values_that_were_loaded(tmp_path: pathlib.Path) -> None:
+    """They may have gone from the folder, which the next load reads."""
+    async with loading(tmp_path, made()) as server:
+        for name in ("one", "two"):
+            assert (await server.load(name)).status_code == 200
+        shutil.rmtree(tmp_path / "one")
+        server.put("three", "two")
+        replica = await asyncio.to_thread(make_replica, server.server.replica.engine.config)
+        try:
+            assert {*replica.engine.adapters} == server.registry.table.digests
+        finally:
+            await asyncio.to_thread(replica.close)
+
+
+@async_test
+async def test_values_that_are_nowhere_are_no_reason_to_use_others(tmp_path: pathlib.Path) -> None:
+    async with loading(tmp_path, made()) as server:
+        assert (await server.load("live", "one")).status_code == 200
+        table = server.registry.table
+        gone = {**table.loaded, "gone": LoadedAdapter(str(tmp_path / "two"), "00" * 16)}
+        assert server.registry.replace(table.changed(gone, 0, 0))
+        await server.server.ingress.refresh_adapters()
+        assert code_of(await server.ask("gone", PROMPT, 1)) == (503, "model", "adapter_gone")
+        await expect(server, "live", "one")
+
+
+@async_test
+async def test_a_server_without_folders_loads_nothing(tmp_path: pathlib.Path) -> None:
+    async with loading(tmp_path, made(), {"adapter_roots": ()}) as server:
+        assert code_of(await server.load("one", str(tmp_path / "one"))) == (400, "lora_path", None)
+        assert code_of(await server.unload("one")) == (404, "lora_name", "model_not_found")
+
+
+def test_operators_alone_may_change_adapters() -> None:
+    changing = [route for route in ROUTES if route.path.endswith("load_lora_adapter")]
+    assert [route.for_operators for route in changing] == [True, True]

@@ -1,0 +1,71 @@
+"""Reads an adapter in a GGUF file, as llama.cpp's `convert_lora_to_gguf.py` makes it.
+
+Metadata and names are those of https://github.com/ggml-org/llama.cpp, `gguf-py/gguf/constants.py`. Its scale is alpha
+divided by the rank of each module, or 1 without an alpha, as llama.cpp computes it. The file's author is not trusted.
+"""
+
+from __future__ import annotations
+
+import pathlib
+
+import torch
+
+from manta.workers.adapters.low_rank_adapter import Adapter, LowRankModule, digest_of, matrix_of, read_bounded
+from manta.workers.checkpoints.gguf_architectures import ARCHITECTURES, GgufArchitecture, name_of
+from manta.workers.checkpoints.gguf_header import read_gguf_header
+from manta.workers.checkpoints.stored_files import COPY_AGAIN
+from manta.workers.models.model_config import ModelError
+from manta.workers.models.raw_config import RawConfig
+
+SUFFIX = ".gguf"
+_HALVES = {".lora_a": 0, ".lora_b": 1}
+_MOST_ALPHA = 1e6
+_INVOCATION = "adapter.alora.invocation_tokens"
+
+
+def read_gguf_adapter(path: pathlib.Path, max_bytes: int) -> Adapter:
+    """Reads an adapter's file of at most twice `max_bytes`. Raises `ModelError` naming the key or tensor that is
+    missing, damaged or not supported.
+    """
+    data = read_bounded(path, max_bytes)
+    header = read_gguf_header(path)
+    metadata = RawConfig(header.values, str(path))
+    metadata["general.type"].one_of("adapter")
+    metadata["adapter.type"].one_of("lora")
+    if _INVOCATION in header.values:
+        raise ModelError(f"{path}: {_INVOCATION} makes an adapter that acts on a part of a prompt, which is not served")
+    architecture = ARCHITECTURES[metadata["general.architecture"].one_of(*ARCHITECTURES)]
+    alpha = metadata["adapter.lora.alpha"].number(least=-_MOST_ALPHA, most=_MOST_ALPHA)
+    halves: dict[str, dict[int, torch.Tensor]] = {}
+    for name, tensor in header.tensors.items():
+        suffix = next((each for each in _HALVES if name.endswith(each)), None)
+        if suffix is None:
+            raise ModelError(
+                f"{path}: tensor {name} is none of a plain LoRA adapter, whose tensors end in {' and '.join(_HALVES)}"
+            )
+        end = tensor.start + tensor.num_bytes
+        if end > len(data):
+            raise ModelError(f"{path} is truncated, or changed while it was read; {COPY_AGAIN}")
+        matrix = matrix_of(path, name, tensor.kind, tensor.shape, memoryview(data)[tensor.start : end])
+        halves.setdefault(name.removesuffix(suffix), {})[_HALVES[suffix]] = matrix
+    return _assembled(path, architecture, alpha, halves)
+
+
+def _assembled(
+    path: pathlib.Path, architecture: GgufArchitecture, alpha: float, halves: dict[str, dict[int, torch.Tensor]]
+) -> Adapter:
+    """Joins the two halves of each module, under the modules' names in transformers."""
+    modules = {}
+    for name, own in sorted(halves.items()):
+        if len(own) < len(_HALVES):
+            raise ModelError(f"{path}: {name} has one half only; {COPY_AGAIN}")
+        a, b = own[0], own[1]
+        if len(a) != b.shape[1]:
+            raise ModelError(f"{path}: the halves of {name} have the ranks {len(a)} and {b.shape[1]}; {COPY_AGAIN}")
+        is_rotated = name.endswith(("attn_q.weight", "attn_k.weight"))
+        module = name_of(architecture, name).removesuffix(".weight")
+        scale = alpha / len(a) if alpha else 1.0
+        modules[module] = LowRankModule(a, b, scale, architecture.interleaves_heads and is_rotated)
+    if not modules:
+        raise ModelError(f"{path} holds no tensors; {COPY_AGAIN}")
+    return Adapter(path, "", digest_of(modules), modules)
