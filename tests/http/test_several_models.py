@@ -15,7 +15,7 @@ import pytest
 
 from manta.cluster.batch.line_endpoints import endpoints_of_models
 from manta.cluster.batch.lines import BatchRequest
-from manta.cluster.config import EngineConfig, KeyLimits, ServeConfig, ServedModel
+from manta.cluster.config import EngineConfig, ServeConfig, ServedModel
 from manta.cluster.errors import ServingError
 from manta.cluster.http.access.keys import ApiKeys
 from manta.cluster.http.access.request_admission import Caller
@@ -24,6 +24,7 @@ from manta.cluster.http.exchange.all_engines import AllEngines
 from manta.cluster.http.exchange.condition import Condition
 from manta.cluster.http.exchange.metrics import Metrics
 from manta.cluster.http.exchange.state import Models
+from manta.cluster.serve_limits import KeyLimits
 from manta.cluster.text.tokenizer import Tokenizer
 from manta.workers.model_info import ModelInfo
 from tests.http.test_routes import Repeating, RepeatingEngines

@@ -34,7 +34,7 @@ from typing import Any, NoReturn, Protocol, TypeVar
 
 import msgspec
 
-from manta.cluster.config import BodyLimits, ServeConfig
+from manta.cluster.config import ServeConfig
 from manta.cluster.errors import TOO_DEEP, Overdue, RequestRefused, refuse
 from manta.cluster.http.access.keys import ApiKeys
 from manta.cluster.http.access.model_names import ModelNames
@@ -44,6 +44,7 @@ from manta.cluster.protocol.body_size import check_body_size
 from manta.cluster.protocol.foreign_fields import leave_out_foreign
 from manta.cluster.protocol.requests import ChatCompletionRequest, CompletionRequest, check_sizes
 from manta.cluster.protocol.shape_errors import shape_error
+from manta.cluster.serve_limits import BodyLimits
 from manta.structured.client_shares import ClientShares, Holding, HoldingLost, held
 from manta.structured.refusals import Refusal
 from manta.workers.sampling_params import SamplingParams
