@@ -6,7 +6,6 @@
 
 from __future__ import annotations
 
-import ipaddress
 import os
 import pathlib
 from typing import Annotated, Any, Literal
@@ -16,7 +15,7 @@ from msgspec import Meta
 
 from manta.cluster.kv_event_options import KVEventOptions
 from manta.cluster.model_list import name_of, owners_of, with_engine_model, with_shared_engine
-from manta.cluster.option_reader import read_options, read_yaml
+from manta.cluster.option_reader import check_network, read_options, read_yaml
 from manta.cluster.ray_llm_file import is_ray_llm, ray_llm_options
 from manta.cluster.serve_limits import (
     BatchLimits,
@@ -312,7 +311,7 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
                     f"engine.adapters: the name {adapter!r} is empty or the model's own; give the adapter another one"
                 )
         for proxy in self.trusted_proxies:
-            _check_network("trusted_proxies", proxy)
+            check_network("trusted_proxies", proxy)
         if (self.tls_certificate is None) != (self.tls_key is None):
             missing = "tls_key" if self.tls_key is None else "tls_certificate"
             raise ValueError(f"{missing} is missing: HTTPS needs tls_certificate and tls_key, two PEM files")
@@ -437,14 +436,6 @@ def _check_fixed_number(config: ServeConfig | ServedModel) -> None:
             f"num_engine_replicas {config.num_engine_replicas} is a fixed number, and with autoscaling there is "
             "none; set autoscaling.min_replicas and autoscaling.max_replicas"
         )
-
-
-def _check_network(option: str, network: str) -> None:
-    try:
-        ipaddress.ip_network(network)
-    except ValueError as error:
-        message = f"{option}: {network!r} is neither an IP address nor a network"
-        raise ValueError(f"{message} ({error}); write 10.0.0.7 or 10.0.0.0/8") from error
 
 
 def ray_address() -> str | None:

@@ -77,10 +77,13 @@ def named(name: str, *aliases: str, model: str = "demo", **options: Any) -> Serv
         ("RUNNING", (), Condition("unloaded")),
         ("DEPLOY_FAILED", (), Condition("failed", "it did not start")),
         ("DEPLOY_FAILED", ("RUNNING",), Condition("loaded")),
+        ("DEPLOY_FAILED", ("STARTING",), Condition("loading")),
     ],
 )
 def test_a_model_fares_as_its_engines(status: str, replicas: tuple[str, ...], expected: Condition) -> None:
-    """An update that has failed leaves the engines before it, which serve. An intended stop is no failure."""
+    """An update that has failed leaves the engines before it, which serve. An engine that served once is started again
+    and again. An intended stop is no failure.
+    """
     assert status in ApplicationStatus.__members__
     (found,) = models_among({"manta.a": details(named("a"), status, replicas)}, ADDRESS)
     assert (found.condition, found.is_settled) == (expected, status == "RUNNING")

@@ -347,6 +347,16 @@ async def test_a_line_of_a_batch_loads_its_model() -> None:
         assert (response.status_code, b"manta.a manta.a " in bytes(response.body)) == (200, True)
 
 
+@async_test
+async def test_an_adapter_for_a_model_loads_the_model() -> None:
+    async with world_of(on_demand("a"), on_demand("b")) as world:
+        ingress = await ready(world)
+        body = {"lora_name": "support", "lora_path": "support", "base_model_name": "a"}
+        refused = await ingress.ask("POST", "/v1/load_lora_adapter", **body)
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, "lora_path"), "there is no root"
+        assert world.deployed == ["a"]
+
+
 # ---- what loads none ------------------------------------------------------------------------------------------------
 
 

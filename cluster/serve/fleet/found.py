@@ -136,10 +136,11 @@ def _announcement_of(details: Mapping[str, Any], address: str) -> Announcement |
 
 def _condition(details: Mapping[str, Any]) -> Condition:
     engine = details["deployments"][ENGINE]
-    if any(replica["state"] == ReplicaState.RUNNING for replica in engine["replicas"]):
+    states = {replica["state"] for replica in engine["replicas"]}
+    if ReplicaState.RUNNING in states:
         return Condition("loaded")
     message = last_exception(engine["message"]) if engine["message"] else ""
-    if details["status"] == ApplicationStatus.DEPLOY_FAILED:
+    if details["status"] == ApplicationStatus.DEPLOY_FAILED and ReplicaState.STARTING not in states:
         return Condition("failed", message or details["message"])
     if details["status"] == ApplicationStatus.RUNNING and not engine["replicas"]:
         return Condition("unloaded")
