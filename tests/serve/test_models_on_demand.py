@@ -221,7 +221,7 @@ def fleet_of(world: World, config: ServeConfig, table: Any) -> Fleet:
         table,
         on_demand=world.models,
         client=Engines,  # type: ignore[arg-type]
-        find=lambda address: models_among(world.applications, address),
+        find=lambda address, served: models_among(world.applications, address, served),
         handle_of=handle_of,
     )
 

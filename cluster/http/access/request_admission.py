@@ -62,13 +62,6 @@ _TOKEN_ID_LISTS = ("logit_bias", "allowed_token_ids", "stop_token_ids")
 _LIMITS = BodyLimits()
 
 
-class NamedModel(Protocol):
-    """A model with its names."""
-
-    @property
-    def model_names(self) -> tuple[str, ...]: ...
-
-
 class Caller:
     """The client of one request. `address` is its own, or that of a proxy in front; for IPv6, the network of it."""
 
@@ -92,9 +85,9 @@ class Caller:
         self.use = use
         """Rate limits of the API key; None if it has none, or if the request was admitted before."""
 
-    def may_use(self, model: NamedModel) -> bool:
-        """Returns whether the client may use a model."""
-        return self.models is None or not set(self.models).isdisjoint(model.model_names)
+    def may_use(self, names: ModelNames, name: str) -> bool:
+        """Returns whether the client may use what a name stands for, a model or one of its adapters."""
+        return self.models is None or not set(self.models).isdisjoint(names.granting(name))
 
     @property
     def sharer(self) -> str:
