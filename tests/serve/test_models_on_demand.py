@@ -6,9 +6,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import pathlib
 import random
 import time
+import weakref
 from collections.abc import AsyncIterator, Mapping
 from types import SimpleNamespace
 from typing import Any
@@ -59,6 +61,8 @@ class World:
         self.applications: dict[str, dict[str, Any]] = {}
         self.deployed: list[str] = []
         self.most_there = 0
+        self.tokenizers: list[weakref.ref[Any]] = []
+        """Those that ingresses have made for their clients of engines."""
         self.ingresses: list[Ingress] = []
         self.may_load = asyncio.Event()
         self.may_load.set()
@@ -147,6 +151,7 @@ class Engines(RepeatingEngines):
         self.runs: dict[str, object] = {}
         self.answering = []
         self._handle = handle
+        handle.tokenizers.append(weakref.ref(tokenizer))
 
     async def submit(self, request: Any, meter: Any = None) -> Repeating:
         return Answer(self._handle, request.prompts)
@@ -203,7 +208,12 @@ def fleet_of(world: World, config: ServeConfig, table: Any) -> Fleet:
         async def shutdown_async() -> None:
             pass
 
-        return SimpleNamespace(application=application, is_running=is_running, shutdown_async=shutdown_async)
+        return SimpleNamespace(
+            application=application,
+            is_running=is_running,
+            shutdown_async=shutdown_async,
+            tokenizers=world.tokenizers,
+        )
 
     return Fleet(
         ADDRESS,
@@ -345,6 +355,19 @@ async def test_a_line_of_a_batch_loads_its_model() -> None:
         line = BatchRequest(custom_id="1", method="POST", url="/v1/completions", body=body)
         response = await endpoints.answer(line, "line")
         assert (response.status_code, b"manta.a manta.a " in bytes(response.body)) == (200, True)
+
+
+@async_test
+async def test_what_an_ingress_holds_for_a_model_leaves_with_it() -> None:
+    async with world_of(on_demand("a"), on_demand("b"), max_loaded=1) as world:
+        ingress = await ready(world)
+        for name in "abab":
+            await ingress.text(name)
+        await ingress.fleet.look()
+        for _ in range(TURNS):
+            await asyncio.sleep(0)
+        gc.collect()
+        assert [tokenizer() is None for tokenizer in world.tokenizers] == [True, True, True, False]
 
 
 @async_test
