@@ -13,7 +13,6 @@ import errno
 import json
 import os
 import pathlib
-import resource
 import shlex
 import shutil
 import subprocess
@@ -29,11 +28,12 @@ from manta.cluster.batch.journal import BatchRefused, Journal
 from manta.cluster.batch.lease import Holder, Lease, acquire
 from manta.cluster.batch.lines import BatchResponse, BatchResult, LineKey
 from manta.cluster.batch.stored import StoredResults
-from manta.cluster.config import BatchLimits, ResponseLimits, ServeConfig
+from manta.cluster.config import ServeConfig
 from manta.cluster.private_folder import PrivateFolder
 from manta.cluster.protocol.responses_api import ResponseObject
 from manta.cluster.serve.listening.port import Port
 from manta.cluster.serve.starting import start_failure
+from manta.cluster.serve_limits import BatchLimits, ResponseLimits
 from manta.cluster.storage.kept_responses import KeptResponses, StoredResponse
 from manta.cluster.storage.records import Records
 from manta.cluster.storage.retention import remove_expired
@@ -43,6 +43,7 @@ from manta.workers.kernels import build, cpu_all_reduce, processor
 from manta.workers.models.model_config import ModelError
 from manta.workers.prefix_store import PrefixStore
 from tests.checkpoints import checkpoint
+from tests.full_disk import full_disk
 from tests.gguf_files import write_gguf
 from tests.house.test_layering import ROOMS, modules
 from tests.house.writing_calls import writes
@@ -356,17 +357,6 @@ def kind(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_pa
 def new_writer(kind: type[Writer], folder: pathlib.Path) -> Writer:
     (folder / "r").mkdir(parents=True, exist_ok=True)
     return kind(folder / "r")
-
-
-@contextlib.contextmanager
-def full_disk(max_bytes: int) -> Iterator[None]:
-    """No file grows beyond `max_bytes`: what is written is cut off there, and the rest fails."""
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (max_bytes, before[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 def tries(writer: Writer, number: int) -> set[int]:

@@ -22,6 +22,7 @@ from manta.specdecode.speculative_config import SpeculativeConfig
 from tests.adapters import Adapters, adapters_of
 from tests.async_tests import async_test
 from tests.checkpoints import checkpoint
+from tests.full_disk import full_disk
 from tests.loaded_adapters import Loading, loading
 from tests.patience import until
 
@@ -229,14 +230,34 @@ async def test_damaged_and_hostile_adapters_change_nothing(tmp_path: pathlib.Pat
             for name in ("new", "kept"):
                 answer = await server.load(name, what, load_inplace=True)
                 assert code_of(answer) == (400, "lora_path", None), (what, answer.text)
+        with full_disk(1000):
+            assert code_of(await server.load("new", "three")) == (503, "lora_path", None)
         assert server.registry.table is table
         await expect(server, "kept", "two")
         await server.server.until_idle()
 
 
+class Reading:
+    """Reads adapters as an executor does, and counts those that it reads at a time."""
+
+    def __init__(self, executor: Any) -> None:
+        self._read = executor.read_adapter
+        self._now = self.most = 0
+
+    def __call__(self, path: str) -> Any:
+        self._now += 1
+        self.most = max(self.most, self._now)
+        try:
+            return self._read(path)
+        finally:
+            self._now -= 1
+
+
 @pytest.mark.parametrize("overlap", [pytest.param(False, marks=pytest.mark.prove), True])
 @async_test
-async def test_more_adapters_than_fit_take_turns(tmp_path: pathlib.Path, overlap: bool) -> None:
+async def test_more_adapters_than_fit_take_turns(
+    tmp_path: pathlib.Path, overlap: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Each of them is served, whatever others run, and one that can never fit is refused by its bytes."""
     size = (pathlib.Path(made().folders["one"]) / WEIGHTS).stat().st_size
     options: dict[str, Any] = {"max_adapter_bytes": 3 * size // 2}
@@ -246,7 +267,10 @@ async def test_more_adapters_than_fit_take_turns(tmp_path: pathlib.Path, overlap
         for name in ("one", "two", "three"):
             assert (await server.load(name)).status_code == 200
         assert code_of(await server.load("wide")) == (400, "lora_path", None)
+        reading = Reading(server.server.replica.engine.executor)
+        monkeypatch.setattr(server.server.replica.engine.executor, "read_adapter", reading)
         await asyncio.gather(*(expect(server, name, name) for name in ("one", "two", "three") * 3))
+        assert reading.most == 1, "what waits for room takes no memory"
         for name in ("one", "three", "two", "two", "one"):
             await expect(server, name, name)
         assert len(server.server.replica.engine.adapters) == 1

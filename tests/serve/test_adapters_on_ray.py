@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import concurrent.futures
+import functools
 import json
 import pathlib
 import shutil
@@ -16,7 +17,7 @@ import pytest
 from benchmarks.processes import free_port
 from manta.cluster.config import EngineConfig, ServeConfig
 from manta.cluster.serve import app
-from tests.adapters import adapters_of
+from tests.adapters import Adapters, adapters_of
 from tests.checkpoints import checkpoint
 from tests.patience import PATIENCE_S, wait_until
 from tests.processes import running_below
@@ -32,6 +33,14 @@ NUM_CONNECTIONS = 24
 ENGINE, INGRESS = "ray::ServeReplica:manta:engine", "ray::ServeReplica:manta:ingress"
 
 
+@functools.cache
+def made() -> Adapters:
+    adapters = adapters_of(checkpoint("llama"))
+    for seed, name in enumerate(("earlier", "later")):
+        adapters.add(name, 60 + seed)
+    return adapters
+
+
 class Address:
     """Two ingresses and two engines, or what `options` have instead, which this process has started."""
 
@@ -39,9 +48,7 @@ class Address:
         port = free_port()
         self.root = root
         self.url = f"http://127.0.0.1:{port}"
-        self.made = adapters_of(checkpoint("llama"))
-        for seed, name in enumerate(("one", "two")):
-            self.made.add(name, 60 + seed)
+        self.made = made()
         engine = EngineConfig(
             model=str(checkpoint("llama")),
             dtype="float32",
@@ -117,9 +124,9 @@ def address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Address]:
 
 
 def test_a_reload_reaches_everybody_at_once_and_no_running_stream(address: Address) -> None:
-    address.put("one")
+    address.put("earlier")
     address.load()
-    address.check("one")
+    address.check("earlier")
     for series in ('manta:adapter_requests_total{adapter="live"', "manta:prefix_cache_queries_total"):
         assert len(address.shares(series)) == 2
         assert min(address.shares(series)) > 0, "one of two takes no request"
@@ -128,26 +135,26 @@ def test_a_reload_reaches_everybody_at_once_and_no_running_stream(address: Addre
     with concurrent.futures.ThreadPoolExecutor(NUM_STREAMS) as pool:
         streams = [pool.submit(address.stream, begun) for _ in range(NUM_STREAMS)]
         begun.wait(PATIENCE_S)
-        address.put("two")
+        address.put("later")
         address.load(load_inplace=True)
         running_below(None, ENGINE)[0].kill()
-        address.check("two")
+        address.check("later")
         assert [each.result(PATIENCE_S) for each in streams] == [alone] * NUM_STREAMS
 
 
 def test_whoever_starts_later_knows_it(address: Address) -> None:
     wait_until(lambda: len(running_below(None, ENGINE)) == 2, poll_s=0.2)
-    address.put("one")
+    address.put("earlier")
     address.load(load_inplace=True)
     shutil.rmtree(address.root / "live")
     for title in (ENGINE, INGRESS):
         address.kill(title)
-        address.check("one")
+        address.check("earlier")
     for controller in running_below(None, "ray::ServeController"):
         controller.kill()
-    address.check("one")
+    address.check("earlier")
     address.kill(ENGINE)
-    address.check("one")
+    address.check("earlier")
     assert address.post("/v1/unload_lora_adapter", lora_name="live").status_code == 200
     answers = [address.post("/v1/completions", model="live", prompt=PROMPT) for _ in range(NUM_CONNECTIONS)]
     assert [answer.status_code for answer in answers] == [404] * NUM_CONNECTIONS

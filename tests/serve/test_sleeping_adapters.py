@@ -40,15 +40,15 @@ def until_asleep() -> None:
 
 def test_a_sleeping_engine_wakes_for_a_load_and_with_its_adapters(address: Address) -> None:
     until_asleep()
-    address.put("one")
+    address.put("earlier")
     address.load()
-    address.check("one")
+    address.check("earlier")
     until_asleep()
     missing = address.post("/v1/load_lora_adapter", lora_name="other", lora_path="nothing")
     assert missing.status_code == 404
     until_asleep()
-    address.put("two")
-    assert address.tokens(PROMPT) == address.made.greedy(PROMPT, "one", NUM_TOKENS)
+    address.put("later")
+    assert address.tokens(PROMPT) == address.made.greedy(PROMPT, "earlier", NUM_TOKENS)
 
 
 def test_lines_of_a_batch_have_the_adapter_that_they_name(address: Address) -> None:
@@ -78,4 +78,4 @@ def test_lines_of_a_batch_have_the_adapter_that_they_name(address: Address) -> N
     wait_until(lambda: found()["status"] == "completed", poll_s=0.2)
     output = httpx.get(f"{address.url}/v1/files/{found()['output_file_id']}/content", timeout=PATIENCE_S).text
     answers = [json.loads(line)["response"]["body"]["choices"][0]["token_ids"] for line in output.splitlines()]
-    assert answers == [address.made.greedy(PROMPT, "one", 100)] * NUM_LINES
+    assert answers == [address.made.greedy(PROMPT, "earlier", 100)] * NUM_LINES

@@ -41,6 +41,7 @@ from manta.structured.visible_logs import logger_of
 from manta.structured.visible_text import say
 from manta.workers.model_info import ModelInfo
 from manta.workers.phases import Phases
+from manta.workers.ranks.rank_worker import ReadAdapter
 
 if TYPE_CHECKING:
     from manta.cluster.serve.engine.replica_adapters import ReplicaAdapters  # it imports torch
@@ -124,8 +125,10 @@ class EngineReplica:
             registry = adapter_registry.open_registry(own_application(), config.model)
             self._adapters = ReplicaAdapters(config, self.engine, self._thread, registry)
             self._adapters.start()
-        self._room = asyncio.Lock()
-        """Lock of the request that is next to have its adapter held."""
+        self._turn = asyncio.Lock()
+        """Lock of the request that has its adapter read and held."""
+        self._lacks_room = False
+        """Whether that adapter waits for room."""
         self._calls: set[_Call] = set()
         """Calls of `generate` and `generate_group` that have not returned."""
         self._beating: asyncio.Task[None] | None = None
@@ -141,6 +144,8 @@ class EngineReplica:
         """
         self._thread.close()
         self.engine.constraints.close()
+        if self._adapters is not None:
+            self._adapters.close()
 
     # ---- remote calls --------------------------------------------------------------------------------------------
 
@@ -229,26 +234,33 @@ class EngineReplica:
         return await asyncio.wrap_future(prepared)
 
     async def _add_adapted(self, adapters: ReplicaAdapters, running: Running, constraint: Resolved | None) -> None:
-        """Adds a request with an adapter, which is read first if the engine does not hold it. While those of running
-        requests leave no room for it, it waits until its deadline, and later requests with adapters wait behind it.
-        Otherwise requests with one adapter could keep out another one for ever.
+        """Adds a request with an adapter, which is read first if the engine does not hold it. Such requests take turns,
+        so that one adapter is in memory beside those that are held. While these leave no room for it, it waits until
+        its deadline, and later requests with adapters wait behind it. Otherwise requests with one adapter could keep
+        out another one for ever.
         """
         request = running.request
-        if not self._room.locked() and await asyncio.wrap_future(self._thread.add_held(running, constraint)):
+        if not self._lacks_room and await asyncio.wrap_future(self._thread.add_held(running, constraint)):
             return
         ends = None if request.deadline_s is None else running.arrived + request.deadline_s
         try:
-            async with asyncio.timeout(None if ends is None else max(0.0, ends - time.monotonic())):
-                adapter = None if request.adapter in self.engine.adapters else await adapters.find(request.adapter)
-                async with self._room:
-                    while not await asyncio.wrap_future(self._thread.add_held(running, constraint, adapter)):
-                        if adapter is None:  # it has left meanwhile
-                            adapter = await adapters.find(request.adapter)
-                        else:
-                            await asyncio.sleep(ROOM_POLL_S)
+            async with asyncio.timeout(None if ends is None else max(0.0, ends - time.monotonic())), self._turn:
+                await self._hold_and_add(adapters, running, constraint)
         except TimeoutError:
             self._thread.abort(request.request_id)
             refuse("deadline", place="request_timeout_s", cause="its adapter had no room in time")
+
+    async def _hold_and_add(self, adapters: ReplicaAdapters, running: Running, constraint: Resolved | None) -> None:
+        adapter: ReadAdapter | None = None
+        try:
+            while not await asyncio.wrap_future(self._thread.add_held(running, constraint, adapter)):
+                if adapter is None:
+                    adapter = await adapters.find(running.request.adapter)
+                else:
+                    self._lacks_room = True
+                    await asyncio.sleep(ROOM_POLL_S)
+        finally:
+            self._lacks_room = False
 
     def _end(self, running: Running, result: RequestResult) -> None:
         call, place = running.key

@@ -9,6 +9,7 @@ import asyncio
 import os
 import pathlib
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 from manta.cluster.config import EngineConfig
 from manta.cluster.engine.adapter_table import AdapterTable, LoadedAdapter
@@ -45,7 +46,12 @@ class ReplicaAdapters:
         self._loading: dict[str, float] = {}
         """Digests of adapters that were read lately, each with the time until which they stay, by `time.monotonic`."""
         self._following: asyncio.Task[None] | None = None
-        self._finding: dict[str, asyncio.Task[ReadAdapter]] = {}
+        self._reader = ThreadPoolExecutor(1, thread_name_prefix="adapters")
+        """Reads one adapter at a time, so that requests for many of them do not fill the memory."""
+
+    def close(self) -> None:
+        """Ends the thread that reads adapters, after the one that it reads."""
+        self._reader.shutdown(wait=False, cancel_futures=True)
 
     # ---- what the registry says --------------------------------------------------------------------------------------
 
@@ -94,7 +100,7 @@ class ReplicaAdapters:
         cannot be served.
         """
         try:
-            return await asyncio.to_thread(self._read, path)
+            return await asyncio.get_running_loop().run_in_executor(self._reader, self._read, path)
         except ServingError as error:
             return error.refusal
 
@@ -117,17 +123,7 @@ class ReplicaAdapters:
 
     async def find(self, digest: str) -> ReadAdapter:
         """Reads the adapter with these values. Raises `RequestRefused` if they are gone."""
-        finding = self._finding.get(digest)
-        if finding is None:
-            finding = asyncio.ensure_future(asyncio.to_thread(self._find, digest))
-            self._finding[digest] = finding
-            finding.add_done_callback(lambda task: self._forget(digest, task))
-        return await asyncio.shield(finding)  # it goes on for others when one request is aborted
-
-    def _forget(self, digest: str, task: asyncio.Task[ReadAdapter]) -> None:
-        del self._finding[digest]
-        if not task.cancelled():
-            task.exception()  # which those who wait get
+        return await asyncio.get_running_loop().run_in_executor(self._reader, self._find, digest)
 
     def _find(self, digest: str) -> ReadAdapter:
         if digest not in self._table.needed(time.time()):
