@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import difflib
 import functools
+import ipaddress
 import pathlib
 import re
 import reprlib
@@ -49,6 +50,15 @@ def read_yaml(path: pathlib.Path) -> dict[str, Any]:
     if loaded is not None and not isinstance(loaded, dict):
         raise ValueError(f"{path} must hold a mapping of options, not a {type(loaded).__name__}")
     return loaded or {}
+
+
+def check_network(option: str, network: str) -> None:
+    """Raises `ValueError` if the value of an option is neither an IP address nor a network."""
+    try:
+        ipaddress.ip_network(network)
+    except ValueError as error:
+        message = f"{option}: {network!r} is neither an IP address nor a network"
+        raise ValueError(f"{message} ({error}); write 10.0.0.7 or 10.0.0.0/8") from error
 
 
 def read_options(data: Any, kind: type[AnyOptions]) -> AnyOptions:

@@ -25,12 +25,16 @@ from ray._private.node import Node
 from ray._raylet import AuthenticationTokenLoader, Config  # type: ignore[attr-defined]
 
 from manta.cluster.private_folder import PrivateFolder
-from manta.structured.host import num_cores
+from manta.structured.host import address_space_limit, num_cores
 
 STOP_PATIENCE_S = 15.0
 """Seconds after which processes that were asked to end are killed."""
 START_PATIENCE_S = 300.0
 """Seconds within which Ray's node must register. Ray itself waits for 30, which a busy machine may exceed."""
+LEAST_ADDRESS_SPACE = 2 * 2**30
+"""Least address space of a process, in bytes. With 1.9 GiB an engine's imports find no memory. With 0.9 GiB Ray does
+not start, and takes half a minute to say so.
+"""
 LOOPBACK = "127.0.0.1"
 _OBJECT_STORE_BYTES = 128 * 2**20
 """Size of Ray's object store. Manta keeps nothing there, because requests and outputs are small."""
@@ -87,8 +91,15 @@ _roots: list[psutil.Process] = []
 
 def start(num_cpus: int = 0) -> None:
     """Starts Ray with `num_cpus` CPUs, or with the number of cores if that is larger. `num_cpus` may exceed the cores,
-    so that actors which claim more threads than there are cores start too. Raises what `ray.init` raises.
+    so that actors which claim more threads than there are cores start too. Raises `ValueError` where Ray's processes
+    may have too little address space, and what `ray.init` raises.
     """
+    limit = address_space_limit()
+    if limit is not None and limit < LEAST_ADDRESS_SPACE:
+        raise ValueError(
+            f"a process of this shell may have {limit:,} bytes of address space, and Ray and an engine need "
+            f"{LEAST_ADDRESS_SPACE:,}: raise the limit (ulimit -v)"
+        )
     for name, value in _ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     _require_token()

@@ -45,6 +45,14 @@ def free_memory() -> int:
     return max(0, min([psutil.virtual_memory().available, _address_space_left(), *left]))
 
 
+def address_space_limit() -> int | None:
+    """Returns the bytes of address space that this process, and each one that it starts, may have (`ulimit -v`); None
+    without a limit.
+    """
+    limit = resource.getrlimit(resource.RLIMIT_AS)[0] if hasattr(resource, "RLIMIT_AS") else resource.RLIM_INFINITY
+    return None if limit == resource.RLIM_INFINITY else limit
+
+
 def identity() -> int:
     """Returns a 63-bit number that is the same for all processes of one machine or container."""
     boot = _read(pathlib.Path("/proc/sys/kernel/random/boot_id")) or str(psutil.boot_time())
@@ -101,8 +109,8 @@ def _memory_left(group: pathlib.Path) -> int | None:
 
 def _address_space_left() -> int:
     """Returns the bytes of address space that are left to this process; without a limit more than any memory has."""
-    limit = resource.getrlimit(resource.RLIMIT_AS)[0] if hasattr(resource, "RLIMIT_AS") else resource.RLIM_INFINITY
-    return sys.maxsize if limit == resource.RLIM_INFINITY else limit - psutil.Process().memory_info().vms
+    limit = address_space_limit()
+    return sys.maxsize if limit is None else limit - psutil.Process().memory_info().vms
 
 
 def _read(path: pathlib.Path) -> str | None:

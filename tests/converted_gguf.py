@@ -7,8 +7,10 @@ tensors and which keys it writes follow https://github.com/ggml-org/llama.cpp, `
 from __future__ import annotations
 
 import json
+import math
 import pathlib
 import re
+import statistics
 from collections.abc import Callable
 from typing import Any
 
@@ -17,6 +19,8 @@ import numpy as np
 import safetensors.torch
 from gguf.constants import MODEL_ARCH_NAMES
 
+from tests import converted_hybrids
+from tests.converted_hybrids import num_layers_of
 from tests.gguf_files import KindOf, add_tensor, add_tokenizer, interleaved
 
 Tensors = dict[str, np.ndarray]
@@ -25,6 +29,8 @@ ARCHITECTURES = {
     "Cohere2ForCausalLM": "cohere2",
     "Gemma2ForCausalLM": "gemma2",
     "Gemma3ForCausalLM": "gemma3",
+    "Gemma3nForCausalLM": "gemma3n",
+    "Gemma4ForCausalLM": "gemma4",
     "Glm4ForCausalLM": "glm4",
     "Glm4MoeForCausalLM": "glm4moe",
     "GptOssForCausalLM": "gpt-oss",
@@ -34,9 +40,12 @@ ARCHITECTURES = {
     "MixtralForCausalLM": "llama",
     "Olmo2ForCausalLM": "olmo2",
     "Phi3ForCausalLM": "phi3",
+    "Qwen2ForCausalLM": "qwen2",
+    "Qwen3ForCausalLM": "qwen3",
     "Qwen3MoeForCausalLM": "qwen3moe",
     "SeedOssForCausalLM": "seed_oss",
     "SmolLM3ForCausalLM": "smollm3",
+    **converted_hybrids.ARCHITECTURES,
 }
 _INTERLEAVED = ("llama", "granite", "smollm3")
 _CONVOLVING = ("lfm2", "lfm2moe")
@@ -45,9 +54,14 @@ _SPELLED = {
     "self_attn.sinks": "self_attn.sinks.weight",
     "e_score_correction_bias": "e_score_correction.bias",
     ".expert_bias": ".expert_bias.bias",
+    ".correct_output_scale": ".correct_output_scale.weight",
+    ".layer_scalar": ".layer_scalar.weight",
+    ".experts.gate_up_proj": ".experts.gate_up_proj.weight",
+    ".experts.down_proj": ".experts.down_proj.weight",
 }
 """Ends of names that the converter changes."""
 _EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(\w+)\.weight")
+_STREAM = re.compile(r"(model\.altup_\w+)\.(\d+)\.weight")
 
 
 def convert(
@@ -57,24 +71,26 @@ def convert(
     *,
     is_dense: bool = False,
     tensors_each: int = 0,
+    as_name: str | None = None,
 ) -> pathlib.Path:
     """Writes the checkpoint of `folder` to `path`. `kind_of` chooses the types of tensors that are no vectors; if
     `is_dense`, the file has the numbers that their blocks stand for. With `tensors_each`, the model is split into files
-    of so many tensors.
+    of so many tensors. `as_name` is llama.cpp's name of the architecture, if the text decoder of a multimodal model has
+    another one than alone.
     """
     config = json.loads((folder / "config.json").read_text())
-    name = ARCHITECTURES[config["architectures"][0]]
+    name = as_name or name_of(config)
     (architecture,) = (arch for arch, spelled in MODEL_ARCH_NAMES.items() if spelled == name)
     writer = gguf.GGUFWriter(path, name, split_max_tensors=tensors_each)
     _add_keys(writer, config, name)
     add_tokenizer(writer, folder)
     stored = safetensors.torch.load_file(folder / "model.safetensors")
     tensors = _of_architecture({key: value.float().numpy() for key, value in stored.items()}, config, name)
-    names = gguf.get_tensor_name_map(architecture, config["num_hidden_layers"])
+    names = gguf.get_tensor_name_map(architecture, num_layers_of(config))
     for key, tensor in sorted(tensors.items()):
         if key == "lm_head.weight" and config.get("tie_word_embeddings"):
             continue
-        converted = names.get_name(key, try_suffixes=(".weight", ".bias"))
+        converted = key if key.startswith("blk.") else names.get_name(key, try_suffixes=(".weight", ".bias"))
         assert converted is not None, key
         add_tensor(writer, converted, tensor, kind_of, is_dense=is_dense)
     writer.write_header_to_file()
@@ -84,8 +100,15 @@ def convert(
     return path
 
 
+def name_of(config: dict[str, Any]) -> str:
+    """Returns llama.cpp's name of a checkpoint's architecture."""
+    return converted_hybrids.name_of(config) or ARCHITECTURES[config["architectures"][0]]
+
+
 def _of_architecture(tensors: Tensors, config: dict[str, Any], name: str) -> Tensors:
     """Returns the tensors as the converter writes them, under names that the table of names knows."""
+    if name in converted_hybrids.OF_KEYS:
+        return _merged_experts(converted_hybrids.converted_tensors(tensors, config, name))
     tensors = _merged_experts(tensors)
     if name in _INTERLEAVED:
         for key, heads in (("q_proj", "num_attention_heads"), ("k_proj", "num_key_value_heads")):
@@ -95,6 +118,10 @@ def _of_architecture(tensors: Tensors, config: dict[str, Any], name: str) -> Ten
         tensors |= {k: v + 1 for k, v in tensors.items() if k.endswith("norm.weight")}
     if name == "gpt-oss":
         tensors = _split_gates(tensors)
+    if name == "gemma3n":
+        tensors = _merged_streams(tensors)
+    if name == "gemma4":
+        tensors = _gemma_4s(tensors, config)
     for end, spelled in _SPELLED.items():
         for found in [each for each in tensors if each.endswith(end)]:
             tensors[found.removesuffix(end) + spelled] = tensors.pop(found)
@@ -118,6 +145,37 @@ def _merged_experts(tensors: Tensors) -> Tensors:
     }
 
 
+def _merged_streams(tensors: Tensors) -> Tensors:
+    """Returns the linears of all residual streams as one tensor."""
+    streams = {key: _STREAM.fullmatch(key) for key in sorted(tensors)}
+    names = {found[1] for found in streams.values() if found is not None}
+    merged = {
+        f"{name}.weight": np.stack(
+            [tensors[key] for key, each in streams.items() if each is not None and each[1] == name]
+        )
+        for name in names
+    }
+    return {key: each for key, each in tensors.items() if streams[key] is None} | merged
+
+
+def _gemma_4s(tensors: Tensors, config: dict[str, Any]) -> Tensors:
+    """Returns the scales of experts under llama.cpp's names, and what divides the angles of layers that see all."""
+    scales = {"router.scale": "ffn_gate_inp.scale", "router.per_expert_scale": "ffn_down_exps.scale"}
+    num_angles = _of_all(config)["head_dim"] // 2
+    num_rotating = int(num_angles * config["rope_parameters"]["full_attention"]["partial_rotary_factor"])
+    divisors = [1.0] * num_rotating + [1e30] * (num_angles - num_rotating)
+    found: Tensors = {"rope.freqs.weight": np.array(divisors, dtype=np.float32)}
+    for key, tensor in tensors.items():
+        end = next((each for each in scales if key.endswith(each)), None)
+        found[key if end is None else f"blk.{key.split('.')[2]}.{scales[end]}"] = tensor
+    return found
+
+
+def _of_all(config: dict[str, Any]) -> dict[str, Any]:
+    """Returns the keys of Gemma 4's layers that see everything."""
+    return config | next(iter(config["per_layer_config"].values()))
+
+
 def _split_gates(tensors: Tensors) -> Tensors:
     """Returns gpt-oss's experts with gates and what they let through apart, outputs first."""
     split: Tensors = {}
@@ -138,6 +196,9 @@ def _split_gates(tensors: Tensors) -> Tensors:
 
 
 def _add_keys(writer: gguf.GGUFWriter, config: dict[str, Any], name: str) -> None:
+    if name in converted_hybrids.OF_KEYS:
+        converted_hybrids.add_keys(writer, config, name)
+        return
     head_dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
     rope = config.get("rope_parameters") or {}
     rope = rope.get("full_attention", rope)
@@ -162,7 +223,7 @@ def _add_keys(writer: gguf.GGUFWriter, config: dict[str, Any], name: str) -> Non
         writer.add_layer_norm_eps(config["layer_norm_eps"])
     else:
         writer.add_layer_norm_rms_eps(config.get("rms_norm_eps") or config["norm_eps"])
-    if config.get("sliding_window") and name != "qwen3moe":
+    if config.get("sliding_window") and not name.startswith("qwen"):
         writer.add_sliding_window(config["sliding_window"])
     for add in _OWN.get(name, ()):
         add(writer, config)
@@ -209,7 +270,62 @@ def _add_dense_layers(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
     writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
 
 
+def _add_gemma_3ns(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
+    pattern, normal = config["activation_sparsity_pattern"], statistics.NormalDist()
+    writer.add_altup_active_idx(config["altup_active_idx"])
+    writer.add_altup_num_inputs(config["altup_num_inputs"])
+    writer.add_embedding_length_per_layer_input(config["hidden_size_per_layer_input"])
+    writer.add_shared_kv_layers(config["num_kv_shared_layers"])
+    writer.add_activation_sparsity_scale([normal.inv_cdf(each) if each else -math.inf for each in pattern])
+    writer.add_sliding_window_pattern([kind == "sliding_attention" for kind in config["layer_types"]])
+    writer.add_final_logit_softcapping(config["final_logit_softcapping"])
+
+
+def _add_gemma_4s(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
+    num_layers, num_shared, wide = (
+        config[key] for key in ("num_hidden_layers", "num_kv_shared_layers", "intermediate_size")
+    )
+    is_local = [kind == "sliding_attention" for kind in config["layer_types"]]
+    heads, head_dim = (
+        [config["num_key_value_heads"], _of_all(config)["num_key_value_heads"]],
+        _of_all(config)["head_dim"],
+    )
+    writer.add_shared_kv_layers(num_shared)
+    writer.add_embedding_length_per_layer_input(config["hidden_size_per_layer_input"])
+    writer.add_sliding_window_pattern(is_local)
+    writer.add_key_length(head_dim)
+    writer.add_value_length(head_dim)
+    writer.add_key_length_swa(config["head_dim"])
+    writer.add_value_length_swa(config["head_dim"])
+    if config["use_double_wide_mlp"]:
+        writer.add_feed_forward_length([wide * (1 + (layer >= num_layers - num_shared)) for layer in range(num_layers)])
+    if heads[0] != heads[1]:
+        writer.add_head_count_kv([heads[not local] for local in is_local])
+    writer.add_rope_dimension_count(head_dim)
+    writer.add_rope_dimension_count_swa(config["head_dim"])
+    writer.add_rope_freq_base_swa(config["rope_parameters"]["sliding_attention"]["rope_theta"])
+    if config["final_logit_softcapping"]:
+        writer.add_final_logit_softcapping(config["final_logit_softcapping"])
+    if config["enable_moe_block"]:
+        writer.add_expert_count(config["num_experts"])
+        writer.add_expert_used_count(config["top_k_experts"])
+        writer.add_expert_feed_forward_length(config["moe_intermediate_size"])
+
+
+def _add_sections(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
+    writer.add_rope_dimension_sections([4, 2, 2, 0])
+
+
+def _add_deepstack(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
+    writer.add_num_deepstack_layers(3)
+
+
 _OWN: dict[str, tuple[Add, ...]] = {
+    "gemma3n": (_add_gemma_3ns,),
+    "gemma4": (_add_gemma_4s,),
+    "qwen2vl": (_add_sections,),
+    "qwen3vl": (_add_sections, _add_deepstack),
+    "qwen3vlmoe": (_add_sections, _add_deepstack, _add_experts, _add_expert_width),
     "llama": (_add_experts,),
     "qwen3moe": (_add_experts, _add_expert_width),
     "gpt-oss": (_add_experts, _add_expert_width),

@@ -185,10 +185,12 @@ def answering_tokenizer(template: str) -> transformers.PreTrainedTokenizerFast:
     return fast
 
 
-def _saved_decoder(name: str, automatic: Any, template: str, **fields: Any) -> pathlib.Path:
+def _saved_decoder(
+    name: str, automatic: Any, template: str, config_class: str = "Qwen3Config", **fields: Any
+) -> pathlib.Path:
     folder = pathlib.Path(_folder().name) / name
     torch.manual_seed(len(name))
-    config = transformers.Qwen3Config(**{**_CAUSAL, **fields})
+    config = getattr(transformers, config_class)(**{**_CAUSAL, **fields})
     automatic.from_config(config).save_pretrained(folder)
     answering_tokenizer(template).save_pretrained(folder)
     return folder
@@ -243,11 +245,12 @@ def scorer(name: str) -> pathlib.Path:
 
 
 @functools.cache
-def generator(pipeline_tag: str = "") -> pathlib.Path:
-    """The folder of a Qwen3 that generates. With a `pipeline_tag` it has a page that names it, as the first
+def generator(pipeline_tag: str = "", config_class: str = "Qwen3Config") -> pathlib.Path:
+    """The folder of a model that generates. With a `pipeline_tag` it has a page that names it, as the first
     Qwen3-Reranker has.
     """
-    folder = _saved_decoder(f"generator-{pipeline_tag}", transformers.AutoModelForCausalLM, CHAT_TEMPLATE)
+    name = f"{config_class}-{pipeline_tag}"
+    folder = _saved_decoder(name, transformers.AutoModelForCausalLM, CHAT_TEMPLATE, config_class)
     if pipeline_tag:
         metadata = f"license: apache-2.0\nbase_model:\n- Qwen/Qwen3-0.6B-Base\npipeline_tag: {pipeline_tag}"
         (folder / "README.md").write_text(f"---\n{metadata}\n---\n# A model\n")

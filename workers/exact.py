@@ -22,6 +22,7 @@ _INEXACT = frozenset(
         Variant.QUERY_GROWTH,
         Variant.FINAL_CAP,
         Variant.RECURRENT,
+        Variant.STREAMS,
     }
 )
 """Variants that torch computes, with functions whose last bits differ between processors. Some gates are compiled, and

@@ -17,6 +17,7 @@ from manta.structured.visible_text import pass_on
 HEAD = f"""# Errors
 
 This page is generated from the errors' source: `python -m manta.cluster.cli.errors_page > docs/errors.md`.
+[Operating](operate.md#when-there-is-too-much-work) says when the server refuses work that it could do later.
 
 The body of an answer with status 400 or above, and the event of a stream that fails after it began, has the shape of
 the API that was asked:

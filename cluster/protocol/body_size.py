@@ -11,8 +11,8 @@ import json
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from manta.cluster.config import BodyLimits
 from manta.cluster.errors import refuse
+from manta.cluster.serve_limits import BodyLimits
 
 _OTHERS = bytes(set(range(256)) - set(b'",:{['))
 """All bytes that neither delimit a string nor introduce a value or a member."""

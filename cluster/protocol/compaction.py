@@ -14,9 +14,9 @@ from typing import Any, NoReturn
 
 import msgspec
 
-from manta.cluster.config import BodyLimits
 from manta.cluster.errors import refuse
 from manta.cluster.protocol.body_size import check_body_size
+from manta.cluster.serve_limits import BodyLimits
 
 VERSION = "manta1"
 """Beginning of the content. Another one is needed as soon as `Compacted` changes."""

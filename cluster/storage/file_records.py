@@ -18,8 +18,8 @@ from typing import BinaryIO, Literal, TypeVar
 
 import msgspec
 
-from manta.cluster.config import BatchLimits
 from manta.cluster.protocol.batches_api import FileObject
+from manta.cluster.serve_limits import BatchLimits
 from manta.cluster.storage.quota import Quota
 from manta.cluster.storage.storage import Storage
 from manta.structured.visible_logs import logger_of

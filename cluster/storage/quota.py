@@ -16,8 +16,8 @@ import threading
 from collections.abc import Iterator
 from typing import NamedTuple, NoReturn
 
-from manta.cluster.config import BatchLimits
 from manta.cluster.errors import refuse
+from manta.cluster.serve_limits import BatchLimits
 from manta.cluster.storage.storage import Storage
 
 RESERVATION = re.compile(r"(file-[0-9a-f]+)\.(\d+)")

@@ -32,8 +32,8 @@ from typing import Any, BinaryIO, Literal, NamedTuple, get_args
 
 import msgspec
 
-from manta.cluster.config import BatchLimits
 from manta.cluster.protocol.batches_api import Batch, BatchError, BatchErrors, FileObject
+from manta.cluster.serve_limits import BatchLimits
 from manta.cluster.storage.file_records import FileRecords, age_s, claim, decoded, new_id
 from manta.cluster.storage.quota import Quota
 from manta.cluster.storage.storage import Storage

@@ -19,7 +19,7 @@ import pytest
 from manta.cluster.batch import batch_run, lease, stored
 from manta.cluster.batch import batch_runner as runner_module
 from manta.cluster.batch.lease import Holder, Lease, LeaseLost, acquire
-from manta.cluster.config import BatchLimits
+from manta.cluster.serve_limits import BatchLimits
 from manta.cluster.storage import local_files, retention
 from manta.cluster.storage.records import Records
 from manta.cluster.storage.retention import remove_expired

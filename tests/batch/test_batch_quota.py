@@ -11,7 +11,7 @@ import httpx2
 import openai
 import pytest
 
-from manta.cluster.config import BatchLimits
+from manta.cluster.serve_limits import BatchLimits
 from manta.cluster.storage import retention
 from manta.cluster.storage.quota import Quota
 from manta.cluster.storage.records import Records

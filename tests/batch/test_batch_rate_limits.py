@@ -14,12 +14,13 @@ from manta.cluster.batch.batch_job import BatchJob
 from manta.cluster.batch.journal import LineKey
 from manta.cluster.batch.line_endpoints import Endpoints
 from manta.cluster.batch.lines import BatchRequest, BatchResponse, BatchResult, parse
-from manta.cluster.config import KeyLimits, ServeConfig
+from manta.cluster.config import ServeConfig
 from manta.cluster.engine.request import FinishStatus
 from manta.cluster.errors import QueueFull
 from manta.cluster.http.access.rate_limits import RateLimits
 from manta.cluster.http.exchange.engines import Event
 from manta.cluster.http.exchange.metrics import Metrics
+from manta.cluster.serve_limits import KeyLimits
 from manta.cluster.text.tokenizer import Tokenizer
 from manta.structured.refusals import Refusal
 from tests.http.test_routes import Repeating, RepeatingEngines

@@ -22,8 +22,8 @@ from hypothesis import given, settings
 from manta.cluster.batch import batch_job, batch_run, batch_runner, lease, stored
 from manta.cluster.batch.batch_runner import Runner
 from manta.cluster.batch.lines import BatchRequest, BatchResponse
-from manta.cluster.config import BatchLimits
 from manta.cluster.protocol.batches_api import Batch
+from manta.cluster.serve_limits import BatchLimits
 from manta.cluster.storage import file_records, records, retention
 from manta.cluster.storage.records import ENDED, Records
 from manta.cluster.storage.retention import remove_expired

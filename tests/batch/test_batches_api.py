@@ -20,12 +20,13 @@ from manta.cluster.batch import batch_run, stored
 from manta.cluster.batch import batch_runner as runner_module
 from manta.cluster.batch.batch_runner import Runner
 from manta.cluster.batch.line_endpoints import Endpoints
-from manta.cluster.config import BatchLimits, EngineConfig, ServeConfig
+from manta.cluster.config import EngineConfig, ServeConfig
 from manta.cluster.http.app import HttpApp
 from manta.cluster.http.endpoints.files import PARSED_BYTES
 from manta.cluster.http.exchange.engines import Event, GenerationRequest
 from manta.cluster.http.exchange.metrics import Metrics
 from manta.cluster.http.exchange.uploads import UploadParser
+from manta.cluster.serve_limits import BatchLimits
 from manta.cluster.storage.local_files import PARTIAL_FOLDER
 from manta.cluster.storage.records import Records
 from manta.cluster.storage.retention import remove_expired

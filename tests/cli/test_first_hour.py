@@ -129,7 +129,7 @@ def test_make_names_its_variable_for_a_taken_port() -> None:
         ("engine:\n  max_num_sequence: 3\n", ["did you mean `engine.max_num_sequences`?"]),
         ("model: demo\nengine: {model: other}\n", ["model is demo and engine.model other; give one"]),
         ("engine:\n  device: gpu\n", ["`engine.device` cannot be 'gpu'", "auto, cpu, cuda"]),
-        ("engine: {speculative: {proposers: [ngrams]}}\n", ["proposers[0]", "forced, ngram, draft"]),
+        ("engine: {speculative: {proposers: [ngrams]}}\n", ["proposers[0]", "forced, history, ngram, draft"]),
         ("engine: {colour: red}\n", ["the options of `engine` are model, "]),
         (
             (ROOT / "configs" / "serve" / "one-machine.yaml").read_text(),

@@ -50,7 +50,8 @@ def test_each_key_of_the_page_has_that_default(key: str) -> None:
     values: dict[str, object] = {name: msgspec.yaml.decode(shown)}
     for part in reversed(group.split(".") if group else []):
         values = {part: values}
-    plain = {"engine": {"speculative": {}}} if "speculative" in group else {}
+    optional = next((name for name in ("speculative", "kv_events") if name in group), None)
+    plain = {} if optional is None else {"engine": {optional: {}}}
     plain = {"autoscaling": {}} if "autoscaling" in group else plain
     assert read_options(values, ServeConfig) == read_options(plain, ServeConfig)
 

@@ -9,7 +9,7 @@ import msgspec
 
 from manta.cluster.engine.kv_blocks import KVBlocks, hash_blocks
 
-NEEDED = {
+NEEDED: dict[str, dict[str, Any]] = {
     "BlockStored": {
         "block_hashes": list,
         "parent_block_hash": int | None,
@@ -23,7 +23,7 @@ NEEDED = {
     "AllBlocksCleared": {},
 }
 """Fields that each of vLLM's events has, and their types."""
-OPTIONAL = {
+OPTIONAL: dict[str, Any] = {
     "extra_keys": list,
     "group_idx": int,
     "kv_cache_spec_kind": str,

@@ -8,10 +8,12 @@ from __future__ import annotations
 import contextlib
 import random
 import socket
+import subprocess
 import sys
 from collections.abc import Iterator
 from typing import Any
 
+import httpx
 import msgspec
 import pytest
 import zmq
@@ -19,6 +21,7 @@ import zmq
 from benchmarks.processes import free_port
 from manta.cluster.config import EngineConfig, load_config
 from manta.cluster.engine.event_publisher import NUM_PORTS, Backlog, EventPublisher
+from manta.cluster.engine.kv_blocks import hash_blocks
 from manta.cluster.engine.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, CacheLog
 from manta.cluster.kv_event_options import KVEventOptions, read_address
 from manta.cluster.llm import LLM, SamplingParams
@@ -26,9 +29,9 @@ from manta.workers.kv_groups import ONE_GROUP, KVGroup
 from tests.async_tests import async_test
 from tests.checkpoints import checkpoint
 from tests.engine.gateway import Gateway
-from tests.engine.llms import make_llm
+from tests.engine.llms import BLOCK_TOKENS, make_llm
 from tests.local_server import local_server
-from tests.patience import PATIENCE_S
+from tests.patience import PATIENCE_S, wait_until
 
 GREEDY = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True)
 END = b"\xff" * 8
@@ -96,6 +99,47 @@ def test_a_replay_tells_what_the_cache_holds(context: zmq.Context, empty: tuple[
     assert gateway.kinds == {0: ("full_attention", None)}
     assert len(gateway.tokens) > 24, "blocks were evicted"
     assert replayed(context, given.replay_endpoint, len(messages) - 2, empty) == messages[-2:]
+
+
+@pytest.mark.prove
+def test_dynamos_indexer_knows_how_much_of_a_prompt_is_cached() -> None:
+    """The subscriber of another project: `python -m dynamo.indexer` (`pip install ai-dynamo-runtime`)."""
+    pytest.importorskip("dynamo._core", reason="ai-dynamo-runtime is not installed")
+    given, port = options(), free_port()
+    llm = make_llm(num_blocks=24, kv_events=given, num_threads=1)
+    blocks, asked = llm.engine.scheduler.blocks, some_prompts(0)
+    generate(llm, asked)
+    indexer = subprocess.Popen([sys.executable, "-m", "dynamo.indexer", "--port", str(port), "--threads", "1"])
+    client = httpx.Client(base_url=f"http://127.0.0.1:{port}", trust_env=False, timeout=PATIENCE_S)
+
+    def is_there() -> bool:
+        with contextlib.suppress(httpx.TransportError):
+            return client.get("/workers").status_code == 200
+        return False
+
+    def agrees(prompt: list[int]) -> bool:
+        """Returns whether it says what the cache holds."""
+        answer = client.post("/query", json={"token_ids": prompt, "model_name": "m"}).json()
+        hashes = hash_blocks(prompt, len(prompt) // BLOCK_TOKENS, BLOCK_TOKENS)
+        num_cached = BLOCK_TOKENS * len(blocks.find_prefix(hashes))
+        return answer["scores"] == ({"1": {"0": num_cached}} if num_cached else {})
+
+    def agrees_about_all() -> bool:
+        return all(map(agrees, asked))
+
+    try:
+        wait_until(is_there)
+        addresses = {name: getattr(given, name).replace("*", "127.0.0.1") for name in ("endpoint", "replay_endpoint")}
+        worker = {"instance_id": 1, "model_name": "m", "block_size": BLOCK_TOKENS, "dp_rank": 0, **addresses}
+        assert client.post("/register", json=worker).status_code == 201
+        for seed in range(1, 4):
+            generate(llm, some_prompts(seed))
+            asked.extend(some_prompts(seed))
+            wait_until(agrees_about_all)
+        assert any(blocks.find_prefix(hash_blocks(prompt, 1, BLOCK_TOKENS)) for prompt in asked)
+    finally:
+        indexer.terminate()
+        indexer.wait(PATIENCE_S)
 
 
 def test_an_engine_connects_to_a_subscriber_that_listens(context: zmq.Context) -> None:

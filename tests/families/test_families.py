@@ -16,9 +16,9 @@ REFUSED_NAMES = (
     "bart bigbird_pegasus blenderbot blenderbot-small marian mbart musicgen musicgen_melody mvp pegasus plbart "
     "prophetnet whisper "
     # Attention in code of transformers' own that nothing here replaces.
-    "big_bird cpmant gpt_neox_japanese megatron-bert openai-gpt reformer rembert roformer rwkv trocr xlm xlnet xlstm "
+    "big_bird cpmant gpt_neox_japanese megatron-bert openai-gpt reformer rembert roformer rwkv trocr xlm xlnet "
     # Recurrent states without a native form.
-    "bailing_hybrid deepseek_v4 lara_mini qwen4_exp qwen4_exp_text recurrent_gemma zamba zamba2 zaya lfm3 "
+    "bailing_hybrid deepseek_v4 lara_mini qwen4_exp qwen4_exp_text recurrent_gemma zamba zaya lfm3 "
     "inkling2_loop_text inkling2_text inkling_text "
     # An indexer chooses the tokens that attention reads.
     "axk2 deepseek_v32 dots3_note_text glm_moe_dsa hy_v4 "
@@ -29,15 +29,15 @@ REFUSED_NAMES = (
     # Attention that a layer calls twice, masks of their own, a cache that forgets positions which the mask shows.
     "diffllama doge dory git hrm_text moshi "
     # Pictures or sounds, whose text decoder has no native form.
-    "emu3 gemma3n gemma3n_text gemma4_unified_assistant mllama "
+    "emu3 gemma4_unified_assistant mllama "
     # A model of bytes in patches.
     "blt "
 )
 """Model types that are refused before weights are read."""
 REFUSED_LATE = ("shieldgemma2",)
 """A classifier, which transformers stores here under Gemma 3's name and with names of its own for tensors."""
-LEFT_OUT = ("dots3_note", "fast_vlm", "gemma4_assistant", "perception_lm")
-"""Model types of which no tiny model is made: the text of one is tried by itself, one is a drafter, and two need the
+LEFT_OUT = ("dots3_note", "fast_vlm", "gemma3n", "gemma4_assistant", "perception_lm")
+"""Model types of which no tiny model is made: the text of one is tried by itself, one is a drafter, and three need the
 package timm.
 """
 THROUGH_TRANSFORMERS = (

@@ -353,7 +353,8 @@ def test_the_image_asks_its_index_for_torch_alone(tmp_path: pathlib.Path) -> Non
 def test_every_other_image_content_is_pinned_and_hashed() -> None:
     """configs/image/uv.toml says how the file is made. It must follow pyproject.toml, and pip must check the hashes."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    wanted = [Requirement(each) for each in (*project["dependencies"], *project["optional-dependencies"]["otel"])]
+    extras = [each for extra in ("otel", "kv-events") for each in project["optional-dependencies"][extra]]
+    wanted = [Requirement(each) for each in (*project["dependencies"], *extras)]
     entries = re.split(r"(?m)^(?=\w)", (CONFIGS / "image" / "requirements.txt").read_text())[1:]
     pinned: dict[str, str] = {}
     for entry in entries:

@@ -12,12 +12,13 @@ from typing import Any
 import msgspec
 import pytest
 
-from manta.cluster.config import AutoscalingOptions, BatchLimits, BodyLimits, EngineConfig, ServeConfig
+from manta.cluster.config import AutoscalingOptions, EngineConfig, ServeConfig
 from manta.cluster.errors import RequestRefused
 from manta.cluster.http.access.request_admission import decode
 from manta.cluster.protocol.requests import ChatCompletionRequest, CompletionRequest
 from manta.cluster.serve.ingress import ingress_deployment
 from manta.cluster.serve.scaling.autoscaling import autoscaling_config
+from manta.cluster.serve_limits import BatchLimits, BodyLimits
 from manta.cluster.storage.records import Records
 from manta.cluster.storage.storage import Storage
 from manta.specdecode.ngram import NgramIndex

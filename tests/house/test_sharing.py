@@ -25,6 +25,7 @@ STARTS = re.compile(
 PROVED = "make prove alone"
 OWN = {
     "test_batch_cluster": PROVED,
+    "test_changed_lists": PROVED,
     "test_closed_doors": "its clients attack, and one of them measures how the server bears it",
     "test_configs": "applies what configs/ has for Ray's dashboard",
     "test_docs": "the demo model under the options of the pages",

@@ -28,11 +28,12 @@ from manta.cluster.batch.journal import BatchRefused, Journal
 from manta.cluster.batch.lease import Holder, Lease, acquire
 from manta.cluster.batch.lines import BatchResponse, BatchResult, LineKey
 from manta.cluster.batch.stored import StoredResults
-from manta.cluster.config import BatchLimits, ResponseLimits, ServeConfig
+from manta.cluster.config import ServeConfig
 from manta.cluster.private_folder import PrivateFolder
 from manta.cluster.protocol.responses_api import ResponseObject
 from manta.cluster.serve.listening.port import Port
 from manta.cluster.serve.starting import start_failure
+from manta.cluster.serve_limits import BatchLimits, ResponseLimits
 from manta.cluster.storage.kept_responses import KeptResponses, StoredResponse
 from manta.cluster.storage.records import Records
 from manta.cluster.storage.retention import remove_expired

@@ -8,8 +8,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from manta.cluster.config import BodyLimits
 from manta.cluster.protocol.body_size import body_size
+from manta.cluster.serve_limits import BodyLimits
 from tests.http.test_foreign_fields import Asked
 from tests.http.test_routes import MODEL
 

@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 from websockets.asyncio.client import connect
 
-from manta.cluster.config import KeyLimits
 from manta.cluster.http.access.rate_limits import RateLimits
 from manta.cluster.serve.channel.token_channel import Connection
+from manta.cluster.serve_limits import KeyLimits
 from tests.async_tests import async_test
 from tests.local_server import LocalServer, local_server
 from tests.patience import PATIENCE_S, until

@@ -13,11 +13,12 @@ import pytest
 from msgspec import inspect
 
 from benchmarks.processes import free_port
-from manta.cluster.config import BodyLimits, ServeConfig
+from manta.cluster.config import ServeConfig
 from manta.cluster.errors import RequestRefused
 from manta.cluster.http.routes import ROUTES
 from manta.cluster.protocol.body_size import body_size, check_body_size
 from manta.cluster.serve.listening.listener import Listener
+from manta.cluster.serve_limits import BodyLimits
 from tests.conftest import PROVE
 from tests.fuzz.http.shapes import bodies
 from tests.http.test_routes import MODEL, App

@@ -11,10 +11,11 @@ import hypothesis
 import pytest
 from hypothesis import strategies as st
 
-from manta.cluster.config import KeyLimits, ServeConfig, load_config
+from manta.cluster.config import ServeConfig, load_config
 from manta.cluster.errors import ServingError
 from manta.cluster.http.access.keys import with_api_keys
 from manta.cluster.http.access.rate_limits import RateLimits, Reservation, Taken
+from manta.cluster.serve_limits import KeyLimits
 from tests.async_tests import async_test
 from tests.local_server import LocalServer, local_server
 

@@ -16,9 +16,9 @@ from websockets.asyncio.client import ClientConnection, connect
 from websockets.exceptions import ConnectionClosed, InvalidStatus
 from websockets.frames import Frame, Opcode
 
-from manta.cluster.config import KeyLimits, ListenerLimits
 from manta.cluster.http import websockets as websockets_module
 from manta.cluster.http.exchange.remembered import RememberedResponses
+from manta.cluster.serve_limits import KeyLimits, ListenerLimits
 from tests.async_tests import async_test
 from tests.local_server import LocalServer, answer, local_server
 from tests.patience import PATIENCE_S, until

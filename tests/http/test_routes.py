@@ -32,6 +32,7 @@ from manta.cluster.text.tokenizer import Tokenizer
 from manta.structured.constraint import ConstraintSpec
 from manta.structured.refusals import Refusal
 from manta.workers.model_info import ModelInfo
+from manta.workers.step import TokenLogprobs
 from tests.checkpoints import checkpoint
 
 MODEL = ModelInfo(
@@ -50,19 +51,26 @@ MODEL = ModelInfo(
 )
 
 
+NUM_SCORED = 100
+"""Tokens of a prompt whose probabilities the engines below give."""
+
+
 class Repeating:
-    """Answers each prompt with `text`, twice, in `n` choices."""
+    """Answers each prompt with `text`, twice, in `n` choices, and if it `scores` with the probabilities of the prompt's
+    last tokens.
+    """
 
     ended_at = 1
 
-    def __init__(self, prompts: list[list[int]], text: str, n: int = 1) -> None:
+    def __init__(self, prompts: list[list[int]], text: str, n: int = 1, scores: bool = False) -> None:
         self.num_choices = n * len(prompts)
         self.usages = [Usage(len(prompt), 2, 0) for prompt in prompts]
         self._text = text
+        self._scores = [TokenLogprobs(1, -1.0, 1, [], [])] * NUM_SCORED if scores else None
 
     async def __aiter__(self) -> AsyncIterator[Event]:
         for index in range(self.num_choices):
-            yield Event(index=index, text=self._text, token_ids=[1])
+            yield Event(index=index, text=self._text, token_ids=[1], prompt_logprobs=self._scores)
             yield Event(index=index, text=self._text, token_ids=[1], finish=FinishStatus.FINISHED_LENGTH)
 
     def close(self) -> None:
@@ -80,7 +88,8 @@ class RepeatingEngines:
 
     async def submit(self, request: GenerationRequest, meter: Any = None) -> Repeating:
         self.request = request
-        return Repeating(request.prompts, "abc", request.engine.params.n)
+        params = request.engine.params
+        return Repeating(request.prompts, "abc", params.n, scores=params.prompt_logprobs == 0)
 
     async def resolve(self, spec: ConstraintSpec, client: str = "") -> tuple[ConstraintSpec, list[str]]:
         return spec, []

@@ -15,7 +15,7 @@ import pytest
 
 from manta.cluster.batch.line_endpoints import endpoints_of_models
 from manta.cluster.batch.lines import BatchRequest
-from manta.cluster.config import EngineConfig, KeyLimits, ServeConfig, ServedModel
+from manta.cluster.config import EngineConfig, ServeConfig, ServedModel
 from manta.cluster.errors import ServingError
 from manta.cluster.http.access.keys import ApiKeys
 from manta.cluster.http.access.request_admission import Caller
@@ -24,8 +24,9 @@ from manta.cluster.http.exchange.all_engines import AllEngines
 from manta.cluster.http.exchange.condition import Condition
 from manta.cluster.http.exchange.metrics import Metrics
 from manta.cluster.http.exchange.state import Models
+from manta.cluster.serve_limits import KeyLimits
 from manta.cluster.text.tokenizer import Tokenizer
-from manta.workers.model_info import ModelInfo
+from manta.workers.model_info import AdapterInfo, ModelInfo
 from tests.http.test_routes import Repeating, RepeatingEngines
 
 CHAT = {"messages": [{"role": "user", "content": "a"}]}
@@ -276,6 +277,29 @@ def test_a_key_of_a_server_of_one_model_may_not_use_it() -> None:
 
     assert asyncio.run(send("GET", "/v1/models")).json()["data"] == []
     assert asyncio.run(send("POST", "/v1/completions", json={"prompt": "a"})).status_code == 404
+
+
+def test_a_key_to_an_adapter_opens_neither_its_base_nor_another_one() -> None:
+    engine = EngineConfig(model="demo", adapters={"support": "a", "sales": "b"})
+    limits = {"support": KeyLimits(models=("support",)), "all": KeyLimits(models=("demo",))}
+    config = ServeConfig(engine=engine, api_keys=(f"support:{KEY}-1", f"all:{KEY}-2"), key_limits=limits)
+    engines = RepeatingEngines()
+    infos = {name: AdapterInfo(name, digest * 16, 1, 1) for name, digest in (("support", "ab"), ("sales", "cd"))}
+    engines.loaded = msgspec.structs.replace(engines.loaded, adapters=infos)
+    app: Any = HttpApp(config, Tokenizer("demo"), engines, Metrics("demo"))
+
+    async def send(number: int, method: str, path: str, **options: Any) -> httpx.Response:
+        headers = {"authorization": f"Bearer {KEY}-{number}"}
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost") as client:
+            return await client.request(method, path, headers=headers, **options)
+
+    for number, opened in ((1, ["support"]), (2, ["demo", "support", "sales"])):
+        listed = asyncio.run(send(number, "GET", "/v1/models")).json()["data"]
+        assert [card["id"] for card in listed] == opened
+        for name in ("demo", "support", "sales", "demo:support", "demo:sales"):
+            body = {"prompt": "a", "model": name}
+            status = asyncio.run(send(number, "POST", "/v1/completions", json=body)).status_code
+            assert status == (200 if name.rpartition(":")[2] in opened else 404), (number, name)
 
 
 def test_a_deleted_response_takes_its_kept_blocks_along(tmp_path: pathlib.Path) -> None:

@@ -8,10 +8,10 @@ import re
 
 import pytest
 
-from manta.cluster.config import ListenerLimits
 from manta.cluster.http.exchange import incoming
 from manta.cluster.serve.listening import listener
 from manta.cluster.serve.requests import prompt_run
+from manta.cluster.serve_limits import ListenerLimits
 from tests.async_tests import async_test
 from tests.local_server import LocalServer, answer, local_server, post, resume_reading, until
 from tests.patience import PATIENCE_S

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from manta.cluster.config import BodyLimits, ServeConfig
+from manta.cluster.config import ServeConfig
 from manta.cluster.engine.request import EngineRequest
 from manta.cluster.errors import RequestRefused
 from manta.cluster.http.access.request_admission import decode
@@ -23,6 +23,7 @@ from manta.cluster.protocol.requests import ChatCompletionRequest, CompletionReq
 from manta.cluster.serve.channel.token_channel import Address, RequestResult
 from manta.cluster.serve.engine.engine_replica import EngineReplica
 from manta.cluster.serve.requests.engine_client import EngineClient
+from manta.cluster.serve_limits import BodyLimits
 from manta.cluster.text.tokenizer import Tokenizer
 from manta.workers.sampling_params import SamplingParams
 from tests.checkpoints import checkpoint

@@ -15,7 +15,7 @@ import msgspec
 import openai
 import pytest
 
-from manta.cluster.config import EngineConfig, ResponseLimits, ServeConfig
+from manta.cluster.config import EngineConfig, ServeConfig
 from manta.cluster.engine.kv_blocks import hash_blocks
 from manta.cluster.errors import GenerationFailed, RequestRefused
 from manta.cluster.http.access.keys import ApiKeys
@@ -24,6 +24,7 @@ from manta.cluster.http.exchange.engines import Event, Generation
 from manta.cluster.http.exchange.metrics import Metrics
 from manta.cluster.http.exchange.recordings import NoStreams, Opening, Recording
 from manta.cluster.protocol.responses_api import Reasoning, ResponseObject, TextOptions
+from manta.cluster.serve_limits import ResponseLimits
 from manta.cluster.storage.kept_responses import DELETED_S, EndedResponse, KeptResponses, StoredResponse
 from manta.cluster.storage.storage import Storage
 from manta.cluster.text.tokenizer import Tokenizer

@@ -70,6 +70,22 @@ def test_qwen3_reranker_as_first_published(options: dict[str, Any]) -> None:
     np.testing.assert_allclose(found, expected, rtol=0, atol=1e-4)
 
 
+def test_another_model_scores_where_its_answer_begins() -> None:
+    folder = generator(config_class="Qwen2Config")
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder).eval()
+    expected = []
+    for document in DOCUMENTS:
+        messages = [{"role": "query", "content": QUERY}, {"role": "document", "content": document}]
+        text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        inputs = tokenizer(text, add_special_tokens=False, return_tensors="pt")
+        with torch.inference_mode():
+            no, yes = model(input_ids=inputs["input_ids"]).logits[0, -1, tokenizer.convert_tokens_to_ids(["no", "yes"])]
+        expected.append((yes - no).sigmoid().item())
+    found = loaded(folder, task="score").score(QUERY, DOCUMENTS)
+    np.testing.assert_allclose(found, expected, rtol=0, atol=1e-4)
+
+
 @pytest.mark.parametrize("name", SCORERS)
 def test_scores_are_those_of_sentence_transformers(name: str) -> None:
     llm, theirs = loaded(scorer(name)), CrossEncoder(str(scorer(name)), device="cpu")

@@ -15,7 +15,6 @@ from typing import Any
 
 import msgspec
 
-from manta.cluster.config import StreamLimits
 from manta.cluster.engine.request import EngineRequest, FinishStatus, SequenceOutput, Usage
 from manta.cluster.http.exchange.engines import GenerationRequest
 from manta.cluster.http.exchange.exchange import new_stream_id
@@ -26,6 +25,7 @@ from manta.cluster.serve.channel.token_channel import Address, RequestResult
 from manta.cluster.serve.recorded.keeper import Keeper
 from manta.cluster.serve.recorded.streams import RecordedStreams
 from manta.cluster.serve.requests.prompt_run import PromptRun
+from manta.cluster.serve_limits import StreamLimits
 from manta.cluster.text.tokenizer import Tokenizer
 from manta.workers.sampling_params import SamplingParams
 from tests.checkpoints import checkpoint

@@ -77,10 +77,13 @@ def named(name: str, *aliases: str, model: str = "demo", **options: Any) -> Serv
         ("RUNNING", (), Condition("unloaded")),
         ("DEPLOY_FAILED", (), Condition("failed", "it did not start")),
         ("DEPLOY_FAILED", ("RUNNING",), Condition("loaded")),
+        ("DEPLOY_FAILED", ("STARTING",), Condition("loading")),
     ],
 )
 def test_a_model_fares_as_its_engines(status: str, replicas: tuple[str, ...], expected: Condition) -> None:
-    """An update that has failed leaves the engines before it, which serve. An intended stop is no failure."""
+    """An update that has failed leaves the engines before it, which serve. An engine that served once is started again
+    and again. An intended stop is no failure.
+    """
     assert status in ApplicationStatus.__members__
     (found,) = models_among({"manta.a": details(named("a"), status, replicas)}, ADDRESS)
     assert (found.condition, found.is_settled) == (expected, status == "RUNNING")
@@ -106,6 +109,7 @@ def test_only_the_models_of_the_address_are_found() -> None:
 def test_a_second_owner_of_a_name_is_not_served() -> None:
     applications = {"x": details(named("a", "b")), "y": details(named("b")), "z": details(named("c"))}
     assert [each.model.model_name for each in models_among(applications, ADDRESS)] == ["a", "c"]
+    assert {each.application for each in models_among(applications, ADDRESS, ["y"])} == {"y", "z"}, "who came later"
 
 
 def test_applications_have_names_that_serve_takes_and_that_differ() -> None:
@@ -136,7 +140,7 @@ class World:
             config,
             self.app,
             self.streams,
-            find=lambda address: models_among(self.applications, address),
+            find=lambda address, served: models_among(self.applications, address, served),
             handle_of=lambda _, application: self.handles[application],
         )
         self.client = httpx.AsyncClient(

@@ -20,12 +20,13 @@ import msgspec
 import pytest
 
 from benchmarks.processes import free_port
-from manta.cluster.config import ListenerLimits, ServeConfig
+from manta.cluster.config import ServeConfig
 from manta.cluster.serve.listening import listener as listener_module
 from manta.cluster.serve.listening import port as port_module
 from manta.cluster.serve.listening.connections import Connections
 from manta.cluster.serve.listening.listener import Listener
 from manta.cluster.serve.listening.port import Port, bound
+from manta.cluster.serve_limits import ListenerLimits
 from tests.async_tests import async_test
 from tests.patience import PATIENCE_S
 

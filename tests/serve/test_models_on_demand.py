@@ -6,9 +6,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import pathlib
 import random
 import time
+import weakref
 from collections.abc import AsyncIterator, Mapping
 from types import SimpleNamespace
 from typing import Any
@@ -59,6 +61,8 @@ class World:
         self.applications: dict[str, dict[str, Any]] = {}
         self.deployed: list[str] = []
         self.most_there = 0
+        self.tokenizers: list[weakref.ref[Any]] = []
+        """Those that ingresses have made for their clients of engines."""
         self.ingresses: list[Ingress] = []
         self.may_load = asyncio.Event()
         self.may_load.set()
@@ -147,6 +151,7 @@ class Engines(RepeatingEngines):
         self.runs: dict[str, object] = {}
         self.answering = []
         self._handle = handle
+        handle.tokenizers.append(weakref.ref(tokenizer))
 
     async def submit(self, request: Any, meter: Any = None) -> Repeating:
         return Answer(self._handle, request.prompts)
@@ -203,7 +208,12 @@ def fleet_of(world: World, config: ServeConfig, table: Any) -> Fleet:
         async def shutdown_async() -> None:
             pass
 
-        return SimpleNamespace(application=application, is_running=is_running, shutdown_async=shutdown_async)
+        return SimpleNamespace(
+            application=application,
+            is_running=is_running,
+            shutdown_async=shutdown_async,
+            tokenizers=world.tokenizers,
+        )
 
     return Fleet(
         ADDRESS,
@@ -211,7 +221,7 @@ def fleet_of(world: World, config: ServeConfig, table: Any) -> Fleet:
         table,
         on_demand=world.models,
         client=Engines,  # type: ignore[arg-type]
-        find=lambda address: models_among(world.applications, address),
+        find=lambda address, served: models_among(world.applications, address, served),
         handle_of=handle_of,
     )
 
@@ -345,6 +355,29 @@ async def test_a_line_of_a_batch_loads_its_model() -> None:
         line = BatchRequest(custom_id="1", method="POST", url="/v1/completions", body=body)
         response = await endpoints.answer(line, "line")
         assert (response.status_code, b"manta.a manta.a " in bytes(response.body)) == (200, True)
+
+
+@async_test
+async def test_what_an_ingress_holds_for_a_model_leaves_with_it() -> None:
+    async with world_of(on_demand("a"), on_demand("b"), max_loaded=1) as world:
+        ingress = await ready(world)
+        for name in "abab":
+            await ingress.text(name)
+        await ingress.fleet.look()
+        for _ in range(TURNS):
+            await asyncio.sleep(0)
+        gc.collect()
+        assert [tokenizer() is None for tokenizer in world.tokenizers] == [True, True, True, False]
+
+
+@async_test
+async def test_an_adapter_for_a_model_loads_the_model() -> None:
+    async with world_of(on_demand("a"), on_demand("b")) as world:
+        ingress = await ready(world)
+        body = {"lora_name": "support", "lora_path": "support", "base_model_name": "a"}
+        refused = await ingress.ask("POST", "/v1/load_lora_adapter", **body)
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, "lora_path"), "there is no root"
+        assert world.deployed == ["a"]
 
 
 # ---- what loads none ------------------------------------------------------------------------------------------------

@@ -18,7 +18,7 @@ import openai
 import pytest
 
 from benchmarks.processes import free_port
-from manta.cluster.config import EngineConfig, KeyLimits, ServeConfig, StreamLimits
+from manta.cluster.config import EngineConfig, ServeConfig
 from manta.cluster.engine.request import SequenceOutput
 from manta.cluster.http.access.prefix_scope import new_secret
 from manta.cluster.serve.engine.engine_replica import EngineReplica
@@ -26,6 +26,7 @@ from manta.cluster.serve.ingress import ListeningIngress
 from manta.cluster.serve.recorded import copies, keeper, streams
 from manta.cluster.serve.recorded.keeper import Keeper
 from manta.cluster.serve.recorded.recorder import Recorder
+from manta.cluster.serve_limits import KeyLimits, StreamLimits
 from tests.checkpoints import checkpoint
 from tests.local_server import Handle
 from tests.patience import PATIENCE_S, wait_until

@@ -7,6 +7,7 @@ import json
 import os
 import pathlib
 import re
+import resource
 import shutil
 import socket
 import subprocess
@@ -17,6 +18,7 @@ import psutil
 import pytest
 
 from benchmarks.processes import free_port
+from manta.cluster import own_ray
 from manta.cluster.config import EngineConfig, ServeConfig
 from manta.cluster.http.access.prefix_scope import new_secret
 from manta.cluster.private_folder import PrivateFolder
@@ -169,3 +171,10 @@ def test_a_port_taken_during_rays_start_is_named() -> None:
         said = refusal(process)
     assert f"the ingress did not start: port {port} on 127.0.0.1 is in use by another program" in said
     assert "--port" in said
+
+
+def test_too_little_address_space_is_refused_before_ray_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`tests/serve/test_machine_limits.py` starts a server with as little as that, and with more."""
+    monkeypatch.setattr(resource, "getrlimit", lambda limited: (2**30, 2**30))
+    with pytest.raises(ValueError, match=f"{2**30:,} bytes"):
+        own_ray.start()

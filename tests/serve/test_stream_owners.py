@@ -8,7 +8,6 @@ import time
 import msgspec
 import pytest
 
-from manta.cluster.config import StreamLimits
 from manta.cluster.errors import QueueFull, Unavailable
 from manta.cluster.handshake import format_of
 from manta.cluster.http.exchange.recorded_engines import MIN_UNREAD_S
@@ -16,6 +15,7 @@ from manta.cluster.http.exchange.recordings import OVERHEAD_BYTES, Opening
 from manta.cluster.serve.channel.keeping import Ask, FromKeeper, Keep, Look, Notice, Write
 from manta.cluster.serve.channel.token_channel import Address
 from manta.cluster.serve.recorded import copies, following, keeper, streams
+from manta.cluster.serve_limits import StreamLimits
 from tests.async_tests import async_test
 from tests.patience import until
 from tests.serve.stream_world import OWNER, Ingress, KeeperProcess, World, opening, read, tokens_of

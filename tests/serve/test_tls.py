@@ -17,10 +17,11 @@ import websockets
 
 from manta.cluster.cli.refusal import Refusal
 from manta.cluster.cli.server import connect, no_server
-from manta.cluster.config import ListenerLimits, load_config
+from manta.cluster.config import load_config
 from manta.cluster.serve.app import build
 from manta.cluster.serve.listening import listener as listener_module
 from manta.cluster.serve.listening.tls import Certificate
+from manta.cluster.serve_limits import ListenerLimits
 from tests.local_server import LocalServer, answer, local_server, post
 from tests.patience import PATIENCE_S, until
 

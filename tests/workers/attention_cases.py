@@ -160,6 +160,27 @@ ATTENTION_CASES: dict[str, Case] = {
         },
         {"choice of two experts": {"top_k_experts": 1}} | NO_WINDOW,
     ),
+    "gemma3n": Case(
+        "Gemma3nTextConfig",
+        {
+            "head_dim": 16,
+            "sliding_window": 24,
+            "layer_types": ["full_attention", "sliding_attention"] * 2,
+            "num_kv_shared_layers": 2,
+            "hidden_size_per_layer_input": 8,
+            "vocab_size_per_layer_input": 300,
+            "activation_sparsity_pattern": [0.6, 0.0, 0.4, 0.0],
+            "altup_num_inputs": 3,
+            "laurel_rank": 6,
+            "final_logit_softcapping": 5.0,
+            "rope_parameters": {"full_attention": ROPE, "sliding_attention": ROPE | {"rope_theta": 100.0}},
+        },
+        {
+            "sparse gates": {"activation_sparsity_pattern": [0.0] * 4},
+            "local rope": {"rope_parameters": {"full_attention": ROPE, "sliding_attention": ROPE}},
+        }
+        | NO_WINDOW,
+    ),
     "minicpm3": Case(
         "MiniCPM3Config",
         LATENT | {"scale_depth": 0.5, "scale_emb": 9.0, "dim_model_base": 256, "tie_word_embeddings": False},

@@ -223,6 +223,23 @@ RECURRENT_CASES: dict[str, Case] = {
             "positions": {"rope_parameters": None},
         },
     ),
+    "zamba2": Case(
+        "Zamba2Config",
+        {
+            "num_key_value_heads": 4,
+            "layers_block_type": ["hybrid", "linear_attention", "hybrid", "hybrid"],
+            "num_mem_blocks": 2,
+            "n_mamba_heads": 8,
+            "mamba_d_state": 12,
+            "mamba_ngroups": 2,
+            "adapter_rank": 6,
+            "use_shared_attention_adapter": True,
+            "use_mem_rope": True,
+            "rope_parameters": ROPE,
+        },
+        {"positions": {"use_mem_rope": False}},
+    ),
+    "xlstm": Case("xLSTMConfig", {"num_heads": 4}, {"capped gates": {"gate_soft_cap": 0.3}}),
     "qwen3_5": Case(
         "Qwen3_5TextConfig",
         DELTA,

@@ -243,6 +243,7 @@ FILES: dict[str, dict[str, Any]] = {
     "a model": {"general__type": "model"},
     "another kind": {"adapter__type": "control_vector"},
     "an unknown architecture": {"general__architecture": "bert"},
+    "an architecture in other orders": {"general__architecture": "qwen35"},
     "no alpha": {"adapter__lora__alpha": None},
     "an alpha without end": {"adapter__lora__alpha": float("inf")},
     "a part of a prompt": {"adapter__alora__invocation_tokens": "7"},

@@ -290,7 +290,8 @@ QUANTIZATIONS: dict[str, dict[str, Any]] = {
 
 def values_of(family: str) -> dict[str, Any]:
     if family not in OWN:
-        return values_of_cases([*RECURRENT_CASES.values(), ATTENTION_CASES["mimo_v2"]], SIZES)[family]
+        others = [ATTENTION_CASES[name] for name in ("mimo_v2", "gemma3n")]
+        return values_of_cases([*RECURRENT_CASES.values(), *others], SIZES)[family]
     table = table_of(family)
     return {"architectures": [family]} | {key: served for key, (served, _) in table.items()}
 
@@ -576,8 +577,8 @@ def test_rounded_outputs_are_refused(tmp_path: pathlib.Path) -> None:
 
 
 def test_a_multimodal_model_is_refused_for_what_it_is(tmp_path: pathlib.Path) -> None:
-    architecture = "Gemma3nForConditionalGeneration"
-    transformers.Gemma3nConfig(architectures=[architecture]).save_pretrained(tmp_path)
+    architecture = "ColPaliForRetrieval"
+    transformers.ColPaliConfig(architectures=[architecture]).save_pretrained(tmp_path)
     with pytest.raises(ModelError, match="multimodal models are not served") as caught:
         load_model_config(tmp_path)
     assert architecture in str(caught.value)

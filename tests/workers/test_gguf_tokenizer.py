@@ -10,7 +10,7 @@ import pathlib
 import random
 import unicodedata
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 from tokenizers import Tokenizer as FastTokenizer
@@ -97,18 +97,29 @@ def byte_level() -> Vocabulary:
     return Vocabulary(tokens + special, types, merges=[" ".join(pair) for pair in model["merges"]])
 
 
+class Pieces(NamedTuple):
+    tokens: list[str]
+    types: list[int]
+    merges: list[str]
+
+
 @pytest.fixture(scope="module")
-def sentencepiece() -> Vocabulary:
+def pieces() -> Pieces:
     """Pieces of all lengths, and the bytes of characters that are no pieces."""
     trained = FastTokenizer(models.BPE())
     trainer = trainers.BpeTrainer(vocab_size=VOCAB_SIZE - 400, limit_alphabet=400, show_progress=False)
     trained.train_from_iterator((text.replace(" ", "▁") for text in mixed_texts(600, seed=2)), trainer)
     ids = trained.get_vocab()
-    pieces = sorted(ids.keys() - {"<s>"}, key=lambda piece: ids[piece])
+    learnt = sorted(ids.keys() - {"<s>"}, key=lambda piece: ids[piece])
     marks = ["<unk>", "<s>", "</s>", "<tool>"]
-    tokens = [*marks, *(f"<0x{byte:02X}>" for byte in range(256)), *pieces]
-    types = [UNKNOWN, CONTROL, CONTROL, USER_DEFINED, *[BYTE] * 256, *[NORMAL] * len(pieces)]
-    return Vocabulary(tokens, types, scores=[-float(index) for index in range(len(tokens))])
+    tokens = [*marks, *(f"<0x{byte:02X}>" for byte in range(256)), *learnt]
+    types = [UNKNOWN, CONTROL, CONTROL, USER_DEFINED, *[BYTE] * 256, *[NORMAL] * len(learnt)]
+    return Pieces(tokens, types, [" ".join(pair) for pair in json.loads(trained.to_str())["model"]["merges"]])
+
+
+@pytest.fixture(scope="module")
+def sentencepiece(pieces: Pieces) -> Vocabulary:
+    return Vocabulary(pieces.tokens, pieces.types, scores=[-float(index) for index in range(len(pieces.tokens))])
 
 
 def gguf_of(at: pathlib.Path, vocabulary: Vocabulary, **metadata: Any) -> pathlib.Path:
@@ -176,6 +187,17 @@ def test_sentencepiece_of_many_texts_is_that_of_llama_cpp(sentencepiece: Vocabul
     assert_same(gguf_of(tmp_path, sentencepiece), mixed_texts(MANY, seed=7, words=[*WORDS, *SPECIAL]))
 
 
+@pytest.mark.parametrize("count", [FEW, pytest.param(MANY, marks=pytest.mark.prove)])
+def test_merges_of_characters_are_those_of_llama_cpp(count: int, pieces: Pieces, tmp_path: pathlib.Path) -> None:
+    vocabulary = Vocabulary(pieces.tokens, pieces.types, merges=pieces.merges)
+    metadata = {"tokenizer__ggml__model": "gemma4", "tokenizer__ggml__unknown_token_id": 0}
+    path = gguf_of(tmp_path, vocabulary, **metadata)
+    assert_same(path, mixed_texts(count, seed=12, words=[*WORDS, *SPECIAL]))
+    tokenizer = Tokenizer(path)
+    for text in (*CORPUS, " indented"):
+        assert tokenizer.decode(tokenizer.encode(text)) == text
+
+
 @pytest.mark.parametrize("adds", [None, True, False])
 @pytest.mark.parametrize("name", ["qwen2", "llama-bpe"])
 def test_the_first_and_last_tokens_are_those_of_llama_cpp(
@@ -222,10 +244,12 @@ def test_an_unknown_splitting_is_refused_by_name(name: str, byte_level: Vocabula
     assert str(refusal.value).endswith(f', not "{name}"; give the tokenizer\'s folder in the option `tokenizer`')
 
 
-@pytest.mark.parametrize("kind", ["bert", "t5", "rwkv", "plamo2", "gemma4", "whitespace", "hybriddna", "none", 7])
+@pytest.mark.parametrize("kind", ["bert", "t5", "rwkv", "plamo2", "whitespace", "hybriddna", "none", 7])
 def test_another_kind_of_vocabulary_is_refused_by_name(
     kind: object, byte_level: Vocabulary, tmp_path: pathlib.Path
 ) -> None:
     path = gguf_of(tmp_path, byte_level, tokenizer__ggml__model=kind)
-    with pytest.raises(TokenizerError, match=f"tokenizer.ggml.model must be gpt2 or llama, not {json.dumps(kind)}"):
+    with pytest.raises(
+        TokenizerError, match=f"tokenizer.ggml.model must be gpt2 or llama or gemma4, not {json.dumps(kind)}"
+    ):
         Tokenizer(path)

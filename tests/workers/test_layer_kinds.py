@@ -294,6 +294,10 @@ def rewritten(
         ("mimo_v2", "attention_sink_bias"),
         ("gemma4, experts", "router.scale"),
         ("gemma4, experts", "per_expert_scale"),
+        ("gemma3n", "correct_output_scale"),
+        ("gemma3n", "linear_left"),
+        ("zamba2", "linear_q_adapter_list"),
+        ("zamba2", "gate_up_proj_adapter_list"),
     ],
 )
 def test_with_another_tensor_the_tokens_differ(name: str, tensor: str, tmp_path: pathlib.Path) -> None:
@@ -474,6 +478,8 @@ def test_a_gpu_computes_every_kind_of_attention(name: str) -> None:
     [
         ("deepseek_v3", "latent attention", "tpu"),
         ("llama4", "layers that see a chunk, queries that grow", "tpu"),
+        ("gemma3n", "several residual streams", "tpu"),
+        ("xlstm", "matrix memories", "cuda"),
         ("gemma4", "heads that differ by layer, .*inputs of each layer", "tpu"),
         ("lfm2", "short convolutions", "tpu"),
     ],

@@ -164,7 +164,7 @@ def test_ranks_give_back_the_same_blocks(two: RankProcesses) -> None:
 
 
 @pytest.mark.parametrize(
-    "kind", ["gemma3", "olmo3", "glm4", "phi3", "cohere2", "deepseek_v2", "deepseek_v3", "llama4", "gemma4", "lfm2"]
+    "kind", ["gemma3", "olmo3", "glm4", "phi3", "cohere2", "deepseek_v2", "deepseek_v3", "llama4", "gemma3n", "lfm2"]
 )
 def test_two_ranks_split_every_kind_of_layer(two: RankProcesses, kind: str) -> None:
     assert_same(two, ALL_GREEDY, str(folder_of(kind)))
@@ -177,9 +177,20 @@ def test_two_ranks_split_every_kind_of_layer(two: RankProcesses, kind: str) -> N
         "granite_hybrid",
         "jamba",
         "minimax",
+        "zamba2",
+        "xlstm",
         *(
             pytest.param(kind, marks=pytest.mark.prove)
-            for kind in ("qwen3_5", "falcon_h1", "nemotron_h", "mamba2", "lfm2", "olmo_hybrid", "gemma4, experts")
+            for kind in (
+                "qwen3_5",
+                "falcon_h1",
+                "nemotron_h",
+                "mamba2",
+                "lfm2",
+                "olmo_hybrid",
+                "gemma4",
+                "gemma4, experts",
+            )
         ),
     ],
 )

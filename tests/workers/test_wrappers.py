@@ -57,6 +57,7 @@ NO_DEFAULTS = {
     "kimi_k2": "a name of published files, of DeepSeek-V3's class",
     "nemotron_h": "the kinds of its layers have two spellings, and published files have one of them",
     "qwen3_omni_moe_text": "the class's own sizes give heads of an odd width",
+    "zamba2": "the kinds of its layers have two spellings, and published files name them all",
 }
 """Text decoders whose class's defaults describe no model that is served."""
 

@@ -14,7 +14,7 @@ import torch
 
 from manta.workers.adapters.adapter_files import read_adapter
 from manta.workers.adapters.low_rank_adapter import Adapter, LowRankModule
-from manta.workers.checkpoints.checkpoint import in_halves
+from manta.workers.checkpoints.formats.head_orders import in_halves
 from manta.workers.checkpoints.shard import Shard, in_order, scaled, take_piece
 from manta.workers.kernels.adapted_linear import (
     MOST_ADAPTERS,

@@ -11,6 +11,7 @@ import pathlib
 import torch
 
 from manta.workers.adapters.low_rank_adapter import Adapter, LowRankModule, digest_of, matrix_of, read_bounded
+from manta.workers.checkpoints import gguf_hybrids
 from manta.workers.checkpoints.gguf_architectures import ARCHITECTURES, GgufArchitecture, name_of
 from manta.workers.checkpoints.gguf_header import read_gguf_header
 from manta.workers.checkpoints.stored_files import COPY_AGAIN
@@ -18,6 +19,10 @@ from manta.workers.models.model_config import ModelError
 from manta.workers.models.raw_config import RawConfig
 
 SUFFIX = ".gguf"
+_AS_STORED = tuple(name for name in ARCHITECTURES if name not in gguf_hybrids.OWN)
+"""Architectures whose linears are those of transformers but for the order of a head's rows. Those of the others are in
+other orders, multiplied, or in other tensors.
+"""
 _HALVES = {".lora_a": 0, ".lora_b": 1}
 _MOST_ALPHA = 1e6
 _INVOCATION = "adapter.alora.invocation_tokens"
@@ -34,7 +39,7 @@ def read_gguf_adapter(path: pathlib.Path, max_bytes: int) -> Adapter:
     metadata["adapter.type"].one_of("lora")
     if _INVOCATION in header.values:
         raise ModelError(f"{path}: {_INVOCATION} makes an adapter that acts on a part of a prompt, which is not served")
-    architecture = ARCHITECTURES[metadata["general.architecture"].one_of(*ARCHITECTURES)]
+    architecture = ARCHITECTURES[metadata["general.architecture"].one_of(*_AS_STORED)]
     alpha = metadata["adapter.lora.alpha"].number(least=-_MOST_ALPHA, most=_MOST_ALPHA)
     halves: dict[str, dict[int, torch.Tensor]] = {}
     for name, tensor in header.tensors.items():

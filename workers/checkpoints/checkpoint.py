@@ -6,6 +6,8 @@ import mmap
 
 import torch
 
+from manta.workers.checkpoints.formats.head_orders import in_halves, in_head_order, rows_of_transposed
+from manta.workers.checkpoints.formats.stored_form import StoredForm
 from manta.workers.checkpoints.memory import FLOATING, TensorEntry
 from manta.workers.checkpoints.tensor_files import TensorFiles
 
@@ -40,17 +42,38 @@ class Checkpoint(TensorFiles):
         return self._view(mapped, entry, shape, DTYPES[entry.dtype])
 
     def blocks(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
-        """Returns a tensor of a GGUF type whose weight has this shape: uint8 [out_features, bytes of a row]."""
+        """Returns a tensor of a GGUF type whose weight has this shape: uint8 [out_features, bytes of a row]. Rows are
+        the file's where `form_of` says that heads are transposed.
+        """
         mapped, entry = self.find_blocks(name, shape)
-        return self._view(mapped, entry, (shape[0], (entry.end - entry.start) // shape[0]), torch.uint8)
+        num_bytes = entry.end - entry.start
+        heads = entry.form.transposed_heads
+        num_rows = heads * shape[1] if heads else shape[0]
+        return self._view(mapped, entry, (num_rows, num_bytes // num_rows), torch.uint8)
+
+    def form_of(self, name: str) -> StoredForm:
+        """Returns what the file has done to a tensor. `blocks` undoes what concerns the order of rows alone."""
+        return self.entry(name).form
 
     def _view(self, mapped: mmap.mmap, entry: TensorEntry, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """Returns the numbers as Hugging Face stores them: with nothing added, and without halves that interleave."""
+        """Returns the numbers as Hugging Face stores them, or blocks of them."""
         count = (entry.end - entry.start) // dtype.itemsize
-        rows = torch.frombuffer(mapped, dtype=dtype, count=count, offset=entry.start).view(shape)
-        if entry.added:
-            return rows - entry.added
-        return in_halves(rows, entry.interleaved_head_dim) if entry.interleaved_head_dim else rows
+        stored = torch.frombuffer(mapped, dtype=dtype, count=count, offset=entry.start)
+        form = entry.form
+        if form.added:
+            return stored.view(shape) - form.added
+        if form.is_rate:
+            stored = (-stored.float()).log()
+        if form.transposed_heads and dtype != torch.uint8:
+            return rows_of_transposed(stored, form.transposed_heads, shape)
+        rows = stored.view(shape)
+        if form.interleaved_head_dim:
+            return in_halves(rows, form.interleaved_head_dim)
+        if not form.head_order:
+            return rows
+        if not form.orders_inputs:
+            return rows[in_head_order(form.head_order, shape[0])]
+        return rows if dtype == torch.uint8 else rows[:, in_head_order(form.head_order, shape[1])]
 
 
 class CheckpointHeaders(Checkpoint):
@@ -61,9 +84,3 @@ class CheckpointHeaders(Checkpoint):
 
     def release(self) -> None:
         pass
-
-
-def in_halves(rows: torch.Tensor, head_dim: int) -> torch.Tensor:
-    """Returns the rows of heads whose two halves were interleaved, with one half behind the other."""
-    heads = torch.arange(rows.shape[0]).view(-1, head_dim // 2, 2)
-    return rows[heads.transpose(1, 2).reshape(-1)]

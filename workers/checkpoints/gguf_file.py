@@ -16,8 +16,10 @@ import shutil
 import tempfile
 from typing import Any
 
-from manta.workers.checkpoints.gguf_architectures import ARCHITECTURES, CONVOLUTIONS, EXPERT, name_of
-from manta.workers.checkpoints.gguf_config import IN_CONFIG, GgufFile, gguf_config
+from manta.workers.checkpoints.gguf_architectures import ARCHITECTURES, EXPERT, layer_tensor, name_of
+from manta.workers.checkpoints.gguf_config import IN_CONFIG, gguf_config
+from manta.workers.checkpoints.gguf_forms import form_of, form_of_whole, usual_shape
+from manta.workers.checkpoints.gguf_metadata import GgufFile
 from manta.workers.checkpoints.gguf_parts import first_part, parts_of, read_model
 from manta.workers.checkpoints.memory import GGUF_INDEX, GGUF_NO_TOKENIZER, gguf_cache
 from manta.workers.checkpoints.stored_files import lfs_pointer
@@ -25,7 +27,9 @@ from manta.workers.models.model_config import ModelError
 
 _FOLDER = re.compile(r".+-[0-9a-f]{16}|\.new-.{8}")
 """Form of the names of these folders, finished and not."""
-_LAYOUT = 4
+_OF_TOWERS = ("v.", "a.", "mm.")
+"""Beginnings of llama.cpp's names of tensors that see, hear, or join both to a text decoder."""
+_LAYOUT = 5
 """Version of the folder's contents. Folders of another version are not used."""
 
 
@@ -91,7 +95,7 @@ def _write(file: GgufFile, folder: pathlib.Path) -> None:
     config = gguf_config(file)
     (folder / "config.json").write_text(json.dumps(config, indent=1))
     no_tokenizer = _write_tokenizer(file, config["vocab_size"], folder)
-    index = _index(file, config["head_dim"]) | {GGUF_NO_TOKENIZER: no_tokenizer}
+    index = _index(file, config) | {GGUF_NO_TOKENIZER: no_tokenizer}
     index["folder"] = {each.name: each.stat().st_size for each in folder.iterdir()}
     (folder / GGUF_INDEX).write_text(json.dumps(index))
     for each in folder.iterdir():
@@ -99,26 +103,30 @@ def _write(file: GgufFile, folder: pathlib.Path) -> None:
             os.fsync(written.fileno())  # before the folder gets its name
 
 
-def _index(file: GgufFile, head_dim: int) -> dict[str, Any]:
+def _index(file: GgufFile, config: dict[str, Any]) -> dict[str, Any]:
     """Returns the place of each tensor: the number of its file, and its `TensorEntry`. The tensor of all experts of a
-    layer becomes one for each.
+    layer becomes one for each. Layers that draft tokens are left out, and so is what sees or hears in Ollama's files.
     """
-    architecture, tensors = ARCHITECTURES[file.architecture], {}
+    architecture, tensors = file.architecture, {}
     for stored, (kind, shape, start, num_bytes, number) in file.tensors.items():
-        if stored in IN_CONFIG:
+        if stored in IN_CONFIG or stored.startswith(_OF_TOWERS):
             continue
-        name, part = name_of(architecture, stored), stored.rpartition(".")[0]
-        is_rotated = architecture.interleaves_heads and part.endswith(("attn_q", "attn_k"))
-        changes = head_dim if is_rotated else 0, 1 if architecture.adds_one and part.endswith("norm") else 0
-        if part.endswith(CONVOLUTIONS):
-            shape = (shape[0], 1, *shape[1:])
+        name, place = name_of(ARCHITECTURES[architecture], stored), layer_tensor(stored)
+        if place is None:
+            form = form_of_whole(architecture, stored)
+        elif place.layer >= config["num_hidden_layers"]:
+            continue
+        else:
+            form = form_of(architecture, place.part, shape, config)
+            shape = usual_shape(place.part, shape)
+        changes = {key: value for key, value in form._asdict().items() if value}
         if EXPERT not in name:
-            tensors[name] = (number, kind, shape, start, start + num_bytes, *changes)
+            tensors[name] = (number, kind, shape, start, start + num_bytes, changes)
             continue
         own_bytes = num_bytes // shape[0]
         for expert in range(shape[0]):
             own_start = start + expert * own_bytes
-            own = (number, kind, shape[1:], own_start, own_start + own_bytes, *changes)
+            own = (number, kind, shape[1:], own_start, own_start + own_bytes, changes)
             tensors[name.replace(EXPERT, str(expert))] = own
     return {"files": {str(path): path.stat().st_size for path in file.paths}, "tensors": tensors}
 

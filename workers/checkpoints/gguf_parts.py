@@ -8,8 +8,8 @@ from __future__ import annotations
 import pathlib
 import re
 
-from manta.workers.checkpoints.gguf_config import GgufFile
 from manta.workers.checkpoints.gguf_header import read_gguf_header
+from manta.workers.checkpoints.gguf_metadata import GgufFile
 from manta.workers.checkpoints.gguf_values import check_values
 from manta.workers.models.model_config import ModelError
 from manta.workers.models.raw_config import RawConfig

@@ -1,7 +1,8 @@
 """Makes the tokenizer of a GGUF file in Hugging Face's format, so that it splits and merges as llama.cpp does.
 
 `gguf_file.py` calls it once for each file. What llama.cpp does: `src/llama-vocab.cpp` of
-https://github.com/ggml-org/llama.cpp. Byte-level BPE (`gpt2`) and SentencePiece's BPE (`llama`) are served.
+https://github.com/ggml-org/llama.cpp. Byte-level BPE (`gpt2`), SentencePiece's BPE (`llama`), and Gemma 4's BPE of
+characters (`gemma4`) are served.
 """
 
 from __future__ import annotations
@@ -26,6 +27,8 @@ _KEY = "tokenizer.ggml."
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED = 1, 2, 3, 4
 """Types of tokens, as `tokenizer.ggml.token_type` numbers them."""
 _SPACE = "▁"
+_OF_LINES = r"[^\n]+|\n+"
+"""The splitting of a text whose merges are those of characters."""
 _USUAL_SPM_IDS = {"bos": 1, "eos": 2, "unknown": 0}
 """Ids of SentencePiece's special tokens in a file that does not say them."""
 _ROLES = {"bos": "bos_token", "eos": "eos_token", "unknown": "unk_token", "padding": "pad_token"}
@@ -65,12 +68,17 @@ def write_tokenizer(path: pathlib.Path, values: RawConfig, num_rows: int, folder
     `values` is the file's metadata and `num_rows` the number of rows of its embedding. Raises `ModelError` naming the
     key if the tokenizer is damaged or not served.
     """
-    kind = values[_KEY + "model"].one_of("gpt2", "llama")
+    kind = values[_KEY + "model"].one_of("gpt2", "llama", "gemma4")
     vocabulary = _read_vocabulary(path, values, num_rows)
     if kind == "llama":
         splitting = Splitting((), adds_bos=True)
         special = _special_ids(values, vocabulary, _USUAL_SPM_IDS)
         tokenizer = _sentencepiece(path, values, vocabulary, special.get("unknown"))
+    elif kind == "gemma4":
+        splitting = Splitting((), adds_bos=True)
+        special = _special_ids(values, vocabulary, {})
+        tokenizer = _of_characters(vocabulary, _merges(path, values, vocabulary), special.get("unknown"))
+        tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(_OF_LINES), "isolated")
     else:
         splitting = _splitting(values[_KEY + "pre"])
         special = _special_ids(values, vocabulary, {})
@@ -134,7 +142,8 @@ def _splitting(name: RawValue) -> Splitting:
     return SPLITTINGS[spelled]
 
 
-def _byte_level(path: pathlib.Path, values: RawConfig, vocabulary: _Vocabulary, splitting: Splitting) -> Tokenizer:
+def _merges(path: pathlib.Path, values: RawConfig, vocabulary: _Vocabulary) -> list[tuple[str, str]]:
+    """Returns the pairs of tokens that the file merges, the first ones first."""
     value = values[_KEY + "merges"]
     merges = []
     for index, merge in enumerate(_items(path, value, str)):
@@ -143,6 +152,11 @@ def _byte_level(path: pathlib.Path, values: RawConfig, vocabulary: _Vocabulary, 
         if cut < 0 or not {left, right, left + right} <= vocabulary.ids.keys():
             raise value.refused(f"pairs of tokens that make a token ({merge!r}, number {index}, is none)")
         merges.append((left, right))
+    return merges
+
+
+def _byte_level(path: pathlib.Path, values: RawConfig, vocabulary: _Vocabulary, splitting: Splitting) -> Tokenizer:
+    merges = _merges(path, values, vocabulary)
     tokenizer = Tokenizer(models.BPE(vocabulary.ids, merges, ignore_merges=splitting.ignores_merges))
     steps: list[pre_tokenizers.PreTokenizer] = [
         *(pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in splitting.patterns),
@@ -161,12 +175,21 @@ def _sentencepiece(path: pathlib.Path, values: RawConfig, vocabulary: _Vocabular
     scores = _items(path, value, float, int)
     if len(scores) < len(vocabulary.names) or not all(map(math.isfinite, scores)):
         raise value.refused(f"{len(vocabulary.names)} finite numbers, one for each token")
+    has_prefix = values[_KEY + "add_space_prefix"].flag(True)
+    return _of_characters(vocabulary, _merges_by_score(vocabulary, scores), unknown_id, has_prefix)
+
+
+def _of_characters(
+    vocabulary: _Vocabulary, merges: list[tuple[str, str]], unknown_id: int | None, has_prefix: bool = False
+) -> Tokenizer:
+    """Returns a tokenizer whose spaces are characters of tokens, and that spells other characters as bytes.
+    `has_prefix` says whether a text begins with one more space.
+    """
     unknown = None if unknown_id is None else vocabulary.names[unknown_id]
-    merges = _merges_by_score(vocabulary, scores)
     tokenizer = Tokenizer(models.BPE(vocabulary.ids, merges, unk_token=unknown, fuse_unk=True, byte_fallback=True))
     spaces: list[normalizers.Normalizer] = [normalizers.Replace(" ", _SPACE)]
     steps: list[decoders.Decoder] = [decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
-    if values[_KEY + "add_space_prefix"].flag(True):
+    if has_prefix:
         spaces.insert(0, normalizers.Prepend(_SPACE))
         steps.append(decoders.Strip(" ", 1, 0))
     tokenizer.normalizer = normalizers.Sequence(spaces)

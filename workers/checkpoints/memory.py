@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 from manta.workers.cache_folder import UntrustedCache, cache_entry
 from manta.workers.checkpoints.folder_kinds import why_no_weights
+from manta.workers.checkpoints.formats.stored_form import AS_IT_IS, StoredForm
 from manta.workers.checkpoints.stored_files import (
     COPY_AGAIN,
     MOST_INDEX_BYTES,
@@ -361,8 +362,8 @@ def read_gguf_index(folder: pathlib.Path) -> list[tuple[pathlib.Path, dict[str, 
         if not os.path.isfile(path) or os.path.getsize(path) != size:
             raise ModelError(f"{path} has gone or changed since it was first read; start again with the file in place")
     found: list[tuple[pathlib.Path, dict[str, TensorEntry]]] = [(pathlib.Path(path), {}) for path in index["files"]]
-    for name, (number, kind, shape, *rest) in index["tensors"].items():
-        found[number][1][name] = TensorEntry(kind, tuple(shape), *rest)
+    for name, (number, kind, shape, start, end, form) in index["tensors"].items():
+        found[number][1][name] = TensorEntry(kind, tuple(shape), start, end, StoredForm(**form))
     return found
 
 
@@ -403,10 +404,8 @@ class TensorEntry(NamedTuple):
     start: int
     """Byte offset in the file."""
     end: int
-    interleaved_head_dim: int = 0
-    """Width of a head whose two halves are interleaved in the rows, as llama.cpp stores them; 0 if they are not."""
-    added: float = 0.0
-    """The number that the file adds to each element, as llama.cpp stores some norms."""
+    form: StoredForm = AS_IT_IS
+    """What llama.cpp has done to the tensor."""
 
 
 def read_header(path: pathlib.Path, folder: pathlib.Path | None = None) -> dict[str, TensorEntry]:

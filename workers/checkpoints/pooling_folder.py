@@ -361,10 +361,11 @@ def _scorer(folder: pathlib.Path, raw: RawConfig, modules: list[_Module]) -> Poo
 
 
 def _by_answers(folder: pathlib.Path, raw: RawConfig, source: str) -> PoolingInfo:
-    """Describes a model that says whether two texts fit in its next token, under its family's prompt if that is known,
-    else under its chat template.
+    """Describes a model that says whether two texts fit where its answer begins, under its family's prompt if that is
+    known, else under its chat template.
     """
-    messages = PromptMessages(template=PROMPTS.get(raw["model_type"].text(""), ""))
+    template = PROMPTS.get(raw["model_type"].text(""), "")
+    messages = PromptMessages(template=template, variables={"add_generation_prompt": True})
     return _scoring(folder, answer_ids(folder), messages, "sigmoid", source)
 
 

@@ -83,8 +83,10 @@ def answer_ids(folder: pathlib.Path) -> tuple[int, ...]:
         vocabulary = {entry[0]: index for index, entry in enumerate(vocabulary) if isinstance(entry, list) and entry}
     if not isinstance(vocabulary, dict):
         raise ModelError(f"{folder / _TOKENIZER} has no vocabulary; copy or download it again")
-    found = tuple(vocabulary.get(answer) for answer in _ANSWERS)
-    for answer, token_id in zip(_ANSWERS, found, strict=True):
+    found: list[int] = []
+    for answer in _ANSWERS:
+        token_id = vocabulary.get(answer)
         if not isinstance(token_id, int):
             raise ModelError(f"{folder / _TOKENIZER} has no token {answer}, by which texts would be scored")
-    return found
+        found.append(token_id)
+    return tuple(found)

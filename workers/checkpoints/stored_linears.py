@@ -48,7 +48,8 @@ def stored_linears(reader: LinearReader, spec: DecoderSpec) -> StoredLinears:
     """Describes the parts of all linears. Raises `ModelError` like `LinearReader.format_of`."""
     quantized: dict[str, list[str]] = collections.defaultdict(list)
     unquantized: list[str] = []
-    for part in dict.fromkeys((spec.embedding, *(part for linear in spec.linears() for part in linear.parts))):
+    parts = (spec.embedding, *(part for linear in spec.linears() for part in linear.parts))
+    for part in dict.fromkeys(map(reader.as_stored, parts)):
         format_ = reader.format_of(part)
         if format_ is None:
             unquantized.append(part.name)

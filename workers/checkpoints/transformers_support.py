@@ -62,7 +62,6 @@ NO_WRAPPER = "multimodal models are not served; use the text-only checkpoint if 
 """The reason why a model of text beside pictures or sounds is refused that has no causal text decoder."""
 _OTHER_WRAPPERS = {
     "diffusion_gemma": "it writes blocks of tokens by diffusion",
-    "gemma3n": NO_WRAPPER,
     "kosmos-2": "its text decoder counts positions in a way of its own",
     "kosmos-2.5": "its text decoder counts positions in a way of its own",
     "paligemma": "its text attends to later tokens of the prompt",

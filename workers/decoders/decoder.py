@@ -7,19 +7,29 @@ model runner calls it; it knows neither files nor sequences.
 
 from __future__ import annotations
 
+import functools
+
 import torch
 import torch.nn.functional as F
 
+from manta.workers.decoders.alternating_updates import (
+    corrected_streams,
+    gathered_streams,
+    low_rank_residual,
+    predicted_streams,
+    spread_streams,
+)
 from manta.workers.decoders.expert_routing import run_experts
 from manta.workers.decoders.latent_attention import attend_latent
 from manta.workers.decoders.layer_inputs import add_own_input, layer_inputs
 from manta.workers.decoders.mixers.recurrent_mixers import MIXERS
 from manta.workers.decoders.mixers.short_conv import run_short_conv
 from manta.workers.decoders.rope_table import rope_table
+from manta.workers.decoders.shared_block import mixer_input
 from manta.workers.kernels import reference
 from manta.workers.kernels.attention_metadata import AttentionMetadata
 from manta.workers.kernels.kv_cache import narrowed
-from manta.workers.kernels.protocol import KVCaches, RotaryTables
+from manta.workers.kernels.protocol import Forward, KVCaches, RotaryTables
 from manta.workers.kernels.weights import (
     AttentionWeights,
     DecoderWeights,
@@ -78,7 +88,8 @@ class Decoder:
         )
         self._mlp_rows = max_mlp_rows(config, weights.dtype) if platform.splits_mlp else None
         self._embedding_scale = torch.tensor(config.embedding_scale, dtype=weights.dtype).item()
-        self.compiled = platform.compile_decoder(weights, config, self._run_layers)
+        self._run: Forward = self._run_layers if weights.streams is None else self._run_streams
+        self.compiled = platform.compile_decoder(weights, config, self._run)
         self._tables: RotaryTables = []
         self._whole_caches: KVCaches = []
         self._used_caches: KVCaches = []
@@ -94,7 +105,7 @@ class Decoder:
         embedded = self.weights.embedding(token_ids)
         if self._embedding_scale != 1:
             embedded = embedded.mul_(self._embedding_scale)
-        run, caches = self.compiled or self._run_layers, self._own_caches(kv_caches)
+        run, caches = self.compiled or self._run, self._own_caches(kv_caches)
         if self.weights.layer_inputs is None:
             return run(embedded, tables, metadata, caches)
         inputs = layer_inputs(self.weights.layer_inputs, token_ids, embedded, self.config, self._kernels)
@@ -122,6 +133,7 @@ class Decoder:
         """Runs all layers. `inputs` [num_layers, num_tokens, width] are those that each layer has of its own."""
         normed = self._norm(residual, self.weights.layers[0].input_norm)
         config = self.config
+        embedded = residual if config.shared_blocks is None else residual.clone()
         growth = None if config.query_growth is None else query_growth(config.query_growth, metadata.positions)
         chunks: dict[int, AttentionMetadata] = {}
         for index, ((layer, place, source, heads, sliding_window, grows, next_norm), table) in enumerate(
@@ -134,6 +146,12 @@ class Decoder:
                 window = None
             if layer.stream_factors is not None:
                 torch.mul(normed, layer.stream_factors[0], out=residual)
+            if layer.block is not None:
+                attend = functools.partial(self._attend_block, table, group, kv_cache[:2], heads)
+                run_mlp = functools.partial(self._mlp, metadata=metadata)
+                eps = config.rms_norm_eps
+                normed = mixer_input(layer.block, residual, embedded, eps, self._kernels, attend, run_mlp)
+                kv_cache = kv_cache[2:]
             if layer.mixer is not None:
                 growing = growth if grows else None
                 update = self._mix(layer.mixer, normed, table, group, kv_cache, heads, window, growing)
@@ -159,6 +177,53 @@ class Decoder:
                 residual.add_(add_own_input(layer.own_input, residual, inputs[index], config, self._kernels))
             normed = self._norm(residual.mul_(layer.scalar), next_norm)
         return normed
+
+    def _run_streams(
+        self,
+        residual: torch.Tensor,
+        cos_sin: RotaryTables,
+        metadata: AttentionMetadata,
+        kv_caches: KVCaches,
+        inputs: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Runs all layers of a model with several residual streams, as `_run_layers` does."""
+        streams_weights = self.weights.streams
+        assert streams_weights is not None
+        assert inputs is not None
+        streams = spread_streams(streams_weights.spread, residual)
+        for index, ((layer, place, source, heads, sliding_window, _, _), table) in enumerate(
+            zip(self._layers, cos_sin, strict=True)
+        ):
+            mixer, mlp, updates = layer.mixer, layer.mlp, layer.updates
+            assert place is not None
+            assert mlp is not None
+            assert updates is not None
+            assert layer.own_input is not None
+            assert isinstance(mixer, AttentionWeights)
+            group = metadata.of_group(place.group)
+            predicted = predicted_streams(updates, streams, self._norm)
+            normed = self._norm(predicted[0], layer.input_norm)
+            attended = self._attend(mixer, normed, table, group, kv_caches[source], heads, sliding_window, None)
+            attended = predicted[0] + self._norm(attended, layer.mixer_output_norm)
+            summed = (attended + low_rank_residual(updates, normed, self._norm)) * 2**-0.5
+            update = self._mlp(mlp, self._norm(summed, layer.mlp_norm), metadata)
+            computed = summed + self._norm(update, layer.mlp_output_norm)
+            streams = corrected_streams(updates, predicted, computed, self._norm)
+            first = streams[0] if updates.output_scale is None else streams[0] * updates.output_scale
+            streams[1:] += add_own_input(layer.own_input, first, inputs[index], self.config, self._kernels)
+        return self._norm(gathered_streams(streams_weights.gather, streams), self.weights.final_norm)
+
+    def _attend_block(
+        self,
+        cos_sin: torch.Tensor,
+        metadata: AttentionMetadata,
+        kv_cache: tuple[torch.Tensor, ...],
+        heads: HeadShape,
+        attention: AttentionWeights,
+        normed: torch.Tensor,
+    ) -> torch.Tensor:
+        """Returns the attention of the block before a layer's mixer."""
+        return self._attend(attention, normed, cos_sin, metadata, kv_cache, heads, None, None)
 
     def _norm(self, x: torch.Tensor, weight: torch.Tensor | None) -> torch.Tensor:
         """Returns the norm of x, or x itself where there is none."""

@@ -21,15 +21,15 @@ from manta.workers.models.model_config import HeadShape, LatentShape
 
 
 def cached_layout(expansion: torch.Tensor, shape: LatentShape) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns `LatentAttentionWeights.keys` and `.values` of the checkpoint's weight [num_heads * (plain_dim +
-    value_dim), kv_rank]. Rows of the rotated dimensions are zeros.
+    """Returns `LatentAttentionWeights.keys` and `.values` of the weight [num_heads * (plain_dim + value_dim), kv_rank],
+    which has the keys of all heads, then their values. Rows of the rotated dimensions are zeros.
     """
-    by_head = expansion.view(-1, shape.plain_dim + shape.value_dim, shape.kv_rank)
-    half, zeros = shape.kv_rank // 2, by_head.new_zeros((*by_head.shape[:-1], shape.rope_dim // 2))
-    keys, values = torch.cat((zeros, by_head[..., :half], zeros, by_head[..., half:]), dim=-1).split(
-        (shape.plain_dim, shape.value_dim), dim=1
-    )
-    return keys, values.transpose(1, 2)
+    num_heads = len(expansion) // (shape.plain_dim + shape.value_dim)
+    half = shape.kv_rank // 2
+    zeros = expansion.new_zeros((len(expansion), shape.rope_dim // 2))
+    padded = torch.cat((zeros, expansion[:, :half], zeros, expansion[:, half:]), dim=-1)
+    keys, values = padded.split((num_heads * shape.plain_dim, num_heads * shape.value_dim))
+    return keys.unflatten(0, (num_heads, -1)), values.unflatten(0, (num_heads, -1)).transpose(1, 2)
 
 
 def attend_latent(

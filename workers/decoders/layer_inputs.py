@@ -27,7 +27,8 @@ def layer_inputs(
     """
     by_layer = (config.num_layers, config.per_layer_size)
     scale = torch.tensor(config.per_layer_size**0.5, dtype=embedded.dtype).item()
-    rows = weights.table(token_ids).mul_(scale).unflatten(-1, by_layer)
+    in_table = torch.where(token_ids < config.per_layer_vocab_size, token_ids, 0)
+    rows = weights.table(in_table).mul_(scale).unflatten(-1, by_layer)
     products = weights.projection.forward(embedded) * config.hidden_size**-0.5
     normed = kernels.rms_norm(products.unflatten(-1, by_layer), weights.norm, config.rms_norm_eps)
     return ((normed + rows) * _MEAN).transpose(0, 1).contiguous()

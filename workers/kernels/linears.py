@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -37,6 +37,20 @@ class GatedLinear:
 
     def forward(self, x: torch.Tensor, step: AttentionMetadata | None = None) -> torch.Tensor:
         return self._gate(self.linear.forward(x, step))
+
+
+class LowRankLinear:
+    """A linear, to each part of whose outputs the product of two narrow ones is added."""
+
+    def __init__(self, linear: Linear, down: Linear, ups: Sequence[Linear]) -> None:
+        self._linear = linear
+        self._down = down
+        self._ups = ups
+
+    def forward(self, x: torch.Tensor, step: AttentionMetadata | None = None) -> torch.Tensor:
+        narrow = self._down.forward(x).chunk(len(self._ups), dim=-1)
+        added = [up.forward(each.contiguous()) for up, each in zip(self._ups, narrow, strict=True)]
+        return self._linear.forward(x, step) + torch.cat(added, dim=-1)
 
 
 class SummedLinear:

@@ -208,6 +208,43 @@ class ExpertsBesideWeights:
 
 
 @dataclasses.dataclass(slots=True, frozen=True)
+class SharedBlockWeights:
+    """The weights of `SharedBlockSpec`. Linears that layers share are one object, and low-rank parts are in linears."""
+
+    input_norm: torch.Tensor
+    """[2 * hidden]"""
+    attention: AttentionWeights
+    mlp_norm: torch.Tensor
+    mlp: GatedMlpWeights
+    result: Linear
+    mixer_norm: torch.Tensor
+
+
+@dataclasses.dataclass(slots=True, frozen=True)
+class UpdatesWeights:
+    """The weights of `UpdatesSpec`. Router, prediction and correction are in float32."""
+
+    router_norm: torch.Tensor
+    router: Linear
+    """hidden -> num_streams"""
+    prediction: Linear
+    """num_streams -> num_streams * num_streams"""
+    correction: Linear
+    """num_streams -> num_streams"""
+    output_scale: torch.Tensor | None
+    low_rank: tuple[Linear, Linear]
+    low_rank_norm: torch.Tensor
+
+
+@dataclasses.dataclass(slots=True, frozen=True)
+class StreamsWeights:
+    """The weights of `StreamsSpec`."""
+
+    spread: tuple[Linear, ...]
+    gather: tuple[Linear, ...]
+
+
+@dataclasses.dataclass(slots=True, frozen=True)
 class LayerInputWeights:
     """The weights of `LayerInputSpec`."""
 
@@ -241,6 +278,8 @@ class LayerWeights:
     own_input: LayerInputWeights | None = None
     scalar: float = 1.0
     """Factor on the residual stream after the layer."""
+    block: SharedBlockWeights | None = None
+    updates: UpdatesWeights | None = None
 
 
 @dataclasses.dataclass(slots=True, frozen=True)
@@ -251,6 +290,7 @@ class DecoderWeights:
     head: Linear
     """hidden -> vocab_size; of ranks, only the one that draws gets them all."""
     layer_inputs: LayerInputsWeights | None = None
+    streams: StreamsWeights | None = None
 
     @property
     def dtype(self) -> torch.dtype:

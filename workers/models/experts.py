@@ -5,7 +5,8 @@ from __future__ import annotations
 from manta.workers.models import llama
 from manta.workers.models.model_config import ModelConfig
 from manta.workers.models.raw_config import RawConfig, RawValue
-from manta.workers.models.specs import ExpertRows, ExpertsSpec, GatedMlpSpec, LinearSpec, WeightPart
+from manta.workers.models.row_places import ExpertRows
+from manta.workers.models.specs import ExpertsSpec, GatedMlpSpec, LinearSpec, WeightPart
 
 MOST_EXPERTS = 4096
 DENSE, SPARSE = "dense", "sparse"
@@ -23,10 +24,12 @@ def experts(
     names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj"),
     are_stacked: bool = False,
     are_rows: bool | None = True,
+    are_fused: bool = False,
 ) -> ExpertsSpec:
     """Returns experts below `prefix`, which the checkpoint stores one by one, or all of a layer in two tensors if they
-    `are_stacked`, where `are_rows` is that of `ExpertRows`. The other names are those of the router, of its bias for
-    the choice, of the expert that computes every token, of that one's gate, and of an expert's linears.
+    `are_stacked`, where `are_rows` is that of `ExpertRows`. If they `are_fused`, an expert's gates and what they let
+    through are one tensor. The other names are those of the router, of its bias for the choice, of the expert that
+    computes every token, of that one's gate, and of an expert's linears.
     """
     sizes = config.experts
     assert sizes is not None
@@ -36,7 +39,7 @@ def experts(
         experts=tuple(
             _stacked_expert(config, f"{prefix}.experts", expert, are_rows)
             if are_stacked
-            else _expert(config, f"{prefix}.experts.{expert}", names)
+            else _expert(config, f"{prefix}.experts.{expert}", names, are_fused)
             for expert in range(sizes.num_experts)
         ),
         choice_bias=choice_bias and f"{prefix}.{choice_bias}",
@@ -47,14 +50,17 @@ def experts(
     )
 
 
-def _expert(config: ModelConfig, prefix: str, names: tuple[str, str, str]) -> GatedMlpSpec:
+def _expert(config: ModelConfig, prefix: str, names: tuple[str, str, str], is_fused: bool) -> GatedMlpSpec:
     assert config.experts is not None
     usual = llama.mlp(config, prefix, config.experts.intermediate_size)
     gate, up, down = (
         part._replace(name=f"{prefix}.{name}")
         for part, name in zip((*usual.gated.parts, *usual.down.parts), names, strict=True)
     )
-    return GatedMlpSpec(usual.gated._replace(parts=(gate, up)), usual.down._replace(parts=(down,)))
+    gated = usual.gated._replace(parts=(gate, up))
+    return GatedMlpSpec(
+        gated.stored_as(f"{prefix}.gate_up_proj") if is_fused else gated, usual.down._replace(parts=(down,))
+    )
 
 
 def _stacked_expert(config: ModelConfig, prefix: str, expert: int, are_rows: bool | None) -> GatedMlpSpec:
@@ -72,10 +78,10 @@ def _stacked_expert(config: ModelConfig, prefix: str, expert: int, are_rows: boo
     )
 
 
-def stored_either_way(apart: ExpertsSpec, together: ExpertsSpec) -> ExpertsSpec:
-    """Returns experts that some checkpoints store one by one, and others together."""
-    pairs = zip(apart.experts, together.experts, strict=True)
-    return apart._replace(experts=tuple(expert.or_as(other) for expert, other in pairs))
+def stored_either_way(usual: ExpertsSpec, other: ExpertsSpec) -> ExpertsSpec:
+    """Returns experts that some checkpoints store as those of `other`."""
+    pairs = zip(usual.experts, other.experts, strict=True)
+    return usual._replace(experts=tuple(expert.or_as(elsewhere) for expert, elsewhere in pairs))
 
 
 def read_num_experts(raw: RawConfig, usual: int, *keys: str) -> int:

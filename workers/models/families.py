@@ -13,6 +13,7 @@ from manta.workers.models import (
     falcon_mamba,
     gemma2,
     gemma3,
+    gemma3n,
     gemma4,
     glm,
     glm4,
@@ -51,7 +52,9 @@ from manta.workers.models import (
     seed_oss,
     smollm3,
     vaultgemma,
+    xlstm,
     youtu,
+    zamba2,
 )
 from manta.workers.models.model_config import ModelConfig
 from manta.workers.models.raw_config import RawConfig
@@ -122,7 +125,10 @@ _MODULES: tuple[Family, ...] = (
     mimo_v2,
     mixtral,
     llama4,
+    gemma3n,
     gemma4,
+    zamba2,
+    xlstm,
 )
 FAMILIES = {family.ARCHITECTURE: family for family in _MODULES}
 """The native families by architecture. To add a dense family, write its module and add it to `_MODULES`."""

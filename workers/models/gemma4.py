@@ -9,7 +9,7 @@ import msgspec
 
 from manta.workers.models import llama
 from manta.workers.models.dense import FULL, SLIDING, read_dense, read_head_dim, read_kinds, with_kinds
-from manta.workers.models.experts import experts, read_num_experts
+from manta.workers.models.experts import experts, read_num_experts, stored_either_way
 from manta.workers.models.model_config import ExpertsConfig, ModelConfig, RopeConfig
 from manta.workers.models.raw_config import MOST_VOCABULARY, RawConfig, RawValue
 from manta.workers.models.specs import (
@@ -58,7 +58,7 @@ def read_config(raw: RawConfig) -> ModelConfig:
         final_cap=0.0 if cap.value is None else cap.number(least=0),
         embedding_scale=config.hidden_size**0.5,
         layer_kv_heads=tuple(global_heads if kind == FULL else (config.num_kv_heads, head_dim) for kind in kinds),
-        kv_sources=_read_sources(raw["num_kv_shared_layers"], kinds),
+        kv_sources=read_sources(raw["num_kv_shared_layers"], kinds),
         reader_mlp_factor=2 if is_wide else 1,
         values_are_projected_keys=shares,
         experts=_read_experts(raw),
@@ -125,11 +125,11 @@ def _read_global_heads(raw: RawConfig, local: tuple[int, int], kinds: tuple[str,
     return heads
 
 
-def _read_sources(num_shared: RawValue, kinds: tuple[str, ...]) -> tuple[int, ...]:
+def read_sources(num_shared: RawValue, kinds: tuple[str, ...], usual: int = 0) -> tuple[int, ...]:
     """Returns for each layer the one whose keys and values it reads: of the last layers the last one before them of
-    their kind. Empty if each reads its own.
+    their kind. Empty if each reads its own. `usual` is the number of last layers that a configuration leaves out.
     """
-    count = num_shared.whole(0, least=0, most=len(kinds) - 1)
+    count = num_shared.whole(usual, least=0, most=len(kinds) - 1)
     own = kinds[: len(kinds) - count]
     if set(kinds) - set(own):
         raise num_shared.refused("a number that leaves a layer of each kind with keys and values of its own")
@@ -141,20 +141,29 @@ def _read_sources(num_shared: RawValue, kinds: tuple[str, ...]) -> tuple[int, ..
 
 def describe(config: ModelConfig) -> DecoderSpec:
     spec = llama.decoder(config, [_layer(config, index) for index in range(config.num_layers)])
+    return spec._replace(layer_inputs=layer_inputs(config) if config.per_layer_size else None)
+
+
+def layer_inputs(config: ModelConfig) -> LayerInputsSpec:
+    """Returns the linears and the table of the inputs that layers have of their own."""
     size = config.per_layer_size
-    if not size:
-        return spec
     width = config.num_layers * size
-    inputs = LayerInputsSpec(
+    return LayerInputsSpec(
         table=WeightPart("model.embed_tokens_per_layer", config.per_layer_vocab_size),
         width=width,
         projection=LinearSpec((WeightPart("model.per_layer_model_projection", width),), config.hidden_size),
         norm=NormSpec("model.per_layer_projection_norm", size),
     )
-    return spec._replace(layer_inputs=inputs)
 
 
 def _layer(config: ModelConfig, index: int) -> LayerSpec:
+    prefix = f"model.layers.{index}"
+    beside = None if config.experts is None else _experts(config, prefix)
+    return plain_layer(config, index)._replace(beside=beside, scalar=f"{prefix}.layer_scalar")
+
+
+def plain_layer(config: ModelConfig, index: int) -> LayerSpec:
+    """Returns a layer without experts."""
     prefix, hidden, size = f"model.layers.{index}", config.hidden_size, config.per_layer_size
     before, after, before_mlp, after_mlp = (
         NormSpec(f"{prefix}.{name}_layernorm", hidden)
@@ -174,9 +183,7 @@ def _layer(config: ModelConfig, index: int) -> LayerSpec:
         mlp=llama.mlp(config, f"{prefix}.mlp", inner),
         mixer_output_norm=after,
         mlp_output_norm=after_mlp,
-        beside=None if config.experts is None else _experts(config, prefix),
         own_input=own_input if size else None,
-        scalar=f"{prefix}.layer_scalar",
     )
 
 
@@ -185,8 +192,9 @@ def _experts(config: ModelConfig, prefix: str) -> ExpertsBesideSpec:
         NormSpec(f"{prefix}.{name}", config.hidden_size)
         for name in ("pre_feedforward_layernorm_2", "post_feedforward_layernorm_2", "post_feedforward_layernorm_1")
     )
+    stacked = experts(config, prefix, router="router.proj", are_stacked=True)
     return ExpertsBesideSpec(
-        experts=experts(config, prefix, router="router.proj", are_stacked=True),
+        experts=stored_either_way(stacked, experts(config, prefix, are_fused=True)),
         input_norm=before,
         output_norm=after,
         mlp_norm=after_mlp,

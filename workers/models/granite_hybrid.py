@@ -1,5 +1,5 @@
 """Granite 4 (IBM, 2025): most layers have Mamba 2, the others attention, usually without positions. Each has an MLP for
-all tokens, and perhaps experts besides; checkpoints hold the experts of a layer in two tensors.
+all tokens, and perhaps experts besides. Checkpoints hold the experts of a layer in two tensors, GGUF files one by one.
 """
 
 from __future__ import annotations
@@ -11,15 +11,8 @@ from manta.workers.models.experts import read_num_experts
 from manta.workers.models.model_config import ExpertsConfig, ModelConfig
 from manta.workers.models.raw_config import RawConfig
 from manta.workers.models.recurrent import LINEAR, read_kinds, read_state_space, state_space, with_states
-from manta.workers.models.specs import (
-    DecoderSpec,
-    ExpertRows,
-    ExpertsSpec,
-    GatedMlpSpec,
-    LayerSpec,
-    LinearSpec,
-    WeightPart,
-)
+from manta.workers.models.row_places import ExpertRows
+from manta.workers.models.specs import DecoderSpec, ExpertsSpec, GatedMlpSpec, LayerSpec, LinearSpec, WeightPart
 
 ARCHITECTURE = "GraniteMoeHybridForCausalLM"
 
@@ -57,8 +50,11 @@ def _layer(config: ModelConfig, index: int) -> LayerSpec:
     usual, prefix = llama.layer(config, index), f"model.layers.{index}"
     if config.states[index] is not None:
         usual = usual._replace(mixer=state_space(config, f"{prefix}.mamba"))
-    names = f"{prefix}.shared_mlp.input_linear", f"{prefix}.shared_mlp.output_linear"
-    shared = _stored_as(llama.mlp(config, ""), *names)
+    shared = _stored_as(
+        llama.mlp(config, f"{prefix}.shared_mlp"),
+        f"{prefix}.shared_mlp.input_linear",
+        f"{prefix}.shared_mlp.output_linear",
+    )
     return usual._replace(mlp=shared if config.experts is None else _experts(config, prefix, shared))
 
 
@@ -68,14 +64,19 @@ def _experts(config: ModelConfig, prefix: str, shared: GatedMlpSpec) -> ExpertsS
     prefix = f"{prefix}.block_sparse_moe"
     router = LinearSpec((WeightPart(f"{prefix}.router.layer", sizes.num_experts),), config.hidden_size)
     names = f"{prefix}.input_linear.weight", f"{prefix}.output_linear.weight"
-    usual = _stored_as(llama.mlp(config, "", sizes.intermediate_size), *names)
-    places = [ExpertRows(expert, sizes.num_experts, are_rows=True) for expert in range(sizes.num_experts)]
-    return ExpertsSpec(router, tuple(_placed(usual, place) for place in places), shared=shared)
+    experts = []
+    for expert in range(sizes.num_experts):
+        alone = llama.mlp(config, f"{prefix}.experts.{expert}", sizes.intermediate_size)
+        place = ExpertRows(expert, sizes.num_experts, are_rows=True)
+        experts.append(_placed(_stored_as(alone, *names), place).or_as(alone))
+    return ExpertsSpec(router, tuple(experts), shared=shared)
 
 
 def _stored_as(mlp: GatedMlpSpec, gate_up: str, down: str) -> GatedMlpSpec:
+    """Returns an MLP that checkpoints store in two tensors, and GGUF files with its gate apart."""
     (part,) = mlp.down.parts
-    return GatedMlpSpec(mlp.gated.stored_as(gate_up), mlp.down._replace(parts=(part._replace(name=down),)))
+    together = mlp.gated.stored_as(gate_up).or_as(mlp.gated)
+    return GatedMlpSpec(together, mlp.down._replace(parts=(part._replace(name=down),)))
 
 
 def _placed(mlp: GatedMlpSpec, place: ExpertRows) -> GatedMlpSpec:

@@ -10,15 +10,8 @@ from manta.workers.models import llama
 from manta.workers.models.dense import read_dense, read_rope
 from manta.workers.models.model_config import LatentShape, ModelConfig, RopeConfig
 from manta.workers.models.raw_config import RawConfig
-from manta.workers.models.specs import (
-    LatentAttentionSpec,
-    LayerSpec,
-    LinearSpec,
-    NormSpec,
-    Split,
-    TailOrder,
-    WeightPart,
-)
+from manta.workers.models.row_places import HeadPiece, TailOrder
+from manta.workers.models.specs import LatentAttentionSpec, LayerSpec, LinearSpec, NormSpec, Split, WeightPart
 
 
 def read_latent(
@@ -105,7 +98,6 @@ def _attention(config: ModelConfig, prefix: str) -> LatentAttentionSpec:
     cached_order = TailOrder(config.head_dim, shape.rope_dim) if is_interleaved else None
     cached = WeightPart(f"{prefix}.kv_a_proj_with_mqa", config.head_dim, order=cached_order)
     size = config.num_heads * query_dim
-    expanded = config.num_heads * (shape.plain_dim + shape.value_dim)
     query_norm = queries = None
     if shape.query_rank is None:
         first = WeightPart(f"{prefix}.q_proj", size, Split.QUERY_HEADS, query_order)
@@ -120,6 +112,25 @@ def _attention(config: ModelConfig, prefix: str) -> LatentAttentionSpec:
         query_norm=query_norm,
         queries=queries,
         latent_norm=NormSpec(f"{prefix}.kv_a_layernorm", shape.kv_rank),
-        expansion=LinearSpec((WeightPart(f"{prefix}.kv_b_proj", expanded, Split.QUERY_HEADS),), shape.kv_rank),
+        expansion=LinearSpec(_expansion(config, shape, prefix), shape.kv_rank),
         output=LinearSpec((output,), config.num_heads * shape.value_dim, config.output_bias, splits_inputs=True),
+    )
+
+
+def _expansion(config: ModelConfig, shape: LatentShape, prefix: str) -> tuple[WeightPart, ...]:
+    """Returns the parts for keys and for values, which GGUF files store apart."""
+    of_head = shape.plain_dim + shape.value_dim
+    return tuple(
+        WeightPart(
+            f"{prefix}.kv_b_proj",
+            config.num_heads * size,
+            Split.QUERY_HEADS,
+            piece=HeadPiece(of_head, first, size),
+            stored_rows=config.num_heads * of_head,
+            elsewhere=WeightPart(f"{prefix}.{apart}", config.num_heads * size, Split.QUERY_HEADS),
+        )
+        for apart, first, size in (
+            ("k_b_proj", 0, shape.plain_dim),
+            ("v_b_proj", shape.plain_dim, shape.value_dim),
+        )
     )

@@ -9,11 +9,11 @@ import msgspec
 from manta.workers.models.dense import read_dense
 from manta.workers.models.model_config import ModelConfig
 from manta.workers.models.raw_config import RawConfig
+from manta.workers.models.row_places import HeadOrder
 from manta.workers.models.specs import (
     AttentionSpec,
     DecoderSpec,
     GatedMlpSpec,
-    HeadOrder,
     LayerSpec,
     LinearSpec,
     NormSpec,

@@ -209,6 +209,29 @@ class ExpertsConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Layers with one MLP, of `ModelConfig.intermediate_size`, instead of experts."""
 
 
+class SharedBlocks(msgspec.Struct, frozen=True, kw_only=True):
+    """Blocks of attention and an MLP that several layers share (Zamba 2)."""
+
+    owners: tuple[int | None, ...]
+    """The layer under whose name the checkpoint has the block of each layer; None for a layer without one."""
+    rank: int
+    """The rank of what each layer adds to the weights of its block."""
+    adapts_attention: bool
+    """Whether layers add to the weights of attention too."""
+
+
+class StreamsConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """Several residual streams, of which each layer updates one and predicts the others (Gemma 3n)."""
+
+    num_streams: int
+    rank: int
+    """The rank of the residual beside attention."""
+    scales_outputs: bool
+    """Whether the first stream is scaled where a layer's own input is gated."""
+    gate_sparsities: tuple[float, ...]
+    """The part of gates that each layer's MLP turns off; 0 for none."""
+
+
 class PartScales(msgspec.Struct, frozen=True, kw_only=True):
     """Factors inside the layers of Falcon-H1."""
 
@@ -322,7 +345,11 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     per_layer_size: int = 0
     """Width of the inputs that each layer has of its own (Gemma 4); 0 for none."""
     per_layer_vocab_size: int = 0
-    """Rows of the table of these inputs."""
+    """Rows of the table of these inputs. Tokens after the last one have the first row."""
+    shared_blocks: SharedBlocks | None = None
+    """The blocks before recurrent mixers; None if there are none."""
+    streams: StreamsConfig | None = None
+    """The residual streams; None for one."""
     num_unused_layers: int = 0
     """Layers that the checkpoint has after the last and that are not served: those that draft tokens (multi-token
     prediction).

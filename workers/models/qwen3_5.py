@@ -12,10 +12,10 @@ from manta.workers.models.model_config import ModelConfig
 from manta.workers.models.raw_config import RawConfig
 from manta.workers.models.recurrent import LINEAR, output, read_delta_shape, read_kinds, stored_together, with_states
 from manta.workers.models.recurrent_shapes import DeltaShape, RecurrentKind
+from manta.workers.models.row_places import HeadPiece
 from manta.workers.models.specs import (
     AttentionSpec,
     DecoderSpec,
-    HeadPiece,
     LayerSpec,
     LinearSpec,
     NormSpec,

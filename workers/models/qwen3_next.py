@@ -8,7 +8,8 @@ from manta.workers.models.qwen3_5_moe import mixture_of_experts, with_experts
 from manta.workers.models.qwen3_moe import read_dense_layers
 from manta.workers.models.raw_config import RawConfig
 from manta.workers.models.recurrent_shapes import DeltaShape
-from manta.workers.models.specs import DecoderSpec, GroupOrder, LayerSpec, Split, WeightPart
+from manta.workers.models.row_places import HeadPiece
+from manta.workers.models.specs import DecoderSpec, LayerSpec, LinearSpec, Split, WeightPart
 
 ARCHITECTURE = "Qwen3NextForCausalLM"
 
@@ -37,13 +38,31 @@ def _layer(config: ModelConfig, index: int) -> LayerSpec:
 
 
 def _inputs(prefix: str, shape: DeltaShape) -> tuple[WeightPart, ...]:
-    """Returns the linears to queries, keys, values and gates, and to betas and time steps."""
+    """Returns the linears to queries, keys, values and gates, and to betas and time steps. GGUF files have queries,
+    keys and values of all heads one after the other, and gates apart.
+    """
     repeats = shape.num_value_heads // shape.num_key_heads
     values = repeats * shape.value_dim
-    sizes = {"qkvz": (shape.key_dim, shape.key_dim, values, values), "ba": (repeats, repeats)}
-    return tuple(
-        WeightPart(
-            f"{prefix}.in_proj_{name}", shape.num_key_heads * sum(group), Split.CHANNELS, order=GroupOrder(group)
-        )
-        for name, group in sizes.items()
+    mixed = _pieces(f"{prefix}.in_proj_qkvz", shape.num_key_heads, (shape.key_dim, shape.key_dim, values, values))
+    apart = LinearSpec(tuple(part._replace(piece=None) for part in mixed[:3]), 0).stored_as(f"{prefix}.in_proj_qkv")
+    gates = WeightPart(f"{prefix}.in_proj_z", mixed[3].out_features, Split.CHANNELS)
+    others = (*apart.parts, gates)
+    return (
+        *(part._replace(elsewhere=other) for part, other in zip(mixed, others, strict=True)),
+        *_pieces(f"{prefix}.in_proj_ba", shape.num_key_heads, (repeats, repeats)),
     )
+
+
+def _pieces(name: str, num_groups: int, sizes: tuple[int, ...]) -> list[WeightPart]:
+    """Returns the parts of a tensor that has things of these sizes for each group of heads."""
+    of_group = sum(sizes)
+    return [
+        WeightPart(
+            name,
+            num_groups * size,
+            Split.CHANNELS,
+            piece=HeadPiece(of_group, sum(sizes[:index]), size),
+            stored_rows=num_groups * of_group,
+        )
+        for index, size in enumerate(sizes)
+    ]

@@ -20,6 +20,7 @@ class RecurrentKind(enum.Enum):
     STATE_SPACE = "state_space"
     SELECTIVE_SCAN = "selective_scan"
     LIGHTNING = "lightning"
+    MATRIX_MEMORY = "matrix_memory"
 
 
 class StateShape(msgspec.Struct, frozen=True):
@@ -173,4 +174,25 @@ class LightningShape(msgspec.Struct, frozen=True, kw_only=True, tag=True):
         return msgspec.structs.replace(self, num_heads=self.num_heads // num_ranks)
 
 
-RecurrentShape = DeltaShape | StateSpaceShape | SelectiveShape | LightningShape
+class MatrixMemoryShape(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """The matrix memory of xLSTM (Beck et al., 2024)."""
+
+    num_heads: int
+    key_dim: int
+    value_dim: int
+    gate_cap: float
+    """Soft bound of input and forget gates (`reference.cap`)."""
+    norm_eps: float
+    eps: float
+    """The constant that is added to what outputs are divided by."""
+
+    @property
+    def state(self) -> StateShape:
+        """The states of the heads with one more column, and the largest input gate so far."""
+        return StateShape(((self.num_heads, self.key_dim, self.value_dim + 1), (self.num_heads, 1)))
+
+    def share(self, num_ranks: int) -> MatrixMemoryShape:
+        return msgspec.structs.replace(self, num_heads=self.num_heads // num_ranks)
+
+
+RecurrentShape = DeltaShape | StateSpaceShape | SelectiveShape | LightningShape | MatrixMemoryShape

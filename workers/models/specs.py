@@ -9,9 +9,10 @@ from __future__ import annotations
 import enum
 import math
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from manta.workers.models.recurrent_shapes import RecurrentKind, RecurrentShape
+from manta.workers.models.row_places import ExpertRows, HeadOrder, HeadPiece, TailOrder
 
 
 class Split(enum.Enum):
@@ -66,110 +67,13 @@ class TensorSpec(NamedTuple):
     """Whether the tensor holds logarithms of the negatives of its numbers, as rates of decay are stored."""
 
 
-class HeadOrder(NamedTuple):
-    """The order of the rows of query and key heads. The kernels rotate dimension `i` of a head together with dimension
-    `i + head_dim / 2`, so rows are read in an order in which the checkpoint's pairs lie like that. Products of queries
-    and keys do not depend on the order.
-    """
-
-    head_dim: int
-    rotary_dim: int
-    """Number of first dimensions that rotate. `rope_table` gives the others a cosine of 1 and a sine of 0."""
-    is_interleaved: bool
-    """Whether the checkpoint's pairs are neighbours, instead of halves of the rotated dimensions."""
-
-    def rows(self, num_rows: int) -> list[int]:
-        """Returns the checkpoint's row for each row of the model."""
-        half, rest = self.rotary_dim // 2, (self.head_dim - self.rotary_dim) // 2
-        step, second = (2, 1) if self.is_interleaved else (1, half)
-        first_half = [*range(0, half * step, step), *range(self.rotary_dim, self.rotary_dim + rest)]
-        second_half = [*range(second, second + half * step, step), *range(self.rotary_dim + rest, self.head_dim)]
-        return [head + row for head in range(0, num_rows, self.head_dim) for row in first_half + second_half]
-
-
-class GroupOrder(NamedTuple):
-    """The order of rows that a checkpoint stores by group of heads: each group's part of a first thing, then of a
-    second, and so on. They are read one thing after the other.
-    """
-
-    sizes: tuple[int, ...]
-    """Rows of each thing in one group."""
-
-    def rows(self, num_rows: int) -> list[int]:
-        """Returns the checkpoint's row for each row of the model."""
-        group = sum(self.sizes)
-        starts = [sum(self.sizes[:thing]) for thing in range(len(self.sizes))]
-        return [
-            first + start + row
-            for start, size in zip(starts, self.sizes, strict=True)
-            for first in range(0, num_rows, group)
-            for row in range(size)
-        ]
-
-
-class HeadPiece(NamedTuple):
-    """The place of a part in a tensor that has several things for each head, such as a query and its gate."""
-
-    head_rows: int
-    """Rows of a head in the stored tensor."""
-    first: int
-    """The part's first row of each head."""
-    size: int
-    """The part's rows of each head."""
-
-    def rows(self, num_rows: int) -> list[int]:
-        """Returns the stored row for each of the part's `num_rows` rows."""
-        heads = range(num_rows // self.size)
-        return [head * self.head_rows + self.first + row for head in heads for row in range(self.size)]
-
-
-class TailOrder(NamedTuple):
-    """The order of the rows of heads whose last `rotary_dim` dimensions rotate in pairs of neighbours, which are read
-    as two halves. Used by latent attention.
-    """
-
-    head_dim: int
-    rotary_dim: int
-
-    def rows(self, num_rows: int) -> list[int]:
-        """Returns the checkpoint's row for each row of the model."""
-        first = self.head_dim - self.rotary_dim
-        order = [*range(first), *range(first, self.head_dim, 2), *range(first + 1, self.head_dim, 2)]
-        return [head + row for head in range(0, num_rows, self.head_dim) for row in order]
-
-
-class ExpertRows(NamedTuple):
-    """The place of a part in a tensor of all experts of a layer, [num_experts, in_features, columns], whose columns are
-    the outputs of linears (gpt-oss).
-    """
-
-    expert: int
-    num_experts: int
-    first: int = 0
-    """The first column of the part."""
-    step: int = 1
-    """Distance between columns of the part."""
-    are_rows: bool | None = False
-    """Whether outputs are rows: the tensor is [num_experts, columns, in_features]. None if checkpoints have either."""
-
-    def are_rows_of(self, shape: tuple[int, ...], num_outputs: int, in_features: int) -> bool:
-        """Returns whether outputs are rows in a stored tensor of this shape."""
-        if self.are_rows is not None:
-            return self.are_rows
-        return shape[1:] == (num_outputs, in_features)
-
-    def rows_of(self, outputs: Any) -> Any:
-        """Returns the part's outputs, given an array of an expert whose first dimension is all of its outputs."""
-        return outputs[self.first :: self.step]
-
-
 class WeightPart(NamedTuple):
     """A linear as a checkpoint stores it: `NAME.weight` [out_features, in_features] and perhaps `NAME.bias`."""
 
     name: str
     out_features: int
     split: Split = Split.NOTHING
-    order: HeadOrder | TailOrder | GroupOrder | None = None
+    order: HeadOrder | TailOrder | None = None
     """The order in which rows are read; None for the checkpoint's."""
     piece: HeadPiece | None = None
     """The rows of each head, if the stored tensor has others too; with it `first_row` is not used."""
@@ -205,6 +109,8 @@ class LinearSpec(NamedTuple):
     """Whether ranks split the inputs and sum their outputs."""
     activation: str | None = None
     """The function of the outputs of a linear without gates, a key of `reference.ACTIVATIONS`; None for none."""
+    gate_sparsity: float = 0.0
+    """The part of a token's gates that are turned off, if they are normally distributed (Gemma 3n); 0 for none."""
 
     @property
     def name(self) -> str:
@@ -335,7 +241,7 @@ class LatentAttentionSpec(NamedTuple):
     """The linear from the queries' latent vector to the queries of all heads; None if there is none."""
     latent_norm: NormSpec
     expansion: LinearSpec
-    """The linear from the cached latent vector to the unrotated keys and the values of all heads."""
+    """The linear from the cached latent vector to the unrotated keys of all heads, then to their values."""
     output: LinearSpec
 
     def linears(self) -> Iterator[LinearSpec]:
@@ -435,6 +341,80 @@ class ExpertsBesideSpec(NamedTuple):
         yield from (self.input_norm, self.output_norm, self.mlp_norm)
 
 
+class LowRankSpec(NamedTuple):
+    """Products of two narrow linears, added to the outputs of a linear that several layers share."""
+
+    down: LinearSpec
+    """The linear to the narrow vectors of all `ups`, one after the other."""
+    ups: tuple[LinearSpec, ...]
+    """The linears to the outputs, one after the other."""
+
+    def linears(self) -> Iterator[LinearSpec]:
+        yield from (self.down, *self.ups)
+
+
+class SharedBlockSpec(NamedTuple):
+    """Attention and an MLP before a layer's mixer (Zamba 2). They read the residual stream and the embedding, one after
+    the other, and their result is added to what the mixer reads. Several layers share all weights but low-rank ones.
+    """
+
+    input_norm: NormSpec
+    attention: AttentionSpec
+    attention_adapter: LowRankSpec | None
+    """The low-rank part of the linear to queries, keys and values; None for none."""
+    mlp_norm: NormSpec
+    mlp: GatedMlpSpec
+    """The MLP, whose linear to gates and what they let through has no activation."""
+    mlp_adapter: LowRankSpec
+    result: LinearSpec
+    """The layer's own linear from the MLP's result to what is added."""
+    mixer_norm: NormSpec
+    """The norm of the sum that the mixer reads."""
+    is_first: bool
+    """Whether no earlier layer has this block."""
+
+    def linears(self) -> Iterator[LinearSpec]:
+        if self.is_first:
+            yield from (*self.attention.linears(), *self.mlp.linears())
+        for adapter in (self.attention_adapter, self.mlp_adapter):
+            if adapter is not None:
+                yield from adapter.linears()
+        yield self.result
+
+    def norms(self) -> Iterator[NormSpec]:
+        if self.is_first:
+            yield from (self.input_norm, self.mlp_norm)
+        yield self.mixer_norm
+
+
+class UpdatesSpec(NamedTuple):
+    """A layer's alternating updates of several residual streams (Baykal et al., 2023), and its residual of low rank
+    beside attention (Menghani et al., 2024), as in Gemma 3n.
+    """
+
+    router_norm: NormSpec
+    router: LinearSpec
+    prediction: LinearSpec
+    correction: LinearSpec
+    output_scale: str | None
+    """The tensor [hidden] that multiplies the first stream where the layer's own input is gated; None for none."""
+    low_rank: tuple[LinearSpec, LinearSpec]
+    low_rank_norm: NormSpec
+
+    def linears(self) -> Iterator[LinearSpec]:
+        yield from (self.router, self.prediction, self.correction, *self.low_rank)
+
+    def norms(self) -> Iterator[NormSpec]:
+        yield from (self.router_norm, self.low_rank_norm)
+
+
+class StreamsSpec(NamedTuple):
+    """The linears between the embedding and all residual streams but the first, and from these to the last norm."""
+
+    spread: tuple[LinearSpec, ...]
+    gather: tuple[LinearSpec, ...]
+
+
 class LayerInputSpec(NamedTuple):
     """The part that a layer adds to the residual stream after its MLP (Gemma 4):
     `norm(projection(activation(gate(stream)) * input))`, where the input is the layer's own.
@@ -482,6 +462,10 @@ class LayerSpec(NamedTuple):
     """The sum's part of the layer's own input; None in families without it."""
     scalar: str | None = None
     """The tensor [1] that multiplies the residual stream after the layer; None for none (Gemma 4)."""
+    block: SharedBlockSpec | None = None
+    """The block before the mixer, which has the norm before it; None for none."""
+    updates: UpdatesSpec | None = None
+    """The updates of several residual streams; None in families with one."""
 
     @property
     def attention(self) -> AttentionSpec:
@@ -495,14 +479,13 @@ class LayerSpec(NamedTuple):
         yield from (norm for norm in around if norm is not None)
         if self.own_input is not None:
             yield self.own_input.norm
-        if self.beside is not None:
-            yield from self.beside.norms()
-        if self.mixer is not None:
-            yield from self.mixer.norms()
+        for part in (self.beside, self.mixer, self.block, self.updates):
+            if part is not None:
+                yield from part.norms()
 
     def linears(self) -> Iterator[LinearSpec]:
         """Yields every linear of the layer."""
-        for part in (self.mixer, self.mlp, self.beside, self.own_input):
+        for part in (self.mixer, self.mlp, self.beside, self.own_input, self.block, self.updates):
             if part is not None:
                 yield from part.linears()
 
@@ -523,12 +506,16 @@ class DecoderSpec(NamedTuple):
     """The linear from hidden states to logits. A tied head has the embedding's name."""
     layer_inputs: LayerInputsSpec | None = None
     """Inputs that each layer has of its own; None in families without them."""
+    streams: StreamsSpec | None = None
+    """The linears around several residual streams; None in families with one."""
 
     def linears(self) -> Iterator[LinearSpec]:
         """Yields every linear of the model."""
         yield self.head
         if self.layer_inputs is not None:
             yield self.layer_inputs.projection
+        if self.streams is not None:
+            yield from (*self.streams.spread, *self.streams.gather)
         for layer in self.layers:
             yield from layer.linears()
 

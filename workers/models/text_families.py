@@ -44,6 +44,7 @@ TEXT_FAMILIES = {
     "falcon_mamba": TextFamily("FalconMambaForCausalLM", Sizes(50280, 768, None, 32, None, None, None)),
     "gemma2": TextFamily("Gemma2ForCausalLM", Sizes(256000, 2304, 9216, 26, 8, 4, 8192)),
     "gemma3_text": TextFamily("Gemma3ForCausalLM", Sizes(262208, 2304, 9216, 26, 8, 4, 131072)),
+    "gemma3n_text": TextFamily("Gemma3nForCausalLM", Sizes(262400, 2048, 16384, 35, 8, 2, 32768)),
     "gemma4_text": TextFamily("Gemma4ForCausalLM", Sizes(262144, 2304, 9216, 30, 8, 4, 131072)),
     "gemma4_unified_text": TextFamily(
         "Gemma4ForCausalLM",
@@ -166,6 +167,8 @@ TEXT_FAMILIES = {
     "seed_oss": TextFamily("SeedOssForCausalLM", Sizes(155136, 4096, 27648, 64, 80, 8, 524288)),
     "smollm3": TextFamily("SmolLM3ForCausalLM", Sizes(128256, 2048, 11008, 36, 16, 4, 32768)),
     "vaultgemma": TextFamily("VaultGemmaForCausalLM", Sizes(256000, 2304, 9216, 26, 8, 4, 8192)),
+    "xlstm": TextFamily("xLSTMForCausalLM", Sizes(50304, 4096, None, 32, None, None, None)),
     "youtu": TextFamily("YoutuForCausalLM", Sizes(128256, 2048, 6144, 32, 16, None, 131072)),
+    "zamba2": TextFamily("Zamba2ForCausalLM", Sizes(32000, 2560, None, 54, 32, None, 4096)),
 }
 """The families by the `model_type` of the text decoder's configuration."""

@@ -9,6 +9,7 @@ import enum
 
 from manta.workers.models.families import describe
 from manta.workers.models.model_config import ExpertsConfig, ModelConfig, ModelError
+from manta.workers.models.recurrent_shapes import MatrixMemoryShape
 from manta.workers.models.specs import AttentionSpec, DecoderSpec, RecurrentSpec, ShortConvSpec, SideBySideSpec
 
 
@@ -33,11 +34,13 @@ class Variant(enum.Enum):
     GATED_ATTENTION = "gates on the results of attention"
     SHORT_CONV = "short convolutions"
     RECURRENT = "recurrent states"
+    MATRIX_MEMORY = "matrix memories"
     LATENT = "latent attention"
     OTHER_HEADS = "heads that differ by layer, or values that are normed or those of another layer"
     LAYER_INPUTS = "inputs of each layer"
     CHUNKS = "layers that see a chunk"
     QUERY_GROWTH = "queries that grow with their position"
+    STREAMS = "several residual streams"
     STORED_OTHERWISE = "linears that the checkpoint stores together or in another order"
 
 
@@ -48,7 +51,7 @@ OUTSIDE_OF_LAYERS = frozenset(
 
 
 NOT_COMPUTED: dict[str, frozenset[Variant]] = {
-    "cuda": frozenset(),
+    "cuda": frozenset({Variant.MATRIX_MEMORY}),
     "tpu": frozenset(
         {
             Variant.LATENT,
@@ -56,10 +59,12 @@ NOT_COMPUTED: dict[str, frozenset[Variant]] = {
             Variant.QUERY_GROWTH,
             Variant.OTHER_HEADS,
             Variant.LAYER_INPUTS,
+            Variant.STREAMS,
             Variant.EXPERTS_BESIDE,
             Variant.NORMED_STREAM,
             Variant.SHORT_CONV,
             Variant.RECURRENT,
+            Variant.MATRIX_MEMORY,
             Variant.GATED_ATTENTION,
             Variant.OTHER_ROUTERS,
         }
@@ -93,10 +98,12 @@ def variants_of(config: ModelConfig) -> frozenset[Variant]:
         Variant.OTHER_HEADS: bool(config.layer_kv_heads or config.kv_sources)
         or any(attention.v_norm is not None for attention in of_heads),
         Variant.LAYER_INPUTS: spec.layer_inputs is not None or any(layer.scalar is not None for layer in layers),
+        Variant.STREAMS: config.streams is not None,
         Variant.CHUNKS: config.windows_are_chunks,
         Variant.QUERY_GROWTH: config.query_growth is not None,
         Variant.SHORT_CONV: any(isinstance(layer.mixer, ShortConvSpec) for layer in layers),
         Variant.RECURRENT: any(isinstance(layer.mixer, RecurrentSpec | SideBySideSpec) for layer in layers),
+        Variant.MATRIX_MEMORY: isinstance(config.recurrent, MatrixMemoryShape),
         Variant.ROPES: len(set(config.ropes)) > 1 or config.ropes[0] is None,
         Variant.STORED_OTHERWISE: any(part.order or part.piece or part.stored_rows or part.first_row for part in parts)
         or any(norm.adds_one for norm in spec.norms()),

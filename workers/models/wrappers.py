@@ -29,6 +29,7 @@ WRAPPERS = {
     "DeepseekVLHybridForConditionalGeneration": Wrapper("llama"),
     "FastVlmForConditionalGeneration": Wrapper("qwen2"),
     "Gemma3ForConditionalGeneration": Wrapper("gemma3_text"),
+    "Gemma3nForConditionalGeneration": Wrapper("gemma3n_text"),
     "Gemma4ForConditionalGeneration": Wrapper("gemma4_text"),
     "Gemma4UnifiedForConditionalGeneration": Wrapper("gemma4_unified_text"),
     "Glm46VForConditionalGeneration": Wrapper("glm4v_text"),

@@ -8,7 +8,8 @@ from __future__ import annotations
 import dataclasses
 import functools
 import pathlib
-from collections.abc import Iterable
+import statistics
+from collections.abc import Callable, Iterable
 from typing import Protocol, overload
 
 import torch
@@ -21,13 +22,14 @@ from manta.workers.checkpoints.memory import weight_files
 from manta.workers.checkpoints.shard import Shard
 from manta.workers.checkpoints.stored_linears import stored_linears
 from manta.workers.checkpoints.weight_tally import CountingPlatform, WeightTally
+from manta.workers.decoders.alternating_updates import sparse_gate
 from manta.workers.decoders.decoder import Decoder
 from manta.workers.decoders.latent_attention import cached_layout
 from manta.workers.kept_weights import KEPT_BITS
-from manta.workers.kernels.linears import GatedLinear, TorchLinear
+from manta.workers.kernels.linears import GatedLinear, LowRankLinear, TorchLinear
 from manta.workers.kernels.model_protocol import Model
 from manta.workers.kernels.quantized_weight import QuantizedWeight
-from manta.workers.kernels.reference import activate
+from manta.workers.kernels.reference import activate, gate
 from manta.workers.kernels.weights import (
     AttentionWeights,
     DecoderWeights,
@@ -45,9 +47,12 @@ from manta.workers.kernels.weights import (
     MixerWeights,
     RecurrentWeights,
     RowNorm,
+    SharedBlockWeights,
     SharedLinears,
     ShortConvWeights,
     SideBySideWeights,
+    StreamsWeights,
+    UpdatesWeights,
 )
 from manta.workers.models.families import describe
 from manta.workers.models.model_config import ExpertsConfig, ModelConfig
@@ -63,12 +68,16 @@ from manta.workers.models.specs import (
     LayerInputsSpec,
     LayerSpec,
     LinearSpec,
+    LowRankSpec,
     MixerSpec,
     NormSpec,
     RecurrentSpec,
+    SharedBlockSpec,
     SideBySideSpec,
     Split,
+    StreamsSpec,
     TensorSpec,
+    UpdatesSpec,
 )
 from manta.workers.parallel.group import Group, OneRank
 from manta.workers.parallel.sharded_layers import GatheredHead, VocabularyParallelEmbedding, WideNorm
@@ -159,8 +168,11 @@ def _check_all_used(checkpoint: Checkpoint, config: ModelConfig) -> None:
 
 def _unread(config: ModelConfig) -> list[str]:
     """Returns how the names of tensors begin that the checkpoint may have and no layer needs: those of keys and values
-    of layers that read others', and what is computed of other tensors.
+    of layers that read others', copies of shared blocks, and what is computed of other tensors.
     """
+    if config.shared_blocks is not None:
+        owners = enumerate(config.shared_blocks.owners)
+        return [f"model.layers.{layer}.shared_transformer." for layer, owner in owners if owner not in (None, layer)]
     readers = [layer for layer, source in enumerate(config.kv_sources) if layer != source]
     names = ["k_proj.", "v_proj.", "k_norm.", "v_norm."]
     if isinstance(config.recurrent, LightningShape):  # transformers writes powers of each slope
@@ -210,6 +222,8 @@ class _WeightLoader:
         self._weights = weights
         self._bank = bank
         self._make_linear = (shared or platform).make_linear
+        self._of_blocks: dict[LinearSpec, Linear] = {}
+        """Linears that several layers share."""
         self.linears = LinearReader(
             checkpoint,
             rank_shard(config, group),
@@ -229,13 +243,59 @@ class _WeightLoader:
         layers = [self._layer(layer) for layer in self.spec.layers]
         final_norm = self._norm(self.spec.final_norm)
         inputs = None if self.spec.layer_inputs is None else self._layer_inputs(self.spec.layer_inputs)
-        return DecoderWeights(embedding, layers, final_norm, head, inputs)
+        streams = None if self.spec.streams is None else self._streams(self.spec.streams)
+        return DecoderWeights(embedding, layers, final_norm, head, inputs, streams)
+
+    def _streams(self, spec: StreamsSpec) -> StreamsWeights:
+        return StreamsWeights(tuple(map(self._linear, spec.spread)), tuple(map(self._linear, spec.gather)))
+
+    def _updates(self, spec: UpdatesSpec) -> UpdatesWeights:
+        hidden, scale = self._config.hidden_size, None
+        if spec.output_scale is not None:
+            scale = self.linears.read_vector(spec.output_scale, hidden, Split.NOTHING)
+            scale = self._platform.place_weight(scale, self._dtype)
+        left, right = spec.low_rank
+        return UpdatesWeights(
+            self._norm(spec.router_norm),
+            self._plain_linear(spec.router),
+            self._plain_linear(spec.prediction),
+            self._plain_linear(spec.correction),
+            scale,
+            (self._linear(left), self._linear(right)),
+            self._norm(spec.low_rank_norm),
+        )
+
+    def _block(self, spec: SharedBlockSpec) -> SharedBlockWeights:
+        qkv = self._of_block(spec.attention.qkv)
+        if spec.attention_adapter is not None:
+            qkv = self._with_low_rank(qkv, spec.attention_adapter)
+        gate_up = self._with_low_rank(self._of_block(spec.mlp.gated), spec.mlp_adapter)
+        return SharedBlockWeights(
+            self._norm(spec.input_norm),
+            AttentionWeights(qkv, self._of_block(spec.attention.output), None, None),
+            self._norm(spec.mlp_norm),
+            GatedMlpWeights(
+                GatedLinear(gate_up, functools.partial(gate, self._config.activation)), self._of_block(spec.mlp.down)
+            ),
+            self._linear(spec.result),
+            self._norm(spec.mixer_norm),
+        )
+
+    def _of_block(self, spec: LinearSpec) -> Linear:
+        """Returns a linear of a block, the same one for all layers that share it."""
+        if spec not in self._of_blocks:
+            self._of_blocks[spec] = self._linear(spec)
+        return self._of_blocks[spec]
+
+    def _with_low_rank(self, linear: Linear, spec: LowRankSpec) -> Linear:
+        return LowRankLinear(linear, self._linear(spec.down), [self._linear(up) for up in spec.ups])
 
     def _layer_inputs(self, spec: LayerInputsSpec) -> LayerInputsWeights:
         read = self.linears.read_table(spec.table, spec.width)
-        assert isinstance(read, torch.Tensor)
-        table = self._platform.place_embedding(read, self._dtype)
-        embedding = functools.partial(_embed, table, self._dtype)
+        if isinstance(read, QuantizedWeight):
+            embedding = self._quantized_embedding(read)
+        else:
+            embedding = functools.partial(_embed, self._platform.place_embedding(read, self._dtype), self._dtype)
         return LayerInputsWeights(embedding, self._linear(spec.projection), self._norm(spec.norm))
 
     def _layer_input(self, spec: LayerInputSpec) -> LayerInputWeights:
@@ -254,6 +314,8 @@ class _WeightLoader:
             None if spec.beside is None else self._beside(spec.beside),
             None if spec.own_input is None else self._layer_input(spec.own_input),
             1.0 if spec.scalar is None else self._scalar(spec.scalar),
+            None if spec.block is None else self._block(spec.block),
+            None if spec.updates is None else self._updates(spec.updates),
         )
 
     def _scalar(self, name: str) -> float:
@@ -418,8 +480,16 @@ class _WeightLoader:
             linear = bank.around(linear, self.linears.stored(spec))
         if spec.activation is not None:
             linear = GatedLinear(linear, functools.partial(activate, spec.activation))
+        if spec.gate_sparsity:
+            linear = GatedLinear(linear, self._sparse_gate(spec))
         self._checkpoint.release()
         return linear
+
+    def _sparse_gate(self, spec: LinearSpec) -> Callable[[torch.Tensor], torch.Tensor]:
+        """Returns the activation that turns off a part of the gates."""
+        deviations = statistics.NormalDist().inv_cdf(spec.gate_sparsity)
+        width = spec.out_features // 2
+        return functools.partial(sparse_gate, self._config.activation, width, deviations, self._group.all_reduce)
 
     def _as_kept(self, weight: LinearWeight, is_head: bool) -> LinearWeight:
         """Applies the option `weights`. What the checkpoint stores as integers stays as it is, unless it is `dense`."""

@@ -35,6 +35,13 @@ class ModelNames:
         """All names that requests may give."""
         return tuple(self._adapters)
 
+    def granting(self, name: str) -> tuple[str, ...]:
+        """Returns the names of which a key needs one in order to use what a name stands for: the model's own, and for
+        an adapter also its names.
+        """
+        adapter = self._adapters.get(name)
+        return (*self._own, adapter, *(f"{own}:{adapter}" for own in self._own)) if adapter else self._own
+
     def adapter_of(self, name: str) -> str | None:
         """Returns the adapter that a name stands for, empty for the model alone; None for an unknown name."""
         return self._adapters.get(name)

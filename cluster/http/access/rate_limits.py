@@ -19,8 +19,8 @@ import time
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
-from manta.cluster.config import KeyLimits
 from manta.cluster.errors import refuse
+from manta.cluster.serve_limits import KeyLimits
 
 MINUTE_S = 60.0
 FORGET_S = 600.0

@@ -34,7 +34,7 @@ from typing import Any, NoReturn, Protocol, TypeVar
 
 import msgspec
 
-from manta.cluster.config import BodyLimits, ServeConfig
+from manta.cluster.config import ServeConfig
 from manta.cluster.errors import TOO_DEEP, Overdue, RequestRefused, refuse
 from manta.cluster.http.access.keys import ApiKeys
 from manta.cluster.http.access.model_names import ModelNames
@@ -44,6 +44,7 @@ from manta.cluster.protocol.body_size import check_body_size
 from manta.cluster.protocol.foreign_fields import leave_out_foreign
 from manta.cluster.protocol.requests import ChatCompletionRequest, CompletionRequest, check_sizes
 from manta.cluster.protocol.shape_errors import shape_error
+from manta.cluster.serve_limits import BodyLimits
 from manta.structured.client_shares import ClientShares, Holding, HoldingLost, held
 from manta.structured.refusals import Refusal
 from manta.workers.sampling_params import SamplingParams
@@ -59,13 +60,6 @@ _PARTS = ("content", "tool_calls", "output")
 """Fields of messages and items that are lists of parts or of calls."""
 _TOKEN_ID_LISTS = ("logit_bias", "allowed_token_ids", "stop_token_ids")
 _LIMITS = BodyLimits()
-
-
-class NamedModel(Protocol):
-    """A model with its names."""
-
-    @property
-    def model_names(self) -> tuple[str, ...]: ...
 
 
 class Caller:
@@ -91,9 +85,9 @@ class Caller:
         self.use = use
         """Rate limits of the API key; None if it has none, or if the request was admitted before."""
 
-    def may_use(self, model: NamedModel) -> bool:
-        """Returns whether the client may use a model."""
-        return self.models is None or not set(self.models).isdisjoint(model.model_names)
+    def may_use(self, names: ModelNames, name: str) -> bool:
+        """Returns whether the client may use what a name stands for, a model or one of its adapters."""
+        return self.models is None or not set(self.models).isdisjoint(names.granting(name))
 
     @property
     def sharer(self) -> str:

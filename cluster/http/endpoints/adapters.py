@@ -56,15 +56,15 @@ class AdaptersAnswer(msgspec.Struct, kw_only=True):
 
 async def load(state: AppState, exchange: Exchange, request: LoadAdapterRequest) -> AdaptersAnswer:
     exchange.adapter = request.lora_name
-    of_model = _base_model(state, exchange, request.base_model_name)
-    loaded = of_model.loaded_adapters
-    if loaded is None:
-        cause, remedy = "this server loads no adapters over HTTP", "set engine.adapter_roots"
-        refuse("not_allowed", "lora_path", request.lora_path, remedy=remedy, cause=cause)
-    await loaded.refresh()
-    _check_free(state, of_model, request)
-    await loaded.load(request.lora_name, request.lora_path, request.load_inplace)
-    return AdaptersAnswer(loaded_adapters=dict(loaded.paths))
+    async with _base_model(state, exchange, request.base_model_name).in_use(exchange) as of_model:
+        loaded = of_model.loaded_adapters
+        if loaded is None:
+            cause, remedy = "this server loads no adapters over HTTP", "set engine.adapter_roots"
+            refuse("not_allowed", "lora_path", request.lora_path, remedy=remedy, cause=cause)
+        await loaded.refresh()
+        _check_free(state, of_model, request)
+        await loaded.load(request.lora_name, request.lora_path, request.load_inplace)
+        return AdaptersAnswer(loaded_adapters=dict(loaded.paths))
 
 
 async def unload(state: AppState, exchange: Exchange, request: UnloadAdapterRequest) -> AdaptersAnswer:

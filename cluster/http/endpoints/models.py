@@ -38,8 +38,9 @@ class ModelList(msgspec.Struct):
 
 
 async def list_models(state: AppState, exchange: Exchange, _: None) -> ModelList:
-    served = [each for each in state.models if exchange.caller.may_use(each)]
-    return ModelList([await _card(each, name) for each in served for name in each.model_names])
+    caller, named = exchange.caller, [(each, name) for each in state.models for name in each.model_names]
+    may = [(each, name) for each, name in named if caller.may_use(each.admission.names, name)]
+    return ModelList([await _card(each, name) for each, name in may])
 
 
 async def one_model(state: AppState, exchange: Exchange, _: None) -> ModelCard:

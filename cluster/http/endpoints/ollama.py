@@ -101,14 +101,18 @@ async def _complete(state: AppState, exchange: Exchange, body: OllamaGenerateReq
 
 
 async def tags(state: AppState, exchange: Exchange, _: None) -> OllamaModels:
-    served = [each for each in state.models if exchange.caller.may_use(each)]
+    served = [each for each in state.models if _may_use(exchange, each)]
     return OllamaModels([OllamaModel(**await _model(each)) for each in served])
 
 
 async def running(state: AppState, exchange: Exchange, _: None) -> OllamaRunning:
     """Answers with the models that are loaded. None expires: those on demand leave when others need their place."""
-    loaded = [each for each in state.models if exchange.caller.may_use(each) and _is_loaded(each)]
+    loaded = [each for each in state.models if _may_use(exchange, each) and _is_loaded(each)]
     return OllamaRunning([await _running(each) for each in loaded])
+
+
+def _may_use(exchange: Exchange, state: AppState) -> bool:
+    return exchange.caller.may_use(state.admission.names, state.model_name)
 
 
 def _is_loaded(state: AppState) -> bool:

@@ -12,6 +12,7 @@ import msgspec
 import numpy as np
 
 from manta.cluster.http.endpoints.embeddings import field_names
+from manta.cluster.http.exchange.codec import encode
 from manta.cluster.http.exchange.exchange import Exchange, GenerationExchange
 from manta.cluster.http.exchange.pooling import check_texts, pooled, tokenised
 from manta.cluster.http.exchange.state import AppState
@@ -80,23 +81,32 @@ async def score(state: AppState, exchange: Exchange, body: ScoreRequest) -> Scor
     return ScoreList(**_common(state, exchange, "score-"), data=scores, usage=usage)
 
 
-async def classify(state: AppState, exchange: Exchange, body: ClassifyRequest) -> ClassificationList:
+async def classify(state: AppState, exchange: Exchange, body: ClassifyRequest) -> None:
     """Answers with a number for each label of each text."""
     rows, usage, model = await _inputs(state, exchange, body, "classify")
     assert model.pooling is not None
-    labels = model.pooling.labels
-    found = [
-        Classification(index=index, label=labels[int(row.argmax())], probs=row.tolist(), num_classes=len(labels))
-        for index, row in enumerate(rows)
-    ]
-    return ClassificationList(**_common(state, exchange, "classify-"), data=found, usage=usage)
+    labels, common = model.pooling.labels, _common(state, exchange, "classify-")
+
+    def answer() -> bytes:
+        found = [
+            Classification(index=index, label=labels[int(row.argmax())], probs=row.tolist(), num_classes=len(labels))
+            for index, row in enumerate(rows)
+        ]
+        return encode(ClassificationList(**common, data=found, usage=usage))
+
+    await exchange.reply.send_json(await state.apart(exchange, answer))
 
 
-async def pool_texts(state: AppState, exchange: Exchange, body: ClassifyRequest) -> PooledList:
+async def pool_texts(state: AppState, exchange: Exchange, body: ClassifyRequest) -> None:
     """Answers with what the model gives: a vector, or a number for each label."""
     rows, usage, _ = await _inputs(state, exchange, body, "embed", "classify")
-    found = [Pooled(index=index, data=row.tolist()) for index, row in enumerate(rows)]
-    return PooledList(**_common(state, exchange, "pool-"), data=found, usage=usage)
+    common = _common(state, exchange, "pool-")
+
+    def answer() -> bytes:
+        found = [Pooled(index=index, data=row.tolist()) for index, row in enumerate(rows)]
+        return encode(PooledList(**common, data=found, usage=usage))
+
+    await exchange.reply.send_json(await state.apart(exchange, answer))
 
 
 async def _inputs(

@@ -9,8 +9,8 @@ from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 
-from manta.cluster.config import BodyLimits
 from manta.cluster.protocol.shape_errors import shape_error
+from manta.cluster.serve_limits import BodyLimits
 
 
 class StreamForm(NamedTuple):

@@ -21,6 +21,11 @@ from manta.cluster.http.exchange.state import AppState
 from manta.cluster.text.pooled_texts import FieldOf, TextForm, tokenise
 from manta.cluster.text.tokenizer import LONG_TEXT, TextOrPair
 
+MANY_NUMBERS = 4096
+"""Numbers above which an answer is written elsewhere than in the event loop, like one to a long body: short texts may
+have long vectors.
+"""
+
 
 def check_texts(state: AppState, exchange: GenerationExchange, num_texts: int, priority: int, field: str) -> None:
     """Checks the priority, and the operator's limit on the texts of one request."""
@@ -89,4 +94,6 @@ async def pooled(
     state.metrics.e2e_latency.observe(time.perf_counter() - began)
     state.metrics.prompt_tokens.inc(num_tokens)
     state.metrics.pooled_texts.inc(len(texts))
-    return result.rows()
+    rows = result.rows()
+    exchange.is_small = exchange.is_small and rows.size <= MANY_NUMBERS
+    return rows

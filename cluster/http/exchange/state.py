@@ -424,7 +424,8 @@ class Models:
         """Returns the model that answers a request, by any of its names. Refuses with 404 a name that is none of those
         which the caller may use, and with 400 a request that names none, unless there is a default model.
         """
-        allowed = tuple(each for each in self._owners if caller.may_use(self._states[self._owners[each]]))
+        named = [(each, self._states[owner].admission.names) for each, owner in self._owners.items()]
+        allowed = tuple(each for each, names in named if caller.may_use(names, each))
         asked = name or self._default
         if not asked:
             names = ", ".join(allowed)
@@ -449,7 +450,7 @@ class OnlyModel(Models):
         return self._only
 
     def find(self, name: str | None, caller: Caller) -> AppState:
-        if not caller.may_use(self._only):
+        if not caller.may_use(self._only.admission.names, name or self._only.model_name):
             self._unknown(name or self._only.model_name, ())
         return self._only
 

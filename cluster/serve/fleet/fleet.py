@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
-from collections.abc import Awaitable, Callable, Coroutine, Iterable
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterable
 from typing import Any, Protocol
 
 import msgspec
@@ -89,7 +89,8 @@ class Fleet:
       several.
     - `streams` records streams; None records none.
     - `on_demand` are the models that the table has whether they are loaded or not.
-    - `find` returns the models of an address, and `handle_of` the handle of a deployment of an application.
+    - `find` returns the models of an address, some of whose applications are served already, and `handle_of` the handle
+      of a deployment of an application.
     - `tell_others` makes the other processes that serve call `refresh_adapters`.
     """
 
@@ -102,7 +103,7 @@ class Fleet:
         replica: str | None = None,
         on_demand: Iterable[ServedModel] = (),
         client: type[EngineClient] = EngineClient,
-        find: Callable[[str], list[FoundModel]] = found_models,
+        find: Callable[[str, Collection[str]], list[FoundModel]] = found_models,
         handle_of: Callable[[str, str], Any] = serve.get_deployment_handle,
         tell_others: Callable[[], Awaitable[None]] = tell_nobody,
     ) -> None:
@@ -154,7 +155,9 @@ class Fleet:
     async def look(self) -> None:
         """Makes the table like what Serve tells now."""
         async with self._looking:
-            told = with_unloaded(await asyncio.to_thread(self._find, self._address), self._on_demand)
+            told = with_unloaded(
+                await asyncio.to_thread(self._find, self._address, self.applications.keys()), self._on_demand
+            )
             found = {each.model.model_name: each for each in told}
             for name in self._members.keys() - found.keys():
                 self._remove(name)
@@ -214,6 +217,7 @@ class Fleet:
             await self._add(name, found, member)
         else:
             member.client.tokenizer = tokenizer
+            member.client.metrics.show_options(config)
             member.state = self._table.add_model(config, tokenizer, member.client, member.client.metrics)
             member.state.is_on_demand = found.model.on_demand
             await self._use_adapters(member.state, member.client)

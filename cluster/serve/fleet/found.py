@@ -7,9 +7,10 @@ a model's application changes the list of every ingress without restarting one.
 
 from __future__ import annotations
 
+import functools
 import re
 import zlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 import msgspec
@@ -63,9 +64,11 @@ def announced(address: str, model: ServedModel, by_loader: bool = False) -> dict
     return found
 
 
-def found_models(address: str) -> list[FoundModel]:
-    """Returns the models of an address, as Serve's controller tells them now."""
-    return models_among(serve_applications(), address)
+def found_models(address: str, served: Collection[str] = ()) -> list[FoundModel]:
+    """Returns the models of an address, as Serve's controller tells them now. `served` are the applications whose
+    models are served already.
+    """
+    return models_among(serve_applications(), address, served)
 
 
 def serve_applications() -> Mapping[str, Any]:
@@ -75,13 +78,13 @@ def serve_applications() -> Mapping[str, Any]:
     return found
 
 
-def models_among(applications: Mapping[str, Any], address: str) -> list[FoundModel]:
+def models_among(applications: Mapping[str, Any], address: str, served: Collection[str] = ()) -> list[FoundModel]:
     """Returns the models of an address among Serve's details of all applications. Of two models with a common name the
-    one whose application's name comes first is served.
+    one that is `served` already goes on, else the one whose application's name comes first.
     """
     owners: dict[str, str] = {}
     found = []
-    for name, details in sorted(applications.items()):
+    for name, details in sorted(applications.items(), key=lambda each: (each[0] not in served, each[0])):
         told = _announcement_of(details, address)
         if told is None or details["status"] == ApplicationStatus.DELETING:
             continue
@@ -89,7 +92,7 @@ def models_among(applications: Mapping[str, Any], address: str) -> list[FoundMod
         names = _names(model)
         taken = [each for each in names if each in owners]
         if taken:
-            logger.error("the model of %s is not served: %s has its name %r", name, owners[taken[0]], taken[0])
+            _tell_once(f"the model of {name} is not served: {owners[taken[0]]} has its name {taken[0]!r}")
             continue
         owners |= dict.fromkeys(names, name)
         settled = details["status"] == ApplicationStatus.RUNNING
@@ -129,17 +132,24 @@ def _announcement_of(details: Mapping[str, Any], address: str) -> Announcement |
     try:
         announcement = msgspec.convert(told, Announcement)
     except msgspec.ValidationError as error:  # another version has deployed it
-        logger.warning("the application %s is not understood: %s", details["name"], error)
+        _tell_once(f"the application {details['name']} is not understood: {error}")
         return None
     return announcement if announcement.address == address else None
 
 
+@functools.lru_cache(maxsize=256)
+def _tell_once(fault: str) -> None:
+    """Logs a fault once in a process, which looks twice a second."""
+    logger.error("%s", fault)
+
+
 def _condition(details: Mapping[str, Any]) -> Condition:
     engine = details["deployments"][ENGINE]
-    if any(replica["state"] == ReplicaState.RUNNING for replica in engine["replicas"]):
+    states = {replica["state"] for replica in engine["replicas"]}
+    if ReplicaState.RUNNING in states:
         return Condition("loaded")
     message = last_exception(engine["message"]) if engine["message"] else ""
-    if details["status"] == ApplicationStatus.DEPLOY_FAILED:
+    if details["status"] == ApplicationStatus.DEPLOY_FAILED and ReplicaState.STARTING not in states:
         return Condition("failed", message or details["message"])
     if details["status"] == ApplicationStatus.RUNNING and not engine["replicas"]:
         return Condition("unloaded")

@@ -14,6 +14,10 @@ from manta.cluster.serve.starting.placed import placed_engine
 
 DRAIN_POLL_S = 0.25
 """Seconds between two checks whether an engine that ends still runs requests. Another model may wait for its memory."""
+LOAD_ATTEMPTS = 1
+"""Starts of the engines of a model on demand that may fail before it counts as failed. Requests wait for each, and one
+that fails takes a place from other models.
+"""
 
 
 def placed_model(model: ServedModel, nodes: list[int]) -> ServedModel:
@@ -37,4 +41,6 @@ def model_application(placed: ServedModel, address: str, by_loader: bool = False
     )
     told = announced(address, placed, by_loader)
     deployment = deployment.options(user_config=told, graceful_shutdown_wait_loop_s=DRAIN_POLL_S)
+    if placed.on_demand:
+        deployment = deployment.options(max_constructor_retry_count=LOAD_ATTEMPTS)
     return deployment.bind(placed.engine, is_alone)

@@ -22,13 +22,14 @@ from typing import Any, NoReturn, cast
 import uvicorn
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
-from manta.cluster.config import ListenerLimits, ServeConfig
+from manta.cluster.config import ServeConfig
 from manta.cluster.protocol.error_bodies import connection_error_body
 from manta.cluster.serve.listening.connections import Connections, within_file_limit
 from manta.cluster.serve.listening.heads import head_fault
 from manta.cluster.serve.listening.port import Port
 from manta.cluster.serve.listening.tls import Certificate, Handshake, TlsServer
 from manta.cluster.serve.listening.upgraded import WebSocketConnection, handshake_fault
+from manta.cluster.serve_limits import ListenerLimits
 from manta.structured.client_shares import ClientShares
 
 KEEP_ALIVE_S = 90

@@ -14,7 +14,6 @@ import time
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-from manta.cluster.config import StreamLimits
 from manta.cluster.errors import RequestRefused, error_of, refuse
 from manta.cluster.http.exchange.engines import UNMETERED, Meter
 from manta.cluster.http.exchange.recordings import (
@@ -32,6 +31,7 @@ from manta.cluster.serve.recorded.copies import LOOK_UP_S, Copies, Found
 from manta.cluster.serve.recorded.following import POLL_S, Following, add_copy
 from manta.cluster.serve.recorded.recorder import Reader, Recorder
 from manta.cluster.serve.starting.start_failure import in_words
+from manta.cluster.serve_limits import StreamLimits
 from manta.cluster.telemetry.request_log import log_event
 from manta.structured.client_shares import ClientShares, Holding
 from manta.structured.refusals import Refusal

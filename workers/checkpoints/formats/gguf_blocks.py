@@ -5,12 +5,15 @@ Layouts: https://github.com/ggml-org/llama.cpp, `ggml/src/ggml-common.h` and `gg
 
 from __future__ import annotations
 
+import dataclasses
+import math
 from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 
 from manta.workers.checkpoints.formats.compressed_tensors import FP4_CODEBOOK
+from manta.workers.checkpoints.formats.head_orders import in_head_order, rows_of_transposed
 from manta.workers.checkpoints.formats.stored_part import StoredPart
 from manta.workers.kernels.quantized_weight import QuantizedWeight
 from manta.workers.models.model_config import ModelError
@@ -35,22 +38,40 @@ class _BlockType(NamedTuple):
     codebook: tuple[int, ...] | None = None
 
 
-def read_gguf(part: StoredPart) -> QuantizedWeight:
-    """Reads a `weight` of a type in `BLOCK_TYPES`."""
+def read_gguf(part: StoredPart) -> QuantizedWeight | torch.Tensor:
+    """Reads a `weight` of a type in `BLOCK_TYPES`. One whose heads are transposed becomes a plain weight, because its
+    blocks lie across the inputs.
+    """
     name = f"{part.name}.weight"
-    kind = BLOCK_TYPES[part.tensors.kind_of(name)]
+    kind, form = BLOCK_TYPES[part.tensors.kind_of(name)], part.tensors.form_of(name)
     stored = part.tensors.blocks(name, (part.out_features, part.in_features))
-    if stored.shape[1] * kind.inputs != part.in_features * kind.num_bytes:
-        raise ModelError(
-            f"{name} has {stored.shape[1]} bytes a row, which are not {part.in_features} inputs in {kind.name}"
-        )
-    values, scales, offsets = kind.unpack(stored.view(part.out_features, -1, kind.num_bytes))
-    return QuantizedWeight(
+    num_inputs = part.out_features // form.transposed_heads if form.transposed_heads else part.in_features
+    if stored.shape[1] * kind.inputs != num_inputs * kind.num_bytes:
+        raise ModelError(f"{name} has {stored.shape[1]} bytes a row, which are not {num_inputs} inputs in {kind.name}")
+    values, scales, offsets = kind.unpack(stored.view(len(stored), -1, kind.num_bytes))
+    weight = QuantizedWeight(
         values.flatten(1),
         scales.flatten(1),
         kind.bits,
         None if offsets is None else offsets.flatten(1),
         codebook=kind.codebook,
+    )
+    if form.transposed_heads:
+        shape = part.out_features, part.in_features
+        return rows_of_transposed(weight.dequantized(part.dtype), form.transposed_heads, shape)
+    return _with_input_heads(weight, form.head_order) if form.orders_inputs else weight
+
+
+def _with_input_heads(weight: QuantizedWeight, head_order: tuple[int, ...]) -> QuantizedWeight:
+    """Returns the weight with its inputs, which are heads, in the order of the tensor."""
+    width = weight.values.shape[1] // len(head_order)
+    fine = weight.in_groups_of(math.gcd(weight.group_size, width))
+    inputs, groups = (in_head_order(head_order, each.shape[1]).to(each.device) for each in (fine.values, fine.scales))
+    return dataclasses.replace(
+        fine,
+        values=fine.values[:, inputs],
+        scales=fine.scales[:, groups],
+        offsets=None if fine.offsets is None else fine.offsets[:, groups],
     )
 
 

@@ -10,9 +10,10 @@ from typing import NamedTuple, Protocol
 
 import torch
 
+from manta.workers.checkpoints.formats.stored_form import StoredForm
 from manta.workers.kernels.quantized_weight import QuantizedWeight
 from manta.workers.models.model_config import ModelError, WeightFormat
-from manta.workers.models.specs import ExpertRows
+from manta.workers.models.row_places import ExpertRows
 
 
 class StoredTensors(Protocol):
@@ -35,6 +36,10 @@ class StoredTensors(Protocol):
 
     def blocks(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
         """Returns a tensor of a GGUF type whose weight has this shape: uint8 [out_features, bytes of a row]."""
+        ...
+
+    def form_of(self, name: str) -> StoredForm:
+        """Returns what a GGUF file has done to a tensor. `blocks` undoes what concerns the order of rows alone."""
         ...
 
 

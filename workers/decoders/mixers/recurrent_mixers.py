@@ -11,6 +11,7 @@ import torch
 from manta.workers.decoders.mixers.gated_delta import gated_delta
 from manta.workers.decoders.mixers.kimi_delta import kimi_delta
 from manta.workers.decoders.mixers.lightning import lightning
+from manta.workers.decoders.mixers.matrix_memory import matrix_memory
 from manta.workers.decoders.mixers.selective_scan import selective_scan
 from manta.workers.decoders.mixers.state_space import state_space
 from manta.workers.kernels.attention_metadata import AttentionMetadata
@@ -44,4 +45,5 @@ MIXERS: dict[RecurrentKind, RecurrentMixer] = {
     RecurrentKind.STATE_SPACE: state_space,
     RecurrentKind.SELECTIVE_SCAN: selective_scan,
     RecurrentKind.LIGHTNING: lightning,
+    RecurrentKind.MATRIX_MEMORY: matrix_memory,
 }
