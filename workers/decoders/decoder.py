@@ -29,7 +29,7 @@ from manta.workers.decoders.shared_block import mixer_input
 from manta.workers.kernels import reference
 from manta.workers.kernels.attention_metadata import AttentionMetadata
 from manta.workers.kernels.kv_cache import narrowed
-from manta.workers.kernels.protocol import KVCaches, RotaryTables
+from manta.workers.kernels.protocol import Forward, KVCaches, RotaryTables
 from manta.workers.kernels.weights import (
     AttentionWeights,
     DecoderWeights,
@@ -88,7 +88,7 @@ class Decoder:
         )
         self._mlp_rows = max_mlp_rows(config, weights.dtype) if platform.splits_mlp else None
         self._embedding_scale = torch.tensor(config.embedding_scale, dtype=weights.dtype).item()
-        self._run = self._run_layers if weights.streams is None else self._run_streams
+        self._run: Forward = self._run_layers if weights.streams is None else self._run_streams
         self.compiled = platform.compile_decoder(weights, config, self._run)
         self._tables: RotaryTables = []
         self._whole_caches: KVCaches = []
@@ -180,7 +180,7 @@ class Decoder:
 
     def _run_streams(
         self,
-        embedded: torch.Tensor,
+        residual: torch.Tensor,
         cos_sin: RotaryTables,
         metadata: AttentionMetadata,
         kv_caches: KVCaches,
@@ -190,7 +190,7 @@ class Decoder:
         streams_weights = self.weights.streams
         assert streams_weights is not None
         assert inputs is not None
-        streams = spread_streams(streams_weights.spread, embedded)
+        streams = spread_streams(streams_weights.spread, residual)
         for index, ((layer, place, source, heads, sliding_window, _, _), table) in enumerate(
             zip(self._layers, cos_sin, strict=True)
         ):
@@ -205,9 +205,9 @@ class Decoder:
             normed = self._norm(predicted[0], layer.input_norm)
             attended = self._attend(mixer, normed, table, group, kv_caches[source], heads, sliding_window, None)
             attended = predicted[0] + self._norm(attended, layer.mixer_output_norm)
-            residual = (attended + low_rank_residual(updates, normed, self._norm)) * 2**-0.5
-            update = self._mlp(mlp, self._norm(residual, layer.mlp_norm), metadata)
-            computed = residual + self._norm(update, layer.mlp_output_norm)
+            summed = (attended + low_rank_residual(updates, normed, self._norm)) * 2**-0.5
+            update = self._mlp(mlp, self._norm(summed, layer.mlp_norm), metadata)
+            computed = summed + self._norm(update, layer.mlp_output_norm)
             streams = corrected_streams(updates, predicted, computed, self._norm)
             first = streams[0] if updates.output_scale is None else streams[0] * updates.output_scale
             streams[1:] += add_own_input(layer.own_input, first, inputs[index], self.config, self._kernels)
