@@ -436,6 +436,7 @@ COMMANDS: dict[str, Callable[[str, Manual], None]] = {
     "manta --version": tells_its_version,
     "manta serve --set 'engine.logits_processors={never-twice: null}'": starts_a_server,
     "manta serve --set 'engine.speculative={proposers: [prediction, forced, ngram]}'": starts_a_server,
+    "manta serve --set 'engine.speculative={proposers: [prediction, forced, history, ngram]}'": is_named,
     "manta serve --set 'engine.speculative={proposers: [forced, ngram, draft], draft_model: configs/demo/draft}'": (
         starts_a_server
     ),
