@@ -22,6 +22,7 @@ from ray import serve
 from ray.exceptions import RayActorError
 from ray.serve.config import HTTPOptions, ProxyLocation
 from ray.serve.context import _get_global_client as get_client
+from ray.serve.context import _set_global_client as set_client
 from ray.serve.schema import LoggingConfig
 
 from manta.cluster import own_ray
@@ -404,6 +405,7 @@ def stop() -> None:
         return
     if ray_address() is None:
         own_ray.stop()
+        set_client(None)  # else the next start in this process would ask the controller of the Ray that has ended
         return
     try:
         deployed.delete_own()

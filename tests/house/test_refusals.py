@@ -42,7 +42,7 @@ READERS = {
     ("cluster/serve/starting/joined_ray.py", "_token"): "the first sentence of Ray's message is told",
     ("cluster/serve/starting/start_failure.py", "_ray_error_in_words"): "the first sentence of Ray's message is told",
     ("cluster/serve/starting/start_failure.py", "waiting_for_room"): SERVE,
-    ("cluster/serve/starting/start_failure.py", "cause_and_log"): SERVE,
+    ("cluster/serve/starting/start_failure.py", "cause_of"): SERVE,
     ("cluster/serve/starting/start_failure.py", "last_exception"): SERVE,
     ("cluster/serve/starting/start_failure.py", "_cause_of_death"): SERVE,
     ("cluster/serve/starting/start_watch.py", "_cannot_start"): SERVE,

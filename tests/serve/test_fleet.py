@@ -89,6 +89,14 @@ def test_a_model_fares_as_its_engines(status: str, replicas: tuple[str, ...], ex
     assert (found.condition, found.is_settled) == (expected, status == "RUNNING")
 
 
+def test_a_model_whose_process_was_killed_says_so() -> None:
+    message = (
+        "The deployment failed to start 1 times in a row. See controller logs for details. Error:\nActorDiedError()"
+    )
+    (found,) = models_among({"manta.a": details(named("a"), "DEPLOY_FAILED", (), message)}, ADDRESS)
+    assert "its process was killed" in found.condition.reason
+
+
 def test_only_the_models_of_the_address_are_found() -> None:
     other = details(None)
     other["deployments"]["engine"]["deployment_config"]["user_config"] = announced("another", named("x"))

@@ -20,7 +20,7 @@ from ray.serve.schema import ApplicationStatus, ReplicaState
 from manta.cluster.config import ServedModel
 from manta.cluster.http.exchange.condition import Condition
 from manta.cluster.serve.requests.engine_client import ENGINE
-from manta.cluster.serve.starting.start_failure import last_exception
+from manta.cluster.serve.starting.start_failure import cause_of
 from manta.structured.visible_logs import logger_of
 
 logger = logger_of(__name__)
@@ -148,7 +148,7 @@ def _condition(details: Mapping[str, Any]) -> Condition:
     states = {replica["state"] for replica in engine["replicas"]}
     if ReplicaState.RUNNING in states:
         return Condition("loaded")
-    message = last_exception(engine["message"]) if engine["message"] else ""
+    message = cause_of(engine["message"]) if engine["message"] else ""
     if details["status"] == ApplicationStatus.DEPLOY_FAILED and ReplicaState.STARTING not in states:
         return Condition("failed", message or details["message"])
     if details["status"] == ApplicationStatus.RUNNING and not engine["replicas"]:

@@ -127,9 +127,13 @@ def cause_and_log(application: str, deployment: str, message: str, begun: float)
     `message` is Serve's status message. `begun` is the start's time in seconds since the epoch.
     """
     log = log_file(application, deployment, begun)
-    cause = _cause_of_death(message, log) if _DIED.search(message) else last_exception(message)
     where = f". The whole story is in {log}" if log is not None else ""
-    return f"{cause}{where}"
+    return f"{cause_of(message, log)}{where}"
+
+
+def cause_of(message: str, log: pathlib.Path | None = None) -> str:
+    """Returns why a replica did not start, from Serve's status message and the replica's log, if that is known."""
+    return _cause_of_death(message, log) if _DIED.search(message) else last_exception(message)
 
 
 def last_exception(message: str) -> str:
