@@ -201,9 +201,11 @@ class LinearReader:
         if len(views) == 1:
             return views[0].to(self._dtype).contiguous()
         shape = (sum(len(view) for view in views), views[0].shape[1])
+        if views[0].is_meta:
+            return torch.empty(shape, dtype=self._dtype, device="meta")
         num_bytes = math.prod(shape) * self._dtype.itemsize
         if self._scratch.numel() < num_bytes:
-            self._scratch = torch.empty(num_bytes, dtype=torch.uint8, device=views[0].device)
+            self._scratch = torch.empty(num_bytes, dtype=torch.uint8)
         return torch.cat(views, out=self._scratch[:num_bytes].view(self._dtype).view(shape))
 
     def _bias(self, spec: LinearSpec) -> torch.Tensor:
