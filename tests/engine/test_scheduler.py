@@ -189,7 +189,7 @@ def test_with_one_group_the_ranks_are_sent_plain_lists_of_blocks() -> None:
         encoded.append(msgspec.msgpack.encode(step))
         harness.collect(harness.scheduler.update(step, harness.model.execute(step)))
     seeds = [child_seed(0, index) for index in range(2)]
-    start = [0, params, seeds[0], [1] * 6, 6, [], True, ""]
+    start = [0, params, seeds[0], [1] * 6, 6, [], True, "", "", b""]
     first = [0, [], [start], [], [[0, 1, seeds[1]]], [[0, 0, 6, [0, 1], [], ""]], [[5, 0, 6], [5, 1, 6]], []]
     copies, scheduled = [[1, 2]], [[0, 6, 1, [], [], ""], [1, 6, 1, [0, 2], [], ""]]
     second = [1, [], [], copies, [], scheduled, [[0, 0, 7], [1, 1, 7]], []]

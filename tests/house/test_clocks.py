@@ -20,6 +20,8 @@ READERS = {
     "manta.cluster.http.exchange.exchange": (2, STAMP),
     "manta.cluster.http.exchange.recordings": (1, STAMP),
     "manta.cluster.http.exchange.state": (2, STAMP),
+    "manta.cluster.serve.adapters.adapter_directory": (1, SHARED),
+    "manta.cluster.serve.engine.replica_adapters": (3, SHARED),
     "manta.cluster.serve.engine.step_thread": (2, "begins of spans"),
     "manta.cluster.serve.requests.submission": (1, STAMP),
     "manta.cluster.serve.starting.replica_process": (1, "the age of a process where no clock began at the boot"),
@@ -31,6 +33,7 @@ READERS = {
     "manta.cluster.storage.retention": (1, SHARED),
     "manta.cluster.telemetry.engine_watch": (3, "ends of spans"),
     "manta.cluster.text.template_sandbox": (1, STAMP),
+    "manta.workers.adapters.adapter_copies": (1, FILE),
     "manta.workers.checkpoints.values_digest": (1, FILE),
     "manta.workers.prefix_store": (2, FILE),
 }
