@@ -73,7 +73,7 @@ TWO, ONE, STANDBY = Setup(), Setup(num_engines=1), Setup(num_engines=1, num_stan
 RANKS = Setup(num_engines=1, options={"tensor_parallel_size": 2})
 RANKS_STANDBY = msgspec.structs.replace(RANKS, num_standbys=1)
 ACTORS = Setup(num_engines=1, options={"grammar_pool": {"form": "actors"}})
-PAIRS = Setup(num_ingresses=2)
+PAIRS = Setup(num_ingresses=2, options={"constraints": {"compile_seconds": 60}})
 PAIRS_ACTORS = msgspec.structs.replace(PAIRS, options=ACTORS.options)
 EVERYTHING = Setup(num_ingresses=2, options={"grammar_pool": {"form": "actors"}, "tensor_parallel_size": 2})
 ENGINES, FIRST = named(ENGINE), named(ENGINE, slice(1))

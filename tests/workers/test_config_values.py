@@ -64,6 +64,36 @@ SAID_OTHERWISE = {
         for family in ("Mamba2ForCausalLM", "MambaForCausalLM", "FalconMambaForCausalLM")
         for key in ("num_attention_heads", "num_key_value_heads", "time_step_min")
     ),
+    ("Gemma3nForCausalLM", "altup_coef_clip"),  # while training
+    *(
+        ("Zamba2ForCausalLM", key)
+        for key in (
+            "attention_hidden_size",
+            "hybrid_layer_ids",
+            "kv_channels",
+            "num_query_groups",
+            "use_mem_eff_path",
+        )
+    ),
+    *(
+        ("xLSTMForCausalLM", key)
+        for key in (
+            "autocast_kernel_dtype",
+            "chunkwise_kernel",
+            "embedding_dim",
+            "inference_state_dtype",
+            "intermediate_size",
+            "max_inference_chunksize",
+            "mode",
+            "num_attention_heads",
+            "num_blocks",
+            "num_key_value_heads",
+            "return_last_states",
+            "sequence_kernel",
+            "step_kernel",
+            "weight_mode",
+        )
+    ),
 }
 """Keys of a family without effect, which matter in others or whose meaning other keys have."""
 
@@ -76,6 +106,8 @@ def test_a_value_of_another_type_is_refused_by_its_key_in_other_families(family:
         for value in OF_TYPE[type(values[key])]:
             if value == 1.5 and key in NO_WHOLE_NUMBER:
                 continue
+            if value == 7 and (family, key) == ("Gemma3nForCausalLM", "intermediate_size"):
+                continue  # one number for all layers
             if key in WITHOUT_EFFECT or (family, key) in SAID_OTHERWISE:
                 assert read(tmp_path, values | {key: value}) == usual, key
                 continue

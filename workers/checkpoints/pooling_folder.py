@@ -156,6 +156,11 @@ def read_pooling(folder: pathlib.Path, task: TaskOption = "auto") -> PoolingInfo
     return info
 
 
+def _model_type(raw: RawConfig) -> str:
+    found = raw.values.get("model_type")
+    return found if isinstance(found, str) else ""
+
+
 def _published(folder: pathlib.Path, raw: RawConfig) -> PoolingInfo | None:
     """Returns how a checkpoint pools by what its own files say."""
     architecture = raw.architecture or ""
@@ -164,10 +169,10 @@ def _published(folder: pathlib.Path, raw: RawConfig) -> PoolingInfo | None:
     if find_file(folder, _MODULES) is not None:
         modules = _modules(folder)
         return _scorer(folder, raw, modules) if _LOGIT_SCORE in map(_class_of, modules) else _embedder(folder, raw)
-    if architecture.endswith(_ENCODER_ENDINGS) and raw.values.get("model_type") in _ENCODERS:
+    if architecture.endswith(_ENCODER_ENDINGS) and _model_type(raw) in _ENCODERS:
         source = f"no {_MODULES}: the mean of the tokens, as in sentence-transformers"
         return _without_modules(folder, raw, "mean", False, source)
-    if architecture.endswith(_GENERATOR) and raw.values.get("model_type") in PROMPTS and is_named_reranker(folder):
+    if architecture.endswith(_GENERATOR) and _model_type(raw) in PROMPTS and is_named_reranker(folder):
         return _by_answers(folder, raw, "its page")
     return None
 

@@ -88,7 +88,6 @@ class Decoder:
         )
         self._mlp_rows = max_mlp_rows(config, weights.dtype) if platform.splits_mlp else None
         self._embedding_scale = torch.tensor(config.embedding_scale, dtype=weights.dtype).item()
-        self._run: Forward = self._run_layers if weights.streams is None else self._run_streams
         self.compiled = platform.compile_decoder(weights, config, self._run)
         self._tables: RotaryTables = []
         self._whole_caches: KVCaches = []
@@ -121,6 +120,13 @@ class Decoder:
                 for layer, caches in enumerate(kv_caches)
             ]
         return self._used_caches if self.config.layer_kv_heads else kv_caches
+
+    @property
+    def _run(self) -> Forward:
+        """The function that runs all layers. It is not kept: an object that holds its own method keeps itself, and the
+        weights, until the garbage collector comes.
+        """
+        return self._run_layers if self.weights.streams is None else self._run_streams
 
     def _run_layers(
         self,
