@@ -2,8 +2,7 @@
 
 Keys and values of all heads are products of one latent vector and a weight of each head. The weights are absorbed: the
 keys' one multiplies queries, and the values' one multiplies results. What remains is attention of all query heads over
-one KV head, whose key is also its value, so every kernel of grouped-query attention computes it. For long prompts on
-CPUs the latent vectors are expanded instead (`workers/decoders/expanded_latents.py`).
+one KV head, whose key is also its value, so every kernel of grouped-query attention computes it.
 
 A cached token is one head in the order in which the kernels rotate, dimension `i` with dimension `i + head_dim / 2`:
 half of the rotated key, half of the latent vector, then the other halves. The latent dimensions have a cosine of 1.
@@ -13,7 +12,6 @@ from __future__ import annotations
 
 import torch
 
-from manta.workers.decoders.expanded_latents import attend_expanded, expanded_sequences
 from manta.workers.kernels.attention_metadata import AttentionMetadata
 from manta.workers.kernels.protocol import Kernels
 from manta.workers.kernels.weights import LatentAttentionWeights
@@ -55,51 +53,20 @@ def attend_latent(
     latent, key = cached.split((shape.kv_rank, shape.rope_dim), dim=-1)
     latent = kernels.rms_norm(latent, weights.latent_norm, shape.norm_eps)
     plain, rotated = queries.unflatten(-1, (heads.num_heads, -1)).split((shape.plain_dim, shape.rope_dim), dim=-1)
-    # One row of all query heads and the cached one; nothing is rotated in the latent dimensions of queries
+    # One row of all query heads and the cached one
     together = normed.new_empty((len(normed), heads.num_heads + 1, heads.head_dim))
-    rotated_queries = _rotated_part(together[:, :-1], shape)
-    rotated_queries.copy_(rotated.unflatten(-1, (2, -1)))
+    together[:, :-1] = torch.bmm(plain.transpose(0, 1), weights.keys).transpose(0, 1)
+    _rotated_part(together[:, :-1], shape).copy_(rotated.unflatten(-1, (2, -1)))
     _rotated_part(together[:, -1], shape).copy_(key.unflatten(-1, (2, -1)))
     _latent_part(together[:, -1], shape).copy_(latent.unflatten(-1, (2, -1)))
-    kernels.rope_and_cache(together.flatten(1), cos_sin, metadata, *kv_cache, heads)
+    row = together.flatten(1)
+    kernels.rope_and_cache(row, cos_sin, metadata, *kv_cache, heads)
     if growth is not None:
-        plain = plain * growth.to(plain.dtype).unsqueeze(-1)
-        rotated_queries *= growth.to(plain.dtype)[..., None, None]
-    expanded = expanded_sequences(metadata, heads, shape)
-    if not expanded:
-        values = _attend_absorbed(weights, plain, together, metadata, kv_cache, heads, shape, kernels)
-        return weights.output.forward(values.flatten(1), metadata)
-    values = normed.new_empty((len(normed), heads.num_heads, shape.value_dim))
-    ends = metadata.query_start.tolist()
-    for sequence in expanded:
-        own = slice(ends[sequence], ends[sequence + 1])
-        own_queries = torch.cat((plain[own], rotated_queries[own].flatten(-2)), dim=-1)
-        values[own] = attend_expanded(weights, own_queries, kv_cache[0], metadata, sequence, heads, shape)
-    if len(expanded) < metadata.num_sequences:
-        rest, rows = metadata.of_sequences([each for each in range(metadata.num_sequences) if each not in expanded])
-        values[rows] = _attend_absorbed(weights, plain[rows], together[rows], rest, kv_cache, heads, shape, kernels)
-    return weights.output.forward(values.flatten(1), metadata)
-
-
-def _attend_absorbed(
-    weights: LatentAttentionWeights,
-    plain: torch.Tensor,
-    together: torch.Tensor,
-    metadata: AttentionMetadata,
-    kv_cache: tuple[torch.Tensor, torch.Tensor],
-    heads: HeadShape,
-    shape: LatentShape,
-    kernels: Kernels,
-) -> torch.Tensor:
-    """Returns the values [n, num_heads, value_dim] that tokens attend to. `plain` [n, num_heads, plain_dim] is the
-    unrotated part of their queries. `together` [n, num_heads + 1, head_dim] has the rotated part, and gets the latent
-    one.
-    """
-    queries = torch.bmm(plain.transpose(0, 1), weights.keys).transpose(0, 1)
-    _latent_part(together[:, :-1], shape).copy_(_latent_part(queries, shape))
-    attended = kernels.paged_attention(together.flatten(1), *kv_cache, metadata, heads)
+        row[:, : heads.num_heads * heads.head_dim] *= growth.to(row.dtype)
+    attended = kernels.paged_attention(row, *kv_cache, metadata, heads)
     by_head = attended.unflatten(-1, (heads.num_heads, -1)).transpose(0, 1)
-    return torch.bmm(by_head, weights.values).transpose(0, 1)
+    values = torch.bmm(by_head, weights.values).transpose(0, 1)
+    return weights.output.forward(values.flatten(1), metadata)
 
 
 def _rotated_part(head: torch.Tensor, shape: LatentShape) -> torch.Tensor:

@@ -92,26 +92,6 @@ class AttentionMetadata:
             other_groups=(),
         )
 
-    def of_sequences(self, sequences: Sequence[int]) -> tuple[AttentionMetadata, torch.Tensor]:
-        """Returns metadata for the attention of some sequences alone, and their rows, int64 [n], in order."""
-        chosen = torch.tensor(sequences)
-        query_lens = self.query_start.diff()[chosen]
-        rows = [torch.arange(int(self.query_start[each]), int(self.query_start[each + 1])) for each in sequences]
-        context_lens = self.context_lens[chosen]
-        query_start = torch.nn.functional.pad(query_lens.cumsum(0, dtype=torch.int32), (1, 0))
-        metadata = dataclasses.replace(
-            self,
-            query_start=query_start,
-            context_lens=context_lens,
-            block_tables=self.block_tables[chosen],
-            max_query_len=int(query_lens.max()),
-            max_context_len=int(context_lens.max()),
-            total_context_len=int(context_lens.sum()),
-            shared_prefixes=None,
-            other_groups=(),
-        )
-        return metadata, torch.cat(rows)
-
     @property
     def num_tokens(self) -> int:
         return self.positions.shape[0]
