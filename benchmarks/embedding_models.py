@@ -14,7 +14,7 @@ import numpy as np
 
 from benchmarks.checkpoints import made_once
 
-_SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
+SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
 _CLASS, _SEPARATOR = 2, 3
 MAX_TOKENS = 512
 GGUF_FILE = "model.gguf"
@@ -45,7 +45,7 @@ def embedding_checkpoint(name: str) -> pathlib.Path:
 def random_texts(name: str, lengths: list[int], seed: int = 0) -> list[str]:
     """Returns texts with so many tokens each, special ones included."""
     draw = random.Random(seed)
-    num_words = SHAPES[name].vocabulary - len(_SPECIAL)
+    num_words = SHAPES[name].vocabulary - len(SPECIAL)
     return [" ".join(f"w{draw.randrange(num_words)}" for _ in range(length - 2)) for length in lengths]
 
 
@@ -75,17 +75,26 @@ def _make(shape: Shape, folder: pathlib.Path) -> None:
 
 
 def _words(shape: Shape) -> list[str]:
-    return [f"w{number}" for number in range(shape.vocabulary - len(_SPECIAL))]
+    return [f"w{number}" for number in range(shape.vocabulary - len(SPECIAL))]
 
 
 def _tokenizer(shape: Shape) -> Any:
-    import transformers
-    from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors
+    from tokenizers import Tokenizer, models, normalizers, pre_tokenizers
 
-    vocabulary = {token: index for index, token in enumerate([*_SPECIAL, *_words(shape)])}
+    vocabulary = {token: index for index, token in enumerate([*SPECIAL, *_words(shape)])}
     tokenizer = Tokenizer(models.WordPiece(vocab=vocabulary, unk_token="[UNK]"))
     tokenizer.normalizer = normalizers.BertNormalizer(lowercase=True)
     tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    return as_bert(tokenizer, MAX_TOKENS)
+
+
+def as_bert(tokenizer: Any, max_tokens: int) -> Any:
+    """Returns a `tokenizers.Tokenizer`, whose first tokens are `SPECIAL`, as transformers' fast tokenizer that joins
+    pairs as BERT's does.
+    """
+    import transformers
+    from tokenizers import processors
+
     tokenizer.post_processor = processors.TemplateProcessing(
         single="[CLS] $A [SEP]",
         pair="[CLS] $A [SEP] $B:1 [SEP]:1",
@@ -98,7 +107,7 @@ def _tokenizer(shape: Shape) -> Any:
         cls_token="[CLS]",
         sep_token="[SEP]",
         mask_token="[MASK]",
-        model_max_length=MAX_TOKENS,
+        model_max_length=max_tokens,
         model_input_names=["input_ids", "token_type_ids", "attention_mask"],
     )
 
@@ -118,8 +127,8 @@ def _write_gguf(folder: pathlib.Path, shape: Shape, path: pathlib.Path) -> None:
     writer.add_causal_attention(False)
     writer.add_pooling_type(gguf.PoolingType.CLS if shape.mode == "cls" else gguf.PoolingType.MEAN)
     writer.add_tokenizer_model("bert")
-    writer.add_token_list([*_SPECIAL, *(f"\u2581{word}" for word in _words(shape))])  # words begin so in llama.cpp
-    writer.add_token_types([gguf.TokenType.CONTROL] * len(_SPECIAL) + [gguf.TokenType.NORMAL] * len(_words(shape)))
+    writer.add_token_list([*SPECIAL, *(f"\u2581{word}" for word in _words(shape))])  # words begin so in llama.cpp
+    writer.add_token_types([gguf.TokenType.CONTROL] * len(SPECIAL) + [gguf.TokenType.NORMAL] * len(_words(shape)))
     writer.add_token_type_count(2)
     writer.add_bos_token_id(_CLASS)
     writer.add_sep_token_id(_SEPARATOR)

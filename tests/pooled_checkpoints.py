@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import functools
 import pathlib
+import shutil
 import tempfile
 from typing import Any, NamedTuple
 
 import torch
 import transformers
-from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
+from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
+from benchmarks.embedding_models import SPECIAL, as_bert
 from tests.checkpoints import CHAT_TEMPLATE, CORPUS
 
 VOCAB_SIZE = 400
 MAX_TOKENS = 120
-_SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
 _ENCODER: dict[str, Any] = {
     "vocab_size": VOCAB_SIZE,
     "hidden_size": 48,
@@ -79,23 +80,9 @@ def pooling_tokenizer() -> transformers.PreTrainedTokenizerFast:
     tokenizer.normalizer = normalizers.BertNormalizer(lowercase=True)
     tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
     tokenizer.decoder = decoders.WordPiece()
-    trainer = trainers.WordPieceTrainer(vocab_size=VOCAB_SIZE, special_tokens=_SPECIAL, show_progress=False)
+    trainer = trainers.WordPieceTrainer(vocab_size=VOCAB_SIZE, special_tokens=SPECIAL, show_progress=False)
     tokenizer.train_from_iterator(CORPUS, trainer)
-    tokenizer.post_processor = processors.TemplateProcessing(
-        single="[CLS] $A [SEP]",
-        pair="[CLS] $A [SEP] $B:1 [SEP]:1",
-        special_tokens=[("[CLS]", 2), ("[SEP]", 3)],
-    )
-    return transformers.PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        pad_token="[PAD]",
-        unk_token="[UNK]",
-        cls_token="[CLS]",
-        sep_token="[SEP]",
-        mask_token="[MASK]",
-        model_max_length=MAX_TOKENS,
-        model_input_names=["input_ids", "token_type_ids", "attention_mask"],
-    )
+    return as_bert(tokenizer, MAX_TOKENS)  # type: ignore[no-any-return]
 
 
 @functools.cache
@@ -269,3 +256,12 @@ def conversing_embedder() -> pathlib.Path:
     folder = pathlib.Path(_folder().name) / "conversing"
     SentenceTransformer(modules=parts, prompts={"task": INSTRUCTION}, device="cpu").save(str(folder))
     return folder
+
+
+def with_change(folder: pathlib.Path, copy: pathlib.Path, file: str, before: str, after: str) -> pathlib.Path:
+    """Returns a copy of a checkpoint in which a text of one file is another one."""
+    shutil.copytree(folder, copy)
+    text = (copy / file).read_text()
+    assert before in text
+    (copy / file).write_text(text.replace(before, after))
+    return copy

@@ -17,7 +17,12 @@ ANSWERED = ("serve", "check", "batch")
 
 
 class VisibleParser(argparse.ArgumentParser):
-    """A parser whose errors quote the command line in its visible form."""
+    """A parser whose errors quote the command line in its visible form. It takes no abbreviation of a flag, because a
+    later flag could make it ambiguous.
+    """
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(allow_abbrev=False, **options)
 
     def error(self, message: str) -> NoReturn:
         self.print_usage(sys.stderr)

@@ -22,8 +22,7 @@ from manta.workers.step import NO_BLOCK
 STEP_BYTES = 1 << 20
 """Bytes that are copied after a step, which the next one waits for. At least one part is."""
 RESTORED_BYTES = 256 << 20
-"""Bytes that are read for one sequence, while which no step begins: about a third of a second. What is left of a longer
-prefix is computed.
+"""Most bytes that are read for one sequence, because no step begins meanwhile. The rest of a longer prefix is computed.
 """
 QUEUE_WAIT_S = 0.005
 """Seconds that an idle engine waits if a rank has too many parts to write."""

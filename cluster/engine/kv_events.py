@@ -43,7 +43,7 @@ class BlockStored(msgspec.Struct, tag=True, omit_defaults=True, gc=False):
     lora_name: str | None
     """The adapter that computed them; None for the model alone."""
     extra_keys: list[list[str] | None] | None = None
-    """For each block the texts beside its tokens that tell prompts apart; None if no block has any."""
+    """Texts of each block that tell prompts apart beside their tokens; None if no block has any."""
     group_idx: int | None = None
     kv_cache_spec_kind: str | None = None
     """vLLM's name for the kind of the group's layers."""

@@ -30,7 +30,9 @@ class RerankRequest(Truncation, forbid_unknown_fields=True, kw_only=True):
     max_tokens_per_doc: int | None = None
     """Most tokens of a document, whose end is cut beyond them."""
     instruction: str | None = None
-    """What documents are compared with the query for; None takes the model's own. For models that read one."""
+    """Instruction that tells a reranker how a document answers the query. None takes the model's own. Models that read
+    none refuse it.
+    """
     priority: int = 0
 
     def check(self) -> None:
@@ -71,7 +73,9 @@ class ScoreRequest(Truncation, forbid_unknown_fields=True, kw_only=True):
     text_1: str | list[str]
     text_2: str | list[str]
     instruction: str | None = None
-    """What texts are compared for; None takes the model's own. For models that read one."""
+    """Instruction that tells a reranker how the texts are compared. None takes the model's own. Models that read none
+    refuse it.
+    """
     priority: int = 0
 
     def check(self) -> None:

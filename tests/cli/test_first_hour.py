@@ -51,6 +51,7 @@ def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, 
     ("arguments", "words"),
     [
         (["serve", "--prot", "9000"], ["usage: manta serve", "--quiet", "there is no --prot (did you mean --port?)"]),
+        (["serve", "--max-num-seq", "3"], ["there is no --max-num-seq (did you mean --max-num-seqs?)"]),
         (["chat", "--modle=x"], ["usage: manta chat", "--url", "there is no --modle (did you mean --model?)"]),
         (
             ["srve"],

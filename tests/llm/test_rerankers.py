@@ -28,6 +28,7 @@ from tests.pooled_checkpoints import (
     embedder,
     generator,
     scorer,
+    with_change,
 )
 
 QUERY, DOCUMENTS = TEXTS[2], [*TEXTS[:6], "", " yes\n", "{{ braces }} <|im_end|> {% raw %}"]
@@ -205,13 +206,8 @@ def test_what_the_template_does_not_write_is_refused(tmp_path: pathlib.Path) -> 
     ],
 )
 def test_what_is_unknown_in_the_modules_is_refused(tmp_path: pathlib.Path, file: str, before: str, after: str) -> None:
-    folder = tmp_path / "changed"
-    shutil.copytree(scorer("one_token"), folder)
-    text = (folder / file).read_text()
-    assert before in text
-    (folder / file).write_text(text.replace(before, after))
     with pytest.raises(ModelError):
-        read_pooling(folder)
+        read_pooling(with_change(scorer("one_token"), tmp_path / "changed", file, before, after))
 
 
 def test_an_answer_that_is_no_token_is_refused(tmp_path: pathlib.Path) -> None:

@@ -96,6 +96,13 @@ class World:
         await self.loader.step()
         await turns()
 
+    async def change_to(self, name: str) -> None:
+        """Lets the model that leaves go, and loads the one that takes its place."""
+        self.leaving.clear()
+        await self.step()
+        self.tell(name, "loaded")
+        await self.step()
+
     async def have(self, name: str) -> None:
         """Loads a model for a request that is over."""
         asked = await self.ask(name)
@@ -196,10 +203,7 @@ async def test_a_model_that_loads_stays_until_its_request_was_answered() -> None
     world.busy = set()
     await world.step()
     assert world.deleted == ["a"]
-    world.leaving.clear()
-    await world.step()
-    world.tell("b", "loaded")
-    await world.step()
+    await world.change_to("b")
     await second
 
 
@@ -210,10 +214,7 @@ async def test_of_two_that_wait_none_waits_for_ever() -> None:
     world.now = 100.0
     asked = [await world.ask(name) for name in ("b", "c")]
     for name in ("b", "c"):
-        world.leaving.clear()
-        await world.step()
-        world.tell(name, "loaded")
-        await world.step()
+        await world.change_to(name)
         world.now += MIN_LOADED_S
         await world.step()
     await asyncio.gather(*asked)
@@ -245,18 +246,12 @@ async def test_a_busy_model_takes_turns_with_the_one_that_waits() -> None:
     world.busy = set()
     await world.step()
     assert world.deleted == ["a"]
-    world.leaving.clear()
-    await world.step()
-    world.tell("b", "loaded")
-    await world.step()
+    await world.change_to("b")
     await waiting
     assert not held_up.done()
     world.now += MIN_LOADED_S
     await world.step()
-    world.leaving.clear()
-    await world.step()
-    world.tell("a", "loaded")
-    await world.step()
+    await world.change_to("a")
     await held_up
 
 

@@ -44,6 +44,18 @@ STATE_SPACE: dict[str, Any] = {
     "mamba_d_state": 12,
     "mamba_n_groups": 2,
 }
+FALCON_H1: dict[str, Any] = STATE_SPACE | {
+    "mamba_d_ssm": 128,
+    "key_multiplier": 0.5,
+    "attention_in_multiplier": 1.5,
+    "attention_out_multiplier": 0.8,
+    "ssm_in_multiplier": 1.3,
+    "ssm_out_multiplier": 0.6,
+    "ssm_multipliers": [0.7, 1.2, 0.8, 1.1, 0.9],
+    "mlp_multipliers": [0.6, 1.4],
+    "embedding_multiplier": 5.0,
+    "lm_head_multiplier": 0.5,
+}
 SHARED_EXPERT: dict[str, Any] = {
     "moe_intermediate_size": 32,
     "shared_expert_intermediate_size": 48,
@@ -78,19 +90,7 @@ RECURRENT_CASES: dict[str, Case] = {
     "bamba": Case("BambaConfig", STATE_SPACE | {"attn_layer_indices": [1, 3]}),
     "falcon_h1": Case(
         "FalconH1Config",
-        STATE_SPACE
-        | {
-            "mamba_d_ssm": 128,
-            "key_multiplier": 0.5,
-            "attention_in_multiplier": 1.5,
-            "attention_out_multiplier": 0.8,
-            "ssm_in_multiplier": 1.3,
-            "ssm_out_multiplier": 0.6,
-            "ssm_multipliers": [0.7, 1.2, 0.8, 1.1, 0.9],
-            "mlp_multipliers": [0.6, 1.4],
-            "embedding_multiplier": 5.0,
-            "lm_head_multiplier": 0.5,
-        },
+        FALCON_H1,
         {
             name: {name: value}
             for name, value in {

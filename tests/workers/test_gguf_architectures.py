@@ -29,6 +29,7 @@ from tests import converted_gguf, gguf_files
 from tests.checkpoints import make_tokenizer, randomise
 from tests.converted_gguf import convert
 from tests.llamacpp import greedy_of_llamacpp
+from tests.workers.recurrent_cases import FALCON_H1
 from tests.workers.test_layer_kinds import set_buffers
 from tests.workers.test_quantised_formats import PROMPTS, expected_of, greedy
 
@@ -214,22 +215,7 @@ CASES = {
         "GraniteMoeHybridConfig",
         HYBRID | STATE_SPACE | {"num_local_experts": 0, "shared_intermediate_size": 96, "mamba_n_groups": 1},
     ),
-    "falcon-h1": Case(
-        "FalconH1Config",
-        STATE_SPACE
-        | {
-            "mamba_d_ssm": 128,
-            "key_multiplier": 0.5,
-            "attention_in_multiplier": 1.5,
-            "attention_out_multiplier": 0.8,
-            "ssm_in_multiplier": 1.3,
-            "ssm_out_multiplier": 0.6,
-            "ssm_multipliers": [0.7, 1.2, 0.8, 1.1, 0.9],
-            "mlp_multipliers": [0.6, 1.4],
-            "embedding_multiplier": 5.0,
-            "lm_head_multiplier": 0.5,
-        },
-    ),
+    "falcon-h1": Case("FalconH1Config", FALCON_H1 | STATE_SPACE),
     "jamba": Case(
         "JambaConfig",
         {

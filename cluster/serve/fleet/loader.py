@@ -46,7 +46,7 @@ OPERATOR = "operator"
 
 
 class Told(NamedTuple):
-    """What Serve tells of the models of an address."""
+    """The models of an address as Serve tells them."""
 
     models: list[FoundModel]
     """Models that have an application."""
@@ -57,7 +57,7 @@ class Told(NamedTuple):
 
 
 class Deployments(Protocol):
-    """What the loader tells Serve, the ingresses and the engines of one address, and asks them."""
+    """The loader's view of one address: it asks Serve, the ingresses and the engines, and gives them orders."""
 
     async def look(self) -> Told:
         """Asks Serve."""
