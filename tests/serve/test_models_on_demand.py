@@ -5,23 +5,29 @@ and the engines are stand-ins: what is deployed loads a few turns of the event l
 from __future__ import annotations
 
 import asyncio
+import collections
 import contextlib
 import gc
+import json
 import pathlib
 import random
+import threading
 import time
+import typing
 import weakref
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Iterator, Mapping
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import httpx
 import msgspec
 import pytest
+from safetensors.numpy import load_file
 
 from manta.cluster.batch.line_endpoints import endpoints_of_models
 from manta.cluster.batch.lines import BatchRequest
 from manta.cluster.config import EngineConfig, ServeConfig, ServedModel, load_config
+from manta.cluster.engine_bytes import engine_bytes
 from manta.cluster.errors import ServingError
 from manta.cluster.http.app import HttpApp
 from manta.cluster.http.exchange.all_engines import AllEngines
@@ -29,17 +35,24 @@ from manta.cluster.http.exchange.engines import Event
 from manta.cluster.http.exchange.metrics import Metrics
 from manta.cluster.http.exchange.state import Models
 from manta.cluster.models_folder import with_models_dir
+from manta.cluster.operated_models import FROM_FILES_ONLY, PATHS
 from manta.cluster.serve import app
 from manta.cluster.serve.fleet.fleet import Fleet
 from manta.cluster.serve.fleet.found import FoundModel, application_name, leaving_among, models_among
 from manta.cluster.serve.fleet.holds import Holds
+from manta.cluster.serve.fleet.listed_models import ListedModels
+from manta.cluster.serve.fleet.loaded_amount import Amount
 from manta.cluster.serve.fleet.loader import RETRY_FAILED_S, Loader, Told
+from manta.cluster.serve_limits import KeyLimits
+from manta.cluster.text.tokenizer import Tokenizer
+from manta.specdecode.speculative_config import SpeculativeConfig
 from tests.async_tests import async_test
 from tests.checkpoints import checkpoint
 from tests.http.test_routes import Repeating, RepeatingEngines
 from tests.local_server import Handle
 from tests.patience import PATIENCE_S, until
 from tests.serve.test_fleet import ADDRESS, details
+from tests.serve.test_loading_models import KeptChanges
 
 KEYS = ("operator:a-secret-of-the-test-1", "client:a-secret-of-the-test-2")
 OPERATOR, CLIENT = ({"authorization": f"Bearer {key.partition(':')[2]}"} for key in KEYS)
@@ -47,8 +60,8 @@ TURNS = 20
 """Turns of the event loop that a load and an end take."""
 
 
-def on_demand(name: str, *aliases: str) -> ServedModel:
-    engine = EngineConfig(model=str(checkpoint("llama")), dtype="float32")
+def on_demand(name: str, *aliases: str, **options: int) -> ServedModel:
+    engine = EngineConfig(model=str(checkpoint("llama")), dtype="float32", **options)
     return ServedModel(name=name, aliases=aliases, on_demand=True, engine=engine)
 
 
@@ -64,12 +77,20 @@ class World:
         self.tokenizers: list[weakref.ref[Any]] = []
         """Those that ingresses have made for their clients of engines."""
         self.ingresses: list[Ingress] = []
+        self.without_handle = ""
+        """Application whose deployment has no handle."""
         self.may_load = asyncio.Event()
         self.may_load.set()
         self.has_loader = True
-        self.loader = Loader(ADDRESS, models, max_loaded, 0.0, self, step_s=0.005)
+        self.kept = KeptChanges()
+        listed, most = ListedModels(models, models, self.kept), Amount(max_loaded, None)
+        self.loader = Loader(ADDRESS, listed, most, 0.0, self, step_s=0.005)
         self._tasks: set[asyncio.Task[None]] = set()
         self._running = asyncio.ensure_future(self.loader.run())
+
+    async def tell_ingresses(self) -> None:
+        for each in self.ingresses:
+            await each.fleet.look()
 
     def ingress(self, **options: Any) -> Ingress:
         self.ingresses.append(Ingress(self, **options))
@@ -93,7 +114,22 @@ class World:
     async def begin_unload(self, name: str) -> None:
         await self.loader.begin_unload(name)
 
+    async def add(self, entry: ServedModel) -> None:
+        await self.loader.add(entry)
+
+    async def update(self, name: str, fields: dict[str, Any]) -> None:
+        await self.loader.update(name, fields)
+
+    async def remove(self, name: str) -> None:
+        await self.loader.remove(name)
+
     # ---- Serve, as the loader sees it --------------------------------------------------------------------------------
+
+    async def place(self, entry: ServedModel) -> ServedModel:
+        return entry
+
+    async def num_bytes(self, model: ServedModel) -> int:
+        raise AssertionError("nothing is bounded by it")
 
     async def look(self) -> Told:
         return Told(models_among(self.applications, ADDRESS), leaving_among(self.applications, ADDRESS))
@@ -138,6 +174,8 @@ class World:
         return found
 
     async def let_go(self, found: FoundModel, num_waiting: Mapping[str, int]) -> bool:
+        if not found.model.on_demand:
+            await self.tell_ingresses()
         answers = [ingress.holds.let_go(found.model.model_name, num_waiting) for ingress in self.ingresses]
         return all(answers)
 
@@ -149,12 +187,17 @@ class Engines(RepeatingEngines):
         self.tokenizer = tokenizer
         self.metrics = metrics
         self.runs: dict[str, object] = {}
+        self.max_held: int | None = None
+        """Bound that came with other options; None before that."""
         self.answering = []
         self._handle = handle
         handle.tokenizers.append(weakref.ref(tokenizer))
 
     async def submit(self, request: Any, meter: Any = None) -> Repeating:
         return Answer(self._handle, request.prompts)
+
+    def hold_at_most(self, max_held: int) -> None:
+        self.max_held = max_held
 
     async def close(self) -> None:
         pass
@@ -178,13 +221,23 @@ class Ingress:
 
     def __init__(self, world: World, **options: Any) -> None:
         config = ServeConfig(**options)
-        table = Models()
+        self.table = table = Models()
         self.app: Any = HttpApp(config, None, AllEngines(table), Metrics(""), models=table)
         self.fleet = fleet_of(world, config, self.app)
-        table.on_demand = self.holds = Holds(self.fleet, Handle(world), f"ingress {len(world.ingresses)}")
+        own_id = f"ingress {len(world.ingresses)}"
+        table.on_demand = self.holds = Holds(self.fleet, Handle(world), own_id, tell_others=world.tell_ingresses)
         self.client = httpx.AsyncClient(
             transport=httpx.ASGITransport(self.app), base_url="http://localhost", timeout=PATIENCE_S
         )
+
+    def stage_of(self, model: str) -> str:
+        condition = self.table.named(model).condition
+        assert condition is not None
+        return condition.stage
+
+    def max_held(self, model: str) -> int | None:
+        """Returns the requests that may wait here for an engine of a model to start."""
+        return cast("Engines", self.table.named(model).engines).max_held
 
     async def ask(self, method: str, path: str, headers: dict[str, str] | None = None, **body: Any) -> httpx.Response:
         return await self.client.request(method, path, json=body or None, headers=headers)
@@ -202,6 +255,9 @@ class Ingress:
 
 def fleet_of(world: World, config: ServeConfig, table: Any) -> Fleet:
     def handle_of(_: str, application: str) -> Any:
+        if application == world.without_handle:
+            raise ValueError("there is no such application")
+
         def is_running() -> bool:
             return world.applications.get(application, {}).get("status") == "RUNNING"
 
@@ -222,6 +278,7 @@ def fleet_of(world: World, config: ServeConfig, table: Any) -> Fleet:
         on_demand=world.models,
         client=Engines,  # type: ignore[arg-type]
         find=lambda address, served: models_among(world.applications, address, served),
+        changes=world.kept.read,
         handle_of=handle_of,
     )
 
@@ -358,6 +415,45 @@ async def test_a_line_of_a_batch_loads_its_model() -> None:
 
 
 @async_test
+async def test_lines_take_the_places_of_their_own_models() -> None:
+    """Half of what the engines of all models run, whatever the engine has that models leave options out from."""
+    shared = ServeConfig(engine=EngineConfig(max_num_sequences=4096))
+    async with world_of(on_demand("a", max_num_sequences=2), on_demand("b", max_num_sequences=6)) as world:
+        endpoints = endpoints_of_models(shared, bytes(32))
+        fleet = fleet_of(world, shared, endpoints)
+        endpoints.state.models.on_demand = Holds(fleet, Handle(world), "batches")
+        await fleet.look()
+        assert endpoints.num_places == 1 + 3
+        world.may_load.clear()
+        body = msgspec.Raw(b'{"model": "a", "prompt": "a"}')
+        line = BatchRequest(custom_id="1", method="POST", url="/v1/completions", body=body)
+        answers = [asyncio.ensure_future(endpoints.answer(line, "line")) for _ in range(3)]
+        world.may_load.set()
+        assert [answer.status_code for answer in await asyncio.gather(*answers)] == [200] * 3
+        await world.remove("b")
+        await fleet.look()
+        assert endpoints.num_places == 1
+
+
+@async_test
+async def test_each_model_has_bounds_of_its_own() -> None:
+    async with world_of(*(on_demand(name, max_num_sequences=1, max_num_waiting=0) for name in "ab")) as world:
+        ingress = await ready(world)
+        world.may_load.clear()
+        asked = [asyncio.ensure_future(ingress.text("a")) for _ in range(2)]
+        for _ in range(TURNS):
+            await asyncio.sleep(0)
+        refused = await ingress.ask("POST", "/v1/completions", model="a", prompt="a")
+        assert (refused.status_code, refused.json()["error"]["code"]) == (429, "queue_full")
+        world.may_load.set()
+        await asyncio.gather(*asked)
+        await world.update("a", {"engine": {"max_num_waiting": 7}})
+        while ingress.max_held("a") != 7:
+            await ingress.fleet.look()
+            await asyncio.sleep(0)
+
+
+@async_test
 async def test_what_an_ingress_holds_for_a_model_leaves_with_it() -> None:
     async with world_of(on_demand("a"), on_demand("b"), max_loaded=1) as world:
         ingress = await ready(world)
@@ -378,6 +474,28 @@ async def test_an_adapter_for_a_model_loads_the_model() -> None:
         refused = await ingress.ask("POST", "/v1/load_lora_adapter", **body)
         assert (refused.status_code, refused.json()["error"]["param"]) == (400, "lora_path"), "there is no root"
         assert world.deployed == ["a"]
+
+
+@async_test
+async def test_models_that_come_together_start_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Reading one's files waits for no other's, and one whose handle cannot be had keeps none out."""
+    together = threading.Barrier(2)
+
+    def read(config: ServeConfig) -> Tokenizer:
+        if config.model_name != "gone":
+            together.wait(PATIENCE_S)
+        return Tokenizer(checkpoint("llama"))
+
+    monkeypatch.setattr("manta.cluster.serve.fleet.fleet.tokenizer_of", read)
+    async with world_of() as world:
+        ingress = world.ingress()
+        for name in ("a", "gone", "b"):
+            world.applications[f"manta.{name}"] = details(on_demand(name))
+        world.without_handle = "manta.gone"
+        await ingress.fleet.look()
+        assert [state.model_name for state in ingress.table] == ["a", "b"]
+        world.without_handle = ""
+        assert await ingress.states() == {"a": "loaded", "b": "loaded", "gone": "loaded"}
 
 
 # ---- what loads none ------------------------------------------------------------------------------------------------
@@ -449,6 +567,50 @@ async def test_operators_load_and_unload() -> None:
 
 
 @async_test
+async def test_changes_of_models_are_events() -> None:
+    """In the shape of llama.cpp's router: first all models, then what changes, and only those that the key may use."""
+    limits = {"client": KeyLimits(models=("a",))}
+    async with world_of(on_demand("a", "alias"), on_demand("b"), broken=("b",)) as world:
+        ingress = await ready(world, api_keys=KEYS, operator_keys=("operator",), key_limits=limits)
+        followed = [asyncio.ensure_future(ingress.ask("GET", "/models/sse", key)) for key in (OPERATOR, CLIENT)]
+
+        async def until_state(name: str, state: str) -> None:
+            while ingress.stage_of(name) != state:
+                await ingress.fleet.look()
+                await asyncio.sleep(0)
+
+        for name, path, state in (("a", "load", "loaded"), ("b", "load", "failed"), ("a", "unload", "unloaded")):
+            await ingress.ask("POST", f"/models/{path}", OPERATOR, model=name)
+            await until_state(name, state)
+        await ingress.ask("DELETE", "/v1/models/b", OPERATOR)
+        for _ in range(TURNS):
+            await asyncio.sleep(0)
+        ingress.app.begin_drain()
+        told: list[dict[str, list[str]]] = []
+        for answer in await asyncio.gather(*followed):
+            assert answer.headers["content-type"].startswith("text/event-stream")
+            told.append(collections.defaultdict(list))
+            for line in answer.text.splitlines():
+                if line.startswith("data: "):
+                    event = json.loads(line.removeprefix("data: "))
+                    told[-1][event["model"]].append(event.get("data", {}).get("status", event["event"]))
+        assert told[0]["a"] == ["unloaded", "loading", "loaded", "unloaded"]
+        assert told[0]["b"] == ["unloaded", "loading", "failed", "model_remove"]
+        assert told[1] == {"a": told[0]["a"]}
+
+
+@async_test
+async def test_a_silent_stream_of_events_says_that_it_lives(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("manta.cluster.http.endpoints.loading.KEEP_ALIVE_S", 0.001)
+    async with world_of(on_demand("a")) as world:
+        ingress = await ready(world)
+        following = asyncio.ensure_future(ingress.ask("GET", "/models/sse"))
+        await asyncio.sleep(0.02)
+        ingress.app.begin_drain()
+        assert [line[:1] for line in (await following).text.splitlines() if line][:2] == ["d", ":"]
+
+
+@async_test
 async def test_a_model_of_the_start_stays() -> None:
     config = ServeConfig()
     table = Models()
@@ -462,6 +624,136 @@ async def test_a_model_of_the_start_stays() -> None:
             assert (await client.post("/models/load", json={"model": "fixed"})).json() == {"success": True}
             refused = await client.post("/models/unload", json={"model": "fixed"})
             assert (refused.status_code, refused.json()["error"]["param"]) == (400, "model")
+
+
+@async_test
+async def test_operators_change_the_list_of_models_while_it_is_served() -> None:
+    root, folder = str(checkpoint("llama").parent), checkpoint("llama").name
+    async with world_of(on_demand("a")) as world:
+        ingress, other = await ready(world, model_roots=(root,)), await ready(world, model_roots=(root,))
+        stream = asyncio.ensure_future(ingress.text("a"))
+        entry = {"name": "kept", "engine": {"model": folder, "dtype": "float32"}}
+        assert (await ingress.ask("POST", "/v1/models", **entry)).json() == {"id": "kept", "object": "model"}
+        assert "kept" in await other.states()
+        assert (await ingress.ask("POST", "/models", **entry)).status_code == 200, "it is there as it is to be"
+        later = {"name": "later", "on_demand": True, "engine": {"model": str(checkpoint("llama"))}}
+        assert (await other.ask("POST", "/v1/models", **later)).status_code == 200
+        assert (await ingress.states())["later"] == "unloaded"
+        assert await ingress.text("later") == "manta.later manta.later "
+        changed = await ingress.ask("PATCH", "/v1/models/later", aliases=["l"])
+        assert changed.json() == {"id": "later", "object": "model"}
+        while (await other.states()).get("l") != "loaded":
+            await asyncio.sleep(0)
+        assert await other.text("l") == "manta.later manta.later "
+
+        while (await ingress.states())["kept"] != "loaded":
+            await asyncio.sleep(0)
+        last = asyncio.ensure_future(ingress.text("kept"))
+        for _ in range(TURNS):
+            await asyncio.sleep(0)
+        removed = await other.ask("DELETE", "/v1/models/kept")
+        assert removed.json() == {"id": "kept", "object": "model", "deleted": True}
+        for each in (ingress, other):
+            refused = await each.ask("POST", "/v1/completions", model="kept", prompt="a")
+            assert (refused.status_code, refused.json()["error"]["code"]) == (404, "model_not_found")
+        assert await last == "manta.kept manta.kept ", "its engines stay until it has ended"
+        await until(lambda: "manta.kept" not in world.applications)
+        assert await stream == "manta.a manta.a "
+        assert [*await ingress.states()] == ["a", "later", "l"]
+
+
+@async_test
+async def test_what_operators_may_send_is_bounded(tmp_path: pathlib.Path) -> None:
+    """Paths lie below the roots wherever links lead. What runs code or opens addresses comes from files alone."""
+    root = tmp_path / "models"
+    (root / "empty").mkdir(parents=True)
+    (root / "out").symlink_to(checkpoint("llama"))
+    (root / "notes.txt").write_text("")
+    async with world_of(on_demand("a")) as world:
+        ingress = await ready(world, model_roots=(str(root),), api_keys=KEYS, operator_keys=("operator",))
+        bare = await ready(world)
+        for engine, status, field in (
+            ({"model": "/etc"}, 400, "engine.model"),
+            ({"model": ".."}, 400, "engine.model"),
+            ({"model": "out"}, 400, "engine.model"),
+            ({"model": "a\0"}, 400, "engine.model"),
+            ({"model": "org/of-the-hub"}, 404, "engine.model"),
+            ({"model": "notes.txt"}, 404, "engine.model"),
+            ({"model": "empty", "tokenizer": "/etc"}, 400, "engine.tokenizer"),
+            ({"model": "empty", "speculative": {"draft_model": "/etc"}}, 400, "engine.speculative.draft_model"),
+            ({"model": "empty", "logits_processors": {"x": "os:system"}}, 400, "engine.logits_processors"),
+            ({"model": "empty", "adapter_roots": ["/"]}, 400, "engine.adapter_roots"),
+            ({"model": "empty", "kv_events": {"endpoint": "tcp://*:5557"}}, 400, "engine.kv_events"),
+            ({"model": "empty", "max_model_length": 3}, 400, None),
+            ({"model": 5}, 400, None),
+            ({"dtype": "float32"}, 400, "engine.model"),
+        ):
+            refused = await ingress.ask("POST", "/v1/models", OPERATOR, name="x", engine=engine)
+            assert (refused.status_code, refused.json()["error"]["param"]) == (status, field), engine
+        for method, path, body in (
+            ("POST", "/v1/models", {"engine": {"model": "empty"}}),
+            ("PATCH", "/v1/models/a", {"aliases": ["x"]}),
+            ("DELETE", "/v1/models/a", {}),
+        ):
+            refused = await ingress.ask(method, path, CLIENT, **body)
+            assert (refused.status_code, refused.json()["error"]["code"]) == (403, "operators_only")
+        refused = await ingress.ask("POST", "/v1/models", OPERATOR, model="owner/repository:Q4_K_M")
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, "model")
+        refused = await ingress.ask("POST", "/v1/models", OPERATOR, name="x\n", engine={"model": "demo"})
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, "name")
+        assert (await ingress.ask("PATCH", "/v1/models/z", OPERATOR, aliases=["y"])).status_code == 404
+        refused = await bare.ask("POST", "/v1/models", engine={"model": "empty"})
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, "engine.model")
+        assert world.kept.changes.of == {}
+        demo = {"engine": {"model": "demo"}, "on_demand": True}
+        assert (await ingress.ask("POST", "/v1/models", OPERATOR, **demo)).json()["id"] == "demo"
+
+
+@async_test
+async def test_ollamas_clients_pull_what_is_here_and_operators_delete() -> None:
+    async with world_of(on_demand("a", "alias"), on_demand("b")) as world:
+        ingress = await ready(world, api_keys=KEYS, operator_keys=("operator",))
+        for name in ("a", "alias:latest"):
+            pulled = await ingress.ask("POST", "/api/pull", CLIENT, model=name)
+            assert [json.loads(line)["status"] for line in pulled.text.splitlines()] == ["pulling manifest", "success"]
+        assert (await ingress.ask("POST", "/api/pull", CLIENT, model="a", stream=False)).json() == {"status": "success"}
+        for stream in (True, False):
+            refused = await ingress.ask("POST", "/api/pull", OPERATOR, model="llama3.2", stream=stream, insecure=False)
+            assert (refused.status_code, [*refused.json()]) == (400, ["error"])
+            assert "manta models add" in refused.json()["error"], "Ollama's clients show it"
+        for name, status in (("alias", 400), ("c", 404)):
+            assert (await ingress.ask("DELETE", "/api/delete", OPERATOR, model=name)).status_code == status
+        assert (await ingress.ask("DELETE", "/api/delete", CLIENT, model="a")).status_code == 403
+        deleted = await ingress.ask("DELETE", "/api/delete", OPERATOR, model="a:latest")
+        assert (deleted.status_code, deleted.content) == (200, b"")
+        assert ([state.model_name for state in ingress.table], world.deployed) == (["b"], [])
+
+
+@async_test
+async def test_a_server_of_one_model_changes_none() -> None:
+    config = ServeConfig()
+    application: Any = HttpApp(config, Tokenizer(checkpoint("llama")), RepeatingEngines(), Metrics("demo"))
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(application), base_url="http://localhost") as client:
+        for method, path in (("POST", "/v1/models"), ("PATCH", "/v1/models/demo"), ("DELETE", "/v1/models/demo")):
+            refused = await client.request(method, path, json=None if method == "DELETE" else {})
+            assert (refused.status_code, refused.json()["error"]["param"]) == (400, "model")
+
+
+def test_every_option_that_is_a_text_is_a_path_or_comes_from_files() -> None:
+    """A new option of an engine that names a file, code or an address must be in one of the two lists."""
+
+    def structs_in(kind: Any) -> list[Any]:
+        kinds = (kind, *typing.get_args(kind))
+        return [each for each in kinds if isinstance(each, type) and issubclass(each, msgspec.Struct)]
+
+    def texts(kind: Any, path: str = "") -> Iterator[str]:
+        for field in msgspec.structs.fields(kind):
+            if not structs_in(field.type) and "str" in repr(field.type):
+                yield f"{path}{field.name}"
+            for each in structs_in(field.type):
+                yield from texts(each, f"{path}{field.name}.")
+
+    assert {each for each in texts(EngineConfig) if each.partition(".")[0] not in FROM_FILES_ONLY} == {*PATHS}
 
 
 # ---- configuration --------------------------------------------------------------------------------------------------
@@ -501,12 +793,26 @@ def test_a_folder_is_a_list_of_models(folder: pathlib.Path) -> None:
         ({"models_dir": "{folder}", "models": [{"name": "llama"}]}, "'llama' is a name of llama and of llama"),
         ({"models": [{"name": "a", "on_demand": True}], "max_loaded_models": 0}, "max_loaded_models"),
         ({"models": [{"name": "a", "on_demand": True}], "min_loaded_s": -1}, "min_loaded_s"),
+        ({"models": [{"name": "a", "on_demand": True}], "max_loaded_bytes": "1GB"}, "kv_cache_bytes"),
+        ({"models_dir": "{folder}", "max_loaded_bytes": "1GB"}, "kv_cache_bytes"),
     ],
 )
 def test_a_folder_that_cannot_be_served_is_refused(options: dict[str, Any], words: str, folder: pathlib.Path) -> None:
     given = {name: value.format(folder=folder) if isinstance(value, str) else value for name, value in options.items()}
     with pytest.raises(ValueError, match=words):
         with_models_dir(load_config(None, given))
+
+
+def test_an_engine_takes_its_weights_and_its_caches() -> None:
+    folder = checkpoint("llama")
+    weights = sum(tensor.size * 4 for tensor in load_file(folder / "model.safetensors").values())
+    engine = EngineConfig(model=str(folder), dtype="float32", kv_cache_bytes=1000)
+    assert engine_bytes(engine) == weights + 1000
+    assert engine_bytes(msgspec.structs.replace(engine, tensor_parallel_size=2)) == weights + 2000
+    drafts = SpeculativeConfig(proposers=("draft",), draft_model=str(folder))
+    assert engine_bytes(msgspec.structs.replace(engine, speculative=drafts)) == 2 * weights + 1000
+    with pytest.raises(ValueError, match="kv_cache_bytes"):
+        engine_bytes(msgspec.structs.replace(engine, kv_cache_bytes=None))
 
 
 def test_the_default_model_may_be_on_demand() -> None:
