@@ -170,7 +170,7 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     GGUF file. It is read when the server starts.
     """
     model_roots: tuple[str, ...] = ()
-    """Folders below which operators may name models that they add while the server runs (`manta models add`). A path
+    """Folders below which operators may name models that they add while the server runs (`POST /v1/models`). A path
     whose links lead out of them is refused. If the list is empty, operators change and remove models, and add only
     `demo`.
     """

@@ -394,13 +394,7 @@ ROUTES = (
         for_operators=True,
         logged=True,
     ),
-    Route(
-        "GET",
-        "/models/sse",
-        loading.follow,
-        "How the models fare, as events",
-        media_type=EVENTS,
-    ),
+    Route("GET", "/models/sse", loading.follow, "How the models fare, as events", media_type=EVENTS),
     Route(
         "POST",
         "/tokenize",

@@ -25,7 +25,6 @@ from ray.exceptions import RayActorError
 from manta.cluster.batch import batch_client, batch_job
 from manta.cluster.batch.journal import BatchRefused, Journal, count_lines, read_lines
 from manta.cluster.batch.line_endpoints import batch_endpoints
-from manta.cluster.batch.line_places import LinePlaces
 from manta.cluster.batch.lines import BadLine, BatchRequest, BatchResponse, BatchResult, LineKey, parse
 from manta.cluster.cli.__main__ import main
 from manta.cluster.config import EngineConfig, ServeConfig
@@ -46,7 +45,6 @@ from manta.cluster.text.tokenizer import Tokenizer
 from manta.structured.constraint import ConstraintSpec
 from manta.structured.refusals import Refusal
 from manta.workers.step import TokenLogprobs
-from tests.async_tests import async_test
 from tests.checkpoints import checkpoint
 from tests.conftest import PROVE
 from tests.local_server import Handle, until
@@ -580,33 +578,3 @@ def test_a_killed_batch_resumes_where_it_was(tmp_path: pathlib.Path, record_prop
         batch.kill(number, NUM_KILLS)
     record_property("lines before the last start", batch.num_written())
     batch.finish()
-
-
-@async_test
-async def test_the_number_of_places_may_change_while_lines_wait() -> None:
-    most = 1
-    places, order = LinePlaces(lambda: most), []
-
-    async def line(number: int) -> None:
-        await places.acquire()
-        order.append(number)
-
-    tasks = [asyncio.ensure_future(line(number)) for number in range(5)]
-    await asyncio.sleep(0)
-    assert order == [0]
-    tasks[1].cancel()
-    places.release()
-    await asyncio.sleep(0)
-    assert order == [0, 2], "who waits no more takes no place"
-    most = 2
-    places.release()
-    for _ in range(2):
-        await asyncio.sleep(0)
-    assert order == [0, 2, 3, 4]
-    late = asyncio.ensure_future(line(5))
-    await asyncio.sleep(0)
-    places.release()
-    late.cancel()  # it gets its place in the same turn, and gives it back
-    await asyncio.gather(late, return_exceptions=True)
-    await places.acquire()
-    assert all(task.done() for task in tasks)

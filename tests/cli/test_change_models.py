@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 
-from manta.cluster.cli import change_models
 from manta.cluster.cli.__main__ import main
 
 KEY = "a-secret-of-the-test-1"
@@ -62,7 +61,7 @@ def card(name: str, **fields: Any) -> dict[str, Any]:
 def port(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     Server.asked, Server.keys, Server.refusal = [], [], None
     Server.cards = [card("qwen", state="loaded")]
-    monkeypatch.setattr(change_models, "POLL_S", 0.0)
+    monkeypatch.setattr("time.sleep", lambda _: None)
     monkeypatch.setenv("MANTA_API_KEY", KEY)
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Server)
     threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()

@@ -79,11 +79,11 @@ async def unload(state: AppState, exchange: Exchange, body: ModelRequest) -> Beg
 
 async def follow(state: AppState, exchange: Exchange, _: None) -> None:
     """Sends how each model fares, and then each change, until the client leaves or this replica drains."""
-    await exchange.reply.send_events(_events(state, exchange.caller))
+    await exchange.reply.send_events(model_events(state, exchange.caller))
 
 
-async def _events(state: AppState, caller: Caller) -> AsyncIterator[bytes]:
-    """Yields events about the models that a client may use. What changed back before it was sent is left out."""
+async def model_events(state: AppState, caller: Caller, keep_alive_s: float = KEEP_ALIVE_S) -> AsyncIterator[bytes]:
+    """Yields events about the models that a client may use. A change that is undone before it was sent is left out."""
     told: dict[str, ModelStatus] = {}
     while not state.drains:
         news, found = state.models.news, _statuses(state, caller)
@@ -94,7 +94,7 @@ async def _events(state: AppState, caller: Caller) -> AsyncIterator[bytes]:
                 yield sse_event(ModelEvent(model=name, event="status_change", data=status))
         told = found
         try:
-            async with asyncio.timeout(KEEP_ALIVE_S):
+            async with asyncio.timeout(keep_alive_s):
                 await news.wait()
         except TimeoutError:
             yield _KEEP_ALIVE
