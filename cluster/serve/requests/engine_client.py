@@ -495,7 +495,7 @@ class EngineClient(EngineQuestions):
         self._replicas.placement.lose(connection.replica)
         for run in list(self.runs.values()):
             if run.connection is connection:
-                run.lose()
+                run.lose("connection")
 
 
 def _gone() -> Unavailable:

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from typing import Literal
 
@@ -58,4 +59,5 @@ class Takeover(msgspec.Struct):
     def seconds(self) -> dict[str, float]:
         """Returns the seconds of each phase of a takeover that ends now."""
         times = self.heard, self.noticed, self.taken, time.monotonic()
-        return {phase: later - earlier for phase, earlier, later in zip(TAKEOVER_PHASES, times, times[1:], strict=True)}
+        seconds = [later - earlier for earlier, later in itertools.pairwise(times)]
+        return dict(zip(TAKEOVER_PHASES, seconds, strict=True))
