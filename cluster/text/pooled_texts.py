@@ -76,8 +76,9 @@ def _as_they_are(
     """Yields what the tokenizer makes of texts, which come with their indices, and of pairs of texts."""
     written = [_written(text, form.prompt, info) for _, text in texts]
     num_skipped = 0
-    if form.prompt and not info.includes_prompt:  # as sentence-transformers counts them: without the token at the end
-        num_skipped = len(tokenizer.encode(form.prompt, form.add_special_tokens)) - form.add_special_tokens
+    if form.prompt and not info.includes_prompt:  # as sentence-transformers counts them: without a mark at the end
+        prompt = tokenizer.encode(form.prompt, form.add_special_tokens)
+        num_skipped = len(prompt) - len(tokenizer.special_ids.intersection(prompt[-1:]))
     sequences = tokenizer.sequences(written, form.add_special_tokens)
     for (index, _), sequence, whole in zip(texts, sequences, written, strict=True):
         is_long = form.most_tokens is not None and len(sequence.token_ids) > form.most_tokens

@@ -155,6 +155,7 @@ def largest_bodies() -> list[Any]:
     return found
 
 
+@pytest.mark.few(8)
 @pytest.mark.parametrize("path", [route.path for route in ROUTES if route.body is not None])
 def test_the_largest_bodies_of_every_type_leave_the_event_loop_free(server: Server, path: str) -> None:
     for case in largest_bodies():

@@ -25,6 +25,7 @@ def cosines(left: np.ndarray, right: np.ndarray) -> np.ndarray:
     return (left * right).sum(1) / np.linalg.norm(left, axis=1) / np.linalg.norm(right, axis=1)
 
 
+@pytest.mark.few(5)
 @pytest.mark.parametrize("name", EMBEDDERS)
 def test_vectors_are_those_of_sentence_transformers(name: str) -> None:
     llm, theirs = loaded(embedder(name)), SentenceTransformer(str(embedder(name)), device="cpu")

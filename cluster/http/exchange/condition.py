@@ -27,4 +27,4 @@ class Condition(msgspec.Struct, frozen=True):
     def refusal(self, model: str) -> Refusal:
         """Returns why a model that has failed serves no request."""
         remedy = "use another model, or retry when the operator has mended it"
-        return Refusal("unavailable", cause=f"the model {model} did not start: {self.reason}", remedy=remedy)
+        return Refusal("model_failed", cause=f"the model {model} did not start: {self.reason}", remedy=remedy)
