@@ -299,8 +299,11 @@ class Engine:
         failure.
         """
         self.is_rebuilding = True
+        num_before = self.executor.num_rank_rebuilds
         try:
             self.executor.rebuild()
+            if self.executor.num_rank_rebuilds > num_before:
+                self.adapters.restore()
         except Exception as error:
             self.alive = False
             raise EngineDead(f"the ranks could not be rebuilt: {type(error).__name__}: {error}") from error

@@ -21,6 +21,7 @@ from manta.cluster.engine.state_manager import StateManager
 from manta.cluster.engine.stats import DraftCounts
 from manta.cluster.engine.step_plan import StepPlan
 from manta.cluster.engine.turns import SequenceQueue, Turns
+from manta.workers.adapter_key import AdapterKey
 from manta.workers.kv_groups import BlockNeeds
 from manta.workers.step import RowError, StateUse, StepInput, StepOutput
 
@@ -109,7 +110,7 @@ class Scheduler:
 
     def adapters_in_use(self) -> set[str]:
         """Returns the digests of the adapters of all sequences that have not ended."""
-        return {sequence.adapter for sequence in self._by_id.values() if sequence.adapter}
+        return {AdapterKey.of(sequence.adapter).digest for sequence in self._by_id.values() if sequence.adapter}
 
     # ---- arrival -----------------------------------------------------------------------------------------------
 

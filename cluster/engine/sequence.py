@@ -58,7 +58,7 @@ class Sequence:
     cache_root: bytes = b""
     """The parent of the first block's hash in the prefix cache."""
     adapter: str = ""
-    """The digest of its adapter; empty for the model alone."""
+    """The key of its adapter (`AdapterKey.text`); empty for the model alone."""
     cache_salt: str = ""
     """The client's salt of its cached prefixes; empty without one."""
     block_hashes: list[bytes] = dataclasses.field(default_factory=list)

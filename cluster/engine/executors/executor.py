@@ -98,14 +98,16 @@ class Executor(Protocol):
         ...
 
     def read_adapter(self, path: str) -> ReadAdapter:
-        """Reads the adapter in a folder, for `hold_adapter`. Any thread may call it, also while steps run. Raises
-        `ModelError` if the adapter is damaged or does not fit the model. Called only if the options have
-        `adapter_roots`, as the next two.
+        """Makes all ranks read the adapter in a folder, for `hold_adapter`. Any thread may call it, also while steps
+        run. Raises `ModelError` if the adapter is damaged or does not fit the model, and `ConnectionError` if a rank is
+        lost. Called only if the options have `adapter_roots`, as the next two.
         """
         ...
 
     def hold_adapter(self, adapter: ReadAdapter) -> bool:
-        """Lets the sequences of later steps have an adapter. Returns False if there is no room for it."""
+        """Lets the sequences of later steps have an adapter. Returns False if there is no room for it. Raises
+        `ConnectionError` if the ranks that have read it are lost: read it again.
+        """
         ...
 
     def drop_adapter(self, digest: str) -> None:

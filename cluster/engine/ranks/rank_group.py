@@ -41,6 +41,8 @@ SLICE_POLL_S = 0.5
 """Seconds between two searches for a free TPU slice."""
 START_S = 60.0
 """Seconds in which an actor's process must start, before it loads anything. On a lost node it never starts."""
+ADAPTER_S = 300.0
+"""Seconds in which a rank must have read an adapter."""
 OTHER_FAILURES_S = 0.5
 """Seconds to wait for the failures of other ranks. A rank that fails to load makes the ranks that wait for it fail too,
 and its own error may arrive after theirs.
@@ -116,13 +118,22 @@ class RankGroup:
             actor.serve.remote(listener.address)
         return info, RankChannel(listener.accept(self._num_ranks))
 
+    def read_adapter(self, path: str, number: int, needed: list[int]) -> list[tuple[str, int]]:
+        """Makes every rank read an adapter (`RankActor.read_adapter`), and returns their answers. Any thread may call
+        it. Raises what a rank raises, and `RankLost` if one dies meanwhile or is not there.
+        """
+        if not self._actors:
+            raise RankLost("the ranks are being started")
+        return _results([actor.read_adapter.remote(path, number, needed) for actor in self._actors], ADAPTER_S)
+
     def _start_actor(self, placement: PlacementGroup, rank: int) -> Any:
         """Starts one actor in its bundle of the placement group, which has claimed its resources."""
         place = PlacementGroupSchedulingStrategy(placement, placement_group_bundle_index=rank)
         # An actor sees only the GPUs that it claims itself
         chips = {TPU: tpus_each(self._config)} if tpus_each(self._config) else {}
         claims: dict[str, Any] = {"num_cpus": 0, "num_gpus": gpus_each(self._config), "resources": chips}
-        actor_class: Any = ray.remote(**claims, max_restarts=0)(RankActor)
+        num_threads = 2 if self._config.adapter_roots else 1  # one serves steps, the other one reads adapters
+        actor_class: Any = ray.remote(**claims, max_restarts=0, max_concurrency=num_threads)(RankActor)
         return actor_class.options(scheduling_strategy=place).remote(self._config.num_threads)
 
     def _place(self, seconds: float) -> PlacementGroup:
@@ -190,7 +201,7 @@ def _results(references: list[Any], seconds: float | None = None) -> list[Any]:
     while pending:
         done, pending = ray.wait(pending, timeout=None if deadline is None else max(0.0, deadline - time.monotonic()))
         if not done:
-            raise RankLost(f"{len(pending)} ranks did not start within {seconds:g} s; they hang, or their node is gone")
+            raise RankLost(f"{len(pending)} ranks did not answer within {seconds:g} s; they hang, or their node is gone")
         error = _error(done[0])
         if error is not None:
             raise _cause(error, pending)
@@ -212,5 +223,5 @@ def _error(reference: Any) -> Exception | None:
     except RayTaskError as error:
         return error.cause if isinstance(error.cause, Exception) else error
     except RayActorError as error:
-        return RankLost(f"a rank died while it started: {error}")
+        return RankLost(f"a rank died meanwhile: {error}")
     return None

@@ -118,7 +118,8 @@ class Body(Protocol):
         ...
 
 
-AnyBody = TypeVar("AnyBody", bound=Body)
+AnyBody = TypeVar("AnyBody", bound="Body | list[Any]")
+"""A body, or a list of structs, which its handler checks."""
 
 
 def decode(kind: type[AnyBody], body: bytes, limits: BodyLimits = _LIMITS) -> AnyBody:
@@ -138,8 +139,13 @@ def decode(kind: type[AnyBody], body: bytes, limits: BodyLimits = _LIMITS) -> An
     except RecursionError as error:
         raise RequestRefused(TOO_DEEP) from error
     check_lists(request, limits)
-    request.check()
+    _check(request)
     return request
+
+
+def _check(request: Body | list[Any]) -> None:
+    if not isinstance(request, list):
+        request.check()
 
 
 @functools.cache

@@ -17,6 +17,7 @@ from manta.cluster.engine.request import EngineRequest
 from manta.cluster.errors import RequestRefused, ServingError, error_of
 from manta.cluster.http.access.request_admission import GenerationBody, max_output_tokens, session_of
 from manta.cluster.http.exchange.answers import Answer, ChatAnswer, CompletionAnswer
+from manta.cluster.http.exchange.chosen_adapter import chosen_adapter
 from manta.cluster.http.exchange.engines import UNMETERED, Generation, GenerationRequest
 from manta.cluster.http.exchange.exchange import GenerationExchange
 from manta.cluster.http.exchange.prompts import aside, encode, encode_all, num_kept_tokens
@@ -163,8 +164,8 @@ async def generate(
     """
     try:
         params = await _enforceable(exchange, params, not_carried)
-        exchange.adapter = state.admission.check_model(request.model)
-        exchange.adapter_digest = await state.adapter_digest(exchange.adapter)
+        chosen = await chosen_adapter(state, request.model, request.lora, exchange.caller)
+        exchange.adapter, exchange.adapter_key = chosen
         asked = _engines_request(state, exchange, prompts, params, request, shown_ids)
         asked = msgspec.structs.replace(asked, thinking=[*thinking], scored_from=[*scored_from])
         streams = bool(request.stream)
@@ -223,7 +224,7 @@ def _engines_request(
         session=session_of(exchange.headers),
         traceparent=exchange.traceparent,
         cache_root=state.prefix_scope.root(exchange.caller.owner, request.cache_salt),
-        adapter=exchange.adapter_digest,
+        adapter=exchange.adapter_key,
         cache_salt=request.cache_salt or "",
     )
     chat = isinstance(request, ChatCompletionRequest)

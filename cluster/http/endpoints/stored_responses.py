@@ -137,7 +137,7 @@ class Keeping:
     def _store(self, response: ResponseObject, opening: bytes | None = None) -> None:
         assert self._kept is not None
         state, owner = self._state, self._exchange.caller.owner
-        root = chain_root(state.prefix_scope.root(owner, self.cache_salt), self._exchange.adapter_digest)
+        root = chain_root(state.prefix_scope.root(owner, self.cache_salt), self._exchange.adapter_key)
         hashes = _block_hashes(state, root, self.prompt)
         self._kept.create(owner, StoredResponse(response, self._items, opening, hashes))
 
