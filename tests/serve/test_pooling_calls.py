@@ -65,7 +65,7 @@ def test_what_every_engine_is_asked_each_kind_answers() -> None:
         for node in ast.walk(modules("manta.cluster.serve.requests")[engine_client.__name__])
         if isinstance(node, ast.Call) and getattr(node.func, "attr", None) in ("broadcast", "_ask_all")
         for argument in node.args[:1]
-        if isinstance(argument, ast.Constant)
+        if isinstance(argument, ast.Constant) and isinstance(argument.value, str)
     }
     assert {"connect", "stats", "drop_kept"} <= methods
     of_adapters = {"read_adapter"}  # which a model that pools has none of

@@ -133,7 +133,8 @@ class RankGroup:
         chips = {TPU: tpus_each(self._config)} if tpus_each(self._config) else {}
         claims: dict[str, Any] = {"num_cpus": 0, "num_gpus": gpus_each(self._config), "resources": chips}
         num_threads = 2 if self._config.adapter_roots else 1  # one serves steps, the other one reads adapters
-        actor_class: Any = ray.remote(**claims, max_restarts=0, max_concurrency=num_threads)(RankActor)
+        options = claims | {"max_restarts": 0, "max_concurrency": num_threads}
+        actor_class: Any = ray.remote(**options)(RankActor)
         return actor_class.options(scheduling_strategy=place).remote(self._config.num_threads)
 
     def _place(self, seconds: float) -> PlacementGroup:
@@ -201,7 +202,7 @@ def _results(references: list[Any], seconds: float | None = None) -> list[Any]:
     while pending:
         done, pending = ray.wait(pending, timeout=None if deadline is None else max(0.0, deadline - time.monotonic()))
         if not done:
-            raise RankLost(f"{len(pending)} ranks did not answer within {seconds:g} s; they hang, or their node is gone")
+            raise RankLost(f"{len(pending)} ranks did not answer within {seconds:g} s; they hang, or a node is gone")
         error = _error(done[0])
         if error is not None:
             raise _cause(error, pending)

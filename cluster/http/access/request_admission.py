@@ -149,7 +149,7 @@ def _check(request: Body | list[Any]) -> None:
 
 
 @functools.cache
-def _decoder(kind: type[Any]) -> msgspec.json.Decoder[Any]:
+def _decoder(kind: Any) -> msgspec.json.Decoder[Any]:
     return msgspec.json.Decoder(kind)
 
 
