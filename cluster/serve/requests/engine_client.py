@@ -465,6 +465,7 @@ class EngineClient(EngineQuestions):
         self._replicas.placement.end(request_id)
 
     def _on_outputs(self, outputs: list[SequenceOutput], connection: Connection) -> None:
+        has_gone_away = connection.is_away and self._replicas.is_good(connection.replica)
         self._replicas.hear(connection.replica, connection.is_away)
         for output in outputs:
             run = self.runs.get(output.request_id)
@@ -472,7 +473,7 @@ class EngineClient(EngineQuestions):
                 run.receive(output, connection)
             elif output.finish is None:  # it was given up before an engine had it, in a call of several
                 connection.send(Control(output.request_id))
-        if connection.is_away:
+        if has_gone_away:
             self._watch.move()
 
     def _on_report(self, report: Report, connection: Connection) -> None:
