@@ -129,6 +129,10 @@ class EngineQuestions:
         """Requests that wait here for an engine to start."""
         return self._waker.num_held
 
+    def hold_at_most(self, max_held: int) -> None:
+        """Changes the number of requests that may wait here for an engine to start."""
+        self._waker.hold_at_most(max_held)
+
     def is_any_good(self) -> bool:
         """Returns whether some replica can take requests."""
         return any(map(self._replicas.is_any_good, self._handles))
