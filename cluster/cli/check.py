@@ -201,8 +201,8 @@ def check_model(engine: EngineConfig) -> CheckReport:
     if engine.device == "tpu":
         check_options(engine, "tpu")
         return _check_on_tpu(engine)
-    from manta.workers.adapters.adapter_files import describe_adapters
     from manta.workers.platforms import choose_platform
+    from manta.workers.torch_worker.adapter_fit import check_adapters_fit
     from manta.workers.torch_worker.loader import check_tensors
 
     folder = resolve_model_folder(engine.model)
@@ -220,6 +220,7 @@ def check_model(engine: EngineConfig) -> CheckReport:
         raise ModelError(str(error)) from error
     draft = _draft_config(engine)
     check_options(engine, platform.name, model, draft, platform.advice)
+    adapters = check_adapters_fit(folder, model, engine.adapters, engine.max_adapter_bytes)
     for each in (model, draft):
         if each is not None:
             check_variants(each, platform.name)
@@ -270,7 +271,7 @@ def check_model(engine: EngineConfig) -> CheckReport:
         unquantized=None if tally is None or tally.stored is None else tally.stored.describe_unquantized() or None,
         dtype=dtype,
         weights=describe_kept(engine.weights),
-        adapters=describe_adapters(engine.adapters, engine.max_adapter_bytes),
+        adapters=adapters,
         device=platform.name,
         num_threads=engine.num_threads or num_cores(),
         weight_bytes=weights,

@@ -32,6 +32,7 @@ from manta.cluster.http.endpoints import (
 )
 from manta.cluster.http.exchange.state import Route
 from manta.cluster.http.exchange.uploads import UploadForm
+from manta.cluster.protocol.adapter_scales import AdapterScale
 from manta.cluster.protocol.anthropic import CountTokensRequest, MessageAnswer, MessagesRequest, TokenCount
 from manta.cluster.protocol.batches_api import Batch, FileObject
 from manta.cluster.protocol.decisions import Decision, DecisionRequest
@@ -368,6 +369,28 @@ ROUTES = (
         alias="/unload_lora_adapter",
         body=adapters.UnloadAdapterRequest,
         answer=adapters.AdaptersAnswer,
+        errors=(404, 503),
+        for_operators=True,
+        logged=True,
+    ),
+    Route(
+        "GET",
+        "/lora-adapters",
+        adapters.scales,
+        "The adapters and their scales, in llama.cpp's shape",
+        answer=list[adapters.ScaledAdapter],
+        query=adapters.ScalesQuery,
+        errors=(404, 503),
+        for_operators=True,
+    ),
+    Route(
+        "POST",
+        "/lora-adapters",
+        adapters.set_scales,
+        "Set the adapter of requests that name the model itself",
+        body=list[AdapterScale],
+        answer=adapters.ScalesSet,
+        query=adapters.ScalesQuery,
         errors=(404, 503),
         for_operators=True,
         logged=True,

@@ -14,7 +14,7 @@ from ray.serve._private.common import DeploymentID
 from ray.serve.exceptions import DeploymentUnavailableError
 
 from manta.cluster.config import EngineConfig, ServeConfig
-from manta.cluster.engine.adapter_table import AdapterTable, LoadedAdapter
+from manta.cluster.engine.adapter_table import AdapterTable, AppliedAdapter, LoadedAdapter
 from manta.cluster.errors import ServingError, Unavailable
 from manta.cluster.http.access.model_names import ModelNames
 from manta.cluster.serve.adapters import adapter_registry
@@ -69,9 +69,14 @@ async def test_every_ingress_knows_a_load_when_it_is_answered() -> None:
     assert (second.paths, second.digest_of("a")) == ({"a": "/one"}, "digest of /one")
     await second.load("a", "/two", in_place=True)
     assert first.digest_of("a") == "digest of /two"
+    await first.apply(AppliedAdapter("a", 0.5))
+    assert second.applied == AppliedAdapter("a", 0.5)
+    await second.load("b", "/b", in_place=False)
+    assert first.applied == AppliedAdapter("a", 0.5)
     await second.unload("a")
     assert first.digest_of("a") is None
-    assert told == [["a"], ["a"], []]
+    assert first.applied is None
+    assert told == [["a"], ["a"], ["a"], ["a", "b"], ["b"]]
 
 
 @pytest.mark.parametrize(

@@ -118,7 +118,8 @@ class Body(Protocol):
         ...
 
 
-AnyBody = TypeVar("AnyBody", bound=Body)
+AnyBody = TypeVar("AnyBody", bound="Body | list[Any]")
+"""A body, or a list of structs, which its handler checks."""
 
 
 def decode(kind: type[AnyBody], body: bytes, limits: BodyLimits = _LIMITS) -> AnyBody:
@@ -138,12 +139,17 @@ def decode(kind: type[AnyBody], body: bytes, limits: BodyLimits = _LIMITS) -> An
     except RecursionError as error:
         raise RequestRefused(TOO_DEEP) from error
     check_lists(request, limits)
-    request.check()
+    _check(request)
     return request
 
 
+def _check(request: Body | list[Any]) -> None:
+    if not isinstance(request, list):
+        request.check()
+
+
 @functools.cache
-def _decoder(kind: type[Any]) -> msgspec.json.Decoder[Any]:
+def _decoder(kind: Any) -> msgspec.json.Decoder[Any]:
     return msgspec.json.Decoder(kind)
 
 

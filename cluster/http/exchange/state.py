@@ -23,7 +23,7 @@ from manta.cluster.config import ServeConfig
 from manta.cluster.engine.stats import EngineStats
 from manta.cluster.errors import refuse
 from manta.cluster.http.access.prefix_scope import PrefixScope
-from manta.cluster.http.access.request_admission import Admission, Body, Caller
+from manta.cluster.http.access.request_admission import Admission, Caller
 from manta.cluster.http.exchange.apart import Apart
 from manta.cluster.http.exchange.condition import Condition
 from manta.cluster.http.exchange.engines import Engines
@@ -95,8 +95,8 @@ class Route:
     _: dataclasses.KW_ONLY
     alias: str | None = None
     """Another path at which it is found, as on other servers."""
-    body: type[Body] | None = None
-    """Type to which the body is decoded and checked before the handler is called."""
+    body: type[Any] | None = None
+    """Type to which the body is decoded and checked before the handler is called: a `Body`, or a list."""
     answer: Any = None
     """Type of the JSON answer, if there is one."""
     form: type | None = None
@@ -346,9 +346,7 @@ class AppState:
         self._model = None
 
     async def adapter_digest(self, name: str) -> str:
-        """Returns the digest of an adapter's values; empty for the model alone."""
-        if not name:
-            return ""
+        """Returns the digest of an adapter's values."""
         digest = None if self.loaded_adapters is None else self.loaded_adapters.digest_of(name)
         if digest is not None:
             return digest

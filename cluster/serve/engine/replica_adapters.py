@@ -42,6 +42,7 @@ class ReplicaAdapters:
         self._engine = engine
         self._thread = thread
         self._registry = registry
+        engine.adapters.find = self._find
         self._copies = AdapterCopies(registry.server, config.max_adapter_bytes)
         self._table = AdapterTable()
         self._loading: dict[str, float] = {}
@@ -115,15 +116,20 @@ class ReplicaAdapters:
                 refuse("over_limit", "lora_path", adapter.num_bytes, room, remedy, unit="bytes")
             self._loading[adapter.digest] = time.monotonic() + LOADING_S
             self._copies.keep(folder, adapter.digest)
+            self._thread.call(self._engine.adapters.hold, adapter).result()
         except ModelError as error:
             refuse("unfit", "lora_path", path, cause=str(error))
+        except ConnectionError as error:
+            remedy = "load it again when the engine has restarted its ranks"
+            refuse("unavailable", "lora_path", cause=f"a rank of the engine is lost: {in_words(error)}", remedy=remedy)
         except OSError as error:
             refuse("unavailable", "lora_path", cause=f"the adapter cannot be copied to the cache: {in_words(error)}")
-        self._thread.call(self._engine.adapters.hold, adapter).result()
         return LoadedAdapter(str(folder), adapter.digest)
 
     async def find(self, digest: str) -> ReadAdapter:
-        """Reads the adapter with these values. Raises `RequestRefused` if they are gone."""
+        """Reads the adapter with these values. Raises `RequestRefused` if they are gone, and `ConnectionError` if a
+        rank is.
+        """
         return await asyncio.get_running_loop().run_in_executor(self._reader, self._find, digest)
 
     def _find(self, digest: str) -> ReadAdapter:
@@ -149,6 +155,8 @@ class ReplicaAdapters:
                     if folder != copy:
                         self._copies.keep(folder, digest)
                     return adapter
+            except ConnectionError:
+                raise
             except (ModelError, OSError) as error:
                 logger.warning("%s cannot be served: %s", folder, error)
         return None
