@@ -9,7 +9,6 @@ from manta.cluster.http.endpoints import (
     adapters,
     anthropic,
     batches,
-    changing_models,
     compaction,
     decisions,
     embeddings,
@@ -32,6 +31,7 @@ from manta.cluster.http.endpoints import (
 )
 from manta.cluster.http.exchange.state import Route
 from manta.cluster.http.exchange.uploads import UploadForm
+from manta.cluster.http.model_routes import MODEL_ROUTES
 from manta.cluster.protocol.adapter_scales import AdapterScale
 from manta.cluster.protocol.anthropic import CountTokensRequest, MessageAnswer, MessagesRequest, TokenCount
 from manta.cluster.protocol.batches_api import Batch, FileObject
@@ -316,39 +316,7 @@ ROUTES = (
     Route("DELETE", "/v1/streams/{stream_id}", streams.delete, "End it", answer=streams.StreamDeleted, errors=(404,)),
     Route("GET", "/v1/models", models.list_models, "The models served", alias="/models", answer=models.ModelList),
     Route("GET", "/v1/models/{model}", models.one_model, "One model", answer=models.ModelCard, errors=(404,)),
-    Route(
-        "POST",
-        "/v1/models",
-        changing_models.add,
-        "Serve another model",
-        alias="/models",
-        body=changing_models.ModelFields,
-        answer=changing_models.ModelChanged,
-        errors=(404, 409, 503),
-        for_operators=True,
-        logged=True,
-    ),
-    Route(
-        "PATCH",
-        "/v1/models/{model}",
-        changing_models.update,
-        "Change a model",
-        body=changing_models.ModelFields,
-        answer=changing_models.ModelChanged,
-        errors=(404, 409, 503),
-        for_operators=True,
-        logged=True,
-    ),
-    Route(
-        "DELETE",
-        "/v1/models/{model}",
-        changing_models.remove,
-        "Serve a model no more",
-        answer=changing_models.ModelDeleted,
-        errors=(400, 404, 503),
-        for_operators=True,
-        logged=True,
-    ),
+    *MODEL_ROUTES,
     Route(
         "POST",
         "/v1/load_lora_adapter",
