@@ -94,7 +94,9 @@ class EngineRequest(msgspec.Struct, kw_only=True, array_like=True):
     `params` holds its seed.
     """
     num_prompt_logprobs: int = 0
-    """Prompt positions whose log-probabilities the other engine reported."""
+    """Leading prompt positions whose log-probabilities nobody needs, or another engine reported. Position 0 is that of
+    the second token.
+    """
     traceparent: str = ""
     """The parent of the engine's spans, in W3C's `traceparent` format; empty without tracing."""
     reads_whole: bool = False

@@ -209,9 +209,9 @@ class Scheduler:
         self._turns.reach(sequence)
         if sequence.num_cached_tokens is None:
             sequence.num_cached_tokens = sequence.num_computed_tokens
-            if sequence.params.prompt_logprobs is None:
-                self.prefix_cache_queries += sequence.num_prompt_tokens
-                self.prefix_cache_hits += sequence.num_cached_tokens
+            may_read_all = sequence.params.prompt_logprobs is None
+            self.prefix_cache_queries += sequence.num_prompt_tokens if may_read_all else sequence.num_prompt_logprobs
+            self.prefix_cache_hits += sequence.num_cached_tokens
         self.running.add(sequence)
 
     def _fork(self, plan: StepPlan, parent: Sequence, row: int) -> None:

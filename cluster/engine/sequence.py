@@ -89,7 +89,9 @@ class Sequence:
     num_cached_tokens: int | None = None
     """Prompt tokens found in the prefix cache at the first admission; None before it."""
     num_prompt_logprobs: int = 0
-    """Prompt positions whose log-probabilities were reported; a recomputed prompt does not report them again."""
+    """Leading prompt positions whose log-probabilities were reported, or are not wanted. A recomputed prompt does not
+    report them again.
+    """
     draft_token_ids: list[int] = dataclasses.field(default_factory=list)
     draft_proposer: str = ""
     num_accepted_drafts: int = 0

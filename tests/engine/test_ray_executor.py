@@ -36,7 +36,8 @@ from manta.cluster.engine.ranks.claims import (
     with_device,
 )
 from manta.cluster.engine.ranks.deadline import FACTOR, NUM_RECENT, StepDeadline, StepTimes
-from manta.cluster.engine.ranks.rank_group import RankGroup
+from manta.cluster.engine.ranks.rank_channel import RankLost
+from manta.cluster.engine.ranks.rank_group import RankGroup, ReloadTimes
 from manta.cluster.engine.ranks.rank_messages import Message, Step
 from manta.cluster.engine.ranks.ray_executor import RayExecutor
 from manta.cluster.engine.request import EngineRequest
@@ -327,9 +328,18 @@ def test_a_rank_that_hangs_is_given_up(llm: LLM, expected: list[Any], monkeypatc
         llm.step()
     os.kill(executor(llm).rank_pids[1], signal.SIGSTOP)
     monkeypatch.setattr(executor(llm).deadline, "times", StepTimes(shortest_s=1.0))
+    rebuild, was_away = executor(llm).rebuild, []
+
+    def note_and_rebuild() -> None:
+        was_away.append(llm.engine.executor.is_late())
+        rebuild()
+
+    monkeypatch.setattr(executor(llm), "rebuild", note_and_rebuild)
     llm.step()
     monkeypatch.undo()
     assert finish(llm, ids) == expected
+    assert was_away == [True], "requests could leave for another engine before"
+    assert not llm.engine.is_away
     assert llm.engine.stats().num_rank_rebuilds == num_rebuilds + 1
 
 
@@ -378,6 +388,30 @@ def test_unplaceable_ranks_are_explained_in_a_sentence(llm: LLM) -> None:
     )
     with pytest.raises(CannotPlace, match=words):
         RankGroup(EngineConfig(model="none", num_threads=2, tensor_parallel_size=2), placement_s=1.0).start()
+
+
+@pytest.mark.prove
+def test_a_rank_that_hangs_while_it_loads_again_is_given_up(llm: LLM, tmp_path: pathlib.Path) -> None:
+    """Its file answers no more, as on a network whose server is gone. The model comes back before the next attempt."""
+    folder = tmp_path / "model"
+    shutil.copytree(checkpoint("llama"), folder)
+    times = ReloadTimes(factor=0.1, shortest_s=0.1)
+    config = EngineConfig(model=str(folder), num_threads=1, kv_cache_bytes=1 << 22, device="cpu")
+    group = RankGroup(config, times=times)
+    info, channel = group.start()
+    channel.close()
+    file, content = folder / "config.json", (folder / "config.json").read_bytes()
+    file.unlink()
+    os.mkfifo(file)  # who opens it waits
+    with pytest.raises(RankLost):
+        group.start()
+    file.unlink()
+    file.write_bytes(content)
+    group.times = ReloadTimes()
+    again, channel = group.start()
+    assert again.num_blocks == info.num_blocks
+    channel.close()
+    group.stop()
 
 
 def test_model_errors_are_reported_as_without_ranks(llm: LLM, tmp_path: pathlib.Path) -> None:

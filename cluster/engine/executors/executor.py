@@ -77,6 +77,10 @@ class Executor(Protocol):
         """Returns at once whether a rank is known to have died. Called between two steps; raises nothing."""
         ...
 
+    def is_late(self) -> bool:
+        """Returns at once whether a step takes so long that a rank may hang. Any thread may call it."""
+        ...
+
     def restore_blocks(self, parts: Sequence[BlockPart]) -> list[bool]:
         """Fills blocks and slots from the ranks' prefix stores, behind the steps under way. Returns for each part
         whether every rank had it; none if a rank is lost. Called only if `ModelInfo.prefix_store` is set.
@@ -154,6 +158,9 @@ class SynchronousExecutor:
         raise NotImplementedError
 
     def has_lost_ranks(self) -> bool:
+        return False
+
+    def is_late(self) -> bool:
         return False
 
     def restore_blocks(self, parts: Sequence[BlockPart]) -> list[bool]:

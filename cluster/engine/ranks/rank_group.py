@@ -49,19 +49,37 @@ and its own error may arrive after theirs.
 """
 
 
+class ReloadTimes(msgspec.Struct, frozen=True, kw_only=True):
+    """Bounds of a restart, after which a rank that loads the model again counts as hung. A first start has none: a
+    model may take long to arrive.
+    """
+
+    factor: float = 10.0
+    """Multiple of the first start's time."""
+    shortest_s: float = 60.0
+    """Shortest bound in seconds, as for the start of an actor's process."""
+
+
+USUAL_TIMES = ReloadTimes()
+
+
 class RankGroup:
     """The actors of one engine's ranks. `config.num_threads` must be set; each rank gets and claims as many CPUs.
 
     The first start waits up to `placement_s` seconds for room.
     """
 
-    def __init__(self, config: EngineConfig, placement_s: float = PLACEMENT_S) -> None:
+    def __init__(
+        self, config: EngineConfig, placement_s: float = PLACEMENT_S, times: ReloadTimes = USUAL_TIMES
+    ) -> None:
+        self.times = times
         self._config = config
         self._placement_s = placement_s
         self._num_ranks = config.num_ranks
         self._placement: PlacementGroup | None = None
         self._actors: list[Any] = []
-        self._has_started = False
+        self._first_start_s: float | None = None
+        """Seconds that the first start took, without the wait for room; None before it."""
 
     def start(self) -> tuple[ModelInfo, RankChannel]:
         """Ends the present actors and starts new ones.
@@ -70,7 +88,8 @@ class RankGroup:
         meanwhile.
         """
         self._kill()
-        placement = self._place(RETURN_S if self._has_started else self._placement_s)
+        placement = self._place(self._placement_s if self._first_start_s is None else RETURN_S)
+        began = time.monotonic()
         self._actors = [self._start_actor(placement, rank) for rank in range(self._num_ranks)]
         try:
             info, channel = self._load()
@@ -81,16 +100,19 @@ class RankGroup:
         self._config = msgspec.structs.replace(
             self._config, dtype=info.dtype, kv_cache_bytes=info.kv_cache_bytes, max_model_len=info.max_model_len
         )
-        self._has_started = True
+        if self._first_start_s is None:
+            self._first_start_s = time.monotonic() - began
         return info, channel
 
     def _load(self) -> tuple[ModelInfo, RankChannel]:
         _results([actor.__ray_ready__.remote() for actor in self._actors], START_S)
-        (folder,) = _results([self._actors[0].open_folder.remote()])
-        is_one_machine = all(_results([actor.sees.remote(folder) for actor in self._actors]))
-        (group_address,) = _results([self._actors[0].open_store.remote(self._config.device, is_one_machine)])
+        times, first_s = self.times, self._first_start_s
+        seconds = None if first_s is None else max(times.shortest_s, times.factor * first_s)
+        (folder,) = _results([self._actors[0].open_folder.remote()], seconds)
+        is_one_machine = all(_results([actor.sees.remote(folder) for actor in self._actors], seconds))
+        (group_address,) = _results([self._actors[0].open_store.remote(self._config.device, is_one_machine)], seconds)
         loading = [actor.load.remote(self._config, rank, group_address) for rank, actor in enumerate(self._actors)]
-        info, *_ = _results(loading)
+        info, *_ = _results(loading, seconds)
         listener = Listener(ray.util.get_node_ip_address())
         for actor in self._actors:
             actor.serve.remote(listener.address)
@@ -111,7 +133,8 @@ class RankGroup:
         chips = {TPU: tpus_each(self._config)} if tpus_each(self._config) else {}
         claims: dict[str, Any] = {"num_cpus": 0, "num_gpus": gpus_each(self._config), "resources": chips}
         num_threads = 2 if self._config.adapter_roots else 1  # one serves steps, the other one reads adapters
-        actor_class: Any = ray.remote(**claims, max_restarts=0, max_concurrency=num_threads)(RankActor)
+        options = claims | {"max_restarts": 0, "max_concurrency": num_threads}
+        actor_class: Any = ray.remote(**options)(RankActor)
         return actor_class.options(scheduling_strategy=place).remote(self._config.num_threads)
 
     def _place(self, seconds: float) -> PlacementGroup:
@@ -179,7 +202,7 @@ def _results(references: list[Any], seconds: float | None = None) -> list[Any]:
     while pending:
         done, pending = ray.wait(pending, timeout=None if deadline is None else max(0.0, deadline - time.monotonic()))
         if not done:
-            raise RankLost(f"{len(pending)} ranks did not answer within {seconds} s; their node may have gone")
+            raise RankLost(f"{len(pending)} ranks did not answer within {seconds:g} s; they hang, or a node is gone")
         error = _error(done[0])
         if error is not None:
             raise _cause(error, pending)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import logging
+import math
 import threading
 import time
 import weakref
@@ -58,6 +59,10 @@ logger = logger_of(__name__)
 
 CONTROL_S = 60.0
 """Seconds in which a rank must answer a message other than a step. Registering a logits processor may import a lot."""
+LATE_SHARE = 0.5
+"""Share of a step's deadline after which requests leave for another engine, if there is one. If the rank answers after
+all, leaving costs less than a restart of the ranks.
+"""
 START_ATTEMPTS = 2
 """Attempts to restart the ranks after a failure, because another rank may die meanwhile."""
 
@@ -112,6 +117,8 @@ class RayExecutor(SynchronousExecutor):
         """The step whose `Sample` is still to be sent, or None."""
         self._num_tokens = 0
         """Number of tokens of the last step."""
+        self._late_at = math.inf
+        """Time at which the step under way counts as late; infinite between two steps."""
         for name, factory in self._factories.items():
             self._tell(Register(name, factory), 0)
 
@@ -139,6 +146,7 @@ class RayExecutor(SynchronousExecutor):
     def execute(self, step: StepInput) -> None:
         self._started = time.monotonic()
         self._step, self._num_tokens, self._is_asked = step, step.num_tokens, False
+        self._late_at = self._started + LATE_SHARE * self.deadline.seconds(step.num_tokens)
         self._ranks.send(Step(step, self._adopted), self._ranks.all, owing=self._ranks.followers)
 
     def is_computing(self) -> bool:
@@ -158,6 +166,7 @@ class RayExecutor(SynchronousExecutor):
         self._ranks.ask(Sample(None if masks is None else PackedMasks.of(masks)), 0)
         self._step = None
         output, *others = _outputs(self._ranks.collect(self.deadline.seconds(self._num_tokens)))
+        self._late_at = math.inf
         if step.scheduled:
             self.deadline.learn(self._num_tokens, time.monotonic() - self._started)
         self.num_rank_disagreements += sum(other.digest != output.digest for other in others)
@@ -182,6 +191,9 @@ class RayExecutor(SynchronousExecutor):
         except RankLost:
             return True
         return False
+
+    def is_late(self) -> bool:
+        return time.monotonic() > self._late_at
 
     def restore_blocks(self, parts: Sequence[BlockPart]) -> list[bool]:
         return self._move(RestoreBlocks(list(parts)), otherwise=[False] * len(parts))
@@ -260,6 +272,7 @@ class RayExecutor(SynchronousExecutor):
                 self._ranks.ask(Sample(), 0)
             self._step = None
             self._ranks.collect(self.deadline.seconds(self._num_tokens))
+            self._late_at = math.inf
             self._adopted = {}
             self._tell(Reset(), *self._ranks.all)
         except (RankLost, RankFailed) as error:

@@ -156,16 +156,18 @@ async def generate(
     shown_ids: frozenset[int] = frozenset(),
     not_carried: tuple[str, ...] = (),
     thinking: Sequence[ThinkingSection | None] = (),
+    scored_from: Sequence[int] = (),
 ) -> None:
     """Runs the prompts and sends the answer. A header of the answer names what its constraint leaves out, `not_carried`
-    included. `thinking` has the section of each prompt, if they may differ in it. Raises `ServingError` naming the
-    field of `request` if the engine refuses one of `params`.
+    included. `thinking` and `scored_from` have what `GenerationRequest` says of each prompt. Raises `ServingError`
+    naming the field of `request` if the engine refuses one of `params`.
     """
     try:
         params = await _enforceable(exchange, params, not_carried)
         chosen = await chosen_adapter(state, request.model, request.lora, exchange.caller)
         exchange.adapter, exchange.adapter_key = chosen
-        asked = _engines_request(state, exchange, prompts, params, request, shown_ids, thinking)
+        asked = _engines_request(state, exchange, prompts, params, request, shown_ids)
+        asked = msgspec.structs.replace(asked, thinking=[*thinking], scored_from=[*scored_from])
         streams = bool(request.stream)
         state.metrics.model_used(exchange.adapter)
         if exchange.span is not None:
@@ -209,7 +211,6 @@ def _engines_request(
     params: SamplingParams,
     request: GenerationBody,
     shown_ids: frozenset[int],
-    thinking: Sequence[ThinkingSection | None],
 ) -> GenerationRequest:
     sharer = exchange.caller.sharer
     engine = EngineRequest(
@@ -227,7 +228,7 @@ def _engines_request(
         cache_salt=request.cache_salt or "",
     )
     chat = isinstance(request, ChatCompletionRequest)
-    return GenerationRequest(prompts=prompts, engine=engine, chat=chat, shown_ids=shown_ids, thinking=[*thinking])
+    return GenerationRequest(prompts=prompts, engine=engine, chat=chat, shown_ids=shown_ids)
 
 
 async def _field_at_fault(

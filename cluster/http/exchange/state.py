@@ -192,8 +192,7 @@ class AppState:
         self.metrics = metrics
         self.loaded_adapters: LoadedAdapters | None = None
         """The adapters that operators load; None if the configuration lets nobody load any. `use_adapters` sets it."""
-        self.condition: Condition | None = None
-        """How one of several models fares. None for the only model of an address."""
+        self._condition: Condition | None = None
         self.is_on_demand = False
         """Whether requests load the model. `cluster/serve/fleet/` sets it."""
         self._model: ModelInfo | None = None
@@ -209,6 +208,17 @@ class AppState:
         state.admission = self.admission.of_model(config)
         state._serve(config, tokenizer, engines, metrics)
         return state
+
+    @property
+    def condition(self) -> Condition | None:
+        """How one of several models fares. None for the only model of an address."""
+        return self._condition
+
+    @condition.setter
+    def condition(self, condition: Condition) -> None:
+        if condition != self._condition:
+            self._condition = condition
+            self.models.tell_news()
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -269,14 +279,14 @@ class AppState:
 
     @contextlib.asynccontextmanager
     async def in_use(self, exchange: GenerationExchange) -> AsyncIterator[AppState]:
-        """Yields the state of this model once it is loaded. A model on demand stays loaded until the end of the `async
-        with`.
-        """
-        if self.loader is None:
-            yield self
+        """Yields the state of this model once it is loaded. The model stays until the end of the `async with`."""
+        if self.loader is not None:
+            async with self.loader.use(self.model_name, exchange.caller.sharer, exchange.remaining_s):
+                yield self.models.named(self.model_name)
             return
-        async with self.loader.use(self.model_name, exchange.caller.sharer, exchange.remaining_s):
-            yield self.models.named(self.model_name)
+        models = self.models.on_demand
+        with contextlib.nullcontext() if models is None else models.using(self.model_name):
+            yield self
 
     def all_metrics(self) -> list[Metrics]:
         """Returns the metrics of the server, and those of each of several models."""
@@ -358,10 +368,12 @@ class Models:
     def __init__(self, default_model: str | None = None) -> None:
         self._default = default_model
         self.on_demand: OnDemand | None = None
-        """Loads models on demand. `cluster/serve/` sets it if there are any."""
+        """Loads models on demand and changes the list of models. `cluster/serve/` sets it for an address of several."""
         self._states: dict[str, AppState] = {}
         self._owners: dict[str, str] = {}
         """Name of the model of each name and alias."""
+        self.news = asyncio.Event()
+        """Set when a model comes, goes or fares otherwise. From then on there is another event."""
 
     def __iter__(self) -> Iterator[AppState]:
         return iter(list(self._states.values()))
@@ -382,6 +394,11 @@ class Models:
         self._states[state.model_name] = state
         self.note_names()
 
+    def tell_news(self) -> None:
+        """Wakes up whoever follows the models."""
+        self.news.set()
+        self.news = asyncio.Event()
+
     async def settle(self) -> None:
         """Lets models whose adapters other processes may have changed unnoticed learn which ones are loaded."""
         for state in self:
@@ -392,6 +409,7 @@ class Models:
         """Removes a model by its name, if there is one. Requests under way keep its state."""
         self._states.pop(name, None)
         self.note_names()
+        self.tell_news()
 
     def note_names(self) -> None:
         """Finds out whose each name is, after the names of a model have changed. Of two models that have one, it is the

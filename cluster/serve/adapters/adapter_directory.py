@@ -23,6 +23,7 @@ from manta.cluster.engine.adapter_table import AdapterTable, AppliedAdapter, Loa
 from manta.cluster.errors import Unavailable, error_of, refuse
 from manta.cluster.serve.adapters import adapter_registry
 from manta.cluster.serve.adapters.adapter_registry import AdapterRegistry
+from manta.cluster.serve.adapters.shared_call import SharedCall
 from manta.cluster.serve.starting.start_failure import in_words
 from manta.structured.refusals import Refusal
 from manta.structured.visible_logs import logger_of
@@ -109,6 +110,7 @@ class AdapterDirectory:
         self._table = AdapterTable()
         self._is_read = False
         self._following: asyncio.Task[None] | None = None
+        self._reading = SharedCall(self._read_table)
         self._settled = time.monotonic() + settling_s
 
     @property
@@ -128,6 +130,9 @@ class AdapterDirectory:
         return None if loaded is None else loaded.digest
 
     async def refresh(self) -> None:
+        await self._reading()
+
+    async def _read_table(self) -> None:
         self._take(await asyncio.to_thread(self._registry.read))
 
     async def follow(self) -> None:

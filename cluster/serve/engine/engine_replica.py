@@ -114,7 +114,7 @@ class EngineReplica:
             self._thread.finish,
             self._on_lost_ingress,
             self._reporter.take,
-            is_away=lambda: self.engine.is_rebuilding,
+            is_away=lambda: self.engine.is_away,
             on_keep=lambda address, message: self._keeper.receive(address, message),
         )
         self._keeper = Keeper(self._sender.send_kept)
@@ -180,11 +180,11 @@ class EngineReplica:
             self._calls.discard(call)
 
     async def _beat(self) -> None:
-        """Sends heartbeats while a call is open, and until the ingresses know that the engine has rebuilt its ranks."""
+        """Sends heartbeats while a call is open, and until the ingresses know that the engine completes steps again."""
         is_away = False
         while self._calls or is_away:
             await asyncio.sleep(BEAT_S)
-            is_away = self.engine.is_rebuilding
+            is_away = self.engine.is_away
             self._sender.beat()
         self._beating = None
 

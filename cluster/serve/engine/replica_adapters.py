@@ -15,6 +15,7 @@ from manta.cluster.config import EngineConfig
 from manta.cluster.engine.adapter_table import AdapterTable, LoadedAdapter
 from manta.cluster.engine.engine import Engine
 from manta.cluster.errors import RequestRefused, ServingError, error_of, refuse
+from manta.cluster.named_paths import paths_below
 from manta.cluster.serve.adapters.adapter_registry import AdapterRegistry
 from manta.cluster.serve.engine.step_thread import StepThread
 from manta.cluster.serve.starting.start_failure import in_words
@@ -167,15 +168,7 @@ def resolve_adapter(path: str, roots: tuple[str, ...]) -> pathlib.Path:
 
     Refuses a path that leads out of the roots, whether or not anything is there, and one where neither is.
     """
-    real_roots = [os.path.realpath(root) for root in roots]
-    inside = [
-        real
-        for real in (os.path.realpath(os.path.join(root, path)) for root in roots)
-        if any(os.path.commonpath((real, root)) == root for root in real_roots)
-    ]
-    if not inside:
-        remedy = "name a folder below one of engine.adapter_roots"
-        refuse("not_allowed", "lora_path", path, roots, remedy)
+    inside = paths_below(path, roots, "lora_path", "name a folder below one of engine.adapter_roots")
     found = next((each for each in inside if os.path.isdir(each) or _is_gguf(each)), None)
     if found is None:
         refuse("unknown_object", "lora_path", path, unit="folder of an adapter")
