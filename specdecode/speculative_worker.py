@@ -36,8 +36,8 @@ from manta.workers.step import StepInput, StepOutput
 
 
 class SpeculativeWorker:
-    """Rank 0 of an engine that speculates. `target` also holds the draft model, if one is configured. A step computes
-    at most `max_num_batched_tokens`.
+    """Rank 0 of an engine that speculates. `target` also holds the draft model or draft head, if one is configured. A
+    step computes at most `max_num_batched_tokens`.
     """
 
     def __init__(self, target: SpeculationTarget, speculative: SpeculativeConfig, max_num_batched_tokens: int) -> None:
@@ -53,7 +53,7 @@ class SpeculativeWorker:
             elif name == "ngram":
                 proposers.append(NgramProposer(speculative.ngram_min, speculative.ngram_max))
             elif target.draft is not None:
-                proposers.append(DraftModel(target.draft, sequences, max_num_batched_tokens))
+                proposers.append(DraftModel(target.draft, sequences, max_num_batched_tokens, name == "mtp"))
         costs = None
         if speculative.adaptive:
             self._cost = StepCost(target.measure())
@@ -130,7 +130,7 @@ class SpeculativeWorker:
         return output
 
     def restore_blocks(self, parts: Sequence[BlockPart]) -> list[bool]:
-        """Restores parts of prefixes; a draft model has no keys and values for their blocks."""
+        """Restores parts of prefixes; a draft model or head has no keys and values for their blocks."""
         for proposer in self.chain.proposers:
             if isinstance(proposer, DraftModel):
                 proposer.overwrite([part.place for part in parts])

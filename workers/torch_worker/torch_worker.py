@@ -53,10 +53,12 @@ logger = logger_of(__name__)
 class TorchWorker:
     """Loads a rank's share of a model, with tables for steps that verify `max_draft_tokens` of each sequence.
 
-    `draft_folder` holds a draft model, which is loaded whole beside the share. Its weights take memory before the KV
-    cache is planned, and its keys and values are in blocks with the ids of the target's. Raises `ModelError` if the
-    model cannot be served within the configured memory or length, and `LogitsProcessorError` if a configured processor
-    cannot be loaded.
+    `draft_folder` holds a draft model, which is loaded whole beside the share. If `loads_draft_head`, the draft head in
+    the model's own checkpoint is loaded instead. Its weights take memory before the KV cache is planned, and its keys
+    and values are in blocks with the ids of the target's.
+
+    Raises `ModelError` if the model cannot be served within the configured memory or length, and `LogitsProcessorError`
+    if a configured processor cannot be loaded.
     """
 
     def __init__(
@@ -65,11 +67,12 @@ class TorchWorker:
         place: RankPlace = ALONE,
         max_draft_tokens: int = 0,
         draft_folder: pathlib.Path | None = None,
+        loads_draft_head: bool = False,
     ) -> None:
         phases = Phases()
         self.processors = LogitsProcessorRegistry(config.logits_processors if place.rank == 0 else {})
         platform = choose_platform(config.device, config.num_threads, config.exact)
-        sources = choose_models(config, platform, draft_folder)
+        sources = choose_models(config, platform, draft_folder, loads_draft_head)
         self.group = _open_group(place, config.tensor_parallel_size, platform)
         phases.end("config")
         values = values_for_store(config, sources.target.folder)
@@ -170,7 +173,10 @@ class TorchWorker:
         return self.runner.is_computing()
 
     def restore_blocks(self, parts: Sequence[BlockPart]) -> list[bool]:
-        return [False] * len(parts) if self._keeper is None else self._keeper.restore(parts)
+        if self._keeper is None:
+            return [False] * len(parts)
+        self.runner.clear_hidden_states([part.place for part in parts if part.group == 0])
+        return self._keeper.restore(parts)
 
     def keep_blocks(self, parts: Sequence[BlockPart]) -> list[bool]:
         return [True] * len(parts) if self._keeper is None else self._keeper.keep(parts)
