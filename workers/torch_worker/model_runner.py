@@ -8,7 +8,6 @@ are in `workers/ranks/rank_sequences.py`.
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -16,7 +15,7 @@ import torch
 from manta.structured.logits_processors import LogitsProcessorRegistry
 from manta.structured.masks import MaskBatch
 from manta.workers.adapters.adapter_bank import AdapterBank
-from manta.workers.kernels.adapter_rows import AdapterRows
+from manta.workers.kernels.adapter_rows import AdapterRows, RowAdapter
 from manta.workers.kernels.attention_metadata import copy_blocks
 from manta.workers.kernels.layer_caches import LayerStates, allocate_hidden, layer_caches
 from manta.workers.kernels.model_protocol import Model
@@ -72,7 +71,7 @@ class ModelRunner:
         self.state = self.sequences.sampling
         # Once: unbinding costs 2 us a layer and step
         self.kv_layers = layer_caches(kv_cache, layers, states)
-        self._hidden_states: torch.Tensor | None = None
+        self.hidden_states: torch.Tensor | None = None
         """Final hidden states of cached tokens, in a result of `allocate_hidden`; None if nobody reads them."""
         self.reset()
 
@@ -81,13 +80,8 @@ class ModelRunner:
         Returns the room for them, as `allocate_hidden` does. Called before the first step.
         """
         sizes = self.config.hidden_size, self.kv_cache.shape[2], self.sequences.block_size
-        self._hidden_states = allocate_hidden(*sizes, dtype, self.platform.device)
-        return self._hidden_states
-
-    def clear_hidden_states(self, block_ids: Sequence[int]) -> None:
-        """Sets the hidden states of blocks to zero, whose keys and values no step has computed."""
-        if self._hidden_states is not None and block_ids:
-            self._hidden_states[:, :, self._place_indices(list(block_ids))] = 0
+        self.hidden_states = allocate_hidden(*sizes, dtype, self.platform.device)
+        return self.hidden_states
 
     def reset(self) -> None:
         """Forgets every sequence. The weights and the KV allocation stay."""
@@ -109,8 +103,8 @@ class ModelRunner:
         self._pending.hold_places()
         self.sequences.begin(step)
         copy_blocks(self.kv_cache, step.block_copies)
-        if self._hidden_states is not None:
-            copy_blocks(self._hidden_states, step.block_copies)
+        if self.hidden_states is not None:
+            copy_blocks(self.hidden_states, step.block_copies)
         self._step = step
         self._hidden = self._forward(step) if step.scheduled else None
         self._computed = self.platform.record_event()
@@ -132,8 +126,8 @@ class ModelRunner:
         )
         metadata = self.platform.build_metadata(tokens)
         hidden = self.model.forward(self._token_ids(step), metadata, self.kv_layers)
-        if self._hidden_states is not None:
-            self._hidden_states.flatten(0, 3)[metadata.slot_mapping] = hidden
+        if self.hidden_states is not None:
+            self.hidden_states.flatten(0, 3)[metadata.slot_mapping] = hidden
         return hidden
 
     def _adapter_rows(self, members: list[int], lens: np.ndarray) -> AdapterRows | None:
@@ -142,8 +136,9 @@ class ModelRunner:
         if not adapters or adapters.keys().isdisjoint(members):
             return None
         assert self._bank is not None, "the engine refuses adapters that the ranks do not hold"
-        numbers = [self._bank.number_of(adapters[each]) if each in adapters else None for each in members]
-        return AdapterRows.of_sequences(numbers, lens)
+        keys = [adapters.get(each) for each in members]
+        of_rows = [None if key is None else RowAdapter(self._bank.number_of(key.digest), key.scale) for key in keys]
+        return AdapterRows.of_sequences(of_rows, lens)
 
     def _token_ids(self, step: StepInput) -> torch.Tensor:
         """Returns the input ids of the flat batch, int64 [num_tokens]."""
