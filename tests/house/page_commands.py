@@ -453,6 +453,7 @@ COMMANDS: dict[str, Callable[[str, Manual], None]] = {
     "manta serve --set 'engine.speculative={proposers: [forced, ngram, draft], draft_model: configs/demo/draft}'": (
         starts_a_server
     ),
+    "manta serve Qwen/Qwen3.5-4B --set 'engine.speculative={proposers: [forced, ngram, mtp]}'": is_named,
     "manta batch": is_named_with_files,
     "manta batch requests.jsonl answers.jsonl": answers_a_batch,
     "manta batch requests.jsonl answers.jsonl --set num_engine_replicas=2": answers_a_batch,

@@ -351,11 +351,11 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     streams: StreamsConfig | None = None
     """The residual streams; None for one."""
     num_unused_layers: int = 0
-    """Layers that the checkpoint has after the last and that are not served: those that draft tokens (multi-token
-    prediction).
-    """
+    """Layers that the checkpoint has after the last: draft heads, which are no part of the model."""
     num_trial_layers: int = 1
     """Number of first layers among which is one of every kind. A trial of the model runs so many."""
+    is_draft_head: bool = False
+    """Whether this is the draft head of a model (`draft_heads.py`), which reads the model's final hidden states."""
 
     @property
     def heads(self) -> HeadShape:

@@ -24,6 +24,7 @@ from manta.workers.checkpoints.stored_linears import stored_linears
 from manta.workers.checkpoints.weight_tally import CountingPlatform, WeightTally
 from manta.workers.decoders.alternating_updates import sparse_gate
 from manta.workers.decoders.decoder import Decoder
+from manta.workers.decoders.draft_head import DraftHead
 from manta.workers.decoders.latent_attention import cached_layout
 from manta.workers.kept_weights import KEPT_BITS
 from manta.workers.kernels.linears import GatedLinear, LowRankLinear, TorchLinear
@@ -33,6 +34,7 @@ from manta.workers.kernels.reference import activate, gate
 from manta.workers.kernels.weights import (
     AttentionWeights,
     DecoderWeights,
+    DraftHeadWeights,
     Embedding,
     Experts,
     ExpertsBesideWeights,
@@ -54,6 +56,7 @@ from manta.workers.kernels.weights import (
     StreamsWeights,
     UpdatesWeights,
 )
+from manta.workers.models.draft_heads import DraftHeadSpec, describe_draft_head, draft_head_config
 from manta.workers.models.families import describe
 from manta.workers.models.model_config import ExpertsConfig, ModelConfig
 from manta.workers.models.recurrent_shapes import LightningShape
@@ -126,6 +129,29 @@ def load_model(
     return Decoder(share, loaded, platform)
 
 
+def load_draft_head(
+    folder: str | pathlib.Path,
+    config: ModelConfig,
+    dtype: str,
+    platform: Platform,
+    target: DecoderWeights | None = None,
+    weights: str = "auto",
+) -> DraftHead:
+    """Returns the whole draft head of a checkpoint, whose model has the shape `config`. It shares the embedding and the
+    output head of `target`, the weights of that model; without it they are read again.
+
+    Raises `ModelError` as `load_model` does.
+    """
+    checkpoint = Checkpoint(folder)
+    config = config if target is not None else checkpoint.as_stored(config)
+    own, alone = draft_head_config(config), OneRank()
+    content = f"draft head, {target is None}: {_identity(folder, config, dtype, alone, weights, exact=False)}"
+    with platform.shared_linears(content) as shared:
+        compute_dtype = platform.torch_dtype(dtype)
+        loader = _WeightLoader(checkpoint, own, compute_dtype, platform, alone, weights, exact=False, shared=shared)
+        return DraftHead(own, loader.load_draft_head(describe_draft_head(config), target), platform)
+
+
 def _identity(
     folder: str | pathlib.Path, config: ModelConfig, dtype: str, group: Group, weights: str, exact: bool
 ) -> str:
@@ -137,10 +163,15 @@ def _identity(
 
 
 def check_tensors(
-    folder: str | pathlib.Path, config: ModelConfig, weights: str = "auto", bank: AdapterBank | None = None
+    folder: str | pathlib.Path,
+    config: ModelConfig,
+    weights: str = "auto",
+    bank: AdapterBank | None = None,
+    with_draft_head: bool = False,
 ) -> WeightTally:
     """Checks from the file headers that a checkpoint has every tensor that `load_model` needs, and no other. Reads no
-    tensor's data, except to compare the head of a tied model with its embedding if it is stored too.
+    tensor's data, except to compare the head of a tied model with its embedding if it is stored too. If
+    `with_draft_head`, it must have what `load_draft_head` needs too.
 
     For checkpoints that Manta reads itself. `weights` is the option of this name; `dense` counts as `auto`, because a
     tally says both. A `bank` gets the linears that take adapters, without weights. Returns the memory that the weights
@@ -151,8 +182,12 @@ def check_tensors(
     checkpoint, dtype, tally = CheckpointHeaders(folder), counting.dtype, counting.tally
     config = checkpoint.as_stored(config)
     loader = _WeightLoader(checkpoint, config, dtype, counting, OneRank(), rounded, exact=False, bank=bank)
-    loader.load()
+    loaded = loader.load()
     _check_all_used(checkpoint, config)
+    if with_draft_head:
+        own = draft_head_config(config)
+        of_draft_head = _WeightLoader(checkpoint, own, dtype, counting, OneRank(), rounded, exact=False)
+        of_draft_head.load_draft_head(describe_draft_head(config), loaded)
     if config.quantization is not None:
         tally.stored = stored_linears(loader.linears, loader.spec)
     return tally
@@ -240,14 +275,25 @@ class _WeightLoader:
     def load(self) -> DecoderWeights:
         if self._bank is not None:
             self._bank.note_modules(part.name for linear in self.spec.linears() for part in linear.parts)
-        embedding, tied_head = self._embedding()
         # The head before the layers: it is the largest weight, and is held twice while it is packed.
-        head = (tied_head if self.spec.is_tied else None) or self._linear(self.spec.head, is_head=True)
+        embedding, head = self._ends()
         layers = [self._layer(layer) for layer in self.spec.layers]
         final_norm = self._norm(self.spec.final_norm)
         inputs = None if self.spec.layer_inputs is None else self._layer_inputs(self.spec.layer_inputs)
         streams = None if self.spec.streams is None else self._streams(self.spec.streams)
         return DecoderWeights(embedding, layers, final_norm, head, inputs, streams)
+
+    def load_draft_head(self, spec: DraftHeadSpec, target: DecoderWeights | None) -> DraftHeadWeights:
+        """Returns a draft head with the embedding and the output head of `target`, or with its own without it."""
+        embedding, head = self._ends() if target is None else (target.embedding, target.head)
+        decoder = DecoderWeights(embedding, [self._layer(spec.layer)], self._norm(spec.final_norm), head)
+        norms = self._norm(spec.embedding_norm), self._norm(spec.hidden_norm)
+        return DraftHeadWeights(*norms, self._linear(spec.join), decoder)
+
+    def _ends(self) -> tuple[Embedding, Linear]:
+        """Returns the embedding and the output head, which may be tied."""
+        embedding, tied_head = self._embedding()
+        return embedding, (tied_head if self.spec.is_tied else None) or self._linear(self.spec.head, is_head=True)
 
     def _streams(self, spec: StreamsSpec) -> StreamsWeights:
         return StreamsWeights(tuple(map(self._linear, spec.spread)), tuple(map(self._linear, spec.gather)))
