@@ -27,6 +27,10 @@ HEAD_DIM_MULTIPLE = 16
 
 recurrent: RecurrentKernels = cpu_recurrence
 route = expert_choice.route
+layer_norm = reference.layer_norm
+cap = reference.cap
+log1p = reference.log1p
+head_products = reference.head_products
 
 
 @functools.cache
@@ -94,9 +98,15 @@ def add_rms_norm(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, 
 
 
 def gate(activation: str, gate_up: torch.Tensor) -> torch.Tensor:
-    """Computes `reference.gate`, by torch if the gate is not compiled."""
+    """Computes `reference.gate`. Clamped gates and GELU without tanh are torch's products, of a compiled function."""
+    if activation not in GATE_KINDS:
+        gates, up = gate_up.float().chunk(2, dim=-1)
+        if activation == "clamped":
+            return reference.clamped_gate(gates, up, cpu_recurrence.sigmoid).to(gate_up.dtype)
+        assert activation == "gelu"
+        return (cpu_recurrence.gelu(gates) * up).to(gate_up.dtype)
     library = _library()
-    if library is None or activation not in GATE_KINDS:
+    if library is None:
         return reference.gate(activation, gate_up)
     gate_up = gate_up.contiguous()
     rows, width = gate_up.shape

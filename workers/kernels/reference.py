@@ -35,10 +35,12 @@ def layer_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tenso
     return F.layer_norm(x.float(), x.shape[-1:], weight.float(), eps=eps).to(x.dtype)
 
 
-def clamped_gate(gates: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+def clamped_gate(
+    gates: torch.Tensor, up: torch.Tensor, sigmoid: Callable[[torch.Tensor], torch.Tensor] = torch.sigmoid
+) -> torch.Tensor:
     """gpt-oss's gates: clamped to 7, a sigmoid of 1.702 times the gate, and one added to what is let through."""
     gates, up = gates.clamp(max=7.0), up.clamp(-7.0, 7.0)
-    return (up + 1) * (gates * torch.sigmoid(gates * 1.702))
+    return (up + 1) * (gates * sigmoid(gates * 1.702))
 
 
 GATES: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
@@ -72,6 +74,17 @@ silu_and_mul = functools.partial(gate, "silu")
 def cap(x: torch.Tensor, limit: float) -> torch.Tensor:
     """Soft-capped numbers (Gemma 2): `limit * tanh(x / limit)`; x itself if `limit` is 0."""
     return torch.tanh(x / limit) * limit if limit else x
+
+
+def log1p(x: torch.Tensor) -> torch.Tensor:
+    return x.log1p()
+
+
+def head_products(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """Products of x [num_tokens, num_heads, in] with a weight of each head [num_heads, in, out], which are
+    [num_tokens, num_heads, out].
+    """
+    return torch.bmm(x.transpose(0, 1), weight).transpose(0, 1)
 
 
 def rope_and_cache(
