@@ -29,6 +29,7 @@ _CLASSES: dict[Kind, type[ServingError]] = {
     "queue_full": QueueFull,
     "too_many_streams": QueueFull,
     "deadline": Overdue,
+    "model_failed": Unavailable,
     "unavailable": Unavailable,
     "stream_lost": Unavailable,
     "failed": GenerationFailed,

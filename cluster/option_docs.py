@@ -17,6 +17,8 @@ from typing import Any
 import msgspec
 from msgspec import Meta
 
+from manta.cluster.struct_fields import field_types
+
 _TYPE_NAMES = {bool: "true or false", int: "integer", float: "number", str: "text"}
 
 
@@ -46,8 +48,8 @@ def option_text(kind: type[msgspec.Struct], key: str) -> OptionText:
     """Returns the text of the option `key`, dotted, below the struct `kind`."""
     *sections, name = key.split(".")
     for section in sections:
-        kind = _first_of(typing.get_type_hints(kind)[section])
-    annotation = typing.get_type_hints(kind, include_extras=True)[name]
+        kind = _first_of(field_types(kind)[section])
+    annotation = _annotations(kind)[name]
     field = next(field for field in msgspec.structs.fields(kind) if field.name == name)
     default = field.default if field.default_factory is msgspec.NODEFAULT else field.default_factory()
     return OptionText(name, _docstrings(kind).get(name, ""), default, _type_name(annotation), _values(annotation))
@@ -57,12 +59,18 @@ def group_of(kind: type[msgspec.Struct], name: str) -> type[msgspec.Struct] | No
     """Returns the struct of the options below the field `name`, which may be a mapping of names to such structs or a
     list of them; None if the field is an option itself.
     """
-    found = _first_of(typing.get_type_hints(kind)[name])
+    found = _first_of(field_types(kind)[name])
     if typing.get_origin(found) is dict:
         found = typing.get_args(found)[1]
     elif typing.get_origin(found) is tuple:
         found = typing.get_args(found)[0]
     return found if isinstance(found, type) and issubclass(found, msgspec.Struct) else None
+
+
+@functools.cache
+def _annotations(kind: type[msgspec.Struct]) -> dict[str, Any]:
+    """Returns the types of a struct's fields, with their bounds."""
+    return typing.get_type_hints(kind, include_extras=True)
 
 
 def _type_name(annotation: Any) -> str:

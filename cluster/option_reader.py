@@ -8,7 +8,6 @@ checks types and bounds.
 from __future__ import annotations
 
 import difflib
-import functools
 import ipaddress
 import pathlib
 import re
@@ -21,6 +20,8 @@ from typing import Any, TypeVar
 
 import msgspec
 import yaml
+
+from manta.cluster.struct_fields import field_types
 
 AnyOptions = TypeVar("AnyOptions", bound=msgspec.Struct)
 
@@ -119,7 +120,7 @@ def _checked_number(number: float, path: str) -> float:
 def _prepared_struct(data: Any, kind: type, root: type, path: str) -> Any:
     if not isinstance(data, dict):
         return data
-    fields = _fields(kind)
+    fields = field_types(kind)
     for key in data:
         if key not in fields:
             raise ValueError(f"there is no option `{_dotted(path, key)}`{_meant(str(key), kind, root, path)}")
@@ -152,11 +153,11 @@ def _meant(key: str, kind: type, root: type, path: str) -> str:
     """
     everywhere = list(_places(root, ""))
     same = [place for place in everywhere if place.rpartition(".")[2] == key]
-    here = [_dotted(path, name) for name in _fields(kind)]
+    here = [_dotted(path, name) for name in field_types(kind)]
     for places in (same, _near(key, here), _near(key, everywhere)):
         if places:
             return f"; did you mean `{places[0]}`?"
-    return f"; the options {f'of `{path}`' if path else 'here'} are {', '.join(_fields(kind))}"
+    return f"; the options {f'of `{path}`' if path else 'here'} are {', '.join(field_types(kind))}"
 
 
 def _near(key: str, places: list[str]) -> list[str]:
@@ -166,7 +167,7 @@ def _near(key: str, places: list[str]) -> list[str]:
 
 def _places(kind: type, path: str) -> Iterator[str]:
     """Yields the dotted key of every option."""
-    for name, of_field in _fields(kind).items():
+    for name, of_field in field_types(kind).items():
         yield _dotted(path, name)
         for each in _alternatives(of_field):
             if _is_struct(each):
@@ -174,11 +175,6 @@ def _places(kind: type, path: str) -> Iterator[str]:
 
 
 # ---- types -------------------------------------------------------------------------------------------------------
-
-
-@functools.cache
-def _fields(kind: type) -> dict[str, Any]:
-    return typing.get_type_hints(kind)
 
 
 def _alternatives(kind: Any) -> tuple[Any, ...]:

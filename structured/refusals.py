@@ -25,7 +25,7 @@ _Thing = Literal["unknown_file", "unknown_model", "unknown_object", "unknown_res
 _State = Literal["name_taken", "no_storage", "batch_has_ended", "cancelled_by_client", "cancelled", "stream_lost"]
 _Load = Literal["quota", "over_rate_limit", "rate_limit", "queue_full", "too_many_streams", "too_many_messages"]
 _Transfer = Literal["too_many_bodies", "body_too_large", "foreign_encoding", "client_too_slow", "deadline"]
-_Failure = Literal["bug", "failed", "engine_failed", "unavailable"]
+_Failure = Literal["bug", "failed", "engine_failed", "model_failed", "unavailable"]
 ServerKind = Literal[_Access, _Thing, _State, _Load, _Transfer, _Failure]
 """Why a server does not serve a request."""
 Kind = Literal[RequestKind, ServerKind]
@@ -98,7 +98,9 @@ class QueueFull(ServingError, RuntimeError):
 
 
 _COUNTED: tuple[Kind, ...] = ("quota", "queue_full", "too_many_streams", "too_many_messages", "too_many_bodies")
-_CAUSED: tuple[Kind, ...] = ("contradictory_parameters", "forbidden_origin", "failed", "engine_failed", "unavailable")
+_CAUSED: tuple[Kind, ...] = (
+    *("contradictory_parameters", "forbidden_origin", "failed", "engine_failed", "model_failed", "unavailable"),
+)
 WORDS: dict[Kind, str] = {
     "malformed": "{subject} is not valid {bound}",
     "unknown_field": "{subject} is unknown",

@@ -10,7 +10,6 @@ import tempfile
 from typing import Any
 
 import gguf
-import peft
 import torch
 from safetensors.torch import load_file
 
@@ -32,6 +31,8 @@ class Adapters:
         """Makes an adapter with random halves and returns the folder in which it is saved. `options` are those of
         `LoraConfig`.
         """
+        import peft  # takes seconds
+
         config = peft.LoraConfig(**{"r": 4, "lora_alpha": 16, "target_modules": "all-linear", **options})
         torch.manual_seed(seed)
         if self._model is None:
@@ -90,6 +91,8 @@ class Adapters:
 
     def merged_greedy(self, prompt: list[int], name: str, num_tokens: int) -> list[int]:
         """The greedy continuation of the model into which an adapter is merged."""
+        import peft
+
         loaded = peft.PeftModel.from_pretrained(copy.deepcopy(reference_model(self.base)), self.folders[name])
         return _generated(loaded.merge_and_unload(), prompt, num_tokens)
 

@@ -19,7 +19,7 @@ import pytest
 
 from tests.bare_names import refuse_everywhere
 from tests.costs import Costs
-from tests.pairs import axes_take_turns, forms_take_turns
+from tests.pairs import axes_take_turns, few_cases, forms_take_turns
 from tests.sharing import end_behind, make_scheduler, put_together
 
 if TYPE_CHECKING:
@@ -32,7 +32,8 @@ os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 refuse_everywhere()
 # The suite runs on the CPU, Triton's kernels in their interpreter; `make gpu-check` runs them on a GPU. Triton and
 # torch read this when they are first imported.
-if os.environ.setdefault("TRITON_INTERPRET", "1") == "1":
+INTERPRETED = os.environ.setdefault("TRITON_INTERPRET", "1") == "1"
+if INTERPRETED:
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
 # Threads that spin for long starve whatever else runs, such as a second test run.
 os.environ.setdefault("GOMP_SPINCOUNT", "1000")
@@ -165,6 +166,8 @@ def implementation(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPat
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "prove: takes minutes; runs with MANTA_PROVE=1 only")
+    config.addinivalue_line("markers", "few(n): n of the cases, spread over all; all on a GPU")
+    config.addinivalue_line("markers", "long_when_interpreted: runs on a GPU, and with MANTA_PROVE=1")
     config.addinivalue_line("markers", "axes_in_turns: the fewest cases that together have every value of each axis")
     config.addinivalue_line("markers", "forms_in_turns: each case has the first form and one of the others")
     config.pluginmanager.register(Costs(), "manta-costs")
@@ -180,6 +183,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         return
     forms_take_turns(items)
     axes_take_turns(items)
+    if INTERPRETED:
+        few_cases(items)
+        for item in items:
+            if "long_when_interpreted" in item.keywords:
+                item.add_marker(pytest.mark.prove)
     long = [item for item in items if "prove" in item.keywords]
     if long:  # to skip each of thousands would take seconds
         config.hook.pytest_deselected(items=long)
@@ -195,14 +203,16 @@ def pytest_collection() -> None:
 
 def pytest_collection_finish() -> None:
     gc.freeze()
+    gc.set_threshold(10_000, 20, 10)
     gc.enable()
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup() -> None:
     """Whatever ran before a test in its process, it draws the same numbers from torch."""
-    if "torch" in sys.modules:
-        sys.modules["torch"].manual_seed(0)
+    if (torch := sys.modules.get("torch")) is not None:
+        # On a CPU alone: to ask every kind of device takes a millisecond, ten thousand times.
+        (torch.default_generator.manual_seed if INTERPRETED else torch.manual_seed)(0)
 
 
 @pytest.hookimpl(wrapper=True)

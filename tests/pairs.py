@@ -28,12 +28,25 @@ def in_turns(firsts: Iterable[Any], seconds: Sequence[Any], num_always: int = 0)
     ]
 
 
-def every(values: Iterable[Any], step: int) -> list[Any]:
-    """Makes parameters of all values. `make test` runs every `step`-th of them."""
-    return [
-        pytest.param(value, marks=[] if number % step == 0 else pytest.mark.prove)
-        for number, value in enumerate(values)
-    ]
+def few_cases(items: Iterable[pytest.Item]) -> None:
+    """Marks tests of the marker `few(n)` so that `make test` runs n of each one's cases at most, spread over all.
+
+    A step of the cases' number over n would meet the same value of an inner axis each time, so that each case lies one
+    further in its part than the one before.
+    """
+    cases: dict[str, list[pytest.Item]] = collections.defaultdict(list)
+    for item in items:
+        if "few" in item.keywords and "prove" not in item.keywords:
+            cases[item.nodeid.partition("[")[0]].append(item)
+    for of_test in cases.values():
+        marker = of_test[0].get_closest_marker("few")
+        assert marker is not None
+        count = min(marker.args[0], len(of_test))
+        part = len(of_test) // count
+        chosen = {place * len(of_test) // count + place % part for place in range(count)}
+        for place, item in enumerate(of_test):
+            if place not in chosen:
+                item.add_marker(pytest.mark.prove)
 
 
 FORM_PARAMETERS = {"form", "kernels"}

@@ -40,6 +40,10 @@ class Kind(NamedTuple):
     """Numbers of a dense layer's output; 0 for no such layer."""
     normalises: bool = True
     prompts: dict[str, str] = {}
+    pools_prompts: bool = True
+    """Whether the tokens of a prompt are pooled too."""
+    has_marks: bool = True
+    """Whether the tokenizer puts special tokens around a text."""
 
 
 EMBEDDERS = {
@@ -60,6 +64,10 @@ EMBEDDERS = {
     ),
     "qwen3": Kind("Qwen3Config", _DECODER, "lasttoken", prompts={"query": "Instruct: find it\nQuery:", "document": ""}),
     "llama": Kind("LlamaConfig", _DECODER, "weightedmean"),
+    "bert without prompts": Kind("BertConfig", _ENCODER, prompts={"query": "find it: "}, pools_prompts=False),
+    "qwen3 without prompts": Kind(
+        "Qwen3Config", _DECODER, prompts={"query": "Instruct: find it\nQuery:"}, pools_prompts=False, has_marks=False
+    ),
 }
 CLASSIFIERS: dict[str, tuple[str, dict[str, Any]]] = {
     "bert_ce": ("BertConfig", {**_ENCODER, "num_labels": 1}),
@@ -90,12 +98,14 @@ def _folder() -> tempfile.TemporaryDirectory[str]:
     return tempfile.TemporaryDirectory(prefix="pooled-")
 
 
-def _saved(name: str, automatic: Any, config: Any) -> pathlib.Path:
-    """The folder of a random model with its tokenizer."""
+def _saved(
+    name: str, automatic: Any, config: Any, tokenizer: transformers.PreTrainedTokenizerFast | None = None
+) -> pathlib.Path:
+    """The folder of a random model with its tokenizer, by default `pooling_tokenizer`."""
     folder = pathlib.Path(_folder().name) / name
     torch.manual_seed(len(name))
     automatic.from_config(config).save_pretrained(folder)
-    pooling_tokenizer().save_pretrained(folder)
+    (tokenizer or pooling_tokenizer()).save_pretrained(folder)
     return folder
 
 
@@ -108,9 +118,9 @@ def embedder(name: str) -> pathlib.Path:
 
     kind = EMBEDDERS[name]
     config = getattr(transformers, kind.config)(**kind.fields)
-    bare = _saved(f"{name}-bare", transformers.AutoModel, config)
+    bare = _saved(f"{name}-bare", transformers.AutoModel, config, None if kind.has_marks else answering_tokenizer(None))
     torch.manual_seed(1)
-    pooling = Pooling(config.hidden_size, kind.modes)  # type: ignore[arg-type]
+    pooling = Pooling(config.hidden_size, kind.modes, include_prompt=kind.pools_prompts)  # type: ignore[arg-type]
     parts: list[Any] = [Transformer(str(bare)), pooling]
     if kind.dense:
         parts.append(Dense(pooling.pooling_output_dimension, kind.dense))
@@ -151,8 +161,8 @@ def pair_template(has_parts: bool = False) -> str:
     )
 
 
-def answering_tokenizer(template: str) -> transformers.PreTrainedTokenizerFast:
-    """A byte-level tokenizer with the tokens `yes` and `no`, and a chat template."""
+def answering_tokenizer(template: str | None) -> transformers.PreTrainedTokenizerFast:
+    """A byte-level tokenizer with the tokens `yes` and `no`, perhaps with a chat template."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -175,12 +185,8 @@ def answering_tokenizer(template: str) -> transformers.PreTrainedTokenizerFast:
 def _saved_decoder(
     name: str, automatic: Any, template: str, config_class: str = "Qwen3Config", **fields: Any
 ) -> pathlib.Path:
-    folder = pathlib.Path(_folder().name) / name
-    torch.manual_seed(len(name))
     config = getattr(transformers, config_class)(**{**_CAUSAL, **fields})
-    automatic.from_config(config).save_pretrained(folder)
-    answering_tokenizer(template).save_pretrained(folder)
-    return folder
+    return _saved(name, automatic, config, answering_tokenizer(template))
 
 
 class Scoring(NamedTuple):

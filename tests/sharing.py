@@ -22,7 +22,7 @@ T = TypeVar("T")
 NAMED = {
     "server": re.compile(r"\bshared_server\("),
     "ray": re.compile(r"\b(local_ray|make_pool)\b"),
-    "syntax trees": re.compile(r"test_layering import .*\bmodules\b|def modules\("),
+    "syntax trees": re.compile(r"syntax_trees import .*\bmodules\b"),
 }
 """Maps a shared thing to a pattern: the text of each test file that shares it matches."""
 

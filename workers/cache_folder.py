@@ -152,14 +152,15 @@ def _remove_strangers(folder: pathlib.Path, is_open: bool) -> None:
     """Removes what others own or, in a folder that was open to them, could have written; links too. Raises
     `UntrustedCache` if something cannot be removed.
     """
-    for each in folder.iterdir():
-        with contextlib.suppress(FileNotFoundError):  # another process of this user has removed it
-            status = each.lstat()
-            is_trusted = is_own(status) if is_open else status.st_uid in (os.getuid(), 0)
-            if stat.S_ISLNK(status.st_mode) or not is_trusted:
-                _remove(each, status)
-            elif stat.S_ISDIR(status.st_mode):
-                _remove_strangers(each, is_open and bool(status.st_mode & OTHERS))
+    with os.scandir(folder) as entries:
+        for entry in entries:
+            with contextlib.suppress(FileNotFoundError):  # another process of this user has removed it
+                status = entry.stat(follow_symlinks=False)
+                is_trusted = is_own(status) if is_open else status.st_uid in (os.getuid(), 0)
+                if stat.S_ISLNK(status.st_mode) or not is_trusted:
+                    _remove(folder / entry.name, status)
+                elif stat.S_ISDIR(status.st_mode):
+                    _remove_strangers(folder / entry.name, is_open and bool(status.st_mode & OTHERS))
 
 
 def _remove(path: pathlib.Path, status: os.stat_result) -> None:

@@ -127,8 +127,7 @@ class ModelOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """
     adapter_roots: tuple[str, ...] = ()
     """Folders below which operators may name adapters in `/v1/load_lora_adapter` while the server runs. A path whose
-    links lead out of them is refused. They are for engines of one rank. If the list is empty, no adapter is loaded over
-    HTTP.
+    links lead out of them is refused. If the list is empty, no adapter is loaded over HTTP.
     """
     max_adapter_bytes: Bytes = 2**30
     """Memory of all adapters together, for each rank. Adapters of `adapters` that take more are refused at start. Of

@@ -11,6 +11,7 @@ with one block at a time. Here single lines are repeated, and one queue keeps al
 from __future__ import annotations
 
 import asyncio
+import functools
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from typing import Any, BinaryIO, NamedTuple, Protocol
@@ -18,6 +19,7 @@ from typing import Any, BinaryIO, NamedTuple, Protocol
 import msgspec
 
 from manta.cluster.batch.journal import Line, read_lines
+from manta.cluster.batch.line_places import Places
 from manta.cluster.batch.lines import BadLine, BatchRequest, BatchResponse, BatchResult, LineKey, parse, refused
 from manta.cluster.protocol.error_bodies import RETRIED_STATUSES
 
@@ -26,7 +28,7 @@ WINDOW_LINES = 4096
 WINDOW_BYTES = 16 << 20
 """Most bytes of lines that are read ahead."""
 MAX_TRIES = 5
-"""Most tries of a line at which the engines fail."""
+"""Most tries of a line at which the engines fail, or whose model could not be started."""
 PATIENCE_S = 1800.0
 """Seconds for which a line is retried that the engines refuse for now, because others go first or an engine is being
 replaced.
@@ -59,13 +61,30 @@ class Results(Protocol):
     def write(self, key: LineKey, result: BatchResult) -> None: ...
 
 
+class _Place:
+    """One of a job's places, which is taken when this is made."""
+
+    def __init__(self, places: Places) -> None:
+        self._places = places
+        self._is_taken = True
+
+    def give_back(self) -> None:
+        if self._is_taken:
+            self._is_taken = False
+            self._places.release()
+
+    async def take_again(self) -> None:
+        await self._places.acquire()
+        self._is_taken = True
+
+
 class BatchJob(NamedTuple):
     """One batch to run, and how to run it."""
 
     answer: Answer
     results: Results
-    places: asyncio.Semaphore
-    """Limit of concurrent requests; batches that share it take turns."""
+    places: Places
+    """Limit of concurrent requests; batches that share it take turns. A line that waits for its next try has none."""
     max_line_bytes: int
     report: Callable[[LineProgress], None]
     endpoint: str | None = None
@@ -83,6 +102,7 @@ async def run(job: BatchJob, source: BinaryIO) -> None:
 
     Raises `BatchRefused` if the results belong to another input.
     """
+    unanswered = asyncio.Semaphore(WINDOW_LINES)
     try:
         async with asyncio.TaskGroup() as tasks:
             async for key, request in _requests(source, job):
@@ -92,11 +112,18 @@ async def run(job: BatchJob, source: BinaryIO) -> None:
                     continue
                 if job.pace is not None:
                     await job.pace(job.owner)
+                await unanswered.acquire()
                 await job.places.acquire()
-                task = tasks.create_task(_answer(job, key, request))
-                task.add_done_callback(lambda _: job.places.release())
+                place = _Place(job.places)
+                task = tasks.create_task(_answer(job, key, request, place))
+                task.add_done_callback(functools.partial(_end, place, unanswered))
     except ExceptionGroup as group:
         raise group.exceptions[0] from group
+
+
+def _end(place: _Place, unanswered: asyncio.Semaphore, _: asyncio.Task[None]) -> None:
+    place.give_back()
+    unanswered.release()
 
 
 async def _requests(source: BinaryIO, job: BatchJob) -> AsyncIterator[Request]:
@@ -153,26 +180,46 @@ def _streams(body: msgspec.Raw) -> bool:
         return False  # the endpoint reports the error
 
 
-async def _answer(job: BatchJob, key: LineKey, request: BatchRequest) -> None:
-    response = await _tried(job, key, request)
+async def _answer(job: BatchJob, key: LineKey, request: BatchRequest, place: _Place) -> None:
+    response = await _tried(job, key, request, place)
     job.results.write(key, BatchResult(key.id, request.custom_id, response))
     job.report(_progress(response))
 
 
-async def _tried(job: BatchJob, key: LineKey, request: BatchRequest) -> BatchResponse:
-    """Returns the first answer that another try would not change, or the last one."""
+async def _tried(job: BatchJob, key: LineKey, request: BatchRequest, place: _Place) -> BatchResponse:
+    """Returns the first answer that another try would not change, or the last one. Others have the place between two
+    tries.
+    """
     num_failures, begun, pause_s = 0, time.monotonic(), RETRY_S
     while True:
         response = await job.answer(request, key.id, job.owner)
-        if response.status_code in RETRIED_STATUSES:
+        if response.status_code in RETRIED_STATUSES and _code(response) != "model_failed":
             is_last = time.monotonic() - begun > PATIENCE_S
         else:
             num_failures += 1
             is_last = response.status_code < 500 or num_failures == MAX_TRIES
         if is_last:
             return response
+        place.give_back()
         await asyncio.sleep(pause_s)
+        await place.take_again()
         pause_s = min(pause_s + RETRY_S, MAX_RETRY_S)
+
+
+class _Error(msgspec.Struct):
+    code: str | None = None
+
+
+class _Failed(msgspec.Struct):
+    error: _Error = msgspec.field(default_factory=_Error)
+
+
+def _code(response: BatchResponse) -> str | None:
+    """Returns the error code of an answer with an error."""
+    try:
+        return msgspec.json.decode(response.body, type=_Failed).error.code
+    except msgspec.DecodeError:  # another shape of error
+        return None
 
 
 class _Usage(msgspec.Struct):

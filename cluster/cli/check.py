@@ -22,6 +22,7 @@ from manta.cluster.cli.pooling_check import check_pooling, pooling_rows
 from manta.cluster.cli.refusal import Refusal
 from manta.cluster.cli.tokenizer_check import check_templates, check_tokenizer, check_vocabulary
 from manta.cluster.config import EngineConfig, load_config
+from manta.cluster.engine_bytes import draft_bytes, draft_folder
 from manta.cluster.models_folder import with_models_dir
 from manta.cluster.text.tokenizer import Tokenizer
 from manta.cluster.text.tokenizer_files import resolve_folder
@@ -200,8 +201,8 @@ def check_model(engine: EngineConfig) -> CheckReport:
     if engine.device == "tpu":
         check_options(engine, "tpu")
         return _check_on_tpu(engine)
-    from manta.workers.adapters.adapter_files import describe_adapters
     from manta.workers.platforms import choose_platform
+    from manta.workers.torch_worker.adapter_fit import check_adapters_fit
     from manta.workers.torch_worker.loader import check_tensors
 
     folder = resolve_model_folder(engine.model)
@@ -219,6 +220,7 @@ def check_model(engine: EngineConfig) -> CheckReport:
         raise ModelError(str(error)) from error
     draft = _draft_config(engine)
     check_options(engine, platform.name, model, draft, platform.advice)
+    adapters = check_adapters_fit(folder, model, engine.adapters, engine.max_adapter_bytes)
     for each in (model, draft):
         if each is not None:
             check_variants(each, platform.name)
@@ -227,7 +229,7 @@ def check_model(engine: EngineConfig) -> CheckReport:
     own_bytes = weight_bytes(folder, dtype, model, engine.weights)
     if tally is not None and model.quantization is not None:
         own_bytes = tally.num_bytes(dtype, keeps_integers, keeps_float8)
-    weights, free = own_bytes + _draft_bytes(engine, dtype), platform.free_memory(lambda: None)
+    weights, free = own_bytes + draft_bytes(engine, dtype), platform.free_memory(lambda: None)
     smaller = _smaller_weights(folder, dtype, model)
     _check_memory(weights, 0, dtype, free, smaller)
     draft = _draft_config(engine)
@@ -269,7 +271,7 @@ def check_model(engine: EngineConfig) -> CheckReport:
         unquantized=None if tally is None or tally.stored is None else tally.stored.describe_unquantized() or None,
         dtype=dtype,
         weights=describe_kept(engine.weights),
-        adapters=describe_adapters(engine.adapters, engine.max_adapter_bytes),
+        adapters=adapters,
         device=platform.name,
         num_threads=engine.num_threads or num_cores(),
         weight_bytes=weights,
@@ -418,17 +420,6 @@ def _quantized(
     return f"{model.quantization.method}: {tally.stored.describe_quantized()}; kept {kept}{remedy}"
 
 
-def _draft_folder(engine: EngineConfig) -> pathlib.Path | None:
-    if engine.speculative is None or engine.speculative.draft_model is None:
-        return None
-    return resolve_model_folder(engine.speculative.draft_model)
-
-
 def _draft_config(engine: EngineConfig) -> ModelConfig | None:
-    folder = _draft_folder(engine)
+    folder = draft_folder(engine)
     return None if folder is None else load_model_config(folder)
-
-
-def _draft_bytes(engine: EngineConfig, dtype: str) -> int:
-    folder = _draft_folder(engine)
-    return 0 if folder is None else weight_bytes(folder, dtype, load_model_config(folder), engine.weights)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import functools
+from collections.abc import Iterator
 from typing import Any
 
 import msgspec
@@ -47,9 +48,11 @@ _ERROR_TYPES: dict[Writer, type[msgspec.Struct]] = {
 _RETRY_AFTER = {"retry-after": {"description": "Seconds", "schema": {"type": "integer"}}}
 
 
-def openapi_document(routes: Iterable[Route]) -> dict[str, Any]:
-    """Returns the OpenAPI 3.1 document of the routes."""
-    routes = list(routes)
+@functools.lru_cache(maxsize=2)
+def openapi_document(routes: tuple[Route, ...]) -> dict[str, Any]:
+    """Returns the OpenAPI 3.1 document of the routes. Applications of one process share it. The caller
+    may not change the result.
+    """
     types: list[Any] = [*_ERROR_TYPES.values()]
     types += [kind for route in routes for kind in (route.body, route.form, route.answer) if kind is not None]
     schemas, components = msgspec.json.schema_components(types, ref_template="#/components/schemas/{name}")

@@ -69,6 +69,7 @@ ANSWERS: dict[Kind, Answer] = {
     "failed": Answer(500, "internal_error"),
     "engine_failed": Answer(500),
     "cancelled": Answer(500, "cancelled"),
+    "model_failed": Answer(503, "model_failed"),
     "unavailable": Answer(503),
     "stream_lost": Answer(503, "stream_lost"),
 }

@@ -12,6 +12,7 @@ from typing import Any
 import msgspec
 
 from manta.cluster.errors import RequestRefused
+from manta.cluster.struct_fields import field_types
 from manta.structured.refusals import Refusal
 
 _UNKNOWN_FIELD = re.compile(r"Object contains unknown field `(.*)`", re.DOTALL)
@@ -72,7 +73,7 @@ def _field(kind: Any, name: str) -> Iterator[Any]:
         if config.tag_field == name:
             yield typing.Literal[config.tag]
         elif name in struct.__struct_fields__:
-            yield typing.get_type_hints(struct)[name]
+            yield field_types(struct)[name]
 
 
 def _structs(kind: Any) -> Iterator[Any]:

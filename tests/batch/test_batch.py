@@ -471,6 +471,7 @@ def ray_job(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> pathlib.
     return tmp_path
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize(
     ("words", "ignore_file"),
     [

@@ -76,6 +76,7 @@ FOREIGN = {
 }
 
 
+@pytest.mark.few(8)
 @pytest.mark.parametrize("content", FOREIGN.values(), ids=FOREIGN)
 def test_an_output_that_is_not_ours_is_refused_and_stays(
     content: bytes, source: pathlib.Path, tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]

@@ -84,7 +84,8 @@ class Service:
         inside = ServeConfig(engine=EngineConfig(model="demo"), log_requests=False)
         endpoints = Endpoints(inside, TOKENIZER, self.engines, Metrics("demo"))
         records = Records(Storage(self.config.batch_storage or ""), self.config.batches)
-        self.runner = Runner(records, endpoints.answer, self.config.batches.max_in_flight or 4, 4096)
+        places = asyncio.Semaphore(self.config.batches.max_in_flight or 4)
+        self.runner = Runner(records, endpoints.answer, places, 4096)
         self._serving = asyncio.create_task(self.runner.serve())
 
     async def restart(self) -> None:

@@ -122,6 +122,7 @@ def test_an_unloadable_logits_processor_fails() -> None:
         check_model(config(checkpoint("llama"), logits_processors={"nothing": "nowhere:nothing"}))
 
 
+@HERE
 def test_the_report_names_adapters_and_refuses_damaged_ones(
     tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -225,6 +225,8 @@ class NumpyWorker:
     """A `SpeculationTarget` in numpy, of one rank; see `TorchWorker` for the arguments."""
 
     runs_ahead = False
+    keeper = None
+    adapters = None
 
     def __init__(
         self,

@@ -25,7 +25,6 @@ from manta.cluster.llm import LLM, CompletionOutput, SamplingParams
 from manta.specdecode.lengths import StepCost
 from tests.checkpoints import VOCAB_SIZE
 from tests.engine.test_constrained_engine import ORDER, constrained, example, make_llm, settled, spec
-from tests.pairs import every
 from tests.patience import PATIENCE_S
 
 pytestmark = pytest.mark.usefixtures("plugin")
@@ -204,7 +203,8 @@ def test_differently_spelled_forced_tokens_are_proposed_less(
     nothing_left(adaptive)
 
 
-@pytest.mark.parametrize("backend", every(BACKENDS, 2))
+@pytest.mark.few(2)
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_free_parts_between_forced_ones_keep_their_distribution(plain: LLM, drafting: LLM, backend: str) -> None:
     """χ² of two samples of other seeds, whole texts as categories."""
     regex = "answer: [abc] and then [0-2]!"

@@ -92,6 +92,7 @@ def test_hand_written_schemas(llm: LLM) -> None:
     assert counts["FINISHED_STOPPED"] > len(CASES)
 
 
+@pytest.mark.few(1)
 @KINDS
 def test_guarded_schemas(llm: LLM) -> None:
     counts = write_and_judge(llm, [schema for schema, _, _ in GUARDED])

@@ -41,6 +41,7 @@ def numpy_worker(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setitem(rank_worker.WORKERS, device, "tests.engine.numpy_worker:NumpyWorker")
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("name", SEAM)
 def test_the_engine_runs_on_it(name: str) -> None:
     SEAM[name]()

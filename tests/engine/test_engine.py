@@ -70,6 +70,7 @@ HISTORIES: dict[str, dict] = {
 """Options under which prompts are computed whole or cut, and sequences preempted."""
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(("family", "history"), in_turns(NATIVE_FAMILIES, list(HISTORIES)))
 def test_greedy_tokens_equal_transformers(family: str, history: str) -> None:
     prompts, options = make_prompts(), HISTORIES[history]

@@ -104,6 +104,7 @@ async def _refusal(case: str) -> tuple[int, dict[str, Any], bool]:
         return answer.status, json.loads(answer.body), again == 200
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("case", EXTREME_BODIES)
 def test_extreme_numbers_over_http_are_refused(case: str) -> None:
     status, answer, goes_on = asyncio.run(_refusal(case))
@@ -210,6 +211,7 @@ class NoneAllowed:
         return torch.full_like(logits, -math.inf)
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize(
     ("fields", "status", "code"),

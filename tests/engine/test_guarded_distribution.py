@@ -148,6 +148,7 @@ def llm(request: pytest.FixtureRequest) -> LLM:
     return make_llm(speculative={"proposers": ["forced", "ngram"], "ngram_min": 1, "adaptive": False})
 
 
+@pytest.mark.few(2)
 @cases
 def test_guarded_draws_have_the_exact_distribution(name: str, llm: LLM) -> None:
     case = CASES[name]

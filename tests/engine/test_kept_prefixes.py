@@ -129,6 +129,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("name", OPTIONS)
 def test_options_change_no_token(name: str) -> None:
     options = OPTIONS[name]
@@ -239,6 +240,7 @@ def damaged(path: pathlib.Path, generator: random.Random) -> None:
             shutil.copyfile(other, path)
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("seed", range(NUM_FUZZED))
 def test_damaged_files_are_no_hits_and_change_no_token(seed: int, cache: pathlib.Path) -> None:
     generator = random.Random(seed)

@@ -36,6 +36,7 @@ def tokens(llm: LLM, params: SamplingParams = GREEDY) -> list[list[list[int]]]:
     return [[choice.token_ids for choice in output.outputs] for output in outputs]
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_history_gives_the_tokens_of_transformers(kind: str) -> None:
     greedy = [[token_ids] for token_ids in expected(kind)]

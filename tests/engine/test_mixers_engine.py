@@ -33,6 +33,7 @@ HISTORIES: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     "kind", [kind if kind in CHEAP else pytest.param(kind, marks=pytest.mark.prove) for kind in KINDS]
 )

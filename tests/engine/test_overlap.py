@@ -36,7 +36,7 @@ from tests.patience import PATIENCE_S
 
 pytestmark = pytest.mark.usefixtures("plugin")
 
-EXAMPLES = 1000 if PROVE else 30
+EXAMPLES = 1000 if PROVE else 15
 NUM_STEPS = 2000
 """More than any workload takes."""
 ROOMY, TIGHT = 256, 9

@@ -10,6 +10,7 @@ import concurrent.futures
 import itertools
 import os
 import pathlib
+import shutil
 import signal
 import socket
 import subprocess
@@ -39,15 +40,19 @@ from manta.cluster.engine.ranks.claims import (
 )
 from manta.cluster.engine.ranks.deadline import FACTOR, NUM_RECENT, StepDeadline, StepTimes
 from manta.cluster.engine.ranks.rank_channel import AcceptLimits, Listener, RankChannel, RankHello, RankLost, connect
-from manta.cluster.engine.ranks.rank_group import RankGroup
+from manta.cluster.engine.ranks.rank_group import RankGroup, ReloadTimes
 from manta.cluster.engine.ranks.rank_messages import Done, Message, Output, PackedMasks, Ping, Sample, Step
 from manta.cluster.engine.ranks.ray_executor import RayExecutor
+from manta.cluster.engine.request import EngineRequest
 from manta.cluster.llm import LLM, ConstraintSpec, LogitsProcessorSpec, RequestOutput, SamplingParams
 from manta.cluster.serve.engine.engine_deployment import engine_deployment
 from manta.structured.frames import frame
 from manta.structured.masks import LATE, NO_MASK, MaskBatch
+from manta.structured.refusals import RequestRefused
 from manta.workers.models.model_config import ModelError
+from manta.workers.ranks.rank_worker import ReadAdapter
 from manta.workers.step import ScheduledSequence, StepInput, StepOutput
+from tests.adapters import Adapters, adapters_of
 from tests.checkpoints import checkpoint
 from tests.conftest import PROVE
 from tests.engine_parts import device_of
@@ -154,8 +159,13 @@ def patient() -> Iterator[None]:
 
 
 @pytest.fixture(scope="module")
-def llm(nodes: Any) -> LLM:
-    return make_llm(tensor_parallel_size=2, placement_strategy="SPREAD", kv_cache_bytes=None, kv_cache_fraction=1e-3)
+def llm(nodes: Any, tmp_path_factory: pytest.TempPathFactory) -> LLM:
+    options: dict[str, Any] = {
+        "kv_cache_bytes": None,
+        "kv_cache_fraction": 1e-3,
+        "adapter_roots": [str(tmp_path_factory.getbasetemp())],
+    }
+    return make_llm(tensor_parallel_size=2, placement_strategy="SPREAD", **options)
 
 
 def test_two_nodes_draw_the_tokens_of_one_process(llm: LLM, expected: list[Any]) -> None:
@@ -197,6 +207,64 @@ def test_an_idle_engine_rebuilds_a_rank_that_died(llm: LLM, expected: list[Any])
     assert llm.engine.stats().num_rank_rebuilds == num_rebuilds + 1
     assert finish(llm, submit(llm)) == expected
     assert llm.engine.stats().num_rank_rebuilds == num_rebuilds + 1
+
+
+@pytest.fixture(scope="module")
+def made() -> Adapters:
+    adapters = adapters_of(checkpoint("llama", dtype="float32"))
+    for seed, name in enumerate(("first", "second")):
+        adapters.add(name, 70 + seed)
+    return adapters
+
+
+def with_adapters(llm: LLM, *digests: str, victim: int | None = None) -> list[list[int]]:
+    """Greedy tokens of one batch with a row for each digest, in which a rank is killed after four steps."""
+    engine = llm.engine
+    ids = {f"{next(REQUEST_NUMBERS)}": digest for digest in digests}
+    params = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True)
+    for name, digest in ids.items():
+        engine.add_request(EngineRequest(request_id=name, prompt_token_ids=PROMPTS[0], params=params, adapter=digest))
+    found: dict[str, list[int]] = {name: [] for name in ids}
+    for number in itertools.count():
+        if not engine.has_unfinished:
+            break
+        if number == 4 and victim is not None:
+            os.kill(executor(llm).rank_pids[victim], signal.SIGKILL)
+        for output in engine.step():
+            found[output.request_id] += output.token_ids
+    engine.step()  # checks that nothing leaked
+    return list(found.values())
+
+
+def test_ranks_read_adapters_beside_the_steps_and_get_them_back_when_they_restart(llm: LLM, made: Adapters) -> None:
+    engine, folders = llm.engine, {}
+
+    def find(digest: str) -> ReadAdapter:
+        return engine.executor.read_adapter(folders[digest])
+
+    engine.adapters.find = find
+    for name in ("first", "second"):
+        adapter = engine.executor.read_adapter(made.folders[name])
+        folders[adapter.digest] = made.folders[name]
+        assert engine.adapters.hold(adapter)
+    expected = [made.greedy(PROMPTS[0], name, NUM_TOKENS) for name in ("first", "second", "")]
+    assert len({tuple(each) for each in expected}) == len(expected)
+    assert with_adapters(llm, *folders, "") == expected
+    with pytest.raises(ModelError):
+        engine.executor.read_adapter(str(pathlib.Path(made.folders["first"]).parent))
+    first, second = folders
+    for victim in (0, 1):
+        assert with_adapters(llm, first, victim=victim) == expected[:1]
+        assert engine.adapters.loaded == (first,), "the other one comes back when a request names it"
+        with pytest.raises(ConnectionError):
+            engine.adapters.hold(adapter)
+        adapter = find(second)
+        assert engine.adapters.hold(adapter)
+        assert with_adapters(llm, second, first, "") == [expected[1], expected[0], expected[2]]
+    for digest in folders:
+        assert engine.adapters.drop(digest)
+    with pytest.raises(RequestRefused):
+        with_adapters(llm, first)
 
 
 @pytest.fixture
@@ -265,9 +333,18 @@ def test_a_rank_that_hangs_is_given_up(llm: LLM, expected: list[Any], monkeypatc
         llm.step()
     os.kill(executor(llm).rank_pids[1], signal.SIGSTOP)
     monkeypatch.setattr(executor(llm).deadline, "times", StepTimes(shortest_s=1.0))
+    rebuild, was_away = executor(llm).rebuild, []
+
+    def note_and_rebuild() -> None:
+        was_away.append(llm.engine.executor.is_late())
+        rebuild()
+
+    monkeypatch.setattr(executor(llm), "rebuild", note_and_rebuild)
     llm.step()
     monkeypatch.undo()
     assert finish(llm, ids) == expected
+    assert was_away == [True], "requests could leave for another engine before"
+    assert not llm.engine.is_away
     assert llm.engine.stats().num_rank_rebuilds == num_rebuilds + 1
 
 
@@ -318,6 +395,30 @@ def test_unplaceable_ranks_are_explained_in_a_sentence(llm: LLM) -> None:
         RankGroup(EngineConfig(model="none", num_threads=2, tensor_parallel_size=2), placement_s=1.0).start()
 
 
+@pytest.mark.prove
+def test_a_rank_that_hangs_while_it_loads_again_is_given_up(llm: LLM, tmp_path: pathlib.Path) -> None:
+    """Its file answers no more, as on a network whose server is gone. The model comes back before the next attempt."""
+    folder = tmp_path / "model"
+    shutil.copytree(checkpoint("llama"), folder)
+    times = ReloadTimes(factor=0.1, shortest_s=0.1)
+    config = EngineConfig(model=str(folder), num_threads=1, kv_cache_bytes=1 << 22, device="cpu")
+    group = RankGroup(config, times=times)
+    info, channel = group.start()
+    channel.close()
+    file, content = folder / "config.json", (folder / "config.json").read_bytes()
+    file.unlink()
+    os.mkfifo(file)  # who opens it waits
+    with pytest.raises(RankLost):
+        group.start()
+    file.unlink()
+    file.write_bytes(content)
+    group.times = ReloadTimes()
+    again, channel = group.start()
+    assert again.num_blocks == info.num_blocks
+    channel.close()
+    group.stop()
+
+
 def test_model_errors_are_reported_as_without_ranks(llm: LLM, tmp_path: pathlib.Path) -> None:
     """The group of the engine at hand tries to load another model once a rank has died. An engine that cannot be
     rebuilt says so, and its ranks leave.
@@ -332,6 +433,22 @@ def test_model_errors_are_reported_as_without_ranks(llm: LLM, tmp_path: pathlib.
     assert isinstance(dead.value.__cause__, ModelError), "raised as if it had been loaded here"
     assert not llm.engine.alive
     wait_until(lambda: not any(psutil.pid_exists(pid) for pid in pids))
+
+
+@pytest.mark.prove
+def test_an_adapter_that_is_replaced_in_its_folder_ends_an_engine_that_restarts_its_ranks(
+    nodes: Any, made: Adapters, tmp_path: pathlib.Path
+) -> None:
+    """The requests of the engine name the values that it began with."""
+    shutil.copytree(made.folders["first"], tmp_path / "adapter")
+    llm = make_llm(tensor_parallel_size=2, placement_strategy="PACK", adapters={"fixed": str(tmp_path / "adapter")})
+    (answer,) = llm.generate([PROMPTS[0]], SamplingParams(temperature=0, max_tokens=4), adapter="fixed")
+    assert answer.outputs[0].token_ids == made.greedy(PROMPTS[0], "first", 4)
+    shutil.copytree(made.folders["second"], tmp_path / "adapter", dirs_exist_ok=True)
+    os.kill(executor(llm).rank_pids[1], signal.SIGKILL)
+    with pytest.raises(EngineDead) as dead:
+        llm.generate([PROMPTS[0]], SamplingParams(temperature=0, max_tokens=4), adapter="fixed")
+    assert isinstance(dead.value.__cause__, ModelError)
 
 
 DRIVER = """

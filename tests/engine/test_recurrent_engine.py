@@ -148,6 +148,7 @@ CASES: dict[str, Case] = {
 """Each case in which an engine computes tokens again or shares a state."""
 
 
+@pytest.mark.few(4)
 @pytest.mark.axes_in_turns
 @pytest.mark.parametrize("family", ["lfm2", "lfm2_convolutions"])
 @pytest.mark.parametrize("name", CASES)

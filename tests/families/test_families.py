@@ -63,6 +63,7 @@ def expected(model_type: str) -> set[str]:
     return {"native", "through transformers"}
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("model_type", CHEAP)
 def test_a_decoder_is_served_with_the_tokens_of_transformers_or_refused(model_type: str) -> None:
     if model_type not in MODEL_TYPES:

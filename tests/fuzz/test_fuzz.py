@@ -17,7 +17,6 @@ from tests.fuzz.campaign import Campaign, check_engine
 from tests.fuzz.cases import Case, load, save
 from tests.fuzz.generate import generate, generate_recurrent
 from tests.fuzz.shrink import shrink
-from tests.pairs import every
 
 pytestmark = pytest.mark.usefixtures("plugin", "quiet")
 
@@ -28,7 +27,7 @@ SHRINK_SECONDS = 30.0
 """Seconds for shrinking each failure. `make fuzz SEED=... ARGS="--count 1"` takes longer."""
 NUM_PROVEN = 50
 """Seeds within which every feature must occur."""
-NUM_RECURRENT, NUM_RECURRENT_PROVEN, RECURRENT_GROUP = 8, 1000, 100
+NUM_RECURRENT, NUM_RECURRENT_PROVEN, RECURRENT_GROUP = 4, 1000, 100
 """Seeds of the recurrent model in the suite, and in groups among the long tests."""
 FIRST_LONG_SEED = 1_000_000
 NUM_LONG_PARTS, LONG_PART_SECONDS = 12, 300.0
@@ -54,7 +53,8 @@ def run(
     return campaign
 
 
-@pytest.mark.parametrize("first", every(range(0, NUM_SEEDS, GROUP), 4))
+@pytest.mark.few(1)
+@pytest.mark.parametrize("first", range(0, NUM_SEEDS, GROUP))
 def test_random_cases_equal_the_plain_engine(first: int) -> None:
     run(seed for seed in range(first, first + GROUP) if generate(seed).settings.pool_form == "threads")
 

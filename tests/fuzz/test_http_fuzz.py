@@ -224,6 +224,7 @@ def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(campaigns, "SETTLE_S", 1.0)
 
 
+@pytest.mark.prove
 @pytest.mark.usefixtures("hasty")
 @async_test
 async def test_an_internal_failure_is_reported_with_its_transcript(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -244,6 +245,7 @@ async def test_an_internal_failure_is_reported_with_its_transcript(monkeypatch: 
     assert "\n  > b'POST " in told  # of several requests in one piece the first is shown
 
 
+@pytest.mark.prove
 @pytest.mark.usefixtures("hasty")
 @async_test
 async def test_an_answer_unlike_its_solitary_one_is_found() -> None:
@@ -255,6 +257,7 @@ async def test_an_answer_unlike_its_solitary_one_is_found() -> None:
         assert "alone the answer was" in await found(server, spoil)
 
 
+@pytest.mark.prove
 @pytest.mark.usefixtures("hasty")
 @async_test
 async def test_a_request_that_stays_behind_is_found() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 
-from tests.house.test_layering import ROOMS, modules
+from tests.house.syntax_trees import ROOMS, modules
 from tests.workers.test_cache_folder import KINDS
 
 OWNER = "manta.workers.cache_folder"

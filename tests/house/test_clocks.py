@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import collections
 
-from tests.house.test_layering import ROOMS, modules
+from tests.house.syntax_trees import ROOMS, modules
 
 STAMP, FILE, SHARED = "a time that people read", "compared with times of files", "compared by machines in a storage"
 ORDER = "names of things, of which later ones are greater"

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.house.test_layering import ROOMS, modules
+from tests.house.syntax_trees import ROOMS, modules
 
 SINKS = ("manta.structured.visible_text", "manta.structured.visible_logs")
 """Modules that print and log; `tests/house` has the bytes in `tests/cli/test_hostile_text.py`."""

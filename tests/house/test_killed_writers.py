@@ -38,6 +38,7 @@ def dies_at(writer: Writer, number: int, call: int) -> bool:
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 1
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("kind", [kind for kind in WRITERS if kind not in SLOW])
 def test_a_process_that_dies_between_any_two_calls_loses_nothing(kind: type[Writer], tmp_path: pathlib.Path) -> None:
     for call in range(MAX_CHANGES):

@@ -9,18 +9,14 @@ import ast
 import collections
 import functools
 import graphlib
-import pathlib
 from collections.abc import Iterator
 
 import pytest
 
-ROOT = pathlib.Path(__file__).resolve().parents[2]
+from tests.house.syntax_trees import ROOMS, ROOT, modules
 
 MAX_LINES = 600
 """Lines of a source file; a longer one holds more than one thing."""
-
-ROOMS = ("manta.structured", "manta.workers", "manta.specdecode", "manta.cluster")
-"""Lowest first: a room may import those before it."""
 
 FOLDERS = (
     "manta.structured",
@@ -121,16 +117,6 @@ REPEATING = (
 """Folders whose modules may have the names of others: a framework's have those of what they compute, and endpoints
 those of the shapes that they take.
 """
-
-
-@functools.cache
-def modules(room: str) -> dict[str, ast.Module]:
-    """Name to text of every module of a room, packages themselves among them."""
-    found = {}
-    for path in sorted(ROOT.joinpath(*room.split(".")).rglob("*.py")):
-        name = ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
-        found[name] = ast.parse(path.read_text(), str(path))
-    return found
 
 
 @functools.cache
@@ -302,8 +288,8 @@ OWNERS = {
 @pytest.mark.parametrize("owner", OWNERS)
 def test_the_state_of_a_sequence_has_one_owner(owner: str) -> None:
     found = set()
-    for path in (ROOT / "cluster" / "engine").rglob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text())):
+    for name, tree in modules("manta.cluster.engine").items():
+        for node in ast.walk(tree):
             if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and node.attr in OWNERS[owner]:
-                found.add((path.name, node.attr))
+                found.add((name.rpartition(".")[2] + ".py", node.attr))
     assert found == {(owner, attribute) for attribute in OWNERS[owner]}

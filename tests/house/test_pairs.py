@@ -25,17 +25,16 @@ def test_every_value_is_met(num_always: int) -> None:
     assert all((first, 1) in runs(found) for first in "abcde") == bool(num_always)
 
 
-def test_every_third_value_runs() -> None:
-    assert runs(pairs.every(range(7), 3)) == [(0,), (3,), (6,)]
-
-
 class Item:
     """A case of a test, as pytest collects it."""
 
     def __init__(self, test: str, **parameters: Any) -> None:
         self.nodeid = f"{test}[{parameters}]"
-        self.keywords = {"forms_in_turns"}
+        self.keywords = {"forms_in_turns", "few"}
         self.callspec = types.SimpleNamespace(params=parameters)
+
+    def get_closest_marker(self, name: str) -> pytest.Mark:
+        return getattr(pytest.mark, name)(4).mark
 
     def add_marker(self, mark: pytest.MarkDecorator) -> None:
         self.keywords.add(mark.name)
@@ -52,3 +51,14 @@ def test_each_case_has_the_first_form_and_another() -> None:
         assert {form for name, form in met if name == test} == set(forms)
     assert len([name for name, _ in met if name == "c"]) == 2
     assert ("d", None) in met
+
+
+def test_a_few_cases_are_spread_over_all_values() -> None:
+    """A part is as long as the inner axis."""
+    items = [Item("a", outer=outer, inner=inner) for outer in range(4) for inner in range(3)]
+    items += [Item("b", case=case) for case in range(3)]
+    pairs.few_cases(items)  # type: ignore[arg-type]
+    met = [(each.nodeid[0], each.callspec.params) for each in items if "prove" not in each.keywords]
+    assert [params for name, params in met if name == "b"] == [{"case": 0}, {"case": 1}, {"case": 2}]
+    assert {params["outer"] for name, params in met if name == "a"} == {0, 1, 2, 3}
+    assert {params["inner"] for name, params in met if name == "a"} == {0, 1, 2}

@@ -7,8 +7,6 @@ reason.
 from __future__ import annotations
 
 import ast
-import functools
-import pathlib
 from collections.abc import Iterator
 from typing import get_args
 
@@ -16,41 +14,45 @@ import pytest
 
 from manta.cluster.protocol.error_bodies import ANSWERS
 from manta.structured.refusals import WORDS, Kind
-
-ROOT = pathlib.Path(__file__).resolve().parents[2]
-ROOMS = ("structured", "workers", "specdecode", "cluster")
+from tests.house.syntax_trees import ROOMS, modules
 
 LLGUIDANCE = "llguidance tells what is wrong in words only"
 MSGSPEC = "msgspec's errors are sentences that end with a path"
 SERVE = "Serve tells the state of a deployment in words, in which it quotes tracebacks"
 READERS = {
-    ("structured/backends/llguidance.py", "_refusal"): LLGUIDANCE,
-    ("structured/backends/llguidance.py", "check_matcher"): LLGUIDANCE,
-    ("structured/backends/llguidance.py", "without_source"): "llguidance shows lines of the grammar within its words",
-    ("structured/backends/llguidance_grammar.py", "place_within"): LLGUIDANCE,
-    ("structured/backends/llguidance_schema.py", "place_of"): LLGUIDANCE,
-    ("structured/backends/llguidance_schema.py", "_is_quoted"): LLGUIDANCE,
-    ("workers/jax_worker/jax_worker.py", "_named_memory_errors"): "XLA's errors have their status in the text",
-    ("workers/kernels/triton/library_products.py", "_runs"): "the first line of torch's message is logged",
-    ("cluster/protocol/shape_errors.py", "shape_error"): MSGSPEC,
-    ("cluster/option_reader.py", "read_options"): MSGSPEC,
-    ("cluster/cli/server.py", "no_server"): "requests wraps OpenSSL's error in a text",
-    ("cluster/cli/chat.py", "_talk"): "`message` is what the user typed",
-    ("cluster/cli/chat.py", "_handle"): "`message` is what the user typed",
-    ("cluster/serve/listening/tls.py", "_load"): "`reason` is OpenSSL's code",
-    ("cluster/serve/scaling/cluster_state.py", "_note"): SERVE,
-    ("cluster/serve/starting/joined_ray.py", "_token"): "the first sentence of Ray's message is told",
-    ("cluster/serve/starting/start_failure.py", "_ray_error_in_words"): "the first sentence of Ray's message is told",
-    ("cluster/serve/starting/start_failure.py", "waiting_for_room"): SERVE,
-    ("cluster/serve/starting/start_failure.py", "cause_of"): SERVE,
-    ("cluster/serve/starting/start_failure.py", "last_exception"): SERVE,
-    ("cluster/serve/starting/start_failure.py", "_cause_of_death"): SERVE,
-    ("cluster/serve/starting/start_watch.py", "_cannot_start"): SERVE,
-    ("cluster/serve/starting/start_watch.py", "_watch"): SERVE,
-    ("cluster/serve/starting/start_watch.py", "_is_or_was_ready"): SERVE,
-    ("cluster/serve/recorded/streams.py", "on_kept"): "`refused` holds ids of streams",
+    ("manta.structured.backends.llguidance", "_refusal"): LLGUIDANCE,
+    ("manta.structured.backends.llguidance", "check_matcher"): LLGUIDANCE,
+    (
+        "manta.structured.backends.llguidance",
+        "without_source",
+    ): "llguidance shows lines of the grammar within its words",
+    ("manta.structured.backends.llguidance_grammar", "place_within"): LLGUIDANCE,
+    ("manta.structured.backends.llguidance_schema", "place_of"): LLGUIDANCE,
+    ("manta.structured.backends.llguidance_schema", "_is_quoted"): LLGUIDANCE,
+    ("manta.workers.jax_worker.jax_worker", "_named_memory_errors"): "XLA's errors have their status in the text",
+    ("manta.workers.kernels.triton.library_products", "_runs"): "the first line of torch's message is logged",
+    ("manta.cluster.protocol.shape_errors", "shape_error"): MSGSPEC,
+    ("manta.cluster.option_reader", "read_options"): MSGSPEC,
+    ("manta.cluster.cli.server", "no_server"): "requests wraps OpenSSL's error in a text",
+    ("manta.cluster.cli.chat", "_talk"): "`message` is what the user typed",
+    ("manta.cluster.cli.chat", "_handle"): "`message` is what the user typed",
+    ("manta.cluster.serve.listening.tls", "_load"): "`reason` is OpenSSL's code",
+    ("manta.cluster.serve.scaling.cluster_state", "_note"): SERVE,
+    ("manta.cluster.serve.starting.joined_ray", "_token"): "the first sentence of Ray's message is told",
+    (
+        "manta.cluster.serve.starting.start_failure",
+        "_ray_error_in_words",
+    ): "the first sentence of Ray's message is told",
+    ("manta.cluster.serve.starting.start_failure", "waiting_for_room"): SERVE,
+    ("manta.cluster.serve.starting.start_failure", "cause_of"): SERVE,
+    ("manta.cluster.serve.starting.start_failure", "last_exception"): SERVE,
+    ("manta.cluster.serve.starting.start_failure", "_cause_of_death"): SERVE,
+    ("manta.cluster.serve.starting.start_watch", "_cannot_start"): SERVE,
+    ("manta.cluster.serve.starting.start_watch", "_watch"): SERVE,
+    ("manta.cluster.serve.starting.start_watch", "_is_or_was_ready"): SERVE,
+    ("manta.cluster.serve.recorded.streams", "on_kept"): "`refused` holds ids of streams",
 }
-"""Functions, by file, that read words of another library, or none at all, and why."""
+"""Functions, by module, that read words of another library, or none at all, and why."""
 
 TEXTS = {"message", "reason", "refused", "sentence", "remedy", "cause", "why"}
 """Names of variables and attributes that hold the words of an error."""
@@ -68,9 +70,9 @@ SAME = {"strip", "lstrip", "rstrip", "lower", "casefold"}
 """Methods whose result says the same."""
 
 
-def readings(source: str) -> Iterator[tuple[str, int]]:
+def readings(tree: ast.AST) -> Iterator[tuple[str, int]]:
     """Yields the function and line of each place that decides by the words of an error."""
-    for function in ast.walk(ast.parse(source)):
+    for function in ast.walk(tree):
         if isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef):
             yield from ((function.name, line) for line in _Words(function).readings())
 
@@ -127,17 +129,12 @@ class _Words:
         return isinstance(node, ast.Name) and node.id in self._errors
 
 
-@functools.cache
-def product() -> dict[pathlib.Path, str]:
-    return {path: path.read_text() for room in ROOMS for path in sorted((ROOT / room).rglob("*.py"))}
+def product() -> dict[str, ast.Module]:
+    return {name: tree for room in ROOMS for name, tree in modules(room).items()}
 
 
 def test_no_code_reads_the_words_of_a_refusal() -> None:
-    found = {
-        (str(path.relative_to(ROOT)), function): line
-        for path, source in product().items()
-        for function, line in readings(source)
-    }
+    found = {(name, function): line for name, tree in product().items() for function, line in readings(tree)}
     assert {place: line for place, line in found.items() if place not in READERS} == {}
     assert READERS.keys() - found.keys() == set(), "they read nothing any more"
 
@@ -160,7 +157,7 @@ def test_no_code_reads_the_words_of_a_refusal() -> None:
 )
 def test_each_way_to_read_words_is_found(line: str) -> None:
     source = f"def f(result, reason):\n try: g()\n except E as error:\n  said = str(error)\n  return {line}\n"
-    assert list(readings(source)) == [("f", 5)]
+    assert list(readings(ast.parse(source))) == [("f", 5)]
 
 
 @pytest.mark.parametrize(
@@ -175,19 +172,19 @@ def test_each_way_to_read_words_is_found(line: str) -> None:
     ],
 )
 def test_data_may_be_read(line: str) -> None:
-    assert not list(readings(f"def f(reason):\n try: g()\n except E as error:\n  return {line}\n"))
+    assert not list(readings(ast.parse(f"def f(reason):\n try: g()\n except E as error:\n  return {line}\n")))
 
 
 def test_every_kind_has_words_and_is_raised() -> None:
     kinds = set(get_args(Kind))
     assert kinds == set(WORDS)
     assert not ANSWERS.keys() - kinds
-    tables = {ROOT / "structured/refusals.py", ROOT / "cluster/errors.py", ROOT / "cluster/protocol/error_bodies.py"}
+    tables = {"manta.structured.refusals", "manta.cluster.errors", "manta.cluster.protocol.error_bodies"}
     used = {
         node.value
-        for path, source in product().items()
-        if path not in tables
-        for node in ast.walk(ast.parse(source))
+        for name, tree in product().items()
+        if name not in tables
+        for node in ast.walk(tree)
         if isinstance(node, ast.Constant) and isinstance(node.value, str)
     }
     assert kinds - used == {"bug"}, "no code raises them"

@@ -45,7 +45,7 @@ from manta.workers.prefix_store import PrefixStore
 from tests.checkpoints import checkpoint
 from tests.full_disk import full_disk
 from tests.gguf_files import write_gguf
-from tests.house.test_layering import ROOMS, modules
+from tests.house.syntax_trees import ROOMS, modules
 from tests.house.writing_calls import writes
 
 INPUT = [b'{"custom_id": "%d", "url": "/v1/completions", "body": {}}' % number for number in range(40)]

@@ -22,6 +22,7 @@ from manta.cluster.engine.request import EngineRequest
 from manta.cluster.http.access.addresses import network_of
 from manta.cluster.http.access.keys import ApiKeys, openness, with_api_keys
 from manta.cluster.http.exchange.reply import not_enforced_header
+from manta.cluster.serve_limits import KeyLimits
 from manta.cluster.text.tokenizer import Tokenizer
 from manta.cluster.text.tokenizer_files import TokenizerError
 from manta.structured.constraint import ConstraintError, ConstraintLimits, ConstraintSpec, Kind, check_limits
@@ -159,6 +160,17 @@ def test_a_page_that_is_named_reads_every_answer() -> None:
     assert "access-control-allow-origin" not in app.ask("GET", "/v1/models", origin="https://other.example").headers
     assert app.ask("GET", "/v1/models").headers["vary"] == "origin", "a cache must not give this answer to the page"
     assert App(cors_origins=("*",)).ask("GET", "/v1/models", origin=PAGE).headers["access-control-allow-origin"] == "*"
+
+
+def test_a_page_reads_all_headers_of_an_answer() -> None:
+    limits = {"team": KeyLimits(requests_per_minute=60, tokens_per_minute=6000)}
+    app = App(cors_origins=(PAGE,), api_keys=("team:a-secret-of-the-test",), key_limits=limits)
+    key = {"authorization": "Bearer a-secret-of-the-test"}
+    answer = app.ask("POST", "/v1/chat/completions", CHAT, origin=PAGE, **key)
+    exposed = set(answer.headers["access-control-expose-headers"].split(", "))
+    own = {name for name in answer.headers if name.startswith("x-")} - {"x-content-type-options"}
+    assert "x-ratelimit-remaining-tokens" in own
+    assert own <= exposed
 
 
 def test_a_preflight_is_answered_without_a_key() -> None:

@@ -169,6 +169,7 @@ def test_one_question_about_the_model_serves_all(
 # ---- engines that cannot connect back ------------------------------------------------------------------------------
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("code", [errno.EHOSTUNREACH, errno.EMFILE, errno.ECONNREFUSED, errno.ETIMEDOUT, None])
 def test_an_engine_that_cannot_connect_is_called_less(code: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
     error = TimeoutError() if code is None else OSError(code, "cannot connect")

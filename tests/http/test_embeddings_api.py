@@ -1,4 +1,7 @@
-"""`/v1/embeddings` and Ollama's two endpoints, asked by other people's clients, beside sentence-transformers."""
+"""`/v1/embeddings` and Ollama's two endpoints, asked by other people's clients, beside sentence-transformers.
+
+The tests import the clients that take a second to import: every process of the suite imports this module.
+"""
 
 from __future__ import annotations
 
@@ -9,15 +12,12 @@ from collections.abc import Iterator
 from typing import Any
 
 import httpx
-import langchain_openai
-import litellm
 import msgspec
 import numpy as np
 import ollama
 import openai
 import pydantic
 import pytest
-from llama_index.embeddings.openai import OpenAIEmbedding
 from sentence_transformers import SentenceTransformer
 
 from manta.cluster.batch.line_endpoints import batch_endpoints
@@ -186,6 +186,8 @@ def test_home_shows_a_request_that_works(server: ThreadedServer) -> None:
 
 
 def test_langchain_client(server: ThreadedServer, theirs: SentenceTransformer) -> None:
+    import langchain_openai
+
     base_url: Any = f"{server.url}/v1"
     client = langchain_openai.OpenAIEmbeddings(
         model=server.model, base_url=base_url, api_key=pydantic.SecretStr("none"), check_embedding_ctx_length=False
@@ -196,12 +198,16 @@ def test_langchain_client(server: ThreadedServer, theirs: SentenceTransformer) -
 
 
 def test_llama_index_client(server: ThreadedServer, theirs: SentenceTransformer) -> None:
+    from llama_index.embeddings.openai import OpenAIEmbedding
+
     client = OpenAIEmbedding(model_name=server.model, api_base=f"{server.url}/v1", api_key="none")
     found = client.get_text_embedding_batch(TEXTS)
     np.testing.assert_allclose(np.array(found), theirs.encode(TEXTS), atol=1e-5)
 
 
 def test_litellm_client(server: ThreadedServer, theirs: SentenceTransformer) -> None:
+    import litellm
+
     expected = theirs.encode(TEXTS)
     for provider, base in (("openai", f"{server.url}/v1"), ("hosted_vllm", f"{server.url}/v1"), ("ollama", server.url)):
         answer = litellm.embedding(f"{provider}/{server.model}", input=TEXTS, api_base=base, api_key="none")
@@ -219,6 +225,7 @@ def test_lines_of_a_batch(theirs: SentenceTransformer) -> None:
         bodies = [{"input": text} for text in TEXTS] + [{"input": LONG}]
         lines = [BatchRequest("a", "/v1/embeddings", msgspec.Raw(json.dumps(body).encode())) for body in bodies]
         try:
+            await client.drop_kept([b"a block that models of another kind may keep"])
             return await asyncio.gather(*(endpoints.answer(line, f"line-{i}") for i, line in enumerate(lines)))
         finally:
             await client.close()

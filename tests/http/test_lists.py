@@ -79,6 +79,7 @@ def _walk(server: ThreadedServer, path: str, count: int, **query: Any) -> Iterat
     raise AssertionError("the pages do not end")
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("name", LISTS)
 def test_pages_end_and_show_each_object_once(server: ThreadedServer, name: str) -> None:
     path, at_least = LISTS[name](server)

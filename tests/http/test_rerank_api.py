@@ -5,9 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-import cohere
 import httpx
-import litellm
 import numpy as np
 import pytest
 import torch
@@ -85,6 +83,8 @@ def test_the_best_documents_with_their_texts(server: ThreadedServer, expected: n
 
 
 def test_cohere_client(server: ThreadedServer, expected: np.ndarray) -> None:
+    import cohere
+
     for client in (cohere.Client("none", base_url=server.url), cohere.ClientV2("none", base_url=server.url)):
         answer = client.rerank(model=server.model, query=QUERY, documents=DOCUMENTS, top_n=3)
         assert [each.index for each in answer.results] == list(np.argsort(-expected, kind="stable")[:3])
@@ -92,6 +92,8 @@ def test_cohere_client(server: ThreadedServer, expected: np.ndarray) -> None:
 
 
 def test_litellm_client(server: ThreadedServer, expected: np.ndarray) -> None:
+    import litellm
+
     for provider in ("cohere", "jina_ai", "hosted_vllm"):
         answer = litellm.rerank(
             f"{provider}/{server.model}", query=QUERY, documents=DOCUMENTS, api_base=server.url, api_key="none"

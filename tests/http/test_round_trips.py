@@ -235,6 +235,7 @@ async def trips(world: World, apis: Sequence[str], step: int) -> int:
     return len(tokens)
 
 
+@pytest.mark.few(6)
 @pytest.mark.parametrize("form", WRITERS, ids=lambda form: form.name)
 def test_every_answer_comes_back_wherever_it_is_cut(form: ToolFormat, tmp_path: pathlib.Path) -> None:
     world = World(form, tmp_path, has_marks=True)
@@ -245,6 +246,7 @@ SPELT = [form for form in WRITERS if form.begin.isascii() and not form.is_channe
 """Formats whose marks some tokenizers have no tokens for. The others' models need them."""
 
 
+@pytest.mark.few(5)
 @pytest.mark.parametrize("form", SPELT, ids=lambda form: form.name)
 def test_no_part_of_a_mark_is_text(form: ToolFormat, tmp_path: pathlib.Path) -> None:
     world = World(form, tmp_path, has_marks=False)

@@ -14,7 +14,6 @@ from manta.cluster.http.exchange.metrics import Metrics
 from manta.cluster.text.chat_template import ChatTemplates
 from manta.cluster.text.tokenizer import Tokenizer
 from tests.http.test_routes import RepeatingEngines
-from tests.pairs import every
 
 SLOW = "{% for i in range(99999) %}{% for j in range(99999) %}{% set x = 1 %}{% endfor %}{% endfor %}"
 HELLO = [{"role": "user", "content": "Hello"}]
@@ -23,7 +22,8 @@ HELLO = [{"role": "user", "content": "Hello"}]
 PATHS = ("/v1/chat/completions", "/v1/responses", "/v1/messages", "/api/chat", "/tokenize")
 
 
-@pytest.mark.parametrize("path", every(PATHS, 4))
+@pytest.mark.few(2)
+@pytest.mark.parametrize("path", PATHS)
 def test_others_are_answered_while_a_template_runs(path: str) -> None:
     tokenizer = Tokenizer("demo")
     tokenizer.chat_templates = ChatTemplates({"default": SLOW})

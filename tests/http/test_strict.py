@@ -84,6 +84,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> Asked:
     return found
 
 
+@pytest.mark.few(10)
 @pytest.mark.parametrize(("path", "body", "may_be_loose"), CASES)
 def test_only_what_asks_for_all_of_its_schema_is_refused(
     asked: Asked, path: str, body: dict[str, Any], may_be_loose: bool

@@ -13,7 +13,6 @@ import pytest
 from manta.cluster.llm import LLM, SamplingParams
 from manta.workers.checkpoints.model_folder import load_model_config
 from tests.checkpoints import VOCAB_SIZE, checkpoint, reference_greedy
-from tests.pairs import every
 
 OWN_ATTENTION = ("falcon", "bloom", "mpt", "gpt_neo", "xglm")
 """Families with attention code of their own, which is replaced."""
@@ -36,7 +35,8 @@ FAMILIES: list[tuple[str, dict[str, Any]]] = [
 ]
 
 
-@pytest.mark.parametrize("case", every(FAMILIES, 2), ids=str)
+@pytest.mark.few(4)
+@pytest.mark.parametrize("case", FAMILIES, ids=str)
 def test_greedy_tokens_through_transformers_are_its_own(case: tuple[str, dict[str, Any]]) -> None:
     family, options = case
     folder = checkpoint(family, **options)
@@ -47,6 +47,7 @@ def test_greedy_tokens_through_transformers_are_its_own(case: tuple[str, dict[st
         assert output.outputs[0].token_ids == reference_greedy(folder, prompt, 40)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("family", OWN_ATTENTION)
 def test_replaced_attention_gives_transformers_tokens(family: str) -> None:
     """Prompts of which two share their first blocks, in a cache that does not hold them all to their ends."""

@@ -16,7 +16,6 @@ from manta.cluster.text.chat_template import ChatTemplates
 from tests.checkpoints import checkpoint
 from tests.conftest import PROVE
 from tests.grammar_pools import VOCAB_SIZE
-from tests.pairs import every
 from tests.tool_formats import TOOLS, WRITERS, template_of, tokenizer_folder
 
 MESSAGES = [{"role": "user", "content": "Do it."}]
@@ -53,7 +52,8 @@ def calls_of(llm: LLM, seeds: Sequence[int] = range(NUM_CHATS), **options: Any) 
     return found
 
 
-@pytest.mark.parametrize("form", every(WRITERS, 2), ids=lambda form: form.name)
+@pytest.mark.few(3)
+@pytest.mark.parametrize("form", WRITERS, ids=lambda form: form.name)
 def test_a_random_model_makes_calls_that_fit(llm: LLM, form: ToolFormat) -> None:
     speak(llm, form)
     for parallel in (False, True):
@@ -65,6 +65,7 @@ def test_a_random_model_makes_calls_that_fit(llm: LLM, form: ToolFormat) -> None
     assert {call["function"]["name"] for calls in calls_of(llm, tool_choice=named) for call in calls} == {"set_on"}
 
 
+@pytest.mark.few(5)
 @pytest.mark.parametrize("form", WRITERS, ids=lambda form: form.name)
 def test_the_next_prompt_has_the_calls_id(llm: LLM, form: ToolFormat) -> None:
     speak(llm, form)

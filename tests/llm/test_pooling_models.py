@@ -25,6 +25,7 @@ def cosines(left: np.ndarray, right: np.ndarray) -> np.ndarray:
     return (left * right).sum(1) / np.linalg.norm(left, axis=1) / np.linalg.norm(right, axis=1)
 
 
+@pytest.mark.few(5)
 @pytest.mark.parametrize("name", EMBEDDERS)
 def test_vectors_are_those_of_sentence_transformers(name: str) -> None:
     llm, theirs = loaded(embedder(name)), SentenceTransformer(str(embedder(name)), device="cpu")
@@ -86,6 +87,16 @@ def test_a_text_that_is_too_long_is_refused_or_cut() -> None:
     assert (caught.value.refusal.kind, caught.value.refusal.field) == ("context_length", "texts[1]")
     expected = SentenceTransformer(str(embedder("qwen3")), device="cpu").encode([long])
     assert cosines(llm.embed(long, truncate=True), expected).min() > 0.9999
+
+
+@pytest.mark.parametrize(
+    ("texts", "prompt_name", "field"),
+    [(["a", "b\ud800", "c"], None, "texts[1]"), ([[5, 6], "a", "\ud800"], "query", "texts[2]")],
+)
+def test_a_text_that_is_no_unicode_is_named(texts: list[str | list[int]], prompt_name: str | None, field: str) -> None:
+    with pytest.raises(RequestRefused) as caught:
+        loaded(embedder("qwen3")).embed(texts, prompt_name=prompt_name)
+    assert (caught.value.refusal.kind, caught.value.refusal.field) == ("unfit", field)
 
 
 def test_dimensions_keep_the_first_numbers_of_a_vector() -> None:

@@ -72,6 +72,7 @@ INPUTS: list[tuple[dict[str, Any], str, str]] = [
 """Tools, with an input that each may get and one that it must not get."""
 
 
+@pytest.mark.few(8)
 @pytest.mark.axes_in_turns
 @pytest.mark.parametrize("has_marks", [True, False], ids=["tokens", "text"])
 @pytest.mark.parametrize("form", WRITERS, ids=lambda form: form.name)

@@ -57,6 +57,7 @@ TABLE: dict[Kind, tuple[str, str | None, str]] = {
     "bug": (SERVER, None, "api_error"),
     "failed": (SERVER, "internal_error", "api_error"),
     "cancelled": (SERVER, "cancelled", "api_error"),
+    "model_failed": (SERVER, "model_failed", "overloaded_error"),
     "unavailable": (SERVER, None, "overloaded_error"),
     "too_many_bodies": (SERVER, "too_many_bodies", "overloaded_error"),
 }
@@ -106,6 +107,7 @@ def test_words_name_what_the_refusal_holds(kind: Kind) -> None:
         ("deadline", Overdue),
         ("failed", GenerationFailed),
         ("cancelled", GenerationFailed),
+        ("model_failed", Unavailable),
         ("unavailable", Unavailable),
         ("stream_lost", Unavailable),
         ("out_of_range", RequestRefused),

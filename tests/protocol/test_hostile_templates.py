@@ -14,7 +14,6 @@ from manta.cluster.config import EngineConfig
 from manta.cluster.text.chat_template import ChatTemplates, TemplateError, template_process
 from manta.workers.models.model_config import ModelError
 from tests.checkpoints import checkpoint
-from tests.pairs import every
 
 VALUES = {"messages": [{"role": "user", "content": "Hello"}], "tools": None, "add_generation_prompt": True}
 DOUBLED = "{%% set ns = namespace(s='ab') %%}{%% for i in range(60) %%}{%% set ns.s = %s %%}{%% endfor %%}{{ ns.s }}"
@@ -51,10 +50,8 @@ def rendered(source: str) -> str:
     return ChatTemplates({"default": source}).render(None, VALUES)
 
 
-@pytest.mark.parametrize(
-    "source",
-    [*every(QUICK, 2), *every(SLOW, len(SLOW))],
-)
+@pytest.mark.few(8)
+@pytest.mark.parametrize("source", [*QUICK, *SLOW])
 def test_a_template_without_bound_is_refused(source: str) -> None:
     with pytest.raises(TemplateError) as caught:
         rendered(source)

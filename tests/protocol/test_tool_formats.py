@@ -94,6 +94,7 @@ def test_a_template_shows_its_format(form: ToolFormat) -> None:
     assert detect_format(template_of(form).replace("tools", "toys")) is None
 
 
+@pytest.mark.few(6)
 @pytest.mark.parametrize("form", WRITERS, ids=lambda form: form.name)
 @given(data=st.data())
 def test_calls_survive_any_cutting_of_the_text(form: ToolFormat, data: Any) -> None:
@@ -121,6 +122,7 @@ FRAGMENTS = """
 fragments = st.lists(st.sampled_from([*FRAGMENTS.split(), " ", "\n"]), max_size=14).map("".join)
 
 
+@pytest.mark.few(7)
 @pytest.mark.parametrize("form", WRITERS, ids=lambda form: form.name)
 @given(text=fragments, data=st.data())
 def test_text_reads_alike_however_it_is_cut(form: ToolFormat, text: str, data: Any) -> None:

@@ -147,6 +147,7 @@ def read(sampler: Sampler, plan: ChatPlan, tokens: list[int]) -> dict[str, Any]:
     return msgspec.to_builtins(builder.message())
 
 
+@pytest.mark.few(6)
 @pytest.mark.axes_in_turns
 @pytest.mark.parametrize("has_marks", [True, False], ids=["tokens", "text"])
 @pytest.mark.parametrize("form", WRITERS, ids=lambda form: form.name)

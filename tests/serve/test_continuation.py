@@ -159,6 +159,7 @@ def run(engine: Engine, request: EngineRequest, answer: Answer, progress: Progre
     return step
 
 
+@pytest.mark.few(5)
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_request_cut_anywhere_ends_unchanged(kind: str) -> None:
     fields, options = KINDS[kind]

@@ -24,7 +24,8 @@ from manta.cluster.serve.routing.reports import CacheReporter, Report, unpacked
 from manta.workers.kv_groups import KVGroup
 from manta.workers.sampling_params import SamplingParams
 from tests.conftest import PROVE
-from tests.house.test_layering import modules, packages
+from tests.house.syntax_trees import modules
+from tests.house.test_layering import packages
 from tests.serve.routing_simulation import Manta, Oracle, RoundRobin, Workload, simulate
 
 BLOCK = 16

@@ -120,6 +120,7 @@ DRAFTED: dict[str, tuple[str, str | None]] = {
 """A family, and that of its draft model; None for n-grams."""
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(("drafted", "history"), in_turns(DRAFTED, list(HISTORIES)))
 def test_greedy_tokens_equal_transformers(drafted: str, history: str) -> None:
     (family, draft), options = DRAFTED[drafted], HISTORIES[history]

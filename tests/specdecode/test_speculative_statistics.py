@@ -58,6 +58,7 @@ def p_value(one: np.ndarray, other: np.ndarray) -> float:
     return float(stats.chi2_contingency(counts[:, counts.sum(axis=0) > 0]).pvalue)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("kind", PARAMS)
 def test_speculative_output_has_the_distribution_of_plain_output(kind: str) -> None:
     fields = PARAMS[kind]

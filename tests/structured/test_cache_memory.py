@@ -121,6 +121,7 @@ def fill_compiler() -> Iterator[tuple[int, int]]:
         yield cache.num_bytes, resident_bytes() - before
 
 
+@pytest.mark.few(1)
 @pytest.mark.skipif(sys.platform != "linux", reason="what a process holds is measured as Linux counts it")
 @pytest.mark.parametrize("cache", NUMBERS)
 def test_a_cache_holds_about_what_it_counts(cache: str) -> None:

@@ -249,6 +249,7 @@ def test_a_lone_surrogate_is_refused_and_harmless(compiler: Compiler) -> None:
     assert process_tree() == before
 
 
+@pytest.mark.few(4)
 @forked
 @pytest.mark.parametrize(
     "fields",

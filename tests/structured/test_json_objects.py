@@ -266,6 +266,7 @@ BRANCHES: list[tuple[dict[str, Any], list[dict[str, Any]], list[dict[str, Any]]]
 """Schemas whose objects are described by several schemas, with valid and invalid instances."""
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize(("schema", "valid", "invalid"), BRANCHES)
 def test_what_several_schemas_describe_may_come_in_any_order(
     schema: dict[str, Any], valid: list[Any], invalid: list[Any]

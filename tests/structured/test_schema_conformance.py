@@ -119,6 +119,7 @@ def wild_output(session: Session, chooser: random.Random) -> str | None:
 # ---- hand-written cases ----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.few(35)
 @pytest.mark.filterwarnings("ignore:Possible :FutureWarning")  # of Python, for `--` and the like in a class
 @pytest.mark.parametrize("case", CASES, ids=lambda case: json.dumps(case.schema, ensure_ascii=False)[:60])
 def test_a_schema_is_enforced_or_refused(case: Case) -> None:

@@ -96,6 +96,7 @@ def test_exactly_the_valid_texts_can_be_written(schema: Any, valid: list[Any], i
     assert not any(accepts(grammar(schema), value) for value in invalid)
 
 
+@pytest.mark.few(6)
 @cases
 def test_walks_at_random_end_in_valid_instances(schema: Any, valid: list[Any], invalid: list[Any]) -> None:
     judge, rng = jsonschema.Draft202012Validator(schema), random.Random(json.dumps(schema))

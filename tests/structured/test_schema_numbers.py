@@ -218,6 +218,7 @@ def _negated(schema: Any, instances: list[Any]) -> tuple[Any, list[Any]]:
 # ---- tests -----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.few(4)
 @pytest.mark.axes_in_turns
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("part", range(10))

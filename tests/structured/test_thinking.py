@@ -80,6 +80,7 @@ def num_thinking(vocabulary: Vocabulary, section: ThinkingSection, tokens: list[
     return count
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("has_grammar", [False, True])
 def test_a_random_walk_never_thinks_more_than_its_budget(vocabulary: Vocabulary, form: Any, has_grammar: bool) -> None:

@@ -389,6 +389,7 @@ def test_texts_for_numbers_are_refused_where_transformers_reads_them(
         read(tmp_path, values | {key: value})
 
 
+@pytest.mark.few(120)
 @pytest.mark.parametrize(("family", "key"), TABLE)
 def test_a_value_of_another_kind_is_refused_by_its_key(family: str, key: str, tmp_path: pathlib.Path) -> None:
     served, (_, refused) = values_of(family), table_of(family)[key]

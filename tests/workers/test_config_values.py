@@ -98,6 +98,7 @@ SAID_OTHERWISE = {
 """Keys of a family without effect, which matter in others or whose meaning other keys have."""
 
 
+@pytest.mark.few(5)
 @pytest.mark.parametrize("family", [family for family in FAMILIES if family not in OWN])
 def test_a_value_of_another_type_is_refused_by_its_key_in_other_families(family: str, tmp_path: pathlib.Path) -> None:
     values = values_of(family)

@@ -19,20 +19,21 @@ from tests.checkpoints import reference_greedy
 from tests.workers.kernels.test_triton_launches import poison
 from tests.workers.test_cuda_platform import NUM_TOKENS, make_llm
 from tests.workers.test_layer_kinds import folder_of
-from tests.workers.triton_device import THOROUGH
 
 pytestmark = pytest.mark.usefixtures("cheap_groups")
 
 DRAFTS = {"speculative": {"proposers": ["ngram"], "max_draft_tokens": 2, "adaptive": False}}
-WITH_DRAFTS = ("deepseek_v3",)
-"""Cases that verify drafts in the interpreter too, which takes it as long again."""
-FEWER_LAYERS: dict[str, dict[str, Any]] = {
-    "deepseek_v3": {"num_hidden_layers": 2},
-    "llama4": {"num_hidden_layers": 2, "no_rope_layers": [1, 0]},
-    "gemma4": {"num_hidden_layers": 4, "layer_types": ["sliding_attention", "full_attention"] * 2},
-}
-"""Cases that the interpreter computes in each run of the tests, with one layer of every kind."""
-CASES = (*FEWER_LAYERS, "deepseek_v2", "glm4_moe_lite", "mistral4", "minicpm3", "youtu", "gemma4, keys as values")
+CASES = (
+    "deepseek_v3",
+    "llama4",
+    "gemma4",
+    "deepseek_v2",
+    "glm4_moe_lite",
+    "mistral4",
+    "minicpm3",
+    "youtu",
+    "gemma4, keys as values",
+)
 GREEDY = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True)
 
 
@@ -50,21 +51,19 @@ def replays(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return replayed
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[] if THOROUGH or name in FEWER_LAYERS else pytest.mark.prove) for name in CASES]
-)
+@pytest.mark.long_when_interpreted
+@pytest.mark.parametrize("name", CASES)
 def test_tokens_are_those_of_transformers(name: str, monkeypatch: pytest.MonkeyPatch, replays: list[int]) -> None:
     """In steps of at most 32 tokens, the second prompt shares its keys with the first within a step, and the third
     begins alike. The second time all are cached. New memory holds NaN, so that no token depends on rows that pad.
     """
-    folder = folder_of(name, **{} if THOROUGH else FEWER_LAYERS.get(name, {}))
+    folder = folder_of(name)
     prompts = [[5 + (7 * place + place // 32 * shift) % 300 for place in range(40)] for shift in (0, 3)]
-    drafts = DRAFTS if THOROUGH or name in WITH_DRAFTS else {}
     expected = [reference_greedy(folder, prompt, NUM_TOKENS) for prompt in prompts]
     check_poisoned = poison(monkeypatch)
-    llm = make_llm(monkeypatch, str(folder), dtype="float32", mixed_tokens=2, **drafts)
+    llm = make_llm(monkeypatch, str(folder), dtype="float32", mixed_tokens=2, **DRAFTS)
     replays.clear()
-    for _ in range(2 if THOROUGH else 1):
+    for _ in range(2):
         outputs = llm.generate([prompts[0], *prompts], GREEDY, use_tqdm=False)
         assert [output.outputs[0].token_ids for output in outputs] == [expected[0], *expected]
     if load_model_config(folder).experts is None:  # a platform may run experts one after the other, which none captures

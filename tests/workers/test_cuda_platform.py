@@ -299,13 +299,14 @@ def test_tokens_equal_transformers_and_the_cpus(family: str, monkeypatch: pytest
         assert own.logprob == pytest.approx(other.logprob, abs=1e-3)
 
 
+@pytest.mark.long_when_interpreted
 def test_layers_with_windows_have_blocks_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
     """One group of layers has a window, which is shorter than the prompts; graphs read all block tables."""
-    kinds = ["sliding_attention", "full_attention", "sliding_attention"][: 3 if THOROUGH else 2]
+    kinds = ["sliding_attention", "full_attention", "sliding_attention"]
     windows = {"use_sliding_window": True, "sliding_window": 21, "layer_types": kinds, "max_window_layers": 0}
     folder = checkpoint("qwen3", num_hidden_layers=len(kinds), **windows)
     llm = make_llm(monkeypatch, str(folder), dtype="float32", mixed_tokens=2)
-    assert [group.window for group in llm.engine.model.groups] == [None, 21, 21][: len(kinds)]
+    assert [group.window for group in llm.engine.model.groups] == [None, 21, 21]
     prompts = [[5 + (7 * place + shift) % 300 for place in range(length)] for shift, length in ((0, 60), (3, 41))]
     params = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True)
     for _ in range(2):  # the second time the prompts are cached
@@ -315,11 +316,11 @@ def test_layers_with_windows_have_blocks_of_their_own(monkeypatch: pytest.Monkey
     assert llm.engine.stats().prefix_cache_hits == 48 + 32
 
 
-@pytest.mark.parametrize("name", [pytest.param("gemma2", marks=[] if THOROUGH else pytest.mark.prove), "gpt_oss"])
+@pytest.mark.long_when_interpreted
+@pytest.mark.parametrize("name", ["gemma2", "gpt_oss"])
 def test_models_with_caps_and_sinks_give_transformers_tokens(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Prompts longer than their windows, from which the second one shares blocks."""
-    layers = {"num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_attention"]}
-    folder = folder_of(name, **{} if THOROUGH else layers)
+    folder = folder_of(name)
     prompts = [[5 + (7 * place + place // 32 * shift) % 300 for place in range(40)] for shift in (0, 3)]
     llm = make_llm(monkeypatch, str(folder), dtype="float32", mixed_tokens=2)
     greedy = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True)
@@ -351,9 +352,10 @@ def test_a_cpu_refuses_float16() -> None:
         LLM("demo", device="cpu", dtype="float16")
 
 
+@pytest.mark.long_when_interpreted
 def test_graphs_and_kernels_verify_drafts_alike(monkeypatch: pytest.MonkeyPatch) -> None:
     """With a draft model, whose own steps that compute what it lacks replay graphs too."""
-    folder = checkpoint("llama") if THOROUGH else checkpoint("llama", num_hidden_layers=1)
+    folder = checkpoint("llama")
     prompt = np.random.default_rng(2).integers(3, VOCAB_SIZE, 9).tolist()
     num_replays: list[int] = []
     capture = launch.GraphCapture.capture

@@ -19,9 +19,8 @@ from tests.checkpoints import reference_logits
 from tests.engine.histories import NGRAM
 from tests.workers.test_cuda_platform import make_llm
 from tests.workers.test_layer_kinds import CASES, folder_of
-from tests.workers.triton_device import THOROUGH
 
-NUM_TOKENS = 12 if THOROUGH else 3
+NUM_TOKENS = 12
 GREEDY = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True)
 FAMILIES = (
     "qwen3_5",
@@ -42,10 +41,6 @@ FAMILIES = (
     "minimax",
 )
 """Gated delta nets, Mamba 2 beside attention, Mamba 1, short convolutions, and their other families."""
-FEWER_LAYERS: dict[str, dict[str, Any]] = {
-    "qwen3_5": {"num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"]}
-}
-"""The configuration of models that run in every test."""
 PROMPTS = [[5 + (7 * place + place // 32 * shift) % 300 for place in range(40)] for shift in (0, 3)]
 """They begin alike, and are longer than a captured step."""
 
@@ -53,7 +48,7 @@ PROMPTS = [[5 + (7 * place + place // 32 * shift) % 300 for place in range(40)] 
 def model_of(name: str) -> pathlib.Path:
     if not hasattr(transformers, CASES[name].config):
         pytest.skip(f"transformers {transformers.__version__} has no {CASES[name].config}")
-    return folder_of(name, **({} if THOROUGH else FEWER_LAYERS.get(name, {})))
+    return folder_of(name)
 
 
 def expected(name: str, prompt: list[int], allowed: list[int]) -> list[int]:
@@ -73,9 +68,8 @@ def answers(llm: LLM, prompts: list[list[int]], params: SamplingParams = GREEDY)
     return [choice.token_ids for output in outputs for choice in output.outputs]
 
 
-@pytest.mark.parametrize(
-    "name", [name if THOROUGH else pytest.param(name, marks=pytest.mark.prove) for name in FAMILIES]
-)
+@pytest.mark.long_when_interpreted
+@pytest.mark.parametrize("name", FAMILIES)
 def test_tokens_are_those_of_the_cpu(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Cold, and from snapshots. Other tests compare the CPU's tokens with those of the transformers that we pin; older
     ones repeat the groups of Mamba 2 in another order.
@@ -88,13 +82,8 @@ def test_tokens_are_those_of_the_cpu(name: str, monkeypatch: pytest.MonkeyPatch)
     assert llm.engine.stats().prefix_cache_hits == 64
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        name if THOROUGH or name == "qwen3_5" else pytest.param(name, marks=pytest.mark.prove)
-        for name in ("qwen3_5", "falcon_h1", "mamba", "lfm2")
-    ],
-)
+@pytest.mark.long_when_interpreted
+@pytest.mark.parametrize("name", ["qwen3_5", "falcon_h1", "mamba", "lfm2"])
 def test_graphs_verify_drafts_and_fork_states(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Steps of every kind are padded: decodes, verifications and prompts."""
     layouts: set[tuple[int, int | None]] = set()

@@ -14,7 +14,6 @@ from manta.workers.kernels.triton import launch
 from tests.checkpoints import checkpoint, reference_greedy
 from tests.workers.test_cuda_platform import NUM_TOKENS, make_llm
 from tests.workers.test_layer_kinds import folder_of
-from tests.workers.triton_device import THOROUGH
 
 FAMILIES = ["mixtral", "qwen3_moe", "gpt_oss", "glm4_moe", "llama4", "deepseek_v3"]
 """Softmax over all experts; normalised shares; biases and clamped gates; sigmoids in groups, with a bias for the choice
@@ -22,11 +21,6 @@ and an expert for every token; shares that scale inputs; groups ranked by two sc
 """
 PROMPTS = [[5 + (7 * place + place // 32 * shift) % 300 for place in range(40)] for shift in (0, 3)]
 GREEDY = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True)
-
-
-def long_ones(*names: str) -> list[Any]:
-    """Cases that take minutes in the interpreter."""
-    return [pytest.param(name, marks=[] if THOROUGH else pytest.mark.prove) for name in names]
 
 
 @pytest.fixture
@@ -65,7 +59,8 @@ def test_a_step_of_a_mixture_is_captured(monkeypatch: pytest.MonkeyPatch, replay
 
 
 @pytest.mark.usefixtures("no_loop")
-@pytest.mark.parametrize("name", long_ones(*FAMILIES))
+@pytest.mark.long_when_interpreted
+@pytest.mark.parametrize("name", FAMILIES)
 def test_captured_steps_give_transformers_tokens(
     name: str, monkeypatch: pytest.MonkeyPatch, replays: list[int]
 ) -> None:
@@ -79,7 +74,8 @@ def test_captured_steps_give_transformers_tokens(
 
 
 @pytest.mark.usefixtures("no_loop")
-@pytest.mark.parametrize("weights", long_ones("int8", "int4"))
+@pytest.mark.long_when_interpreted
+@pytest.mark.parametrize("weights", ["int8", "int4"])
 def test_experts_rounded_at_load_give_the_cpus_tokens(weights: str, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = str(folder_of("qwen3_moe"))
     llm = make_llm(monkeypatch, folder, dtype="float32", weights=weights)

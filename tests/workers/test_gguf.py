@@ -53,6 +53,7 @@ def mixed(name: str) -> str:
     return "Q6_K" if "attn_v" in name or "ffn_down" in name or name == "output.weight" else "Q4_K"
 
 
+@pytest.mark.few(5)
 @pytest.mark.parametrize(("kind", "family"), in_turns([*KINDS, *CODED_KINDS, "mixed"], list(FAMILIES)))
 def test_greedy_tokens_are_those_of_the_dequantised_weights(kind: str, family: str, tmp_path: pathlib.Path) -> None:
     path = write_gguf(original(family), tmp_path / "model.gguf", mixed if kind == "mixed" else lambda name: kind)
@@ -332,6 +333,7 @@ def test_a_window_for_some_layers_is_refused(tmp_path: pathlib.Path) -> None:
         resolve_model_folder(str(path))
 
 
+@pytest.mark.few(5)
 @pytest.mark.parametrize("kind", [*KINDS[3:], *CODED_KINDS])
 def test_linears_are_kept_as_integers_in_their_range(kind: str, tmp_path: pathlib.Path) -> None:
     path = write_gguf(original("llama"), tmp_path / "model.gguf", lambda name: kind)

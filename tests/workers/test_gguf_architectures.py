@@ -308,6 +308,7 @@ def converted(name: str) -> pathlib.Path:
     return convert(original(name), pathlib.Path(_root.name) / f"{name}.gguf", as_name=CASES[name].as_name)
 
 
+@pytest.mark.few(8)
 @pytest.mark.parametrize("name", params(CASES))
 def test_greedy_tokens_are_those_of_the_converted_checkpoint(name: str) -> None:
     assert greedy(converted(name)) == expected_of(original(name))
@@ -327,6 +328,7 @@ def test_rounded_experts_are_the_numbers_that_their_blocks_stand_for(
     assert tokens != greedy(converted(name))
 
 
+@pytest.mark.few(8)
 @pytest.mark.parametrize("name", params(sorted(CASES.keys() - NOT_LLAMACPPS)))
 def test_llamacpp_gives_the_same_tokens(name: str) -> None:
     pytest.importorskip("xllamacpp", reason="no wheel for this platform")
@@ -441,6 +443,20 @@ def test_older_files_of_deepseek_have_one_linear_to_keys_and_values(tmp_path: pa
     left_out = ("attn_k_b.weight", "attn_v_b.weight", "_length_mla")
     older = rewritten(converted(name), tmp_path / "older.gguf", keys, whole, left_out)
     assert greedy(older) == expected_of(original(name))
+
+
+def test_dense_models_of_granite_4_have_keys_of_hybrids(tmp_path: pathlib.Path) -> None:
+    """Their converter writes the sizes of states that they do not have, and whether heads rotate."""
+    states = ("ssm.conv_kernel", "ssm.state_size", "ssm.group_count", "ssm.inner_size", "ssm.time_step_rank")
+    keys: dict[str, Any] = dict.fromkeys(states, 4) | {
+        "rope.scaling.finetuned": True,
+        "expert_shared_feed_forward_length": SIZES["intermediate_size"],
+    }
+    assert greedy(rewritten(converted("granite"), tmp_path / "4.gguf", keys, {})) == expected_of(original("granite"))
+    still = rewritten(converted("granite"), tmp_path / "still.gguf", keys | {"rope.scaling.finetuned": False}, {})
+    with pytest.raises(ConfigError) as raised:
+        gguf_folder(still)
+    assert (raised.value.key, raised.value.value) == ("granite.rope.scaling.finetuned", False)
 
 
 @pytest.mark.parametrize(

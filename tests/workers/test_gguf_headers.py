@@ -101,6 +101,7 @@ def damaged(header: Header, key: str) -> Iterator[tuple[Value | None, Header]]:
         yield value, header.with_value(key, value)
 
 
+@pytest.mark.few(24)
 @pytest.mark.parametrize("key", KEYS)
 def test_every_value_of_a_key_is_read_or_refused_in_words(key: str, header: Header, cache: pathlib.Path) -> None:
     path = cache / "model.gguf"
@@ -116,6 +117,7 @@ NEVER += [value for value in NUMBERS if abs(value.value) >= 2**53]
 UNREAD = ("tokenizer.ggml.scores",)  # of a vocabulary with merges
 
 
+@pytest.mark.few(30)
 @pytest.mark.parametrize("key", [key for key in KEYS if key not in UNREAD])
 def test_no_model_has_such_a_number(key: str, header: Header, cache: pathlib.Path) -> None:
     """NaN, infinities and numbers from 2^53 on, also for keys that this model does not need."""

@@ -136,6 +136,7 @@ def assert_same(path: pathlib.Path, texts: Iterator[str]) -> None:
         expected.close()
 
 
+@pytest.mark.few(10)
 @pytest.mark.parametrize("name", ONE_OF_EACH)
 def test_words_are_split_as_llama_cpp_does(name: str, byte_level: Vocabulary, tmp_path: pathlib.Path) -> None:
     assert_same(gguf_of(tmp_path, byte_level, tokenizer__ggml__pre=name), mixed_texts(FEW, seed=3))

@@ -26,7 +26,6 @@ from manta.workers.models.variants import NOT_COMPUTED, Variant, check_block_siz
 from manta.workers.platforms import choose_platform
 from manta.workers.torch_worker.loader import check_tensors, load_model
 from tests.checkpoints import make_tokenizer, on_one_thread, randomise, reference_greedy, reference_logits
-from tests.pairs import every
 from tests.workers.attention_cases import ATTENTION_CASES, NO_WINDOW, YARN
 from tests.workers.cpu_forms import COMPILED, TORCH, in_form
 from tests.workers.recurrent_cases import RECURRENT_CASES, ROPE, Case
@@ -256,6 +255,7 @@ def form(request: pytest.FixtureRequest) -> Iterator[str]:
         yield request.param
 
 
+@pytest.mark.few(34)
 @pytest.mark.parametrize("name", CASES)
 def test_logits_are_those_of_transformers(form: str, name: str) -> None:
     folder, tokens = folder_of(name), random_tokens(NUM_TOKENS)
@@ -266,6 +266,7 @@ def test_logits_are_those_of_transformers(form: str, name: str) -> None:
     assert torch.equal(logits.argmax(-1), expected.argmax(-1))
 
 
+@pytest.mark.few(25)
 @pytest.mark.parametrize(("name", "feature"), FEATURES)
 def test_without_a_feature_the_tokens_differ(name: str, feature: str, tmp_path: pathlib.Path) -> None:
     folder, tokens = folder_of(name), random_tokens(NUM_TOKENS)
@@ -285,6 +286,7 @@ def rewritten(
     return to
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize(
     ("name", "tensor"),
     [
@@ -547,7 +549,8 @@ def test_without_their_scale_the_logits_differ(name: str, tmp_path: pathlib.Path
     assert difference > 0.1 * reference_logits(folder, tokens).abs().max()
 
 
-@pytest.mark.parametrize("name", every([name for name in CASES if name not in NOT_GENERATED], 3))
+@pytest.mark.few(5)
+@pytest.mark.parametrize("name", [name for name in CASES if name not in NOT_GENERATED])
 def test_greedy_tokens_are_those_of_transformers(name: str) -> None:
     folder, prompt = folder_of(name), random_tokens(70, seed=1)
     cache, output = Cache(folder), []

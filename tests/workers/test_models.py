@@ -35,7 +35,7 @@ from manta.workers.platforms import choose_platform
 from manta.workers.step import ZERO_STATE, StateUse
 from manta.workers.torch_worker.loader import load_model
 from tests.checkpoints import checkpoint, reference_greedy, reference_logits
-from tests.pairs import every, in_turns
+from tests.pairs import in_turns
 from tests.workers.cpu_forms import FORMS, TORCH, in_form
 
 BLOCK_SIZE = 16
@@ -164,11 +164,13 @@ def random_tokens(count: int, seed: int = 0) -> list[int]:
     return np.random.default_rng(seed).integers(0, 320, count).tolist()
 
 
-@pytest.mark.parametrize("name", every(FALLBACK, 2))
+@pytest.mark.few(5)
+@pytest.mark.parametrize("name", FALLBACK)
 def test_logits_through_transformers_equal_its_own(name: str) -> None:
     check_logits(*FALLBACK[name])
 
 
+@pytest.mark.few(10)
 @in_two_forms(NATIVE)
 def test_logits_of_chunked_prefill_and_decode_equal_transformers(form: str, name: str) -> None:
     family, options = NATIVE[name]
@@ -185,6 +187,7 @@ def check_logits(family: str, options: dict[str, Any]) -> None:
     torch.testing.assert_close(logits, reference_logits(folder, tokens), atol=3e-4, rtol=1e-4)
 
 
+@pytest.mark.few(5)
 @in_two_forms(["llama", "mistral, window of 24", "qwen2, tied", "qwen3", "gpt_neox", "bloom"])
 def test_greedy_tokens_of_a_mixed_batch_equal_transformers(form: str, name: str) -> None:
     """A late sequence is prefilled in the steps in which the others decode."""

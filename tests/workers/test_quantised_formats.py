@@ -117,6 +117,7 @@ def expected_of(dense: pathlib.Path) -> list[list[int]]:
     return expected
 
 
+@pytest.mark.few(6)
 @pytest.mark.parametrize(("name", "family"), in_turns(FORMATS, FAMILIES))
 def test_greedy_tokens_are_those_of_the_dequantised_weights(name: str, family: str, tmp_path: pathlib.Path) -> None:
     format_ = FORMATS[name]
@@ -166,6 +167,7 @@ def test_kernels_equal_torch_on_the_same_integers(name: str, tmp_path: pathlib.P
         assert torch.equal(make_linear(linear).forward(x), expected)
 
 
+@pytest.mark.few(7)
 @pytest.mark.parametrize("name", FORMATS)
 def test_a_platform_gets_integers_in_their_range(name: str, tmp_path: pathlib.Path) -> None:
     """And the weight that they stand for is the tool's, to the last bits of float32."""

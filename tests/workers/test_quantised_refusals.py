@@ -147,6 +147,7 @@ DAMAGED = {
 }
 
 
+@pytest.mark.few(5)
 @pytest.mark.parametrize("name", DAMAGES)
 def test_a_tensor_that_does_not_fit_is_named(name: str, tmp_path: pathlib.Path) -> None:
     kind, changes, words = DAMAGES[name]
@@ -247,6 +248,7 @@ STORED: dict[str, tuple[str, str]] = {
 }
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("name", STORED)
 def test_headers_tell_what_is_quantised_how(name: str, tmp_path: pathlib.Path) -> None:
     method, words = STORED[name]

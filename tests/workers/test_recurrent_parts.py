@@ -68,6 +68,7 @@ WITHOUT_PARTS: dict[str, dict[str, Callable[[torch.Tensor], torch.Tensor]]] = {
 """The tensors of each family without whose effect the tokens must differ, and what stands in their place."""
 
 
+@pytest.mark.few(12)
 @pytest.mark.parametrize(("name", "part"), [(name, part) for name, parts in WITHOUT_PARTS.items() for part in parts])
 def test_without_a_part_of_a_mixer_the_tokens_differ(name: str, part: str, tmp_path: pathlib.Path) -> None:
     def without(tensor_name: str, tensor: torch.Tensor) -> dict[str, torch.Tensor]:

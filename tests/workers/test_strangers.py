@@ -221,7 +221,7 @@ def test_any_value_at_any_key_is_served_or_refused_in_a_sentence(name: str, fold
     (folder / "chat_template.jinja").unlink(missing_ok=True)
     whole = json.loads((folder / name).read_text()) | more[name]
     for number, path in enumerate(keys_of(whole)):
-        for value in VALUES if PROVE else VALUES[number % 2 :: 2]:
+        for value in VALUES if PROVE else VALUES[number % 5 :: 5]:
             (folder / name).write_text(changed(whole, path, value))
             sentence = refusal(folder)
             if sentence is not None:

@@ -30,7 +30,7 @@ from manta.workers.torch_worker.torch_worker import TorchWorker
 from tests.adapters import adapters_of
 from tests.checkpoints import VOCAB_SIZE, checkpoint
 from tests.engine.test_constrained_drafts import mixed_params
-from tests.pairs import every, in_turns
+from tests.pairs import in_turns
 from tests.specdecode.test_speculative import SAMPLED
 from tests.workers import rank_child
 from tests.workers.cpu_forms import COMPILED
@@ -203,17 +203,16 @@ def test_four_ranks_share_key_heads_under_one_norm(four: RankProcesses) -> None:
     assert_same(four, ALL_GREEDY, str(folder_of("olmo2")))
 
 
+@pytest.mark.few(6)
 @pytest.mark.parametrize("what", REQUESTS)
 def test_whatever_is_asked(two: RankProcesses, what: str) -> None:
     ask, options = REQUESTS[what]
     assert_same(two, ask, str(checkpoint("llama", dtype="float32")), **options)
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize(
-    "what",
-    every(
-        ["a tiny pool, in chunks", "log-probabilities", "constraints", "logits processors", "beams in a tiny pool"], 2
-    ),
+    "what", ["a tiny pool, in chunks", "log-probabilities", "constraints", "logits processors", "beams in a tiny pool"]
 )
 def test_whatever_is_asked_of_the_overlapped_loop(two: RankProcesses, what: str) -> None:
     ask, options = REQUESTS[what]
@@ -247,7 +246,8 @@ def test_a_failed_row_costs_the_others_nothing(two: RankProcesses) -> None:
     assert_same(two, ask, str(checkpoint("llama", dtype="float32")), overlap="on")
 
 
-@pytest.mark.parametrize("what", every(["seeds and every parameter", "constraints", "beams", "n-grams"], 2))
+@pytest.mark.few(2)
+@pytest.mark.parametrize("what", ["seeds and every parameter", "constraints", "beams", "n-grams"])
 def test_four_ranks_hold_two_kv_heads_twice(four: RankProcesses, what: str) -> None:
     ask, options = REQUESTS[what]
     folder = str(checkpoint("llama", dtype="float32"))

@@ -406,6 +406,17 @@ def _cohere_2(file: GgufFile, config: Config) -> Config:
     }
 
 
+def _granite(file: GgufFile, config: Config) -> Config:
+    """Returns the keys of Granite's dense models. Those of Granite 4 have this name too. Their converter, which is that
+    of its hybrids, also writes the sizes of states that they do not have, and says that their heads rotate.
+    """
+    if not (rotates := file.of_model("rope.scaling.finetuned")).flag(True):
+        raise rotates.refused("true or left out")
+    file.ignore(*(f"ssm.{name}" for name in gguf_hybrids.STATE_SPACE_SIZES))
+    width = file.of_model("expert_shared_feed_forward_length").whole(config["intermediate_size"])
+    return granite_factors(file, config) | {"intermediate_size": width}
+
+
 def _lfm_2(file: GgufFile, config: Config) -> Config:
     heads = file.of_layers("attention.head_count_kv")
     return {
@@ -442,7 +453,7 @@ _OWN: dict[str, Callable[[GgufFile, Config], Config]] = {
     "gemma4": _gemma_4,
     "phi3": _phi_3,
     "gpt-oss": _gpt_oss,
-    "granite": granite_factors,
+    "granite": _granite,
     "glm4moe": _glm_4_moe,
     "cohere2": _cohere_2,
     "lfm2": _lfm_2,

@@ -55,6 +55,10 @@ def _has_any(file: GgufFile, part: str) -> bool:
     return bool(file.layers_with(part))
 
 
+STATE_SPACE_SIZES = ("inner_size", "time_step_rank", "group_count", "state_size", "conv_kernel")
+"""Keys of Mamba 2 below `ssm`."""
+
+
 def _state_space(file: GgufFile) -> dict[str, int]:
     """Returns the sizes of Mamba 2 by what they are."""
     inner, heads = file.of_model("ssm.inner_size"), file.of_model("ssm.time_step_rank").whole()
@@ -86,8 +90,8 @@ def _bambas(file: GgufFile) -> Config:
 def _granite_hybrid(file: GgufFile, config: Config) -> Config:
     """Bamba's files have this name too. Their heads rotate in part, which the converter does not prepare them for."""
     rotates = file.of_model("rope.scaling.finetuned")
-    if rotates.flag(False):
-        raise rotates.refused("false or left out: a Bamba model is served from its own checkpoint")
+    if rotates.flag(True):
+        raise rotates.refused("false: a Bamba model is served from its own checkpoint")
     num_experts = file.of_model("expert_count").whole(0, least=0)
     shared = file.of_model("expert_shared_feed_forward_length").whole(config["intermediate_size"])
     file.ignore("expert_used_count")

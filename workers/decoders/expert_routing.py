@@ -25,6 +25,6 @@ def run_experts(
         shares = shares * experts.share_scales[chosen]
     total = experts.experts.forward(x, chosen, shares)
     if experts.shared is not None:
-        result = experts.shared.down.forward(experts.shared.gated.forward(x)).float()
+        result = experts.shared.down.forward(experts.shared.gated.forward(x, step), step).float()
         total += result if experts.shared_gate is None else result * experts.shared_gate.forward(x.float()).sigmoid()
     return experts.join(total.to(x.dtype))

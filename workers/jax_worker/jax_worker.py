@@ -50,6 +50,9 @@ class JaxWorker:
     hosts makes one with its own `place`.
     """
 
+    keeper = None
+    adapters = None
+
     def __init__(
         self,
         config: ModelOptions,

@@ -136,18 +136,21 @@ def _identity(
     return f"{identities} {config} {dtype} {weights} {group.rank} of {group.num_ranks} {split}"
 
 
-def check_tensors(folder: str | pathlib.Path, config: ModelConfig, weights: str = "auto") -> WeightTally:
+def check_tensors(
+    folder: str | pathlib.Path, config: ModelConfig, weights: str = "auto", bank: AdapterBank | None = None
+) -> WeightTally:
     """Checks from the file headers that a checkpoint has every tensor that `load_model` needs, and no other. Reads no
     tensor's data, except to compare the head of a tied model with its embedding if it is stored too.
 
     For checkpoints that Manta reads itself. `weights` is the option of this name; `dense` counts as `auto`, because a
-    tally says both. Returns the memory that the weights take. Raises `ModelError` as `load_model` does.
+    tally says both. A `bank` gets the linears that take adapters, without weights. Returns the memory that the weights
+    take. Raises `ModelError` as `load_model` does.
     """
     rounded = "auto" if weights == "dense" else weights
     counting = CountingPlatform()
     checkpoint, dtype, tally = CheckpointHeaders(folder), counting.dtype, counting.tally
     config = checkpoint.as_stored(config)
-    loader = _WeightLoader(checkpoint, config, dtype, counting, OneRank(), rounded, exact=False)
+    loader = _WeightLoader(checkpoint, config, dtype, counting, OneRank(), rounded, exact=False, bank=bank)
     loader.load()
     _check_all_used(checkpoint, config)
     if config.quantization is not None:
@@ -349,13 +352,13 @@ class _WeightLoader:
             self._platform.join_experts(map(self._own_mlp, spec.experts), config, activation),
             self._group.all_reduce,
             None if spec.choice_bias is None else self._of_experts(spec.choice_bias),
-            None if spec.shared is None else self._own_mlp(spec.shared),
+            None if spec.shared is None else self._own_mlp(spec.shared, self._bank),
             shared_gate=None if spec.shared_gate is None else self._plain_linear(spec.shared_gate),
         )
 
-    def _own_mlp(self, spec: GatedMlpSpec) -> GatedMlpWeights:
-        """Returns this rank's share of an MLP, whose results are still to be summed."""
-        return GatedMlpWeights(self._own(spec.gated), self._own(spec.down))
+    def _own_mlp(self, spec: GatedMlpSpec, bank: AdapterBank | None = None) -> GatedMlpWeights:
+        """Returns this rank's share of an MLP, whose results are still to be summed, with the adapters of `bank`."""
+        return GatedMlpWeights(self._own(spec.gated, bank=bank), self._own(spec.down, bank=bank))
 
     def _plain_linear(self, spec: LinearSpec) -> Linear:
         """Returns a small linear in float32, such as a router, whose choice should not depend on rounding."""

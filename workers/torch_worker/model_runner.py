@@ -15,7 +15,7 @@ import torch
 from manta.structured.logits_processors import LogitsProcessorRegistry
 from manta.structured.masks import MaskBatch
 from manta.workers.adapters.adapter_bank import AdapterBank
-from manta.workers.kernels.adapter_rows import AdapterRows
+from manta.workers.kernels.adapter_rows import AdapterRows, RowAdapter
 from manta.workers.kernels.attention_metadata import copy_blocks
 from manta.workers.kernels.layer_caches import LayerStates, layer_caches
 from manta.workers.kernels.model_protocol import Model
@@ -120,8 +120,9 @@ class ModelRunner:
         if not adapters or adapters.keys().isdisjoint(members):
             return None
         assert self._bank is not None, "the engine refuses adapters that the ranks do not hold"
-        numbers = [self._bank.number_of(adapters[each]) if each in adapters else None for each in members]
-        return AdapterRows.of_sequences(numbers, lens)
+        keys = [adapters.get(each) for each in members]
+        of_rows = [None if key is None else RowAdapter(self._bank.number_of(key.digest), key.scale) for key in keys]
+        return AdapterRows.of_sequences(of_rows, lens)
 
     def _token_ids(self, step: StepInput) -> torch.Tensor:
         """Returns the input ids of the flat batch, int64 [num_tokens]."""

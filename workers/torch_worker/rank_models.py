@@ -26,6 +26,7 @@ from manta.workers.option_support import check_options
 from manta.workers.parallel.group import Group
 from manta.workers.parallel.split import check_num_ranks, shard_config
 from manta.workers.platforms import Platform
+from manta.workers.torch_worker.adapter_fit import check_adapters_fit
 from manta.workers.torch_worker.loader import check_tensors, load_model, rank_shard
 
 _COMMON_DTYPES = ("float32", "bfloat16", "float16")
@@ -76,6 +77,7 @@ def choose_models(options: ModelOptions, platform: Platform, draft_folder: pathl
     draft_config = None if draft is None else draft.config
     check_options(options, platform.name, target.config, draft_config, platform.advice)
     check_num_ranks(target.config, options.tensor_parallel_size, options.exact)
+    check_adapters_fit(folder, target.config, options.adapters, options.max_adapter_bytes)
     return ModelSources(target, draft, platform.resolve_dtype(options.dtype, target.config.dtype))
 
 

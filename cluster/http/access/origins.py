@@ -21,7 +21,13 @@ _NAME_IT = "name its origin in cors_origins"
 ANY = "*"
 PREFLIGHT_SECONDS = 600
 """Seconds for which a browser may remember the answer to a preflight."""
-_EXPOSED = b"x-request-id, x-manta-not-enforced, x-manta-ignored, retry-after"
+_LIMITS = [f"x-ratelimit-{name}-{what}" for what in ("requests", "tokens") for name in ("limit", "remaining", "reset")]
+_EXPOSED = ", ".join(
+    [
+        *("x-request-id", "x-manta-not-enforced", "x-manta-ignored", "retry-after"),
+        *("x-stream-id", "x-resumable-s", *_LIMITS),
+    ]
+).encode()
 """Headers of answers that a page's program may read."""
 
 Headers = dict[str, str]

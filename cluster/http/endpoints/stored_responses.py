@@ -137,7 +137,7 @@ class Keeping:
     def _store(self, response: ResponseObject, opening: bytes | None = None) -> None:
         assert self._kept is not None
         state, owner = self._state, self._exchange.caller.owner
-        root = chain_root(state.prefix_scope.root(owner, self.cache_salt), self._exchange.adapter_digest)
+        root = chain_root(state.prefix_scope.root(owner, self.cache_salt), self._exchange.adapter_key)
         hashes = _block_hashes(state, root, self.prompt)
         self._kept.create(owner, StoredResponse(response, self._items, opening, hashes))
 
@@ -252,7 +252,7 @@ async def earlier_items(state: AppState, exchange: GenerationExchange, previous:
         known += [] if kept is None else ["your stored responses, of which some may have expired"]
         remedy = "send the whole conversation"
         refuse("unknown_previous_response", "previous_response_id", previous, " and ".join(known), remedy)
-    response = await _current(state, exchange.caller.owner, stored)
+    response = await _current(state, exchange, stored)
     if response.status not in ("completed", "incomplete"):
         cause = f"it is {response.status}, and only an answered response can be continued"
         refuse("unfit", "previous_response_id", previous, cause=cause)
@@ -318,11 +318,11 @@ async def retrieve(state: AppState, exchange: Exchange, _: None) -> ResponseObje
     query = decode_query(ResponseQuery, exchange.incoming.query)
     kept, stored = await _found(state, exchange)
     if not query.stream:
-        return await _current(state, exchange.caller.owner, stored)
+        return await _current(state, exchange, stored)
     opening = _opening_of(stored, "read again as events")
     ended = await asyncio.to_thread(kept.ended, exchange.caller.owner, stored.response.id)
     if ended is None:
-        recording = await _running(state, kept, opening)
+        recording = await _running(state, exchange, kept, opening)
     else:
         recording = Recording(opening)
         recording.entries, recording.is_ended = ended.entries, True
@@ -362,10 +362,10 @@ async def cancel(state: AppState, exchange: Exchange, _: None) -> ResponseObject
     """Ends a background response, and returns it with what it has. One that has ended is returned as it is."""
     kept, stored = await _found(state, exchange)
     opening = _opening_of(stored, "cancelled")
-    response = await _current(state, exchange.caller.owner, stored)
+    response = await _current(state, exchange, stored)
     if response.status not in ("queued", "in_progress"):
         return response
-    recording = await _running(state, kept, opening)
+    recording = await _running(state, exchange, kept, opening)
     with _followed(state, recording) as recording:
         await state.streams.cancel(recording)
         try:
@@ -401,16 +401,16 @@ def _opening_of(stored: StoredResponse, what: str) -> Opening:
 # ---- the present state of a response -------------------------------------------------------------------------------
 
 
-async def _current(state: AppState, owner: str, stored: StoredResponse) -> ResponseObject:
+async def _current(state: AppState, exchange: GenerationExchange, stored: StoredResponse) -> ResponseObject:
     """Returns a response as it is now. A background response whose run is lost is run again."""
     response = stored.response
     if stored.opening is None:
         return response
     assert state.responses is not None
-    ended = await asyncio.to_thread(state.responses.ended, owner, response.id)
+    ended = await asyncio.to_thread(state.responses.ended, exchange.caller.owner, response.id)
     if ended is not None:
         return ended.response
-    recording = await _running(state, state.responses, decode_opening(stored.opening))
+    recording = await _running(state, exchange, state.responses, decode_opening(stored.opening))
     with _followed(state, recording) as recording:
         if recording.is_complete:
             return await _written(state, recording)
@@ -418,8 +418,9 @@ async def _current(state: AppState, owner: str, stored: StoredResponse) -> Respo
         return response
 
 
-async def _running(state: AppState, kept: KeptResponses, opening: Opening) -> Recording:
-    """Returns the recording of a background response. If no process has it, begins it again, with a new deadline.
+async def _running(state: AppState, exchange: GenerationExchange, kept: KeptResponses, opening: Opening) -> Recording:
+    """Returns the recording of a background response. If no process has it, begins it again, with a new deadline, once
+    its model is loaded.
 
     Refuses with 404 if the response was deleted meanwhile.
     """
@@ -435,7 +436,8 @@ async def _running(state: AppState, kept: KeptResponses, opening: Opening) -> Re
     logger.warning("response of stream %s was lost while it ran; it is run again", opening.stream_id)
     engine = msgspec.structs.replace(opening.generation.engine, deadline_s=state.config.request_timeout_s)
     generation = msgspec.structs.replace(opening.generation, engine=engine)
-    return state.streams.begin(msgspec.structs.replace(opening, generation=generation), is_repeated=True)
+    async with state.models.named(opening.model).in_use(exchange):
+        return state.streams.begin(msgspec.structs.replace(opening, generation=generation), is_repeated=True)
 
 
 @contextlib.contextmanager

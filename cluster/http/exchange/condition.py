@@ -14,10 +14,13 @@ Stage = Literal["unloaded", "loading", "loaded", "failed"]
 
 
 class Condition(msgspec.Struct, frozen=True):
-    """The stage of one of several models. `reason` says why it is not loaded."""
+    """The stage of one of several models."""
 
     stage: Stage
     reason: str = ""
+    """The reason why it is not loaded, or why the last change of a loaded one had no effect."""
+    is_updating: bool = False
+    """Whether engines of a loaded model are being replaced by ones with other options."""
 
     def check(self, model: str) -> None:
         """Refuses with 503 a request to a model that has failed."""
@@ -27,4 +30,4 @@ class Condition(msgspec.Struct, frozen=True):
     def refusal(self, model: str) -> Refusal:
         """Returns why a model that has failed serves no request."""
         remedy = "use another model, or retry when the operator has mended it"
-        return Refusal("unavailable", cause=f"the model {model} did not start: {self.reason}", remedy=remedy)
+        return Refusal("model_failed", cause=f"the model {model} did not start: {self.reason}", remedy=remedy)

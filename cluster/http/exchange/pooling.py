@@ -87,7 +87,10 @@ async def pooled(
     exchange.note_texts(len(texts), num_tokens)
     result = await state.engines.pool(request)
     if result.refusal is not None:
-        state.metrics.request_ended(FinishStatus.FINISHED_INTERNAL_ERROR)
+        if result.refusal.kind == "deadline":
+            state.metrics.request_ended(FinishStatus.FINISHED_ABORTED)
+        elif result.refusal.kind != "queue_full":  # which admitted nothing that could end
+            state.metrics.request_ended(FinishStatus.FINISHED_INTERNAL_ERROR)
         field = "" if result.text is None else field_of(result.text)
         raise error_of(msgspec.structs.replace(result.refusal, field=field))
     state.metrics.request_ended(FinishStatus.FINISHED_STOPPED)

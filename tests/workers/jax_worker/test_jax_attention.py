@@ -49,6 +49,7 @@ the reference's operations anew for each shape.
 """
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("heads", "window"), FORMS if PROVE else FORMS[:2])
 def test_the_loop_computes_what_the_kernels_reference_does(heads: tuple[int, int], window: int | None) -> None:
     random = np.random.default_rng(sum(heads))
@@ -138,6 +139,7 @@ LOWERED = [("bfloat16", None), ("float32", 64), ("bfloat16", 64), ("float32", No
 """A type and a window. `make test` runs each with one of `SHAPES`, `make prove` with all of them."""
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("shape", "dtype", "window"),
     [
@@ -166,6 +168,7 @@ def test_the_kernel_lowers_for_a_tpu(shape: tuple[int, ...], dtype: str, window:
         assert "tpu_custom_call" in lowered.as_text()
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("family", ["llama", "qwen3", "mistral", "gemma2", "qwen3_moe", "gpt_oss"])
 def test_the_whole_forward_pass_lowers_for_a_tpu(family: str) -> None:
     """The kernel is a part of the program, except where layers have sinks, and the KV cache is donated."""

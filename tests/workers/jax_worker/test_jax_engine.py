@@ -16,7 +16,6 @@ from tests.engine_parts import worker_of
 from tests.specdecode.test_speculative import *  # noqa: F403
 
 QUICK = {
-    "test_greedy_tokens_equal_transformers": ("[llama-chunked]", "[llama by llama-all at once]"),
     "test_speculation_keeps_seeded_outputs": ("[draft-options4]",),
 }
 """Cases that `make test` runs of the tests with many cases."""
@@ -36,6 +35,7 @@ ALIKE = {
     "test_stop_conditions_inside_a_draft_end_sequences",
     "test_choices_of_one_request_speculate_each_for_itself",
     "test_mixed_batches_keep_their_tokens",
+    "test_seeded_tokens_do_not_depend_on_batch",
 }
 """Tests whose steps are like those of others that `make test` runs here."""
 

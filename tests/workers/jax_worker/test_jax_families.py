@@ -35,6 +35,7 @@ def tokens_of(llm: LLM, prompts: list[list[int]]) -> list[list[int]]:
     return [list(output.outputs[0].token_ids) for output in llm.generate(prompts, greedy, use_tqdm=False)]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("name", "num_devices"), COMBINATIONS)
 def test_tokens_equal_the_cpus_and_transformers(name: str, num_devices: int) -> None:
     """One prompt is longer than every window and computed in chunks; then both are read from the prefix cache."""

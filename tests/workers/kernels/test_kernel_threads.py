@@ -41,6 +41,7 @@ def test_callers_share_the_threads() -> None:
 
 @pytest.mark.skipif(build.find_compiler() is None, reason="no C++ compiler")
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="gives a thread a core, which only Linux can")
+@pytest.mark.prove
 def test_no_call_waits_for_a_stopped_thread() -> None:
     with concurrent.futures.ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as apart:
         assert apart.submit(_slowdown_beside_starved_threads).result() < LIMIT

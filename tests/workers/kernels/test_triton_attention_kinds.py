@@ -79,6 +79,7 @@ def test_latent_attention_agrees_on_every_mixed_batch(mix: str, dtype: torch.dty
     check_latent(MIXES[mix], latent_heads(4, 24, 8), dtype)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("num_heads", [1, 20, 65, 130])
 def test_latent_attention_agrees_for_any_number_of_heads(num_heads: int) -> None:
     """More than a tile's rows, too, and numbers that tiles do not divide."""

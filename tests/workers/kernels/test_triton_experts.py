@@ -150,6 +150,7 @@ def check(
     return result
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("form", FORMS)
 def test_every_form_gives_the_results_of_one_by_one(form: str) -> None:
     for index, num_rows in enumerate(ROWS if THOROUGH else FEWER_ROWS if form == "plain" else FEWER_ROWS[1:]):
@@ -158,6 +159,7 @@ def test_every_form_gives_the_results_of_one_by_one(form: str) -> None:
             check(both(form, dtype), *step(num_rows, dtype), form)
 
 
+@pytest.mark.few(2)
 @pytest.mark.axes_in_turns
 @pytest.mark.parametrize("form", ["plain", "int4", "E4M3 by output"] if THOROUGH else ["plain", "int4"])
 @pytest.mark.parametrize("activation", ["clamped", "gelu", "gelu_tanh", "relu2"])
@@ -171,12 +173,14 @@ def test_every_activation_gives_the_results_of_one_by_one(activation: str, form:
         assert (result - expected).norm() / expected.norm() < most
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("form", ["plain", "int8 in groups", "int4 in any order"])
 def test_shares_scale_inputs_instead(form: str) -> None:
     for num_rows in (1, 9) if THOROUGH else (9,):
         check(both(form, torch.float32, scales_inputs=True), *step(num_rows, torch.float32), form)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("form", ["plain", "int4"])
 def test_any_choice_is_computed(form: str) -> None:
     """All rows choose the same experts, or one expert has no row, or an order of its own."""
@@ -189,6 +193,7 @@ def test_any_choice_is_computed(form: str) -> None:
         check(both(form, torch.float32), x, choices, shares[:, : choices.shape[1]], form)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("form", ["plain", "MXFP4"])
 def test_rows_that_pad_reach_no_other_row(form: str) -> None:
     """Rows of NaN, which all chose one expert, or none."""
@@ -205,6 +210,7 @@ def test_rows_that_pad_reach_no_other_row(form: str) -> None:
         assert index == 0 or not padded[7:].any()
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("form", ["int8 in groups", "int4", "MXFP4"])
 def test_a_row_of_integers_is_the_same_in_every_batch(form: str) -> None:
     grouped, _ = both(form, torch.bfloat16)

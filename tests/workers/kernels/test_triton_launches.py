@@ -217,7 +217,8 @@ def test_a_graph_keeps_all_that_it_reads(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 @pytest.mark.usefixtures("cheap_groups")
-@pytest.mark.parametrize("family", ["llama", pytest.param("mixtral", marks=pytest.mark.prove)])
+@pytest.mark.prove
+@pytest.mark.parametrize("family", ["llama", "mixtral"])
 def test_a_graph_launches_the_same_kernels(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A replay launches the grids and numbers of the capture, whose step was empty and as long as a step can be. So
     none of them may follow from what the host knows of a step.
@@ -374,10 +375,8 @@ HARDSHIPS = {"late copies in poisoned memory": (read_late, poison), "late copies
 
 
 @pytest.mark.usefixtures("plugin", "cheap_groups")
-@pytest.mark.parametrize(
-    "name",
-    [name if name == next(iter(HARDSHIPS)) else pytest.param(name, marks=pytest.mark.prove) for name in HARDSHIPS],
-)
+@pytest.mark.prove
+@pytest.mark.parametrize("name", HARDSHIPS)
 def test_steps_are_read_in_order_and_no_kernel_reads_memory_that_nobody_wrote(
     name: str, monkeypatch: pytest.MonkeyPatch, served: Served
 ) -> None:

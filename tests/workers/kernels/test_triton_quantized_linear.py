@@ -40,6 +40,7 @@ def test_any_weight_gives_the_bits_of_torch(
     check(weight, x, has_bias, gated and out_features % 2 == 0)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("num_rows", [17, 130])
 @pytest.mark.parametrize("bits", [8, 4])
 def test_rows_do_not_depend_on_block_size(bits: int, num_rows: int) -> None:
