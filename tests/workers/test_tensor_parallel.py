@@ -310,9 +310,9 @@ def bits(folder: str, **options: Any) -> Any:
 
 
 @needs_kernels
-@pytest.mark.parametrize(("weights", "cache"), in_turns(["int8", "int4"], ["int8", "auto"]))
+@pytest.mark.parametrize(("weights", "cache"), in_turns(["int8", "int4"], ["int8", "int4", "auto"]))
 def test_exact_ranks_of_unlike_forms_agree(two: RankProcesses, four: RankProcesses, weights: str, cache: str) -> None:
-    """Without `exact` ranks sum in another order, and a key may be rounded to the next step of an int8 cache."""
+    """Without `exact` ranks sum in another order, and a key may be rounded to the next step of a rounded cache."""
     folder = str(checkpoint("llama", **EXACT_SIZES))
     expected = bits(folder, weights=weights, kv_cache_dtype=cache)
     for ranks in (two, four):
